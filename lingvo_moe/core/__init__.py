@@ -1,0 +1,1 @@
+"""The framework: layers, sharding, engines. It knows nothing of translation."""

@@ -1,0 +1,251 @@
+"""BaseLayer: a pure function of (theta, inputs) with named children and variables that are specs before they are tensors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_moe.core import randomness
+from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.sharding import DimsMapping, dims_mapping
+from lingvo_moe.core.sharding.annotate import shard_letters
+
+# What a child takes from its parent where its own Params leave it open.
+_INHERITED = ("dtype", "fprop_dtype", "activation_split", "weight_split")
+
+
+@dataclass(frozen=True)
+class WeightParams:
+    """What a layer asks for with CreateVariable.
+
+    Attributes:
+        shape: static.
+        letters: one einsum letter per dimension, e.g. 'EMH'; the sharding follows from them.
+        init: WeightInit.
+        dtype: None takes the layer's.
+    """
+
+    shape: tuple[int, ...]
+    letters: str
+    init: WeightInit
+    dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class VariableSpec:
+    """A variable that has not been allocated.
+
+    Attributes:
+        path: dotted, unique in the model; the initial value is keyed by it.
+        shape, dtype, letters: `letters` has one einsum letter per dimension, 'L' for those of stacked layers.
+        init: for one layer of a stack.
+        split: the mesh axis, axes or None of each dimension.
+        stack_dims: how many leading dimensions count layers (`repeat`).
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    letters: str
+    init: WeightInit
+    split: DimsMapping
+    stack_dims: int = 0
+
+    def Stacked(self, num: int) -> "VariableSpec":
+        """The spec of `num` such variables in one, along a new leading dimension L."""
+        return replace(
+            self,
+            shape=(num, *self.shape),
+            letters="L" + self.letters,
+            split=(None, *self.split),
+            stack_dims=self.stack_dims + 1,
+        )
+
+    def Init(self, seed: tf.Tensor) -> tf.Tensor:
+        """The initial value, keyed by the seed (int32 [2]) and the path; layer i of a stack folds in i."""
+        return self._init(
+            randomness.fold_in(seed, self.path), self.shape, self.stack_dims
+        )
+
+    def _init(
+        self, seed: tf.Tensor, shape: tuple[int, ...], stack_dims: int
+    ) -> tf.Tensor:
+        if self.init.method == "constant":
+            return self.init(seed, shape, tf.as_dtype(self.dtype))
+        if not stack_dims:
+            return self.init(seed, shape, tf.as_dtype(self.dtype))
+        layers = [
+            self._init(randomness.fold_in(seed, i), shape[1:], stack_dims - 1)
+            for i in range(shape[0])
+        ]
+        return tf.stack(layers)
+
+
+class BaseLayer:
+    """The base of every layer.
+
+    A subclass defines its Params, creates children and variables in `__init__`, and computes in `FProp(theta, ...)`, where
+    `theta` is a NestedMap of tensors that mirrors the children and variables. Nothing is allocated and no state is kept.
+    """
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        """The hyperparameters, with defaults."""
+        p = InstantiableParams(cls)
+        p.Define("name", "", "The layer's name; a parent sets it for its children.")
+        p.Define(
+            "dtype",
+            None,
+            "Type of the variables; None takes the parent's, float32 at the root.",
+        )
+        p.Define(
+            "fprop_dtype",
+            None,
+            "Type of the activations, e.g. 'bfloat16'; None takes the parent's, dtype at the root.",
+        )
+        p.Define(
+            "activation_split",
+            None,
+            "Einsum letter -> mesh axis for activations; None takes the parent's, {} at the root.",
+        )
+        p.Define(
+            "weight_split",
+            None,
+            "Einsum letter, or 'weight.letter', -> mesh axis for variables; None as above.",
+        )
+        return p
+
+    def __init__(self, params: InstantiableParams):
+        params = params.Copy()
+        for name, root in (
+            ("dtype", "float32"),
+            ("activation_split", {}),
+            ("weight_split", {}),
+        ):
+            if getattr(params, name) is None:
+                setattr(params, name, root)
+        if params.fprop_dtype is None:
+            params.fprop_dtype = params.dtype
+        params.name = params.name or type(self).__name__
+        self.params = params.Freeze()
+        self.path = params.name
+        self.children = NestedMap()
+        self._weights: dict[str, WeightParams] = {}
+
+    @property
+    def p(self) -> InstantiableParams:
+        """Short for `params`."""
+        return self.params
+
+    @property
+    def fprop_dtype(self) -> tf.DType:
+        """The type of activations."""
+        return tf.as_dtype(self.p.fprop_dtype)
+
+    # --- construction
+
+    def CreateVariable(self, name: str, weight: WeightParams) -> None:
+        """Records a variable; it appears as `theta.<name>`.
+
+        Raises:
+            ValueError: a name in use, or letters that do not match the shape.
+        """
+        self._check_name(name)
+        if len(weight.letters) != len(weight.shape):
+            raise ValueError(
+                f"{self.path}.{name}: letters {weight.letters!r} for shape {weight.shape}"
+            )
+        self._weights[name] = weight
+
+    def CreateChild(self, name: str, params: HyperParams) -> None:
+        """Makes a child layer; it appears as `self.<name>` and `theta.<name>`."""
+        self._check_name(name)
+        self.children[name] = self._make_child(name, params)
+
+    def CreateChildren(self, name: str, params: Sequence[HyperParams]) -> None:
+        """Makes a list of child layers; theta has a list too."""
+        self._check_name(name)
+        self.children[name] = [
+            self._make_child(f"{name}_{i}", p) for i, p in enumerate(params)
+        ]
+
+    def _make_child(self, name: str, params: HyperParams) -> "BaseLayer":
+        params = params.Copy()
+        params.name = name
+        for key in _INHERITED:
+            if getattr(params, key) is None:
+                setattr(params, key, getattr(self.p, key))
+        child = params.Instantiate()  # type: ignore[attr-defined]
+        child._prefix_path(self.path)
+        return child
+
+    def _prefix_path(self, prefix: str) -> None:
+        self.path = f"{prefix}.{self.path}"
+        for child in self.children.Flatten():
+            child._prefix_path(prefix)
+
+    def _check_name(self, name: str) -> None:
+        if name in self._weights or name in self.children or not name.isidentifier():
+            raise ValueError(f"{self.path}: {name!r} is taken or is no identifier")
+
+    def __getattr__(self, name: str) -> Any:
+        children = self.__dict__.get("children", {})
+        if name in children:
+            return children[name]
+        raise AttributeError(
+            f"{type(self).__name__} has no attribute or child {name!r}"
+        )
+
+    # --- variables
+
+    def VariableSpecs(self) -> NestedMap:
+        """The specs of all variables, in the structure of theta."""
+        specs = NestedMap()
+        for name, child in self.children.items():
+            if isinstance(child, list):
+                specs[name] = [c.VariableSpecs() for c in child]
+            else:
+                specs[name] = child.VariableSpecs()
+        for name, w in self._weights.items():
+            specs[name] = VariableSpec(
+                path=f"{self.path}.{name}",
+                shape=tuple(w.shape),
+                dtype=w.dtype or self.p.dtype,
+                letters=w.letters,
+                init=w.init,
+                split=dims_mapping(w.letters, self.p.weight_split, name),
+            )
+        return specs
+
+    def InitTheta(self, seed: tf.Tensor) -> NestedMap:
+        """Initial values (pure; engines compile it, so that no host holds the model). `seed` is int32 [2]."""
+        return self.VariableSpecs().Transform(lambda spec: spec.Init(seed))
+
+    # --- helpers for FProp
+
+    def FProp(self, theta: NestedMap, *args: Any, **kwargs: Any) -> Any:
+        """The forward computation."""
+        raise NotImplementedError(f"{type(self).__name__}.FProp")
+
+    @classmethod
+    def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
+        """NestedMap(flops: forward floating-point operations, out_shapes: a tuple of shapes), without building anything."""
+        raise NotImplementedError(f"{cls.__name__}.FPropMeta")
+
+    def Cast(self, weight: tf.Tensor) -> tf.Tensor:
+        """A weight in the type of the activations."""
+        return tf.cast(weight, self.fprop_dtype)
+
+    def Shard(self, x: tf.Tensor, letters: str) -> tf.Tensor:
+        """Annotates an activation by its einsum letters and `p.activation_split`."""
+        return shard_letters(x, letters, self.p.activation_split)
+
+    def FoldSeed(
+        self, seed: tf.Tensor | None, name: str | int | tf.Tensor
+    ) -> tf.Tensor | None:
+        """The seed of a child or a purpose; None stays None (inference)."""
+        return None if seed is None else randomness.fold_in(seed, name)

@@ -1,0 +1,339 @@
+"""Params: named, documented, typo-proof hyperparameters, in Lingvo's vocabulary.
+
+A layer's `Params()` defines names with defaults and help; a user copies and sets them by dotted path; a program freezes
+them. `InstantiableParams` also knows the class that it configures.
+"""
+
+import ast
+import copy
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+from lingvo_moe.core.suggest import did_you_mean
+
+
+class _Param:
+    """One defined name: its value, its default and its help."""
+
+    __slots__ = ("default", "description", "value")
+
+    def __init__(self, default: Any, description: str):
+        self.default = copy.deepcopy(default)
+        self.value = default
+        self.description = description
+
+
+class Params:
+    """A set of named values that can only be set once they are defined.
+
+    Example:
+        >>> p = Params()
+        >>> p.Define("hidden_dim", 64, "H, the width of the hidden layer.")
+        >>> p.Set(hidden_dim=128).hidden_dim
+        128
+    """
+
+    def __init__(self) -> None:
+        self.__dict__["_params"] = {}
+        self.__dict__["_frozen"] = False
+
+    # --- defining and reading
+
+    def Define(self, name: str, default: Any, description: str) -> None:
+        """Adds a name with its default and help.
+
+        Raises:
+            AttributeError: the name is defined already, is not an identifier, or the Params are frozen.
+        """
+        self._check_mutable(name)
+        if not name.isidentifier() or name.startswith("_") or hasattr(type(self), name):
+            raise AttributeError(
+                f"{name!r} cannot name a parameter: use a new identifier"
+            )
+        if name in self._params:
+            raise AttributeError(f"parameter {name!r} is defined already")
+        self._params[name] = _Param(default, description)
+
+    def Delete(self, *paths: str) -> "Params":
+        """Removes names, by dotted path. Returns self."""
+        for path in paths:
+            owner, name = self._resolve(path)
+            owner._check_mutable(name)
+            del owner._params[name]
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        try:
+            return self._params[name].value
+        except KeyError:
+            raise AttributeError(self._unknown(name)) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._check_mutable(name)
+        if name not in self._params:
+            raise AttributeError(self._unknown(name))
+        self._params[name].value = value
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._params
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self._params})
+
+    def Get(self, path: str) -> Any:
+        """Reads a dotted path, `a.b[1].c`."""
+        owner, name = self._resolve(path)
+        name, indices = _parse_indices(name)
+        value = getattr(owner, name)
+        for i in indices:
+            value = value[i]
+        return value
+
+    def Help(self, path: str) -> str:
+        """The description given to Define."""
+        owner, name = self._resolve(path)
+        if name not in owner._params:
+            raise AttributeError(owner._unknown(name))
+        return owner._params[name].description
+
+    def Set(self, **values: Any) -> "Params":
+        """Sets several names at once; a dotted path can be passed as `**{'a.b': 1}`. Returns self.
+
+        Raises:
+            AttributeError: unknown name (with the nearest known ones), or frozen Params.
+        """
+        for path, value in values.items():
+            owner, name = self._resolve(path)
+            setattr(owner, name, value)
+        return self
+
+    def IterParams(self) -> Iterator[tuple[str, Any]]:
+        """The `(name, value)` pairs, by name."""
+        for name in sorted(self._params):
+            yield name, self._params[name].value
+
+    # --- copying and freezing
+
+    def Copy(self) -> "Params":
+        """A deep copy that can be changed."""
+        out = copy.copy(self)
+        out.__dict__["_params"] = {}
+        out.__dict__["_frozen"] = False
+        for name, param in self._params.items():
+            fresh = _Param.__new__(_Param)
+            fresh.default, fresh.description = param.default, param.description
+            fresh.value = _copy_value(param.value)
+            out._params[name] = fresh
+        return out
+
+    def __copy__(self) -> "Params":
+        out = type(self).__new__(type(self))
+        out.__dict__.update(self.__dict__)
+        return out
+
+    def __deepcopy__(self, memo: dict) -> "Params":
+        del memo
+        return self.Copy()
+
+    def Freeze(self) -> "Params":
+        """Forbids any further change, here and in nested Params. Returns self."""
+        self.__dict__["_frozen"] = True
+        for _, value in self.IterParams():
+            for inner in _nested_params(value):
+                inner.Freeze()
+        return self
+
+    @property
+    def is_frozen(self) -> bool:
+        return self._frozen
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Params) and self.ToText() == other.ToText()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    # --- text
+
+    def ToText(self) -> str:
+        """One `path : value` line per parameter, sorted; FromText reads it back."""
+        return "".join(
+            f"{path} : {_to_text(value)}\n" for path, value in sorted(_leaves(self, ""))
+        )
+
+    def FromText(self, text: str) -> "Params":
+        """Sets values from `path : value` (or `path = value`) lines; `#` starts a comment line. Returns self.
+
+        Raises:
+            ValueError: a line that is not of that form, or a value of another type, with its number.
+            AttributeError: an unknown path, with the nearest known names.
+        """
+        for number, raw in enumerate(text.splitlines(), start=1):
+            line = raw.strip()
+            if not line or line.startswith("#"):
+                continue
+            cut = min(
+                (i for i in (line.find(":"), line.find("=")) if i >= 0), default=-1
+            )
+            if cut <= 0:
+                raise ValueError(f"line {number}: expected 'path : value', got {raw!r}")
+            path, value = line[:cut].strip(), line[cut + 1 :].strip()
+            self.SetFromText(path, value, where=f"line {number}: ")
+        return self
+
+    def SetFromText(self, path: str, text: str, where: str = "") -> None:
+        """Sets one dotted path from text, read as the type of the value that is there.
+
+        Raises:
+            AttributeError: unknown path. ValueError: text that does not read as that type.
+        """
+        owner, name = self._resolve(path)
+        bare, indices = _parse_indices(name)
+        current = self.Get(path)
+        try:
+            value = _from_text(text, current)
+        except ValueError as e:
+            raise ValueError(f"{where}{path}: {e}") from None
+        if not indices:
+            setattr(owner, bare, value)
+            return
+        owner._check_mutable(name)
+        target = getattr(owner, bare)
+        for i in indices[:-1]:
+            target = target[i]
+        target[indices[-1]] = value
+
+    def TextDiff(self, other: "Params") -> str:
+        """The lines of ToText that differ: `> ` from self, `< ` from other."""
+        mine, theirs = self.ToText().splitlines(), other.ToText().splitlines()
+        only_mine, only_theirs = set(mine) - set(theirs), set(theirs) - set(mine)
+        rows = [("> ", line) for line in only_mine] + [
+            ("< ", line) for line in only_theirs
+        ]
+        return "".join(
+            f"{mark}{line}\n" for mark, line in sorted(rows, key=lambda r: (r[1], r[0]))
+        )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(\n{self.ToText()})"
+
+    # --- helpers
+
+    def _check_mutable(self, name: str) -> None:
+        if self._frozen:
+            raise AttributeError(
+                f"cannot change {name!r}: these Params are frozen; Copy() them first"
+            )
+
+    def _unknown(self, name: str) -> str:
+        return f"no parameter {name!r}{did_you_mean(name, self._params)}"
+
+    def _resolve(self, path: str) -> tuple["Params", str]:
+        """The Params that own the last part of a dotted path, and that part."""
+        *parents, name = path.split(".")
+        owner: Any = self
+        for i, part in enumerate(parents):
+            bare, indices = _parse_indices(part)
+            owner = getattr(owner, bare)
+            for index in indices:
+                owner = owner[index]
+            if not isinstance(owner, Params):
+                raise AttributeError(
+                    f"{'.'.join(parents[: i + 1])!r} in {path!r} holds no Params, but {owner!r}"
+                )
+        if _parse_indices(name)[0] not in owner._params:
+            raise AttributeError(
+                f"no parameter {path!r}{did_you_mean(name, owner._params)}"
+            )
+        return owner, name
+
+
+class InstantiableParams(Params):
+    """Params of a class: `Instantiate()` makes it."""
+
+    def __init__(self, cls: type):
+        super().__init__()
+        self.Define("cls", cls, "The class that these Params configure.")
+
+    def Instantiate(self, **kwargs: Any) -> Any:
+        """`cls(self, **kwargs)`."""
+        return self.cls(self, **kwargs)
+
+
+def _copy_value(value: Any) -> Any:
+    if isinstance(value, Params):
+        return value.Copy()
+    if isinstance(value, (list, tuple)):
+        return type(value)(_copy_value(v) for v in value)
+    if isinstance(value, dict):
+        return type(value)({k: _copy_value(v) for k, v in value.items()})
+    return value if isinstance(value, type) else copy.deepcopy(value)
+
+
+def _nested_params(value: Any) -> Iterator[Params]:
+    if isinstance(value, Params):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _nested_params(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _nested_params(item)
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Parameters as text sees them: nested Params opened, lists that hold Params opened too."""
+    if isinstance(value, Params):
+        for name, inner in value.IterParams():
+            yield from _leaves(inner, f"{path}.{name}" if path else name)
+    elif isinstance(value, (list, tuple)) and any(isinstance(v, Params) for v in value):
+        for i, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{i}]")
+    else:
+        yield path, value
+
+
+def _to_text(value: Any) -> str:
+    if isinstance(value, type):
+        return f"type/{value.__module__}/{value.__qualname__}"
+    if isinstance(value, dict):
+        return repr(dict(value))
+    return repr(value)
+
+
+def _from_text(text: str, current: Any) -> Any:
+    if text.startswith("type/"):
+        _, module, name = text.split("/")
+        return getattr(importlib.import_module(module), name)
+    if isinstance(current, str) and text[:1] not in "'\"":
+        return None if text == "None" else text
+    if isinstance(current, bool) and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        if current is None:
+            return text
+        raise ValueError(
+            f"{text!r} does not read as {type(current).__name__}"
+        ) from None
+    if (
+        isinstance(current, float)
+        and isinstance(value, int)
+        and not isinstance(value, bool)
+    ):
+        return float(value)
+    if isinstance(current, tuple) and isinstance(value, list):
+        return tuple(value)
+    if current is not None and value is not None and type(value) is not type(current):
+        raise ValueError(
+            f"{text} is of type {type(value).__name__}, expected {type(current).__name__}"
+        )
+    return type(current)(value) if isinstance(current, dict) else value
+
+
+def _parse_indices(part: str) -> tuple[str, list[int]]:
+    name, *indices = part.split("[")
+    return name, [int(i.rstrip("]")) for i in indices]

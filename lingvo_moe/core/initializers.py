@@ -1,0 +1,73 @@
+"""Initial values of variables: descriptions first (`WeightInit`), tensors only when a program computes them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tensorflow as tf
+
+from lingvo_moe.core import randomness
+
+_METHODS = ("constant", "uniform", "gaussian", "truncated_gaussian", "geo_mean_xavier")
+
+
+@dataclass(frozen=True)
+class WeightInit:
+    """How a variable starts.
+
+    Attributes:
+        method: one of constant, uniform (in [-scale, scale]), gaussian and truncated_gaussian (standard deviation `scale`),
+            geo_mean_xavier (uniform, limit `scale * sqrt(3 / sqrt(fan_in * fan_out))`).
+        scale: see `method`.
+    """
+
+    method: str
+    scale: float
+
+    def __post_init__(self) -> None:
+        if self.method not in _METHODS:
+            raise ValueError(
+                f"initializer {self.method!r}: known are {', '.join(_METHODS)}"
+            )
+
+    @classmethod
+    def Constant(cls, value: float = 0.0) -> "WeightInit":
+        return cls("constant", value)
+
+    @classmethod
+    def Uniform(cls, scale: float = 1.0) -> "WeightInit":
+        return cls("uniform", scale)
+
+    @classmethod
+    def Gaussian(cls, scale: float = 1.0) -> "WeightInit":
+        return cls("gaussian", scale)
+
+    @classmethod
+    def TruncatedGaussian(cls, scale: float = 1.0) -> "WeightInit":
+        return cls("truncated_gaussian", scale)
+
+    @classmethod
+    def FanIn(cls, fan_in: int) -> "WeightInit":
+        """Truncated Gaussian with standard deviation 1/sqrt(fan_in): what every projection here uses."""
+        return cls("truncated_gaussian", 1 / math.sqrt(fan_in))
+
+    @classmethod
+    def GeoMeanXavier(cls, scale: float = 1.0) -> "WeightInit":
+        return cls("geo_mean_xavier", scale)
+
+    def __call__(
+        self, seed: tf.Tensor, shape: Sequence[int], dtype: tf.DType
+    ) -> tf.Tensor:
+        """The initial value, of a static shape; `seed` is int32 [2]."""
+        if self.method == "constant":
+            return tf.fill(list(shape), tf.constant(self.scale, dtype))
+        if self.method == "gaussian":
+            value = randomness.normal(seed, shape) * self.scale
+        elif self.method == "truncated_gaussian":
+            value = randomness.truncated_normal(seed, shape) * self.scale
+        else:
+            limit = self.scale
+            if self.method == "geo_mean_xavier":
+                limit *= math.sqrt(3 / math.sqrt(math.prod(shape[:-1]) * shape[-1]))
+            value = (2 * randomness.uniform(seed, shape) - 1) * limit
+        return tf.cast(value, dtype)

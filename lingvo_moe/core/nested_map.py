@@ -1,0 +1,221 @@
+"""NestedMap: a dict with attribute access, the shape of every theta, batch, state and set of metrics.
+
+Free of TensorFlow and JAX, so that programs can be run where neither model code nor TensorFlow is installed.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from lingvo_moe.core.suggest import did_you_mean
+
+_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+
+
+class NestedMap(dict):
+    """A dict whose keys are identifiers, readable and writable as attributes, nested at will.
+
+    Leaves are anything that is not a `dict`, `list` or `tuple`. The order of leaves is that of
+    `tf.nest`: keys sorted, lists in order. `None` is a leaf.
+
+    Example:
+        >>> m = NestedMap(a=1, b=NestedMap(c=2))
+        >>> m.b.c, m.GetItem("b.c"), m.FlattenItems()
+        (2, 2, [('a', 1), ('b.c', 2)])
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        for key in self:
+            self._check_key(key)
+
+    @classmethod
+    def _check_key(cls, key: Any) -> None:
+        if not isinstance(key, str) or not _KEY.match(key):
+            raise KeyError(f"NestedMap keys are identifiers, got {key!r}")
+        if hasattr(cls, key):
+            raise KeyError(f"NestedMap key {key!r} is the name of a NestedMap method")
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._check_key(key)
+        super().__setitem__(key, value)
+
+    def __getattr__(self, key: str) -> Any:
+        if key.startswith("__"):
+            raise AttributeError(key)
+        try:
+            return self[key]
+        except KeyError:
+            raise AttributeError(
+                f"NestedMap has no {key!r}{did_you_mean(key, self)}"
+            ) from None
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        self[key] = value
+
+    def __delattr__(self, key: str) -> None:
+        try:
+            del self[key]
+        except KeyError:
+            raise AttributeError(
+                f"NestedMap has no {key!r}{did_you_mean(key, self)}"
+            ) from None
+
+    def copy(self) -> "NestedMap":
+        """A shallow copy."""
+        return type(self)(self)
+
+    @classmethod
+    def FromNestedDict(cls, value: Any) -> Any:
+        """Turns plain dicts, at any depth (also inside lists and tuples), into NestedMaps."""
+        if isinstance(value, Mapping):
+            return cls({k: cls.FromNestedDict(v) for k, v in value.items()})
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(cls.FromNestedDict(v) for v in value))
+        if isinstance(value, (list, tuple)):
+            return type(value)(cls.FromNestedDict(v) for v in value)
+        return value
+
+    def ToNestedDict(self) -> dict:
+        """The inverse of FromNestedDict."""
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {k: plain(v) for k, v in value.items()}
+            if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+                return type(value)(plain(v) for v in value)
+            return value
+
+        return plain(self)
+
+    def GetItem(self, path: str) -> Any:
+        """Reads `a.b[2].c`. Raises KeyError naming the path and the part that is missing."""
+        value: Any = self
+        for part in _split_path(path):
+            try:
+                value = value[part]
+            except (KeyError, IndexError, TypeError):
+                known = value if isinstance(value, Mapping) else ()
+                hint = did_you_mean(str(part), known)
+                raise KeyError(f"no {path!r}: {part!r} is missing{hint}") from None
+        return value
+
+    def Get(self, path: str, default: Any = None) -> Any:
+        """`GetItem` with a default."""
+        try:
+            return self.GetItem(path)
+        except KeyError:
+            return default
+
+    def Set(self, path: str, value: Any) -> None:
+        """Writes `a.b.c`, making the maps on the way. Lists are not extended."""
+        parts = _split_path(path)
+        where: Any = self
+        for part in parts[:-1]:
+            if isinstance(where, Mapping) and part not in where:
+                where[part] = NestedMap()  # type: ignore[index]
+            where = where[part]
+        where[parts[-1]] = value
+
+    def FlattenItems(self) -> list[tuple[str, Any]]:
+        """All leaves as `(dotted path, value)`, in `tf.nest` order."""
+        return list(_walk(self, ""))
+
+    def Flatten(self) -> list[Any]:
+        """All leaves, in `tf.nest` order."""
+        return [value for _, value in self.FlattenItems()]
+
+    def Pack(self, leaves: list[Any]) -> "NestedMap":
+        """A map of this structure that holds `leaves`. Raises ValueError when their number differs."""
+        expected = len(self.Flatten())
+        if len(leaves) != expected:
+            raise ValueError(
+                f"Pack: {len(leaves)} values for a structure of {expected} leaves"
+            )
+        rest = iter(leaves)
+        return _map_items(self, "", lambda _path, _value: next(rest))
+
+    def Transform(self, fn: Callable[[Any], Any]) -> "NestedMap":
+        """A map of this structure with `fn(leaf)` for each leaf."""
+        return _map_items(self, "", lambda _path, value: fn(value))
+
+    def TransformWithKey(self, fn: Callable[[str, Any], Any]) -> "NestedMap":
+        """A map of this structure with `fn(path, leaf)` for each leaf."""
+        return _map_items(self, "", fn)
+
+    def Filter(self, fn: Callable[[Any], bool]) -> "NestedMap":
+        """The leaves for which `fn` holds; maps left empty are dropped."""
+        out = NestedMap()
+        for key in sorted(self):
+            value = self[key]
+            if isinstance(value, NestedMap):
+                kept = value.Filter(fn)
+                if kept:
+                    out[key] = kept
+            elif fn(value):
+                out[key] = value
+        return out
+
+    def IsCompatible(self, other: "NestedMap") -> bool:
+        """Whether both have the same paths."""
+        return [p for p, _ in self.FlattenItems()] == [
+            p for p, _ in other.FlattenItems()
+        ]
+
+    def DebugString(self) -> str:
+        """One `path value` line per leaf."""
+        return "\n".join(f"{path:<60} {value}" for path, value in self.FlattenItems())
+
+
+def map_structure(
+    fn: Callable[..., Any], first: NestedMap, *rest: NestedMap
+) -> NestedMap:
+    """`fn` over the leaves of maps of one structure.
+
+    Raises:
+        ValueError: when a structure differs from the first's, naming the first path that does.
+    """
+    paths = [path for path, _ in first.FlattenItems()]
+    for other in rest:
+        theirs = [path for path, _ in other.FlattenItems()]
+        if theirs != paths:
+            odd = sorted(set(paths) ^ set(theirs))
+            raise ValueError(
+                f"structures differ, first at {odd[0] if odd else 'the order of lists'!r}"
+            )
+    leaves = zip(first.Flatten(), *(other.Flatten() for other in rest), strict=True)
+    return first.Pack([fn(*values) for values in leaves])
+
+
+def _split_path(path: str) -> list[str | int]:
+    parts: list[str | int] = []
+    for part in path.split("."):
+        name, *indices = part.split("[")
+        if name:
+            parts.append(name)
+        parts.extend(int(i.rstrip("]")) for i in indices)
+    return parts
+
+
+def _walk(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key in sorted(value):
+            yield from _walk(value[key], f"{path}.{key}" if path else key)
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _walk(item, f"{path}[{i}]")
+    else:
+        yield path, value
+
+
+def _map_items(value: Any, path: str, fn: Callable[[str, Any], Any]) -> Any:
+    if isinstance(value, Mapping):
+        done = {
+            k: _map_items(value[k], f"{path}.{k}" if path else k, fn)
+            for k in sorted(value)
+        }
+        return type(value)(done)  # type: ignore[call-arg]
+    if isinstance(value, (list, tuple)):
+        items = [_map_items(item, f"{path}[{i}]", fn) for i, item in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return fn(path, value)

@@ -1,0 +1,65 @@
+"""From einsum letters to mesh axes: one vocabulary for the mathematics and for the sharding.
+
+A split map says which mesh axis a letter's dimension is cut along, e.g. {'G': 'expert', 'B': 'expert', 'E': 'expert'}. Walking a
+tensor's letters from the left, each mesh axis is used once: GSEC is cut along G, EGCM along E and GECM along G, which is the
+partitioning of the paper's Algorithm 2.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from lingvo_moe.core.sharding.mesh import Mesh, ShardingError
+
+Axis = str | tuple[str, ...] | None
+SplitMap = Mapping[str, Axis]
+DimsMapping = tuple[Axis, ...]
+
+
+def dims_mapping(letters: str, split_map: SplitMap, name: str = "") -> DimsMapping:
+    """The mesh axis (or axes, or None) of each dimension of a tensor.
+
+    Args:
+        letters: one letter per dimension, e.g. 'EMH'.
+        split_map: letter -> axis; the key 'name.letter' speaks of one tensor only and wins over the bare letter.
+        name: the tensor's own name, e.g. 'wi'.
+    """
+    used: set[str] = set()
+    out: list[Axis] = []
+    for letter in letters:
+        axis = (
+            split_map.get(f"{name}.{letter}", split_map.get(letter))
+            if name
+            else split_map.get(letter)
+        )
+        axes = () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+        if not axes or used & set(axes):
+            out.append(None)
+            continue
+        used |= set(axes)
+        out.append(axes[0] if len(axes) == 1 else axes)
+    return tuple(out)
+
+
+def check_mapping(
+    name: str, shape: Sequence[int | None], mapping: DimsMapping, mesh: Mesh
+) -> None:
+    """Raises ShardingError, naming tensor, dimension, size and partitions, where a mapping does not fit a tensor."""
+    if len(mapping) != len(shape):
+        raise ShardingError(
+            f"{name}: a mapping of {len(mapping)} dimensions {mapping} for a tensor of shape {list(shape)}"
+        )
+    seen: dict[str, int] = {}
+    for dim, (size, axis) in enumerate(zip(shape, mapping, strict=True)):
+        if axis is None:
+            continue
+        for a in (axis,) if isinstance(axis, str) else axis:
+            if a in seen:
+                raise ShardingError(
+                    f"{name}: mesh axis {a!r} cuts both dimension {seen[a]} and dimension {dim}; use it once"
+                )
+            seen[a] = dim
+        parts = mesh.axis_size(axis)
+        if size is not None and size < parts:
+            raise ShardingError(
+                f"{name}: dimension {dim} of shape {list(shape)} has {size} elements, fewer than the {parts} partitions of "
+                f"axis {axis!r} of mesh {mesh}"
+            )

@@ -1,0 +1,122 @@
+"""Mesh: the logical arrangement of devices, with a name for each axis, and the one that is in force while tracing.
+
+Free of TensorFlow and JAX: a saved program names its mesh and must load without either's model code.
+"""
+
+import contextlib
+import contextvars
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lingvo_moe.core.suggest import did_you_mean
+
+
+class ShardingError(ValueError):
+    """An annotation or a mesh that cannot take effect."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Devices in a grid with named axes.
+
+    Attributes:
+        axis_names: a name for each axis.
+        shape: the size of each axis.
+        device_ids: logical device numbers in row-major order, a permutation of 0..size-1; () means in order.
+    """
+
+    axis_names: tuple[str, ...]
+    shape: tuple[int, ...]
+    device_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axis_names", tuple(self.axis_names))
+        object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
+        object.__setattr__(self, "device_ids", tuple(int(i) for i in self.device_ids))
+        if len(self.axis_names) != len(self.shape) or len(set(self.axis_names)) != len(
+            self.axis_names
+        ):
+            raise ShardingError(
+                f"mesh: axis names {self.axis_names} do not name the axes of shape {self.shape}, once each"
+            )
+        if any(n < 1 for n in self.shape):
+            raise ShardingError(f"mesh {self}: every axis needs at least one device")
+        if self.device_ids and sorted(self.device_ids) != list(range(self.size)):
+            raise ShardingError(
+                f"mesh {self}: device_ids must hold each of 0..{self.size - 1} once, got {self.device_ids}"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> "Mesh":
+        """Reads `axis:size[,axis:size...]`, e.g. 'expert:8' or 'data:2,expert:4'.
+
+        Raises:
+            ShardingError: any other text.
+        """
+        names, sizes = [], []
+        for part in text.split(","):
+            name, colon, size = part.strip().partition(":")
+            if not colon or not name.isidentifier() or not size.isdigit():
+                raise ShardingError(
+                    f"--mesh={text!r}: {part!r} is not of the form axis:size, e.g. 'expert:8' or 'data:2,expert:4'"
+                )
+            names.append(name)
+            sizes.append(int(size))
+        return cls(tuple(names), tuple(sizes))
+
+    def __str__(self) -> str:
+        return ",".join(
+            f"{name}:{size}"
+            for name, size in zip(self.axis_names, self.shape, strict=True)
+        )
+
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return math.prod(self.shape)
+
+    def axis_size(self, axis: "str | Sequence[str]") -> int:
+        """The number of partitions along an axis, or along several together.
+
+        Raises:
+            ShardingError: an axis that the mesh does not have.
+        """
+        if isinstance(axis, str):
+            if axis not in self.axis_names:
+                raise ShardingError(
+                    f"mesh {self} has no axis {axis!r}{did_you_mean(axis, self.axis_names)}"
+                )
+            return self.shape[self.axis_names.index(axis)]
+        return math.prod(self.axis_size(a) for a in axis)
+
+    def device_array(self) -> np.ndarray:
+        """The logical device numbers in the mesh's shape."""
+        return np.array(self.device_ids or range(self.size)).reshape(self.shape)
+
+
+def single_device() -> Mesh:
+    """The mesh of one device: every annotation by letters is then trivially in effect."""
+    return Mesh(("expert",), (1,))
+
+
+_current: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar(
+    "mesh", default=None
+)
+
+
+@contextlib.contextmanager
+def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
+    """The mesh that annotations refer to while a function is traced. Engines enter it; users seldom need to."""
+    token = _current.set(mesh)
+    try:
+        yield mesh
+    finally:
+        _current.reset(token)
+
+
+def current_mesh() -> Mesh | None:
+    """The mesh in force, or None."""
+    return _current.get()
