@@ -1,0 +1,24 @@
+"""Sets up the process for tests: eight virtual CPU devices, a quiet TensorFlow, no accelerator.
+
+These variables are read when TensorFlow and JAX are first imported, so they are set here, before any
+test module is. A value that is already in the environment wins, except that an accelerator is never
+used: tests must say the same thing on every machine.
+"""
+
+import os
+
+NUM_DEVICES = 8
+_DEVICE_FLAG = "--xla_force_host_platform_device_count"
+
+
+def _set_environment() -> None:
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _DEVICE_FLAG not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {_DEVICE_FLAG}={NUM_DEVICES}".strip()
+
+
+_set_environment()
