@@ -1,11 +1,13 @@
 """Sets up the process for tests: eight virtual CPU devices, a quiet TensorFlow, no accelerator.
 
-These variables are read when TensorFlow and JAX are first imported, so they are set here, before any
-test module is. A value that is already in the environment wins, except that an accelerator is never
-used: tests must say the same thing on every machine.
+TensorFlow and JAX read these variables when they are first imported, so they are set here, before any
+test module is. A value that is already set wins, except that an accelerator is never used: tests must
+say the same thing on every machine.
 """
 
 import os
+
+import hypothesis
 
 NUM_DEVICES = 8
 _DEVICE_FLAG = "--xla_force_host_platform_device_count"
@@ -13,7 +15,6 @@ _DEVICE_FLAG = "--xla_force_host_platform_device_count"
 
 def _set_environment() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     flags = os.environ.get("XLA_FLAGS", "")
@@ -22,3 +23,10 @@ def _set_environment() -> None:
 
 
 _set_environment()
+
+# The same examples every time: a red build must mean that the change is wrong. No deadline, since the
+# first call of anything compiles, and no database, since Bazel's sandbox is read-only.
+hypothesis.settings.register_profile(
+    "lingvo_moe", deadline=None, database=None, derandomize=True, max_examples=25
+)
+hypothesis.settings.load_profile("lingvo_moe")

@@ -1,0 +1,68 @@
+# Needs GNU make, git and Python 3.11 or newer with its venv module. Start with `make help`.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := help
+.PHONY: help install test lint format build-files demo lock clean
+
+VENV := .venv
+PY := $(VENV)/bin/python
+LOCK := requirements.lock.txt
+
+# Two test processes suit two cores; each takes up to a few GB. JOBS=0 runs all tests in one.
+JOBS ?= 2
+PYTEST_ARGS ?=
+
+help: ## Show this list.
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
+
+install: ## Make .venv with the pinned packages; does nothing when they have not changed.
+	@python=$$(command -v python3.11 || command -v python3 || true)
+	if [[ -z "$$python" ]] || ! "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+	  echo "make install: needs python3.11 (or a python3 that is newer) on PATH, found $${python:-none}" >&2
+	  exit 1
+	fi
+	wanted=$$({ cat $(LOCK); "$$python" --version; } | sha256sum | cut -d' ' -f1)
+	if [[ -x $(PY) && "$$(cat $(VENV)/installed 2>/dev/null)" == "$$wanted" ]]; then
+	  exit 0
+	fi
+	echo "Installing $$(grep -c == $(LOCK)) pinned packages into $(VENV) (about 4 GB; some minutes) ..."
+	if ! "$$python" -m venv --clear $(VENV); then
+	  echo "make install: $$python could not make a virtual environment; Debian keeps that in python3-venv" >&2
+	  exit 1
+	fi
+	if ! $(PY) -m pip install --disable-pip-version-check --progress-bar on -r $(LOCK); then
+	  echo "make install: pip could not install $(LOCK); its message is above." >&2
+	  echo "It needs a package index (pip config list), 8 GB of disk, and Linux x86_64. Then run make install again." >&2
+	  exit 1
+	fi
+	echo "$$wanted" > $(VENV)/installed
+	echo "Installed into $(VENV)."
+
+lint: install ## ruff (rules and format) and mypy.
+	@echo "== ruff check" && $(VENV)/bin/ruff check .
+	echo "== ruff format" && $(VENV)/bin/ruff format --check .
+	echo "== mypy" && $(VENV)/bin/mypy
+
+test: lint ## Lint, types and every test.
+	@echo "== pytest"
+	$(PY) -m pytest -n $(JOBS) --dist loadfile --durations=15 $(PYTEST_ARGS)
+
+format: install ## Rewrite the sources as ruff formats them.
+	@$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+build-files: install ## Rewrite the BUILD files after files or imports have changed.
+	@$(PY) -m tools.build_files
+
+demo: install ## Train, score and export a small translator on real text; writes demo/.
+	@$(PY) -m tools.demo
+
+lock: install ## Pin again what requirements-dev.txt needs, after changing it.
+	@$(PY) -m pip install --disable-pip-version-check -r requirements-dev.txt
+	{ echo "# Written by \`make lock\`: requirements-dev.txt and everything that it needs, one version each."
+	  $(PY) -m pip freeze --exclude pip --exclude setuptools; } > $(LOCK)
+
+clean: ## Remove what was generated (not .venv).
+	@rm -rf demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
