@@ -1,4 +1,5 @@
-"""BaseLayer: a pure function of (theta, inputs) with named children and variables that are specs before they are tensors."""
+"""BaseLayer: a pure function of (theta, inputs) with named children and variables that are specs
+before they are tensors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +42,8 @@ class VariableSpec:
 
     Attributes:
         path: dotted, unique in the model; the initial value is keyed by it.
-        shape, dtype, letters: `letters` has one einsum letter per dimension, 'L' for those of stacked layers.
+        shape, dtype, letters: `letters` has one einsum letter per dimension, 'L' for those of
+            stacked layers.
         init: for one layer of a stack.
         split: the mesh axis, axes or None of each dimension.
         stack_dims: how many leading dimensions count layers (`repeat`).
@@ -66,14 +68,11 @@ class VariableSpec:
         )
 
     def Init(self, seed: tf.Tensor) -> tf.Tensor:
-        """The initial value, keyed by the seed (int32 [2]) and the path; layer i of a stack folds in i."""
-        return self._init(
-            randomness.fold_in(seed, self.path), self.shape, self.stack_dims
-        )
+        """The initial value, keyed by the seed (int32 [2]) and the path; layer i of a stack folds
+        in i."""
+        return self._init(randomness.fold_in(seed, self.path), self.shape, self.stack_dims)
 
-    def _init(
-        self, seed: tf.Tensor, shape: tuple[int, ...], stack_dims: int
-    ) -> tf.Tensor:
+    def _init(self, seed: tf.Tensor, shape: tuple[int, ...], stack_dims: int) -> tf.Tensor:
         if self.init.method == "constant":
             return self.init(seed, shape, tf.as_dtype(self.dtype))
         if not stack_dims:
@@ -88,8 +87,9 @@ class VariableSpec:
 class BaseLayer:
     """The base of every layer.
 
-    A subclass defines its Params, creates children and variables in `__init__`, and computes in `FProp(theta, ...)`, where
-    `theta` is a NestedMap of tensors that mirrors the children and variables. Nothing is allocated and no state is kept.
+    A subclass defines its Params, creates children and variables in `__init__`, and computes in
+    `FProp(theta, ...)`, where `theta` is a NestedMap of tensors that mirrors the children and
+    variables. Nothing is allocated and no state is kept.
     """
 
     @classmethod
@@ -169,9 +169,7 @@ class BaseLayer:
     def CreateChildren(self, name: str, params: Sequence[HyperParams]) -> None:
         """Makes a list of child layers; theta has a list too."""
         self._check_name(name)
-        self.children[name] = [
-            self._make_child(f"{name}_{i}", p) for i, p in enumerate(params)
-        ]
+        self.children[name] = [self._make_child(f"{name}_{i}", p) for i, p in enumerate(params)]
 
     def _make_child(self, name: str, params: HyperParams) -> "BaseLayer":
         params = params.Copy()
@@ -196,9 +194,7 @@ class BaseLayer:
         children = self.__dict__.get("children", {})
         if name in children:
             return children[name]
-        raise AttributeError(
-            f"{type(self).__name__} has no attribute or child {name!r}"
-        )
+        raise AttributeError(f"{type(self).__name__} has no attribute or child {name!r}")
 
     # --- variables
 
@@ -222,7 +218,8 @@ class BaseLayer:
         return specs
 
     def InitTheta(self, seed: tf.Tensor) -> NestedMap:
-        """Initial values (pure; engines compile it, so that no host holds the model). `seed` is int32 [2]."""
+        """Initial values (pure; engines compile it, so that no host holds the model). `seed` is
+        int32 [2]."""
         return self.VariableSpecs().Transform(lambda spec: spec.Init(seed))
 
     # --- helpers for FProp
@@ -233,7 +230,8 @@ class BaseLayer:
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
-        """NestedMap(flops: forward floating-point operations, out_shapes: a tuple of shapes), without building anything."""
+        """NestedMap(flops: forward floating-point operations, out_shapes: a tuple of shapes),
+        without building anything."""
         raise NotImplementedError(f"{cls.__name__}.FPropMeta")
 
     def Cast(self, weight: tf.Tensor) -> tf.Tensor:
@@ -244,8 +242,6 @@ class BaseLayer:
         """Annotates an activation by its einsum letters and `p.activation_split`."""
         return shard_letters(x, letters, self.p.activation_split)
 
-    def FoldSeed(
-        self, seed: tf.Tensor | None, name: str | int | tf.Tensor
-    ) -> tf.Tensor | None:
+    def FoldSeed(self, seed: tf.Tensor | None, name: str | int | tf.Tensor) -> tf.Tensor | None:
         """The seed of a child or a purpose; None stays None (inference)."""
         return None if seed is None else randomness.fold_in(seed, name)

@@ -1,7 +1,7 @@
 """Params: named, documented, typo-proof hyperparameters, in Lingvo's vocabulary.
 
-A layer's `Params()` defines names with defaults and help; a user copies and sets them by dotted path; a program freezes
-them. `InstantiableParams` also knows the class that it configures.
+A layer's `Params()` defines names with defaults and help; a user copies and sets them by dotted
+path; a program freezes them. `InstantiableParams` also knows the class that it configures.
 """
 
 import ast
@@ -44,13 +44,12 @@ class Params:
         """Adds a name with its default and help.
 
         Raises:
-            AttributeError: the name is defined already, is not an identifier, or the Params are frozen.
+            AttributeError: the name is defined already, is not an identifier, or the Params are
+                frozen.
         """
         self._check_mutable(name)
         if not name.isidentifier() or name.startswith("_") or hasattr(type(self), name):
-            raise AttributeError(
-                f"{name!r} cannot name a parameter: use a new identifier"
-            )
+            raise AttributeError(f"{name!r} cannot name a parameter: use a new identifier")
         if name in self._params:
             raise AttributeError(f"parameter {name!r} is defined already")
         self._params[name] = _Param(default, description)
@@ -159,24 +158,22 @@ class Params:
 
     def ToText(self) -> str:
         """One `path : value` line per parameter, sorted; FromText reads it back."""
-        return "".join(
-            f"{path} : {_to_text(value)}\n" for path, value in sorted(_leaves(self, ""))
-        )
+        return "".join(f"{path} : {_to_text(value)}\n" for path, value in sorted(_leaves(self, "")))
 
     def FromText(self, text: str) -> "Params":
-        """Sets values from `path : value` (or `path = value`) lines; `#` starts a comment line. Returns self.
+        """Sets values from `path : value` (or `path = value`) lines; `#` starts a comment line.
+        Returns self.
 
         Raises:
-            ValueError: a line that is not of that form, or a value of another type, with its number.
+            ValueError: a line that is not of that form, or a value of another type, with its
+                number.
             AttributeError: an unknown path, with the nearest known names.
         """
         for number, raw in enumerate(text.splitlines(), start=1):
             line = raw.strip()
             if not line or line.startswith("#"):
                 continue
-            cut = min(
-                (i for i in (line.find(":"), line.find("=")) if i >= 0), default=-1
-            )
+            cut = min((i for i in (line.find(":"), line.find("=")) if i >= 0), default=-1)
             if cut <= 0:
                 raise ValueError(f"line {number}: expected 'path : value', got {raw!r}")
             path, value = line[:cut].strip(), line[cut + 1 :].strip()
@@ -209,12 +206,8 @@ class Params:
         """The lines of ToText that differ: `> ` from self, `< ` from other."""
         mine, theirs = self.ToText().splitlines(), other.ToText().splitlines()
         only_mine, only_theirs = set(mine) - set(theirs), set(theirs) - set(mine)
-        rows = [("> ", line) for line in only_mine] + [
-            ("< ", line) for line in only_theirs
-        ]
-        return "".join(
-            f"{mark}{line}\n" for mark, line in sorted(rows, key=lambda r: (r[1], r[0]))
-        )
+        rows = [("> ", line) for line in only_mine] + [("< ", line) for line in only_theirs]
+        return "".join(f"{mark}{line}\n" for mark, line in sorted(rows, key=lambda r: (r[1], r[0])))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(\n{self.ToText()})"
@@ -244,9 +237,7 @@ class Params:
                     f"{'.'.join(parents[: i + 1])!r} in {path!r} holds no Params, but {owner!r}"
                 )
         if _parse_indices(name)[0] not in owner._params:
-            raise AttributeError(
-                f"no parameter {path!r}{did_you_mean(name, owner._params)}"
-            )
+            raise AttributeError(f"no parameter {path!r}{did_you_mean(name, owner._params)}")
         return owner, name
 
 
@@ -316,14 +307,8 @@ def _from_text(text: str, current: Any) -> Any:
     except (ValueError, SyntaxError):
         if current is None:
             return text
-        raise ValueError(
-            f"{text!r} does not read as {type(current).__name__}"
-        ) from None
-    if (
-        isinstance(current, float)
-        and isinstance(value, int)
-        and not isinstance(value, bool)
-    ):
+        raise ValueError(f"{text!r} does not read as {type(current).__name__}") from None
+    if isinstance(current, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(current, tuple) and isinstance(value, list):
         return tuple(value)

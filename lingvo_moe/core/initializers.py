@@ -1,4 +1,5 @@
-"""Initial values of variables: descriptions first (`WeightInit`), tensors only when a program computes them."""
+"""Initial values of variables: descriptions first (`WeightInit`), tensors only when a program
+computes them."""
 
 import math
 from collections.abc import Sequence
@@ -16,8 +17,9 @@ class WeightInit:
     """How a variable starts.
 
     Attributes:
-        method: one of constant, uniform (in [-scale, scale]), gaussian and truncated_gaussian (standard deviation `scale`),
-            geo_mean_xavier (uniform, limit `scale * sqrt(3 / sqrt(fan_in * fan_out))`).
+        method: one of constant, uniform (in [-scale, scale]), gaussian and truncated_gaussian
+            (standard deviation `scale`), geo_mean_xavier (uniform, limit `scale * sqrt(3 /
+            sqrt(fan_in * fan_out))`).
         scale: see `method`.
     """
 
@@ -26,9 +28,7 @@ class WeightInit:
 
     def __post_init__(self) -> None:
         if self.method not in _METHODS:
-            raise ValueError(
-                f"initializer {self.method!r}: known are {', '.join(_METHODS)}"
-            )
+            raise ValueError(f"initializer {self.method!r}: known are {', '.join(_METHODS)}")
 
     @classmethod
     def Constant(cls, value: float = 0.0) -> "WeightInit":
@@ -48,16 +48,15 @@ class WeightInit:
 
     @classmethod
     def FanIn(cls, fan_in: int) -> "WeightInit":
-        """Truncated Gaussian with standard deviation 1/sqrt(fan_in): what every projection here uses."""
+        """Truncated Gaussian with standard deviation 1/sqrt(fan_in): what every projection here
+        uses."""
         return cls("truncated_gaussian", 1 / math.sqrt(fan_in))
 
     @classmethod
     def GeoMeanXavier(cls, scale: float = 1.0) -> "WeightInit":
         return cls("geo_mean_xavier", scale)
 
-    def __call__(
-        self, seed: tf.Tensor, shape: Sequence[int], dtype: tf.DType
-    ) -> tf.Tensor:
+    def __call__(self, seed: tf.Tensor, shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
         """The initial value, of a static shape; `seed` is int32 [2]."""
         if self.method == "constant":
             return tf.fill(list(shape), tf.constant(self.scale, dtype))

@@ -1,6 +1,8 @@
-"""NestedMap: a dict with attribute access, the shape of every theta, batch, state and set of metrics.
+"""NestedMap: a dict with attribute access, the shape of every theta, batch, state and set of
+metrics.
 
-Free of TensorFlow and JAX, so that programs can be run where neither model code nor TensorFlow is installed.
+Free of TensorFlow and JAX, so that programs can be run where neither model code nor TensorFlow is
+installed.
 """
 
 import re
@@ -46,9 +48,7 @@ class NestedMap(dict):
         try:
             return self[key]
         except KeyError:
-            raise AttributeError(
-                f"NestedMap has no {key!r}{did_you_mean(key, self)}"
-            ) from None
+            raise AttributeError(f"NestedMap has no {key!r}{did_you_mean(key, self)}") from None
 
     def __setattr__(self, key: str, value: Any) -> None:
         self[key] = value
@@ -57,9 +57,7 @@ class NestedMap(dict):
         try:
             del self[key]
         except KeyError:
-            raise AttributeError(
-                f"NestedMap has no {key!r}{did_you_mean(key, self)}"
-            ) from None
+            raise AttributeError(f"NestedMap has no {key!r}{did_you_mean(key, self)}") from None
 
     def copy(self) -> "NestedMap":
         """A shallow copy."""
@@ -126,12 +124,11 @@ class NestedMap(dict):
         return [value for _, value in self.FlattenItems()]
 
     def Pack(self, leaves: list[Any]) -> "NestedMap":
-        """A map of this structure that holds `leaves`. Raises ValueError when their number differs."""
+        """A map of this structure that holds `leaves`. Raises ValueError when their number
+        differs."""
         expected = len(self.Flatten())
         if len(leaves) != expected:
-            raise ValueError(
-                f"Pack: {len(leaves)} values for a structure of {expected} leaves"
-            )
+            raise ValueError(f"Pack: {len(leaves)} values for a structure of {expected} leaves")
         rest = iter(leaves)
         return _map_items(self, "", lambda _path, _value: next(rest))
 
@@ -158,18 +155,14 @@ class NestedMap(dict):
 
     def IsCompatible(self, other: "NestedMap") -> bool:
         """Whether both have the same paths."""
-        return [p for p, _ in self.FlattenItems()] == [
-            p for p, _ in other.FlattenItems()
-        ]
+        return [p for p, _ in self.FlattenItems()] == [p for p, _ in other.FlattenItems()]
 
     def DebugString(self) -> str:
         """One `path value` line per leaf."""
         return "\n".join(f"{path:<60} {value}" for path, value in self.FlattenItems())
 
 
-def map_structure(
-    fn: Callable[..., Any], first: NestedMap, *rest: NestedMap
-) -> NestedMap:
+def map_structure(fn: Callable[..., Any], first: NestedMap, *rest: NestedMap) -> NestedMap:
     """`fn` over the leaves of maps of one structure.
 
     Raises:
@@ -210,10 +203,7 @@ def _walk(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def _map_items(value: Any, path: str, fn: Callable[[str, Any], Any]) -> Any:
     if isinstance(value, Mapping):
-        done = {
-            k: _map_items(value[k], f"{path}.{k}" if path else k, fn)
-            for k in sorted(value)
-        }
+        done = {k: _map_items(value[k], f"{path}.{k}" if path else k, fn) for k in sorted(value)}
         return type(value)(done)  # type: ignore[call-arg]
     if isinstance(value, (list, tuple)):
         items = [_map_items(item, f"{path}[{i}]", fn) for i, item in enumerate(value)]

@@ -1,10 +1,13 @@
-"""Stateless random numbers that partition: a value depends on its seed and its place, never on the devices.
+"""Stateless random numbers that partition: a value depends on its seed and its place, never on the
+devices.
 
-TensorFlow's own stateless generators become one opaque XLA operation that a partitioner can only replicate, so a dropout
-mask for a whole pod's batch would be made on every device. Here the generator (Threefry-2x32, Salmon et al. 2011) is spelled
-out in elementwise operations on an iota, which XLA splits like any other elementwise computation.
+TensorFlow's own stateless generators become one opaque XLA operation that a partitioner can only
+replicate, so a dropout mask for a whole pod's batch would be made on every device. Here the
+generator (Threefry-2x32, Salmon et al. 2011) is spelled out in elementwise operations on an iota,
+which XLA splits like any other elementwise computation.
 
-A seed is an int32 tensor of shape [2]. `seed=None`, where a layer takes it, means inference: nothing random happens.
+A seed is an int32 tensor of shape [2]. `seed=None`, where a layer takes it, means inference:
+nothing random happens.
 """
 
 import math
@@ -18,7 +21,8 @@ _PARITY = 0x1BD11BDA
 
 
 def make_seed(global_seed: int | tf.Tensor, step: int | tf.Tensor) -> tf.Tensor:
-    """The seed of one training step, int32 [2], from the experiment's seed and the step (scalars)."""
+    """The seed of one training step, int32 [2], from the experiment's seed and the step
+    (scalars)."""
     start = tf.stack([tf.cast(global_seed, tf.int32), tf.constant(0, tf.int32)])
     return fold_in(start, step)
 
@@ -39,7 +43,8 @@ def bits(seed: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
     """Uniform uint32 of a static shape.
 
     Raises:
-        ValueError: a shape that is not static, or with more than 2^32 elements beyond its first dimension.
+        ValueError: a shape that is not static, or with more than 2^32 elements beyond its first
+            dimension.
     """
     shape = [int(n) if n is not None else None for n in shape]
     if None in shape:
@@ -47,17 +52,16 @@ def bits(seed: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
     if math.prod(shape[1:]) > 2**32:
         raise ValueError(f"random numbers: {shape[1:]} has more than 2^32 elements")
     keys = _keys(seed)
-    # The counter is (index in dimension 0, flat index in the others). The key joins each one-dimensional iota before they are
-    # broadcast: a full-size counter without it would be a constant, which TensorFlow folds on the host.
+    # The counter is (index in dimension 0, flat index in the others). The key joins each
+    # one-dimensional iota before they are broadcast: a full-size counter without it would be a
+    # constant, which TensorFlow folds on the host.
     runtime_zero = tf.bitwise.bitwise_xor(keys[0], keys[0])
 
     def iota(dim: int, stride: int) -> tf.Tensor:
         along = tf.cast(tf.range(shape[dim], dtype=tf.int32), tf.uint32) * tf.constant(
             stride, tf.uint32
         )
-        return tf.reshape(
-            along + runtime_zero, [-1 if i == dim else 1 for i in range(len(shape))]
-        )
+        return tf.reshape(along + runtime_zero, [-1 if i == dim else 1 for i in range(len(shape))])
 
     low = runtime_zero
     high = runtime_zero
@@ -70,19 +74,13 @@ def bits(seed: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
     return _threefry(keys, high, low)[0]
 
 
-def uniform(
-    seed: tf.Tensor, shape: Sequence[int], dtype: tf.DType = tf.float32
-) -> tf.Tensor:
+def uniform(seed: tf.Tensor, shape: Sequence[int], dtype: tf.DType = tf.float32) -> tf.Tensor:
     """Uniform floats in [0, 1) of a static shape."""
     fraction = tf.bitwise.right_shift(bits(seed, shape), tf.constant(8, tf.uint32))
-    return tf.cast(
-        tf.cast(tf.bitcast(fraction, tf.int32), tf.float32) * (1.0 / (1 << 24)), dtype
-    )
+    return tf.cast(tf.cast(tf.bitcast(fraction, tf.int32), tf.float32) * (1.0 / (1 << 24)), dtype)
 
 
-def normal(
-    seed: tf.Tensor, shape: Sequence[int], dtype: tf.DType = tf.float32
-) -> tf.Tensor:
+def normal(seed: tf.Tensor, shape: Sequence[int], dtype: tf.DType = tf.float32) -> tf.Tensor:
     """Standard normal floats, by the inverse of the error function."""
     return _inverse_normal(uniform(seed, shape), 1.0, dtype)
 
@@ -95,7 +93,8 @@ def truncated_normal(
 
 
 def dropout(x: tf.Tensor, rate: float, seed: tf.Tensor | None) -> tf.Tensor:
-    """Zeroes each element with probability `rate` and scales the others by 1/(1-rate); `x` itself when seed is None.
+    """Zeroes each element with probability `rate` and scales the others by 1/(1-rate); `x` itself
+    when seed is None.
 
     Raises:
         ValueError: rate outside [0, 1).
@@ -106,9 +105,7 @@ def dropout(x: tf.Tensor, rate: float, seed: tf.Tensor | None) -> tf.Tensor:
         return x
     threshold = tf.constant(min(round(rate * 2**32), 2**32 - 1), tf.uint32)
     keep = bits(seed, x.shape) >= threshold
-    return tf.where(
-        keep, x * tf.constant(1 / (1 - rate), x.dtype), tf.constant(0, x.dtype)
-    )
+    return tf.where(keep, x * tf.constant(1 / (1 - rate), x.dtype), tf.constant(0, x.dtype))
 
 
 def _inverse_normal(u: tf.Tensor, mass: float, dtype: tf.DType) -> tf.Tensor:
@@ -126,9 +123,7 @@ def _threefry(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Threefry-2x32 with 20 rounds: two words for each counter (x0, x1)."""
     k0, k1 = keys
-    k2 = tf.bitwise.bitwise_xor(
-        tf.bitwise.bitwise_xor(k0, k1), tf.constant(_PARITY, tf.uint32)
-    )
+    k2 = tf.bitwise.bitwise_xor(tf.bitwise.bitwise_xor(k0, k1), tf.constant(_PARITY, tf.uint32))
     ks = (k0, k1, k2)
     x0, x1 = x0 + k0, x1 + k1
     for block in range(5):

@@ -1,7 +1,7 @@
 """Sharding annotations, as the paper's section 3.2 and appendix A.3 have them, over named meshes.
 
-`from lingvo_moe.core import sharding`, then `sharding.split(...)`. Importing the package does not import TensorFlow; the
-functions that annotate tensors do.
+`from lingvo_moe.core import sharding`, then `sharding.split(...)`. Importing the package does not
+import TensorFlow; the functions that annotate tensors do.
 """
 
 from typing import Any

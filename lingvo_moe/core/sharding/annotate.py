@@ -1,8 +1,9 @@
 """The paper's annotation API (section 3.2, appendix A.3): replicate, split, shard, mesh_split.
 
-An annotation changes no value and no logical shape. It says how XLA's SPMD partitioner is to cut the tensor over the devices
-of the mesh in force, and it stays on the gradient. The mesh is put in force by the engines while they trace a function; with
-none in force an annotation would do nothing, and raises instead.
+An annotation changes no value and no logical shape. It says how XLA's SPMD partitioner is to cut
+the tensor over the devices of the mesh in force, and it stays on the gradient. The mesh is put in
+force by the engines while they trace a function; with none in force an annotation would do nothing,
+and raises instead.
 """
 
 from collections.abc import Sequence
@@ -27,19 +28,18 @@ def replicate(tensor: tf.Tensor) -> tf.Tensor:
         ShardingError: no mesh is in force.
     """
     mesh = _mesh_for("replicate", tensor)
-    return (
-        tensor if mesh.size == 1 else _apply(xla_sharding.Sharding.replicate(), tensor)
-    )
+    return tensor if mesh.size == 1 else _apply(xla_sharding.Sharding.replicate(), tensor)
 
 
 def split(tensor: tf.Tensor, split_dimension: int, num_partitions: int) -> tf.Tensor:
     """Cuts one dimension into equal parts, part i on device i; the last part may be smaller.
 
-    With fewer partitions than devices each part is held by `devices / num_partitions` consecutive devices.
+    With fewer partitions than devices each part is held by `devices / num_partitions` consecutive
+    devices.
 
     Raises:
-        ShardingError: no mesh is in force; no such dimension; more partitions than devices or than elements; or a number of
-            partitions that does not divide the number of devices.
+        ShardingError: no mesh is in force; no such dimension; more partitions than devices or than
+            elements; or a number of partitions that does not divide the number of devices.
     """
     mesh = _mesh_for("split", tensor)
     what = f"split({_name(tensor)}, {split_dimension}, {num_partitions})"
@@ -53,12 +53,11 @@ def split(tensor: tf.Tensor, split_dimension: int, num_partitions: int) -> tf.Te
     size = shape[split_dimension]
     if size is not None and size < num_partitions:
         raise ShardingError(
-            f"{what}: dimension {split_dimension} of shape {shape} has {size} elements, fewer than {num_partitions} partitions"
+            f"{what}: dimension {split_dimension} of shape {shape} has {size} elements, fewer "
+            f"than {num_partitions} partitions"
         )
     tiles = [num_partitions if d == split_dimension else 1 for d in range(len(shape))]
-    return _tile(
-        tensor, mesh.device_array().reshape([*tiles, mesh.size // num_partitions]), mesh
-    )
+    return _tile(tensor, mesh.device_array().reshape([*tiles, mesh.size // num_partitions]), mesh)
 
 
 def shard(tensor: tf.Tensor, device_assignment: np.ndarray | Sequence) -> tf.Tensor:
@@ -66,20 +65,20 @@ def shard(tensor: tf.Tensor, device_assignment: np.ndarray | Sequence) -> tf.Ten
 
     Args:
         tensor: of rank R.
-        device_assignment: integers of rank R whose shape is the number of parts per dimension and whose elements are logical
-            device numbers, each of 0..devices-1 once: a [3, 16, 64] tensor under a [1, 2, 4] assignment has [3, 8, 16] parts.
+        device_assignment: integers of rank R whose shape is the number of parts per dimension and
+            whose elements are logical device numbers, each of 0..devices-1 once: a [3, 16, 64]
+            tensor under a [1, 2, 4] assignment has [3, 8, 16] parts.
 
     Raises:
-        ShardingError: no mesh is in force; another rank; more parts than elements; a device missing, twice, or unknown.
+        ShardingError: no mesh is in force; another rank; more parts than elements; a device
+            missing, twice, or unknown.
     """
     mesh = _mesh_for("shard", tensor)
     devices = np.asarray(device_assignment)
     what = f"shard({_name(tensor)}, device_assignment of shape {list(devices.shape)})"
     shape = _static_shape(tensor, what)
     if devices.ndim != len(shape):
-        raise ShardingError(
-            f"{what}: the tensor has {len(shape)} dimensions, shape {shape}"
-        )
+        raise ShardingError(f"{what}: the tensor has {len(shape)} dimensions, shape {shape}")
     if sorted(devices.flatten().tolist()) != list(range(mesh.size)):
         raise ShardingError(
             f"{what}: holds devices {devices.flatten().tolist()}, expected each of 0..{mesh.size - 1} once"
@@ -93,16 +92,18 @@ def shard(tensor: tf.Tensor, device_assignment: np.ndarray | Sequence) -> tf.Ten
 
 
 def mesh_split(tensor: tf.Tensor, mesh: Mesh, mapping: DimsMapping) -> tf.Tensor:
-    """Cuts each dimension along the mesh axes that `mapping` names; axes that it does not name hold copies (partial tiling).
+    """Cuts each dimension along the mesh axes that `mapping` names; axes that it does not name hold
+    copies (partial tiling).
 
     Args:
         tensor: of rank R.
         mesh: a mesh over the devices of the mesh in force; it may arrange them differently.
-        mapping: R entries: an axis name, a tuple of them (major first), or None for a dimension left whole.
+        mapping: R entries: an axis name, a tuple of them (major first), or None for a dimension
+            left whole.
 
     Raises:
-        ShardingError: no mesh is in force; meshes of different sizes; another rank; an unknown or doubly used axis; more
-            partitions than elements.
+        ShardingError: no mesh is in force; meshes of different sizes; another rank; an unknown or
+            doubly used axis; more partitions than elements.
     """
     ambient = _mesh_for("mesh_split", tensor)
     what = f"mesh_split({_name(tensor)}, {mesh}, {mapping})"
@@ -113,9 +114,7 @@ def mesh_split(tensor: tf.Tensor, mesh: Mesh, mapping: DimsMapping) -> tf.Tensor
     check_mapping(what, _static_shape(tensor, what), tuple(mapping), mesh)
     if mesh.size == 1:
         return tensor
-    per_dim = [
-        () if a is None else (a,) if isinstance(a, str) else tuple(a) for a in mapping
-    ]
+    per_dim = [() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in mapping]
     tiles = [mesh.axis_size(axes) for axes in per_dim]
     order = [a for axes in per_dim for a in axes]
     order += [a for a in mesh.axis_names if a not in order]
@@ -143,7 +142,8 @@ def _mesh_for(what: str, tensor: tf.Tensor) -> Mesh:
     mesh = current_mesh()
     if mesh is None:
         raise ShardingError(
-            f"{what}({_name(tensor)}): no mesh is in force, so this annotation could not take effect. Lower the function with an "
+            f"{what}({_name(tensor)}): no mesh is in force, so this annotation could not "
+            "take effect. Lower the function with an "
             "engine, or trace it under sharding.use_mesh(mesh)"
         )
     return mesh
@@ -162,7 +162,8 @@ def _tile(tensor: tf.Tensor, devices: np.ndarray, mesh: Mesh) -> tf.Tensor:
 
 
 def _apply(sharding: xla_sharding.Sharding, tensor: tf.Tensor) -> tf.Tensor:
-    # Only the sharding *operation* survives lowering; the attribute that is the default would be lost without a word.
+    # Only the sharding *operation* survives lowering; the attribute that is the default would be
+    # lost without a word.
     return sharding.apply_to_tensor(tensor, use_sharding_op=True)
 
 

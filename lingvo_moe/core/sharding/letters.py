@@ -1,8 +1,9 @@
 """From einsum letters to mesh axes: one vocabulary for the mathematics and for the sharding.
 
-A split map says which mesh axis a letter's dimension is cut along, e.g. {'G': 'expert', 'B': 'expert', 'E': 'expert'}. Walking a
-tensor's letters from the left, each mesh axis is used once: GSEC is cut along G, EGCM along E and GECM along G, which is the
-partitioning of the paper's Algorithm 2.
+A split map says which mesh axis a letter's dimension is cut along, e.g. {'G': 'expert', 'B':
+'expert', 'E': 'expert'}. Walking a tensor's letters from the left, each mesh axis is used once:
+GSEC is cut along G, EGCM along E and GECM along G, which is the partitioning of the paper's
+Algorithm 2.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,8 @@ def dims_mapping(letters: str, split_map: SplitMap, name: str = "") -> DimsMappi
 
     Args:
         letters: one letter per dimension, e.g. 'EMH'.
-        split_map: letter -> axis; the key 'name.letter' speaks of one tensor only and wins over the bare letter.
+        split_map: letter -> axis; the key 'name.letter' speaks of one tensor only and wins over the
+            bare letter.
         name: the tensor's own name, e.g. 'wi'.
     """
     used: set[str] = set()
@@ -39,10 +41,9 @@ def dims_mapping(letters: str, split_map: SplitMap, name: str = "") -> DimsMappi
     return tuple(out)
 
 
-def check_mapping(
-    name: str, shape: Sequence[int | None], mapping: DimsMapping, mesh: Mesh
-) -> None:
-    """Raises ShardingError, naming tensor, dimension, size and partitions, where a mapping does not fit a tensor."""
+def check_mapping(name: str, shape: Sequence[int | None], mapping: DimsMapping, mesh: Mesh) -> None:
+    """Raises ShardingError, naming tensor, dimension, size and partitions, where a mapping does not
+    fit a tensor."""
     if len(mapping) != len(shape):
         raise ShardingError(
             f"{name}: a mapping of {len(mapping)} dimensions {mapping} for a tensor of shape {list(shape)}"
@@ -60,6 +61,7 @@ def check_mapping(
         parts = mesh.axis_size(axis)
         if size is not None and size < parts:
             raise ShardingError(
-                f"{name}: dimension {dim} of shape {list(shape)} has {size} elements, fewer than the {parts} partitions of "
+                f"{name}: dimension {dim} of shape {list(shape)} has {size} elements, "
+                f"fewer than the {parts} partitions of "
                 f"axis {axis!r} of mesh {mesh}"
             )

@@ -1,6 +1,8 @@
-"""Mesh: the logical arrangement of devices, with a name for each axis, and the one that is in force while tracing.
+"""Mesh: the logical arrangement of devices, with a name for each axis, and the one that is in force
+while tracing.
 
-Free of TensorFlow and JAX: a saved program names its mesh and must load without either's model code.
+Free of TensorFlow and JAX: a saved program names its mesh and must load without either's model
+    code.
 """
 
 import contextlib
@@ -25,7 +27,8 @@ class Mesh:
     Attributes:
         axis_names: a name for each axis.
         shape: the size of each axis.
-        device_ids: logical device numbers in row-major order, a permutation of 0..size-1; () means in order.
+        device_ids: logical device numbers in row-major order, a permutation of 0..size-1; () means
+            in order.
     """
 
     axis_names: tuple[str, ...]
@@ -69,8 +72,7 @@ class Mesh:
 
     def __str__(self) -> str:
         return ",".join(
-            f"{name}:{size}"
-            for name, size in zip(self.axis_names, self.shape, strict=True)
+            f"{name}:{size}" for name, size in zip(self.axis_names, self.shape, strict=True)
         )
 
     @property
@@ -102,14 +104,13 @@ def single_device() -> Mesh:
     return Mesh(("expert",), (1,))
 
 
-_current: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar(
-    "mesh", default=None
-)
+_current: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("mesh", default=None)
 
 
 @contextlib.contextmanager
 def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
-    """The mesh that annotations refer to while a function is traced. Engines enter it; users seldom need to."""
+    """The mesh that annotations refer to while a function is traced. Engines enter it; users seldom
+    need to."""
     token = _current.set(mesh)
     try:
         yield mesh

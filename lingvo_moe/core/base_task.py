@@ -1,0 +1,103 @@
+"""BaseTask: a model with a loss, and the training step that is lowered, planned and run.
+
+The step is one pure function, `(state, batch) -> (state, metrics)`. The state is explicit:
+NestedMap(theta, slots, step, skipped).
+"""
+
+import tensorflow as tf
+
+from lingvo_moe.core import randomness
+from lingvo_moe.core.base_layer import BaseLayer, VariableSpec
+from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.nested_map import NestedMap, map_structure
+from lingvo_moe.core.optimizers.adafactor import Adafactor
+from lingvo_moe.core.optimizers.clipping import clip_by_global_norm
+
+
+class BaseTask(BaseLayer):
+    """A layer whose `FProp(theta, batch, seed)` returns `(loss, metrics)`."""
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define("optimizer", Adafactor.Params(), "How gradients change theta.")
+        p.Define(
+            "clip_gradient_norm", 0.0, "Gradients are scaled to at most this global norm; 0: never."
+        )
+        p.Define("seed", 1234, "The seed of initial values, dropout and random routing.")
+        return p
+
+    def __init__(self, params: InstantiableParams):
+        super().__init__(params)
+        self.optimizer = self.p.optimizer.Instantiate()
+
+    def StateSpecs(self) -> NestedMap:
+        """VariableSpecs of the whole state, in its structure."""
+        theta = self.VariableSpecs()
+        return NestedMap(
+            theta=theta,
+            slots=self.optimizer.SlotSpecs(theta),
+            step=_counter("step"),
+            skipped=_counter("skipped"),
+        )
+
+    def InitState(self, global_seed: tf.Tensor) -> NestedMap:
+        """The state before step 0. `global_seed` is an int32 scalar; engines compile this,
+        sharded."""
+        seed = randomness.make_seed(global_seed, 0)
+        return self.StateSpecs().Transform(lambda spec: spec.Init(seed))
+
+    def TrainStep(self, state: NestedMap, batch: NestedMap) -> tuple[NestedMap, NestedMap]:
+        """One step of training.
+
+        Where the loss or the gradient norm is not finite, theta and slots stay as they were and
+        `skipped` counts one; the step counter goes on, so that the next batch and seed are other
+        ones.
+
+        Returns:
+            The new state, and metrics: those of FProp, with `grad_norm`, `learning_rate`, `skipped`
+                (float32 scalars).
+        """
+        seed = randomness.make_seed(self.p.seed, state.step)
+        leaves = state.theta.Flatten()
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(leaves)
+            loss, metrics = self.FProp(state.theta, batch, seed=seed)
+        grads = state.theta.Pack(tape.gradient(loss, leaves))
+        self._check_gradients(grads)
+        grads, norm = clip_by_global_norm(grads, self.p.clip_gradient_norm)
+        theta, slots, optimizer_metrics = self.optimizer.Update(
+            state.theta, grads, state.slots, state.step, self.VariableSpecs()
+        )
+        finite = tf.math.is_finite(loss) & tf.math.is_finite(norm)
+
+        def keep(new: tf.Tensor, old: tf.Tensor) -> tf.Tensor:
+            return tf.where(finite, new, old)
+
+        skipped = state.skipped + tf.cast(~finite, tf.int32)
+        metrics.update(optimizer_metrics, grad_norm=norm, skipped=tf.cast(skipped, tf.float32))
+        return (
+            NestedMap(
+                theta=map_structure(keep, theta, state.theta),
+                slots=map_structure(keep, slots, state.slots),
+                step=state.step + 1,
+                skipped=skipped,
+            ),
+            metrics,
+        )
+
+    def EvalStep(self, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """The metrics of FProp without anything random and without dropped tokens."""
+        return self.FProp(theta, batch, seed=None)[1]
+
+    def _check_gradients(self, grads: NestedMap) -> None:
+        for path, grad in grads.FlattenItems():
+            if grad is None:
+                raise ValueError(f"{self.path}: the loss does not depend on variable {path!r}")
+
+
+def _counter(name: str) -> VariableSpec:
+    return VariableSpec(
+        path=name, shape=(), dtype="int32", letters="", init=WeightInit.Constant(0), split=()
+    )

@@ -1,0 +1,139 @@
+"""The registry of experiments: `mt.M4MoE2048E36L` names a class in the package `params.mt`.
+
+An experiment is a class with three methods, each returning Params: `Task()` (the model and how it
+is optimised), `Input()` (the data) and `Train()` (the length of the run, its checkpoints and
+summaries).
+"""
+
+import importlib
+import pkgutil
+import re
+from collections.abc import Iterator
+
+from lingvo_moe.core.hyperparams import InstantiableParams, Params
+from lingvo_moe.core.suggest import did_you_mean
+
+_ROOT = "params"
+_registry: dict[str, type["Experiment"]] = {}
+
+
+class RegistryError(ValueError):
+    """An experiment or an override that does not exist."""
+
+
+class Experiment:
+    """The base of every registered experiment."""
+
+    def Task(self) -> InstantiableParams:
+        """The model: Params of a BaseTask."""
+        raise NotImplementedError
+
+    def Input(self) -> InstantiableParams:
+        """The data: Params of an input generator."""
+        raise NotImplementedError
+
+    def Train(self) -> Params:
+        """The run: see `TrainParams`."""
+        return TrainParams()
+
+
+def TrainParams() -> Params:
+    """How a run goes on: its length, checkpoints and summaries. Nothing here changes the
+    program."""
+    p = Params()
+    p.Define("max_steps", 1_000_000, "The step at which training ends.")
+    p.Define("save_interval_steps", 1000, "Steps between checkpoints.")
+    p.Define("save_max_to_keep", 3, "Checkpoints kept, the newest ones.")
+    p.Define("summary_interval_steps", 10, "Steps between summaries and progress lines.")
+    return p
+
+
+def Register(cls: type[Experiment]) -> type[Experiment]:
+    """Class decorator: makes `params/mt/m4.py:Name` known as `mt.Name` and `mt.m4.Name`.
+
+    Raises:
+        RegistryError: the name is taken by another class.
+    """
+    parts = cls.__module__.split(".")
+    if parts[0] == _ROOT:
+        parts = parts[1:]
+    for name in {f"{'.'.join(parts)}.{cls.__name__}", f"{parts[0]}.{cls.__name__}"}:
+        other = _registry.get(name)
+        if other is not None and (other.__module__, other.__name__) != (
+            cls.__module__,
+            cls.__name__,
+        ):
+            raise RegistryError(
+                f"experiment {name!r} is both {other.__module__} and {cls.__module__}"
+            )
+        _registry[name] = cls
+    return cls
+
+
+def AllNames(task: str = "mt") -> list[str]:
+    """The short names, `task.Class`, of all experiments of a task."""
+    _import_task(task)
+    return sorted(
+        name for name in _registry if name.startswith(f"{task}.") and name.count(".") == 1
+    )
+
+
+def GetExperiment(name: str) -> type[Experiment]:
+    """The class of `mt.Name` or `mt.module.Name`.
+
+    Raises:
+        RegistryError: there is none, with the nearest names.
+    """
+    task = name.split(".")[0]
+    if "." not in name or not name.replace(".", "").isidentifier():
+        raise RegistryError(f"--model={name!r}: expected task.Experiment, e.g. 'mt.M4MoE2048E36L'")
+    _import_task(task)
+    if name not in _registry:
+        known = [n for n in _registry if n.count(".") == name.count(".")]
+        raise RegistryError(f"--model={name!r}: no such experiment{did_you_mean(name, known)}")
+    return _registry[name]
+
+
+def GetParams(name: str, override: str = "") -> Params:
+    """The Params of an experiment: `task`, `input` and `train`, with overrides applied.
+
+    Args:
+        name: as GetExperiment.
+        override: `path=value` pairs separated by `;`, e.g.
+            'task.num_experts=16;train.max_steps=100'.
+
+    Raises:
+        RegistryError: no such experiment, an unknown path, or a value of another type.
+    """
+    experiment = GetExperiment(name)()
+    p = Params()
+    p.Define("task", experiment.Task(), "The model and its optimiser.")
+    p.Define("input", experiment.Input(), "The data.")
+    p.Define("train", experiment.Train(), "The run.")
+    for path, value in _split_override(override):
+        try:
+            p.SetFromText(path, value)
+        except (AttributeError, ValueError, IndexError) as e:
+            raise RegistryError(f"--model_params_override: {path}={value}: {e}") from None
+    return p
+
+
+def _split_override(text: str) -> Iterator[tuple[str, str]]:
+    for part in re.split(r"[;\n]", text):
+        if not part.strip():
+            continue
+        path, equals, value = part.partition("=")
+        if not equals or not path.strip():
+            raise RegistryError(f"--model_params_override: {part!r} is not of the form path=value")
+        yield path.strip(), value.strip()
+
+
+def _import_task(task: str) -> None:
+    """Imports every module of `params.<task>`, which registers its experiments."""
+    root = importlib.import_module(_ROOT)
+    tasks = [m.name for m in pkgutil.iter_modules(root.__path__) if m.ispkg]
+    if task not in tasks:
+        raise RegistryError(f"--model: no task {task!r} in {_ROOT}/{did_you_mean(task, tasks)}")
+    package = importlib.import_module(f"{_ROOT}.{task}")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{_ROOT}.{task}.{module.name}")

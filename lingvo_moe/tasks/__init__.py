@@ -1,0 +1,1 @@
+"""Tasks: what the framework is used for."""

@@ -1,0 +1,1 @@
+"""Machine translation: many languages into one."""

@@ -1,0 +1,1 @@
+"""Registered experiments, a package per task."""

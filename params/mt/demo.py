@@ -1,0 +1,75 @@
+"""Small experiments: the demo, and one for tests and development."""
+
+from lingvo_moe.core import registry
+from lingvo_moe.core.hyperparams import InstantiableParams, Params
+from lingvo_moe.core.optimizers.adafactor import Adafactor
+from lingvo_moe.core.optimizers.schedules import SqrtDecay
+from lingvo_moe.tasks.mt.input.pipeline import MtInput
+from lingvo_moe.tasks.mt.model import MtModel
+from params.mt.m4 import SplitOverExperts
+
+
+@registry.Register
+class M4Demo(registry.Experiment):
+    """The family's shape at a size that two CPU cores train in minutes: 4 layers, 8 experts over 8
+    devices."""
+
+    def Task(self) -> InstantiableParams:
+        p = MtModel.Params().Set(
+            name="m4",
+            source_vocab_size=8000,
+            target_vocab_size=4000,
+            model_dim=128,
+            hidden_dim=512,
+            num_heads=4,
+            key_dim=32,
+            num_encoder_layers=2,
+            num_decoder_layers=2,
+            num_experts=8,
+            num_groups=8,
+            dropout=0.1,
+            optimizer=Adafactor.Params().Set(
+                learning_rate=SqrtDecay.Params().Set(peak=1.0, warmup_steps=100)
+            ),
+        )
+        return SplitOverExperts(p)
+
+    def Input(self) -> InstantiableParams:
+        p = self.Task()
+        return MtInput.Params().Set(
+            source_vocab_size=p.source_vocab_size,
+            target_vocab_size=p.target_vocab_size,
+            source_length=64,
+            target_length=64,
+            batch_size=32,
+        )
+
+    def Train(self) -> Params:
+        return registry.TrainParams().Set(max_steps=1500, save_interval_steps=300)
+
+
+@registry.Register
+class M4Tiny(M4Demo):
+    """Seconds, not minutes: for tests and for trying things out."""
+
+    def Task(self) -> InstantiableParams:
+        return (
+            super()
+            .Task()
+            .Set(
+                source_vocab_size=400,
+                target_vocab_size=300,
+                model_dim=16,
+                hidden_dim=32,
+                num_heads=2,
+                key_dim=8,
+            )
+        )
+
+    def Input(self) -> InstantiableParams:
+        return super().Input().Set(source_length=24, target_length=24, batch_size=8)
+
+    def Train(self) -> Params:
+        return registry.TrainParams().Set(
+            max_steps=20, save_interval_steps=5, summary_interval_steps=1
+        )

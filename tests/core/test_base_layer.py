@@ -1,0 +1,109 @@
+"""BaseLayer: specs, paths, inheritance and initial values."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_moe.core import randomness
+from lingvo_moe.core.base_layer import BaseLayer, WeightParams
+from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.nested_map import NestedMap
+
+
+class Leaf(BaseLayer):
+    @classmethod
+    def Params(cls):
+        p = super().Params()
+        p.Define("size", 4, "Width.")
+        return p
+
+    def __init__(self, params):
+        super().__init__(params)
+        n = self.p.size
+        self.CreateVariable("wi", WeightParams((2, n, n), "EMH", WeightInit.FanIn(n)))
+        self.CreateVariable("b", WeightParams((n,), "H", WeightInit.Constant(3.0)))
+
+    def FProp(self, theta, x, seed=None):
+        return self.Cast(theta.b) + x
+
+
+class Tree(BaseLayer):
+    def __init__(self, params):
+        super().__init__(params)
+        self.CreateChild("one", Leaf.Params())
+        self.CreateChildren("many", [Leaf.Params().Set(size=2), Leaf.Params().Set(dtype="float64")])
+
+
+def _tree(**kwargs):
+    return Tree.Params().Set(name="tree", **kwargs).Instantiate()
+
+
+def test_specs_mirror_children_and_carry_shardings():
+    tree = _tree(weight_split={"E": "expert", "b.H": "model"})
+    specs = tree.VariableSpecs()
+    assert specs.one.wi.path == "tree.one.wi" and specs.many[0].b.path == "tree.many_0.b"
+    assert specs.one.wi.split == ("expert", None, None)
+    assert specs.one.b.split == ("model",)
+    assert specs.many[0].wi.shape == (2, 2, 2)
+    assert [specs.one.wi.dtype, specs.many[1].wi.dtype] == ["float32", "float64"]
+    stacked = specs.one.wi.Stacked(5)
+    assert (stacked.shape, stacked.letters) == ((5, 2, 4, 4), "LEMH")
+    assert stacked.split == (None, "expert", None, None) and stacked.stack_dims == 1
+
+
+def test_children_inherit_what_they_leave_open():
+    tree = _tree(fprop_dtype="bfloat16")
+    assert tree.one.fprop_dtype == tf.bfloat16 and tree.one.p.dtype == "float32"
+    y = tree.one.FProp(NestedMap(b=tf.ones([4])), tf.zeros([4], tf.bfloat16))
+    assert y.dtype == tf.bfloat16
+
+
+def test_initial_values_depend_on_seed_and_path_alone():
+    tree = _tree()
+    seed = randomness.make_seed(1, 0)
+    theta, again = tree.InitTheta(seed), tree.InitTheta(seed)
+    for a, b in zip(theta.Flatten(), again.Flatten(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert not np.array_equal(theta.one.wi, theta.many[1].wi.numpy().astype("f"))
+    assert not np.array_equal(theta.one.wi, tree.InitTheta(randomness.make_seed(2, 0)).one.wi)
+    np.testing.assert_array_equal(theta.one.b, np.full([4], 3.0))
+
+
+def test_layers_of_a_stack_start_as_different_layers():
+    spec = _tree().VariableSpecs().one.wi.Stacked(3)
+    value = spec.Init(randomness.make_seed(0, 0)).numpy()
+    assert value.shape == (3, 2, 4, 4)
+    assert not np.array_equal(value[0], value[1])
+    np.testing.assert_allclose(value.std(), 0.5 * 0.88, rtol=0.3)
+
+
+def test_misuse_is_named():
+    class Twice(BaseLayer):
+        def __init__(self, params):
+            super().__init__(params)
+            self.CreateVariable("w", WeightParams((2,), "M", WeightInit.Constant()))
+            self.CreateChild("w", Leaf.Params())
+
+    with pytest.raises(ValueError, match="'w' is taken"):
+        Twice.Params().Instantiate()
+    with pytest.raises(ValueError, match="letters 'EM' for shape"):
+        _tree().CreateVariable("v", WeightParams((2,), "EM", WeightInit.Constant()))
+    with pytest.raises(AttributeError, match="no attribute or child 'two'"):
+        _ = _tree().two
+    with pytest.raises(ValueError, match="initializer"):
+        WeightInit("xavier", 1.0)
+
+
+@pytest.mark.parametrize(
+    "init, mean, std",
+    [
+        (WeightInit.Uniform(0.5), 0, 0.5 / 3**0.5),
+        (WeightInit.Gaussian(2.0), 0, 2.0),
+        (WeightInit.TruncatedGaussian(1.0), 0, 0.8796),
+        (WeightInit.GeoMeanXavier(1.0), 0, 1 / 100**0.5),
+        (WeightInit.Constant(1.5), 1.5, 0),
+    ],
+)
+def test_initializers(init, mean, std):
+    x = init(randomness.make_seed(0, 3), [100, 100], tf.float32).numpy()
+    np.testing.assert_allclose([x.mean(), x.std()], [mean, std], atol=0.05)

@@ -1,0 +1,117 @@
+"""Params: definitions, dotted paths, text, copies, and errors that teach."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lingvo_moe.core.hyperparams import InstantiableParams, Params
+
+
+class Thing:
+    def __init__(self, params, extra=None):
+        self.params, self.extra = params, extra
+
+
+def _params():
+    inner = InstantiableParams(Thing)
+    inner.Define("hidden_dim", 64, "H.")
+    inner.Define("rate", 0.5, "A rate.")
+    p = Params()
+    p.Define("model", inner, "The model.")
+    p.Define("layers", [inner.Copy(), inner.Copy()], "A list.")
+    p.Define("split", {"E": "expert"}, "A map.")
+    p.Define("name", "x", "A name.")
+    p.Define("flag", False, "A flag.")
+    p.Define("nothing", None, "Anything.")
+    return p
+
+
+def test_set_get_by_path_and_copy_is_deep():
+    p = _params()
+    q = p.Copy().Set(name="y", **{"model.hidden_dim": 128, "layers": p.layers})
+    assert q.Get("model.hidden_dim") == 128 and p.model.hidden_dim == 64
+    q.split["G"] = "data"
+    assert p.split == {"E": "expert"}
+    assert p.Get("layers[1].rate") == 0.5 and p.Help("model.hidden_dim") == "H."
+
+
+@pytest.mark.parametrize(
+    "path, near", [("modle", "model"), ("model.hiden_dim", "hidden_dim"), ("layers[0].rte", "rate")]
+)
+def test_unknown_names_suggest_the_nearest(path, near):
+    for use in (lambda p: p.Get(path), lambda p: p.SetFromText(path, "1")):
+        with pytest.raises(AttributeError, match=f"did you mean.*{near}"):
+            use(_params())
+    with pytest.raises(AttributeError, match="name"):
+        _params().nme = 3
+
+
+def test_definitions_are_checked():
+    p = _params()
+    for bad in ("name", "a b", "Copy", "_x"):
+        with pytest.raises(AttributeError):
+            p.Define(bad, 1, "")
+    assert "model" not in p.Delete("model")
+
+
+def test_frozen_params_do_not_change_and_their_copies_do():
+    p = _params().Freeze()
+    for change in (
+        lambda: p.Set(name="z"),
+        lambda: p.model.Set(rate=0.1),
+        lambda: p.Delete("name"),
+    ):
+        with pytest.raises(AttributeError, match="frozen"):
+            change()
+    with pytest.raises(AttributeError, match="frozen"):
+        p.layers[0].rate = 1.0
+    assert p.Copy().Set(name="z").name == "z"
+
+
+def test_text_round_trip_and_diff():
+    p = _params()
+    q = p.Copy().Set(**{"model.rate": 0.25}, name="a = b : 'c'\n", split={"G": ("x", "y")})
+    q.layers[1].hidden_dim = 7
+    assert p.Copy().FromText(q.ToText()) == q
+    assert p.TextDiff(p.Copy()) == ""
+    diff = p.TextDiff(q)
+    assert "> layers[1].hidden_dim : 64\n" in diff and "< layers[1].hidden_dim : 7\n" in diff
+
+
+@given(st.text(), st.integers(), st.floats(allow_nan=False), st.booleans())
+def test_any_value_survives_text(name, number, rate, flag):
+    p = _params().Set(name=name, flag=flag, **{"model.hidden_dim": number, "model.rate": rate})
+    assert _params().FromText(p.ToText()).ToText() == p.ToText()
+
+
+@pytest.mark.parametrize(
+    "line, error, match",
+    [
+        ("model.hidden_dim : many", ValueError, "line 2: model.hidden_dim"),
+        ("model.hidden_dim : 1.5", ValueError, "expected int"),
+        ("no separator", ValueError, "line 2"),
+        ("model.nme : 1", AttributeError, "nme"),
+    ],
+)
+def test_bad_text_names_the_line(line, error, match):
+    with pytest.raises(error, match=match):
+        _params().FromText(f"# comment\n{line}\n")
+
+
+def test_text_is_read_as_the_type_that_is_there():
+    p = _params()
+    for path, text, value in [
+        ("flag", "true", True),
+        ("model.rate", "1", 1.0),
+        ("name", "plain words", "plain words"),
+        ("nothing", "bfloat16", "bfloat16"),
+        ("split", "{'G': 'd'}", {"G": "d"}),
+    ]:
+        p.SetFromText(path, text)
+        assert p.Get(path) == value
+
+
+def test_instantiate():
+    p = InstantiableParams(Thing)
+    thing = p.Instantiate(extra=3)
+    assert isinstance(thing, Thing) and thing.params is p and thing.extra == 3
