@@ -9,7 +9,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 LOCK := requirements.lock.txt
 
-# Two test processes suit two cores; each takes up to a few GB. JOBS=0 runs all tests in one.
+# Two test processes suit two cores; JOBS=0 runs all tests in one.
 JOBS ?= 2
 PYTEST_ARGS ?=
 
@@ -17,23 +17,28 @@ help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
 
 install: ## Make .venv with the pinned packages; does nothing when they have not changed.
-	@python=$$(command -v python3.11 || command -v python3 || true)
-	if [[ -z "$$python" ]] || ! "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-	  echo "make install: needs python3.11 (or a python3 that is newer) on PATH, found $${python:-none}" >&2
+	@python=
+	for candidate in python3.11 python3 python3.12 python3.13; do
+	  if "$$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+	    python=$$candidate; break
+	  fi
+	done
+	if [[ -z "$$python" ]]; then
+	  echo "make install: needs Python 3.11 or newer on PATH, with its venv module (Debian: python3-venv)" >&2
 	  exit 1
 	fi
-	wanted=$$({ cat $(LOCK); "$$python" --version; } | sha256sum | cut -d' ' -f1)
+	version=$$("$$python" --version)
+	wanted=$$({ cat $(LOCK); echo "$$version"; } | sha256sum | cut -d' ' -f1)
 	if [[ -x $(PY) && "$$(cat $(VENV)/installed 2>/dev/null)" == "$$wanted" ]]; then
 	  exit 0
 	fi
 	echo "Installing $$(grep -c == $(LOCK)) pinned packages into $(VENV) (about 4 GB; some minutes) ..."
-	if ! "$$python" -m venv --clear $(VENV); then
-	  echo "make install: $$python could not make a virtual environment; Debian keeps that in python3-venv" >&2
-	  exit 1
+	if [[ "$$($(PY) --version 2>/dev/null)" != "$$version" ]]; then
+	  "$$python" -m venv --clear $(VENV)
 	fi
 	if ! $(PY) -m pip install --disable-pip-version-check --progress-bar on -r $(LOCK); then
 	  echo "make install: pip could not install $(LOCK); its message is above." >&2
-	  echo "It needs a package index (pip config list), 8 GB of disk, and Linux x86_64. Then run make install again." >&2
+	  echo "It needs a package index, 8 GB of disk and Linux on x86-64. Nothing is lost: run make install again." >&2
 	  exit 1
 	fi
 	echo "$$wanted" > $(VENV)/installed

@@ -4,7 +4,7 @@ load("@rules_python//python:defs.bzl", "py_library", "py_test")
 
 python_library = py_library
 
-def pytest_test(name, srcs, deps = [], data = [], helpers = [], size = "large", **kwargs):
+def pytest_test(name, srcs, deps = [], data = [], size = "large", **kwargs):
     """One process that runs pytest over `srcs`, without the tests that are marked slow.
 
     Starting TensorFlow takes seconds, so a directory of tests is one target, not one per file.
@@ -14,17 +14,16 @@ def pytest_test(name, srcs, deps = [], data = [], helpers = [], size = "large", 
       srcs: the test_*.py files.
       deps: libraries that they import.
       data: files that they read.
-      helpers: modules beside them that are imported, not run (conftest.py, ...).
       size: as for every Bazel test.
       **kwargs: passed on.
     """
     py_test(
         name = name,
-        srcs = srcs + helpers + ["//tests:run_pytest.py"],
+        srcs = srcs + ["//tests:run_pytest.py"],
         main = "//tests:run_pytest.py",
         args = ["$(rootpath {})".format(src) for src in srcs],
         data = data + ["//:pyproject.toml"],
-        deps = deps + ["//tests:environment"],
+        deps = deps + ["//tests:helpers"],
         legacy_create_init = False,
         size = size,
         **kwargs

@@ -1,0 +1,228 @@
+"""Writes the BUILD files from the import graph, so that nobody keeps dependencies by hand.
+
+    python -m tools.build_files            # write
+    python -m tools.build_files --check    # only say which are out of date, exit 1 if any is
+
+A package directory is one library. Where a package both uses its subpackages and is used by them, the
+modules that they may use, those that do not reach into any subpackage, are a second library `base`.
+A directory of tests is one test. tests/house has none: it looks at the source tree itself, which Bazel
+does not show to a test.
+"""
+
+import argparse
+import posixpath
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from tools.import_graph import ROOT, TESTS, ImportGraph
+
+_HEADER = "# Written by `make build-files` from the imports of the sources.\n"
+_NOT_TESTED_BY_BAZEL = "tests/house"
+_MAIN = "tests/run_pytest.py"
+_BASE = "base"
+_HELPERS = "helpers"
+_TESTDATA = "testdata"
+
+
+def build_files(root: Path = ROOT) -> dict[str, str]:
+    """The text of every BUILD file that belongs beside Python sources, by path."""
+    graph = ImportGraph(root)
+    labels = _label_files(graph)
+    packages: dict[str, list[str]] = {}
+    for path in graph.files:
+        packages.setdefault(posixpath.dirname(path), []).append(path)
+    return {
+        f"{package}/BUILD": _render(graph, labels, package, files)
+        for package, files in packages.items()
+        if package != _NOT_TESTED_BY_BAZEL
+    }
+
+
+def _is_test(path: str) -> bool:
+    return path.startswith(f"{TESTS}/") and posixpath.basename(path).startswith("test_")
+
+
+def _label_files(graph: ImportGraph) -> dict[str, str]:
+    """The library of each file that is in one."""
+    packages = {posixpath.dirname(path) for path in graph.files}
+    labels = {}
+    for path in graph.files:
+        package = posixpath.dirname(path)
+        if path.startswith(f"{TESTS}/"):
+            if not _is_test(path) and path != _MAIN:
+                labels[path] = f"//{package}:{_HELPERS}"
+            continue
+        has_subpackages = any(p.startswith(package + "/") for p in packages)
+        reaches_down = any(p.startswith(package + "/") for p in _below(graph, path, package))
+        if has_subpackages and not reaches_down:
+            labels[path] = f"//{package}:{_BASE}"
+        else:
+            labels[path] = f"//{package}:{posixpath.basename(package)}"
+    for package in packages:  # No split where all the modules are of one kind.
+        own = [p for p in labels if posixpath.dirname(p) == package]
+        if package.split("/")[0] != TESTS and len({labels[p] for p in own}) == 1:
+            labels.update({p: f"//{package}:{posixpath.basename(package)}" for p in own})
+    return labels
+
+
+def _below(graph: ImportGraph, path: str, package: str) -> set[str]:
+    return {p for p in graph.Closure(path) if posixpath.dirname(p) != package}
+
+
+def _deps(graph: ImportGraph, labels: dict[str, str], files: Iterable[str]) -> list[str]:
+    """Libraries that `files` need and are not in, with those of the packages on the way there."""
+    files = list(files)
+    found = set()
+    for path in files:
+        for imported in {path, *graph.Imports(path)}:
+            if imported in labels:
+                found.add(labels[imported])
+            found |= _package_labels(labels, path, imported)
+    return sorted(found - {labels.get(path) for path in files})
+
+
+def _package_labels(labels: dict[str, str], path: str, imported: str) -> set[str]:
+    """The libraries of the __init__.py files that run when `path` imports `imported`."""
+    found = set()
+    package = posixpath.dirname(imported)
+    while package:
+        label = labels.get(f"{package}/__init__.py")
+        inside = path.startswith(package + "/")
+        if label and (not inside or label.endswith(f":{_BASE}")):
+            found.add(label)
+        package = posixpath.dirname(package)
+    return found
+
+
+def _render(graph: ImportGraph, labels: dict[str, str], package: str, files: list[str]) -> str:
+    tests = [p for p in files if _is_test(p)]
+    libraries: dict[str, list[str]] = {}
+    for path in files:
+        if path in labels:
+            libraries.setdefault(labels[path].split(":")[1], []).append(path)
+    used = (["pytest_test"] if tests else []) + (["python_library"] if libraries else [])
+    loads = ", ".join(f'"{name}"' for name in sorted(used))
+    parts = [
+        _HEADER + f'load("//bazel_deps:python.bzl", {loads})\n',
+        'package(default_visibility = ["//visibility:public"])\n',
+    ]
+    if _MAIN in files:
+        parts.append(f'exports_files(["{posixpath.basename(_MAIN)}"])\n')
+    for name, members in sorted(libraries.items()):
+        srcs = _library_srcs(name, members, libraries, bool(tests))
+        data = _data_globs(graph, package, name)
+        deps = _deps(graph, labels, members)
+        parts.append(_call("python_library", name, srcs, data, _local(deps, package)))
+    if tests:
+        deps = {*_deps(graph, labels, tests), *_conftests(graph, labels, package)}
+        parts.append(
+            _call(
+                "pytest_test",
+                posixpath.basename(package) + "_test",
+                'glob(["test_*.py"])',
+                _data_globs(graph, package, None),
+                _local(sorted(deps - {f"//{TESTS}:{_HELPERS}"}), package),
+            )
+        )
+    return "\n".join(parts)
+
+
+def _library_srcs(
+    name: str, members: list[str], libraries: dict[str, list[str]], has_tests: bool
+) -> str:
+    names = [posixpath.basename(p) for p in members]
+    if name in (_BASE, _HELPERS):
+        return _list(names)
+    if _BASE in libraries:
+        others = [posixpath.basename(p) for p in libraries[_BASE]]
+        return f'glob(\n        ["*.py"],\n        exclude = {_list(others, 8)},\n    )'
+    return 'glob(["*.py"])'
+
+
+def _data_globs(graph: ImportGraph, package: str, name: str | None) -> str:
+    """Files that are not Python: a package's own, or a test directory's testdata."""
+    directory = graph.root / package
+    if package.split("/")[0] == TESTS:
+        has_data = (directory / _TESTDATA).is_dir() and name is None
+        return f'glob(["{_TESTDATA}/**"])' if has_data else ""
+    if name == _BASE:
+        return ""
+    suffixes = {p.suffix for p in directory.iterdir() if p.is_file() and p.suffix}
+    patterns = [f"*{suffix}" for suffix in sorted(suffixes - {".py", ".pyc", ".md"})]
+    return f"glob({_list(patterns)})" if patterns else ""
+
+
+def _conftests(graph: ImportGraph, labels: dict[str, str], package: str) -> set[str]:
+    """The helper libraries of this directory, and those above it that hold a conftest.py."""
+    found = {v for p, v in labels.items() if posixpath.dirname(p) == package}
+    while package:
+        conftest = f"{package}/conftest.py"
+        if conftest in labels:
+            found.add(labels[conftest])
+        package = posixpath.dirname(package)
+    return found
+
+
+def _local(labels: Iterable[str], package: str) -> list[str]:
+    """Labels as Bazel's own formatter writes them: short, those of this package first."""
+    here, elsewhere = [], []
+    for label in sorted(labels):
+        directory, name = label.removeprefix("//").split(":")
+        if directory == package:
+            here.append(f":{name}")
+        else:
+            implied = posixpath.basename(directory) == name
+            elsewhere.append(f"//{directory}" if implied else label)
+    return here + elsewhere
+
+
+def _list(items: list[str], indent: int = 4) -> str:
+    if len(items) < 2:
+        return "[" + ", ".join(f'"{item}"' for item in items) + "]"
+    space = " " * indent
+    return "[\n" + "".join(f'{space}    "{item}",\n' for item in items) + f"{space}]"
+
+
+def _call(rule: str, name: str, srcs: str, data: str, deps: list[str]) -> str:
+    lines = [f'    name = "{name}",', f"    srcs = {srcs},"]
+    if data:
+        lines.append(f"    data = {data},")
+    if deps:
+        lines.append(f"    deps = {_list(deps)},")
+    return "\n".join([f"{rule}(", *lines, ")\n"])
+
+
+def stale_files(root: Path = ROOT) -> dict[str, str | None]:
+    """What each BUILD file that is out of date should hold; None where there should be none."""
+    wanted: dict[str, str | None] = dict(build_files(root))
+    tops = {path.split("/")[0] for path in wanted}
+    for top in tops:
+        for path in (root / top).rglob("BUILD"):
+            wanted.setdefault(path.relative_to(root).as_posix(), None)
+    return {path: text for path, text in wanted.items() if _read(root / path) != text}
+
+
+def _read(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8") if path.exists() else None
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="tools.build_files", description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if out of date")
+    args = parser.parse_args(argv)
+    stale = stale_files()
+    for path, text in sorted(stale.items()):
+        print(f"{'out of date' if args.check else 'writing'}: {path}")
+        if args.check:
+            continue
+        if text is None:
+            (ROOT / path).unlink()
+        else:
+            (ROOT / path).write_text(text, encoding="utf-8")
+    return 1 if args.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

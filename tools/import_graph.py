@@ -1,0 +1,96 @@
+"""Which Python file of this repository imports which, read from the sources without running them."""
+
+import ast
+import functools
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("lingvo_moe", "params", "tools", "benchmarks")
+TESTS = "tests"
+
+# In a test's strings: a module that it starts (`python -m tools.export`) or an experiment (`mt.Name`).
+_MODULE_IN_TEXT = re.compile(rf"\b(?:{'|'.join(PACKAGES)})(?:\.\w+)+")
+_EXPERIMENT_IN_TEXT = re.compile(r"\bmt\.\w+")
+_REGISTRY = "lingvo_moe.core.registry"
+_LOOKED_UP_BY_NAME = "params.mt"
+
+
+class ImportGraph:
+    """The first-party imports between the files of a source tree; paths are relative, with slashes."""
+
+    def __init__(self, root: Path = ROOT):
+        self.root = root
+        self.files = sorted(_python_files(root))
+        self._modules = {_module_name(path): path for path in self.files}
+
+    @functools.cache  # noqa: B019 - a graph lives as long as its process
+    def Syntax(self, path: str) -> ast.Module:
+        return ast.parse((self.root / path).read_text(encoding="utf-8"), path)
+
+    @functools.cache  # noqa: B019
+    def ImportedNames(self, path: str) -> frozenset[str]:
+        """Dotted names as imported; `from a import b` gives both a and a.b. Imports in functions count."""
+        names = set()
+        for node in ast.walk(self.Syntax(path)):
+            if isinstance(node, ast.Import):
+                names.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                base = _absolute(path, node)
+                names.add(base)
+                names.update(f"{base}.{alias.name}" for alias in node.names)
+        return frozenset(names)
+
+    @functools.cache  # noqa: B019
+    def Imports(self, path: str) -> frozenset[str]:
+        """The files that `path` imports or, found by name, needs when it runs; never itself."""
+        found = {self._modules[n] for n in self.ImportedNames(path) if n in self._modules}
+        found |= self._NeededByName(path)
+        return frozenset(found - {path})
+
+    @functools.cache  # noqa: B019
+    def Closure(self, path: str) -> frozenset[str]:
+        """Everything that `path` imports, directly or not."""
+        seen: set[str] = set()
+        todo = [path]
+        while todo:
+            new = self.Imports(todo.pop()) - seen
+            seen |= new
+            todo.extend(new)
+        return frozenset(seen)
+
+    def _NeededByName(self, path: str) -> set[str]:
+        names = set()
+        if _REGISTRY in self.ImportedNames(path) and not path.startswith(
+            ("lingvo_moe/core/", "params/", f"{TESTS}/core/")
+        ):
+            names.add(_LOOKED_UP_BY_NAME)
+        if path.startswith(f"{TESTS}/"):
+            for node in ast.walk(self.Syntax(path)):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    names.update(_MODULE_IN_TEXT.findall(node.value))
+                    if _EXPERIMENT_IN_TEXT.search(node.value):
+                        names.add(_LOOKED_UP_BY_NAME)
+        return {self._modules[n] for n in names if n in self._modules}
+
+
+def _python_files(root: Path) -> Iterator[str]:
+    for top in (*PACKAGES, TESTS):
+        for directory, subdirectories, names in os.walk(root / top):
+            subdirectories[:] = [d for d in subdirectories if d != "__pycache__"]
+            for name in names:
+                if name.endswith(".py"):
+                    yield (Path(directory) / name).relative_to(root).as_posix()
+
+
+def _module_name(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _absolute(path: str, node: ast.ImportFrom) -> str:
+    if not node.level:
+        return node.module or ""
+    package = Path(path).parts[: -node.level]
+    return ".".join([*package, node.module] if node.module else package)
