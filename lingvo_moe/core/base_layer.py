@@ -177,7 +177,7 @@ class BaseLayer:
         for key in _INHERITED:
             if getattr(params, key) is None:
                 setattr(params, key, getattr(self.p, key))
-        child = params.Instantiate()  # type: ignore[attr-defined]
+        child = params.Instantiate()
         child._prefix_path(self.path)
         return child
 

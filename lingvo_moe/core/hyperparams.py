@@ -8,7 +8,7 @@ import ast
 import copy
 import importlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 from lingvo_moe.core.suggest import did_you_mean
 
@@ -54,7 +54,7 @@ class Params:
             raise AttributeError(f"parameter {name!r} is defined already")
         self._params[name] = _Param(default, description)
 
-    def Delete(self, *paths: str) -> "Params":
+    def Delete(self, *paths: str) -> Self:
         """Removes names, by dotted path. Returns self."""
         for path in paths:
             owner, name = self._resolve(path)
@@ -98,7 +98,7 @@ class Params:
             raise AttributeError(owner._unknown(name))
         return owner._params[name].description
 
-    def Set(self, **values: Any) -> "Params":
+    def Set(self, **values: Any) -> Self:
         """Sets several names at once; a dotted path can be passed as `**{'a.b': 1}`. Returns self.
 
         Raises:
@@ -116,7 +116,7 @@ class Params:
 
     # --- copying and freezing
 
-    def Copy(self) -> "Params":
+    def Copy(self) -> Self:
         """A deep copy that can be changed."""
         out = copy.copy(self)
         out.__dict__["_params"] = {}
@@ -128,16 +128,16 @@ class Params:
             out._params[name] = fresh
         return out
 
-    def __copy__(self) -> "Params":
+    def __copy__(self) -> Self:
         out = type(self).__new__(type(self))
         out.__dict__.update(self.__dict__)
         return out
 
-    def __deepcopy__(self, memo: dict) -> "Params":
+    def __deepcopy__(self, memo: dict) -> Self:
         del memo
         return self.Copy()
 
-    def Freeze(self) -> "Params":
+    def Freeze(self) -> Self:
         """Forbids any further change, here and in nested Params. Returns self."""
         self.__dict__["_frozen"] = True
         for _, value in self.IterParams():
@@ -160,7 +160,7 @@ class Params:
         """One `path : value` line per parameter, sorted; FromText reads it back."""
         return "".join(f"{path} : {_to_text(value)}\n" for path, value in sorted(_leaves(self, "")))
 
-    def FromText(self, text: str) -> "Params":
+    def FromText(self, text: str) -> Self:
         """Sets values from `path : value` (or `path = value`) lines; `#` starts a comment line.
         Returns self.
 
