@@ -3,8 +3,8 @@
     python -m tools.build_files            # write
     python -m tools.build_files --check    # only say which are out of date, exit 1 if any is
 
-A package directory is one library. Where a package both uses its subpackages and is used by them, the
-modules that they may use, those that do not reach into any subpackage, are a second library `base`.
+A package directory is one library, or a few: modules that use subpackages are in another one than the
+modules (`base`, `base1`, ...) that those subpackages use in turn, or the two would need each other.
 A directory of tests is one test. tests/house has none: it looks at the source tree itself, which Bazel
 does not show to a test.
 """
@@ -45,29 +45,35 @@ def _is_test(path: str) -> bool:
 
 def _label_files(graph: ImportGraph) -> dict[str, str]:
     """The library of each file that is in one."""
-    packages = {posixpath.dirname(path) for path in graph.files}
     labels = {}
+    levels: dict[str, dict[str, int]] = {}
     for path in graph.files:
         package = posixpath.dirname(path)
-        if path.startswith(f"{TESTS}/"):
-            if not _is_test(path) and path != _MAIN:
-                labels[path] = f"//{package}:{_HELPERS}"
-            continue
-        has_subpackages = any(p.startswith(package + "/") for p in packages)
-        reaches_down = any(p.startswith(package + "/") for p in _below(graph, path, package))
-        if has_subpackages and not reaches_down:
-            labels[path] = f"//{package}:{_BASE}"
-        else:
-            labels[path] = f"//{package}:{posixpath.basename(package)}"
-    for package in packages:  # No split where all the modules are of one kind.
-        own = [p for p in labels if posixpath.dirname(p) == package]
-        if package.split("/")[0] != TESTS and len({labels[p] for p in own}) == 1:
-            labels.update({p: f"//{package}:{posixpath.basename(package)}" for p in own})
+        if not path.startswith(f"{TESTS}/"):
+            levels.setdefault(package, {})[path] = _level(graph, path)
+        elif not _is_test(path) and path != _MAIN:
+            labels[path] = f"//{package}:{_HELPERS}"
+    for package, files in levels.items():
+        used = sorted(set(files.values()))
+        names = [_BASE + (str(i) if i else "") for i in range(len(used) - 1)]
+        names.append(posixpath.basename(package))
+        labels.update({p: f"//{package}:{names[used.index(n)]}" for p, n in files.items()})
     return labels
 
 
-def _below(graph: ImportGraph, path: str, package: str) -> set[str]:
-    return {p for p in graph.Closure(path) if posixpath.dirname(p) != package}
+def _level(graph: ImportGraph, path: str) -> int:
+    """How often the imports of `path` leave its package and come back, or go to a subpackage."""
+    package = posixpath.dirname(path)
+    level = 0
+    for imported in graph.Imports(path):
+        if posixpath.dirname(imported) == package:
+            level = max(level, _level(graph, imported))
+            continue
+        reached = {imported, *graph.Closure(imported)}
+        if any(p.startswith(package + "/") for p in reached):
+            back = [_level(graph, p) for p in reached if posixpath.dirname(p) == package]
+            level = max([level, 1, *(1 + n for n in back)])
+    return level
 
 
 def _deps(graph: ImportGraph, labels: dict[str, str], files: Iterable[str]) -> list[str]:
@@ -110,33 +116,32 @@ def _render(graph: ImportGraph, labels: dict[str, str], package: str, files: lis
     if _MAIN in files:
         parts.append(f'exports_files(["{posixpath.basename(_MAIN)}"])\n')
     for name, members in sorted(libraries.items()):
-        srcs = _library_srcs(name, members, libraries, bool(tests))
+        srcs = _library_srcs(name, members, libraries)
         data = _data_globs(graph, package, name)
         deps = _deps(graph, labels, members)
         parts.append(_call("python_library", name, srcs, data, _local(deps, package)))
     if tests:
-        deps = {*_deps(graph, labels, tests), *_conftests(graph, labels, package)}
+        needed = {*_deps(graph, labels, tests), *_conftests(graph, labels, package)}
         parts.append(
             _call(
                 "pytest_test",
                 posixpath.basename(package) + "_test",
                 'glob(["test_*.py"])',
                 _data_globs(graph, package, None),
-                _local(sorted(deps - {f"//{TESTS}:{_HELPERS}"}), package),
+                _local(needed - {f"//{TESTS}:{_HELPERS}"}, package),
             )
         )
     return "\n".join(parts)
 
 
-def _library_srcs(
-    name: str, members: list[str], libraries: dict[str, list[str]], has_tests: bool
-) -> str:
-    names = [posixpath.basename(p) for p in members]
-    if name in (_BASE, _HELPERS):
+def _library_srcs(name: str, members: list[str], libraries: dict[str, list[str]]) -> str:
+    names = sorted(posixpath.basename(p) for p in members)
+    if name.startswith(_BASE) or name == _HELPERS:
         return _list(names)
-    if _BASE in libraries:
-        others = [posixpath.basename(p) for p in libraries[_BASE]]
-        return f'glob(\n        ["*.py"],\n        exclude = {_list(others, 8)},\n    )'
+    others = [p for other in libraries if other != name for p in libraries[other]]
+    if others:
+        exclude = _list(sorted(posixpath.basename(p) for p in others), 8)
+        return f'glob(\n        ["*.py"],\n        exclude = {exclude},\n    )'
     return 'glob(["*.py"])'
 
 
@@ -146,7 +151,7 @@ def _data_globs(graph: ImportGraph, package: str, name: str | None) -> str:
     if package.split("/")[0] == TESTS:
         has_data = (directory / _TESTDATA).is_dir() and name is None
         return f'glob(["{_TESTDATA}/**"])' if has_data else ""
-    if name == _BASE:
+    if name and name.startswith(_BASE):
         return ""
     suffixes = {p.suffix for p in directory.iterdir() if p.is_file() and p.suffix}
     patterns = [f"*{suffix}" for suffix in sorted(suffixes - {".py", ".pyc", ".md"})]

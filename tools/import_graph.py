@@ -33,7 +33,7 @@ class ImportGraph:
     @functools.cache  # noqa: B019
     def ImportedNames(self, path: str) -> frozenset[str]:
         """Dotted names as imported; `from a import b` gives both a and a.b. Imports in functions count."""
-        names = set()
+        names: set[str] = set()
         for node in ast.walk(self.Syntax(path)):
             if isinstance(node, ast.Import):
                 names.update(alias.name for alias in node.names)
@@ -52,17 +52,23 @@ class ImportGraph:
 
     @functools.cache  # noqa: B019
     def Closure(self, path: str) -> frozenset[str]:
-        """Everything that `path` imports, directly or not."""
+        """Everything that `path` imports, directly or not.
+
+        Raises:
+            ValueError: `path` is in a circle of imports.
+        """
         seen: set[str] = set()
         todo = [path]
         while todo:
             new = self.Imports(todo.pop()) - seen
             seen |= new
             todo.extend(new)
+        if path in seen:
+            raise ValueError(f"{path} imports itself, by way of others: {sorted(seen)}")
         return frozenset(seen)
 
     def _NeededByName(self, path: str) -> set[str]:
-        names = set()
+        names: set[str] = set()
         if _REGISTRY in self.ImportedNames(path) and not path.startswith(
             ("lingvo_moe/core/", "params/", f"{TESTS}/core/")
         ):

@@ -1,0 +1,128 @@
+"""The walls of docs/architecture.md: which room may import which, and how big a file may be."""
+
+import pytest
+
+from tools.import_graph import ROOT, ImportGraph
+
+GRAPH = ImportGraph()
+MAX_LINES = 500
+
+# Outermost first; a file imports from its own or a later one.
+_HOUSES = ("tools", "lingvo_moe", "params", "lingvo_moe/tasks", "lingvo_moe/core")
+# The same inside lingvo_moe/core, where '' is its own modules but for those that have a line of their
+# own. Rooms of one line do not know each other.
+_ROOMS = (
+    ("planner", "engine"),
+    ("base_task",),
+    ("pipeline", "decode"),
+    ("moe",),
+    ("layers", "optimizers"),
+    ("base_layer",),
+    ("sharding",),
+    ("",),
+)
+_ENGINE = "lingvo_moe/core/engine/"
+
+
+def _house(path: str) -> int | None:
+    matches = [i for i, house in enumerate(_HOUSES) if path.startswith(house + "/")]
+    return max(matches, default=None)
+
+
+def _room(path: str) -> tuple[int, str] | None:
+    if not path.startswith("lingvo_moe/core/"):
+        return None
+    name, _, rest = path.removeprefix("lingvo_moe/core/").removesuffix(".py").partition("/")
+    known = {room: level for level, rooms in enumerate(_ROOMS) for room in rooms}
+    if not rest and name not in known:
+        name = ""
+    assert name in known, f"{path}: add the room {name!r} to _ROOMS and to docs/architecture.md"
+    return known[name], name
+
+
+def _wrong_way(path: str, imported: str) -> bool:
+    house, other_house = _house(path), _house(imported)
+    if house is None or other_house is None:
+        return False
+    if house != other_house:
+        return other_house < house
+    room, other_room = _room(path), _room(imported)
+    if room is None or other_room is None or room[1] == other_room[1]:
+        return False
+    return other_room[0] <= room[0]
+
+
+def test_imports_run_one_way() -> None:
+    wrong = [
+        f"{path} imports {imported}"
+        for path in GRAPH.files
+        for imported in sorted(GRAPH.Imports(path))
+        if _wrong_way(path, imported)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "path, imported",
+    [
+        ("lingvo_moe/core/layers/attention.py", "lingvo_moe/core/moe/layer.py"),
+        ("lingvo_moe/core/decode/beam.py", "lingvo_moe/core/engine/lower.py"),
+        ("lingvo_moe/core/sharding/mesh.py", "lingvo_moe/core/base_layer.py"),
+        ("lingvo_moe/core/suggest.py", "lingvo_moe/core/sharding/mesh.py"),
+        ("lingvo_moe/core/base_layer.py", "lingvo_moe/tasks/mt/model.py"),
+        ("lingvo_moe/tasks/mt/model.py", "params/mt/m4.py"),
+        ("params/mt/m4.py", "lingvo_moe/trainer.py"),
+        ("lingvo_moe/trainer.py", "tools/demo.py"),
+    ],
+)
+def test_the_rule_sees_a_wrong_way(path: str, imported: str) -> None:
+    assert _wrong_way(path, imported)
+    assert not _wrong_way(imported, path)
+
+
+def test_jax_is_behind_the_engines_door() -> None:
+    wrong = [
+        f"{path} imports {name}"
+        for path in GRAPH.files
+        for name in sorted(GRAPH.ImportedNames(path))
+        if name.split(".")[0] in {"jax", "jaxlib", "orbax"}
+        and not path.startswith((_ENGINE, "tests/", "benchmarks/"))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_but_tests_imports_tests() -> None:
+    wrong = [
+        f"{path} imports {imported}"
+        for path in GRAPH.files
+        if not path.startswith("tests/")
+        for imported in GRAPH.Imports(path)
+        if imported.startswith("tests/")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("path", GRAPH.files)
+def test_files_can_be_read_in_one_sitting(path: str) -> None:
+    lines = (ROOT / path).read_text(encoding="utf-8").count("\n")
+    assert lines < MAX_LINES, f"{path} has {lines} lines; a file is one idea, split it"
+
+
+def test_every_package_has_an_init_and_no_test_directory_has() -> None:
+    missing = {
+        path.rpartition("/")[0]
+        for path in GRAPH.files
+        if not path.startswith("tests/")
+        and path.rpartition("/")[0] + "/__init__.py" not in GRAPH.files
+    }
+    assert not missing, f"without __init__.py: {sorted(missing)}"
+    assert not [p for p in GRAPH.files if p.startswith("tests/") and p.endswith("__init__.py")]
+
+
+def test_test_modules_have_names_of_their_own() -> None:
+    names: dict[str, str] = {}
+    for path in GRAPH.files:
+        name = path.rpartition("/")[2]
+        if path.startswith("tests/") and name != "conftest.py":
+            assert name not in names, f"{path} and {names[name]}: pytest would mix them up"
+            names[name] = path
