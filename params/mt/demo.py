@@ -29,7 +29,7 @@ class M4Demo(registry.Experiment):
             num_groups=8,
             dropout=0.1,
             optimizer=Adafactor.Params().Set(
-                learning_rate=SqrtDecay.Params().Set(peak=1.0, warmup_steps=100)
+                learning_rate=SqrtDecay.Params().Set(multiplier=1.0, warmup_steps=100)
             ),
         )
         return SplitOverExperts(p)

@@ -1,0 +1,106 @@
+"""Dispatch and combine: tokens to their experts' slots and back (Algorithm 2, lines 3 and 8).
+
+Letters: G group, S token in group, k choice rank, E expert, C capacity slot, M model.
+"""
+
+from dataclasses import replace
+
+import tensorflow as tf
+
+from lingvo_moe.core.base_layer import BaseLayer
+from lingvo_moe.core.moe.routers.base import Routing
+
+
+class Dispatcher(BaseLayer):
+    """Carries out a routing decision. It has no weights and makes no decision of its own.
+
+    `Dispatch` gives each expert its tokens, cut over devices along E; `Combine` brings the experts'
+    outputs back to the tokens, cut along G, weighted by their gates. A token without an expert gets
+    zeros, so that its residual connection alone carries it on.
+    """
+
+    def Dispatch(self, routing: Routing, x_GSM: tf.Tensor) -> tf.Tensor:
+        """Expert inputs [E,G,C,M], zeros in empty slots."""
+        raise NotImplementedError(f"{type(self).__name__}.Dispatch")
+
+    def Combine(self, routing: Routing, expert_outputs_EGCM: tf.Tensor) -> tf.Tensor:
+        """The weighted sum of a token's experts, [G,S,M], from outputs in Dispatch's layout."""
+        raise NotImplementedError(f"{type(self).__name__}.Combine")
+
+
+class EinsumDispatcher(Dispatcher):
+    """The paper's: one-hot masks of shape [G,S,E,C] and one einsum each way.
+
+    Each way crosses devices once: the partitioner turns the change from G-split to E-split, and back,
+    into one all-to-all of the slots. Where an expert has room for all (C = S, or no limit), a token
+    needs no company to find its slot: each is then a group of its own with C = 1, the same sums
+    without a mask that grows with S^2, and the layout is [E, G S, 1, M].
+    """
+
+    def Dispatch(self, routing: Routing, x_GSM: tf.Tensor) -> tf.Tensor:
+        """See `Dispatcher`; in the type of `x_GSM`."""
+        if _room_for_all(routing):
+            routing = _per_token(routing)
+            x_GSM = self.Shard(tf.reshape(x_GSM, [-1, 1, x_GSM.shape[-1]]), "GSM")
+        mask_GSEC = self._Mask(routing, routing.kept, x_GSM.dtype)
+        inputs_GECM = tf.einsum("GSEC,GSM->GECM", mask_GSEC, x_GSM)
+        # Pinned on both sides of the transposition: the slots are what crosses, never mask or tokens.
+        inputs_GECM = self.Shard(inputs_GECM, "GECM")
+        return self.Shard(tf.transpose(inputs_GECM, [1, 0, 2, 3]), "EGCM")
+
+    def Combine(self, routing: Routing, expert_outputs_EGCM: tf.Tensor) -> tf.Tensor:
+        """See `Dispatcher`; in the type of the expert outputs."""
+        groups, size, _ = _shape(routing.gate)
+        if _room_for_all(routing):
+            routing = _per_token(routing)
+        outputs_EGCM = self.Shard(expert_outputs_EGCM, "EGCM")
+        outputs_GECM = self.Shard(tf.transpose(outputs_EGCM, [1, 0, 2, 3]), "GECM")
+        combine_GSEC = self._Mask(routing, routing.gate, outputs_GECM.dtype)
+        y_GSM = tf.einsum("GSEC,GECM->GSM", combine_GSEC, outputs_GECM)
+        return self.Shard(tf.reshape(y_GSM, [groups, size, y_GSM.shape[-1]]), "GSM")
+
+    def _Mask(self, routing: Routing, values_GSk: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+        """[G,S,E,C] with each choice's value at its expert and slot, zeros elsewhere."""
+        assert routing.capacity is not None
+        num_slots = routing.num_experts * routing.capacity
+        slot_GSk = routing.expert_index * routing.capacity + routing.position
+        slot_GSk = tf.where(routing.kept > 0, slot_GSk, -1)  # -1: a row of zeros
+        values_GSk = tf.cast(values_GSk, dtype)
+        mask_GSX = tf.constant(0, dtype)
+        for rank in range(slot_GSk.shape[-1]):
+            hot_GSX = tf.one_hot(slot_GSk[:, :, rank], num_slots, dtype=dtype)
+            mask_GSX += hot_GSX * values_GSk[:, :, rank, tf.newaxis]
+        groups, size, _ = _shape(slot_GSk)
+        shape = [groups, size, routing.num_experts, routing.capacity]
+        return self.Shard(tf.reshape(mask_GSX, shape), "GSEC")
+
+
+DISPATCHERS = {"einsum": EinsumDispatcher}
+
+
+def _shape(x: tf.Tensor) -> list:
+    """The shape, static where it is known: a served program may leave the batch open."""
+    return [tf.shape(x)[i] if n is None else n for i, n in enumerate(x.shape)]
+
+
+def _room_for_all(routing: Routing) -> bool:
+    return routing.capacity is None or routing.capacity == routing.gate.shape[1]
+
+
+def _per_token(routing: Routing) -> Routing:
+    """The same routing with every token as a group of one; right only where nothing is dropped.
+
+    A token's experts are all different, so slot 0 of each is free for it.
+    """
+
+    def one(x: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(x, [-1, 1, x.shape[-1]])
+
+    return replace(
+        routing,
+        expert_index=one(routing.expert_index),
+        gate=one(routing.gate),
+        kept=one(routing.kept),
+        position=one(routing.position - routing.position),
+        capacity=1,
+    )

@@ -1,0 +1,41 @@
+"""The experts: E two-layer feed-forward networks in two weights (Algorithm 2, lines 5 to 7).
+
+Letters: G group, E expert, C capacity slot, M model, H hidden.
+"""
+
+import tensorflow as tf
+
+from lingvo_moe.core import randomness
+from lingvo_moe.core.base_layer import BaseLayer, WeightParams
+from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.nested_map import NestedMap
+
+
+class Experts(BaseLayer):
+    """relu(x wi) wo, each expert on the slots that are its own. No biases: an empty slot stays zero."""
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define("model_dim", 0, "M; the MoE layer sets it.")
+        p.Define("hidden_dim", 0, "H; the MoE layer sets it.")
+        p.Define("num_experts", 0, "E; the MoE layer sets it.")
+        p.Define("relu_dropout_prob", 0.0, "Dropout on the hidden layer, in training.")
+        return p
+
+    def __init__(self, params: InstantiableParams):
+        super().__init__(params)
+        p = self.p
+        E, M, H = p.num_experts, p.model_dim, p.hidden_dim
+        self.CreateVariable("wi", WeightParams((E, M, H), "EMH", WeightInit.FanIn(M)))
+        self.CreateVariable("wo", WeightParams((E, H, M), "EHM", WeightInit.FanIn(H)))
+
+    def FProp(
+        self, theta: NestedMap, x_EGCM: tf.Tensor, seed: tf.Tensor | None = None
+    ) -> tf.Tensor:
+        """Slots [E,G,C,M] in, slots [E,G,C,M] out, both cut along E, as the weights are."""
+        h_EGCH = tf.einsum("EGCM,EMH->EGCH", x_EGCM, self.Cast(theta.wi))
+        h_EGCH = self.Shard(tf.nn.relu(h_EGCH), "EGCH")
+        h_EGCH = randomness.dropout(h_EGCH, self.p.relu_dropout_prob, seed)
+        return self.Shard(tf.einsum("EGCH,EHM->EGCM", h_EGCH, self.Cast(theta.wo)), "EGCM")

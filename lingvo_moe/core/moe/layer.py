@@ -1,0 +1,141 @@
+"""MoELayer: the position-wise mixture-of-experts layer (paper sections 2.2 and 3.1).
+
+Letters: B batch, T time, G group, S token in group, E expert, C capacity slot, M model, H hidden.
+"""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from lingvo_moe.core.base_layer import BaseLayer
+from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.moe.capacity import expert_capacity
+from lingvo_moe.core.moe.dispatch import DISPATCHERS
+from lingvo_moe.core.moe.experts import Experts
+from lingvo_moe.core.moe.routers.top2 import Top2Router
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.suggest import did_you_mean
+
+
+class MoELayer(BaseLayer):
+    """Route, dispatch, experts, combine. The residual connection is the caller's.
+
+    Training (a seed) cuts the B T tokens into G groups of S, which compete for C slots an expert and
+    group; a token that finds none comes out as zeros. Inference (seed None) has room for every token
+    and no chance in it, so that a token's result depends on that token alone.
+    """
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define("model_dim", 0, "M.")
+        p.Define("hidden_dim", 0, "H, the width inside an expert.")
+        p.Define("num_experts", 0, "E.")
+        p.Define(
+            "num_groups",
+            0,
+            "G; 0: one group a sequence. Part of the model, never of the machine: results do not "
+            "depend on the devices. Must divide B T.",
+        )
+        p.Define("capacity_factor", 2.0, "C = capacity_factor S / E; see moe/capacity.py.")
+        p.Define("min_capacity", 4, "The least C, S allowing.")
+        p.Define("router", Top2Router.Params(), "Chooses the experts.")
+        p.Define("experts", Experts.Params(), "What each expert computes.")
+        p.Define("dispatcher", "einsum", f"One of {', '.join(sorted(DISPATCHERS))}.")
+        return p
+
+    def __init__(self, params: InstantiableParams):
+        super().__init__(params)
+        p = self.p
+        for name in ("model_dim", "hidden_dim", "num_experts"):
+            if getattr(p, name) < 1:
+                raise ValueError(f"{self.path}.{name} must be positive, got {getattr(p, name)}")
+        if p.dispatcher not in DISPATCHERS:
+            raise ValueError(
+                f"{self.path}.dispatcher={p.dispatcher!r}: known are "
+                f"{', '.join(sorted(DISPATCHERS))}{did_you_mean(p.dispatcher, DISPATCHERS)}"
+            )
+        dims = {"model_dim": p.model_dim, "num_experts": p.num_experts}
+        self.CreateChild("router", p.router.Copy().Set(**dims))
+        self.CreateChild("dispatcher", DISPATCHERS[p.dispatcher].Params())
+        self.CreateChild("experts", p.experts.Copy().Set(hidden_dim=p.hidden_dim, **dims))
+
+    def FProp(
+        self,
+        theta: NestedMap,
+        x_BTM: tf.Tensor,
+        paddings_BT: tf.Tensor,
+        seed: tf.Tensor | None = None,
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """The layer's output, without the residual.
+
+        Args:
+            theta: router.wg [M,E], experts.wi [E,M,H], experts.wo [E,H,M].
+            x_BTM: of a static shape where there is a seed.
+            paddings_BT: bool or float, 1 for padding. Padding comes out as zeros.
+            seed: int32 [2]; None means inference.
+
+        Returns:
+            y_BTM in the activation type, and NestedMap(aux_loss: float32 scalar, unscaled by the
+            task's weight for it; metrics: see moe/metrics.py).
+
+        Raises:
+            ValueError: tokens that do not fall into num_groups groups.
+        """
+        x_BTM = tf.cast(x_BTM, self.fprop_dtype)
+        if seed is None:
+            x_GSM, paddings_GS, capacity = x_BTM, paddings_BT, None
+        else:
+            p = self.p
+            groups, size = _grouping(self.path, p.num_groups, x_BTM.shape[:2].as_list())
+            x_GSM = tf.reshape(x_BTM, [groups, size, p.model_dim])
+            paddings_GS = tf.reshape(paddings_BT, [groups, size])
+            capacity = expert_capacity(size, p.num_experts, p.capacity_factor, p.min_capacity)
+        x_GSM = self.Shard(x_GSM, "GSM")
+        routing = self.router.FProp(
+            theta.router, x_GSM, paddings_GS, capacity, seed=self.FoldSeed(seed, "router")
+        )
+        slots_EGCM = self.dispatcher.Dispatch(routing, x_GSM)
+        slots_EGCM = self.experts.FProp(
+            theta.experts, slots_EGCM, seed=self.FoldSeed(seed, "experts")
+        )
+        y_GSM = self.dispatcher.Combine(routing, slots_EGCM)
+        y_BTM = y_GSM if seed is None else tf.reshape(y_GSM, x_BTM.shape)
+        extras = NestedMap(aux_loss=routing.aux_loss, metrics=routing.metrics)
+        return self.Shard(y_BTM, "BTM"), extras
+
+    @classmethod
+    def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
+        """Forward FLOPs in training: the einsums of Algorithm 2, two for each multiply-add.
+
+        Gating 2 G S M E, dispatch and combine 2 G S E C M each, experts 4 E G C M H. Softmax, counting
+        and relu, which touch each element a few times, are left out.
+
+        Args:
+            params: of this layer.
+            input_shapes: that of x_BTM first; others are ignored.
+        """
+        p = params
+        B, T, M = input_shapes[0]
+        G, S = _grouping(p.name, p.num_groups, [B, T])
+        E, H = p.num_experts, p.hidden_dim
+        C = expert_capacity(S, E, p.capacity_factor, p.min_capacity)
+        gating = 2 * G * S * M * E
+        each_way = 2 * G * S * E * C * M if C < S else 2 * G * S * E * M
+        experts = 4 * E * G * C * M * H
+        return NestedMap(flops=gating + 2 * each_way + experts, out_shapes=((B, T, M),))
+
+
+def _grouping(path: str, num_groups: int, batch_time: Sequence[int | None]) -> tuple[int, int]:
+    """(G, S) for tokens of shape [B, T]."""
+    batch, time = batch_time
+    if batch is None or time is None:
+        raise ValueError(f"{path}: training needs a static [B,T], got {list(batch_time)}")
+    groups = num_groups or batch
+    if groups < 1 or (batch * time) % groups:
+        raise ValueError(
+            f"{path}.num_groups={num_groups}: {batch} x {time} = {batch * time} tokens do not fall "
+            "into that many equal groups; choose a divisor, or 0 for one group a sequence"
+        )
+    return groups, batch * time // groups

@@ -1,0 +1,1 @@
+"""Routers: from a token to the experts that see it. One file a strategy, one interface (`base.Router`)."""

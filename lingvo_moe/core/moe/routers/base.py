@@ -1,0 +1,102 @@
+"""The interface of all routers: tokens in, a small set of [G,S,k] tensors out.
+
+Letters: G group, S token in group, k choice rank, E expert, C capacity slot, M model.
+"""
+
+from dataclasses import dataclass
+
+import tensorflow as tf
+
+from lingvo_moe.core.base_layer import BaseLayer, WeightParams
+from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.nested_map import NestedMap
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Who goes where. All that a dispatcher needs to know.
+
+    Attributes:
+        expert_index: int32 [G,S,k], the experts of each token, best first, all different.
+        gate: float32 [G,S,k], the weight of that expert's output in the sum; 0 where not kept.
+        position: int32 [G,S,k], the slot within (group, expert); below C and unique where kept, of no
+            meaning elsewhere.
+        kept: float32 [G,S,k], 1 where the token is sent, 0 where it overflowed, was not sampled, or is
+            padding.
+        num_experts: E.
+        capacity: C; None means that nothing is ever dropped (inference), and `position` has no bound.
+        aux_loss: float32 scalar.
+        metrics: NestedMap of float32 tensors.
+    """
+
+    expert_index: tf.Tensor
+    gate: tf.Tensor
+    position: tf.Tensor
+    kept: tf.Tensor
+    num_experts: int
+    capacity: int | None
+    aux_loss: tf.Tensor
+    metrics: NestedMap
+
+
+class Router(BaseLayer):
+    """Chooses the experts of each token. Subclasses implement `Route`.
+
+    A router does all its arithmetic in float32, whatever the activations are: the choice hangs on
+    small differences, and positions are counted by sums that bfloat16 cannot hold.
+    """
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define("model_dim", 0, "M; the MoE layer sets it.")
+        p.Define("num_experts", 0, "E; the MoE layer sets it.")
+        return p
+
+    def __init__(self, params: InstantiableParams):
+        params = params.Copy()
+        # Every device gates its own tokens against all experts: replicated, unless asked otherwise.
+        params.weight_split = {"wg.E": None, **(params.weight_split or {})}
+        super().__init__(params)
+        p = self.p
+        if p.model_dim < 1:
+            raise ValueError(f"{self.path}: model_dim must be positive, got {p.model_dim}")
+        self.CreateVariable(
+            "wg", WeightParams((p.model_dim, p.num_experts), "ME", WeightInit.FanIn(p.model_dim))
+        )
+
+    def FProp(
+        self,
+        theta: NestedMap,
+        x_GSM: tf.Tensor,
+        paddings_GS: tf.Tensor,
+        capacity: int | None,
+        seed: tf.Tensor | None = None,
+    ) -> Routing:
+        """Routes tokens.
+
+        Args:
+            theta: holds wg [M,E].
+            x_GSM: tokens, in any float type.
+            paddings_GS: bool or float, 1 for padding, which is never routed and takes no slot.
+            capacity: C, or None for no limit.
+            seed: int32 [2]; None means inference: nothing is left to chance.
+        """
+        logits_GSE = self.Logits(theta, x_GSM)
+        return self.Route(logits_GSE, paddings_GS, capacity, seed)
+
+    def Logits(self, theta: NestedMap, x_GSM: tf.Tensor) -> tf.Tensor:
+        """The gating network before its softmax, float32 [G,S,E] (Algorithm 2, line 1)."""
+        x_GSM, wg_ME = tf.cast(x_GSM, tf.float32), tf.cast(theta.wg, tf.float32)
+        return self.Shard(tf.einsum("GSM,ME->GSE", x_GSM, wg_ME), "GSE")
+
+    def Route(
+        self,
+        logits_GSE: tf.Tensor,
+        paddings_GS: tf.Tensor,
+        capacity: int | None,
+        seed: tf.Tensor | None = None,
+    ) -> Routing:
+        """The decision itself, from float32 logits; the other arguments as in FProp."""
+        raise NotImplementedError(f"{type(self).__name__}.Route")

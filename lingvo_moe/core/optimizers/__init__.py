@@ -1,0 +1,1 @@
+"""Optimizers as pure functions of (theta, gradients, slots, step)."""

@@ -1,0 +1,110 @@
+"""Adafactor (Shazeer and Stern 2018): second moments in two vectors instead of a matrix.
+
+Letters follow the variable: for wi 'EMH' the slots are row 'EM' and col 'EH', cut along E as wi is.
+"""
+
+import math
+
+import tensorflow as tf
+
+from lingvo_moe.core.base_layer import VariableSpec
+from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.optimizers.base import Optimizer, slot_spec
+
+
+class Adafactor(Optimizer):
+    """The paper's optimizer, with the recipe of its M4 experiments as defaults.
+
+    For a gradient g at update t = 1, 2, ...:
+
+    * decay: b = min(beta2, 1 - t^-decay_exponent), 0.99 and 0.8 here: the average reaches back over
+      all steps at first (no bias correction is needed: b is 0 at t = 1) and over about 100 later.
+    * second moment v of g^2 + epsilon1, as the outer product of its row and column means over the
+      last two dimensions, divided by the mean of both; in full where a dimension is small.
+    * u = g / sqrt(v), divided by max(1, rms(u) / clip_threshold).
+    * the weight loses rate * max(epsilon2, rms(weight)) * u, or rate * u without
+      `multiply_by_parameter_scale`.
+
+    There is no first moment (beta1 = 0), so no slot of a weight's own size. Each rms is that of one
+    variable of one layer: the leading dimensions that count the layers of a `repeat` are kept apart,
+    and scanned layers learn exactly as unrolled ones do.
+    """
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define("beta2", 0.99, "Upper limit of the second moment's decay; 1.0: none.")
+        p.Define("decay_exponent", 0.8, "The decay rises as 1 - t^-exponent.")
+        p.Define("clip_threshold", 1.0, "Largest root mean square of u; 0: no clipping of updates.")
+        p.Define("multiply_by_parameter_scale", True, "Steps relative to the weight's size.")
+        p.Define("epsilon1", 1e-30, "Added to squared gradients.")
+        p.Define("epsilon2", 1e-3, "The least size of a weight, for its steps.")
+        p.Define(
+            "min_dim_size_to_factor",
+            128,
+            "Both of the last two dimensions must be this large; smaller ones would save little.",
+        )
+        return p
+
+    def __init__(self, params: InstantiableParams):
+        super().__init__(params)
+        p = self.p
+        if not 0 < p.beta2 <= 1:
+            raise ValueError(f"Adafactor.beta2 must lie in (0, 1], got {p.beta2}")
+        if not p.decay_exponent > 0:
+            raise ValueError(f"Adafactor.decay_exponent must be positive, got {p.decay_exponent}")
+        if p.clip_threshold < 0:
+            raise ValueError(f"Adafactor.clip_threshold must be 0 or more, got {p.clip_threshold}")
+
+    def _Factored(self, spec: VariableSpec) -> bool:
+        shape = spec.shape[spec.stack_dims :]
+        return len(shape) >= 2 and min(shape[-2:]) >= self.p.min_dim_size_to_factor
+
+    def _SlotSpecs(self, spec: VariableSpec) -> NestedMap:
+        if self._Factored(spec):
+            row, col = slot_spec(spec, "row", without=-1), slot_spec(spec, "col", without=-2)
+            return NestedMap(row=row, col=col)
+        return NestedMap(full=slot_spec(spec, "full"))
+
+    def _UpdateOne(
+        self,
+        spec: VariableSpec,
+        weight: tf.Tensor,
+        grad: tf.Tensor,
+        slot: NestedMap,
+        rate: tf.Tensor,
+        step: tf.Tensor,
+    ) -> tuple[tf.Tensor, NestedMap]:
+        p = self.p
+        t = tf.cast(step, tf.float32) + 1.0
+        decay = tf.minimum(1.0 - tf.pow(t, -p.decay_exponent), p.beta2)
+        square = tf.square(grad) + p.epsilon1
+
+        def average(old: tf.Tensor, new: tf.Tensor) -> tf.Tensor:
+            return decay * old + (1.0 - decay) * new
+
+        if self._Factored(spec):
+            row = average(slot.row, tf.reduce_mean(square, -1))
+            col = average(slot.col, tf.reduce_mean(square, -2))
+            relative_row = row / tf.reduce_mean(row, -1, keepdims=True)
+            update = grad * tf.math.rsqrt(relative_row)[..., tf.newaxis]
+            update *= tf.math.rsqrt(col)[..., tf.newaxis, :]
+            new_slot = NestedMap(row=row, col=col)
+        else:
+            full = average(slot.full, square)
+            update = grad * tf.math.rsqrt(full)
+            new_slot = NestedMap(full=full)
+        if p.clip_threshold:
+            excess = _rms(update, spec.stack_dims) * (1.0 / p.clip_threshold)
+            update *= tf.math.reciprocal(tf.maximum(excess, 1.0))
+        if p.multiply_by_parameter_scale:
+            update *= tf.maximum(_rms(weight, spec.stack_dims), p.epsilon2)
+        return update * rate, new_slot
+
+
+def _rms(x: tf.Tensor, stack_dims: int) -> tf.Tensor:
+    """The root mean square of each layer's part of x, broadcastable to x."""
+    axes = list(range(stack_dims, x.shape.rank))
+    count = math.prod(x.shape[stack_dims:])
+    return tf.sqrt(tf.reduce_sum(tf.square(x), axes, keepdims=True) * (1.0 / count))

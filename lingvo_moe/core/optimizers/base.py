@@ -1,0 +1,144 @@
+"""Optimizer: new weights and slots from old ones and gradients, with nothing hidden.
+
+Letters in slot specs are those of the variables; a slot is cut over devices as its variable is.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_moe.core.base_layer import VariableSpec
+from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.optimizers.schedules import SqrtDecay
+
+
+class Optimizer:
+    """The base of optimizers. Subclasses implement `_SlotSpecs` and `_UpdateOne` for one variable."""
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = InstantiableParams(cls)
+        p.Define("learning_rate", SqrtDecay.Params(), "The schedule of the learning rate.")
+        return p
+
+    def __init__(self, params: InstantiableParams):
+        self.p = params.Copy().Freeze()
+        self.learning_rate = self.p.learning_rate.Instantiate()
+
+    def SlotSpecs(self, specs: NestedMap) -> NestedMap:
+        """The optimizer's state for variables of these specs: a NestedMap of float32 slots for each."""
+        return specs.Transform(self._SlotSpecs)
+
+    def InitSlots(self, specs: NestedMap) -> NestedMap:
+        """Slots before the first step. Pure; engines compile it together with InitTheta."""
+        no_seed = tf.constant([0, 0])  # slots start as constants
+        return self.SlotSpecs(specs).Transform(lambda spec: spec.Init(no_seed))
+
+    def Update(
+        self,
+        theta: NestedMap,
+        grads: NestedMap,
+        slots: NestedMap,
+        step: tf.Tensor,
+        specs: NestedMap,
+    ) -> tuple[NestedMap, NestedMap, NestedMap]:
+        """One step. Pure: nothing is assigned.
+
+        Args:
+            theta: the weights.
+            grads: in theta's structure; tf.IndexedSlices are made dense.
+            slots: as SlotSpecs lays them out.
+            step: int32 scalar, 0 at the first update.
+            specs: theta's VariableSpecs; `stack_dims` keeps the layers of a `repeat` apart.
+
+        Returns:
+            New theta (each weight in its own type), new slots (float32), and NestedMap(learning_rate,
+            update_norm) of float32 scalars. Where a gradient is not finite the new state is not
+            either: the caller decides which state to keep.
+
+        Raises:
+            ValueError: a variable without a gradient, by its path.
+        """
+        grads = NestedMap.FromNestedDict(grads)
+        missing = [
+            spec.path
+            for spec, grad in zip(specs.Flatten(), grads.Flatten(), strict=True)
+            if grad is None
+        ]
+        if missing:
+            raise ValueError(
+                f"no gradient for {', '.join(missing)}: the loss does not depend on it"
+            )
+        grads = grads.Transform(tf.convert_to_tensor)
+        rate = self.learning_rate.Value(step)
+        deltas, new_slots = [], []
+        for spec, weight, grad, slot in zip(
+            specs.Flatten(), theta.Flatten(), grads.Flatten(), self._SlotsOf(specs, slots)
+        ):
+            delta, new_slot = self._UpdateOne(
+                spec, tf.cast(weight, tf.float32), tf.cast(grad, tf.float32), slot, rate, step
+            )
+            deltas.append(delta)
+            new_slots.append(new_slot)
+        squares = tf.add_n([tf.reduce_sum(tf.square(d)) for d in deltas])
+        new_theta = [
+            tf.cast(tf.cast(w, tf.float32) - d, w.dtype)
+            for w, d in zip(theta.Flatten(), deltas, strict=True)
+        ]
+        metrics = NestedMap(learning_rate=rate, update_norm=tf.sqrt(squares))
+        flat_slots = [leaf for slot in new_slots for leaf in slot.Flatten()]
+        return theta.Pack(new_theta), slots.Pack(flat_slots), metrics
+
+    def _SlotsOf(self, specs: NestedMap, slots: NestedMap) -> list[NestedMap]:
+        """The slots of each variable, in the order of the variables."""
+        rest = iter(slots.Flatten())
+        out = []
+        for spec in specs.Flatten():
+            layout = self._SlotSpecs(spec)
+            out.append(layout.Pack([next(rest) for _ in layout.Flatten()]))
+        return out
+
+    def _SlotSpecs(self, spec: VariableSpec) -> NestedMap:
+        """The slots of one variable."""
+        raise NotImplementedError(f"{type(self).__name__}._SlotSpecs")
+
+    def _UpdateOne(
+        self,
+        spec: VariableSpec,
+        weight: tf.Tensor,
+        grad: tf.Tensor,
+        slot: NestedMap,
+        rate: tf.Tensor,
+        step: tf.Tensor,
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """(what to subtract from the weight, new slots), all float32."""
+        raise NotImplementedError(f"{type(self).__name__}._UpdateOne")
+
+
+def slot_spec(spec: VariableSpec, name: str, without: int | None = None) -> VariableSpec:
+    """A float32 slot of a variable, starting at zero.
+
+    Args:
+        spec: the variable's.
+        name: the slot's.
+        without: a (negative) dimension of the variable that the slot does not have.
+    """
+
+    def keep(values: Any) -> Any:
+        if without is None:
+            return values
+        cut = len(values) + without
+        return values[:cut] + values[cut + 1 :]
+
+    return replace(
+        spec,
+        path=f"{spec.path}.{name}",
+        shape=keep(spec.shape),
+        letters=keep(spec.letters),
+        split=keep(spec.split),
+        dtype="float32",
+        init=WeightInit.Constant(0.0),
+    )
