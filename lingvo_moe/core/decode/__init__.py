@@ -1,0 +1,1 @@
+"""Decoding: beam search over any model that extends hypotheses one token at a time."""

@@ -1,0 +1,265 @@
+"""Flat beam search: hypotheses interleaved in one sequence under 0/1 masks (GShard, appendix A.1).
+
+Letters: B batch row, J hypothesis of the beam, T time, V vocabulary, C candidate,
+S = T * J position in the flat sequence; the token fed to hypothesis j at time t lies at t * J + j.
+
+A model caches keys and values by position s and never moves them. When hypothesis j continues
+parent p, it takes over p's row of the mask (whose ones are the positions of p's tokens) and adds
+its own new position. So an expansion reorders [B, J, S] bits instead of the caches of every layer;
+in return, self-attention spans J times as many positions.
+
+The search, row by row:
+  * the 2J best continuations of the live hypotheses are the candidates; ties go to the lower
+    (hypothesis, token);
+  * a candidate among the first J that ends in EOS is finished, and the first J others live on, so
+    a beam of 1 is greedy search;
+  * a row is done with J finished hypotheses, or once no live one can enter the `top_k` returned;
+  * at a row's length limit only EOS may follow, so that every result is a whole sentence with its
+    whole probability.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_moe.core.nested_map import NestedMap
+
+# The score of what must not be chosen. Finite, because inf - inf and 0 * inf are NaN.
+NEVER = -1e9
+
+# (ids_BJ int32, cache, time int32 scalar, mask_BJS bool) -> (logits_BJV float32, cache).
+StepFn = Callable[[tf.Tensor, Any, tf.Tensor, tf.Tensor], tuple[tf.Tensor, Any]]
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """How to search.
+
+    Attributes:
+        beam_size: J, live hypotheses a row; 1 is greedy search.
+        top_k: results a row, at most J.
+        length_alpha: the exponent of the length normalisation, 0 for none.
+        bos_id: what the search feeds first; never emitted.
+        eos_id: what ends a hypothesis.
+        pad_id: what fills the results after EOS; never emitted.
+    """
+
+    beam_size: int = 4
+    top_k: int = 1
+    length_alpha: float = 0.6
+    bos_id: int = 1
+    eos_id: int = 2
+    pad_id: int = 0
+
+    def __post_init__(self) -> None:
+        if self.beam_size < 1:
+            raise ValueError(f"beam_size is {self.beam_size}; it must be at least 1")
+        if not 1 <= self.top_k <= self.beam_size:
+            raise ValueError(
+                f"top_k is {self.top_k}; it must be in [1, beam_size={self.beam_size}]"
+            )
+        if self.length_alpha < 0:
+            # The stopping rule holds because a longer hypothesis is never normalised by less.
+            raise ValueError(f"length_alpha is {self.length_alpha}; it must not be negative")
+
+
+def length_norm(length: tf.Tensor, alpha: float) -> tf.Tensor:
+    """((5 + length) / 6) ** alpha, which divides a log-probability (Wu et al. 2016, section 7)."""
+    return tf.pow((5.0 + tf.cast(length, tf.float32)) / 6.0, alpha)
+
+
+def flat_beam_search(
+    step_fn: StepFn,
+    cache: Any,
+    max_lengths_B: tf.Tensor,
+    max_length: int,
+    options: SearchOptions,
+    allowed_V: tf.Tensor | None = None,
+) -> NestedMap:
+    """Searches for the best sequences of every row: pure, of static shapes, fit for `jit_compile`.
+
+    Args:
+        step_fn: at time t writes the J tokens `ids_BJ` at flat positions t*J .. t*J+J-1 of its
+            cache and returns the logits of the tokens that follow; `mask_BJS` is true where
+            hypothesis j may look, its newest position included.
+        cache: any nest of tensors; handed to step_fn and back, never looked into.
+        max_lengths_B: int32, the most tokens of a row's results, EOS included; 0 for a row to
+            leave alone.
+        max_length: T, static, at least every max_lengths_B. Flat sequences have S = T * J places.
+        options: see SearchOptions.
+        allowed_V: bool, which tokens may be emitted besides EOS (None: all but PAD and BOS).
+
+    Returns:
+        NestedMap of, K = top_k, best first:
+            ids_BKT: int32, ends in EOS, then PAD.
+            lengths_BK: int32, EOS included; 0 where there are fewer than K hypotheses (all PAD
+                then, score NEVER).
+            scores_BK: float32, log-probability / length_norm.
+            steps: int32 scalar, calls of step_fn.
+    """
+    search = _Search(max_lengths_B, max_length, options, allowed_V)
+
+    def body(state: NestedMap, cache: Any) -> tuple[NestedMap, Any]:
+        logits_BJV, cache = step_fn(search.Ids(state), cache, state.time, state.mask_BJS)
+        return search.Advance(state, logits_BJV), cache
+
+    def unfinished(state: NestedMap, cache: Any) -> tf.Tensor:
+        del cache
+        return (state.time < max_length) & ~tf.reduce_all(state.done_B)
+
+    state, _ = tf.while_loop(unfinished, body, (search.Start(), cache))
+    return search.Results(state)
+
+
+class _Search:
+    """The steps of one search; `Start`, then `Advance` until all rows are done, then `Results`."""
+
+    def __init__(
+        self,
+        max_lengths_B: tf.Tensor,
+        max_length: int,
+        options: SearchOptions,
+        allowed_V: tf.Tensor | None,
+    ):
+        self.o = options
+        self.B, self.J, self.T = max_lengths_B.shape[0], options.beam_size, max_length
+        if self.B is None:
+            raise ValueError("flat_beam_search needs a static batch size: pad the batch")
+        self.S = self.T * self.J
+        self.max_lengths_B = tf.minimum(max_lengths_B, max_length)
+        self.allowed_V = allowed_V
+
+    def Start(self) -> NestedMap:
+        """All hypotheses hold BOS; the first alone is live, or the beam would fill with copies."""
+        B, J, S = self.B, self.J, self.S
+        at_j = tf.range(S) == tf.range(J)[:, tf.newaxis]
+        return NestedMap(
+            time=tf.constant(0),
+            ids_BS=tf.where(tf.range(S)[tf.newaxis] < J, self.o.bos_id, self.o.pad_id)
+            + tf.zeros([B, 1], tf.int32),
+            mask_BJS=tf.tile(at_j[tf.newaxis], [B, 1, 1]),
+            live_BJ=tf.tile(tf.constant([[0.0] + [NEVER] * (J - 1)]), [B, 1]),
+            done_B=self.max_lengths_B <= 0,
+            # The finished, best first.
+            ended_mask_BJS=tf.zeros([B, J, S], tf.bool),
+            ended_lengths_BJ=tf.zeros([B, J], tf.int32),
+            ended_scores_BJ=tf.fill([B, J], NEVER),
+        )
+
+    def Ids(self, state: NestedMap) -> tf.Tensor:
+        """The newest token of each hypothesis, int32 [B, J]."""
+        return tf.slice(state.ids_BS, [0, state.time * self.J], [self.B, self.J])
+
+    def Advance(self, state: NestedMap, logits_BJV: tf.Tensor) -> NestedMap:
+        """One expansion of every row that is not done."""
+        length = state.time + 1  # of what this step makes
+        last_B = length >= self.max_lengths_B
+        scores_BC, parents_BC, tokens_BC = self._candidates(state.live_BJ, logits_BJV, last_B)
+        is_eos_BC = tokens_BC == self.o.eos_id
+        state = self._finish(state, length, scores_BC, parents_BC, is_eos_BC)
+        return self._continue(state, scores_BC, parents_BC, tokens_BC, is_eos_BC)
+
+    def _candidates(
+        self, live_BJ: tf.Tensor, logits_BJV: tf.Tensor, last_B: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """The 2J best continuations, best first: scores, parents (j), tokens, each [B, C]."""
+        V = logits_BJV.shape[-1]
+        token_V = tf.range(V)
+        is_eos_V = token_V == self.o.eos_id
+        allowed_V = (token_V != self.o.pad_id) & (token_V != self.o.bos_id)
+        if self.allowed_V is not None:
+            allowed_V &= self.allowed_V
+        allowed_B1V = (allowed_V & ~last_B[:, tf.newaxis] | is_eos_V)[:, tf.newaxis]
+
+        log_probs_BJV = tf.nn.log_softmax(tf.cast(logits_BJV, tf.float32))
+        total_BJV = live_BJ[:, :, tf.newaxis] + log_probs_BJV
+        # The comparison also turns NaN to NEVER.
+        total_BJV = tf.where(allowed_B1V & (total_BJV > NEVER), total_BJV, NEVER)
+
+        # First within a hypothesis, then among all: the same order as of [J * V], less to sort.
+        best_BJc, tokens_BJc = tf.math.top_k(total_BJV, min(2 * self.J, V))
+        each = best_BJc.shape[-1]
+        scores_BC, at_BC = tf.math.top_k(
+            tf.reshape(best_BJc, [self.B, self.J * each]), min(2 * self.J, self.J * each)
+        )
+        tokens_BC = tf.gather(tf.reshape(tokens_BJc, [self.B, -1]), at_BC, batch_dims=1)
+        return scores_BC, at_BC // each, tokens_BC
+
+    def _finish(
+        self,
+        state: NestedMap,
+        length: tf.Tensor,
+        scores_BC: tf.Tensor,
+        parents_BC: tf.Tensor,
+        is_eos_BC: tf.Tensor,
+    ) -> NestedMap:
+        """Takes up what ended among the first J candidates, and sees which rows are done."""
+        J = self.J
+        parents_BJ, scores_BJ = parents_BC[:, :J], scores_BC[:, :J]
+        ends_BJ = is_eos_BC[:, :J] & (scores_BJ > NEVER) & ~state.done_B[:, tf.newaxis]
+        ended_BJ = tf.where(ends_BJ, scores_BJ / length_norm(length, self.o.length_alpha), NEVER)
+
+        # The old come first, so that they win ties.
+        all_scores = tf.concat([state.ended_scores_BJ, ended_BJ], 1)
+        best_BJ, at_BJ = tf.math.top_k(all_scores, J)
+        all_lengths = tf.concat([state.ended_lengths_BJ, tf.where(ends_BJ, length, 0)], 1)
+        new_mask = tf.gather(state.mask_BJS, parents_BJ, batch_dims=1)
+        all_masks = tf.concat([state.ended_mask_BJS, new_mask], 1)
+        state = state.copy()
+        state.ended_scores_BJ = best_BJ
+        state.ended_lengths_BJ = tf.gather(all_lengths, at_BJ, batch_dims=1)
+        state.ended_mask_BJS = tf.gather(all_masks, at_BJ, batch_dims=1)
+
+        # Log-probabilities only fall and divisors grow: this is the best that a live one can reach.
+        live_B = tf.reduce_max(tf.where(is_eos_BC, NEVER, scores_BC), 1)
+        reach_B = live_B / length_norm(self.max_lengths_B, self.o.length_alpha)
+        last_B = best_BJ[:, self.o.top_k - 1]
+        settled_B = (last_B > NEVER) & (last_B >= reach_B)
+        full_B = best_BJ[:, J - 1] > NEVER
+        none_live_B = live_B <= NEVER
+        state.done_B |= settled_B | full_B | none_live_B | (length >= self.max_lengths_B)
+        return state
+
+    def _continue(
+        self,
+        state: NestedMap,
+        scores_BC: tf.Tensor,
+        parents_BC: tf.Tensor,
+        tokens_BC: tf.Tensor,
+        is_eos_BC: tf.Tensor,
+    ) -> NestedMap:
+        """The first J candidates that go on become the live ones: masks move, caches stay."""
+        # At most J candidates end, one a hypothesis, so J others are always there.
+        _, go_on_BJ = tf.math.top_k(tf.where(is_eos_BC, NEVER * 2, scores_BC), self.J)
+        parents_BJ = tf.gather(parents_BC, go_on_BJ, batch_dims=1)
+        tokens_BJ = tf.gather(tokens_BC, go_on_BJ, batch_dims=1)
+        start = (state.time + 1) * self.J
+        at_S = tf.range(self.S)
+        own_JS = at_S == start + tf.range(self.J)[:, tf.newaxis]  # nothing, past the end
+        state = state.copy()
+        state.live_BJ = tf.gather(scores_BC, go_on_BJ, batch_dims=1)
+        state.mask_BJS = tf.gather(state.mask_BJS, parents_BJ, batch_dims=1) | own_JS
+        new_BS = tf.tile(tokens_BJ, [1, self.T])  # position t * J + j holds the token of j
+        state.ids_BS = tf.where((at_S >= start) & (at_S < start + self.J), new_BS, state.ids_BS)
+        state.time += 1
+        return state
+
+    def Results(self, state: NestedMap) -> NestedMap:
+        """Reads the finished out of the flat sequence: a mask has one of a time's J positions."""
+        K = self.o.top_k
+        mask = tf.reshape(state.ended_mask_BJS[:, :K], [self.B, K, self.T, self.J])
+        ids = tf.reshape(state.ids_BS, [self.B, 1, self.T, self.J])
+        fed_BKT = tf.reduce_sum(tf.cast(mask, tf.int32) * ids, -1)  # BOS, then the tokens
+        lengths_BK = state.ended_lengths_BJ[:, :K, tf.newaxis]
+        # Times 1.. hold the tokens but EOS, which was never fed.
+        fed_BKT = tf.concat([fed_BKT[:, :, 1:], tf.zeros_like(fed_BKT[:, :, :1])], 2)
+        at_T = tf.range(1, self.T + 1)
+        ids_BKT = tf.where(at_T == lengths_BK, self.o.eos_id, fed_BKT)
+        return NestedMap(
+            ids_BKT=tf.where(at_T <= lengths_BK, ids_BKT, self.o.pad_id),
+            lengths_BK=lengths_BK[:, :, 0],
+            scores_BK=state.ended_scores_BJ[:, :K],
+            steps=state.time,
+        )

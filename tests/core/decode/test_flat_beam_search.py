@@ -1,0 +1,215 @@
+"""Flat beam search against the plain one, over models that depend on the whole prefix."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy_beam_search import BOS, EOS, PAD, beam_search
+from tensorflow.compiler.tf2xla.python import xla
+
+from lingvo_moe.core.decode.flat_beam_search import NEVER, SearchOptions, flat_beam_search
+from lingvo_moe.core.nested_map import NestedMap
+
+D = 5  # of the toy models' "keys"
+
+
+class ToyModel:
+    """Logits from a sum over the prefix of token x position features, times the row's own matrix.
+
+    `Score` computes them from the whole prefix. `Step` keeps the tokens' features in a flat cache
+    and reaches those of a hypothesis through its mask, as attention does.
+    """
+
+    def __init__(self, seed: int, rows: int, vocab: int, max_length: int, scale: float = 2.0):
+        rng = np.random.default_rng(seed)
+        self.token_VD = rng.normal(size=(vocab, D)).astype(np.float32)
+        self.time_TD = rng.normal(size=(max_length, D)).astype(np.float32)
+        self.out_BDV = (scale * rng.normal(size=(rows, D, vocab))).astype(np.float32)
+        self.rows, self.vocab, self.max_length = rows, vocab, max_length
+
+    def Score(self, row: int, prefix: tuple[int, ...]) -> np.ndarray:
+        fed = (BOS, *prefix)
+        features = [self.token_VD[t] * self.time_TD[i] for i, t in enumerate(fed)]
+        return np.tanh(np.sum(features, 0, dtype=np.float32)) @ self.out_BDV[row]
+
+    def Cache(self, beam_size: int) -> NestedMap:
+        return NestedMap(key_BSD=tf.zeros([self.rows, beam_size * self.max_length, D]))
+
+    def Step(self, ids_BJ, cache, time, mask_BJS):
+        new_BJD = tf.gather(self.token_VD, ids_BJ) * tf.gather(self.time_TD, time)
+        J = ids_BJ.shape[1]
+        at = [tf.constant(0), time * J, tf.constant(0)]
+        cache.key_BSD = xla.dynamic_update_slice(cache.key_BSD, new_BJD, tf.stack(at))
+        state_BJD = tf.tanh(tf.einsum("BJS,BSD->BJD", tf.cast(mask_BJS, tf.float32), cache.key_BSD))
+        return tf.einsum("BJD,BDV->BJV", state_BJD, self.out_BDV), cache
+
+
+def run(model, max_lengths, options, allowed=None, step=None, jit_compile=True) -> NestedMap:
+    @tf.function(jit_compile=jit_compile)
+    def search(max_lengths_B):
+        return dict(
+            flat_beam_search(
+                step or model.Step,
+                model.Cache(options.beam_size),
+                max_lengths_B,
+                model.max_length,
+                options,
+                allowed,
+            )
+        )
+
+    out = search(tf.constant(max_lengths, tf.int32))
+    return NestedMap({k: v.numpy() for k, v in out.items()})
+
+
+def check(model, max_lengths, options, allowed=None, jit_compile=True) -> None:
+    got = run(model, max_lengths, options, allowed, jit_compile=jit_compile)
+    for row, max_length in enumerate(max_lengths):
+        want = beam_search(
+            lambda prefix, row=row: model.Score(row, prefix),
+            max_length=max_length,
+            beam_size=options.beam_size,
+            top_k=options.top_k,
+            length_alpha=options.length_alpha,
+            allowed=allowed,
+        )
+        for k in range(options.top_k):
+            length = got.lengths_BK[row, k]
+            assert (got.ids_BKT[row, k, length:] == PAD).all()
+            if k >= len(want):
+                assert (length, got.scores_BK[row, k]) == (0, np.float32(NEVER))
+                continue
+            assert tuple(got.ids_BKT[row, k, :length]) == want[k].tokens, (row, k)
+            np.testing.assert_allclose(got.scores_BK[row, k], want[k].score, rtol=2e-5, atol=2e-6)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 10**6),
+    vocab=st.sampled_from([4, 5, 9, 30]),
+    beam_size=st.integers(1, 5),
+    alpha=st.sampled_from([0.0, 0.6, 1.0, 2.0]),
+    max_lengths=st.lists(st.integers(0, 7), min_size=1, max_size=4),
+    data=st.data(),
+)
+def test_equals_plain_beam_search(seed, vocab, beam_size, alpha, max_lengths, data):
+    top_k = data.draw(st.integers(1, beam_size))
+    model = ToyModel(seed, len(max_lengths), vocab, 7)
+    options = SearchOptions(beam_size=beam_size, top_k=top_k, length_alpha=alpha)
+    check(model, max_lengths, options, jit_compile=False)  # compiling each would take a second
+
+
+def test_equals_plain_beam_search_when_long():
+    model = ToyModel(3, 4, 50, 40)
+    check(model, [40, 31, 2, 40], SearchOptions(beam_size=6, top_k=6))
+
+
+def test_greedy_takes_the_best_token_each_time():
+    model = ToyModel(11, 8, 12, 20)
+    got = run(model, [20] * 8, SearchOptions(beam_size=1))
+    ended_early = 0
+    for row in range(8):
+        tokens: list[int] = []
+        while (not tokens or tokens[-1] != EOS) and len(tokens) < 19:
+            logits = model.Score(row, tuple(tokens))
+            logits[[PAD, BOS]] = -np.inf
+            tokens.append(int(logits.argmax()))
+        if tokens[-1] == EOS:
+            ended_early += 1
+        else:
+            tokens.append(EOS)
+        assert list(got.ids_BKT[row, 0, : got.lengths_BK[row, 0]]) == tokens
+    assert ended_early >= 2
+
+
+def test_early_stop_saves_steps_and_changes_nothing():
+    """Nothing that a longer search would find is lost (the reference never stops early)"""
+    max_lengths = [30, 30, 30]
+    model = ToyModel(5, 3, 9, 30, scale=3.0)
+    for top_k in (1, 2, 4):
+        check(model, max_lengths, SearchOptions(beam_size=4, top_k=top_k))
+    steps = [run(model, max_lengths, SearchOptions(beam_size=4, top_k=k)).steps for k in (1, 4)]
+    assert steps[0] < steps[1] <= 30
+
+
+def test_ties_go_to_the_lower_hypothesis_and_token():
+    class Uniform(ToyModel):
+        def Step(self, ids_BJ, cache, time, mask_BJS):
+            return tf.zeros([*ids_BJ.shape, self.vocab]), cache
+
+        def Score(self, row, prefix):
+            return np.zeros(self.vocab, np.float32)
+
+    for beam_size in (1, 2, 3, 5):
+        model = Uniform(0, 2, 40, 6)
+        options = SearchOptions(beam_size=beam_size, top_k=beam_size, length_alpha=0.0)
+        check(model, [6, 4], options)
+
+
+def test_only_allowed_tokens_come_out():
+    model = ToyModel(7, 3, 20, 10)
+    allowed = np.arange(20) % 3 == 1
+    check(model, [10, 10, 10], SearchOptions(beam_size=3, top_k=3), allowed)
+    got = run(model, [10] * 3, SearchOptions(beam_size=3, top_k=3), allowed)
+    used = set(got.ids_BKT.flatten()) - {PAD, EOS}
+    assert used
+    assert all(t % 3 == 1 and t != BOS for t in used)
+
+
+def test_rows_do_not_disturb_each_other():
+    """A row among others, some of them left alone, gives what it gives by itself, to the bit."""
+    options = SearchOptions(beam_size=3, top_k=2)
+    model = ToyModel(9, 4, 15, 12)
+    together = run(model, [12, 0, 5, 12], options)
+    assert (together.ids_BKT[1] == PAD).all()
+    assert (together.lengths_BK[1] == 0).all()
+    for others in ([0, 0, 5, 0], [3, 9, 5, 1]):
+        again = run(model, others, options)
+        np.testing.assert_array_equal(again.ids_BKT[2], together.ids_BKT[2])
+        np.testing.assert_array_equal(again.scores_BK[2], together.scores_BK[2])
+    assert run(model, [0, 0, 0, 0], options).steps == 0
+
+
+def test_a_model_that_breaks_still_ends():
+    """NaN logits: no hypothesis, no endless loop, no NaN score."""
+    model = ToyModel(1, 2, 8, 6)
+
+    def step(ids_BJ, cache, time, mask_BJS):
+        logits_BJV, cache = model.Step(ids_BJ, cache, time, mask_BJS)
+        return logits_BJV * tf.constant([np.nan, 1.0])[:, tf.newaxis, tf.newaxis], cache
+
+    got = run(model, [6, 6], SearchOptions(beam_size=2), step=step)
+    assert got.lengths_BK[0, 0] == 0
+    assert got.scores_BK[0, 0] == np.float32(NEVER)
+    assert got.lengths_BK[1, 0] > 0
+
+
+def test_masks_show_a_hypothesis_its_own_tokens_only():
+    """Under its mask a hypothesis has one position per time: the tokens that led to it."""
+    model = ToyModel(2, 1, 10, 6)
+    seen = []
+
+    def step(ids_BJ, cache, time, mask_BJS):
+        seen.append((int(time), mask_BJS.numpy()))
+        return model.Step(ids_BJ, cache, time, mask_BJS)
+
+    flat_beam_search(step, model.Cache(3), tf.constant([6]), 6, SearchOptions(beam_size=3, top_k=3))
+    assert len(seen) > 2
+    for time, mask_BJS in seen:
+        per_time = mask_BJS.reshape(1, 3, 6, 3).sum(-1)
+        np.testing.assert_array_equal(per_time[..., : time + 1], 1)
+        np.testing.assert_array_equal(per_time[..., time + 1 :], 0)
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        ({"beam_size": 0}, "beam_size is 0"),
+        ({"beam_size": 2, "top_k": 3}, r"top_k is 3; it must be in \[1, beam_size=2\]"),
+        ({"length_alpha": -0.1}, "length_alpha"),
+    ],
+)
+def test_options_that_make_no_sense(bad, message):
+    with pytest.raises(ValueError, match=message):
+        SearchOptions(**bad)
