@@ -1,0 +1,50 @@
+"""Expert capacity: rounding, limits, errors."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lingvo_moe.core.moe.capacity import effective_capacity_factor, expert_capacity
+
+
+@pytest.mark.parametrize(
+    ("group_size", "num_experts", "factor", "minimum", "expected"),
+    [
+        (1024, 8, 2.0, 4, 256),  # 2 S / E, exactly
+        (100, 8, 2.0, 4, 25),
+        (101, 8, 2.0, 4, 26),  # 25.25 up
+        (2048, 2048, 2.0, 4, 4),  # 2, raised to the minimum: effective factor 4
+        (2048, 2048, 2.0, 1, 2),
+        (10, 1, 1.1, 1, 10),  # never more than S
+        (10, 2, 1.0, 1, 5),
+        (20, 2, 1.1, 1, 11),  # 1.1 * 10 is 11.000000000000002 in floating point
+        (3, 8, 2.0, 4, 3),
+    ],
+)
+def test_by_hand(group_size, num_experts, factor, minimum, expected):
+    assert expert_capacity(group_size, num_experts, factor, minimum) == expected
+
+
+def test_effective_factor():
+    assert effective_capacity_factor(2048, 2048, 4) == 4
+    assert effective_capacity_factor(1024, 8, 256) == 2
+
+
+@given(
+    group_size=st.integers(1, 5000),
+    num_experts=st.integers(1, 5000),
+    factor=st.floats(0.1, 10),
+    minimum=st.integers(1, 8),
+)
+def test_enough_and_not_too_much(group_size, num_experts, factor, minimum):
+    capacity = expert_capacity(group_size, num_experts, factor, minimum)
+    assert min(minimum, group_size) <= capacity <= group_size
+    if capacity < group_size:
+        assert effective_capacity_factor(group_size, num_experts, capacity) >= factor * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("name", ["group_size", "num_experts", "capacity_factor", "min_capacity"])
+def test_errors_name_the_argument(name):
+    args = {"group_size": 8, "num_experts": 4, "capacity_factor": 2.0, "min_capacity": 4}
+    with pytest.raises(ValueError, match=f"{name} must be positive, got 0"):
+        expert_capacity(**{**args, name: 0})

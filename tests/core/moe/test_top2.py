@@ -1,0 +1,230 @@
+"""Top-2 gating against cases worked by hand and against the sequential algorithm."""
+
+import moe_reference
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lingvo_moe.core import randomness, sharding
+from lingvo_moe.core.moe.routers.base import Routing
+from lingvo_moe.core.moe.routers.top2 import Top2Router
+
+
+def _router(num_experts: int, **params) -> Top2Router:
+    p = Top2Router.Params().Set(name="router", model_dim=4, num_experts=num_experts, **params)
+    return p.Instantiate()
+
+
+def _route(router: Top2Router, logits, paddings=None, capacity=None, seed=None) -> Routing:
+    logits = tf.constant(logits, tf.float32)
+    if paddings is None:
+        paddings = np.zeros(logits.shape[:2])
+    with sharding.use_mesh(sharding.single_device()):
+        return router.Route(logits, tf.constant(paddings), capacity, seed)
+
+
+def _log(gates) -> np.ndarray:
+    return np.log(np.array(gates, np.float32))
+
+
+# Three tokens, three experts; all prefer expert 0, the second choices are 1, 2 and 1.
+THREE = _log([[[0.6, 0.3, 0.1], [0.5, 0.1, 0.4], [0.7, 0.2, 0.1]]])
+
+
+def test_by_hand_with_room_for_all():
+    r = _route(_router(3), THREE, capacity=3)
+    np.testing.assert_array_equal(r.expert_index[0], [[0, 1], [0, 2], [0, 1]])
+    np.testing.assert_array_equal(r.position[0], [[0, 0], [1, 0], [2, 1]])
+    np.testing.assert_array_equal(r.kept[0], np.ones((3, 2)))
+    np.testing.assert_allclose(r.gate[0], [[2 / 3, 1 / 3], [5 / 9, 4 / 9], [7 / 9, 2 / 9]], 1e-6)
+    # c = (3, 0, 0), m_0 = 1.8 / 3: aux = 1/3 * (3/3) * 0.6.
+    np.testing.assert_allclose(r.aux_loss, 0.2, 1e-6)
+
+
+def test_by_hand_overflow_of_first_choices():
+    r = _route(_router(3), THREE, capacity=1)
+    np.testing.assert_array_equal(r.kept[0], [[1, 1], [0, 1], [0, 0]])
+    # What is kept keeps its share; what is dropped is not made up for.
+    np.testing.assert_allclose(r.gate[0], [[2 / 3, 1 / 3], [0, 4 / 9], [0, 0]], 1e-6)
+    # The loss counts first choices before drops.
+    np.testing.assert_allclose(r.aux_loss, 0.2, 1e-6)
+
+
+def test_after_drops_what_is_kept_sums_to_one():
+    r = _route(_router(3, normalize_gates="after_drops"), THREE, capacity=1)
+    np.testing.assert_allclose(r.gate[0], [[2 / 3, 1 / 3], [0, 1], [0, 0]], 1e-6)
+
+
+def test_second_choices_queue_behind_all_first_choices():
+    # Token 0's second choice is expert 1, which is token 1's and token 2's first.
+    logits = _log([[[0.6, 0.4], [0.3, 0.7], [0.2, 0.8]]])
+    r = _route(_router(2), logits, capacity=3)
+    np.testing.assert_array_equal(r.position[0], [[0, 2], [0, 1], [1, 2]])
+    r = _route(_router(2), logits, capacity=2)
+    np.testing.assert_array_equal(r.kept[0], [[1, 0], [1, 1], [1, 0]])
+
+
+def test_the_readings_part_at_an_unsampled_second_choice():
+    # All first choices go to expert 0; token 0's second gate is tiny and never sampled here, the
+    # others' normalised second gates are close to 1/2 and as good as always.
+    logits = _log([[[0.9998, 0.0001, 0.0001], [0.5, 0.4999, 0.0001], [0.5, 0.4999, 0.0001]]])
+    seed = tf.constant([0, 7])
+    assert randomness.uniform(seed, [1, 3]).numpy().max() < 0.9996
+    paper = _route(_router(3), logits, capacity=2, seed=seed)
+    np.testing.assert_array_equal(paper.kept[0, :, 1], [0, 1, 0])  # token 0 took a seat unused
+    lingvo = _route(_router(3, reading="lingvo"), logits, capacity=2, seed=seed)
+    np.testing.assert_array_equal(lingvo.kept[0, :, 1], [0, 1, 1])
+    np.testing.assert_allclose(lingvo.aux_loss, 9 * paper.aux_loss, 1e-6)
+
+
+def test_perfect_balance_gives_the_least_loss():
+    gates = np.full((1, 4, 4), 0.1) + 0.6 * np.eye(4)[None]
+    np.testing.assert_allclose(_route(_router(4), _log(gates)).aux_loss, 1 / 16, 1e-6)
+    lingvo = _route(_router(4, reading="lingvo"), _log(gates))
+    np.testing.assert_allclose(lingvo.aux_loss, 1, 1e-6)
+    scaled = _route(_router(4, aux_loss_scale=4.0), _log(gates))
+    np.testing.assert_allclose(scaled.aux_loss, 1 / 4, 1e-6)
+
+
+def test_a_saturated_softmax_still_has_two_choices():
+    r = _route(_router(3), [[[200.0, 0.0, -5.0]]])
+    np.testing.assert_array_equal(r.expert_index[0], [[0, 1]])
+    np.testing.assert_allclose(r.gate[0], [[1, 0]])
+
+
+@pytest.mark.parametrize("gate_2", [0.1, 0.3, 0.5])
+def test_second_choices_are_sampled_in_proportion(gate_2):
+    tokens = 4096
+    logits = _log(np.tile([1 - gate_2, gate_2], (1, tokens, 1)))
+    r = _route(_router(2), logits, seed=tf.constant([3, 4]))
+    share, expected = np.mean(r.kept[..., 1]), 2 * gate_2
+    assert abs(share - expected) <= 4 * np.sqrt(expected * (1 - expected) / tokens)
+    other = _route(_router(2), logits, seed=tf.constant([3, 5]))
+    assert gate_2 == 0.5 or not np.array_equal(r.kept, other.kept)
+
+
+def test_the_threshold_is_the_gate_that_is_always_sent():
+    logits = _log(np.tile([0.8, 0.2], (1, 64, 1)))
+    r = _route(_router(2, second_expert_threshold=0.2), logits, seed=tf.constant([3, 4]))
+    assert np.mean(r.kept[..., 1]) == 1
+
+
+@pytest.mark.parametrize("case", ["no seed", "policy all"])
+def test_without_chance_every_second_choice_is_sent(case):
+    logits = _log(np.tile([0.99, 0.01], (1, 64, 1)))
+    policy, seed = ("all", tf.constant([1, 2])) if case == "policy all" else ("random", None)
+    r = _route(_router(2, second_expert_policy=policy), logits, seed=seed)
+    assert np.mean(r.kept[..., 1]) == 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 12), st.integers(2, 6)),
+    capacity=st.one_of(st.none(), st.integers(1, 6)),
+    reading=st.sampled_from(["paper", "lingvo"]),
+    train=st.booleans(),
+    seed=st.integers(0, 2**31 - 1),
+)
+def test_equals_the_sequential_algorithm(shape, capacity, reading, train, seed):
+    G, S, E = shape
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=shape, scale=2).astype(np.float32)
+    real = rng.random((G, S)) < 0.7
+    key = tf.constant([seed, 1]) if train else None
+    r = _route(_router(E, reading=reading), logits, ~real, capacity, key)
+    rnd = randomness.uniform(key, [G, S]).numpy() if train else None
+    gates = tf.nn.softmax(logits).numpy()
+    want = moe_reference.route(gates, real, capacity, rnd, reading)
+    np.testing.assert_array_equal(r.expert_index, want["index"])
+    np.testing.assert_array_equal(r.kept, want["kept"])
+    kept = want["kept"] > 0
+    np.testing.assert_array_equal(r.position.numpy()[kept], want["position"][kept])
+    np.testing.assert_allclose(r.gate, want["gate"], atol=1e-6)
+    np.testing.assert_allclose(r.aux_loss, want["aux_loss"], rtol=1e-5)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 1000), capacity=st.integers(1, 4))
+def test_padding_takes_no_slot_and_moves_no_number(seed, capacity):
+    """Real tokens are routed as if the padding between them were not there."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.normal(size=(2, 5, 4)).astype(np.float32)
+    places = np.sort(rng.permutation(9)[:5])
+    padded = rng.normal(size=(3, 9, 4)).astype(np.float32)  # a third group, of nothing but padding
+    padded[:2, places] = tokens
+    paddings = np.ones((3, 9), np.float32)
+    paddings[:2, places] = 0
+    alone = _route(_router(4), tokens, capacity=capacity)
+    among = _route(_router(4), padded, paddings, capacity=capacity)
+    for name in ("expert_index", "gate", "kept"):
+        a, b = getattr(alone, name).numpy(), getattr(among, name).numpy()[:2, places]
+        np.testing.assert_allclose(a, b, atol=1e-6, err_msg=name)
+    assert among.kept.numpy().sum() == alone.kept.numpy().sum()
+    np.testing.assert_allclose(alone.aux_loss, among.aux_loss, rtol=1e-5)
+    for name, value in alone.metrics.FlattenItems():
+        if name != "effective_capacity":  # a static fact: E C / S with the padded S
+            np.testing.assert_allclose(value, among.metrics.Get(name), rtol=1e-5, err_msg=name)
+
+
+def test_nothing_but_padding():
+    r = _route(_router(4), np.zeros((2, 3, 4)), np.ones((2, 3), bool), 2, tf.constant([1, 2]))
+    assert r.aux_loss == 0
+    assert not r.kept.numpy().any()
+    for name, value in r.metrics.FlattenItems():
+        assert np.isfinite(value).all(), name
+
+
+def test_the_loss_reaches_the_logits_through_mean_gates_alone():
+    logits = tf.Variable(np.random.default_rng(0).normal(size=(2, 6, 3)).astype(np.float32))
+    first = tf.one_hot(tf.argmax(logits, -1), 3)
+    with sharding.use_mesh(sharding.single_device()), tf.GradientTape(persistent=True) as tape:
+        aux = _router(3).Route(tf.convert_to_tensor(logits), tf.zeros([2, 6]), 2, None).aux_loss
+        share = tf.reduce_mean(first, 1)
+        by_hand = tf.reduce_mean(
+            tf.reduce_mean(share * tf.reduce_mean(tf.nn.softmax(logits), 1), -1)
+        )
+    np.testing.assert_allclose(aux, by_hand, rtol=1e-5)
+    np.testing.assert_allclose(
+        tape.gradient(aux, logits), tape.gradient(by_hand, logits), rtol=1e-4, atol=1e-8
+    )
+
+
+def test_logits_are_float32_whatever_the_activations():
+    router = _router(3, fprop_dtype="bfloat16")
+    with sharding.use_mesh(sharding.single_device()):
+        theta = router.InitTheta(tf.constant([1, 2]))
+        x = tf.cast(tf.random.stateless_normal([1, 5, 4], [1, 2]), tf.bfloat16)
+        r = router.FProp(theta, x, tf.zeros([1, 5]), 2)
+        logits = tf.einsum("GSM,ME->GSE", tf.cast(x, tf.float32), theta.wg)
+    assert r.gate.dtype == tf.float32
+    np.testing.assert_array_equal(r.expert_index[..., 0], tf.argmax(logits, -1))
+
+
+def test_gating_weights_are_replicated_unless_asked_otherwise():
+    split = {"E": "expert"}
+    assert _router(3, weight_split=split).VariableSpecs().wg.split == (None, None)
+    split["wg.E"] = "expert"
+    assert _router(3, weight_split=split).VariableSpecs().wg.split == (None, "expert")
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"reading": "papr"}, "did you mean 'paper'"),
+        ({"second_expert_policy": "sampling"}, "known are random, all"),
+        ({"normalize_gates": "never"}, "before_drops, after_drops"),
+        ({"second_expert_threshold": 0.0}, "must be positive"),
+        ({"model_dim": 0}, "model_dim"),
+    ],
+)
+def test_errors_teach(params, message):
+    p = Top2Router.Params().Set(name="router", model_dim=4, num_experts=4).Set(**params)
+    with pytest.raises(ValueError, match=message):
+        p.Instantiate()
+
+
+def test_one_expert_is_not_enough():
+    with pytest.raises(ValueError, match="two experts or more"):
+        _router(1)
