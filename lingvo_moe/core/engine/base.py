@@ -1,0 +1,95 @@
+"""Engine: what the trainer, the evaluator and the tests ask of whatever runs a model.
+
+Usage:
+    engine = make_engine("pjrt", Mesh.parse("expert:8"))
+    init = engine.Build(task.InitState, [TensorSpec((), "int32")], results=state_specs)
+    step = engine.Build(task.TrainStep, [state_specs, batch_specs], donate=(0,))
+    state = init(np.int32(1234))            # computed on the devices, sharded
+    state, metrics = step(state, batch)     # batch: NumPy; state: stays on the devices
+    metrics = engine.Get(metrics)           # NumPy
+"""
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.suggest import did_you_mean
+
+ENGINES = ("pjrt", "tf", "tpu_strategy")
+
+
+class EngineError(ValueError):
+    """Devices, a mesh or arguments that an engine cannot work with."""
+
+
+class Compiled(abc.ABC):
+    """A function of trees, ready to run: call it with the arguments of the function that was built.
+
+    Arguments may be NumPy arrays or tensors that the engine's functions returned; results stay on
+    the devices.
+    """
+
+    @abc.abstractmethod
+    def __call__(self, *args: Any) -> Any:
+        """Runs it. Donated arguments must not be used again."""
+
+    def HloText(self) -> str:
+        """The compiled module. Raises EngineError where the engine has none to show."""
+        raise EngineError(f"{type(self).__name__} has no HLO text")
+
+
+class Engine(abc.ABC):
+    """Builds functions for the devices of a mesh and moves tensors there and back.
+
+    Attributes:
+        mesh: the mesh that functions are traced under.
+    """
+
+    mesh: Mesh
+
+    @abc.abstractmethod
+    def Build(
+        self,
+        fn: Callable[..., Any],
+        arg_specs: Sequence[Any],
+        *,
+        results: Any = None,
+        donate: Sequence[int] = (),
+        name: str = "",
+    ) -> Compiled:
+        """Lowers and compiles `fn`; the arguments are those of `lowering.lower`."""
+
+    @abc.abstractmethod
+    def Put(self, tree: Any, specs: Any) -> Any:
+        """A tree of NumPy arrays on the devices, cut as the tree of specs says.
+
+        In a job of several processes each gives the whole arrays and keeps its part.
+        """
+
+    @abc.abstractmethod
+    def Get(self, tree: Any) -> Any:
+        """A tree of NumPy arrays, whole, on every process (all of them have to call it)."""
+
+
+def make_engine(name: str, mesh: Mesh) -> Engine:
+    """The engine of that name.
+
+    Raises:
+        EngineError: there is none, or its devices do not fit the mesh.
+    """
+    if name == "pjrt":
+        from lingvo_moe.core.engine.pjrt import PjrtEngine
+
+        return PjrtEngine(mesh)
+    if name == "tf":
+        from lingvo_moe.core.engine.tf_engine import TfEngine
+
+        return TfEngine(mesh)
+    if name == "tpu_strategy":
+        from lingvo_moe.core.engine.tpu_strategy import TpuStrategyEngine
+
+        return TpuStrategyEngine(mesh)
+    raise EngineError(
+        f"--engine={name!r}: no such engine{did_you_mean(name, ENGINES)}; there are {', '.join(ENGINES)}"
+    )

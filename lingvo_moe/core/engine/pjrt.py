@@ -1,0 +1,226 @@
+"""The engine that runs programs through PJRT: any number of devices, of one or several processes.
+
+XLA's own SPMD partitioner cuts the program for the devices: virtual CPU devices, GPUs or TPUs.
+Importing this module does not import TensorFlow; building from a TensorFlow function does.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import export
+from jax.experimental import multihost_utils
+
+from lingvo_moe.core.engine.base import Compiled, Engine, EngineError
+from lingvo_moe.core.engine.collectives import Collective, parse_collectives
+from lingvo_moe.core.engine.program import Program
+from lingvo_moe.core.engine.specs import (
+    TensorSpec,
+    first_difference,
+    flatten_items,
+    numpy_dtype,
+    pack,
+    skeleton,
+)
+from lingvo_moe.core.sharding import Mesh
+
+
+class PjrtEngine(Engine):
+    """Runs programs on the devices that JAX sees.
+
+    Attributes:
+        mesh: logical.
+        jax_mesh: the devices in the mesh's shape; logical device i is `devices[i]`.
+    """
+
+    def __init__(self, mesh: Mesh, devices: Sequence[Any] | None = None):
+        """Args: the mesh; the devices in logical order (by default the first ones that JAX lists).
+
+        Raises:
+            EngineError: there are fewer devices than the mesh has, or other processes would hold
+                none of it.
+        """
+        self.mesh = mesh
+        available = list(devices) if devices is not None else jax.devices()
+        if mesh.size > len(available):
+            raise EngineError(_misfit(mesh, available))
+        used = available[: mesh.size]
+        idle = set(range(jax.process_count())) - {d.process_index for d in used}
+        if idle:
+            raise EngineError(
+                f"mesh {mesh} has {mesh.size} devices, but the job has {len(available)} in "
+                f"{jax.process_count()} processes, and process {min(idle)} would have none of it; "
+                f"give a mesh of {len(available)} devices, e.g. --mesh={_suggest(mesh, len(available))}"
+            )
+        self.jax_mesh = jax.sharding.Mesh(np.array(used).reshape(mesh.shape), mesh.axis_names)
+
+    def Lower(
+        self,
+        fn: Callable[..., Any],
+        arg_specs: Sequence[Any],
+        *,
+        results: Any = None,
+        donate: Sequence[int] = (),
+        name: str = "",
+    ) -> Program:
+        """`lowering.lower` for this engine's mesh."""
+        from lingvo_moe.core.engine.lowering import lower  # the door to TensorFlow
+
+        return lower(fn, arg_specs, self.mesh, results=results, donate=donate, name=name)
+
+    def Build(
+        self,
+        fn: Callable[..., Any],
+        arg_specs: Sequence[Any],
+        *,
+        results: Any = None,
+        donate: Sequence[int] = (),
+        name: str = "",
+    ) -> "CompiledProgram":
+        return self.Compile(self.Lower(fn, arg_specs, results=results, donate=donate, name=name))
+
+    def Compile(self, program: Program) -> "CompiledProgram":
+        """Compiles a program for this engine's devices.
+
+        Raises:
+            EngineError: the program was lowered for another mesh.
+        """
+        if (program.mesh.axis_names, program.mesh.shape) != (self.mesh.axis_names, self.mesh.shape):
+            raise EngineError(
+                f"program {program.name!r} was lowered for mesh {program.mesh}, not for {self.mesh}; "
+                f"make the engine with that mesh, or lower it again"
+            )
+        return CompiledProgram(program, self)
+
+    def Sharding(self, spec: TensorSpec) -> Any:
+        """The `jax.sharding.NamedSharding` of a spec; None where its split is None."""
+        split = spec.OnMesh(self.mesh).split
+        if split is None:
+            return None
+        return jax.sharding.NamedSharding(self.jax_mesh, jax.sharding.PartitionSpec(*split))
+
+    def Put(self, tree: Any, specs: Any) -> Any:
+        items, spec_items = flatten_items(tree), flatten_items(specs)
+        paths, wanted = [p for p, _ in items], [p for p, _ in spec_items]
+        if paths != wanted:
+            raise EngineError(f"Put: {first_difference(wanted, paths)}")
+        leaves = [
+            self.PutLeaf(value, TensorSpec.Of(spec, path))
+            for (path, value), (_, spec) in zip(items, spec_items)
+        ]
+        return pack(skeleton(tree), leaves)
+
+    def PutLeaf(self, value: Any, spec: TensorSpec) -> jax.Array:
+        """One tensor on the devices, as its spec says.
+
+        Raises:
+            EngineError: another shape, or a dtype that would have to be converted.
+        """
+        sharding, dtype = self.Sharding(spec), numpy_dtype(spec.dtype)
+        if isinstance(value, jax.Array):
+            _check(spec, value.shape, value.dtype)
+            return value if value.sharding == sharding else jax.device_put(value, sharding)
+        array = np.asarray(value)
+        if array.dtype in (np.int64, np.float64) and array.ndim == 0:
+            array = array.astype(dtype)  # a Python number
+        _check(spec, array.shape, array.dtype)
+        return jax.make_array_from_callback(spec.shape, sharding, lambda index: array[index])
+
+    def Get(self, tree: Any) -> Any:
+        return pack(skeleton(tree), [_get(leaf) for _, leaf in flatten_items(tree)])
+
+
+class CompiledProgram(Compiled):
+    """A program compiled for an engine's devices.
+
+    Attributes:
+        program: what it was compiled from.
+    """
+
+    def __init__(self, program: Program, engine: PjrtEngine):
+        self.program, self._engine = program, engine
+        self._shardings = [engine.Sharding(spec) for spec in program.args]
+        exported = export.deserialize(bytearray(program.exported))
+        jitted = jax.jit(
+            exported.call,
+            donate_argnums=program.donated,
+            in_shardings=tuple(self._shardings),
+            out_shardings=tuple(engine.Sharding(spec) for spec in program.results),
+        )
+        abstract = [
+            jax.ShapeDtypeStruct(spec.shape, numpy_dtype(spec.dtype), sharding=sharding)
+            for spec, sharding in zip(program.args, self._shardings)
+        ]
+        self._compiled = jitted.lower(*abstract).compile()
+        # Virtual devices share the cores: steps in flight would only queue, and their collectives
+        # wait on each other.
+        self._wait = engine.jax_mesh.devices.flat[0].platform == "cpu"
+
+    def __call__(self, *args: Any) -> Any:
+        leaves = [
+            self._engine.PutLeaf(leaf, spec)
+            for leaf, spec in zip(self.program.FlattenArgs(*args), self.program.args, strict=True)
+        ]
+        out = self._compiled(*leaves)
+        if self._wait:
+            jax.block_until_ready(out)
+        return self.program.PackResults(list(out))
+
+    def HloText(self) -> str:
+        return self._compiled.as_text()
+
+    def Collectives(self) -> list[Collective]:
+        """What it communicates."""
+        return parse_collectives(self.HloText())
+
+    def Memory(self) -> dict[str, int]:
+        """XLA's count of bytes on one device: arguments, outputs, temporaries, and aliased (donated) ones."""
+        stats = self._compiled.memory_analysis()
+        return {
+            kind: getattr(stats, f"{name}_size_in_bytes")
+            for kind, name in (
+                ("arguments", "argument"),
+                ("outputs", "output"),
+                ("temporaries", "temp"),
+                ("aliased", "alias"),
+            )
+        }
+
+    def Cost(self) -> dict[str, float]:
+        """XLA's cost analysis for one device ('flops', 'bytes accessed', ...); a loop's body is counted once."""
+        return dict(self._compiled.cost_analysis())
+
+
+def _get(leaf: Any) -> np.ndarray:
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+        return np.asarray(leaf)
+    if leaf.is_fully_replicated:
+        return np.asarray(leaf.addressable_data(0))
+    return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
+
+
+def _check(spec: TensorSpec, shape: Sequence[int], dtype: Any) -> None:
+    if tuple(shape) != spec.shape or np.dtype(dtype) != numpy_dtype(spec.dtype):
+        raise EngineError(
+            f"{spec.name} has to be {spec.dtype}{list(spec.shape)}, got {np.dtype(dtype).name}{list(shape)}"
+        )
+
+
+def _misfit(mesh: Mesh, devices: Sequence[Any]) -> str:
+    count, platform = len(devices), devices[0].platform
+    text = (
+        f"mesh {mesh} needs {mesh.size} devices, but there are {count} ({platform}); "
+        f"a mesh that fits: --mesh={_suggest(mesh, count)}"
+    )
+    if platform == "cpu":
+        text += f"; or make virtual CPU devices with --num_devices={mesh.size}"
+    return text
+
+
+def _suggest(mesh: Mesh, count: int) -> str:
+    """The mesh with its last axis cut or grown to `count` devices, or one axis when that does not divide."""
+    rest = mesh.size // mesh.shape[-1]
+    if count % rest == 0:
+        return str(Mesh(mesh.axis_names, (*mesh.shape[:-1], count // rest)))
+    return f"{mesh.axis_names[-1]}:{count}"

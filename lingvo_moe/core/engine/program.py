@@ -1,0 +1,176 @@
+"""Program: a lowered function as a value, and as a file.
+
+StableHLO with shardings (serialised by `jax.export`) and what is needed to call it: names, shapes,
+dtypes and shardings of arguments and results, their structure, the mesh, which arguments are
+donated. Loading and running one needs no TensorFlow.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import re
+import struct
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+from lingvo_moe.core.engine.specs import TensorSpec, first_difference, flatten_items, pack
+from lingvo_moe.core.sharding import Mesh
+
+_MAGIC = b"lingvo_moe program 1\n"
+# After the magic: the length of the JSON header and that of the StableHLO, then both, then the
+# SHA-256 of all before it.
+_LENGTHS = struct.Struct("<QQ")
+
+
+class ProgramError(ValueError):
+    """A program file that cannot be read, or arguments that do not fit a program."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function lowered for a mesh, for any platform.
+
+    Attributes:
+        name: of the function.
+        mesh: the mesh that its shardings speak of.
+        args, results: the flat tensors; names are paths such as `state.theta.w` and
+            `result[0].theta.w`.
+        arg_structure, result_structure: the trees, as `specs.skeleton` gives them.
+        donated: numbers of the flat arguments whose memory the results may take.
+        exported: what `jax.export` serialised.
+    """
+
+    name: str
+    mesh: Mesh
+    args: tuple[TensorSpec, ...]
+    results: tuple[TensorSpec, ...]
+    arg_structure: Any
+    result_structure: Any
+    donated: tuple[int, ...]
+    exported: bytes
+
+    @functools.cached_property
+    def hash(self) -> str:
+        """SHA-256 of the text and of the header: equal for equal programs, in any process and on any platform."""
+        digest = hashlib.sha256(self.Text().encode())
+        digest.update(self._header().encode())
+        return digest.hexdigest()
+
+    def Text(self) -> str:
+        """The StableHLO as text, without source locations, its functions numbered in order of appearance."""
+        from jax import export
+
+        return normalized_text(export.deserialize(bytearray(self.exported)).mlir_module())
+
+    def FlattenArgs(self, *args: Any) -> list[Any]:
+        """The leaves of the arguments in the program's order.
+
+        Raises:
+            ProgramError: another structure, naming the first leaf that differs.
+        """
+        items = _arg_items(self.arg_structure, args, self.name)
+        found, expected = [path for path, _ in items], [spec.name for spec in self.args]
+        if found != expected:
+            raise ProgramError(f"{self.name}: argument {first_difference(expected, found)}")
+        return [leaf for _, leaf in items]
+
+    def PackResults(self, leaves: list[Any]) -> Any:
+        """The results in the function's structure; several results come as a tuple."""
+        packed = pack(self.result_structure["tree"], leaves)
+        return tuple(packed) if self.result_structure["tuple"] else packed
+
+    def Save(self, path: str) -> None:
+        """Writes one file, whole or not at all."""
+        header = self._header().encode()
+        body = _MAGIC + _LENGTHS.pack(len(header), len(self.exported)) + header + self.exported
+        directory = os.path.dirname(os.path.abspath(path))
+        os.makedirs(directory, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=directory, delete=False) as f:
+            try:
+                f.write(body + hashlib.sha256(body).digest())
+                f.close()
+                os.replace(f.name, path)
+            except BaseException:
+                os.unlink(f.name)
+                raise
+
+    @classmethod
+    def Load(cls, path: str) -> "Program":
+        """Reads what Save wrote.
+
+        Raises:
+            ProgramError: no such file, no program file, or one that was cut short or altered.
+        """
+        try:
+            with open(path, "rb") as f:
+                data = f.read()
+        except OSError as e:
+            raise ProgramError(f"program {path}: {e.strerror}") from None
+        start = len(_MAGIC) + _LENGTHS.size
+        if not data.startswith(_MAGIC):
+            raise ProgramError(f"program {path}: this is no program file, or one of another format")
+        if len(data) >= start:
+            header_bytes, exported_bytes = _LENGTHS.unpack_from(data, len(_MAGIC))
+            expected = start + header_bytes + exported_bytes + 32
+        if len(data) < start or len(data) != expected:
+            raise ProgramError(
+                f"program {path}: the file was cut short or has grown ({len(data)} bytes); write it again"
+            )
+        if hashlib.sha256(data[:-32]).digest() != data[-32:]:
+            raise ProgramError(f"program {path}: the contents are damaged; write it again")
+        header = json.loads(data[start : start + header_bytes])
+        return cls._from_header(header, data[start + header_bytes : -32])
+
+    def _header(self) -> str:
+        mesh = self.mesh
+        header = {
+            "name": self.name,
+            "mesh": {"axis_names": mesh.axis_names, "shape": mesh.shape},
+            "args": [spec.ToJson() for spec in self.args],
+            "results": [spec.ToJson() for spec in self.results],
+            "arg_structure": self.arg_structure,
+            "result_structure": self.result_structure,
+            "donated": self.donated,
+        }
+        return json.dumps(header, sort_keys=True)
+
+    @classmethod
+    def _from_header(cls, header: dict[str, Any], exported: bytes) -> "Program":
+        return cls(
+            name=header["name"],
+            mesh=Mesh(header["mesh"]["axis_names"], header["mesh"]["shape"]),
+            args=tuple(TensorSpec.FromJson(s) for s in header["args"]),
+            results=tuple(TensorSpec.FromJson(s) for s in header["results"]),
+            arg_structure=header["arg_structure"],
+            result_structure=header["result_structure"],
+            donated=tuple(header["donated"]),
+            exported=exported,
+        )
+
+
+def _arg_items(structure: Any, args: tuple[Any, ...], name: str) -> list[tuple[str, Any]]:
+    names = structure["names"]
+    if len(args) != len(names):
+        raise ProgramError(
+            f"{name}: takes {len(names)} arguments ({', '.join(names)}), got {len(args)}"
+        )
+    return [item for n, tree in zip(names, args) for item in flatten_items(tree, n)]
+
+
+def normalized_text(text: str) -> str:
+    """StableHLO text without source locations and with functions renamed by order of definition.
+
+    TensorFlow numbers its functions by a counter of the process, and locations hold paths of the
+    machine; neither says anything about the program.
+    """
+    text = re.sub(r"^#loc.*\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r' loc\((?:#loc\d*|unknown|"(?:[^"\\]|\\.)*")\)', "", text)
+    names = re.findall(r"func\.func private @([\w.$-]+|\"[^\"]*\")", text)
+    new = {name: f"fn{i}" for i, name in enumerate(names)}
+    return re.sub(
+        r"@([\w.$-]+|\"[^\"]*\")",
+        lambda m: f"@{new[m.group(1)]}" if m.group(1) in new else m.group(0),
+        text,
+    )

@@ -1,0 +1,149 @@
+"""TensorSpec, and trees of specs: how programs, states and checkpoints name, size and cut their tensors.
+
+Free of TensorFlow and JAX.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.sharding import Axis, DimsMapping, Mesh, ShardingError, check_mapping
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor that has not been allocated. A VariableSpec serves wherever one is asked for.
+
+    Attributes:
+        shape: static.
+        dtype: NumPy's name, e.g. 'float32', 'bfloat16', 'int32'.
+        split: the mesh axis, axes or None of each dimension; () stands for "whole on every device",
+            None (results only) for "as the partitioner likes".
+        name: dotted path; filled in from the structure where it is empty.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    split: DimsMapping | None = ()
+    name: str = ""
+
+    @classmethod
+    def Of(cls, spec: Any, name: str) -> "TensorSpec":
+        """From anything with shape, dtype and (maybe) split: a VariableSpec, an array, another TensorSpec."""
+        split = getattr(spec, "split", ())
+        return cls(
+            tuple(int(n) for n in spec.shape),
+            dtype_name(spec.dtype),
+            None if split is None else tuple(split),
+            name,
+        )
+
+    def OnMesh(self, mesh: Mesh) -> "TensorSpec":
+        """This spec with one entry of `split` for each dimension, checked against a mesh.
+
+        Raises:
+            ShardingError: an axis that the mesh lacks, or a dimension that does not divide evenly
+                over its partitions (what crosses a program's border is cut into equal parts; inside
+                a program XLA pads).
+        """
+        if self.split is None:
+            return self
+        whole: DimsMapping = (None,) * len(self.shape)
+        if mesh.size == 1 or not self.split:
+            return TensorSpec(self.shape, self.dtype, whole, self.name)
+        check_mapping(self.name, self.shape, self.split, mesh)
+        for dim, (size, axis) in enumerate(zip(self.shape, self.split, strict=True)):
+            if axis is not None and size % mesh.axis_size(axis):
+                raise ShardingError(
+                    f"{self.name}: dimension {dim} of shape {list(self.shape)} has {size} elements,"
+                    f" not a multiple of the {mesh.axis_size(axis)} partitions of axis {axis!r} of"
+                    f" mesh {mesh}; pad it, or leave it whole"
+                )
+        return self
+
+    def NumBytes(self) -> int:
+        """Of the whole tensor."""
+        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+
+    def ToJson(self) -> dict[str, Any]:
+        """A plain dict."""
+        split = (
+            None
+            if self.split is None
+            else [list(a) if isinstance(a, tuple) else a for a in self.split]
+        )
+        return {"name": self.name, "shape": self.shape, "dtype": self.dtype, "split": split}
+
+    @classmethod
+    def FromJson(cls, value: Mapping[str, Any]) -> "TensorSpec":
+        """The inverse of ToJson."""
+        split = value["split"]
+        if split is not None:
+            axes: list[Axis] = [tuple(a) if isinstance(a, list) else a for a in split]
+            split = tuple(axes)
+        return cls(tuple(value["shape"]), value["dtype"], split, value["name"])
+
+
+def dtype_name(dtype: Any) -> str:
+    """NumPy's name of a dtype given by name, as a NumPy or a TensorFlow dtype."""
+    if isinstance(dtype, str):
+        return numpy_dtype(dtype).name
+    return np.dtype(getattr(dtype, "as_numpy_dtype", dtype)).name
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """The NumPy dtype of a name, bfloat16 and its kin included."""
+    try:
+        return np.dtype(name)
+    except TypeError:
+        return np.dtype(getattr(ml_dtypes, name))
+
+
+def flatten_items(tree: Any, name: str = "") -> list[tuple[str, Any]]:
+    """The leaves of nested dicts, lists and tuples as (path, leaf), in `tf.nest` order; `name` is the root's path."""
+    return list(_walk(tree, name))
+
+
+def skeleton(tree: Any) -> Any:
+    """The structure of a tree as plain dicts, lists and leaf numbers: what a program file keeps of it."""
+    numbers = iter(range(len(flatten_items(tree))))
+    return _map(tree, lambda _leaf: next(numbers), dict)
+
+
+def pack(structure: Any, leaves: Sequence[Any]) -> Any:
+    """A tree with the leaves in the places that `skeleton` numbered; dicts become NestedMaps, tuples lists."""
+    return _map(structure, lambda number: leaves[number], NestedMap)
+
+
+def first_difference(expected: Sequence[str], found: Sequence[str]) -> str:
+    """A phrase naming the first path that only one of two structures has."""
+    missing, extra = (
+        [p for p in expected if p not in set(found)],
+        [p for p in found if p not in set(expected)],
+    )
+    if missing:
+        return f"{missing[0]!r} is missing" + (f", {extra[0]!r} is unknown" if extra else "")
+    return f"{extra[0]!r} is unknown" if extra else "the order of leaves differs"
+
+
+def _walk(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, Mapping):
+        for key in sorted(tree):
+            yield from _walk(tree[key], f"{path}.{key}" if path else key)
+    elif isinstance(tree, (list, tuple)):
+        for i, item in enumerate(tree):
+            yield from _walk(item, f"{path}[{i}]")
+    else:
+        yield path, tree
+
+
+def _map(tree: Any, fn: Any, map_type: type) -> Any:
+    if isinstance(tree, Mapping):
+        return map_type({key: _map(tree[key], fn, map_type) for key in sorted(tree)})
+    if isinstance(tree, (list, tuple)):
+        return [_map(item, fn, map_type) for item in tree]
+    return fn(tree)
