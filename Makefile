@@ -36,7 +36,7 @@ install: ## Make .venv with the pinned packages; does nothing when they have not
 	if [[ "$$($(PY) --version 2>/dev/null)" != "$$version" ]]; then
 	  "$$python" -m venv --clear $(VENV)
 	fi
-	if ! $(PY) -m pip install --disable-pip-version-check --progress-bar on -r $(LOCK); then
+	if ! $(PY) -m pip install --disable-pip-version-check --progress-bar on --no-deps -r $(LOCK); then
 	  echo "make install: pip could not install $(LOCK); its message is above." >&2
 	  echo "It needs a package index, 8 GB of disk and Linux on x86-64. Nothing is lost: run make install again." >&2
 	  exit 1
@@ -63,9 +63,11 @@ build-files: install ## Rewrite the BUILD files after files or imports have chan
 demo: install ## Train, score and export a small translator on real text; writes demo/.
 	@$(PY) -m tools.demo
 
-lock: install ## Pin again what requirements-dev.txt needs, after changing it.
+lock: install ## Pin again all that the other requirements files need, after changing them.
 	@$(PY) -m pip install --disable-pip-version-check -r requirements-dev.txt
-	{ echo "# Written by \`make lock\`: requirements-dev.txt and everything that it needs, one version each."
+	$(PY) -m pip install --disable-pip-version-check --no-deps -r requirements-corpus.txt
+	{ echo "# Written by \`make lock\`: the other requirements files and all that they need, one version each."
+	  echo "# Nothing is left to resolve, so it is installed with --no-deps."
 	  $(PY) -m pip freeze --exclude pip --exclude setuptools; } > $(LOCK)
 
 clean: ## Remove what was generated (not .venv).
