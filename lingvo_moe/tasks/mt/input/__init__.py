@@ -1,0 +1,1 @@
+"""The input of translation: corpus, TSV files, vocabularies, tokenised records, packing, the pipeline."""

@@ -1,0 +1,59 @@
+"""The held-out pairs of a data directory, in order, unpacked: what BLEU is computed on."""
+
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from lingvo_moe.core.suggest import did_you_mean
+from lingvo_moe.tasks.mt.input import tsv
+from lingvo_moe.tasks.mt.input.errors import DataError
+
+
+class DevSet:
+    """Pairs by language, read when they are asked for.
+
+    Example:
+        >>> for lang, pairs in DevSet("corpus", max_per_language=20).items(): ...
+    """
+
+    def __init__(
+        self,
+        data_dir: str | os.PathLike,
+        max_per_language: int | None = None,
+        languages: Sequence[str] = (),
+    ):
+        """Finds the files of `<data_dir>/dev`.
+
+        Raises:
+            DataError: there are none, or a language is not among them.
+        """
+        directory = Path(data_dir) / "dev"
+        if Path(data_dir).is_dir() and not directory.is_dir():
+            raise DataError(
+                f"{str(data_dir)!r} has no dev directory; put held-out pairs into {directory}/<lang>.tsv.gz"
+            )
+        self._files = tsv.language_files(directory)
+        self._max = max_per_language
+        for lang in languages:
+            if lang not in self._files:
+                raise DataError(
+                    f"{directory} has no language {lang!r}{did_you_mean(lang, self._files)}"
+                )
+        self.languages: list[str] = sorted(set(languages) or self._files)
+
+    def __getitem__(self, lang: str) -> list[tuple[str, str]]:
+        """The `(source, reference)` pairs of a language, at most `max_per_language`, in the file's order."""
+        if lang not in self._files:
+            raise DataError(f"no dev pairs for {lang!r}{did_you_mean(lang, self._files)}")
+        counts = tsv.LineCounts()
+        pairs = list(itertools.islice(tsv.read_pairs(self._files[lang], counts), self._max))
+        tsv.log_skipped(self._files[lang], counts)
+        if not pairs:
+            raise DataError(f"{self._files[lang]}: no good line; lines must be source<TAB>english")
+        return pairs
+
+    def items(self) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+        """`(language, pairs)`, one language at a time."""
+        for lang in self.languages:
+            yield lang, self[lang]

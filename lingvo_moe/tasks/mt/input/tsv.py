@@ -1,0 +1,122 @@
+"""Reads directories of parallel text: `<lang>.tsv.gz` or `<lang>.tsv`, and `dev/<lang>...` for held-out pairs.
+
+A line is `source<TAB>english`, UTF-8; further columns are ignored. Bad lines are skipped, counted and, the first few
+of a file, logged with their numbers; a file or directory that is of no use at all is an error.
+"""
+
+import dataclasses
+import gzip
+import logging
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from lingvo_moe.tasks.mt.input.errors import DataError
+
+MAX_LINE_BYTES = 20_000
+BAD_LINES_LOGGED = 3
+_FILE = re.compile(r"([A-Za-z]{2,3}(?:[_-][A-Za-z0-9]+)*)\.tsv(?:\.gz)?\Z")
+_LAYOUT = "expected files such as de.tsv.gz with lines of source<TAB>english"
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class LineCounts:
+    """How many lines were read and how many were skipped, by reason."""
+
+    good: int = 0
+    no_tab: int = 0
+    empty_side: int = 0
+    invalid_utf8: int = 0
+    too_long: int = 0
+
+    def skipped(self) -> dict[str, int]:
+        """The reasons that occurred, with their counts."""
+        counts = dataclasses.asdict(self)
+        return {reason: n for reason, n in counts.items() if n and reason != "good"}
+
+    def __iadd__(self, other: "LineCounts") -> "LineCounts":
+        for field in dataclasses.fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+        return self
+
+
+def language_files(data_dir: str | os.PathLike) -> dict[str, Path]:
+    """`{lang: file}` of a directory, by language.
+
+    Raises:
+        DataError: no such directory, no file of that layout, or two files of one language.
+    """
+    data_dir = Path(data_dir)
+    if not data_dir.is_dir():
+        what = "is not a directory" if data_dir.exists() else "does not exist"
+        raise DataError(f"data directory {str(data_dir)!r} {what}; {_LAYOUT}")
+    files: dict[str, Path] = {}
+    for path in sorted(data_dir.iterdir()):
+        match = _FILE.match(path.name)
+        if not match or not path.is_file():
+            continue
+        if match[1] in files:
+            raise DataError(
+                f"{data_dir}: both {files[match[1]].name} and {path.name}; keep one of them"
+            )
+        files[match[1]] = path
+    if not files:
+        raise DataError(f"no data in {str(data_dir)!r}: {_LAYOUT}")
+    return files
+
+
+def read_pairs(
+    path: str | os.PathLike, counts: LineCounts | None = None
+) -> Iterator[tuple[str, str]]:
+    """Streams the `(source, english)` pairs of a file, stripped; `counts` is filled on the way.
+
+    Raises:
+        DataError: the file cannot be read, or its compressed data is damaged (naming the last good line).
+    """
+    counts = counts if counts is not None else LineCounts()
+    path = Path(path)
+    line_number = 0
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            # Bounded reads: a file without line ends must not fill the memory.
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                line_number += 1
+                reason, pair = _parse(line)
+                while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
+                    line = file.readline(MAX_LINE_BYTES + 1)
+                setattr(counts, reason, getattr(counts, reason) + 1)
+                if pair:
+                    yield pair
+                elif sum(counts.skipped().values()) <= BAD_LINES_LOGGED:
+                    _log.warning("%s:%d: skipped: %s", path, line_number, reason.replace("_", " "))
+    except (OSError, EOFError, zlib.error) as e:
+        where = f"{path}:{line_number + 1}" if line_number else str(path)
+        raise DataError(f"{where}: cannot be read, damaged or cut short: {e}") from e
+
+
+def _parse(line: bytes) -> tuple[str, tuple[str, str] | None]:
+    """`("good", pair)`, or `(reason, None)`; the reasons are LineCounts' fields."""
+    if len(line) > MAX_LINE_BYTES:
+        return "too_long", None
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError:
+        return "invalid_utf8", None
+    source, tab, rest = text.rstrip("\r\n").partition("\t")
+    if not tab:
+        return "no_tab", None
+    source, english = source.strip(), rest.partition("\t")[0].strip()
+    if not source or not english:
+        return "empty_side", None
+    return "good", (source, english)
+
+
+def log_skipped(path: str | os.PathLike, counts: LineCounts) -> None:
+    """One line that sums up what was skipped in a file, if anything was."""
+    if skipped := counts.skipped():
+        reasons = ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in skipped.items())
+        total = sum(skipped.values())
+        _log.warning("%s: skipped %d of %d lines (%s)", path, total, total + counts.good, reasons)
