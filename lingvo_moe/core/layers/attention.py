@@ -1,0 +1,174 @@
+"""Multi-head attention, in training and one step at a time.
+
+Letters: B batch, T query, S key, M model, N head, K key dimension, J beam hypothesis, L decoding
+step (in caches).
+"""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from lingvo_moe.core import randomness
+from lingvo_moe.core.base_layer import BaseLayer, WeightParams
+from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.nested_map import NestedMap
+
+# What a masked logit becomes: finite, so that a query that may look nowhere still gives numbers.
+_MASKED = -1e9
+
+
+class MultiHeadAttention(BaseLayer):
+    """softmax(q k^T / sqrt(K)) v over N heads, projected back to M. No biases.
+
+    The softmax is computed in float32 whatever the activations' type.
+    """
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define("model_dim", 0, "M; 0 takes the parent's.")
+        p.Define("num_heads", 1, "N.")
+        p.Define("dim_per_head", 0, "K; 0 takes M / N.")
+        p.Define("atten_dropout_prob", 0.0, "Dropout on the attention probabilities.")
+        return p
+
+    def __init__(self, params: InstantiableParams):
+        super().__init__(params)
+        m, n, k = _dims(self.p)
+        for name in "qkv":
+            self.CreateVariable(name, WeightParams((m, n, k), "MNK", WeightInit.FanIn(m)))
+        self.CreateVariable("o", WeightParams((n, k, m), "NKM", WeightInit.FanIn(n * k)))
+        self._scale = k**-0.5
+
+    def FProp(
+        self,
+        theta: NestedMap,
+        query: tf.Tensor,
+        source: tf.Tensor,
+        mask: tf.Tensor,
+        seed: tf.Tensor | None = None,
+    ) -> tf.Tensor:
+        """Each query looks at the source positions that its mask allows.
+
+        Args:
+            theta: the weights.
+            query: [B, T, M].
+            source: [B, S, M]; the query itself in self-attention.
+            mask: [B, T or 1, S], bool or 0/1.
+            seed: int32 [2]; None means inference, without dropout.
+
+        Returns:
+            [B, T, M]. Where the mask allows nothing the values are finite and mean nothing.
+        """
+        q = self._Queries(theta, query)
+        memory = self.PrecomputeMemory(theta, source)
+        return self._Attend(theta, q, memory, mask, seed)
+
+    def PrecomputeMemory(self, theta: NestedMap, memory: tf.Tensor) -> NestedMap:
+        """Keys and values of memory [B, S, M]: NestedMap(k, v), each [B, S, N, K]."""
+        k = tf.einsum("BSM,MNK->BSNK", memory, self.Cast(theta.k))
+        v = tf.einsum("BSM,MNK->BSNK", memory, self.Cast(theta.v))
+        return NestedMap(k=self.Shard(k, "BSNK"), v=self.Shard(v, "BSNK"))
+
+    def AttendMemory(
+        self, theta: NestedMap, query: tf.Tensor, memory: NestedMap, mask: tf.Tensor
+    ) -> tf.Tensor:
+        """Inference on precomputed memory: query [B, J, M], mask [B, J or 1, S] to [B, J, M]."""
+        return self._Attend(theta, self._Queries(theta, query), memory, mask, None)
+
+    def InitCache(self, batch: int, length: int, num_hyps: int = 1) -> NestedMap:
+        """Empty keys and values for L = length steps of J = num_hyps positions: [L, B, J, N, K].
+
+        Step-major, so that a step writes one contiguous slice. As seen by masks, position j of step
+        t is t * J + j.
+        """
+        _, n, k = _dims(self.p)
+        shape = [length, batch, num_hyps, n, k]
+        return NestedMap(k=tf.zeros(shape, self.fprop_dtype), v=tf.zeros(shape, self.fprop_dtype))
+
+    def ExtendStep(
+        self,
+        theta: NestedMap,
+        x: tf.Tensor,
+        cache: NestedMap,
+        time: tf.Tensor,
+        mask: tf.Tensor,
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """One decoding step: writes J keys and values, then attends to the cache under the mask.
+
+        Which hypothesis a cached position belongs to is a matter of the mask alone, so beams are
+        never reordered here (flat beam search, the paper's appendix A.1).
+
+        Args:
+            theta: the weights.
+            x: [B, J, M], the new position of each hypothesis.
+            cache: from InitCache or the step before.
+            time: int32 scalar, the step, in [0, length).
+            mask: [B, J, length * J], bool or 0/1; must allow a hypothesis its own new position,
+                time * J + j.
+
+        Returns:
+            ([B, J, M], the new cache).
+        """
+        new = self.PrecomputeMemory(theta, x)
+        index = tf.reshape(tf.cast(time, tf.int32), [1, 1])
+        cache = NestedMap(
+            k=tf.tensor_scatter_nd_update(cache.k, index, new.k[tf.newaxis]),
+            v=tf.tensor_scatter_nd_update(cache.v, index, new.v[tf.newaxis]),
+        )
+        steps, _, num_hyps, _, _ = cache.k.shape
+        batch = tf.shape(x)[0]
+        heads = self.p.num_heads
+        logits = tf.einsum("BJNK,LBINK->BNJLI", self._Queries(theta, x), cache.k)
+        logits = tf.reshape(logits, [batch, heads, num_hyps, steps * num_hyps])
+        probs = self._Probs(logits, mask, None)
+        probs = tf.reshape(probs, [batch, heads, num_hyps, steps, num_hyps])
+        context = tf.einsum("BNJLI,LBINK->BJNK", probs, cache.v)
+        return self._Output(theta, context), cache
+
+    def _Queries(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
+        q = tf.einsum("BTM,MNK->BTNK", x, self.Cast(theta.q))
+        return self.Shard(q * tf.constant(self._scale, q.dtype), "BTNK")
+
+    def _Attend(
+        self,
+        theta: NestedMap,
+        q: tf.Tensor,
+        memory: NestedMap,
+        mask: tf.Tensor,
+        seed: tf.Tensor | None,
+    ) -> tf.Tensor:
+        logits = tf.einsum("BTNK,BSNK->BNTS", q, memory.k)
+        probs = self._Probs(logits, mask, seed)
+        return self._Output(theta, tf.einsum("BNTS,BSNK->BTNK", probs, memory.v))
+
+    def _Probs(self, logits: tf.Tensor, mask: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:
+        """[B, N, T, S] logits to probabilities in the activations' type."""
+        allowed = tf.cast(mask, tf.bool)[:, tf.newaxis]
+        logits = tf.where(allowed, tf.cast(logits, tf.float32), tf.constant(_MASKED))
+        probs = self.Cast(tf.nn.softmax(logits))
+        return randomness.dropout(probs, self.p.atten_dropout_prob, self.FoldSeed(seed, "atten"))
+
+    def _Output(self, theta: NestedMap, context: tf.Tensor) -> tf.Tensor:
+        return tf.einsum("BTNK,NKM->BTM", context, self.Cast(theta.o))
+
+    @classmethod
+    def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
+        """From the shapes of query and source: projections q, k, v, o, then q k^T and probs v."""
+        (batch, time, dim), (_, length, _) = input_shapes[0], input_shapes[-1]
+        _, n, k = _dims(params)
+        projections = 2 * dim * n * k * batch * (2 * time + 2 * length)
+        products = 2 * 2 * batch * n * time * length * k
+        return NestedMap(flops=projections + products, out_shapes=((batch, time, dim),))
+
+
+def _dims(p: HyperParams) -> tuple[int, int, int]:
+    """(M, N, K)."""
+    if not p.dim_per_head and p.model_dim % p.num_heads:
+        raise ValueError(
+            f"attention: model_dim {p.model_dim} does not divide into {p.num_heads} heads; "
+            "set dim_per_head"
+        )
+    return p.model_dim, p.num_heads, p.dim_per_head or p.model_dim // p.num_heads

@@ -1,0 +1,94 @@
+"""Token and position embeddings. Letters: B batch, T time, V vocabulary, M model."""
+
+import math
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from lingvo_moe.core.base_layer import BaseLayer, WeightParams
+from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.nested_map import NestedMap
+
+
+class Embedding(BaseLayer):
+    """A table of token embeddings, scaled by sqrt(M) when looked up.
+
+    The table starts with a standard deviation of 1/sqrt(M), so that embeddings start at unit size,
+    and so do the logits when a softmax shares the table.
+    """
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define("vocab_size", 0, "V.")
+        p.Define("model_dim", 0, "M.")
+        return p
+
+    def __init__(self, params: InstantiableParams):
+        super().__init__(params)
+        p = self.p
+        init = WeightInit.Gaussian(1 / math.sqrt(p.model_dim))
+        self.CreateVariable("table", WeightParams((p.vocab_size, p.model_dim), "VM", init))
+
+    def FProp(self, theta: NestedMap, ids: tf.Tensor) -> tf.Tensor:
+        """Looks up ids, int32 [B, T] with values in [0, V): embeddings [B, T, M]."""
+        x = self.Cast(_lookup(theta.table, ids)) * tf.constant(
+            math.sqrt(self.p.model_dim), self.fprop_dtype
+        )
+        return self.Shard(x, "BTM")
+
+    @classmethod
+    def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
+        """A lookup multiplies no matrices."""
+        return NestedMap(flops=0, out_shapes=((*input_shapes[0], params.model_dim),))
+
+
+@tf.custom_gradient
+def _lookup(table: tf.Tensor, ids: tf.Tensor) -> tuple:
+    """tf.gather whose gradient is one dense float32 sum, never IndexedSlices: it partitions."""
+    num_ids, dim = table.shape
+
+    def grad(dy: tf.Tensor) -> tuple:
+        rows = tf.reshape(tf.cast(dy, tf.float32), [-1, dim])
+        total = tf.math.unsorted_segment_sum(rows, tf.reshape(ids, [-1]), num_ids)
+        return tf.cast(total, table.dtype), None
+
+    return tf.gather(table, ids), grad
+
+
+class PositionalEmbedding(BaseLayer):
+    """Sinusoids of geometrically spaced wavelengths: sines, then cosines, along M.
+
+    Computed where it is used, from the position of each token in its own segment; there is no
+    table.
+    """
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define("model_dim", 0, "M, even.")
+        p.Define("min_timescale", 1.0, "The shortest wavelength over 2*pi, in tokens.")
+        p.Define("max_timescale", 10000.0, "The longest wavelength over 2*pi, in tokens.")
+        return p
+
+    def __init__(self, params: InstantiableParams):
+        super().__init__(params)
+        if self.p.model_dim < 2 or self.p.model_dim % 2:
+            raise ValueError(f"{self.path}: model_dim must be even, got {self.p.model_dim}")
+
+    def FProp(self, theta: NestedMap, segment_pos: tf.Tensor) -> tf.Tensor:
+        """Embeds segment_pos, int32 [B, T]: [B, T, M] in the activations' type."""
+        p = self.p
+        num = p.model_dim // 2
+        step = math.log(p.max_timescale / p.min_timescale) / max(1, num - 1)
+        rates = tf.constant([math.exp(-i * step) / p.min_timescale for i in range(num)])
+        angles = tf.cast(segment_pos, tf.float32)[..., tf.newaxis] * rates
+        waves = tf.concat([tf.sin(angles), tf.cos(angles)], axis=-1)
+        return self.Cast(waves)
+
+    @classmethod
+    def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
+        """No matrix multiplication."""
+        return NestedMap(flops=0, out_shapes=((*input_shapes[0], params.model_dim),))

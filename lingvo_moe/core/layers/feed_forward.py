@@ -1,0 +1,57 @@
+"""The dense feed-forward layer. Letters: B batch, T time, M model, H hidden."""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from lingvo_moe.core import randomness
+from lingvo_moe.core.base_layer import BaseLayer, WeightParams
+from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.nested_map import NestedMap
+
+
+class FeedForward(BaseLayer):
+    """y = wo . dropout(relu(wi . x)), the same interface as the mixture-of-experts layer's."""
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define("model_dim", 0, "M; 0 takes the parent's.")
+        p.Define("hidden_dim", 0, "H.")
+        p.Define("relu_dropout_prob", 0.0, "Dropout between the two projections.")
+        return p
+
+    def __init__(self, params: InstantiableParams):
+        super().__init__(params)
+        m, h = self.p.model_dim, self.p.hidden_dim
+        self.CreateVariable("wi", WeightParams((m, h), "MH", WeightInit.FanIn(m)))
+        self.CreateVariable("wo", WeightParams((h, m), "HM", WeightInit.FanIn(h)))
+
+    def FProp(
+        self,
+        theta: NestedMap,
+        x: tf.Tensor,
+        paddings: tf.Tensor,
+        seed: tf.Tensor | None = None,
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """Maps x [B, T, M] position by position to ([B, T, M], no extras).
+
+        `paddings` [B, T] is not needed: a position depends on no other. `seed` None means
+        inference.
+        """
+        del paddings
+        h = tf.nn.relu(tf.einsum("BTM,MH->BTH", x, self.Cast(theta.wi)))
+        h = self.Shard(h, "BTH")
+        h = randomness.dropout(h, self.p.relu_dropout_prob, self.FoldSeed(seed, "relu"))
+        return tf.einsum("BTH,HM->BTM", h, self.Cast(theta.wo)), NestedMap()
+
+    @classmethod
+    def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
+        """Two projections, 2 M H each, for each token."""
+        batch, time, dim = input_shapes[0]
+        return NestedMap(
+            flops=2 * 2 * batch * time * dim * params.hidden_dim,
+            out_shapes=((batch, time, dim),),
+        )

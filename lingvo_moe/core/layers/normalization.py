@@ -1,0 +1,48 @@
+"""LayerNorm. Letters: B batch, T time, M model."""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from lingvo_moe.core.base_layer import BaseLayer, WeightParams
+from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.nested_map import NestedMap
+
+
+class LayerNorm(BaseLayer):
+    """y = (x - mean) / sqrt(variance + epsilon) * scale + bias over the last dimension, M.
+
+    Statistics and the result are computed in float32 whatever the activations' type, then rounded
+    once.
+    """
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define("model_dim", 0, "M.")
+        p.Define("epsilon", 1e-6, "Added to the variance.")
+        return p
+
+    def __init__(self, params: InstantiableParams):
+        super().__init__(params)
+        shape = (self.p.model_dim,)
+        self.CreateVariable("scale", WeightParams(shape, "M", WeightInit.Constant(1.0)))
+        self.CreateVariable("bias", WeightParams(shape, "M", WeightInit.Constant(0.0)))
+
+    def FProp(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
+        """Normalizes x [..., M]; the result has the activations' type."""
+        wide = tf.cast(x, tf.float32)
+        # Sums times 1/M: the gradient of tf.reduce_mean would make a constant as large as x.
+        per_element = 1.0 / self.p.model_dim
+        centred = wide - tf.reduce_sum(wide, axis=-1, keepdims=True) * per_element
+        variance = tf.reduce_sum(centred * centred, axis=-1, keepdims=True) * per_element
+        normal = centred * tf.math.rsqrt(variance + self.p.epsilon)
+        scale, bias = (tf.cast(w, tf.float32) for w in (theta.scale, theta.bias))
+        return tf.cast(normal * scale + bias, self.fprop_dtype)
+
+    @classmethod
+    def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
+        """No matrix multiplication: elementwise work is not counted."""
+        return NestedMap(flops=0, out_shapes=(tuple(input_shapes[0]),))

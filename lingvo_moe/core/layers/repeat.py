@@ -1,0 +1,276 @@
+"""Repeat: one layer applied L times over stacked weights, in a loop that compiles once for any L.
+
+Forward is a while loop that keeps each repetition's input; backward is a while loop that recomputes
+the repetition and differentiates it. The loops are ours, under one custom gradient, because
+TensorFlow's gradient of a while loop keeps every intermediate value of every iteration.
+
+Letters: L layer (the repetitions).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_moe.core.base_layer import BaseLayer
+from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.sharding import current_mesh
+from lingvo_moe.core.sharding.annotate import mesh_split, shard_letters
+
+# (index, theta of one repetition, carry, shared, seed or None) -> (carry, extras)
+Body = Callable[..., tuple[tf.Tensor, NestedMap]]
+
+
+class Repeat(BaseLayer):
+    """Applies `p.body` L times: body.FProp(theta_i, carry, shared, seed=seed_i) -> (carry, extras).
+
+    Every variable of the body gets a leading dimension L; slice i starts as a variable of its own
+    would, and repetition i sees the seed folded with i. Scanned or unrolled, the values, gradients
+    and structures are the same.
+    """
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define("body", None, "Params of the layer that is repeated.")
+        p.Define("num_repeats", 1, "L.")
+        p.Define("unroll", False, "Write the repetitions out instead of looping; for debugging.")
+        p.Define("carry_letters", "BTM", "The einsum letters of the carry.")
+        return p
+
+    def __init__(self, params: InstantiableParams):
+        super().__init__(params)
+        if self.p.num_repeats < 1:
+            raise ValueError(f"{self.path}: num_repeats must be positive, got {self.p.num_repeats}")
+        self.CreateChild("body", self.p.body)
+
+    def VariableSpecs(self) -> NestedMap:
+        """The body's specs, each with a leading dimension L."""
+        return super().VariableSpecs().Transform(lambda spec: spec.Stacked(self.p.num_repeats))
+
+    def FProp(
+        self,
+        theta: NestedMap,
+        carry: tf.Tensor,
+        shared: NestedMap,
+        seed: tf.Tensor | None = None,
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """Runs all repetitions.
+
+        Args:
+            theta: NestedMap(body=...) of stacked weights [L, ...].
+            carry: what flows from repetition to repetition; its shape and type stay.
+            shared: tensors that every repetition sees. Everything that the body uses beside theta
+                and carry must come through here: gradients do not reach tensors that the body
+                merely captures.
+            seed: int32 [2] or None.
+
+        Returns:
+            (carry, extras): the last carry, and the body's extras (floating point) stacked, [L,
+            ...].
+
+        Raises:
+            ValueError: the body returns a carry of another shape or type. TypeError: extras that
+                are not floating point.
+        """
+        if self.p.unroll:
+            return self._Unrolled(theta, carry, shared, seed)
+        return _scan(self._Body, self.p.num_repeats, theta, carry, shared, seed, self._ShardCarry)
+
+    def SliceTheta(self, theta: NestedMap, i: int) -> NestedMap:
+        """The theta of repetition i's body, for use outside of FProp (e.g. decoding)."""
+        return self._ShardTheta(_slice(theta.body, i))
+
+    def _Unrolled(
+        self, theta: NestedMap, carry: tf.Tensor, shared: NestedMap, seed: tf.Tensor | None
+    ) -> tuple[tf.Tensor, NestedMap]:
+        all_extras = []
+        for i in range(self.p.num_repeats):
+            theta_i = _slice(theta, i)
+            carry, extras = self._Body(tf.constant(i), theta_i, carry, shared, seed)
+            all_extras.append(extras)
+        stacked = tf.nest.map_structure(lambda *values: tf.stack(values), *all_extras)
+        return carry, stacked
+
+    def _Body(
+        self,
+        i: tf.Tensor,
+        theta: NestedMap,
+        carry: tf.Tensor,
+        shared: NestedMap,
+        seed: tf.Tensor | None,
+    ) -> tuple[tf.Tensor, NestedMap]:
+        theta = self._ShardTheta(theta.body)
+        seed = self.FoldSeed(self.FoldSeed(seed, "body"), i)
+        carry, extras = self.body.FProp(theta, self._ShardCarry(carry), shared, seed=seed)
+        return self._ShardCarry(carry), extras
+
+    def _ShardCarry(self, x: tf.Tensor, prefix: str = "") -> tf.Tensor:
+        return shard_letters(x, prefix + self.p.carry_letters, self.p.activation_split)
+
+    def _ShardTheta(self, theta: NestedMap) -> NestedMap:
+        """Annotates slices like their stacks: sharding, and the gradient's, survives slicing."""
+        mesh = current_mesh()
+        if mesh is None or mesh.size == 1:
+            return theta
+        specs = self.body.VariableSpecs().Flatten()
+        return theta.Pack(
+            [
+                mesh_split(w, mesh, spec.split) if any(spec.split) else w
+                for w, spec in zip(theta.Flatten(), specs, strict=True)
+            ]
+        )
+
+    @classmethod
+    def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
+        """L times the body's."""
+        meta = params.body.cls.FPropMeta(params.body, *input_shapes)
+        return NestedMap(flops=params.num_repeats * meta.flops, out_shapes=meta.out_shapes)
+
+
+def _scan(
+    body: Body,
+    num: int,
+    theta: NestedMap,
+    carry: tf.Tensor,
+    shared: NestedMap,
+    seed: tf.Tensor | None,
+    shard_carry: Callable[..., tf.Tensor],
+) -> tuple[tf.Tensor, NestedMap]:
+    """See Repeat.FProp; `shard_carry(x, prefix letters)` annotates a carry or a stack of them."""
+    seeds = [] if seed is None else [seed]
+    structure = (theta, shared, seeds)
+    extras_specs = _extras_specs(body, theta, carry, shared, seed)
+    extras_flat = tf.nest.flatten(extras_specs)
+    # Carries of unknown size (serving) are not kept: there is nothing to differentiate.
+    keep = carry.shape.is_fully_defined()
+
+    def call(i: tf.Tensor, theta_i: list, x: tf.Tensor, flat_rest: list) -> tuple[tf.Tensor, list]:
+        theta_, shared_, seeds_ = tf.nest.pack_sequence_as(structure, [*theta_i, *flat_rest])
+        y, extras = body(i, theta_, x, shared_, seeds_[0] if seeds_ else None)
+        return y, tf.nest.flatten(extras)
+
+    num_theta = len(tf.nest.flatten(theta))
+
+    @tf.custom_gradient
+    def run(x: tf.Tensor, *flat: tf.Tensor) -> tuple[list[tf.Tensor], Callable]:
+        weights, rest = list(flat[:num_theta]), list(flat[num_theta:])
+
+        def step(i: tf.Tensor, x: tf.Tensor, inputs: list, extras: list) -> tuple:
+            y, values = call(i, [tf.gather(w, i) for w in weights], x, rest)
+            extras = [ta.write(i, v) for ta, v in zip(extras, values, strict=True)]
+            return i + 1, y, [ta.write(i, x) for ta in inputs], extras
+
+        inputs = [_array(num, x.dtype, x.shape)] if keep else []
+        extras = [_array(num, spec.dtype, spec.shape) for spec in extras_flat]
+        start = (tf.constant(0), x, inputs, extras)
+        _, y, inputs, extras = tf.while_loop(lambda i, *_: i < num, step, start)
+        kept = shard_carry(inputs[0].stack(), "L") if keep else None
+
+        def grad(dy: tf.Tensor, *dextras: tf.Tensor) -> list:
+            if kept is None:
+                raise ValueError(f"no gradient through a carry of unknown size, {x.shape}")
+            return _backward(call, num, weights, rest, kept, dy, list(dextras), shard_carry)
+
+        return [y, *(ta.stack() for ta in extras)], grad
+
+    y, *extras = run(carry, *tf.nest.flatten(structure))
+    return y, tf.nest.pack_sequence_as(extras_specs, extras)
+
+
+def _backward(
+    call: Callable,
+    num: int,
+    weights: list[tf.Tensor],
+    rest: list[tf.Tensor],
+    kept: tf.Tensor,
+    dy: tf.Tensor,
+    dextras: list[tf.Tensor],
+    shard_carry: Callable[..., tf.Tensor],
+) -> list[tf.Tensor | None]:
+    """The gradients of (carry, *weights, *rest), from the last repetition to the first."""
+    floating = [k for k, t in enumerate(rest) if t.dtype.is_floating]
+    used: set[int] = set()
+
+    def step(i: tf.Tensor, dx: tf.Tensor, dweights: list, drest: list) -> tuple:
+        x = shard_carry(tf.gather(kept, i))
+        slices = [tf.gather(w, i) for w in weights]
+        sources = [x, *slices, *(rest[k] for k in floating)]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(sources)
+            y, extras = call(i, slices, x, rest)
+        grads = tape.gradient([y, *extras], sources, [dx, *(tf.gather(d, i) for d in dextras)])
+        dx, *grads = [None if g is None else tf.convert_to_tensor(g) for g in grads]
+        dslices, dfloating = grads[: len(weights)], grads[len(weights) :]
+        dslices = [
+            _runtime_zeros(s, s.dtype) if g is None else g
+            for g, s in zip(dslices, slices, strict=True)
+        ]
+        used.update(k for k, g in zip(floating, dfloating, strict=True) if g is not None)
+        drest = [
+            total if g is None else total + tf.cast(g, total.dtype)
+            for total, g in zip(drest, dfloating, strict=True)
+        ]
+        dweights = [ta.write(i, g) for ta, g in zip(dweights, dslices, strict=True)]
+        return i - 1, shard_carry(_known(dx, x)), dweights, drest
+
+    dweights = [_array(num, w.dtype, w.shape[1:]) for w in weights]
+    # Sums over L repetitions: in float32, even of bfloat16 terms.
+    drest = [_runtime_zeros(rest[k], tf.float32) for k in floating]
+    start = (tf.constant(num - 1), dy, dweights, drest)
+    _, dx, dweights, drest = tf.while_loop(lambda i, *_: i >= 0, step, start)
+    by_index = {
+        k: tf.cast(total, rest[k].dtype)
+        for k, total in zip(floating, drest, strict=True)
+        if k in used
+    }
+    return [dx, *(ta.stack() for ta in dweights), *(by_index.get(k) for k in range(len(rest)))]
+
+
+def _extras_specs(
+    body: Body, theta: NestedMap, carry: tf.Tensor, shared: NestedMap, seed: tf.Tensor | None
+) -> Any:
+    """What the body's extras look like, from a trace that is thrown away; checks the carry."""
+
+    def spec(t: tf.Tensor) -> tf.TensorSpec:
+        return tf.TensorSpec(t.shape, t.dtype)
+
+    def traced(*args: Any) -> tuple:
+        return body(tf.constant(0), *args)
+
+    one = tf.nest.map_structure(lambda w: tf.TensorSpec(w.shape[1:], w.dtype), theta)
+    args = (one, spec(carry), tf.nest.map_structure(spec, shared))
+    concrete = tf.function(traced, autograph=False).get_concrete_function(
+        *args, None if seed is None else spec(seed)
+    )
+    y, extras = concrete.structured_outputs
+    if y.dtype != carry.dtype or not carry.shape.is_compatible_with(y.shape):
+        raise ValueError(
+            f"repeat: the body turns a carry of {carry.dtype.name} {carry.shape} into "
+            f"{y.dtype.name} {y.shape}; both must be the same"
+        )
+    for e in tf.nest.flatten(extras):
+        if not e.dtype.is_floating:
+            raise TypeError(f"repeat: extras must be floating point, got {e.dtype.name} {e.shape}")
+    return tf.nest.map_structure(spec, extras)
+
+
+def _slice(theta: NestedMap, i: int) -> NestedMap:
+    return theta.Transform(lambda w: w[i])
+
+
+def _array(num: int, dtype: tf.DType, shape: tf.TensorShape) -> tf.TensorArray:
+    return tf.TensorArray(dtype, num, element_shape=shape, clear_after_read=False)
+
+
+def _runtime_zeros(like: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Zeros of the shape of `like` that tracing cannot fold into a constant of that size."""
+    first = tf.reshape(like, [-1])[0]
+    never = tf.logical_and(tf.math.is_nan(first), tf.math.is_inf(first))
+    return tf.fill(tf.shape(like), tf.cast(never, dtype))
+
+
+def _known(dx: tf.Tensor | None, x: tf.Tensor) -> tf.Tensor:
+    return _runtime_zeros(x, x.dtype) if dx is None else dx

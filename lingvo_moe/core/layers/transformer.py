@@ -1,0 +1,285 @@
+"""Transformer layers, blocks of them, and the stack that repeats a block.
+
+Letters: B batch, T time, S source time, M model, L block, J beam hypothesis.
+
+What the layers share is passed as `aux`, a NestedMap:
+    paddings: float [B, T], 1 at padding.
+    self_mask: bool [B, T, T] (see masks.py).
+    memory, cross_mask: [B, S, M] and bool [B, T or 1, S]; with cross-attention only.
+"""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from lingvo_moe.core import randomness
+from lingvo_moe.core.base_layer import BaseLayer
+from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.layers.attention import MultiHeadAttention
+from lingvo_moe.core.layers.feed_forward import FeedForward
+from lingvo_moe.core.layers.normalization import LayerNorm
+from lingvo_moe.core.layers.repeat import Repeat
+from lingvo_moe.core.nested_map import NestedMap
+
+
+class TransformerLayer(BaseLayer):
+    """x plus self-attention, cross-attention (if any) and feed-forward in turn, pre-LN."""
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define("model_dim", 0, "M, for this layer and the parts that leave it open.")
+        p.Define("norm_tpl", LayerNorm.Params(), "Params of the normalizations.")
+        p.Define("self_atten_tpl", MultiHeadAttention.Params(), "Params of self-attention.")
+        p.Define("cross_atten_tpl", None, "Params of cross-attention; None has none.")
+        p.Define("ffn_tpl", FeedForward.Params(), "Params of the feed-forward: dense or MoE.")
+        p.Define("residual_dropout_prob", 0.0, "Dropout on what each part adds.")
+        return p
+
+    def __init__(self, params: InstantiableParams):
+        super().__init__(params)
+        p = self.p
+        self.CreateChild("self_norm", _with_dim(p, p.norm_tpl))
+        self.CreateChild("self_atten", _with_dim(p, p.self_atten_tpl))
+        if p.cross_atten_tpl is not None:
+            self.CreateChild("cross_norm", _with_dim(p, p.norm_tpl))
+            self.CreateChild("cross_atten", _with_dim(p, p.cross_atten_tpl))
+        self.CreateChild("ffn_norm", _with_dim(p, p.norm_tpl))
+        self.CreateChild("ffn", _with_dim(p, p.ffn_tpl))
+
+    def FProp(
+        self,
+        theta: NestedMap,
+        x: tf.Tensor,
+        aux: NestedMap,
+        seed: tf.Tensor | None = None,
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """Maps x [B, T, M] under aux (see the file's top) to ([B, T, M], the ffn's extras)."""
+        x = self.Shard(x, "BTM")
+        h = self.self_norm.FProp(theta.self_norm, x)
+        h = self.self_atten.FProp(
+            theta.self_atten, h, h, aux.self_mask, seed=self.FoldSeed(seed, "self_atten")
+        )
+        x = self._Add(x, h, self.FoldSeed(seed, "self_residual"))
+        if self.p.cross_atten_tpl is not None:
+            h = self.cross_norm.FProp(theta.cross_norm, x)
+            h = self.cross_atten.FProp(
+                theta.cross_atten,
+                h,
+                self.Shard(aux.memory, "BSM"),
+                aux.cross_mask,
+                seed=self.FoldSeed(seed, "cross_atten"),
+            )
+            x = self._Add(x, h, self.FoldSeed(seed, "cross_residual"))
+        h = self.ffn_norm.FProp(theta.ffn_norm, x)
+        h, extras = self.ffn.FProp(theta.ffn, h, aux.paddings, seed=self.FoldSeed(seed, "ffn"))
+        return self._Add(x, h, self.FoldSeed(seed, "ffn_residual")), extras
+
+    def InitCache(self, batch: int, length: int, num_hyps: int = 1) -> NestedMap:
+        """See MultiHeadAttention.InitCache."""
+        return self.self_atten.InitCache(batch, length, num_hyps)
+
+    def PrecomputeMemory(self, theta: NestedMap, memory: tf.Tensor) -> NestedMap:
+        """Cross-attention's keys and values of memory [B, S, M]; empty without one."""
+        if self.p.cross_atten_tpl is None:
+            return NestedMap()
+        return self.cross_atten.PrecomputeMemory(theta.cross_atten, memory)
+
+    def ExtendStep(
+        self,
+        theta: NestedMap,
+        x: tf.Tensor,
+        cache: NestedMap,
+        time: tf.Tensor,
+        aux: NestedMap,
+        memory: NestedMap,
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """One decoding step of J hypotheses, in inference.
+
+        Args:
+            theta: the weights.
+            x: [B, J, M].
+            cache: from InitCache or the step before.
+            time: int32 scalar.
+            aux: self_mask [B, J, length * J]; with cross-attention cross_mask [B, J or 1, S]; and
+                paddings [B, J], 1 where a row holds no request.
+            memory: from PrecomputeMemory.
+
+        Returns:
+            ([B, J, M], the new cache).
+        """
+        h = self.self_norm.FProp(theta.self_norm, x)
+        h, cache = self.self_atten.ExtendStep(theta.self_atten, h, cache, time, aux.self_mask)
+        x = x + h
+        if self.p.cross_atten_tpl is not None:
+            h = self.cross_norm.FProp(theta.cross_norm, x)
+            x = x + self.cross_atten.AttendMemory(theta.cross_atten, h, memory, aux.cross_mask)
+        h = self.ffn_norm.FProp(theta.ffn_norm, x)
+        h, _ = self.ffn.FProp(theta.ffn, h, aux.paddings, seed=None)
+        return x + h, cache
+
+    def _Add(self, x: tf.Tensor, h: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:
+        h = randomness.dropout(h, self.p.residual_dropout_prob, seed)
+        return self.Shard(x + h, "BTM")
+
+    @classmethod
+    def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
+        """From the shapes of x and, with cross-attention, memory: the sum of the parts."""
+        x = tuple(input_shapes[0])
+        parts = [(params.self_atten_tpl, (x, x)), (params.ffn_tpl, (x,))]
+        if params.cross_atten_tpl is not None:
+            parts.append((params.cross_atten_tpl, (x, tuple(input_shapes[1]))))
+        flops = sum(
+            tpl.cls.FPropMeta(_with_dim(params, tpl), *shapes).flops for tpl, shapes in parts
+        )
+        return NestedMap(flops=flops, out_shapes=(x,))
+
+
+class TransformerBlock(BaseLayer):
+    """Different layers in a row: what a stack repeats, e.g. a dense layer and then a MoE layer."""
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define("layers", [], "Params of TransformerLayers, in order.")
+        return p
+
+    def __init__(self, params: InstantiableParams):
+        super().__init__(params)
+        self.CreateChildren("layers", self.p.layers)
+
+    def FProp(
+        self,
+        theta: NestedMap,
+        x: tf.Tensor,
+        aux: NestedMap,
+        seed: tf.Tensor | None = None,
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """Maps x [B, T, M]; the extras of layer i, where it has any, are `extras.layer_<i>`."""
+        all_extras = NestedMap()
+        for i, layer in enumerate(self.layers):
+            name = f"layer_{i}"
+            x, extras = layer.FProp(theta.layers[i], x, aux, seed=self.FoldSeed(seed, name))
+            if extras:
+                all_extras[name] = extras
+        return x, all_extras
+
+    @classmethod
+    def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
+        """The sum of the layers."""
+        metas = [layer.cls.FPropMeta(layer, *input_shapes) for layer in params.layers]
+        return NestedMap(flops=sum(m.flops for m in metas), out_shapes=(tuple(input_shapes[0]),))
+
+
+class TransformerStack(BaseLayer):
+    """`num_blocks` times a block of layers, then a normalization: an encoder or a decoder."""
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define("model_dim", 0, "M, for the parts that leave it open.")
+        p.Define(
+            "num_blocks", 1, "L, how often the block is repeated, each time with its own weights."
+        )
+        p.Define("block", [], "Params of the TransformerLayers of one block, in order.")
+        p.Define("repeat", True, "Scan over the blocks, recomputing in backward; else unroll.")
+        p.Define("final_norm_tpl", LayerNorm.Params(), "Params of the last normalization.")
+        return p
+
+    def __init__(self, params: InstantiableParams):
+        super().__init__(params)
+        p = self.p
+        self.CreateChild("blocks", _repeat_params(p))
+        self.CreateChild("final_norm", _with_dim(p, p.final_norm_tpl))
+
+    def FProp(
+        self,
+        theta: NestedMap,
+        x: tf.Tensor,
+        aux: NestedMap,
+        seed: tf.Tensor | None = None,
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """Maps x [B, T, M] under aux (see the top of the file).
+
+        Returns:
+            ([B, T, M], extras): `extras.layer_<i>` holds what layer i of each block returned,
+            stacked: [L, ...].
+        """
+        x, extras = self.blocks.FProp(theta.blocks, x, aux, seed=self.FoldSeed(seed, "blocks"))
+        return self.final_norm.FProp(theta.final_norm, x), extras
+
+    def InitCache(self, batch: int, length: int, num_hyps: int = 1) -> list[list[NestedMap]]:
+        """Empty caches for ExtendStep, by block and layer."""
+        layers = self.blocks.body.layers
+        return [
+            [layer.InitCache(batch, length, num_hyps) for layer in layers]
+            for _ in range(self.p.num_blocks)
+        ]
+
+    def PrecomputeMemory(self, theta: NestedMap, memory: tf.Tensor) -> list[list[NestedMap]]:
+        """Every cross-attention's keys and values of memory [B, S, M], by block and layer."""
+        out = []
+        for b in range(self.p.num_blocks):
+            thetas = self.blocks.SliceTheta(theta.blocks, b).layers
+            layers = zip(self.blocks.body.layers, thetas, strict=True)
+            out.append([layer.PrecomputeMemory(th, memory) for layer, th in layers])
+        return out
+
+    def ExtendStep(
+        self,
+        theta: NestedMap,
+        x: tf.Tensor,
+        cache: list[list[NestedMap]],
+        time: tf.Tensor,
+        aux: NestedMap,
+        memory: list[list[NestedMap]] | None = None,
+    ) -> tuple[tf.Tensor, list[list[NestedMap]]]:
+        """One decoding step of J hypotheses.
+
+        Args:
+            theta: the weights.
+            x: [B, J, M], the embedded newest token of each hypothesis.
+            cache: from InitCache or the step before.
+            time: int32 scalar; the step writes flat positions time * J .. time * J + J - 1.
+            aux: self_mask, bool or 0/1 [B, J, length * J], which must allow a hypothesis its own
+                new position; cross_mask [B, J or 1, S] with cross-attention; paddings [B, J],
+                optional, 1 where a row holds no request.
+            memory: from PrecomputeMemory; needed with cross-attention.
+
+        Returns:
+            ([B, J, M], the new caches). The same numbers as FProp gives at these positions.
+        """
+        if "paddings" not in aux:
+            aux = NestedMap(aux, paddings=tf.zeros(tf.shape(x)[:2]))
+        new_cache = []
+        for b in range(self.p.num_blocks):
+            thetas = self.blocks.SliceTheta(theta.blocks, b).layers
+            row = []
+            for i, layer in enumerate(self.blocks.body.layers):
+                mem = NestedMap() if memory is None else memory[b][i]
+                x, c = layer.ExtendStep(thetas[i], x, cache[b][i], time, aux, mem)
+                row.append(c)
+            new_cache.append(row)
+        return self.final_norm.FProp(theta.final_norm, x), new_cache
+
+    @classmethod
+    def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
+        """The sum of the blocks."""
+        return Repeat.FPropMeta(_repeat_params(params), *input_shapes)
+
+
+def _repeat_params(p: HyperParams) -> InstantiableParams:
+    layers = [_with_dim(p, layer) for layer in p.block]
+    body = TransformerBlock.Params().Set(layers=layers)
+    repeat = Repeat.Params()
+    repeat.Set(body=body, num_repeats=p.num_blocks, unroll=not p.repeat)
+    return repeat
+
+
+def _with_dim(parent: HyperParams, tpl: HyperParams) -> HyperParams:
+    """A copy that has the parent's model_dim where it leaves it open (0)."""
+    out = tpl.Copy()
+    if not out.model_dim:
+        out.model_dim = parent.model_dim
+    return out
