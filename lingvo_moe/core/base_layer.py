@@ -70,18 +70,12 @@ class VariableSpec:
     def Init(self, seed: tf.Tensor) -> tf.Tensor:
         """The initial value, keyed by the seed (int32 [2]) and the path; layer i of a stack folds
         in i."""
-        return self._init(randomness.fold_in(seed, self.path), self.shape, self.stack_dims)
-
-    def _init(self, seed: tf.Tensor, shape: tuple[int, ...], stack_dims: int) -> tf.Tensor:
-        if self.init.method == "constant":
-            return self.init(seed, shape, tf.as_dtype(self.dtype))
-        if not stack_dims:
-            return self.init(seed, shape, tf.as_dtype(self.dtype))
-        layers = [
-            self._init(randomness.fold_in(seed, i), shape[1:], stack_dims - 1)
-            for i in range(shape[0])
-        ]
-        return tf.stack(layers)
+        seed = randomness.fold_in(seed, self.path)
+        if self.stack_dims > 1:
+            raise ValueError(f"{self.path}: layers are stacked once, not {self.stack_dims} times")
+        if self.stack_dims:
+            seed = randomness.fold_in(seed, tf.range(self.shape[0]))
+        return self.init(seed, self.shape, tf.as_dtype(self.dtype))
 
 
 class BaseLayer:

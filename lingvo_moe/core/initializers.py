@@ -57,7 +57,8 @@ class WeightInit:
         return cls("geo_mean_xavier", scale)
 
     def __call__(self, seed: tf.Tensor, shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
-        """The initial value, of a static shape; `seed` is int32 [2]."""
+        """The initial value, of a static shape; `seed` is int32 [2], or [n, 2] for n stacked
+        variables."""
         if self.method == "constant":
             return tf.fill(list(shape), tf.constant(self.scale, dtype))
         if self.method == "gaussian":
@@ -67,6 +68,7 @@ class WeightInit:
         else:
             limit = self.scale
             if self.method == "geo_mean_xavier":
-                limit *= math.sqrt(3 / math.sqrt(math.prod(shape[:-1]) * shape[-1]))
+                fan_in, fan_out = math.prod(shape[seed.shape.rank - 1 : -1]), shape[-1]
+                limit *= math.sqrt(3 / math.sqrt(fan_in * fan_out))
             value = (2 * randomness.uniform(seed, shape) - 1) * limit
         return tf.cast(value, dtype)

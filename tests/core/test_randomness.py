@@ -7,20 +7,33 @@ import tensorflow as tf
 from lingvo_moe.core import randomness
 
 
-def test_threefry_known_answers():
-    """Vectors of the Random123 distribution for threefry2x32, 20 rounds."""
+def test_threefry_known_answers(monkeypatch):
+    """Vectors of the Random123 distribution for threefry2x32, 20 and 13 rounds."""
 
     def words(*values):
         return tuple(tf.constant(v, tf.uint32) for v in values)
 
     ones = 0xFFFFFFFF
-    for key, counter, expected in [
-        ((0, 0), (0, 0), (0x6B200159, 0x99BA4EFE)),
-        ((ones, ones), (ones, ones), (0x1CB996FC, 0xBB002BE7)),
-        ((0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3), (0xC4923A9C, 0x483DF7A0)),
+    for rounds, key, counter, expected in [
+        (20, (0, 0), (0, 0), (0x6B200159, 0x99BA4EFE)),
+        (20, (ones, ones), (ones, ones), (0x1CB996FC, 0xBB002BE7)),
+        (20, (0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3), (0xC4923A9C, 0x483DF7A0)),
+        (13, (0, 0), (0, 0), (0x9D1C5EC6, 0x8BD50731)),
+        (13, (ones, ones), (ones, ones), (0xFD36D048, 0x2D17272C)),
+        (13, (0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3), (0xBA3E4725, 0xF27D669E)),
     ]:
+        monkeypatch.setattr(randomness, "_ROUNDS", rounds)
         got = randomness._threefry(words(*key), *words(*counter))
         assert tuple(int(g) for g in got) == expected
+
+
+def test_stacked_seeds_give_what_each_gives_alone():
+    seeds = randomness.fold_in(randomness.make_seed(1, 2), tf.range(3))
+    together = randomness.bits(seeds, [3, 4, 5]).numpy()
+    for i in range(3):
+        alone = randomness.fold_in(randomness.make_seed(1, 2), i)
+        np.testing.assert_array_equal(seeds[i], alone)
+        np.testing.assert_array_equal(together[i], randomness.bits(alone, [4, 5]))
 
 
 def test_moments():

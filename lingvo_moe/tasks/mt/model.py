@@ -11,9 +11,11 @@ import tensorflow as tf
 from lingvo_moe.core import randomness
 from lingvo_moe.core.base_task import BaseTask
 from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.layers import attention, embedding, feed_forward, masks, softmax, transformer
 from lingvo_moe.core.moe import layer as moe_layer
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.sharding import DimsMapping, dims_mapping
 
 
 class MtModel(BaseTask):
@@ -64,9 +66,10 @@ class MtModel(BaseTask):
         self.CreateChild("decoder", self._stack(p.num_decoder_layers, decoder=True))
         self.CreateChild(
             "softmax",
-            softmax.TiedSoftmax.Params().Set(
+            softmax.Softmax.Params().Set(
                 vocab_size=p.target_vocab_size,
                 model_dim=p.model_dim,
+                tied=True,
                 label_smoothing=p.label_smoothing,
             ),
         )
@@ -95,20 +98,17 @@ class MtModel(BaseTask):
         if moe:
             ffn = p.moe.Copy().Set(num_experts=p.num_experts, num_groups=p.num_groups)
         else:
-            ffn = feed_forward.FeedForward.Params()
-        ffn.Set(model_dim=p.model_dim, hidden_dim=p.hidden_dim, relu_dropout=p.dropout)
+            ffn = feed_forward.FeedForward.Params().Set(relu_dropout_prob=p.dropout)
         atten = attention.MultiHeadAttention.Params().Set(
-            model_dim=p.model_dim,
             num_heads=p.num_heads,
-            key_dim=p.key_dim,
-            dropout=p.attention_dropout,
+            dim_per_head=p.key_dim,
+            atten_dropout_prob=p.attention_dropout,
         )
         return transformer.TransformerLayer.Params().Set(
-            model_dim=p.model_dim,
-            attention=atten,
-            has_cross_attention=decoder,
-            ffn_tpl=ffn,
-            residual_dropout=p.dropout,
+            self_atten_tpl=atten,
+            cross_atten_tpl=atten.Copy() if decoder else None,
+            ffn_tpl=ffn.Set(model_dim=p.model_dim, hidden_dim=p.hidden_dim),
+            residual_dropout_prob=p.dropout,
         )
 
     # --- training
@@ -123,7 +123,7 @@ class MtModel(BaseTask):
         memory, encoder_extras = self._encode(theta, src, self.FoldSeed(seed, "encoder"))
         x = self._embed(theta, "target_embedding", tgt, self.FoldSeed(seed, "target_embedding"))
         aux = NestedMap(
-            self_mask=masks.causal_mask(tgt.segment_ids),
+            self_mask=masks.causal_segment_mask(tgt.segment_ids, tgt.segment_pos),
             paddings=masks.paddings(tgt.segment_ids),
             memory=memory,
             cross_mask=masks.segment_mask(tgt.segment_ids, src.segment_ids),
@@ -131,37 +131,36 @@ class MtModel(BaseTask):
         y, decoder_extras = self.decoder.FProp(
             theta.decoder, x, aux, seed=self.FoldSeed(seed, "decoder")
         )
-        out = self.softmax.FProp(theta.target_embedding, y, tgt.labels)
-        real = tf.cast(tgt.segment_ids > 0, tf.float32)
-        tokens = tf.reduce_sum(real)
-        per_token = 1.0 / tf.maximum(tokens, 1.0)
-        smoothed = tf.reduce_sum(out.xent * real) * per_token
-        metrics = NestedMap(
-            nll=tf.reduce_sum(out.nll * real) * per_token,
-            accuracy=tf.reduce_sum(out.correct * real) * per_token,
-            tokens=tokens,
-        )
-        loss = smoothed
+        logits = self.softmax.FProp(theta.target_embedding, y)
+        loss, metrics = self._token_losses(logits, tgt)
         if p.num_experts:
-            aux_loss = tf.constant(0.0)
-            metrics.moe = NestedMap()
-            for name, extras in (("encoder", encoder_extras), ("decoder", decoder_extras)):
-                aux_loss += tf.reduce_sum(extras.aux_loss)
-                metrics.moe[name] = extras.metrics
-            metrics.aux_loss = aux_loss
+            moe = NestedMap(encoder=encoder_extras.layer_1, decoder=decoder_extras.layer_1)
+            aux_loss = tf.reduce_sum(moe.encoder.aux_loss) + tf.reduce_sum(moe.decoder.aux_loss)
             loss += p.aux_loss_weight * aux_loss
+            metrics.aux_loss = aux_loss
+            metrics.moe = NestedMap(encoder=moe.encoder.metrics, decoder=moe.decoder.metrics)
         metrics.loss = loss
         return loss, metrics
+
+    def _token_losses(self, logits: tf.Tensor, tgt: NestedMap) -> tuple[tf.Tensor, NestedMap]:
+        """The label-smoothed cross-entropy a real token, and metrics: nll (unsmoothed), accuracy, tokens."""
+        real = tf.cast(tgt.segment_ids > 0, tf.float32)
+        xent, correct = self.softmax.XentLoss(logits, tgt.labels, real)
+        nll = softmax.smoothed_cross_entropy(tf.stop_gradient(logits), tgt.labels, 0.0)
+        tokens = tf.reduce_sum(real)
+        per_token = 1.0 / tf.maximum(tokens, 1.0)
+        return tf.reduce_sum(xent) * per_token, NestedMap(
+            nll=tf.reduce_sum(nll * real) * per_token,
+            accuracy=tf.reduce_sum(correct) * per_token,
+            tokens=tokens,
+        )
 
     def _embed(
         self, theta: NestedMap, table: str, row: NestedMap, seed: tf.Tensor | None
     ) -> tf.Tensor:
         """Token plus position embeddings [B,T,M], dropped out."""
-        lookup = self.children[table]
-        ids = self.Shard(row.ids, "BT")
-        x = lookup.EmbLookup(theta[table], ids) + self.position.FProp(
-            theta.position, self.Shard(row.segment_pos, "BT")
-        )
+        x = self.children[table].FProp(theta[table], self.Shard(row.ids, "BT"))
+        x += self.position.FProp(theta.position, self.Shard(row.segment_pos, "BT"))
         return self.Shard(randomness.dropout(x, self.p.dropout, seed), "BTM")
 
     def _encode(
@@ -187,13 +186,12 @@ class MtModel(BaseTask):
     ) -> NestedMap:
         """The decoder's keys and values: empty ones for `beam_size * max_length` positions, and
         those of the memory."""
+        batch = encoded.memory.shape[0]
+        first = tf.fill([batch, 1], 1)
         return NestedMap(
-            decoder=self.decoder.InitCache(
-                theta.decoder, encoded.memory, beam_size=beam_size, max_length=max_length
-            ),
-            cross_mask=masks.segment_mask(
-                tf.ones_like(encoded.segment_ids[:, :1]), encoded.segment_ids
-            ),
+            decoder=self.decoder.InitCache(batch, max_length, beam_size),
+            memory=self.decoder.PrecomputeMemory(theta.decoder, encoded.memory),
+            cross_mask=masks.segment_mask(first, encoded.segment_ids),
         )
 
     def ExtendStep(
@@ -212,27 +210,26 @@ class MtModel(BaseTask):
         Returns:
             float32 logits [B,J,V] of the next token, and the cache.
         """
-        position = tf.fill(tf.shape(ids), time)
-        x = self.target_embedding.EmbLookup(theta.target_embedding, ids)
-        x += self.position.FProp(theta.position, position)
+        x = self.target_embedding.FProp(theta.target_embedding, ids)
+        x += self.position.FProp(theta.position, tf.fill(ids.shape, time))
         aux = NestedMap(self_mask=mask, cross_mask=cache.cross_mask)
-        y, decoder = self.decoder.ExtendStep(theta.decoder, x, cache.decoder, time, aux)
-        logits = self.softmax.Logits(theta.target_embedding, y)
-        return logits, NestedMap(decoder=decoder, cross_mask=cache.cross_mask)
+        y, decoder = self.decoder.ExtendStep(
+            theta.decoder, x, cache.decoder, time, aux, cache.memory
+        )
+        logits = self.softmax.FProp(theta.target_embedding, y)
+        return logits, NestedMap(cache, decoder=decoder)
 
     # --- specs
 
-    def BatchSplit(self) -> tuple[str | None, ...]:
+    def BatchSplit(self) -> DimsMapping:
         """How a [B,T] input is cut, as `VariableSpec.split`."""
-        from lingvo_moe.core.sharding import dims_mapping
-
-        return dims_mapping("BT", self.p.activation_split)  # type: ignore[return-value]
+        return dims_mapping("BT", self.p.activation_split)
 
     @classmethod
-    def FPropMeta(cls, params: InstantiableParams, *input_shapes: Sequence[int]) -> NestedMap:
+    def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
         """Forward operations for source [B,S] and target [B,T] rows; out_shapes is that of the
         logits."""
-        model = params.Copy().Set(name=params.name or "model").Instantiate()
+        model = params.cls(params)
         (b, s), (_, t) = input_shapes
         m, v = params.model_dim, params.target_vocab_size
         enc = transformer.TransformerStack.FPropMeta(model.encoder.p, (b, s, m))
