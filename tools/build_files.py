@@ -46,13 +46,13 @@ def _is_test(path: str) -> bool:
 def _label_files(graph: ImportGraph) -> dict[str, str]:
     """The library of each file that is in one."""
     labels = {}
-    levels: dict[str, dict[str, int]] = {}
+    modules: dict[str, list[str]] = {}
     for path in graph.files:
-        package = posixpath.dirname(path)
         if not path.startswith(f"{TESTS}/"):
-            levels.setdefault(package, {})[path] = _level(graph, path)
+            modules.setdefault(posixpath.dirname(path), []).append(path)
         elif not _is_test(path) and path != _MAIN:
-            labels[path] = f"//{package}:{_HELPERS}"
+            labels[path] = f"//{posixpath.dirname(path)}:{_HELPERS}"
+    levels = {package: _levels(graph, files) for package, files in modules.items()}
     for package, files in levels.items():
         used = sorted(set(files.values()))
         names = [_BASE + (str(i) if i else "") for i in range(len(used) - 1)]
@@ -61,18 +61,33 @@ def _label_files(graph: ImportGraph) -> dict[str, str]:
     return labels
 
 
-def _level(graph: ImportGraph, path: str) -> int:
-    """How often the imports of `path` leave its package and come back, or go to a subpackage."""
-    package = posixpath.dirname(path)
-    level = 0
+def _levels(graph: ImportGraph, files: list[str]) -> dict[str, int]:
+    """How often the imports of each file of one package come back to it, or go to a subpackage.
+
+    Raises:
+        ValueError: a file needs itself by way of another package.
+    """
+    inside = posixpath.dirname(files[0]) + "/"
+    levels = dict.fromkeys(files, 0)
+    for _ in range(len(files) + 1):
+        new = {path: _level(graph, path, inside, levels) for path in files}
+        if new == levels:
+            return levels
+        levels = new
+    raise ValueError(
+        f"{max(files, key=lambda p: levels[p])} needs itself by way of another package"
+    )
+
+
+def _level(graph: ImportGraph, path: str, inside: str, levels: dict[str, int]) -> int:
+    level = levels[path]
     for imported in graph.Imports(path):
-        if posixpath.dirname(imported) == package:
-            level = max(level, _level(graph, imported))
+        if imported in levels:
+            level = max(level, levels[imported])
             continue
         reached = {imported, *graph.Closure(imported)}
-        if any(p.startswith(package + "/") for p in reached):
-            back = [_level(graph, p) for p in reached if posixpath.dirname(p) == package]
-            level = max([level, 1, *(1 + n for n in back)])
+        if any(p.startswith(inside) for p in reached):
+            level = max([level, 1, *(1 + levels[p] for p in reached & levels.keys())])
     return level
 
 

@@ -32,15 +32,21 @@ class ImportGraph:
 
     @functools.cache  # noqa: B019
     def ImportedNames(self, path: str) -> frozenset[str]:
-        """Dotted names as imported; `from a import b` gives both a and a.b. Imports in functions count."""
+        """Dotted names as imported, in functions too.
+
+        `from a import b` gives a.b, and a as well unless a.b is a module of ours: that a/__init__.py
+        runs on the way there is then no wish of the importer's.
+        """
         names: set[str] = set()
         for node in ast.walk(self.Syntax(path)):
             if isinstance(node, ast.Import):
                 names.update(alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
                 base = _absolute(path, node)
-                names.add(base)
-                names.update(f"{base}.{alias.name}" for alias in node.names)
+                targets = {f"{base}.{alias.name}" for alias in node.names}
+                names |= targets
+                if not targets <= self._modules.keys():
+                    names.add(base)
         return frozenset(names)
 
     @functools.cache  # noqa: B019
@@ -52,19 +58,13 @@ class ImportGraph:
 
     @functools.cache  # noqa: B019
     def Closure(self, path: str) -> frozenset[str]:
-        """Everything that `path` imports, directly or not.
-
-        Raises:
-            ValueError: `path` is in a circle of imports.
-        """
+        """Everything that `path` imports, directly or not."""
         seen: set[str] = set()
         todo = [path]
         while todo:
             new = self.Imports(todo.pop()) - seen
             seen |= new
             todo.extend(new)
-        if path in seen:
-            raise ValueError(f"{path} imports itself, by way of others: {sorted(seen)}")
         return frozenset(seen)
 
     def _NeededByName(self, path: str) -> set[str]:

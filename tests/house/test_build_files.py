@@ -104,3 +104,16 @@ def test_stale_files_are_found_and_written_ones_are_not(tree: Path) -> None:
         "tests/house/BUILD": None,
         "params/mt/BUILD": wanted["params/mt/BUILD"],
     }
+
+
+def test_a_circle_within_a_package_is_one_library_and_between_packages_an_error(tree: Path) -> None:
+    sharding = tree / "lingvo_moe/core/sharding"
+    (sharding / "letters.py").write_text("from lingvo_moe.core.sharding import mesh\n")
+    (sharding / "mesh.py").write_text(
+        "def f():\n    from lingvo_moe.core.sharding import letters\n"
+    )
+    files = build_files.build_files(tree)
+    assert set(_targets(files["lingvo_moe/core/sharding/BUILD"])) == {"sharding"}
+    (sharding / "letters.py").write_text("from lingvo_moe.core import base\n")
+    with pytest.raises(ValueError, match=r"core/base\.py needs itself"):
+        build_files.build_files(tree)
