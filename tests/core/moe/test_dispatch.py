@@ -1,0 +1,89 @@
+"""Dispatch and combine against loops over tokens."""
+
+import moe_reference
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_moe.core import sharding
+from lingvo_moe.core.moe.dispatch import DISPATCHERS, Dispatcher
+from lingvo_moe.core.moe.routers.base import Routing
+from lingvo_moe.core.nested_map import NestedMap
+
+G, S, E, M = 2, 6, 3, 4
+
+
+def _case(capacity: int | None, seed: int = 0) -> tuple[dict, Routing, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    gates = moe_reference.softmax(rng.normal(size=(G, S, E)))
+    real = rng.random((G, S)) < 0.8
+    want = moe_reference.route(gates, real, capacity, rng.random((G, S)))
+    routing = Routing(
+        expert_index=tf.constant(want["index"]),
+        gate=tf.constant(want["gate"]),
+        position=tf.constant(want["position"] % 97),  # dropped ones hold 96: must not matter
+        kept=tf.constant(want["kept"]),
+        num_experts=E,
+        capacity=capacity,
+        aux_loss=tf.constant(0.0),
+        metrics=NestedMap(),
+    )
+    return want, routing, rng.normal(size=(G, S, M)).astype(np.float32)
+
+
+@pytest.fixture(params=sorted(DISPATCHERS))
+def dispatcher(request) -> Dispatcher:
+    with sharding.use_mesh(sharding.single_device()):
+        yield DISPATCHERS[request.param].Params().Set(name="dispatcher").Instantiate()
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 4])
+def test_each_slot_holds_its_token(dispatcher, capacity):
+    want, routing, x = _case(capacity)
+    expected = np.zeros((E, G, capacity, M), np.float32)
+    for g, s, k in np.ndindex(G, S, 2):
+        if want["kept"][g, s, k]:
+            expected[want["index"][g, s, k], g, want["position"][g, s, k]] = x[g, s]
+    np.testing.assert_allclose(dispatcher.Dispatch(routing, tf.constant(x)), expected)
+
+
+@pytest.mark.parametrize("capacity", [1, 3, S, None])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_combine_weighs_what_dispatch_sent(dispatcher, capacity, seed):
+    """Each expert multiplies by its own number, so that a slot mixed up would show."""
+    want, routing, x = _case(capacity, seed)
+    slots = dispatcher.Dispatch(routing, tf.constant(x))
+    factor = tf.constant([1.0, 10.0, 100.0])[:, None, None, None]
+    y = dispatcher.Combine(routing, slots * factor)
+    weights = want["gate"] * want["kept"] * 10.0 ** want["index"]
+    np.testing.assert_allclose(y, weights.sum(-1, keepdims=True) * x, rtol=1e-5)
+
+
+def test_room_for_all_needs_no_mask_that_grows_with_the_square_of_s():
+    with sharding.use_mesh(sharding.single_device()):
+        einsum = DISPATCHERS["einsum"].Params().Set(name="dispatcher").Instantiate()
+        _, routing, x = _case(None)
+        assert einsum.Dispatch(routing, tf.constant(x)).shape == (E, G * S, 1, M)
+
+
+def test_gradients_reach_tokens_and_gates(dispatcher):
+    want, routing, x = _case(2)
+    x = tf.constant(x)
+    gate = routing.gate
+    with tf.GradientTape() as tape:
+        tape.watch([x, gate])
+        y = dispatcher.Combine(routing, dispatcher.Dispatch(routing, x))
+        loss = tf.reduce_sum(y**2)
+    dx, dgate = tape.gradient(loss, [x, gate])
+    # y = (sum_k gate) x, so the loss is sum (sum_k gate)^2 |x|^2.
+    total = want["gate"].sum(-1, keepdims=True)
+    np.testing.assert_allclose(dx, 2 * total**2 * x, rtol=1e-5)
+    square = np.sum(np.square(x), -1, keepdims=True)
+    np.testing.assert_allclose(dgate, 2 * total * square * want["kept"], rtol=1e-5)
+
+
+def test_the_activations_keep_their_type(dispatcher):
+    _, routing, x = _case(2)
+    slots = dispatcher.Dispatch(routing, tf.constant(x, tf.bfloat16))
+    assert slots.dtype == tf.bfloat16
+    assert dispatcher.Combine(routing, slots).dtype == tf.bfloat16

@@ -1,0 +1,206 @@
+"""The MoE layer against a loop over tokens: values, gradients, overflow, padding, inference, cost."""
+
+import moe_reference
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_moe.core import randomness, sharding
+from lingvo_moe.core.moe.layer import MoELayer
+from lingvo_moe.core.nested_map import NestedMap
+
+B, T, M, H, E = 4, 6, 8, 16, 4
+SEED = np.array([5, 6], np.int32)
+
+
+@pytest.fixture(autouse=True)
+def _one_device():
+    with sharding.use_mesh(sharding.single_device()):
+        yield
+
+
+def _layer(**params) -> tuple[MoELayer, NestedMap]:
+    p = MoELayer.Params().Set(name="moe", model_dim=M, hidden_dim=H, num_experts=E)
+    layer = p.Set(**params).Instantiate()
+    return layer, layer.InitTheta(tf.constant([1, 2]))
+
+
+def _inputs(seed: int = 0, padded: int = 2) -> tuple[tf.Tensor, tf.Tensor]:
+    rng = np.random.default_rng(seed)
+    paddings = np.zeros((B, T), np.float32)
+    paddings[1:, T - padded :] = 1
+    return tf.constant(rng.normal(size=(B, T, M)), tf.float32), tf.constant(paddings)
+
+
+def _reference(layer: MoELayer, theta: NestedMap, x, paddings, groups, capacity, seed):
+    """The same by loops: (y, routing)."""
+    x = x.numpy().reshape(groups, -1, M)
+    real = 1 - paddings.numpy().reshape(groups, -1)
+    gates = tf.nn.softmax(tf.einsum("GSM,ME->GSE", x, theta.router.wg)).numpy()
+    rnd = None
+    if seed is not None:
+        rnd = randomness.uniform(layer.FoldSeed(tf.constant(seed), "router"), real.shape).numpy()
+    routed = moe_reference.route(gates, real, capacity, rnd)
+    wi, wo = theta.experts.wi.numpy(), theta.experts.wo.numpy()
+    return moe_reference.moe(x, routed, wi, wo).reshape(B, T, M), routed
+
+
+@pytest.mark.parametrize("num_groups", [0, 1, 2, 8])
+def test_equals_a_loop_over_tokens(num_groups):
+    layer, theta = _layer(num_groups=num_groups, capacity_factor=1.0, min_capacity=1)
+    x, paddings = _inputs()
+    y, extras = layer.FProp(theta, x, paddings, seed=tf.constant(SEED))
+    groups = num_groups or B
+    capacity = -(-(B * T // groups) // E)
+    want, routed = _reference(layer, theta, x, paddings, groups, capacity, SEED)
+    assert (routed["wanted"] > routed["kept"]).any(), "nothing overflowed: a weak case"
+    np.testing.assert_allclose(y, want, atol=1e-5)
+    np.testing.assert_allclose(extras.aux_loss, routed["aux_loss"], rtol=1e-5)
+    np.testing.assert_allclose(extras.metrics.effective_capacity, E * capacity * groups / (B * T))
+
+
+def test_gradients_equal_those_of_a_dense_mixture():
+    """Differentiates sum_k gate_k FFN_{e_k}(x) with every expert computed for every token."""
+    layer, theta = _layer(num_groups=2, capacity_factor=1.0, min_capacity=1)
+    x, paddings = _inputs()
+    target = tf.constant(np.random.default_rng(3).normal(size=(B, T, M)), tf.float32)
+    _, routed = _reference(layer, theta, x, paddings, 2, 3, SEED)
+    weights = [theta.router.wg, theta.experts.wi, theta.experts.wo, x]
+
+    def dense() -> tf.Tensor:
+        gates = tf.nn.softmax(tf.einsum("BTM,ME->BTE", x, theta.router.wg))
+        gates = tf.reshape(gates, [2, -1, E])
+        chosen = tf.gather(gates, routed["index"], batch_dims=2)
+        share = chosen / tf.reduce_sum(chosen, -1, keepdims=True) * routed["kept"]
+        per_expert = tf.reduce_sum(share[..., None] * tf.one_hot(routed["index"], E), 2)
+        hidden = tf.nn.relu(tf.einsum("BTM,EMH->BTEH", x, theta.experts.wi))
+        out = tf.einsum("BTEH,EHM->BTEM", hidden, theta.experts.wo)
+        return tf.einsum("BTE,BTEM->BTM", tf.reshape(per_expert, [B, T, E]), out)
+
+    grads = []
+    for fn in (lambda: layer.FProp(theta, x, paddings, seed=tf.constant(SEED))[0], dense):
+        with tf.GradientTape() as tape:
+            tape.watch(weights)
+            loss = tf.reduce_sum((fn() - target) ** 2)
+        grads.append(tape.gradient(loss, weights))
+    for got, want, name in zip(*grads, ("wg", "wi", "wo", "x")):
+        assert np.abs(want).max() > 1e-3, name
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_a_token_that_overflows_comes_out_as_zeros():
+    """So that the caller's residual connection alone carries it."""
+    layer, theta = _layer(num_groups=1, capacity_factor=0.2, min_capacity=1)
+    x, paddings = _inputs(padded=0)
+    y, extras = layer.FProp(theta, x, paddings, seed=tf.constant(SEED))
+    lost = np.all(y.numpy() == 0, -1).mean()
+    assert 0.5 < lost < 1
+    np.testing.assert_allclose(extras.metrics.dispatch_0, lost, rtol=1e-6)
+
+
+@pytest.mark.parametrize("seed", [None, SEED])
+def test_padding_comes_out_as_zeros_and_moves_nothing(seed):
+    layer, theta = _layer(num_groups=2)
+    x, paddings = _inputs()
+    seed = None if seed is None else tf.constant(seed)
+    y, extras = layer.FProp(theta, x, paddings, seed=seed)
+    assert not np.any(y.numpy()[paddings.numpy() == 1])
+    noise = x + 100 * paddings[..., None]
+    y2, extras2 = layer.FProp(theta, noise, tf.cast(paddings, tf.bool), seed=seed)
+    np.testing.assert_array_equal(y, y2)
+    for (name, a), b in zip(extras.FlattenItems(), extras2.Flatten()):
+        np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+def test_inference_drops_nothing_and_ignores_company():
+    layer, theta = _layer(
+        num_groups=5, capacity_factor=0.1, min_capacity=1
+    )  # 5 divides nothing here
+    x, paddings = _inputs(padded=0)
+    y, extras = layer.FProp(theta, x, paddings)
+    want, _ = _reference(layer, theta, x, paddings, B, None, None)
+    np.testing.assert_allclose(y, want, atol=1e-5)
+    np.testing.assert_allclose(extras.metrics.dispatch_2, 1, rtol=1e-6)
+    for b, t in [(0, 0), (3, 4)]:
+        alone, _ = layer.FProp(theta, x[b : b + 1, t : t + 1], tf.zeros([1, 1]))
+        np.testing.assert_allclose(alone[0, 0], y[b, t], atol=1e-5)
+
+
+def test_inference_with_an_open_batch():
+    """A served program leaves batch and time open."""
+    layer, theta = _layer()
+    x, paddings = _inputs()
+    signature = [tf.TensorSpec([None, None, M]), tf.TensorSpec([None, None])]
+
+    @tf.function(input_signature=signature)
+    def serve(x, paddings):
+        return layer.FProp(theta, x, paddings)[0]
+
+    np.testing.assert_allclose(serve(x, paddings), layer.FProp(theta, x, paddings)[0], atol=1e-5)
+
+
+def test_bfloat16_activations_are_routed_in_float32():
+    layer, theta = _layer(num_groups=2, fprop_dtype="bfloat16")
+    exact, _ = _layer(num_groups=2)
+    x, paddings = _inputs()
+    x = tf.cast(tf.cast(x, tf.bfloat16), tf.float32)
+    y, extras = layer.FProp(theta, x, paddings, seed=tf.constant(SEED))
+    want, want_extras = exact.FProp(theta, x, paddings, seed=tf.constant(SEED))
+    assert y.dtype == tf.bfloat16
+    np.testing.assert_allclose(tf.cast(y, tf.float32), want, atol=0.05)
+    for (name, a), b in zip(extras.FlattenItems(), want_extras.Flatten()):
+        assert a.dtype == tf.float32
+        np.testing.assert_allclose(a, b, rtol=1e-6, err_msg=name)
+
+
+def test_dropout_inside_the_experts():
+    layer, theta = _layer(num_groups=2, **{"experts.relu_dropout_prob": 0.5})
+    x, paddings = _inputs()
+    train, _ = layer.FProp(theta, x, paddings, seed=tf.constant(SEED))
+    plain, _ = _layer(num_groups=2)[0].FProp(theta, x, paddings, seed=tf.constant(SEED))
+    assert np.abs(train - plain).max() > 0.01
+    np.testing.assert_array_equal(
+        layer.FProp(theta, x, paddings)[0], _layer()[0].FProp(theta, x, paddings)[0]
+    )
+
+
+def test_variables_and_their_partitioning():
+    specs = _layer(weight_split={"E": "expert"})[0].VariableSpecs()
+    found = {s.path: (s.shape, s.letters, s.split) for s in specs.Flatten()}
+    assert found == {
+        "moe.router.wg": ((M, E), "ME", (None, None)),
+        "moe.experts.wi": ((E, M, H), "EMH", ("expert", None, None)),
+        "moe.experts.wo": ((E, H, M), "EHM", ("expert", None, None)),
+    }
+
+
+def test_flops_by_hand():
+    p = MoELayer.Params().Set(
+        name="moe", model_dim=1024, hidden_dim=8192, num_experts=64, num_groups=4
+    )
+    meta = MoELayer.FPropMeta(p, (16, 512, 1024), (16, 512))
+    G, S, C = 4, 2048, 64
+    gating = 2 * G * S * 1024 * 64
+    masks = 2 * 2 * G * S * 64 * C * 1024
+    experts = 2 * 2 * 64 * G * C * 1024 * 8192
+    assert meta.flops == gating + masks + experts
+    assert meta.out_shapes == ((16, 512, 1024),)
+
+
+def test_tokens_that_do_not_fall_into_groups():
+    layer, theta = _layer(num_groups=5)
+    with pytest.raises(ValueError, match="num_groups=5: 4 x 6 = 24 tokens"):
+        layer.FProp(theta, *_inputs(), seed=tf.constant(SEED))
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"dispatcher": "einsun"}, "did you mean 'einsum'"),
+        ({"hidden_dim": 0}, "hidden_dim must be positive"),
+        ({"num_experts": 1}, "two experts or more"),
+    ],
+)
+def test_errors_teach(params, message):
+    with pytest.raises(ValueError, match=message):
+        _layer(**params)

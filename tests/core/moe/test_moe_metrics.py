@@ -1,0 +1,68 @@
+"""Routing metrics against counts made by hand and by loops."""
+
+import moe_reference
+import numpy as np
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lingvo_moe.core.moe.metrics import routing_metrics
+
+
+def _metrics(want: dict, real: np.ndarray, num_experts: int, capacity: int | None):
+    names = ("index", "gate", "wanted", "kept")
+    tensors = [tf.constant(want[name]) for name in names]
+    real = tf.constant(real, tf.float32)
+    return routing_metrics(*tensors, real, num_experts, capacity)
+
+
+def test_by_hand():
+    # Four tokens, the last one padding. Expert 0 takes one first choice of two.
+    want = {
+        "index": np.array([[[0, 1], [0, 2], [1, 0], [0, 1]]], np.int32),
+        "gate": np.array([[[0.75, 0.25], [0, 0], [0.5, 0], [0, 0]]], np.float32),
+        "wanted": np.array([[[1, 1], [1, 0], [1, 1], [0, 0]]], np.float32),
+        "kept": np.array([[[1, 1], [0, 0], [1, 0], [0, 0]]], np.float32),
+    }
+    m = _metrics(want, np.array([[1, 1, 1, 0]]), 3, 2)
+    np.testing.assert_allclose(m.over_capacity_1_ratio, 1 / 3, 1e-6)
+    np.testing.assert_allclose(m.over_capacity_2_ratio, 1 / 2, 1e-6)
+    np.testing.assert_allclose([m.dispatch_0, m.dispatch_1, m.dispatch_2], [1 / 3] * 3, 1e-6)
+    np.testing.assert_allclose([m.mean_gate_1, m.mean_gate_2], [1.25 / 3, 0.25 / 3], 1e-6)
+    np.testing.assert_allclose(m.expert_load_first, [2 / 3, 1 / 3, 0], 1e-6)
+    np.testing.assert_allclose(m.expert_load, [1 / 3, 2 / 3, 0], 1e-6)
+    np.testing.assert_allclose(m.effective_capacity, 3 * 2 / 4)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 10), st.integers(2, 5)),
+    capacity=st.one_of(st.none(), st.integers(1, 4)),
+    seed=st.integers(0, 10_000),
+)
+def test_equals_counting(shape, capacity, seed):
+    G, S, E = shape
+    rng = np.random.default_rng(seed)
+    real = rng.random((G, S)) < 0.7
+    gates = moe_reference.softmax(rng.normal(size=shape, scale=2))
+    want = moe_reference.route(gates, real, capacity, rng.random((G, S)))
+    got = _metrics(want, real, E, capacity)
+    tokens = max(real.sum(), 1)
+    count = {f"dispatch_{n}": 0.0 for n in range(3)}
+    first, load = np.zeros(E), np.zeros(E)
+    for g, s in zip(*np.nonzero(real)):
+        count[f"dispatch_{int(want['kept'][g, s].sum())}"] += 1 / tokens
+        first[want["index"][g, s, 0]] += 1 / tokens
+        for k in range(2):
+            load[want["index"][g, s, k]] += want["kept"][g, s, k]
+    for k in range(2):
+        asked, kept = want["wanted"][..., k].sum(), want["kept"][..., k].sum()
+        count[f"over_capacity_{k + 1}_ratio"] = (asked - kept) / max(asked, 1)
+        count[f"mean_gate_{k + 1}"] = want["gate"][..., k].sum() / tokens
+    count["expert_load_first"] = first
+    count["expert_load"] = load / max(load.sum(), 1)
+    count["effective_capacity"] = E if capacity is None else E * capacity / S
+    assert sorted(count) == sorted(got)
+    for name, value in count.items():
+        assert got[name].dtype == tf.float32
+        np.testing.assert_allclose(got[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
