@@ -140,17 +140,17 @@ class CompiledProgram(Compiled):
 
     def __init__(self, program: Program, engine: PjrtEngine):
         self.program, self._engine = program, engine
-        self._shardings = [engine.Sharding(spec) for spec in program.args]
+        self._shardings = [engine.Sharding(spec) for spec in program.signature.args]
         exported = export.deserialize(bytearray(program.exported))
         jitted = jax.jit(
             exported.call,
-            donate_argnums=program.donated,
+            donate_argnums=program.signature.donated,
             in_shardings=tuple(self._shardings),
-            out_shardings=tuple(engine.Sharding(spec) for spec in program.results),
+            out_shardings=tuple(engine.Sharding(spec) for spec in program.signature.results),
         )
         abstract = [
             jax.ShapeDtypeStruct(spec.shape, numpy_dtype(spec.dtype), sharding=sharding)
-            for spec, sharding in zip(program.args, self._shardings)
+            for spec, sharding in zip(program.signature.args, self._shardings)
         ]
         self._compiled = jitted.lower(*abstract).compile()
         # Virtual devices share the cores: steps in flight would only queue, and their collectives
@@ -160,12 +160,14 @@ class CompiledProgram(Compiled):
     def __call__(self, *args: Any) -> Any:
         leaves = [
             self._engine.PutLeaf(leaf, spec)
-            for leaf, spec in zip(self.program.FlattenArgs(*args), self.program.args, strict=True)
+            for leaf, spec in zip(
+                self.program.signature.FlattenArgs(*args), self.program.signature.args, strict=True
+            )
         ]
         out = self._compiled(*leaves)
         if self._wait:
             jax.block_until_ready(out)
-        return self.program.PackResults(list(out))
+        return self.program.signature.PackResults(list(out))
 
     def HloText(self) -> str:
         return self._compiled.as_text()

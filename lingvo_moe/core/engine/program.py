@@ -13,9 +13,8 @@ import re
 import struct
 import tempfile
 from dataclasses import dataclass
-from typing import Any
 
-from lingvo_moe.core.engine.specs import TensorSpec, first_difference, flatten_items, pack
+from lingvo_moe.core.engine.signature import Signature
 from lingvo_moe.core.sharding import Mesh
 
 _MAGIC = b"lingvo_moe program 1\n"
@@ -25,7 +24,7 @@ _LENGTHS = struct.Struct("<QQ")
 
 
 class ProgramError(ValueError):
-    """A program file that cannot be read, or arguments that do not fit a program."""
+    """A program file that cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -33,23 +32,22 @@ class Program:
     """A function lowered for a mesh, for any platform.
 
     Attributes:
-        name: of the function.
-        mesh: the mesh that its shardings speak of.
-        args, results: the flat tensors; names are paths such as `state.theta.w` and
-            `result[0].theta.w`.
-        arg_structure, result_structure: the trees, as `specs.skeleton` gives them.
-        donated: numbers of the flat arguments whose memory the results may take.
+        signature: how it is called.
         exported: what `jax.export` serialised.
     """
 
-    name: str
-    mesh: Mesh
-    args: tuple[TensorSpec, ...]
-    results: tuple[TensorSpec, ...]
-    arg_structure: Any
-    result_structure: Any
-    donated: tuple[int, ...]
+    signature: Signature
     exported: bytes
+
+    @property
+    def name(self) -> str:
+        """Of the function."""
+        return self.signature.name
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that it was lowered for."""
+        return self.signature.mesh
 
     @functools.cached_property
     def hash(self) -> str:
@@ -63,23 +61,6 @@ class Program:
         from jax import export
 
         return normalized_text(export.deserialize(bytearray(self.exported)).mlir_module())
-
-    def FlattenArgs(self, *args: Any) -> list[Any]:
-        """The leaves of the arguments in the program's order.
-
-        Raises:
-            ProgramError: another structure, naming the first leaf that differs.
-        """
-        items = _arg_items(self.arg_structure, args, self.name)
-        found, expected = [path for path, _ in items], [spec.name for spec in self.args]
-        if found != expected:
-            raise ProgramError(f"{self.name}: argument {first_difference(expected, found)}")
-        return [leaf for _, leaf in items]
-
-    def PackResults(self, leaves: list[Any]) -> Any:
-        """The results in the function's structure; several results come as a tuple."""
-        packed = pack(self.result_structure["tree"], leaves)
-        return tuple(packed) if self.result_structure["tuple"] else packed
 
     def Save(self, path: str) -> None:
         """Writes one file, whole or not at all."""
@@ -121,42 +102,10 @@ class Program:
         if hashlib.sha256(data[:-32]).digest() != data[-32:]:
             raise ProgramError(f"program {path}: the contents are damaged; write it again")
         header = json.loads(data[start : start + header_bytes])
-        return cls._from_header(header, data[start + header_bytes : -32])
+        return cls(Signature.FromJson(header), data[start + header_bytes : -32])
 
     def _header(self) -> str:
-        mesh = self.mesh
-        header = {
-            "name": self.name,
-            "mesh": {"axis_names": mesh.axis_names, "shape": mesh.shape},
-            "args": [spec.ToJson() for spec in self.args],
-            "results": [spec.ToJson() for spec in self.results],
-            "arg_structure": self.arg_structure,
-            "result_structure": self.result_structure,
-            "donated": self.donated,
-        }
-        return json.dumps(header, sort_keys=True)
-
-    @classmethod
-    def _from_header(cls, header: dict[str, Any], exported: bytes) -> "Program":
-        return cls(
-            name=header["name"],
-            mesh=Mesh(header["mesh"]["axis_names"], header["mesh"]["shape"]),
-            args=tuple(TensorSpec.FromJson(s) for s in header["args"]),
-            results=tuple(TensorSpec.FromJson(s) for s in header["results"]),
-            arg_structure=header["arg_structure"],
-            result_structure=header["result_structure"],
-            donated=tuple(header["donated"]),
-            exported=exported,
-        )
-
-
-def _arg_items(structure: Any, args: tuple[Any, ...], name: str) -> list[tuple[str, Any]]:
-    names = structure["names"]
-    if len(args) != len(names):
-        raise ProgramError(
-            f"{name}: takes {len(names)} arguments ({', '.join(names)}), got {len(args)}"
-        )
-    return [item for n, tree in zip(names, args) for item in flatten_items(tree, n)]
+        return json.dumps(self.signature.ToJson(), sort_keys=True)
 
 
 def normalized_text(text: str) -> str:

@@ -14,6 +14,14 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Axis, DimsMapping, Mesh, ShardingError, check_mapping
 
 
+class Auto:
+    """The type of AUTO."""
+
+
+# For `results` of lower and Build: the partitioner chooses how results are cut.
+AUTO = Auto()
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """A tensor that has not been allocated. A VariableSpec serves wherever one is asked for.

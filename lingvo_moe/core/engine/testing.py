@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lingvo_moe.core.engine.lowering import AUTO
 from lingvo_moe.core.engine.pjrt import CompiledProgram, PjrtEngine
-from lingvo_moe.core.engine.specs import TensorSpec, flatten_items, pack, skeleton
+from lingvo_moe.core.engine.specs import AUTO, TensorSpec, flatten_items, pack, skeleton
 from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
 
 
