@@ -1,0 +1,113 @@
+"""What the tests of layers share: small stacks and batches, values with gradients, eight devices."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from lingvo_moe.core.base_layer import BaseLayer
+from lingvo_moe.core.engine.testing import Collectives, run_sharded
+from lingvo_moe.core.layers import masks
+from lingvo_moe.core.layers.attention import MultiHeadAttention
+from lingvo_moe.core.layers.transformer import TransformerLayer, TransformerStack
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.randomness import make_seed
+from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
+
+SPLITS = {
+    "activation_split": {"G": "expert", "B": "expert", "E": "expert"},
+    "weight_split": {"E": "expert"},
+}
+
+
+def normal(seed: int, *shape: int) -> tf.Tensor:
+    """Fixed float32 normals."""
+    return tf.constant(np.random.RandomState(seed).randn(*shape).astype("float32"))
+
+
+def init(layer: BaseLayer, seed: int = 0) -> NestedMap:
+    """The layer's theta."""
+    return layer.InitTheta(make_seed(seed, 0))
+
+
+def single(fn: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Runs fn eagerly on the mesh of one device."""
+    with use_mesh(single_device()):
+        return fn(*args, **kwargs)
+
+
+def value_and_grads(fn: Callable, *args: Any) -> NestedMap:
+    """fn(*args) -> (scalar, rest): returns loss, rest and grads, a list for the float tensors in args.
+
+    A gradient that does not exist is a scalar NaN, which the tests that compare would see.
+    """
+    floats = [t for t in tf.nest.flatten(args) if t.dtype.is_floating]
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        tape.watch(floats)
+        loss, rest = fn(*args)
+    grads = [
+        tf.constant(np.nan) if g is None else tf.convert_to_tensor(g)
+        for g in tape.gradient(loss, floats)
+    ]
+    return NestedMap(loss=loss, rest=rest, grads=grads)
+
+
+def assert_close(a: Any, b: Any, tol: float = 1e-5) -> None:
+    """Equal structures of close values: `tol` absolute and relative; no NaN equals another."""
+    tf.nest.assert_same_structure(a, b)
+    for i, (x, y) in enumerate(zip(tf.nest.flatten(a), tf.nest.flatten(b), strict=True)):
+        x, y = np.asarray(x, "float64"), np.asarray(y, "float64")
+        message = f"tensor {i}"
+        np.testing.assert_allclose(x, y, atol=tol, rtol=tol, equal_nan=False, err_msg=message)
+
+
+def assert_sharded_equal(
+    fn: Callable, args: list, splits: list | None = None, tol: float = 2e-5
+) -> Collectives:
+    """fn -> (scalar, rest): the same values and gradients on one device and on eight."""
+
+    def run(*args: Any) -> NestedMap:
+        return value_and_grads(fn, *args)
+
+    expected = single(run, *args)
+    got, collectives = run_sharded(run, args, Mesh.parse("expert:8"), splits)
+    assert_close(got, expected, tol)
+    return collectives
+
+
+def wave(y: tf.Tensor) -> tf.Tensor:
+    """A scalar whose gradient differs from element to element."""
+    x = tf.cast(y, tf.float32)
+    return tf.reduce_sum(tf.sin(x + tf.cast(tf.range(x.shape[-1]), tf.float32)))
+
+
+def stack_params(cross: bool = False, **kwargs: Any) -> Any:
+    """A tiny TransformerStack: two blocks of two dense layers, M = 8, N = 2, K = 4, H = 16."""
+    layer = TransformerLayer.Params()
+    layer.self_atten_tpl.num_heads = 2
+    if cross:
+        layer.cross_atten_tpl = MultiHeadAttention.Params().Set(num_heads=2)
+    layer.ffn_tpl.hidden_dim = 16
+    p = TransformerStack.Params().Set(name="stack", model_dim=8, num_blocks=2, **SPLITS)
+    return p.Set(block=[layer, layer.Copy()]).Set(**kwargs)
+
+
+def set_dropout(p: Any, rate: float) -> Any:
+    """Every dropout of a stack at `rate`."""
+    for layer in p.block:
+        layer.residual_dropout_prob = rate
+        layer.ffn_tpl.relu_dropout_prob = rate
+        layer.self_atten_tpl.atten_dropout_prob = rate
+        if layer.cross_atten_tpl is not None:
+            layer.cross_atten_tpl.atten_dropout_prob = rate
+    return p
+
+
+def self_aux(segments: Any, pos: Any, causal: bool) -> NestedMap:
+    """aux of a stack without cross-attention, from int [B, T] twice."""
+    segments, pos = tf.constant(segments), tf.constant(pos)
+    mask = masks.segment_mask(segments, segments)
+    if causal:
+        mask = masks.causal_segment_mask(segments, pos)
+    return NestedMap(self_mask=mask, paddings=masks.paddings(segments))

@@ -1,0 +1,86 @@
+"""Token and position embeddings: formulas, the dense gradient, sharded = unsharded."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from layer_testing import SPLITS, assert_sharded_equal, init, normal, single, value_and_grads, wave
+
+from lingvo_moe.core.layers.embedding import Embedding, PositionalEmbedding
+from lingvo_moe.core.nested_map import NestedMap
+
+
+def _layer(**kwargs):
+    p = Embedding.Params().Set(name="emb", vocab_size=11, model_dim=4, **SPLITS)
+    return p.Set(**kwargs).Instantiate()
+
+
+def test_lookup_and_its_dense_gradient():
+    layer, theta = _layer(), NestedMap(table=normal(0, 11, 4))
+    ids = tf.constant([[1, 5, 1], [0, 10, 5]])
+
+    def fn(theta):
+        y = layer.FProp(theta, ids)
+        return wave(y), y
+
+    with tf.GradientTape() as tape:
+        tape.watch(theta.table)
+        loss = single(fn, theta)[0]
+    raw = tape.gradient(loss, theta.table)
+    assert isinstance(raw, tf.Tensor)  # never IndexedSlices
+    y = theta.table.numpy()[ids.numpy()] * 2
+    np.testing.assert_allclose(single(fn, theta)[1], y, rtol=1e-6)
+    expected = np.zeros([11, 4])
+    np.add.at(expected, ids.numpy(), 2 * np.cos(y + np.arange(4)))
+    np.testing.assert_allclose(raw, expected, atol=1e-5)
+
+
+def test_bfloat16_sums_gradients_in_float32():
+    """512 equal terms: a bfloat16 sum would stop growing at 256."""
+    layer = _layer(fprop_dtype="bfloat16")
+    ids = tf.fill([8, 64], 3)
+
+    def fn(theta):
+        y = layer.FProp(theta, ids)
+        return tf.reduce_sum(tf.cast(y, tf.float32)), y
+
+    out = single(value_and_grads, fn, init(layer))
+    assert out.rest.dtype == tf.bfloat16
+    assert out.grads[0].dtype == tf.float32
+    np.testing.assert_allclose(out.grads[0][3], 512 * 2.0)
+
+
+def test_table_starts_at_unit_size():
+    layer = _layer(vocab_size=500, model_dim=64)
+    y = single(layer.FProp, init(layer), tf.range(500)[tf.newaxis])
+    np.testing.assert_allclose(np.std(y), 1, atol=0.02)
+
+
+def test_positions():
+    layer = PositionalEmbedding.Params().Set(name="pos", model_dim=6).Instantiate()
+    pos = tf.constant([[0, 1, 2, 0, 1000]])
+    y = single(layer.FProp, NestedMap(), pos)
+    angles = np.array([0, 1, 2, 0, 1000.0])[:, None] / np.array([1.0, 100.0, 10000.0])
+    np.testing.assert_allclose(y[0], np.concatenate([np.sin(angles), np.cos(angles)], -1), atol=1e-4)
+    assert layer.VariableSpecs() == {}
+    with pytest.raises(ValueError, match="pos: model_dim must be even, got 7"):
+        PositionalEmbedding.Params().Set(name="pos", model_dim=7).Instantiate()
+
+
+def test_meta():
+    assert Embedding.FPropMeta(_layer().p, (2, 3)).out_shapes == ((2, 3, 4),)
+    p = PositionalEmbedding.Params().Set(model_dim=6)
+    assert PositionalEmbedding.FPropMeta(p, (2, 3)) == {"flops": 0, "out_shapes": ((2, 3, 6),)}
+
+
+def test_sharded():
+    """Ids cut along B against a whole table: nothing has to be gathered."""
+    position = PositionalEmbedding.Params().Set(name="pos", model_dim=4).Instantiate()
+
+    def fn(theta, ids):
+        y = _layer().FProp(theta, ids) + position.FProp(NestedMap(), ids)
+        return wave(y), y
+
+    ids = tf.constant(np.random.RandomState(0).randint(0, 11, [8, 3]).astype("int32"))
+    theta = NestedMap(table=normal(0, 11, 4))
+    collectives = assert_sharded_equal(fn, [theta, ids], [None, ("expert", None)])
+    assert collectives["all-gather"] == 0

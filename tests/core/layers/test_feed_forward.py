@@ -1,0 +1,65 @@
+"""FeedForward: the formula, dropout, sharded = unsharded."""
+
+import numpy as np
+import tensorflow as tf
+from layer_testing import SPLITS, assert_sharded_equal, init, normal, single, wave
+
+from lingvo_moe.core.layers.feed_forward import FeedForward
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.randomness import make_seed
+
+
+def _layer(**kwargs):
+    p = FeedForward.Params().Set(name="ffn", model_dim=4, hidden_dim=6, **SPLITS)
+    return p.Set(**kwargs).Instantiate()
+
+
+def test_formula():
+    theta, x = NestedMap(wi=normal(1, 4, 6), wo=normal(2, 6, 4)), normal(0, 2, 3, 4)
+    y, extras = single(_layer().FProp, theta, x, tf.zeros([2, 3]))
+    expected = np.maximum(x.numpy() @ theta.wi.numpy(), 0) @ theta.wo.numpy()
+    np.testing.assert_allclose(y, expected, atol=1e-5)
+    assert extras == NestedMap()
+
+
+def test_dropout_in_training_only():
+    """Through identity projections, the output is what dropout leaves of the input."""
+    n = 200
+    theta = NestedMap(wi=tf.eye(n), wo=tf.eye(n))
+    layer = _layer(model_dim=n, hidden_dim=n, relu_dropout_prob=0.25)
+    x, zeros = tf.ones([10, 20, n]), tf.zeros([10, 20])
+    np.testing.assert_array_equal(single(layer.FProp, theta, x, zeros)[0], x)
+    drawn = [
+        single(layer.FProp, theta, x, zeros, seed=make_seed(0, step))[0].numpy()
+        for step in (1, 2, 1)
+    ]
+    np.testing.assert_array_equal(drawn[0], drawn[2])
+    np.testing.assert_allclose(np.unique(drawn[0]), [0, 4 / 3], rtol=1e-6)
+    np.testing.assert_allclose((drawn[0] == 0).mean(), 0.25, atol=0.01)
+    correlation = np.corrcoef(drawn[0].flatten(), drawn[1].flatten())[0, 1]
+    assert abs(correlation) < 0.02  # steps are independent
+
+
+def test_bfloat16_is_close():
+    x, zeros = normal(0, 2, 3, 4), tf.zeros([2, 3])
+    theta = init(_layer())
+    y, _ = single(_layer(fprop_dtype="bfloat16").FProp, theta, tf.cast(x, tf.bfloat16), zeros)
+    assert y.dtype == tf.bfloat16
+    full, _ = single(_layer().FProp, theta, x, zeros)
+    np.testing.assert_allclose(tf.cast(y, tf.float32), full, atol=0.05)
+
+
+def test_meta():
+    meta = FeedForward.FPropMeta(_layer().p, (2, 3, 4))
+    assert (meta.flops, meta.out_shapes) == (2 * 6 * 4 * 6 * 2, ((2, 3, 4),))
+
+
+def test_sharded_with_dropout():
+    layer = _layer(relu_dropout_prob=0.5)
+
+    def fn(theta, x, seed):
+        y, _ = layer.FProp(theta, x, tf.zeros([8, 2]), seed=seed)
+        return wave(y), y
+
+    args = [init(layer), normal(0, 8, 2, 4), make_seed(1, 1)]
+    assert_sharded_equal(fn, args, [None, ("expert", None, None), None])

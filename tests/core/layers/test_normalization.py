@@ -1,0 +1,50 @@
+"""LayerNorm: the formula, float32 inside, sharded = unsharded."""
+
+import numpy as np
+import tensorflow as tf
+from layer_testing import SPLITS, assert_sharded_equal, init, normal, single, wave
+
+from lingvo_moe.core.layers.normalization import LayerNorm
+from lingvo_moe.core.nested_map import NestedMap
+
+
+def _layer(**kwargs):
+    return LayerNorm.Params().Set(name="norm", model_dim=8, **SPLITS).Set(**kwargs).Instantiate()
+
+
+def _theta():
+    return NestedMap(scale=normal(1, 8), bias=normal(2, 8))
+
+
+def _numpy(x, theta, epsilon=1e-6):
+    x = np.asarray(x, "float64")
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / np.sqrt(x.var(-1, keepdims=True) + epsilon) * theta.scale + theta.bias
+
+
+def test_formula():
+    x, theta = normal(0, 3, 5, 8) * 3 + 7, _theta()
+    y = single(_layer().FProp, theta, x)
+    np.testing.assert_allclose(y, _numpy(x, theta), atol=1e-5)
+    start = init(_layer())
+    np.testing.assert_array_equal([start.scale[0], start.bias[0]], [1, 0])
+
+
+def test_bfloat16_activations_are_normalized_in_float32():
+    x, theta = tf.cast(normal(0, 3, 5, 8) + 100, tf.bfloat16), _theta()
+    y = single(_layer(fprop_dtype="bfloat16").FProp, theta, x)
+    assert y.dtype == tf.bfloat16
+    np.testing.assert_allclose(tf.cast(y, tf.float32), _numpy(x, theta), atol=0.03)
+
+
+def test_meta():
+    meta = LayerNorm.FPropMeta(_layer().p, (2, 3, 8))
+    assert (meta.flops, meta.out_shapes) == (0, ((2, 3, 8),))
+
+
+def test_sharded():
+    def fn(theta, x):
+        y = _layer().FProp(theta, x)
+        return wave(y), y
+
+    assert_sharded_equal(fn, [_theta(), normal(0, 8, 2, 8)], [None, ("expert", None, None)])
