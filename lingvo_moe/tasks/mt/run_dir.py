@@ -1,0 +1,125 @@
+"""A run directory: what a trained model is, beside its checkpoints, so that it can be rebuilt from there alone.
+
+experiment.json             the experiment's name, its overrides, where the vocabularies lie
+params.txt                  all of its parameters, to read and to compare
+vocab/source.model          serialised SentencePiece models
+vocab/target.model
+checkpoints/<step>/         written by the engine
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lingvo_moe.core import registry
+from lingvo_moe.core.nested_map import NestedMap
+
+_FILE = "experiment.json"
+_SIDES = ("source", "target")
+
+
+class RunDirError(ValueError):
+    """A directory that holds no run, or a damaged one. The message names the file and what to do."""
+
+
+class RunDir:
+    """The description of a run in `path`. Nothing is read or written before it is asked for."""
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(path)
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Where the engine keeps the checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def exists(self) -> bool:
+        """Whether a run was described here."""
+        return (self.path / _FILE).is_file()
+
+    def Write(self, model: str, override: str, vocabs: Mapping[str, bytes]) -> None:
+        """Describes a run, each file atomically, `experiment.json` last.
+
+        Args:
+            model: the experiment's name, e.g. 'mt.M4Demo'.
+            override: as `--model_params_override`.
+            vocabs: serialised SentencePiece models by side, 'source' and 'target'.
+
+        Raises:
+            RegistryError: no such experiment or parameter.
+        """
+        params = registry.GetParams(model, override)
+        files = {side: f"vocab/{side}.model" for side in _SIDES}
+        for side, name in files.items():
+            write_atomically(self.path / name, vocabs[side])
+        write_atomically(self.path / "params.txt", params.ToText().encode())
+        description = {"model": model, "params_override": override, "vocab": files}
+        write_atomically(self.path / _FILE, json.dumps(description, indent=2).encode() + b"\n")
+
+    @property
+    def experiment(self) -> dict[str, Any]:
+        """What `experiment.json` says: model, params_override, vocab.
+
+        Raises:
+            RunDirError: no run, or a damaged description.
+        """
+        file = self.path / _FILE
+        if not self.path.is_dir():
+            raise RunDirError(f"--logdir={self.path}: no such directory")
+        if not file.is_file():
+            raise RunDirError(
+                f"--logdir={self.path}: no run there ({_FILE} is missing); give the --logdir of a trainer"
+            )
+        try:
+            found = json.loads(file.read_text("utf-8"))
+        except ValueError as e:
+            raise RunDirError(f"{file}: not JSON: {e}") from None
+        missing = [k for k in ("model", "params_override", "vocab") if k not in found]
+        if missing:
+            raise RunDirError(f"{file}: {' and '.join(missing)} missing")
+        return found
+
+    @property
+    def vocabs(self) -> NestedMap:
+        """NestedMap(source, target): serialised SentencePiece models.
+
+        Raises:
+            RunDirError: no run, or a file of it is missing.
+        """
+        files = self.experiment["vocab"]
+        out = NestedMap()
+        for side in _SIDES:
+            file = self.path / files[side]
+            if not file.is_file():
+                raise RunDirError(f"{file}: missing; it is part of the run")
+            out[side] = file.read_bytes()
+        return out
+
+    def Task(self) -> Any:
+        """The model of the run, instantiated.
+
+        Raises:
+            RunDirError: no run.
+            RegistryError: the experiment is not registered (any more).
+        """
+        found = self.experiment
+        task = registry.GetParams(found["model"], found["params_override"]).task
+        return task.Instantiate()
+
+
+def write_atomically(path: str | os.PathLike, content: bytes) -> None:
+    """Writes a file that is there whole or not at all, making directories on the way."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,162 @@
+"""BLEU and chrF (sacreBLEU) per language, by resource group and on average."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sacrebleu.metrics import BLEU, CHRF
+
+from lingvo_moe.tasks.mt.run_dir import write_atomically
+
+# Lines -> one translation each.
+TranslateLines = Callable[[list[str]], Sequence[str]]
+# (language, lines of it that are done, all lines of it).
+Progress = Callable[[str, int, int], None]
+
+GROUPS = ("high", "mid", "low")
+
+
+@dataclass
+class LanguageReport:
+    """What was translated from a language, and its scores (0 to 100)."""
+
+    bleu: float
+    chrf: float
+    train_pairs: int
+    sources: list[str]
+    references: list[str]
+    hypotheses: list[str]
+    group: str = ""
+
+
+@dataclass
+class EvalReport:
+    """The result of `evaluate`.
+
+    Attributes:
+        languages: by language code, sorted.
+        signatures: sacreBLEU's, of 'bleu' and 'chrf': what to state beside a score.
+        seconds: spent translating.
+    """
+
+    languages: dict[str, LanguageReport]
+    signatures: dict[str, str]
+    seconds: float = 0.0
+    info: dict[str, Any] = field(default_factory=dict)
+
+    def Average(self, group: str = "") -> dict[str, float]:
+        """The unweighted mean over the languages (of a group): bleu, chrf and how many languages."""
+        chosen = [r for r in self.languages.values() if not group or r.group == group]
+        count = len(chosen)
+        return {
+            "bleu": _mean([r.bleu for r in chosen]),
+            "chrf": _mean([r.chrf for r in chosen]),
+            "languages": count,
+        }
+
+    def ToDict(self) -> dict[str, Any]:
+        """For JSON: scores without the texts."""
+        groups = [g for g in GROUPS if any(r.group == g for r in self.languages.values())]
+        return {
+            **self.info,
+            "average": self.Average(),
+            "groups": {g: self.Average(g) | self._range(g) for g in groups},
+            "languages": {
+                lang: {
+                    "bleu": r.bleu,
+                    "chrf": r.chrf,
+                    "lines": len(r.references),
+                    "train_pairs": r.train_pairs,
+                    "group": r.group,
+                }
+                for lang, r in self.languages.items()
+            },
+            "signatures": self.signatures,
+            "seconds": self.seconds,
+        }
+
+    def _range(self, group: str) -> dict[str, int]:
+        pairs = [r.train_pairs for r in self.languages.values() if r.group == group]
+        return {"min_train_pairs": min(pairs), "max_train_pairs": max(pairs)}
+
+    def WriteTexts(self, directory: str | Path) -> None:
+        """`<lang>.src`, `<lang>.ref` and `<lang>.hyp`, a line for each pair, for other scorers."""
+        for lang, r in self.languages.items():
+            for suffix, lines in (
+                ("src", r.sources),
+                ("ref", r.references),
+                ("hyp", r.hypotheses),
+            ):
+                text = "".join(f"{one_line(line)}\n" for line in lines)
+                write_atomically(Path(directory) / f"{lang}.{suffix}", text.encode())
+
+
+def evaluate(
+    translate: TranslateLines,
+    devset: Iterable[tuple[str, Sequence[tuple[str, str]]]],
+    train_pairs: Mapping[str, int] | None = None,
+    batch_lines: int = 256,
+    progress: Progress | None = None,
+) -> EvalReport:
+    """Translates held-out pairs and scores them.
+
+    Args:
+        translate: lines -> translations.
+        devset: `(language, [(source, reference), ...])`, e.g. `DevSet(data_dir).items()`.
+        train_pairs: training pairs of each language, from which the resource groups follow; None for no groups.
+        batch_lines: lines handed to `translate` at once.
+        progress: called after each batch.
+
+    Raises:
+        ValueError: an empty dev set, or `translate` returned another number of lines than it got.
+    """
+    bleu, chrf = BLEU(), CHRF()
+    languages: dict[str, LanguageReport] = {}
+    start = time.monotonic()
+    for lang, pairs in devset:
+        sources, references = [s for s, _ in pairs], [r for _, r in pairs]
+        hypotheses: list[str] = []
+        for at in range(0, len(sources), batch_lines):
+            batch = sources[at : at + batch_lines]
+            translations = translate(batch)
+            if len(translations) != len(batch):
+                raise ValueError(f"{lang}: {len(translations)} translations of {len(batch)} lines")
+            hypotheses += translations
+            if progress:
+                progress(lang, len(hypotheses), len(sources))
+        languages[lang] = LanguageReport(
+            bleu=bleu.corpus_score(hypotheses, [references]).score,
+            chrf=chrf.corpus_score(hypotheses, [references]).score,
+            train_pairs=(train_pairs or {}).get(lang, 0),
+            sources=sources,
+            references=references,
+            hypotheses=hypotheses,
+        )
+    if not languages:
+        raise ValueError("nothing to evaluate: the dev set has no language")
+    seconds = time.monotonic() - start
+    languages = dict(sorted(languages.items()))
+    if train_pairs is not None:
+        for lang, group in resource_groups(
+            {k: r.train_pairs for k, r in languages.items()}
+        ).items():
+            languages[lang].group = group
+    signatures = {"bleu": str(bleu.get_signature()), "chrf": str(chrf.get_signature())}
+    return EvalReport(languages, signatures, seconds)
+
+
+def resource_groups(train_pairs: Mapping[str, int]) -> dict[str, str]:
+    """Thirds of the languages by their training pairs: 'high', 'mid', 'low'. Names decide between equals."""
+    ranked = sorted(train_pairs, key=lambda lang: (-train_pairs[lang], lang))
+    return {lang: GROUPS[i * len(GROUPS) // len(ranked)] for i, lang in enumerate(ranked)}
+
+
+def one_line(text: str) -> str:
+    """The text with whatever ends a line, to whichever reader, turned into a space."""
+    return " ".join(text.splitlines())
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

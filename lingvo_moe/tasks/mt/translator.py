@@ -1,0 +1,309 @@
+"""Strings to translations, in TensorFlow alone: tokenise, encode, flat beam search, detokenise.
+
+Letters: N line, K result of a line, R row of a compiled batch, S source token, T target token.
+
+A line runs in the bucket that its length falls in, in a batch of exactly `rows` rows, whatever else was asked for
+with it. So the compiled programs are few, nothing is traced or compiled again once each bucket was used, and the
+translation of a line is the same to the bit in a batch of 1, 7 or 32.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import tensorflow_text as tf_text
+
+from lingvo_moe.core.decode.flat_beam_search import NEVER, SearchOptions, flat_beam_search
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.sharding import single_device, use_mesh
+
+PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
+
+_SMALLEST_BUCKET = 8
+_LONGEST_PIECE = 64  # bytes of a SentencePiece: 16 characters of UTF-8
+# Nothing that a reader of lines could take for the end of one: controls, NEL, line and paragraph separators.
+_NOT_IN_A_LINE = "[\\x{00}-\\x{1f}\\x{7f}\\x{85}\\x{2028}\\x{2029}]+"
+
+
+@dataclass(frozen=True)
+class TranslateOptions:
+    """How to translate.
+
+    Attributes:
+        beam_size: hypotheses of the beam; 1 is greedy search.
+        top_k: K, translations returned for a line, at most beam_size. With 1 the search stops soonest.
+        length_alpha: exponent of the length normalisation.
+        max_source_length: tokens of a line, EOS included; the rest is cut off and reported.
+        max_length: tokens of a translation, EOS included. A line of n tokens gets at most 2 n + 10.
+        rows: R, lines translated at once. Fewer are filled up, more take turns.
+    """
+
+    beam_size: int = 4
+    top_k: int = 1
+    length_alpha: float = 0.6
+    max_source_length: int = 256
+    max_length: int = 256
+    rows: int = 8
+
+    def __post_init__(self) -> None:
+        self.Search()
+        for name in ("max_source_length", "max_length", "rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+    def Search(self) -> SearchOptions:
+        """The options of the beam search."""
+        return SearchOptions(self.beam_size, self.top_k, self.length_alpha, BOS_ID, EOS_ID, PAD_ID)
+
+    def Buckets(self) -> list[int]:
+        """Source lengths that are compiled: powers of two, and the longest."""
+        lengths = []
+        length = _SMALLEST_BUCKET
+        while length < self.max_source_length:
+            lengths.append(length)
+            length *= 2
+        return [*lengths, self.max_source_length]
+
+    def MaxTargetLength(self, source_length: Any) -> Any:
+        """The most tokens of a translation of `source_length` tokens, for an int or an int32 tensor."""
+        longest = 2 * source_length + 10
+        if isinstance(source_length, int):
+            return min(longest, self.max_length)
+        return tf.minimum(longest, self.max_length)
+
+
+class Translator(tf.Module):
+    """A model, its weights and its vocabularies as one function of strings, which can be saved as it is.
+
+    Args:
+        model: with `Encode`, `InitCache` and `ExtendStep` as MtModel has them, and `p.source_vocab_size`,
+            `p.target_vocab_size`.
+        theta: NestedMap of arrays or tensors.
+        source_vocab, target_vocab: serialised SentencePiece models, with ids 0 PAD, 1 BOS, 2 EOS, 3 UNK.
+        options: see TranslateOptions.
+
+    Raises:
+        ValueError: a vocabulary with more pieces than the model has embeddings for.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        theta: NestedMap,
+        source_vocab: bytes,
+        target_vocab: bytes,
+        options: TranslateOptions | None = None,
+    ):
+        super().__init__(name="translator")
+        self.options = options or TranslateOptions()
+        self.traces = 0  # of compiled programs; grows no more once `translate` was traced
+        self._source = tf_text.SentencepieceTokenizer(model=source_vocab)
+        self._target = tf_text.SentencepieceTokenizer(model=target_vocab)
+        self._target_size = int(self._target.vocab_size())
+        for side, have in (
+            ("source", int(self._source.vocab_size())),
+            ("target", self._target_size),
+        ):
+            room = getattr(model.p, f"{side}_vocab_size")
+            if have > room:
+                raise ValueError(
+                    f"the {side} vocabulary has {have} pieces, the model's {side}_vocab_size is {room}"
+                )
+        self._variables = [
+            tf.Variable(value, trainable=False, name=path.replace("[", "_").replace("]", ""))
+            for path, value in theta.FlattenItems()
+        ]
+        # tf.Module would track, and wrap, a NestedMap; closures it lets be.
+        structure = theta.Transform(lambda _: None)
+        self._theta = lambda: structure.Pack([tf.convert_to_tensor(v) for v in self._variables])
+        self._model = lambda: model
+
+    def Translate(self, lines: Sequence[str | bytes]) -> NestedMap:
+        """Translates; see `translations_of` for what comes back."""
+        return translations_of(self.translate, lines)
+
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.string, name="text")])
+    def translate(self, text: tf.Tensor) -> dict[str, tf.Tensor]:
+        """The whole way, in graph.
+
+        Args:
+            text: string [N], a line of UTF-8 each. Invalid bytes are read as U+FFFD.
+
+        Returns:
+            translations: string [N,K], best first, free of line breaks and control characters; '' for a blank line.
+            scores: float32 [N,K], log-probability / length_norm; 0 for a blank line.
+            truncated: bool [N], whether the line was longer than max_source_length.
+        """
+        o = self.options
+        text = tf.strings.strip(text)
+        # The time of tokenising grows with the square of a line that has no spaces.
+        longest = o.max_source_length * _LONGEST_PIECE
+        is_cut = tf.strings.length(text) > longest
+        tokens = self._source.tokenize(tf.strings.substr(text, 0, longest))
+        lengths = tf.cast(tokens.row_lengths(), tf.int32)
+        is_blank = lengths == 0
+        truncated = is_cut | (lengths + 1 > o.max_source_length)
+        tokens = tokens[:, : o.max_source_length - 1]
+        end = tf.fill([tf.shape(text)[0], 1], EOS_ID)
+        tokens = tf.concat([tokens, end], 1)
+        lengths = tf.where(is_blank, 0, tf.minimum(lengths + 1, o.max_source_length))
+
+        parts = [_Part.Empty(o.top_k)]
+        shorter = 0
+        for length in o.Buckets():
+            lines = tf.where((lengths > shorter) & (lengths <= length))[:, 0]
+            parts.append(self._bucket(tokens, lengths, tf.cast(lines, tf.int32), length))
+            shorter = length
+        return {**_Part.Collect(parts, is_blank), "truncated": truncated}
+
+    def _bucket(
+        self, tokens: tf.RaggedTensor, lengths: tf.Tensor, lines: tf.Tensor, length: int
+    ) -> "_Part":
+        """Translates the given lines, none of them longer than `length`, `rows` at a time."""
+        o = self.options
+        batches = (tf.shape(lines)[0] + o.rows - 1) // o.rows
+        # The last batch is filled up with line 0 at length 0, which costs no step.
+        fill = tf.zeros([batches * o.rows - tf.shape(lines)[0]], tf.int32)
+        at = tf.reshape(tf.concat([lines, fill], 0), [batches, o.rows])
+        n_at = tf.concat([tf.gather(lengths, lines), fill], 0)
+        n_at = tf.reshape(n_at, [batches, o.rows])
+        compiled = self._compiled(length)
+
+        def one(i: tf.Tensor, texts: tf.TensorArray, scores: tf.TensorArray) -> tuple:
+            ids = tf.gather(tokens, at[i]).to_tensor(PAD_ID, shape=[o.rows, length])
+            found_ids, found_lengths, found_scores = compiled(ids, n_at[i])
+            flat = tf.reshape(found_ids, [o.rows * o.top_k, -1])
+            without_eos = tf.maximum(tf.reshape(found_lengths, [-1]) - 1, 0)
+            text = self._target.detokenize(tf.RaggedTensor.from_tensor(flat, without_eos))
+            text = tf.strings.strip(tf.strings.regex_replace(text, _NOT_IN_A_LINE, " "))
+            texts = texts.write(i, tf.reshape(text, [o.rows, o.top_k]))
+            return i + 1, texts, scores.write(i, found_scores)
+
+        shape = [o.rows, o.top_k]
+        _, texts, scores = tf.while_loop(
+            lambda i, *_: i < batches,
+            one,
+            (
+                tf.constant(0),
+                tf.TensorArray(tf.string, batches, element_shape=shape),
+                tf.TensorArray(tf.float32, batches, element_shape=shape),
+            ),
+            parallel_iterations=1,
+        )
+        n = tf.shape(lines)[0]
+        flat_shape = [batches * o.rows, o.top_k]
+        return _Part(
+            lines,
+            tf.reshape(texts.stack(), flat_shape)[:n],
+            tf.reshape(scores.stack(), flat_shape)[:n],
+        )
+
+    def _compiled(self, length: int) -> Any:
+        """The program of a bucket: int32 ids [R,S], lengths [R] to ids [R,K,T], lengths [R,K], scores [R,K]."""
+        o, model = self.options, self._model()
+        max_target = o.MaxTargetLength(length)
+        allowed_V = np.arange(self._target_size) != UNK_ID
+
+        @tf.function(jit_compile=True, autograph=False)
+        def program(ids_RS: tf.Tensor, lengths_R: tf.Tensor) -> tuple:
+            self.traces += 1
+            with use_mesh(single_device()):
+                theta = self._theta()
+                at_S = tf.tile(tf.range(length)[tf.newaxis], [o.rows, 1])
+                real_RS = at_S < lengths_R[:, tf.newaxis]
+                src = NestedMap(
+                    ids=tf.where(real_RS, ids_RS, PAD_ID),
+                    segment_ids=tf.cast(real_RS, tf.int32),
+                    segment_pos=tf.where(real_RS, at_S, 0),
+                )
+                encoded = model.Encode(theta, src)
+                cache = model.InitCache(theta, encoded, o.beam_size, max_target)
+
+                def step(ids: tf.Tensor, cache: Any, time: tf.Tensor, mask: tf.Tensor) -> tuple:
+                    logits, cache = model.ExtendStep(theta, ids, cache, time, mask)
+                    return logits[..., : self._target_size], cache
+
+                max_lengths = tf.where(lengths_R > 0, o.MaxTargetLength(lengths_R), 0)
+                found = flat_beam_search(
+                    step, cache, max_lengths, max_target, o.Search(), allowed_V
+                )
+            return found.ids_BKT, found.lengths_BK, found.scores_BK
+
+        return program
+
+
+@dataclass
+class _Part:
+    """The results of some lines: int32 [n], string [n,K], float32 [n,K]."""
+
+    lines: tf.Tensor
+    texts: tf.Tensor
+    scores: tf.Tensor
+
+    @classmethod
+    def Empty(cls, top_k: int) -> "_Part":
+        """What stands for blank lines: one row that belongs to no line."""
+        return cls(tf.constant([-1]), tf.fill([1, top_k], ""), tf.zeros([1, top_k]))
+
+    @staticmethod
+    def Collect(parts: list["_Part"], is_blank: tf.Tensor) -> dict[str, tf.Tensor]:
+        """The results of all lines, in order."""
+        lines = tf.concat([p.lines for p in parts], 0)[1:]
+        # The place of each line among the results; 0, the empty one, for blank lines.
+        place = tf.scatter_nd(
+            lines[:, tf.newaxis], tf.range(1, tf.shape(lines)[0] + 1), tf.shape(is_blank)
+        )
+        return {
+            "translations": tf.gather(tf.concat([p.texts for p in parts], 0), place),
+            "scores": tf.gather(tf.concat([p.scores for p in parts], 0), place),
+        }
+
+
+class SavedTranslator:
+    """An exported model, used as a Translator.
+
+    Args:
+        path: a SavedModel directory.
+
+    Raises:
+        ValueError: there is no SavedModel, or one of another kind.
+    """
+
+    def __init__(self, path: str):
+        if not tf.saved_model.contains_saved_model(path):
+            raise ValueError(f"{path}: no SavedModel there (no saved_model.pb); see tools.export")
+        self._loaded = tf.saved_model.load(path)
+        signature = self._loaded.signatures.get("serving_default")
+        outputs = set(signature.structured_outputs) if signature else set()
+        if not {"translations", "scores", "truncated"} <= outputs:
+            raise ValueError(
+                f"{path}: a SavedModel, but not one by tools.export: its outputs are {sorted(outputs)}"
+            )
+        self._signature = signature
+
+    def Translate(self, lines: Sequence[str | bytes]) -> NestedMap:
+        """Translates; see `translations_of` for what comes back."""
+        return translations_of(lambda text: self._signature(text=text), lines)
+
+
+def translations_of(function: Any, lines: Sequence[str | bytes]) -> NestedMap:
+    """Calls a translating function on Python lines.
+
+    Args:
+        function: string [N] -> dict of translations, scores, truncated, as `Translator.translate`.
+        lines: N lines; bytes may hold anything.
+
+    Returns:
+        NestedMap(translations: list of N lists of K str, scores: float32 [N,K], truncated: bool [N]).
+    """
+    encoded = [line.encode("utf-8", "replace") if isinstance(line, str) else line for line in lines]
+    out = function(tf.constant(encoded, tf.string, shape=[len(encoded)]))
+    texts = [[t.decode("utf-8", "replace") for t in row] for row in out["translations"].numpy()]
+    return NestedMap(
+        translations=texts, scores=out["scores"].numpy(), truncated=out["truncated"].numpy()
+    )
+
+
+__all__ = ["NEVER", "SavedTranslator", "TranslateOptions", "Translator", "translations_of"]

@@ -1,0 +1,90 @@
+"""A translation model of a few thousand numbers and vocabularies to go with it, for tests of what is around a model.
+
+Letters: B row, J hypothesis, S source token, T target time, M model, V vocabulary, F flat position (t * J + j).
+"""
+
+import io
+from collections.abc import Iterable
+
+import numpy as np
+import sentencepiece
+import tensorflow as tf
+from tensorflow.compiler.tf2xla.python import xla
+
+from lingvo_moe.core.nested_map import NestedMap
+
+M = 12
+_WORDS = ["red", "green", "house", "tree", "stone", "open", "close", "save", "file", "edit", "view"]
+
+
+def sentences(number: int, seed: int = 0, longest: int = 20) -> list[str]:
+    """Lines of 1 to `longest` random words."""
+    rng = np.random.default_rng(seed)
+    return [" ".join(rng.choice(_WORDS, rng.integers(1, longest + 1))) for _ in range(number)]
+
+
+def train_vocab(lines: Iterable[str], vocab_size: int = 320) -> bytes:
+    """A serialised SentencePiece model with ids 0 PAD, 1 BOS, 2 EOS, 3 UNK, and a piece per byte."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_writer=model,
+        vocab_size=vocab_size,
+        hard_vocab_limit=False,
+        byte_fallback=True,
+        pad_id=0,
+        bos_id=1,
+        eos_id=2,
+        unk_id=3,
+        minloglevel=2,
+        num_threads=1,
+    )
+    return model.getvalue()
+
+
+class ToyModel:
+    """Attention without projections over embeddings: random, but depends on every token."""
+
+    def __init__(self, source_vocab_size: int, target_vocab_size: int):
+        self.p = NestedMap(source_vocab_size=source_vocab_size, target_vocab_size=target_vocab_size)
+
+    def InitTheta(self, seed: int = 0) -> NestedMap:
+        rng = np.random.default_rng(seed)
+
+        def table(*shape):
+            return rng.normal(size=shape).astype(np.float32)
+
+        return NestedMap(
+            source_VM=table(self.p.source_vocab_size, M),
+            target_VM=table(self.p.target_vocab_size, M),
+            mix=NestedMap(out_MV=table(M, self.p.target_vocab_size)),
+        )
+
+    def Encode(self, theta: NestedMap, src: NestedMap) -> NestedMap:
+        x_BSM = tf.gather(theta.source_VM, src.ids) + _positions(src.segment_pos)
+        return NestedMap(memory=x_BSM, segment_ids=src.segment_ids)
+
+    def InitCache(
+        self, theta: NestedMap, encoded: NestedMap, beam_size: int, max_length: int
+    ) -> NestedMap:
+        shape = [encoded.memory.shape[0], beam_size * max_length, M]
+        return NestedMap(self_BFM=tf.zeros(shape), encoded=encoded)
+
+    def ExtendStep(self, theta, ids_BJ, cache, time, mask_BJF):
+        x_BJM = tf.gather(theta.target_VM, ids_BJ) + _positions(tf.fill(ids_BJ.shape, time))
+        start = tf.stack([0, time * ids_BJ.shape[1], 0])
+        self_BFM = xla.dynamic_update_slice(cache.self_BFM, x_BJM, start)
+        y_BJM = _attend(x_BJM, self_BFM, mask_BJF)
+        real_B1S = cache.encoded.segment_ids[:, tf.newaxis] > 0
+        y_BJM += _attend(y_BJM, cache.encoded.memory, real_B1S)
+        logits_BJV = tf.einsum("BJM,MV->BJV", tf.tanh(y_BJM), theta.mix.out_MV)
+        return logits_BJV, NestedMap(self_BFM=self_BFM, encoded=cache.encoded)
+
+
+def _positions(at: tf.Tensor) -> tf.Tensor:
+    return tf.sin(tf.cast(at, tf.float32)[..., tf.newaxis] * tf.linspace(0.1, 2.0, M))
+
+
+def _attend(query_BJM: tf.Tensor, key_BSM: tf.Tensor, mask_BJS: tf.Tensor) -> tf.Tensor:
+    logits = tf.einsum("BJM,BSM->BJS", query_BJM, key_BSM)
+    return tf.einsum("BJS,BSM->BJM", tf.nn.softmax(tf.where(mask_BJS, logits, -1e9)), key_BSM)
