@@ -64,11 +64,14 @@ demo: install ## Train, score and export a small translator on real text; writes
 	@$(PY) -m tools.demo
 
 lock: install ## Pin again all that the other requirements files need, after changing them.
-	@$(PY) -m pip install --disable-pip-version-check -r requirements-dev.txt
-	$(PY) -m pip install --disable-pip-version-check --no-deps -r requirements-corpus.txt
+	@fresh=$$(mktemp -d)
+	trap 'rm -rf "$$fresh"' EXIT
+	$(PY) -m venv "$$fresh"
+	"$$fresh/bin/pip" install --disable-pip-version-check -r requirements-dev.txt
+	"$$fresh/bin/pip" install --disable-pip-version-check --no-deps -r requirements-corpus.txt
 	{ echo "# Written by \`make lock\`: the other requirements files and all that they need, one version each."
 	  echo "# Nothing is left to resolve, so it is installed with --no-deps."
-	  $(PY) -m pip freeze --exclude pip --exclude setuptools; } > $(LOCK)
+	  "$$fresh/bin/pip" freeze --exclude pip --exclude setuptools; } > $(LOCK)
 
 clean: ## Remove what was generated (not .venv).
 	@rm -rf demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
