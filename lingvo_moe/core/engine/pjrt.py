@@ -17,13 +17,18 @@ from lingvo_moe.core.engine.collectives import Collective, parse_collectives
 from lingvo_moe.core.engine.program import Program
 from lingvo_moe.core.engine.specs import (
     TensorSpec,
-    first_difference,
     flatten_items,
+    map_with_specs,
     numpy_dtype,
     pack,
     skeleton,
 )
 from lingvo_moe.core.sharding import Mesh
+
+# How long XLA lets a virtual device wait for the others in a collective before it aborts the
+# process.
+_CPU_TIMEOUT = "xla_cpu_collective_call_terminate_timeout_seconds"
+_CPU_TIMEOUT_SECONDS = 3600
 
 
 class PjrtEngine(Engine):
@@ -101,30 +106,19 @@ class PjrtEngine(Engine):
         return jax.sharding.NamedSharding(self.jax_mesh, jax.sharding.PartitionSpec(*split))
 
     def Put(self, tree: Any, specs: Any) -> Any:
-        items, spec_items = flatten_items(tree), flatten_items(specs)
-        paths, wanted = [p for p, _ in items], [p for p, _ in spec_items]
-        if paths != wanted:
-            raise EngineError(f"Put: {first_difference(wanted, paths)}")
-        leaves = [
-            self.PutLeaf(value, TensorSpec.Of(spec, path))
-            for (path, value), (_, spec) in zip(items, spec_items)
-        ]
-        return pack(skeleton(tree), leaves)
+        return map_with_specs(self.PutLeaf, tree, specs)
 
     def PutLeaf(self, value: Any, spec: TensorSpec) -> jax.Array:
         """One tensor on the devices, as its spec says.
 
         Raises:
-            EngineError: another shape, or a dtype that would have to be converted.
+            SpecError: another shape, or a dtype that would have to be converted.
         """
-        sharding, dtype = self.Sharding(spec), numpy_dtype(spec.dtype)
+        sharding = self.Sharding(spec)
         if isinstance(value, jax.Array):
-            _check(spec, value.shape, value.dtype)
+            spec.Check(value.shape, value.dtype)
             return value if value.sharding == sharding else jax.device_put(value, sharding)
-        array = np.asarray(value)
-        if array.dtype in (np.int64, np.float64) and array.ndim == 0:
-            array = array.astype(dtype)  # a Python number
-        _check(spec, array.shape, array.dtype)
+        array = spec.ToNumpy(value)
         return jax.make_array_from_callback(spec.shape, sharding, lambda index: array[index])
 
     def Get(self, tree: Any) -> Any:
@@ -152,10 +146,11 @@ class CompiledProgram(Compiled):
             jax.ShapeDtypeStruct(spec.shape, numpy_dtype(spec.dtype), sharding=sharding)
             for spec, sharding in zip(program.signature.args, self._shardings)
         ]
-        self._compiled = jitted.lower(*abstract).compile()
-        # Virtual devices share the cores: steps in flight would only queue, and their collectives
-        # wait on each other.
+        # Virtual devices share the cores: steps in flight would only queue while their collectives
+        # wait on each other, and a device that computes for long is no reason to give up the run.
         self._wait = engine.jax_mesh.devices.flat[0].platform == "cpu"
+        options = {_CPU_TIMEOUT: _CPU_TIMEOUT_SECONDS} if self._wait else {}
+        self._compiled = jitted.lower(*abstract).compile(compiler_options=options)
 
     def __call__(self, *args: Any) -> Any:
         leaves = [
@@ -200,13 +195,6 @@ def _get(leaf: Any) -> np.ndarray:
     if leaf.is_fully_replicated:
         return np.asarray(leaf.addressable_data(0))
     return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
-
-
-def _check(spec: TensorSpec, shape: Sequence[int], dtype: Any) -> None:
-    if tuple(shape) != spec.shape or np.dtype(dtype) != numpy_dtype(spec.dtype):
-        raise EngineError(
-            f"{spec.name} has to be {spec.dtype}{list(spec.shape)}, got {np.dtype(dtype).name}{list(shape)}"
-        )
 
 
 def _misfit(mesh: Mesh, devices: Sequence[Any]) -> str:

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lingvo_moe.core.engine.specs import TensorSpec, first_difference, flatten_items, pack
+from lingvo_moe.core.engine.specs import (
+    SpecError,
+    TensorSpec,
+    first_difference,
+    flatten_items,
+    pack,
+)
 from lingvo_moe.core.sharding import Mesh
-
-
-class SignatureError(ValueError):
-    """Arguments that do not fit a function."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +43,17 @@ class Signature:
         """The leaves of the arguments in the function's order.
 
         Raises:
-            SignatureError: another structure, naming the first leaf that differs.
+            SpecError: another structure, naming the first leaf that differs.
         """
         names = self.arg_structure["names"]
         if len(args) != len(names):
-            raise SignatureError(
+            raise SpecError(
                 f"{self.name}: takes {len(names)} argument(s) ({', '.join(names)}), got {len(args)}"
             )
         items = [item for name, tree in zip(names, args) for item in flatten_items(tree, name)]
         found, expected = [path for path, _ in items], [spec.name for spec in self.args]
         if found != expected:
-            raise SignatureError(f"{self.name}: argument {first_difference(expected, found)}")
+            raise SpecError(f"{self.name}: argument {first_difference(expected, found)}")
         return [leaf for _, leaf in items]
 
     def PackResults(self, leaves: list[Any]) -> Any:

@@ -3,7 +3,7 @@
 Free of TensorFlow and JAX.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,10 @@ import numpy as np
 
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Axis, DimsMapping, Mesh, ShardingError, check_mapping
+
+
+class SpecError(ValueError):
+    """Tensors that are not what a spec or a structure says."""
 
 
 class Auto:
@@ -73,6 +77,26 @@ class TensorSpec:
                 )
         return self
 
+    def Check(self, shape: Sequence[int], dtype: Any) -> None:
+        """Raises SpecError where a tensor of this shape and dtype is not what the spec says."""
+        if tuple(shape) != self.shape or dtype_name(dtype) != dtype_name(self.dtype):
+            raise SpecError(
+                f"{self.name} has to be {self.dtype}{list(self.shape)}, "
+                f"got {dtype_name(dtype)}{list(shape)}"
+            )
+
+    def ToNumpy(self, value: Any) -> np.ndarray:
+        """A host's value as an array of this spec. Python numbers are converted, arrays never.
+
+        Raises:
+            SpecError: another shape or dtype.
+        """
+        if isinstance(value, (bool, int, float)):
+            value = np.asarray(value, numpy_dtype(self.dtype))
+        value = np.asarray(value)
+        self.Check(value.shape, value.dtype)
+        return value
+
     def NumBytes(self) -> int:
         """Of the whole tensor."""
         return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
@@ -122,7 +146,7 @@ def skeleton(tree: Any) -> Any:
     return _map(tree, lambda _leaf: next(numbers), dict)
 
 
-def pack(structure: Any, leaves: Sequence[Any]) -> Any:
+def pack(structure: Any, leaves: Sequence[Any] | Mapping[int, Any]) -> Any:
     """A tree with the leaves in the places that `skeleton` numbered; dicts become NestedMaps, tuples lists."""
     return _map(structure, lambda number: leaves[number], NestedMap)
 
@@ -136,6 +160,22 @@ def first_difference(expected: Sequence[str], found: Sequence[str]) -> str:
     if missing:
         return f"{missing[0]!r} is missing" + (f", {extra[0]!r} is unknown" if extra else "")
     return f"{extra[0]!r} is unknown" if extra else "the order of leaves differs"
+
+
+def map_with_specs(fn: Callable[[Any, TensorSpec], Any], tree: Any, specs: Any) -> Any:
+    """`fn(leaf, its spec)` for the leaves of a tree; specs are named by their paths.
+
+    Raises:
+        SpecError: the specs have another structure, naming the first leaf that differs.
+    """
+    items, spec_items = flatten_items(tree), flatten_items(specs)
+    paths, wanted = [path for path, _ in items], [path for path, _ in spec_items]
+    if paths != wanted:
+        raise SpecError(first_difference(wanted, paths))
+    leaves = [
+        fn(value, TensorSpec.Of(spec, path)) for (path, value), (_, spec) in zip(items, spec_items)
+    ]
+    return pack(skeleton(tree), leaves)
 
 
 def _walk(tree: Any, path: str) -> Iterator[tuple[str, Any]]:

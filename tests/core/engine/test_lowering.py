@@ -9,8 +9,7 @@ from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.lowering import AUTO, LoweringError, lower
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.engine.program import Program
-from lingvo_moe.core.engine.signature import SignatureError
-from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.engine.specs import SpecError, TensorSpec
 from lingvo_moe.core.engine.testing import run_sharded, run_single
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Mesh, ShardingError
@@ -197,15 +196,15 @@ def test_results_as_the_partitioner_likes():
 def test_wrong_arguments_are_named():
     engine = PjrtEngine(MESH)
     compiled = engine.Build(lambda batch: batch.x, [BATCH])
-    with pytest.raises(SignatureError, match=r"batch\.x' is missing, 'batch\.y' is unknown"):
+    with pytest.raises(SpecError, match=r"batch\.x' is missing, 'batch\.y' is unknown"):
         compiled(NestedMap(y=1))
     with pytest.raises(
-        EngineError, match=r"batch\.x has to be float32\[16, 8\], got float32\[16, 7\]"
+        SpecError, match=r"batch\.x has to be float32\[16, 8\], got float32\[16, 7\]"
     ):
         compiled(NestedMap(x=np.zeros((16, 7), np.float32)))
-    with pytest.raises(EngineError, match="got float64"):
+    with pytest.raises(SpecError, match="got float64"):
         compiled(NestedMap(x=np.zeros((16, 8))))
-    with pytest.raises(SignatureError, match=r"takes 1 argument\(s\) \(batch\), got 2"):
+    with pytest.raises(SpecError, match=r"takes 1 argument\(s\) \(batch\), got 2"):
         compiled(NestedMap(), 1)
 
 

@@ -1,0 +1,239 @@
+"""Checkpoints: Orbax's, one directory a step: sharded, written while training goes on, complete or not there at all.
+
+A step holds the state as a flat map from path to tensor, and a JSON file with the structure of the
+state and whatever else a run needs to go on (the input's position, the experiment's text). It is
+restored on any mesh, device count, process count or engine. Free of TensorFlow.
+"""
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from lingvo_moe.core.engine.base import Engine
+from lingvo_moe.core.engine.pjrt import PjrtEngine
+from lingvo_moe.core.engine.specs import (
+    TensorSpec,
+    dtype_name,
+    first_difference,
+    flatten_items,
+    numpy_dtype,
+    pack,
+    skeleton,
+)
+from lingvo_moe.core.nested_map import NestedMap
+
+_FORMAT = 1
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is not there, is damaged, or belongs to another model."""
+
+
+class Checkpointer:
+    """Saves and restores the states of one run. In a job of several processes all of them make each call.
+
+    Usage:
+        with Checkpointer(os.path.join(logdir, "checkpoints"), keep=3) as checkpointer:
+            checkpointer.Save(step, state, {"input": ...})
+            state, extra = checkpointer.Restore(state_specs, engine)
+    """
+
+    def __init__(self, directory: str, keep: int = 3, read_only: bool = False):
+        """Args: the directory, made when missing; how many of the newest steps stay; whether to leave it untouched.
+
+        Only one writer at a time may use a directory: making one clears away what a killed writer
+        left half written.
+
+        Raises:
+            CheckpointError: reading only, and there is no such directory.
+        """
+        self.directory = os.path.abspath(directory)
+        if read_only and not os.path.isdir(self.directory):
+            raise CheckpointError(f"{self.directory}: there is no such directory of checkpoints")
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=None if read_only else keep,
+            create=not read_only,
+            read_only=read_only,
+            cleanup_tmp_directories=not read_only,
+            enable_async_checkpointing=not read_only,
+        )
+        # Orbax tells at length of what is as it should be; what is not comes as an exception.
+        logging.getLogger("absl").setLevel(logging.ERROR)
+        self._manager = ocp.CheckpointManager(self.directory, options=options)
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.Close()
+
+    def Steps(self) -> list[int]:
+        """The steps that are complete, oldest first."""
+        return sorted(self._manager.all_steps())
+
+    def LatestStep(self) -> int | None:
+        """The newest complete step, or None."""
+        steps = self.Steps()
+        return steps[-1] if steps else None
+
+    def Save(self, step: int, state: Any, extra: Mapping[str, Any] | None = None) -> None:
+        """Starts to save; the state may be donated as soon as this returns. A step that is there already is left alone.
+
+        Args:
+            step: its number.
+            state: a tree of the engine's tensors.
+            extra: anything that JSON can hold.
+        """
+        if step in self._manager.all_steps():
+            return
+        items = flatten_items(state)
+        tensors = {path: _savable(leaf) for path, leaf in items}
+        about = {
+            "format": _FORMAT,
+            "variables": [
+                {"name": path, "shape": list(x.shape), "dtype": dtype_name(x.dtype)}
+                for path, x in tensors.items()
+            ],
+            "structure": skeleton(state),
+            "extra": dict(extra or {}),
+        }
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.PyTreeSave(tensors), about=ocp.args.JsonSave(about)
+            ),
+        )
+
+    def Restore(
+        self, state_specs: Any, engine: Engine, step: int | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """The state on the engine's devices, cut as the specs say, and the `extra` of Save.
+
+        Args:
+            state_specs: a tree of specs of the whole state, or of a part such as
+                NestedMap(theta=...).
+            engine: any.
+            step: by default the newest.
+
+        Raises:
+            CheckpointError: no such step; a damaged one; or one of another model, naming the first
+                variable that differs.
+        """
+        step, about = self._about(step)
+        specs = [TensorSpec.Of(spec, path) for path, spec in flatten_items(state_specs)]
+        self._check_model(step, about, specs)
+        if isinstance(engine, PjrtEngine):
+            targets = {s.name: _sharded(s, engine) for s in specs}
+            tensors = self._read(step, targets)
+            return pack(skeleton(state_specs), [tensors[s.name] for s in specs]), about["extra"]
+        tensors = self._read(step, {s.name: None for s in specs})
+        arrays = pack(skeleton(state_specs), [tensors[s.name] for s in specs])
+        return engine.Put(arrays, state_specs), about["extra"]
+
+    def RestoreToNumpy(
+        self, prefix: str = "", step: int | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """A part of the state, e.g. prefix='theta', as NumPy arrays in the structure that was saved, and the `extra`.
+
+        Raises:
+            CheckpointError: as Restore; or nothing has that prefix.
+        """
+        step, about = self._about(step)
+        try:
+            structure = NestedMap.FromNestedDict(about["structure"])
+            part = structure.GetItem(prefix) if prefix else structure
+        except KeyError as e:
+            raise CheckpointError(f"{self._where(step)}: {e.args[0]}") from None
+        names = [v["name"] for v in about["variables"]]
+        wanted = {number: names[number] for _, number in flatten_items(part)}
+        tensors = self._read(step, dict.fromkeys(wanted.values()))
+        return pack(part, {i: np.asarray(tensors[n]) for i, n in wanted.items()}), about["extra"]
+
+    def ReadExtra(self, step: int | None = None) -> dict[str, Any]:
+        """The `extra` of Save alone. Raises CheckpointError as Restore."""
+        return self._about(step)[1]["extra"]
+
+    def Wait(self) -> None:
+        """Returns when everything that was saved is complete on disk; raises what went wrong in the background."""
+        self._manager.wait_until_finished()
+        self._manager.check_for_errors()
+
+    def Close(self) -> None:
+        """Waits, and lets go of the directory."""
+        self._manager.close()
+
+    def _where(self, step: int) -> str:
+        return f"{self.directory}, step {step}"
+
+    def _about(self, step: int | None) -> tuple[int, dict[str, Any]]:
+        """The step, the newest for None, and its JSON."""
+        steps = self.Steps()
+        if not steps:
+            raise CheckpointError(f"{self.directory}: there is no checkpoint")
+        if step is None:
+            step = steps[-1]
+        if step not in steps:
+            raise CheckpointError(
+                f"{self._where(step)}: there is no such checkpoint; there are {steps}"
+            )
+        about = self._guarded(step, ocp.args.Composite(about=ocp.args.JsonRestore())).about
+        if about.get("format") != _FORMAT:
+            raise CheckpointError(f"{self._where(step)}: format {about.get('format')} is unknown")
+        return step, about
+
+    def _read(self, step: int, targets: dict[str, Any]) -> dict[str, Any]:
+        """The named tensors: NumPy where the target is None, else as the ShapeDtypeStruct says."""
+        args = {
+            name: ocp.RestoreArgs(restore_type=np.ndarray)
+            if target is None
+            else ocp.ArrayRestoreArgs(sharding=target.sharding, global_shape=target.shape)
+            for name, target in targets.items()
+        }
+        item = {name: 0 if target is None else target for name, target in targets.items()}
+        restore = ocp.args.PyTreeRestore(item, restore_args=args, partial_restore=True)
+        return self._guarded(step, ocp.args.Composite(state=restore)).state
+
+    def _guarded(self, step: int, args: Any) -> Any:
+        """Restores; whatever goes wrong in Orbax or TensorStore means that files are damaged or missing."""
+        try:
+            return self._manager.restore(step, args=args)
+        except Exception as e:
+            older = [s for s in self.Steps() if s < step]
+            advice = f"delete that step to go on from step {older[-1]}" if older else "start anew"
+            reason = re.sub(r"\s+", " ", f"{type(e).__name__}: {e}")[:200]
+            raise CheckpointError(
+                f"{self._where(step)}: the checkpoint is damaged, files were cut short or are "
+                f"missing; {advice} ({reason})"
+            ) from e
+
+    def _check_model(self, step: int, about: dict[str, Any], specs: list[TensorSpec]) -> None:
+        saved = {v["name"]: (tuple(v["shape"]), v["dtype"]) for v in about["variables"]}
+        roots = {re.split(r"[.\[]", s.name)[0] for s in specs}
+        names = [n for n in saved if re.split(r"[.\[]", n)[0] in roots]
+        wanted = [s.name for s in specs]
+        if names != wanted:
+            raise CheckpointError(
+                f"{self._where(step)}: the checkpoint is of another model: "
+                f"{first_difference(wanted, names)} in it"
+            )
+        for spec in specs:
+            shape, dtype = saved[spec.name]
+            if (shape, dtype) != (spec.shape, spec.dtype):
+                raise CheckpointError(
+                    f"{self._where(step)}: the checkpoint is of another model: {spec.name} is "
+                    f"{dtype}{list(shape)} in it, {spec.dtype}{list(spec.shape)} here"
+                )
+
+
+def _savable(leaf: Any) -> jax.Array:
+    return leaf if isinstance(leaf, jax.Array) else jax.device_put(np.asarray(leaf))
+
+
+def _sharded(spec: TensorSpec, engine: PjrtEngine) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(spec.shape, numpy_dtype(spec.dtype), sharding=engine.Sharding(spec))

@@ -1,0 +1,79 @@
+"""Devices: how many virtual ones a CPU shows, and how several processes become one job.
+
+Both have to be said before JAX looks for devices the first time.
+"""
+
+import os
+import re
+
+import jax
+
+from lingvo_moe.core.engine.base import EngineError
+
+_FLAG = "--xla_force_host_platform_device_count"
+
+
+def request_cpu_devices(count: int) -> None:
+    """Makes the CPU of this process show itself as `count` devices. Twice the same count is allowed.
+
+    Raises:
+        EngineError: not a positive number, or JAX has devices already and they are not as many.
+    """
+    if count < 1:
+        raise EngineError(f"--num_devices={count}: at least one device is needed")
+    # A count in XLA_FLAGS (tests/conftest.py sets one) gives way to the one that is asked for.
+    flags = re.sub(rf"{_FLAG}=\d+\s*", "", os.environ.get("XLA_FLAGS", "")).strip()
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        have = len(jax.local_devices(backend="cpu"))
+        if have != count:
+            raise EngineError(
+                f"--num_devices={count}: this process has already started with {have} CPU devices; "
+                "ask before anything runs, in a fresh process"
+            ) from None
+        return
+    os.environ["XLA_FLAGS"] = flags
+
+
+def initialize_distributed(
+    coordinator_address: str, num_processes: int, process_id: int, timeout_seconds: int = 300
+) -> None:
+    """Joins this process to a job of several; CPU devices then talk by Gloo.
+
+    Args:
+        coordinator_address: host:port of process 0, the same for all.
+        num_processes: of the job; with 1 nothing is done.
+        process_id: 0..num_processes-1, another one in each process.
+        timeout_seconds: how long to wait for the others.
+
+    Raises:
+        EngineError: numbers or an address that make no sense, or nobody answers there.
+    """
+    if num_processes < 1 or not 0 <= process_id < num_processes:
+        raise EngineError(
+            f"--process_id={process_id}, --num_processes={num_processes}: "
+            "the processes of a job are numbered 0..num_processes-1"
+        )
+    if num_processes == 1:
+        return
+    host, colon, port = coordinator_address.rpartition(":")
+    if not host or not colon or not port.isdigit():
+        raise EngineError(
+            f"--coordinator_address={coordinator_address!r}: expected host:port of process 0, "
+            "e.g. '10.0.0.1:8476'"
+        )
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        jax.distributed.initialize(
+            coordinator_address,
+            num_processes,
+            process_id,
+            initialization_timeout=timeout_seconds,
+        )
+    except RuntimeError as e:
+        raise EngineError(
+            f"--coordinator_address={coordinator_address}: process {process_id} of {num_processes} "
+            f"could not join the job within {timeout_seconds} s; is process 0 running there, and are "
+            f"all {num_processes} started? ({str(e).splitlines()[0]})"
+        ) from None

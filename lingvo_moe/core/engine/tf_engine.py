@@ -1,0 +1,74 @@
+"""The engine that is TensorFlow alone, on one device: for debugging, serving, and as the reference in tests."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from lingvo_moe.core.engine.base import Compiled, Engine, EngineError
+from lingvo_moe.core.engine.signature import Signature
+from lingvo_moe.core.engine.specs import TensorSpec, flatten_items, map_with_specs, pack, skeleton
+from lingvo_moe.core.engine.tracing import trace
+from lingvo_moe.core.sharding import Mesh, single_device
+
+
+class TfEngine(Engine):
+    """Runs functions with `tf.function(jit_compile=True)`; tensors are eager ones."""
+
+    def __init__(self, mesh: Mesh | None = None):
+        """Raises EngineError for a mesh of more than one device."""
+        self.mesh = mesh or single_device()
+        if self.mesh.size != 1:
+            raise EngineError(
+                f"--engine=tf runs on one device, not on mesh {self.mesh} of {self.mesh.size}; "
+                f"use --engine=pjrt, or --mesh={self.mesh.axis_names[0]}:1"
+            )
+
+    def Build(
+        self,
+        fn: Callable[..., Any],
+        arg_specs: Sequence[Any],
+        *,
+        results: Any = None,
+        donate: Sequence[int] = (),
+        name: str = "",
+    ) -> "CompiledTfFunction":
+        function, signature = trace(
+            fn, arg_specs, self.mesh, results=results, donate=donate, name=name
+        )
+        return CompiledTfFunction(function, signature)
+
+    def Put(self, tree: Any, specs: Any) -> Any:
+        return map_with_specs(_to_tensor, tree, specs)
+
+    def Get(self, tree: Any) -> Any:
+        return pack(skeleton(tree), [np.asarray(leaf) for _, leaf in flatten_items(tree)])
+
+
+class CompiledTfFunction(Compiled):
+    """A traced function; XLA compiles it at the first call.
+
+    Attributes:
+        signature: how it is called.
+        function: the `tf.function` of flat tensors.
+    """
+
+    def __init__(self, function: Any, signature: Signature):
+        self.function, self.signature = function, signature
+
+    def __call__(self, *args: Any) -> Any:
+        leaves = self.signature.FlattenArgs(*args)
+        out = self.function(*[_to_tensor(x, s) for x, s in zip(leaves, self.signature.args)])
+        return self.signature.PackResults(list(out))
+
+    def HloText(self) -> str:
+        specs = [tf.TensorSpec(s.shape, s.dtype) for s in self.signature.args]
+        return self.function.experimental_get_compiler_ir(*specs)(stage="optimized_hlo")
+
+
+def _to_tensor(value: Any, spec: TensorSpec) -> tf.Tensor:
+    if not isinstance(value, tf.Tensor):
+        return tf.convert_to_tensor(spec.ToNumpy(value))
+    spec.Check(value.shape, value.dtype)
+    return value

@@ -1,0 +1,222 @@
+"""Checkpoints: exact, restored anywhere, atomic, and clear about what is wrong."""
+
+import os
+import shutil
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
+from lingvo_moe.core.engine.pjrt import PjrtEngine
+from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.engine.tf_engine import TfEngine
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.sharding import Mesh
+
+SPECS = NestedMap(
+    theta=NestedMap(
+        layers=[NestedMap(w=TensorSpec((8, 6), "float32", ("expert", None)))],
+        scale=TensorSpec((4,), "bfloat16"),
+    ),
+    slots=NestedMap(m=TensorSpec((8,), "float32", ("expert",))),
+    step=TensorSpec((), "int32"),
+)
+MESH = Mesh.parse("expert:8")
+
+
+def _values(step=7):
+    rng = np.random.RandomState(step)
+    return NestedMap(
+        theta=NestedMap(
+            layers=[NestedMap(w=rng.randn(8, 6).astype(np.float32))],
+            scale=rng.randn(4).astype(ml_dtypes.bfloat16),
+        ),
+        slots=NestedMap(m=rng.randn(8).astype(np.float32)),
+        step=np.int32(step),
+    )
+
+
+def _assert_equal(got, want):
+    assert [p for p, _ in got.FlattenItems()] == [p for p, _ in want.FlattenItems()]
+    for a, b in zip(got.Flatten(), want.Flatten()):
+        assert np.asarray(a).dtype == np.asarray(b).dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A directory with steps 7 and 9, to be copied before it is damaged."""
+    directory = str(tmp_path_factory.mktemp("run") / "checkpoints")
+    engine = PjrtEngine(MESH)
+    with Checkpointer(directory) as checkpointer:
+        for step in (7, 9):
+            state = engine.Put(_values(step), SPECS)
+            checkpointer.Save(step, state, {"input": {"row": step}, "params": "a : 1"})
+    return directory
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: PjrtEngine(MESH), lambda: PjrtEngine(Mesh.parse("expert:2")), TfEngine]
+)
+def test_restored_exactly_on_any_mesh_and_engine(saved, make):
+    engine = make()
+    with Checkpointer(saved, read_only=True) as checkpointer:
+        assert checkpointer.Steps() == [7, 9]
+        state, extra = checkpointer.Restore(SPECS, engine)
+        _assert_equal(engine.Get(state), _values(9))
+        assert extra == {"input": {"row": 9}, "params": "a : 1"}
+        state, _ = checkpointer.Restore(SPECS, engine, step=7)
+        _assert_equal(engine.Get(state), _values(7))
+
+
+def test_restored_state_is_cut_for_the_new_mesh(saved):
+    with Checkpointer(saved, read_only=True) as checkpointer:
+        state, _ = checkpointer.Restore(SPECS, PjrtEngine(Mesh.parse("expert:4")))
+    shards = state.theta.layers[0].w.addressable_shards
+    assert [s.data.shape for s in shards] == [(2, 6)] * 4
+
+
+def test_a_part_is_restored_alone(saved):
+    with Checkpointer(saved, read_only=True) as checkpointer:
+        theta, _ = checkpointer.RestoreToNumpy("theta")
+        _assert_equal(theta, _values(9).theta)
+        assert tf.constant(theta.scale).dtype == tf.bfloat16
+        part, _ = checkpointer.Restore(NestedMap(theta=SPECS.theta), TfEngine())
+        _assert_equal(part.Transform(np.asarray), NestedMap(theta=_values(9).theta))
+        assert checkpointer.ReadExtra(7)["input"] == {"row": 7}
+        with pytest.raises(CheckpointError, match=r"step 9: no 'thta'.*did you mean 'theta'"):
+            checkpointer.RestoreToNumpy("thta")
+
+
+def test_the_newest_are_kept_and_a_step_is_saved_once(tmp_path):
+    engine = PjrtEngine(MESH)
+    with Checkpointer(str(tmp_path), keep=2) as checkpointer:
+        for step in (1, 2, 3, 3):
+            checkpointer.Save(step, engine.Put(_values(step), SPECS))
+        checkpointer.Wait()
+        assert checkpointer.Steps() == [2, 3]
+
+
+def test_saving_in_the_background_keeps_the_value_of_its_step(tmp_path):
+    engine = PjrtEngine(MESH)
+    spec = NestedMap(w=TensorSpec((8, 1 << 16), "float32", ("expert", None)))
+    step = engine.Build(lambda state: NestedMap(w=state.w + 1.0), [spec], donate=(0,))
+    state = engine.Put(NestedMap(w=np.zeros((8, 1 << 16), np.float32)), spec)
+    with Checkpointer(str(tmp_path), keep=10) as checkpointer:
+        for i in range(1, 5):
+            state = step(state)
+            checkpointer.Save(i, state)
+        for _ in range(20):
+            state = step(state)
+        checkpointer.Wait()
+        for i in range(1, 5):
+            values, _ = checkpointer.RestoreToNumpy(step=i)
+            assert set(np.unique(values.w)) == {float(i)}
+
+
+def test_tensorflow_tensors_are_saved_too(tmp_path):
+    engine = TfEngine()
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        checkpointer.Save(1, engine.Put(_values(1), SPECS))
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        state, _ = checkpointer.Restore(SPECS, PjrtEngine(MESH))
+    _assert_equal(state.Transform(np.asarray), _values(1))
+
+
+def test_a_half_written_step_is_ignored_and_cleared_away(saved, tmp_path):
+    directory = str(tmp_path / "run")
+    shutil.copytree(saved, directory)
+    half = os.path.join(directory, "11.orbax-checkpoint-tmp")
+    shutil.copytree(os.path.join(directory, "9"), half)
+    with Checkpointer(directory, read_only=True) as checkpointer:
+        assert checkpointer.LatestStep() == 9
+        assert os.path.exists(half)
+    with Checkpointer(directory) as checkpointer:
+        assert checkpointer.LatestStep() == 9
+        checkpointer.Save(11, PjrtEngine(MESH).Put(_values(11), SPECS))
+        checkpointer.Wait()
+        assert checkpointer.LatestStep() == 11
+    assert not os.path.exists(half)
+
+
+def _files(directory):
+    return sorted(
+        os.path.relpath(os.path.join(root, name), directory)
+        for root, _, names in os.walk(directory)
+        for name in names
+    )
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # TensorStore's
+@pytest.mark.parametrize("damage", ["cut", "remove"])
+def test_damage_is_an_error_or_harmless_but_never_a_wrong_value(saved, tmp_path, damage):
+    errors = []
+    engine = PjrtEngine(MESH)
+    for name in _files(os.path.join(saved, "9")):
+        directory = str(tmp_path / name.replace("/", "_"))
+        shutil.copytree(saved, directory)
+        path = os.path.join(directory, "9", name)
+        if damage == "cut":
+            os.truncate(path, os.path.getsize(path) // 2)
+        else:
+            os.unlink(path)
+        with Checkpointer(directory, read_only=True) as checkpointer:
+            try:
+                state, _ = checkpointer.Restore(SPECS, engine)
+            except CheckpointError as e:
+                errors.append((directory, str(e)))
+            else:
+                _assert_equal(engine.Get(state), _values(9))
+    assert len(errors) >= 3  # the values, their index, the JSON
+    for directory, error in errors:
+        assert error.startswith(f"{directory}, step 9: the checkpoint is damaged")
+        assert "delete that step to go on from step 7" in error
+        assert "\n" not in error
+
+
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        (lambda s: s.theta.Set("extra", TensorSpec((2,), "float32")), r"'theta\.extra' is missing"),
+        (lambda s: s.theta.pop("scale"), r"'theta\.scale' is unknown"),
+        (
+            lambda s: s.slots.Set("m", TensorSpec((4,), "float32")),
+            r"slots\.m is float32\[8\] in it",
+        ),
+        (
+            lambda s: s.Set("step", TensorSpec((), "float32")),
+            r"step is int32\[\] in it, float32\[\]",
+        ),
+    ],
+)
+def test_another_model_is_named(saved, change, match):
+    specs = SPECS.Transform(lambda spec: spec)
+    change(specs)
+    with Checkpointer(saved, read_only=True) as checkpointer:
+        with pytest.raises(
+            CheckpointError, match=r"step 9: the checkpoint is of another model.*" + match
+        ):
+            checkpointer.Restore(specs, PjrtEngine(MESH))
+
+
+def test_what_is_not_there(saved, tmp_path):
+    with pytest.raises(CheckpointError, match="there is no such directory"):
+        Checkpointer(str(tmp_path / "none"), read_only=True)
+    with Checkpointer(str(tmp_path / "new")) as checkpointer:
+        assert checkpointer.LatestStep() is None
+        with pytest.raises(CheckpointError, match="there is no checkpoint"):
+            checkpointer.Restore(SPECS, PjrtEngine(MESH))
+    with Checkpointer(saved, read_only=True) as checkpointer:
+        with pytest.raises(CheckpointError, match=r"step 8: there is no such.*\[7, 9\]"):
+            checkpointer.ReadExtra(8)
+
+
+def test_a_device_count_of_one(saved):
+    engine = PjrtEngine(Mesh.parse("expert:1"), devices=jax.devices()[3:4])
+    with Checkpointer(saved, read_only=True) as checkpointer:
+        state, _ = checkpointer.Restore(SPECS, engine)
+    _assert_equal(engine.Get(state), _values(9))
+    assert state.step.devices() == {jax.devices()[3]}
