@@ -1,0 +1,237 @@
+"""Adafactor against NumPy, layer by layer, and as a state that is cut over devices."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_moe.core.base_layer import VariableSpec
+from lingvo_moe.core.engine.testing import run_sharded, run_single
+from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.optimizers.adafactor import Adafactor
+from lingvo_moe.core.optimizers.schedules import Constant
+from lingvo_moe.core.sharding import Mesh, dims_mapping
+
+RATE = 0.1
+
+
+def _optimizer(**params) -> Adafactor:
+    p = Adafactor.Params().Set(
+        learning_rate=Constant.Params().Set(value=RATE), min_dim_size_to_factor=4
+    )
+    return p.Set(**params).Instantiate()
+
+
+def _spec(shape, letters=None, name="w", dtype="float32") -> VariableSpec:
+    letters = letters or "ABCDEFGH"[: len(shape)]
+    split = dims_mapping(letters, {"E": "expert"})
+    return VariableSpec(name, tuple(shape), dtype, letters, WeightInit.Gaussian(), split)
+
+
+def _reference(weight, grads, factored, rate=RATE, clip=1.0, beta2=0.99, scale=True):
+    """All updates of one variable, in float64, from the formulas of the paper."""
+    weight, row, col, full = weight.astype(np.float64), 0.0, 0.0, 0.0
+    for t, grad in enumerate(grads, start=1):
+        decay = min(beta2, 1 - t**-0.8)
+        square = grad.astype(np.float64) ** 2 + 1e-30
+        if factored:
+            row = decay * row + (1 - decay) * square.mean(-1)
+            col = decay * col + (1 - decay) * square.mean(-2)
+            v = row[..., :, None] * col[..., None, :] / row.mean(-1)[..., None, None]
+        else:
+            full = decay * full + (1 - decay) * square
+            v = full
+        update = grad / np.sqrt(v)
+        if clip:
+            update /= max(1.0, np.sqrt((update**2).mean()) / clip)
+        size = max(1e-3, np.sqrt((weight**2).mean())) if scale else 1.0
+        weight = weight - rate * size * update
+    return weight
+
+
+def _run(optimizer, specs, theta, grads_by_step):
+    slots = optimizer.InitSlots(specs)
+    metrics = None
+    for step, grads in enumerate(grads_by_step):
+        theta, slots, metrics = optimizer.Update(theta, grads, slots, tf.constant(step), specs)
+    return theta, slots, metrics
+
+
+def _normals(seed, shape, count):
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=shape).astype(np.float32) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "factored"), [((), False), ((6,), False), ((6, 3), False), ((6, 8), True)]
+)
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"clip_threshold": 0.0},
+        {"clip_threshold": 0.5},
+        {"beta2": 0.5},
+        {"multiply_by_parameter_scale": False},
+    ],
+)
+def test_equals_numpy(shape, factored, params):
+    optimizer = _optimizer(**params)
+    weight, *grads = _normals(1, shape, 5)
+    theta, slots, _ = _run(
+        optimizer,
+        NestedMap(w=_spec(shape)),
+        NestedMap(w=tf.constant(weight)),
+        [NestedMap(w=tf.constant(g)) for g in grads],
+    )
+    assert sorted(slots.w) == (["col", "row"] if factored else ["full"])
+    want = _reference(
+        weight,
+        grads,
+        factored,
+        clip=params.get("clip_threshold", 1.0),
+        beta2=params.get("beta2", 0.99),
+        scale=params.get("multiply_by_parameter_scale", True),
+    )
+    np.testing.assert_allclose(theta.w, want, rtol=2e-5, atol=1e-6)
+
+
+def test_experts_are_factored_one_by_one():
+    """wi [E,M,H]: an expert's moments are its own; the clipping is that of the variable."""
+    weight, grad = _normals(2, (3, 4, 6), 2)
+    grad[1] *= 100
+    theta, slots, _ = _run(
+        _optimizer(clip_threshold=0.0),
+        NestedMap(w=_spec((3, 4, 6), "EMH")),
+        NestedMap(w=tf.constant(weight)),
+        [NestedMap(w=tf.constant(grad))],
+    )
+    assert slots.w.row.shape == (3, 4)
+    assert slots.w.col.shape == (3, 6)
+    size = np.sqrt((weight**2).mean())
+    for e in range(3):
+        alone = _reference(weight[e], [grad[e]], True, clip=0, scale=False, rate=RATE * size)
+        np.testing.assert_allclose(theta.w[e], alone, rtol=1e-5)
+
+
+def test_an_expert_without_tokens_stays_as_it_is():
+    weight, grad = _normals(3, (2, 4, 6), 2)
+    grad[0] = 0
+    theta, _, _ = _run(
+        _optimizer(),
+        NestedMap(w=_spec((2, 4, 6))),
+        NestedMap(w=tf.constant(weight)),
+        [NestedMap(w=tf.constant(grad))] * 3,
+    )
+    np.testing.assert_array_equal(theta.w[0], weight[0])
+    assert np.all(np.isfinite(theta.w[1])) and np.all(theta.w[1] != weight[1])
+
+
+@pytest.mark.parametrize("shape", [(5,), (4, 6), (3, 4, 6)])
+def test_stacked_layers_learn_as_separate_ones(shape):
+    layers = 3
+    weight, *grads = _normals(4, (layers, *shape), 4)
+    for g in grads:
+        g[1] *= 50  # a layer with large gradients must not clip its neighbours
+    spec = _spec(shape)
+    stacked, slots, _ = _run(
+        _optimizer(),
+        NestedMap(w=spec.Stacked(layers)),
+        NestedMap(w=tf.constant(weight)),
+        [NestedMap(w=tf.constant(g)) for g in grads],
+    )
+    names = [f"w{i}" for i in range(layers)]
+    separate, separate_slots, _ = _run(
+        _optimizer(),
+        NestedMap(dict.fromkeys(names, spec)),
+        NestedMap({n: tf.constant(weight[i]) for i, n in enumerate(names)}),
+        [NestedMap({n: tf.constant(g[i]) for i, n in enumerate(names)}) for g in grads],
+    )
+    for i, n in enumerate(names):
+        np.testing.assert_allclose(stacked.w[i], separate[n], rtol=1e-6, atol=1e-7)
+        for slot, value in separate_slots[n].items():
+            np.testing.assert_allclose(slots.w[slot][i], value, rtol=1e-6, atol=1e-7)
+
+
+def test_a_stack_is_not_a_matrix():
+    """[L,M] holds L vectors: factoring would mix layers."""
+    slots = _optimizer().SlotSpecs(NestedMap(w=_spec((8,)).Stacked(8)))
+    assert sorted(slots.w) == ["full"]
+
+
+def test_slots_are_float32_and_cut_as_their_variable():
+    slots = _optimizer().SlotSpecs(
+        NestedMap(moe=NestedMap(wi=_spec((8, 16, 32), "EMH", "moe.wi", "bfloat16").Stacked(2)))
+    )
+    row, col = slots.moe.wi.row, slots.moe.wi.col
+    assert (row.path, row.shape, row.letters) == ("moe.wi.row", (2, 8, 16), "LEM")
+    assert (col.path, col.shape, col.letters) == ("moe.wi.col", (2, 8, 32), "LEH")
+    assert row.split == col.split == (None, "expert", None)
+    assert row.dtype == col.dtype == "float32"
+    assert row.stack_dims == 1
+
+
+def test_bfloat16_weights():
+    weight, *grads = _normals(5, (4, 6), 3)
+    weight = tf.cast(weight, tf.bfloat16)
+    theta, slots, _ = _run(
+        _optimizer(),
+        NestedMap(w=_spec((4, 6), dtype="bfloat16")),
+        NestedMap(w=weight),
+        [NestedMap(w=tf.cast(g, tf.bfloat16)) for g in grads[:1]],
+    )
+    assert theta.w.dtype == tf.bfloat16
+    assert {s.dtype for s in slots.Flatten()} == {tf.float32}
+    exact = _reference(
+        tf.cast(weight, tf.float32).numpy(),
+        [tf.cast(tf.cast(grads[0], tf.bfloat16), tf.float32).numpy()],
+        True,
+    )
+    np.testing.assert_allclose(tf.cast(theta.w, tf.float32), exact, rtol=1e-2)
+
+
+def test_metrics_and_sparse_gradients():
+    weight = tf.constant(_normals(6, (5, 4), 1)[0])
+    sparse = tf.IndexedSlices(tf.ones([2, 4]), tf.constant([1, 1]), tf.constant([5, 4]))
+    specs = NestedMap(w=_spec((5, 4)))
+    optimizer = _optimizer(min_dim_size_to_factor=128)
+    theta, _, metrics = _run(optimizer, specs, NestedMap(w=weight), [NestedMap(w=sparse)])
+    dense = np.zeros((5, 4), np.float32)
+    dense[1] = 2
+    want, _, _ = _run(optimizer, specs, NestedMap(w=weight), [NestedMap(w=tf.constant(dense))])
+    np.testing.assert_array_equal(theta.w, want.w)
+    np.testing.assert_allclose(metrics.learning_rate, RATE)
+    np.testing.assert_allclose(metrics.update_norm, tf.norm(weight - theta.w), rtol=1e-5)
+
+
+def test_a_variable_without_a_gradient_is_named():
+    specs = NestedMap(w=_spec((2,), name="decoder.w"))
+    with pytest.raises(ValueError, match=r"no gradient for decoder\.w"):
+        _run(_optimizer(), specs, NestedMap(w=tf.zeros([2])), [NestedMap(w=None)])
+
+
+@pytest.mark.parametrize(
+    "params", [{"beta2": 1.5}, {"decay_exponent": 0.0}, {"clip_threshold": -1.0}]
+)
+def test_errors_name_the_parameter(params):
+    with pytest.raises(ValueError, match=f"Adafactor.{next(iter(params))}"):
+        _optimizer(**params)
+
+
+def test_over_devices_only_scalars_cross():
+    optimizer = _optimizer()
+    specs = NestedMap(wi=_spec((8, 4, 6), "EMH", "wi").Stacked(2))
+    weight, *grads = _normals(7, (2, 8, 4, 6), 2)
+    theta, grads = NestedMap(wi=weight), NestedMap(wi=grads[0])
+    slots = optimizer.InitSlots(specs)
+
+    def update(theta, grads, slots, step):
+        return optimizer.Update(theta, grads, slots, step, specs)
+
+    args = [theta, grads, slots, np.int32(3)]
+    splits = [specs, specs, optimizer.SlotSpecs(specs), None]
+    got, collectives = run_sharded(update, args, Mesh.parse("expert:8"), splits)
+    for a, b in zip(got, run_single(update, args)):
+        for (path, x), y in zip(a.FlattenItems(), b.Flatten()):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7, err_msg=path)
+    assert set(collectives) == {"all-reduce"}
