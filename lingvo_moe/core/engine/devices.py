@@ -7,6 +7,7 @@ import os
 import re
 
 import jax
+from jax.experimental import multihost_utils
 
 from lingvo_moe.core.engine.base import EngineError
 
@@ -77,3 +78,14 @@ def initialize_distributed(
             f"could not join the job within {timeout_seconds} s; is process 0 running there, and are "
             f"all {num_processes} started? ({str(e).splitlines()[0]})"
         ) from None
+
+
+def device_count() -> int:
+    """The devices of the whole job, of all its processes."""
+    return len(jax.devices())
+
+
+def sync_processes(name: str) -> None:
+    """Waits until every process of the job has come to this point; alone, does nothing."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)

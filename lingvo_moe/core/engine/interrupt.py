@@ -1,0 +1,39 @@
+"""Ctrl-C and SIGTERM as a request to stop at the next step, so that the work done is saved."""
+
+import signal
+import sys
+from types import FrameType
+from typing import Any
+
+
+class StopRequest:
+    """Within `with StopRequest() as stop:`, `stop.requested` turns True at the first signal,
+    and `stop.signal` is its number.
+
+    A second Ctrl-C interrupts at once.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.signal = 0
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopRequest":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested, self.signal = True, number
+        name = signal.Signals(number).name
+        print(
+            f"{name}: stopping after this step and saving; Ctrl-C again to stop now",
+            file=sys.stderr,
+        )

@@ -1,0 +1,77 @@
+"""Progress of long work: a live bar at a terminal, a line now and then elsewhere."""
+
+import sys
+import time
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+
+class StepProgress:
+    """Shows step, loss, tokens a second and the time left.
+
+    Args:
+        first: the step that the run starts or resumes at.
+        last: the step at which it ends.
+        stream: where to, standard error by default.
+    """
+
+    def __init__(self, first: int, last: int, stream: TextIO | None = None):
+        self._stream = stream or sys.stderr
+        self._first, self._last = first, last
+        self._seen, self._seen_at, self._tokens = first, time.monotonic(), 0.0
+        self._seconds_a_step = 0.0
+        self._bar: Progress | None = None
+        if self._stream.isatty():
+            self._bar = Progress(
+                TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+                BarColumn(),
+                TextColumn("{task.description}"),
+                TimeElapsedColumn(),
+                console=Console(file=self._stream),
+            )
+            self._bar.start()
+            self._task = self._bar.add_task("compiling", total=last, completed=first)
+
+    def Update(self, step: int, loss: float, tokens: float) -> float:
+        """Shows a step's loss.
+
+        Args:
+            step: steps done.
+            loss: the training loss, in nats.
+            tokens: real target tokens since the last call.
+
+        Returns:
+            Tokens a second since the last call.
+        """
+        now = time.monotonic()
+        elapsed = max(now - self._seen_at, 1e-9)
+        rate = tokens / elapsed
+        if step > self._seen:
+            latest = elapsed / (step - self._seen)
+            # Half the newest figure, half the past: steady, yet it follows a machine that slows
+            # down.
+            past = self._seconds_a_step or latest
+            self._seconds_a_step = 0.5 * past + 0.5 * latest
+        self._seen, self._seen_at = step, now
+        left = format_seconds(self._seconds_a_step * (self._last - step))
+        text = f"loss {loss:.4f}  {rate:,.0f} tokens/s  {left} left"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, description=text)
+        else:
+            print(f"step {step}/{self._last}  {text}", file=self._stream, flush=True)
+        return rate
+
+    def Close(self) -> None:
+        """Leaves the terminal in order."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def format_seconds(seconds: float) -> str:
+    """'1h02m', '3m05s' or '12s'."""
+    seconds = int(seconds + 0.5)
+    if seconds >= 3600:
+        return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
+    return f"{seconds // 60}m{seconds % 60:02d}s" if seconds >= 60 else f"{seconds}s"

@@ -1,0 +1,149 @@
+"""The training loop: restore or begin, step, summarise, save, and stop cleanly.
+
+The loop owns no numbers: the state is the engine's, the batches are the input's, and everything that
+a restart needs (state, the input's position) goes into one checkpoint.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from lingvo_moe.core.engine.base import Engine
+from lingvo_moe.core.engine.checkpoints import Checkpointer
+from lingvo_moe.core.engine.interrupt import StopRequest
+from lingvo_moe.core.engine.progress import StepProgress
+from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.engine.summaries import Summaries
+from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.nested_map import NestedMap
+
+
+class TrainLoop:
+    """Trains one task on one engine.
+
+    Args:
+        task: a BaseTask.
+        inputs: iterable over NestedMaps of NumPy arrays, the whole batch on every process; its iterator
+            has GetState() and SetState(state), a state that JSON can hold.
+        batch_specs: NestedMap of TensorSpecs of such a batch.
+        engine: what runs the task.
+        checkpointer: where the run is kept.
+        summaries: where metrics go.
+        train: registry.TrainParams.
+    """
+
+    def __init__(
+        self,
+        task: Any,
+        inputs: Any,
+        batch_specs: NestedMap,
+        engine: Engine,
+        checkpointer: Checkpointer,
+        summaries: Summaries,
+        train: Params,
+    ):
+        self._task, self._inputs, self._engine = task, inputs, engine
+        self._checkpointer, self._summaries, self._train = checkpointer, summaries, train
+        self._state_specs = task.StateSpecs()
+        self._batch_specs = batch_specs
+
+    def Run(self, on_compiled: Callable[[Any], None] | None = None) -> NestedMap:
+        """Trains until `train.max_steps`, or until it is asked to stop.
+
+        Args:
+            on_compiled: called with the compiled step before the first one.
+
+        Returns:
+            NestedMap(first_step, last_step, signal, metrics): the signal that stopped it early, or 0;
+            the last step's metrics, NumPy, or None if no step was left to do.
+
+        Raises:
+            CheckpointError: the run's checkpoints cannot be read.
+        """
+        batches = iter(self._inputs)
+        with StopRequest() as stop:
+            state, first = self._restore_or_begin(batches)
+            if first >= self._train.max_steps:
+                print(
+                    f"step {first}: train.max_steps={self._train.max_steps} is reached",
+                    file=sys.stderr,
+                )
+                return NestedMap(first_step=first, last_step=first, signal=0, metrics=None)
+            step_fn = self._engine.Build(
+                self._task.TrainStep,
+                [self._state_specs, self._batch_specs],
+                donate=(0,),
+                name="train_step",
+            )
+            if on_compiled is not None:
+                on_compiled(step_fn)
+            progress = StepProgress(first, self._train.max_steps)
+            try:
+                return self._steps(step_fn, state, first, batches, progress, stop)
+            finally:
+                progress.Close()
+                self._checkpointer.Wait()
+
+    def _restore_or_begin(self, batches: Any) -> tuple[Any, int]:
+        """The state to go on from, and its step. A new run is saved at once, so that it can be resumed."""
+        step = self._checkpointer.LatestStep()
+        if step is not None:
+            state, extra = self._checkpointer.Restore(step, self._state_specs, self._engine)
+            batches.SetState(extra["input"])
+            print(f"resuming at step {step} from {self._checkpointer.directory}", file=sys.stderr)
+            return state, step
+        init = self._engine.Build(
+            self._task.InitState,
+            [TensorSpec((), "int32")],
+            results=self._state_specs,
+            name="init_state",
+        )
+        state = init(np.int32(self._task.p.seed))
+        self._save(0, state, batches)
+        return state, 0
+
+    def _save(self, step: int, state: Any, batches: Any) -> None:
+        self._checkpointer.Save(step, state, {"input": batches.GetState()})
+
+    def _steps(
+        self,
+        step_fn: Any,
+        state: Any,
+        first: int,
+        batches: Any,
+        progress: StepProgress,
+        stop: StopRequest,
+    ) -> NestedMap:
+        train = self._train
+        tokens: list[Any] = []
+        metrics: Any = None
+        step = first
+        while step < train.max_steps and not stop.requested:
+            state, device_metrics = step_fn(state, next(batches))
+            step += 1
+            tokens.append(device_metrics.tokens)
+            if step % train.summary_interval_steps == 0 or step in (first + 1, train.max_steps):
+                metrics = self._engine.Get(device_metrics)
+                rate = progress.Update(step, float(metrics.loss), self._sum(tokens))
+                tokens = []
+                metrics.tokens_per_second = np.float32(rate)
+                self._summaries.Write(step, metrics)
+            if step % train.save_interval_steps == 0 or step == train.max_steps:
+                self._save(step, state, batches)
+        if stop.requested and step % train.save_interval_steps and step != train.max_steps:
+            self._save(step, state, batches)
+        interrupted = step < train.max_steps
+        if interrupted:
+            self._checkpointer.Wait()
+            print(f"stopped at step {step}; the same command goes on from there", file=sys.stderr)
+        return NestedMap(
+            first_step=first,
+            last_step=step,
+            signal=stop.signal if interrupted else 0,
+            metrics=metrics,
+        )
+
+    def _sum(self, tokens: list[Any]) -> float:
+        return float(sum(float(t) for t in self._engine.Get(tokens)))

@@ -1,0 +1,73 @@
+"""What a model is made of, counted from specs: nothing is allocated."""
+
+import math
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+
+from lingvo_moe.core.base_layer import VariableSpec
+from lingvo_moe.core.sharding import Mesh
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int32": 4, "int64": 8}
+
+
+def count_parameters(specs: Iterable[VariableSpec]) -> int:
+    """The number of elements of all variables."""
+    return sum(math.prod(spec.shape) for spec in specs)
+
+
+def bytes_per_device(spec: VariableSpec, mesh: Mesh) -> int:
+    """The bytes that one device holds of a variable, rounded up where a dimension does not divide."""
+    shape = [
+        size if axis is None else -(-size // mesh.axis_size(axis))
+        for size, axis in zip(spec.shape, spec.split, strict=True)
+    ]
+    return math.prod(shape) * _BYTES[spec.dtype]
+
+
+def print_variables(
+    specs: Iterable[VariableSpec], mesh: Mesh, console: Console | None = None
+) -> None:
+    """Prints a table of the variables (name, shape, type, sharding, bytes on each device) and the totals."""
+    console = console or Console(width=140)
+    table = Table(box=None, header_style="bold")
+    for title in ("variable", "shape", "letters", "type", "sharding"):
+        table.add_column(title, overflow="fold")
+    table.add_column("per device", justify="right")
+    specs = list(specs)
+    for spec in specs:
+        table.add_row(
+            spec.path,
+            "x".join(map(str, spec.shape)) or "scalar",
+            spec.letters,
+            spec.dtype,
+            describe_split(spec),
+            format_bytes(bytes_per_device(spec, mesh)),
+        )
+    console.print(table)
+    total = sum(bytes_per_device(spec, mesh) for spec in specs)
+    count = count_parameters(specs)
+    console.print(
+        f"total: {len(specs)} variables, {count:,} parameters ({count / 1e9:.1f} billion); "
+        f"{format_bytes(total)} on each of {mesh.size} devices (mesh {mesh})"
+    )
+
+
+def describe_split(spec: VariableSpec) -> str:
+    """'E:expert', or 'replicated'."""
+    cut = [
+        f"{letter}:{axis if isinstance(axis, str) else '*'.join(axis)}"
+        for letter, axis in zip(spec.letters, spec.split, strict=True)
+        if axis is not None
+    ]
+    return " ".join(cut) or "replicated"
+
+
+def format_bytes(count: float) -> str:
+    """'4.1 GiB'."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
