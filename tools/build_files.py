@@ -81,7 +81,7 @@ def _levels(graph: ImportGraph, files: list[str]) -> dict[str, int]:
 
 def _level(graph: ImportGraph, path: str, inside: str, levels: dict[str, int]) -> int:
     level = levels[path]
-    for imported in graph.Imports(path):
+    for imported in graph.Needs(path):
         if imported in levels:
             level = max(level, levels[imported])
             continue
@@ -96,7 +96,7 @@ def _deps(graph: ImportGraph, labels: dict[str, str], files: Iterable[str]) -> l
     files = list(files)
     found = set()
     for path in files:
-        for imported in {path, *graph.Imports(path)}:
+        for imported in {path, *graph.Needs(path)}:
             if imported in labels:
                 found.add(labels[imported])
             found |= _package_labels(labels, path, imported)

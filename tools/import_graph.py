@@ -51,27 +51,30 @@ class ImportGraph:
 
     @functools.cache  # noqa: B019
     def Imports(self, path: str) -> frozenset[str]:
-        """The files that `path` imports or, found by name, needs when it runs; never itself."""
+        """The files that `path` imports; never itself."""
         found = {self._modules[n] for n in self.ImportedNames(path) if n in self._modules}
-        found |= self._NeededByName(path)
         return frozenset(found - {path})
 
     @functools.cache  # noqa: B019
+    def Needs(self, path: str) -> frozenset[str]:
+        """The files that `path` imports or finds by their names when it runs; never itself."""
+        return self.Imports(path) | (self._NeededByName(path) - {path})
+
+    @functools.cache  # noqa: B019
     def Closure(self, path: str) -> frozenset[str]:
-        """Everything that `path` imports, directly or not."""
+        """Everything that `path` needs, directly or not."""
         seen: set[str] = set()
         todo = [path]
         while todo:
-            new = self.Imports(todo.pop()) - seen
+            new = self.Needs(todo.pop()) - seen
             seen |= new
             todo.extend(new)
         return frozenset(seen)
 
     def _NeededByName(self, path: str) -> set[str]:
         names: set[str] = set()
-        if _REGISTRY in self.ImportedNames(path) and not path.startswith(
-            ("lingvo_moe/core/", "params/", f"{TESTS}/core/")
-        ):
+        inner = path.startswith(("lingvo_moe/core/", "lingvo_moe/tasks/", "params/"))
+        if _REGISTRY in self.ImportedNames(path) and not inner:
             names.add(_LOOKED_UP_BY_NAME)
         if path.startswith(f"{TESTS}/"):
             for node in ast.walk(self.Syntax(path)):

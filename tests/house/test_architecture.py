@@ -13,7 +13,7 @@ _HOUSES = ("tools", "lingvo_moe", "params", "lingvo_moe/tasks", "lingvo_moe/core
 # own. Rooms of one line do not know each other.
 _ROOMS = (
     ("planner", "engine"),
-    ("base_task",),
+    ("base_task", "inspect"),
     ("pipeline", "decode"),
     ("moe",),
     ("layers", "optimizers"),
