@@ -13,13 +13,11 @@ import importlib.metadata
 import json
 import multiprocessing
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from lingvo_moe.core.suggest import did_you_mean
-from lingvo_moe.tasks.mt.input import clean, gettext_catalogs
+from lingvo_moe.tasks.mt.input import clean, files, gettext_catalogs
 from lingvo_moe.tasks.mt.input.errors import DataError
 
 # Of English sentences by their number of words, the share that is held out: longer ones make better references, and
@@ -80,11 +78,9 @@ def build_corpus(
     _check_replaceable(output)
     catalogs = _catalogs_by_language(options.packages)
     languages = _languages(options, catalogs)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    temp = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
-    try:
+    counts: dict[str, tuple[int, int]] = {}
+    with files.replaced_directory(output) as temp:
         (temp / "dev").mkdir()
-        counts: dict[str, tuple[int, int]] = {}
         jobs = [(lang, options, catalogs.get(lang, []), temp) for lang in languages]
         for lang, (train, dev) in zip(languages, _map(_build_language, jobs)):
             if train:
@@ -95,12 +91,6 @@ def build_corpus(
                 f"no language has {options.min_pairs} pairs in {', '.join(options.packages)}"
             )
         _write_summary(temp, options, counts)
-        temp.chmod(0o755)
-        if output.exists():
-            shutil.rmtree(output)
-        temp.rename(output)
-    finally:
-        shutil.rmtree(temp, ignore_errors=True)
     return counts
 
 

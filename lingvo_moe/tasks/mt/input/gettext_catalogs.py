@@ -99,7 +99,7 @@ def _plural_rule(messages: list[Message]):
     """The function from a count to the plural form, from the catalog's header."""
     header = next((t[0] for ids, t in messages if ids == ("",)), "")
     match = re.search(r"plural=([^;\n]+)", header)
-    return gettext.c2py(match[1]) if match else (lambda n: int(n != 1))  # type: ignore[attr-defined]
+    return gettext.c2py(match[1]) if match else (lambda n: int(n != 1))
 
 
 def _read_mo(path: Path) -> Iterator[Message]:

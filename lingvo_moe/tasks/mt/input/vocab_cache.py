@@ -1,0 +1,108 @@
+"""The vocabularies of a corpus: trained from a sample of it, kept under a name that tells data and settings."""
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.tasks.mt.input import files, tsv
+from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.mixing import quotas
+from lingvo_moe.tasks.mt.input.permutation import permute
+from lingvo_moe.tasks.mt.input.scan import Progress, Scan, quiet
+from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary, train_vocabulary
+
+# The source is normalised (full-width Latin and the like are many spellings of one text); what is written stays as is.
+NORMALIZATION = {"source": "nfkc", "target": "identity"}
+_ALGORITHM = "1"  # change it when the same settings would give another model
+
+
+@dataclass(frozen=True)
+class VocabOptions:
+    """What is trained.
+
+    Attributes:
+        source_size, target_size: numbers of ids.
+        temperature: of the sample, as in mixing.
+        max_sentences: the cap on the sample, pairs; it is what is held in memory.
+    """
+
+    source_size: int
+    target_size: int
+    temperature: float = 5.0
+    max_sentences: int = 500_000
+
+    def size(self, side: str) -> int:
+        return self.source_size if side == "source" else self.target_size
+
+
+def cached_vocabularies(
+    scan: Scan, options: VocabOptions, cache_dir: str | os.PathLike, progress: Progress = quiet
+) -> NestedMap:
+    """NestedMap(source, target) of Vocabulary: from the cache, or trained and put there.
+
+    Raises:
+        DataError: see train_vocabulary; the parameters are named source_vocab_size and target_vocab_size.
+    """
+    cache_dir = Path(cache_dir)
+    paths = {side: cache_dir / _file_name(scan, options, side) for side in NORMALIZATION}
+    out, sample = NestedMap(), None
+    with files.only_one(cache_dir):
+        for side, path in paths.items():
+            vocabulary = _load(path)
+            if vocabulary is None:
+                if sample is None:
+                    progress("sampling sentences for the vocabularies")
+                    sample = sample_pairs(scan, options.temperature, options.max_sentences)
+                progress(f"training the {side} vocabulary of {options.size(side)} pieces")
+                model = train_vocabulary(
+                    # Once each: the same English sentence comes with many languages.
+                    list(dict.fromkeys(sample[side])),
+                    options.size(side),
+                    f"{side}_vocab_size",
+                    NORMALIZATION[side],
+                )
+                files.write_atomic(path, model)
+                vocabulary = Vocabulary(model, path)
+            out[side] = vocabulary
+    return out
+
+
+def load_vocabularies(directory: str | os.PathLike) -> NestedMap:
+    """NestedMap(source, target) of `source.model` and `target.model` in a directory. Raises DataError."""
+    return NestedMap(
+        {side: Vocabulary.Load(Path(directory) / f"{side}.model") for side in NORMALIZATION}
+    )
+
+
+def sample_pairs(scan: Scan, temperature: float, limit: int, seed: int = 0) -> dict[str, list[str]]:
+    """`{"source": [...], "target": [...]}`: at most `limit` pairs, languages by temperature, evenly from each file."""
+    sample: dict[str, list[str]] = {"source": [], "target": []}
+    for lang, quota in quotas(scan.pairs, temperature, limit).items():
+        n = scan.pairs[lang]
+        chosen = set(permute(np.arange(min(quota, n)), n, "sample", seed, lang).tolist())
+        for i, (source, english) in enumerate(tsv.read_pairs(scan.files[lang])):
+            if i in chosen:
+                sample["source"].append(source)
+                sample["target"].append(english)
+    return sample
+
+
+def _file_name(scan: Scan, options: VocabOptions, side: str) -> str:
+    size = options.size(side)
+    settings = (
+        f"{_ALGORITHM} {scan.fingerprint} {size} {options.temperature} {options.max_sentences}"
+    )
+    digest = hashlib.blake2b(f"{side} {settings}".encode(), digest_size=8).hexdigest()
+    return f"{side}-{size}-{digest}.model"
+
+
+def _load(path: Path) -> Vocabulary | None:
+    """The vocabulary in the cache; None when it is not there or damaged, so that it is trained again."""
+    try:
+        return Vocabulary.Load(path) if path.exists() else None
+    except DataError:
+        return None
