@@ -71,6 +71,10 @@ class Engine(abc.ABC):
     def Get(self, tree: Any) -> Any:
         """A tree of NumPy arrays, whole, on every process (all of them have to call it)."""
 
+    def AnyProcess(self, flag: bool) -> bool:
+        """Whether `flag` is true on any process of the job (all of them have to call it)."""
+        return flag
+
 
 def make_engine(name: str, mesh: Mesh) -> Engine:
     """The engine of that name.

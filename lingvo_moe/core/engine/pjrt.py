@@ -124,6 +124,11 @@ class PjrtEngine(Engine):
     def Get(self, tree: Any) -> Any:
         return pack(skeleton(tree), [_get(leaf) for _, leaf in flatten_items(tree)])
 
+    def AnyProcess(self, flag: bool) -> bool:
+        if jax.process_count() == 1:
+            return flag
+        return bool(multihost_utils.process_allgather(np.array(flag)).any())
+
 
 class CompiledProgram(Compiled):
     """A program compiled for an engine's devices.

@@ -1,0 +1,144 @@
+"""The engines behind one interface: the same results; the devices they need; errors that say what to do."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_moe.core import sharding
+from lingvo_moe.core.engine.base import EngineError, make_engine
+from lingvo_moe.core.engine.devices import initialize_distributed, request_cpu_devices
+from lingvo_moe.core.engine.lowering import LoweringError
+from lingvo_moe.core.engine.specs import SpecError, TensorSpec
+from lingvo_moe.core.engine.tpu_strategy import device_assignment
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.sharding import Mesh
+
+STATE = NestedMap(w=TensorSpec((4, 4), "float32"), step=TensorSpec((), "int32"))
+BATCH = NestedMap(x=TensorSpec((8, 4), "float32", ("expert", None)))
+
+
+def _init(seed):
+    w = tf.reshape(tf.cast(tf.range(16), tf.float32), [4, 4]) * 0.01
+    return NestedMap(w=w + tf.cast(seed, tf.float32), step=tf.zeros([], tf.int32))
+
+
+def _step(state, batch):
+    x = sharding.shard_letters(batch.x, "BM", {"B": "expert"})
+    with tf.GradientTape() as tape:
+        tape.watch(state.w)
+        loss = tf.reduce_sum(tf.nn.tanh(tf.matmul(x, state.w)) ** 2)
+    new = NestedMap(w=state.w - 0.1 * tape.gradient(loss, state.w), step=state.step + 1)
+    return new, NestedMap(loss=loss)
+
+
+def _losses(engine):
+    init = engine.Build(_init, [TensorSpec((), "int32")], results=STATE)
+    step = engine.Build(_step, [STATE, BATCH], donate=(0,))
+    state = init(np.int32(1))
+    batch = NestedMap(x=np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4))
+    losses = []
+    for _ in range(4):
+        state, metrics = step(state, batch)
+        losses.append(float(engine.Get(metrics).loss))
+    assert engine.Get(state).step == 4
+    return losses
+
+
+def test_tensorflow_alone_and_eight_devices_train_alike():
+    tf_losses = _losses(make_engine("tf", sharding.single_device()))
+    losses = _losses(make_engine("pjrt", Mesh.parse("expert:8")))
+    np.testing.assert_allclose(losses, tf_losses, rtol=1e-6)
+    assert losses[-1] < losses[0]
+
+
+def test_the_tf_engine_shows_its_hlo_and_checks_arguments():
+    engine = make_engine("tf", sharding.single_device())
+    compiled = engine.Build(lambda x: x * 2.0, [TensorSpec((3,), "float32")])
+    assert "HloModule" in compiled.HloText()
+    with pytest.raises(SpecError, match=r"x has to be float32\[3\], got float32\[4\]"):
+        compiled(np.zeros(4, np.float32))
+    with pytest.raises(SpecError, match="got float64"):
+        compiled(np.zeros(3))
+    with pytest.raises(LoweringError, match="int64"):
+        engine.Build(lambda x: x, [TensorSpec((3,), "int64")])
+    with pytest.raises(SpecError, match="'b' is missing"):
+        engine.Put(NestedMap(a=1), NestedMap(b=TensorSpec((), "int32")))
+    assert engine.Get(engine.Put(NestedMap(a=1), NestedMap(a=TensorSpec((), "int32")))).a == 1
+    assert engine.AnyProcess(True) is True
+
+
+def test_unknown_engines_and_meshes():
+    with pytest.raises(EngineError, match=r"--engine='pjr'.*did you mean 'pjrt'"):
+        make_engine("pjr", sharding.single_device())
+    with pytest.raises(EngineError, match=r"one device, not on mesh expert:8.*--engine=pjrt"):
+        make_engine("tf", Mesh.parse("expert:8"))
+
+
+def test_tpu_strategy_without_a_tpu():
+    with pytest.raises(EngineError, match=r"finds no TPU.*--engine=pjrt"):
+        make_engine("tpu_strategy", Mesh.parse("expert:8"))
+
+
+def test_tpu_strategy_assigns_every_core_to_one_replica():
+    # A v3 slice of 2 x 2 chips with 2 cores each, as one task sees it.
+    coordinates = [[[x, y, 0, c] for y in range(2) for x in range(2) for c in range(2)]]
+    topology = tf.tpu.experimental.Topology(
+        mesh_shape=[2, 2, 1, 2], device_coordinates=np.array(coordinates)
+    )
+    assignment = device_assignment(topology, Mesh.parse("expert:8"))
+    assert (assignment.num_replicas, assignment.num_cores_per_replica) == (1, 8)
+    with pytest.raises(EngineError, match=r"has 4 devices, but the TPU has 8 cores.*expert:8"):
+        device_assignment(topology, Mesh.parse("expert:4"))
+
+
+def test_virtual_devices_are_asked_for_before_anything_runs():
+    request_cpu_devices(8)  # as many as there are
+    with pytest.raises(
+        EngineError, match="--num_devices=4: this process has already started with 8"
+    ):
+        request_cpu_devices(4)
+    with pytest.raises(EngineError, match="at least one"):
+        request_cpu_devices(0)
+
+
+@pytest.mark.parametrize("flags", ["", "--xla_force_host_platform_device_count=2"])
+def test_virtual_devices_in_a_fresh_process(flags):
+    code = (
+        "from lingvo_moe.core.engine.devices import request_cpu_devices; request_cpu_devices(3); "
+        "import jax; print(len(jax.devices()))"
+    )
+    out = _python(["-c", code], XLA_FLAGS=flags)
+    assert out.stdout.strip() == "3", out.stderr
+
+
+@pytest.mark.parametrize(
+    "args, match",
+    [
+        (("host:1", 2, 2), "numbered 0..num_processes-1"),
+        (("host:1", 0, 0), "numbered 0..num_processes-1"),
+        (("host", 2, 0), "expected host:port"),
+        (("host:x", 2, 0), "expected host:port"),
+    ],
+)
+def test_arguments_of_a_job_that_make_no_sense(args, match):
+    with pytest.raises(EngineError, match=match):
+        initialize_distributed(*args)
+
+
+def test_a_job_of_one_process_needs_nothing():
+    initialize_distributed("", 1, 0)
+
+
+def _python(args, **env):
+    return subprocess.run(
+        [sys.executable, *args],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env},
+    )
