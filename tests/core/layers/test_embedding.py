@@ -60,7 +60,8 @@ def test_positions():
     pos = tf.constant([[0, 1, 2, 0, 1000]])
     y = single(layer.FProp, NestedMap(), pos)
     angles = np.array([0, 1, 2, 0, 1000.0])[:, None] / np.array([1.0, 100.0, 10000.0])
-    np.testing.assert_allclose(y[0], np.concatenate([np.sin(angles), np.cos(angles)], -1), atol=1e-4)
+    waves = np.concatenate([np.sin(angles), np.cos(angles)], -1)
+    np.testing.assert_allclose(y[0], waves, atol=1e-4)
     assert layer.VariableSpecs() == {}
     with pytest.raises(ValueError, match="pos: model_dim must be even, got 7"):
         PositionalEmbedding.Params().Set(name="pos", model_dim=7).Instantiate()

@@ -1,0 +1,235 @@
+"""Transformer layers and stacks: packing, padding, scan = unrolled, steps = whole, sharded = unsharded."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from layer_testing import (
+    SPLITS,
+    assert_close,
+    assert_sharded_equal,
+    init,
+    normal,
+    self_aux,
+    set_dropout,
+    single,
+    stack_params,
+    value_and_grads,
+    wave,
+)
+
+from lingvo_moe.core.layers import masks
+from lingvo_moe.core.layers.transformer import TransformerLayer, TransformerStack
+from lingvo_moe.core.moe.layer import MoELayer
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.randomness import make_seed
+
+
+def _moe_params(cross=True, **kwargs):
+    """A stack whose blocks are [dense, MoE], with dropout."""
+    p = set_dropout(stack_params(cross), 0.2)
+    p.block[1].ffn_tpl = MoELayer.Params().Set(hidden_dim=16, num_experts=8)
+    return p.Set(**kwargs)
+
+
+def _batch(rows=2):
+    """Packed decoder rows: a segment of 4, one of 2, a padding; and their memory."""
+    segments = np.tile(np.array([[1, 1, 1, 1, 2, 2, 0]], "int32"), [rows, 1])
+    pos = np.tile(np.array([[0, 1, 2, 3, 0, 1, 0]], "int32"), [rows, 1])
+    memory_segments = np.tile(np.array([[1, 1, 2, 2, 0]], "int32"), [rows, 1])
+    aux = self_aux(segments, pos, causal=True)
+    aux.memory = normal(1, rows, 5, 8)
+    aux.cross_mask = masks.segment_mask(tf.constant(segments), tf.constant(memory_segments))
+    return normal(0, rows, 7, 8), aux
+
+
+def test_layer_is_its_parts():
+    p = stack_params(cross=True).block[0].Copy().Set(name="layer", model_dim=8, **SPLITS)
+    layer = p.Instantiate()
+    theta, (x, aux) = init(layer), _batch()
+    y, extras = single(layer.FProp, theta, x, aux)
+
+    def parts(x):
+        h = layer.self_norm.FProp(theta.self_norm, x)
+        x += layer.self_atten.FProp(theta.self_atten, h, h, aux.self_mask)
+        h = layer.cross_norm.FProp(theta.cross_norm, x)
+        x += layer.cross_atten.FProp(theta.cross_atten, h, aux.memory, aux.cross_mask)
+        h = layer.ffn_norm.FProp(theta.ffn_norm, x)
+        return x + layer.ffn.FProp(theta.ffn, h, aux.paddings)[0]
+
+    np.testing.assert_allclose(y, single(parts, x), atol=1e-6)
+    assert extras == {}
+
+
+def test_packed_rows_equal_separate_rows():
+    stack = stack_params(cross=True).Instantiate()
+    theta, (x, aux) = init(stack), _batch(rows=1)
+    packed, _ = single(stack.FProp, theta, x, aux)
+    for t, s in ((slice(0, 4), slice(0, 2)), (slice(4, 6), slice(2, 4))):
+        n = t.stop - t.start
+        alone = self_aux(np.ones([1, n], "int32"), np.arange(n, dtype="int32")[None], causal=True)
+        alone.memory, alone.cross_mask = aux.memory[:, s], tf.ones([1, 1, 2], tf.bool)
+        y, _ = single(stack.FProp, theta, x[:, t], alone)
+        np.testing.assert_allclose(packed[:, t], y, atol=1e-5)
+
+
+def test_padding_never_matters():
+    """Neither in values nor in gradients, whatever stands there."""
+    stack = _moe_params().Instantiate()
+    theta, (x, aux) = init(stack), _batch()
+    real = 1 - aux.paddings
+
+    def run(noise):
+        def fn(theta, x):
+            loud = x + noise * aux.paddings[..., tf.newaxis]
+            new = NestedMap(aux, memory=aux.memory + noise * np.array([[[0], [0], [0], [0], [1]]]))
+            y, extras = stack.FProp(theta, loud, new, seed=make_seed(0, 1))
+            loss = wave(y * real[..., tf.newaxis])
+            loss += tf.reduce_sum(extras.layer_1.aux_loss)
+            return loss, extras
+
+        return single(value_and_grads, fn, theta, x)
+
+    assert_close(run(0.0), run(50.0), 1e-5)
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_repeat_equals_unrolled(seed):
+    """Values, gradients, aux losses and metrics, of blocks with dropout and random routing."""
+    x, aux = _batch()
+    seed = None if seed is None else make_seed(seed, 1)
+    results = []
+    for repeat in (True, False):
+        stack = _moe_params(repeat=repeat).Instantiate()
+
+        def fn(theta, x, memory, stack=stack):
+            y, extras = stack.FProp(theta, x, NestedMap(aux, memory=memory), seed=seed)
+            return wave(y) + tf.reduce_sum(extras.layer_1.aux_loss), [y, extras]
+
+        results.append(single(value_and_grads, fn, init(stack), x, aux.memory))
+    assert_close(*results)
+    extras = results[0].rest[1]
+    assert list(extras) == ["layer_1"]
+    assert extras.layer_1.aux_loss.shape == [2]
+
+
+def test_dropout_draws_differ_between_blocks_layers_and_places():
+    """With zero weights but for dropout's ones, each branch adds a mask; all must differ."""
+    p = set_dropout(stack_params(num_blocks=2), 0.5)
+    stack = p.Instantiate()
+    x = tf.ones([4, 50, 8])
+    aux = self_aux(np.ones([4, 50], "int32"), np.zeros([4, 50], "int32"), causal=False)
+    outs = []
+    for block in range(2):
+        for layer in range(2):
+            theta = init(stack).Transform(tf.zeros_like)
+            flat = dict(theta.FlattenItems())
+            # Only this layer's feed-forward: relu(bias) passes through identity-like projections.
+            name = f"blocks.body.layers[{layer}]"
+            one = tf.one_hot(block, 2)
+            flat[f"{name}.ffn_norm.bias"] += tf.einsum("L,M->LM", one, tf.ones([8]))
+            flat[f"{name}.ffn.wi"] += tf.einsum("L,MH->LMH", one, tf.eye(8, 16))
+            flat[f"{name}.ffn.wo"] += tf.einsum("L,HM->LHM", one, tf.eye(16, 8))
+            theta = theta.Pack(list(flat.values()))
+            body, _ = single(stack.blocks.FProp, theta.blocks, x, aux, seed=make_seed(0, 1))
+            outs.append((body - x).numpy().flatten())
+    zero_share = [(out == 0).mean() for out in outs]
+    np.testing.assert_allclose(zero_share, 0.75, atol=0.05)  # relu's and the residual's dropout
+    assert np.abs(np.corrcoef(outs) - np.eye(4)).max() < 0.1
+
+
+def test_steps_equal_the_whole_sequence():
+    stack = _moe_params().Instantiate()
+    theta, x = init(stack), normal(0, 2, 5, 8)
+    aux = self_aux(np.ones([2, 5], "int32"), np.tile(np.arange(5, dtype="int32"), [2, 1]), True)
+    aux.memory, aux.cross_mask = normal(1, 2, 3, 8), tf.constant([[[1, 1, 0]], [[1, 1, 1]]]) > 0
+    whole, _ = single(stack.FProp, theta, x, aux)
+    cache = stack.InitCache(2, 5)
+    memory = single(stack.PrecomputeMemory, theta, aux.memory)
+    for t in range(5):
+        step = NestedMap(self_mask=aux.self_mask[:, t : t + 1], cross_mask=aux.cross_mask)
+        y, cache = single(
+            stack.ExtendStep, theta, x[:, t : t + 1], cache, tf.constant(t), step, memory
+        )
+        np.testing.assert_allclose(y[:, 0], whole[:, t], atol=2e-5)
+
+
+def test_flat_steps_equal_separate_steps():
+    """Three hypotheses in one cache, each looking at its own past only; compiled."""
+    stack = _moe_params(cross=False).Instantiate()
+    theta, x = init(stack), normal(0, 2, 4, 3, 8)
+
+    @tf.function(jit_compile=True, autograph=False)
+    def step(x, cache, time, mask):
+        return single(stack.ExtendStep, theta, x, cache, time, NestedMap(self_mask=mask))
+
+    flat = stack.InitCache(2, 4, num_hyps=3)
+    alone = [stack.InitCache(2, 4) for _ in range(3)]
+    steps = np.arange(4)
+    for t in range(4):
+        past = (steps <= t).astype("float32")
+        own = np.einsum("t,jk->jtk", past, np.eye(3)).reshape(3, 12)
+        y, flat = step(x[:, t], flat, tf.constant(t), tf.constant(np.tile(own, [2, 1, 1])))
+        for j in range(3):
+            mask = tf.constant(np.tile(past, [2, 1, 1]))
+            z, alone[j] = step(x[:, t, j : j + 1], alone[j], tf.constant(t), mask)
+            np.testing.assert_allclose(y[:, j], z[:, 0], atol=2e-5)
+
+
+def test_bfloat16_is_close():
+    x, aux = _batch()
+    outs = []
+    for dtype in (None, "bfloat16"):
+        stack = stack_params(cross=True, fprop_dtype=dtype).Instantiate()
+        cast = tf.as_dtype(dtype or "float32")
+        memory = tf.cast(aux.memory, cast)
+
+        def fn(theta, x, stack=stack, memory=memory):
+            y, _ = stack.FProp(theta, x, NestedMap(aux, memory=memory))
+            return wave(y), y
+
+        outs.append(single(value_and_grads, fn, init(stack), tf.cast(x, cast)))
+    full, low = outs
+    assert low.rest.dtype == tf.bfloat16
+    np.testing.assert_allclose(tf.cast(low.rest, tf.float32), full.rest, atol=0.1)
+    want = tf.concat([tf.reshape(g, [-1]) for g in full.grads], 0)
+    got = tf.concat([tf.reshape(tf.cast(g, tf.float32), [-1]) for g in low.grads], 0)
+    assert tf.norm(got - want) < 0.05 * tf.norm(want)
+
+
+def test_meta():
+    p = stack_params(cross=True, num_blocks=3)
+    meta = TransformerStack.FPropMeta(p, (2, 7, 8), (2, 5, 8))
+    dim, attention = 8, 2 * 2 * 2  # 2 for a multiply-add, two products, rows
+    self_atten = 2 * 4 * 2 * 7 * dim * dim + attention * 7 * 7 * dim
+    cross_atten = 2 * 2 * 2 * (7 + 5) * dim * dim + attention * 7 * 5 * dim
+    ffn = 2 * 2 * 2 * 7 * dim * 16
+    assert meta.flops == 3 * 2 * (self_atten + cross_atten + ffn)
+    assert meta.out_shapes == ((2, 7, 8),)
+    assert p.Instantiate().p.model_dim == 8
+
+
+def test_layers_take_the_stacks_dimension_and_keep_their_own():
+    specs = stack_params().Instantiate().VariableSpecs()
+    assert specs.blocks.body.layers[1].ffn.wi.shape == (2, 8, 16)
+    assert specs.final_norm.scale.shape == (8,)
+    layer = TransformerLayer.Params().Set(name="layer", model_dim=8)
+    layer.ffn_tpl.Set(model_dim=4, hidden_dim=3)
+    assert layer.Instantiate().VariableSpecs().ffn.wi.shape == (4, 3)
+
+
+def test_sharded_stack():
+    """Decoder blocks [dense, MoE] with dropout and random routing, scanned, over eight devices."""
+    p = _moe_params(num_blocks=2)
+    p.block[1].ffn_tpl.num_groups = 8
+    stack = p.Instantiate()
+    x, aux = _batch(rows=8)
+
+    def fn(theta, x, aux, seed):
+        y, extras = stack.FProp(theta, x, aux, seed=seed)
+        return wave(y) + tf.reduce_sum(extras.layer_1.aux_loss), [y, extras]
+
+    args = [init(stack), x, aux, make_seed(1, 1)]
+    splits = [stack.VariableSpecs(), ("expert", None, None), None, None]
+    collectives = assert_sharded_equal(fn, args, splits)
+    # Dispatch and combine, forward, recomputed and backward: once for all blocks.
+    assert collectives["all-to-all"] == 6
