@@ -5,9 +5,11 @@ Both have to be said before JAX looks for devices the first time.
 
 import os
 import re
+import socket
+import sys
+import time
 
 import jax
-from jax.experimental import multihost_utils
 
 from lingvo_moe.core.engine.base import EngineError
 
@@ -46,7 +48,8 @@ def initialize_distributed(
         coordinator_address: host:port of process 0, the same for all.
         num_processes: of the job; with 1 nothing is done.
         process_id: 0..num_processes-1, another one in each process.
-        timeout_seconds: how long to wait for the others.
+        timeout_seconds: how long to wait for the others. Where some never come, JAX ends the
+            process with a message.
 
     Raises:
         EngineError: numbers or an address that make no sense, or nobody answers there.
@@ -65,27 +68,26 @@ def initialize_distributed(
             "e.g. '10.0.0.1:8476'"
         )
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    try:
-        jax.distributed.initialize(
-            coordinator_address,
-            num_processes,
-            process_id,
-            initialization_timeout=timeout_seconds,
-        )
-    except RuntimeError as e:
+    who = f"process {process_id} of {num_processes}"
+    print(f"{who}: joining the job at {coordinator_address}", file=sys.stderr)
+    # JAX ends the process, without an exception, when nobody answers; so knock first.
+    if process_id and not _answers(host, int(port), timeout_seconds):
         raise EngineError(
-            f"--coordinator_address={coordinator_address}: process {process_id} of {num_processes} "
-            f"could not join the job within {timeout_seconds} s; is process 0 running there, and are "
-            f"all {num_processes} started? ({str(e).splitlines()[0]})"
-        ) from None
+            f"--coordinator_address={coordinator_address}: {who} could not join the job: nobody "
+            f"answered there for {timeout_seconds} s; is process 0 running at that address?"
+        )
+    jax.distributed.initialize(
+        coordinator_address, num_processes, process_id, initialization_timeout=timeout_seconds
+    )
 
 
-def device_count() -> int:
-    """The devices of the whole job, of all its processes."""
-    return len(jax.devices())
-
-
-def sync_processes(name: str) -> None:
-    """Waits until every process of the job has come to this point; alone, does nothing."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
+def _answers(host: str, port: int, timeout_seconds: float) -> bool:
+    """Whether something accepts connections there before the time is over."""
+    end = time.monotonic() + timeout_seconds
+    while time.monotonic() < end:
+        try:
+            with socket.create_connection((host.strip("[]"), port), timeout=5):
+                return True
+        except OSError:
+            time.sleep(0.2)
+    return False

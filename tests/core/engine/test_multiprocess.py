@@ -1,0 +1,141 @@
+"""Two processes of four devices give the numbers of one process of eight, and share checkpoints."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+# Importable by the workers too, so nothing here touches JAX before they have joined the job.
+_WORKER = """
+import json, sys
+from lingvo_moe.core.engine.devices import initialize_distributed, request_cpu_devices
+address, process_id, directory = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+request_cpu_devices(4)
+initialize_distributed(address, 2, process_id)
+import test_multiprocess
+test_multiprocess.train(directory, first=None, last=3)
+test_multiprocess.train(directory, first=3, last=5)
+"""
+
+
+def train(directory, first, last):
+    """Trains on all devices from step `first` (None: anew) to `last`, saves, and prints a JSON line."""
+    import jax
+    import tensorflow as tf
+
+    from lingvo_moe.core import sharding
+    from lingvo_moe.core.engine.base import make_engine
+    from lingvo_moe.core.engine.checkpoints import Checkpointer
+    from lingvo_moe.core.engine.specs import TensorSpec
+    from lingvo_moe.core.nested_map import NestedMap
+
+    state_specs = NestedMap(
+        w=TensorSpec((8, 4, 4), "float32", ("expert", None, None)), step=TensorSpec((), "int32")
+    )
+    batch_specs = NestedMap(x=TensorSpec((16, 8, 4), "float32", ("expert", None, None)))
+
+    def init(seed):
+        w = tf.reshape(tf.cast(tf.range(128), tf.float32), [8, 4, 4]) * 0.01
+        return NestedMap(w=w + tf.cast(seed, tf.float32), step=tf.zeros([], tf.int32))
+
+    def step_fn(state, batch):
+        # Batch to expert and back: an all-to-all in each direction.
+        x = sharding.shard_letters(tf.transpose(batch.x, [1, 0, 2]), "EBM", {"E": "expert"})
+        with tf.GradientTape() as tape:
+            tape.watch(state.w)
+            y = tf.nn.tanh(tf.einsum("EBM,EMN->EBN", x, state.w))
+            y = sharding.shard_letters(tf.transpose(y, [1, 0, 2]), "BEN", {"B": "expert"})
+            rows = tf.reduce_sum(y**2, [1, 2])
+            loss = tf.reduce_sum(rows)
+        new = NestedMap(w=state.w - 0.01 * tape.gradient(loss, state.w), step=state.step + 1)
+        return new, NestedMap(loss=loss, rows=rows)
+
+    engine = make_engine("pjrt", sharding.Mesh.parse("expert:8"))
+    step = engine.Build(step_fn, [state_specs, batch_specs], donate=(0,))
+    kinds = {c.kind for c in step.Collectives()}
+    with Checkpointer(directory) as checkpointer:
+        if first is None:
+            state = engine.Build(init, [TensorSpec((), "int32")], results=state_specs)(0)
+        else:
+            state, extra = checkpointer.Restore(first, state_specs, engine)
+            assert extra == {"at": first}
+        losses = []
+        for i in range(first or 0, last):
+            x = np.sin(np.arange(512, dtype=np.float32) + i).reshape(16, 8, 4)
+            state, metrics = step(state, NestedMap(x=x))
+            losses.append(float(engine.Get(metrics).loss))
+        checkpointer.Save(last, state, {"at": last})
+    print(
+        json.dumps(
+            {
+                "losses": losses,
+                "w": engine.Get(state).w.tolist(),
+                "devices": [jax.process_count(), jax.local_device_count()],
+                "all_to_all": "all-to-all" in kinds,
+                "any": [engine.AnyProcess(jax.process_index() == 1), engine.AnyProcess(False)],
+            }
+        )
+    )
+
+
+def _free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _start(*args):
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    return subprocess.Popen(
+        [sys.executable, "-c", *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+
+@pytest.mark.slow
+def test_two_processes_of_four_devices_are_one_of_eight(tmp_path, capsys):
+    address, shared = f"127.0.0.1:{_free_port()}", str(tmp_path / "two")
+    workers = [_start(_WORKER, address, str(i), shared) for i in range(2)]
+    lines = []
+    for worker in workers:
+        out, err = worker.communicate(timeout=300)
+        assert worker.returncode == 0, err
+        lines.append([json.loads(line) for line in out.splitlines() if line.startswith("{")])
+    assert lines[0][0]["devices"] == [2, 4]
+    assert lines[0][0]["all_to_all"]
+    assert lines[0][0]["any"] == [True, False]
+    assert lines[0] == lines[1]
+    # The same with one process; then on from what two have saved.
+    train(str(tmp_path / "one"), None, 3)
+    train(str(tmp_path / "one"), 3, 5)
+    train(shared, 5, 7)
+    train(str(tmp_path / "one"), 5, 7)
+    one = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line[0] == "{"]
+    assert one[0]["devices"] == [1, 8]
+    for mine, theirs in zip([one[0], one[1], one[3]], [*lines[0], one[2]], strict=True):
+        np.testing.assert_allclose(mine["losses"], theirs["losses"], rtol=1e-6)
+        np.testing.assert_allclose(mine["w"], theirs["w"], rtol=1e-5, atol=1e-6)
+
+
+_NOBODY = """
+import sys
+from lingvo_moe.core.engine.base import EngineError
+from lingvo_moe.core.engine.devices import initialize_distributed
+try:
+    initialize_distributed(sys.argv[1], 2, 1, timeout_seconds=2)
+except EngineError as e:
+    print(e)
+"""
+
+
+def test_a_coordinator_that_nobody_is_at():
+    address = f"127.0.0.1:{_free_port()}"
+    out, err = _start(_NOBODY, address).communicate(timeout=60)
+    assert f"--coordinator_address={address}: process 1 of 2 could not join" in out, err
