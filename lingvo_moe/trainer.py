@@ -5,6 +5,7 @@ python -m lingvo_moe.trainer --model=mt.M4MoE2048E36L --mode=inspect_model
 """
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -134,9 +135,9 @@ def train(args: argparse.Namespace, params: Any, override: str) -> int:
         prepare_run_dir(run_dir, args.model, override, restart=args.restart)
     inputs = params.input.Instantiate()
     if first_process:
-        inputs.Prepare()
+        inputs.Prepare(progress=log)
         if not run_dir.exists:
-            run_dir.Write(args.model, override, inputs.vocab_models)
+            run_dir.Write(args.model, override, inputs.vocabs.Transform(lambda v: v.model_bytes))
     devices.sync_processes("prepared")
     if not first_process:
         inputs.Prepare()
@@ -147,7 +148,7 @@ def train(args: argparse.Namespace, params: Any, override: str) -> int:
     summary_dir = os.path.join(args.logdir, "train")
     summaries = Summaries(summary_dir, enabled=first_process)
     summaries.Text("params", params.ToText())
-    checkpointer = Checkpointer(run_dir.checkpoint_dir, keep=params.train.save_max_to_keep)
+    checkpointer = Checkpointer(str(run_dir.checkpoint_dir), keep=params.train.save_max_to_keep)
     if checkpointer.LatestStep() is None and read_metrics(summary_dir):
         raise UsageError(
             f"--logdir={args.logdir} holds a run that has trained, but no checkpoint of it; "
@@ -155,11 +156,16 @@ def train(args: argparse.Namespace, params: Any, override: str) -> int:
         )
     try:
         loop = TrainLoop(task, inputs, batch_specs, engine, checkpointer, summaries, params.train)
-        result = loop.Run()
+        result = loop.Run(on_compiled=lambda step: report_program(step, args.logdir, first_process))
     finally:
         summaries.Close()
         checkpointer.Close()
     return 128 + result.signal if result.signal else 0
+
+
+def log(line: str) -> None:
+    """Progress that is not a step's, to standard error."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def make_mesh(text: str, engine: str) -> Mesh:
@@ -171,6 +177,19 @@ def make_mesh(text: str, engine: str) -> Mesh:
     from lingvo_moe.core.engine import devices
 
     return Mesh(("expert",), (devices.device_count(),))
+
+
+def report_program(step: Any, logdir: str, first_process: bool) -> None:
+    """Says which collectives the compiled step holds, and keeps their counts in LOGDIR/collectives.json."""
+    from lingvo_moe.core.engine.collectives import count_collectives
+
+    if not first_process:
+        return
+    counts = count_collectives(step.HloText())
+    with open(os.path.join(logdir, "collectives.json"), "w", encoding="utf-8") as file:
+        json.dump(counts, file)
+    told = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "no collective"
+    log(f"compiled the training step: {told}")
 
 
 def check_divisible(params: Any, task: Any, mesh: Mesh) -> None:
@@ -205,7 +224,7 @@ def prepare_run_dir(run_dir: Any, model: str, override: str, restart: bool) -> N
         ).exists():
             number += 1
         run_dir.path.rename(aside)
-        print(f"--restart: the run that was in {run_dir.path} is now in {aside}", file=sys.stderr)
+        log(f"--restart: the run that was in {run_dir.path} is now in {aside}")
     if not run_dir.exists:
         return
     before = run_dir.experiment

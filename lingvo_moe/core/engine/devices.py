@@ -10,6 +10,7 @@ import sys
 import time
 
 import jax
+from jax.experimental import multihost_utils
 
 from lingvo_moe.core.engine.base import EngineError
 
@@ -91,3 +92,14 @@ def _answers(host: str, port: int, timeout_seconds: float) -> bool:
         except OSError:
             time.sleep(0.2)
     return False
+
+
+def device_count() -> int:
+    """The devices of the whole job, of all its processes."""
+    return len(jax.devices())
+
+
+def sync_processes(name: str) -> None:
+    """Waits until every process of the job has come to this point; alone, does nothing."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)

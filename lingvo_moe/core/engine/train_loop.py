@@ -90,7 +90,7 @@ class TrainLoop:
         """The state to go on from, and its step. A new run is saved at once, so that it can be resumed."""
         step = self._checkpointer.LatestStep()
         if step is not None:
-            state, extra = self._checkpointer.Restore(step, self._state_specs, self._engine)
+            state, extra = self._checkpointer.Restore(self._state_specs, self._engine, step)
             batches.SetState(extra["input"])
             print(f"resuming at step {step} from {self._checkpointer.directory}", file=sys.stderr)
             return state, step
