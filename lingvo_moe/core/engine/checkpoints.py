@@ -41,7 +41,7 @@ class Checkpointer:
     Usage:
         with Checkpointer(os.path.join(logdir, "checkpoints"), keep=3) as checkpointer:
             checkpointer.Save(step, state, {"input": ...})
-            state, extra = checkpointer.Restore(None, state_specs, engine)
+            state, extra = checkpointer.Restore(state_specs, engine)
     """
 
     def __init__(self, directory: str, keep: int = 3, read_only: bool = False):
@@ -111,7 +111,7 @@ class Checkpointer:
         )
 
     def Restore(
-        self, step: int | None, state_specs: Any, engine: Engine
+        self, state_specs: Any, engine: Engine, step: int | None = None
     ) -> tuple[Any, dict[str, Any]]:
         """The state on the engine's devices, cut as the specs say, and the `extra` of Save.
 
@@ -119,6 +119,7 @@ class Checkpointer:
             state_specs: a tree of specs of the whole state, or of a part such as
                 NestedMap(theta=...).
             engine: any.
+            step: by default the newest.
             step: by default the newest.
 
         Raises:

@@ -65,16 +65,16 @@ def test_restored_exactly_on_any_mesh_and_engine(saved, make):
     engine = make()
     with Checkpointer(saved, read_only=True) as checkpointer:
         assert checkpointer.Steps() == [7, 9]
-        state, extra = checkpointer.Restore(None, SPECS, engine)
+        state, extra = checkpointer.Restore(SPECS, engine)
         _assert_equal(engine.Get(state), _values(9))
         assert extra == {"input": {"row": 9}, "params": "a : 1"}
-        state, _ = checkpointer.Restore(7, SPECS, engine)
+        state, _ = checkpointer.Restore(SPECS, engine, 7)
         _assert_equal(engine.Get(state), _values(7))
 
 
 def test_restored_state_is_cut_for_the_new_mesh(saved):
     with Checkpointer(saved, read_only=True) as checkpointer:
-        state, _ = checkpointer.Restore(None, SPECS, PjrtEngine(Mesh.parse("expert:4")))
+        state, _ = checkpointer.Restore(SPECS, PjrtEngine(Mesh.parse("expert:4")))
     shards = state.theta.layers[0].w.addressable_shards
     assert [s.data.shape for s in shards] == [(2, 6)] * 4
 
@@ -84,7 +84,7 @@ def test_a_part_is_restored_alone(saved):
         theta, _ = checkpointer.RestoreToNumpy("theta")
         _assert_equal(theta, _values(9).theta)
         assert tf.constant(theta.scale).dtype == tf.bfloat16
-        part, _ = checkpointer.Restore(None, NestedMap(theta=SPECS.theta), TfEngine())
+        part, _ = checkpointer.Restore(NestedMap(theta=SPECS.theta), TfEngine())
         _assert_equal(part.Transform(np.asarray), NestedMap(theta=_values(9).theta))
         assert checkpointer.ReadExtra(7)["input"] == {"row": 7}
         with pytest.raises(CheckpointError, match=r"step 9: no 'thta'.*did you mean 'theta'"):
@@ -122,7 +122,7 @@ def test_tensorflow_tensors_are_saved_too(tmp_path):
     with Checkpointer(str(tmp_path)) as checkpointer:
         checkpointer.Save(1, engine.Put(_values(1), SPECS))
     with Checkpointer(str(tmp_path)) as checkpointer:
-        state, _ = checkpointer.Restore(None, SPECS, PjrtEngine(MESH))
+        state, _ = checkpointer.Restore(SPECS, PjrtEngine(MESH))
     _assert_equal(state.Transform(np.asarray), _values(1))
 
 
@@ -165,7 +165,7 @@ def test_damage_is_an_error_or_harmless_but_never_a_wrong_value(saved, tmp_path,
             os.unlink(path)
         with Checkpointer(directory, read_only=True) as checkpointer:
             try:
-                state, _ = checkpointer.Restore(None, SPECS, engine)
+                state, _ = checkpointer.Restore(SPECS, engine)
             except CheckpointError as e:
                 errors.append((directory, str(e)))
             else:
@@ -199,7 +199,7 @@ def test_another_model_is_named(saved, change, match):
         with pytest.raises(
             CheckpointError, match=r"step 9: the checkpoint is of another model.*" + match
         ):
-            checkpointer.Restore(None, specs, PjrtEngine(MESH))
+            checkpointer.Restore(specs, PjrtEngine(MESH))
 
 
 def test_what_is_not_there(saved, tmp_path):
@@ -208,7 +208,7 @@ def test_what_is_not_there(saved, tmp_path):
     with Checkpointer(str(tmp_path / "new")) as checkpointer:
         assert checkpointer.LatestStep() is None
         with pytest.raises(CheckpointError, match="there is no checkpoint"):
-            checkpointer.Restore(None, SPECS, PjrtEngine(MESH))
+            checkpointer.Restore(SPECS, PjrtEngine(MESH))
     with Checkpointer(saved, read_only=True) as checkpointer:
         with pytest.raises(CheckpointError, match=r"step 8: there is no such.*\[7, 9\]"):
             checkpointer.ReadExtra(8)
@@ -217,6 +217,6 @@ def test_what_is_not_there(saved, tmp_path):
 def test_a_device_count_of_one(saved):
     engine = PjrtEngine(Mesh.parse("expert:1"), devices=jax.devices()[3:4])
     with Checkpointer(saved, read_only=True) as checkpointer:
-        state, _ = checkpointer.Restore(None, SPECS, engine)
+        state, _ = checkpointer.Restore(SPECS, engine)
     _assert_equal(engine.Get(state), _values(9))
     assert state.step.devices() == {jax.devices()[3]}

@@ -61,7 +61,7 @@ def train(directory, first, last):
         if first is None:
             state = engine.Build(init, [TensorSpec((), "int32")], results=state_specs)(0)
         else:
-            state, extra = checkpointer.Restore(first, state_specs, engine)
+            state, extra = checkpointer.Restore(state_specs, engine, first)
             assert extra == {"at": first}
         losses = []
         for i in range(first or 0, last):
