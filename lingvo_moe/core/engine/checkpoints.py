@@ -120,7 +120,6 @@ class Checkpointer:
                 NestedMap(theta=...).
             engine: any.
             step: by default the newest.
-            step: by default the newest.
 
         Raises:
             CheckpointError: no such step; a damaged one; or one of another model, naming the first
