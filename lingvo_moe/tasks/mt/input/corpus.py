@@ -166,7 +166,10 @@ def _languages(options: CorpusOptions, catalogs: dict[str, list]) -> list[str]:
         known.update(cldr.cldr_languages())
     for lang in options.langs:
         if lang not in known:
-            raise DataError(f"no translations from language {lang!r}{did_you_mean(lang, known)}")
+            raise DataError(
+                f"no translations from language {lang!r}{did_you_mean(lang, known)};"
+                " languages are codes such as de or sw"
+            )
     return sorted(set(options.langs) or known)
 
 

@@ -211,6 +211,8 @@ class BatchIterator:
         Raises:
             DataError: the state is of other data, another vocabulary, seed or temperature.
         """
+        if set(state) != set(self.GetState()):
+            raise DataError(f"not a saved position of the input: it holds {sorted(state)}")
         if state["identity"] != self._identity():
             raise DataError(
                 "the saved position of the input is of other data: expected"

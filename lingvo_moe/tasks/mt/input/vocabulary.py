@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -97,13 +98,16 @@ def train_vocabulary(sentences: Sequence[str], size: int, name: str, normalizati
             f"{name}={size} is too small: 260 ids are special or bytes; use at least {MIN_SIZE}"
         )
     out = io.BytesIO()
+    if normalization == "nfkc":
+        sentences = [unicodedata.normalize("NFKC", sentence) for sentence in sentences]
+    sentences = _without_rare_characters(sentences, (size - _SPECIAL) // 2)
     try:
         sentencepiece.SentencePieceTrainer.Train(
             sentence_iterator=iter(sentences),
             model_writer=out,
             model_type="unigram",
             vocab_size=size,
-            character_coverage=_coverage(sentences, (size - _SPECIAL) // 2),
+            character_coverage=1.0,
             byte_fallback=True,
             normalization_rule_name=normalization,
             pad_id=PAD_ID,
@@ -128,12 +132,16 @@ def train_vocabulary(sentences: Sequence[str], size: int, name: str, normalizati
     return out.getvalue()
 
 
-def _coverage(sentences: Iterable[str], max_chars: int) -> float:
-    """The share of running characters that the `max_chars` most frequent ones cover."""
+def _without_rare_characters(sentences: Iterable[str], most: int) -> list[str]:
+    """The sentences with a space for every character that is not among the `most` frequent ones."""
+    sentences = list(sentences)
     counts: Counter[str] = Counter()
     for sentence in sentences:
         counts.update(sentence)
     counts.pop(" ", None)
-    if len(counts) <= max_chars:
-        return 1.0
-    return sum(n for _, n in counts.most_common(max_chars)) / counts.total()
+    if len(counts) <= most:
+        return sentences
+    # Ties by code point: which characters stay must not depend on the order of the sentences.
+    by_frequency = sorted(counts, key=lambda c: (-counts[c], c))
+    rare = dict.fromkeys(map(ord, by_frequency[most:]), " ")
+    return [sentence.translate(rare) for sentence in sentences]

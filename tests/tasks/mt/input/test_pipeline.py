@@ -1,0 +1,208 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from made_up_languages import SIZES, write_corpus
+
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.tasks.mt.input import tsv
+from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.pipeline import MtInput
+
+
+@pytest.fixture(scope="module")
+def params(data_dir: Path, cache_dir: Path):
+    return MtInput.Params().Set(
+        data_dir=str(data_dir),
+        cache_dir=str(cache_dir),
+        source_vocab_size=400,
+        target_vocab_size=300,
+        batch_size=4,
+        source_length=48,
+        target_length=40,
+    )
+
+
+@pytest.fixture(scope="module")
+def ready(params) -> MtInput:
+    return params.Instantiate().Prepare()
+
+
+def _same(a: NestedMap, b: NestedMap) -> bool:
+    return all(np.array_equal(x, y) for x, y in zip(a.Flatten(), b.Flatten(), strict=True))
+
+
+def _take(iterator, n: int) -> list[NestedMap]:
+    return [next(iterator) for _ in range(n)]
+
+
+def test_the_spec_is_what_comes_and_needs_no_data(params, ready: MtInput) -> None:
+    nowhere = params.Copy().Set(data_dir="/nowhere", cache_dir="/nowhere").Instantiate()
+    spec, batch = nowhere.BatchSpec(), next(iter(ready))
+    assert [path for path, _ in spec.FlattenItems()] == [path for path, _ in batch.FlattenItems()]
+    assert [path for path, _ in batch.FlattenItems()] == [
+        "src.ids",
+        "src.segment_ids",
+        "src.segment_pos",
+        "tgt.ids",
+        "tgt.labels",
+        "tgt.segment_ids",
+        "tgt.segment_pos",
+    ]
+    for leaf, array in zip(spec.Flatten(), batch.Flatten()):
+        assert leaf.shape == array.shape
+        assert leaf.dtype == array.dtype.name == "int32"
+    assert spec.src.ids.shape == (4, 48)
+    assert spec.tgt.labels.shape == (4, 40)
+
+
+def test_batches_hold_pairs_of_the_corpus(ready: MtInput, data_dir: Path) -> None:
+    corpus = {pair for lang in SIZES for pair in tsv.read_pairs(data_dir / f"{lang}.tsv.gz")}
+    languages = set()
+    for batch in _take(iter(ready), 10):
+        for row in range(4):
+            for segment in range(1, batch.src.segment_ids[row].max() + 1):
+                source = batch.src.ids[row][batch.src.segment_ids[row] == segment]
+                labels = batch.tgt.labels[row][batch.tgt.segment_ids[row] == segment]
+                text = ready.vocabs.source.Decode(source.tolist())
+                assert (text, ready.vocabs.target.Decode(labels.tolist())) in corpus
+                languages.add(text[0])
+    assert languages == {"a", "b", "c"}
+    assert ready.languages == SIZES
+
+
+def test_deterministic_given_the_seed(params, ready: MtInput) -> None:
+    first = _take(iter(ready), 5)
+    assert all(map(_same, first, _take(iter(params.Instantiate()), 5)))
+    other = params.Copy().Set(seed=7).Instantiate()
+    assert not _same(first[0], next(iter(other)))
+
+
+@given(st.integers(0, 400), st.booleans())
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_resumes_exactly_wherever_it_stopped(ready: MtInput, steps: int, again: bool) -> None:
+    whole = iter(ready)
+    _take(whole, steps)
+    state = json.loads(json.dumps(whole.GetState()))  # JSON can hold it
+    expected = _take(whole, 6)
+    resumed = iter(ready)
+    if again:
+        _take(resumed, 3)  # where the iterator stood before does not matter
+    resumed.SetState(state)
+    assert resumed.counts == state["counts"]
+    assert all(map(_same, expected, _take(resumed, 6)))
+    assert resumed.GetState() == whole.GetState()
+
+
+def test_the_state_stays_small(tmp_path: Path, cache_dir: Path, params) -> None:
+    sizes = {f"{a}{b}": 2 for a in "abcdefghij" for b in "abcdefghij"}
+    data = write_corpus(tmp_path / "data", sizes)
+    wide = params.Copy().Set(data_dir=str(data), batch_size=4096, source_length=40)
+    iterator = iter(wide.Instantiate())
+    next(iterator)
+    assert len(json.dumps(iterator.GetState())) < 64 * 1024
+
+
+def test_a_state_of_other_data_is_refused(params, ready: MtInput, tmp_path: Path) -> None:
+    iterator = iter(ready)
+    next(iterator)
+    state = iterator.GetState()
+    data = write_corpus(tmp_path / "data", {"aa": 250, "bb": 50})
+    for other in (params.Copy().Set(seed=9), params.Copy().Set(data_dir=str(data))):
+        with pytest.raises(DataError, match="saved position of the input is of other data"):
+            iter(other.Instantiate()).SetState(state)
+    with pytest.raises(DataError, match="not a saved position"):
+        iterator.SetState({"block": 3})
+
+
+def test_long_pairs_are_dropped_or_truncated_and_counted(params) -> None:
+    short = params.Copy().Set(source_length=12, target_length=8)
+    dropping = iter(short.Instantiate())
+    _take(dropping, 20)
+    assert dropping.counts["too_long"] > 50
+    truncating = iter(short.Copy().Set(too_long="truncate").Instantiate())
+    batches = _take(truncating, 20)
+    assert truncating.counts["too_long"] > 0
+    assert truncating.counts["batches"] == 20
+    assert max(batch.src.segment_pos.max() for batch in batches) == 11
+    # A sentence that was cut still ends with eos.
+    assert all((batch.src.ids == 2).sum() == (batch.tgt.labels == 2).sum() for batch in batches)
+    state = truncating.GetState()
+    expected = next(truncating)
+    truncating.SetState(state)
+    assert _same(next(truncating), expected)
+
+
+def test_rows_too_short_for_anything(
+    params, ready: MtInput, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lingvo_moe.tasks.mt.input.pipeline._GIVE_UP_AFTER", 500)
+    (tmp_path / "aa.tsv").write_text("six words are too many here\tsix words are too many here\n")
+    for side, vocabulary in ready.vocabs.items():
+        (tmp_path / f"{side}.model").write_bytes(vocabulary.model_bytes)
+    places = {"data_dir": str(tmp_path), "vocab_dir": str(tmp_path)}
+    tiny = params.Copy().Set(source_length=2, target_length=2, **places).Instantiate()
+    with pytest.raises(DataError, match="none of 500 pairs fits into source_length=2"):
+        next(iter(tiny))
+
+
+def test_one_pair_a_row(params) -> None:
+    batch = next(iter(params.Copy().Set(pack=False).Instantiate()))
+    assert batch.src.segment_ids.max(axis=1).tolist() == [1, 1, 1, 1]
+
+
+def test_skipped_lines_are_reported(params, tmp_path: Path) -> None:
+    data = write_corpus(tmp_path / "data", {"aa": 100})
+    (data / "bb.tsv").write_bytes(b"fine\tfine too\nno tab\n\xff\tx\n")
+    generator = params.Copy().Set(data_dir=str(data), source_vocab_size=330).Instantiate()
+    assert generator.Prepare().dropped == {"no_tab": 1, "invalid_utf8": 1}
+    assert generator.languages == {"aa": 100, "bb": 1}
+
+
+def test_languages_can_be_chosen(params) -> None:
+    chosen = params.Copy().Set(languages=["bb", "aa"], source_vocab_size=350).Instantiate()
+    assert set(chosen.languages) == {"aa", "bb"}
+
+
+def test_given_vocabularies_must_have_the_size_asked_for(
+    params, ready: MtInput, tmp_path: Path
+) -> None:
+    for side, vocabulary in ready.vocabs.items():
+        (tmp_path / f"{side}.model").write_bytes(vocabulary.model_bytes)
+    given_ = params.Copy().Set(vocab_dir=str(tmp_path))
+    assert given_.Instantiate().vocabs.source.model_bytes == ready.vocabs.source.model_bytes
+    with pytest.raises(DataError, match=r"has 400 ids, but input\.source_vocab_size is 500"):
+        given_.Copy().Set(source_vocab_size=500).Instantiate().Prepare()
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"data_dir": ""}, "data_dir is not set: give --data_dir"),
+        ({"data_dir": "/no/such/place"}, "does not exist"),
+        ({"batch_size": 0}, "batch_size=0: must be at least 1"),
+        ({"source_length": 1}, "source_length=1: must be at least 2"),
+        ({"too_long": "cut"}, "too_long='cut': must be one of"),
+        ({"temperature": 0.0}, "temperature=0.0: must be positive"),
+        ({"source_vocab_size": 64_000}, "source_vocab_size=64000 is more than this data can fill"),
+    ],
+)
+def test_errors_teach(params, values: dict, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        params.Copy().Set(**values).Instantiate().Prepare()
+
+
+def test_neither_jax_nor_tensorflow_is_imported() -> None:
+    code = (
+        "import sys, lingvo_moe.tasks.mt.input.pipeline, lingvo_moe.tasks.mt.input.corpus;"
+        "sys.exit(bool({'jax', 'tensorflow'} & set(sys.modules)))"
+    )
+    root = Path(__file__).parents[4]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

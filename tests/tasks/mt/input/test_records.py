@@ -1,0 +1,120 @@
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.tasks.mt.input import tsv
+from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.records import Records, cached_records
+from lingvo_moe.tasks.mt.input.scan import Scan, scan
+from lingvo_moe.tasks.mt.input.vocab_cache import VocabOptions, cached_vocabularies
+
+
+@pytest.fixture(scope="module")
+def found(data_dir: Path) -> Scan:
+    return scan(data_dir)
+
+
+@pytest.fixture(scope="module")
+def vocabs(found: Scan, cache_dir: Path) -> NestedMap:
+    return cached_vocabularies(found, VocabOptions(400, 300), cache_dir)
+
+
+def test_records_hold_the_tokens_in_order(found: Scan, vocabs: NestedMap, tmp_path: Path) -> None:
+    records = cached_records(found, vocabs, tmp_path)
+    assert records.languages == {"aa": 300, "bb": 60, "cc": 7}
+    for index, lang in enumerate(records.languages):
+        pairs = list(tsv.read_pairs(found.files[lang]))
+        for position in (0, 3, len(pairs) - 1):
+            source, target = records.Read(index, position)
+            assert vocabs.source.Decode(source.tolist()) == pairs[position][0]
+            assert vocabs.target.Decode(target.tolist()) == pairs[position][1]
+
+
+def test_made_once_and_keyed_by_vocabulary(found: Scan, vocabs: NestedMap, tmp_path: Path) -> None:
+    said: list[str] = []
+    first = cached_records(found, vocabs, tmp_path, said.append)
+    assert len(said) == 3
+    cached_records(found, vocabs, tmp_path, said.append)
+    assert len(said) == 3
+    other = NestedMap(source=vocabs.target, target=vocabs.target)
+    assert cached_records(found, other, tmp_path, said.append).key != first.key
+    assert len(said) == 6
+
+
+def _cut_records(directory: Path) -> None:
+    path = directory / "aa.array_record"
+    path.write_bytes(path.read_bytes()[:-70_000])
+
+
+def _lose_records(directory: Path) -> None:
+    (directory / "bb.array_record").unlink()
+
+
+def _cut_manifest(directory: Path) -> None:
+    path = directory / "manifest.json"
+    path.write_text(path.read_text()[:50])
+
+
+def _empty_manifest(directory: Path) -> None:
+    (directory / "manifest.json").write_text("{}")
+
+
+@pytest.mark.parametrize("damage", [_cut_records, _lose_records, _cut_manifest, _empty_manifest])
+def test_a_damaged_cache_is_made_anew(
+    found: Scan, vocabs: NestedMap, tmp_path: Path, damage, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = cached_records(found, vocabs, tmp_path)
+    expected = [ids.tolist() for ids in whole.Read(0, 5)]
+    damage(whole.directory)
+    with pytest.raises(DataError):
+        Records(whole.directory, whole.key)
+    with caplog.at_level(logging.WARNING):
+        healed = cached_records(found, vocabs, tmp_path)
+    assert "made anew" in caplog.text
+    assert [ids.tolist() for ids in healed.Read(0, 5)] == expected
+    assert [path.name for path in tmp_path.iterdir() if path.name != ".lock"] == [
+        whole.directory.name
+    ]
+
+
+def test_a_flipped_bit_is_an_error_that_says_what_to_do(
+    found: Scan, vocabs: NestedMap, tmp_path: Path
+) -> None:
+    records = cached_records(found, vocabs, tmp_path)
+    path = records.directory / "aa.array_record"
+    data = bytearray(path.read_bytes())
+    for at in range(500, 20_000, 400):
+        data[at] ^= 0xFF
+    path.write_bytes(bytes(data))
+    damaged = Records(records.directory, records.key)
+    message = r"aa\.array_record: record \d+ is damaged .*; delete "
+    with pytest.raises(DataError, match=message):
+        [damaged.Read(0, position) for position in range(300)]
+
+
+def test_nothing_half_written_when_interrupted(
+    found: Scan, vocabs: NestedMap, tmp_path: Path
+) -> None:
+    def stop(message: str) -> None:
+        if "bb" in message:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cached_records(found, vocabs, tmp_path, stop)
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_wide_vocabularies_use_wide_ids(found: Scan, vocabs: NestedMap, tmp_path: Path) -> None:
+    class Wide:
+        size = 70_000
+        model_bytes = b"wide"
+
+        def EncodeBatch(self, texts):
+            return [[69_999, len(text)] for text in texts]
+
+    records = cached_records(found, NestedMap(source=Wide(), target=vocabs.target), tmp_path)
+    assert records.Read(0, 0)[0][0] == 69_999
+    assert json.loads((records.directory / "manifest.json").read_text())["dtype"] == "<u4"

@@ -1,0 +1,111 @@
+import gzip
+import logging
+from pathlib import Path
+
+import pytest
+
+from lingvo_moe.tasks.mt.input import tsv
+from lingvo_moe.tasks.mt.input.dev_set import DevSet
+from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.scan import scan
+
+BAD = (
+    b"good\tone\n"  # 1
+    b"no tab here\n"  # 2
+    b"\tempty source\n"  # 3
+    b"empty english\t \n"  # 4
+    b"bad \xff utf8\tx\n"  # 5
+    + b"x"
+    * (tsv.MAX_LINE_BYTES * 3)  # 6
+    + b"\tlong\n"
+    b" spaces \t two \tmore\tcolumns\r\n"  # 7
+    b"\n"  # 8
+    b"last\tthree"  # 9, without an end
+)
+
+
+@pytest.mark.parametrize("name", ["xx.tsv", "xx.tsv.gz"])
+def test_bad_lines_are_skipped_counted_and_named(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(BAD) if name.endswith("gz") else BAD)
+    counts = tsv.LineCounts()
+    with caplog.at_level(logging.WARNING):
+        pairs = list(tsv.read_pairs(path, counts))
+        tsv.log_skipped(path, counts)
+    assert pairs == [("good", "one"), ("spaces", "two"), ("last", "three")]
+    assert counts == tsv.LineCounts(good=3, no_tab=2, empty_side=2, invalid_utf8=1, too_long=1)
+    assert [message.split(": ")[0] for message in caplog.messages] == [
+        f"{path}:2",
+        f"{path}:3",
+        f"{path}:4",
+        str(path),
+    ]
+    assert "skipped 6 of 9 lines" in caplog.messages[-1]
+
+
+def test_damaged_gzip_is_an_error_with_its_line(tmp_path: Path) -> None:
+    text = "".join(f"{i * 7919}\t{i * 104729}\n" for i in range(5000)).encode()
+    whole = gzip.compress(text)
+    path = tmp_path / "xx.tsv.gz"
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match=r"xx\.tsv\.gz:\d+: cannot be read, damaged or cut short"):
+        list(tsv.read_pairs(path))
+    path.write_bytes(b"not gzip")
+    with pytest.raises(DataError, match=r"xx\.tsv\.gz: cannot be read"):
+        list(tsv.read_pairs(path))
+
+
+def test_directories_without_data(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"does not exist; expected files such as de\.tsv\.gz"):
+        tsv.language_files(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="is not a directory"):
+        tsv.language_files(tmp_path / "file")
+    with pytest.raises(DataError, match="no data in"):
+        tsv.language_files(tmp_path)
+    (tmp_path / "de.tsv").write_text("a\tb\n")
+    assert set(tsv.language_files(tmp_path)) == {"de"}
+    (tmp_path / "de.tsv.gz").write_bytes(gzip.compress(b"a\tb\n"))
+    with pytest.raises(DataError, match=r"both de\.tsv and de\.tsv\.gz"):
+        tsv.language_files(tmp_path)
+
+
+def test_scan_counts_and_fingerprints(tmp_path: Path) -> None:
+    (tmp_path / "de.tsv").write_text("a\tb\nbad\n")
+    (tmp_path / "fr.tsv").write_text("")
+    first = scan(tmp_path)
+    assert first.pairs == {"de": 1}
+    assert first.skipped == {"no_tab": 1}
+    assert scan(tmp_path).fingerprint == first.fingerprint
+    assert scan(tmp_path, ["de"]).fingerprint != first.fingerprint
+    (tmp_path / "de.tsv").write_text("a\tc\nbad\n")
+    assert scan(tmp_path).fingerprint != first.fingerprint
+    with pytest.raises(DataError, match=r"no language 'da' \(known: de, fr\)"):
+        scan(tmp_path, ["da"])
+
+
+def test_an_empty_corpus_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "de.tsv").write_text("")
+    with pytest.raises(DataError, match=r"no pairs in .*: all files are empty"):
+        scan(tmp_path)
+    (tmp_path / "de.tsv").write_text("no tab\nhere neither\n")
+    with pytest.raises(DataError, match=r"all 2 lines are malformed: \{'no_tab': 2\}"):
+        scan(tmp_path)
+
+
+def test_dev_set(data_dir: Path, tmp_path: Path) -> None:
+    dev = DevSet(data_dir, max_per_language=3)
+    assert dev.languages == ["aa", "bb", "cc"]
+    found = dict(dev.items())
+    assert {lang: len(pairs) for lang, pairs in found.items()} == dict.fromkeys(found, 3)
+    assert found["aa"] == list(tsv.read_pairs(data_dir / "dev" / "aa.tsv.gz"))[:3]
+    assert DevSet(data_dir, languages=["cc"]).languages == ["cc"]
+    with pytest.raises(DataError, match="no language 'ac'"):
+        DevSet(data_dir, languages=["ac"])
+    (tmp_path / "de.tsv").write_text("a\tb\n")
+    with pytest.raises(DataError, match="has no dev directory"):
+        DevSet(tmp_path)
+    with pytest.raises(DataError, match="does not exist"):
+        DevSet(tmp_path / "nowhere")
