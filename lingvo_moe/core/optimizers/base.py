@@ -32,10 +32,9 @@ class Optimizer:
         """The optimizer's state for variables of these specs: a NestedMap of float32 slots for each."""
         return specs.Transform(self._SlotSpecs)
 
-    def InitSlots(self, specs: NestedMap) -> NestedMap:
-        """Slots before the first step. Pure; engines compile it together with InitTheta."""
-        no_seed = tf.constant([0, 0])  # slots start as constants
-        return self.SlotSpecs(specs).Transform(lambda spec: spec.Init(no_seed))
+    def InitSlots(self, specs: NestedMap, seed: tf.Tensor) -> NestedMap:
+        """Slots before the first step. Pure, as InitTheta is; `seed` is int32 [2]."""
+        return self.SlotSpecs(specs).Transform(lambda spec: spec.Init(seed))
 
     def Update(
         self,
