@@ -4,6 +4,7 @@ Letters: B row, J hypothesis, S source token, T target time, M model, V vocabula
 """
 
 import io
+import os
 from collections.abc import Iterable
 
 import numpy as np
@@ -11,7 +12,9 @@ import sentencepiece
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla
 
+from lingvo_moe.core.engine.checkpoints import Checkpointer
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.tasks.mt.run_dir import RunDir
 
 M = 12
 _WORDS = ["red", "green", "house", "tree", "stone", "open", "close", "save", "file", "edit", "view"]
@@ -23,7 +26,7 @@ def sentences(number: int, seed: int = 0, longest: int = 20) -> list[str]:
     return [" ".join(rng.choice(_WORDS, rng.integers(1, longest + 1))) for _ in range(number)]
 
 
-def train_vocab(lines: Iterable[str], vocab_size: int = 320) -> bytes:
+def train_vocab(lines: Iterable[str], vocab_size: int = 320, bytes_too: bool = True) -> bytes:
     """A serialised SentencePiece model with ids 0 PAD, 1 BOS, 2 EOS, 3 UNK, and a piece per byte."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -31,7 +34,7 @@ def train_vocab(lines: Iterable[str], vocab_size: int = 320) -> bytes:
         model_writer=model,
         vocab_size=vocab_size,
         hard_vocab_limit=False,
-        byte_fallback=True,
+        byte_fallback=bytes_too,
         pad_id=0,
         bos_id=1,
         eos_id=2,
@@ -40,6 +43,25 @@ def train_vocab(lines: Iterable[str], vocab_size: int = 320) -> bytes:
         num_threads=1,
     )
     return model.getvalue()
+
+
+def save_run(path: str | os.PathLike, vocab: bytes, step: int = 7) -> None:
+    """A run of mt.M4Tiny with one checkpoint, of random weights that translate variedly."""
+    size = sentencepiece.SentencePieceProcessor(model_proto=vocab).vocab_size()
+    override = f"task.source_vocab_size={size};task.target_vocab_size={size}"
+    run = RunDir(path)
+    run.Write("mt.M4Tiny", override, {"source": vocab, "target": vocab})
+    rng = np.random.default_rng(0)
+
+    def init(name, spec):
+        if spec.init.method == "constant":
+            return np.full(spec.shape, spec.init.scale, np.float32)
+        scale = 2.0 if "cross_atten" in name else 1.0 if "embedding" in name else 0.3
+        return rng.normal(size=spec.shape, scale=scale).astype(np.float32)
+
+    theta = run.Task().VariableSpecs().TransformWithKey(init)
+    with Checkpointer(str(run.checkpoint_dir)) as checkpointer:
+        checkpointer.Save(step, NestedMap(theta=theta, step=np.int32(step)))
 
 
 class ToyModel:

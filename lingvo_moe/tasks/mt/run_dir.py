@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from lingvo_moe.core import registry
+from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.tasks.mt.input.files import write_atomic
 
 _FILE = "experiment.json"
 _SIDES = ("source", "target")
@@ -53,11 +55,12 @@ class RunDir:
         """
         params = registry.GetParams(model, override)
         files = {side: f"vocab/{side}.model" for side in _SIDES}
+        (self.path / "vocab").mkdir(parents=True, exist_ok=True)
         for side, name in files.items():
-            write_atomically(self.path / name, vocabs[side])
-        write_atomically(self.path / "params.txt", params.ToText().encode())
+            write_atomic(self.path / name, vocabs[side])
+        write_atomic(self.path / "params.txt", params.ToText().encode())
         description = {"model": model, "params_override": override, "vocab": files}
-        write_atomically(self.path / _FILE, json.dumps(description, indent=2).encode() + b"\n")
+        write_atomic(self.path / _FILE, json.dumps(description, indent=2).encode() + b"\n")
 
     @property
     def experiment(self) -> dict[str, Any]:
@@ -98,28 +101,16 @@ class RunDir:
             out[side] = file.read_bytes()
         return out
 
-    def Task(self) -> Any:
-        """The model of the run, instantiated.
+    def Params(self) -> Params:
+        """The Params of the run: `task`, `input`, `train`.
 
         Raises:
             RunDirError: no run.
-            RegistryError: the experiment is not registered (any more).
+            RegistryError: the experiment, or a parameter of it, is not there any more.
         """
         found = self.experiment
-        task = registry.GetParams(found["model"], found["params_override"]).task
-        return task.Instantiate()
+        return registry.GetParams(found["model"], found["params_override"])
 
-
-def write_atomically(path: str | os.PathLike, content: bytes) -> None:
-    """Writes a file that is there whole or not at all, making directories on the way."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    def Task(self) -> Any:
+        """The model of the run, instantiated. Raises as Params."""
+        return self.Params().task.Instantiate()

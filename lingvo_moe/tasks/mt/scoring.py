@@ -1,5 +1,6 @@
 """BLEU and chrF (sacreBLEU) per language, by resource group and on average."""
 
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +9,10 @@ from typing import Any
 
 from sacrebleu.metrics import BLEU, CHRF
 
-from lingvo_moe.tasks.mt.run_dir import write_atomically
+from lingvo_moe.tasks.mt.input import tsv
+from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.files import write_atomic
+from lingvo_moe.tasks.mt.line_stream import one_line
 
 # Lines -> one translation each.
 TranslateLines = Callable[[list[str]], Sequence[str]]
@@ -83,6 +87,8 @@ class EvalReport:
 
     def WriteTexts(self, directory: str | Path) -> None:
         """`<lang>.src`, `<lang>.ref` and `<lang>.hyp`, a line for each pair, for other scorers."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
         for lang, r in self.languages.items():
             for suffix, lines in (
                 ("src", r.sources),
@@ -90,7 +96,7 @@ class EvalReport:
                 ("hyp", r.hypotheses),
             ):
                 text = "".join(f"{one_line(line)}\n" for line in lines)
-                write_atomically(Path(directory) / f"{lang}.{suffix}", text.encode())
+                write_atomic(directory / f"{lang}.{suffix}", text.encode())
 
 
 def evaluate(
@@ -147,15 +153,24 @@ def evaluate(
     return EvalReport(languages, signatures, seconds)
 
 
+def count_train_pairs(
+    data_dir: str | os.PathLike, languages: Iterable[str]
+) -> dict[str, int] | None:
+    """The training pairs of each language, 0 for one that has none; None for a directory of dev pairs alone."""
+    try:
+        files = tsv.language_files(data_dir)
+    except DataError:
+        return None
+    return {
+        lang: sum(1 for _ in tsv.read_pairs(files[lang])) if lang in files else 0
+        for lang in languages
+    }
+
+
 def resource_groups(train_pairs: Mapping[str, int]) -> dict[str, str]:
     """Thirds of the languages by their training pairs: 'high', 'mid', 'low'. Names decide between equals."""
     ranked = sorted(train_pairs, key=lambda lang: (-train_pairs[lang], lang))
     return {lang: GROUPS[i * len(GROUPS) // len(ranked)] for i, lang in enumerate(ranked)}
-
-
-def one_line(text: str) -> str:
-    """The text with whatever ends a line, to whichever reader, turned into a space."""
-    return " ".join(text.splitlines())
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,0 +1,103 @@
+"""A run's checkpoint as a Translator, and a Translator as a SavedModel."""
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.tasks.mt.input.files import replaced_directory
+from lingvo_moe.tasks.mt.run_dir import RunDir
+from lingvo_moe.tasks.mt.translator import TranslateOptions, Translator
+
+# TensorFlow Serving hands what lies here through and does not look at it.
+_ABOUT = "assets.extra/translator.json"
+
+
+def load_translator(
+    logdir: str | os.PathLike,
+    options: TranslateOptions | None = None,
+    step: int | None = None,
+) -> tuple[Translator, dict[str, Any]]:
+    """The model of a run at a checkpoint.
+
+    Args:
+        logdir: a trainer's.
+        options: how to translate.
+        step: which checkpoint; None for the newest.
+
+    Returns:
+        The translator, and what it is: model, params_override, step.
+
+    Raises:
+        RunDirError: no run there.
+        CheckpointError: no such checkpoint, a damaged one, or one that is not of the run's model.
+    """
+    run = RunDir(logdir)
+    found = run.experiment
+    model, vocabs = run.Task(), run.vocabs
+    with Checkpointer(str(run.checkpoint_dir), read_only=True) as checkpointer:
+        step = checkpointer.LatestStep() if step is None else step
+        theta, _ = checkpointer.RestoreToNumpy("theta", step)
+    _check_theta(f"{run.checkpoint_dir}, step {step}", theta, model.VariableSpecs())
+    translator = Translator(model, theta, vocabs.source, vocabs.target, options)
+    about = {"model": found["model"], "params_override": found["params_override"], "step": step}
+    return translator, about
+
+
+def export(
+    translator: Translator, output: str | os.PathLike, about: dict[str, Any] | None = None
+) -> None:
+    """Writes a SavedModel with the signatures 'serving_default' and, the same, 'predict'; whole or not at all.
+
+    Input `text` string [N]; outputs `translations` string [N,K], `scores` float32 [N,K], `truncated` bool [N]. It
+    needs TensorFlow, and TensorFlow Text imported for its ops; nothing of this package.
+
+    Args:
+        translator: what to save.
+        output: a directory that does not exist, is empty, or holds a SavedModel, which is replaced.
+        about: for JSON; kept in the SavedModel, with the options.
+
+    Raises:
+        FileExistsError: `output` holds something else.
+    """
+    output = Path(output)
+    if output.exists() and not (output.is_dir() and _may_replace(output)):
+        raise FileExistsError(
+            f"--output={output} holds something that is no SavedModel; give another directory"
+        )
+    # It tells of every function that it cannot call from Python later, though none should be.
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    with replaced_directory(output.absolute()) as directory:
+        signature = translator.translate.get_concrete_function()
+        tf.saved_model.save(
+            translator,
+            str(directory),
+            signatures={"serving_default": signature, "predict": signature},
+            # Models define gradients of their own; nobody differentiates a search.
+            options=tf.saved_model.SaveOptions(experimental_custom_gradients=False),
+        )
+        file = directory / _ABOUT
+        file.parent.mkdir()
+        content = {**(about or {}), "options": vars(translator.options)}
+        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _may_replace(directory: Path) -> bool:
+    return tf.saved_model.contains_saved_model(str(directory)) or not any(directory.iterdir())
+
+
+def _check_theta(where: str, theta: NestedMap, specs: NestedMap) -> None:
+    """Raises CheckpointError unless theta has the variables and shapes of the specs."""
+    have = {path: tuple(x.shape) for path, x in theta.FlattenItems()}
+    want = {path: spec.shape for path, spec in specs.FlattenItems()}
+    for path in sorted(have.keys() | want.keys()):
+        if have.get(path) != want.get(path):
+            raise CheckpointError(
+                f"{where} is not of this run's model: {path} is {have.get(path, 'missing')} in it,"
+                f" {want.get(path, 'missing')} in the model"
+            )

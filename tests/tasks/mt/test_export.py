@@ -1,0 +1,212 @@
+"""From a run's checkpoint to strings: the real model decoded, saved, and loaded where only TensorFlow is."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import toy_translation as toy
+from numpy.testing import assert_allclose, assert_array_equal
+
+from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.sharding import single_device, use_mesh
+from lingvo_moe.tasks.mt.export import export, load_translator
+from lingvo_moe.tasks.mt.run_dir import RunDir, RunDirError
+from lingvo_moe.tasks.mt.translator import SavedTranslator, TranslateOptions
+
+# One bucket, to compile once.
+OPTIONS = TranslateOptions(beam_size=3, top_k=2, max_source_length=8, max_length=14, rows=4)
+_BARE = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("jax", "jaxlib", "lingvo_moe", "orbax", "sentencepiece"):
+            raise ImportError(f"{name} must not be needed")
+
+sys.meta_path.insert(0, Blocked())
+import json
+import tensorflow as tf
+import tensorflow_text
+
+signatures = tf.saved_model.load(sys.argv[1]).signatures
+assert signatures["predict"].structured_outputs == signatures["serving_default"].structured_outputs
+out = signatures["serving_default"](text=tf.constant(json.loads(sys.stdin.read())))
+texts = [[t.decode() for t in row] for row in out["translations"].numpy()]
+print(json.dumps([texts, out["scores"].numpy().tolist(), out["truncated"].numpy().tolist()]))
+"""
+
+
+@pytest.fixture(scope="module")
+def vocab() -> bytes:
+    return toy.train_vocab(toy.sentences(200), bytes_too=False)
+
+
+@pytest.fixture(scope="module")
+def logdir(tmp_path_factory, vocab):
+    path = tmp_path_factory.mktemp("run")
+    toy.save_run(path, vocab)
+    return path
+
+
+@pytest.fixture(scope="module")
+def translator(logdir):
+    found, about = load_translator(logdir, OPTIONS)
+    assert (about["model"], about["step"]) == ("mt.M4Tiny", 7)
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved_model(tmp_path_factory, translator):
+    path = tmp_path_factory.mktemp("saved") / "model"
+    export(translator, path, {"model": "mt.M4Tiny"})
+    return path
+
+
+LINES = [*toy.sentences(40, seed=3, longest=5), "", "  ", "\u2028", "red\0", "日本"]
+
+
+def test_batch_size_changes_nothing(translator):
+    whole = translator.Translate(LINES)
+    for size in (1, 7, 32):
+        parts = [translator.Translate(LINES[i : i + size]) for i in range(0, len(LINES), size)]
+        assert [row for p in parts for row in p.translations] == whole.translations
+        assert_array_equal(np.concatenate([p.scores for p in parts]), whole.scores)
+    assert len({row[0] for row in whole.translations}) > 15
+
+
+def test_scores_are_the_training_model_s(logdir, translator):
+    """What the cached, masked, padded search says of its results is what the training forward pass says of them."""
+    model = RunDir(logdir).Task()
+    with Checkpointer(str(RunDir(logdir).checkpoint_dir), read_only=True) as checkpointer:
+        theta, _ = checkpointer.RestoreToNumpy("theta")
+    rng = np.random.default_rng(1)
+    lengths = np.array([8, 3, 1, 5], np.int32)
+    ids = rng.integers(4, 30, [4, 8]).astype(np.int32)
+    found_ids, found_lengths, found_scores = translator._compiled(8)(ids, lengths)
+    for row in range(4):
+        n = lengths[row]
+        src = _row(ids[row, :n])
+        for k in range(OPTIONS.top_k):
+            tokens = found_ids[row, k, : found_lengths[row, k]].numpy()
+            assert tokens[-1] == 2
+            tgt = _row(np.concatenate([[1], tokens[:-1]]))
+            tgt.labels = tf.constant([tokens])
+            with use_mesh(single_device()):
+                _, metrics = model.FProp(theta, NestedMap(src=src, tgt=tgt))
+            norm = ((5 + len(tokens)) / 6) ** OPTIONS.length_alpha
+            want = -float(metrics.nll) * len(tokens) / norm
+            assert_allclose(found_scores[row, k], want, rtol=2e-4)
+
+
+def _row(ids: np.ndarray) -> NestedMap:
+    ids = np.asarray(ids, np.int32)[np.newaxis]
+    return NestedMap(
+        ids=tf.constant(ids),
+        segment_ids=tf.ones_like(ids),
+        segment_pos=tf.range(ids.shape[1])[tf.newaxis],
+    )
+
+
+def test_saved_model_in_bare_tensorflow(translator, saved_model):
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", _BARE, str(saved_model)],
+        input=json.dumps(LINES),
+        capture_output=True,
+        text=True,
+        cwd=saved_model,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    texts, scores, truncated = json.loads(done.stdout)
+    want = translator.Translate(LINES)
+    assert texts == want.translations
+    assert_array_equal(np.float32(scores), want.scores)
+    assert_array_equal(truncated, want.truncated)
+
+
+def test_saved_translator(translator, saved_model):
+    want, got = translator.Translate(LINES), SavedTranslator(str(saved_model)).Translate(LINES)
+    assert got.translations == want.translations
+    assert_array_equal(got.scores, want.scores)
+    about = json.loads((saved_model / "assets.extra" / "translator.json").read_text())
+    assert about["model"] == "mt.M4Tiny"
+    assert about["options"]["beam_size"] == 3
+
+
+def test_export_replaces_a_saved_model_and_nothing_else(translator, saved_model, tmp_path):
+    other = tmp_path / "notes"
+    other.mkdir()
+    (other / "file").write_text("mine")
+    for taken in (other, other / "file"):
+        with pytest.raises(FileExistsError, match="no SavedModel"):
+            export(translator, taken)
+    before = (saved_model / "fingerprint.pb").stat().st_mtime_ns
+    export(translator, saved_model)
+    assert (saved_model / "fingerprint.pb").stat().st_mtime_ns > before
+    assert sorted(p.name for p in saved_model.parent.iterdir()) == ["model"]  # nothing left over
+
+
+def test_export_that_fails_leaves_nothing(translator, tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        (tmp_path / "seen").touch()
+        raise OSError("disk full")
+
+    monkeypatch.setattr(tf.saved_model, "save", fail)
+    with pytest.raises(OSError, match="disk full"):
+        export(translator, tmp_path / "model")
+    assert [p.name for p in tmp_path.iterdir()] == ["seen"]
+
+
+def test_run_dir_round_trip(tmp_path, vocab):
+    run = RunDir(tmp_path / "run")
+    assert not run.exists
+    run.Write("mt.M4Tiny", "task.num_experts=4", {"source": vocab, "target": b"other"})
+    assert run.exists
+    assert run.vocabs == NestedMap(source=vocab, target=b"other")
+    assert run.Task().p.num_experts == 4
+    assert "num_experts" in (run.path / "params.txt").read_text()
+
+
+def test_what_goes_wrong_is_said(tmp_path, vocab):
+    with pytest.raises(RunDirError, match="no such directory"):
+        load_translator(tmp_path / "nowhere")
+    with pytest.raises(RunDirError, match="no run there"):
+        load_translator(tmp_path)
+    run = RunDir(tmp_path)
+    with pytest.raises(ValueError, match="M4Tinny"):
+        run.Write("mt.M4Tinny", "", {"source": vocab, "target": vocab})
+    assert not run.exists
+    run.Write("mt.M4Tiny", "", {"source": vocab, "target": vocab})
+    with pytest.raises(CheckpointError, match="checkpoints"):
+        load_translator(tmp_path)
+    (tmp_path / "vocab" / "target.model").unlink()
+    with pytest.raises(RunDirError, match=r"target\.model: missing"):
+        load_translator(tmp_path)
+    (tmp_path / "experiment.json").write_text("{")
+    with pytest.raises(RunDirError, match="not JSON"):
+        load_translator(tmp_path)
+    (tmp_path / "experiment.json").write_text('{"model": "mt.M4Tiny"}')
+    with pytest.raises(RunDirError, match="params_override and vocab missing"):
+        load_translator(tmp_path)
+    with pytest.raises(ValueError, match="no SavedModel there"):
+        SavedTranslator(str(tmp_path))
+
+
+def test_checkpoints_that_do_not_fit(tmp_path, vocab):
+    toy.save_run(tmp_path, vocab)
+    with pytest.raises(CheckpointError, match=r"no such checkpoint; there are \[7\]"):
+        load_translator(tmp_path, step=8)
+    RunDir(tmp_path).Write("mt.M4Tiny", "task.model_dim=32", {"source": vocab, "target": vocab})
+    with pytest.raises(CheckpointError, match=r"not of this run's model: .* in the model"):
+        load_translator(tmp_path)
+    for file in (tmp_path / "checkpoints").rglob("*"):
+        if file.is_file() and file.stat().st_size > 1000:
+            file.write_bytes(file.read_bytes()[:500])
+    with pytest.raises(CheckpointError, match="damaged"):
+        load_translator(tmp_path)

@@ -1,0 +1,106 @@
+"""What the command lines that translate have in common: flags, a quiet TensorFlow, a translator from either source."""
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from lingvo_moe.core.suggest import did_you_mean
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that takes no abbreviations and says what a misspelt flag might have been."""
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(
+            allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs
+        )
+
+    def error(self, message: str) -> NoReturn:
+        marker = "unrecognized arguments: "
+        if message.startswith(marker):
+            flag = message.removeprefix(marker).split()[0].partition("=")[0]
+            known = [s for a in self._actions for s in a.option_strings if s.startswith("--")]
+            if flag.startswith("--"):
+                message += did_you_mean(flag, known)
+        super().error(message)
+
+
+def add_search_flags(parser: argparse.ArgumentParser) -> None:
+    """--checkpoint_step, --beam_size, --max_length, --max_source_length, --length_alpha; unset ones are None."""
+    group = parser.add_argument_group("with --logdir (an exported model has these inside)")
+    group.add_argument("--checkpoint_step", type=int, help="which checkpoint (default: the newest)")
+    group.add_argument(
+        "--beam_size", type=int, help="hypotheses; 1 is greedy, fastest (default: 4)"
+    )
+    group.add_argument("--max_length", type=int, help="tokens of a translation (default: 256)")
+    group.add_argument(
+        "--max_source_length", type=int, help="tokens of a line; the rest is cut (default: 256)"
+    )
+    group.add_argument(
+        "--length_alpha", type=float, help="length normalisation, 0 for none (default: 0.6)"
+    )
+
+
+_SEARCH_FLAGS = ("beam_size", "max_length", "max_source_length", "length_alpha")
+
+
+def search_options(args: argparse.Namespace, top_k: int = 1) -> Any:
+    """TranslateOptions from the flags of add_search_flags. Raises ValueError, naming the flag."""
+    from lingvo_moe.tasks.mt.translator import TranslateOptions
+
+    given = {k: getattr(args, k) for k in _SEARCH_FLAGS if getattr(args, k) is not None}
+    return TranslateOptions(**given, top_k=top_k)
+
+
+def open_translator(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+    """The Translator of --logdir or the SavedTranslator of --saved_model, and what it is.
+
+    Raises:
+        ValueError: nothing there, a damaged checkpoint, or a flag that does not go with --saved_model.
+    """
+    if args.saved_model:
+        for name in ("checkpoint_step", *_SEARCH_FLAGS):
+            if getattr(args, name) is not None:
+                raise ValueError(
+                    f"--{name} was fixed when {args.saved_model} was exported; use it with --logdir"
+                )
+        from lingvo_moe.tasks.mt.translator import SavedTranslator
+
+        return SavedTranslator(args.saved_model), {"saved_model": str(args.saved_model)}
+    from lingvo_moe.tasks.mt.export import load_translator
+
+    translator, about = load_translator(args.logdir, search_options(args), args.checkpoint_step)
+    return translator, {"logdir": str(args.logdir), **about}
+
+
+@contextlib.contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Imports TensorFlow without the notes that it writes to stderr; what an import that fails wrote is shown."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as notes, contextlib.ExitStack() as stack:
+        kept = os.dup(2)
+        stack.callback(os.close, kept)
+        os.dup2(notes.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            os.dup2(kept, 2)
+            notes.seek(0)
+            sys.stderr.write(notes.read().decode(errors="replace"))
+            raise
+        finally:
+            os.dup2(kept, 2)
+
+
+def load_tensorflow() -> None:
+    """Imports TensorFlow and its text ops, quietly."""
+    with quiet_imports():
+        import tensorflow
+        import tensorflow_text  # registers the ops that SavedModels of ours need
+
+        del tensorflow, tensorflow_text

@@ -1,0 +1,146 @@
+"""Scores a model on held-out pairs: sacreBLEU and chrF per language, by resource group and on average.
+
+    python -m tools.evaluate --logdir=RUN --data_dir=CORPUS
+    python -m tools.evaluate --saved_model=DIR --data_dir=CORPUS --languages=de,sw --output=scores
+
+CORPUS holds <lang>.tsv.gz and dev/<lang>.tsv.gz. DIR/report.json gets the scores, and DIR/texts/<lang>.src,
+.ref and .hyp the lines, for other scorers. Groups are thirds of the languages by their training pairs.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tools import _cli
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = _cli.Parser(prog="python -m tools.evaluate", description=__doc__)
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--saved_model", "--model", metavar="DIR", help="what tools.export wrote")
+    model.add_argument("--logdir", metavar="RUN", help="a run, as given to the trainer")
+    parser.add_argument(
+        "--data_dir", metavar="CORPUS", help="the pairs (default: what RUN trained on)"
+    )
+    parser.add_argument(
+        "--languages", type=_names, default=[], help="e.g. de,sw (default: all that have dev pairs)"
+    )
+    parser.add_argument(
+        "--max_per_language", type=int, help="dev pairs of a language (default: all)"
+    )
+    parser.add_argument(
+        "--output",
+        metavar="DIR",
+        help="report and texts (default: RUN/eval; nothing for a SavedModel)",
+    )
+    parser.add_argument("--batch_size", type=int, default=256, help="lines at once (%(default)s)")
+    parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
+    _cli.add_search_flags(parser)
+    args = parser.parse_args(argv)
+    for name in ("batch_size", "max_per_language"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            parser.error(f"--{name}={getattr(args, name)}: must be at least 1")
+    try:
+        return _run(args)
+    except (ValueError, OSError) as e:
+        print(f"evaluate: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(args: Any) -> int:
+    _cli.load_tensorflow()
+    from lingvo_moe.tasks.mt import scoring
+    from lingvo_moe.tasks.mt.input.dev_set import DevSet
+    from lingvo_moe.tasks.mt.input.files import write_atomic
+
+    data_dir = args.data_dir or _data_of_run(args.logdir)
+    devset = DevSet(data_dir, args.max_per_language, args.languages)
+    pairs = scoring.count_train_pairs(data_dir, devset.languages)
+    translator, about = _cli.open_translator(args)
+    report = scoring.evaluate(
+        lambda lines: [row[0] for row in translator.Translate(lines).translations],
+        devset.items(),
+        pairs,
+        args.batch_size,
+        None if args.quiet else _Progress(len(devset.languages)),
+    )
+    report.info = {"model": about, "data_dir": str(data_dir)}
+    output = args.output or (Path(args.logdir) / "eval" if args.logdir else None)
+    if output:
+        report.WriteTexts(Path(output) / "texts")
+        content = json.dumps(report.ToDict(), indent=2, ensure_ascii=False)
+        write_atomic(Path(output) / "report.json", content.encode() + b"\n")
+    _print_table(report, scoring.GROUPS)
+    if output:
+        print(f"written: {output}/report.json, {output}/texts/")
+    return 0
+
+
+def _data_of_run(logdir: str | None) -> str:
+    if not logdir:
+        raise ValueError(
+            "--data_dir is needed with --saved_model: a directory with dev/<lang>.tsv.gz"
+        )
+    from lingvo_moe.tasks.mt.run_dir import RunDir
+
+    return RunDir(logdir).Params().input.data_dir
+
+
+def _print_table(report: Any, groups: tuple[str, ...]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="Scores per language", title_justify="left")
+    for name in ("language", "group"):
+        table.add_column(name)
+    for name in ("training pairs", "dev pairs", "BLEU", "chrF"):
+        table.add_column(name, justify="right")
+    for lang, r in sorted(report.languages.items(), key=lambda item: -item[1].train_pairs):
+        table.add_row(
+            lang,
+            r.group,
+            f"{r.train_pairs:,}",
+            f"{len(r.references):,}",
+            f"{r.bleu:.1f}",
+            f"{r.chrf:.1f}",
+        )
+    table.add_section()
+    for group in (*(g for g in groups if report.Average(g)["languages"]), ""):
+        mean = report.Average(group)
+        label = f"mean of {mean['languages']}"
+        table.add_row(label, group or "all", "", "", f"{mean['bleu']:.1f}", f"{mean['chrf']:.1f}")
+    console = Console()
+    console.print(table)
+    for signature in report.signatures.values():
+        console.print(signature, soft_wrap=True, highlight=False)
+
+
+class _Progress:
+    """One line of standard error: rewritten at a terminal, else one for every few seconds."""
+
+    def __init__(self, languages: int):
+        self._languages, self._seen = languages, set[str]()
+        self._last = time.monotonic()
+
+    def __call__(self, lang: str, done: int, total: int) -> None:
+        self._seen.add(lang)
+        is_last = done == total and len(self._seen) == self._languages
+        if sys.stderr.isatty():
+            text = f"\r{lang}: {done} of {total}, language {len(self._seen)} of {self._languages}  "
+            print(text, end="\n" if is_last else "", file=sys.stderr, flush=True)
+        elif time.monotonic() - self._last > 5 or is_last:
+            self._last = time.monotonic()
+            text = f"evaluate: language {len(self._seen)} of {self._languages} ({lang})"
+            print(text, file=sys.stderr, flush=True)
+
+
+def _names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

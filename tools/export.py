@@ -1,0 +1,44 @@
+"""Writes a trained model as a SavedModel: strings in, translations and scores out, in TensorFlow alone.
+
+    python -m tools.export --logdir=RUN --output=DIR
+
+Using it needs tensorflow and tensorflow_text, and nothing of this package:
+
+    import tensorflow as tf, tensorflow_text
+    translate = tf.saved_model.load("DIR").signatures["serving_default"]
+    translate(text=tf.constant(["Guten Tag"]))["translations"]
+"""
+
+import sys
+
+from tools import _cli
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = _cli.Parser(prog="python -m tools.export", description=__doc__)
+    parser.add_argument("--logdir", required=True, help="the run, as given to the trainer")
+    parser.add_argument(
+        "--output", required=True, help="directory to write; a SavedModel is replaced"
+    )
+    parser.add_argument(
+        "--top_k", type=int, help="translations of a line (default: as --beam_size); 1 is faster"
+    )
+    _cli.add_search_flags(parser)
+    args = parser.parse_args(argv)
+    _cli.load_tensorflow()
+    from lingvo_moe.tasks.mt.export import export, load_translator
+
+    try:
+        top_k = args.top_k if args.top_k is not None else (args.beam_size or 4)
+        options = _cli.search_options(args, top_k)
+        translator, about = load_translator(args.logdir, options, args.checkpoint_step)
+        export(translator, args.output, about)
+    except (ValueError, OSError) as e:
+        print(f"export: {e}", file=sys.stderr)
+        return 1
+    print(f"{args.output}: {about['model']} at step {about['step']}, beam {options.beam_size}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
