@@ -125,8 +125,9 @@ def train_vocabulary(sentences: Sequence[str], size: int, name: str, normalizati
     except RuntimeError as e:
         if match := re.search(r"Please set it to a value <= (\d+)", str(e)):
             raise DataError(
-                f"{name}={size} is more than this data can fill: at most {match[1]} for {len(sentences)} sampled"
-                f" sentences; set {name}={match[1]} or less, or give more data"
+                f"{name}={size} is more than this data can fill: at most {match[1]} for"
+                f" {len(sentences)} sampled sentences; set {name}={match[1]} or less, for the input"
+                " and for the model, or give more data"
             ) from e
         raise DataError(f"cannot train a vocabulary of {name}={size}: {e}") from e
     return out.getvalue()
