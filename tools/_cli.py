@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 from lingvo_moe.core.suggest import did_you_mean
 
@@ -19,14 +19,14 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs
         )
 
-    def error(self, message: str) -> NoReturn:
-        marker = "unrecognized arguments: "
-        if message.startswith(marker):
-            flag = message.removeprefix(marker).split()[0].partition("=")[0]
-            known = [s for a in self._actions for s in a.option_strings if s.startswith("--")]
-            if flag.startswith("--"):
-                message += did_you_mean(flag, known)
-        super().error(message)
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse, which reports a missing flag before a misspelt one."""
+        known = [s for a in self._actions for s in a.option_strings if s.startswith("--")]
+        for argument in sys.argv[1:] if args is None else args:
+            flag = argument.partition("=")[0]
+            if flag.startswith("--") and flag != "--" and flag not in known:
+                self.error(f"no flag {flag}{did_you_mean(flag, known)}")
+        return super().parse_args(args, namespace)
 
 
 def add_search_flags(parser: argparse.ArgumentParser) -> None:
