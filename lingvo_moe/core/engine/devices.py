@@ -103,3 +103,13 @@ def sync_processes(name: str) -> None:
     """Waits until every process of the job has come to this point; alone, does nothing."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
+
+
+def enable_compilation_cache(directory: str) -> None:
+    """Keeps compiled programs on disk, so that a restarted run compiles nothing twice.
+
+    An entry is used only for the same program, compiler and kind of machine; a damaged one is
+    compiled again.
+    """
+    jax.config.update("jax_compilation_cache_dir", os.path.abspath(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

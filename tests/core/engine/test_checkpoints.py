@@ -2,8 +2,12 @@
 
 import os
 import shutil
+import subprocess
+import sys
+import time
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -140,6 +144,39 @@ def test_a_half_written_step_is_ignored_and_cleared_away(saved, tmp_path):
         checkpointer.Wait()
         assert checkpointer.LatestStep() == 11
     assert not os.path.exists(half)
+
+
+_SAVE_FOREVER = """
+import itertools, sys
+import jax.numpy as jnp
+from lingvo_moe.core.engine.checkpoints import Checkpointer
+with Checkpointer(sys.argv[1], keep=2) as checkpointer:
+    for step in itertools.count(1):
+        # Noise, so that it does not compress to nothing.
+        state = {"w": jnp.sin(jnp.arange(1 << 21) * float(step)), "step": jnp.array(step)}
+        checkpointer.Save(step, state, {"step": step})
+"""
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.03, 0.1])
+def test_killed_while_saving_the_newest_complete_step_is_whole(tmp_path, delay):
+    directory = str(tmp_path)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    child = subprocess.Popen([sys.executable, "-c", _SAVE_FOREVER, directory], env=env)
+    try:
+        while child.poll() is None and not os.path.isdir(os.path.join(directory, "2")):
+            time.sleep(0.01)
+        time.sleep(delay)
+    finally:
+        child.kill()
+        child.wait()
+    with Checkpointer(directory, keep=2) as checkpointer:
+        step = checkpointer.LatestStep()
+        assert step >= 2
+        state, extra = checkpointer.RestoreToNumpy()
+    assert (int(state.step), extra) == (step, {"step": step})
+    np.testing.assert_array_equal(state.w, jnp.sin(jnp.arange(1 << 21) * float(step)))
+    assert all(name.isdigit() for name in os.listdir(directory))
 
 
 def _files(directory):

@@ -11,7 +11,7 @@ import tensorflow as tf
 from lingvo_moe.core import sharding
 from lingvo_moe.core.engine.base import EngineError, make_engine
 from lingvo_moe.core.engine.devices import initialize_distributed, request_cpu_devices
-from lingvo_moe.core.engine.lowering import LoweringError
+from lingvo_moe.core.engine.lowering import LoweringError, lower
 from lingvo_moe.core.engine.specs import SpecError, TensorSpec
 from lingvo_moe.core.engine.tpu_strategy import device_assignment
 from lingvo_moe.core.nested_map import NestedMap
@@ -113,6 +113,32 @@ def test_virtual_devices_in_a_fresh_process(flags):
     )
     out = _python(["-c", code], XLA_FLAGS=flags)
     assert out.stdout.strip() == "3", out.stderr
+
+
+_CACHED = """
+import sys, jax, numpy as np
+from lingvo_moe.core.engine.devices import enable_compilation_cache, request_cpu_devices
+from lingvo_moe.core.engine.pjrt import PjrtEngine
+from lingvo_moe.core.engine.program import Program
+request_cpu_devices(8)
+enable_compilation_cache(sys.argv[2])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+program = Program.Load(sys.argv[1])
+print(PjrtEngine(program.mesh).Compile(program)(np.ones((8, 4), np.float32)))
+"""
+
+
+def test_compiled_programs_are_kept_on_disk(tmp_path):
+    program, cache = str(tmp_path / "program"), tmp_path / "cache"
+    x = TensorSpec((8, 4), "float32", ("expert", None))
+    lower(lambda x: tf.reduce_sum(tf.sin(x)), [x], Mesh.parse("expert:8")).Save(program)
+    outs = [_python(["-c", _CACHED, program, str(cache)])]
+    (entry,) = cache.glob("jit_call-*-cache")
+    outs.append(_python(["-c", _CACHED, program, str(cache)]))
+    entry.write_bytes(entry.read_bytes()[:100])
+    outs.append(_python(["-c", _CACHED, program, str(cache)]))
+    assert [out.returncode for out in outs] == [0, 0, 0], outs
+    assert {float(out.stdout) for out in outs} == {float(outs[0].stdout)}
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,11 @@ def test_two_processes_of_four_devices_are_one_of_eight(tmp_path, capsys):
     for mine, theirs in zip([one[0], one[1], one[3]], [*lines[0], one[2]], strict=True):
         np.testing.assert_allclose(mine["losses"], theirs["losses"], rtol=1e-6)
         np.testing.assert_allclose(mine["w"], theirs["w"], rtol=1e-5, atol=1e-6)
+    # Stopped and restored is, bit for bit, never stopped.
+    train(str(tmp_path / "straight"), None, 5)
+    straight = json.loads(capsys.readouterr().out)
+    assert straight["losses"] == one[0]["losses"] + one[1]["losses"]
+    assert straight["w"] == one[1]["w"]
 
 
 _NOBODY = """
