@@ -66,7 +66,7 @@ def _run(args: Any) -> int:
         devset.items(),
         pairs,
         args.batch_size,
-        None if args.quiet else _Progress(len(devset.languages)),
+        None if args.quiet else _Progress(),
     )
     report.info = {"model": about, "data_dir": str(data_dir)}
     output = args.output or (Path(args.logdir) / "eval" if args.logdir else None)
@@ -122,19 +122,16 @@ def _print_table(report: Any, groups: tuple[str, ...]) -> None:
 class _Progress:
     """One line of standard error: rewritten at a terminal, else one for every few seconds."""
 
-    def __init__(self, languages: int):
-        self._languages, self._seen = languages, set[str]()
+    def __init__(self) -> None:
         self._last = time.monotonic()
 
-    def __call__(self, lang: str, done: int, total: int) -> None:
-        self._seen.add(lang)
-        is_last = done == total and len(self._seen) == self._languages
+    def __call__(self, done: int, total: int) -> None:
+        text = f"evaluate: {done} of {total} lines"
         if sys.stderr.isatty():
-            text = f"\r{lang}: {done} of {total}, language {len(self._seen)} of {self._languages}  "
-            print(text, end="\n" if is_last else "", file=sys.stderr, flush=True)
-        elif time.monotonic() - self._last > 5 or is_last:
+            end = "\n" if done == total else ""
+            print(f"\r{text}", end=end, file=sys.stderr, flush=True)
+        elif time.monotonic() - self._last > 5 or done == total:
             self._last = time.monotonic()
-            text = f"evaluate: language {len(self._seen)} of {self._languages} ({lang})"
             print(text, file=sys.stderr, flush=True)
 
 

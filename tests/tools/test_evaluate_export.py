@@ -47,7 +47,7 @@ def test_run_and_exported_model_score_the_same(logdir, corpus, tmp_path, capfd):
     }
     for text in ("de", "mean of 3", "BLEU", "nrefs:1", f"{logdir}/eval/report.json"):
         assert text in table.replace("\n", "")
-    assert "evaluate: language 3 of 3" in err
+    assert "evaluate: 36 of 36 lines" in err
     hypotheses = (tmp_path.__class__(logdir) / "eval/texts/sw.hyp").read_text()
     assert hypotheses.count("\n") == 12
 

@@ -1,5 +1,6 @@
 """BLEU and chrF (sacreBLEU) per language, by resource group and on average."""
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,8 +17,8 @@ from lingvo_moe.tasks.mt.line_stream import one_line
 
 # Lines -> one translation each.
 TranslateLines = Callable[[list[str]], Sequence[str]]
-# (language, lines of it that are done, all lines of it).
-Progress = Callable[[str, int, int], None]
+# (lines that are done, all lines).
+Progress = Callable[[int, int], None]
 
 GROUPS = ("high", "mid", "low")
 
@@ -103,7 +104,7 @@ def evaluate(
     translate: TranslateLines,
     devset: Iterable[tuple[str, Sequence[tuple[str, str]]]],
     train_pairs: Mapping[str, int] | None = None,
-    batch_lines: int = 256,
+    batch_lines: int = 1024,
     progress: Progress | None = None,
 ) -> EvalReport:
     """Translates held-out pairs and scores them.
@@ -118,31 +119,36 @@ def evaluate(
     Raises:
         ValueError: an empty dev set, or `translate` returned another number of lines than it got.
     """
-    bleu, chrf = BLEU(), CHRF()
-    languages: dict[str, LanguageReport] = {}
+    data = {lang: list(pairs) for lang, pairs in devset}
+    if not data:
+        raise ValueError("nothing to evaluate: the dev set has no language")
     start = time.monotonic()
-    for lang, pairs in devset:
-        sources, references = [s for s, _ in pairs], [r for _, r in pairs]
-        hypotheses: list[str] = []
-        for at in range(0, len(sources), batch_lines):
-            batch = sources[at : at + batch_lines]
-            translations = translate(batch)
-            if len(translations) != len(batch):
-                raise ValueError(f"{lang}: {len(translations)} translations of {len(batch)} lines")
-            hypotheses += translations
-            if progress:
-                progress(lang, len(hypotheses), len(sources))
+    # All languages together, so that the batches of a small dev set are full.
+    sources = [source for pairs in data.values() for source, _ in pairs]
+    translated: list[str] = []
+    while len(translated) < len(sources):
+        batch = sources[len(translated) : len(translated) + batch_lines]
+        translations = translate(batch)
+        if len(translations) != len(batch):
+            raise ValueError(f"{len(translations)} translations of {len(batch)} lines")
+        translated += translations
+        if progress:
+            progress(len(translated), len(sources))
+    seconds = time.monotonic() - start
+    bleu, chrf = BLEU(), CHRF()
+    rest = iter(translated)
+    languages = {}
+    for lang, pairs in data.items():
+        references = [reference for _, reference in pairs]
+        hypotheses = list(itertools.islice(rest, len(pairs)))
         languages[lang] = LanguageReport(
             bleu=bleu.corpus_score(hypotheses, [references]).score,
             chrf=chrf.corpus_score(hypotheses, [references]).score,
             train_pairs=(train_pairs or {}).get(lang, 0),
-            sources=sources,
+            sources=[source for source, _ in pairs],
             references=references,
             hypotheses=hypotheses,
         )
-    if not languages:
-        raise ValueError("nothing to evaluate: the dev set has no language")
-    seconds = time.monotonic() - start
     languages = dict(sorted(languages.items()))
     if train_pairs is not None:
         for lang, group in resource_groups(

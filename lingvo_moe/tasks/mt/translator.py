@@ -124,6 +124,11 @@ class Translator(tf.Module):
         """Translates; see `translations_of` for what comes back."""
         return translations_of(self.translate, lines)
 
+    def SetTheta(self, theta: NestedMap) -> None:
+        """Other weights of the same model, e.g. of another checkpoint; what is compiled stays as it is."""
+        for variable, value in zip(self._variables, theta.Flatten(), strict=True):
+            variable.assign(value)
+
     @tf.function(input_signature=[tf.TensorSpec([None], tf.string, name="text")])
     def translate(self, text: tf.Tensor) -> dict[str, tf.Tensor]:
         """The whole way, in graph.

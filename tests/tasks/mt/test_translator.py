@@ -128,6 +128,20 @@ def test_long_lines_are_cut_and_reported(translator):
     assert_array_equal(got.truncated, [False, True, True, True])
 
 
+def test_other_weights_in_the_same_programs(vocab, translator, short):
+    """Weights that are set give what a translator made with them gives, and back."""
+    traces = translator.traces
+    size = sentencepiece.SentencePieceProcessor(model_proto=vocab).vocab_size()
+    model = toy.ToyModel(size + 3, size + 5)
+    first = translator.Translate(short)
+    translator.SetTheta(model.InitTheta(1))
+    other = translator.Translate(short)
+    translator.SetTheta(model.InitTheta(0))
+    assert translator.Translate(short).translations == first.translations != other.translations
+    assert make(vocab, seed=1).Translate(short).translations == other.translations
+    assert translator.traces == traces
+
+
 def test_program_sees_the_tokens(vocab):
     """The encoder gets each line's pieces and EOS, and PAD in segment 0 after it."""
     seen = []
