@@ -8,15 +8,22 @@ import argparse
 import json
 import os
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from lingvo_moe.core import registry
 from lingvo_moe.core.engine.base import ENGINES
+from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.core.suggest import did_you_mean
 
 MODES = ("sync", "inspect_model", "inspect_params")
+SUMMARIES = "train"  # in the run's directory
+# Where files lie may change while a run goes on; that they hold the same is checked when it does.
+_PLACES = ("data_dir", "cache_dir")
 
 
 class UsageError(ValueError):
@@ -32,7 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--model", required=True, help="experiment, e.g. mt.M4Demo or mt.M4MoE2048E36L")
+    add("--model", default="", help="experiment, e.g. mt.M4Demo or mt.M4MoE2048E36L")
     add("--mode", default="sync", help=f"one of {', '.join(MODES)}: train (and resume), or print")
     add("--logdir", default="", help="directory of the run: checkpoints, summaries, vocabularies")
     add("--data_dir", default="", help="directory of <lang>.tsv[.gz] files; see docs/data.md")
@@ -41,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--num_devices",
         type=int,
         default=0,
-        help="virtual CPU devices of this process; 0: all there are",
+        help="virtual CPU devices, of each process where there are several; 0: all there are",
     )
     add("--mesh", default="", help="axis:size,...; default: one axis, 'expert', over all devices")
     add("--max_steps", type=int, default=None, help="shorthand for train.max_steps")
@@ -61,21 +68,43 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def parse_flags(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags' values. Ends the process with status 2 for flags that do not exist."""
+    parser = make_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        known = [flag for action in parser._actions for flag in action.option_strings]
+        hints = [
+            f"{flag}{did_you_mean(flag, known)}" if flag.startswith("--") else flag
+            for flag in (text.split("=")[0] for text in unknown)
+        ]
+        parser.error(f"unknown: {', '.join(hints)}")
+    return args
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one job; returns the exit status: 0 done, 2 a mistake in flags or data, 128 + n stopped by signal n."""
-    args = make_parser().parse_args(argv)
+    args = parse_flags(argv)
     try:
         return run(args)
     except (ValueError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
 
 
 def run(args: argparse.Namespace) -> int:
     """As main, without turning errors into messages."""
-    if args.mode not in MODES:
-        raise UsageError(f"--mode={args.mode}: no such mode{did_you_mean(args.mode, MODES)}")
+    if not args.model:
+        raise UsageError("--model is needed: an experiment, e.g. --model=mt.M4Demo")
+    for flag, known in (("mode", MODES), ("engine", ENGINES)):
+        value = getattr(args, flag)
+        if value not in known:
+            raise UsageError(f"--{flag}={value}: no such {flag}{did_you_mean(value, known)}")
     override = full_override(args)
+    import_tensorflow_quietly(args.engine)
     params = registry.GetParams(args.model, override)
     if args.mode == "inspect_params":
         print(params.ToText(), end="")
@@ -87,9 +116,51 @@ def run(args: argparse.Namespace) -> int:
         mesh = Mesh.parse(args.mesh) if args.mesh else _planned_mesh(params, args.num_devices)
         inspect.print_variables(task.VariableSpecs().Flatten(), mesh)
         return 0
+    check_flags(args)
+    return train(args, params, override)
+
+
+def import_tensorflow_quietly(engine: str) -> None:
+    """Imports TensorFlow without what it writes to standard error about CPUs and GPUs, whatever the settings.
+
+    Where the import fails, that is shown.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    if "tensorflow" in sys.modules:
+        return
+    with tempfile.TemporaryFile() as said:
+        stderr = os.dup(2)
+        os.dup2(said.fileno(), 2)
+        try:
+            import tensorflow as tf
+
+            # Where programs run through PJRT, TensorFlow only traces: no GPU memory for it.
+            if tf.config.list_physical_devices("GPU") and engine == "pjrt":
+                tf.config.set_visible_devices([], "GPU")
+        except BaseException:
+            said.seek(0)
+            os.write(stderr, said.read())
+            raise
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Raises UsageError for what --mode=sync cannot work with, before anything slow begins."""
     if not args.logdir:
         raise UsageError("--logdir is needed to train: the directory of the run")
-    return train(args, params, override)
+    if args.engine == "tf" and args.num_devices > 1:
+        raise UsageError(
+            f"--num_devices={args.num_devices}: --engine=tf runs on one device; use --engine=pjrt"
+        )
+    place = Path(args.logdir).resolve()
+    while not place.exists() and not place.is_symlink():
+        place = place.parent
+    if not place.is_dir():
+        raise UsageError(f"--logdir={args.logdir}: {place} is not a directory")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UsageError(f"--logdir={args.logdir}: no permission to write in {place}")
 
 
 def full_override(args: argparse.Namespace) -> str:
@@ -113,30 +184,29 @@ def train(args: argparse.Namespace, params: Any, override: str) -> int:
     from lingvo_moe.core.engine import devices
     from lingvo_moe.core.engine.base import make_engine
     from lingvo_moe.core.engine.checkpoints import Checkpointer
+    from lingvo_moe.core.engine.progress import LineProgress
     from lingvo_moe.core.engine.specs import TensorSpec
-    from lingvo_moe.core.engine.summaries import Summaries, read_metrics
+    from lingvo_moe.core.engine.summaries import Summaries
     from lingvo_moe.core.engine.train_loop import TrainLoop
     from lingvo_moe.tasks.mt.run_dir import RunDir
 
     if args.num_devices and args.engine == "pjrt":
         devices.request_cpu_devices(args.num_devices)
-    if args.num_processes > 1:
-        devices.initialize_distributed(
-            args.coordinator_address, args.num_processes, args.process_id
-        )
+    devices.initialize_distributed(args.coordinator_address, args.num_processes, args.process_id)
     first_process = args.process_id == 0
     mesh = make_mesh(args.mesh, args.engine)
     engine = make_engine(args.engine, mesh)
     task = params.task.Instantiate()
+    inputs = params.input.Instantiate()
     check_divisible(params, task, mesh)
+    check_sizes(params)
 
     run_dir = RunDir(args.logdir)
     if first_process:
         prepare_run_dir(run_dir, args.model, override, restart=args.restart)
-    inputs = params.input.Instantiate()
-    if first_process:
-        inputs.Prepare(progress=log)
-        if not run_dir.exists:
+        with LineProgress() as progress:
+            inputs.Prepare(progress)
+        if not has_begun(run_dir):
             run_dir.Write(args.model, override, inputs.vocabs.Transform(lambda v: v.model_bytes))
     devices.sync_processes("prepared")
     if not first_process:
@@ -145,18 +215,19 @@ def train(args: argparse.Namespace, params: Any, override: str) -> int:
     batch_specs = inputs.BatchSpec().Transform(
         lambda s: TensorSpec(s.shape, s.dtype, task.BatchSplit())
     )
-    summary_dir = os.path.join(args.logdir, "train")
-    summaries = Summaries(summary_dir, enabled=first_process)
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        devices.enable_compilation_cache(os.path.join(args.logdir, "compiled"))
+    summaries = Summaries(os.path.join(args.logdir, SUMMARIES), enabled=first_process)
     summaries.Text("params", params.ToText())
     checkpointer = Checkpointer(str(run_dir.checkpoint_dir), keep=params.train.save_max_to_keep)
-    if checkpointer.LatestStep() is None and read_metrics(summary_dir):
-        raise UsageError(
-            f"--logdir={args.logdir} holds a run that has trained, but no checkpoint of it; "
-            "--restart begins at step 0"
-        )
     try:
         loop = TrainLoop(task, inputs, batch_specs, engine, checkpointer, summaries, params.train)
-        result = loop.Run(on_compiled=lambda step: report_program(step, args.logdir, first_process))
+        started = time.monotonic()
+        result = loop.Run(
+            on_compiled=lambda step: (
+                report_program(step, args.logdir, started) if first_process else None
+            )
+        )
     finally:
         summaries.Close()
         checkpointer.Close()
@@ -179,17 +250,39 @@ def make_mesh(text: str, engine: str) -> Mesh:
     return Mesh(("expert",), (devices.device_count(),))
 
 
-def report_program(step: Any, logdir: str, first_process: bool) -> None:
+def report_program(step: Any, logdir: str, started: float) -> None:
     """Says which collectives the compiled step holds, and keeps their counts in LOGDIR/collectives.json."""
     from lingvo_moe.core.engine.collectives import count_collectives
+    from lingvo_moe.core.engine.pjrt import CompiledProgram
 
-    if not first_process:
+    seconds = time.monotonic() - started
+    if not isinstance(step, CompiledProgram):  # others have none, or none to show
+        log(f"made the training step in {seconds:.0f} s")
         return
     counts = count_collectives(step.HloText())
     with open(os.path.join(logdir, "collectives.json"), "w", encoding="utf-8") as file:
         json.dump(counts, file)
-    told = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "no collective"
-    log(f"compiled the training step: {told}")
+    told = ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "no collective"
+    log(f"compiled the training step in {seconds:.0f} s: {told}")
+
+
+def check_sizes(params: Params) -> None:
+    """Raises UsageError where the task does not fit the batches that it is to be fed."""
+    task, data = params.task, params.input
+    for side in ("source", "target"):
+        path = f"{side}_vocab_size"
+        if data.Get(path) > task.Get(path):
+            raise UsageError(
+                f"input.{path}={data.Get(path)} is more than task.{path}={task.Get(path)}: "
+                "the model has no embedding for some of the ids; set both to the same"
+            )
+        length = data.Get(f"{side}_length")
+        if task.num_experts and task.num_groups and data.batch_size * length % task.num_groups:
+            raise UsageError(
+                f"task.num_groups={task.num_groups}: a batch of input.batch_size={data.batch_size} rows of "
+                f"input.{side}_length={length} does not fall into that many equal groups; choose a divisor "
+                f"of {data.batch_size * length}"
+            )
 
 
 def check_divisible(params: Any, task: Any, mesh: Mesh) -> None:
@@ -211,30 +304,49 @@ def check_divisible(params: Any, task: Any, mesh: Mesh) -> None:
             )
 
 
+def has_begun(run_dir: Any) -> bool:
+    """Whether there is a checkpoint; a run described but not begun may become another one."""
+    directory = run_dir.checkpoint_dir
+    return directory.is_dir() and any(child.name.isdigit() for child in directory.iterdir())
+
+
 def prepare_run_dir(run_dir: Any, model: str, override: str, restart: bool) -> None:
     """Makes sure that --logdir is free, or holds the very run that the flags describe.
 
     Raises:
-        UsageError: it holds another experiment.
+        UsageError: it holds another experiment, or a run that lacks something.
     """
-    if restart and run_dir.path.exists():
+    from lingvo_moe.core.engine.summaries import read_metrics
+
+    if restart and (run_dir.exists or has_begun(run_dir)):
+        path = run_dir.path.resolve()
         number = 1
-        while (
-            aside := run_dir.path.with_name(f"{run_dir.path.name}.before_restart_{number}")
-        ).exists():
+        while (aside := path.with_name(f"{path.name}.before_restart_{number}")).exists():
             number += 1
-        run_dir.path.rename(aside)
-        log(f"--restart: the run that was in {run_dir.path} is now in {aside}")
-    if not run_dir.exists:
+        path.rename(aside)
+        log(f"--restart: the run that was in {path} is now in {aside}")
+    if not has_begun(run_dir):
+        if read_metrics(str(run_dir.path / SUMMARIES)):
+            raise UsageError(
+                f"--logdir={run_dir.path} holds a run that has trained, but no checkpoint of it; "
+                "--restart begins at step 0"
+            )
         return
+    if not run_dir.exists:
+        raise UsageError(
+            f"--logdir={run_dir.path} holds checkpoints, but does not say of what (experiment.json is missing); "
+            "give another --logdir, or --restart to begin anew"
+        )
     before = run_dir.experiment
     was, now = (
         registry.GetParams(m, o)
         for m, o in ((before["model"], before["params_override"]), (model, override))
     )
     # A run may be made longer, or saved more often; what is trained on what may not change under it.
+    was.input.Delete(*_PLACES)
+    now.input.Delete(*_PLACES)
     difference = was.task.TextDiff(now.task) + was.input.TextDiff(now.input)
-    if before["model"] != model or difference:
+    if difference:
         raise UsageError(
             f"--logdir={run_dir.path} holds a run of {before['model']} with other parameters; give another --logdir, "
             f"or --restart to begin anew. '>' is the run there, '<' are the flags:\n{difference}"

@@ -28,6 +28,8 @@ def request_cpu_devices(count: int) -> None:
     # A count in XLA_FLAGS (tests/conftest.py sets one) gives way to the one that is asked for.
     flags = re.sub(rf"{_FLAG}=\d+\s*", "", os.environ.get("XLA_FLAGS", "")).strip()
     try:
+        # Nor look for a TPU, at length and aloud.
+        jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
         have = len(jax.local_devices(backend="cpu"))
@@ -97,6 +99,11 @@ def _answers(host: str, port: int, timeout_seconds: float) -> bool:
 def device_count() -> int:
     """The devices of the whole job, of all its processes."""
     return len(jax.devices())
+
+
+def process_count() -> int:
+    """The processes of the job."""
+    return jax.process_count()
 
 
 def sync_processes(name: str) -> None:

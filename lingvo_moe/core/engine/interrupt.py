@@ -1,16 +1,16 @@
 """Ctrl-C and SIGTERM as a request to stop at the next step, so that the work done is saved."""
 
+import os
 import signal
-import sys
 from types import FrameType
 from typing import Any
 
 
 class StopRequest:
     """Within `with StopRequest() as stop:`, `stop.requested` turns True at the first signal,
-    and `stop.signal` is its number.
+    and `stop.signal` is its number. To be used in the main thread.
 
-    A second Ctrl-C interrupts at once.
+    A second Ctrl-C raises KeyboardInterrupt.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class StopRequest:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
@@ -33,7 +33,6 @@ class StopRequest:
             raise KeyboardInterrupt
         self.requested, self.signal = True, number
         name = signal.Signals(number).name
-        print(
-            f"{name}: stopping after this step and saving; Ctrl-C again to stop now",
-            file=sys.stderr,
-        )
+        line = f"{name}: stopping after this step and saving; Ctrl-C again to stop now\n"
+        # Not print: the signal may come while something else is being printed.
+        os.write(2, line.encode())

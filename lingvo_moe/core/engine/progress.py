@@ -1,7 +1,9 @@
 """Progress of long work: a live bar at a terminal, a line now and then elsewhere."""
 
+import shutil
 import sys
 import time
+from collections.abc import Callable
 from typing import TextIO
 
 from rich.console import Console
@@ -34,13 +36,14 @@ class StepProgress:
             self._bar.start()
             self._task = self._bar.add_task("compiling", total=last, completed=first)
 
-    def Update(self, step: int, loss: float, tokens: float) -> float:
+    def Update(self, step: int, loss: float, tokens: float, skipped: int = 0) -> float:
         """Shows a step's loss.
 
         Args:
             step: steps done.
             loss: the training loss, in nats.
             tokens: real target tokens since the last call.
+            skipped: steps that changed nothing so far, because they were not finite.
 
         Returns:
             Tokens a second since the last call.
@@ -57,6 +60,8 @@ class StepProgress:
         self._seen, self._seen_at = step, now
         left = format_seconds(self._seconds_a_step * (self._last - step))
         text = f"loss {loss:.4f}  {rate:,.0f} tokens/s  {left} left"
+        if skipped:
+            text += f"  ({skipped} not finite, skipped)"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=text)
         else:
@@ -67,6 +72,56 @@ class StepProgress:
         """Leaves the terminal in order."""
         if self._bar is not None:
             self._bar.stop()
+
+
+class LineProgress:
+    """Shows what a long preparation is at: call it with a line now and then, and Close it.
+
+    At a terminal each line takes the place of the one before. Elsewhere lines follow each other, at
+    most one in `interval` seconds, besides the first and the last.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        interval: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._stream = stream or sys.stderr
+        self._terminal = self._stream.isatty()
+        self._interval, self._clock = interval, clock
+        self._shown_at: float | None = None
+        self._held = ""
+
+    def __enter__(self) -> "LineProgress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.Close()
+
+    def __call__(self, line: str) -> None:
+        now = self._clock()
+        if self._terminal:
+            width = shutil.get_terminal_size().columns - 1
+            self._write(f"\r\x1b[2K{line[:width]}")
+        elif self._shown_at is not None and now - self._shown_at < self._interval:
+            self._held = line
+            return
+        else:
+            self._write(f"{line}\n")
+        self._shown_at, self._held = now, ""
+
+    def Close(self) -> None:
+        """Shows the last line where it was held back, and ends it."""
+        if self._terminal and self._shown_at is not None:
+            self._write("\n")
+        elif self._held:
+            self._write(f"{self._held}\n")
+        self._shown_at, self._held = None, ""
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
 
 
 def format_seconds(seconds: float) -> str:

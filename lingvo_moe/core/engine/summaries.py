@@ -28,6 +28,7 @@ class Summaries:
         os.makedirs(directory, exist_ok=True)
         self._writer = tf.summary.create_file_writer(directory)
         self._path = os.path.join(directory, METRICS_FILE)
+        _end_last_line(self._path)
 
     def Write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Records one step's metrics.
@@ -58,6 +59,15 @@ class Summaries:
         """Writes out what is buffered."""
         if self._enabled:
             self._writer.close()
+
+
+def _end_last_line(path: str) -> None:
+    """After a kill in the middle of a line, the next one must not be glued to the rest of it."""
+    if os.path.exists(path) and os.path.getsize(path):
+        with open(path, "rb+") as file:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
 
 
 def read_metrics(directory: str) -> list[dict[str, Any]]:

@@ -4,12 +4,14 @@ The loop owns no numbers: the state is the engine's, the batches are the input's
 a restart needs (state, the input's position) goes into one checkpoint.
 """
 
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from lingvo_moe.core.engine import devices
 from lingvo_moe.core.engine.base import Engine
 from lingvo_moe.core.engine.checkpoints import Checkpointer
 from lingvo_moe.core.engine.interrupt import StopRequest
@@ -60,25 +62,21 @@ class TrainLoop:
             the last step's metrics, NumPy, or None if no step was left to do.
 
         Raises:
-            CheckpointError: the run's checkpoints cannot be read.
+            CheckpointError: the run's checkpoints cannot be read. Nothing has been written then.
         """
         batches = iter(self._inputs)
+        first = self._checkpointer.LatestStep()
+        state: Any = None
         with StopRequest() as stop:
-            state, first = self._restore_or_begin(batches)
-            if first >= self._train.max_steps:
-                print(
-                    f"step {first}: train.max_steps={self._train.max_steps} is reached",
-                    file=sys.stderr,
-                )
-                return NestedMap(first_step=first, last_step=first, signal=0, metrics=None)
-            step_fn = self._engine.Build(
-                self._task.TrainStep,
-                [self._state_specs, self._batch_specs],
-                donate=(0,),
-                name="train_step",
-            )
-            if on_compiled is not None:
-                on_compiled(step_fn)
+            if first is not None:
+                state = self._restore(first, batches)
+                if first >= self._train.max_steps:
+                    _tell(f"step {first}: train.max_steps={self._train.max_steps} is reached")
+                    return NestedMap(first_step=first, last_step=first, signal=0, metrics=None)
+            # Before a new run is begun: what cannot be compiled leaves nothing behind.
+            step_fn = self._build_step(on_compiled)
+            if first is None:
+                first, state = 0, self._begin(batches)
             progress = StepProgress(first, self._train.max_steps)
             try:
                 return self._steps(step_fn, state, first, batches, progress, stop)
@@ -86,14 +84,27 @@ class TrainLoop:
                 progress.Close()
                 self._checkpointer.Wait()
 
-    def _restore_or_begin(self, batches: Any) -> tuple[Any, int]:
-        """The state to go on from, and its step. A new run is saved at once, so that it can be resumed."""
-        step = self._checkpointer.LatestStep()
-        if step is not None:
-            state, extra = self._checkpointer.Restore(self._state_specs, self._engine, step)
-            batches.SetState(extra["input"])
-            print(f"resuming at step {step} from {self._checkpointer.directory}", file=sys.stderr)
-            return state, step
+    def _build_step(self, on_compiled: Callable[[Any], None] | None) -> Any:
+        _tell("compiling the training step ...")
+        step_fn = self._engine.Build(
+            self._task.TrainStep,
+            [self._state_specs, self._batch_specs],
+            donate=(0,),
+            name="train_step",
+        )
+        if on_compiled is not None:
+            on_compiled(step_fn)
+        return step_fn
+
+    def _restore(self, step: int, batches: Any) -> Any:
+        """The state to go on from; sets the input to where it stood."""
+        state, extra = self._checkpointer.Restore(self._state_specs, self._engine, step)
+        batches.SetState(extra["input"])
+        _tell(f"resuming at step {step} from {self._checkpointer.directory}")
+        return state
+
+    def _begin(self, batches: Any) -> Any:
+        """The state before step 0, saved at once, so that the run can be resumed."""
         init = self._engine.Build(
             self._task.InitState,
             [TensorSpec((), "int32")],
@@ -102,7 +113,8 @@ class TrainLoop:
         )
         state = init(np.int32(self._task.p.seed))
         self._save(0, state, batches)
-        return state, 0
+        self._checkpointer.Wait()
+        return state
 
     def _save(self, step: int, state: Any, batches: Any) -> None:
         self._checkpointer.Save(step, state, {"input": batches.GetState()})
@@ -120,30 +132,45 @@ class TrainLoop:
         tokens: list[Any] = []
         metrics: Any = None
         step = first
-        while step < train.max_steps and not stop.requested:
+        stopped = False
+        while step < train.max_steps and not (stopped := self._stops(stop, step)):
             state, device_metrics = step_fn(state, next(batches))
             step += 1
             tokens.append(device_metrics.tokens)
             if step % train.summary_interval_steps == 0 or step in (first + 1, train.max_steps):
                 metrics = self._engine.Get(device_metrics)
-                rate = progress.Update(step, float(metrics.loss), self._sum(tokens))
+                rate = progress.Update(
+                    step, float(metrics.loss), self._sum(tokens), int(metrics.skipped)
+                )
                 tokens = []
                 metrics.tokens_per_second = np.float32(rate)
                 self._summaries.Write(step, metrics)
             if step % train.save_interval_steps == 0 or step == train.max_steps:
                 self._save(step, state, batches)
-        if stop.requested and step % train.save_interval_steps and step != train.max_steps:
+        if stopped:
             self._save(step, state, batches)
-        interrupted = step < train.max_steps
-        if interrupted:
             self._checkpointer.Wait()
-            print(f"stopped at step {step}; the same command goes on from there", file=sys.stderr)
+            _tell(f"stopped and saved at step {step}; the same command goes on from there")
         return NestedMap(
             first_step=first,
             last_step=step,
-            signal=stop.signal if interrupted else 0,
+            signal=(stop.signal or signal.SIGTERM) if stopped else 0,
             metrics=metrics,
         )
 
+    def _stops(self, stop: StopRequest, step: int) -> bool:
+        """Whether to stop before the next step.
+
+        A signal may reach one process of a job only, and all have to stop at the same step. So they
+        ask each other, and only where a summary makes them wait anyway.
+        """
+        if devices.process_count() > 1 and step % self._train.summary_interval_steps:
+            return False
+        return self._engine.AnyProcess(stop.requested)
+
     def _sum(self, tokens: list[Any]) -> float:
         return float(sum(float(t) for t in self._engine.Get(tokens)))
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,80 @@
+"""Progress: what is shown at a terminal and elsewhere, and how often."""
+
+import io
+
+import pytest
+
+from lingvo_moe.core.engine.progress import LineProgress, StepProgress, format_seconds
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_elsewhere_the_first_the_last_and_one_in_five_seconds():
+    out, clock = io.StringIO(), Clock()
+    with LineProgress(out, interval=5.0, clock=clock) as progress:
+        for i in range(97):
+            progress(f"reading {i}")
+            clock.now += 0.25
+    lines = out.getvalue().splitlines()
+    assert lines == [f"reading {i}" for i in (0, 20, 40, 60, 80, 96)]
+
+
+def test_a_line_is_not_shown_twice_at_the_end():
+    out, clock = io.StringIO(), Clock()
+    with LineProgress(out, clock=clock) as progress:
+        progress("one")
+    assert out.getvalue() == "one\n"
+    with LineProgress(out):
+        pass
+    assert out.getvalue() == "one\n"
+
+
+def test_at_a_terminal_lines_take_each_others_place(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "11")
+    out = Terminal()
+    with LineProgress(out) as progress:
+        progress("first")
+        progress("the second, which is long")
+    assert out.getvalue() == "\r\x1b[2Kfirst\r\x1b[2Kthe second\n"
+
+
+def test_steps_elsewhere(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("time.monotonic", clock)
+    out = io.StringIO()
+    progress = StepProgress(100, 200, out)
+    clock.now = 10.0
+    assert progress.Update(110, 2.5, 5000.0) == 500
+    clock.now = 40.0  # slower: 3 s a step, 2 on average
+    assert progress.Update(120, float("nan"), 3000.0, skipped=2) == 100
+    progress.Close()
+    assert out.getvalue().splitlines() == [
+        "step 110/200  loss 2.5000  500 tokens/s  1m30s left",
+        "step 120/200  loss nan  100 tokens/s  2m40s left  (2 not finite, skipped)",
+    ]
+
+
+def test_steps_at_a_terminal():
+    out = Terminal()
+    progress = StepProgress(0, 10, out)
+    progress.Update(5, 1.25, 10.0)
+    progress.Close()
+    assert "step 5/10" in out.getvalue()
+    assert "loss 1.2500" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "seconds, text", [(0, "0s"), (59.6, "1m00s"), (3599, "59m59s"), (3725, "1h02m")]
+)
+def test_format_seconds(seconds, text):
+    assert format_seconds(seconds) == text

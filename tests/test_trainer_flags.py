@@ -1,0 +1,281 @@
+"""The trainer's flags and run directories: every mistake is one clear line and status 2, nothing half written."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from lingvo_moe import trainer
+from lingvo_moe.tasks.mt.run_dir import RunDir
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def data_dir(tmp_path):
+    directory = tmp_path / "data"
+    _write(directory / "de.tsv", *(f"wort{i} haus\tword{i} house" for i in range(40)))
+    return directory
+
+
+def _write(path, *lines):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def _error(capfd, *flags):
+    """The one line that flags lead to."""
+    assert trainer.main(flags) == 2
+    out, err = capfd.readouterr()
+    progress = ("reading ", "sampling ", "training ", "tokenising ")
+    lines = [line for line in err.splitlines() if not line.startswith(progress)]
+    assert out == "" and len(lines) == 1, err
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+TINY = "--model=mt.M4Tiny"
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        ([], "--model is needed"),
+        (
+            ["--model=mt.M4Tinny"],
+            "--model='mt.M4Tinny': no such experiment (did you mean 'mt.M4Tiny",
+        ),
+        (["--model=M4Tiny"], "--model='M4Tiny': expected task.Experiment"),
+        (["--model=mp.M4Tiny"], "no task 'mp' in params/ (known: mt)"),
+        ([TINY, "--mode=snyc"], "--mode=snyc: no such mode (did you mean 'sync'?)"),
+        ([TINY, "--engine=pjr"], "--engine=pjr: no such engine (did you mean 'pjrt'?)"),
+        ([TINY], "--logdir is needed"),
+        ([TINY, "--logdir=RUN"], "give --data_dir"),
+        (
+            [TINY, "--model_params_override=task.num_expert=8"],
+            "task.num_expert=8: no parameter 'task.num_expert' (did you mean 'num_experts'",
+        ),
+        ([TINY, "--model_params_override=task.num_experts=many"], "'many' does not read as int"),
+        ([TINY, "--model_params_override=task.dropout"], "is not of the form path=value"),
+        ([TINY, "--mesh=expert", "--logdir=RUN"], "expert"),
+        ([TINY, "--mesh=expert:0", "--logdir=RUN"], "expert:0"),
+        ([TINY, "--mesh=experts:8", "--logdir=RUN"], "experts"),
+        (
+            [TINY, "--mesh=expert:16", "--logdir=RUN"],
+            "mesh expert:16 needs 16 devices, but there are 8 (cpu); a mesh that fits: --mesh=expert:8; "
+            "or make virtual CPU devices with --num_devices=16",
+        ),
+        ([TINY, "--num_devices=-1", "--logdir=RUN"], "--num_devices=-1"),
+        (
+            [TINY, "--engine=tf", "--num_devices=8", "--logdir=RUN"],
+            "--engine=tf runs on one device",
+        ),
+        (
+            [TINY, "--engine=tf", "--mesh=expert:8", "--logdir=RUN"],
+            "--engine=tf runs on one device",
+        ),
+        ([TINY, "--process_id=1", "--logdir=RUN"], "--process_id=1, --num_processes=1"),
+        (
+            [TINY, "--num_processes=2", "--coordinator_address=here", "--logdir=RUN"],
+            "--coordinator_address='here': expected host:port",
+        ),
+        (
+            [TINY, "--logdir=RUN", "--model_params_override=input.batch_size=12"],
+            "input.batch_size=12 does not divide over the 8 devices",
+        ),
+        (
+            [TINY, "--logdir=RUN", "--model_params_override=task.num_groups=6"],
+            "task.num_groups=6 does not divide over the 8 devices",
+        ),
+        (
+            [TINY, "--logdir=RUN", "--model_params_override=task.num_experts=9"],
+            "task.num_experts=9 does not divide over the 8 devices",
+        ),
+        (
+            [TINY, "--logdir=RUN", "--model_params_override=task.num_groups=128"],
+            "task.num_groups=128: a batch of input.batch_size=8 rows of input.source_length=24",
+        ),
+        (
+            [TINY, "--logdir=RUN", "--model_params_override=input.target_vocab_size=500"],
+            "input.target_vocab_size=500 is more than task.target_vocab_size=300",
+        ),
+        (
+            [TINY, "--logdir=RUN", "--model_params_override=task.num_encoder_layers=3"],
+            "num_encoder_layers=3: with experts, layers come in pairs",
+        ),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) and value else None,
+)
+def test_flags_that_cannot_be(flags, expected, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert expected in _error(capfd, *flags)
+    assert not (tmp_path / "RUN").exists()
+
+
+@pytest.mark.parametrize(
+    "kind, override, expected",
+    [
+        ("nothing", "", "does not exist"),
+        ("no files", "", "no data in"),
+        ("empty files", "", "all files are empty"),
+        ("malformed", "", "all 2 lines are malformed: {'no_tab': 1, 'empty_side': 1}"),
+        ("cut short", "", "cannot be read, damaged or cut short"),
+        ("good", "input.languages=['dd']", "no language 'dd' (known: de)"),
+        ("good", "input.target_vocab_size=20", "target_vocab_size=20 is too small"),
+        ("good", "", "target_vocab_size=300 is more than this data can fill: at most 281 for 40"),
+    ],
+)
+def test_data_that_cannot_be(kind, override, expected, data_dir, tmp_path, capfd):
+    other = tmp_path / "other"
+    if kind == "good":
+        other = data_dir
+    elif kind != "nothing":
+        other.mkdir()
+    if kind == "empty files":
+        _write(other / "de.tsv")
+    if kind == "malformed":
+        _write(other / "de.tsv", "no tab", "\tno source")
+    if kind == "cut short":
+        whole = gzip.compress(os.urandom(100).hex().encode() * 100)
+        (other / "de.tsv.gz").write_bytes(whole[:-20])
+    flags = [TINY, f"--data_dir={other}", f"--logdir={tmp_path / 'run'}"]
+    assert expected in _error(capfd, *flags, f"--model_params_override={override}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_logdir_that_cannot_be_written_is_found_before_the_data_is_read(
+    data_dir, tmp_path, capfd, monkeypatch
+):
+    (tmp_path / "file").write_text("not a directory")
+    for logdir in ("file", "file/run"):
+        flags = [TINY, f"--data_dir={data_dir}", f"--logdir={tmp_path / logdir}"]
+        assert f"{tmp_path / 'file'} is not a directory" in _error(capfd, *flags)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    flags = [TINY, f"--data_dir={data_dir}", f"--logdir={tmp_path / 'a/b'}"]
+    assert f"no permission to write in {tmp_path}" in _error(capfd, *flags)
+    assert not (tmp_path / "a").exists()
+
+
+def test_unknown_flags(capfd):
+    with pytest.raises(SystemExit) as e:
+        trainer.main(["--modle=mt.M4Tiny", "--logdir=x", "extra"])
+    assert e.value.code == 2
+    assert "unknown: --modle (did you mean '--mode' or '--model' or" in capfd.readouterr().err
+
+
+# --- run directories
+
+
+def _run(tmp_path, override="", model="mt.M4Tiny", begun=True):
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.Write(model, override, {"source": b"s", "target": b"t"})
+    if begun:
+        (run_dir.checkpoint_dir / "5").mkdir(parents=True)
+    return run_dir
+
+
+def _files(path):
+    return sorted((str(p), p.stat().st_mtime_ns) for p in path.rglob("*"))
+
+
+def test_another_experiment_in_the_same_logdir_is_refused_with_the_difference(tmp_path):
+    run_dir = _run(tmp_path, "task.num_experts=16;train.max_steps=7")
+    before = _files(run_dir.path)
+    with pytest.raises(trainer.UsageError) as e:
+        trainer.prepare_run_dir(run_dir, "mt.M4Tiny", "task.model_dim=32", restart=False)
+    message = str(e.value)
+    assert f"--logdir={run_dir.path} holds a run of mt.M4Tiny with other parameters" in message
+    assert "> num_experts : 16\n< num_experts : 8" in message
+    assert "> model_dim : 16\n< model_dim : 32" in message
+    assert "max_steps" not in message
+    with pytest.raises(trainer.UsageError, match=r"holds a run of mt\.M4Tiny"):
+        trainer.prepare_run_dir(run_dir, "mt.M4Demo", "task.num_experts=16", restart=False)
+    assert _files(run_dir.path) == before
+
+
+def test_the_same_run_may_be_longer_and_its_data_elsewhere(tmp_path):
+    run_dir = _run(tmp_path, "train.max_steps=7;input.data_dir=/a;task.num_experts=16")
+    override = "task.num_experts=16;train.max_steps=9;input.data_dir=/b"
+    trainer.prepare_run_dir(run_dir, "mt.demo.M4Tiny", override, restart=False)
+    assert trainer.has_begun(run_dir)
+
+
+def test_a_run_that_never_began_gives_way(tmp_path):
+    """E.g. after a mistake that was noticed late: the flags may be put right."""
+    run_dir = _run(tmp_path, "task.num_experts=16", begun=False)
+    trainer.prepare_run_dir(run_dir, "mt.M4Tiny", "", restart=False)
+    assert not trainer.has_begun(run_dir)
+
+
+def test_a_run_that_lacks_something_is_not_begun_anew(tmp_path):
+    run_dir = _run(tmp_path)
+    (run_dir.path / "experiment.json").unlink()
+    with pytest.raises(trainer.UsageError, match=r"experiment\.json is missing.*--restart"):
+        trainer.prepare_run_dir(run_dir, "mt.M4Tiny", "", restart=False)
+    run_dir = RunDir(tmp_path / "second")
+    (run_dir.path / "train").mkdir(parents=True)
+    (run_dir.path / "train/metrics.jsonl").write_text(json.dumps({"step": 3}) + "\n")
+    with pytest.raises(trainer.UsageError, match=r"no checkpoint of it; --restart"):
+        trainer.prepare_run_dir(run_dir, "mt.M4Tiny", "", restart=False)
+
+
+def test_restart_moves_the_run_aside(tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(_run(tmp_path).path)
+    for number in (1, 2):
+        trainer.prepare_run_dir(RunDir(tmp_path / "run"), "mt.M4Demo", "", restart=True)
+        aside = tmp_path / f"run.before_restart_{number}"
+        assert (aside / "checkpoints/5").is_dir()
+        assert f"{tmp_path / 'run'} is now in {aside}" in capfd.readouterr().err
+        _run(tmp_path)
+    assert RunDir(tmp_path / "run.before_restart_1").experiment["model"] == "mt.M4Tiny"
+
+
+def test_restart_moves_nothing_that_is_not_a_run(tmp_path):
+    _write(tmp_path / "home" / "letters.txt", "dear")
+    trainer.prepare_run_dir(RunDir(tmp_path / "home"), "mt.M4Tiny", "", restart=True)
+    assert (tmp_path / "home" / "letters.txt").exists()
+
+
+# --- inspection
+
+
+def test_inspect_params_reads_back(capfd):
+    flags = [TINY, "--mode=inspect_params", "--max_steps=7", "--model_params_override=task.seed=5"]
+    assert trainer.main(flags) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert "task.seed : 5" in lines and "train.max_steps : 7" in lines
+
+
+_INSPECT = """
+import resource, sys
+from lingvo_moe import trainer
+code = trainer.main(["--model=mt.M4MoE2048E36L", "--mode=inspect_model"])
+print(code, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, resource.getrusage(
+    resource.RUSAGE_SELF).ru_utime, file=sys.stderr)
+"""
+
+
+def test_the_600_billion_parameter_model_is_inspected_in_seconds():
+    """In the time of an import and some seconds, in less than 2 GB."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    env.pop("TF_CPP_MIN_LOG_LEVEL", None)
+    done = subprocess.run(
+        [sys.executable, "-c", _INSPECT], capture_output=True, text=True, env=env, check=True
+    )
+    *noise, numbers = done.stderr.splitlines()
+    code, megabytes, seconds = numbers.split()
+    assert noise == []  # not a word from TensorFlow
+    assert (int(code), int(megabytes) < 2000, float(seconds) < 20) == (0, True, True), numbers
+    assert "619,366,506,496 parameters (619.4 billion)" in done.stdout
+    moe = next(
+        line
+        for line in done.stdout.splitlines()
+        if "m4.encoder" in line and "ffn.experts.wi" in line
+    )
+    assert "9x2048x1024x8192" in moe and "LEMH" in moe and "E:expert" in moe
