@@ -68,53 +68,67 @@ def SplitOverExperts(p: InstantiableParams) -> InstantiableParams:
 
 @registry.Register
 class M4MoE2048E36L(M4Base):
-    """MoE(2048E, 36L): 600B. 2048 cores, 0.72 steps/s, 4M tokens, 22.4 core-years, 4.0 days, BLEU
-    44.3 (+13.5)."""
+    """MoE(2048E, 36L): 600B; 619,366,506,496 parameters here.
+
+    2048 cores, 0.72 steps/s, 4M tokens, 22.4 core-years, 4.0 days, BLEU 44.3 (+13.5).
+    """
 
 
 @registry.Register
 class M4MoE2048E12L(M4Base):
-    """MoE(2048E, 12L): 200B. 2048 cores, 2.15 steps/s, 4M tokens, 7.5 core-years, 1.4 days, BLEU
-    41.3 (+10.5)."""
+    """MoE(2048E, 12L): 200B; 206,521,040,896 parameters here.
+
+    2048 cores, 2.15 steps/s, 4M tokens, 7.5 core-years, 1.4 days, BLEU 41.3 (+10.5).
+    """
 
     LAYERS = 12
 
 
 @registry.Register
 class M4MoE512E36L(M4Base):
-    """MoE(512E, 36L): 150B. 512 cores, 1.05 steps/s, 1M tokens, 15.5 core-years, 11.0 days, BLEU
-    43.7 (+12.9)."""
+    """MoE(512E, 36L): 150B; 155,481,726,976 parameters here.
+
+    512 cores, 1.05 steps/s, 1M tokens, 15.5 core-years, 11.0 days, BLEU 43.7 (+12.9).
+    """
 
     EXPERTS, CORES, BATCH_TOKENS = 512, 512, 2**20
 
 
 @registry.Register
 class M4MoE512E12L(M4Base):
-    """MoE(512E, 12L): 50B. 512 cores, 3.28 steps/s, 1M tokens, 4.9 core-years, 3.5 days, BLEU 40.0
-    (+9.2)."""
+    """MoE(512E, 12L): 50B; 51,892,781,056 parameters here.
+
+    512 cores, 3.28 steps/s, 1M tokens, 4.9 core-years, 3.5 days, BLEU 40.0 (+9.2).
+    """
 
     LAYERS, EXPERTS, CORES, BATCH_TOKENS = 12, 512, 512, 2**20
 
 
 @registry.Register
 class M4MoE128E36L(M4Base):
-    """MoE(128E, 36L): 37B. 128 cores, 0.67 steps/s, 1M tokens, 6.1 core-years, 17.3 days, BLEU 39.0
-    (+8.2)."""
+    """MoE(128E, 36L): 37B; 39,510,532,096 parameters here.
+
+    128 cores, 0.67 steps/s, 1M tokens, 6.1 core-years, 17.3 days, BLEU 39.0 (+8.2).
+    """
 
     EXPERTS, CORES, BATCH_TOKENS = 128, 128, 2**20
 
 
 @registry.Register
 class M4MoE128E12L(M4Base):
-    """MoE(128E, 12L): 12.5B. 128 cores, 2.16 steps/s, 1M tokens, 1.9 core-years, 5.4 days, BLEU
-    36.7 (+5.9)."""
+    """MoE(128E, 12L): 12.5B; 13,235,716,096 parameters here.
+
+    128 cores, 2.16 steps/s, 1M tokens, 1.9 core-years, 5.4 days, BLEU 36.7 (+5.9).
+    """
 
     LAYERS, EXPERTS, CORES, BATCH_TOKENS = 12, 128, 128, 2**20
 
 
 @registry.Register
 class M4MoE2048E60L(M4Base):
-    """MoE(2048E, 60L): 1T. 2048 cores, 4M tokens; numerically unstable in the paper, which reports
-    no result."""
+    """MoE(2048E, 60L): 1T; 1,032,211,972,096 parameters here.
+
+    2048 cores, 4M tokens; numerically unstable in the paper, which reports no result.
+    """
 
     LAYERS = 60

@@ -1,0 +1,280 @@
+"""README and docs say what is so: examples run, commands parse, links and files exist, figures are the code's.
+
+Here and not in Bazel, since it looks at the whole source tree.
+"""
+
+import argparse
+import contextlib
+import functools
+import importlib
+import io
+import re
+import shlex
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console
+
+from lingvo_moe import trainer
+from lingvo_moe.core import inspect, registry
+from lingvo_moe.core.sharding import Mesh
+from tools.import_graph import PACKAGES, ROOT
+
+PAGES = sorted(["README.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))])
+# Their Python examples run, in order, in one namespace. Elsewhere examples name files of the reader's.
+RUNNABLE = ["README.md", "docs/experiments.md", "docs/moe.md", "docs/sharding.md"]
+# README's picture and figures are filled in from a run of the demo; until then this marks their places.
+PLACEHOLDER = "<!-- demo figures -->"
+
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_CODE = re.compile(r"`([^`\n]+)`")
+_FILE = re.compile(r"(?:[\w.-]+/)*[\w.-]+\.(?:py|md|toml|txt|sh|bazel|json|bzl)\Z|(?:[\w.-]+/)+\Z")
+
+
+def _text(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def _blocks(page: str, language: str) -> list[str]:
+    return [body for name, body in _BLOCK.findall(_text(page)) if name == language]
+
+
+# --- examples
+
+
+def _said(block: str) -> Iterator[str]:
+    """What a block says that it prints: the comment behind a print, or on the lines below it."""
+    lines = block.splitlines()
+    for i, line in enumerate(lines):
+        if not re.match(r"\s*print\(", line):
+            continue
+        _, mark, comment = line.rpartition(")  # ")
+        if mark:
+            yield comment
+        for below in lines[i + 1 :] if not mark else []:
+            if not below.startswith("# "):
+                break
+            yield below[2:]
+
+
+@pytest.mark.parametrize("page", RUNNABLE)
+def test_examples_run_and_print_what_they_say(page: str) -> None:
+    names: dict = {"__name__": "example"}
+    blocks = _blocks(page, "python")
+    assert blocks
+    for block in blocks:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(compile(block, page, "exec"), names)
+        said = " ".join(_said(block))
+        if said:
+            assert " ".join(out.getvalue().split()) == " ".join(said.split()), block
+
+
+# --- commands
+
+
+class _Parsed(BaseException):
+    """Ends a tool's main once its flags are parsed."""
+
+
+def _commands(page: str) -> list[str]:
+    """The lines of a page's shell blocks that are commands of ours."""
+    lines = "\n".join(_blocks(page, "bash")).replace("\\\n", " ").splitlines()
+    return [
+        line.strip() for line in lines if re.match(r"\s*(python -m (lingvo|tools)|make )", line)
+    ]
+
+
+_ALL_COMMANDS = [(page, command) for page in PAGES for command in _commands(page)]
+
+
+def test_there_are_commands_to_check() -> None:
+    assert {page for page, _ in _ALL_COMMANDS} >= {"README.md", "docs/training.md", "docs/data.md"}
+
+
+@pytest.mark.parametrize("page, command", _ALL_COMMANDS)
+def test_commands_have_flags_that_exist(
+    page: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = shlex.split(command, comments=True)
+    words = [w for w in words if not re.match(r"\d?[<>]", w)]
+    if "|" in words:
+        words = words[: words.index("|")]
+    if words[0] == "make":
+        targets = re.findall(r"^([\w-]+):", _text("Makefile"), re.MULTILINE)
+        assert set(words[1:]) <= set(targets)
+        return
+    module, argv = words[2], [w for w in words[3:] if w != "&"]
+    if module == "lingvo_moe.trainer":
+        args = trainer.parse_flags(argv)
+        assert args.mode in trainer.MODES
+        assert args.engine in trainer.ENGINES
+        registry.GetParams(args.model, trainer.full_override(args))
+        return
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(self: argparse.ArgumentParser, *args: object, **kwargs: object) -> None:
+        parse(self, *args, **kwargs)  # type: ignore[call-overload]
+        raise _Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+    with pytest.raises(_Parsed):
+        importlib.import_module(module).main(argv)
+
+
+# --- links, files, names
+
+
+def _anchors(page: str) -> set[str]:
+    prose = _BLOCK.sub("", _text(page))
+    headings = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", h.lower()).strip().replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    text = _text(page)
+    for target in _LINK.findall(_BLOCK.sub("", text)):
+        if re.match(r"https?:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (ROOT / page).parent / path if path else ROOT / page
+        pending = PLACEHOLDER in text and linked.suffix == ".png"
+        assert linked.exists() or pending, f"{page}: {target}"
+        if anchor:
+            assert anchor in _anchors(linked.resolve().relative_to(ROOT).as_posix()), target
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    linked = set(_LINK.findall(_text("README.md")))
+    assert set(PAGES) - {"README.md"} <= linked
+
+
+@functools.cache
+def _tree() -> frozenset[str]:
+    """All files and directories (with a slash) of the source tree."""
+    found = set()
+    tops = (*PACKAGES, "tests", "docs", "bazel_deps", ".ci")
+    for top in (*(p for p in ROOT.iterdir() if p.is_file()), *(ROOT / name for name in tops)):
+        for path in (top, *(top.rglob("*") if top.is_dir() else ())):
+            name = path.relative_to(ROOT).as_posix()
+            found.add(f"{name}/" if path.is_dir() else name)
+    return frozenset(found)
+
+
+# What commands make, and what readers bring.
+_MADE = re.compile(
+    r"(demo|run|saved_model|cache|RUN|CORPUS|MODEL|DIR|corpus|dev|vocab|texts|eval|checkpoints|compiled|train|assets\.extra)/"
+    r"|(report|experiment|collectives|corpus|translator|manifest|metrics)\.json|params\.txt|lines\.txt"
+)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_are_named_exist(page: str) -> None:
+    missing = []
+    for name in _CODE.findall(_BLOCK.sub("", _text(page))):
+        if not _FILE.match(name) or _MADE.match(name):
+            continue
+        # A page on one package names its files as they are named there.
+        if not any(path == name or path.endswith(f"/{name}") for path in _tree()):
+            missing.append(name)
+    assert not missing, f"{page}: {missing}"
+
+
+_EXPERIMENT = re.compile(r"\bmt\.M4\w+")
+_PARAM = re.compile(r"`((?:task|input|train)\.[a-z_0-9.]+)`")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_experiments_and_parameters_that_are_named_exist(page: str) -> None:
+    text = _text(page)
+    for name in set(_EXPERIMENT.findall(text)) - {"mt.M4Mine"}:
+        registry.GetExperiment(name)
+    params = registry.GetParams("mt.M4Tiny")
+    for path in set(_PARAM.findall(text)):
+        params.Get(path)
+
+
+# --- figures and lists
+
+
+def test_the_readmes_layer_has_two_all_to_alls_and_nothing_else() -> None:
+    import numpy as np
+    import tensorflow as tf
+
+    from lingvo_moe.core.engine.testing import run_sharded, run_single
+
+    (block,) = _blocks("README.md", "python")
+    names: dict = {}
+    exec(block, names)
+    groups, tokens, experts, slots = 8, 16, 8, 16
+
+    def first_choice(gates_GSE: tf.Tensor) -> tuple:
+        """Top-1, with room for all: how tokens are chosen is not what is looked at here."""
+        hot_GSE = tf.one_hot(tf.argmax(gates_GSE, -1, output_type=tf.int32), experts)
+        place_GS = tf.reduce_sum(tf.cumsum(hot_GSE, 1, exclusive=True) * hot_GSE, -1)
+        hot_GSC = tf.one_hot(tf.cast(place_GS, tf.int32), slots)
+        dispatch_GSEC = tf.einsum("GSE,GSC->GSEC", hot_GSE, hot_GSC)
+        return dispatch_GSEC * tf.reduce_max(gates_GSE, -1)[..., None, None], dispatch_GSEC
+
+    def layer(x: tf.Tensor, wg: tf.Tensor, wi: tf.Tensor, wo: tf.Tensor) -> tf.Tensor:
+        return names["moe_layer"](x, wg, wi, wo, first_choice, 8)
+
+    rng = np.random.RandomState(0)
+    shapes = [(groups, tokens, 16), (16, experts), (experts, 16, 32), (experts, 32, 16)]
+    args = [rng.randn(*shape).astype(np.float32) for shape in shapes]
+    cut = ("expert", None, None)
+    mesh = Mesh.parse("expert:8")
+    y, collectives = run_sharded(layer, args, mesh, splits=[cut, None, cut, cut])
+    assert dict(collectives) == {"all-to-all": 2}
+    np.testing.assert_allclose(y, run_single(layer, args, mesh), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("page", ["docs/experiments.md"])
+def test_sizes_in_tables_are_those_of_the_specs(page: str) -> None:
+    rows = re.findall(r"^\| `(mt\.\w+)` \| (.*) \|$", _text(page), re.MULTILINE)
+    assert {name for name, _ in rows} == set(registry.AllNames("mt"))
+    for name, rest in rows:
+        params = registry.GetParams(name)
+        task = params.task.Instantiate()
+        theta, state = (specs.Flatten() for specs in (task.VariableSpecs(), task.StateSpecs()))
+        cells = rest.split(" | ")
+        assert f"{inspect.count_parameters(theta):,}" in cells, name
+        if len(cells) == 5:
+            mesh = Mesh(("expert",), (int(cells[2]),))
+            held = [
+                sum(inspect.bytes_per_device(s, mesh) for s in specs) for specs in (theta, state)
+            ]
+            assert cells[3:] == [inspect.format_bytes(n) for n in held], name
+
+
+def test_lines_of_inspect_model_are_what_it_prints() -> None:
+    shown = [
+        line
+        for page in PAGES
+        for block in _blocks(page, "text")
+        for line in block.splitlines()
+        if line.startswith(("m4.", "total:"))
+    ]
+    assert len(shown) > 2
+    task = registry.GetParams("mt.M4MoE2048E36L").task.Instantiate()
+    out = io.StringIO()
+    console = Console(file=out, width=140)
+    inspect.print_variables(task.VariableSpecs().Flatten(), Mesh.parse("expert:2048"), console)
+    printed = {" ".join(line.split()) for line in out.getvalue().splitlines()}
+    assert {" ".join(line.split()) for line in shown} <= printed
+
+
+def test_the_page_on_training_lists_every_flag_and_train_parameter() -> None:
+    text = _text("docs/training.md")
+    flags = {s for a in trainer.make_parser()._actions for s in a.option_strings} - {"-h", "--help"}
+    flags |= {f"train.{name}" for name, _ in registry.TrainParams().IterParams()}
+    assert not {flag for flag in flags if f"`{flag}`" not in text}
+
+
+def test_every_tool_is_named_in_the_readme() -> None:
+    text = _text("README.md") + _text("docs/architecture.md")
+    tools = [p.name for p in (ROOT / "tools").glob("*.py") if not p.name.startswith("_")]
+    assert not [name for name in tools if name not in text and name[:-3] not in text]
