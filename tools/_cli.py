@@ -81,6 +81,8 @@ def open_translator(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
 def quiet_imports() -> Iterator[None]:
     """Imports TensorFlow without the notes that it writes to stderr; what an import that fails wrote is shown."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    # Tools read checkpoints with JAX, which would look for a TPU first, and tell at length.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
     sys.stderr.flush()
     with tempfile.TemporaryFile() as notes, contextlib.ExitStack() as stack:
         kept = os.dup(2)

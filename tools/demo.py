@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--model_params_override", default="", help="as the trainer's")
     add("--max_steps", type=int, help="training steps (default: the experiment's)")
     add("--languages", default="", help="e.g. de,sw (default: all that the packages hold)")
-    add("--max_per_language", type=int, default=10, help="dev pairs scored of each (%(default)s)")
+    add("--max_per_language", type=int, default=8, help="dev pairs scored of each (%(default)s)")
     args = parser.parse_args(argv)
     try:
         return Demo(args).Run()
@@ -207,14 +207,16 @@ def _initial_theta(task: Any) -> Any:
 
 
 def _samples(report: Any, count: int) -> list[tuple[str, str, str, str]]:
-    """(language, source, translation, reference): the pair of the most words from each of some
-    languages."""
+    """(language, source, translation, reference) of some languages: a line of middling length from
+    each."""
     out = []
     names = sorted(report.languages, key=lambda lang: -report.languages[lang].train_pairs)
     for lang in names[:: max(len(names) // count, 1)][:count]:
         r = report.languages[lang]
-        lines = zip(r.sources, r.hypotheses, r.references, strict=True)
-        out.append((lang, *max(lines, key=lambda line: len(line[2].split()))))
+        lines = sorted(
+            zip(r.sources, r.hypotheses, r.references, strict=True), key=lambda line: len(line[2])
+        )
+        out.append((lang, *lines[len(lines) // 2]))
     return out
 
 

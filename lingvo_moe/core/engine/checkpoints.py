@@ -56,6 +56,8 @@ class Checkpointer:
         self.directory = os.path.abspath(directory)
         if read_only and not os.path.isdir(self.directory):
             raise CheckpointError(f"{self.directory}: there is no such directory of checkpoints")
+        # Orbax tells at length of what is as it should be; what is not comes as an exception.
+        logging.getLogger("absl").setLevel(logging.ERROR)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=None if read_only else keep,
             create=not read_only,
@@ -63,8 +65,6 @@ class Checkpointer:
             cleanup_tmp_directories=not read_only,
             enable_async_checkpointing=not read_only,
         )
-        # Orbax tells at length of what is as it should be; what is not comes as an exception.
-        logging.getLogger("absl").setLevel(logging.ERROR)
         self._manager = ocp.CheckpointManager(self.directory, options=options)
 
     def __enter__(self) -> "Checkpointer":

@@ -1,0 +1,53 @@
+"""The demo, whole, at its smallest: what it leaves behind and what it says."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+_REPORTED = {
+    "devices": int,
+    "experts": int,
+    "params": int,
+    "steps": int,
+    "first_loss": float,
+    "last_loss": float,
+    "dev_bleu": float,
+    "dev_chrf": float,
+    "languages": int,
+    "all_to_all_ops": int,
+    "tokens_per_s": float,
+    "seconds": float,
+    "saved_model": str,
+}
+
+
+def _run(*command):
+    done = subprocess.run(
+        [sys.executable, "-m", *command], capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_demo_leaves_a_scored_exported_model_and_its_report(tmp_path):
+    flags = ["--model=mt.M4Tiny", "--languages=de,sw,ja", "--max_steps=6", "--max_per_language=2"]
+    told = _run("tools.demo", f"--output={tmp_path}", *flags)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert {k: type(report[k]) for k in _REPORTED} == _REPORTED
+    assert (report["devices"], report["steps"], report["languages"]) == (8, 6, 3)
+    assert report["experts"] % report["devices"] == 0
+    assert report["all_to_all_ops"] == 12, "2 a pass of each MoE layer: forward, again, backward"
+    assert report["last_loss"] < report["first_loss"]
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 3
+    assert os.path.isfile(tmp_path / "saved_model" / "saved_model.pb")
+    for part in ("BLEU", "untrained", "reference", str(tmp_path / "saved_model")):
+        assert part in told
+
+    # Run again it trains no more, and builds no corpus.
+    told = _run("tools.demo", f"--output={tmp_path}", *flags)
+    assert "is there already" in told and json.loads((tmp_path / "report.json").read_text())
