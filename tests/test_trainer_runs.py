@@ -1,0 +1,231 @@
+"""Whole runs of the trainer: the same on every machine, killed, stopped, resumed and damaged.
+
+What is compiled is compiled once: eight devices in this process, the disk cache for others.
+"""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trainer_testing
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util import tensor_util
+from trainer_testing import SAVE_EVERY, flags, fork, losses, state
+
+from lingvo_moe import trainer
+from lingvo_moe.core.engine import devices
+
+pytestmark = pytest.mark.slow
+
+STEPS = 18
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    return trainer_testing.write_corpus(tmp_path_factory.mktemp("runs") / "data")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shared(tmp_path_factory):
+    """One cache of vocabularies and compiled programs for all processes of these tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        cache = tmp_path_factory.mktemp("cache")
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(cache / "compiled"))
+        devices.enable_compilation_cache(str(cache / "compiled"))
+        from lingvo_moe.core.engine import base
+
+        patch.setattr(base, "make_engine", base.make_engine)  # put back at the end
+        trainer_testing.keep_compiled()
+        yield
+
+
+@pytest.fixture(scope="module")
+def reference(data_dir, tmp_path_factory) -> Path:
+    """A run of 18 steps over eight devices that nothing disturbs."""
+    run = tmp_path_factory.mktemp("runs") / "reference"
+    assert trainer.main(flags(data_dir, run, STEPS)) == 0
+    return run
+
+
+def _start(plan, *args):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
+    command = [sys.executable, trainer_testing.__file__, json.dumps(plan), *args]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    )
+
+
+# --- one run
+
+
+def test_the_run_learns_and_is_saved(reference):
+    loss = losses(reference)
+    assert list(loss) == list(range(1, STEPS + 1))
+    assert np.mean([loss[s] for s in range(16, 19)]) < 0.8 * loss[1]
+    saved = sorted(int(p.name) for p in (reference / "checkpoints").iterdir())
+    assert saved == [0, 6, 12, 18]
+
+
+def test_the_step_holds_the_all_to_alls_and_gathers_nothing(reference):
+    """2 MoE layers x (dispatch + combine) x (forward, recomputed, backward)."""
+    counts = json.loads((reference / "collectives.json").read_text())
+    assert counts["all-to-all"] == 12
+    assert set(counts) == {"all-to-all", "all-reduce"}
+
+
+def test_tensorboard_shows_what_is_asked_of_it(reference):
+    events = EventAccumulator(str(reference / "train"), size_guidance={"tensors": 0}).Reload()
+    tags = set(events.Tags()["tensors"])
+    plain = "loss nll aux_loss accuracy grad_norm learning_rate skipped tokens tokens_per_second"
+    layer = (
+        "over_capacity_1_ratio over_capacity_2_ratio dispatch_0 dispatch_1 dispatch_2 "
+        "effective_capacity expert_load expert_load_max_over_mean"
+    )
+    wanted = {*plain.split(), "params"}
+    wanted |= {f"moe/{side}/{m}/0" for side in ("encoder", "decoder") for m in layer.split()}
+    assert wanted <= tags, sorted(wanted - tags)
+
+    def value(tag):
+        return tensor_util.make_ndarray(events.Tensors(tag)[-1].tensor_proto)
+
+    dispatched = sum(value(f"moe/encoder/dispatch_{n}/0") for n in range(3))
+    np.testing.assert_allclose(dispatched, 1.0, rtol=1e-5)
+    # 8 x 24 tokens in 8 groups of S = 24; C = 2 S / E = 6 slots; E C / S = 2.
+    assert value("moe/decoder/effective_capacity/0") == 2.0
+    assert value("moe/encoder/expert_load/0")[:, 2].sum() == 8  # a histogram of 8 experts
+    assert value("tokens_per_second") > 0 and value("skipped") == 0
+
+
+def test_a_run_that_is_done_is_left_alone(reference, data_dir, capfd):
+    assert trainer.main(flags(data_dir, reference, STEPS)) == 0
+    assert "step 18: train.max_steps=18 is reached" in capfd.readouterr().err
+    assert len(losses(reference)) == STEPS
+
+
+# --- the same on any machine, from checkpoints of eight devices
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [["--engine=tf"], ["--mesh=expert:1"], ["--mesh=expert:2"], ["--mesh=expert:4"]],
+    ids=["tf", "1 device", "2 devices", "4 devices"],
+)
+def test_losses_do_not_depend_on_the_machine(reference, data_dir, tmp_path, machine):
+    for begin, steps in ((0, 4), (12, 2)):
+        run = fork(reference, tmp_path / str(begin), begin)
+        assert trainer.main(flags(data_dir, run, begin + steps, *machine)) == 0
+        wanted, got = losses(reference), losses(run)
+        assert list(got) == list(range(begin + 1, begin + steps + 1))
+        for step, loss in got.items():
+            np.testing.assert_allclose(loss, wanted[step], rtol=1e-5, err_msg=str(step))
+
+
+def test_two_processes_of_four_devices_stop_together(reference, data_dir, tmp_path):
+    """A signal to one of them stops both at the same step; one process goes on from there."""
+    run = fork(reference, tmp_path / "run", 0)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{s.getsockname()[1]}"
+    job = ["--num_devices=4", "--num_processes=2", f"--coordinator_address={address}"]
+    plans = [None], [(signal.SIGTERM, 4, 0.0)]
+    workers = [
+        _start(plan, *flags(data_dir, run, STEPS, *job, f"--process_id={i}"))
+        for i, plan in enumerate(plans)
+    ]
+    try:
+        outputs = [worker.communicate(timeout=300) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    for out, err in outputs:
+        assert "exit 143" in out, err
+        assert "stopped and saved at step 4; the same command goes on from there" in err
+    assert losses(run) == pytest.approx({s: losses(reference)[s] for s in range(1, 5)}, rel=1e-5)
+    assert trainer.main(flags(data_dir, run, 6)) == 0
+    assert losses(run)[6] == pytest.approx(losses(reference)[6], rel=1e-5)
+
+
+# --- stopped, killed, damaged
+
+
+def test_stopped_and_killed_it_ends_bit_equal(reference, data_dir, tmp_path):
+    """SIGTERM after step 4; resumed and killed (-9) some time after step 8; resumed again."""
+    delay = random.uniform(0.0, 0.4)
+    run = tmp_path / "run"
+    plan = [(signal.SIGTERM, 4, 0.0), (signal.SIGKILL, 8, delay)]
+    child = _start(plan, *flags(data_dir, run, STEPS))
+    out, err = child.communicate(timeout=300)
+    assert child.returncode == -signal.SIGKILL, err
+    assert out == "exit 143\n"
+    assert "SIGTERM: stopping after this step and saving" in err
+    assert "stopped and saved at step 4; the same command goes on from there" in err
+    assert "resuming at step 4" in err
+    saved = max(int(p.name) for p in (run / "checkpoints").iterdir() if p.name.isdigit())
+    assert SAVE_EVERY <= saved < STEPS
+    assert trainer.main(flags(data_dir, run, STEPS)) == 0
+    assert losses(run) == losses(reference), f"killed {delay} s after step 8"
+    wanted, got = state(reference), state(run)
+    assert list(got) == list(wanted)
+    for path, value in wanted.items():
+        np.testing.assert_array_equal(got[path], value, err_msg=path)
+
+
+def test_ctrl_c_says_how_to_go_on(reference, data_dir, tmp_path, capfd, monkeypatch):
+    run = fork(reference, tmp_path / "run", 6)
+    update = trainer_testing.StepProgress.Update
+
+    def interrupt(self, step, *args):
+        if step == 8:
+            os.kill(os.getpid(), signal.SIGINT)
+        return update(self, step, *args)
+
+    monkeypatch.setattr(trainer_testing.StepProgress, "Update", interrupt)
+    assert trainer.main(flags(data_dir, run, STEPS)) == 130
+    err = capfd.readouterr().err
+    assert "stopped and saved at step 8; the same command goes on from there" in err
+    assert losses(run) == {s: losses(reference)[s] for s in (7, 8)}
+
+
+def test_a_damaged_checkpoint_is_an_error_and_is_left_as_it_is(
+    reference, data_dir, tmp_path, capfd
+):
+    run = fork(reference, tmp_path / "run", 6, 12)
+    # All of them: a file may hold nothing but what was written over.
+    for file in (run / "checkpoints/12/state").rglob("d/*"):
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+    def contents():
+        files = (p for p in (run / "checkpoints").rglob("*") if p.is_file())
+        return {p: p.read_bytes() for p in files}
+
+    before = contents()
+    assert trainer.main(flags(data_dir, run, STEPS)) == 2
+    (line,) = capfd.readouterr().err.splitlines()[-1:]
+    assert line.startswith(f"error: {run / 'checkpoints'}, step 12: the checkpoint is damaged")
+    assert "delete that step to go on from step 6" in line
+    assert contents() == before
+    assert losses(run) == {}
+
+
+def test_other_data_under_a_run_is_an_error(reference, data_dir, tmp_path, capfd):
+    run = fork(reference, tmp_path / "run", 6)
+    other = trainer_testing.write_corpus(tmp_path / "other")
+    with open(other / "aa.tsv", "a", encoding="utf-8") as file:
+        file.write("one more\tone more\n")
+    assert trainer.main(flags(other, run, STEPS)) == 2
+    assert "the saved position of the input is of other data" in capfd.readouterr().err
+
+
+def test_restart_begins_anew(reference, data_dir, tmp_path):
+    run = fork(reference, tmp_path / "run", 12)
+    assert trainer.main(flags(data_dir, run, 2, "--restart")) == 0
+    assert losses(run) == {s: losses(reference)[s] for s in (1, 2)}
+    assert (tmp_path / "run.before_restart_1/checkpoints/12").is_dir()

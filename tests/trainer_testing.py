@@ -1,0 +1,130 @@
+"""Runs of the trainer for tests: a corpus, one compilation for many runs, and signals at chosen steps.
+
+Also a command, `python trainer_testing.py PLAN FLAG...`: PLAN is a JSON list with, for each run to do in
+this process, null or [signal, step, seconds after it]; prints `exit CODE` after each.
+"""
+
+import json
+import os
+import random
+import shutil
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from lingvo_moe.core.engine.progress import StepProgress
+
+SAVE_EVERY = 6
+OVERRIDE = ";".join(
+    (
+        f"train.save_interval_steps={SAVE_EVERY}",
+        "train.save_max_to_keep=100",
+        "train.summary_interval_steps=1",
+    )
+)
+
+
+def write_corpus(directory: Path) -> Path:
+    """Three languages, 600 pairs; words spelled backwards, with each language's letter before them."""
+    rng = random.Random(0)
+    syllables = [c + v for c in "bdfgklmnprst" for v in ("a", "e", "i", "o", "u", "an")]
+    words = ["".join(rng.choices(syllables, k=rng.randint(1, 3))) for _ in range(300)]
+    directory.mkdir(parents=True)
+    for language, size in (("aa", 400), ("bb", 150), ("cc", 50)):
+        with open(directory / f"{language}.tsv", "w", encoding="utf-8") as file:
+            for _ in range(size):
+                english = rng.choices(words, k=rng.randint(1, 6))
+                source = " ".join(language[0] + word[::-1] for word in english)
+                file.write(f"{source}\t{' '.join(english)}\n")
+    return directory
+
+
+def flags(data_dir: Path, logdir: Path, max_steps: int, *more: str) -> list[str]:
+    """The flags of mt.M4Tiny with dropout and random routing."""
+    return [
+        "--model=mt.M4Tiny",
+        f"--data_dir={data_dir}",
+        f"--logdir={logdir}",
+        f"--max_steps={max_steps}",
+        f"--model_params_override={OVERRIDE}",
+        *more,
+    ]
+
+
+def keep_compiled() -> None:
+    """From here on the trainers of this process compile each function of an engine and mesh once."""
+    from lingvo_moe.core.engine import base
+
+    make_engine, engines = base.make_engine, {}
+
+    def make_once(name: str, mesh: Any) -> Any:
+        key = (name, str(mesh))
+        if key not in engines:
+            engine, built = make_engine(name, mesh), {}
+            build = engine.Build
+
+            def build_once(*args: Any, name: str, **kwargs: Any) -> Any:
+                if name not in built:
+                    built[name] = build(*args, name=name, **kwargs)
+                return built[name]
+
+            engine.Build = build_once
+            engines[key] = engine
+        return engines[key]
+
+    base.make_engine = make_once
+
+
+def fork(run: Path, to: Path, *steps: int) -> Path:
+    """Copies a run as it stood when these checkpoints were its only ones."""
+    shutil.copytree(run / "vocab", to / "vocab")
+    shutil.copy(run / "experiment.json", to)
+    for step in steps:
+        shutil.copytree(run / "checkpoints" / str(step), to / "checkpoints" / str(step))
+    return to
+
+
+def losses(run: Path) -> dict[int, float]:
+    """By step, exactly as they were."""
+    from lingvo_moe.core.engine.summaries import read_metrics
+
+    return {row["step"]: row["loss"] for row in read_metrics(str(run / "train"))}
+
+
+def state(run: Path) -> dict[str, Any]:
+    """The newest checkpoint, by path."""
+    from lingvo_moe.core.engine.checkpoints import Checkpointer
+
+    with Checkpointer(str(run / "checkpoints"), read_only=True) as checkpointer:
+        return dict(checkpointer.RestoreToNumpy()[0].FlattenItems())
+
+
+_update = StepProgress.Update
+
+
+def _signal_at(number: int, at: int, delay: float) -> None:
+    """Sends this process a signal `delay` seconds after step `at`, or none for number 0."""
+
+    def update(self: StepProgress, step: int, *args: Any) -> float:
+        rate = _update(self, step, *args)
+        if number and step == at:
+            threading.Timer(delay, os.kill, [os.getpid(), number]).start()
+            time.sleep(0.0 if delay else 0.5)
+        return rate
+
+    StepProgress.Update = update
+
+
+def main() -> None:
+    keep_compiled()
+    from lingvo_moe import trainer
+
+    for plan in json.loads(sys.argv[1]):
+        _signal_at(*(plan or (0, 0, 0.0)))
+        print("exit", trainer.main(sys.argv[2:]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
