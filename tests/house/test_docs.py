@@ -8,9 +8,13 @@ import contextlib
 import functools
 import importlib
 import io
+import random
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -22,7 +26,14 @@ from tools.import_graph import PACKAGES, ROOT
 
 PAGES = sorted(["README.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))])
 # Their Python examples run, in order, in one namespace. Elsewhere examples name files of the reader's.
-RUNNABLE = ["README.md", "docs/experiments.md", "docs/moe.md", "docs/sharding.md"]
+RUNNABLE = [
+    "README.md",
+    "docs/data.md",
+    "docs/experiments.md",
+    "docs/moe.md",
+    "docs/sharding.md",
+    "docs/training.md",
+]
 # README's picture and figures are filled in from a run of the demo; until then this marks their places.
 PLACEHOLDER = "<!-- demo figures -->"
 
@@ -58,8 +69,24 @@ def _said(block: str) -> Iterator[str]:
             yield below[2:]
 
 
+def _write_corpus(directory: Path) -> None:
+    """The reader's data: enough made-up words for the vocabularies of mt.M4Tiny."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices("bdfgklmnprstaeiou", k=rng.randint(2, 6))) for _ in range(300)]
+    directory.mkdir()
+    for language in ("aa", "bb"):
+        lines = [rng.choices(words, k=rng.randint(1, 6)) for _ in range(400)]
+        text = "".join(f"{' '.join(w[::-1] for w in line)}\t{' '.join(line)}\n" for line in lines)
+        (directory / f"{language}.tsv").write_text(text)
+
+
 @pytest.mark.parametrize("page", RUNNABLE)
-def test_examples_run_and_print_what_they_say(page: str) -> None:
+def test_examples_run_and_print_what_they_say(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    _write_corpus(tmp_path / "CORPUS")
     names: dict = {"__name__": "example"}
     blocks = _blocks(page, "python")
     assert blocks
@@ -272,6 +299,23 @@ def test_the_page_on_training_lists_every_flag_and_train_parameter() -> None:
     flags = {s for a in trainer.make_parser()._actions for s in a.option_strings} - {"-h", "--help"}
     flags |= {f"train.{name}" for name, _ in registry.TrainParams().IterParams()}
     assert not {flag for flag in flags if f"`{flag}`" not in text}
+
+
+@pytest.mark.parametrize(
+    "absent, modules",
+    [
+        ("tensorflow jax", "core.sharding.mesh core.sharding.letters"),
+        ("tensorflow jax", "core.engine.specs core.engine.signature"),
+        ("tensorflow", "core.engine.program core.engine.pjrt core.engine.checkpoints"),
+        ("tensorflow", "core.engine.collectives core.engine.devices"),
+    ],
+)
+def test_modules_are_as_light_as_the_page_on_architecture_says(absent: str, modules: str) -> None:
+    text = _text("docs/architecture.md")
+    assert all(f"{module.rpartition('.')[2]}.py`" in text for module in modules.split())
+    imports = ", ".join(f"lingvo_moe.{module}" for module in modules.split())
+    code = f"import sys, {imports}; sys.exit(bool({set(absent.split())!r} & sys.modules.keys()))"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_every_tool_is_named_in_the_readme() -> None:
