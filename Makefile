@@ -18,7 +18,7 @@ help: ## Show this list.
 
 install: ## Make .venv with the pinned packages; does nothing when they have not changed.
 	@python=
-	for candidate in python3.11 python3 python3.12 python3.13; do
+	for candidate in python3.11 python3.12 python3.13 python3; do
 	  if "$$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
 	    python=$$candidate; break
 	  fi

@@ -14,6 +14,9 @@ from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import DimsMapping, dims_mapping
 from lingvo_moe.core.sharding.annotate import shard_letters
+from lingvo_moe.core.suggest import did_you_mean
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 # What a child takes from its parent where its own Params leave it open.
 _INHERITED = ("dtype", "fprop_dtype", "activation_split", "weight_split")
@@ -125,6 +128,13 @@ class BaseLayer:
         if params.fprop_dtype is None:
             params.fprop_dtype = params.dtype
         params.name = params.name or type(self).__name__
+        for name in ("dtype", "fprop_dtype"):
+            value = getattr(params, name)
+            if value not in _DTYPES:
+                raise ValueError(
+                    f"{params.name}.{name}={value!r}: must be one of {', '.join(_DTYPES)}"
+                    f"{did_you_mean(str(value), _DTYPES)}"
+                )
         self.params = params.Freeze()
         self.path = params.name
         self.children = NestedMap()

@@ -105,8 +105,7 @@ class Params:
             AttributeError: unknown name (with the nearest known ones), or frozen Params.
         """
         for path, value in values.items():
-            owner, name = self._resolve(path)
-            setattr(owner, name, value)
+            self._assign(path, value)
         return self
 
     def IterParams(self) -> Iterator[tuple[str, Any]]:
@@ -186,21 +185,12 @@ class Params:
         Raises:
             AttributeError: unknown path. ValueError: text that does not read as that type.
         """
-        owner, name = self._resolve(path)
-        bare, indices = _parse_indices(name)
         current = self.Get(path)
         try:
             value = _from_text(text, current)
         except ValueError as e:
             raise ValueError(f"{where}{path}: {e}") from None
-        if not indices:
-            setattr(owner, bare, value)
-            return
-        owner._check_mutable(name)
-        target = getattr(owner, bare)
-        for i in indices[:-1]:
-            target = target[i]
-        target[indices[-1]] = value
+        self._assign(path, value)
 
     def TextDiff(self, other: "Params") -> str:
         """The lines of ToText that differ: `> ` from self, `< ` from other."""
@@ -222,6 +212,18 @@ class Params:
 
     def _unknown(self, name: str) -> str:
         return f"no parameter {name!r}{did_you_mean(name, self._params)}"
+
+    def _assign(self, path: str, value: Any) -> None:
+        owner, name = self._resolve(path)
+        name, indices = _parse_indices(name)
+        if not indices:
+            setattr(owner, name, value)
+            return
+        owner._check_mutable(name)
+        target = getattr(owner, name)
+        for i in indices[:-1]:
+            target = target[i]
+        target[indices[-1]] = value
 
     def _resolve(self, path: str) -> tuple["Params", str]:
         """The Params that own the last part of a dotted path, and that part."""
@@ -295,11 +297,10 @@ def _to_text(value: Any) -> str:
 
 
 def _from_text(text: str, current: Any) -> Any:
-    if text.startswith("type/"):
-        _, module, name = text.split("/")
-        return getattr(importlib.import_module(module), name)
+    if isinstance(current, type) or text.startswith("type/"):
+        return _type_from_text(text)
     if isinstance(current, str) and text[:1] not in "'\"":
-        return None if text == "None" else text
+        return text
     if isinstance(current, bool) and text.lower() in ("true", "false"):
         return text.lower() == "true"
     try:
@@ -312,11 +313,23 @@ def _from_text(text: str, current: Any) -> Any:
         return float(value)
     if isinstance(current, tuple) and isinstance(value, list):
         return tuple(value)
-    if current is not None and value is not None and type(value) is not type(current):
+    if current is not None and type(value) is not type(current):
         raise ValueError(
             f"{text} is of type {type(value).__name__}, expected {type(current).__name__}"
         )
     return type(current)(value) if isinstance(current, dict) else value
+
+
+def _type_from_text(text: str) -> type:
+    """The class that `type/<module>/<name>` names."""
+    try:
+        _, module, name = text.split("/")
+        found = getattr(importlib.import_module(module), name)
+    except (ValueError, ImportError, AttributeError) as e:
+        raise ValueError(f"{text!r} names no class; expected 'type/module/Class' ({e})") from None
+    if not isinstance(found, type):
+        raise ValueError(f"{text!r} is no class")
+    return found
 
 
 def _parse_indices(part: str) -> tuple[str, list[int]]:

@@ -86,7 +86,9 @@ def GetExperiment(name: str) -> type[Experiment]:
     """
     task = name.split(".")[0]
     if "." not in name or not name.replace(".", "").isidentifier():
-        raise RegistryError(f"--model={name!r}: expected task.Experiment, e.g. 'mt.M4MoE2048E36L'")
+        raise RegistryError(
+            f"--model={name!r}: expected task.Experiment, e.g. 'mt.{name}' or 'mt.M4MoE2048E36L'"
+        )
     _import_task(task)
     if name not in _registry:
         known = [n for n in _registry if n.count(".") == name.count(".")]

@@ -30,10 +30,10 @@ class M4Demo(registry.Experiment):
             # The demo sees less than one epoch: there is nothing to regularise.
             dropout=0.0,
             optimizer=Adafactor.Params().Set(
-                learning_rate=SqrtDecay.Params().Set(multiplier=1.0, warmup_steps=1000)
+                learning_rate=SqrtDecay.Params().Set(multiplier=1.0, warmup_steps=400)
             ),
         )
-        # E^2, as Lingvo scales it: with 8 experts the paper's loss is too small to balance them soon.
+        # As the family scales it; see m4.py.
         p.moe.router.aux_loss_scale = float(p.num_experts**2)
         return SplitOverExperts(p)
 

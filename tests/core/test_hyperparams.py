@@ -28,8 +28,10 @@ def _params():
 
 def test_set_get_by_path_and_copy_is_deep():
     p = _params()
-    q = p.Copy().Set(name="y", **{"model.hidden_dim": 128, "layers": p.layers})
+    q = p.Copy().Set(name="y", **{"model.hidden_dim": 128})
     assert q.Get("model.hidden_dim") == 128 and p.model.hidden_dim == 64
+    q.Set(**{"layers[1].rate": 0.75})
+    assert (q.layers[1].rate, p.layers[1].rate) == (0.75, 0.5)
     q.split["G"] = "data"
     assert p.split == {"E": "expert"}
     assert p.Get("layers[1].rate") == 0.5 and p.Help("model.hidden_dim") == "H."
@@ -89,6 +91,9 @@ def test_any_value_survives_text(name, number, rate, flag):
     [
         ("model.hidden_dim : many", ValueError, "line 2: model.hidden_dim"),
         ("model.hidden_dim : 1.5", ValueError, "expected int"),
+        ("model.hidden_dim : None", ValueError, "expected int"),
+        ("model.cls : type/no_such_module/Thing", ValueError, "names no class"),
+        ("model.cls : Thing", ValueError, "names no class"),
         ("no separator", ValueError, "line 2"),
         ("model.nme : 1", AttributeError, "nme"),
     ],

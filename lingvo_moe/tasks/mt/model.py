@@ -97,6 +97,7 @@ class MtModel(BaseTask):
         p = self.p
         if moe:
             ffn = p.moe.Copy().Set(num_experts=p.num_experts, num_groups=p.num_groups)
+            ffn.experts.relu_dropout_prob = p.dropout
         else:
             ffn = feed_forward.FeedForward.Params().Set(relu_dropout_prob=p.dropout)
         atten = attention.MultiHeadAttention.Params().Set(
