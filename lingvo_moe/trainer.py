@@ -5,12 +5,13 @@ python -m lingvo_moe.trainer --model=mt.M4MoE2048E36L --mode=inspect_model
 """
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
         if value not in known:
             raise UsageError(f"--{flag}={value}: no such {flag}{did_you_mean(value, known)}")
     override = full_override(args)
-    import_tensorflow_quietly(args.engine)
+    import_tensorflow(args.engine)
     params = registry.GetParams(args.model, override)
     if args.mode == "inspect_params":
         print(params.ToText(), end="")
@@ -116,27 +117,21 @@ def run(args: argparse.Namespace) -> int:
         mesh = Mesh.parse(args.mesh) if args.mesh else _planned_mesh(params, args.num_devices)
         inspect.print_variables(task.VariableSpecs().Flatten(), mesh)
         return 0
-    check_flags(args)
+    check_flags(args, params)
     return train(args, params, override)
 
 
-def import_tensorflow_quietly(engine: str) -> None:
-    """Imports TensorFlow without what it writes to standard error about CPUs and GPUs, whatever the settings.
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps libraries from writing to standard error, as they do whatever they are told.
 
-    Where the import fails, that is shown.
+    Where the block fails, what they said is shown.
     """
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    if "tensorflow" in sys.modules:
-        return
     with tempfile.TemporaryFile() as said:
         stderr = os.dup(2)
         os.dup2(said.fileno(), 2)
         try:
-            import tensorflow as tf
-
-            # Where programs run through PJRT, TensorFlow only traces: no GPU memory for it.
-            if tf.config.list_physical_devices("GPU") and engine == "pjrt":
-                tf.config.set_visible_devices([], "GPU")
+            yield
         except BaseException:
             said.seek(0)
             os.write(stderr, said.read())
@@ -146,10 +141,37 @@ def import_tensorflow_quietly(engine: str) -> None:
             os.close(stderr)
 
 
-def check_flags(args: argparse.Namespace) -> None:
+def import_tensorflow(engine: str) -> None:
+    """Imports TensorFlow without its lines about the CPU and about GPUs that are not there."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    if "tensorflow" in sys.modules:
+        return
+    with quiet():
+        import tensorflow as tf
+
+        # Where programs run through PJRT, TensorFlow only traces: no GPU memory for it.
+        if tf.config.list_physical_devices("GPU") and engine == "pjrt":
+            tf.config.set_visible_devices([], "GPU")
+
+
+def find_devices() -> None:
+    """Lets JAX look for devices; without complaints about TPUs, unless the machine has some."""
+    from lingvo_moe.core.engine import devices
+
+    has_tpu = bool([*Path("/dev").glob("accel*"), *Path("/dev").glob("vfio/*")])
+    with contextlib.nullcontext() if has_tpu else quiet():
+        devices.device_count()
+
+
+def check_flags(args: argparse.Namespace, params: Params) -> None:
     """Raises UsageError for what --mode=sync cannot work with, before anything slow begins."""
     if not args.logdir:
         raise UsageError("--logdir is needed to train: the directory of the run")
+    if not params.input.data_dir:
+        raise UsageError(
+            "--data_dir is needed to train: a directory of <lang>.tsv.gz files "
+            "(`python -m tools.build_corpus --output=corpus` makes one)"
+        )
     if args.engine == "tf" and args.num_devices > 1:
         raise UsageError(
             f"--num_devices={args.num_devices}: --engine=tf runs on one device; use --engine=pjrt"
@@ -193,6 +215,7 @@ def train(args: argparse.Namespace, params: Any, override: str) -> int:
     if args.num_devices and args.engine == "pjrt":
         devices.request_cpu_devices(args.num_devices)
     devices.initialize_distributed(args.coordinator_address, args.num_processes, args.process_id)
+    find_devices()
     first_process = args.process_id == 0
     mesh = make_mesh(args.mesh, args.engine)
     engine = make_engine(args.engine, mesh)

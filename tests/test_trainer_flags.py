@@ -56,7 +56,7 @@ TINY = "--model=mt.M4Tiny"
         ([TINY, "--mode=snyc"], "--mode=snyc: no such mode (did you mean 'sync'?)"),
         ([TINY, "--engine=pjr"], "--engine=pjr: no such engine (did you mean 'pjrt'?)"),
         ([TINY], "--logdir is needed"),
-        ([TINY, "--logdir=RUN"], "give --data_dir"),
+        ([TINY, "--logdir=RUN", "--data_dir="], "--data_dir is needed to train: a directory of"),
         (
             [TINY, "--model_params_override=task.num_expert=8"],
             "task.num_expert=8: no parameter 'task.num_expert' (did you mean 'num_experts'",
@@ -114,7 +114,7 @@ TINY = "--model=mt.M4Tiny"
 )
 def test_flags_that_cannot_be(flags, expected, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert expected in _error(capfd, *flags)
+    assert expected in _error(capfd, "--data_dir=nowhere", *flags)
     assert not (tmp_path / "RUN").exists()
 
 
@@ -259,6 +259,22 @@ code = trainer.main(["--model=mt.M4MoE2048E36L", "--mode=inspect_model"])
 print(code, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, resource.getrusage(
     resource.RUSAGE_SELF).ru_utime, file=sys.stderr)
 """
+
+
+def test_a_fresh_process_says_one_line(tmp_path):
+    """Neither TensorFlow nor JAX's search for accelerators is heard."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    for name in ("TF_CPP_MIN_LOG_LEVEL", "JAX_PLATFORMS", "XLA_FLAGS"):
+        env.pop(name, None)
+    flags = [TINY, f"--logdir={tmp_path / 'run'}", f"--data_dir={tmp_path / 'none'}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "lingvo_moe.trainer", *flags],
+        capture_output=True,
+        text=True,
+        env=env,
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert done.stderr.startswith("error: data directory ")
 
 
 def test_the_600_billion_parameter_model_is_inspected_in_seconds():
