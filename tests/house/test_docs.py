@@ -151,6 +151,15 @@ def test_commands_have_flags_that_exist(
         importlib.import_module(module).main(argv)
 
 
+_OVERRIDE = re.compile(r"--model_params_override='([^']*)'")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_overrides_are_of_parameters_that_exist(page: str) -> None:
+    for override in _OVERRIDE.findall(_text(page)):
+        registry.GetParams("mt.M4Demo", override)
+
+
 # --- links, files, names
 
 
