@@ -53,9 +53,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(args: Any) -> int:
     _cli.load_tensorflow()
+    from lingvo_moe.core.files import write_atomic
     from lingvo_moe.tasks.mt import scoring
     from lingvo_moe.tasks.mt.input.dev_set import DevSet
-    from lingvo_moe.tasks.mt.input.files import write_atomic
 
     data_dir = args.data_dir or _data_of_run(args.logdir)
     devset = DevSet(data_dir, args.max_per_language, args.languages)

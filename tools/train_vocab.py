@@ -10,8 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from lingvo_moe.core.files import write_atomic
 from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.input.files import write_atomic
 from lingvo_moe.tasks.mt.input.scan import scan
 from lingvo_moe.tasks.mt.input.vocab_cache import VocabOptions, cached_vocabularies
 

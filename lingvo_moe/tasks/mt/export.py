@@ -9,8 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
+from lingvo_moe.core.files import replaced_directory
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.mt.input.files import replaced_directory
 from lingvo_moe.tasks.mt.run_dir import RunDir
 from lingvo_moe.tasks.mt.translator import TranslateOptions, Translator
 

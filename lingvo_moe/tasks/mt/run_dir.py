@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from lingvo_moe.core import registry
+from lingvo_moe.core.files import write_atomic
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.mt.input.files import write_atomic
 
 _FILE = "experiment.json"
 _SIDES = ("source", "target")

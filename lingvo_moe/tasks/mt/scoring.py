@@ -10,9 +10,9 @@ from typing import Any
 
 from sacrebleu.metrics import BLEU, CHRF
 
+from lingvo_moe.core.files import write_atomic
 from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.input.files import write_atomic
 from lingvo_moe.tasks.mt.line_stream import one_line
 
 # Lines -> one translation each.

@@ -15,11 +15,10 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_text as tf_text
 
-from lingvo_moe.core.decode.flat_beam_search import NEVER, SearchOptions, flat_beam_search
+from lingvo_moe.core.decode.flat_beam_search import SearchOptions, flat_beam_search
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
-
-PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
+from lingvo_moe.tasks.mt.input.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 
 _SMALLEST_BUCKET = 8
 _LONGEST_PIECE = 64  # bytes of a SentencePiece: 16 characters of UTF-8
@@ -309,6 +308,3 @@ def translations_of(function: Any, lines: Sequence[str | bytes]) -> NestedMap:
     return NestedMap(
         translations=texts, scores=out["scores"].numpy(), truncated=out["truncated"].numpy()
     )
-
-
-__all__ = ["NEVER", "SavedTranslator", "TranslateOptions", "Translator", "translations_of"]

@@ -16,8 +16,9 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from lingvo_moe.core import files
 from lingvo_moe.core.suggest import did_you_mean
-from lingvo_moe.tasks.mt.input import clean, files, gettext_catalogs
+from lingvo_moe.tasks.mt.input import clean, gettext_catalogs
 from lingvo_moe.tasks.mt.input.errors import DataError
 
 # Of English sentences by their number of words, the share that is held out: longer ones make better references, and

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.mt.input.vocabulary import BOS_ID, EOS_ID
+from lingvo_moe.tasks.mt.input.special_ids import BOS_ID, EOS_ID
 
 Ids = np.ndarray
 MAX_WAITING = 512

@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
+from lingvo_moe.core import files
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.mt.input import files, tsv
+from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.scan import Progress, Scan, quiet
 

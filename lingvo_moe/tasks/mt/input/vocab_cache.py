@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from lingvo_moe.core import files
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.mt.input import files, tsv
+from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.mixing import quotas
 from lingvo_moe.tasks.mt.input.permutation import permute

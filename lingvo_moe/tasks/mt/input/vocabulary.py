@@ -11,8 +11,8 @@ from pathlib import Path
 import sentencepiece
 
 from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 
-PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
 _SPECIAL = 4 + 256  # the ids above and one piece per byte
 MIN_SIZE = 280
 # Fixed: SentencePiece's sums depend on how many threads share the work, and the same data must give the same model.
@@ -72,10 +72,6 @@ class Vocabulary:
             if i not in (PAD_ID, BOS_ID):
                 kept.append(int(i))
         return self._processor.DecodeIds(kept)
-
-    def Pieces(self, text: str) -> list[str]:
-        """The pieces that a text is cut into, for people to read."""
-        return self._processor.EncodeAsPieces(text)
 
 
 def train_vocabulary(sentences: Sequence[str], size: int, name: str, normalization: str) -> bytes:

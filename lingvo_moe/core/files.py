@@ -1,0 +1,69 @@
+"""Files and directories that are there whole or not at all, and one writer at a time.
+
+What is made has the permissions that the umask gives, as if it had been opened plainly.
+"""
+
+import contextlib
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextlib.contextmanager
+def atomic_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
+    """Yields a file to write, which takes the place of `path` when the block ends without an error.
+
+    Where `path` is a link, what it points to is replaced.
+    """
+    target = Path(os.path.realpath(path))
+    temp = _beside(target)
+    # tempfile would make it readable for the owner alone, whatever the umask.
+    handle = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temp, target)
+    except BaseException:
+        os.unlink(temp)
+        raise
+
+
+def write_atomic(path: str | os.PathLike, data: bytes) -> None:
+    """Writes a file whole or not at all."""
+    with atomic_file(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def replaced_directory(path: Path) -> Iterator[Path]:
+    """Yields an empty directory beside `path`, which takes its place when the block ends without an error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temp = _beside(path)
+    temp.mkdir()
+    try:
+        yield temp
+        if path.exists():
+            shutil.rmtree(path)
+        temp.rename(path)
+    finally:
+        shutil.rmtree(temp, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def only_one(directory: Path) -> Iterator[None]:
+    """Holds a lock on a directory among the processes of this machine; the others wait, then find the work done."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _beside(path: Path) -> Path:
+    """A new hidden name in the same directory."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(6)}")

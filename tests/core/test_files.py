@@ -1,0 +1,44 @@
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lingvo_moe.core.files import atomic_file, replaced_directory, write_atomic
+
+
+@pytest.fixture(params=[0o022, 0o077, 0o002])
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def test_permissions_are_the_umask_s(tmp_path: Path, umask: int) -> None:
+    write_atomic(tmp_path / "file", b"x")
+    with replaced_directory(tmp_path / "directory") as directory:
+        (directory / "inside").write_bytes(b"y")
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o666 & ~umask
+    assert (tmp_path / "directory").stat().st_mode & 0o777 == 0o777 & ~umask
+
+
+def test_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"older")
+    with pytest.raises(KeyboardInterrupt), atomic_file(path) as file:
+        file.write(b"half")
+        raise KeyboardInterrupt
+    assert path.read_bytes() == b"older"
+    assert os.listdir(tmp_path) == ["file"]
+    with atomic_file(path) as file:
+        file.write(b"new")
+        assert path.read_bytes() == b"older"
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("file")
+    write_atomic(tmp_path / "link", b"x")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_bytes() == b"x"
