@@ -33,8 +33,6 @@ class M4Demo(registry.Experiment):
                 learning_rate=SqrtDecay.Params().Set(multiplier=1.0, warmup_steps=400)
             ),
         )
-        # As the family scales it; see m4.py.
-        p.moe.router.aux_loss_scale = float(p.num_experts**2)
         return SplitOverExperts(p)
 
     def Input(self) -> InstantiableParams:

@@ -44,9 +44,6 @@ class M4Base(registry.Experiment):
             aux_loss_weight=0.01,
             optimizer=Adafactor.Params().Set(learning_rate=SqrtDecay.Params()),
         )
-        # Algorithm 1's loss is 1/E^2 when experts are balanced: times k it would have no force. Scaled
-        # by E^2, as in the authors' Lingvo, k keeps its meaning for any number of experts.
-        p.moe.router.aux_loss_scale = float(p.num_experts**2)
         return SplitOverExperts(p)
 
     def Input(self) -> InstantiableParams:

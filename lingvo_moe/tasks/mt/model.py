@@ -98,6 +98,10 @@ class MtModel(BaseTask):
         if moe:
             ffn = p.moe.Copy().Set(num_experts=p.num_experts, num_groups=p.num_groups)
             ffn.experts.relu_dropout_prob = p.dropout
+            if ffn.router.aux_loss_scale is None:
+                # Algorithm 1's loss is 1/E^2 when experts are balanced: times k it would have no force.
+                # Scaled by E^2, as in the authors' Lingvo, k means the same for any number of experts.
+                ffn.router.aux_loss_scale = float(p.num_experts**2)
         else:
             ffn = feed_forward.FeedForward.Params().Set(relu_dropout_prob=p.dropout)
         atten = attention.MultiHeadAttention.Params().Set(
