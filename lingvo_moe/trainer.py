@@ -24,7 +24,7 @@ from lingvo_moe.core.suggest import did_you_mean
 MODES = ("sync", "inspect_model", "inspect_params")
 SUMMARIES = "train"  # in the run's directory
 # Where files lie may change while a run goes on; that they hold the same is checked when it does.
-_PLACES = ("data_dir", "cache_dir")
+_PLACES = ("input.data_dir", "input.cache_dir")
 
 
 class UsageError(ValueError):
@@ -360,20 +360,38 @@ def prepare_run_dir(run_dir: Any, model: str, override: str, restart: bool) -> N
             f"--logdir={run_dir.path} holds checkpoints, but does not say of what (experiment.json is missing); "
             "give another --logdir, or --restart to begin anew"
         )
-    before = run_dir.experiment
-    was, now = (
-        registry.GetParams(m, o)
-        for m, o in ((before["model"], before["params_override"]), (model, override))
-    )
-    # A run may be made longer, or saved more often; what is trained on what may not change under it.
-    was.input.Delete(*_PLACES)
-    now.input.Delete(*_PLACES)
-    difference = was.task.TextDiff(now.task) + was.input.TextDiff(now.input)
+    # The text, not the experiment evaluated again: its definition may have changed since.
+    was = (run_dir.path / "params.txt").read_text("utf-8")
+    difference = run_difference(was, registry.GetParams(model, override).ToText())
     if difference:
         raise UsageError(
-            f"--logdir={run_dir.path} holds a run of {before['model']} with other parameters; give another --logdir, "
-            f"or --restart to begin anew. '>' is the run there, '<' are the flags:\n{difference}"
+            f"--logdir={run_dir.path} holds a run of {run_dir.experiment['model']} with other parameters; give "
+            f"another --logdir, or --restart to begin anew. '>' is the run there, '<' is what would run now:\n"
+            f"{difference}"
         )
+
+
+def run_difference(was: str, now: str) -> str:
+    """The lines by which two experiments, as text, differ in what is trained on what; '' where they do not.
+
+    A run may be made longer, or saved more often.
+    """
+
+    def lines(text: str) -> set[str]:
+        return {
+            line
+            for line in text.splitlines()
+            if line.startswith(("task.", "input.")) and line.split(" : ")[0] not in _PLACES
+        }
+
+    only = [(line, ">") for line in lines(was) - lines(now)]
+    only += [(line, "<") for line in lines(now) - lines(was)]
+    return "\n".join(f"{mark} {line}" for line, mark in sorted(only, key=_path_and_mark))
+
+
+def _path_and_mark(marked: tuple[str, str]) -> tuple[str, bool]:
+    line, mark = marked
+    return line.split(" : ")[0], mark == "<"
 
 
 if __name__ == "__main__":

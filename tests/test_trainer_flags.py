@@ -191,12 +191,26 @@ def test_another_experiment_in_the_same_logdir_is_refused_with_the_difference(tm
         trainer.prepare_run_dir(run_dir, "mt.M4Tiny", "task.model_dim=32", restart=False)
     message = str(e.value)
     assert f"--logdir={run_dir.path} holds a run of mt.M4Tiny with other parameters" in message
-    assert "> num_experts : 16\n< num_experts : 8" in message
-    assert "> model_dim : 16\n< model_dim : 32" in message
+    assert "> task.num_experts : 16\n< task.num_experts : 8" in message
+    assert "> task.model_dim : 16\n< task.model_dim : 32" in message
     assert "max_steps" not in message
     with pytest.raises(trainer.UsageError, match=r"holds a run of mt\.M4Tiny"):
         trainer.prepare_run_dir(run_dir, "mt.M4Demo", "task.num_experts=16", restart=False)
     assert _files(run_dir.path) == before
+
+
+def test_an_experiment_that_was_changed_under_its_run_is_noticed(tmp_path):
+    """The flags are the same, but not what they mean."""
+    run_dir = _run(tmp_path)
+    text = (run_dir.path / "params.txt").read_text()
+    assert "task.aux_loss_weight : " in text
+    was = "".join(
+        "task.aux_loss_weight : 0.5\n" if line.startswith("task.aux_loss_weight") else line
+        for line in text.splitlines(keepends=True)
+    )
+    (run_dir.path / "params.txt").write_text(was)
+    with pytest.raises(trainer.UsageError, match=r"> task\.aux_loss_weight : 0\.5\n< task\.aux"):
+        trainer.prepare_run_dir(run_dir, "mt.M4Tiny", "", restart=False)
 
 
 def test_the_same_run_may_be_longer_and_its_data_elsewhere(tmp_path):

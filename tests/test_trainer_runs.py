@@ -17,7 +17,7 @@ import pytest
 import trainer_testing
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util import tensor_util
-from trainer_testing import SAVE_EVERY, flags, fork, losses, state
+from trainer_testing import flags, fork, losses, state
 
 from lingvo_moe import trainer
 from lingvo_moe.core.engine import devices
@@ -169,7 +169,7 @@ def test_stopped_and_killed_it_ends_bit_equal(reference, data_dir, tmp_path):
     assert "stopped and saved at step 4; the same command goes on from there" in err
     assert "resuming at step 4" in err
     saved = max(int(p.name) for p in (run / "checkpoints").iterdir() if p.name.isdigit())
-    assert SAVE_EVERY <= saved < STEPS
+    assert 4 <= saved < STEPS  # step 6 may still have been on its way
     assert trainer.main(flags(data_dir, run, STEPS)) == 0
     assert losses(run) == losses(reference), f"killed {delay} s after step 8"
     wanted, got = state(reference), state(run)

@@ -80,7 +80,8 @@ def keep_compiled() -> None:
 def fork(run: Path, to: Path, *steps: int) -> Path:
     """Copies a run as it stood when these checkpoints were its only ones."""
     shutil.copytree(run / "vocab", to / "vocab")
-    shutil.copy(run / "experiment.json", to)
+    for name in ("experiment.json", "params.txt"):
+        shutil.copy(run / name, to)
     for step in steps:
         shutil.copytree(run / "checkpoints" / str(step), to / "checkpoints" / str(step))
     return to
