@@ -1,6 +1,7 @@
 """The held-out pairs of a data directory, in order, unpacked: what BLEU is computed on."""
 
 import itertools
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -8,6 +9,8 @@ from pathlib import Path
 from lingvo_moe.core.suggest import did_you_mean
 from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError
+
+_log = logging.getLogger(__name__)
 
 
 class DevSet:
@@ -30,11 +33,17 @@ class DevSet:
         """
         directory = Path(data_dir) / "dev"
         if Path(data_dir).is_dir() and not directory.is_dir():
+            if Path(data_dir).resolve().name == "dev":
+                raise DataError(
+                    f"{str(data_dir)!r} has no dev directory, but seems to be one: give the directory that it"
+                    f" is in, {str(Path(data_dir).resolve().parent)!r}"
+                )
             raise DataError(
                 f"{str(data_dir)!r} has no dev directory; put held-out pairs into {directory}/<lang>.tsv.gz"
             )
         self._files = tsv.language_files(directory)
         self._max = max_per_language
+        self._told: set[str] = set()  # languages whose bad lines were warned about
         for lang in languages:
             if lang not in self._files:
                 raise DataError(
@@ -46,9 +55,9 @@ class DevSet:
         """The `(source, reference)` pairs of a language, at most `max_per_language`, in the file's order."""
         if lang not in self._files:
             raise DataError(f"no dev pairs for {lang!r}{did_you_mean(lang, self._files)}")
-        counts = tsv.LineCounts()
-        pairs = list(itertools.islice(tsv.read_pairs(self._files[lang], counts), self._max))
-        tsv.log_skipped(self._files[lang], counts)
+        warn = None if lang in self._told else _log.warning
+        self._told.add(lang)
+        pairs = list(itertools.islice(tsv.read_pairs(self._files[lang], warn=warn), self._max))
         if not pairs:
             raise DataError(f"{self._files[lang]}: no good line; lines must be source<TAB>english")
         return pairs

@@ -47,7 +47,8 @@ def quotas(pairs: Mapping[str, int], temperature: float, limit: int) -> dict[str
 
 def draw_languages(weights: np.ndarray, seed: int, block: int, size: int) -> np.ndarray:
     """`size` language indices, int64, a pure function of its arguments (same weights, seed and block: same draw)."""
-    rng = np.random.Generator(np.random.Philox(key=[seed % 2**64, block]))
+    # A plain list would become float64 where the seed needs the 64th bit, and lose its last bits.
+    rng = np.random.Generator(np.random.Philox(key=np.array([seed % 2**64, block], np.uint64)))
     edges = np.cumsum(weights)
     return np.minimum(
         np.searchsorted(edges, rng.random(size) * edges[-1], side="right"), len(weights) - 1

@@ -8,6 +8,7 @@ a pair where this takes about 10, and its packing does not resume to the bit.)
 """
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,16 +20,29 @@ from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.order import PairOrder
 from lingvo_moe.tasks.mt.input.packing import Shape, fill_batch
 from lingvo_moe.tasks.mt.input.records import Records, cached_records
-from lingvo_moe.tasks.mt.input.scan import Progress, quiet, scan
+from lingvo_moe.tasks.mt.input.scan import Progress, Scan, quiet, scan
+from lingvo_moe.tasks.mt.input.tsv import reasons
 from lingvo_moe.tasks.mt.input.vocab_cache import (
+    MIN_SENTENCES,
     VocabOptions,
     cached_vocabularies,
     load_vocabularies,
 )
+from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
 
 # So many pairs in a row that do not fit mean that none does.
 _GIVE_UP_AFTER = 100_000
 _TOO_LONG = ("drop", "truncate")
+_LEAST = {
+    "batch_size": 1,
+    "source_length": 2,
+    "target_length": 2,
+    "vocab_sentences": MIN_SENTENCES,
+}
+_CACHE_REMEDY = "set input.cache_dir, or XDG_CACHE_HOME, to a directory that can be written"
+_VOCAB_REMEDY = (
+    "--model_params_override='input.{side}_vocab_size={most};task.{side}_vocab_size={most}'"
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +59,7 @@ class MtInput:
     Attributes, after Prepare():
         vocabs: NestedMap(source, target) of Vocabulary.
         languages: `{lang: pairs}`.
-        dropped: what was skipped while reading lines, by reason.
+        dropped: lines and pairs of the data that are not trained on, by reason.
     """
 
     @classmethod
@@ -83,12 +97,14 @@ class MtInput:
             DataError: a parameter that cannot be.
         """
         p = self.params = self.p = params.Copy().Freeze()
-        for name in ("batch_size", "source_length", "target_length", "vocab_sentences"):
-            least = 2 if name.endswith("length") else 1
+        for name, least in _LEAST.items():
             if p.Get(name) < least:
                 raise DataError(f"{p.name}.{name}={p.Get(name)}: must be at least {least}")
         if p.too_long not in _TOO_LONG:
             raise DataError(f"{p.name}.too_long={p.too_long!r}: must be one of {_TOO_LONG}")
+        if isinstance(p.languages, str):
+            names = [name.strip() for name in p.languages.split(",") if name.strip()]
+            raise DataError(f"{p.name}.languages={p.languages!r}: must be a list: {names}")
         if not p.temperature > 0:
             raise DataError(f"{p.name}.temperature={p.temperature}: must be positive")
         self.shape = Shape(p.batch_size, p.source_length, p.target_length, p.pack)
@@ -108,16 +124,22 @@ class MtInput:
             tgt=side(self.p.target_length, "ids", "labels", "segment_ids", "segment_pos"),
         )
 
-    def Prepare(self, progress: Progress = quiet) -> "MtInput":
+    def Prepare(
+        self, progress: Progress = quiet, vocabs: Mapping[str, bytes] | None = None
+    ) -> "MtInput":
         """Reads the data once, trains vocabularies, tokenises; quick when the cache has it all. Returns self.
 
-        Processes that share a cache directory take turns, and all but the first find the work done.
+        Processes that share a cache directory take turns, and all but the first find the work done. Further calls do
+        nothing.
 
         Args:
-            progress: called with a line of text now and then.
+            progress: called with a line of text now and then; the last says what was kept and what was not.
+            vocabs: serialised models by side, 'source' and 'target', as a run that goes on began with them; None to
+                take those of `vocab_dir`, of the cache, or new ones.
 
         Raises:
-            DataError: the data is missing, empty or broken, or a vocabulary is too large for it.
+            DataError: the data is missing, empty or broken, a vocabulary is too large for it, or the cache directory
+                cannot be used.
         """
         if self._records is not None:
             return self
@@ -127,18 +149,31 @@ class MtInput:
                 f"{p.name}.data_dir is not set: give --data_dir, a directory of <lang>.tsv.gz files"
                 " (`python -m tools.build_corpus --output=corpus` makes one)"
             )
+        cache_dir = _usable(Path(p.cache_dir)) if p.cache_dir else _user_cache()
         found = scan(p.data_dir, p.languages, progress)
-        self.dropped = found.skipped
-        cache_dir = Path(p.cache_dir) if p.cache_dir else _user_cache()
-        if p.vocab_dir:
-            self._vocabs = load_vocabularies(p.vocab_dir)
-            self._check_sizes(self._vocabs)
-        else:
-            sizes = p.source_vocab_size, p.target_vocab_size
-            options = VocabOptions(*sizes, p.temperature, p.vocab_sentences)
-            self._vocabs = cached_vocabularies(found, options, cache_dir, progress)
+        self._vocabs = self._find_vocabularies(found, cache_dir, progress, vocabs)
         self._records = cached_records(found, self._vocabs, cache_dir, progress)
+        dropped = Counter(found.skipped) + Counter(self._records.dropped)
+        self.dropped = dict(dropped)
+        skipped = f"{dropped.total():,} skipped ({reasons(dropped)})" if dropped else "none skipped"
+        kept = self._records.languages
+        progress(f"{sum(kept.values()):,} pairs of {len(kept)} languages, {skipped}")
         return self
+
+    def _find_vocabularies(
+        self, found: Scan, cache_dir: Path, progress: Progress, given: Mapping[str, bytes] | None
+    ) -> NestedMap:
+        p = self.p
+        if given is None and not p.vocab_dir:
+            sizes = p.source_vocab_size, p.target_vocab_size
+            options = VocabOptions(*sizes, p.temperature, p.vocab_sentences, remedy=_VOCAB_REMEDY)
+            return cached_vocabularies(found, options, cache_dir, progress)
+        if given is None:
+            vocabs = load_vocabularies(p.vocab_dir)
+        else:
+            vocabs = NestedMap({side: Vocabulary(given[side]) for side in ("source", "target")})
+        self._check_sizes(vocabs)
+        return vocabs
 
     @property
     def vocabs(self) -> NestedMap:
@@ -162,9 +197,10 @@ class MtInput:
         for side, vocabulary in vocabs.items():
             wanted = self.p.Get(f"{side}_vocab_size")
             if vocabulary.size != wanted:
+                where = vocabulary.path or f"the {side} vocabulary of the run"
                 raise DataError(
-                    f"{vocabulary.path} has {vocabulary.size} ids, but {self.p.name}.{side}_vocab_size is"
-                    f" {wanted}: set it to {vocabulary.size}, and the model's too"
+                    f"{where} has {vocabulary.size} ids, but {self.p.name}.{side}_vocab_size is {wanted}:"
+                    f" set {_VOCAB_REMEDY.format(side=side, most=vocabulary.size)}"
                 )
 
 
@@ -254,4 +290,21 @@ class BatchIterator:
 
 
 def _user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lingvo_moe"
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        home = Path(base) if base else Path.home() / ".cache"
+    except RuntimeError as e:
+        raise DataError(f"no cache directory: {e}; {_CACHE_REMEDY}") from e
+    return _usable(home / "lingvo_moe")
+
+
+def _usable(cache_dir: Path) -> Path:
+    """The directory, made where it was missing. Raises DataError when that, or writing in it, cannot be done."""
+    why = "no permission to write in it"
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        if os.access(cache_dir, os.W_OK | os.X_OK):
+            return cache_dir
+    except OSError as e:
+        why = str(e)
+    raise DataError(f"cache directory {cache_dir} cannot be used: {why}; {_CACHE_REMEDY}")

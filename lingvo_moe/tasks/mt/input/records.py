@@ -10,6 +10,7 @@ import itertools
 import json
 import logging
 import os
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +38,7 @@ class Records:
     Attributes:
         languages: `{lang: number of records}`, sorted by language.
         key: names data and vocabularies.
+        dropped: good lines that gave no record, by reason.
     """
 
     def __init__(self, directory: Path, key: str):
@@ -50,6 +52,7 @@ class Records:
             manifest = json.loads((directory / _MANIFEST).read_text())
             self._dtype = np.dtype(manifest["dtype"])
             entries = manifest["languages"]
+            self.dropped: dict[str, int] = manifest["dropped"]
             if manifest["key"] != key:
                 raise ValueError("it was made from other data")
         except (OSError, ValueError, KeyError, TypeError) as e:
@@ -125,20 +128,23 @@ def _write_records(
     wide = max(vocabs.source.size, vocabs.target.size) > _MAX_IDS
     dtype = np.dtype("<u4" if wide else "<u2")
     entries: dict[str, dict[str, int]] = {}
+    dropped: Counter[str] = Counter()
     for i, (lang, path) in enumerate(scan.files.items()):
         progress(f"tokenising {lang} ({i + 1} of {len(scan.files)} languages)")
         target = _record_file(directory, lang)
-        count = _write_language(path, target, vocabs, dtype)
+        count = _write_language(path, target, vocabs, dtype, dropped)
         if count:
             entries[lang] = {"records": count, "bytes": target.stat().st_size}
     if not entries:
         raise DataError("no pair has any token left on both sides after tokenisation")
-    manifest = {"key": key, "dtype": dtype.str, "languages": entries}
+    manifest = {"key": key, "dtype": dtype.str, "languages": entries, "dropped": dropped}
     files.write_atomic(directory / _MANIFEST, json.dumps(manifest, indent=1).encode())
 
 
-def _write_language(path: Path, target: Path, vocabs: NestedMap, dtype: np.dtype) -> int:
-    """Tokenises one file; returns the number of records. Pairs without any id on a side are left out."""
+def _write_language(
+    path: Path, target: Path, vocabs: NestedMap, dtype: np.dtype, dropped: Counter[str]
+) -> int:
+    """Tokenises one file; returns the number of records. What gives none is counted in `dropped`."""
     pairs = tsv.read_pairs(path)
     writer = ArrayRecordWriter(str(target), _WRITER_OPTIONS)
     count = 0
@@ -148,7 +154,11 @@ def _write_language(path: Path, target: Path, vocabs: NestedMap, dtype: np.dtype
             for source, english in zip(
                 vocabs.source.EncodeBatch(sources), vocabs.target.EncodeBatch(targets)
             ):
-                if source and english and len(source) <= _MAX_IDS:
+                if not source or not english:
+                    dropped["empty_after_tokenising"] += 1
+                elif len(source) > _MAX_IDS:
+                    dropped["too_long"] += 1
+                else:
                     ids = np.array([len(source), *source, *english], dtype)
                     writer.write(ids.tobytes())
                     count += 1

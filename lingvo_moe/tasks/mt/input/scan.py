@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError
 
 Progress = Callable[[str], None]
+_log = logging.getLogger(__name__)
 
 
 def quiet(message: str) -> None:
@@ -59,9 +61,9 @@ def scan(
     for i, (lang, path) in enumerate(files.items()):
         progress(f"reading {lang} ({i + 1} of {len(files)} languages)")
         counts = tsv.LineCounts()
-        for _ in tsv.read_pairs(path, counts):
+        # The one pass that tells of bad lines; later ones skip them silently.
+        for _ in tsv.read_pairs(path, counts, _log.warning):
             pass
-        tsv.log_skipped(path, counts)
         total += counts
         if counts.good:
             pairs[lang] = counts.good

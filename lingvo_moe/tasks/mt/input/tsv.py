@@ -1,25 +1,24 @@
 """Reads directories of parallel text: `<lang>.tsv.gz` or `<lang>.tsv`, and `dev/<lang>...` for held-out pairs.
 
-A line is `source<TAB>english`, UTF-8; further columns are ignored. Bad lines are skipped, counted and, the first few
-of a file, logged with their numbers; a file or directory that is of no use at all is an error.
+A line is `source<TAB>english`, UTF-8; further columns are ignored. Bad lines are skipped, counted and, where it is
+asked for, the first few of a file are told with their numbers. A file or directory of no use at all is an error.
 """
 
+import codecs
 import dataclasses
 import gzip
-import logging
 import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from lingvo_moe.tasks.mt.input.errors import DataError
 
 MAX_LINE_BYTES = 20_000
-BAD_LINES_LOGGED = 3
+BAD_LINES_TOLD = 3
 _FILE = re.compile(r"([A-Za-z]{2,3}(?:[_-][A-Za-z0-9]+)*)\.tsv(?:\.gz)?\Z")
 _LAYOUT = "expected files such as de.tsv.gz with lines of source<TAB>english"
-_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -69,9 +68,16 @@ def language_files(data_dir: str | os.PathLike) -> dict[str, Path]:
 
 
 def read_pairs(
-    path: str | os.PathLike, counts: LineCounts | None = None
+    path: str | os.PathLike,
+    counts: LineCounts | None = None,
+    warn: Callable[[str], None] | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """Streams the `(source, english)` pairs of a file, stripped; `counts` is filled on the way.
+    """Streams the `(source, english)` pairs of a file, stripped.
+
+    Args:
+        path: the file; a byte order mark at its start is left out.
+        counts: filled on the way.
+        warn: told of the first bad lines and, at the end, of how many there were; None for silence.
 
     Raises:
         DataError: the file cannot be read, or its compressed data is damaged (naming the last good line).
@@ -84,17 +90,22 @@ def read_pairs(
             # Bounded reads: a file without line ends must not fill the memory.
             while line := file.readline(MAX_LINE_BYTES + 1):
                 line_number += 1
+                if line_number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
                 reason, pair = _parse(line)
                 while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
                     line = file.readline(MAX_LINE_BYTES + 1)
                 setattr(counts, reason, getattr(counts, reason) + 1)
                 if pair:
                     yield pair
-                elif sum(counts.skipped().values()) <= BAD_LINES_LOGGED:
-                    _log.warning("%s:%d: skipped: %s", path, line_number, reason.replace("_", " "))
+                elif warn and sum(counts.skipped().values()) <= BAD_LINES_TOLD:
+                    warn(f"{path}:{line_number}: skipped: {reason.replace('_', ' ')}")
     except (OSError, EOFError, zlib.error) as e:
         where = f"{path}:{line_number + 1}" if line_number else str(path)
         raise DataError(f"{where}: cannot be read, damaged or cut short: {e}") from e
+    if warn and (skipped := counts.skipped()):
+        total = sum(skipped.values())
+        warn(f"{path}: skipped {total} of {total + counts.good} lines ({reasons(skipped)})")
 
 
 def _parse(line: bytes) -> tuple[str, tuple[str, str] | None]:
@@ -114,9 +125,6 @@ def _parse(line: bytes) -> tuple[str, tuple[str, str] | None]:
     return "good", (source, english)
 
 
-def log_skipped(path: str | os.PathLike, counts: LineCounts) -> None:
-    """One line that sums up what was skipped in a file, if anything was."""
-    if skipped := counts.skipped():
-        reasons = ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in skipped.items())
-        total = sum(skipped.values())
-        _log.warning("%s: skipped %d of %d lines (%s)", path, total, total + counts.good, reasons)
+def reasons(skipped: Mapping[str, int]) -> str:
+    """Counts by reason, for people: '2 no tab, 1 empty side'."""
+    return ", ".join(f"{n} {reason.replace('_', ' ')}" for reason, n in skipped.items())

@@ -16,6 +16,7 @@ from lingvo_moe.tasks.mt.input.permutation import permute
 from lingvo_moe.tasks.mt.input.scan import Progress, Scan, quiet
 from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary, train_vocabulary
 
+MIN_SENTENCES = 100
 # The source is normalised (full-width Latin and the like are many spellings of one text); what is written stays as is.
 # The target comes first: it is the quicker one, and the one that small data cannot fill.
 NORMALIZATION = {"target": "identity", "source": "nfkc"}
@@ -30,12 +31,16 @@ class VocabOptions:
         source_size, target_size: numbers of ids.
         temperature: of the sample, as in mixing.
         max_sentences: the cap on the sample, pairs; it is what is held in memory.
+        name: of the sizes in errors, with {side}.
+        remedy: as train_vocabulary's, with {side} too.
     """
 
     source_size: int
     target_size: int
     temperature: float = 5.0
     max_sentences: int = 500_000
+    name: str = "input.{side}_vocab_size"
+    remedy: str = "{name}={most}"
 
     def size(self, side: str) -> int:
         return self.source_size if side == "source" else self.target_size
@@ -47,7 +52,7 @@ def cached_vocabularies(
     """NestedMap(source, target) of Vocabulary: from the cache, or trained and put there.
 
     Raises:
-        DataError: see train_vocabulary; the parameters are named source_vocab_size and target_vocab_size.
+        DataError: see train_vocabulary.
     """
     cache_dir = Path(cache_dir)
     paths = {side: cache_dir / _file_name(scan, options, side) for side in NORMALIZATION}
@@ -64,8 +69,9 @@ def cached_vocabularies(
                     # Once each: the same English sentence comes with many languages.
                     list(dict.fromkeys(sample[side])),
                     options.size(side),
-                    f"{side}_vocab_size",
+                    options.name.format(side=side),
                     NORMALIZATION[side],
+                    options.remedy.replace("{side}", side),
                 )
                 files.write_atomic(path, model)
                 vocabulary = Vocabulary(model, path)

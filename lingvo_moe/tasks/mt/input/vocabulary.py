@@ -74,7 +74,13 @@ class Vocabulary:
         return self._processor.DecodeIds(kept)
 
 
-def train_vocabulary(sentences: Sequence[str], size: int, name: str, normalization: str) -> bytes:
+def train_vocabulary(
+    sentences: Sequence[str],
+    size: int,
+    name: str,
+    normalization: str,
+    remedy: str = "{name}={most}",
+) -> bytes:
     """Trains a unigram model and returns its bytes; a pure function of its arguments.
 
     Every character of the sentences becomes a piece, unless they would fill more than half of the vocabulary:
@@ -83,8 +89,9 @@ def train_vocabulary(sentences: Sequence[str], size: int, name: str, normalizati
     Args:
         sentences: the sample.
         size: the number of ids, exactly.
-        name: what to call the vocabulary in errors ("source_vocab_size").
+        name: what to call the size in errors ("input.source_vocab_size").
         normalization: SentencePiece's rule: "nfkc" or "identity".
+        remedy: what to set when the size is too large, with {name} and {most}, the largest size that works.
 
     Raises:
         DataError: `size` is too small to hold the bytes, or larger than the sentences can fill (naming the most).
@@ -122,8 +129,8 @@ def train_vocabulary(sentences: Sequence[str], size: int, name: str, normalizati
         if match := re.search(r"Please set it to a value <= (\d+)", str(e)):
             raise DataError(
                 f"{name}={size} is more than this data can fill: at most {match[1]} for"
-                f" {len(sentences)} sampled sentences; set {name}={match[1]} or less, for the input"
-                " and for the model, or give more data"
+                f" {len(sentences)} sampled sentences; give more data, or set"
+                f" {remedy.format(name=name, most=match[1])}"
             ) from e
         raise DataError(f"cannot train a vocabulary of {name}={size}: {e}") from e
     return out.getvalue()

@@ -1,4 +1,5 @@
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -160,10 +161,62 @@ def test_one_pair_a_row(params) -> None:
 
 def test_skipped_lines_are_reported(params, tmp_path: Path) -> None:
     data = write_corpus(tmp_path / "data", {"aa": 100})
-    (data / "bb.tsv").write_bytes(b"fine\tfine too\nno tab\n\xff\tx\n")
+    (data / "bb.tsv").write_bytes(b"fine\tfine too\nno tab\n\xff\tx\n\xe2\x96\x81\tempty\n")
     generator = params.Copy().Set(data_dir=str(data), source_vocab_size=330).Instantiate()
-    assert generator.Prepare().dropped == {"no_tab": 1, "invalid_utf8": 1}
+    said: list[str] = []
+    generator.Prepare(said.append)
+    assert generator.dropped == {"no_tab": 1, "invalid_utf8": 1, "empty_after_tokenising": 1}
     assert generator.languages == {"aa": 100, "bb": 1}
+    assert said[-1] == (
+        "101 pairs of 2 languages, 3 skipped (1 no tab, 1 invalid utf8, 1 empty after tokenising)"
+    )
+
+
+def test_goes_on_with_the_vocabularies_of_the_run(
+    params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = params.Copy().Set(cache_dir=str(tmp_path / "cache"), source_vocab_size=340)
+    began = small.Instantiate().Prepare()
+    vocabs = began.vocabs.Transform(lambda v: v.model_bytes)
+    iterator = iter(began)
+    next(iterator)
+    state = iterator.GetState()
+    expected = _take(iterator, 3)
+
+    shutil.rmtree(tmp_path / "cache")
+    trainer = "lingvo_moe.tasks.mt.input.vocab_cache.train_vocabulary"
+    monkeypatch.setattr(trainer, lambda *_: pytest.fail("trained a vocabulary"))
+    resumed = iter(small.Instantiate().Prepare(vocabs=vocabs))
+    resumed.SetState(state)
+    assert all(map(_same, expected, _take(resumed, 3)))
+    with pytest.raises(DataError, match=r"vocabulary of the run has 340 ids, but input\.source_"):
+        params.Copy().Set(source_vocab_size=350).Instantiate().Prepare(vocabs=vocabs)
+
+
+@pytest.mark.parametrize("variable", ["cache_dir", "XDG_CACHE_HOME", "HOME"])
+def test_a_cache_that_cannot_be_made(
+    params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    place = str(tmp_path / "file" / "below")
+    chosen = params.Copy().Set(cache_dir=place if variable == "cache_dir" else "")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if variable != "cache_dir":
+        monkeypatch.setenv(variable, place)
+    with pytest.raises(
+        DataError, match=r"below.* cannot be used: .*; set input\.cache_dir, or XDG_"
+    ):
+        chosen.Instantiate().Prepare()
+
+
+def test_no_home_at_all(params, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(DataError, match=r"no cache directory: .*; set input\.cache_dir"):
+        params.Copy().Set(cache_dir="").Instantiate().Prepare()
 
 
 def test_languages_can_be_chosen(params) -> None:
@@ -187,6 +240,13 @@ def test_given_vocabularies_must_have_the_size_asked_for(
     [
         ({"data_dir": ""}, "data_dir is not set: give --data_dir"),
         ({"data_dir": "/no/such/place"}, "does not exist"),
+        ({"languages": "aa,bb"}, r"languages='aa,bb': must be a list: \['aa', 'bb'\]"),
+        ({"vocab_sentences": 9}, "vocab_sentences=9: must be at least 100"),
+        (
+            {"target_vocab_size": 64_000},
+            r"input\.target_vocab_size=64000 is more than this data can fill: at most (\d+) .*"
+            r"='input\.target_vocab_size=\1;task\.target_vocab_size=\1'",
+        ),
         ({"batch_size": 0}, "batch_size=0: must be at least 1"),
         ({"source_length": 1}, "source_length=1: must be at least 2"),
         ({"too_long": "cut"}, "too_long='cut': must be one of"),

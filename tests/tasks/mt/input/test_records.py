@@ -107,6 +107,15 @@ def test_nothing_half_written_when_interrupted(
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
+def test_pairs_without_tokens_are_counted(vocabs: NestedMap, tmp_path: Path) -> None:
+    (tmp_path / "xx.tsv").write_text("good\tone\n\u2581\tnothing\ngood\ttwo\n", "utf-8")
+    assert vocabs.source.Encode("\u2581") == []
+    for _ in range(2):  # also from the cache
+        records = cached_records(scan(tmp_path), vocabs, tmp_path / "cache")
+        assert records.languages == {"xx": 2}
+        assert records.dropped == {"empty_after_tokenising": 1}
+
+
 def test_wide_vocabularies_use_wide_ids(found: Scan, vocabs: NestedMap, tmp_path: Path) -> None:
     class Wide:
         size = 70_000

@@ -8,6 +8,7 @@ from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.dev_set import DevSet
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.scan import scan
+from lingvo_moe.tasks.mt.input.vocab_cache import sample_pairs
 
 BAD = (
     b"good\tone\n"  # 1
@@ -25,24 +26,40 @@ BAD = (
 
 
 @pytest.mark.parametrize("name", ["xx.tsv", "xx.tsv.gz"])
-def test_bad_lines_are_skipped_counted_and_named(
-    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_bad_lines_are_skipped_counted_and_named(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_bytes(gzip.compress(BAD) if name.endswith("gz") else BAD)
     counts = tsv.LineCounts()
-    with caplog.at_level(logging.WARNING):
-        pairs = list(tsv.read_pairs(path, counts))
-        tsv.log_skipped(path, counts)
+    told: list[str] = []
+    pairs = list(tsv.read_pairs(path, counts, told.append))
     assert pairs == [("good", "one"), ("spaces", "two"), ("last", "three")]
     assert counts == tsv.LineCounts(good=3, no_tab=2, empty_side=2, invalid_utf8=1, too_long=1)
-    assert [message.split(": ")[0] for message in caplog.messages] == [
+    assert [message.split(": ")[0] for message in told] == [
         f"{path}:2",
         f"{path}:3",
         f"{path}:4",
         str(path),
     ]
-    assert "skipped 6 of 9 lines" in caplog.messages[-1]
+    assert told[-1].endswith(
+        "skipped 6 of 9 lines (2 no tab, 2 empty side, 1 invalid utf8, 1 too long)"
+    )
+
+
+@pytest.mark.parametrize("name", ["xx.tsv", "xx.tsv.gz"])
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path, name: str) -> None:
+    text = "\ufeffHaus\thouse\n\ufeffBaum\ttree\n".encode()
+    (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
+    assert next(tsv.read_pairs(tmp_path / name)) == ("Haus", "house")
+
+
+def test_only_the_scan_tells_of_bad_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "de.tsv").write_text("a\tb\nbad\n")
+    with caplog.at_level(logging.WARNING):
+        found = scan(tmp_path)
+        assert len(caplog.messages) == 2
+        sample_pairs(found, 5.0, 100)
+        list(tsv.read_pairs(found.files["de"]))
+    assert len(caplog.messages) == 2
 
 
 def test_damaged_gzip_is_an_error_with_its_line(tmp_path: Path) -> None:
@@ -109,3 +126,14 @@ def test_dev_set(data_dir: Path, tmp_path: Path) -> None:
         DevSet(tmp_path)
     with pytest.raises(DataError, match="does not exist"):
         DevSet(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=rf"give the directory that it is in, '{data_dir}'"):
+        DevSet(data_dir / "dev")
+
+
+def test_bad_dev_lines_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "de.tsv").write_text("a\tb\nbad\n")
+    dev = DevSet(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert dev["de"] == dev["de"] == [("a", "b")]
+    assert len(caplog.messages) == 2
