@@ -1,4 +1,4 @@
-"""What the command lines that translate have in common: flags, a quiet TensorFlow, a translator from either source."""
+"""What the command lines have in common: flags, checks, a quiet TensorFlow, a translator from either source."""
 
 import argparse
 import contextlib
@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from lingvo_moe.core.suggest import did_you_mean
@@ -27,6 +28,46 @@ class Parser(argparse.ArgumentParser):
             if flag.startswith("--") and flag != "--" and flag not in known:
                 self.error(f"no flag {flag}{did_you_mean(flag, known)}")
         return super().parse_args(args, namespace)
+
+
+def names(text: str) -> tuple[str, ...]:
+    """The value of a flag that takes names with commas between them."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def check_at_least(parser: argparse.ArgumentParser, args: argparse.Namespace, **least: int) -> None:
+    """Ends the process, with a line that names the flag, where a number is smaller than it may be."""
+    for name, smallest in least.items():
+        value = getattr(args, name)
+        if value is not None and value < smallest:
+            parser.error(f"--{name}={value}: must be at least {smallest}")
+
+
+def check_output_file(path: str | os.PathLike) -> None:
+    """Raises ValueError, naming --output, unless a file can be written at `path`."""
+    if os.path.isdir(path):
+        raise ValueError(f"--output={path} is a directory; name a file")
+    parent = Path(os.path.realpath(path)).parent
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe or a device
+        if not os.access(path, os.W_OK):
+            raise ValueError(f"--output={path}: no permission to write to it")
+    elif not parent.is_dir():
+        raise ValueError(f"--output={path}: there is no directory {parent}")
+    elif not os.access(parent, os.W_OK | os.X_OK):
+        raise ValueError(f"--output={path}: no permission to write in {parent}")
+
+
+def check_output_directory(path: str | os.PathLike) -> None:
+    """Raises ValueError, naming --output, unless `path` is or can become a directory to write in."""
+    place = Path(os.path.realpath(path))
+    if place.exists() and not place.is_dir():
+        raise ValueError(f"--output={path} is a file; name a directory")
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        raise ValueError(f"--output={path}: {place} is not a directory")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ValueError(f"--output={path}: no permission to write in {place}")
 
 
 def add_search_flags(parser: argparse.ArgumentParser) -> None:

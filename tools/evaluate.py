@@ -9,7 +9,6 @@ CORPUS holds <lang>.tsv.gz and dev/<lang>.tsv.gz. DIR/report.json gets the score
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,16 @@ from tools import _cli
 def main(argv: list[str] | None = None) -> int:
     parser = _cli.Parser(prog="python -m tools.evaluate", description=__doc__)
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--saved_model", "--model", metavar="DIR", help="what tools.export wrote")
+    model.add_argument("--saved_model", metavar="DIR", help="what tools.export wrote")
     model.add_argument("--logdir", metavar="RUN", help="a run, as given to the trainer")
     parser.add_argument(
         "--data_dir", metavar="CORPUS", help="the pairs (default: what RUN trained on)"
     )
     parser.add_argument(
-        "--languages", type=_names, default=[], help="e.g. de,sw (default: all that have dev pairs)"
+        "--languages",
+        type=_cli.names,
+        default=(),
+        help="e.g. de,sw (default: all that have dev pairs)",
     )
     parser.add_argument(
         "--max_per_language", type=int, help="dev pairs of a language (default: all)"
@@ -39,9 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
     _cli.add_search_flags(parser)
     args = parser.parse_args(argv)
-    for name in ("batch_size", "max_per_language"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            parser.error(f"--{name}={getattr(args, name)}: must be at least 1")
+    _cli.check_at_least(parser, args, batch_size=1, max_per_language=1)
     try:
         return _run(args)
     except (ValueError, OSError) as e:
@@ -52,7 +52,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: Any) -> int:
+    output = args.output or (Path(args.logdir) / "eval" if args.logdir else None)
+    if output:
+        _cli.check_output_directory(output)
     _cli.load_tensorflow()
+    from lingvo_moe.core.engine.progress import LineProgress
     from lingvo_moe.core.files import write_atomic
     from lingvo_moe.tasks.mt import scoring
     from lingvo_moe.tasks.mt.input.dev_set import DevSet
@@ -61,15 +65,15 @@ def _run(args: Any) -> int:
     devset = DevSet(data_dir, args.max_per_language, args.languages)
     pairs = scoring.count_train_pairs(data_dir, devset.languages)
     translator, about = _cli.open_translator(args)
-    report = scoring.evaluate(
-        lambda lines: [row[0] for row in translator.Translate(lines).translations],
-        devset.items(),
-        pairs,
-        args.batch_size,
-        None if args.quiet else _Progress(),
-    )
+    with LineProgress() as show:
+        report = scoring.evaluate(
+            lambda lines: [row[0] for row in translator.Translate(lines).translations],
+            devset.items(),
+            pairs,
+            args.batch_size,
+            None if args.quiet else lambda n, all_: show(f"evaluate: {n} of {all_} lines"),
+        )
     report.info = {"model": about, "data_dir": str(data_dir)}
-    output = args.output or (Path(args.logdir) / "eval" if args.logdir else None)
     if output:
         report.WriteTexts(Path(output) / "texts")
         content = json.dumps(report.ToDict(), indent=2, ensure_ascii=False)
@@ -117,26 +121,6 @@ def _print_table(report: Any, groups: tuple[str, ...]) -> None:
     console.print(table)
     for signature in report.signatures.values():
         console.print(signature, soft_wrap=True, highlight=False)
-
-
-class _Progress:
-    """One line of standard error: rewritten at a terminal, else one for every few seconds."""
-
-    def __init__(self) -> None:
-        self._last = time.monotonic()
-
-    def __call__(self, done: int, total: int) -> None:
-        text = f"evaluate: {done} of {total} lines"
-        if sys.stderr.isatty():
-            end = "\n" if done == total else ""
-            print(f"\r{text}", end=end, file=sys.stderr, flush=True)
-        elif time.monotonic() - self._last > 5 or done == total:
-            self._last = time.monotonic()
-            print(text, file=sys.stderr, flush=True)
-
-
-def _names(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 if __name__ == "__main__":

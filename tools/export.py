@@ -25,10 +25,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     _cli.add_search_flags(parser)
     args = parser.parse_args(argv)
-    _cli.load_tensorflow()
-    from lingvo_moe.tasks.mt.export import export, load_translator
-
     try:
+        _cli.check_output_directory(args.output)
+        _cli.load_tensorflow()
+        from lingvo_moe.tasks.mt.export import check_replaceable, export, load_translator
+
+        check_replaceable(args.output)
         top_k = args.top_k if args.top_k is not None else (args.beam_size or 4)
         options = _cli.search_options(args, top_k)
         translator, about = load_translator(args.logdir, options, args.checkpoint_step)
@@ -36,6 +38,8 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as e:
         print(f"export: {e}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     print(f"{args.output}: {about['model']} at step {about['step']}, beam {options.beam_size}")
     return 0
 

@@ -5,49 +5,69 @@
 A run uses them with `--model_params_override='input.vocab_dir=vocab'`; without, it trains its own.
 """
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
 
 from lingvo_moe.core.files import write_atomic
-from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.scan import scan
-from lingvo_moe.tasks.mt.input.vocab_cache import VocabOptions, cached_vocabularies
+from lingvo_moe.tasks.mt.input.vocab_cache import MIN_SENTENCES, VocabOptions, cached_vocabularies
+from lingvo_moe.tasks.mt.input.vocabulary import MIN_SIZE
+from tools import _cli
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.train_vocab",
-        description="Trains SentencePiece vocabularies from a corpus.",
-    )
+    parser = _cli.Parser(prog="python -m tools.train_vocab", description=__doc__)
     parser.add_argument("--data_dir", required=True, help="directory of <lang>.tsv.gz")
     parser.add_argument("--output", required=True, type=Path, help="directory for the two models")
-    parser.add_argument("--source_size", type=int, default=64_000)
-    parser.add_argument("--target_size", type=int, default=32_000)
     parser.add_argument(
-        "--temperature", type=float, default=5.0, help="larger: small languages count more"
+        "--languages", type=_cli.names, default=(), help="e.g. de,sw (default: all)"
+    )
+    for side, size in (("source", 64_000), ("target", 32_000)):
+        text = f"ids of the {side} vocabulary (%(default)s)"
+        parser.add_argument(f"--{side}_size", type=int, default=size, help=text)
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=5.0,
+        help="larger: small languages count more (%(default)s)",
     )
     parser.add_argument(
-        "--max_sentences", type=int, default=500_000, help="cap on the sample held in memory"
+        "--max_sentences",
+        type=int,
+        default=500_000,
+        help="cap on the sample held in memory (%(default)s)",
     )
     args = parser.parse_args(argv)
-    options = VocabOptions(args.source_size, args.target_size, args.temperature, args.max_sentences)
+    least = {"source_size": MIN_SIZE, "target_size": MIN_SIZE, "max_sentences": MIN_SENTENCES}
+    _cli.check_at_least(parser, args, **least)
+    if not args.temperature > 0:
+        parser.error(f"--temperature={args.temperature}: must be positive")
+    options = VocabOptions(
+        args.source_size,
+        args.target_size,
+        args.temperature,
+        args.max_sentences,
+        name="--{side}_size",
+    )
 
     def progress(message: str) -> None:
         print(f"  {message}", flush=True)
 
     try:
+        _cli.check_output_directory(args.output)
         with tempfile.TemporaryDirectory() as cache:
             vocabularies = cached_vocabularies(
-                scan(args.data_dir, (), progress), options, cache, progress
+                scan(args.data_dir, args.languages, progress), options, cache, progress
             )
         args.output.mkdir(parents=True, exist_ok=True)
         for side, vocabulary in vocabularies.items():
             write_atomic(args.output / f"{side}.model", vocabulary.model_bytes)
-    except (DataError, OSError) as e:
+    except (ValueError, OSError) as e:
         print(f"train_vocab: {e}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     print(
         f"{args.output}: source.model ({args.source_size} ids), target.model ({args.target_size} ids)"
     )

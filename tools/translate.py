@@ -5,18 +5,18 @@
     python -m tools.translate --saved_model=DIR            (at a terminal: line by line)
 
 Only a newline ends a line. Blank lines stay blank; bytes that are not UTF-8 are read as unknown
-characters; a line that is too long is cut, with a warning. An output file is there whole or not at all.
+characters; a line that is too long is cut, with a warning. An output file is there whole or not at all; a pipe or a
+device is written as lines are done.
 """
 
 import contextlib
 import os
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from contextlib import AbstractContextManager
 from typing import Any, BinaryIO
 
+from lingvo_moe.core.engine.progress import LineProgress
+from lingvo_moe.core.files import atomic_file
 from lingvo_moe.tasks.mt.line_stream import Counts, translate_stream
 from tools import _cli
 
@@ -26,7 +26,7 @@ _SECONDS_BETWEEN_NOTES = 2.0
 def main(argv: list[str] | None = None) -> int:
     parser = _cli.Parser(prog="python -m tools.translate", description=__doc__)
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--saved_model", "--model", metavar="DIR", help="what tools.export wrote")
+    model.add_argument("--saved_model", metavar="DIR", help="what tools.export wrote")
     model.add_argument("--logdir", metavar="RUN", help="a run, as given to the trainer")
     parser.add_argument(
         "--input", metavar="FILE", help="lines to translate (default: standard input)"
@@ -38,8 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
     _cli.add_search_flags(parser)
     args = parser.parse_args(argv)
-    if args.batch_size < 1:
-        parser.error(f"--batch_size={args.batch_size}: must be at least 1")
+    _cli.check_at_least(parser, args, batch_size=1)
     try:
         return _run(args)
     except (ValueError, OSError) as e:
@@ -54,16 +53,27 @@ def _run(args: Any) -> int:
         source = sys.stdin.buffer
         if args.input:
             source = stack.enter_context(open(args.input, "rb"))
+        if args.output:
+            _cli.check_output_file(args.output)
         _cli.load_tensorflow()
         translator, _ = _cli.open_translator(args)
         if not args.input and not args.output and sys.stdin.isatty():
             return _converse(translator)
         try:
-            sink = stack.enter_context(_written_whole(args.output)) if args.output else None
-            progress = (lambda counts: None) if args.quiet else _progress()
-            counts = translate_stream(
-                translator, source, sink or sys.stdout.buffer, args.batch_size, _warn, progress
-            )
+            sink = stack.enter_context(_open_output(args.output))
+            show = stack.enter_context(LineProgress(interval=_SECONDS_BETWEEN_NOTES))
+
+            def progress(counts: Counts) -> None:
+                # Where translations appear on the same screen, they are progress enough.
+                if not args.quiet and not sink.isatty():
+                    rate = counts.lines / max(counts.seconds, 1e-9)
+                    show(f"translate: {counts.lines} lines, {rate:.0f} a second")
+
+            def warn(message: str) -> None:
+                show.Close()  # a warning has a line of its own
+                _warn(message)
+
+            counts = translate_stream(translator, source, sink, args.batch_size, warn, progress)
         except BrokenPipeError:
             # Whoever read our output has enough. Python would complain once more when it flushes at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -96,32 +106,13 @@ def _warn(message: str) -> None:
     print(f"translate: {message}", file=sys.stderr, flush=True)
 
 
-def _progress() -> Callable[[Counts], None]:
-    """Says how far it is, now and then."""
-    last = time.monotonic()
-
-    def note(counts: Counts) -> None:
-        nonlocal last
-        if time.monotonic() - last >= _SECONDS_BETWEEN_NOTES:
-            last = time.monotonic()
-            _warn(f"{counts.lines} lines, {counts.lines / max(counts.seconds, 1e-9):.0f} a second")
-
-    return note
-
-
-@contextlib.contextmanager
-def _written_whole(path: str) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` when all went well."""
-    target = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+def _open_output(path: str | None) -> AbstractContextManager[BinaryIO]:
+    """Standard output; a file that appears when all went well; what is no file, e.g. a pipe, as it is."""
+    if not path:
+        return contextlib.nullcontext(sys.stdout.buffer)
+    if os.path.exists(path) and not os.path.isfile(path):
+        return open(path, "wb")
+    return atomic_file(path)
 
 
 if __name__ == "__main__":

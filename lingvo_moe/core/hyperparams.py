@@ -308,7 +308,11 @@ def _from_text(text: str, current: Any) -> Any:
     except (ValueError, SyntaxError):
         if current is None:
             return text
-        raise ValueError(f"{text!r} does not read as {type(current).__name__}") from None
+        hint = ""
+        if isinstance(current, (list, tuple)):
+            parts = [part.strip(" '\"[]()") for part in text.split(",")]
+            hint = f"; did you mean {[part for part in parts if part]}?".replace("', '", "','")
+        raise ValueError(f"{text!r} does not read as {type(current).__name__}{hint}") from None
     if isinstance(current, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(current, tuple) and isinstance(value, list):

@@ -23,6 +23,7 @@ def test_overrides_are_applied_by_type():
         ("M4Tiny", "", "expected task.Experiment"),
         ("mt.M4Tiny", "task.num_expert=4", "did you mean 'num_experts'"),
         ("mt.M4Tiny", "task.num_experts=four", "does not read as int"),
+        ("mt.M4Tiny", "input.languages=de, sw", r"read as list; did you mean \['de','sw'\]"),
         ("mt.M4Tiny", "task.num_experts", "not of the form path=value"),
     ],
 )

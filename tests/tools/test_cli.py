@@ -6,30 +6,44 @@ import sys
 
 import pytest
 
-from tools import _cli, evaluate, export, translate
+from tools import _cli, build_corpus, evaluate, export, train_vocab, translate
 
 
-@pytest.mark.parametrize("tool", [translate, evaluate, export])
+@pytest.mark.parametrize("tool", [translate, evaluate, export, build_corpus, train_vocab])
 def test_help_shows_a_command_and_every_flag_s_meaning(tool, capsys):
     with pytest.raises(SystemExit) as stop:
         tool.main(["--help"])
     assert stop.value.code == 0
     out = capsys.readouterr().out
     assert f"python -m tools.{tool.__name__.split('.')[-1]} --" in out
-    assert "--beam_size" in out
+    if tool in (translate, evaluate, export):
+        assert "--beam_size" in out
 
 
 @pytest.mark.parametrize(
     "tool, argv, message",
     [
         (translate, ["--saved_modl=x"], "no flag --saved_modl (did you mean '--saved_model'"),
-        (translate, ["--model=x", "--inptu", "y"], "did you mean '--input'"),
-        (translate, [], "one of the arguments --saved_model/--model --logdir is required"),
-        (translate, ["--model=x", "--logdir=y"], "not allowed with"),
-        (translate, ["--model=x", "--batch_size=0"], "--batch_size=0: must be at least 1"),
-        (evaluate, ["--model=x", "--max_per_language=0"], "--max_per_language=0"),
-        (evaluate, ["--model=x", "--beam_sise=2"], "did you mean '--beam_size'"),
+        (translate, ["--saved_model=x", "--inptu", "y"], "did you mean '--input'"),
+        (translate, [], "one of the arguments --saved_model --logdir is required"),
+        (translate, ["--saved_model=x", "--logdir=y"], "not allowed with"),
+        (translate, ["--saved_model=x", "--batch_size=0"], "--batch_size=0: must be at least 1"),
+        (evaluate, ["--saved_model=x", "--max_per_language=0"], "--max_per_language=0"),
+        (evaluate, ["--saved_model=x", "--beam_sise=2"], "did you mean '--beam_size'"),
         (export, ["--logdir=x"], "--output"),
+        (translate, ["--model=x"], "no flag --model"),
+        (build_corpus, ["--output=x", "--langs=de"], "did you mean '--languages'"),
+        (build_corpus, ["--out=x"], "no flag --out"),
+        (build_corpus, ["--output=x", "--max_per_language=-1"], "--max_per_language=-1: must be"),
+        (build_corpus, ["--output=x", "--packages=,"], "--packages is empty"),
+        (train_vocab, ["--outptu=x"], "did you mean '--output'"),
+        (
+            train_vocab,
+            ["--data_dir=x", "--output=y", "--source_size=9"],
+            "--source_size=9: must be",
+        ),
+        (train_vocab, ["--data_dir=x", "--output=y", "--max_sentences=5"], "must be at least 100"),
+        (train_vocab, ["--data_dir=x", "--output=y", "--temperature=0"], "must be positive"),
     ],
 )
 def test_flags_that_make_no_sense(tool, argv, message, capsys):
@@ -68,6 +82,41 @@ def test_what_cannot_be_done_is_said_and_leaves_nothing(tool, argv, message, tmp
     assert message in err
     assert err.count("\n") == 1, err
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "tool, output, message",
+    [
+        (translate, "{tmp}", "is a directory; name a file"),
+        (translate, "{tmp}/none/out", "there is no directory {tmp}/none"),
+        (translate, "{tmp}/file/out", "there is no directory {tmp}/file"),
+        *[
+            (tool, output, message)
+            for tool in (evaluate, export, train_vocab, build_corpus)
+            for output, message in (
+                ("{tmp}/file", "is a file; name a directory"),
+                ("{tmp}/file/deeper/out", ": {tmp}/file is not a directory"),
+            )
+        ],
+    ],
+)
+def test_outputs_are_checked_before_any_work(tool, output, message, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(_cli, "load_tensorflow", lambda: pytest.fail("began to work"))
+    (tmp_path / "file").write_bytes(b"red\n")
+    flags = {
+        translate: ["--saved_model=x", f"--input={tmp_path}/file"],
+        evaluate: ["--saved_model=x", "--data_dir=x"],
+        export: ["--logdir=x"],
+        train_vocab: ["--data_dir=x"],
+        build_corpus: [],
+    }[tool]
+    output = output.format(tmp=tmp_path)
+    assert tool.main([*flags, f"--output={output}"]) == 1
+    name = tool.__name__.split(".")[-1]
+    err = capfd.readouterr().err
+    assert err.startswith(f"{name}: --output={output}")
+    assert err.endswith(message.format(tmp=tmp_path) + "\n")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 def test_quiet_imports_shows_notes_of_what_fails(capfd):

@@ -10,7 +10,12 @@ from tools import build_corpus, train_vocab
 
 def test_a_corpus_and_its_vocabularies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus, vocab = tmp_path / "corpus", tmp_path / "vocab"
-    build = [f"--output={corpus}", "--langs=de,sw", "--packages=Babel", "--max_per_language=400"]
+    build = [
+        f"--output={corpus}",
+        "--languages=de,sw",
+        "--packages=Babel",
+        "--max_per_language=400",
+    ]
     assert build_corpus.main(build) == 0
     assert "2 languages, 800 pairs" in capsys.readouterr().out
     with gzip.open(corpus / "sw.tsv.gz", "rt", encoding="utf-8") as file:
@@ -26,12 +31,22 @@ def test_a_corpus_and_its_vocabularies(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     "tool, arguments, message",
     [
-        (build_corpus, ["--output={}/new", "--langs=de,xx"], "build_corpus: no translations from"),
+        (
+            build_corpus,
+            ["--output={}/new", "--languages=de,xx"],
+            "build_corpus: --languages: no translations from 'xx'",
+        ),
         (
             build_corpus,
             ["--output={}/new", "--packages=nope"],
-            "build_corpus: .*nope, which is not",
+            "build_corpus: --packages: 'nope' is not installed",
         ),
+        (
+            build_corpus,
+            ["--output={}/new", "--packages=Djang"],
+            ".*is not installed \\(did you mean 'Django'",
+        ),
+        (build_corpus, ["--output={}/new", "--languages=deu"], ".*did you mean .*'de'"),
         (
             train_vocab,
             ["--data_dir={}/no", "--output={}/new"],

@@ -92,7 +92,7 @@ def test_blank_stays_blank_and_text_does_not(run, opened):
 def test_a_real_process_in_a_pipe(saved_model, opened):
     """The command itself: text on stdout, the rest on stderr, no other output."""
     done = subprocess.run(
-        [sys.executable, "-m", "tools.translate", f"--model={saved_model}"],
+        [sys.executable, "-m", "tools.translate", f"--saved_model={saved_model}"],
         input=b"red\n\nopen file\n",
         capture_output=True,
         cwd=_ROOT,
@@ -117,7 +117,7 @@ class Capitals:
 
 _cli.load_tensorflow = lambda: None
 _cli.open_translator = lambda args: (Capitals(), {})
-sys.exit(translate.main(["--model=x", *sys.argv[1:]]))
+sys.exit(translate.main(["--saved_model=x", *sys.argv[1:]]))
 """
 
 
@@ -167,11 +167,28 @@ def test_output_is_whole_or_not_there(run, opened, tmp_path, monkeypatch, capfd)
     monkeypatch.setattr(translate._cli, "open_translator", lambda args: (Fails(), {}))
     (tmp_path / "in").write_bytes(b"red\n" * 4)
     (tmp_path / "out").write_bytes(b"older\n")
-    argv = ["--model=x", f"--input={tmp_path}/in", f"--output={tmp_path}/out", "--batch_size=2"]
+    argv = [
+        "--saved_model=x",
+        f"--input={tmp_path}/in",
+        f"--output={tmp_path}/out",
+        "--batch_size=2",
+    ]
     assert translate.main(argv) == 1
     assert "disk full" in capfd.readouterr().err
     assert (tmp_path / "out").read_bytes() == b"older\n"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
+
+
+def test_an_output_that_is_no_file_is_written_in_place(tmp_path):
+    """A pipe gets its lines as they are done, and stays a pipe."""
+    (tmp_path / "in").write_bytes(b"red\ngreen\n")
+    os.mkfifo(tmp_path / "pipe")
+    command = [sys.executable, "-c", _WITH_STUB, f"--input={tmp_path}/in", "--batch_size=1"]
+    with subprocess.Popen([*command, f"--output={tmp_path}/pipe"], cwd=_ROOT) as process:
+        assert (tmp_path / "pipe").read_bytes() == b"RED\nGREEN\n"
+        assert process.wait(30) == 0
+    assert (tmp_path / "pipe").is_fifo()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "pipe"]
 
 
 def test_who_reads_our_output_may_stop():

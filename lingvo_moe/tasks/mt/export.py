@@ -66,10 +66,7 @@ def export(
         FileExistsError: `output` holds something else.
     """
     output = Path(output)
-    if output.exists() and not (output.is_dir() and _may_replace(output)):
-        raise FileExistsError(
-            f"--output={output} holds something that is no SavedModel; give another directory"
-        )
+    check_replaceable(output)
     # It tells of every function that it cannot call from Python later, though none should be.
     logging.getLogger("absl").setLevel(logging.ERROR)
     with replaced_directory(output.absolute()) as directory:
@@ -87,8 +84,15 @@ def export(
         file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _may_replace(directory: Path) -> bool:
-    return tf.saved_model.contains_saved_model(str(directory)) or not any(directory.iterdir())
+def check_replaceable(output: str | os.PathLike) -> None:
+    """Raises FileExistsError unless `output` is free, empty, or a SavedModel."""
+    output = Path(output)
+    if not output.exists() or tf.saved_model.contains_saved_model(str(output)):
+        return
+    if not output.is_dir() or any(output.iterdir()):
+        raise FileExistsError(
+            f"--output={output} holds something that is no SavedModel; give another directory"
+        )
 
 
 def _check_theta(where: str, theta: NestedMap, specs: NestedMap) -> None:

@@ -122,7 +122,7 @@ def _build_language(
     if not train or not dev:
         raise DataError(
             f"language {lang!r}: only {len(train)} training and {len(dev)} dev pairs in "
-            f"{', '.join(options.packages)}; leave it out of --langs"
+            f"{', '.join(options.packages)}; leave it out of --languages"
         )
     _write(directory / f"{lang}.tsv.gz", train)
     _write(directory / "dev" / f"{lang}.tsv.gz", dev)
@@ -168,7 +168,7 @@ def _languages(options: CorpusOptions, catalogs: dict[str, list]) -> list[str]:
     for lang in options.langs:
         if lang not in known:
             raise DataError(
-                f"no translations from language {lang!r}{did_you_mean(lang, known)};"
+                f"--languages: no translations from {lang!r}{did_you_mean(lang, known)};"
                 " languages are codes such as de or sw"
             )
     return sorted(set(options.langs) or known)

