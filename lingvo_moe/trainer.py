@@ -227,13 +227,14 @@ def train(args: argparse.Namespace, params: Any, override: str) -> int:
     run_dir = RunDir(args.logdir)
     if first_process:
         prepare_run_dir(run_dir, args.model, override, restart=args.restart)
+        begun = has_begun(run_dir)
         with LineProgress() as progress:
-            inputs.Prepare(progress)
-        if not has_begun(run_dir):
+            inputs.Prepare(progress, run_dir.vocabs if begun else None)
+        if not begun:
             run_dir.Write(args.model, override, inputs.vocabs.Transform(lambda v: v.model_bytes))
     devices.sync_processes("prepared")
     if not first_process:
-        inputs.Prepare()
+        inputs.Prepare(vocabs=run_dir.vocabs)
 
     batch_specs = inputs.BatchSpec().Transform(
         lambda s: TensorSpec(s.shape, s.dtype, task.BatchSplit())
