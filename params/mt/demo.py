@@ -47,7 +47,7 @@ class M4Demo(registry.Experiment):
         )
 
     def Train(self) -> Params:
-        return registry.TrainParams().Set(max_steps=650, save_interval_steps=100)
+        return registry.TrainParams().Set(max_steps=500, save_interval_steps=100)
 
 
 @registry.Register
