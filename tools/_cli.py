@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import logging
 import os
 import sys
 import tempfile
@@ -141,7 +142,8 @@ def quiet_imports() -> Iterator[None]:
 
 
 def load_tensorflow() -> None:
-    """Imports TensorFlow and its text ops, quietly."""
+    """Imports TensorFlow and its text ops, quietly; warnings of ours are sentences, not log records."""
+    logging.basicConfig(format="%(message)s")
     with quiet_imports():
         import tensorflow
         import tensorflow_text  # registers the ops that SavedModels of ours need

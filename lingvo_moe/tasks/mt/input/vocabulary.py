@@ -127,10 +127,15 @@ def train_vocabulary(
         )
     except RuntimeError as e:
         if match := re.search(r"Please set it to a value <= (\d+)", str(e)):
+            most = int(match[1])
+            advice = (
+                f"give more data, or set {remedy.format(name=name, most=most)}"
+                if most >= MIN_SIZE
+                else f"the smallest vocabulary has {MIN_SIZE}: give more data"
+            )
             raise DataError(
-                f"{name}={size} is more than this data can fill: at most {match[1]} for"
-                f" {len(sentences)} sampled sentences; give more data, or set"
-                f" {remedy.format(name=name, most=match[1])}"
+                f"{name}={size} is more than this data can fill: at most {most} for"
+                f" {len(sentences)} sampled sentences; {advice}"
             ) from e
         raise DataError(f"cannot train a vocabulary of {name}={size}: {e}") from e
     return out.getvalue()

@@ -82,6 +82,8 @@ def test_sizes_that_cannot_be() -> None:
         train_vocabulary(TEXTS, 64_000, "target_vocab_size", "identity")
     most = int(str(error.value).split("at most ")[1].split()[0])
     assert Vocabulary(train_vocabulary(TEXTS, most, "target_vocab_size", "identity")).size == most
+    with pytest.raises(DataError, match=r"at most 26\d for 1 .*; the smallest vocabulary has 280"):
+        train_vocabulary(["ab"], 300, "target_vocab_size", "identity")
     with pytest.raises(DataError, match="source_vocab_size=10 is too small"):
         train_vocabulary(TEXTS, 10, "source_vocab_size", "nfkc")
 
