@@ -1,7 +1,6 @@
 """A run's checkpoint as a Translator, and a Translator as a SavedModel."""
 
 import json
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
 from lingvo_moe.core.files import replaced_directory
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.run_dir import RunDir
-from lingvo_moe.tasks.mt.translator import TranslateOptions, Translator
+from lingvo_moe.tasks.mt.translator import TranslateOptions, Translator, quiet_absl
 
 # TensorFlow Serving hands what lies here through and does not look at it.
 _ABOUT = "assets.extra/translator.json"
@@ -67,9 +66,7 @@ def export(
     """
     output = Path(output)
     check_replaceable(output)
-    # It tells of every function that it cannot call from Python later, though none should be.
-    logging.getLogger("absl").setLevel(logging.ERROR)
-    with replaced_directory(output.absolute()) as directory:
+    with replaced_directory(output.absolute()) as directory, quiet_absl():
         signature = translator.translate.get_concrete_function()
         tf.saved_model.save(
             translator,

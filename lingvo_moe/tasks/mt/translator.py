@@ -7,7 +7,9 @@ with it. So the compiled programs are few, nothing is traced or compiled again o
 translation of a line is the same to the bit in a batch of 1, 7 or 32.
 """
 
-from collections.abc import Sequence
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -278,7 +280,8 @@ class SavedTranslator:
     def __init__(self, path: str):
         if not tf.saved_model.contains_saved_model(path):
             raise ValueError(f"{path}: no SavedModel there (no saved_model.pb); see tools.export")
-        self._loaded = tf.saved_model.load(path)
+        with quiet_absl():
+            self._loaded = tf.saved_model.load(path)
         signature = self._loaded.signatures.get("serving_default")
         outputs = set(signature.structured_outputs) if signature else set()
         if not {"translations", "scores", "truncated"} <= outputs:
@@ -290,6 +293,18 @@ class SavedTranslator:
     def Translate(self, lines: Sequence[str | bytes]) -> NestedMap:
         """Translates; see `translations_of` for what comes back."""
         return translations_of(lambda text: self._signature(text=text), lines)
+
+
+@contextlib.contextmanager
+def quiet_absl() -> Iterator[None]:
+    """Keeps TensorFlow from warning, for every function of a SavedModel, that it has no gradient or name there."""
+    log = logging.getLogger("absl")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def translations_of(function: Any, lines: Sequence[str | bytes]) -> NestedMap:
