@@ -17,18 +17,21 @@ from typing import Any
 
 from lingvo_moe.core import registry
 from lingvo_moe.core.engine.base import ENGINES
-from lingvo_moe.core.hyperparams import Params
-from lingvo_moe.core.sharding import Mesh, ShardingError
+from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.suggest import did_you_mean
+from lingvo_moe.trainer_checks import (
+    SUMMARIES,
+    RunLock,
+    UsageError,
+    check_divisible,
+    check_flags,
+    check_sizes,
+    has_begun,
+    log,
+    prepare_run_dir,
+)
 
 MODES = ("sync", "inspect_model", "inspect_params")
-SUMMARIES = "train"  # in the run's directory
-# Where files lie may change while a run goes on; that they hold the same is checked when it does.
-_PLACES = ("input.data_dir", "input.cache_dir")
-
-
-class UsageError(ValueError):
-    """Flags that do not go together."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -100,6 +103,8 @@ def run(args: argparse.Namespace) -> int:
     """As main, without turning errors into messages."""
     if not args.model:
         raise UsageError("--model is needed: an experiment, e.g. --model=mt.M4Demo")
+    if args.num_devices < 0:
+        raise UsageError(f"--num_devices={args.num_devices}: must not be negative")
     for flag, known in (("mode", MODES), ("engine", ENGINES)):
         value = getattr(args, flag)
         if value not in known:
@@ -115,6 +120,7 @@ def run(args: argparse.Namespace) -> int:
 
         task = params.task.Instantiate()
         mesh = Mesh.parse(args.mesh) if args.mesh else _planned_mesh(params, args.num_devices)
+        check_divisible(params, task, mesh)
         inspect.print_variables(task.VariableSpecs().Flatten(), mesh)
         return 0
     check_flags(args, params)
@@ -163,35 +169,13 @@ def find_devices() -> None:
         devices.device_count()
 
 
-def check_flags(args: argparse.Namespace, params: Params) -> None:
-    """Raises UsageError for what --mode=sync cannot work with, before anything slow begins."""
-    if not args.logdir:
-        raise UsageError("--logdir is needed to train: the directory of the run")
-    if not params.input.data_dir:
-        raise UsageError(
-            "--data_dir is needed to train: a directory of <lang>.tsv.gz files "
-            "(`python -m tools.build_corpus --output=corpus` makes one)"
-        )
-    if args.engine == "tf" and args.num_devices > 1:
-        raise UsageError(
-            f"--num_devices={args.num_devices}: --engine=tf runs on one device; use --engine=pjrt"
-        )
-    place = Path(args.logdir).resolve()
-    while not place.exists() and not place.is_symlink():
-        place = place.parent
-    if not place.is_dir():
-        raise UsageError(f"--logdir={args.logdir}: {place} is not a directory")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise UsageError(f"--logdir={args.logdir}: no permission to write in {place}")
-
-
 def full_override(args: argparse.Namespace) -> str:
     """`--model_params_override` with the shorthand flags appended."""
     parts = [args.model_params_override] if args.model_params_override else []
     if args.max_steps is not None:
         parts.append(f"train.max_steps={args.max_steps}")
     if args.data_dir:
-        parts.append(f"input.data_dir={os.path.abspath(args.data_dir)}")
+        parts.append(f"input.data_dir={registry.escape(os.path.abspath(args.data_dir))}")
     return ";".join(parts)
 
 
@@ -206,7 +190,6 @@ def train(args: argparse.Namespace, params: Any, override: str) -> int:
     from lingvo_moe.core.engine import devices
     from lingvo_moe.core.engine.base import make_engine
     from lingvo_moe.core.engine.checkpoints import Checkpointer
-    from lingvo_moe.core.engine.progress import LineProgress
     from lingvo_moe.core.engine.specs import TensorSpec
     from lingvo_moe.core.engine.summaries import Summaries
     from lingvo_moe.core.engine.train_loop import TrainLoop
@@ -225,14 +208,15 @@ def train(args: argparse.Namespace, params: Any, override: str) -> int:
     check_sizes(params)
 
     run_dir = RunDir(args.logdir)
+    mistake: Exception | None = None
     if first_process:
-        prepare_run_dir(run_dir, args.model, override, restart=args.restart)
-        begun = has_begun(run_dir)
-        with LineProgress() as progress:
-            inputs.Prepare(progress, run_dir.vocabs if begun else None)
-        if not begun:
-            run_dir.Write(args.model, override, inputs.vocabs.Transform(lambda v: v.model_bytes))
-    devices.sync_processes("prepared")
+        try:
+            prepare(args, override, run_dir, inputs)
+        except (ValueError, OSError) as e:
+            mistake = e
+    # Every process waits here for the first, and ends with it where it cannot begin.
+    if engine.AnyProcess(mistake is not None):
+        raise mistake or UsageError("process 0 of the job could not begin; its error says why")
     if not first_process:
         inputs.Prepare(vocabs=run_dir.vocabs)
 
@@ -258,9 +242,20 @@ def train(args: argparse.Namespace, params: Any, override: str) -> int:
     return 128 + result.signal if result.signal else 0
 
 
-def log(line: str) -> None:
-    """Progress that is not a step's, to standard error."""
-    print(line, file=sys.stderr, flush=True)
+def prepare(args: argparse.Namespace, override: str, run_dir: Any, inputs: Any) -> None:
+    """Makes the run's directory and its data ready, on the job's first process; keeps other trainers out."""
+    from lingvo_moe.core.engine.progress import LineProgress
+
+    lock = RunLock(args.logdir)
+    if run_dir.path.exists():
+        lock.Acquire()
+    prepare_run_dir(run_dir, args.model, override, restart=args.restart)
+    begun = has_begun(run_dir)
+    with LineProgress() as progress:
+        inputs.Prepare(progress, run_dir.vocabs if begun else None)
+    lock.Acquire()
+    if not begun:
+        run_dir.Write(args.model, override, inputs.vocabs.Transform(lambda v: v.model_bytes))
 
 
 def make_mesh(text: str, engine: str) -> Mesh:
@@ -288,111 +283,6 @@ def report_program(step: Any, logdir: str, started: float) -> None:
         json.dump(counts, file)
     told = ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "no collective"
     log(f"compiled the training step in {seconds:.0f} s: {told}")
-
-
-def check_sizes(params: Params) -> None:
-    """Raises UsageError where the task does not fit the batches that it is to be fed."""
-    task, data = params.task, params.input
-    for side in ("source", "target"):
-        path = f"{side}_vocab_size"
-        if data.Get(path) > task.Get(path):
-            raise UsageError(
-                f"input.{path}={data.Get(path)} is more than task.{path}={task.Get(path)}: "
-                "the model has no embedding for some of the ids; set both to the same"
-            )
-        length = data.Get(f"{side}_length")
-        if task.num_experts and task.num_groups and data.batch_size * length % task.num_groups:
-            raise UsageError(
-                f"task.num_groups={task.num_groups}: a batch of input.batch_size={data.batch_size} rows of "
-                f"input.{side}_length={length} does not fall into that many equal groups; choose a divisor "
-                f"of {data.batch_size * length}"
-            )
-
-
-def check_divisible(params: Any, task: Any, mesh: Mesh) -> None:
-    """Raises ShardingError where batch, groups or experts do not divide over the mesh, naming the parameter."""
-    split = task.p.activation_split
-    for letter, path, size in (
-        ("B", "input.batch_size", params.input.batch_size),
-        ("G", "task.num_groups", params.task.num_groups),
-        ("E", "task.num_experts", params.task.num_experts),
-    ):
-        axis = split.get(letter)
-        if axis is None or not size or mesh.size == 1:
-            continue
-        parts = mesh.axis_size(axis)
-        if size % parts:
-            raise ShardingError(
-                f"{path}={size} does not divide over the {parts} devices of axis {axis!r} of mesh {mesh}; "
-                f"use --mesh or --num_devices with a divisor of {size}, or --model_params_override='{path}=...'"
-            )
-
-
-def has_begun(run_dir: Any) -> bool:
-    """Whether there is a checkpoint; a run described but not begun may become another one."""
-    directory = run_dir.checkpoint_dir
-    return directory.is_dir() and any(child.name.isdigit() for child in directory.iterdir())
-
-
-def prepare_run_dir(run_dir: Any, model: str, override: str, restart: bool) -> None:
-    """Makes sure that --logdir is free, or holds the very run that the flags describe.
-
-    Raises:
-        UsageError: it holds another experiment, or a run that lacks something.
-    """
-    from lingvo_moe.core.engine.summaries import read_metrics
-
-    if restart and (run_dir.exists or has_begun(run_dir)):
-        path = run_dir.path.resolve()
-        number = 1
-        while (aside := path.with_name(f"{path.name}.before_restart_{number}")).exists():
-            number += 1
-        path.rename(aside)
-        log(f"--restart: the run that was in {path} is now in {aside}")
-    if not has_begun(run_dir):
-        if read_metrics(str(run_dir.path / SUMMARIES)):
-            raise UsageError(
-                f"--logdir={run_dir.path} holds a run that has trained, but no checkpoint of it; "
-                "--restart begins at step 0"
-            )
-        return
-    if not run_dir.exists:
-        raise UsageError(
-            f"--logdir={run_dir.path} holds checkpoints, but does not say of what (experiment.json is missing); "
-            "give another --logdir, or --restart to begin anew"
-        )
-    # The text, not the experiment evaluated again: its definition may have changed since.
-    was = (run_dir.path / "params.txt").read_text("utf-8")
-    difference = run_difference(was, registry.GetParams(model, override).ToText())
-    if difference:
-        raise UsageError(
-            f"--logdir={run_dir.path} holds a run of {run_dir.experiment['model']} with other parameters; give "
-            f"another --logdir, or --restart to begin anew. '>' is the run there, '<' is what would run now:\n"
-            f"{difference}"
-        )
-
-
-def run_difference(was: str, now: str) -> str:
-    """The lines by which two experiments, as text, differ in what is trained on what; '' where they do not.
-
-    A run may be made longer, or saved more often.
-    """
-
-    def lines(text: str) -> set[str]:
-        return {
-            line
-            for line in text.splitlines()
-            if line.startswith(("task.", "input.")) and line.split(" : ")[0] not in _PLACES
-        }
-
-    only = [(line, ">") for line in lines(was) - lines(now)]
-    only += [(line, "<") for line in lines(now) - lines(was)]
-    return "\n".join(f"{mark} {line}" for line, mark in sorted(only, key=_path_and_mark))
-
-
-def _path_and_mark(marked: tuple[str, str]) -> tuple[str, bool]:
-    line, mark = marked
-    return line.split(" : ")[0], mark == "<"
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from lingvo_moe import trainer
+from lingvo_moe.core import registry
 from lingvo_moe.tasks.mt.run_dir import RunDir
 
 
@@ -79,6 +80,30 @@ TINY = "--model=mt.M4Tiny"
         (
             [TINY, "--engine=tf", "--mesh=expert:8", "--logdir=RUN"],
             "--engine=tf runs on one device",
+        ),
+        (
+            [TINY, "--logdir=RUN", "--model_params_override=train.save_max_to_keep=0"],
+            "train.save_max_to_keep=0: must be at least 1",
+        ),
+        (
+            [TINY, "--logdir=RUN", "--model_params_override=train.summary_interval_steps=0"],
+            "train.summary_interval_steps=0: must be at least 1",
+        ),
+        (
+            [TINY, "--logdir=RUN", "--model_params_override=train.max_steps=None"],
+            "train.max_steps=None: train.max_steps: None is of type NoneType, expected int",
+        ),
+        (
+            [TINY, "--logdir=RUN", "--model_params_override=task.fprop_dtype=bf16"],
+            "fprop_dtype='bf16': must be one of float32, bfloat16",
+        ),
+        (
+            [TINY, "--engine=tf", "--num_processes=2", "--logdir=RUN"],
+            "--num_processes=2: only --engine=pjrt runs as several",
+        ),
+        (
+            [TINY, "--mode=inspect_model", "--num_devices=3"],
+            "does not divide over the 3 devices",
         ),
         ([TINY, "--process_id=1", "--logdir=RUN"], "--process_id=1, --num_processes=1"),
         (
@@ -309,3 +334,18 @@ def test_the_600_billion_parameter_model_is_inspected_in_seconds():
         if "m4.encoder" in line and "ffn.experts.wi" in line
     )
     assert "9x2048x1024x8192" in moe and "LEMH" in moe and "E:expert" in moe
+
+
+def test_a_second_trainer_is_kept_out_of_a_run(tmp_path):
+    first, second = (trainer.RunLock(str(tmp_path / "run")) for _ in range(2))
+    first.Acquire()
+    first.Acquire()
+    with pytest.raises(trainer.UsageError, match="another trainer is at work there"):
+        second.Acquire()
+
+
+def test_semicolons_in_paths_stay_in_paths(tmp_path):
+    args = trainer.parse_flags([f"--data_dir={tmp_path}/a;b", "--max_steps=3", TINY])
+    params = registry.GetParams("mt.M4Tiny", trainer.full_override(args))
+    assert params.input.data_dir == f"{tmp_path}/a;b"
+    assert params.train.max_steps == 3

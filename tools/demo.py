@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lingvo_moe.core import files, registry
 from tools import _cli
 
 _DEVICES = 8
@@ -84,7 +85,8 @@ class Demo:
 
     def _train(self) -> None:
         self._say(f"training {self._args.model} on {_DEVICES} virtual devices")
-        override = f"input.cache_dir={(self._out / 'cache').resolve()}"
+        cache = registry.escape(str((self._out / "cache").resolve()))
+        override = f"input.cache_dir={cache}"
         if self._args.model_params_override:
             override = f"{self._args.model_params_override};{override}"
         command = [
@@ -92,7 +94,7 @@ class Demo:
             *(f"--data_dir={self._corpus}", f"--logdir={self._run}", f"--num_devices={_DEVICES}"),
             f"--model_params_override={override}",
         ]
-        if self._args.max_steps:
+        if self._args.max_steps is not None:
             command.append(f"--max_steps={self._args.max_steps}")
         subprocess.run(command, check=True)
         if not self._collectives().get("all-to-all"):
@@ -163,8 +165,8 @@ class Demo:
         text = page.html_report(
             "lingvo_moe demo", settings, rows, trained, untrained, _samples(trained, 12)
         )
-        (self._out / "report.html").write_text(text, encoding="utf-8")
-        (self._out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+        files.write_atomic(self._out / "report.html", text.encode())
+        files.write_atomic(self._out / "report.json", json.dumps(report, indent=2).encode() + b"\n")
         return report
 
     def _show(self, report: Mapping[str, Any], untrained: Any, trained: Any) -> None:

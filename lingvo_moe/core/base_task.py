@@ -30,6 +30,8 @@ class BaseTask(BaseLayer):
 
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
+        if not 0 <= self.p.seed < 2**31:
+            raise ValueError(f"{self.path}.seed={self.p.seed}: must be in [0, 2^31)")
         self.optimizer = self.p.optimizer.Instantiate()
 
     def StateSpecs(self) -> NestedMap:

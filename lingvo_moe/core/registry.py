@@ -102,7 +102,8 @@ def GetParams(name: str, override: str = "") -> Params:
     Args:
         name: as GetExperiment.
         override: `path=value` pairs separated by `;`, e.g.
-            'task.num_experts=16;train.max_steps=100'.
+            'task.num_experts=16;train.max_steps=100'; a
+            semicolon in a value is written `\\;`.
 
     Raises:
         RegistryError: no such experiment, an unknown path, or a value of another type.
@@ -120,10 +121,16 @@ def GetParams(name: str, override: str = "") -> Params:
     return p
 
 
+def escape(value: str) -> str:
+    """A value for an override, with the semicolons that it holds marked as its own."""
+    return value.replace(";", "\\;")
+
+
 def _split_override(text: str) -> Iterator[tuple[str, str]]:
-    for part in re.split(r"[;\n]", text):
+    for part in re.split(r"(?<!\\)[;\n]", text):
         if not part.strip():
             continue
+        part = part.replace("\\;", ";")
         path, equals, value = part.partition("=")
         if not equals or not path.strip():
             raise RegistryError(f"--model_params_override: {part!r} is not of the form path=value")

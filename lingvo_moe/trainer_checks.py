@@ -1,0 +1,196 @@
+"""What a job refuses to begin with, or to go on from: mistakes found before anything slow is done."""
+
+import argparse
+import fcntl
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from lingvo_moe.core import registry
+from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.sharding import Mesh, ShardingError
+
+SUMMARIES = "train"  # in the run's directory
+# Where files lie may change while a run goes on; that they hold the same is checked when it does.
+_PLACES = ("input.data_dir", "input.cache_dir")
+
+
+class UsageError(ValueError):
+    """Flags that do not go together."""
+
+
+def check_flags(args: argparse.Namespace, params: Params) -> None:
+    """Raises UsageError for what --mode=sync cannot work with, before anything slow begins."""
+    if not args.logdir:
+        raise UsageError("--logdir is needed to train: the directory of the run")
+    if not params.input.data_dir:
+        raise UsageError(
+            "--data_dir is needed to train: a directory of <lang>.tsv.gz files "
+            "(`python -m tools.build_corpus --output=corpus` makes one)"
+        )
+    check_train(params.train)
+    if args.engine != "pjrt" and args.num_processes > 1:
+        raise UsageError(
+            f"--num_processes={args.num_processes}: only --engine=pjrt runs as several"
+        )
+    if args.engine == "tf" and args.num_devices > 1:
+        raise UsageError(
+            f"--num_devices={args.num_devices}: --engine=tf runs on one device; use --engine=pjrt"
+        )
+    place = Path(args.logdir).resolve()
+    while not place.exists() and not place.is_symlink():
+        place = place.parent
+    if not place.is_dir():
+        raise UsageError(f"--logdir={args.logdir}: {place} is not a directory")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UsageError(f"--logdir={args.logdir}: no permission to write in {place}")
+
+
+def check_train(train: Params) -> None:
+    """Raises UsageError for numbers of steps or checkpoints that cannot be."""
+    for name, least in (
+        ("max_steps", 0),
+        ("save_interval_steps", 1),
+        ("save_max_to_keep", 1),
+        ("summary_interval_steps", 1),
+    ):
+        if train.Get(name) < least:
+            raise UsageError(f"train.{name}={train.Get(name)}: must be at least {least}")
+
+
+def check_sizes(params: Params) -> None:
+    """Raises UsageError where the task does not fit the batches that it is to be fed."""
+    task, data = params.task, params.input
+    for side in ("source", "target"):
+        path = f"{side}_vocab_size"
+        if data.Get(path) > task.Get(path):
+            raise UsageError(
+                f"input.{path}={data.Get(path)} is more than task.{path}={task.Get(path)}: "
+                "the model has no embedding for some of the ids; set both to the same"
+            )
+        length = data.Get(f"{side}_length")
+        if task.num_experts and task.num_groups and data.batch_size * length % task.num_groups:
+            raise UsageError(
+                f"task.num_groups={task.num_groups}: a batch of input.batch_size={data.batch_size} rows of "
+                f"input.{side}_length={length} does not fall into that many equal groups; choose a divisor "
+                f"of {data.batch_size * length}"
+            )
+
+
+def check_divisible(params: Any, task: Any, mesh: Mesh) -> None:
+    """Raises ShardingError where batch, groups or experts do not divide over the mesh, naming the parameter."""
+    split = task.p.activation_split
+    for letter, path, size in (
+        ("B", "input.batch_size", params.input.batch_size),
+        ("G", "task.num_groups", params.task.num_groups),
+        ("E", "task.num_experts", params.task.num_experts),
+    ):
+        axis = split.get(letter)
+        if axis is None or not size or mesh.size == 1:
+            continue
+        parts = mesh.axis_size(axis)
+        if size % parts:
+            raise ShardingError(
+                f"{path}={size} does not divide over the {parts} devices of axis {axis!r} of mesh {mesh}; "
+                f"use --mesh or --num_devices with a divisor of {size}, or --model_params_override='{path}=...'"
+            )
+
+
+class RunLock:
+    """Keeps a second trainer out of a run's directory, for as long as this process lives."""
+
+    def __init__(self, logdir: str):
+        self._logdir, self._file = Path(logdir), None  # type: Path, Any
+
+    def Acquire(self) -> None:
+        """Locks the directory, which is made when missing; does nothing when it is held already.
+
+        Raises:
+            UsageError: another trainer holds it.
+        """
+        path = self._logdir / ".lock"
+        if (
+            self._file
+            and path.exists()
+            and os.path.samestat(os.fstat(self._file.fileno()), path.stat())
+        ):
+            return
+        self._logdir.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "a")  # noqa: SIM115  held until the process ends
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UsageError(f"--logdir={self._logdir}: another trainer is at work there") from None
+
+
+def has_begun(run_dir: Any) -> bool:
+    """Whether there is a checkpoint; a run described but not begun may become another one."""
+    directory = run_dir.checkpoint_dir
+    return directory.is_dir() and any(child.name.isdigit() for child in directory.iterdir())
+
+
+def prepare_run_dir(run_dir: Any, model: str, override: str, restart: bool) -> None:
+    """Makes sure that --logdir is free, or holds the very run that the flags describe.
+
+    Raises:
+        UsageError: it holds another experiment, or a run that lacks something.
+    """
+    from lingvo_moe.core.engine.summaries import read_metrics
+
+    if restart and (run_dir.exists or has_begun(run_dir)):
+        path = run_dir.path.resolve()
+        number = 1
+        while (aside := path.with_name(f"{path.name}.before_restart_{number}")).exists():
+            number += 1
+        path.rename(aside)
+        log(f"--restart: the run that was in {path} is now in {aside}")
+    if not has_begun(run_dir):
+        if read_metrics(str(run_dir.path / SUMMARIES)):
+            raise UsageError(
+                f"--logdir={run_dir.path} holds a run that has trained, but no checkpoint of it; "
+                "--restart begins at step 0"
+            )
+        return
+    if not run_dir.exists:
+        raise UsageError(
+            f"--logdir={run_dir.path} holds checkpoints, but does not say of what (experiment.json is missing); "
+            "give another --logdir, or --restart to begin anew"
+        )
+    # The text, not the experiment evaluated again: its definition may have changed since.
+    was = (run_dir.path / "params.txt").read_text("utf-8")
+    difference = run_difference(was, registry.GetParams(model, override).ToText())
+    if difference:
+        raise UsageError(
+            f"--logdir={run_dir.path} holds a run of {run_dir.experiment['model']} with other parameters; give "
+            f"another --logdir, or --restart to begin anew. '>' is the run there, '<' is what would run now:\n"
+            f"{difference}"
+        )
+
+
+def run_difference(was: str, now: str) -> str:
+    """The lines by which two experiments, as text, differ in what is trained on what; '' where they do not.
+
+    A run may be made longer, or saved more often.
+    """
+
+    def lines(text: str) -> set[str]:
+        return {
+            line
+            for line in text.splitlines()
+            if line.startswith(("task.", "input.")) and line.split(" : ")[0] not in _PLACES
+        }
+
+    only = [(line, ">") for line in lines(was) - lines(now)]
+    only += [(line, "<") for line in lines(now) - lines(was)]
+    return "\n".join(f"{mark} {line}" for line, mark in sorted(only, key=_path_and_mark))
+
+
+def _path_and_mark(marked: tuple[str, str]) -> tuple[str, bool]:
+    line, mark = marked
+    return line.split(" : ")[0], mark == "<"
+
+
+def log(line: str) -> None:
+    """Progress that is not a step's, to standard error."""
+    print(line, file=sys.stderr, flush=True)
