@@ -56,7 +56,12 @@ def reference(data_dir, tmp_path_factory) -> Path:
 
 
 def _start(plan, *args):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path]),
+        # A test before this one may have asked this process for devices, which takes the flag away.
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+    }
     command = [sys.executable, trainer_testing.__file__, json.dumps(plan), *args]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
