@@ -38,8 +38,8 @@ def _shared(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         cache = tmp_path_factory.mktemp("cache")
         patch.setenv("XDG_CACHE_HOME", str(cache))
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(cache / "compiled"))
-        devices.enable_compilation_cache(str(cache / "compiled"))
+        kept = devices.enable_compilation_cache(str(cache / "compiled"))
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", kept)
         from lingvo_moe.core.engine import base
 
         patch.setattr(base, "make_engine", base.make_engine)  # put back at the end

@@ -45,12 +45,18 @@ def train_vocab(lines: Iterable[str], vocab_size: int = 320, bytes_too: bool = T
     return model.getvalue()
 
 
-def save_run(path: str | os.PathLike, vocab: bytes, step: int = 7) -> None:
+def save_run(
+    path: str | os.PathLike, vocab: bytes, step: int = 7, target_vocab: bytes | None = None
+) -> None:
     """A run of mt.M4Tiny with one checkpoint, of random weights that translate variedly."""
-    size = sentencepiece.SentencePieceProcessor(model_proto=vocab).vocab_size()
-    override = f"task.source_vocab_size={size};task.target_vocab_size={size}"
+    vocabs = {"source": vocab, "target": target_vocab or vocab}
+    override = ";".join(
+        f"task.{side}_vocab_size="
+        f"{sentencepiece.SentencePieceProcessor(model_proto=model).vocab_size()}"
+        for side, model in vocabs.items()
+    )
     run = RunDir(path)
-    run.Write("mt.M4Tiny", override, {"source": vocab, "target": vocab})
+    run.Write("mt.M4Tiny", override, vocabs)
     rng = np.random.default_rng(0)
 
     def init(name, spec):

@@ -3,7 +3,10 @@
 Both have to be said before JAX looks for devices the first time.
 """
 
+import contextlib
+import hashlib
 import os
+import platform
 import re
 import socket
 import sys
@@ -96,6 +99,14 @@ def _answers(host: str, port: int, timeout_seconds: float) -> bool:
     return False
 
 
+def _cpu_features() -> str:
+    """A short name for what this machine's CPU can do."""
+    features = platform.machine()
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
+        features += next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return hashlib.sha256(features.encode()).hexdigest()[:12]
+
+
 def device_count() -> int:
     """The devices of the whole job, of all its processes."""
     return len(jax.devices())
@@ -112,11 +123,14 @@ def sync_processes(name: str) -> None:
         multihost_utils.sync_global_devices(name)
 
 
-def enable_compilation_cache(directory: str) -> None:
+def enable_compilation_cache(directory: str) -> str:
     """Keeps compiled programs on disk, so that a restarted run compiles nothing twice.
 
-    An entry is used only for the same program, compiler and kind of machine; a damaged one is
-    compiled again.
+    An entry is used only for the same program and compiler; a damaged one is compiled again. JAX does
+    not tell one CPU's features from another's, so each gets a directory of its own in `directory`:
+    code for instructions that a machine lacks would kill the process. Returns that directory.
     """
-    jax.config.update("jax_compilation_cache_dir", os.path.abspath(directory))
+    directory = os.path.join(os.path.abspath(directory), _cpu_features())
+    jax.config.update("jax_compilation_cache_dir", directory)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    return directory

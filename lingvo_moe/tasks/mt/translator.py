@@ -8,6 +8,7 @@ translation of a line is the same to the bit in a batch of 1, 7 or 32.
 """
 
 import contextlib
+import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -100,8 +101,8 @@ class Translator(tf.Module):
         super().__init__(name="translator")
         self.options = options or TranslateOptions()
         self.traces = 0  # of compiled programs; grows no more once `translate` was traced
-        self._source = tf_text.SentencepieceTokenizer(model=source_vocab)
-        self._target = tf_text.SentencepieceTokenizer(model=target_vocab)
+        self._source = _tokenizer(source_vocab)
+        self._target = _tokenizer(target_vocab)
         self._target_size = int(self._target.vocab_size())
         for side, have in (
             ("source", int(self._source.vocab_size())),
@@ -238,6 +239,15 @@ class Translator(tf.Module):
             return found.ids_BKT, found.lengths_BK, found.scores_BK
 
         return program
+
+
+def _tokenizer(vocab: bytes) -> Any:
+    """A tokenizer under a name of its own.
+
+    In a loaded SavedModel, tokenizers of one name are one: the first, whatever their models.
+    """
+    name = f"sentencepiece_{hashlib.sha256(vocab).hexdigest()[:16]}"
+    return tf_text.SentencepieceTokenizer(model=vocab, name=name)
 
 
 @dataclass

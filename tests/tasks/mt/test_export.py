@@ -139,6 +139,17 @@ def test_saved_translator(translator, saved_model):
     assert about["options"]["beam_size"] == 3
 
 
+def test_two_vocabularies_stay_two_when_saved(tmp_path, vocab):
+    """TensorFlow merges tokenizers of one name when it loads them."""
+    target = toy.train_vocab([line.upper() for line in toy.sentences(200)], bytes_too=False)
+    toy.save_run(tmp_path / "run", vocab, target_vocab=target)
+    translator, about = load_translator(tmp_path / "run", OPTIONS)
+    export(translator, tmp_path / "saved", about)
+    want = translator.Translate(LINES).translations
+    assert SavedTranslator(str(tmp_path / "saved")).Translate(LINES).translations == want
+    assert any(text.isupper() for row in want for text in row)
+
+
 def test_export_replaces_a_saved_model_and_nothing_else(translator, saved_model, tmp_path):
     other = tmp_path / "notes"
     other.mkdir()
