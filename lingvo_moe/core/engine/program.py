@@ -11,9 +11,9 @@ import json
 import os
 import re
 import struct
-import tempfile
 from dataclasses import dataclass
 
+from lingvo_moe.core import files
 from lingvo_moe.core.engine.signature import Signature
 from lingvo_moe.core.sharding import Mesh
 
@@ -66,16 +66,8 @@ class Program:
         """Writes one file, whole or not at all."""
         header = self._header().encode()
         body = _MAGIC + _LENGTHS.pack(len(header), len(self.exported)) + header + self.exported
-        directory = os.path.dirname(os.path.abspath(path))
-        os.makedirs(directory, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=directory, delete=False) as f:
-            try:
-                f.write(body + hashlib.sha256(body).digest())
-                f.close()
-                os.replace(f.name, path)
-            except BaseException:
-                os.unlink(f.name)
-                raise
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        files.write_atomic(path, body + hashlib.sha256(body).digest())
 
     @classmethod
     def Load(cls, path: str) -> "Program":
