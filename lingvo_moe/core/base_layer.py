@@ -1,7 +1,8 @@
 """BaseLayer: a pure function of (theta, inputs) with named children and variables that are specs
 before they are tensors."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,10 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 # What a child takes from its parent where its own Params leave it open.
 _INHERITED = ("dtype", "fprop_dtype", "activation_split", "weight_split")
+
+
+# Methods whose operations carry the layer's path in their names.
+_SCOPED = ("FProp", "ExtendStep", "PrecomputeMemory", "InitCache", "Dispatch", "Combine")
 
 
 @dataclass(frozen=True)
@@ -86,8 +91,15 @@ class BaseLayer:
 
     A subclass defines its Params, creates children and variables in `__init__`, and computes in
     `FProp(theta, ...)`, where `theta` is a NestedMap of tensors that mirrors the children and
-    variables. Nothing is allocated and no state is kept.
+    variables. Nothing is allocated and no state is kept. What it computes is named after it: in a
+    compiled program, each operation's name holds the path of the layer that it came from.
     """
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        for name in _SCOPED:
+            if name in cls.__dict__:
+                setattr(cls, name, _scoped(cls.__dict__[name]))
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -249,3 +261,19 @@ class BaseLayer:
     def FoldSeed(self, seed: tf.Tensor | None, name: str | int | tf.Tensor) -> tf.Tensor | None:
         """The seed of a child or a purpose; None stays None (inference)."""
         return None if seed is None else randomness.fold_in(seed, name)
+
+
+def _scoped(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, run in the name scope of its layer's path, whichever scope it is called in."""
+
+    @functools.wraps(method)
+    def run(self: BaseLayer, *args: Any, **kwargs: Any) -> Any:
+        with name_scope(self.path):
+            return method(self, *args, **kwargs)
+
+    return run
+
+
+def name_scope(path: str) -> Any:
+    """The name scope of a dotted path, from the root whatever scope is open."""
+    return tf.name_scope(path.replace(".", "/") + "/")

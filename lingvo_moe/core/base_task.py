@@ -4,10 +4,13 @@ The step is one pure function, `(state, batch) -> (state, metrics)`. The state i
 NestedMap(theta, slots, step, skipped).
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import tensorflow as tf
 
 from lingvo_moe.core import randomness
-from lingvo_moe.core.base_layer import BaseLayer, VariableSpec
+from lingvo_moe.core.base_layer import BaseLayer, VariableSpec, name_scope
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap, map_structure
@@ -66,8 +69,14 @@ class BaseTask(BaseLayer):
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(leaves)
             loss, metrics = self.FProp(state.theta, batch, seed=seed)
-        grads = state.theta.Pack(tape.gradient(loss, leaves))
-        self._check_gradients(grads)
+        grads = self._Gradients(state.theta, tape.gradient(loss, leaves))
+        with name_scope("optimizer"):
+            return self._Apply(state, loss, metrics, grads)
+
+    def _Apply(
+        self, state: NestedMap, loss: tf.Tensor, metrics: NestedMap, grads: NestedMap
+    ) -> tuple[NestedMap, NestedMap]:
+        """The state after a step with these gradients; see TrainStep."""
         grads, norm = clip_by_global_norm(grads, self.p.clip_gradient_norm)
         theta, slots, optimizer_metrics = self.optimizer.Update(
             state.theta, grads, state.slots, state.step, self.VariableSpecs()
@@ -93,10 +102,17 @@ class BaseTask(BaseLayer):
         """The metrics of FProp without anything random and without dropped tokens."""
         return self.FProp(theta, batch, seed=None)[1]
 
-    def _check_gradients(self, grads: NestedMap) -> None:
-        for path, grad in grads.FlattenItems():
+    def _Gradients(self, theta: NestedMap, grads: Sequence[Any]) -> NestedMap:
+        """The tape's gradients as tensors in the structure of theta."""
+        out = []
+        for (path, _), spec, grad in zip(
+            theta.FlattenItems(), self.VariableSpecs().Flatten(), grads, strict=True
+        ):
             if grad is None:
                 raise ValueError(f"{self.path}: the loss does not depend on variable {path!r}")
+            with name_scope(f"gradient_tape.{spec.path}"):  # where sparse rows are summed
+                out.append(tf.convert_to_tensor(grad))
+        return theta.Pack(out)
 
 
 def _counter(name: str) -> VariableSpec:

@@ -2,9 +2,12 @@
 devices.
 
 TensorFlow's own stateless generators become one opaque XLA operation that a partitioner can only
-replicate, so a dropout mask for a whole pod's batch would be made on every device. Here the
-generator (Threefry-2x32, Salmon et al. 2011) is spelled out in elementwise operations on an iota,
-which XLA splits like any other elementwise computation.
+replicate, so a dropout mask for a whole pod's batch would be made on every device. Here a hash of
+the seed and of each place, keyed twice, is spelled out in elementwise operations on an iota, which
+XLA splits like any other elementwise computation. It is short because a model draws at some forty
+places, each compiled for forward, recomputation and backward: with Threefry-2x32-13 in its place, a
+third of the time that a training step compiles was the generator's. It is meant for dropout,
+routing and initial values, not for cryptography.
 
 A seed is an int32 tensor of shape [2]. `seed=None`, where a layer takes it, means inference:
 nothing random happens.
@@ -15,12 +18,6 @@ import zlib
 from collections.abc import Sequence
 
 import tensorflow as tf
-
-_ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
-# The least number that its authors found to pass every test of TestU01's BigCrush; the default of
-# 20 is a safety margin that costs half as much again, in each dropout of each layer.
-_ROUNDS = 13
-_PARITY = 0x1BD11BDA
 
 
 def make_seed(global_seed: int | tf.Tensor, step: int | tf.Tensor) -> tf.Tensor:
@@ -33,8 +30,7 @@ def make_seed(global_seed: int | tf.Tensor, step: int | tf.Tensor) -> tf.Tensor:
 def fold_in(seed: tf.Tensor, data: int | str | tf.Tensor) -> tf.Tensor:
     """A new seed, int32 [2], from a seed and a name, a number or a scalar integer tensor.
 
-    A vector of n integers gives n seeds, [n, 2]. A model folds hundreds of names, so this is a
-    short mixing function (the finalizer of MurmurHash3) rather than a run of the generator.
+    A vector of n integers gives n seeds, [n, 2].
     """
     if isinstance(data, str):
         data = zlib.crc32(data.encode())
@@ -43,8 +39,8 @@ def fold_in(seed: tf.Tensor, data: int | str | tf.Tensor) -> tf.Tensor:
     else:
         data = tf.bitcast(tf.cast(data, tf.int32), tf.uint32)
     k0, k1 = _keys(seed)
-    a = _mix(tf.bitwise.bitwise_xor(k0, data * tf.constant(0x9E3779B1, tf.uint32)))
-    b = _mix(tf.bitwise.bitwise_xor(k1 + a, data + tf.constant(0x7F4A7C15, tf.uint32)))
+    a = _mix(_xor(k0, data * _word(0x9E3779B1)))
+    b = _mix(_xor(k1 + a, data + _word(0x7F4A7C15)))
     return tf.bitcast(tf.stack([a + b, b], axis=-1), tf.int32)
 
 
@@ -69,7 +65,7 @@ def bits(seed: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
     # The counter is (index in the first dimension, flat index in the others). The key joins each
     # one-dimensional iota before they are broadcast: a full-size counter without it would be a
     # constant, which TensorFlow folds on the host.
-    runtime_zero = tf.bitwise.bitwise_xor(keys[0], keys[0])
+    runtime_zero = _xor(keys[0], keys[0])
     low = high = runtime_zero
     for dim in inner:
         along = tf.cast(tf.range(shape[dim], dtype=tf.int32), tf.uint32)
@@ -78,7 +74,9 @@ def bits(seed: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
             high = along + runtime_zero
         else:
             low = low + (along * tf.constant(math.prod(shape[dim + 1 :]), tf.uint32) + runtime_zero)
-    return _threefry(keys, high, low)[0]
+    # Keyed before and between two bijections that mix well: rows (`high`) get keys of their own.
+    row = _mix(_xor(keys[0], high * _word(0x9E3779B1)))
+    return _mix(_xor(_mix(low + row), _mix(keys[1] + high)))
 
 
 def uniform(seed: tf.Tensor, shape: Sequence[int], dtype: tf.DType = tf.float32) -> tf.Tensor:
@@ -126,29 +124,25 @@ def _keys(seed: tf.Tensor) -> list[tf.Tensor]:
 
 
 def _mix(x: tf.Tensor) -> tf.Tensor:
-    """The 32-bit finalizer of MurmurHash3: a bijection in which each bit depends on all."""
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        x = tf.bitwise.bitwise_xor(x, tf.bitwise.right_shift(x, tf.constant(shift, tf.uint32)))
-        x = x * tf.constant(factor, tf.uint32)
-    return tf.bitwise.bitwise_xor(x, tf.bitwise.right_shift(x, tf.constant(16, tf.uint32)))
+    """Thomas Wang's 32-bit hash: a bijection of shifts, sums and xors.
+
+    No products: a TPU has none of 32-bit integers, and what XLA writes in their place takes longer
+    to compile than the rest of the model.
+    """
+    left = tf.bitwise.left_shift
+    x = tf.bitwise.invert(x) + left(x, _word(15))
+    x = _fold(x, 12)
+    x = _fold(x + left(x, _word(2)), 4)
+    return _fold(x + left(x, _word(3)) + left(x, _word(11)), 16)
 
 
-def _threefry(
-    keys: Sequence[tf.Tensor], x0: tf.Tensor, x1: tf.Tensor
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Threefry-2x32: two words for each counter (x0, x1)."""
-    k0, k1 = keys
-    k2 = tf.bitwise.bitwise_xor(tf.bitwise.bitwise_xor(k0, k1), tf.constant(_PARITY, tf.uint32))
-    ks = (k0, k1, k2)
-    x0, x1 = x0 + k0, x1 + k1
-    for n in range(_ROUNDS):
-        r = _ROTATIONS[n % 8]
-        x0 = x0 + x1
-        left = tf.bitwise.left_shift(x1, tf.constant(r, tf.uint32))
-        right = tf.bitwise.right_shift(x1, tf.constant(32 - r, tf.uint32))
-        x1 = tf.bitwise.bitwise_xor(tf.bitwise.bitwise_or(left, right), x0)
-        if n % 4 == 3:
-            inject = n // 4 + 1
-            x0 = x0 + ks[inject % 3]
-            x1 = x1 + (ks[(inject + 1) % 3] + tf.constant(inject, tf.uint32))
-    return x0, x1
+def _fold(x: tf.Tensor, shift: int) -> tf.Tensor:
+    return _xor(x, tf.bitwise.right_shift(x, _word(shift)))
+
+
+def _xor(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
+    return tf.bitwise.bitwise_xor(a, b)
+
+
+def _word(value: int) -> tf.Tensor:
+    return tf.constant(value, tf.uint32)

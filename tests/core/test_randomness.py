@@ -1,4 +1,4 @@
-"""Random numbers: the published generator, its statistics, and independence of seeds and places."""
+"""Random numbers: their statistics, and independence of seeds and places."""
 
 import numpy as np
 import pytest
@@ -7,24 +7,38 @@ import tensorflow as tf
 from lingvo_moe.core import randomness
 
 
-def test_threefry_known_answers(monkeypatch):
-    """Vectors of the Random123 distribution for threefry2x32, 20 and 13 rounds."""
+def test_every_bit_of_seed_and_place_changes_every_bit_of_the_result_half_the_time():
+    rng = np.random.default_rng(0)
+    seeds = rng.integers(-(2**31), 2**31, [8000, 2], dtype=np.int64).astype(np.int32)
 
-    def words(*values):
-        return tuple(tf.constant(v, tf.uint32) for v in values)
+    def draw(seeds, row=5, column=77):
+        return randomness.bits(tf.constant(seeds), [8000, 64, 128]).numpy()[:, row, column]
 
-    ones = 0xFFFFFFFF
-    for rounds, key, counter, expected in [
-        (20, (0, 0), (0, 0), (0x6B200159, 0x99BA4EFE)),
-        (20, (ones, ones), (ones, ones), (0x1CB996FC, 0xBB002BE7)),
-        (20, (0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3), (0xC4923A9C, 0x483DF7A0)),
-        (13, (0, 0), (0, 0), (0x9D1C5EC6, 0x8BD50731)),
-        (13, (ones, ones), (ones, ones), (0xFD36D048, 0x2D17272C)),
-        (13, (0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3), (0xBA3E4725, 0xF27D669E)),
-    ]:
-        monkeypatch.setattr(randomness, "_ROUNDS", rounds)
-        got = randomness._threefry(words(*key), *words(*counter))
-        assert tuple(int(g) for g in got) == expected
+    changed = {}
+    base = draw(seeds)
+    for bit in (0, 7, 19, 31):
+        for word in (0, 1):
+            flip = np.zeros(2, np.int32)
+            flip[word] = np.int32(np.uint32(1 << bit).view(np.int32))
+            changed[f"seed word {word}, bit {bit}"] = draw(seeds ^ flip)
+    changed |= {f"row bit {b}": draw(seeds, row=5 ^ (1 << b)) for b in (0, 3, 5)}
+    changed |= {f"column bit {b}": draw(seeds, column=77 ^ (1 << b)) for b in (0, 3, 6)}
+    for what, other in changed.items():
+        share = [((base ^ other) >> bit & 1).mean() for bit in range(32)]
+        assert np.abs(np.array(share) - 0.5).max() < 0.03, (what, share)
+
+
+def test_neighbours_are_uncorrelated():
+    z = randomness.uniform(randomness.make_seed(11, 3), [64, 4096]).numpy()
+    counts = np.bincount((z * 256).astype(int).ravel(), minlength=256)
+    assert ((counts - 1024) ** 2 / 1024).sum() < 360  # chi-squared, 255 degrees of freedom
+    for dropped in (z, z < 0.1):
+        for lag in (1, 2, 8, 64, 1024):
+            assert (
+                abs(np.corrcoef(dropped[:, :-lag].ravel(), dropped[:, lag:].ravel())[0, 1]) < 0.01
+            )
+        rows = np.corrcoef(dropped) - np.eye(64)
+        assert np.abs(rows).max() < 0.09
 
 
 def test_stacked_seeds_give_what_each_gives_alone():

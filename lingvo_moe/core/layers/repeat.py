@@ -172,7 +172,9 @@ def _scan(
         def grad(dy: tf.Tensor, *dextras: tf.Tensor) -> list:
             if kept is None:
                 raise ValueError(f"no gradient through a carry of unknown size, {x.shape}")
-            return _backward(call, num, weights, rest, kept, dy, list(dextras), shard_carry)
+            # What the loop recomputes has the names of the forward pass, but within this one.
+            with tf.name_scope("backward/"):
+                return _backward(call, num, weights, rest, kept, dy, list(dextras), shard_carry)
 
         return [y, *(ta.stack() for ta in extras)], grad
 

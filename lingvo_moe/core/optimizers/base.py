@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_moe.core.base_layer import VariableSpec
+from lingvo_moe.core.base_layer import VariableSpec, name_scope
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
@@ -77,9 +77,10 @@ class Optimizer:
         for spec, weight, grad, slot in zip(
             specs.Flatten(), theta.Flatten(), grads.Flatten(), self._SlotsOf(specs, slots)
         ):
-            delta, new_slot = self._UpdateOne(
-                spec, tf.cast(weight, tf.float32), tf.cast(grad, tf.float32), slot, rate, step
-            )
+            with name_scope(f"optimizer.{spec.path}"):
+                delta, new_slot = self._UpdateOne(
+                    spec, tf.cast(weight, tf.float32), tf.cast(grad, tf.float32), slot, rate, step
+                )
             deltas.append(delta)
             new_slots.append(new_slot)
         squares = tf.add_n([tf.reduce_sum(tf.square(d)) for d in deltas])
