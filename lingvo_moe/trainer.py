@@ -190,7 +190,6 @@ def train(args: argparse.Namespace, params: Any, override: str) -> int:
     from lingvo_moe.core.engine import devices
     from lingvo_moe.core.engine.base import make_engine
     from lingvo_moe.core.engine.checkpoints import Checkpointer
-    from lingvo_moe.core.engine.specs import TensorSpec
     from lingvo_moe.core.engine.summaries import Summaries
     from lingvo_moe.core.engine.train_loop import TrainLoop
     from lingvo_moe.tasks.mt.run_dir import RunDir
@@ -220,16 +219,13 @@ def train(args: argparse.Namespace, params: Any, override: str) -> int:
     if not first_process:
         inputs.Prepare(vocabs=run_dir.vocabs)
 
-    batch_specs = inputs.BatchSpec().Transform(
-        lambda s: TensorSpec(s.shape, s.dtype, task.BatchSplit())
-    )
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         devices.enable_compilation_cache(os.path.join(args.logdir, "compiled"))
     summaries = Summaries(os.path.join(args.logdir, SUMMARIES), enabled=first_process)
     summaries.Text("params", params.ToText())
     checkpointer = Checkpointer(str(run_dir.checkpoint_dir), keep=params.train.save_max_to_keep)
     try:
-        loop = TrainLoop(task, inputs, batch_specs, engine, checkpointer, summaries, params.train)
+        loop = TrainLoop(task, inputs, engine, checkpointer, summaries, params.train)
         started = time.monotonic()
         result = loop.Run(
             on_compiled=lambda step: (
@@ -270,7 +266,7 @@ def make_mesh(text: str, engine: str) -> Mesh:
 
 
 def report_program(step: Any, logdir: str, started: float) -> None:
-    """Says which collectives the compiled step holds, and keeps their counts in LOGDIR/collectives.json."""
+    """Says which collectives the compiled step holds, and describes it in LOGDIR/program.json."""
     from lingvo_moe.core.engine.collectives import count_collectives
     from lingvo_moe.core.engine.pjrt import CompiledProgram
 
@@ -279,8 +275,14 @@ def report_program(step: Any, logdir: str, started: float) -> None:
         log(f"made the training step in {seconds:.0f} s")
         return
     counts = count_collectives(step.HloText())
-    with open(os.path.join(logdir, "collectives.json"), "w", encoding="utf-8") as file:
-        json.dump(counts, file)
+    about = {
+        "name": step.program.name,
+        "mesh": str(step.program.mesh),
+        "hash": step.program.hash,
+        "collectives": counts,
+    }
+    with open(os.path.join(logdir, "program.json"), "w", encoding="utf-8") as file:
+        json.dump(about, file, indent=1)
     told = ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "no collective"
     log(f"compiled the training step in {seconds:.0f} s: {told}")
 

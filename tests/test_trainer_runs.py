@@ -81,7 +81,7 @@ def test_the_run_learns_and_is_saved(reference):
 
 def test_the_step_holds_the_all_to_alls_and_gathers_nothing(reference):
     """2 MoE layers x (dispatch + combine) x (forward, recomputed, backward)."""
-    counts = json.loads((reference / "collectives.json").read_text())
+    counts = json.loads((reference / "program.json").read_text())["collectives"]
     assert counts["all-to-all"] == 12
     assert set(counts) == {"all-to-all", "all-reduce"}
 

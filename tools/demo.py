@@ -101,7 +101,7 @@ class Demo:
             raise ValueError("the compiled step holds no all-to-all: the experts were not sharded")
 
     def _collectives(self) -> Mapping[str, int]:
-        return json.loads((self._run / "collectives.json").read_text())
+        return json.loads((self._run / "program.json").read_text())["collectives"]
 
     def _evaluate(self) -> tuple[Any, Any]:
         """Scores of the untrained and of the trained model on the same lines; exports the trained

@@ -17,6 +17,7 @@ from lingvo_moe.core.engine.checkpoints import Checkpointer
 from lingvo_moe.core.engine.interrupt import StopRequest
 from lingvo_moe.core.engine.progress import StepProgress
 from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.engine.steps import train_step
 from lingvo_moe.core.engine.summaries import Summaries
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.nested_map import NestedMap
@@ -27,9 +28,9 @@ class TrainLoop:
 
     Args:
         task: a BaseTask.
-        inputs: iterable over NestedMaps of NumPy arrays, the whole batch on every process; its iterator
-            has GetState() and SetState(state), a state that JSON can hold.
-        batch_specs: NestedMap of TensorSpecs of such a batch.
+        inputs: iterable over NestedMaps of NumPy arrays, the whole batch on every process, as its
+            BatchSpec() says; its iterator has GetState() and SetState(state), a state that JSON can
+            hold.
         engine: what runs the task.
         checkpointer: where the run is kept.
         summaries: where metrics go.
@@ -40,7 +41,6 @@ class TrainLoop:
         self,
         task: Any,
         inputs: Any,
-        batch_specs: NestedMap,
         engine: Engine,
         checkpointer: Checkpointer,
         summaries: Summaries,
@@ -49,7 +49,6 @@ class TrainLoop:
         self._task, self._inputs, self._engine = task, inputs, engine
         self._checkpointer, self._summaries, self._train = checkpointer, summaries, train
         self._state_specs = task.StateSpecs()
-        self._batch_specs = batch_specs
 
     def Run(self, on_compiled: Callable[[Any], None] | None = None) -> NestedMap:
         """Trains until `train.max_steps`, or until it is asked to stop.
@@ -86,12 +85,7 @@ class TrainLoop:
 
     def _build_step(self, on_compiled: Callable[[Any], None] | None) -> Any:
         _tell("compiling the training step ...")
-        step_fn = self._engine.Build(
-            self._task.TrainStep,
-            [self._state_specs, self._batch_specs],
-            donate=(0,),
-            name="train_step",
-        )
+        step_fn = train_step(self._task, self._inputs).Build(self._engine)
         if on_compiled is not None:
             on_compiled(step_fn)
         return step_fn
