@@ -9,14 +9,14 @@ import contextlib
 import json
 import os
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lingvo_moe.core import registry
 from lingvo_moe.core.engine.base import ENGINES
+from lingvo_moe.core.quiet import quiet
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.suggest import did_you_mean
 from lingvo_moe.trainer_checks import (
@@ -54,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
         default=0,
         help="virtual CPU devices, of each process where there are several; 0: all there are",
     )
-    add("--mesh", default="", help="axis:size,...; default: one axis, 'expert', over all devices")
+    add("--mesh", default="", help="axis:size,...; default: train.mesh, over all devices")
     add("--max_steps", type=int, default=None, help="shorthand for train.max_steps")
     add(
         "--model_params_override",
@@ -119,32 +119,12 @@ def run(args: argparse.Namespace) -> int:
         from lingvo_moe.core import inspect
 
         task = params.task.Instantiate()
-        mesh = Mesh.parse(args.mesh) if args.mesh else _planned_mesh(params, args.num_devices)
+        mesh = make_mesh(params, args.mesh, args.num_devices)
         check_divisible(params, task, mesh)
         inspect.print_variables(task.VariableSpecs().Flatten(), mesh)
         return 0
     check_flags(args, params)
     return train(args, params, override)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keeps libraries from writing to standard error, as they do whatever they are told.
-
-    Where the block fails, what they said is shown.
-    """
-    with tempfile.TemporaryFile() as said:
-        stderr = os.dup(2)
-        os.dup2(said.fileno(), 2)
-        try:
-            yield
-        except BaseException:
-            said.seek(0)
-            os.write(stderr, said.read())
-            raise
-        finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
 
 
 def import_tensorflow(engine: str) -> None:
@@ -179,11 +159,6 @@ def full_override(args: argparse.Namespace) -> str:
     return ";".join(parts)
 
 
-def _planned_mesh(params: Any, num_devices: int) -> Mesh:
-    """The mesh that an experiment was made for: a group a device, or as many devices as are asked for."""
-    return Mesh(("expert",), (num_devices or max(params.task.num_groups, 1),))
-
-
 def train(args: argparse.Namespace, params: Any, override: str) -> int:
     """Mode sync: trains until the end, or until stopped; goes on where the run in --logdir stands."""
     # Imported here, since inspecting a model should not wait for them.
@@ -199,7 +174,8 @@ def train(args: argparse.Namespace, params: Any, override: str) -> int:
     devices.initialize_distributed(args.coordinator_address, args.num_processes, args.process_id)
     find_devices()
     first_process = args.process_id == 0
-    mesh = make_mesh(args.mesh, args.engine)
+    there_are = 1 if args.engine == "tf" else devices.device_count()
+    mesh = make_mesh(params, args.mesh, there_are)
     engine = make_engine(args.engine, mesh)
     task = params.task.Instantiate()
     inputs = params.input.Instantiate()
@@ -254,15 +230,16 @@ def prepare(args: argparse.Namespace, override: str, run_dir: Any, inputs: Any) 
         run_dir.Write(args.model, override, inputs.vocabs.Transform(lambda v: v.model_bytes))
 
 
-def make_mesh(text: str, engine: str) -> Mesh:
-    """`--mesh`, or one axis over all devices of all processes."""
+def make_mesh(params: Any, text: str = "", num_devices: int = 0) -> Mesh:
+    """`--mesh`, or the experiment's own, laid over so many devices; 0: over those that it was made for.
+
+    Raises:
+        ShardingError: a text that does not read as a mesh, or devices that it cannot be laid over.
+    """
     if text:
         return Mesh.parse(text)
-    if engine == "tf":
-        return Mesh(("expert",), (1,))
-    from lingvo_moe.core.engine import devices
-
-    return Mesh(("expert",), (devices.device_count(),))
+    mesh = Mesh.parse(params.train.mesh, "train.mesh")
+    return mesh.over_devices(num_devices) if num_devices else mesh
 
 
 def report_program(step: Any, logdir: str, started: float) -> None:

@@ -79,14 +79,18 @@ def check_sizes(params: Params) -> None:
 
 
 def check_divisible(params: Any, task: Any, mesh: Mesh) -> None:
-    """Raises ShardingError where batch, groups or experts do not divide over the mesh, naming the parameter."""
-    split = task.p.activation_split
-    for letter, path, size in (
-        ("B", "input.batch_size", params.input.batch_size),
-        ("G", "task.num_groups", params.task.num_groups),
-        ("E", "task.num_experts", params.task.num_experts),
+    """Raises ShardingError where what is cut does not divide over the mesh, naming the parameter."""
+    split = {**task.p.weight_split, **task.p.activation_split}
+    for letter, path in (
+        ("B", "input.batch_size"),
+        ("G", "task.num_groups"),
+        ("E", "task.num_experts"),
+        ("H", "task.hidden_dim"),
+        ("N", "task.num_heads"),
+        ("V", "task.source_vocab_size"),
+        ("V", "task.target_vocab_size"),
     ):
-        axis = split.get(letter)
+        axis, size = split.get(letter), params.Get(path)
         if axis is None or not size or mesh.size == 1:
             continue
         parts = mesh.axis_size(axis)

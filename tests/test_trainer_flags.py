@@ -66,6 +66,14 @@ TINY = "--model=mt.M4Tiny"
         ([TINY, "--model_params_override=task.dropout"], "is not of the form path=value"),
         ([TINY, "--mesh=expert", "--logdir=RUN"], "expert"),
         ([TINY, "--mesh=expert:0", "--logdir=RUN"], "expert:0"),
+        (
+            [TINY, "--logdir=RUN", "--model_params_override=train.mesh=expert"],
+            "train.mesh='expert': 'expert' is not of the form axis:size",
+        ),
+        (
+            ["--model=mt.T96L", "--mode=inspect_model", "--num_devices=12"],
+            "mesh data:256,model:8 cannot be laid over 12 devices",
+        ),
         ([TINY, "--mesh=experts:8", "--logdir=RUN"], "experts"),
         (
             [TINY, "--mesh=expert:16", "--logdir=RUN"],

@@ -38,9 +38,15 @@ class Experiment:
 
 
 def TrainParams() -> Params:
-    """How a run goes on: its length, checkpoints and summaries. Nothing here changes the
-    program."""
+    """How a run goes on: devices, length, checkpoints and summaries. Nothing here changes what is
+    computed."""
     p = Params()
+    p.Define(
+        "mesh",
+        "expert:1",
+        "The devices that the experiment was made for, axis:size,...; with others than these the "
+        "first axis changes its size. --mesh is used instead.",
+    )
     p.Define("max_steps", 1_000_000, "The step at which training ends.")
     p.Define("save_interval_steps", 1000, "Steps between checkpoints.")
     p.Define("save_max_to_keep", 3, "Checkpoints kept, the newest ones.")

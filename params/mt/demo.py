@@ -47,7 +47,7 @@ class M4Demo(registry.Experiment):
         )
 
     def Train(self) -> Params:
-        return registry.TrainParams().Set(max_steps=500, save_interval_steps=100)
+        return registry.TrainParams().Set(mesh="expert:8", max_steps=500, save_interval_steps=100)
 
 
 @registry.Register
@@ -73,6 +73,4 @@ class M4Tiny(M4Demo):
         return super().Input().Set(source_length=24, target_length=24, batch_size=8)
 
     def Train(self) -> Params:
-        return registry.TrainParams().Set(
-            max_steps=20, save_interval_steps=5, summary_interval_steps=1
-        )
+        return super().Train().Set(max_steps=20, save_interval_steps=5, summary_interval_steps=1)

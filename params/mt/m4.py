@@ -7,7 +7,7 @@ these models with this code.
 """
 
 from lingvo_moe.core import registry
-from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.optimizers.adafactor import Adafactor
 from lingvo_moe.core.optimizers.schedules import SqrtDecay
 from lingvo_moe.tasks.mt.input.pipeline import MtInput
@@ -55,6 +55,9 @@ class M4Base(registry.Experiment):
             target_length=ROW_LENGTH,
             batch_size=self.BATCH_TOKENS // ROW_LENGTH,
         )
+
+    def Train(self) -> Params:
+        return registry.TrainParams().Set(mesh=f"expert:{self.CORES}")
 
 
 def SplitOverExperts(p: InstantiableParams) -> InstantiableParams:
@@ -132,3 +135,23 @@ class M4MoE2048E60L(M4Base):
     """
 
     LAYERS = 60
+
+
+@registry.Register
+class M4MoE512E60L(M4Base):
+    """MoE(512E, 60L): 260B; 259,070,672,896 parameters here.
+
+    512 cores, 1M tokens; the paper reports no result.
+    """
+
+    LAYERS, EXPERTS, CORES, BATCH_TOKENS = 60, 512, 512, 2**20
+
+
+@registry.Register
+class M4MoE128E60L(M4Base):
+    """MoE(128E, 60L): 66B; 65,785,348,096 parameters here.
+
+    128 cores, 1M tokens; the paper reports no result.
+    """
+
+    LAYERS, EXPERTS, CORES, BATCH_TOKENS = 60, 128, 128, 2**20

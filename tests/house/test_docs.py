@@ -276,12 +276,13 @@ def test_sizes_in_tables_are_those_of_the_specs(page: str) -> None:
         theta, state = (specs.Flatten() for specs in (task.VariableSpecs(), task.StateSpecs()))
         cells = rest.split(" | ")
         assert f"{inspect.count_parameters(theta):,}" in cells, name
-        if len(cells) == 5:
-            mesh = Mesh(("expert",), (int(cells[2]),))
+        if len(cells) == 7:
+            assert cells[2] == f"`{params.train.mesh}`", name
+            mesh = Mesh.parse(params.train.mesh)
             held = [
                 sum(inspect.bytes_per_device(s, mesh) for s in specs) for specs in (theta, state)
             ]
-            assert cells[3:] == [inspect.format_bytes(n) for n in held], name
+            assert cells[4:6] == [inspect.format_bytes(n) for n in held], name
 
 
 def test_lines_of_inspect_model_are_what_it_prints() -> None:

@@ -53,8 +53,9 @@ class Mesh:
             )
 
     @classmethod
-    def parse(cls, text: str) -> "Mesh":
-        """Reads `axis:size[,axis:size...]`, e.g. 'expert:8' or 'data:2,expert:4'.
+    def parse(cls, text: str, what: str = "--mesh") -> "Mesh":
+        """Reads `axis:size[,axis:size...]`, e.g. 'expert:8' or 'data:2,expert:4'; `what` is where
+        the text stands.
 
         Raises:
             ShardingError: any other text.
@@ -64,7 +65,7 @@ class Mesh:
             name, colon, size = part.strip().partition(":")
             if not colon or not name.isidentifier() or not size.isdigit():
                 raise ShardingError(
-                    f"--mesh={text!r}: {part!r} is not of the form axis:size, e.g. 'expert:8' or 'data:2,expert:4'"
+                    f"{what}={text!r}: {part!r} is not of the form axis:size, e.g. 'expert:8' or 'data:2,expert:4'"
                 )
             names.append(name)
             sizes.append(int(size))
@@ -93,6 +94,23 @@ class Mesh:
                 )
             return self.shape[self.axis_names.index(axis)]
         return math.prod(self.axis_size(a) for a in axis)
+
+    def over_devices(self, num_devices: int) -> "Mesh":
+        """This arrangement of another number of devices: the first axis changes, the others stay.
+        On one device nothing is cut, whatever the axes.
+
+        Raises:
+            ShardingError: the other axes do not divide that number.
+        """
+        if num_devices == 1:
+            return Mesh(self.axis_names, (1,) * len(self.shape))
+        rest = math.prod(self.shape[1:])
+        if num_devices % rest:
+            raise ShardingError(
+                f"mesh {self} cannot be laid over {num_devices} devices: its axes but the first "
+                f"take {rest}, so their number has to be a multiple of that; or give --mesh"
+            )
+        return Mesh(self.axis_names, (num_devices // rest, *self.shape[1:]))
 
     def device_array(self) -> np.ndarray:
         """The logical device numbers in the mesh's shape."""

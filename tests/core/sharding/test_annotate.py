@@ -142,6 +142,17 @@ def test_on_one_device_letters_have_nothing_to_cut():
             sharding.split(x, 0, 2)
 
 
+def test_a_mesh_over_another_number_of_devices():
+    """The first axis changes, the others stay; one device has nothing to cut."""
+    mesh = Mesh.parse("data:256,model:8")
+    assert str(mesh.over_devices(16)) == "data:2,model:8"
+    assert str(mesh.over_devices(2048)) == str(mesh)
+    assert str(mesh.over_devices(1)) == "data:1,model:1"
+    assert str(Mesh.parse("expert:2048").over_devices(3)) == "expert:3"
+    with pytest.raises(ShardingError, match="data:256,model:8 cannot be laid over 12 devices"):
+        mesh.over_devices(12)
+
+
 def test_mesh_parse_and_its_errors():
     mesh = Mesh.parse("data:2,expert:4")
     assert (mesh.axis_names, mesh.shape, mesh.size) == (("data", "expert"), (2, 4), 8)

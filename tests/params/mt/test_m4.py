@@ -1,42 +1,100 @@
-"""The paper's family: the sizes that its docstrings state are the sizes of its specs."""
+"""The paper's family: the sizes that its docstrings state are the sizes of its specs, and those of a
+formula.
+
+Letters: M model, H hidden, N head, K key, E expert, V vocabulary, L layer.
+"""
 
 import re
 
 import pytest
 
 from lingvo_moe.core import inspect, registry
-from params.mt import m4
+from lingvo_moe.core.optimizers.adafactor import Adafactor
+from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.trainer import make_mesh
+from lingvo_moe.trainer_checks import check_divisible
+from params.mt import dense, m4
 
 _FAMILY = sorted(
     name for name in registry.AllNames("mt") if issubclass(registry.GetExperiment(name), m4.M4Base)
 )
+_MOE = [n for n in _FAMILY if not issubclass(registry.GetExperiment(n), dense.DenseBase)]
+
+
+def _parameters(p) -> int:
+    """The number of parameters, by hand.
+
+    An attention has 4 M N K, a feed-forward 2 M H, and there are no biases; an MoE has E of those
+    and a gate, M E. A normalisation (2 M) stands before each of the 2 or 3 parts of a layer and
+    after each stack. The output shares the target embedding's V M.
+    """
+    M, H, N, K, E = p.model_dim, p.hidden_dim, p.num_heads, p.key_dim, p.num_experts
+    attention, feed_forward, norm = 4 * M * N * K, 2 * M * H, 2 * M
+    moe = E * feed_forward + M * E
+    total = (p.source_vocab_size + p.target_vocab_size) * M
+    for L, attentions in ((p.num_encoder_layers, 1), (p.num_decoder_layers, 2)):
+        num_moe = L // 2 if E else 0
+        total += L * (attentions * attention + (attentions + 1) * norm) + norm
+        total += (L - num_moe) * feed_forward + num_moe * moe
+    return total
 
 
 def test_the_family_is_the_papers_table():
-    assert [
-        f"mt.M4MoE{size}"
-        for size in ("128E12L", "128E36L", "2048E12L", "2048E36L", "2048E60L", "512E12L", "512E36L")
-    ] == _FAMILY
+    sizes = {f"mt.M4MoE{E}E{L}L" for E in (128, 512, 2048) for L in (12, 36, 60)}
+    assert set(_MOE) == sizes
+    assert set(_FAMILY) == sizes | {"mt.T96L", "mt.Bilingual"}
 
 
 @pytest.mark.parametrize("name", _FAMILY)
 def test_docstrings_state_the_exact_count(name):
     doc = registry.GetExperiment(name).__doc__
     experts, layers, stated = re.match(
-        r"MoE\((\d+)E, (\d+)L\): [\d.]+[BT]; ([\d,]+) parameters here", doc
+        r"(?:MoE|T)\((?:(\d+)E, )?(\d+)L\): [\d.]+[BT]; ([\d,]+) parameters here", doc
     ).groups()
     params = registry.GetParams(name).task
-    assert params.num_experts == int(experts)
+    assert params.num_experts == int(experts or 0)
     assert params.num_encoder_layers + params.num_decoder_layers == int(layers)
     specs = params.Instantiate().VariableSpecs().Flatten()
     assert f"{inspect.count_parameters(specs):,}" == stated
+    assert inspect.count_parameters(specs) == _parameters(params)
 
 
 @pytest.mark.parametrize("name", _FAMILY)
-def test_a_step_divides_over_the_papers_cores(name):
+def test_the_size_in_billions_is_the_papers(name):
+    """Within 8%: the paper rounds, and says little of what it counts."""
+    doc = registry.GetExperiment(name).__doc__
+    number, unit = re.search(r": ([\d.]+)([BT]);", doc).groups()
+    ours = _parameters(registry.GetParams(name).task)
+    assert ours == pytest.approx(float(number) * {"B": 1e9, "T": 1e12}[unit], rel=0.08)
+
+
+@pytest.mark.parametrize("name", _FAMILY)
+def test_a_step_divides_over_the_cores(name):
     params = registry.GetParams(name)
-    cores = int(re.search(r"(\d+) cores", registry.GetExperiment(name).__doc__)[1])
-    assert params.task.num_groups == cores
+    cores = int(re.search(r"(\d+)\s+cores", registry.GetExperiment(name).__doc__)[1])
+    mesh = Mesh.parse(params.train.mesh)
+    assert mesh.size == cores
+    check_divisible(params, params.task.Instantiate(), mesh)
     tokens = params.input.batch_size * params.input.target_length
-    assert tokens == {2048: 4, 512: 1, 128: 1}[cores] * 2**20
-    assert params.input.batch_size % cores == 0 and params.task.num_experts % cores == 0
+    assert tokens == {2048: 2**22, 512: 2**20, 128: 2**20, 8: 2**16}[cores]
+    if name in _MOE:
+        assert mesh.axis_names == ("expert",)
+        assert params.task.num_groups == cores
+    # As many devices as there are: the first axis gives way.
+    eight = make_mesh(params, num_devices=8)
+    assert eight.size == 8 and eight.shape[1:] == mesh.shape[1:]
+    assert make_mesh(params) == mesh
+    assert make_mesh(params, "expert:4", 8) == Mesh.parse("expert:4")
+
+
+@pytest.mark.parametrize("name", _FAMILY)
+def test_the_recipe_is_the_papers(name):
+    p = registry.GetParams(name).task
+    sizes = (p.source_vocab_size, p.target_vocab_size, p.model_dim, p.hidden_dim, p.num_heads)
+    assert sizes == (64000, 32000, 1024, 8192, 16)
+    assert p.key_dim == (128 if name in _MOE else 64)
+    assert (p.dropout, p.aux_loss_weight, p.label_smoothing) == (0.1, 0.01, 0.1)
+    assert p.optimizer.cls is Adafactor
+    rate = p.Instantiate().optimizer.learning_rate.Value(40_000)
+    assert float(rate) == pytest.approx(1 / 200)
+    assert {s.dtype for s in p.Instantiate().VariableSpecs().Flatten()} == {"float32"}

@@ -1,0 +1,104 @@
+"""The dense models' two-axis mesh: the gradients of one device, and next to nothing but sums between
+devices."""
+
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_moe.core import registry
+from lingvo_moe.core.engine.pjrt import PjrtEngine
+from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.randomness import make_seed
+from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
+
+TOY = (
+    "task.source_vocab_size=48;task.target_vocab_size=40;task.model_dim=16;task.hidden_dim=24;"
+    "task.num_heads=2;task.key_dim=4;task.num_encoder_layers=2;task.num_decoder_layers=2;"
+    "input.source_vocab_size=48;input.target_vocab_size=40;input.batch_size=4;"
+    "input.source_length=6;input.target_length=5"
+)
+PARAMS = registry.GetParams("mt.T96L", TOY)
+
+
+@pytest.fixture(scope="module")
+def task():
+    return PARAMS.task.Instantiate()
+
+
+@pytest.fixture(scope="module")
+def theta(task):
+    with use_mesh(single_device()):
+        return task.InitTheta(make_seed(1, 0)).Transform(lambda w: w.numpy())
+
+
+def _batch(specs):
+    rng = np.random.RandomState(0)
+
+    def array(path, spec):
+        if "segment_pos" in path:
+            return np.tile(np.arange(spec.shape[1], dtype=np.int32), (spec.shape[0], 1))
+        if "segment_ids" in path:
+            return np.ones(spec.shape, np.int32)
+        return rng.randint(4, 40, spec.shape).astype(np.int32)
+
+    return specs.Pack([array(path, spec) for path, spec in specs.FlattenItems()])
+
+
+def _gradients(task, theta, mesh):
+    """Gradients and metrics with dropout on, and the compiled program."""
+    specs = PARAMS.input.Instantiate().BatchSpec()
+    specs = specs.Transform(lambda s: TensorSpec(s.shape, s.dtype, task.BatchSplit()))
+
+    def gradients(theta, batch):
+        leaves = theta.Flatten()
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(leaves)
+            loss, metrics = task.FProp(theta, batch, seed=make_seed(2, 0))
+        return theta.Pack(tape.gradient(loss, leaves)), metrics
+
+    engine, theta_specs = PjrtEngine(mesh), task.VariableSpecs()
+    whole = dict.fromkeys(("accuracy", "loss", "nll", "tokens"), TensorSpec((), "float32"))
+    program = engine.Build(gradients, [theta_specs, specs], results=(theta_specs, whole))
+    grads, metrics = program(theta, _batch(specs))
+    return engine.Get(grads), engine.Get(metrics), program
+
+
+@pytest.fixture(scope="module")
+def cut(task, theta):
+    return _gradients(task, theta, Mesh.parse("data:4,model:2"))
+
+
+def test_loss_and_gradients_equal_those_of_one_device(task, theta, cut):
+    want_grads, want_metrics, _ = _gradients(task, theta, single_device())
+    for (path, got), want in zip(cut[1].FlattenItems(), want_metrics.Flatten(), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, err_msg=path)
+    for (path, got), want in zip(cut[0].FlattenItems(), want_grads.Flatten(), strict=True):
+        scale = np.abs(want).max()
+        assert scale > 0, path
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5 * scale, err_msg=path)
+
+
+def test_a_layer_sums_over_model_once_for_each_of_its_parts(cut):
+    """As in Megatron, forward, recomputed (but for the last part, which nothing needs) and backward."""
+    sums, others = Counter(), set()
+    for line in cut[2].HloText().splitlines():
+        match = re.search(r"= .*? (all-\w+|collective-\w+|reduce-scatter)\(", line)
+        if not match:
+            continue
+        name = re.search(r'op_name="([^"]*)"', line)[1]
+        if match[1] != "all-reduce":
+            others.add((match[1], name.rpartition("/")[2]))
+        elif part := re.search(r"(en|de)coder/blocks/body/layers_0/(\w+)/einsum_\d/Einsum$", name):
+            sums[f"{part[1]}coder {part[2]}"] += "gradient_tape" not in name
+    assert sums == {
+        "encoder self_atten": 2,
+        "encoder ffn": 1,
+        "decoder self_atten": 2,
+        "decoder cross_atten": 2,
+        "decoder ffn": 1,
+    }
+    # The best of each part of the vocabulary, for the accuracy: one score and one id a token.
+    assert others == {("all-gather", "ArgMax")}
