@@ -1,0 +1,248 @@
+"""What a reader wants of a plan, derived from its JSON once for the terminal, the page and the comparison.
+
+Plans are plain dicts (docs/plan_json.md). A plan of a program that the compiler refused has no time and no work;
+whatever is missing comes out as None here and as a dash on paper.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lingvo_moe.core.planner import units
+
+Plan = Mapping[str, Any]
+
+# Of `memory.kinds`, in the order in which they are told, with what they are called.
+KINDS = {
+    "weights": "weights",
+    "slots": "optimizer slots",
+    "inputs": "inputs",
+    "activations": "activations kept for backward",
+    "gradients": "gradients",
+    "temporaries": "temporaries",
+    "padding": "packing and padding",
+    "code": "program",
+}
+# Fields of PartTime that tables show, in order.
+TIMES = ("total", "compute", "memory", "roofline", "compiler", "network")
+PHASES = ("forward", "recompute", "backward", "optimizer")
+
+
+@dataclass
+class PartTime:
+    """The seconds of one part of the model in a step.
+
+    Attributes:
+        part: e.g. 'experts'.
+        phases: seconds on the chip by phase.
+        compute, memory: seconds that arithmetic alone and memory traffic alone would take.
+        roofline: for each instruction the longer of these two, added up.
+        compiler: the compiler's own estimate of the seconds on the chip.
+        network: seconds of its collectives.
+    """
+
+    part: str
+    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    compute: float = 0.0
+    memory: float = 0.0
+    roofline: float = 0.0
+    compiler: float = 0.0
+    network: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """On the chip and on the network."""
+        return sum(self.phases.values()) + self.network
+
+
+def time_by_part(plan: Plan) -> list[PartTime]:
+    """One entry for each part that takes time, the longest first."""
+    parts: dict[str, PartTime] = {}
+    for item in plan.get("work") or ():
+        entry = parts.setdefault(item["part"], PartTime(item["part"]))
+        entry.phases[item["phase"]] += item["seconds"]
+        for figure in ("compute", "memory", "roofline", "compiler"):
+            setattr(entry, figure, getattr(entry, figure) + item[f"{figure}_seconds"])
+    for item in plan.get("collectives") or ():
+        entry = parts.setdefault(item["part"], PartTime(item["part"]))
+        entry.network += item.get("seconds") or 0.0
+    return sorted((p for p in parts.values() if p.total > 0), key=lambda p: -p.total)
+
+
+def kinds(plan: Plan) -> list[tuple[str, int]]:
+    """(kind, bytes on a device), those that are there, in the order of KINDS."""
+    held = (plan.get("memory") or {}).get("kinds") or {}
+    return [(kind, held[kind]) for kind in KINDS if held.get(kind)]
+
+
+def name(plan: Plan) -> str:
+    """The model, and what was overridden."""
+    override = f" ({plan['override']})" if plan.get("override") else ""
+    return f"{plan['model']}{override}"
+
+
+def why_no_time(plan: Plan) -> str:
+    """'' for a plan that has a step time, else the reason for the dashes."""
+    if get(plan, "time.step_seconds") is not None:
+        return ""
+    if get(plan, "memory.fits") is False:
+        return f"the program does not fit: it misses by {units.size(get(plan, 'memory.misses_by'))}"
+    return "the program was not compiled"
+
+
+def verdict(plan: Plan) -> str:
+    """One sentence on memory."""
+    memory = plan["memory"]
+    need, hbm = memory.get("allocated") or memory.get("peak"), memory.get("hbm")
+    held = f"{units.size(need)} of {units.size(hbm)} on each device"
+    if memory.get("fits"):
+        return f"Fits: {held}, {units.size(hbm - need)} to spare."
+    return f"Does not fit: {held}, {units.size(memory.get('misses_by'))} too much."
+
+
+def get(plan: Plan, path: str) -> Any:
+    """The value at a dotted path, None where anything on the way is missing."""
+    value: Any = plan
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def headline(plan: Plan) -> list[tuple[str, str, bool]]:
+    """(name, value, whether it is estimated) of the figures that open a report."""
+    budget = units.quantity(get(plan, "time.budget_tokens"))
+    out = [
+        ("parameters", units.quantity(get(plan, "parameters.count")), False),
+        ("peak memory a device", units.size(get(plan, "memory.peak")), False),
+        ("step", units.duration(get(plan, "time.step_seconds")), True),
+        ("tokens a second", units.number(get(plan, "time.tokens_per_second")), True),
+        ("utilisation", units.share(get(plan, "time.utilization")), True),
+    ]
+    if get(plan, "time.days") is not None:
+        out += [
+            (f"days for {budget} tokens", units.number(get(plan, "time.days")), True),
+            ("chip-days", units.number(get(plan, "time.chip_days")), True),
+            (_years(plan), units.number(get(plan, "time.device_years")), True),
+        ]
+    return out
+
+
+def _years(plan: Plan) -> str:
+    """On chips of two cores each core is a device of its own."""
+    several = (get(plan, "topology.devices") or 0) > (get(plan, "topology.chips") or 0)
+    return "core-years" if several else "device-years"
+
+
+def collectives(plan: Plan) -> list[Mapping[str, Any]]:
+    """The collectives, those that take longest first."""
+    return sorted(plan.get("collectives") or (), key=lambda c: -(c.get("seconds") or 0.0))
+
+
+def collective_totals(plan: Plan) -> list[tuple[str, int, int, float]]:
+    """(kind, count a step, bytes a step, seconds) summed over layers, the longest first."""
+    sums: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0.0])
+    for item in plan.get("collectives") or ():
+        entry = sums[item["kind"]]
+        entry[0] += item["count"]
+        entry[1] += item["count"] * item["bytes"]
+        entry[2] += item.get("seconds") or 0.0
+    rows = [(kind, int(n), int(size), seconds) for kind, (n, size, seconds) in sums.items()]
+    return sorted(rows, key=lambda row: -row[3])
+
+
+def collective_share(plan: Plan) -> float | None:
+    """The part of a step that its collectives take."""
+    step = get(plan, "time.step_seconds")
+    return (get(plan, "time.collective_seconds") or 0.0) / step if step else None
+
+
+# Columns of a comparison: heading, whether the figure is estimated.
+COMPARED = (
+    ("model", False),
+    ("step of", False),
+    ("topology", False),
+    ("parameters", False),
+    ("memory of HBM", False),
+    ("fits", False),
+    ("step", True),
+    ("steps/s", True),
+    ("tokens/s", True),
+    ("utilisation", True),
+    ("network", True),
+    ("days", True),
+    ("chip-days", True),
+    ("device-years", True),
+    ("compile", False),
+)
+
+
+def compared(plans: Sequence[Plan]) -> list[list[str]]:
+    """A row of cells for each plan, under COMPARED."""
+    rows = []
+    for plan in plans:
+        step = get(plan, "time.step_seconds")
+        memory = plan["memory"]
+        need = memory.get("allocated") or memory.get("peak")
+        miss = f"no, by {units.size(memory.get('misses_by'))}"
+        rows.append(
+            [
+                name(plan),
+                plan.get("what") or units.DASH,
+                get(plan, "topology.name") or units.DASH,
+                units.quantity(get(plan, "parameters.count")),
+                f"{units.gib(need)} / {units.gib(memory.get('hbm'))} GiB",
+                "yes" if memory.get("fits") else miss,
+                units.duration(step),
+                units.number(1 / step if step else None),
+                units.number(get(plan, "time.tokens_per_second")),
+                units.share(get(plan, "time.utilization")),
+                units.share(collective_share(plan)),
+                units.number(get(plan, "time.days")),
+                units.number(get(plan, "time.chip_days")),
+                units.number(get(plan, "time.device_years")),
+                units.duration(get(plan, "compile.compile_seconds")),
+            ]
+        )
+    return rows
+
+
+def compile_figures(plan: Plan) -> list[tuple[str, str]]:
+    """(name, value) of what the compiler took and gave."""
+    figures = [
+        ("tracing and lowering", units.duration(get(plan, "compile.lower_seconds"))),
+        ("compiling", units.duration(get(plan, "compile.compile_seconds"))),
+        ("peak memory of the host", units.size(get(plan, "compile.host_peak_bytes"))),
+        ("program on the device", units.size(get(plan, "compile.program_bytes"))),
+        ("program hash", str(plan.get("program_hash") or units.DASH)[:16]),
+        ("compiler", ", ".join(f"{k} {v}" for k, v in (plan.get("compiler") or {}).items())),
+    ]
+    return [(label, value) for label, value in figures if value and value != units.DASH]
+
+
+def setting(plan: Plan) -> list[tuple[str, str]]:
+    """(name, value) of what was planned."""
+    tokens = f"{units.number(get(plan, 'batch.tokens'))} target tokens"
+    source = get(plan, "batch.source_tokens")
+    if source:
+        tokens = f"{units.number(source)} source and {tokens}"
+    chips, devices = get(plan, "topology.chips"), get(plan, "topology.devices")
+    torus = "×".join(str(n) for n in get(plan, "topology.torus") or ())
+    count = get(plan, "parameters.count")
+    return [
+        ("machine", f"{units.number(devices)} devices, {units.number(chips)} chips, torus {torus}"),
+        ("mesh", str(plan.get("mesh") or units.DASH)),
+        (
+            "device",
+            f"{units.size(get(plan, 'topology.hbm_bytes'))} of HBM at "
+            f"{units.rate(get(plan, 'topology.hbm_bandwidth'), 'B')}, "
+            f"{units.rate(get(plan, 'topology.peak_flops'), 'FLOP')}",
+        ),
+        ("batch", f"{tokens} a step"),
+        (
+            "parameters",
+            f"{units.DASH if count is None else f'{count:,}'}; on a device "
+            f"{units.size(get(plan, 'parameters.bytes'))} of weights and "
+            f"{units.size(get(plan, 'parameters.slot_bytes'))} of slots",
+        ),
+    ]

@@ -1,0 +1,199 @@
+"""Plans as tables in a terminal."""
+
+from collections.abc import Sequence
+
+from rich.console import Console, Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from lingvo_moe.core.planner import figures, units
+from lingvo_moe.core.planner.figures import Plan
+from lingvo_moe.core.planner.page import html_report
+
+__all__ = ["html_report", "print_comparison", "print_plan"]
+
+_BAR = 32
+_PHASE_STYLES = dict(zip(figures.PHASES, ("cyan", "magenta", "blue", "green")))
+_HOLDERS = 12
+_COLLECTIVES = 16
+
+
+def print_plan(plan: Plan, console: Console | None = None) -> None:
+    """Prints one plan (the dict of docs/plan_json.md): verdict, headline, memory, time, collectives, compiling."""
+    console = console or Console()
+    console.print()
+    console.print(Text(f"{figures.name(plan)} · {plan['what']} step", style="bold"), end="")
+    console.print(f" on {figures.get(plan, 'topology.name')}")
+    style = "bold green" if plan["memory"].get("fits") else "bold red"
+    console.print(Text(figures.verdict(plan), style=style))
+    if figures.why_no_time(plan):
+        console.print(Text(f"No time: {figures.why_no_time(plan)}.", style="red"))
+    console.print()
+    _print_pairs(console, _headline(plan))
+    _section(console, "Setting", _pairs(figures.setting(plan)))
+    _section(console, "Memory of a device", _memory(plan))
+    holders = _holders(plan)
+    if holders.row_count:
+        _section(
+            console, "What is live at the peak (traced through the compiled schedule)", holders
+        )
+    advice = (plan["memory"].get("advice")) or ()
+    if advice:
+        _section(console, "What would help", Group(*(Text(f"• {line}") for line in advice)))
+    if figures.time_by_part(plan):
+        _section(console, "Time of a step by part (estimated)", _time(plan))
+    if plan.get("collectives"):
+        _section(console, "Collectives of a step (seconds estimated)", _collectives(plan))
+    _section(console, "Compiling", _pairs(figures.compile_figures(plan)))
+
+
+def print_comparison(plans: Sequence[Plan], console: Console | None = None) -> None:
+    """Prints several plans in one table, a row for each; columns in italics are estimated."""
+    console = console or Console()
+    table = _table()
+    for i, (heading, estimated) in enumerate(figures.COMPARED):
+        style = "bold italic" if estimated else "bold"
+        justify = "left" if i < 3 else "right"
+        table.add_column(heading, justify=justify, header_style=style, overflow="fold")  # type: ignore[arg-type]
+    for plan, row in zip(plans, figures.compared(plans)):
+        table.add_row(*row, style=None if plan["memory"].get("fits") else "red")
+    console.print(table)
+    budgets = {figures.get(plan, "time.budget_tokens") for plan in plans} - {None}
+    if budgets:
+        budget = " or ".join(units.quantity(b) for b in sorted(budgets))
+        console.print(f"Days, chip-days and device-years are for {budget} tokens.", style="dim")
+    console.print("Columns in italics are estimated.", style="dim")
+    for plan in plans:
+        reason = figures.why_no_time(plan)
+        if reason:
+            where = f"{figures.name(plan)} on {figures.get(plan, 'topology.name')}"
+            console.print(f"{where}: {reason}.", style="dim")
+
+
+def _headline(plan: Plan) -> list[tuple[str, str]]:
+    marked = " (estimated)"
+    return [
+        (label, value + marked * (estimated and value != units.DASH))
+        for label, value, estimated in figures.headline(plan)
+    ]
+
+
+def _memory(plan: Plan) -> Group:
+    memory = plan["memory"]
+    table = _table("", "bytes", "of HBM", "")
+    hbm = memory.get("hbm") or 1
+    for kind, held in figures.kinds(plan):
+        row = figures.KINDS[kind], units.size(held), units.share(held / hbm)
+        table.add_row(*row, bar(held / hbm, _BAR))
+    allocated = memory.get("allocated")
+    if allocated:
+        total = Text(units.size(allocated), style="bold")
+        table.add_row(
+            Text("in all", style="bold"),
+            total,
+            units.share(allocated / hbm),
+            bar(allocated / hbm, _BAR),
+        )
+    said = ", ".join(
+        f"{name} {units.size(memory[name])}"
+        for name in ("arguments", "outputs", "aliased", "temporaries", "code", "peak")
+        if memory.get(name) is not None
+    )
+    parts = [table] if table.row_count else []
+    return Group(*parts, Text(f"The compiler's own figures: {said}.", style="dim"))
+
+
+def _holders(plan: Plan) -> Table:
+    table = _table("layer", "part", "phase", "bytes")
+    holders = plan["memory"].get("holders") or []
+    for item in holders[:_HOLDERS]:
+        table.add_row(item["layer"], item["part"], item["phase"], units.size(item["bytes"]))
+    rest = holders[_HOLDERS:]
+    if rest:
+        held = units.size(sum(item["bytes"] for item in rest))
+        table.add_row(f"{len(rest)} more", "", "", held, style="dim")
+    return table
+
+
+def _time(plan: Plan) -> Group:
+    parts = figures.time_by_part(plan)
+    table = _table("part", "in all", "arithmetic", "memory", "roofline", "compiler", "network", "")
+    longest = parts[0].total
+    for part in parts:
+        cells = [units.duration(getattr(part, figure) or None) for figure in figures.TIMES]
+        table.add_row(part.part, *cells, _stack(part, longest))
+    sums = [sum(getattr(part, figure) for part in parts) for figure in figures.TIMES]
+    table.add_row("in all", *(units.duration(x or None) for x in sums), style="bold")
+    legend = Text()
+    for phase, style in _PHASE_STYLES.items():
+        legend.append("■ ", style=style).append(f"{phase}  ", style="dim")
+    legend.append("■ ", style="yellow").append("network", style="dim")
+    return Group(table, legend)
+
+
+def _stack(part: figures.PartTime, longest: float) -> Text:
+    out, done, drawn = Text(), 0.0, 0
+    pieces = [(part.phases[phase], style) for phase, style in _PHASE_STYLES.items()]
+    for seconds, style in [*pieces, (part.network, "yellow")]:
+        done += seconds
+        end = round(done / longest * _BAR)
+        out.append("█" * (end - drawn), style=style)
+        drawn = end
+    return out
+
+
+def _collectives(plan: Plan) -> Group:
+    table = _table("kind", "layer", "part", "phase", "a step", "bytes of one", "devices", "seconds")
+    items = figures.collectives(plan)
+    for item in items[:_COLLECTIVES]:
+        table.add_row(
+            *(item[key] for key in ("kind", "layer", "part", "phase")),
+            f"{item['count']:,}",
+            units.size(item["bytes"]),
+            f"{item['participants']:,}",
+            units.duration(item.get("seconds")),
+        )
+    rest = items[_COLLECTIVES:]
+    if rest:
+        count = f"{sum(item['count'] for item in rest):,}"
+        seconds = units.duration(sum(item.get("seconds") or 0.0 for item in rest))
+        table.add_row(f"{len(rest)} kinds more", "", "", "", count, "", "", seconds, style="dim")
+    totals = "; ".join(
+        f"{count:,} {kind} of {units.size(held)} in {units.duration(seconds)}"
+        for kind, count, held, seconds in figures.collective_totals(plan)
+    )
+    return Group(table, Text(f"In all: {totals}.", style="dim"))
+
+
+def bar(fraction: float, width: int) -> str:
+    """A bar of `width` characters for 1.0, to an eighth of a character; longer ones end in '▶'."""
+    if fraction > 1:
+        return "█" * (width - 1) + "▶"
+    eighths = round(max(fraction, 0) * width * 8)
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    words = ("layer", "part", "phase", "kind", "")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in words else "right")
+    return table
+
+
+def _pairs(pairs: Sequence[tuple[str, str]]) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for label, value in pairs:
+        table.add_row(Text(label, style="dim"), value)
+    return table
+
+
+def _print_pairs(console: Console, pairs: Sequence[tuple[str, str]]) -> None:
+    console.print(Padding(_pairs(pairs), (0, 0, 0, 2), expand=False))
+
+
+def _section(console: Console, title: str, body: Group | Table) -> None:
+    console.print()
+    console.print(Text(title, style="bold"))
+    console.print(Padding(body, (0, 0, 0, 2), expand=False))

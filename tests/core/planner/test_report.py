@@ -1,0 +1,324 @@
+import copy
+import io
+import re
+from html.parser import HTMLParser
+
+import pytest
+from rich.console import Console
+
+from lingvo_moe.core.planner import figures, units
+from lingvo_moe.core.planner.report import bar, html_report, print_comparison, print_plan
+
+_GIB = 2**30
+
+
+def _work(part, phase, compute, memory, compiler):
+    roofline = max(compute, memory)
+    return {
+        "part": part,
+        "phase": phase,
+        "flops": int(compute * 52.5e12),
+        "bytes": int(memory * 450e9),
+        "compute_seconds": compute,
+        "memory_seconds": memory,
+        "roofline_seconds": roofline,
+        "compiler_seconds": compiler,
+        "seconds": max(roofline, compiler),
+    }
+
+
+def _collective(kind, layer, part, phase, count, size, seconds):
+    return {
+        "kind": kind,
+        "layer": layer,
+        "part": part,
+        "phase": phase,
+        "count": count,
+        "bytes": size,
+        "participants": 2048,
+        "seconds": seconds,
+    }
+
+
+def make_plan() -> dict:
+    """A plan with the shape and magnitudes of a 600B training step."""
+    kinds = {
+        "weights": 5_600_000_000,
+        "slots": 540_000_000,
+        "inputs": 7_168,
+        "activations": 3_100_000_000,
+        "temporaries": 4_000_000_000,
+        "padding": 580_000_000,
+        "code": 122_250_240,
+    }
+    allocated = sum(kinds.values())
+    return {
+        "version": 1,
+        "model": "mt.M4MoE2048E36L",
+        "override": "",
+        "what": "train",
+        "program_hash": "0123456789abcdef" * 4,
+        "mesh": "expert:2048",
+        "topology": {
+            "name": "v3:32x32",
+            "generation": "v3",
+            "devices": 2048,
+            "chips": 1024,
+            "torus": [32, 32],
+            "hbm_bytes": 16 * _GIB,
+            "peak_flops": 61.5e12,
+            "hbm_bandwidth": 450e9,
+            "link_bandwidth": 70e9,
+            "model": "A torus of 32x32 chips; <each> link carries 70 GB/s each way.",
+        },
+        "batch": {"source_tokens": 4_194_304, "target_tokens": 4_194_304, "tokens": 4_194_304},
+        "parameters": {
+            "count": 619_301_234_567,
+            "bytes_total": 2_477_204_938_268,
+            "bytes": 5_600_000_000,
+            "slot_bytes": 540_000_000,
+        },
+        "memory": {
+            "arguments": 6_143_227_904,
+            "outputs": 6_143_723_520,
+            "aliased": 6_143_170_560,
+            "temporaries": 7_682_734_080,
+            "code": 122_250_240,
+            "peak": 12_900_000_000,
+            "allocated": allocated,
+            "hbm": 16 * _GIB,
+            "fits": True,
+            "misses_by": 0,
+            "kinds": kinds,
+            "holders": [
+                {
+                    "layer": f"encoder.{i}",
+                    "part": "experts",
+                    "phase": "backward",
+                    "bytes": 10**9 >> i,
+                }
+                for i in range(20)
+            ],
+            "advice": ["Activations in bfloat16 would take 1.44 GiB less."],
+        },
+        "work": [
+            _work("experts", "forward", 0.08, 0.03, 0.09),
+            _work("experts", "backward", 0.16, 0.06, 0.15),
+            _work("attention", "forward", 0.05, 0.07, 0.06),
+            _work("attention", "recompute", 0.05, 0.07, 0.06),
+            _work("optimizer", "optimizer", 0.0, 0.04, 0.05),
+        ],
+        "collectives": [
+            _collective(
+                "all-to-all", "encoder.moe", "dispatch_combine", "forward", 18, 16 << 20, 0.1
+            ),
+            _collective("all-reduce", "encoder", "attention", "backward", 36, 8 << 20, 0.02),
+        ],
+        "time": {
+            "step_seconds": 0.57,
+            "roofline_seconds": 0.42,
+            "work_seconds": 0.45,
+            "collective_seconds": 0.12,
+            "steps_per_second": 1 / 0.57,
+            "tokens_per_second": 4_194_304 / 0.57,
+            "utilization": 0.31,
+            "budget_tokens": 1e12,
+            "days": 1.573,
+            "device_years": 8.82,
+            "chip_days": 1610.0,
+        },
+        "compile": {
+            "lower_seconds": 21.0,
+            "compile_seconds": 48.0,
+            "host_peak_bytes": 4 * _GIB,
+            "program_bytes": 122_250_240,
+        },
+        "compiler": {"libtpu": "0.0.1", "jax": "0.10.2"},
+    }
+
+
+def make_plan_that_misses() -> dict:
+    """What is known of a program that the compiler refused."""
+    plan = copy.deepcopy(make_plan())
+    plan["model"] = "mt.M4MoE2048E60L"
+    plan["override"] = "task.<x>: 1"
+    plan["memory"] = {
+        "peak": 20 * _GIB,
+        "hbm": 16 * _GIB,
+        "fits": False,
+        "misses_by": 4 * _GIB,
+        "kinds": {},
+        "holders": [],
+        "advice": [],
+    }
+    plan |= {"work": [], "collectives": [], "time": {}}
+    return plan
+
+
+def _printed(print_it, *args) -> str:
+    out = io.StringIO()
+    print_it(*args, Console(file=out, width=200))
+    return out.getvalue()
+
+
+def _squeezed(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    "value, said",
+    [
+        (0, "0 B"),
+        (1536, "1.5 KiB"),
+        (11 * _GIB, "11.00 GiB"),
+        (2.4e15, "2,235,174.18 GiB"),
+        (None, "–"),
+    ],
+)
+def test_sizes(value, said):
+    assert units.size(value) == said
+
+
+@pytest.mark.parametrize(
+    "value, said",
+    [
+        (1.524, "1.52 s"),
+        (0.0861, "86.1 ms"),
+        (3e-6, "3.00 µs"),
+        (4e-8, "0.040 µs"),
+        (250, "4 min 10 s"),
+        (0, "0"),
+        (None, "–"),
+    ],
+)
+def test_durations(value, said):
+    assert units.duration(value) == said
+
+
+def test_quantities_of_work_and_counts():
+    assert units.work(8.24e13) == "82.4 TFLOP"
+    assert units.rate(9e11, "B") == "900 GB/s"
+    assert units.quantity(619.3e9) == "619.3B" and units.quantity(1e12) == "1T"
+    assert units.number(2311.6) == "2,312" and units.number(0.5714) == "0.571"
+    assert units.share(0.3621) == "36.2%"
+
+
+def test_time_of_a_part_is_chip_plus_network_longest_first():
+    plan = make_plan()
+    parts = {p.part: p for p in figures.time_by_part(plan)}
+    assert list(parts) == ["experts", "attention", "dispatch_combine", "optimizer"]
+    assert parts["experts"].phases["backward"] == pytest.approx(0.16)
+    assert parts["experts"].total == pytest.approx(0.09 + 0.16)
+    assert parts["attention"].network == pytest.approx(0.02)
+    total = sum(p.total for p in parts.values())
+    expected = sum(row["seconds"] for row in plan["work"] + plan["collectives"])
+    assert total == pytest.approx(expected)
+
+
+def test_terminal_says_what_matters():
+    said = _squeezed(_printed(print_plan, make_plan()))
+    assert "Fits: 12.98 GiB of 16.00 GiB on each device, 3.02 GiB to spare." in said
+    assert "step 570 ms (estimated)" in said
+    assert "tokens a second 7,358,428 (estimated)" in said
+    assert "days for 1T tokens 1.57 (estimated)" in said
+    assert "core-years 8.82 (estimated)" in said
+    assert "activations kept for backward 2.89 GiB 18.0%" in said
+    assert "8 more" in said and "encoder.11" in said and "encoder.12" not in said
+    assert "all-to-all encoder.moe dispatch_combine forward 18 16.0 MiB 2,048 100 ms" in said
+    assert "619,301,234,567" in said
+    assert "• Activations in bfloat16" in said
+
+
+def test_terminal_gives_the_reason_where_there_is_no_time():
+    said = _squeezed(_printed(print_plan, make_plan_that_misses()))
+    assert "Does not fit: 20.00 GiB of 16.00 GiB on each device, 4.00 GiB too much." in said
+    assert "No time: the program does not fit: it misses by 4.00 GiB." in said
+    assert "step – (estimated)" not in said
+
+
+def test_comparison_has_a_row_for_each_plan():
+    said = _printed(print_comparison, [make_plan(), make_plan_that_misses()])
+    (first,) = re.findall(r"^mt\.M4MoE2048E36L .*", said, re.MULTILINE)
+    for cell in ("v3:32x32", "619.3B", "12.98 / 16 GiB", "yes", "570 ms", "1.75", "21.1%"):
+        assert cell in first
+    assert "no, by 4.00 GiB" in said
+    assert "does not fit: it misses by 4.00 GiB" in _squeezed(said)
+
+
+def test_bars_are_as_long_as_their_figures():
+    assert bar(0.5, 8) == "████"
+    assert bar(1 / 16, 8) == "▌"
+    assert bar(0, 8) == ""
+    assert bar(1.2, 8) == "███████▶"
+
+
+class _Checker(HTMLParser):
+    """Tags that close, and everything that a page could load."""
+
+    _VOID = frozenset({"meta", "rect", "line", "br"})
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.loaded, self.bars, self.text = [], [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.loaded += [v for k, v in attrs if k in ("src", "href") and not v.startswith("#")]
+        if tag in ("script", "link", "img"):
+            self.loaded.append(tag)
+        if tag == "svg":
+            self.bars.append([])
+        if tag == "rect" and "fill" in dict(attrs) and "track" not in dict(attrs)["fill"]:
+            self.bars[-1].append(float(dict(attrs)["width"].rstrip("%")))
+        if tag not in self._VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in self._VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def _page(plans) -> tuple[_Checker, str]:
+    checker, page = _Checker(), html_report(plans)
+    checker.feed(page)
+    assert checker.open == []
+    return checker, page
+
+
+def test_page_of_one_plan_loads_nothing_and_says_the_same():
+    checker, page = _page([make_plan()])
+    assert checker.loaded == [] and "url(" not in page and "@import" not in page
+    text = _squeezed(" ".join(checker.text))
+    assert "Fits: 12.98 GiB of 16.00 GiB" in text
+    assert "&lt;each&gt; link" in page  # texts are escaped
+    assert "prefers-color-scheme: dark" in page and "name='viewport'" in page
+    assert "side by side" not in text
+    for word in ("all-to-all", "619,301,234,567", "estimated", "0123456789abcdef"):
+        assert word in text
+
+
+def test_bars_on_the_page_never_pass_its_width():
+    checker, _ = _page([make_plan(), make_plan_that_misses()])
+    assert len(checker.bars) > 12
+    for widths in checker.bars:
+        assert sum(widths) <= 100.1
+    plan = make_plan()
+    whole = _page([plan])[0].bars[0]
+    for width, (_, held) in zip(whole, figures.kinds(plan), strict=True):
+        assert width == pytest.approx(100 * held / (16 * _GIB), abs=0.01)
+
+
+def test_page_of_several_plans_compares_them():
+    checker, page = _page([make_plan(), make_plan_that_misses()])
+    text = _squeezed(" ".join(checker.text))
+    assert "2 plans side by side" in text and "href='#plan-1'" in page
+    assert "no, by 4.00 GiB" in text
+    assert "No times: the program does not fit: it misses by 4.00 GiB." in text
+    assert "task.&lt;x&gt;: 1" in page
+
+
+def test_a_page_needs_a_plan():
+    with pytest.raises(ValueError, match="no plan"):
+        html_report([])
