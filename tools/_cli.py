@@ -5,11 +5,11 @@ import contextlib
 import logging
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lingvo_moe.core.quiet import quiet
 from lingvo_moe.core.suggest import did_you_mean
 
 
@@ -125,20 +125,8 @@ def quiet_imports() -> Iterator[None]:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     # Tools read checkpoints with JAX, which would look for a TPU first, and tell at length.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    sys.stderr.flush()
-    with tempfile.TemporaryFile() as notes, contextlib.ExitStack() as stack:
-        kept = os.dup(2)
-        stack.callback(os.close, kept)
-        os.dup2(notes.fileno(), 2)
-        try:
-            yield
-        except BaseException:
-            os.dup2(kept, 2)
-            notes.seek(0)
-            sys.stderr.write(notes.read().decode(errors="replace"))
-            raise
-        finally:
-            os.dup2(kept, 2)
+    with quiet():
+        yield
 
 
 def load_tensorflow() -> None:

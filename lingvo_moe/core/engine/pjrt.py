@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import export
 from jax.experimental import multihost_utils
 
+from lingvo_moe.core.engine import xla
 from lingvo_moe.core.engine.base import Compiled, Engine, EngineError
 from lingvo_moe.core.engine.collectives import Collective, parse_collectives
 from lingvo_moe.core.engine.program import Program
@@ -19,7 +19,6 @@ from lingvo_moe.core.engine.specs import (
     TensorSpec,
     flatten_items,
     map_with_specs,
-    numpy_dtype,
     pack,
     skeleton,
 )
@@ -100,10 +99,7 @@ class PjrtEngine(Engine):
 
     def Sharding(self, spec: TensorSpec) -> Any:
         """The `jax.sharding.NamedSharding` of a spec; None where its split is None."""
-        split = spec.OnMesh(self.mesh).split
-        if split is None:
-            return None
-        return jax.sharding.NamedSharding(self.jax_mesh, jax.sharding.PartitionSpec(*split))
+        return xla.named_sharding(spec, self.mesh, self.jax_mesh)
 
     def Put(self, tree: Any, specs: Any) -> Any:
         return map_with_specs(self.PutLeaf, tree, specs)
@@ -139,23 +135,12 @@ class CompiledProgram(Compiled):
 
     def __init__(self, program: Program, engine: PjrtEngine):
         self.program, self._engine = program, engine
-        self._shardings = [engine.Sharding(spec) for spec in program.signature.args]
-        exported = export.deserialize(bytearray(program.exported))
-        jitted = jax.jit(
-            exported.call,
-            donate_argnums=program.signature.donated,
-            in_shardings=tuple(self._shardings),
-            out_shardings=tuple(engine.Sharding(spec) for spec in program.signature.results),
-        )
-        abstract = [
-            jax.ShapeDtypeStruct(spec.shape, numpy_dtype(spec.dtype), sharding=sharding)
-            for spec, sharding in zip(program.signature.args, self._shardings)
-        ]
         # Virtual devices share the cores: steps in flight would only queue while their collectives
         # wait on each other, and a device that computes for long is no reason to give up the run.
         self._wait = engine.jax_mesh.devices.flat[0].platform == "cpu"
         options = {_CPU_TIMEOUT: _CPU_TIMEOUT_SECONDS} if self._wait else {}
-        self._compiled = jitted.lower(*abstract).compile(compiler_options=options)
+        traced = xla.trace(program, engine.jax_mesh)
+        self._compiled = traced.lower().compile(compiler_options=options)
 
     def __call__(self, *args: Any) -> Any:
         leaves = [
@@ -178,20 +163,11 @@ class CompiledProgram(Compiled):
 
     def Memory(self) -> dict[str, int]:
         """XLA's count of bytes on one device: arguments, outputs, temporaries, and aliased (donated) ones."""
-        stats = self._compiled.memory_analysis()
-        return {
-            kind: getattr(stats, f"{name}_size_in_bytes")
-            for kind, name in (
-                ("arguments", "argument"),
-                ("outputs", "output"),
-                ("temporaries", "temp"),
-                ("aliased", "alias"),
-            )
-        }
+        return xla.memory(self._compiled)
 
     def Cost(self) -> dict[str, float]:
         """XLA's cost analysis for one device ('flops', 'bytes accessed', ...); a loop's body is counted once."""
-        return dict(self._compiled.cost_analysis())
+        return xla.cost(self._compiled)
 
 
 def _get(leaf: Any) -> np.ndarray:
