@@ -143,7 +143,7 @@ class Module:
                 body = self.computation(instruction.attribute("body"))
                 condition = self.computation(instruction.attribute("condition"))
                 yield from self._walk(condition, times * (1 if once else trips + 1), backward, once)
-                yield from self._walk(body, times * trips, backward or _is_backward(body), once)
+                yield from self._walk(body, times * trips, backward or is_backward(body), once)
             elif instruction.opcode in ("call", "conditional", "async-start"):
                 for name in instruction.called:
                     yield from self._walk(self.computation(name), times, backward, once)
@@ -156,7 +156,7 @@ class Module:
         return found
 
 
-def _is_backward(body: Computation) -> bool:
+def is_backward(body: Computation) -> bool:
     """Whether a loop's body holds gradients: recomputed operations carry their forward names."""
     return any(_BACKWARD in instruction.op_name for instruction in body.instructions)
 
@@ -260,7 +260,7 @@ def _balanced(text: str, start: int) -> str:
             is_last = following[:1] in ("", " ", ",") and following != " {"
             if depth == 0 and is_last:  # `mesh['x'=8] {'x'}` is one group with its brace.
                 return text[start : place + 1]
-        elif depth == 0 and letter in " ,":
+        elif depth == 0 and letter in " ," and text[place : place + 2] != " {":
             return text[start:place]
     return text[start:]
 

@@ -1,0 +1,131 @@
+"""Bytes that an instruction moves to and from the device's main memory (HBM).
+
+An executed instruction reads its operands and writes its result, tiles' padding included; what lies
+in on-chip memory moves nothing. A part of an array that is sliced, gathered or updated in place
+counts as what is touched of it, inside of fusions too.
+"""
+
+import math
+
+from lingvo_moe.core.planner.hlo import Array, Computation, Instruction, Module
+
+# They name, group or pass on memory; what they run, or what they start, is counted by itself.
+FREE = frozenset(
+    [
+        *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "add-dependency"),
+        *("while", "conditional", "call", "async-start", "async-update", "after-all", "domain"),
+        *("opt-barrier", "partition-id", "replica-id"),
+    ]
+)
+_VIEWS = ("bitcast", "reshape", "convert", "copy", "transpose")
+_NO_TRAFFIC_TARGETS = ("AllocateBuffer", "AssumeGatherIndicesInBound")
+
+
+def hbm_bytes(module: Module, inside: Computation, instruction: Instruction) -> int:
+    """Bytes of one execution of `instruction` of `inside`: reads and writes together."""
+    opcode = instruction.opcode
+    if opcode in FREE or opcode.endswith("-done"):
+        return 0
+    if any(f'"{target}"' in instruction.attributes for target in _NO_TRAFFIC_TARGETS):
+        return 0
+    operands = inside.operands(instruction)
+    read = 0.0
+    for operand in dict.fromkeys(instruction.operands):
+        arrays = inside.by_name[operand].arrays
+        whole = float(sum(map(_hbm, arrays)))
+        if whole and len(arrays) == 1:
+            whole *= _share(_touched(module, instruction, operand), arrays[0])
+        read += whole
+    written = _results(module, instruction, operands)
+    return round(read + written)
+
+
+def _hbm(array: Array) -> int:
+    return array.padded_bytes if array.memory_space == 0 else 0
+
+
+def _share(elements: int, array: Array) -> float:
+    return min(1.0, elements / max(1, math.prod(array.dims)))
+
+
+def _size(instruction: Instruction) -> int:
+    return sum(math.prod(array.dims) for array in instruction.arrays)
+
+
+def _touched(module: Module, user: Instruction, operand: str) -> int:
+    """How many elements of `operand` its user reads."""
+    places = [i for i, name in enumerate(user.operands) if name == operand]
+    everything = 1 << 62
+    if user.opcode == "fusion":
+        called = module.computation(user.called[0])
+        return sum(_read(module, called, called.parameters[i].name) for i in places)
+    if places != [0]:
+        return everything
+    if user.opcode in ("dynamic-slice", "slice", "gather"):
+        return _size(user)
+    if user.opcode == "dynamic-update-slice":
+        return 0
+    if user.opcode == "scatter":
+        return 0  # Its result counts reading and writing of what is updated.
+    return everything
+
+
+def _read(module: Module, inside: Computation, name: str) -> int:
+    """How many elements of `name`, an array inside a fusion, the fusion reads."""
+    total = 0
+    for user in inside.users.get(name, ()):
+        if user.opcode in _VIEWS and not user.is_root:
+            total += _read(module, inside, user.name)
+        else:
+            total += _touched(module, user, name)
+    return total
+
+
+def _results(module: Module, instruction: Instruction, operands: list[Instruction]) -> float:
+    arrays = instruction.arrays
+    if instruction.opcode.endswith("-start"):  # Its result holds its operands first.
+        taken = tuple(array for operand in operands for array in operand.arrays)
+        arrays = arrays[len(taken) :] if arrays[: len(taken)] == taken else arrays
+    if instruction.opcode == "dynamic-update-slice":
+        return _hbm(arrays[0]) * _share(_size(operands[1]), arrays[0])
+    if instruction.opcode == "scatter":
+        return _scattered(arrays, len(operands), operands[-1])
+    if instruction.opcode != "fusion":
+        return sum(map(_hbm, arrays))
+    written = _fusion_results(module, module.computation(instruction.called[0]))
+    if len(written) != len(arrays):
+        return sum(map(_hbm, arrays))
+    return sum(
+        _hbm(array) * _share(elements, array)
+        for array, elements in zip(arrays, written, strict=True)
+    )
+
+
+def _scattered(arrays: tuple[Array, ...], num_operands: int, updates: Instruction) -> float:
+    return sum(_hbm(array) * _share(2 * _size(updates), array) for array in arrays)
+
+
+def _fusion_results(module: Module, called: Computation) -> list[int]:
+    """How many elements of each array of a fusion's result it writes."""
+    root = called.root
+    results = called.operands(root) if root.opcode == "tuple" else [root]
+    return [elements for result in results for elements in _written(module, called, result)]
+
+
+def _written(module: Module, inside: Computation, result: Instruction) -> list[int]:
+    while result.opcode in ("bitcast", "reshape"):
+        result = inside.by_name[result.operands[0]]
+    if result.opcode == "fusion":
+        return _fusion_results(module, module.computation(result.called[0]))
+    if result.opcode == "dynamic-update-slice" and _is_parameter(inside, result.operands[0]):
+        return [_size(inside.by_name[result.operands[1]])]
+    if result.opcode == "scatter" and _is_parameter(inside, result.operands[0]):
+        return [2 * _size(inside.by_name[result.operands[-1]])]
+    return [math.prod(array.dims) for array in result.arrays]
+
+
+def _is_parameter(inside: Computation, name: str) -> bool:
+    instruction = inside.by_name[name]
+    while instruction.opcode in _VIEWS:
+        instruction = inside.by_name[instruction.operands[0]]
+    return instruction.opcode == "parameter"
