@@ -99,49 +99,62 @@ def flat_beam_search(
             scores_BK: float32, log-probability / length_norm.
             steps: int32 scalar, calls of step_fn.
     """
-    search = _Search(max_lengths_B, max_length, options, allowed_V)
-
-    def body(state: NestedMap, cache: Any) -> tuple[NestedMap, Any]:
-        logits_BJV, cache = step_fn(search.Ids(state), cache, state.time, state.mask_BJS)
-        return search.Advance(state, logits_BJV), cache
-
-    def unfinished(state: NestedMap, cache: Any) -> tf.Tensor:
-        del cache
-        return (state.time < max_length) & ~tf.reduce_all(state.done_B)
-
-    state, _ = tf.while_loop(unfinished, body, (search.Start(), cache))
-    return search.Results(state)
+    search = FlatBeamSearch(max_length, options, allowed_V)
+    return search.Run(step_fn, cache, max_lengths_B)
 
 
-class _Search:
-    """The steps of one search; `Start`, then `Advance` until all rows are done, then `Results`."""
+class FlatBeamSearch:
+    """The parts of the search: `Start`, then `Step` while `Unfinished`, then `Results`; `Run` is all of it.
 
-    def __init__(
-        self,
-        max_lengths_B: tf.Tensor,
-        max_length: int,
-        options: SearchOptions,
-        allowed_V: tf.Tensor | None,
-    ):
+    The state between two steps is a NestedMap of tensors whose names say their letters, B the first,
+    and the scalar `time`. So a step is a program of its own as well as the body of a loop.
+
+    Args: as `flat_beam_search`.
+    """
+
+    def __init__(self, max_length: int, options: SearchOptions, allowed_V: tf.Tensor | None = None):
         self.o = options
-        self.B, self.J, self.T = max_lengths_B.shape[0], options.beam_size, max_length
-        if self.B is None:
-            raise ValueError("flat_beam_search needs a static batch size: pad the batch")
+        self.J, self.T = options.beam_size, max_length
         self.S = self.T * self.J
-        self.max_lengths_B = tf.minimum(max_lengths_B, max_length)
         self.allowed_V = allowed_V
 
-    def Start(self) -> NestedMap:
+    def Run(self, step_fn: StepFn, cache: Any, max_lengths_B: tf.Tensor) -> NestedMap:
+        """See `flat_beam_search`."""
+
+        def unfinished(state: NestedMap, cache: Any) -> tf.Tensor:
+            del cache
+            return self.Unfinished(state)
+
+        def body(state: NestedMap, cache: Any) -> tuple[NestedMap, Any]:
+            return self.Step(step_fn, state, cache)
+
+        state, _ = tf.while_loop(unfinished, body, (self.Start(max_lengths_B), cache))
+        return self.Results(state)
+
+    def Unfinished(self, state: NestedMap) -> tf.Tensor:
+        """Whether some row needs another step, a bool scalar."""
+        return (state.time < self.T) & ~tf.reduce_all(state.done_B)
+
+    def Step(self, step_fn: StepFn, state: NestedMap, cache: Any) -> tuple[NestedMap, Any]:
+        """One step of the model, and one expansion of every row that is not done."""
+        logits_BJV, cache = step_fn(self.Ids(state), cache, state.time, state.mask_BJS)
+        with tf.name_scope("beam_search/"):
+            return self.Advance(state, logits_BJV), cache
+
+    def Start(self, max_lengths_B: tf.Tensor) -> NestedMap:
         """All hypotheses hold BOS; the first alone is live, or the beam would fill with copies."""
-        B, J, S = self.B, self.J, self.S
+        B, J, S = max_lengths_B.shape[0], self.J, self.S
+        if B is None:
+            raise ValueError("flat_beam_search needs a static batch size: pad the batch")
         at_j = tf.range(S) == tf.range(J)[:, tf.newaxis]
         return NestedMap(
             time=tf.constant(0),
+            max_lengths_B=tf.minimum(max_lengths_B, self.T),
             ids_BS=tf.where(tf.range(S)[tf.newaxis] < J, self.o.bos_id, self.o.pad_id)
             + tf.zeros([B, 1], tf.int32),
             mask_BJS=tf.tile(at_j[tf.newaxis], [B, 1, 1]),
             live_BJ=tf.tile(tf.constant([[0.0] + [NEVER] * (J - 1)]), [B, 1]),
-            done_B=self.max_lengths_B <= 0,
+            done_B=max_lengths_B <= 0,
             # The finished, best first.
             ended_mask_BJS=tf.zeros([B, J, S], tf.bool),
             ended_lengths_BJ=tf.zeros([B, J], tf.int32),
@@ -150,12 +163,12 @@ class _Search:
 
     def Ids(self, state: NestedMap) -> tf.Tensor:
         """The newest token of each hypothesis, int32 [B, J]."""
-        return tf.slice(state.ids_BS, [0, state.time * self.J], [self.B, self.J])
+        return tf.slice(state.ids_BS, [0, state.time * self.J], [state.ids_BS.shape[0], self.J])
 
     def Advance(self, state: NestedMap, logits_BJV: tf.Tensor) -> NestedMap:
         """One expansion of every row that is not done."""
         length = state.time + 1  # of what this step makes
-        last_B = length >= self.max_lengths_B
+        last_B = length >= state.max_lengths_B
         scores_BC, parents_BC, tokens_BC = self._candidates(state.live_BJ, logits_BJV, last_B)
         is_eos_BC = tokens_BC == self.o.eos_id
         state = self._finish(state, length, scores_BC, parents_BC, is_eos_BC)
@@ -165,7 +178,7 @@ class _Search:
         self, live_BJ: tf.Tensor, logits_BJV: tf.Tensor, last_B: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """The 2J best continuations, best first: scores, parents (j), tokens, each [B, C]."""
-        V = logits_BJV.shape[-1]
+        B, _, V = logits_BJV.shape
         token_V = tf.range(V)
         is_eos_V = token_V == self.o.eos_id
         allowed_V = (token_V != self.o.pad_id) & (token_V != self.o.bos_id)
@@ -182,9 +195,9 @@ class _Search:
         best_BJc, tokens_BJc = tf.math.top_k(total_BJV, min(2 * self.J, V))
         each = best_BJc.shape[-1]
         scores_BC, at_BC = tf.math.top_k(
-            tf.reshape(best_BJc, [self.B, self.J * each]), min(2 * self.J, self.J * each)
+            tf.reshape(best_BJc, [B, self.J * each]), min(2 * self.J, self.J * each)
         )
-        tokens_BC = tf.gather(tf.reshape(tokens_BJc, [self.B, -1]), at_BC, batch_dims=1)
+        tokens_BC = tf.gather(tf.reshape(tokens_BJc, [B, -1]), at_BC, batch_dims=1)
         return scores_BC, at_BC // each, tokens_BC
 
     def _finish(
@@ -214,12 +227,12 @@ class _Search:
 
         # Log-probabilities only fall and divisors grow: this is the best that a live one can reach.
         live_B = tf.reduce_max(tf.where(is_eos_BC, NEVER, scores_BC), 1)
-        reach_B = live_B / length_norm(self.max_lengths_B, self.o.length_alpha)
+        reach_B = live_B / length_norm(state.max_lengths_B, self.o.length_alpha)
         last_B = best_BJ[:, self.o.top_k - 1]
         settled_B = (last_B > NEVER) & (last_B >= reach_B)
         full_B = best_BJ[:, J - 1] > NEVER
         none_live_B = live_B <= NEVER
-        state.done_B |= settled_B | full_B | none_live_B | (length >= self.max_lengths_B)
+        state.done_B |= settled_B | full_B | none_live_B | (length >= state.max_lengths_B)
         return state
 
     def _continue(
@@ -248,9 +261,9 @@ class _Search:
 
     def Results(self, state: NestedMap) -> NestedMap:
         """Reads the finished out of the flat sequence: a mask has one of a time's J positions."""
-        K = self.o.top_k
-        mask = tf.reshape(state.ended_mask_BJS[:, :K], [self.B, K, self.T, self.J])
-        ids = tf.reshape(state.ids_BS, [self.B, 1, self.T, self.J])
+        B, K = state.ids_BS.shape[0], self.o.top_k
+        mask = tf.reshape(state.ended_mask_BJS[:, :K], [B, K, self.T, self.J])
+        ids = tf.reshape(state.ids_BS, [B, 1, self.T, self.J])
         fed_BKT = tf.reduce_sum(tf.cast(mask, tf.int32) * ids, -1)  # BOS, then the tokens
         lengths_BK = state.ended_lengths_BJ[:, :K, tf.newaxis]
         # Times 1.. hold the tokens but EOS, which was never fed.

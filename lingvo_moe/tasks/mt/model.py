@@ -26,6 +26,9 @@ class MtModel(BaseTask):
     the training loss and float32 metrics.
     """
 
+    # Of the tensors in the parts of a cache, see attention.py; T is 1.
+    CACHE_LETTERS = {"decoder": "LBJNK", "memory": "BSNK", "cross_mask": "BTS"}
+
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()

@@ -14,14 +14,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 import tensorflow_text as tf_text
 
-from lingvo_moe.core.decode.flat_beam_search import SearchOptions, flat_beam_search
+from lingvo_moe.core.decode.flat_beam_search import SearchOptions
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
-from lingvo_moe.tasks.mt.input.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
+from lingvo_moe.tasks.mt.decode_step import Decoder
+from lingvo_moe.tasks.mt.input.special_ids import BOS_ID, EOS_ID, PAD_ID
 
 _SMALLEST_BUCKET = 8
 _LONGEST_PIECE = 64  # bytes of a SentencePiece: 16 characters of UTF-8
@@ -209,9 +209,8 @@ class Translator(tf.Module):
 
     def _compiled(self, length: int) -> Any:
         """The program of a bucket: int32 ids [R,S], lengths [R] to ids [R,K,T], lengths [R,K], scores [R,K]."""
-        o, model = self.options, self._model()
-        max_target = o.MaxTargetLength(length)
-        allowed_V = np.arange(self._target_size) != UNK_ID
+        o = self.options
+        decoder = Decoder(self._model(), o.Search(), o.MaxTargetLength(length), self._target_size)
 
         @tf.function(jit_compile=True, autograph=False)
         def program(ids_RS: tf.Tensor, lengths_R: tf.Tensor) -> tuple:
@@ -225,17 +224,8 @@ class Translator(tf.Module):
                     segment_ids=tf.cast(real_RS, tf.int32),
                     segment_pos=tf.where(real_RS, at_S, 0),
                 )
-                encoded = model.Encode(theta, src)
-                cache = model.InitCache(theta, encoded, o.beam_size, max_target)
-
-                def step(ids: tf.Tensor, cache: Any, time: tf.Tensor, mask: tf.Tensor) -> tuple:
-                    logits, cache = model.ExtendStep(theta, ids, cache, time, mask)
-                    return logits[..., : self._target_size], cache
-
                 max_lengths = tf.where(lengths_R > 0, o.MaxTargetLength(lengths_R), 0)
-                found = flat_beam_search(
-                    step, cache, max_lengths, max_target, o.Search(), allowed_V
-                )
+                found = decoder.Search(theta, src, max_lengths)
             return found.ids_BKT, found.lengths_BK, found.scores_BK
 
         return program
