@@ -229,7 +229,7 @@ class Placer:
                 backward = at.backward or hlo.is_backward(body)
                 found += [
                     _At(body, i, backward)
-                    for i in body.instructions
+                    for i in body.users.get(body.parameters[0].name, ())
                     if i.opcode == "get-tuple-element" and i.attribute("index") == index
                 ]
         return found

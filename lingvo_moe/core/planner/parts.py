@@ -28,7 +28,7 @@ PARTS = (
 PHASES = ("forward", "recompute", "backward", "optimizer")
 
 _WRAPPER = re.compile(
-    r"^(?:PartitionedCall|StatefulPartitionedCall|call_tf|call(?:\.\d+)?|jit\(.*\))$"
+    r"^(?:(?:Stateful)?PartitionedCall(?:_\d+)?|call_tf|call_exported|call(?:\.\d+)?|jit\(.*\))$"
 )
 _LAYER = re.compile(r"^layers_\d+$")
 _LOOP = re.compile(r"^while(?:_\d+)?$")
@@ -72,10 +72,11 @@ def moe_layers(op_names: Iterable[str]) -> frozenset[str]:
     The names of a program's operations tell: such a layer holds a router.
     """
     found = set()
-    for scope in {scope for op_name in op_names for scope in _scopes(op_name)}:
-        place, _ = _place_scope(scope, frozenset())
+    for names in {names for op_name in op_names for names in _scopes(op_name)}:
+        scope = _layers_only(names)
+        part, _ = _place_scope(scope, frozenset())
         number = _layer_number(scope)
-        if place in _OF_EXPERTS and number is not None:
+        if part in _OF_EXPERTS and number is not None:
             found.add(_path(scope[: number + 1]))
     return frozenset(found)
 
@@ -113,15 +114,14 @@ def _place(op_name: str, in_backward_loop: bool, moe: frozenset[str]) -> Place:
     return (clear or found or [nameless])[0]
 
 
-def _place_one(names: Sequence[str], in_backward_loop: bool, moe: frozenset[str]) -> Place:
+def _place_one(names: tuple[str, ...], in_backward_loop: bool, moe: frozenset[str]) -> Place:
     phase = "recompute" if in_backward_loop else "forward"
-    scope = list(names)
-    if scope[:1] == ["optimizer"]:
-        _, layer = _place_scope(scope[1:], moe)
-        return Place("optimizer", layer, "optimizer", _path(scope[1:-1]))
-    if "gradient_tape" in scope:
+    scope = _layers_only(names)
+    if names[:1] == ("optimizer",):
+        _, layer = _place_scope(scope, moe)
+        return Place("optimizer", layer, "optimizer", _path(scope[:-1]))
+    if "gradient_tape" in names:
         phase = "backward"
-        scope.remove("gradient_tape")
     if scope[:1] == ["backward"]:
         phase = "backward"
         scope = scope[1:]
@@ -133,9 +133,12 @@ def _place_one(names: Sequence[str], in_backward_loop: bool, moe: frozenset[str]
     return Place(part, layer, phase, _path(scope[:-1]))
 
 
+def _layers_only(names: Sequence[str]) -> list[str]:
+    return [name for name in names if name not in ("optimizer", "gradient_tape")]
+
+
 def _place_scope(scope: Sequence[str], moe: frozenset[str]) -> tuple[str, str]:
     """(part, layer) of a scope with its operation at the end."""
-    scope = [name for name in scope if name not in ("optimizer", "gradient_tape")]
     above = scope[:-1] if len(scope) > 1 else []
     number = _layer_number(scope)
     part = next((part for part, name in _SCOPES if any(map(name.match, above))), "")
@@ -166,10 +169,14 @@ def _layer_number(scope: Sequence[str]) -> int | None:
 
 
 def _stack(scope: Sequence[str]) -> str:
-    """The stack of layers: the name before its blocks or its norm, e.g. encoder."""
-    if "blocks" in scope and scope.index("blocks"):
-        return scope[scope.index("blocks") - 1]
-    return scope[1] if len(scope) > 3 else ""
+    """The stack of layers, e.g. encoder: the name before its blocks or its own sublayer."""
+    named = (i for i, part in enumerate(scope) if part == "blocks" or _is_named(part))
+    place = next(named, 0)
+    return scope[place - 1] if place > 1 else ""
+
+
+def _is_named(part: str) -> bool:
+    return any(name.match(part) for _, name in _SCOPES)
 
 
 def _path(scope: Sequence[str]) -> str:
