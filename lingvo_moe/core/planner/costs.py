@@ -77,9 +77,7 @@ def costs(module: Module, once: bool = False) -> list[Cost]:
         products = flops.products(instruction, inside)
         found.append(
             Cost(
-                place=placer.place(
-                    executed, [i.op_name for _, i in sorted(products, key=_heaviest)]
-                ),
+                place=placer.place(executed, _by_weight(products)),
                 opcode=instruction.opcode,
                 name=instruction.name,
                 times=executed.times,
@@ -92,8 +90,9 @@ def costs(module: Module, once: bool = False) -> list[Cost]:
     return found
 
 
-def _heaviest(product: tuple[int, Instruction]) -> int:
-    return -product[0]
+def _by_weight(products: list[tuple[int, Instruction]]) -> list[str]:
+    """Names of matrix products, the heaviest first."""
+    return [i.op_name for _, i in sorted(products, key=lambda product: -product[0])]
 
 
 def _cycles(instruction: Instruction) -> int:
@@ -119,6 +118,26 @@ def collective_use(
     return CollectiveUse(kind, max(sizes), participants, groups, tensors=len(operands))
 
 
+def _after_first_gradient(module: Module) -> frozenset[str]:
+    """Names of what the entry runs once gradients have begun.
+
+    The loss needs all of the forward pass, so what a layer computes later is computed again. That
+    gradients have begun shows in a product, as constants of gradients may come at any time.
+    """
+    flops = MatmulFlops(module)
+    begun = False
+    names = []
+    for instruction in module.entry.instructions:
+        if begun:
+            names.append(instruction.name)
+        elif instruction.opcode == "while":
+            begun = hlo.is_backward(module.computation(instruction.attribute("body")))
+        else:
+            products = flops.products(instruction, module.entry)
+            begun = any(hlo.GRADIENT in product.op_name for _, product in products)
+    return frozenset(names)
+
+
 @dataclasses.dataclass(frozen=True)
 class _At:
     """An instruction, where it is, and whether gradients are computed there."""
@@ -139,6 +158,7 @@ class Placer:
         self._module = module
         names = {i.op_name for c in module.computations.values() for i in c.instructions}
         self._moe = parts.moe_layers(names)
+        self._late = _after_first_gradient(module)
 
     def place_name(self, op_name: str, in_backward_loop: bool) -> Place:
         """`parts.place` in this module, whose layers with experts are known."""
@@ -153,14 +173,20 @@ class Placer:
         """
         instruction, backward = executed.instruction, executed.in_backward_loop
         at = _At(executed.computation, instruction, backward)
-        own = self.place_name(instruction.op_name, backward)
-        if instruction.opcode in ("parameter", "constant", "tuple", "while"):
+        found = self._place(at, products)
+        if instruction.name in self._late and found.phase == "forward" and "." in found.layer:
+            return dataclasses.replace(found, phase="recompute")  # Its loop was unrolled.
+        return found
+
+    def _place(self, at: _At, products: Sequence[str]) -> Place:
+        own = self.place_name(at.op_name, at.backward)
+        if at.instruction.opcode in ("parameter", "constant", "tuple", "while"):
             return own
-        for op_name in [*products, instruction.op_name]:
-            found = self.place_name(op_name, backward)
+        for op_name in [*products, at.op_name]:
+            found = self.place_name(op_name, at.backward)
             if found.is_clear:
                 return self._named_embedding(at, found)
-        near = self._by_insides(instruction, backward)
+        near = self._by_insides(at.instruction, at.backward)
         if near is None and own.part != "loop":
             near = self._by_neighbours(at)
         return near or own

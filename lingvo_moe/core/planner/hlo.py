@@ -24,7 +24,7 @@ _CALLED = re.compile(
 )
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _MARK = re.compile(r"/\*.*?\*/")
-_BACKWARD = "gradient_tape/"
+GRADIENT = "gradient_tape/"  # In the op_name of what computes gradients.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Module:
 
 def is_backward(body: Computation) -> bool:
     """Whether a loop's body holds gradients: recomputed operations carry their forward names."""
-    return any(_BACKWARD in instruction.op_name for instruction in body.instructions)
+    return any(GRADIENT in instruction.op_name for instruction in body.instructions)
 
 
 def parse_module(text: str) -> Module:

@@ -83,8 +83,16 @@ def moe_layers(op_names: Iterable[str]) -> frozenset[str]:
 
 @functools.cache
 def _scopes(op_name: str) -> tuple[tuple[str, ...], ...]:
-    """The parts of every joined name, without the wrapper, the operation at the end."""
-    return tuple(tuple(_unwrap(name.split("/"))) for name in op_name.split(";") if name)
+    """The parts of every joined name, without the wrapper, with the operation at the end."""
+    return tuple(tuple(_unwrap(name.split("/"))) for name in _joined(op_name) if name)
+
+
+def _joined(op_name: str) -> list[str]:
+    """`a/b;c` joins two names of one operation, `a/(b;c:d)` those of what was combined."""
+    prefix, opened, combined = op_name.partition("/(")
+    if opened and combined.endswith(")"):
+        return [f"{prefix}/{name}" for name in re.split("[;:]", combined[:-1])]
+    return op_name.split(";")
 
 
 def _unwrap(parts: list[str]) -> list[str]:
