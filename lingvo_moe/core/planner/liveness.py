@@ -1,0 +1,357 @@
+"""Which buffers a compiled program holds, and when: liveness over its schedule.
+
+The text of a scheduled program says when each value is made and last read. Values that lie in one
+buffer count once: what tuples, bitcasts and loops hand on, what an update in place writes to, and
+results that take the place of donated arguments. A loop's body is laid out once, at the place of its
+loop; what the loop carries is one set of buffers, from before the loop to the last reader after it.
+
+This is a reconstruction. The compiler's own allocator knows more ways to share memory, and loses some
+to packing; memory.py sets the two side by side.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from lingvo_moe.core.planner.hlo import Computation, Executed, Instruction, Module, is_backward
+
+_FORWARDED = ("bitcast", "get-tuple-element", "tuple", "optimization-barrier")
+_ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
+# Instructions whose result may take the memory of an operand of the same size that nobody reads
+# afterwards: each element of the result needs that element of the operand only.
+_ELEMENTWISE = {
+    *("abs", "add", "and", "ceil", "clamp", "compare", "convert", "divide", "exponential", "floor"),
+    *("log", "maximum", "minimum", "multiply", "negate", "not", "or", "power", "rsqrt", "select"),
+    *("sign", "sqrt", "subtract", "tanh", "xor"),
+}
+
+
+@dataclass(frozen=True)
+class Value:
+    """One array of an instruction's result."""
+
+    made: Executed
+    index: int
+
+    @property
+    def instruction(self) -> Instruction:
+        """That makes it."""
+        return self.made.instruction
+
+
+@dataclass
+class Buffer:
+    """Memory that one or more values share.
+
+    Attributes:
+        num_bytes: with the padding of tiles.
+        start, end: places in the schedule of the first instruction that writes and the last that reads.
+        values: those made in it, first one first; what is only handed on does not count.
+        argument: the number of the program's argument that lies in it, or None.
+        carried: whether a loop carries it.
+    """
+
+    num_bytes: int = 0
+    start: int = 1 << 60
+    end: int = -1
+    values: list[Value] = field(default_factory=list)
+    argument: int | None = None
+    carried: bool = False
+
+
+@dataclass(frozen=True)
+class Liveness:
+    """Buffers of a program.
+
+    Attributes:
+        buffers: all that lie in main memory.
+        length: places in the schedule.
+        backward: the place of the first instruction that a loop holding gradients runs; `length` where
+            there is none.
+        buffer_of: the number in `buffers` of an instruction's arrays; None outside of main memory.
+    """
+
+    buffers: list[Buffer]
+    length: int
+    backward: int
+    buffer_of: dict[str, list[int | None]]
+
+    def Peak(self) -> tuple[int, int]:
+        """(place in the schedule, bytes live there), arguments included."""
+        change = [0] * (self.length + 2)
+        for buffer in self.buffers:
+            change[buffer.start] += buffer.num_bytes
+            change[buffer.end + 1] -= buffer.num_bytes
+        best, held, place = 0, 0, 0
+        for at, delta in enumerate(change):
+            held += delta
+            if held > best:
+                best, place = held, at
+        return place, best
+
+    def LiveAt(self, place: int) -> Iterator[Buffer]:
+        """The buffers that hold something at a place of the schedule."""
+        return (b for b in self.buffers if b.start <= place <= b.end)
+
+
+def liveness(module: Module) -> Liveness:
+    """Traces a scheduled module.
+
+    Raises:
+        PlanError: the text lacks a computation that it calls.
+    """
+    return _Tracer(module).Trace()
+
+
+class _Tracer:
+    """Lays the schedule out in one line and joins values that share memory."""
+
+    def __init__(self, module: Module):
+        self._module = module
+        self._ids: dict[str, list[int]] = {}  # of each instruction's arrays
+        self._parent: list[int] = []
+        self._values: list[Value] = []
+        self._made: list[int | None] = []  # where; None: handed on
+        self._read: list[int] = []  # where last
+        self._carried: set[int] = set()
+        self._clock = 0
+        self._backward = -1
+
+    def Trace(self) -> Liveness:
+        entry = self._module.entry
+        self._visit(entry, False)
+        arguments = {self._ids[p.name][0]: int(p.literal) for p in entry.parameters}
+        numbers = {number: value for value, number in arguments.items()}
+        results = self._ids[entry.root.name]
+        aliases = self._module.attributes.partition("input_output_alias=")[2].partition(", entry_")[
+            0
+        ]
+        for output, argument in _ALIAS.findall(aliases):
+            self._join(results[int(output or 0)], numbers[int(argument)])
+        for value in results:
+            self._read[value] = self._clock
+        self._share_dead_operands()
+        return self._collect(arguments)
+
+    def _visit(self, computation: Computation, backward: bool) -> None:
+        for instruction in computation.instructions:
+            first = len(self._parent)
+            ids = list(range(first, first + len(instruction.arrays)))
+            executed = Executed(instruction, computation, 1, backward)
+            for i in range(len(ids)):
+                self._parent.append(first + i)
+                self._values.append(Value(executed, i))
+                self._made.append(self._clock)
+                self._read.append(self._clock)
+            self._ids[instruction.name] = ids
+            self._place(instruction, computation, ids, backward)
+            self._clock += 1
+
+    def _place(
+        self, instruction: Instruction, inside: Computation, ids: list[int], backward: bool
+    ) -> None:
+        opcode = instruction.opcode
+        if opcode == "parameter":
+            return
+        operands = [self._ids[name] for name in instruction.operands]
+        flat = [value for operand in operands for value in operand]
+        if opcode in _FORWARDED or opcode.endswith("-done"):
+            self._forward(instruction, inside, ids, operands)
+            return
+        for value in flat:
+            self._read[value] = self._clock
+        if opcode == "while":
+            self._loop(instruction, ids, operands[0], backward)
+        elif opcode in ("call", "conditional"):
+            self._call(instruction, ids, operands, backward)
+        elif opcode.endswith("-start"):
+            self._start(instruction, ids, flat)
+        else:
+            for out, operand in _updated_in_place(self._module, inside, instruction):
+                self._join(ids[out], self._ids[operand][0])
+
+    def _forward(
+        self,
+        instruction: Instruction,
+        inside: Computation,
+        ids: list[int],
+        operands: list[list[int]],
+    ) -> None:
+        if instruction.opcode == "get-tuple-element":
+            operand = inside.by_name[instruction.operands[0]]
+            index = int(instruction.attribute("index"))
+            # A tuple in a tuple is flattened, and then the index does not say where it starts.
+            flat = len(operand.arrays) > index and len(ids) == 1
+            sources = operands[0][index : index + 1] if flat else operands[0][: len(ids)]
+        elif instruction.opcode.endswith("-done"):
+            start = inside.by_name[instruction.operands[0]]
+            skipped = (
+                0 if start.opcode in ("copy-start", "all-reduce-start") else len(start.operands)
+            )
+            sources = operands[0][skipped : skipped + len(ids)] or operands[0]
+            for value in operands[0]:
+                self._read[value] = self._clock
+        else:
+            sources = [value for operand in operands for value in operand]
+        for out, source in zip(ids, sources):
+            self._hand_on(out, source)
+
+    def _loop(
+        self, instruction: Instruction, ids: list[int], init: list[int], backward: bool
+    ) -> None:
+        for out, value in zip(ids, init):
+            self._hand_on(out, value)
+        self._carried.update(ids)
+        condition = self._module.computation(instruction.attribute("condition"))
+        body = self._module.computation(instruction.attribute("body"))
+        backward = backward or is_backward(body)
+        if backward and self._backward < 0:
+            self._backward = self._clock
+        for called in (condition, body):
+            self._clock += 1
+            self._visit(called, backward)
+            for inner, value in zip(self._ids[called.parameters[0].name], ids):
+                self._hand_on(inner, value)
+        for inner, value in zip(self._ids[body.root.name], ids):
+            self._join(inner, value)
+            self._read[inner] = self._clock
+        for value in ids:
+            self._read[value] = self._clock
+
+    def _call(
+        self,
+        instruction: Instruction,
+        ids: list[int],
+        operands: list[list[int]],
+        backward: bool,
+    ) -> None:
+        several = instruction.opcode == "conditional"
+        for branch, name in enumerate(instruction.called):
+            called = self._module.computation(name)
+            self._clock += 1
+            self._visit(called, backward)
+            given = [operands[branch + 1]] if several and branch + 1 < len(operands) else operands
+            inner = [value for p in called.parameters for value in self._ids[p.name]]
+            for value, source in zip(inner, (v for operand in given for v in operand)):
+                self._hand_on(value, source)
+            for out, value in zip(ids, self._ids[called.root.name]):
+                self._hand_on(out, value)
+                self._read[value] = self._clock
+
+    def _start(self, instruction: Instruction, ids: list[int], flat: list[int]) -> None:
+        """What a start gives back holds its operands too, so that they stay until it is done."""
+        if instruction.opcode == "copy-start":
+            self._hand_on(ids[1], flat[0])
+        elif instruction.opcode != "all-reduce-start":
+            for out, value in zip(ids[: len(flat)] if len(ids) > len(flat) else [], flat):
+                self._hand_on(out, value)
+
+    def _hand_on(self, value: int, source: int) -> None:
+        self._made[value] = None
+        self._join(value, source)
+
+    def _find(self, value: int) -> int:
+        while self._parent[value] != value:
+            self._parent[value] = self._parent[self._parent[value]]
+            value = self._parent[value]
+        return value
+
+    def _join(self, a: int, b: int) -> None:
+        a, b = self._find(a), self._find(b)
+        self._parent[max(a, b)] = min(a, b)
+
+    def _share_dead_operands(self) -> None:
+        """Joins results with an operand of their size that is read here for the last time."""
+        last: dict[int, int] = {}
+        for value, read in enumerate(self._read):
+            root = self._find(value)
+            last[root] = max(last.get(root, -1), read)
+        for value, made in enumerate(self._made):
+            instruction = self._values[value].instruction
+            if made is None or self._find(value) != value or len(instruction.arrays) > 1:
+                continue
+            if not _is_elementwise(self._module, instruction):
+                continue
+            size = instruction.arrays[0].padded_bytes
+            for name in instruction.operands:
+                operand = self._ids[name][0]
+                root = self._find(operand)
+                array = self._values[operand].instruction.arrays[0]
+                if array.padded_bytes == size and last[root] == made and root != value:
+                    self._join(value, root)
+                    last[min(value, root)] = max(last.get(value, -1), last[root])
+                    break
+
+    def _collect(self, arguments: dict[int, int]) -> Liveness:
+        found: dict[int, Buffer] = {}
+        for value, made in enumerate(self._made):
+            buffer = found.setdefault(self._find(value), Buffer())
+            buffer.end = max(buffer.end, self._read[value])
+            buffer.carried = buffer.carried or value in self._carried
+            if made is not None:
+                entry = self._values[value]
+                array = entry.instruction.arrays[entry.index]
+                buffer.start = min(buffer.start, made)
+                is_constant = entry.instruction.opcode == "constant"  # part of the program
+                if array.memory_space == 0 and not is_constant:
+                    buffer.num_bytes = max(buffer.num_bytes, array.padded_bytes)
+                buffer.values.append(entry)
+            if value in arguments:
+                buffer.argument = arguments[value]
+        kept = {root: b for root, b in found.items() if b.num_bytes and b.values}
+        for buffer in kept.values():
+            if buffer.argument is not None:
+                buffer.start, buffer.end = 0, self._clock
+        number = {root: i for i, root in enumerate(kept)}
+        return Liveness(
+            list(kept.values()),
+            self._clock,
+            self._backward if self._backward >= 0 else self._clock,
+            {
+                name: [number.get(self._find(value)) for value in ids]
+                for name, ids in self._ids.items()
+            },
+        )
+
+
+def _is_elementwise(module: Module, instruction: Instruction) -> bool:
+    if instruction.opcode == "fusion":
+        inner = module.computation(instruction.called[0]).instructions
+        known = {*_ELEMENTWISE, "parameter", "constant", "broadcast", "bitcast"}
+        return all(i.opcode in known for i in inner)
+    return instruction.opcode in _ELEMENTWISE
+
+
+def _updated_in_place(
+    module: Module, inside: Computation, instruction: Instruction
+) -> Iterator[tuple[int, str]]:
+    """(number of the result's array, operand that it overwrites) of updates in place."""
+    if instruction.opcode in ("dynamic-update-slice", "scatter"):
+        yield 0, instruction.operands[0]
+    elif instruction.opcode == "fusion":
+        called = module.computation(instruction.called[0])
+        root = called.root
+        results = called.operands(root) if root.opcode == "tuple" else [root]
+        for out, result in enumerate(results):
+            number = _overwritten(module, called, result)
+            if number is not None:
+                yield out, instruction.operands[number]
+
+
+def _overwritten(module: Module, inside: Computation, value: Instruction) -> int | None:
+    """The number of the parameter of `inside` that `value` is an updated version of."""
+    updated = False
+    while True:
+        if value.opcode == "parameter":
+            return int(value.literal) if updated else None
+        if value.opcode == "fusion":
+            found = dict(_updated_in_place(module, inside, value))
+            if 0 not in found:
+                return None
+            updated, value = True, inside.by_name[found[0]]
+        elif value.opcode in ("dynamic-update-slice", "scatter"):
+            updated, value = True, inside.by_name[value.operands[0]]
+        elif value.opcode in ("bitcast", "reshape"):
+            value = inside.by_name[value.operands[0]]
+        else:
+            return None
