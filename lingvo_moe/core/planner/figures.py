@@ -17,7 +17,8 @@ Plan = Mapping[str, Any]
 KINDS = {
     "weights": "weights",
     "slots": "optimizer slots",
-    "inputs": "inputs",
+    "inputs": "inputs and other state",
+    "weight_copies": "weights cast or laid out anew",
     "activations": "activations kept for backward",
     "gradients": "gradients",
     "temporaries": "temporaries",
@@ -101,6 +102,20 @@ def verdict(plan: Plan) -> str:
     return f"Does not fit: {held}, {units.size(memory.get('misses_by'))} too much."
 
 
+def said_by_compiler(plan: Plan) -> str:
+    """The compiler's own figures of memory, and how near the trace through its schedule comes."""
+    memory = plan["memory"]
+    names = ("arguments", "outputs", "aliased", "temporaries", "code", "peak")
+    said = [f"{name} {units.size(memory[name])}" for name in names if memory.get(name)]
+    out = f"The compiler's own figures: {', '.join(said)}."
+    if memory.get("traced_peak"):
+        out += f" Peak traced through its schedule: {units.size(memory['traced_peak'])}."
+    if memory.get("kept_for_backward"):
+        kept = units.size(memory["kept_for_backward"])
+        out += f" Activations held where the backward pass begins: {kept}."
+    return out
+
+
 def get(plan: Plan, path: str) -> Any:
     """The value at a dotted path, None where anything on the way is missing."""
     value: Any = plan
@@ -119,7 +134,7 @@ def headline(plan: Plan) -> list[tuple[str, str, bool]]:
         ("tokens a second", units.number(get(plan, "time.tokens_per_second")), True),
         ("utilisation", units.share(get(plan, "time.utilization")), True),
     ]
-    if get(plan, "time.days") is not None:
+    if get(plan, "time.budget_tokens"):
         out += [
             (f"days for {budget} tokens", units.number(get(plan, "time.days")), True),
             ("chip-days", units.number(get(plan, "time.chip_days")), True),
@@ -184,6 +199,11 @@ def compared(plans: Sequence[Plan]) -> list[list[str]]:
         step = get(plan, "time.step_seconds")
         memory = plan["memory"]
         need = memory.get("allocated") or memory.get("peak")
+        budget = get(plan, "time.budget_tokens")
+        days, chip_days, years = (
+            units.number(get(plan, f"time.{key}") if budget else None)
+            for key in ("days", "chip_days", "device_years")
+        )
         miss = f"no, by {units.size(memory.get('misses_by'))}"
         rows.append(
             [
@@ -198,9 +218,9 @@ def compared(plans: Sequence[Plan]) -> list[list[str]]:
                 units.number(get(plan, "time.tokens_per_second")),
                 units.share(get(plan, "time.utilization")),
                 units.share(collective_share(plan)),
-                units.number(get(plan, "time.days")),
-                units.number(get(plan, "time.chip_days")),
-                units.number(get(plan, "time.device_years")),
+                days,
+                chip_days,
+                years,
                 units.duration(get(plan, "compile.compile_seconds")),
             ]
         )
@@ -213,7 +233,7 @@ def compile_figures(plan: Plan) -> list[tuple[str, str]]:
         ("tracing and lowering", units.duration(get(plan, "compile.lower_seconds"))),
         ("compiling", units.duration(get(plan, "compile.compile_seconds"))),
         ("peak memory of the host", units.size(get(plan, "compile.host_peak_bytes"))),
-        ("program on the device", units.size(get(plan, "compile.program_bytes"))),
+        ("program file", units.size(get(plan, "compile.program_bytes"))),
         ("program hash", str(plan.get("program_hash") or units.DASH)[:16]),
         ("compiler", ", ".join(f"{k} {v}" for k, v in (plan.get("compiler") or {}).items())),
     ]
@@ -222,7 +242,7 @@ def compile_figures(plan: Plan) -> list[tuple[str, str]]:
 
 def setting(plan: Plan) -> list[tuple[str, str]]:
     """(name, value) of what was planned."""
-    tokens = f"{units.number(get(plan, 'batch.tokens'))} target tokens"
+    tokens = f"{units.number(get(plan, 'batch.target_tokens'))} target tokens"
     source = get(plan, "batch.source_tokens")
     if source:
         tokens = f"{units.number(source)} source and {tokens}"

@@ -152,7 +152,7 @@ def _memory(plan: Plan) -> str:
             )
             for k, held in kinds
         ]
-        caption = f"Against {units.size(hbm)} of HBM. {_said(memory)}"
+        caption = f"Against {units.size(hbm)} of HBM. {figures.said_by_compiler(plan)}"
         parts.append(
             f"<figure>{_bar(pieces, hbm / scale, 'whole')}{_rows(rows)}"
             f"<figcaption>{escape(caption)}</figcaption></figure>"
@@ -165,31 +165,19 @@ def _memory(plan: Plan) -> str:
     return "".join(parts)
 
 
-def _said(memory: Plan) -> str:
-    names = ("arguments", "outputs", "aliased", "temporaries", "code", "peak")
-    said = [f"{name} {units.size(memory[name])}" for name in names if memory.get(name) is not None]
-    return f"The compiler's own figures: {', '.join(said)}." if said else ""
-
-
 def _holders(holders: Sequence[Plan]) -> str:
-    rows = [
-        [
-            *(escape(item[key] or units.DASH) for key in ("layer", "part", "phase")),
-            units.size(item["bytes"]),
-        ]
-        for item in holders[:_HOLDERS]
-    ]
+    rows = []
+    for item in holders[:_HOLDERS]:
+        swatch = f"<i class='swatch' style='background:var(--{item['kind']})'></i>"
+        places = (escape(_words(item[key]) or units.DASH) for key in ("layer", "part", "phase"))
+        what = swatch + escape(figures.KINDS[item["kind"]])
+        rows.append([what, *places, units.size(item["bytes"])])
     rest = holders[_HOLDERS:]
     if rest:
         held = units.size(sum(item["bytes"] for item in rest))
-        rows.append([f"{len(rest)} more", "", "", held])
-    heads = [
-        ("layer", False, False),
-        ("part", False, False),
-        ("phase", False, False),
-        ("bytes", True, False),
-    ]
-    return _table(heads, rows)
+        rows.append([f"{len(rest)} more", "", "", "", held])
+    heads = [(name, False, False) for name in ("what", "layer", "part", "phase")]
+    return _table(heads + [("bytes", True, False)], rows)
 
 
 def _time(plan: Plan) -> str:

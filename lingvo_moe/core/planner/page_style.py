@@ -4,14 +4,14 @@ STYLE = """
 :root { color-scheme: light dark;
   --paper: #fbfaf7; --ink: #1d2126; --soft: #5d656e; --rule: #dcd9d1; --track: #ece9e1;
   --good: #226b45; --bad: #b3341f;
-  --weights: #35508f; --slots: #8299cc; --inputs: #9a938a; --activations: #23807f;
+  --weights: #35508f; --slots: #8299cc; --inputs: #9a938a; --weight_copies: #5d4a86; --activations: #23807f;
   --gradients: #74b9a8; --temporaries: #cf9436; --padding: #cdc6b8; --code: #6b655e;
   --forward: #23807f; --recompute: #8cc4bd; --backward: #35508f; --optimizer: #a98fc4;
   --network: #c9552f }
 @media (prefers-color-scheme: dark) { :root {
   --paper: #15181c; --ink: #e4e2dc; --soft: #979da5; --rule: #31363d; --track: #23282e;
   --good: #70c193; --bad: #f08a70;
-  --weights: #7f9be0; --slots: #4c629f; --inputs: #8b857d; --activations: #4fb3ad;
+  --weights: #7f9be0; --slots: #4c629f; --inputs: #8b857d; --weight_copies: #a68fd6; --activations: #4fb3ad;
   --gradients: #2f7a70; --temporaries: #dba84f; --padding: #4a4e52; --code: #a59e95;
   --forward: #4fb3ad; --recompute: #2b6f6c; --backward: #7f9be0; --optimizer: #9f86bd;
   --network: #e67c53 } }
@@ -36,7 +36,8 @@ p { margin: .4rem 0 .8rem; max-width: 42rem }
 .note, figcaption, footer { font-size: .84rem; color: var(--soft) }
 footer { margin-top: 3.5rem; padding-top: 1rem; border-top: 1px solid var(--rule) }
 article + article, .after { margin-top: 4rem; border-top: 1px solid var(--rule); padding-top: 2.2rem }
-dl.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(11rem, 44%), 1fr)); gap: 0 1.4rem; margin: 0;
+dl.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(11rem, 44%), 1fr)); gap: 0 1.4rem;
+  margin: 0;
   border-bottom: 1px solid var(--rule) }
 dl.figures div { border-top: 1px solid var(--rule); padding: .55rem 0 .8rem }
 dl.figures dt { font-size: .78rem; color: var(--soft) }

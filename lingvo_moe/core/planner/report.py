@@ -95,24 +95,20 @@ def _memory(plan: Plan) -> Group:
             units.share(allocated / hbm),
             bar(allocated / hbm, _BAR),
         )
-    said = ", ".join(
-        f"{name} {units.size(memory[name])}"
-        for name in ("arguments", "outputs", "aliased", "temporaries", "code", "peak")
-        if memory.get(name) is not None
-    )
     parts = [table] if table.row_count else []
-    return Group(*parts, Text(f"The compiler's own figures: {said}.", style="dim"))
+    return Group(*parts, Text(figures.said_by_compiler(plan), style="dim"))
 
 
 def _holders(plan: Plan) -> Table:
-    table = _table("layer", "part", "phase", "bytes")
+    table = _table("what", "layer", "part", "phase", "bytes")
     holders = plan["memory"].get("holders") or []
     for item in holders[:_HOLDERS]:
-        table.add_row(item["layer"], item["part"], item["phase"], units.size(item["bytes"]))
+        cells = (item[key] or units.DASH for key in ("layer", "part", "phase"))
+        table.add_row(figures.KINDS[item["kind"]], *cells, units.size(item["bytes"]))
     rest = holders[_HOLDERS:]
     if rest:
         held = units.size(sum(item["bytes"] for item in rest))
-        table.add_row(f"{len(rest)} more", "", "", held, style="dim")
+        table.add_row(f"{len(rest)} more", "", "", "", held, style="dim")
     return table
 
 
@@ -176,7 +172,7 @@ def bar(fraction: float, width: int) -> str:
 
 def _table(*headings: str) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    words = ("layer", "part", "phase", "kind", "")
+    words = ("what", "layer", "part", "phase", "kind", "")
     for heading in headings:
         table.add_column(heading, justify="left" if heading in words else "right")
     return table

@@ -71,7 +71,7 @@ def make_plan() -> dict:
             "link_bandwidth": 70e9,
             "model": "A torus of 32x32 chips; <each> link carries 70 GB/s each way.",
         },
-        "batch": {"source_tokens": 4_194_304, "target_tokens": 4_194_304, "tokens": 4_194_304},
+        "batch": {"source_tokens": 4_194_304, "target_tokens": 4_194_304},
         "parameters": {
             "count": 619_301_234_567,
             "bytes_total": 2_477_204_938_268,
@@ -92,6 +92,7 @@ def make_plan() -> dict:
             "kinds": kinds,
             "holders": [
                 {
+                    "kind": "gradients",
                     "layer": f"encoder.{i}",
                     "part": "experts",
                     "phase": "backward",
@@ -151,7 +152,7 @@ def make_plan_that_misses() -> dict:
         "holders": [],
         "advice": [],
     }
-    plan |= {"work": [], "collectives": [], "time": {}}
+    plan |= {"work": [], "collectives": [], "time": None}
     return plan
 
 
