@@ -118,26 +118,6 @@ def collective_use(
     return CollectiveUse(kind, max(sizes), participants, groups, tensors=len(operands))
 
 
-def _after_first_gradient(module: Module) -> frozenset[str]:
-    """Names of what the entry runs once gradients have begun.
-
-    The loss needs all of the forward pass, so what a layer computes later is computed again. That
-    gradients have begun shows in a product, as constants of gradients may come at any time.
-    """
-    flops = MatmulFlops(module)
-    begun = False
-    names = []
-    for instruction in module.entry.instructions:
-        if begun:
-            names.append(instruction.name)
-        elif instruction.opcode == "while":
-            begun = hlo.is_backward(module.computation(instruction.attribute("body")))
-        else:
-            products = flops.products(instruction, module.entry)
-            begun = any(hlo.GRADIENT in product.op_name for _, product in products)
-    return frozenset(names)
-
-
 @dataclasses.dataclass(frozen=True)
 class _At:
     """An instruction, where it is, and whether gradients are computed there."""
@@ -158,7 +138,6 @@ class Placer:
         self._module = module
         names = {i.op_name for c in module.computations.values() for i in c.instructions}
         self._moe = parts.moe_layers(names)
-        self._late = _after_first_gradient(module)
 
     def place_name(self, op_name: str, in_backward_loop: bool) -> Place:
         """`parts.place` in this module, whose layers with experts are known."""
@@ -171,22 +150,16 @@ class Placer:
           executed: of `Module.executions`.
           products: names of the matrix products that it does.
         """
-        instruction, backward = executed.instruction, executed.in_backward_loop
-        at = _At(executed.computation, instruction, backward)
-        found = self._place(at, products)
-        if instruction.name in self._late and found.phase == "forward" and "." in found.layer:
-            return dataclasses.replace(found, phase="recompute")  # Its loop was unrolled.
-        return found
-
-    def _place(self, at: _At, products: Sequence[str]) -> Place:
+        instruction = executed.instruction
+        at = _At(executed.computation, instruction, executed.in_backward_loop)
         own = self.place_name(at.op_name, at.backward)
-        if at.instruction.opcode in ("parameter", "constant", "tuple", "while"):
+        if instruction.opcode in ("parameter", "constant", "tuple", "while"):
             return own
         for op_name in [*products, at.op_name]:
             found = self.place_name(op_name, at.backward)
             if found.is_clear:
                 return self._named_embedding(at, found)
-        near = self._by_insides(at.instruction, at.backward)
+        near = self._by_insides(instruction, at.backward)
         if near is None and own.part != "loop":
             near = self._by_neighbours(at)
         return near or own
@@ -199,7 +172,7 @@ class Placer:
         for here in reached:
             for user in self._users(here):
                 layer = self.place_name(user.op_name, user.backward).layer
-                if layer:
+                if layer.endswith("embedding"):
                     return dataclasses.replace(found, layer=layer)
                 if len(reached) < _FAR:
                     reached.append(user)
@@ -218,7 +191,7 @@ class Placer:
                 return deeper
         return None
 
-    def _by_neighbours(self, at: "_At") -> Place | None:
+    def _by_neighbours(self, at: _At) -> Place | None:
         """The nearest place that what it is made of has; if none has, that who reads it have."""
         for look in (self._makers, self._users):
             reached = [at]
@@ -234,13 +207,13 @@ class Placer:
                     reached.append(neighbour)
         return None
 
-    def _makers(self, at: "_At") -> list["_At"]:
+    def _makers(self, at: _At) -> list[_At]:
         """What an instruction is made of; arguments of the program or a loop's body say nothing."""
         makers = at.inside.operands(at.instruction)
         silent = ("parameter", "constant", "while")
         return [dataclasses.replace(at, instruction=m) for m in makers if m.opcode not in silent]
 
-    def _users(self, at: "_At") -> list["_At"]:
+    def _users(self, at: _At) -> list[_At]:
         """Who reads it; of what goes into a loop, who reads that element in the loop's body."""
         found = []
         for user in at.inside.users.get(at.instruction.name, ()):

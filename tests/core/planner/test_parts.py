@@ -78,6 +78,12 @@ def test_of_joined_names_the_first_clear_one_counts():
     assert parts.place(joined, True).part == "attention"
 
 
+def test_names_of_what_was_combined():
+    inner = f"PartitionedCall/backward/while;gradient_tape/{PAIR}ffn/experts/Einsum:m4/Sum_3"
+    found = parts.place(f"{WRAPPER}({inner})", False)
+    assert (found.part, found.phase) == ("experts", "backward")
+
+
 def test_names_do_not_depend_on_the_models():
     mine = parts.place("other_model/stack/blocks/body/layers_3/self_atten/MatMul", False)
     assert (mine.part, mine.layer) == ("attention", "stack.dense")
