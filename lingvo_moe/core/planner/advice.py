@@ -17,12 +17,14 @@ class Held:
     Attributes:
         argument: by kind: weights, slots and maybe gradients, weight_copies and others.
         whole: weights and slots that every device holds whole.
+        divisible: weights and slots that are cut over devices and can be cut in two once more.
         scaling: what grows with the tokens of a device: activations and temporaries.
         float32: the part of `scaling` that is in float32.
     """
 
     argument: Mapping[str, int]
     whole: int
+    divisible: int
     scaling: int
     float32: int = 0
 
@@ -91,7 +93,7 @@ def _sharding(held: Held) -> list[tuple[int, str]]:
         return []
     # Gradients and copies of weights are cut as the weights are.
     derived = held.argument.get("gradients", 0) + held.argument.get("weight_copies", 0)
-    cut, whole = stored - held.whole, held.whole
+    cut, whole = held.divisible, held.whole
     factor = 1 + derived / stored
     with_all = " with their slots, gradients and copies" if derived else " with their slots"
     return [

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from lingvo_moe.core.planner.hlo import Computation, Executed, Instruction, Module, is_backward
 
-_FORWARDED = ("bitcast", "get-tuple-element", "tuple", "optimization-barrier")
+_FORWARDED = ("async-update", "bitcast", "get-tuple-element", "tuple", "optimization-barrier")
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
 # Instructions whose result may take the memory of an operand of the same size that nobody reads
 # afterwards: each element of the result needs that element of the operand only.
