@@ -5,8 +5,8 @@ buffer count once: what tuples, bitcasts and loops hand on, what an update in pl
 results that take the place of donated arguments. A loop's body is laid out once, at the place of its
 loop; what the loop carries is one set of buffers, from before the loop to the last reader after it.
 
-This is a reconstruction. The compiler's own allocator knows more ways to share memory, and loses some
-to packing; memory.py sets the two side by side.
+This is a reconstruction. The compiler's own allocator knows more ways to share memory (a sum may lie
+where one of its terms lay), and loses some to packing; memory.py sets the two side by side.
 """
 
 import re
@@ -17,13 +17,6 @@ from lingvo_moe.core.planner.hlo import Computation, Executed, Instruction, Modu
 
 _FORWARDED = ("async-update", "bitcast", "get-tuple-element", "tuple", "optimization-barrier")
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
-# Instructions whose result may take the memory of an operand of the same size that nobody reads
-# afterwards: each element of the result needs that element of the operand only.
-_ELEMENTWISE = {
-    *("abs", "add", "and", "ceil", "clamp", "compare", "convert", "divide", "exponential", "floor"),
-    *("log", "maximum", "minimum", "multiply", "negate", "not", "or", "power", "rsqrt", "select"),
-    *("sign", "sqrt", "subtract", "tanh", "xor"),
-}
 
 
 @dataclass(frozen=True)
@@ -130,7 +123,6 @@ class _Tracer:
             self._join(results[int(output or 0)], numbers[int(argument)])
         for value in results:
             self._read[value] = self._clock
-        self._share_dead_operands()
         return self._collect(arguments)
 
     def _visit(self, computation: Computation, backward: bool) -> None:
@@ -260,28 +252,6 @@ class _Tracer:
         a, b = self._find(a), self._find(b)
         self._parent[max(a, b)] = min(a, b)
 
-    def _share_dead_operands(self) -> None:
-        """Joins results with an operand of their size that is read here for the last time."""
-        last: dict[int, int] = {}
-        for value, read in enumerate(self._read):
-            root = self._find(value)
-            last[root] = max(last.get(root, -1), read)
-        for value, made in enumerate(self._made):
-            instruction = self._values[value].instruction
-            if made is None or self._find(value) != value or len(instruction.arrays) > 1:
-                continue
-            if not _is_elementwise(self._module, instruction):
-                continue
-            size = instruction.arrays[0].padded_bytes
-            for name in instruction.operands:
-                operand = self._ids[name][0]
-                root = self._find(operand)
-                array = self._values[operand].instruction.arrays[0]
-                if array.padded_bytes == size and last[root] == made and root != value:
-                    self._join(value, root)
-                    last[min(value, root)] = max(last.get(value, -1), last[root])
-                    break
-
     def _collect(self, arguments: dict[int, int]) -> Liveness:
         found: dict[int, Buffer] = {}
         for value, made in enumerate(self._made):
@@ -312,14 +282,6 @@ class _Tracer:
                 for name, ids in self._ids.items()
             },
         )
-
-
-def _is_elementwise(module: Module, instruction: Instruction) -> bool:
-    if instruction.opcode == "fusion":
-        inner = module.computation(instruction.called[0]).instructions
-        known = {*_ELEMENTWISE, "parameter", "constant", "broadcast", "bitcast"}
-        return all(i.opcode in known for i in inner)
-    return instruction.opcode in _ELEMENTWISE
 
 
 def _updated_in_place(

@@ -18,7 +18,7 @@ def _peak(text: str, header: str = "") -> int:
 
 
 def test_a_value_lives_from_its_maker_to_its_last_reader():
-    # Arguments 4 KiB; a and b at a time, then b and c: neither is elementwise, so each has its own.
+    # The argument stays; of the others there are at most two at a time, b and c.
     assert (
         _peak(
             """
@@ -49,20 +49,6 @@ def test_what_is_only_handed_on_takes_no_memory():
         )
         == 8 * _KIB
     )
-
-
-def test_an_elementwise_result_takes_the_place_of_an_operand_that_dies():
-    text = """
-        ENTRY %main (p: f32[1024]) -> f32[1024] {{
-          %p = f32[1024]{{0}} parameter(0)
-          %a = f32[1024]{{0}} reverse(%p), dimensions={{0}}
-          %b = f32[1024]{{0}} negate(%a)
-          ROOT %c = f32[1024]{{0}} reverse({last}), dimensions={{0}}
-        }}
-        """
-    assert _peak(text.format(last="%b")) == 12 * _KIB
-    both = text.format(last="%b").replace("reverse(%b)", "maximum(%a, %b)")
-    assert _peak(both.replace(", dimensions={0}\n        }", "\n        }")) == 12 * _KIB
 
 
 def test_results_lie_in_donated_arguments():

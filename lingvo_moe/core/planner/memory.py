@@ -1,0 +1,332 @@
+"""Where the memory of a device goes.
+
+The totals are the compiler's own. What they are made of comes from two places: the program's
+signature, which says what the arguments are, and liveness over the schedule, which says what else is
+held at the fullest moment, and for which layer. Where the two do not meet (an allocator's packing,
+tiles' padding of arguments) the difference is a line of its own.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import ml_dtypes  # noqa: F401  teaches NumPy the names of its types
+import numpy as np
+
+from lingvo_moe.core.engine.signature import Signature
+from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.planner.advice import Held, advise
+from lingvo_moe.core.planner.costs import Placer
+from lingvo_moe.core.planner.hlo import Executed, Module, parse_module
+from lingvo_moe.core.planner.liveness import Buffer, Liveness, Value, liveness
+from lingvo_moe.core.planner.parts import Place, moe_layers, place
+from lingvo_moe.core.planner.topology import Topology
+from lingvo_moe.core.sharding import Mesh
+
+ARGUMENTS = ("weights", "slots", "inputs")
+TRACED = ("weight_copies", "activations", "gradients", "temporaries")
+_OPTIMIZER = "optimizer/"
+
+
+class Misfit(Protocol):
+    """What the compiler says of a program that is too large: `aot.OutOfMemory`."""
+
+    needed_bytes: int
+    limit_bytes: int
+    holders: Iterable[Any]
+
+
+@dataclass(frozen=True)
+class _Live:
+    """A buffer that is live at the peak, what it is and whose."""
+
+    buffer: Buffer
+    kind: str
+    place: Place
+
+
+def memory_plan(
+    program: Module | str, reported: Mapping[str, int], signature: Signature, topology: Topology
+) -> dict[str, Any]:
+    """The `memory` of a plan, for a program that was compiled.
+
+    Args:
+        program: the scheduled module, or its text.
+        reported: the compiler's sizes in bytes: arguments, outputs, aliased, temporaries, code, peak.
+        signature: of the program that was compiled.
+        topology: for which machine.
+
+    Returns:
+        bytes of one device, as docs/plan_json.md has them.
+    """
+    module = parse_module(program) if isinstance(program, str) else program
+    traced = liveness(module)
+    at, traced_peak = traced.Peak()
+    attribution = _Attribution(module, traced, signature)
+    live = attribution.At(at)
+    hbm = topology.chip.hbm_bytes
+    allocated = (
+        reported["arguments"]
+        + reported["outputs"]
+        - reported["aliased"]
+        + reported["temporaries"]
+        + reported["code"]
+    )
+    kinds = argument_bytes(signature) | dict.fromkeys(TRACED, 0)
+    for item in live:
+        if item.kind in TRACED:
+            kinds[item.kind] += item.buffer.num_bytes
+    kinds["code"] = reported["code"]
+    rest = allocated - sum(kinds.values())
+    if rest < 0:  # liveness sees more than the compiler keeps: of what it cannot name
+        kinds["temporaries"] = max(kinds["temporaries"] + rest, 0)
+    kinds["padding"] = allocated - sum(kinds.values())
+    return {
+        **{key: int(reported[key]) for key in reported},
+        "allocated": allocated,
+        "hbm": hbm,
+        "fits": allocated <= hbm,
+        "misses_by": max(allocated - hbm, 0),
+        "kinds": kinds,
+        "traced_peak": traced_peak,
+        "kept_for_backward": attribution.KeptForBackward(),
+        "holders": _grouped(live),
+        "advice": advise(_held(signature, kinds, live), allocated, hbm),
+    }
+
+
+def misfit_plan(error: Misfit, signature: Signature) -> dict[str, Any]:
+    """The `memory` of a plan, for a program that the compiler refused for its size.
+
+    What is not argument is then one sum, and the holders are those that the compiler names.
+    """
+    kinds = argument_bytes(signature)
+    needed, hbm = error.needed_bytes, error.limit_bytes
+    kinds["temporaries"] = max(needed - sum(kinds.values()), 0)
+    groups: dict[tuple[str, str, str, str], int] = defaultdict(int)
+    holders = list(error.holders)
+    moe = moe_layers(holder.op_name for holder in holders)
+    for holder in holders:
+        found = place(holder.op_name, False, moe)
+        groups["temporaries", found.layer, found.part, found.phase] += holder.bytes
+    whole, divisible = _whole_and_divisible(signature)
+    held = Held(kinds, whole, divisible, scaling=kinds["temporaries"])
+    return {
+        "arguments": sum(kinds[kind] for kind in ARGUMENTS),
+        "peak": needed,
+        "allocated": needed,
+        "hbm": hbm,
+        "fits": False,
+        "misses_by": max(needed - hbm, 0),
+        "kinds": kinds,
+        "holders": _rows(groups),
+        "advice": advise(held, needed, hbm),
+    }
+
+
+def argument_bytes(signature: Signature) -> dict[str, int]:
+    """Bytes of a device's weights, optimizer slots and other arguments, without padding."""
+    kinds = dict.fromkeys(ARGUMENTS, 0)
+    for spec in signature.args:
+        kinds[_kind_of_argument(spec.name)] += _bytes(spec, signature.mesh)
+    return kinds
+
+
+def _kind_of_argument(name: str) -> str:
+    heads = name.split(".")[:2]
+    return "weights" if "theta" in heads else "slots" if "slots" in heads else "inputs"
+
+
+def _bytes(spec: TensorSpec, mesh: Mesh) -> int:
+    return math.prod(_local_shape(spec, mesh)) * np.dtype(spec.dtype).itemsize
+
+
+def _local_shape(spec: TensorSpec, mesh: Mesh) -> tuple[int, ...]:
+    split = spec.OnMesh(mesh).split or ()
+    return tuple(
+        size if axis is None else -(-size // mesh.axis_size(axis))
+        for size, axis in zip(spec.shape, split)
+    )
+
+
+class _Attribution:
+    """What each buffer is, and whose."""
+
+    def __init__(self, module: Module, traced: Liveness, signature: Signature):
+        self._module = module
+        self._traced = traced
+        self._args = signature.args
+        self._scopes = [_scope(spec.name) for spec in signature.args]
+        self._moe = moe_layers(self._scopes)
+        self._placer = Placer(module)
+        weights = [s for s in signature.args if _kind_of_argument(s.name) == "weights"]
+        # Without dimensions of one and in any order, since the compiler transposes as it likes.
+        self._weight_shapes = {_key(_local_shape(s, signature.mesh)) for s in weights}
+        self._sources = self._trace_sources()
+        self._readers = self._trace_readers()
+
+    def At(self, at: int) -> list[_Live]:
+        """The buffers that are live at a place of the schedule."""
+        return [self._describe(number) for number in self._live(at)]
+
+    def KeptForBackward(self) -> int:
+        """Bytes of activations when the first loop with gradients begins; 0 without one."""
+        if self._traced.backward >= self._traced.length:
+            return 0
+        kept = [n for n in self._live(self._traced.backward) if self._kind(n) == "activations"]
+        return sum(self._traced.buffers[number].num_bytes for number in kept)
+
+    def _live(self, at: int) -> list[int]:
+        return [i for i, b in enumerate(self._traced.buffers) if b.start <= at <= b.end]
+
+    def _describe(self, number: int) -> _Live:
+        buffer, kind = self._traced.buffers[number], self._kind(number)
+        if buffer.argument is not None:
+            return _Live(buffer, kind, self._place_argument(buffer.argument))
+        if kind == "weight_copies":
+            (argument, *_) = self._sources[buffer.values[0].instruction.name]
+            return _Live(buffer, kind, self._place_argument(argument))
+        return _Live(buffer, kind, self._place(number, kind))
+
+    def _kind(self, number: int) -> str:
+        buffer = self._traced.buffers[number]
+        if buffer.argument is not None:
+            return _kind_of_argument(self._args[buffer.argument].name)
+        first = buffer.values[0].instruction
+        sources = self._sources.get(first.name)
+        shape = _key(
+            max((v.instruction.arrays[v.index].dims for v in buffer.values), key=math.prod)
+        )
+        is_weight_shape = shape in self._weight_shapes and math.prod(shape) > 1
+        if sources and is_weight_shape and self._all_weights(sources):
+            return "weight_copies"
+        backward = any(v.made.in_backward_loop for v in buffer.values)
+        later = backward or buffer.end > self._traced.backward
+        if is_weight_shape and later and not any(map(self._is_forward, buffer.values)):
+            return "gradients"
+        if buffer.start < self._traced.backward < buffer.end:
+            return "activations"
+        return "temporaries"
+
+    def _is_forward(self, value: Value) -> bool:
+        if value.instruction.opcode in ("broadcast", "constant"):
+            return False
+        found = self._placer.place(value.made)
+        return found.phase == "forward" and found.part != "other"
+
+    def _all_weights(self, arguments: Iterable[int]) -> bool:
+        return all(_kind_of_argument(self._args[a].name) == "weights" for a in arguments)
+
+    def _place_argument(self, number: int) -> Place:
+        if _kind_of_argument(self._args[number].name) == "inputs":
+            return Place("other", "", "")
+        found = place(self._scopes[number], False, self._moe)
+        return Place(found.part, found.layer, "", found.path)
+
+    def _place(self, number: int, kind: str) -> Place:
+        """By who writes it; a gradient by the part of the model whose optimizer step reads it."""
+        buffer = self._traced.buffers[number]
+        if kind == "gradients":
+            for reader in self._readers.get(number, ()):
+                name = reader.instruction.op_name
+                if _OPTIMIZER in name:
+                    found = self._placer.place_name(name.replace(_OPTIMIZER, ""), False)
+                    if found.is_clear and found.part != "loss":
+                        return Place(found.part, found.layer, "backward", found.path)
+        places = [self._placer.place(v.made) for v in reversed(buffer.values)]
+        readers = (self._placer.place(r) for r in self._readers.get(number, ()))
+        clear = next((p for p in places if p.is_clear), None)
+        loop = next((p for p in places if p.part == "loop"), None)
+        return clear or loop or next((p for p in readers if p.is_clear), places[0])
+
+    def _trace_sources(self) -> dict[str, frozenset[int]]:
+        """The arguments that each value of the entry is made of, where it is made of nothing else."""
+        found: dict[str, frozenset[int]] = {}
+        for instruction in self._module.entry.instructions:
+            if instruction.opcode == "parameter":
+                found[instruction.name] = frozenset((int(instruction.literal),))
+            elif instruction.opcode in ("constant", "iota"):
+                found[instruction.name] = frozenset()
+            elif instruction.opcode != "while" and all(o in found for o in instruction.operands):
+                sources = (found[o] for o in instruction.operands)
+                found[instruction.name] = frozenset().union(*sources)
+        return found
+
+    def _trace_readers(self) -> dict[int, list[Executed]]:
+        """Who reads each buffer, of the entry's instructions that do something."""
+        found: dict[int, list[Executed]] = defaultdict(list)
+        entry = self._module.entry
+        silent = ("tuple", "get-tuple-element", "bitcast", "while")
+        for instruction in entry.instructions:
+            if instruction.opcode in silent:
+                continue
+            for operand in instruction.operands:
+                for number in self._traced.buffer_of[operand]:
+                    if number is not None:
+                        found[number].append(Executed(instruction, entry, 1, False))
+        return found
+
+
+def _scope(name: str) -> str:
+    """An argument's path as the name of an operation in its layer's scope."""
+    path = [p for p in name.split(".")[1:] if p not in ("theta", "slots")]
+    return "/".join(["model", *path, "x"]).replace("[", "_").replace("]", "")
+
+
+def _key(dims: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(d for d in dims if d > 1))
+
+
+def _grouped(live: Iterable[_Live]) -> list[dict[str, Any]]:
+    groups: dict[tuple[str, str, str, str], int] = defaultdict(int)
+    for item in live:
+        key = (item.kind, item.place.layer, item.place.part, item.place.phase)
+        groups[key] += item.buffer.num_bytes
+    return _rows(groups)
+
+
+def _rows(groups: Mapping[tuple[str, str, str, str], int]) -> list[dict[str, Any]]:
+    rows = [
+        {"kind": kind, "layer": layer, "part": part, "phase": phase, "bytes": held}
+        for (kind, layer, part, phase), held in groups.items()
+    ]
+    return sorted(rows, key=lambda row: -row["bytes"])
+
+
+def _whole_and_divisible(signature: Signature) -> tuple[int, int]:
+    """Bytes of weights and slots that each device holds whole, and of those that it holds at least two
+    parts of."""
+    whole = divisible = 0
+    for spec in signature.args:
+        if _kind_of_argument(spec.name) == "inputs":
+            continue
+        held = _bytes(spec, signature.mesh)
+        cut = [
+            size
+            for size, axis in zip(
+                _local_shape(spec, signature.mesh), spec.OnMesh(signature.mesh).split or ()
+            )
+            if axis is not None
+        ]
+        whole += held if not cut else 0
+        divisible += held if any(size > 1 for size in cut) else 0
+    return whole, divisible
+
+
+def _held(signature: Signature, kinds: Mapping[str, int], live: Iterable[_Live]) -> Held:
+    wide = sum(
+        item.buffer.num_bytes
+        for item in live
+        if item.kind in ("activations", "temporaries")
+        and item.buffer.values[0].instruction.arrays[item.buffer.values[0].index].dtype == "f32"
+    )
+    whole, divisible = _whole_and_divisible(signature)
+    return Held(
+        kinds,
+        whole,
+        divisible,
+        scaling=kinds["activations"] + kinds["temporaries"],
+        float32=wide,
+    )
