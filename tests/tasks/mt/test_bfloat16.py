@@ -1,0 +1,87 @@
+"""Activations, or weights too, in bfloat16: what stays float32, and that a step trains."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_moe.core import registry
+from lingvo_moe.core.engine.pjrt import PjrtEngine
+from lingvo_moe.core.engine.steps import train_step
+from lingvo_moe.core.engine.tracing import trace
+from lingvo_moe.core.randomness import make_seed
+from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
+
+MESH = Mesh.parse("expert:8")
+SMALL = ";task.source_vocab_size=50;task.target_vocab_size=50"
+
+
+def _task_and_step(override):
+    params = registry.GetParams("mt.M4Tiny", override + SMALL)
+    task = params.task.Instantiate()
+    return task, train_step(task, params.input.Instantiate())
+
+
+def _batch(specs):
+    rng = np.random.RandomState(0)
+
+    def array(path, spec):
+        if "segment_pos" in path:
+            return np.tile(np.arange(spec.shape[1], dtype=np.int32), (spec.shape[0], 1))
+        if "segment_ids" in path:
+            return np.ones(spec.shape, np.int32)
+        return rng.randint(4, 50, spec.shape).astype(np.int32)
+
+    return specs.Pack([array(path, spec) for path, spec in specs.FlattenItems()])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "override, theta_dtype",
+    [("task.fprop_dtype=bfloat16", "float32"), ("task.dtype=bfloat16", "bfloat16")],
+)
+def test_a_step_trains(override, theta_dtype):
+    """Slots are float32 always; the loss is that of float32, to a bfloat16's digits."""
+    task, step = _task_and_step(override)
+    engine = PjrtEngine(MESH)
+    with use_mesh(single_device()):
+        before = task.InitState(tf.constant(1)).Transform(lambda x: x.numpy())
+    batch = _batch(step.arg_specs[1])
+    state, metrics = step.Build(engine)(before, batch)
+    after, metrics = engine.Get(state), engine.Get(metrics)
+    assert {w.dtype.name for w in after.theta.Flatten()} == {theta_dtype}
+    assert {s.dtype.name for s in after.slots.Flatten()} == {"float32"}
+    assert {m.dtype.name for m in metrics.Flatten()} == {"float32"}
+    assert metrics.skipped == 0 and metrics.grad_norm > 0
+    for (path, new), old in zip(after.theta.FlattenItems(), before.theta.Flatten(), strict=True):
+        assert np.isfinite(new.astype(np.float32)).all(), path
+        assert (new != old).any(), path
+    wide, _ = _task_and_step("")
+    theta = before.theta.Transform(lambda w: w.astype(np.float32))
+    with use_mesh(single_device()):
+        loss, _ = wide.FProp(theta, batch, seed=make_seed(wide.p.seed, 0))
+    np.testing.assert_allclose(metrics.loss, loss, rtol=5e-3)
+
+
+def test_which_operations_are_in_which_type():
+    """Products and what the experts exchange are bfloat16; gates, probabilities, loss and optimiser float32."""
+    _, step = _task_and_step("task.fprop_dtype=bfloat16")
+    function, signature = trace(step.fn, step.arg_specs, MESH, donate=step.donate)
+    specs = [tf.TensorSpec(a.shape, a.dtype) for a in signature.args]
+    graph = function.get_concrete_function(*specs).graph.as_graph_def()
+    nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
+
+    def types(op, *inside, but="never"):
+        found = [n for n in nodes if n.op == op and all(part in n.name for part in inside)]
+        found = [tf.as_dtype(n.attr["T"].type).name for n in found if but not in n.name]
+        assert found, (op, inside)
+        return set(found)
+
+    for op in ("Einsum", "Relu", "ReluGrad"):
+        assert types(op, "", but="/router/") == {"bfloat16"}, op
+    assert types("Transpose", "/dispatcher/") == {"bfloat16"}  # on its way to the experts and back
+    assert types("XlaSharding", "/experts/", but="gradient_tape") == {"bfloat16"}
+    assert types("Einsum", "/router/") == {"float32"}
+    for op in ("Softmax", "Exp", "Log", "Rsqrt", "Cumsum", "UnsortedSegmentSum"):
+        assert types(op) == {"float32"}, op
+    for op in ("Sum", "Mul", "Rsqrt", "Sqrt"):
+        assert types(op, "optimizer/") == {"float32"}, op
