@@ -1,0 +1,168 @@
+"""The interconnect model: how long a collective takes on a slice, by counting what its links carry.
+
+Nothing is fitted. A collective takes the time of the busiest link, or, where all links can be kept
+equally busy, of the chip with the fewest, and a latency for every chip that data passes on its way.
+"""
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass
+
+from lingvo_moe.core.planner.errors import PlanError
+from lingvo_moe.core.planner.topology import Topology
+from lingvo_moe.core.suggest import did_you_mean
+
+# Assumed, of the order that is commonly given for TPUs; no data sheet has them.
+SECONDS_PER_HOP = 1e-6
+SECONDS_PER_OPERATION = 2e-6
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The chips of one replica group, and the devices of it on each: a box with its own links."""
+
+    dims: tuple[int, ...]
+    wraps: tuple[bool, ...]
+    devices_per_chip: int
+
+    @property
+    def chips(self) -> int:
+        return math.prod(self.dims)
+
+
+def seconds(kind: str, num_bytes: int, participants: int, topology: Topology) -> float:
+    """How long one collective takes.
+
+    Args:
+        kind: one of KINDS.
+        num_bytes: what one device holds, its operand or its result, whichever is larger.
+        participants: devices of one replica group; groups work side by side, each in a box of
+            neighbouring chips.
+        topology: the slice.
+
+    Returns:
+        Seconds; 0 for one participant.
+
+    Raises:
+        PlanError: no such kind, or more participants than devices.
+    """
+    if kind not in KINDS:
+        raise PlanError(f"no collective {kind!r}{did_you_mean(kind, KINDS)}")
+    if not 1 <= participants <= topology.num_devices:
+        raise PlanError(
+            f"{kind} of {participants} participants: {topology.name} has {topology.num_devices} devices"
+        )
+    if num_bytes < 0:
+        raise PlanError(f"{kind} of {num_bytes} bytes: must not be negative")
+    if participants == 1:
+        return 0.0
+    group = _group(participants, topology)
+    bandwidth = topology.chip.link_bandwidth
+    if group.chips == 1:
+        # Through the memory that the devices of a chip share: nothing goes over a link.
+        return SECONDS_PER_OPERATION + num_bytes / topology.chip.hbm_bandwidth
+    link_bytes, hops = _load(kind, num_bytes, group)
+    return SECONDS_PER_OPERATION + link_bytes / bandwidth + hops * SECONDS_PER_HOP
+
+
+def describe(topology: Topology) -> str:
+    """The model and its figures, in plain sentences."""
+    chip, dims = topology.chip, "x".join(str(n) for n in topology.dims)
+    closed = [str(i) for i, wraps in enumerate(topology.wraps) if wraps]
+    rings = f"dimensions {', '.join(closed)} close to rings" if closed else "no dimension closes"
+    shared = (
+        f" The {chip.devices_per_chip} devices of a chip share its links."
+        if chip.devices_per_chip > 1
+        else ""
+    )
+    return (
+        f"{topology.name} is a grid of {dims} chips; {rings}; a link carries"
+        f" {chip.link_bandwidth / 1e9:g} GB/s each way.{shared}"
+        " All-reduce, all-gather and reduce-scatter run pipelined rings in all dimensions at once, so"
+        " the chip with the fewest links sets their pace, whatever the number of chips."
+        " In an all-to-all every device sends equal parts to all others, each the shorter way, one"
+        " dimension after the other; the busiest link sets the pace."
+        " A permute goes to a neighbouring chip over one link."
+        f" Each chip on the way adds {SECONDS_PER_HOP * 1e6:g} us and each operation"
+        f" {SECONDS_PER_OPERATION * 1e6:g} us, which are assumptions, not data-sheet figures."
+        " Replica groups are taken to be boxes of neighbouring chips, and collectives not to overlap"
+        " with each other or with computation."
+    )
+
+
+def _load(kind: str, num_bytes: int, group: _Group) -> tuple[float, int]:
+    """(bytes over the link that sets the pace, hops one after the other)."""
+    chips, dims = group.chips, list(zip(group.dims, group.wraps, strict=True))
+    across = sum(_diameter(n, wraps) for n, wraps in dims)
+    if kind in ("all-to-all", "ragged-all-to-all"):
+        leaves_chip = num_bytes * group.devices_per_chip
+        return leaves_chip * max(_busiest_link(n, wraps) for n, wraps in dims), across
+    if kind == "collective-permute":
+        return num_bytes * group.devices_per_chip, 1
+    links = sum(_fewest_links(n, wraps) for n, wraps in dims)
+    if kind == "collective-broadcast":
+        return num_bytes / links, across
+    # Every chip has to pass on all but its own part of the whole.
+    once = num_bytes * (chips - 1) / chips / links
+    return (2 * once, 2 * across) if kind == "all-reduce" else (once, across)
+
+
+@functools.lru_cache(maxsize=256)
+def _group(participants: int, topology: Topology) -> _Group:
+    """The most compact box of chips that holds so many devices; a part of a ring is a line."""
+    on_chip = min(topology.chip.devices_per_chip, participants)
+    chips = math.ceil(participants / on_chip)
+    whole = topology.dims
+    sizes = [[n for n in range(1, size + 1) if size % n == 0] for size in whole]
+    boxes = [box for box in itertools.product(*sizes) if math.prod(box) >= chips]
+    dims = min(boxes, key=lambda box: (math.prod(box), max(box), box))
+    wraps = tuple(
+        wrap and part == size for wrap, part, size in zip(topology.wraps, dims, whole, strict=True)
+    )
+    return _Group(dims, wraps, on_chip)
+
+
+def _fewest_links(chips: int, wraps: bool) -> int:
+    """Links in a dimension that every chip has: two on a ring, one at the end of a line."""
+    if chips == 1:
+        return 0
+    return 2 if wraps and chips > 2 else 1
+
+
+def _diameter(chips: int, wraps: bool) -> int:
+    """Hops between the two chips of a dimension that are farthest apart."""
+    return chips // 2 if wraps else chips - 1
+
+
+@functools.lru_cache(maxsize=256)
+def _busiest_link(chips: int, wraps: bool) -> float:
+    """What the busiest link of a dimension carries, one way, when every chip sends 1/chips to each.
+
+    In units of what a chip sends in all. The dimensions of a grid do not disturb each other: sorted
+    out one after the other, each dimension sees every chip send equal parts to all chips of its line.
+    """
+    load: dict[tuple[int, int], float] = {}
+    for source in range(chips):
+        for target in range(chips):
+            distance = target - source
+            ways = [distance]
+            if wraps:
+                ahead = distance % chips
+                ways = [w for w in (ahead, ahead - chips) if abs(w) == min(ahead, chips - ahead)]
+            for way in ways:  # two of them to the opposite chip of a ring: half goes each way
+                step = 1 if way > 0 else -1
+                for i in range(0, way, step):
+                    link = ((source + i) % chips, step)
+                    load[link] = load.get(link, 0.0) + 1 / chips / len(ways)
+    return max(load.values(), default=0.0)

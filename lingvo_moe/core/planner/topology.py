@@ -1,0 +1,207 @@
+"""TPU slices by name: chips, devices, links, and what each can do, from public data sheets.
+
+A name is a generation and the chips in each dimension, e.g. 'v3:32x32'. Figures are those of the
+Google Cloud documents "TPU v3", "TPU v4", "TPU v5e", "TPU v5p" and "TPU v6e" (key specifications),
+except the memory that a program may use: that is the limit that the TPU compiler (libtpu 0.0.42)
+names when it refuses a program, a little below what the chip has.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+
+from lingvo_moe.core.planner.errors import PlanError
+from lingvo_moe.core.suggest import did_you_mean
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What one chip of a generation has; "per device" is per thing that JAX calls a device.
+
+    Attributes:
+        generation: e.g. 'v3'.
+        devices_per_chip: a v3 chip's two cores are two devices; a v4 or v5p chip's work as one.
+        hbm_bytes: memory per device that a program may use, its arguments and code included.
+        peak_flops: per device, bfloat16 multiply-adds counted as two, in 1/s.
+        hbm_bandwidth: per device, in bytes/s.
+        link_bandwidth: of one link between chips in one direction, in bytes/s.
+        links: per chip, each to one neighbour and both ways: two a dimension of the torus.
+        clock_hz: turns the compiler's cycles into seconds.
+        max_dims: the largest slice, in chips; 3-D slices may have another shape of as many.
+        source: where the figures are from.
+    """
+
+    generation: str
+    devices_per_chip: int
+    hbm_bytes: int
+    peak_flops: float
+    hbm_bandwidth: float
+    link_bandwidth: float
+    links: int
+    clock_hz: float
+    max_dims: tuple[int, ...]
+    source: str
+
+
+# Links: v3's 656 Gbit/s are from Jouppi et al. 2020, "A Domain-Specific Supercomputer for Training
+# Deep Neural Networks"; v4's follow from the pod's all-reduce bandwidth (1.1 PB/s over 4096 chips of
+# six links); the others are half of the bidirectional bandwidth per chip, over the chip's links.
+# Clocks: peak_flops over what the matrix units do in a cycle. The compiler's cycles for a bfloat16
+# product of 8192x8192 then come to 1.03 (v3), 1.08 (v4), 1.14 (v5e), 1.11 (v5p) and 1.42 (v6e) times
+# what the peak would take; v6e's, whose units the documents do not describe fully, is doubtful.
+CHIPS = {
+    chip.generation: chip
+    for chip in (
+        Chip(
+            generation="v3",
+            devices_per_chip=2,
+            hbm_bytes=int(15.48 * _GIB),
+            peak_flops=123e12 / 2,
+            hbm_bandwidth=900e9 / 2,
+            link_bandwidth=82e9,
+            links=4,
+            clock_hz=940e6,
+            max_dims=(32, 32),
+            source="Google Cloud, TPU v3; links: Jouppi et al. 2020",
+        ),
+        Chip(
+            generation="v4",
+            devices_per_chip=1,
+            hbm_bytes=int(30.75 * _GIB),
+            peak_flops=275e12,
+            hbm_bandwidth=1200e9,
+            link_bandwidth=45e9,
+            links=6,
+            clock_hz=1050e6,
+            max_dims=(16, 16, 16),
+            source="Google Cloud, TPU v4",
+        ),
+        Chip(
+            generation="v5e",
+            devices_per_chip=1,
+            hbm_bytes=int(15.75 * _GIB),
+            peak_flops=197e12,
+            hbm_bandwidth=819e9,
+            link_bandwidth=50e9,
+            links=4,
+            clock_hz=1500e6,
+            max_dims=(16, 16),
+            source="Google Cloud, TPU v5e",
+        ),
+        Chip(
+            generation="v5p",
+            devices_per_chip=1,
+            hbm_bytes=int(95.74 * _GIB),
+            peak_flops=459e12,
+            hbm_bandwidth=2765e9,
+            link_bandwidth=100e9,
+            links=6,
+            clock_hz=1750e6,
+            max_dims=(16, 16, 24),
+            source="Google Cloud, TPU v5p",
+        ),
+        Chip(
+            generation="v6e",
+            devices_per_chip=1,
+            hbm_bytes=int(31.25 * _GIB),
+            peak_flops=918e12,
+            hbm_bandwidth=1638e9,
+            link_bandwidth=100e9,
+            links=4,
+            clock_hz=1750e6,
+            max_dims=(16, 16),
+            source="Google Cloud, TPU v6e",
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A slice: chips in a grid of two or three dimensions, some of which close to rings.
+
+    Attributes:
+        name: as the TPU compiler takes it, e.g. 'v3:32x32'.
+        chip: what each chip has.
+        dims: chips in each dimension.
+    """
+
+    name: str
+    chip: Chip
+    dims: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, name: str) -> "Topology":
+        """From a name such as 'v3:32x32' or 'v4:4x4x8'.
+
+        Raises:
+            PlanError: no such generation, dimensions that do not read, or that it cannot have.
+        """
+        generation, colon, text = name.strip().lower().partition(":")
+        if generation not in CHIPS:
+            raise PlanError(
+                f"topology {name!r}: no TPU generation {generation!r}{did_you_mean(generation, CHIPS)}; "
+                "a topology is e.g. v3:32x32"
+            )
+        chip = CHIPS[generation]
+        example = f"{generation}:{'x'.join(str(n) for n in chip.max_dims)}"
+        if not colon or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text):
+            raise PlanError(
+                f"topology {name!r}: expected the chips in each dimension after the generation, e.g. {example}"
+            )
+        dims = tuple(int(n) for n in text.split("x"))
+        _check_dims(name, chip, dims, example)
+        return cls(f"{generation}:{text}", chip, dims)
+
+    @property
+    def generation(self) -> str:
+        """Of its chips."""
+        return self.chip.generation
+
+    @property
+    def num_chips(self) -> int:
+        """All of them."""
+        return math.prod(self.dims)
+
+    @property
+    def num_devices(self) -> int:
+        """As JAX counts them."""
+        return self.num_chips * self.chip.devices_per_chip
+
+    @property
+    def wraps(self) -> tuple[bool, ...]:
+        """Whether the last chip of each dimension has a link to the first.
+
+        With two chips a dimension there is one link between them, so nothing to close. v3: the
+        documents call every slice a torus. v4, v5p: slices of whole 4x4x4 cubes. v5e, v6e: only the
+        dimensions that span the pod, 16.
+        """
+        if len(self.chip.max_dims) == 3:
+            cubes = len(self.dims) == 3 and all(n % 4 == 0 for n in self.dims)
+            return tuple(cubes for _ in self.dims)
+        if self.generation == "v3":
+            return tuple(n > 2 for n in self.dims)
+        return tuple(n == 16 for n in self.dims)
+
+
+def _check_dims(name: str, chip: Chip, dims: tuple[int, ...], example: str) -> None:
+    most, count = chip.max_dims, len(chip.max_dims)
+    if len(dims) == 3 and count == 2 and dims[2] == 1:
+        raise PlanError(
+            f"topology {name!r}: {chip.generation} has two dimensions; leave out the last, which is 1"
+        )
+    if len(dims) != count:
+        raise PlanError(
+            f"topology {name!r}: {chip.generation} slices have {count} dimensions, not {len(dims)}; "
+            f"the largest is {example}"
+        )
+    # Three dimensions are wired from cubes of 4x4x4, by switches, so only their number is limited.
+    too_large = math.prod(dims) > math.prod(most) if count == 3 else max(dims) > max(most)
+    if too_large:
+        raise PlanError(f"topology {name!r}: the largest slice of {chip.generation} is {example}")
+    if math.prod(dims) > 1 and (dims[0] % 2 or dims[1] % 2):
+        raise PlanError(
+            f"topology {name!r}: hosts have 2x2 chips, so the first two dimensions have to be even"
+        )
