@@ -25,8 +25,17 @@ KINDS = {
     "padding": "packing and padding",
     "code": "program",
 }
-# Fields of PartTime that tables show, in order.
-TIMES = ("total", "compute", "memory", "roofline", "compiler", "network")
+# What tables tell of a PartTime, in order: the heading of each field.
+TIMES = {
+    "flops": "operations",
+    "num_bytes": "traffic",
+    "total": "in all",
+    "compute": "arithmetic",
+    "memory": "memory",
+    "roofline": "roofline",
+    "compiler": "compiler",
+    "network": "network",
+}
 PHASES = ("forward", "recompute", "backward", "optimizer")
 
 
@@ -36,6 +45,7 @@ class PartTime:
 
     Attributes:
         part: e.g. 'experts'.
+        flops, num_bytes: operations of matrix products, and traffic to memory.
         phases: seconds on the chip by phase.
         compute, memory: seconds that arithmetic alone and memory traffic alone would take.
         roofline: for each instruction the longer of these two, added up.
@@ -44,6 +54,8 @@ class PartTime:
     """
 
     part: str
+    flops: int = 0
+    num_bytes: int = 0
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     compute: float = 0.0
     memory: float = 0.0
@@ -63,12 +75,21 @@ def time_by_part(plan: Plan) -> list[PartTime]:
     for item in plan.get("work") or ():
         entry = parts.setdefault(item["part"], PartTime(item["part"]))
         entry.phases[item["phase"]] += item["seconds"]
+        entry.flops += item["flops"]
+        entry.num_bytes += item["bytes"]
         for figure in ("compute", "memory", "roofline", "compiler"):
             setattr(entry, figure, getattr(entry, figure) + item[f"{figure}_seconds"])
     for item in plan.get("collectives") or ():
         entry = parts.setdefault(item["part"], PartTime(item["part"]))
         entry.network += item.get("seconds") or 0.0
     return sorted((p for p in parts.values() if p.total > 0), key=lambda p: -p.total)
+
+
+def cells(parts: Sequence[PartTime]) -> list[str]:
+    """The figures of TIMES in units, summed over parts; a dash for nothing."""
+    show = dict.fromkeys(TIMES, units.duration) | {"flops": units.work, "num_bytes": units.size}
+    sums = {figure: sum(getattr(part, figure) for part in parts) for figure in TIMES}
+    return [show[figure](value or None) for figure, value in sums.items()]
 
 
 def kinds(plan: Plan) -> list[tuple[str, int]]:

@@ -112,7 +112,10 @@ def misfit_plan(error: Misfit, signature: Signature) -> dict[str, Any]:
         found = place(holder.op_name, False, moe)
         groups["temporaries", found.layer, found.part, found.phase] += holder.bytes
     whole, divisible = _whole_and_divisible(signature)
-    held = Held(kinds, whole, divisible, scaling=kinds["temporaries"])
+    # What trains has a gradient for each weight; those do not shrink with the tokens of a device.
+    gradients = min(kinds["weights"], kinds["temporaries"]) if kinds["slots"] else 0
+    scaling = kinds["temporaries"] - gradients
+    held = Held(kinds | {"gradients": gradients}, whole, divisible, scaling)
     return {
         "arguments": sum(kinds[kind] for kind in ARGUMENTS),
         "peak": needed,

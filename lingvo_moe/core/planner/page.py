@@ -192,16 +192,10 @@ def _time(plan: Plan) -> str:
         ]
         pieces.append(("network", "network", part.network / longest, units.duration(part.network)))
         rows.append((escape(_words(part.part)), _bar(pieces), units.duration(part.total)))
-    heads = [("part", False, False), ("in all", True, True), ("arithmetic", True, True)]
-    heads += [(h, True, True) for h in ("memory", "roofline", "compiler", "network")]
-    table = [
-        [
-            escape(_words(part.part)),
-            *(units.duration(getattr(part, f) or None) for f in figures.TIMES),
-        ]
-        for part in parts
-    ]
-    total = [units.duration(sum(getattr(part, f) for part in parts) or None) for f in figures.TIMES]
+    heads = [("part", False, False)]
+    heads += [(h, True, f not in ("flops", "num_bytes")) for f, h in figures.TIMES.items()]
+    table = [[escape(_words(part.part)), *figures.cells([part])] for part in parts]
+    total = figures.cells(parts)
     return (
         "<h2>Time of a step, estimated</h2>"
         f"<figure>{_rows(rows)}{_legend((k, k) for k in _STACKED)}</figure>"

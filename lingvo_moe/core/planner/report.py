@@ -13,7 +13,7 @@ from lingvo_moe.core.planner.page import html_report
 
 __all__ = ["html_report", "print_comparison", "print_plan"]
 
-_BAR = 32
+_BAR = 24
 _PHASE_STYLES = dict(zip(figures.PHASES, ("cyan", "magenta", "blue", "green")))
 _HOLDERS = 12
 _COLLECTIVES = 16
@@ -114,13 +114,10 @@ def _holders(plan: Plan) -> Table:
 
 def _time(plan: Plan) -> Group:
     parts = figures.time_by_part(plan)
-    table = _table("part", "in all", "arithmetic", "memory", "roofline", "compiler", "network", "")
-    longest = parts[0].total
+    table = _table("part", *figures.TIMES.values(), "")
     for part in parts:
-        cells = [units.duration(getattr(part, figure) or None) for figure in figures.TIMES]
-        table.add_row(part.part, *cells, _stack(part, longest))
-    sums = [sum(getattr(part, figure) for part in parts) for figure in figures.TIMES]
-    table.add_row("in all", *(units.duration(x or None) for x in sums), style="bold")
+        table.add_row(part.part, *figures.cells([part]), _stack(part, parts[0].total))
+    table.add_row("in all", *figures.cells(parts), style="bold")
     legend = Text()
     for phase, style in _PHASE_STYLES.items():
         legend.append("■ ", style=style).append(f"{phase}  ", style="dim")
@@ -154,7 +151,7 @@ def _collectives(plan: Plan) -> Group:
     if rest:
         count = f"{sum(item['count'] for item in rest):,}"
         seconds = units.duration(sum(item.get("seconds") or 0.0 for item in rest))
-        table.add_row(f"{len(rest)} kinds more", "", "", "", count, "", "", seconds, style="dim")
+        table.add_row(f"{len(rest)} more", "", "", "", count, "", "", seconds, style="dim")
     totals = "; ".join(
         f"{count:,} {kind} of {units.size(held)} in {units.duration(seconds)}"
         for kind, count, held, seconds in figures.collective_totals(plan)

@@ -205,6 +205,14 @@ def test_fewer_tokens_do_not_help_where_weights_alone_are_too_large():
     assert any("Fewer tokens a device cannot make it fit" in line for line in lines)
 
 
+def test_gradients_of_a_refused_program_are_not_taken_to_shrink_with_its_tokens():
+    specs = [TensorSpec((2**30,), "float32", (None,), f"state.{n}.w") for n in ("theta", "slots")]
+    error = SimpleNamespace(needed_bytes=20 * _GIB, limit_bytes=16 * _GIB, holders=[])
+    advice = misfit_plan(error, _signature(*specs))["advice"]
+    # 4 GiB each of weights, slots and gradients leave 8 that grow with tokens; 4 are missing.
+    assert any("50% of the tokens a device" in line and "8.00 GiB" in line for line in advice)
+
+
 @pytest.mark.parametrize("experts, halves", [(8, False), (16, True)])
 def test_twice_the_devices_help_only_where_a_device_has_two_experts(experts, halves):
     size = (experts, 512, 2**20)

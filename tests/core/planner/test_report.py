@@ -226,6 +226,7 @@ def test_terminal_says_what_matters():
     assert "activations kept for backward 2.89 GiB 18.0%" in said
     assert "8 more" in said and "encoder.11" in said and "encoder.12" not in said
     assert "all-to-all encoder.moe dispatch_combine forward 18 16.0 MiB 2,048 100 ms" in said
+    assert "experts 12.6 TFLOP 37.72 GiB 250 ms 240 ms 90.0 ms 240 ms 240 ms –" in said
     assert "619,301,234,567" in said
     assert "• Activations in bfloat16" in said
 
