@@ -3,7 +3,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help install test lint format build-files demo lock clean
+.PHONY: help install test lint format build-files demo plans reproduction lock clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -12,6 +12,7 @@ LOCK := requirements.lock.txt
 # Two test processes suit two cores; JOBS=0 runs all tests in one.
 JOBS ?= 2
 PYTEST_ARGS ?=
+ARGS ?=
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -62,6 +63,12 @@ build-files: install ## Rewrite the BUILD files after files or imports have chan
 
 demo: install ## Train, score and export a small translator on real text; writes demo/.
 	@$(PY) -m tools.demo
+
+plans: install ## Make the plans in docs/plans anew and compare them; hours. ARGS=--update records them.
+	@$(PY) -m tools.reproduce --plans $(ARGS)
+
+reproduction: install ## Write docs/reproduction.md from the recorded plans.
+	@$(PY) -m tools.reproduce $(ARGS)
 
 lock: install ## Pin again all that the other requirements files need, after changing them.
 	@fresh=$$(mktemp -d)

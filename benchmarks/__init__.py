@@ -1,0 +1,1 @@
+"""What is timed by hand, and not by the tests."""

@@ -1,0 +1,101 @@
+"""Recorded plans: docs/plans/<name>.json, small enough to read in a diff, and how a new one differs."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from lingvo_moe.core import files
+from lingvo_moe.core.planner import golden
+
+COMPILE_TIME = "compile_time"  # benchmarks/compile_time.py's, beside the plans
+_HOLDERS = 12
+
+
+class MissingGoldens(ValueError):
+    """Plans that the page needs were not recorded."""
+
+
+def path_of(directory: Path, name: str) -> Path:
+    return directory / f"{name}.json"
+
+
+def read(directory: Path, name: str) -> dict[str, Any] | None:
+    """A recorded plan, None where there is none. Raises ValueError, naming the file, for a damaged one."""
+    path = path_of(directory, name)
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as e:
+        raise ValueError(f"{path}: not JSON: {e}") from None
+
+
+def read_all(directory: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Those of `names` that are recorded."""
+    found = {name: read(directory, name) for name in dict.fromkeys(names)}
+    return {name: plan for name, plan in found.items() if plan is not None}
+
+
+def write(directory: Path, name: str, plan: dict[str, Any]) -> None:
+    """Records a plan, compacted, whole or not at all."""
+    directory.mkdir(parents=True, exist_ok=True)
+    files.write_atomic(path_of(directory, name), to_text(compact(plan)).encode())
+
+
+def compact(plan: dict[str, Any]) -> dict[str, Any]:
+    """The plan with floats of six figures and the largest holders of memory only."""
+    out = _rounded(plan)
+    memory = out.get("memory")
+    if memory and memory.get("holders"):
+        rows = sorted(memory["holders"], key=lambda row: -row["bytes"])
+        out["memory"] = memory | {"holders": rows[:_HOLDERS]}
+    return out
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(item) for item in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def to_text(plan: dict[str, Any]) -> str:
+    """JSON with a line for each field, and for each row of a table, so that diffs read well."""
+    return "{\n" + ",\n".join(_lines(plan)) + "\n}\n"
+
+
+def _lines(plan: dict[str, Any]) -> list[str]:
+    lines = []
+    for key, value in plan.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            rows = ",\n".join(f" {_dump(row)}" for row in value)
+            lines.append(f'"{key}":[\n{rows}]')
+        else:
+            lines.append(f'"{key}":{_dump(value)}')
+    return lines
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """What `new` does otherwise than the recorded `old`, a sentence each; see core/planner/golden.py."""
+    tried_old, tried_new = old.get("fits_none"), new.get("fits_none")
+    if tried_old or tried_new:
+        if tried_old == tried_new:
+            return []
+        return [f"{_where(new, tried_new)}, but it {_where(old, tried_old).removeprefix('it ')}"]
+    out = []
+    was, now = old["topology"]["name"], new["topology"]["name"]
+    if was != now:
+        out.append(f"topology is {now}, was {was}")
+    return out + golden.differences(compact(old), compact(new))
+
+
+def _where(plan: dict[str, Any], tried: list[str] | None) -> str:
+    if tried:
+        return f"it fits none of {', '.join(tried)}"
+    return f"it was planned for {plan['topology']['name']}"

@@ -1,0 +1,106 @@
+"""What the page reads from plans: seconds by part, memory, rates, fitted exponents."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Plan = Mapping[str, Any]
+
+# Figure 8's parts of the forward pass, in the order in which they are shown.
+FORWARD = {
+    "attention": "attention",
+    "dense_ffn": "dense feed-forward",
+    "experts": "experts",
+    "gating": "gating",
+    "dispatch_combine": "dispatch and combine: arithmetic",
+    "dispatch_network": "dispatch and combine: all-to-all",
+    "rest": "the rest",
+}
+# Figure 7's kinds of memory; what a plan has besides is added to the last.
+MEMORY = {
+    "weights": "weights",
+    "slots": "optimizer slots",
+    "weight_copies": "copies of weights",
+    "activations": "activations kept for backward",
+    "gradients": "gradients",
+    "temporaries": "temporaries",
+    "rest": "inputs, program, padding",
+}
+
+
+def has_time(plan: Plan | None) -> bool:
+    """Whether the program was compiled, and so has a time."""
+    return plan is not None and plan.get("time") is not None
+
+
+def fits(plan: Plan) -> bool:
+    return bool(plan["memory"]["fits"])
+
+
+def held(plan: Plan) -> int:
+    """Bytes that a device must have; of a program that does not fit, what the compiler asked for."""
+    memory = plan["memory"]
+    return memory.get("allocated") or memory["peak"]
+
+
+def memory_kinds(plan: Plan) -> dict[str, float]:
+    """Bytes by the keys of MEMORY; empty where the compiler told only a sum."""
+    kinds = plan["memory"].get("kinds") or {}
+    if not kinds:
+        return {}
+    out = {key: float(kinds.get(key) or 0) for key in MEMORY if key != "rest"}
+    rest = sum(v or 0 for k, v in kinds.items() if k not in out)
+    return out | {"rest": float(max(rest, 0))}
+
+
+def kept_for_backward(plan: Plan) -> int | None:
+    """Bytes of activations that wait for the backward pass; None where the compiler refused the program."""
+    memory = plan["memory"]
+    if not memory["fits"]:
+        return None
+    return memory.get("kept_for_backward", (memory.get("kinds") or {}).get("activations"))
+
+
+def forward_seconds(plan: Plan) -> dict[str, float]:
+    """Seconds of a forward pass by the keys of FORWARD. Communication counts to the part that it serves."""
+    out = dict.fromkeys(FORWARD, 0.0)
+    for row in plan["work"]:
+        if row["phase"] == "forward":
+            out[row["part"] if row["part"] in out else "rest"] += row["seconds"]
+    for row in plan["collectives"]:
+        if row["phase"] == "forward":
+            part = row["part"] if row["part"] in out else "rest"
+            out["dispatch_network" if part == "dispatch_combine" else part] += row["seconds"]
+    return out
+
+
+def forward_roofline(plan: Plan) -> float:
+    """The share of a forward pass that its roofline, without communication, takes."""
+    roofline = sum(r["roofline_seconds"] for r in plan["work"] if r["phase"] == "forward")
+    return roofline / sum(forward_seconds(plan).values())
+
+
+def collective_counts(plan: Plan) -> dict[str, int]:
+    """How many collectives of each kind a step runs."""
+    counts: dict[str, int] = {}
+    for row in plan["collectives"]:
+        counts[row["kind"]] = counts.get(row["kind"], 0) + row["count"]
+    return dict(sorted(counts.items()))
+
+
+def tokens_a_device(plan: Plan) -> float:
+    """Target tokens of a step on each device."""
+    return plan["batch"]["target_tokens"] / plan["topology"]["devices"]
+
+
+def exponent(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """The p of the y = c x^p that is nearest on logarithmic axes."""
+    log_x, log_y = [math.log(x) for x in xs], [math.log(y) for y in ys]
+    mean_x, mean_y = sum(log_x) / len(log_x), sum(log_y) / len(log_y)
+    above = sum((x - mean_x) * (y - mean_y) for x, y in zip(log_x, log_y))
+    return above / sum((x - mean_x) ** 2 for x in log_x)
+
+
+def spread(values: Sequence[float]) -> float:
+    """The largest by the smallest."""
+    return max(values) / min(values)

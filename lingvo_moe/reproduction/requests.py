@@ -1,0 +1,123 @@
+"""Which plans the page on reproduction rests on, by name, and which name each figure reads.
+
+A name is also that of the recorded plan, docs/plans/<name>.json. A plan that several figures show is
+made once.
+"""
+
+from dataclasses import dataclass
+
+CORES = {128: "v3:8x8", 512: "v3:16x16", 2048: "v3:32x32"}  # by experts, one on each core
+LAYERS = (12, 36, 60)
+GENERATIONS = ("v4", "v5p", "v6e")
+BF16 = 'task.fprop_dtype="bfloat16"'
+# Rows of 128 tokens on a core that make the 2048 tokens of weak scaling.
+ROWS_A_CORE = 16
+DENSE = "T96L"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to plan: as planning.Request. A topology that is a generation alone, e.g. 'v5p', asks for
+    the smallest slice of it that the model fits."""
+
+    model: str
+    topology: str
+    override: str = ""
+    what: str = "train"
+
+
+def moe(experts: int, layers: int) -> str:
+    """The experiment's name in params/mt/m4.py, without its 'mt.'."""
+    return f"M4MoE{experts}E{layers}L"
+
+
+def _weak_rows(experts: int) -> str:
+    """The override that gives each core 2048 tokens; 512 and 2048 experts have them already."""
+    return f"input.batch_size={ROWS_A_CORE * experts}" if experts == 128 else ""
+
+
+def weak(experts: int, layers: int, bf16: bool = False) -> str:
+    """The name of the plan with an expert and 2048 target tokens on each v3 core."""
+    name = f"{moe(experts, layers)}-{_file(CORES[experts])}"
+    return name + ("-2048_a_core" if _weak_rows(experts) else "") + ("-bf16" if bf16 else "")
+
+
+def real(experts: int, layers: int) -> str:
+    """The name of the plan with the paper's own batch."""
+    return f"{moe(experts, layers)}-{_file(CORES[experts])}"
+
+
+def today(model: str, generation: str) -> str:
+    """The name of the plan for the smallest slice of a generation."""
+    return f"{model}-{generation}"
+
+
+def _file(topology: str) -> str:
+    return topology.replace(":", "_")
+
+
+TODAY_MODELS = (*(moe(e, n) for e in sorted(CORES, reverse=True) for n in LAYERS), DENSE)
+DENSE_NAME = f"{DENSE}-{_file(CORES[2048])}"
+DECODE = f"{real(2048, 36)}-decode"
+
+# Figure 2: as many experts, groups and times 2048 tokens as devices, in 36 layers.
+COMPILED = {
+    8: "M4MoE2048E36L-v3_2x2-8E",
+    32: "M4MoE2048E36L-v3_4x4-32E",
+    **{experts: weak(experts, 36) for experts in CORES},
+}
+
+
+def _few_devices(devices: int, topology: str) -> Wanted:
+    override = (
+        f"task.num_experts={devices};task.num_groups={devices};"
+        f"input.batch_size={ROWS_A_CORE * devices}"
+    )
+    return Wanted(f"mt.{moe(2048, 36)}", topology, override)
+
+
+def _all() -> dict[str, Wanted]:
+    """Those of the large machines first."""
+    wanted = {}
+    for experts in sorted(CORES, reverse=True):
+        for layers in LAYERS:
+            model, topology = f"mt.{moe(experts, layers)}", CORES[experts]
+            rows = _weak_rows(experts)
+            if layers != 60:
+                wanted[real(experts, layers)] = Wanted(model, topology)
+            wanted[weak(experts, layers)] = Wanted(model, topology, rows)
+            if layers == 60:
+                both = ";".join(filter(None, (rows, BF16)))
+                wanted[weak(experts, layers, bf16=True)] = Wanted(model, topology, both)
+    wanted[DENSE_NAME] = Wanted(f"mt.{DENSE}", CORES[2048])
+    wanted[COMPILED[8]] = _few_devices(8, "v3:2x2")
+    wanted[COMPILED[32]] = _few_devices(32, "v3:4x4")
+    wanted[DECODE] = Wanted(f"mt.{moe(2048, 36)}", CORES[2048], what="decode")
+    for generation in GENERATIONS:
+        for model in TODAY_MODELS:
+            wanted[today(model, generation)] = Wanted(f"mt.{model}", generation, BF16)
+    return wanted
+
+
+REQUESTS: dict[str, Wanted] = _all()
+
+TABLE3 = {
+    **{(experts, layers): real(experts, layers) for experts in CORES for layers in (12, 36)},
+    (2048, 60): weak(2048, 60),
+}
+# What each group of figures reads. Table 1 counts the parameters of table 3's plans.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "table3": (*TABLE3.values(), weak(2048, 60, bf16=True), DENSE_NAME),
+    "figure2": tuple(COMPILED.values()),
+    "figure7": tuple(
+        weak(experts, layers, bf16)
+        for experts in CORES
+        for layers in LAYERS
+        for bf16 in (False, True)
+        if layers == 60 or not bf16
+    ),
+    "figure8": tuple(weak(experts, 36) for experts in CORES),
+    "figure9": (),
+    "decode": (DECODE,),
+    **{g: tuple(today(model, g) for model in TODAY_MODELS) for g in GENERATIONS},
+}

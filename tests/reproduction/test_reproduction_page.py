@@ -1,0 +1,354 @@
+"""The page on reproduction: made from hand-made plans, and the committed one from the recorded plans."""
+
+import contextlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lingvo_moe.reproduction import goldens, measures, page, paper, reasons, requests
+from lingvo_moe.reproduction.requests import REQUESTS, Wanted
+from tools import reproduce
+from tools.import_graph import ROOT
+
+_GIB = 2**30
+
+
+def _work(part: str, phase: str, seconds: float) -> dict[str, Any]:
+    return {
+        "part": part,
+        "phase": phase,
+        "flops": 10**12,
+        "bytes": 10**9,
+        "compute_seconds": seconds / 2,
+        "memory_seconds": seconds / 4,
+        "roofline_seconds": seconds / 2,
+        "compiler_seconds": seconds,
+        "seconds": seconds,
+    }
+
+
+def _talk(kind: str, part: str, seconds: float, phase: str = "forward") -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "layer": "encoder.moe",
+        "part": part,
+        "phase": phase,
+        "count": 18,
+        "bytes": 2**24,
+        "participants": 8,
+        "seconds": seconds,
+    }
+
+
+def _plan(
+    wanted: Wanted, step: float = 1.0, talk: float = 0.1, held: float = 10.0, fits: bool = True
+) -> dict[str, Any]:
+    """A plan with 0.4 s of experts, 0.2 s of attention and `talk` s of all-to-all forward."""
+    generation, _, dims = wanted.topology.partition(":")
+    torus = [int(n) for n in (dims or "4x4x4").split("x")]
+    chips = 1
+    for n in torus:
+        chips *= n
+    devices = chips * (2 if generation == "v3" else 1)
+    plan: dict[str, Any] = {
+        "version": 1,
+        "model": wanted.model,
+        "override": wanted.override,
+        "what": wanted.what,
+        "program_hash": "0" * 64,
+        "mesh": f"expert:{devices}",
+        "topology": {
+            "name": f"{generation}:{'x'.join(map(str, torus))}",
+            "generation": generation,
+            "devices": devices,
+            "chips": chips,
+            "torus": torus,
+            "hbm_bytes": 16 * _GIB,
+            "peak_flops": 61.5e12,
+            "hbm_bandwidth": 450e9,
+            "link_bandwidth": 70e9,
+            "clock_hz": 940e6,
+            "model": "links and hops",
+        },
+        "batch": {"source_tokens": 2**22, "target_tokens": 2**22},
+        "parameters": {"count": 619366506496, "bytes_total": 4, "bytes": 2, "slot_bytes": 1},
+        "compiler": {"libtpu": "0.1", "jax": "0.2"},
+        "compile": {"lower_seconds": 20.0, "compile_seconds": 60.0, "program_bytes": 1000},
+        "memory": {
+            "peak": int(held * _GIB),
+            "allocated": int(held * _GIB),
+            "hbm": 16 * _GIB,
+            "fits": fits,
+            "misses_by": 0 if fits else int((held - 16) * _GIB),
+            "kinds": {"weights": 4 * _GIB, "slots": _GIB, "activations": 3 * _GIB, "code": _GIB},
+            "kept_for_backward": 3 * _GIB,
+            "holders": [{"layer": "", "part": "experts", "bytes": n} for n in range(20)],
+        },
+        "work": [],
+        "collectives": [],
+        "time": None,
+    }
+    if fits:
+        plan["work"] = [
+            _work("experts", "forward", 0.4),
+            _work("attention", "forward", 0.2),
+            _work("dispatch_combine", "forward", 0.1),
+            _work("experts", "backward", 1 / 3),
+        ]
+        plan["collectives"] = [
+            _talk("all-to-all", "dispatch_combine", talk),
+            _talk("all-reduce", "softmax", 0.1, "backward"),
+        ]
+        plan["time"] = {
+            "step_seconds": step,
+            "steps_per_second": 1 / step,
+            "tokens_per_second": 2**22 / step,
+            "days": 2.76 * step,
+            "device_years": 15.5 * step,
+            "chip_days": 2826.0 * step,
+        }
+    return plan
+
+
+@pytest.fixture
+def plans() -> dict[str, dict[str, Any]]:
+    """All plans. With 2048 experts all-to-all takes 0.5 s instead of 0.1 s; 60 layers need bfloat16; no v6e
+    holds the trillion."""
+    made = {name: _plan(wanted) for name, wanted in REQUESTS.items()}
+    made[requests.weak(2048, 36)] = _plan(
+        REQUESTS[requests.weak(2048, 36)], step=1.6, talk=0.5, held=10.5
+    )
+    for experts in requests.CORES:
+        name = requests.weak(experts, 60)
+        made[name] = _plan(REQUESTS[name], held=18.0, fits=False)
+    name = requests.today(requests.moe(2048, 60), "v6e")
+    made[name] = {
+        "version": 1,
+        "model": REQUESTS[name].model,
+        "override": requests.BF16,
+        "what": "train",
+        "topology": {"generation": "v6e"},
+        "fits_none": ["v6e:8x16", "v6e:16x16"],
+    }
+    return made
+
+
+@pytest.fixture
+def compiling() -> dict[str, Any]:
+    return {
+        "rounds": 2,
+        "host": "2 CPU cores",
+        "entries": [
+            {
+                "devices": devices,
+                "lower_seconds": 20.0,
+                "compile_seconds": 40.0 + i,
+                "program_bytes": 10**6,
+            }
+            for i, devices in enumerate(requests.COMPILED)
+        ],
+    }
+
+
+def _words(markdown: str) -> str:
+    """Without line breaks and quotation marks."""
+    return " ".join(markdown.replace("\n> ", "\n").split())
+
+
+def test_every_figure_reads_plans_that_are_requested() -> None:
+    used = {name for names in requests.GROUPS.values() for name in names}
+    assert used == set(REQUESTS)
+    assert all(re.fullmatch(r"[\w-]+", name) for name in REQUESTS)
+
+
+def test_the_plans_of_weak_scaling_have_2048_tokens_and_an_expert_on_each_core() -> None:
+    from lingvo_moe.core import registry
+
+    for experts in requests.CORES:
+        for layers in requests.LAYERS:
+            wanted = REQUESTS[requests.weak(experts, layers)]
+            p = registry.GetParams(wanted.model, wanted.override)
+            assert p.input.batch_size * p.input.target_length == 2048 * experts
+            assert p.task.num_experts == p.task.num_groups == experts
+    for devices, name in requests.COMPILED.items():
+        wanted = REQUESTS[name]
+        p = registry.GetParams(wanted.model, wanted.override)
+        assert p.task.num_experts == p.task.num_groups == devices
+        assert p.input.batch_size == requests.ROWS_A_CORE * devices
+        assert p.task.num_encoder_layers == p.task.num_decoder_layers == 18
+
+
+def test_the_page_holds_the_ratios_of_the_plans(plans: Any, compiling: Any) -> None:
+    text = _words(page.write(plans, compiling)[0])
+    assert "compiling takes 1.10 times as long" in text  # 44 / 40
+    assert (
+        "16 times the experts take 1.50 times as long forward, and 1.60 times" in text
+    )  # 1.2 / 0.8
+    # (0.1 + 0.1) / 0.8 and (0.1 + 0.5) / 1.2; of the all-to-all alone 0.1 / 0.8 and 0.5 / 1.2
+    assert "Dispatch and combine go from 25% to 50%, their all-to-all alone from 12% to 42%" in text
+    assert "The roofline is 44% and 29% of the time" in text  # 0.35 / 0.8, 0.35 / 1.2
+    assert "memory differs by 1.00 to 1.05 times" in text
+    assert (
+        "| MoE(2048E, 36L) | 2048 | 4M | 0.72 | 0.625 | 22.4 | 24.8 | 4.0 | 4.42 | 10.5 GiB |"
+        in text
+    )
+    assert "float32 activations does not fit: it misses by 2.0 GiB" in text
+    assert "| `mt.M4MoE2048E60L` | none up to `v6e:16x16` |" in text
+    assert "**Not complete**" not in text
+
+
+def test_differences_beyond_a_threshold_are_told_with_a_reason(plans: Any, compiling: Any) -> None:
+    text = _words(page.write(plans, compiling)[0])
+    assert "**Differs:** 25% here, and in the paper dispatch and combine take 16%" in text
+    assert reasons.REASONS["dispatch"] in text
+    assert "**Differs:** slower here than in the paper: MoE(2048E, 12L) 2.15 times, " in text
+    assert reasons.REASONS["slower"] in text
+    assert reasons.REASONS["compile_time"] not in text
+    compiling["entries"][-1]["compile_seconds"] = 53.0
+    assert reasons.REASONS["compile_time"] in _words(page.write(plans, compiling)[0])
+
+
+def test_a_difference_within_the_thresholds_is_none(plans: Any, compiling: Any) -> None:
+    for name in requests.GROUPS["table3"]:
+        if measures.has_time(plans[name]):
+            row = {requests.TABLE3[key]: row for key, row in paper.MOE.items()}.get(name)
+            steps = (row and row.steps_per_second) or 1.0
+            plans[name]["time"]["steps_per_second"] = 1.1 * steps
+            plans[name]["time"]["device_years"] = 235.5
+    text = _words(page.write(plans, compiling)[0])
+    assert all(reasons.REASONS[key] not in text for key in ("faster", "slower", "dense"))
+
+
+def test_missing_plans_are_named(plans: Any, compiling: Any) -> None:
+    gone = requests.today("T96L", "v5p")
+    del plans[gone]
+    with pytest.raises(goldens.MissingGoldens, match=f"today's TPU v5p: {gone}"):
+        page.write(plans, compiling)
+    with pytest.raises(goldens.MissingGoldens, match="figure 2: compile_time"):
+        page.write(plans, None)
+    with pytest.raises(goldens.MissingGoldens, match="plans are missing"):
+        page.write({}, compiling, partial=True)
+
+
+def test_a_partial_page_leaves_out_the_groups_that_lack_a_plan(plans: Any) -> None:
+    del plans[requests.today("T96L", "v5p")]
+    text, _ = page.write(plans, None, partial=True)
+    assert "**Not complete**: left out, as their plans are not made: figure 2 and today" in text
+    assert "### TPU v4" in text
+    assert "### TPU v5p" not in text
+    assert "## Figure 2" not in text
+
+
+def test_the_pictures_are_the_same_each_time_and_all_are_on_the_page(
+    plans: Any, compiling: Any
+) -> None:
+    text, pictures = page.write(plans, compiling)
+    made = pictures()
+    assert made == pictures()
+    assert set(re.findall(r"\(images/([^)]+)\)", text)) == set(made)
+    assert len(made) == 5
+    assert all(data.startswith(b"<?xml") and b"<svg" in data for data in made.values())
+
+
+def _record(docs: Path, plans: Any, compiling: Any) -> None:
+    for name, plan in plans.items():
+        goldens.write(docs / "plans", name, plan)
+    (docs / "plans" / "compile_time.json").write_text(json.dumps(compiling))
+
+
+def test_the_tool_writes_page_and_pictures(
+    tmp_path: Path, plans: Any, compiling: Any, capsys: Any
+) -> None:
+    assert reproduce.main([f"--docs={tmp_path}"]) == 1
+    assert "plans are missing" in capsys.readouterr().err
+    _record(tmp_path, plans, compiling)
+    assert reproduce.main([f"--docs={tmp_path}"]) == 0
+    text = (tmp_path / "reproduction.md").read_text()
+    for target in re.findall(r"\((images/[^)]+)\)", text):
+        assert (tmp_path / target).exists()
+    assert reproduce.main(["--list", f"--docs={tmp_path}"]) == 0
+    assert f"[x] {requests.DECODE}: mt.M4MoE2048E36L on v3:32x32, decode" in capsys.readouterr().out
+
+
+def test_a_damaged_plan_is_named(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "plans").mkdir()
+    (tmp_path / "plans" / f"{requests.DECODE}.json").write_text("{")
+    assert reproduce.main([f"--docs={tmp_path}"]) == 1
+    assert f"{requests.DECODE}.json: not JSON" in capsys.readouterr().err
+
+
+def test_new_plans_are_compared_and_recorded(
+    tmp_path: Path, plans: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    name = requests.DECODE
+    made = plans[name]
+    monkeypatch.setattr(reproduce.making, "in_own_process", lambda *_: made)
+    flags = ["--plans", f"--only={name}", f"--docs={tmp_path}"]
+    assert reproduce.main(flags) == 1
+    assert "it was not recorded" in capsys.readouterr().out
+    assert reproduce.main([*flags, "--update"]) == 0
+    assert reproduce.main(flags) == 0
+    made["collectives"][0]["count"] = 19
+    assert reproduce.main(flags) == 1
+    assert (
+        "encoder.moe, dispatch_combine, forward: 19 all-to-all a step, were 18"
+        in capsys.readouterr().out
+    )
+    assert reproduce.main([*flags, "--missing"]) == 0
+    assert "0 of 0 plans" in capsys.readouterr().out
+
+
+def test_a_slice_that_a_model_no_longer_fits_is_a_difference(plans: Any) -> None:
+    small = plans[requests.today("T96L", "v4")]
+    none = plans[requests.today(requests.moe(2048, 60), "v6e")]
+    large = json.loads(json.dumps(small))
+    large["topology"]["name"] = "v4:4x4x8"
+    assert goldens.differences(small, large) == ["topology is v4:4x4x8, was v4:4x4x4"]
+    assert goldens.differences(small, none) == [
+        "it fits none of v6e:8x16, v6e:16x16, but it was planned for v4:4x4x4"
+    ]
+    assert goldens.differences(none, none) == []
+
+
+@pytest.mark.parametrize(
+    "flags, complaint",
+    [
+        (["--only=M4MoE"], "--only goes with --plans"),
+        (["--plans", "--only=T96L-v6"], "--only=T96L-v6: no such plan (did you mean"),
+    ],
+)
+def test_mistakes_in_flags_are_told(flags: list[str], complaint: str, capsys: Any) -> None:
+    with contextlib.suppress(SystemExit):
+        assert reproduce.main(flags) == 1
+    assert complaint in capsys.readouterr().err
+
+
+def test_recorded_plans_are_small_and_round(tmp_path: Path, plans: Any) -> None:
+    name = requests.weak(2048, 36)
+    goldens.write(tmp_path, name, plans[name])
+    recorded = goldens.read(tmp_path, name)
+    assert recorded is not None
+    assert recorded["work"][3]["seconds"] == 0.333333
+    assert [row["bytes"] for row in recorded["memory"]["holders"]] == list(range(19, 7, -1))
+    assert goldens.differences(recorded, plans[name]) == []
+
+
+def test_the_committed_page_is_that_of_the_recorded_plans() -> None:
+    docs = ROOT / "docs"
+    recorded = goldens.read_all(docs / "plans", REQUESTS)
+    written = docs / "reproduction.md"
+    if not recorded:
+        assert not written.exists(), "a page without the plans that it is from"
+        return
+    compiling = goldens.read(docs / "plans", goldens.COMPILE_TIME)
+    text, _ = page.write(recorded, compiling, partial=True)
+    assert written.exists(), "plans without the page: run make reproduction"
+    assert written.read_text("utf-8") == text, "stale: run make reproduction"
+
+
+def test_an_exponent_is_the_slope_on_logarithmic_axes() -> None:
+    xs = [8, 32, 128, 2048]
+    assert measures.exponent(xs, [3 * x**0.5 for x in xs]) == pytest.approx(0.5)

@@ -1,0 +1,157 @@
+"""Writes docs/reproduction.md: the paper's systems claims beside plans of the same models.
+
+    python -m tools.reproduce                     # the page and its pictures, from recorded plans
+    python -m tools.reproduce --plans             # makes every plan anew and compares: hours
+    python -m tools.reproduce --plans --only=M4MoE2048E36L-v3_32x32 --update
+
+Recorded plans are docs/plans/NAME.json; `--list` tells their names. Ends with status 0, 1 for a
+mistake, for plans that are missing, or for new plans that differ from the recorded ones.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from lingvo_moe.core import files
+from lingvo_moe.core.suggest import did_you_mean
+from lingvo_moe.reproduction import goldens, making
+from lingvo_moe.reproduction.requests import GROUPS, REQUESTS
+from tools import _cli
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+
+def make_parser() -> _cli.Parser:
+    """The flags."""
+    parser = _cli.Parser(prog="python -m tools.reproduce", description=__doc__)
+    add = parser.add_argument
+    add("--docs", default=str(DOCS), metavar="DIR", help="where page, pictures and plans/ are")
+    add("--list", action="store_true", help="tell the plans, what each is of, and if it is there")
+    add("--partial", action="store_true", help="leave out what plans are missing for")
+    add("--plans", action="store_true", help="make the plans anew instead of the page")
+    add(
+        "--only",
+        default="",
+        help="with --plans: these alone, comma-separated; names of plans, or of groups: "
+        + ", ".join(GROUPS),
+    )
+    add("--missing", action="store_true", help="with --plans: those alone that are not recorded")
+    add("--update", action="store_true", help="with --plans: record the new plans")
+    add("--cache_dir", default=None, help="where compiled programs are kept; '' keeps none")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    for flag in ("only", "missing", "update"):
+        if getattr(args, flag) and not args.plans:
+            parser.error(f"--{flag} goes with --plans")
+    try:
+        names = chosen(args.only)
+        if args.list:
+            return tell(Path(args.docs) / "plans")
+        return make_plans(args, names) if args.plans else write_page(args)
+    except (ValueError, OSError) as e:
+        print(f"reproduce: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nreproduce: interrupted; what was recorded stays", file=sys.stderr)
+        return 130
+
+
+def chosen(only: str) -> list[str]:
+    """The plans that --only names, all of them for ''. Raises ValueError for a name that is none."""
+    names: list[str] = []
+    for name in _cli.names(only) or REQUESTS:
+        if name not in REQUESTS and name not in GROUPS:
+            known = [*REQUESTS, *GROUPS]
+            raise ValueError(f"--only={name}: no such plan{did_you_mean(name, known)}")
+        names += GROUPS.get(name, (name,))
+    return list(dict.fromkeys(names))
+
+
+def tell(directory: Path) -> int:
+    """Prints what the plans are of."""
+    for name, wanted in REQUESTS.items():
+        mark = "x" if goldens.path_of(directory, name).exists() else " "
+        kind = "" if wanted.what == "train" else f", {wanted.what}"
+        override = f", {wanted.override}" if wanted.override else ""
+        print(f"[{mark}] {name}: {wanted.model} on {wanted.topology}{kind}{override}")
+    return 0
+
+
+def write_page(args: Any) -> int:
+    """The page and its pictures."""
+    from lingvo_moe.reproduction import page
+
+    docs = Path(args.docs)
+    recorded = goldens.read_all(docs / "plans", REQUESTS)
+    compiling = goldens.read(docs / "plans", goldens.COMPILE_TIME)
+    text, pictures = page.write(recorded, compiling, args.partial)
+    (docs / "images").mkdir(parents=True, exist_ok=True)
+    for name, data in pictures().items():
+        files.write_atomic(docs / "images" / name, data)
+    files.write_atomic(docs / "reproduction.md", text.encode())
+    print(f"wrote {docs / 'reproduction.md'}")
+    return 0
+
+
+def make_plans(args: Any, names: list[str]) -> int:
+    """Makes plans, compares them with the recorded ones, and records them where asked to."""
+    directory = Path(args.docs) / "plans"
+    if args.missing:
+        names = [name for name in names if not goldens.path_of(directory, name).exists()]
+    bad, started = [], time.monotonic()
+    for i, name in enumerate(names, 1):
+        wanted = REQUESTS[name]
+        print(f"[{i}/{len(names)}] {name}: {wanted.model} on {wanted.topology}", flush=True)
+        try:
+            plan = making.in_own_process(name, make_one, name, args.cache_dir)
+        except making.MakingFailed as e:
+            print(f"    {e}", flush=True)
+            bad.append(name)
+            continue
+        recorded = goldens.read(directory, name)
+        different = (
+            ["it was not recorded"] if recorded is None else goldens.differences(recorded, plan)
+        )
+        for line in different:
+            print(f"    {line}", flush=True)
+        if args.update:
+            goldens.write(directory, name, plan)
+        elif different:
+            bad.append(name)
+    minutes = (time.monotonic() - started) / 60
+    done = "recorded" if args.update else "as recorded"
+    print(f"{len(names) - len(bad)} of {len(names)} plans {done}, {minutes:.0f} min")
+    if bad:
+        print(f"not {done}: {', '.join(bad)}", file=sys.stderr)
+        if not args.update:
+            print("--update records plans that differ", file=sys.stderr)
+    return 1 if bad else 0
+
+
+def make_one(path: Path, name: str, cache_dir: str | None) -> None:
+    """Writes the plan of a request to `path`; runs in a process of its own."""
+    from lingvo_moe.core.planner import compiled
+    from tools.plan import Progress
+
+    cache = Path(cache_dir) if cache_dir else None
+    if cache_dir is None:
+        cache = compiled.default_cache_dir()
+    with Progress() as progress:
+        progress("loading TensorFlow and the compiler")
+
+        def make() -> Any:
+            _cli.load_tensorflow()
+            return making.make_plan(REQUESTS[name], cache, progress)
+
+        plan = progress.Watch(make)
+    files.write_atomic(path, json.dumps(plan).encode())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
