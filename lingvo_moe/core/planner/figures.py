@@ -5,7 +5,7 @@ whatever is missing comes out as None here and as a dash on paper.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,10 +85,10 @@ def time_by_part(plan: Plan) -> list[PartTime]:
     return sorted((p for p in parts.values() if p.total > 0), key=lambda p: -p.total)
 
 
-def cells(parts: Sequence[PartTime]) -> list[str]:
-    """The figures of TIMES in units, summed over parts; a dash for nothing."""
+def cells(parts: Sequence[PartTime], fields: Iterable[str] = tuple(TIMES)) -> list[str]:
+    """Figures of TIMES in units, summed over parts; a dash for nothing."""
     show = dict.fromkeys(TIMES, units.duration) | {"flops": units.work, "num_bytes": units.size}
-    sums = {figure: sum(getattr(part, figure) for part in parts) for figure in TIMES}
+    sums = {figure: sum(getattr(part, figure) for part in parts) for figure in fields}
     return [show[figure](value or None) for figure, value in sums.items()]
 
 

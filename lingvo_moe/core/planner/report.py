@@ -1,6 +1,7 @@
 """Plans as tables in a terminal."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 from rich.console import Console, Group
 from rich.padding import Padding
@@ -15,8 +16,13 @@ __all__ = ["html_report", "print_comparison", "print_plan"]
 
 _BAR = 24
 _PHASE_STYLES = dict(zip(figures.PHASES, ("cyan", "magenta", "blue", "green")))
+# Terminals narrower than this get fewer columns.
+_WIDE = 116
+_NARROW_TIMES = ("flops", "total", "compute", "memory", "network")
 _HOLDERS = 12
 _COLLECTIVES = 16
+# From this width on a comparison has a row for each plan.
+_COMPARED_ACROSS = 150
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
@@ -42,33 +48,56 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     if advice:
         _section(console, "What would help", Group(*(Text(f"• {line}") for line in advice)))
     if figures.time_by_part(plan):
-        _section(console, "Time of a step by part (estimated)", _time(plan))
+        _section(console, "Time of a step by part (estimated)", _time(plan, console.width))
     if plan.get("collectives"):
-        _section(console, "Collectives of a step (seconds estimated)", _collectives(plan))
+        _section(
+            console, "Collectives of a step (seconds estimated)", _collectives(plan, console.width)
+        )
     _section(console, "Compiling", _pairs(figures.compile_figures(plan)))
 
 
 def print_comparison(plans: Sequence[Plan], console: Console | None = None) -> None:
-    """Prints several plans in one table, a row for each; columns in italics are estimated."""
+    """Prints several plans side by side; what is in italics is estimated."""
     console = console or Console()
-    table = _table()
-    for i, (heading, estimated) in enumerate(figures.COMPARED):
-        style = "bold italic" if estimated else "bold"
-        justify = "left" if i < 3 else "right"
-        table.add_column(heading, justify=justify, header_style=style, overflow="fold")  # type: ignore[arg-type]
-    for plan, row in zip(plans, figures.compared(plans)):
-        table.add_row(*row, style=None if plan["memory"].get("fits") else "red")
-    console.print(table)
+    if console.width >= _COMPARED_ACROSS:
+        console.print(_across(plans))
+    else:
+        many = max((console.width - 16) // 24, 1)
+        for first in range(0, len(plans), many):
+            console.print(_down(plans[first : first + many]))
     budgets = {figures.get(plan, "time.budget_tokens") for plan in plans} - {None}
     if budgets:
         budget = " or ".join(units.quantity(b) for b in sorted(budgets))
         console.print(f"Days, chip-days and device-years are for {budget} tokens.", style="dim")
-    console.print("Columns in italics are estimated.", style="dim")
+    console.print("What is in italics is estimated.", style="dim")
     for plan in plans:
         reason = figures.why_no_time(plan)
         if reason:
             where = f"{figures.name(plan)} on {figures.get(plan, 'topology.name')}"
             console.print(f"{where}: {reason}.", style="dim")
+
+
+def _across(plans: Sequence[Plan]) -> Table:
+    """A row for each plan."""
+    table = _table()
+    for i, (heading, estimated) in enumerate(figures.COMPARED):
+        style = "bold italic" if estimated else "bold"
+        justify: Literal["left", "right"] = "left" if i < 3 else "right"
+        table.add_column(heading, justify=justify, header_style=style, overflow="fold")
+    for plan, row in zip(plans, figures.compared(plans)):
+        table.add_row(*row, style=None if plan["memory"].get("fits") else "red")
+    return table
+
+
+def _down(plans: Sequence[Plan]) -> Table:
+    """A column for each plan, for terminals that are too narrow for rows."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    rows = figures.compared(plans)
+    for i, (heading, estimated) in enumerate(figures.COMPARED):
+        style = "italic dim" if estimated else "dim"
+        table.add_row(Text(heading, style=style), *(Text(row[i], overflow="fold") for row in rows))
+    table.add_row()
+    return table
 
 
 def _headline(plan: Plan) -> list[tuple[str, str]]:
@@ -112,12 +141,17 @@ def _holders(plan: Plan) -> Table:
     return table
 
 
-def _time(plan: Plan) -> Group:
+def _time(plan: Plan, width: int) -> Group:
     parts = figures.time_by_part(plan)
-    table = _table("part", *figures.TIMES.values(), "")
+    fields = [f for f in figures.TIMES if f in _NARROW_TIMES or width >= _WIDE]
+    bar_width = _BAR if width >= _WIDE + _BAR else 0
+    table = _table("part", *(figures.TIMES[f] for f in fields), *([""] if bar_width else []))
     for part in parts:
-        table.add_row(part.part, *figures.cells([part]), _stack(part, parts[0].total))
-    table.add_row("in all", *figures.cells(parts), style="bold")
+        stack = [_stack(part, parts[0].total, bar_width)] if bar_width else []
+        table.add_row(part.part.replace("_", " "), *figures.cells([part], fields), *stack)
+    table.add_row("in all", *figures.cells(parts, fields), style="bold")
+    if not bar_width:
+        return Group(table)
     legend = Text()
     for phase, style in _PHASE_STYLES.items():
         legend.append("■ ", style=style).append(f"{phase}  ", style="dim")
@@ -125,33 +159,41 @@ def _time(plan: Plan) -> Group:
     return Group(table, legend)
 
 
-def _stack(part: figures.PartTime, longest: float) -> Text:
+def _stack(part: figures.PartTime, longest: float, width: int) -> Text:
     out, done, drawn = Text(), 0.0, 0
     pieces = [(part.phases[phase], style) for phase, style in _PHASE_STYLES.items()]
     for seconds, style in [*pieces, (part.network, "yellow")]:
         done += seconds
-        end = round(done / longest * _BAR)
+        end = round(done / longest * width)
         out.append("█" * (end - drawn), style=style)
         drawn = end
     return out
 
 
-def _collectives(plan: Plan) -> Group:
-    table = _table("kind", "layer", "part", "phase", "a step", "bytes of one", "devices", "seconds")
+def _collectives(plan: Plan, width: int) -> Group:
+    columns = ("kind", "layer", "part", "phase", "a step", "bytes of one", "devices", "seconds")
+    shown = [c for c in columns if width >= _WIDE or c not in ("part", "devices")]
+    table = _table(*shown)
     items = figures.collectives(plan)
+
+    def add(cells: Sequence[str], style: str | None = None) -> None:
+        table.add_row(*(cell for c, cell in zip(columns, cells) if c in shown), style=style)
+
     for item in items[:_COLLECTIVES]:
-        table.add_row(
-            *(item[key] for key in ("kind", "layer", "part", "phase")),
-            f"{item['count']:,}",
-            units.size(item["bytes"]),
-            f"{item['participants']:,}",
-            units.duration(item.get("seconds")),
+        add(
+            [
+                *(item[key] or units.DASH for key in ("kind", "layer", "part", "phase")),
+                f"{item['count']:,}",
+                units.size(item["bytes"]),
+                f"{item['participants']:,}",
+                units.duration(item.get("seconds")),
+            ]
         )
     rest = items[_COLLECTIVES:]
     if rest:
         count = f"{sum(item['count'] for item in rest):,}"
         seconds = units.duration(sum(item.get("seconds") or 0.0 for item in rest))
-        table.add_row(f"{len(rest)} more", "", "", "", count, "", "", seconds, style="dim")
+        add([f"{len(rest)} more", "", "", "", count, "", "", seconds], "dim")
     totals = "; ".join(
         f"{count:,} {kind} of {units.size(held)} in {units.duration(seconds)}"
         for kind, count, held, seconds in figures.collective_totals(plan)

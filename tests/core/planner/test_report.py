@@ -156,9 +156,9 @@ def make_plan_that_misses() -> dict:
     return plan
 
 
-def _printed(print_it, *args) -> str:
+def _printed(print_it, *args, width=200) -> str:
     out = io.StringIO()
-    print_it(*args, Console(file=out, width=200))
+    print_it(*args, Console(file=out, width=width))
     return out.getvalue()
 
 
@@ -245,6 +245,19 @@ def test_comparison_has_a_row_for_each_plan():
         assert cell in first
     assert "no, by 4.00 GiB" in said
     assert "does not fit: it misses by 4.00 GiB" in _squeezed(said)
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 160])
+def test_nothing_is_cut_off_in_a_narrow_terminal(width):
+    plan = make_plan()
+    said = _printed(print_plan, plan, width=width)
+    plans = [plan, make_plan_that_misses(), plan, plan]
+    compared = _printed(print_comparison, plans, width=width)
+    assert "…" not in said + compared
+    assert max(map(len, (said + compared).splitlines())) <= width
+    (experts,) = re.findall(r"^ *experts .*", said, re.MULTILINE)
+    assert "12.6 TFLOP" in experts and "250 ms" in experts
+    assert compared.count("7,358,428") == 3 and compared.count("1,610") == 3
 
 
 def test_bars_are_as_long_as_their_figures():
