@@ -8,26 +8,46 @@ tiles' padding of arguments) the difference is a line of its own.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import ml_dtypes  # noqa: F401  teaches NumPy the names of its types
 import numpy as np
 
-from lingvo_moe.core.engine.signature import Signature
-from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.planner.advice import Held, advise
 from lingvo_moe.core.planner.costs import Placer
 from lingvo_moe.core.planner.hlo import Executed, Module, parse_module
 from lingvo_moe.core.planner.liveness import Buffer, Liveness, Value, liveness
 from lingvo_moe.core.planner.parts import Place, moe_layers, place
 from lingvo_moe.core.planner.topology import Topology
-from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.sharding import DimsMapping, Mesh
 
 ARGUMENTS = ("weights", "slots", "inputs")
 TRACED = ("weight_copies", "activations", "gradients", "temporaries")
 _OPTIMIZER = "optimizer/"
+
+
+class Argument(Protocol):
+    """One of a program's arguments: `engine.specs.TensorSpec`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def split(self) -> DimsMapping | None: ...
+
+
+class Signature(Protocol):
+    """What a program takes, and on which mesh: `engine.signature.Signature`."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def args(self) -> Sequence[Argument]: ...
 
 
 class Misfit(Protocol):
@@ -142,16 +162,22 @@ def _kind_of_argument(name: str) -> str:
     return "weights" if "theta" in heads else "slots" if "slots" in heads else "inputs"
 
 
-def _bytes(spec: TensorSpec, mesh: Mesh) -> int:
+def _bytes(spec: Argument, mesh: Mesh) -> int:
     return math.prod(_local_shape(spec, mesh)) * np.dtype(spec.dtype).itemsize
 
 
-def _local_shape(spec: TensorSpec, mesh: Mesh) -> tuple[int, ...]:
-    split = spec.OnMesh(mesh).split or ()
+def _local_shape(spec: Argument, mesh: Mesh) -> tuple[int, ...]:
     return tuple(
         size if axis is None else -(-size // mesh.axis_size(axis))
-        for size, axis in zip(spec.shape, split)
+        for size, axis in zip(spec.shape, _split(spec, mesh), strict=True)
     )
+
+
+def _split(spec: Argument, mesh: Mesh) -> DimsMapping:
+    """An entry for each dimension; () stands for a tensor that is whole everywhere."""
+    if mesh.size == 1 or not spec.split:
+        return (None,) * len(spec.shape)
+    return spec.split
 
 
 class _Attribution:
@@ -308,9 +334,7 @@ def _whole_and_divisible(signature: Signature) -> tuple[int, int]:
         held = _bytes(spec, signature.mesh)
         cut = [
             size
-            for size, axis in zip(
-                _local_shape(spec, signature.mesh), spec.OnMesh(signature.mesh).split or ()
-            )
+            for size, axis in zip(_local_shape(spec, signature.mesh), _split(spec, signature.mesh))
             if axis is not None
         ]
         whole += held if not cut else 0
