@@ -197,9 +197,7 @@ def _error(program: str, topology: str, message: str) -> EngineError:
 
 # The compiler says either that what it must keep at a time is too much, before it has placed
 # anything, or how much it used when it had placed all.
-_LIMITS = re.compile(
-    rf"\({_SIZE}\) exceeds available \w+ \({_SIZE}\)|Used {_SIZE} of {_SIZE}", re.IGNORECASE
-)
+_LIMITS = re.compile(rf"\({_SIZE}\) exceeds available HBM \({_SIZE}\)|Used {_SIZE} of {_SIZE} hbm")
 
 
 def _needed_and_limit(message: str) -> tuple[int, int]:
