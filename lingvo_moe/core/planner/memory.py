@@ -55,7 +55,9 @@ class Misfit(Protocol):
 
     needed_bytes: int
     limit_bytes: int
-    holders: Iterable[Any]
+
+    @property
+    def holders(self) -> Sequence[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -126,9 +128,8 @@ def misfit_plan(error: Misfit, signature: Signature) -> dict[str, Any]:
     needed, hbm = error.needed_bytes, error.limit_bytes
     kinds["temporaries"] = max(needed - sum(kinds.values()), 0)
     groups: dict[tuple[str, str, str, str], int] = defaultdict(int)
-    holders = list(error.holders)
-    moe = moe_layers(holder.op_name for holder in holders)
-    for holder in holders:
+    moe = moe_layers(holder.op_name for holder in error.holders)
+    for holder in error.holders:
         found = place(holder.op_name, False, moe)
         groups["temporaries", found.layer, found.part, found.phase] += holder.bytes
     whole, divisible = _whole_and_divisible(signature)
