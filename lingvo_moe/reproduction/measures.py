@@ -88,9 +88,16 @@ def collective_counts(plan: Plan) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-def tokens_a_device(plan: Plan) -> float:
-    """Target tokens of a step on each device."""
-    return plan["batch"]["target_tokens"] / plan["topology"]["devices"]
+def exchanges(plan: Plan) -> int:
+    """How many all-to-alls the forward pass runs."""
+    rows = [r for r in plan["collectives"] if r["phase"] == "forward"]
+    return sum(r["count"] for r in rows if r["kind"] == "all-to-all")
+
+
+def gathers_of_experts(plan: Plan) -> int:
+    """How many all-gathers a step runs for the experts."""
+    rows = [r for r in plan["collectives"] if r["part"] == "experts"]
+    return sum(r["count"] for r in rows if r["kind"] == "all-gather")
 
 
 def exponent(xs: Sequence[float], ys: Sequence[float]) -> float:

@@ -236,6 +236,38 @@ def _speed_findings(measured: list[tuple[paper.Row, Plan]]) -> list[Finding]:
     return findings
 
 
+def compiling(plans: Plans) -> Section:
+    """What it took to make the largest plans."""
+    rows, findings = [], []
+    for label, name in (
+        (paper.MOE[2048, 36].label, requests.real(2048, 36)),
+        (paper.MOE[2048, 60].label, requests.weak(2048, 60)),
+        (f"{paper.MOE[2048, 60].label}, bfloat16", requests.weak(2048, 60, bf16=True)),
+    ):
+        took = plans[name]["compile"]
+        seconds = [took.get(key) for key in ("lower_seconds", "compile_seconds")]
+        host = took.get("host_peak_bytes")
+        rows.append(
+            [
+                label,
+                *(DASH if s is None else f"{s:.0f} s" for s in seconds),
+                DASH if host is None else text.gib(host),
+                f"{took['program_bytes'] / 2**20:.1f} MiB",
+            ]
+        )
+        if None not in seconds:
+            ours = f"{sum(seconds):.0f} s" + ("" if host is None else f", {text.gib(host)}")
+            claim = f"lowering and compiling {label}, and the host's memory"
+            findings.append(Finding(claim, DASH, ours, "timed"))
+    lines = [
+        "Timed when these plans were made, one after the other, on a machine that may have done other things; a "
+        "program that does not fit has no time.",
+        "",
+        *text.table(["model", "lowering", "compiling", "host's memory", "program"], rows),
+    ]
+    return Section("Making a plan", lines, findings)
+
+
 def decode(plans: Plans) -> Section:
     """The step of beam search."""
     plan = plans[requests.DECODE]

@@ -111,7 +111,11 @@ def _left_out(missing: Mapping[str, list[str]]) -> list[str]:
 
 def _sections(groups: list[str], plans: Plans, compiling: Any) -> list[Section]:
     make: dict[str, Callable[[], list[Section]]] = {
-        "table3": lambda: [models.parameters(plans), models.table3(plans)],
+        "table3": lambda: [
+            models.parameters(plans),
+            models.table3(plans),
+            models.compiling(plans),
+        ],
         "figure2": lambda: [scaling.figure2(plans, compiling)],
         "figure7": lambda: [scaling.figure7({n: plans[n] for n in requests.GROUPS["figure7"]})],
         "figure8": lambda: [scaling.figure8(plans)],

@@ -199,6 +199,8 @@ def figure8(plans: Plans) -> Section:
         f"is {text.percent(roofline[few])} and {text.percent(roofline[many])} of the time; the paper's more than "
         f"{text.percent(paper.ROOFLINE[few].value)} and {text.percent(paper.ROOFLINE[many].value)}.",
         "",
+        _exchanges(found[many], 36 // 2),
+        "",
         *_capacity(parts[many]["experts"] / parts[few]["experts"], few, many),
         *_figure8_differences(forward, both, roofline),
     ]
@@ -207,6 +209,16 @@ def figure8(plans: Plans) -> Section:
 
 def _ratio(parts: Mapping[int, Mapping[str, float]], key: str, few: int, many: int) -> str:
     return f"{parts[many][key] / parts[few][key]:.2f}" if parts[few][key] else DASH
+
+
+def _exchanges(plan: Plan, moe_layers: int) -> str:
+    """What the compiled program sends for each MoE layer."""
+    each = measures.exchanges(plan) / moe_layers
+    gathers = measures.gathers_of_experts(plan)
+    return (
+        f"The compiled program has {each:g} all-to-alls forward for each of the {moe_layers} MoE layers, and "
+        f"{gathers or 'no'} all-gathers of experts; counts are exact."
+    )
 
 
 def _capacity(ratio: float, few: int, many: int) -> list[str]:

@@ -197,6 +197,11 @@ def test_the_page_holds_the_ratios_of_the_plans(plans: Any, compiling: Any) -> N
     )
     assert "float32 activations does not fit: it misses by 2.0 GiB" in text
     assert "| `mt.M4MoE2048E60L` | none up to `v6e:16x16` |" in text
+    assert "has 1 all-to-alls forward for each of the 18 MoE layers, and no all-gathers" in text
+    assert (
+        "| lowering and compiling MoE(2048E, 36L), and the host's memory | – | 80 s | timed |"
+        in text
+    )
     assert "**Not complete**" not in text
 
 
