@@ -9,9 +9,11 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -55,9 +57,11 @@ class OutOfMemory(EngineError):
         holders: the largest buffers, largest first; empty where the compiler named none, as it does
             when it sees at once that a program is too large.
         compiler_message: all that it said.
+        hlo_text: the scheduled module that did not fit; empty where the compiler left none.
     """
 
-    def __init__(self, program: str, topology: str, compiler_message: str):
+    def __init__(self, program: str, topology: str, compiler_message: str, hlo_text: str = ""):
+        self.hlo_text = hlo_text
         self.needed_bytes, self.limit_bytes = _needed_and_limit(compiler_message)
         self.holders = _holders(compiler_message)
         self.compiler_message = compiler_message
@@ -129,10 +133,13 @@ def compile_for_topology(program: Program, topology_name: str) -> AotResult:
     jax_mesh = jax.sharding.Mesh(np.array(devices).reshape(mesh.shape), mesh.axis_names)
     lowered = xla.trace(program, jax_mesh).lower(lowering_platforms=("tpu",))
     start = time.perf_counter()
-    try:
-        compiled = lowered.compile()
-    except jax.errors.JaxRuntimeError as e:
-        raise _error(program.name, topology_name, str(e)) from None
+    with tempfile.TemporaryDirectory() as dump:
+        try:
+            compiled = lowered.compile(
+                compiler_options={"xla_dump_to": dump, "xla_dump_hlo_as_text": True}
+            )
+        except jax.errors.JaxRuntimeError as e:
+            raise _error(program.name, topology_name, str(e), _refused_module(dump)) from None
     seconds = time.perf_counter() - start
     stats = compiled.memory_analysis()
     return AotResult(
@@ -187,9 +194,16 @@ def _check_installed() -> None:
         )
 
 
-def _error(program: str, topology: str, message: str) -> EngineError:
+def _refused_module(dump: str) -> str:
+    """The module that the compiler wrote down before it gave up for want of memory, or ''."""
+    for path in sorted(Path(dump).glob("*.oom_intermediate_module.txt")):
+        return path.read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
+def _error(program: str, topology: str, message: str, hlo_text: str) -> EngineError:
     if "RESOURCE_EXHAUSTED" in message and _LIMITS.search(message):
-        return OutOfMemory(program, topology, message)
+        return OutOfMemory(program, topology, message, hlo_text)
     return EngineError(
         f"the TPU compiler refuses program {program!r} for {topology}: {_first_line(message)}"
     )

@@ -114,6 +114,9 @@ def test_a_program_that_does_not_fit():
     assert e.value.limit_bytes == pytest.approx(15.48 * 2**30, rel=1e-3)
     assert "\n" not in str(e.value)
     assert "RESOURCE_EXHAUSTED" in e.value.compiler_message
+    # What was refused can be looked into.
+    assert "is_scheduled=true" in e.value.hlo_text
+    assert "f32[262144,262144]" in e.value.hlo_text
 
 
 def test_what_the_compiler_says_of_large_buffers():
