@@ -19,7 +19,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.util import tensor_util
 from trainer_testing import flags, fork, losses, state
 
-from lingvo_moe import trainer
+from lingvo_moe import planning, trainer
+from lingvo_moe.core import registry
 from lingvo_moe.core.engine import devices
 
 pytestmark = pytest.mark.slow
@@ -84,6 +85,15 @@ def test_the_step_holds_the_all_to_alls_and_gathers_nothing(reference):
     counts = json.loads((reference / "program.json").read_text())["collectives"]
     assert counts["all-to-all"] == 12
     assert set(counts) == {"all-to-all", "all-reduce"}
+
+
+def test_the_run_is_of_the_very_program_that_is_planned(reference):
+    ran = json.loads((reference / "program.json").read_text())
+    experiment = json.loads((reference / "experiment.json").read_text())
+    request = planning.Request(experiment["model"], "v3:2x2", experiment["params_override"])
+    params = registry.GetParams(request.model, request.override)
+    step, _ = planning.describe_job(request, params, params.task.Instantiate())
+    assert step.Lower(planning.planned_mesh(params, 8)).hash == ran["hash"]
 
 
 def test_tensorboard_shows_what_is_asked_of_it(reference):

@@ -22,6 +22,12 @@ _MAGIC = b"lingvo_moe program 1\n"
 # SHA-256 of all before it.
 _LENGTHS = struct.Struct("<QQ")
 
+_STRING = r'"(?:[^"\\]|\\.)*"'
+# ` loc(...)`, whose parentheses nest: fused[#loc1, #loc2], callsite("a"(#loc3) at "b"(#loc4)).
+_LOCATION = re.compile(
+    rf" loc\((?:[^()\"]|{_STRING}|\((?:[^()\"]|{_STRING}|\((?:[^()\"]|{_STRING})*\))*\))*\)"
+)
+
 
 class ProgramError(ValueError):
     """A program file that cannot be read."""
@@ -107,7 +113,7 @@ def normalized_text(text: str) -> str:
     machine; neither says anything about the program.
     """
     text = re.sub(r"^#loc.*\n", "", text, flags=re.MULTILINE)
-    text = re.sub(r' loc\((?:#loc\d*|unknown|"(?:[^"\\]|\\.)*")\)', "", text)
+    text = _LOCATION.sub("", text)
     names = re.findall(r"func\.func private @([\w.$-]+|\"[^\"]*\")", text)
     new = {name: f"fn{i}" for i, name in enumerate(names)}
     return re.sub(

@@ -215,10 +215,15 @@ def _backward(
             total if g is None else total + tf.cast(g, total.dtype)
             for total, g in zip(drest, dfloating, strict=True)
         ]
-        dweights = [ta.write(i, g) for ta, g in zip(dweights, dslices, strict=True)]
+        dweights = [
+            ta.write(i, tf.cast(g, ta.dtype)) for ta, g in zip(dweights, dslices, strict=True)
+        ]
         return i - 1, shard_carry(_known(dx, x)), dweights, drest
 
-    dweights = [_array(num, w.dtype, w.shape[1:]) for w in weights]
+    # In the type of the activations: where that is bfloat16, most of these gradients are sums of
+    # bfloat16 products, and stacks of float32 would be the largest thing that a device holds.
+    kinds = [dy.dtype if dy.dtype.size < w.dtype.size else w.dtype for w in weights]
+    dweights = [_array(num, kind, w.shape[1:]) for kind, w in zip(kinds, weights, strict=True)]
     # Sums over L repetitions: in float32, even of bfloat16 terms.
     drest = [_runtime_zeros(rest[k], tf.float32) for k in floating]
     start = (tf.constant(num - 1), dy, dweights, drest)
@@ -228,7 +233,8 @@ def _backward(
         for k, total in zip(floating, drest, strict=True)
         if k in used
     }
-    return [dx, *(ta.stack() for ta in dweights), *(by_index.get(k) for k in range(len(rest)))]
+    stacks = [tf.cast(ta.stack(), w.dtype) for ta, w in zip(dweights, weights, strict=True)]
+    return [dx, *stacks, *(by_index.get(k) for k in range(len(rest)))]
 
 
 def _extras_specs(

@@ -1,6 +1,7 @@
 """Adafactor (Shazeer and Stern 2018): second moments in two vectors instead of a matrix.
 
-Letters follow the variable: for wi 'EMH' the slots are row 'EM' and col 'EH', cut along E as wi is.
+Letters follow the variable: for wi 'EMH' the slots are row 'EM' and col 'EH', cut along E as wi is;
+for a query's 'MNK' they are row 'MN' and col 'NK', a matrix for each head.
 """
 
 import math
@@ -21,7 +22,8 @@ class Adafactor(Optimizer):
     * decay: b = min(beta2, 1 - t^-decay_exponent), 0.99 and 0.8 here: the average reaches back over
       all steps at first (no bias correction is needed: b is 0 at t = 1) and over about 100 later.
     * second moment v of g^2 + epsilon1, as the outer product of its row and column means over the
-      last two dimensions, divided by the mean of both; in full where a dimension is small.
+      two largest dimensions (never those that count layers or experts), divided by the mean of both;
+      in full where one of them is small.
     * u = g / sqrt(v), divided by max(1, rms(u) / clip_threshold).
     * the weight loses rate * max(epsilon2, rms(weight)) * u, or rate * u without
       `multiply_by_parameter_scale`.
@@ -43,7 +45,7 @@ class Adafactor(Optimizer):
         p.Define(
             "min_dim_size_to_factor",
             128,
-            "Both of the last two dimensions must be this large; smaller ones would save little.",
+            "Both dimensions must be this large; smaller ones would save little.",
         )
         return p
 
@@ -57,15 +59,21 @@ class Adafactor(Optimizer):
         if p.clip_threshold < 0:
             raise ValueError(f"Adafactor.clip_threshold must be 0 or more, got {p.clip_threshold}")
 
-    def _Factored(self, spec: VariableSpec) -> bool:
-        shape = spec.shape[spec.stack_dims :]
-        return len(shape) >= 2 and min(shape[-2:]) >= self.p.min_dim_size_to_factor
+    def _Factored(self, spec: VariableSpec) -> tuple[int, int] | None:
+        """The two dimensions, in order, whose product stands for the second moment; None: it is kept in full."""
+        own = [d for d in range(spec.stack_dims, len(spec.shape)) if spec.letters[d] != "E"]
+        largest = sorted(own, key=lambda d: (-spec.shape[d], -d))[:2]
+        if len(largest) < 2 or min(spec.shape[d] for d in largest) < self.p.min_dim_size_to_factor:
+            return None
+        return min(largest), max(largest)
 
     def _SlotSpecs(self, spec: VariableSpec) -> NestedMap:
-        if self._Factored(spec):
-            row, col = slot_spec(spec, "row", without=-1), slot_spec(spec, "col", without=-2)
-            return NestedMap(row=row, col=col)
-        return NestedMap(full=slot_spec(spec, "full"))
+        dims = self._Factored(spec)
+        if dims is None:
+            return NestedMap(full=slot_spec(spec, "full"))
+        return NestedMap(
+            row=slot_spec(spec, "row", without=dims[1]), col=slot_spec(spec, "col", without=dims[0])
+        )
 
     def _UpdateOne(
         self,
@@ -84,12 +92,14 @@ class Adafactor(Optimizer):
         def average(old: tf.Tensor, new: tf.Tensor) -> tf.Tensor:
             return decay * old + (1.0 - decay) * new
 
-        if self._Factored(spec):
-            row = average(slot.row, tf.reduce_mean(square, -1))
-            col = average(slot.col, tf.reduce_mean(square, -2))
-            relative_row = row / tf.reduce_mean(row, -1, keepdims=True)
-            update = grad * tf.math.rsqrt(relative_row)[..., tf.newaxis]
-            update *= tf.math.rsqrt(col)[..., tf.newaxis, :]
+        dims = self._Factored(spec)
+        if dims is not None:
+            first, second = dims
+            row = average(slot.row, tf.reduce_mean(square, second))
+            col = average(slot.col, tf.reduce_mean(square, first))
+            relative_row = row / tf.reduce_mean(row, first, keepdims=True)
+            update = grad * tf.expand_dims(tf.math.rsqrt(relative_row), second)
+            update *= tf.expand_dims(tf.math.rsqrt(col), first)
             new_slot = NestedMap(row=row, col=col)
         else:
             full = average(slot.full, square)

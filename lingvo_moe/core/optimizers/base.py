@@ -124,14 +124,13 @@ def slot_spec(spec: VariableSpec, name: str, without: int | None = None) -> Vari
     Args:
         spec: the variable's.
         name: the slot's.
-        without: a (negative) dimension of the variable that the slot does not have.
+        without: a dimension of the variable that the slot does not have.
     """
 
     def keep(values: Any) -> Any:
         if without is None:
             return values
-        cut = len(values) + without
-        return values[:cut] + values[cut + 1 :]
+        return values[:without] + values[without + 1 :]
 
     return replace(
         spec,

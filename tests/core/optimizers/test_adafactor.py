@@ -115,6 +115,24 @@ def test_experts_are_factored_one_by_one():
         np.testing.assert_allclose(theta.w[e], alone, rtol=1e-5)
 
 
+def test_heads_are_factored_one_by_one():
+    """A query's MNK: over its two large dimensions, M and K."""
+    weight, grad = _normals(4, (6, 3, 5), 2)
+    grad[:, 1] *= 100
+    theta, slots, _ = _run(
+        _optimizer(clip_threshold=0.0),
+        NestedMap(w=_spec((6, 3, 5), "MNK")),
+        NestedMap(w=tf.constant(weight)),
+        [NestedMap(w=tf.constant(grad))],
+    )
+    assert slots.w.row.shape == (6, 3)
+    assert slots.w.col.shape == (3, 5)
+    size = np.sqrt((weight**2).mean())
+    for n in range(3):
+        alone = _reference(weight[:, n], [grad[:, n]], True, clip=0, scale=False, rate=RATE * size)
+        np.testing.assert_allclose(theta.w[:, n], alone, rtol=1e-5)
+
+
 def test_an_expert_without_tokens_stays_as_it_is():
     weight, grad = _normals(3, (2, 4, 6), 2)
     grad[0] = 0

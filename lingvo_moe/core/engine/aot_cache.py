@@ -1,0 +1,73 @@
+"""Compiled programs, kept on disk: compiling a large step for a pod takes a minute, reading it back a moment.
+
+An entry holds what the compiler gave (its HLO text, sizes and timings), under the program's hash, the
+topology and the compiler's version: never what the planner makes of it, so that a better planner
+needs no new compile.
+"""
+
+import base64
+import dataclasses
+import gzip
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from lingvo_moe.core import files
+from lingvo_moe.core.engine.aot import AotResult
+from lingvo_moe.core.engine.program import Program
+
+_FORMAT = 1
+
+
+def default_cache_dir() -> Path:
+    """Where compiled programs are kept: lingvo_moe/plans in the user's cache directory."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(root) / "lingvo_moe" / "plans"
+
+
+def cached(
+    program: Program,
+    topology_name: str,
+    compiler: str,
+    cache_dir: Path | None,
+    compile_program: Callable[[], AotResult],
+) -> tuple[AotResult, bool]:
+    """What compiling gives, and whether it was read from disk.
+
+    Args:
+        program: what is compiled.
+        topology_name: for which machine.
+        compiler: its name and version.
+        cache_dir: None: keep nothing.
+        compile_program: compiles, where there is no entry. What it raises is not kept.
+    """
+    if cache_dir is None:
+        return compile_program(), False
+    machine = topology_name.replace(":", "-")
+    path = cache_dir / f"{program.hash[:32]}-{machine}-{compiler.replace(' ', '-')}.json.gz"
+    found = _read(path)
+    if found is not None:
+        return found, True
+    result = compile_program()
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    data = {"format": _FORMAT, **dataclasses.asdict(result)}
+    files.write_atomic(str(path), gzip.compress(json.dumps(data, default=_encode).encode(), 6))
+    return result, False
+
+
+def _encode(value: object) -> object:
+    if isinstance(value, bytes):
+        return {"base64": base64.b64encode(value).decode()}
+    raise TypeError(f"{type(value).__name__} in a compile's result")
+
+
+def _read(path: Path) -> AotResult | None:
+    """The entry, or None where there is none, or none that can be used."""
+    try:
+        data = json.loads(gzip.decompress(path.read_bytes()))
+        if data.pop("format") != _FORMAT:
+            return None
+        return AotResult(**data)
+    except (OSError, EOFError, ValueError, TypeError, KeyError):
+        return None

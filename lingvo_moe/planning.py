@@ -1,0 +1,189 @@
+"""From an experiment and a topology to a plan: registry -> step -> program -> TPU compiler -> plan.
+
+The sibling of trainer.py: the same step, lowered by the same path, is compiled for a machine that is
+not there instead of being run on one that is.
+"""
+
+import importlib.metadata
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lingvo_moe.core import registry
+from lingvo_moe.core.engine import aot
+from lingvo_moe.core.engine.aot_cache import cached
+from lingvo_moe.core.engine.program import Program
+from lingvo_moe.core.engine.steps import Step, train_step
+from lingvo_moe.core.planner import memory, plan
+from lingvo_moe.core.planner.costs import costs as costs_of
+from lingvo_moe.core.planner.errors import PlanError
+from lingvo_moe.core.planner.hlo import parse_module
+from lingvo_moe.core.planner.topology import Topology
+from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.trainer_checks import check_divisible, check_sizes
+
+WHATS = ("train", "decode")
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to plan.
+
+    Attributes:
+        model: an experiment, e.g. 'mt.M4MoE2048E36L'.
+        topology: e.g. 'v3:32x32'.
+        override: as --model_params_override.
+        what: one of WHATS.
+        mesh: 'axis:size,...'; '': the experiment's own, sized to the topology.
+        token_budget: target tokens that a whole training run sees.
+    """
+
+    model: str
+    topology: str
+    override: str = ""
+    what: str = "train"
+    mesh: str = ""
+    token_budget: float = 1e12
+
+
+def make_plan(
+    request: Request, cache_dir: Path | None, say: Say = lambda _: None
+) -> dict[str, Any]:
+    """The plan of one request, as docs/plan_json.md describes it; `say` is told what goes on.
+
+    Raises:
+        ValueError: of some subclass, with one line that names the flag: an experiment, override,
+            topology or mesh that cannot be; no TPU compiler.
+    """
+    topology = Topology.parse(request.topology)
+    num_devices = len(aot.devices_of(request.topology))
+    if num_devices != topology.num_devices:
+        raise PlanError(
+            f"--topology={request.topology}: the compiler gives it {num_devices} devices, "
+            f"topology.py {topology.num_devices}"
+        )
+    params = registry.GetParams(request.model, request.override)
+    task = params.task.Instantiate()
+    mesh = planned_mesh(params, num_devices, request.mesh)
+    check_divisible(params, task, mesh)
+    check_sizes(params)
+    step, job = describe_job(request, params, task)
+    say(f"lowering {job.what} step of {request.model} for mesh {mesh}")
+    started = time.monotonic()
+    program = step.Lower(mesh)
+    lower_seconds = time.monotonic() - started
+    state = task.StateSpecs() if request.what == "train" else task.VariableSpecs()
+    out: dict[str, Any] = {
+        "version": plan.VERSION,
+        "model": request.model,
+        "override": request.override,
+        "what": request.what,
+        "program_hash": program.hash,
+        "mesh": str(mesh),
+        "topology": plan.describe_topology(topology),
+        "batch": {"source_tokens": job.source_tokens, "target_tokens": job.target_tokens},
+        "parameters": plan.parameters(state, mesh),
+        "compiler": {"libtpu": _version("libtpu"), "jax": _version("jax")},
+        "compile": {"lower_seconds": lower_seconds, "program_bytes": len(program.exported)},
+    }
+    say(f"compiling for {topology.name}: {num_devices} devices")
+    try:
+        compiled, _ = cached(
+            program,
+            topology.name,
+            f"libtpu {_version('libtpu')}",
+            cache_dir,
+            lambda: aot.compile_for_topology(program, topology.name),
+        )
+    except aot.OutOfMemory as e:
+        out["memory"] = memory.misfit_plan(e, program.signature)
+        return out | {"work": [], "collectives": [], "time": None}
+    out["compile"] |= {
+        "compile_seconds": compiled.compile_seconds,
+        "host_peak_bytes": compiled.host_peak_bytes,
+    }
+    say("reading the compiled program")
+    return out | _analyse(compiled, program, topology, job)
+
+
+def _analyse(
+    compiled: aot.AotResult, program: Program, topology: Topology, job: plan.Job
+) -> dict[str, Any]:
+    """The part of a plan that comes from the compiled program."""
+    module = parse_module(compiled.hlo_text)
+    costs = costs_of(module)
+    work = plan.work(costs, topology)
+    collectives = plan.collectives(costs, topology)
+    return {
+        "memory": memory.memory_plan(module, compiled.memory, program.signature, topology),
+        "work": work,
+        "collectives": collectives,
+        "time": plan.time(job, topology, work, collectives),
+    }
+
+
+def describe_job(request: Request, params: Any, task: Any) -> tuple[Step, plan.Job]:
+    """The step to lower, and what one run of it takes in and puts out."""
+    data = params.input
+    if request.what == "train":
+        step = train_step(task, params.input.Instantiate())
+        source, target = (data.batch_size * n for n in (data.source_length, data.target_length))
+        budget = request.token_budget
+    else:
+        from lingvo_moe.tasks.mt.decode_step import decode_step
+
+        step = decode_step(task, data.batch_size, data.source_length)
+        source, target, budget = 0, data.batch_size, 0.0
+    job = plan.Job(request.model, request.override, request.what, source, target, budget)
+    return step, job
+
+
+def planned_mesh(params: Any, num_devices: int, text: str = "") -> Mesh:
+    """`text`, or the experiment's own mesh laid over so many devices.
+
+    Raises:
+        ShardingError: a text that does not read as a mesh, or devices that it cannot be laid over.
+    """
+    if not text:
+        return Mesh.parse(params.train.mesh, "train.mesh").over_devices(num_devices)
+    mesh = Mesh.parse(text)
+    if mesh.size != num_devices:
+        raise PlanError(f"--mesh={text} has {mesh.size} devices, the topology {num_devices}")
+    return mesh
+
+
+def smallest_slice(
+    request: Request, sizes: Iterator[str], cache_dir: Path | None, say: Say = lambda _: None
+) -> dict[str, Any]:
+    """The plan for the first topology of `sizes`, smallest first, that the model fits.
+
+    Topologies whose memory is less than the program's arguments are passed over without compiling.
+
+    Raises:
+        PlanError: it fits none of them.
+    """
+    tried = []
+    for name in sizes:
+        topology = Topology.parse(name)
+        tried.append(name)
+        params = registry.GetParams(request.model, request.override)
+        state = params.task.Instantiate().StateSpecs()
+        mesh = planned_mesh(params, topology.num_devices, request.mesh)
+        held = plan.parameters(state, mesh)
+        if held["bytes"] + held["slot_bytes"] > topology.chip.hbm_bytes:
+            continue
+        made = make_plan(replace(request, topology=name), cache_dir, say)
+        if made["memory"]["fits"]:
+            return made
+        say(f"{name}: misses by {made['memory']['misses_by'] / 2**30:.1f} GiB")
+    raise PlanError(f"{request.model} fits none of {', '.join(tried)}")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

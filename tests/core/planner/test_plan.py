@@ -1,0 +1,107 @@
+"""Plans: sums of what a compiler counted, times by the stated models, costs of a token budget."""
+
+import dataclasses
+
+import pytest
+
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.planner import network, plan
+from lingvo_moe.core.planner.costs import CollectiveUse, Cost
+from lingvo_moe.core.planner.parts import Place
+from lingvo_moe.core.planner.topology import Topology
+from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.tasks.mt.model import MtModel
+
+POD = Topology.parse("v3:4x4")
+CHIP = POD.chip
+EXPERTS = Place("experts", "encoder.moe", "forward", "m4.encoder")
+DISPATCH = Place("dispatch_combine", "encoder.moe", "forward", "m4.encoder")
+
+
+def _cost(place, times=1, flops=0, num_bytes=0, cycles=0, collective=None):
+    fields = {
+        "place": place,
+        "opcode": "fusion",
+        "name": "x",
+        "times": times,
+        "flops": flops,
+        "bytes": num_bytes,
+        "estimated_cycles": cycles,
+        "collective": collective,
+    }
+    return Cost(**{f.name: fields[f.name] for f in dataclasses.fields(Cost)})
+
+
+def _all_to_all(times, num_bytes=1 << 20):
+    use = CollectiveUse(kind="all-to-all", bytes=num_bytes, participants=32, groups=1, tensors=1)
+    return _cost(DISPATCH, times, num_bytes=1, collective=use)
+
+
+def _job(budget=0.0):
+    return plan.Job("mt.X", "", "train", 64, 128, budget)
+
+
+def test_an_instruction_takes_the_longest_of_its_three_estimates_each_time_it_runs():
+    second = CHIP.peak_flops
+    costs = [
+        _cost(EXPERTS, times=3, flops=second, num_bytes=CHIP.hbm_bandwidth / 2),  # arithmetic
+        _cost(EXPERTS, flops=second / 4, num_bytes=2 * CHIP.hbm_bandwidth),  # memory
+        _cost(EXPERTS, flops=second / 4, cycles=5 * CHIP.clock_hz),  # the compiler
+    ]
+    (row,) = plan.work(costs, POD)
+    assert (row["part"], row["phase"]) == ("experts", "forward")
+    assert row["flops"] == pytest.approx(3.5 * second)
+    assert row["compute_seconds"] == pytest.approx(3.5)
+    assert row["memory_seconds"] == pytest.approx(3.5)
+    assert row["roofline_seconds"] == pytest.approx(3 + 2 + 0.25)
+    assert row["compiler_seconds"] == pytest.approx(5)
+    assert row["seconds"] == pytest.approx(3 + 2 + 5)
+
+
+def test_collectives_are_no_work_and_equal_ones_share_a_row():
+    costs = [_all_to_all(9), _all_to_all(9), _all_to_all(1, num_bytes=8), _cost(EXPERTS, flops=1)]
+    assert [row["part"] for row in plan.work(costs, POD)] == ["experts"]
+    rows = plan.collectives(costs, POD)
+    assert [(row["count"], row["bytes"]) for row in rows] == [(18, 1 << 20), (1, 8)]
+    one = network.seconds("all-to-all", 1 << 20, 32, POD)
+    assert rows[0]["seconds"] == pytest.approx(18 * one) and one > 0
+
+
+def test_a_budget_costs_its_tokens_at_the_step_s_rate():
+    costs = [_cost(EXPERTS, flops=CHIP.peak_flops), _all_to_all(4)]
+    work, talk = plan.work(costs, POD), plan.collectives(costs, POD)
+    time = plan.time(_job(budget=1e9), POD, work, talk)
+    step = 1 + talk[0]["seconds"]
+    assert time["step_seconds"] == pytest.approx(step)
+    assert time["utilization"] == pytest.approx(1 / step)
+    assert time["tokens_per_second"] == pytest.approx(128 / step)
+    days = 1e9 / 128 * step / 86400
+    assert time["days"] == pytest.approx(days)
+    assert time["chip_days"] == pytest.approx(16 * days)
+    assert time["device_years"] == pytest.approx(32 * days / 365.25)
+
+
+def test_parameters_are_counted_whole_and_by_device():
+    p = MtModel.Params().Set(name="m4", source_vocab_size=64, target_vocab_size=32, num_experts=8)
+    p.Set(model_dim=8, hidden_dim=16, num_heads=2, key_dim=4, num_groups=8)
+    p.Set(num_encoder_layers=2, num_decoder_layers=2, weight_split={"E": "expert"})
+    task = p.Instantiate()
+    mesh = Mesh(("expert",), (8,))
+    counted = plan.parameters(task.StateSpecs(), mesh)
+    experts = 2 * 8 * (8 * 16 + 16 * 8)  # two MoE layers
+    assert counted["bytes_total"] == 4 * counted["count"]
+    assert counted["bytes"] == 4 * (counted["count"] - experts + experts // 8)
+    assert counted["slot_bytes"] > 0
+    alone = plan.parameters(task.VariableSpecs(), mesh)
+    assert alone == counted | {"slot_bytes": 0}
+    assert isinstance(task.VariableSpecs(), NestedMap)
+
+
+def test_a_plan_that_contradicts_itself_is_refused():
+    good = {"memory": {"fits": True, "peak": 5, "hbm": 6}, "time": {"days": 1.0}}
+    plan.check(good)
+    for path, value in (("days", float("nan")), ("days", -1.0)):
+        with pytest.raises(ValueError, match=rf"plan\.time\.{path}"):
+            plan.check(good | {"time": {path: value}})
+    with pytest.raises(ValueError, match="peak over its memory"):
+        plan.check(good | {"memory": {"fits": True, "peak": 7, "hbm": 6}})

@@ -1,0 +1,21 @@
+"""Slices to try: each one exists, and is twice the one before."""
+
+import pytest
+
+from lingvo_moe.core.planner.errors import PlanError
+from lingvo_moe.core.planner.slices import slices
+from lingvo_moe.core.planner.topology import CHIPS, Topology
+
+
+@pytest.mark.parametrize("generation", CHIPS)
+def test_they_double_up_to_the_pod(generation):
+    topologies = [Topology.parse(name) for name in slices(generation)]
+    chips = [t.num_chips for t in topologies]
+    assert chips == [4 * 2**i for i in range(len(chips))]
+    assert chips[-1] >= {"v3": 1024, "v5e": 256, "v6e": 256}.get(generation, 4096)
+    assert all(max(t.dims) <= 2 * t.dims[0] for t in topologies[1:])
+
+
+def test_a_generation_that_is_none_is_told():
+    with pytest.raises(PlanError, match=r"no TPU generation.*did you mean.*v5p"):
+        next(slices("v5pp"))
