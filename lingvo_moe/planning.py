@@ -160,7 +160,8 @@ def smallest_slice(
 ) -> dict[str, Any]:
     """The plan for the first topology of `sizes`, smallest first, that the model fits.
 
-    Topologies whose memory is less than the program's arguments are passed over without compiling.
+    Topologies that cannot hold weights, slots and gradients at a time are passed over without
+    compiling.
 
     Raises:
         PlanError: it fits none of them.
@@ -173,7 +174,8 @@ def smallest_slice(
         state = params.task.Instantiate().StateSpecs()
         mesh = planned_mesh(params, topology.num_devices, request.mesh)
         held = plan.parameters(state, mesh)
-        if held["bytes"] + held["slot_bytes"] > topology.chip.hbm_bytes:
+        gradients = held["bytes"] // (1 if params.task.fprop_dtype in (None, "float32") else 2)
+        if held["bytes"] + held["slot_bytes"] + gradients > topology.chip.hbm_bytes:
             continue
         made = make_plan(replace(request, topology=name), cache_dir, say)
         if made["memory"]["fits"]:

@@ -4,6 +4,7 @@ The compiler is part of libtpu, which needs no TPU for this. It says what the pr
 there, to the byte, and refuses what does not fit; nothing can be run.
 """
 
+import contextlib
 import functools
 import importlib.metadata
 import importlib.util
@@ -133,13 +134,10 @@ def compile_for_topology(program: Program, topology_name: str) -> AotResult:
     jax_mesh = jax.sharding.Mesh(np.array(devices).reshape(mesh.shape), mesh.axis_names)
     lowered = xla.trace(program, jax_mesh).lower(lowering_platforms=("tpu",))
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as dump:
-        try:
-            compiled = lowered.compile(
-                compiler_options={"xla_dump_to": dump, "xla_dump_hlo_as_text": True}
-            )
-        except jax.errors.JaxRuntimeError as e:
-            raise _error(program.name, topology_name, str(e), _refused_module(dump)) from None
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as e:
+        raise _error(program.name, topology_name, str(e), lowered) from None
     seconds = time.perf_counter() - start
     stats = compiled.memory_analysis()
     return AotResult(
@@ -194,19 +192,27 @@ def _check_installed() -> None:
         )
 
 
-def _refused_module(dump: str) -> str:
-    """The module that the compiler wrote down before it gave up for want of memory, or ''."""
-    for path in sorted(Path(dump).glob("*.oom_intermediate_module.txt")):
-        return path.read_text(encoding="utf-8", errors="replace")
-    return ""
-
-
-def _error(program: str, topology: str, message: str, hlo_text: str) -> EngineError:
+def _error(program: str, topology: str, message: str, lowered: Any) -> EngineError:
     if "RESOURCE_EXHAUSTED" in message and _LIMITS.search(message):
-        return OutOfMemory(program, topology, message, hlo_text)
+        return OutOfMemory(program, topology, message, _refused_module(lowered))
     return EngineError(
         f"the TPU compiler refuses program {program!r} for {topology}: {_first_line(message)}"
     )
+
+
+def _refused_module(lowered: Any) -> str:
+    """The module with which the compiler gave up for want of memory, or ''.
+
+    It writes one down when it is told to write everything down, which takes longer: so a program that
+    does not fit is compiled again.
+    """
+    with tempfile.TemporaryDirectory() as dump:
+        options = {"xla_dump_to": dump, "xla_dump_hlo_as_text": True}
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            lowered.compile(compiler_options=options)
+        for path in sorted(Path(dump).glob("*.oom_intermediate_module.txt")):
+            return path.read_text(encoding="utf-8", errors="replace")
+    return ""
 
 
 # The compiler says either that what it must keep at a time is too much, before it has placed
