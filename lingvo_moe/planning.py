@@ -4,10 +4,10 @@ The sibling of trainer.py: the same step, lowered by the same path, is compiled 
 not there instead of being run on one that is.
 """
 
-import importlib.metadata
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -58,20 +58,17 @@ def make_plan(
         ValueError: of some subclass, with one line that names the flag: an experiment, override,
             topology or mesh that cannot be; no TPU compiler.
     """
+    if request.what not in WHATS:
+        raise PlanError(f"--what={request.what}: must be one of {', '.join(WHATS)}")
     topology = Topology.parse(request.topology)
-    num_devices = len(aot.devices_of(request.topology))
-    if num_devices != topology.num_devices:
-        raise PlanError(
-            f"--topology={request.topology}: the compiler gives it {num_devices} devices, "
-            f"topology.py {topology.num_devices}"
-        )
+    num_devices = len(aot.devices_of(topology.name))
     params = registry.GetParams(request.model, request.override)
     task = params.task.Instantiate()
     mesh = planned_mesh(params, num_devices, request.mesh)
     check_divisible(params, task, mesh)
     check_sizes(params)
     step, job = describe_job(request, params, task)
-    say(f"lowering {job.what} step of {request.model} for mesh {mesh}")
+    say(f"lowering the {job.what} step of {request.model} for mesh {mesh}")
     started = time.monotonic()
     program = step.Lower(mesh)
     lower_seconds = time.monotonic() - started
@@ -86,27 +83,39 @@ def make_plan(
         "topology": plan.describe_topology(topology),
         "batch": {"source_tokens": job.source_tokens, "target_tokens": job.target_tokens},
         "parameters": plan.parameters(state, mesh),
-        "compiler": {"libtpu": _version("libtpu"), "jax": _version("jax")},
+        "compiler": {"libtpu": aot.compiler_version(), "jax": version("jax")},
         "compile": {"lower_seconds": lower_seconds, "program_bytes": len(program.exported)},
     }
-    say(f"compiling for {topology.name}: {num_devices} devices")
-    try:
-        compiled, _ = cached(
-            program,
-            topology.name,
-            f"libtpu {_version('libtpu')}",
-            cache_dir,
-            lambda: aot.compile_for_topology(program, topology.name),
-        )
-    except aot.OutOfMemory as e:
-        out["memory"] = memory.misfit_plan(e, program.signature)
+    compiled = _compiled(program, topology, cache_dir, say)
+    if isinstance(compiled, aot.OutOfMemory):
+        out["memory"] = memory.misfit_plan(compiled, program.signature)
         return out | {"work": [], "collectives": [], "time": None}
     out["compile"] |= {
         "compile_seconds": compiled.compile_seconds,
         "host_peak_bytes": compiled.host_peak_bytes,
     }
+    out |= _analyse(compiled, program, topology, job)
+    plan.check(out)
+    return out
+
+
+def _compiled(
+    program: Program, topology: Topology, cache_dir: Path | None, say: Say
+) -> aot.AotResult | aot.OutOfMemory:
+    """What the compiler gives, from the cache where it is there, or why the program does not fit."""
+    say(f"compiling for {topology.name}: {topology.num_devices} devices")
+    try:
+        compiled = cached(
+            program,
+            topology.name,
+            f"libtpu {aot.compiler_version()}",
+            cache_dir,
+            lambda: aot.compile_for_topology(program, topology.name),
+        )
+    except aot.OutOfMemory as e:
+        return e
     say("reading the compiled program")
-    return out | _analyse(compiled, program, topology, job)
+    return compiled
 
 
 def _analyse(
@@ -182,10 +191,3 @@ def smallest_slice(
             return made
         say(f"{name}: misses by {made['memory']['misses_by'] / 2**30:.1f} GiB")
     raise PlanError(f"{request.model} fits none of {', '.join(tried)}")
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""

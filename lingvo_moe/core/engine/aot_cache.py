@@ -5,11 +5,11 @@ topology and the compiler's version: never what the planner makes of it, so that
 needs no new compile.
 """
 
-import base64
 import dataclasses
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,8 +32,8 @@ def cached(
     compiler: str,
     cache_dir: Path | None,
     compile_program: Callable[[], AotResult],
-) -> tuple[AotResult, bool]:
-    """What compiling gives, and whether it was read from disk.
+) -> AotResult:
+    """What compiling gives, read from disk where it was compiled before.
 
     Args:
         program: what is compiled.
@@ -43,23 +43,16 @@ def cached(
         compile_program: compiles, where there is no entry. What it raises is not kept.
     """
     if cache_dir is None:
-        return compile_program(), False
+        return compile_program()
     machine = topology_name.replace(":", "-")
     path = cache_dir / f"{program.hash[:32]}-{machine}-{compiler.replace(' ', '-')}.json.gz"
-    found = _read(path)
-    if found is not None:
-        return found, True
-    result = compile_program()
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    data = {"format": _FORMAT, **dataclasses.asdict(result)}
-    files.write_atomic(str(path), gzip.compress(json.dumps(data, default=_encode).encode(), 6))
-    return result, False
-
-
-def _encode(value: object) -> object:
-    if isinstance(value, bytes):
-        return {"base64": base64.b64encode(value).decode()}
-    raise TypeError(f"{type(value).__name__} in a compile's result")
+    result = _read(path)
+    if result is None:
+        result = compile_program()
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        data = {"format": _FORMAT, **dataclasses.asdict(result)}
+        files.write_atomic(path, gzip.compress(json.dumps(data).encode(), 6))
+    return result
 
 
 def _read(path: Path) -> AotResult | None:
@@ -69,5 +62,5 @@ def _read(path: Path) -> AotResult | None:
         if data.pop("format") != _FORMAT:
             return None
         return AotResult(**data)
-    except (OSError, EOFError, ValueError, TypeError, KeyError):
+    except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, AttributeError):
         return None

@@ -1,0 +1,232 @@
+"""Plans of a small model, from the real TPU compiler: golden, exact where they claim to be, and telling on a layer
+that is no longer cut.
+
+Compiling for eight TPU cores that are not there takes about half a minute, so all tests share two
+plans. `tests/plans/` is written anew by
+
+    python -m tools.plan --model=mt.M4Tiny --topology=v3:2x2 --output=tests/plans/M4Tiny-v3_2x2.json \\
+        --model_params_override='task.num_encoder_layers=4;task.num_decoder_layers=4'
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lingvo_moe import planning
+from lingvo_moe.core import registry
+from lingvo_moe.core.engine import aot
+from lingvo_moe.core.engine.aot_cache import cached
+from lingvo_moe.core.engine.base import EngineError
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.planner.errors import PlanError
+from lingvo_moe.core.planner.golden import differences
+from lingvo_moe.core.sharding import ShardingError
+
+pytestmark = pytest.mark.slow
+
+GOLDEN = Path(__file__).parent / "plans" / "M4Tiny-v3_2x2.json"
+# Two blocks a stack: a loop of one is written out.
+LAYERS = "task.num_encoder_layers=4;task.num_decoder_layers=4"
+MOE_LAYERS = ("encoder.moe", "decoder.moe")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("plans")
+
+
+@pytest.fixture(scope="module")
+def tiny(cache):
+    return planning.make_plan(planning.Request("mt.M4Tiny", "v3:2x2", LAYERS), cache)
+
+
+def _params(override=LAYERS, model="mt.M4Tiny"):
+    return registry.GetParams(model, override)
+
+
+def _flops(plan, phase, *parts):
+    return sum(
+        row["flops"]
+        for row in plan["work"]
+        if row["phase"] == phase and (not parts or row["part"] in parts)
+    )
+
+
+# --- the plan is what it was, and what it says
+
+
+def test_the_step_keeps_its_promises(tiny):
+    assert differences(json.loads(GOLDEN.read_text()), tiny) == []
+
+
+def test_each_moe_layer_exchanges_tokens_twice_each_way_and_gathers_nothing(tiny):
+    counts = {}
+    for row in tiny["collectives"]:
+        key = (row["layer"], row["phase"], row["kind"])
+        counts[key] = counts.get(key, 0) + row["count"]
+    for layer in MOE_LAYERS:
+        for phase in ("forward", "recompute", "backward"):
+            assert counts.pop((layer, phase, "all-to-all")) == 2 * 2  # two blocks
+    assert {kind for _, _, kind in counts} == {"all-reduce"}
+
+
+def test_memory_is_the_compiler_s_and_arguments_are_the_state_and_the_batch(tiny, cache):
+    (entry,) = cache.iterdir()
+    compiled = cached(_Hashed(tiny), "v3:2x2", f"libtpu {aot.compiler_version()}", cache, _never)
+    assert entry.name.startswith(tiny["program_hash"][:32])
+    memory = tiny["memory"]
+    for key, size in compiled.memory.items():
+        assert memory[key] == size
+    assert memory["fits"]
+    assert sum(memory["kinds"].values()) == memory["allocated"]
+    held = memory["kinds"]
+    assert held["weights"] == tiny["parameters"]["bytes"]
+    assert held["slots"] == tiny["parameters"]["slot_bytes"]
+    # Our own trace of what is live when, against the compiler's peak.
+    assert memory["traced_peak"] == pytest.approx(memory["peak"], rel=0.1)
+
+
+def test_operations_are_a_hand_count_of_the_einsums(tiny):
+    """Forward: what the layers say of themselves. Backward: twice that, but for the dispatch mask, which is no
+    function of a weight. Recomputed: all but a block's last product."""
+    params = _params()
+    data = params.input
+    shapes = [(data.batch_size, n) for n in (data.source_length, data.target_length)]
+    hand = params.task.cls.FPropMeta(params.task, *shapes).flops / 8
+    assert _flops(tiny, "forward") == pytest.approx(hand, rel=0.02)
+    parts = {
+        part: [_flops(tiny, phase, part) for phase in ("forward", "recompute", "backward")]
+        for part in ("attention", "dense_ffn", "experts", "dispatch_combine")
+    }
+    for part, (forward, recompute, backward) in parts.items():
+        dispatch = part == "dispatch_combine"
+        assert recompute == pytest.approx(forward * (0.5 if dispatch else 1), rel=0.02), part
+        assert backward == pytest.approx(forward * (1.5 if dispatch else 2), rel=0.02), part
+
+
+def test_the_same_program_runs_on_cpus(tiny):
+    """What was compiled for TPUs is, hash for hash, what eight virtual CPU devices would run."""
+    params = _params()
+    request = planning.Request("mt.M4Tiny", "v3:2x2", LAYERS)
+    step, _ = planning.describe_job(request, params, params.task.Instantiate())
+    assert step.Lower(planning.planned_mesh(params, 8)).hash == tiny["program_hash"]
+
+
+def test_a_layer_that_loses_its_cut_is_named(tiny, cache):
+    """Experts' slots that stay with their groups: every device then needs every expert."""
+    uncut = LAYERS + ';task.activation_split={"B": "expert", "G": "expert"}'
+    plan = planning.make_plan(planning.Request("mt.M4Tiny", "v3:2x2", uncut), cache)
+    told = differences(tiny, plan)
+    assert any(line.startswith("encoder.moe") and "all-gather" in line for line in told), told
+    assert any(line.startswith("decoder.moe") and "all-gather" in line for line in told), told
+
+
+# --- what cannot be planned
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "told"),
+    [
+        (("mt.M4Tiny", "v9:2x2"), PlanError, "no TPU generation 'v9'"),
+        (("mt.M4Tiny", "v3:64x64"), PlanError, "largest slice of v3 is v3:32x32"),
+        (("mt.M4Tiny", "v3:2y2"), PlanError, "expected the chips in each dimension"),
+        (("mt.M4Tinny", "v3:2x2"), registry.RegistryError, r"did you mean.*mt\.M4Tiny"),
+        (("mt.M4Tiny", "v3:4x4"), ShardingError, r"does not divide over the 32 devices"),
+        (("mt.T96L", "v5e:2x2"), ShardingError, "cannot be laid over 4 devices"),
+        (("mt.M4Tiny", "v3:2x2", "", "train", "expert:4"), PlanError, "--mesh=expert:4 has 4"),
+        (("mt.M4Tiny", "v3:2x2", "", "serve"), PlanError, "--what=serve: must be one of train"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_lowered(request_, error, told, cache):
+    with pytest.raises(error, match=told):
+        planning.make_plan(planning.Request(*request_), cache)
+
+
+def test_without_the_compiler_it_says_how_to_get_it(monkeypatch, cache):
+    monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: None)
+    aot._describe.cache_clear()
+    with pytest.raises(EngineError, match="pip install libtpu"):
+        planning.make_plan(planning.Request("mt.M4Tiny", "v3:2x2"), cache)
+
+
+def test_a_model_that_does_not_fit_gives_a_plan_that_says_by_how_much(monkeypatch):
+    message = (
+        "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory: total memory required "
+        "for HLO temporaries (18.45G) exceeds available HBM (15.48G)"
+    )
+
+    def refuse(program, topology):
+        raise aot.OutOfMemory(program.name, topology, message)
+
+    monkeypatch.setattr(aot, "compile_for_topology", refuse)
+    plan = planning.make_plan(planning.Request("mt.M4Tiny", "v3:2x2"), None)
+    memory = plan["memory"]
+    assert not memory["fits"]
+    assert memory["misses_by"] == pytest.approx((18.45 - 15.48) * 2**30, rel=1e-3)
+    assert plan["time"] is None and plan["work"] == plan["collectives"] == []
+
+
+def test_the_smallest_slice_skips_what_cannot_hold_the_state(monkeypatch):
+    tried = []
+
+    def make(request, cache_dir, say):
+        tried.append(request.topology)
+        fits = len(tried) == 2
+        return {"memory": {"fits": fits, "misses_by": 2**30}, "topology": request.topology}
+
+    monkeypatch.setattr(planning, "make_plan", make)
+    request = planning.Request("mt.M4MoE128E36L", "v5e")
+    sizes = ["v5e:2x2", "v5e:4x4", "v5e:4x8", "v5e:8x8"]
+    assert planning.smallest_slice(request, iter(sizes), None)["topology"] == "v5e:8x8"
+    # Of 15.75 GiB, weights, slots and gradients are 24.4 GiB on 16 chips, 15.4 on 32.
+    assert tried == ["v5e:4x8", "v5e:8x8"]
+    with pytest.raises(PlanError, match="fits none of v5e:2x2, v5e:4x4"):
+        planning.smallest_slice(request, iter(sizes[:2]), None)
+
+
+# --- the command
+
+
+def _plan(*flags):
+    command = [sys.executable, "-m", "tools.plan", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_the_command_compares_recorded_plans(tmp_path):
+    page = tmp_path / "plans.html"
+    done = _plan(f"--compare={GOLDEN},{GOLDEN}", f"--html={page}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("v3:2x2") >= 2
+    assert "<html" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--model=mt.M4Tiny"], "--model and --topology go together"),
+        ([], "nothing to do"),
+        (["--model=mt.M4Tiny", "--topology=v3:2x2", "--what=x"], "must be one of train, decode"),
+        (["--model=mt.M4Tiny", "--topology=v8"], "no TPU generation"),
+        (["--compare=/nowhere.json"], "--compare=/nowhere.json: No such file"),
+        ([f"--compare={__file__}"], "not JSON"),
+        (["--topolgy=v3:2x2"], "did you mean '--topology'"),
+    ],
+)
+def test_the_command_tells_mistakes_in_a_line(flags, told):
+    done = _plan(*flags)
+    assert done.returncode in (1, 2)
+    assert told in done.stderr and "Traceback" not in done.stderr
+
+
+class _Hashed(NestedMap):
+    """Stands for a program of which only the hash is asked."""
+
+    def __init__(self, plan):
+        super().__init__(hash=plan["program_hash"])
+
+
+def _never():
+    raise AssertionError("not in the cache")
