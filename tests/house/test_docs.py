@@ -8,6 +8,7 @@ import contextlib
 import functools
 import importlib
 import io
+import json
 import random
 import re
 import shlex
@@ -21,7 +22,10 @@ from rich.console import Console
 
 from lingvo_moe import trainer
 from lingvo_moe.core import inspect, registry
+from lingvo_moe.core.planner import report
+from lingvo_moe.core.planner.topology import CHIPS
 from lingvo_moe.core.sharding import Mesh
+from tools import plan
 from tools.import_graph import PACKAGES, ROOT
 
 PAGES = sorted(["README.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))])
@@ -34,8 +38,6 @@ RUNNABLE = [
     "docs/sharding.md",
     "docs/training.md",
 ]
-# README's picture and figures are filled in from a run of the demo; until then this marks their places.
-
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _CODE = re.compile(r"`([^`\n]+)`")
@@ -109,7 +111,9 @@ def _commands(page: str) -> list[str]:
     """The lines of a page's shell blocks that are commands of ours."""
     lines = "\n".join(_blocks(page, "bash")).replace("\\\n", " ").splitlines()
     return [
-        line.strip() for line in lines if re.match(r"\s*(python -m (lingvo|tools)|make )", line)
+        line.strip()
+        for line in lines
+        if re.match(r"\s*(python -m (lingvo|tools|benchmarks)|make )", line)
     ]
 
 
@@ -130,7 +134,7 @@ def test_commands_have_flags_that_exist(
         words = words[: words.index("|")]
     if words[0] == "make":
         targets = re.findall(r"^([\w-]+):", _text("Makefile"), re.MULTILINE)
-        assert set(words[1:]) <= set(targets)
+        assert {word for word in words[1:] if "=" not in word} <= set(targets)
         return
     module, argv = words[2], [w for w in words[3:] if w != "&"]
     if module == "lingvo_moe.trainer":
@@ -201,7 +205,7 @@ def _tree() -> frozenset[str]:
 # What commands make, and what readers bring.
 _MADE = re.compile(
     r"(demo|run|saved_model|cache|RUN|CORPUS|MODEL|DIR|corpus|dev|vocab|texts|eval|checkpoints|compiled|train|assets\.extra)/"
-    r"|(report|experiment|collectives|corpus|translator|manifest|metrics)\.json|params\.txt|lines\.txt"
+    r"|(report|experiment|program|plan|corpus|translator|manifest|metrics)\.json|params\.txt|lines\.txt"
 )
 
 
@@ -302,6 +306,39 @@ def test_lines_of_inspect_model_are_what_it_prints() -> None:
     assert {" ".join(line.split()) for line in shown} <= printed
 
 
+def test_lines_of_plans_are_those_of_the_recorded_one() -> None:
+    blocks = _blocks("docs/planning.md", "text")
+    blocks += [block for block in _blocks("README.md", "text") if "step on v3:32x32" in block]
+    assert len(blocks) > 6
+    recorded = (ROOT / "docs/plans/M4MoE2048E36L-v3_32x32.json").read_text("utf-8")
+    out = io.StringIO()
+    report.print_plan(json.loads(recorded), Console(file=out, width=100))
+    printed = {" ".join(line.split()) for line in out.getvalue().splitlines()}
+    shown = {" ".join(line.split()) for block in blocks for line in block.splitlines()}
+    assert not shown - printed, "paste again what report.print_plan prints of it"
+
+
+def test_the_page_on_planning_has_the_data_sheets_figures() -> None:
+    rows = re.findall(r"^\| `(v\w+)` \| (.*) \|$", _text("docs/planning.md"), re.MULTILINE)
+    assert [name for name, _ in rows] == list(CHIPS)
+    for name, cells in rows:
+        chip = CHIPS[name]
+        assert cells.split(" | ") == [
+            str(chip.devices_per_chip),
+            f"`{name}:{'x'.join(map(str, chip.max_dims))}`",
+            f"{chip.hbm_bytes / 2**30:.2f}",
+            f"{chip.peak_flops / 1e12:g}",
+            f"{chip.hbm_bandwidth / 1e9:g}",
+            f"{chip.link_bandwidth / 1e9:g}",
+        ]
+
+
+def test_the_page_on_planning_lists_every_flag() -> None:
+    flags = {s for a in plan.make_parser()._actions for s in a.option_strings} - {"-h", "--help"}
+    text = _text("docs/planning.md")
+    assert not {flag for flag in flags if not re.search(rf"{flag}[=`]", text)}
+
+
 def test_the_page_on_training_lists_every_flag_and_train_parameter() -> None:
     text = _text("docs/training.md")
     flags = {s for a in trainer.make_parser()._actions for s in a.option_strings} - {"-h", "--help"}
@@ -314,6 +351,8 @@ def test_the_page_on_training_lists_every_flag_and_train_parameter() -> None:
     [
         ("tensorflow jax", "core.sharding.mesh core.sharding.letters"),
         ("tensorflow jax", "core.engine.specs core.engine.signature"),
+        ("tensorflow jax", "core.planner.costs core.planner.memory core.planner.report"),
+        ("tensorflow jax", "core.planner.golden core.planner.network core.planner.topology"),
         ("tensorflow", "core.engine.program core.engine.pjrt core.engine.checkpoints"),
         ("tensorflow", "core.engine.collectives core.engine.devices"),
     ],
