@@ -127,7 +127,9 @@ def _analyse(
     work = plan.work(costs, topology)
     collectives = plan.collectives(costs, topology)
     return {
-        "memory": memory.memory_plan(module, compiled.memory, program.signature, topology),
+        "memory": memory.memory_plan(
+            module, compiled.memory, program.signature, topology.chip.hbm_bytes
+        ),
         "work": work,
         "collectives": collectives,
         "time": plan.time(job, topology, work, collectives),

@@ -20,7 +20,6 @@ from lingvo_moe.core.planner.costs import Placer
 from lingvo_moe.core.planner.hlo import Executed, Module, parse_module
 from lingvo_moe.core.planner.liveness import Buffer, Liveness, Value, liveness
 from lingvo_moe.core.planner.parts import Place, moe_layers, place
-from lingvo_moe.core.planner.topology import Topology
 from lingvo_moe.core.sharding import DimsMapping, Mesh
 
 ARGUMENTS = ("weights", "slots", "inputs")
@@ -55,6 +54,7 @@ class Misfit(Protocol):
 
     needed_bytes: int
     limit_bytes: int
+    hlo_text: str
 
     @property
     def holders(self) -> Sequence[Any]: ...
@@ -70,7 +70,7 @@ class _Live:
 
 
 def memory_plan(
-    program: Module | str, reported: Mapping[str, int], signature: Signature, topology: Topology
+    program: Module | str, reported: Mapping[str, int], signature: Signature, hbm: int
 ) -> dict[str, Any]:
     """The `memory` of a plan, for a program that was compiled.
 
@@ -78,7 +78,7 @@ def memory_plan(
         program: the scheduled module, or its text.
         reported: the compiler's sizes in bytes: arguments, outputs, aliased, temporaries, code, peak.
         signature: of the program that was compiled.
-        topology: for which machine.
+        hbm: bytes that a device has for a program.
 
     Returns:
         bytes of one device, as docs/plan_json.md has them.
@@ -88,7 +88,6 @@ def memory_plan(
     at, traced_peak = traced.Peak()
     attribution = _Attribution(module, traced, signature)
     live = attribution.At(at)
-    hbm = topology.chip.hbm_bytes
     allocated = (
         reported["arguments"]
         + reported["outputs"]
@@ -109,8 +108,8 @@ def memory_plan(
         **{key: int(reported[key]) for key in reported},
         "allocated": allocated,
         "hbm": hbm,
-        "fits": allocated <= hbm,
-        "misses_by": max(allocated - hbm, 0),
+        "fits": True,  # the compiler's word: it refuses what does not
+        "misses_by": 0,
         "kinds": kinds,
         "traced_peak": traced_peak,
         "kept_for_backward": attribution.KeptForBackward(),
@@ -122,10 +121,13 @@ def memory_plan(
 def misfit_plan(error: Misfit, signature: Signature) -> dict[str, Any]:
     """The `memory` of a plan, for a program that the compiler refused for its size.
 
-    What is not argument is then one sum, and the holders are those that the compiler names.
+    What is not argument is traced through the module that it refused. Where it left none, that is one
+    sum, and the holders are those that the compiler names.
     """
-    kinds = argument_bytes(signature)
     needed, hbm = error.needed_bytes, error.limit_bytes
+    if error.hlo_text:
+        return _traced_misfit(error, signature)
+    kinds = argument_bytes(signature)
     kinds["temporaries"] = max(needed - sum(kinds.values()), 0)
     groups: dict[tuple[str, str, str, str], int] = defaultdict(int)
     moe = moe_layers(holder.op_name for holder in error.holders)
@@ -148,6 +150,24 @@ def misfit_plan(error: Misfit, signature: Signature) -> dict[str, Any]:
         "holders": _rows(groups),
         "advice": advise(held, needed, hbm),
     }
+
+
+def _traced_misfit(error: Misfit, signature: Signature) -> dict[str, Any]:
+    """As `misfit_plan`, from the schedule of the module that was refused."""
+    held = argument_bytes(signature)
+    arguments = sum(held[kind] for kind in ARGUMENTS)
+    reported = {
+        "arguments": arguments,
+        "outputs": 0,
+        "aliased": 0,
+        "temporaries": max(error.needed_bytes - arguments, 0),
+        "code": 0,
+        "peak": error.needed_bytes,
+    }
+    traced = memory_plan(error.hlo_text, reported, signature, error.limit_bytes)
+    unknown = {"outputs", "aliased", "code"}
+    out = {key: value for key, value in traced.items() if key not in unknown}
+    return out | {"fits": False, "misses_by": max(error.needed_bytes - error.limit_bytes, 0)}
 
 
 def argument_bytes(signature: Signature) -> dict[str, int]:

@@ -10,7 +10,7 @@ from lingvo_moe.core.planner.topology import Topology
 from lingvo_moe.core.sharding import Mesh
 
 _KIB, _GIB = 1024, 2**30
-_V3 = Topology.parse("v3:2x2")
+_HBM = Topology.parse("v3:2x2").chip.hbm_bytes
 _MESH = Mesh(("expert",), (8,))
 
 
@@ -111,7 +111,7 @@ def test_arguments_are_those_of_the_signature_to_the_byte():
 
 
 def test_what_is_held_at_the_peak_is_told_apart():
-    plan = memory_plan(_STEP, _REPORTED, _SIGNATURE, _V3)
+    plan = memory_plan(_STEP, _REPORTED, _SIGNATURE, _HBM)
     kinds = plan["kinds"]
     assert kinds["weight_copies"] == 2 * _KIB
     assert kinds["activations"] == 2 * _KIB + 4  # and the loop's counter
@@ -122,21 +122,21 @@ def test_what_is_held_at_the_peak_is_told_apart():
 
 
 def test_the_totals_are_the_compilers_and_kinds_add_up_to_them():
-    plan = memory_plan(_STEP, _REPORTED, _SIGNATURE, _V3)
+    plan = memory_plan(_STEP, _REPORTED, _SIGNATURE, _HBM)
     assert {key: plan[key] for key in _REPORTED} == _REPORTED
     assert plan["allocated"] == _REPORTED["arguments"] + 44 * _KIB + 7
     assert sum(plan["kinds"].values()) == plan["allocated"]
-    assert plan["hbm"] == _V3.chip.hbm_bytes and plan["fits"] and plan["misses_by"] == 0
+    assert plan["hbm"] == _HBM and plan["fits"] and plan["misses_by"] == 0
 
 
 def test_where_the_trace_sees_more_than_the_compiler_keeps_nothing_is_negative():
-    plan = memory_plan(_STEP, _REPORTED | {"temporaries": 20 * _KIB}, _SIGNATURE, _V3)
+    plan = memory_plan(_STEP, _REPORTED | {"temporaries": 20 * _KIB}, _SIGNATURE, _HBM)
     assert sum(plan["kinds"].values()) == plan["allocated"]
     assert min(plan["kinds"].values()) >= 0 and plan["kinds"]["padding"] == 0
 
 
 def test_holders_name_layer_part_and_phase_largest_first():
-    plan = memory_plan(_STEP, _REPORTED, _SIGNATURE, _V3)
+    plan = memory_plan(_STEP, _REPORTED, _SIGNATURE, _HBM)
     rows = plan["holders"]
     assert [r["bytes"] for r in rows] == sorted((r["bytes"] for r in rows), reverse=True)
     assert sum(r["bytes"] for r in rows) == plan["traced_peak"]
@@ -149,10 +149,16 @@ def test_holders_name_layer_part_and_phase_largest_first():
     assert found["slots", "attention", ""] == 64
 
 
-def test_a_program_that_needs_more_than_the_chip_has_does_not_fit():
-    plan = memory_plan(_STEP, _REPORTED | {"temporaries": 17 * _GIB}, _SIGNATURE, _V3)
-    assert not plan["fits"]
-    assert plan["misses_by"] == plan["allocated"] - _V3.chip.hbm_bytes > 0
+def test_a_refused_module_is_traced_like_a_compiled_one():
+    error = SimpleNamespace(
+        needed_bytes=_HBM + 3 * _GIB, limit_bytes=_HBM, holders=[], hlo_text=_STEP
+    )
+    plan, compiled = misfit_plan(error, _SIGNATURE), memory_plan(_STEP, _REPORTED, _SIGNATURE, _HBM)
+    assert not plan["fits"] and plan["misses_by"] == 3 * _GIB
+    assert plan["allocated"] == plan["peak"] == _HBM + 3 * _GIB == sum(plan["kinds"].values())
+    assert plan["holders"] == compiled["holders"]
+    assert plan["kinds"]["gradients"] == compiled["kinds"]["gradients"]
+    assert not {"outputs", "aliased", "code"} & plan.keys()
 
 
 def test_a_refused_program_has_the_compilers_figures_and_holders():
@@ -161,7 +167,9 @@ def test_a_refused_program_has_the_compilers_figures_and_holders():
         op_name="jit(f)/call_tf/gradient_tape/m/layers_1/ffn/experts/x",
         shape="f32[1]",
     )
-    error = SimpleNamespace(needed_bytes=20 * _GIB, limit_bytes=16 * _GIB, holders=[holder] * 2)
+    error = SimpleNamespace(
+        needed_bytes=20 * _GIB, limit_bytes=16 * _GIB, holders=[holder] * 2, hlo_text=""
+    )
     plan = misfit_plan(error, _SIGNATURE)
     assert not plan["fits"] and plan["misses_by"] == 4 * _GIB
     assert plan["peak"] == plan["allocated"] == 20 * _GIB == sum(plan["kinds"].values())
@@ -207,7 +215,7 @@ def test_fewer_tokens_do_not_help_where_weights_alone_are_too_large():
 
 def test_gradients_of_a_refused_program_are_not_taken_to_shrink_with_its_tokens():
     specs = [TensorSpec((2**30,), "float32", (None,), f"state.{n}.w") for n in ("theta", "slots")]
-    error = SimpleNamespace(needed_bytes=20 * _GIB, limit_bytes=16 * _GIB, holders=[])
+    error = SimpleNamespace(needed_bytes=20 * _GIB, limit_bytes=16 * _GIB, holders=[], hlo_text="")
     advice = misfit_plan(error, _signature(*specs))["advice"]
     # 4 GiB each of weights, slots and gradients leave 8 that grow with tokens; 4 are missing.
     assert any("50% of the tokens a device" in line and "8.00 GiB" in line for line in advice)
@@ -219,6 +227,6 @@ def test_twice_the_devices_help_only_where_a_device_has_two_experts(experts, hal
     signature = _signature(
         TensorSpec(size, "float32", ("expert", None, None), "state.theta.wi"),
     )
-    error = SimpleNamespace(needed_bytes=40 * _GIB, limit_bytes=16 * _GIB, holders=[])
+    error = SimpleNamespace(needed_bytes=40 * _GIB, limit_bytes=16 * _GIB, holders=[], hlo_text="")
     advice = misfit_plan(error, signature)["advice"]
     assert any("Twice the devices" in line for line in advice) == halves
