@@ -20,6 +20,7 @@ from lingvo_moe.core.planner import memory, plan
 from lingvo_moe.core.planner.costs import costs as costs_of
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.hlo import parse_module
+from lingvo_moe.core.planner.slices import slices
 from lingvo_moe.core.planner.topology import Topology
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.trainer_checks import check_divisible, check_sizes
@@ -167,29 +168,55 @@ def planned_mesh(params: Any, num_devices: int, text: str = "") -> Mesh:
 
 
 def smallest_slice(
-    request: Request, sizes: Iterator[str], cache_dir: Path | None, say: Say = lambda _: None
+    request: Request, cache_dir: Path | None, say: Say = lambda _: None
 ) -> dict[str, Any]:
-    """The plan for the first topology of `sizes`, smallest first, that the model fits.
-
-    Topologies that cannot hold weights, slots and gradients at a time are passed over without
-    compiling.
+    """The plan for the smallest slice that the model fits, of the generation in `request.topology`.
 
     Raises:
-        PlanError: it fits none of them.
+        FitsNone: it fits no slice of that generation.
+        PlanError: no such generation.
     """
     tried = []
-    for name in sizes:
-        topology = Topology.parse(name)
+    for name in slices_to_try(request):
         tried.append(name)
-        params = registry.GetParams(request.model, request.override)
-        state = params.task.Instantiate().StateSpecs()
-        mesh = planned_mesh(params, topology.num_devices, request.mesh)
-        held = plan.parameters(state, mesh)
-        gradients = held["bytes"] // (1 if params.task.fprop_dtype in (None, "float32") else 2)
-        if held["bytes"] + held["slot_bytes"] + gradients > topology.chip.hbm_bytes:
-            continue
         made = make_plan(replace(request, topology=name), cache_dir, say)
         if made["memory"]["fits"]:
             return made
         say(f"{name}: misses by {made['memory']['misses_by'] / 2**30:.1f} GiB")
-    raise PlanError(f"{request.model} fits none of {', '.join(tried)}")
+    raise FitsNone(request, tried)
+
+
+class FitsNone(PlanError):
+    """A model that is too large for every slice of a generation.
+
+    Attributes:
+        tried: the slices for which it was compiled.
+    """
+
+    def __init__(self, request: Request, tried: list[str]):
+        self.tried = tried
+        compiled = f"compiled for {', '.join(tried)}" if tried else "none can hold its state"
+        super().__init__(
+            f"{request.model} fits no slice of {request.topology} over which it divides: {compiled}"
+        )
+
+
+def slices_to_try(request: Request) -> Iterator[str]:
+    """The slices of a generation over which the experiment divides, smallest first, without those that
+    cannot hold its weights and, to train it, slots and gradients at a time."""
+    params = registry.GetParams(request.model, request.override)
+    task = params.task.Instantiate()
+    train = request.what == "train"
+    narrow = params.task.fprop_dtype not in (None, "float32")
+    for name in slices(request.topology):
+        topology = Topology.parse(name)
+        try:
+            mesh = planned_mesh(params, topology.num_devices, request.mesh)
+            check_divisible(params, task, mesh)
+        except ValueError:
+            continue
+        held = plan.parameters(task.StateSpecs(), mesh)
+        gradients = held["bytes"] // (2 if narrow else 1)
+        least = held["bytes"] + (held["slot_bytes"] + gradients if train else 0)
+        if least <= topology.chip.hbm_bytes:
+            yield name

@@ -97,7 +97,7 @@ def check_divisible(params: Any, task: Any, mesh: Mesh) -> None:
         if size % parts:
             raise ShardingError(
                 f"{path}={size} does not divide over the {parts} devices of axis {axis!r} of mesh {mesh}; "
-                f"use --mesh or --num_devices with a divisor of {size}, or --model_params_override='{path}=...'"
+                f"use a mesh with a divisor of {size} there (--mesh), or --model_params_override='{path}=...'"
             )
 
 

@@ -179,12 +179,15 @@ def test_the_smallest_slice_skips_what_cannot_hold_the_state(monkeypatch):
 
     monkeypatch.setattr(planning, "make_plan", make)
     request = planning.Request("mt.M4MoE128E36L", "v5e")
-    sizes = ["v5e:2x2", "v5e:4x4", "v5e:4x8", "v5e:8x8"]
-    assert planning.smallest_slice(request, iter(sizes), None)["topology"] == "v5e:8x8"
-    # Of 15.75 GiB, weights, slots and gradients are 24.4 GiB on 16 chips, 15.4 on 32.
+    # Of 15.75 GiB, weights, slots and gradients are 24.4 GiB on 16 chips, 15.4 on 32; 128 experts do
+    # not divide over 256 chips.
+    assert list(planning.slices_to_try(request)) == ["v5e:4x8", "v5e:8x8", "v5e:8x16"]
+    assert planning.smallest_slice(request, None)["topology"] == "v5e:8x8"
     assert tried == ["v5e:4x8", "v5e:8x8"]
-    with pytest.raises(PlanError, match="fits none of v5e:2x2, v5e:4x4"):
-        planning.smallest_slice(request, iter(sizes[:2]), None)
+    dense = planning.slices_to_try(planning.Request("mt.T96L", "v5p"))
+    assert next(dense) == "v5p:2x2x2"  # heads are cut over 8 devices
+    with pytest.raises(planning.FitsNone, match=r"v5e.* none can hold its state"):
+        planning.smallest_slice(planning.Request("mt.M4MoE2048E60L", "v5e"), None)
 
 
 # --- the command

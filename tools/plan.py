@@ -7,7 +7,8 @@
 The step is the trainer's own, compiled by the real TPU compiler for a machine that is not there.
 Memory, operations and collectives are what the compiler made; times are estimates. A generation
 without a size, e.g. --topology=v5p, looks for the smallest slice that the model fits.
-Ends with status 0, 1 for a mistake, 3 where the model does not fit.
+Ends with status 0, 1 or (in flags) 2 for a mistake, 3 where the model does not fit, 130 where it was
+interrupted.
 """
 
 import json
@@ -102,7 +103,7 @@ def read_plan(path: str) -> dict[str, Any]:
         raise ValueError(f"--compare={path}: {e.strerror}") from None
     except ValueError as e:
         raise ValueError(f"--compare={path}: not JSON: {e}") from None
-    if not isinstance(plan, dict) or plan.get("version") != 1:
+    if not isinstance(plan, dict) or plan.get("version") != 1 or "memory" not in plan:
         raise ValueError(f"--compare={path}: no plan of version 1, as --output writes it")
     return plan
 
@@ -118,7 +119,6 @@ def make(args: Any, say: Any) -> dict[str, Any]:
     _cli.load_tensorflow()
     from lingvo_moe import planning
     from lingvo_moe.core.engine import aot_cache
-    from lingvo_moe.core.planner.slices import slices
 
     cache: Path | None = aot_cache.default_cache_dir()
     if args.cache_dir is not None:
@@ -133,7 +133,7 @@ def make(args: Any, say: Any) -> dict[str, Any]:
     )
     if ":" in args.topology:
         return planning.make_plan(request, cache, say)
-    return planning.smallest_slice(request, slices(args.topology), cache, say)
+    return planning.smallest_slice(request, cache, say)
 
 
 class Progress:

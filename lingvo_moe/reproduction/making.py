@@ -4,7 +4,7 @@ import json
 import multiprocessing
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -59,41 +59,18 @@ def make_plan(wanted: Wanted, cache_dir: Path | None, say: Say) -> dict[str, Any
         ValueError: as planning.make_plan.
     """
     from lingvo_moe import planning
-    from lingvo_moe.core.planner.errors import PlanError
 
     request = planning.Request(**asdict(wanted))
     if ":" in wanted.topology:
         return planning.make_plan(request, cache_dir, say)
-    sizes = list(divisible_slices(wanted))
     try:
-        return planning.smallest_slice(request, iter(sizes), cache_dir, say)
-    except PlanError as e:
-        if "fits none" not in str(e):
-            raise
+        return planning.smallest_slice(request, cache_dir, say)
+    except planning.FitsNone as e:
         return {
             "version": 1,
             "model": wanted.model,
             "override": wanted.override,
             "what": wanted.what,
             "topology": {"generation": wanted.topology},
-            "fits_none": sizes,
+            "fits_none": e.tried,
         }
-
-
-def divisible_slices(wanted: Wanted) -> Iterator[str]:
-    """The slices of a generation over which the model's batch, groups and experts divide."""
-    from lingvo_moe import planning
-    from lingvo_moe.core import registry
-    from lingvo_moe.core.planner.slices import slices
-    from lingvo_moe.core.planner.topology import Topology
-    from lingvo_moe.trainer_checks import check_divisible
-
-    params = registry.GetParams(wanted.model, wanted.override)
-    task = params.task.Instantiate()
-    for name in slices(wanted.topology):
-        try:
-            mesh = planning.planned_mesh(params, Topology.parse(name).num_devices)
-            check_divisible(params, task, mesh)
-        except ValueError:
-            continue
-        yield name

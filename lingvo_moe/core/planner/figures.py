@@ -271,7 +271,7 @@ def setting(plan: Plan) -> list[tuple[str, str]]:
     torus = "×".join(str(n) for n in get(plan, "topology.torus") or ())
     count = get(plan, "parameters.count")
     return [
-        ("machine", f"{units.number(devices)} devices, {units.number(chips)} chips, torus {torus}"),
+        ("machine", f"{devices:,} devices, {chips:,} chips, torus {torus}"),
         ("mesh", str(plan.get("mesh") or units.DASH)),
         (
             "device",
