@@ -327,7 +327,7 @@ def today(plans: Plans, generations: Sequence[str]) -> Section:
 def _today_row(model: str, plan: Plan) -> list[str]:
     if "fits_none" in plan:
         tried = plan["fits_none"]
-        sizes = f"none up to `{tried[-1]}`" if tried else "none that it divides over"
+        sizes = f"none up to `{tried[-1]}`" if tried else "none: each is too small for its state"
         return [f"`mt.{model}`", sizes, *[DASH] * 6]
     time, top = plan["time"], plan["topology"]
     return [
