@@ -69,8 +69,9 @@ def seconds(kind: str, num_bytes: int, participants: int, topology: Topology) ->
         return 0.0
     group = _group(participants, topology)
     bandwidth = topology.chip.link_bandwidth
-    if group.chips == 1:
-        # Through the memory that the devices of a chip share: nothing goes over a link.
+    if group.chips == 1 and (kind != "collective-permute" or topology.num_chips == 1):
+        # Through the memory that the devices of a chip share: nothing goes over a link. A permute
+        # has pairs, but most of them are of two chips.
         return SECONDS_PER_OPERATION + num_bytes / topology.chip.hbm_bandwidth
     link_bytes, hops = _load(kind, num_bytes, group)
     return SECONDS_PER_OPERATION + link_bytes / bandwidth + hops * SECONDS_PER_HOP

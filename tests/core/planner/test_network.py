@@ -137,3 +137,10 @@ def test_the_description_has_the_figures():
     for part in ("32x32 chips", "82 GB/s", "The 2 devices of a chip", "1 us", "assumptions"):
         assert part in text
     assert "no dimension closes" in network.describe(Topology.parse("v5e:4x4"))
+
+
+def test_a_permute_goes_over_a_link_where_a_chip_has_two_devices():
+    v3 = Topology.parse("v3:4x4")
+    both_cores = 2 * 82_000_000 / v3.chip.link_bandwidth
+    found = network.seconds("collective-permute", 82_000_000, 2, v3)
+    assert found == pytest.approx(both_cores, rel=0.01)
