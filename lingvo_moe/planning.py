@@ -23,6 +23,7 @@ from lingvo_moe.core.planner.hlo import parse_module
 from lingvo_moe.core.planner.slices import slices
 from lingvo_moe.core.planner.topology import Topology
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.trainer import make_mesh
 from lingvo_moe.trainer_checks import check_divisible, check_sizes
 
 WHATS = ("train", "decode")
@@ -109,7 +110,7 @@ def _compiled(
         compiled = cached(
             program,
             topology.name,
-            f"libtpu {aot.compiler_version()}",
+            aot.compiler_identity(),
             cache_dir,
             lambda: aot.compile_for_topology(program, topology.name),
         )
@@ -159,9 +160,7 @@ def planned_mesh(params: Any, num_devices: int, text: str = "") -> Mesh:
     Raises:
         ShardingError: a text that does not read as a mesh, or devices that it cannot be laid over.
     """
-    if not text:
-        return Mesh.parse(params.train.mesh, "train.mesh").over_devices(num_devices)
-    mesh = Mesh.parse(text)
+    mesh = make_mesh(params, text, num_devices)
     if mesh.size != num_devices:
         raise PlanError(f"--mesh={text} has {mesh.size} devices, the topology {num_devices}")
     return mesh
@@ -207,6 +206,8 @@ def slices_to_try(request: Request) -> Iterator[str]:
     params = registry.GetParams(request.model, request.override)
     task = params.task.Instantiate()
     train = request.what == "train"
+    if request.mesh:
+        Mesh.parse(request.mesh)  # a mistake is no reason to pass over every slice
     narrow = params.task.fprop_dtype not in (None, "float32")
     for name in slices(request.topology):
         topology = Topology.parse(name)

@@ -75,13 +75,13 @@ def test_each_moe_layer_exchanges_tokens_twice_each_way_and_gathers_nothing(tiny
 
 def test_memory_is_the_compiler_s_and_arguments_are_the_state_and_the_batch(tiny, cache):
     (entry,) = cache.iterdir()
-    compiled = cached(_Hashed(tiny), "v3:2x2", f"libtpu {aot.compiler_version()}", cache, _never)
+    compiled = cached(_Hashed(tiny), "v3:2x2", aot.compiler_identity(), cache, _never)
     assert entry.name.startswith(tiny["program_hash"][:32])
     memory = tiny["memory"]
     for key, size in compiled.memory.items():
         assert memory[key] == size
     assert memory["fits"]
-    assert sum(memory["kinds"].values()) == memory["allocated"]
+    assert sum(memory["kinds"].values()) == memory["needed"]
     held = memory["kinds"]
     assert held["weights"] == tiny["parameters"]["bytes"]
     assert held["slots"] == tiny["parameters"]["slot_bytes"]
@@ -212,6 +212,9 @@ def test_the_command_compares_recorded_plans(tmp_path):
         (["--model=mt.M4Tiny"], "--model and --topology go together"),
         ([], "nothing to do"),
         (["--model=mt.M4Tiny", "--topology=v3:2x2", "--what=x"], "must be one of train, decode"),
+        ([f"--compare={GOLDEN}", "--output=x.json"], "--output is of a new plan"),
+        (["--model=mt.M4Tiny", "--topology=v3:2x2", "--token_budget=inf"], "must be positive"),
+        (["--model=mt.M4Tiny", "--topology=v3", "--mesh=foo"], "--mesh=foo"),
         (["--model=mt.M4Tiny", "--topology=v8"], "no TPU generation"),
         (["--compare=/nowhere.json"], "--compare=/nowhere.json: No such file"),
         ([f"--compare={__file__}"], "not JSON"),

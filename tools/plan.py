@@ -12,6 +12,7 @@ interrupted.
 """
 
 import json
+import math
 import os
 import sys
 import threading
@@ -20,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from tools import _cli
-
-WHATS = ("train", "decode")
 
 
 def make_parser() -> _cli.Parser:
@@ -32,9 +31,7 @@ def make_parser() -> _cli.Parser:
     add(
         "--topology", default="", help="e.g. v3:32x32, v5p:4x4x8, or v5p for the smallest that fits"
     )
-    add(
-        "--what", default="train", help=f"which program: one of {', '.join(WHATS)} (default: train)"
-    )
+    add("--what", default="train", help="which program: train or decode (default: train)")
     add(
         "--mesh",
         default="",
@@ -56,10 +53,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--model and --topology go together")
     if not args.model and not args.compare:
         parser.error("nothing to do: give --model and --topology, or --compare")
-    if args.what not in WHATS:
-        parser.error(f"--what={args.what}: must be one of {', '.join(WHATS)}")
-    if not args.token_budget > 0:
-        parser.error(f"--token_budget={args.token_budget}: must be positive")
+    if args.output and not args.model:
+        parser.error("--output is of a new plan: it goes with --model and --topology")
+    if not (args.token_budget > 0 and math.isfinite(args.token_budget)):
+        parser.error(f"--token_budget={args.token_budget}: must be positive and finite")
     try:
         return run(args)
     except (ValueError, OSError) as e:
@@ -83,15 +80,16 @@ def run(args: Any) -> int:
     from lingvo_moe.core import files
     from lingvo_moe.core.planner import report
 
+    # Files first: what took minutes is not lost for a terminal that has gone.
+    if args.output:
+        files.write_atomic(args.output, (json.dumps(plans[0], indent=1) + "\n").encode())
+    if args.html:
+        files.write_atomic(args.html, report.html_report(plans).encode())
     console = Console()
     if args.model:
         report.print_plan(plans[0], console)
     if len(plans) > 1 or not args.model:
         report.print_comparison(plans, console)
-    if args.output and args.model:
-        files.write_atomic(args.output, (json.dumps(plans[0], indent=1) + "\n").encode())
-    if args.html:
-        files.write_atomic(args.html, report.html_report(plans).encode())
     return 0 if not args.model or plans[0]["memory"]["fits"] else 3
 
 

@@ -24,11 +24,14 @@ def read(directory: Path, name: str) -> dict[str, Any] | None:
     """A recorded plan, None where there is none. Raises ValueError, naming the file, for a damaged one."""
     path = path_of(directory, name)
     try:
-        return json.loads(path.read_text("utf-8"))
+        plan = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         return None
     except ValueError as e:
         raise ValueError(f"{path}: not JSON: {e}") from None
+    if not isinstance(plan, dict) or (name != COMPILE_TIME and plan.get("version") != 1):
+        raise ValueError(f"{path}: no plan of version 1; make it anew with --plans --update")
+    return plan
 
 
 def read_all(directory: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:

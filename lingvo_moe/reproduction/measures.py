@@ -40,7 +40,7 @@ def fits(plan: Plan) -> bool:
 def held(plan: Plan) -> int:
     """Bytes that a device must have; of a program that does not fit, what the compiler asked for."""
     memory = plan["memory"]
-    return memory.get("allocated") or memory["peak"]
+    return memory.get("needed") or memory["peak"]
 
 
 def memory_kinds(plan: Plan) -> dict[str, float]:

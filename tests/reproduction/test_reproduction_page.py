@@ -79,7 +79,7 @@ def _plan(
         "compile": {"lower_seconds": 20.0, "compile_seconds": 60.0, "program_bytes": 1000},
         "memory": {
             "peak": int(held * _GIB),
-            "allocated": int(held * _GIB),
+            "needed": int(held * _GIB),
             "hbm": 16 * _GIB,
             "fits": fits,
             "misses_by": 0 if fits else int((held - 16) * _GIB),

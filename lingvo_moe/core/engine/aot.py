@@ -6,6 +6,7 @@ there, to the byte, and refuses what does not fit; nothing can be run.
 
 import contextlib
 import functools
+import hashlib
 import importlib.metadata
 import importlib.util
 import os
@@ -82,7 +83,7 @@ class AotResult:
         memory: bytes: arguments, outputs, aliased, temporaries, code, peak (the compiler's own figure
             of arguments, outputs and temporaries at their worst moment).
         cost: XLA's cost analysis; a loop's body is counted once.
-        compile_seconds: of the compiler alone.
+        compile_seconds: from the program to the compiled one.
         host_peak_bytes: the most memory that this process has had until now.
     """
 
@@ -91,11 +92,6 @@ class AotResult:
     cost: dict[str, float]
     compile_seconds: float
     host_peak_bytes: int
-
-    @property
-    def code_bytes(self) -> int:
-        """Of the program itself, in a device's memory."""
-        return self.memory["code"]
 
 
 def devices_of(topology_name: str) -> tuple[Any, ...]:
@@ -111,6 +107,13 @@ def compiler_version() -> str:
     """Of libtpu. Raises EngineError where it is not installed."""
     _check_installed()
     return importlib.metadata.version("libtpu")
+
+
+def compiler_identity() -> str:
+    """All that, beside program and slice, decides what is compiled: versions, and flags of the environment."""
+    flags = "".join(os.environ.get(name, "") for name in ("LIBTPU_INIT_ARGS", "XLA_FLAGS"))
+    mark = f"-{hashlib.sha256(flags.encode()).hexdigest()[:8]}" if flags else ""
+    return f"libtpu-{compiler_version()}-jax-{jax.__version__}{mark}"
 
 
 def compile_for_topology(program: Program, topology_name: str) -> AotResult:
@@ -131,9 +134,9 @@ def compile_for_topology(program: Program, topology_name: str) -> AotResult:
             f" {topology_name} has {len(devices)}; lower it for a mesh of {len(devices)}, or name"
             f" another topology"
         )
+    start = time.perf_counter()
     jax_mesh = jax.sharding.Mesh(np.array(devices).reshape(mesh.shape), mesh.axis_names)
     lowered = xla.trace(program, jax_mesh).lower(lowering_platforms=("tpu",))
-    start = time.perf_counter()
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as e:

@@ -38,14 +38,14 @@ def cached(
     Args:
         program: what is compiled.
         topology_name: for which machine.
-        compiler: its name and version.
+        compiler: `aot.compiler_identity()`.
         cache_dir: None: keep nothing.
         compile_program: compiles, where there is no entry. What it raises is not kept.
     """
     if cache_dir is None:
         return compile_program()
     machine = topology_name.replace(":", "-")
-    path = cache_dir / f"{program.hash[:32]}-{machine}-{compiler.replace(' ', '-')}.json.gz"
+    path = cache_dir / f"{program.hash[:32]}-{machine}-{compiler}.json.gz"
     result = _read(path)
     if result is None:
         result = compile_program()

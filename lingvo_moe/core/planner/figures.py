@@ -116,10 +116,10 @@ def why_no_time(plan: Plan) -> str:
 def verdict(plan: Plan) -> str:
     """One sentence on memory."""
     memory = plan["memory"]
-    need, hbm = memory.get("allocated") or memory.get("peak"), memory.get("hbm")
+    need, hbm = memory.get("needed") or memory.get("peak"), memory.get("hbm")
     held = f"{units.size(need)} of {units.size(hbm)} on each device"
     if memory.get("fits"):
-        return f"Fits: {held}, {units.size(hbm - need)} to spare."
+        return f"Fits: {held}, {units.size(max(hbm - need, 0))} to spare."
     return f"Does not fit: {held}, {units.size(memory.get('misses_by'))} too much."
 
 
@@ -219,7 +219,7 @@ def compared(plans: Sequence[Plan]) -> list[list[str]]:
     for plan in plans:
         step = get(plan, "time.step_seconds")
         memory = plan["memory"]
-        need = memory.get("allocated") or memory.get("peak")
+        need = memory.get("needed") or memory.get("peak")
         budget = get(plan, "time.budget_tokens")
         days, chip_days, years = (
             units.number(get(plan, f"time.{key}") if budget else None)

@@ -73,7 +73,7 @@ def _work(golden: list[dict[str, Any]], plan: list[dict[str, Any]]) -> list[str]
 
 def _memory(golden: dict[str, Any], plan: dict[str, Any]) -> list[str]:
     out = []
-    for key in ("arguments", "temporaries", "peak"):
+    for key in ("arguments", "peak"):
         was, now = golden.get(key), plan.get(key)
         if was is None or now is None:
             continue

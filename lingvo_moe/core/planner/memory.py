@@ -88,25 +88,20 @@ def memory_plan(
     at, traced_peak = traced.Peak()
     attribution = _Attribution(module, traced, signature)
     live = attribution.At(at)
-    allocated = (
-        reported["arguments"]
-        + reported["outputs"]
-        - reported["aliased"]
-        + reported["temporaries"]
-        + reported["code"]
-    )
+    # Not the sum of the sizes: the compiler spreads out what it has room for.
+    needed = reported["peak"] + reported["code"]
     kinds = argument_bytes(signature) | dict.fromkeys(TRACED, 0)
     for item in live:
         if item.kind in TRACED:
             kinds[item.kind] += item.buffer.num_bytes
     kinds["code"] = reported["code"]
-    rest = allocated - sum(kinds.values())
+    rest = needed - sum(kinds.values())
     if rest < 0:  # liveness sees more than the compiler keeps: of what it cannot name
         kinds["temporaries"] = max(kinds["temporaries"] + rest, 0)
-    kinds["padding"] = allocated - sum(kinds.values())
+    kinds["padding"] = max(needed - sum(kinds.values()), 0)
     return {
         **{key: int(reported[key]) for key in reported},
-        "allocated": allocated,
+        "needed": needed,
         "hbm": hbm,
         "fits": True,  # the compiler's word: it refuses what does not
         "misses_by": 0,
@@ -114,7 +109,7 @@ def memory_plan(
         "traced_peak": traced_peak,
         "kept_for_backward": attribution.KeptForBackward(),
         "holders": _grouped(live),
-        "advice": advise(_held(signature, kinds, live), allocated, hbm),
+        "advice": advise(_held(signature, kinds, live), needed, hbm),
     }
 
 
@@ -142,7 +137,7 @@ def misfit_plan(error: Misfit, signature: Signature) -> dict[str, Any]:
     return {
         "arguments": sum(kinds[kind] for kind in ARGUMENTS),
         "peak": needed,
-        "allocated": needed,
+        "needed": needed,
         "hbm": hbm,
         "fits": False,
         "misses_by": max(needed - hbm, 0),

@@ -315,7 +315,7 @@ def _table(
 
 def _needed(plan: Plan) -> int:
     memory: Any = plan["memory"]
-    return memory.get("allocated") or memory.get("peak") or 0
+    return memory.get("needed") or memory.get("peak") or 0
 
 
 def _topology(plan: Plan) -> str:

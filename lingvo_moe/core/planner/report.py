@@ -115,14 +115,14 @@ def _memory(plan: Plan) -> Group:
     for kind, held in figures.kinds(plan):
         row = figures.KINDS[kind], units.size(held), units.share(held / hbm)
         table.add_row(*row, bar(held / hbm, _BAR))
-    allocated = memory.get("allocated")
-    if allocated:
-        total = Text(units.size(allocated), style="bold")
+    needed = memory.get("needed")
+    if needed:
+        total = Text(units.size(needed), style="bold")
         table.add_row(
             Text("in all", style="bold"),
             total,
-            units.share(allocated / hbm),
-            bar(allocated / hbm, _BAR),
+            units.share(needed / hbm),
+            bar(needed / hbm, _BAR),
         )
     parts = [table] if table.row_count else []
     return Group(*parts, Text(figures.said_by_compiler(plan), style="dim"))

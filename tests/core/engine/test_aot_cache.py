@@ -26,11 +26,11 @@ def _never():
 
 def test_an_entry_is_read_back_for_the_same_program_machine_and_compiler(tmp_path):
     cache = tmp_path / "new"
-    assert cached(_Program(), "v3:2x2", "libtpu 1", cache, _result) == _result()
-    assert cached(_Program(), "v3:2x2", "libtpu 1", cache, _never) == _result()
+    assert cached(_Program(), "v3:2x2", "libtpu-1", cache, _result) == _result()
+    assert cached(_Program(), "v3:2x2", "libtpu-1", cache, _never) == _result()
     other = _result("HloModule other")
-    assert cached(_Program(), "v3:4x4", "libtpu 1", cache, lambda: other) == other
-    assert cached(_Program(), "v3:2x2", "libtpu 2", cache, lambda: other) == other
+    assert cached(_Program(), "v3:4x4", "libtpu-1", cache, lambda: other) == other
+    assert cached(_Program(), "v3:2x2", "libtpu-2", cache, lambda: other) == other
     assert len(list(cache.iterdir())) == 3
 
 

@@ -75,7 +75,7 @@ def _replicates(plan):
 
 
 def _swells(plan):
-    plan["memory"]["temporaries"] += 3000
+    plan["memory"]["peak"] += 3000
     plan["memory"]["holders"][0]["bytes"] += 3000
 
 

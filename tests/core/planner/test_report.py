@@ -51,7 +51,7 @@ def make_plan() -> dict:
         "padding": 580_000_000,
         "code": 122_250_240,
     }
-    allocated = sum(kinds.values())
+    needed = sum(kinds.values())
     return {
         "version": 1,
         "model": "mt.M4MoE2048E36L",
@@ -85,7 +85,7 @@ def make_plan() -> dict:
             "temporaries": 7_682_734_080,
             "code": 122_250_240,
             "peak": 12_900_000_000,
-            "allocated": allocated,
+            "needed": needed,
             "hbm": 16 * _GIB,
             "fits": True,
             "misses_by": 0,

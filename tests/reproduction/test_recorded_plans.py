@@ -1,0 +1,62 @@
+"""What every recorded plan of the paper's models has to show: its parameters to the unit, its exchanges, its fit."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lingvo_moe.core import registry
+from lingvo_moe.core.inspect import count_parameters
+from lingvo_moe.reproduction import goldens
+from lingvo_moe.reproduction.requests import REQUESTS
+
+PLANS = goldens.read_all(Path(__file__).parents[2] / "docs" / "plans", REQUESTS)
+TRAINED = {
+    name: plan
+    for name, plan in PLANS.items()
+    if plan["what"] == "train" and "M4MoE" in plan["model"] and plan.get("work")
+}
+
+
+def _moe_layers(plan):
+    """In each of the two stacks: every second layer of half of all."""
+    return int(re.search(r"E(\d+)L", plan["model"]).group(1)) // 4
+
+
+def test_the_papers_largest_models_are_recorded():
+    assert {"M4MoE2048E36L-v3_32x32", "M4MoE2048E60L-v3_32x32-bf16"} <= TRAINED.keys()
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_each_moe_layer_exchanges_twice_forward_and_gathers_no_expert(name):
+    plan = TRAINED[name]
+    exchanged: dict[tuple[str, str], int] = {}
+    for row in plan["collectives"]:
+        if row["kind"] == "all-to-all":
+            key = (row["layer"], row["phase"])
+            exchanged[key] = exchanged.get(key, 0) + row["count"]
+        in_experts = row["part"] in ("experts", "dispatch_combine", "gating")
+        assert not (in_experts and row["kind"] == "all-gather"), row
+    layers = ("encoder.moe", "decoder.moe")
+    for phase in ("forward", "recompute", "backward"):
+        for layer in layers:
+            assert exchanged.pop((layer, phase)) == 2 * _moe_layers(plan), (layer, phase)
+    assert not exchanged
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_parameters_are_those_of_the_experiment_to_the_unit(name):
+    plan = PLANS[name]
+    if "parameters" not in plan:
+        pytest.skip("a record of slices that are all too small")
+    task = registry.GetParams(plan["model"], plan["override"]).task.Instantiate()
+    count = count_parameters(task.VariableSpecs().Flatten())
+    assert plan["parameters"]["count"] == count
+    assert plan["parameters"]["bytes_total"] == 4 * count
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_what_fits_needs_no_more_than_there_is(name):
+    memory = TRAINED[name]["memory"]
+    assert memory["fits"] and memory["needed"] <= 1.001 * memory["hbm"]
+    assert sum(memory["kinds"].values()) == pytest.approx(memory["needed"], rel=0.01)
