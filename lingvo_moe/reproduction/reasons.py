@@ -21,7 +21,8 @@ REASONS = {
     ),
     "dense": (
         "The paper trained it with GPipe, a pipeline whose stages wait for each other; ours is cut along "
-        "rows and inside layers, and estimated."
+        "rows and inside layers, and estimated. Its groups of devices that sum gradients interleave and "
+        "share links, which the model of the network, with groups in boxes of their own, leaves out."
     ),
     "compile_time": (
         "The program is the same but for its shapes; what grows is inside the compiler, which lays out "
