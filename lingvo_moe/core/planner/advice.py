@@ -18,7 +18,8 @@ class Held:
         argument: by kind: weights, slots and maybe gradients, weight_copies and others.
         whole: weights and slots that every device holds whole.
         divisible: weights and slots that are cut over devices and can be cut in two once more.
-        scaling: what grows with the tokens of a device: activations and temporaries.
+        scaling: what grows with the tokens of a device: inputs (batch, caches), activations and
+            temporaries.
         float32: the part of `scaling` that is in float32.
     """
 

@@ -18,7 +18,16 @@ if TYPE_CHECKING:
 
 _MOST_TRIPS = 1_000_000
 _KNOWN = re.compile(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)')
-_SAME = ("copy", "bitcast", "bitcast-convert", "convert", "reshape", "broadcast", "copy-start", "copy-done")
+_SAME = (
+    "copy",
+    "bitcast",
+    "bitcast-convert",
+    "convert",
+    "reshape",
+    "broadcast",
+    "copy-start",
+    "copy-done",
+)
 _COMPARE = {
     "LT": operator.lt,
     "LE": operator.le,

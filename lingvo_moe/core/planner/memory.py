@@ -132,7 +132,7 @@ def misfit_plan(error: Misfit, signature: Signature) -> dict[str, Any]:
     whole, divisible = _whole_and_divisible(signature)
     # What trains has a gradient for each weight; those do not shrink with the tokens of a device.
     gradients = min(kinds["weights"], kinds["temporaries"]) if kinds["slots"] else 0
-    scaling = kinds["temporaries"] - gradients
+    scaling = kinds["inputs"] + kinds["temporaries"] - gradients
     held = Held(kinds | {"gradients": gradients}, whole, divisible, scaling)
     return {
         "arguments": sum(kinds[kind] for kind in ARGUMENTS),
@@ -370,6 +370,6 @@ def _held(signature: Signature, kinds: Mapping[str, int], live: Iterable[_Live])
         kinds,
         whole,
         divisible,
-        scaling=kinds["activations"] + kinds["temporaries"],
+        scaling=kinds["inputs"] + kinds["activations"] + kinds["temporaries"],
         float32=wide,
     )
