@@ -315,12 +315,14 @@ def today(plans: Plans, generations: Sequence[str]) -> Section:
     ]
     findings = []
     for generation in generations:
-        rows = [
-            _today_row(model, plans[requests.today(model, generation)])
-            for model in requests.TODAY_MODELS
-        ]
+        names = {model: requests.today(model, generation) for model in requests.TODAY_MODELS}
+        rows = [_today_row(model, plans[name]) for model, name in names.items() if name in plans]
         lines += [f"### TPU {generation}", "", *text.table(head, rows)]
-        findings.append(_today_finding(plans, generation))
+        rest = [f"`mt.{model}`" for model, name in names.items() if name not in plans]
+        if rest:
+            lines += [text.wrapped(f"Not recorded yet: {text.listed(rest)}."), ""]
+        if names[requests.moe(2048, 36)] in plans:
+            findings.append(_today_finding(plans, generation))
     return Section("Today's machines", lines, findings)
 
 

@@ -86,6 +86,9 @@ def _missing(plans: Plans, compiling: Mapping[str, Any] | None) -> dict[str, lis
         group: [name for name in names if name not in plans]
         for group, names in requests.GROUPS.items()
     }
+    for generation in requests.GENERATIONS:  # shown for the models that are there
+        if len(missing[generation]) < len(requests.GROUPS[generation]):
+            missing[generation] = []
     if compiling is None:
         missing["figure2"].append(COMPILE_TIME)
     return {group: names for group, names in missing.items() if names}

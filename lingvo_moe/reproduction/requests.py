@@ -56,7 +56,7 @@ def _file(topology: str) -> str:
     return topology.replace(":", "_")
 
 
-TODAY_MODELS = (moe(2048, 36), moe(128, 36))
+TODAY_MODELS = (*(moe(e, n) for e in sorted(CORES, reverse=True) for n in LAYERS), DENSE)
 DENSE_NAME = f"{DENSE}-{_file(CORES[2048])}"
 DECODE = f"{real(2048, 36)}-decode"
 

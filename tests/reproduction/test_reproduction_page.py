@@ -228,9 +228,9 @@ def test_a_difference_within_the_thresholds_is_none(plans: Any, compiling: Any) 
 
 
 def test_missing_plans_are_named(plans: Any, compiling: Any) -> None:
-    gone = requests.today("T96L", "v5p")
+    gone = requests.DECODE
     del plans[gone]
-    with pytest.raises(goldens.MissingGoldens, match=f"today's TPU v5p: {gone}"):
+    with pytest.raises(goldens.MissingGoldens, match=f"decoding: {gone}"):
         page.write(plans, compiling)
     with pytest.raises(goldens.MissingGoldens, match="figure 2: compile_time"):
         page.write(plans, None)
@@ -239,12 +239,20 @@ def test_missing_plans_are_named(plans: Any, compiling: Any) -> None:
 
 
 def test_a_partial_page_leaves_out_the_groups_that_lack_a_plan(plans: Any) -> None:
-    del plans[requests.today("T96L", "v5p")]
+    for model in requests.TODAY_MODELS:
+        del plans[requests.today(model, "v5p")]
     text, _ = page.write(plans, None, partial=True)
     assert "**Not complete**: left out, as their plans are not made: figure 2 and today" in text
     assert "### TPU v4" in text
     assert "### TPU v5p" not in text
     assert "## Figure 2" not in text
+
+
+def test_a_generation_is_shown_for_the_models_that_are_recorded(plans: Any, compiling: Any) -> None:
+    del plans[requests.today("T96L", "v5p")], plans[requests.today(requests.moe(2048, 36), "v6e")]
+    text, _ = page.write(plans, compiling)
+    assert text.count("Not recorded yet: `mt.T96L`.") == 1
+    assert text.count("Not recorded yet: `mt.M4MoE2048E36L`.") == 1
 
 
 def test_the_pictures_are_the_same_each_time_and_all_are_on_the_page(
