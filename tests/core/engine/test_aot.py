@@ -95,7 +95,7 @@ def test_compiling(capfd):
     assert result.memory["outputs"] == 1024 * 1024 * 4
     memory = result.memory
     assert memory["peak"] >= memory["arguments"] + memory["outputs"] - memory["aliased"]
-    assert result.code_bytes == memory["code"] > 0
+    assert memory["code"] > 0
     assert result.cost["flops"] > 2 * 1024 * 128 * 512
     assert 0 < result.compile_seconds < 120
     assert result.host_peak_bytes > 2**26

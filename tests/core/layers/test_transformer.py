@@ -230,6 +230,7 @@ def test_sharded_stack():
 
     args = [init(stack), x, aux, make_seed(1, 1)]
     splits = [stack.VariableSpecs(), ("expert", None, None), None, None]
-    collectives = assert_sharded_equal(fn, args, splits)
+    # Gradients of weights: sums of many terms in another order.
+    collectives = assert_sharded_equal(fn, args, splits, tol=1e-4)
     # Dispatch and combine, forward, recomputed and backward: once for all blocks.
     assert collectives["all-to-all"] == 6
