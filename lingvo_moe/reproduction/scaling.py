@@ -48,7 +48,7 @@ def figure2(plans: Plans, compiling: Mapping[str, Any]) -> Section:
     lines = [
         f"Timed here, on {compiling['host']}: the training step of MoE(36L) with as many experts and groups as "
         f"devices and {requests.ROWS_A_CORE} rows of 128 tokens on each, lowered and compiled in a fresh "
-        f"process, {compiling['rounds']} times each, in one run; medians. Collectives are counted in a step "
+        f"process, {_times(compiling['rounds'])}, in one run, on a machine that others share. Collectives are counted in a step "
         f"of each compiled program; their number {'is the same for all' if same else 'differs a little'}.",
         "",
         *text.table(["devices", "lowering", "compiling", "program", "collectives a step"], rows),
@@ -350,3 +350,7 @@ def figure9() -> Section:
         for kind, claim in paper.EXPONENTS.items()
     ]
     return Section("Figure 9: collectives", out, findings)
+
+
+def _times(rounds: int) -> str:
+    return "once each" if rounds == 1 else f"{rounds} times each (medians)"
