@@ -49,7 +49,8 @@ def figure2(plans: Plans, compiling: Mapping[str, Any]) -> Section:
         f"Timed here, on {compiling['host']}: the training step of MoE(36L) with as many experts and groups as "
         f"devices and {requests.ROWS_A_CORE} rows of 128 tokens on each, lowered and compiled in a fresh "
         f"process, {_times(compiling['rounds'])}, in one run, on a machine that others share. "
-        f"Collectives are counted in a step of each compiled program; their number {'is the same for all' if same else 'differs a little'}.",
+        f"Collectives are counted in a step of each compiled program; their "
+        f"number {'is the same for all' if same else 'differs a little'}.",
         "",
         *text.table(["devices", "lowering", "compiling", "program", "collectives a step"], rows),
         *text.picture(COMPILE, "seconds to lower and to compile, by devices"),
