@@ -22,7 +22,7 @@ from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.hlo import parse_module
 from lingvo_moe.core.planner.slices import slices
 from lingvo_moe.core.planner.topology import Topology
-from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.trainer import make_mesh
 from lingvo_moe.trainer_checks import check_divisible, check_sizes
 
@@ -208,15 +208,16 @@ def slices_to_try(request: Request) -> Iterator[str]:
     train = request.what == "train"
     if request.mesh:
         Mesh.parse(request.mesh)  # a mistake is no reason to pass over every slice
+    state = task.StateSpecs()
     narrow = params.task.fprop_dtype not in (None, "float32")
     for name in slices(request.topology):
         topology = Topology.parse(name)
         try:
             mesh = planned_mesh(params, topology.num_devices, request.mesh)
             check_divisible(params, task, mesh)
-        except ValueError:
+        except (PlanError, ShardingError):
             continue
-        held = plan.parameters(task.StateSpecs(), mesh)
+        held = plan.parameters(state, mesh)
         gradients = held["bytes"] // (2 if narrow else 1)
         least = held["bytes"] + (held["slot_bytes"] + gradients if train else 0)
         if least <= topology.chip.hbm_bytes:

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tensorflow.compiler.tf2xla.python import xla
 
 from lingvo_moe.core.engine.checkpoints import Checkpointer
+from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.run_dir import RunDir
 
@@ -24,6 +25,20 @@ def sentences(number: int, seed: int = 0, longest: int = 20) -> list[str]:
     """Lines of 1 to `longest` random words."""
     rng = np.random.default_rng(seed)
     return [" ".join(rng.choice(_WORDS, rng.integers(1, longest + 1))) for _ in range(number)]
+
+
+def batch(specs: NestedMap, vocab_size: int) -> NestedMap:
+    """A batch of these specs: rows without padding, of random pieces."""
+    rng = np.random.RandomState(0)
+
+    def array(path: str, spec: TensorSpec) -> np.ndarray:
+        if "segment_pos" in path:
+            return np.tile(np.arange(spec.shape[1], dtype=np.int32), (spec.shape[0], 1))
+        if "segment_ids" in path:
+            return np.ones(spec.shape, np.int32)
+        return rng.randint(4, vocab_size, spec.shape).astype(np.int32)
+
+    return specs.Pack([array(path, spec) for path, spec in specs.FlattenItems()])
 
 
 def train_vocab(lines: Iterable[str], vocab_size: int = 320, bytes_too: bool = True) -> bytes:

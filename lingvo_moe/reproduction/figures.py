@@ -12,6 +12,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+from lingvo_moe.core.planner import figures as plan_figures
 from lingvo_moe.reproduction import measures
 from lingvo_moe.reproduction.measures import Plan
 
@@ -105,7 +106,7 @@ def memory(bars: Mapping[str, Mapping[str, Plan]]) -> bytes:
         va="bottom",
         fontsize=8,
     )
-    top = max(measures.held(plan) for plan in plans) / _GIB
+    top = max(plan_figures.needed(plan) for plan in plans) / _GIB
     panels[0].set_ylim(0, 1.12 * max(top, limit))
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in _COLOURS]
     names = list(measures.MEMORY.values())
@@ -115,7 +116,7 @@ def memory(bars: Mapping[str, Mapping[str, Plan]]) -> bytes:
 
 def _memory_bar(axes: Any, label: str, plan: Plan) -> None:
     kinds = measures.memory_kinds(plan)
-    held = measures.held(plan) / _GIB
+    held = plan_figures.needed(plan) / _GIB
     if not kinds or not measures.fits(plan):
         axes.bar([label], [held], width=0.6, color="white", edgecolor=_PAPER, hatch="///")
     bottom = 0.0

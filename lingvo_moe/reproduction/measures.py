@@ -37,12 +37,6 @@ def fits(plan: Plan) -> bool:
     return bool(plan["memory"]["fits"])
 
 
-def held(plan: Plan) -> int:
-    """Bytes that a device must have; of a program that does not fit, what the compiler asked for."""
-    memory = plan["memory"]
-    return memory.get("needed") or memory["peak"]
-
-
 def memory_kinds(plan: Plan) -> dict[str, float]:
     """Bytes by the keys of MEMORY; empty where the compiler told only a sum."""
     kinds = plan["memory"].get("kinds") or {}

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lingvo_moe.core.planner import figures as plan_figures
 from lingvo_moe.reproduction import measures, paper, reasons, requests, text
 from lingvo_moe.reproduction.measures import Plan
 from lingvo_moe.reproduction.text import DASH, Finding, Section
@@ -155,7 +156,7 @@ def _speed_row(row: paper.Row, plan: Plan, note: str) -> list[str]:
     if measures.has_time(plan):
         time = plan["time"]
         ours = [text.figure(time[key]) for key in ("steps_per_second", "device_years", "days")]
-    memory = text.gib(measures.held(plan))
+    memory = text.gib(plan_figures.needed(plan))
     if not measures.fits(plan):
         memory = f"{memory}: does not fit"
     return [
@@ -203,7 +204,7 @@ def _sixty_layers(fp32: Plan, bf16: Plan) -> list[str]:
     def verdict(plan: Plan) -> str:
         memory = plan["memory"]
         if measures.fits(plan):
-            return f"fits, with {text.gib(measures.held(plan))} of {text.gib(memory['hbm'])}"
+            return f"fits, with {text.gib(plan_figures.needed(plan))} of {text.gib(memory['hbm'])}"
         return f"does not fit: it misses by {text.gib(memory['misses_by'])}"
 
     return [
@@ -287,7 +288,7 @@ def decode(plans: Plans) -> Section:
                 ["a step, estimated", f"{1e3 * time['step_seconds']:.1f} ms"],
                 ["of it communication, estimated", text.percent(talking)],
                 ["tokens a second, estimated", f"{time['tokens_per_second']:,.0f}"],
-                ["memory of a core", text.gib(measures.held(plan))],
+                ["memory of a core", text.gib(plan_figures.needed(plan))],
                 ["weights of a core", text.gib(plan["parameters"]["bytes"])],
             ],
         ),
@@ -336,7 +337,7 @@ def _today_row(model: str, plan: Plan) -> list[str]:
         f"`mt.{model}`",
         f"`{top['name']}`",
         f"{top['chips']:,}",
-        f"{text.gib(measures.held(plan))} of {text.gib(plan['memory']['hbm'])}",
+        f"{text.gib(plan_figures.needed(plan))} of {text.gib(plan['memory']['hbm'])}",
         f"{time['step_seconds']:.2f} s",
         f"{time['tokens_per_second']:,.0f}",
         text.figure(time["days"]),

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from lingvo_moe.core.planner import figures as plan_figures
 from lingvo_moe.core.planner import network
 from lingvo_moe.core.planner.topology import Topology
 from lingvo_moe.reproduction import measures, paper, reasons, requests, text
@@ -93,9 +94,9 @@ def figure7(plans: Plans) -> Section:
         for bf16 in (False, True) if layers == 60 else (False,):
             row = [plans[requests.weak(e, layers, bf16)] for e in requests.CORES]
             label = f"{layers} layers" + (", bfloat16 activations" if bf16 else "")
-            flat[label] = measures.spread([measures.held(plan) for plan in row])
+            flat[label] = measures.spread([plan_figures.needed(plan) for plan in row])
             cells = [
-                text.gib(measures.held(p)) + ("" if measures.fits(p) else ", does not fit")
+                text.gib(plan_figures.needed(p)) + ("" if measures.fits(p) else ", does not fit")
                 for p in row
             ]
             rows.append([label, *cells, f"{flat[label]:.2f}"])
@@ -118,7 +119,7 @@ def figure7(plans: Plans) -> Section:
     lines += _rematerialized(plans)
     claim = f"memory of a core, {max(requests.CORES)} by {min(requests.CORES)} experts, 36 layers, figure 7"
     ends = [
-        measures.held(plans[requests.weak(e, 36)])
+        plan_figures.needed(plans[requests.weak(e, 36)])
         for e in (max(requests.CORES), min(requests.CORES))
     ]
     finding = Finding(claim, "O(1)", f"{ends[0] / ends[1]:.2f} times", "exact")

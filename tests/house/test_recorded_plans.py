@@ -10,7 +10,8 @@ from lingvo_moe.core.inspect import count_parameters
 from lingvo_moe.reproduction import goldens
 from lingvo_moe.reproduction.requests import REQUESTS
 
-PLANS = goldens.read_all(Path(__file__).parents[2] / "docs" / "plans", REQUESTS)
+DIRECTORY = Path(__file__).parents[2] / "docs" / "plans"
+PLANS = goldens.read_all(DIRECTORY, REQUESTS)
 TRAINED = {
     name: plan
     for name, plan in PLANS.items()
@@ -53,6 +54,34 @@ def test_parameters_are_those_of_the_experiment_to_the_unit(name):
     count = count_parameters(task.VariableSpecs().Flatten())
     assert plan["parameters"]["count"] == count
     assert plan["parameters"]["bytes_total"] == 4 * count
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_forward_operations_are_the_hand_count_of_the_einsums(name):
+    plan = TRAINED[name]
+    params = registry.GetParams(plan["model"], plan["override"])
+    data = params.input
+    shapes = [(data.batch_size, n) for n in (data.source_length, data.target_length)]
+    hand = params.task.cls.FPropMeta(params.task, *shapes).flops / plan["topology"]["devices"]
+    forward = sum(row["flops"] for row in plan["work"] if row["phase"] == "forward")
+    assert forward == pytest.approx(hand, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "seconds"),
+    [("M4MoE2048E36L-v3_32x32", 90), ("M4MoE2048E60L-v3_32x32-bf16", 120)],
+)
+def test_the_largest_were_compiled_within_their_time_and_the_host_s_memory(name, seconds):
+    """As recorded: a plan that breaks this was made on a busy machine, or the program has grown."""
+    took = PLANS[name]["compile"]
+    assert took["lower_seconds"] + took["compile_seconds"] <= seconds
+    assert took["host_peak_bytes"] <= (6 if seconds == 90 else 7) * 2**30
+
+
+def test_compile_time_does_not_grow_with_the_devices():
+    recorded = goldens.read(DIRECTORY, goldens.COMPILE_TIME)
+    took = {entry["devices"]: entry["compile_seconds"] for entry in recorded["entries"]}
+    assert took[2048] <= 1.3 * took[8]
 
 
 @pytest.mark.parametrize("name", TRAINED)

@@ -113,10 +113,16 @@ def why_no_time(plan: Plan) -> str:
     return "the program was not compiled"
 
 
+def needed(plan: Plan) -> int:
+    """Bytes that a device must have; of a program that does not fit, what the compiler asked for."""
+    memory = plan["memory"]
+    return memory.get("needed") or memory.get("peak") or 0
+
+
 def verdict(plan: Plan) -> str:
     """One sentence on memory."""
     memory = plan["memory"]
-    need, hbm = memory.get("needed") or memory.get("peak"), memory.get("hbm")
+    need, hbm = needed(plan), memory.get("hbm")
     held = f"{units.size(need)} of {units.size(hbm)} on each device"
     if memory.get("fits"):
         return f"Fits: {held}, {units.size(max(hbm - need, 0))} to spare."
@@ -219,7 +225,7 @@ def compared(plans: Sequence[Plan]) -> list[list[str]]:
     for plan in plans:
         step = get(plan, "time.step_seconds")
         memory = plan["memory"]
-        need = memory.get("needed") or memory.get("peak")
+        need = needed(plan)
         budget = get(plan, "time.budget_tokens")
         days, chip_days, years = (
             units.number(get(plan, f"time.{key}") if budget else None)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import Any
 
 from lingvo_moe.core.planner import figures, units
 from lingvo_moe.core.planner.figures import Plan
@@ -75,16 +74,23 @@ def _comparison(plans: Sequence[Plan]) -> str:
 
 
 def _compared_memory(plans: Sequence[Plan]) -> str:
-    scale = max(max(_needed(p), figures.get(p, "memory.hbm") or 0) for p in plans) or 1
+    scale = max(max(figures.needed(p), figures.get(p, "memory.hbm") or 0) for p in plans) or 1
     rows = []
     for plan in plans:
         pieces = [
             (figures.KINDS[k], k, held / scale, units.size(held)) for k, held in figures.kinds(plan)
         ]
         if not pieces:
-            pieces = [("needed", "temporaries", _needed(plan) / scale, units.size(_needed(plan)))]
+            pieces = [
+                (
+                    "needed",
+                    "temporaries",
+                    figures.needed(plan) / scale,
+                    units.size(figures.needed(plan)),
+                )
+            ]
         mark = (figures.get(plan, "memory.hbm") or 0) / scale
-        rows.append((escape(_label(plan)), _bar(pieces, mark), units.size(_needed(plan))))
+        rows.append((escape(_label(plan)), _bar(pieces, mark), units.size(figures.needed(plan))))
     used = [
         k for k in figures.KINDS if any(k == kind for p in plans for kind, _ in figures.kinds(p))
     ]
@@ -139,7 +145,7 @@ def _headline(plan: Plan) -> str:
 def _memory(plan: Plan) -> str:
     memory, kinds = plan["memory"], figures.kinds(plan)
     hbm = memory.get("hbm") or 0
-    scale = max(hbm, _needed(plan)) or 1
+    scale = max(hbm, figures.needed(plan)) or 1
     parts = ["<h2>Memory of a device</h2>"]
     if kinds:
         pieces = [(figures.KINDS[k], k, held / scale, units.size(held)) for k, held in kinds]
@@ -311,11 +317,6 @@ def _table(
     body = "".join(line(row, "td") for row in rows)
     end = f"<tfoot>{line(foot, 'td')}</tfoot>" if foot else ""
     return f"<div class='wide'><table><thead>{line(names, 'th')}</thead><tbody>{body}</tbody>{end}</table></div>"
-
-
-def _needed(plan: Plan) -> int:
-    memory: Any = plan["memory"]
-    return memory.get("needed") or memory.get("peak") or 0
 
 
 def _topology(plan: Plan) -> str:

@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import tensorflow as tf
+import toy_translation as toy
 
 from lingvo_moe.core import registry
 from lingvo_moe.core.engine.pjrt import PjrtEngine
@@ -34,19 +35,6 @@ def theta(task):
         return task.InitTheta(make_seed(1, 0)).Transform(lambda w: w.numpy())
 
 
-def _batch(specs):
-    rng = np.random.RandomState(0)
-
-    def array(path, spec):
-        if "segment_pos" in path:
-            return np.tile(np.arange(spec.shape[1], dtype=np.int32), (spec.shape[0], 1))
-        if "segment_ids" in path:
-            return np.ones(spec.shape, np.int32)
-        return rng.randint(4, 40, spec.shape).astype(np.int32)
-
-    return specs.Pack([array(path, spec) for path, spec in specs.FlattenItems()])
-
-
 def _gradients(task, theta, mesh):
     """Gradients and metrics with dropout on, and the compiled program."""
     specs = PARAMS.input.Instantiate().BatchSpec()
@@ -62,7 +50,7 @@ def _gradients(task, theta, mesh):
     engine, theta_specs = PjrtEngine(mesh), task.VariableSpecs()
     whole = dict.fromkeys(("accuracy", "loss", "nll", "tokens"), TensorSpec((), "float32"))
     program = engine.Build(gradients, [theta_specs, specs], results=(theta_specs, whole))
-    grads, metrics = program(theta, _batch(specs))
+    grads, metrics = program(theta, toy.batch(specs, 40))
     return engine.Get(grads), engine.Get(metrics), program
 
 

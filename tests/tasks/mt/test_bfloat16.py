@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+import toy_translation as toy
 
 from lingvo_moe.core import registry
 from lingvo_moe.core.engine.pjrt import PjrtEngine
@@ -21,19 +22,6 @@ def _task_and_step(override):
     return task, train_step(task, params.input.Instantiate())
 
 
-def _batch(specs):
-    rng = np.random.RandomState(0)
-
-    def array(path, spec):
-        if "segment_pos" in path:
-            return np.tile(np.arange(spec.shape[1], dtype=np.int32), (spec.shape[0], 1))
-        if "segment_ids" in path:
-            return np.ones(spec.shape, np.int32)
-        return rng.randint(4, 50, spec.shape).astype(np.int32)
-
-    return specs.Pack([array(path, spec) for path, spec in specs.FlattenItems()])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "override, theta_dtype",
@@ -45,7 +33,7 @@ def test_a_step_trains(override, theta_dtype):
     engine = PjrtEngine(MESH)
     with use_mesh(single_device()):
         before = task.InitState(tf.constant(1)).Transform(lambda x: x.numpy())
-    batch = _batch(step.arg_specs[1])
+    batch = toy.batch(step.arg_specs[1], 50)
     state, metrics = step.Build(engine)(before, batch)
     after, metrics = engine.Get(state), engine.Get(metrics)
     assert {w.dtype.name for w in after.theta.Flatten()} == {theta_dtype}
