@@ -1,0 +1,169 @@
+"""Conformance cases: an annotated function, run on one device and over a mesh, must be the same function.
+
+A case is data, so that one list serves the tests of one process, of several, and the documentation's
+count. `check` runs one:
+
+    CASES = [
+        Case("contracting", lambda a, b: split(a, 1, 8) @ split(b, 0, 8), (floats(8, 16), floats(16, 4)),
+             collectives={"all-reduce": 1}),
+    ]
+
+    @pytest.mark.parametrize("case", CASES, ids=str)
+    def test_case(case):
+        check(case)
+"""
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from lingvo_moe.core.engine.collectives import parse_collectives
+from lingvo_moe.core.engine.specs import AUTO
+from lingvo_moe.core.engine.testing import Collectives, run_sharded, run_single
+from lingvo_moe.core.sharding import Mesh
+
+VALUE_TOLERANCE = 1e-5
+GRADIENT_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One promise about one function.
+
+    Attributes:
+        name: unique in its list; a slug.
+        fn: TensorFlow, of tensors, annotated; returns a tensor or a tuple of them.
+        args: NumPy arrays; see `floats` and `ints`.
+        mesh: as `Mesh.parse` reads it.
+        splits: for each argument how it lies on the devices when the program begins, e.g. ('d', None);
+            None: every device has all of it.
+        collectives: exactly what the forward program has to communicate; None: not promised.
+        gradient_collectives: the same of the program that gives values and gradients.
+        gradients: numbers of the arguments to differentiate; None: all that are floating point.
+        whole: results are wanted whole on every device, and the gathering of them is not counted. For
+            results that cannot be cut evenly; others stay as the partitioner leaves them.
+        reference: on one device instead of `fn`, where TensorFlow cannot run that by itself.
+        inspect: further assertions about the forward program (its text, its memory).
+        several_processes: also run over two and four processes.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    args: Sequence[np.ndarray]
+    mesh: str = "d:8"
+    splits: Sequence[Any] | None = None
+    collectives: Mapping[str, int] | None = None
+    gradient_collectives: Mapping[str, int] | None = None
+    gradients: Sequence[int] | None = None
+    whole: bool = False
+    reference: Callable[..., Any] | None = None
+    inspect: Callable[[Collectives], None] | None = None
+    several_processes: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def floats(*shape: int, seed: int = 0) -> np.ndarray:
+    """Normal float32 numbers, the same ones every time; different for different shapes."""
+    key = zlib.crc32(repr((shape, seed)).encode())
+    return np.random.RandomState(key).standard_normal(shape).astype(np.float32)
+
+
+def ints(*shape: int, below: int, seed: int = 0) -> np.ndarray:
+    """int32 numbers of 0..below-1, the same ones every time."""
+    key = zlib.crc32(repr((shape, below, seed)).encode())
+    return np.random.RandomState(key).randint(0, below, shape).astype(np.int32)
+
+
+def check(case: Case) -> None:
+    """Values, gradients and collectives of a case, by assertion."""
+    mesh = Mesh.parse(case.mesh)
+    results = None if case.whole else AUTO
+    reference = case.reference or case.fn
+
+    want = run_single(reference, case.args, mesh, jit_compile=False)
+    got, found = run_sharded(case.fn, case.args, mesh, splits=case.splits, results=results)
+    assert_close(f"{case.name}: value", got, want, VALUE_TOLERANCE)
+    if case.collectives is not None:
+        assert count_inner(found.hlo) == dict(case.collectives), f"{case.name}: forward"
+    if case.inspect is not None:
+        case.inspect(found)
+
+    wanted = _differentiable(case)
+    if not wanted:
+        return
+    cotangents = [
+        floats(*np.shape(y), seed=7 + i)
+        for i, y in enumerate(_tuple(want))
+        if np.issubdtype(np.asarray(y).dtype, np.floating)
+    ]
+    args = [*case.args, *cotangents]
+    splits = None if case.splits is None else [*case.splits, *[None] * len(cotangents)]
+    want = run_single(_gradients(reference, case, wanted), args, mesh, jit_compile=False)
+    got, found = run_sharded(
+        _gradients(case.fn, case, wanted), args, mesh, splits=splits, results=results
+    )
+    assert_close(f"{case.name}: gradient", got, want, GRADIENT_TOLERANCE)
+    if case.gradient_collectives is not None:
+        assert count_inner(found.hlo) == dict(case.gradient_collectives), f"{case.name}: gradient"
+
+
+def assert_close(what: str, got: Any, want: Any, tolerance: float) -> None:
+    """Equal up to `tolerance` times the largest magnitude of what is wanted; integers exactly."""
+    got, want = _tuple(got), _tuple(want)
+    assert len(got) == len(want), what
+    for i, (g, w) in enumerate(zip(got, want)):
+        g, w = np.asarray(g), np.asarray(w)
+        assert (g.shape, g.dtype) == (w.shape, w.dtype), f"{what}[{i}]"
+        assert np.all(np.isfinite(w)), f"{what}[{i}]: the reference is not finite"
+        if not np.issubdtype(w.dtype, np.floating):
+            assert np.array_equal(g, w), f"{what}[{i}]"
+            continue
+        scale = max(float(np.max(np.abs(w), initial=0.0)), 1e-3)
+        worst = float(np.max(np.abs(g - w), initial=0.0))
+        assert worst <= tolerance * scale, f"{what}[{i}]: off by {worst} of {scale}"
+
+
+def count_inner(hlo: str) -> dict[str, int]:
+    """Collectives by kind, but for those that only bring results into the form that was asked for."""
+    counts: dict[str, int] = {}
+    for collective in parse_collectives(hlo):
+        if not collective.op_name.endswith("call_exported"):
+            counts[collective.kind] = counts.get(collective.kind, 0) + 1
+    return counts
+
+
+def _differentiable(case: Case) -> list[int]:
+    if case.gradients is not None:
+        return list(case.gradients)
+    return [i for i, a in enumerate(case.args) if np.issubdtype(a.dtype, np.floating)]
+
+
+def _gradients(fn: Callable[..., Any], case: Case, wanted: Sequence[int]) -> Callable[..., Any]:
+    """Of sum(fn(args) * cotangents) by the wanted arguments; takes args and cotangents."""
+    count = len(case.args)
+
+    def gradients(*values: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        args, cotangents = values[:count], values[count:]
+        with tf.GradientTape() as tape:
+            tape.watch([args[i] for i in wanted])
+            results = [y for y in _tuple(fn(*args)) if y.dtype.is_floating]
+            loss = tf.add_n(
+                [tf.reduce_sum(y * u) for y, u in zip(results, cotangents, strict=True)]
+            )
+        return tuple(
+            tape.gradient(
+                loss, [args[i] for i in wanted], unconnected_gradients=tf.UnconnectedGradients.ZERO
+            )
+        )
+
+    return gradients
+
+
+def _tuple(results: Any) -> tuple[Any, ...]:
+    return tuple(results) if isinstance(results, (tuple, list)) else (results,)
