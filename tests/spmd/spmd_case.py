@@ -13,6 +13,7 @@ count. `check` runs one:
         check(case)
 """
 
+import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lingvo_moe.core.engine.collectives import parse_collectives
+from lingvo_moe.core.engine.collectives import Collective, parse_collectives
 from lingvo_moe.core.engine.specs import AUTO
 from lingvo_moe.core.engine.testing import Collectives, run_sharded, run_single
 from lingvo_moe.core.sharding import Mesh
@@ -47,6 +48,7 @@ class Case:
         whole: results are wanted whole on every device, and the gathering of them is not counted. For
             results that cannot be cut evenly; others stay as the partitioner leaves them.
         reference: on one device instead of `fn`, where TensorFlow cannot run that by itself.
+        jit_reference: XLA compiles the reference too, for what TensorFlow has no kernels of its own for.
         inspect: further assertions about the forward program (its text, its memory).
         several_processes: also run over two and four processes.
     """
@@ -61,6 +63,7 @@ class Case:
     gradients: Sequence[int] | None = None
     whole: bool = False
     reference: Callable[..., Any] | None = None
+    jit_reference: bool = False
     inspect: Callable[[Collectives], None] | None = None
     several_processes: bool = False
 
@@ -80,13 +83,24 @@ def ints(*shape: int, below: int, seed: int = 0) -> np.ndarray:
     return np.random.RandomState(key).randint(0, below, shape).astype(np.int32)
 
 
+def moves(*wanted: tuple[str, int]) -> Callable[[Collectives], None]:
+    """For `Case.inspect`: exactly these (kind, bytes on one device), in any order, but for those that
+    only bring results into the form that was asked for."""
+
+    def inspect(found: Collectives) -> None:
+        have = sorted((c.kind, c.num_bytes) for c in _inner(found.hlo))
+        assert have == sorted(wanted), have
+
+    return inspect
+
+
 def check(case: Case) -> None:
     """Values, gradients and collectives of a case, by assertion."""
     mesh = Mesh.parse(case.mesh)
     results = None if case.whole else AUTO
     reference = case.reference or case.fn
 
-    want = run_single(reference, case.args, mesh, jit_compile=False)
+    want = run_single(reference, case.args, mesh, jit_compile=case.jit_reference)
     got, found = run_sharded(case.fn, case.args, mesh, splits=case.splits, results=results)
     assert_close(f"{case.name}: value", got, want, VALUE_TOLERANCE)
     if case.collectives is not None:
@@ -104,7 +118,8 @@ def check(case: Case) -> None:
     ]
     args = [*case.args, *cotangents]
     splits = None if case.splits is None else [*case.splits, *[None] * len(cotangents)]
-    want = run_single(_gradients(reference, case, wanted), args, mesh, jit_compile=False)
+    reference = _gradients(reference, case, wanted)
+    want = run_single(reference, args, mesh, jit_compile=case.jit_reference)
     got, found = run_sharded(
         _gradients(case.fn, case, wanted), args, mesh, splits=splits, results=results
     )
@@ -132,10 +147,23 @@ def assert_close(what: str, got: Any, want: Any, tolerance: float) -> None:
 def count_inner(hlo: str) -> dict[str, int]:
     """Collectives by kind, but for those that only bring results into the form that was asked for."""
     counts: dict[str, int] = {}
-    for collective in parse_collectives(hlo):
-        if not collective.op_name.endswith("call_exported"):
-            counts[collective.kind] = counts.get(collective.kind, 0) + 1
+    for collective in _inner(hlo):
+        counts[collective.kind] = counts.get(collective.kind, 0) + 1
     return counts
+
+
+def permutations(hlo: str) -> list[list[tuple[int, int]]]:
+    """The (source, target) pairs of each collective-permute, in order of appearance."""
+    return [
+        [(int(a), int(b)) for a, b in re.findall(r"(\d+),(\d+)", pairs)]
+        for pairs in re.findall(
+            r" collective-permute(?:-start)?\(.*source_target_pairs=\{([^ ]*)\}", hlo
+        )
+    ]
+
+
+def _inner(hlo: str) -> list[Collective]:
+    return [c for c in parse_collectives(hlo) if not c.op_name.endswith("call_exported")]
 
 
 def _differentiable(case: Case) -> list[int]:
