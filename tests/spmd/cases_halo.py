@@ -1,0 +1,420 @@
+"""Cases: convolutions over cut dimensions (section 3.3.3, "Halo exchange"; appendix A.4).
+
+What is promised: parts exchange the edges that their windows share, the halos, by collective-permute;
+no device ever has the image. A kernel's gradient is a sum over parts: an all-reduce.
+
+XLA keeps the promise where the result of a convolution is annotated as its input is, and almost all
+cases here annotate both. What it does otherwise is said where it is asserted.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from spmd_case import Case, floats, permutations
+
+from lingvo_moe.core.engine.testing import Collectives
+from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.sharding.annotate import mesh_split, split
+
+Cut = Callable[[tf.Tensor], tf.Tensor]
+Counts = dict[str, int]
+
+
+def rows(parts: int = 8) -> Cut:
+    """Cuts the first spatial dimension."""
+    return lambda x: split(x, 1, parts)
+
+
+def over(mesh: str, *mapping: str | None) -> Cut:
+    """Cuts as `mesh_split` does, by a mapping of all dimensions."""
+    return lambda x: mesh_split(x, Mesh.parse(mesh), mapping)
+
+
+def uncut(x: tf.Tensor) -> tf.Tensor:
+    """As the partitioner likes."""
+    return x
+
+
+def conv(
+    cut: Cut,
+    stride: int = 1,
+    padding: Any = "SAME",
+    dilation: int = 1,
+    kernel: Cut = uncut,
+    result: Cut | None = None,
+) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
+    """A convolution of (input, kernel) by their rank; the result is cut as the input unless said."""
+
+    def fn(x: tf.Tensor, w: tf.Tensor) -> tf.Tensor:
+        x, w = cut(x), kernel(w)
+        if x.shape.rank == 3:
+            y = tf.nn.conv1d(x, w, stride, padding, dilations=dilation)
+        elif x.shape.rank == 4:
+            y = tf.nn.conv2d(x, w, stride, padding, dilations=dilation)
+        else:
+            y = tf.nn.conv3d(x, w, [1, stride, stride, stride, 1], padding)
+        return (result or cut)(y)
+
+    return fn
+
+
+def depthwise(cut: Cut, kernel: Cut = uncut) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
+    """A convolution of each channel by itself."""
+    return lambda x, w: cut(tf.nn.depthwise_conv2d(cut(x), kernel(w), [1, 1, 1, 1], "SAME"))
+
+
+def case(
+    name: str,
+    shape: Sequence[int],
+    kernel: Sequence[int],
+    fn: Callable,
+    forward: Counts,
+    gradient: Counts,
+    **rest: Any,
+) -> Case:
+    """Of an input and a kernel; the input's rows lie on the devices from the start if they divide."""
+    devices = Mesh.parse(rest.get("mesh", "d:8"))
+    first = len(devices.shape) == 1 and shape[1] % devices.size == 0
+    splits = [(None, "d", *[None] * (len(shape) - 2)), None] if first else None
+    return Case(
+        name,
+        fn,
+        (floats(*shape), floats(*kernel)),
+        **{
+            "splits": splits,
+            "collectives": forward,
+            "gradient_collectives": gradient,
+            "whole": True,
+            **rest,
+        },
+    )
+
+
+def halo(permutes: int) -> dict[str, Counts]:
+    """So many permutations forward; backward the halos of the input again, those of the result's
+    gradient, and the sum over parts of the kernel's."""
+    if not permutes:
+        return {"forward": {}, "gradient": {"all-reduce": 1}}
+    return {
+        "forward": {"collective-permute": permutes},
+        "gradient": {"collective-permute": 2 * permutes, "all-reduce": 1},
+    }
+
+
+def neighbours(*distances: int) -> Callable[[Collectives], None]:
+    """For `Case.inspect`: each permutation moves everything by one distance, and they are these."""
+
+    def inspect(found: Collectives) -> None:
+        moved = [{target - source for source, target in p} for p in permutations(found.hlo)]
+        assert sorted(moved, key=str) == sorted(({d} for d in distances), key=str), moved
+
+    return inspect
+
+
+# Kernels of 1 to 7 over parts of 2: up to 5 a halo is from the neighbour, then from the one behind it too.
+KERNELS = [
+    case(
+        f"kernel_{k}",
+        (2, 16, 3),
+        (k, 3, 2),
+        conv(rows()),
+        **halo(len(distances)),
+        inspect=neighbours(*distances),
+        several_processes=k == 7,
+    )
+    for k, distances in enumerate(
+        [(), (-1,), (1, -1), (1, -1), (1, -1), (1, -1, -2), (1, 2, -1, -2)], 1
+    )
+]
+
+STRIDES = [
+    case(
+        f"stride_{stride}_kernel_{k}_{padding.lower()}",
+        (2, 48, 2),
+        (k, 2, 3),
+        conv(rows(4), stride, padding),
+        mesh="d:4",
+        **halo(n),
+    )
+    for stride, k, padding, n in [
+        (1, 3, "VALID", 1),
+        (1, 4, "VALID", 1),
+        (2, 2, "SAME", 0),
+        (2, 3, "SAME", 1),
+        (2, 3, "VALID", 1),
+        (2, 4, "SAME", 2),
+        (2, 5, "VALID", 1),
+        (3, 1, "SAME", 0),
+        (3, 3, "SAME", 0),
+        (3, 4, "VALID", 1),
+        (3, 7, "SAME", 2),
+    ]
+]
+
+# Three rows of padding before 16: 17 results over 8 parts are 3 a part, and lie across the 2 of the input.
+PADDINGS = [
+    case(
+        "explicit_padding",
+        (2, 16, 4, 2),
+        (3, 3, 2, 3),
+        conv(rows(), padding=[[0, 0], [3, 0], [0, 1], [0, 0]]),
+        {"collective-permute": 4},
+        {"collective-permute": 7, "all-reduce": 1},
+    ),
+    case(
+        "explicit_padding_stride_2",
+        (2, 16, 4, 2),
+        (3, 3, 2, 3),
+        conv(rows(4), 2, [[0, 0], [0, 4], [1, 0], [0, 0]]),
+        mesh="d:4",
+        **halo(2),
+    ),
+]
+
+# Figure 11: right halos of (1, 2, 3, 4) rows, partition_id + 1. A partition that makes n results with
+# stride s and window k from c rows of its own, behind low padding p, needs
+#     partition_id * (n s - c) + (n - 1) s - p + k - c
+# rows from its right. With four partitions of n = 2 results (the figure's red cells), s = 2 and c = 3
+# (12 rows in all) that is partition_id + k - p - 1, so k = 3 and p = 1: the left halo of partition 1 is
+# empty, and its two windows end 2 rows into partition 2, as the figure has it. High padding 4 makes
+# every one of the eight results; with high padding 1 the last partition has none to make.
+FIGURE_11 = [
+    case(
+        name,
+        (2, 12, 1, 2),
+        (3, 1, 2, 3),
+        conv(rows(4), 2, [[0, 0], [1, high], [0, 0], [0, 0]]),
+        mesh="d:4",
+        inspect=neighbours(-1),
+        several_processes=True,
+        **halo(1),
+    )
+    for name, high in [("figure_11", 4), ("figure_11_uneven", 1)]
+]
+
+UNEVEN = [
+    case(
+        f"uneven_{size}_over_{parts}_stride_{stride}",
+        (2, size, 2),
+        (3, 2, 3),
+        conv(rows(parts), stride),
+        {"collective-permute": n},
+        {"collective-permute": m, "all-reduce": 1},
+        mesh=f"d:{parts}",
+        several_processes=size == 19,
+    )
+    for size, parts, stride, n, m in [
+        (15, 4, 1, 2, 4),
+        (15, 8, 1, 2, 4),
+        (19, 4, 1, 2, 4),
+        (19, 4, 2, 1, 2),
+        (19, 8, 1, 2, 4),
+        (19, 8, 2, 3, 5),
+    ]
+]
+
+# TensorFlow itself has no gradient of these on a CPU.
+WINDOW_DILATION = [
+    case(
+        f"window_dilation_{dilation}_{padding.lower()}_{size}",
+        (2, size, 2),
+        (3, 2, 3),
+        conv(rows(4), 1, padding, dilation),
+        mesh="d:4",
+        jit_reference=True,
+        **halo(n),
+    )
+    for size, dilation, padding, n in [
+        (16, 2, "SAME", 2),
+        (16, 2, "VALID", 2),
+        (16, 3, "SAME", 2),
+        (16, 3, "VALID", 3),
+        (15, 2, "SAME", 2),
+    ]
+]
+
+YX = "y:2,x:4"
+DIMENSIONS = [
+    case("columns", (2, 4, 16, 2), (3, 3, 2, 3), conv(lambda x: split(x, 2, 8)), **halo(2)),
+    *[
+        case(name, shape, (3, 3, 2, 3), conv(over(YX, None, "y", "x", None), s), mesh=YX, **halo(n))
+        for name, shape, s, n in [
+            ("rows_and_columns", (2, 8, 8, 2), 1, 4),
+            ("rows_and_columns_stride_2", (2, 8, 16, 2), 2, 2),
+            ("rows_and_columns_uneven", (2, 7, 9, 2), 1, 4),
+        ]
+    ],
+    case("batch", (8, 6, 6, 2), (3, 3, 2, 3), conv(lambda x: split(x, 0, 8)), **halo(0)),
+    case(
+        "batch_and_rows",
+        (4, 8, 6, 2),
+        (3, 3, 2, 3),
+        conv(over(YX, "y", "x", None, None)),
+        {"collective-permute": 2},
+        {"collective-permute": 4, "all-reduce": 2},
+        mesh=YX,
+    ),
+    case("conv3d", (1, 16, 3, 3, 2), (3, 3, 3, 2, 2), conv(rows()), **halo(2)),
+    case(
+        "conv3d_stride_2",
+        (1, 16, 3, 3, 2),
+        (3, 3, 3, 2, 2),
+        conv(rows(4), 2),
+        mesh="d:4",
+        **halo(1),
+    ),
+    case(
+        "conv3d_two_dimensions",
+        (1, 4, 8, 3, 2),
+        (3, 3, 3, 2, 2),
+        conv(over(YX, None, "y", "x", None, None)),
+        mesh=YX,
+        **halo(4),
+    ),
+]
+
+
+def last(x: tf.Tensor) -> tf.Tensor:
+    """Cuts the last dimension."""
+    return split(x, x.shape.rank - 1, 8)
+
+
+FEATURES = [
+    # The input's features are contracted: parts of every sum; then the result's, whose gradient is.
+    case(
+        "input_feature",
+        (2, 6, 6, 8),
+        (3, 3, 8, 3),
+        conv(last, kernel=lambda w: split(w, 2, 8), result=uncut),
+        {"all-reduce": 1},
+        {},
+    ),
+    case(
+        "output_feature",
+        (2, 6, 6, 3),
+        (3, 3, 3, 8),
+        conv(uncut, kernel=last, result=last),
+        **halo(0),
+    ),
+    case(
+        "depthwise_features",
+        (2, 4, 4, 8),
+        (3, 3, 8, 1),
+        depthwise(last, lambda w: split(w, 2, 8)),
+        {},
+        {},
+    ),
+    case(
+        "grouped_features",
+        (2, 4, 4, 8),
+        (3, 3, 1, 8),
+        conv(last, kernel=last),
+        {},
+        {},
+        jit_reference=True,
+    ),
+    case(
+        "depthwise",
+        (2, 16, 4, 3),
+        (3, 3, 3, 2),
+        depthwise(rows()),
+        {"collective-permute": 2},
+        # Differs: for the input's gradient XLA gathers the result's, to convolve in groups.
+        {"collective-permute": 2, "all-gather": 1, "all-reduce": 1},
+    ),
+    # Differs: convolutions of several features a group are gathered forward too.
+    case(
+        "grouped",
+        (2, 16, 4, 4),
+        (3, 3, 2, 6),
+        conv(rows()),
+        {"all-gather": 1},
+        {"collective-permute": 2, "all-gather": 1, "all-reduce": 1},
+        jit_reference=True,
+    ),
+    case(
+        "grouped_stride_2",
+        (2, 16, 4, 4),
+        (3, 3, 2, 6),
+        conv(rows(4), 2),
+        {"all-gather": 1},
+        {"collective-permute": 1, "all-gather": 1, "all-reduce": 1},
+        mesh="d:4",
+        jit_reference=True,
+    ),
+    # Differs: with space and the contracted feature cut together, the kernel's gradient is made of
+    # gathered rows, not summed over parts.
+    case(
+        "input_feature_and_rows",
+        (2, 8, 6, 4),
+        (3, 3, 4, 3),
+        conv(
+            over(YX, None, "x", None, "y"),
+            kernel=over(YX, None, None, "y", None),
+            result=over(YX, None, "x", None, None),
+        ),
+        {"collective-permute": 2, "all-reduce": 1},
+        {"collective-permute": 2, "all-gather": 2},
+        mesh=YX,
+    ),
+    # A kernel cut along space is made whole, not the image.
+    case(
+        "kernel_cut_too",
+        (2, 16, 2),
+        (4, 2, 3),
+        conv(rows(4), kernel=lambda w: split(w, 0, 4)),
+        {"collective-permute": 2, "all-gather": 1},
+        {"collective-permute": 4, "all-gather": 1, "all-reduce": 1},
+        mesh="d:4",
+    ),
+]
+
+# "GShard will then propagate the sharding": differs. With the input alone annotated, XLA carries the cut
+# through a SAME convolution of stride 1; before any other (or one along a dimension beside which the
+# other spatial ones are of size 1) it gathers the image. It also gathers it for the kernel's gradient,
+# since the gradient that comes from behind is not cut.
+INPUT_ONLY = [
+    case(
+        "input_only_same",
+        (2, 16, 4, 2),
+        (3, 3, 2, 3),
+        conv(rows(), result=uncut),
+        {"collective-permute": 2},
+        {"collective-permute": 2, "all-gather": 1},
+        whole=False,
+    ),
+    case(
+        "input_only_conv1d",
+        (2, 16, 2),
+        (3, 2, 3),
+        conv(rows(), result=uncut),
+        {"all-gather": 1},
+        {"collective-permute": 2, "all-gather": 1},
+        whole=False,
+    ),
+    *[
+        case(
+            f"input_only_{name}",
+            (2, 32, 4, 2),
+            (3, 3, 2, 3),
+            conv(rows(), stride, padding, result=uncut),
+            {"all-gather": 1},
+            {"collective-permute": 1, "all-gather": 1},
+            whole=False,
+        )
+        for name, stride, padding in [("stride_2", 2, "SAME"), ("valid", 1, "VALID")]
+    ],
+]
+
+CASES = [
+    *KERNELS,
+    *STRIDES,
+    *PADDINGS,
+    *FIGURE_11,
+    *UNEVEN,
+    *WINDOW_DILATION,
+    *DIMENSIONS,
+    *FEATURES,
+    *INPUT_ONLY,
+]
