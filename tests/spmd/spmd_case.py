@@ -184,11 +184,10 @@ def _gradients(fn: Callable[..., Any], case: Case, wanted: Sequence[int]) -> Cal
             loss = tf.add_n(
                 [tf.reduce_sum(y * u) for y, u in zip(results, cotangents, strict=True)]
             )
-        return tuple(
-            tape.gradient(
-                loss, [args[i] for i in wanted], unconnected_gradients=tf.UnconnectedGradients.ZERO
-            )
+        found = tape.gradient(
+            loss, [args[i] for i in wanted], unconnected_gradients=tf.UnconnectedGradients.ZERO
         )
+        return tuple(tf.convert_to_tensor(g) for g in found)  # that of a gather is IndexedSlices
 
     return gradients
 

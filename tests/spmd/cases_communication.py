@@ -1,0 +1,463 @@
+"""The communication primitives of section 3.3.1: when each appears, between whom, and how many bytes.
+
+Letters x, y, z are mesh axes: on a mesh of several a collective along one of them runs in groups.
+Bytes are those of the float32 tensor that one device holds afterwards. Where a case differs from what
+the paper leads one to expect, a comment says so.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from spmd_case import Case, floats, moves, permutations
+
+from lingvo_moe.core.engine.testing import Collectives
+from lingvo_moe.core.sharding import current_mesh, mesh_split, replicate, shard, split
+
+XY, YX = "x:2,y:4", "x:4,y:2"
+A = floats(16, 8)  # 512 bytes
+
+
+def recut(name: str, first: tuple, second: tuple, mesh: str = "d:8", **options: Any) -> Case:
+    """A computed tensor that lies as `first` says and is then used as `second` says."""
+
+    def fn(a: tf.Tensor) -> tf.Tensor:
+        a = mesh_split(2.0 * a + 1.0, current_mesh(), first)
+        return mesh_split(a, current_mesh(), second) * 3.0
+
+    options.setdefault("args", (A,))
+    options.setdefault("gradients", ())
+    return Case(name, fn, mesh=mesh, splits=(first,), **options)
+
+
+def contracted(axes: Any) -> Callable[..., tf.Tensor]:
+    """A product of [16, 8] and [8, 4] whose contracted dimension is cut along `axes`."""
+
+    def fn(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
+        a = mesh_split(a + 1.0, current_mesh(), (None, axes))
+        return a @ mesh_split(b, current_mesh(), (axes, None))
+
+    return fn
+
+
+def among(kind: str, *wanted: list[list[int]]) -> Callable[[Collectives], None]:
+    """For `Case.inspect`: the groups of devices of each collective of a kind, in order of appearance."""
+
+    def inspect(found: Collectives) -> None:
+        lines = [line for line in found.hlo.splitlines() if f" {kind}(" in line]
+        have = [_groups(line) for line in lines]
+        assert have == list(wanted), have
+
+    return inspect
+
+
+def _groups(line: str) -> list[list[int]]:
+    """The replica groups of an instruction, written out or as axes of a mesh of devices in order."""
+    found = re.search(r"replica_groups=\{(\{.*?\})\}", line)
+    if found:
+        return [[int(n) for n in g.split(",")] for g in re.findall(r"\{([\d,]*)\}", found[1])]
+    found = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line)
+    assert found, line
+    names, sizes = zip(*re.findall(r"'(\w+)'=(\d+)", found[1]))
+    along = [names.index(name) for name in re.findall(r"'(\w+)'", found[2])]
+    order = [i for i in range(len(names)) if i not in along] + along
+    devices = np.arange(np.prod([int(n) for n in sizes])).reshape([int(n) for n in sizes])
+    count = int(np.prod([devices.shape[i] for i in along]))
+    return devices.transpose(order).reshape(-1, count).tolist()
+
+
+def pairs(*wanted: tuple[int, int]) -> Callable[[Collectives], None]:
+    """For `Case.inspect`: one collective-permute, with these (source, target) pairs in any order."""
+
+    def inspect(found: Collectives) -> None:
+        (have,) = permutations(found.hlo)
+        assert sorted(have) == sorted(wanted), have
+
+    return inspect
+
+
+def each(*inspections: Callable[[Collectives], None]) -> Callable[[Collectives], None]:
+    """All of these."""
+
+    def inspect(found: Collectives) -> None:
+        for inspection in inspections:
+            inspection(found)
+
+    return inspect
+
+
+_ROWS, _COLUMNS = ("d", None), (None, "d")
+
+GATHERS = [
+    # Cut -> whole: every device gets all of it, over whatever number of devices.
+    *[
+        recut(
+            f"gather_over_{n}",
+            _ROWS,
+            (None, None),
+            f"d:{n}",
+            inspect=each(moves(("all-gather", 512)), among("all-gather", [list(range(n))])),
+            several_processes=n == 8,
+        )
+        for n in (2, 4, 8)
+    ],
+    recut("gather_columns", _COLUMNS, (None, None), inspect=moves(("all-gather", 512))),
+    recut(
+        "gather_x",
+        ("x", "y"),
+        (None, "y"),
+        XY,
+        inspect=each(
+            moves(("all-gather", 128)), among("all-gather", [[0, 4], [1, 5], [2, 6], [3, 7]])
+        ),
+    ),
+    recut(
+        "gather_y",
+        ("x", "y"),
+        ("x", None),
+        XY,
+        inspect=each(moves(("all-gather", 256)), among("all-gather", [[0, 1, 2, 3], [4, 5, 6, 7]])),
+    ),
+    # One collective for each dimension, not one for both.
+    recut(
+        "gather_x_and_y",
+        ("x", "y"),
+        (None, None),
+        YX,
+        inspect=moves(("all-gather", 128), ("all-gather", 512)),
+    ),
+    recut(
+        "gather_minor_of_two_axes",
+        (("x", "y"), None),
+        ("x", None),
+        YX,
+        inspect=each(
+            moves(("all-gather", 128)), among("all-gather", [[0, 1], [2, 3], [4, 5], [6, 7]])
+        ),
+    ),
+    # The parts that a device needs lie apart, so they are first brought together.
+    recut(
+        "gather_major_of_two_axes",
+        (("x", "y"), None),
+        ("y", None),
+        YX,
+        inspect=moves(("collective-permute", 64), ("all-gather", 256)),
+    ),
+    recut(
+        "gather_one_of_three",
+        ("x", "y", "z"),
+        ("x", None, "z"),
+        "x:2,y:2,z:2",
+        args=(floats(4, 4, 4),),
+        inspect=each(
+            moves(("all-gather", 64)), among("all-gather", [[0, 2], [1, 3], [4, 6], [5, 7]])
+        ),
+    ),
+    # The paper's "in the order given": the group lists devices in the order of their parts.
+    Case(
+        "gather_in_given_order",
+        lambda a: 3.0 * replicate(shard(2 * a, np.array([3, 1, 7, 5, 2, 0, 6, 4]).reshape(8, 1))),
+        (A,),
+        splits=(None,),
+        inspect=among("all-gather", [[3, 1, 7, 5, 2, 0, 6, 4]]),
+        gradients=(),
+    ),
+    # 15 rows go as 16, the padding is dropped afterwards.
+    Case(
+        "gather_uneven",
+        lambda a: 3.0 * replicate(split(2 * a + 1, 0, 8)),
+        (floats(15, 4),),
+        inspect=moves(("all-gather", 256)),
+    ),
+    # At the very end of a program whose results may lie as the partitioner likes (results=AUTO) an
+    # annotation directly upon another is not carried out: nothing uses the tensor so. Ask for results.
+    Case(
+        "gather_that_nothing_needs",
+        lambda a: replicate(split(2 * a + 1, 0, 8)),
+        (A,),
+        splits=(_ROWS,),
+        collectives={},
+        gradients=(),
+    ),
+]
+
+REDUCTIONS = [
+    # Partial results: the whole result is summed, whatever the number of devices.
+    *[
+        Case(
+            f"reduce_over_{n}",
+            contracted("d"),
+            (A, floats(8, 4)),
+            mesh=f"d:{n}",
+            splits=(_COLUMNS, _ROWS),
+            inspect=each(moves(("all-reduce", 256)), among("all-reduce", [list(range(n))])),
+            gradient_collectives={},  # whole cotangent, operands cut: local
+            gradients=(0, 1) if n == 8 else (),
+            several_processes=n == 8,
+        )
+        for n in (2, 4, 8)
+    ],
+    Case(
+        "reduce_x",
+        contracted("x"),
+        (A, floats(8, 4)),
+        mesh=XY,
+        inspect=each(
+            moves(("all-reduce", 256)), among("all-reduce", [[0, 4], [1, 5], [2, 6], [3, 7]])
+        ),
+        gradients=(),
+    ),
+    Case(
+        "reduce_y",
+        contracted("y"),
+        (A, floats(8, 4)),
+        mesh=XY,
+        inspect=each(moves(("all-reduce", 256)), among("all-reduce", [[0, 1, 2, 3], [4, 5, 6, 7]])),
+        gradients=(),
+    ),
+    Case(
+        "reduce_both_axes_of_one_dimension",
+        contracted(("x", "y")),
+        (A, floats(8, 4)),
+        mesh=YX,
+        inspect=each(moves(("all-reduce", 256)), among("all-reduce", [list(range(8))])),
+        gradients=(),
+    ),
+    # Two dimensions, each along an axis of its own: one all-reduce for each axis.
+    Case(
+        "reduce_two_dimensions",
+        lambda a: tf.reduce_sum(mesh_split(a * a, current_mesh(), ("x", "y"))),
+        (A,),
+        mesh=YX,
+        splits=(("x", "y"),),
+        inspect=moves(("all-reduce", 4), ("all-reduce", 4)),
+        several_processes=True,
+    ),
+    Case(
+        "reduce_one_keep_the_other",
+        lambda a: tf.reduce_sum(mesh_split(a * a, current_mesh(), ("x", "y")), 1),
+        (A,),
+        mesh=XY,
+        splits=(("x", "y"),),
+        inspect=moves(("all-reduce", 32)),
+        gradient_collectives={},
+    ),
+    # Sums travel together, a sum and a maximum do not.
+    Case(
+        "reduce_two_sums_at_once",
+        lambda a, b: (
+            tf.reduce_sum(split(a * a, 0, 8), 0),
+            tf.reduce_sum(split(b * b, 0, 8), 0),
+        ),
+        (A, floats(16, 4)),
+        inspect=moves(("all-reduce", 32 + 16)),
+        gradients=(),
+    ),
+    Case(
+        "reduce_sum_and_max",
+        lambda a, b: (
+            tf.reduce_sum(split(a * a, 0, 8), 0),
+            tf.reduce_max(split(b * b, 0, 8), 0),
+        ),
+        (A, floats(16, 4)),
+        inspect=moves(("all-reduce", 32), ("all-reduce", 16)),
+    ),
+    # The result is wanted cut: XLA for CPUs sums all of it and keeps a slice, no reduce-scatter. The
+    # gradient's whole cotangent is gathered.
+    Case(
+        "reduce_then_cut",
+        lambda a, b: split(contracted("d")(a, b), 0, 8) * 3.0,
+        (A, floats(8, 4)),
+        splits=(_COLUMNS, _ROWS),
+        inspect=moves(("all-reduce", 256)),
+        gradient_collectives={"all-gather": 1},
+    ),
+]
+
+ALL_TO_ALLS = [
+    # From one dimension to another: a device keeps 1/n, so bytes fall as devices are added.
+    *[
+        recut(
+            f"all_to_all_over_{n}",
+            _ROWS,
+            _COLUMNS,
+            f"d:{n}",
+            inspect=each(moves(("all-to-all", 512 // n)), among("all-to-all", [list(range(n))])),
+            gradients=(0,) if n == 8 else (),
+            gradient_collectives={"all-to-all": 1},
+            several_processes=n == 8,
+        )
+        for n in (2, 4, 8)
+    ],
+    recut(
+        "all_to_all_along_x",
+        ("x", None, "y"),
+        (None, "x", "y"),
+        XY,
+        args=(floats(4, 4, 8),),
+        inspect=each(
+            moves(("all-to-all", 64)), among("all-to-all", [[0, 4], [1, 5], [2, 6], [3, 7]])
+        ),
+    ),
+    recut(
+        "all_to_all_along_y",
+        ("x", "y", None),
+        ("x", None, "y"),
+        XY,
+        args=(floats(4, 4, 8),),
+        inspect=each(moves(("all-to-all", 64)), among("all-to-all", [[0, 1, 2, 3], [4, 5, 6, 7]])),
+        gradients=(0,),
+        gradient_collectives={"all-to-all": 1},
+        several_processes=True,
+    ),
+    recut(
+        "all_to_all_along_both_axes",
+        (("x", "y"), None),
+        (None, ("x", "y")),
+        XY,
+        inspect=each(moves(("all-to-all", 64)), among("all-to-all", [list(range(8))])),
+    ),
+    # Copies along y take part in groups of their own.
+    recut(
+        "all_to_all_of_copies",
+        ("x", None),
+        (None, "x"),
+        XY,
+        inspect=each(
+            moves(("all-to-all", 256)), among("all-to-all", [[0, 4], [1, 5], [2, 6], [3, 7]])
+        ),
+    ),
+    recut(
+        "all_to_all_of_the_minor_axis",
+        (("x", "y"), None),
+        ("x", "y"),
+        XY,
+        inspect=each(moves(("all-to-all", 64)), among("all-to-all", [[0, 1, 2, 3], [4, 5, 6, 7]])),
+    ),
+    recut(
+        "all_to_all_that_joins_axes",
+        ("x", "y"),
+        (("x", "y"), None),
+        XY,
+        inspect=moves(("all-to-all", 64)),
+    ),
+    # Two axes change places: by permutation alone where they are equal.
+    recut(
+        "axes_change_places",
+        ("x", "y"),
+        ("y", "x"),
+        XY,
+        inspect=moves(("all-to-all", 64), ("collective-permute", 64)),
+        gradients=(0,),
+    ),
+    recut(
+        "equal_axes_change_places",
+        ("x", "y"),
+        ("y", "x"),
+        "x:2,y:2",
+        inspect=each(moves(("collective-permute", 128)), pairs((0, 0), (1, 2), (2, 1), (3, 3))),
+    ),
+    # 15 x 13 over 8 both ways: parts of 2 x 2, padded.
+    Case(
+        "all_to_all_uneven",
+        lambda a: split(split(2 * a + 1, 0, 8), 1, 8),
+        (floats(15, 13),),
+        collectives={"all-to-all": 1},
+        gradient_collectives={"all-to-all": 1},
+        whole=True,
+    ),
+]
+
+PERMUTES = [
+    # Another order of devices; the gradient goes the other way.
+    Case(
+        "permute_reversed",
+        lambda a: shard(split(2 * a + 1, 0, 8), np.arange(7, -1, -1).reshape(8, 1)),
+        (A,),
+        splits=(_ROWS,),
+        inspect=each(moves(("collective-permute", 64)), pairs(*[(i, 7 - i) for i in range(8)])),
+        gradient_collectives={"collective-permute": 1},
+        several_processes=True,
+    ),
+    Case(
+        "permute_rotated",
+        lambda a: shard(split(2 * a + 1, 0, 4), np.array([[1], [2], [3], [0]])),
+        (A,),
+        mesh="d:4",
+        splits=(_ROWS,),
+        inspect=each(moves(("collective-permute", 128)), pairs((0, 1), (1, 2), (2, 3), (3, 0))),
+    ),
+    # From one arrangement of figure 10 to the other.
+    Case(
+        "permute_figure_10",
+        lambda a: shard(
+            shard(2 * a + 1, np.arange(8).reshape(2, 4)), np.array([[0, 2, 4, 6], [1, 3, 5, 7]])
+        ),
+        (A,),
+        mesh=XY,
+        splits=(("x", "y"),),
+        inspect=each(
+            moves(("collective-permute", 64)),
+            pairs((0, 0), (1, 2), (2, 4), (3, 6), (4, 1), (5, 3), (6, 5), (7, 7)),
+        ),
+        gradient_collectives={"collective-permute": 1},
+    ),
+    recut(
+        "permute_axes_in_other_order",
+        (("x", "y"), None),
+        (("y", "x"), None),
+        XY,
+        inspect=moves(("collective-permute", 64)),
+    ),
+    # x and y are of one size: every device gets the part of its mirror image.
+    recut(
+        "permute_x_to_y",
+        ("x", None),
+        ("y", None),
+        "x:2,y:2",
+        inspect=each(moves(("collective-permute", 256)), pairs((0, 0), (1, 2), (2, 1), (3, 3))),
+    ),
+    # Two parts become four: a device cuts its own and sends it; back, parts are gathered.
+    recut(
+        "permute_x_to_finer_y",
+        ("x", None),
+        ("y", None),
+        XY,
+        inspect=moves(("collective-permute", 128)),
+    ),
+    recut(
+        "permute_x_to_coarser_y",
+        ("x", None),
+        ("y", None),
+        YX,
+        inspect=moves(("collective-permute", 128), ("all-gather", 256)),
+    ),
+    # A halo: everything moves by one row, so each device sends one row of its two to the next.
+    Case(
+        "permute_halo",
+        lambda a: split(tf.pad(split(2 * a + 1, 0, 8)[:-1], [[1, 0], [0, 0]]), 0, 8),
+        (A,),
+        splits=(_ROWS,),
+        inspect=each(moves(("collective-permute", 32)), pairs(*[(i, i + 1) for i in range(7)])),
+        gradient_collectives={"collective-permute": 1},
+        several_processes=True,
+    ),
+]
+
+LOCAL = [
+    recut("local_cut_of_a_whole_tensor", (None, None), _ROWS, inspect=moves()),
+    recut("local_cut_of_a_part", ("x", None), (("x", "y"), None), XY, inspect=moves()),
+    recut("local_cut_along_the_other_axis", ("x", None), ("x", "y"), XY, inspect=moves()),
+    Case(
+        "local_elementwise",
+        lambda a, b: tf.nn.relu(split(a, 0, 8) * b + 1.0),
+        (A, A + 1),
+        splits=(_ROWS, _ROWS),
+        collectives={},
+        gradient_collectives={},
+    ),
+]
+
+CASES = [*GATHERS, *REDUCTIONS, *ALL_TO_ALLS, *PERMUTES, *LOCAL]
