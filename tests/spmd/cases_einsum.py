@@ -120,18 +120,19 @@ CONTRACTING = [
         gradient_collectives={},
         several_processes=True,
     ),
-    matrices(
-        "contracting_over_2",
+    # One operand is cut and the other whole. A large one is contracted where it lies; differs: one that
+    # is smaller than the result is gathered instead.
+    einsum(
+        "contracting_of_one_large_operand",
+        "ij,jk->ik",
         (N, D),
-        (D, N),
-        mesh="d:2",
-        inspect=moves(("all-reduce", 768)),
+        (N, N),
+        shapes=((8, 64), (64, 4)),
+        inspect=moves(("all-reduce", 128)),
         gradients=(),
     ),
-    # Differs: with one operand cut and the other whole, XLA gathers the cut one rather than slice the
-    # whole one and sum (here the operand is smaller than the result).
     matrices(
-        "contracting_of_one_operand",
+        "contracting_of_one_small_operand",
         (N, D),
         (N, N),
         inspect=moves(("all-gather", 512)),
@@ -154,8 +155,7 @@ CONTRACTING = [
         inspect=moves(("all-reduce", 768)),
         gradients=(),
     ),
-    # Differs: a result that is wanted cut could be reduce-scattered; XLA for CPUs sums all of it on
-    # every device and keeps a slice.
+    # Differs: a result that is wanted cut could be reduce-scattered; XLA for CPUs sums it all everywhere.
     matrices(
         "contracting_wanted_by_rows",
         (N, D),
