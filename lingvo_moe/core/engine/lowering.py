@@ -9,7 +9,7 @@ from jax.experimental import jax2tf
 
 from lingvo_moe.core.engine.program import Program
 from lingvo_moe.core.engine.specs import AUTO, TensorSpec, numpy_dtype
-from lingvo_moe.core.engine.tracing import LoweringError, trace
+from lingvo_moe.core.engine.tracing import LoweringError, sources_of, trace
 from lingvo_moe.core.sharding import Mesh, ShardingError
 
 __all__ = ["AUTO", "LoweringError", "lower"]
@@ -70,4 +70,4 @@ def lower(
             for spec in signature.args
         ]
     )
-    return Program(signature, bytes(exported.serialize()))
+    return Program(signature, bytes(exported.serialize()), sources_of(tf_function, signature))

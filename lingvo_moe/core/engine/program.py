@@ -5,6 +5,7 @@ dtypes and shardings of arguments and results, their structure, the mesh, which 
 donated. Loading and running one needs no TensorFlow.
 """
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -12,10 +13,14 @@ import os
 import re
 import struct
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lingvo_moe.core import files
 from lingvo_moe.core.engine.signature import Signature
 from lingvo_moe.core.sharding import Mesh
+
+if TYPE_CHECKING:
+    from lingvo_moe.core.engine.sources import Sources
 
 _MAGIC = b"lingvo_moe program 1\n"
 # After the magic: the length of the JSON header and that of the StableHLO, then both, then the
@@ -40,10 +45,13 @@ class Program:
     Attributes:
         signature: how it is called.
         exported: what `jax.export` serialised.
+        sources: where its operations were written, for `explaining.explain`; no part of the hash nor of
+            a file, which names nothing of the machine, so None in a program that was loaded.
     """
 
     signature: Signature
     exported: bytes
+    sources: "Sources | None" = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def name(self) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_moe.core.engine.signature import Signature
+from lingvo_moe.core.engine.sources import Sources, record, remembering_forward
 from lingvo_moe.core.engine.specs import (
     AUTO,
     TensorSpec,
@@ -50,7 +51,8 @@ def trace(
     _check_dtypes(name, args)
     flat_fn = _FlatFunction(fn, arg_specs, args, mesh)
     tf_function = tf.function(flat_fn, jit_compile=True, autograph=False)
-    tf_function.get_concrete_function(*[tf.TensorSpec(a.shape, a.dtype) for a in args])
+    with remembering_forward():
+        tf_function.get_concrete_function(*[tf.TensorSpec(a.shape, a.dtype) for a in args])
     signature = Signature(
         name=name,
         mesh=mesh,
@@ -61,6 +63,12 @@ def trace(
         donated=tuple(i for i, a in enumerate(args) if _root(a.name, names) in donate),
     )
     return tf_function, signature
+
+
+def sources_of(tf_function: Any, signature: Signature) -> Sources:
+    """Where the operations of a function that `trace` returned were written."""
+    specs = [tf.TensorSpec(a.shape, a.dtype) for a in signature.args]
+    return record(tf_function.get_concrete_function(*specs).graph)
 
 
 class _FlatFunction:

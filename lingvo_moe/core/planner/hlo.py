@@ -124,29 +124,47 @@ class Module:
     computations: dict[str, Computation]
     attributes: str = ""
 
-    def executions(self, once: bool = False) -> Iterator[Executed]:
+    def executions(self, once: bool = False, unknown: int | None = None) -> Iterator[Executed]:
         """Every instruction that the schedule holds, in order; nothing from inside fusions.
 
         A loop's condition runs once more than its body; each branch of a conditional is taken to
         run once. With `once` a loop's body counts once, as a compiler's own cost analysis has it.
 
-        Raises:
-          PlanError: how often a loop runs cannot be told from its text.
-        """
-        yield from self._walk(self.entry, 1, False, once)
+        Args:
+          once: see above.
+          unknown: how often the body of a loop is taken to run whose trips cannot be told, e.g. 0 to
+            know its instructions by it.
 
-    def _walk(self, inside: Computation, times: int, backward: bool, once: bool):
+        Raises:
+          PlanError: how often a loop runs cannot be told from its text, and `unknown` is None.
+        """
+        yield from self._walk(self.entry, 1, False, once, unknown)
+
+    def _walk(
+        self, inside: Computation, times: int, backward: bool, once: bool, unknown: int | None
+    ) -> Iterator[Executed]:
         for instruction in inside.instructions:
             yield Executed(instruction, inside, times, backward)
             if instruction.opcode == "while":
-                trips = 1 if once else loops.trip_count(self, inside, instruction)
+                trips = 1 if once else self._trips(inside, instruction, unknown)
                 body = self.computation(instruction.attribute("body"))
                 condition = self.computation(instruction.attribute("condition"))
-                yield from self._walk(condition, times * (1 if once else trips + 1), backward, once)
-                yield from self._walk(body, times * trips, backward or is_backward(body), once)
+                tests = times * (1 if once else trips + 1)
+                yield from self._walk(condition, tests, backward, once, unknown)
+                in_backward = backward or is_backward(body)
+                yield from self._walk(body, times * trips, in_backward, once, unknown)
             elif instruction.opcode in ("call", "conditional", "async-start"):
                 for name in instruction.called:
-                    yield from self._walk(self.computation(name), times, backward, once)
+                    called = self.computation(name)
+                    yield from self._walk(called, times, backward, once, unknown)
+
+    def _trips(self, inside: Computation, loop: Instruction, unknown: int | None) -> int:
+        try:
+            return loops.trip_count(self, inside, loop)
+        except PlanError:
+            if unknown is None:
+                raise
+            return unknown
 
     def computation(self, name: str) -> Computation:
         """The computation called `name`, with or without its percent sign."""

@@ -87,6 +87,15 @@ def _scopes(op_name: str) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(_unwrap(name.split("/"))) for name in _joined(op_name) if name)
 
 
+def operations(op_name: str) -> tuple[str, ...]:
+    """The TensorFlow operations that an instruction stands for, e.g. m4/encoder/body/ffn/transpose.
+
+    Several where the compiler made one of several; none for what belongs to the program around the
+    model.
+    """
+    return tuple(dict.fromkeys("/".join(names) for names in _scopes(op_name) if names))
+
+
 def _joined(op_name: str) -> list[str]:
     """`a/b;c` joins two names of one operation, `a/(b;c:d)` those of what was combined."""
     prefix, opened, combined = op_name.partition("/(")

@@ -1,0 +1,229 @@
+"""Sources: from the TensorFlow operations of a traced function to the lines that a user wrote.
+
+What is kept while tracing is TensorFlow's own tracebacks, which cost nothing until somebody asks: a
+traceback is read, and its innermost frame that is neither a library's nor this package's plumbing
+looked for, only then. An operation of a gradient leads to the line of the operation that it is the
+gradient of.
+"""
+
+import contextlib
+import functools
+import linecache
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+# Ours, but never what a user wrote: it annotates, traces and wraps on behalf of others.
+_PLUMBING = tuple(
+    os.path.join(_PACKAGE, *names)
+    for names in (
+        ("core", "sharding", ""),
+        ("core", "engine", ""),
+        ("core", "base_layer.py"),
+        ("explaining.py",),
+        ("xla_sharding.py",),
+    )
+)
+_LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
+_TAPE = "gradient_tape"
+# Their result is their input: the compiled program has nothing of their name.
+_SAME_VALUE = frozenset(
+    ["Identity", "IdentityN", "StopGradient", "PreventGradient", "EnsureShape", "Snapshot"]
+)
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """A line of a Python file.
+
+    Attributes:
+        file: as Python names it.
+        line: its number, from 1.
+        function: in which function.
+    """
+
+    file: str
+    line: int
+    function: str = ""
+
+    @property
+    def text(self) -> str:
+        """What the line says, without indentation; '' where the file cannot be read."""
+        return linecache.getline(self.file, self.line).strip()
+
+    def __str__(self) -> str:
+        return f"{_shortest(self.file)}:{self.line}"
+
+
+class _Entry(NamedTuple):
+    traceback: Any
+    same_as: str
+    forward: str
+
+
+class Sources:
+    """What is known of a traced function's operations, by name.
+
+    Operations in the bodies of loops and branches are known by the names that they have there.
+    """
+
+    def __init__(self, entries: dict[str, _Entry]):
+        self._entries = entries
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def names(self) -> list[str]:
+        """All operations."""
+        return list(self._entries)
+
+    def Line(self, name: str) -> SourceLine | None:
+        """Where the user wrote operation `name`, or the operation that it is the gradient of."""
+        entry = self._entries.get(name)
+        return None if entry is None or entry.traceback is None else _user_line(entry.traceback)
+
+    def SameAs(self, name: str) -> str:
+        """The operation whose value `name` passes on, as tf.identity does; else `name` itself."""
+        entry = self._entries.get(name)
+        seen = {name}
+        while entry is not None and entry.same_as and entry.same_as not in seen:
+            name = entry.same_as
+            seen.add(name)
+            entry = self._entries.get(name)
+        return name
+
+    def Forward(self, name: str) -> str:
+        """The operation that `name` belongs to the gradient of; '' where it is of no gradient."""
+        entry = self._entries.get(name)
+        return entry.forward if entry else ""
+
+
+def record(graph: tf.Graph) -> Sources:
+    """The operations of a traced function and of all functions that it calls."""
+    entries: dict[str, _Entry] = {}
+    waiting, seen = [graph], {id(graph)}
+    while waiting:
+        graph = waiting.pop(0)
+        operations = graph.get_operations()
+        annotations = _annotations_of_gradients(operations)
+        for op in operations:
+            original = getattr(op, "_original_op", None) or annotations.get(op.name)
+            same_as = ""
+            if op.type in _SAME_VALUE and len(op.inputs) == 1:
+                same_as = op.inputs[0].op.name
+            entry = _Entry(
+                (op if original is None else original).traceback,
+                same_as,
+                "" if original is None else original.name,
+            )
+            entries.setdefault(op.name, entry)
+        for function in getattr(graph, "_functions", {}).values():
+            inner = getattr(function, "graph", None)
+            if inner is not None and id(inner) not in seen:
+                seen.add(id(inner))
+                waiting.append(inner)
+    return Sources(entries)
+
+
+@contextlib.contextmanager
+def remembering_forward() -> Iterator[None]:
+    """Inside, what a GradientTape adds to a graph remembers which operation it is the gradient of.
+
+    TensorFlow's older `tf.gradients` does so by itself. Where this TensorFlow has no place to ask
+    from, nothing is changed: gradients then lead to the line that asked for them.
+    """
+    try:
+        from tensorflow.python import pywrap_tfe
+        from tensorflow.python.eager import backprop
+
+        usual, register = backprop._gradient_function, pywrap_tfe.TFE_Py_RegisterGradientFunction
+    except (ImportError, AttributeError):
+        yield
+        return
+
+    @functools.wraps(usual)
+    def gradient(op_name: str, attrs: Any, count: int, inputs: Any, outputs: Any, *rest: Any):
+        forward = _forward_op(op_name, inputs, outputs)
+        if forward is None:
+            return usual(op_name, attrs, count, inputs, outputs, *rest)
+        with tf.compat.v1.get_default_graph()._original_op(forward):
+            return usual(op_name, attrs, count, inputs, outputs, *rest)
+
+    register(gradient)
+    try:
+        yield
+    finally:
+        register(usual)
+
+
+def _forward_op(op_name: str, inputs: Any, outputs: Any) -> Any:
+    """The operation with these inputs and outputs, of which the tape drops what the gradient does not
+    need; None where neither tells."""
+    if tf.executing_eagerly():
+        return None
+    for tensor in outputs or ():
+        op = getattr(tensor, "op", None)
+        if op is not None and op.type == op_name:
+            return op
+    for tensor in inputs or ():
+        if getattr(tensor, "op", None) is not None:
+            users = (op for op in tensor.consumers() if op.type == op_name)
+            return next((op for op in users if _takes(op, inputs)), None)
+    return None
+
+
+def _takes(op: Any, inputs: Any) -> bool:
+    return len(op.inputs) == len(inputs) and all(
+        given is None or given.name == taken.name for given, taken in zip(inputs, op.inputs)
+    )
+
+
+def _annotations_of_gradients(operations: list[Any]) -> dict[str, Any]:
+    """Name of an annotation that a tape made -> the annotation that it is the gradient of.
+
+    The tape keeps nothing of these. They are cut as their forward ones, have their shape and lie in
+    their name scope; of several such, gradients come in the opposite order.
+    """
+    waiting: dict[tuple, list[Any]] = {}
+    found: dict[str, Any] = {}
+    for op in operations:
+        if op.type != "XlaSharding":
+            continue
+        scope = op.name.rpartition("/")[0]
+        is_gradient = scope == _TAPE or scope.startswith(f"{_TAPE}/")
+        scope = scope[len(_TAPE) + 1 :] if is_gradient else scope
+        key = (scope, op.get_attr("sharding"), str(op.outputs[0].shape))
+        if not is_gradient:
+            waiting.setdefault(key, []).append(op)
+        elif waiting.get(key):
+            same = waiting[key]
+            found[op.name] = same.pop() if len(same) > 1 else same[0]
+    return found
+
+
+def _user_line(traceback: Any) -> SourceLine | None:
+    for place in range(len(traceback) - 1, -1, -1):
+        frame = traceback[place]
+        if _is_user(frame.filename):
+            return SourceLine(frame.filename, frame.lineno, frame.name)
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_user(filename: str) -> bool:
+    if filename.startswith("<frozen") or any(part in filename for part in _LIBRARIES):
+        return False
+    return not os.path.abspath(filename).startswith((*_PLUMBING, _STANDARD_LIBRARY))
+
+
+@functools.lru_cache(maxsize=4096)
+def _shortest(filename: str) -> str:
+    """As seen from the working directory or from where this package lies, whichever is shorter."""
+    roots = (os.getcwd(), os.path.dirname(_PACKAGE))
+    inside = [os.path.relpath(filename, r) for r in roots if filename.startswith(r + os.sep)]
+    return min([filename, *inside], key=len)
