@@ -1,0 +1,324 @@
+"""Uneven partitions (section 3.3.3): 15 elements over 2, 4 and 8 devices, 9 over 8 (three hold nothing).
+
+What lies in the padding is arbitrary, so every operator that mixes elements of the cut dimension has
+to put in its identity. The numbers are such that another identity, or none, would show: the padding of
+a tensor that is cut holds zeros, and here zero is the largest of negative numbers, the smallest of
+positive ones, it makes a product nothing and a quotient infinite, and it is five after adding five.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from spmd_case import Case, floats, ints
+
+from lingvo_moe.core.sharding import current_mesh, mesh_split, split
+
+A = floats(15, 6)
+POSITIVE = np.abs(A) + 0.5
+NEGATIVE = -POSITIVE
+FAR_NEGATIVE = -20 * POSITIVE  # exp of the padding would be all that counts
+TIES = ints(15, 6, below=4).astype(np.float32) - 9
+ONE_REDUCE, ONE_GATHER = {"all-reduce": 1}, {"all-gather": 1}
+
+# Kind -> the reduction, and numbers that zeros in the padding would spoil.
+KINDS: dict[str, tuple[Callable[[tf.Tensor, Any], tf.Tensor], np.ndarray]] = {
+    "sum": (lambda a, axis: tf.reduce_sum(a + 5.0, axis), A),
+    "prod": (tf.reduce_prod, POSITIVE),
+    "max": (tf.reduce_max, NEGATIVE),
+    "min": (tf.reduce_min, POSITIVE),
+    "mean": (lambda a, axis: tf.reduce_mean(a + 5.0, axis), A),
+    "logsumexp": (tf.reduce_logsumexp, FAR_NEGATIVE),
+    "any": (lambda a, axis: tf.reduce_any(tf.logical_not(a > 0), axis), POSITIVE),
+    "all": (lambda a, axis: tf.reduce_all(a > 0, axis), POSITIVE),
+}
+
+
+def rows(name: str, fn: Callable[..., Any], *args: np.ndarray, n: int = 8, **options: Any) -> Case:
+    """The first argument is cut unevenly by rows over n devices."""
+    options.setdefault("whole", True)
+    return Case(name, lambda a, *rest: fn(split(a, 0, n), *rest), args, mesh=f"d:{n}", **options)
+
+
+def values(name: str, fn: Callable[..., Any], *args: np.ndarray, **options: Any) -> Case:
+    """As `rows`, with no gradient."""
+    return rows(name, fn, *args, gradients=(), **options)
+
+
+def reduction(kind: str, n: int) -> Case:
+    """Over the cut dimension, over the other one, and over both."""
+    fn, numbers = KINDS[kind]
+    return rows(
+        f"{kind}_15_over_{n}",
+        lambda a: tuple(fn(a, axis) for axis in (0, 1, (0, 1))),
+        numbers,
+        n=n,
+        collectives={"all-reduce": 2} if kind == "logsumexp" else ONE_REDUCE,  # max, then sum
+        gradients=None if n == 8 and kind not in ("any", "all") else (),
+        several_processes=n == 8 and kind in ("max", "mean"),
+    )
+
+
+REDUCTIONS = [
+    *[reduction(kind, n) for kind in KINDS for n in (2, 4, 8)],
+    # Parts of two, and the last three devices have only padding.
+    *[
+        values(
+            f"{kind}_9_over_8",
+            lambda a, fn=KINDS[kind][0]: fn(a, 0),
+            KINDS[kind][1][:9],
+            collectives=ONE_REDUCE,
+        )
+        for kind in ("sum", "prod", "max", "min")
+    ],
+    values(
+        "integers_max",
+        lambda a: tf.reduce_max(a, 0),
+        -1 - ints(15, 6, below=99),
+        collectives=ONE_REDUCE,
+    ),
+    values(
+        "integers_min",
+        lambda a: tf.reduce_min(a, 0),
+        1 + ints(15, 6, below=99),
+        collectives=ONE_REDUCE,
+    ),
+    values(
+        "integers_prod",
+        lambda a: tf.reduce_prod(a, 0),
+        1 + ints(15, 6, below=3),
+        collectives=ONE_REDUCE,
+    ),
+    rows(
+        "sum_of_reciprocals",  # infinite in the padding
+        lambda a: tf.reduce_sum(1.0 / a, 0),
+        POSITIVE,
+        collectives=ONE_REDUCE,
+        gradient_collectives={},
+    ),
+    rows(
+        "sum_of_quotients",  # not a number in the padding
+        lambda a: tf.reduce_sum(a / a * a, 0),
+        POSITIVE,
+        collectives=ONE_REDUCE,
+    ),
+    rows(
+        "sum_of_logarithms",
+        lambda a: tf.reduce_sum(tf.math.log(a), 0),
+        POSITIVE,
+        collectives=ONE_REDUCE,
+    ),
+    rows("norm", lambda a: tf.norm(a + 5.0, axis=0), A, collectives=ONE_REDUCE),
+    rows(
+        "sum_of_selected",
+        lambda a, chosen: tf.reduce_sum(tf.where(chosen, a + 5.0, 1.0), 0),
+        A,
+        ints(15, 6, below=2).astype(bool),
+        collectives=ONE_REDUCE,
+    ),
+    Case(
+        "two_uneven_dimensions",
+        lambda a: (
+            tf.reduce_sum(mesh_split(a, current_mesh(), ("x", "y")) + 5.0),
+            tf.reduce_max(mesh_split(a, current_mesh(), ("x", "y")), 0),
+        ),
+        (-np.abs(floats(5, 7)) - 1,),
+        mesh="x:2,y:4",
+        collectives={"all-reduce": 3},
+        whole=True,
+    ),
+]
+
+# The largest with its place: one (value, index) pair from each device, the first of equals wins.
+ARGUMENTS = [
+    *[
+        values(
+            f"argmax_15_over_{n}",
+            lambda a: tf.argmax(a, 0, output_type=tf.int32),
+            NEGATIVE,
+            n=n,
+            collectives={"all-gather": 2},
+        )
+        for n in (2, 4, 8)
+    ],
+    values(
+        "argmin",
+        lambda a: tf.argmin(a, 0, output_type=tf.int32),
+        POSITIVE,
+        collectives={"all-gather": 2},
+    ),
+    values(
+        "argmax_of_equals",
+        lambda a: tf.argmax(a, 0, output_type=tf.int32),
+        TIES,
+        collectives={"all-gather": 2},
+    ),
+    values(
+        "argmin_of_equals",
+        lambda a: tf.argmin(a, 0, output_type=tf.int32),
+        TIES,
+        collectives={"all-gather": 2},
+    ),
+    values(
+        "argmax_along_the_other",
+        lambda a: tf.argmax(a, 1, output_type=tf.int32),
+        NEGATIVE,
+        collectives={},
+    ),
+]
+
+NORMALIZATIONS = [
+    rows(
+        "softmax",
+        lambda a: tf.nn.softmax(a, 0),
+        FAR_NEGATIVE,
+        collectives={"all-reduce": 2},
+        several_processes=True,
+    ),
+    values(
+        "softmax_over_2",
+        lambda a: tf.nn.softmax(a, 0),
+        FAR_NEGATIVE,
+        n=2,
+        collectives={"all-reduce": 2},
+    ),
+    rows(
+        "softmax_along_the_other",
+        lambda a: tf.nn.softmax(a, 1),
+        A,
+        collectives={},
+        gradient_collectives={},
+    ),
+    rows(
+        "log_softmax",
+        lambda a: tf.nn.log_softmax(a, 0),
+        FAR_NEGATIVE,
+        collectives={"all-reduce": 2},
+    ),
+    rows(
+        "layer_norm",
+        lambda a: (
+            (a + 5 - tf.reduce_mean(a + 5, 0)) * tf.math.rsqrt(tf.math.reduce_variance(a, 0) + 1e-3)
+        ),
+        A,
+        collectives={"all-reduce": 2},
+    ),
+    rows(
+        "batch_norm_moments",
+        lambda a: tuple(tf.nn.moments(a + 5.0, [0])),
+        A,
+        collectives={"all-reduce": 2},
+    ),
+]
+
+# Differs: a prefix sum along the cut dimension is computed on every device, from a gathered operand.
+PREFIXES = [
+    rows("cumsum", lambda a: tf.cumsum(a + 5.0, 0), A, collectives=ONE_GATHER),
+    values(
+        "cumsum_exclusive",
+        lambda a: tf.cumsum(a + 5.0, 0, exclusive=True),
+        A,
+        collectives=ONE_GATHER,
+    ),
+    rows(
+        "cumsum_reverse", lambda a: tf.cumsum(a + 5.0, 0, reverse=True), A, collectives=ONE_GATHER
+    ),
+    values(
+        "cumsum_exclusive_reverse",
+        lambda a: tf.cumsum(a + 5.0, 0, exclusive=True, reverse=True),
+        A,
+        collectives={"all-gather": 1, "collective-permute": 1},
+    ),
+    values("cumprod", lambda a: tf.math.cumprod(a, 0), POSITIVE, collectives=ONE_GATHER),
+    values(
+        "cumprod_reverse",
+        lambda a: tf.math.cumprod(a, 0, reverse=True),
+        POSITIVE,
+        collectives=ONE_GATHER,
+    ),
+    values(
+        "cumulative_logsumexp",
+        lambda a: tf.math.cumulative_logsumexp(a, 0),
+        FAR_NEGATIVE / 10,
+        collectives=ONE_GATHER,
+    ),
+    values("cumsum_along_the_other", lambda a: tf.cumsum(a + 5.0, 1), A, collectives={}),
+]
+
+# A dimension that has to be in one piece is exchanged for one that can be cut, by all-to-all, or else
+# gathered: here the other dimension has 6 elements, fewer than devices, but where the name says 8.
+ORDERS = [
+    rows("sort", lambda a: tf.sort(a, 0), NEGATIVE, collectives=ONE_GATHER),
+    rows(
+        "sort_15x8",
+        lambda a: tf.sort(2.0 * a, 0),
+        floats(15, 8) - 9,
+        collectives={"all-to-all": 2},
+        gradients=(),
+    ),
+    values(
+        "sort_descending",
+        lambda a: tf.sort(a, 0, direction="DESCENDING"),
+        POSITIVE,
+        collectives=ONE_GATHER,
+    ),
+    values(
+        "argsort_of_equals", lambda a: tf.argsort(a, 0, stable=True), TIES, collectives=ONE_GATHER
+    ),
+    values(
+        "argsort_of_equals_descending",
+        lambda a: tf.argsort(a, 0, direction="DESCENDING", stable=True),
+        TIES,
+        collectives=ONE_GATHER,
+    ),
+    values("sort_along_the_other", lambda a: tf.sort(a, 1), A, collectives={}),
+    Case(
+        "top_k",
+        lambda a: tuple(tf.math.top_k(split(a, 1, 8), 4)),
+        (NEGATIVE.T.copy(),),
+        collectives=ONE_GATHER,
+        whole=True,
+    ),
+    Case(
+        "top_k_of_equals",
+        lambda a: tuple(tf.math.top_k(split(a, 1, 8), 9)),
+        (TIES.T.copy(),),
+        collectives=ONE_GATHER,
+        gradients=(),
+        whole=True,
+    ),
+    rows(
+        "top_k_along_the_other",
+        lambda a: tuple(tf.math.top_k(a, 4)),
+        NEGATIVE,
+        collectives={},
+    ),
+]
+
+# Contracted over 15 and over padding that holds infinities.
+PRODUCTS = [
+    Case(
+        "matmul_contracting",
+        lambda a, b: split(a + 5.0, 1, 8) @ split(b, 0, 8),
+        (floats(4, 15), floats(15, 6)),
+        collectives=ONE_REDUCE,
+    ),
+    Case(
+        "matmul_contracting_reciprocals",
+        lambda a, b: (1.0 / split(a, 1, 8)) @ split(b, 0, 8),
+        (POSITIVE.T.copy(), A),
+        collectives=ONE_REDUCE,
+        several_processes=True,
+    ),
+    rows(
+        "matmul_rows",
+        lambda a, b: (a + 5.0) @ b,
+        A,
+        floats(6, 4),
+        collectives={},
+        gradient_collectives=ONE_REDUCE,
+    ),
+]
+
+CASES = [*REDUCTIONS, *ARGUMENTS, *NORMALIZATIONS, *PREFIXES, *ORDERS, *PRODUCTS]

@@ -1,0 +1,269 @@
+"""Uneven partitions (section 3.3.3) of operators with indices: one-hot, gather, scatter, segments, slices.
+
+15 elements over 8 devices. The operand's rows, the indices or the updates are cut; see cases_uneven for
+how the numbers are chosen.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from spmd_case import Case, floats, ints
+from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+
+from lingvo_moe.core.sharding import replicate, split
+
+A = floats(15, 6)
+POSITIVE = np.abs(A) + 0.5
+NEGATIVE = -POSITIVE
+ROWS = ints(10, below=15)  # with repetitions
+PLACES = np.stack([ROWS, ints(10, below=6)], -1)
+SOME_ROWS = np.array([[14], [0], [7], [13], [8]], np.int32)  # each once
+SEGMENTS = ints(15, below=4)
+ONE_REDUCE, ONE_GATHER = {"all-reduce": 1}, {"all-gather": 1}
+BOTH = {"all-gather": 1, "all-reduce": 1}
+
+
+def rows(name: str, fn: Callable[..., Any], *args: np.ndarray, **options: Any) -> Case:
+    """The first argument is cut unevenly by rows."""
+    options.setdefault("whole", True)
+    return Case(name, lambda a, *rest: fn(split(a, 0, 8), *rest), args, **options)
+
+
+def both(name: str, fn: Callable[..., Any], *args: np.ndarray, **options: Any) -> Case:
+    """The first argument and the second, its indices, are cut unevenly by rows."""
+    return rows(name, lambda a, i, *rest: fn(a, split(i, 0, 8), *rest), *args, **options)
+
+
+ONE_HOT = [
+    rows("one_hot_of_cut_ids", lambda i: tf.one_hot(i, 9) * 2.0, ints(15, below=9), collectives={}),
+    Case(
+        "one_hot_of_cut_classes",
+        lambda i: tf.reduce_sum(split(tf.one_hot(i, 15) + 1.0, 1, 8), 1),
+        (ints(6, below=15),),
+        collectives=ONE_REDUCE,
+    ),
+]
+
+# Along the cut dimension each device takes the rows that it has, zeros for others, and all are summed.
+GATHERS = [
+    rows("gather", tf.gather, A, ROWS, collectives=ONE_REDUCE, several_processes=True),
+    rows(
+        "gather_along_the_other",
+        lambda a, i: tf.gather(a, i, axis=1),
+        A,
+        ints(10, below=6),
+        collectives={},
+    ),
+    Case(
+        "gather_by_cut_indices",
+        lambda a, i: tf.gather(a, split(i, 0, 8)),
+        (A, ints(15, below=15)),
+        collectives={},
+        whole=True,
+    ),
+    rows(
+        "gather_in_batches",
+        lambda a, i: tf.gather(a, i, batch_dims=1),
+        A,
+        ints(15, 3, below=6),
+        collectives={},
+    ),
+    Case(
+        "gather_in_batches_along_the_cut",
+        lambda a, i: tf.gather(split(a, 1, 8), i, batch_dims=1),
+        (floats(6, 15), ints(6, 3, below=15)),
+        collectives=ONE_REDUCE,
+        whole=True,
+    ),
+    rows("gather_nd", tf.gather_nd, A, PLACES, collectives=ONE_REDUCE),
+    rows(
+        "reverse_sequence",
+        lambda a, n: tf.reverse_sequence(a, n, seq_axis=0, batch_axis=1),
+        A,
+        1 + ints(6, below=15),
+        collectives=ONE_REDUCE,
+    ),
+]
+
+# Into a cut operand: each device applies the updates to the rows that it has.
+SCATTERS = [
+    rows(
+        "scatter_add",
+        lambda a, i, u: tf.tensor_scatter_nd_add(a + 5.0, i, u),
+        A,
+        ROWS[:, None],
+        floats(10, 6),
+        collectives={},
+        several_processes=True,
+    ),
+    rows(
+        "scatter_update",
+        lambda a, i, u: tf.tensor_scatter_nd_update(a + 5.0, i, u),
+        A,
+        SOME_ROWS,
+        floats(5, 6),
+        collectives={},
+    ),
+    rows(
+        "scatter_min",
+        lambda a, i, u: tf.tensor_scatter_nd_min(a, i, u),
+        POSITIVE,
+        ROWS[:, None],
+        np.abs(floats(10, 6)),
+        collectives={},
+        gradients=(),
+    ),
+    rows(
+        "scatter_max",
+        lambda a, i, u: tf.tensor_scatter_nd_max(a, i, u),
+        NEGATIVE,
+        ROWS[:, None],
+        -np.abs(floats(10, 6)),
+        collectives={},
+        gradients=(),
+    ),
+]
+
+# Kind -> the segment reduction, updates, and what to add once they are cut.
+KINDS = {
+    "sum": (tf.math.unsorted_segment_sum, A, 5.0),
+    "mean": (tf.math.unsorted_segment_mean, A, 5.0),
+    "max": (tf.math.unsorted_segment_max, NEGATIVE, 0.0),
+    "min": (tf.math.unsorted_segment_min, POSITIVE, 0.0),
+    "prod": (tf.math.unsorted_segment_prod, POSITIVE, 0.0),
+}
+
+
+def embedding(table: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
+    """Rows of a whole table for unevenly cut positions, down to a loss per column."""
+    return tf.reduce_sum(tf.math.softplus(split(tf.gather(table, ids), 0, 8)), 0)
+
+
+# Updates are cut and so are their indices: XLA pads the indices with -1, which no scatter writes, and
+# reduces the partial results.
+CUT_UPDATES = [
+    *[
+        both(
+            f"segment_{kind}",
+            lambda a, i, fn=fn, add=add: fn(a + add, i, 4),
+            numbers,
+            SEGMENTS,
+            collectives=BOTH,
+            gradients=None if kind == "sum" else (),
+            several_processes=kind == "sum",
+        )
+        for kind, (fn, numbers, add) in KINDS.items()
+    ],
+    both(
+        "scatter_nd_of_cut_updates",
+        lambda u, i: tf.scatter_nd(i, u + 5.0, [7, 6]),
+        A,
+        SEGMENTS[:, None],
+        collectives=BOTH,
+    ),
+    both(
+        "scatter_max_of_cut_updates",
+        lambda u, i, a: tf.tensor_scatter_nd_max(a, i, u),
+        NEGATIVE,
+        SEGMENTS[:, None],
+        NEGATIVE[:4] - 1.0,
+        collectives=BOTH,
+        gradients=(),
+    ),
+    Case(
+        "embedding_by_cut_ids",
+        lambda table, ids: embedding(table, split(ids, 0, 8)),
+        (floats(4, 6), SEGMENTS),
+        collectives=ONE_REDUCE,
+        gradient_collectives=BOTH,
+        whole=True,
+    ),
+    # Or leave nothing to be padded: segment -1 belongs to no one.
+    Case(
+        "segment_sum_padded_by_hand",
+        lambda a, i: tf.math.unsorted_segment_sum(
+            split(tf.pad(a, [[0, 1], [0, 0]]), 0, 8) + 5.0,
+            tf.pad(i, [[0, 1]], constant_values=-1),
+            4,
+        ),
+        (A, SEGMENTS),
+        collectives=ONE_REDUCE,
+        gradients=(),
+    ),
+]
+
+# WRONG in XLA (jaxlib 0.10.2): where the updates are cut unevenly and the indices are whole, the indices
+# of the padding are 0 and the padding is not masked, so it lands in row 0. Whole means that the indices
+# are an argument that nothing cuts, or annotated `replicate`. Annotate the indices as the updates are
+# cut, as in CUT_UPDATES, and the result is right.
+WRONG = [
+    *[
+        rows(
+            f"segment_{kind}_by_whole_ids",
+            lambda a, i, fn=fn, add=add: fn(a + add, i, 4),
+            numbers,
+            SEGMENTS,
+            gradients=(),
+        )
+        for kind, (fn, numbers, add) in KINDS.items()
+        if kind in ("sum", "max", "prod")
+    ],
+    rows(
+        "segment_sum_by_replicated_ids",
+        lambda a, i: tf.math.unsorted_segment_sum(a + 5.0, replicate(2 * i), 7),
+        A,
+        SEGMENTS,
+        gradients=(),
+    ),
+    rows(
+        "scatter_nd_by_whole_indices",
+        lambda u, i: tf.scatter_nd(i, u + 5.0, [7, 6]),
+        A,
+        SEGMENTS[:, None],
+        gradients=(),
+    ),
+    rows(
+        "scatter_max_by_whole_indices",
+        lambda u, i, a: tf.tensor_scatter_nd_max(a, i, u),
+        NEGATIVE,
+        SEGMENTS[:, None],
+        NEGATIVE[:4] - 1.0,
+        gradients=(),
+    ),
+    # Its value is right, its gradient is not.
+    Case("embedding_by_whole_ids", embedding, (floats(4, 6), SEGMENTS), whole=True),
+]
+
+# Where a slice begins is known only when the program runs. Differs: the cut operand is gathered.
+RUNTIME_SLICES = [
+    rows(
+        "slice_from_runtime_start",
+        lambda a, i: tf.slice(a + 5.0, tf.stack([i, 0]), [7, 6]),
+        A,
+        np.int32(8),
+        collectives=ONE_GATHER,
+    ),
+    rows(
+        "slice_past_the_end_is_moved_back",
+        lambda a, i: gen_xla_ops.xla_dynamic_slice(a + 5.0, tf.stack([i, 0]), [7, 6]),
+        A,
+        np.int32(13),
+        collectives=ONE_GATHER,
+        gradients=(),
+        reference=lambda a, i: split(a, 0, 8)[8:] + 5.0,
+    ),
+    rows(
+        "update_slice_at_runtime_start",
+        lambda a, u, i: gen_xla_ops.xla_dynamic_update_slice(a + 5.0, u, tf.stack([i, 0])),
+        A,
+        floats(4, 6),
+        np.int32(9),
+        collectives=ONE_GATHER,
+        gradients=(),
+        reference=lambda a, u, i: tf.tensor_scatter_nd_update(a + 5.0, i + tf.range(4)[:, None], u),
+    ),
+]
+
+CASES = [*ONE_HOT, *GATHERS, *SCATTERS, *CUT_UPDATES, *RUNTIME_SLICES]
