@@ -1,0 +1,107 @@
+"""Cases: pooling over cut dimensions (appendix A.4: reduce-window, and select-and-scatter backward).
+
+The gradient of max pooling is WRONG where windows overlap by their stride or more (window >= 2 *
+stride) along a cut dimension: see `WRONG`, and `max_of_shifts`, which is right.
+"""
+
+from collections.abc import Callable
+
+import tensorflow as tf
+from cases_halo import Cut, over, rows, uncut
+from spmd_case import Case, floats
+
+YX = "y:2,x:4"
+
+
+def pool(
+    kind: str, size: int, stride: int, padding: str, cut: Cut, result: Cut | None = None
+) -> Callable[[tf.Tensor], tf.Tensor]:
+    """tf.nn's max or average pooling of [N, H, W, C]; the result is cut as the input unless said."""
+    op = {"max": tf.nn.max_pool2d, "avg": tf.nn.avg_pool2d}[kind]
+    return lambda x: (result or cut)(op(cut(x), size, stride, padding))
+
+
+def max_of_shifts(size: int, cut: Cut) -> Callable[[tf.Tensor], tf.Tensor]:
+    """Max pooling of stride 1 and VALID padding along rows, spelled out: what is right when cut."""
+
+    def fn(x: tf.Tensor) -> tf.Tensor:
+        x = cut(x)
+        count = x.shape[1] - size + 1
+        y = x[:, :count]
+        for shift in range(1, size):
+            y = tf.maximum(y, cut(x[:, shift : shift + count]))
+        return cut(y)
+
+    return fn
+
+
+def _case(kind, size, stride, padding, forward, gradient, shape=(2, 24, 4, 2)) -> Case:
+    return Case(
+        f"{kind}_window_{size}_stride_{stride}_{padding.lower()}_{shape[1]}",
+        pool(kind, size, stride, padding, rows(4)),
+        (floats(*shape),),
+        mesh="d:4",
+        collectives={"collective-permute": forward} if forward else {},
+        gradient_collectives={"collective-permute": gradient} if gradient else {},
+        whole=True,
+        several_processes=(kind, size, stride) == ("max", 3, 2),
+    )
+
+
+CASES = [
+    *[
+        _case(*parameters)
+        for parameters in [
+            ("max", 2, 2, "SAME", 0, 0),
+            ("max", 3, 2, "SAME", 1, 3),
+            ("max", 3, 2, "VALID", 1, 3),
+            ("max", 3, 3, "VALID", 0, 0),
+            ("max", 5, 3, "SAME", 2, 4),
+            ("max", 3, 2, "SAME", 1, 3, (2, 15, 4, 2)),
+            ("avg", 2, 2, "SAME", 0, 2),
+            ("avg", 3, 2, "SAME", 4, 5),
+            ("avg", 3, 1, "SAME", 6, 7),
+            ("avg", 3, 2, "VALID", 1, 3),
+            ("avg", 3, 2, "SAME", 4, 5, (2, 15, 4, 2)),
+        ]
+    ],
+    Case(
+        "max_rows_and_columns",
+        pool("max", 3, 2, "SAME", over(YX, None, "y", "x", None)),
+        (floats(2, 8, 16, 2),),
+        mesh=YX,
+        collectives={"collective-permute": 2},
+        gradient_collectives={"collective-permute": 6},
+    ),
+    # Unlike convolutions (`cases_halo.INPUT_ONLY`), pooling carries the input's cut on by itself.
+    Case(
+        "max_input_only",
+        pool("max", 3, 2, "SAME", rows(8), uncut),
+        (floats(2, 32, 4, 2),),
+        collectives={"collective-permute": 1},
+        gradient_collectives={"collective-permute": 3},
+    ),
+    Case(
+        "max_of_shifts",
+        max_of_shifts(3, rows(4)),
+        (floats(2, 24, 4, 2),),
+        mesh="d:4",
+        collectives={"collective-permute": 2},
+        gradient_collectives={"collective-permute": 4},
+        whole=True,
+    ),
+]
+
+# XLA's partitioner gives the first part of the result from one row off: it has a halo in front of that
+# part as of any other, and slices the result as if it had none. Eight rows over two devices are enough.
+# With windows shorter than twice the stride it is right.
+WRONG = [
+    Case(
+        f"max_window_{size}_stride_{stride}_{padding.lower()}",
+        pool("max", [size, 1], [stride, 1], padding, rows(2)),
+        (floats(1, 8, 1, 1),),
+        mesh="d:2",
+        whole=True,
+    )
+    for size, stride, padding in [(2, 1, "VALID"), (3, 1, "SAME"), (4, 2, "VALID")]
+]
