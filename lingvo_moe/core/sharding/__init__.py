@@ -4,6 +4,7 @@
 import TensorFlow; the functions that annotate tensors do.
 """
 
+import importlib
 from typing import Any
 
 from lingvo_moe.core.sharding.letters import (
@@ -20,8 +21,17 @@ from lingvo_moe.core.sharding.mesh import (
     single_device,
     use_mesh,
 )
+from lingvo_moe.core.sharding.redistribution_plan import plan_redistribution
 
-_ANNOTATIONS = ("mesh_split", "replicate", "shard", "shard_letters", "split")
+# What needs TensorFlow, by the module that it stands in.
+_LAZY = {
+    "mesh_split": "annotate",
+    "redistribute": "redistribution",
+    "replicate": "annotate",
+    "shard": "annotate",
+    "shard_letters": "annotate",
+    "split": "annotate",
+}
 
 __all__ = [
     "Axis",
@@ -32,14 +42,14 @@ __all__ = [
     "check_mapping",
     "current_mesh",
     "dims_mapping",
+    "plan_redistribution",
     "single_device",
     "use_mesh",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ANNOTATIONS:
-        from lingvo_moe.core.sharding import annotate
-
-        return getattr(annotate, name)
+    if name in _LAZY:
+        module = importlib.import_module(f"lingvo_moe.core.sharding.{_LAZY[name]}")
+        return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

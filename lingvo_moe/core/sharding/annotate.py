@@ -17,6 +17,7 @@ from lingvo_moe.core.sharding.letters import (
     SplitMap,
     check_mapping,
     dims_mapping,
+    tile_devices,
 )
 from lingvo_moe.core.sharding.mesh import Mesh, ShardingError, current_mesh
 
@@ -27,7 +28,7 @@ def replicate(tensor: tf.Tensor) -> tf.Tensor:
     Raises:
         ShardingError: no mesh is in force.
     """
-    mesh = _mesh_for("replicate", tensor)
+    mesh = mesh_in_force("replicate", tensor)
     return tensor if mesh.size == 1 else _apply(xla_sharding.Sharding.replicate(), tensor)
 
 
@@ -41,14 +42,18 @@ def split(tensor: tf.Tensor, split_dimension: int, num_partitions: int) -> tf.Te
         ShardingError: no mesh is in force; no such dimension; more partitions than devices or than
             elements; or a number of partitions that does not divide the number of devices.
     """
-    mesh = _mesh_for("split", tensor)
-    what = f"split({_name(tensor)}, {split_dimension}, {num_partitions})"
+    mesh = mesh_in_force("split", tensor)
+    what = f"split({name_of(tensor)}, {split_dimension}, {num_partitions})"
     shape = _static_shape(tensor, what)
-    if not 0 <= split_dimension < len(shape):
-        raise ShardingError(f"{what}: shape {shape} has dimensions 0..{len(shape) - 1}")
-    if num_partitions < 1 or num_partitions > mesh.size or mesh.size % num_partitions:
+    _check_dimension(what, split_dimension, shape)
+    if not isinstance(num_partitions, (int, np.integer)) or isinstance(num_partitions, bool):
+        raise ShardingError(f"{what}: the number of partitions is an integer")
+    if num_partitions < 1 or mesh.size % num_partitions:
+        problem = "are more than" if num_partitions > mesh.size else "do not divide"
+        fitting = [n for n in range(1, mesh.size + 1) if mesh.size % n == 0]
         raise ShardingError(
-            f"{what}: the number of partitions must divide the {mesh.size} devices of mesh {mesh}"
+            f"{what}: {num_partitions} partitions {problem} the {mesh.size} devices of mesh {mesh};"
+            f" the number of partitions must divide the {mesh.size} devices: one of {fitting}"
         )
     size = shape[split_dimension]
     if size is not None and size < num_partitions:
@@ -57,38 +62,53 @@ def split(tensor: tf.Tensor, split_dimension: int, num_partitions: int) -> tf.Te
             f"than {num_partitions} partitions"
         )
     tiles = [num_partitions if d == split_dimension else 1 for d in range(len(shape))]
-    return _tile(tensor, mesh.device_array().reshape([*tiles, mesh.size // num_partitions]), mesh)
+    return tile(tensor, mesh.device_array().reshape([*tiles, mesh.size // num_partitions]), mesh)
 
 
 def shard(tensor: tf.Tensor, device_assignment: np.ndarray | Sequence) -> tf.Tensor:
     """Cuts several dimensions at once and says which device holds which part (appendix A.3).
 
+    With one dimension more, the last one lists the devices that hold copies of a part (subgroups):
+    under [[[0, 4]], [[1, 5]], [[2, 6]], [[3, 7]]] a matrix has four bands of rows, and devices 0 and
+    4 both hold the first.
+
     Args:
         tensor: of rank R.
         device_assignment: integers of rank R whose shape is the number of parts per dimension and
             whose elements are logical device numbers, each of 0..devices-1 once: a [3, 16, 64]
-            tensor under a [1, 2, 4] assignment has [3, 8, 16] parts.
+            tensor under a [1, 2, 4] assignment has [3, 8, 16] parts. Or of rank R+1: parts per
+            dimension, then copies.
 
     Raises:
         ShardingError: no mesh is in force; another rank; more parts than elements; a device
-            missing, twice, or unknown.
+            missing, twice, or unknown; what is no integer.
     """
-    mesh = _mesh_for("shard", tensor)
-    devices = np.asarray(device_assignment)
-    what = f"shard({_name(tensor)}, device_assignment of shape {list(devices.shape)})"
-    shape = _static_shape(tensor, what)
-    if devices.ndim != len(shape):
-        raise ShardingError(f"{what}: the tensor has {len(shape)} dimensions, shape {shape}")
-    if sorted(devices.flatten().tolist()) != list(range(mesh.size)):
+    mesh = mesh_in_force("shard", tensor)
+    what = f"shard({name_of(tensor)}, device_assignment"
+    try:
+        devices = np.asarray(device_assignment)
+    except ValueError:
         raise ShardingError(
-            f"{what}: holds devices {devices.flatten().tolist()}, expected each of 0..{mesh.size - 1} once"
+            f"{what}={device_assignment}): the rows are not of one length, so this is no array"
+        ) from None
+    what = f"{what} of shape {list(devices.shape)})"
+    shape = _static_shape(tensor, what)
+    if not np.issubdtype(devices.dtype, np.integer):
+        raise ShardingError(f"{what}: holds {devices.dtype}, but device numbers are integers")
+    if devices.ndim not in (len(shape), len(shape) + 1):
+        raise ShardingError(
+            f"{what}: the tensor has {len(shape)} dimensions, shape {shape}; the assignment needs as "
+            f"many, or one more, whose entries hold copies of a part"
         )
-    for dim, (size, parts) in enumerate(zip(shape, devices.shape, strict=True)):
+    _check_devices(what, devices.flatten().tolist(), mesh)
+    if devices.ndim == len(shape):
+        devices = devices[..., np.newaxis]
+    for dim, (size, parts) in enumerate(zip(shape, devices.shape)):
         if size is not None and size < parts:
             raise ShardingError(
                 f"{what}: dimension {dim} of shape {shape} has {size} elements, fewer than {parts} partitions"
             )
-    return _tile(tensor, devices[..., np.newaxis], mesh)
+    return tile(tensor, devices, mesh)
 
 
 def mesh_split(tensor: tf.Tensor, mesh: Mesh, mapping: DimsMapping) -> tf.Tensor:
@@ -105,8 +125,8 @@ def mesh_split(tensor: tf.Tensor, mesh: Mesh, mapping: DimsMapping) -> tf.Tensor
         ShardingError: no mesh is in force; meshes of different sizes; another rank; an unknown or
             doubly used axis; more partitions than elements.
     """
-    ambient = _mesh_for("mesh_split", tensor)
-    what = f"mesh_split({_name(tensor)}, {mesh}, {mapping})"
+    ambient = mesh_in_force("mesh_split", tensor)
+    what = f"mesh_split({name_of(tensor)}, {mesh}, {mapping})"
     if mesh.size != ambient.size:
         raise ShardingError(
             f"{what}: {mesh.size} devices, but the mesh in force, {ambient}, has {ambient.size}"
@@ -114,12 +134,7 @@ def mesh_split(tensor: tf.Tensor, mesh: Mesh, mapping: DimsMapping) -> tf.Tensor
     check_mapping(what, _static_shape(tensor, what), tuple(mapping), mesh)
     if mesh.size == 1:
         return tensor
-    per_dim = [() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in mapping]
-    tiles = [mesh.axis_size(axes) for axes in per_dim]
-    order = [a for axes in per_dim for a in axes]
-    order += [a for a in mesh.axis_names if a not in order]
-    devices = mesh.device_array().transpose([mesh.axis_names.index(a) for a in order])
-    return _tile(tensor, devices.reshape([*tiles, -1]), mesh)
+    return tile(tensor, tile_devices(tuple(mapping), mesh), mesh)
 
 
 def shard_letters(
@@ -132,24 +147,29 @@ def shard_letters(
     Raises:
         ShardingError: as `mesh_split`.
     """
-    mesh = _mesh_for("shard_letters", tensor)
+    mesh = mesh_in_force("shard_letters", tensor)
     if mesh.size == 1:
         return tensor
     return mesh_split(tensor, mesh, dims_mapping(letters, split_map, name))
 
 
-def _mesh_for(what: str, tensor: tf.Tensor) -> Mesh:
+def mesh_in_force(what: str, tensor: tf.Tensor) -> Mesh:
+    """The mesh that an annotation `what` of a tensor refers to.
+
+    Raises:
+        ShardingError: there is none.
+    """
     mesh = current_mesh()
     if mesh is None:
         raise ShardingError(
-            f"{what}({_name(tensor)}): no mesh is in force, so this annotation could not "
+            f"{what}({name_of(tensor)}): no mesh is in force, so this annotation could not "
             "take effect. Lower the function with an "
             "engine, or trace it under sharding.use_mesh(mesh)"
         )
     return mesh
 
 
-def _tile(tensor: tf.Tensor, devices: np.ndarray, mesh: Mesh) -> tf.Tensor:
+def tile(tensor: tf.Tensor, devices: np.ndarray, mesh: Mesh) -> tf.Tensor:
     """Annotates with tiles; the last dimension of `devices` counts the copies of each part."""
     if mesh.size == 1:
         return tensor
@@ -167,13 +187,44 @@ def _apply(sharding: xla_sharding.Sharding, tensor: tf.Tensor) -> tf.Tensor:
     return sharding.apply_to_tensor(tensor, use_sharding_op=True)
 
 
+def _check_dimension(what: str, dimension: int, shape: list[int | None]) -> None:
+    if not isinstance(dimension, (int, np.integer)) or isinstance(dimension, bool):
+        raise ShardingError(f"{what}: a dimension is an integer, one of 0..{len(shape) - 1}")
+    if 0 <= dimension < len(shape):
+        return
+    text = (
+        f"{what}: shape {shape} has dimensions 0..{len(shape) - 1}"
+        if shape
+        else (f"{what}: a scalar has no dimensions")
+    )
+    if -len(shape) <= dimension < 0:
+        text += f"; they are counted from the front, so say {len(shape) + dimension}"
+    raise ShardingError(text)
+
+
+def _check_devices(what: str, devices: list[int], mesh: Mesh) -> None:
+    """Raises where not every device of the mesh is there once, saying which is not."""
+    known = set(range(mesh.size))
+    problems = {
+        "unknown": sorted(set(devices) - known),
+        "twice": sorted({d for d in devices if d in known and devices.count(d) > 1}),
+        "missing": sorted(known - set(devices)),
+    }
+    found = "; ".join(f"{kind}: {wrong}" for kind, wrong in problems.items() if wrong)
+    if found:
+        raise ShardingError(
+            f"{what}: holds devices {devices}, expected each of 0..{mesh.size - 1} once ({found})"
+        )
+
+
 def _static_shape(tensor: tf.Tensor, what: str) -> list[int | None]:
     if tensor.shape.rank is None:
         raise ShardingError(f"{what}: the tensor's rank is not known")
     return tensor.shape.as_list()
 
 
-def _name(tensor: tf.Tensor) -> str:
+def name_of(tensor: tf.Tensor) -> str:
+    """What a message calls a tensor."""
     if isinstance(tensor, tf.Tensor) and not tf.executing_eagerly():
         return tensor.name
     return f"tensor of shape {list(getattr(tensor, 'shape', ()))}"

@@ -8,6 +8,8 @@ Algorithm 2.
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from lingvo_moe.core.sharding.mesh import Mesh, ShardingError
 
 Axis = str | tuple[str, ...] | None
@@ -65,3 +67,13 @@ def check_mapping(name: str, shape: Sequence[int | None], mapping: DimsMapping, 
                 f"fewer than the {parts} partitions of "
                 f"axis {axis!r} of mesh {mesh}"
             )
+
+
+def tile_devices(mapping: DimsMapping, mesh: Mesh) -> np.ndarray:
+    """Which devices hold which part: integers of rank R+1, whose shape is the number of parts of
+    each dimension and the number of copies of a part."""
+    per_dim = [() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in mapping]
+    order = [a for axes in per_dim for a in axes]
+    order += [a for a in mesh.axis_names if a not in order]
+    devices = mesh.device_array().transpose([mesh.axis_names.index(a) for a in order])
+    return devices.reshape([*(mesh.axis_size(axes) for axes in per_dim), -1])
