@@ -4,7 +4,8 @@ What is promised: parts exchange the edges that their windows share, the halos, 
 no device ever has the image. A kernel's gradient is a sum over parts: an all-reduce.
 
 XLA keeps the promise where the result of a convolution is annotated as its input is, and almost all
-cases here annotate both. What it does otherwise is said where it is asserted.
+cases here annotate both. What it does otherwise is said where it is asserted. Kernel gradients that
+are WRONG, and two gradients that do not compile at all, are at the end.
 """
 
 from collections.abc import Callable, Sequence
@@ -255,6 +256,20 @@ DIMENSIONS = [
         {"collective-permute": 4, "all-reduce": 2},
         mesh=YX,
     ),
+    # Both axes of the mesh are in use: without "y" this would be the first of WRONG_KERNEL_GRADIENT.
+    case(
+        "rows_and_output_feature",
+        (2, 16, 4, 2),
+        (3, 3, 2, 4),
+        conv(
+            over(YX, None, "x", None, None),
+            kernel=over(YX, None, None, None, "y"),
+            result=over(YX, None, "x", None, "y"),
+        ),
+        {"collective-permute": 2},
+        {"collective-permute": 4, "all-reduce": 2},
+        mesh=YX,
+    ),
     case("conv3d", (1, 16, 3, 3, 2), (3, 3, 3, 2, 2), conv(rows()), **halo(2)),
     case(
         "conv3d_stride_2",
@@ -418,3 +433,66 @@ CASES = [
     *FEATURES,
     *INPUT_ONLY,
 ]
+
+
+def _fault(name: str, shape, kernel, fn, mesh: str) -> Case:
+    return Case(name, fn, (floats(*shape), floats(*kernel)), mesh=mesh, whole=True)
+
+
+# XLA's partitioner adds up the parts of a kernel's gradient over all devices. Where a mesh axis is idle,
+# so that each part of the image is held more than once, the sum is too large by the number of copies.
+# Right, and the way round it: cut anything else along that axis, the batch ("batch_and_rows") or the
+# kernel's output features ("rows_and_output_feature"); the input's features, last, are not enough.
+_IDLE = [
+    _fault("idle_axis", (2, 16, 4, 2), (3, 3, 2, 4), conv(over(YX, None, "x", None, None)), YX),
+    _fault("fewer_parts_than_devices", (2, 16, 2), (3, 2, 3), conv(rows(4)), "d:8"),
+    _fault("idle_axis_depthwise", (2, 16, 4, 2), (3, 3, 2, 2), depthwise(rows(4)), "d:8"),
+    _fault(
+        "idle_axis_of_the_result",
+        (4, 16, 4, 2),
+        (3, 3, 2, 4),
+        conv(
+            over(YX, None, "x", None, "y"),
+            kernel=over(YX, None, None, "y", None),
+            result=over(YX, None, "x", None, None),
+        ),
+        YX,
+    ),
+]
+
+# Explicit padding after which the last window lies in padding alone, and which makes one result more
+# than parts: the part behind is counted from what it does not have. SAME and VALID have no such windows.
+_PADDED = [
+    _fault(
+        f"stride_{stride}_last_window_padded",
+        (1, size, 1, 1),
+        (k, 1, 1, 1),
+        conv(rows(4), stride, [[0, 0], [0, high], [0, 0], [0, 0]]),
+        "d:4",
+    )
+    for size, k, stride, high in [(12, 1, 3, 1), (16, 2, 4, 3)]
+]
+
+WRONG_KERNEL_GRADIENT = [*_IDLE, *_PADDED]
+
+# The gradient of the input: XLA slices more than there is and its own verifier refuses the program.
+NOT_COMPILED = [
+    _fault(
+        f"stride_2_kernel_4_valid_{size}",
+        (1, size, 1, 1),
+        (4, 1, 1, 1),
+        conv(rows(4), 2, "VALID"),
+        "d:4",
+    )
+    for size in (10, 11)
+]
+
+# A negative low padding of a dilated base, which is what padding deeper than the kernel reaches becomes
+# in the gradient of a strided convolution: XLA does not only refuse it, it ends the process.
+ABORTED = _fault(
+    "stride_2_padded_beyond_kernel",
+    (1, 16, 1, 1),
+    (2, 1, 1, 1),
+    conv(rows(4), 2, [[0, 0], [2, 0], [0, 0], [0, 0]]),
+    "d:4",
+)

@@ -1,10 +1,50 @@
 """Convolutions over cut dimensions: one device's values and gradients, and halos by permutation."""
 
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+
 import pytest
-from cases_halo import CASES
+from cases_halo import ABORTED, CASES, NOT_COMPILED, WRONG_KERNEL_GRADIENT
 from spmd_case import check
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_convolution(case):
     check(case)
+
+
+@pytest.mark.parametrize("case", WRONG_KERNEL_GRADIENT, ids=str)
+def test_forward_and_input_gradient_beside_a_wrong_kernel_gradient(case):
+    check(dataclasses.replace(case, gradients=(0,)))
+
+
+@pytest.mark.parametrize("case", WRONG_KERNEL_GRADIENT, ids=str)
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="XLA's partitioner: see cases_halo")
+def test_wrong_kernel_gradient(case):
+    check(dataclasses.replace(case, gradients=(1,)))
+
+
+@pytest.mark.parametrize("case", NOT_COMPILED, ids=str)
+def test_gradient_that_does_not_compile(case):
+    check(dataclasses.replace(case, gradients=(1,)))
+    with pytest.raises(Exception, match=r"hlo verifier.*Slice dim size"):
+        check(dataclasses.replace(case, gradients=(0,)))
+
+
+def test_negative_low_padding_ends_the_process():
+    """So that nobody takes it for a fault of ours, and we hear when it is mended."""
+    program = "import cases_halo, spmd_case; spmd_case.check(cases_halo.ABORTED)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    check(dataclasses.replace(ABORTED, gradients=(1,)))
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == -signal.SIGABRT
+    assert "swd->padding_low()" in done.stderr
