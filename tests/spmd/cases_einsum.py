@@ -164,14 +164,6 @@ CONTRACTING = [
         inspect=moves(("all-reduce", 768)),
         gradient_collectives={"all-gather": 1},
     ),
-    matrices(
-        "contracting_wanted_by_columns",
-        (N, D),
-        (D, N),
-        (N, D),
-        inspect=moves(("all-reduce", 768)),
-        gradients=(),
-    ),
     einsum(
         "contracting_to_a_scalar",
         "ij,ij->",
@@ -187,6 +179,7 @@ CONTRACTING = [
         lambda a, b: tf.einsum("ijl,jk->ik", split(2 * a, 2, 8), b),
         (floats(6, 4, 8), floats(4, 5)),
         inspect=moves(("all-reduce", 6 * 4 * 4)),
+        gradients=(),
     ),
     # Partial sums over x of a result that is cut along y.
     matrices(
@@ -240,7 +233,12 @@ NON_CONTRACTING = [
     # Differs from figure 4c: both along one axis. XLA gathers an operand, here the one that the result
     # does not follow; it loops only over operands above its threshold. `looped_einsum` always loops.
     matrices(
-        "rows_and_columns_1d_by_rows", (D, N), (N, D), (D, N), inspect=moves(("all-gather", 1536))
+        "rows_and_columns_1d_by_rows",
+        (D, N),
+        (N, D),
+        (D, N),
+        inspect=moves(("all-gather", 1536)),
+        gradients=(),
     ),
     matrices(
         "rows_and_columns_1d_by_columns",
@@ -262,6 +260,7 @@ NON_CONTRACTING = [
         (X, Y),
         mesh=XY,
         inspect=moves(("all-gather", 384), ("all-gather", 256)),
+        gradients=(),
     ),
 ]
 
@@ -422,6 +421,7 @@ FORMS = [
         lambda a, b: tf.einsum("iij,jk->ik", split(2 * a, 2, 8), split(b, 0, 8)),
         (floats(6, 6, 8), floats(8, 5)),
         inspect=moves(("all-reduce", 120)),
+        gradients=(),
     ),
     # Pairs are contracted one after the other: rows and columns meet, and one operand is gathered.
     Case(
@@ -429,6 +429,7 @@ FORMS = [
         lambda a, b, c: tf.einsum("ij,jk,kl->il", split(a, 0, 8), b, split(c, 1, 8)),
         (floats(8, 6), floats(6, 4), floats(4, 8)),
         inspect=moves(("all-gather", 128)),
+        gradients=(),
     ),
     Case(
         "three_operands_2d",
@@ -471,6 +472,7 @@ FORMS = [
         lambda a, b: tf.tensordot(split(a, 1, 8), split(b, 0, 8), [[1, 2], [0, 1]]),
         (floats(3, 8, 2), floats(8, 2, 5)),
         inspect=moves(("all-reduce", 60)),
+        gradients=(),
     ),
     # On CPUs bfloat16 is widened to float32 before it is multiplied, and so are the sums.
     Case(

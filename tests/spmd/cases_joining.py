@@ -84,6 +84,7 @@ CONCATENATIONS = [
         floats(9, 4),
         to=None,
         collectives={"collective-permute": 7, "all-reduce": 1},
+        gradient="none",
     ),
     formatted(
         "unstack_the_other",
@@ -106,7 +107,11 @@ REPETITIONS = [
         "tile_cut", lambda a: tf.tile(a, [2, 1]), ODD, collectives=ONE_GATHER, gradient="none"
     ),
     formatted(
-        "tile_the_other", lambda a: tf.tile(a, [1, 3]), ODD, collectives=LOCAL, gradient=LOCAL
+        "tile_the_other",
+        lambda a: tf.tile(a, [1, 3]),
+        ODD,
+        collectives=LOCAL,
+        gradient="none",
     ),
     formatted(
         "repeat_cut", lambda a: tf.repeat(a, 2, axis=0), ODD, collectives=LOCAL, gradient=LOCAL
@@ -159,7 +164,11 @@ REPETITIONS = [
 
 ELEMENTWISE = [
     formatted(
-        "positions", lambda a: a * tf.range(15.0)[:, None], ODD, collectives=LOCAL, gradient=LOCAL
+        "positions",
+        lambda a: a * tf.range(15.0)[:, None],
+        ODD,
+        collectives=LOCAL,
+        gradient="none",
     ),
     formatted(
         "elementwise_chain",
@@ -188,7 +197,7 @@ ELEMENTWISE = [
         lambda a: tf.where(a > 0, tf.clip_by_value(a, -1.0, 1.0), 2 * a),
         ODD,
         collectives=LOCAL,
-        gradient=LOCAL,
+        gradient="none",
     ),
 ]
 

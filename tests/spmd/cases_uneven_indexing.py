@@ -69,6 +69,7 @@ GATHERS = [
         A,
         ints(15, 3, below=6),
         collectives={},
+        gradients=(),
     ),
     Case(
         "gather_in_batches_along_the_cut",
@@ -162,6 +163,7 @@ CUT_UPDATES = [
         A,
         SEGMENTS[:, None],
         collectives=BOTH,
+        gradients=(),
     ),
     both(
         "scatter_max_of_cut_updates",
