@@ -8,6 +8,7 @@ from jax import export
 from jax.experimental import jax2tf
 
 from lingvo_moe.core.engine.program import Program
+from lingvo_moe.core.engine.regions import isolate_regions
 from lingvo_moe.core.engine.specs import AUTO, TensorSpec, numpy_dtype
 from lingvo_moe.core.engine.tracing import LoweringError, sources_of, trace
 from lingvo_moe.core.sharding import Mesh, ShardingError
@@ -70,4 +71,5 @@ def lower(
             for spec in signature.args
         ]
     )
+    exported = isolate_regions(exported)
     return Program(signature, bytes(exported.serialize()), sources_of(tf_function, signature))

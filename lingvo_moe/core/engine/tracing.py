@@ -22,6 +22,7 @@ from lingvo_moe.core.engine.specs import (
     skeleton,
 )
 from lingvo_moe.core.sharding import DimsMapping, Mesh, use_mesh
+from lingvo_moe.core.sharding.manual_check import check_regions
 
 
 class LoweringError(ValueError):
@@ -52,7 +53,10 @@ def trace(
     flat_fn = _FlatFunction(fn, arg_specs, args, mesh)
     tf_function = tf.function(flat_fn, jit_compile=True, autograph=False)
     with remembering_forward():
-        tf_function.get_concrete_function(*[tf.TensorSpec(a.shape, a.dtype) for a in args])
+        concrete = tf_function.get_concrete_function(
+            *[tf.TensorSpec(a.shape, a.dtype) for a in args]
+        )
+    check_regions(concrete.graph, name, len(args), [path for path, _ in flat_fn.items])
     signature = Signature(
         name=name,
         mesh=mesh,

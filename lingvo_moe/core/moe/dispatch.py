@@ -27,6 +27,11 @@ class Dispatcher(BaseLayer):
         """The weighted sum of a token's experts, [G,S,M], from outputs in Dispatch's layout."""
         raise NotImplementedError(f"{type(self).__name__}.Combine")
 
+    @classmethod
+    def Flops(cls, G: int, S: int, E: int, C: int, M: int) -> int:
+        """Of the matrix products of one way, two for each multiply-add."""
+        raise NotImplementedError(f"{cls.__name__}.Flops")
+
 
 class EinsumDispatcher(Dispatcher):
     """The paper's: one-hot masks of shape [G,S,E,C] and one einsum each way.
@@ -39,8 +44,8 @@ class EinsumDispatcher(Dispatcher):
 
     def Dispatch(self, routing: Routing, x_GSM: tf.Tensor) -> tf.Tensor:
         """See `Dispatcher`; in the type of `x_GSM`."""
-        if _room_for_all(routing):
-            routing = _per_token(routing)
+        if room_for_all(routing):
+            routing = per_token(routing)
             x_GSM = self.Shard(tf.reshape(x_GSM, [-1, 1, x_GSM.shape[-1]]), "GSM")
         mask_GSEC = self._Mask(routing, routing.kept, x_GSM.dtype)
         inputs_GECM = tf.einsum("GSEC,GSM->GECM", mask_GSEC, x_GSM)
@@ -51,8 +56,8 @@ class EinsumDispatcher(Dispatcher):
     def Combine(self, routing: Routing, expert_outputs_EGCM: tf.Tensor) -> tf.Tensor:
         """See `Dispatcher`; in the type of the expert outputs."""
         groups, size, _ = _shape(routing.gate)
-        if _room_for_all(routing):
-            routing = _per_token(routing)
+        if room_for_all(routing):
+            routing = per_token(routing)
         outputs_EGCM = self.Shard(expert_outputs_EGCM, "EGCM")
         outputs_GECM = self.Shard(tf.transpose(outputs_EGCM, [1, 0, 2, 3]), "GECM")
         combine_GSEC = self._Mask(routing, routing.gate, outputs_GECM.dtype)
@@ -74,8 +79,10 @@ class EinsumDispatcher(Dispatcher):
         shape = [groups, size, routing.num_experts, routing.capacity]
         return self.Shard(tf.reshape(mask_GSX, shape), "GSEC")
 
-
-DISPATCHERS = {"einsum": EinsumDispatcher}
+    @classmethod
+    def Flops(cls, G: int, S: int, E: int, C: int, M: int) -> int:
+        """One of the two einsums."""
+        return 2 * G * S * E * C * M if C < S else 2 * G * S * E * M
 
 
 def _shape(x: tf.Tensor) -> list:
@@ -83,11 +90,12 @@ def _shape(x: tf.Tensor) -> list:
     return [tf.shape(x)[i] if n is None else n for i, n in enumerate(x.shape)]
 
 
-def _room_for_all(routing: Routing) -> bool:
+def room_for_all(routing: Routing) -> bool:
+    """Whether each expert has a slot for every token of a group."""
     return routing.capacity is None or routing.capacity == routing.gate.shape[1]
 
 
-def _per_token(routing: Routing) -> Routing:
+def per_token(routing: Routing) -> Routing:
     """The same routing with every token as a group of one; right only where nothing is dropped.
 
     A token's experts are all different, so slot 0 of each is free for it.

@@ -11,7 +11,7 @@ from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.moe.capacity import expert_capacity
-from lingvo_moe.core.moe.dispatch import DISPATCHERS
+from lingvo_moe.core.moe.dispatchers import DISPATCHERS
 from lingvo_moe.core.moe.experts import Experts
 from lingvo_moe.core.moe.routers.top2 import Top2Router
 from lingvo_moe.core.nested_map import NestedMap
@@ -109,8 +109,8 @@ class MoELayer(BaseLayer):
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
         """Forward FLOPs in training: the einsums of Algorithm 2, two for each multiply-add.
 
-        Gating 2 G S M E, dispatch and combine 2 G S E C M each, experts 4 E G C M H. Softmax, counting
-        and relu, which touch each element a few times, are left out.
+        Gating 2 G S M E, dispatch and combine 2 G S E C M each (none where rows are gathered), experts
+        4 E G C M H. Softmax, counting and relu, which touch each element a few times, are left out.
 
         Args:
             params: of this layer.
@@ -122,7 +122,7 @@ class MoELayer(BaseLayer):
         E, H = p.num_experts, p.hidden_dim
         C = expert_capacity(S, E, p.capacity_factor, p.min_capacity)
         gating = 2 * G * S * M * E
-        each_way = 2 * G * S * E * C * M if C < S else 2 * G * S * E * M
+        each_way = DISPATCHERS[p.dispatcher].Flops(G, S, E, C, M)
         experts = 4 * E * G * C * M * H
         return NestedMap(flops=gating + 2 * each_way + experts, out_shapes=((B, T, M),))
 

@@ -6,7 +6,8 @@ import pytest
 import tensorflow as tf
 
 from lingvo_moe.core import sharding
-from lingvo_moe.core.moe.dispatch import DISPATCHERS, Dispatcher
+from lingvo_moe.core.moe.dispatch import Dispatcher
+from lingvo_moe.core.moe.dispatchers import DISPATCHERS
 from lingvo_moe.core.moe.routers.base import Routing
 from lingvo_moe.core.nested_map import NestedMap
 

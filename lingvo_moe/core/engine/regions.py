@@ -1,0 +1,145 @@
+"""Keeps manual regions apart from the rest of a lowered program.
+
+On its way to StableHLO a constant becomes one value for all that use it: the zero that a sum begins
+with, say. Where one user is inside a manual region and another is not, XLA's propagation marks the
+constant as manual, then the sum outside, and then its operand, which ends the process. So whatever
+the operations of a region take that no argument of the program leads to is made to enter the region
+too, as a tensor that is whole on every device.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from jax._src.export import _export  # its serialiser: the public one takes no module
+from jax._src.interpreters import mlir
+from jaxlib.mlir import ir
+
+_OPEN, _CLOSE = "SPMDFullToShardShape", "SPMDShardToFullShape"
+_NEITHER, _FULL, _LOCAL = 0, 1, 2
+_CONTROL = ("stablehlo.while", "stablehlo.case", "stablehlo.if")
+_ENDS = ("stablehlo.return", "func.return")
+
+
+def isolate_regions(exported: Any) -> Any:
+    """An `Exported` whose manual regions share no constant with the rest; the same one if it has none.
+
+    Regions of one axis of several are left as they are.
+    """
+    text = exported.mlir_module()
+    if _OPEN not in text:
+        return exported
+    with mlir.make_ir_context() as context, ir.Location.unknown(context):
+        module = ir.Module.parse(text)
+        for function in module.body.operations:
+            if function.operation.name == "func.func":
+                blocks = function.operation.regions[0].blocks
+                if len(blocks):
+                    _Function(blocks[0]).Isolate()
+        return dataclasses.replace(
+            exported, mlir_module_serialized=_export._module_to_bytecode(module)
+        )
+
+
+class _Function:
+    """One function: what each of its values is, and the change."""
+
+    def __init__(self, block: Any):
+        self._block = block
+        self._kinds: dict[Any, int] = {}
+        self._entered: dict[tuple, Any] = {}
+
+    def Isolate(self) -> None:
+        for argument in self._block.arguments:
+            self._kinds[argument] = _FULL
+        while self._Read(self._block):
+            pass
+        for op in list(_nested(self._block)):
+            self._Enter(op)
+
+    def _Read(self, block: Any) -> bool:
+        """One pass over a block, inner ones included; whether it taught anything."""
+        learnt = [self._ReadOp(op.operation) for op in block.operations]
+        return any(learnt)
+
+    def _ReadOp(self, op: Any) -> bool:
+        target = _target(op)
+        if target == _OPEN:
+            manual = ir.StringAttr(op.attributes["mhlo.sharding"]).value == "{manual}"
+            return self._Raise(op.results[0], _LOCAL if manual else _FULL)
+        if target == _CLOSE:
+            return self._Raise(op.results[0], _FULL)
+        if op.name not in _CONTROL:
+            kind = max((self._kinds.get(v, _NEITHER) for v in op.operands), default=_NEITHER)
+            learnt_here = [self._Raise(v, kind) for v in op.results]
+            return any(learnt_here)
+        learnt = False
+        for region in op.regions:
+            block = region.blocks[0]
+            if op.name == "stablehlo.while":
+                for i, argument in enumerate(block.arguments):
+                    learnt |= self._Raise(argument, self._kinds.get(op.results[i], _NEITHER))
+            learnt |= self._Read(block)
+            ends = block.operations[len(block.operations) - 1].operands
+            if len(ends) == len(op.results):
+                for result, value in zip(op.results, ends):
+                    learnt |= self._Raise(result, self._kinds.get(value, _NEITHER))
+        if op.name == "stablehlo.while":
+            for result, value in zip(op.results, op.operands):
+                learnt |= self._Raise(result, self._kinds.get(value, _NEITHER))
+        return learnt
+
+    def _Raise(self, value: Any, kind: int) -> bool:
+        if kind <= self._kinds.get(value, _NEITHER):
+            return False
+        self._kinds[value] = kind
+        return True
+
+    def _Enter(self, op: Any) -> None:
+        """Takes an operation's operands into its region, those that are of no other kind."""
+        kinds = [self._kinds.get(v, _NEITHER) for v in op.operands]
+        if op.name == "stablehlo.while":
+            local = [self._kinds.get(v, _NEITHER) == _LOCAL for v in op.results]
+        elif op.name in _ENDS and op.parent.name in _CONTROL:
+            results = list(op.parent.results)
+            if len(results) != len(kinds):  # a condition's
+                return
+            local = [self._kinds.get(v, _NEITHER) == _LOCAL for v in results]
+        elif op.name in _CONTROL or op.name in _ENDS or _target(op) == _OPEN:
+            return
+        else:
+            local = [_LOCAL in kinds or _target(op) == _CLOSE] * len(kinds)
+        for i, (kind, inside) in enumerate(zip(kinds, local)):
+            if inside and kind == _NEITHER:
+                op.operands[i] = _enter(op.operands[i], op)
+
+
+def _nested(block: Any) -> Iterator[Any]:
+    """The operations of a block and of the blocks of its loops and branches."""
+    for op in block.operations:
+        yield op.operation
+        if op.operation.name in _CONTROL:
+            for region in op.operation.regions:
+                yield from _nested(region.blocks[0])
+
+
+def _enter(value: Any, before: Any) -> Any:
+    for target, sharding in (("Sharding", "{replicated}"), (_OPEN, "{manual}")):
+        attributes = {
+            "call_target_name": ir.StringAttr.get(target),
+            "mhlo.sharding": ir.StringAttr.get(sharding),
+        }
+        value = ir.Operation.create(
+            "stablehlo.custom_call",
+            results=[value.type],
+            operands=[value],
+            attributes=attributes,
+            ip=ir.InsertionPoint(before),
+        ).results[0]
+    return value
+
+
+def _target(op: Any) -> str:
+    if op.name != "stablehlo.custom_call":
+        return ""
+    return ir.StringAttr(op.attributes["call_target_name"]).value

@@ -1,0 +1,162 @@
+"""An einsum of two operands that are both too large to be gathered (paper, section 3.3.2, figure 4c).
+
+Both operands are cut along a dimension that is not contracted, over the same devices. No device can
+compute its part of the result from what it has, and gathering one operand takes the memory of all of
+it. So the result is computed slice by slice: in each turn of a loop every device multiplies its part
+of the left operand by the part of the right one that it holds, and passes that on to its neighbour.
+"""
+
+import tensorflow as tf
+
+from lingvo_moe.core.sharding.letters import DimsMapping
+from lingvo_moe.core.sharding.manual import device_index, manual_region, rotate
+from lingvo_moe.core.sharding.mesh import Mesh, ShardingError, current_mesh
+
+
+def looped_einsum(
+    equation: str,
+    lhs: tf.Tensor,
+    rhs: tf.Tensor,
+    axis: str,
+    lhs_letter: str = "",
+    rhs_letter: str = "",
+    mesh: Mesh | None = None,
+) -> tf.Tensor:
+    """`tf.einsum(equation, lhs, rhs)`, both operands cut over `axis`, neither ever whole on a device.
+
+    With n devices along the axis a device holds 1/n of each operand and two slices of the right one in
+    flight, and 1/n of the result; n - 1 times 1/n of the right operand crosses each link, as in a
+    gathering of it. The gradients are a loop of the same kind: one slice of the right operand and one
+    of its gradient go round.
+
+    Args:
+        equation: of two operands, e.g. 'IK,JK->IJ'; each letter in two of the three terms at least, none
+            twice in one.
+        lhs: has `lhs_letter` cut over the axis; annotated so here.
+        rhs: the same with `rhs_letter`.
+        axis: of the mesh. Along other axes operands and result are copies.
+        lhs_letter: of lhs and the result alone; by default the first such letter of lhs.
+        rhs_letter: of rhs and the result alone, likewise.
+        mesh: by default the one in force.
+
+    Returns:
+        The result, cut along `lhs_letter` over the axis, whole along `rhs_letter`.
+
+    Raises:
+        ShardingError: no mesh is in force, or no such axis; an equation of another form; no such
+            letters; a dimension that does not divide evenly.
+    """
+    what = f"looped_einsum({equation!r}, axis={axis!r})"
+    mesh = mesh or current_mesh()
+    if mesh is None:
+        raise ShardingError(
+            f"{what}: no mesh is in force. Lower the function with an engine, or trace it under "
+            "sharding.use_mesh(mesh)"
+        )
+    terms = _Terms(what, equation, lhs_letter, rhs_letter)
+    if mesh.axis_size(axis) == 1:
+        return tf.einsum(equation, lhs, rhs)
+    region = manual_region(
+        lambda a, b: _looped(terms, a, b, axis, mesh),
+        [terms.Mapping(terms.lhs, terms.i, axis), terms.Mapping(terms.rhs, terms.j, axis)],
+        terms.Mapping(terms.out, terms.i, axis),
+        mesh,
+    )
+    return region(lhs, rhs)
+
+
+class _Terms:
+    """An equation, checked. `i` and `j` are the letters that are cut; S stands for the slices of j."""
+
+    def __init__(self, what: str, equation: str, i: str, j: str):
+        equation = equation.replace(" ", "")
+        operands, arrow, self.out = equation.partition("->")
+        self.lhs, comma, self.rhs = operands.partition(",")
+        terms = (self.lhs, self.rhs, self.out)
+        letters = set("".join(terms))
+        if not arrow or not comma or not all(t.isalpha() for t in letters):
+            raise ShardingError(f"{what}: expected an equation of two operands such as 'IK,JK->IJ'")
+        for letter in sorted(letters):
+            if max(t.count(letter) for t in terms) > 1 or sum(letter in t for t in terms) < 2:
+                raise ShardingError(
+                    f"{what}: letter {letter!r} has to be in two of the three terms at least, and not "
+                    "twice in one"
+                )
+        self.i = self._Free(what, "lhs", i, self.lhs, self.rhs)
+        self.j = self._Free(what, "rhs", j, self.rhs, self.lhs)
+
+    def _Free(self, what: str, name: str, letter: str, term: str, other: str) -> str:
+        free = [x for x in term if x in self.out and x not in other]
+        if not free:
+            raise ShardingError(
+                f"{what}: {name} shares all its letters with the other operand; nothing is gained by a loop"
+            )
+        if letter and letter not in free:
+            raise ShardingError(
+                f"{what}: {name}_letter={letter!r} has to be in {name} and the result alone: one of {free}"
+            )
+        return letter or free[0]
+
+    def Mapping(self, term: str, letter: str, axis: str) -> DimsMapping:
+        return tuple(axis if x == letter else None for x in term)
+
+
+def _looped(terms: _Terms, lhs: tf.Tensor, rhs: tf.Tensor, axis: str, mesh: Mesh) -> tf.Tensor:
+    """The same of local tensors: lhs with 1/n of i, rhs with 1/n of j; the result has all of j."""
+    turns, lhs_term, rhs_term, out_term = mesh.axis_size(axis), terms.lhs, terms.rhs, terms.out
+    place = out_term.index(terms.j)
+
+    @tf.custom_gradient
+    def looped(lhs: tf.Tensor, rhs: tf.Tensor) -> tuple:
+        here = device_index(axis, mesh)
+
+        def turn(t: tf.Tensor, rhs: tf.Tensor, out: tf.TensorArray) -> tuple:
+            product = tf.einsum(f"{lhs_term},{rhs_term}->{out_term}", lhs, rhs)
+            out = out.write((here + t) % turns, product)
+            return t + 1, rotate(rhs, axis, mesh), out
+
+        out = tf.TensorArray(lhs.dtype, turns)
+        _, _, out = _loop(turns, turn, rhs, out)
+        result = _merge(out.stack(), place)
+
+        def grad(dout: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            here = device_index(axis, mesh)
+            slices = _split(dout, place, turns)
+
+            def turn(
+                t: tf.Tensor, rhs: tf.Tensor, dlhs: tf.Tensor, drhs: tf.Tensor
+            ) -> tuple[tf.Tensor, ...]:
+                dproduct = tf.gather(slices, (here + t) % turns)
+                dlhs += tf.einsum(f"{out_term},{rhs_term}->{lhs_term}", dproduct, rhs)
+                drhs += tf.einsum(f"{out_term},{lhs_term}->{rhs_term}", dproduct, lhs)
+                # A slice's gradient goes round with it; after all turns both are home.
+                return t + 1, rotate(rhs, axis, mesh), dlhs, rotate(drhs, axis, mesh)
+
+            start = rhs, tf.zeros(lhs.shape, lhs.dtype), tf.zeros(rhs.shape, rhs.dtype)
+            _, _, dlhs, drhs = _loop(turns, turn, *start)
+            return dlhs, drhs
+
+        return result, grad
+
+    return looped(lhs, rhs)
+
+
+def _loop(turns: int, turn, *start) -> tuple:
+    return tf.while_loop(
+        lambda t, *_: t < turns, turn, (tf.constant(0), *start), maximum_iterations=turns
+    )
+
+
+def _merge(slices: tf.Tensor, place: int) -> tf.Tensor:
+    """[n, ..., j/n, ...] to [..., j, ...]."""
+    turns, *shape = slices.shape.as_list()
+    order = [*range(1, place + 1), 0, *range(place + 1, slices.shape.rank)]
+    shape[place] *= turns
+    return tf.reshape(tf.transpose(slices, order), shape)
+
+
+def _split(x: tf.Tensor, place: int, turns: int) -> tf.Tensor:
+    """The inverse of _merge."""
+    shape = x.shape.as_list()
+    x = tf.reshape(x, [*shape[:place], turns, shape[place] // turns, *shape[place + 1 :]])
+    return tf.transpose(x, [place, *range(place), *range(place + 1, x.shape.rank)])

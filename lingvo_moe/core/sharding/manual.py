@@ -1,0 +1,382 @@
+"""Manual regions: parts of a program that are written for one device's share of each tensor (paper,
+section 3.2, "mixing manual and automatic sharding").
+
+Outside a region tensors have their full shapes and the partitioner cuts them. Inside one, tensors are
+*local*: what one device holds, with the shape that this has, and the operations on it are done as
+they stand, without communication. A region is worth its trouble where one knows more than the
+operators can say, e.g. that a gather never leaves its device's rows.
+
+    def rows(x, indices):                          # [B/8, T, M], [B/8, K] on each device
+        return tf.gather(x, indices, batch_dims=1)
+
+    y = manual_region(rows, [("d", None, None), ("d", None)], ("d", None, None))(x, indices)
+
+Each axis of the mesh that a mapping does not name holds copies: there the local tensor is the whole
+one. Gradients are those of the whole function: into a tensor that enters as copies flows the sum over
+the copies; a tensor that leaves as copies counts once.
+
+A local tensor that is left in a program's results, or met by one of full shape, would end the process
+in the partitioner; `manual_check` finds it while the function is traced.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+from tensorflow.python.compiler.xla.experimental import xla_sharding
+
+from lingvo_moe.core.sharding.annotate import mesh_split
+from lingvo_moe.core.sharding.letters import Axis, DimsMapping, check_mapping
+from lingvo_moe.core.sharding.mesh import Mesh, ShardingError, current_mesh
+
+
+def manual_region(
+    fn: Callable[..., Any],
+    in_mappings: Sequence[DimsMapping],
+    out_mappings: Any,
+    mesh: Mesh | None = None,
+    axis: str | None = None,
+) -> Callable[..., Any]:
+    """`fn` of local tensors as a function of full ones: opens a region, calls `fn`, closes it.
+
+    Args:
+        fn: takes local tensors, one for each of `in_mappings`; returns a local tensor, or a tuple of
+            them. All tensors that it uses have to come in as arguments; constants it may make.
+        in_mappings: for each argument the mesh axis, axes or None of each dimension.
+        out_mappings: one mapping where `fn` returns a tensor, a list of them where it returns a tuple.
+        mesh: of the mappings; by default the one in force.
+        axis: as in `auto_to_manual`.
+
+    Returns:
+        A function of full tensors that returns a full tensor or a tuple of them.
+
+    Raises:
+        ShardingError: (when called) as `auto_to_manual` and `manual_to_auto`; another number of
+            arguments or results than of mappings.
+    """
+    single = _is_mapping(out_mappings)
+    outs = [out_mappings] if single else list(out_mappings)
+
+    def region(*tensors: tf.Tensor) -> Any:
+        if len(tensors) != len(in_mappings):
+            raise ShardingError(
+                f"manual_region: {len(tensors)} tensors for {len(in_mappings)} in_mappings"
+            )
+        local = [
+            auto_to_manual(t, mapping, mesh, axis)
+            for t, mapping in zip(tensors, in_mappings, strict=True)
+        ]
+        results = fn(*local)
+        if isinstance(results, (tuple, list)) == single:
+            found = (
+                "a tensor"
+                if not single
+                else f"{len(results)} results in a {type(results).__name__}"
+            )
+            wanted = "one mapping" if single else f"a list of {len(outs)} mappings"
+            raise ShardingError(
+                f"manual_region: the function returns {found}, but out_mappings is {wanted}"
+            )
+        results = [results] if single else list(results)
+        if len(results) != len(outs):
+            raise ShardingError(
+                f"manual_region: {len(results)} results for {len(outs)} out_mappings"
+            )
+        full = [
+            manual_to_auto(tf.convert_to_tensor(t), mapping, None, mesh, axis)
+            for t, mapping in zip(results, outs, strict=True)
+        ]
+        return full[0] if single else tuple(full)
+
+    return region
+
+
+def auto_to_manual(
+    tensor: tf.Tensor, mapping: DimsMapping, mesh: Mesh | None = None, axis: str | None = None
+) -> tf.Tensor:
+    """The paper's auto_to_manual_spmd_partition: from a full tensor to what each device has of it.
+
+    Args:
+        tensor: of full shape.
+        mapping: for each dimension the mesh axis, axes or None; dimensions divide evenly.
+        mesh: by default the one in force.
+        axis: makes a region of one axis of the mesh only: the local tensor is cut along that axis, and
+            along all others it stays with the partitioner, cut as the mapping says.
+
+    Returns:
+        The local tensor: each dimension divided by the number of its parts.
+
+    Raises:
+        ShardingError: no mesh is in force; a mapping that does not fit the tensor; a dimension of
+            unknown size, or one that does not divide evenly; `axis` together with others on one
+            dimension.
+    """
+    what = f"auto_to_manual({_name(tensor)}, {mapping})"
+    mesh = _mesh(what, mesh)
+    mapping = tuple(mapping)
+    shape = _static_shape(tensor, what)
+    check_mapping(what, shape, mapping, mesh)
+    if mesh.size == 1:
+        return tensor
+    _parts(what, shape, mapping, mesh, divide=True)
+    if axis is not None:
+        return _enter_axis(what, tensor, mapping, mesh, axis)
+    return _enter(tensor, mapping, mesh)
+
+
+def manual_to_auto(
+    tensor: tf.Tensor,
+    mapping: DimsMapping,
+    full_shape: Sequence[int] | None = None,
+    mesh: Mesh | None = None,
+    axis: str | None = None,
+) -> tf.Tensor:
+    """The paper's manual_to_auto_spmd_partition: the full tensor that the devices' local ones make up.
+
+    Args:
+        tensor: local.
+        mapping: how it lies in the full tensor. Where an axis is not named, local tensors have to be
+            equal along it; which of them counts is not defined if they are not.
+        full_shape: for a check; it follows from the local shape and the mapping.
+        mesh: by default the one in force.
+        axis: that of the region, if it has one; the mapping has to name it then.
+
+    Raises:
+        ShardingError: as `auto_to_manual`; a `full_shape` that is another one.
+    """
+    what = f"manual_to_auto({_name(tensor)}, {mapping})"
+    mesh = _mesh(what, mesh)
+    mapping = tuple(mapping)
+    local = _static_shape(tensor, what)
+    check_mapping(what, [None] * len(local), mapping, mesh)
+    if mesh.size == 1:
+        return tensor
+    inside = mapping if axis is None else _only(what, mapping, mesh, axis)
+    full = [
+        None if n is None else n * p
+        for n, p in zip(local, _parts(what, local, inside, mesh), strict=True)
+    ]
+    if full_shape is not None and list(full_shape) != full:
+        raise ShardingError(
+            f"{what}: local shape {local} makes a full shape of {full}, not {list(full_shape)}"
+        )
+    if None in full:
+        raise ShardingError(f"{what}: local shape {local} is not wholly known")
+    if axis is None:
+        return _leave(tensor, mapping, full, mesh)
+    if inside.count(axis) != 1:
+        raise ShardingError(
+            f"{what}: a region of axis {axis!r} alone cannot give back copies along it; name the axis "
+            "in the mapping, or add the local tensors up by all_reduce outside"
+        )
+    return gen_xla_ops.xla_spmd_shard_to_full_shape(
+        tensor, _proto(mesh, mapping), full, dim=inside.index(axis), name="manual_to_auto"
+    )
+
+
+def device_index(axis: str, mesh: Mesh | None = None) -> tf.Tensor:
+    """Inside a region over all axes: the device's place along a mesh axis, a local int32 scalar.
+
+    Raises:
+        ShardingError: no mesh is in force, or it has no such axis.
+    """
+    mesh = _mesh(f"device_index({axis!r})", mesh)
+    size = mesh.axis_size(axis)
+    return tf.reshape(auto_to_manual(tf.range(size), (axis,), mesh), [])
+
+
+def all_reduce(tensor: tf.Tensor, axis: Axis, mesh: Mesh | None = None) -> tf.Tensor:
+    """Inside a region over all axes: the sum of the local tensors along a mesh axis (or several).
+
+    Every device along the axis gets the sum. The region is left for it, with each device's tensor as
+    a slice of a full one, and entered again: the sum over slices is one all-reduce.
+
+    Args:
+        tensor: local, of one shape on all devices.
+        axis: a mesh axis or a tuple of them.
+        mesh: by default the one in force.
+
+    Raises:
+        ShardingError: no mesh is in force, or it has no such axis.
+    """
+    mesh = _mesh(f"all_reduce({_name(tensor)}, {axis!r})", mesh)
+    mesh.axis_size(axis or ())
+    axes = (axis,) if isinstance(axis, str) else tuple(axis or ())
+    if mesh.size == 1 or not axes:
+        return tensor
+    total = tf.reduce_sum(_stacked(tensor, mesh), [mesh.axis_names.index(a) for a in axes])
+    kept = tuple(a for a in mesh.axis_names if a not in axes)
+    local = auto_to_manual(total, (*kept, *(None,) * tensor.shape.rank), mesh)
+    return tf.reshape(local, tensor.shape)
+
+
+def rotate(tensor: tf.Tensor, axis: str, mesh: Mesh | None = None, by: int = 1) -> tf.Tensor:
+    """Inside a region over all axes: the local tensor of the device `by` places further along an axis.
+
+    The last ones get those of the first. One collective-permute: the region is left and entered again
+    with the devices in another order.
+
+    Raises:
+        ShardingError: no mesh is in force, or it has no such axis.
+    """
+    mesh = _mesh(f"rotate({_name(tensor)}, {axis!r})", mesh)
+    if mesh.axis_size(axis) == 1:
+        return tensor
+    devices = np.roll(mesh.device_array(), by, mesh.axis_names.index(axis))
+    turned = Mesh(mesh.axis_names, mesh.shape, tuple(devices.flatten().tolist()))
+    mapping = (*mesh.axis_names, *(None,) * tensor.shape.rank)
+    return tf.reshape(auto_to_manual(_stacked(tensor, mesh), mapping, turned), tensor.shape)
+
+
+def _stacked(tensor: tf.Tensor, mesh: Mesh) -> tf.Tensor:
+    """A full tensor of all devices' local ones: [sizes of the mesh's axes, local shape]."""
+    names = mesh.axis_names
+    mapping = (*names, *(None,) * tensor.shape.rank)
+    return manual_to_auto(tensor[(tf.newaxis,) * len(names)], mapping, None, mesh)
+
+
+def _enter(tensor: tf.Tensor, mapping: DimsMapping, mesh: Mesh) -> tf.Tensor:
+    copies = _unnamed(mapping, mesh)
+
+    @tf.custom_gradient
+    def enter(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+        annotated = mesh_split(x, mesh, mapping)
+        local = gen_xla_ops.xla_spmd_full_to_shard_shape(
+            annotated, _proto(mesh, mapping), name="auto_to_manual"
+        )
+
+        def grad(dlocal: tf.Tensor) -> tf.Tensor:
+            if not copies:
+                return _leave(dlocal, mapping, x.shape.as_list(), mesh)
+            # Each copy has a gradient of its own. The operator's registered gradient takes one of
+            # them for the whole; theirs is the sum.
+            each = _leave(dlocal[tf.newaxis], (copies, *mapping), [-1, *x.shape.as_list()], mesh)
+            return mesh_split(tf.reduce_sum(each, 0), mesh, mapping)
+
+        return local, grad
+
+    return enter(tensor)
+
+
+def _leave(
+    tensor: tf.Tensor, mapping: DimsMapping, full_shape: Sequence[int | None], mesh: Mesh
+) -> tf.Tensor:
+    copies = math.prod(mesh.axis_size(a) for a in _unnamed(mapping, mesh))
+    full = [mesh.axis_size(a or ()) if n == -1 else n for n, a in zip(full_shape, mapping)]
+
+    @tf.custom_gradient
+    def leave(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+        y = gen_xla_ops.xla_spmd_shard_to_full_shape(
+            x, _proto(mesh, mapping), full, name="manual_to_auto"
+        )
+
+        def grad(dy: tf.Tensor) -> tf.Tensor:
+            # The copies are one tensor: each answers for an equal share of it.
+            dx = _enter(dy, mapping, mesh)
+            return dx if copies == 1 else dx * tf.constant(1.0 / copies, dx.dtype)
+
+        return y, grad
+
+    return leave(tensor)
+
+
+def _enter_axis(
+    what: str, tensor: tf.Tensor, mapping: DimsMapping, mesh: Mesh, axis: str
+) -> tf.Tensor:
+    """A region of one axis; XLA's registered gradient is right where that axis cuts a dimension."""
+    inside = _only(what, mapping, mesh, axis)
+    if axis in inside:
+        annotated = mesh_split(tensor, mesh, mapping)
+        return gen_xla_ops.xla_spmd_full_to_shard_shape(
+            annotated, _proto(mesh, mapping), dim=inside.index(axis), name="auto_to_manual"
+        )
+    # Copies: a new dimension of them, whose gradient is the sum.
+    each = tf.broadcast_to(tensor, [mesh.axis_size(axis), *tensor.shape])
+    return _enter_axis(what, each, (axis, *mapping), mesh, axis)[0]
+
+
+def _only(what: str, mapping: DimsMapping, mesh: Mesh, axis: str) -> DimsMapping:
+    """The mapping with all axes but one taken out."""
+    mesh.axis_size(axis)
+    for dim, axes in enumerate(mapping):
+        if isinstance(axes, tuple) and len(axes) > 1 and axis in axes:
+            raise ShardingError(
+                f"{what}: dimension {dim} is cut along {axes}, but in a region of axis {axis!r} alone "
+                "that axis has its dimension to itself"
+            )
+    return tuple(axis if a in (axis, (axis,)) else None for a in mapping)
+
+
+def _parts(
+    what: str,
+    shape: Sequence[int | None],
+    mapping: DimsMapping,
+    mesh: Mesh,
+    divide: bool = False,
+) -> list[int]:
+    parts = [mesh.axis_size(axes or ()) for axes in mapping]
+    for dim, (size, n) in enumerate(zip(shape, parts, strict=True)):
+        if n > 1 and size is None:
+            raise ShardingError(
+                f"{what}: dimension {dim} of shape {list(shape)} has no static size"
+            )
+        if divide and size is not None and size % n:
+            raise ShardingError(
+                f"{what}: dimension {dim} of shape {list(shape)} has {size} elements, not a multiple of "
+                f"the {n} partitions of axis {mapping[dim]!r} of mesh {mesh}; in a manual region every "
+                "device has a part of the same size, pad the tensor first"
+            )
+    return parts
+
+
+def _unnamed(mapping: DimsMapping, mesh: Mesh) -> tuple[str, ...]:
+    """The axes that hold copies and have more than one device."""
+    named = {a for axes in mapping for a in ((axes,) if isinstance(axes, str) else axes or ())}
+    return tuple(a for a, n in zip(mesh.axis_names, mesh.shape) if a not in named and n > 1)
+
+
+def _proto(mesh: Mesh, mapping: DimsMapping) -> bytes:
+    """The mapping as XLA has it, serialised."""
+    per_dim = [() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in mapping]
+    tiles = [mesh.axis_size(axes) for axes in per_dim]
+    order = [a for axes in per_dim for a in axes]
+    order += [a for a in mesh.axis_names if a not in order]
+    devices = mesh.device_array().transpose([mesh.axis_names.index(a) for a in order])
+    devices = devices.reshape([*tiles, -1])
+    if devices.shape[-1] == mesh.size:
+        sharding = xla_sharding.Sharding.replicate()
+    elif devices.shape[-1] == 1:
+        sharding = xla_sharding.Sharding.tile(devices[..., 0])
+    else:
+        sharding = xla_sharding.Sharding.partial_tile(devices)
+    return sharding.proto.SerializeToString()
+
+
+def _mesh(what: str, mesh: Mesh | None) -> Mesh:
+    mesh = mesh or current_mesh()
+    if mesh is None:
+        raise ShardingError(
+            f"{what}: no mesh is in force, so there are no parts. Lower the function with an engine, or "
+            "trace it under sharding.use_mesh(mesh)"
+        )
+    return mesh
+
+
+def _is_mapping(value: Any) -> bool:
+    """Whether this is one mapping, e.g. ('d', None) or (('a', 'b'), None), and not a list of them."""
+    return isinstance(value, tuple)
+
+
+def _static_shape(tensor: tf.Tensor, what: str) -> list[int | None]:
+    if tensor.shape.rank is None:
+        raise ShardingError(f"{what}: the tensor's rank is not known")
+    return tensor.shape.as_list()
+
+
+def _name(tensor: tf.Tensor) -> str:
+    if tf.executing_eagerly():
+        return f"tensor of shape {list(getattr(tensor, 'shape', ()))}"
+    return getattr(tensor, "name", str(tensor))

@@ -1,0 +1,249 @@
+"""Finds wrong use of manual regions in a traced graph, before XLA sees it.
+
+A local tensor among a program's results, one that meets a tensor of full shape, or an annotation of
+one ends the whole process inside XLA's partitioner, without a word about the model. Here each tensor
+of the graph, and of the graphs of its loops, branches and functions, is told to be *full* (it depends
+on an argument), *local* (on what auto_to_manual made of one), or neither (it is made of constants,
+and fits both). A mixture is told of only where a result hangs on it, since gradients of loops carry
+values that nobody asks for. One pass, linear in the number of operations but for loops, whose bodies
+are read at most once more for each kind that a loop variable may turn into.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tensorflow.python.framework import ops as tf_ops
+
+from lingvo_moe.core.sharding.mesh import ShardingError
+
+_OPEN, _CLOSE, _ANNOTATE = "XlaSpmdFullToShardShape", "XlaSpmdShardToFullShape", "XlaSharding"
+_CALLS = {"PartitionedCall": "f", "StatefulPartitionedCall": "f"}
+_LOOPS = ("While", "StatelessWhile")
+_BRANCHES = {
+    "If": ("then_branch", "else_branch"),
+    "StatelessIf": ("then_branch", "else_branch"),
+    "Case": ("branches",),
+    "StatelessCase": ("branches",),
+}
+# Output i is input i.
+_PAIRWISE = ("IdentityN", "XlaOptimizationBarrier")
+# What they give is known before the program runs.
+_STATIC = ("Shape", "ShapeN", "Rank", "Size")
+
+# What a tensor is: NEITHER, FULL, the opening operation that made it local, or the error of a mixture.
+NEITHER, FULL = "neither", "full"
+_Kind = Any
+
+
+def check_regions(graph: Any, name: str, num_args: int, result_names: Sequence[str]) -> None:
+    """Checks a traced function.
+
+    Args:
+        graph: its FuncGraph.
+        name: of the function, for messages.
+        num_args: how many of the graph's inputs are arguments; the others are captured constants.
+        result_names: of the graph's outputs.
+
+    Raises:
+        ShardingError: a result that is a local tensor; an operation on local and full tensors; an
+            annotation of a local tensor, or one opened twice; a full tensor closed. Names operation
+            and tensors, and the line of the model where that is known.
+    """
+    if not _has_regions(graph):
+        return
+    count = len(graph.inputs)
+    inputs = [FULL] * min(num_args, count) + [NEITHER] * max(count - num_args, 0)
+    kinds = _Walk(name).Function(graph, inputs)
+    for result, kind in zip(result_names, kinds):
+        if isinstance(kind, ShardingError):
+            raise kind
+        if _local(kind):
+            raise ShardingError(
+                f"{name}: {result} is a local tensor of the manual region that {_opened(kind)}, and the "
+                "region is left open: a program's results have full shapes. Close it with "
+                "manual_to_auto, or use manual_region, which closes itself"
+            )
+
+
+class _Walk:
+    """One reading of all graphs that a function reaches."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._known: dict[tuple, list[_Kind]] = {}
+
+    def Function(self, graph: Any, inputs: list[_Kind]) -> list[_Kind]:
+        """The kinds of a graph's outputs, given those of its inputs."""
+        key = (id(graph), *map(_word, inputs))
+        if key in self._known:
+            return self._known[key]
+        kinds: dict[int, _Kind] = {id(t): k for t, k in zip(graph.inputs, inputs)}
+        for op in _in_order(graph):
+            if op.type == "Placeholder":
+                kinds.setdefault(id(op.outputs[0]), NEITHER)
+                continue
+            outputs = self._Op(graph, op, [kinds[id(t)] for t in op.inputs])
+            kinds.update(zip(map(id, op.outputs), outputs))
+        self._known[key] = [kinds[id(t)] for t in graph.outputs]
+        return self._known[key]
+
+    def _Op(self, graph: Any, op: Any, inputs: list[_Kind]) -> list[_Kind]:
+        if op.type in _CALLS:
+            return self.Function(_inner(graph, op, _CALLS[op.type])[0], inputs)
+        if op.type in _LOOPS:
+            return self._Loop(graph, op, inputs)
+        if op.type in _BRANCHES:
+            return self._Branches(graph, op, inputs)
+        if op.type == _OPEN:
+            if op.get_attr("dim") < 0:
+                self._NotLocal(op, inputs[0], "enter a manual region again")
+            return [inputs[0] if isinstance(inputs[0], ShardingError) else op]
+        if op.type == _CLOSE:
+            if inputs[0] == FULL:
+                raise ShardingError(
+                    f"{self._name}: manual_to_auto closes {op.inputs[0].name}, which is no local tensor "
+                    f"but one of full shape{_where(op)}"
+                )
+            return [inputs[0] if isinstance(inputs[0], ShardingError) else FULL]
+        if op.type == _ANNOTATE:
+            self._NotLocal(op, inputs[0], "be annotated: the partitioner does not cut it")
+        if op.type in _PAIRWISE:
+            return inputs
+        if op.type in _STATIC:
+            return [NEITHER] * len(op.outputs)
+        return [self._Join(op, list(zip(op.inputs, inputs)))] * len(op.outputs)
+
+    def _Loop(self, graph: Any, op: Any, inputs: list[_Kind]) -> list[_Kind]:
+        body, cond = *_inner(graph, op, "body"), *_inner(graph, op, "cond")
+        kinds = inputs
+        while True:
+            after = self.Function(body, kinds)
+            joined = [
+                self._Join(op, [(t, k), (t, a)])
+                for t, k, a in zip(op.inputs, kinds, after, strict=True)
+            ]
+            if _same(joined, kinds):
+                break
+            kinds = joined
+        return self._Decided(op, self.Function(cond, kinds)[0], kinds)
+
+    def _Branches(self, graph: Any, op: Any, inputs: list[_Kind]) -> list[_Kind]:
+        graphs = [g for attr in _BRANCHES[op.type] for g in _inner(graph, op, attr)]
+        each = [self.Function(g, inputs[1:]) for g in graphs]
+        joined = [self._Join(op, [(t, k) for k in kinds]) for t, *kinds in zip(op.outputs, *each)]
+        return self._Decided(op, inputs[0], joined)
+
+    def _Decided(self, op: Any, decision: _Kind, kinds: list[_Kind]) -> list[_Kind]:
+        """The kinds of what a loop or a branch gives: where devices may decide differently, all of it is local."""
+        if not _local(decision):
+            return kinds
+        return [self._Join(op, [(t, k), (t, decision)]) for t, k in zip(op.outputs, kinds)]
+
+    def _Join(self, op: Any, tensors: list[tuple[Any, _Kind]]) -> _Kind:
+        for _, kind in tensors:
+            if isinstance(kind, ShardingError):
+                return kind
+        local = next(((t, k) for t, k in tensors if _local(k)), None)
+        full = next((t for t, k in tensors if k == FULL), None)
+        if local is None:
+            return NEITHER if full is None else FULL
+        if full is local[0]:
+            return ShardingError(
+                f"{self._name}: {op.type} {op.name!r} has {full.name} in two ways: as a local tensor of the "
+                f"manual region that {_opened(local[1])}, and with its full shape, before and after the "
+                f"loop's body or in different branches{_where(op)}. Open and close the region within the "
+                "body or the branch, or hold all of the loop or the conditional inside the region"
+            )
+        if full is not None:
+            return ShardingError(
+                f"{self._name}: {op.type} {op.name!r} mixes the local tensor {local[0].name} "
+                f"{local[0].shape} of the manual region that {_opened(local[1])} with {full.name} "
+                f"{full.shape}, which has its full shape{_where(op)}. Take that one into the region by "
+                "auto_to_manual (with None for each dimension if every device needs all of it), or close "
+                "the region first by manual_to_auto"
+            )
+        return local[1]
+
+    def _NotLocal(self, op: Any, kind: _Kind, what: str) -> None:
+        if _local(kind):
+            raise ShardingError(
+                f"{self._name}: {op.inputs[0].name} is a local tensor of the manual region that "
+                f"{_opened(kind)} and cannot {what}{_where(op)}. Close the region first by manual_to_auto"
+            )
+
+
+def _has_regions(graph: Any) -> bool:
+    seen, stack = set(), [graph]
+    while stack:
+        graph = stack.pop()
+        if id(graph) in seen:
+            continue
+        seen.add(id(graph))
+        for op in graph.get_operations():
+            if op.type in (_OPEN, _CLOSE):
+                return True
+            attrs = _attrs(op)
+            stack += [g for attr in attrs for g in _inner(graph, op, attr)]
+    return False
+
+
+def _attrs(op: Any) -> Sequence[str]:
+    if op.type in _CALLS:
+        return (_CALLS[op.type],)
+    return ("cond", "body") if op.type in _LOOPS else _BRANCHES.get(op.type, ())
+
+
+def _inner(graph: Any, op: Any, attr: str) -> list[Any]:
+    """The graphs of the functions that an operation calls."""
+    value = op.get_attr(attr)
+    functions = value if isinstance(value, (list, tuple)) else [value]
+    return [graph._get_function(f.name).graph for f in functions]
+
+
+def _in_order(graph: Any) -> Iterator[Any]:
+    """A graph's operations, each after those that it takes tensors from.
+
+    The order of creation is not that: gradients of loops give their forward loop more inputs later.
+    """
+    done: set[int] = set()
+    for root in graph.get_operations():
+        stack = [(root, False)]
+        while stack:
+            op, ready = stack.pop()
+            if ready:
+                yield op
+            elif id(op) not in done:
+                done.add(id(op))
+                stack.append((op, True))
+                stack += [(t.op, False) for t in op.inputs if id(t.op) not in done]
+
+
+def _local(kind: _Kind) -> bool:
+    return isinstance(kind, tf_ops.Operation)
+
+
+def _same(a: list[_Kind], b: list[_Kind]) -> bool:
+    return list(map(_word, a)) == list(map(_word, b))
+
+
+def _word(kind: _Kind) -> str:
+    if isinstance(kind, str):
+        return kind
+    return "local" if _local(kind) else "mixed"
+
+
+def _opened(op: Any) -> str:
+    """Of the operation that opened a region."""
+    tensor = op.inputs[0]
+    if tensor.op.type == _ANNOTATE:
+        tensor = tensor.op.inputs[0]
+    return f"auto_to_manual({tensor.name}) opened{_where(op)}"
+
+
+def _where(op: Any) -> str:
+    """The innermost line of the model's that made an operation."""
+    for frame in reversed(op.traceback or ()):
+        path = frame.filename.replace("\\", "/")
+        if "/site-packages/" not in path and "/lingvo_moe/core/sharding/" not in path:
+            return f" (at {path.rpartition('/')[2]}:{frame.lineno})"
+    return ""

@@ -1,0 +1,199 @@
+"""The local-gather dispatcher over eight devices: the einsum dispatcher's numbers and communication."""
+
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_moe.core.engine.collectives import parse_collectives
+from lingvo_moe.core.engine.testing import run_sharded, run_single
+from lingvo_moe.core.moe.layer import MoELayer
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.randomness import make_seed
+from lingvo_moe.core.sharding import Mesh, ShardingError, single_device, use_mesh
+
+B, T, M, H, E = 16, 12, 8, 24, 16
+MESH = Mesh.parse("expert:8")
+ROWS = ("expert", None, None)
+
+
+def _layer(dispatcher: str, **params) -> MoELayer:
+    p = MoELayer.Params().Set(
+        name="moe",
+        dispatcher=dispatcher,
+        model_dim=M,
+        hidden_dim=H,
+        num_experts=E,
+        num_groups=8,
+        capacity_factor=1.0,
+        min_capacity=1,
+        activation_split={"B": "expert", "G": "expert", "E": "expert"},
+        weight_split={"E": "expert"},
+    )
+    return p.Set(**params).Instantiate()
+
+
+def _args(layer: MoELayer) -> tuple[list, list]:
+    with use_mesh(single_device()):
+        theta = layer.InitTheta(make_seed(0, 0))
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(B, T, M)).astype(np.float32)
+    paddings = (rng.random((B, T)) < 0.2).astype(np.float32)
+    return [theta, x, paddings, np.array([3, 4], np.int32)], [
+        layer.VariableSpecs(),
+        ROWS,
+        ROWS[:2],
+        None,
+    ]
+
+
+def _train(layer: MoELayer):
+    def train(theta, x, paddings, seed):
+        weights = theta.Flatten()
+        with tf.GradientTape() as tape:
+            tape.watch([x, *weights])
+            y, extras = layer.FProp(theta, x, paddings, seed=seed)
+            loss = tf.reduce_sum(tf.cast(y, x.dtype) * tf.sin(x)) + extras.aux_loss
+        dx, *grads = tape.gradient(loss, [x, *weights])
+        return NestedMap(y=y, extras=extras, dx=dx, grads=theta.Pack(grads))
+
+    return train
+
+
+def _forward(layer: MoELayer):
+    return lambda theta, x, paddings, seed: layer.FProp(theta, x, paddings, seed=seed)[0]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        pytest.param({}, id="overflow"),
+        pytest.param(
+            {"num_groups": 16, "num_experts": 8, "capacity_factor": 0.25},
+            id="two groups a device, most tokens dropped",
+        ),
+        pytest.param({"num_groups": 16, "capacity_factor": 16.0}, id="room for all"),
+    ],
+)
+def test_equals_the_einsum_dispatcher(params):
+    """Values and gradients (tokens, experts and gating weights) on one device and on eight."""
+    layer, einsum = _layer("gather", **params), _layer("einsum", **params)
+    args, splits = _args(layer)
+    want = run_single(_train(einsum), args, jit_compile=False)
+    got, collectives = run_sharded(_train(layer), args, MESH, splits)
+    for result in (run_single(_train(layer), args, jit_compile=False), got):
+        for (path, a), b in zip(result.FlattenItems(), want.Flatten(), strict=True):
+            gradient = path.startswith(("dx", "grads"))
+            scale = max(float(np.abs(b).max()), 1e-3)
+            tolerance = (1e-4 if gradient else 1e-5) * scale
+            np.testing.assert_allclose(a, b, rtol=0, atol=tolerance, err_msg=path)
+    assert np.abs(want.grads.router.wg).max() > 1e-3
+    # Slots go to the experts and back, and so do their gradients, and nothing else but sums: of the
+    # loss, the metrics and the gating weights' gradient.
+    sent = [c for c in parse_collectives(collectives.hlo) if c.kind != "all-reduce"]
+    slots = 4 * M * _num_slots(layer) // 8
+    assert [(c.kind, c.num_bytes) for c in sent] == [("all-to-all", slots)] * 4
+
+
+def _num_slots(layer: MoELayer) -> int:
+    """E G C, in all."""
+    p = layer.p
+    size = B * T // p.num_groups
+    capacity = min(max(-int(-p.capacity_factor * size // p.num_experts), 1), size)
+    return p.num_experts * p.num_groups * capacity
+
+
+def test_the_communication_is_that_of_the_einsums():
+    """The same operations with the same bytes, but no mask [G,S,E,C]."""
+    found = {}
+    for dispatcher in ("einsum", "gather"):
+        layer = _layer(dispatcher)
+        args, splits = _args(layer)
+        hlo = run_sharded(_forward(layer), args, MESH, splits)[1].hlo
+        found[dispatcher] = [(c.kind, c.num_bytes) for c in parse_collectives(hlo)], hlo
+    capacity, size = 2, B * T // 8  # ceil(24 / 16)
+    assert found["gather"][0] == found["einsum"][0] == [("all-to-all", 4 * E * capacity * M)] * 2
+    mask = re.compile(rf"f32\[1,{size},({E},{capacity}|{E * capacity})\]")
+    assert mask.search(found["einsum"][1]), "the einsum dispatcher's mask is looked for in vain"
+    assert not mask.search(found["gather"][1])
+
+
+def test_inference_over_devices():
+    layer, einsum = _layer("gather"), _layer("einsum")
+    args, splits = _args(layer)
+
+    def infer(layer):
+        return lambda theta, x, paddings: layer.FProp(theta, x, paddings)[0]
+
+    got, collectives = run_sharded(infer(layer), args[:3], MESH, splits[:3])
+    np.testing.assert_allclose(
+        got, run_single(infer(einsum), args[:3], jit_compile=False), rtol=1e-5, atol=1e-6
+    )
+    assert dict(collectives) == {"all-to-all": 2}
+
+
+def test_a_model_dimension_that_is_cut_too():
+    """On a mesh of two axes the gather works on slices of M, and the gates' gradient is a sum over them."""
+    split = {"B": "data", "G": "data", "E": "data", "M": "model"}
+    layer, einsum = (
+        _layer(d, activation_split=split, weight_split={}) for d in ("gather", "einsum")
+    )
+    args, _ = _args(layer)
+    want = run_single(_train(einsum), args, jit_compile=False)
+    got, _ = run_sharded(_train(layer), args, Mesh.parse("data:4,model:2"))
+    for (path, a), b in zip(got.FlattenItems(), want.Flatten(), strict=True):
+        scale = max(float(np.abs(b).max()), 1e-3)
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * scale, err_msg=path)
+
+
+def test_bfloat16():
+    layer, einsum = (_layer(d, fprop_dtype="bfloat16") for d in ("gather", "einsum"))
+    args, splits = _args(layer)
+    want = run_single(_train(einsum), args, jit_compile=False)
+    got, _ = run_sharded(_train(layer), args, MESH, splits)
+    assert got.y.dtype == want.y.dtype
+    for (path, a), b in zip(got.FlattenItems(), want.Flatten(), strict=True):
+        a, b = np.float32(a), np.float32(b)
+        scale = max(float(np.abs(b).max()), 1e-3)
+        np.testing.assert_allclose(a, b, rtol=0, atol=0.02 * scale, err_msg=path)
+
+
+def test_an_open_batch_when_served():
+    layer, einsum = _layer("gather"), _layer("einsum")
+    (theta, x, paddings, _), _ = _args(layer)
+    signature = [tf.TensorSpec([None, None, M]), tf.TensorSpec([None, None])]
+
+    @tf.function(input_signature=signature)
+    def serve(x, paddings):
+        with use_mesh(single_device()):
+            return layer.FProp(theta, x, paddings)[0]
+
+    for batch, time in [(3, 5), (1, 1)]:
+        x_BTM, paddings_BT = x[:batch, :time], paddings[:batch, :time]
+        with use_mesh(single_device()):
+            want = einsum.FProp(theta, tf.constant(x_BTM), tf.constant(paddings_BT))[0]
+        np.testing.assert_allclose(serve(x_BTM, paddings_BT), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"num_groups": 12}, r"12 elements, not a multiple of the 8 partitions of axis 'expert'"),
+        ({"activation_split": {"S": "expert"}}, "cuts S along 'expert', .* dispatcher='einsum'"),
+    ],
+)
+def test_what_cannot_be_cut_raises(params, message):
+    layer = _layer("gather", **params)
+    args, _ = _args(layer)
+    with pytest.raises(ShardingError, match=message):
+        run_sharded(_forward(layer), args, MESH)
+
+
+def test_flops_count_no_product_for_dispatch():
+    shapes = ((B, T, M), (B, T))
+    gather, einsum = (
+        MoELayer.FPropMeta(_layer(d).params, *shapes).flops for d in ("gather", "einsum")
+    )
+    groups, size, capacity = 8, B * T // 8, 2
+    assert einsum - gather == 2 * 2 * groups * size * E * capacity * M
