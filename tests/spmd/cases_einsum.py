@@ -147,14 +147,6 @@ CONTRACTING = [
         collectives={"all-reduce": 2},
         gradient_collectives={},
     ),
-    matrices(
-        "contracting_wanted_whole",
-        (N, D),
-        (D, N),
-        (N, N),
-        inspect=moves(("all-reduce", 768)),
-        gradients=(),
-    ),
     # Differs: a result that is wanted cut could be reduce-scattered; XLA for CPUs sums it all everywhere.
     matrices(
         "contracting_wanted_by_rows",
@@ -163,6 +155,16 @@ CONTRACTING = [
         (D, N),
         inspect=moves(("all-reduce", 768)),
         gradient_collectives={"all-gather": 1},
+    ),
+    # What to write instead: the parts of each sum as a batch, exchanged, and summed where they belong.
+    Case(
+        "contracting_by_all_to_all",
+        lambda a, b: tf.reduce_sum(
+            split(tf.einsum("idj,djk->dik", split(2 * a, 1, 8), split(b, 0, 8)), 1, 8), 0
+        ),
+        (floats(8, 8, 2), floats(8, 2, 24)),
+        inspect=moves(("all-to-all", 768)),
+        gradients=(),
     ),
     einsum(
         "contracting_to_a_scalar",
@@ -480,13 +482,6 @@ FORMS = [
         in_bfloat16(lambda a, b: tf.einsum("ij,jk->ik", split(a, 1, 8), split(b, 0, 8))),
         (small_integers(8, 16), small_integers(16, 4)),
         inspect=moves(("all-reduce", 128)),
-        gradients=(),
-    ),
-    Case(
-        "bfloat16_batch",
-        in_bfloat16(lambda a, b: tf.einsum("bij,bjk->bik", split(a, 0, 8), split(b, 0, 8))),
-        (small_integers(8, 4, 6), small_integers(8, 6, 4)),
-        collectives={},
         gradients=(),
     ),
     Case(
