@@ -5,6 +5,8 @@ import contextlib
 import logging
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,18 +46,18 @@ def check_at_least(parser: argparse.ArgumentParser, args: argparse.Namespace, **
             parser.error(f"--{name}={value}: must be at least {smallest}")
 
 
-def check_output_file(path: str | os.PathLike) -> None:
-    """Raises ValueError, naming --output, unless a file can be written at `path`."""
+def check_output_file(path: str | os.PathLike, flag: str = "--output") -> None:
+    """Raises ValueError, naming the flag, unless a file can be written at `path`."""
     if os.path.isdir(path):
-        raise ValueError(f"--output={path} is a directory; name a file")
+        raise ValueError(f"{flag}={path} is a directory; name a file")
     parent = Path(os.path.realpath(path)).parent
     if os.path.exists(path) and not os.path.isfile(path):  # a pipe or a device
         if not os.access(path, os.W_OK):
-            raise ValueError(f"--output={path}: no permission to write to it")
+            raise ValueError(f"{flag}={path}: no permission to write to it")
     elif not parent.is_dir():
-        raise ValueError(f"--output={path}: there is no directory {parent}")
+        raise ValueError(f"{flag}={path}: there is no directory {parent}")
     elif not os.access(parent, os.W_OK | os.X_OK):
-        raise ValueError(f"--output={path}: no permission to write in {parent}")
+        raise ValueError(f"{flag}={path}: no permission to write in {parent}")
 
 
 def check_output_directory(path: str | os.PathLike) -> None:
@@ -137,3 +139,43 @@ def load_tensorflow() -> None:
         import tensorflow_text  # registers the ops that SavedModels of ours need
 
         del tensorflow, tensorflow_text
+
+
+class Progress:
+    """Shows what is being done and for how long; the work runs in a thread, so that Ctrl-C is heard at once."""
+
+    def __init__(self) -> None:
+        from lingvo_moe.core.engine.progress import LineProgress
+
+        self._lines = LineProgress()
+        self._doing, self._since = "", time.monotonic()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lines.Close()
+
+    def __call__(self, doing: str) -> None:
+        self._doing, self._since = doing, time.monotonic()
+        self._lines(f"{doing} ...")
+
+    def Watch(self, work: Any) -> Any:
+        """What `work()` returns, or raises."""
+        result: dict[str, Any] = {}
+
+        def run() -> None:
+            try:
+                result["value"] = work()
+            except BaseException as e:
+                result["error"] = e
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(timeout=1.0)
+            if thread.is_alive():
+                self._lines(f"{self._doing} ... {time.monotonic() - self._since:.0f} s")
+        if "error" in result:
+            raise result["error"]
+        return result["value"]

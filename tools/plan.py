@@ -15,8 +15,6 @@ import json
 import math
 import os
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +106,7 @@ def read_plan(path: str) -> dict[str, Any]:
 
 def planned(args: Any) -> dict[str, Any]:
     """The plan of the flags, with progress on standard error."""
-    with Progress() as progress:
+    with _cli.Progress() as progress:
         progress("loading TensorFlow and the compiler")
         return progress.Watch(lambda: make(args, progress))
 
@@ -132,46 +130,6 @@ def make(args: Any, say: Any) -> dict[str, Any]:
     if ":" in args.topology:
         return planning.make_plan(request, cache, say)
     return planning.smallest_slice(request, cache, say)
-
-
-class Progress:
-    """Shows what is being done and for how long; the work runs in a thread, so that Ctrl-C is heard at once."""
-
-    def __init__(self) -> None:
-        from lingvo_moe.core.engine.progress import LineProgress
-
-        self._lines = LineProgress()
-        self._doing, self._since = "", time.monotonic()
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._lines.Close()
-
-    def __call__(self, doing: str) -> None:
-        self._doing, self._since = doing, time.monotonic()
-        self._lines(f"{doing} ...")
-
-    def Watch(self, work: Any) -> Any:
-        """What `work()` returns, or raises."""
-        result: dict[str, Any] = {}
-
-        def run() -> None:
-            try:
-                result["value"] = work()
-            except BaseException as e:
-                result["error"] = e
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        while thread.is_alive():
-            thread.join(timeout=1.0)
-            if thread.is_alive():
-                self._lines(f"{self._doing} ... {time.monotonic() - self._since:.0f} s")
-        if "error" in result:
-            raise result["error"]
-        return result["value"]
 
 
 if __name__ == "__main__":

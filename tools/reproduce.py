@@ -137,12 +137,11 @@ def make_plans(args: Any, names: list[str]) -> int:
 def make_one(path: Path, name: str, cache_dir: str | None) -> None:
     """Writes the plan of a request to `path`; runs in a process of its own."""
     from lingvo_moe.core.engine import aot_cache
-    from tools.plan import Progress
 
     cache = Path(cache_dir) if cache_dir else None
     if cache_dir is None:
         cache = aot_cache.default_cache_dir()
-    with Progress() as progress:
+    with _cli.Progress() as progress:
         progress("loading TensorFlow and the compiler")
 
         def make() -> Any:

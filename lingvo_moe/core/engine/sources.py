@@ -35,6 +35,8 @@ _TAPE = "gradient_tape"
 _SAME_VALUE = frozenset(
     ["Identity", "IdentityN", "StopGradient", "PreventGradient", "EnsureShape", "Snapshot"]
 )
+_ANNOTATION = "XlaSharding"
+_READING = _SAME_VALUE | {_ANNOTATION}
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ class SourceLine:
 
 class _Entry(NamedTuple):
     traceback: Any
-    same_as: str
+    type: str
+    reads: str
     forward: str
 
 
@@ -87,15 +90,20 @@ class Sources:
         entry = self._entries.get(name)
         return None if entry is None or entry.traceback is None else _user_line(entry.traceback)
 
-    def SameAs(self, name: str) -> str:
-        """The operation whose value `name` passes on, as tf.identity does; else `name` itself."""
+    def Same(self, name: str) -> list[str]:
+        """`name` and, where it passes on another operation's value as tf.identity does, that one, and
+        so on."""
+        names = [name]
         entry = self._entries.get(name)
-        seen = {name}
-        while entry is not None and entry.same_as and entry.same_as not in seen:
-            name = entry.same_as
-            seen.add(name)
-            entry = self._entries.get(name)
-        return name
+        while entry is not None and entry.type in _SAME_VALUE and entry.reads not in names:
+            names.append(entry.reads)
+            entry = self._entries.get(entry.reads)
+        return names
+
+    def Annotated(self, name: str) -> str:
+        """The operation whose tensor the annotation `name` annotates; '' for any other operation."""
+        entry = self._entries.get(name)
+        return entry.reads if entry is not None and entry.type == _ANNOTATION else ""
 
     def Forward(self, name: str) -> str:
         """The operation that `name` belongs to the gradient of; '' where it is of no gradient."""
@@ -113,15 +121,12 @@ def record(graph: tf.Graph) -> Sources:
         annotations = _annotations_of_gradients(operations)
         for op in operations:
             original = getattr(op, "_original_op", None) or annotations.get(op.name)
-            same_as = ""
-            if op.type in _SAME_VALUE and len(op.inputs) == 1:
-                same_as = op.inputs[0].op.name
-            entry = _Entry(
-                (op if original is None else original).traceback,
-                same_as,
-                "" if original is None else original.name,
-            )
-            entries.setdefault(op.name, entry)
+            reads = ""
+            if op.type in _READING and len(op.inputs) == 1:
+                reads = op.inputs[0].op.name
+            traceback = (op if original is None else original).traceback
+            forward = "" if original is None else original.name
+            entries.setdefault(op.name, _Entry(traceback, op.type, reads, forward))
         for function in getattr(graph, "_functions", {}).values():
             inner = getattr(function, "graph", None)
             if inner is not None and id(inner) not in seen:
@@ -192,7 +197,7 @@ def _annotations_of_gradients(operations: list[Any]) -> dict[str, Any]:
     waiting: dict[tuple, list[Any]] = {}
     found: dict[str, Any] = {}
     for op in operations:
-        if op.type != "XlaSharding":
+        if op.type != _ANNOTATION:
             continue
         scope = op.name.rpartition("/")[0]
         is_gradient = scope == _TAPE or scope.startswith(f"{_TAPE}/")

@@ -7,17 +7,14 @@ brought together by these names and by who reads whom.
 
 import dataclasses
 import functools
-import math
 import re
 from collections.abc import Iterator
-
-import numpy as np
 
 from lingvo_moe.core.planner import parts
 from lingvo_moe.core.planner.costs import collective_use
 from lingvo_moe.core.planner.hlo import Computation, Executed, Instruction, Module
-from lingvo_moe.core.planner.hlo_attributes import dims_list
 from lingvo_moe.core.planner.hlo_sharding import REPLICATED, TensorSharding, parse_sharding
+from lingvo_moe.core.planner.sharding_rules import product_sharding, transposed_back
 
 # Why there is communication.
 RESHARD = "reshard"
@@ -202,14 +199,22 @@ class Propagated:
             for at in places:
                 if at.instruction.opcode not in ("copy", "custom-call"):
                     continue
-                made = self._operand(at, 0)
-                of = operation_of(made.op_name) if made else ""
-                found += [Annotation(t, of) for t in self._tensors(at, name)]
+                found += [Annotation(t, self._made_by(at)) for t in self._tensors(at, name)]
         return found
 
-    def _operand(self, at: _Before, number: int) -> Instruction | None:
-        names = at.instruction.operands
-        return at.inside.by_name.get(names[number]) if number < len(names) else None
+    def _made_by(self, at: _Before) -> str:
+        """The operation that makes what `at` copies; '' where it has no name."""
+        instruction = at.instruction
+        for _ in range(_FAR):
+            if not instruction.operands:
+                return ""
+            instruction = at.inside.by_name[instruction.operands[0]]
+            if operation_of(instruction.op_name) or instruction.opcode not in (
+                "copy",
+                "custom-call",
+            ):
+                return operation_of(instruction.op_name)
+        return ""
 
     def _leaves(self, at: _Before, own: set[str]) -> bool:
         users = at.inside.users.get(at.instruction.name, ())
@@ -295,9 +300,41 @@ class _Cause:
         target = None
         if self._executed.instruction.arrays[0].dims == array.dims:
             target = TensorSharding(REPLICATED, devices=tuple(range(self._before.num_devices)))
+        elif wanting.instruction.opcode == "transpose":
+            target = transposed_back(self._sharding(wanting.instruction), wanting.instruction)
         elif wanting.instruction.opcode in _FOLLOWED and wanting.instruction.arrays == moved.arrays:
             target = self._sharding(wanting.instruction)
-        return out | {"source": self._sharding(moved), "target": target}
+        source = self._sharding(moved)
+        return out | {"source": source, "target": target or self._exchanged(source, array.dims)}
+
+    def _exchanged(
+        self, source: TensorSharding | None, shape: tuple[int, ...]
+    ) -> TensorSharding | None:
+        """How an all-to-all among all devices leaves a tensor that one dimension of was cut: told by
+        the shape of its parts once they are put together."""
+        if source is None or self._executed.instruction.opcode != "all-to-all":
+            return None
+        if max(source.tiles, default=1) != self._before.num_devices:
+            return None
+        for part in self._put_together():
+            if len(part) == len(shape):
+                tiles = tuple(-(-n // p) for n, p in zip(shape, part, strict=True))
+                if sorted(tiles) == sorted(source.tiles):
+                    return TensorSharding("tiled", tiles, source.devices, source.subgroups)
+        return None
+
+    def _put_together(self) -> list[tuple[int, ...]]:
+        """Shapes that the received pieces get, the last first."""
+        instruction, inside = self._executed.instruction, self._executed.computation
+        shapes = []
+        for _ in range(_FAR):
+            users = inside.users.get(instruction.name, ())
+            if len(users) != 1 or users[0].opcode not in ("reshape", "transpose", "copy"):
+                break
+            instruction = users[0]
+            if instruction.op_name == self._executed.instruction.op_name:
+                shapes.append(instruction.arrays[0].dims)
+        return shapes[::-1]
 
     def _as_computed(self, at: _Before) -> TensorSharding | None:
         """How a product of matrices is cut when each device multiplies what it has."""
@@ -320,9 +357,11 @@ class _Cause:
         """The instruction before partitioning for which it was put in."""
         if self._is_inner:
             same = [at for at in self._group if at.instruction.opcode == self._origin.opcode]
-            return (same or self._group or [None])[-1]
+            found = same or self._group
+            return found[-1] if found else None
         reading = [at for at in self._group if self._moved_operand(at) is not None]
-        return (reading or self._group or [None])[0]
+        found = reading or self._group
+        return found[0] if found else None
 
     def _moved_operand(self, at: _Before) -> Instruction | None:
         operands = (at.inside.by_name.get(name) for name in at.instruction.operands)
@@ -404,44 +443,3 @@ def _origin(executed: Executed) -> Instruction:
         if instruction.op_name != executed.instruction.op_name or instruction.opcode not in _MOVING:
             return instruction
     return instruction
-
-
-def product_sharding(
-    dot: Instruction, lhs: TensorSharding | None, rhs: TensorSharding | None
-) -> TensorSharding | None:
-    """How the result of a dot is cut that each device computes of its parts of the operands.
-
-    None where that is not the whole result, because sums run over parts, or where both operands are
-    cut along dimensions of their own.
-    """
-    dims = {key: dims_list(dot, key) for key in _DOT_DIMS}
-    rank = len(dot.arrays[0].dims)
-    batch = len(dims["lhs_batch_dims"])
-    for side, own, other in (("lhs", lhs, rhs), ("rhs", rhs, lhs)):
-        if own is None or not own.is_cut or own.manual > 1:
-            continue
-        batch_dims, summed = dims[f"{side}_batch_dims"], dims[f"{side}_contracting_dims"]
-        free = [d for d in range(len(own.tiles)) if d not in (*batch_dims, *summed)]
-        first = batch if side == "lhs" else rank - len(free)
-        if math.prod(own.tiles[d] for d in summed) > 1 or _own_cut(dims, side, other):
-            return None
-        order = [*batch_dims, *free, *summed]
-        devices = np.array(own.devices).reshape(*own.tiles, -1)
-        devices = devices.transpose(*order, len(order)).flatten()
-        tiles = [1] * rank
-        tiles[:batch] = [own.tiles[d] for d in batch_dims]
-        tiles[first : first + len(free)] = [own.tiles[d] for d in free]
-        return TensorSharding("tiled", tuple(tiles), tuple(devices.tolist()), own.subgroups)
-    return None
-
-
-_DOT_DIMS = ("lhs_batch_dims", "lhs_contracting_dims", "rhs_batch_dims", "rhs_contracting_dims")
-
-
-def _own_cut(dims: dict[str, tuple[int, ...]], side: str, other: TensorSharding | None) -> bool:
-    """Whether the operand on the other side is cut along a dimension that is not of the batch."""
-    if other is None or not other.is_cut:
-        return False
-    across = "rhs" if side == "lhs" else "lhs"
-    batch_dims = dims[f"{across}_batch_dims"]
-    return any(n > 1 for d, n in enumerate(other.tiles) if d not in batch_dims)
