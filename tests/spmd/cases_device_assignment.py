@@ -1,0 +1,245 @@
+"""Cases: which device holds which part (appendix A.3, figure 10; section 3.3.1, CollectivePermute).
+
+A tensor goes from one assignment to another by one collective-permute whose pairs are the two
+assignments read side by side: who holds a part now, who shall hold it.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import tensorflow as tf
+from spmd_case import Case, floats, permutations
+from tensorflow.python.compiler.xla.experimental import xla_sharding
+
+from lingvo_moe.core.engine.testing import Collectives
+from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.sharding.annotate import mesh_split, shard
+
+# Figure 10: a tensor in 2x4 parts that speak with those beside them in a row, on devices numbered row
+# by row. Our text of the paper has not the figure's numbers; these are for devices wired as 4 rows of 2,
+#     0 1
+#     2 3
+#     4 5
+#     6 7
+# where a row of parts on devices 0 1 2 3 has to go from 1 to 2 diagonally, and one on 0 1 3 2 is a ring.
+ROW_MAJOR = np.arange(8).reshape(2, 4)
+RINGS = np.array([[0, 1, 3, 2], [4, 5, 7, 6]])
+WIRED = np.arange(8).reshape(4, 2)
+
+
+def hops(source: int, target: int) -> int:
+    """Between two devices of `WIRED`, along its wires."""
+    return abs(source // 2 - target // 2) + abs(source % 2 - target % 2)
+
+
+def pairs(now: np.ndarray, then: np.ndarray) -> list[tuple[int, int]]:
+    """What a permutation from one assignment to another has to be."""
+    return sorted((int(a), int(b)) for a, b in zip(now.flat, then.flat, strict=True))
+
+
+def permutes(*wanted: Sequence[tuple[int, int]]) -> Callable[[Collectives], None]:
+    """For `Case.inspect`: these are the permutations, in any order."""
+
+    def inspect(found: Collectives) -> None:
+        have = [sorted(p) for p in permutations(found.hlo)]
+        assert sorted(have) == sorted(sorted(p) for p in wanted), have
+
+    return inspect
+
+
+def reassigned(now: np.ndarray, then: np.ndarray) -> Callable[[tf.Tensor], tf.Tensor]:
+    """A product with each part on one device, and then on another."""
+    return lambda x: shard(shard(x, now) * 2, then)
+
+
+def _permutation(seed: int, *shape: int) -> np.ndarray:
+    return np.random.RandomState(seed).permutation(8).reshape(shape)
+
+
+def _reassigned_case(name: str, now: np.ndarray, then: np.ndarray, **rest) -> Case:
+    return Case(
+        name,
+        reassigned(now, then),
+        (floats(4, 8),),
+        collectives={"collective-permute": 1},
+        gradient_collectives={"collective-permute": 1},
+        whole=True,
+        inspect=permutes(pairs(now, then)),
+        **rest,
+    )
+
+
+REASSIGNED = [
+    _reassigned_case("figure_10", ROW_MAJOR, RINGS, several_processes=True),
+    _reassigned_case("reversed", ROW_MAJOR, ROW_MAJOR[::-1, ::-1]),
+    _reassigned_case("columns_first", ROW_MAJOR, np.arange(8).reshape(4, 2).T),
+    _reassigned_case("rings_to_reversed", RINGS, ROW_MAJOR[::-1, ::-1]),
+    *[
+        _reassigned_case(f"random_{i}", _permutation(i, *shape), _permutation(i + 100, *shape))
+        for i, shape in enumerate([(2, 4), (4, 2), (1, 8), (2, 4)])
+    ],
+    # The same parts on the same devices, only their places in the tensor change.
+    Case(
+        "transposed",
+        lambda x: shard(tf.transpose(shard(x, RINGS)), RINGS.T),
+        (floats(4, 8),),
+        collectives={},
+        gradient_collectives={},
+        whole=True,
+    ),
+]
+
+
+def row_halos(assignment: np.ndarray) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
+    """A convolution along the rows of parts: each speaks with those beside it."""
+    parts = assignment[..., np.newaxis]
+    return lambda x, w: shard(tf.nn.conv1d(shard(x, parts), w, 1, "SAME"), parts)
+
+
+def _row_pairs(assignment: np.ndarray) -> list[list[tuple[int, int]]]:
+    right = pairs(assignment[:, :-1], assignment[:, 1:])
+    return [right, [(b, a) for a, b in right]]
+
+
+FIGURE_10 = [
+    Case(
+        f"rows_{name}",
+        row_halos(assignment),
+        (floats(2, 16, 3), floats(3, 3, 2)),
+        collectives={"collective-permute": 2},
+        gradient_collectives={"collective-permute": 4, "all-reduce": 2},
+        whole=True,
+        inspect=permutes(*_row_pairs(assignment)),
+    )
+    for name, assignment in [("row_major", ROW_MAJOR), ("rings", RINGS)]
+]
+
+IN_ORDER, MIXED = np.arange(8), np.array([3, 1, 4, 0, 5, 7, 2, 6])
+
+
+def summed(x, y):
+    return shard(shard(x, ROW_MAJOR) + shard(y, RINGS), ROW_MAJOR)
+
+
+def contracted(x, y):
+    return shard(x, IN_ORDER.reshape(1, 8)) @ shard(y, MIXED.reshape(8, 1))
+
+
+def multiplied(x, w):
+    return shard(shard(x, MIXED.reshape(8, 1)) @ w, IN_ORDER.reshape(8, 1))
+
+
+OPERANDS = [
+    Case(
+        "sum_of_two_assignments",
+        summed,
+        (floats(4, 8), floats(4, 8, seed=1)),
+        collectives={"collective-permute": 1},
+        gradient_collectives={"collective-permute": 1},
+        whole=True,
+    ),
+    # The parts of one operand go to where those of the other are; then as ever.
+    Case(
+        "contracted_over_two_assignments",
+        contracted,
+        (floats(4, 8), floats(8, 4)),
+        collectives={"collective-permute": 1, "all-reduce": 1},
+        gradient_collectives={"collective-permute": 2},
+        inspect=permutes(pairs(IN_ORDER, MIXED)),
+        several_processes=True,
+    ),
+    Case(
+        "product_reassigned",
+        multiplied,
+        (floats(8, 4), floats(4, 4)),
+        collectives={"collective-permute": 1},
+        gradient_collectives={"collective-permute": 2, "all-reduce": 1},
+        whole=True,
+        inspect=permutes(pairs(MIXED, IN_ORDER)),
+    ),
+]
+
+MESH = Mesh(("a", "b"), (2, 4))
+RING_MESH = Mesh(("a", "b"), (2, 4), device_ids=tuple(RINGS.flat))
+BACKWARDS = Mesh(("a", "b"), (2, 4), device_ids=tuple(range(7, -1, -1)))
+TALL = Mesh(("a", "b"), (4, 2))
+
+
+def between(first: Mesh, now: tuple, second: Mesh, then: tuple) -> Callable[[tf.Tensor], tf.Tensor]:
+    """A tensor over one mesh, and then over another of the same devices."""
+    return lambda x: mesh_split(mesh_split(x, first, now) * 2, second, then)
+
+
+def _mesh_case(name, fn, forward, gradient, inspect=None, **rest) -> Case:
+    return Case(
+        name,
+        fn,
+        (floats(8, 8),),
+        collectives=forward,
+        gradient_collectives=gradient,
+        whole=True,
+        inspect=inspect,
+        **rest,
+    )
+
+
+ONE = {"collective-permute": 1}
+MESHES = [
+    _mesh_case(
+        "mesh_to_mesh",
+        between(MESH, ("a", "b"), RING_MESH, ("a", "b")),
+        ONE,
+        ONE,
+        permutes(pairs(MESH.device_array(), RING_MESH.device_array())),
+        several_processes=True,
+    ),
+    # Each part is held twice, and each copy moves to one of the two that shall hold it.
+    _mesh_case(
+        "mesh_to_mesh_with_copies",
+        between(MESH, ("b", None), BACKWARDS, ("b", None)),
+        ONE,
+        ONE,
+    ),
+    _mesh_case(
+        "axes_exchanged",
+        between(MESH, (("a", "b"), None), MESH, (("b", "a"), None)),
+        ONE,
+        ONE,
+        permutes(pairs(MESH.device_array(), MESH.device_array().T)),
+    ),
+    # 2x4 parts to 4x2 parts: other shapes, so more than a permutation.
+    _mesh_case(
+        "mesh_of_another_shape",
+        between(MESH, ("a", "b"), TALL, ("a", "b")),
+        {"all-to-all": 1, "collective-permute": 1},
+        {"all-to-all": 1, "collective-permute": 1},
+    ),
+    # To finer parts every device has what it needs; back, two have to come together.
+    _mesh_case(
+        "to_finer_parts", between(MESH, ("a", None), TALL, ("a", None)), {}, {"all-gather": 1}
+    ),
+    _mesh_case(
+        "copies_to_parts", between(MESH, ("a", None), MESH, ("a", "b")), {}, {"all-gather": 1}
+    ),
+]
+
+CASES = [*REASSIGNED, *FIGURE_10, *OPERANDS, *MESHES]
+
+
+def held(assignment: np.ndarray) -> Callable[[tf.Tensor], tf.Tensor]:
+    """x -> [devices, elements of a part]: row d is what device d holds of x under the assignment.
+
+    In a manual region each device takes its part as it is, and what it returns is row d of a tensor
+    that is cut row by row over devices in order.
+    """
+
+    def fn(x: tf.Tensor) -> tf.Tensor:
+        proto = xla_sharding.Sharding.tile(assignment).proto.SerializeToString()
+        part = xla_sharding.auto_to_manual_spmd_partition(shard(x, assignment), proto)
+        row = tf.reshape(part, [1, -1])
+        in_order = xla_sharding.Sharding.tile(np.arange(8).reshape(8, 1)).proto.SerializeToString()
+        return xla_sharding.manual_to_auto_spmd_partition(
+            row, in_order, [8, x.shape.num_elements() // 8]
+        )
+
+    return fn
