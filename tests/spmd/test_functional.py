@@ -1,0 +1,344 @@
+"""The functional form: eager code around a function that runs as one SPMD program, as if it were not."""
+
+import collections
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from spmd_case import floats, ints
+
+from lingvo_moe.core import sharding
+from lingvo_moe.core.engine.functional import ShardedFunction, shard_function
+from lingvo_moe.core.engine.pjrt import PjrtEngine
+from lingvo_moe.core.engine.specs import AUTO, TensorSpec
+from lingvo_moe.core.engine.tracing import LoweringError
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.sharding import Mesh, ShardingError, use_mesh
+
+MESH = Mesh.parse("data:2,model:4")
+
+
+def _ffn(x, wi, wo):
+    """[B, M] -> [B, M]."""
+    return tf.nn.tanh(x @ wi) @ wo
+
+
+SHARDINGS = [("data", None), (None, "model"), ("model", None)]
+
+
+def _ffn_args():
+    return tuple(tf.constant(floats(*s) / 4) for s in ((4, 8), (8, 16), (16, 8)))
+
+
+def _close(got, want, tolerance=1e-5):
+    got, want = tf.nest.flatten(got), tf.nest.flatten(want)
+    assert len(got) == len(want)
+    for g, w in zip(got, want):
+        if w is None:
+            assert g is None
+            continue
+        assert (g.shape, g.dtype) == (w.shape, w.dtype)
+        g, w = (np.asarray(t, np.float32) for t in (g, w))
+        assert np.max(np.abs(g - w), initial=0) <= tolerance * max(np.max(np.abs(w), initial=0), 1)
+
+
+def _kinds(compiled):
+    return dict(collections.Counter(c.kind for c in compiled.Collectives()))
+
+
+def test_a_function_from_eager_code_with_its_gradients_of_two_orders():
+    sharded = shard_function(_ffn, SHARDINGS, ("data", None), MESH)
+    args = _ffn_args()
+
+    def everything(fn):
+        with tf.GradientTape() as outer:
+            outer.watch(args)
+            with tf.GradientTape() as inner:
+                inner.watch(args)
+                y = fn(*args)
+                loss = tf.reduce_sum(y**3)  # plain eager code around the function
+            first = inner.gradient(loss, args)
+            norm = tf.add_n([tf.reduce_sum(g**2) for g in first])
+        return [y, *first, *outer.gradient(norm, args)]
+
+    want = everything(_ffn)
+    _close(everything(sharded), want, 2e-4)
+    _close(everything(sharded), want, 2e-4)  # the programs are there by now
+    assert sharded.NumPrograms() == 1
+    # The tensor-parallel half: one all-reduce of partial sums, and no gathering of what is asked for cut.
+    assert _kinds(sharded.Compiled(*args)) == {"all-reduce": 1}
+    # Backward: of x over `model`, of both weights over `data`.
+    assert _kinds(sharded.CompiledGradient(*args))["all-reduce"] >= 2
+    assert sharded.Program(*args).mesh == MESH
+
+
+def test_variables_among_the_arguments_get_their_gradients():
+    values = _ffn_args()
+    x, variables = values[0], [tf.Variable(v) for v in values[1:]]
+    sharded = shard_function(_ffn, SHARDINGS, mesh=MESH)
+
+    def gradients(fn):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(fn(x, *variables) ** 2)
+        return tape.gradient(loss, variables)
+
+    _close(gradients(sharded), gradients(_ffn), 1e-4)
+    variables[0].assign(2.0 * variables[0])  # seen by the next call
+    _close(sharded(x, *variables), _ffn(x, *variables))
+
+
+def _steps(fn, steps=4):
+    """A small network in eager code: an embedding and a normalization around `fn`, by gradient descent."""
+    table = tf.Variable(floats(12, 8, seed=1))
+    wi, wo = tf.Variable(floats(8, 16, seed=2) / 4), tf.Variable(floats(16, 8, seed=3) / 4)
+    scale = tf.Variable(tf.ones([8]))
+    variables = [table, wi, wo, scale]
+    losses = []
+    for step in range(steps):
+        ids, target = ints(8, below=12, seed=step), floats(8, 8, seed=100 + step)
+        with tf.GradientTape() as tape:
+            x = tf.gather(table, ids)
+            y = x + fn(x, wi, wo)
+            y = scale * (y - tf.reduce_mean(y, -1, keepdims=True))
+            loss = tf.reduce_mean((y - target) ** 2)
+        for v, g in zip(variables, tape.gradient(loss, variables)):
+            v.assign_sub(0.1 * tf.convert_to_tensor(g))
+        losses.append(loss)
+    return losses + variables
+
+
+def test_training_in_eager_code_with_a_tensor_parallel_part():
+    sharded = shard_function(_ffn, SHARDINGS, ("data", None), MESH)
+    got, want = _steps(sharded), _steps(_ffn)
+    _close(got, want, 1e-4)
+    assert sharded.NumPrograms() == 1
+
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+def test_trees_constants_integers_and_what_is_not_used():
+    def fn(batch, theta, power=2, *, negate=False):
+        rows = tf.gather(theta.table, batch["ids"])
+        y = rows * tf.cast(batch["mask"], rows.dtype)[:, None]
+        y = (-y if negate else y) ** power
+        return Pair(
+            NestedMap(y=y, ids=batch["ids"]), [theta.pair[0] * 2.0, {"flag": batch["mask"]}]
+        )
+
+    sharded = shard_function(
+        fn,
+        {"batch": {"ids": ("data",)}, "theta": NestedMap(table=(None, "model"))},
+        mesh=MESH,
+    )
+    batch = {"ids": tf.constant(ints(6, below=5)), "mask": tf.constant(ints(6, below=2) > 0)}
+    theta = NestedMap(
+        table=tf.constant(floats(5, 8)), pair=(tf.constant(1.5), tf.constant(floats(3)))
+    )
+
+    def outcome(f, **kwargs):
+        with tf.GradientTape() as tape:
+            tape.watch(theta)
+            out = f(batch, theta, **kwargs)
+            loss = tf.reduce_sum(out.first.y) + out.second[0]
+        gradient = tape.gradient(loss, [theta.table, *theta.pair])
+        return out, [None if g is None else tf.convert_to_tensor(g) for g in gradient]
+
+    for kwargs in ({}, {"power": 3, "negate": True}):
+        got, want = outcome(sharded, **kwargs), outcome(fn, **kwargs)
+        tf.nest.assert_same_structure(got[0], want[0])
+        assert type(got[0]) is Pair and type(got[0].first) is NestedMap
+        _close(got, want)
+        assert got[1][2] is None  # not used
+    assert sharded.NumPrograms() == 2
+
+
+def test_bfloat16_and_one_device():
+    args = [tf.cast(a, tf.bfloat16) for a in _ffn_args()]
+    got = shard_function(_ffn, SHARDINGS, mesh=MESH)(*args)
+    assert got.dtype == tf.bfloat16
+    _close(got, _ffn(*args), 0.05)
+    one = shard_function(_ffn, SHARDINGS, mesh=Mesh.parse("data:1,model:1"))
+    _close(one(*_ffn_args()), _ffn(*_ffn_args()))
+
+
+def test_annotations_inside_take_effect_and_results_stay_where_they_are():
+    @shard_function(mesh=MESH, out_shardings=AUTO)
+    def contracted(a, b):
+        a = sharding.mesh_split(a, MESH, (None, "model"))
+        b = sharding.mesh_split(b, MESH, ("model", None))
+        return a @ b
+
+    a, b = tf.constant(floats(8, 8)), tf.constant(floats(8, 4))
+    _close(contracted(a, b), a @ b)
+    assert isinstance(contracted, ShardedFunction) and contracted.__name__ == "contracted"
+    assert _kinds(contracted.Compiled(a, b)) == {"all-reduce": 1}
+
+
+def test_inside_a_program_it_is_a_part_of_that_program():
+    sharded = shard_function(_ffn, SHARDINGS, ("data", None), MESH)
+    args = _ffn_args()
+    specs = [TensorSpec(tuple(a.shape), "float32") for a in args]
+    compiled = PjrtEngine(MESH).Build(lambda *a: 2.0 * sharded(*a), specs, results=AUTO)
+    _close(tf.constant(np.asarray(compiled(*[a.numpy() for a in args]))), 2.0 * _ffn(*args))
+    assert _kinds(compiled) == {"all-reduce": 1}
+    twice = shard_function(lambda x, wi, wo: sharded(sharded(x, wi, wo), wi, wo), mesh=MESH)
+    _close(twice(*args), _ffn(_ffn(*args), *args[1:]), 1e-4)
+    assert sharded.NumPrograms() == 0
+    with pytest.raises(
+        ShardingError, match=r"_ffn: a sharded function was called inside a tf\.function"
+    ):
+        tf.function(sharded, autograph=False)(*args)
+
+
+def test_programs_are_kept_by_signature_and_forgotten_in_turn():
+    traced = []
+
+    @shard_function(mesh=MESH, max_programs=2)
+    def double(x):
+        traced.append(x.shape)
+        return x * 2.0
+
+    for size in (8, 16, 8, 24, 8, 16):
+        np.testing.assert_array_equal(double(tf.ones([size])), np.full(size, 2.0, np.float32))
+    # 16 was dropped for 24 and traced anew; each is traced for its graph, and to be lowered.
+    assert [s[0] for s in traced] == [8, 8, 16, 16, 24, 24, 16, 16]
+    assert double.NumPrograms() == 2
+
+
+def test_what_a_program_keeps_is_no_tensor_of_a_call():
+    double = shard_function(lambda x: x * 2.0, mesh=MESH)
+    x = tf.constant(floats(64, 64))
+    held = weakref.ref(x)
+    double(x)
+    del x
+    gc.collect()
+    assert held() is None
+
+
+def test_the_mesh_in_force_when_called():
+    triple = shard_function(lambda x: x * 3.0, [("d",)])
+    with use_mesh(Mesh.parse("d:8")):
+        np.testing.assert_array_equal(triple(tf.ones([8])), np.full(8, 3.0, np.float32))
+    with pytest.raises(ShardingError, match="no mesh; give shard_function one"):
+        triple(tf.ones([8]))
+
+
+VARIABLE = tf.Variable(tf.ones([8, 16]), name="table")
+WATCHED = tf.constant(floats(8, 16))
+
+
+@pytest.mark.parametrize(
+    "kwargs, match",
+    [
+        (
+            {"in_shardings": ("data", None)},
+            r"_ffn: in_shardings=.* a list with an entry for each arg",
+        ),
+        (
+            {"in_shardings": SHARDINGS[:2]},
+            r"in_shardings: 2 entries for 3 argument\(s\) \(x, wi, wo\)",
+        ),
+        (
+            {"in_shardings": {"w": ("data", None)}},
+            r"no argument 'w' \(did you mean 'wo' or 'wi'\?\)",
+        ),
+        (
+            {"in_shardings": {"x": ("date", None)}},
+            r"mesh .* has no axis 'date' \(did you mean 'data'",
+        ),
+        ({"in_shardings": {"wi": ("data",)}}, r"in_shardings: wi: a mapping of 1 dimensions"),
+        (
+            {"in_shardings": {"x": ("data", "data")}},
+            "x: mesh axis 'data' cuts both dimension 0 and",
+        ),
+        (
+            {"in_shardings": {"x": (("data", "model"), None)}},
+            "x: dimension 0 .* has 4 elements, fewer",
+        ),
+        ({"in_shardings": {"x": (0, None)}}, r"x is a tensor of shape \[4, 8\], so its entry has"),
+        (
+            {"in_shardings": {"x": {"a": None}}},
+            r"x is a tensor of shape \[4, 8\], so its entry has",
+        ),
+        ({"out_shardings": ("data",)}, r"out_shardings: result: a mapping of 1 dimensions"),
+        ({"out_shardings": [("data", None)]}, r"out_shardings: result is a tensor"),
+    ],
+)
+def test_wrong_shardings_name_the_argument(kwargs, match):
+    with pytest.raises(ShardingError, match=match):
+        shard_function(_ffn, **kwargs, mesh=MESH)(*_ffn_args())
+
+
+def test_wrong_trees_and_uneven_parts():
+    tree = shard_function(lambda t: t["a"] * 2.0, [{"b": ("data",)}], mesh=MESH)
+    with pytest.raises(ShardingError, match=r"in_shardings: t has no 'b' \(known: a\)"):
+        tree({"a": tf.ones([4])})
+    pair = shard_function(lambda t: t[0] * 2.0, [[("data",)]], mesh=MESH)
+    with pytest.raises(ShardingError, match="t is a tuple of 2, but has 1 entries"):
+        pair((tf.ones([4]), tf.ones([4])))
+    whole = shard_function(lambda t: t[0] * 2.0, [AUTO], mesh=MESH)
+    with pytest.raises(
+        ShardingError, match="t is a tuple, so its entry is a tree like it, or None"
+    ):
+        whole((tf.ones([4]), tf.ones([4])))
+    uneven = shard_function(lambda x: x * 2.0, [("model",)], mesh=MESH)
+    with pytest.raises(
+        ShardingError, match=r"x: dimension 0 .* 6 elements, not a multiple of the 4"
+    ):
+        uneven(tf.ones([6]))
+    constant = shard_function(lambda x, n: x * n, [None, ("model",)], mesh=MESH)
+    with pytest.raises(ShardingError, match=r"n is 3.0, no tensor; its entry has to be None"):
+        constant(tf.ones([6]), 3.0)
+
+
+@pytest.mark.parametrize(
+    "fn, args, error, match",
+    [
+        (
+            lambda x: x @ VARIABLE,
+            (tf.ones([4, 8]),),
+            ShardingError,
+            "not among its arguments: 'table",
+        ),
+        (
+            lambda x: x * 2.0,
+            (object(),),
+            ShardingError,
+            "argument x is a object; arguments are dense",
+        ),
+        (
+            lambda x: x,
+            (tf.ones([2], tf.float64),),
+            LoweringError,
+            "x is float64.* cast it to float32",
+        ),
+        (lambda x: tf.argmax(x), (tf.ones([2]),), LoweringError, r"result.* is int64.* cast it"),
+        (lambda x: (x, None), (tf.ones([2]),), LoweringError, r"result\[1\] is None"),
+        (lambda x: [], (tf.ones([2]),), LoweringError, "returns no tensor"),
+        (lambda x: x[x > 0.0], (tf.ones([2]),), LoweringError, r"result.* has shape \(None,\)"),
+        (lambda x: x, (), TypeError, "missing a required argument: 'x'"),
+    ],
+)
+def test_what_cannot_be_a_program(fn, args, error, match):
+    with pytest.raises(error, match=match):
+        shard_function(fn, mesh=MESH)(*args)
+
+
+def test_a_watched_tensor_that_is_not_an_argument_would_get_no_gradient():
+    sharded = shard_function(lambda x: x @ WATCHED, mesh=MESH)
+    x = tf.constant(floats(4, 8))
+    _close(sharded(x), x @ WATCHED)
+    with tf.GradientTape() as tape:
+        tape.watch(WATCHED)
+        with pytest.raises(
+            ShardingError, match=r"tensor of shape \(8, 16\) that a GradientTape watches"
+        ):
+            sharded(x)
+
+
+def test_a_tensor_is_not_a_function():
+    with pytest.raises(ShardingError, match="is no function"):
+        shard_function(tf.ones([2]))
