@@ -1,0 +1,116 @@
+"""Cases: random numbers that are the same however they are cut (section 3.3: a partitioned program
+computes what the program of one device does)."""
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+from spmd_case import Case, floats
+
+from lingvo_moe.core import randomness
+from lingvo_moe.core.engine.testing import Collectives
+from lingvo_moe.core.sharding.annotate import split
+
+SEED = np.array([3, 5], np.int32)
+SHAPE = (16, 24)
+PARTS = 8
+
+
+def largest(hlo: str) -> int:
+    """Elements of the largest array in a compiled program."""
+    shapes = re.findall(r"\b[a-z]+[0-9]+\[([0-9,]+)\]", hlo)
+    return max(int(np.prod([int(n) for n in shape.split(",")])) for shape in shapes)
+
+
+def within_a_part(found: Collectives) -> None:
+    """For `Case.inspect`: no device has more than its part of anything."""
+    assert largest(found.hlo) == np.prod(SHAPE) // PARTS
+
+
+def whole_everywhere(found: Collectives) -> None:
+    """For `Case.inspect`: every device makes all of it."""
+    assert largest(found.hlo) == np.prod(SHAPE)
+
+
+def draws(seed: tf.Tensor, cut: Callable[[tf.Tensor], tf.Tensor], shape: tuple[int, ...] = SHAPE):
+    """One tensor from each of our generators, and one of a seed for each row."""
+    seeds = randomness.fold_in(seed, tf.range(shape[0]))
+    return (
+        cut(randomness.bits(seed, shape)),
+        cut(randomness.uniform(seed, shape)),
+        cut(randomness.normal(seed, shape)),
+        cut(randomness.truncated_normal(seed, shape)),
+        cut(randomness.uniform(seeds, shape)),
+    )
+
+
+def dropout(x, seed):
+    return randomness.dropout(split(x, 0, PARTS), 0.3, seed)
+
+
+def dropout_in_loop(x, seed):
+    def body(i, x):
+        return i + 1, randomness.dropout(tf.tanh(x), 0.3, randomness.fold_in(seed, i))
+
+    start = (tf.constant(0), split(x, 0, PARTS))
+    return tf.while_loop(lambda i, x: i < 3, body, start, maximum_iterations=3)[1]
+
+
+CASES = [
+    *[
+        Case(
+            f"rows_{name}",
+            lambda seed, draw=draw: split(draw(seed, SHAPE), 0, PARTS),
+            (SEED,),
+            collectives={},
+            inspect=within_a_part,
+        )
+        for name, draw in [("bits", randomness.bits), ("normal", randomness.normal)]
+    ],
+    # The gradient draws the mask again: the same one, and as locally.
+    Case(
+        "dropout",
+        dropout,
+        (floats(*SHAPE), SEED),
+        splits=[("d", None), None],
+        collectives={},
+        gradient_collectives={},
+        inspect=within_a_part,
+        several_processes=True,
+    ),
+    Case(
+        "dropout_in_loop",
+        dropout_in_loop,
+        (floats(*SHAPE), SEED),
+        splits=[("d", None), None],
+        collectives={},
+        gradient_collectives={},
+        inspect=within_a_part,
+    ),
+    # TensorFlow's own are the same on any number of devices too, without communication, but differ from
+    # ours in this: every device makes the whole tensor and keeps its part.
+    *[
+        Case(
+            f"tensorflow_{algorithm}",
+            lambda seed, algorithm=algorithm: split(
+                tf.random.stateless_uniform(SHAPE, seed, alg=algorithm), 0, PARTS
+            ),
+            (SEED,),
+            collectives={},
+            jit_reference=True,
+            inspect=whole_everywhere,
+        )
+        for algorithm in ("philox", "threefry")
+    ],
+    Case(
+        "tensorflow_dropout",
+        lambda x, seed: tf.nn.experimental.stateless_dropout(split(x, 0, PARTS), 0.3, seed),
+        (floats(*SHAPE), SEED),
+        splits=[("d", None), None],
+        collectives={},
+        gradient_collectives={},
+        jit_reference=True,
+        inspect=whole_everywhere,
+    ),
+]

@@ -1,0 +1,47 @@
+"""Random numbers are the same on any number of devices, however they are cut, and are drawn locally."""
+
+import numpy as np
+import pytest
+from cases_random import CASES, SEED, draws
+from spmd_case import check
+
+from lingvo_moe.core.engine.testing import run_sharded, run_single
+from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.sharding.annotate import mesh_split
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_random(case):
+    check(case)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "mapping", "shape"),
+    [
+        ("d:1", ("d", None), (16, 24)),
+        ("d:2", ("d", None), (16, 24)),
+        ("d:4", (None, "d"), (16, 24)),
+        ("d:8", (None, None), (16, 24)),
+        ("d:8", ("d", None), (15, 24)),
+        ("y:2,x:4", ("x", "y"), (16, 24)),
+        ("y:2,x:4", (None, "x"), (15, 24)),
+        ("z:2,y:2,x:2", (("x", "z"), "y"), (16, 24)),
+    ],
+)
+def test_numbers_do_not_depend_on_devices(mesh, mapping, shape):
+    """Bits and uniform numbers exactly; what is computed from them as far as the compiler rounds alike."""
+    mesh = Mesh.parse(mesh)
+
+    def fn(seed):
+        return draws(seed, lambda x: mesh_split(x, mesh, mapping), shape)
+
+    want = run_single(fn, [SEED], mesh, jit_compile=False)
+    got, found = run_sharded(fn, [SEED], mesh, results=None)
+    assert set(found) <= {"all-gather"}  # of the results
+    for kind, g, w in zip(
+        ("bits", "uniform", "normal", "truncated", "rows"), got, want, strict=True
+    ):
+        if kind in ("bits", "uniform", "rows"):
+            np.testing.assert_array_equal(g, w, err_msg=kind)
+        else:
+            np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6, err_msg=kind)
