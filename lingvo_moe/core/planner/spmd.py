@@ -278,7 +278,10 @@ class _Cause:
         self._is_inner = self._origin.op_name == op_name
         self._group = self._same_place(before.by_op_name.get(op_name, []))
         self._wanting = self._find_wanting()
-        self.op = operation_of(op_name) or loops.get(executed.computation.name, "")
+        # What a loop carries has no name of its own; then who reads it tells.
+        self._reader = "" if operation_of(op_name) else self._reading_annotation()
+        loop = loops.get(executed.computation.name, "")
+        self.op = operation_of(op_name) or self._reader or loop
         self.moved = operation_of(self._origin.op_name) or self.op
         self.reason = self._reason()
         self.phase = parts.place(op_name, executed.in_backward_loop).phase
@@ -288,7 +291,7 @@ class _Cause:
     def change(self) -> dict:
         """source, target, shape and dtype, as far as they are known."""
         wanting = self._wanting
-        if wanting is None or self.reason in (PARTIAL, HALO):
+        if wanting is None or self._reader or self.reason in (PARTIAL, HALO):
             return {}
         moved = wanting.instruction if self._is_inner else self._moved_operand(wanting)
         if moved is None or len(moved.arrays) != 1:
@@ -386,13 +389,27 @@ class _Cause:
     def _annotations(self) -> tuple[str, str]:
         """(asked_by, cut_by)."""
         wanting = self._wanting
-        if wanting is None or self.reason in (PARTIAL, HALO):
+        if self.reason in (PARTIAL, HALO):
             return "", ""
+        if wanting is None or self._reader:
+            return self._reader, ""
         if _is_annotation(wanting.instruction):
             asked_by = operation_of(wanting.instruction.op_name)
         else:
             asked_by = self._annotation_behind(wanting)
         return asked_by, self._annotation_of_moved(wanting)
+
+    def _reading_annotation(self) -> str:
+        """The annotation that alone reads what was received, or ''."""
+        instruction, inside = self._executed.instruction, self._executed.computation
+        for _ in range(_FAR):
+            users = inside.users.get(instruction.name, ())
+            if len(users) != 1 or users[0].opcode not in _MOVING:
+                return ""
+            instruction = users[0]
+            if _is_annotation(instruction):
+                return operation_of(instruction.op_name)
+        return ""
 
     def _annotation_behind(self, at: _Before) -> str:
         """The nearest annotation that asks for the sharding of `at`, through operations that keep it."""
