@@ -207,9 +207,10 @@ def all_reduce(tensor: tf.Tensor, axis: Axis, mesh: Mesh | None = None) -> tf.Te
     axes = (axis,) if isinstance(axis, str) else tuple(axis or ())
     if mesh.size == 1 or not axes:
         return tensor
-    total = tf.reduce_sum(_stacked(tensor, mesh), [mesh.axis_names.index(a) for a in axes])
-    kept = tuple(a for a in mesh.axis_names if a not in axes)
-    local = auto_to_manual(total, (*kept, *(None,) * tensor.shape.rank), mesh)
+    rest = (None,) * tensor.shape.rank
+    kept = tuple(a for a in mesh.axis_names if a not in axes) or None
+    each = manual_to_auto(tensor[tf.newaxis, tf.newaxis], (axes, kept, *rest), None, mesh)
+    local = auto_to_manual(tf.reduce_sum(each, 0), (kept, *rest), mesh)
     return tf.reshape(local, tensor.shape)
 
 
@@ -228,14 +229,8 @@ def rotate(tensor: tf.Tensor, axis: str, mesh: Mesh | None = None, by: int = 1) 
     devices = np.roll(mesh.device_array(), by, mesh.axis_names.index(axis))
     turned = Mesh(mesh.axis_names, mesh.shape, tuple(devices.flatten().tolist()))
     mapping = (*mesh.axis_names, *(None,) * tensor.shape.rank)
-    return tf.reshape(auto_to_manual(_stacked(tensor, mesh), mapping, turned), tensor.shape)
-
-
-def _stacked(tensor: tf.Tensor, mesh: Mesh) -> tf.Tensor:
-    """A full tensor of all devices' local ones: [sizes of the mesh's axes, local shape]."""
-    names = mesh.axis_names
-    mapping = (*names, *(None,) * tensor.shape.rank)
-    return manual_to_auto(tensor[(tf.newaxis,) * len(names)], mapping, None, mesh)
+    each = manual_to_auto(tensor[(tf.newaxis,) * len(mesh.shape)], mapping, None, mesh)
+    return tf.reshape(auto_to_manual(each, mapping, turned), tensor.shape)
 
 
 def _enter(tensor: tf.Tensor, mapping: DimsMapping, mesh: Mesh) -> tf.Tensor:

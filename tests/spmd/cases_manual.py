@@ -1,0 +1,268 @@
+"""Manual regions: paper, section 3.2, and what lies around it.
+
+Letters: G group, E expert, C capacity slot, S token, M model.
+"""
+
+import numpy as np
+import tensorflow as tf
+from spmd_case import Case, floats, ints
+
+from lingvo_moe.core.sharding.annotate import mesh_split, replicate, split
+from lingvo_moe.core.sharding.manual import (
+    all_reduce,
+    auto_to_manual,
+    device_index,
+    manual_region,
+    manual_to_auto,
+    rotate,
+)
+from lingvo_moe.core.sharding.mesh import Mesh
+
+ROWS = ("d", None)
+GRID = Mesh.parse("a:2,b:4")
+ON_A, WHOLE = ("a", None), (None, None)
+
+
+def _local_gather(x_GSM, s_EGC):
+    """The paper's pseudo code: rows of each group, by indices that stay within the group."""
+    x_GSM = split(x_GSM, 0, 8)
+    s_EGC = split(s_EGC, 1, 8)
+    local_x = auto_to_manual(x_GSM, ("d", None, None))
+    local_s = auto_to_manual(s_EGC, (None, "d", None))
+    experts, groups, slots = local_s.shape
+    g = tf.broadcast_to(tf.range(groups)[tf.newaxis, :, tf.newaxis], [experts, groups, slots])
+    data = tf.gather_nd(local_x, tf.stack([g, local_s], -1))
+    return manual_to_auto(
+        data, (None, "d", None, None), [experts, 8 * groups, slots, data.shape[-1]]
+    )
+
+
+def _global_gather(x_GSM, s_EGC):
+    return tf.transpose(
+        tf.gather(x_GSM, tf.transpose(s_EGC, [1, 0, 2]), batch_dims=1), [1, 0, 2, 3]
+    )
+
+
+def _grid(fn, ins, outs, axis=None):
+    return lambda *args: manual_region(fn, ins, outs, GRID, axis)(*args)
+
+
+def _relu(x, w):
+    return tf.nn.relu(x @ w) + 1.0
+
+
+def _two_matrices(x, w):
+    return tf.nn.relu(x @ w) + 1.0, x @ (w + 1.0)
+
+
+def _row_numbers(x):
+    first = device_index("a") * 2 + tf.range(2)
+    return x * tf.cast(first[:, tf.newaxis], x.dtype)
+
+
+def _normalised(x):
+    """By sums over all rows, which are on other devices."""
+    total = all_reduce(tf.reduce_sum(x * x, 0, keepdims=True), "a")
+    return x / (1.0 + total)
+
+
+def _between_automatic_parts(x, w):
+    x = split(tf.nn.relu(x), 0, 8)
+    y = manual_region(lambda x: tf.cumsum(x, 1) + tf.reduce_sum(x, 1, keepdims=True), [ROWS], ROWS)(
+        x
+    )
+    # The sums' zero is one constant for the region and for these two.
+    return replicate(y @ w), tf.reduce_sum(y), tf.reduce_max(y, 1)
+
+
+def _cumsum_reference(x, w):
+    x = tf.nn.relu(x)
+    y = tf.cumsum(x, 1) + tf.reduce_sum(x, 1, keepdims=True)
+    return y @ w, tf.reduce_sum(y), tf.reduce_max(y, 1)
+
+
+def _looped(inside):
+    def times(x, turns, body):
+        loop = lambda i, x: (i + 1, body(i, x))  # noqa: E731
+        start = (tf.constant(0), x)
+        return tf.while_loop(lambda i, _: i < turns, loop, start, maximum_iterations=turns)[1]
+
+    def step(i, x):
+        return x * x + tf.cast(i, x.dtype)
+
+    if inside:
+        return lambda x: manual_region(lambda x: times(x, 3, step), [ROWS], ROWS)(x)
+    return lambda x: times(x, 3, lambda i, x: manual_region(lambda x: step(i, x), [ROWS], ROWS)(x))
+
+
+def _loop_reference(x):
+    for i in range(3):
+        x = x * x + float(i)
+    return x
+
+
+def _branch(x):
+    def body(x):
+        return tf.cond(device_index("d") < 4, lambda: 2 * x, lambda: tf.sin(x))
+
+    return manual_region(body, [ROWS], ROWS)(x)
+
+
+_x, _w = floats(4, 8), floats(8, 6)
+
+CASES = [
+    Case(
+        "local gather of section 3.2",
+        _local_gather,
+        (floats(16, 6, 4), ints(3, 16, 5, below=6)),
+        splits=(("d", None, None), (None, "d", None)),
+        reference=_global_gather,
+        collectives={},
+        gradient_collectives={},
+        several_processes=True,
+    ),
+    Case(
+        "all dimensions whole: every device computes all",
+        _grid(_relu, [WHOLE, WHOLE], WHOLE),
+        (_x, _w),
+        reference=_relu,
+        collectives={},
+        gradient_collectives={"all-reduce": 1},  # of both operands, over the copies
+    ),
+    Case(
+        "copies along one axis: their gradients are summed",
+        _grid(_relu, [ON_A, WHOLE], ON_A),
+        (_x, _w),
+        "a:2,b:4",
+        reference=_relu,
+        collectives={},
+        several_processes=True,
+    ),
+    Case(
+        "copies in, cut out and copies out",
+        _grid(_two_matrices, [("a", None), (None, "b")], [("a", "b"), ("a", "b")]),
+        (_x, floats(8, 8)),
+        "a:2,b:4",
+        reference=_two_matrices,
+        collectives={},
+    ),
+    Case(
+        "one dimension along two axes",
+        lambda x, w: manual_region(_relu, [(("b", "a"), None), WHOLE], (("b", "a"), None), GRID)(
+            x, w
+        ),
+        (floats(16, 8), _w),
+        "a:2,b:4",
+        reference=_relu,
+        collectives={},
+    ),
+    Case(
+        "device_index",
+        _grid(_row_numbers, [ON_A], ON_A),
+        (_x,),
+        "a:2,b:4",
+        reference=lambda x: x * np.arange(4, dtype=np.float32)[:, None],
+        collectives={},
+    ),
+    Case(
+        "all_reduce along one axis",
+        _grid(_normalised, [ON_A], ON_A),
+        (_x,),
+        "a:2,b:4",
+        reference=lambda x: x / (1.0 + tf.reduce_sum(x * x, 0, keepdims=True)),
+        collectives={"all-reduce": 1},
+    ),
+    Case(
+        "all_reduce along all axes",
+        lambda x: manual_region(
+            lambda x: x * all_reduce(tf.reduce_sum(x), ("a", "b")), [("a", "b")], ("a", "b"), GRID
+        )(x),
+        (_x,),
+        "a:2,b:4",
+        reference=lambda x: x * tf.reduce_sum(x),
+        collectives={"all-reduce": 1},
+    ),
+    Case(
+        "rotate by one",
+        lambda x: manual_region(lambda x: x * rotate(x, "d"), [ROWS], ROWS)(x),
+        (floats(8, 4),),
+        reference=lambda x: x * tf.roll(x, -1, 0),
+        collectives={"collective-permute": 1},
+        gradient_collectives={"collective-permute": 2},
+        several_processes=True,
+    ),
+    Case(
+        "rotate by three along one of two axes",
+        _grid(lambda x: x * rotate(x, "b", GRID, 3), [("b", None)], ("b", None)),
+        (_x,),
+        "a:2,b:4",
+        reference=lambda x: x * tf.roll(x, -3, 0),
+        collectives={"collective-permute": 1},
+    ),
+    Case(
+        "a region between automatic parts that use its constants",
+        _between_automatic_parts,
+        (floats(16, 8), _w),
+        reference=_cumsum_reference,
+    ),
+    Case(
+        "a loop in a region",
+        _looped(inside=True),
+        (0.5 * floats(8, 4),),
+        reference=_loop_reference,
+        collectives={},
+        gradient_collectives={},
+    ),
+    Case(
+        "a region in a loop",
+        lambda x: _looped_with_index(x),
+        (0.5 * floats(8, 4),),
+        reference=_loop_reference,
+        collectives={},
+        gradient_collectives={},
+    ),
+    Case(
+        "devices that take different branches",
+        _branch,
+        (floats(8, 4),),
+        reference=lambda x: tf.concat([2 * x[:4], tf.sin(x[4:])], 0),
+        collectives={},
+    ),
+    Case(
+        "a permuted mesh: devices in another order",
+        lambda x: manual_region(
+            lambda x: x * tf.cast(1 + x.shape[0], x.dtype),
+            [ROWS],
+            ROWS,
+            Mesh(("d",), (8,), (7, 6, 5, 4, 3, 2, 1, 0)),
+        )(split(x, 0, 8)),
+        (floats(16, 4),),
+        splits=(ROWS,),
+        reference=lambda x: 3 * x,
+        collectives={"collective-permute": 1},
+    ),
+    Case(
+        "a region of one axis, the other one automatic",
+        lambda x, w: mesh_split(
+            _grid(_relu, [("a", "b"), ("b", None)], ON_A, "a")(x, w), GRID, ON_A
+        ),
+        (_x, _w),
+        "a:2,b:4",
+        splits=(("a", "b"), ("b", None)),
+        reference=_relu,
+        collectives={
+            "all-reduce": 1
+        },  # the contraction over b, by the partitioner, inside the region
+    ),
+]
+
+
+def _looped_with_index(x):
+    """The counter has to be taken into the region, as all tensors."""
+
+    def body(i, x):
+        step = lambda x, i: x * x + tf.cast(i, x.dtype)  # noqa: E731
+        return i + 1, manual_region(step, [ROWS, ()], ROWS)(x, i)
+
+    start = (tf.constant(0), x)
+    return tf.while_loop(lambda i, _: i < 3, body, start, maximum_iterations=3)[1]
