@@ -1,12 +1,11 @@
 """Cases: random numbers that are the same however they are cut (section 3.3: a partitioned program
 computes what the program of one device does)."""
 
-import re
 from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
-from spmd_case import Case, floats
+from spmd_case import Case, floats, largest_array
 
 from lingvo_moe.core import randomness
 from lingvo_moe.core.engine.testing import Collectives
@@ -17,20 +16,14 @@ SHAPE = (16, 24)
 PARTS = 8
 
 
-def largest(hlo: str) -> int:
-    """Elements of the largest array in a compiled program."""
-    shapes = re.findall(r"\b[a-z]+[0-9]+\[([0-9,]+)\]", hlo)
-    return max(int(np.prod([int(n) for n in shape.split(",")])) for shape in shapes)
-
-
 def within_a_part(found: Collectives) -> None:
     """For `Case.inspect`: no device has more than its part of anything."""
-    assert largest(found.hlo) == np.prod(SHAPE) // PARTS
+    assert largest_array(found.hlo) == np.prod(SHAPE) // PARTS
 
 
 def whole_everywhere(found: Collectives) -> None:
     """For `Case.inspect`: every device makes all of it."""
-    assert largest(found.hlo) == np.prod(SHAPE)
+    assert largest_array(found.hlo) == np.prod(SHAPE)
 
 
 def draws(seed: tf.Tensor, cut: Callable[[tf.Tensor], tf.Tensor], shape: tuple[int, ...] = SHAPE):

@@ -13,6 +13,7 @@ count. `check` runs one:
         check(case)
 """
 
+import math
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -160,6 +161,12 @@ def permutations(hlo: str) -> list[list[tuple[int, int]]]:
             r" collective-permute(?:-start)?\(.*source_target_pairs=\{([^ ]*)\}", hlo
         )
     ]
+
+
+def largest_array(hlo: str) -> int:
+    """Elements of the largest array in a compiled program, as each device has it."""
+    shapes = re.findall(r"\b[a-z]+[0-9]+\[([0-9,]+)\]", hlo)
+    return max(math.prod(int(n) for n in shape.split(",")) for shape in shapes)
 
 
 def _inner(hlo: str) -> list[Collective]:
