@@ -233,7 +233,6 @@ REDUCTIONS = [
         mesh=YX,
         splits=(("x", "y"),),
         inspect=moves(("all-reduce", 4), ("all-reduce", 4)),
-        several_processes=True,
     ),
     Case(
         "reduce_one_keep_the_other",

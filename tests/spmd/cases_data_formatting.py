@@ -72,7 +72,6 @@ RESHAPES = [
         n=2,
         inspect=moves(("collective-permute", 4)),
         gradient=permutes(1),
-        several_processes=True,
     ),
     formatted(
         "reshape_figure_5c_back",
@@ -250,7 +249,6 @@ SLICES = [
         collectives=permutes(2),
         gradient=permutes(2),
         whole=False,
-        several_processes=True,
     ),
     formatted("slice_first", lambda a: a[:9], EVEN, collectives=LOCAL, gradient=LOCAL),
     formatted(

@@ -75,7 +75,6 @@ BATCH = [
         (D, N, N),
         collectives={},
         gradient_collectives={},
-        several_processes=True,
     ),
     einsum(
         "batch_in_the_middle", "ibj,jbk->ibk", (N, D, N), (N, D, N), collectives={}, gradients=()
@@ -275,7 +274,6 @@ MIXTURE_OF_EXPERTS = [
         (D, N, N),
         collectives={},
         gradient_collectives={"all-reduce": 1},  # of the gate's weights, which are whole
-        several_processes=True,
     ),
     # Figure 4a: by groups first, then the result goes from groups to experts.
     moe(
@@ -373,7 +371,6 @@ MIXED = [
         mesh=XY,
         inspect=moves(("all-reduce", 1024)),
         gradient_collectives={},
-        several_processes=True,
     ),
     einsum(
         "batch_and_non_contracting",

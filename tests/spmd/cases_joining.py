@@ -69,7 +69,6 @@ CONCATENATIONS = [
         lambda a: tf.roll(a, -7, 0),
         ODD,
         collectives={"all-gather": 1, "collective-permute": 3},
-        several_processes=True,
     ),
     formatted(
         "roll_the_other", lambda a: tf.roll(a, 1, 1), ODD, collectives=LOCAL, gradient="none"
@@ -176,7 +175,6 @@ ELEMENTWISE = [
         ODD,
         collectives=LOCAL,
         gradient=LOCAL,
-        several_processes=True,
     ),
     formatted(
         "casts",

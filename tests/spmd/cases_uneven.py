@@ -56,7 +56,7 @@ def reduction(kind: str, n: int) -> Case:
         n=n,
         collectives={"all-reduce": 2} if kind == "logsumexp" else ONE_REDUCE,  # max, then sum
         gradients=None if n == 8 and kind not in ("min", "any", "all") else (),
-        several_processes=n == 8 and kind in ("max", "mean"),
+        several_processes=n == 8 and kind == "max",
     )
 
 
@@ -303,7 +303,6 @@ PRODUCTS = [
         lambda a, b: (1.0 / split(a, 1, 8)) @ split(b, 0, 8),
         (POSITIVE.T.copy(), A),
         collectives=ONE_REDUCE,
-        several_processes=True,
     ),
     rows(
         "matmul_rows",

@@ -48,7 +48,7 @@ ONE_HOT = [
 
 # Along the cut dimension each device takes the rows that it has, zeros for others, and all are summed.
 GATHERS = [
-    rows("gather", tf.gather, A, ROWS, collectives=ONE_REDUCE, several_processes=True),
+    rows("gather", tf.gather, A, ROWS, collectives=ONE_REDUCE),
     rows(
         "gather_along_the_other",
         lambda a, i: tf.gather(a, i, axis=1),
@@ -97,7 +97,6 @@ SCATTERS = [
         ROWS[:, None],
         floats(10, 6),
         collectives={},
-        several_processes=True,
     ),
     rows(
         "scatter_update",
@@ -153,7 +152,6 @@ CUT_UPDATES = [
             SEGMENTS,
             collectives=BOTH,
             gradients=None if kind == "sum" else (),
-            several_processes=kind == "sum",
         )
         for kind, (fn, numbers, add) in KINDS.items()
     ],
