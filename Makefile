@@ -3,7 +3,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help install test lint format build-files demo plans reproduction lock clean
+.PHONY: help install test lint format fuzz build-files demo plans reproduction lock clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -12,6 +12,9 @@ LOCK := requirements.lock.txt
 # Two test processes suit two cores; JOBS=0 runs all tests in one.
 JOBS ?= 2
 PYTEST_ARGS ?=
+# For make fuzz: a program of five expressions takes about half a second.
+EXAMPLES ?= 2000
+SEED ?= $(shell echo $$RANDOM$$RANDOM)
 ARGS ?=
 
 help: ## Show this list.
@@ -53,6 +56,12 @@ lint: install ## ruff (rules and format) and mypy.
 test: lint ## Lint, types and every test.
 	@echo "== pytest"
 	$(PY) -m pytest -n $(JOBS) --dist loadfile --durations=15 $(PYTEST_ARGS)
+
+fuzz: install ## EXAMPLES random annotated expressions, sharded and unsharded; SEED=... repeats a run.
+	@seed=$(SEED)
+	echo "$(EXAMPLES) expressions; to repeat: make fuzz EXAMPLES=$(EXAMPLES) SEED=$$seed"
+	FUZZ_EXAMPLES=$(EXAMPLES) FUZZ_SEED=$$seed \
+	  $(PY) -m pytest tests/spmd/test_fuzz.py -v -k test_random_expressions $(PYTEST_ARGS)
 
 format: install ## Rewrite the sources as ruff formats them.
 	@$(VENV)/bin/ruff check --fix .
