@@ -1,0 +1,102 @@
+"""The command that explains a program."""
+
+import json
+
+import pytest
+import tensorflow as tf
+
+from lingvo_moe.core import sharding
+from lingvo_moe.core.engine.lowering import lower
+from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.sharding import Mesh
+from tools import explain
+
+SMALL = "task.num_encoder_layers=2;task.num_decoder_layers=2"
+
+
+@pytest.fixture(scope="module")
+def program_file(tmp_path_factory):
+    def turned(x):
+        return sharding.replicate(tf.tanh(sharding.split(x, 0, 8)))
+
+    path = str(tmp_path_factory.mktemp("program") / "turned.program")
+    lower(turned, [TensorSpec((16, 4), "float32")], Mesh.parse("expert:8")).Save(path)
+    return path
+
+
+def test_a_program_file(program_file, tmp_path, capsys):
+    outputs = [tmp_path / name for name in ("e.html", "e.json")]
+    argv = [f"--program={program_file}", f"--html={outputs[0]}", f"--json={outputs[1]}"]
+    assert explain.main(argv) == 0
+    said = capsys.readouterr()
+    assert "Program 'turned' on mesh expert:8" in said.out
+    assert "all-gather" in said.out
+    assert "compiling turned for mesh expert:8" in said.err
+    assert "<svg class='shards'" in outputs[0].read_text()
+    assert json.loads(outputs[1].read_text())["exchanges"][0]["kind"] == "all-gather"
+
+
+def test_some_tensors_of_it(program_file, capsys):
+    assert explain.main([f"--program={program_file}", "--tensor=Tanh,x"]) == 0
+    said = capsys.readouterr().out
+    assert "Tanh: f32[16,4]" in said
+    assert "Communication" not in said
+    assert explain.main([f"--program={program_file}", "--tensor=Tahn"]) == 1
+    assert "did you mean 'Tanh'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_experiment(capsys, tmp_path):
+    path = tmp_path / "tiny.json"
+    argv = ["--model=mt.M4Tiny", "--num_devices=4", f"--json={path}"]
+    assert explain.main([*argv, f"--model_params_override={SMALL}"]) == 0
+    said = capsys.readouterr().out
+    assert "Program 'train_step' on mesh expert:4, 4 devices" in said
+    assert "lingvo_moe/core/moe/dispatch.py:" in said
+    exchanges = json.loads(path.read_text())["exchanges"]
+    found = {}
+    for e in exchanges:
+        if e["reason"] == "reshard":
+            key = (e["phase"], e["kind"])
+            found[key] = found.get(key, 0) + e["times"]
+    # Encoder and decoder have one mixture of experts each: two all-to-alls, twice again for gradients.
+    assert found == {
+        ("forward", "all-to-all"): 4,
+        ("recompute", "all-to-all"): 4,
+        ("backward", "all-to-all"): 4,
+    }
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        ([], "give either --model or --program"),
+        (["--model=mt.M4Tiny", "--program=x"], "give either --model or --program"),
+        (["--program=x", "--mesh=expert:8"], "--mesh was fixed when the program was made"),
+        (["--model=mt.M4Tiny", "--mesh=expert:4", "--num_devices=4"], "leave out --num_devices"),
+        (["--model=mt.M4Tiny", "--num_devices=1"], "--num_devices=1: must be at least 2"),
+        (["--modle=mt.M4Tiny"], "did you mean '--model'"),
+    ],
+)
+def test_flags_that_make_no_sense(argv, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        explain.main(argv)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--model=mt.M4Tyni"], "did you mean 'mt.M4Tiny'"),
+        (["--program=/none"], "program /none: No such file"),
+        (["--model=mt.M4Tiny", "--mesh=expert:3"], "does not divide over the 3 devices"),
+        (["--model=mt.M4Tiny", "--html=/none/x"], "--html=/none/x: there is no directory /none"),
+        (["--model=mt.M4Tiny", "--json=/"], "--json=/ is a directory"),
+    ],
+)
+def test_mistakes_are_one_line(argv, message, capsys):
+    assert explain.main(argv) == 1
+    said = capsys.readouterr().err.strip().splitlines()
+    assert message in said[-1]
+    assert said[-1].startswith("explain: ")
