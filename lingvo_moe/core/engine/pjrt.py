@@ -89,6 +89,8 @@ class PjrtEngine(Engine):
 
         Raises:
             EngineError: the program was lowered for another mesh.
+            ShardingError: a result that was left to the partitioner is cut in a way that the mesh's
+                axes cannot name.
         """
         if (program.mesh.axis_names, program.mesh.shape) != (self.mesh.axis_names, self.mesh.shape):
             raise EngineError(
@@ -139,8 +141,7 @@ class CompiledProgram(Compiled):
         # wait on each other, and a device that computes for long is no reason to give up the run.
         self._wait = engine.jax_mesh.devices.flat[0].platform == "cpu"
         options = {_CPU_TIMEOUT: _CPU_TIMEOUT_SECONDS} if self._wait else {}
-        traced = xla.trace(program, engine.jax_mesh)
-        self._compiled = traced.lower().compile(compiler_options=options)
+        self._compiled = xla.compile_for(program, engine.jax_mesh, options)
 
     def __call__(self, *args: Any) -> Any:
         leaves = [

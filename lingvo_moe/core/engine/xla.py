@@ -1,5 +1,6 @@
 """From a program to what `jax.jit` compiles, for devices that are there or only described."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -7,7 +8,7 @@ from jax import export
 
 from lingvo_moe.core.engine.program import Program
 from lingvo_moe.core.engine.specs import TensorSpec, numpy_dtype
-from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.sharding import Mesh, ShardingError
 
 _MEMORY = {
     "arguments": "argument_size_in_bytes",
@@ -54,6 +55,57 @@ def trace(program: Program, jax_mesh: Any) -> Any:
             for spec, sharding in zip(signature.args, args)
         )
     )
+
+
+def compile_for(program: Program, jax_mesh: Any, options: dict[str, Any]) -> Any:
+    """A `jax.stages.Compiled` of a program over the devices of `jax_mesh`.
+
+    Raises:
+        ShardingError: the partitioner was free to cut a result as it likes (AUTO), and cut it so that
+            the mesh's axes have no name for it.
+    """
+    try:
+        return trace(program, jax_mesh).lower().compile(compiler_options=options)
+    except ValueError as e:
+        names = _unnameable(program, jax_mesh, options)
+        if not names:
+            raise
+        raise ShardingError(
+            f"program {program.name!r}: the partitioner cuts {' or '.join(names)} in a way that the "
+            f"axes of mesh {program.mesh} cannot name ({e}); ask for it whole (results=None), or with "
+            "a split of its own, or annotate it with a mapping of the mesh (mesh_split) before it is "
+            "returned"
+        ) from e
+
+
+def _unnameable(program: Program, jax_mesh: Any, options: dict[str, Any]) -> list[str]:
+    """The result left to the partitioner that cannot be named (those, where it takes several); empty
+    where the program does not compile even with whole results. JAX does not say which it is, so it
+    is found by compiling with fewer and fewer of them left free."""
+    signature = program.signature
+
+    def fails(free: list[int]) -> bool:
+        results = tuple(
+            spec if i in free or spec.split is not None else replace(spec, split=())
+            for i, spec in enumerate(signature.results)
+        )
+        variant = replace(program, signature=replace(signature, results=results))
+        try:
+            trace(variant, jax_mesh).lower().compile(compiler_options=options)
+        except ValueError:
+            return True
+        return False
+
+    free = [i for i, spec in enumerate(signature.results) if spec.split is None]
+    if not free or fails([]):
+        return []
+    while len(free) > 1:
+        half = len(free) // 2
+        part = next((p for p in (free[:half], free[half:]) if fails(p)), None)
+        if part is None:
+            break
+        free = part
+    return [signature.results[i].name for i in free]
 
 
 def memory(compiled: Any) -> dict[str, int]:

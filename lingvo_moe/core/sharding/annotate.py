@@ -48,12 +48,9 @@ def split(tensor: tf.Tensor, split_dimension: int, num_partitions: int) -> tf.Te
     _check_dimension(what, split_dimension, shape)
     if not isinstance(num_partitions, (int, np.integer)) or isinstance(num_partitions, bool):
         raise ShardingError(f"{what}: the number of partitions is an integer")
-    if num_partitions < 1 or mesh.size % num_partitions:
-        problem = "are more than" if num_partitions > mesh.size else "do not divide"
-        fitting = [n for n in range(1, mesh.size + 1) if mesh.size % n == 0]
+    if num_partitions < 1 or num_partitions > mesh.size or mesh.size % num_partitions:
         raise ShardingError(
-            f"{what}: {num_partitions} partitions {problem} the {mesh.size} devices of mesh {mesh};"
-            f" the number of partitions must divide the {mesh.size} devices: one of {fitting}"
+            f"{what}: the number of partitions must divide the {mesh.size} devices of mesh {mesh}"
         )
     size = shape[split_dimension]
     if size is not None and size < num_partitions:
@@ -127,11 +124,13 @@ def mesh_split(tensor: tf.Tensor, mesh: Mesh, mapping: DimsMapping) -> tf.Tensor
     """
     ambient = mesh_in_force("mesh_split", tensor)
     what = f"mesh_split({name_of(tensor)}, {mesh}, {mapping})"
+    if not isinstance(mesh, Mesh):
+        raise ShardingError(f"{what}: the mesh is a {type(mesh).__name__}; give a sharding.Mesh")
     if mesh.size != ambient.size:
         raise ShardingError(
             f"{what}: {mesh.size} devices, but the mesh in force, {ambient}, has {ambient.size}"
         )
-    check_mapping(what, _static_shape(tensor, what), tuple(mapping), mesh)
+    check_mapping(what, _static_shape(tensor, what), mapping, mesh)
     if mesh.size == 1:
         return tensor
     return tile(tensor, tile_devices(tuple(mapping), mesh), mesh)

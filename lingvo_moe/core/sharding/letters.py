@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from lingvo_moe.core.sharding.mesh import Mesh, ShardingError
+from lingvo_moe.core.suggest import did_you_mean
 
 Axis = str | tuple[str, ...] | None
 SplitMap = Mapping[str, Axis]
@@ -46,6 +47,11 @@ def dims_mapping(letters: str, split_map: SplitMap, name: str = "") -> DimsMappi
 def check_mapping(name: str, shape: Sequence[int | None], mapping: DimsMapping, mesh: Mesh) -> None:
     """Raises ShardingError, naming tensor, dimension, size and partitions, where a mapping does not
     fit a tensor."""
+    if not isinstance(mapping, (tuple, list)):
+        raise ShardingError(
+            f"{name}: {mapping!r} is no mapping, which has a mesh axis, a tuple of them or None for "
+            f"each dimension of shape {list(shape)}"
+        )
     if len(mapping) != len(shape):
         raise ShardingError(
             f"{name}: a mapping of {len(mapping)} dimensions {mapping} for a tensor of shape {list(shape)}"
@@ -54,13 +60,23 @@ def check_mapping(name: str, shape: Sequence[int | None], mapping: DimsMapping, 
     for dim, (size, axis) in enumerate(zip(shape, mapping, strict=True)):
         if axis is None:
             continue
-        for a in (axis,) if isinstance(axis, str) else axis:
+        axes = axis if isinstance(axis, (tuple, list)) else (axis,)
+        for a in axes:
+            if not isinstance(a, str):
+                raise ShardingError(
+                    f"{name}: {a!r}, for dimension {dim}, is no mesh axis; mesh {mesh} has the axes "
+                    f"{', '.join(mesh.axis_names)}"
+                )
+            if a not in mesh.axis_names:
+                raise ShardingError(
+                    f"{name}: mesh {mesh} has no axis {a!r}{did_you_mean(a, mesh.axis_names)}"
+                )
             if a in seen:
                 raise ShardingError(
                     f"{name}: mesh axis {a!r} cuts both dimension {seen[a]} and dimension {dim}; use it once"
                 )
             seen[a] = dim
-        parts = mesh.axis_size(axis)
+        parts = mesh.axis_size(axes)
         if size is not None and size < parts:
             raise ShardingError(
                 f"{name}: dimension {dim} of shape {list(shape)} has {size} elements, "

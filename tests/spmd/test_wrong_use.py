@@ -1,0 +1,223 @@
+"""Wrong use of the annotation API raises while a function is traced, naming the tensor and what is wrong."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from spmd_case import floats
+
+from lingvo_moe import xla_sharding as xs
+from lingvo_moe.core.engine import lowering
+from lingvo_moe.core.engine.specs import AUTO, TensorSpec
+from lingvo_moe.core.engine.testing import run_sharded
+from lingvo_moe.core.sharding import Mesh, ShardingError, shard_letters
+
+MESH = Mesh.parse("data:2,model:4")
+OTHER = Mesh.parse("data:2")
+EIGHT = [list(range(8))]
+
+# name: (function of `x`, its shape, the message). The tensor is argument `x` of a [16, 4] shape.
+WRONG = {
+    # replicate and split
+    "dimension-not-in-the-tensor": (
+        lambda x: xs.split(x, 2, 8),
+        r"^split\(x:0, 2, 8\): shape \[16, 4\] has dimensions 0\.\.1$",
+    ),
+    "negative-dimension": (
+        lambda x: xs.split(x, -2, 8),
+        r"^split\(x:0, -2, 8\): shape .* 0\.\.1; they are counted from the front, so say 0$",
+    ),
+    "dimension-no-integer": (
+        lambda x: xs.split(x, "model", 4),
+        r"^split\(x:0, model, 4\): a dimension is an integer, one of 0\.\.1$",
+    ),
+    "dimension-of-a-scalar": (
+        lambda x: xs.split(tf.reduce_sum(x, name="total"), 0, 2),
+        r"^split\(total:0, 0, 2\): a scalar has no dimensions$",
+    ),
+    "more-partitions-than-devices": (
+        lambda x: xs.split(x, 0, 16),
+        r"^split\(x:0, 0, 16\): the number of partitions must divide the 8 devices of mesh data:2,m",
+    ),
+    "partitions-do-not-divide-the-devices": (
+        lambda x: xs.split(x, 0, 3),
+        r"^split\(x:0, 0, 3\): the number of partitions must divide the 8 devices",
+    ),
+    "no-partitions": (lambda x: xs.split(x, 0, 0), "must divide the 8 devices"),
+    "partitions-no-integer": (
+        lambda x: xs.split(x, 0, 2.0),
+        r"^split\(x:0, 0, 2\.0\): the number of partitions is an integer$",
+    ),
+    "more-partitions-than-elements": (
+        lambda x: xs.split(x, 1, 8),
+        r"^split\(x:0, 1, 8\): dimension 1 of shape \[16, 4\] has 4 elements, fewer than 8 part",
+    ),
+    # shard
+    "assignment-of-another-rank": (
+        lambda x: xs.shard(x, range(8)),
+        r"^shard\(x:0, device_assignment of shape \[8\]\): the tensor has 2 dimensions, shape \[16, 4\]",
+    ),
+    "assignment-of-too-high-a-rank": (
+        lambda x: xs.shard(x, [[EIGHT]]),
+        r"device_assignment of shape \[1, 1, 1, 8\]\): the tensor has 2 dimensions.* or one more",
+    ),
+    "device-twice": (
+        lambda x: xs.shard(x, [[0, 1, 2, 3], [4, 5, 6, 6]]),
+        r"^shard\(x:0, .* each of 0\.\.7 once \(twice: \[6\]; missing: \[7\]\)$",
+    ),
+    "device-missing": (
+        lambda x: xs.shard(x, [[0, 1, 2, 3]]),
+        r"each of 0\.\.7 once \(missing: \[4, 5, 6, 7\]\)$",
+    ),
+    "device-unknown": (
+        lambda x: xs.shard(x, [[0, 1, 2, 3], [4, 5, 6, 8]]),
+        r"\(unknown: \[8\]; missing: \[7\]\)$",
+    ),
+    "device-in-two-subgroups": (
+        lambda x: xs.shard(x, [[[0, 1, 2, 3]], [[0, 5, 6, 7]]]),
+        r"device_assignment of shape \[2, 1, 4\]\).*\(twice: \[0\]; missing: \[4\]\)$",
+    ),
+    "assignment-no-integers": (
+        lambda x: xs.shard(x, np.arange(8.0).reshape(8, 1)),
+        r"^shard\(x:0, .*: holds float64, but device numbers are integers$",
+    ),
+    "assignment-no-array": (
+        lambda x: xs.shard(x, [[0, 1, 2], [3, 4, 5, 6, 7]]),
+        r"^shard\(x:0, device_assignment=.*the rows are not of one length",
+    ),
+    "more-parts-than-elements": (
+        lambda x: xs.shard(x, EIGHT),
+        r"^shard\(x:0, .*: dimension 1 of shape \[16, 4\] has 4 elements, fewer than 8 partitions$",
+    ),
+    # mesh_split
+    "mapping-of-another-rank": (
+        lambda x: xs.mesh_split(x, MESH, ("data",)),
+        r"^mesh_split\(x:0, .*: a mapping of 1 dimensions .* for a tensor of shape \[16, 4\]$",
+    ),
+    "mapping-no-mapping": (
+        lambda x: xs.mesh_split(x, MESH, "data"),
+        r"^mesh_split\(x:0, .*: 'data' is no mapping, which has a mesh axis",
+    ),
+    "unknown-axis": (
+        lambda x: xs.mesh_split(x, MESH, ("date", None)),
+        r"^mesh_split\(x:0, .*: mesh .* has no axis 'date' \(did you mean 'data'\?\)$",
+    ),
+    "axis-no-name": (
+        lambda x: xs.mesh_split(x, MESH, (0, -1)),
+        r"^mesh_split\(x:0, .*: 0, for dimension 0, is no mesh axis; mesh .* data, model$",
+    ),
+    "axis-twice": (
+        lambda x: xs.mesh_split(x, MESH, ("model", "model")),
+        r"^mesh_split\(x:0, .*: mesh axis 'model' cuts both dimension 0 and dimension 1; use it once$",
+    ),
+    "axis-twice-on-one-dimension": (
+        lambda x: xs.mesh_split(x, MESH, (("model", "model"), None)),
+        "mesh axis 'model' cuts both dimension 0 and dimension 0",
+    ),
+    "fewer-elements-than-an-axis-has-devices": (
+        lambda x: xs.mesh_split(x, MESH, (None, ("data", "model"))),
+        r"dimension 1 of shape \[16, 4\] has 4 elements, fewer than the 8 partitions of axis \('data'",
+    ),
+    "mesh-of-another-size": (
+        lambda x: xs.mesh_split(x, OTHER, ("data", None)),
+        r"^mesh_split\(x:0, data:2, .*: 2 devices, but the mesh in force, data:2,model:4, has 8$",
+    ),
+    "mesh-no-mesh": (
+        lambda x: xs.mesh_split(x, np.arange(8), (0, None)),
+        r"^mesh_split\(x:0, .*: the mesh is a ndarray; give a sharding\.Mesh$",
+    ),
+    "letters-of-another-rank": (
+        lambda x: shard_letters(x, "BTM", {"B": "data"}),
+        r"^mesh_split\(x:0, .*: a mapping of 3 dimensions",
+    ),
+    # redistribute
+    "redistribute-to-an-unknown-axis": (
+        lambda x: xs.redistribute(x, ("data", None), (None, "modle")),
+        r"^redistribute\(x:0, target=\(None, 'modle'\)\): mesh .* \(did you mean 'model'\?\)$",
+    ),
+    "redistribute-from-a-mapping-of-another-rank": (
+        lambda x: xs.redistribute(x, ("data",), (None, "model")),
+        r"^redistribute\(x:0, source=\('data',\)\): a mapping of 1 dimensions",
+    ),
+    "redistribute-between-meshes-of-two-sizes": (
+        lambda x: xs.redistribute(x, ("data", None), (OTHER, ("data", None))),
+        r"^redistribute\(x:0, target=.*: mesh data:2 has 2 devices, but the mesh in force, .* has 8$",
+    ),
+    "redistribute-from-another-sharding-than-it-has": (
+        lambda x: xs.redistribute(
+            tf.identity(xs.mesh_split(x, MESH, ("data", None))), ("model", None), (None, None)
+        ),
+        r"^redistribute\(Identity:0, source=\('model', None\)\): but the tensor is annotated there "
+        r"\(XlaSharding\) as cut into \[2, 1\] parts on devices \[0, 1, 2, 3, 4, 5, 6, 7\]; give the",
+    ),
+    "redistribute-from-pieces-of-what-is-whole": (
+        lambda x: xs.redistribute(xs.replicate(x), ("model", None), (None, None)),
+        r"^redistribute\(XlaSharding:0, .* as cut into \[1, 1\] parts",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_use_raises_while_it_is_traced(name, monkeypatch):
+    monkeypatch.setattr(lowering.jax, "jit", lambda *args, **kwargs: pytest.fail("it was lowered"))
+    fn, message = WRONG[name]
+
+    def traced(x):
+        return fn(x)
+
+    with pytest.raises(ShardingError, match=message):
+        lowering.lower(traced, [TensorSpec((16, 4), "float32")], MESH)
+
+
+@pytest.mark.parametrize(
+    "name, annotate",
+    {
+        "replicate": xs.replicate,
+        "split": lambda x: xs.split(x, 0, 8),
+        "shard": lambda x: xs.shard(x, np.arange(8).reshape(8, 1)),
+        "mesh_split": lambda x: xs.mesh_split(x, MESH, ("data", None)),
+        "redistribute": lambda x: xs.redistribute(x, ("data", None), (None, None)),
+    }.items(),
+)
+def test_no_mesh_in_force_and_a_rank_that_is_not_known(name, annotate):
+    with pytest.raises(
+        ShardingError, match=rf"^{name}\(tensor of shape \[16, 4\]\): no mesh is in"
+    ):
+        annotate(tf.zeros([16, 4]))
+    if name == "replicate":  # which needs none
+        return
+
+    def traced(x):
+        with xs.use_mesh(MESH):
+            return annotate(x)
+
+    unknown = tf.TensorSpec(None, tf.float32, name="x")
+    with pytest.raises(
+        ShardingError, match=rf"^{name}\(x:0.* (the tensor's rank is not known|not st)"
+    ):
+        tf.function(traced, autograph=False).get_concrete_function(unknown)
+
+
+def test_a_plan_between_meshes_of_two_sizes_or_of_a_wrong_rank():
+    with pytest.raises(ShardingError, match="they have 8 and 2 devices, and only the same devices"):
+        xs.plan_redistribution((16, 4), 4, (MESH, ("data", None)), (OTHER, ("data", None)))
+    with pytest.raises(
+        ShardingError, match=r"redistribution's target \('data',\): a mapping of 1 dim"
+    ):
+        xs.plan_redistribution((16, 4), 4, (MESH, ("data", None)), (MESH, ("data",)))
+
+
+def test_a_result_that_the_mesh_cannot_name_is_named():
+    line = Mesh.parse("d:8")
+
+    def fn(x):
+        return {"fine": x * 3.0, "halves": xs.split(x, 0, 2) * 2.0, "whole": xs.replicate(x) + 1.0}
+
+    x = floats(16, 4)
+    with pytest.raises(
+        ShardingError, match=r"program 'fn': the partitioner cuts result\.halves in a"
+    ):
+        run_sharded(fn, [x], line, results=AUTO)
+    got, _ = run_sharded(fn, [x], line, results=None)
+    np.testing.assert_array_equal(got.halves, 2 * x)
+    got, _ = run_sharded(lambda x: xs.split(x, 0, 2) * 2.0, [x], Mesh.parse("a:2,b:4"))
+    np.testing.assert_array_equal(got, 2 * x)
