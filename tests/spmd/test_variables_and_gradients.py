@@ -1,0 +1,209 @@
+"""Shardings of variables and of gradients, copies of parts (subgroups), and arrays between two meshes."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+import tensorflow as tf
+from spmd_case import assert_close, floats
+
+from lingvo_moe import xla_sharding as xs
+from lingvo_moe.core.engine.collectives import parse_collectives
+from lingvo_moe.core.engine.pjrt import PjrtEngine
+from lingvo_moe.core.engine.specs import AUTO, TensorSpec, flatten_items
+from lingvo_moe.core.engine.testing import run_sharded, run_single
+from lingvo_moe.core.layers.feed_forward import FeedForward
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.sharding import Mesh
+
+MESH = Mesh.parse("data:2,model:4")
+LINE = Mesh.parse("d:8")
+
+
+def _layer():
+    return (
+        FeedForward.Params()
+        .Set(
+            name="ffn",
+            model_dim=8,
+            hidden_dim=16,
+            weight_split={"H": "model"},
+            activation_split={"B": "data", "H": "model"},
+        )
+        .Instantiate()
+    )
+
+
+def test_a_variables_letters_cut_it_in_the_program_and_on_the_devices():
+    layer = _layer()
+    specs = layer.VariableSpecs()
+    assert {path: s.split for path, s in flatten_items(specs)} == {
+        "wi": (None, "model"),
+        "wo": ("model", None),
+    }
+    engine = PjrtEngine(MESH)
+    theta = NestedMap(wi=floats(8, 16), wo=floats(16, 8))
+    placed = engine.Put(theta, specs)
+    assert {s.data.shape for s in placed.wi.addressable_shards} == {(8, 4)}
+    assert {s.data.shape for s in placed.wo.addressable_shards} == {(4, 8)}
+
+    x = floats(4, 3, 8)
+    compiled = engine.Build(
+        lambda theta, x: layer.FProp(theta, x, None)[0],
+        [specs, TensorSpec(x.shape, "float32", ("data", None, None))],
+        results=AUTO,
+    )
+    # A device's program has its parts of the variables and of the batch as parameters ...
+    (layout,) = re.findall(r"entry_computation_layout=\{\((.*?)\)->", compiled.HloText())
+    assert sorted(re.findall(r"f32\[([\d,]+)\]", layout)) == ["2,3,8", "4,8", "8,4"]
+    # ... and sends nothing but the partial sums over `model`.
+    assert [c.kind for c in compiled.Collectives()] == ["all-reduce"]
+    want = run_single(lambda theta, x: layer.FProp(theta, x, None)[0], [theta, x])
+    assert_close("value", np.asarray(compiled(placed, x)), want, 1e-5)
+
+
+def _loss_gradient(annotate, annotate_gradient=lambda g: g):
+    def gradient(x, w, u):
+        with tf.GradientTape() as tape:
+            tape.watch(w)
+            y = xs.mesh_split(x, MESH, ("data", None)) @ annotate(w)
+            loss = tf.reduce_sum(xs.mesh_split(y, MESH, ("data", None)) * u)
+        return annotate_gradient(tape.gradient(loss, w))
+
+    return gradient
+
+
+def _gradient_collectives(gradient):
+    args = [floats(8, 16), floats(16, 8), floats(8, 8)]
+    engine = PjrtEngine(MESH)
+    compiled = engine.Build(gradient, [TensorSpec(a.shape, "float32") for a in args], results=AUTO)
+    out = compiled(*args)
+    np.testing.assert_allclose(np.asarray(out), args[0].T @ args[2], atol=1e-4)
+    return {s.data.shape for s in out.addressable_shards}, compiled.Collectives()
+
+
+def test_the_gradient_of_an_annotated_tensor_stays_cut():
+    """w [16, 8] is cut four ways: a device gets 16 x 2 of its gradient, and sends no more."""
+    shapes, found = _gradient_collectives(
+        _loss_gradient(lambda w: xs.mesh_split(w, MESH, (None, "model")))
+    )
+    assert shapes == {(16, 2)}
+    assert [(c.kind, c.num_bytes) for c in found] == [("all-reduce", 16 * 2 * 4)]
+
+
+def test_without_an_annotation_the_gradient_is_whole():
+    shapes, found = _gradient_collectives(_loss_gradient(lambda w: w))
+    assert shapes == {(16, 8)}
+    assert [(c.kind, c.num_bytes) for c in found] == [("all-reduce", 16 * 8 * 4)]
+
+
+def test_a_gradient_can_be_annotated_by_itself():
+    shapes, found = _gradient_collectives(
+        _loss_gradient(lambda w: w, lambda g: xs.mesh_split(g, MESH, (None, "model")))
+    )
+    assert shapes == {(16, 2)}  # each device computes its part of the sum alone
+    assert [(c.kind, c.num_bytes) for c in found] == [("all-reduce", 16 * 2 * 4)]
+    # Cut over `data`, along which it is a sum: the sum is scattered, in whatever way XLA does that
+    # (on a CPU by all-reduces of halves and a permutation), and no device gets the whole of it.
+    shapes, found = _gradient_collectives(
+        _loss_gradient(lambda w: w, lambda g: xs.mesh_split(g, MESH, ("data", None)))
+    )
+    assert shapes == {(8, 8)}
+    assert found and all(c.num_bytes <= 8 * 8 * 4 for c in found)
+
+
+def test_the_gradient_of_gathering_comes_back_cut():
+    """A weight that lies cut and is used whole: all-gather, and back a sum that each keeps a part of."""
+    gather = _loss_gradient(lambda w: xs.redistribute(w, ("data", None), (None, None)))
+    shapes, found = _gradient_collectives(gather)
+    assert shapes == {(8, 8)}
+    assert [c.kind for c in found] in (["all-reduce"], ["reduce-scatter"])
+
+
+# --- copies of parts
+
+
+APART = np.array([[[0, 4]], [[1, 5]], [[2, 6]], [[3, 7]]])  # four bands of rows, each held twice
+BESIDE = np.array([[[0, 1]], [[2, 3]], [[4, 5]], [[6, 7]]])
+
+
+def _groups(hlo, kind):
+    """The groups of devices of the one collective of a kind."""
+    (line,) = [text for text in hlo.splitlines() if re.search(rf" {kind}(-start)?\(", text)]
+    explicit = re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", line)
+    if explicit:
+        groups = [[int(n) for n in g.split(",")] for g in re.findall(r"\{([\d,]+)\}", explicit[1])]
+        return sorted(sorted(g) for g in groups)
+    shape, reshape, order = re.search(
+        r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line
+    ).groups()
+    numbers = np.arange(8).reshape([int(n) for n in reshape.split(",")])
+    if order:
+        numbers = numbers.transpose([int(n) for n in order.split(",")])
+    return sorted(sorted(g) for g in numbers.reshape([int(n) for n in shape.split(",")]).tolist())
+
+
+@pytest.mark.parametrize(
+    "assignment, tiles, groups",
+    [
+        (APART, "4,1,2]0,4,1,5,2,6,3,7", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (BESIDE, "4,1,2]0,1,2,3,4,5,6,7", [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        (APART[:, :, ::-1], "4,1,2]0,4,1,5,2,6,3,7", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    ],
+    ids=["apart", "beside", "copies-in-another-order"],
+)
+def test_subgroups_say_which_devices_hold_the_same_part(assignment, tiles, groups):
+    """The rows of `a` are contracted: partial sums are added among devices with different parts."""
+
+    def fn(a, b):
+        return tf.matmul(xs.shard(a, assignment), xs.shard(b, assignment), transpose_a=True)
+
+    a, b = floats(8, 4), floats(8, 4)
+    got, collectives = run_sharded(fn, [a, b], LINE, results=None)
+    assert_close("value", got, a.T @ b, 1e-5)
+    assert dict(collectives) == {"all-reduce": 1}
+    assert _groups(collectives.hlo, "all-reduce") == groups
+
+    text = PjrtEngine(LINE).Lower(fn, [TensorSpec((8, 4), "float32")] * 2).Text()
+    assert text.count(f"{{devices=[{tiles} last_tile_dim_replicate}}") >= 2, text
+
+
+def test_subgroups_keep_their_gradient_and_do_not_move_what_is_there():
+    def fn(a, u):
+        with tf.GradientTape() as tape:
+            tape.watch(a)
+            y = xs.shard(xs.shard(a, APART) * 2.0, APART)
+            loss = tf.reduce_sum(y * xs.shard(u, APART))
+        return tape.gradient(loss, a)
+
+    a, u = floats(8, 4), floats(8, 4)
+    got, collectives = run_sharded(fn, [a, u], LINE, results=None)
+    np.testing.assert_array_equal(got, 2 * u)
+    inner = [
+        c for c in parse_collectives(collectives.hlo) if not c.op_name.endswith("call_exported")
+    ]
+    assert inner == []
+
+
+# --- arrays between the calls of engines
+
+
+def test_arrays_go_from_one_mesh_to_another_of_the_same_devices():
+    """What one engine returned is put for another: cut otherwise, devices in another order."""
+    first = PjrtEngine(MESH)
+    second = PjrtEngine(LINE, list(reversed(jax.devices()[:8])))
+    x = floats(16, 8)
+    cut = first.Put(x, TensorSpec(x.shape, "float32", ("data", "model")))
+    assert {s.data.shape for s in cut.addressable_shards} == {(8, 2)}
+    spec = TensorSpec(x.shape, "float32", (None, "d"))
+    moved = second.Put(cut, spec)
+    np.testing.assert_array_equal(second.Get(moved), x)
+    by_device = {s.device: np.asarray(s.data) for s in moved.addressable_shards}
+    for i, device in enumerate(reversed(jax.devices()[:8])):
+        np.testing.assert_array_equal(by_device[device], x[:, i : i + 1])
+    assert second.Put(moved, spec) is moved  # already there
+
+    # And a program takes the other's result as it is.
+    double = second.Build(lambda x: x * 2.0, [spec], results=spec)
+    np.testing.assert_array_equal(np.asarray(double(cut)), 2 * x)
