@@ -148,11 +148,11 @@ def _permuted(forward: int, gradient: int) -> tuple[dict[str, int], dict[str, in
 
 FIGURE_13 = [
     # Case 1, stride * per_shard_window_count divisible by dilation: every part begins in the same hole.
-    _case(Window(8, 4, 3, 1, 1, 2, base=2), *_permuted(1, 1), several_processes=True),
+    _case(Window(8, 4, 3, 1, 1, 2, base=2), *_permuted(1, 1)),
     _case(Window(8, 4, 3, 2, 1, 1, base=3), *_permuted(0, 0)),
     _case(Window(16, 4, 5, 2, 2, 3, base=4), *_permuted(1, 1)),
     # Case 2, stride 1 and not divisible: the largest low padding for all, and a slice of the results.
-    _case(Window(8, 4, 3, 1, 0, 0, base=3), *_permuted(2, 2), several_processes=True),
+    _case(Window(8, 4, 3, 1, 0, 0, base=3), *_permuted(2, 2)),
     _case(Window(6, 4, 4, 1, 2, 2, base=2), *_permuted(1, 2)),
     # Case 3, neither. Differs: the paper pads the window; XLA gathers the input.
     _case(Window(12, 4, 3, 2, 0, 0, base=3), {"all-gather": 1}, {"all-gather": 2}),

@@ -176,7 +176,6 @@ LOOPS = [
         splits=[ROWS],
         collectives={"all-reduce": 1},
         gradients=(),
-        several_processes=True,
     ),
     Case(
         "nested_loops",
@@ -310,7 +309,7 @@ CONDITIONALS = [
             collectives={"all-reduce": 2},
             gradient_collectives={"all-reduce": 3},
             inspect=has("conditional"),
-            several_processes=True,
+            several_processes=p == 1,
         )
         for p in (0, 1)
     ],

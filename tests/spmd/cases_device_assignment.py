@@ -191,7 +191,6 @@ MESHES = [
         ONE,
         ONE,
         permutes(pairs(MESH.device_array(), RING_MESH.device_array())),
-        several_processes=True,
     ),
     # Each part is held twice, and each copy moves to one of the two that shall hold it.
     _mesh_case(

@@ -5,7 +5,7 @@ no device ever has the image. A kernel's gradient is a sum over parts: an all-re
 
 XLA keeps the promise where the result of a convolution is annotated as its input is, and almost all
 cases here annotate both. What it does otherwise is said where it is asserted. Kernel gradients that
-are WRONG, and two gradients that do not compile at all, are at the end.
+are WRONG, and gradients that do not compile at all, are at the end.
 """
 
 from collections.abc import Callable, Sequence
@@ -140,7 +140,6 @@ STRIDES = [
     )
     for stride, k, padding, n in [
         (1, 3, "VALID", 1),
-        (1, 4, "VALID", 1),
         (2, 2, "SAME", 0),
         (2, 3, "SAME", 1),
         (2, 3, "VALID", 1),
@@ -188,7 +187,6 @@ FIGURE_11 = [
         conv(rows(4), 2, [[0, 0], [1, high], [0, 0], [0, 0]]),
         mesh="d:4",
         inspect=neighbours(-1),
-        several_processes=True,
         **halo(1),
     )
     for name, high in [("figure_11", 4), ("figure_11_uneven", 1)]
@@ -203,7 +201,7 @@ UNEVEN = [
         {"collective-permute": n},
         {"collective-permute": m, "all-reduce": 1},
         mesh=f"d:{parts}",
-        several_processes=size == 19,
+        several_processes=(size, parts, stride) == (19, 8, 2),
     )
     for size, parts, stride, n, m in [
         (15, 4, 1, 2, 4),
@@ -227,7 +225,6 @@ WINDOW_DILATION = [
         **halo(n),
     )
     for size, dilation, padding, n in [
-        (16, 2, "SAME", 2),
         (16, 2, "VALID", 2),
         (16, 3, "SAME", 2),
         (16, 3, "VALID", 3),
@@ -446,7 +443,6 @@ def _fault(name: str, shape, kernel, fn, mesh: str) -> Case:
 _IDLE = [
     _fault("idle_axis", (2, 16, 4, 2), (3, 3, 2, 4), conv(over(YX, None, "x", None, None)), YX),
     _fault("fewer_parts_than_devices", (2, 16, 2), (3, 2, 3), conv(rows(4)), "d:8"),
-    _fault("idle_axis_depthwise", (2, 16, 4, 2), (3, 3, 2, 2), depthwise(rows(4)), "d:8"),
     _fault(
         "idle_axis_of_the_result",
         (4, 16, 4, 2),
@@ -462,30 +458,24 @@ _IDLE = [
 
 # Explicit padding after which the last window lies in padding alone, and which makes one result more
 # than parts: the part behind is counted from what it does not have. SAME and VALID have no such windows.
-_PADDED = [
-    _fault(
-        f"stride_{stride}_last_window_padded",
-        (1, size, 1, 1),
-        (k, 1, 1, 1),
-        conv(rows(4), stride, [[0, 0], [0, high], [0, 0], [0, 0]]),
-        "d:4",
-    )
-    for size, k, stride, high in [(12, 1, 3, 1), (16, 2, 4, 3)]
-]
+_PADDED = _fault(
+    "stride_3_last_window_padded",
+    (1, 12, 1, 1),
+    (1, 1, 1, 1),
+    conv(rows(4), 3, [[0, 0], [0, 1], [0, 0], [0, 0]]),
+    "d:4",
+)
 
-WRONG_KERNEL_GRADIENT = [*_IDLE, *_PADDED]
+WRONG_KERNEL_GRADIENT = [*_IDLE, _PADDED]
 
 # The gradient of the input: XLA slices more than there is and its own verifier refuses the program.
-NOT_COMPILED = [
-    _fault(
-        f"stride_2_kernel_4_valid_{size}",
-        (1, size, 1, 1),
-        (4, 1, 1, 1),
-        conv(rows(4), 2, "VALID"),
-        "d:4",
-    )
-    for size in (10, 11)
-]
+NOT_COMPILED = _fault(
+    "stride_2_kernel_4_valid_10",
+    (1, 10, 1, 1),
+    (4, 1, 1, 1),
+    conv(rows(4), 2, "VALID"),
+    "d:4",
+)
 
 # A negative low padding of a dilated base, which is what padding deeper than the kernel reaches becomes
 # in the gradient of a strided convolution: XLA does not only refuse it, it ends the process.

@@ -27,11 +27,10 @@ def test_wrong_kernel_gradient(case):
     check(dataclasses.replace(case, gradients=(1,)))
 
 
-@pytest.mark.parametrize("case", NOT_COMPILED, ids=str)
-def test_gradient_that_does_not_compile(case):
-    check(dataclasses.replace(case, gradients=(1,)))
+def test_gradient_that_does_not_compile():
+    check(dataclasses.replace(NOT_COMPILED, gradients=(1,)))
     with pytest.raises(Exception, match=r"hlo verifier.*Slice dim size"):
-        check(dataclasses.replace(case, gradients=(0,)))
+        check(dataclasses.replace(NOT_COMPILED, gradients=(0,)))
 
 
 def test_negative_low_padding_ends_the_process():
