@@ -203,6 +203,9 @@ class _Names:
     def _unknown(self, name: str) -> str:
         known = {self.Of(op) for op in self._before.by_operation}
         known |= {"/".join(op.split("/")[:n]) for op in known for n in range(1, op.count("/") + 1)}
+        if self._sources is not None:
+            passed_on = ((n, self._sources.Same(n)) for n in self._sources.names())
+            known |= {n for n, same in passed_on if len(same) > 1 and same[-1] in known}
         text = f"get_sharding: program {self._program.name!r} has no tensor {name!r}"
         if self._sources is not None and name in self._sources:
             text += "; it was written, but the compiler has made it part of something else"

@@ -30,7 +30,7 @@ REASONS = {
 
 _PARTITIONS = re.compile(r"num_partitions=(\d+)")
 _ANNOTATION = re.compile(r"(?:^|/)XlaSharding(?:_\d+)?$")
-_BORDER = re.compile(r"(?:^|/)call_exported$")
+_BORDER = re.compile(r"(?:^|/)(?:call_exported|XLA_Retvals)$")
 _REDUCING = ("dot", "convolution", "reduce", "scatter", "select-and-scatter", "reduce-window")
 _REACHING = (
     *("convolution", "reduce-window", "select-and-scatter", "pad", "slice", "concatenate"),
