@@ -102,6 +102,12 @@ def test_a_loop_without_a_known_count_is_named():
         list(hlo.parse_module(text).executions())
 
 
+def test_a_loop_without_a_known_count_runs_as_often_as_it_is_taken_to():
+    text = LOOPS.replace("%eight = s32[] constant(START)", "%eight = s32[] custom-call(%x)")
+    times = {e.instruction.name: e.times for e in hlo.parse_module(text).executions(unknown=0)}
+    assert (times["while.3"], times["twice"], times["copied"]) == (0, 0, 1)
+
+
 def test_the_compilers_own_trip_count_counts():
     told = 'body=%outer_body, backend_config={"known_trip_count":{"n":"7"}}'
     text = LOOPS.replace("constant(START)", "custom-call(%x)").replace("body=%outer_body", told)

@@ -98,3 +98,18 @@ def test_a_layer_with_a_router_is_a_mixture_of_experts():
     ]
     assert parts.moe_layers(names) == MOE
     assert parts.place(PAIR + "self_atten/Softmax", False).layer == "encoder.dense"
+
+
+@pytest.mark.parametrize(
+    "op_name, operations",
+    [
+        ("jit(f)/call_tf/m4/ffn/einsum/Einsum", ("m4/ffn/einsum/Einsum",)),
+        ("jit(f)/call_tf/big/Einsum;PartitionedCall/big/Einsum", ("big/Einsum",)),
+        ("jit(f)/call_tf/a/Mul;PartitionedCall/a/Add", ("a/Mul", "a/Add")),
+        ("jit(call)/call_exported/jit(<unnamed function>)/call_tf", ()),
+        ("args[2]", ("args[2]",)),
+        ("", ()),
+    ],
+)
+def test_operations_that_an_instruction_stands_for(op_name, operations):
+    assert parts.operations(op_name) == operations
