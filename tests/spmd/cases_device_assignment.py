@@ -145,6 +145,7 @@ OPERANDS = [
         (floats(4, 8), floats(8, 4)),
         collectives={"collective-permute": 1, "all-reduce": 1},
         gradient_collectives={"collective-permute": 2},
+        whole=True,
         inspect=permutes(pairs(IN_ORDER, MIXED)),
         several_processes=True,
     ),

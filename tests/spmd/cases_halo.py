@@ -436,7 +436,8 @@ def _fault(name: str, shape, kernel, fn, mesh: str) -> Case:
     return Case(name, fn, (floats(*shape), floats(*kernel)), mesh=mesh, whole=True)
 
 
-# XLA's partitioner adds up the parts of a kernel's gradient over all devices. Where a mesh axis is idle,
+# XLA's partitioner adds up the parts of a kernel's gradient over all devices (so it does under plain JAX,
+# as with the faults below). Where a mesh axis is idle,
 # so that each part of the image is held more than once, the sum is too large by the number of copies.
 # Right, and the way round it: cut anything else along that axis, the batch ("batch_and_rows") or the
 # kernel's output features ("rows_and_output_feature"); the input's features, last, are not enough.
