@@ -89,6 +89,24 @@ def test_variables_among_the_arguments_get_their_gradients():
     _close(sharded(x, *variables), _ffn(x, *variables))
 
 
+def test_gradients_are_computed_for_what_is_watched():
+    sharded = shard_function(_ffn, SHARDINGS, ("data", None), MESH)
+    x, wi, wo = _ffn_args()
+    with tf.GradientTape() as tape:
+        tape.watch(wo)
+        loss = tf.reduce_sum(sharded(x, wi, wo) ** 2)
+    with tf.GradientTape() as plain:
+        plain.watch(wo)
+        want = tf.reduce_sum(_ffn(x, wi, wo) ** 2)
+    got = tape.gradient(loss, [x, wi, wo])
+    assert got[:2] == [None, None]
+    _close(got[2], plain.gradient(want, wo), 1e-4)
+    # By wo alone there is one sum, over `data`; by all there are those of wi and x, too.
+    (bound,) = sharded._programs.values()
+    few, many = (bound.operation.Gradient(by).compiled for by in ([2], None))
+    assert len(few.Collectives()) < len(many.Collectives())
+
+
 def _steps(fn, steps=4):
     """A small network in eager code: an embedding and a normalization around `fn`, by gradient descent."""
     table = tf.Variable(floats(12, 8, seed=1))

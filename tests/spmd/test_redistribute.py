@@ -12,9 +12,10 @@ from collections import defaultdict
 import numpy as np
 import pytest
 import tensorflow as tf
+from cases_redistribute import CASES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from spmd_case import floats
+from spmd_case import check, floats
 
 from lingvo_moe.core.engine.collectives import parse_collectives
 from lingvo_moe.core.engine.specs import numpy_dtype
@@ -179,6 +180,11 @@ def test_one_device_has_nothing_to_move():
         assert redistribute(x, ("x", None), (None, "y")) is x
     assert plan_redistribution((3, 5), 4, (mesh, ("x", None)), (mesh, (None, "y"))) == ()
     assert plan_redistribution((), 4, (MESH, ()), (LINE, ())) == ()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_case(case):
+    check(case)
 
 
 # --- the plan is the cheapest

@@ -122,7 +122,7 @@ class ShardedFunction:
 
     def CompiledGradient(self, *args: Any, **kwargs: Any) -> CompiledProgram:
         """The compiled program of the gradient by all floating-point arguments."""
-        return self._Bound(self._Arguments(args, kwargs)).operation.gradient.compiled
+        return self._Bound(self._Arguments(args, kwargs)).operation.Gradient().compiled
 
     def NumPrograms(self) -> int:
         """How many signatures are kept."""

@@ -48,6 +48,7 @@ class Operation:
         """
         self.name, self.args, self._fn, self._engine = name, list(args), fn, engine
         graph = self._Trace()
+        self._gradients: dict[tuple[int, ...], Operation] = {}
         self._captured = [x for x in graph.external_captures if isinstance(x, tf.Tensor)]
         self.results = [
             None if y is None else _spec_of(name, f"result[{i}]", y)
@@ -70,6 +71,8 @@ class Operation:
                 f"{self.name}: uses a tensor of shape {watched[0].shape} that a GradientTape watches "
                 "but that is not among its arguments, so no gradient could reach it; pass it as one"
             )
+        # What no tape watches, as a batch of data, needs no gradient computed.
+        wanted = tuple(i for i, x in enumerate(tensors) if record.should_record_backprop([x]))
 
         @tf.custom_gradient
         def run(*tensors: tf.Tensor) -> Any:
@@ -82,7 +85,7 @@ class Operation:
             out = [tf.constant(y) for y in self._engine.Get(self.compiled(*on_devices))]
 
             def gradient(*cotangents: tf.Tensor) -> list[tf.Tensor | None]:
-                return self._Gradient(tensors, on_devices, cotangents)
+                return self._Gradient(wanted, tensors, on_devices, cotangents)
 
             return out, gradient
 
@@ -112,12 +115,18 @@ class Operation:
         """Compiled for the engine's devices."""
         return self._engine.Compile(self.program)
 
-    @functools.cached_property
-    def gradient(self) -> "Operation":
-        """Of the floating-point results, by the floating-point arguments: takes the arguments, then
-        those results' cotangents; the other arguments' gradients are None."""
+    def Gradient(self, by: Sequence[int] | None = None) -> "Operation":
+        """Of the floating-point results, by the floating-point ones of the arguments with numbers
+        `by` (by default of all): takes all arguments, then those results' cotangents; the other
+        arguments' gradients are None."""
+        among = range(len(self.args)) if by is None else by
+        wanted = tuple(i for i in among if _is_differentiable(self.args[i]))
+        if wanted not in self._gradients:
+            self._gradients[wanted] = self._MakeGradient(wanted)
+        return self._gradients[wanted]
+
+    def _MakeGradient(self, wanted: tuple[int, ...]) -> "Operation":
         count = len(self.args)
-        wanted = [i for i, spec in enumerate(self.args) if _is_differentiable(spec)]
         chosen = self._Differentiable()
 
         def gradient(*tensors: tf.Tensor) -> list[tf.Tensor | None]:
@@ -160,12 +169,16 @@ class Operation:
         return [() if r is None else next(splits) for r in self.results]
 
     def _Gradient(
-        self, tensors: Sequence[tf.Tensor], on_devices: Sequence[Any], cotangents: Sequence[Any]
+        self,
+        wanted: tuple[int, ...],
+        tensors: Sequence[tf.Tensor],
+        on_devices: Sequence[Any],
+        cotangents: Sequence[Any],
     ) -> list[tf.Tensor | None]:
         present = [i for i, r in enumerate(self.results) if r is not None]
         by_result = dict(zip(present, cotangents, strict=True))
         chosen = self._Differentiable()
-        if not chosen or not any(_is_differentiable(spec) for spec in self.args):
+        if not chosen or not any(_is_differentiable(self.args[i]) for i in wanted):
             return [None] * len(self.args)
         given = []
         for i in chosen:
@@ -175,7 +188,7 @@ class Operation:
             given.append(
                 tf.zeros(spec.shape, spec.dtype) if dy is None else tf.convert_to_tensor(dy)
             )
-        found = self.gradient(*tensors, *given, placed=on_devices)
+        found = self.Gradient(wanted)(*tensors, *given, placed=on_devices)
         return found[: len(self.args)]
 
     def _Differentiable(self) -> list[int]:
