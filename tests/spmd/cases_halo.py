@@ -436,11 +436,11 @@ def _fault(name: str, shape, kernel, fn, mesh: str) -> Case:
     return Case(name, fn, (floats(*shape), floats(*kernel)), mesh=mesh, whole=True)
 
 
-# XLA's partitioner adds up the parts of a kernel's gradient over all devices (so it does under plain JAX,
-# as with the faults below). Where a mesh axis is idle,
+# XLA's partitioner adds up the parts of a kernel's gradient over all devices. Where a mesh axis is idle,
 # so that each part of the image is held more than once, the sum is too large by the number of copies.
 # Right, and the way round it: cut anything else along that axis, the batch ("batch_and_rows") or the
-# kernel's output features ("rows_and_output_feature"); the input's features, last, are not enough.
+# kernel's output features ("rows_and_output_feature"); the input's features, last, are not enough. It is
+# the partitioner's doing: the same convolution written in JAX has the same fault, as has `_PADDED`.
 _IDLE = [
     _fault("idle_axis", (2, 16, 4, 2), (3, 3, 2, 4), conv(over(YX, None, "x", None, None)), YX),
     _fault("fewer_parts_than_devices", (2, 16, 2), (3, 2, 3), conv(rows(4)), "d:8"),
