@@ -107,6 +107,24 @@ def test_gradients_are_computed_for_what_is_watched():
     assert len(few.Collectives()) < len(many.Collectives())
 
 
+def test_results_of_which_some_are_integers_to_the_second_order():
+    def fn(cotangent_1, x):
+        return x**2, tf.argmax(x, output_type=tf.int32), tf.sin(x) * cotangent_1
+
+    def second(f):
+        a, x = tf.constant(2.0), tf.constant(floats(8))
+        with tf.GradientTape() as outer:
+            outer.watch([a, x])
+            with tf.GradientTape() as inner:
+                inner.watch([a, x])
+                squares, _, sines = f(a, x)
+                loss = tf.reduce_sum(squares * sines)
+            first = inner.gradient(loss, [a, x])
+        return [*first, *outer.gradient(first[1], [a, x])]
+
+    _close(second(shard_function(fn, mesh=MESH)), second(fn))
+
+
 def _steps(fn, steps=4):
     """A small network in eager code: an embedding and a normalization around `fn`, by gradient descent."""
     table = tf.Variable(floats(12, 8, seed=1))

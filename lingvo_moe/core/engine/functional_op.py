@@ -8,6 +8,7 @@ operation has put on the devices its gradient finds there.
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -143,11 +144,12 @@ class Operation:
             return gradients
 
         splits = self._SplitsOfResults()
-        taken = sum("cotangent" in spec.name for spec in self.args)
+        taken = {spec.name for spec in self.args}
+        names = (n for n in map("cotangent_{}".format, itertools.count()) if n not in taken)
         cotangents = [
-            TensorSpec(r.shape, r.dtype, splits[i], f"cotangent_{taken + i}")
-            for i, r in enumerate(self.results)
-            if r is not None and i in chosen
+            TensorSpec(r.shape, r.dtype, splits[i], name)
+            for i, name in zip(chosen, names)
+            if (r := self.results[i]) is not None
         ]
 
         def as_arguments(found: list[TensorSpec]) -> list[Any]:
