@@ -112,6 +112,7 @@ class _Names:
         self._program, self._before = program, before
         self._sources = program.sources
         self._arguments = [spec.name for spec in program.signature.args]
+        self._annotated = {a.tensor.op: a.of for a in before.Annotations()}
 
     def Of(self, op: str) -> str:
         """An operation's name; for an argument its path."""
@@ -125,11 +126,12 @@ class _Names:
 
     def Annotated(self, annotation: spmd.Annotation) -> str:
         """What an annotation annotates."""
-        return self._made(annotation.tensor.op) or self.Of(annotation.of)
+        return self._made(annotation.tensor.op)
 
     def _made(self, op: str) -> str:
         """What annotates something, through annotations of annotations: what that is; else ''."""
         read = self._sources.Annotated(op) if self._sources is not None else ""
+        read = read or self.Of(self._annotated.get(op, ""))
         return (self._made(read) or self._argument(read) or read) if read else ""
 
     def Tensor(self, tensor: spmd.Tensor, annotates: str = "") -> ShardedTensor:

@@ -19,7 +19,6 @@ from lingvo_moe.core.engine import xla
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.engine.program import Program
-from lingvo_moe.core.quiet import quiet
 
 # The pass is called spmd-partitioning, on TPUs tpu-spmd-partitioning.
 _BEFORE = "*.before_*spmd-partitioning.txt"
@@ -69,7 +68,7 @@ def partition(
     error: Exception | None = None
     with tempfile.TemporaryDirectory(prefix="lingvo_moe_") as directory:
         try:
-            with _no_cache(), quiet():
+            with _no_cache():
                 lowered.compile(compiler_options=options | {"xla_dump_to": directory})
         except Exception as e:  # Also of JAX, about results; the partitioner was done by then.
             error = e
