@@ -18,7 +18,8 @@ from jaxlib.mlir import ir
 _OPEN, _CLOSE = "SPMDFullToShardShape", "SPMDShardToFullShape"
 _NEITHER, _FULL, _LOCAL = 0, 1, 2
 _CONTROL = ("stablehlo.while", "stablehlo.case", "stablehlo.if")
-_ENDS = ("stablehlo.return", "func.return")
+# These hand values on; what they hand them to has constants of its own.
+_PASSING = (*_CONTROL, "stablehlo.return", "func.return", "func.call")
 
 
 def isolate_regions(exported: Any) -> Any:
@@ -80,9 +81,9 @@ class _Function:
                 for i, argument in enumerate(block.arguments):
                     learnt |= self._Raise(argument, self._kinds.get(op.results[i], _NEITHER))
             learnt |= self._Read(block)
-            ends = block.operations[len(block.operations) - 1].operands
-            if len(ends) == len(op.results):
-                for result, value in zip(op.results, ends):
+            if not _is_condition(block):
+                ends = block.operations[len(block.operations) - 1].operands
+                for result, value in zip(op.results, ends, strict=True):
                     learnt |= self._Raise(result, self._kinds.get(value, _NEITHER))
         if op.name == "stablehlo.while":
             for result, value in zip(op.results, op.operands):
@@ -100,12 +101,9 @@ class _Function:
         kinds = [self._kinds.get(v, _NEITHER) for v in op.operands]
         if op.name == "stablehlo.while":
             local = [self._kinds.get(v, _NEITHER) == _LOCAL for v in op.results]
-        elif op.name in _ENDS and op.parent.name in _CONTROL:
-            results = list(op.parent.results)
-            if len(results) != len(kinds):  # a condition's
-                return
-            local = [self._kinds.get(v, _NEITHER) == _LOCAL for v in results]
-        elif op.name in _CONTROL or op.name in _ENDS or _target(op) == _OPEN:
+        elif op.name == "stablehlo.return" and not _is_condition(op.block):
+            local = [self._kinds.get(v, _NEITHER) == _LOCAL for v in op.parent.results]
+        elif op.name in _PASSING or _target(op) == _OPEN:
             return
         else:
             local = [_LOCAL in kinds or _target(op) == _CLOSE] * len(kinds)
@@ -121,6 +119,14 @@ def _nested(block: Any) -> Iterator[Any]:
         if op.operation.name in _CONTROL:
             for region in op.operation.regions:
                 yield from _nested(region.blocks[0])
+
+
+def _is_condition(block: Any) -> bool:
+    """Whether this is the block of a loop that says if it goes on."""
+    owner = block.owner
+    return (
+        owner.operation.name == "stablehlo.while" and owner.operation.regions[0].blocks[0] == block
+    )
 
 
 def _enter(value: Any, before: Any) -> Any:

@@ -71,7 +71,7 @@ class GatherDispatcher(Dispatcher):
             slots_gXM = tf.reshape(slots_gECM, [local, experts * capacity, dim])
             gate_gSk = tf.cast(gate_gSk, slots_gXM.dtype)
             rows = [
-                _from_slots(slots_gXM, places, rank) * gate_gSk[:, :, rank, tf.newaxis]
+                _from_slots(slots_gXM, places, rank) * gate_gSk[:, :, rank : rank + 1]
                 for rank in range(places.slot_gSk.shape[-1])
             ]
             return tf.add_n(rows)
