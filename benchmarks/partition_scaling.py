@@ -1,0 +1,272 @@
+"""Compile time and program size against the number of partitions (the paper's figure 2).
+
+    python -m benchmarks.partition_scaling
+
+Two programs, each in two forms, for 2 to 2048 partitions:
+
+* dot: matrices cut along the dimension that is summed, so that the parts have to be added up;
+* reshard: a tensor cut along its rows, wanted along its columns: every part goes to every device.
+
+'spmd' is one annotated program, lowered by our path and partitioned by XLA. 'mpmd' is what a partitioner
+without SPMD has to emit: the operations of every device, written out, with the transfers between them.
+The sum takes a chain of N additions, after N products: O(N) operations. The reshard takes N slices on
+each of N devices and N concatenations: O(N^2). A device's part has the same size whatever N is.
+
+The same XLA compiles both, for virtual CPU devices ('mpmd' for one, which has all parts). 'spmd_tpu' is
+the program of 'spmd', compiled by the TPU's compiler for slices of that many devices: it has one operation
+for what goes from all to all, of which the CPU's makes N slices. Each number is from a process of its own,
+one at a time. A form that has taken longer than --limit is not tried for more partitions.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.compile_time import host
+from lingvo_moe.core import files
+from tools import _cli
+
+ROOT = Path(__file__).resolve().parent.parent
+COUNTS = (2, 8, 32, 128, 512, 2048)
+FORMS = ("spmd", "mpmd", "spmd_tpu")
+# TPU slices of as many devices, for 'spmd_tpu'.
+TOPOLOGIES = {8: "v3:2x2", 32: "v3:4x4", 128: "v3:8x8", 512: "v3:16x16", 2048: "v3:32x32"}
+PROGRAMS = ("dot", "reshard")
+_MEASURED = ("trace_seconds", "compile_seconds", "instructions", "program_bytes")
+# Of a device: rows and columns of its part.
+_ROWS, _COLUMNS = 8, 16
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = _cli.Parser(prog="python -m benchmarks.partition_scaling", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--partitions", default=",".join(map(str, COUNTS)), help="(%(default)s)")
+    add("--forms", default=",".join(FORMS), help="(%(default)s)")
+    add("--rounds", type=int, default=1, help="times that each is compiled, the best counts")
+    add("--limit", type=int, default=120, help="seconds for one (%(default)s)")
+    add("--output", default="", help="a JSON file for the figures")
+    add("--plot", default="", help="a PNG file for a picture of them")
+    args = parser.parse_args(argv)
+    _cli.check_at_least(parser, args, rounds=1, limit=1)
+    forms = _cli.names(args.forms)
+    if not forms or not set(forms) <= set(FORMS):
+        parser.error(f"--forms={args.forms}: some of {', '.join(FORMS)}")
+    try:
+        counts = sorted({int(n) for n in _cli.names(args.partitions)})
+    except ValueError:
+        parser.error(f"--partitions={args.partitions}: numbers, comma-separated")
+    if not counts or counts[0] < 2:
+        parser.error(f"--partitions={args.partitions}: two or more each")
+    try:
+        for path in filter(None, (args.output, args.plot)):
+            _cli.check_output_file(path)
+        result = run(counts, forms, args.rounds, args.limit)
+    except (ValueError, OSError) as e:
+        print(f"partition_scaling: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\npartition_scaling: interrupted; nothing was written", file=sys.stderr)
+        return 130
+    print("\n" + table(result))
+    if args.output:
+        files.write_atomic(args.output, (json.dumps(result, indent=1) + "\n").encode())
+    if args.plot:
+        plot(result, args.plot)
+    return 0
+
+
+def run(counts: list[int], forms: Sequence[str], rounds: int, limit: int) -> dict[str, Any]:
+    """Measures every form of every program, from few partitions to many."""
+    entries = []
+    for program in PROGRAMS:
+        for form in forms:
+            for partitions in counts:
+                if form == "spmd_tpu" and partitions not in TOPOLOGIES:
+                    continue
+                print(f"{program}, {form}, {partitions} partitions ... ", end="", flush=True)
+                found = [_in_own_process(form, program, partitions, limit) for _ in range(rounds)]
+                if None in found:
+                    print(f"more than {limit} s")
+                    entries.append({"program": program, "form": form, "partitions": partitions})
+                    break
+                best = min(found, key=lambda f: f["compile_seconds"])
+                print(f"compiled in {best['compile_seconds']:.2f} s")
+                entries.append({"program": program, "form": form, "partitions": partitions, **best})
+    return {"rounds": rounds, "limit_seconds": limit, "host": host(), "entries": entries}
+
+
+def _in_own_process(form: str, program: str, partitions: int, limit: int) -> dict | None:
+    """The figures, or None where they took too long."""
+    code = f"from benchmarks import partition_scaling as p; p.measure{form, program, partitions}"
+    devices = partitions if form == "spmd" else 1
+    env = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "JAX_PLATFORMS": "cpu",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=limit,
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    if done.returncode:
+        raise ValueError(
+            f"{program}, {form}, {partitions} partitions failed:\n{done.stderr[-2000:]}"
+        )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(form: str, program: str, partitions: int) -> None:
+    """Prints the figures of one lowering and compilation as a line of JSON."""
+    trace = _mpmd if form == "mpmd" else _spmd
+    trace(program, 2)  # loads what is loaded but once
+    started = time.perf_counter()
+    lowered, num_bytes = trace(program, partitions)
+    traced = time.perf_counter()
+    if form == "spmd_tpu":
+        from lingvo_moe.core.engine import aot
+
+        aot.devices_of(TOPOLOGIES[partitions])  # loads the compiler
+        compiled = aot.compile_for_topology(lowered, TOPOLOGIES[partitions])
+        text, compile_seconds = compiled.hlo_text, compiled.compile_seconds
+    elif form == "spmd":
+        from lingvo_moe.core.engine.pjrt import PjrtEngine
+
+        engine = PjrtEngine(lowered.mesh)
+        before = time.perf_counter()
+        text = engine.Compile(lowered).HloText()
+        compile_seconds = time.perf_counter() - before
+    else:
+        text = lowered.compile().as_text()
+        compile_seconds = time.perf_counter() - traced
+    instructions = len(re.findall(r"^\s*(?:ROOT )?%?[\w.-]+ = ", text, re.MULTILINE))
+    figures = (traced - started, compile_seconds, instructions, num_bytes)
+    print(json.dumps(dict(zip(_MEASURED, figures, strict=True))))
+
+
+def _spmd(program: str, partitions: int) -> tuple[Any, int]:
+    """The annotated program, lowered, and the length of its text."""
+    _cli.load_tensorflow()
+    import tensorflow as tf
+
+    from lingvo_moe.core.engine.lowering import lower
+    from lingvo_moe.core.engine.specs import TensorSpec
+    from lingvo_moe.core.sharding import Mesh, replicate, split
+
+    def dot(a: Any, b: Any) -> Any:
+        return replicate(split(a, 1, partitions) @ split(b, 0, partitions))
+
+    def reshard(x: Any) -> Any:
+        return split(tf.tanh(split(x, 0, partitions)), 1, partitions)
+
+    rows, long = ("d", None), partitions * _COLUMNS
+    if program == "dot":
+        specs = [
+            TensorSpec((_ROWS, long), "float32", (None, "d")),
+            TensorSpec((long, _ROWS), "float32", rows),
+        ]
+        fn, results = dot, [TensorSpec((_ROWS, _ROWS), "float32")]
+    else:
+        shape = (partitions * _ROWS, long)
+        specs, fn = [TensorSpec(shape, "float32", rows)], reshard
+        results = [TensorSpec(shape, "float32", (None, "d"))]
+    mesh = Mesh(("d",), (partitions,))
+    lowered = lower(lambda *args: [fn(*args)], specs, mesh, results=results, name=program)
+    return lowered, len(lowered.Text())
+
+
+def _mpmd(program: str, partitions: int) -> tuple[Any, int]:
+    """The operations of all devices, written out, and the length of the text; arguments and results are
+    the devices' parts."""
+    import jax
+    import jax.numpy as jnp
+
+    def dot(parts_a: list, parts_b: list) -> list:
+        products = [a @ b for a, b in zip(parts_a, parts_b)]
+        total = products[0]
+        for product in products[1:]:
+            total = total + product
+        return [jax.lax.optimization_barrier(total) for _ in parts_a]  # every device has it
+
+    def reshard(parts: list) -> list:
+        parts = [jnp.tanh(x) for x in parts]
+        columns = [slice(i * _COLUMNS, (i + 1) * _COLUMNS) for i in range(partitions)]
+        return [jnp.concatenate([x[:, c] for x in parts]) for c in columns]
+
+    def shapes(*shape: int) -> list:
+        return [jax.ShapeDtypeStruct(shape, jnp.float32)] * partitions
+
+    if program == "dot":
+        lowered = jax.jit(dot).lower(shapes(_ROWS, _COLUMNS), shapes(_COLUMNS, _ROWS))
+    else:
+        lowered = jax.jit(reshard).lower(shapes(_ROWS, partitions * _COLUMNS))
+    return lowered, len(lowered.as_text())
+
+
+def table(result: dict[str, Any]) -> str:
+    """The figures in Markdown."""
+    lines = [
+        f"| program | partitions | {' | '.join(f'{f}: trace s | compile s | instructions | KB' for f in FORMS)} |",
+        "|" + " --- |" * (2 + 4 * len(FORMS)),
+    ]
+    found = {(e["program"], e["form"], e["partitions"]): e for e in result["entries"]}
+    for program in PROGRAMS:
+        for partitions in sorted({key[2] for key in found if key[0] == program}):
+            cells = []
+            for form in FORMS:
+                e = found.get((program, form, partitions), {})
+                cells += (
+                    [
+                        f"{e['trace_seconds']:.2f}",
+                        f"{e['compile_seconds']:.2f}",
+                        f"{e['instructions']:,}",
+                        f"{e['program_bytes'] / 1000:,.1f}",
+                    ]
+                    if "compile_seconds" in e
+                    else ["-", f"> {result['limit_seconds']}" if e else "-", "-", "-"]
+                )
+            lines.append(f"| {program} | {partitions} | {' | '.join(cells)} |")
+    return "\n".join(lines) + f"\n\nMeasured on {result['host']}."
+
+
+def plot(result: dict[str, Any], path: str) -> None:
+    """Compile time and instructions, both axes logarithmic."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4))
+    for axis, key in zip(axes, ("compile_seconds", "instructions"), strict=True):
+        for program in PROGRAMS:
+            for form in FORMS:
+                points = [
+                    (e["partitions"], e[key])
+                    for e in result["entries"]
+                    if (e["program"], e["form"]) == (program, form) and key in e
+                ]
+                if points:
+                    axis.loglog(*zip(*points), marker="o", label=f"{program}, {form}")
+        axis.set_xlabel("partitions")
+        axis.set_ylabel(key.replace("_", " "))
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

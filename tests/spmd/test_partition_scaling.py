@@ -1,0 +1,46 @@
+"""The benchmark of figure 2, for as few partitions as show that one form grows and the other does not."""
+
+import json
+
+import pytest
+
+from benchmarks import partition_scaling
+
+
+@pytest.mark.slow
+def test_two_and_four_partitions(tmp_path, capsys):
+    output, picture = tmp_path / "figures.json", tmp_path / "figures.png"
+    arguments = ["--partitions=2,4", f"--output={output}", f"--plot={picture}", "--forms=spmd,mpmd"]
+    assert partition_scaling.main(arguments) == 0
+    entries = json.loads(output.read_text())["entries"]
+    found = {(e["program"], e["form"], e["partitions"]): e["instructions"] for e in entries}
+    assert len(found) == 8
+    assert found["dot", "spmd", 2] == found["dot", "spmd", 4]
+    assert found["dot", "mpmd", 4] == 2 * found["dot", "mpmd", 2]
+    # Two slices of each of two parts and two concatenations; then four of four and four.
+    assert found["reshard", "mpmd", 4] > 2 * found["reshard", "mpmd", 2]
+    assert all(e["compile_seconds"] > 0 and e["trace_seconds"] > 0 for e in entries)
+    assert "| dot | 4 |" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_takes_too_long_is_not_tried_for_more(monkeypatch):
+    tried = []
+
+    def measured(form, program, partitions, limit):
+        tried.append((program, form, partitions))
+        slow = form == "mpmd" and partitions > 2
+        return None if slow else dict.fromkeys(partition_scaling._MEASURED, 1)
+
+    monkeypatch.setattr(partition_scaling, "_in_own_process", measured)
+    result = partition_scaling.run([2, 4, 8], ("spmd", "mpmd"), rounds=1, limit=7)
+    assert ("dot", "mpmd", 4) in tried and ("dot", "mpmd", 8) not in tried
+    assert ("dot", "spmd", 8) in tried
+    assert "| dot | 4 | 1.00 | 1.00 | 1 | 0.0 | - | > 7 |" in partition_scaling.table(result)
+
+
+@pytest.mark.parametrize("argument", ["--partitions=1,2", "--partitions=x", "--forms=fast"])
+def test_arguments_that_make_no_sense(argument, capsys):
+    with pytest.raises(SystemExit):
+        partition_scaling.main([argument])
+    assert argument in capsys.readouterr().err
