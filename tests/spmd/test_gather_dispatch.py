@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from lingvo_moe.core import registry
 from lingvo_moe.core.engine.collectives import parse_collectives
-from lingvo_moe.core.engine.testing import run_sharded, run_single
+from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.engine.testing import run_sharded
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
@@ -16,6 +18,19 @@ from lingvo_moe.core.sharding import Mesh, ShardingError, single_device, use_mes
 B, T, M, H, E = 16, 12, 8, 24, 16
 MESH = Mesh.parse("expert:8")
 ROWS = ("expert", None, None)
+
+
+def _side(seed: int) -> NestedMap:
+    """Eight rows of a packed batch: two sentences and some padding."""
+    ids = np.random.default_rng(seed).integers(4, 40, (8, 24)).astype(np.int32)
+    segments = np.repeat([1, 2, 0], [14, 6, 4]).astype(np.int32) * np.ones((8, 1), np.int32)
+    positions = np.concatenate([np.arange(14), np.arange(6), np.zeros(4)]).astype(np.int32)
+    positions = positions * np.ones((8, 1), np.int32)
+    return NestedMap(ids=ids * (segments > 0), segment_ids=segments, segment_pos=positions)
+
+
+BATCH = NestedMap(src=_side(1), tgt=_side(2))
+BATCH.tgt.labels = _side(3).ids
 
 
 def _layer(dispatcher: str, **params) -> MoELayer:
@@ -61,6 +76,12 @@ def _train(layer: MoELayer):
     return train
 
 
+def _eagerly(fn, args: list):
+    """The reference, without a compiler."""
+    with use_mesh(single_device()):
+        return fn(*[tf.nest.map_structure(tf.constant, arg) for arg in args])
+
+
 def _forward(layer: MoELayer):
     return lambda theta, x, paddings, seed: layer.FProp(theta, x, paddings, seed=seed)[0]
 
@@ -80,9 +101,9 @@ def test_equals_the_einsum_dispatcher(params):
     """Values and gradients (tokens, experts and gating weights) on one device and on eight."""
     layer, einsum = _layer("gather", **params), _layer("einsum", **params)
     args, splits = _args(layer)
-    want = run_single(_train(einsum), args, jit_compile=False)
+    want = _eagerly(_train(einsum), args)
     got, collectives = run_sharded(_train(layer), args, MESH, splits)
-    for result in (run_single(_train(layer), args, jit_compile=False), got):
+    for result in (_eagerly(_train(layer), args), got):
         for (path, a), b in zip(result.FlattenItems(), want.Flatten(), strict=True):
             gradient = path.startswith(("dx", "grads"))
             scale = max(float(np.abs(b).max()), 1e-3)
@@ -127,9 +148,7 @@ def test_inference_over_devices():
         return lambda theta, x, paddings: layer.FProp(theta, x, paddings)[0]
 
     got, collectives = run_sharded(infer(layer), args[:3], MESH, splits[:3])
-    np.testing.assert_allclose(
-        got, run_single(infer(einsum), args[:3], jit_compile=False), rtol=1e-5, atol=1e-6
-    )
+    np.testing.assert_allclose(got, _eagerly(infer(einsum), args[:3]), rtol=1e-5, atol=1e-6)
     assert dict(collectives) == {"all-to-all": 2}
 
 
@@ -140,7 +159,7 @@ def test_a_model_dimension_that_is_cut_too():
         _layer(d, activation_split=split, weight_split={}) for d in ("gather", "einsum")
     )
     args, _ = _args(layer)
-    want = run_single(_train(einsum), args, jit_compile=False)
+    want = _eagerly(_train(einsum), args)
     got, _ = run_sharded(_train(layer), args, Mesh.parse("data:4,model:2"))
     for (path, a), b in zip(got.FlattenItems(), want.Flatten(), strict=True):
         scale = max(float(np.abs(b).max()), 1e-3)
@@ -150,7 +169,7 @@ def test_a_model_dimension_that_is_cut_too():
 def test_bfloat16():
     layer, einsum = (_layer(d, fprop_dtype="bfloat16") for d in ("gather", "einsum"))
     args, splits = _args(layer)
-    want = run_single(_train(einsum), args, jit_compile=False)
+    want = _eagerly(_train(einsum), args)
     got, _ = run_sharded(_train(layer), args, MESH, splits)
     assert got.y.dtype == want.y.dtype
     for (path, a), b in zip(got.FlattenItems(), want.Flatten(), strict=True):
@@ -188,6 +207,38 @@ def test_what_cannot_be_cut_raises(params, message):
     args, _ = _args(layer)
     with pytest.raises(ShardingError, match=message):
         run_sharded(_forward(layer), args, MESH)
+
+
+@pytest.mark.slow
+def test_a_scanned_model_has_the_same_loss_and_gradients():
+    """A whole model: regions in the bodies of loops, forward, recomputed and backward."""
+
+    def model(dispatcher):
+        override = f"task.moe.dispatcher={dispatcher};task.num_encoder_layers=4"
+        return registry.GetParams("mt.M4Tiny", override).task.Instantiate()
+
+    def step(task):
+        def loss_and_gradients(theta, batch):
+            weights = theta.Flatten()
+            with tf.GradientTape() as tape:
+                tape.watch(weights)
+                loss, _ = task.FProp(theta, batch, seed=make_seed(5, 7))
+            return NestedMap(loss=loss, grads=theta.Pack(tape.gradient(loss, weights)))
+
+        return loss_and_gradients
+
+    gather, einsum = model("gather"), model("einsum")
+    with use_mesh(single_device()):
+        theta = gather.InitTheta(make_seed(1, 0))
+        want = step(einsum)(theta, BATCH.Transform(tf.constant))  # eagerly
+    rows = BATCH.Transform(lambda x: TensorSpec(x.shape, "int32", gather.BatchSplit()))
+    splits = [gather.VariableSpecs(), rows]
+    got, collectives = run_sharded(step(gather), [theta, BATCH], MESH, splits)
+    for (path, a), b in zip(got.FlattenItems(), want.Flatten(), strict=True):
+        scale = max(float(np.abs(b).max()), 1e-3)
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * scale, err_msg=path)
+    # For the encoder's loop and for the decoder's: there and back, forward, recomputed and backward.
+    assert collectives["all-to-all"] == 12 and set(collectives) == {"all-to-all", "all-reduce"}
 
 
 def test_flops_count_no_product_for_dispatch():
