@@ -1,0 +1,129 @@
+"""The core of the suite over several processes: two of four devices, and four of two.
+
+Every case of the `cases_*` modules that says `several_processes`, and whose mesh has the eight devices
+of all processes, runs in two of them, the first of each module in four. A case that fails is named; the
+others run on.
+"""
+
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+# Importable by the workers, so nothing here touches TensorFlow or JAX before they have joined the job.
+_WORKER = """
+import json, sys
+from lingvo_moe.core.engine.devices import initialize_distributed, request_cpu_devices
+address, processes, number, names = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+request_cpu_devices(8 // processes)
+initialize_distributed(address, processes, number)
+import test_several_processes
+test_several_processes.work(json.loads(names))
+"""
+
+
+def work(names: list[str]) -> None:
+    """Checks the named cases and prints a JSON line for each, and one about the process."""
+    import jax
+
+    print(json.dumps({"processes": jax.process_count(), "devices": jax.local_device_count()}))
+    cases = chosen()
+    for name in names:
+        problem = ""
+        try:
+            _check(cases[name])
+        except Exception as e:  # told by name, so that the other cases are run too
+            problem = f"{type(e).__name__}: {str(e)[:500]}"
+        print(json.dumps({"case": name, "problem": problem}), flush=True)
+
+
+def _check(case) -> None:
+    from spmd_case import check
+
+    try:
+        check(case)
+    except TypeError as e:
+        # JAX cannot fetch from other processes what no axis of a mesh names, such as a cut over devices
+        # in another order. Then the program itself has to bring its results together.
+        if "GSPMDSharding" not in str(e):
+            raise
+        check(replace(case, whole=True))
+
+
+def chosen() -> dict:
+    """All cases that run in several processes, by 'module::name'."""
+    from lingvo_moe.core.sharding import Mesh
+
+    found = {}
+    for path in sorted(HERE.glob("cases_*.py")):
+        for case in importlib.import_module(path.stem).CASES:
+            if case.several_processes and Mesh.parse(case.mesh).size == 8:
+                found[f"{path.stem}::{case.name}"] = case
+    return found
+
+
+def _run(processes: int, names: list[str]) -> list[list[dict]]:
+    """What each process printed."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{s.getsockname()[1]}"
+    path = os.pathsep.join([str(HERE), *sys.path])
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", _WORKER, address, str(processes), str(i), json.dumps(names)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        for i in range(processes)
+    ]
+    try:
+        printed = [worker.communicate(timeout=300) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    for worker, (_, error) in zip(workers, printed, strict=True):
+        assert worker.returncode == 0, error[-3000:]
+    return [
+        [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        for out, _ in printed
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_cases(processes):
+    names = list(chosen())
+    if processes == 4:
+        names = list({name.split("::")[0]: name for name in reversed(names)}.values())
+    assert len(names) >= {2: 16, 4: 8}[processes]
+    for about, *cases in _run(processes, names):
+        assert about == {"processes": processes, "devices": 8 // processes}
+        assert [case["case"] for case in cases] == names
+        problems = [f"{case['case']}: {case['problem']}" for case in cases if case["problem"]]
+        assert not problems, "\n".join(problems)
+
+
+def test_a_failing_case_is_named(monkeypatch, capsys):
+    import numpy as np
+    from spmd_case import Case
+
+    from lingvo_moe.core.sharding import replicate
+
+    x = np.ones((8,), np.float32)
+    wrong = Case("wrong", lambda x: replicate(x), [x], reference=lambda x: x + 1.0)
+    fine = Case("fine", lambda x: replicate(x), [x])
+    monkeypatch.setattr(sys.modules[__name__], "chosen", lambda: {"wrong": wrong, "fine": fine})
+    work(["wrong", "fine"])
+    _, first, second = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert first["case"] == "wrong" and "wrong: value[0]: off by 1.0" in first["problem"]
+    assert second == {"case": "fine", "problem": ""}
