@@ -168,7 +168,8 @@ def _grid(mapping: tuple) -> MeshSplit:
 _SQUARE = MeshSplit("x:2,y:2", (), ("x", "y", None))
 
 # What XLA's partitioner (the one of jaxlib 0.10.2) gets wrong, found here and made small; the numbers are
-# wrong without a word. Strict: an XLA that has been mended says so.
+# wrong without a word. Strict: an XLA that has been mended says so. (libtpu's compiler adds up the right
+# devices in the first and in the last.)
 KNOWN = {
     # The vector is cut over the rows of [[3, 1], [0, 2]] and each row's devices hold a copy of its part.
     # XLA writes copies in ascending order, [1, 3] and [0, 2], and takes the groups that add up the partial
