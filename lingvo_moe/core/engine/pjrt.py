@@ -4,7 +4,7 @@ XLA's own SPMD partitioner cuts the program for the devices: virtual CPU devices
 Importing this module does not import TensorFlow; building from a TensorFlow function does.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -84,8 +84,10 @@ class PjrtEngine(Engine):
     ) -> "CompiledProgram":
         return self.Compile(self.Lower(fn, arg_specs, results=results, donate=donate, name=name))
 
-    def Compile(self, program: Program) -> "CompiledProgram":
-        """Compiles a program for this engine's devices.
+    def Compile(
+        self, program: Program, options: Mapping[str, Any] | None = None
+    ) -> "CompiledProgram":
+        """Compiles a program for this engine's devices, with XLA's own options if any are given.
 
         Raises:
             EngineError: the program was lowered for another mesh.
@@ -97,7 +99,7 @@ class PjrtEngine(Engine):
                 f"program {program.name!r} was lowered for mesh {program.mesh}, not for {self.mesh}; "
                 f"make the engine with that mesh, or lower it again"
             )
-        return CompiledProgram(program, self)
+        return CompiledProgram(program, self, options)
 
     def Sharding(self, spec: TensorSpec) -> Any:
         """The `jax.sharding.NamedSharding` of a spec; None where its split is None."""
@@ -135,13 +137,15 @@ class CompiledProgram(Compiled):
         program: what it was compiled from.
     """
 
-    def __init__(self, program: Program, engine: PjrtEngine):
+    def __init__(
+        self, program: Program, engine: PjrtEngine, options: Mapping[str, Any] | None = None
+    ):
         self.program, self._engine = program, engine
         # Virtual devices share the cores: steps in flight would only queue while their collectives
         # wait on each other, and a device that computes for long is no reason to give up the run.
         self._wait = engine.jax_mesh.devices.flat[0].platform == "cpu"
-        options = {_CPU_TIMEOUT: _CPU_TIMEOUT_SECONDS} if self._wait else {}
-        self._compiled = xla.compile_for(program, engine.jax_mesh, options)
+        patience = {_CPU_TIMEOUT: _CPU_TIMEOUT_SECONDS} if self._wait else {}
+        self._compiled = xla.compile_for(program, engine.jax_mesh, {**patience, **(options or {})})
 
     def __call__(self, *args: Any) -> Any:
         leaves = [

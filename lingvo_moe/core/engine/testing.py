@@ -18,6 +18,11 @@ from lingvo_moe.core.engine.specs import AUTO, TensorSpec, flatten_items, pack, 
 from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
 
 
+# What is run once need not be fast, only soon there: the partitioner's work is the same, the machine
+# code is not optimised.
+_SOON = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+
+
 class Collectives(dict):
     """Kind -> number of operations; a kind that does not occur counts 0.
 
@@ -63,7 +68,7 @@ def run_sharded(
         _specs(arg, split) for arg, split in zip(args, splits or [None] * len(args), strict=True)
     ]
     engine = PjrtEngine(mesh)
-    compiled = engine.Build(fn, specs, results=results)
+    compiled = engine.Compile(engine.Lower(fn, specs, results=results), _SOON)
     return _get(engine, compiled(*args)), Collectives(compiled)
 
 

@@ -1,0 +1,54 @@
+"""docs/spmd_conformance.md names tests that are there, and there are as many cases as it needs."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tools.import_graph import ROOT
+
+_PAGE = (ROOT / "docs/spmd_conformance.md").read_text(encoding="utf-8")
+_TEST = re.compile(r"`([a-z_0-9]+)/([^`/]+)`")
+_NODE = re.compile(r"^tests/spmd/test_(\w+)\.py::(\w+)(?:\[(.*)\])?$", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> set[tuple[str, str]]:
+    """(topic, name) of every test and of every case under tests/spmd."""
+    collected = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:xdist", "tests/spmd"],
+        cwd=ROOT,
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    found = set()
+    for topic, function, case in _NODE.findall(collected):
+        found |= {(topic, function.removeprefix("test_"))} | ({(topic, case)} if case else set())
+    return found
+
+
+def test_tests_that_the_page_names_are_there(nodes: set[tuple[str, str]]) -> None:
+    topics = {path.name[5:-3] for path in (ROOT / "tests/spmd").glob("test_*.py")}
+    named = {(topic, name) for topic, name in _TEST.findall(_PAGE) if topic in topics}
+    assert len(named) > 100
+    assert sorted(named - nodes) == []
+
+
+def test_every_topic_has_a_row(nodes: set[tuple[str, str]]) -> None:
+    named = {topic for topic, _ in _TEST.findall(_PAGE)}
+    assert sorted({topic for topic, _ in nodes} - named) == []
+
+
+def test_rows_say_what_was_found() -> None:
+    rows = [line for line in _PAGE.splitlines() if line.startswith("| ") and "---" not in line]
+    assert len(rows) > 60
+    for row in rows:
+        assert all(cell.strip() for cell in row.strip("|").split("|")[1:]), row
+
+
+def test_there_are_hundreds_of_named_cases(nodes: set[tuple[str, str]]) -> None:
+    assert len([node for node in nodes if node[0] != "fuzz"]) >= 300
