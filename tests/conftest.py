@@ -6,8 +6,11 @@ say the same thing on every machine.
 """
 
 import os
+import sys
+from collections.abc import Iterator
 
 import hypothesis
+import pytest
 
 NUM_DEVICES = 8
 _DEVICE_FLAG = "--xla_force_host_platform_device_count"
@@ -30,3 +33,11 @@ hypothesis.settings.register_profile(
     "lingvo_moe", deadline=None, database=None, derandomize=True, max_examples=25
 )
 hypothesis.settings.load_profile("lingvo_moe")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_what_was_compiled() -> Iterator[None]:
+    """Hundreds of compiled programs would otherwise fill the memory of the process that runs all tests."""
+    yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()

@@ -8,17 +8,17 @@ from benchmarks import partition_scaling
 
 
 @pytest.mark.slow
-def test_two_and_four_partitions(tmp_path, capsys):
+def test_two_and_four_partitions(tmp_path, capsys, monkeypatch):
+    # Each figure takes a process of its own, so only one of the two programs.
+    monkeypatch.setattr(partition_scaling, "PROGRAMS", ("dot",))
     output, picture = tmp_path / "figures.json", tmp_path / "figures.png"
     arguments = ["--partitions=2,4", f"--output={output}", f"--plot={picture}", "--forms=spmd,mpmd"]
     assert partition_scaling.main(arguments) == 0
     entries = json.loads(output.read_text())["entries"]
     found = {(e["program"], e["form"], e["partitions"]): e["instructions"] for e in entries}
-    assert len(found) == 8
+    assert len(found) == 4
     assert found["dot", "spmd", 2] == found["dot", "spmd", 4]
     assert found["dot", "mpmd", 4] == 2 * found["dot", "mpmd", 2]
-    # Two slices of each of two parts and two concatenations; then four of four and four.
-    assert found["reshard", "mpmd", 4] > 2 * found["reshard", "mpmd", 2]
     assert all(e["compile_seconds"] > 0 and e["trace_seconds"] > 0 for e in entries)
     assert "| dot | 4 |" in capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
