@@ -132,6 +132,30 @@ def test_the_gradients_keep_the_promise():
     assert found.memory["temporaries"] < gathered.memory["temporaries"] / 2
 
 
+def _second_gradients(fn):
+    """Of the squares of the gradients: loops whose bodies are functions, with tensors of both kinds."""
+
+    def gradients(a, b):
+        with tf.GradientTape() as outer:
+            outer.watch([a, b])
+            with tf.GradientTape() as tape:
+                tape.watch([a, b])
+                loss = tf.reduce_sum(fn(a, b) ** 3)
+            da, db = tape.gradient(loss, [a, b])
+            squares = tf.reduce_sum(da * da) + tf.reduce_sum(db * db)
+        return tuple(outer.gradient(squares, [a, b]))
+
+    return gradients
+
+
+def test_the_gradients_have_gradients():
+    args = (0.3 * floats(8, 4), 0.3 * floats(4, 16))
+    got, _ = run_sharded(_second_gradients(_looped), args, MESH)
+    want = run_single(_second_gradients(lambda a, b: a @ b), args)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
 def test_on_one_device_it_is_the_einsum():
     got = run_single(_looped, ARGS, Mesh.parse("d:1"), jit_compile=False)
     np.testing.assert_allclose(got, ARGS[0] @ ARGS[1], rtol=1e-5, atol=1e-4)

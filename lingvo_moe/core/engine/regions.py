@@ -18,8 +18,8 @@ from jaxlib.mlir import ir
 _OPEN, _CLOSE = "SPMDFullToShardShape", "SPMDShardToFullShape"
 _NEITHER, _FULL, _LOCAL = 0, 1, 2
 _CONTROL = ("stablehlo.while", "stablehlo.case", "stablehlo.if")
-# These hand values on; what they hand them to has constants of its own.
-_PASSING = (*_CONTROL, "stablehlo.return", "func.return", "func.call")
+# These hand values on.
+_PASSING = (*_CONTROL, "stablehlo.return", "func.return")
 
 
 def isolate_regions(exported: Any) -> Any:
@@ -32,31 +32,38 @@ def isolate_regions(exported: Any) -> Any:
         return exported
     with mlir.make_ir_context() as context, ir.Location.unknown(context):
         module = ir.Module.parse(text)
-        for function in module.body.operations:
-            if function.operation.name == "func.func":
-                blocks = function.operation.regions[0].blocks
-                if len(blocks):
-                    _Function(blocks[0]).Isolate()
+        _Program(module).Isolate()
         return dataclasses.replace(
             exported, mlir_module_serialized=_export._module_to_bytecode(module)
         )
 
 
-class _Function:
-    """One function: what each of its values is, and the change."""
+class _Program:
+    """What each value of a module is, and the change.
 
-    def __init__(self, block: Any):
-        self._block = block
+    Functions are read from where they are called, with what they are given: the body of a loop may be
+    one, with local and other tensors among its arguments.
+    """
+
+    def __init__(self, module: Any):
+        functions = [f.operation for f in module.body.operations if f.operation.name == "func.func"]
+        self._blocks = {
+            ir.StringAttr(f.attributes["sym_name"]).value: f.regions[0].blocks[0]
+            for f in functions
+            if len(f.regions[0].blocks)
+        }
+        self._reached = [self._blocks["main"]]
         self._kinds: dict[Any, int] = {}
-        self._entered: dict[tuple, Any] = {}
 
     def Isolate(self) -> None:
-        for argument in self._block.arguments:
+        main = self._reached[0]
+        for argument in main.arguments:
             self._kinds[argument] = _FULL
-        while self._Read(self._block):
+        while self._Read(main):
             pass
-        for op in list(_nested(self._block)):
-            self._Enter(op)
+        for block in self._reached:
+            for op in list(_nested(block)):
+                self._Enter(op)
 
     def _Read(self, block: Any) -> bool:
         """One pass over a block, inner ones included; whether it taught anything."""
@@ -70,8 +77,18 @@ class _Function:
             return self._Raise(op.results[0], _LOCAL if manual else _FULL)
         if target == _CLOSE:
             return self._Raise(op.results[0], _FULL)
+        callee = self._Callee(op)
+        if callee is not None:
+            if callee not in self._reached:
+                self._reached.append(callee)
+            learnt_there = [
+                self._Raise(a, self._Kind(v)) for a, v in zip(callee.arguments, op.operands)
+            ]
+            learnt = any(learnt_there)
+            learnt |= self._Read(callee)
+            return self._RaiseFrom(op.results, callee) or learnt
         if op.name not in _CONTROL:
-            kind = max((self._kinds.get(v, _NEITHER) for v in op.operands), default=_NEITHER)
+            kind = max((self._Kind(v) for v in op.operands), default=_NEITHER)
             learnt_here = [self._Raise(v, kind) for v in op.results]
             return any(learnt_here)
         learnt = False
@@ -79,30 +96,46 @@ class _Function:
             block = region.blocks[0]
             if op.name == "stablehlo.while":
                 for i, argument in enumerate(block.arguments):
-                    learnt |= self._Raise(argument, self._kinds.get(op.results[i], _NEITHER))
+                    learnt |= self._Raise(argument, self._Kind(op.results[i]))
             learnt |= self._Read(block)
             if not _is_condition(block):
-                ends = block.operations[len(block.operations) - 1].operands
-                for result, value in zip(op.results, ends, strict=True):
-                    learnt |= self._Raise(result, self._kinds.get(value, _NEITHER))
+                learnt |= self._RaiseFrom(op.results, block)
         if op.name == "stablehlo.while":
             for result, value in zip(op.results, op.operands):
-                learnt |= self._Raise(result, self._kinds.get(value, _NEITHER))
+                learnt |= self._Raise(result, self._Kind(value))
         return learnt
 
+    def _Callee(self, op: Any) -> Any:
+        """The block of the function that an operation calls, or None."""
+        if op.name != "func.call":
+            return None
+        return self._blocks.get(ir.FlatSymbolRefAttr(op.attributes["callee"]).value)
+
+    def _RaiseFrom(self, results: Any, block: Any) -> bool:
+        """Results are what the block gives at its end."""
+        ends = block.operations[len(block.operations) - 1].operands
+        learnt = [self._Raise(r, self._Kind(v)) for r, v in zip(results, ends, strict=True)]
+        return any(learnt)
+
+    def _Kind(self, value: Any) -> int:
+        return self._kinds.get(value, _NEITHER)
+
     def _Raise(self, value: Any, kind: int) -> bool:
-        if kind <= self._kinds.get(value, _NEITHER):
+        if kind <= self._Kind(value):
             return False
         self._kinds[value] = kind
         return True
 
     def _Enter(self, op: Any) -> None:
         """Takes an operation's operands into its region, those that are of no other kind."""
-        kinds = [self._kinds.get(v, _NEITHER) for v in op.operands]
+        kinds = [self._Kind(v) for v in op.operands]
+        callee = self._Callee(op)
         if op.name == "stablehlo.while":
-            local = [self._kinds.get(v, _NEITHER) == _LOCAL for v in op.results]
+            local = [self._Kind(v) == _LOCAL for v in op.results]
         elif op.name == "stablehlo.return" and not _is_condition(op.block):
-            local = [self._kinds.get(v, _NEITHER) == _LOCAL for v in op.parent.results]
+            local = [self._Kind(v) == _LOCAL for v in op.parent.results]
+        elif callee is not None:
+            local = [self._Kind(v) == _LOCAL for v in callee.arguments]
         elif op.name in _PASSING or _target(op) == _OPEN:
             return
         else:
