@@ -15,15 +15,15 @@ wrong, but a program without a fault of these kinds need not be right. Not sharp
 """
 
 import dataclasses
-import math
+import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from lingvo_moe.core.planner import faults_of_products as products
+from lingvo_moe.core.planner import faults_of_scatters as scatters
 from lingvo_moe.core.planner import faults_of_windows as windows
-from lingvo_moe.core.planner.faults_of_products import Dot, parts, places
+from lingvo_moe.core.planner.faults_of_products import Dot
 from lingvo_moe.core.planner.hlo import Computation, Instruction, Module
-from lingvo_moe.core.planner.hlo_attributes import dims_list
 from lingvo_moe.core.planner.hlo_sharding import TensorSharding, parse_sharding
 from lingvo_moe.core.planner.spmd import operation_of
 from lingvo_moe.core.sharding import ShardingError
@@ -129,7 +129,7 @@ def known_faults(module: Module) -> list[Fault]:
         for computation in module.computations.values()
         for instruction in computation.instructions
         if instruction.opcode in _CHECKS
-        for fault in _faults(instruction, computation, num_devices)
+        for fault in _At(module, computation, instruction, num_devices).Faults()
     ]
 
 
@@ -151,106 +151,83 @@ def raise_known_faults(module: Module, program_name: str) -> None:
     )
 
 
-def _faults(instruction: Instruction, inside: Computation, num_devices: int) -> Iterator[Fault]:
-    operands = inside.operands(instruction)
-    everything = [_sharding(i, num_devices) for i in (*operands, instruction)]
-    known = [s for s in everything if s is not None]
-    if len(known) < len(everything) or any(
-        s.kind in ("manual", "maximal") or s.manual > 1 for s in known
-    ):
-        return
-    *shardings, result = known
-    for kind, more in _CHECKS[instruction.opcode](instruction, operands, shardings, result):
-        message, remedy = _TEXTS[kind]
-        op = operation_of(instruction.op_name)
-        yield Fault(kind, op, instruction.name, message.format(**more), remedy)
+class _At:
+    """An instruction that may be partitioned wrongly, where it is, and how its tensors are cut."""
 
+    def __init__(self, module: Module, inside: Computation, instruction: Instruction, devices: int):
+        self.module, self.inside, self.instruction = module, inside, instruction
+        self._num_devices = devices
+        self.operands = inside.operands(instruction)
 
-def _sharding(instruction: Instruction, num_devices: int) -> TensorSharding | None:
-    """The sharding of an instruction, by default whole; None where it is not one array."""
-    if len(instruction.arrays) != 1:
-        return None
-    text = instruction.attribute("sharding") or "{replicated}"
-    return parse_sharding(text, num_devices)[0]
+    def Sharding(self, instruction: Instruction) -> TensorSharding | None:
+        """By default whole; None where it is not of one array."""
+        if len(instruction.arrays) != 1:
+            return None
+        text = instruction.attribute("sharding") or "{replicated}"
+        return parse_sharding(text, self._num_devices)[0]
+
+    @functools.cached_property
+    def shardings(self) -> list[TensorSharding]:
+        """Of the operands and, at the end, of the result; none where some tensor is not everybody's."""
+        found = [self.Sharding(i) for i in (*self.operands, self.instruction)]
+        known = [s for s in found if s is not None and s.kind in ("replicated", "tiled")]
+        return known if len(known) == len(found) and all(s.manual == 1 for s in known) else []
+
+    def IsUneven(self, instruction: Instruction) -> bool:
+        """Whether some of its parts are padded."""
+        sharding = self.Sharding(instruction)
+        return sharding is not None and any(sharding.Padding(instruction.arrays[0].dims))
+
+    def Faults(self) -> Iterator[Fault]:
+        if not self.shardings:
+            return
+        for kind, more in _CHECKS[self.instruction.opcode](self):
+            message, remedy = _TEXTS[kind]
+            op = operation_of(self.instruction.op_name)
+            yield Fault(kind, op, self.instruction.name, message.format(**more), remedy)
 
 
 _Found = Iterator[tuple[str, dict[str, int]]]
 
 
-def _in_dot(
-    dot: Instruction,
-    operands: Sequence[Instruction],
-    shardings: Sequence[TensorSharding],
-    result: TensorSharding,
-) -> _Found:
-    lhs, rhs = shardings
+def _in_dot(at: _At) -> _Found:
+    lhs, rhs, result = at.shardings
     if lhs.is_cut and rhs.is_cut:
-        what = Dot(dot, operands[0], operands[1], lhs, rhs, result)
+        what = Dot(at.instruction, at.operands[0], at.operands[1], lhs, rhs, result)
         yield from ((kind, {}) for kind, is_so in _DOTS if is_so(what))
 
 
-def _in_convolution(
-    convolution: Instruction,
-    operands: Sequence[Instruction],
-    shardings: Sequence[TensorSharding],
-    result: TensorSharding,
-) -> _Found:
-    if not all(s.is_cut for s in shardings):
+def _in_convolution(at: _At) -> _Found:
+    if not all(s.is_cut for s in at.shardings[:2]):
         return
-    what = windows.Convolution(convolution, operands, shardings)
+    what = windows.Convolution(at.instruction, at.operands, at.shardings[:2])
     if what.AddsUpCopies():
         yield COPIES, {"copies": what.copies}
     elif what.SkipsPadding():
         yield PADDED_WINDOWS, {}
 
 
-def _in_select_and_scatter(
-    scatter: Instruction,
-    operands: Sequence[Instruction],
-    shardings: Sequence[TensorSharding],
-    result: TensorSharding,
-) -> _Found:
-    if result.is_cut and windows.overlaps_by_its_stride(scatter, result):
+def _in_select_and_scatter(at: _At) -> _Found:
+    result = at.shardings[-1]
+    if result.is_cut and windows.overlaps_by_its_stride(at.instruction, result):
         yield POOLING, {}
 
 
-def _in_scatter(
-    scatter: Instruction,
-    operands: Sequence[Instruction],
-    shardings: Sequence[TensorSharding],
-    result: TensorSharding,
-) -> _Found:
-    if len(operands) != 3:
+def _in_scatter(at: _At) -> _Found:
+    if len(at.operands) != 3:
         return
-    target, of_indices, of_updates = shardings
-    shape = operands[2].arrays[0].dims
-    inner = dims_list(scatter, "update_window_dims")
-    outer = [d for d in range(len(shape)) if d not in inner]
-    vector = dims_list(scatter, "index_vector_dim")[0]
-    rank = len(operands[1].arrays[0].dims)
-    index_dims = [d for d in range(rank) if d != vector]
-    cut = [d for d, n in zip(outer, parts(of_updates, outer)) if shape[d] % n]
-    # Updates that are cut otherwise than the target within a window are sent first; some are right.
-    if not cut or _is_sent(target, of_updates, scatter):
+    dim = scatters.padded_dim(at.instruction, at.operands, at.shardings[:3])
+    if dim is None:
         return
-    over_all = of_indices.is_cut and of_updates.copies == of_indices.copies == 1
-    if over_all and places(of_indices, index_dims) == places(of_updates, outer):
+    updates = at.operands[2]
+    combine = [at.module.computation(name).root.opcode for name in at.instruction.called]
+    if combine == ["add"] and scatters.padding_is_zero(updates, at.inside, at.IsUneven):
         return
-    dim = cut[0]
-    yield SCATTER, {"dim": dim, "size": shape[dim], "count": of_updates.tiles[dim]}
+    size, count = updates.arrays[0].dims[dim], at.shardings[2].tiles[dim]
+    yield SCATTER, {"dim": dim, "size": size, "count": count}
 
 
-def _is_sent(target: TensorSharding, updates: TensorSharding, scatter: Instruction) -> bool:
-    """Whether the target is cut along what a window holds, and the updates are not so."""
-    if not target.is_cut:
-        return False
-    inserted = dims_list(scatter, "inserted_window_dims")
-    window = [d for d in range(len(target.tiles)) if d not in inserted]
-    inner = dims_list(scatter, "update_window_dims")
-    return math.prod(parts(target, window)) > 1 and parts(target, window) != parts(updates, inner)
-
-
-_CHECKS = {
+_CHECKS: Mapping[str, Callable[[_At], _Found]] = {
     "dot": _in_dot,
     "convolution": _in_convolution,
     "select-and-scatter": _in_select_and_scatter,
