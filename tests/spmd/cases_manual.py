@@ -55,6 +55,17 @@ def _two_matrices(x, w):
     return tf.nn.relu(x @ w) + 1.0, x @ (w + 1.0)
 
 
+def _relu_alone(x):
+    return tf.nn.relu(x) * x
+
+
+TURNED = Mesh(("e",), (8,), (7, 6, 5, 4, 3, 2, 1, 0))
+
+
+def _numbered_and_rotated(x):
+    return rotate(x, "e") + tf.cast(device_index("e"), x.dtype)
+
+
 def _row_numbers(x):
     first = device_index("a") * 2 + tf.range(2)
     return x * tf.cast(first[:, tf.newaxis], x.dtype)
@@ -240,6 +251,27 @@ CASES = [
         splits=(ROWS,),
         reference=lambda x: 3 * x,
         collectives={"collective-permute": 1},
+    ),
+    Case(
+        "a region's own mesh is in force inside",
+        lambda x: manual_region(_numbered_and_rotated, [("e", None)], ("e", None), TURNED)(x),
+        (floats(8, 4),),
+        splits=(ROWS,),
+        reference=lambda x: tf.roll(x, -1, 0) + tf.range(8.0)[:, tf.newaxis],
+        collectives={"collective-permute": 2},  # in, and round
+        whole=True,
+    ),
+    Case(
+        "a region of one axis that has one device",
+        lambda x: manual_region(_relu_alone, [("a", "b")], ("a", "b"), Mesh.parse("a:1,b:8"), "a")(
+            x
+        ),
+        (floats(2, 8),),
+        "a:1,b:8",
+        splits=(("a", "b"),),
+        reference=_relu_alone,
+        collectives={},
+        gradient_collectives={},
     ),
     Case(
         "a region of one axis, the other one automatic",

@@ -44,7 +44,7 @@ def split(tensor: tf.Tensor, split_dimension: int, num_partitions: int) -> tf.Te
     """
     mesh = mesh_in_force("split", tensor)
     what = f"split({name_of(tensor)}, {split_dimension}, {num_partitions})"
-    shape = _static_shape(tensor, what)
+    shape = static_shape(tensor, what)
     _check_dimension(what, split_dimension, shape)
     if not isinstance(num_partitions, (int, np.integer)) or isinstance(num_partitions, bool):
         raise ShardingError(f"{what}: the number of partitions is an integer")
@@ -89,7 +89,7 @@ def shard(tensor: tf.Tensor, device_assignment: np.ndarray | Sequence) -> tf.Ten
             f"{what}={device_assignment}): the rows are not of one length, so this is no array"
         ) from None
     what = f"{what} of shape {list(devices.shape)})"
-    shape = _static_shape(tensor, what)
+    shape = static_shape(tensor, what)
     if not np.issubdtype(devices.dtype, np.integer):
         raise ShardingError(f"{what}: holds {devices.dtype}, but device numbers are integers")
     if devices.ndim not in (len(shape), len(shape) + 1):
@@ -122,15 +122,12 @@ def mesh_split(tensor: tf.Tensor, mesh: Mesh, mapping: DimsMapping) -> tf.Tensor
         ShardingError: no mesh is in force; meshes of different sizes; another rank; an unknown or
             doubly used axis; more partitions than elements.
     """
-    ambient = mesh_in_force("mesh_split", tensor)
+    mesh_in_force("mesh_split", tensor)
     what = f"mesh_split({name_of(tensor)}, {mesh}, {mapping})"
-    if not isinstance(mesh, Mesh):
-        raise ShardingError(f"{what}: the mesh is a {type(mesh).__name__}; give a sharding.Mesh")
-    if mesh.size != ambient.size:
-        raise ShardingError(
-            f"{what}: {mesh.size} devices, but the mesh in force, {ambient}, has {ambient.size}"
-        )
-    check_mapping(what, _static_shape(tensor, what), mapping, mesh)
+    if mesh is None:
+        raise ShardingError(f"{what}: the mesh is None; give a sharding.Mesh")
+    mesh = mesh_of(what, mesh)
+    check_mapping(what, static_shape(tensor, what), mapping, mesh)
     if mesh.size == 1:
         return tensor
     return tile(tensor, tile_devices(tuple(mapping), mesh), mesh)
@@ -158,12 +155,28 @@ def mesh_in_force(what: str, tensor: tf.Tensor) -> Mesh:
     Raises:
         ShardingError: there is none.
     """
-    mesh = current_mesh()
-    if mesh is None:
+    return mesh_of(f"{what}({name_of(tensor)})", None)
+
+
+def mesh_of(what: str, mesh: Mesh | None) -> Mesh:
+    """The mesh that an operation `what` is to use: the one given, or else the one in force.
+
+    Raises:
+        ShardingError: none is in force, or one of another number of devices; what is no mesh.
+    """
+    ambient = current_mesh()
+    if ambient is None:
         raise ShardingError(
-            f"{what}({name_of(tensor)}): no mesh is in force, so this annotation could not "
-            "take effect. Lower the function with an "
-            "engine, or trace it under sharding.use_mesh(mesh)"
+            f"{what}: no mesh is in force, so this annotation could not take effect. Lower the function "
+            "with an engine, or trace it under sharding.use_mesh(mesh)"
+        )
+    if mesh is None:
+        return ambient
+    if not isinstance(mesh, Mesh):
+        raise ShardingError(f"{what}: the mesh is a {type(mesh).__name__}; give a sharding.Mesh")
+    if mesh.size != ambient.size:
+        raise ShardingError(
+            f"{what}: {mesh.size} devices, but the mesh in force, {ambient}, has {ambient.size}"
         )
     return mesh
 
@@ -172,12 +185,17 @@ def tile(tensor: tf.Tensor, devices: np.ndarray, mesh: Mesh) -> tf.Tensor:
     """Annotates with tiles; the last dimension of `devices` counts the copies of each part."""
     if mesh.size == 1:
         return tensor
+    return _apply(tile_sharding(devices), tensor)
+
+
+def tile_sharding(devices: np.ndarray) -> xla_sharding.Sharding:
+    """Tiles as XLA has them; the last dimension of `devices` counts the copies of each part."""
     copies = devices.shape[-1]
-    if copies == mesh.size:
-        return _apply(xla_sharding.Sharding.replicate(), tensor)
+    if copies == devices.size:
+        return xla_sharding.Sharding.replicate()
     if copies == 1:
-        return _apply(xla_sharding.Sharding.tile(devices[..., 0]), tensor)
-    return _apply(xla_sharding.Sharding.partial_tile(devices), tensor)
+        return xla_sharding.Sharding.tile(devices[..., 0])
+    return xla_sharding.Sharding.partial_tile(devices)
 
 
 def _apply(sharding: xla_sharding.Sharding, tensor: tf.Tensor) -> tf.Tensor:
@@ -216,10 +234,12 @@ def _check_devices(what: str, devices: list[int], mesh: Mesh) -> None:
         )
 
 
-def _static_shape(tensor: tf.Tensor, what: str) -> list[int | None]:
-    if tensor.shape.rank is None:
+def static_shape(tensor: tf.Tensor, what: str) -> list[int | None]:
+    """The tensor's shape, None where a size is not known; raises ShardingError where the rank is not."""
+    shape = tf.TensorShape(np.shape(tensor) if not hasattr(tensor, "shape") else tensor.shape)
+    if shape.rank is None:
         raise ShardingError(f"{what}: the tensor's rank is not known")
-    return tensor.shape.as_list()
+    return shape.as_list()
 
 
 def name_of(tensor: tf.Tensor) -> str:

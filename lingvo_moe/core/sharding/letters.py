@@ -35,7 +35,7 @@ def dims_mapping(letters: str, split_map: SplitMap, name: str = "") -> DimsMappi
             if name
             else split_map.get(letter)
         )
-        axes = () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+        axes = axes_of(axis)
         if not axes or used & set(axes):
             out.append(None)
             continue
@@ -85,10 +85,15 @@ def check_mapping(name: str, shape: Sequence[int | None], mapping: DimsMapping, 
             )
 
 
+def axes_of(axis: Axis) -> tuple[str, ...]:
+    """A mapping's entry as a tuple of mesh axes, major first."""
+    return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+
+
 def tile_devices(mapping: DimsMapping, mesh: Mesh) -> np.ndarray:
     """Which devices hold which part: integers of rank R+1, whose shape is the number of parts of
     each dimension and the number of copies of a part."""
-    per_dim = [() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in mapping]
+    per_dim = [axes_of(a) for a in mapping]
     order = [a for axes in per_dim for a in axes]
     order += [a for a in mesh.axis_names if a not in order]
     devices = mesh.device_array().transpose([mesh.axis_names.index(a) for a in order])

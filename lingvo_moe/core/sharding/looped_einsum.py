@@ -8,9 +8,10 @@ of the left operand by the part of the right one that it holds, and passes that 
 
 import tensorflow as tf
 
+from lingvo_moe.core.sharding.annotate import mesh_of
 from lingvo_moe.core.sharding.letters import DimsMapping
 from lingvo_moe.core.sharding.manual import device_index, manual_region, rotate
-from lingvo_moe.core.sharding.mesh import Mesh, ShardingError, current_mesh
+from lingvo_moe.core.sharding.mesh import Mesh, ShardingError
 
 
 def looped_einsum(
@@ -47,13 +48,12 @@ def looped_einsum(
             letters; a dimension that does not divide evenly.
     """
     what = f"looped_einsum({equation!r}, axis={axis!r})"
-    mesh = mesh or current_mesh()
-    if mesh is None:
-        raise ShardingError(
-            f"{what}: no mesh is in force. Lower the function with an engine, or trace it under "
-            "sharding.use_mesh(mesh)"
-        )
+    mesh = mesh_of(what, mesh)
     terms = _Terms(what, equation, lhs_letter, rhs_letter)
+    if not isinstance(axis, str):
+        raise ShardingError(
+            f"{what}: slices go round along one mesh axis, and this is not its name"
+        )
     if mesh.axis_size(axis) == 1:
         return tf.einsum(equation, lhs, rhs)
     region = manual_region(

@@ -26,11 +26,22 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
-from tensorflow.python.compiler.xla.experimental import xla_sharding
 
-from lingvo_moe.core.sharding.annotate import mesh_split
-from lingvo_moe.core.sharding.letters import Axis, DimsMapping, check_mapping
-from lingvo_moe.core.sharding.mesh import Mesh, ShardingError, current_mesh
+from lingvo_moe.core.sharding.annotate import (
+    mesh_of,
+    mesh_split,
+    name_of,
+    static_shape,
+    tile_sharding,
+)
+from lingvo_moe.core.sharding.letters import (
+    Axis,
+    DimsMapping,
+    axes_of,
+    check_mapping,
+    tile_devices,
+)
+from lingvo_moe.core.sharding.mesh import Mesh, ShardingError, use_mesh
 
 
 def manual_region(
@@ -44,9 +55,11 @@ def manual_region(
 
     Args:
         fn: takes local tensors, one for each of `in_mappings`; returns a local tensor, or a tuple of
-            them. All tensors that it uses have to come in as arguments; constants it may make.
+            them. All tensors that it uses have to come in as arguments; constants it may make. `mesh`
+            is in force while it runs.
         in_mappings: for each argument the mesh axis, axes or None of each dimension.
-        out_mappings: one mapping where `fn` returns a tensor, a list of them where it returns a tuple.
+        out_mappings: one mapping where `fn` returns a tensor, a list or tuple of them where it returns
+            a tuple or list.
         mesh: of the mappings; by default the one in force.
         axis: as in `auto_to_manual`.
 
@@ -57,37 +70,25 @@ def manual_region(
         ShardingError: (when called) as `auto_to_manual` and `manual_to_auto`; another number of
             arguments or results than of mappings.
     """
-    single = _is_mapping(out_mappings)
-    outs = [out_mappings] if single else list(out_mappings)
 
     def region(*tensors: tf.Tensor) -> Any:
+        own = mesh_of("manual_region", mesh)
         if len(tensors) != len(in_mappings):
             raise ShardingError(
-                f"manual_region: {len(tensors)} tensors for {len(in_mappings)} in_mappings"
+                f"manual_region: {len(tensors)} tensors for {len(in_mappings)} in_mappings "
+                f"{in_mappings}, which is a list with one mapping for each tensor"
             )
         local = [
-            auto_to_manual(t, mapping, mesh, axis)
+            auto_to_manual(t, mapping, own, axis)
             for t, mapping in zip(tensors, in_mappings, strict=True)
         ]
-        results = fn(*local)
-        if isinstance(results, (tuple, list)) == single:
-            found = (
-                "a tensor"
-                if not single
-                else f"{len(results)} results in a {type(results).__name__}"
-            )
-            wanted = "one mapping" if single else f"a list of {len(outs)} mappings"
-            raise ShardingError(
-                f"manual_region: the function returns {found}, but out_mappings is {wanted}"
-            )
-        results = [results] if single else list(results)
-        if len(results) != len(outs):
-            raise ShardingError(
-                f"manual_region: {len(results)} results for {len(outs)} out_mappings"
-            )
+        with use_mesh(own):
+            results = fn(*local)
+        single = not isinstance(results, (tuple, list))
+        outs = [out_mappings] if single else _mappings(out_mappings, len(results))
         full = [
-            manual_to_auto(tf.convert_to_tensor(t), mapping, None, mesh, axis)
-            for t, mapping in zip(results, outs, strict=True)
+            manual_to_auto(_tensor(t), mapping, None, own, axis)
+            for t, mapping in zip([results] if single else results, outs, strict=True)
         ]
         return full[0] if single else tuple(full)
 
@@ -114,14 +115,15 @@ def auto_to_manual(
             unknown size, or one that does not divide evenly; `axis` together with others on one
             dimension.
     """
-    what = f"auto_to_manual({_name(tensor)}, {mapping})"
-    mesh = _mesh(what, mesh)
-    mapping = tuple(mapping)
-    shape = _static_shape(tensor, what)
-    check_mapping(what, shape, mapping, mesh)
+    what = f"auto_to_manual({name_of(tensor)}, {mapping})"
+    mesh = mesh_of(what, mesh)
+    shape = static_shape(tensor, what)
+    mapping = _checked(what, mapping, shape, mesh)
     if mesh.size == 1:
         return tensor
     _parts(what, shape, mapping, mesh, divide=True)
+    if axis is not None and _size(what, axis, mesh) == 1:
+        return mesh_split(tensor, mesh, mapping)
     if axis is not None:
         return _enter_axis(what, tensor, mapping, mesh, axis)
     return _enter(tensor, mapping, mesh)
@@ -147,11 +149,10 @@ def manual_to_auto(
     Raises:
         ShardingError: as `auto_to_manual`; a `full_shape` that is another one.
     """
-    what = f"manual_to_auto({_name(tensor)}, {mapping})"
-    mesh = _mesh(what, mesh)
-    mapping = tuple(mapping)
-    local = _static_shape(tensor, what)
-    check_mapping(what, [None] * len(local), mapping, mesh)
+    what = f"manual_to_auto({name_of(tensor)}, {mapping})"
+    mesh = mesh_of(what, mesh)
+    local = static_shape(tensor, what)
+    mapping = _checked(what, mapping, [None] * len(local), mesh)
     if mesh.size == 1:
         return tensor
     inside = mapping if axis is None else _only(what, mapping, mesh, axis)
@@ -167,6 +168,8 @@ def manual_to_auto(
         raise ShardingError(f"{what}: local shape {local} is not wholly known")
     if axis is None:
         return _leave(tensor, mapping, full, mesh)
+    if _size(what, axis, mesh) == 1:
+        return mesh_split(tensor, mesh, mapping)
     if inside.count(axis) != 1:
         raise ShardingError(
             f"{what}: a region of axis {axis!r} alone cannot give back copies along it; name the axis "
@@ -183,8 +186,9 @@ def device_index(axis: str, mesh: Mesh | None = None) -> tf.Tensor:
     Raises:
         ShardingError: no mesh is in force, or it has no such axis.
     """
-    mesh = _mesh(f"device_index({axis!r})", mesh)
-    size = mesh.axis_size(axis)
+    what = f"device_index({axis!r})"
+    mesh = mesh_of(what, mesh)
+    size = _size(what, axis, mesh)
     return tf.reshape(auto_to_manual(tf.range(size), (axis,), mesh), [])
 
 
@@ -202,11 +206,11 @@ def all_reduce(tensor: tf.Tensor, axis: Axis, mesh: Mesh | None = None) -> tf.Te
     Raises:
         ShardingError: no mesh is in force, or it has no such axis.
     """
-    mesh = _mesh(f"all_reduce({_name(tensor)}, {axis!r})", mesh)
-    mesh.axis_size(axis or ())
-    axes = (axis,) if isinstance(axis, str) else tuple(axis or ())
-    if mesh.size == 1 or not axes:
+    what = f"all_reduce({name_of(tensor)}, {axis!r})"
+    mesh = mesh_of(what, mesh)
+    if _size(what, axis, mesh) == 1:
         return tensor
+    axes = axes_of(axis)
     rest = (None,) * tensor.shape.rank
     kept = tuple(a for a in mesh.axis_names if a not in axes) or None
     each = manual_to_auto(tensor[tf.newaxis, tf.newaxis], (axes, kept, *rest), None, mesh)
@@ -223,8 +227,13 @@ def rotate(tensor: tf.Tensor, axis: str, mesh: Mesh | None = None, by: int = 1) 
     Raises:
         ShardingError: no mesh is in force, or it has no such axis.
     """
-    mesh = _mesh(f"rotate({_name(tensor)}, {axis!r})", mesh)
-    if mesh.axis_size(axis) == 1:
+    what = f"rotate({name_of(tensor)}, {axis!r})"
+    mesh = mesh_of(what, mesh)
+    if not isinstance(axis, str):
+        raise ShardingError(
+            f"{what}: tensors go round along one mesh axis, and this is not its name"
+        )
+    if _size(what, axis, mesh) == 1:
         return tensor
     devices = np.roll(mesh.device_array(), by, mesh.axis_names.index(axis))
     turned = Mesh(mesh.axis_names, mesh.shape, tuple(devices.flatten().tolist()))
@@ -295,7 +304,7 @@ def _enter_axis(
 
 def _only(what: str, mapping: DimsMapping, mesh: Mesh, axis: str) -> DimsMapping:
     """The mapping with all axes but one taken out."""
-    mesh.axis_size(axis)
+    _size(what, axis, mesh)
     for dim, axes in enumerate(mapping):
         if isinstance(axes, tuple) and len(axes) > 1 and axis in axes:
             raise ShardingError(
@@ -329,49 +338,52 @@ def _parts(
 
 def _unnamed(mapping: DimsMapping, mesh: Mesh) -> tuple[str, ...]:
     """The axes that hold copies and have more than one device."""
-    named = {a for axes in mapping for a in ((axes,) if isinstance(axes, str) else axes or ())}
+    named = {a for axes in mapping for a in axes_of(axes)}
     return tuple(a for a, n in zip(mesh.axis_names, mesh.shape) if a not in named and n > 1)
+
+
+def _tensor(result: Any) -> tf.Tensor:
+    try:
+        return tf.convert_to_tensor(result)
+    except (TypeError, ValueError):
+        raise ShardingError(
+            f"manual_region: the function returns a {type(result).__name__}; expected a tensor or a tuple "
+            "of tensors"
+        ) from None
+
+
+def _mappings(out_mappings: Any, count: int) -> Sequence[DimsMapping]:
+    """The mappings of several results, checked to be that."""
+    each = out_mappings if isinstance(out_mappings, (tuple, list)) else ()
+    if not each or not all(isinstance(m, (tuple, list)) for m in each):
+        raise ShardingError(
+            f"manual_region: the function returns {count} results, but out_mappings is one mapping, "
+            f"{out_mappings!r}; give a list of {count}"
+        )
+    if len(each) != count:
+        raise ShardingError(f"manual_region: {count} results for {len(each)} out_mappings")
+    return each
 
 
 def _proto(mesh: Mesh, mapping: DimsMapping) -> bytes:
     """The mapping as XLA has it, serialised."""
-    per_dim = [() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in mapping]
-    tiles = [mesh.axis_size(axes) for axes in per_dim]
-    order = [a for axes in per_dim for a in axes]
-    order += [a for a in mesh.axis_names if a not in order]
-    devices = mesh.device_array().transpose([mesh.axis_names.index(a) for a in order])
-    devices = devices.reshape([*tiles, -1])
-    if devices.shape[-1] == mesh.size:
-        sharding = xla_sharding.Sharding.replicate()
-    elif devices.shape[-1] == 1:
-        sharding = xla_sharding.Sharding.tile(devices[..., 0])
-    else:
-        sharding = xla_sharding.Sharding.partial_tile(devices)
-    return sharding.proto.SerializeToString()
+    return tile_sharding(tile_devices(mapping, mesh)).proto.SerializeToString()
 
 
-def _mesh(what: str, mesh: Mesh | None) -> Mesh:
-    mesh = mesh or current_mesh()
-    if mesh is None:
-        raise ShardingError(
-            f"{what}: no mesh is in force, so there are no parts. Lower the function with an engine, or "
-            "trace it under sharding.use_mesh(mesh)"
-        )
-    return mesh
+def _checked(
+    what: str, mapping: DimsMapping, shape: Sequence[int | None], mesh: Mesh
+) -> DimsMapping:
+    """The mapping, with no lists in it.
+
+    Raises:
+        ShardingError: it does not fit the shape or the mesh.
+    """
+    check_mapping(what, shape, mapping, mesh)
+    return tuple(tuple(a) if isinstance(a, list) else a for a in mapping)
 
 
-def _is_mapping(value: Any) -> bool:
-    """Whether this is one mapping, e.g. ('d', None) or (('a', 'b'), None), and not a list of them."""
-    return isinstance(value, tuple)
-
-
-def _static_shape(tensor: tf.Tensor, what: str) -> list[int | None]:
-    if tensor.shape.rank is None:
-        raise ShardingError(f"{what}: the tensor's rank is not known")
-    return tensor.shape.as_list()
-
-
-def _name(tensor: tf.Tensor) -> str:
-    if tf.executing_eagerly():
-        return f"tensor of shape {list(getattr(tensor, 'shape', ()))}"
-    return getattr(tensor, "name", str(tensor))
+def _size(what: str, axis: Axis, mesh: Mesh) -> int:
+    """The number of devices along a mesh axis or several; raises ShardingError for what is none."""
+    names: Any = axis if isinstance(axis, (tuple, list)) else (axis,)
+    check_mapping(what, [None], (tuple(names),), mesh)
+    return mesh.axis_size(names)

@@ -45,9 +45,11 @@ def check_regions(graph: Any, name: str, num_args: int, result_names: Sequence[s
         result_names: of the graph's outputs.
 
     Raises:
-        ShardingError: a result that is a local tensor; an operation on local and full tensors; an
-            annotation of a local tensor, or one opened twice; a full tensor closed. Names operation
-            and tensors, and the line of the model where that is known.
+        ShardingError: a result that is a local tensor; an operation on local and full tensors, or on
+            local ones of a region over all axes and of one over one axis; an annotation of a local
+            tensor, or one opened twice; a full tensor closed, or a local one otherwise than it was
+            opened; a loop in a region of one axis that collects local tensors. Names operation and
+            tensors, and the line of the model where that is known.
     """
     if not _has_regions(graph):
         return
@@ -104,6 +106,13 @@ class _Walk:
                     f"{self._name}: manual_to_auto closes {op.inputs[0].name}, which is no local tensor "
                     f"but one of full shape{_where(op)}"
                 )
+            if _local(inputs[0]) and _of_one_axis(inputs[0]) != _of_one_axis(op):
+                one, other = ("one axis", "all axes")[:: 1 if _of_one_axis(op) else -1]
+                raise ShardingError(
+                    f"{self._name}: a manual_to_auto of {one} closes {op.inputs[0].name}, a local tensor "
+                    f"of the manual region of {other} that {_opened(inputs[0])}{_where(op)}. Give both the "
+                    "same `axis`; device_index, all_reduce and rotate are for regions of all axes"
+                )
             return [inputs[0] if isinstance(inputs[0], ShardingError) else FULL]
         if op.type == _ANNOTATE:
             self._NotLocal(op, inputs[0], "be annotated: the partitioner does not cut it")
@@ -125,7 +134,22 @@ class _Walk:
             if _same(joined, kinds):
                 break
             kinds = joined
+        kinds = [
+            self._Collected(op, t, k) if _local(k) and before == NEITHER else k
+            for t, before, k in zip(op.inputs, inputs, kinds)
+        ]
         return self._Decided(op, self.Function(cond, kinds)[0], kinds)
+
+    def _Collected(self, op: Any, tensor: Any, kind: _Kind) -> _Kind:
+        """The kind of a loop's variable that begins as a constant and becomes local."""
+        if not _of_one_axis(kind):
+            return kind
+        return ShardingError(
+            f"{self._name}: {op.type} {op.name!r} begins with the constant {tensor.name} and collects "
+            f"local tensors of the manual region of one axis that {_opened(kind)}{_where(op)}; XLA cannot "
+            "do that, nor the gradients of a loop, which collect its steps. Use a region of all axes, or "
+            "have the loop outside of the region"
+        )
 
     def _Branches(self, graph: Any, op: Any, inputs: list[_Kind]) -> list[_Kind]:
         graphs = [g for attr in _BRANCHES[op.type] for g in _inner(graph, op, attr)]
@@ -153,6 +177,15 @@ class _Walk:
                 f"manual region that {_opened(local[1])}, and with its full shape, before and after the "
                 f"loop's body or in different branches{_where(op)}. Open and close the region within the "
                 "body or the branch, or hold all of the loop or the conditional inside the region"
+            )
+        another = next(
+            (t for t, k in tensors if _local(k) and _of_one_axis(k) != _of_one_axis(local[1])), None
+        )
+        if another is not None:
+            return ShardingError(
+                f"{self._name}: {op.type} {op.name!r} mixes {local[0].name} and {another.name}, local tensors "
+                f"of a manual region of all axes and of one of one axis{_where(op)}; device_index, "
+                "all_reduce and rotate are for regions of all axes"
             )
         if full is not None:
             return ShardingError(
@@ -222,6 +255,11 @@ def _local(kind: _Kind) -> bool:
     return isinstance(kind, tf_ops.Operation)
 
 
+def _of_one_axis(op: Any) -> bool:
+    """Whether an operation opens or closes a region of one axis of the mesh."""
+    return op.get_attr("dim") >= 0
+
+
 def _same(a: list[_Kind], b: list[_Kind]) -> bool:
     return list(map(_word, a)) == list(map(_word, b))
 
@@ -229,7 +267,9 @@ def _same(a: list[_Kind], b: list[_Kind]) -> bool:
 def _word(kind: _Kind) -> str:
     if isinstance(kind, str):
         return kind
-    return "local" if _local(kind) else "mixed"
+    if not _local(kind):
+        return "mixed"
+    return "local along an axis" if _of_one_axis(kind) else "local"
 
 
 def _opened(op: Any) -> str:

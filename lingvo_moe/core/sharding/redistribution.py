@@ -45,14 +45,16 @@ def redistribute(
             the tensor or its mesh; meshes of different sizes; a tensor that is annotated, but not
             as `source` says.
     """
-    ambient = annotate.mesh_in_force("redistribute", tensor)
-    shape = tensor.shape
     what = f"redistribute({annotate.name_of(tensor)}"
+    ambient = annotate.mesh_of(f"{what})", None)
+    mesh = annotate.mesh_of(f"{what})", mesh)
+    tensor = tf.convert_to_tensor(tensor)
+    shape = tensor.shape
     if not shape.is_fully_defined():
         raise ShardingError(f"{what}): the shape {shape} is not static, so no plan can be made")
     layouts = []
     for name, value in (("source", source), ("target", target)):
-        own, mapping = _layout(value, mesh or ambient)
+        own, mapping = _layout(value, mesh)
         argument = f"{what}, {name}={mapping})"
         if own.size != ambient.size:
             raise ShardingError(
@@ -60,7 +62,7 @@ def redistribute(
                 f"has {ambient.size}"
             )
         check_mapping(argument, shape.as_list(), mapping, own)
-        layouts.append((own, mapping))
+        layouts.append((own, tuple(mapping)))
     if ambient.size == 1:
         return tensor
     _check_source(f"{what}, source={layouts[0][1]})", tensor, layouts[0])
@@ -88,9 +90,9 @@ def _redistribute(tensor: tf.Tensor, source: Layout, target: Layout, ambient: Me
 
 
 def _layout(value: DimsMapping | Layout, mesh: Mesh) -> Layout:
-    if len(value) == 2 and isinstance(value[0], Mesh):
-        return value[0], tuple(value[1])
-    return mesh, tuple(value)
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], Mesh):
+        return value
+    return mesh, value
 
 
 def _check_source(what: str, tensor: tf.Tensor, source: Layout) -> None:

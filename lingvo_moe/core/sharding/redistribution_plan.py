@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lingvo_moe.core.sharding.letters import DimsMapping, check_mapping
+from lingvo_moe.core.sharding.letters import DimsMapping, axes_of, check_mapping
 from lingvo_moe.core.sharding.mesh import Mesh, ShardingError
 
 # Above this many shardings a mesh is searched by its axes, below by the prime factors of them.
@@ -102,8 +102,8 @@ def plan_redistribution(
     shape = tuple(int(n) for n in shape)
     layouts = []
     for name, (mesh, mapping) in (("source", source), ("target", target)):
-        check_mapping(f"redistribution's {name} {mapping}", shape, tuple(mapping), mesh)
-        layouts.append((mesh, tuple(_axes(a) for a in mapping)))
+        check_mapping(f"redistribution's {name} {mapping}", shape, mapping, mesh)
+        layouts.append((mesh, tuple(axes_of(a) for a in mapping)))
     if source[0].size != target[0].size:
         raise ShardingError(
             f"redistribution from mesh {source[0]} to mesh {target[0]}: they have {source[0].size} "
@@ -298,10 +298,6 @@ def _merge_slices(steps: list[Step]) -> tuple[Step, ...]:
         for step, following in itertools.zip_longest(steps, steps[1:])
         if not (step.kind == SLICE and following is not None and following.kind == SLICE)
     )
-
-
-def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _atoms(axes: dict[str, tuple[int, ...]], names: tuple[str, ...]) -> tuple[int, ...]:

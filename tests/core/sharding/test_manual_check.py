@@ -125,6 +125,53 @@ def test_wrong_use_raises(fn, message):
         _trace(fn, (8, 4))
 
 
+GRID = Mesh.parse("a:2,b:4")
+ON_A = ("a", None)
+
+
+def _on_a(body):
+    """In a region of axis a alone, b automatic."""
+    return manual_region(body, [ON_A], ON_A, GRID, "a")
+
+
+def _loop_s_gradient(x):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = _on_a(lambda x: _loop(lambda x: x * x, x))(x)
+    return tape.gradient(y, x)
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (
+            lambda x: manual_to_auto(auto_to_manual(x, ON_A, axis="a"), ON_A),
+            "a manual_to_auto of all axes closes .* of the manual region of one axis that auto_to_man",
+        ),
+        (
+            lambda x: manual_to_auto(auto_to_manual(x, ON_A), ON_A, axis="a"),
+            "a manual_to_auto of one axis closes .* of the manual region of all axes that auto_to_man",
+        ),
+        (
+            _on_a(lambda x: all_reduce(x, "a")),
+            "device_index, all_reduce and rotate are for regions of",
+        ),
+        (
+            _on_a(lambda x: x * tf.cast(device_index("a"), x.dtype)),
+            "Mul 'mul' mixes .* of a manual region of all axes and of one of one axis",
+        ),
+        (
+            _loop_s_gradient,
+            "collects local tensors of the manual region of one axis .* XLA cannot do",
+        ),
+    ],
+)
+def test_a_region_of_one_axis_is_not_one_of_all(fn, message):
+    """Each would end the process in XLA."""
+    with pytest.raises(ShardingError, match=message):
+        _trace(fn, (8, 4), mesh=GRID)
+
+
 def test_lowering_raises_before_xla_sees_it():
     with pytest.raises(ShardingError, match=r"_left_open: result\[1\] is a local tensor"):
         lower(_left_open, [TensorSpec((8, 4), "float32")], MESH)
@@ -201,12 +248,44 @@ def test_time_grows_with_the_number_of_operations():
         (
             lambda x: manual_region(lambda a: (a, a), [ROWS], ROWS)(x),
             (8, 4),
-            "returns 2 results in a tuple, but out_mappings is one mapping",
+            r"returns 2 results, but out_mappings is one mapping, \('d', None\); give a list of 2$",
         ),
         (
             lambda x: manual_region(lambda a: (a, a), [ROWS], [ROWS])(x),
             (8, 4),
             "2 results for 1 out_mappings",
+        ),
+        (
+            lambda x: manual_region(lambda a: {"a": a}, [ROWS], ROWS)(x),
+            (8, 4),
+            "manual_region: the function returns a dict; expected a tensor",
+        ),
+        (
+            lambda x: auto_to_manual(x, None),
+            (8, 4),
+            r"auto_to_manual\(args_0:0, None\): None is no mapp",
+        ),
+        (lambda x: auto_to_manual(x, "d"), (8,), "'d' is no mapping"),
+        (
+            lambda x: auto_to_manual(x, MESH, ROWS),
+            (8, 4),
+            "the mesh is a tuple; give a sharding.Mesh",
+        ),
+        (
+            lambda x: auto_to_manual(x, ROWS, Mesh.parse("d:1")),
+            (8, 4),
+            r"auto_to_manual\(args_0:0, .*: 1 devices, but the mesh in force, d:8, has 8",
+        ),
+        (
+            lambda x: all_reduce(auto_to_manual(x, ROWS), 0),
+            (8, 4),
+            r"all_reduce\(IdentityN:0, 0\): 0, .* is no mesh axis",
+        ),
+        (lambda x: device_index("e"), (8, 4), r"device_index\('e'\): mesh d:8 has no axis 'e'"),
+        (
+            lambda x: rotate(auto_to_manual(x, ROWS), ("d",)),
+            (8, 4),
+            r"rotate\(IdentityN:0, \('d',\)\): tensors go round along one mesh axis",
         ),
     ],
 )
