@@ -9,7 +9,7 @@ import cases_pooling
 import cases_uneven_indexing as indexing
 import pytest
 import tensorflow as tf
-from cases_halo import YX, case, conv, over
+from cases_halo import YX, case, conv, depthwise, over
 from random_einsum import Group
 from spmd_case import Case, check, floats, ints
 from test_fuzz import KNOWN
@@ -126,7 +126,18 @@ IN_COPIES = Case(
 )
 
 
-@pytest.mark.parametrize("case", [KERNEL_GRADIENT, FORWARD, IN_COPIES], ids=str)
+DEPTHWISE = case(
+    "depthwise_batch_beside_an_idle_axis",
+    (4, 6, 4, 4),
+    (3, 3, 4, 1),
+    depthwise(over(YX, "x", None, None, None)),
+    None,
+    None,
+    mesh=YX,
+)
+
+
+@pytest.mark.parametrize("case", [KERNEL_GRADIENT, FORWARD, IN_COPIES, DEPTHWISE], ids=str)
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason="XLA's partitioner")
 def test_further_wrong_numbers(case):
     check(case)
@@ -136,6 +147,8 @@ def test_further_wrong_numbers_are_told():
     assert _told(_forward(KERNEL_GRADIENT)) == []
     assert (kf.COPIES, "Conv2DBackpropFilter") in _told(_gradient(KERNEL_GRADIENT))
     assert _told(_forward(FORWARD)) == [(kf.COPIES, "Conv2D")]
+    assert _told(_forward(DEPTHWISE)) == []
+    assert _told(_gradient(DEPTHWISE)) == [(kf.COPIES, "DepthwiseConv2dNativeBackpropFilter")]
     assert _told(_forward(IN_COPIES)) == [(kf.SCATTER, "UnsortedSegmentSum")]
 
 

@@ -1,14 +1,14 @@
 """Which scatters XLA's SPMD partitioner (that of jaxlib 0.10.2) gets wrong: unevenly cut updates.
 
-The last part of such updates has padding. Where the indices are not cut as the updates are, over all
-devices, they are sent to be so and padded with zeros, and the updates' padding is not masked: it lands
-in row 0. That does no harm where it is added and is zero, as it is in what has just been cut.
+The last part of such updates has padding. Where the indices are not cut over all devices, they are
+padded with zeros, and the updates' padding is not masked: it lands in row 0. That does no harm where it
+is added and is zero, as it is in what has just been cut.
 """
 
 import math
 from collections.abc import Callable, Sequence
 
-from lingvo_moe.core.planner.faults_of_products import parts, places
+from lingvo_moe.core.planner.faults_of_products import parts
 from lingvo_moe.core.planner.hlo import Computation, Instruction
 from lingvo_moe.core.planner.hlo_attributes import dims_list
 from lingvo_moe.core.planner.hlo_sharding import TensorSharding
@@ -47,8 +47,7 @@ def padded_dim(
     cut = [d for d, n in zip(outer, parts(of_updates, outer)) if shape[d] % n]
     if not cut or (target.is_cut and _is_sent(target, of_updates, scatter)):
         return None
-    over_all = of_indices.is_cut and of_updates.copies == of_indices.copies == 1
-    if over_all and places(of_indices, index_dims) == places(of_updates, outer):
+    if of_indices.copies == 1 and math.prod(parts(of_indices, index_dims)) > 1:
         return None
     return cut[0]
 

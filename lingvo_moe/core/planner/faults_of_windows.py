@@ -39,7 +39,7 @@ class Convolution:
         self._is_plain = "rhs_reversal" not in instruction.attributes and all(
             w.lhs_dilate == 1 for w in self._windows
         )
-        self._is_grouped = any(
+        self._has_feature_groups, self._has_batch_groups = (
             instruction.attribute(f"{what}_group_count") not in ("", "1")
             for what in ("feature", "batch")
         )
@@ -77,14 +77,27 @@ class Convolution:
         devices, also where several hold the same part.
 
         Where the summed features (the batch, in a gradient) are cut in both operands too, devices are
-        grouped by them first; then only if no other dimension of the operands is cut.
+        grouped by them first; then only if no other dimension of the operands is cut. In groups, as
+        those of a depthwise convolution's gradient, it is so also where the batch alone is cut.
         """
-        if not self._is_plain or self._cut.copies == 1 or not self._exchanges():
+        if not self._is_plain or self._cut.copies == 1:
             return False
-        lhs, rhs = (parts(s, [d])[0] for s, d in zip((self._lhs, self._rhs), self._summed))
-        own = [parts(s, [d])[0] for s, d in zip((self._lhs, self._rhs), self._own)]
-        if lhs > 1 and rhs > 1 and not self._is_grouped:
-            alike = self._lhs.copies == self._rhs.copies and lhs == rhs and max(own) == 1
+        shardings = (self._lhs, self._rhs)
+        summed = [parts(s, [d])[0] for s, d in zip(shardings, self._summed)]
+        own = [parts(s, [d])[0] for s, d in zip(shardings, self._own)]
+        if self._has_feature_groups or self._has_batch_groups:
+            if own[self._reference] > 1:
+                return False
+            if self._has_feature_groups:
+                per_group = self._operands[1].arrays[0].dims[self._summed[1]]
+                return per_group == 1 == summed[self._reference] and self._exchanges()
+            return self._exchanges() if self._cut_windows() else min(summed) > 1
+        if not self._exchanges():
+            return False
+        if min(summed) > 1:
+            alike = (
+                self._lhs.copies == self._rhs.copies and summed[0] == summed[1] and max(own) == 1
+            )
             return alike and parts(self._lhs, self._left) == parts(self._rhs, self._right)
         return own[self._reference] == 1
 
@@ -118,7 +131,7 @@ class Convolution:
 
         Padding "SAME" and "VALID" have no such window. That this is all is only known from trials.
         """
-        if not self._is_plain or self._is_grouped:
+        if not self._is_plain or self._has_feature_groups or self._has_batch_groups:
             return False
         for i in self._cut_windows():
             w, count = self._windows[i], parts(self._lhs, [self._left[i]])[0]

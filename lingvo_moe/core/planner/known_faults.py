@@ -8,10 +8,11 @@ They are told by the module after sharding propagation and before partitioning: 
 has its sharding. The conditions were found by trial against one device and are narrow: what is named is
 wrong, but a program without a fault of these kinds need not be right. Not sharp are
 
-- a dot's ADDING_UP and ROWS: other orders of devices than these are wrong too, in ways that depend on
-  sizes;
+- SCATTER: updates that are cut otherwise than the target is within a window are left out;
+- COPIES and POOLING: windows that reach far beyond a neighbouring part are left out;
+- PADDED_WINDOWS: only where the windows of a part go over exactly two parts of the image;
 - SUMS: only of a result that is whole; some that are cut are wrong;
-- PADDED_WINDOWS and POOLING: only windows that are not larger than a part, or reach its neighbour.
+- ADDING_UP and ROWS: other orders of devices than these are wrong too, depending on sizes.
 """
 
 import dataclasses
@@ -41,7 +42,7 @@ ROWS = "product of differently ordered rows"
 _TEXTS = {
     SCATTER: (
         "the updates are cut unevenly along dimension {dim} ({size} in {count} parts), and their "
-        "padding lands in row 0, since the indices are not cut alike over all devices",
+        "padding lands in row 0, since the indices are not cut over all devices",
         "cut the indices as the updates are cut, over all devices, or pad the updates to a multiple "
         "of the parts, with indices of -1",
     ),
