@@ -15,6 +15,7 @@
 | `replicate`, `split`, `shard`, `mesh_split` | how a tensor is cut | 3.2, A.3 |
 | `redistribute` | from one way of cutting to another, by the cheapest collectives | |
 | `auto_to_manual`, `manual_to_auto`, `manual_region` | code for one device's share of each tensor | 3.2 |
+| `device_index`, `all_reduce`, `rotate` | inside of such code: who one is, sums, a neighbour's tensor | |
 | `looped_einsum` | two large operands, neither of them ever gathered | 3.3.2, figure 4c |
 | `shard(fn, ...)`, `shard_function` | a function called from eager code as one program | |
 | `explain`, `get_sharding` | what the partitioner made of a program | |
@@ -22,16 +23,22 @@
 The engine is imported by the calls that need it, not by this module.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import tensorflow as tf
 
 from lingvo_moe.core.sharding.annotate import mesh_split, replicate, split
 from lingvo_moe.core.sharding.annotate import shard as _shard_tensor
 from lingvo_moe.core.sharding.looped_einsum import looped_einsum
-from lingvo_moe.core.sharding.manual import auto_to_manual, manual_region, manual_to_auto
+from lingvo_moe.core.sharding.manual import (
+    all_reduce,
+    auto_to_manual,
+    device_index,
+    manual_region,
+    manual_to_auto,
+    rotate,
+)
 from lingvo_moe.core.sharding.mesh import Mesh, ShardingError, current_mesh, use_mesh
 from lingvo_moe.core.sharding.redistribution import plan_redistribution, redistribute
 
@@ -41,8 +48,10 @@ if TYPE_CHECKING:
 __all__ = [
     "Mesh",
     "ShardingError",
+    "all_reduce",
     "auto_to_manual",
     "current_mesh",
+    "device_index",
     "explain",
     "get_sharding",
     "looped_einsum",
@@ -52,6 +61,7 @@ __all__ = [
     "plan_redistribution",
     "redistribute",
     "replicate",
+    "rotate",
     "shard",
     "shard_function",
     "split",
@@ -73,7 +83,7 @@ def shard(
     """
     if callable(tensor_or_function):
         return shard_function(tensor_or_function, *args, **kwargs)
-    return _shard_tensor(tensor_or_function, *_assignment(*args, **kwargs))
+    return _shard_tensor(tensor_or_function, *args, **kwargs)
 
 
 def shard_function(fn: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +106,3 @@ def get_sharding(program: Any, tensor_name: str) -> Any:
     from lingvo_moe.explaining import get_sharding
 
     return get_sharding(program, tensor_name)
-
-
-def _assignment(device_assignment: np.ndarray | Sequence) -> tuple[Any]:
-    return (device_assignment,)

@@ -55,7 +55,7 @@ class EinsumDispatcher(Dispatcher):
 
     def Combine(self, routing: Routing, expert_outputs_EGCM: tf.Tensor) -> tf.Tensor:
         """See `Dispatcher`; in the type of the expert outputs."""
-        groups, size, _ = _shape(routing.gate)
+        groups, size, _ = shape_of(routing.gate)
         if room_for_all(routing):
             routing = per_token(routing)
         outputs_EGCM = self.Shard(expert_outputs_EGCM, "EGCM")
@@ -75,7 +75,7 @@ class EinsumDispatcher(Dispatcher):
         for rank in range(slot_GSk.shape[-1]):
             hot_GSX = tf.one_hot(slot_GSk[:, :, rank], num_slots, dtype=dtype)
             mask_GSX += hot_GSX * values_GSk[:, :, rank, tf.newaxis]
-        groups, size, _ = _shape(slot_GSk)
+        groups, size, _ = shape_of(slot_GSk)
         shape = [groups, size, routing.num_experts, routing.capacity]
         return self.Shard(tf.reshape(mask_GSX, shape), "GSEC")
 
@@ -85,7 +85,7 @@ class EinsumDispatcher(Dispatcher):
         return 2 * G * S * E * C * M if C < S else 2 * G * S * E * M
 
 
-def _shape(x: tf.Tensor) -> list:
+def shape_of(x: tf.Tensor) -> list:
     """The shape, static where it is known: a served program may leave the batch open."""
     return [tf.shape(x)[i] if n is None else n for i, n in enumerate(x.shape)]
 

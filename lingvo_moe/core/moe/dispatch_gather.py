@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
-from lingvo_moe.core.moe.dispatch import Dispatcher, per_token, room_for_all
+from lingvo_moe.core.moe.dispatch import Dispatcher, per_token, room_for_all, shape_of
 from lingvo_moe.core.moe.routers.base import Routing
 from lingvo_moe.core.sharding import Axis, DimsMapping, ShardingError, dims_mapping
 from lingvo_moe.core.sharding.manual import manual_region
@@ -44,7 +44,7 @@ class GatherDispatcher(Dispatcher):
         def gather(x_gSM: tf.Tensor, *choices_gSk: tf.Tensor) -> tf.Tensor:
             places = _places(experts * capacity, capacity, *choices_gSk)
             slots_gXM = _to_slots(x_gSM, places)
-            groups, _, dim = _shape(slots_gXM)
+            groups, _, dim = shape_of(slots_gXM)
             return tf.reshape(slots_gXM, [groups, experts, capacity, dim])
 
         group, model = self._Axes()
@@ -58,7 +58,7 @@ class GatherDispatcher(Dispatcher):
 
     def Combine(self, routing: Routing, expert_outputs_EGCM: tf.Tensor) -> tf.Tensor:
         """See `Dispatcher`; in the type of the expert outputs. Raises as Dispatch."""
-        groups, size, _ = _shape(routing.gate)
+        groups, size, _ = shape_of(routing.gate)
         if room_for_all(routing):
             routing = per_token(routing)
         experts, capacity = _slots(routing)
@@ -67,7 +67,7 @@ class GatherDispatcher(Dispatcher):
             slots_gECM: tf.Tensor, gate_gSk: tf.Tensor, *choices_gSk: tf.Tensor
         ) -> tf.Tensor:
             places = _places(experts * capacity, capacity, *choices_gSk)
-            local, _, _, dim = _shape(slots_gECM)
+            local, _, _, dim = shape_of(slots_gECM)
             slots_gXM = tf.reshape(slots_gECM, [local, experts * capacity, dim])
             gate_gSk = tf.cast(gate_gSk, slots_gXM.dtype)
             rows = [
@@ -134,7 +134,7 @@ def _places(
 ) -> _Places:
     slot_gSk = expert_index_gSk * capacity + position_gSk
     slot_gSk = tf.where(kept_gSk > 0, slot_gSk, -1)
-    groups, size, ranks = _shape(slot_gSk)
+    groups, size, ranks = shape_of(slot_gSk)
     # A slot more for each group takes all that are not kept.
     target_gSk = tf.where(slot_gSk < 0, num_slots, slot_gSk)
     target_gSk += (num_slots + 1) * tf.range(groups)[:, tf.newaxis, tf.newaxis]
@@ -182,8 +182,3 @@ def _rows(x_gNM: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
     """Rows of each group by index, [g, ..., M]; zeros where that is negative."""
     rows = tf.gather(x_gNM, tf.maximum(index, 0), batch_dims=1)
     return tf.where(index[..., tf.newaxis] >= 0, rows, tf.zeros([], rows.dtype))
-
-
-def _shape(x: tf.Tensor) -> list:
-    """The shape, static where it is known: a served program may leave the batch open."""
-    return [tf.shape(x)[i] if n is None else n for i, n in enumerate(x.shape)]

@@ -26,8 +26,8 @@ def looped_einsum(
     """`tf.einsum(equation, lhs, rhs)`, both operands cut over `axis`, neither ever whole on a device.
 
     With n devices along the axis a device holds 1/n of each operand and two slices of the right one in
-    flight, and 1/n of the result; n - 1 times 1/n of the right operand crosses each link, as in a
-    gathering of it. The gradients are a loop of the same kind: one slice of the right operand and one
+    flight, and 1/n of the result; n times 1/n of the right operand crosses each link, once more than in
+    a gathering of it. The gradients are a loop of the same kind: one slice of the right operand and one
     of its gradient go round.
 
     Args:
@@ -44,7 +44,7 @@ def looped_einsum(
         The result, cut along `lhs_letter` over the axis, whole along `rhs_letter`.
 
     Raises:
-        ShardingError: no mesh is in force, or no such axis; an equation of another form; no such
+        ShardingError: no mesh is in force, or no such axis, or more than one; an equation of another form; no such
             letters; a dimension that does not divide evenly.
     """
     what = f"looped_einsum({equation!r}, axis={axis!r})"
