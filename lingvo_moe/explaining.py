@@ -56,6 +56,8 @@ def explain(
     if isinstance(program, Program):
         if arg_specs is not None or mesh is not None:
             raise ExplainError("explain: arg_specs and mesh are of a function, not of a program")
+    elif not callable(program):
+        raise ExplainError(f"explain: {program!r} is neither a program nor a function")
     else:
         program = _lowered(program, arg_specs, mesh)
     if program.mesh.size == 1:
@@ -99,6 +101,12 @@ def _lowered(fn: Callable[..., Any], arg_specs: Sequence[Any] | None, mesh: Mesh
         missing = "arg_specs" if arg_specs is None else "a mesh"
         raise ExplainError(
             f"explain: {getattr(fn, '__name__', fn)} is a function, and it takes {missing} to lower it"
+        )
+    if not isinstance(arg_specs, (list, tuple)) or not isinstance(mesh, Mesh):
+        found = mesh if isinstance(arg_specs, (list, tuple)) else arg_specs
+        raise ExplainError(
+            "explain: arg_specs is a list with a tree of specs for each argument, and mesh a "
+            f"sharding.Mesh, e.g. Mesh.parse('data:8'); got {found!r}"
         )
     from lingvo_moe.core.engine.lowering import lower  # the door to TensorFlow
 

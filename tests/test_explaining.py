@@ -354,6 +354,9 @@ def test_explaining_leaves_a_program_as_it_was():
             lambda: explain(lower(lambda x: x, [_spec(4)], MESH), [_spec(4)]),
             "arg_specs and mesh are of a function",
         ),
+        (lambda: explain("step.program"), "'step.program' is neither a program nor a function"),
+        (lambda: explain(moe, MOE_SPECS[0], MESH), "arg_specs is a list .* got .*TensorSpec"),
+        (lambda: explain(moe, MOE_SPECS, "d:8"), "mesh a sharding.Mesh, .* got 'd:8'"),
     ],
 )
 def test_what_cannot_be_explained(call, message):

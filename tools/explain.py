@@ -50,6 +50,8 @@ def main(argv: list[str] | None = None) -> int:
         for name in ("mesh", "num_devices", "model_params_override"):
             if getattr(args, name):
                 parser.error(f"--{name} was fixed when the program was made; use it with --model")
+    if args.html and args.json and os.path.realpath(args.html) == os.path.realpath(args.json):
+        parser.error(f"--html and --json are both {args.html}; name two files")
     _cli.check_at_least(parser, args, num_devices=2)
     try:
         return run(args)

@@ -104,6 +104,7 @@ def check(case: Case) -> None:
     want = run_single(reference, case.args, mesh, jit_compile=case.jit_reference)
     got, found = run_sharded(case.fn, case.args, mesh, splits=case.splits, results=results)
     assert_close(f"{case.name}: value", got, want, VALUE_TOLERANCE)
+    _assert_cut(case, mesh, found.hlo)
     if case.collectives is not None:
         assert count_inner(found.hlo) == dict(case.collectives), f"{case.name}: forward"
     if case.inspect is not None:
@@ -143,6 +144,19 @@ def assert_close(what: str, got: Any, want: Any, tolerance: float) -> None:
         scale = max(float(np.max(np.abs(w), initial=0.0)), 1e-3)
         worst = float(np.max(np.abs(g - w), initial=0.0))
         assert worst <= tolerance * scale, f"{what}[{i}]: off by {worst} of {scale}"
+
+
+def _assert_cut(case: Case, mesh: Mesh, hlo: str) -> None:
+    """That the case is about partitioning: of a program whose annotations came to nothing the values would
+    be right too, and nothing sent. In one that is cut, arguments come in parts or a device asks which
+    part is its own, if only backward. And only where results are wanted whole are any gathered."""
+    comes_cut = any(
+        mesh.axis_size(axis) > 1 for split in case.splits or () for axis in split or () if axis
+    )
+    is_cut = comes_cut or "partition-id(" in hlo or case.gradient_collectives
+    assert is_cut, f"{case.name}: nothing is cut"
+    if not case.whole:
+        assert len(_inner(hlo)) == len(parse_collectives(hlo)), f"{case.name}: gathers results"
 
 
 def count_inner(hlo: str) -> dict[str, int]:

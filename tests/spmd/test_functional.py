@@ -244,6 +244,14 @@ def test_programs_are_kept_by_signature_and_forgotten_in_turn():
     assert double.NumPrograms() == 2
 
 
+def test_a_number_that_is_equal_to_another_but_not_the_same():
+    scaled = shard_function(lambda x, n: x * n, mesh=MESH)
+    x = tf.ones([2])
+    assert not np.signbit(scaled(x, 0.0)).any() and np.signbit(scaled(x, -0.0)).all()
+    assert np.isnan(scaled(x, float("nan"))).all() and np.isnan(scaled(x, float("nan"))).all()
+    assert scaled.NumPrograms() == 3
+
+
 def test_what_a_program_keeps_is_no_tensor_of_a_call():
     double = shard_function(lambda x: x * 2.0, mesh=MESH)
     x = tf.constant(floats(64, 64))
@@ -356,6 +364,8 @@ def test_wrong_trees_and_uneven_parts():
         (lambda x: [], (tf.ones([2]),), LoweringError, "returns no tensor"),
         (lambda x: x[x > 0.0], (tf.ones([2]),), LoweringError, r"result.* has shape \(None,\)"),
         (lambda x: x, (), TypeError, "missing a required argument: 'x'"),
+        (lambda x: x, (tf.constant(["a"]),), LoweringError, "argument x is of dtype string"),
+        (lambda x: "a", (tf.ones([2]),), LoweringError, "result is of dtype string"),
     ],
 )
 def test_what_cannot_be_a_program(fn, args, error, match):
@@ -372,6 +382,20 @@ def test_a_watched_tensor_that_is_not_an_argument_would_get_no_gradient():
         with pytest.raises(
             ShardingError, match=r"tensor of shape \(8, 16\) that a GradientTape watches"
         ):
+            sharded(x)
+
+
+def test_jacobians_from_eager_code_only_and_no_forward_mode():
+    sharded, x = shard_function(tf.sin, mesh=MESH), tf.constant(floats(4))
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        y = sharded(x)
+    with pytest.raises(Exception, match=r"inside a tf.function.*experimental_use_pfor=False"):
+        tape.jacobian(y, x)
+    found = tape.jacobian(y, x, experimental_use_pfor=False)
+    np.testing.assert_allclose(found, np.diag(np.cos(x)), rtol=1e-5)
+    with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)):
+        with pytest.raises(ShardingError, match="sin: a ForwardAccumulator watches"):
             sharded(x)
 
 

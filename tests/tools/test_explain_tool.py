@@ -72,6 +72,7 @@ def test_an_experiment(capsys, tmp_path):
     [
         ([], "give either --model or --program"),
         (["--model=mt.M4Tiny", "--program=x"], "give either --model or --program"),
+        (["--program=x", "--html=e", "--json=./e"], "--html and --json are both e; name two files"),
         (["--program=x", "--mesh=expert:8"], "--mesh was fixed when the program was made"),
         (["--model=mt.M4Tiny", "--mesh=expert:4", "--num_devices=4"], "leave out --num_devices"),
         (["--model=mt.M4Tiny", "--num_devices=1"], "--num_devices=1: must be at least 2"),

@@ -140,6 +140,8 @@ class ShardedFunction:
                     f"{self._name}: argument {path} is a {type(leaf).__name__}; arguments are dense "
                     "tensors, variables, arrays, Python numbers and strings, and trees of them"
                 )
+            if not isinstance(leaf, _STATIC):
+                _check_numbers(self._name, f"argument {path}", leaf.dtype)
         return dict(bound.arguments)
 
     def _Bound(self, arguments: dict[str, Any]) -> "_Bound":
@@ -298,7 +300,8 @@ def _shape(leaf: Any) -> tuple[int, ...]:
 
 def _kind(path: str, leaf: Any) -> Any:
     if isinstance(leaf, _STATIC):
-        return path, type(leaf), leaf
+        # As text: 0.0 equals -0.0, and NaN not even itself.
+        return path, type(leaf), repr(leaf)
     return path, tuple(leaf.shape), dtype_name(leaf.dtype)
 
 
@@ -309,7 +312,16 @@ def _types(arguments: Mapping[str, Any]) -> str:
 def _result(name: str, path: str, leaf: Any) -> tf.Tensor:
     if leaf is None:
         raise LoweringError(f"{name}: {path} is None; a program's results are tensors")
-    return tf.convert_to_tensor(leaf)
+    tensor = tf.convert_to_tensor(leaf)
+    _check_numbers(name, path, tensor.dtype)
+    return tensor
+
+
+def _check_numbers(name: str, path: str, dtype: Any) -> None:
+    kind = np.dtype(dtype.as_numpy_dtype if isinstance(dtype, tf.DType) else dtype)
+    if kind.kind in "OSUMm":
+        what = dtype.name if isinstance(dtype, tf.DType) else kind.name
+        raise LoweringError(f"{name}: {path} is of dtype {what}; a program's tensors are numbers")
 
 
 def _identifiers(paths: Sequence[str]) -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import record
+from tensorflow.python.eager import forwardprop_util, record
 
 from lingvo_moe.core.engine.pjrt import CompiledProgram, PjrtEngine
 from lingvo_moe.core.engine.program import Program
@@ -71,6 +71,11 @@ class Operation:
             raise ShardingError(
                 f"{self.name}: uses a tensor of shape {watched[0].shape} that a GradientTape watches "
                 "but that is not among its arguments, so no gradient could reach it; pass it as one"
+            )
+        if forwardprop_util.pack_tangents(list(tensors)).tangents:
+            raise ShardingError(
+                f"{self.name}: a ForwardAccumulator watches an argument; gradients here are backward "
+                "ones, of a GradientTape"
             )
         # What no tape watches, as a batch of data, needs no gradient computed.
         wanted = tuple(i for i, x in enumerate(tensors) if record.should_record_backprop([x]))
@@ -177,6 +182,12 @@ class Operation:
         on_devices: Sequence[Any],
         cotangents: Sequence[Any],
     ) -> list[tf.Tensor | None]:
+        if not tf.executing_eagerly():
+            raise ShardingError(
+                f"{self.name}: its gradient was asked for inside a tf.function, but it is a program of "
+                "its own, run from eager code. For tape.jacobian give experimental_use_pfor=False, and "
+                "the tape persistent=True"
+            )
         present = [i for i, r in enumerate(self.results) if r is not None]
         by_result = dict(zip(present, cotangents, strict=True))
         chosen = self._Differentiable()
