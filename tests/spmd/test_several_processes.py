@@ -117,11 +117,11 @@ def test_a_failing_case_is_named(monkeypatch, capsys):
     import numpy as np
     from spmd_case import Case
 
-    from lingvo_moe.core.sharding import replicate
+    from lingvo_moe.core.sharding import split
 
     x = np.ones((8,), np.float32)
-    wrong = Case("wrong", lambda x: replicate(x), [x], reference=lambda x: x + 1.0)
-    fine = Case("fine", lambda x: replicate(x), [x])
+    wrong = Case("wrong", lambda x: split(x, 0, 8), [x], reference=lambda x: x + 1.0)
+    fine = Case("fine", lambda x: split(x, 0, 8), [x])
     monkeypatch.setattr(sys.modules[__name__], "chosen", lambda: {"wrong": wrong, "fine": fine})
     work(["wrong", "fine"])
     _, first, second = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
