@@ -20,6 +20,8 @@ from spmd_case import check, floats
 from lingvo_moe.core.engine.collectives import parse_collectives
 from lingvo_moe.core.engine.specs import numpy_dtype
 from lingvo_moe.core.engine.testing import run_sharded
+from lingvo_moe.core.planner.costs import collective_use
+from lingvo_moe.core.planner.hlo import parse_module
 from lingvo_moe.core.sharding import Mesh, mesh_split, use_mesh
 from lingvo_moe.core.sharding.letters import tile_devices
 from lingvo_moe.core.sharding.redistribution import redistribute
@@ -155,6 +157,35 @@ def test_the_gradient_of_the_gradient_comes_back_too():
     x = floats(8, 8)
     got, _ = run_sharded(second, [x], MESH, results=None)
     np.testing.assert_allclose(got, 6 * x, rtol=1e-5)
+
+
+def _jump_bytes(shape, source, target):
+    """What a device receives where two annotations behind each other leave the way to the partitioner."""
+
+    def jump(x):
+        return 3.0 * mesh_split(mesh_split(2.0 * x, MESH, source), MESH, target)
+
+    _, collectives = run_sharded(jump, [floats(*shape)], MESH, results=None)
+    received = 0
+    for body in parse_module(collectives.hlo).computations.values():
+        for instruction in body.instructions:
+            use = collective_use(instruction, body)
+            if use is None or instruction.op_name.endswith("call_exported"):
+                continue
+            kept = 0 if use.kind == "collective-permute" else use.bytes // use.participants
+            received += use.bytes - kept
+    return received
+
+
+def test_of_all_pairs_the_plan_never_receives_more_than_the_partitioner_s_own_way():
+    """The numbers of docs/sharding.md."""
+    less = 0
+    for source, target in itertools.product(_mappings(MESH, 2), repeat=2):
+        plan = plan_redistribution((16, 16), 4, (MESH, source), (MESH, target))
+        own = _jump_bytes((16, 16), source, target)
+        assert total_bytes(plan) <= own, (source, target)
+        less += total_bytes(plan) < own
+    assert less == 28
 
 
 def test_what_the_partitioner_does_in_one_jump_is_never_less():
