@@ -5,7 +5,8 @@
     print(explanation.Sharding("ffn/einsum"))
 
 The program is compiled for the devices of this process, or ahead of time for a TPU slice, and not
-run. What is said is what XLA's sharding propagation and its SPMD partitioner did.
+run. What is said is what XLA's sharding propagation and its SPMD partitioner did. Operations that the
+partitioner is known to compute wrongly are named first; `explanation.Check()` raises for them.
 """
 
 import re
@@ -15,8 +16,14 @@ from typing import Any
 from lingvo_moe.core.engine.collectives import count_collectives
 from lingvo_moe.core.engine.program import Program
 from lingvo_moe.core.engine.specs import AUTO
-from lingvo_moe.core.planner import spmd
-from lingvo_moe.core.planner.explanation import Exchange, Explanation, Line, ShardedTensor
+from lingvo_moe.core.planner import known_faults, spmd
+from lingvo_moe.core.planner.explanation import (
+    Exchange,
+    Explanation,
+    Line,
+    ShardedTensor,
+    WrongNumbers,
+)
 from lingvo_moe.core.planner.hlo import parse_module
 from lingvo_moe.core.sharding import Mesh, current_mesh
 from lingvo_moe.core.suggest import did_you_mean
@@ -68,9 +75,11 @@ def explain(
     from lingvo_moe.core.engine.partitioning import partition  # the door to JAX
 
     made = partition(program, topology=topology)
-    before = spmd.Propagated(parse_module(made.before))
-    after = parse_module(made.after)
+    module = parse_module(made.before)
+    before, after = spmd.Propagated(module), parse_module(made.after)
     names = _Names(program, before)
+    # The TPU compiler brings a partitioner of its own.
+    faults = [] if topology else known_faults.known_faults(module)
     annotations = before.Annotations()
     return Explanation(
         name=program.name,
@@ -78,6 +87,7 @@ def explain(
         tensors=[names.Tensor(a.tensor, names.Annotated(a)) for a in annotations],
         exchanges=[names.Exchange(c) for c in spmd.communications(before, after)],
         compiled=count_collectives(made.final),
+        wrong=[WrongNumbers(fault, names.Line(fault.op)) for fault in faults],
         find=names.Find,
     )
 

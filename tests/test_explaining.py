@@ -19,7 +19,7 @@ from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.engine.program import Program
 from lingvo_moe.core.engine.specs import AUTO, TensorSpec
 from lingvo_moe.core.planner import spmd
-from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.explaining import ExplainError, explain, get_sharding
 
 MESH = Mesh.parse("expert:8")
@@ -396,3 +396,29 @@ def test_the_page_stands_alone_and_shows_lines(forward):
     # A card for each annotated tensor and two drawings a reshard, of eight parts each.
     assert page.count("<svg class='shards'") == 3 + 2 * 2
     assert page.count("<g><title>") == 8 * (3 + 2 * 2)
+
+
+def test_what_the_partitioner_gets_wrong_is_named_with_its_line():
+    grid = Mesh.parse("data:2,model:4")
+
+    def rows(x, y):
+        x, y = (sharding.mesh_split(t, grid, ("data", "model")) for t in (x, y))
+        return sharding.mesh_split(tf.einsum("fa,fa->f", x, y), grid, ("model",))  # wrong
+
+    def rows_by_way_of_data(x, y):
+        x, y = (sharding.mesh_split(t, grid, ("data", "model")) for t in (x, y))
+        sums = sharding.mesh_split(tf.einsum("fa,fa->f", x, y), grid, ("data",))
+        return sharding.mesh_split(sums + 1.0, grid, ("model",))
+
+    specs = [TensorSpec((16, 16), "float32")] * 2
+    explanation = explain(rows, specs, grid)
+    (found,) = explanation.wrong
+    assert found.line.text.endswith("# wrong")
+    assert "WRONG NUMBERS" in str(explanation) and str(found) in str(explanation)
+    assert "Wrong numbers" in explanation.ToHtml()
+    assert explanation.ToJson()["wrong"][0]["line"] == found.line.place
+    with pytest.raises(ShardingError, match=r"'rows'.*wrong numbers for 1 operation.*\n.*Instead"):
+        explanation.Check()
+    right = explain(rows_by_way_of_data, specs, grid)
+    right.Check()
+    assert right.wrong == [] and "WRONG" not in str(right)

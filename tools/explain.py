@@ -87,6 +87,7 @@ def run(args: Any) -> int:
         for tensor in tensors:
             where = f"  {tensor.line}" if tensor.line else ""
             print(f"  {tensor}{where}{f' ({tensor.phase})' * (tensor.phase != 'forward')}")
+    explanation.Check()
     return 0
 
 

@@ -65,24 +65,28 @@ def mismatches(group: Group) -> dict[int, str]:
     found = {}
     pairs = zip(group.Parts(run(group)), group.Parts(reference(group)))
     for number, ((_, value, grads), (_, wanted, wanted_grads)) in enumerate(pairs):
-        differences = _off("value", [value], [wanted], VALUE_TOLERANCE)
-        differences += _off("gradient", grads, wanted_grads, GRADIENT_TOLERANCE)
+        # Operands are normal and einsums scaled back, so 1 is the size of values: a sum that happens to
+        # come out near zero is no worse for that. Gradients of means are smaller, but cancel too.
+        differences = _off("value", [value], [wanted], VALUE_TOLERANCE, 1.0)
+        differences += _off("gradient", grads, wanted_grads, GRADIENT_TOLERANCE, 0.05)
         if differences:
             found[number] = "; ".join(differences)
     return found
 
 
 def _off(
-    what: str, got: Sequence[np.ndarray], want: Sequence[np.ndarray], tolerance: float
+    what: str,
+    got: Sequence[np.ndarray],
+    want: Sequence[np.ndarray],
+    tolerance: float,
+    least_scale: float,
 ) -> list[str]:
     found = []
     for i, (g, w) in enumerate(zip(got, want)):
         if g.shape != w.shape:
             found.append(f"{what} {i} has shape {g.shape}, not {w.shape}")
             continue
-        # Operands are normal and einsums scaled back, so 1 is the size of things: a sum that happens
-        # to come out near zero is no worse for that.
-        scale = max(float(np.max(np.abs(w), initial=0)), 1.0)
+        scale = max(float(np.max(np.abs(w), initial=0)), least_scale)
         worst = float(np.max(np.abs(g - w), initial=0)) / scale
         if not worst <= tolerance:
             found.append(f"{what} {i} is off by {worst:.2g} of its scale")

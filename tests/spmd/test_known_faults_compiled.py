@@ -176,4 +176,4 @@ def test_right_ones_are_not_told(case):
 
 def test_error_of_a_compiled_program():
     with pytest.raises(ShardingError, match=r"'pool':.*1 operation:\n- .*MaxPoolGrad: .*Instead:"):
-        kf.raise_known_faults(_gradient(cases_pooling.WRONG[0]), "pool")
+        kf.refuse(kf.known_faults(_gradient(cases_pooling.WRONG[0])), "pool")

@@ -17,7 +17,6 @@ from lingvo_moe.core.engine.pjrt import CompiledProgram, PjrtEngine
 from lingvo_moe.core.engine.specs import AUTO, TensorSpec, flatten_items, pack, skeleton
 from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
 
-
 # What is run once need not be fast, only soon there: the partitioner's work is the same, the machine
 # code is not optimised.
 _SOON = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from lingvo_moe.core.planner import spmd, units
+from lingvo_moe.core.planner import known_faults, spmd, units
 from lingvo_moe.core.planner.hlo_sharding import TensorSharding
 from lingvo_moe.core.sharding import DimsMapping, Mesh
 
@@ -127,6 +127,26 @@ class Exchange:
 
 
 @dataclasses.dataclass(frozen=True)
+class WrongNumbers:
+    """An operation that XLA's partitioner gets wrong, and its line.
+
+    Attributes:
+        fault: what goes wrong and what is right instead.
+        line: of the operation; a gradient has that of what it is the gradient of.
+    """
+
+    fault: known_faults.Fault
+    line: Line | None = None
+
+    def ToJson(self) -> dict[str, Any]:
+        """A plain dict; docs of `Explanation.ToJson`."""
+        return dataclasses.asdict(self.fault) | {"line": self.line and self.line.place}
+
+    def __str__(self) -> str:
+        return f"{self.line.place}: {self.fault}" if self.line else str(self.fault)
+
+
+@dataclasses.dataclass(frozen=True)
 class Explanation:
     """How one program is cut and what it sends.
 
@@ -137,6 +157,8 @@ class Explanation:
         exchanges: the collectives that the partitioner put in, in the order of the program.
         compiled: kind -> number of collectives in the finished program: XLA joins, moves and drops some
             after the partitioner.
+        wrong: operations of which the partitioner is known to compute something else than one device
+            does; see known_faults.py for how far that is known.
         find: see `Sharding`.
     """
 
@@ -145,6 +167,7 @@ class Explanation:
     tensors: Sequence[ShardedTensor]
     exchanges: Sequence[Exchange]
     compiled: dict[str, int]
+    wrong: Sequence[WrongNumbers]
     find: Callable[[str], list[ShardedTensor]] = dataclasses.field(repr=False, compare=False)
 
     @property
@@ -171,12 +194,22 @@ class Explanation:
         """
         return self.find(name)
 
+    def Check(self) -> None:
+        """Refuses a program that would compute wrong numbers.
+
+        Raises:
+            ShardingError: there are such operations; each is named with its line and what is right
+                instead.
+        """
+        known_faults.refuse(self.wrong, self.name)
+
     def Bytes(self, *reasons: str) -> int:
         """What one device exchanges in one run, for some reasons (spmd.REASONS) or all."""
         return sum(e.total_bytes for e in self.exchanges if not reasons or e.what.reason in reasons)
 
     def ToJson(self) -> dict[str, Any]:
-        """A plain dict: `version`, `program`, `mesh`, `annotated`, `exchanges`, `compiled`.
+        """A plain dict: `version`, `program`, `mesh`, `annotated`, `exchanges`, `compiled`,
+        `wrong`.
 
         Shardings are in HLO's notation; `mapping` has a mesh axis, a list of them or None for each
         dimension, or is None where axes cannot name it. Bytes are those of one device and one
@@ -189,6 +222,7 @@ class Explanation:
             "annotated": [tensor.ToJson() for tensor in self.tensors],
             "exchanges": [exchange.ToJson() for exchange in self.exchanges],
             "compiled": dict(self.compiled),
+            "wrong": [found.ToJson() for found in self.wrong],
         }
 
     def ToHtml(self) -> str:
@@ -199,6 +233,8 @@ class Explanation:
 
     def __str__(self) -> str:
         parts = [f"Program {self.name!r} on mesh {self.mesh}, {self.mesh.size} devices"]
+        if self.wrong:
+            parts += ["", "WRONG NUMBERS will come out of", *(f"  {found}" for found in self.wrong)]
         parts += ["", *self._annotated_text(), "", *self._exchanges_text()]
         return "\n".join(parts)
 

@@ -18,7 +18,7 @@ wrong, but a program without a fault of these kinds need not be right. Not sharp
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from lingvo_moe.core.planner import faults_of_products as products
 from lingvo_moe.core.planner import faults_of_scatters as scatters
@@ -134,13 +134,18 @@ def known_faults(module: Module) -> list[Fault]:
     ]
 
 
-def raise_known_faults(module: Module, program_name: str) -> None:
+def refuse(faults: Iterable[object], program_name: str) -> None:
     """Refuses a program of which XLA would compute something wrong.
 
+    Args:
+        faults: of the program; each one's text is told, the same only once.
+        program_name: for the message.
+
     Raises:
-        ShardingError: naming each operation, what goes wrong and what is right instead.
+        ShardingError: there is a fault; names each operation, what goes wrong and what is right
+            instead.
     """
-    found = list(dict.fromkeys(str(fault) for fault in known_faults(module)))
+    found = list(dict.fromkeys(str(fault) for fault in faults))
     if not found:
         return
     lines = [f"- {text}" for text in found[:_MOST_NAMED]]

@@ -56,6 +56,7 @@ def html_page(explanation: "Explanation") -> str:
         "<header><p class='kicker'>How a program is cut, and what it sends</p>",
         f"<h1>{escape(explanation.name)} <span>on mesh {escape(str(explanation.mesh))}</span></h1></header>",
         _headline(explanation),
+        _wrong(explanation),
         _reasons(explanation),
         _flows(explanation),
         _table(explanation),
@@ -84,6 +85,13 @@ def _headline(explanation: "Explanation") -> str:
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in pairs
     )
     return f"<dl class='figures'>{cells}</dl>"
+
+
+def _wrong(explanation: "Explanation") -> str:
+    found = "".join(f"<li>{escape(str(wrong))}</li>" for wrong in explanation.wrong)
+    if not found:
+        return ""
+    return f"<p class='verdict no'>Wrong numbers will come out of:</p><ul>{found}</ul>"
 
 
 def _reasons(explanation: "Explanation") -> str:

@@ -351,7 +351,7 @@ ENTRY %main (a: f32[2]) -> f32[2] {{
 
 def test_error_names_operation_fault_and_remedy():
     with pytest.raises(ShardingError) as error:
-        kf.raise_known_faults(_scatter(15, ROWS_8, made=ONES), "train_step")
+        kf.refuse(kf.known_faults(_scatter(15, ROWS_8, made=ONES)), "train_step")
     assert str(error.value) == (
         "program 'train_step': XLA's partitioner would compute wrong numbers for 1 operation:\n"
         "- net/Op: the updates are cut unevenly along dimension 0 (15 in 8 parts), and their padding "
@@ -359,7 +359,7 @@ def test_error_names_operation_fault_and_remedy():
         "indices as the updates are cut, over all devices, or pad the updates to a multiple of the "
         "parts, with indices of -1."
     )
-    kf.raise_known_faults(_scatter(16, ROWS_8, made=ONES), "train_step")
+    kf.refuse(kf.known_faults(_scatter(16, ROWS_8, made=ONES)), "train_step")
 
 
 def test_error_names_several():
@@ -369,7 +369,7 @@ def test_error_names_several():
         again = dataclasses.replace(scatter, op_name=scatter.op_name + str(number))
         module.entry.instructions.append(again)
     with pytest.raises(ShardingError) as error:
-        kf.raise_known_faults(module, "train_step")
+        kf.refuse(kf.known_faults(module), "train_step")
     lines = str(error.value).splitlines()
     assert "for 8 operations:" in lines[0]
     assert [line.partition(":")[0] for line in lines[1:]] == [
