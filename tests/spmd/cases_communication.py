@@ -28,7 +28,6 @@ def recut(name: str, first: tuple, second: tuple, mesh: str = "d:8", **options: 
         return mesh_split(a, current_mesh(), second) * 3.0
 
     options.setdefault("args", (A,))
-    options.setdefault("gradients", ())
     return Case(name, fn, mesh=mesh, splits=(first,), **options)
 
 
@@ -162,7 +161,6 @@ GATHERS = [
         (A,),
         splits=(None,),
         inspect=among("all-gather", [[3, 1, 7, 5, 2, 0, 6, 4]]),
-        gradients=(),
     ),
     # 15 rows go as 16, the padding is dropped afterwards.
     Case(
@@ -179,7 +177,6 @@ GATHERS = [
         (A,),
         splits=(_ROWS,),
         collectives={},
-        gradients=(),
     ),
 ]
 
@@ -207,7 +204,6 @@ REDUCTIONS = [
         inspect=each(
             moves(("all-reduce", 256)), among("all-reduce", [[0, 4], [1, 5], [2, 6], [3, 7]])
         ),
-        gradients=(),
     ),
     Case(
         "reduce_y",
@@ -215,7 +211,6 @@ REDUCTIONS = [
         (A, floats(8, 4)),
         mesh=XY,
         inspect=each(moves(("all-reduce", 256)), among("all-reduce", [[0, 1, 2, 3], [4, 5, 6, 7]])),
-        gradients=(),
     ),
     Case(
         "reduce_both_axes_of_one_dimension",
@@ -223,7 +218,6 @@ REDUCTIONS = [
         (A, floats(8, 4)),
         mesh=YX,
         inspect=each(moves(("all-reduce", 256)), among("all-reduce", [list(range(8))])),
-        gradients=(),
     ),
     # Two dimensions, each along an axis of its own: one all-reduce for each axis.
     Case(
@@ -252,7 +246,6 @@ REDUCTIONS = [
         ),
         (A, floats(16, 4)),
         inspect=moves(("all-reduce", 32 + 16)),
-        gradients=(),
     ),
     Case(
         "reduce_sum_and_max",

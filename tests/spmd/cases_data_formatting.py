@@ -36,7 +36,7 @@ def formatted(
 ) -> Case:
     """The first argument is cut by rows, the result along dimension `to`, or as the partitioner likes.
 
-    `gradient`: as gradient_collectives; "none": it is not computed; None: by value alone.
+    `gradient`: as gradient_collectives.
     """
 
     def cut(a: tf.Tensor, *rest: tf.Tensor) -> tf.Tensor:
@@ -44,11 +44,7 @@ def formatted(
         return y if to is None else split(y, to, n) * 3.0
 
     options.setdefault("whole", True)
-    if gradient == "none":
-        options["gradients"] = ()
-    else:
-        options["gradient_collectives"] = gradient
-    return Case(name, cut, args, mesh=f"d:{n}", **options)
+    return Case(name, cut, args, mesh=f"d:{n}", gradient_collectives=gradient, **options)
 
 
 def recut(
@@ -60,7 +56,7 @@ def recut(
         y = fn(mesh_split(2.0 * a + 1.0, current_mesh(), first))
         return mesh_split(y, current_mesh(), second) * 3.0
 
-    return Case(name, cut, args, mesh=XY, splits=(first,), gradients=(), **options)
+    return Case(name, cut, args, mesh=XY, splits=(first,), **options)
 
 
 RESHAPES = [
@@ -102,7 +98,6 @@ RESHAPES = [
         lambda a: tf.reshape(a, [8, 6]),
         floats(8, 2, 3),
         collectives=LOCAL,
-        gradient="none",
     ),
     formatted(
         "reshape_divide",
@@ -110,7 +105,6 @@ RESHAPES = [
         EVEN,
         collectives=LOCAL,
         whole=False,
-        gradient="none",
     ),
     formatted(
         "reshape_divide_uneven",
@@ -127,7 +121,6 @@ RESHAPES = [
         ODD,
         to=None,
         collectives=ONE_GATHER,
-        gradient="none",
     ),
     # Differs: parts of 8 numbers become parts of 10, which is a halo too, but XLA gathers.
     formatted(
@@ -135,7 +128,6 @@ RESHAPES = [
         lambda a: tf.reshape(a, [12, 5]),
         ODD,
         collectives=ONE_GATHER,
-        gradient="none",
     ),
     # The cut dimension becomes the minor one of the merged, so numbers of a part lie far apart.
     formatted(
@@ -143,7 +135,6 @@ RESHAPES = [
         lambda a: tf.reshape(tf.transpose(a), [64]),
         EVEN,
         collectives={"all-to-all": 1, "collective-permute": 1},
-        gradient="none",
     ),
     # Over two axes: numbers of one row lie on four devices. Whole axes that merge or part stay put.
     recut(
@@ -184,7 +175,6 @@ RESHAPES = [
         EVEN,
         to=1,
         collectives=LOCAL,
-        gradient="none",
     ),
     formatted("transpose", lambda a: tf.transpose(a), ODD, to=1, collectives=LOCAL, gradient=LOCAL),
     formatted(
@@ -219,17 +209,15 @@ REVERSALS = [
         ODD,
         n=2,
         inspect=moves(("collective-permute", 128), ("collective-permute", 16)),
-        gradient="none",
     ),
     formatted(
         "reverse_9_over_8",
         lambda a: tf.reverse(a, [0]),
         floats(9, 4),
         collectives=permutes(3),
-        gradient="none",
     ),
     formatted(
-        "reverse_the_other", lambda a: tf.reverse(a, [1]), ODD, collectives=LOCAL, gradient="none"
+        "reverse_the_other", lambda a: tf.reverse(a, [1]), ODD, collectives=LOCAL, gradient=None
     ),
     formatted(
         "negative_stride_2",
@@ -264,7 +252,6 @@ SLICES = [
         lambda a: a[2:4],
         EVEN,
         to=None,
-        gradient="none",
         collectives=permutes(1),
     ),
     formatted(
@@ -272,12 +259,11 @@ SLICES = [
         lambda a: a[13],
         ODD,
         to=None,
-        gradient="none",
         collectives={"collective-permute": 1, "all-reduce": 1},
     ),
     formatted("strided_slice", lambda a: a[::2], EVEN, collectives=LOCAL, gradient=LOCAL),
     formatted(
-        "strided_slice_uneven", lambda a: a[1::2], floats(31, 4), collectives=LOCAL, gradient="none"
+        "strided_slice_uneven", lambda a: a[1::2], floats(31, 4), collectives=LOCAL, gradient=None
     ),
     formatted(
         "strided_slice_by_3",
@@ -301,14 +287,12 @@ PADS = [
         lambda a: tf.pad(a, [[0, 3], [0, 0]]),
         ODD,
         collectives=permutes(2),
-        gradient="none",
     ),
     formatted(
         "pad_both_with_7",
         lambda a: tf.pad(a, [[1, 8], [0, 0]], constant_values=7.0),
         ODD,
         collectives=permutes(2),
-        gradient="none",
     ),
     # What was padding becomes the pad.
     formatted(
@@ -316,7 +300,6 @@ PADS = [
         lambda a: tf.pad(a, [[0, 1], [0, 0]], constant_values=7.0),
         ODD,
         collectives=LOCAL,
-        gradient="none",
     ),
     formatted(
         "pad_the_other",
@@ -330,7 +313,7 @@ PADS = [
         "pad_between",
         lambda a: gen_xla_ops.xla_pad(a, 7.0, [1, 0], [2, 0], [1, 0]),
         ODD,
-        gradient="none",
+        gradients=(),  # TensorFlow has none for this operator
         reference=lambda a: (
             3
             * tf.pad(
@@ -347,13 +330,11 @@ PADS = [
         lambda a: tf.pad(a, [[2, 3], [0, 0]], mode="REFLECT"),
         ODD,
         collectives={"all-gather": 1, "collective-permute": 4, "all-reduce": 1},
-        gradient="none",
     ),
     formatted(
         "pad_symmetric",
         lambda a: tf.pad(a, [[2, 3], [0, 0]], mode="SYMMETRIC"),
         ODD,
-        gradient="none",
         collectives={"all-gather": 1, "collective-permute": 4, "all-reduce": 1},
     ),
 ]

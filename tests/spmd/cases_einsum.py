@@ -76,9 +76,7 @@ BATCH = [
         collectives={},
         gradient_collectives={},
     ),
-    einsum(
-        "batch_in_the_middle", "ibj,jbk->ibk", (N, D, N), (N, D, N), collectives={}, gradients=()
-    ),
+    einsum("batch_in_the_middle", "ibj,jbk->ibk", (N, D, N), (N, D, N), collectives={}),
     einsum(
         "batch_two_dimensions",
         "abij,abjk->abik",
@@ -105,7 +103,6 @@ BATCH = [
         (D, N, N),
         (N, N, D),
         inspect=moves(("all-to-all", 256)),
-        gradients=(),
     ),
 ]
 
@@ -128,14 +125,12 @@ CONTRACTING = [
         (N, N),
         shapes=((8, 64), (64, 4)),
         inspect=moves(("all-reduce", 128)),
-        gradients=(),
     ),
     matrices(
         "contracting_of_one_small_operand",
         (N, D),
         (N, N),
         inspect=moves(("all-gather", 512)),
-        gradients=(),
     ),
     einsum(
         "contracting_two_dimensions",
@@ -163,7 +158,6 @@ CONTRACTING = [
         ),
         (floats(8, 8, 2), floats(8, 2, 24)),
         inspect=moves(("all-to-all", 768)),
-        gradients=(),
     ),
     einsum(
         "contracting_to_a_scalar",
@@ -180,7 +174,6 @@ CONTRACTING = [
         lambda a, b: tf.einsum("ijl,jk->ik", split(2 * a, 2, 8), b),
         (floats(6, 4, 8), floats(4, 5)),
         inspect=moves(("all-reduce", 6 * 4 * 4)),
-        gradients=(),
     ),
     # Partial sums over x of a result that is cut along y.
     matrices(
@@ -200,7 +193,6 @@ CONTRACTING = [
         (N, N, D),
         shapes=((8, 4, 16), (16, 8)),
         inspect=moves(("all-reduce", 1024)),
-        gradients=(),
     ),
 ]
 
@@ -218,7 +210,6 @@ NON_CONTRACTING = [
         shapes=((8,), (12,)),
         mesh=XY,
         collectives={},
-        gradients=(),
     ),
     # Both, each along its own axis: local, and each gradient is summed over the other's axis.
     matrices(
@@ -239,7 +230,6 @@ NON_CONTRACTING = [
         (N, D),
         (D, N),
         inspect=moves(("all-gather", 1536)),
-        gradients=(),
     ),
     matrices(
         "rows_and_columns_1d_by_columns",
@@ -247,12 +237,9 @@ NON_CONTRACTING = [
         (N, D),
         (N, D),
         inspect=moves(("all-gather", 512)),
-        gradients=(),
     ),
     # Left alone it gathers the smaller one.
-    matrices(
-        "rows_and_columns_1d_free", (D, N), (N, D), inspect=moves(("all-gather", 512)), gradients=()
-    ),
+    matrices("rows_and_columns_1d_free", (D, N), (N, D), inspect=moves(("all-gather", 512))),
     # Both operands and the result cut both ways: a row and a column of parts are gathered.
     matrices(
         "everything_2d",
@@ -261,7 +248,6 @@ NON_CONTRACTING = [
         (X, Y),
         mesh=XY,
         inspect=moves(("all-gather", 384), ("all-gather", 256)),
-        gradients=(),
     ),
 ]
 
@@ -324,7 +310,6 @@ MIXTURE_OF_EXPERTS = [
         mesh=XY,
         sizes={"M": 8},
         inspect=moves(("all-to-all", 512)),
-        gradients=(),
     ),
     moe(
         "moe_expert_in_2d",
@@ -420,7 +405,6 @@ FORMS = [
         lambda a, b: tf.einsum("iij,jk->ik", split(2 * a, 2, 8), split(b, 0, 8)),
         (floats(6, 6, 8), floats(8, 5)),
         inspect=moves(("all-reduce", 120)),
-        gradients=(),
     ),
     # Pairs are contracted one after the other: rows and columns meet, and one operand is gathered.
     Case(
@@ -428,7 +412,6 @@ FORMS = [
         lambda a, b, c: tf.einsum("ij,jk,kl->il", split(a, 0, 8), b, split(c, 1, 8)),
         (floats(8, 6), floats(6, 4), floats(4, 8)),
         inspect=moves(("all-gather", 128)),
-        gradients=(),
     ),
     Case(
         "three_operands_2d",
@@ -471,7 +454,6 @@ FORMS = [
         lambda a, b: tf.tensordot(split(a, 1, 8), split(b, 0, 8), [[1, 2], [0, 1]]),
         (floats(3, 8, 2), floats(8, 2, 5)),
         inspect=moves(("all-reduce", 60)),
-        gradients=(),
     ),
     # On CPUs bfloat16 is widened to float32 before it is multiplied, and so are the sums.
     Case(
@@ -479,7 +461,6 @@ FORMS = [
         in_bfloat16(lambda a, b: tf.einsum("ij,jk->ik", split(a, 1, 8), split(b, 0, 8))),
         (small_integers(8, 16), small_integers(16, 4)),
         inspect=moves(("all-reduce", 128)),
-        gradients=(),
     ),
     Case(
         "integers_contracting",

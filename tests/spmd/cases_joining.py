@@ -25,7 +25,6 @@ CONCATENATIONS = [
         EVEN,
         floats(16, 4, seed=1),
         collectives={"all-gather": 2},
-        gradient="none",
     ),
     formatted(
         "concat_three",
@@ -33,7 +32,6 @@ CONCATENATIONS = [
         ODD,
         floats(3, 4),
         collectives=ONE_GATHER,
-        gradient="none",
     ),
     formatted(
         "concat_the_other",
@@ -62,7 +60,6 @@ CONCATENATIONS = [
         lambda a: tf.roll(a, 1, 0),
         EVEN,
         collectives={"all-gather": 1, "collective-permute": 3},
-        gradient="none",
     ),
     formatted(
         "roll_uneven",
@@ -70,9 +67,7 @@ CONCATENATIONS = [
         ODD,
         collectives={"all-gather": 1, "collective-permute": 3},
     ),
-    formatted(
-        "roll_the_other", lambda a: tf.roll(a, 1, 1), ODD, collectives=LOCAL, gradient="none"
-    ),
+    formatted("roll_the_other", lambda a: tf.roll(a, 1, 1), ODD, collectives=LOCAL),
     formatted(
         "stack_minor", lambda a: tf.stack([a, a + 1], 1), ODD, collectives=LOCAL, gradient=LOCAL
     ),
@@ -83,7 +78,6 @@ CONCATENATIONS = [
         floats(9, 4),
         to=None,
         collectives={"collective-permute": 7, "all-reduce": 1},
-        gradient="none",
     ),
     formatted(
         "unstack_the_other",
@@ -96,21 +90,17 @@ CONCATENATIONS = [
         "split_and_concat",
         lambda a: tf.concat([b * (i + 1.0) for i, b in enumerate(tf.split(a, [4, 5, 6], 0))], 0),
         ODD,
-        gradient="none",
         collectives={"collective-permute": 6, "all-reduce": 1, "all-gather": 2},
     ),
 ]
 
 REPETITIONS = [
-    formatted(
-        "tile_cut", lambda a: tf.tile(a, [2, 1]), ODD, collectives=ONE_GATHER, gradient="none"
-    ),
+    formatted("tile_cut", lambda a: tf.tile(a, [2, 1]), ODD, collectives=ONE_GATHER),
     formatted(
         "tile_the_other",
         lambda a: tf.tile(a, [1, 3]),
         ODD,
         collectives=LOCAL,
-        gradient="none",
     ),
     formatted(
         "repeat_cut", lambda a: tf.repeat(a, 2, axis=0), ODD, collectives=LOCAL, gradient=LOCAL
@@ -128,7 +118,6 @@ REPETITIONS = [
         ODD,
         to=1,
         collectives=LOCAL,
-        gradient="none",
     ),
     formatted(
         "broadcast_into_cut",
@@ -142,7 +131,6 @@ REPETITIONS = [
         "diagonal",
         lambda a: tf.linalg.diag_part(a),
         floats(15, 15),
-        gradient="none",
         collectives={"all-gather": 1, "all-reduce": 1},
     ),
     formatted(
@@ -150,7 +138,6 @@ REPETITIONS = [
         lambda a: tf.linalg.diag(a),
         floats(15),
         collectives=ONE_GATHER,
-        gradient="none",
     ),
     formatted(
         "band_part",
@@ -167,7 +154,6 @@ ELEMENTWISE = [
         lambda a: a * tf.range(15.0)[:, None],
         ODD,
         collectives=LOCAL,
-        gradient="none",
     ),
     formatted(
         "elementwise_chain",
@@ -181,21 +167,18 @@ ELEMENTWISE = [
         lambda a: tf.cast(tf.cast(10 * a, tf.int32) // 2, tf.float32),
         ODD,
         collectives=LOCAL,
-        gradient="none",
     ),
     formatted(
         "bits",
         lambda a: tf.bitcast(tf.bitwise.bitwise_xor(tf.bitcast(a, tf.int32), 1), tf.float32),
         ODD,
         collectives=LOCAL,
-        gradient="none",
     ),
     formatted(
         "clip_and_compare",
         lambda a: tf.where(a > 0, tf.clip_by_value(a, -1.0, 1.0), 2 * a),
         ODD,
         collectives=LOCAL,
-        gradient="none",
     ),
 ]
 

@@ -41,11 +41,6 @@ def rows(name: str, fn: Callable[..., Any], *args: np.ndarray, n: int = 8, **opt
     return Case(name, lambda a, *rest: fn(split(a, 0, n), *rest), args, mesh=f"d:{n}", **options)
 
 
-def values(name: str, fn: Callable[..., Any], *args: np.ndarray, **options: Any) -> Case:
-    """As `rows`, with no gradient."""
-    return rows(name, fn, *args, gradients=(), **options)
-
-
 def reduction(kind: str, n: int) -> Case:
     """Over the cut dimension, over the other one, and over both."""
     fn, numbers = KINDS[kind]
@@ -64,7 +59,7 @@ REDUCTIONS = [
     *[reduction(kind, n) for kind in KINDS for n in (2, 4, 8)],
     # Parts of two, and the last three devices have only padding.
     *[
-        values(
+        rows(
             f"{kind}_9_over_8",
             lambda a, fn=KINDS[kind][0]: fn(a, 0),
             KINDS[kind][1][:9],
@@ -72,19 +67,19 @@ REDUCTIONS = [
         )
         for kind in ("sum", "prod", "max", "min")
     ],
-    values(
+    rows(
         "integers_max",
         lambda a: tf.reduce_max(a, 0),
         -1 - ints(15, 6, below=99),
         collectives=ONE_REDUCE,
     ),
-    values(
+    rows(
         "integers_min",
         lambda a: tf.reduce_min(a, 0),
         1 + ints(15, 6, below=99),
         collectives=ONE_REDUCE,
     ),
-    values(
+    rows(
         "integers_prod",
         lambda a: tf.reduce_prod(a, 0),
         1 + ints(15, 6, below=3),
@@ -97,13 +92,13 @@ REDUCTIONS = [
         collectives=ONE_REDUCE,
         gradient_collectives={},
     ),
-    values(
+    rows(
         "sum_of_quotients",  # not a number in the padding
         lambda a: tf.reduce_sum(a / a * a, 0),
         POSITIVE,
         collectives=ONE_REDUCE,
     ),
-    values("norm", lambda a: tf.norm(a + 5.0, axis=0), A, collectives=ONE_REDUCE),
+    rows("norm", lambda a: tf.norm(a + 5.0, axis=0), A, collectives=ONE_REDUCE),
     rows(
         "sum_of_selected",
         lambda a, chosen: tf.reduce_sum(tf.where(chosen, a + 5.0, 1.0), 0),
@@ -127,7 +122,7 @@ REDUCTIONS = [
 # The largest with its place: one (value, index) pair from each device, the first of equals wins.
 ARGUMENTS = [
     *[
-        values(
+        rows(
             f"argmax_15_over_{n}",
             lambda a: tf.argmax(a, 0, output_type=tf.int32),
             NEGATIVE,
@@ -136,25 +131,25 @@ ARGUMENTS = [
         )
         for n in (2, 4, 8)
     ],
-    values(
+    rows(
         "argmin",
         lambda a: tf.argmin(a, 0, output_type=tf.int32),
         POSITIVE,
         collectives={"all-gather": 2},
     ),
-    values(
+    rows(
         "argmax_of_equals",
         lambda a: tf.argmax(a, 0, output_type=tf.int32),
         TIES,
         collectives={"all-gather": 2},
     ),
-    values(
+    rows(
         "argmin_of_equals",
         lambda a: tf.argmin(a, 0, output_type=tf.int32),
         TIES,
         collectives={"all-gather": 2},
     ),
-    values(
+    rows(
         "argmax_along_the_other",
         lambda a: tf.argmax(a, 1, output_type=tf.int32),
         NEGATIVE,
@@ -170,7 +165,7 @@ NORMALIZATIONS = [
         collectives={"all-reduce": 2},
         several_processes=True,
     ),
-    values(
+    rows(
         "softmax_over_2",
         lambda a: tf.nn.softmax(a, 0),
         FAR_NEGATIVE,
@@ -184,7 +179,7 @@ NORMALIZATIONS = [
         collectives={},
         gradient_collectives={},
     ),
-    values(
+    rows(
         "log_softmax",
         lambda a: tf.nn.log_softmax(a, 0),
         FAR_NEGATIVE,
@@ -209,7 +204,7 @@ NORMALIZATIONS = [
 # Differs: a prefix sum along the cut dimension is computed on every device, from a gathered operand.
 PREFIXES = [
     rows("cumsum", lambda a: tf.cumsum(a + 5.0, 0), A, collectives=ONE_GATHER),
-    values(
+    rows(
         "cumsum_exclusive",
         lambda a: tf.cumsum(a + 5.0, 0, exclusive=True),
         A,
@@ -218,26 +213,26 @@ PREFIXES = [
     rows(
         "cumsum_reverse", lambda a: tf.cumsum(a + 5.0, 0, reverse=True), A, collectives=ONE_GATHER
     ),
-    values(
+    rows(
         "cumsum_exclusive_reverse",
         lambda a: tf.cumsum(a + 5.0, 0, exclusive=True, reverse=True),
         A,
         collectives={"all-gather": 1, "collective-permute": 1},
     ),
-    values("cumprod", lambda a: tf.math.cumprod(a, 0), POSITIVE, collectives=ONE_GATHER),
-    values(
+    rows("cumprod", lambda a: tf.math.cumprod(a, 0), POSITIVE, collectives=ONE_GATHER),
+    rows(
         "cumprod_reverse",
         lambda a: tf.math.cumprod(a, 0, reverse=True),
         POSITIVE,
         collectives=ONE_GATHER,
     ),
-    values(
+    rows(
         "cumulative_logsumexp",
         lambda a: tf.math.cumulative_logsumexp(a, 0),
         FAR_NEGATIVE / 10,
         collectives=ONE_GATHER,
     ),
-    values("cumsum_along_the_other", lambda a: tf.cumsum(a + 5.0, 1), A, collectives={}),
+    rows("cumsum_along_the_other", lambda a: tf.cumsum(a + 5.0, 1), A, collectives={}),
 ]
 
 # A dimension that has to be in one piece is exchanged for one that can be cut, by all-to-all, or else
@@ -249,24 +244,23 @@ ORDERS = [
         lambda a: tf.sort(2.0 * a, 0),
         floats(15, 8) - 9,
         collectives={"all-to-all": 2},
-        gradients=(),
     ),
-    values(
+    rows(
         "sort_descending",
         lambda a: tf.sort(a, 0, direction="DESCENDING"),
         POSITIVE,
         collectives=ONE_GATHER,
     ),
-    values(
+    rows(
         "argsort_of_equals", lambda a: tf.argsort(a, 0, stable=True), TIES, collectives=ONE_GATHER
     ),
-    values(
+    rows(
         "argsort_of_equals_descending",
         lambda a: tf.argsort(a, 0, direction="DESCENDING", stable=True),
         TIES,
         collectives=ONE_GATHER,
     ),
-    values("sort_along_the_other", lambda a: tf.sort(a, 1), A, collectives={}),
+    rows("sort_along_the_other", lambda a: tf.sort(a, 1), A, collectives={}),
     Case(
         "top_k",
         lambda a: tuple(tf.math.top_k(split(a, 1, 8), 4)),
@@ -279,10 +273,9 @@ ORDERS = [
         lambda a: tuple(tf.math.top_k(split(a, 1, 8), 9)),
         (TIES.T.copy(),),
         collectives=ONE_GATHER,
-        gradients=(),
         whole=True,
     ),
-    values(
+    rows(
         "top_k_along_the_other",
         lambda a: tuple(tf.math.top_k(a, 4)),
         NEGATIVE,

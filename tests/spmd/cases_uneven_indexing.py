@@ -69,7 +69,6 @@ GATHERS = [
         A,
         ints(15, 3, below=6),
         collectives={},
-        gradients=(),
     ),
     Case(
         "gather_in_batches_along_the_cut",
@@ -113,7 +112,6 @@ SCATTERS = [
         ROWS[:, None],
         np.abs(floats(10, 6)),
         collectives={},
-        gradients=(),
     ),
     rows(
         "scatter_max",
@@ -122,7 +120,6 @@ SCATTERS = [
         ROWS[:, None],
         -np.abs(floats(10, 6)),
         collectives={},
-        gradients=(),
     ),
 ]
 
@@ -161,7 +158,6 @@ CUT_UPDATES = [
         A,
         SEGMENTS[:, None],
         collectives=BOTH,
-        gradients=(),
     ),
     both(
         "scatter_max_of_cut_updates",
@@ -170,7 +166,6 @@ CUT_UPDATES = [
         SEGMENTS[:, None],
         NEGATIVE[:4] - 1.0,
         collectives=BOTH,
-        gradients=(),
     ),
     Case(
         "embedding_by_cut_ids",
@@ -190,7 +185,6 @@ CUT_UPDATES = [
         ),
         (A, SEGMENTS),
         collectives=ONE_REDUCE,
-        gradients=(),
     ),
 ]
 
@@ -205,7 +199,6 @@ WRONG = [
             lambda a, i, fn=fn, add=add: fn(a + add, i, 4),
             numbers,
             SEGMENTS,
-            gradients=(),
         )
         for kind, (fn, numbers, add) in KINDS.items()
         if kind in ("sum", "max", "prod")
@@ -215,14 +208,12 @@ WRONG = [
         lambda a, i: tf.math.unsorted_segment_sum(a + 5.0, replicate(2 * i), 7),
         A,
         SEGMENTS,
-        gradients=(),
     ),
     rows(
         "scatter_nd_by_whole_indices",
         lambda u, i: tf.scatter_nd(i, u + 5.0, [7, 6]),
         A,
         SEGMENTS[:, None],
-        gradients=(),
     ),
     rows(
         "scatter_max_by_whole_indices",
@@ -230,7 +221,6 @@ WRONG = [
         NEGATIVE,
         SEGMENTS[:, None],
         NEGATIVE[:4] - 1.0,
-        gradients=(),
     ),
     # Its value is right, its gradient is not.
     Case("embedding_by_whole_ids", embedding, (floats(4, 6), SEGMENTS), whole=True),
@@ -251,7 +241,7 @@ RUNTIME_SLICES = [
         A,
         np.int32(13),
         collectives=ONE_GATHER,
-        gradients=(),
+        gradients=(),  # TensorFlow has none for this operator
         reference=lambda a, i: split(a, 0, 8)[8:] + 5.0,
     ),
     rows(
@@ -261,7 +251,7 @@ RUNTIME_SLICES = [
         floats(4, 6),
         np.int32(9),
         collectives=ONE_GATHER,
-        gradients=(),
+        gradients=(),  # TensorFlow has none for this operator
         reference=lambda a, u, i: tf.tensor_scatter_nd_update(a + 5.0, i + tf.range(4)[:, None], u),
     ),
 ]
