@@ -373,6 +373,24 @@ def test_what_cannot_be_a_program(fn, args, error, match):
         shard_function(fn, mesh=MESH)(*args)
 
 
+def test_a_bound_method_is_sharded_and_a_method_of_a_class_refused():
+    class Doubling:
+        factor = 2.0
+
+        def __init__(self):
+            self.bound = shard_function(self.Plain, mesh=MESH)
+
+        def Plain(self, x):
+            return x * self.factor
+
+        Decorated = shard_function(Plain, mesh=MESH)
+
+    x = tf.ones([4, 8])
+    _close(Doubling().bound(x), 2.0 * x)
+    with pytest.raises(ShardingError, match="on a method of Doubling; shard the bound method"):
+        Doubling().Decorated(x)
+
+
 def test_a_watched_tensor_that_is_not_an_argument_would_get_no_gradient():
     sharded = shard_function(lambda x: x @ WATCHED, mesh=MESH)
     x = tf.constant(floats(4, 8))

@@ -96,6 +96,15 @@ class ShardedFunction:
         self._parameters = inspect.signature(fn)
         self._programs: OrderedDict[Any, _Bound] = OrderedDict()
 
+    def __get__(self, instance: Any, owner: Any) -> "ShardedFunction":
+        """Of a class it is no method: `self` would be an argument, and no tensor."""
+        if instance is None:
+            return self
+        raise ShardingError(
+            f"{self._name}: shard_function stands on a method of {owner.__name__}; shard the bound "
+            f"method of an object instead, e.g. in its __init__"
+        )
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The results as eager tensors.
 
