@@ -5,6 +5,8 @@ import pytest
 from cases_base_dilation import CASES, FIGURE_13
 from spmd_case import check
 
+pytestmark = pytest.mark.slow  # in all
+
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_base_dilation(case):

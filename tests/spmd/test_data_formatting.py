@@ -5,6 +5,8 @@ import cases_joining
 import pytest
 from spmd_case import check
 
+pytestmark = pytest.mark.slow  # in all
+
 
 @pytest.mark.parametrize("case", cases_data_formatting.CASES, ids=str)
 def test_data_formatting(case):

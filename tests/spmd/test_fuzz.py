@@ -116,6 +116,7 @@ def shrunk(group: Group) -> Group:
     return group
 
 
+@pytest.mark.slow  # in all
 @pytest.mark.parametrize("number", range(-(-CASES // PER_PROGRAM)))
 def test_random_expressions(number):
     check(random_group(SEED + number, PER_PROGRAM))

@@ -10,6 +10,8 @@ import pytest
 from cases_halo import ABORTED, CASES, NOT_COMPILED, WRONG_KERNEL_GRADIENT
 from spmd_case import check
 
+pytestmark = pytest.mark.slow  # in all
+
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_convolution(case):

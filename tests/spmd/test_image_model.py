@@ -19,6 +19,8 @@ from lingvo_moe.core.engine.testing import run_single
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.sharding.annotate import split
 
+pytestmark = pytest.mark.slow  # in all
+
 PARTS, STEPS, LEARNING_RATE = 4, 5, 0.1
 MESH = Mesh.parse(f"d:{PARTS}")
 BATCH, HEIGHT, WIDTH, CHANNELS, CLASSES = 4, 32, 8, 8, 5

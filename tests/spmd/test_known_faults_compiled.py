@@ -21,6 +21,8 @@ from lingvo_moe.core.planner import known_faults as kf
 from lingvo_moe.core.planner.hlo import parse_module
 from lingvo_moe.core.sharding import Mesh, ShardingError, split
 
+pytestmark = pytest.mark.slow  # in all
+
 
 def _module(fn, args, mesh, splits=None):
     specs = [

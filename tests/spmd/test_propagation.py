@@ -17,6 +17,8 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import Mesh, replicate, single_device, split, use_mesh
 
+pytestmark = pytest.mark.slow  # in all
+
 D = 8
 G, S, E, C, M, H = 8, 24, 16, 2, 8, 24
 MESH = Mesh.parse(f"d:{D}")

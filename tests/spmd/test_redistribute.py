@@ -103,6 +103,7 @@ def _move(i, x, source, target):
         return redistribute(2.0 * x, source, target) * 3.0
 
 
+@pytest.mark.slow  # in all
 @pytest.mark.parametrize("source", _mappings(MESH, 2), ids=str)
 def test_every_pair_of_shardings_of_a_matrix(source):
     """16 x 16 over 2 x 4 devices: 121 pairs, forward and backward."""

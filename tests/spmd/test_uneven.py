@@ -10,6 +10,8 @@ from spmd_case import check
 from lingvo_moe.core.engine.testing import run_sharded
 from lingvo_moe.core.sharding import Mesh, ShardingError, split
 
+pytestmark = pytest.mark.slow  # in all
+
 
 @pytest.mark.parametrize("case", cases_uneven.CASES, ids=str)
 def test_uneven(case):
