@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,22 @@ def check_output_file(path: str | os.PathLike, flag: str = "--output") -> None:
         raise ValueError(f"{flag}={path}: there is no directory {parent}")
     elif not os.access(parent, os.W_OK | os.X_OK):
         raise ValueError(f"{flag}={path}: no permission to write in {parent}")
+
+
+def run_compiler(name: str, run: Callable[[Any], int], args: Any) -> int:
+    """The status of `run(args)`, a tool that compiles and writes its files last; its errors as one message.
+
+    Ctrl-C ends the process: the compiler cannot be stopped and would go on in its thread.
+    """
+    try:
+        return run(args)
+    except (ValueError, OSError) as e:
+        print(f"{name}: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted; nothing was written", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(130)
 
 
 def check_output_directory(path: str | os.PathLike) -> None:

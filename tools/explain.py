@@ -53,15 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.html and args.json and os.path.realpath(args.html) == os.path.realpath(args.json):
         parser.error(f"--html and --json are both {args.html}; name two files")
     _cli.check_at_least(parser, args, num_devices=2)
-    try:
-        return run(args)
-    except (ValueError, OSError) as e:
-        print(f"explain: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("explain: interrupted; nothing was written", file=sys.stderr)
-        sys.stderr.flush()
-        os._exit(130)  # the compiler, which cannot be stopped, would go on in its thread
+    return _cli.run_compiler("explain", run, args)
 
 
 def run(args: Any) -> int:

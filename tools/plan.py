@@ -13,7 +13,6 @@ interrupted.
 
 import json
 import math
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,15 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--output is of a new plan: it goes with --model and --topology")
     if not (args.token_budget > 0 and math.isfinite(args.token_budget)):
         parser.error(f"--token_budget={args.token_budget}: must be positive and finite")
-    try:
-        return run(args)
-    except (ValueError, OSError) as e:
-        print(f"plan: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("plan: interrupted; nothing was written", file=sys.stderr)
-        sys.stderr.flush()
-        os._exit(130)  # the compiler, which cannot be stopped, would go on in its thread
+    return _cli.run_compiler("plan", run, args)
 
 
 def run(args: Any) -> int:

@@ -30,9 +30,7 @@ from random_einsum import (
     simpler,
 )
 
-from lingvo_moe.core.engine import xla
-from lingvo_moe.core.engine.pjrt import PjrtEngine
-from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.engine.testing import run_sharded
 
 VALUE_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
@@ -40,18 +38,11 @@ CASES = int(os.environ.get("FUZZ_EXAMPLES", "380"))
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
 PER_PROGRAM = 5
 
-# What is tested is the partitioner: the machine code may be slow, as long as it is made fast.
-_OPTIONS = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-
 
 def run(group: Group) -> list[np.ndarray]:
     """Values and gradients of all expressions, in one program over the devices."""
-    args = group.Args()
-    specs = [TensorSpec(a.shape, a.dtype.name, s or ()) for a, s in zip(args, group.Splits())]
-    engine = PjrtEngine(group.mesh)
-    program = engine.Lower(group, specs)
-    compiled = xla.trace(program, engine.jax_mesh).lower().compile(compiler_options=_OPTIONS)
-    return [np.asarray(r) for r in compiled(*[engine.PutLeaf(a, s) for a, s in zip(args, specs)])]
+    found, _ = run_sharded(group, group.Args(), group.mesh, group.Splits(), results=None)
+    return [np.asarray(r) for r in found]
 
 
 def reference(group: Group) -> list[np.ndarray]:

@@ -45,6 +45,22 @@ def test_some_tensors_of_it(program_file, capsys):
     assert "did you mean 'Tanh'" in capsys.readouterr().err
 
 
+def test_wrong_numbers_are_shown_and_end_with_an_error(tmp_path, capsys):
+    grid = Mesh.parse("data:2,model:4")
+
+    def row_sums(x, y):
+        x, y = (sharding.mesh_split(t, grid, ("data", "model")) for t in (x, y))
+        return sharding.mesh_split(tf.einsum("fa,fa->f", x, y), grid, ("model",))
+
+    path = tmp_path / "row_sums.program"
+    lower(row_sums, [TensorSpec((16, 16), "float32")] * 2, grid).Save(path)
+    assert explain.main([f"--program={path}"]) == 1
+    said = capsys.readouterr()
+    assert "WRONG NUMBERS" in said.out
+    assert "explain: program 'row_sums': XLA's partitioner would compute wrong numbers" in said.err
+    assert "Instead: annotate the result as the operands' batch is cut" in said.err
+
+
 @pytest.mark.slow
 def test_an_experiment(capsys, tmp_path):
     path = tmp_path / "tiny.json"
