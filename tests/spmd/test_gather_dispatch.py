@@ -5,6 +5,8 @@ import re
 import numpy as np
 import pytest
 import tensorflow as tf
+import toy_moe
+from toy_moe import MESH, B, E, M, T
 
 from lingvo_moe.core import registry
 from lingvo_moe.core.engine.collectives import parse_collectives
@@ -14,10 +16,6 @@ from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import Mesh, ShardingError, single_device, use_mesh
-
-B, T, M, H, E = 16, 12, 8, 24, 16
-MESH = Mesh.parse("expert:8")
-ROWS = ("expert", None, None)
 
 
 def _side(seed: int) -> NestedMap:
@@ -31,36 +29,6 @@ def _side(seed: int) -> NestedMap:
 
 BATCH = NestedMap(src=_side(1), tgt=_side(2))
 BATCH.tgt.labels = _side(3).ids
-
-
-def _layer(dispatcher: str, **params) -> MoELayer:
-    p = MoELayer.Params().Set(
-        name="moe",
-        dispatcher=dispatcher,
-        model_dim=M,
-        hidden_dim=H,
-        num_experts=E,
-        num_groups=8,
-        capacity_factor=1.0,
-        min_capacity=1,
-        activation_split={"B": "expert", "G": "expert", "E": "expert"},
-        weight_split={"E": "expert"},
-    )
-    return p.Set(**params).Instantiate()
-
-
-def _args(layer: MoELayer) -> tuple[list, list]:
-    with use_mesh(single_device()):
-        theta = layer.InitTheta(make_seed(0, 0))
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(B, T, M)).astype(np.float32)
-    paddings = (rng.random((B, T)) < 0.2).astype(np.float32)
-    return [theta, x, paddings, np.array([3, 4], np.int32)], [
-        layer.VariableSpecs(),
-        ROWS,
-        ROWS[:2],
-        None,
-    ]
 
 
 def _train(layer: MoELayer):
@@ -99,8 +67,11 @@ def _forward(layer: MoELayer):
 )
 def test_equals_the_einsum_dispatcher(params):
     """Values and gradients (tokens, experts and gating weights) on one device and on eight."""
-    layer, einsum = _layer("gather", **params), _layer("einsum", **params)
-    args, splits = _args(layer)
+    layer, einsum = (
+        toy_moe.layer(dispatcher="gather", **params),
+        toy_moe.layer(dispatcher="einsum", **params),
+    )
+    args, splits = toy_moe.arguments(layer)
     want = _eagerly(_train(einsum), args)
     got, collectives = run_sharded(_train(layer), args, MESH, splits)
     for result in (_eagerly(_train(layer), args), got):
@@ -129,8 +100,8 @@ def test_the_communication_is_that_of_the_einsums():
     """The same operations with the same bytes, but no mask [G,S,E,C]."""
     found = {}
     for dispatcher in ("einsum", "gather"):
-        layer = _layer(dispatcher)
-        args, splits = _args(layer)
+        layer = toy_moe.layer(dispatcher=dispatcher)
+        args, splits = toy_moe.arguments(layer)
         hlo = run_sharded(_forward(layer), args, MESH, splits)[1].hlo
         found[dispatcher] = [(c.kind, c.num_bytes) for c in parse_collectives(hlo)], hlo
     capacity, size = 2, B * T // 8  # ceil(24 / 16)
@@ -141,8 +112,8 @@ def test_the_communication_is_that_of_the_einsums():
 
 
 def test_inference_over_devices():
-    layer, einsum = _layer("gather"), _layer("einsum")
-    args, splits = _args(layer)
+    layer, einsum = toy_moe.layer(dispatcher="gather"), toy_moe.layer(dispatcher="einsum")
+    args, splits = toy_moe.arguments(layer)
 
     def infer(layer):
         return lambda theta, x, paddings: layer.FProp(theta, x, paddings)[0]
@@ -156,9 +127,10 @@ def test_a_model_dimension_that_is_cut_too():
     """On a mesh of two axes the gather works on slices of M, and the gates' gradient is a sum over them."""
     split = {"B": "data", "G": "data", "E": "data", "M": "model"}
     layer, einsum = (
-        _layer(d, activation_split=split, weight_split={}) for d in ("gather", "einsum")
+        toy_moe.layer(dispatcher=d, activation_split=split, weight_split={})
+        for d in ("gather", "einsum")
     )
-    args, _ = _args(layer)
+    args, _ = toy_moe.arguments(layer)
     want = _eagerly(_train(einsum), args)
     got, _ = run_sharded(_train(layer), args, Mesh.parse("data:4,model:2"))
     for (path, a), b in zip(got.FlattenItems(), want.Flatten(), strict=True):
@@ -167,8 +139,10 @@ def test_a_model_dimension_that_is_cut_too():
 
 
 def test_bfloat16():
-    layer, einsum = (_layer(d, fprop_dtype="bfloat16") for d in ("gather", "einsum"))
-    args, splits = _args(layer)
+    layer, einsum = (
+        toy_moe.layer(dispatcher=d, fprop_dtype="bfloat16") for d in ("gather", "einsum")
+    )
+    args, splits = toy_moe.arguments(layer)
     want = _eagerly(_train(einsum), args)
     got, _ = run_sharded(_train(layer), args, MESH, splits)
     assert got.y.dtype == want.y.dtype
@@ -179,8 +153,8 @@ def test_bfloat16():
 
 
 def test_an_open_batch_when_served():
-    layer, einsum = _layer("gather"), _layer("einsum")
-    (theta, x, paddings, _), _ = _args(layer)
+    layer, einsum = toy_moe.layer(dispatcher="gather"), toy_moe.layer(dispatcher="einsum")
+    (theta, x, paddings, _), _ = toy_moe.arguments(layer)
     signature = [tf.TensorSpec([None, None, M]), tf.TensorSpec([None, None])]
 
     @tf.function(input_signature=signature)
@@ -203,8 +177,8 @@ def test_an_open_batch_when_served():
     ],
 )
 def test_what_cannot_be_cut_raises(params, message):
-    layer = _layer("gather", **params)
-    args, _ = _args(layer)
+    layer = toy_moe.layer(dispatcher="gather", **params)
+    args, _ = toy_moe.arguments(layer)
     with pytest.raises(ShardingError, match=message):
         run_sharded(_forward(layer), args, MESH)
 
@@ -244,7 +218,8 @@ def test_a_scanned_model_has_the_same_loss_and_gradients():
 def test_flops_count_no_product_for_dispatch():
     shapes = ((B, T, M), (B, T))
     gather, einsum = (
-        MoELayer.FPropMeta(_layer(d).params, *shapes).flops for d in ("gather", "einsum")
+        MoELayer.FPropMeta(toy_moe.layer(dispatcher=d).params, *shapes).flops
+        for d in ("gather", "einsum")
     )
     groups, size, capacity = 8, B * T // 8, 2
     assert einsum - gather == 2 * 2 * groups * size * E * capacity * M

@@ -3,42 +3,13 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+import toy_moe
+from toy_moe import MESH, E, M
 
 from lingvo_moe.core.engine.collectives import parse_collectives
 from lingvo_moe.core.engine.testing import run_sharded, run_single
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.randomness import make_seed
-from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
-
-B, T, M, H, E = 16, 12, 8, 24, 16
-MESH = Mesh.parse("expert:8")
-ROWS = ("expert", None, None)
-
-
-def _layer(**params) -> MoELayer:
-    p = MoELayer.Params().Set(
-        name="moe",
-        model_dim=M,
-        hidden_dim=H,
-        num_experts=E,
-        num_groups=8,
-        capacity_factor=1.0,
-        min_capacity=1,
-        activation_split={"B": "expert", "G": "expert", "E": "expert"},
-        weight_split={"E": "expert"},
-    )
-    return p.Set(**params).Instantiate()
-
-
-def _args(layer: MoELayer) -> tuple[list, list]:
-    with use_mesh(single_device()):
-        theta = layer.InitTheta(make_seed(0, 0))
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(B, T, M)).astype(np.float32)
-    paddings = (rng.random((B, T)) < 0.2).astype(np.float32)
-    seed = np.array([3, 4], np.int32)
-    return [theta, x, paddings, seed], [layer.VariableSpecs(), ROWS, ROWS[:2], None]
 
 
 def _close(got, want, **tolerance) -> None:
@@ -69,8 +40,8 @@ def _train(layer: MoELayer):
     ],
 )
 def test_values_gradients_and_collectives(params):
-    layer = _layer(**params)
-    args, splits = _args(layer)
+    layer = toy_moe.layer(**params)
+    args, splits = toy_moe.arguments(layer)
     train = _train(layer)
     got, collectives = run_sharded(train, args, MESH, splits)
     _close(got, run_single(train, args), rtol=1e-4, atol=1e-5)
@@ -82,8 +53,8 @@ def test_values_gradients_and_collectives(params):
 
 def test_forward_crosses_twice_with_the_slots_alone():
     """Each device sends E C M numbers of its group each way, and no weight moves."""
-    layer = _layer()
-    args, splits = _args(layer)
+    layer = toy_moe.layer()
+    args, splits = toy_moe.arguments(layer)
 
     def forward(theta, x, paddings, seed):
         return layer.FProp(theta, x, paddings, seed=seed)[0]
@@ -95,8 +66,8 @@ def test_forward_crosses_twice_with_the_slots_alone():
 
 
 def test_inference_over_devices():
-    layer = _layer()
-    args, splits = _args(layer)
+    layer = toy_moe.layer()
+    args, splits = toy_moe.arguments(layer)
 
     def infer(theta, x, paddings):
         return layer.FProp(theta, x, paddings)[0]
