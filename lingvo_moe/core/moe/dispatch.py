@@ -74,7 +74,7 @@ class EinsumDispatcher(Dispatcher):
         mask_GSX = tf.constant(0, dtype)
         for rank in range(slot_GSk.shape[-1]):
             hot_GSX = tf.one_hot(slot_GSk[:, :, rank], num_slots, dtype=dtype)
-            mask_GSX += hot_GSX * values_GSk[:, :, rank, tf.newaxis]
+            mask_GSX += hot_GSX * values_GSk[:, :, rank : rank + 1]
         groups, size, _ = shape_of(slot_GSk)
         shape = [groups, size, routing.num_experts, routing.capacity]
         return self.Shard(tf.reshape(mask_GSX, shape), "GSEC")
