@@ -20,7 +20,7 @@ from lingvo_moe.core.sharding import Axis, DimsMapping, ShardingError, dims_mapp
 from lingvo_moe.core.sharding.manual import manual_region
 
 
-class GatherDispatcher(Dispatcher):
+class IndexDispatcher(Dispatcher):
     """Slots take their tokens, and tokens their slots, by index; equal to the einsum dispatcher.
 
     What crosses devices is the same: one all-to-all of the slots each way, by annotations outside of
@@ -96,7 +96,7 @@ class GatherDispatcher(Dispatcher):
         mapping: DimsMapping = dims_mapping("GSM", self.p.activation_split or {})
         if mapping[1] is not None:
             raise ShardingError(
-                f"{self.path}: activation_split cuts S along {mapping[1]!r}, but the gather dispatcher "
+                f"{self.path}: activation_split cuts S along {mapping[1]!r}, but the index dispatcher "
                 "needs the tokens of a group on one device; cut G, or use dispatcher='einsum'"
             )
         return mapping[0], mapping[2]

@@ -1,4 +1,4 @@
-"""The local-gather dispatcher over eight devices: the einsum dispatcher's numbers and communication."""
+"""The index dispatcher over eight devices: the einsum dispatcher's numbers and communication."""
 
 import re
 
@@ -68,7 +68,7 @@ def _forward(layer: MoELayer):
 def test_equals_the_einsum_dispatcher(params):
     """Values and gradients (tokens, experts and gating weights) on one device and on eight."""
     layer, einsum = (
-        toy_moe.layer(dispatcher="gather", **params),
+        toy_moe.layer(dispatcher="index", **params),
         toy_moe.layer(dispatcher="einsum", **params),
     )
     args, splits = toy_moe.arguments(layer)
@@ -99,20 +99,20 @@ def _num_slots(layer: MoELayer) -> int:
 def test_the_communication_is_that_of_the_einsums():
     """The same operations with the same bytes, but no mask [G,S,E,C]."""
     found = {}
-    for dispatcher in ("einsum", "gather"):
+    for dispatcher in ("einsum", "index"):
         layer = toy_moe.layer(dispatcher=dispatcher)
         args, splits = toy_moe.arguments(layer)
         hlo = run_sharded(_forward(layer), args, MESH, splits)[1].hlo
         found[dispatcher] = [(c.kind, c.num_bytes) for c in parse_collectives(hlo)], hlo
     capacity, size = 2, B * T // 8  # ceil(24 / 16)
-    assert found["gather"][0] == found["einsum"][0] == [("all-to-all", 4 * E * capacity * M)] * 2
+    assert found["index"][0] == found["einsum"][0] == [("all-to-all", 4 * E * capacity * M)] * 2
     mask = re.compile(rf"f32\[1,{size},({E},{capacity}|{E * capacity})\]")
     assert mask.search(found["einsum"][1]), "the einsum dispatcher's mask is looked for in vain"
-    assert not mask.search(found["gather"][1])
+    assert not mask.search(found["index"][1])
 
 
 def test_inference_over_devices():
-    layer, einsum = toy_moe.layer(dispatcher="gather"), toy_moe.layer(dispatcher="einsum")
+    layer, einsum = toy_moe.layer(dispatcher="index"), toy_moe.layer(dispatcher="einsum")
     args, splits = toy_moe.arguments(layer)
 
     def infer(layer):
@@ -128,7 +128,7 @@ def test_a_model_dimension_that_is_cut_too():
     split = {"B": "data", "G": "data", "E": "data", "M": "model"}
     layer, einsum = (
         toy_moe.layer(dispatcher=d, activation_split=split, weight_split={})
-        for d in ("gather", "einsum")
+        for d in ("index", "einsum")
     )
     args, _ = toy_moe.arguments(layer)
     want = _eagerly(_train(einsum), args)
@@ -140,7 +140,7 @@ def test_a_model_dimension_that_is_cut_too():
 
 def test_bfloat16():
     layer, einsum = (
-        toy_moe.layer(dispatcher=d, fprop_dtype="bfloat16") for d in ("gather", "einsum")
+        toy_moe.layer(dispatcher=d, fprop_dtype="bfloat16") for d in ("index", "einsum")
     )
     args, splits = toy_moe.arguments(layer)
     want = _eagerly(_train(einsum), args)
@@ -153,7 +153,7 @@ def test_bfloat16():
 
 
 def test_an_open_batch_when_served():
-    layer, einsum = toy_moe.layer(dispatcher="gather"), toy_moe.layer(dispatcher="einsum")
+    layer, einsum = toy_moe.layer(dispatcher="index"), toy_moe.layer(dispatcher="einsum")
     (theta, x, paddings, _), _ = toy_moe.arguments(layer)
     signature = [tf.TensorSpec([None, None, M]), tf.TensorSpec([None, None])]
 
@@ -177,7 +177,7 @@ def test_an_open_batch_when_served():
     ],
 )
 def test_what_cannot_be_cut_raises(params, message):
-    layer = toy_moe.layer(dispatcher="gather", **params)
+    layer = toy_moe.layer(dispatcher="index", **params)
     args, _ = toy_moe.arguments(layer)
     with pytest.raises(ShardingError, match=message):
         run_sharded(_forward(layer), args, MESH)
@@ -201,13 +201,13 @@ def test_a_scanned_model_has_the_same_loss_and_gradients():
 
         return loss_and_gradients
 
-    gather, einsum = model("gather"), model("einsum")
+    index, einsum = model("index"), model("einsum")
     with use_mesh(single_device()):
-        theta = gather.InitTheta(make_seed(1, 0))
+        theta = index.InitTheta(make_seed(1, 0))
         want = step(einsum)(theta, BATCH.Transform(tf.constant))  # eagerly
-    rows = BATCH.Transform(lambda x: TensorSpec(x.shape, "int32", gather.BatchSplit()))
-    splits = [gather.VariableSpecs(), rows]
-    got, collectives = run_sharded(step(gather), [theta, BATCH], MESH, splits)
+    rows = BATCH.Transform(lambda x: TensorSpec(x.shape, "int32", index.BatchSplit()))
+    splits = [index.VariableSpecs(), rows]
+    got, collectives = run_sharded(step(index), [theta, BATCH], MESH, splits)
     for (path, a), b in zip(got.FlattenItems(), want.Flatten(), strict=True):
         scale = max(float(np.abs(b).max()), 1e-3)
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * scale, err_msg=path)
@@ -217,9 +217,9 @@ def test_a_scanned_model_has_the_same_loss_and_gradients():
 
 def test_flops_count_no_product_for_dispatch():
     shapes = ((B, T, M), (B, T))
-    gather, einsum = (
+    index, einsum = (
         MoELayer.FPropMeta(toy_moe.layer(dispatcher=d).params, *shapes).flops
-        for d in ("gather", "einsum")
+        for d in ("index", "einsum")
     )
     groups, size, capacity = 8, B * T // 8, 2
-    assert einsum - gather == 2 * 2 * groups * size * E * capacity * M
+    assert einsum - index == 2 * 2 * groups * size * E * capacity * M
