@@ -35,7 +35,8 @@ class MtModel(BaseTask):
         p.Define("source_vocab_size", 64000, "Source SentencePiece vocabulary.")
         p.Define("target_vocab_size", 32000, "Target SentencePiece vocabulary, V.")
         p.Define("model_dim", 1024, "M.")
-        p.Define("hidden_dim", 8192, "H, of dense and expert feed-forward layers.")
+        p.Define("hidden_dim", 8192, "H, of dense and, unless given, expert feed-forward layers.")
+        p.Define("expert_hidden_dim", 0, "H of an expert; 0: hidden_dim.")
         p.Define("num_heads", 16, "N, attention heads.")
         p.Define("key_dim", 128, "K, per head.")
         p.Define("num_encoder_layers", 18, "Encoder layers, each attention + feed-forward.")
@@ -98,7 +99,9 @@ class MtModel(BaseTask):
 
     def _layer(self, moe: bool, decoder: bool) -> InstantiableParams:
         p = self.p
+        hidden_dim = p.hidden_dim
         if moe:
+            hidden_dim = p.expert_hidden_dim or p.hidden_dim
             ffn = p.moe.Copy().Set(num_experts=p.num_experts, num_groups=p.num_groups)
             ffn.experts.relu_dropout_prob = p.dropout
             if ffn.router.aux_loss_scale is None:
@@ -115,7 +118,7 @@ class MtModel(BaseTask):
         return transformer.TransformerLayer.Params().Set(
             self_atten_tpl=atten,
             cross_atten_tpl=atten.Copy() if decoder else None,
-            ffn_tpl=ffn.Set(model_dim=p.model_dim, hidden_dim=p.hidden_dim),
+            ffn_tpl=ffn.Set(model_dim=p.model_dim, hidden_dim=hidden_dim),
             residual_dropout_prob=p.dropout,
         )
 
