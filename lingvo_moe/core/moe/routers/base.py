@@ -41,7 +41,7 @@ class Routing:
 
 
 class Router(BaseLayer):
-    """Chooses the experts of each token. Subclasses implement `Route`.
+    """Chooses the experts of each token. Subclasses implement `FProp`.
 
     A router does all its arithmetic in float32, whatever the activations are: the choice hangs on
     small differences, and positions are counted by sums that bfloat16 cannot hold.
@@ -55,13 +55,44 @@ class Router(BaseLayer):
         return p
 
     def __init__(self, params: InstantiableParams):
+        super().__init__(params)
+        for name in ("model_dim", "num_experts"):
+            if getattr(self.p, name) < 1:
+                raise ValueError(
+                    f"{self.path}: {name} must be positive, got {getattr(self.p, name)}"
+                )
+
+    def FProp(
+        self,
+        theta: NestedMap,
+        x_GSM: tf.Tensor,
+        paddings_GS: tf.Tensor,
+        capacity: int | None,
+        seed: tf.Tensor | None = None,
+        context: NestedMap | None = None,
+    ) -> Routing:
+        """Routes tokens.
+
+        Args:
+            theta: the router's weights, if it has any.
+            x_GSM: tokens, in any float type.
+            paddings_GS: bool or float, 1 for padding, which is never routed and takes no slot.
+            capacity: C, or None for no limit.
+            seed: int32 [2]; None means inference: nothing is left to chance.
+            context: what is known of the tokens beside x, int32 [G,S] each; None where nothing is.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.FProp")
+
+
+class LearnedRouter(Router):
+    """A router with a gating network, wg [M,E]. Subclasses implement `Route`, or `RouteInputs`."""
+
+    def __init__(self, params: InstantiableParams):
         params = params.Copy()
         # Every device gates its own tokens against all experts: replicated, unless asked otherwise.
         params.weight_split = {"wg.E": None, **(params.weight_split or {})}
         super().__init__(params)
         p = self.p
-        if p.model_dim < 1:
-            raise ValueError(f"{self.path}: model_dim must be positive, got {p.model_dim}")
         self.CreateVariable(
             "wg", WeightParams((p.model_dim, p.num_experts), "ME", WeightInit.FanIn(p.model_dim))
         )
@@ -73,18 +104,24 @@ class Router(BaseLayer):
         paddings_GS: tf.Tensor,
         capacity: int | None,
         seed: tf.Tensor | None = None,
+        context: NestedMap | None = None,
     ) -> Routing:
-        """Routes tokens.
+        """See `Router`; theta holds wg [M,E]."""
+        return self.RouteInputs(theta, x_GSM, paddings_GS, capacity, seed)
 
-        Args:
-            theta: holds wg [M,E].
-            x_GSM: tokens, in any float type.
-            paddings_GS: bool or float, 1 for padding, which is never routed and takes no slot.
-            capacity: C, or None for no limit.
-            seed: int32 [2]; None means inference: nothing is left to chance.
+    def RouteInputs(
+        self,
+        theta: NestedMap,
+        x_GSM: tf.Tensor,
+        paddings_GS: tf.Tensor,
+        capacity: int | None,
+        seed: tf.Tensor | None = None,
+    ) -> Routing:
+        """The decision from what the gating network sees; arguments as in FProp.
+
+        To be overridden by a router that needs more than logits: other weights, noise on the inputs.
         """
-        logits_GSE = self.Logits(theta, x_GSM)
-        return self.Route(logits_GSE, paddings_GS, capacity, seed)
+        return self.Route(self.Logits(theta, x_GSM), paddings_GS, capacity, seed)
 
     def Logits(self, theta: NestedMap, x_GSM: tf.Tensor) -> tf.Tensor:
         """The gating network before its softmax, float32 [G,S,E] (Algorithm 2, line 1)."""

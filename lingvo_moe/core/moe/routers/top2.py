@@ -9,7 +9,7 @@ from lingvo_moe.core import randomness
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.moe.losses import load_balance
 from lingvo_moe.core.moe.metrics import routing_metrics
-from lingvo_moe.core.moe.routers.base import Router, Routing
+from lingvo_moe.core.moe.routers.base import LearnedRouter, Routing
 from lingvo_moe.core.suggest import did_you_mean
 
 _CHOICES = {
@@ -19,7 +19,7 @@ _CHOICES = {
 }
 
 
-class Top2Router(Router):
+class Top2Router(LearnedRouter):
     """Each token goes to its best two experts while they have room; the second is sometimes skipped.
 
     All first choices of a group are seated before any second choice, each in the order of its tokens.

@@ -1,0 +1,98 @@
+"""Seats against a case worked by hand and against taking them one at a time."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lingvo_moe.core.engine.testing import run_sharded
+from lingvo_moe.core.moe.seating import take_seats
+from lingvo_moe.core.sharding import Mesh
+
+
+def one_at_a_time(index_GSk, wanted_GSk, num_experts, capacity):
+    """(positions, -1 where no seat is wanted; kept)."""
+    G, S, ranks = index_GSk.shape
+    position = np.full((G, S, ranks), -1)
+    kept = np.zeros((G, S, ranks))
+    for g in range(G):
+        taken = [0] * num_experts
+        for rank in range(ranks):
+            for s in range(S):
+                if wanted_GSk[g, s, rank]:
+                    e = index_GSk[g, s, rank]
+                    position[g, s, rank] = taken[e]
+                    kept[g, s, rank] = capacity is None or taken[e] < capacity
+                    taken[e] += 1
+    return position, kept
+
+
+def _seats(index, wanted, num_experts, capacity):
+    position, kept = take_seats(
+        tf.constant(index, tf.int32), tf.constant(wanted, tf.float32), num_experts, capacity
+    )
+    assert (position.dtype, kept.dtype) == (tf.int32, tf.float32)
+    return position.numpy(), kept.numpy()
+
+
+def test_by_hand():
+    # Three tokens of a group. Expert 0 is the first choice of tokens 0 and 2; expert 1 the first of
+    # token 1 and, after it, the second of tokens 0 and 2. Token 1 wants no second expert, so expert
+    # 2 seats nobody before token 1's third choice, which is alone there.
+    index = [[[0, 1, 2], [1, 2, 0], [0, 1, 2]]]
+    wanted = [[[1, 1, 0], [1, 0, 1], [1, 1, 1]]]
+    position, kept = _seats(index, wanted, 3, 2)
+    # Expert 0: t0, t2, then t1 (third). Expert 1: t1, t0, t2. Expert 2: t2 (third).
+    asked = np.array(wanted) > 0
+    want = np.array([[[0, 1, 9], [0, 9, 2], [1, 2, 0]]])
+    np.testing.assert_array_equal(position[asked], want[asked])
+    np.testing.assert_array_equal(kept, [[[1, 1, 0], [1, 0, 0], [1, 0, 1]]])
+    np.testing.assert_array_equal(_seats(index, wanted, 3, None)[1], wanted)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 70), st.integers(1, 7)),
+    capacity=st.one_of(st.none(), st.integers(1, 20)),
+    share=st.sampled_from([0.0, 0.7, 1.0]),
+    seed=st.integers(0, 10_000),
+    data=st.data(),
+)
+def test_equals_taking_seats_one_at_a_time(shape, capacity, share, seed, data):
+    G, S, E = shape
+    ranks = data.draw(st.integers(1, E))
+    rng = np.random.default_rng(seed)
+    index = rng.random((G, S, E)).argsort(-1)[..., :ranks]
+    wanted = (rng.random(index.shape) < share).astype(np.float32)
+    position, kept = _seats(index, wanted, E, capacity)
+    want_position, want_kept = one_at_a_time(index, wanted, E, capacity)
+    np.testing.assert_array_equal(kept, want_kept)
+    asked = wanted > 0
+    np.testing.assert_array_equal(position[asked], want_position[asked])
+
+
+@pytest.mark.parametrize("tokens", [1_000_000])
+def test_counts_are_exact_for_a_million_tokens(tokens):
+    index = np.zeros((1, tokens, 1), np.int32)
+    position, kept = _seats(index, np.ones_like(index), 2, tokens - 1)
+    np.testing.assert_array_equal(position[0, :, 0], np.arange(tokens))
+    assert kept.sum() == tokens - 1 and not kept[0, -1, 0]
+
+
+def test_groups_are_seated_where_they_are():
+    rng = np.random.default_rng(0)
+    index = rng.random((8, 50, 6)).argsort(-1)[..., :3].astype(np.int32)
+    wanted = (rng.random(index.shape) < 0.8).astype(np.float32)
+    rows = ("expert", None, None)
+
+    def seats(index, wanted):
+        return take_seats(index, wanted, 6, 9)
+
+    (position, kept), sent = run_sharded(
+        seats, [index, wanted], Mesh.parse("expert:8"), [rows, rows]
+    )
+    want_position, want_kept = one_at_a_time(index, wanted, 6, 9)
+    np.testing.assert_array_equal(kept, want_kept)
+    np.testing.assert_array_equal(position[wanted > 0], want_position[wanted > 0])
+    assert not sent
