@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from lingvo_moe.core.moe.metrics import routing_metrics
 
 
-def _metrics(want: dict, real: np.ndarray, num_experts: int, capacity: int | None):
+def _metrics(want: dict, real: np.ndarray, num_experts: int, capacity: int | None, **kw):
     names = ("index", "gate", "wanted", "kept")
     tensors = [tf.constant(want[name]) for name in names]
     real = tf.constant(real, tf.float32)
-    return routing_metrics(*tensors, real, num_experts, capacity)
+    return routing_metrics(*tensors, real, num_experts, capacity, **kw)
 
 
 def test_by_hand():
@@ -24,14 +24,40 @@ def test_by_hand():
         "wanted": np.array([[[1, 1], [1, 0], [1, 1], [0, 0]]], np.float32),
         "kept": np.array([[[1, 1], [0, 0], [1, 0], [0, 0]]], np.float32),
     }
-    m = _metrics(want, np.array([[1, 1, 1, 0]]), 3, 2)
+    p = tf.constant([[[0.5, 0.25, 0.25], [1, 0, 0], [0.5, 0.5, 0], [0, 0, 1]]])
+    m = _metrics(want, np.array([[1, 1, 1, 0]]), 3, 2, probabilities_GSE=p)
     np.testing.assert_allclose(m.over_capacity_1_ratio, 1 / 3, 1e-6)
     np.testing.assert_allclose(m.over_capacity_2_ratio, 1 / 2, 1e-6)
+    np.testing.assert_allclose(m.over_capacity_ratio, 2 / 5, 1e-6)
     np.testing.assert_allclose([m.dispatch_0, m.dispatch_1, m.dispatch_2], [1 / 3] * 3, 1e-6)
+    np.testing.assert_allclose(m.experts_per_token, 1, 1e-6)
     np.testing.assert_allclose([m.mean_gate_1, m.mean_gate_2], [1.25 / 3, 0.25 / 3], 1e-6)
     np.testing.assert_allclose(m.expert_load_first, [2 / 3, 1 / 3, 0], 1e-6)
     np.testing.assert_allclose(m.expert_load, [1 / 3, 2 / 3, 0], 1e-6)
+    np.testing.assert_allclose(m.dead_experts, 1 / 3, 1e-6)
     np.testing.assert_allclose(m.effective_capacity, 3 * 2 / 4)
+    np.testing.assert_allclose(m.importance, [2 / 3, 0.25, 0.25 / 3], 1e-6)
+    # ln 4 / 2 + ln 2 / 2 for the first token, nothing for the second, ln 2 for the third.
+    np.testing.assert_allclose(m.gate_entropy, 2.5 * np.log(2) / 3, 1e-6)
+
+
+def test_where_every_expert_chooses_there_are_no_ranks():
+    # Three experts, each with room for two of four tokens; the last is padding, the third is nobody's.
+    kept = np.array([[[1, 0, 1], [1, 0, 0], [0, 0, 0], [0, 0, 0]]], np.float32)
+    want = {
+        "index": np.tile(np.arange(3, dtype=np.int32), (1, 4, 1)),
+        "gate": kept / 2,
+        "wanted": kept,
+        "kept": kept,
+    }
+    m = _metrics(want, np.array([[1, 1, 1, 0]]), 3, 2, ranked=False)
+    np.testing.assert_allclose(m.expert_load, [2 / 3, 0, 1 / 3], 1e-6)
+    np.testing.assert_allclose([m.dispatch_0, m.dead_experts], [1 / 3, 1 / 3], 1e-6)
+    np.testing.assert_allclose([m.experts_per_token, m.over_capacity_ratio], [1, 0], 1e-6)
+    assert set(m) == {
+        *("dispatch_0", "experts_per_token", "over_capacity_ratio", "expert_load", "dead_experts"),
+        "effective_capacity",
+    }
 
 
 @settings(max_examples=30, deadline=None)
@@ -46,21 +72,29 @@ def test_equals_counting(shape, capacity, seed):
     real = rng.random((G, S)) < 0.7
     gates = moe_reference.softmax(rng.normal(size=shape, scale=2))
     want = moe_reference.route(gates, real, capacity, rng.random((G, S)))
-    got = _metrics(want, real, E, capacity)
+    got = _metrics(want, real, E, capacity, probabilities_GSE=tf.constant(gates, tf.float32))
     tokens = max(real.sum(), 1)
     count = {f"dispatch_{n}": 0.0 for n in range(3)}
-    first, load = np.zeros(E), np.zeros(E)
+    first, load, importance, entropy = np.zeros(E), np.zeros(E), np.zeros(E), 0.0
     for g, s in zip(*np.nonzero(real)):
         count[f"dispatch_{int(want['kept'][g, s].sum())}"] += 1 / tokens
         first[want["index"][g, s, 0]] += 1 / tokens
         for k in range(2):
             load[want["index"][g, s, k]] += want["kept"][g, s, k]
+        for e in range(E):
+            importance[e] += gates[g, s, e] / tokens
+            entropy -= gates[g, s, e] * np.log(gates[g, s, e]) / tokens
     for k in range(2):
         asked, kept = want["wanted"][..., k].sum(), want["kept"][..., k].sum()
         count[f"over_capacity_{k + 1}_ratio"] = (asked - kept) / max(asked, 1)
         count[f"mean_gate_{k + 1}"] = want["gate"][..., k].sum() / tokens
+    asked = want["wanted"].sum()
+    count["over_capacity_ratio"] = (asked - load.sum()) / max(asked, 1)
+    count["experts_per_token"] = load.sum() / tokens
     count["expert_load_first"] = first
     count["expert_load"] = load / max(load.sum(), 1)
+    count["dead_experts"] = sum(n == 0 for n in load) / E
+    count["importance"], count["gate_entropy"] = importance, entropy
     count["effective_capacity"] = E if capacity is None else E * capacity / S
     assert sorted(count) == sorted(got)
     for name, value in count.items():

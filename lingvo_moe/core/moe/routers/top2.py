@@ -133,7 +133,7 @@ class Top2Router(LearnedRouter):
         wanted = tf.stack([wanted_1, wanted_2], -1)
         aux_loss = load_balance(gates_GSE, first_GSE, real_GS) * self._AuxLossScale()
         metrics = routing_metrics(
-            expert_index, gate, wanted, kept, real_GS, p.num_experts, capacity
+            expert_index, gate, wanted, kept, real_GS, p.num_experts, capacity, gates_GSE
         )
         metrics.aux_loss = tf.stop_gradient(aux_loss)
         return Routing(
