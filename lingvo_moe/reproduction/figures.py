@@ -209,3 +209,36 @@ def speed(labels: Sequence[str], measured: Sequence[float], ours: Sequence[float
     axes.set_ylabel("steps a second")
     axes.legend()
     return _svg(figure)
+
+
+@_styled
+def expert_comparison(
+    scaling: Sequence[tuple[int, float, int]], routers: Sequence[tuple[str, float]]
+) -> bytes:
+    """Held-out loss by the number of experts, and of each router, best first.
+
+    Args:
+        scaling: (experts, nats a token, parameters), fewest experts first.
+        routers: (what it is, nats a token).
+    """
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(8.6, 3.6), layout="constrained", width_ratios=(1, 1.1)
+    )
+    experts = [e for e, _, _ in scaling]
+    left.plot(experts, [nll for _, nll, _ in scaling], marker="o", color=_COLOURS[0])
+    for number, nll, params in scaling:
+        left.annotate(f"{params / 1e6:.2g}M", (number, nll), (4, 5), textcoords="offset points")
+    left.set(xscale="log", xlabel="experts (1: dense)", ylabel="held-out loss, nats a token")
+    left.set_xticks(experts, [str(e) for e in experts])
+    left.xaxis.set_minor_locator(NullLocator())
+    left.margins(x=0.12, y=0.15)
+    left.grid(linewidth=0.8)
+    ordered = sorted(routers, key=lambda one: -one[1])
+    losses = [nll for _, nll in ordered]
+    right.barh([says for says, _ in ordered], losses, color=_COLOURS[1])
+    right.bar_label(right.containers[0], fmt=" %.3f")
+    low, high = (min(losses), max(losses)) if losses else (0.0, 1.0)
+    margin = max(high - low, 0.02)
+    right.set_xlim(low - 0.6 * margin, high + 0.5 * margin)
+    right.set(xlabel="held-out loss, nats a token (axis cut)")
+    return _svg(figure)

@@ -1,0 +1,137 @@
+"""What experts and routers are worth: small models, trained on the demo's data at equal cost, side by side.
+
+    python -m tools.compare_experts                     # everything: about an hour on two cores
+    python -m tools.compare_experts --only=dense,top2_e16 --steps=300
+
+Trains every variant of mt.M4Experts for as many steps on the same batches, then asks each for its loss on
+held-out pairs. A token passes through the same number of multiplications in each variant. Interrupted, the same
+command goes on where it stopped. Leaves results.json, table.md and compare_experts.svg in the output directory,
+and each variant's run for TensorBoard and tools.report.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from lingvo_moe.core import files, registry
+from lingvo_moe.core.suggest import did_you_mean
+from lingvo_moe.reproduction import expert_comparison
+from lingvo_moe.reproduction.expert_variants import VARIANTS, Variant
+from tools import _cli
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = _cli.Parser(prog="python -m tools.compare_experts", description=__doc__)
+    add = parser.add_argument
+    add("--output", default="compare", metavar="DIR", help="where everything goes (%(default)s)")
+    add("--corpus", default="", metavar="DIR", help="pairs (default: DIR/corpus, built if missing)")
+    add("--only", default="", help=f"some of {', '.join(VARIANTS)}")
+    add("--steps", type=int, default=1000, help="training steps of each (%(default)s)")
+    add("--batches", type=int, default=60, help="held-out batches (%(default)s)")
+    add("--engine", default="tf", help="as the trainer's (%(default)s)")
+    args = parser.parse_args(argv)
+    _cli.check_at_least(parser, args, steps=1, batches=1)
+    for name in _cli.names(args.only):
+        if name not in VARIANTS:
+            parser.error(f"--only={name}: no such variant{did_you_mean(name, VARIANTS)}")
+    try:
+        return Comparison(args).Run()
+    except subprocess.CalledProcessError as e:
+        print(
+            f"compare_experts: training ended with status {e.returncode}; see above",
+            file=sys.stderr,
+        )
+        return 1
+    except (ValueError, OSError) as e:
+        print(f"compare_experts: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("compare_experts: stopped; the same command goes on from here", file=sys.stderr)
+        return 130
+
+
+class Comparison:
+    """The steps of the experiment, in order."""
+
+    def __init__(self, args: Any):
+        self._args = args
+        self._out = Path(args.output)
+        self._corpus = Path(args.corpus) if args.corpus else self._out / "corpus"
+        self._start = time.monotonic()
+
+    def Run(self) -> int:
+        _cli.check_output_directory(self._out)
+        self._out.mkdir(parents=True, exist_ok=True)
+        self._build_corpus()
+        chosen = _cli.names(self._args.only) or tuple(VARIANTS)
+        for number, name in enumerate(chosen, 1):
+            self._say(f"[{number}/{len(chosen)}] {name}: {VARIANTS[name].says}")
+            self._variant(name, VARIANTS[name])
+        results = self._results()
+        content = json.dumps(results, indent=2).encode() + b"\n"
+        files.write_atomic(self._out / "results.json", content)
+        table = expert_comparison.table(results)
+        files.write_atomic(self._out / "table.md", table.encode())
+        files.write_atomic(self._out / "compare_experts.svg", expert_comparison.picture(results))
+        print(table)
+        self._say(f"written: {self._out}/results.json, table.md, compare_experts.svg")
+        return 0
+
+    def _say(self, text: str) -> None:
+        print(f"[{time.monotonic() - self._start:4.0f} s] {text}", flush=True)
+
+    def _build_corpus(self) -> None:
+        from lingvo_moe.tasks.mt.input.corpus import CorpusOptions, build_corpus
+
+        if not self._corpus.exists():
+            self._say("building the corpus from installed packages")
+            build_corpus(self._corpus, CorpusOptions())
+
+    def _variant(self, name: str, variant: Variant) -> None:
+        run, result = self._out / name, self._out / name / "result.json"
+        if result.is_file() and json.loads(result.read_text())["steps"] == self._args.steps:
+            self._say(f"{name}: done before")
+            return
+        cache = registry.escape(str((self._out / "cache").resolve()))
+        override = ";".join(part for part in (variant.override, f"input.cache_dir={cache}") if part)
+        command = [
+            *(sys.executable, "-m", "lingvo_moe.trainer", "--model=mt.M4Experts"),
+            *(f"--data_dir={self._corpus}", f"--logdir={run}", f"--engine={self._args.engine}"),
+            *(f"--max_steps={self._args.steps}", f"--model_params_override={override}"),
+        ]
+        subprocess.run(command, check=True)
+        measured = self._measure(run)
+        entry = {"says": variant.says, "group": variant.group, "experts": variant.experts}
+        content = json.dumps({**entry, **measured}, indent=2).encode() + b"\n"
+        files.write_atomic(result, content)
+        self._say(f"{name}: held-out loss {measured['held_out_nll']:.3f}")
+
+    def _measure(self, run: Path) -> dict[str, Any]:
+        _cli.load_tensorflow()
+        from lingvo_moe.core import inspect
+        from lingvo_moe.core.engine.summaries import read_metrics
+        from lingvo_moe.tasks.mt.held_out import held_out_loss
+        from lingvo_moe.tasks.mt.run_dir import RunDir
+
+        held_out = held_out_loss(run, self._corpus, self._args.batches)
+        rows = read_metrics(str(run / "train"))
+        return {
+            "steps": held_out.step,
+            "params": inspect.count_parameters(RunDir(run).Task().VariableSpecs().Flatten()),
+            "held_out_nll": held_out.nll,
+            "held_out_accuracy": held_out.accuracy,
+            "held_out_tokens": held_out.tokens,
+            "train_nll": rows[-1]["nll"],
+            **expert_comparison.routing(rows[-5:]),
+        }
+
+    def _results(self) -> dict[str, Any]:
+        found = {name: self._out / name / "result.json" for name in VARIANTS}
+        return {n: json.loads(file.read_text()) for n, file in found.items() if file.is_file()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
