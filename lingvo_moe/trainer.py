@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lingvo_moe.core import registry
-from lingvo_moe.core.engine.base import ENGINES
+from lingvo_moe.core.engine.base import ENGINES, ONE_DEVICE_ENGINES
 from lingvo_moe.core.quiet import quiet
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.suggest import did_you_mean
@@ -174,7 +174,7 @@ def train(args: argparse.Namespace, params: Any, override: str) -> int:
     devices.initialize_distributed(args.coordinator_address, args.num_processes, args.process_id)
     find_devices()
     first_process = args.process_id == 0
-    there_are = 1 if args.engine == "tf" else devices.device_count()
+    there_are = 1 if args.engine in ONE_DEVICE_ENGINES else devices.device_count()
     mesh = make_mesh(params, args.mesh, there_are)
     engine = make_engine(args.engine, mesh)
     task = params.task.Instantiate()

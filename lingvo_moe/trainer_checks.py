@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lingvo_moe.core import registry
+from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.sharding import Mesh, ShardingError
 
@@ -34,9 +35,9 @@ def check_flags(args: argparse.Namespace, params: Params) -> None:
         raise UsageError(
             f"--num_processes={args.num_processes}: only --engine=pjrt runs as several"
         )
-    if args.engine == "tf" and args.num_devices > 1:
+    if args.engine in ONE_DEVICE_ENGINES and args.num_devices > 1:
         raise UsageError(
-            f"--num_devices={args.num_devices}: --engine=tf runs on one device; use --engine=pjrt"
+            f"--num_devices={args.num_devices}: --engine={args.engine} runs on one device; use --engine=pjrt"
         )
     place = Path(args.logdir).resolve()
     while not place.exists() and not place.is_symlink():

@@ -102,20 +102,21 @@ def test_tensorboard_shows_what_is_asked_of_it(reference):
     plain = "loss nll aux_loss accuracy grad_norm learning_rate skipped tokens tokens_per_second"
     layer = (
         "over_capacity_1_ratio over_capacity_2_ratio dispatch_0 dispatch_1 dispatch_2 "
-        "effective_capacity expert_load expert_load_max_over_mean"
+        "over_capacity_ratio experts_per_token dead_experts gate_entropy effective_capacity "
+        "expert_load expert_load_max_over_mean importance importance_max_over_mean"
     )
     wanted = {*plain.split(), "params"}
-    wanted |= {f"moe/{side}/{m}/0" for side in ("encoder", "decoder") for m in layer.split()}
+    wanted |= {f"moe/{side}/{m}/layer_1" for side in ("encoder", "decoder") for m in layer.split()}
     assert wanted <= tags, sorted(wanted - tags)
 
     def value(tag):
         return tensor_util.make_ndarray(events.Tensors(tag)[-1].tensor_proto)
 
-    dispatched = sum(value(f"moe/encoder/dispatch_{n}/0") for n in range(3))
+    dispatched = sum(value(f"moe/encoder/dispatch_{n}/layer_1") for n in range(3))
     np.testing.assert_allclose(dispatched, 1.0, rtol=1e-5)
     # 8 x 24 tokens in 8 groups of S = 24; C = 2 S / E = 6 slots; E C / S = 2.
-    assert value("moe/decoder/effective_capacity/0") == 2.0
-    assert value("moe/encoder/expert_load/0")[:, 2].sum() == 8  # a histogram of 8 experts
+    assert value("moe/decoder/effective_capacity/layer_1") == 2.0
+    assert value("moe/encoder/expert_load/layer_1")[:, 2].sum() == 8  # a histogram of 8 experts
     assert value("tokens_per_second") > 0 and value("skipped") == 0
 
 
@@ -130,8 +131,14 @@ def test_a_run_that_is_done_is_left_alone(reference, data_dir, capfd):
 
 @pytest.mark.parametrize(
     "machine",
-    [["--engine=tf"], ["--mesh=expert:1"], ["--mesh=expert:2"], ["--mesh=expert:4"]],
-    ids=["tf", "1 device", "2 devices", "4 devices"],
+    [
+        ["--engine=tf"],
+        ["--engine=tf_graph"],
+        ["--mesh=expert:1"],
+        ["--mesh=expert:2"],
+        ["--mesh=expert:4"],
+    ],
+    ids=["tf", "tf_graph", "1 device", "2 devices", "4 devices"],
 )
 def test_losses_do_not_depend_on_the_machine(reference, data_dir, tmp_path, machine):
     for begin, steps in ((0, 4), (12, 2)):

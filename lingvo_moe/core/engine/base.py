@@ -16,7 +16,8 @@ from typing import Any
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.suggest import did_you_mean
 
-ENGINES = ("pjrt", "tf", "tpu_strategy")
+ENGINES = ("pjrt", "tf", "tf_graph", "tpu_strategy")
+ONE_DEVICE_ENGINES = ("tf", "tf_graph")
 
 
 class EngineError(ValueError):
@@ -86,10 +87,10 @@ def make_engine(name: str, mesh: Mesh) -> Engine:
         from lingvo_moe.core.engine.pjrt import PjrtEngine
 
         return PjrtEngine(mesh)
-    if name == "tf":
+    if name in ONE_DEVICE_ENGINES:
         from lingvo_moe.core.engine.tf_engine import TfEngine
 
-        return TfEngine(mesh)
+        return TfEngine(mesh, jit_compile=name == "tf")
     if name == "tpu_strategy":
         from lingvo_moe.core.engine.tpu_strategy import TpuStrategyEngine
 

@@ -1,4 +1,8 @@
-"""The engine that is TensorFlow alone, on one device: for debugging, serving, and as the reference in tests."""
+"""TensorFlow alone, on one device: `tf` compiles by XLA, `tf_graph` runs TensorFlow's own kernels.
+
+For debugging, serving, and as the reference in tests. On a CPU `tf_graph` is also the fastest there is:
+its matrix products are oneDNN's, which lead those of XLA:CPU (docs/moe_speed.md).
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,14 +18,15 @@ from lingvo_moe.core.sharding import Mesh, single_device
 
 
 class TfEngine(Engine):
-    """Runs functions with `tf.function(jit_compile=True)`; tensors are eager ones."""
+    """Runs functions as `tf.function`s; tensors are eager ones."""
 
-    def __init__(self, mesh: Mesh | None = None):
-        """Raises EngineError for a mesh of more than one device."""
+    def __init__(self, mesh: Mesh | None = None, jit_compile: bool = True):
+        """`jit_compile`: by XLA. Raises EngineError for a mesh of more than one device."""
         self.mesh = mesh or single_device()
+        self._jit_compile = jit_compile
         if self.mesh.size != 1:
             raise EngineError(
-                f"--engine=tf runs on one device, not on mesh {self.mesh} of {self.mesh.size}; "
+                f"--engine={'tf' if jit_compile else 'tf_graph'} runs on one device, not on mesh {self.mesh} of {self.mesh.size}; "
                 f"use --engine=pjrt, or --mesh={self.mesh.axis_names[0]}:1"
             )
 
@@ -35,9 +40,15 @@ class TfEngine(Engine):
         name: str = "",
     ) -> "CompiledTfFunction":
         function, signature = trace(
-            fn, arg_specs, self.mesh, results=results, donate=donate, name=name
+            fn,
+            arg_specs,
+            self.mesh,
+            results=results,
+            donate=donate,
+            name=name,
+            jit_compile=self._jit_compile,
         )
-        return CompiledTfFunction(function, signature)
+        return CompiledTfFunction(function, signature, self._jit_compile)
 
     def Put(self, tree: Any, specs: Any) -> Any:
         return map_with_specs(_to_tensor, tree, specs)
@@ -47,15 +58,15 @@ class TfEngine(Engine):
 
 
 class CompiledTfFunction(Compiled):
-    """A traced function; XLA compiles it at the first call.
+    """A traced function; XLA compiles it at the first call, where it does.
 
     Attributes:
         signature: how it is called.
         function: the `tf.function` of flat tensors.
     """
 
-    def __init__(self, function: Any, signature: Signature):
-        self.function, self.signature = function, signature
+    def __init__(self, function: Any, signature: Signature, jit_compile: bool):
+        self.function, self.signature, self._jit_compile = function, signature, jit_compile
 
     def __call__(self, *args: Any) -> Any:
         leaves = self.signature.FlattenArgs(*args)
@@ -63,6 +74,10 @@ class CompiledTfFunction(Compiled):
         return self.signature.PackResults(list(out))
 
     def HloText(self) -> str:
+        if not self._jit_compile:
+            raise EngineError(
+                "--engine=tf_graph has no HLO text, since XLA has no part in it; use tf"
+            )
         specs = [tf.TensorSpec(s.shape, s.dtype) for s in self.signature.args]
         return self.function.experimental_get_compiler_ir(*specs)(stage="optimized_hlo")
 

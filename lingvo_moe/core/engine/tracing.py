@@ -37,10 +37,11 @@ def trace(
     results: Any = None,
     donate: Sequence[int] = (),
     name: str = "",
+    jit_compile: bool = True,
 ) -> tuple[Any, Signature]:
-    """A `tf.function` of flat tensors, compiled by XLA and traced already, and its signature.
+    """A `tf.function` of flat tensors, traced already, and its signature.
 
-    Arguments and errors are those of `lowering.lower`.
+    Arguments and errors are those of `lowering.lower`; `jit_compile` is that of `tf.function`.
     """
     name = name or getattr(fn, "__name__", type(fn).__name__)
     names = _arg_names(fn, len(arg_specs))
@@ -51,7 +52,7 @@ def trace(
     ]
     _check_dtypes(name, args)
     flat_fn = _FlatFunction(fn, arg_specs, args, mesh)
-    tf_function = tf.function(flat_fn, jit_compile=True, autograph=False)
+    tf_function = tf.function(flat_fn, jit_compile=jit_compile, autograph=False)
     with remembering_forward():
         concrete = tf_function.get_concrete_function(
             *[tf.TensorSpec(a.shape, a.dtype) for a in args]

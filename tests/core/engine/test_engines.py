@@ -51,7 +51,9 @@ def _losses(engine):
 def test_tensorflow_alone_and_eight_devices_train_alike():
     tf_losses = _losses(make_engine("tf", sharding.single_device()))
     losses = _losses(make_engine("pjrt", Mesh.parse("expert:8")))
+    graph_losses = _losses(make_engine("tf_graph", sharding.single_device()))
     np.testing.assert_allclose(losses, tf_losses, rtol=1e-6)
+    np.testing.assert_allclose(graph_losses, tf_losses, rtol=1e-6)
     assert losses[-1] < losses[0]
 
 
@@ -74,8 +76,18 @@ def test_the_tf_engine_shows_its_hlo_and_checks_arguments():
 def test_unknown_engines_and_meshes():
     with pytest.raises(EngineError, match=r"--engine='pjr'.*did you mean 'pjrt'"):
         make_engine("pjr", sharding.single_device())
-    with pytest.raises(EngineError, match=r"one device, not on mesh expert:8.*--engine=pjrt"):
-        make_engine("tf", Mesh.parse("expert:8"))
+    for name in ("tf", "tf_graph"):
+        with pytest.raises(
+            EngineError, match=rf"{name} .*one device, not on mesh expert:8.*--engine=pjrt"
+        ):
+            make_engine(name, Mesh.parse("expert:8"))
+
+
+def test_tensorflows_own_kernels_have_no_hlo_text():
+    engine = make_engine("tf_graph", sharding.single_device())
+    compiled = engine.Build(lambda x: x * 2.0, [TensorSpec((3,), "float32")])
+    with pytest.raises(EngineError, match="XLA has no part in it"):
+        compiled.HloText()
 
 
 def test_tpu_strategy_without_a_tpu():
