@@ -26,8 +26,8 @@ class TfEngine(Engine):
         self._jit_compile = jit_compile
         if self.mesh.size != 1:
             raise EngineError(
-                f"--engine={'tf' if jit_compile else 'tf_graph'} runs on one device, not on mesh {self.mesh} of {self.mesh.size}; "
-                f"use --engine=pjrt, or --mesh={self.mesh.axis_names[0]}:1"
+                f"--engine={'tf' if jit_compile else 'tf_graph'} runs on one device, not on mesh "
+                f"{self.mesh} of {self.mesh.size}; use --engine=pjrt, or --mesh={self.mesh.axis_names[0]}:1"
             )
 
     def Build(
