@@ -7,21 +7,22 @@ path; a program freezes them. `InstantiableParams` also knows the class that it 
 import ast
 import copy
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 from lingvo_moe.core.suggest import did_you_mean
 
 
 class _Param:
-    """One defined name: its value, its default and its help."""
+    """One defined name: its value, its default, its help, and classes that it may be set to by name."""
 
-    __slots__ = ("default", "description", "value")
+    __slots__ = ("choices", "default", "description", "value")
 
-    def __init__(self, default: Any, description: str):
+    def __init__(self, default: Any, description: str, choices: Mapping[str, type] | None):
         self.default = copy.deepcopy(default)
         self.value = default
         self.description = description
+        self.choices = choices
 
 
 class Params:
@@ -40,8 +41,21 @@ class Params:
 
     # --- defining and reading
 
-    def Define(self, name: str, default: Any, description: str) -> None:
+    def Define(
+        self,
+        name: str,
+        default: Any,
+        description: str,
+        choices: Mapping[str, type] | None = None,
+    ) -> None:
         """Adds a name with its default and help.
+
+        Args:
+            name: an identifier.
+            default: any value; Params, where the parameter configures a class.
+            description: the help.
+            choices: the classes that such a parameter may configure, by the names that SetFromText
+                takes in place of Params.
 
         Raises:
             AttributeError: the name is defined already, is not an identifier, or the Params are
@@ -52,7 +66,7 @@ class Params:
             raise AttributeError(f"{name!r} cannot name a parameter: use a new identifier")
         if name in self._params:
             raise AttributeError(f"parameter {name!r} is defined already")
-        self._params[name] = _Param(default, description)
+        self._params[name] = _Param(default, description, choices)
 
     def Delete(self, *paths: str) -> Self:
         """Removes names, by dotted path. Returns self."""
@@ -123,6 +137,7 @@ class Params:
         for name, param in self._params.items():
             fresh = _Param.__new__(_Param)
             fresh.default, fresh.description = param.default, param.description
+            fresh.choices = param.choices
             fresh.value = _copy_value(param.value)
             out._params[name] = fresh
         return out
@@ -163,11 +178,15 @@ class Params:
         """Sets values from `path : value` (or `path = value`) lines; `#` starts a comment line.
         Returns self.
 
+        Classes (`path.cls`) come first, the outermost before those within: they decide which other
+        names there are.
+
         Raises:
             ValueError: a line that is not of that form, or a value of another type, with its
                 number.
             AttributeError: an unknown path, with the nearest known names.
         """
+        values = []
         for number, raw in enumerate(text.splitlines(), start=1):
             line = raw.strip()
             if not line or line.startswith("#"):
@@ -176,21 +195,49 @@ class Params:
             if cut <= 0:
                 raise ValueError(f"line {number}: expected 'path : value', got {raw!r}")
             path, value = line[:cut].strip(), line[cut + 1 :].strip()
-            self.SetFromText(path, value, where=f"line {number}: ")
+            values.append((path, value, f"line {number}: "))
+        for path, value, where in sorted(values, key=lambda v: _classes_first(v[0])):
+            self.SetFromText(path, value, where)
         return self
 
     def SetFromText(self, path: str, text: str, where: str = "") -> None:
         """Sets one dotted path from text, read as the type of the value that is there.
 
+        A parameter with `choices` takes one of their names, and becomes the Params of that class;
+        `path.cls` takes a class, whose Params keep the values that both classes have names for.
+
         Raises:
             AttributeError: unknown path. ValueError: text that does not read as that type.
         """
-        current = self.Get(path)
+        parent, _, last = path.rpartition(".")
         try:
-            value = _from_text(text, current)
+            if last == "cls" and parent and text.startswith("type/"):
+                self._set_class(parent, _type_from_text(text))
+                return
+            owner, name = self._resolve(path)
+            param = owner._params.get(name)
+            if param is not None and param.choices is not None:
+                value = _chosen(text, param.choices)
+            else:
+                value = _from_text(text, self.Get(path))
         except ValueError as e:
             raise ValueError(f"{where}{path}: {e}") from None
         self._assign(path, value)
+
+    def _set_class(self, path: str, cls: type) -> None:
+        """Makes the Params at a path those of another class; a path that holds None gets some."""
+        current = self.Get(path)
+        if not isinstance(current, InstantiableParams) and current is not None:
+            raise ValueError(f"{path!r} holds no Params, but {current!r}")
+        if current is not None and current.cls is cls:
+            return
+        if not hasattr(cls, "Params"):
+            raise ValueError(f"{cls.__name__} has no Params")
+        fresh = cls.Params()
+        for name, value in () if current is None else current.IterParams():
+            if name in fresh and name != "cls":
+                setattr(fresh, name, value)
+        self._assign(path, fresh)
 
     def TextDiff(self, other: "Params") -> str:
         """The lines of ToText that differ: `> ` from self, `< ` from other."""
@@ -294,6 +341,23 @@ def _to_text(value: Any) -> str:
     if isinstance(value, dict):
         return repr(dict(value))
     return repr(value)
+
+
+def _classes_first(path: str) -> tuple[bool, int]:
+    return not path.endswith(".cls"), path.count(".") if path.endswith(".cls") else 0
+
+
+def _chosen(text: str, choices: Mapping[str, type]) -> Any:
+    """The Params of the class of that name; None for 'None'."""
+    name = text.strip("'\"")
+    if name == "None":
+        return None
+    if name not in choices:
+        raise ValueError(
+            f"no such choice: {name!r}{did_you_mean(name, choices)}; a class of your own goes to .cls, as "
+            "type/module/Class"
+        )
+    return choices[name].Params()  # type: ignore[attr-defined]
 
 
 def _from_text(text: str, current: Any) -> Any:

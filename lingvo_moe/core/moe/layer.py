@@ -10,9 +10,11 @@ import tensorflow as tf
 from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.moe import context as router_context
 from lingvo_moe.core.moe.capacity import expert_capacity
 from lingvo_moe.core.moe.dispatchers import DISPATCHERS
 from lingvo_moe.core.moe.experts import Experts
+from lingvo_moe.core.moe.routers.registry import ROUTERS
 from lingvo_moe.core.moe.routers.top2 import Top2Router
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.suggest import did_you_mean
@@ -40,7 +42,7 @@ class MoELayer(BaseLayer):
         )
         p.Define("capacity_factor", 2.0, "C = capacity_factor S / E; see moe/capacity.py.")
         p.Define("min_capacity", 4, "The least C, S allowing.")
-        p.Define("router", Top2Router.Params(), "Chooses the experts.")
+        p.Define("router", Top2Router.Params(), "Chooses the experts.", choices=ROUTERS)
         p.Define("experts", Experts.Params(), "What each expert computes.")
         p.Define("dispatcher", "einsum", f"One of {', '.join(sorted(DISPATCHERS))}.")
         return p
@@ -67,6 +69,7 @@ class MoELayer(BaseLayer):
         x_BTM: tf.Tensor,
         paddings_BT: tf.Tensor,
         seed: tf.Tensor | None = None,
+        context: NestedMap | None = None,
     ) -> tuple[tf.Tensor, NestedMap]:
         """The layer's output, without the residual.
 
@@ -75,14 +78,18 @@ class MoELayer(BaseLayer):
             x_BTM: of a static shape where there is a seed.
             paddings_BT: bool or float, 1 for padding. Padding comes out as zeros.
             seed: int32 [2]; None means inference.
+            context: what the router needs to know of the tokens (`Needs`), int32 [B,T] each; what it
+                does not need is not looked at.
 
         Returns:
             y_BTM in the activation type, and NestedMap(aux_loss: float32 scalar, unscaled by the
             task's weight for it; metrics: see moe/metrics.py).
 
         Raises:
-            ValueError: tokens that do not fall into num_groups groups.
+            ValueError: tokens that do not fall into num_groups groups, or no context that the router
+                needs.
         """
+        context = router_context.needed(self.path, self.Needs(self.p), context)
         x_BTM = tf.cast(x_BTM, self.fprop_dtype)
         if seed is None:
             x_GSM, paddings_GS, capacity = x_BTM, paddings_BT, None
@@ -92,9 +99,16 @@ class MoELayer(BaseLayer):
             x_GSM = tf.reshape(x_BTM, [groups, size, p.model_dim])
             paddings_GS = tf.reshape(paddings_BT, [groups, size])
             capacity = expert_capacity(size, p.num_experts, p.capacity_factor, p.min_capacity)
+            if context is not None:
+                context = router_context.grouped(self.path, context, groups, size)
         x_GSM = self.Shard(x_GSM, "GSM")
         routing = self.router.FProp(
-            theta.router, x_GSM, paddings_GS, capacity, seed=self.FoldSeed(seed, "router")
+            theta.router,
+            x_GSM,
+            paddings_GS,
+            capacity,
+            seed=self.FoldSeed(seed, "router"),
+            context=context,
         )
         slots_EGCM = self.dispatcher.Dispatch(routing, x_GSM)
         slots_EGCM = self.experts.FProp(
@@ -104,6 +118,11 @@ class MoELayer(BaseLayer):
         y_BTM = y_GSM if seed is None else tf.reshape(y_GSM, x_BTM.shape)
         extras = NestedMap(aux_loss=routing.aux_loss, metrics=routing.metrics)
         return self.Shard(y_BTM, "BTM"), extras
+
+    @classmethod
+    def Needs(cls, params: HyperParams) -> tuple[str, ...]:
+        """What `context` must hold: see moe/context.py."""
+        return params.router.cls.Needs(params.router)
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:

@@ -1,6 +1,6 @@
 """The interface of all routers: tokens in, a small set of [G,S,k] tensors out.
 
-Letters: G group, S token in group, k choice rank, E expert, C capacity slot, M model.
+Letters: G group, S token in group, k choice rank, E expert, C capacity slot, M model, U task.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,9 @@ import tensorflow as tf
 
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.moe.routers import levels
 from lingvo_moe.core.nested_map import NestedMap
 
 
@@ -48,6 +50,18 @@ class Router(BaseLayer):
     """
 
     @classmethod
+    def Needs(cls, params: HyperParams) -> tuple[str, ...]:
+        """What `context` must hold for a router of these Params; see moe/context.py."""
+        del params
+        return ()
+
+    @classmethod
+    def LooksAhead(cls, params: HyperParams) -> bool:
+        """Whether a token's experts depend on later tokens: no decoder can use such a router."""
+        del params
+        return False
+
+    @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
         p.Define("model_dim", 0, "M; the MoE layer sets it.")
@@ -79,13 +93,31 @@ class Router(BaseLayer):
             paddings_GS: bool or float, 1 for padding, which is never routed and takes no slot.
             capacity: C, or None for no limit.
             seed: int32 [2]; None means inference: nothing is left to chance.
-            context: what is known of the tokens beside x, int32 [G,S] each; None where nothing is.
+            context: what `Needs` names, int32 [G,S] each; None where that is nothing.
         """
         raise NotImplementedError(f"{type(self).__name__}.FProp")
 
 
 class LearnedRouter(Router):
-    """A router with a gating network, wg [M,E]. Subclasses implement `Route`, or `RouteInputs`."""
+    """A router with a gating network, wg [M,E]. Subclasses implement `Route`, or `RouteInputs`.
+
+    What the network sees is each token, or by `level` its sentence's mean, or its task's embedding
+    (then there is a weight task_emb [U,M], U the number of tasks).
+    """
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        levels.define_level(p)
+        return p
+
+    @classmethod
+    def Needs(cls, params: HyperParams) -> tuple[str, ...]:
+        return levels.context_for(params)
+
+    @classmethod
+    def LooksAhead(cls, params: HyperParams) -> bool:
+        return params.level == "sentence"
 
     def __init__(self, params: InstantiableParams):
         params = params.Copy()
@@ -93,6 +125,11 @@ class LearnedRouter(Router):
         params.weight_split = {"wg.E": None, **(params.weight_split or {})}
         super().__init__(params)
         p = self.p
+        levels.check_level(self.path, p)
+        if p.level == "task":
+            self.CreateVariable(
+                "task_emb", WeightParams((p.num_tasks, p.model_dim), "UM", WeightInit.Gaussian())
+            )
         self.CreateVariable(
             "wg", WeightParams((p.model_dim, p.num_experts), "ME", WeightInit.FanIn(p.model_dim))
         )
@@ -107,6 +144,13 @@ class LearnedRouter(Router):
         context: NestedMap | None = None,
     ) -> Routing:
         """See `Router`; theta holds wg [M,E]."""
+        if self.p.level != "token":
+            assert context is not None
+            if self.p.level == "sentence":
+                x_GSM = levels.sentence_means(x_GSM, context.segment_ids, paddings_GS)
+            else:
+                x_GSM = levels.task_vectors(theta.task_emb, context.task_ids)
+            x_GSM = self.Shard(x_GSM, "GSM")
         return self.RouteInputs(theta, x_GSM, paddings_GS, capacity, seed)
 
     def RouteInputs(
