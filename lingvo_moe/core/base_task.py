@@ -102,6 +102,11 @@ class BaseTask(BaseLayer):
         """The metrics of FProp without anything random and without dropped tokens."""
         return self.FProp(theta, batch, seed=None)[1]
 
+    def MetricLayers(self) -> dict[str, list[str]]:
+        """What the rows of [L,...] metrics are: for the beginning of a metric's path, the L names of
+        the layers."""
+        return {}
+
     def _Gradients(self, theta: NestedMap, grads: Sequence[Any]) -> NestedMap:
         """The tape's gradients as tensors in the structure of theta."""
         out = []

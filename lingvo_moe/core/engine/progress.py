@@ -36,7 +36,14 @@ class StepProgress:
             self._bar.start()
             self._task = self._bar.add_task("compiling", total=last, completed=first)
 
-    def Update(self, step: int, loss: float, tokens: float, skipped: int = 0) -> float:
+    def Update(
+        self,
+        step: int,
+        loss: float,
+        tokens: float,
+        skipped: int = 0,
+        dropped: float | None = None,
+    ) -> float:
         """Shows a step's loss.
 
         Args:
@@ -44,6 +51,7 @@ class StepProgress:
             loss: the training loss, in nats.
             tokens: real target tokens since the last call.
             skipped: steps that changed nothing so far, because they were not finite.
+            dropped: the share that the worst MoE layer drops; None without one.
 
         Returns:
             Tokens a second since the last call.
@@ -60,6 +68,8 @@ class StepProgress:
         self._seen, self._seen_at = step, now
         left = format_seconds(self._seconds_a_step * (self._last - step))
         text = f"loss {loss:.4f}  {rate:,.0f} tokens/s  {left} left"
+        if dropped is not None:
+            text += f"  {dropped:.1%} dropped at worst"
         if skipped:
             text += f"  ({skipped} not finite, skipped)"
         if self._bar is not None:

@@ -6,7 +6,7 @@ Letters: L layer, E expert.
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,21 +30,28 @@ class Summaries:
         self._path = os.path.join(directory, METRICS_FILE)
         _end_last_line(self._path)
 
-    def Write(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def Write(
+        self,
+        step: int,
+        metrics: Mapping[str, Any],
+        layers: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
         """Records one step's metrics.
 
         Args:
             step: the number of steps done.
             metrics: a NestedMap of NumPy arrays: scalars, one number a layer [L], or one number an
                 expert [L,E]. A scalar is written as it is, [L] as `<name>/<layer>`, [L,E] as a
-                histogram, with the busiest expert's load over the mean as a scalar.
+                histogram, with the busiest expert's number over the mean as a scalar.
+            layers: for the beginning of a metric's path, what TensorBoard calls the L layers, as
+                BaseTask.MetricLayers has it; a number where nothing is said.
         """
         if not self._enabled:
             return
         flat = dict(_flatten(metrics))
         with self._writer.as_default(step):
             for name, value in flat.items():
-                _write_tensorboard(name, value)
+                _write_tensorboard(name, value, _layer_names(name, value, layers or {}))
         row = {"step": step, **{k: _json_value(v) for k, v in flat.items()}}
         with open(self._path, "a", encoding="utf-8") as lines:
             lines.write(json.dumps(row) + "\n")
@@ -98,11 +105,21 @@ def _flatten(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield f"{prefix}{name}", np.asarray(value)
 
 
-def _write_tensorboard(name: str, value: np.ndarray) -> None:
+def _layer_names(
+    name: str, value: np.ndarray, layers: Mapping[str, Sequence[str]]
+) -> Sequence[str]:
+    """What the rows of an [L,...] metric are called."""
+    for prefix, names in layers.items():
+        if name.startswith(f"{prefix}/"):
+            return names
+    return [str(i) for i in range(len(value))] if value.ndim else []
+
+
+def _write_tensorboard(name: str, value: np.ndarray, layers: Sequence[str]) -> None:
     if value.ndim == 0:
         tf.summary.scalar(name, value)
         return
-    for layer, part in enumerate(value):
+    for layer, part in zip(layers, value, strict=True):
         if part.ndim == 0:
             tf.summary.scalar(f"{name}/{layer}", part)
         else:

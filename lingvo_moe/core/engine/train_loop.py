@@ -134,11 +134,15 @@ class TrainLoop:
             if step % train.summary_interval_steps == 0 or step in (first + 1, train.max_steps):
                 metrics = self._engine.Get(device_metrics)
                 rate = progress.Update(
-                    step, float(metrics.loss), self._sum(tokens), int(metrics.skipped)
+                    step,
+                    float(metrics.loss),
+                    self._sum(tokens),
+                    int(metrics.skipped),
+                    _worst_drop(metrics),
                 )
                 tokens = []
                 metrics.tokens_per_second = np.float32(rate)
-                self._summaries.Write(step, metrics)
+                self._summaries.Write(step, metrics, self._task.MetricLayers())
             if step % train.save_interval_steps == 0 or step == train.max_steps:
                 self._save(step, state, batches)
         if stopped:
@@ -164,6 +168,12 @@ class TrainLoop:
 
     def _sum(self, tokens: list[Any]) -> float:
         return float(sum(float(t) for t in self._engine.Get(tokens)))
+
+
+def _worst_drop(metrics: NestedMap) -> float | None:
+    """Of the MoE layer that drops most, the share of choices that found their expert full."""
+    shares = [v.max() for k, v in metrics.FlattenItems() if k.endswith(".over_capacity_ratio")]
+    return float(max(shares)) if shares else None
 
 
 def _tell(line: str) -> None:

@@ -184,6 +184,16 @@ class MtModel(BaseTask):
         )
         return self.encoder.FProp(theta.encoder, x, aux, seed=seed)
 
+    def MetricLayers(self) -> dict[str, list[str]]:
+        """The MoE layers of a stack, counted with the dense ones from 0: layer_1, layer_3 ..."""
+        stacks = (
+            {"encoder": self.encoder.p, "decoder": self.decoder.p} if self.p.num_experts else {}
+        )
+        return {
+            f"moe/{name}": [f"layer_{b * len(p.block) + 1}" for b in range(p.num_blocks)]
+            for name, p in stacks.items()
+        }
+
     # --- decoding
 
     def Encode(self, theta: NestedMap, src: NestedMap) -> NestedMap:

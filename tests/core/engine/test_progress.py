@@ -56,11 +56,11 @@ def test_steps_elsewhere(monkeypatch):
     clock.now = 10.0
     assert progress.Update(110, 2.5, 5000.0) == 500
     clock.now = 40.0  # slower: 3 s a step, 2 on average
-    assert progress.Update(120, float("nan"), 3000.0, skipped=2) == 100
+    assert progress.Update(120, float("nan"), 3000.0, skipped=2, dropped=0.031) == 100
     progress.Close()
     assert out.getvalue().splitlines() == [
         "step 110/200  loss 2.5000  500 tokens/s  1m30s left",
-        "step 120/200  loss nan  100 tokens/s  2m40s left  (2 not finite, skipped)",
+        "step 120/200  loss nan  100 tokens/s  2m40s left  3.1% dropped at worst  (2 not finite, skipped)",
     ]
 
 

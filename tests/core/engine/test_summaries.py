@@ -17,11 +17,11 @@ def _metrics(loss=2.5):
     return NestedMap(loss=np.float32(loss), moe=NestedMap(encoder=moe))
 
 
-def _write(directory, *losses):
+def _write(directory, *losses, layers=None):
     summaries = Summaries(str(directory))
     summaries.Text("params", "a : 1")
     for step, loss in losses:
-        summaries.Write(step, _metrics(loss))
+        summaries.Write(step, _metrics(loss), layers)
     summaries.Close()
 
 
@@ -41,6 +41,17 @@ def test_tensorboard_reads_them(tmp_path):
     assert step == 10 and buckets[:, 2].sum() == 4
     assert (buckets[0, 0], buckets[-1, 1]) == (0.0, 0.5)
     assert b"a : 1" in values("params")[0][1].item()
+
+
+def test_layers_have_names(tmp_path):
+    _write(tmp_path, (10, 2.5), layers={"moe/encoder": ["layer_1", "layer_3"], "other": ["x"]})
+    events = EventAccumulator(str(tmp_path), size_guidance={"tensors": 0}).Reload()
+    tags = set(events.Tags()["tensors"])
+    names = ("dispatch_2", "expert_load", "expert_load_max_over_mean")
+    wanted = {f"moe/encoder/{name}/layer_{i}" for name in names for i in (1, 3)}
+    assert tags == wanted | {"loss", "params"}
+    (event,) = events.Tensors("moe/encoder/dispatch_2/layer_3")
+    assert tensor_util.make_ndarray(event.tensor_proto) == 0.25
 
 
 def test_json_lines(tmp_path):
