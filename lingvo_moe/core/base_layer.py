@@ -24,7 +24,15 @@ _INHERITED = ("dtype", "fprop_dtype", "activation_split", "weight_split")
 
 
 # Methods whose operations carry the layer's path in their names.
-_SCOPED = ("FProp", "ExtendStep", "PrecomputeMemory", "InitCache", "Dispatch", "Combine")
+_SCOPED = (
+    "FProp",
+    "ExtendStep",
+    "PrecomputeMemory",
+    "InitCache",
+    "Dispatch",
+    "Combine",
+    "GroupedFProp",
+)
 
 
 @dataclass(frozen=True)

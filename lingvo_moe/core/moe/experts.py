@@ -1,6 +1,6 @@
 """The experts: E two-layer feed-forward networks in two weights (Algorithm 2, lines 5 to 7).
 
-Letters: G group, E expert, C capacity slot, M model, H hidden.
+Letters: G group, E expert, C capacity slot, D devices, N rows of a device, M model, H hidden.
 """
 
 import tensorflow as tf
@@ -9,11 +9,17 @@ from lingvo_moe.core import randomness
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.moe.rows import Rows
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.sharding import DimsMapping, dims_mapping
 
 
 class Experts(BaseLayer):
-    """relu(x wi) wo, each expert on the slots that are its own. No biases: an empty slot stays zero."""
+    """relu(x wi) wo, each expert on the tokens that are its own. No biases: an empty slot stays zero.
+
+    A dispatcher gives slots, a tensor, or `Rows`: `FProp` takes the first, `GroupedFProp` the second.
+    Experts of one's own need only what their dispatchers give.
+    """
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -39,3 +45,12 @@ class Experts(BaseLayer):
         h_EGCH = self.Shard(tf.nn.relu(h_EGCH), "EGCH")
         h_EGCH = randomness.dropout(h_EGCH, self.p.relu_dropout_prob, seed)
         return self.Shard(tf.einsum("EGCH,EHM->EGCM", h_EGCH, self.Cast(theta.wo)), "EGCM")
+
+    def GroupedFProp(self, theta: NestedMap, x: Rows, seed: tf.Tensor | None = None) -> Rows:
+        """Rows [D,N,M] in, rows [D,N,M] out, in ragged groups; cut along D, whose experts are local."""
+        h = x.MatMul(self.Cast(theta.wi), self._Mapping("wi", "EMH"))
+        h = h.With(randomness.dropout(tf.nn.relu(h.values), self.p.relu_dropout_prob, seed))
+        return h.MatMul(self.Cast(theta.wo), self._Mapping("wo", "EHM"))
+
+    def _Mapping(self, name: str, letters: str) -> DimsMapping:
+        return dims_mapping(letters, self.p.weight_split, name)
