@@ -1,9 +1,9 @@
 """What experts and routers are worth: small models, trained on the demo's data at equal cost, side by side.
 
-    python -m tools.compare_experts                     # everything: about an hour on two cores
+    python -m tools.compare_experts                     # everything: about half an hour on two cores
     python -m tools.compare_experts --only=dense,top2_e16 --steps=300
 
-Trains every variant of mt.M4Experts for as many steps on the same batches, then asks each for its loss on
+Trains every variant of a model for as many steps on the same batches, then asks each for its loss on
 held-out pairs. A token passes through the same number of multiplications in each variant. Interrupted, the same
 command goes on where it stopped. Leaves results.json, table.md and compare_experts.svg in the output directory,
 and each variant's run for TensorBoard and tools.report.
@@ -29,7 +29,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--output", default="compare", metavar="DIR", help="where everything goes (%(default)s)")
     add("--corpus", default="", metavar="DIR", help="pairs (default: DIR/corpus, built if missing)")
     add("--only", default="", help=f"some of {', '.join(VARIANTS)}")
-    add("--steps", type=int, default=1000, help="training steps of each (%(default)s)")
+    add("--model", default="mt.M4Experts", help="the experiment to vary (%(default)s)")
+    add("--steps", type=int, default=600, help="training steps of each (%(default)s)")
     add("--batches", type=int, default=60, help="held-out batches (%(default)s)")
     add("--engine", default="tf", help="as the trainer's (%(default)s)")
     args = parser.parse_args(argv)
@@ -98,7 +99,7 @@ class Comparison:
         cache = registry.escape(str((self._out / "cache").resolve()))
         override = ";".join(part for part in (variant.override, f"input.cache_dir={cache}") if part)
         command = [
-            *(sys.executable, "-m", "lingvo_moe.trainer", "--model=mt.M4Experts"),
+            *(sys.executable, "-m", "lingvo_moe.trainer", f"--model={self._args.model}"),
             *(f"--data_dir={self._corpus}", f"--logdir={run}", f"--engine={self._args.engine}"),
             *(f"--max_steps={self._args.steps}", f"--model_params_override={override}"),
         ]

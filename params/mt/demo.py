@@ -99,4 +99,4 @@ class M4Experts(M4Demo):
         )
 
     def Train(self) -> Params:
-        return super().Train().Set(mesh="expert:1", max_steps=1000, save_interval_steps=500)
+        return super().Train().Set(mesh="expert:1", max_steps=600, save_interval_steps=300)

@@ -1,0 +1,116 @@
+"""python -m tools.compare_experts: trains its variants, measures them on held-out pairs, goes on where it stopped."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import trainer_testing
+
+from lingvo_moe.core import sharding
+from lingvo_moe.reproduction import expert_comparison
+from lingvo_moe.reproduction.expert_variants import VARIANTS
+from lingvo_moe.tasks.mt.run_dir import RunDir
+from tools import compare_experts
+
+
+def _rows():
+    """Two summaries of two layers a stack, two experts."""
+    layers = {
+        "moe/{}/over_capacity_1_ratio": [[0.1, 0.3], [0.2, 0.2]],
+        "moe/{}/over_capacity_2_ratio": [[0.5, 0.5], [0.5, 0.5]],
+        "moe/{}/dispatch_0": [[0.0, 0.04], [0.0, 0.0]],
+        "moe/{}/expert_load": [[[0.75, 0.25], [0.5, 0.5]], [[0.5, 0.5], [0.0, 1.0]]],
+    }
+    names = [
+        (name.format(stack), rows)
+        for name, rows in layers.items()
+        for stack in ("encoder", "decoder")
+    ]
+    return [{name: rows[i] for name, rows in names} for i in range(2)]
+
+
+def test_routing_is_averaged_over_layers_and_rows():
+    found = expert_comparison.routing(_rows())
+    assert found == pytest.approx(
+        # mean(0.1, 0.3, 0.2, 0.2) = 0.2 and 0.5; peaks 1.5, 1, 1 and 2
+        {"dropped": 0.35, "without_expert": 0.01, "imbalance": 1.375}
+    )
+    assert expert_comparison.routing([{"loss": 1.0}]) == {}
+
+
+def test_table_has_a_row_for_each_variant_of_a_group():
+    one = {
+        "params": 1234,
+        "held_out_nll": 3.0,
+        "says": "A",
+        "group": "experts routers",
+        "experts": 1,
+    }
+    two = {
+        **one,
+        "held_out_nll": 2.875,
+        "says": "B",
+        "group": "experts",
+        "experts": 4,
+        "dropped": 0.25,
+    }
+    two |= {"without_expert": 0.0, "imbalance": 1.5}
+    table = expert_comparison.table({"dense": one, "b": two})
+    assert "| B | 1,234 | 2.875 | -0.125 | 25.0 % | 0.0 % | 1.5 |" in table
+    assert table.count("| A |") == 2 and table.count("| B |") == 1
+    assert expert_comparison.picture({"dense": one, "b": two}).startswith(b"<?xml")
+
+
+def test_unknown_variant(capsys):
+    with pytest.raises(SystemExit):
+        compare_experts.main(["--only=top2_e15"])
+    assert "did you mean" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_trains_measures_and_goes_on(tmp_path, capfd, monkeypatch):
+    corpus = trainer_testing.write_corpus(tmp_path / "corpus")
+    (corpus / "dev").mkdir()
+    for file in corpus.glob("*.tsv"):
+        shutil.copy(file, corpus / "dev" / file.name)
+    flags = [f"--output={tmp_path / 'out'}", f"--corpus={corpus}", "--model=mt.M4Tiny"]
+    flags += ["--only=top2_e4", "--steps=2", "--batches=2"]
+    assert compare_experts.main(flags) == 0
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert list(results) == ["top2_e4"] and results["top2_e4"]["steps"] == 2
+    assert VARIANTS["top2_e4"].says in capfd.readouterr().out
+
+    run = tmp_path / "out" / "top2_e4"
+    assert results["top2_e4"]["held_out_nll"] == pytest.approx(
+        _by_hand(run, corpus, monkeypatch), rel=1e-5
+    )
+
+    assert compare_experts.main(flags) == 0
+    assert "done before" in capfd.readouterr().out
+
+
+def _by_hand(run, corpus, monkeypatch):
+    """Minus the mean log probability of the target tokens of two batches, from logits."""
+    from lingvo_moe.core.engine.checkpoints import Checkpointer
+
+    task, run = RunDir(run).Task(), RunDir(run)
+    p = run.Params().input.Copy().Set(data_dir=str(corpus / "dev"), temperature=1.0)
+    batches = iter(p.Instantiate().Prepare(vocabs=run.vocabs))
+    with Checkpointer(str(run.checkpoint_dir), read_only=True) as checkpointer:
+        theta, _ = checkpointer.RestoreToNumpy("theta", 2)
+    theta = theta.Transform(tf.constant)
+    logits, xent_loss = [], task.softmax.XentLoss
+    monkeypatch.setattr(
+        task.softmax, "XentLoss", lambda x, *rest: logits.append(x) or xent_loss(x, *rest)
+    )
+    losses = []
+    with sharding.use_mesh(sharding.single_device()):
+        for _ in range(2):
+            batch = next(batches).Transform(tf.constant)
+            task.EvalStep(theta, batch)
+            labels, real = batch.tgt.labels.numpy(), batch.tgt.segment_ids.numpy() > 0
+            logp = tf.nn.log_softmax(logits[-1]).numpy()
+            losses.append(-np.take_along_axis(logp, labels[..., np.newaxis], -1)[..., 0][real])
+    return float(np.concatenate(losses).mean())
