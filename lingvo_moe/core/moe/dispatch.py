@@ -4,11 +4,15 @@ Letters: G group, S token in group, k choice rank, E expert, C capacity slot, M 
 """
 
 from dataclasses import replace
+from typing import ClassVar
 
 import tensorflow as tf
 
 from lingvo_moe.core.base_layer import BaseLayer
+from lingvo_moe.core.moe.packing import shape_of
 from lingvo_moe.core.moe.routers.base import Routing
+from lingvo_moe.core.moe.rows import Rows
+from lingvo_moe.core.sharding import Axis, ShardingError, dims_mapping
 
 
 class Dispatcher(BaseLayer):
@@ -17,13 +21,20 @@ class Dispatcher(BaseLayer):
     `Dispatch` gives each expert its tokens, cut over devices along E; `Combine` brings the experts'
     outputs back to the tokens, cut along G, weighted by their gates. A token without an expert gets
     zeros, so that its residual connection alone carries it on.
+
+    Attributes:
+        LIMITED: whether experts have C slots a group. Where they have none, the router is given no
+            capacity, in training too, and drops nothing.
     """
 
-    def Dispatch(self, routing: Routing, x_GSM: tf.Tensor) -> tf.Tensor:
-        """Expert inputs [E,G,C,M], zeros in empty slots."""
+    LIMITED: ClassVar[bool] = True
+
+    def Dispatch(self, routing: Routing, x_GSM: tf.Tensor) -> "tf.Tensor | Rows":
+        """Expert inputs: slots [E,G,C,M], zeros where empty, for `Experts.FProp`; or `Rows`, for
+        `Experts.GroupedFProp`."""
         raise NotImplementedError(f"{type(self).__name__}.Dispatch")
 
-    def Combine(self, routing: Routing, expert_outputs_EGCM: tf.Tensor) -> tf.Tensor:
+    def Combine(self, routing: Routing, tokens: "tf.Tensor | Rows") -> tf.Tensor:
         """The weighted sum of a token's experts, [G,S,M], from outputs in Dispatch's layout."""
         raise NotImplementedError(f"{type(self).__name__}.Combine")
 
@@ -31,6 +42,25 @@ class Dispatcher(BaseLayer):
     def Flops(cls, G: int, S: int, E: int, C: int, M: int) -> int:
         """Of the matrix products of one way, two for each multiply-add."""
         raise NotImplementedError(f"{cls.__name__}.Flops")
+
+    @classmethod
+    def ExpertRows(cls, G: int, S: int, E: int, C: int, k: int) -> int:
+        """How many rows the experts compute: their slots, filled or not."""
+        return E * G * C
+
+    def GroupAxes(self) -> tuple[Axis, Axis]:
+        """The mesh axes that G and M are cut along, for a manual region.
+
+        Raises:
+            ShardingError: S is cut.
+        """
+        group, token, model = dims_mapping("GSM", self.p.activation_split or {})
+        if token is not None:
+            raise ShardingError(
+                f"{self.path}: activation_split cuts S along {token!r}, but {type(self).__name__} "
+                "needs the tokens of a group on one device; cut G, or use dispatcher='einsum'"
+            )
+        return group, model
 
 
 class EinsumDispatcher(Dispatcher):
@@ -53,12 +83,12 @@ class EinsumDispatcher(Dispatcher):
         inputs_GECM = self.Shard(inputs_GECM, "GECM")
         return self.Shard(tf.transpose(inputs_GECM, [1, 0, 2, 3]), "EGCM")
 
-    def Combine(self, routing: Routing, expert_outputs_EGCM: tf.Tensor) -> tf.Tensor:
+    def Combine(self, routing: Routing, tokens: tf.Tensor) -> tf.Tensor:
         """See `Dispatcher`; in the type of the expert outputs."""
         groups, size, _ = shape_of(routing.gate)
         if room_for_all(routing):
             routing = per_token(routing)
-        outputs_EGCM = self.Shard(expert_outputs_EGCM, "EGCM")
+        outputs_EGCM = self.Shard(tokens, "EGCM")
         outputs_GECM = self.Shard(tf.transpose(outputs_EGCM, [1, 0, 2, 3]), "GECM")
         combine_GSEC = self._Mask(routing, routing.gate, outputs_GECM.dtype)
         y_GSM = tf.einsum("GSEC,GECM->GSM", combine_GSEC, outputs_GECM)
@@ -83,11 +113,6 @@ class EinsumDispatcher(Dispatcher):
     def Flops(cls, G: int, S: int, E: int, C: int, M: int) -> int:
         """One of the two einsums."""
         return 2 * G * S * E * C * M if C < S else 2 * G * S * E * M
-
-
-def shape_of(x: tf.Tensor) -> list:
-    """The shape, static where it is known: a served program may leave the batch open."""
-    return [tf.shape(x)[i] if n is None else n for i, n in enumerate(x.shape)]
 
 
 def room_for_all(routing: Routing) -> bool:

@@ -9,6 +9,7 @@ from lingvo_moe.core import sharding
 from lingvo_moe.core.moe.dispatch import Dispatcher
 from lingvo_moe.core.moe.dispatchers import DISPATCHERS
 from lingvo_moe.core.moe.routers.base import Routing
+from lingvo_moe.core.moe.rows import Rows
 from lingvo_moe.core.nested_map import NestedMap
 
 G, S, E, M = 2, 6, 3, 4
@@ -35,36 +36,78 @@ def _case(capacity: int | None, seed: int = 0) -> tuple[dict, Routing, np.ndarra
 @pytest.fixture(params=sorted(DISPATCHERS))
 def dispatcher(request) -> Dispatcher:
     with sharding.use_mesh(sharding.single_device()):
-        yield DISPATCHERS[request.param].Params().Set(name="dispatcher").Instantiate()
+        yield _dispatcher(request.param)
 
 
+def _dispatcher(name: str) -> Dispatcher:
+    return DISPATCHERS[name].Params().Set(name="dispatcher").Instantiate()
+
+
+def _scaled(tokens: tf.Tensor | Rows, factors: list[float]) -> tf.Tensor | Rows:
+    """Each expert multiplies by its own number, so that a token in the wrong place would show."""
+    values = tokens.values if isinstance(tokens, Rows) else tokens
+    factor_E = tf.constant(factors, values.dtype)
+    if isinstance(tokens, Rows):
+        return tokens.MatMul(factor_E[:, None, None] * tf.eye(M, dtype=values.dtype), (None,) * 3)
+    return tokens * factor_E[:, None, None, None]
+
+
+@pytest.mark.parametrize("name", ["einsum", "index"])
 @pytest.mark.parametrize("capacity", [1, 2, 4])
-def test_each_slot_holds_its_token(dispatcher, capacity):
+def test_each_slot_holds_its_token(name, capacity):
     want, routing, x = _case(capacity)
     expected = np.zeros((E, G, capacity, M), np.float32)
     for g, s, k in np.ndindex(G, S, 2):
         if want["kept"][g, s, k]:
             expected[want["index"][g, s, k], g, want["position"][g, s, k]] = x[g, s]
-    np.testing.assert_allclose(dispatcher.Dispatch(routing, tf.constant(x)), expected)
+    with sharding.use_mesh(sharding.single_device()):
+        np.testing.assert_allclose(_dispatcher(name).Dispatch(routing, tf.constant(x)), expected)
+
+
+def test_masked_shows_all_tokens_to_all_experts():
+    want, routing, x = _case(2)
+    expected = np.zeros((E, G, S, M), np.float32)
+    for g, s, k in np.ndindex(G, S, 2):
+        if want["kept"][g, s, k]:
+            expected[want["index"][g, s, k], g, s] = x[g, s]
+    with sharding.use_mesh(sharding.single_device()):
+        np.testing.assert_allclose(
+            _dispatcher("masked").Dispatch(routing, tf.constant(x)), expected
+        )
+
+
+@pytest.mark.parametrize("capacity", [2, None])
+def test_dropless_has_a_row_for_each_kept_choice_by_expert_and_token(capacity):
+    want, routing, x = _case(capacity)
+    expected = [
+        (e, x[g, s])
+        for e, g, s, k in np.ndindex(E, G, S, 2)
+        if want["kept"][g, s, k] and want["index"][g, s, k] == e
+    ]
+    with sharding.use_mesh(sharding.single_device()):
+        rows = _dispatcher("dropless").Dispatch(routing, tf.constant(x))
+    assert rows.values.shape == (1, G * S * 2, M)
+    sizes = [sum(e == f for f, _ in expected) for e in range(E)]
+    np.testing.assert_array_equal(rows.group_sizes, [sizes])
+    filled = np.stack([row for _, row in expected])
+    np.testing.assert_array_equal(rows.values[0, : len(filled)], filled)
+    assert not np.any(rows.values[0, len(filled) :])
 
 
 @pytest.mark.parametrize("capacity", [1, 3, S, None])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_combine_weighs_what_dispatch_sent(dispatcher, capacity, seed):
-    """Each expert multiplies by its own number, so that a slot mixed up would show."""
     want, routing, x = _case(capacity, seed)
-    slots = dispatcher.Dispatch(routing, tf.constant(x))
-    factor = tf.constant([1.0, 10.0, 100.0])[:, None, None, None]
-    y = dispatcher.Combine(routing, slots * factor)
+    tokens = dispatcher.Dispatch(routing, tf.constant(x))
+    y = dispatcher.Combine(routing, _scaled(tokens, [1.0, 10.0, 100.0]))
     weights = want["gate"] * want["kept"] * 10.0 ** want["index"]
     np.testing.assert_allclose(y, weights.sum(-1, keepdims=True) * x, rtol=1e-5)
 
 
 def test_room_for_all_needs_no_mask_that_grows_with_the_square_of_s():
     with sharding.use_mesh(sharding.single_device()):
-        einsum = DISPATCHERS["einsum"].Params().Set(name="dispatcher").Instantiate()
         _, routing, x = _case(None)
-        assert einsum.Dispatch(routing, tf.constant(x)).shape == (E, G * S, 1, M)
+        assert _dispatcher("einsum").Dispatch(routing, tf.constant(x)).shape == (E, G * S, 1, M)
 
 
 def test_gradients_reach_tokens_and_gates(dispatcher):
@@ -85,6 +128,6 @@ def test_gradients_reach_tokens_and_gates(dispatcher):
 
 def test_the_activations_keep_their_type(dispatcher):
     _, routing, x = _case(2)
-    slots = dispatcher.Dispatch(routing, tf.constant(x, tf.bfloat16))
-    assert slots.dtype == tf.bfloat16
-    assert dispatcher.Combine(routing, slots).dtype == tf.bfloat16
+    tokens = _scaled(dispatcher.Dispatch(routing, tf.constant(x, tf.bfloat16)), [1.0] * E)
+    assert (tokens.values if isinstance(tokens, Rows) else tokens).dtype == tf.bfloat16
+    assert dispatcher.Combine(routing, tokens).dtype == tf.bfloat16

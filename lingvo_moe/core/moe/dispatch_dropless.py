@@ -1,0 +1,277 @@
+"""Dispatch and combine without capacity: rows sorted by expert, in groups of any size (Gale et al. 2022,
+"MegaBlocks: Efficient Sparse Training with Mixture-of-Experts").
+
+Nothing is dropped and no slot stays empty; what the experts compute follows the choices that are kept.
+Over devices each one packs its rows by the device that their expert is on, an all-to-all takes them
+there, and they are sorted there by expert; the way back is the same.
+
+Letters: G group, S token in group, k choice rank, N tokens (n: those of one device), D devices, Q those
+that share the experts, B rows from one device to another, R rows of a device, E expert, e experts of a
+device, M model.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import tensorflow as tf
+
+from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.moe.dispatch import Dispatcher
+from lingvo_moe.core.moe.packing import Places, shape_of, sorted_places, to_slots, weigh_slots
+from lingvo_moe.core.moe.routers.base import Routing
+from lingvo_moe.core.moe.rows import Rows
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.sharding import Axis, ShardingError, dims_mapping
+from lingvo_moe.core.sharding.annotate import mesh_of, mesh_split
+from lingvo_moe.core.sharding.letters import axes_of
+from lingvo_moe.core.sharding.manual import manual_region
+
+
+class DroplessDispatcher(Dispatcher):
+    """Gives `Rows` to the experts: a row for each choice that is kept.
+
+    Shapes are static, so between each two devices there is room for all that one could send the other,
+    n min(k, e) rows, of which n k / Q are used on the mean: the all-to-alls move the room, the experts
+    compute the rows. `device_capacity_factor` bounds the room, and what does not fit is dropped after all.
+
+    The tokens have to divide evenly over the devices, and the experts over those that they are cut over,
+    which must be among the tokens' own.
+    """
+
+    LIMITED: ClassVar[bool] = False
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define(
+            "device_capacity_factor",
+            0.0,
+            "In training over devices: room for this many times the mean number of rows from one device "
+            "to another; 0: room for all.",
+        )
+        return p
+
+    def Dispatch(self, routing: Routing, x_GSM: tf.Tensor, training: bool = False) -> Rows:
+        """See `Dispatcher`; in the type of `x_GSM`.
+
+        Args:
+            routing: its positions and capacity are not looked at.
+            x_GSM: tokens.
+            training: whether `device_capacity_factor` counts.
+
+        Raises:
+            ShardingError: see the class.
+        """
+        cut = self._Cut(routing)
+        x_NM, kept_Nk = _flat(x_GSM), _flat(routing.kept)
+        choices = (_flat(routing.expert_index), kept_Nk)
+        devices, model = cut.devices, cut.model
+        ins = [(devices, model), (devices, None), (devices, None)]
+        wide = (devices, None, model)
+        ranks, tokens = kept_Nk.shape[1], x_NM.shape[0]
+        expected = None if tokens is None else tokens * ranks // cut.num_devices
+        if cut.parts == 1:
+
+            def pack(x_nM: tf.Tensor, expert_nk: tf.Tensor, kept_nk: tf.Tensor) -> tuple:
+                places, sizes_E = sorted_places(expert_nk, kept_nk > 0, routing.num_experts)
+                rows = to_slots(x_nM[tf.newaxis], places)
+                return rows, sizes_E[tf.newaxis], places.slot_gSk[0], places.source_gX
+
+            outs = [wide, (devices, None), (devices, None), (devices, None)]
+            rows_DRM, sizes_DE, *notes = manual_region(pack, ins, outs)(x_NM, *choices)
+            return Rows(rows_DRM, sizes_DE, devices, cut.experts, expected, tuple(notes))
+
+        assert tokens is not None  # a region over devices has checked it
+        room = self._Room(tokens // cut.num_devices, ranks, cut, training)
+
+        def send(x_nM: tf.Tensor, expert_nk: tf.Tensor, kept_nk: tf.Tensor) -> tuple:
+            places, sizes_Qe = _for_devices(expert_nk, kept_nk > 0, cut, room)
+            rows = to_slots(x_nM[tf.newaxis], places)
+            rows = tf.reshape(rows, [1, cut.parts, room, x_nM.shape[1]])
+            return rows, sizes_Qe[tf.newaxis], places.slot_gSk[0], places.source_gX
+
+        def receive(rows_1QBM: tf.Tensor, sizes_1Qe: tf.Tensor) -> tuple:
+            places, sizes_e = _from_devices(sizes_1Qe[0], room)
+            rows = tf.reshape(rows_1QBM, [1, cut.parts * room, rows_1QBM.shape[-1]])
+            return to_slots(rows, places), sizes_e[tf.newaxis], places.slot_gSk[0], places.source_gX
+
+        outs = [(devices, None, None, model), (devices, None, None), *[(devices, None)] * 2]
+        sent_DQBM, sizes_DQe, *notes = manual_region(send, ins, outs)(x_NM, *choices)
+        metrics = NestedMap()
+        if room < cut.room_for_all(tokens // cut.num_devices, ranks):
+            fit = tf.cast(tf.reduce_sum(sizes_DQe), tf.float32)
+            asked = tf.reduce_sum(kept_Nk)
+            metrics.over_device_capacity_ratio = (asked - fit) / tf.maximum(asked, 1.0)
+        outs = [wide, (devices, None), (devices, None), (devices, None)]
+        region = manual_region(receive, [(devices, None, None, model), (devices, None, None)], outs)
+        rows_DRM, sizes_De, *more = region(cut.Exchange(sent_DQBM), cut.Exchange(sizes_DQe))
+        notes = (*notes, *more)
+        return Rows(rows_DRM, sizes_De, devices, cut.experts, expected, notes, metrics)
+
+    def Combine(self, routing: Routing, tokens: Rows) -> tf.Tensor:
+        """See `Dispatcher`; in the type of the expert outputs."""
+        groups, size, _ = shape_of(routing.gate)
+        cut = self._Cut(routing)
+        devices, model = cut.devices, cut.model
+        narrow = (devices, None)
+        rows_DXM = tokens.values
+        slot_Nk, source_DX, *received = tokens.notes
+        if received:
+
+            def send(rows_1RM: tf.Tensor, slot_X1: tf.Tensor, source_1R: tf.Tensor) -> tf.Tensor:
+                places = Places(slot_X1[tf.newaxis], source_1R)
+                one = tf.cast(slot_X1[tf.newaxis] >= 0, rows_1RM.dtype)
+                rows = weigh_slots(rows_1RM, one, places)
+                return tf.reshape(rows, [1, cut.parts, -1, rows_1RM.shape[-1]])
+
+            wide = (devices, None, None, model)
+            region = manual_region(send, [(devices, None, model), narrow, narrow], wide)
+            back_DQBM = cut.Exchange(region(rows_DXM, *received))
+            rows_DXM = tf.reshape(back_DQBM, [cut.num_devices, -1, back_DQBM.shape[-1]])
+
+        def weigh(
+            rows_1XM: tf.Tensor, gate_nk: tf.Tensor, slot_nk: tf.Tensor, source_1X: tf.Tensor
+        ) -> tf.Tensor:
+            places = Places(slot_nk[tf.newaxis], source_1X)
+            return weigh_slots(rows_1XM, gate_nk[tf.newaxis], places)[0]
+
+        region = manual_region(
+            weigh, [(devices, None, model), narrow, narrow, narrow], (devices, model)
+        )
+        y_NM = region(rows_DXM, _flat(routing.gate), slot_Nk, source_DX)
+        return self.Shard(tf.reshape(y_NM, [groups, size, y_NM.shape[-1]]), "GSM")
+
+    @classmethod
+    def Flops(cls, G: int, S: int, E: int, C: int, M: int) -> int:
+        """Moving rows multiplies nothing."""
+        return 0
+
+    @classmethod
+    def ExpertRows(cls, G: int, S: int, E: int, C: int, k: int) -> int:
+        """All choices."""
+        return G * S * k
+
+    def _Room(self, tokens: int, ranks: int, cut: "_Cut", training: bool) -> int:
+        """B."""
+        most = cut.room_for_all(tokens, ranks)
+        factor = self.p.device_capacity_factor
+        if not (training and factor):
+            return most
+        return min(most, max(1, math.ceil(factor * tokens * ranks / cut.parts - 1e-9)))
+
+    def _Cut(self, routing: Routing) -> "_Cut":
+        """How the mesh cuts tokens and experts."""
+        mesh = mesh_of(self.path, None)
+        group, model = self.GroupAxes()
+        experts = dims_mapping("E", self.p.activation_split or {})[0]
+        devices = axes_of(group)
+        parts = mesh.axis_size(experts or ())
+        own = axes_of(experts)
+        if parts > 1 and (not own or devices[-len(own) :] != own):
+            raise ShardingError(
+                f"{self.path}: the dropless dispatcher takes tokens from device to device along the axes of "
+                f"the experts, {experts!r}, and these have to be the last of those that cut the tokens, "
+                f"{group!r}; e.g. activation_split={{'G': ('data', 'expert'), 'E': 'expert'}}, or use "
+                "dispatcher='einsum'"
+            )
+        if routing.num_experts % parts:
+            raise ShardingError(
+                f"{self.path}: {routing.num_experts} experts do not divide evenly over the {parts} "
+                f"devices of axis {experts!r}, as the dropless dispatcher wants; use dispatcher='einsum' "
+                "and, for inference, inference_dispatcher='einsum'"
+            )
+        return _Cut(
+            group,
+            experts if parts > 1 else None,
+            model,
+            mesh.axis_size(group or ()),
+            parts,
+            routing.num_experts // parts,
+        )
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How tokens and experts lie on the mesh.
+
+    Attributes:
+        devices: the axes that tokens are cut along.
+        experts: those that experts are, the last of `devices`.
+        model: those that M is.
+        num_devices: D.
+        parts: Q.
+        local_experts: e.
+    """
+
+    devices: Axis
+    experts: Axis
+    model: Axis
+    num_devices: int
+    parts: int
+    local_experts: int
+
+    def room_for_all(self, tokens: int, ranks: int) -> int:
+        """The most rows that one device can have for another."""
+        return tokens * min(ranks, self.local_experts)
+
+    def Exchange(self, x: tf.Tensor) -> tf.Tensor:
+        """[D,Q,...], cut along D, with sender and receiver swapped: one all-to-all.
+
+        The partitioner makes it of a transposition between two annotations, as for slots.
+        """
+        mesh = mesh_of("Exchange", None)
+        own = axes_of(self.experts)
+        rest: Axis = axes_of(self.devices)[: -len(own)] or None
+        shape = x.shape.as_list()
+        tail: list[Axis] = [None] * (len(shape) - 2)
+        if len(tail) == 2:  # rows
+            tail[-1] = self.model
+        mapping = (rest, self.experts, None, *tail)
+        x = tf.reshape(x, [self.num_devices // self.parts, self.parts, *shape[1:]])
+        x = mesh_split(x, mesh, mapping)
+        x = mesh_split(tf.transpose(x, [0, 2, 1, *range(3, 1 + len(shape))]), mesh, mapping)
+        return mesh_split(tf.reshape(x, shape), mesh, (self.devices, None, *tail))
+
+
+def _for_devices(
+    expert_nk: tf.Tensor, kept_nk: tf.Tensor, cut: _Cut, room: int
+) -> tuple[Places, tf.Tensor]:
+    """The places of choices in Q blocks of B rows, one for each device; those of a block by expert.
+
+    Returns:
+        Places with Q B slots, and int32 [Q,e], how many rows of each block belong to each expert.
+    """
+    places, sizes_E = sorted_places(expert_nk, kept_nk, cut.parts * cut.local_experts)
+    sizes_Qe = tf.reshape(sizes_E, [cut.parts, cut.local_experts])
+    count_Q = tf.reduce_sum(sizes_Qe, 1)
+    start_Q = tf.cumsum(count_Q, exclusive=True)
+    # Where a row of the sorted order is in its block.
+    part_nk = tf.where(kept_nk, expert_nk, 0) // cut.local_experts
+    at_nk = places.slot_gSk[0] - tf.gather(start_Q, part_nk)
+    fits_nk = tf.logical_and(kept_nk, at_nk < room)
+    slot_nk = tf.where(fits_nk, part_nk * room + at_nk, -1)
+    # And which row a place in a block has.
+    at_B = tf.range(room)[tf.newaxis]
+    row_QB = tf.where(at_B < count_Q[:, tf.newaxis], start_Q[:, tf.newaxis] + at_B, -1)
+    source_QB = tf.gather(places.source_gX[0], tf.maximum(row_QB, 0))
+    source_QB = tf.where(row_QB < 0, -1, source_QB)
+    ends_Qe = tf.minimum(tf.cumsum(sizes_Qe, 1), room)
+    starts_Qe = tf.minimum(tf.cumsum(sizes_Qe, 1, exclusive=True), room)
+    blocks = Places(slot_nk[tf.newaxis], tf.reshape(source_QB, [1, cut.parts * room]))
+    return blocks, ends_Qe - starts_Qe
+
+
+def _from_devices(sizes_Qe: tf.Tensor, room: int) -> tuple[Places, tf.Tensor]:
+    """The places of received rows, Q blocks of B, sorted by expert; and int32 [e], their numbers."""
+    parts, experts = sizes_Qe.shape
+    ends_Qe = tf.cumsum(sizes_Qe, 1)
+    before_QBe = ends_Qe[:, tf.newaxis] <= tf.range(room)[tf.newaxis, :, tf.newaxis]
+    expert_QB = tf.reduce_sum(tf.cast(before_QBe, tf.int32), -1)
+    expert_X1 = tf.reshape(expert_QB, [parts * room, 1])
+    return sorted_places(expert_X1, expert_X1 < experts, experts)
+
+
+def _flat(x_GSM: tf.Tensor) -> tf.Tensor:
+    """[G,S,M] as [N,M]."""
+    return tf.reshape(x_GSM, [-1, x_GSM.shape[-1]])
