@@ -44,12 +44,15 @@ class WeightParams:
         letters: one einsum letter per dimension, e.g. 'EMH'; the sharding follows from them.
         init: WeightInit.
         dtype: None takes the layer's.
+        trainable: False for state that no gradient changes. It stays as it is, but where a layer
+            returns its next value: see BaseTask.FProp.
     """
 
     shape: tuple[int, ...]
     letters: str
     init: WeightInit
     dtype: str | None = None
+    trainable: bool = True
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class VariableSpec:
         init: for one layer of a stack.
         split: the mesh axis, axes or None of each dimension.
         stack_dims: how many leading dimensions count layers (`repeat`).
+        trainable: whether gradients change it.
     """
 
     path: str
@@ -72,6 +76,7 @@ class VariableSpec:
     init: WeightInit
     split: DimsMapping
     stack_dims: int = 0
+    trainable: bool = True
 
     def Stacked(self, num: int) -> "VariableSpec":
         """The spec of `num` such variables in one, along a new leading dimension L."""
@@ -238,6 +243,7 @@ class BaseLayer:
                 letters=w.letters,
                 init=w.init,
                 split=dims_mapping(w.letters, self.p.weight_split, name),
+                trainable=w.trainable,
             )
         return specs
 

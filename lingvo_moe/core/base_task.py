@@ -19,7 +19,12 @@ from lingvo_moe.core.optimizers.clipping import clip_by_global_norm
 
 
 class BaseTask(BaseLayer):
-    """A layer whose `FProp(theta, batch, seed)` returns `(loss, metrics)`."""
+    """A layer whose `FProp(theta, batch, seed)` returns `(loss, metrics)`.
+
+    Variables that are not trainable have no gradient. Where `metrics.updates` is there, a NestedMap
+    by the paths of such variables (`VariableSpec.path`), it holds their values after the step; it is
+    no metric, and TrainStep takes it out.
+    """
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -65,22 +70,30 @@ class BaseTask(BaseLayer):
                 (float32 scalars).
         """
         seed = randomness.make_seed(self.p.seed, state.step)
-        leaves = state.theta.Flatten()
+        specs = self.VariableSpecs().Flatten()
+        leaves = [w for w, spec in zip(state.theta.Flatten(), specs, strict=True) if spec.trainable]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(leaves)
             loss, metrics = self.FProp(state.theta, batch, seed=seed)
+        updates = metrics.pop("updates", NestedMap())
         grads = self._Gradients(state.theta, tape.gradient(loss, leaves))
         with name_scope("optimizer"):
-            return self._Apply(state, loss, metrics, grads)
+            return self._Apply(state, loss, metrics, grads, updates)
 
     def _Apply(
-        self, state: NestedMap, loss: tf.Tensor, metrics: NestedMap, grads: NestedMap
+        self,
+        state: NestedMap,
+        loss: tf.Tensor,
+        metrics: NestedMap,
+        grads: NestedMap,
+        updates: NestedMap,
     ) -> tuple[NestedMap, NestedMap]:
-        """The state after a step with these gradients; see TrainStep."""
+        """The state after a step with these gradients and updates; see TrainStep."""
         grads, norm = clip_by_global_norm(grads, self.p.clip_gradient_norm)
         theta, slots, optimizer_metrics = self.optimizer.Update(
             state.theta, grads, state.slots, state.step, self.VariableSpecs()
         )
+        theta = self._WithUpdates(theta, updates)
         finite = tf.math.is_finite(loss) & tf.math.is_finite(norm)
 
         def keep(new: tf.Tensor, old: tf.Tensor) -> tf.Tensor:
@@ -108,16 +121,48 @@ class BaseTask(BaseLayer):
         return {}
 
     def _Gradients(self, theta: NestedMap, grads: Sequence[Any]) -> NestedMap:
-        """The tape's gradients as tensors in the structure of theta."""
-        out = []
-        for (path, _), spec, grad in zip(
-            theta.FlattenItems(), self.VariableSpecs().Flatten(), grads, strict=True
+        """The tape's gradients, those of trainable variables, as tensors in the structure of theta; None
+        for the others."""
+        out: list[tf.Tensor | None] = []
+        rest = iter(grads)
+        for (path, _), spec in zip(
+            theta.FlattenItems(), self.VariableSpecs().Flatten(), strict=True
         ):
+            if not spec.trainable:
+                out.append(None)
+                continue
+            grad = next(rest)
             if grad is None:
                 raise ValueError(f"{self.path}: the loss does not depend on variable {path!r}")
             with name_scope(f"gradient_tape.{spec.path}"):  # where sparse rows are summed
                 out.append(tf.convert_to_tensor(grad))
         return theta.Pack(out)
+
+    def _WithUpdates(self, theta: NestedMap, updates: NestedMap) -> NestedMap:
+        """Theta with the next values of variables that are not trainable, by their specs' paths."""
+        by_path = dict(updates.FlattenItems())
+        out = []
+        for spec, weight in zip(self.VariableSpecs().Flatten(), theta.Flatten(), strict=True):
+            if spec.trainable or spec.path not in by_path:
+                out.append(weight)
+                continue
+            new = by_path.pop(spec.path)
+            out.append(tf.ensure_shape(tf.cast(tf.stop_gradient(new), weight.dtype), weight.shape))
+        if by_path:
+            raise ValueError(
+                f"{self.path}: {', '.join(by_path)}: an update of what is not a variable with "
+                "trainable=False"
+            )
+        return theta.Pack(out)
+
+
+def updates_of(*extras: NestedMap) -> NestedMap:
+    """NestedMap(updates=...) for a task's metrics, joined from layers' extras; empty where none has any."""
+    updates = NestedMap()
+    for layer in extras:
+        for path, value in layer.get("updates", NestedMap()).FlattenItems():
+            updates.Set(path, value)
+    return NestedMap(updates=updates) if updates else NestedMap()
 
 
 def _counter(name: str) -> VariableSpec:

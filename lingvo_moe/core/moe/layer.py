@@ -83,7 +83,8 @@ class MoELayer(BaseLayer):
 
         Returns:
             y_BTM in the activation type, and NestedMap(aux_loss: float32 scalar, unscaled by the
-            task's weight for it; metrics: see moe/metrics.py).
+            task's weight for it; metrics: see moe/metrics.py; and, where the router has some,
+            updates: see `Routing`).
 
         Raises:
             ValueError: tokens that do not fall into num_groups groups, or no context that the router
@@ -117,6 +118,8 @@ class MoELayer(BaseLayer):
         y_GSM = self.dispatcher.Combine(routing, slots_EGCM)
         y_BTM = y_GSM if seed is None else tf.reshape(y_GSM, x_BTM.shape)
         extras = NestedMap(aux_loss=routing.aux_loss, metrics=routing.metrics)
+        if routing.updates:
+            extras.updates = routing.updates
         return self.Shard(y_BTM, "BTM"), extras
 
     @classmethod

@@ -29,8 +29,9 @@ class Optimizer:
         self.learning_rate = self.p.learning_rate.Instantiate()
 
     def SlotSpecs(self, specs: NestedMap) -> NestedMap:
-        """The optimizer's state for variables of these specs: a NestedMap of float32 slots for each."""
-        return specs.Transform(self._SlotSpecs)
+        """The optimizer's state for variables of these specs: a NestedMap of float32 slots for each,
+        empty for those that are not trainable."""
+        return specs.Transform(self._SlotsFor)
 
     def InitSlots(self, specs: NestedMap, seed: tf.Tensor) -> NestedMap:
         """Slots before the first step. Pure, as InitTheta is; `seed` is int32 [2]."""
@@ -48,44 +49,50 @@ class Optimizer:
 
         Args:
             theta: the weights.
-            grads: in theta's structure; tf.IndexedSlices are made dense.
+            grads: in theta's structure; tf.IndexedSlices are made dense; None for what is not
+                trainable.
             slots: as SlotSpecs lays them out.
             step: int32 scalar, 0 at the first update.
             specs: theta's VariableSpecs; `stack_dims` keeps the layers of a `repeat` apart.
 
         Returns:
-            New theta (each weight in its own type), new slots (float32), and NestedMap(learning_rate,
-            update_norm) of float32 scalars. Where a gradient is not finite the new state is not
-            either: the caller decides which state to keep.
+            New theta (each weight in its own type; what is not trainable as it was), new slots
+            (float32), and NestedMap(learning_rate, update_norm) of float32 scalars. Where a gradient
+            is not finite the new state is not either: the caller decides which state to keep.
 
         Raises:
-            ValueError: a variable without a gradient, by its path.
+            ValueError: a trainable variable without a gradient, by its path.
         """
         grads = NestedMap.FromNestedDict(grads)
         missing = [
             spec.path
             for spec, grad in zip(specs.Flatten(), grads.Flatten(), strict=True)
-            if grad is None
+            if grad is None and spec.trainable
         ]
         if missing:
             raise ValueError(
                 f"no gradient for {', '.join(missing)}: the loss does not depend on it"
             )
-        grads = grads.Transform(tf.convert_to_tensor)
+        grads = grads.Transform(lambda g: None if g is None else tf.convert_to_tensor(g))
         rate = self.learning_rate.Value(step)
-        deltas, new_slots = [], []
+        deltas: list[tf.Tensor | None] = []
+        new_slots: list[NestedMap] = []
         for spec, weight, grad, slot in zip(
             specs.Flatten(), theta.Flatten(), grads.Flatten(), self._SlotsOf(specs, slots)
         ):
+            if not spec.trainable:
+                deltas.append(None)
+                new_slots.append(slot)
+                continue
             with name_scope(f"optimizer.{spec.path}"):
                 delta, new_slot = self._UpdateOne(
                     spec, tf.cast(weight, tf.float32), tf.cast(grad, tf.float32), slot, rate, step
                 )
             deltas.append(delta)
             new_slots.append(new_slot)
-        squares = tf.add_n([tf.reduce_sum(tf.square(d)) for d in deltas])
+        squares = tf.add_n([tf.reduce_sum(tf.square(d)) for d in deltas if d is not None])
         new_theta = [
-            tf.cast(tf.cast(w, tf.float32) - d, w.dtype)
+            w if d is None else tf.cast(tf.cast(w, tf.float32) - d, w.dtype)
             for w, d in zip(theta.Flatten(), deltas, strict=True)
         ]
         metrics = NestedMap(learning_rate=rate, update_norm=tf.sqrt(squares))
@@ -97,12 +104,15 @@ class Optimizer:
         rest = iter(slots.Flatten())
         out = []
         for spec in specs.Flatten():
-            layout = self._SlotSpecs(spec)
+            layout = self._SlotsFor(spec)
             out.append(layout.Pack([next(rest) for _ in layout.Flatten()]))
         return out
 
+    def _SlotsFor(self, spec: VariableSpec) -> NestedMap:
+        return self._SlotSpecs(spec) if spec.trainable else NestedMap()
+
     def _SlotSpecs(self, spec: VariableSpec) -> NestedMap:
-        """The slots of one variable."""
+        """The slots of one trainable variable."""
         raise NotImplementedError(f"{type(self).__name__}._SlotSpecs")
 
     def _UpdateOne(

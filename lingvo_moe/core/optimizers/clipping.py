@@ -3,11 +3,15 @@
 import tensorflow as tf
 
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.op_by_op import is_op_by_op
 
 
 def global_norm(grads: NestedMap) -> tf.Tensor:
     """The square root of the sum of all squares, a float32 scalar; NaN or Inf if any gradient holds one."""
-    dense = [tf.cast(tf.convert_to_tensor(g), tf.float32) for g in grads.Flatten()]
+    there = [g for g in grads.Flatten() if g is not None]
+    dense = [tf.cast(tf.convert_to_tensor(g), tf.float32) for g in there]
+    if is_op_by_op():  # one pass instead of two
+        return tf.sqrt(2.0 * tf.add_n([tf.nn.l2_loss(g) for g in dense]))
     squares = [tf.reduce_sum(tf.square(g)) for g in dense]
     return tf.sqrt(tf.add_n(squares))
 
@@ -16,7 +20,7 @@ def clip_by_global_norm(grads: NestedMap, max_norm: float) -> tuple[NestedMap, t
     """Scales all gradients by one factor so that their global norm is at most `max_norm`.
 
     Args:
-        grads: tensors; tf.IndexedSlices come out dense.
+        grads: tensors; tf.IndexedSlices come out dense. None stays None.
         max_norm: 0 leaves the gradients alone.
 
     Returns:
@@ -27,9 +31,9 @@ def clip_by_global_norm(grads: NestedMap, max_norm: float) -> tuple[NestedMap, t
     """
     if max_norm < 0:
         raise ValueError(f"the gradient norm's limit must be 0 (none) or positive, got {max_norm}")
-    grads = grads.Transform(tf.convert_to_tensor)
+    grads = grads.Transform(lambda g: None if g is None else tf.convert_to_tensor(g))
     norm = global_norm(grads)
     if max_norm == 0:
         return grads, norm
     scale = max_norm / tf.maximum(norm, max_norm)
-    return grads.Transform(lambda g: g * tf.cast(scale, g.dtype)), norm
+    return grads.Transform(lambda g: None if g is None else g * tf.cast(scale, g.dtype)), norm

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from lingvo_moe.core import randomness
-from lingvo_moe.core.base_task import BaseTask
+from lingvo_moe.core.base_task import BaseTask, updates_of
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.layers import attention, embedding, feed_forward, masks, softmax, transformer
@@ -127,8 +127,8 @@ class MtModel(BaseTask):
     def FProp(
         self, theta: NestedMap, batch: NestedMap, seed: tf.Tensor | None = None
     ) -> tuple[tf.Tensor, NestedMap]:
-        """Returns the loss (float32 scalar) and metrics: loss, nll, aux_loss, accuracy, tokens, and
-        `moe` by stack [L,...]."""
+        """Returns the loss (float32 scalar) and metrics: loss, nll, aux_loss, accuracy, tokens, `moe`
+        by stack [L,...], and updates, where routers have some: see BaseTask."""
         p = self.p
         src, tgt = batch.src, batch.tgt
         memory, encoder_extras = self._encode(theta, src, self.FoldSeed(seed, "encoder"))
@@ -150,6 +150,7 @@ class MtModel(BaseTask):
             loss += p.aux_loss_weight * aux_loss
             metrics.aux_loss = aux_loss
             metrics.moe = NestedMap(encoder=moe.encoder.metrics, decoder=moe.decoder.metrics)
+            metrics.update(updates_of(moe.encoder, moe.decoder))
         metrics.loss = loss
         return loss, metrics
 

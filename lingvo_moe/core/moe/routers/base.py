@@ -3,7 +3,7 @@
 Letters: G group, S token in group, k choice rank, E expert, C capacity slot, M model, U task.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import tensorflow as tf
 
@@ -30,6 +30,7 @@ class Routing:
         capacity: C; None means that nothing is ever dropped (inference), and `position` has no bound.
         aux_loss: float32 scalar.
         metrics: NestedMap of float32 tensors.
+        updates: the next values of the router's variables that are not trainable, by their paths.
     """
 
     expert_index: tf.Tensor
@@ -40,6 +41,7 @@ class Routing:
     capacity: int | None
     aux_loss: tf.Tensor
     metrics: NestedMap
+    updates: NestedMap = field(default_factory=NestedMap)
 
 
 class Router(BaseLayer):
@@ -131,8 +133,12 @@ class LearnedRouter(Router):
                 "task_emb", WeightParams((p.num_tasks, p.model_dim), "UM", WeightInit.Gaussian())
             )
         self.CreateVariable(
-            "wg", WeightParams((p.model_dim, p.num_experts), "ME", WeightInit.FanIn(p.model_dim))
+            "wg", WeightParams((p.model_dim, p.num_experts), "ME", self.GatingInit())
         )
+
+    def GatingInit(self) -> WeightInit:
+        """How wg starts."""
+        return WeightInit.FanIn(self.p.model_dim)
 
     def FProp(
         self,

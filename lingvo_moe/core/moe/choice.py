@@ -1,0 +1,40 @@
+"""The best k experts of each token.
+
+Letters: G group, S token in group, k choice rank, E expert.
+"""
+
+from collections.abc import Callable
+
+import tensorflow as tf
+
+
+def top_k(scores_GSE: tf.Tensor, k: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """The k largest scores of each token, the largest first; the lower index wins a tie.
+
+    Returns:
+        values_GSk, whose gradient goes to the scores that they are (the choice has none), and
+        index_GSk, int32.
+    """
+    # One operation for any k, which XLA cuts along G without communication. Its own gradient would be
+    # a scatter, which is not cut; `pick` has a sum instead.
+    index_GSk = tf.math.top_k(tf.stop_gradient(scores_GSE), k).indices
+    return pick(scores_GSE, index_GSk), index_GSk
+
+
+def pick(values_GSE: tf.Tensor, index_GSk: tf.Tensor) -> tf.Tensor:
+    """[G,S,k]: the values of the experts in index_GSk, int32, all different for a token."""
+    num_experts = values_GSE.shape[-1]
+
+    @tf.custom_gradient
+    def gathered(values_GSE: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+        def grad(dpicked_GSk: tf.Tensor) -> tf.Tensor:
+            hot = [
+                tf.one_hot(index_GSk[:, :, rank], num_experts, dtype=dpicked_GSk.dtype)
+                * dpicked_GSk[:, :, rank : rank + 1]
+                for rank in range(index_GSk.shape[-1])
+            ]
+            return tf.add_n(hot)
+
+        return tf.gather(values_GSE, index_GSk, batch_dims=2), grad
+
+    return gathered(values_GSE)

@@ -1,0 +1,146 @@
+"""Noisy top-k gating (Shazeer et al. 2017, Outrageously Large Neural Networks, section 2.1).
+
+Letters: G group, S token in group, k choice rank, E expert, M model.
+"""
+
+import tensorflow as tf
+
+from lingvo_moe.core import randomness
+from lingvo_moe.core.base_layer import WeightParams
+from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.moe.choice import top_k
+from lingvo_moe.core.moe.losses import cv_squared, importance, smooth_load
+from lingvo_moe.core.moe.metrics import routing_metrics
+from lingvo_moe.core.moe.routers.base import LearnedRouter, Routing
+from lingvo_moe.core.moe.routers.top_k import add_losses, check_k
+from lingvo_moe.core.moe.seating import count_choices, take_seats
+from lingvo_moe.core.nested_map import NestedMap
+
+
+class NoisyTopKRouter(LearnedRouter):
+    """The k largest of H(x) = x wg + normal * softplus(x wnoise), gates by a softmax over those k.
+
+    Noise, whose size is learnt for each expert, is there in training alone. Two losses keep experts in
+    use, each the squared coefficient of variation over experts: of the importance (sum of gates), and
+    of the load (expected number of tokens, which has a gradient through the noise). Where there is no
+    noise, in inference, the load is a count. The paper weighs both losses by 0.1 in its language
+    models; here that is the weights below times the task's own.
+
+    Both weights start at zero, as the paper advises: experts are drawn by noise alone at first, evenly.
+
+    Beyond the paper: `noise_epsilon` is added to the noise's deviation (as in its authors' published
+    code), which keeps the load finite; and experts have a capacity.
+    """
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define("k", 2, "Experts of a token, 1 to E.")
+        p.Define("importance_weight", 1.0, "Of the importance's variation.")
+        p.Define("load_weight", 1.0, "Of the load's variation.")
+        p.Define("noise_epsilon", 0.01, "The least standard deviation of the noise.")
+        return p
+
+    @classmethod
+    def Flops(cls, params: HyperParams, tokens: int) -> int:
+        return 2 * super().Flops(params, tokens)
+
+    def __init__(self, params: InstantiableParams):
+        params = params.Copy()
+        params.weight_split = {"wnoise.E": None, **(params.weight_split or {})}
+        super().__init__(params)
+        p = self.p
+        check_k(self.path, p)
+        for name in ("importance_weight", "load_weight"):
+            if getattr(p, name) < 0:
+                raise ValueError(f"{self.path}.{name}={getattr(p, name)}: must not be negative")
+        if not p.noise_epsilon > 0:
+            raise ValueError(f"{self.path}.noise_epsilon={p.noise_epsilon}: must be positive")
+        self.CreateVariable(
+            "wnoise", WeightParams((p.model_dim, p.num_experts), "ME", WeightInit.Constant(0.0))
+        )
+
+    def GatingInit(self) -> WeightInit:
+        """Zeros (appendix A)."""
+        return WeightInit.Constant(0.0)
+
+    def RouteInputs(
+        self,
+        theta: NestedMap,
+        x_GSM: tf.Tensor,
+        paddings_GS: tf.Tensor,
+        capacity: int | None,
+        seed: tf.Tensor | None = None,
+    ) -> Routing:
+        """See `LearnedRouter`; theta holds wg and wnoise [M,E]."""
+        logits_GSE = self.Logits(theta, x_GSM)
+        deviation_GSE = None
+        if seed is not None:
+            x_GSM, wnoise_ME = tf.cast(x_GSM, tf.float32), tf.cast(theta.wnoise, tf.float32)
+            raw_GSE = self.Shard(tf.einsum("GSM,ME->GSE", x_GSM, wnoise_ME), "GSE")
+            deviation_GSE = tf.math.softplus(raw_GSE) + self.p.noise_epsilon
+        return self.Route(logits_GSE, paddings_GS, capacity, seed, deviation_GSE)
+
+    def Route(
+        self,
+        logits_GSE: tf.Tensor,
+        paddings_GS: tf.Tensor,
+        capacity: int | None,
+        seed: tf.Tensor | None = None,
+        deviation_GSE: tf.Tensor | None = None,
+    ) -> Routing:
+        """See `LearnedRouter`. `deviation_GSE`: the noise's standard deviations, float32; None, or no
+        seed: no noise."""
+        p = self.p
+        real_GS = 1.0 - tf.cast(paddings_GS, tf.float32)
+        noisy_GSE = logits_GSE
+        if seed is not None and deviation_GSE is not None:
+            noise_GSE = randomness.normal(self.FoldSeed(seed, "noise"), logits_GSE.shape)
+            noisy_GSE += self.Shard(noise_GSE, "GSE") * deviation_GSE
+        # One more than k: what a chosen expert would have to exceed had its noise been another.
+        best_GSk, index_GSk = top_k(noisy_GSE, min(p.k + 1, p.num_experts))
+        gate_GSk = tf.nn.softmax(best_GSk[:, :, : p.k]) * real_GS[:, :, tf.newaxis]
+        index_GSk = index_GSk[:, :, : p.k]
+        wanted_GSk = tf.stack([real_GS] * p.k, -1)
+        position_GSk, kept_GSk = take_seats(index_GSk, wanted_GSk, p.num_experts, capacity)
+
+        if noisy_GSE is logits_GSE or p.k == p.num_experts:
+            load_E = tf.reduce_sum(count_choices(index_GSk, wanted_GSk, p.num_experts), 0)
+        else:
+            threshold_GSE = _to_exceed(noisy_GSE, best_GSk)
+            load_E = smooth_load(logits_GSE, deviation_GSE, threshold_GSE, real_GS)
+        losses = {
+            "importance": cv_squared(importance(gate_GSk, index_GSk, p.num_experts)),
+            "load": cv_squared(load_E),
+        }
+        aux_loss = losses["importance"] * p.importance_weight + losses["load"] * p.load_weight
+        gate_GSk *= kept_GSk
+        metrics = routing_metrics(
+            index_GSk,
+            gate_GSk,
+            wanted_GSk,
+            kept_GSk,
+            real_GS,
+            p.num_experts,
+            capacity,
+            tf.nn.softmax(noisy_GSE),
+        )
+        add_losses(metrics, aux_loss, losses)
+        return Routing(
+            expert_index=index_GSk,
+            gate=gate_GSk,
+            position=position_GSk,
+            kept=kept_GSk,
+            num_experts=p.num_experts,
+            capacity=capacity,
+            aux_loss=aux_loss,
+            metrics=metrics,
+        )
+
+
+def _to_exceed(noisy_GSE: tf.Tensor, best_GSk: tf.Tensor) -> tf.Tensor:
+    """[G,S,E]: for each expert the k-th largest of the others, from the k + 1 largest of all."""
+    kth_GS1, next_GS1 = best_GSk[:, :, -2:-1], best_GSk[:, :, -1:]
+    return tf.where(noisy_GSE > next_GS1, next_GS1, kth_GS1)

@@ -1,0 +1,217 @@
+"""The k best experts of each token, for any k: Switch (k = 1) and what followed it.
+
+Letters: G group, S token in group, k choice rank, E expert, M model.
+"""
+
+import tensorflow as tf
+
+from lingvo_moe.core import randomness
+from lingvo_moe.core.base_layer import WeightParams
+from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.moe.choice import pick, top_k
+from lingvo_moe.core.moe.losses import load_balance_of_choices, log_partition, z_loss
+from lingvo_moe.core.moe.metrics import routing_metrics
+from lingvo_moe.core.moe.routers.base import LearnedRouter, Routing
+from lingvo_moe.core.moe.seating import count_choices, take_seats
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.suggest import did_you_mean
+
+_CHOICES = {
+    "softmax_order": ("before", "after"),
+    "normalize_gates": ("never", "before_drops", "after_drops"),
+}
+
+
+class TopKRouter(LearnedRouter):
+    """Each token goes to its k most probable experts while they have room, all first choices of a
+    group before any second, and so on. Nothing about the choice is random.
+
+    With k = 1 this is the Switch Transformer's router (Fedus et al. 2021): the gate is the probability
+    itself, not normalised, or it would be 1 and nothing but losses would train wg. Switch also has
+    jitter=0.01, and 0.01 as the weight of its loss, which is the translation model's aux_loss_weight.
+    For ST-MoE (Zoph et al. 2022) on top of it, z_loss_weight=0.1 makes 0.001 of that; k = 2 and k = 8
+    are common too. The layer's capacity_factor has to grow with k: it is slots a token.
+
+    Softmax 'before' the choice gives gates that are probabilities among all experts; 'after' it, among
+    the chosen ones. The second is the first normalised, in value and gradient.
+
+    `balance_bias` balances without a loss (Wang et al. 2024, algorithm 1): each expert has a bias that
+    is added to its probability for the choice and nowhere else. No gradient changes it; after each
+    step it goes up by `balance_bias` where the expert had fewer choices than the mean over experts,
+    down where it had more. Experts are then best by biased probability. load_balance_weight=0 goes
+    with it.
+    """
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define("k", 2, "Experts of a token, 1 to E.")
+        p.Define(
+            "softmax_order",
+            "before",
+            "The gates' softmax: 'before' the choice, over all experts, or 'after', over the chosen.",
+        )
+        p.Define(
+            "normalize_gates",
+            None,
+            "'never'; 'before_drops': a token's gates sum to 1 before capacity; 'after_drops': what "
+            "is kept sums to 1. None: 'never' for k = 1, else 'before_drops'.",
+        )
+        p.Define(
+            "jitter",
+            0.0,
+            "In training, inputs are multiplied by uniform noise from 1 - jitter to 1 + jitter.",
+        )
+        p.Define("load_balance_weight", 1.0, "Of E sum_e f_e P_e, 1 at balance; see moe/losses.py.")
+        p.Define("z_loss_weight", 0.0, "Of the mean squared log of the softmax's denominator.")
+        p.Define(
+            "balance_bias",
+            0.0,
+            "How far an expert's bias moves in a step (the paper: 0.001); 0: there is no bias.",
+        )
+        return p
+
+    def __init__(self, params: InstantiableParams):
+        params = params.Copy()
+        params.weight_split = {"balance_bias.E": None, **(params.weight_split or {})}
+        if params.normalize_gates is None:
+            params.normalize_gates = "never" if params.k == 1 else "before_drops"
+        super().__init__(params)
+        p = self.p
+        self._Check()
+        if p.balance_bias:
+            self.CreateVariable(
+                "balance_bias",
+                WeightParams(
+                    (p.num_experts,), "E", WeightInit.Constant(0.0), "float32", trainable=False
+                ),
+            )
+
+    def _Check(self) -> None:
+        p = self.p
+        for name, known in _CHOICES.items():
+            value = getattr(p, name)
+            if value not in known:
+                raise ValueError(
+                    f"{self.path}.{name}={value!r}: known are {', '.join(known)}"
+                    f"{did_you_mean(str(value), known)}"
+                )
+        check_k(self.path, p)
+        if p.k == 1 and (p.softmax_order, p.normalize_gates) != ("before", "never"):
+            raise ValueError(
+                f"{self.path}: with k=1, softmax_order={p.softmax_order!r} and normalize_gates="
+                f"{p.normalize_gates!r} make every gate 1, which trains nothing; use 'before' and 'never'"
+            )
+        if not 0 <= p.jitter < 1:
+            raise ValueError(f"{self.path}.jitter={p.jitter}: must be in [0, 1)")
+        for name in ("load_balance_weight", "z_loss_weight", "balance_bias"):
+            if getattr(p, name) < 0:
+                raise ValueError(f"{self.path}.{name}={getattr(p, name)}: must not be negative")
+
+    def RouteInputs(
+        self,
+        theta: NestedMap,
+        x_GSM: tf.Tensor,
+        paddings_GS: tf.Tensor,
+        capacity: int | None,
+        seed: tf.Tensor | None = None,
+    ) -> Routing:
+        """See `LearnedRouter`; with `balance_bias` theta holds balance_bias [E] too."""
+        p = self.p
+        if p.jitter and seed is not None:
+            noise_GSM = randomness.uniform(self.FoldSeed(seed, "jitter"), x_GSM.shape)
+            factor_GSM = self.Shard(1.0 + p.jitter * (2.0 * noise_GSM - 1.0), "GSM")
+            x_GSM = tf.cast(x_GSM, tf.float32) * factor_GSM
+        logits_GSE = self.Logits(theta, x_GSM)
+        bias_E = theta.balance_bias if p.balance_bias else None
+        return self.Route(logits_GSE, paddings_GS, capacity, seed, bias_E)
+
+    def Route(
+        self,
+        logits_GSE: tf.Tensor,
+        paddings_GS: tf.Tensor,
+        capacity: int | None,
+        seed: tf.Tensor | None = None,
+        bias_E: tf.Tensor | None = None,
+    ) -> Routing:
+        """See `LearnedRouter`. `bias_E`, float32, is added to the probabilities for the choice; in
+        training its next value is among the routing's updates."""
+        p = self.p
+        real_GS = 1.0 - tf.cast(paddings_GS, tf.float32)
+        log_z_GS = log_partition(logits_GSE)
+        probabilities_GSE = tf.exp(logits_GSE - log_z_GS[:, :, tf.newaxis])
+        if bias_E is None:
+            logits_GSk, index_GSk = top_k(logits_GSE, p.k)
+        else:
+            _, index_GSk = top_k(tf.stop_gradient(probabilities_GSE) + bias_E, p.k)
+            logits_GSk = pick(logits_GSE, index_GSk)
+        if p.softmax_order == "after":
+            gate_GSk = tf.nn.softmax(logits_GSk)
+        else:
+            gate_GSk = tf.exp(logits_GSk - log_z_GS[:, :, tf.newaxis])
+        if p.normalize_gates == "before_drops":
+            gate_GSk = _normalize(gate_GSk)
+
+        wanted_GSk = tf.stack([real_GS] * p.k, -1)
+        position_GSk, kept_GSk = take_seats(index_GSk, wanted_GSk, p.num_experts, capacity)
+        gate_GSk *= kept_GSk
+        if p.normalize_gates == "after_drops":
+            gate_GSk = _normalize(gate_GSk)
+
+        count_GE = count_choices(index_GSk, wanted_GSk, p.num_experts)
+        losses = {
+            "load_balance": load_balance_of_choices(probabilities_GSE, count_GE, real_GS),
+            "z": z_loss(log_z_GS, real_GS),
+        }
+        aux_loss = losses["load_balance"] * p.load_balance_weight + losses["z"] * p.z_loss_weight
+        metrics = routing_metrics(
+            index_GSk,
+            gate_GSk,
+            wanted_GSk,
+            kept_GSk,
+            real_GS,
+            p.num_experts,
+            capacity,
+            probabilities_GSE,
+        )
+        add_losses(metrics, aux_loss, losses)
+        updates = NestedMap()
+        if bias_E is not None and seed is not None:
+            updates.Set(f"{self.path}.balance_bias", self._NextBias(bias_E, count_GE))
+        return Routing(
+            expert_index=index_GSk,
+            gate=gate_GSk,
+            position=position_GSk,
+            kept=kept_GSk,
+            num_experts=p.num_experts,
+            capacity=capacity,
+            aux_loss=aux_loss,
+            metrics=metrics,
+            updates=updates,
+        )
+
+    def _NextBias(self, bias_E: tf.Tensor, count_GE: tf.Tensor) -> tf.Tensor:
+        """The bias after this step, from how often each expert was chosen in the whole batch."""
+        load_E = tf.reduce_sum(count_GE, 0)
+        missing_E = tf.reduce_sum(load_E) * (1.0 / self.p.num_experts) - load_E
+        return bias_E + self.p.balance_bias * tf.sign(missing_E)
+
+
+def check_k(path: str, p: InstantiableParams) -> None:
+    """Raises ValueError where a token cannot have k different experts."""
+    if not 1 <= p.k <= p.num_experts:
+        raise ValueError(f"{path}.k={p.k}: must be 1 to {p.num_experts}, the number of experts")
+
+
+def add_losses(metrics: NestedMap, aux_loss: tf.Tensor, losses: dict[str, tf.Tensor]) -> None:
+    """Into a router's metrics, without gradients: `aux_loss`, and each loss unweighted as `loss_<name>`."""
+    metrics.aux_loss = tf.stop_gradient(aux_loss)
+    for name, loss in losses.items():
+        metrics[f"loss_{name}"] = tf.stop_gradient(loss)
+
+
+def _normalize(gate_GSk: tf.Tensor) -> tf.Tensor:
+    """Over a token's sum; zeros where all are zero."""
+    total_GS1 = tf.reduce_sum(gate_GSk, -1, keepdims=True)
+    return gate_GSk * tf.math.reciprocal(tf.where(total_GS1 > 0, total_GS1, tf.constant(1.0)))
