@@ -12,6 +12,7 @@ import tensorflow as tf
 from lingvo_moe.core import randomness
 from lingvo_moe.core.base_layer import BaseLayer, VariableSpec, name_scope
 from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.core.optimizers.adafactor import Adafactor
@@ -41,6 +42,11 @@ class BaseTask(BaseLayer):
         if not 0 <= self.p.seed < 2**31:
             raise ValueError(f"{self.path}.seed={self.p.seed}: must be in [0, 2^31)")
         self.optimizer = self.p.optimizer.Instantiate()
+
+    @classmethod
+    def ConfigureInput(cls, task: HyperParams, inputs: HyperParams) -> None:
+        """Sets in the Params of the input what the task, by its Params, needs of batches; called
+        when all overrides are applied."""
 
     def StateSpecs(self) -> NestedMap:
         """VariableSpecs of the whole state, in its structure."""

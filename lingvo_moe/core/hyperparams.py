@@ -203,8 +203,9 @@ class Params:
     def SetFromText(self, path: str, text: str, where: str = "") -> None:
         """Sets one dotted path from text, read as the type of the value that is there.
 
-        A parameter with `choices` takes one of their names, and becomes the Params of that class;
-        `path.cls` takes a class, whose Params keep the values that both classes have names for.
+        A parameter with `choices` takes one of their names, and becomes the Params of that class (or
+        the name, where it holds a name); `path.cls` takes a class, whose Params keep the values that
+        both classes have names for.
 
         Raises:
             AttributeError: unknown path. ValueError: text that does not read as that type.
@@ -217,7 +218,7 @@ class Params:
             owner, name = self._resolve(path)
             param = owner._params.get(name)
             if param is not None and param.choices is not None:
-                value = _chosen(text, param.choices)
+                value = _chosen(text, param.choices, isinstance(param.value, str))
             else:
                 value = _from_text(text, self.Get(path))
         except ValueError as e:
@@ -225,16 +226,19 @@ class Params:
         self._assign(path, value)
 
     def _set_class(self, path: str, cls: type) -> None:
-        """Makes the Params at a path those of another class; a path that holds None gets some."""
+        """Makes the Params at a path those of another class; None, or a choice's name, gives way."""
         current = self.Get(path)
-        if not isinstance(current, InstantiableParams) and current is not None:
+        owner, last = self._resolve(path)
+        is_params = isinstance(current, InstantiableParams)
+        may_become = current is None or (last in owner._params and owner._params[last].choices)
+        if not is_params and not may_become:
             raise ValueError(f"{path!r} holds no Params, but {current!r}")
-        if current is not None and current.cls is cls:
+        if is_params and current.cls is cls:
             return
         if not hasattr(cls, "Params"):
             raise ValueError(f"{cls.__name__} has no Params")
         fresh = cls.Params()
-        for name, value in () if current is None else current.IterParams():
+        for name, value in current.IterParams() if is_params else ():
             if name in fresh and name != "cls":
                 setattr(fresh, name, value)
         self._assign(path, fresh)
@@ -347,8 +351,8 @@ def _classes_first(path: str) -> tuple[bool, int]:
     return not path.endswith(".cls"), path.count(".") if path.endswith(".cls") else 0
 
 
-def _chosen(text: str, choices: Mapping[str, type]) -> Any:
-    """The Params of the class of that name; None for 'None'."""
+def _chosen(text: str, choices: Mapping[str, type], by_name: bool) -> Any:
+    """The Params of the class of that name, or the name itself; None for 'None'."""
     name = text.strip("'\"")
     if name == "None":
         return None
@@ -357,7 +361,7 @@ def _chosen(text: str, choices: Mapping[str, type]) -> Any:
             f"no such choice: {name!r}{did_you_mean(name, choices)}; a class of your own goes to .cls, as "
             "type/module/Class"
         )
-    return choices[name].Params()  # type: ignore[attr-defined]
+    return name if by_name else choices[name].Params()  # type: ignore[attr-defined]
 
 
 def _from_text(text: str, current: Any) -> Any:

@@ -108,8 +108,8 @@ def GetParams(name: str, override: str = "") -> Params:
     Args:
         name: as GetExperiment.
         override: `path=value` pairs separated by `;`, e.g.
-            'task.num_experts=16;train.max_steps=100'; a
-            semicolon in a value is written `\\;`.
+            'task.num_experts=16;train.max_steps=100'; a semicolon in a value is written `\\;`. In
+            order: a class chosen by name, e.g. 'task.moe.router=hash', before what is in it.
 
     Raises:
         RegistryError: no such experiment, an unknown path, or a value of another type.
@@ -124,6 +124,7 @@ def GetParams(name: str, override: str = "") -> Params:
             p.SetFromText(path, value)
         except (AttributeError, ValueError, IndexError) as e:
             raise RegistryError(f"--model_params_override: {path}={value}: {e}") from None
+    p.task.cls.ConfigureInput(p.task, p.input)
     return p
 
 

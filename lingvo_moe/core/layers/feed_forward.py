@@ -35,13 +35,14 @@ class FeedForward(BaseLayer):
         x: tf.Tensor,
         paddings: tf.Tensor,
         seed: tf.Tensor | None = None,
+        context: NestedMap | None = None,
     ) -> tuple[tf.Tensor, NestedMap]:
         """Maps x [B, T, M] position by position to ([B, T, M], no extras).
 
-        `paddings` [B, T] is not needed: a position depends on no other. `seed` None means
-        inference.
+        `paddings` [B, T] and `context` are not needed: a position depends on no other, and nothing
+        is chosen. `seed` None means inference.
         """
-        del paddings
+        del paddings, context
         h = tf.nn.relu(tf.einsum("BTM,MH->BTH", x, self.Cast(theta.wi)))
         h = self.Shard(h, "BTH")
         h = randomness.dropout(h, self.p.relu_dropout_prob, self.FoldSeed(seed, "relu"))

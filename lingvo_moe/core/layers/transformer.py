@@ -6,6 +6,8 @@ What the layers share is passed as `aux`, a NestedMap:
     paddings: float [B, T], 1 at padding.
     self_mask: bool [B, T, T] (see masks.py).
     memory, cross_mask: [B, S, M] and bool [B, T or 1, S]; with cross-attention only.
+    context: int32 [B, T] tensors that a MoE layer's router needs (see moe/context.py); only if it
+        needs some.
 """
 
 from collections.abc import Sequence
@@ -73,7 +75,9 @@ class TransformerLayer(BaseLayer):
             )
             x = self._Add(x, h, self.FoldSeed(seed, "cross_residual"))
         h = self.ffn_norm.FProp(theta.ffn_norm, x)
-        h, extras = self.ffn.FProp(theta.ffn, h, aux.paddings, seed=self.FoldSeed(seed, "ffn"))
+        h, extras = self.ffn.FProp(
+            theta.ffn, h, aux.paddings, seed=self.FoldSeed(seed, "ffn"), **_context(aux)
+        )
         return self._Add(x, h, self.FoldSeed(seed, "ffn_residual")), extras
 
     def InitCache(self, batch: int, length: int, num_hyps: int = 1) -> NestedMap:
@@ -102,8 +106,8 @@ class TransformerLayer(BaseLayer):
             x: [B, J, M].
             cache: from InitCache or the step before.
             time: int32 scalar.
-            aux: self_mask [B, J, length * J]; with cross-attention cross_mask [B, J or 1, S]; and
-                paddings [B, J], 1 where a row holds no request.
+            aux: self_mask [B, J, length * J]; with cross-attention cross_mask [B, J or 1, S];
+                paddings [B, J], 1 where a row holds no request; context of [B, J], if needed.
             memory: from PrecomputeMemory.
 
         Returns:
@@ -116,7 +120,7 @@ class TransformerLayer(BaseLayer):
             h = self.cross_norm.FProp(theta.cross_norm, x)
             x = x + self.cross_atten.AttendMemory(theta.cross_atten, h, memory, aux.cross_mask)
         h = self.ffn_norm.FProp(theta.ffn_norm, x)
-        h, _ = self.ffn.FProp(theta.ffn, h, aux.paddings, seed=None)
+        h, _ = self.ffn.FProp(theta.ffn, h, aux.paddings, seed=None, **_context(aux))
         return x + h, cache
 
     def _Add(self, x: tf.Tensor, h: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:
@@ -244,7 +248,7 @@ class TransformerStack(BaseLayer):
             time: int32 scalar; the step writes flat positions time * J .. time * J + J - 1.
             aux: self_mask, bool or 0/1 [B, J, length * J], which must allow a hypothesis its own
                 new position; cross_mask [B, J or 1, S] with cross-attention; paddings [B, J],
-                optional, 1 where a row holds no request.
+                optional, 1 where a row holds no request; context of [B, J], if needed.
             memory: from PrecomputeMemory; needed with cross-attention.
 
         Returns:
@@ -275,6 +279,11 @@ def _repeat_params(p: HyperParams) -> InstantiableParams:
     repeat = Repeat.Params()
     repeat.Set(body=body, num_repeats=p.num_blocks, unroll=not p.repeat)
     return repeat
+
+
+def _context(aux: NestedMap) -> dict[str, NestedMap]:
+    """The feed-forward's argument of that name, where there is one."""
+    return {"context": aux.context} if "context" in aux else {}
 
 
 def _with_dim(parent: HyperParams, tpl: HyperParams) -> HyperParams:

@@ -95,11 +95,14 @@ class DecodeSpecs:
             state = _traced(decoder.search.Start, tf.TensorSpec([rows], tf.int32))
             memory = tf.TensorSpec([rows, source_length, p.model_dim], decoder.model.fprop_dtype)
             segment_ids = tf.TensorSpec([rows, source_length], tf.int32)
+            encoded = NestedMap(memory=memory, segment_ids=segment_ids)
+            if "task_ids" in decoder.model.Needs(p, decoder=True):
+                encoded.task_ids = tf.TensorSpec([rows], tf.int32)
             self.theta = decoder.model.VariableSpecs()
             cache = _traced(
                 decoder.InitCache,
                 self.theta.Transform(lambda s: tf.TensorSpec(s.shape, s.dtype)),
-                NestedMap(memory=memory, segment_ids=segment_ids),
+                encoded,
             )
         letters = decoder.model.CACHE_LETTERS
         self.state = self._Specs(state, lambda path: path.rpartition("_")[2])  # their names' ends

@@ -14,6 +14,7 @@ from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.layers import attention, embedding, feed_forward, masks, softmax, transformer
 from lingvo_moe.core.moe import layer as moe_layer
+from lingvo_moe.core.moe.routers.registry import ROUTERS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import DimsMapping, dims_mapping
 
@@ -23,11 +24,12 @@ class MtModel(BaseTask):
 
     `FProp(theta, batch, seed)` takes int32 `batch.src.{ids,segment_ids,segment_pos}` [B,S] and
     `batch.tgt.{ids,labels,segment_ids,segment_pos}` [B,T], where segment 0 is padding, and returns
-    the training loss and float32 metrics.
+    the training loss and float32 metrics. Where a router needs them (`Needs`), both sides also have
+    `task_ids`, the number of each token's source language.
     """
 
     # Of the tensors in the parts of a cache, see attention.py; T is 1.
-    CACHE_LETTERS = {"decoder": "LBJNK", "memory": "BSNK", "cross_mask": "BTS"}
+    CACHE_LETTERS = {"decoder": "LBJNK", "memory": "BSNK", "cross_mask": "BTS", "task_ids": "B"}
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -44,6 +46,12 @@ class MtModel(BaseTask):
         p.Define("num_experts", 2048, "E; 0: every feed-forward layer is dense.")
         p.Define("num_groups", 2048, "G: tokens are routed in G independent groups, in training.")
         p.Define("moe", moe_layer.MoELayer.Params(), "The MoE layer; sizes are set from above.")
+        p.Define(
+            "decoder_router",
+            None,
+            "The router of the decoder's MoE layers; None: moe.router, as in the encoder.",
+            choices=ROUTERS,
+        )
         p.Define(
             "aux_loss_weight",
             0.01,
@@ -103,11 +111,8 @@ class MtModel(BaseTask):
         if moe:
             hidden_dim = p.expert_hidden_dim or p.hidden_dim
             ffn = p.moe.Copy().Set(num_experts=p.num_experts, num_groups=p.num_groups)
+            ffn.router = self._router(decoder)
             ffn.experts.relu_dropout_prob = p.dropout
-            if ffn.router.aux_loss_scale is None:
-                # Algorithm 1's loss is 1/E^2 when experts are balanced: times k it would have no force.
-                # Scaled by E^2, as in the authors' Lingvo, k means the same for any number of experts.
-                ffn.router.aux_loss_scale = float(p.num_experts**2)
         else:
             ffn = feed_forward.FeedForward.Params().Set(relu_dropout_prob=p.dropout)
         atten = attention.MultiHeadAttention.Params().Set(
@@ -121,6 +126,36 @@ class MtModel(BaseTask):
             ffn_tpl=ffn.Set(model_dim=p.model_dim, hidden_dim=hidden_dim),
             residual_dropout_prob=p.dropout,
         )
+
+    def _router(self, decoder: bool) -> HyperParams:
+        """The router of one side, with what the model knows of it."""
+        p = self.p
+        name, router = _router_of(p, decoder)
+        if decoder and router.cls.LooksAhead(router):
+            raise ValueError(
+                f"{self.path}.{name}: {router.cls.__name__} looks at later tokens, which a decoder does "
+                f"not have yet; choose another one for the decoder, e.g. {self.path}.decoder_router=top2"
+            )
+        router = router.Copy()
+        if "aux_loss_scale" in router and router.aux_loss_scale is None:
+            # Algorithm 1's loss is 1/E^2 when experts are balanced: times k it would have no force.
+            # Scaled by E^2, as in the authors' Lingvo, k means the same for any number of experts.
+            router.aux_loss_scale = float(p.num_experts**2)
+        if "vocab_size" in router and not router.vocab_size:
+            router.vocab_size = p.target_vocab_size if decoder else p.source_vocab_size
+        return router
+
+    @classmethod
+    def Needs(cls, params: HyperParams, decoder: bool) -> tuple[str, ...]:
+        """What the router of one side needs to know of the tokens: see moe/context.py."""
+        router = _router_of(params, decoder)[1]
+        return router.cls.Needs(router) if params.num_experts else ()
+
+    @classmethod
+    def ConfigureInput(cls, task: HyperParams, inputs: HyperParams) -> None:
+        """See BaseTask: batches hold task ids where a router asks for them."""
+        if any("task_ids" in cls.Needs(task, decoder) for decoder in (False, True)):
+            inputs.task_ids = True
 
     # --- training
 
@@ -138,12 +173,12 @@ class MtModel(BaseTask):
             paddings=masks.paddings(tgt.segment_ids),
             memory=memory,
             cross_mask=masks.segment_mask(tgt.segment_ids, src.segment_ids),
+            **self._Context(tgt, decoder=True),
         )
         y, decoder_extras = self.decoder.FProp(
             theta.decoder, x, aux, seed=self.FoldSeed(seed, "decoder")
         )
-        logits = self.softmax.FProp(theta.target_embedding, y)
-        loss, metrics = self._token_losses(logits, tgt)
+        loss, metrics = self._TokenLosses(theta, y, tgt)
         if p.num_experts:
             moe = NestedMap(encoder=encoder_extras.layer_1, decoder=decoder_extras.layer_1)
             aux_loss = tf.reduce_sum(moe.encoder.aux_loss) + tf.reduce_sum(moe.decoder.aux_loss)
@@ -154,15 +189,17 @@ class MtModel(BaseTask):
         metrics.loss = loss
         return loss, metrics
 
-    def _token_losses(self, logits: tf.Tensor, tgt: NestedMap) -> tuple[tf.Tensor, NestedMap]:
-        """The label-smoothed cross-entropy a real token, and metrics: nll (unsmoothed), accuracy, tokens."""
+    def _TokenLosses(
+        self, theta: NestedMap, y: tf.Tensor, tgt: NestedMap
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """The label-smoothed cross-entropy a real token of the decoder's output y [B,T,M], and metrics: nll
+        (unsmoothed), accuracy, tokens."""
         real = tf.cast(tgt.segment_ids > 0, tf.float32)
-        xent, correct = self.softmax.XentLoss(logits, tgt.labels, real)
-        nll = softmax.smoothed_cross_entropy(tf.stop_gradient(logits), tgt.labels, 0.0)
+        xent, nll, correct = self.softmax.Losses(theta.target_embedding, y, tgt.labels, real)
         tokens = tf.reduce_sum(real)
         per_token = 1.0 / tf.maximum(tokens, 1.0)
         return tf.reduce_sum(xent) * per_token, NestedMap(
-            nll=tf.reduce_sum(nll * real) * per_token,
+            nll=tf.reduce_sum(nll) * per_token,
             accuracy=tf.reduce_sum(correct) * per_token,
             tokens=tokens,
         )
@@ -182,8 +219,14 @@ class MtModel(BaseTask):
         aux = NestedMap(
             self_mask=masks.segment_mask(src.segment_ids, src.segment_ids),
             paddings=masks.paddings(src.segment_ids),
+            **self._Context(src, decoder=False),
         )
         return self.encoder.FProp(theta.encoder, x, aux, seed=seed)
+
+    def _Context(self, row: NestedMap, decoder: bool) -> dict[str, NestedMap]:
+        """`context` for the layers, of a side's tensors, if its router needs any."""
+        needs = self.Needs(self.p, decoder)
+        return {"context": NestedMap({k: row[k] for k in needs if k in row})} if needs else {}
 
     def MetricLayers(self) -> dict[str, list[str]]:
         """The MoE layers of a stack, counted with the dense ones from 0: layer_1, layer_3 ..."""
@@ -199,9 +242,12 @@ class MtModel(BaseTask):
 
     def Encode(self, theta: NestedMap, src: NestedMap) -> NestedMap:
         """The encoder's output for unpacked rows: NestedMap(memory [B,S,M], segment_ids int32
-        [B,S])."""
+        [B,S]); and task_ids int32 [B], where the decoder needs them."""
         memory, _ = self._encode(theta, src, None)
-        return NestedMap(memory=memory, segment_ids=src.segment_ids)
+        encoded = NestedMap(memory=memory, segment_ids=src.segment_ids)
+        if "task_ids" in self.Needs(self.p, decoder=True):
+            encoded.task_ids = src.task_ids[:, 0]  # a row holds one sentence
+        return encoded
 
     def InitCache(
         self, theta: NestedMap, encoded: NestedMap, beam_size: int, max_length: int
@@ -210,7 +256,9 @@ class MtModel(BaseTask):
         those of the memory."""
         batch = encoded.memory.shape[0]
         first = tf.fill([batch, 1], 1)
+        tasks = {"task_ids": encoded.task_ids} if "task_ids" in encoded else {}
         return NestedMap(
+            **tasks,
             decoder=self.decoder.InitCache(batch, max_length, beam_size),
             memory=self.decoder.PrecomputeMemory(theta.decoder, encoded.memory),
             cross_mask=masks.segment_mask(first, encoded.segment_ids),
@@ -234,7 +282,12 @@ class MtModel(BaseTask):
         """
         x = self.target_embedding.FProp(theta.target_embedding, ids)
         x += self.position.FProp(theta.position, tf.fill(ids.shape, time))
-        aux = NestedMap(self_mask=mask, cross_mask=cache.cross_mask)
+        row = NestedMap(ids=ids)
+        if "task_ids" in cache:
+            row.task_ids = tf.tile(cache.task_ids[:, tf.newaxis], [1, ids.shape[1]])
+        aux = NestedMap(
+            self_mask=mask, cross_mask=cache.cross_mask, **self._Context(row, decoder=True)
+        )
         y, decoder = self.decoder.ExtendStep(
             theta.decoder, x, cache.decoder, time, aux, cache.memory
         )
@@ -257,3 +310,9 @@ class MtModel(BaseTask):
         enc = transformer.TransformerStack.FPropMeta(model.encoder.p, (b, s, m))
         dec = transformer.TransformerStack.FPropMeta(model.decoder.p, (b, t, m), (b, s, m))
         return NestedMap(flops=enc.flops + dec.flops + 2 * b * t * m * v, out_shapes=((b, t, v),))
+
+
+def _router_of(p: HyperParams, decoder: bool) -> tuple[str, HyperParams]:
+    """The name and the Params of the router of one side."""
+    own = decoder and p.decoder_router is not None
+    return ("decoder_router", p.decoder_router) if own else ("moe.router", p.moe.router)

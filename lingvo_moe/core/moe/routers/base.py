@@ -4,6 +4,7 @@ Letters: G group, S token in group, k choice rank, E expert, C capacity slot, M 
 """
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import tensorflow as tf
 
@@ -51,6 +52,9 @@ class Router(BaseLayer):
     small differences, and positions are counted by sums that bfloat16 cannot hold.
     """
 
+    # Whether the capacity makes the choice, and is no limit on it: then it is given without a limit too.
+    CHOOSES_BY_CAPACITY: ClassVar[bool] = False
+
     @classmethod
     def Needs(cls, params: HyperParams) -> tuple[str, ...]:
         """What `context` must hold for a router of these Params; see moe/context.py."""
@@ -62,6 +66,23 @@ class Router(BaseLayer):
         """Whether a token's experts depend on later tokens: no decoder can use such a router."""
         del params
         return False
+
+    @classmethod
+    def Slots(cls, group_size: int, capacity: int) -> int:
+        """The slots that an expert has in training, where the layer gives it C for S tokens."""
+        del group_size
+        return capacity
+
+    @classmethod
+    def Choices(cls, params: HyperParams) -> int:
+        """k of `Routing`; sizes are set in `params`."""
+        return params.k if "k" in params else params.num_experts
+
+    @classmethod
+    def Flops(cls, params: HyperParams, tokens: int) -> int:
+        """Of the matrix products that decide for so many tokens; sizes are set in `params`."""
+        del params, tokens
+        return 0
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -120,6 +141,10 @@ class LearnedRouter(Router):
     @classmethod
     def LooksAhead(cls, params: HyperParams) -> bool:
         return params.level == "sentence"
+
+    @classmethod
+    def Flops(cls, params: HyperParams, tokens: int) -> int:
+        return 2 * tokens * params.model_dim * params.num_experts
 
     def __init__(self, params: InstantiableParams):
         params = params.Copy()
@@ -187,3 +212,12 @@ class LearnedRouter(Router):
     ) -> Routing:
         """The decision itself, from float32 logits; the other arguments as in FProp."""
         raise NotImplementedError(f"{type(self).__name__}.Route")
+
+
+def all_experts(like_GSE: tf.Tensor) -> tf.Tensor:
+    """int32 [G,S,E] with e at [g,s,e]: the index where every expert is a choice (k = E).
+
+    Made of a tensor that is known at run time only: as a constant it would be as large as that.
+    """
+    zero_GSE = tf.cast(like_GSE > float("inf"), tf.int32)
+    return zero_GSE + tf.range(like_GSE.shape[-1])

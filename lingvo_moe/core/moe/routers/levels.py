@@ -1,7 +1,7 @@
 """At which level a learned router decides: for each token, for each sentence, or for each task.
 
-Kudugunta et al. 2021 (Beyond Distillation: Task-level Mixture-of-Experts for Efficient Inference,
-section 2) compare the three for translation. A level only changes what the gating network sees, so
+Kudugunta et al. 2021 (Beyond Distillation: Task-level Mixture-of-Experts for Efficient Inference)
+compare the three for translation. A level only changes what the gating network sees, so
 any learned router works at any level. Chance (jitter, noise, a sampled second choice) and room are
 still each token's own.
 

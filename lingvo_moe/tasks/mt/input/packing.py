@@ -8,6 +8,7 @@ batch; a batch is done when enough of them wait. So few positions are padding, a
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -22,12 +23,14 @@ _SMALLEST_SIDE = 2
 
 @dataclass(frozen=True)
 class Shape:
-    """A batch: `rows` B, `source_length` and `target_length` T; with `pack` False a row holds one pair."""
+    """A batch: `rows` B, `source_length` and `target_length` T; with `pack` False a row holds one pair; with
+    `task_ids` the batch tells each pair's task too."""
 
     rows: int
     source_length: int
     target_length: int
     pack: bool = True
+    task_ids: bool = False
 
     def Fits(self, source: Ids, target: Ids) -> bool:
         """Whether a pair fits into an empty row, with eos and bos."""
@@ -47,11 +50,12 @@ class RowFiller:
         # Room for ids; every pair also takes one place for eos or bos.
         self._source_room = np.full(shape.rows, shape.source_length)
         self._target_room = np.full(shape.rows, shape.target_length)
-        self.rows: list[list[tuple[Ids, Ids]]] = [[] for _ in range(shape.rows)]
+        self.rows: list[list[tuple]] = [[] for _ in range(shape.rows)]
         self._placed = 0
 
-    def Add(self, source: Ids, target: Ids) -> bool:
-        """Puts a pair (ids without eos, bos) into the first row with room; False when there is none."""
+    def Add(self, source: Ids, target: Ids, *more: Any) -> bool:
+        """Puts a pair (ids without eos, bos; and what is to be kept with it) into the first row with room; False when
+        there is none."""
         s, t = len(source) + 1, len(target) + 1
         if self._shape.pack:
             room = (self._source_room >= s) & (self._target_room >= t)
@@ -64,7 +68,7 @@ class RowFiller:
                 return False
         self._source_room[row] -= s
         self._target_room[row] -= t
-        self.rows[row].append((source, target))
+        self.rows[row].append((source, target, *more))
         self._placed += 1
         return True
 
@@ -87,39 +91,45 @@ def fill_batch(
     Args:
         shape: of the batch.
         waiting: pairs left over by the batch before, which are placed first.
-        draw: gives the next pair. Pairs are tuples that begin with source and target ids, each of which fits.
+        draw: gives the next pair. Pairs are tuples that begin with source and target ids, each of which fits, and
+            end with the task, if the shape has tasks.
 
     Returns:
         The batch (see `to_batch`) and the pairs that now wait for the next one.
     """
     filler = RowFiller(shape)
-    left = [pair for pair in waiting if not filler.Add(pair[0], pair[1])]
+    left = [pair for pair in waiting if not filler.Add(*pair)]
     while not filler.full and (not shape.pack or len(left) < shape.max_waiting):
         pair = draw()
-        if not filler.Add(pair[0], pair[1]):
+        if not filler.Add(*pair):
             left.append(pair)
     return to_batch(filler.rows, shape), left
 
 
-def to_batch(rows: Sequence[Sequence[tuple[Ids, Ids]]], shape: Shape) -> NestedMap:
+def to_batch(rows: Sequence[Sequence[tuple]], shape: Shape) -> NestedMap:
     """Arrays from rows of pairs.
 
     Returns:
         NestedMap of int32 [B, T]: `src.ids` (the source, then eos), `tgt.ids` (bos, then the target), `tgt.labels` (the
         target, then eos), and `segment_ids` (1, 2, ... by pair, 0 for padding) and `segment_pos` (0, 1, ... within a
-        pair, 0 for padding) of both sides. Padding ids are 0.
+        pair, 0 for padding) of both sides; and `task_ids` of both, if the shape has them. Padding ids are 0.
     """
-    src = _zeros(shape.rows, shape.source_length, "ids", "segment_ids", "segment_pos")
-    tgt = _zeros(shape.rows, shape.target_length, "ids", "labels", "segment_ids", "segment_pos")
+    tasks = ["task_ids"] if shape.task_ids else []
+    src = _zeros(shape.rows, shape.source_length, "ids", "segment_ids", "segment_pos", *tasks)
+    tgt = _zeros(
+        shape.rows, shape.target_length, "ids", "labels", "segment_ids", "segment_pos", *tasks
+    )
     steps = np.arange(max(shape.source_length, shape.target_length), dtype=np.int32)
     for row, pairs in enumerate(rows):
         source_start = target_start = 0
-        for segment, (source, target) in enumerate(pairs, start=1):
+        for segment, (source, target, *rest) in enumerate(pairs, start=1):
             end = source_start + len(source) + 1
             src.ids[row, source_start : end - 1] = source
             src.ids[row, end - 1] = EOS_ID
             src.segment_ids[row, source_start:end] = segment
             src.segment_pos[row, source_start:end] = steps[: end - source_start]
+            if shape.task_ids:
+                src.task_ids[row, source_start:end] = rest[-1]
             source_start = end
             end = target_start + len(target) + 1
             tgt.ids[row, target_start] = BOS_ID
@@ -128,6 +138,8 @@ def to_batch(rows: Sequence[Sequence[tuple[Ids, Ids]]], shape: Shape) -> NestedM
             tgt.labels[row, end - 1] = EOS_ID
             tgt.segment_ids[row, target_start:end] = segment
             tgt.segment_pos[row, target_start:end] = steps[: end - target_start]
+            if shape.task_ids:
+                tgt.task_ids[row, target_start:end] = rest[-1]
             target_start = end
     return NestedMap(src=src, tgt=tgt)
 

@@ -9,7 +9,7 @@ a pair where this takes about 10, and its packing does not resume to the bit.)
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from lingvo_moe.tasks.mt.input.order import PairOrder
 from lingvo_moe.tasks.mt.input.packing import Shape, fill_batch
 from lingvo_moe.tasks.mt.input.records import Records, cached_records
 from lingvo_moe.tasks.mt.input.scan import Progress, Scan, quiet, scan
+from lingvo_moe.tasks.mt.input.tasks import task_numbers
 from lingvo_moe.tasks.mt.input.tsv import reasons
 from lingvo_moe.tasks.mt.input.vocab_cache import (
     MIN_SENTENCES,
@@ -87,6 +88,12 @@ class MtInput:
         p.Define("temperature", 5.0, "Languages are drawn by n^(1/temperature).")
         p.Define("seed", 1234, "The seed of the order of pairs.")
         p.Define("pack", True, "Several pairs in a row; False: one.")
+        p.Define(
+            "task_ids",
+            False,
+            "Batches also tell each token's language by number, for models that route by task; the "
+            "model sets it.",
+        )
         p.Define("too_long", "drop", "What to do with a pair longer than a row: drop or truncate.")
         return p
 
@@ -107,9 +114,10 @@ class MtInput:
             raise DataError(f"{p.name}.languages={p.languages!r}: must be a list: {names}")
         if not p.temperature > 0:
             raise DataError(f"{p.name}.temperature={p.temperature}: must be positive")
-        self.shape = Shape(p.batch_size, p.source_length, p.target_length, p.pack)
+        self.shape = Shape(p.batch_size, p.source_length, p.target_length, p.pack, p.task_ids)
         self._records: Records | None = None
         self._vocabs: NestedMap | None = None
+        self._task_of: list[int] = []
         self.dropped: dict[str, int] = {}
 
     def BatchSpec(self) -> NestedMap:
@@ -119,13 +127,17 @@ class MtInput:
             spec = ArraySpec((self.p.batch_size, length), "int32")
             return NestedMap(dict.fromkeys(names, spec))
 
+        tasks = ["task_ids"] if self.p.task_ids else []
         return NestedMap(
-            src=side(self.p.source_length, "ids", "segment_ids", "segment_pos"),
-            tgt=side(self.p.target_length, "ids", "labels", "segment_ids", "segment_pos"),
+            src=side(self.p.source_length, "ids", "segment_ids", "segment_pos", *tasks),
+            tgt=side(self.p.target_length, "ids", "labels", "segment_ids", "segment_pos", *tasks),
         )
 
     def Prepare(
-        self, progress: Progress = quiet, vocabs: Mapping[str, bytes] | None = None
+        self,
+        progress: Progress = quiet,
+        vocabs: Mapping[str, bytes] | None = None,
+        tasks: Sequence[str] | None = None,
     ) -> "MtInput":
         """Reads the data once, trains vocabularies, tokenises; quick when the cache has it all. Returns self.
 
@@ -136,10 +148,11 @@ class MtInput:
             progress: called with a line of text now and then; the last says what was kept and what was not.
             vocabs: serialised models by side, 'source' and 'target', as a run that goes on began with them; None to
                 take those of `vocab_dir`, of the cache, or new ones.
+            tasks: languages by task id, as a run that goes on began with them; None for those of the data, sorted.
 
         Raises:
-            DataError: the data is missing, empty or broken, a vocabulary is too large for it, or the cache directory
-                cannot be used.
+            DataError: the data is missing, empty or broken, a vocabulary is too large for it, a language is none of
+                the tasks, or the cache directory cannot be used.
         """
         if self._records is not None:
             return self
@@ -153,6 +166,7 @@ class MtInput:
         found = scan(p.data_dir, p.languages, progress)
         self._vocabs = self._find_vocabularies(found, cache_dir, progress, vocabs)
         self._records = cached_records(found, self._vocabs, cache_dir, progress)
+        self._task_of = task_numbers(list(self._records.languages), tasks)
         dropped = Counter(found.skipped) + Counter(self._records.dropped)
         self.dropped = dict(dropped)
         skipped = f"{dropped.total():,} skipped ({reasons(dropped)})" if dropped else "none skipped"
@@ -188,6 +202,12 @@ class MtInput:
     @property
     def languages(self) -> dict[str, int]:
         return dict(self.records.languages)
+
+    @property
+    def task_of(self) -> list[int]:
+        """The task id of each language, in the order of `languages`."""
+        self.Prepare()
+        return self._task_of
 
     def __iter__(self) -> "BatchIterator":
         """Batches from the beginning, without end; each call starts anew."""
@@ -237,7 +257,7 @@ class BatchIterator:
         return {
             "identity": self._identity(),
             "order": self._order.GetState(),
-            "waiting": [list(place) for _, _, place in self._waiting],
+            "waiting": [list(place) for _, _, place, _ in self._waiting],
             "counts": dict(self.counts),
         }
 
@@ -264,7 +284,7 @@ class BatchIterator:
         return {"records": self._records.key, "seed": p.seed, "temperature": p.temperature}
 
     def _draw(self) -> tuple:
-        """The next pair that fits: (source ids, target ids, its place in the records)."""
+        """The next pair that fits: (source ids, target ids, its place in the records, its task)."""
         for _ in range(_GIVE_UP_AFTER):
             pair, fits = self._read(*next(self._order))
             if not fits:
@@ -286,7 +306,7 @@ class BatchIterator:
         if not fits:
             source = source[: shape.source_length - 1]
             target = target[: shape.target_length - 1]
-        return (source, target, (language, position)), fits
+        return (source, target, (language, position), self._input.task_of[language]), fits
 
 
 def _user_cache() -> Path:

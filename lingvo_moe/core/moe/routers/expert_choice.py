@@ -1,0 +1,140 @@
+"""Expert choice: each expert takes the tokens of the group that like it best.
+
+Zhou et al. 2022, Mixture-of-Experts with Expert Choice Routing (section 3.2).
+
+Letters: G group, S token in group, k choice rank, E expert, C capacity slot.
+"""
+
+from typing import ClassVar
+
+import tensorflow as tf
+
+from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.moe.choice import top_k
+from lingvo_moe.core.moe.metrics import routing_metrics
+from lingvo_moe.core.moe.routers.base import LearnedRouter, Routing, all_experts
+from lingvo_moe.core.moe.routers.kth_largest import kth_largest_bits
+from lingvo_moe.core.moe.seating import take_seats
+from lingvo_moe.core.nested_map import NestedMap
+
+_BITS = 30  # of a float32 from 0 to 1, whose bits order it as an integer
+
+
+class ExpertChoiceRouter(LearnedRouter):
+    """In training each expert takes the C tokens of a group whose gate for it is largest.
+
+    Gates are a softmax over E and are not normalised again; the earlier token wins a tie. Load is
+    even by construction, so there is no loss; a token may find any number of experts, none too.
+    C is the layer's: with its capacity_factor c, a token has c experts on average. The gradient
+    flows through the gates of what was chosen, none through the choice.
+
+    Whether a token is taken hangs on the tokens after it. A decoder does not know them, so none can
+    use this router (`LooksAhead`). In inference no token may depend on its company either: each
+    token then takes its own best `inference_k` experts, with the same gates. That is another rule
+    than in training, which agrees with it on the average number of experts if inference_k is c.
+    """
+
+    CHOOSES_BY_CAPACITY: ClassVar[bool] = True
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define(
+            "inference_k", 2, "Experts of a token in inference; best near the capacity factor."
+        )
+        return p
+
+    @classmethod
+    def LooksAhead(cls, params: HyperParams) -> bool:
+        """Always."""
+        return True
+
+    def __init__(self, params: InstantiableParams):
+        super().__init__(params)
+        p = self.p
+        if not 1 <= p.inference_k <= p.num_experts:
+            raise ValueError(
+                f"{self.path}.inference_k={p.inference_k}: must be between 1 and the "
+                f"{p.num_experts} experts"
+            )
+
+    def Route(
+        self,
+        logits_GSE: tf.Tensor,
+        paddings_GS: tf.Tensor,
+        capacity: int | None,
+        seed: tf.Tensor | None = None,
+    ) -> Routing:
+        """See `LearnedRouter`; without a capacity tokens choose."""
+        real_GS = 1.0 - tf.cast(paddings_GS, tf.float32)
+        gates_GSE = tf.nn.softmax(logits_GSE)
+        if capacity is None:
+            return self._TokensChoose(gates_GSE, real_GS)
+        kept = self.Shard(chosen_tokens(gates_GSE, real_GS, capacity), "GSE")
+        gate = gates_GSE * kept
+        expert_index = all_experts(gates_GSE)
+        metrics = routing_metrics(
+            expert_index,
+            gate,
+            kept,
+            kept,
+            real_GS,
+            self.p.num_experts,
+            capacity,
+            gates_GSE,
+            ranked=False,
+        )
+        position = tf.cast(tf.cumsum(kept, 1, exclusive=True), tf.int32)
+        return self._Routing(expert_index, gate, position, kept, capacity, metrics)
+
+    def _TokensChoose(self, gates_GSE: tf.Tensor, real_GS: tf.Tensor) -> Routing:
+        p = self.p
+        gate, expert_index = top_k(gates_GSE, p.inference_k)
+        kept = tf.stack([real_GS] * p.inference_k, -1)
+        gate *= kept
+        metrics = routing_metrics(
+            expert_index, gate, kept, kept, real_GS, p.num_experts, None, gates_GSE
+        )
+        position, _ = take_seats(expert_index, kept, p.num_experts, None)
+        return self._Routing(expert_index, gate, position, kept, None, metrics)
+
+    def _Routing(
+        self,
+        expert_index: tf.Tensor,
+        gate: tf.Tensor,
+        position: tf.Tensor,
+        kept: tf.Tensor,
+        capacity: int | None,
+        metrics: NestedMap,
+    ) -> Routing:
+        metrics.aux_loss = tf.constant(0.0)
+        return Routing(
+            expert_index=expert_index,
+            gate=gate,
+            position=position,
+            kept=kept,
+            num_experts=self.p.num_experts,
+            capacity=capacity,
+            aux_loss=tf.constant(0.0),
+            metrics=metrics,
+        )
+
+
+def chosen_tokens(gates_GSE: tf.Tensor, real_GS: tf.Tensor, capacity: int) -> tf.Tensor:
+    """float32 [G,S,E]: 1 where a token is among the `capacity` real ones with the largest gate for
+    the expert, the earlier of equal ones; no gradient.
+
+    Args:
+        gates_GSE: float32 from 0 to 1.
+        real_GS: 1 for tokens, 0 for padding.
+        capacity: C; all real tokens are chosen where there are no more than that.
+    """
+    bits_GSE = tf.bitcast(tf.stop_gradient(gates_GSE), tf.int32)
+    bits_GSE = tf.where(real_GS[:, :, tf.newaxis] > 0, bits_GSE, -1)
+    least_GE = kth_largest_bits(bits_GSE, capacity, _BITS)[:, tf.newaxis, :]
+    above = tf.cast(bits_GSE > least_GE, tf.float32)
+    equal = tf.cast(tf.equal(bits_GSE, least_GE), tf.float32)
+    room_GE = float(capacity) - tf.reduce_sum(above, 1, keepdims=True)
+    earlier = tf.cumsum(equal, 1, exclusive=True)
+    return above + equal * tf.cast(earlier < room_GE, tf.float32)

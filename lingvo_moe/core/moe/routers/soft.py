@@ -1,0 +1,66 @@
+"""The dense mixture: every token sees every expert. The reference for all others.
+
+Jacobs et al. 1991, Adaptive Mixtures of Local Experts; Shazeer et al. 2017, section 2.1 (softmax
+gating). Soft conditional computation: what is not chosen weighs little, but is computed all the
+same.
+
+Letters: G group, S token in group, k choice rank (k = E here), E expert.
+"""
+
+import tensorflow as tf
+
+from lingvo_moe.core.moe.metrics import routing_metrics
+from lingvo_moe.core.moe.routers.base import LearnedRouter, Routing, all_experts
+
+
+class SoftRouter(LearnedRouter):
+    """Gates are the softmax over all experts; nothing is dropped, so there is no capacity and no loss.
+
+    It costs E experts a token: a k-choice router's experts come to this sum, with the smaller
+    terms left out.
+    """
+
+    @classmethod
+    def Slots(cls, group_size: int, capacity: int) -> int:
+        """One for each token."""
+        del capacity
+        return group_size
+
+    def Route(
+        self,
+        logits_GSE: tf.Tensor,
+        paddings_GS: tf.Tensor,
+        capacity: int | None,
+        seed: tf.Tensor | None = None,
+    ) -> Routing:
+        """See `LearnedRouter`; the capacity is not looked at."""
+        p = self.p
+        real_GS = 1.0 - tf.cast(paddings_GS, tf.float32)
+        gates_GSE = tf.nn.softmax(logits_GSE)
+        expert_index = all_experts(logits_GSE)
+        kept = real_GS[:, :, tf.newaxis] * tf.cast(gates_GSE >= 0, tf.float32)
+        # Token s sits in slot s of each expert.
+        position = expert_index - expert_index
+        position += tf.range(tf.shape(position)[1])[tf.newaxis, :, tf.newaxis]
+        metrics = routing_metrics(
+            expert_index,
+            gates_GSE * kept,
+            kept,
+            kept,
+            real_GS,
+            p.num_experts,
+            None,
+            gates_GSE,
+            ranked=False,
+        )
+        metrics.aux_loss = tf.constant(0.0)
+        return Routing(
+            expert_index=expert_index,
+            gate=gates_GSE * kept,
+            position=position,
+            kept=kept,
+            num_experts=p.num_experts,
+            capacity=None,
+            aux_loss=tf.constant(0.0),
+            metrics=metrics,
+        )

@@ -1,0 +1,92 @@
+"""What routers that learn nothing have in common: the rule alone differs.
+
+Letters: G group, S token in group, k choice rank, E expert, C capacity slot, M model.
+"""
+
+import tensorflow as tf
+
+from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.moe.metrics import routing_metrics
+from lingvo_moe.core.moe.routers.base import Router, Routing
+from lingvo_moe.core.moe.seating import take_seats
+from lingvo_moe.core.nested_map import NestedMap
+
+
+class UnlearnedRouter(Router):
+    """Sends each token to k experts by a rule without weights. Subclasses implement `Choose`.
+
+    A rule says who, not how much, so each kept choice weighs 1/k: with k = 1 the expert's output
+    itself (Roller et al. 2021). Nothing is renormalised after a drop. There is no loss, and no
+    gradient comes from here.
+    """
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define("k", 1, "Experts of a token.")
+        return p
+
+    def __init__(self, params: InstantiableParams):
+        super().__init__(params)
+        p = self.p
+        if not 1 <= p.k <= p.num_experts:
+            raise ValueError(
+                f"{self.path}.k={p.k}: must be between 1 and the {p.num_experts} experts"
+            )
+
+    def FProp(
+        self,
+        theta: NestedMap,
+        x_GSM: tf.Tensor,
+        paddings_GS: tf.Tensor,
+        capacity: int | None,
+        seed: tf.Tensor | None = None,
+        context: NestedMap | None = None,
+    ) -> Routing:
+        """See `Router`; theta is empty."""
+        del theta
+        p = self.p
+        expert_index = self.Choose(x_GSM, seed, context)
+        real_GS = 1.0 - tf.cast(paddings_GS, tf.float32)
+        wanted = tf.stack([real_GS] * p.k, -1)
+        position, kept = take_seats(expert_index, wanted, p.num_experts, capacity)
+        gate = kept * (1.0 / p.k)
+        metrics = routing_metrics(
+            expert_index, gate, wanted, kept, real_GS, p.num_experts, capacity
+        )
+        metrics.aux_loss = tf.constant(0.0)
+        return Routing(
+            expert_index=expert_index,
+            gate=gate,
+            position=position,
+            kept=kept,
+            num_experts=p.num_experts,
+            capacity=capacity,
+            aux_loss=tf.constant(0.0),
+            metrics=metrics,
+        )
+
+    def Choose(
+        self, x_GSM: tf.Tensor, seed: tf.Tensor | None, context: NestedMap | None
+    ) -> tf.Tensor:
+        """int32 [G,S,k], the experts of each token, all different; arguments as in FProp."""
+        raise NotImplementedError(f"{type(self).__name__}.Choose")
+
+
+def spread(number: tf.Tensor, k: int, num_experts: int) -> tf.Tensor:
+    """k different experts for each number, int32 [...,k], and the same number of numbers for each
+    expert at each rank.
+
+    The first is number mod E. The others follow at equal steps around the circle of experts, and
+    the length of the step goes round with number div E: so numbers with the same first expert have
+    different others, and any E successive numbers (from a multiple of E) fill each rank evenly.
+
+    Args:
+        number: int32, not negative.
+        k: at most E.
+        num_experts: E.
+    """
+    longest = (num_experts - 1) // (k - 1) if k > 1 else 1
+    step = 1 + number // num_experts % longest
+    ranks = [(number % num_experts + rank * step) % num_experts for rank in range(k)]
+    return tf.stack(ranks, -1)

@@ -1,0 +1,126 @@
+"""Expert choice: by hand, against loops, ties and padding, gradients, inference.
+
+Letters: G group, S token in group, E expert, M model, C capacity slot.
+"""
+
+import moe_reference
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from router_testing import SEED, check, route, router
+
+from lingvo_moe.core.moe.layer import MoELayer
+from lingvo_moe.core.moe.routers.kth_largest import kth_largest_bits
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.sharding import single_device, use_mesh
+
+
+def _logits(gates) -> np.ndarray:
+    return np.log(np.array(gates, np.float32))
+
+
+def _route(logits_GSE, paddings_GS, capacity, **params):
+    """With the identity as gating network: tokens are their logits."""
+    E = logits_GSE.shape[-1]
+    layer = router("expert_choice", E, E, **params)
+    theta = NestedMap(wg=tf.eye(E))
+    return route(layer, logits_GSE, paddings_GS, capacity, theta=theta, seed=SEED)
+
+
+def test_by_hand():
+    """Four tokens, two experts with two slots: token 1 is everybody's, token 3 nobody's."""
+    gates = [[[0.8, 0.2], [0.55, 0.45], [0.1, 0.9], [0.6, 0.4]]]
+    # Expert 0 likes 0 (.8), 3 (.6), 1 (.55), 2; expert 1 likes 2 (.9), 1 (.45), 3 (.4), 0.
+    routing = _route(_logits(gates), np.zeros((1, 4)), 2)
+    check(routing, np.zeros((1, 4)))
+    assert routing.kept.numpy().tolist() == [[[1, 0], [0, 1], [0, 1], [1, 0]]]
+    assert routing.expert_index.numpy().tolist() == [[[0, 1]] * 4]
+    # Slots in the order of tokens.
+    assert routing.position.numpy()[0, [0, 3], 0].tolist() == [0, 1]
+    assert routing.position.numpy()[0, [1, 2], 1].tolist() == [0, 1]
+    np.testing.assert_allclose(
+        routing.gate[0], [[0.8, 0], [0, 0.45], [0, 0.9], [0.6, 0]], atol=1e-6
+    )
+    assert routing.aux_loss == 0
+    metrics = routing.metrics
+    np.testing.assert_allclose(metrics.expert_load, [0.5, 0.5])
+    np.testing.assert_allclose(metrics.experts_per_token, 1.0)
+    np.testing.assert_allclose(metrics.importance, np.mean(gates[0], 0), rtol=1e-6)
+
+
+def _brute_force(gates_GSE, real_GS, capacity):
+    kept = np.zeros_like(gates_GSE)
+    for g, e in np.ndindex(gates_GSE.shape[0], gates_GSE.shape[2]):
+        real = [s for s in range(gates_GSE.shape[1]) if real_GS[g, s]]
+        for s in sorted(real, key=lambda s: (-gates_GSE[g, s, e], s))[:capacity]:
+            kept[g, s, e] = 1
+    return kept
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 7), st.sampled_from([2, 3, 5]), st.booleans())
+def test_equals_sorting_each_experts_tokens(seed, capacity, num_experts, coarse):
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(2, 7, num_experts)).astype(np.float32)
+    if coarse:  # ties
+        logits = np.round(logits)
+    paddings = (rng.random((2, 7)) < 0.3).astype(np.float32)
+    routing = _route(logits, paddings, capacity)
+    check(routing, paddings)
+    gates = tf.nn.softmax(logits).numpy()
+    want = _brute_force(gates, 1 - paddings, capacity)
+    np.testing.assert_array_equal(routing.kept, want)
+    np.testing.assert_allclose(routing.gate, gates * want, rtol=1e-6)
+
+
+def test_the_kth_largest():
+    rng = np.random.default_rng(0)
+    numbers = rng.integers(0, 2**30, (2, 50, 3)).astype(np.int32)
+    numbers[0, 10:, 0] = -1
+    got = kth_largest_bits(tf.constant(numbers), 12, 30).numpy()
+    want = -np.sort(-numbers, 1)[:, 11]
+    want[0, 0] = 0  # only ten count
+    np.testing.assert_array_equal(got, want)
+
+
+def test_the_gradient_flows_through_the_gates_of_the_chosen():
+    """d/dlogits of sum_{s,e} kept weight softmax, by hand; none where the choice would change."""
+    rng = np.random.default_rng(1)
+    logits = rng.normal(size=(1, 6, 3)).astype(np.float32)
+    weight = rng.normal(size=(1, 6, 3)).astype(np.float32)
+    layer = router("expert_choice", 3, 3)
+    x = tf.constant(logits)
+    with use_mesh(single_device()), tf.GradientTape() as tape:
+        tape.watch(x)
+        routing = layer.Route(x, tf.zeros([1, 6]), 2)
+        loss = tf.reduce_sum(routing.gate * weight)
+    gates = moe_reference.softmax(logits)
+    upstream = weight * _brute_force(gates, np.ones((1, 6)), 2)
+    want = gates * (upstream - (gates * upstream).sum(-1, keepdims=True))
+    np.testing.assert_allclose(tape.gradient(loss, x), want, rtol=1e-4, atol=1e-6)
+
+
+def test_in_inference_tokens_choose_alone():
+    rng = np.random.default_rng(2)
+    logits = rng.normal(size=(2, 5, 4)).astype(np.float32)
+    paddings = np.zeros((2, 5))
+    paddings[1, 3:] = 1
+    together = _route(logits, paddings, None, inference_k=3)
+    check(together, paddings)
+    order = np.argsort(-logits, -1)[..., :3]
+    np.testing.assert_array_equal(together.expert_index, order)
+    gates = np.take_along_axis(moe_reference.softmax(logits), order, -1)
+    np.testing.assert_allclose(together.gate, gates * (1 - paddings)[..., None], rtol=1e-5)
+    alone = _route(logits[1:, 2:3], paddings[1:, 2:3], None, inference_k=3)
+    np.testing.assert_allclose(alone.gate[0, 0], together.gate[1, 2], rtol=1e-6)
+
+
+def test_no_decoder_and_no_impossible_numbers():
+    p = MoELayer.Params().router.Copy()
+    assert not p.cls.LooksAhead(p)
+    p = router("expert_choice", 4, 4).p
+    assert p.cls.LooksAhead(p)
+    with pytest.raises(ValueError, match=r"router\.inference_k=5: .* the 4 experts"):
+        router("expert_choice", 4, 4, inference_k=5)

@@ -1,0 +1,189 @@
+"""Routers without weights: hash of the token, hash of its vector, chance. By hand and against loops.
+
+Letters: G group, S token in group, k choice rank, E expert, M model, V vocabulary.
+"""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from router_testing import SEED, check, route, router
+
+from lingvo_moe.core.moe.layer import MoELayer
+from lingvo_moe.core.moe.routers.unlearned import spread
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.randomness import make_seed
+from lingvo_moe.core.sharding import single_device, use_mesh
+
+RNG = np.random.default_rng(0)
+
+
+def test_modular_hash_by_hand():
+    """Token mod 4; the second is 1 + (token div 4) mod 3 further. Two slots; position 3 is padding."""
+    ids = [[5, 1, 9, 5, 2, 13]]
+    paddings = [[0, 0, 0, 1, 0, 0]]
+    layer = router("hash", 8, 4, table="modular", k=2)
+    routing = route(layer, np.zeros((1, 6, 8)), paddings, 2, context={"ids": ids}, seed=SEED)
+    check(routing, paddings)
+    index = routing.expert_index.numpy()[0]
+    assert index.tolist() == [[1, 3], [1, 2], [1, 0], [1, 3], [2, 3], [1, 2]]
+    # First choices: tokens 0 and 1 fill expert 1; tokens 2 and 5 find it full. Expert 2 has token 4.
+    # Second choices: expert 3 takes 0 and 4, expert 2 (one seat left) takes 1 and not 5, expert 0: 2.
+    assert routing.kept.numpy()[0].tolist() == [[1, 1], [1, 1], [0, 1], [0, 0], [1, 1], [0, 0]]
+    assert routing.position.numpy()[0, [0, 1, 2, 4]].tolist() == [[0, 0], [1, 1], [2, 0], [0, 1]]
+    np.testing.assert_array_equal(routing.gate, routing.kept * 0.5)
+    assert routing.aux_loss == 0
+
+
+@pytest.mark.parametrize(("num_experts", "k"), [(4, 1), (5, 2), (6, 3), (4, 4), (7, 5)])
+def test_every_rank_is_dealt_out_evenly_and_experts_differ(num_experts, k):
+    V = 53
+    index = spread(tf.range(V), k, num_experts).numpy()
+    assert all(len(set(row)) == k for row in index.tolist())
+    for rank in range(k):
+        counts = np.bincount(index[:, rank], minlength=num_experts)
+        assert counts.max() - counts.min() <= 1, rank
+
+
+def test_random_hash_is_a_fixed_balanced_table():
+    V, E = 40, 4
+    layer = router("hash", 8, E, vocab_size=V)
+    ids = np.arange(V).reshape(1, V)
+    x, none = np.zeros((1, V, 8)), np.zeros((1, V))
+    first = route(layer, x, none, None, context={"ids": ids}).expert_index.numpy()
+    assert np.bincount(first.ravel()).tolist() == [10] * 4
+    again = route(layer, x + 1, none, None, context={"ids": ids[:, ::-1]}).expert_index.numpy()
+    np.testing.assert_array_equal(first[:, ::-1], again)  # nothing but the token decides
+    assert (first.ravel() != np.arange(V) % E).any()
+    other = router("hash", 8, E, vocab_size=V, table_seed=1)
+    other = route(other, x, none, None, context={"ids": ids}).expert_index.numpy()
+    assert (first != other).any()
+
+
+def test_cross_polytope_against_a_loop():
+    M, E, k = 6, 8, 3
+    layer = router("lsh", M, E, k=k)
+    x = RNG.normal(size=(2, 9, M)).astype(np.float32)
+    paddings = (RNG.random((2, 9)) < 0.2).astype(np.float32)
+    routing = route(layer, x, paddings, 3, seed=SEED)
+    check(routing, paddings)
+    projected = x @ layer.Projections().numpy()
+    for g, s in np.ndindex(2, 9):
+        corners = [*projected[g, s], *-projected[g, s]]
+        want = sorted(range(E), key=lambda e: -corners[e])[:k]
+        assert routing.expert_index.numpy()[g, s].tolist() == want
+
+
+def test_hyperplanes_by_hand(monkeypatch):
+    """Projections are the coordinates: bits are their signs, and the nearest plane's flips next."""
+    layer = router("lsh", 3, 8, hash="hyperplanes", k=3)
+    monkeypatch.setattr(layer, "Projections", lambda: tf.eye(3))
+    x = [[[1.0, -2.0, 0.5], [-1.0, 0.1, 3.0]]]
+    index = route(layer, x, [[0, 0]], None).expert_index.numpy()[0]
+    # (1, 0, 1) is 5; the third is nearest: 5 ^ 4, then the first: 5 ^ 1. (0, 1, 1) is 6: 6 ^ 2, 6 ^ 1.
+    assert index.tolist() == [[5, 1, 4], [6, 4, 7]]
+
+
+@pytest.mark.parametrize("kind", ["cross_polytope", "hyperplanes"])
+def test_near_vectors_collide_and_far_ones_seldom(kind):
+    M, E = 16, 16
+    layer = router("lsh", M, E, hash=kind)
+    x = RNG.normal(size=(1, 400, M))
+    near = x + 0.05 * RNG.normal(size=x.shape)
+
+    def experts(x):
+        return route(layer, x, np.zeros((1, 400)), None).expert_index.numpy().ravel()
+
+    base = experts(x)
+    assert (experts(3.0 * x) == base).all()  # the direction alone
+    assert (experts(near) == base).mean() > 0.85
+    assert (experts(x[:, ::-1]) == base).mean() < 0.2
+    assert np.bincount(base, minlength=E).max() < 80  # 25 expected
+
+
+def test_random_draws_every_set_alike_and_anew():
+    E, k, S = 4, 2, 3000
+    layer = router("random", 2, E, k=k)
+    x, none = np.zeros((2, S, 2)), np.zeros((2, S))
+    index = route(layer, x, none, None, seed=SEED).expert_index.numpy()
+    check(route(layer, x[:, :20], none[:, :20], 3, seed=SEED), none[:, :20])
+    pairs = np.bincount((index[..., 0] * E + index[..., 1]).ravel(), minlength=E * E)
+    pairs = pairs.reshape(E, E)
+    assert not pairs.diagonal().any()
+    expected = 2 * S / (E * (E - 1))
+    assert (np.abs(pairs[~np.eye(E, dtype=bool)] - expected) < 5 * expected**0.5).all()
+    assert (index != route(layer, x, none, None, seed=make_seed(3, 5)).expert_index.numpy()).any()
+
+
+def test_random_in_inference_is_decided_by_the_token():
+    layer = router("random", 2, 4, k=2)
+    ids = [[5, 1, 9, 5, 2, 13]]
+    index = route(layer, np.zeros((1, 6, 2)), np.zeros((1, 6)), None, context={"ids": ids})
+    assert index.expert_index.numpy()[0].tolist() == [
+        [1, 3],
+        [1, 2],
+        [1, 0],
+        [1, 3],
+        [2, 3],
+        [1, 2],
+    ]
+
+
+@pytest.mark.parametrize("name", ["hash", "lsh", "random"])
+def test_no_gradient_but_through_the_experts(name):
+    """The layer's gradient is that of the chosen experts with weight 1/k, and there are no weights."""
+    M, H, E, B, T = 4, 5, 4, 2, 3
+    p = MoELayer.Params().Set(name="moe", model_dim=M, hidden_dim=H, num_experts=E, num_groups=1)
+    p.SetFromText("router", name)
+    p.router.k = 2
+    if name == "hash":
+        p.router.vocab_size = 20
+    layer = p.Instantiate()
+    x = tf.constant(RNG.normal(size=(B, T, M)), tf.float32)
+    context = NestedMap(ids=tf.constant(RNG.integers(0, 20, (B, T)), tf.int32))
+    with use_mesh(single_device()), tf.GradientTape(persistent=True) as tape:
+        theta = layer.InitTheta(make_seed(1, 0))
+        tape.watch(x)
+        y, _ = layer.FProp(theta, x, tf.zeros([B, T]), context=context)
+        index = layer.router.FProp(
+            NestedMap(), x, tf.zeros([B, T]), None, context=context
+        ).expert_index
+        wi, wo = (tf.gather(w, index) for w in (theta.experts.wi, theta.experts.wo))
+        hidden = tf.nn.relu(tf.einsum("BTM,BTKMH->BTKH", x, wi))
+        want = tf.einsum("BTKH,BTKHM->BTM", hidden, wo) * 0.5
+        loss, want_loss = tf.reduce_sum(y * y), tf.reduce_sum(want * want)
+    assert theta.router == NestedMap()
+    np.testing.assert_allclose(y, want, atol=1e-6)
+    np.testing.assert_allclose(tape.gradient(loss, x), tape.gradient(want_loss, x), atol=1e-5)
+
+
+def test_context_is_asked_for_by_name():
+    p = MoELayer.Params().Set(name="moe", model_dim=4, hidden_dim=4, num_experts=4)
+    p.SetFromText("router", "hash")
+    layer = p.Set(**{"router.vocab_size": 9}).Instantiate()
+    with use_mesh(single_device()):
+        theta = layer.InitTheta(make_seed(1, 0))
+        for context in (None, NestedMap(task_ids=tf.zeros([2, 3], tf.int32))):
+            with pytest.raises(ValueError, match=r"moe routes by ids .*must be in `context`"):
+                layer.FProp(theta, tf.zeros([2, 3, 4]), tf.zeros([2, 3]), context=context)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("hash", {"table": "modula"}, "did you mean 'modular'"),
+        ("hash", {}, "vocab_size=0: a random table needs"),
+        ("hash", {"table": "modular", "k": 7}, "k=7: must be between 1 and the 6 experts"),
+        ("lsh", {"hash": "planes"}, "did you mean 'hyperplanes'"),
+        ("lsh", {"hash": "hyperplanes"}, "2.n experts, not 6"),
+        (
+            "lsh",
+            {"hash": "hyperplanes", "num_experts": 4, "k": 4},
+            "2 bits to flip, so k is at most 3",
+        ),
+        ("lsh", {"num_experts": 5}, "even number of corners, not 5"),
+        ("random", {"k": 0}, "k=0"),
+    ],
+)
+def test_errors_teach(name, params, message):
+    with pytest.raises(ValueError, match=message):
+        router(name, 4, **{"num_experts": 6, **params})
