@@ -1,6 +1,6 @@
 """What experts and routers are worth: small models, trained on the demo's data at equal cost, side by side.
 
-    python -m tools.compare_experts                     # everything: about half an hour on two cores
+    python -m tools.compare_experts                     # everything: about an hour on two cores
     python -m tools.compare_experts --only=dense,top2_e16 --steps=300
 
 Trains every variant of a model for as many steps on the same batches, then asks each for its loss on
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--corpus", default="", metavar="DIR", help="pairs (default: DIR/corpus, built if missing)")
     add("--only", default="", help=f"some of {', '.join(VARIANTS)}")
     add("--model", default="mt.M4Experts", help="the experiment to vary (%(default)s)")
-    add("--steps", type=int, default=600, help="training steps of each (%(default)s)")
+    add("--steps", type=int, default=1000, help="training steps of each (%(default)s)")
     add("--batches", type=int, default=60, help="held-out batches (%(default)s)")
     add("--engine", default="tf", help="as the trainer's (%(default)s)")
     args = parser.parse_args(argv)

@@ -94,9 +94,11 @@ class M4Experts(M4Demo):
                 num_heads=4,
                 key_dim=16,
                 num_experts=16,
+                # Large groups: with small ones chance alone overflows 64 experts.
+                num_groups=2,
                 repeat=False,
             )
         )
 
     def Train(self) -> Params:
-        return super().Train().Set(mesh="expert:1", max_steps=600, save_interval_steps=300)
+        return super().Train().Set(mesh="expert:1", max_steps=1000, save_interval_steps=500)
