@@ -20,12 +20,12 @@ from lingvo_moe.core.quiet import quiet
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.suggest import did_you_mean
 from lingvo_moe.trainer_checks import (
-    SUMMARIES,
     RunLock,
     UsageError,
     check_divisible,
     check_flags,
     check_sizes,
+    check_tasks,
     has_begun,
     log,
     prepare_run_dir,
@@ -186,18 +186,18 @@ def train(args: argparse.Namespace, params: Any, override: str) -> int:
     mistake: Exception | None = None
     if first_process:
         try:
-            prepare(args, override, run_dir, inputs)
+            prepare(args, override, run_dir, task, inputs)
         except (ValueError, OSError) as e:
             mistake = e
     # Every process waits here for the first, and ends with it where it cannot begin.
     if engine.AnyProcess(mistake is not None):
         raise mistake or UsageError("process 0 of the job could not begin; its error says why")
     if not first_process:
-        inputs.Prepare(vocabs=run_dir.vocabs)
+        inputs.Prepare(vocabs=run_dir.vocabs, tasks=run_dir.languages)
 
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         devices.enable_compilation_cache(os.path.join(args.logdir, "compiled"))
-    summaries = Summaries(os.path.join(args.logdir, SUMMARIES), enabled=first_process)
+    summaries = Summaries(str(run_dir.summaries_dir), enabled=first_process)
     summaries.Text("params", params.ToText())
     checkpointer = Checkpointer(str(run_dir.checkpoint_dir), keep=params.train.save_max_to_keep)
     try:
@@ -214,7 +214,7 @@ def train(args: argparse.Namespace, params: Any, override: str) -> int:
     return 128 + result.signal if result.signal else 0
 
 
-def prepare(args: argparse.Namespace, override: str, run_dir: Any, inputs: Any) -> None:
+def prepare(args: argparse.Namespace, override: str, run_dir: Any, task: Any, inputs: Any) -> None:
     """Makes the run's directory and its data ready, on the job's first process; keeps other trainers out."""
     from lingvo_moe.core.engine.progress import LineProgress
 
@@ -224,10 +224,15 @@ def prepare(args: argparse.Namespace, override: str, run_dir: Any, inputs: Any) 
     prepare_run_dir(run_dir, args.model, override, restart=args.restart)
     begun = has_begun(run_dir)
     with LineProgress() as progress:
-        inputs.Prepare(progress, run_dir.vocabs if begun else None)
+        if begun:
+            inputs.Prepare(progress, run_dir.vocabs, run_dir.languages)
+        else:
+            inputs.Prepare(progress)
+    check_tasks(task, inputs)
     lock.Acquire()
     if not begun:
-        run_dir.Write(args.model, override, inputs.vocabs.Transform(lambda v: v.model_bytes))
+        vocabs = inputs.vocabs.Transform(lambda v: v.model_bytes)
+        run_dir.Write(args.model, override, vocabs, list(inputs.languages))
 
 
 def make_mesh(params: Any, text: str = "", num_devices: int = 0) -> Mesh:

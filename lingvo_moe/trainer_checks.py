@@ -12,7 +12,6 @@ from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.sharding import Mesh, ShardingError
 
-SUMMARIES = "train"  # in the run's directory
 # Where files lie may change while a run goes on; that they hold the same is checked when it does.
 _PLACES = ("input.data_dir", "input.cache_dir")
 
@@ -77,6 +76,19 @@ def check_sizes(params: Params) -> None:
                 f"input.{side}_length={length} does not fall into that many equal groups; choose a divisor "
                 f"of {data.batch_size * length}"
             )
+
+
+def check_tasks(task: Any, inputs: Any) -> None:
+    """Raises UsageError where a model that routes by language has no room for some of the data's."""
+    if not task.RoutesByTask(task.p):
+        return
+    room, there_are = task.NumTasks(task.p), len(inputs.languages)
+    if there_are > room:
+        raise UsageError(
+            f"the model routes by language and has num_tasks={room}, but the data has {there_are} languages "
+            f"({', '.join(inputs.languages)}); set the router's num_tasks to {there_are}, or input.languages to "
+            "some of them"
+        )
 
 
 def check_divisible(params: Any, task: Any, mesh: Mesh) -> None:
@@ -151,7 +163,7 @@ def prepare_run_dir(run_dir: Any, model: str, override: str, restart: bool) -> N
         path.rename(aside)
         log(f"--restart: the run that was in {path} is now in {aside}")
     if not has_begun(run_dir):
-        if read_metrics(str(run_dir.path / SUMMARIES)):
+        if read_metrics(str(run_dir.summaries_dir)):
             raise UsageError(
                 f"--logdir={run_dir.path} holds a run that has trained, but no checkpoint of it; "
                 "--restart begins at step 0"

@@ -61,9 +61,13 @@ def train_vocab(lines: Iterable[str], vocab_size: int = 320, bytes_too: bool = T
 
 
 def save_run(
-    path: str | os.PathLike, vocab: bytes, step: int = 7, target_vocab: bytes | None = None
+    path: str | os.PathLike,
+    vocab: bytes,
+    step: int = 7,
+    target_vocab: bytes | None = None,
+    more: str = "",
 ) -> None:
-    """A run of mt.M4Tiny with one checkpoint, of random weights that translate variedly."""
+    """A run of mt.M4Tiny, with `more` overrides, and a checkpoint of random weights that translate variedly."""
     vocabs = {"source": vocab, "target": target_vocab or vocab}
     override = ";".join(
         f"task.{side}_vocab_size="
@@ -71,7 +75,7 @@ def save_run(
         for side, model in vocabs.items()
     )
     run = RunDir(path)
-    run.Write("mt.M4Tiny", override, vocabs)
+    run.Write("mt.M4Tiny", f"{override};{more}" if more else override, vocabs)
     rng = np.random.default_rng(0)
 
     def init(name, spec):

@@ -76,17 +76,17 @@ def run_compiler(name: str, run: Callable[[Any], int], args: Any) -> int:
         os._exit(130)
 
 
-def check_output_directory(path: str | os.PathLike) -> None:
-    """Raises ValueError, naming --output, unless `path` is or can become a directory to write in."""
+def check_output_directory(path: str | os.PathLike, flag: str = "--output") -> None:
+    """Raises ValueError, naming the flag, unless `path` is or can become a directory to write in."""
     place = Path(os.path.realpath(path))
     if place.exists() and not place.is_dir():
-        raise ValueError(f"--output={path} is a file; name a directory")
+        raise ValueError(f"{flag}={path} is a file; name a directory")
     while not place.exists() and place != place.parent:
         place = place.parent
     if not place.is_dir():
-        raise ValueError(f"--output={path}: {place} is not a directory")
+        raise ValueError(f"{flag}={path}: {place} is not a directory")
     if not os.access(place, os.W_OK | os.X_OK):
-        raise ValueError(f"--output={path}: no permission to write in {place}")
+        raise ValueError(f"{flag}={path}: no permission to write in {place}")
 
 
 def add_search_flags(parser: argparse.ArgumentParser) -> None:

@@ -37,15 +37,23 @@ def load_translator(
         CheckpointError: no such checkpoint, a damaged one, or one that is not of the run's model.
     """
     run = RunDir(logdir)
-    found = run.experiment
     model, vocabs = run.Task(), run.vocabs
+    theta, about = load_theta(run, model, step)
+    languages = run.languages or () if model.RoutesByTask(model.p) else ()
+    return Translator(model, theta, vocabs.source, vocabs.target, options, languages), about
+
+
+def load_theta(
+    run: RunDir, model: Any, step: int | None = None
+) -> tuple[NestedMap, dict[str, Any]]:
+    """The weights of a run's model at a checkpoint, as NumPy arrays, and what they are; see load_translator."""
+    found = run.experiment
     with Checkpointer(str(run.checkpoint_dir), read_only=True) as checkpointer:
         step = checkpointer.LatestStep() if step is None else step
         theta, _ = checkpointer.RestoreToNumpy("theta", step)
     _check_theta(f"{run.checkpoint_dir}, step {step}", theta, model.VariableSpecs())
-    translator = Translator(model, theta, vocabs.source, vocabs.target, options)
     about = {"model": found["model"], "params_override": found["params_override"], "step": step}
-    return translator, about
+    return theta, about
 
 
 def export(
@@ -53,7 +61,7 @@ def export(
 ) -> None:
     """Writes a SavedModel with the signatures 'serving_default' and, the same, 'predict'; whole or not at all.
 
-    Input `text` string [N]; outputs `translations` string [N,K], `scores` float32 [N,K], `truncated` bool [N]. It
+    Input `text` string [N], and `language` string [N] where the model routes by language; outputs `translations` string [N,K], `scores` float32 [N,K], `truncated` bool [N]. It
     needs TensorFlow, and TensorFlow Text imported for its ops; nothing of this package.
 
     Args:

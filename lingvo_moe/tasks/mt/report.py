@@ -44,20 +44,25 @@ def html_report(
     """
     parts = [
         f"<h1>{html.escape(title)}</h1>",
-        _table(["", ""], [[name, _text(value)] for name, value in settings.items()]),
+        table(["", ""], [[name, _text(value)] for name, value in settings.items()]),
         "<h2>Scores</h2>",
-        _table(
+        table(
             ["languages", "BLEU", "untrained", "chrF", "untrained"], group_rows(trained, untrained)
         ),
-        _image(plot_scores(trained, untrained), "chrF of each language"),
+        image(plot_scores(trained, untrained), "chrF of each language"),
         "<p>" + "<br>".join(html.escape(s) for s in trained.signatures.values()) + "</p>",
         "<h2>Training</h2>",
-        _image(plot_loss(rows), "loss by step"),
+        image(plot_loss(rows), "loss by step"),
         "<h2>Where tokens went</h2>",
-        _image(plot_expert_load(rows), "load of each expert by layer"),
+        image(plot_expert_load(rows), "load of each expert by layer"),
         "<h2>Translations</h2>",
-        _table(["", "source", "translation", "reference"], samples),
+        table(["", "source", "translation", "reference"], samples),
     ]
+    return page(title, parts)
+
+
+def page(title: str, parts: Sequence[str]) -> str:
+    """A whole page, self-contained, of parts that are HTML."""
     head = f"<meta charset='utf-8'><title>{html.escape(title)}</title><style>{_STYLE}</style>"
     return f"<!doctype html><html><head>{head}</head><body>{''.join(parts)}</body></html>\n"
 
@@ -130,12 +135,15 @@ def png(figure: plt.Figure) -> bytes:
     return buffer.getvalue()
 
 
-def _image(figure: plt.Figure, alt: str) -> str:
+def image(figure: plt.Figure, alt: str) -> str:
+    """The figure as an HTML image, its pixels inside."""
     data = base64.b64encode(png(figure)).decode()
     return f"<img alt='{html.escape(alt)}' src='data:image/png;base64,{data}'>"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of plain texts, with a line of headings unless all are empty."""
+
     def row(cells: Sequence[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(str(c))}</{tag}>" for c in cells) + "</tr>"
 

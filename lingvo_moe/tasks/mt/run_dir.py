@@ -1,15 +1,16 @@
 """A run directory: what a trained model is, beside its checkpoints, so that it can be rebuilt from there alone.
 
-experiment.json             the experiment's name, its overrides, where the vocabularies lie
+experiment.json             the experiment's name, its overrides, its languages, where the vocabularies lie
 params.txt                  all of its parameters, to read and to compare
 vocab/source.model          serialised SentencePiece models
 vocab/target.model
 checkpoints/<step>/         written by the engine
+train/                      what the trainer measured
 """
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +39,29 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def summaries_dir(self) -> Path:
+        """Where the trainer writes what it measured, for TensorBoard and `read_metrics`."""
+        return self.path / "train"
+
+    @property
     def exists(self) -> bool:
         """Whether a run was described here."""
         return (self.path / _FILE).is_file()
 
-    def Write(self, model: str, override: str, vocabs: Mapping[str, bytes]) -> None:
+    def Write(
+        self,
+        model: str,
+        override: str,
+        vocabs: Mapping[str, bytes],
+        languages: Sequence[str] = (),
+    ) -> None:
         """Describes a run, each file atomically, `experiment.json` last.
 
         Args:
             model: the experiment's name, e.g. 'mt.M4Demo'.
             override: as `--model_params_override`.
             vocabs: serialised SentencePiece models by side, 'source' and 'target'.
+            languages: what it is trained on; a language's place here is its task id.
 
         Raises:
             RegistryError: no such experiment or parameter.
@@ -59,7 +72,12 @@ class RunDir:
         for side, name in files.items():
             write_atomic(self.path / name, vocabs[side])
         write_atomic(self.path / "params.txt", params.ToText().encode())
-        description = {"model": model, "params_override": override, "vocab": files}
+        description = {
+            "model": model,
+            "params_override": override,
+            "languages": list(languages),
+            "vocab": files,
+        }
         write_atomic(self.path / _FILE, json.dumps(description, indent=2).encode() + b"\n")
 
     @property
@@ -100,6 +118,11 @@ class RunDir:
                 raise RunDirError(f"{file}: missing; it is part of the run")
             out[side] = file.read_bytes()
         return out
+
+    @property
+    def languages(self) -> list[str] | None:
+        """The source languages by task id; None for a run that does not say. Raises RunDirError: no run."""
+        return self.experiment.get("languages") or None
 
     def Params(self) -> Params:
         """The Params of the run: `task`, `input`, `train`.

@@ -1,0 +1,140 @@
+"""The picture of a RoutingReport: languages by experts for each MoE layer, on a page that can be mailed around.
+
+Letters: U language, E expert.
+"""
+
+import math
+from collections.abc import Mapping
+from html import escape
+
+import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.colors import TwoSlopeNorm
+
+from lingvo_moe.tasks.mt import report as pages
+from lingvo_moe.tasks.mt.routing import LayerRouting, RoutingReport
+
+_NOTES = (
+    "Counted over held-out sentences, with the decoder given the true translation; as in inference, nothing is "
+    "dropped and nothing left to chance.",
+    "Experts a token: the mean number that it is sent to. Busiest expert: its load, times an even share. Entropy: of "
+    "a token's gate, in nats, with the largest there can be. Language: what the expert of a token tells of its "
+    "language, their mutual information in bits, each language weighing the same, with the largest there can be; 0 "
+    "where all languages use the experts alike.",
+    "Dropped: what share of first + second ... choices found the expert full in training, the mean over the last "
+    "tenth of the run's summaries. E C / S: the capacity factor there, with C rounded.",
+)
+_LARGEST_INCHES = 40.0
+
+
+def html_report(report: RoutingReport) -> str:
+    """The page: a table of the layers, then a picture of each."""
+    about = report.about
+    title = f"Who is routed where: {about['model']} at step {about['step']}"
+    facts = {
+        "overrides": about["params_override"] or "none",
+        "experts": str(about["num_experts"]),
+        "held-out pairs": f"{sum(report.pairs.values()):,} of {len(report.pairs)} languages",
+    }
+    heads, *rows = table_of(report)
+    parts = [
+        f"<h1>{escape(title)}</h1>",
+        pages.table(["", ""], list(facts.items())),
+        "<h2>Layers</h2>",
+        pages.table(heads, rows),
+        *(f"<p>{escape(note)}</p>" for note in _NOTES),
+    ]
+    for layer in report.layers:
+        picture = pages.image(plot_layer(layer, report), f"languages by experts in {layer.name}")
+        parts.append(f"<h2>{escape(layer.name)}</h2>{picture}")
+    return pages.page(title, parts)
+
+
+def table_of(report: RoutingReport) -> list[list[str]]:
+    """A line of headings, of two lines each, and one for each layer."""
+    experts, languages = report.about["num_experts"], len(report.pairs)
+    heads = [
+        "MoE\nlayer",
+        "\nrouter",
+        "experts\na token",
+        "busiest\nexpert",
+        "dead\nexperts",
+        f"entropy\nof {math.log(experts):.2f}",
+        f"language\nof {math.log2(min(experts, languages)):.2f}",
+        "dropped\n%",
+        "E C\n/ S",
+    ]
+    return [heads, *map(_row, report.layers)]
+
+
+def _row(layer: LayerRouting) -> list[str]:
+    capacity = layer.training.get("effective_capacity")
+    return [
+        layer.name,
+        layer.router.removesuffix("Router"),
+        f"{layer.chosen_UE.sum() / layer.tokens_U.sum():.2f}",
+        f"{layer.load_E.max() * len(layer.load_E):.2f} x",
+        str(layer.dead_experts),
+        "-" if layer.gate_entropy is None else f"{layer.gate_entropy:.2f}",
+        f"{layer.language_bits:.2f}",
+        _dropped(layer.training),
+        "-" if capacity is None else f"{capacity:.2f}",
+    ]
+
+
+def _dropped(training: Mapping[str, float]) -> str:
+    """'1.2 + 8.0', percents by rank; '-' where nothing is known."""
+    ranks: list[float] = []
+    while (name := f"over_capacity_{len(ranks) + 1}_ratio") in training:
+        ranks.append(training[name])
+    if not ranks and "over_capacity_ratio" in training:
+        ranks = [training["over_capacity_ratio"]]
+    return " + ".join(f"{100 * share:.1f}" for share in ranks) or "-"
+
+
+def plot_layer(layer: LayerRouting, report: RoutingReport) -> plt.Figure:
+    """Above, how much of all tokens each expert gets; below, of each language's. 1 is an even share."""
+    parts = _parts(layer)
+    experts, languages = layer.chosen_UE.shape[1], len(report.pairs)
+    width = min(max(4.0, 0.2 * experts), 9.0) * len(parts) + 1.0
+    height = min(1.6 + max(1.2, 0.16 * languages), _LARGEST_INCHES)
+    figure, all_axes = plt.subplots(
+        2,
+        len(parts),
+        squeeze=False,
+        sharex="col",
+        figsize=(width, height),
+        height_ratios=[1.2, height - 1.6],
+        layout="constrained",
+    )
+    shares = {name: _shares(x_UE) * experts for name, x_UE in parts.items()}
+    most = max(2.0, *(float(x_UE.max()) for x_UE in shares.values()))
+    even_is_white = TwoSlopeNorm(1.0, 0.0, most)
+    image = None
+    for axes, (name, x_UE) in zip(all_axes.T, parts.items(), strict=True):
+        load_E = x_UE.sum(0) / x_UE.sum() * experts
+        axes[0].bar(range(experts), load_E, width=0.8 if experts <= 128 else 1.0, color="#35508f")
+        axes[0].axhline(1.0, color="black", linewidth=0.6)
+        axes[0].set(title=name, ylabel="load")
+        image = axes[1].imshow(
+            shares[name], aspect="auto", norm=even_is_white, cmap="RdBu_r", interpolation="nearest"
+        )
+        axes[1].set(xlabel="expert", yticks=range(languages))
+        axes[1].set_yticklabels(report.languages, fontsize=7)
+    bar = figure.colorbar(image, ax=all_axes[1], label="times an even share", aspect=40)
+    bar.ax.set_yscale("linear")
+    return figure
+
+
+def _parts(layer: LayerRouting) -> dict[str, np.ndarray]:
+    """What is drawn side by side: [U,E] by title."""
+    if layer.first_UE is not None:
+        return {"first choices": layer.first_UE, "all choices": layer.chosen_UE}
+    if layer.probability_UE is not None:
+        return {"tokens sent": layer.chosen_UE, "probability": layer.probability_UE}
+    return {"tokens sent": layer.chosen_UE}
+
+
+def _shares(x_UE: np.ndarray) -> np.ndarray:
+    """Of each language."""
+    return x_UE / np.maximum(x_UE.sum(1, keepdims=True), 1e-9)

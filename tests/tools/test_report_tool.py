@@ -1,0 +1,160 @@
+"""python -m tools.report on a run: its counts are those of the model run pair by pair."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import toy_translation as toy
+
+from lingvo_moe.core.moe.routers.top2 import Top2Router
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.sharding import single_device, use_mesh
+from lingvo_moe.tasks.mt.export import load_theta
+from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
+from lingvo_moe.tasks.mt.run_dir import RunDir
+from tools import report
+
+E, MOST = 8, 23  # of mt.M4Tiny: experts, ids of a row beside eos or bos
+_PAIRS = {"de": (6, 4), "fi": (3, 40), "sw": (1, 3)}  # how many, and the words of the longest
+
+
+def _lines(lang: str) -> list[tuple[str, str]]:
+    number, longest = _PAIRS[lang]
+    sides = [toy.sentences(number, seed, longest) for seed in (len(lang) + number, number)]
+    return list(zip(*sides))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("corpus")
+    (path / "dev").mkdir()
+    for lang in _PAIRS:
+        text = "".join(f"{a}\t{b}\n" for a, b in _lines(lang))
+        (path / "dev" / f"{lang}.tsv").write_text(text)
+    return path
+
+
+@pytest.fixture(scope="module")
+def vocab() -> bytes:
+    return toy.train_vocab(toy.sentences(200), bytes_too=False)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, vocab) -> Path:
+    """Two MoE layers in the encoder, one in the decoder; of random weights."""
+    path = tmp_path_factory.mktemp("run")
+    toy.save_run(path, vocab, step=3, more="task.num_encoder_layers=4")
+    (path / "train").mkdir()
+    rows = [
+        {"step": step, "moe/encoder/over_capacity_1_ratio": [0.5, 0.25 * (step == 19)]}
+        for step in range(20)
+    ]
+    (path / "train/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def _pair_by_pair(run: Path, monkeypatch) -> dict[str, list[NestedMap]]:
+    """What the routers chose in each language, by call: index [S,2] and probabilities [S,E] of its real tokens.
+
+    Op by op, a pair at a time, without rows that are filled up.
+    """
+    params = RunDir(run).Params()
+    task = params.task.Copy().Set(repeat=False).Instantiate()
+    theta, _ = load_theta(RunDir(run), task)
+    theta = theta.Transform(tf.constant)
+    vocabs = RunDir(run).vocabs.Transform(Vocabulary)
+    calls = []
+    route = Top2Router.Route
+
+    def recorded(self, logits_GSE, *args, **kwargs):
+        routing = route(self, logits_GSE, *args, **kwargs)
+        assert routing.kept.numpy().all()
+        p_SE = tf.nn.softmax(logits_GSE[0]).numpy()
+        calls.append(NestedMap(index_Sk=routing.expert_index[0].numpy(), p_SE=p_SE))
+        return routing
+
+    monkeypatch.setattr(Top2Router, "Route", recorded)
+    found = {}
+    for lang in _PAIRS:
+        by_layer = []
+        for source, target in _lines(lang):
+            ids = vocabs.source.Encode(source)[:MOST], vocabs.target.Encode(target)[:MOST]
+            src, tgt = [*ids[0], 2], [1, *ids[1]]
+            batch = NestedMap(src=_row(src), tgt=_row(tgt))
+            batch.tgt.labels = batch.tgt.ids
+            calls.clear()
+            with use_mesh(single_device()):
+                task.FProp(theta, batch)
+            by_layer.append(list(calls))
+        found[lang] = [
+            NestedMap({k: np.concatenate([c[k] for c in layer]) for k in ("index_Sk", "p_SE")})
+            for layer in zip(*by_layer, strict=True)
+        ]
+    return found
+
+
+def _row(ids: list[int]) -> NestedMap:
+    one = {"ids": ids, "segment_ids": [1] * len(ids), "segment_pos": list(range(len(ids)))}
+    return NestedMap({k: tf.constant([v], tf.int32) for k, v in one.items()})
+
+
+def test_counts_are_those_of_pair_by_pair(run, corpus, tmp_path, monkeypatch, capfd):
+    page, pictures = tmp_path / "page.html", tmp_path / "pictures"
+    flags = [f"--data_dir={corpus}", f"--out={page}", f"--png_dir={pictures}", "--batch_size=2"]
+    assert report.main([f"--logdir={run}", *flags]) == 0
+    out, err = capfd.readouterr()
+    assert "report: 3 of 3 languages" in err and str(page) in out.replace("\n", "")
+    numbers = json.loads((tmp_path / "page.json").read_text())
+    assert numbers["step"] == 3 and numbers["num_experts"] == E
+    assert numbers["pairs"] == {lang: number for lang, (number, _) in _PAIRS.items()}
+    names = [layer["name"] for layer in numbers["layers"]]
+    assert names == ["encoder/layer_1", "encoder/layer_3", "decoder/layer_1"]
+    assert sorted(p.name for p in pictures.iterdir()) == sorted(
+        f"{name.replace('/', '_')}.png" for name in names
+    )
+    assert page.read_text().count("data:image/png;base64,") == 3
+
+    wanted = _pair_by_pair(run, monkeypatch)
+    for i, layer in enumerate(numbers["layers"]):
+        total = np.zeros(E)
+        for lang in _PAIRS:
+            w = wanted[lang][i]
+            chosen = np.bincount(w.index_Sk.ravel(), minlength=E)
+            total += chosen
+            assert layer["tokens"][lang] == len(w.index_Sk)
+            assert layer["first"][lang] == np.bincount(w.index_Sk[:, 0], minlength=E).tolist()
+            assert layer["chosen"][lang] == chosen.tolist()
+            assert layer["unrouted"][lang] == 0
+            np.testing.assert_allclose(layer["probability"][lang], w.p_SE.sum(0), rtol=1e-4)
+            entropy = -(w.p_SE * np.log(w.p_SE)).sum()
+            np.testing.assert_allclose(layer["entropy"][lang], entropy, rtol=1e-4)
+        np.testing.assert_allclose(layer["load"], total / total.sum())
+        assert layer["dead_experts"] == (total == 0).sum()
+    # Of 20 summaries the last two.
+    assert numbers["layers"][1]["training"] == {"over_capacity_1_ratio": 0.125}
+    assert numbers["layers"][2]["training"] == {}
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--languages=sv"], "no language 'sv' (known: de, fi, sw)"),
+        (["--checkpoint_step=4"], "4"),
+        (["--data_dir=/nowhere"], "/nowhere"),
+        (["--out=/nowhere/page.html"], "--out=/nowhere/page.html: there is no directory /nowhere"),
+        (["--out=page.json"], "name the page, e.g. routing.html"),
+        (["--logdir=/nowhere"], "--logdir=/nowhere: no such directory"),
+    ],
+)
+def test_mistakes(run, corpus, capfd, flags, said):
+    assert report.main([f"--logdir={run}", f"--data_dir={corpus}", *flags, "--quiet"]) == 1
+    err = capfd.readouterr().err
+    assert err.startswith("report: ") and said in err and "Traceback" not in err
+
+
+def test_a_model_without_experts_routes_nothing(tmp_path, vocab, corpus, capfd):
+    RunDir(tmp_path).Write("mt.M4Tiny", "task.num_experts=0", {"source": vocab, "target": vocab})
+    assert report.main([f"--logdir={tmp_path}", f"--data_dir={corpus}"]) == 1
+    assert "mt.M4Tiny has no MoE layer (task.num_experts=0)" in capfd.readouterr().err
