@@ -1,0 +1,122 @@
+"""The routers' losses: by hand, by NumPy loops, and their gradients by finite differences."""
+
+import math
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_moe.core.moe import losses
+
+REAL = np.array([[1, 1, 0, 1], [0, 0, 0, 0], [1, 0, 0, 0]], np.float32)
+RNG = np.random.default_rng(0)
+LOGITS = RNG.normal(size=(3, 4, 5)).astype(np.float32)
+DEVIATION = RNG.uniform(0.3, 2, size=LOGITS.shape).astype(np.float32)
+THRESHOLD = RNG.normal(size=LOGITS.shape).astype(np.float32)
+
+
+def _z_loss(logits):
+    tokens = [logits[g, s] for g, s in zip(*np.nonzero(REAL))]
+    return np.mean([math.log(sum(math.exp(v) for v in token)) ** 2 for token in tokens])
+
+
+def _load_variation(clean):
+    load = np.zeros(5)
+    for g, s in zip(*np.nonzero(REAL)):
+        for e in range(5):
+            z = (clean[g, s, e] - THRESHOLD[g, s, e]) / DEVIATION[g, s, e]
+            load[e] += 0.5 * (1 + math.erf(z / math.sqrt(2)))
+    return np.var(load) / np.mean(load) ** 2
+
+
+def _z_loss_tf(logits):
+    return losses.z_loss(losses.log_partition(logits), tf.constant(REAL))
+
+
+def _load_variation_tf(clean):
+    load = losses.smooth_load(clean, tf.constant(DEVIATION), tf.constant(THRESHOLD), REAL)
+    return losses.cv_squared(load)
+
+
+@pytest.mark.parametrize(
+    ("loss", "reference"), [(_z_loss_tf, _z_loss), (_load_variation_tf, _load_variation)]
+)
+def test_values_and_gradients(loss, reference):
+    logits = tf.constant(LOGITS)
+    with tf.GradientTape() as tape:
+        tape.watch(logits)
+        value = loss(logits)
+    np.testing.assert_allclose(value, reference(LOGITS), rtol=1e-5)
+    gradient, step = tape.gradient(value, logits).numpy(), 1e-5
+    assert not gradient[REAL == 0].any()
+    for place in [(0, 0, 0), (0, 1, 3), (0, 3, 4), (2, 0, 2)]:
+        moved = np.zeros(LOGITS.shape)
+        moved[place] = step
+        difference = reference(LOGITS + moved) - reference(LOGITS - moved)
+        np.testing.assert_allclose(gradient[place], difference / (2 * step), 2e-3, 1e-6)
+
+
+def test_load_balance_by_hand_for_two_choices():
+    # Two groups and a third of padding. Group 0: two tokens choose 0 and 1, 0 and 2; f = (2,1,1)/4,
+    # P = (0.5, 0.3, 0.2). Group 1: one token chooses 1 and 2; f = (0,1,1)/2, P = (0.2, 0.4, 0.4).
+    gates = [[[0.6, 0.3, 0.1], [0.4, 0.3, 0.3]], [[0.2, 0.4, 0.4], [1, 0, 0]], [[1, 0, 0]] * 2]
+    real = [[1, 1], [1, 0], [0, 0]]
+    count = [[2, 1, 1], [0, 1, 1], [0, 0, 0]]
+    probabilities, count, real = (tf.constant(v, tf.float32) for v in (gates, count, real))
+    with tf.GradientTape() as tape:
+        tape.watch([probabilities, count])
+        loss = losses.load_balance_of_choices(probabilities, count, real)
+    group_0, group_1 = 3 * (0.5 * 0.5 + 0.25 * 0.3 + 0.25 * 0.2), 3 * (0.5 * 0.4 + 0.5 * 0.4)
+    np.testing.assert_allclose(loss, (group_0 + group_1) / 2, 1e-6)
+    by_gates, by_count = tape.gradient(loss, [probabilities, count])
+    assert by_count is None
+    # Token 0 of group 0: 3 f_e / 2 tokens / 2 groups.
+    np.testing.assert_allclose(by_gates[0, 0], [3 * 0.5 / 4, 3 * 0.25 / 4, 3 * 0.25 / 4], 1e-6)
+    assert not by_gates.numpy()[1, 1].any() and not by_gates.numpy()[2].any()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_perfect_balance_is_1_for_any_k(ranks):
+    probabilities = tf.fill([2, 8, 4], 0.25)
+    count = tf.fill([2, 4], 8.0 * ranks / 4)
+    loss = losses.load_balance_of_choices(probabilities, count, tf.ones([2, 8]))
+    np.testing.assert_allclose(loss, 1, 1e-6)
+
+
+def test_for_first_choices_it_is_the_papers_loss_times_e_squared():
+    gates = tf.nn.softmax(tf.constant(LOGITS))
+    first = tf.one_hot(tf.argmax(gates, -1), 5) * REAL[:, :, None]
+    papers = losses.load_balance(gates, first, tf.constant(REAL))
+    switch = losses.load_balance_of_choices(gates, tf.reduce_sum(first, 1), tf.constant(REAL))
+    np.testing.assert_allclose(switch, 25 * papers, 1e-5)
+
+
+def test_variation_by_hand():
+    # Mean 2, variance (1 + 1 + 0 + 0) / 4.
+    np.testing.assert_allclose(losses.cv_squared(tf.constant([1.0, 3.0, 2.0, 2.0])), 0.125)
+    # All of it on one of four: variance 12/16 of the square, mean 1/4.
+    np.testing.assert_allclose(losses.cv_squared(tf.constant([8.0, 0.0, 0.0, 0.0])), 3)
+    np.testing.assert_allclose(losses.cv_squared(tf.constant([1e-3, 3e-3])), 0.25, 1e-5)
+    assert losses.cv_squared(tf.zeros([4])) == 0
+
+
+def test_importance_by_hand():
+    gate = tf.constant([[[0.75, 0.25], [0.5, 0.5]], [[1.0, 0.0], [0.0, 0.0]]])
+    index = tf.constant([[[2, 0], [0, 1]], [[2, 1], [0, 1]]])
+    found = losses.importance(gate, index, 4)
+    np.testing.assert_allclose(found, [0.75, 0.5, 1.75, 0])
+
+
+def test_nothing_but_padding_costs_nothing():
+    none = tf.zeros([3, 4])
+    assert losses.z_loss(losses.log_partition(tf.constant(LOGITS)), none) == 0
+    assert losses.load_balance_of_choices(tf.constant(LOGITS), tf.zeros([3, 5]), none) == 0
+    load = losses.smooth_load(LOGITS, tf.constant(DEVIATION), tf.constant(THRESHOLD), none)
+    assert losses.cv_squared(load) == 0
+
+
+def test_log_partition_does_not_overflow():
+    logits = tf.constant([[[500.0, 500.0], [-500.0, -500.0]]])
+    np.testing.assert_allclose(
+        losses.log_partition(logits), [[500 + math.log(2), -500 + math.log(2)]], 1e-6
+    )

@@ -1,0 +1,267 @@
+"""Top-k routing against cases worked by hand and against choosing and seating one token at a time."""
+
+import moe_reference
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lingvo_moe.core.moe.routers.top_k import TopKRouter
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.sharding import single_device, use_mesh
+
+SEED = tf.constant([3, 4])
+# Three tokens, three experts.
+GATES = [[[0.5, 0.3, 0.2], [0.6, 0.1, 0.3], [0.2, 0.7, 0.1]]]
+
+
+@pytest.fixture(autouse=True)
+def _one_device():
+    with use_mesh(single_device()):
+        yield
+
+
+def _router(num_experts, **params) -> TopKRouter:
+    p = TopKRouter.Params().Set(name="router", model_dim=4, num_experts=num_experts, **params)
+    return p.Instantiate()
+
+
+def _route(router, logits, paddings=None, capacity=None, seed=None, bias=None):
+    logits = tf.convert_to_tensor(logits, tf.float32)
+    paddings = np.zeros(logits.shape[:2]) if paddings is None else paddings
+    bias = None if bias is None else tf.constant(bias, tf.float32)
+    return router.Route(logits, tf.constant(paddings), capacity, seed, bias)
+
+
+def _log(gates) -> np.ndarray:
+    return np.log(np.array(gates, np.float32))
+
+
+def test_switch_by_hand():
+    r = _route(_router(3, k=1, z_loss_weight=0.5), _log(GATES) + 2, capacity=1)
+    np.testing.assert_array_equal(r.expert_index[0], [[0], [0], [1]])
+    np.testing.assert_array_equal(r.position[0], [[0], [1], [0]])
+    np.testing.assert_array_equal(r.kept[0], [[1], [0], [1]])
+    np.testing.assert_allclose(r.gate[0], [[0.5], [0], [0.7]], 1e-6)  # not normalised
+    # f = (2/3, 1/3, 0), P = (1.3, 1.1, 0.6) / 3: 3 (2/3 1.3/3 + 1/3 1.1/3) = 3.7 / 3.
+    np.testing.assert_allclose(r.metrics.loss_load_balance, 3.7 / 3, 1e-6)
+    np.testing.assert_allclose(r.metrics.loss_z, 4, 1e-6)  # sum exp(log p + 2) = e^2
+    np.testing.assert_allclose(r.aux_loss, 3.7 / 3 + 0.5 * 4, 1e-6)
+    np.testing.assert_allclose(r.metrics.aux_loss, r.aux_loss)
+
+
+@pytest.mark.parametrize(
+    ("normalize", "gates"),
+    [
+        ("never", [[0.5, 0.3], [0.6, 0.3], [0.7, 0]]),
+        ("before_drops", [[5 / 8, 3 / 8], [2 / 3, 1 / 3], [7 / 9, 0]]),
+        ("after_drops", [[5 / 8, 3 / 8], [2 / 3, 1 / 3], [1, 0]]),
+        (None, [[5 / 8, 3 / 8], [2 / 3, 1 / 3], [7 / 9, 0]]),
+    ],
+)
+def test_top_2_by_hand(normalize, gates):
+    # Expert 0 seats tokens 0 and 1, so that token 2's second choice, 0, finds it full.
+    r = _route(_router(3, k=2, normalize_gates=normalize), _log(GATES), capacity=2)
+    np.testing.assert_array_equal(r.expert_index[0], [[0, 1], [0, 2], [1, 0]])
+    np.testing.assert_array_equal(r.position[0], [[0, 1], [1, 0], [0, 2]])
+    np.testing.assert_array_equal(r.kept[0], [[1, 1], [1, 1], [1, 0]])
+    np.testing.assert_allclose(r.gate[0], gates, 1e-6)
+    # f = (3, 2, 1) / 6, drops or not: 3 (1/2 1.3/3 + 1/3 1.1/3 + 1/6 0.6/3).
+    np.testing.assert_allclose(r.aux_loss, 1.3 / 2 + 1.1 / 3 + 0.6 / 6, 1e-6)
+
+
+def test_bias_chooses_and_does_nothing_else():
+    router = _router(3, k=1, balance_bias=0.25)
+    bias = [-0.25, 0.0, 0.15]
+    # Biased: (0.25, 0.3, 0.35), (0.35, 0.1, 0.45), (-0.05, 0.7, 0.25).
+    r = _route(router, _log(GATES), capacity=3, seed=SEED, bias=bias)
+    np.testing.assert_array_equal(r.expert_index[0, :, 0], [2, 2, 1])
+    np.testing.assert_allclose(r.gate[0, :, 0], [0.2, 0.3, 0.7], 1e-6)
+    np.testing.assert_allclose(r.metrics.importance, np.mean(GATES[0], 0), 1e-6)
+    # Loads (0, 1, 2) with mean 1: up, as it is, down.
+    np.testing.assert_allclose(r.updates.router.balance_bias, [0.0, 0.0, -0.1], atol=1e-7)
+    assert not _route(router, _log(GATES), bias=bias).updates  # inference changes nothing
+    nobody = _route(router, _log(GATES), np.ones((1, 3)), 3, SEED, bias)
+    np.testing.assert_allclose(nobody.updates.router.balance_bias, bias)
+
+
+def test_the_bias_is_a_variable_that_is_not_trained():
+    spec = _router(3, k=1, balance_bias=0.001, weight_split={"E": "expert"}).VariableSpecs()
+    assert (spec.balance_bias.trainable, spec.wg.trainable) == (False, True)
+    assert (spec.balance_bias.shape, spec.balance_bias.split) == ((3,), (None,))
+    assert "balance_bias" not in _router(3, k=1).VariableSpecs()
+
+
+def _reference(logits, real, k, order, normalize, capacity, bias):
+    """One token at a time; (index, gate, position or -1)."""
+    G, S, E = logits.shape
+    probabilities = moe_reference.softmax(logits.astype(np.float64))
+    index = np.zeros((G, S, k), int)
+    gate, position = np.zeros((G, S, k)), np.full((G, S, k), -1)
+    for g, s in np.ndindex(G, S):
+        score = probabilities[g, s] + bias
+        index[g, s] = sorted(range(E), key=lambda e: (-score[e], e))[:k]
+        if order == "after":
+            gate[g, s] = moe_reference.softmax(logits[g, s, index[g, s]].astype(np.float64))
+        else:
+            gate[g, s] = probabilities[g, s, index[g, s]]
+        if normalize == "before_drops":
+            gate[g, s] /= gate[g, s].sum()
+    for g in range(G):
+        taken = np.zeros(E, int)
+        for rank in range(k):
+            for s in range(S):
+                e = index[g, s, rank]
+                if real[g, s]:
+                    if capacity is None or taken[e] < capacity:
+                        position[g, s, rank] = taken[e]
+                    taken[e] += 1
+    gate *= position >= 0
+    if normalize == "after_drops":
+        gate /= np.maximum(gate.sum(-1, keepdims=True), 1e-30)
+    return index, gate, position
+
+
+@settings(max_examples=16, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 2), st.integers(1, 9), st.integers(2, 5)),
+    order=st.sampled_from(["before", "after"]),
+    normalize=st.sampled_from(["never", "before_drops", "after_drops"]),
+    capacity=st.one_of(st.none(), st.integers(1, 5)),
+    biased=st.booleans(),
+    seed=st.integers(0, 10_000),
+    data=st.data(),
+)
+def test_equals_one_token_at_a_time(shape, order, normalize, capacity, biased, seed, data):
+    k = data.draw(st.integers(1, shape[2]))
+    if k == 1:
+        order, normalize = "before", "never"
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=shape, scale=2).astype(np.float32)
+    real = rng.random(shape[:2]) < 0.7
+    bias = rng.normal(size=shape[2]).astype(np.float32) * 0.3 if biased else None
+    router = _router(shape[2], k=k, softmax_order=order, normalize_gates=normalize)
+    r = _route(router, logits, ~real, capacity, bias=bias)
+    index, gate, position = _reference(
+        logits, real, k, order, normalize, capacity, 0 if bias is None else bias
+    )
+    np.testing.assert_array_equal(r.expert_index, index)
+    np.testing.assert_array_equal(r.kept, position >= 0)
+    np.testing.assert_array_equal(r.position.numpy()[position >= 0], position[position >= 0])
+    np.testing.assert_allclose(r.gate, gate, rtol=1e-5, atol=1e-6)
+
+
+def test_softmax_after_the_choice_is_that_before_it_normalised():
+    logits = tf.constant(np.random.default_rng(0).normal(size=(2, 5, 6)).astype(np.float32))
+    found = []
+    for order, normalize in [("after", "never"), ("before", "before_drops")]:
+        router = _router(6, k=3, softmax_order=order, normalize_gates=normalize)
+        with tf.GradientTape() as tape:
+            tape.watch(logits)
+            gate = _route(router, logits, capacity=5).gate
+            value = tf.reduce_sum(gate * tf.constant([1.0, 3.0, -2.0]))
+        found.append((gate, tape.gradient(value, logits)))
+    np.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_gates_have_the_softmax_gradient_and_the_choice_none(biased):
+    """d p_i / d l_j = p_i (delta_ij - p_j), for the chosen i alone."""
+    router = _router(3, k=2, normalize_gates="never")
+    logits, weight = tf.constant(_log(GATES)), np.array([2.0, -1.0])
+    bias = tf.constant([0.0, 0.0, 0.4]) if biased else None
+    with tf.GradientTape() as tape:
+        tape.watch([logits] if bias is None else [logits, bias])
+        r = router.Route(logits, tf.zeros([1, 3]), 3, None, bias)
+        value = tf.reduce_sum(r.gate * weight)
+    grads = tape.gradient(value, [logits] if bias is None else [logits, bias])
+    want = np.zeros((3, 3))
+    for s, p in enumerate(np.array(GATES[0])):
+        for rank, i in enumerate(r.expert_index.numpy()[0, s]):
+            want[s] += weight[rank] * p[i] * (np.eye(3)[i] - p)
+    np.testing.assert_allclose(grads[0][0], want, rtol=1e-4, atol=1e-6)
+    if biased:
+        assert grads[1] is None
+        np.testing.assert_array_equal(r.expert_index[0, 0], [2, 0])
+
+
+def test_jitter_multiplies_inputs_in_training_alone():
+    # wg is the identity and x_0 = 0, so that log(p_e / p_0) = x_e times the noise.
+    E, tokens = 4, 500
+    router = _router(E, k=E, jitter=0.2, normalize_gates="never")
+    x = np.tile([0.0, 1.0, 2.0, 3.0], (1, tokens, 1)).astype(np.float32)
+    theta = NestedMap(wg=tf.eye(E))
+
+    def noise(seed):
+        r = router.FProp(theta, tf.constant(x), tf.zeros([1, tokens]), None, seed=seed)
+        p = np.zeros((tokens, E))
+        np.put_along_axis(p, r.expert_index.numpy()[0], r.gate.numpy()[0], -1)
+        return np.log(p[:, 1:] / p[:, :1]) / x[0, :, 1:]
+
+    drawn = noise(SEED)
+    assert 0.8 - 1e-4 <= drawn.min() < 0.81 and 1.19 < drawn.max() <= 1.2 + 1e-4
+    # Uniform: the mean of 1500 is within 4 deviations of 1, 0.2 / sqrt(3) each.
+    assert abs(drawn.mean() - 1) < 4 * 0.2 / np.sqrt(3 * drawn.size)
+    assert not np.allclose(drawn, noise(tf.constant([3, 5])), atol=1e-3)
+    np.testing.assert_allclose(noise(None), 1, atol=1e-4)
+
+
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 1000), capacity=st.integers(1, 4))
+def test_padding_takes_no_slot_and_moves_no_number(seed, capacity):
+    """Real tokens are routed as if the padding between them were not there."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.normal(size=(2, 5, 4)).astype(np.float32)
+    places = np.sort(rng.permutation(9)[:5])
+    padded = rng.normal(size=(3, 9, 4)).astype(np.float32)  # a third group, of nothing but padding
+    padded[:2, places] = tokens
+    paddings = np.ones((3, 9), np.float32)
+    paddings[:2, places] = 0
+    router = _router(4, k=3, z_loss_weight=0.1, balance_bias=0.1)
+    bias = rng.normal(size=4).astype(np.float32) * 0.1
+    alone = _route(router, tokens, None, capacity, SEED, bias)
+    among = _route(router, padded, paddings, capacity, SEED, bias)
+    for name in ("expert_index", "gate", "kept"):
+        a, b = getattr(alone, name).numpy(), getattr(among, name).numpy()[:2, places]
+        np.testing.assert_allclose(a, b, atol=1e-6, err_msg=name)
+    assert among.kept.numpy().sum() == alone.kept.numpy().sum()
+    np.testing.assert_allclose(alone.aux_loss, among.aux_loss, rtol=1e-5)
+    np.testing.assert_allclose(alone.updates.router.balance_bias, among.updates.router.balance_bias)
+    for name, value in alone.metrics.FlattenItems():
+        if name != "effective_capacity":  # a static fact: E C / S with the padded S
+            np.testing.assert_allclose(value, among.metrics.Get(name), 1e-5, 1e-6, err_msg=name)
+
+
+def test_equal_and_overflowing_logits_still_give_k_experts():
+    r = _route(_router(4, k=3), [[[0.0] * 4, [900.0, 900.0, -900.0, -900.0]]], capacity=2)
+    np.testing.assert_array_equal(r.expert_index[0], [[0, 1, 2], [0, 1, 2]])
+    np.testing.assert_allclose(r.gate[0], [[1 / 3] * 3, [0.5, 0.5, 0]], atol=1e-6)
+    assert np.isfinite(r.aux_loss)
+
+
+def test_float32_whatever_the_activations():
+    router = _router(3, k=2, fprop_dtype="bfloat16", jitter=0.1)
+    theta = router.InitTheta(SEED)
+    x = tf.cast(tf.random.stateless_normal([1, 5, 4], [1, 2]), tf.bfloat16)
+    r = router.FProp(theta, x, tf.zeros([1, 5]), 2, seed=SEED)
+    assert (r.gate.dtype, r.aux_loss.dtype) == (tf.float32, tf.float32)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"softmax_order": "befor"}, "did you mean 'before'"),
+        ({"normalize_gates": "always"}, "known are never, before_drops, after_drops"),
+        ({"k": 5}, "must be 1 to 4, the number of experts"),
+        ({"k": 0}, "must be 1 to 4"),
+        ({"k": 1, "normalize_gates": "before_drops"}, "make every gate 1, which trains nothing"),
+        ({"k": 1, "softmax_order": "after"}, "make every gate 1"),
+        ({"jitter": 1.0}, r"jitter=1.0: must be in \[0, 1\)"),
+        ({"balance_bias": -0.1}, "balance_bias=-0.1: must not be negative"),
+    ],
+)
+def test_errors_teach(params, message):
+    with pytest.raises(ValueError, match=message):
+        _router(4, **params)
