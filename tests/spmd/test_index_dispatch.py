@@ -112,7 +112,9 @@ def test_the_communication_is_that_of_the_einsums():
 
 
 def test_inference_over_devices():
-    layer, einsum = toy_moe.layer(dispatcher="index"), toy_moe.layer(dispatcher="einsum")
+    layer, einsum = (
+        toy_moe.layer(dispatcher=d, inference_dispatcher=d) for d in ("index", "einsum")
+    )
     args, splits = toy_moe.arguments(layer)
 
     def infer(layer):
@@ -153,7 +155,9 @@ def test_bfloat16():
 
 
 def test_an_open_batch_when_served():
-    layer, einsum = toy_moe.layer(dispatcher="index"), toy_moe.layer(dispatcher="einsum")
+    layer, einsum = (
+        toy_moe.layer(dispatcher=d, inference_dispatcher=d) for d in ("index", "einsum")
+    )
     (theta, x, paddings, _), _ = toy_moe.arguments(layer)
     signature = [tf.TensorSpec([None, None, M]), tf.TensorSpec([None, None])]
 

@@ -47,18 +47,17 @@ class DroplessDispatcher(Dispatcher):
         p.Define(
             "device_capacity_factor",
             0.0,
-            "In training over devices: room for this many times the mean number of rows from one device "
-            "to another; 0: room for all.",
+            "Over devices: room for this many times the mean number of rows from one device to another; "
+            "0: room for all.",
         )
         return p
 
-    def Dispatch(self, routing: Routing, x_GSM: tf.Tensor, training: bool = False) -> Rows:
+    def Dispatch(self, routing: Routing, x_GSM: tf.Tensor) -> Rows:
         """See `Dispatcher`; in the type of `x_GSM`.
 
         Args:
             routing: its positions and capacity are not looked at.
             x_GSM: tokens.
-            training: whether `device_capacity_factor` counts.
 
         Raises:
             ShardingError: see the class.
@@ -83,7 +82,7 @@ class DroplessDispatcher(Dispatcher):
             return Rows(rows_DRM, sizes_DE, devices, cut.experts, expected, tuple(notes))
 
         assert tokens is not None  # a region over devices has checked it
-        room = self._Room(tokens // cut.num_devices, ranks, cut, training)
+        room = self._Room(tokens // cut.num_devices, ranks, cut)
 
         def send(x_nM: tf.Tensor, expert_nk: tf.Tensor, kept_nk: tf.Tensor) -> tuple:
             places, sizes_Qe = _for_devices(expert_nk, kept_nk > 0, cut, room)
@@ -149,14 +148,14 @@ class DroplessDispatcher(Dispatcher):
 
     @classmethod
     def ExpertRows(cls, G: int, S: int, E: int, C: int, k: int) -> int:
-        """All choices."""
-        return G * S * k
+        """All choices, or as many as experts choose."""
+        return G * min(S * k, E * C)
 
-    def _Room(self, tokens: int, ranks: int, cut: "_Cut", training: bool) -> int:
+    def _Room(self, tokens: int, ranks: int, cut: "_Cut") -> int:
         """B."""
         most = cut.room_for_all(tokens, ranks)
         factor = self.p.device_capacity_factor
-        if not (training and factor):
+        if not factor:
             return most
         return min(most, max(1, math.ceil(factor * tokens * ranks / cut.parts - 1e-9)))
 

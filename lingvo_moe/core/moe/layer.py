@@ -12,12 +12,12 @@ from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.moe import context as router_context
 from lingvo_moe.core.moe.capacity import expert_capacity
-from lingvo_moe.core.moe.dispatchers import DISPATCHERS
+from lingvo_moe.core.moe.dispatchers import DISPATCHERS, dispatcher_params
 from lingvo_moe.core.moe.experts import Experts
 from lingvo_moe.core.moe.routers.registry import ROUTERS
 from lingvo_moe.core.moe.routers.top2 import Top2Router
+from lingvo_moe.core.moe.rows import Rows
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.suggest import did_you_mean
 
 
 class MoELayer(BaseLayer):
@@ -44,7 +44,18 @@ class MoELayer(BaseLayer):
         p.Define("min_capacity", 4, "The least C, S allowing.")
         p.Define("router", Top2Router.Params(), "Chooses the experts.", choices=ROUTERS)
         p.Define("experts", Experts.Params(), "What each expert computes.")
-        p.Define("dispatcher", "einsum", f"One of {', '.join(sorted(DISPATCHERS))}.")
+        p.Define(
+            "dispatcher",
+            "einsum",
+            f"One of {', '.join(sorted(DISPATCHERS))}; or Params of a Dispatcher.",
+            choices=DISPATCHERS,
+        )
+        p.Define(
+            "inference_dispatcher",
+            "dropless",
+            "The same, without a seed. Experts without GroupedFProp leave this to `dispatcher`.",
+            choices=DISPATCHERS,
+        )
         return p
 
     def __init__(self, params: InstantiableParams):
@@ -53,14 +64,11 @@ class MoELayer(BaseLayer):
         for name in ("model_dim", "hidden_dim", "num_experts"):
             if getattr(p, name) < 1:
                 raise ValueError(f"{self.path}.{name} must be positive, got {getattr(p, name)}")
-        if p.dispatcher not in DISPATCHERS:
-            raise ValueError(
-                f"{self.path}.dispatcher={p.dispatcher!r}: known are "
-                f"{', '.join(sorted(DISPATCHERS))}{did_you_mean(p.dispatcher, DISPATCHERS)}"
-            )
         dims = {"model_dim": p.model_dim, "num_experts": p.num_experts}
         self.CreateChild("router", p.router.Copy().Set(**dims))
-        self.CreateChild("dispatcher", DISPATCHERS[p.dispatcher].Params())
+        for name in ("dispatcher", "inference_dispatcher"):
+            chosen = dispatcher_params(f"{self.path}.{name}", getattr(p, name))
+            self.CreateChild(name, chosen)
         self.CreateChild("experts", p.experts.Copy().Set(hidden_dim=p.hidden_dim, **dims))
 
     def FProp(
@@ -99,7 +107,10 @@ class MoELayer(BaseLayer):
             groups, size = _grouping(self.path, p.num_groups, x_BTM.shape[:2].as_list())
             x_GSM = tf.reshape(x_BTM, [groups, size, p.model_dim])
             paddings_GS = tf.reshape(paddings_BT, [groups, size])
-            capacity = expert_capacity(size, p.num_experts, p.capacity_factor, p.min_capacity)
+            if self.dispatcher.LIMITED or self.router.CHOOSES_BY_CAPACITY:
+                capacity = expert_capacity(size, p.num_experts, p.capacity_factor, p.min_capacity)
+            else:
+                capacity = None
             if context is not None:
                 context = router_context.grouped(self.path, context, groups, size)
         x_GSM = self.Shard(x_GSM, "GSM")
@@ -111,13 +122,20 @@ class MoELayer(BaseLayer):
             seed=self.FoldSeed(seed, "router"),
             context=context,
         )
-        slots_EGCM = self.dispatcher.Dispatch(routing, x_GSM)
-        slots_EGCM = self.experts.FProp(
-            theta.experts, slots_EGCM, seed=self.FoldSeed(seed, "experts")
+        dispatcher = self.dispatcher
+        if seed is None and hasattr(self.experts, "GroupedFProp"):
+            dispatcher = self.inference_dispatcher
+        tokens = dispatcher.Dispatch(routing, x_GSM)
+        run = self.experts.GroupedFProp if isinstance(tokens, Rows) else self.experts.FProp
+        y_GSM = dispatcher.Combine(
+            routing, run(theta.experts, tokens, seed=self.FoldSeed(seed, "experts"))
         )
-        y_GSM = self.dispatcher.Combine(routing, slots_EGCM)
         y_BTM = y_GSM if seed is None else tf.reshape(y_GSM, x_BTM.shape)
-        extras = NestedMap(aux_loss=routing.aux_loss, metrics=routing.metrics)
+        metrics = routing.metrics
+        if isinstance(tokens, Rows):  # as many rows as are kept, whatever C would be
+            metrics = NestedMap({**metrics, **tokens.metrics})
+            metrics.effective_capacity = metrics.experts_per_token
+        extras = NestedMap(aux_loss=routing.aux_loss, metrics=metrics)
         if routing.updates:
             extras.updates = routing.updates
         return self.Shard(y_BTM, "BTM"), extras
@@ -129,10 +147,11 @@ class MoELayer(BaseLayer):
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
-        """Forward FLOPs in training: the einsums of Algorithm 2, two for each multiply-add.
+        """Forward FLOPs in training: matrix products, two for each multiply-add.
 
-        Gating 2 G S M E, dispatch and combine 2 G S E C M each (none where rows are gathered), experts
-        4 E G C M H. Softmax, counting and relu, which touch each element a few times, are left out.
+        Gating 2 G S M E (if it is learnt), dispatch and combine 2 G S E C M each if by einsum, experts
+        4 M H for each of their rows: E G C slots, or what the dispatcher gives them. Softmax, counting
+        and relu, which touch each element a few times, are left out.
 
         Args:
             params: of this layer.
@@ -142,10 +161,15 @@ class MoELayer(BaseLayer):
         B, T, M = input_shapes[0]
         G, S = _grouping(p.name, p.num_groups, [B, T])
         E, H = p.num_experts, p.hidden_dim
-        C = expert_capacity(S, E, p.capacity_factor, p.min_capacity)
-        gating = 2 * G * S * M * E
-        each_way = DISPATCHERS[p.dispatcher].Flops(G, S, E, C, M)
-        experts = 4 * E * G * C * M * H
+        dispatcher = dispatcher_params(f"{p.name}.dispatcher", p.dispatcher).cls
+        router = p.router.Copy().Set(model_dim=M, num_experts=E)
+        C = S
+        if dispatcher.LIMITED or router.cls.CHOOSES_BY_CAPACITY:
+            C = expert_capacity(S, E, p.capacity_factor, p.min_capacity)
+            C = router.cls.Slots(S, C)
+        gating = router.cls.Flops(router, G * S)
+        each_way = dispatcher.Flops(G, S, E, C, M)
+        experts = 4 * dispatcher.ExpertRows(G, S, E, C, router.cls.Choices(router)) * M * H
         return NestedMap(flops=gating + 2 * each_way + experts, out_shapes=((B, T, M),))
 
 

@@ -162,9 +162,12 @@ class Module:
         try:
             return loops.trip_count(self, inside, loop)
         except PlanError:
-            if unknown is None:
+            if unknown is not None:
+                return unknown
+            told = loops.told_trips(loop)
+            if told is None:
                 raise
-            return unknown
+            return told
 
     def computation(self, name: str) -> Computation:
         """The computation called `name`, with or without its percent sign."""

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 _MOST_TRIPS = 1_000_000
 _KNOWN = re.compile(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)')
+# A name scope by which a program tells what it expects of a loop whose length data decide, e.g. one
+# over the rows that experts get (core/moe/grouped_matmul.py).
+_TOLD = re.compile(r"/about_(\d+)_trips(?:_\d+)?/")
 _SAME = (
     "copy",
     "bitcast",
@@ -87,6 +90,12 @@ def trip_count(module: "Module", inside: "Computation", loop: "Instruction") -> 
         f"cannot tell how often the loop {loop.name} ({loop.op_name or 'unnamed'}) runs: its condition"
         f" {condition.name} is not that of a counter from a constant to a constant"
     )
+
+
+def told_trips(loop: "Instruction") -> int | None:
+    """How often the program expects a loop to run whose length data decide; None if it does not tell."""
+    told = _TOLD.findall(f"{loop.op_name}/")
+    return int(told[-1]) if told else None
 
 
 _NO_PARAMETERS: Sequence[_Parameter] = ()

@@ -37,7 +37,7 @@ _GATHER_GRADIENT = re.compile(r"^UnsortedSegmentSum(?:_\d+)?$")
 # Names of scopes, the deepest first: what decides is the first that a name has.
 _SCOPES = (
     ("gating", re.compile(r"^router$")),
-    ("dispatch_combine", re.compile(r"^dispatcher$")),
+    ("dispatch_combine", re.compile(r"^(?:inference_)?dispatcher$")),
     ("experts", re.compile(r"^experts$")),
     ("normalization", re.compile(r"^(?:.*_)?norm$")),
     ("attention", re.compile(r"^(?:.*_)?atten(?:tion)?$")),

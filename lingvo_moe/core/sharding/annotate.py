@@ -244,6 +244,6 @@ def static_shape(tensor: tf.Tensor, what: str) -> list[int | None]:
 
 def name_of(tensor: tf.Tensor) -> str:
     """What a message calls a tensor."""
-    if isinstance(tensor, tf.Tensor) and not tf.executing_eagerly():
-        return tensor.name
-    return f"tensor of shape {list(getattr(tensor, 'shape', ()))}"
+    # An eager tensor has no name, not even where a graph uses it.
+    name = getattr(tensor, "name", None) if isinstance(tensor, tf.Tensor) else None
+    return name or f"tensor of shape {list(getattr(tensor, 'shape', ()))}"

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from lingvo_moe.core import randomness
 from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.moe.losses import load_balance
 from lingvo_moe.core.moe.metrics import routing_metrics
 from lingvo_moe.core.moe.routers.base import LearnedRouter, Routing
@@ -44,6 +45,10 @@ class Top2Router(LearnedRouter):
     Here alone: padding is left out of the loss's means in both readings, and the second choice always
     differs from the first, even where the softmax underflows to a single one.
     """
+
+    @classmethod
+    def Choices(cls, params: HyperParams) -> int:
+        return 2
 
     @classmethod
     def Params(cls) -> InstantiableParams:
