@@ -5,7 +5,7 @@ Letters: B row, J hypothesis, S source token, T target time, M model, V vocabula
 
 import io
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import sentencepiece
@@ -66,8 +66,20 @@ def save_run(
     step: int = 7,
     target_vocab: bytes | None = None,
     more: str = "",
+    languages: Sequence[str] = (),
+    planted: Callable[[str, np.ndarray], np.ndarray] = lambda name, value: value,
 ) -> None:
-    """A run of mt.M4Tiny, with `more` overrides, and a checkpoint of random weights that translate variedly."""
+    """A run of mt.M4Tiny with one checkpoint, of random weights that translate variedly.
+
+    Args:
+        path: its directory.
+        vocab: of both sides, or of the source.
+        step: of the checkpoint.
+        target_vocab: of the target.
+        more: overrides.
+        languages: as the run was trained on.
+        planted: gives the value of a variable from its name and what it would be.
+    """
     vocabs = {"source": vocab, "target": target_vocab or vocab}
     override = ";".join(
         f"task.{side}_vocab_size="
@@ -75,14 +87,14 @@ def save_run(
         for side, model in vocabs.items()
     )
     run = RunDir(path)
-    run.Write("mt.M4Tiny", f"{override};{more}" if more else override, vocabs)
+    run.Write("mt.M4Tiny", f"{override};{more}" if more else override, vocabs, languages)
     rng = np.random.default_rng(0)
 
     def init(name, spec):
         if spec.init.method == "constant":
-            return np.full(spec.shape, spec.init.scale, np.float32)
+            return planted(name, np.full(spec.shape, spec.init.scale, np.float32))
         scale = 2.0 if "cross_atten" in name else 1.0 if "embedding" in name else 0.3
-        return rng.normal(size=spec.shape, scale=scale).astype(np.float32)
+        return planted(name, rng.normal(size=spec.shape, scale=scale).astype(np.float32))
 
     theta = run.Task().VariableSpecs().TransformWithKey(init)
     with Checkpointer(str(run.checkpoint_dir)) as checkpointer:

@@ -137,11 +137,42 @@ def test_counts_are_those_of_pair_by_pair(run, corpus, tmp_path, monkeypatch, ca
     assert numbers["layers"][2]["training"] == {}
 
 
+def test_a_preference_shows(corpus, vocab, tmp_path):
+    """The encoder routes by language, expert 5 - u for language u; the decoder by the token's number."""
+    router = "task.moe.router=top_k;task.moe.router.k=1;task.moe.router.level=task"
+    tasks = "task.moe.router.num_tasks=4;task.decoder_router=hash"
+    more = f"{router};{tasks};task.decoder_router.table=modular"
+    languages = ["sw", "xx", "de", "fi"]  # not in the order of the corpus
+
+    def planted(name: str, value: np.ndarray) -> np.ndarray:
+        if name.endswith("router.task_emb"):
+            return np.eye(*value.shape[1:], dtype=np.float32)[np.newaxis]
+        if name.endswith("router.wg"):
+            value = np.zeros_like(value)
+            value[0, range(4), [5, 4, 3, 2]] = 9.0
+        return value
+
+    run = tmp_path / "run"
+    toy.save_run(run, vocab, more=more, languages=languages, planted=planted)
+    assert report.main([f"--logdir={run}", f"--data_dir={corpus}", "--quiet"]) == 0
+    encoder, decoder = json.loads((run / "routing.json").read_text())["layers"]
+    assert (encoder["router"], decoder["router"]) == ("TopKRouter", "HashRouter")
+    for lang, expert in {"sw": 5, "de": 3, "fi": 2}.items():
+        tokens = encoder["tokens"][lang]
+        assert encoder["first"][lang] == (tokens * (np.arange(E) == expert)).tolist()
+        ids = [Vocabulary(vocab).Encode(text)[:MOST] for _, text in _lines(lang)]
+        ids = np.concatenate([[1, *one] for one in ids])
+        assert decoder["first"][lang] == np.bincount(ids % E, minlength=E).tolist()
+    assert encoder["dead_experts"] == E - 3
+    assert encoder["language_bits"] == pytest.approx(np.log2(3), abs=0.05)
+    assert decoder["language_bits"] < 0.5 and decoder["gate_entropy"] is None
+
+
 @pytest.mark.parametrize(
     "flags, said",
     [
         (["--languages=sv"], "no language 'sv' (known: de, fi, sw)"),
-        (["--checkpoint_step=4"], "4"),
+        (["--checkpoint_step=4"], "step 4: there is no such checkpoint; there are [3]"),
         (["--data_dir=/nowhere"], "/nowhere"),
         (["--out=/nowhere/page.html"], "--out=/nowhere/page.html: there is no directory /nowhere"),
         (["--out=page.json"], "name the page, e.g. routing.html"),

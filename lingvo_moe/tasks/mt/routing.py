@@ -18,6 +18,7 @@ from lingvo_moe.tasks.mt.export import load_theta
 from lingvo_moe.tasks.mt.input.dev_set import DevSet
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.packing import RowFiller, Shape, to_batch
+from lingvo_moe.tasks.mt.input.tasks import task_numbers
 from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
 from lingvo_moe.tasks.mt.run_dir import RunDir
 
@@ -136,7 +137,7 @@ def mutual_information(count_UE: np.ndarray) -> float:
     within = np.mean([_entropy(p) + _missing(p, n) for p, n in zip(share_UE, tokens_U)])
     mean_E = share_UE.mean(0)
     overall = _entropy(mean_E) + _missing(mean_E, tokens_U.sum())
-    return max(float((overall - within) / np.log(2)), 0.0)
+    return float(np.clip((overall - within) / np.log(2), 0.0, np.log2(min(count_UE.shape))))
 
 
 def _entropy(share_E: np.ndarray) -> float:
@@ -193,9 +194,12 @@ def measure_routing(
     theta = engine.Put(theta, specs[0])
     tallies = []
     pairs: dict[str, int] = {}
-    for lang, lines in devset.items():
+    tasks = [0] * len(devset.languages)
+    if inputs.shape.task_ids:
+        tasks = task_numbers(devset.languages, run.languages)
+    for (lang, lines), task_id in zip(devset.items(), tasks, strict=True):
         tally = _Tally()
-        for batch, number in _batches(lines, vocabs, inputs.shape):
+        for batch, number in _batches(lines, task_id, vocabs, inputs.shape):
             tally.Add(batch, engine.Get(evaluate(theta, batch)))
             pairs[lang] = pairs.get(lang, 0) + number
         if lang not in pairs:
@@ -207,7 +211,7 @@ def measure_routing(
 
 
 def _batches(
-    lines: Sequence[tuple[str, str]], vocabs: NestedMap, shape: Shape
+    lines: Sequence[tuple[str, str]], task_id: int, vocabs: NestedMap, shape: Shape
 ) -> Iterator[tuple[NestedMap, int]]:
     """Each pair once, packed; and how many pairs a batch holds."""
     filler, held = RowFiller(shape), 0
@@ -216,11 +220,11 @@ def _batches(
     for source, target in zip(*ids, strict=True):
         if not source or not target:
             continue
-        cut = source[: shape.source_length - 1], target[: shape.target_length - 1]
-        if not filler.Add(*cut):
+        pair = source[: shape.source_length - 1], target[: shape.target_length - 1], task_id
+        if not filler.Add(*pair):
             yield to_batch(filler.rows, shape), held
             filler, held = RowFiller(shape), 0
-            filler.Add(*cut)
+            filler.Add(*pair)
         held += 1
     if held:
         yield to_batch(filler.rows, shape), held
