@@ -1,7 +1,7 @@
 """What experts and routers are worth: small models, trained on the demo's data at equal cost, side by side.
 
     python -m tools.compare_experts                     # everything: about an hour on two cores
-    python -m tools.compare_experts --only=dense,top2_e16 --steps=300
+    python -m tools.compare_experts --only=routers --steps=500
 
 Trains every variant of a model for as many steps on the same batches, then asks each for its loss on
 held-out pairs. A token passes through the same number of multiplications in each variant. Interrupted, the same
@@ -19,7 +19,7 @@ from typing import Any
 from lingvo_moe.core import files, registry
 from lingvo_moe.core.suggest import did_you_mean
 from lingvo_moe.reproduction import expert_comparison
-from lingvo_moe.reproduction.expert_variants import VARIANTS, Variant
+from lingvo_moe.reproduction.expert_variants import GROUPS, VARIANTS, Variant
 from tools import _cli
 
 
@@ -28,7 +28,11 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--output", default="compare", metavar="DIR", help="where everything goes (%(default)s)")
     add("--corpus", default="", metavar="DIR", help="pairs (default: DIR/corpus, built if missing)")
-    add("--only", default="", help=f"some of {', '.join(VARIANTS)}")
+    add(
+        "--only",
+        default="",
+        help=f"a group ({', '.join(GROUPS)}), or some of {', '.join(VARIANTS)}",
+    )
     add("--model", default="mt.M4Experts", help="the experiment to vary (%(default)s)")
     add("--steps", type=int, default=1000, help="training steps of each (%(default)s)")
     add("--batches", type=int, default=60, help="held-out batches (%(default)s)")
@@ -36,8 +40,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     _cli.check_at_least(parser, args, steps=1, batches=1)
     for name in _cli.names(args.only):
-        if name not in VARIANTS:
-            parser.error(f"--only={name}: no such variant{did_you_mean(name, VARIANTS)}")
+        if name not in VARIANTS and name not in GROUPS:
+            hint = did_you_mean(name, [*VARIANTS, *GROUPS])
+            parser.error(f"--only={name}: no such variant{hint}")
     try:
         return Comparison(args).Run()
     except subprocess.CalledProcessError as e:
@@ -54,6 +59,15 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
+def _chosen(names: tuple[str, ...]) -> list[str]:
+    """The variants by these names, of variants or groups; all where there are none."""
+    return [
+        name
+        for name, variant in VARIANTS.items()
+        if not names or name in names or {*variant.group.split()} & {*names}
+    ]
+
+
 class Comparison:
     """The steps of the experiment, in order."""
 
@@ -67,7 +81,7 @@ class Comparison:
         _cli.check_output_directory(self._out)
         self._out.mkdir(parents=True, exist_ok=True)
         self._build_corpus()
-        chosen = _cli.names(self._args.only) or tuple(VARIANTS)
+        chosen = _chosen(_cli.names(self._args.only))
         for number, name in enumerate(chosen, 1):
             self._say(f"[{number}/{len(chosen)}] {name}: {VARIANTS[name].says}")
             self._variant(name, VARIANTS[name])

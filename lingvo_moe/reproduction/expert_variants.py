@@ -7,6 +7,9 @@ of 128, one of 256, or sixteen of 16.
 from dataclasses import dataclass
 
 
+GROUPS = ("experts", "routers")
+
+
 @dataclass(frozen=True)
 class Variant:
     """One model of the comparison.
@@ -28,8 +31,10 @@ def _top2(experts: int, group: str = "experts") -> Variant:
     return Variant(group, experts, f"top-2 of {experts}, H = 128", f"task.num_experts={experts}")
 
 
-def _router(says: str, *settings: str) -> Variant:
-    parts = [s if s.startswith("task.") else f"task.moe.router.{s}" for s in settings]
+def _router(name: str, says: str, *settings: str, hidden_dim: int = 128) -> Variant:
+    parts = [f"task.moe.router={name}", *(f"task.moe.router.{s}" for s in settings)]
+    if hidden_dim != 128:
+        parts.append(f"task.expert_hidden_dim={hidden_dim}")
     return Variant("routers", 16, says, ";".join(parts))
 
 
@@ -38,4 +43,16 @@ VARIANTS: dict[str, Variant] = {
     "top2_e4": _top2(4),
     "top2_e16": _top2(16, "experts routers"),
     "top2_e64": _top2(64),
+    "switch": _router("top_k", "top-1 (Switch), H = 256", "k=1", hidden_dim=256),
+    "top_2": _router("top_k", "top-k, k = 2"),
+    "bias": _router(
+        "top_k", "top-k, k = 2, balanced by bias", "load_balance_weight=0.0", "balance_bias=0.001"
+    ),
+    "noisy": _router("noisy_top_k", "noisy top-k, k = 2"),
+    "task": _router("top_k", "top-k, k = 2, by language", "level=task"),
+    "expert_choice": _router("expert_choice", "experts choose"),
+    "hash": _router("hash", "hash of the token, H = 256", hidden_dim=256),
+    "lsh": _router("lsh", "locality-sensitive hash, H = 256", hidden_dim=256),
+    "random": _router("random", "random, H = 256", hidden_dim=256),
+    "soft": _router("soft", "all 16 experts, H = 16", hidden_dim=16),
 }
