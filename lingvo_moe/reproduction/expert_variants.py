@@ -6,7 +6,6 @@ of 128, one of 256, or sixteen of 16.
 
 from dataclasses import dataclass
 
-
 GROUPS = ("experts", "routers")
 
 
