@@ -31,7 +31,8 @@ def _top2(experts: int, group: str = "experts") -> Variant:
 
 
 def _router(name: str, says: str, *settings: str, hidden_dim: int = 128) -> Variant:
-    parts = [f"task.moe.router={name}", *(f"task.moe.router.{s}" for s in settings)]
+    parts = [f"task.moe.router={name}"]
+    parts += [s if s.startswith("task.") else f"task.moe.router.{s}" for s in settings]
     if hidden_dim != 128:
         parts.append(f"task.expert_hidden_dim={hidden_dim}")
     return Variant("routers", 16, says, ";".join(parts))
@@ -48,8 +49,11 @@ VARIANTS: dict[str, Variant] = {
         "top_k", "top-k, k = 2, balanced by bias", "load_balance_weight=0.0", "balance_bias=0.001"
     ),
     "noisy": _router("noisy_top_k", "noisy top-k, k = 2"),
-    "task": _router("top_k", "top-k, k = 2, by language", "level=task"),
-    "expert_choice": _router("expert_choice", "experts choose"),
+    "task": _router("top_k", "top-k, k = 2, by language", "level=task", "num_tasks=97"),
+    # A decoder cannot look at later tokens, as experts that choose do.
+    "expert_choice": _router(
+        "expert_choice", "experts choose; decoder top-2", "task.decoder_router=top2"
+    ),
     "hash": _router("hash", "hash of the token, H = 256", hidden_dim=256),
     "lsh": _router("lsh", "locality-sensitive hash, H = 256", hidden_dim=256),
     "random": _router("random", "random, H = 256", hidden_dim=256),
