@@ -120,7 +120,7 @@ class Demo:
         def score(name: str) -> Any:
             self._say(f"translating {len(devset.languages)} languages with the {name} model")
             report = scoring.evaluate(
-                lambda lines: [row[0] for row in model.Translate(lines).translations],
+                lambda lines, langs: [row[0] for row in model.Translate(lines, langs).translations],
                 devset.items(),
                 pairs,
             )

@@ -67,7 +67,9 @@ def _run(args: Any) -> int:
     translator, about = _cli.open_translator(args)
     with LineProgress() as show:
         report = scoring.evaluate(
-            lambda lines: [row[0] for row in translator.Translate(lines).translations],
+            lambda lines, langs: [
+                row[0] for row in translator.Translate(lines, langs).translations
+            ],
             devset.items(),
             pairs,
             args.batch_size,

@@ -33,6 +33,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--output", metavar="FILE", help="what to write (default: standard output)")
     parser.add_argument(
+        "--language",
+        metavar="CODE",
+        help="the source language, e.g. de; only models that route by language (docs/moe.md) look at it",
+    )
+    parser.add_argument(
         "--batch_size", type=int, default=256, help="lines read before any is written (%(default)s)"
     )
     parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
@@ -58,7 +63,7 @@ def _run(args: Any) -> int:
         _cli.load_tensorflow()
         translator, _ = _cli.open_translator(args)
         if not args.input and not args.output and sys.stdin.isatty():
-            return _converse(translator)
+            return _converse(translator, args.language)
         try:
             sink = stack.enter_context(_open_output(args.output))
             show = stack.enter_context(LineProgress(interval=_SECONDS_BETWEEN_NOTES))
@@ -73,7 +78,14 @@ def _run(args: Any) -> int:
                 show.Close()  # a warning has a line of its own
                 _warn(message)
 
-            counts = translate_stream(translator, source, sink, args.batch_size, warn, progress)
+            counts = translate_stream(
+                lambda lines: translator.Translate(lines, args.language),
+                source,
+                sink,
+                args.batch_size,
+                warn,
+                progress,
+            )
         except BrokenPipeError:
             # Whoever read our output has enough. Python would complain once more when it flushes at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -83,7 +95,7 @@ def _run(args: Any) -> int:
     return 0
 
 
-def _converse(translator: Any) -> int:
+def _converse(translator: Any, language: str | None) -> int:
     """Translates what is typed until the end of input."""
     with contextlib.suppress(ImportError):
         import readline  # gives input() a history and line editing
@@ -96,7 +108,7 @@ def _converse(translator: Any) -> int:
         except EOFError:
             print()
             return 0
-        out = translator.Translate([line.encode("utf-8", "surrogateescape")])
+        out = translator.Translate([line.encode("utf-8", "surrogateescape")], language)
         print(out.translations[0][0], flush=True)
         if out.truncated[0]:
             _warn("the line is too long: its end is not translated")

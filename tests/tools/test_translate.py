@@ -111,7 +111,7 @@ from types import SimpleNamespace
 from tools import _cli, translate
 
 class Capitals:
-    def Translate(self, lines):
+    def Translate(self, lines, languages=None):
         texts = [[line.decode("utf-8", "replace").upper()] for line in lines]
         return SimpleNamespace(translations=texts, truncated=[b"long" in line for line in lines])
 
@@ -158,7 +158,7 @@ def test_output_is_whole_or_not_there(run, opened, tmp_path, monkeypatch, capfd)
     class Fails:
         calls = 0
 
-        def Translate(self, lines):
+        def Translate(self, lines, languages=None):
             Fails.calls += 1
             if Fails.calls == 2:
                 raise OSError("disk full")

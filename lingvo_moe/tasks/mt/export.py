@@ -61,8 +61,9 @@ def export(
 ) -> None:
     """Writes a SavedModel with the signatures 'serving_default' and, the same, 'predict'; whole or not at all.
 
-    Input `text` string [N], and `language` string [N] where the model routes by language; outputs `translations` string [N,K], `scores` float32 [N,K], `truncated` bool [N]. It
-    needs TensorFlow, and TensorFlow Text imported for its ops; nothing of this package.
+    Input `text` string [N], and `language` string [N] where the model routes by language; outputs `translations`
+    string [N,K], `scores` float32 [N,K], `truncated` bool [N]. It needs TensorFlow, and TensorFlow Text imported for
+    its ops; nothing of this package.
 
     Args:
         translator: what to save.

@@ -55,7 +55,7 @@ def read_lines(source: BinaryIO) -> Iterator[Line]:
 
 
 def translate_stream(
-    translator: Any,
+    translate: Callable[[list[bytes]], Any],
     source: BinaryIO,
     sink: BinaryIO,
     batch_lines: int,
@@ -65,7 +65,7 @@ def translate_stream(
     """Translates `source` line by line to `sink`; a last line without newline stays without one.
 
     Args:
-        translator: has `Translate(lines: list[bytes]) -> NestedMap(translations, scores, truncated)`.
+        translate: lines -> NestedMap(translations, scores, truncated), as a Translator's.
         source: to read.
         sink: to write; flushed after each batch.
         batch_lines: lines in memory and in the translator's hands at once.
@@ -76,7 +76,7 @@ def translate_stream(
     start = time.monotonic()
     lines = read_lines(source)
     while batch := list(itertools.islice(lines, batch_lines)):
-        out = translator.Translate([line.text for line in batch])
+        out = translate([line.text for line in batch])
         texts = [one_line(row[0]).encode("utf-8", "replace") for row in out.translations]
         if len(texts) != len(batch):
             raise RuntimeError(f"{len(texts)} translations of {len(batch)} lines")

@@ -152,9 +152,20 @@ class MtModel(BaseTask):
         return router.cls.Needs(router) if params.num_experts else ()
 
     @classmethod
+    def RoutesByTask(cls, params: HyperParams) -> bool:
+        """Whether some router chooses by the source language, so that batches and requests tell it."""
+        return any("task_ids" in cls.Needs(params, decoder) for decoder in (False, True))
+
+    @classmethod
+    def NumTasks(cls, params: HyperParams) -> int:
+        """The most source languages that the routers which choose by them have room for."""
+        sides = [(_router_of(params, d)[1], cls.Needs(params, d)) for d in (False, True)]
+        return min(router.num_tasks for router, needs in sides if "task_ids" in needs)
+
+    @classmethod
     def ConfigureInput(cls, task: HyperParams, inputs: HyperParams) -> None:
         """See BaseTask: batches hold task ids where a router asks for them."""
-        if any("task_ids" in cls.Needs(task, decoder) for decoder in (False, True)):
+        if cls.RoutesByTask(task):
             inputs.task_ids = True
 
     # --- training

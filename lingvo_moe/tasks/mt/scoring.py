@@ -15,8 +15,8 @@ from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.line_stream import one_line
 
-# Lines -> one translation each.
-TranslateLines = Callable[[list[str]], Sequence[str]]
+# Lines, and the language of each -> one translation each.
+TranslateLines = Callable[[list[str], list[str]], Sequence[str]]
 # (lines that are done, all lines).
 Progress = Callable[[int, int], None]
 
@@ -110,7 +110,7 @@ def evaluate(
     """Translates held-out pairs and scores them.
 
     Args:
-        translate: lines -> translations.
+        translate: lines and their languages -> translations.
         devset: `(language, [(source, reference), ...])`, e.g. `DevSet(data_dir).items()`.
         train_pairs: training pairs of each language, from which the resource groups follow; None for no groups.
         batch_lines: lines handed to `translate` at once.
@@ -125,10 +125,12 @@ def evaluate(
     start = time.monotonic()
     # All languages together, so that the batches of a small dev set are full.
     sources = [source for pairs in data.values() for source, _ in pairs]
+    langs = [lang for lang, pairs in data.items() for _ in pairs]
     translated: list[str] = []
     while len(translated) < len(sources):
-        batch = sources[len(translated) : len(translated) + batch_lines]
-        translations = translate(batch)
+        now = slice(len(translated), len(translated) + batch_lines)
+        batch = sources[now]
+        translations = translate(batch, langs[now])
         if len(translations) != len(batch):
             raise ValueError(f"{len(translations)} translations of {len(batch)} lines")
         translated += translations

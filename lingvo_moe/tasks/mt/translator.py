@@ -85,6 +85,7 @@ class Translator(tf.Module):
         theta: NestedMap of arrays or tensors.
         source_vocab, target_vocab: serialised SentencePiece models, with ids 0 PAD, 1 BOS, 2 EOS, 3 UNK.
         options: see TranslateOptions.
+        languages: source languages by task id, for a model that routes by them; none for others.
 
     Raises:
         ValueError: a vocabulary with more pieces than the model has embeddings for.
@@ -97,6 +98,7 @@ class Translator(tf.Module):
         source_vocab: bytes,
         target_vocab: bytes,
         options: TranslateOptions | None = None,
+        languages: Sequence[str] = (),
     ):
         super().__init__(name="translator")
         self.options = options or TranslateOptions()
@@ -121,22 +123,45 @@ class Translator(tf.Module):
         structure = theta.Transform(lambda _: None)
         self._theta = lambda: structure.Pack([tf.convert_to_tensor(v) for v in self._variables])
         self._model = lambda: model
+        self._languages = tuple(languages)
+        strings = tf.TensorSpec([None], tf.string, name="text")
+        if languages:
+            signature = [strings, tf.TensorSpec([None], tf.string, name="language")]
+            self.translate = tf.function(self._TranslateFrom, input_signature=signature)
+        else:
+            self.translate = tf.function(self._Translate, input_signature=[strings])
 
-    def Translate(self, lines: Sequence[str | bytes]) -> NestedMap:
-        """Translates; see `translations_of` for what comes back."""
-        return translations_of(self.translate, lines)
+    def Translate(
+        self, lines: Sequence[str | bytes], languages: str | Sequence[str] | None = None
+    ) -> NestedMap:
+        """Translates; see `translations_of` for arguments and what comes back."""
+        return translations_of(self.translate, lines, languages, bool(self._languages))
 
     def SetTheta(self, theta: NestedMap) -> None:
         """Other weights of the same model, e.g. of another checkpoint; what is compiled stays as it is."""
         for variable, value in zip(self._variables, theta.Flatten(), strict=True):
             variable.assign(value)
 
-    @tf.function(input_signature=[tf.TensorSpec([None], tf.string, name="text")])
-    def translate(self, text: tf.Tensor) -> dict[str, tf.Tensor]:
-        """The whole way, in graph.
+    def _TranslateFrom(self, text: tf.Tensor, language: tf.Tensor) -> dict[str, tf.Tensor]:
+        """As `_Translate`, for a model that routes by language: string [N], the source language of each line.
+
+        Raises, where it runs:
+            tf.errors.InvalidArgumentError: a language that the model does not know.
+        """
+        known = tf.equal(language[:, tf.newaxis], tf.constant(self._languages))
+        message = f"unknown source language; the model routes by it and knows {', '.join(self._languages)}"
+        with tf.control_dependencies(
+            [tf.debugging.Assert(tf.reduce_all(tf.reduce_any(known, 1)), [message, language])]
+        ):
+            tasks = tf.argmax(tf.cast(known, tf.int32), 1, output_type=tf.int32)
+        return self._Translate(text, tasks)
+
+    def _Translate(self, text: tf.Tensor, tasks: tf.Tensor | None = None) -> dict[str, tf.Tensor]:
+        """The whole way, in graph: what `translate` is.
 
         Args:
             text: string [N], a line of UTF-8 each. Invalid bytes are read as U+FFFD.
+            tasks: int32 [N], the task id of each line, if the model needs them.
 
         Returns:
             translations: string [N,K], best first, free of line breaks and control characters; '' for a blank line.
@@ -161,12 +186,17 @@ class Translator(tf.Module):
         shorter = 0
         for length in o.Buckets():
             lines = tf.where((lengths > shorter) & (lengths <= length))[:, 0]
-            parts.append(self._bucket(tokens, lengths, tf.cast(lines, tf.int32), length))
+            parts.append(self._bucket(tokens, lengths, tasks, tf.cast(lines, tf.int32), length))
             shorter = length
         return {**_Part.Collect(parts, is_blank), "truncated": truncated}
 
     def _bucket(
-        self, tokens: tf.RaggedTensor, lengths: tf.Tensor, lines: tf.Tensor, length: int
+        self,
+        tokens: tf.RaggedTensor,
+        lengths: tf.Tensor,
+        tasks: tf.Tensor | None,
+        lines: tf.Tensor,
+        length: int,
     ) -> "_Part":
         """Translates the given lines, none of them longer than `length`, `rows` at a time."""
         o = self.options
@@ -180,7 +210,8 @@ class Translator(tf.Module):
 
         def one(i: tf.Tensor, texts: tf.TensorArray, scores: tf.TensorArray) -> tuple:
             ids = tf.gather(tokens, at[i]).to_tensor(PAD_ID, shape=[o.rows, length])
-            found_ids, found_lengths, found_scores = compiled(ids, n_at[i])
+            tasks_at = [] if tasks is None else [tf.gather(tasks, at[i])]
+            found_ids, found_lengths, found_scores = compiled(ids, n_at[i], *tasks_at)
             flat = tf.reshape(found_ids, [o.rows * o.top_k, -1])
             without_eos = tf.maximum(tf.reshape(found_lengths, [-1]) - 1, 0)
             text = self._target.detokenize(tf.RaggedTensor.from_tensor(flat, without_eos))
@@ -208,12 +239,13 @@ class Translator(tf.Module):
         )
 
     def _compiled(self, length: int) -> Any:
-        """The program of a bucket: int32 ids [R,S], lengths [R] to ids [R,K,T], lengths [R,K], scores [R,K]."""
+        """The program of a bucket: int32 ids [R,S], lengths [R] (and tasks [R]) to ids [R,K,T], lengths [R,K],
+        scores [R,K]."""
         o = self.options
         decoder = Decoder(self._model(), o.Search(), o.MaxTargetLength(length), self._target_size)
 
         @tf.function(jit_compile=True, autograph=False)
-        def program(ids_RS: tf.Tensor, lengths_R: tf.Tensor) -> tuple:
+        def program(ids_RS: tf.Tensor, lengths_R: tf.Tensor, *tasks_R: tf.Tensor) -> tuple:
             self.traces += 1
             with use_mesh(single_device()):
                 theta = self._theta()
@@ -224,6 +256,8 @@ class Translator(tf.Module):
                     segment_ids=tf.cast(real_RS, tf.int32),
                     segment_pos=tf.where(real_RS, at_S, 0),
                 )
+                for task_R in tasks_R:
+                    src.task_ids = tf.where(real_RS, task_R[:, tf.newaxis], 0)
                 max_lengths = tf.where(lengths_R > 0, o.MaxTargetLength(lengths_R), 0)
                 found = decoder.Search(theta, src, max_lengths)
             return found.ids_BKT, found.lengths_BK, found.scores_BK
@@ -289,10 +323,17 @@ class SavedTranslator:
                 f"{path}: a SavedModel, but not one by tools.export: its outputs are {sorted(outputs)}"
             )
         self._signature = signature
+        self._by_language = "language" in signature.structured_input_signature[1]
 
-    def Translate(self, lines: Sequence[str | bytes]) -> NestedMap:
-        """Translates; see `translations_of` for what comes back."""
-        return translations_of(lambda text: self._signature(text=text), lines)
+    def Translate(
+        self, lines: Sequence[str | bytes], languages: str | Sequence[str] | None = None
+    ) -> NestedMap:
+        """Translates; see `translations_of` for arguments and what comes back."""
+
+        def run(text: tf.Tensor, *language: tf.Tensor) -> Any:
+            return self._signature(text=text, **({"language": language[0]} if language else {}))
+
+        return translations_of(run, lines, languages, self._by_language)
 
 
 @contextlib.contextmanager
@@ -307,18 +348,41 @@ def quiet_absl() -> Iterator[None]:
         log.setLevel(level)
 
 
-def translations_of(function: Any, lines: Sequence[str | bytes]) -> NestedMap:
+def translations_of(
+    function: Any,
+    lines: Sequence[str | bytes],
+    languages: str | Sequence[str] | None = None,
+    by_language: bool = False,
+) -> NestedMap:
     """Calls a translating function on Python lines.
 
     Args:
-        function: string [N] -> dict of translations, scores, truncated, as `Translator.translate`.
+        function: string [N] (and string [N], the languages) -> dict of translations, scores, truncated, as
+            `Translator.translate`.
         lines: N lines; bytes may hold anything.
+        languages: the source language of each line, or of all; needed, and looked at, by models that route by it.
+        by_language: whether this is one.
 
     Returns:
         NestedMap(translations: list of N lists of K str, scores: float32 [N,K], truncated: bool [N]).
+
+    Raises:
+        ValueError: no language where it is needed, or one that the model does not know.
     """
     encoded = [line.encode("utf-8", "replace") if isinstance(line, str) else line for line in lines]
-    out = function(tf.constant(encoded, tf.string, shape=[len(encoded)]))
+    arguments: list[list] = [encoded]
+    if by_language:
+        if languages is None:
+            raise ValueError("the model routes by the source language: give it (--language)")
+        one = isinstance(languages, str)
+        arguments.append([languages] * len(lines) if one else list(languages))
+    try:
+        out = function(*(tf.constant(a, tf.string, shape=[len(encoded)]) for a in arguments))
+    except tf.errors.InvalidArgumentError as e:
+        if "unknown source language" not in str(e):
+            raise
+        start = str(e).index("unknown source language")
+        raise ValueError(str(e)[start:].split("]")[0]) from None
     texts = [[t.decode("utf-8", "replace") for t in row] for row in out["translations"].numpy()]
     return NestedMap(
         translations=texts, scores=out["scores"].numpy(), truncated=out["truncated"].numpy()

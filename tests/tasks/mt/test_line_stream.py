@@ -30,7 +30,12 @@ class Echo:
 def stream(data: bytes, batch_lines: int = 3):
     echo, out, warnings, notes = Echo(), io.BytesIO(), [], []
     counts = translate_stream(
-        echo, io.BytesIO(data), out, batch_lines, warnings.append, lambda c: notes.append(c.lines)
+        echo.Translate,
+        io.BytesIO(data),
+        out,
+        batch_lines,
+        warnings.append,
+        lambda c: notes.append(c.lines),
     )
     return out.getvalue(), counts, warnings, notes, echo
 
@@ -119,7 +124,7 @@ def test_a_translation_with_line_ends_stays_one_line():
             return out
 
     sink = io.BytesIO()
-    translate_stream(Rude(), io.BytesIO(b"x\ny\n"), sink, 5, print, lambda _: None)
+    translate_stream(Rude().Translate, io.BytesIO(b"x\ny\n"), sink, 5, print, lambda _: None)
     assert sink.getvalue() == b"a b c\na b c\n"
 
 
@@ -128,5 +133,6 @@ def test_a_translator_that_loses_lines_is_found_out():
         def Translate(self, lines):
             return super().Translate(lines[1:])
 
+    source = io.BytesIO(b"x\ny\n")
     with pytest.raises(RuntimeError, match="1 translations of 2 lines"):
-        translate_stream(Loses(), io.BytesIO(b"x\ny\n"), io.BytesIO(), 5, print, lambda _: None)
+        translate_stream(Loses().Translate, source, io.BytesIO(), 5, print, lambda _: None)

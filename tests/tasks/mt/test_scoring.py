@@ -29,8 +29,9 @@ def test_equals_sacrebleu():
     reference = {s: r for pairs in data.values() for s, r in pairs}
     batches = []
 
-    def translate(lines):
+    def translate(lines, languages):
         batches.append(len(lines))
+        assert languages == [line.split()[0] for line in lines]
         return [reference[s].replace("file", "document") for s in lines]
 
     report = evaluate(translate, data.items(), batch_lines=40)
@@ -53,7 +54,7 @@ def test_equals_sacrebleu():
 def test_groups_are_thirds_by_training_pairs():
     data = devset(7)
     pairs = {"la": 10, "lb": 70, "lc": 30, "ld": 40, "le": 50, "lf": 60, "lg": 20}
-    report = evaluate(lambda lines: ["open the file"] * len(lines), data.items(), pairs)
+    report = evaluate(lambda lines, _: ["open the file"] * len(lines), data.items(), pairs)
     groups = {g: {k for k, r in report.languages.items() if r.group == g} for g in scoring.GROUPS}
     assert groups == {"high": {"lb", "lf", "le"}, "mid": {"ld", "lc"}, "low": {"lg", "la"}}
     found = report.ToDict()
@@ -66,7 +67,7 @@ def test_groups_are_thirds_by_training_pairs():
 
 def test_report_is_json_and_texts_are_aligned(tmp_path):
     data = {"de": [("eins\u2028zwei", "one two"), ("drei", "three")]}
-    report = evaluate(lambda lines: ["one\ntwo", ""][: len(lines)], data.items())
+    report = evaluate(lambda lines, _: ["one\ntwo", ""][: len(lines)], data.items())
     report.WriteTexts(tmp_path / "texts")
     for suffix, want in (
         ("src", "eins zwei\ndrei\n"),
@@ -82,12 +83,12 @@ def test_report_is_json_and_texts_are_aligned(tmp_path):
 def test_progress_and_what_goes_wrong():
     data = devset(1, 5)
     notes = []
-    evaluate(lambda lines: lines, data.items(), None, 2, lambda *note: notes.append(note))
+    evaluate(lambda lines, _: lines, data.items(), None, 2, lambda *note: notes.append(note))
     assert notes == [(2, 5), (4, 5), (5, 5)]
     with pytest.raises(ValueError, match="no language"):
-        evaluate(lambda lines: lines, [])
+        evaluate(lambda lines, _: lines, [])
     with pytest.raises(ValueError, match="1 translations of 5 lines"):
-        evaluate(lambda lines: lines[:1], data.items())
+        evaluate(lambda lines, _: lines[:1], data.items())
 
 
 def test_count_train_pairs(tmp_path):

@@ -117,7 +117,7 @@ class MtInput:
         self.shape = Shape(p.batch_size, p.source_length, p.target_length, p.pack, p.task_ids)
         self._records: Records | None = None
         self._vocabs: NestedMap | None = None
-        self._task_of: list[int] = []
+        self._task_of: list[int] | None = None
         self.dropped: dict[str, int] = {}
 
     def BatchSpec(self) -> NestedMap:
@@ -166,7 +166,8 @@ class MtInput:
         found = scan(p.data_dir, p.languages, progress)
         self._vocabs = self._find_vocabularies(found, cache_dir, progress, vocabs)
         self._records = cached_records(found, self._vocabs, cache_dir, progress)
-        self._task_of = task_numbers(list(self._records.languages), tasks)
+        if p.task_ids:
+            self._task_of = task_numbers(list(self._records.languages), tasks)
         dropped = Counter(found.skipped) + Counter(self._records.dropped)
         self.dropped = dict(dropped)
         skipped = f"{dropped.total():,} skipped ({reasons(dropped)})" if dropped else "none skipped"
@@ -204,8 +205,8 @@ class MtInput:
         return dict(self.records.languages)
 
     @property
-    def task_of(self) -> list[int]:
-        """The task id of each language, in the order of `languages`."""
+    def task_of(self) -> list[int] | None:
+        """The task id of each language, in the order of `languages`; None without task ids."""
         self.Prepare()
         return self._task_of
 
@@ -306,7 +307,8 @@ class BatchIterator:
         if not fits:
             source = source[: shape.source_length - 1]
             target = target[: shape.target_length - 1]
-        return (source, target, (language, position), self._input.task_of[language]), fits
+        task = self._input.task_of[language] if self._input.task_of else None
+        return (source, target, (language, position), task), fits
 
 
 def _user_cache() -> Path:
