@@ -1,0 +1,160 @@
+"""Routing by sentence and by task: what is shared, what differs, what it takes; the dense mixture.
+
+Letters: B batch, T time, G group, S token in group, E expert, M model, U task.
+"""
+
+import moe_reference
+import numpy as np
+import pytest
+import tensorflow as tf
+from router_testing import SEED, check, route, router
+
+from lingvo_moe.core.moe.layer import MoELayer
+from lingvo_moe.core.moe.routers.levels import sentence_means
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.randomness import make_seed
+from lingvo_moe.core.sharding import single_device, use_mesh
+
+M, H, E = 4, 5, 6
+RNG = np.random.default_rng(0)
+
+
+def _layer(level: str, num_groups: int = 0, **router_params) -> MoELayer:
+    p = MoELayer.Params().Set(
+        name="moe", model_dim=M, hidden_dim=H, num_experts=E, num_groups=num_groups
+    )
+    p.router.Set(level=level, second_expert_policy="all", **router_params)
+    return p.Instantiate()
+
+
+def test_sentence_means_by_hand():
+    """Two sentences and padding, in which a number of the first sentence stands."""
+    x = np.array([[[1.0], [3.0], [10.0], [20.0], [60.0], [7.0]]], np.float32)
+    segments, paddings = [[1, 1, 2, 2, 2, 1]], np.array([[0, 0, 0, 0, 0, 1]], np.float32)
+    means = sentence_means(x, tf.constant(segments), paddings)
+    np.testing.assert_allclose(means[0, :, 0], [2, 2, 30, 30, 30, 0])
+
+
+def test_a_sentence_has_one_choice_and_packed_sentences_their_own():
+    """Experts are those of the mean, whatever shares the row or the group."""
+    segments = np.array([[1, 1, 1, 2, 2, 0], [1, 2, 2, 3, 3, 3]], np.int32)
+    paddings = (segments == 0).astype(np.float32)
+    x = RNG.normal(size=(2, 6, M)).astype(np.float32)
+    layer = router("top2", M, E, level="sentence", second_expert_policy="all")
+    theta = NestedMap(wg=tf.constant(RNG.normal(size=(M, E)), tf.float32))
+    context = {"segment_ids": segments}
+    routing = route(layer, x, paddings, None, theta=theta, context=context)
+    check(routing, paddings)
+    chosen = set()
+    for b in range(2):
+        for segment in range(1, segments[b].max() + 1):
+            mine = segments[b] == segment
+            gates = moe_reference.softmax(x[b, mine].mean(0) @ theta.wg.numpy())
+            first, second = moe_reference.top_2(gates)
+            index = routing.expert_index.numpy()[b, mine]
+            assert (index == [first, second]).all()
+            want = gates[[first, second]] / gates[[first, second]].sum()
+            np.testing.assert_allclose(
+                routing.gate.numpy()[b, mine], [want] * mine.sum(), rtol=1e-4
+            )
+            chosen.add((first, second))
+    assert len(chosen) > 1  # the sentences do differ
+
+
+def test_sentences_of_different_rows_are_different_in_a_group():
+    """In training rows share a group, and their sentences have the same numbers."""
+    layer = _layer("sentence", num_groups=1)
+    p = layer.p.Copy().Set(num_groups=0)
+    B, T = 3, 4
+    x = tf.constant(RNG.normal(size=(B, T, M)), tf.float32)
+    context = NestedMap(segment_ids=tf.constant([[1, 1, 2, 2]] * B))
+    outs = []
+    with use_mesh(single_device()):
+        theta = layer.InitTheta(make_seed(1, 0))
+        for one in (layer, p.Set(capacity_factor=100.0).Instantiate()):
+            one = one.p.Copy().Set(capacity_factor=100.0).Instantiate()
+            outs.append(one.FProp(theta, x, tf.zeros([B, T]), seed=SEED, context=context)[0])
+        inference = layer.FProp(theta, x, tf.zeros([B, T]), context=context)[0]
+    np.testing.assert_allclose(outs[0], outs[1], atol=1e-6)
+    np.testing.assert_allclose(outs[0], inference, atol=1e-6)
+
+
+def test_by_task():
+    """The vectors say nothing, the task all: experts of emb[task] wg, the same for all its tokens."""
+    U = 3
+    tasks = RNG.integers(0, U, (2, 8)).astype(np.int32)
+    layer = router("top2", M, E, level="task", num_tasks=U, second_expert_policy="all")
+    theta = NestedMap(
+        wg=tf.constant(RNG.normal(size=(M, E)), tf.float32),
+        task_emb=tf.constant(RNG.normal(size=(U, M)), tf.float32),
+    )
+    x, none = RNG.normal(size=(2, 8, M)), np.zeros((2, 8))
+    index = route(layer, x, none, None, theta=theta, context={"task_ids": tasks}).expert_index
+    logits = theta.task_emb.numpy() @ theta.wg.numpy()
+    np.testing.assert_array_equal(index, np.argsort(-logits, -1)[:, :2][tasks])
+    specs = {k: s.shape for k, s in layer.VariableSpecs().FlattenItems()}
+    assert specs == {"wg": (M, E), "task_emb": (U, M)}
+
+
+def test_gradients_reach_sentences_and_task_embeddings():
+    context = NestedMap(
+        segment_ids=tf.constant([[1, 1, 2, 2]]), task_ids=tf.constant([[2, 2, 0, 0]])
+    )
+    paddings, weight = tf.zeros([1, 4]), tf.constant(RNG.normal(size=(1, 4, 2)), tf.float32)
+    for level, params in (("sentence", {}), ("task", {"num_tasks": 3})):
+        layer = router("top2", M, E, level=level, second_expert_policy="all", **params)
+        x = tf.constant(RNG.normal(size=(1, 4, M)), tf.float32)
+        with use_mesh(single_device()), tf.GradientTape() as tape:
+            theta = layer.InitTheta(make_seed(2, 0))
+            sources = [x, *theta.Flatten()]
+            tape.watch(sources)
+            gate = layer.FProp(theta, x, paddings, None, context=context).gate
+            loss = tf.reduce_sum(gate * weight)
+        dx, *rest = tape.gradient(loss, sources)
+        assert all(np.abs(g).max() > 1e-4 for g in rest)
+        if level == "sentence":  # a token's share of its sentence's gradient
+            np.testing.assert_allclose(dx[0, 0], dx[0, 1], rtol=1e-5)
+            assert np.abs(dx[0, 0] - dx[0, 2]).max() > 1e-5
+        else:
+            assert dx is None
+            (used,) = [g for g in rest if g.shape == (3, M)]
+            assert np.abs(used[0]).max() > 0 and not used[1].numpy().any()
+
+
+def test_what_it_takes():
+    with pytest.raises(ValueError, match=r"router\.level='sentance': .*did you mean 'sentence'"):
+        router("top2", M, E, level="sentance")
+    with pytest.raises(ValueError, match=r"num_tasks=0: level 'task' needs the number of tasks"):
+        router("top2", M, E, level="task")
+    layer = _layer("sentence", num_groups=4)
+    x, none = tf.zeros([2, 6, M]), tf.zeros([2, 6])
+    segments = NestedMap(segment_ids=tf.ones([2, 6], tf.int32))
+    with use_mesh(single_device()):
+        theta = layer.InitTheta(make_seed(1, 0))
+        with pytest.raises(ValueError, match="4 groups of 3 tokens cut rows of 6: num_groups must"):
+            layer.FProp(theta, x, none, seed=SEED, context=segments)
+        with pytest.raises(ValueError, match=r"moe routes by segment_ids .* given: none"):
+            layer.FProp(theta, x, none)
+
+
+@pytest.mark.parametrize("seed", [None, SEED], ids=["inference", "training"])
+def test_the_dense_mixture(seed):
+    """sum_e softmax_e FFN_e(x), in training too whatever the capacity; padding is zero."""
+    B, T = 2, 5
+    p = MoELayer.Params().Set(
+        name="moe", model_dim=M, hidden_dim=H, num_experts=E, capacity_factor=0.5, min_capacity=1
+    )
+    p.SetFromText("router", "soft")
+    layer = p.Instantiate()
+    x = RNG.normal(size=(B, T, M)).astype(np.float32)
+    paddings = np.array([[0] * 5, [0, 0, 0, 1, 1]], np.float32)
+    with use_mesh(single_device()):
+        theta = layer.InitTheta(make_seed(1, 0))
+        y, extras = layer.FProp(theta, tf.constant(x), tf.constant(paddings), seed=seed)
+    gates = moe_reference.softmax(x @ theta.router.wg.numpy())
+    hidden = np.maximum(np.einsum("btm,emh->bteh", x, theta.experts.wi), 0)
+    want = np.einsum("bte,bteh,ehm->btm", gates, hidden, theta.experts.wo)
+    np.testing.assert_allclose(y, want * (1 - paddings)[..., None], rtol=1e-4, atol=1e-5)
+    assert extras.aux_loss == 0 and extras.metrics.experts_per_token == E
+    meta = MoELayer.FPropMeta(p, (B, T, M)).flops
+    assert meta >= 2 * B * T * M * E + 4 * B * T * E * M * H
