@@ -8,8 +8,6 @@ import tensorflow as tf
 from lingvo_moe.core.moe.capacity import effective_capacity_factor
 from lingvo_moe.core.nested_map import NestedMap
 
-_TINY = 1e-30  # of a probability: p log p is then 0 at p = 0
-
 
 def routing_metrics(
     expert_index_GSk: tf.Tensor,
@@ -76,11 +74,18 @@ def routing_metrics(
         else effective_capacity_factor(real_GS.shape[1], num_experts, capacity)
     )
     if probabilities_GSE is not None:
-        real_GSE = probabilities_GSE * real_GS[:, :, tf.newaxis]
-        surprise_GSE = -tf.math.log(tf.maximum(probabilities_GSE, _TINY))
-        metrics.importance = tf.reduce_sum(real_GSE, [0, 1]) * per_token
-        metrics.gate_entropy = tf.reduce_sum(real_GSE * surprise_GSE) * per_token
+        sum_E = tf.reduce_sum(probabilities_GSE * real_GS[:, :, tf.newaxis], [0, 1])
+        entropy_GS = -tf.reduce_sum(tf.math.xlogy(probabilities_GSE, probabilities_GSE), -1)
+        metrics.importance = sum_E * per_token
+        metrics.gate_entropy = tf.reduce_sum(entropy_GS * real_GS) * per_token
     return metrics.Transform(tf.stop_gradient)
+
+
+def add_losses(metrics: NestedMap, aux_loss: tf.Tensor, losses: dict[str, tf.Tensor]) -> None:
+    """Into a router's metrics, without gradients: `aux_loss`, and each loss unweighted as `loss_<name>`."""
+    metrics.aux_loss = tf.stop_gradient(aux_loss)
+    for name, loss in losses.items():
+        metrics[f"loss_{name}"] = tf.stop_gradient(loss)
 
 
 def _by_rank(

@@ -86,6 +86,8 @@ def test_perfect_balance_gives_the_least_loss():
     np.testing.assert_allclose(lingvo.aux_loss, 1, 1e-6)
     scaled = _route(_router(4, aux_loss_scale=4.0), _log(gates))
     np.testing.assert_allclose(scaled.aux_loss, 1 / 4, 1e-6)
+    for routing in (lingvo, scaled):  # in its metrics, 1 at balance whatever the factor
+        np.testing.assert_allclose(routing.metrics.loss_load_balance, 1, 1e-6)
 
 
 def test_a_saturated_softmax_still_has_two_choices():

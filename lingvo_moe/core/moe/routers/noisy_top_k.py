@@ -12,9 +12,9 @@ from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.moe.choice import top_k
 from lingvo_moe.core.moe.losses import cv_squared, importance, smooth_load
-from lingvo_moe.core.moe.metrics import routing_metrics
+from lingvo_moe.core.moe.metrics import add_losses, routing_metrics
 from lingvo_moe.core.moe.routers.base import LearnedRouter, Routing
-from lingvo_moe.core.moe.routers.top_k import add_losses, check_k
+from lingvo_moe.core.moe.routers.top_k import check_k
 from lingvo_moe.core.moe.seating import count_choices, take_seats
 from lingvo_moe.core.nested_map import NestedMap
 

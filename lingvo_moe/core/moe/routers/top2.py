@@ -9,7 +9,7 @@ from lingvo_moe.core import randomness
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.moe.losses import load_balance
-from lingvo_moe.core.moe.metrics import routing_metrics
+from lingvo_moe.core.moe.metrics import add_losses, routing_metrics
 from lingvo_moe.core.moe.routers.base import LearnedRouter, Routing
 from lingvo_moe.core.suggest import did_you_mean
 
@@ -136,11 +136,13 @@ class Top2Router(LearnedRouter):
         gate = tf.stack([gate_1, gate_2], -1)
         kept = tf.stack([kept_1, kept_2], -1)
         wanted = tf.stack([wanted_1, wanted_2], -1)
-        aux_loss = load_balance(gates_GSE, first_GSE, real_GS) * self._AuxLossScale()
+        loss = load_balance(gates_GSE, first_GSE, real_GS)
+        aux_loss = loss * self._AuxLossScale()
         metrics = routing_metrics(
             expert_index, gate, wanted, kept, real_GS, p.num_experts, capacity, gates_GSE
         )
-        metrics.aux_loss = tf.stop_gradient(aux_loss)
+        # As for other routers 1 at balance, whatever the reading.
+        add_losses(metrics, aux_loss, {"load_balance": loss * float(p.num_experts**2)})
         return Routing(
             expert_index=expert_index,
             gate=gate,

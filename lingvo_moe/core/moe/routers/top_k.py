@@ -11,7 +11,7 @@ from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.moe.choice import pick, top_k
 from lingvo_moe.core.moe.losses import load_balance_of_choices, log_partition, z_loss
-from lingvo_moe.core.moe.metrics import routing_metrics
+from lingvo_moe.core.moe.metrics import add_losses, routing_metrics
 from lingvo_moe.core.moe.routers.base import LearnedRouter, Routing
 from lingvo_moe.core.moe.seating import count_choices, take_seats
 from lingvo_moe.core.nested_map import NestedMap
@@ -202,13 +202,6 @@ def check_k(path: str, p: InstantiableParams) -> None:
     """Raises ValueError where a token cannot have k different experts."""
     if not 1 <= p.k <= p.num_experts:
         raise ValueError(f"{path}.k={p.k}: must be 1 to {p.num_experts}, the number of experts")
-
-
-def add_losses(metrics: NestedMap, aux_loss: tf.Tensor, losses: dict[str, tf.Tensor]) -> None:
-    """Into a router's metrics, without gradients: `aux_loss`, and each loss unweighted as `loss_<name>`."""
-    metrics.aux_loss = tf.stop_gradient(aux_loss)
-    for name, loss in losses.items():
-        metrics[f"loss_{name}"] = tf.stop_gradient(loss)
 
 
 def _normalize(gate_GSk: tf.Tensor) -> tf.Tensor:
