@@ -1,0 +1,183 @@
+"""The dispatchers without slots of C over eight devices: the one-device numbers, and what is sent.
+
+Letters: B batch, T time, G group, S token in group, k choice rank, E expert, M model.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import toy_moe
+from toy_moe import MESH, B, E, M, T
+
+from lingvo_moe.core.engine.collectives import parse_collectives
+from lingvo_moe.core.engine.testing import run_sharded
+from lingvo_moe.core.moe.dispatch_dropless import DroplessDispatcher
+from lingvo_moe.core.moe.layer import MoELayer
+from lingvo_moe.core.moe.routers.top_k import TopKRouter
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.sharding import Mesh, ShardingError, single_device, use_mesh
+
+ROOMY = {"capacity_factor": 15.0}  # 23 slots for 24 tokens: with padding nothing overflows
+TOKENS = B * T // 8  # of a device
+
+
+def _layer(dispatcher, k: int = 2, **params) -> MoELayer:
+    router = TopKRouter.Params().Set(k=k)
+    return toy_moe.layer(dispatcher=dispatcher, router=router, **params)
+
+
+def _train(layer: MoELayer):
+    def train(theta, x, paddings, seed):
+        weights = theta.Flatten()
+        with tf.GradientTape() as tape:
+            tape.watch([x, *weights])
+            y, extras = layer.FProp(theta, x, paddings, seed=seed)
+            loss = tf.reduce_sum(tf.cast(y, x.dtype) * tf.sin(x)) + extras.aux_loss
+        dx, *grads = tape.gradient(loss, [x, *weights])
+        return NestedMap(y=y, aux_loss=extras.aux_loss, dx=dx, grads=theta.Pack(grads))
+
+    return train
+
+
+def _eagerly(fn, args: list):
+    """The reference, without a compiler."""
+    with use_mesh(single_device()):
+        return fn(*[tf.nest.map_structure(tf.constant, arg) for arg in args])
+
+
+def _compare(got: NestedMap, want: NestedMap) -> None:
+    for (path, a), b in zip(got.FlattenItems(), want.Flatten(), strict=True):
+        scale = max(float(np.abs(b).max()), 1e-3)
+        tolerance = 1e-4 if path.startswith(("dx", "grads")) else 1e-5
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale, err_msg=path)
+
+
+def _sent(hlo: str) -> list[tuple[str, int]]:
+    """Kinds and bytes of all that crosses but sums."""
+    found = [(c.kind, c.num_bytes) for c in parse_collectives(hlo) if c.kind != "all-reduce"]
+    return sorted(found)
+
+
+@pytest.mark.parametrize("k", [1, 2, E])
+def test_dropless_equals_the_einsum_dispatcher(k):
+    """Values and gradients, and all-to-alls of nothing but rows and their numbers."""
+    layer, einsum = _layer("dropless", k), _layer("einsum", k, **ROOMY)
+    args, splits = toy_moe.arguments(layer)
+    want = _eagerly(_train(einsum), args)
+    got, collectives = run_sharded(_train(layer), args, MESH, splits)
+    _compare(got, want)
+    assert set(collectives) <= {"all-to-all", "all-reduce"}
+    # To each of 8 devices, 2 experts each: there and back, forward and backward; and once int32 [8,2].
+    rows = 8 * TOKENS * min(k, 2) * M * 4
+    assert _sent(collectives.hlo) == [("all-to-all", 8 * 2 * 4)] + [("all-to-all", rows)] * 4
+
+
+def test_forward_sends_rows_twice():
+    layer = _layer("dropless")
+    args, splits = toy_moe.arguments(layer)
+
+    def forward(theta, x, paddings, seed):
+        return layer.FProp(theta, x, paddings, seed=seed)[0]
+
+    hlo = run_sharded(forward, args, MESH, splits)[1].hlo
+    rows = 8 * TOKENS * 2 * M * 4
+    assert _sent(hlo) == [("all-to-all", 8 * 2 * 4)] + [("all-to-all", rows)] * 2
+
+
+@pytest.mark.parametrize(
+    ("mesh", "split"),
+    [
+        pytest.param(
+            "data:2,expert:4",
+            {"B": ("data", "expert"), "G": ("data", "expert"), "E": "expert"},
+            id="experts on one axis of two",
+        ),
+        pytest.param(
+            "data:4,model:2",
+            {"B": "data", "G": "data", "E": "data", "M": "model", "H": "model"},
+            id="M and H cut too",
+        ),
+        pytest.param("expert:8", {"B": "expert", "G": "expert"}, id="experts not cut"),
+    ],
+)
+def test_other_meshes(mesh, split):
+    weight_split = {letter: split[letter] for letter in "EH" if letter in split}
+    dropless, einsum = (
+        _layer(d, activation_split=split, weight_split=weight_split, **ROOMY)
+        for d in ("dropless", "einsum")
+    )
+    args, _ = toy_moe.arguments(dropless)
+    want = _eagerly(_train(einsum), args)
+    got, _ = run_sharded(_train(dropless), args, Mesh.parse(mesh))
+    _compare(got, want)
+
+
+def test_bounded_room_drops_what_does_not_fit_and_says_so():
+    """A device has room for as many rows as the mean times a factor; rows go by expert and token."""
+    factor = 1.25
+    bounded = DroplessDispatcher.Params().Set(device_capacity_factor=factor)
+    layer, free = _layer(bounded), _layer("dropless")
+    args, splits = toy_moe.arguments(layer)
+    theta, x, paddings, seed = args
+
+    def forward(theta, x, paddings, seed):
+        y, extras = layer.FProp(theta, x, paddings, seed=seed)
+        return y, extras.metrics.over_device_capacity_ratio
+
+    (y, ratio), collectives = run_sharded(forward, args, MESH, splits)
+    room = math.ceil(factor * TOKENS * 2 / 8)
+    assert _sent(collectives.hlo)[-1] == ("all-to-all", 8 * room * M * 4)
+
+    tokens = x.reshape(8, TOKENS, M)
+    with use_mesh(single_device()):
+        routing = free.router.FProp(
+            theta.router, tokens, tf.reshape(paddings, [8, TOKENS]), None, seed=tf.constant(seed)
+        )
+    index, gate, kept = (t.numpy() for t in (routing.expert_index, routing.gate, routing.kept))
+    wi, wo = theta.experts.wi.numpy(), theta.experts.wo.numpy()
+    want, dropped = np.zeros((8, TOKENS, M), np.float32), 0
+    for device in range(8):
+        taken = np.zeros(8, int)  # of the rooms at the eight devices
+        for e in range(E):
+            for s, r in np.ndindex(TOKENS, 2):
+                if not kept[device, s, r] or index[device, s, r] != e:
+                    continue
+                taken[e // 2] += 1
+                if taken[e // 2] > room:
+                    dropped += 1
+                    continue
+                hidden = np.maximum(tokens[device, s] @ wi[e], 0)
+                want[device, s] += gate[device, s, r] * (hidden @ wo[e])
+    assert dropped > 3
+    np.testing.assert_allclose(y, want.reshape(B, T, M), atol=1e-5)
+    np.testing.assert_allclose(ratio, dropped / kept.sum(), rtol=1e-6)
+
+
+def test_masked_over_devices():
+    """All tokens at all experts: E S slots a group, there and back."""
+    layer, einsum = _layer("masked", **ROOMY), _layer("einsum", **ROOMY)
+    args, splits = toy_moe.arguments(layer)
+    want = _eagerly(_train(einsum), args)
+    got, collectives = run_sharded(_train(layer), args, MESH, splits)
+    _compare(got, want)
+    assert _sent(collectives.hlo) == [("all-to-all", E * TOKENS * M * 4)] * 4
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"num_experts": 12}, "12 experts do not divide evenly over the 8 devices"),
+        (
+            {"activation_split": {"B": "expert", "E": "expert"}},
+            "have to be the last of those that cut the tokens",
+        ),
+        ({"activation_split": {"S": "expert"}}, "cuts S along 'expert'"),
+    ],
+)
+def test_what_cannot_be_cut_raises(params, message):
+    layer = _layer("dropless", weight_split={}, **params)
+    args, _ = toy_moe.arguments(layer)
+    with pytest.raises(ShardingError, match=message):
+        run_sharded(lambda *a: layer.FProp(*a[:3], seed=a[3])[0], args, MESH)
