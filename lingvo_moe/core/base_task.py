@@ -15,6 +15,7 @@ from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap, map_structure
+from lingvo_moe.core.op_by_op import is_op_by_op
 from lingvo_moe.core.optimizers.adafactor import Adafactor
 from lingvo_moe.core.optimizers.clipping import clip_by_global_norm
 
@@ -101,16 +102,13 @@ class BaseTask(BaseLayer):
         )
         theta = self._WithUpdates(theta, updates)
         finite = tf.math.is_finite(loss) & tf.math.is_finite(norm)
-
-        def keep(new: tf.Tensor, old: tf.Tensor) -> tf.Tensor:
-            return tf.where(finite, new, old)
-
+        kept = _where(finite, NestedMap(theta=theta, slots=slots), state)
         skipped = state.skipped + tf.cast(~finite, tf.int32)
         metrics.update(optimizer_metrics, grad_norm=norm, skipped=tf.cast(skipped, tf.float32))
         return (
             NestedMap(
-                theta=map_structure(keep, theta, state.theta),
-                slots=map_structure(keep, slots, state.slots),
+                theta=kept.theta,
+                slots=kept.slots,
                 step=state.step + 1,
                 skipped=skipped,
             ),
@@ -169,6 +167,18 @@ def updates_of(*extras: NestedMap) -> NestedMap:
         for path, value in layer.get("updates", NestedMap()).FlattenItems():
             updates.Set(path, value)
     return NestedMap(updates=updates) if updates else NestedMap()
+
+
+def _where(finite: tf.Tensor, new: NestedMap, old: NestedMap) -> NestedMap:
+    """The theta and slots of one state or of the other."""
+    old = NestedMap(theta=old.theta, slots=old.slots)
+    if is_op_by_op():  # a branch copies nothing
+        return new.Pack(list(tf.cond(finite, new.Flatten, old.Flatten)))
+
+    def keep(new: tf.Tensor, old: tf.Tensor) -> tf.Tensor:
+        return tf.where(finite, new, old)
+
+    return map_structure(keep, new, old)
 
 
 def _counter(name: str) -> VariableSpec:

@@ -21,6 +21,7 @@ from lingvo_moe.core.engine.specs import (
     pack,
     skeleton,
 )
+from lingvo_moe.core.op_by_op import running_op_by_op
 from lingvo_moe.core.sharding import DimsMapping, Mesh, use_mesh
 from lingvo_moe.core.sharding.manual_check import check_regions
 
@@ -53,7 +54,7 @@ def trace(
     _check_dtypes(name, args)
     flat_fn = _FlatFunction(fn, arg_specs, args, mesh)
     tf_function = tf.function(flat_fn, jit_compile=jit_compile, autograph=False)
-    with remembering_forward():
+    with remembering_forward(), running_op_by_op(not jit_compile):
         concrete = tf_function.get_concrete_function(
             *[tf.TensorSpec(a.shape, a.dtype) for a in args]
         )

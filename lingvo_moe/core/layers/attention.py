@@ -13,7 +13,9 @@ from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.layers import attention_op_by_op
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.op_by_op import is_op_by_op
 
 # What a masked logit becomes: finite, so that a query that may look nowhere still gives numbers.
 _MASKED = -1e9
@@ -62,9 +64,31 @@ class MultiHeadAttention(BaseLayer):
         Returns:
             [B, T, M]. Where the mask allows nothing the values are finite and mean nothing.
         """
+        if is_op_by_op():
+            return self._OpByOp(theta, query, source, mask, seed)
         q = self._Queries(theta, query)
         memory = self.PrecomputeMemory(theta, source)
         return self._Attend(theta, q, memory, mask, seed)
+
+    def _OpByOp(
+        self,
+        theta: NestedMap,
+        query: tf.Tensor,
+        source: tf.Tensor,
+        mask: tf.Tensor,
+        seed: tf.Tensor | None,
+    ) -> tf.Tensor:
+        """FProp for TensorFlow's own kernels."""
+        wq, wk, wv, wo = (self.Cast(theta[name]) for name in "qkvo")
+        wq *= tf.constant(self._scale, wq.dtype)
+        if query is source:
+            q, k, v = attention_op_by_op.project(query, [wq, wk, wv])
+        else:
+            (q,) = attention_op_by_op.project(query, [wq])
+            k, v = attention_op_by_op.project(source, [wk, wv])
+        probs = self.Cast(attention_op_by_op.probabilities(q, k, mask))
+        probs = self._Dropout(probs, seed)
+        return attention_op_by_op.context(probs, v, wo)
 
     def PrecomputeMemory(self, theta: NestedMap, memory: tf.Tensor) -> NestedMap:
         """Keys and values of memory [B, S, M]: NestedMap(k, v), each [B, S, N, K]."""
@@ -149,6 +173,9 @@ class MultiHeadAttention(BaseLayer):
         allowed = tf.cast(mask, tf.bool)[:, tf.newaxis]
         logits = tf.where(allowed, tf.cast(logits, tf.float32), tf.constant(_MASKED))
         probs = self.Cast(tf.nn.softmax(logits))
+        return self._Dropout(probs, seed)
+
+    def _Dropout(self, probs: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:
         return randomness.dropout(probs, self.p.atten_dropout_prob, self.FoldSeed(seed, "atten"))
 
     def _Output(self, theta: NestedMap, context: tf.Tensor) -> tf.Tensor:

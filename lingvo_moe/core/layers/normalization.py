@@ -9,6 +9,7 @@ from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.op_by_op import fused
 
 
 class LayerNorm(BaseLayer):
@@ -33,16 +34,24 @@ class LayerNorm(BaseLayer):
 
     def FProp(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
         """Normalizes x [..., M]; the result has the activations' type."""
-        wide = tf.cast(x, tf.float32)
-        # Sums times 1/M: the gradient of tf.reduce_mean would make a constant as large as x.
-        per_element = 1.0 / self.p.model_dim
-        centred = wide - tf.reduce_sum(wide, axis=-1, keepdims=True) * per_element
-        variance = tf.reduce_sum(centred * centred, axis=-1, keepdims=True) * per_element
-        normal = centred * tf.math.rsqrt(variance + self.p.epsilon)
-        scale, bias = (tf.cast(w, tf.float32) for w in (theta.scale, theta.bias))
-        return tf.cast(normal * scale + bias, self.fprop_dtype)
+        return _normalize(x, theta.scale, theta.bias, self.p.epsilon, self.fprop_dtype)
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
         """No matrix multiplication: elementwise work is not counted."""
         return NestedMap(flops=0, out_shapes=(tuple(input_shapes[0]),))
+
+
+@fused
+def _normalize(
+    x: tf.Tensor, scale: tf.Tensor, bias: tf.Tensor, epsilon: float, dtype: tf.DType
+) -> tf.Tensor:
+    """See LayerNorm."""
+    wide = tf.cast(x, tf.float32)
+    # Sums times 1/M: the gradient of tf.reduce_mean would make a constant as large as x.
+    per_element = 1.0 / x.shape[-1]
+    centred = wide - tf.reduce_sum(wide, axis=-1, keepdims=True) * per_element
+    variance = tf.reduce_sum(centred * centred, axis=-1, keepdims=True) * per_element
+    normal = centred * tf.math.rsqrt(variance + epsilon)
+    scale, bias = tf.cast(scale, tf.float32), tf.cast(bias, tf.float32)
+    return tf.cast(normal * scale + bias, dtype)

@@ -16,6 +16,7 @@ from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.op_by_op import is_op_by_op
 from lingvo_moe.core.sharding import current_mesh
 from lingvo_moe.core.sharding.annotate import mesh_split, shard_letters
 
@@ -87,8 +88,8 @@ class Repeat(BaseLayer):
         self, theta: NestedMap, carry: tf.Tensor, shared: NestedMap, seed: tf.Tensor | None
     ) -> tuple[tf.Tensor, NestedMap]:
         all_extras = []
-        for i in range(self.p.num_repeats):
-            theta_i = _slice(theta, i)
+        thetas = _slices(theta, self.p.num_repeats)
+        for i, theta_i in enumerate(thetas):
             carry, extras = self._Body(tf.constant(i), theta_i, carry, shared, seed)
             all_extras.append(extras)
         stacked = tf.nest.map_structure(lambda *values: tf.stack(values), *all_extras)
@@ -267,6 +268,14 @@ def _extras_specs(
 
 def _slice(theta: NestedMap, i: int) -> NestedMap:
     return theta.Transform(lambda w: w[i])
+
+
+def _slices(theta: NestedMap, num: int) -> list[NestedMap]:
+    if not is_op_by_op():
+        return [_slice(theta, i) for i in range(num)]
+    # Together: the gradient is then one stack, not a sum of arrays that are zero but for a slice.
+    unstacked = [tf.unstack(w, num) for w in theta.Flatten()]
+    return [theta.Pack(list(slices)) for slices in zip(*unstacked, strict=True)]
 
 
 def _array(num: int, dtype: tf.DType, shape: tf.TensorShape) -> tf.TensorArray:

@@ -8,7 +8,9 @@ from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.layers import softmax_op_by_op
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.op_by_op import is_op_by_op
 
 
 class Softmax(BaseLayer):
@@ -42,6 +44,24 @@ class Softmax(BaseLayer):
         """Logits of x [B, T, M]: float32 [B, T, V]."""
         logits = tf.einsum("BTM,VM->BTV", x, self.Cast(theta.table))
         return self.Shard(tf.cast(logits, tf.float32), "BTV")
+
+    def Losses(
+        self, theta: NestedMap, x: tf.Tensor, labels: tf.Tensor, weights: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """What training needs of the logits of x [B, T, M]; labels and weights as in XentLoss.
+
+        Returns:
+            (xent, nll, correct), float32 [B, T], all times the weight: xent and correct as from
+            XentLoss, and nll the cross-entropy without smoothing, which has no gradient.
+        """
+        if is_op_by_op() and x.dtype == theta.table.dtype == tf.float32:
+            each = softmax_op_by_op.losses(x, theta.table, labels, self.p.label_smoothing)
+            xent, nll, correct = (loss * tf.cast(weights, tf.float32) for loss in each)
+            return xent, nll, correct
+        logits = self.FProp(theta, x)
+        xent, correct = self.XentLoss(logits, labels, weights)
+        nll = smoothed_cross_entropy(tf.stop_gradient(logits), labels, 0.0)
+        return xent, nll * tf.cast(weights, tf.float32), correct
 
     def XentLoss(
         self, logits: tf.Tensor, labels: tf.Tensor, weights: tf.Tensor

@@ -5,12 +5,14 @@ for a query's 'MNK' they are row 'MN' and col 'NK', a matrix for each head.
 """
 
 import math
+from dataclasses import replace
 
 import tensorflow as tf
 
 from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.op_by_op import fused
 from lingvo_moe.core.optimizers.base import Optimizer, slot_spec
 
 
@@ -111,6 +113,81 @@ class Adafactor(Optimizer):
         if p.multiply_by_parameter_scale:
             update *= tf.maximum(_rms(weight, spec.stack_dims), p.epsilon2)
         return update * rate, new_slot
+
+    def _InFewPasses(
+        self,
+        spec: VariableSpec,
+        weight: tf.Tensor,
+        grad: tf.Tensor,
+        slot: NestedMap,
+        rate: tf.Tensor,
+        step: tf.Tensor,
+    ) -> tuple[tf.Tensor, NestedMap, tf.Tensor] | None:
+        """See Optimizer: here for float32 weights whose moment is factored over the last two dimensions.
+
+        u is the product of g and two vectors a and b, so that sum u^2 = a^2 . g^2 . b^2: the same matrix
+        product that sums the columns of g^2 gives it, and u itself is never written.
+        """
+        p, rank = self.p, len(spec.shape)
+        if self._Factored(spec) != (rank - 2, rank - 1) or weight.dtype != tf.float32:
+            return None
+        if spec.stack_dims:
+            # Layer by layer: what fits in a cache is read faster.
+            return self._LayerByLayer(spec, weight, grad, slot, rate, step)
+        t = tf.cast(step, tf.float32) + 1.0
+        decay = tf.minimum(1.0 - tf.pow(t, -p.decay_exponent), p.beta2)
+        rows, columns = spec.shape[-2:]
+        square = tf.square(tf.cast(grad, tf.float32))
+        sums = tf.reduce_sum(square, -1)
+        row = decay * slot.row + (1.0 - decay) * (sums * (1.0 / columns) + p.epsilon1)
+        a_square = tf.reduce_mean(row, -1, keepdims=True) / row
+        both = tf.matmul(tf.stack([tf.fill(tf.shape(row), 1.0 / rows), a_square], -2), square)
+        means, weighted = tf.unstack(both, axis=-2)
+        col = decay * slot.col + (1.0 - decay) * (means + p.epsilon1)
+        total = tf.reduce_sum(weighted / col)
+        count = math.prod(spec.shape)
+        scale = rate
+        if p.clip_threshold:
+            excess = tf.sqrt(total * (1.0 / count)) * (1.0 / p.clip_threshold)
+            scale *= tf.math.reciprocal(tf.maximum(excess, 1.0))
+        if p.multiply_by_parameter_scale:
+            size = tf.sqrt(tf.nn.l2_loss(weight) * (2.0 / count))
+            scale *= tf.maximum(size, p.epsilon2)
+        new = _subtract(weight, grad, tf.sqrt(a_square) * scale, tf.math.rsqrt(col))
+        return new, NestedMap(row=row, col=col), total * tf.square(scale)
+
+    def _LayerByLayer(
+        self,
+        spec: VariableSpec,
+        weight: tf.Tensor,
+        grad: tf.Tensor,
+        slot: NestedMap,
+        rate: tf.Tensor,
+        step: tf.Tensor,
+    ) -> tuple[tf.Tensor, NestedMap, tf.Tensor]:
+        one = replace(
+            spec,
+            shape=spec.shape[1:],
+            letters=spec.letters[1:],
+            split=spec.split[1:],
+            stack_dims=spec.stack_dims - 1,
+        )
+        rows, cols = tf.unstack(slot.row), tf.unstack(slot.col)
+        out = []
+        for i in range(spec.shape[0]):
+            own = NestedMap(row=rows[i], col=cols[i])
+            few = self._InFewPasses(one, weight[i], grad[i], own, rate, step)
+            assert few is not None
+            out.append(few)
+        weights, slots, squares = zip(*out, strict=True)
+        new_slot = NestedMap({name: tf.stack([s[name] for s in slots]) for name in ("row", "col")})
+        return tf.stack(weights), new_slot, tf.add_n(squares)
+
+
+@fused
+def _subtract(weight: tf.Tensor, grad: tf.Tensor, a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
+    """weight [..., R, C] - a [..., R] grad b [..., C]."""
+    return weight - grad * a[..., tf.newaxis] * b[..., tf.newaxis, :]
 
 
 def _rms(x: tf.Tensor, stack_dims: int) -> tf.Tensor:

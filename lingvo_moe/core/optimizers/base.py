@@ -12,6 +12,7 @@ from lingvo_moe.core.base_layer import VariableSpec, name_scope
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.op_by_op import is_op_by_op
 from lingvo_moe.core.optimizers.schedules import SqrtDecay
 
 
@@ -77,6 +78,7 @@ class Optimizer:
         rate = self.learning_rate.Value(step)
         deltas: list[tf.Tensor | None] = []
         new_slots: list[NestedMap] = []
+        ready: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}  # see _InFewPasses
         for spec, weight, grad, slot in zip(
             specs.Flatten(), theta.Flatten(), grads.Flatten(), self._SlotsOf(specs, slots)
         ):
@@ -85,16 +87,27 @@ class Optimizer:
                 new_slots.append(slot)
                 continue
             with name_scope(f"optimizer.{spec.path}"):
+                if is_op_by_op():
+                    few = self._InFewPasses(spec, weight, grad, slot, rate, step)
+                    if few is not None:
+                        new_weight, new_slot, square = few
+                        ready[len(deltas)] = new_weight, square
+                        deltas.append(None)
+                        new_slots.append(new_slot)
+                        continue
                 delta, new_slot = self._UpdateOne(
                     spec, tf.cast(weight, tf.float32), tf.cast(grad, tf.float32), slot, rate, step
                 )
             deltas.append(delta)
             new_slots.append(new_slot)
-        squares = tf.add_n([tf.reduce_sum(tf.square(d)) for d in deltas if d is not None])
+        terms = [tf.reduce_sum(tf.square(d)) for d in deltas if d is not None]
+        squares = tf.add_n(terms + [square for _, square in ready.values()])
         new_theta = [
             w if d is None else tf.cast(tf.cast(w, tf.float32) - d, w.dtype)
             for w, d in zip(theta.Flatten(), deltas, strict=True)
         ]
+        for i, (new_weight, _) in ready.items():
+            new_theta[i] = new_weight
         metrics = NestedMap(learning_rate=rate, update_norm=tf.sqrt(squares))
         flat_slots = [leaf for slot in new_slots for leaf in slot.Flatten()]
         return theta.Pack(new_theta), slots.Pack(flat_slots), metrics
@@ -126,6 +139,19 @@ class Optimizer:
     ) -> tuple[tf.Tensor, NestedMap]:
         """(what to subtract from the weight, new slots), all float32."""
         raise NotImplementedError(f"{type(self).__name__}._UpdateOne")
+
+    def _InFewPasses(
+        self,
+        spec: VariableSpec,
+        weight: tf.Tensor,
+        grad: tf.Tensor,
+        slot: NestedMap,
+        rate: tf.Tensor,
+        step: tf.Tensor,
+    ) -> tuple[tf.Tensor, NestedMap, tf.Tensor] | None:
+        """What _UpdateOne leads to, for TensorFlow's own kernels (core/op_by_op.py): (the new weight, new
+        slots, the sum of the squares of what was subtracted); None: there is no such form of it."""
+        return None
 
 
 def slot_spec(spec: VariableSpec, name: str, without: int | None = None) -> VariableSpec:
