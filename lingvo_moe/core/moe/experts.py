@@ -9,8 +9,10 @@ from lingvo_moe.core import randomness
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.moe.packing import shape_of
 from lingvo_moe.core.moe.rows import Rows
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.op_by_op import is_op_by_op
 from lingvo_moe.core.sharding import DimsMapping, dims_mapping
 
 
@@ -41,10 +43,10 @@ class Experts(BaseLayer):
         self, theta: NestedMap, x_EGCM: tf.Tensor, seed: tf.Tensor | None = None
     ) -> tf.Tensor:
         """Slots [E,G,C,M] in, slots [E,G,C,M] out, both cut along E, as the weights are."""
-        h_EGCH = tf.einsum("EGCM,EMH->EGCH", x_EGCM, self.Cast(theta.wi))
+        h_EGCH = _product(x_EGCM, self.Cast(theta.wi))
         h_EGCH = self.Shard(tf.nn.relu(h_EGCH), "EGCH")
         h_EGCH = randomness.dropout(h_EGCH, self.p.relu_dropout_prob, seed)
-        return self.Shard(tf.einsum("EGCH,EHM->EGCM", h_EGCH, self.Cast(theta.wo)), "EGCM")
+        return self.Shard(_product(h_EGCH, self.Cast(theta.wo)), "EGCM")
 
     def GroupedFProp(self, theta: NestedMap, x: Rows, seed: tf.Tensor | None = None) -> Rows:
         """Rows [D,N,M] in, rows [D,N,M] out, in ragged groups; cut along D, whose experts are local."""
@@ -54,3 +56,14 @@ class Experts(BaseLayer):
 
     def _Mapping(self, name: str, letters: str) -> DimsMapping:
         return dims_mapping(letters, self.p.weight_split, name)
+
+
+def _product(x_EGCM: tf.Tensor, w_EMH: tf.Tensor) -> tf.Tensor:
+    """Each expert's slots times its matrix, [E,G,C,H]."""
+    if not is_op_by_op():
+        return tf.einsum("EGCM,EMH->EGCH", x_EGCM, w_EMH)
+    # TensorFlow's gradient of an einsum gives [E,H,M] for the weights and transposes it, which costs more
+    # than the product where experts are many; that of a batched product comes out as it is.
+    experts, groups, slots, width = shape_of(x_EGCM)
+    y = tf.matmul(tf.reshape(x_EGCM, [experts, groups * slots, width]), w_EMH)
+    return tf.reshape(y, [experts, groups, slots, w_EMH.shape[-1]])

@@ -1,0 +1,36 @@
+"""The experts' products for TensorFlow's own kernels are those for XLA, gradients too."""
+
+import numpy as np
+import tensorflow as tf
+
+from lingvo_moe.core import sharding
+from lingvo_moe.core.moe.experts import Experts
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.op_by_op import running_op_by_op
+
+E, G, C, M, H = 3, 2, 4, 5, 6
+
+
+def _run(op_by_op, args):
+    layer = Experts.Params().Set(name="x", model_dim=M, hidden_dim=H, num_experts=E).Instantiate()
+
+    @tf.function(autograph=False, jit_compile=not op_by_op)
+    def step(x, wi, wo):
+        with sharding.use_mesh(sharding.single_device()), running_op_by_op(op_by_op):
+            y = layer.FProp(NestedMap(wi=wi, wo=wo), x)
+        return y, *tf.gradients(tf.reduce_sum(y * tf.cos(y)), [x, wi, wo])
+
+    return step(*args), step.get_concrete_function(*args).graph
+
+
+def test_batched_products_are_the_einsums():
+    draw = np.random.default_rng(1).standard_normal
+    shapes = (E, G, C, M), (E, M, H), (E, H, M)
+    args = [tf.constant(draw(shape), tf.float32) for shape in shapes]
+    got, graph = _run(True, args)
+    wanted, _ = _run(False, args)
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    # Nothing is transposed for itself: that is what they are for.
+    kinds = {op.type for op in graph.get_operations()}
+    assert "BatchMatMulV2" in kinds and not kinds & {"Einsum", "Transpose"}
