@@ -1,0 +1,170 @@
+"""Inference: no chance, no capacity, no expert computed for tokens that did not choose it; own experts.
+
+Letters: B batch, T time, E expert, M model, H hidden.
+"""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_moe.core.base_layer import BaseLayer
+from lingvo_moe.core.layers.transformer import TransformerLayer
+from lingvo_moe.core.moe.experts import Experts
+from lingvo_moe.core.moe.layer import MoELayer
+from lingvo_moe.core.moe.routers.base import LearnedRouter
+from lingvo_moe.core.moe.routers.top2 import Top2Router
+from lingvo_moe.core.moe.routers.top_k import TopKRouter
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.randomness import make_seed
+from lingvo_moe.core.sharding import single_device, use_mesh
+
+B, T, E, M, H = 2, 5, 8, 8, 16
+ROUTERS = [
+    pytest.param(Top2Router.Params(), id="top2"),
+    pytest.param(TopKRouter.Params().Set(k=1), id="k=1"),
+    pytest.param(TopKRouter.Params().Set(k=3, balance_bias=0.1, jitter=0.5), id="k=3, biased"),
+]
+
+
+def _params(router):
+    return MoELayer.Params().Set(
+        name="moe", model_dim=M, hidden_dim=H, num_experts=E, router=router
+    )
+
+
+def _tokens(*shape: int) -> tf.Tensor:
+    return tf.constant(np.random.default_rng(0).normal(size=shape), tf.float32)
+
+
+@pytest.fixture
+def routed(monkeypatch) -> list:
+    """The decisions that routers make from here on."""
+    decisions = []
+    route = LearnedRouter.FProp
+
+    def spy(self, *args, **kwargs):
+        decisions.append(route(self, *args, **kwargs))
+        return decisions[-1]
+
+    monkeypatch.setattr(LearnedRouter, "FProp", spy)
+    return decisions
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_a_cached_step_routes_as_the_full_pass(router, routed):
+    """The same experts with the same gates, token by token, and so the same outputs."""
+    p = TransformerLayer.Params().Set(name="layer", model_dim=M, ffn_tpl=_params(router))
+    p.self_atten_tpl.Set(num_heads=2, dim_per_head=4)
+    layer = p.Instantiate()
+    x = _tokens(B, T, M)
+    causal = tf.constant(np.tril(np.ones([B, T, T])) > 0)
+    with use_mesh(single_device()):
+        theta = layer.InitTheta(make_seed(1, 0))
+        aux = NestedMap(self_mask=causal, paddings=tf.zeros([B, T]))
+        whole, _ = layer.FProp(theta, x, aux)
+        full = routed.pop()
+        assert len(np.unique(full.expert_index)) > 3
+        cache = layer.InitCache(B, T)
+        for t in range(T):
+            step = NestedMap(self_mask=causal[:, t : t + 1], paddings=tf.zeros([B, 1]))
+            y, cache = layer.ExtendStep(
+                theta, x[:, t : t + 1], cache, tf.constant(t), step, NestedMap()
+            )
+            now = routed.pop()
+            np.testing.assert_array_equal(now.expert_index[:, 0], full.expert_index[:, t])
+            np.testing.assert_allclose(now.gate[:, 0], full.gate[:, t], atol=1e-5)
+            np.testing.assert_allclose(y[:, 0], whole[:, t], atol=2e-5)
+
+
+@pytest.mark.parametrize("xla", [True, False], ids=["xla", "plain"])
+def test_a_token_s_result_is_its_own_to_the_bit(xla):
+    """Whatever else is in the batch, however it is spread over experts."""
+    layer = _params(TopKRouter.Params().Set(k=2)).Instantiate()
+    with use_mesh(single_device()):
+        theta = layer.InitTheta(make_seed(1, 0))
+
+    @tf.function(jit_compile=xla, autograph=False)
+    def infer(x):
+        with use_mesh(single_device()):
+            return layer.FProp(theta, x, tf.zeros(x.shape[:2]))[0]
+
+    x = _tokens(4, 16, M)
+    want = infer(x)
+    same = tf.tile(x[:1, :1], [4, 16, 1])  # all at the same experts
+    for others in (same, -x, tf.reverse(x, [0, 1]), 3.0 * x):
+        for b, t in [(0, 0), (2, 7)]:
+            here = tf.constant(np.arange(64).reshape(4, 16, 1) == 16 * b + t)
+            np.testing.assert_array_equal(infer(tf.where(here, x, others))[b, t], want[b, t])
+
+
+def test_an_expert_that_no_token_chose_is_not_computed(routed):
+    layer = _params(Top2Router.Params()).Instantiate()
+    x = _tokens(1, 2, M)
+    with use_mesh(single_device()):
+        theta = layer.InitTheta(make_seed(1, 0))
+        want, _ = layer.FProp(theta, x, tf.zeros([1, 2]))
+        chosen = tf.reduce_sum(tf.one_hot(routed[-1].expert_index, E), [0, 1, 2])
+        unused = chosen[:, None, None] == 0
+        assert 4 <= np.sum(unused) < E
+        for name in ("wi", "wo"):  # what is computed with these shows
+            theta.experts[name] = tf.where(unused, np.nan, theta.experts[name])
+        got, extras = layer.FProp(theta, x, tf.zeros([1, 2]))
+    np.testing.assert_array_equal(got, want)
+    assert float(extras.metrics.effective_capacity) == 2  # rows a token, not E
+
+
+def test_experts_that_know_slots_alone_are_left_to_the_dispatcher_of_training():
+    class SlotExperts(BaseLayer):
+        @classmethod
+        def Params(cls):
+            p = super().Params()
+            for name in ("model_dim", "hidden_dim", "num_experts"):
+                p.Define(name, 0, "")
+            return p
+
+        def FProp(self, theta, x_EGCM, seed=None):
+            return x_EGCM * tf.range(1.0, E + 1)[:, None, None, None]
+
+    layer = (
+        _params(TopKRouter.Params().Set(k=1))
+        .Set(experts=SlotExperts.Params(), dispatcher="index")
+        .Instantiate()
+    )
+    x = _tokens(B, T, M)
+    with use_mesh(single_device()):
+        theta = layer.InitTheta(make_seed(1, 0))
+        y, _ = layer.FProp(theta, x, tf.zeros([B, T]))
+    gates = tf.nn.softmax(x @ theta.router.wg).numpy()
+    factor = gates.max(-1) * (np.argmax(gates, -1) + 1.0)
+    np.testing.assert_allclose(y, factor[..., None] * x, rtol=1e-4)
+
+
+class GatedExperts(Experts):
+    """silu(x wg) * (x wi) wo: experts of one's own, on slots and on rows."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        spec = self._weights["wi"]
+        self.CreateVariable("wg", spec)
+
+    def FProp(self, theta, x_EGCM, seed=None):
+        gate = tf.nn.silu(tf.einsum("EGCM,EMH->EGCH", x_EGCM, theta.wg))
+        h_EGCH = gate * tf.einsum("EGCM,EMH->EGCH", x_EGCM, theta.wi)
+        return tf.einsum("EGCH,EHM->EGCM", h_EGCH, theta.wo)
+
+    def GroupedFProp(self, theta, x, seed=None):
+        gate = x.MatMul(theta.wg, (None,) * 3)
+        h = x.MatMul(theta.wi, (None,) * 3)
+        return h.With(tf.nn.silu(gate.values) * h.values).MatMul(theta.wo, (None,) * 3)
+
+
+def test_experts_of_one_s_own_on_slots_and_rows():
+    results = []
+    for dispatcher in ("einsum", "dropless"):
+        p = _params(TopKRouter.Params().Set(k=2)).Set(inference_dispatcher=dispatcher)
+        layer = p.Set(experts=GatedExperts.Params()).Instantiate()
+        with use_mesh(single_device()):
+            theta = layer.InitTheta(make_seed(1, 0))
+            results.append(layer.FProp(theta, _tokens(B, T, M), tf.zeros([B, T]))[0])
+    np.testing.assert_allclose(*results, atol=1e-6)
+    assert np.abs(results[0]).max() > 0.01
