@@ -213,3 +213,13 @@ def test_unequal_groups_are_refused():
     )
     with pytest.raises(PlanError, match="all-reduce y: cannot read replica_groups"):
         hlo_attributes.replica_groups(hlo.parse_module(text).entry.root, "")
+
+
+def test_a_loop_whose_length_data_decide_may_tell_what_it_expects():
+    text = LOOPS.replace("%eight = s32[] constant(START)", "%eight = s32[] custom-call(%x)")
+    name = 'metadata={op_name="jit(f)/call_tf/m4/experts/about_7_trips/while"}'
+    times = _times(text.replace("body=%outer_body", f"body=%outer_body, {name}"))
+    assert (times["while.3"], times["twice"], times["ge"]) == (7, 7 * 3, 8)
+    # What can be told from the text is.
+    known = LOOPS.replace("START", "8").replace("body=%outer_body", f"body=%outer_body, {name}")
+    assert _times(known)["while.3"] == 9
