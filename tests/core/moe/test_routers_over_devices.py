@@ -1,0 +1,93 @@
+"""Routers that choose otherwise, and the levels, over eight devices: the same numbers, and no token or
+gate leaves its device but in its slot.
+
+Letters: G group, S token in group, E expert, M model.
+"""
+
+import numpy as np
+import tensorflow as tf
+import toy_moe
+
+from lingvo_moe.core.engine.testing import run_sharded, run_single
+from lingvo_moe.core.moe.routers.base import Router
+from lingvo_moe.core.moe.routers.registry import ROUTERS
+from lingvo_moe.core.nested_map import NestedMap
+
+G, S, M, E, C = 8, 10, 6, 8, 4
+TOP2 = {"second_expert_policy": "all"}
+ROUTED = {
+    "expert_choice": ("expert_choice", {}),
+    "lsh": ("lsh", {"k": 2}),
+    "hash": ("hash", {"k": 2, "vocab_size": 50}),
+    "sentence": ("top2", {"level": "sentence", **TOP2}),
+    "task": ("top2", {"level": "task", "num_tasks": 3, **TOP2}),
+}
+
+
+def _routers() -> dict[str, Router]:
+    """By name; all in one program, to compile once."""
+    dims = {"model_dim": M, "num_experts": E, "activation_split": {"G": "expert"}}
+    return {
+        key: ROUTERS[name].Params().Set(name=key, **dims, **params).Instantiate()
+        for key, (name, params) in ROUTED.items()
+    }
+
+
+def _same(got: NestedMap, want: NestedMap) -> None:
+    for (path, a), (other, b) in zip(got.FlattenItems(), want.FlattenItems(), strict=True):
+        assert path == other
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=path)
+
+
+def test_values_gradients_and_nothing_gathered():
+    routers = _routers()
+    specs = NestedMap({key: router.VariableSpecs() for key, router in routers.items()})
+    rng = np.random.default_rng(0)
+    theta = specs.Transform(lambda s: rng.normal(size=s.shape).astype(np.float32) * 0.3)
+
+    def route(theta, x, paddings, seed, ids, segment_ids, task_ids):
+        context = NestedMap(ids=ids, segment_ids=segment_ids, task_ids=task_ids)
+        out, loss = NestedMap(), tf.constant(0.0)
+        weights = theta.Flatten()
+        with tf.GradientTape() as tape:
+            tape.watch([x, *weights])
+            for key, router in routers.items():
+                r = router.FProp(theta[key], x, paddings, C, seed=seed, context=context)
+                parts = NestedMap(gate=r.gate, kept=r.kept, index=r.expert_index)
+                out[key] = NestedMap(parts, position=r.position, metrics=r.metrics)
+                loss += tf.reduce_sum(tf.sin(3.0 * r.gate))
+        dx, *grads = tape.gradient(loss, [x, *weights])
+        return NestedMap(out, dx=dx, grads=theta.Pack(grads))
+
+    segments = np.sort(rng.integers(1, 4, (G, S)), 1)
+    x = rng.normal(size=(G, S, M)).astype(np.float32)
+    paddings = (rng.random((G, S)) < 0.2).astype(np.float32)
+    context = [v.astype(np.int32) for v in (rng.integers(0, 50, (G, S)), segments, segments % 3)]
+    args = [theta, x, paddings, np.array([3, 4], np.int32), *context]
+    rows = ("expert", None)
+    splits = [specs, ("expert", None, None), rows, None, rows, rows, rows]
+    got, collectives = run_sharded(route, args, toy_moe.MESH, splits)
+    _same(got, run_single(route, args, jit_compile=False))
+    # Sums over the batch: metrics, and the gradients of gating networks and task embeddings.
+    assert set(collectives) == {"all-reduce"}, dict(collectives)
+    assert all(np.abs(g).max() > 1e-3 for g in got.grads.Flatten())
+
+
+def test_a_layer_whose_experts_choose_crosses_as_others_do():
+    """Slots to experts and back, and the same for the gradients."""
+    layer = toy_moe.layer(router=ROUTERS["expert_choice"].Params())
+    args, splits = toy_moe.arguments(layer)
+
+    def train(theta, x, paddings, seed):
+        weights = theta.Flatten()
+        with tf.GradientTape() as tape:
+            tape.watch([x, *weights])
+            y, _ = layer.FProp(theta, x, paddings, seed=seed)
+            loss = tf.reduce_sum(y * tf.sin(x))
+        dx, *grads = tape.gradient(loss, [x, *weights])
+        return NestedMap(y=y, dx=dx, grads=theta.Pack(grads))
+
+    got, collectives = run_sharded(train, args, toy_moe.MESH, splits)
+    _same(got, run_single(train, args, jit_compile=False))
+    assert collectives["all-to-all"] == 4, dict(collectives)
+    assert set(collectives) == {"all-to-all", "all-reduce"}, dict(collectives)
