@@ -89,8 +89,8 @@ def _print_table(rows: list[list[str]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    rows = [[row[0], *row[2:]] for row in rows]  # 80 columns: the page names the routers
     table = Table(*rows[0], box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    table.columns[0].no_wrap = True
     for row in rows[1:]:
         table.add_row(*row)
     Console().print(table)

@@ -58,7 +58,7 @@ def table_of(report: RoutingReport) -> list[list[str]]:
         "\nrouter",
         "experts\na token",
         "busiest\nexpert",
-        "dead\nexperts",
+        "dead\nones",
         f"entropy\nof {math.log(experts):.2f}",
         f"language\nof {math.log2(min(experts, languages)):.2f}",
         "dropped\n%",
