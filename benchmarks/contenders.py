@@ -1,0 +1,95 @@
+"""Processes that take steps when asked: what benchmarks compare, side by side in one run.
+
+A contender prints `ready {...}` once it has warmed up; each line on its standard input then asks for one
+step, which it answers by a line of JSON.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Contender:
+    """One of them, alone on so many cores while it is its turn.
+
+    Attributes:
+        name: of the contender.
+        answers: those of the steps that count.
+        about: what it said of itself when it was ready.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], threads: int):
+        environment = {
+            **os.environ,
+            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # read when a process starts, never later
+            "OMP_NUM_THREADS": str(threads),
+            "MKL_NUM_THREADS": str(threads),
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false" if threads == 1 else "",
+        }
+        self.name, self.answers = name, list[dict[str, float]]()
+        self.about: dict[str, Any] = {}
+        self._process = subprocess.Popen(
+            list(command),
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        # One thread is one core: what a runtime does in helper threads counts too.
+        os.sched_setaffinity(self._process.pid, sorted(os.sched_getaffinity(0))[-threads:])
+
+    def WaitUntilReady(self) -> None:
+        """Raises RuntimeError, with what it complained of, where it ends instead."""
+        self.about = json.loads(self._Line("ready ").removeprefix("ready "))
+
+    def Step(self, count: bool = True) -> None:
+        """One step; `count`: its answer is kept."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._Line("{"))
+        if count:
+            self.answers.append(answer)
+
+    def Median(self, key: str) -> float:
+        """Over the steps that count."""
+        return statistics.median(answer[key] for answer in self.answers)
+
+    def Stop(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+        self._process.communicate()
+
+    def _Line(self, start: str) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(start):
+                return line
+        errors = self._process.communicate()[1].strip()
+        raise RuntimeError(f"{self.name} ended: {errors[-2000:]}")
+
+
+def update_page(page: Path, name: str, text: str) -> None:
+    """Puts `text` between the page's two marker lines of that name.
+
+    Raises:
+        ValueError: the page lacks them.
+    """
+    from lingvo_moe.core import files
+
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    head, found, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, closed, tail = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"{page} lacks the lines {begin} and {end}")
+    files.write_atomic(str(page), f"{head}{begin}\n{text}\n{end}{tail}".encode())

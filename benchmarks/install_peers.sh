@@ -1,0 +1,32 @@
+#!/bin/sh
+# Makes the environments that benchmarks/moe_layer.py and benchmarks/train_step.py compare us with; no part
+# of the package.
+#
+#     benchmarks/install_peers.sh PEERS             # PyTorch, Hugging Face, Tutel
+#     benchmarks/install_peers.sh --lingvo PEERS    # Lingvo, which needs an environment of its own
+#
+# PyTorch's wheels for CPUs alone suffice; where pip is to take them from elsewhere, PIP_EXTRA_INDEX_URL says so.
+set -eu
+
+lingvo=
+if [ "${1:-}" = --lingvo ]; then
+    lingvo=yes
+    shift
+fi
+if [ $# -ne 1 ]; then
+    echo "usage: $0 [--lingvo] DIRECTORY" >&2
+    exit 2
+fi
+
+python3.11 -m venv "$1"
+pip="$1/bin/pip"
+if [ "$lingvo" ]; then
+    # Without what it only needs for other models: Beam, notebooks, data sets.
+    "$pip" install tensorflow==2.21.0 tensorflow-probability tf_keras sentencepiece sympy \
+        graph-compression-google-research model-pruning-google-research
+    exec "$pip" install --no-deps lingvo==0.14.2
+fi
+"$pip" install setuptools wheel numpy torch==2.13.0 transformers==5.23.0
+# Tutel builds against the torch that is there.
+NO_CUDA=1 exec "$pip" install --no-build-isolation \
+    "tutel @ git+https://github.com/microsoft/tutel@ac0e51b"

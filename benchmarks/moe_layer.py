@@ -1,0 +1,294 @@
+"""The MoE layer alone, forward and backward, here and in its peers, in one run.
+
+    python -m benchmarks.moe_layer --peers=PEERS/bin/python
+
+float32, 4096 tokens (G=4, S=1024), M=512, H=2048, top-2, capacity factor 2, E in 8, 32, 128: output, and
+gradients of inputs, router and experts. Beside it a feed-forward layer of as many FLOPs, and a matrix
+product of as many. Each contender is a process of its own on so many cores, which the others leave alone
+while it runs: they take steps in turn, one to warm the caches that the others used and one that counts,
+and the table gives medians over the rounds. As many are alive at a time as fit into the memory; each such
+group has the reference, --reference, in it too.
+
+The fastest of the products in the run is what percentages are of. PEERS is the environment that
+benchmarks/install_peers.sh makes; without it only our own contenders run. --cost compares numbers of
+experts instead, at smaller M and H, since the weights of 2048 experts would not fit into the memory.
+--update writes tables and pictures into docs/moe_speed.md.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from benchmarks.compile_time import host
+from benchmarks.contenders import ROOT, Contender, update_page
+from lingvo_moe.core import files
+from tools import _cli
+
+PAGE = ROOT / "docs" / "moe_speed.md"
+OURS = {
+    "tf_graph.index": "here: `tf_graph`, index",
+    "tf_graph.dropless": "here: `tf_graph`, dropless",
+    "tf_graph.einsum": "here: `tf_graph`, einsum",
+    "pjrt.index": "here: `pjrt` (XLA), index",
+    "pjrt.dropless": "here: `pjrt` (XLA), dropless",
+    "pjrt.einsum": "here: `pjrt` (XLA), einsum",
+}
+REFERENCES = {
+    "tf_graph.dense": "dense layer, here: `tf_graph`",
+    "pjrt.dense": "dense layer, here: `pjrt` (XLA)",
+    "tf_graph.matmul": "product alone, `tf_graph`",
+}
+PEERS = {
+    "torch_batched": "PyTorch, batched products",
+    "torch_looped": "PyTorch, an expert at a time",
+    "torch_grouped": "PyTorch, grouped_mm",
+    "hf_nllb": "Hugging Face NLLB-MoE",
+    "hf_grouped_mm": "Hugging Face, grouped_mm experts",
+    "tutel": "Tutel",
+    "lingvo": "Lingvo, under XLA",
+    "lingvo_graph": "Lingvo, without XLA",
+    "torch_dense": "dense layer, PyTorch",
+    "torch_matmul": "product alone, PyTorch",
+}
+NAMES = {**OURS, **REFERENCES, **PEERS}
+SAME_FOR_ALL_E = ("dense", "matmul")
+COST = {"model_dim": 128, "hidden_dim": 512}
+COST_EXPERTS = "2,8,32,128,512,2048"
+COST_NAMES = (
+    "tf_graph.index",
+    "tf_graph.dropless",
+    "pjrt.index",
+    "torch_batched",
+    "tf_graph.matmul",
+)
+SIZE: dict[str, Any] = {"groups": 4, "group_size": 1024, "model_dim": 512, "hidden_dim": 2048}
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    points = []
+    try:
+        for threads in args.threads:
+            for experts in args.experts:
+                size = {**args.size, "num_experts": experts, "threads": threads}
+                points += measure(args, size)
+    except (RuntimeError, OSError) as e:
+        print(f"moe_layer: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nmoe_layer: interrupted; nothing was written", file=sys.stderr)
+        return 130
+    result = {"rounds": args.rounds, "host": host(), "size": args.size, "points": points}
+    text = "\n\n".join(table(result, threads) for threads in args.threads)
+    print(text)
+    if args.output:
+        files.write_atomic(args.output, (json.dumps(result, indent=1) + "\n").encode())
+    kind = "cost" if args.cost else "layer"
+    if args.update:
+        update_page(PAGE, f"benchmarks.moe_layer {kind}", text + f"\n\nMeasured on {host()}.")
+    if args.plot or args.update:
+        plot(result, args.plot or str(PAGE.parent / "images" / f"moe_{kind}_speed.png"))
+    return 0
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The flags, checked; `experts` and `threads` as lists, `size` and `names` with them."""
+    parser = _cli.Parser(prog="python -m benchmarks.moe_layer", description=__doc__)
+    add = parser.add_argument
+    add("--peers", default="", help="the Python of the peers' environment")
+    add("--peers_lingvo", default="", help="the Python of Lingvo's, which is one of its own")
+    add("--only", default="", help=f"some of {', '.join(NAMES)}, comma-separated")
+    add("--reference", default="tf_graph.index", help="in every group (%(default)s)")
+    add("--cost", action="store_true", help="cost against the number of experts")
+    add("--experts", default="", help=f"numbers of experts (8,32,128; with --cost {COST_EXPERTS})")
+    add("--threads", default="1", help="cores for each, comma-separated (%(default)s)")
+    add("--rounds", type=int, default=7, help="steps of each that count (%(default)s)")
+    add("--memory_gb", type=float, default=0, help="for those alive at a time; 0: what is free")
+    add("--output", default="", help="a JSON file for the figures")
+    add("--plot", default="", help="a PNG file for a picture of them")
+    add("--update", action="store_true", help=f"write into {PAGE.relative_to(ROOT)}")
+    args = parser.parse_args(argv)
+    _cli.check_at_least(parser, args, rounds=1, memory_gb=0)
+    for name, text in (
+        ("experts", args.experts or (COST_EXPERTS if args.cost else "8,32,128")),
+        ("threads", args.threads),
+    ):
+        values = _cli.names(text)
+        if not values or not all(v.isdigit() and int(v) > 0 for v in values):
+            parser.error(f"--{name}={text}: numbers from 1, comma-separated")
+        setattr(args, name, [int(v) for v in values])
+    if min(args.experts) < 2:
+        parser.error("--experts: top-2 routing needs two or more")
+    there = [n for n in (COST_NAMES if args.cost else NAMES) if _python(args, n)]
+    args.names = list(_cli.names(args.only)) or there
+    for name in [*args.names, args.reference]:
+        if name not in NAMES:
+            parser.error(f"{name!r}: contenders are {', '.join(NAMES)}")
+        if not _python(args, name):
+            parser.error(f"{name} needs --peers{'_lingvo' * name.startswith('lingvo')}")
+    args.size = {**SIZE, **(COST if args.cost else {})}
+    return args
+
+
+def measure(args: argparse.Namespace, size: dict[str, Any]) -> list[dict[str, Any]]:
+    """All contenders at one size."""
+    points = []
+    for group in groups(args, size):
+        print(f"E={size['num_experts']}, {size['threads']} threads: {', '.join(group)}", flush=True)
+        contenders = take_turns(args, group, size)
+        points += [describe(c, size) for c in contenders]
+    return points
+
+
+def groups(args: argparse.Namespace, size: dict[str, Any]) -> list[list[str]]:
+    """Who is alive together, so that memory suffices."""
+    room = args.memory_gb * 1e9 or _free_bytes()
+    weights = 8 * size["num_experts"] * size["model_dim"] * size["hidden_dim"]
+    # Weights, their gradients, what is made while starting, activations and the program.
+    each = 3 * weights + 1.2e9
+    many = max(2, int(room / each))
+    rest = [n for n in args.names if n != args.reference]
+    step = many - 1
+    found = [[args.reference, *rest[i : i + step]] for i in range(0, len(rest), step)]
+    return found or [[args.reference]]
+
+
+def take_turns(args: argparse.Namespace, names: list[str], size: dict[str, Any]) -> list[Contender]:
+    """Starts them, two at a time, and has each take its steps in turn."""
+    contenders: list[Contender] = []
+
+    def start(name: str) -> Contender | None:
+        contender = Contender(name, _command(args, name, size), size["threads"])
+        contenders.append(contender)
+        try:
+            contender.WaitUntilReady()
+        except RuntimeError as e:
+            print(f"left out: {e}", file=sys.stderr, flush=True)
+            return None
+        return contender
+
+    try:
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            ready = [c for c in pool.map(start, names) if c]
+        for number in range(args.rounds):
+            for contender in ready if number % 2 == 0 else ready[::-1]:
+                contender.Step(count=False)
+                contender.Step()
+        return ready
+    finally:
+        for contender in contenders:
+            contender.Stop()
+
+
+def describe(contender: Contender, size: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of one contender at one size."""
+    # Two experts a token, two products each, forward and twice as much backward.
+    tokens = size["groups"] * size["group_size"]
+    flops = 3 * 2 * 2 * 2 * tokens * size["model_dim"] * size["hidden_dim"]
+    return {
+        "name": contender.name,
+        "num_experts": size["num_experts"],
+        "threads": size["threads"],
+        "gflops": flops / contender.Median("seconds") / 1e9,
+        "seconds": [a["seconds"] for a in contender.answers],
+        "cpu_seconds": contender.Median("cpu_seconds"),
+        "peak_bytes": contender.Median("peak_bytes"),
+        **contender.about,
+    }
+
+
+def shares(result: dict[str, Any], threads: int) -> dict[tuple[str, int], float]:
+    """Each contender's share of the fastest product, by name and E; medians over its groups."""
+    found: dict[tuple[str, int], list[float]] = {}
+    points = [p for p in result["points"] if p["threads"] == threads]
+    peak = max([p["gflops"] for p in points if p["name"].endswith("matmul")], default=0.0)
+    for p in points:
+        found.setdefault((p["name"], p["num_experts"]), []).append(p["gflops"] / (peak or 1.0))
+    return {key: statistics.median(values) for key, values in found.items()}
+
+
+def table(result: dict[str, Any], threads: int) -> str:
+    """Markdown: per cent of the product, milliseconds and megabytes for each E."""
+    points = [p for p in result["points"] if p["threads"] == threads]
+    experts = sorted({p["num_experts"] for p in points})
+    share = shares(result, threads)
+    names = [n for n in NAMES if any(key[0] == n for key in share)]
+    names.sort(key=lambda n: -max(v for (name, _), v in share.items() if name == n))
+    size = result["size"]
+    peak = max([p["gflops"] for p in points if p["name"].endswith("matmul")], default=0.0)
+    lines = [
+        f"{threads} thread{'s' * (threads > 1)}, M={size['model_dim']}, H={size['hidden_dim']}, medians of "
+        f"{result['rounds']}; 100% is {peak:.0f} GFLOP/s.",
+        "",
+        f"| | {' | '.join(f'E={e}: %' for e in experts)} | {' | '.join(f'ms, E={e}' for e in experts)} "
+        f"| {' | '.join(f'MB, E={e}' for e in experts)} |",
+        "|" + " --- |" * (1 + 3 * len(experts)),
+    ]
+    for name in names:
+        rows = {
+            e: [p for p in points if (p["name"], p["num_experts"]) == (name, e)] for e in experts
+        }
+        cells = [f"{100 * share[name, e]:.0f}" if rows[e] else "-" for e in experts]
+        for key, scale in (("seconds", 1e3), ("peak_bytes", 1e-6)):
+            for e in experts:
+                values = [
+                    statistics.median(p[key]) if key == "seconds" else p[key] for p in rows[e]
+                ]
+                cells.append(f"{scale * statistics.median(values):,.0f}" if values else "-")
+        lines.append(f"| {NAMES[name]} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def plot(result: dict[str, Any], path: str) -> None:
+    """Shares of the product against E, a panel for each number of threads."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    threads = sorted({p["threads"] for p in result["points"]})
+    figure, axes = pyplot.subplots(1, len(threads), figsize=(7 * len(threads), 4.5), squeeze=False)
+    for axis, count in zip(axes[0], threads, strict=True):
+        share = shares(result, count)
+        for name, label in NAMES.items():
+            line = sorted((e, 100 * v) for (n, e), v in share.items() if n == name)
+            if line:
+                style = {"linewidth": 2.5} if name in OURS else {"linewidth": 1.2}
+                dash = "--" if name.endswith(SAME_FOR_ALL_E) else "-"
+                axis.plot(*zip(*line), marker="o", label=label.replace("`", ""), ls=dash, **style)
+        axis.set_xscale("log", base=2)
+        axis.set_ylim(0, 105)
+        axis.set_xlabel("experts")
+        axis.set_ylabel("% of the matrix product")
+        axis.set_title(f"{count} thread{'s' * (count > 1)}")
+    axes[0][-1].legend(fontsize=7, bbox_to_anchor=(1.01, 1), loc="upper left")
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+
+
+def _python(args: argparse.Namespace, name: str) -> str:
+    """The interpreter of a contender, '' where there is none."""
+    if name.startswith("lingvo"):
+        return args.peers_lingvo
+    return args.peers if name in PEERS else sys.executable
+
+
+def _command(args: argparse.Namespace, name: str, size: dict[str, Any]) -> list[str]:
+    script = ["-m", "benchmarks.moe_layer_worker"]
+    if name in PEERS:
+        library = "lingvo" if name.startswith("lingvo") else "torch"
+        script = [str(ROOT / "benchmarks" / "peers" / f"moe_layer_{library}.py")]
+    return [_python(args, name), *script, name, json.dumps(size)]
+
+
+def _free_bytes() -> float:
+    with open("/proc/meminfo", encoding="ascii") as file:
+        line = next(line for line in file if line.startswith("MemAvailable"))
+    return 0.85 * 1024 * int(line.split()[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""The package's own contenders of benchmarks/moe_layer.py.
+
+    python -m benchmarks.moe_layer_worker tf_graph.index '{"num_experts": 8, ...}'
+
+ENGINE.DISPATCHER is an MoE layer, ENGINE.dense a feed-forward layer of as many FLOPs, ENGINE.matmul the
+matrix products alone.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.peers.stepping import arrays, keep_memory, serve
+
+
+def main() -> None:
+    name, size = sys.argv[1], json.loads(sys.argv[2])
+    keep_memory()
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(size["threads"])
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    engine, _, kind = name.partition(".")
+    made = {"matmul": _matmul, "dense": _dense}.get(kind, _layer)(kind, size)
+    serve(_step(engine, *made), version=tf.__version__)
+
+
+def _step(engine_name: str, fn: Callable, args: tuple, repeat: int = 1) -> Callable[[], None]:
+    """`fn(*args)`, that many times, as the engine runs it."""
+    from lingvo_moe.core.engine.base import make_engine
+    from lingvo_moe.core.engine.specs import TensorSpec
+    from lingvo_moe.core.sharding import Mesh
+
+    engine = make_engine(engine_name, Mesh.parse("expert:1"))
+    specs = [a.Transform(lambda v: TensorSpec(v.shape, "float32")) for a in args]
+    run = engine.Build(fn, specs)
+    args = tuple(engine.Put(a, s) for a, s in zip(args, specs, strict=True))
+
+    def step() -> None:
+        for _ in range(repeat):
+            result = run(*args)
+            if engine_name == "pjrt":
+                import jax
+
+                jax.block_until_ready(result.Flatten())
+
+    return step
+
+
+def _layer(dispatcher: str, size: dict[str, Any]) -> tuple[Callable, tuple]:
+    """An MoE layer's output, its loss, and the gradients of inputs, router and experts."""
+    from lingvo_moe.core.moe.layer import MoELayer
+    from lingvo_moe.core.nested_map import NestedMap
+
+    x, dy, wg, wi, wo = arrays(size)
+    params = MoELayer.Params().Set(
+        name="moe",
+        model_dim=size["model_dim"],
+        hidden_dim=size["hidden_dim"],
+        num_experts=size["num_experts"],
+        min_capacity=1,
+        dispatcher=dispatcher,
+    )
+    params.router.second_expert_policy = "all"
+    shape = [size["groups"], size["group_size"], size["model_dim"]]
+    theta = NestedMap(router=NestedMap(wg=wg), experts=NestedMap(wi=wi, wo=wo))
+    data = NestedMap(x=x.reshape(shape), dy=dy.reshape(shape))
+    return _gradients(params.Instantiate()), (theta, data)
+
+
+def _dense(kind: str, size: dict[str, Any]) -> tuple[Callable, tuple]:
+    """A feed-forward layer of twice the width, which costs as much as two experts a token."""
+    from lingvo_moe.core.layers.feed_forward import FeedForward
+    from lingvo_moe.core.nested_map import NestedMap
+
+    del kind
+    wide = {**size, "num_experts": 1, "hidden_dim": 2 * size["hidden_dim"]}
+    x, dy, _, wi, wo = arrays(wide)
+    params = FeedForward.Params().Set(
+        name="ffn", model_dim=wide["model_dim"], hidden_dim=wide["hidden_dim"]
+    )
+    shape = [size["groups"], size["group_size"], size["model_dim"]]
+    data = NestedMap(x=x.reshape(shape), dy=dy.reshape(shape))
+    return _gradients(params.Instantiate()), (NestedMap(wi=wi[0], wo=wo[0]), data)
+
+
+def _gradients(layer: Any) -> Callable:
+    import tensorflow as tf
+
+    from lingvo_moe.core.nested_map import NestedMap
+
+    def fn(theta: Any, data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch([data.x, *theta.Flatten()])
+            paddings = tf.zeros(data.x.shape[:2])
+            y, extras = layer.FProp(theta, data.x, paddings, seed=tf.constant([1, 2]))
+            loss = tf.reduce_sum(y * data.dy) + extras.get("aux_loss", 0.0)
+        gradients = tape.gradient(loss, [data.x, *theta.Flatten()])
+        return NestedMap(y=y, gradients=gradients)
+
+    return fn
+
+
+def _matmul(kind: str, size: dict[str, Any]) -> tuple[Callable, tuple, int]:
+    """One product of two rows a token, six times: forward and backward of two layers."""
+    import tensorflow as tf
+
+    from lingvo_moe.core.nested_map import NestedMap
+
+    del kind
+    two = {**size, "groups": 2 * size["groups"], "num_experts": 1}
+    x, _, _, wi, _ = arrays(two)
+    return (
+        lambda data: NestedMap(y=tf.matmul(data.x, data.w)),
+        (NestedMap(x=x, w=wi[0]),),
+        6,
+    )
+
+
+if __name__ == "__main__":
+    main()

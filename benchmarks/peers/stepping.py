@@ -1,0 +1,63 @@
+"""What every contender's process does beside its own step; free of any framework.
+
+Copies of the weights and inputs are the same for all contenders: drawn from one seed, by NumPy.
+
+Letters: N tokens, E expert, M model, H hidden.
+"""
+
+import ctypes
+import json
+import sys
+import time
+
+import numpy as np
+
+
+def keep_memory():
+    """Has the allocator keep what was freed, in large pieces: fresh pages are slow.
+
+    With GLIBC_TUNABLES=glibc.malloc.hugetlb=1, which has to be there when the process starts, the pieces
+    are huge pages too.
+    """
+    libc = ctypes.CDLL(None)
+    m_trim_threshold, m_top_pad, m_mmap_threshold = -1, -2, -3  # of malloc.h
+    libc.mallopt(m_mmap_threshold, 1 << 30)
+    libc.mallopt(m_trim_threshold, 2**31 - 1)
+    libc.mallopt(m_top_pad, 1 << 28)
+
+
+def arrays(size):
+    """x [N,M], dy [N,M], wg [M,E], wi [E,M,H], wo [E,H,M], float32."""
+    tokens, m = size["groups"] * size["group_size"], size["model_dim"]
+    e, h = size["num_experts"], size["hidden_dim"]
+    draw = np.random.default_rng(0).standard_normal
+    shapes = ((tokens, m), (tokens, m), (m, e), (e, m, h), (e, h, m))
+    scales = (1.0, 1.0, m**-0.5, m**-0.5, h**-0.5)
+    result = []
+    for shape, scale in zip(shapes, scales):
+        array = draw(shape, np.float32)
+        array *= np.float32(scale)
+        result.append(array)
+    return result
+
+
+def serve(step, **about):
+    """Answers each line of standard input with one step's times.
+
+    Args:
+        step: takes one step and returns when it is done.
+        about: told when the contender is ready.
+    """
+    for _ in range(2):
+        step()
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak of memory starts anew
+    print("ready", json.dumps(about), flush=True)
+    for _ in sys.stdin:
+        wall, cpu = time.perf_counter(), time.process_time()
+        step()
+        seconds, cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
+        with open("/proc/self/status") as file:
+            peak = next(line for line in file if line.startswith("VmHWM")).split()[1]
+        answer = {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_bytes": 1024 * int(peak)}
+        print(json.dumps(answer), flush=True)
