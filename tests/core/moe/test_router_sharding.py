@@ -48,9 +48,11 @@ def test_values_gradients_and_collectives(name, params):
     args = [theta, x, paddings, np.array([3, 4], np.int32)]
     splits = [router.VariableSpecs(), ("expert", None, None), ("expert", None), None]
     got, collectives = run_sharded(route, args, Mesh.parse("expert:8"), splits)
-    want = run_single(route, args)
+    want = run_single(route, args, jit_compile=False)
     assert [path for path, _ in got.FlattenItems()] == [path for path, _ in want.FlattenItems()]
     for (path, a), b in zip(got.FlattenItems(), want.Flatten()):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=path)
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4, err_msg=path)
     # Sums over the batch: losses, metrics, the weights' gradients.
     assert set(collectives) == {"all-reduce"}, dict(collectives)
+    # The best k are searched for; XLA falls back to sorting all experts easily: see moe/choice.py.
+    assert "TopK" in collectives.hlo and " sort(" not in collectives.hlo

@@ -123,7 +123,7 @@ def _reference(logits, real, k, order, normalize, capacity, bias):
     return index, gate, position
 
 
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 2), st.integers(1, 9), st.integers(2, 5)),
     order=st.sampled_from(["before", "after"]),
@@ -208,7 +208,7 @@ def test_jitter_multiplies_inputs_in_training_alone():
     np.testing.assert_allclose(noise(None), 1, atol=1e-4)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 1000), capacity=st.integers(1, 4))
 def test_padding_takes_no_slot_and_moves_no_number(seed, capacity):
     """Real tokens are routed as if the padding between them were not there."""
