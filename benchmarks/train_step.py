@@ -9,22 +9,18 @@ they take steps in turn, and the table gives medians over the rounds. `--update`
 PEERS is the environment that benchmarks/install_peers.sh makes; without it only our own engines run.
 """
 
-import argparse
 import json
 import math
-import os
-import statistics
-import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-from lingvo_moe.core import files
+from benchmarks.compile_time import host
+from benchmarks.contenders import ROOT, Contender, update_page
+from tools import _cli
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "moe_speed.md"
-MARKERS = ("<!-- benchmarks.train_step: begin -->", "<!-- benchmarks.train_step: end -->")
 
 OURS = {
     "tf_graph": "here, `--engine=tf_graph`",
@@ -50,67 +46,8 @@ SIZE: dict[str, Any] = {
 }
 
 
-class Contender:
-    """A process that takes a training step when asked."""
-
-    def __init__(self, kind: str, python: str, size: dict[str, Any]):
-        script = ["-m", "benchmarks.train_worker"]
-        if kind in PEERS:
-            script = [str(ROOT / "benchmarks" / "peers" / "train_torch.py")]
-        threads = str(size["threads"])
-        environment = {
-            **os.environ,
-            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-            "OMP_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-            "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false" if threads == "1" else "",
-        }
-        self.kind, self.answers = kind, list[dict[str, float]]()
-        self._process = subprocess.Popen(
-            [python, *script, kind, json.dumps(size)],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        # One thread is one core: what a runtime does in helper threads counts too.
-        cores = sorted(os.sched_getaffinity(0))[-size["threads"] :]
-        os.sched_setaffinity(self._process.pid, cores)
-
-    def WaitUntilReady(self) -> "Contender":
-        """Returns once it has taken its first step."""
-        self.parameters = int(self._Line("ready").split()[1])
-        return self
-
-    def Step(self, count: bool) -> None:
-        """One step; `count`: its times are kept. The loss always is."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        self.answers.append({**json.loads(self._Line("{")), "count": count})
-
-    def Median(self, name: str) -> float:
-        """Of what was counted."""
-        return statistics.median(a[name] for a in self.answers if a["count"])
-
-    def Stop(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def _Line(self, start: str) -> str:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(start):
-                return line
-        errors = self._process.communicate()[1].strip()
-        raise RuntimeError(f"{self.kind} ended: {errors[-2000:]}")
-
-
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.train_step", description=__doc__)
+    parser = _cli.Parser(prog="python -m benchmarks.train_step", description=__doc__)
     add = parser.add_argument
     add("--peers", default="", help="the Python of the peers' environment")
     add("--only", default="", help=f"some of {', '.join([*OURS, *PEERS])}, comma-separated")
@@ -120,31 +57,39 @@ def main(argv: list[str] | None = None) -> int:
     add("--update", action="store_true", help=f"write the table into {PAGE.relative_to(ROOT)}")
     args = parser.parse_args(argv)
     known = {**OURS, **(PEERS if args.peers else {})}
-    kinds = [k for k in args.only.split(",") if k] or list(known)
+    kinds = _cli.names(args.only) or tuple(known)
     if not set(kinds) <= set(known):
         parser.error(f"--only={args.only}: some of {', '.join(known)} (peers need --peers)")
-    if args.rounds < 1 or not 0 <= args.dropout < 1 or args.threads < 1:
-        parser.error("--rounds and --threads are 1 or more, --dropout lies in [0, 1)")
+    _cli.check_at_least(parser, args, rounds=1, threads=1, dropout=0)
     size = {**SIZE, "dropout": args.dropout, "threads": args.threads}
     try:
         contenders = run(kinds, args.peers, size, args.rounds)
-    except RuntimeError as e:
+        text = table(contenders, size, args.rounds)
+        print(text)
+        if args.update:
+            update_page(PAGE, "benchmarks.train_step", f"{text}\n\nMeasured on {host()}.")
+    except (RuntimeError, ValueError, OSError) as e:
         print(f"train_step: {e}", file=sys.stderr)
         return 1
-    text = table(contenders, size, args.rounds)
-    print(text)
-    if args.update:
-        update(text)
-    return 0 if all(learns(c) for c in contenders) else 1
+    except KeyboardInterrupt:
+        print("\ntrain_step: interrupted; nothing was written", file=sys.stderr)
+        return 130
+    bad = [c.name for c in contenders if not learns(c)]
+    if bad:
+        print(f"train_step: no loss that falls: {', '.join(bad)}", file=sys.stderr)
+    return 1 if bad else 0
 
 
-def run(kinds: list[str], peers: str, size: dict[str, Any], rounds: int) -> list[Contender]:
+def run(kinds: Sequence[str], peers: str, size: dict[str, Any], rounds: int) -> list[Contender]:
     """Starts all, two at a time, and has each take its steps in turn: one to warm the caches that the
     others used, one that counts."""
     contenders: list[Contender] = []
 
     def start(kind: str) -> Contender:
-        contender = Contender(kind, peers if kind in PEERS else sys.executable, size)
+        command = [sys.executable, "-m", "benchmarks.train_worker"]
+        if kind in PEERS:
+            command = [peers, str(ROOT / "benchmarks" / "peers" / "train_torch.py")]
+        contender = Contender(kind, [*command, kind, json.dumps(size)], size["threads"])
         contenders.append(contender)
         contender.WaitUntilReady()
         print(f"{kind} is ready", file=sys.stderr, flush=True)
@@ -180,25 +125,14 @@ def table(contenders: list[Contender], size: dict[str, Any], rounds: int) -> str
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for c in sorted(contenders, key=lambda c: c.Median("seconds")):
-        name = {**OURS, **PEERS}[c.kind]
+        name = {**OURS, **PEERS}[c.name]
         seconds, cpu = c.Median("seconds"), c.Median("cpu_seconds")
         losses = f"{c.answers[0]['loss']:.2f} to {c.answers[-1]['loss']:.2f}"
         rows.append(
             f"| {name} | {tokens / seconds:,.0f} | {1000 * seconds:,.0f} | {1000 * cpu:,.0f} | "
-            f"{c.parameters / 1e6:.1f} M | {losses} |"
+            f"{c.about['parameters'] / 1e6:.1f} M | {losses} |"
         )
     return "\n".join(rows)
-
-
-def update(text: str) -> None:
-    """Puts the table between its markers in the page."""
-    page = PAGE.read_text(encoding="utf-8")
-    begin, end = MARKERS
-    head, found, rest = page.partition(begin)
-    _, closed, tail = rest.partition(end)
-    if not found or not closed:
-        raise SystemExit(f"{PAGE}: it lacks the lines {begin} and {end}")
-    files.write_atomic(str(PAGE), f"{head}{begin}\n{text}\n{end}{tail}".encode())
 
 
 if __name__ == "__main__":

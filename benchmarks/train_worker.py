@@ -2,17 +2,16 @@
 
     python -m benchmarks.train_worker tf_graph '{"model_dim": 256, ...}'
 
-After `ready` on standard output, each line on standard input asks for one step, which is answered by a
-line of JSON.
+KIND is an engine, with `_dense` behind it for the model without experts.
 """
 
-import ctypes
 import json
 import sys
-import time
 from typing import Any
 
 import numpy as np
+
+from benchmarks.peers.stepping import keep_memory, serve
 
 
 def main() -> None:
@@ -23,28 +22,14 @@ def main() -> None:
     tf.config.threading.set_intra_op_parallelism_threads(size["threads"])
     tf.config.threading.set_inter_op_parallelism_threads(1)
     engine, run, state, batch = build(kind, size)
-    state, metrics = run(state, batch)
     parameters = sum(int(np.prod(w.shape)) for w in state.theta.Flatten())
-    print("ready", parameters, flush=True)
-    for _ in sys.stdin:
-        wall, cpu = time.perf_counter(), time.process_time()
+
+    def step() -> dict[str, float]:
+        nonlocal state
         state, metrics = run(state, batch)
-        loss = float(engine.Get(metrics).loss)
-        answer = {
-            "seconds": time.perf_counter() - wall,
-            "cpu_seconds": time.process_time() - cpu,
-            "loss": loss,
-        }
-        print(json.dumps(answer), flush=True)
+        return {"loss": float(engine.Get(metrics).loss)}
 
-
-def keep_memory() -> None:
-    """Has the allocator keep what was freed, in large pieces: fresh pages are slow."""
-    libc = ctypes.CDLL(None)
-    m_trim_threshold, m_top_pad, m_mmap_threshold = -1, -2, -3  # of malloc.h
-    libc.mallopt(m_mmap_threshold, 1 << 30)
-    libc.mallopt(m_trim_threshold, 2**31 - 1)
-    libc.mallopt(m_top_pad, 1 << 28)
+    serve(step, parameters=parameters, version=tf.__version__)
 
 
 def build(kind: str, size: dict[str, Any]) -> tuple[Any, Any, Any, Any]:

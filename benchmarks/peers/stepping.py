@@ -45,7 +45,8 @@ def serve(step, **about):
     """Answers each line of standard input with one step's times.
 
     Args:
-        step: takes one step and returns when it is done.
+        step: takes one step and returns when it is done; where it returns a dict, that goes into the
+            answer.
         about: told when the contender is ready.
     """
     for _ in range(2):
@@ -55,9 +56,10 @@ def serve(step, **about):
     print("ready", json.dumps(about), flush=True)
     for _ in sys.stdin:
         wall, cpu = time.perf_counter(), time.process_time()
-        step()
+        more = step()
         seconds, cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
         with open("/proc/self/status") as file:
             peak = next(line for line in file if line.startswith("VmHWM")).split()[1]
         answer = {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_bytes": 1024 * int(peak)}
+        answer.update(more or {})
         print(json.dumps(answer), flush=True)

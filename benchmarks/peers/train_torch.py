@@ -3,19 +3,17 @@ Hugging Face's NLLB-MoE.
 
     PEERS/bin/python benchmarks/peers/train_torch.py torch_moe '{"dropout": 0.0, ...}'
 
-Runs in the peers' own interpreter and imports nothing of this package. After `ready` on standard output,
-each line on standard input asks for one training step, which is answered by a line of JSON.
+Runs in the peers' own interpreter and imports nothing of this package.
 
 Letters: T tokens, E expert, C capacity slot, M model, H hidden.
 """
 
-import ctypes
 import json
 import math
 import sys
-import time
 
 import torch
+from stepping import keep_memory, serve
 from torch import nn
 from torch.nn import functional as F
 
@@ -203,15 +201,6 @@ def nllb_moe(size):
     return model, loss
 
 
-def keep_memory():
-    """Has the allocator keep what was freed, in large pieces: fresh pages are slow."""
-    libc = ctypes.CDLL(None)
-    m_trim_threshold, m_top_pad, m_mmap_threshold = -1, -2, -3  # of malloc.h
-    libc.mallopt(m_mmap_threshold, 1 << 30)
-    libc.mallopt(m_trim_threshold, 2**31 - 1)
-    libc.mallopt(m_top_pad, 1 << 28)
-
-
 def main():
     kind, size = sys.argv[1], json.loads(sys.argv[2])
     keep_memory()
@@ -230,19 +219,9 @@ def main():
         loss = loss_of(*batch)
         loss.backward()
         optimizer.step()
-        return loss.item()
+        return {"loss": loss.item()}
 
-    step()
-    print("ready", sum(p.numel() for p in model.parameters()), flush=True)
-    for _ in sys.stdin:
-        wall, cpu = time.perf_counter(), time.process_time()
-        loss = step()
-        answer = {
-            "seconds": time.perf_counter() - wall,
-            "cpu_seconds": time.process_time() - cpu,
-            "loss": loss,
-        }
-        print(json.dumps(answer), flush=True)
+    serve(step, parameters=sum(p.numel() for p in model.parameters()), version=torch.__version__)
 
 
 if __name__ == "__main__":

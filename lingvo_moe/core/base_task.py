@@ -100,6 +100,8 @@ class BaseTask(BaseLayer):
         theta, slots, optimizer_metrics = self.optimizer.Update(
             state.theta, grads, state.slots, state.step, self.VariableSpecs()
         )
+        if not self.p.clip_gradient_norm:
+            norm = optimizer_metrics.get("grad_norm", norm)
         theta = self._WithUpdates(theta, updates)
         finite = tf.math.is_finite(loss) & tf.math.is_finite(norm)
         kept = _where(finite, NestedMap(theta=theta, slots=slots), state)

@@ -18,6 +18,7 @@ from lingvo_moe.core.layers.softmax import Softmax
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.op_by_op import fused, is_op_by_op, running_op_by_op
 from lingvo_moe.core.optimizers.adafactor import Adafactor
+from lingvo_moe.core.optimizers.clipping import global_norm
 from lingvo_moe.core.optimizers.schedules import Constant
 from lingvo_moe.core.randomness import dropout, make_seed
 from lingvo_moe.core.sharding import single_device, use_mesh
@@ -123,7 +124,9 @@ def test_adafactor(stacked: bool) -> None:
                     state, slots, metrics = optimizer.Update(
                         state, grads, slots, tf.constant(step), specs
                     )
-            found.append([t.numpy() for t in tf.nest.flatten((state, slots, metrics))])
+            norm = metrics.pop("grad_norm", global_norm(grads))
+            results = tf.nest.flatten((state, slots, metrics, norm))
+            found.append([t.numpy() for t in results])
         _assert_close(*found)
 
 

@@ -5,7 +5,6 @@ for a query's 'MNK' they are row 'MN' and col 'NK', a matrix for each head.
 """
 
 import math
-from dataclasses import replace
 
 import tensorflow as tf
 
@@ -13,7 +12,7 @@ from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.op_by_op import fused
-from lingvo_moe.core.optimizers.base import Optimizer, slot_spec
+from lingvo_moe.core.optimizers.base import Change, Optimizer, slot_spec
 
 
 class Adafactor(Optimizer):
@@ -122,21 +121,52 @@ class Adafactor(Optimizer):
         slot: NestedMap,
         rate: tf.Tensor,
         step: tf.Tensor,
-    ) -> tuple[tf.Tensor, NestedMap, tf.Tensor] | None:
-        """See Optimizer: here for float32 weights whose moment is factored over the last two dimensions.
-
-        u is the product of g and two vectors a and b, so that sum u^2 = a^2 . g^2 . b^2: the same matrix
-        product that sums the columns of g^2 gives it, and u itself is never written.
-        """
-        p, rank = self.p, len(spec.shape)
+    ) -> Change | None:
+        """See Optimizer: here for float32 weights whose moment is factored over the last two dimensions."""
+        rank = len(spec.shape)
         if self._Factored(spec) != (rank - 2, rank - 1) or weight.dtype != tf.float32:
             return None
-        if spec.stack_dims:
+        if not spec.stack_dims:
+            weights, grads, slots = [weight], [grad], [slot]
+        else:
             # Layer by layer: what fits in a cache is read faster.
-            return self._LayerByLayer(spec, weight, grad, slot, rate, step)
+            num = spec.shape[0]
+            weights, grads = [weight[i] for i in range(num)], [grad[i] for i in range(num)]
+            rows, cols = tf.unstack(slot.row), tf.unstack(slot.col)
+            slots = [NestedMap(row=r, col=c) for r, c in zip(rows, cols, strict=True)]
+        parts = [self._Factors(*part, rate, step) for part in zip(weights, grads, slots)]
+        factors = [part.factors for part in parts]
+        new = _subtract(weights, grads, factors, bool(spec.stack_dims))
+        if not spec.stack_dims:
+            new_slot = parts[0].slot
+        else:
+            names = ("row", "col")
+            new_slot = NestedMap({n: tf.stack([part.slot[n] for part in parts]) for n in names})
+        return Change(
+            new,
+            new_slot,
+            square=tf.add_n([part.square for part in parts]),
+            grad_square=tf.add_n([part.grad_square for part in parts]),
+        )
+
+    def _Factors(
+        self,
+        weight: tf.Tensor,
+        grad: tf.Tensor,
+        slot: NestedMap,
+        rate: tf.Tensor,
+        step: tf.Tensor,
+    ) -> NestedMap:
+        """For a weight [..., R, C] of one layer: `factors` (a [..., R], b [..., C]), so that a b grad is
+        to be subtracted; `slot`, the new one; and the sums of squares of that product and of grad.
+
+        u is the product of g and two vectors, so that sum u^2 = a^2 . g^2 . b^2: the same matrix product
+        that sums the columns of g^2 gives it, and u itself is never written.
+        """
+        p = self.p
         t = tf.cast(step, tf.float32) + 1.0
         decay = tf.minimum(1.0 - tf.pow(t, -p.decay_exponent), p.beta2)
-        rows, columns = spec.shape[-2:]
+        rows, columns = grad.shape[-2:]
         square = tf.square(tf.cast(grad, tf.float32))
         sums = tf.reduce_sum(square, -1)
         row = decay * slot.row + (1.0 - decay) * (sums * (1.0 / columns) + p.epsilon1)
@@ -145,49 +175,32 @@ class Adafactor(Optimizer):
         means, weighted = tf.unstack(both, axis=-2)
         col = decay * slot.col + (1.0 - decay) * (means + p.epsilon1)
         total = tf.reduce_sum(weighted / col)
-        count = math.prod(spec.shape)
+        per_element = 1.0 / math.prod(weight.shape)
         scale = rate
         if p.clip_threshold:
-            excess = tf.sqrt(total * (1.0 / count)) * (1.0 / p.clip_threshold)
+            excess = tf.sqrt(total * per_element) * (1.0 / p.clip_threshold)
             scale *= tf.math.reciprocal(tf.maximum(excess, 1.0))
         if p.multiply_by_parameter_scale:
-            size = tf.sqrt(tf.nn.l2_loss(weight) * (2.0 / count))
+            size = tf.sqrt(tf.nn.l2_loss(weight) * (2.0 * per_element))
             scale *= tf.maximum(size, p.epsilon2)
-        new = _subtract(weight, grad, tf.sqrt(a_square) * scale, tf.math.rsqrt(col))
-        return new, NestedMap(row=row, col=col), total * tf.square(scale)
-
-    def _LayerByLayer(
-        self,
-        spec: VariableSpec,
-        weight: tf.Tensor,
-        grad: tf.Tensor,
-        slot: NestedMap,
-        rate: tf.Tensor,
-        step: tf.Tensor,
-    ) -> tuple[tf.Tensor, NestedMap, tf.Tensor]:
-        one = replace(
-            spec,
-            shape=spec.shape[1:],
-            letters=spec.letters[1:],
-            split=spec.split[1:],
-            stack_dims=spec.stack_dims - 1,
+        return NestedMap(
+            factors=[tf.sqrt(a_square) * scale, tf.math.rsqrt(col)],
+            slot=NestedMap(row=row, col=col),
+            square=total * tf.square(scale),
+            grad_square=tf.reduce_sum(sums),
         )
-        rows, cols = tf.unstack(slot.row), tf.unstack(slot.col)
-        out = []
-        for i in range(spec.shape[0]):
-            own = NestedMap(row=rows[i], col=cols[i])
-            few = self._InFewPasses(one, weight[i], grad[i], own, rate, step)
-            assert few is not None
-            out.append(few)
-        weights, slots, squares = zip(*out, strict=True)
-        new_slot = NestedMap({name: tf.stack([s[name] for s in slots]) for name in ("row", "col")})
-        return tf.stack(weights), new_slot, tf.add_n(squares)
 
 
 @fused
-def _subtract(weight: tf.Tensor, grad: tf.Tensor, a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
-    """weight [..., R, C] - a [..., R] grad b [..., C]."""
-    return weight - grad * a[..., tf.newaxis] * b[..., tf.newaxis, :]
+def _subtract(
+    weights: list[tf.Tensor], grads: list[tf.Tensor], factors: list[list[tf.Tensor]], stack: bool
+) -> tf.Tensor:
+    """weight [..., R, C] - a [..., R] grad b [..., C], of each layer; `stack`: all in one tensor."""
+    new = [
+        weight - grad * a[..., tf.newaxis] * b[..., tf.newaxis, :]
+        for weight, grad, (a, b) in zip(weights, grads, factors, strict=True)
+    ]
+    return tf.stack(new) if stack else new[0]
 
 
 def _rms(x: tf.Tensor, stack_dims: int) -> tf.Tensor:

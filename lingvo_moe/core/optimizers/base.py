@@ -3,7 +3,7 @@
 Letters in slot specs are those of the variables; a slot is cut over devices as its variable is.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tensorflow as tf
@@ -58,8 +58,9 @@ class Optimizer:
 
         Returns:
             New theta (each weight in its own type; what is not trainable as it was), new slots
-            (float32), and NestedMap(learning_rate, update_norm) of float32 scalars. Where a gradient
-            is not finite the new state is not either: the caller decides which state to keep.
+            (float32), and NestedMap(learning_rate, update_norm) of float32 scalars; op by op
+            (core/op_by_op.py) also grad_norm, that of these gradients. Where a gradient is not
+            finite the new state is not either: the caller decides which state to keep.
 
         Raises:
             ValueError: a trainable variable without a gradient, by its path.
@@ -78,7 +79,7 @@ class Optimizer:
         rate = self.learning_rate.Value(step)
         deltas: list[tf.Tensor | None] = []
         new_slots: list[NestedMap] = []
-        ready: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}  # see _InFewPasses
+        changes: dict[int, Change] = {}
         for spec, weight, grad, slot in zip(
             specs.Flatten(), theta.Flatten(), grads.Flatten(), self._SlotsOf(specs, slots)
         ):
@@ -88,12 +89,11 @@ class Optimizer:
                 continue
             with name_scope(f"optimizer.{spec.path}"):
                 if is_op_by_op():
-                    few = self._InFewPasses(spec, weight, grad, slot, rate, step)
-                    if few is not None:
-                        new_weight, new_slot, square = few
-                        ready[len(deltas)] = new_weight, square
+                    change = self._InFewPasses(spec, weight, grad, slot, rate, step)
+                    if change is not None:
+                        changes[len(deltas)] = change
                         deltas.append(None)
-                        new_slots.append(new_slot)
+                        new_slots.append(change.slot)
                         continue
                 delta, new_slot = self._UpdateOne(
                     spec, tf.cast(weight, tf.float32), tf.cast(grad, tf.float32), slot, rate, step
@@ -101,14 +101,16 @@ class Optimizer:
             deltas.append(delta)
             new_slots.append(new_slot)
         terms = [tf.reduce_sum(tf.square(d)) for d in deltas if d is not None]
-        squares = tf.add_n(terms + [square for _, square in ready.values()])
+        squares = tf.add_n(terms + [change.square for change in changes.values()])
         new_theta = [
             w if d is None else tf.cast(tf.cast(w, tf.float32) - d, w.dtype)
             for w, d in zip(theta.Flatten(), deltas, strict=True)
         ]
-        for i, (new_weight, _) in ready.items():
-            new_theta[i] = new_weight
+        for i, change in changes.items():
+            new_theta[i] = change.weight
         metrics = NestedMap(learning_rate=rate, update_norm=tf.sqrt(squares))
+        if is_op_by_op():
+            metrics.grad_norm = _norm(grads, changes)
         flat_slots = [leaf for slot in new_slots for leaf in slot.Flatten()]
         return theta.Pack(new_theta), slots.Pack(flat_slots), metrics
 
@@ -148,10 +150,37 @@ class Optimizer:
         slot: NestedMap,
         rate: tf.Tensor,
         step: tf.Tensor,
-    ) -> tuple[tf.Tensor, NestedMap, tf.Tensor] | None:
-        """What _UpdateOne leads to, for TensorFlow's own kernels (core/op_by_op.py): (the new weight, new
-        slots, the sum of the squares of what was subtracted); None: there is no such form of it."""
+    ) -> "Change | None":
+        """What _UpdateOne leads to, for TensorFlow's own kernels (core/op_by_op.py); None: there is no
+        such form of it."""
         return None
+
+
+@dataclass(frozen=True)
+class Change:
+    """One variable's update in full.
+
+    Attributes:
+        weight: the new one.
+        slot: the new slots.
+        square: the sum of the squares of what was subtracted.
+        grad_square: that of the gradient.
+    """
+
+    weight: tf.Tensor
+    slot: NestedMap
+    square: tf.Tensor
+    grad_square: tf.Tensor
+
+
+def _norm(grads: NestedMap, changes: dict[int, Change]) -> tf.Tensor:
+    """The global norm of all gradients, from the sums that some updates needed anyway."""
+    squares = [
+        changes[i].grad_square if i in changes else 2.0 * tf.nn.l2_loss(tf.cast(g, tf.float32))
+        for i, g in enumerate(grads.Flatten())
+        if g is not None
+    ]
+    return tf.sqrt(tf.add_n(squares))
 
 
 def slot_spec(spec: VariableSpec, name: str, without: int | None = None) -> VariableSpec:
