@@ -117,7 +117,7 @@ class _Tiles:
         width = weights_EMH.shape[1 if transpose else 2]
 
         def step(e: tf.Tensor, start: tf.Tensor, _: tf.Tensor, out: tf.Tensor) -> tf.Tensor:
-            x_RM = tf.slice(padded, [start, 0], [self._tile, padded.shape[1]])
+            x_RM = _rows_from(padded, start, self._tile)
             w = tf.gather(weights_EMH, e)
             return _update(out, tf.matmul(x_RM, w, transpose_b=transpose), [start, 0])
 
@@ -133,8 +133,8 @@ class _Tiles:
         size = self._tile
 
         def step(e: tf.Tensor, start: tf.Tensor, rows: tf.Tensor, dw: tf.Tensor) -> tf.Tensor:
-            x_RM = tf.slice(x, [start, 0], [size, x.shape[1]])
-            dy_RH = tf.slice(dy, [start, 0], [size, dy.shape[1]])
+            x_RM = _rows_from(x, start, size)
+            dy_RH = _rows_from(dy, start, size)
             own = tf.range(size)[:, tf.newaxis] < rows
             x_RM = tf.where(own, x_RM, tf.zeros([], x_RM.dtype))
             dy_RH = tf.where(own, dy_RH, tf.zeros([], dy_RH.dtype))
@@ -178,6 +178,15 @@ def _tiles_expected(rows: int, experts: int, tile: int) -> int:
     """What a planner takes for the loop's length, which data decide: half a tile more for each group."""
     groups = min(rows, experts)
     return math.ceil(rows / tile + groups * (1 - 1 / tile) / 2)
+
+
+def _rows_from(x: tf.Tensor, start: tf.Tensor, size: int) -> tf.Tensor:
+    """Rows start to start + size.
+
+    Not tf.slice: for its sake tf.function(jit_compile=True) takes what `start` is computed from, the
+    group sizes, for constants, and compiles again for other ones.
+    """
+    return gen_xla_ops.xla_dynamic_slice(x, tf.stack([start, 0]), [size, x.shape[1]])
 
 
 def _update(x: tf.Tensor, part: tf.Tensor, begin: list) -> tf.Tensor:

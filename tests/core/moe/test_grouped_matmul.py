@@ -84,3 +84,12 @@ def test_the_loop_is_as_long_as_the_groups():
     for sizes, tiles in (([9, 0, 17, 3, 1], 2 + 3 + 1 + 1), ([0, 0, 0, 0, 0], 0)):
         form = gm._Tiles(tf.constant(sizes), 40, None)
         assert form._tile == 8 and int(form._last_E[-1]) == tiles
+
+
+def test_group_sizes_are_arguments_of_the_compiled_program():
+    """And no constants of it, which other sizes would compile anew."""
+    product = tf.function(gm.grouped_matmul, jit_compile=True)
+    args = tf.ones([6, 3]), tf.ones([2, 3, 4]), tf.constant([4, 1])
+    hlo = product.experimental_get_compiler_ir(*args)(stage="hlo")
+    layout = "{(f32[6,3]{1,0}, f32[2,3,4]{2,1,0}, s32[2]{0})->f32[6,4]{1,0}}"
+    assert f"entry_computation_layout={layout}" in hlo.splitlines()[0]
