@@ -3,7 +3,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help install test lint format fuzz build-files demo plans reproduction lock clean
+.PHONY: help install test lint format fuzz build-files demo experiments plans reproduction lock clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -73,6 +73,10 @@ build-files: install ## Rewrite the BUILD files after files or imports have chan
 demo: install ## Train, score and export a small translator on real text; writes demo/.
 	@$(PY) -m tools.demo
 
+experiments: install ## Train small models with more experts and other routers, side by side; about two hours.
+	@$(PY) -m tools.compare_experts --only=experts --output=compare/experts --corpus=compare/corpus
+	$(PY) -m tools.compare_experts --only=routers --output=compare/routers --corpus=compare/corpus --steps=300
+
 plans: install ## Make the plans in docs/plans anew and compare them; hours. ARGS=--update records them.
 	@$(PY) -m tools.reproduce --plans $(ARGS)
 
@@ -90,5 +94,5 @@ lock: install ## Pin again all that the other requirements files need, after cha
 	  "$$fresh/bin/pip" freeze --exclude pip --exclude setuptools; } > $(LOCK)
 
 clean: ## Remove what was generated (not .venv).
-	@rm -rf demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf demo compare .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf

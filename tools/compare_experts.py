@@ -1,6 +1,6 @@
 """What experts and routers are worth: small models, trained on the demo's data at equal cost, side by side.
 
-    python -m tools.compare_experts                     # everything: about an hour on two cores
+    python -m tools.compare_experts                     # everything: an hour or two on two cores
     python -m tools.compare_experts --only=routers --steps=500
 
 Trains every variant of a model for as many steps on the same batches, then asks each for its loss on
@@ -110,7 +110,7 @@ class Comparison:
         if result.is_file() and json.loads(result.read_text())["steps"] == self._args.steps:
             self._say(f"{name}: done before")
             return
-        cache = registry.escape(str((self._out / "cache").resolve()))
+        cache = registry.escape(str((self._corpus.parent / "cache").resolve()))
         override = ";".join(part for part in (variant.override, f"input.cache_dir={cache}") if part)
         command = [
             *(sys.executable, "-m", "lingvo_moe.trainer", f"--model={self._args.model}"),

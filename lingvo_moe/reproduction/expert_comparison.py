@@ -23,14 +23,12 @@ def routing(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     if not any(name.startswith("moe/") for name in rows[-1]):
         return {}
 
-    def mean(*names: str) -> float:
-        keys = [f"moe/{stack}/{name}" for stack in _STACKS for name in names]
-        return float(np.mean([row[key] for row in rows for key in keys if key in row]))
+    def mean(name: str) -> float:
+        return float(np.mean([row[f"moe/{stack}/{name}"] for row in rows for stack in _STACKS]))
 
     loads = np.concatenate([row[f"moe/{stack}/expert_load"] for row in rows for stack in _STACKS])
-    ranks = [name for name in rows[-1] if name.startswith("moe/encoder/over_capacity_")]
     return {
-        "dropped": mean(*(name.rsplit("/", 1)[1] for name in ranks)),
+        "dropped": mean("over_capacity_ratio"),
         "without_expert": mean("dispatch_0"),
         "imbalance": float(np.mean(loads.max(1) / loads.mean(1))),
     }
