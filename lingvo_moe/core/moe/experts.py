@@ -1,7 +1,9 @@
 """The experts: E two-layer feed-forward networks in two weights (Algorithm 2, lines 5 to 7).
 
-Letters: G group, E expert, C capacity slot, D devices, N rows of a device, M model, H hidden.
+Letters: G group, E expert, C capacity slot, D devices, N rows of a device or an expert, M model, H hidden.
 """
+
+from collections.abc import Callable
 
 import tensorflow as tf
 
@@ -14,6 +16,8 @@ from lingvo_moe.core.moe.rows import Rows
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.op_by_op import is_op_by_op
 from lingvo_moe.core.sharding import DimsMapping, dims_mapping
+
+_FEW_ROWS = 128  # of an expert; see _batched_product
 
 
 class Experts(BaseLayer):
@@ -62,8 +66,26 @@ def _product(x_EGCM: tf.Tensor, w_EMH: tf.Tensor) -> tf.Tensor:
     """Each expert's slots times its matrix, [E,G,C,H]."""
     if not is_op_by_op():
         return tf.einsum("EGCM,EMH->EGCH", x_EGCM, w_EMH)
-    # TensorFlow's gradient of an einsum gives [E,H,M] for the weights and transposes it, which costs more
-    # than the product where experts are many; that of a batched product comes out as it is.
     experts, groups, slots, width = shape_of(x_EGCM)
-    y = tf.matmul(tf.reshape(x_EGCM, [experts, groups * slots, width]), w_EMH)
-    return tf.reshape(y, [experts, groups, slots, w_EMH.shape[-1]])
+    y_ENH = _batched_product(tf.reshape(x_EGCM, [experts, groups * slots, width]), w_EMH)
+    return tf.reshape(y_ENH, [experts, groups, slots, w_EMH.shape[-1]])
+
+
+@tf.custom_gradient
+def _batched_product(x_ENM: tf.Tensor, w_EMH: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+    """The product for TensorFlow's own kernels (core/op_by_op.py).
+
+    Its gradient of an einsum gives [E,H,M] for the weights, and transposes that at more than the product's
+    cost where experts are many. And where each has few rows, a transposed weight is a product's slowest
+    operand, so that the small result is transposed instead.
+    """
+
+    def grad(dy_ENH: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        rows = dy_ENH.shape[1]
+        if rows is not None and rows <= _FEW_ROWS:
+            dx_ENM = tf.linalg.matrix_transpose(tf.matmul(w_EMH, dy_ENH, transpose_b=True))
+        else:
+            dx_ENM = tf.matmul(dy_ENH, w_EMH, transpose_b=True)
+        return dx_ENM, tf.matmul(x_ENM, dy_ENH, transpose_a=True)
+
+    return tf.matmul(x_ENM, w_EMH), grad

@@ -1,6 +1,7 @@
 """The experts' products for TensorFlow's own kernels are those for XLA, gradients too."""
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from lingvo_moe.core import sharding
@@ -8,7 +9,7 @@ from lingvo_moe.core.moe.experts import Experts
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.op_by_op import running_op_by_op
 
-E, G, C, M, H = 3, 2, 4, 5, 6
+E, G, M, H = 3, 2, 5, 6
 
 
 def _run(op_by_op, args):
@@ -23,14 +24,16 @@ def _run(op_by_op, args):
     return step(*args), step.get_concrete_function(*args).graph
 
 
-def test_batched_products_are_the_einsums():
+@pytest.mark.parametrize("slots", [4, 100])
+def test_batched_products_are_the_einsums(slots):
     draw = np.random.default_rng(1).standard_normal
-    shapes = (E, G, C, M), (E, M, H), (E, H, M)
-    args = [tf.constant(draw(shape), tf.float32) for shape in shapes]
+    shapes = (E, G, slots, M), (E, M, H), (E, H, M)
+    args = [tf.constant(0.3 * draw(shape), tf.float32) for shape in shapes]
     got, graph = _run(True, args)
     wanted, _ = _run(False, args)
     for a, b in zip(got, wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-    # Nothing is transposed for itself: that is what they are for.
+    # No weight, nor its gradient, is transposed for itself.
     kinds = {op.type for op in graph.get_operations()}
-    assert "BatchMatMulV2" in kinds and not kinds & {"Einsum", "Transpose"}
+    assert "BatchMatMulV2" in kinds and "Einsum" not in kinds
+    assert ("Transpose" in kinds) == (slots == 4)
