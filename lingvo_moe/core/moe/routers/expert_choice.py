@@ -1,6 +1,6 @@
 """Expert choice: each expert takes the tokens of the group that like it best.
 
-Zhou et al. 2022, Mixture-of-Experts with Expert Choice Routing (section 3.2).
+Zhou et al. 2022, Mixture-of-Experts with Expert Choice Routing (section 3).
 
 Letters: G group, S token in group, k choice rank, E expert, C capacity slot.
 """
