@@ -180,7 +180,8 @@ def _where(finite: tf.Tensor, new: NestedMap, old: NestedMap) -> NestedMap:
     def keep(new: tf.Tensor, old: tf.Tensor) -> tf.Tensor:
         return tf.where(finite, new, old)
 
-    return map_structure(keep, new, old)
+    theta = map_structure(keep, new.theta, old.theta)
+    return NestedMap(theta=theta, slots=map_structure(keep, new.slots, old.slots))
 
 
 def _counter(name: str) -> VariableSpec:

@@ -15,10 +15,12 @@ nothing random happens.
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
+
+from lingvo_moe.core.op_by_op import fused, is_op_by_op
 
 
 def make_seed(global_seed: int | tf.Tensor, step: int | tf.Tensor) -> tf.Tensor:
@@ -110,9 +112,38 @@ def dropout(x: tf.Tensor, rate: float, seed: tf.Tensor | None) -> tf.Tensor:
         raise ValueError(f"dropout rate must lie in [0, 1), got {rate}")
     if seed is None or rate == 0:
         return x
+    if is_op_by_op():
+        return _dropout_op_by_op(x, rate, seed)
+    return _keep(x, _kept(seed, x.shape, rate), rate)
+
+
+def _kept(seed: tf.Tensor, shape: Sequence[int], rate: float) -> tf.Tensor:
     threshold = tf.constant(min(round(rate * 2**32), 2**32 - 1), tf.uint32)
-    keep = bits(seed, x.shape) >= threshold
-    return tf.where(keep, x * tf.constant(1 / (1 - rate), x.dtype), tf.constant(0, x.dtype))
+    return bits(seed, shape) >= threshold
+
+
+def _keep(x: tf.Tensor, kept: tf.Tensor, rate: float) -> tf.Tensor:
+    return tf.where(kept, x * tf.constant(1 / (1 - rate), x.dtype), tf.constant(0, x.dtype))
+
+
+def _dropout_op_by_op(x: tf.Tensor, rate: float, seed: tf.Tensor) -> tf.Tensor:
+    """For TensorFlow's own kernels, of which the hash alone would take sixty passes."""
+
+    @tf.custom_gradient
+    def drop(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+        y, kept = _fused_drop(x, seed, rate)
+        return y, lambda dy: _fused_keep(dy, kept, rate)
+
+    return drop(x)
+
+
+@fused
+def _fused_drop(x: tf.Tensor, seed: tf.Tensor, rate: float) -> tuple[tf.Tensor, tf.Tensor]:
+    kept = _kept(seed, x.shape, rate)
+    return _keep(x, kept, rate), kept
+
+
+_fused_keep = fused(_keep)
 
 
 def _inverse_normal(u: tf.Tensor, mass: float, dtype: tf.DType) -> tf.Tensor:
