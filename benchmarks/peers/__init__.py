@@ -1,0 +1,1 @@
+"""The contenders that other libraries make, each run by the Python of its own environment."""
