@@ -1,9 +1,7 @@
 """The experts: E two-layer feed-forward networks in two weights (Algorithm 2, lines 5 to 7).
 
-Letters: G group, E expert, C capacity slot, D devices, N rows of a device or an expert, M model, H hidden.
+Letters: G group, E expert, C capacity slot, D devices, N rows of a device, M model, H hidden.
 """
-
-from collections.abc import Callable
 
 import tensorflow as tf
 
@@ -11,13 +9,11 @@ from lingvo_moe.core import randomness
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.moe.packing import shape_of
+from lingvo_moe.core.moe import experts_op_by_op
 from lingvo_moe.core.moe.rows import Rows
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.op_by_op import is_op_by_op
 from lingvo_moe.core.sharding import DimsMapping, dims_mapping
-
-_FEW_ROWS = 128  # of an expert; see _batched_product
 
 
 class Experts(BaseLayer):
@@ -47,10 +43,14 @@ class Experts(BaseLayer):
         self, theta: NestedMap, x_EGCM: tf.Tensor, seed: tf.Tensor | None = None
     ) -> tf.Tensor:
         """Slots [E,G,C,M] in, slots [E,G,C,M] out, both cut along E, as the weights are."""
-        h_EGCH = _product(x_EGCM, self.Cast(theta.wi))
-        h_EGCH = self.Shard(tf.nn.relu(h_EGCH), "EGCH")
-        h_EGCH = randomness.dropout(h_EGCH, self.p.relu_dropout_prob, seed)
-        return self.Shard(_product(h_EGCH, self.Cast(theta.wo)), "EGCM")
+        wi, wo = self.Cast(theta.wi), self.Cast(theta.wo)
+        dropout = self.p.relu_dropout_prob if seed is not None else 0.0
+        if is_op_by_op() and not dropout:
+            return experts_op_by_op.feed_forward(x_EGCM, wi, wo)
+        product = experts_op_by_op.product if is_op_by_op() else _product
+        h_EGCH = self.Shard(tf.nn.relu(product(x_EGCM, wi)), "EGCH")
+        h_EGCH = randomness.dropout(h_EGCH, dropout, seed)
+        return self.Shard(product(h_EGCH, wo), "EGCM")
 
     def GroupedFProp(self, theta: NestedMap, x: Rows, seed: tf.Tensor | None = None) -> Rows:
         """Rows [D,N,M] in, rows [D,N,M] out, in ragged groups; cut along D, whose experts are local."""
@@ -64,28 +64,4 @@ class Experts(BaseLayer):
 
 def _product(x_EGCM: tf.Tensor, w_EMH: tf.Tensor) -> tf.Tensor:
     """Each expert's slots times its matrix, [E,G,C,H]."""
-    if not is_op_by_op():
-        return tf.einsum("EGCM,EMH->EGCH", x_EGCM, w_EMH)
-    experts, groups, slots, width = shape_of(x_EGCM)
-    y_ENH = _batched_product(tf.reshape(x_EGCM, [experts, groups * slots, width]), w_EMH)
-    return tf.reshape(y_ENH, [experts, groups, slots, w_EMH.shape[-1]])
-
-
-@tf.custom_gradient
-def _batched_product(x_ENM: tf.Tensor, w_EMH: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-    """The product for TensorFlow's own kernels (core/op_by_op.py).
-
-    Its gradient of an einsum gives [E,H,M] for the weights, and transposes that at more than the product's
-    cost where experts are many. And where each has few rows, a transposed weight is a product's slowest
-    operand, so that the small result is transposed instead.
-    """
-
-    def grad(dy_ENH: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        rows = dy_ENH.shape[1]
-        if rows is not None and rows <= _FEW_ROWS:
-            dx_ENM = tf.linalg.matrix_transpose(tf.matmul(w_EMH, dy_ENH, transpose_b=True))
-        else:
-            dx_ENM = tf.matmul(dy_ENH, w_EMH, transpose_b=True)
-        return dx_ENM, tf.matmul(x_ENM, dy_ENH, transpose_a=True)
-
-    return tf.matmul(x_ENM, w_EMH), grad
+    return tf.einsum("EGCM,EMH->EGCH", x_EGCM, w_EMH)
