@@ -121,7 +121,7 @@ class _Tiles:
             w = tf.gather(weights_EMH, e)
             return _update(out, tf.matmul(x_RM, w, transpose_b=transpose), [start, 0])
 
-        out = self._loop(step, tf.zeros([self._rows + self._tile, width], x_NM.dtype))
+        out = self._loop(step, self._zeros([self._rows + self._tile, width], x_NM.dtype))
         # The last group's last tile may have written beyond it, into rows that are nobody's.
         total = tf.reduce_sum(self._sizes_E)
         real = tf.range(self._rows)[:, tf.newaxis] < total
@@ -142,7 +142,7 @@ class _Tiles:
             return _update(dw, (tf.gather(dw, e) + more)[tf.newaxis], [e, 0, 0])
 
         shape = [self._sizes_E.shape[0], x.shape[1], dy.shape[1]]
-        return tf.cast(self._loop(step, tf.zeros(shape, tf.float32)), x_NM.dtype)
+        return tf.cast(self._loop(step, self._zeros(shape, tf.float32)), x_NM.dtype)
 
     def _loop(self, step: Callable, init: tf.Tensor) -> tf.Tensor:
         """`step(expert, first row, rows of the group from there on, state)` over all tiles."""
@@ -159,25 +159,30 @@ class _Tiles:
                 lambda i, _: i < tiles, body, (tf.constant(0), init), parallel_iterations=1
             )[1]
 
+    def _zeros(self, shape: list[int], dtype: tf.DType) -> tf.Tensor:
+        """Made of what is known at run time only: no constant of this size while a program is lowered."""
+        zero = tf.minimum(tf.reduce_sum(self._sizes_E), 0)
+        return tf.broadcast_to(tf.cast(zero, dtype), shape)
+
     def _padded(self, x_NM: tf.Tensor) -> tf.Tensor:
         """With R rows more, so that a tile can start at any row."""
         return tf.pad(x_NM, [[0, self._tile], [0, 0]])
 
 
 def _tile_rows(rows: int, experts: int) -> int:
-    """R: the power of two at a group's mean size, 256 at most.
+    """R: the power of two at a group's mean size, 2 at least and 256 at most.
 
-    So no more than about twice the rows are multiplied, and where there are fewer rows than experts, in
-    decoding, a tile is a row.
+    So no more than about twice the rows are multiplied. A single row is multiplied by a matrix six times as
+    slowly as two are (XLA:CPU).
     """
-    mean = max(rows // experts, 1)
+    mean = max(rows // experts, 2)
     return min(1 << (mean.bit_length() - 1), _MOST_ROWS)
 
 
 def _tiles_expected(rows: int, experts: int, tile: int) -> int:
     """What a planner takes for the loop's length, which data decide: half a tile more for each group."""
     groups = min(rows, experts)
-    return math.ceil(rows / tile + groups * (1 - 1 / tile) / 2)
+    return max(groups, math.ceil(rows / tile + groups * (1 - 1 / tile) / 2))
 
 
 def _rows_from(x: tf.Tensor, start: tf.Tensor, size: int) -> tf.Tensor:

@@ -42,7 +42,7 @@ class Places:
         """
         _, size, ranks = self.slot_gSk.shape
         slots = self.source_gX.shape[1]
-        return None not in (size, slots) and 2 * slots <= size * ranks
+        return None not in (size, slots) and 4 * slots <= size * ranks
 
 
 def places_of(slot_gSk: tf.Tensor, num_slots: int) -> Places:

@@ -54,7 +54,7 @@ def test_any_sizes(xla):
 
 
 @pytest.mark.parametrize(
-    ("rows", "experts", "tile"), [(5, 8, 1), (40, 5, 8), (4096, 4, 256), (7, 2, 2)]
+    ("rows", "experts", "tile"), [(5, 8, 2), (40, 5, 8), (4096, 4, 256), (7, 2, 2)]
 )
 def test_a_tile_is_about_a_group(rows, experts, tile):
     assert gm._tile_rows(rows, experts) == tile
