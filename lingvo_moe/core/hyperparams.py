@@ -205,7 +205,7 @@ class Params:
 
         A parameter with `choices` takes one of their names, and becomes the Params of that class (or
         the name, where it holds a name); `path.cls` takes a class, whose Params keep the values that
-        both classes have names for.
+        both classes have names for, and the same types.
 
         Raises:
             AttributeError: unknown path. ValueError: text that does not read as that type.
@@ -239,7 +239,7 @@ class Params:
             raise ValueError(f"{cls.__name__} has no Params")
         fresh = cls.Params()
         for name, value in current.IterParams() if is_params else ():
-            if name in fresh and name != "cls":
+            if name in fresh and name != "cls" and type(value) is type(getattr(fresh, name)):
                 setattr(fresh, name, value)
         self._assign(path, fresh)
 

@@ -45,8 +45,9 @@ def test_an_override_names_the_router_and_what_is_in_it():
 def test_params_text_reads_back_whatever_is_chosen(name):
     p = registry.GetParams("mt.M4Tiny", f"task.decoder_router={name};task.moe.router={name}")
     assert p.task.moe.router.cls is ROUTERS[name]
-    fresh = registry.GetParams("mt.M4Tiny", "task.moe.router=lsh")
-    assert fresh.FromText(p.ToText()).ToText() == p.ToText()
+    for other in ("top2", "lsh"):
+        fresh = registry.GetParams("mt.M4Tiny", f"task.moe.router={other}")
+        assert fresh.FromText(p.ToText()).ToText() == p.ToText()
 
 
 @pytest.mark.parametrize(
