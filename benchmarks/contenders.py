@@ -20,7 +20,7 @@ class Contender:
 
     Attributes:
         name: of the contender.
-        answers: those of the steps that count.
+        answers: of all steps.
         about: what it said of itself when it was ready.
     """
 
@@ -52,17 +52,15 @@ class Contender:
         """Raises RuntimeError, with what it complained of, where it ends instead."""
         self.about = json.loads(self._Line("ready ").removeprefix("ready "))
 
-    def Step(self, count: bool = True) -> None:
-        """One step; `count`: its answer is kept."""
+    def Step(self) -> None:
+        """One step, whose answer is kept."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
-        answer = json.loads(self._Line("{"))
-        if count:
-            self.answers.append(answer)
+        self.answers.append(json.loads(self._Line("{")))
 
     def Median(self, key: str) -> float:
-        """Over the steps that count."""
+        """Over all steps."""
         return statistics.median(answer[key] for answer in self.answers)
 
     def Stop(self) -> None:

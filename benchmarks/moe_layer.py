@@ -5,9 +5,8 @@
 float32, 4096 tokens (G=4, S=1024), M=512, H=2048, top-2, capacity factor 2, E in 8, 32, 128: output, and
 gradients of inputs, router and experts. Beside it a feed-forward layer of as many FLOPs, and a matrix
 product of as many. Each contender is a process of its own on so many cores, which the others leave alone
-while it runs: they take steps in turn, one to warm the caches that the others used and one that counts,
-and the table gives medians over the rounds. As many are alive at a time as fit into the memory; each such
-group has the reference, --reference, in it too.
+while it runs: they take steps in turn, and the table gives medians over the rounds. As many are alive at
+a time as fit into the memory; each such group has the reference, --reference, in it too.
 
 The fastest of the products in the run is what percentages are of. PEERS is the environment that
 benchmarks/install_peers.sh makes; without it only our own contenders run. --cost compares numbers of
@@ -74,7 +73,8 @@ def main(argv: list[str] | None = None) -> int:
         for threads in args.threads:
             for experts in args.experts:
                 size = {**args.size, "num_experts": experts, "threads": threads}
-                points += measure(args, size)
+                done = {p["name"] for p in points if p["threads"] == threads}
+                points += measure(args, size, [n for n in args.names if _has_experts(n, done)])
     except (RuntimeError, OSError) as e:
         print(f"moe_layer: {e}", file=sys.stderr)
         return 1
@@ -86,11 +86,11 @@ def main(argv: list[str] | None = None) -> int:
     print(text)
     if args.output:
         files.write_atomic(args.output, (json.dumps(result, indent=1) + "\n").encode())
-    kind = "cost" if args.cost else "layer"
     if args.update:
-        update_page(PAGE, f"benchmarks.moe_layer {kind}", text + f"\n\nMeasured on {host()}.")
-    if args.plot or args.update:
-        plot(result, args.plot or str(PAGE.parent / "images" / f"moe_{kind}_speed.png"))
+        block = f"benchmarks.moe_layer {'cost' if args.cost else args.threads[0]}"
+        update_page(PAGE, block, text + f"\n\nMeasured on {host()}.")
+    if args.plot:
+        plot(result, args.plot)
     return 0
 
 
@@ -129,28 +129,32 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"{name!r}: contenders are {', '.join(NAMES)}")
         if not _python(args, name):
             parser.error(f"{name} needs --peers{'_lingvo' * name.startswith('lingvo')}")
+    if args.update and len(args.threads) > 1:
+        parser.error("--update writes the table of one number of --threads")
     args.size = {**SIZE, **(COST if args.cost else {})}
     return args
 
 
-def measure(args: argparse.Namespace, size: dict[str, Any]) -> list[dict[str, Any]]:
-    """All contenders at one size."""
+def measure(
+    args: argparse.Namespace, size: dict[str, Any], names: list[str]
+) -> list[dict[str, Any]]:
+    """These contenders at one size."""
     points = []
-    for group in groups(args, size):
+    for group in groups(args, size, names):
         print(f"E={size['num_experts']}, {size['threads']} threads: {', '.join(group)}", flush=True)
         contenders = take_turns(args, group, size)
         points += [describe(c, size) for c in contenders]
     return points
 
 
-def groups(args: argparse.Namespace, size: dict[str, Any]) -> list[list[str]]:
+def groups(args: argparse.Namespace, size: dict[str, Any], names: list[str]) -> list[list[str]]:
     """Who is alive together, so that memory suffices."""
     room = args.memory_gb * 1e9 or _free_bytes()
     weights = 8 * size["num_experts"] * size["model_dim"] * size["hidden_dim"]
     # Weights, their gradients, what is made while starting, activations and the program.
     each = 3 * weights + 1.2e9
     many = max(2, int(room / each))
-    rest = [n for n in args.names if n != args.reference]
+    rest = [n for n in names if n != args.reference]
     step = many - 1
     found = [[args.reference, *rest[i : i + step]] for i in range(0, len(rest), step)]
     return found or [[args.reference]]
@@ -175,7 +179,6 @@ def take_turns(args: argparse.Namespace, names: list[str], size: dict[str, Any])
             ready = [c for c in pool.map(start, names) if c]
         for number in range(args.rounds):
             for contender in ready if number % 2 == 0 else ready[::-1]:
-                contender.Step(count=False)
                 contender.Step()
         return ready
     finally:
@@ -206,7 +209,9 @@ def shares(result: dict[str, Any], threads: int) -> dict[tuple[str, int], float]
     points = [p for p in result["points"] if p["threads"] == threads]
     peak = max([p["gflops"] for p in points if p["name"].endswith("matmul")], default=0.0)
     for p in points:
-        found.setdefault((p["name"], p["num_experts"]), []).append(p["gflops"] / (peak or 1.0))
+        same = p["name"].endswith(SAME_FOR_ALL_E)
+        for experts in {q["num_experts"] for q in points} if same else {p["num_experts"]}:
+            found.setdefault((p["name"], experts), []).append(p["gflops"] / (peak or 1.0))
     return {key: statistics.median(values) for key, values in found.items()}
 
 
@@ -228,9 +233,9 @@ def table(result: dict[str, Any], threads: int) -> str:
         "|" + " --- |" * (1 + 3 * len(experts)),
     ]
     for name in names:
-        rows = {
-            e: [p for p in points if (p["name"], p["num_experts"]) == (name, e)] for e in experts
-        }
+        same = name.endswith(SAME_FOR_ALL_E)
+        own = [p for p in points if p["name"] == name]
+        rows = {e: [p for p in own if same or p["num_experts"] == e] for e in experts}
         cells = [f"{100 * share[name, e]:.0f}" if rows[e] else "-" for e in experts]
         for key, scale in (("seconds", 1e3), ("peak_bytes", 1e-6)):
             for e in experts:
@@ -267,6 +272,11 @@ def plot(result: dict[str, Any], path: str) -> None:
     axes[0][-1].legend(fontsize=7, bbox_to_anchor=(1.01, 1), loc="upper left")
     figure.tight_layout()
     figure.savefig(path, dpi=100)
+
+
+def _has_experts(name: str, done: set[str]) -> bool:
+    """Whether it is to be measured at one more number of experts: not where all are the same to it."""
+    return not (name.endswith(SAME_FOR_ALL_E) and name in done)
 
 
 def _python(args: argparse.Namespace, name: str) -> str:
