@@ -5,7 +5,7 @@
 
 Trains every variant of a model for as many steps on the same batches, then asks each for its loss on
 held-out pairs. A token passes through the same number of multiplications in each variant. Interrupted, the same
-command goes on where it stopped. Leaves results.json, table.md and compare_experts.svg in the output directory,
+command goes on where it stopped. Leaves results.json, a table and a picture of each group in the output directory,
 and each variant's run for TensorBoard and tools.report.
 """
 
@@ -88,11 +88,13 @@ class Comparison:
         results = self._results()
         content = json.dumps(results, indent=2).encode() + b"\n"
         files.write_atomic(self._out / "results.json", content)
-        table = expert_comparison.table(results)
-        files.write_atomic(self._out / "table.md", table.encode())
-        files.write_atomic(self._out / "compare_experts.svg", expert_comparison.picture(results))
-        print(table)
-        self._say(f"written: {self._out}/results.json, table.md, compare_experts.svg")
+        for group in expert_comparison.groups(results):
+            table = expert_comparison.table(results, group)
+            picture = expert_comparison.picture(results, group)
+            files.write_atomic(self._out / f"{group}.md", table.encode())
+            files.write_atomic(self._out / f"{group}.svg", picture)
+            print(table)
+        self._say(f"written: {self._out}/results.json, tables and pictures")
         return 0
 
     def _say(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Tables and the picture of tools.compare_experts.
+"""Tables and pictures of tools.compare_experts.
 
 Letters: L layer, E expert.
 """
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from lingvo_moe.reproduction import figures
+from lingvo_moe.reproduction.expert_variants import GROUPS
 
 _STACKS = ("encoder", "decoder")
 
@@ -34,19 +35,24 @@ def routing(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
-def table(results: Mapping[str, Any]) -> str:
-    """Two Markdown tables: more experts, and the routers side by side."""
-    lines: list[str] = []
-    for group, head in (("experts", "experts"), ("routers", "router, 16 experts")):
-        rows = {n: r for n, r in results.items() if group in r["group"].split()}
-        if lines:
-            lines.append("")
-        lines += [
-            f"| {head} | parameters | held-out loss | against dense | dropped | without expert | busiest / mean |",
-            "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-        ]
-        lines += [_row(r, results.get("dense")) for r in rows.values()]
+def groups(results: Mapping[str, Any]) -> list[str]:
+    """The groups that results are of: each has a variant that is in no other."""
+    return [group for group in GROUPS if any(r["group"] == group for r in results.values())]
+
+
+def table(results: Mapping[str, Any], group: str) -> str:
+    """A Markdown table of a group."""
+    head = {"experts": "experts", "routers": "router, 16 experts"}[group]
+    lines = [
+        f"| {head} | parameters | held-out loss | against dense | dropped | without expert | busiest / mean |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    lines += [_row(r, results.get("dense")) for r in _of(results, group)]
     return "\n".join(lines) + "\n"
+
+
+def _of(results: Mapping[str, Any], group: str) -> list[Mapping[str, Any]]:
+    return [r for r in results.values() if group in r["group"].split()]
 
 
 def _row(r: Mapping[str, Any], dense: Mapping[str, Any] | None) -> str:
@@ -57,17 +63,11 @@ def _row(r: Mapping[str, Any], dense: Mapping[str, Any] | None) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def picture(results: Mapping[str, Any]) -> bytes:
-    """SVG: held-out loss by experts, and by router."""
-    return figures.expert_comparison(
-        sorted(
-            (r["experts"], r["held_out_nll"], r["params"])
-            for r in results.values()
-            if "experts" in r["group"].split()
-        ),
-        [
-            (r["says"], r["held_out_nll"])
-            for r in results.values()
-            if "routers" in r["group"].split()
-        ],
-    )
+def picture(results: Mapping[str, Any], group: str) -> bytes:
+    """SVG: held-out loss by experts, or by router."""
+    rows = _of(results, group)
+    if group == "experts":
+        return figures.loss_by_experts(
+            sorted((r["experts"], r["held_out_nll"], r["params"]) for r in rows)
+        )
+    return figures.loss_by_router([(r["says"], r["held_out_nll"]) for r in rows])

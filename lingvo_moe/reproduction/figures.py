@@ -212,33 +212,35 @@ def speed(labels: Sequence[str], measured: Sequence[float], ours: Sequence[float
 
 
 @_styled
-def expert_comparison(
-    scaling: Sequence[tuple[int, float, int]], routers: Sequence[tuple[str, float]]
-) -> bytes:
-    """Held-out loss by the number of experts, and of each router, best first.
+def loss_by_experts(points: Sequence[tuple[int, float, int]]) -> bytes:
+    """Held-out loss by the number of experts.
 
     Args:
-        scaling: (experts, nats a token, parameters), fewest experts first.
-        routers: (what it is, nats a token).
+        points: (experts, nats a token, parameters), fewest experts first.
     """
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(8.6, 3.6), layout="constrained", width_ratios=(1, 1.1)
-    )
-    experts = [e for e, _, _ in scaling]
-    left.plot(experts, [nll for _, nll, _ in scaling], marker="o", color=_COLOURS[0])
-    for number, nll, params in scaling:
-        left.annotate(f"{params / 1e6:.2g}M", (number, nll), (4, 5), textcoords="offset points")
-    left.set(xscale="log", xlabel="experts (1: dense)", ylabel="held-out loss, nats a token")
-    left.set_xticks(experts, [str(e) for e in experts])
-    left.xaxis.set_minor_locator(NullLocator())
-    left.margins(x=0.12, y=0.15)
-    left.grid(linewidth=0.8)
-    ordered = sorted(routers, key=lambda one: -one[1])
-    losses = [nll for _, nll in ordered]
-    right.barh([says for says, _ in ordered], losses, color=_COLOURS[1])
-    right.bar_label(right.containers[0], fmt=" %.3f")
-    low, high = (min(losses), max(losses)) if losses else (0.0, 1.0)
+    figure, (axes,) = _new(5.4, 3.2)
+    experts = [number for number, _, _ in points]
+    axes.plot(experts, [nll for _, nll, _ in points], marker="o", color=_COLOURS[0])
+    for number, nll, params in points:
+        label = f"{params / 1e6:.1f}M"
+        axes.annotate(label, (number, nll), (4, 5), textcoords="offset points")
+    axes.set(xscale="log", xlabel="experts (1: dense)", ylabel="held-out loss, nats a token")
+    axes.set_xticks(experts, [str(number) for number in experts])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.margins(x=0.12, y=0.15)
+    return _svg(figure)
+
+
+@_styled
+def loss_by_router(bars: Sequence[tuple[str, float]]) -> bytes:
+    """Held-out loss of each router, (what it is, nats a token), the lowest on top."""
+    figure, (axes,) = _new(7.2, 0.5 + 0.3 * len(bars))
+    ordered = sorted(bars, key=lambda bar: -bar[1])
+    axes.barh([says for says, _ in ordered], [nll for _, nll in ordered], color=_COLOURS[1])
+    axes.bar_label(axes.containers[0], fmt=" %.3f")
+    low, high = ordered[-1][1], ordered[0][1]
     margin = max(high - low, 0.02)
-    right.set_xlim(low - 0.6 * margin, high + 0.5 * margin)
-    right.set(xlabel="held-out loss, nats a token (axis cut)")
+    axes.set_xlim(low - 0.6 * margin, high + 0.3 * margin)
+    axes.set(xlabel="held-out loss, nats a token (the axis does not begin at 0)")
+    axes.grid(visible=False)
     return _svg(figure)

@@ -10,7 +10,7 @@ import trainer_testing
 
 from lingvo_moe.core import sharding
 from lingvo_moe.reproduction import expert_comparison
-from lingvo_moe.reproduction.expert_variants import VARIANTS
+from lingvo_moe.reproduction.expert_variants import GROUPS, VARIANTS
 from lingvo_moe.tasks.mt.run_dir import RunDir
 from tools import compare_experts
 
@@ -56,10 +56,14 @@ def test_table_has_a_row_for_each_variant_of_a_group():
         "dropped": 0.25,
     }
     two |= {"without_expert": 0.0, "imbalance": 1.5}
-    table = expert_comparison.table({"dense": one, "b": two})
+    results = {"dense": one, "b": two}
+    assert expert_comparison.groups(results) == ["experts"]
+    table = expert_comparison.table(results, "experts")
     assert "| B | 1,234 | 2.875 | -0.125 | 25.0 % | 0.0 % | 1.5 |" in table
-    assert table.count("| A |") == 2 and table.count("| B |") == 1
-    assert expert_comparison.picture({"dense": one, "b": two}).startswith(b"<?xml")
+    assert table.count("| A |") == 1
+    assert "| B |" not in expert_comparison.table(results, "routers")
+    for group in GROUPS:
+        assert expert_comparison.picture(results, group).startswith(b"<?xml")
 
 
 def test_unknown_variant(capsys):
