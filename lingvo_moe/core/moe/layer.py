@@ -46,7 +46,7 @@ class MoELayer(BaseLayer):
         p.Define("experts", Experts.Params(), "What each expert computes.")
         p.Define(
             "dispatcher",
-            "einsum",
+            "index",
             f"One of {', '.join(sorted(DISPATCHERS))}; or Params of a Dispatcher.",
             choices=DISPATCHERS,
         )

@@ -239,6 +239,7 @@ def test_bfloat16_activations_are_close(model, theta, trained):
 def test_meta_counts_by_hand():
     b, s, t = 3, 6, 5
     p = _params()
+    p.moe.dispatcher = "einsum"
     meta = MtModel.FPropMeta(p, (b, s), (b, t))
 
     def attention(queries, keys):
