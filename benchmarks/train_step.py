@@ -81,8 +81,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(kinds: Sequence[str], peers: str, size: dict[str, Any], rounds: int) -> list[Contender]:
-    """Starts all, two at a time, and has each take its steps in turn: one to warm the caches that the
-    others used, one that counts."""
+    """Starts all, two at a time, and has each take its steps in turn."""
     contenders: list[Contender] = []
 
     def start(kind: str) -> Contender:
@@ -100,8 +99,7 @@ def run(kinds: Sequence[str], peers: str, size: dict[str, Any], rounds: int) -> 
             ready = list(pool.map(start, kinds))
         for number in range(rounds):
             for contender in ready if number % 2 == 0 else ready[::-1]:
-                for count in (False, True):
-                    contender.Step(count)
+                contender.Step()
             print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
         return ready
     finally:
