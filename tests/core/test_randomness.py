@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_moe.core import randomness
+from lingvo_moe.core.op_by_op import running_op_by_op
 
 
 def test_every_bit_of_seed_and_place_changes_every_bit_of_the_result_half_the_time():
@@ -112,3 +113,16 @@ def test_numbers_compile_and_need_a_static_shape():
     with pytest.raises(ValueError, match="static"):
         randomness.bits(seed, [None, 3])
     assert randomness.bits(seed, []).shape == []
+
+
+def test_dropout_by_the_numbers_of_rows():
+    """Rows that lie elsewhere keep what they drew."""
+    seed, rows = randomness.make_seed(5, 6), tf.constant([[6, 0], [3, 3]])
+    whole = randomness.dropout(tf.ones([7, 40]), 0.4, seed)
+    some = randomness.dropout(tf.ones([2, 2, 40]), 0.4, seed, rows)
+    np.testing.assert_array_equal(some, tf.gather(whole, rows))
+    assert len(np.unique(whole, axis=0)) == 7
+    with running_op_by_op():
+        np.testing.assert_array_equal(
+            randomness.dropout(tf.ones([2, 2, 40]), 0.4, seed, rows), some
+        )

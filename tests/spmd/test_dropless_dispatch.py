@@ -86,6 +86,22 @@ def test_forward_sends_rows_twice():
     assert _sent(hlo) == [("all-to-all", 8 * 2 * 4)] + [("all-to-all", rows)] * 2
 
 
+def test_dropout_in_the_experts_is_drawn_by_choice_not_by_device():
+    """On one device and on eight, on which rows lie elsewhere."""
+    layer = _layer("dropless", **{"experts.relu_dropout_prob": 0.5})
+    args, splits = toy_moe.arguments(layer)
+
+    def forward(theta, x, paddings, seed):
+        return layer.FProp(theta, x, paddings, seed=seed)[0]
+
+    want = _eagerly(forward, args)
+    got, collectives = run_sharded(forward, args, MESH, splits)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    assert set(collectives) == {"all-to-all"}
+    plain = _eagerly(lambda *a: _layer("dropless").FProp(*a[:3], seed=a[3])[0], args)
+    assert np.abs(plain - want).max() > 0.1
+
+
 @pytest.mark.parametrize(
     ("mesh", "split"),
     [

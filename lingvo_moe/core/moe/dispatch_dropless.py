@@ -18,7 +18,14 @@ import tensorflow as tf
 
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.moe.dispatch import Dispatcher
-from lingvo_moe.core.moe.packing import Places, shape_of, sorted_places, to_slots, weigh_slots
+from lingvo_moe.core.moe.packing import (
+    Places,
+    of_slots,
+    shape_of,
+    sorted_places,
+    to_slots,
+    weigh_slots,
+)
 from lingvo_moe.core.moe.routers.base import Routing
 from lingvo_moe.core.moe.rows import Rows
 from lingvo_moe.core.nested_map import NestedMap
@@ -64,49 +71,62 @@ class DroplessDispatcher(Dispatcher):
         """
         cut = self._Cut(routing)
         x_NM, kept_Nk = _flat(x_GSM), _flat(routing.kept)
-        choices = (_flat(routing.expert_index), kept_Nk)
+        choices = (_flat(routing.expert_index), kept_Nk, _flat(_numbers(routing)))
         devices, model = cut.devices, cut.model
-        ins = [(devices, model), (devices, None), (devices, None)]
+        ins = [(devices, model), *[(devices, None)] * 3]
         wide = (devices, None, model)
         ranks, tokens = kept_Nk.shape[1], x_NM.shape[0]
         expected = None if tokens is None else tokens * ranks // cut.num_devices
         if cut.parts == 1:
 
-            def pack(x_nM: tf.Tensor, expert_nk: tf.Tensor, kept_nk: tf.Tensor) -> tuple:
+            def pack(
+                x_nM: tf.Tensor, expert_nk: tf.Tensor, kept_nk: tf.Tensor, number_nk: tf.Tensor
+            ) -> tuple:
                 places, sizes_E = sorted_places(expert_nk, kept_nk > 0, routing.num_experts)
                 rows = to_slots(x_nM[tf.newaxis], places)
-                return rows, sizes_E[tf.newaxis], places.slot_gSk[0], places.source_gX
+                number_1R = of_slots(number_nk[tf.newaxis], places)
+                return rows, sizes_E[tf.newaxis], number_1R, places.slot_gSk[0], places.source_gX
 
-            outs = [wide, (devices, None), (devices, None), (devices, None)]
-            rows_DRM, sizes_DE, *notes = manual_region(pack, ins, outs)(x_NM, *choices)
-            return Rows(rows_DRM, sizes_DE, devices, cut.experts, expected, tuple(notes))
+            outs = [wide, *[(devices, None)] * 4]
+            rows_DRM, sizes_DE, number_DR, *notes = manual_region(pack, ins, outs)(x_NM, *choices)
+            return Rows(rows_DRM, sizes_DE, number_DR, devices, cut.experts, expected, tuple(notes))
 
         assert tokens is not None  # a region over devices has checked it
         room = self._Room(tokens // cut.num_devices, ranks, cut)
 
-        def send(x_nM: tf.Tensor, expert_nk: tf.Tensor, kept_nk: tf.Tensor) -> tuple:
+        def send(
+            x_nM: tf.Tensor, expert_nk: tf.Tensor, kept_nk: tf.Tensor, number_nk: tf.Tensor
+        ) -> tuple:
             places, sizes_Qe = _for_devices(expert_nk, kept_nk > 0, cut, room)
             rows = to_slots(x_nM[tf.newaxis], places)
             rows = tf.reshape(rows, [1, cut.parts, room, x_nM.shape[1]])
-            return rows, sizes_Qe[tf.newaxis], places.slot_gSk[0], places.source_gX
+            number_1X = of_slots(number_nk[tf.newaxis], places)
+            number_1QB = tf.reshape(number_1X, [1, cut.parts, room])
+            notes = (places.slot_gSk[0], places.source_gX)
+            return rows, sizes_Qe[tf.newaxis], number_1QB, *notes
 
-        def receive(rows_1QBM: tf.Tensor, sizes_1Qe: tf.Tensor) -> tuple:
+        def receive(rows_1QBM: tf.Tensor, sizes_1Qe: tf.Tensor, number_1QB: tf.Tensor) -> tuple:
             places, sizes_e = _from_devices(sizes_1Qe[0], room)
             rows = tf.reshape(rows_1QBM, [1, cut.parts * room, rows_1QBM.shape[-1]])
-            return to_slots(rows, places), sizes_e[tf.newaxis], places.slot_gSk[0], places.source_gX
+            number_1R = of_slots(tf.reshape(number_1QB, [1, cut.parts * room, 1]), places)
+            notes = (places.slot_gSk[0], places.source_gX)
+            return to_slots(rows, places), sizes_e[tf.newaxis], number_1R, *notes
 
-        outs = [(devices, None, None, model), (devices, None, None), *[(devices, None)] * 2]
-        sent_DQBM, sizes_DQe, *notes = manual_region(send, ins, outs)(x_NM, *choices)
+        narrow = (devices, None, None)
+        outs = [(devices, None, None, model), narrow, narrow, *[(devices, None)] * 2]
+        sent_DQBM, sizes_DQe, number_DQB, *notes = manual_region(send, ins, outs)(x_NM, *choices)
         metrics = NestedMap()
         if room < cut.room_for_all(tokens // cut.num_devices, ranks):
             fit = tf.cast(tf.reduce_sum(sizes_DQe), tf.float32)
             asked = tf.reduce_sum(kept_Nk)
             metrics.over_device_capacity_ratio = (asked - fit) / tf.maximum(asked, 1.0)
-        outs = [wide, (devices, None), (devices, None), (devices, None)]
-        region = manual_region(receive, [(devices, None, None, model), (devices, None, None)], outs)
-        rows_DRM, sizes_De, *more = region(cut.Exchange(sent_DQBM), cut.Exchange(sizes_DQe))
+        outs = [wide, *[(devices, None)] * 4]
+        region = manual_region(receive, [(devices, None, None, model), narrow, narrow], outs)
+        rows_DRM, sizes_De, number_DR, *more = region(
+            *(cut.Exchange(x) for x in (sent_DQBM, sizes_DQe, number_DQB))
+        )
         notes = (*notes, *more)
-        return Rows(rows_DRM, sizes_De, devices, cut.experts, expected, notes, metrics)
+        return Rows(rows_DRM, sizes_De, number_DR, devices, cut.experts, expected, notes, metrics)
 
     def Combine(self, routing: Routing, tokens: Rows) -> tf.Tensor:
         """See `Dispatcher`; in the type of the expert outputs."""
@@ -269,6 +289,15 @@ def _from_devices(sizes_Qe: tf.Tensor, room: int) -> tuple[Places, tf.Tensor]:
     expert_QB = tf.reduce_sum(tf.cast(before_QBe, tf.int32), -1)
     expert_X1 = tf.reshape(expert_QB, [parts * room, 1])
     return sorted_places(expert_X1, expert_X1 < experts, experts)
+
+
+def _numbers(routing: Routing) -> tf.Tensor:
+    """int32 [G,S,k], the choices counted: see `Rows`."""
+    groups, size, ranks = shape_of(routing.expert_index)
+    # Made of a tensor that is known at run time only: as a constant it would be as large as that.
+    zero_GSk = routing.expert_index - routing.expert_index
+    number_Sk = tf.range(size)[:, tf.newaxis] * ranks + tf.range(ranks)
+    return zero_GSk + tf.range(groups)[:, tf.newaxis, tf.newaxis] * (size * ranks) + number_Sk
 
 
 def _flat(x_GSM: tf.Tensor) -> tf.Tensor:

@@ -55,7 +55,8 @@ class Experts(BaseLayer):
     def GroupedFProp(self, theta: NestedMap, x: Rows, seed: tf.Tensor | None = None) -> Rows:
         """Rows [D,N,M] in, rows [D,N,M] out, in ragged groups; cut along D, whose experts are local."""
         h = x.MatMul(self.Cast(theta.wi), self._Mapping("wi", "EMH"))
-        h = h.With(randomness.dropout(tf.nn.relu(h.values), self.p.relu_dropout_prob, seed))
+        rate = self.p.relu_dropout_prob
+        h = h.With(randomness.dropout(tf.nn.relu(h.values), rate, seed, h.choices))
         return h.MatMul(self.Cast(theta.wo), self._Mapping("wo", "EHM"))
 
     def _Mapping(self, name: str, letters: str) -> DimsMapping:

@@ -109,7 +109,7 @@ def weigh_slots(slots_gXM: tf.Tensor, gate_gSk: tf.Tensor, places: Places) -> tf
     def weigh(slots_gXM: tf.Tensor, gate_gSk: tf.Tensor) -> tuple[tf.Tensor, Callable]:
         def grad(dy_gSM: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             dy_gXM = _rows(dy_gSM, _token(places))
-            gate_gX = tf.cast(_of_slots(gate_gSk, places), dy_gXM.dtype)
+            gate_gX = tf.cast(of_slots(gate_gSk, places), dy_gXM.dtype)
             product_gXM = tf.cast(slots_gXM, tf.float32) * tf.cast(dy_gXM, tf.float32)
             dgate_gX = tf.reduce_sum(product_gXM, -1)
             dgate_gSk = _of_choices(dgate_gX, places)
@@ -118,6 +118,14 @@ def weigh_slots(slots_gXM: tf.Tensor, gate_gSk: tf.Tensor, places: Places) -> tf
         return _sum_of_slots(slots_gXM, places, gate_gSk), grad
 
     return weigh(slots_gXM, gate_gSk)
+
+
+def of_slots(values_gSk: tf.Tensor, places: Places) -> tf.Tensor:
+    """[g,X]: what the choice in each slot has, 0 where there is none."""
+    groups, size, ranks = shape_of(values_gSk)
+    flat = tf.reshape(values_gSk, [groups, size * ranks])
+    values = tf.gather(flat, tf.maximum(places.source_gX, 0), batch_dims=1)
+    return tf.where(places.source_gX < 0, tf.zeros([], values.dtype), values)
 
 
 def shape_of(x: tf.Tensor) -> list:
@@ -149,7 +157,7 @@ def _sum_of_slots(
     dtype = slots_gXM.dtype
     if places.few_slots:
         if gate_gSk is not None:
-            gate_gX = tf.cast(_of_slots(gate_gSk, places), dtype)
+            gate_gX = tf.cast(of_slots(gate_gSk, places), dtype)
             slots_gXM = slots_gXM * gate_gX[..., tf.newaxis]
         token_gX = _token(places)
         token_gX = tf.where(
@@ -179,14 +187,6 @@ def _token(places: Places) -> tf.Tensor:
     return (
         source_gX if places.ranks == 1 else tf.where(source_gX < 0, -1, source_gX // places.ranks)
     )
-
-
-def _of_slots(values_gSk: tf.Tensor, places: Places) -> tf.Tensor:
-    """[g,X]: what the choice in each slot has, 0 where there is none."""
-    groups, size, ranks = shape_of(values_gSk)
-    flat = tf.reshape(values_gSk, [groups, size * ranks])
-    values = tf.gather(flat, tf.maximum(places.source_gX, 0), batch_dims=1)
-    return tf.where(places.source_gX < 0, tf.zeros([], values.dtype), values)
 
 
 def _of_choices(values_gX: tf.Tensor, places: Places) -> tf.Tensor:

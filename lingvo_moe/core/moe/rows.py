@@ -22,6 +22,8 @@ class Rows:
         values: [D,N,M], the rows that each device's experts compute, those of its first expert first;
             rows beyond the groups are of no meaning, and zero.
         group_sizes: int32 [D,e], how many rows each expert has.
+        choices: int32 [D,N], the number of the choice that each row is: s k + rank, tokens s counted over
+            the whole batch. What is drawn at random for a row hangs on this, not on where it lies.
         devices: the mesh axes that D is cut along, all devices that hold tokens.
         experts: the mesh axes that the experts are cut along.
         expected: about how many rows of N are filled; for speed only.
@@ -31,6 +33,7 @@ class Rows:
 
     values: tf.Tensor
     group_sizes: tf.Tensor
+    choices: tf.Tensor
     devices: Axis = None
     experts: Axis = None
     expected: int | None = None
