@@ -195,7 +195,7 @@ def test_a_scanned_model_has_the_same_loss_and_gradients(name, exchanges):
     def model(dispatcher):
         override = f"task.moe.dispatcher={dispatcher};task.num_encoder_layers=4"
         if name == "dropless":
-            # Room for all; and dropout draws by place, which is another one in rows than in slots.
+            # Room for all; and dropout draws by choice in rows, by slot in slots.
             override += ";task.moe.capacity_factor=8;task.dropout=0"
         return registry.GetParams("mt.M4Tiny", override).task.Instantiate()
 
