@@ -76,7 +76,7 @@ class CompiledTfFunction(Compiled):
     def HloText(self) -> str:
         if not self._jit_compile:
             raise EngineError(
-                "--engine=tf_graph has no HLO text, since XLA has no part in it; use tf"
+                "--engine=tf_graph has no HLO text, since XLA compiles only small pieces of it; use tf"
             )
         specs = [tf.TensorSpec(s.shape, s.dtype) for s in self.signature.args]
         return self.function.experimental_get_compiler_ir(*specs)(stage="optimized_hlo")
