@@ -197,3 +197,14 @@ def test_what_cannot_be_cut_raises(params, message):
     args, _ = toy_moe.arguments(layer)
     with pytest.raises(ShardingError, match=message):
         run_sharded(lambda *a: layer.FProp(*a[:3], seed=a[3])[0], args, MESH)
+
+
+def test_inference_on_tokens_that_cannot_be_cut_says_what_can_cut_them():
+    """A decoding step of 12 rows on 8 devices: the einsums take what XLA pads."""
+    layer, einsum = _layer("einsum"), _layer("einsum", inference_dispatcher="einsum")
+    (theta, x, paddings, _), _ = toy_moe.arguments(layer)
+    args = [theta, x[:12, :1], paddings[:12, :1]]
+    with pytest.raises(ShardingError, match=r"12 tokens.*inference_dispatcher='einsum'"):
+        run_sharded(lambda *a: layer.FProp(*a)[0], args, MESH)
+    got, _ = run_sharded(lambda *a: einsum.FProp(*a)[0], args, MESH)
+    np.testing.assert_allclose(got, _eagerly(lambda *a: layer.FProp(*a)[0], args), atol=1e-5)

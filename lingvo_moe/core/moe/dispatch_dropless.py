@@ -34,6 +34,11 @@ from lingvo_moe.core.sharding.annotate import mesh_of, mesh_split
 from lingvo_moe.core.sharding.letters import axes_of
 from lingvo_moe.core.sharding.manual import manual_region
 
+_OTHERWISE = (
+    "as the dropless dispatcher wants; use dispatcher='einsum' and, for inference, "
+    "inference_dispatcher='einsum'"
+)
+
 
 class DroplessDispatcher(Dispatcher):
     """Gives `Rows` to the experts: a row for each choice that is kept.
@@ -76,6 +81,11 @@ class DroplessDispatcher(Dispatcher):
         ins = [(devices, model), *[(devices, None)] * 3]
         wide = (devices, None, model)
         ranks, tokens = kept_Nk.shape[1], x_NM.shape[0]
+        if tokens is not None and tokens % cut.num_devices:
+            raise ShardingError(
+                f"{self.path}: {tokens} tokens do not divide evenly over the {cut.num_devices} devices of "
+                f"axis {cut.devices!r}, {_OTHERWISE}"
+            )
         expected = None if tokens is None else tokens * ranks // cut.num_devices
         if cut.parts == 1:
 
@@ -197,8 +207,7 @@ class DroplessDispatcher(Dispatcher):
         if routing.num_experts % parts:
             raise ShardingError(
                 f"{self.path}: {routing.num_experts} experts do not divide evenly over the {parts} "
-                f"devices of axis {experts!r}, as the dropless dispatcher wants; use dispatcher='einsum' "
-                "and, for inference, inference_dispatcher='einsum'"
+                f"devices of axis {experts!r}, {_OTHERWISE}"
             )
         return _Cut(
             group,
