@@ -81,11 +81,6 @@ class DroplessDispatcher(Dispatcher):
         ins = [(devices, model), *[(devices, None)] * 3]
         wide = (devices, None, model)
         ranks, tokens = kept_Nk.shape[1], x_NM.shape[0]
-        if tokens is not None and tokens % cut.num_devices:
-            raise ShardingError(
-                f"{self.path}: {tokens} tokens do not divide evenly over the {cut.num_devices} devices of "
-                f"axis {cut.devices!r}, {_OTHERWISE}"
-            )
         expected = None if tokens is None else tokens * ranks // cut.num_devices
         if cut.parts == 1:
 
@@ -204,6 +199,12 @@ class DroplessDispatcher(Dispatcher):
                 f"{group!r}; e.g. activation_split={{'G': ('data', 'expert'), 'E': 'expert'}}, or use "
                 "dispatcher='einsum'"
             )
+        tokens, num_devices = routing.gate.shape[:2].num_elements(), mesh.axis_size(group or ())
+        if tokens is not None and tokens % num_devices:
+            raise ShardingError(
+                f"{self.path}: {tokens} tokens do not divide evenly over the {num_devices} devices of "
+                f"axis {group!r}, {_OTHERWISE}"
+            )
         if routing.num_experts % parts:
             raise ShardingError(
                 f"{self.path}: {routing.num_experts} experts do not divide evenly over the {parts} "
@@ -213,7 +214,7 @@ class DroplessDispatcher(Dispatcher):
             group,
             experts if parts > 1 else None,
             model,
-            mesh.axis_size(group or ()),
+            num_devices,
             parts,
             routing.num_experts // parts,
         )
