@@ -12,6 +12,7 @@ from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.moe import context as router_context
 from lingvo_moe.core.moe.capacity import expert_capacity
+from lingvo_moe.core.moe.dispatch_dropless import DroplessDispatcher
 from lingvo_moe.core.moe.dispatchers import DISPATCHERS, dispatcher_params
 from lingvo_moe.core.moe.experts import Experts
 from lingvo_moe.core.moe.routers.registry import ROUTERS
@@ -70,6 +71,21 @@ class MoELayer(BaseLayer):
             chosen = dispatcher_params(f"{self.path}.{name}", getattr(p, name))
             self.CreateChild(name, chosen)
         self.CreateChild("experts", p.experts.Copy().Set(hidden_dim=p.hidden_dim, **dims))
+        self._CheckDispatchers()
+
+    def _CheckDispatchers(self) -> None:
+        if getattr(self.inference_dispatcher.p, "device_capacity_factor", 0):
+            raise ValueError(
+                f"{self.path}.inference_dispatcher.device_capacity_factor="
+                f"{self.inference_dispatcher.p.device_capacity_factor}: must be 0, since in inference no "
+                "token may be dropped for the company that it is in"
+            )
+        grouped = hasattr(self.experts, "GroupedFProp")
+        if isinstance(self.dispatcher, DroplessDispatcher) and not grouped:
+            raise ValueError(
+                f"{self.path}: {type(self.experts).__name__} has no GroupedFProp, which "
+                "dispatcher='dropless' needs; choose 'index', or give it one"
+            )
 
     def FProp(
         self,

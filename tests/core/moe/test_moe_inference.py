@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.layers.transformer import TransformerLayer
+from lingvo_moe.core.moe.dispatch_dropless import DroplessDispatcher
 from lingvo_moe.core.moe.experts import Experts
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.moe.routers.base import LearnedRouter
@@ -113,18 +114,19 @@ def test_an_expert_that_no_token_chose_is_not_computed(routed):
     assert float(extras.metrics.effective_capacity) == 2  # rows a token, not E
 
 
+class SlotExperts(BaseLayer):
+    @classmethod
+    def Params(cls):
+        p = super().Params()
+        for name in ("model_dim", "hidden_dim", "num_experts"):
+            p.Define(name, 0, "")
+        return p
+
+    def FProp(self, theta, x_EGCM, seed=None):
+        return x_EGCM * tf.range(1.0, E + 1)[:, None, None, None]
+
+
 def test_experts_that_know_slots_alone_are_left_to_the_dispatcher_of_training():
-    class SlotExperts(BaseLayer):
-        @classmethod
-        def Params(cls):
-            p = super().Params()
-            for name in ("model_dim", "hidden_dim", "num_experts"):
-                p.Define(name, 0, "")
-            return p
-
-        def FProp(self, theta, x_EGCM, seed=None):
-            return x_EGCM * tf.range(1.0, E + 1)[:, None, None, None]
-
     layer = (
         _params(TopKRouter.Params().Set(k=1))
         .Set(experts=SlotExperts.Params(), dispatcher="index")
@@ -168,3 +170,13 @@ def test_experts_of_one_s_own_on_slots_and_rows():
             results.append(layer.FProp(theta, _tokens(B, T, M), tf.zeros([B, T]))[0])
     np.testing.assert_allclose(*results, atol=1e-6)
     assert np.abs(results[0]).max() > 0.01
+
+
+def test_dispatchers_that_cannot_serve_are_refused():
+    p = _params(Top2Router.Params())
+    p.inference_dispatcher = DroplessDispatcher.Params().Set(device_capacity_factor=2.0)
+    with pytest.raises(ValueError, match=r"device_capacity_factor=2\.0: must be 0"):
+        p.Instantiate()
+    p = _params(Top2Router.Params()).Set(dispatcher="dropless", experts=SlotExperts.Params())
+    with pytest.raises(ValueError, match="SlotExperts has no GroupedFProp"):
+        p.Instantiate()
