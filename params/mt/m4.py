@@ -44,8 +44,6 @@ class M4Base(registry.Experiment):
             aux_loss_weight=0.01,
             optimizer=Adafactor.Params().Set(learning_rate=SqrtDecay.Params()),
         )
-        # Algorithm 2's: products are what a TPU is best at, and the recorded plans are of these.
-        p.moe.dispatcher = "einsum"
         return SplitOverExperts(p)
 
     def Input(self) -> InstantiableParams:

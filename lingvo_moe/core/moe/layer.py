@@ -47,7 +47,7 @@ class MoELayer(BaseLayer):
         p.Define("experts", Experts.Params(), "What each expert computes.")
         p.Define(
             "dispatcher",
-            "index",
+            "einsum",
             f"One of {', '.join(sorted(DISPATCHERS))}; or Params of a Dispatcher.",
             choices=DISPATCHERS,
         )
