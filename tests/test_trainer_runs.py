@@ -80,15 +80,10 @@ def test_the_run_learns_and_is_saved(reference):
     assert saved == [0, 6, 12, 18]
 
 
-def test_the_step_holds_the_all_to_alls_and_gathers_metrics_alone(reference):
-    """2 MoE layers x (dispatch + combine) x (forward, recomputed, backward).
-
-    XLA cuts the metrics that have a number for each expert along these, and gathers them at the end: three of a
-    stack (expert_load, expert_load_first, importance), 8 numbers each.
-    """
+def test_the_step_holds_the_all_to_alls_and_gathers_nothing(reference):
+    """2 MoE layers x (dispatch + combine) x (forward, recomputed, backward)."""
     counts = json.loads((reference / "program.json").read_text())["collectives"]
     assert counts["all-to-all"] == 12
-    assert counts.pop("all-gather", 0) <= 6
     assert set(counts) == {"all-to-all", "all-reduce"}
 
 

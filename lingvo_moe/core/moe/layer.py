@@ -19,6 +19,7 @@ from lingvo_moe.core.moe.routers.registry import ROUTERS
 from lingvo_moe.core.moe.routers.top2 import Top2Router
 from lingvo_moe.core.moe.rows import Rows
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.sharding import replicate
 
 
 class MoELayer(BaseLayer):
@@ -151,6 +152,8 @@ class MoELayer(BaseLayer):
         if isinstance(tokens, Rows):  # as many rows as are kept, whatever C would be
             metrics = NestedMap({**metrics, **tokens.metrics})
             metrics.effective_capacity = metrics.experts_per_token
+        # Left open, XLA cuts what has a number for each expert as it cuts experts, and gathers it later.
+        metrics = metrics.Transform(lambda x: replicate(x) if x.shape.rank else x)
         extras = NestedMap(aux_loss=routing.aux_loss, metrics=metrics)
         if routing.updates:
             extras.updates = routing.updates
