@@ -128,7 +128,7 @@ def open_translator(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
                 raise ValueError(
                     f"--{name} was fixed when {args.saved_model} was exported; use it with --logdir"
                 )
-        from lingvo_moe.tasks.mt.translator import SavedTranslator
+        from lingvo_moe.tasks.mt.saved_translator import SavedTranslator
 
         return SavedTranslator(args.saved_model), {"saved_model": str(args.saved_model)}
     from lingvo_moe.tasks.mt.export import load_translator

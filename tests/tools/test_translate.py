@@ -13,7 +13,8 @@ import sentencepiece
 import toy_translation as toy
 
 from lingvo_moe.tasks.mt.export import export
-from lingvo_moe.tasks.mt.translator import SavedTranslator, TranslateOptions, Translator
+from lingvo_moe.tasks.mt.saved_translator import SavedTranslator
+from lingvo_moe.tasks.mt.translator import TranslateOptions, Translator
 from tools import translate
 
 _ROOT = Path(__file__).resolve().parents[2]

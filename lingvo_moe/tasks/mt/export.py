@@ -11,7 +11,8 @@ from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
 from lingvo_moe.core.files import replaced_directory
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.run_dir import RunDir
-from lingvo_moe.tasks.mt.translator import TranslateOptions, Translator, quiet_absl
+from lingvo_moe.tasks.mt.saved_translator import quiet_absl
+from lingvo_moe.tasks.mt.translator import TranslateOptions, Translator
 
 # TensorFlow Serving hands what lies here through and does not look at it.
 _ABOUT = "assets.extra/translator.json"

@@ -16,7 +16,8 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.mt.export import export, load_translator
 from lingvo_moe.tasks.mt.run_dir import RunDir, RunDirError
-from lingvo_moe.tasks.mt.translator import SavedTranslator, TranslateOptions
+from lingvo_moe.tasks.mt.saved_translator import SavedTranslator
+from lingvo_moe.tasks.mt.translator import TranslateOptions
 
 # One bucket, to compile once.
 OPTIONS = TranslateOptions(beam_size=3, top_k=2, max_source_length=8, max_length=14, rows=4)
