@@ -90,9 +90,9 @@ def check_output_directory(path: str | os.PathLike, flag: str = "--output") -> N
 
 
 def add_search_flags(parser: argparse.ArgumentParser) -> None:
-    """--checkpoint_step, --beam_size, --max_length, --max_source_length, --length_alpha; unset ones are None."""
+    """--beam_size, --max_length, --max_source_length, --length_alpha and the checkpoint's; unset ones are None."""
     group = parser.add_argument_group("with --logdir (an exported model has these inside)")
-    group.add_argument("--checkpoint_step", type=int, help="which checkpoint (default: the newest)")
+    add_checkpoint_flags(group)
     group.add_argument(
         "--beam_size", type=int, help="hypotheses; 1 is greedy, fastest (default: 4)"
     )
@@ -102,6 +102,19 @@ def add_search_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--length_alpha", type=float, help="length normalisation, 0 for none (default: 0.6)"
+    )
+
+
+def add_checkpoint_flags(parser: Any) -> None:
+    """--checkpoint_step and --average_last; unset ones are None."""
+    parser.add_argument(
+        "--checkpoint_step", type=int, help="which checkpoint (default: the newest)"
+    )
+    parser.add_argument(
+        "--average_last",
+        type=int,
+        metavar="N",
+        help="the mean of the weights of the last N checkpoints up to it (default: 1, itself)",
     )
 
 
@@ -116,6 +129,13 @@ def search_options(args: argparse.Namespace, top_k: int = 1) -> Any:
     return TranslateOptions(**given, top_k=top_k)
 
 
+def checkpoint(args: argparse.Namespace) -> tuple[int | None, int]:
+    """Which step, and how many to average, from the flags of add_checkpoint_flags. Raises ValueError."""
+    if args.average_last is not None and args.average_last < 1:
+        raise ValueError(f"--average_last={args.average_last}: must be at least 1")
+    return args.checkpoint_step, args.average_last or 1
+
+
 def open_translator(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     """The Translator of --logdir or the SavedTranslator of --saved_model, and what it is.
 
@@ -123,7 +143,7 @@ def open_translator(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
         ValueError: nothing there, a damaged checkpoint, or a flag that does not go with --saved_model.
     """
     if args.saved_model:
-        for name in ("checkpoint_step", *_SEARCH_FLAGS):
+        for name in ("checkpoint_step", "average_last", *_SEARCH_FLAGS):
             if getattr(args, name) is not None:
                 raise ValueError(
                     f"--{name} was fixed when {args.saved_model} was exported; use it with --logdir"
@@ -133,7 +153,7 @@ def open_translator(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
         return SavedTranslator(args.saved_model), {"saved_model": str(args.saved_model)}
     from lingvo_moe.tasks.mt.export import load_translator
 
-    translator, about = load_translator(args.logdir, search_options(args), args.checkpoint_step)
+    translator, about = load_translator(args.logdir, search_options(args), *checkpoint(args))
     return translator, {"logdir": str(args.logdir), **about}
 
 

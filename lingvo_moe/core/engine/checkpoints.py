@@ -8,7 +8,7 @@ restored on any mesh, device count, process count or engine. Free of TensorFlow.
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -155,6 +155,29 @@ class Checkpointer:
         tensors = self._read(step, dict.fromkeys(wanted.values()))
         return pack(part, {i: np.asarray(tensors[n]) for i, n in wanted.items()}), about["extra"]
 
+    def RestoreMeanToNumpy(self, prefix: str, steps: Sequence[int]) -> Any:
+        """The mean over several steps of a part of the state, e.g. prefix='theta', as NumPy arrays.
+
+        Floating-point tensors are averaged in float32, or wider where they are, and have their own type in the end;
+        of others the last step's are taken. Memory: the running mean and the step that is being read.
+
+        Args:
+            prefix: of the part.
+            steps: at least one.
+
+        Raises:
+            CheckpointError: as Restore; or nothing has that prefix.
+        """
+        for number, step in enumerate(steps, 1):
+            tree, _ = self.RestoreToNumpy(prefix, step)
+            leaves = [leaf for _, leaf in flatten_items(tree)]
+            if number == 1:
+                types = [leaf.dtype for leaf in leaves]
+                mean = [_wide(leaf) for leaf in leaves]
+            for i, leaf in enumerate(leaves):
+                mean[i] = mean[i] + (leaf - mean[i]) / number if _is_float(leaf) else leaf
+        return pack(skeleton(tree), [m.astype(t) for m, t in zip(mean, types, strict=True)])
+
     def ReadExtra(self, step: int | None = None) -> dict[str, Any]:
         """The `extra` of Save alone. Raises CheckpointError as Restore."""
         return self._about(step)[1]["extra"]
@@ -229,6 +252,14 @@ class Checkpointer:
                     f"{self._where(step)}: the checkpoint is of another model: {spec.name} is "
                     f"{dtype}{list(shape)} in it, {spec.dtype}{list(spec.shape)} here"
                 )
+
+
+def _is_float(array: np.ndarray) -> bool:
+    return bool(jax.numpy.issubdtype(array.dtype, np.floating))  # knows bfloat16 too
+
+
+def _wide(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.result_type(array, np.float32)) if _is_float(array) else array
 
 
 def _savable(leaf: Any) -> jax.Array:

@@ -22,6 +22,7 @@ def load_translator(
     logdir: str | os.PathLike,
     options: TranslateOptions | None = None,
     step: int | None = None,
+    average_last: int = 1,
 ) -> tuple[Translator, dict[str, Any]]:
     """The model of a run at a checkpoint.
 
@@ -29,32 +30,53 @@ def load_translator(
         logdir: a trainer's.
         options: how to translate.
         step: which checkpoint; None for the newest.
+        average_last: how many checkpoints, this one the last, to take the mean of.
 
     Returns:
-        The translator, and what it is: model, params_override, step.
+        The translator, and what it is: model, params_override, step; and averaged_steps, of a mean.
 
     Raises:
         RunDirError: no run there.
-        CheckpointError: no such checkpoint, a damaged one, or one that is not of the run's model.
+        CheckpointError: no such checkpoint, fewer than asked for, a damaged one, or one that is not of the run's
+            model.
     """
     run = RunDir(logdir)
     model, vocabs = run.Task(), run.vocabs
-    theta, about = load_theta(run, model, step)
+    theta, about = load_theta(run, model, step, average_last)
     languages = run.languages or () if model.RoutesByTask(model.p) else ()
     return Translator(model, theta, vocabs.source, vocabs.target, options, languages), about
 
 
 def load_theta(
-    run: RunDir, model: Any, step: int | None = None
+    run: RunDir, model: Any, step: int | None = None, average_last: int = 1
 ) -> tuple[NestedMap, dict[str, Any]]:
     """The weights of a run's model at a checkpoint, as NumPy arrays, and what they are; see load_translator."""
     found = run.experiment
+    about = {"model": found["model"], "params_override": found["params_override"]}
     with Checkpointer(str(run.checkpoint_dir), read_only=True) as checkpointer:
-        step = checkpointer.LatestStep() if step is None else step
-        theta, _ = checkpointer.RestoreToNumpy("theta", step)
+        about["step"] = step = checkpointer.LatestStep() if step is None else step
+        if average_last == 1:
+            theta, _ = checkpointer.RestoreToNumpy("theta", step)
+        else:
+            about["averaged_steps"] = steps = _last_steps(checkpointer, step, average_last)
+            theta = checkpointer.RestoreMeanToNumpy("theta", steps)
     _check_theta(f"{run.checkpoint_dir}, step {step}", theta, model.VariableSpecs())
-    about = {"model": found["model"], "params_override": found["params_override"], "step": step}
     return theta, about
+
+
+def _last_steps(checkpointer: Checkpointer, step: int | None, number: int) -> list[int]:
+    """The steps of the last `number` checkpoints up to `step`."""
+    steps = [s for s in checkpointer.Steps() if step is None or s <= step]
+    if step is not None and step not in steps:
+        raise CheckpointError(
+            f"{checkpointer.directory}, step {step}: there is no such checkpoint; there are {checkpointer.Steps()}"
+        )
+    if len(steps) < number:
+        raise CheckpointError(
+            f"--average_last={number}: {checkpointer.directory} has {len(steps)} up to there, {steps}; a trainer "
+            "keeps train.save_max_to_keep of them"
+        )
+    return steps[-number:]
 
 
 def export(

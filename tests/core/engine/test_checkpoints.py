@@ -257,3 +257,21 @@ def test_a_device_count_of_one(saved):
         state, _ = checkpointer.Restore(SPECS, engine)
     _assert_equal(engine.Get(state), _values(9))
     assert state.step.devices() == {jax.devices()[3]}
+
+
+def test_the_mean_of_several_steps(tmp_path):
+    values = [_values(step) for step in (1, 2, 3)]
+    with Checkpointer(str(tmp_path)) as checkpointer:
+        for step, state in enumerate(values, 1):
+            checkpointer.Save(step, state)
+        checkpointer.Wait()
+        mean = checkpointer.RestoreMeanToNumpy("", (1, 2, 3))
+        last = checkpointer.RestoreMeanToNumpy("theta", [3])
+    want = np.mean([v.theta.layers[0].w for v in values], axis=0, dtype=np.float64)
+    assert mean.theta.layers[0].w.dtype == np.float32
+    np.testing.assert_allclose(mean.theta.layers[0].w, want, rtol=1e-6, atol=1e-7)
+    wide = np.mean([v.theta.scale.astype(np.float32) for v in values], axis=0)
+    assert mean.theta.scale.dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(mean.theta.scale, wide.astype(ml_dtypes.bfloat16))
+    assert mean.step == 3  # no mean of what counts
+    _assert_equal(last, values[2].theta)
