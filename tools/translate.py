@@ -10,17 +10,11 @@ device is written as lines are done.
 """
 
 import contextlib
-import os
 import sys
-from contextlib import AbstractContextManager
-from typing import Any, BinaryIO
+from typing import Any
 
-from lingvo_moe.core.engine.progress import LineProgress
-from lingvo_moe.core.files import atomic_file
-from lingvo_moe.tasks.mt.line_stream import Counts, translate_stream
-from tools import _cli
-
-_SECONDS_BETWEEN_NOTES = 2.0
+from lingvo_moe.tasks.mt.line_stream import translation_of
+from tools import _cli, _lines
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,18 +23,11 @@ def main(argv: list[str] | None = None) -> int:
     model.add_argument("--saved_model", metavar="DIR", help="what tools.export wrote")
     model.add_argument("--logdir", metavar="RUN", help="a run, as given to the trainer")
     parser.add_argument(
-        "--input", metavar="FILE", help="lines to translate (default: standard input)"
-    )
-    parser.add_argument("--output", metavar="FILE", help="what to write (default: standard output)")
-    parser.add_argument(
         "--language",
         metavar="CODE",
         help="the source language, e.g. de; only models that route by language (docs/moe.md) look at it",
     )
-    parser.add_argument(
-        "--batch_size", type=int, default=256, help="lines read before any is written (%(default)s)"
-    )
-    parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
+    _lines.add_flags(parser, "lines to translate")
     _cli.add_search_flags(parser)
     args = parser.parse_args(argv)
     _cli.check_at_least(parser, args, batch_size=1)
@@ -54,45 +41,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: Any) -> int:
-    with contextlib.ExitStack() as stack:
-        source = sys.stdin.buffer
-        if args.input:
-            source = stack.enter_context(open(args.input, "rb"))
-        if args.output:
-            _cli.check_output_file(args.output)
+    with _lines.opened(args) as (source, sink):
         _cli.load_tensorflow()
         translator, _ = _cli.open_translator(args)
         if not args.input and not args.output and sys.stdin.isatty():
             return _converse(translator, args.language)
-        try:
-            sink = stack.enter_context(_open_output(args.output))
-            show = stack.enter_context(LineProgress(interval=_SECONDS_BETWEEN_NOTES))
-
-            def progress(counts: Counts) -> None:
-                # Where translations appear on the same screen, they are progress enough.
-                if not args.quiet and not sink.isatty():
-                    rate = counts.lines / max(counts.seconds, 1e-9)
-                    show(f"translate: {counts.lines} lines, {rate:.0f} a second")
-
-            def warn(message: str) -> None:
-                show.Close()  # a warning has a line of its own
-                _warn(message)
-
-            counts = translate_stream(
-                lambda lines: translator.Translate(lines, args.language),
-                source,
-                sink,
-                args.batch_size,
-                warn,
-                progress,
-            )
-        except BrokenPipeError:
-            # Whoever read our output has enough. Python would complain once more when it flushes at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 1
-    if not args.quiet:
-        _warn(f"{counts.lines} lines in {counts.seconds:.1f} s")
-    return 0
+        answer = translation_of(lambda lines: translator.Translate(lines, args.language))
+        return _lines.answer_all("translate", args, answer, source, sink)
 
 
 def _converse(translator: Any, language: str | None) -> int:
@@ -116,15 +71,6 @@ def _converse(translator: Any, language: str | None) -> int:
 
 def _warn(message: str) -> None:
     print(f"translate: {message}", file=sys.stderr, flush=True)
-
-
-def _open_output(path: str | None) -> AbstractContextManager[BinaryIO]:
-    """Standard output; a file that appears when all went well; what is no file, e.g. a pipe, as it is."""
-    if not path:
-        return contextlib.nullcontext(sys.stdout.buffer)
-    if os.path.exists(path) and not os.path.isfile(path):
-        return open(path, "wb")
-    return atomic_file(path)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""A stream of lines through a translator: one line out for each line in, in bounded memory. Free of TensorFlow."""
+"""A stream of lines through a model: one line out for each line in, in bounded memory. Free of TensorFlow."""
 
 import codecs
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -32,7 +32,7 @@ class Counts:
     """What went through."""
 
     lines: int = 0
-    truncated: int = 0
+    warned: int = 0
     seconds: float = 0.0
 
 
@@ -54,45 +54,69 @@ def read_lines(source: BinaryIO) -> Iterator[Line]:
         yield Line(text.removesuffix(b"\n").removesuffix(b"\r"), has_newline, is_cut)
 
 
-def translate_stream(
-    translate: Callable[[list[bytes]], Any],
+# For each line, what goes out for it, and what its user is to be told ('' for nothing).
+Answer = Callable[[list[Line]], Sequence[tuple[str, str]]]
+
+
+def answer_stream(
+    answer: Answer,
     source: BinaryIO,
     sink: BinaryIO,
     batch_lines: int,
     warn: Callable[[str], None],
     progress: Callable[[Counts], None],
 ) -> Counts:
-    """Translates `source` line by line to `sink`; a last line without newline stays without one.
+    """Answers `source` line by line to `sink`; a last line without newline stays without one.
 
     Args:
-        translate: lines -> NestedMap(translations, scores, truncated), as a Translator's.
+        answer: lines -> (text, warning) of each.
         source: to read.
         sink: to write; flushed after each batch.
-        batch_lines: lines in memory and in the translator's hands at once.
-        warn: told of the first lines that were cut, and at the end of how many there were.
+        batch_lines: lines in memory and in the model's hands at once.
+        warn: told of the first lines that had a warning, and at the end of how many there were.
         progress: called after each batch.
     """
     counts = Counts()
     start = time.monotonic()
     lines = read_lines(source)
     while batch := list(itertools.islice(lines, batch_lines)):
-        out = translate([line.text for line in batch])
-        texts = [one_line(row[0]).encode("utf-8", "replace") for row in out.translations]
-        if len(texts) != len(batch):
-            raise RuntimeError(f"{len(texts)} translations of {len(batch)} lines")
-        for number, (line, cut) in enumerate(zip(batch, out.truncated), counts.lines + 1):
-            if line.is_cut or cut:
-                counts.truncated += 1
-                if counts.truncated <= WARNINGS:
-                    warn(f"line {number} is too long: its end is not translated")
+        answers = answer(batch)
+        if len(answers) != len(batch):
+            raise RuntimeError(f"{len(answers)} answers to {len(batch)} lines")
+        for number, (_, warning) in enumerate(answers, counts.lines + 1):
+            if warning:
+                counts.warned += 1
+                if counts.warned <= WARNINGS:
+                    warn(f"line {number} {warning}")
+        texts = [one_line(text).encode("utf-8", "replace") for text, _ in answers]
         sink.write(b"".join(t + b"\n" * line.has_newline for t, line in zip(texts, batch)))
         sink.flush()
         counts.lines += len(batch)
         counts.seconds = time.monotonic() - start
         progress(counts)
-    if counts.truncated > WARNINGS:
-        warn(f"{counts.truncated} lines in all were too long")
+    if counts.warned > WARNINGS:
+        warn(f"{counts.warned} lines in all had such a warning")
     return counts
+
+
+def translation_of(translate: Callable[[list[bytes]], Any]) -> Answer:
+    """What a translator answers: its best translation of each line.
+
+    Args:
+        translate: lines -> NestedMap(translations, scores, truncated), as a Translator's.
+    """
+
+    def answer(lines: list[Line]) -> list[tuple[str, str]]:
+        out = translate([line.text for line in lines])
+        if len(out.translations) != len(lines):
+            raise RuntimeError(f"{len(out.translations)} translations of {len(lines)} lines")
+        warning = "is too long: its end is not translated"
+        return [
+            (row[0], warning if line.is_cut or cut else "")
+            for line, row, cut in zip(lines, out.translations, out.truncated)
+        ]
+
+    return answer
 
 
 def one_line(text: str) -> str:

@@ -176,6 +176,39 @@ class MtModel(BaseTask):
         """Returns the loss (float32 scalar) and metrics: loss, nll, aux_loss, accuracy, tokens, `moe`
         by stack [L,...], and updates, where routers have some: see BaseTask."""
         p = self.p
+        y, encoder_extras, decoder_extras = self._Decoded(theta, batch, seed)
+        loss, metrics = self._TokenLosses(theta, y, batch.tgt)
+        if p.num_experts:
+            moe = NestedMap(encoder=encoder_extras.layer_1, decoder=decoder_extras.layer_1)
+            aux_loss = tf.reduce_sum(moe.encoder.aux_loss) + tf.reduce_sum(moe.decoder.aux_loss)
+            loss += p.aux_loss_weight * aux_loss
+            metrics.aux_loss = aux_loss
+            metrics.moe = NestedMap(encoder=moe.encoder.metrics, decoder=moe.decoder.metrics)
+            metrics.update(updates_of(moe.encoder, moe.decoder))
+        metrics.loss = loss
+        return loss, metrics
+
+    def LogProbs(
+        self, theta: NestedMap, batch: NestedMap, vocab_size: int | None = None
+    ) -> tf.Tensor:
+        """The log-probability of each label, given what comes before it, as inference sees it: float32 [B,T], 0 at
+        padding.
+
+        Args:
+            theta: the weights.
+            batch: as for FProp.
+            vocab_size: how many ids of the model's V the target vocabulary has: the others get no probability, as in
+                the search; None for all.
+        """
+        y, _, _ = self._Decoded(theta, batch, None)
+        logits = self.softmax.FProp(theta.target_embedding, y)[..., :vocab_size]
+        nll = softmax.smoothed_cross_entropy(logits, batch.tgt.labels, 0.0)
+        return tf.where(batch.tgt.segment_ids > 0, -nll, 0.0)
+
+    def _Decoded(
+        self, theta: NestedMap, batch: NestedMap, seed: tf.Tensor | None
+    ) -> tuple[tf.Tensor, NestedMap, NestedMap]:
+        """The decoder's output [B,T,M], and the extras of both stacks."""
         src, tgt = batch.src, batch.tgt
         memory, encoder_extras = self._encode(theta, src, self.FoldSeed(seed, "encoder"))
         x = self._embed(theta, "target_embedding", tgt, self.FoldSeed(seed, "target_embedding"))
@@ -189,16 +222,7 @@ class MtModel(BaseTask):
         y, decoder_extras = self.decoder.FProp(
             theta.decoder, x, aux, seed=self.FoldSeed(seed, "decoder")
         )
-        loss, metrics = self._TokenLosses(theta, y, tgt)
-        if p.num_experts:
-            moe = NestedMap(encoder=encoder_extras.layer_1, decoder=decoder_extras.layer_1)
-            aux_loss = tf.reduce_sum(moe.encoder.aux_loss) + tf.reduce_sum(moe.decoder.aux_loss)
-            loss += p.aux_loss_weight * aux_loss
-            metrics.aux_loss = aux_loss
-            metrics.moe = NestedMap(encoder=moe.encoder.metrics, decoder=moe.decoder.metrics)
-            metrics.update(updates_of(moe.encoder, moe.decoder))
-        metrics.loss = loss
-        return loss, metrics
+        return y, encoder_extras, decoder_extras
 
     def _TokenLosses(
         self, theta: NestedMap, y: tf.Tensor, tgt: NestedMap

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt import line_stream
-from lingvo_moe.tasks.mt.line_stream import read_lines, translate_stream
+from lingvo_moe.tasks.mt.line_stream import answer_stream, read_lines, translation_of
 
 
 class Echo:
@@ -29,8 +29,8 @@ class Echo:
 
 def stream(data: bytes, batch_lines: int = 3):
     echo, out, warnings, notes = Echo(), io.BytesIO(), [], []
-    counts = translate_stream(
-        echo.Translate,
+    counts = answer_stream(
+        translation_of(echo.Translate),
         io.BytesIO(data),
         out,
         batch_lines,
@@ -98,7 +98,7 @@ def test_memory_is_bounded_on_a_line_without_end(monkeypatch):
     assert [line.is_cut for line in lines] == [True, False, False, False, True]
     out, counts, warnings, *_ = stream(data)
     assert out.count(b"\n") == 4
-    assert counts.truncated == 2
+    assert counts.warned == 2
     assert warnings[0].startswith("line 1 is too long")
 
 
@@ -106,7 +106,7 @@ def test_batches_progress_and_warnings():
     _, counts, warnings, notes, echo = stream(b"long\n" * 25 + b"a\n", batch_lines=10)
     assert echo.batches == [10, 10, 6]
     assert notes == [10, 20, 26]
-    assert counts.truncated == 25
+    assert counts.warned == 25
     assert len(warnings) == line_stream.WARNINGS + 1
     assert "25 lines" in warnings[-1]
 
@@ -124,7 +124,9 @@ def test_a_translation_with_line_ends_stays_one_line():
             return out
 
     sink = io.BytesIO()
-    translate_stream(Rude().Translate, io.BytesIO(b"x\ny\n"), sink, 5, print, lambda _: None)
+    answer_stream(
+        translation_of(Rude().Translate), io.BytesIO(b"x\ny\n"), sink, 5, print, lambda _: None
+    )
     assert sink.getvalue() == b"a b c\na b c\n"
 
 
@@ -135,4 +137,6 @@ def test_a_translator_that_loses_lines_is_found_out():
 
     source = io.BytesIO(b"x\ny\n")
     with pytest.raises(RuntimeError, match="1 translations of 2 lines"):
-        translate_stream(Loses().Translate, source, io.BytesIO(), 5, print, lambda _: None)
+        answer_stream(
+            translation_of(Loses().Translate), source, io.BytesIO(), 5, print, lambda _: None
+        )
