@@ -63,6 +63,10 @@ class Vocabulary:
         """Encode for many texts, faster; one thread."""
         return self._processor.Encode(list(texts), out_type=int, num_threads=1)
 
+    def Pieces(self, ids: Sequence[int]) -> list[str]:
+        """How the vocabulary spells each id."""
+        return self._processor.IdToPiece(list(ids))
+
     def Decode(self, ids: Iterable[int]) -> str:
         """The text of ids; pad, bos and eos say nothing, and what follows the first eos is ignored."""
         kept: list[int] = []

@@ -1,0 +1,62 @@
+"""python -m tools.score: a line out for each line in, numbers that add up."""
+
+import io
+import sys
+
+import pytest
+import toy_translation as toy
+from odd_lines import MATRIX
+
+from lingvo_moe.tasks.mt.forced_decoding import ScoreOptions, Scorer
+from tools import score
+
+
+@pytest.fixture(scope="module")
+def scorer(tmp_path_factory):
+    path = tmp_path_factory.mktemp("run")
+    toy.save_run(path, toy.train_vocab(toy.sentences(200)))
+    return Scorer(path, ScoreOptions(max_source_length=8, max_length=8, rows=4))
+
+
+@pytest.fixture
+def run(monkeypatch, scorer, tmp_path, capfd):
+    """Runs the command in this process, loading the model once for all tests."""
+    monkeypatch.setattr(score, "_open", lambda args: scorer)
+
+    def call(data: bytes, *flags: str) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        assert score.main(["--logdir=x", f"--output={tmp_path}/out", *flags]) == 0
+        return (tmp_path / "out").read_text(), capfd.readouterr().err
+
+    return call
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_lines_out_are_lines_in(name, run):
+    data = MATRIX[name].replace(b"red", b"red\tgreen", 3)
+    out, err = run(data)
+    lines = data.count(b"\n") + (data != b"" and not data.endswith(b"\n"))
+    assert out.count("\n") == data.count(b"\n") and len(out.splitlines()) == lines
+    assert run(data, "--batch_size=7" if lines < 100 else "--batch_size=300")[0] == out
+    assert ("line 1 is too long: its end is not scored" in err) == (name == "long")
+
+
+def test_the_columns(run, scorer):
+    out, err = run(b"red house\tgreen tree\tmore\nno tab\n\n\t\n", "--tokens")
+    first, *others, last = out.split("\n")[:-1]
+    total, number, mean, tokens = first.split("\t")
+    (want,) = scorer.Score(["red house"], ["green tree"])
+    assert float(total) == pytest.approx(want.log_prob, abs=1e-5)
+    each = [token.rpartition(":") for token in tokens.split(" ")]
+    assert [piece for piece, _, _ in each] == want.pieces and int(number) == len(each)
+    assert sum(float(value) for *_, value in each) == pytest.approx(float(total), abs=1e-4)
+    assert float(mean) == pytest.approx(float(total) / len(each), abs=1e-5)
+    assert others == ["nan\t0\tnan"] * 2 and last.split("\t")[1] == "1"
+    assert "line 2 is not scored: it has no TAB" in err and "line 3" not in err
+
+
+def test_mistakes(tmp_path, capfd):
+    assert score.main([f"--logdir={tmp_path}/none", "--input=/dev/null"]) == 1
+    assert f"--logdir={tmp_path}/none: no such directory" in capfd.readouterr().err
+    assert score.main([f"--logdir={tmp_path}", "--input=/dev/null", "--average_last=0"]) == 1
+    assert "--average_last=0: must be at least 1" in capfd.readouterr().err
