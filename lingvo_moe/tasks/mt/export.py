@@ -9,13 +9,11 @@ import tensorflow as tf
 
 from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
 from lingvo_moe.core.files import replaced_directory
+from lingvo_moe.core.manifest import write_manifest
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.run_dir import RunDir
-from lingvo_moe.tasks.mt.saved_translator import quiet_absl
+from lingvo_moe.tasks.mt.saved_translator import ABOUT, MANIFEST, quiet_absl
 from lingvo_moe.tasks.mt.translator import TranslateOptions, Translator
-
-# TensorFlow Serving hands what lies here through and does not look at it.
-_ABOUT = "assets.extra/translator.json"
 
 
 def load_translator(
@@ -86,7 +84,8 @@ def export(
 
     Input `text` string [N], and `language` string [N] where the model routes by language; outputs `translations`
     string [N,K], `scores` float32 [N,K], `truncated` bool [N]. It needs TensorFlow, and TensorFlow Text imported for
-    its ops; nothing of this package.
+    its ops; nothing of this package. `assets.extra` says what it is, and lists all files with their SHA-256, which
+    SavedTranslator verifies.
 
     Args:
         translator: what to save.
@@ -107,10 +106,15 @@ def export(
             # Models define gradients of their own; nobody differentiates a search.
             options=tf.saved_model.SaveOptions(experimental_custom_gradients=False),
         )
-        file = directory / _ABOUT
+        file = directory / ABOUT
         file.parent.mkdir()
-        content = {**(about or {}), "options": vars(translator.options)}
+        content = {
+            **(about or {}),
+            "languages": translator.languages,
+            "options": vars(translator.options),
+        }
         file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_manifest(directory, MANIFEST)
 
 
 def check_replaceable(output: str | os.PathLike) -> None:

@@ -1,39 +1,49 @@
 """An exported model, used as a Translator; and how a translating function is called on Python lines."""
 
 import contextlib
+import json
 import logging
+import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import tensorflow as tf
 import tensorflow_text  # noqa: F401 - registers the ops of exported tokenizers
 
+from lingvo_moe.core.manifest import ManifestError, verify_manifest
 from lingvo_moe.core.nested_map import NestedMap
+
+# TensorFlow Serving hands what lies in assets.extra through and does not look at it.
+ABOUT = "assets.extra/translator.json"
+MANIFEST = "assets.extra/manifest.sha256"
 
 
 class SavedTranslator:
-    """An exported model, used as a Translator.
+    """An exported model, used as a Translator. Every file of it is verified before any is used.
 
     Args:
-        path: a SavedModel directory.
+        path: a SavedModel directory by tools.export.
+
+    Attributes:
+        about: what the exporter said of it: model, params_override, step, languages.
+        options: how it translates, with the attributes of TranslateOptions.
+        languages: source languages by task id, of a model that routes by them; none of others.
 
     Raises:
-        ValueError: there is no SavedModel, or one of another kind.
+        ManifestError: a file was changed, is missing or was added since it was exported.
+        ValueError: there is no SavedModel, or one that is not by tools.export.
     """
 
-    def __init__(self, path: str):
-        if not tf.saved_model.contains_saved_model(path):
-            raise ValueError(f"{path}: no SavedModel there (no saved_model.pb); see tools.export")
+    def __init__(self, path: str | os.PathLike):
+        _verify(Path(path))
+        self.about = json.loads((Path(path) / ABOUT).read_text("utf-8"))
+        self.options = SimpleNamespace(**self.about.pop("options"))
+        self.languages = tuple(self.about.get("languages", ()))
         with quiet_absl():
-            self._loaded = tf.saved_model.load(path)
-        signature = self._loaded.signatures.get("serving_default")
-        outputs = set(signature.structured_outputs) if signature else set()
-        if not {"translations", "scores", "truncated"} <= outputs:
-            raise ValueError(
-                f"{path}: a SavedModel, but not one by tools.export: its outputs are {sorted(outputs)}"
-            )
-        self._signature = signature
-        self._by_language = "language" in signature.structured_input_signature[1]
+            self._loaded = tf.saved_model.load(str(path))
+        self._signature = self._loaded.signatures["serving_default"]
 
     def Translate(
         self, lines: Sequence[str | bytes], languages: str | Sequence[str] | None = None
@@ -43,7 +53,20 @@ class SavedTranslator:
         def run(text: tf.Tensor, *language: tf.Tensor) -> Any:
             return self._signature(text=text, **({"language": language[0]} if language else {}))
 
-        return translations_of(run, lines, languages, self._by_language)
+        return translations_of(run, lines, languages, bool(self.languages))
+
+
+def _verify(path: Path) -> None:
+    """Raises ManifestError, or ValueError where nothing was exported, unless `path` is as it was exported."""
+    if (path / MANIFEST).is_file():
+        verify_manifest(path, MANIFEST)
+    elif not tf.saved_model.contains_saved_model(str(path)):
+        raise ValueError(f"{path}: no SavedModel there (no saved_model.pb); see tools.export")
+    else:
+        raise ManifestError(
+            f"{path}: {MANIFEST}, the list of its files, is missing, so nothing says that they are whole:"
+            " it is damaged, or not by this version of tools.export; export the model again"
+        )
 
 
 @contextlib.contextmanager

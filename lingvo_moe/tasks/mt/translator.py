@@ -136,6 +136,11 @@ class Translator(tf.Module):
         """Translates; see `translations_of` for arguments and what comes back."""
         return translations_of(self.translate, lines, languages, bool(self._languages))
 
+    @property
+    def languages(self) -> tuple[str, ...]:
+        """Source languages by task id, of a model that routes by them; none of others."""
+        return tuple(self._languages)
+
     def SetTheta(self, theta: NestedMap) -> None:
         """Other weights of the same model, e.g. of another checkpoint; what is compiled stays as it is."""
         for variable, value in zip(self._variables, theta.Flatten(), strict=True):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -10,13 +11,15 @@ import pytest
 import tensorflow as tf
 import toy_translation as toy
 from numpy.testing import assert_allclose, assert_array_equal
+from tensorflow.python.tools import saved_model_cli
 
 from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
+from lingvo_moe.core.manifest import ManifestError
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.mt.export import export, load_translator
 from lingvo_moe.tasks.mt.run_dir import RunDir, RunDirError
-from lingvo_moe.tasks.mt.saved_translator import SavedTranslator
+from lingvo_moe.tasks.mt.saved_translator import ABOUT, MANIFEST, SavedTranslator
 from lingvo_moe.tasks.mt.translator import TranslateOptions
 
 # One bucket, to compile once.
@@ -138,6 +141,67 @@ def test_saved_translator(translator, saved_model):
     about = json.loads((saved_model / "assets.extra" / "translator.json").read_text())
     assert about["model"] == "mt.M4Tiny"
     assert about["options"]["beam_size"] == 3
+
+
+def test_a_bit_that_flips_is_found_before_anything_is_loaded(saved_model, tmp_path, monkeypatch):
+    """1,000 bits at random, each file as often as another: weights, graph, vocabularies, descriptions, the list."""
+
+    def never(*_):
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr(tf.saved_model, "load", never)
+    copy = tmp_path / "model"
+    shutil.copytree(saved_model, copy)
+    files = sorted(file for file in copy.rglob("*") if file.is_file() and file.stat().st_size)
+    names = {str(file.relative_to(copy)) for file in files}
+    assert {"saved_model.pb", "variables/variables.index", ABOUT, MANIFEST} <= names
+    rng = np.random.default_rng(0)
+    for _ in range(1000):
+        file = files[rng.integers(len(files))]
+        at, bit = int(rng.integers(file.stat().st_size)), int(rng.integers(8))
+        with open(file, "r+b") as opened:
+            opened.seek(at)
+            byte = opened.read(1)[0]
+            opened.seek(at)
+            opened.write(bytes([byte ^ 1 << bit]))
+            opened.flush()
+            with pytest.raises(ManifestError) as caught:
+                SavedTranslator(copy)
+            assert f"{copy}: {file.relative_to(copy)}" in str(caught.value)
+            opened.seek(at)
+            opened.write(bytes([byte]))
+    with pytest.raises(AssertionError, match="loaded"):
+        SavedTranslator(copy)
+
+
+def test_an_export_without_a_list_is_refused(saved_model, tmp_path):
+    copy = tmp_path / "model"
+    shutil.copytree(saved_model, copy)
+    (copy / MANIFEST).unlink()
+    with pytest.raises(
+        ManifestError, match=r"manifest\.sha256.* is missing.*; export the model again"
+    ):
+        SavedTranslator(copy)
+    shutil.copytree(saved_model, copy, dirs_exist_ok=True)
+    (copy / "saved_model.pb").unlink()
+    with pytest.raises(ManifestError, match=r"saved_model\.pb is missing"):
+        SavedTranslator(copy)
+
+
+def test_signatures_are_what_tensorflow_serving_calls(saved_model, capsys):
+    """As `saved_model_cli show` prints it: names, types, shapes, and the method that predict requests look for."""
+    saved_model_cli._show_inputs_outputs(str(saved_model), "serve", "predict")
+    shown = " ".join(capsys.readouterr().out.split())
+    for text in (
+        "inputs['text'] tensor_info: dtype: DT_STRING shape: (-1)",
+        "outputs['scores'] tensor_info: dtype: DT_FLOAT shape: (-1, 2)",
+        "outputs['translations'] tensor_info: dtype: DT_STRING shape: (-1, 2)",
+        "outputs['truncated'] tensor_info: dtype: DT_BOOL shape: (-1)",
+        "Method name is: tensorflow/serving/predict",
+    ):
+        assert text in shown, shown
+    assert shown.count("inputs[") == 1
+    assert shown.count("outputs[") == 3
 
 
 def test_two_vocabularies_stay_two_when_saved(tmp_path, vocab):

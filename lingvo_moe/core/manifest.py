@@ -1,0 +1,102 @@
+"""A list of a directory's files with their SHA-256: any later change shows, one of the list included.
+
+The list has a line `<64 hex digits>  <path>` for each file, as `sha256sum --check` reads it, and a last one with the
+digest of the lines before. It tells damage; who can write the directory can write another list, too.
+"""
+
+import hashlib
+import os
+import re
+from pathlib import Path, PurePosixPath
+
+from lingvo_moe.core.files import write_atomic
+
+_LINE = re.compile(rb"([0-9a-f]{64})  ([^\n]+)")
+_AGAIN = "copy the directory again, or write it again"
+
+
+class ManifestError(ValueError):
+    """A directory that is not as it was when it was listed. The message names the file and what to do."""
+
+
+def write_manifest(directory: str | os.PathLike, name: str) -> None:
+    """Lists all files below `directory`, whole or not at all.
+
+    Args:
+        directory: with everything in it that is to be listed.
+        name: of the list, a path in `directory`; what lies there is replaced.
+
+    Raises:
+        ValueError: a file whose name holds a newline.
+    """
+    lines = []
+    for path in sorted(_files(Path(directory)) - {name}):
+        if "\n" in path:
+            raise ValueError(f"{directory}: a file's name holds a newline: {path!r}")
+        lines.append(f"{_digest(Path(directory) / path)}  {path}\n")
+    body = "".join(lines).encode("utf-8", "surrogateescape")
+    write_atomic(Path(directory) / name, body + _last_line(body))
+
+
+def verify_manifest(directory: str | os.PathLike, name: str) -> None:
+    """Reads every file of `directory`, a piece at a time, and compares it with the list in `name`.
+
+    Raises:
+        ManifestError: a file was changed, is missing or was added, or the list itself was changed.
+    """
+    directory = Path(directory)
+    listed = _read_list(directory, name)
+    found = _files(directory) - {name}
+    for path in sorted(listed.keys() - found):
+        raise ManifestError(f"{directory}: {path} is missing; {_AGAIN}")
+    for path in sorted(found - listed.keys()):
+        raise ManifestError(f"{directory}: {path} is not in {name}; it does not belong there")
+    for path, digest in listed.items():
+        if _digest(directory / path) != digest:
+            raise ManifestError(
+                f"{directory}: {path} was changed or damaged (its SHA-256 is not that of {name}); {_AGAIN}"
+            )
+
+
+def _read_list(directory: Path, name: str) -> dict[str, str]:
+    """The digest of each path that is listed."""
+    damaged = ManifestError(f"{directory}: {name}, the list of files, was changed; {_AGAIN}")
+    try:
+        content = (directory / name).read_bytes()
+    except FileNotFoundError:
+        raise ManifestError(
+            f"{directory}: {name}, the list of files, is missing; {_AGAIN}"
+        ) from None
+    end = content.rfind(b"\n", 0, -1) + 1
+    body = content[:end]
+    if content[end:] != _last_line(body):
+        raise damaged
+    listed = {}
+    for line in body.split(b"\n")[:-1]:
+        match = _LINE.fullmatch(line)
+        if not match:
+            raise damaged
+        listed[match[2].decode("utf-8", "surrogateescape")] = match[1].decode()
+    return listed
+
+
+def _last_line(body: bytes) -> bytes:
+    return f"# the lines above: {hashlib.sha256(body).hexdigest()}\n".encode()
+
+
+def _files(directory: Path) -> set[str]:
+    """Paths of all files, relative, with slashes."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    return {
+        str(PurePosixPath(Path(root, file).relative_to(directory)))
+        for root, _, files in os.walk(directory, onerror=fail, followlinks=True)
+        for file in files
+    }
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
