@@ -2,11 +2,16 @@
 
     python -m tools.evaluate --logdir=RUN --data_dir=CORPUS
     python -m tools.evaluate --saved_model=DIR --data_dir=CORPUS --languages=de,sw --output=scores
+    python -m tools.evaluate --logdir=RUN --baselines=BILINGUAL --rescore
 
-CORPUS holds <lang>.tsv.gz and dev/<lang>.tsv.gz. DIR/report.json gets the scores, and DIR/texts/<lang>.src,
-.ref and .hyp the lines, for other scorers. Groups are thirds of the languages by their training pairs.
+CORPUS holds <lang>.tsv.gz and dev/<lang>.tsv.gz. The output directory gets report.json, the scores; texts/<lang>.src,
+.ref and .hyp, the lines, for other scorers; and comet/, the same for comet-score, all languages in one. Groups are
+thirds of the languages by their training pairs, or as --resource_bounds says. --baselines takes the scores of bilingual
+models, BILINGUAL/<lang>/ being the run of one, scored by this tool on the same pairs, and tells the difference.
 """
 
+import argparse
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -37,6 +42,20 @@ def main(argv: list[str] | None = None) -> int:
         metavar="DIR",
         help="report and texts (default: RUN/eval; nothing for a SavedModel)",
     )
+    parser.add_argument(
+        "--resource_bounds",
+        metavar="HIGH,MID",
+        type=_bounds,
+        help="the fewest training pairs of a high- and of a mid-resource language (default: thirds)",
+    )
+    parser.add_argument(
+        "--baselines", metavar="DIR", help="bilingual models' runs or reports, by language"
+    )
+    parser.add_argument(
+        "--rescore",
+        action="store_true",
+        help="score the texts of the output directory, which were translated before",
+    )
     parser.add_argument("--batch_size", type=int, default=256, help="lines at once (%(default)s)")
     parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
     _cli.add_search_flags(parser)
@@ -51,39 +70,89 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
+def _bounds(text: str) -> tuple[int, int]:
+    """HIGH,MID."""
+    try:
+        high, mid = map(int, text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} are not two numbers, HIGH,MID, e.g. 100000,10000"
+        ) from None
+    if not high > mid > 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: HIGH must be more than MID, and MID than 0")
+    return high, mid
+
+
 def _run(args: Any) -> int:
     output = args.output or (Path(args.logdir) / "eval" if args.logdir else None)
     if output:
         _cli.check_output_directory(output)
-    _cli.load_tensorflow()
+    if args.baselines and not Path(args.baselines).is_dir():
+        raise ValueError(f"--baselines={args.baselines}: no such directory")
     from lingvo_moe.core.engine.progress import LineProgress
-    from lingvo_moe.core.files import write_atomic
     from lingvo_moe.tasks.mt import scoring
+    from lingvo_moe.tasks.mt.baselines import add_baselines
     from lingvo_moe.tasks.mt.input.dev_set import DevSet
 
     data_dir = args.data_dir or _data_of_run(args.logdir)
     devset = DevSet(data_dir, args.max_per_language, args.languages)
     pairs = scoring.count_train_pairs(data_dir, devset.languages)
-    translator, about = _cli.open_translator(args)
+    if args.resource_bounds and pairs is None:
+        raise ValueError(f"--resource_bounds: {data_dir} has no training pairs to count")
+    translate, about = _rescored(output, devset) if args.rescore else _translating(args)
     with LineProgress() as show:
         report = scoring.evaluate(
-            lambda lines, langs: [
-                row[0] for row in translator.Translate(lines, langs).translations
-            ],
+            translate,
             devset.items(),
             pairs,
             args.batch_size,
             None if args.quiet else lambda n, all_: show(f"evaluate: {n} of {all_} lines"),
+            args.resource_bounds,
         )
     report.info = {"model": about, "data_dir": str(data_dir)}
     if output:
-        report.WriteTexts(Path(output) / "texts")
-        content = json.dumps(report.ToDict(), indent=2, ensure_ascii=False)
-        write_atomic(Path(output) / "report.json", content.encode() + b"\n")
-    _print_table(report, scoring.GROUPS)
+        _write(report, Path(output))  # before the baselines, which may be found wanting
+    missing = add_baselines(report, args.baselines) if args.baselines else []
+    if output and args.baselines:
+        report.info["baselines"] = str(args.baselines)
+        _write(report, Path(output))
+    _print_table(report)
+    if missing:
+        print(f"no baseline: {', '.join(missing)}")
     if output:
-        print(f"written: {output}/report.json, {output}/texts/")
+        print(f"written: {output}/report.json, {output}/texts/, {output}/comet/")
     return 0
+
+
+def _translating(args: Any) -> tuple[Any, dict[str, Any]]:
+    """What translates, and what it is."""
+    _cli.load_tensorflow()
+    translator, about = _cli.open_translator(args)
+    return (
+        lambda lines, langs: [row[0] for row in translator.Translate(lines, langs).translations],
+        about,
+    )
+
+
+def _rescored(output: Any, devset: Any) -> tuple[Any, dict[str, Any]]:
+    """As _translating, of what was translated before."""
+    from lingvo_moe.tasks.mt.scoring import read_translations
+
+    if output is None:
+        raise ValueError("--rescore: name the directory of an earlier evaluation as --output")
+    rest = iter(read_translations(Path(output) / "texts", devset.items()))
+    before = Path(output) / "report.json"
+    about = json.loads(before.read_text("utf-8"))["model"] if before.is_file() else {}
+    return lambda lines, langs: list(itertools.islice(rest, len(lines))), about
+
+
+def _write(report: Any, output: Path) -> None:
+    from lingvo_moe.core.files import write_atomic
+
+    report.WriteTexts(output / "texts")
+    report.WriteComet(output / "comet")
+    content = json.dumps(report.ToDict(), indent=2, ensure_ascii=False)
+    write_atomic(output / "report.json", content.encode() + b"\n")
 
 
 def _data_of_run(logdir: str | None) -> str:
@@ -96,7 +165,7 @@ def _data_of_run(logdir: str | None) -> str:
     return RunDir(logdir).Params().input.data_dir
 
 
-def _print_table(report: Any, groups: tuple[str, ...]) -> None:
+def _print_table(report: Any) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -105,24 +174,29 @@ def _print_table(report: Any, groups: tuple[str, ...]) -> None:
         table.add_column(name)
     for name in ("training pairs", "dev pairs", "BLEU", "chrF"):
         table.add_column(name, justify="right")
-    for lang, r in sorted(report.languages.items(), key=lambda item: -item[1].train_pairs):
-        table.add_row(
-            lang,
-            r.group,
-            f"{r.train_pairs:,}",
-            f"{len(r.references):,}",
-            f"{r.bleu:.1f}",
-            f"{r.chrf:.1f}",
-        )
+    mean = report.Average()
+    compared = "delta_bleu" in mean
+    if compared:
+        table.add_column("delta BLEU", justify="right")
+    for lang in report.ByResource():
+        r = report.languages[lang]
+        cells = [lang, r.group, f"{r.train_pairs:,}", f"{len(r.references):,}"]
+        cells += [f"{r.bleu:.1f}", f"{r.chrf:.1f}"]
+        table.add_row(*cells, *([_signed(r.delta and r.delta["bleu"])] * compared))
     table.add_section()
-    for group in (*(g for g in groups if report.Average(g)["languages"]), ""):
+    for group in (*report.groups, ""):
         mean = report.Average(group)
-        label = f"mean of {mean['languages']}"
-        table.add_row(label, group or "all", "", "", f"{mean['bleu']:.1f}", f"{mean['chrf']:.1f}")
+        cells = [f"mean of {mean['languages']}", group or "all", "", ""]
+        cells += [f"{mean['bleu']:.1f}", f"{mean['chrf']:.1f}"]
+        table.add_row(*cells, *([_signed(mean.get("delta_bleu"))] * compared))
     console = Console()
     console.print(table)
     for signature in report.signatures.values():
         console.print(signature, soft_wrap=True, highlight=False)
+
+
+def _signed(value: float | None) -> str:
+    return "" if value is None else f"{value:+.1f}"
 
 
 if __name__ == "__main__":

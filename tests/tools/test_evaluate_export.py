@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 import toy_translation as toy
@@ -30,17 +31,25 @@ def corpus(tmp_path_factory) -> str:
     return str(path)
 
 
-def test_run_and_exported_model_score_the_same(logdir, corpus, tmp_path, capfd):
+@pytest.fixture(scope="module")
+def scored(logdir, corpus) -> Path:
+    """Where an evaluation of the run lies."""
+    flags = [f"--data_dir={corpus}", "--batch_size=5", "--quiet", *_FLAGS]
+    assert evaluate.main([f"--logdir={logdir}", *flags]) == 0
+    return Path(logdir) / "eval"
+
+
+def test_run_and_exported_model_score_the_same(logdir, scored, corpus, tmp_path, capfd):
     common = [f"--data_dir={corpus}", "--batch_size=5"]
-    assert evaluate.main([f"--logdir={logdir}", *common, *_FLAGS]) == 0
+    assert evaluate.main([f"--logdir={logdir}", *common, "--rescore"]) == 0
     table, err = capfd.readouterr()
     with open(f"{logdir}/eval/report.json") as file:
         of_run = json.load(file)
     assert of_run["model"]["step"] == 3
     assert list(of_run["languages"]) == ["de", "fi", "sw"]
-    assert of_run["languages"]["fi"] | {"bleu": 0, "chrf": 0} == {
-        "bleu": 0,
-        "chrf": 0,
+    zero = {"bleu": 0, "chrf": 0, "pairs_digest": ""}
+    assert of_run["languages"]["fi"] | zero == {
+        **zero,
         "lines": 12,
         "train_pairs": 9,
         "group": "mid",
@@ -48,7 +57,7 @@ def test_run_and_exported_model_score_the_same(logdir, corpus, tmp_path, capfd):
     for text in ("de", "mean of 3", "BLEU", "nrefs:1", f"{logdir}/eval/report.json"):
         assert text in table.replace("\n", "")
     assert "evaluate: 36 of 36 lines" in err
-    hypotheses = (tmp_path.__class__(logdir) / "eval/texts/sw.hyp").read_text()
+    hypotheses = (scored / "texts/sw.hyp").read_text()
     assert hypotheses.count("\n") == 12
 
     saved = tmp_path / "saved"
@@ -66,6 +75,40 @@ def test_run_and_exported_model_score_the_same(logdir, corpus, tmp_path, capfd):
     of_saved = json.loads((scores / "report.json").read_text())
     assert of_saved["languages"]["sw"]["lines"] == 7
     assert (scores / "texts/sw.hyp").read_text() == "".join(hypotheses.splitlines(True)[:7])
+
+
+def test_against_baselines(logdir, scored, corpus, tmp_path, capfd):
+    """Texts are scored again, without a model, beside what a run of one language got."""
+    common = [f"--logdir={logdir}", f"--data_dir={corpus}"]
+    assert evaluate.main([*common, "--rescore"]) == 0
+    texts = tmp_path / "base/sw/texts"
+    texts.mkdir(parents=True)
+    (texts / "sw.src").write_text((scored / "texts/sw.src").read_text())
+    (texts / "sw.hyp").write_text("green tree\n" * 12)
+    sw = ["--rescore", f"--output={texts.parent}", "--languages=sw", "--quiet"]
+    assert evaluate.main([*common, *sw]) == 0
+    again = ["--rescore", f"--baselines={tmp_path}/base", "--resource_bounds=10,9"]
+    again.append(f"--output={scored}")
+    capfd.readouterr()
+    assert evaluate.main([*common, *again]) == 0
+    out = capfd.readouterr().out
+    assert "delta BLEU" in out and "no baseline: de, fi" in out
+    report = json.loads((scored / "report.json").read_text())
+    base = json.loads((tmp_path / "base/sw/report.json").read_text())
+    found = report["languages"]["sw"]
+    assert found["delta"]["chrf"] == found["chrf"] - base["languages"]["sw"]["chrf"]
+    assert report["model"]["step"] == 3 and report["groups"]["low"]["delta_bleu"] is not None
+    assert [report["languages"][lang]["group"] for lang in ("de", "fi", "sw")] == [
+        "high",
+        "mid",
+        "low",
+    ]
+    assert (scored / "comet/hyp.txt").read_text().count("\n") == 36
+    assert evaluate.main([*common, *again, "--max_per_language=5"]) == 1
+    assert "has not the 5 sources that are asked for" in capfd.readouterr().err
+    with pytest.raises(SystemExit):
+        evaluate.main([*common, "--resource_bounds=5,7"])
+    assert "HIGH must be more than MID" in capfd.readouterr().err
 
 
 def test_unknown_language(logdir, corpus, capfd):

@@ -1,5 +1,6 @@
 """BLEU and chrF (sacreBLEU) per language, by resource group and on average."""
 
+import hashlib
 import itertools
 import os
 import time
@@ -25,7 +26,13 @@ GROUPS = ("high", "mid", "low")
 
 @dataclass
 class LanguageReport:
-    """What was translated from a language, and its scores (0 to 100)."""
+    """What was translated from a language, and its scores (0 to 100).
+
+    Attributes:
+        train_pairs: in training.
+        group: of GROUPS, or ''.
+        baseline: bleu and chrf of another model on the same lines; see baselines.py.
+    """
 
     bleu: float
     chrf: float
@@ -34,6 +41,37 @@ class LanguageReport:
     references: list[str]
     hypotheses: list[str]
     group: str = ""
+    baseline: dict[str, float] | None = None
+
+    @property
+    def delta(self) -> dict[str, float] | None:
+        """How much better than the baseline, bleu and chrf."""
+        if self.baseline is None:
+            return None
+        return {
+            "bleu": self.bleu - self.baseline["bleu"],
+            "chrf": self.chrf - self.baseline["chrf"],
+        }
+
+    @property
+    def pairs_digest(self) -> str:
+        """Tells whether two models were scored on the same lines."""
+        lines = "\n".join(map(one_line, (*self.sources, *self.references)))
+        return hashlib.sha256(lines.encode("utf-8", "replace")).hexdigest()[:16]
+
+    def ToDict(self) -> dict[str, Any]:
+        """For JSON: without the texts."""
+        out = {
+            "bleu": self.bleu,
+            "chrf": self.chrf,
+            "lines": len(self.references),
+            "pairs_digest": self.pairs_digest,
+            "train_pairs": self.train_pairs,
+            "group": self.group,
+        }
+        if self.baseline is not None:
+            out |= {"baseline": self.baseline, "delta": self.delta}
+        return out
 
 
 @dataclass
@@ -52,32 +90,39 @@ class EvalReport:
     info: dict[str, Any] = field(default_factory=dict)
 
     def Average(self, group: str = "") -> dict[str, float]:
-        """The unweighted mean over the languages (of a group): bleu, chrf and how many languages."""
+        """The unweighted mean over the languages (of a group): bleu, chrf and how many languages; and, where there are
+        baselines, delta_bleu, delta_chrf and of how many languages these are."""
         chosen = [r for r in self.languages.values() if not group or r.group == group]
-        count = len(chosen)
-        return {
+        out = {
             "bleu": _mean([r.bleu for r in chosen]),
             "chrf": _mean([r.chrf for r in chosen]),
-            "languages": count,
+            "languages": len(chosen),
         }
+        deltas = [r.delta for r in chosen if r.delta is not None]
+        if deltas:
+            out |= {
+                "delta_bleu": _mean([d["bleu"] for d in deltas]),
+                "delta_chrf": _mean([d["chrf"] for d in deltas]),
+                "baselines": len(deltas),
+            }
+        return out
+
+    @property
+    def groups(self) -> list[str]:
+        """The resource groups that some language is of."""
+        return [g for g in GROUPS if any(r.group == g for r in self.languages.values())]
+
+    def ByResource(self) -> list[str]:
+        """The languages, those with the most training pairs first."""
+        return sorted(self.languages, key=lambda lang: -self.languages[lang].train_pairs)
 
     def ToDict(self) -> dict[str, Any]:
         """For JSON: scores without the texts."""
-        groups = [g for g in GROUPS if any(r.group == g for r in self.languages.values())]
         return {
             **self.info,
             "average": self.Average(),
-            "groups": {g: self.Average(g) | self._range(g) for g in groups},
-            "languages": {
-                lang: {
-                    "bleu": r.bleu,
-                    "chrf": r.chrf,
-                    "lines": len(r.references),
-                    "train_pairs": r.train_pairs,
-                    "group": r.group,
-                }
-                for lang, r in self.languages.items()
-            },
+            "groups": {g: self.Average(g) | self._range(g) for g in self.groups},
+            "languages": {lang: r.ToDict() for lang, r in self.languages.items()},
             "signatures": self.signatures,
             "seconds": self.seconds,
         }
@@ -91,13 +136,28 @@ class EvalReport:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         for lang, r in self.languages.items():
-            for suffix, lines in (
-                ("src", r.sources),
-                ("ref", r.references),
-                ("hyp", r.hypotheses),
-            ):
-                text = "".join(f"{one_line(line)}\n" for line in lines)
-                write_atomic(directory / f"{lang}.{suffix}", text.encode())
+            for suffix, lines in _texts(r).items():
+                write_atomic(directory / f"{lang}.{suffix}", _lines(lines))
+
+    def WriteComet(self, directory: str | Path) -> None:
+        """The lines of all languages as comet-score takes them: src.txt, hyp.txt, ref.txt; and lang.txt, the language
+        of each, to take its scores apart again."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        reports = self.languages.values()
+        for suffix in ("src", "ref", "hyp"):
+            lines = [line for r in reports for line in _texts(r)[suffix]]
+            write_atomic(directory / f"{suffix}.txt", _lines(lines))
+        langs = [lang for lang, r in self.languages.items() for _ in r.references]
+        write_atomic(directory / "lang.txt", _lines(langs))
+
+
+def _texts(report: LanguageReport) -> dict[str, list[str]]:
+    return {"src": report.sources, "ref": report.references, "hyp": report.hypotheses}
+
+
+def _lines(lines: Iterable[str]) -> bytes:
+    return "".join(f"{one_line(line)}\n" for line in lines).encode("utf-8", "replace")
 
 
 def evaluate(
@@ -106,6 +166,7 @@ def evaluate(
     train_pairs: Mapping[str, int] | None = None,
     batch_lines: int = 1024,
     progress: Progress | None = None,
+    bounds: tuple[int, int] | None = None,
 ) -> EvalReport:
     """Translates held-out pairs and scores them.
 
@@ -115,6 +176,7 @@ def evaluate(
         train_pairs: training pairs of each language, from which the resource groups follow; None for no groups.
         batch_lines: lines handed to `translate` at once.
         progress: called after each batch.
+        bounds: of the resource groups; see `resource_groups`.
 
     Raises:
         ValueError: an empty dev set, or `translate` returned another number of lines than it got.
@@ -153,9 +215,8 @@ def evaluate(
         )
     languages = dict(sorted(languages.items()))
     if train_pairs is not None:
-        for lang, group in resource_groups(
-            {k: r.train_pairs for k, r in languages.items()}
-        ).items():
+        counts = {k: r.train_pairs for k, r in languages.items()}
+        for lang, group in resource_groups(counts, bounds).items():
             languages[lang].group = group
     signatures = {"bleu": str(bleu.get_signature()), "chrf": str(chrf.get_signature())}
     return EvalReport(languages, signatures, seconds)
@@ -175,10 +236,51 @@ def count_train_pairs(
     }
 
 
-def resource_groups(train_pairs: Mapping[str, int]) -> dict[str, str]:
-    """Thirds of the languages by their training pairs: 'high', 'mid', 'low'. Names decide between equals."""
+def resource_groups(
+    train_pairs: Mapping[str, int], bounds: tuple[int, int] | None = None
+) -> dict[str, str]:
+    """'high', 'mid' or 'low' for each language.
+
+    Args:
+        train_pairs: of each language.
+        bounds: the fewest training pairs of a high and of a mid one; None for thirds of the languages, where names
+            decide between equals.
+    """
     ranked = sorted(train_pairs, key=lambda lang: (-train_pairs[lang], lang))
-    return {lang: GROUPS[i * len(GROUPS) // len(ranked)] for i, lang in enumerate(ranked)}
+    if bounds is None:
+        return {lang: GROUPS[i * len(GROUPS) // len(ranked)] for i, lang in enumerate(ranked)}
+    high, mid = bounds
+    return {
+        lang: "high" if train_pairs[lang] >= high else "mid" if train_pairs[lang] >= mid else "low"
+        for lang in ranked
+    }
+
+
+def read_translations(
+    directory: str | os.PathLike, devset: Iterable[tuple[str, Sequence[tuple[str, str]]]]
+) -> list[str]:
+    """The translations of all pairs of a dev set, in order, as `WriteTexts` left them, so as to score them again.
+
+    Raises:
+        ValueError: a file is missing, or its lines are not those of these pairs.
+    """
+    out = []
+    for lang, pairs in devset:
+        texts = {}
+        for suffix in ("src", "hyp"):
+            file = Path(directory) / f"{lang}.{suffix}"
+            if not file.is_file():
+                raise ValueError(f"{file}: missing; translate first, without --rescore")
+            texts[suffix] = file.read_bytes().decode("utf-8").split("\n")[:-1]
+        if texts["src"] != [one_line(source) for source, _ in pairs] or (
+            len(texts["hyp"]) != len(pairs)
+        ):
+            raise ValueError(
+                f"{directory}/{lang}.src has not the {len(pairs)} sources that are asked for: translate anew, "
+                "without --rescore, or give the same --data_dir and --max_per_language as then"
+            )
+        out += texts["hyp"]
+    return out
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -96,3 +96,31 @@ def test_count_train_pairs(tmp_path):
     assert scoring.count_train_pairs(tmp_path, ["de", "fr"]) == {"de": 2, "fr": 0}
     (tmp_path / "empty").mkdir()
     assert scoring.count_train_pairs(tmp_path / "empty", ["de"]) is None
+
+
+def test_groups_by_bounds():
+    pairs = {"a": 100, "b": 99, "c": 10, "d": 9}
+    assert resource_groups(pairs, (100, 10)) == {"a": "high", "b": "mid", "c": "mid", "d": "low"}
+    data = {lang: [("x", "open the file")] for lang in pairs}
+    report = evaluate(lambda lines, _: lines, data.items(), pairs, bounds=(1000, 50))
+    assert report.groups == ["mid", "low"] and report.ByResource() == ["a", "b", "c", "d"]
+
+
+def test_texts_are_scored_again_and_comet_has_them_all(tmp_path):
+    data = {"de": [("eins\u2028zwei", "one two"), (" drei\r", "three")], "fi": [("yksi", "one")]}
+    report = evaluate(lambda lines, _: [line.upper() for line in lines], data.items())
+    report.WriteTexts(tmp_path / "texts")
+    again = scoring.read_translations(tmp_path / "texts", data.items())
+    assert again == ["EINS ZWEI", " DREI", "YKSI"]
+    with pytest.raises(ValueError, match="has not the 1 sources that are asked for"):
+        scoring.read_translations(tmp_path / "texts", {"de": [("drei", "three")]}.items())
+    with pytest.raises(ValueError, match=r"sw.src: missing; translate first"):
+        scoring.read_translations(tmp_path / "texts", {"sw": []}.items())
+    report.WriteComet(tmp_path / "comet")
+    found = {p.name: p.read_text().splitlines() for p in (tmp_path / "comet").iterdir()}
+    assert found == {
+        "src.txt": ["eins zwei", " drei", "yksi"],
+        "ref.txt": ["one two", "three", "one"],
+        "hyp.txt": ["EINS ZWEI", " DREI", "YKSI"],
+        "lang.txt": ["de", "de", "fi"],
+    }
