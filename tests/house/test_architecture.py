@@ -18,7 +18,7 @@ _ROOMS = (
     ("moe",),
     ("layers", "optimizers"),
     ("base_layer",),
-    ("sharding",),
+    ("sharding", "pages"),
     ("",),
 )
 _ENGINE = "lingvo_moe/core/engine/"

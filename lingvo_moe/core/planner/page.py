@@ -1,11 +1,12 @@
 """Plans as one HTML page that can be mailed around: nothing is loaded from anywhere, and nothing runs in it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 
+from lingvo_moe.core.pages import markup
 from lingvo_moe.core.planner import figures, units
 from lingvo_moe.core.planner.figures import Plan
-from lingvo_moe.core.planner.page_style import STYLE
+from lingvo_moe.core.planner.page_style import COLOURS
 
 _HOLDERS = 16
 _STACKED = (*figures.PHASES, "network")
@@ -31,14 +32,7 @@ def html_report(plans: Sequence[Plan]) -> str:
     )
     body = [_comparison(plans)] if several else []
     body += [_plan(plan, i, "h2" if several else "h1") for i, plan in enumerate(plans)]
-    head = (
-        "<meta charset='utf-8'><meta name='viewport' content='width=device-width, initial-scale=1'>"
-        f"<title>{escape(title)}</title><style>{STYLE}</style>"
-    )
-    return (
-        f"<!doctype html>\n<html lang='en'><head>{head}</head>\n<body>\n{''.join(body)}"
-        f"<footer>{escape(_METHOD)}</footer>\n</body></html>\n"
-    )
+    return markup.document(title, "".join(body), _METHOD, COLOURS)
 
 
 # --- several plans
@@ -61,7 +55,7 @@ def _comparison(plans: Sequence[Plan]) -> str:
     parts = [
         "<header><p class='kicker'>Compiled for machines that need not be there</p>",
         f"<h1>{len(plans)} plans side by side</h1></header>",
-        f"<div class='compare'>{_table(heads, rows)}</div>",
+        f"<div class='compare'>{markup.table(heads, rows)}</div>",
         f"<p class='note'>{escape(' '.join(notes))}</p>",
         "<h3>Memory of a device</h3>",
         _compared_memory(plans),
@@ -90,12 +84,15 @@ def _compared_memory(plans: Sequence[Plan]) -> str:
                 )
             ]
         mark = (figures.get(plan, "memory.hbm") or 0) / scale
-        rows.append((escape(_label(plan)), _bar(pieces, mark), units.size(figures.needed(plan))))
+        rows.append(
+            (escape(_label(plan)), markup.bar(pieces, mark), units.size(figures.needed(plan)))
+        )
     used = [
         k for k in figures.KINDS if any(k == kind for p in plans for kind, _ in figures.kinds(p))
     ]
-    legend = _legend((k, figures.KINDS[k]) for k in used)
-    return f"<figure>{_rows(rows)}{legend}<figcaption>The upright line is the HBM of the device.</figcaption></figure>"
+    legend = markup.legend((k, figures.KINDS[k]) for k in used)
+    caption = "<figcaption>The upright line is the HBM of the device.</figcaption>"
+    return f"<figure>{markup.rows(rows)}{legend}{caption}</figure>"
 
 
 def _compared_time(timed: Sequence[tuple[Plan, list[figures.PartTime]]], longest: float) -> str:
@@ -105,8 +102,8 @@ def _compared_time(timed: Sequence[tuple[Plan, list[figures.PartTime]]], longest
         seconds["network"] = sum(p.network for p in parts)
         pieces = [(k, k, s / longest, units.duration(s)) for k, s in seconds.items()]
         total = units.duration(sum(seconds.values()) or None)
-        rows.append((escape(_label(plan)), _bar(pieces), total))
-    return f"<figure>{_rows(rows)}{_legend((k, k) for k in _STACKED)}</figure>"
+        rows.append((escape(_label(plan)), markup.bar(pieces), total))
+    return f"<figure>{markup.rows(rows)}{markup.legend((k, k) for k in _STACKED)}</figure>"
 
 
 # --- one plan
@@ -124,7 +121,7 @@ def _plan(plan: Plan, number: int, tag: str) -> str:
         parts.append(f"<p class='note'>No times: {escape(figures.why_no_time(plan))}.</p>")
     parts += [
         "<h3>What was planned</h3>",
-        _facts(figures.setting(plan)),
+        markup.facts(figures.setting(plan)),
         _memory(plan),
         _time(plan),
     ]
@@ -133,13 +130,10 @@ def _plan(plan: Plan, number: int, tag: str) -> str:
 
 
 def _headline(plan: Plan) -> str:
-    cells = "".join(
-        f"<div><dt>{escape(label)}</dt><dd>{escape(value)}"
-        + ("<span class='estimated'>estimated</span>" if estimated and value != units.DASH else "")
-        + "</dd></div>"
+    return markup.figures(
+        (label, value, "estimated" if estimated and value != units.DASH else "")
         for label, value, estimated in figures.headline(plan)
     )
-    return f"<dl class='figures'>{cells}</dl>"
 
 
 def _memory(plan: Plan) -> str:
@@ -153,14 +147,14 @@ def _memory(plan: Plan) -> str:
         rows = [
             (
                 f"<i class='swatch' style='background:var(--{k})'></i>{escape(figures.KINDS[k])}",
-                _bar([(figures.KINDS[k], k, held / most, units.size(held))]),
+                markup.bar([(figures.KINDS[k], k, held / most, units.size(held))]),
                 units.size(held),
             )
             for k, held in kinds
         ]
         caption = f"Against {units.size(hbm)} of HBM. {figures.said_by_compiler(plan)}"
         parts.append(
-            f"<figure>{_bar(pieces, hbm / scale, 'whole')}{_rows(rows)}"
+            f"<figure>{markup.bar(pieces, hbm / scale, 'whole')}{markup.rows(rows)}"
             f"<figcaption>{escape(caption)}</figcaption></figure>"
         )
     if memory.get("advice"):
@@ -183,7 +177,7 @@ def _holders(holders: Sequence[Plan]) -> str:
         held = units.size(sum(item["bytes"] for item in rest))
         rows.append([f"{len(rest)} more", "", "", "", held])
     heads = [(name, False, False) for name in ("what", "layer", "part", "phase")]
-    return _table(heads + [("bytes", True, False)], rows)
+    return markup.table(heads + [("bytes", True, False)], rows)
 
 
 def _time(plan: Plan) -> str:
@@ -197,15 +191,15 @@ def _time(plan: Plan) -> str:
             (p, p, part.phases[p] / longest, units.duration(part.phases[p])) for p in figures.PHASES
         ]
         pieces.append(("network", "network", part.network / longest, units.duration(part.network)))
-        rows.append((escape(_words(part.part)), _bar(pieces), units.duration(part.total)))
+        rows.append((escape(_words(part.part)), markup.bar(pieces), units.duration(part.total)))
     heads = [("part", False, False)]
     heads += [(h, True, f not in ("flops", "num_bytes")) for f, h in figures.TIMES.items()]
     table = [[escape(_words(part.part)), *figures.cells([part])] for part in parts]
     total = figures.cells(parts)
     return (
         "<h2>Time of a step, estimated</h2>"
-        f"<figure>{_rows(rows)}{_legend((k, k) for k in _STACKED)}</figure>"
-        + _table(heads, table, ["in all", *total])
+        f"<figure>{markup.rows(rows)}{markup.legend((k, k) for k in _STACKED)}</figure>"
+        + markup.table(heads, table, ["in all", *total])
         + "<p class='note'>Roofline: for each instruction the longer of arithmetic and memory. Compiler: the cycles "
         "that the compiler itself counts, network left out. In all: for each instruction the longer of the two, "
         "plus network.</p>"
@@ -234,89 +228,12 @@ def _collectives(plan: Plan) -> str:
     count = sum(item["count"] for item in items)
     foot = ["in all", "", "", "", f"{count:,}", "", "", units.duration(seconds)]
     model = figures.get(plan, "topology.model") or ""
-    return f"<h2>Collectives of a step</h2>{_table(heads, rows, foot)}<p class='note'>{escape(model)}</p>"
+    return f"<h2>Collectives of a step</h2>{markup.table(heads, rows, foot)}<p class='note'>{escape(model)}</p>"
 
 
 def _compiling(plan: Plan) -> str:
     pairs = figures.compile_figures(plan)
-    return f"<h2>Compiling</h2>{_facts(pairs)}" if pairs else ""
-
-
-# --- pieces
-
-
-def _bar(
-    pieces: Iterable[tuple[str, str, float, str]], mark: float | None = None, cls: str = "bar"
-) -> str:
-    """A stacked bar: (what, colour, share of the width, value) of each piece, and an upright line at `mark`."""
-    x, drawn, said = 0.0, [], []
-    for what, colour, width, value in pieces:
-        if width <= 0:
-            continue
-        tip = f"{what}: {value}"
-        drawn.append(
-            f"<rect x='{100 * x:.3f}%' width='{100 * width:.3f}%' height='100%' fill='var(--{colour})'>"
-            f"<title>{escape(tip)}</title></rect>"
-        )
-        said.append(tip)
-        x += width
-    line = ""
-    if mark is not None:
-        at = f"{100 * mark:.3f}%"
-        line = (
-            f"<line x1='{at}' x2='{at}' y1='-12%' y2='112%' stroke='var(--ink)' stroke-width='2'/>"
-        )
-    track = "<rect width='100%' height='100%' fill='var(--track)'/>"
-    label = escape("; ".join(said), quote=True)
-    return (
-        f"<svg class='{cls}' role='img' aria-label=\"{label}\">{track}{''.join(drawn)}{line}</svg>"
-    )
-
-
-def _rows(rows: Iterable[tuple[str, str, str]]) -> str:
-    """Bars below one another; (label as HTML, bar, value)."""
-    cells = "".join(
-        f"<span>{label}</span>{bar}<b>{escape(value)}</b>" for label, bar, value in rows
-    )
-    return f"<div class='rows'>{cells}</div>"
-
-
-def _legend(items: Iterable[tuple[str, str]]) -> str:
-    marks = "".join(
-        f"<span><i class='swatch' style='background:var(--{colour})'></i>{escape(text)}</span>"
-        for colour, text in items
-    )
-    return f"<div class='legend'>{marks}</div>"
-
-
-def _facts(pairs: Iterable[tuple[str, str]]) -> str:
-    cells = "".join(f"<dt>{escape(a)}</dt><dd>{escape(b)}</dd>" for a, b in pairs)
-    return f"<dl class='facts'>{cells}</dl>"
-
-
-def _table(
-    heads: Sequence[tuple[str, bool, bool]],
-    rows: Sequence[Sequence[str]],
-    foot: Sequence[str] | None = None,
-) -> str:
-    """A table of cells that are HTML already; heads are (text, whether numeric, whether estimated)."""
-
-    def line(cells: Sequence[str], tag: str) -> str:
-        return (
-            "<tr>"
-            + "".join(
-                f"<{tag}{' class=n' if number else ''}>{cell}</{tag}>"
-                for cell, (_, number, _) in zip(cells, heads)
-            )
-            + "</tr>"
-        )
-
-    names = [
-        f"<i>{escape(text)}</i>" if estimated else escape(text) for text, _, estimated in heads
-    ]
-    body = "".join(line(row, "td") for row in rows)
-    end = f"<tfoot>{line(foot, 'td')}</tfoot>" if foot else ""
-    return f"<div class='wide'><table><thead>{line(names, 'th')}</thead><tbody>{body}</tbody>{end}</table></div>"
+    return f"<h2>Compiling</h2>{markup.facts(pairs)}" if pairs else ""
 
 
 def _topology(plan: Plan) -> str:

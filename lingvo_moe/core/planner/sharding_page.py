@@ -1,11 +1,12 @@
 """An explanation as one HTML page that can be mailed around: nothing is loaded, and nothing runs in it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from lingvo_moe.core.pages import markup
 from lingvo_moe.core.planner import spmd, units
-from lingvo_moe.core.planner.page_style import STYLE
+from lingvo_moe.core.planner.page_style import COLOURS
 from lingvo_moe.core.planner.sharding_figure import figure
 
 if TYPE_CHECKING:
@@ -62,14 +63,7 @@ def html_page(explanation: "Explanation") -> str:
         _table(explanation),
         _cards(explanation),
     ]
-    head = (
-        "<meta charset='utf-8'><meta name='viewport' content='width=device-width, initial-scale=1'>"
-        f"<title>{escape(title)}</title><style>{STYLE}{_STYLE}</style>"
-    )
-    return (
-        f"<!doctype html>\n<html lang='en'><head>{head}</head>\n<body>{_PATTERN}\n{''.join(body)}"
-        f"<footer>{escape(_METHOD)}</footer>\n</body></html>\n"
-    )
+    return markup.document(title, f"{_PATTERN}\n{''.join(body)}", _METHOD, COLOURS + _STYLE)
 
 
 def _headline(explanation: "Explanation") -> str:
@@ -81,10 +75,7 @@ def _headline(explanation: "Explanation") -> str:
         ("sent for reshards", units.size(explanation.Bytes(spmd.RESHARD))),
         ("in all, one device, one run", units.size(explanation.Bytes())),
     ]
-    cells = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in pairs
-    )
-    return f"<dl class='figures'>{cells}</dl>"
+    return markup.figures((name, value, "") for name, value in pairs)
 
 
 def _wrong(explanation: "Explanation") -> str:
@@ -100,17 +91,17 @@ def _reasons(explanation: "Explanation") -> str:
     if not held:
         return "<p class='verdict yes'>The partitioner put in no communication.</p>"
     most = max(held.values())
-    rows = "".join(
-        f"<span><i class='swatch' style='background:var(--{_COLOURS[reason]})'></i>{escape(reason)}</span>"
-        f"<svg class='bar' role='img' aria-label='{escape(units.size(count))}'>"
-        f"<rect width='100%' height='100%' fill='var(--track)'/>"
-        f"<rect width='{100 * count / most:.2f}%' height='100%' fill='var(--{_COLOURS[reason]})'/></svg>"
-        f"<b>{escape(units.size(count))}</b>"
+    rows = markup.rows(
+        (
+            f"<i class='swatch' style='background:var(--{_COLOURS[reason]})'></i>{escape(reason)}",
+            markup.bar([(reason, _COLOURS[reason], count / most, units.size(count))]),
+            units.size(count),
+        )
         for reason, count in sorted(held.items(), key=lambda item: -item[1])
     )
     notes = "; ".join(f"{reason}: {spmd.REASONS[reason]}" for reason in held)
     return (
-        f"<h2>Why it communicates</h2><figure><div class='rows'>{rows}</div>"
+        f"<h2>Why it communicates</h2><figure>{rows}"
         f"<figcaption>{escape(notes)}.</figcaption></figure>"
     )
 
@@ -174,22 +165,11 @@ def _table(explanation: "Explanation") -> str:
         return ""
     heads = ("bytes", "times", "devices", "collective", "why", "tensor", "from", "to", "line")
     ordered = sorted(explanation.exchanges, key=lambda e: -e.total_bytes)
-    rows = [exchange_row(e, explanation.mesh) for e in ordered[:_MOST_ROWS]]
-    return "<h2>All communication</h2>" + _rows(heads, rows, 3)
-
-
-def _rows(heads: Sequence[str], rows: Iterable[Sequence[str]], right: int) -> str:
-    def line(cells: Sequence[str], tag: str) -> str:
-        return "".join(
-            f"<{tag}{' class=n' if i < right else ''}>{escape(cell)}</{tag}>"
-            for i, cell in enumerate(cells)
-        )
-
-    body = "".join(f"<tr>{line(row, 'td')}</tr>" for row in rows)
-    return (
-        f"<div class='wide'><table><thead><tr>{line(heads, 'th')}</tr></thead><tbody>{body}</tbody>"
-        f"</table></div>"
-    )
+    rows = [
+        [escape(cell) for cell in exchange_row(e, explanation.mesh)] for e in ordered[:_MOST_ROWS]
+    ]
+    table = markup.table([(name, i < 3, False) for i, name in enumerate(heads)], rows)
+    return f"<h2>All communication</h2>{table}"
 
 
 def _cards(explanation: "Explanation") -> str:
