@@ -6,6 +6,7 @@
 #     benchmarks/install_peers.sh --lingvo PEERS    # Lingvo, which needs an environment of its own
 #
 # PyTorch's wheels for CPUs alone suffice; where pip is to take them from elsewhere, PIP_EXTRA_INDEX_URL says so.
+# TUTEL says where Tutel is taken from, if not from GitHub: a checkout, an archive of one, or git+file://...@ac0e51b.
 set -eu
 
 lingvo=
@@ -29,4 +30,4 @@ fi
 "$pip" install setuptools wheel numpy torch==2.13.0 transformers==5.23.0
 # Tutel builds against the torch that is there.
 NO_CUDA=1 exec "$pip" install --no-build-isolation \
-    "tutel @ git+https://github.com/microsoft/tutel@ac0e51b"
+    "${TUTEL:-git+https://github.com/microsoft/tutel@ac0e51b}"
