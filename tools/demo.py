@@ -128,13 +128,13 @@ class Demo:
             return report
 
         trained = score("trained")
+        trained.info = {"model": {"logdir": str(self._run), **about}, "data_dir": str(self._corpus)}
         model.SetTheta(_initial_theta(RunDir(self._run).Task()))
         return score("untrained"), trained
 
     def _report(self, untrained: Any, trained: Any) -> dict[str, Any]:
         from lingvo_moe.core import inspect
         from lingvo_moe.core.engine.summaries import read_metrics
-        from lingvo_moe.tasks.mt import report as page
         from lingvo_moe.tasks.mt.run_dir import RunDir
 
         rows = read_metrics(str(self._run / "train"))
@@ -161,23 +161,36 @@ class Demo:
             "seconds": round(time.monotonic() - self._start, 1),
             "saved_model": str(self._saved_model),
         }
-        settings = {k: v for k, v in report.items() if not isinstance(v, dict)}
-        text = page.html_report(
-            "lingvo_moe demo", settings, rows, trained, untrained, _samples(trained, 12)
-        )
-        files.write_atomic(self._out / "report.html", text.encode())
+        self._write_page(trained, untrained)
         files.write_atomic(self._out / "report.json", json.dumps(report, indent=2).encode() + b"\n")
         return report
+
+    def _write_page(self, trained: Any, untrained: Any) -> None:
+        """report.html; the scores and texts that it rests on go where tools.report looks for them."""
+        from lingvo_moe.tasks.mt import report
+        from lingvo_moe.tasks.mt.run_report import Missing, gather
+
+        trained.Write(self._run / "eval")
+        command = f"python -m tools.report --logdir={self._run}"
+        found = gather(self._run, Missing("the demo does not measure it", command))
+        before = untrained.Average()
+        found.extra += [
+            (
+                "untrained",
+                f"BLEU {before['bleu']:.1f}, chrF {before['chrf']:.1f} on the same lines",
+            ),
+            ("exported", str(self._saved_model)),
+        ]
+        page = report.html_report(found).encode("utf-8", "replace")
+        files.write_atomic(self._out / "report.html", page)
 
     def _show(self, report: Mapping[str, Any], untrained: Any, trained: Any) -> None:
         from rich.console import Console
         from rich.table import Table
 
-        from lingvo_moe.tasks.mt.report import group_rows
-
         console = Console()
         table = Table("languages", "BLEU", "untrained", "chrF", "untrained", title="Scores")
-        for row in group_rows(trained, untrained):
+        for row in _group_rows(trained, untrained):
             table.add_row(*row)
         console.print(table)
         table = Table("", "translation", "reference", title="Translations", show_lines=True)
@@ -192,6 +205,17 @@ class Demo:
             f"SavedModel: {self._saved_model}   try: python -m tools.translate --saved_model={self._saved_model}"
         )
         print(f"report: {self._out / 'report.html'}, {self._out / 'report.json'}")
+
+
+def _group_rows(trained: Any, untrained: Any) -> list[list[str]]:
+    """A row for each resource group and one for all: name, BLEU and chrF, each beside the untrained model's."""
+    out = []
+    for group in (*trained.groups, ""):
+        mean, before = trained.Average(group), untrained.Average(group)
+        name = f"{group or 'all'} ({mean['languages']} languages)"
+        scores = [x[kind] for kind in ("bleu", "chrf") for x in (mean, before)]
+        out.append([name, *(f"{score:.1f}" for score in scores)])
+    return out
 
 
 def _initial_theta(task: Any) -> Any:

@@ -111,11 +111,11 @@ def _run(args: Any) -> int:
         )
     report.info = {"model": about, "data_dir": str(data_dir)}
     if output:
-        _write(report, Path(output))  # before the baselines, which may be found wanting
+        report.Write(output)  # before the baselines, which may be found wanting
     missing = add_baselines(report, args.baselines) if args.baselines else []
     if output and args.baselines:
         report.info["baselines"] = str(args.baselines)
-        _write(report, Path(output))
+        report.Write(output)
     _print_table(report)
     if missing:
         print(f"no baseline: {', '.join(missing)}")
@@ -144,15 +144,6 @@ def _rescored(output: Any, devset: Any) -> tuple[Any, dict[str, Any]]:
     before = Path(output) / "report.json"
     about = json.loads(before.read_text("utf-8"))["model"] if before.is_file() else {}
     return lambda lines, langs: list(itertools.islice(rest, len(lines))), about
-
-
-def _write(report: Any, output: Path) -> None:
-    from lingvo_moe.core.files import write_atomic
-
-    report.WriteTexts(output / "texts")
-    report.WriteComet(output / "comet")
-    content = json.dumps(report.ToDict(), indent=2, ensure_ascii=False)
-    write_atomic(output / "report.json", content.encode() + b"\n")
 
 
 def _data_of_run(logdir: str | None) -> str:

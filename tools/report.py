@@ -1,10 +1,12 @@
-"""Who is routed where: for each MoE layer of a trained model, the share of each language's tokens at each expert.
+"""A page about a run that can be mailed around: scores, curves, sample translations, and who is routed where.
 
-    python -m tools.report --logdir=RUN --data_dir=CORPUS
-    python -m tools.report --logdir=RUN --languages=de,fr,sw --out=routing.html --png_dir=pictures
+    python -m tools.report --logdir=RUN
+    python -m tools.report --logdir=RUN --data_dir=CORPUS --languages=de,fr,sw --out=report.html --png_dir=pictures
 
-Runs the model over the held-out pairs of CORPUS/dev, as in inference, and leaves a page with a picture of each
-layer, the numbers beside it (.json), and if asked the pictures alone.
+Shows what there is: the scores and translations that tools.evaluate left in RUN/eval, the curves of the trainer's
+summaries, and for each MoE layer the share of each language's tokens at each expert, for which it runs the model over
+the held-out pairs of CORPUS/dev. The page names what is missing, and the command that makes it. The numbers go beside
+it (.json).
 """
 
 import json
@@ -24,16 +26,20 @@ def main(argv: list[str] | None = None) -> int:
         "--languages",
         type=_cli.names,
         default=(),
-        help="e.g. de,sw (default: all that have dev pairs)",
+        help="whose routing to measure, e.g. de,sw (default: all that have dev pairs)",
     )
     add("--max_per_language", type=int, help="dev pairs of a language (default: all)")
-    add("--checkpoint_step", type=int, help="which checkpoint (default: the newest)")
-    add("--out", metavar="FILE", help="the page (default: RUN/routing.html)")
+    add("--no_routing", action="store_true", help="do not run the model")
+    add("--eval_dir", metavar="DIR", help="what tools.evaluate wrote (default: RUN/eval)")
+    add("--samples", type=int, default=4, help="translations of each kind (%(default)s)")
+    add("--seed", type=int, default=0, help="of the translations that are drawn (%(default)s)")
+    _cli.add_checkpoint_flags(parser)
+    add("--out", metavar="FILE", help="the page (default: RUN/report.html)")
     add("--png_dir", metavar="DIR", help="also a picture of each layer there")
     add("--batch_size", type=int, default=16, help="packed rows at once (%(default)s)")
     add("--quiet", action="store_true", help="no progress on standard error")
     args = parser.parse_args(argv)
-    _cli.check_at_least(parser, args, batch_size=1, max_per_language=1)
+    _cli.check_at_least(parser, args, batch_size=1, max_per_language=1, samples=1)
     try:
         return _run(args)
     except (ValueError, OSError) as e:
@@ -48,40 +54,72 @@ def _run(args: Any) -> int:
 
     run = RunDir(args.logdir)
     _ = run.experiment  # before anything slow: is it there?
-    page = Path(args.out or Path(args.logdir) / "routing.html")
+    page = Path(args.out or Path(args.logdir) / "report.html")
     _cli.check_output_file(page, "--out")
     if page.suffix == ".json":
-        raise ValueError(f"--out={page}: the numbers go there; name the page, e.g. routing.html")
+        raise ValueError(f"--out={page}: the numbers go there; name the page, e.g. report.html")
     if args.png_dir:
         _cli.check_output_directory(args.png_dir, "--png_dir")
+    if args.eval_dir and not Path(args.eval_dir).is_dir():
+        raise ValueError(f"--eval_dir={args.eval_dir}: no such directory")
     _cli.load_tensorflow()
-    from lingvo_moe.core.engine.progress import LineProgress
     from lingvo_moe.core.files import write_atomic
-    from lingvo_moe.tasks.mt import report as pages
-    from lingvo_moe.tasks.mt import routing, routing_page
-    from lingvo_moe.tasks.mt.input.dev_set import DevSet
+    from lingvo_moe.core.pages import drawing
+    from lingvo_moe.tasks.mt import report, routing_page
+    from lingvo_moe.tasks.mt.run_report import Missing, gather
 
+    routing = _routing(args, run)
+    found = gather(args.logdir, routing, args.eval_dir, args.samples, args.seed)
+    written = [page, page.with_suffix(".json")]
+    write_atomic(page, report.html_report(found).encode("utf-8", "replace"))
+    write_atomic(written[1], json.dumps(found.ToDict(), indent=1).encode() + b"\n")
+    if not isinstance(routing, Missing):
+        for layer in routing.layers if args.png_dir else ():
+            written.append(Path(args.png_dir) / f"{layer.name.replace('/', '_')}.png")
+            written[-1].parent.mkdir(parents=True, exist_ok=True)
+            picture = drawing.png(routing_page.plot_layer(layer, routing))
+            write_atomic(written[-1], picture)
+        _print_table(routing_page.table_of(routing))
+    for what in ("metrics", "scores", "routing"):
+        missing = getattr(found, what)
+        if isinstance(missing, Missing):
+            print(f"no {what}: {missing.why}; {missing.command}".removesuffix("; "))
+    print(f"written: {', '.join(map(str, written))}")
+    return 0
+
+
+def _routing(args: Any, run: Any) -> Any:
+    """The RoutingReport of the run's model, or why there is none."""
+    from lingvo_moe.core.engine.progress import LineProgress
+    from lingvo_moe.tasks.mt import routing
+    from lingvo_moe.tasks.mt.input.dev_set import DevSet
+    from lingvo_moe.tasks.mt.input.errors import DataError
+    from lingvo_moe.tasks.mt.run_report import Missing
+
+    command = f"python -m tools.report --logdir={args.logdir}"
+    if args.no_routing:
+        return Missing("the model was not run", command)
+    if not run.Task().MetricLayers():
+        return Missing("the model is dense, nothing is routed")
     data_dir = args.data_dir or run.Params().input.data_dir
-    devset = DevSet(data_dir, args.max_per_language, args.languages)
+    try:
+        devset = DevSet(data_dir, args.max_per_language, args.languages)
+    except DataError as e:
+        if args.data_dir or args.languages:  # which were asked for
+            raise
+        return Missing(str(e), f"{command} --data_dir=CORPUS")
     with LineProgress() as show:
         found = routing.measure_routing(
             args.logdir,
             devset,
-            args.checkpoint_step,
-            args.batch_size,
-            lambda n, all_: None if args.quiet else show(f"report: {n} of {all_} languages"),
+            *_cli.checkpoint(args),
+            rows=args.batch_size,
+            progress=lambda n, all_: (
+                None if args.quiet else show(f"report: {n} of {all_} languages")
+            ),
         )
     found.about["data_dir"] = str(data_dir)
-    written = [page, page.with_suffix(".json")]
-    write_atomic(page, routing_page.html_report(found).encode())
-    write_atomic(written[1], json.dumps(found.ToDict(), indent=1).encode() + b"\n")
-    for layer in found.layers if args.png_dir else ():
-        written.append(Path(args.png_dir) / f"{layer.name.replace('/', '_')}.png")
-        written[-1].parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(written[-1], pages.png(routing_page.plot_layer(layer, found)))
-    _print_table(routing_page.table_of(found))
-    print(f"written: {', '.join(map(str, written))}")
-    return 0
+    return found
 
 
 def _print_table(rows: list[list[str]]) -> None:

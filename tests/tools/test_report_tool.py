@@ -106,7 +106,7 @@ def test_counts_are_those_of_pair_by_pair(run, corpus, tmp_path, monkeypatch, ca
     assert report.main([f"--logdir={run}", *flags]) == 0
     out, err = capfd.readouterr()
     assert "report: 3 of 3 languages" in err and str(page) in out.replace("\n", "")
-    numbers = json.loads((tmp_path / "page.json").read_text())
+    numbers = json.loads((tmp_path / "page.json").read_text())["routing"]
     assert numbers["step"] == 3 and numbers["num_experts"] == E
     assert numbers["pairs"] == {lang: number for lang, (number, _) in _PAIRS.items()}
     names = [layer["name"] for layer in numbers["layers"]]
@@ -114,7 +114,9 @@ def test_counts_are_those_of_pair_by_pair(run, corpus, tmp_path, monkeypatch, ca
     assert sorted(p.name for p in pictures.iterdir()) == sorted(
         f"{name.replace('/', '_')}.png" for name in names
     )
-    assert page.read_text().count("data:image/png;base64,") == 3
+    text = page.read_text()
+    assert text.count("<figure class='drawing wide'><svg") == 3
+    assert "python -m tools.evaluate" in text and f"no scores: there is no {run}/eval" in out
 
     wanted = _pair_by_pair(run, monkeypatch)
     for i, layer in enumerate(numbers["layers"]):
@@ -155,7 +157,7 @@ def test_a_preference_shows(corpus, vocab, tmp_path):
     run = tmp_path / "run"
     toy.save_run(run, vocab, more=more, languages=languages, planted=planted)
     assert report.main([f"--logdir={run}", f"--data_dir={corpus}", "--quiet"]) == 0
-    encoder, decoder = json.loads((run / "routing.json").read_text())["layers"]
+    encoder, decoder = json.loads((run / "report.json").read_text())["routing"]["layers"]
     assert (encoder["router"], decoder["router"]) == ("TopKRouter", "HashRouter")
     for lang, expert in {"sw": 5, "de": 3, "fi": 2}.items():
         tokens = encoder["tokens"][lang]
@@ -175,7 +177,7 @@ def test_a_preference_shows(corpus, vocab, tmp_path):
         (["--checkpoint_step=4"], "step 4: there is no such checkpoint; there are [3]"),
         (["--data_dir=/nowhere"], "/nowhere"),
         (["--out=/nowhere/page.html"], "--out=/nowhere/page.html: there is no directory /nowhere"),
-        (["--out=page.json"], "name the page, e.g. routing.html"),
+        (["--out=page.json"], "name the page, e.g. report.html"),
         (["--logdir=/nowhere"], "--logdir=/nowhere: no such directory"),
     ],
 )
@@ -187,5 +189,6 @@ def test_mistakes(run, corpus, capfd, flags, said):
 
 def test_a_model_without_experts_routes_nothing(tmp_path, vocab, corpus, capfd):
     RunDir(tmp_path).Write("mt.M4Tiny", "task.num_experts=0", {"source": vocab, "target": vocab})
-    assert report.main([f"--logdir={tmp_path}", f"--data_dir={corpus}"]) == 1
-    assert "mt.M4Tiny has no MoE layer (task.num_experts=0)" in capfd.readouterr().err
+    assert report.main([f"--logdir={tmp_path}", f"--data_dir={corpus}"]) == 0
+    assert "no routing: the model is dense" in capfd.readouterr().out
+    assert json.loads((tmp_path / "report.json").read_text())["routing"] is None

@@ -1,155 +1,205 @@
-"""A page about a run that can be mailed around: one HTML file, its plots inside.
+"""A page about a run that can be mailed around: one HTML file that loads nothing and runs nothing."""
 
-Letters: L layer, E expert.
-"""
-
-import base64
-import html
-import io
 from collections.abc import Mapping, Sequence
+from html import escape
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import numpy as np
-from matplotlib import pyplot as plt
-
-from lingvo_moe.tasks.mt.scoring import GROUPS, EvalReport
+from lingvo_moe.core.pages import drawing, markup
+from lingvo_moe.core.pages.markup import Html
+from lingvo_moe.tasks.mt import report_figures, routing_page
+from lingvo_moe.tasks.mt.baselines import delta_curve
+from lingvo_moe.tasks.mt.run_report import Missing, RunReport
+from lingvo_moe.tasks.mt.samples import Sample
+from lingvo_moe.tasks.mt.scoring import GROUPS
 
 _STYLE = """
-body { font: 16px/1.5 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222 }
-table { border-collapse: collapse; margin: 1em 0 } td, th { padding: .2em .8em; text-align: left }
-tr:nth-child(even) { background: #f4f4f4 } td.n { text-align: right } img { max-width: 100% }
+dl.figures { grid-template-columns: repeat(auto-fit, minmax(min(8.2rem, 44%), 1fr)) }
+.scores td, .scores th { padding: .2rem .8rem .2rem 0 } .scores .b { display: grid; align-items: center; gap: .5rem;
+  grid-template-columns: minmax(2.2rem, 1fr) 2.3rem; text-align: right } .scores .bar { height: .62rem }
+.scores td:nth-child(4), .scores td:nth-child(5) { width: 32% } .scores th.n:nth-child(n+4) { text-align: left }
+.samples { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); gap: 0 2rem }
+.sample { border-top: 1px solid var(--rule); padding: .6rem 0 .8rem; break-inside: avoid; min-width: 0 }
+.sample p { margin: .1rem 0; overflow-wrap: anywhere } .sample .ours { font-weight: 600 }
+.sample .what { font: .78rem ui-sans-serif, system-ui, sans-serif; color: var(--soft) }
+.sample dl { display: grid; grid-template-columns: 5.2rem 1fr; gap: .1rem .6rem; margin: .2rem 0 0 }
+.sample dd { margin: 0; overflow-wrap: anywhere; min-width: 0 }
+.sample dt { font-size: .78rem; color: var(--soft); padding-top: .15rem }
+.missing { border-left: 3px solid var(--rule); padding: .1rem 0 .1rem .9rem } .missing code { overflow-wrap: anywhere }
+@media (max-width: 36rem) { .scores td, .scores th { padding-right: .5rem }
+  .by-language td:nth-child(2), .by-language th:nth-child(2) { display: none }
+  .scores .b { grid-template-columns: minmax(1.2rem, 1fr) 2rem; gap: .3rem } }
 """
+_KINDS = {
+    "best": "Best by chrF",
+    "worst": "Worst by chrF",
+    "random": "At random",
+}
 
 
-def html_report(
-    title: str,
-    settings: Mapping[str, Any],
-    rows: Sequence[Mapping[str, Any]],
-    trained: EvalReport,
-    untrained: EvalReport,
-    samples: Sequence[tuple[str, str, str, str]],
-) -> str:
-    """The page.
-
-    Args:
-        title: its heading.
-        settings: what to tell of the run, in order.
-        rows: of `summaries.read_metrics`.
-        trained, untrained: the scores of the same lines.
-        samples: (language, source, translation, reference).
-    """
-    parts = [
-        f"<h1>{html.escape(title)}</h1>",
-        table(["", ""], [[name, _text(value)] for name, value in settings.items()]),
-        "<h2>Scores</h2>",
-        table(
-            ["languages", "BLEU", "untrained", "chrF", "untrained"], group_rows(trained, untrained)
-        ),
-        image(plot_scores(trained, untrained), "chrF of each language"),
-        "<p>" + "<br>".join(html.escape(s) for s in trained.signatures.values()) + "</p>",
-        "<h2>Training</h2>",
-        image(plot_loss(rows), "loss by step"),
-        "<h2>Where tokens went</h2>",
-        image(plot_expert_load(rows), "load of each expert by layer"),
+def html_report(report: RunReport) -> Html:
+    """The whole page."""
+    body = [
+        "<header><p class='kicker'>A translation model, from its run</p>",
+        f"<h1>{escape(report.name)}</h1></header>",
+        markup.figures(_headline(report)),
+        "<h2>Quality</h2>",
+        _quality(report),
+        "<h2>Against bilingual models</h2>",
+        _against(report),
         "<h2>Translations</h2>",
-        table(["", "source", "translation", "reference"], samples),
+        _translations(report),
+        "<h2>Training</h2>",
+        _training(report),
+        "<h2>Which language goes to which expert</h2>",
+        _missing(report.routing)
+        if isinstance(report.routing, Missing)
+        else routing_page.section(report.routing),
+        "<h2>Settings</h2>",
+        markup.facts(report.settings + report.extra),
     ]
-    return page(title, parts)
+    if report.params:
+        body.append(
+            f"<details><summary>All parameters</summary><pre>{escape(report.params)}</pre></details>"
+        )
+    return markup.document(f"{report.name}: report", "".join(body), style=_STYLE)
 
 
-def page(title: str, parts: Sequence[str]) -> str:
-    """A whole page, self-contained, of parts that are HTML."""
-    head = f"<meta charset='utf-8'><title>{html.escape(title)}</title><style>{_STYLE}</style>"
-    return f"<!doctype html><html><head>{head}</head><body>{''.join(parts)}</body></html>\n"
-
-
-def group_rows(trained: EvalReport, untrained: EvalReport) -> list[list[str]]:
-    """A row for each resource group and one for all: name, BLEU and chrF, each beside the untrained
-    model's."""
-    out = []
-    for group in (*GROUPS, ""):
-        mean, before = trained.Average(group), untrained.Average(group)
-        if not mean["languages"]:
-            continue
-        name = f"{group or 'all'} ({mean['languages']} languages)"
-        scores = [x[kind] for kind in ("bleu", "chrf") for x in (mean, before)]
-        out.append([name, *(f"{score:.1f}" for score in scores)])
+def _headline(report: RunReport) -> list[tuple[str, str, str]]:
+    out = [("parameters", f"{report.parameters:,}", "")]
+    if not isinstance(report.metrics, Missing):
+        last = report.metrics[-1]
+        out.append(("steps", f"{last['step']:,}", ""))
+        out.append(
+            ("last loss", f"{last['loss']:.2f}" if last.get("loss") else "-", "nats a token")
+        )
+    if not isinstance(report.scores, Missing):
+        mean = report.scores["average"]
+        below = f"mean of {mean['languages']} languages"
+        out += [("BLEU", f"{mean['bleu']:.1f}", below), ("chrF", f"{mean['chrf']:.1f}", below)]
+        if "delta_bleu" in mean:
+            below = f"over {mean['baselines']} bilingual models"
+            out.append(("delta BLEU", f"{mean['delta_bleu']:+.1f}", below))
     return out
 
 
-def plot_loss(rows: Sequence[Mapping[str, Any]]) -> plt.Figure:
-    """The training loss and what it is made of, by step."""
-    figure, axes = plt.subplots(figsize=(8, 3.5), layout="constrained")
-    steps = [row["step"] for row in rows]
-    for name, label in (
-        ("loss", "loss (smoothed labels, auxiliary loss)"),
-        ("nll", "negative log-likelihood"),
-    ):
-        axes.plot(steps, [row[name] for row in rows], label=label)
-    axes.set(xlabel="step", ylabel="nats a token")
-    axes.legend()
-    axes.grid(alpha=0.3)
-    return figure
+def _missing(missing: Missing) -> Html:
+    command = f" It is made by <code>{escape(missing.command)}</code>." if missing.command else ""
+    return f"<p class='note missing'>Not shown: {escape(missing.why)}.{command}</p>"
 
 
-def plot_expert_load(rows: Sequence[Mapping[str, Any]]) -> plt.Figure:
-    """Each expert's share of its layer's slots over the last tenth of the run, 1.0 being an even
-    share."""
-    last = rows[-max(len(rows) // 10, 1) :]
-    stacks = [name for name in ("encoder", "decoder") if f"moe/{name}/expert_load" in last[-1]]
-    figure, all_axes = plt.subplots(
-        len(stacks) or 1, squeeze=False, figsize=(8, 2.2 * (len(stacks) or 1)), layout="constrained"
+# --- scores
+
+
+def _quality(report: RunReport) -> Html:
+    scores = report.scores
+    if isinstance(scores, Missing):
+        return _missing(scores)
+    groups = [(g, scores["groups"][g]) for g in GROUPS if g in scores["groups"]]
+    parts = []
+    if groups:
+        rows = [
+            (name, str(one["languages"]), _range(one), one, one.get("delta_bleu"))
+            for name, one in groups
+        ]
+        mean = scores["average"]
+        rows.append(("all", str(mean["languages"]), "", mean, mean.get("delta_bleu")))
+        parts += ["<h3>By training data</h3>", _table(("group", "languages"), rows)]
+    languages = sorted(scores["languages"].items(), key=lambda item: -item[1]["train_pairs"])
+    rows = [
+        (lang, r["group"], f"{r['train_pairs']:,}", r, (r.get("delta") or {}).get("bleu"))
+        for lang, r in languages
+    ]
+    parts += ["<h3>By language</h3>", _table(("language", "group"), rows, "by-language")]
+    said = "; ".join(scores["signatures"].values())
+    return "".join(parts) + f"<p class='note'>sacreBLEU: {escape(said)}.</p>"
+
+
+def _range(group: Mapping[str, Any]) -> str:
+    return f"{group['min_train_pairs']:,} to {group['max_train_pairs']:,}"
+
+
+def _table(
+    names: tuple[str, str],
+    rows: Sequence[tuple[str, str, str, Mapping[str, float], Any]],
+    cls: str = "",
+) -> Html:
+    """Rows of two columns by these names, training pairs, scores, delta BLEU."""
+    heads = [(name, False, False) for name in names] + [("training pairs", True, False)]
+    heads += [("BLEU", True, False), ("chrF", True, False)]
+    compared = any(delta is not None for *_, delta in rows)
+    if compared:
+        heads.append(("delta BLEU", True, False))
+    most = {kind: max(r[3][kind] for r in rows) or 1.0 for kind in ("bleu", "chrf")}
+    cells = []
+    for first, second, pairs, scores, delta in rows:
+        row = [escape(first), escape(second), pairs]
+        for kind, colour in (("bleu", "first"), ("chrf", "third")):
+            value = f"{scores[kind]:.1f}"
+            drawn = markup.bar([(kind, colour, scores[kind] / most[kind], value)])
+            row.append(f"<span class='b'>{drawn}<span>{value}</span></span>")
+        cells.append(row + [("" if delta is None else f"{delta:+.1f}")] * compared)
+    return f"<div class='scores {cls}'>{markup.table(heads, cells)}</div>"
+
+
+def _against(report: RunReport) -> Html:
+    if isinstance(report.scores, Missing):
+        return _missing(report.scores)
+    curve = delta_curve(report.scores)
+    if not curve["languages"]:
+        run = (report.scores.get("model") or {}).get("logdir", "RUN")
+        return _missing(
+            Missing(
+                "no bilingual models were scored (docs/quality.md)",
+                f"python -m tools.evaluate --logdir={run} --baselines=BILINGUAL --rescore",
+            )
+        )
+    count = len(curve["languages"])
+    alt = f"delta BLEU of {count} languages, by training pairs"
+    picture = drawing.svg(report_figures.deltas(curve), alt)
+    note = (
+        "How many points of BLEU this one model has over a bilingual model of each language, trained by the same "
+        f"trainer, on the same lines. The line is a sliding mean over {curve['window']} languages, fewer at the ends."
     )
-    for axes, name in zip(all_axes[:, 0], stacks, strict=False):
-        load_LE = np.mean([row[f"moe/{name}/expert_load"] for row in last], axis=0)
-        shares = load_LE * load_LE.shape[1]
-        image = axes.imshow(shares, aspect="auto", vmin=0, vmax=2, cmap="coolwarm")
-        axes.set(xlabel="expert", ylabel=f"{name}\nMoE layer", yticks=range(len(load_LE)))
-        figure.colorbar(image, ax=axes)
-    return figure
+    return f"<figure class='drawing'>{picture}<figcaption>{escape(note)}</figcaption></figure>"
 
 
-def plot_scores(trained: EvalReport, untrained: EvalReport) -> plt.Figure:
-    """chrF of each language, from the one with the most training pairs to the one with the
-    fewest."""
-    names = sorted(trained.languages, key=lambda lang: -trained.languages[lang].train_pairs)
-    figure, axes = plt.subplots(figsize=(max(8, 0.14 * len(names)), 3.5), layout="constrained")
-    axes.bar(names, [trained.languages[lang].chrf for lang in names], label="trained")
-    before = [untrained.languages[lang].chrf for lang in names]
-    axes.plot(names, before, "k_", markersize=5, label="untrained")
-    axes.set(ylabel="chrF", xlim=(-1, len(names)))
-    axes.tick_params(axis="x", rotation=90, labelsize=6)
-    axes.legend()
-    return figure
+# --- the rest
 
 
-def png(figure: plt.Figure) -> bytes:
-    """The figure as a picture file; the figure is closed."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110)
-    plt.close(figure)
-    return buffer.getvalue()
+def _translations(report: RunReport) -> Html:
+    if isinstance(report.samples, Missing):
+        return _missing(report.samples)
+    parts = []
+    for kind, title in _KINDS.items():
+        cards = "".join(map(_sample, report.samples[kind]))
+        parts.append(f"<h3>{title}</h3><div class='samples'>{cards}</div>")
+    note = (
+        "At most one line of a language in each; best and worst are of lines that are no copies and whose reference "
+        "has three words at least."
+    )
+    return "".join(parts) + f"<p class='note'>{note}</p>"
 
 
-def image(figure: plt.Figure, alt: str) -> str:
-    """The figure as an HTML image, its pixels inside."""
-    data = base64.b64encode(png(figure)).decode()
-    return f"<img alt='{html.escape(alt)}' src='data:image/png;base64,{data}'>"
+def _sample(sample: Sample) -> Html:
+    lines = (
+        ("source", sample.source, f" lang='{escape(sample.language, quote=True)}'"),
+        ("reference", sample.reference, ""),
+        ("ours", sample.translation or "(nothing)", " class='ours'"),
+    )
+    cells = "".join(
+        f"<dt>{name}</dt><dd dir='auto'{more}>{escape(text)}</dd>" for name, text, more in lines
+    )
+    what = f"{escape(sample.language)}, chrF {sample.chrf:.0f}"
+    return f"<div class='sample'><p class='what'>{what}</p><dl>{cells}</dl></div>"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of plain texts, with a line of headings unless all are empty."""
-
-    def row(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(str(c))}</{tag}>" for c in cells) + "</tr>"
-
-    body = "".join(row(cells, "td") for cells in rows)
-    return f"<table>{row(head, 'th') if any(head) else ''}{body}</table>"
-
-
-def _text(value: Any) -> str:
-    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+def _training(report: RunReport) -> Html:
+    if isinstance(report.metrics, Missing):
+        return _missing(report.metrics)
+    drawings = [drawing.svg(report_figures.losses(report.metrics), "loss by step")]
+    if report.metrics[-1].get("learning_rate") is not None:
+        figure = report_figures.learning_rates(report.metrics)
+        drawings.append(drawing.svg(figure, "learning rate by step"))
+    figures = "".join(f"<figure class='drawing'>{one}</figure>" for one in drawings)
+    note = "The loss is of smoothed labels, with the auxiliary losses of the experts in it."
+    return f"<div class='pair'>{figures}</div><p class='note'>{note}</p>"

@@ -153,6 +153,7 @@ def measure_routing(
     logdir: str | os.PathLike,
     devset: DevSet,
     step: int | None = None,
+    average_last: int = 1,
     rows: int = 16,
     progress: Progress = lambda done, all_: None,
 ) -> RoutingReport:
@@ -165,6 +166,7 @@ def measure_routing(
         logdir: a trainer's.
         devset: the pairs.
         step: of the checkpoint; None for the newest.
+        average_last: how many checkpoints, this one the last, to take the mean of.
         rows: B.
         progress: told after each language.
 
@@ -183,7 +185,7 @@ def measure_routing(
         )
     vocabs = run.vocabs.Transform(Vocabulary)
     inputs = params.input.Copy().Set(batch_size=rows, pack=True).Instantiate()
-    theta, about = load_theta(run, task, step)
+    theta, about = load_theta(run, task, step, average_last)
     engine = TfEngine(jit_compile=False)  # a few batches are not worth a compilation
     specs = task.VariableSpecs(), inputs.BatchSpec().Transform(_to_tensor_spec)
 

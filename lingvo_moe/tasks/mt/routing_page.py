@@ -1,4 +1,4 @@
-"""The picture of a RoutingReport: languages by experts for each MoE layer, on a page that can be mailed around.
+"""A RoutingReport as a part of a page: a table of the MoE layers, and languages by experts in each.
 
 Letters: U language, E expert.
 """
@@ -9,9 +9,9 @@ from html import escape
 
 import numpy as np
 from matplotlib import pyplot as plt
-from matplotlib.colors import TwoSlopeNorm
+from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 
-from lingvo_moe.tasks.mt import report as pages
+from lingvo_moe.core.pages import drawing, markup
 from lingvo_moe.tasks.mt.routing import LayerRouting, RoutingReport
 
 _NOTES = (
@@ -27,27 +27,36 @@ _NOTES = (
 _LARGEST_INCHES = 40.0
 
 
-def html_report(report: RoutingReport) -> str:
-    """The page: a table of the layers, then a picture of each."""
+# An even share is transparent, so that the page's colour, light or dark, is in the middle.
+_COLOURS = LinearSegmentedColormap.from_list(
+    "share",
+    [
+        (0.0, drawing.FIRST + "ff"),
+        (0.5, drawing.FIRST + "00"),
+        (0.5, drawing.SECOND + "00"),
+        (1.0, drawing.SECOND + "ff"),
+    ],
+)
+
+
+def section(report: RoutingReport) -> markup.Html:
+    """A table of the layers, then a drawing of each."""
     about = report.about
-    title = f"Who is routed where: {about['model']} at step {about['step']}"
-    facts = {
-        "overrides": about["params_override"] or "none",
-        "experts": str(about["num_experts"]),
-        "held-out pairs": f"{sum(report.pairs.values()):,} of {len(report.pairs)} languages",
-    }
     heads, *rows = table_of(report)
+    said = (
+        f"At step {about['step']}, over {sum(report.pairs.values()):,} held-out pairs of {len(report.pairs)} "
+        f"languages; {about['num_experts']} experts."
+    )
+    columns = [(head.replace("\n", " ").strip(), i > 1, False) for i, head in enumerate(heads)]
     parts = [
-        f"<h1>{escape(title)}</h1>",
-        pages.table(["", ""], list(facts.items())),
-        "<h2>Layers</h2>",
-        pages.table(heads, rows),
-        *(f"<p>{escape(note)}</p>" for note in _NOTES),
+        f"<p>{escape(said)}</p>",
+        markup.table(columns, [[escape(cell) for cell in row] for row in rows]),
+        *(f"<p class='note'>{escape(note)}</p>" for note in _NOTES),
     ]
     for layer in report.layers:
-        picture = pages.image(plot_layer(layer, report), f"languages by experts in {layer.name}")
-        parts.append(f"<h2>{escape(layer.name)}</h2>{picture}")
-    return pages.page(title, parts)
+        drawn = drawing.svg(plot_layer(layer, report), f"languages by experts in {layer.name}")
+        parts.append(f"<h3>{escape(layer.name)}</h3><figure class='drawing wide'>{drawn}</figure>")
+    return "".join(parts)
 
 
 def table_of(report: RoutingReport) -> list[list[str]]:
@@ -92,6 +101,7 @@ def _dropped(training: Mapping[str, float]) -> str:
     return " + ".join(f"{100 * share:.1f}" for share in ranks) or "-"
 
 
+@drawing.styled
 def plot_layer(layer: LayerRouting, report: RoutingReport) -> plt.Figure:
     """Above, how much of all tokens each expert gets; below, of each language's. 1 is an even share."""
     parts = _parts(layer)
@@ -105,23 +115,32 @@ def plot_layer(layer: LayerRouting, report: RoutingReport) -> plt.Figure:
         sharex="col",
         figsize=(width, height),
         height_ratios=[1.2, height - 1.6],
-        layout="constrained",
     )
     shares = {name: _shares(x_UE) * experts for name, x_UE in parts.items()}
     most = max(2.0, *(float(x_UE.max()) for x_UE in shares.values()))
-    even_is_white = TwoSlopeNorm(1.0, 0.0, most)
+    even_is_clear = TwoSlopeNorm(1.0, 0.0, most)
     image = None
     for axes, (name, x_UE) in zip(all_axes.T, parts.items(), strict=True):
         load_E = x_UE.sum(0) / x_UE.sum() * experts
-        axes[0].bar(range(experts), load_E, width=0.8 if experts <= 128 else 1.0, color="#35508f")
-        axes[0].axhline(1.0, color="black", linewidth=0.6)
+        axes[0].bar(
+            range(experts), load_E, width=0.8 if experts <= 128 else 1.0, color=drawing.FIRST
+        )
+        axes[0].axhline(1.0, color=drawing.SOFT, linewidth=0.8)
+        axes[0].grid(visible=False)
         axes[0].set(title=name, ylabel="load")
         image = axes[1].imshow(
-            shares[name], aspect="auto", norm=even_is_white, cmap="RdBu_r", interpolation="nearest"
+            shares[name], aspect="auto", norm=even_is_clear, cmap=_COLOURS, interpolation="nearest"
         )
+        axes[1].grid(visible=False)
         axes[1].set(xlabel="expert", yticks=range(languages))
         axes[1].set_yticklabels(report.languages, fontsize=7)
-    bar = figure.colorbar(image, ax=all_axes[1], label="times an even share", aspect=40)
+    bar = figure.colorbar(
+        image,
+        ax=all_axes[1],
+        label="times an even share",
+        shrink=min(1.0, 3.0 / height),
+        anchor=(0.0, 1.0),
+    )
     bar.ax.set_yscale("linear")
     return figure
 

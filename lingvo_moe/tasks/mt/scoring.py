@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -130,6 +131,14 @@ class EvalReport:
     def _range(self, group: str) -> dict[str, int]:
         pairs = [r.train_pairs for r in self.languages.values() if r.group == group]
         return {"min_train_pairs": min(pairs), "max_train_pairs": max(pairs)}
+
+    def Write(self, directory: str | Path) -> None:
+        """report.json, texts/ and comet/."""
+        directory = Path(directory)
+        self.WriteTexts(directory / "texts")
+        self.WriteComet(directory / "comet")
+        content = json.dumps(self.ToDict(), indent=2, ensure_ascii=False)
+        write_atomic(directory / "report.json", content.encode() + b"\n")
 
     def WriteTexts(self, directory: str | Path) -> None:
         """`<lang>.src`, `<lang>.ref` and `<lang>.hyp`, a line for each pair, for other scorers."""

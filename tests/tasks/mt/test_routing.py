@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lingvo_moe.tasks.mt.routing import LayerRouting, RoutingReport, mutual_information
-from lingvo_moe.tasks.mt.routing_page import html_report, table_of
+from lingvo_moe.tasks.mt.routing_page import section, table_of
 
 
 def test_information_by_hand():
@@ -33,7 +33,7 @@ def _layer(**kwargs) -> LayerRouting:
     return LayerRouting("encoder/layer_1", "SoftRouter", tokens, chosen, 0 * tokens, **kwargs)
 
 
-def test_the_table_and_the_page():
+def test_the_table_and_the_section():
     ranked = _layer(
         first_UE=np.array([[4, 0, 0], [0, 2, 0]]),
         entropy_U=np.array([2.0, 1.0]),
@@ -45,7 +45,7 @@ def test_the_table_and_the_page():
         },
     )
     unranked = _layer(training={"over_capacity_ratio": 0.5})
-    about = {"model": "mt.<b>", "params_override": "", "step": 7, "num_experts": 3}
+    about = {"model": "mt.M4Tiny", "params_override": "", "step": 7, "num_experts": 3}
     report = RoutingReport(about, {"de": 3, "sw": 1}, [ranked, unranked])
     heads, *rows = table_of(report)
     assert [h.replace("\n", " ").strip() for h in heads[5:7]] == [
@@ -56,5 +56,6 @@ def test_the_table_and_the_page():
     assert (name, router) == ("encoder/layer_1", "Soft")
     assert figures == ["2.00", "2.00 x", "1", "0.50", "1.00", "1.0 + 12.3", "2.25"]
     assert rows[1][5] == "-" and rows[1][7:] == ["50.0", "-"]
-    page = html_report(report)
-    assert page.count("data:image/png;base64,") == 2 and "mt.&lt;b&gt; at step 7" in page
+    page = section(report)
+    assert page.count("<figure class='drawing wide'><svg") == 2
+    assert "At step 7, over 4 held-out pairs of 2 languages; 3 experts." in page
