@@ -1,0 +1,17 @@
+"""Why a request gets no translation."""
+
+import tornado.web
+
+
+class RequestError(tornado.web.HTTPError):
+    """Refused, with an HTTP status and a sentence for who sent it.
+
+    Args:
+        status: 4xx or 5xx.
+        message: what is wrong, and what would be right.
+        retry_after: seconds after which it may be sent again, where that helps.
+    """
+
+    def __init__(self, status: int, message: str, retry_after: int | None = None):
+        super().__init__(status, message)
+        self.message, self.retry_after = message, retry_after

@@ -1,0 +1,78 @@
+"""What a server counts, in the text form that Prometheus reads."""
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_LINES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+class Metrics:
+    """Of one server; two in a process do not mix.
+
+    Args:
+        waiting: how many lines wait or are being translated.
+        connections: how many are open.
+        ready: whether translations are served.
+    """
+
+    def __init__(
+        self,
+        waiting: Callable[[], float],
+        connections: Callable[[], float],
+        ready: Callable[[], float],
+    ):
+        self._registry = CollectorRegistry()
+        registry = self._registry
+        ProcessCollector(registry=registry)
+        self._requests = Counter(
+            "lingvo_moe_requests", "Requests answered.", ["route", "status"], registry=registry
+        )
+        self._seconds = Histogram(
+            "lingvo_moe_request_seconds",
+            "From a request's headers to the answer's last byte.",
+            ["route"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._lines = Counter("lingvo_moe_lines", "Lines translated.", registry=registry)
+        self._truncated = Counter(
+            "lingvo_moe_truncated_lines", "Lines whose end was left out.", registry=registry
+        )
+        self._batch_lines = Histogram(
+            "lingvo_moe_batch_lines", "Lines of a batch.", buckets=_LINES, registry=registry
+        )
+        self._batch_seconds = Histogram(
+            "lingvo_moe_batch_seconds",
+            "Time of a batch in the model.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        for name, text, function in (
+            ("waiting_lines", "Lines that wait or are being translated.", waiting),
+            ("connections", "Connections that are open.", connections),
+            ("ready", "1 when translations are served.", ready),
+        ):
+            Gauge(f"lingvo_moe_{name}", text, registry=registry).set_function(function)
+
+    def CountRequest(self, route: str, status: int, seconds: float) -> None:
+        """A request that was answered; `route` is one of few names."""
+        self._requests.labels(route, status).inc()
+        self._seconds.labels(route).observe(seconds)
+
+    def CountLines(self, lines: int, truncated: int) -> None:
+        """Lines that were sent back."""
+        self._lines.inc(lines)
+        self._truncated.inc(truncated)
+
+    def CountBatch(self, lines: int, seconds: float) -> None:
+        """A batch that was translated."""
+        self._batch_lines.observe(lines)
+        self._batch_seconds.observe(seconds)
+
+    def Text(self) -> bytes:
+        """All of it, as of now."""
+        return generate_latest(self._registry)

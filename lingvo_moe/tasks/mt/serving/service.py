@@ -1,0 +1,116 @@
+"""A translator, its limits and its state: what handlers of requests call."""
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+from lingvo_moe.tasks.mt.serving.batcher import Batcher, Translation
+from lingvo_moe.tasks.mt.serving.bodies import Wanted
+from lingvo_moe.tasks.mt.serving.errors import RequestError
+from lingvo_moe.tasks.mt.serving.limits import Limits
+from lingvo_moe.tasks.mt.serving.metrics import Metrics
+
+WARMING_UP, READY, STOPPING = "warming up", "ready", "stopping"
+
+
+class ServedTranslator(Protocol):
+    """What is served: a Translator or a SavedTranslator."""
+
+    options: Any
+    languages: tuple[str, ...]
+
+    def Translate(self, lines: Any, languages: Any = None) -> Any:
+        """See Translator.Translate."""
+
+
+class Service:
+    """Translates for many at once, within limits.
+
+    Args:
+        translator: called in one thread only.
+        about: what it is, for people; JSON.
+        limits: see Limits.
+        max_batch_lines: translated at once; None for the rows of the translator's programs.
+        max_batch_wait: seconds that the first line of a quiet time waits for others.
+
+    Attributes:
+        state: 'warming up', 'ready' or 'stopping'.
+        connections: open ones, kept by the server.
+        running: requests that are being translated or answered.
+    """
+
+    def __init__(
+        self,
+        translator: ServedTranslator,
+        about: dict[str, Any],
+        limits: Limits,
+        max_batch_lines: int | None = None,
+        max_batch_wait: float = 0.005,
+    ):
+        self.translator, self.limits = translator, limits
+        self.about = {**about, "languages": list(translator.languages)}
+        self.state = WARMING_UP
+        self.connections = 0
+        self.running = 0
+        self.metrics = Metrics(
+            lambda: self._batcher.lines,
+            lambda: self.connections,
+            lambda: self.state == READY,
+        )
+        self._batcher = Batcher(
+            translator.Translate,
+            max_batch_lines or translator.options.rows,
+            max_batch_wait,
+            self.metrics.CountBatch,
+        )
+
+    async def WarmUp(self) -> AsyncIterator[tuple[int, int]]:
+        """Has every program compiled, and is ready then. Yields how many lengths of lines are done, of how many."""
+        lines = warm_up_lines(self.translator.options.max_source_length)
+        language = self.translator.languages[:1] or None
+        for i, line in enumerate(lines, 1):
+            await self._batcher.Call(functools.partial(self.translator.Translate, [line], language))
+            yield i, len(lines)
+        if self.state == WARMING_UP:
+            self.state = READY
+
+    async def Run(self) -> None:
+        """Translates what comes, until it is cancelled."""
+        await self._batcher.Run()
+
+    def CheckReady(self) -> None:
+        """Raises RequestError 503 unless translations are served."""
+        if self.state != READY:
+            raise RequestError(503, f"the server is {self.state}", 5)
+
+    async def Translate(self, wanted: Wanted) -> list[Translation]:
+        """One Translation for each line.
+
+        Raises:
+            RequestError: 503 while there are too many lines, 504 when it took too long, 500 where the model failed.
+        """
+        room = self.limits.max_waiting_lines - self._batcher.lines
+        if len(wanted.lines) > room:
+            raise RequestError(503, "too many lines wait already; try again later", 1)
+        try:
+            async with asyncio.timeout(self.limits.request_timeout):
+                found = await self._batcher.Translate(wanted.lines, wanted.languages)
+        except TimeoutError:
+            raise RequestError(
+                504, f"not done within {self.limits.request_timeout:g} s; send fewer lines", 1
+            ) from None
+        self.metrics.CountLines(len(found), sum(t.truncated for t in found))
+        return found
+
+
+def warm_up_lines(max_source_length: int) -> Sequence[bytes]:
+    """Lines of so many lengths, each less than half as long again as the last, that every bucket has one.
+
+    Buckets double, and a word has as many tokens wherever it stands in a line, so this holds for any vocabulary.
+    """
+    words, lines = 1, []
+    while words < max_source_length:
+        lines.append(b" ".join([b"a"] * words))
+        words += max(1, words // 3)
+    return [*lines, b" ".join([b"a"] * max_source_length)]

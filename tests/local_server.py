@@ -1,0 +1,132 @@
+"""A translation server in a thread, a translator that answers at once, and a client that shows all."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.tasks.mt.serving import server
+from lingvo_moe.tasks.mt.serving.limits import Limits
+from lingvo_moe.tasks.mt.serving.service import READY, Service
+
+
+class Capitals:
+    """Turns letters to capitals; lines with 'long' count as cut, one with 'poison' fails with its whole batch.
+
+    Attributes:
+        batches: the lines of each call so far.
+        gate: closed, calls wait for it; 'entered' tells that one does.
+    """
+
+    def __init__(self, languages: tuple[str, ...] = (), rows: int = 4):
+        self.options = SimpleNamespace(rows=rows, max_source_length=16)
+        self.languages = languages
+        self.batches: list[list[bytes]] = []
+        self.gate, self.entered = threading.Event(), threading.Event()
+        self.gate.set()
+
+    def Translate(self, lines: Any, languages: Any = None) -> NestedMap:
+        self.batches.append(list(lines))
+        self.entered.set()
+        assert self.gate.wait(20)
+        if any(b"poison" in line for line in lines):
+            raise RuntimeError("the model broke")
+        codes = languages or [""] * len(lines)
+        texts = [line.decode("utf-8", "replace").upper() + code for line, code in zip(lines, codes)]
+        return NestedMap(
+            translations=[[t, f"{t}?"] for t in texts],
+            scores=np.tile(np.float32([-0.5, -1]), [len(lines), 1]),
+            truncated=np.array([b"long" in line for line in lines], bool),
+        )
+
+
+@dataclass
+class Reply:
+    """What came back."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def content(self) -> Any:
+        """Of JSON."""
+        return json.loads(self.body)
+
+
+@dataclass
+class Running:
+    """A server that runs."""
+
+    port: int
+    service: Service
+    stop: Callable[[], None]
+    status: list[int]
+
+    def Ask(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
+        """One request; a body that is no bytes is sent as JSON."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        with contextlib.closing(connection):
+            data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+            connection.request(method, path, data, headers)
+            response = connection.getresponse()
+            return Reply(response.status, dict(response.getheaders()), response.read())
+
+    def Translate(self, text: Any, **more: Any) -> list[str]:
+        """The translations of a text, which must come."""
+        reply = self.Ask("POST", "/translate", {"text": text, **more})
+        assert reply.status == 200, reply
+        return reply.content["translations"]
+
+    def Until(self, condition: Callable[[], Any]) -> None:
+        """Waits for something, up to 20 seconds."""
+        end = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < end
+            time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def running(translator: Any, limits: Limits | None = None, wait: bool = True) -> Iterator[Running]:
+    """Serves a translator on a free port until the block ends, then checks that it ended.
+
+    Args:
+        translator: what to serve.
+        limits: of the server.
+        wait: until it is ready.
+    """
+    started = threading.Event()
+    found: list[Running] = []
+    status: list[int] = []
+
+    async def work() -> None:
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        sockets = server.bind("127.0.0.1", 0)
+        service = Service(translator, {"model": "mt.Test", "step": 3}, limits or Limits())
+        port = sockets[0].getsockname()[1]
+        found.append(Running(port, service, lambda: loop.call_soon_threadsafe(stop.set), status))
+        started.set()
+        status.append(await server.serve(service, sockets, "translator", stop))
+
+    thread = threading.Thread(target=lambda: asyncio.run(work()))
+    thread.start()
+    assert started.wait(20)
+    it = found[0]
+    try:
+        if wait:
+            it.Until(lambda: it.service.state == READY)
+        yield it
+    finally:
+        with contextlib.suppress(RuntimeError):  # its loop is closed already
+            it.stop()
+        thread.join(20)
+        assert not thread.is_alive()
