@@ -96,13 +96,19 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(translator: Any, limits: Limits | None = None, wait: bool = True) -> Iterator[Running]:
+def running(
+    translator: Any,
+    limits: Limits | None = None,
+    wait: bool = True,
+    max_batch_lines: int | None = None,
+) -> Iterator[Running]:
     """Serves a translator on a free port until the block ends, then checks that it ended.
 
     Args:
         translator: what to serve.
         limits: of the server.
         wait: until it is ready.
+        max_batch_lines: as Service has it.
     """
     started = threading.Event()
     found: list[Running] = []
@@ -111,7 +117,8 @@ def running(translator: Any, limits: Limits | None = None, wait: bool = True) ->
     async def work() -> None:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         sockets = server.bind("127.0.0.1", 0)
-        service = Service(translator, {"model": "mt.Test", "step": 3}, limits or Limits())
+        about = {"model": "mt.Test", "step": 3}
+        service = Service(translator, about, limits or Limits(), max_batch_lines)
         port = sockets[0].getsockname()[1]
         found.append(Running(port, service, lambda: loop.call_soon_threadsafe(stop.set), status))
         started.set()

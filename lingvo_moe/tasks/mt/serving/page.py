@@ -37,9 +37,9 @@ select { background: var(--card); color: inherit; }
 button { background: var(--accent); color: var(--on-accent); border-color: transparent; cursor: pointer; }
 button:disabled { opacity: .55; cursor: default; }
 :focus-visible { outline: 3px solid var(--accent); outline-offset: 2px; }
-.row label { margin: 0; }
+.row label { display: inline; margin: 0; }
 [hidden] { display: none !important; }
-#status { color: var(--soft); }
+#status, #keys { color: var(--soft); }
 #status.bad { color: var(--bad); }
 """
 
@@ -148,7 +148,7 @@ PAGE = f"""<!doctype html>
 <div class="row">
 <button id="go" disabled>Translate</button>
 <span id="languages" hidden><label for="language">from</label> <select id="language"></select></span>
-<span id="keys">Ctrl+Enter</span>
+<span id="keys">or Ctrl+Enter</span>
 <span id="status" role="status"></span>
 </div>
 </main>

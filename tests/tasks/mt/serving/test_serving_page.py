@@ -1,0 +1,116 @@
+"""The page to try a model, in a real browser."""
+
+import asyncio
+
+from headless_chromium import Tab, needs_chromium, opened_tab
+from local_server import Capitals, running
+
+TEXT = "größer\n\nשלום <b>עולם</b>\nيوم a\n\u2028 a long one"
+
+
+async def _lines(tab: Tab) -> list[list[str]]:
+    """Of the result: text, direction and class of each line."""
+    return await tab.Eval(
+        "[...document.querySelectorAll('#result div')]"
+        ".map(e => [e.textContent, getComputedStyle(e).direction, e.className])"
+    )
+
+
+async def _contrasts(tab: Tab) -> list[float]:
+    """Of the text of several elements with what lies behind it, as WCAG counts."""
+    return await tab.Eval(
+        """(() => {
+          const light = (css) => {
+            const [r, g, b] = css.match(/[\\d.]+/g).slice(0, 3).map(v => v / 255)
+              .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+            return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+          };
+          const behind = (e) => {
+            const css = getComputedStyle(e).backgroundColor;
+            return css === 'rgba(0, 0, 0, 0)' ? behind(e.parentElement) : css;
+          };
+          return ['h1', '#model', 'textarea', '#result', '#go', '#keys', '#status', 'label'].map(name => {
+            const e = document.querySelector(name);
+            const [a, b] = [light(getComputedStyle(e).color), light(behind(e))];
+            return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+          });
+        })()"""
+    )
+
+
+async def _colours(tab: Tab, scheme: str) -> str:
+    """Of the background, where people prefer this; everything can be read there."""
+    feature = {"name": "prefers-color-scheme", "value": scheme}
+    await tab.Call("Emulation.setEmulatedMedia", features=[feature])
+    assert min(await _contrasts(tab)) >= 4.5
+    return await tab.Eval("getComputedStyle(document.body).backgroundColor")
+
+
+@needs_chromium
+def test_the_page_translates_by_keyboard_alone() -> None:
+    async def work(port: int) -> None:
+        url = f"http://127.0.0.1:{port}/"
+        async with opened_tab() as tab:
+            await tab.Open(url)
+            await tab.Until("!document.getElementById('go').disabled")
+            assert "mt.Test, step 3" in await tab.Eval("document.body.innerText")
+            assert await tab.Eval("document.activeElement.id") == "text"
+            assert await tab.Eval("document.getElementById('languages').hidden")
+            await tab.Type(TEXT)
+            await tab.Press("Enter", ctrl=True)
+            await tab.Until("document.querySelectorAll('#result div').length === 5")
+            assert await _lines(tab) == [
+                ["GRÖSSER", "ltr", ""],
+                ["", "ltr", ""],
+                ["שלום <B>עולם</B>", "rtl", ""],
+                ["يوم A", "rtl", ""],
+                ["  A LONG ONE", "ltr", "cut"],
+            ]
+            status = "document.getElementById('status')"
+            said = await tab.Eval(f"{status}.textContent")
+            assert said.startswith("5 lines in ")
+            assert said.endswith("1 too long: the end was not translated.")
+            assert (
+                await tab.Eval("document.getElementById('text').value") == TEXT
+            )  # no new line in it
+
+            await tab.Eval("document.getElementById('text').select()")
+            await tab.Type("\n" * 200)
+            await tab.Press("Tab")  # to the result,
+            await tab.Press("Tab")  # and the button
+            assert await tab.Eval("document.activeElement.id") == "go"
+            await tab.Press("Enter")
+            await tab.Until(
+                f"{status}.className === 'bad' && {status}.textContent.includes('at most')"
+            )
+            assert len(await _lines(tab)) == 5  # what there was stays
+
+            assert await _colours(tab, "dark") != await _colours(tab, "light")
+            for width in (320, 1400):
+                size = {"width": width, "height": 600, "deviceScaleFactor": 1, "mobile": False}
+                await tab.Call("Emulation.setDeviceMetricsOverride", **size)
+                assert await tab.Eval("document.documentElement.scrollWidth") <= width
+            assert {u for u in tab.requested if not u.startswith("data:")} == {
+                url,
+                url + "health",
+                url + "translate",
+            }
+
+    with running(Capitals()) as it:
+        asyncio.run(work(it.port))
+
+
+@needs_chromium
+def test_the_page_asks_for_the_language_where_the_model_does() -> None:
+    async def work(port: int) -> None:
+        async with opened_tab() as tab:
+            await tab.Open(f"http://127.0.0.1:{port}/")
+            await tab.Until("!document.getElementById('go').disabled")
+            await tab.Type("a")
+            await tab.Eval("document.getElementById('language').value = 'fi'")
+            await tab.Eval("document.getElementById('go').click()")
+            await tab.Until("document.querySelector('#result div')")
+            assert await _lines(tab) == [["Afi", "ltr", ""]]
+
+    with running(Capitals(("de", "fi"))) as it:
+        asyncio.run(work(it.port))
