@@ -1,0 +1,157 @@
+"""python -m tools.serve: what tools.translate says of the same lines, and the command from start to end."""
+
+import base64
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import toy_translation as toy
+from local_server import Running, running
+from odd_lines import MATRIX
+
+from lingvo_moe.tasks.mt.export import export
+from lingvo_moe.tasks.mt.line_stream import answer_stream, translation_of
+from lingvo_moe.tasks.mt.saved_translator import SavedTranslator
+from lingvo_moe.tasks.mt.serving.limits import Limits
+from lingvo_moe.tasks.mt.translator import TranslateOptions, Translator
+from tools import serve
+
+_ROOT = Path(__file__).resolve().parents[2]
+_WIDE = Limits(
+    max_body_bytes=8 << 20, max_lines=20_000, max_line_chars=2_000_000, max_waiting_lines=20_000
+)
+
+
+@pytest.fixture(scope="module")
+def saved_model(tmp_path_factory) -> str:
+    vocab = toy.train_vocab(toy.sentences(200))
+    size = sentencepiece.SentencePieceProcessor(model_proto=vocab).vocab_size()
+    model = toy.ToyModel(size, size)
+    options = TranslateOptions(beam_size=2, max_source_length=8, max_length=10, rows=4)
+    path = tmp_path_factory.mktemp("saved") / "model"
+    export(Translator(model, model.InitTheta(), vocab, vocab, options), path, {"model": "mt.Toy"})
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def opened(saved_model) -> SavedTranslator:
+    return SavedTranslator(saved_model)
+
+
+@pytest.fixture(scope="module")
+def server(opened):
+    with running(opened, _WIDE, max_batch_lines=256) as it:
+        yield it
+
+
+def translated(opened: SavedTranslator, data: bytes) -> bytes:
+    """As tools.translate does it."""
+    out = io.BytesIO()
+    answer = translation_of(opened.Translate)
+    answer_stream(answer, io.BytesIO(data), out, 32, lambda _: None, lambda _: None)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_the_server_says_what_tools_translate_says(name, opened, server: Running):
+    """Of a text as a whole; of its lines, as bytes; by the dozen, and alone."""
+    data = MATRIX[name]
+    want = translated(opened, data).decode().split("\n")
+    if name != "not UTF-8":
+        assert server.Translate(data.decode()) == want
+    lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    instances = [{"b64": base64.b64encode(line).decode()} for line in lines]
+    path = "/v1/models/translator:predict"
+    reply = server.Ask("POST", path, {"instances": instances}).content["predictions"]
+    assert [row["translations"][0] for row in reply] == want
+    for i in range(min(len(lines), 3)):
+        (row,) = server.Ask("POST", path, {"instances": [instances[i]]}).content["predictions"]
+        assert row == reply[i]
+
+
+def test_scores_and_cuts_are_the_model_s(opened, server):
+    texts = ["red", "", "red " * 20]
+    want = opened.Translate(texts)
+    reply = server.Ask("POST", "/translate", {"text": texts}).content
+    assert reply["scores"] == [float(s) for s in want.scores[:, 0]]
+    assert reply["truncated"] == [False, False, True]
+
+
+def test_the_command(saved_model, opened):
+    """From its start to the end that SIGTERM asks for: ready after warm-up, one line a request, exit 0."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "tools.serve", f"--saved_model={saved_model}", "--port=0"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=_ROOT,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+    ) as process:
+        said = ""
+        while "ready after" not in said:
+            line = process.stderr.readline()
+            assert line, said
+            said += line
+        url = re.search(r"serving at (http://127\.0\.0\.1:\d+), warming up", said)[1]
+        request = urllib.request.Request(f"{url}/translate", b'{"text": "open file"}')
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            text = reply.read().decode()
+        assert opened.Translate(["open file"]).translations[0][0] in text
+        process.send_signal(signal.SIGTERM)
+        out, rest = process.communicate(timeout=30)
+    assert process.returncode == 0, rest
+    assert out == ""
+    assert "127.0.0.1 POST /translate 200, 1 lines" in rest
+    assert "stopped; 0 requests cut off" in rest
+    assert "Traceback" not in said + rest
+
+
+def test_a_damaged_model_is_not_served(saved_model, capsys):
+    file = Path(saved_model) / "fingerprint.pb"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    try:
+        assert serve.main([f"--saved_model={saved_model}", "--port=0"]) == 1
+    finally:
+        file.write_bytes(whole)
+    assert "fingerprint.pb was changed or damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ([], "one of the arguments --saved_model --logdir is required"),
+        (["--saved_model=x", "--prot=1"], "no flag --prot (did you mean '--port'"),
+        (["--saved_model=x", "--max_lines=0"], "--max_lines=0: must be at least 1"),
+        (["--saved_model=x", "--read_timeout=0"], "--read_timeout=0: must be more than 0 seconds"),
+        (["--saved_model=x", "--max_waiting_lines=5"], "must be at least --max_lines, 128"),
+        (["--saved_model=x", "--name=a/b"], "--name=a/b: letters, digits, - and _ only"),
+    ],
+)
+def test_flags_that_make_no_sense(flags, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        serve.main(flags)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--saved_model=/nowhere"], "/nowhere: no SavedModel there"),
+        (["--logdir=/nowhere"], "--logdir=/nowhere: no such directory"),
+        (["--saved_model=x", "--beam_size=2"], "--beam_size was fixed when x was exported"),
+        (["--saved_model=x", "--port=99999"], "--port=99999: at most 65535"),
+        (["--saved_model=x", "--host=no.such.host.invalid"], "--host=no.such.host.invalid: "),
+    ],
+)
+def test_what_cannot_be_served_is_said(flags, message, capsys):
+    assert serve.main(["--port=0", *flags]) == 1
+    assert f"serve: {message}" in capsys.readouterr().err
