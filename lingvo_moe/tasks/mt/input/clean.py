@@ -35,6 +35,13 @@ def clean_text(text: str) -> str:
         text = _TAG.sub("", text)
         text = _NUMBERED_TAG.sub(r"\1", text)
         text = html.unescape(text)
+    return tidy_text(text)
+
+
+def tidy_text(text: str) -> str:
+    """The same text without control characters and invisible marks; spaces collapsed, NFC."""
+    if text.isascii() and text.isprintable():
+        return " ".join(text.split())
     text = _INVISIBLE.sub("", text)
     text = _CONTROL.sub(" ", text)
     return unicodedata.normalize("NFC", " ".join(text.split()))

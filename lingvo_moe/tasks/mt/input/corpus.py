@@ -8,7 +8,6 @@ sentence without case, digits and punctuation), so no list of held-out sentences
 import concurrent.futures
 import dataclasses
 import gzip
-import hashlib
 import importlib.metadata
 import json
 import multiprocessing
@@ -18,13 +17,10 @@ from pathlib import Path
 
 from lingvo_moe.core import files
 from lingvo_moe.core.suggest import did_you_mean
-from lingvo_moe.tasks.mt.input import clean, gettext_catalogs
+from lingvo_moe.tasks.mt.input import clean, gettext_catalogs, split
 from lingvo_moe.tasks.mt.input.errors import DataError
 
-# Of English sentences by their number of words, the share that is held out: longer ones make better references, and
-# a single word that was never seen cannot be translated.
-_DEV_SHARE = {1: 0.01, 2: 0.04}
-_DEV_SHARE_LONGER = 0.08
+_DEV_SHARE = 0.08
 MAX_SOURCES_PER_ENGLISH = 2
 
 
@@ -131,13 +127,7 @@ def _build_language(
 
 def in_dev(english: str) -> bool:
     """Whether an English sentence is held out."""
-    key = clean.sentence_key(english)
-    share = _DEV_SHARE.get(key.count(" ") + 1, _DEV_SHARE_LONGER)
-    return _hash(key) < share * 2.0**64
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+    return split.is_held_out(clean.sentence_key(english), _DEV_SHARE)
 
 
 def _check_replaceable(output: Path) -> None:
@@ -212,7 +202,7 @@ def _split(
     longest = sorted(train, key=lambda p: (-len(p.english), p.english, p.source))
 
     def shuffled(part: Iterable[Pair]) -> list[Pair]:
-        return sorted(part, key=lambda pair: _hash(f"{lang}\t{pair.line()}"))
+        return sorted(part, key=lambda pair: split.text_hash(f"{lang}\t{pair.line()}"))
 
     return (
         shuffled(longest[: options.max_per_language]),

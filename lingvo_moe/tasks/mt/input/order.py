@@ -2,9 +2,13 @@
 
 The order is a pure function of (seed, weights, sizes). It is made in blocks; where it stands is told by the block, the
 place in it, and how many pairs of each language came before the block: a few hundred bytes, whatever the corpus.
+
+A language of many shards is not drawn from all of them at once, for then all would have to be open: an epoch goes
+through its shards in a new order and shuffles the pairs of WINDOW shards at a time.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,20 +17,31 @@ from lingvo_moe.tasks.mt.input.mixing import draw_languages, temperature_weights
 from lingvo_moe.tasks.mt.input.permutation import permute
 
 _BLOCK = 4096
+# Shards of a language that are drawn from at once; up to so many, every epoch shuffles all its pairs.
+WINDOW = 4
 
 
 class PairOrder:
     """An endless iterator over `(language index, position)`."""
 
-    def __init__(self, sizes: Mapping[str, int], temperature: float, seed: int):
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        temperature: float,
+        seed: int,
+        shards: Mapping[str, Sequence[int]] | None = None,
+    ):
         """Starts at the beginning.
 
         Args:
             sizes: the number of pairs by language; indices follow its order.
             temperature: see mixing.
             seed: of everything drawn.
+            shards: the number of pairs in each shard, by language; None for one shard a language.
         """
         self._names = list(sizes)
+        shards = shards or {name: [size] for name, size in sizes.items()}
+        self._shards = [np.array(shards[name], np.int64) for name in self._names]
         self._sizes = [sizes[name] for name in self._names]
         weights = temperature_weights(sizes, temperature)
         self._weights = np.array([weights[name] for name in self._names])
@@ -70,5 +85,45 @@ class PairOrder:
             for e in np.unique(epoch):
                 now = epoch == e
                 key = (self._seed, self._names[lang], int(e))
-                positions[places[now]] = permute(within[now], n, *key)
+                positions[places[now]] = shuffled(within[now], self._shards[lang], *key)
         self._drawn = list(zip(languages.tolist(), positions.tolist()))
+
+
+def shuffled(within: np.ndarray, shards: np.ndarray, *key: int | str) -> np.ndarray:
+    """Positions of the pairs that stand at the places `within` of an epoch.
+
+    Args:
+        within: int64 [N], places in the epoch, from 0 to below the number of pairs.
+        shards: int64 [S], the number of pairs of each shard, in the order of their positions.
+        key: names the epoch.
+
+    Returns:
+        int64 [N]. Over a whole epoch each position comes once.
+    """
+    if len(shards) <= WINDOW:
+        return permute(within, int(shards.sum()), *key)
+    order = _epoch_order(len(shards), *key)
+    sizes = shards[order]
+    starts = (np.cumsum(shards) - shards)[
+        order
+    ]  # first position of each shard, in the epoch's order
+    ends = np.cumsum(sizes)
+    last_of_window = np.minimum(
+        np.arange(WINDOW - 1, len(ends) + WINDOW - 1, WINDOW), len(ends) - 1
+    )
+    windows = np.searchsorted(ends[last_of_window], within, side="right")
+    positions = np.empty_like(within)
+    for window in np.unique(windows):
+        now = windows == window
+        mine = slice(window * WINDOW, last_of_window[window] + 1)
+        begin, inside = ends[mine] - sizes[mine], within[now]
+        places = permute(inside - begin[0], int(sizes[mine].sum()), *key, int(window)) + begin[0]
+        shard = np.searchsorted(ends[mine], places, side="right")
+        positions[now] = starts[mine][shard] + places - begin[shard]
+    return positions
+
+
+@functools.lru_cache(maxsize=256)
+def _epoch_order(shards: int, *key: int | str) -> np.ndarray:
+    """The order of the shards in an epoch, int64 [shards]."""
+    return permute(np.arange(shards), shards, "shards", *key)

@@ -19,7 +19,7 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.order import PairOrder
 from lingvo_moe.tasks.mt.input.packing import Shape, fill_batch
-from lingvo_moe.tasks.mt.input.records import Records, cached_records
+from lingvo_moe.tasks.mt.input.records import Records, cached_records, prepared_records
 from lingvo_moe.tasks.mt.input.scan import Progress, Scan, quiet, scan
 from lingvo_moe.tasks.mt.input.tasks import task_numbers
 from lingvo_moe.tasks.mt.input.tsv import reasons
@@ -67,7 +67,11 @@ class MtInput:
     def Params(cls) -> InstantiableParams:
         p = InstantiableParams(cls)
         p.Define("name", "input", "A name, for messages.")
-        p.Define("data_dir", "", "A directory of <lang>.tsv.gz with lines source<TAB>english.")
+        p.Define(
+            "data_dir",
+            "",
+            "A directory of <lang>.tsv.gz with lines source<TAB>english, or what tools.prepare made.",
+        )
         p.Define(
             "cache_dir",
             "",
@@ -77,7 +81,8 @@ class MtInput:
         p.Define(
             "vocab_dir",
             "",
-            "source.model and target.model from tools.train_vocab; empty: trained from the data.",
+            "source.model and target.model from tools.train_vocab; empty: those of prepared data, or trained from the "
+            "data.",
         )
         p.Define("source_vocab_size", 64_000, "Ids of the source vocabulary.")
         p.Define("target_vocab_size", 32_000, "Ids of the target vocabulary.")
@@ -162,10 +167,11 @@ class MtInput:
                 f"{p.name}.data_dir is not set: give --data_dir, a directory of <lang>.tsv.gz files"
                 " (`python -m tools.build_corpus --output=corpus` makes one)"
             )
-        cache_dir = _usable(Path(p.cache_dir)) if p.cache_dir else _user_cache()
         found = scan(p.data_dir, p.languages, progress)
-        self._vocabs = self._find_vocabularies(found, cache_dir, progress, vocabs)
-        self._records = cached_records(found, self._vocabs, cache_dir, progress)
+        self._vocabs = self._find_vocabularies(found, progress, vocabs)
+        self._records = prepared_records(found, self._vocabs) or cached_records(
+            found, self._vocabs, self._CacheDir(), progress
+        )
         if p.task_ids:
             self._task_of = task_numbers(list(self._records.languages), tasks)
         dropped = Counter(found.skipped) + Counter(self._records.dropped)
@@ -175,19 +181,23 @@ class MtInput:
         progress(f"{sum(kept.values()):,} pairs of {len(kept)} languages, {skipped}")
         return self
 
+    def _CacheDir(self) -> Path:
+        return _usable(Path(self.p.cache_dir)) if self.p.cache_dir else _user_cache()
+
     def _find_vocabularies(
-        self, found: Scan, cache_dir: Path, progress: Progress, given: Mapping[str, bytes] | None
+        self, found: Scan, progress: Progress, given: Mapping[str, bytes] | None
     ) -> NestedMap:
         p = self.p
-        if given is None and not p.vocab_dir:
+        directory = p.vocab_dir or (found.prepared.vocab_dir if found.prepared else "")
+        if given is None and not directory:
             sizes = p.source_vocab_size, p.target_vocab_size
             options = VocabOptions(*sizes, p.temperature, p.vocab_sentences, remedy=_VOCAB_REMEDY)
-            return cached_vocabularies(found, options, cache_dir, progress)
+            return cached_vocabularies(found, options, self._CacheDir(), progress)
         if given is None:
-            vocabs = load_vocabularies(p.vocab_dir)
+            vocabs = load_vocabularies(directory)
         else:
             vocabs = NestedMap({side: Vocabulary(given[side]) for side in ("source", "target")})
-        self._check_sizes(vocabs)
+        self._check_sizes(vocabs, found)
         return vocabs
 
     @property
@@ -214,14 +224,20 @@ class MtInput:
         """Batches from the beginning, without end; each call starts anew."""
         return BatchIterator(self)
 
-    def _check_sizes(self, vocabs: NestedMap) -> None:
+    def _check_sizes(self, vocabs: NestedMap, found: Scan) -> None:
         for side, vocabulary in vocabs.items():
             wanted = self.p.Get(f"{side}_vocab_size")
             if vocabulary.size != wanted:
                 where = vocabulary.path or f"the {side} vocabulary of the run"
+                remedy = f"set {_VOCAB_REMEDY.format(side=side, most=vocabulary.size)}"
+                if (
+                    found.prepared
+                    and vocabulary.path
+                    and found.prepared.vocab_dir in vocabulary.path.parents
+                ):
+                    remedy += f", or run tools.prepare with --{side}_vocab_size={wanted}"
                 raise DataError(
-                    f"{where} has {vocabulary.size} ids, but {self.p.name}.{side}_vocab_size is {wanted}:"
-                    f" set {_VOCAB_REMEDY.format(side=side, most=vocabulary.size)}"
+                    f"{where} has {vocabulary.size} ids, but {self.p.name}.{side}_vocab_size is {wanted}: {remedy}"
                 )
 
 
@@ -236,7 +252,8 @@ class BatchIterator:
         self._input = input_generator
         self._records = input_generator.records
         p = input_generator.p
-        self._order = PairOrder(self._records.languages, p.temperature, p.seed)
+        records = self._records
+        self._order = PairOrder(records.languages, p.temperature, p.seed, records.shards)
         self._waiting: list[tuple] = []
         self.counts = {"batches": 0, "pairs": 0, "too_long": 0}
 

@@ -1,75 +1,103 @@
-"""Tokenised pairs on disk: one ArrayRecord file a language, any record at hand without reading the others.
+"""Tokenised pairs on disk: ArrayRecord shards of a bounded number of pairs, any record at hand without reading others.
 
 A record is an array of unsigned little-endian ids: the number of source ids, the source ids, the target ids; without
 bos and eos. `manifest.json` says what must be there, so that a cache cut short is noticed; a flipped bit is noticed by
 the checksums of the record files when it is read.
 """
 
+import bisect
+import dataclasses
 import hashlib
 import itertools
 import json
 import logging
 import os
-from collections import Counter
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
+from array_record.python.array_record_module import ArrayRecordReader
 
 from lingvo_moe.core import files
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.order import WINDOW
+from lingvo_moe.tasks.mt.input.prepared import fingerprint
 from lingvo_moe.tasks.mt.input.scan import Progress, Scan, quiet
+from lingvo_moe.tasks.mt.input.shards import (
+    PAIRS_PER_SHARD,
+    LanguageShards,
+    id_dtype,
+    shard_file,
+    write_shards,
+)
 
-_FORMAT = "1"  # change it when the meaning of the bytes does
 _MANIFEST = "manifest.json"
-_TOKENISED_AT_ONCE = 4096
-_MAX_IDS = 2**16 - 1
-# A group a record, so that reading one decodes one.
-_WRITER_OPTIONS = "group_size:1,uncompressed"
+# The shards of a language that are open at once: those that the order draws from, and the window before.
+_OPEN_SHARDS = 2 * WINDOW
 _READER_OPTIONS = "readahead_buffer_size:0"
 _log = logging.getLogger(__name__)
 
 
 class Records:
-    """The records of a cache directory, by language index and position.
+    """The records of a directory, by language index and position.
+
+    Shards are opened when they are read, and only so many of a language stay open: memory does not grow with the data.
 
     Attributes:
         languages: `{lang: number of records}`, sorted by language.
-        key: names data and vocabularies.
+        shards: `{lang: number of records of each shard}`.
+        key: names data, vocabularies and, where the order depends on it, the division into shards.
         dropped: good lines that gave no record, by reason.
     """
 
-    def __init__(self, directory: Path, key: str):
-        """Opens a cache.
+    def __init__(
+        self, directory: Path, key: str, languages: Iterable[str] = (), remedy: str | None = None
+    ):
+        """Opens a directory of records.
+
+        Args:
+            directory: holds the shards and their manifest.
+            key: what the manifest must name.
+            languages: which to open; empty means all.
+            remedy: what to do about a damaged record, for its message.
 
         Raises:
             DataError: something is missing or is not as long as it must be.
         """
-        self.directory, self.key = directory, key
+        self.directory = directory
+        self._remedy = remedy or f"delete {directory} and start again, it is made anew"
         try:
             manifest = json.loads((directory / _MANIFEST).read_text())
             self._dtype = np.dtype(manifest["dtype"])
-            entries = manifest["languages"]
-            self.dropped: dict[str, int] = manifest["dropped"]
+            entries = {
+                lang: LanguageShards(**entry)
+                for lang, entry in sorted(manifest["languages"].items())
+                if not languages or lang in languages
+            }
             if manifest["key"] != key:
                 raise ValueError("it was made from other data")
-        except (OSError, ValueError, KeyError, TypeError) as e:
+            all_there = len(entries) == len(manifest["languages"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             raise DataError(f"{directory / _MANIFEST}: missing or damaged: {e}") from e
-        self.languages: dict[str, int] = {}
-        self._readers: list[ArrayRecordReader] = []
-        for lang, entry in sorted(entries.items()):
-            path = _record_file(directory, lang)
-            if not path.is_file() or path.stat().st_size != entry["bytes"]:
-                raise DataError(f"{path}: missing or cut short, expected {entry['bytes']} bytes")
-            reader = ArrayRecordReader(str(path), _READER_OPTIONS)
-            if reader.num_records() != entry["records"]:
-                raise DataError(
-                    f"{path}: {reader.num_records()} records, expected {entry['records']}"
-                )
-            self._readers.append(reader)
-            self.languages[lang] = entry["records"]
+        self._names = list(entries)
+        self._starts: list[list[int]] = []
+        self._open: list[OrderedDict[int, ArrayRecordReader]] = []
+        for lang, entry in entries.items():
+            _check_lengths(directory, lang, entry.bytes)
+            self._starts.append([0, *itertools.accumulate(entry.records)])
+            self._open.append(OrderedDict())
+        self.shards = {lang: list(entry.records) for lang, entry in entries.items()}
+        self.languages = {lang: sum(records) for lang, records in self.shards.items()}
+        self.dropped: Counter[str] = Counter()
+        for entry in entries.values():
+            self.dropped.update(entry.dropped)
+        self.key = key if all_there else f"{key} {','.join(self._names)}"
+        if any(len(records) > WINDOW for records in self.shards.values()):
+            self.key += f" in shards {_digest(json.dumps(self.shards).encode()).hexdigest()}"
 
     def Read(self, language: int, position: int) -> tuple[np.ndarray, np.ndarray]:
         """Source and target ids of a record, as read-only unsigned arrays.
@@ -77,23 +105,66 @@ class Records:
         Raises:
             DataError: the record is damaged.
         """
+        starts = self._starts[language]
+        shard = bisect.bisect_right(starts, position) - 1
         try:
-            (data,) = self._readers[language].read([position])
+            reader = self._open[language].get(shard) or self._Open(language, shard)
+            (data,) = reader.read([position - starts[shard]])
             ids = np.frombuffer(data, self._dtype)
             if not 0 < ids[0] < ids.size:
                 raise ValueError(f"length {ids[0]} of {ids.size}")
         except (RuntimeError, ValueError, IndexError) as e:
-            lang = list(self.languages)[language]
+            path = shard_file(self.directory, self._names[language], shard)
             raise DataError(
-                f"{_record_file(self.directory, lang)}: record {position} is damaged ({e});"
-                f" delete {self.directory} and start again, it is made anew"
+                f"{path}: record {position - starts[shard]} is damaged ({e}); {self._remedy}"
             ) from e
         end = int(ids[0]) + 1
         return ids[1:end], ids[end:]
 
+    def _Open(self, language: int, shard: int) -> ArrayRecordReader:
+        is_open, lang = self._open[language], self._names[language]
+        reader = ArrayRecordReader(str(shard_file(self.directory, lang, shard)), _READER_OPTIONS)
+        if reader.num_records() != self.shards[lang][shard]:
+            raise ValueError(f"{reader.num_records()} records, expected {self.shards[lang][shard]}")
+        while len(is_open) >= _OPEN_SHARDS:
+            is_open.popitem(last=False)[1].close()
+        is_open[shard] = reader
+        return reader
+
+
+def records_key(fingerprint: str, vocabs: NestedMap) -> str:
+    """What names the records of data (Scan.fingerprint) in the ids of two vocabularies."""
+    # The 1 has stood there since positions were first saved in checkpoints; it must stay for them to be recognised.
+    digest = _digest(f"1 {fingerprint}".encode())
+    for side in ("source", "target"):
+        digest.update(hashlib.blake2b(vocabs[side].model_bytes).digest())
+    return digest.hexdigest()
+
+
+def prepared_records(scan: Scan, vocabs: NestedMap) -> Records | None:
+    """The records that tools.prepare left beside the data; None where it did not, or for other vocabularies.
+
+    Raises:
+        DataError: they are damaged.
+    """
+    if scan.prepared is None:
+        return None
+    key = records_key(fingerprint(scan.prepared.digests), vocabs)
+    if key != scan.prepared.summary["records"]:
+        return None
+    again = "run tools.prepare again"
+    try:
+        return Records(scan.prepared.records_dir, key, scan.files, again)
+    except DataError as e:
+        raise DataError(f"{e}; {again}") from e
+
 
 def cached_records(
-    scan: Scan, vocabs: NestedMap, cache_dir: str | os.PathLike, progress: Progress = quiet
+    scan: Scan,
+    vocabs: NestedMap,
+    cache_dir: str | os.PathLike,
+    progress: Progress = quiet,
+    pairs_per_shard: int = PAIRS_PER_SHARD,
 ) -> Records:
     """Opens the records of this data and these vocabularies, tokenising it first where that was not done.
 
@@ -102,11 +173,8 @@ def cached_records(
     Raises:
         DataError: the data cannot be read.
     """
-    digest = hashlib.blake2b(f"{_FORMAT} {scan.fingerprint}".encode(), digest_size=8)
-    for side in ("source", "target"):
-        digest.update(hashlib.blake2b(vocabs[side].model_bytes).digest())
-    key = digest.hexdigest()
-    directory = Path(cache_dir) / f"records-{key}"
+    key = records_key(scan.fingerprint, vocabs)
+    directory = Path(cache_dir) / f"shards-{key}"
     with files.only_one(Path(cache_dir)):
         if directory.exists():
             try:
@@ -114,54 +182,36 @@ def cached_records(
             except DataError as e:
                 _log.warning("the cache of tokenised data is damaged and made anew: %s", e)
         with files.replaced_directory(directory) as temp:
-            _write_records(scan, vocabs, temp, key, progress)
+            entries: dict[str, LanguageShards] = {}
+            for i, (lang, path) in enumerate(scan.files.items()):
+                progress(f"tokenising {lang} ({i + 1} of {len(scan.files)} languages)")
+                pairs = tsv.read_pairs(path)
+                entries[lang] = write_shards(pairs, temp, lang, vocabs, pairs_per_shard)
+            write_manifest(temp, key, vocabs, entries)
         return Records(directory, key)
 
 
-def _record_file(directory: Path, lang: str) -> Path:
-    return directory / f"{lang}.array_record"
-
-
-def _write_records(
-    scan: Scan, vocabs: NestedMap, directory: Path, key: str, progress: Progress
+def write_manifest(
+    directory: Path, key: str, vocabs: NestedMap, entries: Mapping[str, LanguageShards]
 ) -> None:
-    wide = max(vocabs.source.size, vocabs.target.size) > _MAX_IDS
-    dtype = np.dtype("<u4" if wide else "<u2")
-    entries: dict[str, dict[str, int]] = {}
-    dropped: Counter[str] = Counter()
-    for i, (lang, path) in enumerate(scan.files.items()):
-        progress(f"tokenising {lang} ({i + 1} of {len(scan.files)} languages)")
-        target = _record_file(directory, lang)
-        count = _write_language(path, target, vocabs, dtype, dropped)
-        if count:
-            entries[lang] = {"records": count, "bytes": target.stat().st_size}
-    if not entries:
+    """Writes what `Records` checks a directory of shards against. Languages without records are left out.
+
+    Raises:
+        DataError: there is no record at all.
+    """
+    kept = {lang: dataclasses.asdict(entry) for lang, entry in entries.items() if entry.records}
+    if not kept:
         raise DataError("no pair has any token left on both sides after tokenisation")
-    manifest = {"key": key, "dtype": dtype.str, "languages": entries, "dropped": dropped}
+    manifest: dict[str, Any] = {"key": key, "dtype": id_dtype(vocabs).str, "languages": kept}
     files.write_atomic(directory / _MANIFEST, json.dumps(manifest, indent=1).encode())
 
 
-def _write_language(
-    path: Path, target: Path, vocabs: NestedMap, dtype: np.dtype, dropped: Counter[str]
-) -> int:
-    """Tokenises one file; returns the number of records. What gives none is counted in `dropped`."""
-    pairs = tsv.read_pairs(path)
-    writer = ArrayRecordWriter(str(target), _WRITER_OPTIONS)
-    count = 0
-    try:
-        while chunk := list(itertools.islice(pairs, _TOKENISED_AT_ONCE)):
-            sources, targets = zip(*chunk)
-            for source, english in zip(
-                vocabs.source.EncodeBatch(sources), vocabs.target.EncodeBatch(targets)
-            ):
-                if not source or not english:
-                    dropped["empty_after_tokenising"] += 1
-                elif len(source) > _MAX_IDS:
-                    dropped["too_long"] += 1
-                else:
-                    ids = np.array([len(source), *source, *english], dtype)
-                    writer.write(ids.tobytes())
-                    count += 1
-    finally:
-        writer.close()
-    return count
+def _check_lengths(directory: Path, lang: str, sizes: Sequence[int]) -> None:
+    for shard, size in enumerate(sizes):
+        path = shard_file(directory, lang, shard)
+        if not path.is_file() or path.stat().st_size != size:
+            raise DataError(f"{path}: missing or cut short, expected {size} bytes")
+
+
+def _digest(data: bytes) -> Any:
+    return hashlib.blake2b(data, digest_size=8)

@@ -1,7 +1,9 @@
-"""One pass over the training files before anything else: are they usable, how many pairs, which bytes."""
+"""One pass over the training files before anything else: are they usable, how many pairs, which bytes.
+
+Data that tools.prepare made needs no pass: it says so itself.
+"""
 
 import dataclasses
-import hashlib
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -10,6 +12,7 @@ from pathlib import Path
 from lingvo_moe.core.suggest import did_you_mean
 from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.prepared import Prepared, content_digest, fingerprint
 
 Progress = Callable[[str], None]
 _log = logging.getLogger(__name__)
@@ -29,18 +32,20 @@ class Scan:
         pairs: the number of good pairs of each language; languages without any are left out everywhere.
         skipped: bad lines by reason, over all files.
         fingerprint: hex digest over languages and file contents.
+        prepared: the data set of tools.prepare that the files are of, if they are.
     """
 
     files: dict[str, Path]
     pairs: dict[str, int]
     skipped: dict[str, int]
     fingerprint: str
+    prepared: Prepared | None = None
 
 
 def scan(
     data_dir: str | os.PathLike, languages: Sequence[str] = (), progress: Progress = quiet
 ) -> Scan:
-    """Reads all training files once, streaming.
+    """Reads all training files once, streaming; those of a prepared data set are not read.
 
     Args:
         data_dir: a directory of TSVs.
@@ -48,7 +53,8 @@ def scan(
         progress: called with a line of text now and then.
 
     Raises:
-        DataError: see tsv.language_files and tsv.read_pairs; also an unknown language, or not one good pair.
+        DataError: see tsv.language_files, tsv.read_pairs and Prepared.Open; also an unknown language, or not one
+            good pair.
     """
     files = tsv.language_files(data_dir)
     for lang in languages:
@@ -56,7 +62,11 @@ def scan(
             raise DataError(f"{data_dir} has no language {lang!r}{did_you_mean(lang, files)}")
     if languages:
         files = {lang: files[lang] for lang in sorted(set(languages))}
-    digest = hashlib.blake2b(digest_size=16)
+    if prepared := Prepared.Open(data_dir):
+        chosen = {lang: prepared.digests[lang] for lang in files}
+        pairs = {lang: prepared.pairs[lang] for lang in files}
+        return Scan(files, pairs, {}, fingerprint(chosen), prepared)
+    digests: dict[str, str] = {}
     total, pairs = tsv.LineCounts(), {}
     for i, (lang, path) in enumerate(files.items()):
         progress(f"reading {lang} ({i + 1} of {len(files)} languages)")
@@ -67,7 +77,7 @@ def scan(
         total += counts
         if counts.good:
             pairs[lang] = counts.good
-        digest.update(f"{lang} {_content_hash(path)}\n".encode())
+        digests[lang] = content_digest(path)
     if not pairs:
         lines = sum(total.skipped().values())
         why = (
@@ -76,9 +86,5 @@ def scan(
             else "all files are empty"
         )
         raise DataError(f"no pairs in {str(data_dir)!r}: {why}; lines must be source<TAB>english")
-    return Scan({lang: files[lang] for lang in pairs}, pairs, total.skipped(), digest.hexdigest())
-
-
-def _content_hash(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    used = {lang: files[lang] for lang in pairs}
+    return Scan(used, pairs, total.skipped(), fingerprint(digests))

@@ -1,23 +1,21 @@
-"""Reads directories of parallel text: `<lang>.tsv.gz` or `<lang>.tsv`, and `dev/<lang>...` for held-out pairs.
+"""Reads directories of parallel text: `<lang>.tsv`, `.tsv.gz` or `.tsv.zst`, and `dev/<lang>...` for held-out pairs.
 
 A line is `source<TAB>english`, UTF-8; further columns are ignored. Bad lines are skipped, counted and, where it is
 asked for, the first few of a file are told with their numbers. A file or directory of no use at all is an error.
 """
 
-import codecs
 import dataclasses
-import gzip
 import os
 import re
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.opening import read_lines
 
-MAX_LINE_BYTES = 20_000
 BAD_LINES_TOLD = 3
-_FILE = re.compile(r"([A-Za-z]{2,3}(?:[_-][A-Za-z0-9]+)*)\.tsv(?:\.gz)?\Z")
+LANGUAGE = r"[A-Za-z]{2,3}(?:[_-][A-Za-z0-9]+)*"
+_FILE = re.compile(rf"({LANGUAGE})\.tsv(?:\.gz|\.zst)?\Z")
 _LAYOUT = "expected files such as de.tsv.gz with lines of source<TAB>english"
 
 
@@ -83,40 +81,23 @@ def read_pairs(
         DataError: the file cannot be read, or its compressed data is damaged (naming the last good line).
     """
     counts = counts if counts is not None else LineCounts()
-    path = Path(path)
-    line_number = 0
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
-            # Bounded reads: a file without line ends must not fill the memory.
-            while line := file.readline(MAX_LINE_BYTES + 1):
-                line_number += 1
-                if line_number == 1:
-                    line = line.removeprefix(codecs.BOM_UTF8)
-                reason, pair = _parse(line)
-                while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
-                    line = file.readline(MAX_LINE_BYTES + 1)
-                setattr(counts, reason, getattr(counts, reason) + 1)
-                if pair:
-                    yield pair
-                elif warn and sum(counts.skipped().values()) <= BAD_LINES_TOLD:
-                    warn(f"{path}:{line_number}: skipped: {reason.replace('_', ' ')}")
-    except (OSError, EOFError, zlib.error) as e:
-        where = f"{path}:{line_number + 1}" if line_number else str(path)
-        raise DataError(f"{where}: cannot be read, damaged or cut short: {e}") from e
+    for number, text, reason in read_lines(path):
+        pair = None
+        if text is not None:
+            reason, pair = parse(text)
+        setattr(counts, reason, getattr(counts, reason) + 1)
+        if pair:
+            yield pair
+        elif warn and sum(counts.skipped().values()) <= BAD_LINES_TOLD:
+            warn(f"{path}:{number}: skipped: {reason.replace('_', ' ')}")
     if warn and (skipped := counts.skipped()):
         total = sum(skipped.values())
         warn(f"{path}: skipped {total} of {total + counts.good} lines ({reasons(skipped)})")
 
 
-def _parse(line: bytes) -> tuple[str, tuple[str, str] | None]:
-    """`("good", pair)`, or `(reason, None)`; the reasons are LineCounts' fields."""
-    if len(line) > MAX_LINE_BYTES:
-        return "too_long", None
-    try:
-        text = line.decode("utf-8")
-    except UnicodeDecodeError:
-        return "invalid_utf8", None
-    source, tab, rest = text.rstrip("\r\n").partition("\t")
+def parse(line: str) -> tuple[str, tuple[str, str] | None]:
+    """`("good", pair)` of a line, or `(reason, None)`; the reasons are LineCounts' fields."""
+    source, tab, rest = line.partition("\t")
     if not tab:
         return "no_tab", None
     source, english = source.strip(), rest.partition("\t")[0].strip()

@@ -65,18 +65,23 @@ def cached_vocabularies(
                     progress("sampling sentences for the vocabularies")
                     sample = sample_pairs(scan, options.temperature, options.max_sentences)
                 progress(f"training the {side} vocabulary of {options.size(side)} pieces")
-                model = train_vocabulary(
-                    # Once each: the same English sentence comes with many languages.
-                    list(dict.fromkeys(sample[side])),
-                    options.size(side),
-                    options.name.format(side=side),
-                    NORMALIZATION[side],
-                    options.remedy.replace("{side}", side),
-                )
+                model = train_side(sample[side], side, options)
                 files.write_atomic(path, model)
                 vocabulary = Vocabulary(model, path)
             out[side] = vocabulary
     return out
+
+
+def train_side(sentences: list[str], side: str, options: VocabOptions) -> bytes:
+    """Trains the vocabulary of a side, 'source' or 'target', from sampled sentences. Raises DataError."""
+    return train_vocabulary(
+        # Once each: the same English sentence comes with many languages.
+        list(dict.fromkeys(sentences)),
+        options.size(side),
+        options.name.format(side=side),
+        NORMALIZATION[side],
+        options.remedy.replace("{side}", side),
+    )
 
 
 def load_vocabularies(directory: str | os.PathLike) -> NestedMap:

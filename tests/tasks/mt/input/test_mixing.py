@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.mixing import draw_languages, quotas, temperature_weights
-from lingvo_moe.tasks.mt.input.order import PairOrder
+from lingvo_moe.tasks.mt.input.order import WINDOW, PairOrder, shuffled
 from lingvo_moe.tasks.mt.input.permutation import permute
 
 
@@ -100,3 +100,27 @@ def test_the_order_resumes(place: int) -> None:
         next(whole)
     resumed.SetState(whole.GetState())
     assert [next(resumed) for _ in range(5000)] == [next(whole) for _ in range(5000)]
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=4 * WINDOW + 1), st.integers(0, 3))
+@settings(max_examples=40, deadline=None)
+def test_an_epoch_over_shards_holds_every_pair_once(shards: list[int], epoch: int) -> None:
+    n = sum(shards)
+    positions = shuffled(np.arange(n), np.array(shards), 7, "a", epoch)
+    assert sorted(positions) == list(range(n))
+    some = np.arange(n)[:: max(1, n // 7)]
+    assert (shuffled(some, np.array(shards), 7, "a", epoch) == positions[some]).all()
+
+
+def test_an_epoch_draws_from_few_shards_at_a_time() -> None:
+    shards = np.full(40, 1000)
+    epochs = [shuffled(np.arange(40_000), shards, 7, "a", epoch) for epoch in (0, 1)]
+    for positions in epochs:
+        for begin in range(0, 40_000, WINDOW * 1000):
+            window = positions[begin : begin + WINDOW * 1000]
+            assert len(np.unique(window // 1000)) == WINDOW
+            assert abs(np.corrcoef(window // 1000, np.arange(window.size))[0, 1]) < 0.1
+    assert (epochs[0] // 1000 != epochs[1] // 1000).mean() > 0.5
+    # Few shards: the whole epoch is one permutation, the same whatever the shards.
+    few = shuffled(np.arange(4000), shards[:4], 7, "a", 0)
+    assert (few == permute(np.arange(4000), 4000, 7, "a", 0)).all()

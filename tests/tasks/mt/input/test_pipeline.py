@@ -2,6 +2,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from made_up_languages import SIZES, write_corpus
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.packing import MAX_WAITING
 from lingvo_moe.tasks.mt.input.pipeline import MtInput
 
 
@@ -102,13 +104,34 @@ def test_resumes_exactly_wherever_it_stopped(ready: MtInput, steps: int, again: 
     assert resumed.GetState() == whole.GetState()
 
 
-def test_the_state_stays_small(tmp_path: Path, cache_dir: Path, params) -> None:
-    sizes = {f"{a}{b}": 2 for a in "abcdefghij" for b in "abcdefghij"}
-    data = write_corpus(tmp_path / "data", sizes)
-    wide = params.Copy().Set(data_dir=str(data), batch_size=4096, source_length=40)
-    iterator = iter(wide.Instantiate())
+class _Endless:
+    """Records of 120 languages of a thousand million pairs each, which take no room."""
+
+    languages = {f"{a}{b}": 10**9 for a in "abcdefghijkl" for b in "abcdefghij"}
+    shards = {lang: [250_000] * 4000 for lang in languages}
+    key, dropped = "endless", {}
+
+    def Read(self, language: int, position: int) -> tuple[np.ndarray, np.ndarray]:
+        return np.full(3 + position % 9, 5, np.uint16), np.full(2 + language % 9, 6, np.uint16)
+
+
+def test_state_and_memory_stay_small_whatever_the_corpus(params) -> None:
+    wide = params.Copy().Set(batch_size=MAX_WAITING, temperature=1.0).Instantiate()
+    wide._records = _Endless()
+    tracemalloc.start()
+    iterator = iter(wide)
+    next(iterator)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(iterator._waiting) == MAX_WAITING
+    # As far into the data as years of training would be.
+    state = iterator.GetState()
+    state["order"]["before"] = [10**12] * 120
+    state["order"]["block"] = 10**11
+    iterator.SetState(state)
     next(iterator)
     assert len(json.dumps(iterator.GetState())) < 64 * 1024
+    assert peak < 100 * 2**20
 
 
 def test_a_state_of_other_data_is_refused(params, ready: MtInput, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.input.records import Records, cached_records
+from lingvo_moe.tasks.mt.input.records import _OPEN_SHARDS, Records, cached_records
 from lingvo_moe.tasks.mt.input.scan import Scan, scan
 from lingvo_moe.tasks.mt.input.vocab_cache import VocabOptions, cached_vocabularies
 
@@ -45,12 +45,12 @@ def test_made_once_and_keyed_by_vocabulary(found: Scan, vocabs: NestedMap, tmp_p
 
 
 def _cut_records(directory: Path) -> None:
-    path = directory / "aa.array_record"
-    path.write_bytes(path.read_bytes()[:-70_000])
+    path = directory / "aa-00000.array_record"
+    path.write_bytes(path.read_bytes()[:-7_000])
 
 
 def _lose_records(directory: Path) -> None:
-    (directory / "bb.array_record").unlink()
+    (directory / "bb-00000.array_record").unlink()
 
 
 def _cut_manifest(directory: Path) -> None:
@@ -84,13 +84,13 @@ def test_a_flipped_bit_is_an_error_that_says_what_to_do(
     found: Scan, vocabs: NestedMap, tmp_path: Path
 ) -> None:
     records = cached_records(found, vocabs, tmp_path)
-    path = records.directory / "aa.array_record"
+    path = records.directory / "aa-00000.array_record"
     data = bytearray(path.read_bytes())
     for at in range(500, 20_000, 400):
         data[at] ^= 0xFF
     path.write_bytes(bytes(data))
     damaged = Records(records.directory, records.key)
-    message = r"aa\.array_record: record \d+ is damaged .*; delete "
+    message = r"aa-00000\.array_record: record \d+ is damaged .*; delete "
     with pytest.raises(DataError, match=message):
         [damaged.Read(0, position) for position in range(300)]
 
@@ -127,3 +127,28 @@ def test_wide_vocabularies_use_wide_ids(found: Scan, vocabs: NestedMap, tmp_path
     records = cached_records(found, NestedMap(source=Wide(), target=vocabs.target), tmp_path)
     assert records.Read(0, 0)[0][0] == 69_999
     assert json.loads((records.directory / "manifest.json").read_text())["dtype"] == "<u4"
+
+
+def test_shards_hold_the_same_and_few_are_open(
+    found: Scan, vocabs: NestedMap, tmp_path: Path
+) -> None:
+    whole = cached_records(found, vocabs, tmp_path / "whole")
+    records = cached_records(found, vocabs, tmp_path / "shards", pairs_per_shard=7)
+    assert records.languages == whole.languages
+    assert records.shards == {"aa": [7] * 42 + [6], "bb": [7] * 8 + [4], "cc": [7]}
+    assert sorted(p.name for p in records.directory.glob("bb*"))[-1] == "bb-00008.array_record"
+    for position in (*range(300), 3, 299, 0):
+        for ours, theirs in zip(records.Read(0, position), whole.Read(0, position)):
+            assert (ours == theirs).all()
+    assert len(records._open[0]) == _OPEN_SHARDS
+    # The order depends on such shards, so positions saved for others are not taken.
+    assert records.key != whole.key
+    assert cached_records(found, vocabs, tmp_path / "large", pairs_per_shard=100).key == whole.key
+
+
+def test_some_languages_of_a_directory(found: Scan, vocabs: NestedMap, tmp_path: Path) -> None:
+    whole = cached_records(found, vocabs, tmp_path)
+    some = Records(whole.directory, whole.key, ["cc", "aa"])
+    assert some.languages == {"aa": 300, "cc": 7}
+    assert (some.Read(1, 3)[0] == whole.Read(2, 3)[0]).all()
+    assert some.key != whole.key

@@ -7,6 +7,7 @@ import pytest
 from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.dev_set import DevSet
 from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.opening import MAX_LINE_BYTES
 from lingvo_moe.tasks.mt.input.scan import scan
 from lingvo_moe.tasks.mt.input.vocab_cache import sample_pairs
 
@@ -17,7 +18,7 @@ BAD = (
     b"empty english\t \n"  # 4
     b"bad \xff utf8\tx\n"  # 5
     + b"x"
-    * (tsv.MAX_LINE_BYTES * 3)  # 6
+    * (MAX_LINE_BYTES * 3)  # 6
     + b"\tlong\n"
     b" spaces \t two \tmore\tcolumns\r\n"  # 7
     b"\n"  # 8

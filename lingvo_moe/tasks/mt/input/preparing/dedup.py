@@ -1,0 +1,69 @@
+"""Finds the first of equal pairs by their hashes, on disk: memory does not grow with the number of pairs.
+
+Hashes (uint64) and where they stand are dealt out to files by their top bits, so that equal ones meet in one file,
+and each file is sorted in memory by itself. It takes 25 bytes of disk a pair. Two different pairs of a billion are
+taken for equal with a probability of 3%.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+HASHES_AT_ONCE = 4_000_000  # some 200 MB while they are sorted
+_READ_AT_ONCE = 1_000_000
+_ENTRY = np.dtype([("hash", "<u8"), ("place", "<u8")])
+
+
+def keep_first(
+    hashes: Sequence[Path], directory: Path, at_once: int = HASHES_AT_ONCE
+) -> np.ndarray:
+    """Which of N pairs are the first with their hash.
+
+    Args:
+        hashes: files of little-endian uint64, one after the other.
+        directory: for temporary files; the caller removes them.
+        at_once: hashes that are sorted in memory together, about.
+
+    Returns:
+        bool [N], on disk (a memory map) where there are any.
+    """
+    total = sum(path.stat().st_size for path in hashes) // 8
+    if not total:
+        return np.zeros(0, bool)
+    keep = np.memmap(directory / "keep", bool, "w+", shape=(total,))
+    parts = math.ceil(total / at_once)
+    if parts == 1:
+        _mark_first(np.concatenate(list(_entries(hashes))), keep)
+        return keep
+    for entries in _entries(hashes):
+        part = (entries["hash"] >> np.uint64(32)) % np.uint64(parts)
+        order = np.argsort(part, kind="stable")
+        edges = np.searchsorted(part[order], np.arange(parts + 1))
+        for i in range(parts):
+            with open(directory / f"part-{i}", "ab") as file:
+                entries[order[edges[i] : edges[i + 1]]].tofile(file)
+    for i in range(parts):
+        path = directory / f"part-{i}"
+        _mark_first(np.fromfile(path, _ENTRY), keep)
+        path.unlink()
+    return keep
+
+
+def _entries(hashes: Sequence[Path]) -> Iterator[np.ndarray]:
+    place = 0
+    for path in hashes:
+        with open(path, "rb") as file:
+            while (values := np.fromfile(file, "<u8", _READ_AT_ONCE)).size:
+                entries = np.empty(values.size, _ENTRY)
+                entries["hash"] = values
+                entries["place"] = np.arange(place, place + values.size)
+                place += values.size
+                yield entries
+
+
+def _mark_first(entries: np.ndarray, keep: np.ndarray) -> None:
+    # np.unique gives the first of equal ones, and entries are in the order of their places.
+    _, first = np.unique(entries["hash"], return_index=True)
+    keep[entries["place"][first]] = True

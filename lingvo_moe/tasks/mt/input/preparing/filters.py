@@ -1,0 +1,66 @@
+"""Which pairs are left out, and why."""
+
+from dataclasses import dataclass
+
+from lingvo_moe.tasks.mt.input.clean import MAX_LENGTH_RATIO
+from lingvo_moe.tasks.mt.input.scripts import in_script, scripts_of
+
+# Below so many characters lengths differ by chance.
+_SHORT = 20
+
+# By the order in which they are looked for; those of lines, those of pairs, and what is decided about good pairs.
+REASONS = {
+    "no_tab": "a TSV line with too few columns",
+    "bad_json": "a line that is no JSON object",
+    "no_field": "a JSON object without source or target",
+    "no_language": "a line that names no language, or no code of one",
+    "invalid_utf8": "bytes that are no UTF-8",
+    "too_long_line": "a line of more than 20,000 bytes",
+    "empty": "a side without text",
+    "no_letters": "a side without a letter",
+    "too_long": "a side of more than --max_chars characters",
+    "length_ratio": "a side more than --max_ratio times as long as the other",
+    "equal_sides": "source and target are the same",
+    "wrong_script": "the source is not in its language's script",
+    "wrong_target_script": "the target is not in its language's script",
+    "held_out": "the target is a held-out sentence",
+    "duplicate": "the pair was there before",
+    "no_tokens": "a side that the tokeniser makes nothing of",
+}
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a pair must be like.
+
+    Attributes:
+        max_chars: of a side, characters.
+        max_ratio: of the longer side's characters to the shorter's, where the longer has more than 20.
+        check_script: whether sides must be in the script of their language.
+        target_lang: the code of the target language.
+    """
+
+    max_chars: int = 1000
+    max_ratio: float = MAX_LENGTH_RATIO
+    check_script: bool = True
+    target_lang: str = "en"
+
+    def Reason(self, lang: str, source: str, target: str) -> str:
+        """Why a pair of tidy texts is left out: a key of REASONS; '' for a good one."""
+        if not source or not target:
+            return "empty"
+        if not any(map(str.isalpha, source)) or not any(map(str.isalpha, target)):
+            return "no_letters"
+        shorter, longer = sorted((len(source), len(target)))
+        if longer > self.max_chars:
+            return "too_long"
+        if longer > _SHORT and longer > self.max_ratio * shorter:
+            return "length_ratio"
+        if source.casefold() == target.casefold():
+            return "equal_sides"
+        if self.check_script:
+            if not in_script(source, scripts_of(lang)):
+                return "wrong_script"
+            if not in_script(target, scripts_of(self.target_lang)):
+                return "wrong_target_script"
+        return ""

@@ -1,0 +1,376 @@
+"""Makes a prepared data set out of parallel text, in four stages; each is kept until all are done.
+
+read (a job a source) -> languages (a job a language: duplicates, held-out pairs) -> vocabularies -> records (a job a
+language). What a job made lies in a directory beside the output, named by the settings that it depends on, so the same
+command goes on where it was stopped, and other vocabulary sizes do not read the text again.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lingvo_moe.core import files
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.tasks.mt.input import prepared
+from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.mixing import temperature_weights
+from lingvo_moe.tasks.mt.input.preparing import language_stage as languages
+from lingvo_moe.tasks.mt.input.preparing import read_stage as reading
+from lingvo_moe.tasks.mt.input.preparing import token_stages as tokens
+from lingvo_moe.tasks.mt.input.preparing.filters import Rules
+from lingvo_moe.tasks.mt.input.preparing.formats import read_source
+from lingvo_moe.tasks.mt.input.preparing.sources import Fields, Found, Source, find_sources
+from lingvo_moe.tasks.mt.input.preparing.workers import run_jobs
+from lingvo_moe.tasks.mt.input.records import records_key, write_manifest
+from lingvo_moe.tasks.mt.input.scan import Progress, Scan, quiet
+from lingvo_moe.tasks.mt.input.shards import PAIRS_PER_SHARD, shard_file
+from lingvo_moe.tasks.mt.input.vocab_cache import VocabOptions, load_vocabularies
+
+_VERSION = 1  # change it when the same settings would give other data
+_SMALL = 2_000_000  # bytes that one process reads before others would have started
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class PrepareOptions:
+    """How data is prepared.
+
+    Attributes:
+        vocab: sizes of the vocabularies, the sample and its temperature, which is the table's T too.
+        fields, rules: what is read and kept.
+        dev_share: of sentences to hold out where no held-out pairs are given; see split.is_held_out.
+        max_dev: the most held-out pairs a language, where they are drawn.
+        pairs_per_shard: the most pairs in a shard.
+        workers: processes.
+        tfds: names of TFDS builders to read too.
+    """
+
+    vocab: VocabOptions
+    fields: Fields = dataclasses.field(default_factory=Fields)
+    rules: Rules = dataclasses.field(default_factory=Rules)
+    dev_share: float = 0.01
+    max_dev: int = 1000
+    pairs_per_shard: int = PAIRS_PER_SHARD
+    workers: int = 1
+    tfds: tuple[str, ...] = ()
+
+
+def prepare(
+    inputs: Sequence[str | os.PathLike],
+    output: str | os.PathLike,
+    options: PrepareOptions,
+    progress: Progress = quiet,
+) -> dict[str, Any]:
+    """Writes a prepared data set, whole or not at all. Returns what its prepared.json holds.
+
+    Args:
+        inputs: files and directories of parallel text; see sources.py.
+        output: the directory to make. Older prepared data there is replaced; anything else is left alone.
+        options: how.
+        progress: called with a line of text now and then.
+
+    Raises:
+        DataError: an input is missing, damaged or of no known form, nothing is left of it, a vocabulary is too large
+            for it, or `output` holds other files.
+    """
+    output = Path(output)
+    _check_replaceable(output)
+    found = find_sources(inputs, options.fields)
+    found.train += [Source("tfds", name, None) for name in options.tfds]
+    for note in found.notes:
+        _log.warning("%s", note)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    work = output.with_name(f".{output.name}.preparing")
+    with _alone(work, output):
+        summary = _Preparation(found, work, options, progress).Run(output)
+        shutil.rmtree(work)
+    return summary
+
+
+def _check_replaceable(output: Path) -> None:
+    if output.is_file():
+        raise DataError(f"--output={output} is a file; name a directory")
+    if output.exists() and any(output.iterdir()) and not (output / prepared.SUMMARY).exists():
+        raise DataError(
+            f"--output={output} holds files that are no prepared data; name an empty or new directory"
+        )
+
+
+@contextlib.contextmanager
+def _alone(work: Path, output: Path) -> Iterator[None]:
+    work.mkdir(exist_ok=True)
+    with open(work / "lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            raise DataError(f"another process is preparing {output}; wait until it is done") from e
+        yield
+
+
+class _Preparation:
+    """The stages, in order."""
+
+    def __init__(self, found: Found, work: Path, options: PrepareOptions, progress: Progress):
+        self._found, self._work, self._options, self._progress = found, work, options, progress
+        read = [
+            *(_described(source) for source in found.train + found.dev),
+            dataclasses.asdict(options.fields),
+            dataclasses.asdict(options.rules),
+            (options.dev_share, options.max_dev),
+        ]
+        self._read_key = _key(read)
+        vocab = options.vocab
+        sizes = (vocab.source_size, vocab.target_size, vocab.temperature, vocab.max_sentences)
+        self._vocab_key = _key([self._read_key, sizes])
+        self._records_key = _key([self._vocab_key, options.pairs_per_shard])
+        keys = (self._read_key, self._vocab_key, self._records_key)
+        for path in work.iterdir():
+            # What other settings left, and what was cut off while it was written.
+            if path.is_dir() and not path.name.endswith(keys):
+                shutil.rmtree(path)
+            elif path.is_dir():
+                for cut_off in path.glob(".*"):
+                    shutil.rmtree(cut_off, ignore_errors=True)
+        size = sum(path.stat().st_size for source in found.train for path in source.files)
+        self._workers = 1 if size < _SMALL else options.workers
+        self._tables: dict[str, reading.LanguageCounts] = {}
+        self._characters: dict[str, set[str]] = {"source": set(), "target": set()}
+
+    def Run(self, output: Path) -> dict[str, Any]:
+        self._Read()
+        directories = self._Languages()
+        self._Vocabularies(directories)
+        records = self._Records(directories)
+        summary = self._Summary(directories, records)
+        self._progress(f"writing {output}")
+        self._Assemble(output, directories, records, summary)
+        return summary
+
+    def _Read(self) -> None:
+        """Reads all sources, and adds up what was found."""
+        place, options = self._work / f"read-{self._read_key}", self._options
+        place.mkdir(exist_ok=True)
+        dev_keys = self._DevKeys(place)
+        jobs = [
+            reading.ReadJob(
+                source,
+                options.fields,
+                options.rules,
+                options.dev_share,
+                dev_keys,
+                str(place / f"{i:05d}"),
+            )
+            for i, source in enumerate(self._found.train)
+        ]
+        self._parts = self._Stage(reading.read_stage, jobs, "reading, {} of {} sources", "lines")
+        for part in self._parts:
+            summary = json.loads((Path(part) / reading.SUMMARY).read_text())
+            for warning in summary["warnings"]:
+                _log.warning("%s", warning)
+            for side, characters in summary["characters"].items():
+                self._characters[side].update(characters)
+            for lang, counts in summary["languages"].items():
+                _add(self._tables.setdefault(lang, reading.LanguageCounts()), counts)
+
+    def _DevKeys(self, place: Path) -> str | None:
+        """The file of hashes of given held-out sentences; None where none are given."""
+        if not self._found.dev:
+            return None
+        self._progress("reading the held-out pairs")
+        hashes: set[int] = set()
+        self._dev_languages: set[str] = set()
+        for source in self._found.dev:
+            lines = read_source(source, self._options.fields)
+            hashes |= reading.dev_key_hashes(_noting_languages(lines, self._dev_languages))
+        path = place / "dev_keys"
+        files.write_atomic(path, np.array(sorted(hashes), np.uint64).tobytes())
+        return str(path)
+
+    def _Languages(self) -> dict[str, str]:
+        """Makes the training and held-out files; returns a directory for each language that has pairs."""
+        place, given = self._work / f"languages-{self._read_key}", self._found.dev
+        place.mkdir(exist_ok=True)
+        langs = {lang for lang in self._tables if lang != reading.NO_LANGUAGE}
+        langs |= self._dev_languages if given else set()
+        jobs = [
+            languages.LanguageJob(
+                lang,
+                tuple(self._parts),
+                tuple(s for s in given if s.lang in (lang, None)) if given else None,
+                self._options.fields,
+                self._options.max_dev,
+                str(place / lang),
+            )
+            for lang in sorted(langs)
+        ]
+        made = self._Stage(
+            languages.language_stage, jobs, "looking for duplicates, {} of {} languages"
+        )
+        return {job.lang: directory for job, directory in zip(jobs, made)}
+
+    def _Vocabularies(self, directories: Mapping[str, str]) -> None:
+        found = {lang: _summary(directory) for lang, directory in directories.items()}
+        pairs = {lang: about["kept"] for lang, about in found.items() if about["kept"]}
+        if not pairs:
+            dropped = sum((c.dropped for c in self._tables.values()), Counter[str]())
+            raise DataError(
+                f"no pair is left of the input: {reading.explain(dropped) or 'it is empty'}"
+            )
+        train = {lang: Path(directories[lang]) / languages.TRAIN for lang in pairs}
+        digests = {lang: found[lang]["digest"] for lang in pairs}
+        self._scan = Scan(train, pairs, {}, prepared.fingerprint(digests))
+        place = self._work / f"vocab-{self._vocab_key}"
+        place.mkdir(exist_ok=True)
+        jobs = [
+            tokens.VocabularyJob(
+                side,
+                self._scan,
+                self._options.vocab,
+                "".join(sorted(self._characters[side])),
+                str(place / f"{side}.model"),
+            )
+            for side in ("target", "source")  # the one that small data cannot fill first
+        ]
+        self._Stage(tokens.vocabulary_stage, jobs, "training vocabularies, {} of {}")
+        self._vocabs: NestedMap = load_vocabularies(place)
+
+    def _Records(self, directories: Mapping[str, str]) -> dict[str, str]:
+        place = self._work / f"records-{self._records_key}"
+        place.mkdir(exist_ok=True)
+        jobs = [
+            tokens.RecordsJob(
+                lang,
+                directories[lang],
+                str(self._work / f"vocab-{self._vocab_key}"),
+                self._options.pairs_per_shard,
+                str(place / lang),
+            )
+            for lang in self._scan.pairs
+        ]
+        made = self._Stage(tokens.records_stage, jobs, "tokenising, {} of {} languages", "pairs")
+        return {job.lang: directory for job, directory in zip(jobs, made)}
+
+    def _Stage(
+        self, function: Callable, jobs: Sequence[Any], doing: str, told: str = ""
+    ) -> list[str]:
+        def show(done: int, count: int, seconds: float) -> None:
+            text = doing.format(done, len(jobs))
+            rate = count / max(seconds, 1e-9)
+            self._progress(f"{text}: {count:,} {told}, {rate:,.0f} a second" if told else text)
+
+        return run_jobs(function, jobs, self._workers, show)
+
+    def _Summary(
+        self, directories: Mapping[str, str], records: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """What prepared.json says."""
+        kept, options = self._scan.pairs, self._options
+        shares = {t: temperature_weights(kept, t) for t in (1.0, options.vocab.temperature)}
+        about: dict[str, dict[str, Any]] = {}
+        for lang in sorted({*self._tables, *directories}):
+            counts = self._tables.get(lang, reading.LanguageCounts())
+            found = _summary(directories[lang]) if lang in directories else {"kept": 0, "dev": 0}
+            dropped = counts.dropped + Counter(duplicate=found.pop("duplicates", 0))
+            dropped["held_out"] -= 0 if self._found.dev else found["dev"]
+            about[lang] = {"read": counts.read, **found, "source_tokens": 0, "target_tokens": 0}
+            about[lang]["pairs"] = found["kept"]
+            if lang in records:
+                shards = tokens.shards_of(records[lang])
+                dropped["no_tokens"] += sum(shards.dropped.values())
+                about[lang]["kept"] -= dropped["no_tokens"]
+                about[lang]["source_tokens"] = shards.source_tokens
+                about[lang]["target_tokens"] = shards.target_tokens
+                about[lang]["share_at_1"] = shares[1.0][lang]
+                about[lang]["share"] = shares[options.vocab.temperature][lang]
+            about[lang] |= {"dropped": dict(+dropped), "examples": counts.examples}
+        return {
+            "format": prepared.FORMAT,
+            "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "inputs": [source.path for source in self._found.train],
+            "target_language": options.fields.target_lang,
+            "temperature": options.vocab.temperature,
+            "vocabularies": {side: self._vocabs[side].size for side in ("source", "target")},
+            "records": records_key(self._scan.fingerprint, self._vocabs),
+            "languages": {lang: a for lang, a in about.items() if lang in records},
+            "left_out": {lang: a for lang, a in about.items() if lang not in records},
+        }
+
+    def _Assemble(
+        self,
+        output: Path,
+        directories: Mapping[str, str],
+        records: Mapping[str, str],
+        summary: Mapping[str, Any],
+    ) -> None:
+        with files.replaced_directory(output) as temp:
+            for name in ("dev", "vocab", "records"):
+                (temp / name).mkdir()
+            for lang, directory in directories.items():
+                train, dev = (Path(directory) / name for name in (languages.TRAIN, languages.DEV))
+                _place(train, temp / f"{lang}.tsv.gz")
+                _place(dev, temp / "dev" / f"{lang}.tsv.gz")
+            for side in ("source", "target"):
+                model = self._work / f"vocab-{self._vocab_key}" / f"{side}.model"
+                _place(model, temp / "vocab" / model.name)
+            entries = {lang: tokens.shards_of(directory) for lang, directory in records.items()}
+            for lang, entry in entries.items():
+                for i in range(len(entry.records)):
+                    shard = shard_file(Path(records[lang]), lang, i)
+                    _place(shard, temp / "records" / shard.name)
+            write_manifest(temp / "records", summary["records"], self._vocabs, entries)
+            text = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
+            files.write_atomic(temp / prepared.SUMMARY, text.encode())
+
+
+def _summary(directory: str) -> dict[str, Any]:
+    return json.loads((Path(directory) / languages.SUMMARY).read_text())
+
+
+def _place(path: Path, target: Path) -> None:
+    """The same file under another name, so that what was made stays until all is done; a copy where it must be."""
+    if not path.exists():
+        return
+    try:
+        os.link(path, target)
+    except OSError:
+        shutil.copyfile(path, target)
+
+
+def _described(source: Source) -> dict[str, Any]:
+    """What changes when a source does."""
+    stats = [(p.stat().st_size, p.stat().st_mtime_ns) for p in source.files]
+    paths = [str(p.resolve()) for p in source.files]
+    return {**dataclasses.asdict(source), "paths": paths, "stats": stats}
+
+
+def _key(settings: Any) -> str:
+    text = json.dumps([_VERSION, settings])
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _add(total: reading.LanguageCounts, counts: Mapping[str, Any]) -> None:
+    total.read += counts["read"]
+    total.kept += counts["kept"]
+    total.dropped.update(counts["dropped"])
+    for reason, examples in counts["examples"].items():
+        told = total.examples.setdefault(reason, [])
+        told.extend(examples[: reading.EXAMPLES - len(told)])
+
+
+def _noting_languages(lines: Iterator, languages_seen: set[str]) -> Iterator:
+    for line in lines:
+        if line.lang and not line.reason:
+            languages_seen.add(line.lang)
+        yield line

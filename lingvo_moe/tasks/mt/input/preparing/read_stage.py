@@ -1,0 +1,198 @@
+"""The first stage: reads a source, tidies and filters its pairs, holds some out, and writes what is left by language.
+
+A directory holds what was made of one source: `<lang>.tsv`, `<lang>.hashes` (a hash a pair, for duplicates),
+`<lang>.held_out` (pairs of held-out sentences) and `summary.json`.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from lingvo_moe.core import files
+from lingvo_moe.tasks.mt.input import split
+from lingvo_moe.tasks.mt.input.clean import sentence_key, tidy_text
+from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.preparing.filters import REASONS, Rules
+from lingvo_moe.tasks.mt.input.preparing.formats import Line, read_source
+from lingvo_moe.tasks.mt.input.preparing.sources import Fields, Source
+from lingvo_moe.tasks.mt.input.tsv import BAD_LINES_TOLD
+
+SUMMARY = "summary.json"
+NO_LANGUAGE = "?"  # under which lines without a language are counted
+EXAMPLES = 3  # of what was dropped, by language and reason
+_EXAMPLE_CHARS = 60
+_WRITTEN_AT_ONCE = 2000
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadJob:
+    """What is to be done with one source.
+
+    Attributes:
+        source, fields, rules: what to read and what to keep.
+        dev_share: of sentences to hold out; see split.is_held_out.
+        dev_keys: a file of the hashes of held-out sentences' keys, uint64; None to hold out by `dev_share`.
+        output: the directory to make.
+    """
+
+    source: Source
+    fields: Fields
+    rules: Rules
+    dev_share: float
+    dev_keys: str | None
+    output: str
+
+
+@dataclasses.dataclass
+class LanguageCounts:
+    """Of one language: lines read, pairs kept (duplicates among them) and dropped by reason, with examples."""
+
+    read: int = 0
+    kept: int = 0
+    dropped: Counter[str] = dataclasses.field(default_factory=Counter)
+    examples: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+
+    def Drop(self, reason: str, example: str) -> None:
+        self.dropped[reason] += 1
+        told = self.examples.setdefault(reason, [])
+        if example and len(told) < EXAMPLES:
+            told.append(example)
+
+
+def read_stage(job: ReadJob, told: Callable[[int], None]) -> str:
+    """Does a job, whole or not at all; nothing when it was done. Returns its directory.
+
+    Args:
+        told: called with the number of lines read since the last call.
+
+    Raises:
+        DataError: see read_source; or none of the lines of a source can be used.
+    """
+    output = Path(job.output)
+    if (output / SUMMARY).exists():
+        return job.output
+    with files.replaced_directory(output) as temp:
+        _Reader(job, temp).Run(told)
+    return job.output
+
+
+class _Reader:
+    """Goes through the lines of a source."""
+
+    def __init__(self, job: ReadJob, directory: Path):
+        self._job, self._directory = job, directory
+        self._languages: dict[str, LanguageCounts] = {}
+        self._texts: dict[str, list[str]] = {}  # file name -> lines to write
+        self._hashes: dict[str, list[int]] = {}
+        self._characters: dict[str, set[str]] = {"source": set(), "target": set()}
+        self._warnings: list[str] = []
+        self._dev_keys: frozenset[int] | None = None
+        if job.dev_keys:
+            self._dev_keys = frozenset(np.fromfile(job.dev_keys, np.uint64).tolist())
+
+    def Run(self, told: Callable[[int], None]) -> None:
+        since = 0
+        for line in read_source(self._job.source, self._job.fields):
+            since += 1
+            self._Line(line)
+            if since == _WRITTEN_AT_ONCE:
+                self._Flush()
+                told(since)
+                since = 0
+        self._Flush()
+        told(since)
+        counts = self._languages.values()
+        if counts and not sum(c.read - sum(c.dropped[r] for r in LINE_REASONS) for c in counts):
+            total = sum((c.dropped for c in counts), Counter[str]())
+            raise DataError(
+                f"{self._job.source.path}: no line can be used: {explain(total)}; the first: {self._warnings[0]}"
+            )
+        summary = {
+            "languages": {lang: vars(c) for lang, c in self._languages.items()},
+            "characters": {side: "".join(sorted(c)) for side, c in self._characters.items()},
+            "warnings": self._warnings,
+        }
+        files.write_atomic(self._directory / SUMMARY, json.dumps(summary).encode())
+
+    def _Line(self, line: Line) -> None:
+        counts = self._Counts(line.lang or NO_LANGUAGE)
+        counts.read += 1
+        if line.reason:
+            counts.Drop(line.reason, "")
+            self._Warn(line)
+            return
+        lang, source, target = (
+            line.lang or NO_LANGUAGE,
+            tidy_text(line.source),
+            tidy_text(line.target),
+        )
+        if reason := self._job.rules.Reason(lang, source, target):
+            counts.Drop(reason, _example(source, target))
+            return
+        if self._HeldOut(target):
+            counts.Drop("held_out", _example(source, target))
+            self._texts.setdefault(f"{lang}.held_out", []).append(f"{source}\t{target}\n")
+            return
+        counts.kept += 1
+        self._texts.setdefault(f"{lang}.tsv", []).append(f"{source}\t{target}\n")
+        self._hashes.setdefault(f"{lang}.hashes", []).append(pair_hash(source, target))
+        for side, text in (("source", source), ("target", target)):
+            if not text.isascii():
+                self._characters[side].update(text)
+
+    def _HeldOut(self, target: str) -> bool:
+        key = sentence_key(target)
+        if self._dev_keys is not None:
+            return split.text_hash(key) in self._dev_keys
+        return split.is_held_out(key, self._job.dev_share)
+
+    def _Counts(self, lang: str) -> LanguageCounts:
+        if lang not in self._languages:
+            self._languages[lang] = LanguageCounts()
+        return self._languages[lang]
+
+    def _Warn(self, line: Line) -> None:
+        if len(self._warnings) < BAD_LINES_TOLD:
+            source = self._job.source
+            self._warnings.append(f"{source.path}:{line.number}: {REASONS[line.reason]}")
+
+    def _Flush(self) -> None:
+        """Appends what has come together; files are not kept open, for there may be hundreds of languages."""
+        for name, lines in self._texts.items():
+            with open(self._directory / name, "ab") as file:
+                file.write("".join(lines).encode("utf-8"))
+        for name, hashes in self._hashes.items():
+            with open(self._directory / name, "ab") as file:
+                np.array(hashes, "<u8").tofile(file)
+        self._texts, self._hashes = {}, {}
+
+
+LINE_REASONS = ("no_tab", "bad_json", "no_field", "no_language", "invalid_utf8", "too_long_line")
+
+
+def dev_key_hashes(lines: Iterator[Line]) -> set[int]:
+    """Hashes of the keys of held-out sentences, as ReadJob.dev_keys holds them."""
+    return {split.text_hash(sentence_key(line.target)) for line in lines if not line.reason}
+
+
+def pair_hash(source: str, target: str) -> int:
+    """64 bits of a pair, the same for pairs that differ only in case."""
+    data = f"{source}\t{target}".casefold().encode()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
+
+
+def explain(dropped: Counter[str]) -> str:
+    """Counts by reason, for people: '2 x a line that is no JSON object'."""
+    return ", ".join(f"{n:,} x {REASONS[reason]}" for reason, n in dropped.most_common() if n)
+
+
+def _example(source: str, target: str) -> str:
+    return " | ".join(
+        text if len(text) <= _EXAMPLE_CHARS else f"{text[: _EXAMPLE_CHARS - 1]}…"
+        for text in (source, target)
+    )

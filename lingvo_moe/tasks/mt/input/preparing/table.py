@@ -1,0 +1,61 @@
+"""The table of a prepared data set: a row a language, and what was dropped, with examples."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from lingvo_moe.tasks.mt.input.preparing.filters import REASONS
+
+_COLUMNS = ("read", "kept", "dev")
+_LAST = ("source tokens", "target tokens", "share T=1", "share T={}")
+
+
+def format_table(summary: Mapping[str, Any]) -> str:
+    """The table of prepared.json's contents."""
+    languages = {**summary["languages"], **summary["left_out"]}
+    dropped = Counter[str]()
+    for about in languages.values():
+        dropped.update(about["dropped"])
+    reasons = [reason for reason in REASONS if dropped[reason]]
+    last = [name.format(f"{summary['temperature']:g}") for name in _LAST]
+    rows = [["", *_COLUMNS, *(reason.replace("_", " ") for reason in reasons), *last]]
+    for lang, about in sorted(languages.items()):
+        rows.append([lang, *_numbers(about, reasons), *_shares(about)])
+    total = {name: sum(a[name] for a in languages.values()) for name in (*_COLUMNS, *_TOKENS)}
+    rows.append(["all", *_numbers({**total, "dropped": dropped}, reasons)])
+    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))]
+        ).rstrip()
+        for row in rows
+    )
+
+
+def format_examples(summary: Mapping[str, Any]) -> str:
+    """A line a reason that occurred: how often, what it means, and a pair that was dropped for it; '' for none."""
+    languages = {**summary["languages"], **summary["left_out"]}
+    lines = []
+    for reason, meaning in REASONS.items():
+        total = sum(about["dropped"].get(reason, 0) for about in languages.values())
+        if not total:
+            continue
+        lines.append(f"  {total:,} {reason.replace('_', ' ')}: {meaning}")
+        for lang, about in sorted(languages.items()):
+            if examples := about["examples"].get(reason):
+                lines.append(f"      {lang}: {examples[0]}")
+                break
+    return "\n".join(["dropped:", *lines]) if lines else ""
+
+
+_TOKENS = ("source_tokens", "target_tokens")
+
+
+def _numbers(about: Mapping[str, Any], reasons: list[str]) -> list[str]:
+    numbers = [about[name] for name in _COLUMNS]
+    numbers += [about["dropped"].get(reason, 0) for reason in reasons]
+    return [f"{n:,}" for n in [*numbers, *(about[name] for name in _TOKENS)]]
+
+
+def _shares(about: Mapping[str, Any]) -> list[str]:
+    return [f"{about[name]:.2%}" for name in ("share_at_1", "share") if name in about]

@@ -1,0 +1,119 @@
+"""Reads pairs out of a TensorFlow Datasets builder, such as TranslateFolder over files that are at hand.
+
+tensorflow_datasets is imported when a builder is named, and not before.
+"""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from lingvo_moe.core.suggest import did_you_mean
+from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.preparing.formats import Line, pairs_of_item
+from lingvo_moe.tasks.mt.input.preparing.sources import Fields
+
+FOLDER = "TranslateFolder:"
+
+
+def read_builder(name: str, fields: Fields) -> Iterator[Line]:
+    """Streams the pairs of a builder's split `train`.
+
+    Args:
+        name: a registered builder with its config, as tfds.builder takes it; or 'TranslateFolder:DIR'.
+        fields: names the target language.
+
+    Raises:
+        DataError: TFDS is not installed, there is no such builder, it has no such split or no translations, or its
+            data is not there and cannot be got.
+    """
+    builder = _builder(name)
+    languages = _languages(builder)
+    if fields.target_lang not in languages:
+        what = (
+            f"only of {sorted(languages)}" if languages else "for it is no data set of translations"
+        )
+        raise DataError(
+            f"--tfds={name}: no translations into {fields.target_lang!r} (--target_lang), {what}"
+        )
+    _prepare(name, builder)
+    splits = list(builder.info.splits)
+    if "train" not in splits:
+        raise DataError(f"--tfds={name} has no split 'train'{did_you_mean('train', splits)}")
+    import tensorflow_datasets as tfds
+
+    number = 0
+    for example in tfds.as_numpy(builder.as_dataset(split="train")):
+        for item in _texts(example):
+            number += 1
+            yield from pairs_of_item(number, {"translation": item}, None, fields)
+
+
+def _builder(name: str) -> Any:
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    try:
+        import tensorflow_datasets as tfds
+    except ImportError as e:
+        raise DataError(
+            f"--tfds={name} needs TensorFlow Datasets, which is not here ({e}): pip install tensorflow-datasets"
+        ) from e
+    if name.startswith(FOLDER):
+        folder = name.removeprefix(FOLDER)
+        if not os.path.isdir(folder):
+            raise DataError(
+                f"--tfds={name}: there is no directory {folder!r}; it holds <lang>.train.txt and en.train.txt"
+            )
+        try:
+            return tfds.TranslateFolder(folder)
+        except Exception as e:
+            raise DataError(
+                f"--tfds={name}: the directory must hold <lang>.train.txt and en.train.txt, of as many lines, and"
+                f" nothing else: {e}"
+            ) from e
+    try:
+        return tfds.builder(name)
+    except Exception as e:
+        known = tfds.list_builders(with_community_datasets=False)
+        near = did_you_mean(name.partition("/")[0], known) if name not in known else ""
+        raise DataError(f"--tfds={name}: no such builder{near}: {str(e).splitlines()[0]}") from e
+
+
+def _prepare(name: str, builder: Any) -> None:
+    """Gets the data of a builder, where it is not there yet."""
+    if name.startswith(FOLDER):
+        return
+    try:
+        builder.download_and_prepare()
+    except Exception as e:
+        raise DataError(
+            f"--tfds={name}: its data is not in {builder.data_dir} and could not be got: {e}"
+        ) from e
+
+
+def _languages(builder: Any) -> set[str]:
+    """The languages of a builder's translations."""
+    import tensorflow_datasets as tfds
+
+    features = builder.info.features
+    kinds = (tfds.features.Translation, tfds.features.TranslationVariableLanguages)
+    for feature in (features, *dict(features).values()):
+        if isinstance(feature, kinds):
+            return set(feature.languages)
+    if isinstance(builder, tfds.TranslateFolder):
+        return set(features)
+    return set()
+
+
+def _texts(example: dict[str, Any]) -> Iterator[dict[str, str]]:
+    """`{language: text}` of each translation in an example, whichever feature it is of."""
+    for value in (example, *example.values()):
+        if not isinstance(value, dict):
+            continue
+        if set(value) == {"language", "translation"}:  # a varying set of languages
+            codes, texts = (value[key].tolist() for key in ("language", "translation"))
+            yield {_text(code): _text(text) for code, text in zip(codes, texts)}
+        elif all(isinstance(text, bytes) for text in value.values()):
+            yield {code: _text(text) for code, text in value.items()}
+
+
+def _text(value: bytes) -> str:
+    return value.decode("utf-8", errors="replace")

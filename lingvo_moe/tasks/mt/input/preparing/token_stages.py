@@ -1,0 +1,107 @@
+"""The third and fourth stages: the two vocabularies, and each language's pairs in their ids."""
+
+import dataclasses
+import json
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+
+from lingvo_moe.core import files
+from lingvo_moe.tasks.mt.input import tsv
+from lingvo_moe.tasks.mt.input.preparing.language_stage import TRAIN
+from lingvo_moe.tasks.mt.input.scan import Scan
+from lingvo_moe.tasks.mt.input.shards import LanguageShards, write_shards
+from lingvo_moe.tasks.mt.input.vocab_cache import (
+    NORMALIZATION,
+    VocabOptions,
+    load_vocabularies,
+    sample_pairs,
+    train_side,
+)
+
+SUMMARY = "summary.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class VocabularyJob:
+    """What is to be done for one vocabulary.
+
+    Attributes:
+        side: 'source' or 'target'.
+        scan: the training files.
+        options: of both vocabularies.
+        characters: all that occur in the data, each of which becomes a piece (see train_vocabulary).
+        output: the file to write.
+    """
+
+    side: str
+    scan: Scan
+    options: VocabOptions
+    characters: str
+    output: str
+
+
+def vocabulary_stage(job: VocabularyJob, told: Callable[[int], None]) -> str:
+    """Trains a vocabulary, unless that was done. Returns its file. Raises DataError, naming the size's flag."""
+    if not Path(job.output).exists():
+        sample = sample_pairs(job.scan, job.options.temperature, job.options.max_sentences)
+        sentences = sample[job.side]
+        missing = _missing(job.characters, sentences, NORMALIZATION[job.side])
+        # Characters so rare that the sample has none are a sentence of their own.
+        model = train_side(
+            sentences + ([" ".join(missing)] if missing else []), job.side, job.options
+        )
+        files.write_atomic(job.output, model)
+    told(1)
+    return job.output
+
+
+def _missing(characters: str, sentences: list[str], normalization: str) -> list[str]:
+    if normalization == "nfkc":
+        characters = unicodedata.normalize("NFKC", characters)
+    left = set(characters)
+    for sentence in sentences:
+        if not sentence.isascii():
+            left.difference_update(sentence)
+    return sorted(c for c in left if not c.isspace())
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordsJob:
+    """What is to be done for one language.
+
+    Attributes:
+        lang: its code.
+        directory: its directory of the second stage.
+        vocab_dir: of both vocabularies.
+        pairs_per_shard: the most that a shard holds.
+        output: the directory to make.
+    """
+
+    lang: str
+    directory: str
+    vocab_dir: str
+    pairs_per_shard: int
+    output: str
+
+
+def records_stage(job: RecordsJob, told: Callable[[int], None]) -> str:
+    """Tokenises a language, whole or not at all; nothing when it was done. Returns its directory.
+
+    Args:
+        told: called with the number of pairs tokenised since the last call.
+    """
+    output = Path(job.output)
+    if not (output / SUMMARY).exists():
+        vocabs = load_vocabularies(job.vocab_dir)
+        with files.replaced_directory(output) as temp:
+            pairs = tsv.read_pairs(Path(job.directory) / TRAIN)
+            shards = write_shards(pairs, temp, job.lang, vocabs, job.pairs_per_shard, told)
+            summary = json.dumps(dataclasses.asdict(shards))
+            files.write_atomic(temp / SUMMARY, summary.encode())
+    return job.output
+
+
+def shards_of(directory: str) -> LanguageShards:
+    """What records_stage wrote into a directory."""
+    return LanguageShards(**json.loads((Path(directory) / SUMMARY).read_text()))

@@ -1,0 +1,95 @@
+"""Writes the tokenised pairs of a language into ArrayRecord shards of a bounded number of pairs."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from array_record.python.array_record_module import ArrayRecordWriter
+
+from lingvo_moe.core.nested_map import NestedMap
+
+# Some 25 MB of short sentences. Reading a record takes longer the more groups a shard has.
+PAIRS_PER_SHARD = 262_144
+_TOKENISED_AT_ONCE = 4096
+_MAX_IDS = 2**16 - 1
+# Records of a group are decoded together, and the index holds a place a group. Measured, for 100,000 records of 90
+# bytes: a read takes 11 us with groups of 32, 240 us with groups of one (whose index is copied for each read).
+_WRITER_OPTIONS = "group_size:32,uncompressed"
+
+
+@dataclass
+class LanguageShards:
+    """What was written of a language.
+
+    Attributes:
+        records, bytes: of each shard.
+        source_tokens, target_tokens: ids in all, without bos and eos.
+        dropped: pairs that gave no record, by reason.
+    """
+
+    records: list[int] = field(default_factory=list)
+    bytes: list[int] = field(default_factory=list)
+    source_tokens: int = 0
+    target_tokens: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+
+
+def shard_file(directory: Path, lang: str, shard: int) -> Path:
+    """Where a shard lies."""
+    return directory / f"{lang}-{shard:05d}.array_record"
+
+
+def id_dtype(vocabs: NestedMap) -> np.dtype:
+    """The dtype of ids on disk: the narrowest that holds those of both vocabularies."""
+    return np.dtype("<u4" if max(vocabs.source.size, vocabs.target.size) > _MAX_IDS else "<u2")
+
+
+def write_shards(
+    pairs: Iterable[tuple[str, str]],
+    directory: Path,
+    lang: str,
+    vocabs: NestedMap,
+    pairs_per_shard: int = PAIRS_PER_SHARD,
+    told: Callable[[int], None] = lambda pairs: None,
+) -> LanguageShards:
+    """Tokenises `(source, target)` texts and writes their shards; see records.py for what a record is.
+
+    Args:
+        told: called with the number of pairs that were done since the last call.
+    """
+    out, dropped = LanguageShards(), Counter[str]()
+    dtype, pairs = id_dtype(vocabs), iter(pairs)
+    writer = None
+    try:
+        while chunk := list(itertools.islice(pairs, _TOKENISED_AT_ONCE)):
+            sources, targets = zip(*chunk)
+            for source, target in zip(
+                vocabs.source.EncodeBatch(sources), vocabs.target.EncodeBatch(targets)
+            ):
+                if not source or not target:
+                    dropped["empty_after_tokenising"] += 1
+                    continue
+                if len(source) > _MAX_IDS:
+                    dropped["too_long"] += 1
+                    continue
+                if writer is None:
+                    path = shard_file(directory, lang, len(out.records))
+                    writer = ArrayRecordWriter(str(path), _WRITER_OPTIONS)
+                    out.records.append(0)
+                writer.write(np.array([len(source), *source, *target], dtype).tobytes())
+                out.records[-1] += 1
+                out.source_tokens += len(source)
+                out.target_tokens += len(target)
+                if out.records[-1] == pairs_per_shard:
+                    writer.close()
+                    writer = None
+            told(len(chunk))
+    finally:
+        if writer is not None:
+            writer.close()
+    out.dropped = dict(dropped)
+    out.bytes = [shard_file(directory, lang, i).stat().st_size for i in range(len(out.records))]
+    return out

@@ -1,0 +1,22 @@
+"""Which sentences are held out: it follows from a hash, so no list of them has to be kept in step."""
+
+import hashlib
+
+# Of sentences of one and two words the share is smaller: longer ones make better references, and a single word that
+# was never seen cannot be translated.
+_SHORT = {1: 1 / 8, 2: 1 / 2}
+
+
+def is_held_out(key: str, share: float) -> bool:
+    """Whether the sentence of a key (clean.sentence_key) is held out, of all languages alike.
+
+    Args:
+        key: the English sentence's key.
+        share: of sentences of three words or more, from 0 to 1.
+    """
+    return text_hash(key) < share * _SHORT.get(key.count(" ") + 1, 1.0) * 2.0**64
+
+
+def text_hash(text: str) -> int:
+    """64 bits that are the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

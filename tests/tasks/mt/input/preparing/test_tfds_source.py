@@ -1,0 +1,90 @@
+"""With the real TensorFlow Datasets; nothing is downloaded."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.preparing.formats import read_source
+from lingvo_moe.tasks.mt.input.preparing.sources import Fields, Source
+
+PAIRS = {"de": ["Haus", "Bäume"], "sw": ["nyumba", "miti"], "en": ["house", "trees"]}
+
+
+def _read(name: str, **fields: str) -> list[tuple]:
+    lines = read_source(Source("tfds", name, None), Fields(**fields))
+    return sorted((line.lang, line.source, line.target, line.reason) for line in lines)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "tfds"))
+
+
+def test_a_folder_of_translations(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for lang, lines in PAIRS.items():
+        (folder / f"{lang}.train.txt").write_text("\n".join(lines) + "\n")
+    expected = [
+        (lang, source, target, "")
+        for lang in ("de", "sw")
+        for source, target in sorted(zip(PAIRS[lang], PAIRS["en"]))
+    ]
+    assert _read(f"TranslateFolder:{folder}") == expected
+    assert {line[0] for line in _read(f"TranslateFolder:{folder}", target_lang="sw")} == {
+        "de",
+        "en",
+    }
+    with pytest.raises(
+        DataError, match=r"no translations into 'fr' .* only of \['de', 'en', 'sw'\]"
+    ):
+        _read(f"TranslateFolder:{folder}", target_lang="fr")
+
+
+def test_a_registered_builder() -> None:
+    import tensorflow_datasets as tfds
+
+    class MadeUpPairs(tfds.core.GeneratorBasedBuilder):
+        VERSION = tfds.core.Version("1.0.0")
+
+        def _info(self):
+            features = {"translation": tfds.features.Translation(["de", "en"])}
+            return tfds.core.DatasetInfo(
+                builder=self, features=tfds.features.FeaturesDict(features)
+            )
+
+        def _split_generators(self, dl_manager):
+            return {"train": self._generate_examples()}
+
+        def _generate_examples(self):
+            for i, (source, target) in enumerate(zip(PAIRS["de"], PAIRS["en"])):
+                yield i, {"translation": {"de": source, "en": target}}
+
+    assert _read("made_up_pairs") == [("de", "Bäume", "trees", ""), ("de", "Haus", "house", "")]
+    with pytest.raises(DataError, match=r"no such builder .did you mean 'made_up_pairs'"):
+        _read("made_up_pair")
+    with pytest.raises(DataError, match=r"mnist: no translations into 'en' .*no data set of trans"):
+        _read("mnist")
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("TranslateFolder:/no/such", "there is no directory '/no/such'; it holds <lang>.train.txt"),
+        ("TranslateFolder:{}", "the directory must hold <lang>.train.txt and en.train.txt"),
+    ],
+)
+def test_folders_of_no_use(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "x").write_bytes(b"\xff\xfe")
+    with pytest.raises(DataError, match=message):
+        _read(name.format(tmp_path))
+
+
+def test_without_tfds_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
+    with pytest.raises(
+        DataError, match=r"needs TensorFlow Datasets.*pip install tensorflow-datasets"
+    ):
+        _read("opus/medical")

@@ -1,0 +1,309 @@
+import gzip
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+
+from lingvo_moe.tasks.mt.input import tsv
+from lingvo_moe.tasks.mt.input.dev_set import DevSet
+from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.pipeline import MtInput
+from lingvo_moe.tasks.mt.input.vocab_cache import load_vocabularies
+from tools import prepare
+
+ROOT = Path(__file__).parents[2]
+_SYLLABLES = [c + v for c in "bdfgklmnprstvw" for v in "aeiou"]
+_SIZES = ["--source_vocab_size=420", "--target_vocab_size=330"]
+
+
+def _sentence(i: int, words: int = 6) -> str:
+    rng = np.random.default_rng(i)
+    return " ".join("".join(rng.choice(_SYLLABLES, 2)) for _ in range(words))
+
+
+def _russian(text: str) -> str:
+    return text.translate(str.maketrans("abdefgiklmnoprstuvw", "абдефгиклмнопрстувш"))
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every form of file, with something wrong in each."""
+    directory = tmp_path_factory.mktemp("prepare") / "texts"
+    directory.mkdir()
+    good = [f"{_sentence(i)[::-1]}\t{_sentence(i)}" for i in range(1500)]
+    bad = ["no tab", "x\t", "gleich\tGleich", "Это не то\tthis is not it", "kurz\t" + "long " * 20]
+    with gzip.open(directory / "de.tsv.gz", "wt", encoding="utf-8") as file:
+        file.write("\n".join([*good, *bad, *good[:7], good[3].upper()]) + "\n")
+    lines = [
+        json.dumps({"source": _russian(_sentence(i)), "target": _sentence(i), "lang": "ru"})
+        for i in range(1000, 1800)
+    ]
+    lines += [json.dumps({"src": "Glück", "tgt": "luck and more", "lang": "de"}), "{]"]
+    (directory / "mixed-pairs.jsonl.zst").write_bytes(
+        zstandard.compress("\n".join([*lines, '{"source": "a", "target": "b"}', ""]).encode())
+    )
+    sources = [f"ŋ{_sentence(i)[1:]}" for i in range(600)]
+    (directory / "web.ee").write_text("\n".join(sources) + "\n")
+    (directory / "web.en").write_text("\n".join(_sentence(i) for i in range(600)) + "\n")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def data(texts: Path) -> Path:
+    arguments = [f"--input={texts}", f"--output={texts.parent}/data", "--dev_share=0.05"]
+    assert prepare.main([*arguments, *_SIZES, "--pairs_per_shard=100", "--max_dev=40"]) == 0
+    return texts.parent / "data"
+
+
+def _summary(data: Path) -> dict:
+    return json.loads((data / "prepared.json").read_text())
+
+
+def test_every_line_is_accounted_for(data: Path) -> None:
+    about = _summary(data)
+    every = {**about["languages"], **about["left_out"]}
+    assert set(about["languages"]) == {"de", "ru", "ee"}
+    assert set(about["left_out"]) == {"?"}
+    for lang, numbers in every.items():
+        lost = sum(numbers["dropped"].values())
+        assert numbers["read"] == numbers["kept"] + numbers["dev"] + lost, lang
+    assert [every[lang]["read"] for lang in ("de", "ru", "ee", "?")] == [1514, 800, 600, 2]
+    dropped = every["de"]["dropped"]
+    once = {"no_tab", "empty", "equal_sides", "wrong_script", "length_ratio"}
+    assert {reason for reason, n in dropped.items() if n == 1} == once
+    assert 6 <= dropped["duplicate"] <= 8
+    assert every["?"]["dropped"] == {"bad_json": 1, "no_language": 1}
+    assert every["de"]["examples"]["wrong_script"] == ["Это не то | this is not it"]
+    for lang in ("de", "ru", "ee"):
+        pairs = list(tsv.read_pairs(data / f"{lang}.tsv.gz"))
+        assert len(pairs) == every[lang]["kept"] == len(set(pairs))
+
+
+def test_what_is_held_out_is_held_out_of_all_languages(data: Path) -> None:
+    dev = {target for _, pairs in DevSet(data).items() for _, target in pairs}
+    assert len(dev) > 40
+    for lang in ("de", "ru", "ee"):
+        assert not dev & {target for _, target in tsv.read_pairs(data / f"{lang}.tsv.gz")}
+        assert 5 < len(DevSet(data)[lang]) <= 40
+
+
+def test_the_trainer_takes_it_as_it_lies(data: Path, tmp_path: Path) -> None:
+    params = MtInput.Params().Set(
+        data_dir=str(data),
+        cache_dir=str(tmp_path / "no cache is needed"),
+        source_vocab_size=420,
+        target_vocab_size=330,
+        batch_size=4,
+    )
+    inputs = params.Instantiate().Prepare()
+    assert not (tmp_path / "no cache is needed").exists()
+    about = _summary(data)["languages"]
+    assert inputs.languages == {lang: numbers["kept"] for lang, numbers in sorted(about.items())}
+    assert len(inputs.records.shards["de"]) > 10
+    pairs = list(tsv.read_pairs(data / "de.tsv.gz"))
+    source, target = inputs.records.Read(0, 1234)
+    assert inputs.vocabs.source.Decode(source.tolist()) == pairs[1234][0]
+    assert inputs.vocabs.target.Decode(target.tolist()) == pairs[1234][1]
+    tokens = [inputs.records.Read(0, i) for i in range(len(pairs))]
+    assert about["de"]["source_tokens"] == sum(len(source) for source, _ in tokens)
+    assert about["de"]["target_tokens"] == sum(len(target) for _, target in tokens)
+
+    iterator = iter(inputs)
+    for _ in range(100):
+        next(iterator)
+    state = json.loads(json.dumps(iterator.GetState()))
+    expected = [next(iterator) for _ in range(3)]
+    resumed = iter(params.Copy().Instantiate())
+    resumed.SetState(state)
+    for batch in expected:
+        assert all((a == b).all() for a, b in zip(batch.Flatten(), next(resumed).Flatten()))
+
+    some = params.Copy().Set(languages=["ru", "ee"]).Instantiate().Prepare()
+    assert list(some.languages) == ["ee", "ru"]
+    with pytest.raises(DataError, match="saved position of the input is of other data"):
+        iter(some).SetState(state)
+
+
+@pytest.mark.parametrize("side, size, prepared", [("source", 8000, 420), ("target", 331, 330)])
+def test_sizes_that_do_not_match_name_both_numbers(
+    data: Path, side: str, size: int, prepared: int
+) -> None:
+    sizes = {"source_vocab_size": 420, "target_vocab_size": 330, f"{side}_vocab_size": size}
+    message = (
+        rf"{side}.model has {prepared} ids, but input.{side}_vocab_size is {size}: set --model_params_override="
+        rf"'input.{side}_vocab_size={prepared};.*or run tools.prepare with --{side}_vocab_size={size}"
+    )
+    with pytest.raises(DataError, match=message):
+        MtInput.Params().Set(data_dir=str(data), **sizes).Instantiate().Prepare()
+
+
+def test_other_vocabularies_than_the_prepared_ones(data: Path, tmp_path: Path) -> None:
+    models = load_vocabularies(data / "vocab")
+    given = {"source": models.target.model_bytes, "target": models.source.model_bytes}
+    p = MtInput.Params().Set(data_dir=str(data), cache_dir=str(tmp_path))
+    inputs = p.Set(source_vocab_size=330, target_vocab_size=420).Instantiate().Prepare(vocabs=given)
+    assert inputs.records.directory.parent == tmp_path
+    assert inputs.languages["de"] == _summary(data)["languages"]["de"]["kept"]
+
+
+def test_every_text_round_trips(data: Path) -> None:
+    vocabs = load_vocabularies(data / "vocab")
+    texts = [*tsv.read_pairs(data / "ru.tsv.gz"), *tsv.read_pairs(data / "ee.tsv.gz")]
+    texts += [("ŋɖɔ 日本語 ქართული 🙂 \ue000", "日本語 ẞ ﬁ 🙂 \u0301"), ("የኢትዮጵያ", "\U0010fffd")]
+    for pair in texts:
+        for side, text in zip(("target", "source"), pair):
+            if side == "target":
+                assert vocabs.target.Decode(vocabs.target.Encode(text)) == text
+            assert 3 not in vocabs[side].Encode(text)  # unknown
+    # Every character that the data holds is a piece of its own, or part of one: no bytes (4 to 259).
+    for source, _ in tsv.read_pairs(data / "ru.tsv.gz"):
+        assert all(i > 259 for i in vocabs.source.Encode(source))
+
+
+def test_the_table_is_printed(
+    data: Path,
+    texts: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    again = ["--dev_share=0.05", *_SIZES, "--pairs_per_shard=100", "--max_dev=40"]
+    assert prepare.main([f"--input={texts}", f"--output={data}", *again]) == 0
+    out = capsys.readouterr().out
+    assert "bad json" in out and "share T=5" in out
+    (row,) = [line for line in out.splitlines() if line.startswith("de ")]
+    assert row.split()[1] == "1,514"
+    assert "de: Это не то | this is not it" in out
+    assert "mixed-pairs.jsonl.zst:802: a line that is no JSON object" in caplog.text
+    assert not list(data.parent.glob(".*"))
+
+
+def test_given_held_out_pairs_stay_as_they_are(texts: Path, tmp_path: Path) -> None:
+    first = _sentence(1000)
+    (tmp_path / "in" / "dev").mkdir(parents=True)
+    (tmp_path / "in" / "dev" / "ru.tsv").write_text(f"<b>да</b> \t  {first}\nнет\tno, &amp; no!\n")
+    text = gzip.decompress((texts / "de.tsv.gz").read_bytes())
+    (tmp_path / "in" / "de.tsv").write_bytes(text)
+    arguments = [f"--input={tmp_path / 'in'}", f"--output={tmp_path / 'out'}", *_SIZES]
+    assert prepare.main(arguments) == 0
+    assert DevSet(tmp_path / "out")["ru"] == [("<b>да</b>", first), ("нет", "no, &amp; no!")]
+    assert first not in {target for _, target in tsv.read_pairs(tmp_path / "out" / "de.tsv.gz")}
+    about = _summary(tmp_path / "out")
+    assert about["languages"]["de"]["dropped"]["held_out"] == 1
+    assert about["left_out"]["ru"]["dev"] == 2
+
+
+def test_stopped_and_gone_on_gives_the_same(texts: Path, data: Path, tmp_path: Path) -> None:
+    output = tmp_path / "data"
+    command = [sys.executable, "-m", "tools.prepare", f"--input={texts}", f"--output={output}"]
+    command += ["--dev_share=0.05", *_SIZES, "--pairs_per_shard=100", "--max_dev=40"]
+    work = tmp_path / ".data.preparing"
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not list(work.glob("read-*/00000")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        err = process.communicate(timeout=60)[1]
+    assert process.returncode == 130, err
+    assert "stopped; the same command goes on from here" in err
+    assert not output.exists()
+    done = next(work.glob("read-*/00000/summary.json"))
+    before = done.stat().st_mtime_ns, done.stat().st_ino
+    assert before  # what was read is kept
+    assert prepare.main(command[3:]) == 0
+    for name in (
+        "de.tsv.gz",
+        "dev/ru.tsv.gz",
+        "vocab/source.model",
+        "records/de-00003.array_record",
+    ):
+        assert (output / name).read_bytes() == (data / name).read_bytes(), name
+    assert not work.exists()
+
+
+def test_several_processes_give_the_same(
+    texts: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lingvo_moe.tasks.mt.input.preparing.prepare._SMALL", 0)
+    arguments = [f"--input={texts}", f"--output={tmp_path / 'data'}", "--workers=2"]
+    arguments += ["--dev_share=0.05", *_SIZES, "--pairs_per_shard=100", "--max_dev=40"]
+    assert prepare.main(arguments) == 0
+    ours, theirs = _summary(tmp_path / "data"), _summary(data)
+    for summary in (ours, theirs):
+        del summary["made"]
+    assert ours == theirs
+
+
+def test_changed_data_is_not_used(data: Path, tmp_path: Path) -> None:
+    def inputs(directory: Path) -> MtInput:
+        return MtInput.Params().Set(data_dir=str(directory), cache_dir=str(tmp_path)).Instantiate()
+
+    copy = tmp_path / "copy"
+    subprocess.run(["cp", "-r", str(data), str(copy)], check=True)
+    (copy / "sw.tsv").write_text("moja\tone\n")
+    with pytest.raises(
+        DataError, match=r"sw was added .*tools.prepare again, or delete .*prepared.json"
+    ):
+        inputs(copy).Prepare()
+    (copy / "sw.tsv").unlink()
+    (copy / "records" / "de-00002.array_record").unlink()
+    sizes = {"source_vocab_size": 420, "target_vocab_size": 330}
+    with pytest.raises(
+        DataError, match=r"de-00002.* missing or cut short.*; run tools.prepare again"
+    ):
+        MtInput.Params().Set(data_dir=str(copy), **sizes).Instantiate().Prepare()
+    (copy / "de.tsv.gz").write_bytes(b"")
+    with pytest.raises(DataError, match=r"de.tsv.gz has changed since it was prepared"):
+        inputs(copy).Prepare()
+    (copy / "prepared.json").write_text("{}")
+    with pytest.raises(DataError, match=r"prepared.json: damaged or of another version"):
+        inputs(copy).Prepare()
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ([], "prepare: no pair is left of the input: 3 x source and target are the same"),
+        (["--output={}/in"], "prepare: --output=.* holds files that are no prepared data"),
+        (["--input={}/no"], "prepare: --input=.*/no does not exist"),
+        (
+            ["--columns=lang,source,target"],
+            "prepare: .*de.tsv: no line can be used: 3 x a TSV line with too few",
+        ),
+    ],
+)
+def test_errors_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "de.tsv").write_text("eins\tEins\nzwei\tzwei\ndrei\tDREI\n")
+    flags = [flag.format(tmp_path) for flag in flags]
+    assert prepare.main([f"--input={tmp_path / 'in'}", f"--output={tmp_path / 'out'}", *flags]) == 1
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("prepare:")]
+    assert len(said) == 1
+    assert re.match(message, said[0])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ([], "nothing to read: give --input or --tfds"),
+        (["--input=x", "--dev_share=1"], "--dev_share=1.0: must be at least 0 and less than 1"),
+        (["--input=x", "--max_dev=0"], "--max_dev=0: must be at least 1"),
+        (["--input=x", "--json_fields=a"], "--json_fields=a: name two fields or three"),
+        (["--inptu=x"], "no flag --inptu .did you mean '--input'"),
+    ],
+)
+def test_flags_are_checked(
+    capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit):
+        prepare.main(["--output=out", *flags])
+    assert re.search(message, capsys.readouterr().err)
