@@ -168,11 +168,14 @@ class Demo:
     def _write_page(self, trained: Any, untrained: Any) -> None:
         """report.html; the scores and texts that it rests on go where tools.report looks for them."""
         from lingvo_moe.tasks.mt import report
-        from lingvo_moe.tasks.mt.run_report import Missing, gather
+        from lingvo_moe.tasks.mt.input.dev_set import DevSet
+        from lingvo_moe.tasks.mt.routing import measure_routing
+        from lingvo_moe.tasks.mt.run_report import gather
 
         trained.Write(self._run / "eval")
-        command = f"python -m tools.report --logdir={self._run}"
-        found = gather(self._run, Missing("the demo does not measure it", command))
+        self._say("looking at which language goes to which expert")
+        devset = DevSet(self._corpus, self._args.max_per_language)
+        found = gather(self._run, measure_routing(self._run, devset))
         before = untrained.Average()
         found.extra += [
             (

@@ -44,6 +44,7 @@ def test_demo_leaves_a_scored_exported_model_and_its_report(tmp_path):
     assert report["last_loss"] < report["first_loss"]
     page = (tmp_path / "report.html").read_text()
     assert page.count("<figure class='drawing'><svg") == 2  # loss, learning rate
+    assert page.count("<figure class='drawing wide'><svg") == 2  # who is routed where
     assert "untrained" in page and "By language" in page
     assert os.path.isfile(tmp_path / "saved_model" / "saved_model.pb")
     for part in ("BLEU", "untrained", "reference", str(tmp_path / "saved_model")):
