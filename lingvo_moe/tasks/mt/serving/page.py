@@ -3,44 +3,30 @@
 import base64
 import hashlib
 
-_STYLE = """
-:root {
-  color-scheme: light dark;
-  --back: #f7f7f5; --card: #ffffff; --ink: #1c1d1f; --soft: #5c6066; --edge: #8b9097; --line: #dcdedf;
-  --accent: #1f5fbf; --on-accent: #ffffff; --bad: #a3271c;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --back: #17191c; --card: #202327; --ink: #e8e9ea; --soft: #a5abb3; --edge: #737a83; --line: #363b41;
-    --accent: #8ab4f8; --on-accent: #10131a; --bad: #ff9d92;
-  }
-}
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--back); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
-main { max-width: 68rem; margin: 0 auto; padding: 1.5rem 1rem; }
-header { display: flex; flex-wrap: wrap; align-items: baseline; gap: .25rem 1rem; margin-bottom: 1rem; }
-h1 { font-size: 1.35rem; margin: 0; }
-#model { color: var(--soft); }
-.sides { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(20rem, 100%), 1fr)); gap: 1rem; }
-label, h2 { display: block; font-size: .95rem; font-weight: 600; margin: 0 0 .3rem; }
-textarea, #result {
-  width: 100%; min-height: 14rem; padding: .7rem .8rem; font: inherit; color: inherit; background: var(--card);
-  border: 1px solid var(--edge); border-radius: .4rem; unicode-bidi: plaintext; text-align: start;
-}
-textarea { resize: vertical; }
-#result { border-color: var(--line); overflow-wrap: anywhere; }
-#result div { min-height: 1.5em; text-align: start; }
-#result .cut::after { content: " …"; color: var(--bad); }
-.row { display: flex; flex-wrap: wrap; align-items: center; gap: .6rem 1rem; margin-top: 1rem; }
-button, select { font: inherit; padding: .45rem 1.1rem; border-radius: .4rem; border: 1px solid var(--edge); }
-select { background: var(--card); color: inherit; }
-button { background: var(--accent); color: var(--on-accent); border-color: transparent; cursor: pointer; }
-button:disabled { opacity: .55; cursor: default; }
-:focus-visible { outline: 3px solid var(--accent); outline-offset: 2px; }
-.row label { display: inline; margin: 0; }
-[hidden] { display: none !important; }
-#status, #keys { color: var(--soft); }
-#status.bad { color: var(--bad); }
+from lingvo_moe.core.pages.style import STYLE
+
+_STYLE = f"""{STYLE}
+h1 {{ font-size: 1.7rem }} #model {{ margin-bottom: 1.2rem }}
+.sides {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(20rem, 100%), 1fr)); gap: 1rem }}
+label, .sides h2, button, select, .row span {{
+  font: .95rem/1.5 ui-sans-serif, system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif }}
+label, .sides h2 {{ display: block; color: var(--soft); margin: 0 0 .3rem }}
+textarea, #result {{
+  width: 100%; min-height: 15rem; padding: .7rem .8rem; font: inherit; color: inherit; background: none;
+  border: 1px solid var(--soft); border-radius: .3rem; unicode-bidi: plaintext; text-align: start }}
+textarea {{ resize: vertical }}
+#result {{ border-color: var(--rule); overflow-wrap: anywhere }}
+#result div {{ min-height: 1.55em; text-align: start }}
+#result .cut::after {{ content: " …"; color: var(--bad) }}
+.row {{ display: flex; flex-wrap: wrap; align-items: center; gap: .6rem 1rem; margin-top: 1rem }}
+.row label {{ display: inline; margin: 0 }}
+button, select {{ padding: .4rem 1.1rem; border-radius: .3rem; border: 1px solid var(--soft) }}
+select {{ background: var(--paper); color: inherit }}
+button {{ background: var(--ink); color: var(--paper); border-color: transparent; cursor: pointer }}
+button:disabled {{ opacity: .55; cursor: default }}
+:focus-visible {{ outline: 3px solid var(--first); outline-offset: 2px }}
+[hidden] {{ display: none !important }}
+#status, #keys {{ color: var(--soft) }} #status.bad {{ color: var(--bad) }}
 """
 
 _SCRIPT = """
@@ -134,7 +120,8 @@ PAGE = f"""<!doctype html>
 </head>
 <body>
 <main>
-<header><h1>Translate</h1><span id="model"></span></header>
+<h1>Translate</h1>
+<p class="note" id="model">&nbsp;</p>
 <div class="sides">
 <div>
 <label for="text">Text, a line at a time</label>

@@ -1,0 +1,293 @@
+"""tools.serve under load: polite clients, and beside them clients that are malformed, oversized, slow or gone.
+
+    python -m benchmarks.serve --saved_model=demo/saved_model --data_dir=demo/corpus
+
+Each polite client sends one request after the other, of 1 to 8 lines of 1 to 8 held-out source lines joined. Their
+answers must have as many lines as were asked for and, line by line, the text that the same line had before in
+whatever company. The rude ones must get the status that is theirs. The server is a process of its own; its memory is
+read every second. --update writes the table into docs/serving.md.
+"""
+
+import contextlib
+import http.client
+import itertools
+import json
+import random
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from benchmarks.compile_time import host
+from benchmarks.contenders import ROOT, update_page
+from lingvo_moe.tasks.mt.input.dev_set import DevSet
+from tools import _cli
+
+PAGE = ROOT / "docs" / "serving.md"
+_READ_TIMEOUT = 3.0
+_MAX_BODY = 64 << 10
+_SETTLED = 10.0  # seconds, after which memory is first looked at
+_POOL = 400  # lines that requests are made of, so that each is asked for again and again
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = _cli.Parser(prog="python -m benchmarks.serve", description=__doc__)
+    add = parser.add_argument
+    add("--saved_model", required=True, metavar="DIR", help="what tools.export wrote")
+    add("--data_dir", required=True, metavar="CORPUS", help="whose held-out lines are sent")
+    add("--clients", type=int, default=8, help="polite ones (%(default)s)")
+    add("--seconds", type=float, default=60, help="of load (%(default)s)")
+    add("--update", action="store_true", help=f"write into {PAGE.relative_to(ROOT)}")
+    args = parser.parse_args(argv)
+    _cli.check_at_least(parser, args, clients=1, seconds=2 * _SETTLED)
+    try:
+        result = run(args.saved_model, args.data_dir, args.clients, args.seconds)
+    except (ValueError, OSError, RuntimeError) as e:
+        print(f"serve: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    text = table(result)
+    print(text)
+    if args.update:
+        update_page(PAGE, "benchmarks.serve", text)
+    return 1 if result["wrong"] else 0
+
+
+@dataclass
+class Log:
+    """What clients saw, from all of their threads."""
+
+    seconds: list[float] = field(default_factory=list)
+    lines: int = 0
+    texts: dict[str, str] = field(default_factory=dict)
+    wrong: Counter[str] = field(default_factory=Counter)
+    rude: Counter[str] = field(default_factory=Counter)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def Answered(self, seconds: float, asked: list[str], got: list[str]) -> None:
+        """An answer to a polite request."""
+        with self.lock:
+            self.seconds.append(seconds)
+            self.lines += len(asked)
+            if len(asked) != len(got):
+                self.wrong["another number of lines"] += 1
+            for line, text in zip(asked, got):
+                if self.texts.setdefault(line, text) != text:
+                    self.wrong["another text than before"] += 1
+
+    def Rude(self, name: str, got: object, want: object) -> None:
+        """What a rude client got."""
+        with self.lock:
+            self.rude[f"{name}: {got}"] += 1
+            if got != want:
+                self.wrong[f"{name}: {got} in place of {want}"] += 1
+
+
+def run(saved_model: str, data_dir: str, clients: int, seconds: float) -> dict[str, Any]:
+    """Figures of `seconds` of load."""
+    lines = _lines(data_dir)
+    with _server(saved_model) as (process, port, ready_after):
+        log, end = Log(), time.monotonic() + seconds
+        work: list[tuple[Callable, Any]] = [(_polite, (lines, i)) for i in range(clients)]
+        work += [(rude, ()) for rude in (_malformed, _oversized, _slow_body, _slow_headers, _gone)]
+        threads = [
+            threading.Thread(target=_until, args=(end, log, f, port, *more)) for f, more in work
+        ]
+        start = time.monotonic()
+        cpu = sum(process.cpu_times()[:2])
+        for thread in threads:
+            thread.start()
+        memory = _watch(process, start, end)
+        cpu = sum(process.cpu_times()[:2]) - cpu
+        for thread in threads:
+            thread.join()
+        took = time.monotonic() - start
+    return {
+        "machine": host(),
+        "clients": clients,
+        "seconds": took,
+        "ready_after": ready_after,
+        "requests": len(log.seconds),
+        "lines": log.lines,
+        "different_lines": len(log.texts),
+        "latency": log.seconds,
+        "cpu_seconds": cpu,
+        "memory": memory,
+        "rude": dict(sorted(log.rude.items())),
+        "wrong": dict(log.wrong),
+    }
+
+
+def _lines(data_dir: str) -> list[str]:
+    """Of mixed lengths."""
+    rng = random.Random(0)
+    found = [source for _, pairs in DevSet(data_dir, 20).items() for source, _ in pairs]
+    return [" ".join(rng.choices(found, k=rng.choice((1, 1, 2, 4, 8)))) for _ in range(_POOL)]
+
+
+@contextlib.contextmanager
+def _server(saved_model: str) -> Iterator[tuple[psutil.Process, int, float]]:
+    """The command, when it is ready: its process, its port, its seconds from start to readiness."""
+    flags = [f"--saved_model={saved_model}", "--port=0", "--quiet"]
+    flags += [f"--read_timeout={_READ_TIMEOUT}", f"--max_body_bytes={_MAX_BODY}"]
+    start = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tools.serve", *flags], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    try:
+        said = ""
+        while "ready after" not in said:
+            line = process.stderr.readline()
+            if not line:
+                raise RuntimeError(f"the server ended: {said[-2000:]}")
+            said += line
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        port = re.search(r"serving at http://127\.0\.0\.1:(\d+)", said)
+        assert port
+        yield psutil.Process(process.pid), int(port[1]), time.monotonic() - start
+    finally:
+        process.terminate()
+        if process.wait(60):
+            raise RuntimeError(f"the server ended with {process.returncode}")
+
+
+def _until(end: float, log: Log, client: Callable, port: int, *more: Any) -> None:
+    """Repeats what a client does until it is time; what it did not expect is counted."""
+    while time.monotonic() < end:
+        try:
+            client(log, end, port, *more)
+        except Exception as e:
+            with log.lock:
+                log.wrong[f"{client.__name__}: {type(e).__name__}: {e}"] += 1
+
+
+def _watch(process: psutil.Process, start: float, end: float) -> dict[str, int]:
+    """Resident bytes, once all has settled, at the end, and the most between."""
+    seen = []
+    time.sleep(_SETTLED)
+    while time.monotonic() < end:
+        seen.append(process.memory_info().rss)
+        time.sleep(min(1.0, max(0.0, end - time.monotonic())))
+    seen.append(process.memory_info().rss)
+    return {"settled": seen[0], "end": seen[-1], "most": max(seen)}
+
+
+# --- clients
+
+
+def _polite(log: Log, end: float, port: int, lines: list[str], seed: int) -> None:
+    rng = random.Random(seed)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    with contextlib.closing(connection):
+        while time.monotonic() < end:
+            asked = rng.choices(lines, k=rng.randint(1, 8))
+            start = time.monotonic()
+            connection.request("POST", "/translate", json.dumps({"text": asked}).encode())
+            response = connection.getresponse()
+            content = json.loads(response.read())
+            if response.status != 200:
+                raise RuntimeError(f"{response.status} {content}")
+            log.Answered(time.monotonic() - start, asked, content["translations"])
+
+
+def _post(port: int, body: bytes) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    with contextlib.closing(connection):
+        connection.request("POST", "/translate", body)
+        response = connection.getresponse()
+        response.read()
+        return response.status
+
+
+def _malformed(log: Log, end: float, port: int) -> None:
+    for body in (b'{"text": "a', b"\xff", b'{"text": 1}', b"[" * 50_000):
+        log.Rude("malformed", _post(port, body), 400)
+        time.sleep(0.1)
+
+
+def _oversized(log: Log, end: float, port: int) -> None:
+    log.Rude("oversized", _post(port, b"x" * (_MAX_BODY + 1)), 413)
+    log.Rude("oversized", _post(port, json.dumps({"text": ["x"] * 200}).encode()), 413)
+    time.sleep(0.2)
+
+
+def _drip(port: int, head: bytes, drops: bytes) -> bytes:
+    """What comes back from sending a piece ten times a second."""
+    got = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=0.1) as client:
+        client.sendall(head)
+        for _ in itertools.count():
+            with contextlib.suppress(TimeoutError):
+                piece = client.recv(4096)
+                got += piece
+                if not piece:
+                    break
+            with contextlib.suppress(ConnectionError):
+                client.sendall(drops)
+    return got
+
+
+def _slow_body(log: Log, end: float, port: int) -> None:
+    head = b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n\r\n"
+    log.Rude("slow body", int(_drip(port, head, b" ").split(b" ")[1]), 408)
+
+
+def _slow_headers(log: Log, end: float, port: int) -> None:
+    got = _drip(port, b"POST /translate HTTP/1.1\r\n", b"X: 1\r\n")
+    log.Rude("slow headers", "closed" if not got else got.decode(), "closed")
+
+
+def _gone(log: Log, end: float, port: int) -> None:
+    body = json.dumps({"text": ["nobody waits for this"] * 20}).encode()
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+        client.sendall(
+            b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+        )
+        client.sendall(body)
+        time.sleep(0.05)
+    log.Rude("gone before the answer", "closed", "closed")
+    time.sleep(1)
+
+
+# --- the table
+
+
+def table(result: dict[str, Any]) -> str:
+    """Markdown."""
+    took = sorted(result["latency"])
+    cuts = statistics.quantiles(took, n=100)
+    memory = {name: f"{value / 2**20:,.0f} MiB" for name, value in result["memory"].items()}
+    rude = ", ".join(f"{name} ({number})" for name, number in result["rude"].items())
+    wrong = ", ".join(f"{name} ({number})" for name, number in result["wrong"].items()) or "none"
+    seconds = result["seconds"]
+    rows = {
+        "machine": result["machine"],
+        "polite clients, seconds": f"{result['clients']}, {seconds:.0f}",
+        "errors, wrong answers": wrong,
+        "requests, lines": f"{result['requests']:,}, {result['lines']:,} ({result['lines'] / seconds:.0f} a second)",
+        "latency of a request: p50, p99, longest": (
+            f"{cuts[49]:.2f} s, {cuts[98]:.2f} s, {took[-1]:.2f} s"
+        ),
+        "resident memory: after 10 s, at the end, most": (
+            f"{memory['settled']}, {memory['end']}, {memory['most']}"
+        ),
+        "CPU time of the server": f"{result['cpu_seconds']:.0f} s",
+        "from its start to ready": f"{result['ready_after']:.0f} s",
+        "rude clients": rude,
+    }
+    return "\n".join(["| | |", "| --- | --- |", *(f"| {k} | {v} |" for k, v in rows.items())])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
