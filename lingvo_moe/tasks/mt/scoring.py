@@ -15,6 +15,7 @@ from sacrebleu.metrics import BLEU, CHRF
 from lingvo_moe.core.files import write_atomic
 from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.prepared import Prepared
 from lingvo_moe.tasks.mt.line_stream import one_line
 
 # Lines, and the language of each -> one translation each.
@@ -234,7 +235,13 @@ def evaluate(
 def count_train_pairs(
     data_dir: str | os.PathLike, languages: Iterable[str]
 ) -> dict[str, int] | None:
-    """The training pairs of each language, 0 for one that has none; None for a directory of dev pairs alone."""
+    """The training pairs of each language, 0 for one that has none; None for a directory of dev pairs alone.
+
+    Raises:
+        DataError: data of tools.prepare that is damaged.
+    """
+    if prepared := Prepared.Open(data_dir):  # has counted them
+        return {lang: prepared.pairs.get(lang, 0) for lang in languages}
     try:
         files = tsv.language_files(data_dir)
     except DataError:

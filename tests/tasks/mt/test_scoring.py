@@ -94,6 +94,9 @@ def test_progress_and_what_goes_wrong():
 def test_count_train_pairs(tmp_path):
     (tmp_path / "de.tsv").write_text("a\tb\nc\td\nbad\n")
     assert scoring.count_train_pairs(tmp_path, ["de", "fr"]) == {"de": 2, "fr": 0}
+    about = {"de": {"bytes": (tmp_path / "de.tsv").stat().st_size, "pairs": 7, "digest": ""}}
+    (tmp_path / "prepared.json").write_text(json.dumps({"format": 1, "languages": about}))
+    assert scoring.count_train_pairs(tmp_path, ["de", "fr"]) == {"de": 7, "fr": 0}
     (tmp_path / "empty").mkdir()
     assert scoring.count_train_pairs(tmp_path / "empty", ["de"]) is None
 
