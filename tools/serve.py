@@ -41,7 +41,7 @@ _GROUPS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = _make_parser()
+    parser = make_parser()
     args = parser.parse_args(argv)
     _check(parser, args)
     try:
@@ -53,7 +53,8 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The command's flags."""
     from lingvo_moe.tasks.mt.serving.limits import Limits
 
     parser = _cli.Parser(prog="python -m tools.serve", description=__doc__)

@@ -1,0 +1,65 @@
+"""docs/serving.md says what tools.serve does: every flag with its default, every path, every curl."""
+
+import argparse
+import re
+import shlex
+import shutil
+import subprocess
+
+import pytest
+from local_server import Capitals, running
+
+from lingvo_moe.tasks.mt.serving.handlers import make_app
+from tools import _cli, serve
+from tools.import_graph import ROOT
+
+_PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+_CURLS = re.findall(r"^curl (http://127\.0\.0\.1:8080.*)$", _PAGE, re.MULTILINE)
+
+
+def test_the_page_lists_every_flag_and_its_default() -> None:
+    row = re.compile(r"^\| (`--.*?) \| (.*?) \|", re.MULTILINE)
+    listed = {
+        flag: value
+        for flags, values in row.findall(_PAGE)
+        for flag, value in zip(re.findall(r"--(\w+)", flags), values.split(", "))
+    }
+    search = argparse.ArgumentParser()
+    _cli.add_search_flags(search)
+    elsewhere = {a.dest for a in search._actions} | {"saved_model", "logdir"}
+    actions = {a.dest: a for a in serve.make_parser()._actions}
+    mine = actions.keys() - elsewhere
+    assert mine == listed.keys()
+    for name in mine - {"max_batch_lines", "quiet"}:
+        default = actions[name].default
+        assert listed[name] == (f"{default:g}" if isinstance(default, float) else str(default)), (
+            name
+        )
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl on PATH")
+def test_its_curls_are_answered() -> None:
+    assert len(_CURLS) > 5
+    with running(Capitals()) as server:
+        for curl in _CURLS:
+            address, *flags = shlex.split(curl)
+            address = address.replace("8080", str(server.port))
+            done = subprocess.run(
+                ["curl", "--silent", "--fail-with-body", address, *flags],
+                capture_output=True,
+                text=True,
+                timeout=30,
+            )
+            assert done.returncode == 0, f"{curl}: {done.stdout}"
+            assert done.stdout.strip(), curl
+
+
+def test_its_paths_are_there() -> None:
+    paths = re.findall(r"^\| `(GET|POST) (/\S*)` \|", _PAGE, re.MULTILINE)
+    with running(Capitals()) as server:
+        listed = {path.replace("NAME", "translator") for _, path in paths}
+        assert listed == set(make_app(server.service, "translator").settings["paths"])
+        for method, path in paths:
+            body = b"{}" if method == "POST" else None
+            status = server.Ask(method, path.replace("NAME", "translator"), body).status
+            assert status == (400 if body else 200), path
