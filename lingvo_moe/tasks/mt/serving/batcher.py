@@ -9,12 +9,15 @@ many lines those have.
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from lingvo_moe.tasks.mt.line_stream import one_line
+
+# Of the lines of a batch, but for the last: of long ones it takes fewer, since others wait meanwhile.
+_MOST_BYTES = 8 << 10
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Batcher:
     Args:
         translate: lines, and languages or None -> NestedMap(translations, scores, truncated), as
             Translator.Translate. Called in one thread only.
-        max_lines: of a batch.
+        max_lines: of a batch; of long lines it has fewer.
         max_wait: seconds that the first line of a quiet time waits for others.
         on_batch: told the number of lines of each batch that was translated, and its seconds.
     """
@@ -142,18 +145,25 @@ class Batcher:
         first = self._requests[0]
         length_class = _length_class(first.lines[first.waiting[0]])
         batch: list[tuple[_Request, int]] = []
+        room = _MOST_BYTES
+        for request, line in self._in_turn(length_class):
+            batch.append((request, line))
+            room -= len(request.lines[line])
+            if len(batch) == self._max_lines or room <= 0:
+                break
+        self._requests.rotate(-1)
+        return batch
+
+    def _in_turn(self, length_class: int) -> Iterator[tuple[_Request, int]]:
+        """Takes lines of that length, one of each request and then the next of each."""
         givers = list(self._requests)
-        while givers and len(batch) < self._max_lines:
+        while givers:
             for request in list(givers):
-                if len(batch) == self._max_lines:
-                    break
                 line = request.Take(length_class)
                 if line is None:
                     givers.remove(request)
                 else:
-                    batch.append((request, line))
-        self._requests.rotate(-1)
-        return batch
+                    yield request, line
 
     async def _serve(self, batch: list[tuple[_Request, int]]) -> None:
         """Translates a batch; where that fails, each request of it by itself."""

@@ -90,6 +90,16 @@ def test_long_lines_and_short_ones_are_not_mixed():
     assert translator.batches[1:] == [[long, long], [short, short]]
 
 
+def test_of_long_lines_a_batch_has_fewer():
+    translator = Capitals()
+
+    async def work(batcher):
+        await asyncio.gather(*await held(translator, batcher, ([b"l" * 5000] * 5,)))
+
+    run(work, translator)
+    assert [len(batch) for batch in translator.batches[1:]] == [2, 2, 1]
+
+
 @given(st.lists(st.lists(st.integers(0, 300), max_size=9), max_size=6), st.integers(1, 5))
 def test_every_line_is_translated_once(sizes, max_lines):
     requests = [
