@@ -65,5 +65,7 @@ pre { overflow-x: auto; font-size: .76rem; line-height: 1.45; white-space: pre-w
   .rows .bar { grid-column: 1 / -1; order: 0; margin-bottom: .35rem } .rows { grid-auto-flow: dense }
   dl.facts { grid-template-columns: 1fr; gap: 0 } dl.facts dd { margin-bottom: .5rem }
   dl.figures dd { font-size: 1.25rem } }
-@media print { body { max-width: none; padding: 0 } h2, h3 { break-after: avoid } figure, tr { break-inside: avoid } }
+@media print { :root { --paper: #fff } body { max-width: none; padding: 0 } h2, h3 { break-after: avoid }
+  figure, tr { break-inside: avoid } .wide { overflow: visible } th, td { white-space: normal; font-size: .72rem }
+  .drawing svg, .drawing.wide svg { min-width: 0; max-width: 100%; max-height: 22cm } }
 """

@@ -17,7 +17,7 @@ dl.figures { grid-template-columns: repeat(auto-fit, minmax(min(8.2rem, 44%), 1f
 .scores td, .scores th { padding: .2rem .8rem .2rem 0 } .scores .b { display: grid; align-items: center; gap: .5rem;
   grid-template-columns: minmax(2.2rem, 1fr) 2.3rem; text-align: right } .scores .bar { height: .62rem }
 .scores td:nth-child(4), .scores td:nth-child(5) { width: 32% } .scores th.n:nth-child(n+4) { text-align: left }
-.samples { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); gap: 0 2rem }
+.samples { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 19rem), 1fr)); gap: 0 2rem }
 .sample { border-top: 1px solid var(--rule); padding: .6rem 0 .8rem; break-inside: avoid; min-width: 0 }
 .sample p { margin: .1rem 0; overflow-wrap: anywhere } .sample .ours { font-weight: 600 }
 .sample .what { font: .78rem ui-sans-serif, system-ui, sans-serif; color: var(--soft) }
@@ -25,9 +25,10 @@ dl.figures { grid-template-columns: repeat(auto-fit, minmax(min(8.2rem, 44%), 1f
 .sample dd { margin: 0; overflow-wrap: anywhere; min-width: 0 }
 .sample dt { font-size: .78rem; color: var(--soft); padding-top: .15rem }
 .missing { border-left: 3px solid var(--rule); padding: .1rem 0 .1rem .9rem } .missing code { overflow-wrap: anywhere }
-@media (max-width: 36rem) { .scores td, .scores th { padding-right: .5rem }
+.signature { overflow-wrap: anywhere }
+@media (max-width: 36rem) { .scores td, .scores th { padding-right: .5rem; white-space: normal }
   .by-language td:nth-child(2), .by-language th:nth-child(2) { display: none }
-  .scores .b { grid-template-columns: minmax(1.2rem, 1fr) 2rem; gap: .3rem } }
+  .scores .b { grid-template-columns: minmax(1rem, 1fr) 2rem; gap: .3rem } }
 """
 _KINDS = {
     "best": "Best by chrF",
@@ -111,11 +112,11 @@ def _quality(report: RunReport) -> Html:
     ]
     parts += ["<h3>By language</h3>", _table(("language", "group"), rows, "by-language")]
     said = "; ".join(scores["signatures"].values())
-    return "".join(parts) + f"<p class='note'>sacreBLEU: {escape(said)}.</p>"
+    return "".join(parts) + f"<p class='note signature'>sacreBLEU: {escape(said)}.</p>"
 
 
 def _range(group: Mapping[str, Any]) -> str:
-    return f"{group['min_train_pairs']:,} to {group['max_train_pairs']:,}"
+    return f"{group['min_train_pairs']:,} to\u00a0{group['max_train_pairs']:,}"
 
 
 def _table(
