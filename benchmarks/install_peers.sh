@@ -23,7 +23,7 @@ python3.11 -m venv "$1"
 pip="$1/bin/pip"
 if [ "$lingvo" ]; then
     # Without what it only needs for other models: Beam, notebooks, data sets.
-    "$pip" install tensorflow==2.21.0 tensorflow-probability tf_keras sentencepiece sympy \
+    "$pip" install tensorflow==2.21.0 tensorflow-probability tf_keras matplotlib sentencepiece sympy \
         graph-compression-google-research model-pruning-google-research
     exec "$pip" install --no-deps lingvo==0.14.2
 fi
