@@ -39,6 +39,8 @@ class RunReport:
         scores: as EvalReport.ToDict, or why there are none.
         samples: by kind, or why there are none.
         routing: or why there is none.
+        parameters: how many the model has.
+        extra: more settings, told after the others.
     """
 
     name: str

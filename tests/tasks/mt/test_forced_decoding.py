@@ -98,9 +98,22 @@ def test_long_and_empty_sides(scorer):
         ScoreOptions(max_length=0)
 
 
-def test_a_mean_of_checkpoints_scores_as_one(run, tmp_path):
-    """The mean of equal weights is those weights; fewer than asked for is an error that says so."""
-    one = Scorer(run.path, average_last=1).about
-    assert one["step"] == 7 and "averaged_steps" not in one
-    with pytest.raises(ValueError, match=r"--average_last=2: .* has 1 up to there, \[7\]"):
-        Scorer(run.path, average_last=2)
+def test_a_mean_of_checkpoints(tmp_path):
+    vocab = toy.train_vocab(toy.sentences(50), bytes_too=False)
+    for step, factor in ((3, 1.0), (5, 2.0), (9, 6.0)):
+        toy.save_run(tmp_path, vocab, step=step, planted=lambda _, value, f=factor: value * f)
+    run = RunDir(tmp_path)
+    task = run.Task()
+    first, last = (load_theta(run, task, step)[0] for step in (3, None))
+    for step, steps, factor in ((None, [5, 9], 4.0), (None, [3, 5, 9], 3.0), (5, [3, 5], 1.5)):
+        mean, about = load_theta(run, task, step, len(steps))
+        assert about["averaged_steps"] == steps
+        for got, one in zip(mean.Flatten(), first.Flatten(), strict=True):
+            np.testing.assert_allclose(got, factor * one, rtol=1e-5, atol=1e-6)
+    newest, about = load_theta(run, task, None, 1)
+    assert about["step"] == 9 and "averaged_steps" not in about
+    assert all((a == b).all() for a, b in zip(newest.Flatten(), last.Flatten()))
+    with pytest.raises(ValueError, match=r"--average_last=3: .* has 2 up to there, \[3, 5\]"):
+        load_theta(run, task, 5, 3)
+    with pytest.raises(ValueError, match="step 4: there is no such checkpoint"):
+        load_theta(run, task, 4, 2)
