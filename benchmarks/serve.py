@@ -156,10 +156,14 @@ def _server(saved_model: str) -> Iterator[tuple[psutil.Process, int, float]]:
         port = re.search(r"serving at http://127\.0\.0\.1:(\d+)", said)
         assert port
         yield psutil.Process(process.pid), int(port[1]), time.monotonic() - start
+    except BaseException:
+        process.kill()
+        raise
     finally:
         process.terminate()
-        if process.wait(60):
-            raise RuntimeError(f"the server ended with {process.returncode}")
+        process.wait(60)
+    if process.returncode:
+        raise RuntimeError(f"the server ended with {process.returncode}")
 
 
 def _until(end: float, log: Log, client: Callable, port: int, *more: Any) -> None:

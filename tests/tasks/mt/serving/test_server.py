@@ -14,7 +14,7 @@ from lingvo_moe.tasks.mt.serving.limits import Limits
 from lingvo_moe.tasks.mt.serving.server import bind
 from lingvo_moe.tasks.mt.serving.service import warm_up_lines
 
-QUICK = Limits(max_body_bytes=2000, max_lines=20, read_timeout=0.4)
+QUICK = Limits(max_body_bytes=2000, max_lines=20, read_timeout=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -145,19 +145,19 @@ def test_a_body_in_chunks_has_the_same_limit(quick):
     [
         ([b""], b""),
         ([b"GET /health HT"], b""),
-        ([b"GET /health HTTP/1.1\r\nHost: x\r\n", *[b"X-Slow: 1\r\n"] * 30], b""),
+        ([b"GET /health HTTP/1.1\r\nHost: x\r\n", *[b"X-Slow: 1\r\n"] * 40], b""),
         (
             [b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{"],
             b"HTTP/1.1 408 ",
         ),
         (
-            [b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n", *[b"x"] * 30],
+            [b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n", *[b"x"] * 40],
             b"HTTP/1.1 408 ",
         ),
         (
             [
                 b"POST /nothing HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n",
-                *[b"1\r\nx\r\n"] * 30,
+                *[b"1\r\nx\r\n"] * 40,
             ],
             b"HTTP/1.1 408 ",
         ),
