@@ -19,7 +19,7 @@ from typing import Any
 from lingvo_moe.tasks.mt.input.preparing.filters import Rules
 from lingvo_moe.tasks.mt.input.preparing.prepare import PrepareOptions, prepare
 from lingvo_moe.tasks.mt.input.preparing.sources import Fields
-from lingvo_moe.tasks.mt.input.preparing.table import format_examples, format_table
+from lingvo_moe.tasks.mt.input.preparing.table import all_languages, format_examples, format_table
 from lingvo_moe.tasks.mt.input.shards import PAIRS_PER_SHARD
 from lingvo_moe.tasks.mt.input.vocab_cache import MIN_SENTENCES, VocabOptions
 from lingvo_moe.tasks.mt.input.vocabulary import MIN_SIZE
@@ -204,7 +204,7 @@ def _report(args: Any, summary: dict[str, Any], seconds: float) -> None:
     if examples := format_examples(summary):
         print(f"\n{examples}")
     kept = sum(about["kept"] for about in summary["languages"].values())
-    read = sum(about["read"] for about in {**summary["languages"], **summary["left_out"]}.values())
+    read = sum(about["read"] for about in all_languages(summary).values())
     print(
         f"\n{args.output}: {kept:,} of {read:,} lines, {len(summary['languages'])} languages,"
         f" in {seconds:.0f} s; all of this, and more examples, in {Path(args.output) / 'prepared.json'}"

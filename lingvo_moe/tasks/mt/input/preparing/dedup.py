@@ -11,20 +11,18 @@ from pathlib import Path
 
 import numpy as np
 
-HASHES_AT_ONCE = 4_000_000  # some 200 MB while they are sorted
+HASHES_AT_ONCE = 2_000_000  # some 150 MB while they are sorted
 _READ_AT_ONCE = 1_000_000
 _ENTRY = np.dtype([("hash", "<u8"), ("place", "<u8")])
 
 
-def keep_first(
-    hashes: Sequence[Path], directory: Path, at_once: int = HASHES_AT_ONCE
-) -> np.ndarray:
+def keep_first(hashes: Sequence[Path], directory: Path, at_once: int | None = None) -> np.ndarray:
     """Which of N pairs are the first with their hash.
 
     Args:
         hashes: files of little-endian uint64, one after the other.
         directory: for temporary files; the caller removes them.
-        at_once: hashes that are sorted in memory together, about.
+        at_once: hashes that are sorted in memory together, about; None for HASHES_AT_ONCE.
 
     Returns:
         bool [N], on disk (a memory map) where there are any.
@@ -33,7 +31,7 @@ def keep_first(
     if not total:
         return np.zeros(0, bool)
     keep = np.memmap(directory / "keep", bool, "w+", shape=(total,))
-    parts = math.ceil(total / at_once)
+    parts = math.ceil(total / (at_once or HASHES_AT_ONCE))
     if parts == 1:
         _mark_first(np.concatenate(list(_entries(hashes))), keep)
         return keep

@@ -32,6 +32,7 @@ from lingvo_moe.tasks.mt.input.preparing import token_stages as tokens
 from lingvo_moe.tasks.mt.input.preparing.filters import Rules
 from lingvo_moe.tasks.mt.input.preparing.formats import read_source
 from lingvo_moe.tasks.mt.input.preparing.sources import Fields, Found, Source, find_sources
+from lingvo_moe.tasks.mt.input.preparing.table import all_languages
 from lingvo_moe.tasks.mt.input.preparing.workers import run_jobs
 from lingvo_moe.tasks.mt.input.records import records_key, write_manifest
 from lingvo_moe.tasks.mt.input.scan import Progress, Scan, quiet
@@ -317,6 +318,9 @@ class _Preparation:
         with files.replaced_directory(output) as temp:
             for name in ("dev", "vocab", "records"):
                 (temp / name).mkdir()
+            if not any(about["dev"] for about in all_languages(summary).values()):
+                (temp / "dev").rmdir()
+                _log.warning("no pair is held out: give dev/ in an input, or a larger --dev_share")
             for lang, directory in directories.items():
                 train, dev = (Path(directory) / name for name in (languages.TRAIN, languages.DEV))
                 _place(train, temp / f"{lang}.tsv.gz")

@@ -26,6 +26,7 @@ SUMMARY = "summary.json"
 NO_LANGUAGE = "?"  # under which lines without a language are counted
 EXAMPLES = 3  # of what was dropped, by language and reason
 _EXAMPLE_CHARS = 60
+_SALT = "prepare "  # not build_corpus's: what it left for training would have nothing to hold out
 _WRITTEN_AT_ONCE = 2000
 
 
@@ -149,7 +150,7 @@ class _Reader:
         key = sentence_key(target)
         if self._dev_keys is not None:
             return split.text_hash(key) in self._dev_keys
-        return split.is_held_out(key, self._job.dev_share)
+        return split.is_held_out(key, self._job.dev_share, _SALT)
 
     def _Counts(self, lang: str) -> LanguageCounts:
         if lang not in self._languages:

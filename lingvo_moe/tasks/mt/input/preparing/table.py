@@ -10,9 +10,14 @@ _COLUMNS = ("read", "kept", "dev")
 _LAST = ("source tokens", "target tokens", "share T=1", "share T={}")
 
 
+def all_languages(summary: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What prepared.json says of every language, also of those without a pair to train on."""
+    return {**summary["languages"], **summary["left_out"]}
+
+
 def format_table(summary: Mapping[str, Any]) -> str:
     """The table of prepared.json's contents."""
-    languages = {**summary["languages"], **summary["left_out"]}
+    languages = all_languages(summary)
     dropped = Counter[str]()
     for about in languages.values():
         dropped.update(about["dropped"])
@@ -34,7 +39,7 @@ def format_table(summary: Mapping[str, Any]) -> str:
 
 def format_examples(summary: Mapping[str, Any]) -> str:
     """A line a reason that occurred: how often, what it means, and a pair that was dropped for it; '' for none."""
-    languages = {**summary["languages"], **summary["left_out"]}
+    languages = all_languages(summary)
     lines = []
     for reason, meaning in REASONS.items():
         total = sum(about["dropped"].get(reason, 0) for about in languages.values())

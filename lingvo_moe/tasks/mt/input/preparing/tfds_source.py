@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from lingvo_moe.core.quiet import quiet
 from lingvo_moe.core.suggest import did_you_mean
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.preparing.formats import Line, pairs_of_item
@@ -51,7 +52,8 @@ def read_builder(name: str, fields: Fields) -> Iterator[Line]:
 def _builder(name: str) -> Any:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
-        import tensorflow_datasets as tfds
+        with quiet():
+            import tensorflow_datasets as tfds
     except ImportError as e:
         raise DataError(
             f"--tfds={name} needs TensorFlow Datasets, which is not here ({e}): pip install tensorflow-datasets"

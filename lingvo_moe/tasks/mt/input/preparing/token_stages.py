@@ -44,13 +44,11 @@ class VocabularyJob:
 def vocabulary_stage(job: VocabularyJob, told: Callable[[int], None]) -> str:
     """Trains a vocabulary, unless that was done. Returns its file. Raises DataError, naming the size's flag."""
     if not Path(job.output).exists():
-        sample = sample_pairs(job.scan, job.options.temperature, job.options.max_sentences)
-        sentences = sample[job.side]
+        options = job.options
+        sentences = sample_pairs(job.scan, options.temperature, options.max_sentences)[job.side]
         missing = _missing(job.characters, sentences, NORMALIZATION[job.side])
         # Characters so rare that the sample has none are a sentence of their own.
-        model = train_side(
-            sentences + ([" ".join(missing)] if missing else []), job.side, job.options
-        )
+        model = train_side(sentences + ([" ".join(missing)] if missing else []), job.side, options)
         files.write_atomic(job.output, model)
     told(1)
     return job.output
