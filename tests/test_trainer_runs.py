@@ -60,8 +60,8 @@ def _start(plan, *args):
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path]),
-        # A test before this one may have asked this process for devices, which takes the flag away.
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        # A test before this one may have asked this process for devices, which takes that flag away.
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8",
     }
     command = [sys.executable, trainer_testing.__file__, json.dumps(plan), *args]
     return subprocess.Popen(
@@ -134,11 +134,9 @@ def test_a_run_that_is_done_is_left_alone(reference, data_dir, capfd):
     [
         ["--engine=tf"],
         ["--engine=tf_graph"],
-        ["--mesh=expert:1"],
         ["--mesh=expert:2"],
-        ["--mesh=expert:4"],
     ],
-    ids=["tf", "tf_graph", "1 device", "2 devices", "4 devices"],
+    ids=["tf", "tf_graph", "2 devices"],
 )
 def test_losses_do_not_depend_on_the_machine(reference, data_dir, tmp_path, machine):
     for begin, steps in ((0, 4), (12, 2)):

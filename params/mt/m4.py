@@ -44,6 +44,7 @@ class M4Base(registry.Experiment):
             aux_loss_weight=0.01,
             optimizer=Adafactor.Params().Set(learning_rate=SqrtDecay.Params()),
         )
+        p.moe.dispatcher = "einsum"  # Algorithm 2's, of which the recorded plans are
         return SplitOverExperts(p)
 
     def Input(self) -> InstantiableParams:

@@ -187,17 +187,17 @@ def test_what_cannot_be_cut_raises(params, message):
         run_sharded(_forward(layer), args, MESH)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "exchanges"), [("index", 6), ("dropless", 8)])
-def test_a_scanned_model_has_the_same_loss_and_gradients(name, exchanges):
-    """A whole model: regions in the bodies of loops, forward, recomputed and backward."""
+@pytest.fixture(scope="module")
+def scanned():
+    """A model with a dispatcher; its loss and gradients as a function; and weights, with what einsums make of
+    them. Where experts have room for all, so that dropless dispatch drops no less."""
 
     def model(dispatcher):
-        override = f"task.moe.dispatcher={dispatcher};task.num_encoder_layers=4"
-        if name == "dropless":
-            # Room for all; and dropout draws by choice in rows, by slot in slots.
-            override += ";task.moe.capacity_factor=8;task.dropout=0"
-        return registry.GetParams("mt.M4Tiny", override).task.Instantiate()
+        override = (
+            f"task.moe.dispatcher={dispatcher};task.num_encoder_layers=4;task.moe.capacity_factor=8"
+        )
+        small = "task.source_vocab_size=50;task.target_vocab_size=50"
+        return registry.GetParams("mt.M4Tiny", f"{override};{small}").task.Instantiate()
 
     def step(task):
         def loss_and_gradients(theta, batch):
@@ -209,13 +209,22 @@ def test_a_scanned_model_has_the_same_loss_and_gradients(name, exchanges):
 
         return loss_and_gradients
 
-    index, einsum = model(name), model("einsum")
+    einsum = model("einsum")
     with use_mesh(single_device()):
-        theta = index.InitTheta(make_seed(1, 0))
+        theta = einsum.InitTheta(make_seed(1, 0))
         want = step(einsum)(theta, BATCH.Transform(tf.constant))  # eagerly
-    rows = BATCH.Transform(lambda x: TensorSpec(x.shape, "int32", index.BatchSplit()))
-    splits = [index.VariableSpecs(), rows]
-    got, collectives = run_sharded(step(index), [theta, BATCH], MESH, splits)
+    return model, step, theta, want
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "exchanges"), [("index", 6), ("dropless", 8)])
+def test_a_scanned_model_has_the_same_loss_and_gradients(scanned, name, exchanges):
+    """A whole model: regions in the bodies of loops, forward, recomputed and backward."""
+    model, step, theta, want = scanned
+    task = model(name)
+    rows = BATCH.Transform(lambda x: TensorSpec(x.shape, "int32", task.BatchSplit()))
+    splits = [task.VariableSpecs(), rows]
+    got, collectives = run_sharded(step(task), [theta, BATCH], MESH, splits)
     for (path, a), b in zip(got.FlattenItems(), want.Flatten(), strict=True):
         scale = max(float(np.abs(b).max()), 1e-3)
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * scale, err_msg=path)

@@ -41,6 +41,7 @@ def layer() -> MoELayer:
         num_groups=G,
         capacity_factor=1.0,
         min_capacity=1,
+        dispatcher="einsum",
         activation_split={"B": "d", "G": "d", "E": "d"},
         weight_split={"E": "d"},
     )

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tools import demo
+
 _REPORTED = {
     "devices": int,
     "experts": int,
@@ -33,7 +35,7 @@ def _run(*command):
 
 
 @pytest.mark.slow
-def test_demo_leaves_a_scored_exported_model_and_its_report(tmp_path):
+def test_demo_leaves_a_scored_exported_model_and_its_report(tmp_path, capfd, monkeypatch):
     flags = ["--model=mt.M4Tiny", "--languages=de,sw,ja", "--max_steps=6", "--max_per_language=2"]
     told = _run("tools.demo", f"--output={tmp_path}", *flags)
     report = json.loads((tmp_path / "report.json").read_text())
@@ -50,6 +52,12 @@ def test_demo_leaves_a_scored_exported_model_and_its_report(tmp_path):
     for part in ("BLEU", "untrained", "reference", str(tmp_path / "saved_model")):
         assert part in told
 
-    # Run again it trains no more, and builds no corpus.
-    told = _run("tools.demo", f"--output={tmp_path}", *flags)
-    assert "is there already" in told and json.loads((tmp_path / "report.json").read_text())
+    # Run again it builds no corpus and trains no more; what comes after was seen above.
+    def stop(self):
+        raise ValueError("trained")
+
+    monkeypatch.setattr(demo.Demo, "_evaluate", stop)
+    assert demo.main([f"--output={tmp_path}", *flags]) == 1
+    told = capfd.readouterr()
+    assert "is there already" in told.out and "demo: trained" in told.err
+    assert "train.max_steps=6 is reached" in told.err

@@ -1,4 +1,4 @@
-"""The best k experts of each token.
+"""The best k experts of each token, and their gates.
 
 Letters: G group, S token in group, k choice rank, E expert.
 """
@@ -6,6 +6,8 @@ Letters: G group, S token in group, k choice rank, E expert.
 from collections.abc import Callable
 
 import tensorflow as tf
+
+from lingvo_moe.core.op_by_op import rounded_alike
 
 
 def top_k(scores_GSE: tf.Tensor, k: int) -> tuple[tf.Tensor, tf.Tensor]:
@@ -41,3 +43,10 @@ def pick(values_GSE: tf.Tensor, index_GSk: tf.Tensor) -> tf.Tensor:
         return tf.gather(values_GSE, index_GSk, batch_dims=2), grad
 
     return gathered(values_GSE)
+
+
+def normalize(gate_GSk: tf.Tensor) -> tf.Tensor:
+    """A token's gates over their sum; zeros where all are zero."""
+    total_GS1 = tf.reduce_sum(gate_GSk, -1, keepdims=True)
+    total_GS1 = tf.where(total_GS1 > 0, total_GS1, tf.constant(1.0))
+    return gate_GSk * rounded_alike(tf.math.reciprocal, total_GS1)

@@ -15,6 +15,7 @@ from lingvo_moe.core.moe.capacity import expert_capacity
 from lingvo_moe.core.moe.dispatch_dropless import DroplessDispatcher
 from lingvo_moe.core.moe.dispatchers import DISPATCHERS, dispatcher_params
 from lingvo_moe.core.moe.experts import Experts
+from lingvo_moe.core.moe.routers.base import Routing
 from lingvo_moe.core.moe.routers.registry import ROUTERS
 from lingvo_moe.core.moe.routers.top2 import Top2Router
 from lingvo_moe.core.moe.rows import Rows
@@ -48,7 +49,7 @@ class MoELayer(BaseLayer):
         p.Define("experts", Experts.Params(), "What each expert computes.")
         p.Define(
             "dispatcher",
-            "einsum",
+            "index",
             f"One of {', '.join(sorted(DISPATCHERS))}; or Params of a Dispatcher.",
             choices=DISPATCHERS,
         )
@@ -120,16 +121,7 @@ class MoELayer(BaseLayer):
         if seed is None:
             x_GSM, paddings_GS, capacity = x_BTM, paddings_BT, None
         else:
-            p = self.p
-            groups, size = _grouping(self.path, p.num_groups, x_BTM.shape[:2].as_list())
-            x_GSM = tf.reshape(x_BTM, [groups, size, p.model_dim])
-            paddings_GS = tf.reshape(paddings_BT, [groups, size])
-            if self.dispatcher.LIMITED or self.router.CHOOSES_BY_CAPACITY:
-                capacity = expert_capacity(size, p.num_experts, p.capacity_factor, p.min_capacity)
-            else:
-                capacity = None
-            if context is not None:
-                context = router_context.grouped(self.path, context, groups, size)
+            x_GSM, paddings_GS, capacity, context = self._InGroups(x_BTM, paddings_BT, context)
         x_GSM = self.Shard(x_GSM, "GSM")
         routing = self.router.FProp(
             theta.router,
@@ -148,16 +140,21 @@ class MoELayer(BaseLayer):
             routing, run(theta.experts, tokens, seed=self.FoldSeed(seed, "experts"))
         )
         y_BTM = y_GSM if seed is None else tf.reshape(y_GSM, x_BTM.shape)
-        metrics = routing.metrics
-        if isinstance(tokens, Rows):  # as many rows as are kept, whatever C would be
-            metrics = NestedMap({**metrics, **tokens.metrics})
-            metrics.effective_capacity = metrics.experts_per_token
-        # Left open, XLA cuts what has a number for each expert as it cuts experts, and gathers it later.
-        metrics = metrics.Transform(lambda x: replicate(x) if x.shape.rank else x)
-        extras = NestedMap(aux_loss=routing.aux_loss, metrics=metrics)
-        if routing.updates:
-            extras.updates = routing.updates
-        return self.Shard(y_BTM, "BTM"), extras
+        return self.Shard(y_BTM, "BTM"), _extras(routing, tokens)
+
+    def _InGroups(
+        self, x_BTM: tf.Tensor, paddings_BT: tf.Tensor, context: NestedMap | None
+    ) -> tuple[tf.Tensor, tf.Tensor, int | None, NestedMap | None]:
+        """Tokens, paddings and context in groups [G,S], and the slots that an expert has for each group."""
+        p = self.p
+        groups, size = _grouping(self.path, p.num_groups, x_BTM.shape[:2].as_list())
+        capacity = None
+        if self.dispatcher.LIMITED or self.router.CHOOSES_BY_CAPACITY:
+            capacity = expert_capacity(size, p.num_experts, p.capacity_factor, p.min_capacity)
+        if context is not None:
+            context = router_context.grouped(self.path, context, groups, size)
+        x_GSM = tf.reshape(x_BTM, [groups, size, p.model_dim])
+        return x_GSM, tf.reshape(paddings_BT, [groups, size]), capacity, context
 
     @classmethod
     def Needs(cls, params: HyperParams) -> tuple[str, ...]:
@@ -190,6 +187,20 @@ class MoELayer(BaseLayer):
         each_way = dispatcher.Flops(G, S, E, C, M)
         experts = 4 * dispatcher.ExpertRows(G, S, E, C, router.cls.Choices(router)) * M * H
         return NestedMap(flops=gating + 2 * each_way + experts, out_shapes=((B, T, M),))
+
+
+def _extras(routing: Routing, tokens: tf.Tensor | Rows) -> NestedMap:
+    """What FProp returns beside the tokens."""
+    metrics = routing.metrics
+    if isinstance(tokens, Rows):  # as many rows as are kept, whatever C would be
+        metrics = NestedMap({**metrics, **tokens.metrics})
+        metrics.effective_capacity = metrics.experts_per_token
+    # Left open, XLA cuts what has a number for each expert as it cuts experts, and gathers it later.
+    metrics = metrics.Transform(lambda x: replicate(x) if x.shape.rank else x)
+    extras = NestedMap(aux_loss=routing.aux_loss, metrics=metrics)
+    if routing.updates:
+        extras.updates = routing.updates
+    return extras
 
 
 def _grouping(path: str, num_groups: int, batch_time: Sequence[int | None]) -> tuple[int, int]:

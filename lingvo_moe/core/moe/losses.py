@@ -13,33 +13,7 @@ import tensorflow as tf
 _TINY = 1e-20  # of a squared mean: the variation of nothing but zeros is then 0
 
 
-def load_balance(gates_GSE: tf.Tensor, first_GSE: tf.Tensor, real_GS: tf.Tensor) -> tf.Tensor:
-    """1/E sum_e (c_e / S) m_e, averaged over groups.
-
-    c_e counts the first choices of expert e, m_e is the mean gate of e, S the number of real tokens.
-    The gradient flows through m_e alone. Perfect balance gives 1 / E^2. A group of nothing but
-    padding does not count, so padding never moves the loss.
-
-    Args:
-        gates_GSE: softmax outputs, float32.
-        first_GSE: one-hot first choices, all zero for padding, float32.
-        real_GS: 1 for tokens, 0 for padding, float32.
-
-    Returns:
-        A float32 scalar.
-    """
-    num_experts = first_GSE.shape[-1]
-    tokens_G = tf.reduce_sum(real_GS, 1)
-    # Sums times a runtime scalar: the gradient of reduce_mean would be a host constant of this size.
-    per_token_G1 = tf.math.reciprocal(tf.maximum(tokens_G, 1.0))[:, tf.newaxis]
-    share_GE = tf.reduce_sum(first_GSE, 1) * per_token_G1
-    mean_gate_GE = tf.reduce_sum(gates_GSE * real_GS[:, :, tf.newaxis], 1) * per_token_G1
-    groups = tf.reduce_sum(tf.cast(tokens_G > 0, tf.float32))
-    total = tf.reduce_sum(tf.stop_gradient(share_GE) * mean_gate_GE)
-    return total * tf.math.reciprocal(tf.maximum(groups, 1.0) * float(num_experts))
-
-
-def load_balance_of_choices(
+def load_balance(
     probabilities_GSE: tf.Tensor, count_GE: tf.Tensor, real_GS: tf.Tensor
 ) -> tf.Tensor:
     """E sum_e f_e P_e, averaged over groups: the Switch Transformer's loss (Fedus et al. 2021, section
@@ -47,8 +21,8 @@ def load_balance_of_choices(
 
     f_e is the share of the group's choices that fell on e, first and later ones alike, so that it sums
     to 1; P_e is the mean probability of e. The gradient flows through P_e alone. Perfect balance gives
-    1 for any k and E. With k = 1 this is E^2 times `load_balance`. Groups of nothing but padding do
-    not count.
+    1 for any k and E. Of first choices alone this is E^2 times Algorithm 1's 1/E sum_e (c_e / S) m_e.
+    Groups of nothing but padding do not count.
 
     Args:
         probabilities_GSE: softmax outputs, float32.
@@ -60,6 +34,7 @@ def load_balance_of_choices(
     """
     tokens_G = tf.reduce_sum(real_GS, 1)
     choices_G = tf.reduce_sum(count_GE, 1)
+    # Sums times a runtime scalar: the gradient of reduce_mean would be a host constant of this size.
     sum_GE = tf.reduce_sum(probabilities_GSE * real_GS[:, :, tf.newaxis], 1)
     per_G = tf.math.reciprocal(tf.maximum(tokens_G, 1.0) * tf.maximum(choices_G, 1.0))
     total = tf.reduce_sum(tf.stop_gradient(count_GE * per_G[:, tf.newaxis]) * sum_GE)

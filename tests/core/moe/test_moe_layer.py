@@ -183,8 +183,10 @@ def test_flops_by_hand():
     gating = 2 * G * S * 1024 * 64
     masks = 2 * 2 * G * S * 64 * C * 1024
     experts = 2 * 2 * 64 * G * C * 1024 * 8192
-    assert meta.flops == gating + masks + experts
+    assert meta.flops == gating + experts
     assert meta.out_shapes == ((16, 512, 1024),)
+    by_einsums = MoELayer.FPropMeta(p.Set(dispatcher="einsum"), (16, 512, 1024), (16, 512))
+    assert by_einsums.flops == gating + masks + experts
 
 
 def test_tokens_that_do_not_fall_into_groups():

@@ -6,6 +6,7 @@ import tensorflow as tf
 import toy_translation as toy
 
 from lingvo_moe.core import registry
+from lingvo_moe.core.engine import lowering
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.engine.steps import train_step
 from lingvo_moe.core.engine.tracing import trace
@@ -27,8 +28,12 @@ def _task_and_step(override):
     "override, theta_dtype",
     [("task.fprop_dtype=bfloat16", "float32"), ("task.dtype=bfloat16", "bfloat16")],
 )
-def test_a_step_trains(override, theta_dtype):
+def test_a_step_trains(override, theta_dtype, monkeypatch):
     """Slots are float32 always; the loss is that of float32, to a bfloat16's digits."""
+    traced = []
+    monkeypatch.setattr(
+        lowering, "trace", lambda *a, **k: traced.append(trace(*a, **k)) or traced[0]
+    )
     task, step = _task_and_step(override)
     engine = PjrtEngine(MESH)
     with use_mesh(single_device()):
@@ -48,12 +53,12 @@ def test_a_step_trains(override, theta_dtype):
     with use_mesh(single_device()):
         loss, _ = wide.FProp(theta, batch, seed=make_seed(wide.p.seed, 0))
     np.testing.assert_allclose(metrics.loss, loss, rtol=5e-3)
+    if theta_dtype == "float32":
+        _check_which_operations_are_in_which_type(*traced[0])
 
 
-def test_which_operations_are_in_which_type():
+def _check_which_operations_are_in_which_type(function, signature):
     """Products and what the experts exchange are bfloat16; gates, probabilities, loss and optimiser float32."""
-    _, step = _task_and_step("task.fprop_dtype=bfloat16")
-    function, signature = trace(step.fn, step.arg_specs, MESH, donate=step.donate)
     specs = [tf.TensorSpec(a.shape, a.dtype) for a in signature.args]
     graph = function.get_concrete_function(*specs).graph.as_graph_def()
     nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]

@@ -12,6 +12,7 @@ from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.moe.metrics import add_losses, routing_metrics
 from lingvo_moe.core.moe.routers import levels
 from lingvo_moe.core.nested_map import NestedMap
 
@@ -119,6 +120,35 @@ class Router(BaseLayer):
             context: what `Needs` names, int32 [G,S] each; None where that is nothing.
         """
         raise NotImplementedError(f"{type(self).__name__}.FProp")
+
+    def Decided(
+        self,
+        expert_index: tf.Tensor,
+        gate: tf.Tensor,
+        position: tf.Tensor,
+        wanted: tf.Tensor,
+        kept: tf.Tensor,
+        real_GS: tf.Tensor,
+        capacity: int | None,
+        probabilities_GSE: tf.Tensor | None = None,
+        *,
+        aux_loss: tf.Tensor | None = None,
+        losses: dict[str, tf.Tensor] | None = None,
+        ranked: bool = True,
+    ) -> Routing:
+        """The routing of these tensors [G,S,k] (see `Routing`) with its metrics (see `routing_metrics`).
+
+        Args as theirs, and:
+            aux_loss: None where there is none.
+            losses: its parts, for the metrics.
+        """
+        aux_loss = tf.constant(0.0) if aux_loss is None else aux_loss
+        E = self.p.num_experts
+        metrics = routing_metrics(
+            expert_index, gate, wanted, kept, real_GS, E, capacity, probabilities_GSE, ranked
+        )
+        add_losses(metrics, aux_loss, losses or {})
+        return Routing(expert_index, gate, position, kept, E, capacity, aux_loss, metrics)
 
 
 class LearnedRouter(Router):

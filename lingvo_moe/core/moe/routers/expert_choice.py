@@ -12,11 +12,9 @@ import tensorflow as tf
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.moe.choice import top_k
-from lingvo_moe.core.moe.metrics import routing_metrics
 from lingvo_moe.core.moe.routers.base import LearnedRouter, Routing, all_experts
 from lingvo_moe.core.moe.routers.kth_largest import kth_largest_bits
 from lingvo_moe.core.moe.seating import take_seats
-from lingvo_moe.core.nested_map import NestedMap
 
 _BITS = 30  # of a float32 from 0 to 1, whose bits order it as an integer
 
@@ -74,50 +72,18 @@ class ExpertChoiceRouter(LearnedRouter):
         kept = self.Shard(chosen_tokens(gates_GSE, real_GS, capacity), "GSE")
         gate = gates_GSE * kept
         expert_index = all_experts(gates_GSE)
-        metrics = routing_metrics(
-            expert_index,
-            gate,
-            kept,
-            kept,
-            real_GS,
-            self.p.num_experts,
-            capacity,
-            gates_GSE,
-            ranked=False,
-        )
         position = tf.cast(tf.cumsum(kept, 1, exclusive=True), tf.int32)
-        return self._Routing(expert_index, gate, position, kept, capacity, metrics)
+        return self.Decided(
+            expert_index, gate, position, kept, kept, real_GS, capacity, gates_GSE, ranked=False
+        )
 
     def _TokensChoose(self, gates_GSE: tf.Tensor, real_GS: tf.Tensor) -> Routing:
         p = self.p
         gate, expert_index = top_k(gates_GSE, p.inference_k)
         kept = tf.stack([real_GS] * p.inference_k, -1)
-        gate *= kept
-        metrics = routing_metrics(
-            expert_index, gate, kept, kept, real_GS, p.num_experts, None, gates_GSE
-        )
         position, _ = take_seats(expert_index, kept, p.num_experts, None)
-        return self._Routing(expert_index, gate, position, kept, None, metrics)
-
-    def _Routing(
-        self,
-        expert_index: tf.Tensor,
-        gate: tf.Tensor,
-        position: tf.Tensor,
-        kept: tf.Tensor,
-        capacity: int | None,
-        metrics: NestedMap,
-    ) -> Routing:
-        metrics.aux_loss = tf.constant(0.0)
-        return Routing(
-            expert_index=expert_index,
-            gate=gate,
-            position=position,
-            kept=kept,
-            num_experts=self.p.num_experts,
-            capacity=capacity,
-            aux_loss=tf.constant(0.0),
-            metrics=metrics,
+        return self.Decided(
+            expert_index, gate * kept, position, kept, kept, real_GS, None, gates_GSE
         )
 
 

@@ -12,7 +12,6 @@ from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.moe.choice import top_k
 from lingvo_moe.core.moe.losses import cv_squared, importance, smooth_load
-from lingvo_moe.core.moe.metrics import add_losses, routing_metrics
 from lingvo_moe.core.moe.routers.base import LearnedRouter, Routing
 from lingvo_moe.core.moe.routers.top_k import check_k
 from lingvo_moe.core.moe.seating import count_choices, take_seats
@@ -116,27 +115,17 @@ class NoisyTopKRouter(LearnedRouter):
             "load": cv_squared(load_E),
         }
         aux_loss = losses["importance"] * p.importance_weight + losses["load"] * p.load_weight
-        gate_GSk *= kept_GSk
-        metrics = routing_metrics(
+        return self.Decided(
             index_GSk,
-            gate_GSk,
+            gate_GSk * kept_GSk,
+            position_GSk,
             wanted_GSk,
             kept_GSk,
             real_GS,
-            p.num_experts,
             capacity,
             tf.nn.softmax(noisy_GSE),
-        )
-        add_losses(metrics, aux_loss, losses)
-        return Routing(
-            expert_index=index_GSk,
-            gate=gate_GSk,
-            position=position_GSk,
-            kept=kept_GSk,
-            num_experts=p.num_experts,
-            capacity=capacity,
             aux_loss=aux_loss,
-            metrics=metrics,
+            losses=losses,
         )
 
 

@@ -9,7 +9,6 @@ Letters: G group, S token in group, k choice rank (k = E here), E expert.
 
 import tensorflow as tf
 
-from lingvo_moe.core.moe.metrics import routing_metrics
 from lingvo_moe.core.moe.routers.base import LearnedRouter, Routing, all_experts
 
 
@@ -34,7 +33,6 @@ class SoftRouter(LearnedRouter):
         seed: tf.Tensor | None = None,
     ) -> Routing:
         """See `LearnedRouter`; the capacity is not looked at."""
-        p = self.p
         real_GS = 1.0 - tf.cast(paddings_GS, tf.float32)
         gates_GSE = tf.nn.softmax(logits_GSE)
         expert_index = all_experts(logits_GSE)
@@ -42,25 +40,14 @@ class SoftRouter(LearnedRouter):
         # Token s sits in slot s of each expert.
         position = expert_index - expert_index
         position += tf.range(tf.shape(position)[1])[tf.newaxis, :, tf.newaxis]
-        metrics = routing_metrics(
+        return self.Decided(
             expert_index,
             gates_GSE * kept,
+            position,
             kept,
             kept,
             real_GS,
-            p.num_experts,
             None,
             gates_GSE,
             ranked=False,
-        )
-        metrics.aux_loss = tf.constant(0.0)
-        return Routing(
-            expert_index=expert_index,
-            gate=gates_GSE * kept,
-            position=position,
-            kept=kept,
-            num_experts=p.num_experts,
-            capacity=None,
-            aux_loss=tf.constant(0.0),
-            metrics=metrics,
         )

@@ -8,9 +8,10 @@ import tensorflow as tf
 from lingvo_moe.core import randomness
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.moe.choice import normalize, pick
 from lingvo_moe.core.moe.losses import load_balance
-from lingvo_moe.core.moe.metrics import add_losses, routing_metrics
 from lingvo_moe.core.moe.routers.base import LearnedRouter, Routing
+from lingvo_moe.core.moe.seating import count_choices, take_seats
 from lingvo_moe.core.suggest import did_you_mean
 
 _CHOICES = {
@@ -106,52 +107,33 @@ class Top2Router(LearnedRouter):
         p = self.p
         real_GS = 1.0 - tf.cast(paddings_GS, tf.float32)
         gates_GSE = tf.nn.softmax(logits_GSE)
-        index_1, index_2 = _top_2(gates_GSE)
-        first_GSE = tf.one_hot(index_1, p.num_experts)
-        second_GSE = tf.one_hot(index_2, p.num_experts)
-        gate_1 = tf.reduce_sum(gates_GSE * first_GSE, -1)
-        gate_2 = tf.reduce_sum(gates_GSE * second_GSE, -1)
+        index_GSk = _best_two(gates_GSE)
+        gate_GSk = pick(gates_GSE, index_GSk)
         if p.normalize_gates == "before_drops":
-            gate_1, gate_2 = _normalize(gate_1, gate_2)
+            gate_GSk = normalize(gate_GSk)
 
-        wanted_1 = real_GS
-        wanted_2 = real_GS * self._Sampled(gate_2, seed)
-        first_GSE *= real_GS[:, :, tf.newaxis]
+        wanted_GSk = tf.stack([real_GS, real_GS * self._Sampled(gate_GSk[:, :, 1], seed)], -1)
         # Who counts as seated before a later second choice: this is where the readings part.
-        seat_2 = real_GS if p.reading == "paper" else wanted_2
-        position_1 = _position(first_GSE, first_GSE)
-        position_2 = _position(second_GSE * seat_2[:, :, tf.newaxis], second_GSE)
-        seated_GE = tf.reduce_sum(first_GSE, 1)
-        position_2 += tf.reduce_sum(second_GSE * seated_GE[:, tf.newaxis, :], -1)
-
-        kept_1, kept_2 = wanted_1, wanted_2
-        if capacity is not None:
-            kept_1 *= tf.cast(position_1 < capacity, tf.float32)
-            kept_2 *= tf.cast(position_2 < capacity, tf.float32)
-        gate_1, gate_2 = gate_1 * kept_1, gate_2 * kept_2
+        seated_GSk = tf.stack([real_GS] * 2, -1) if p.reading == "paper" else wanted_GSk
+        position_GSk, room_GSk = take_seats(index_GSk, seated_GSk, p.num_experts, capacity)
+        kept_GSk = wanted_GSk * room_GSk
+        gate_GSk *= kept_GSk
         if p.normalize_gates == "after_drops":
-            gate_1, gate_2 = _normalize(gate_1, gate_2)
+            gate_GSk = normalize(gate_GSk)
 
-        expert_index = tf.stack([index_1, index_2], -1)
-        gate = tf.stack([gate_1, gate_2], -1)
-        kept = tf.stack([kept_1, kept_2], -1)
-        wanted = tf.stack([wanted_1, wanted_2], -1)
-        loss = load_balance(gates_GSE, first_GSE, real_GS)
-        aux_loss = loss * self._AuxLossScale()
-        metrics = routing_metrics(
-            expert_index, gate, wanted, kept, real_GS, p.num_experts, capacity, gates_GSE
-        )
-        # As for other routers 1 at balance, whatever the reading.
-        add_losses(metrics, aux_loss, {"load_balance": loss * float(p.num_experts**2)})
-        return Routing(
-            expert_index=expert_index,
-            gate=gate,
-            position=tf.cast(tf.stack([position_1, position_2], -1), tf.int32),
-            kept=kept,
-            num_experts=p.num_experts,
-            capacity=capacity,
-            aux_loss=aux_loss,
-            metrics=metrics,
+        first_GE = count_choices(index_GSk[:, :, :1], real_GS[:, :, tf.newaxis], p.num_experts)
+        loss = load_balance(gates_GSE, first_GE, real_GS)  # as for other routers 1 at balance
+        return self.Decided(
+            index_GSk,
+            gate_GSk,
+            position_GSk,
+            wanted_GSk,
+            kept_GSk,
+            real_GS,
+            capacity,
+            gates_GSE,
+            aux_loss=loss * self._AuxLossScale(),
+            losses={"load_balance": loss},
         )
 
     def _Sampled(self, gate_2: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:
@@ -162,29 +144,18 @@ class Top2Router(LearnedRouter):
         return tf.cast(gate_2 * (1.0 / self.p.second_expert_threshold) > rnd, tf.float32)
 
     def _AuxLossScale(self) -> float:
+        """What Lingvo's loss, 1 at balance, is multiplied by; the paper's is 1 / E^2 of it."""
         p = self.p
+        papers = float(p.num_experts**2)
         if p.aux_loss_scale is not None:
-            return float(p.aux_loss_scale)
-        return 1.0 if p.reading == "paper" else float(p.num_experts**2)
+            return p.aux_loss_scale / papers
+        return 1.0 / papers if p.reading == "paper" else 1.0
 
 
-def _top_2(gates_GSE: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """The indices [G,S] of the largest and the second largest gate; the lower index wins a tie."""
-    # Two arg-maxes, which XLA partitions along G like any reduction; its sort-based top-k it may not.
-    index_1 = tf.argmax(gates_GSE, -1, output_type=tf.int32)
-    chosen = tf.one_hot(index_1, gates_GSE.shape[-1], on_value=True, off_value=False, dtype=tf.bool)
-    others = tf.where(chosen, tf.constant(-1.0), gates_GSE)
-    return index_1, tf.argmax(others, -1, output_type=tf.int32)
-
-
-def _normalize(gate_1: tf.Tensor, gate_2: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Both over their sum; zeros where both are zero."""
-    total = gate_1 + gate_2
-    scale = tf.math.reciprocal(tf.where(total > 0, total, tf.constant(1.0)))
-    return gate_1 * scale, gate_2 * scale
-
-
-def _position(seats_GSE: tf.Tensor, choice_GSE: tf.Tensor) -> tf.Tensor:
-    """[G,S]: how many earlier tokens of the group took a seat at this token's choice."""
-    earlier_GSE = tf.cumsum(seats_GSE, axis=1, exclusive=True)
-    return tf.reduce_sum(earlier_GSE * choice_GSE, -1)
+def _best_two(gates_GSE: tf.Tensor) -> tf.Tensor:
+    """int32 [G,S,2]: the largest and the second largest gate; the lower index wins a tie."""
+    # Two arg-maxes: of a top-k a TPU's compiler makes a sort of all E.
+    first_GS = tf.argmax(gates_GSE, -1, output_type=tf.int32)
+    is_first_GSE = tf.equal(first_GS[:, :, tf.newaxis], tf.range(gates_GSE.shape[-1]))
+    others_GSE = tf.where(is_first_GSE, -1.0, gates_GSE)
+    return tf.stack([first_GS, tf.argmax(others_GSE, -1, output_type=tf.int32)], -1)

@@ -9,9 +9,8 @@ from lingvo_moe.core import randomness
 from lingvo_moe.core.base_layer import WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.moe.choice import pick, top_k
-from lingvo_moe.core.moe.losses import load_balance_of_choices, log_partition, z_loss
-from lingvo_moe.core.moe.metrics import add_losses, routing_metrics
+from lingvo_moe.core.moe.choice import normalize, pick, top_k
+from lingvo_moe.core.moe.losses import load_balance, log_partition, z_loss
 from lingvo_moe.core.moe.routers.base import LearnedRouter, Routing
 from lingvo_moe.core.moe.seating import count_choices, take_seats
 from lingvo_moe.core.nested_map import NestedMap
@@ -151,45 +150,36 @@ class TopKRouter(LearnedRouter):
         else:
             gate_GSk = tf.exp(logits_GSk - log_z_GS[:, :, tf.newaxis])
         if p.normalize_gates == "before_drops":
-            gate_GSk = _normalize(gate_GSk)
+            gate_GSk = normalize(gate_GSk)
 
         wanted_GSk = tf.stack([real_GS] * p.k, -1)
         position_GSk, kept_GSk = take_seats(index_GSk, wanted_GSk, p.num_experts, capacity)
         gate_GSk *= kept_GSk
         if p.normalize_gates == "after_drops":
-            gate_GSk = _normalize(gate_GSk)
+            gate_GSk = normalize(gate_GSk)
 
         count_GE = count_choices(index_GSk, wanted_GSk, p.num_experts)
         losses = {
-            "load_balance": load_balance_of_choices(probabilities_GSE, count_GE, real_GS),
+            "load_balance": load_balance(probabilities_GSE, count_GE, real_GS),
             "z": z_loss(log_z_GS, real_GS),
         }
         aux_loss = losses["load_balance"] * p.load_balance_weight + losses["z"] * p.z_loss_weight
-        metrics = routing_metrics(
+        routing = self.Decided(
             index_GSk,
             gate_GSk,
+            position_GSk,
             wanted_GSk,
             kept_GSk,
             real_GS,
-            p.num_experts,
             capacity,
             probabilities_GSE,
-        )
-        add_losses(metrics, aux_loss, losses)
-        updates = NestedMap()
-        if bias_E is not None and seed is not None:
-            updates.Set(f"{self.path}.balance_bias", self._NextBias(bias_E, count_GE))
-        return Routing(
-            expert_index=index_GSk,
-            gate=gate_GSk,
-            position=position_GSk,
-            kept=kept_GSk,
-            num_experts=p.num_experts,
-            capacity=capacity,
             aux_loss=aux_loss,
-            metrics=metrics,
-            updates=updates,
+            losses=losses,
         )
+        if bias_E is not None and seed is not None:
+            next_E = self._NextBias(bias_E, count_GE)
+            routing.updates.Set(f"{self.path}.balance_bias", next_E)
+        return routing
 
     def _NextBias(self, bias_E: tf.Tensor, count_GE: tf.Tensor) -> tf.Tensor:
         """The bias after this step, from how often each expert was chosen in the whole batch."""
@@ -202,9 +192,3 @@ def check_k(path: str, p: InstantiableParams) -> None:
     """Raises ValueError where a token cannot have k different experts."""
     if not 1 <= p.k <= p.num_experts:
         raise ValueError(f"{path}.k={p.k}: must be 1 to {p.num_experts}, the number of experts")
-
-
-def _normalize(gate_GSk: tf.Tensor) -> tf.Tensor:
-    """Over a token's sum; zeros where all are zero."""
-    total_GS1 = tf.reduce_sum(gate_GSk, -1, keepdims=True)
-    return gate_GSk * tf.math.reciprocal(tf.where(total_GS1 > 0, total_GS1, tf.constant(1.0)))

@@ -6,7 +6,6 @@ Letters: G group, S token in group, k choice rank, E expert, C capacity slot, M 
 import tensorflow as tf
 
 from lingvo_moe.core.hyperparams import InstantiableParams
-from lingvo_moe.core.moe.metrics import routing_metrics
 from lingvo_moe.core.moe.routers.base import Router, Routing
 from lingvo_moe.core.moe.seating import take_seats
 from lingvo_moe.core.nested_map import NestedMap
@@ -51,20 +50,7 @@ class UnlearnedRouter(Router):
         wanted = tf.stack([real_GS] * p.k, -1)
         position, kept = take_seats(expert_index, wanted, p.num_experts, capacity)
         gate = kept * (1.0 / p.k)
-        metrics = routing_metrics(
-            expert_index, gate, wanted, kept, real_GS, p.num_experts, capacity
-        )
-        metrics.aux_loss = tf.constant(0.0)
-        return Routing(
-            expert_index=expert_index,
-            gate=gate,
-            position=position,
-            kept=kept,
-            num_experts=p.num_experts,
-            capacity=capacity,
-            aux_loss=tf.constant(0.0),
-            metrics=metrics,
-        )
+        return self.Decided(expert_index, gate, position, wanted, kept, real_GS, capacity)
 
     def Choose(
         self, x_GSM: tf.Tensor, seed: tf.Tensor | None, context: NestedMap | None
