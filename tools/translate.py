@@ -10,6 +10,7 @@ device is written as lines are done.
 """
 
 import contextlib
+import io
 import sys
 from typing import Any
 
@@ -56,6 +57,8 @@ def _converse(translator: Any, language: str | None) -> int:
         import readline  # gives input() a history and line editing
 
         del readline
+    assert isinstance(sys.stdin, io.TextIOWrapper)
+    sys.stdin.reconfigure(errors="surrogateescape")  # what is pasted need not be UTF-8
     _warn("one line each; end with Ctrl-D")
     while True:
         try:

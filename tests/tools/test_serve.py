@@ -1,7 +1,5 @@
-"""python -m tools.serve: what tools.translate says of the same lines, and the command from start to end."""
+"""python -m tools.serve from start to end; test_odd_lines.py compares what it says with tools.translate."""
 
-import base64
-import io
 import os
 import re
 import signal
@@ -13,20 +11,14 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import toy_translation as toy
-from local_server import Running, running
-from odd_lines import MATRIX
+from local_server import running
 
 from lingvo_moe.tasks.mt.export import export
-from lingvo_moe.tasks.mt.line_stream import answer_stream, translation_of
 from lingvo_moe.tasks.mt.saved_translator import SavedTranslator
-from lingvo_moe.tasks.mt.serving.limits import Limits
 from lingvo_moe.tasks.mt.translator import TranslateOptions, Translator
 from tools import serve
 
 _ROOT = Path(__file__).resolve().parents[2]
-_WIDE = Limits(
-    max_body_bytes=8 << 20, max_lines=20_000, max_line_chars=2_000_000, max_waiting_lines=20_000
-)
 
 
 @pytest.fixture(scope="module")
@@ -47,33 +39,8 @@ def opened(saved_model) -> SavedTranslator:
 
 @pytest.fixture(scope="module")
 def server(opened):
-    with running(opened, _WIDE, max_batch_lines=256) as it:
+    with running(opened) as it:
         yield it
-
-
-def translated(opened: SavedTranslator, data: bytes) -> bytes:
-    """As tools.translate does it."""
-    out = io.BytesIO()
-    answer = translation_of(opened.Translate)
-    answer_stream(answer, io.BytesIO(data), out, 32, lambda _: None, lambda _: None)
-    return out.getvalue()
-
-
-@pytest.mark.parametrize("name", MATRIX)
-def test_the_server_says_what_tools_translate_says(name, opened, server: Running):
-    """Of a text as a whole; of its lines, as bytes; by the dozen, and alone."""
-    data = MATRIX[name]
-    want = translated(opened, data).decode().split("\n")
-    if name != "not UTF-8":
-        assert server.Translate(data.decode()) == want
-    lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    instances = [{"b64": base64.b64encode(line).decode()} for line in lines]
-    path = "/v1/models/translator:predict"
-    reply = server.Ask("POST", path, {"instances": instances}).content["predictions"]
-    assert [row["translations"][0] for row in reply] == want
-    for i in range(min(len(lines), 3)):
-        (row,) = server.Ask("POST", path, {"instances": [instances[i]]}).content["predictions"]
-        assert row == reply[i]
 
 
 def test_scores_and_cuts_are_the_model_s(opened, server):
