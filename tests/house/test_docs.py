@@ -204,8 +204,8 @@ def _tree() -> frozenset[str]:
 
 # What commands make, and what readers bring.
 _MADE = re.compile(
-    r"(demo|run|saved_model|cache|RUN|CORPUS|BILINGUAL|MODEL|DIR|corpus|dev|vocab|texts|comet|eval|checkpoints|compiled|train|assets\.extra)/"
-    r"|(report|experiment|program|plan|corpus|translator|manifest|metrics|comet)\.json|params\.txt|lines\.txt"
+    r"(demo|run|saved_model|cache|RUN|CORPUS|DATA|TEXTS|records|BILINGUAL|MODEL|DIR|corpus|dev|vocab|texts|comet|eval|checkpoints|compiled|train|assets\.extra)/"
+    r"|(report|experiment|program|plan|corpus|translator|manifest|metrics|comet|prepared)\.json|params\.txt|lines\.txt"
 )
 
 
