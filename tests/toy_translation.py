@@ -1,17 +1,19 @@
 """A translation model of a few thousand numbers and vocabularies to go with it, for tests of what is around a model.
 
-Letters: B row, J hypothesis, S source token, T target time, M model, V vocabulary, F flat position (t * J + j).
+Letters: B row, J hypothesis, S source token, T target time, M model, V vocabulary, F flat position (t * J + j),
+L step, X = J M.
 """
 
 import io
 import os
 from collections.abc import Callable, Iterable, Sequence
+from typing import ClassVar
 
 import numpy as np
 import sentencepiece
 import tensorflow as tf
-from tensorflow.compiler.tf2xla.python import xla
 
+from lingvo_moe.core.decode.flat_beam_search import dim
 from lingvo_moe.core.engine.checkpoints import Checkpointer
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.nested_map import NestedMap
@@ -104,6 +106,8 @@ def save_run(
 class ToyModel:
     """Attention without projections over embeddings: random, but depends on every token."""
 
+    CACHE_LETTERS_OP_BY_OP: ClassVar = {"own_BLX": "BLX", "memory": "BSM", "segment_ids": "BS"}
+
     def __init__(self, source_vocab_size: int, target_vocab_size: int):
         self.p = NestedMap(source_vocab_size=source_vocab_size, target_vocab_size=target_vocab_size)
 
@@ -126,18 +130,19 @@ class ToyModel:
     def InitCache(
         self, theta: NestedMap, encoded: NestedMap, beam_size: int, max_length: int
     ) -> NestedMap:
-        shape = [encoded.memory.shape[0], beam_size * max_length, M]
-        return NestedMap(self_BFM=tf.zeros(shape), encoded=encoded)
+        shape = [dim(encoded.memory, 0), max_length, beam_size * M]
+        return NestedMap(own_BLX=tf.zeros(shape), **encoded)
 
     def ExtendStep(self, theta, ids_BJ, cache, time, mask_BJF):
-        x_BJM = tf.gather(theta.target_VM, ids_BJ) + _positions(tf.fill(ids_BJ.shape, time))
-        start = tf.stack([0, time * ids_BJ.shape[1], 0])
-        self_BFM = xla.dynamic_update_slice(cache.self_BFM, x_BJM, start)
-        y_BJM = _attend(x_BJM, self_BFM, mask_BJF)
-        real_B1S = cache.encoded.segment_ids[:, tf.newaxis] > 0
-        y_BJM += _attend(y_BJM, cache.encoded.memory, real_B1S)
+        x_BJM = tf.gather(theta.target_VM, ids_BJ) + _positions(tf.fill(tf.shape(ids_BJ), time))
+        rows, steps, width = (dim(cache.own_BLX, axis) for axis in range(3))
+        now_1L1 = tf.reshape(tf.range(steps) == time, [1, steps, 1])
+        own_BLX = tf.where(now_1L1, tf.reshape(x_BJM, [rows, 1, width]), cache.own_BLX)
+        y_BJM = _attend(x_BJM, tf.reshape(own_BLX, [rows, -1, M]), mask_BJF)
+        real_B1S = cache.segment_ids[:, tf.newaxis] > 0
+        y_BJM += _attend(y_BJM, cache.memory, real_B1S)
         logits_BJV = tf.einsum("BJM,MV->BJV", tf.tanh(y_BJM), theta.mix.out_MV)
-        return logits_BJV, NestedMap(self_BFM=self_BFM, encoded=cache.encoded)
+        return logits_BJV, NestedMap(cache, own_BLX=own_BLX)
 
 
 def _positions(at: tf.Tensor) -> tf.Tensor:

@@ -252,6 +252,18 @@ class BaseLayer:
         int32 [2]."""
         return self.VariableSpecs().Transform(lambda spec: spec.Init(seed))
 
+    def ForInference(self, theta: NestedMap) -> NestedMap:
+        """The weights as they are read fastest where TensorFlow's own kernels run (core/op_by_op.py), for
+        inference only. A layer may arrange its own anew; this one arranges those of its children."""
+        arranged = NestedMap(theta)
+        for name, child in self.children.items():
+            if isinstance(child, list):
+                pairs = zip(child, theta[name], strict=True)
+                arranged[name] = [c.ForInference(weights) for c, weights in pairs]
+            else:
+                arranged[name] = child.ForInference(theta[name])
+        return arranged
+
     # --- helpers for FProp
 
     def FProp(self, theta: NestedMap, *args: Any, **kwargs: Any) -> Any:

@@ -31,6 +31,18 @@ def is_op_by_op() -> bool:
     return _current.get()
 
 
+def rounded_alike(fn: Callable[[tf.Tensor], tf.Tensor], x: tf.Tensor) -> tf.Tensor:
+    """fn(x) for x [..., 1] and a function of each element, e.g. tf.math.log.
+
+    TensorFlow computes rsqrt, log, reciprocal and the like 16 numbers at a time, and what is left over by
+    another algorithm, of other roundings. Where nothing is ever left over, what becomes of a row does not
+    depend on how many others there are.
+    """
+    if not _current.get():
+        return fn(x)
+    return fn(tf.tile(x, [1] * (x.shape.rank - 1) + [16]))[..., :1]
+
+
 def fused(fn: Callable[..., Any]) -> Callable[..., Any]:
     """A function of tensors that XLA compiles on its own, gradient included, where all else runs
     operation by operation: for chains of elementwise operations and reductions.

@@ -115,7 +115,6 @@ class FlatBeamSearch:
     def __init__(self, max_length: int, options: SearchOptions, allowed_V: tf.Tensor | None = None):
         self.o = options
         self.J, self.T = options.beam_size, max_length
-        self.S = self.T * self.J
         self.allowed_V = allowed_V
 
     def Run(self, step_fn: StepFn, cache: Any, max_lengths_B: tf.Tensor) -> NestedMap:
@@ -128,6 +127,8 @@ class FlatBeamSearch:
         def body(state: NestedMap, cache: Any) -> tuple[NestedMap, Any]:
             return self.Step(step_fn, state, cache)
 
+        if max_lengths_B.shape[0] is None:
+            raise ValueError("flat_beam_search needs a static batch size: pad the batch")
         state, _ = tf.while_loop(unfinished, body, (self.Start(max_lengths_B), cache))
         return self.Results(state)
 
@@ -141,11 +142,15 @@ class FlatBeamSearch:
         with tf.name_scope("beam_search/"):
             return self.Advance(state, logits_BJV), cache
 
-    def Start(self, max_lengths_B: tf.Tensor) -> NestedMap:
-        """All hypotheses hold BOS; the first alone is live, or the beam would fill with copies."""
-        B, J, S = max_lengths_B.shape[0], self.J, self.S
-        if B is None:
-            raise ValueError("flat_beam_search needs a static batch size: pad the batch")
+    def Start(self, max_lengths_B: tf.Tensor, steps: int | None = None) -> NestedMap:
+        """All hypotheses hold BOS; the first alone is live, or the beam would fill with copies.
+
+        Args:
+            max_lengths_B: see `flat_beam_search`.
+            steps: how many there are places for; None: T.
+        """
+        J = self.J
+        B, S = dim(max_lengths_B, 0), (steps or self.T) * J
         at_j = tf.range(S) == tf.range(J)[:, tf.newaxis]
         return NestedMap(
             time=tf.constant(0),
@@ -163,7 +168,8 @@ class FlatBeamSearch:
 
     def Ids(self, state: NestedMap) -> tf.Tensor:
         """The newest token of each hypothesis, int32 [B, J]."""
-        return tf.slice(state.ids_BS, [0, state.time * self.J], [state.ids_BS.shape[0], self.J])
+        B = dim(state.ids_BS, 0)
+        return tf.slice(state.ids_BS, [0, state.time * self.J], [B, self.J])
 
     def Advance(self, state: NestedMap, logits_BJV: tf.Tensor) -> NestedMap:
         """One expansion of every row that is not done."""
@@ -249,26 +255,28 @@ class FlatBeamSearch:
         parents_BJ = tf.gather(parents_BC, go_on_BJ, batch_dims=1)
         tokens_BJ = tf.gather(tokens_BC, go_on_BJ, batch_dims=1)
         start = (state.time + 1) * self.J
-        at_S = tf.range(self.S)
+        S = dim(state.ids_BS, 1)
+        at_S = tf.range(S)
         own_JS = at_S == start + tf.range(self.J)[:, tf.newaxis]  # nothing, past the end
         state = state.copy()
         state.live_BJ = tf.gather(scores_BC, go_on_BJ, batch_dims=1)
         state.mask_BJS = tf.gather(state.mask_BJS, parents_BJ, batch_dims=1) | own_JS
-        new_BS = tf.tile(tokens_BJ, [1, self.T])  # position t * J + j holds the token of j
+        new_BS = tf.tile(tokens_BJ, [1, S // self.J])  # position t * J + j holds the token of j
         state.ids_BS = tf.where((at_S >= start) & (at_S < start + self.J), new_BS, state.ids_BS)
         state.time += 1
         return state
 
     def Results(self, state: NestedMap) -> NestedMap:
         """Reads the finished out of the flat sequence: a mask has one of a time's J positions."""
-        B, K = state.ids_BS.shape[0], self.o.top_k
-        mask = tf.reshape(state.ended_mask_BJS[:, :K], [B, K, self.T, self.J])
-        ids = tf.reshape(state.ids_BS, [B, 1, self.T, self.J])
+        B, K = dim(state.ids_BS, 0), self.o.top_k
+        steps = dim(state.ids_BS, 1) // self.J
+        mask = tf.reshape(state.ended_mask_BJS[:, :K], [B, K, steps, self.J])
+        ids = tf.reshape(state.ids_BS, [B, 1, steps, self.J])
         fed_BKT = tf.reduce_sum(tf.cast(mask, tf.int32) * ids, -1)  # BOS, then the tokens
         lengths_BK = state.ended_lengths_BJ[:, :K, tf.newaxis]
         # Times 1.. hold the tokens but EOS, which was never fed.
         fed_BKT = tf.concat([fed_BKT[:, :, 1:], tf.zeros_like(fed_BKT[:, :, :1])], 2)
-        at_T = tf.range(1, self.T + 1)
+        at_T = tf.range(1, steps + 1)
         ids_BKT = tf.where(at_T == lengths_BK, self.o.eos_id, fed_BKT)
         return NestedMap(
             ids_BKT=tf.where(at_T <= lengths_BK, ids_BKT, self.o.pad_id),
@@ -276,3 +284,9 @@ class FlatBeamSearch:
             scores_BK=state.ended_scores_BJ[:, :K],
             steps=state.time,
         )
+
+
+def dim(x: tf.Tensor, axis: int) -> Any:
+    """A dimension's size, an int where it is known."""
+    size = x.shape[axis]
+    return tf.shape(x)[axis] if size is None else size

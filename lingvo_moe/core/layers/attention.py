@@ -13,7 +13,7 @@ from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.layers import attention_op_by_op
+from lingvo_moe.core.layers import attention_in_panels, attention_op_by_op
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.op_by_op import is_op_by_op
 
@@ -64,6 +64,8 @@ class MultiHeadAttention(BaseLayer):
         Returns:
             [B, T, M]. Where the mask allows nothing the values are finite and mean nothing.
         """
+        if "qkv" in theta:
+            return self._InPanels(theta, query, mask)
         if is_op_by_op():
             return self._OpByOp(theta, query, source, mask, seed)
         q = self._Queries(theta, query)
@@ -90,8 +92,31 @@ class MultiHeadAttention(BaseLayer):
         probs = self._Dropout(probs, seed)
         return attention_op_by_op.context(probs, v, wo)
 
+    def ForInference(self, theta: NestedMap, cross: bool = False) -> NestedMap:
+        """See BaseLayer: a panel for each head (see attention_in_panels.py), as self-attention or as
+        attention to a memory wants it."""
+        cast = theta.Transform(self.Cast)
+        return attention_in_panels.arrange(cast, self._scale, cross)
+
+    def _Arranged(self, theta: NestedMap, cross: bool = False) -> NestedMap:
+        return theta if "o" in theta and "v" not in theta else self.ForInference(theta, cross)
+
+    def _InPanels(self, theta: NestedMap, x: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
+        """Self-attention in inference, with arranged weights."""
+        q, k, v = self._Projected(theta.qkv, x)
+        return attention_in_panels.attend(q, k, v, mask, theta.o, self.p.model_dim)
+
+    def _Projected(self, qkv: tf.Tensor, x: tf.Tensor) -> list[tf.Tensor]:
+        keys = self.p.num_heads
+        y = attention_in_panels.project(x, qkv)
+        return attention_in_panels.split_heads(y, qkv.shape[0] - 2 * keys, keys)
+
     def PrecomputeMemory(self, theta: NestedMap, memory: tf.Tensor) -> NestedMap:
-        """Keys and values of memory [B, S, M]: NestedMap(k, v), each [B, S, N, K]."""
+        """Keys and values of memory [B, S, M]: NestedMap(k, v), each [B, S, N, K]; [N, B, S, K] where
+        TensorFlow's own kernels run."""
+        if is_op_by_op():
+            k, v = self._Projected(self._Arranged(theta, cross=True).kv, memory)
+            return NestedMap(k=k, v=v)
         k = tf.einsum("BSM,MNK->BSNK", memory, self.Cast(theta.k))
         v = tf.einsum("BSM,MNK->BSNK", memory, self.Cast(theta.v))
         return NestedMap(k=self.Shard(k, "BSNK"), v=self.Shard(v, "BSNK"))
@@ -100,15 +125,24 @@ class MultiHeadAttention(BaseLayer):
         self, theta: NestedMap, query: tf.Tensor, memory: NestedMap, mask: tf.Tensor
     ) -> tf.Tensor:
         """Inference on precomputed memory: query [B, J, M], mask [B, J or 1, S] to [B, J, M]."""
+        if is_op_by_op():
+            theta = self._Arranged(theta, cross=True)
+            q = attention_in_panels.project(query, theta.q)
+            return attention_in_panels.attend(
+                q, memory.k, memory.v, mask, theta.o, self.p.model_dim
+            )
         return self._Attend(theta, self._Queries(theta, query), memory, mask, None)
 
     def InitCache(self, batch: int, length: int, num_hyps: int = 1) -> NestedMap:
         """Empty keys and values for L = length steps of J = num_hyps positions: [L, B, J, N, K].
 
-        Step-major, so that a step writes one contiguous slice. As seen by masks, position j of step
-        t is t * J + j.
+        Step-major, so that a step writes one contiguous slice; [N, B, L, J K] where TensorFlow's own
+        kernels run. As seen by masks, position j of step t is t * J + j.
         """
         _, n, k = _dims(self.p)
+        if is_op_by_op():
+            kind = self.fprop_dtype
+            return attention_in_panels.empty_cache(batch, length, num_hyps, n, k, kind)
         shape = [length, batch, num_hyps, n, k]
         return NestedMap(k=tf.zeros(shape, self.fprop_dtype), v=tf.zeros(shape, self.fprop_dtype))
 
@@ -136,6 +170,8 @@ class MultiHeadAttention(BaseLayer):
         Returns:
             ([B, J, M], the new cache).
         """
+        if is_op_by_op():
+            return self._ExtendInPanels(self._Arranged(theta), x, cache, time, mask)
         new = self.PrecomputeMemory(theta, x)
         index = tf.reshape(tf.cast(time, tf.int32), [1, 1])
         cache = NestedMap(
@@ -151,6 +187,18 @@ class MultiHeadAttention(BaseLayer):
         probs = tf.reshape(probs, [batch, heads, num_hyps, steps, num_hyps])
         context = tf.einsum("BNJLI,LBINK->BJNK", probs, cache.v)
         return self._Output(theta, context), cache
+
+    def _ExtendInPanels(
+        self, theta: NestedMap, x: tf.Tensor, cache: NestedMap, time: tf.Tensor, mask: tf.Tensor
+    ) -> tuple[tf.Tensor, NestedMap]:
+        q, *new = self._Projected(theta.qkv, x)
+        k, v = (
+            attention_in_panels.write(old, one, time)
+            for old, one in zip((cache.k, cache.v), new, strict=True)
+        )
+        keys, values = (attention_in_panels.by_position(c, q.shape[-1]) for c in (k, v))
+        y = attention_in_panels.attend(q, keys, values, mask, theta.o, self.p.model_dim)
+        return y, NestedMap(k=k, v=v)
 
     def _Queries(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
         q = tf.einsum("BTM,MNK->BTNK", x, self.Cast(theta.q))

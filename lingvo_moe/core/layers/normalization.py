@@ -9,7 +9,7 @@ from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.op_by_op import fused, is_op_by_op
+from lingvo_moe.core.op_by_op import fused, is_op_by_op, rounded_alike
 
 
 class LayerNorm(BaseLayer):
@@ -55,7 +55,7 @@ def _statistics(x: tf.Tensor, epsilon: float) -> tuple[tf.Tensor, tf.Tensor]:
     per_element = 1.0 / x.shape[-1]
     centred = x - tf.reduce_sum(x, axis=-1, keepdims=True) * per_element
     variance = tf.reduce_sum(centred * centred, axis=-1, keepdims=True) * per_element
-    return centred, tf.math.rsqrt(variance + epsilon)
+    return centred, rounded_alike(tf.math.rsqrt, variance + epsilon)
 
 
 def _op_by_op(epsilon: float) -> Callable:

@@ -8,7 +8,7 @@ from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.layers import softmax_op_by_op
+from lingvo_moe.core.layers import panels, softmax_op_by_op
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.op_by_op import is_op_by_op
 
@@ -42,8 +42,17 @@ class Softmax(BaseLayer):
 
     def FProp(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
         """Logits of x [B, T, M]: float32 [B, T, V]."""
+        if "panels" in theta:
+            rows = tf.reshape(x, [-1, self.p.model_dim])
+            logits = panels.product(rows, theta.panels, self.p.vocab_size)
+            shape = tf.concat([tf.shape(x)[:2], [self.p.vocab_size]], 0)
+            return tf.reshape(tf.cast(logits, tf.float32), shape)
         logits = tf.einsum("BTM,VM->BTV", x, self.Cast(theta.table))
         return self.Shard(tf.cast(logits, tf.float32), "BTV")
+
+    def ForInference(self, theta: NestedMap) -> NestedMap:
+        """See BaseLayer: the table in `panels` (see panels.py). With `p.tied` theta is the table's layer's."""
+        return NestedMap(panels=panels.in_panels(tf.transpose(self.Cast(theta.table))))
 
     def Losses(
         self, theta: NestedMap, x: tf.Tensor, labels: tf.Tensor, weights: tf.Tensor

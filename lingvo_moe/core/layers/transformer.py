@@ -80,6 +80,13 @@ class TransformerLayer(BaseLayer):
         )
         return self._Add(x, h, self.FoldSeed(seed, "ffn_residual")), extras
 
+    def ForInference(self, theta: NestedMap) -> NestedMap:
+        """See BaseLayer."""
+        arranged = super().ForInference(theta)
+        if self.p.cross_atten_tpl is not None:
+            arranged.cross_atten = self.cross_atten.ForInference(theta.cross_atten, cross=True)
+        return arranged
+
     def InitCache(self, batch: int, length: int, num_hyps: int = 1) -> NestedMap:
         """See MultiHeadAttention.InitCache."""
         return self.self_atten.InitCache(batch, length, num_hyps)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from lingvo_moe.core.gradients import custom_gradient
 from lingvo_moe.core.op_by_op import rounded_alike
 
 
@@ -30,7 +31,7 @@ def pick(values_GSE: tf.Tensor, index_GSk: tf.Tensor) -> tf.Tensor:
     """[G,S,k]: the values of the experts in index_GSk, int32, all different for a token."""
     experts_E = tf.range(values_GSE.shape[-1])
 
-    @tf.custom_gradient
+    @custom_gradient
     def gathered(values_GSE: tf.Tensor) -> tuple[tf.Tensor, Callable]:
         def grad(dpicked_GSk: tf.Tensor) -> tf.Tensor:
             dvalues_GSE = tf.constant(0, dpicked_GSk.dtype)

@@ -15,9 +15,11 @@ import numpy as np
 import tensorflow as tf
 
 from lingvo_moe.core.decode.flat_beam_search import FlatBeamSearch, SearchOptions, StepFn
+from lingvo_moe.core.decode.growing_beam_search import BLOCK, GrowingBeamSearch, state_letters
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.engine.steps import Step
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.op_by_op import is_op_by_op
 from lingvo_moe.core.sharding import dims_mapping, single_device, use_mesh
 from lingvo_moe.tasks.mt.input.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 
@@ -40,16 +42,25 @@ class Decoder:
         self._vocab_size = vocab_size or model.p.target_vocab_size
         allowed_V = np.arange(self._vocab_size) != UNK_ID
         self.search = FlatBeamSearch(max_length, options, allowed_V)
+        self._growing = GrowingBeamSearch(max_length, options, allowed_V)
 
     def Search(self, theta: NestedMap, src: NestedMap, max_lengths_B: tf.Tensor) -> NestedMap:
         """The whole search: `Start`, then `Step` until every row is done; see `flat_beam_search`.
 
+        Where TensorFlow's own kernels run (core/op_by_op.py) rows and lengths may be unknown, and caches
+        grow: see growing_beam_search.py.
+
         Args:
-            theta: the weights.
+            theta: the weights; op by op also as the model's `ForInference` arranges them.
             src: int32 `ids`, `segment_ids` (1, or 0 at padding) and `segment_pos`, [B,S] each.
             max_lengths_B: int32, the most tokens of each row's translations, 0 for none.
         """
-        cache = self.InitCache(theta, self.model.Encode(theta, src))
+        encoded = self.model.Encode(theta, src)
+        if is_op_by_op():
+            cache = self.model.InitCache(theta, encoded, self._beam_size, BLOCK)
+            letters = cache_letters(cache, self.model.CACHE_LETTERS_OP_BY_OP)
+            return self._growing.Run(self._StepFn(theta), cache, max_lengths_B, letters)
+        cache = self.InitCache(theta, encoded)
         return self.search.Run(self._StepFn(theta), cache, max_lengths_B)
 
     def Start(
@@ -104,14 +115,13 @@ class DecodeSpecs:
                 self.theta.Transform(lambda s: tf.TensorSpec(s.shape, s.dtype)),
                 encoded,
             )
-        letters = decoder.model.CACHE_LETTERS
-        self.state = self._Specs(state, lambda path: path.rpartition("_")[2])  # their names' ends
-        self.cache = self._Specs(cache, lambda path: letters[re.split(r"[.\[]", path)[0]])
+        self.state = self._Specs(state, state_letters(state))
+        self.cache = self._Specs(cache, cache_letters(cache, decoder.model.CACHE_LETTERS))
 
-    def _Specs(self, tree: NestedMap, letters_of: Callable[[str], str]) -> NestedMap:
+    def _Specs(self, tree: NestedMap, letters: list[str]) -> NestedMap:
         specs = []
-        for path, value in tree.FlattenItems():
-            split = dims_mapping(letters_of(path), self._split) if value.shape.rank else ()
+        for names, value in zip(letters, tree.Flatten(), strict=True):
+            split = dims_mapping(names, self._split)
             specs.append(TensorSpec(tuple(value.shape), value.dtype.name, split))
         return tree.Pack(specs)
 
@@ -133,6 +143,11 @@ def decode_step(
     decoder = Decoder(task, options, max_length or 2 * source_length + 10)
     specs = DecodeSpecs(decoder, rows, source_length)
     return Step("decode_step", decoder.Step, (specs.state, specs.cache, specs.theta), (0, 1))
+
+
+def cache_letters(cache: NestedMap, by_part: dict[str, str]) -> list[str]:
+    """The letters of each tensor of a cache, in the order of `Flatten`, from those of its parts."""
+    return [by_part[re.split(r"[.\[]", path)[0]] for path, _ in cache.FlattenItems()]
 
 
 def _traced(fn: Callable[..., Any], *specs: Any) -> Any:

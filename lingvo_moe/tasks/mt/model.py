@@ -30,6 +30,8 @@ class MtModel(BaseTask):
 
     # Of the tensors in the parts of a cache, see attention.py; T is 1.
     CACHE_LETTERS = {"decoder": "LBJNK", "memory": "BSNK", "cross_mask": "BTS", "task_ids": "B"}
+    # Where TensorFlow's own kernels run; X is J K.
+    CACHE_LETTERS_OP_BY_OP = {**CACHE_LETTERS, "decoder": "NBLX", "memory": "NBSK"}
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -275,6 +277,10 @@ class MtModel(BaseTask):
 
     # --- decoding
 
+    def ForInference(self, theta: NestedMap) -> NestedMap:
+        """See BaseLayer; the softmax has the table that it shares in an order of its own."""
+        return super().ForInference(NestedMap(theta, softmax=theta.target_embedding))
+
     def Encode(self, theta: NestedMap, src: NestedMap) -> NestedMap:
         """The encoder's output for unpacked rows: NestedMap(memory [B,S,M], segment_ids int32
         [B,S]); and task_ids int32 [B], where the decoder needs them."""
@@ -290,6 +296,8 @@ class MtModel(BaseTask):
         """The decoder's keys and values: empty ones for `beam_size * max_length` positions, and
         those of the memory."""
         batch = encoded.memory.shape[0]
+        if batch is None:
+            batch = tf.shape(encoded.memory)[0]
         first = tf.fill([batch, 1], 1)
         tasks = {"task_ids": encoded.task_ids} if "task_ids" in encoded else {}
         return NestedMap(
@@ -316,17 +324,17 @@ class MtModel(BaseTask):
             float32 logits [B,J,V] of the next token, and the cache.
         """
         x = self.target_embedding.FProp(theta.target_embedding, ids)
-        x += self.position.FProp(theta.position, tf.fill(ids.shape, time))
+        x += self.position.FProp(theta.position, tf.fill(tf.shape(ids), time))
         row = NestedMap(ids=ids)
         if "task_ids" in cache:
-            row.task_ids = tf.tile(cache.task_ids[:, tf.newaxis], [1, ids.shape[1]])
+            row.task_ids = tf.tile(cache.task_ids[:, tf.newaxis], [1, tf.shape(ids)[1]])
         aux = NestedMap(
             self_mask=mask, cross_mask=cache.cross_mask, **self._Context(row, decoder=True)
         )
         y, decoder = self.decoder.ExtendStep(
             theta.decoder, x, cache.decoder, time, aux, cache.memory
         )
-        logits = self.softmax.FProp(theta.target_embedding, y)
+        logits = self.softmax.FProp(theta.get("softmax") or theta.target_embedding, y)
         return logits, NestedMap(cache, decoder=decoder)
 
     # --- specs

@@ -8,6 +8,7 @@ translation of a line is the same to the bit in a batch of 1, 7 or 32.
 """
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +16,17 @@ from typing import Any
 import tensorflow as tf
 import tensorflow_text as tf_text
 
-from lingvo_moe.core.decode.flat_beam_search import SearchOptions
+from lingvo_moe.core.decode.flat_beam_search import SearchOptions, dim
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.op_by_op import running_op_by_op
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.mt.decode_step import Decoder
 from lingvo_moe.tasks.mt.input.special_ids import BOS_ID, EOS_ID, PAD_ID
 from lingvo_moe.tasks.mt.saved_translator import translations_of
 
 _SMALLEST_BUCKET = 8
+_SOURCE_STEP = 16  # tokens: what the rows of a batch are padded to a multiple of, not under XLA
+_MOST_TOKENS = 2048  # of the sources of a batch, not under XLA
 _LONGEST_PIECE = 64  # bytes of a SentencePiece: 16 characters of UTF-8
 # Nothing that a reader of lines could take for the end of one: controls, NEL, line and paragraph separators.
 _NOT_IN_A_LINE = "[\\x{00}-\\x{1f}\\x{7f}\\x{85}\\x{2028}\\x{2029}]+"
@@ -38,7 +42,10 @@ class TranslateOptions:
         length_alpha: exponent of the length normalisation.
         max_source_length: tokens of a line, EOS included; the rest is cut off and reported.
         max_length: tokens of a translation, EOS included. A line of n tokens gets at most 2 n + 10.
-        rows: R, lines translated at once. Fewer are filled up, more take turns.
+        rows: R, the most lines translated at once, more take turns; None: 8 under XLA, else 32.
+        xla: whether XLA compiles the search, a program for each bucket of exactly R rows; otherwise
+            TensorFlow's own kernels run it, which is much faster on a CPU. None: where there is an
+            accelerator.
     """
 
     beam_size: int = 4
@@ -46,13 +53,20 @@ class TranslateOptions:
     length_alpha: float = 0.6
     max_source_length: int = 256
     max_length: int = 256
-    rows: int = 8
+    rows: int | None = None
+    xla: bool | None = None
 
     def __post_init__(self) -> None:
         self.Search()
         for name in ("max_source_length", "max_length", "rows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        if self.xla is None:
+            found = any(tf.config.list_physical_devices(kind) for kind in ("GPU", "TPU"))
+            object.__setattr__(self, "xla", found)
+        if self.rows is None:
+            object.__setattr__(self, "rows", 8 if self.xla else 32)
 
     def Search(self) -> SearchOptions:
         """The options of the beam search."""
@@ -101,7 +115,7 @@ class Translator(tf.Module):
     ):
         super().__init__(name="translator")
         self.options = options or TranslateOptions()
-        self.traces = 0  # of compiled programs; grows no more once `translate` was traced
+        self.traces = 0  # of searches; grows no more once `translate` was traced
         self._source = _tokenizer(source_vocab)
         self._target = _tokenizer(target_vocab)
         self._target_size = int(self._target.vocab_size())
@@ -114,8 +128,12 @@ class Translator(tf.Module):
                 raise ValueError(
                     f"the {side} vocabulary has {have} pieces, the model's {side}_vocab_size is {room}"
                 )
+        self._arrange = lambda theta: theta
+        if not self.options.xla and hasattr(model, "ForInference"):
+            self._arrange = model.ForInference
+        theta = self._arrange(theta)
         self._variables = [
-            tf.Variable(value, trainable=False, name=path.replace("[", "_").replace("]", ""))
+            tf.Variable(value, trainable=False, name=re.sub(r"[\[\]]+", "_", path))
             for path, value in theta.FlattenItems()
         ]
         # tf.Module would track, and wrap, a NestedMap; closures it lets be.
@@ -143,7 +161,7 @@ class Translator(tf.Module):
 
     def SetTheta(self, theta: NestedMap) -> None:
         """Other weights of the same model, e.g. of another checkpoint; what is compiled stays as it is."""
-        for variable, value in zip(self._variables, theta.Flatten(), strict=True):
+        for variable, value in zip(self._variables, self._arrange(theta).Flatten(), strict=True):
             variable.assign(value)
 
     def _TranslateFrom(self, text: tf.Tensor, language: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -187,12 +205,75 @@ class Translator(tf.Module):
         lengths = tf.where(is_blank, 0, tf.minimum(lengths + 1, o.max_source_length))
 
         parts = [_Part.Empty(o.top_k)]
+        if not o.xla:
+            parts.append(self._longest_first(tokens, lengths, tasks))
+            return {**_Part.Collect(parts, is_blank), "truncated": truncated}
         shorter = 0
         for length in o.Buckets():
             lines = tf.where((lengths > shorter) & (lengths <= length))[:, 0]
             parts.append(self._bucket(tokens, lengths, tasks, tf.cast(lines, tf.int32), length))
             shorter = length
         return {**_Part.Collect(parts, is_blank), "truncated": truncated}
+
+    def _longest_first(
+        self, tokens: tf.RaggedTensor, lengths: tf.Tensor, tasks: tf.Tensor | None
+    ) -> "_Part":
+        """Translates all lines that are not blank, those of like length together.
+
+        The rows of a batch are padded to the longest of them, at a multiple of 16.
+        """
+        o = self.options
+        lines = tf.argsort(lengths, direction="DESCENDING", stable=True)
+        n = tf.math.count_nonzero(lengths, dtype=tf.int32)
+        search = self._search()
+
+        def one(start: tf.Tensor, texts: tf.TensorArray, scores: tf.TensorArray) -> tuple:
+            longest = lengths[lines[start]]
+            longest = (longest + (_SOURCE_STEP - 1)) // _SOURCE_STEP * _SOURCE_STEP
+            count = tf.clip_by_value(_MOST_TOKENS // longest, 1, o.rows)
+            at = lines[start : tf.minimum(start + count, n)]
+            found = tf.shape(at)[0]
+            n_at = tf.gather(lengths, at)
+            if o.beam_size == 1:  # no product of a single row: see panels.py
+                fill = tf.zeros([tf.maximum(2 - found, 0)], tf.int32)
+                at, n_at = tf.concat([at, fill], 0), tf.concat([n_at, fill], 0)
+            shape = tf.stack([tf.shape(at)[0], longest])
+            ids = tf.gather(tokens, at).to_tensor(PAD_ID, shape=shape)
+            tasks_at = [] if tasks is None else [tf.gather(tasks, at)]
+            text, best = self._texts(*search(ids, n_at, *tasks_at))
+            index = texts.size()
+            return (
+                start + found,
+                texts.write(index, text[:found]),
+                scores.write(index, best[:found]),
+            )
+
+        texts, scores = (
+            tf.TensorArray(
+                kind, 0, dynamic_size=True, infer_shape=False, element_shape=[None, o.top_k]
+            )
+            for kind in (tf.string, tf.float32)
+        )
+        # An empty batch, so that there is always one.
+        texts = texts.write(0, tf.fill([0, o.top_k], ""))
+        scores = scores.write(0, tf.zeros([0, o.top_k]))
+        _, texts, scores = tf.while_loop(
+            lambda start, *_: start < n,
+            one,
+            (tf.constant(0), texts, scores),
+            parallel_iterations=1,
+        )
+        return _Part(lines[:n], texts.concat(), scores.concat())
+
+    def _texts(
+        self, ids_RKT: tf.Tensor, lengths_RK: tf.Tensor, scores_RK: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """What a search found as strings [R,K], and the scores."""
+        flat = tf.reshape(ids_RKT, [-1, tf.shape(ids_RKT)[2]])
+        without_eos = tf.maximum(tf.reshape(lengths_RK, [-1]) - 1, 0)
+        text = self._target.detokenize(tf.RaggedTensor.from_tensor(flat, without_eos))
+        text = tf.strings.strip(tf.strings.regex_replace(text, _NOT_IN_A_LINE, " "))
+        return tf.reshape(text, [-1, self.options.top_k]), scores_RK
 
     def _bucket(
         self,
@@ -210,18 +291,13 @@ class Translator(tf.Module):
         at = tf.reshape(tf.concat([lines, fill], 0), [batches, o.rows])
         n_at = tf.concat([tf.gather(lengths, lines), fill], 0)
         n_at = tf.reshape(n_at, [batches, o.rows])
-        compiled = self._compiled(length)
+        compiled = self._search(length)
 
         def one(i: tf.Tensor, texts: tf.TensorArray, scores: tf.TensorArray) -> tuple:
             ids = tf.gather(tokens, at[i]).to_tensor(PAD_ID, shape=[o.rows, length])
             tasks_at = [] if tasks is None else [tf.gather(tasks, at[i])]
-            found_ids, found_lengths, found_scores = compiled(ids, n_at[i], *tasks_at)
-            flat = tf.reshape(found_ids, [o.rows * o.top_k, -1])
-            without_eos = tf.maximum(tf.reshape(found_lengths, [-1]) - 1, 0)
-            text = self._target.detokenize(tf.RaggedTensor.from_tensor(flat, without_eos))
-            text = tf.strings.strip(tf.strings.regex_replace(text, _NOT_IN_A_LINE, " "))
-            texts = texts.write(i, tf.reshape(text, [o.rows, o.top_k]))
-            return i + 1, texts, scores.write(i, found_scores)
+            text, best = self._texts(*compiled(ids, n_at[i], *tasks_at))
+            return i + 1, texts.write(i, text), scores.write(i, best)
 
         shape = [o.rows, o.top_k]
         _, texts, scores = tf.while_loop(
@@ -242,18 +318,23 @@ class Translator(tf.Module):
             tf.reshape(scores.stack(), flat_shape)[:n],
         )
 
-    def _compiled(self, length: int) -> Any:
-        """The program of a bucket: int32 ids [R,S], lengths [R] (and tasks [R]) to ids [R,K,T], lengths [R,K],
-        scores [R,K]."""
-        o = self.options
-        decoder = Decoder(self._model(), o.Search(), o.MaxTargetLength(length), self._target_size)
+    def _search(self, length: int | None = None) -> Any:
+        """int32 ids [R,S], lengths [R] (and tasks [R]) to ids [R,K,T], lengths [R,K], scores [R,K].
 
-        @tf.function(jit_compile=True, autograph=False)
-        def program(ids_RS: tf.Tensor, lengths_R: tf.Tensor, *tasks_R: tf.Tensor) -> tuple:
+        Args:
+            length: S of the program that XLA compiles; None: any number and length of rows, not compiled.
+        """
+        o = self.options
+        longest = o.MaxTargetLength(length) if length else o.max_length
+        decoder = Decoder(self._model(), o.Search(), longest, self._target_size)
+
+        @tf.function(jit_compile=length is not None, autograph=False)
+        def search(ids_RS: tf.Tensor, lengths_R: tf.Tensor, *tasks_R: tf.Tensor) -> tuple:
             self.traces += 1
-            with use_mesh(single_device()):
+            with use_mesh(single_device()), running_op_by_op(length is None):
                 theta = self._theta()
-                at_S = tf.tile(tf.range(length)[tf.newaxis], [o.rows, 1])
+                rows, size = (dim(ids_RS, axis) for axis in (0, 1))
+                at_S = tf.tile(tf.range(size)[tf.newaxis], [rows, 1])
                 real_RS = at_S < lengths_R[:, tf.newaxis]
                 src = NestedMap(
                     ids=tf.where(real_RS, ids_RS, PAD_ID),
@@ -266,7 +347,7 @@ class Translator(tf.Module):
                 found = decoder.Search(theta, src, max_lengths)
             return found.ids_BKT, found.lengths_BK, found.scores_BK
 
-        return program
+        return search
 
 
 def _tokenizer(vocab: bytes) -> Any:

@@ -19,7 +19,9 @@ from lingvo_moe.tasks.mt.decode_step import Decoder, decode_step
 from lingvo_moe.tasks.mt.translator import TranslateOptions, Translator
 
 ROWS, S = 8, 8
-OPTIONS = TranslateOptions(beam_size=3, top_k=2, max_source_length=S, max_length=9, rows=ROWS)
+OPTIONS = TranslateOptions(
+    beam_size=3, top_k=2, max_source_length=S, max_length=9, rows=ROWS, xla=True
+)
 LENGTHS = np.array([8, 5, 1, 0, 2, 3, 8, 6], np.int32)
 
 
@@ -57,7 +59,7 @@ def src(task):
 def found(task, theta, src, vocab):
     """(ids, lengths, scores) by the translator's own program."""
     translator = Translator(task, theta, vocab, vocab, OPTIONS)
-    out = translator._compiled(S)(tf.constant(src.ids), tf.constant(LENGTHS))
+    out = translator._search(S)(tf.constant(src.ids), tf.constant(LENGTHS))
     return [x.numpy() for x in out]
 
 

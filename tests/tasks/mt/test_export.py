@@ -91,7 +91,7 @@ def test_scores_are_the_training_model_s(logdir, translator):
     rng = np.random.default_rng(1)
     lengths = np.array([8, 3, 1, 5], np.int32)
     ids = rng.integers(4, 30, [4, 8]).astype(np.int32)
-    found_ids, found_lengths, found_scores = translator._compiled(8)(ids, lengths)
+    found_ids, found_lengths, found_scores = translator._search()(ids, lengths)
     for row in range(4):
         n = lengths[row]
         src = _row(ids[row, :n])

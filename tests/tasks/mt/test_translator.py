@@ -1,5 +1,7 @@
 """Strings in, translations out: batches, buckets, odd lines, and the SavedModel's own graph."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import sentencepiece
@@ -10,8 +12,11 @@ from numpy.testing import assert_array_equal
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.translator import TranslateOptions, Translator
 
-# Two buckets, 8 and 16; compiling one is a second.
-OPTIONS = TranslateOptions(beam_size=3, top_k=2, max_source_length=16, max_length=20, rows=4)
+# Under XLA two buckets, 8 and 16; compiling one is a second.
+OPTIONS = TranslateOptions(
+    beam_size=3, top_k=2, max_source_length=16, max_length=20, rows=4, xla=True
+)
+OP_BY_OP = replace(OPTIONS, rows=5, xla=False)
 ODD = [
     "",
     " ",
@@ -38,9 +43,9 @@ def make(vocab: bytes, options: TranslateOptions = OPTIONS, seed: int = 0) -> Tr
     return Translator(model, model.InitTheta(seed), vocab, vocab, options)
 
 
-@pytest.fixture(scope="module")
-def translator(vocab) -> Translator:
-    return make(vocab)
+@pytest.fixture(scope="module", params=[OPTIONS, OP_BY_OP], ids=["xla", "op_by_op"])
+def translator(vocab, request) -> Translator:
+    return make(vocab, request.param)
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +63,18 @@ def in_batches(translator: Translator, lines, size: int) -> NestedMap:
 
 
 def test_batch_size_changes_nothing(translator, lines):
-    """To the bit, scores included; and nothing is traced or compiled again."""
+    """Scores included, and nothing is traced or compiled again. To the bit under XLA, whose programs have
+    as many rows always; op by op the toy's own products, of single rows too, are rounded in two ways (those
+    of MtModel are not: test_decoding_op_by_op.py)."""
     whole = translator.Translate(lines)
     traces = translator.traces
-    assert traces == len(OPTIONS.Buckets()) == 2
+    assert len(OPTIONS.Buckets()) == 2
+    assert traces == (2 if translator.options.xla else 1)
     for size in (1, 7, 32):
         got = in_batches(translator, lines, size)
         assert got.translations == whole.translations
-        assert_array_equal(got.scores, whole.scores)
+        rtol = 0 if translator.options.xla else 1e-6
+        np.testing.assert_allclose(got.scores, whole.scores, rtol=rtol)
         assert_array_equal(got.truncated, whole.truncated)
     assert translator.traces == traces
     assert len({t[0] for t in whole.translations}) > 20
@@ -80,7 +89,7 @@ def short(lines) -> list[str]:
 def test_rows_and_results(vocab, translator, short):
     """Rows of a program are a matter of speed, results one of how many are shown."""
     want = translator.Translate(short)
-    options = TranslateOptions(beam_size=3, top_k=1, max_source_length=8, max_length=20, rows=5)
+    options = replace(translator.options, top_k=1, max_source_length=8, rows=7)
     got = make(vocab, options).Translate(short)
     assert [t[0] for t in got.translations] == [t[0] for t in want.translations]
     np.testing.assert_allclose(got.scores[:, 0], want.scores[:, 0], rtol=1e-5)
@@ -89,7 +98,7 @@ def test_rows_and_results(vocab, translator, short):
 
 def test_padding_changes_nothing(vocab, translator, short):
     """A line in a longer bucket than it needs gives the same text."""
-    options = TranslateOptions(beam_size=3, top_k=2, max_source_length=40, max_length=20, rows=4)
+    options = replace(OPTIONS, max_source_length=40)
     object.__setattr__(options, "Buckets", lambda: [40])
     other = make(vocab, options)
     want, got = translator.Translate(short), other.Translate(short)
@@ -138,7 +147,8 @@ def test_other_weights_in_the_same_programs(vocab, translator, short):
     other = translator.Translate(short)
     translator.SetTheta(model.InitTheta(0))
     assert translator.Translate(short).translations == first.translations != other.translations
-    assert make(vocab, seed=1).Translate(short).translations == other.translations
+    again = make(vocab, translator.options, seed=1)
+    assert again.Translate(short).translations == other.translations
     assert translator.traces == traces
 
 
@@ -156,7 +166,7 @@ def test_program_sees_the_tokens(vocab):
     spy = Spy(size, size)
     translator = Translator(spy, spy.InitTheta(), vocab, vocab, OPTIONS)
     ids = processor.encode("red house")
-    program = translator._compiled(8)
+    program = translator._search(8)
     tf.config.run_functions_eagerly(True)
     try:
         padded = tf.constant([ids + [2] + [9] * (7 - len(ids))] * 4)

@@ -1,0 +1,36 @@
+"""Weights in panels of a few columns each: how TensorFlow's own kernels read them fastest (core/op_by_op.py).
+
+A step of a search multiplies a few rows by every weight of the model, so what it costs is to read them. A
+product with a plain matrix of many columns first copies pieces of it into a buffer; with panels that lie
+in memory one after another nothing is copied. With many rows both are equally fast.
+
+In each row of a product the sums have an order of their own, whatever rows are multiplied with it, as long
+as there are two or more: a single row is a product of another kind. Callers see to it that there are two.
+
+Letters: R row, M and N the dimensions of a weight, P panel, W column of a panel.
+"""
+
+import tensorflow as tf
+
+_WIDTH = 64
+
+
+def in_panels(w_MN: tf.Tensor, width: int = _WIDTH) -> tf.Tensor:
+    """[M,N] as panels [P,M,W], the last one filled up with zeros."""
+    rows, columns = w_MN.shape
+    panels = -(-columns // width)
+    w_MN = tf.pad(w_MN, [[0, 0], [0, panels * width - columns]])
+    return tf.transpose(tf.reshape(w_MN, [rows, panels, width]), [1, 0, 2])
+
+
+def panel_product(x_RM: tf.Tensor, w_PMW: tf.Tensor) -> tf.Tensor:
+    """[R,M] by panels: [P,R,W]."""
+    return tf.matmul(x_RM[tf.newaxis], w_PMW)
+
+
+def product(x_RM: tf.Tensor, w_PMW: tf.Tensor, columns: int) -> tf.Tensor:
+    """[R,M] by the matrix of that many columns which the panels hold: [R,N]."""
+    panels, _, width = w_PMW.shape
+    y_RPW = tf.transpose(panel_product(x_RM, w_PMW), [1, 0, 2])
+    y_RN = tf.reshape(y_RPW, [-1, panels * width])
+    return y_RN if columns == panels * width else y_RN[:, :columns]

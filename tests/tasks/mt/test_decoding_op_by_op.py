@@ -1,0 +1,124 @@
+"""MtModel's search by TensorFlow's own kernels: what XLA's finds, and for each row the same to the bit
+whatever rows it runs with.
+
+Letters: B row, S source token, T target token, J hypothesis.
+"""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_moe.core import registry
+from lingvo_moe.core.decode.flat_beam_search import SearchOptions
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.op_by_op import running_op_by_op
+from lingvo_moe.core.randomness import make_seed
+from lingvo_moe.core.sharding import single_device, use_mesh
+from lingvo_moe.tasks.mt.decode_step import Decoder
+
+V, LONGEST = 700, 36  # more than two blocks of steps
+LENGTHS = [3, 47, 16, 1, 30, 31, 17, 5, 64, 12]
+
+
+class Searcher:
+    """A model of two layers a side, and searches with it."""
+
+    def __init__(self, num_experts: int, beam_size: int):
+        params = registry.GetParams("mt.M4Demo", "").task.Set(
+            source_vocab_size=V,
+            target_vocab_size=V,
+            model_dim=64,
+            hidden_dim=2048,  # rows of such products are rounded otherwise where they are alone
+            num_heads=2,
+            key_dim=32,
+            num_encoder_layers=2,
+            num_decoder_layers=2,
+            num_experts=num_experts,
+        )
+        self.model = params.Instantiate()
+        with use_mesh(single_device()):
+            self.theta = self.model.InitTheta(make_seed(4, 0))
+            table = self.theta.target_embedding.table.numpy()
+            table[2] *= 1.5  # some end early, at different steps
+            self.theta.target_embedding.table = tf.constant(table)
+            self.arranged = self.model.ForInference(self.theta)
+        options = SearchOptions(beam_size, min(2, beam_size))
+        self.beam_size = beam_size
+        self.decoder = Decoder(self.model, options, LONGEST, V - 7)
+        kinds = [tf.TensorSpec([None, None], tf.int32), tf.TensorSpec([None], tf.int32)]
+        self.traces = 0
+        self.op_by_op = tf.function(self._OpByOp, input_signature=kinds, autograph=False)
+        self.xla = tf.function(self._Xla, jit_compile=True, autograph=False)
+        rng = np.random.default_rng(1)
+        self.lines = [rng.integers(4, V, n) for n in LENGTHS]
+
+    def _OpByOp(self, ids: tf.Tensor, lengths: tf.Tensor) -> NestedMap:
+        self.traces += 1
+        with running_op_by_op():
+            return self._Search(self.arranged, ids, lengths)
+
+    def _Xla(self, ids: tf.Tensor, lengths: tf.Tensor) -> NestedMap:
+        return self._Search(self.theta, ids, lengths)
+
+    def _Search(self, theta: NestedMap, ids: tf.Tensor, lengths: tf.Tensor) -> NestedMap:
+        with use_mesh(single_device()):
+            at = tf.range(tf.shape(ids)[1])[tf.newaxis]
+            real = tf.cast(at < lengths[:, tf.newaxis], tf.int32)
+            src = NestedMap(ids=ids * real, segment_ids=real, segment_pos=at * real)
+            longest = tf.where(lengths > 0, tf.minimum(lengths + 4, LONGEST), 0)
+            return self.decoder.Search(theta, src, longest)
+
+    def Rows(self, rows: list[int | None], size: int) -> tuple[np.ndarray, np.ndarray]:
+        """ids [B,S] and lengths [B] of lines by number, None an empty one."""
+        ids = np.zeros((len(rows), size), np.int32)
+        lengths = np.array([0 if i is None else LENGTHS[i] for i in rows], np.int32)
+        for row, i in zip(ids, rows, strict=True):
+            if i is not None:
+                row[: LENGTHS[i]] = self.lines[i]
+        return ids, lengths
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(0, 4), (4, 3), (0, 1)],
+    ids=["dense_beam_4", "experts_beam_3", "dense_greedy"],
+)
+def searcher(request) -> Searcher:
+    return Searcher(*request.param)
+
+
+@pytest.fixture(scope="module")
+def together(searcher) -> NestedMap:
+    rows = [*range(len(LENGTHS)), None]
+    return searcher.op_by_op(*searcher.Rows(rows, 64)).Transform(lambda x: x.numpy())
+
+
+def test_it_finds_what_xla_finds(searcher, together):
+    want = searcher.xla(*searcher.Rows([*range(len(LENGTHS)), None], 64))
+    steps = together.ids_BKT.shape[2]
+    np.testing.assert_array_equal(together.ids_BKT, want.ids_BKT[:, :, :steps])
+    np.testing.assert_array_equal(together.lengths_BK, want.lengths_BK)
+    np.testing.assert_allclose(together.scores_BK, want.scores_BK, rtol=1e-5)
+    assert (together.lengths_BK[-1] == 0).all()
+    assert (together.ids_BKT < V - 7).all()
+    assert not np.isin(together.ids_BKT, [1, 3]).any()
+    assert len(set(together.lengths_BK[:, 0].tolist())) > 4  # rows leave at different blocks
+
+
+def test_a_row_is_the_same_to_the_bit_alone_and_with_others(searcher, together):
+    """Other rows, another number of them, another padded length: same tokens, same scores."""
+    fill = [None] * (searcher.beam_size == 1)  # no product of a single row
+    batches = [([i, *fill], -(-n // 16) * 16) for i, n in enumerate(LENGTHS)]
+    batches += [([2, 0, 1], 48), ([9, 8, 7, 6, 5], 64), ([3, None, 0, None], 32)]
+    for rows, size in batches:
+        got = searcher.op_by_op(*searcher.Rows(rows, size))
+        for row, i in enumerate(rows):
+            if i is None:
+                continue
+            steps = min(got.ids_BKT.shape[2], together.ids_BKT.shape[2])
+            np.testing.assert_array_equal(
+                got.ids_BKT[row, :, :steps], together.ids_BKT[i, :, :steps]
+            )
+            np.testing.assert_array_equal(got.lengths_BK[row], together.lengths_BK[i])
+            np.testing.assert_array_equal(got.scores_BK[row], together.scores_BK[i])
+    assert searcher.traces == 1
