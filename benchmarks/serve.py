@@ -12,6 +12,7 @@ import contextlib
 import http.client
 import itertools
 import json
+import os
 import random
 import re
 import socket
@@ -96,6 +97,7 @@ class Log:
 def run(saved_model: str, data_dir: str, clients: int, seconds: float) -> dict[str, Any]:
     """Figures of `seconds` of load."""
     lines = _lines(data_dir)
+    busy = os.getloadavg()[0]
     with _server(saved_model) as (process, port, ready_after):
         log, end = Log(), time.monotonic() + seconds
         work: list[tuple[Callable, Any]] = [(_polite, (lines, i)) for i in range(clients)]
@@ -113,7 +115,7 @@ def run(saved_model: str, data_dir: str, clients: int, seconds: float) -> dict[s
             thread.join()
         took = time.monotonic() - start
     return {
-        "machine": host(),
+        "machine": f"{host()}; load average {busy:.1f} before",
         "clients": clients,
         "seconds": took,
         "ready_after": ready_after,
