@@ -261,7 +261,8 @@ class BaseLayer:
                 pairs = zip(child, theta[name], strict=True)
                 arranged[name] = [c.ForInference(weights) for c, weights in pairs]
             else:
-                arranged[name] = child.ForInference(theta[name])
+                # A child without variables may be younger than the checkpoint.
+                arranged[name] = child.ForInference(theta.get(name, NestedMap()))
         return arranged
 
     # --- helpers for FProp
