@@ -153,7 +153,8 @@ def _data_of_run(logdir: str | None) -> str:
         )
     from lingvo_moe.tasks.mt.run_dir import RunDir
 
-    return RunDir(logdir).Params().input.data_dir
+    with _cli.quiet_imports():  # the experiment's modules are TensorFlow's first users
+        return RunDir(logdir).Params().input.data_dir
 
 
 def _print_table(report: Any) -> None:
