@@ -113,8 +113,7 @@ def _parser() -> _cli.Parser:
     add(
         "--vocab_sentences",
         type=int,
-        default=500_000,
-        help="pairs that vocabularies are trained from; about 1 KB of memory each (%(default)s)",
+        help="the most pairs that vocabularies are trained from, held in memory (default: as --model, else 500000)",
     )
     add(
         "--pairs_per_shard",
@@ -126,7 +125,7 @@ def _parser() -> _cli.Parser:
         "--workers",
         type=int,
         default=min(os.cpu_count() or 1, 16),
-        help="processes, with some 300 MB each (%(default)s)",
+        help="processes, with some 200 MB each at most (%(default)s)",
     )
     return parser
 
@@ -167,14 +166,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _options(args: Any) -> PrepareOptions:
-    sizes, temperature, sentences = dict(_SIZES), 5.0, args.vocab_sentences
+    sizes, temperature, sentences = dict(_SIZES), 5.0, 500_000
     if args.model:
         with _cli.quiet_imports():
             from lingvo_moe.core import registry
 
             p = registry.GetParams(args.model).input
         sizes = {side: p.Get(f"{side}_vocab_size") for side in _SIZES}
-        temperature = p.temperature
+        temperature, sentences = p.temperature, p.vocab_sentences
     given = {side: getattr(args, f"{side}_vocab_size") for side in _SIZES}
     sizes |= {side: size for side, size in given.items() if size}
     fields = Fields(columns=args.columns, target_lang=args.target_lang)
@@ -186,7 +185,7 @@ def _options(args: Any) -> PrepareOptions:
             sizes["source"],
             sizes["target"],
             args.temperature or temperature,
-            sentences,
+            args.vocab_sentences or sentences,
             name="--{side}_vocab_size",
         ),
         fields,

@@ -1,20 +1,24 @@
 import gzip
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import zstandard
 
+from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.dev_set import DevSet
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.pipeline import MtInput
+from lingvo_moe.tasks.mt.input.preparing.workers import run_jobs
 from lingvo_moe.tasks.mt.input.vocab_cache import load_vocabularies
 from tools import prepare
 
@@ -272,6 +276,8 @@ def test_changed_data_is_not_used(data: Path, tmp_path: Path) -> None:
         ([], "prepare: no pair is left of the input: 3 x source and target are the same"),
         (["--output={}/in"], "prepare: --output=.* holds files that are no prepared data"),
         (["--input={}/no"], "prepare: --input=.*/no does not exist"),
+        (["--input={}/short"], "prepare: .*x.de has 2 lines and .*x.en has 3: the lines of a pair"),
+        (["--input={}/cut"], r"prepare: .*cut/sw.tsv.gz:\d+: cannot be read, damaged or cut short"),
         (
             ["--columns=lang,source,target"],
             "prepare: .*de.tsv: no line can be used: 3 x a TSV line with too few",
@@ -283,6 +289,12 @@ def test_errors_are_one_line(
 ) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "de.tsv").write_text("eins\tEins\nzwei\tzwei\ndrei\tDREI\n")
+    for name in ("short", "cut"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "short" / "x.de").write_text("eins\nzwei\n")
+    (tmp_path / "short" / "x.en").write_text("one\ntwo\nthree\n")
+    whole = gzip.compress("\n".join(f"{_sentence(i)}\tx" for i in range(500)).encode())
+    (tmp_path / "cut" / "sw.tsv.gz").write_bytes(whole[:-1000])
     flags = [flag.format(tmp_path) for flag in flags]
     assert prepare.main([f"--input={tmp_path / 'in'}", f"--output={tmp_path / 'out'}", *flags]) == 1
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("prepare:")]
@@ -307,3 +319,33 @@ def test_flags_are_checked(
     with pytest.raises(SystemExit):
         prepare.main(["--output=out", *flags])
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_sizes_are_those_of_the_experiment(
+    texts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = {"source_vocab_size": 420, "target_vocab_size": 330, "temperature": 2.0}
+    experiment = NestedMap(input=MtInput.Params().Set(**sizes))
+    monkeypatch.setattr("lingvo_moe.core.registry.GetParams", lambda name: experiment)
+    output = f"--output={tmp_path / 'data'}"
+    arguments = [f"--input={texts / 'web.ee'}", output, "--model=mt.Some", "--dev_share=0"]
+    assert prepare.main([*arguments, "--target_vocab_size=320"]) == 0
+    about = _summary(tmp_path / "data")
+    assert about["vocabularies"] == {"source": 420, "target": 320}
+    assert about["temperature"] == 2.0
+    assert not (tmp_path / "data" / "dev").exists()
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "--model=mt.Some" in last
+    assert last.endswith('"input.target_vocab_size=320;task.target_vocab_size=320"')
+
+
+def _die(job: int, told: Callable[[int], None]) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_is_killed() -> None:
+    with pytest.raises(DataError, match=r"one of 2 worker processes was killed.*fewer --workers"):
+        run_jobs(_die, [1, 2], 2, lambda done, told, seconds: None)

@@ -1,11 +1,15 @@
 """Runs the jobs of a stage in several processes, shows how far they are, and stops them at once on Ctrl-C."""
 
 import concurrent.futures
+import concurrent.futures.process
+import contextlib
 import multiprocessing
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+from lingvo_moe.tasks.mt.input.errors import DataError
 
 Told = Callable[[int], None]
 _SHOWN_EVERY = 1.0  # seconds
@@ -25,6 +29,9 @@ def run_jobs(
         jobs: what it is called with.
         workers: processes; with 1, or a single job, this process does the work.
         show: called now and then with the jobs done, what was told in all, and the seconds since the beginning.
+
+    Raises:
+        DataError: a worker process was killed; and what `function` raises.
     """
     begin = time.monotonic()
     if workers < 2 or len(jobs) < 2:
@@ -37,7 +44,8 @@ def run_jobs(
         min(workers, len(jobs)), context, initializer=_begin, initargs=(counter,)
     )
     try:
-        futures = [pool.submit(_call, function, job) for job in jobs]
+        with _ctrl_c_waits():
+            futures = [pool.submit(_call, function, job) for job in jobs]
         waiting: set = set(futures)
         while waiting:
             finished, waiting = concurrent.futures.wait(
@@ -47,9 +55,14 @@ def run_jobs(
                 future.result()
             show(len(jobs) - len(waiting), counter.value, time.monotonic() - begin)
         return [future.result() for future in futures]
-    except BaseException:
+    except BaseException as e:
         for process in set(multiprocessing.active_children()) - before:
             process.terminate()
+        if isinstance(e, concurrent.futures.process.BrokenProcessPool):
+            raise DataError(
+                f"one of {workers} worker processes was killed, as happens where memory runs out; the same command"
+                " goes on, perhaps with fewer --workers"
+            ) from e
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
@@ -73,11 +86,19 @@ def _run_here(function: Callable, jobs: Sequence[Any], show: Callable, begin: fl
     return results
 
 
+@contextlib.contextmanager
+def _ctrl_c_waits() -> Iterator[None]:
+    """Ctrl-C goes to every process at a terminal. Those that start within leave it to the first, which stops them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _begin(counter: Any) -> None:
     global _counter
     _counter = counter
-    # Ctrl-C goes to every process at a terminal; the first one stops the others.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _call(function: Callable, job: Any) -> Any:
