@@ -5,7 +5,7 @@ Compiling for eight TPU cores that are not there takes about half a minute, so a
 plans. `tests/plans/` is written anew by
 
     python -m tools.plan --model=mt.M4Tiny --topology=v3:2x2 --output=tests/plans/M4Tiny-v3_2x2.json \\
-        --model_params_override='task.num_encoder_layers=4;task.num_decoder_layers=4'
+        --model_params_override='task.num_encoder_layers=4;task.num_decoder_layers=4;task.dropout=0.1'
 """
 
 import json
@@ -24,12 +24,13 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.golden import differences
 from lingvo_moe.core.sharding import ShardingError
+from tools import plan
 
 pytestmark = pytest.mark.slow
 
 GOLDEN = Path(__file__).parent / "plans" / "M4Tiny-v3_2x2.json"
 # Two blocks a stack: a loop of one is written out.
-LAYERS = "task.num_encoder_layers=4;task.num_decoder_layers=4"
+LAYERS = "task.num_encoder_layers=4;task.num_decoder_layers=4;task.dropout=0.1"
 MOE_LAYERS = ("encoder.moe", "decoder.moe")
 
 
@@ -105,14 +106,6 @@ def test_operations_are_a_hand_count_of_the_einsums(tiny):
         dispatch = part == "dispatch_combine"
         assert recompute == pytest.approx(forward * (0.5 if dispatch else 1), rel=0.02), part
         assert backward == pytest.approx(forward * (1.5 if dispatch else 2), rel=0.02), part
-
-
-def test_the_same_program_runs_on_cpus(tiny):
-    """What was compiled for TPUs is, hash for hash, what eight virtual CPU devices would run."""
-    params = _params()
-    request = planning.Request("mt.M4Tiny", "v3:2x2", LAYERS)
-    step, _ = planning.describe_job(request, params, params.task.Instantiate())
-    assert step.Lower(planning.planned_mesh(params, 8)).hash == tiny["program_hash"]
 
 
 def test_a_layer_that_loses_its_cut_is_named(tiny, cache):
@@ -193,14 +186,10 @@ def test_the_smallest_slice_skips_what_cannot_hold_the_state(monkeypatch):
 # --- the command
 
 
-def _plan(*flags):
-    command = [sys.executable, "-m", "tools.plan", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-
-
 def test_the_command_compares_recorded_plans(tmp_path):
     page = tmp_path / "plans.html"
-    done = _plan(f"--compare={GOLDEN},{GOLDEN}", f"--html={page}")
+    command = [sys.executable, "-m", "tools.plan", f"--compare={GOLDEN},{GOLDEN}"]
+    done = subprocess.run([*command, f"--html={page}"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("v3:2x2") >= 2
     assert "<html" in page.read_text()
@@ -221,10 +210,13 @@ def test_the_command_compares_recorded_plans(tmp_path):
         (["--topolgy=v3:2x2"], "did you mean '--topology'"),
     ],
 )
-def test_the_command_tells_mistakes_in_a_line(flags, told):
-    done = _plan(*flags)
-    assert done.returncode in (1, 2)
-    assert told in done.stderr and "Traceback" not in done.stderr
+def test_the_command_tells_mistakes_in_a_line(flags, told, capsys):
+    try:
+        code = plan.main(flags)
+    except SystemExit as stop:  # argparse's way
+        code = stop.code
+    assert code in (1, 2)
+    assert told in capsys.readouterr().err
 
 
 class _Hashed(NestedMap):

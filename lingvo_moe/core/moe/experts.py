@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from lingvo_moe.core import randomness
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
+from lingvo_moe.core.gradients import custom_gradient
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.moe import experts_op_by_op
@@ -75,7 +76,7 @@ class Experts(BaseLayer):
         return dims_mapping(letters, self.p.weight_split, name)
 
 
-@tf.custom_gradient
+@custom_gradient
 def _product(x_EGCM: tf.Tensor, w_EMH: tf.Tensor) -> tuple[tf.Tensor, Callable]:
     """Each expert's slots times its matrix, [E,G,C,H]."""
 

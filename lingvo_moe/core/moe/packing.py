@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
+from lingvo_moe.core.gradients import custom_gradient
 from lingvo_moe.core.moe.grouped_matmul import in_xla
 
 _MOST_UNROLLED = 4  # choices of a token that are gathered one after another
@@ -89,7 +90,7 @@ def sorted_places(
 def to_slots(x_gSM: tf.Tensor, places: Places) -> tf.Tensor:
     """[g,X,M]: each slot's token, zeros where it has none."""
 
-    @tf.custom_gradient
+    @custom_gradient
     def pack(x_gSM: tf.Tensor) -> tuple[tf.Tensor, Callable]:
         def grad(dslots_gXM: tf.Tensor) -> tf.Tensor:
             return _sum_of_slots(dslots_gXM, places)
@@ -105,7 +106,7 @@ def weigh_slots(slots_gXM: tf.Tensor, gate_gSk: tf.Tensor, places: Places) -> tf
     Gradients flow to slots and gates, in their types.
     """
 
-    @tf.custom_gradient
+    @custom_gradient
     def weigh(slots_gXM: tf.Tensor, gate_gSk: tf.Tensor) -> tuple[tf.Tensor, Callable]:
         def grad(dy_gSM: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             dy_gXM = _rows(dy_gSM, _token(places))
