@@ -179,14 +179,15 @@ def _until(end: float, log: Log, client: Callable, port: int, *more: Any) -> Non
 
 
 def _watch(process: psutil.Process, start: float, end: float) -> dict[str, int]:
-    """Resident bytes, once all has settled, at the end, and the most between."""
+    """Resident bytes after the first seconds, at half time, at the end, and the most of these and between."""
     seen = []
     time.sleep(_SETTLED)
     while time.monotonic() < end:
         seen.append(process.memory_info().rss)
         time.sleep(min(1.0, max(0.0, end - time.monotonic())))
     seen.append(process.memory_info().rss)
-    return {"settled": seen[0], "end": seen[-1], "most": max(seen)}
+    half = seen[len(seen) // 2]
+    return {"settled": seen[0], "half": half, "end": seen[-1], "most": max(seen)}
 
 
 # --- clients
@@ -292,9 +293,7 @@ def table(result: dict[str, Any]) -> str:
         "latency of a request: p50, p99, longest": (
             f"{cuts[49]:.2f} s, {cuts[98]:.2f} s, {took[-1]:.2f} s"
         ),
-        "resident memory: after 10 s, at the end, most": (
-            f"{memory['settled']}, {memory['end']}, {memory['most']}"
-        ),
+        "resident memory: after 10 s, at half time, at the end, most": ", ".join(memory.values()),
         "CPU time of the server": f"{result['cpu_seconds']:.0f} s",
         "from its start to ready": f"{result['ready_after']:.0f} s",
         "rude clients": rude,
