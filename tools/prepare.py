@@ -125,7 +125,7 @@ def _parser() -> _cli.Parser:
         "--workers",
         type=int,
         default=min(os.cpu_count() or 1, 16),
-        help="processes, with some 200 MB each at most (%(default)s)",
+        help="processes, with some 200 MB each, and the sample for the vocabularies in two of them (%(default)s)",
     )
     return parser
 
@@ -208,6 +208,11 @@ def _report(args: Any, summary: dict[str, Any], seconds: float) -> None:
         f"\n{args.output}: {kept:,} of {read:,} lines, {len(summary['languages'])} languages,"
         f" in {seconds:.0f} s; all of this, and more examples, in {Path(args.output) / 'prepared.json'}"
     )
+    if unscored := [lang for lang, about in summary["languages"].items() if not about["dev"]]:
+        print(
+            f"no pairs are held out of {', '.join(unscored)}, so nothing can score them: give a larger --dev_share,"
+            " or pairs in a directory dev/ of the input"
+        )
     sizes = summary["vocabularies"]
     if args.model:
         override = [

@@ -35,7 +35,8 @@ class Rules:
 
     Attributes:
         max_chars: of a side, characters.
-        max_ratio: of the longer side's characters to the shorter's, where the longer has more than 20.
+        max_ratio: of the longer side's length to the shorter's, in characters and in bytes of UTF-8, where the longer
+            has more than 20 characters.
         check_script: whether sides must be in the script of their language.
         target_lang: the code of the target language.
     """
@@ -55,7 +56,10 @@ class Rules:
         if longer > self.max_chars:
             return "too_long"
         if longer > _SHORT and longer > self.max_ratio * shorter:
-            return "length_ratio"
+            # A Chinese character says as much as several letters, and has as many bytes.
+            shorter, longer = sorted((len(source.encode()), len(target.encode())))
+            if longer > self.max_ratio * shorter:
+                return "length_ratio"
         if source.casefold() == target.casefold():
             return "equal_sides"
         if self.check_script:

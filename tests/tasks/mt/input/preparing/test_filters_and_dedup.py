@@ -16,6 +16,8 @@ from lingvo_moe.tasks.mt.input.preparing.read_stage import pair_hash
         ("de", "123", "house", "no_letters"),
         ("de", "x" * 1001, "y" * 900, "too_long"),
         ("de", "a word", "a word " * 6, "length_ratio"),
+        ("zh", "联合国", "the United Nations of", ""),
+        ("zh", "联合国", "the United Nations " * 3, "length_ratio"),
         ("de", "a", "a b c d e f g h", ""),  # too short for a ratio
         ("de", "Windows NT", "windows nt", "equal_sides"),
         ("de", "Это по-русски", "this is Russian", "wrong_script"),
