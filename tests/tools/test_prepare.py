@@ -188,7 +188,9 @@ def test_the_table_is_printed(
     assert not list(data.parent.glob(".*"))
 
 
-def test_given_held_out_pairs_stay_as_they_are(texts: Path, tmp_path: Path) -> None:
+def test_given_held_out_pairs_stay_as_they_are(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     first = _sentence(1000)
     (tmp_path / "in" / "dev").mkdir(parents=True)
     (tmp_path / "in" / "dev" / "ru.tsv").write_text(f"<b>да</b> \t  {first}\nнет\tno, &amp; no!\n")
@@ -196,6 +198,7 @@ def test_given_held_out_pairs_stay_as_they_are(texts: Path, tmp_path: Path) -> N
     (tmp_path / "in" / "de.tsv").write_bytes(text)
     arguments = [f"--input={tmp_path / 'in'}", f"--output={tmp_path / 'out'}", *_SIZES]
     assert prepare.main(arguments) == 0
+    assert "no pairs are held out of de, so nothing can score them" in capsys.readouterr().out
     assert DevSet(tmp_path / "out")["ru"] == [("<b>да</b>", first), ("нет", "no, &amp; no!")]
     assert first not in {target for _, target in tsv.read_pairs(tmp_path / "out" / "de.tsv.gz")}
     about = _summary(tmp_path / "out")
