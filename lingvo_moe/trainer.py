@@ -1,8 +1,4 @@
-"""The one entry point for jobs: flags -> registry -> engine.
-
-python -m lingvo_moe.trainer --model=mt.M4Demo --data_dir=DIR --logdir=RUN --num_devices=8
-python -m lingvo_moe.trainer --model=mt.M4MoE2048E36L --mode=inspect_model
-"""
+"""The one entry point for jobs: flags -> registry -> engine."""
 
 import argparse
 import contextlib
@@ -31,6 +27,15 @@ from lingvo_moe.trainer_checks import (
     prepare_run_dir,
 )
 
+_ABOUT = """Trains an experiment, goes on with a run, or shows what an experiment is.
+
+    python -m lingvo_moe.trainer --model=mt.M4Demo --data_dir=DATA --logdir=RUN --engine=tf_graph
+    python -m lingvo_moe.trainer --model=mt.M4Demo --data_dir=DATA --logdir=RUN --num_devices=8
+    python -m lingvo_moe.trainer --model=mt.M4MoE2048E36L --mode=inspect_model
+
+The first is the fastest on a CPU, the second shows a CPU as eight devices. Ctrl-C saves; the same command goes on. DATA
+is what tools.prepare makes, docs/experiments.md lists the experiments, and docs/guide.md leads from data to a server.
+"""
 MODES = ("sync", "inspect_model", "inspect_params")
 
 
@@ -38,28 +43,36 @@ def make_parser() -> argparse.ArgumentParser:
     """The flags, with help that suffices."""
     parser = argparse.ArgumentParser(
         prog="python -m lingvo_moe.trainer",
-        description="Trains or inspects a registered experiment.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description=_ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--model", default="", help="experiment, e.g. mt.M4Demo or mt.M4MoE2048E36L")
-    add("--mode", default="sync", help=f"one of {', '.join(MODES)}: train (and resume), or print")
+    add(
+        "--mode",
+        default="sync",
+        help=f"one of {', '.join(MODES)}: train (and resume), or print (%(default)s)",
+    )
     add("--logdir", default="", help="directory of the run: checkpoints, summaries, vocabularies")
-    add("--data_dir", default="", help="directory of <lang>.tsv[.gz] files; see docs/data.md")
-    add("--engine", default="pjrt", help=f"one of {', '.join(ENGINES)}")
+    add(
+        "--data_dir",
+        default="",
+        help="what tools.prepare made, or <lang>.tsv[.gz] files; see docs/data.md",
+    )
+    add("--engine", default="pjrt", help=f"one of {', '.join(ENGINES)} (%(default)s)")
     add(
         "--num_devices",
         type=int,
         default=0,
-        help="virtual CPU devices, of each process where there are several; 0: all there are",
+        help="virtual CPU devices, of each process where there are several; 0: all there are (%(default)s)",
     )
     add("--mesh", default="", help="axis:size,...; default: train.mesh, over all devices")
     add("--max_steps", type=int, default=None, help="shorthand for train.max_steps")
     add(
         "--model_params_override",
         default="",
-        help="path=value;path=value, e.g. task.num_experts=16",
+        help="path=value;path=value, e.g. task.num_experts=16; --mode=inspect_params prints all paths",
     )
     add(
         "--restart",
@@ -67,7 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="begin at step 0 although --logdir holds a run, which is moved aside",
     )
     add("--coordinator_address", default="", help="host:port of process 0, for several processes")
-    add("--num_processes", type=int, default=1, help="processes of this job")
+    add("--num_processes", type=int, default=1, help="processes of this job (%(default)s)")
     add("--process_id", type=int, default=0, help="this process, from 0")
     return parser
 
