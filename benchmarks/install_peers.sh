@@ -1,8 +1,8 @@
 #!/bin/sh
-# Makes the environments that benchmarks/moe_layer.py and benchmarks/train_step.py compare us with; no part
-# of the package.
+# Makes the environments that benchmarks/moe_layer.py, train_step.py and decode.py compare us with; no part of
+# the package.
 #
-#     benchmarks/install_peers.sh PEERS             # PyTorch, Hugging Face, Tutel
+#     benchmarks/install_peers.sh PEERS             # PyTorch, Hugging Face, Tutel, CTranslate2
 #     benchmarks/install_peers.sh --lingvo PEERS    # Lingvo, which needs an environment of its own
 #
 # PyTorch's wheels for CPUs alone suffice; where pip is to take them from elsewhere, PIP_EXTRA_INDEX_URL says so.
@@ -27,7 +27,8 @@ if [ "$lingvo" ]; then
         graph-compression-google-research model-pruning-google-research
     exec "$pip" install --no-deps lingvo==0.14.2
 fi
-"$pip" install setuptools wheel numpy torch==2.13.0 transformers==5.23.0
+"$pip" install setuptools wheel numpy torch==2.13.0 transformers==5.23.0 \
+    ctranslate2==4.8.5
 # Tutel builds against the torch that is there.
 NO_CUDA=1 exec "$pip" install --no-build-isolation \
     "${TUTEL:-git+https://github.com/microsoft/tutel@ac0e51b}"

@@ -64,8 +64,8 @@ class MultiHeadAttention(BaseLayer):
         Returns:
             [B, T, M]. Where the mask allows nothing the values are finite and mean nothing.
         """
-        if "qkv" in theta:
-            return self._InPanels(theta, query, mask)
+        if "qkv" in theta or "kv" in theta:
+            return self._InPanels(theta, query, source, mask)
         if is_op_by_op():
             return self._OpByOp(theta, query, source, mask, seed)
         q = self._Queries(theta, query)
@@ -101,9 +101,15 @@ class MultiHeadAttention(BaseLayer):
     def _Arranged(self, theta: NestedMap, cross: bool = False) -> NestedMap:
         return theta if "o" in theta and "v" not in theta else self.ForInference(theta, cross)
 
-    def _InPanels(self, theta: NestedMap, x: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
-        """Self-attention in inference, with arranged weights."""
-        q, k, v = self._Projected(theta.qkv, x)
+    def _InPanels(
+        self, theta: NestedMap, query: tf.Tensor, source: tf.Tensor, mask: tf.Tensor
+    ) -> tf.Tensor:
+        """FProp in inference, with arranged weights."""
+        if "qkv" in theta:
+            q, k, v = self._Projected(theta.qkv, query)
+        else:
+            q = attention_in_panels.project(query, theta.q)
+            k, v = self._Projected(theta.kv, source)
         return attention_in_panels.attend(q, k, v, mask, theta.o, self.p.model_dim)
 
     def _Projected(self, qkv: tf.Tensor, x: tf.Tensor) -> list[tf.Tensor]:

@@ -2,9 +2,10 @@
 
 Letters: N line, K result of a line, R row of a compiled batch, S source token, T target token.
 
-A line runs in the bucket that its length falls in, in a batch of exactly `rows` rows, whatever else was asked for
-with it. So the compiled programs are few, nothing is traced or compiled again once each bucket was used, and the
-translation of a line is the same to the bit in a batch of 1, 7 or 32.
+TensorFlow's own kernels run one search for any number and length of lines, those of like length together. Under
+XLA a line runs in the bucket that its length falls in, in a batch of exactly `rows` rows. Either way nothing is
+traced or compiled again once it was used, and the translation of a line is the same to the bit in a batch of 1, 7
+or 32 (docs/decode_speed.md).
 """
 
 import hashlib

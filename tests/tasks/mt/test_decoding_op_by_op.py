@@ -122,3 +122,16 @@ def test_a_row_is_the_same_to_the_bit_alone_and_with_others(searcher, together):
             np.testing.assert_array_equal(got.lengths_BK[row], together.lengths_BK[i])
             np.testing.assert_array_equal(got.scores_BK[row], together.scores_BK[i])
     assert searcher.traces == 1
+
+
+def test_arranged_weights_give_what_the_weights_give(searcher):
+    """The whole pass over both sides, cross-attention to a memory that is not kept included."""
+    ids, lengths = searcher.Rows([0, 1, 2], 48)
+    real = (np.arange(48) < lengths[:, None]).astype(np.int32)
+    side = NestedMap(ids=ids, segment_ids=real, segment_pos=np.arange(48) * real, labels=ids)
+    batch = NestedMap(src=side, tgt=side).Transform(lambda x: tf.constant(x, tf.int32))
+    with use_mesh(single_device()):
+        want, _ = searcher.model.FProp(searcher.theta, batch)
+        with running_op_by_op():
+            got, _ = searcher.model.FProp(searcher.arranged, batch)
+    np.testing.assert_allclose(got, want, rtol=1e-5)

@@ -1,0 +1,155 @@
+"""Decoding on a CPU, here and in CTranslate2 and Hugging Face, in one run.
+
+    python -m benchmarks.decode --peers=PEERS/bin/python
+
+6+6 layers, d 512, ff 2048, 8 heads, vocabulary 32,000, random weights, float32, one thread; sources of 30
+tokens, exactly 30 tokens out; batches of 1 and 32, greedy and with a beam of 4; and 32 sources of 5 to 60
+tokens. Each contender is a process of its own, alone on its core while it runs: they take steps in turn,
+and the table has each one's least CPU time. PEERS is the environment that benchmarks/install_peers.sh makes;
+without it only our own contenders run. --update writes the table into docs/decode_speed.md.
+"""
+
+import argparse
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from benchmarks.compile_time import host
+from benchmarks.contenders import ROOT, Contender, update_page
+from tools import _cli
+
+PAGE = ROOT / "docs" / "decode_speed.md"
+OURS = {
+    "here": "here",
+    "here_moe": "here, experts (E=8, top-2)",
+    "here_full": "here, without caches (greedy only)",
+}
+PEERS = {
+    "ct2": "CTranslate2",
+    "ct2_int8": "CTranslate2, int8",
+    "hf": "Hugging Face M2M100",
+    "hf_nllb_moe": "Hugging Face NLLB-MoE (E=8)",
+}
+NAMES = {**OURS, **PEERS}
+SIZE = {
+    "model_dim": 512,
+    "hidden_dim": 2048,
+    "num_heads": 8,
+    "vocab_size": 32000,
+    "num_layers": 6,
+    "num_experts": 8,
+    "target_length": 30,
+}
+MIXED = [5 + 55 * i // 31 for i in range(32)]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "1, greedy": {"batch": 1, "beam": 1, "source_lengths": [30]},
+    "1, beam 4": {"batch": 1, "beam": 4, "source_lengths": [30]},
+    "32, greedy": {"batch": 32, "beam": 1, "source_lengths": [30] * 32},
+    "32, beam 4": {"batch": 32, "beam": 4, "source_lengths": [30] * 32},
+    "32 of 5 to 60, beam 4": {"batch": 32, "beam": 4, "source_lengths": MIXED},
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    points: dict[str, list[Contender]] = {}
+    try:
+        for setting in args.settings:
+            kinds = [k for k in args.names if k != "here_full" or SETTINGS[setting]["beam"] == 1]
+            points[setting] = measure(args, kinds, {**SIZE, **SETTINGS[setting], "threads": 1})
+        text = table(points, args.rounds)
+        print(text)
+        if args.update:
+            update_page(PAGE, "benchmarks.decode", f"{text}\n\nMeasured on {host()}.")
+    except (RuntimeError, ValueError, OSError) as e:
+        print(f"decode: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ndecode: interrupted; nothing was written", file=sys.stderr)
+        return 130
+    return 0
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The flags, checked; `names` and `settings` as lists."""
+    parser = _cli.Parser(prog="python -m benchmarks.decode", description=__doc__)
+    add = parser.add_argument
+    add("--peers", default="", help="the Python of the peers' environment")
+    add("--only", default="", help=f"some of {', '.join(NAMES)}, comma-separated")
+    add("--batches", default="", help="some of 1,32,mixed, comma-separated (default: all)")
+    add("--rounds", type=int, default=8, help="steps of each that are timed (%(default)s)")
+    add("--update", action="store_true", help=f"write the table into {PAGE.relative_to(ROOT)}")
+    args = parser.parse_args(argv)
+    _cli.check_at_least(parser, args, rounds=1)
+    known = NAMES if args.peers else OURS
+    args.names = list(_cli.names(args.only) or known)
+    if not set(args.names) <= set(known):
+        parser.error(f"--only={args.only}: some of {', '.join(known)} (peers need --peers)")
+    batches = _cli.names(args.batches) or ("1", "32", "mixed")
+    if not set(batches) <= {"1", "32", "mixed"}:
+        parser.error(f"--batches={args.batches}: some of 1, 32, mixed")
+    args.settings = [
+        name
+        for name, setting in SETTINGS.items()
+        if ("mixed" if " of " in name else str(setting["batch"])) in batches
+    ]
+    return args
+
+
+def measure(args: argparse.Namespace, kinds: list[str], size: dict[str, Any]) -> list[Contender]:
+    """Starts all, two at a time, and has each take its steps in turn."""
+    contenders: list[Contender] = []
+
+    def start(kind: str) -> Contender:
+        command = [sys.executable, "-m", "benchmarks.decode_worker"]
+        if kind in PEERS:
+            command = [args.peers, str(ROOT / "benchmarks" / "peers" / "decode_peers.py")]
+        contender = Contender(kind, [*command, kind, json.dumps(size)], size["threads"])
+        contenders.append(contender)
+        contender.WaitUntilReady()
+        return contender
+
+    try:
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            ready = list(pool.map(start, kinds))
+        for number in range(args.rounds):
+            for contender in ready if number % 2 == 0 else ready[::-1]:
+                contender.Step()
+        return ready
+    finally:
+        for contender in contenders:
+            contender.Stop()
+
+
+def least(contender: Contender) -> float:
+    """The least CPU time of a step."""
+    return min(answer["cpu_seconds"] for answer in contender.answers)
+
+
+def table(points: dict[str, list[Contender]], rounds: int) -> str:
+    """Markdown: CPU seconds and tokens a CPU second for each setting; and the first call's time."""
+    lines = [
+        f"CPU seconds, the least of {rounds}, and tokens a CPU second; one thread, float32 but for int8.",
+        "",
+        f"| batch | {' | '.join(points)} | first call, batch 1, beam 4 |",
+        "|" + " --- |" * (len(points) + 2),
+    ]
+    for kind, name in NAMES.items():
+        cells, first = [], "-"
+        for setting, contenders in points.items():
+            own = [c for c in contenders if c.name == kind]
+            if own:
+                seconds = least(own[0])
+                cells.append(f"{seconds:.3f} ({own[0].answers[0]['tokens'] / seconds:,.0f})")
+                if setting == "1, beam 4":
+                    first = f"{own[0].about['first_seconds']:.1f}"
+            else:
+                cells.append("-")
+        if set(cells) != {"-"}:
+            lines.append(f"| {name} | {' | '.join(cells)} | {first} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""The package's own contenders of benchmarks/decode.py: a search over a model of random weights.
+
+    python -m benchmarks.decode_worker here '{"model_dim": 512, ..., "batch": 32, "beam": 4}'
+
+`here` is the search as a SavedModel has it, exported and loaded; `here_moe` the same with experts in every
+second layer; `here_full` greedy decoding that runs the whole prefix through the decoder at each step.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peers.stepping import keep_memory, serve
+
+
+def main() -> None:
+    kind, size = sys.argv[1], json.loads(sys.argv[2])
+    keep_memory()
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(size["threads"])
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    module, parameters = build(kind, size)
+    with tempfile.TemporaryDirectory() as directory:
+        tf.saved_model.save(
+            module,
+            directory,
+            options=tf.saved_model.SaveOptions(experimental_custom_gradients=False),
+        )
+        del module
+        before = time.process_time()
+        loaded = tf.saved_model.load(directory)
+        load = time.process_time() - before
+    ids, lengths = batch(size)
+
+    def step() -> dict[str, float]:
+        tokens = int(loaded.search(ids, lengths))
+        if tokens != size["batch"] * size["target_length"]:
+            raise RuntimeError(f"{tokens} tokens came out")
+        return {"tokens": tokens}
+
+    before = time.process_time()
+    step()
+    first = time.process_time() - before
+    serve(step, parameters=parameters, load_seconds=load, first_seconds=first)
+
+
+def batch(size: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Source ids [B,S] and lengths [B]."""
+    rng = np.random.default_rng(1)
+    lengths = np.array(size["source_lengths"], np.int32)
+    ids = rng.integers(4, size["vocab_size"], (size["batch"], lengths.max())).astype(np.int32)
+    return ids * (np.arange(ids.shape[1]) < lengths[:, None]), lengths
+
+
+def build(kind: str, size: dict[str, Any]) -> tuple[Any, int]:
+    """A tf.Module whose `search` gives the number of tokens found, and the number of parameters."""
+    import tensorflow as tf
+
+    from lingvo_moe.core import registry
+    from lingvo_moe.core.decode.flat_beam_search import SearchOptions
+    from lingvo_moe.core.nested_map import NestedMap
+    from lingvo_moe.core.op_by_op import running_op_by_op
+    from lingvo_moe.core.randomness import make_seed
+    from lingvo_moe.core.sharding import single_device, use_mesh
+    from lingvo_moe.tasks.mt.decode_step import Decoder
+
+    params = registry.GetParams("mt.M4Demo", "").task.Set(
+        source_vocab_size=size["vocab_size"],
+        target_vocab_size=size["vocab_size"],
+        model_dim=size["model_dim"],
+        hidden_dim=size["hidden_dim"],
+        num_heads=size["num_heads"],
+        key_dim=size["model_dim"] // size["num_heads"],
+        num_encoder_layers=size["num_layers"],
+        num_decoder_layers=size["num_layers"],
+        num_experts=size["num_experts"] if kind == "here_moe" else 0,
+        repeat=False,
+    )
+    model = params.Instantiate()
+    with use_mesh(single_device()):
+        theta = model.InitTheta(make_seed(0, 0))
+        # EOS never wins: what is normalised sums to zero, so its logit is what the bias makes it.
+        theta.decoder.final_norm.bias = tf.fill([size["model_dim"]], 0.1)
+        table = theta.target_embedding.table.numpy()
+        table[2] = -0.5
+        theta.target_embedding.table = tf.constant(table)
+        parameters = sum(int(np.prod(w.shape)) for w in theta.Flatten())
+        arranged = model.ForInference(theta)
+    module = tf.Module()
+    module.weights = [tf.Variable(w, trainable=False) for w in arranged.Flatten()]
+    structure = arranged.Transform(lambda _: None)
+    target = size["target_length"]
+    decoder = Decoder(model, SearchOptions(size["beam"], 1), target)
+
+    def search(ids: tf.Tensor, lengths: tf.Tensor) -> tf.Tensor:
+        with use_mesh(single_device()), running_op_by_op():
+            theta = structure.Pack([tf.convert_to_tensor(w) for w in module.weights])
+            at = tf.range(tf.shape(ids)[1])[tf.newaxis]
+            real = tf.cast(at < lengths[:, tf.newaxis], tf.int32)
+            src = NestedMap(ids=ids * real, segment_ids=real, segment_pos=at * real)
+            if kind == "here_full":
+                return _full(model, theta, src, target)
+            longest = tf.fill(tf.shape(lengths), target)
+            return tf.reduce_sum(decoder.Search(theta, src, longest).lengths_BK)
+
+    signature = [tf.TensorSpec([None, None], tf.int32), tf.TensorSpec([None], tf.int32)]
+    module.search = tf.function(search, input_signature=signature, autograph=False)
+    return module, parameters
+
+
+def _full(model: Any, theta: Any, src: Any, length: int) -> Any:
+    """Greedy decoding without caches: the number of tokens."""
+    import tensorflow as tf
+
+    from lingvo_moe.core.layers import masks
+    from lingvo_moe.core.nested_map import NestedMap
+
+    encoded = model.Encode(theta, src)
+
+    def step(time: tf.Tensor, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        ones = tf.ones_like(ids)
+        tgt = NestedMap(
+            ids=ids, segment_ids=ones, segment_pos=ones * tf.range(tf.shape(ids)[1])[tf.newaxis]
+        )
+        aux = NestedMap(
+            self_mask=masks.causal_segment_mask(tgt.segment_ids, tgt.segment_pos),
+            paddings=masks.paddings(tgt.segment_ids),
+            memory=encoded.memory,
+            cross_mask=masks.segment_mask(tgt.segment_ids, encoded.segment_ids),
+        )
+        x = model._embed(theta, "target_embedding", tgt, None)
+        y, _ = model.decoder.FProp(theta.decoder, x, aux)
+        logits = model.softmax.FProp(theta.softmax, y[:, -1:])
+        best = tf.argmax(logits, -1, output_type=tf.int32)
+        return time + 1, tf.concat([ids, best], 1)
+
+    start = tf.ones_like(src.ids[:, :1])
+    _, ids = tf.while_loop(
+        lambda time, _: time < length,
+        step,
+        (tf.constant(0), start),
+        shape_invariants=(tf.TensorShape([]), tf.TensorShape([None, None])),
+    )
+    return tf.size(ids[:, 1:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Contenders of benchmarks/decode.py that run in the peers' environment: CTranslate2 and Hugging Face.
+
+    PEERS/bin/python benchmarks/peers/decode_peers.py ct2 '{"model_dim": 512, ..., "batch": 32, "beam": 4}'
+
+Models of the same sizes, of random weights, made to give exactly `target_length` tokens.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import time
+
+import numpy as np
+from stepping import keep_memory, serve
+
+
+def main():
+    kind, size = sys.argv[1], json.loads(sys.argv[2])
+    keep_memory()
+    step, about = (ctranslate2 if kind.startswith("ct2") else hugging_face)(kind, size)
+    before = time.process_time()
+    tokens = step()["tokens"]
+    if tokens != size["batch"] * size["target_length"]:
+        raise RuntimeError(f"{tokens} tokens came out")
+    serve(step, first_seconds=time.process_time() - before, **about)
+
+
+def sources(size):
+    """A list of B lists of token ids."""
+    rng = np.random.default_rng(1)
+    return [rng.integers(4, size["vocab_size"], n).tolist() for n in size["source_lengths"]]
+
+
+def ctranslate2(kind, size):
+    # Of its two libraries oneDNN is the faster here; read when the library is loaded.
+    os.environ.setdefault("CT2_USE_MKL", "0")
+    import ctranslate2
+
+    lines = [[f"t{i}" for i in line] for line in sources(size)]
+    with tempfile.TemporaryDirectory() as directory:
+        _spec(size).save(directory)
+        before = time.process_time()
+        translator = ctranslate2.Translator(
+            directory,
+            device="cpu",
+            compute_type="int8" if kind == "ct2_int8" else "float32",
+            intra_threads=size["threads"],
+        )
+        load = time.process_time() - before
+
+    def step():
+        found = translator.translate_batch(
+            lines,
+            beam_size=size["beam"],
+            min_decoding_length=size["target_length"],
+            max_decoding_length=size["target_length"],
+            max_batch_size=0,
+        )
+        return {"tokens": sum(len(one.hypotheses[0]) for one in found)}
+
+    return step, {"version": ctranslate2.__version__, "load_seconds": load}
+
+
+def _spec(size):
+    """CTranslate2's own Transformer: pre-LN, relu, biases, shared embeddings."""
+    from ctranslate2.specs import TransformerSpec
+
+    m, h, v = size["model_dim"], size["hidden_dim"], size["vocab_size"]
+    rng = np.random.default_rng(0)
+
+    def matrix(outputs, inputs):
+        return rng.standard_normal((outputs, inputs), np.float32) / np.float32(inputs**0.5)
+
+    def linear(spec, outputs, inputs):
+        spec.weight, spec.bias = matrix(outputs, inputs), np.zeros(outputs, np.float32)
+
+    def norm(spec):
+        spec.gamma, spec.beta = np.ones(m, np.float32), np.zeros(m, np.float32)
+
+    def attention(spec, *outputs):
+        norm(spec.layer_norm)
+        for one, number in zip(spec.linear, outputs):
+            linear(one, number, m)
+
+    model = TransformerSpec.from_config((size["num_layers"],) * 2, size["num_heads"])
+    table = matrix(v, m)
+    for side in (model.encoder, model.decoder):
+        norm(side.layer_norm)
+        side.position_encodings.encodings = np.zeros((512, m), np.float32)
+        for layer in side.layer:
+            attention(layer.self_attention, 3 * m, m)
+            if side is model.decoder:
+                attention(layer.attention, m, 2 * m, m)
+            norm(layer.ffn.layer_norm)
+            linear(layer.ffn.linear_0, h, m)
+            linear(layer.ffn.linear_1, m, h)
+    model.encoder.embeddings[0].weight = model.decoder.embeddings.weight = table
+    model.decoder.projection.weight = table
+    tokens = ["<pad>", "<s>", "</s>", "<unk>", *(f"t{i}" for i in range(4, v))]
+    model.register_source_vocabulary(tokens)
+    model.register_target_vocabulary(tokens)
+    model.validate()
+    model.optimize()
+    return model
+
+
+def hugging_face(kind, size):
+    import torch
+    import transformers
+
+    torch.set_num_threads(size["threads"])
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": size["vocab_size"],
+        "d_model": size["model_dim"],
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 1,
+    }
+    for side in ("encoder", "decoder"):
+        sizes[f"{side}_layers"] = size["num_layers"]
+        sizes[f"{side}_ffn_dim"] = size["hidden_dim"]
+        sizes[f"{side}_attention_heads"] = size["num_heads"]
+    if kind == "hf_nllb_moe":
+        config = transformers.NllbMoeConfig(
+            **sizes,
+            num_experts=size["num_experts"],
+            encoder_sparse_step=2,
+            decoder_sparse_step=2,
+            expert_capacity=4096,
+        )
+        model = transformers.NllbMoeForConditionalGeneration(config)
+    else:
+        model = transformers.M2M100ForConditionalGeneration(transformers.M2M100Config(**sizes))
+    model.eval()
+    lines = sources(size)
+    ids = torch.zeros(len(lines), max(map(len, lines)), dtype=torch.long)
+    for row, line in zip(ids, lines):
+        row[: len(line)] = torch.tensor(line)
+    length = size["target_length"]
+
+    def step():
+        with torch.inference_mode():
+            found = model.generate(
+                input_ids=ids,
+                attention_mask=(ids > 0).long(),
+                num_beams=size["beam"],
+                min_new_tokens=length,
+                max_new_tokens=length,
+                do_sample=False,
+            )
+        return {"tokens": found.shape[0] * (found.shape[1] - 1)}
+
+    return step, {"version": transformers.__version__}
+
+
+if __name__ == "__main__":
+    main()
