@@ -55,7 +55,7 @@ lint: install ## ruff (rules and format) and mypy.
 
 test: lint ## Lint, types and every test.
 	@echo "== pytest"
-	$(PY) -m pytest -n $(JOBS) --dist loadfile --durations=15 $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=15 $(PYTEST_ARGS)
 
 fuzz: install ## EXAMPLES random annotated expressions, sharded and unsharded; SEED=... repeats a run.
 	@seed=$(SEED)

@@ -39,6 +39,12 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("lingvo_moe")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first, so that at the end no process waits for one of them."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _forget_what_was_compiled() -> Iterator[None]:
     """Hundreds of compiled programs would otherwise fill the memory of the process that runs all tests."""
