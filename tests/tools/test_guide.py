@@ -1,0 +1,128 @@
+"""docs/guide.md as a newcomer follows it: every command, in order, in one directory.
+
+Three things are other than on the page: the experiment is the tiny one, as the page itself says to try first; the
+longer run is of a few steps; the server takes a free port.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import random
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trainer_testing
+
+from lingvo_moe.core.engine import base
+from lingvo_moe.tasks.mt.input.dev_set import DevSet
+
+_ROOT = Path(__file__).resolve().parents[2]
+_INSTEAD = {"mt.M4Demo": "mt.M4Tiny", "--max_steps=5000": "--max_steps=22"}
+_BLOCK = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def _commands() -> list[str]:
+    """The lines of the page's shell blocks."""
+    text = (_ROOT / "docs/guide.md").read_text("utf-8")
+    lines = "".join(_BLOCK.findall(text)).replace("\\\n", " ").splitlines()
+    for page, here in _INSTEAD.items():
+        assert page in " ".join(lines)
+        lines = [line.replace(page, here) for line in lines]
+    return lines
+
+
+def _write_texts(directory: Path) -> None:
+    """A newcomer's files: words spelled backwards, with the language's first letter before them."""
+    rng = random.Random(0)
+    syllables = [c + v for c in "bdfgklmnprst" for v in ("a", "e", "i", "o", "u", "an")]
+    words = ["".join(rng.choices(syllables, k=rng.randint(1, 3))) for _ in range(300)]
+    sizes = {"TEXTS/de": 600, "TEXTS/sw": 400, "more/cy": 300, "medical": 5}
+    for name, size in sizes.items():
+        path = directory / f"{name}.tsv"
+        path.parent.mkdir(exist_ok=True)
+        with open(path, "w", encoding="utf-8") as file:
+            for _ in range(size):
+                english = rng.choices(words, k=rng.randint(3, 7))
+                source = " ".join(path.stem[0] + word[::-1] for word in english)
+                file.write(f"{source}\t{' '.join(english)}\n")
+
+
+@contextlib.contextmanager
+def _serving(argv: list[str]) -> Iterator[str]:
+    """Where the server of these flags listens. Stopped as the page says, by Ctrl-C, it ends well."""
+    command = [sys.executable, "-m", "tools.serve", *argv, "--port=0"]
+    env = {**os.environ, "PYTHONPATH": str(_ROOT)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as process:
+        said = ""
+        while "ready after" not in said:
+            line = process.stderr.readline()
+            assert line, said
+            said += line
+        try:
+            yield re.search(r"http://([\d.]+:\d+), warming up", said)[1]
+        finally:
+            process.send_signal(signal.SIGINT)
+            rest = process.communicate(timeout=60)[1]
+    assert process.returncode == 0, rest
+
+
+def _ask(words: list[str]) -> dict:
+    """What `curl URL --json DATA` does."""
+    _, url, flag, data = words
+    assert flag == "--json"
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, data.encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return json.load(reply)
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_guide(tmp_path, monkeypatch, capfd) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(base, "make_engine", base.make_engine)  # put back in the end
+    trainer_testing.keep_compiled()
+    _write_texts(tmp_path)
+    said: dict[str, str] = {}
+    with contextlib.ExitStack() as server:
+        url = ""
+        for command in _commands():
+            words = shlex.split(command, comments=True)
+            if words[:2] != ["python", "-m"]:
+                if words[0] == "curl":
+                    answer = _ask([word.replace("127.0.0.1:8080", url) for word in words])
+                    server.close()
+                else:
+                    subprocess.run(words, check=True)
+                continue
+            module, argv = words[2], words[3:]
+            if module == "tools.serve":
+                url = server.enter_context(_serving(argv))
+                continue
+            assert importlib.import_module(module).main(argv) == 0, (command, capfd.readouterr())
+            out, err = capfd.readouterr()
+            said.setdefault(module, out + err)
+    assert len(answer["translations"]) == 2
+    assert "next: python -m lingvo_moe.trainer --model=mt.M4Tiny" in said["tools.prepare"]
+    assert "step 20/20  loss" in said["lingvo_moe.trainer"]
+    assert "mean of 2" in said["tools.evaluate"]
+    assert Path("RUN/report.html").stat().st_size > 10_000
+    assert Path("RUN/checkpoints/22").is_dir()
+    # A language more does not change what is held out of the others.
+    before, after = dict(DevSet("DATA").items()), dict(DevSet("DATA2").items())
+    assert {**after, **before} == after and after.keys() - before.keys() == {"cy"}
+    assert json.loads(Path("RUN2/experiment.json").read_text())["languages"] == sorted(after)
+    assert len(Path("MEDICAL/scores/texts/de.hyp").read_text().splitlines()) == 5
+    assert len(Path("MEDICAL/likely.tsv").read_text().splitlines()) == 5
+    # What the page says of going on with other data.
+    train = ["--model=mt.M4Tiny", "--data_dir=DATA2", "--logdir=RUN", "--engine=tf_graph"]
+    assert importlib.import_module("lingvo_moe.trainer").main([*train, "--max_steps=30"]) == 2
+    assert "the saved position of the input is of other data" in capfd.readouterr().err
