@@ -113,6 +113,22 @@ def test_the_threshold_is_the_gate_that_is_always_sent():
     assert np.mean(r.kept[..., 1]) == 1
 
 
+def test_sampling_draws_the_second_expert_by_the_gates_of_the_others():
+    tokens = 4096
+    logits = _log(np.tile([0.5, 0.3, 0.15, 0.05], (1, tokens, 1)))
+    router = _router(4, second_expert_policy="sampling")
+    r = _route(router, logits, seed=tf.constant([3, 4]))
+    assert np.mean(r.kept) == 1
+    assert not r.expert_index[..., 0].numpy().any()
+    second = r.expert_index[..., 1].numpy()
+    for expert, expected in ((1, 0.6), (2, 0.3), (3, 0.1)):
+        deviation = np.sqrt(expected * (1 - expected) / tokens)
+        assert abs(np.mean(second == expert) - expected) <= 4 * deviation, expert
+    np.testing.assert_allclose(r.gate[second == 3][:, 1], 0.05 / 0.55, rtol=1e-5)
+    without_chance = _route(router, logits, seed=None)
+    assert (without_chance.expert_index[..., 1].numpy() == 1).all()
+
+
 @pytest.mark.parametrize("case", ["no seed", "policy all"])
 def test_without_chance_every_second_choice_is_sent(case):
     logits = _log(np.tile([0.99, 0.01], (1, 64, 1)))
@@ -215,7 +231,7 @@ def test_gating_weights_are_replicated_unless_asked_otherwise():
     ("params", "message"),
     [
         ({"reading": "papr"}, "did you mean 'paper'"),
-        ({"second_expert_policy": "sampling"}, "known are random, all"),
+        ({"second_expert_policy": "some"}, "known are random, sampling, all"),
         ({"normalize_gates": "never"}, "before_drops, after_drops"),
         ({"second_expert_threshold": 0.0}, "must be positive"),
         ({"model_dim": 0}, "model_dim"),

@@ -16,7 +16,7 @@ from lingvo_moe.core.suggest import did_you_mean
 
 _CHOICES = {
     "reading": ("paper", "lingvo"),
-    "second_expert_policy": ("random", "all"),
+    "second_expert_policy": ("random", "sampling", "all"),
     "normalize_gates": ("before_drops", "after_drops"),
 }
 
@@ -41,7 +41,8 @@ class Top2Router(LearnedRouter):
       an expert overflows both lie beyond C, so the outcome is the same, and no option is needed.
     * It normalises the two gates before drops (as Algorithm 1 does) or, with its
       `legacy_mtf_behavior=False`, after them, and then samples by the raw gate: `normalize_gates`.
-    * Its default policy sends every second choice: `second_expert_policy='all'`.
+    * Its default policy sends every second choice: `second_expert_policy='all'`. A third one, 'sampling', draws
+      the second expert by the gates of all but the first, and always sends it; its gate is that expert's.
 
     Here alone: padding is left out of the loss's means in both readings, and the second choice always
     differs from the first, even where the softmax underflows to a single one.
@@ -58,7 +59,8 @@ class Top2Router(LearnedRouter):
         p.Define(
             "second_expert_policy",
             "random",
-            "'random' sends the second choice by chance (training only), 'all' always.",
+            "'random' sends the second choice by chance, 'sampling' draws which one it is by the gates (both "
+            "in training only), 'all' always sends the second best.",
         )
         p.Define(
             "second_expert_threshold",
@@ -107,7 +109,7 @@ class Top2Router(LearnedRouter):
         p = self.p
         real_GS = 1.0 - tf.cast(paddings_GS, tf.float32)
         gates_GSE = tf.nn.softmax(logits_GSE)
-        index_GSk = _best_two(gates_GSE)
+        index_GSk = _best_two(gates_GSE, self._Drawn(logits_GSE, seed))
         gate_GSk = pick(gates_GSE, index_GSk)
         if p.normalize_gates == "before_drops":
             gate_GSk = normalize(gate_GSk)
@@ -136,9 +138,18 @@ class Top2Router(LearnedRouter):
             losses={"load_balance": loss},
         )
 
+    def _Drawn(self, logits_GSE: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor | None:
+        """[G,S,E], of which the largest but for the first choice is a draw by the gates (Gumbel's trick); None
+        where nothing is drawn."""
+        if seed is None or self.p.second_expert_policy != "sampling":
+            return None
+        u_GSE = randomness.uniform(self.FoldSeed(seed, "second"), logits_GSE.shape)
+        u_GSE = tf.maximum(self.Shard(u_GSE, "GSE"), 2.0**-25)
+        return tf.stop_gradient(logits_GSE) - tf.math.log(-tf.math.log(u_GSE))
+
     def _Sampled(self, gate_2: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:
         """[G,S], 1 where the second choice is to be sent, room allowing; a scalar 1 without chance."""
-        if seed is None or self.p.second_expert_policy == "all":
+        if seed is None or self.p.second_expert_policy != "random":
             return tf.constant(1.0)
         rnd = self.Shard(randomness.uniform(seed, gate_2.shape), "GS")
         return tf.cast(gate_2 * (1.0 / self.p.second_expert_threshold) > rnd, tf.float32)
@@ -152,10 +163,13 @@ class Top2Router(LearnedRouter):
         return 1.0 / papers if p.reading == "paper" else 1.0
 
 
-def _best_two(gates_GSE: tf.Tensor) -> tf.Tensor:
-    """int32 [G,S,2]: the largest and the second largest gate; the lower index wins a tie."""
+def _best_two(gates_GSE: tf.Tensor, drawn_GSE: tf.Tensor | None = None) -> tf.Tensor:
+    """int32 [G,S,2]: the largest gate and the second largest, or the largest other of `drawn_GSE`; the lower
+    index wins a tie."""
     # Two arg-maxes: of a top-k a TPU's compiler makes a sort of all E.
     first_GS = tf.argmax(gates_GSE, -1, output_type=tf.int32)
     is_first_GSE = tf.equal(first_GS[:, :, tf.newaxis], tf.range(gates_GSE.shape[-1]))
     others_GSE = tf.where(is_first_GSE, -1.0, gates_GSE)
+    if drawn_GSE is not None:
+        others_GSE = tf.where(is_first_GSE, float("-inf"), drawn_GSE)
     return tf.stack([first_GS, tf.argmax(others_GSE, -1, output_type=tf.int32)], -1)
