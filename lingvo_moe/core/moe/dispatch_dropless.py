@@ -75,27 +75,40 @@ class DroplessDispatcher(Dispatcher):
             ShardingError: see the class.
         """
         cut = self._Cut(routing)
-        x_NM, kept_Nk = _flat(x_GSM), _flat(routing.kept)
-        choices = (_flat(routing.expert_index), kept_Nk, _flat(_numbers(routing)))
-        devices, model = cut.devices, cut.model
-        ins = [(devices, model), *[(devices, None)] * 3]
-        wide = (devices, None, model)
-        ranks, tokens = kept_Nk.shape[1], x_NM.shape[0]
+        x_NM = _flat(x_GSM)
+        # A row for each token: its experts, which of them are kept, and the numbers of its choices.
+        choices = tuple(_flat(x) for x in (routing.expert_index, routing.kept, _numbers(routing)))
+        tokens, ranks = x_NM.shape[0], routing.kept.shape[-1]
         expected = None if tokens is None else tokens * ranks // cut.num_devices
         if cut.parts == 1:
+            return self._Pack(cut, x_NM, choices, expected)
+        return self._Send(cut, x_NM, choices, expected)
 
-            def pack(
-                x_nM: tf.Tensor, expert_nk: tf.Tensor, kept_nk: tf.Tensor, number_nk: tf.Tensor
-            ) -> tuple:
-                places, sizes_E = sorted_places(expert_nk, kept_nk > 0, routing.num_experts)
-                rows = to_slots(x_nM[tf.newaxis], places)
-                number_1R = of_slots(number_nk[tf.newaxis], places)
-                return rows, sizes_E[tf.newaxis], number_1R, places.slot_gSk[0], places.source_gX
+    def _Pack(
+        self, cut: "_Cut", x_NM: tf.Tensor, choices_Nk: tuple[tf.Tensor, ...], expected: int | None
+    ) -> Rows:
+        """Rows of experts that every device has all of."""
+        devices, num_experts = cut.devices, cut.local_experts
 
-            outs = [wide, *[(devices, None)] * 4]
-            rows_DRM, sizes_DE, number_DR, *notes = manual_region(pack, ins, outs)(x_NM, *choices)
-            return Rows(rows_DRM, sizes_DE, number_DR, devices, cut.experts, expected, tuple(notes))
+        def pack(
+            x_nM: tf.Tensor, expert_nk: tf.Tensor, kept_nk: tf.Tensor, number_nk: tf.Tensor
+        ) -> tuple:
+            places, sizes_E = sorted_places(expert_nk, kept_nk > 0, num_experts)
+            rows = to_slots(x_nM[tf.newaxis], places)
+            number_1R = of_slots(number_nk[tf.newaxis], places)
+            return rows, sizes_E[tf.newaxis], number_1R, places.slot_gSk[0], places.source_gX
 
+        ins = [(devices, cut.model), *[(devices, None)] * 3]
+        region = manual_region(pack, ins, [(devices, None, cut.model), *[(devices, None)] * 4])
+        rows_DRM, sizes_DE, number_DR, *notes = region(x_NM, *choices_Nk)
+        return Rows(rows_DRM, sizes_DE, number_DR, devices, cut.experts, expected, tuple(notes))
+
+    def _Send(
+        self, cut: "_Cut", x_NM: tf.Tensor, choices_Nk: tuple[tf.Tensor, ...], expected: int | None
+    ) -> Rows:
+        """Rows of experts that are elsewhere: packed by device, sent there, and sorted by expert."""
+        devices, model, tokens = cut.devices, cut.model, x_NM.shape[0]
+        ranks = choices_Nk[0].shape[1]
         assert tokens is not None  # a region over devices has checked it
         room = self._Room(tokens // cut.num_devices, ranks, cut)
 
@@ -119,13 +132,14 @@ class DroplessDispatcher(Dispatcher):
 
         narrow = (devices, None, None)
         outs = [(devices, None, None, model), narrow, narrow, *[(devices, None)] * 2]
-        sent_DQBM, sizes_DQe, number_DQB, *notes = manual_region(send, ins, outs)(x_NM, *choices)
+        region = manual_region(send, [(devices, model), *[(devices, None)] * 3], outs)
+        sent_DQBM, sizes_DQe, number_DQB, *notes = region(x_NM, *choices_Nk)
         metrics = NestedMap()
         if room < cut.room_for_all(tokens // cut.num_devices, ranks):
             fit = tf.cast(tf.reduce_sum(sizes_DQe), tf.float32)
-            asked = tf.reduce_sum(kept_Nk)
+            asked = tf.reduce_sum(choices_Nk[1])
             metrics.over_device_capacity_ratio = (asked - fit) / tf.maximum(asked, 1.0)
-        outs = [wide, *[(devices, None)] * 4]
+        outs = [(devices, None, model), *[(devices, None)] * 4]
         region = manual_region(receive, [(devices, None, None, model), narrow, narrow], outs)
         rows_DRM, sizes_De, number_DR, *more = region(
             *(cut.Exchange(x) for x in (sent_DQBM, sizes_DQe, number_DQB))
