@@ -44,15 +44,21 @@ def write_atomic(path: str | os.PathLike, data: bytes) -> None:
 def replaced_directory(path: Path) -> Iterator[Path]:
     """Yields an empty directory beside `path`, which takes its place when the block ends without an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temp = _beside(path)
+    temp, old = _beside(path), _beside(path)
     temp.mkdir()
     try:
         yield temp
         if path.exists():
-            shutil.rmtree(path)
-        temp.rename(path)
+            path.rename(old)  # deleting it takes a while, in which there must be one of the two
+        try:
+            temp.rename(path)
+        except BaseException:
+            if old.exists():
+                old.rename(path)
+            raise
     finally:
         shutil.rmtree(temp, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -38,6 +38,36 @@ def test_whole_or_not_at_all(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["file"]
 
 
+def test_a_directory_is_there_before_and_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "directory"
+    path.mkdir()
+    (path / "older").write_bytes(b"")
+    removed = []
+
+    def remove(directory: Path, **_: object) -> None:
+        assert os.listdir(path) == ["newer"]  # whatever takes its time now
+        removed.append(directory)
+
+    monkeypatch.setattr("shutil.rmtree", remove)
+    with replaced_directory(path) as directory:
+        (directory / "newer").write_bytes(b"")
+        assert os.listdir(path) == ["older"]
+    assert os.listdir(removed[-1]) == ["older"]
+    monkeypatch.undo()
+
+    def refuse(self: Path, target: Path) -> None:
+        if target == path and "newest" in os.listdir(self):
+            raise OSError("no room")
+        os.rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(OSError, match="no room"), replaced_directory(path) as directory:
+        (directory / "newest").write_bytes(b"")
+    assert os.listdir(path) == ["newer"]
+
+
 def test_a_link_stays_one(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("file")
     write_atomic(tmp_path / "link", b"x")
