@@ -18,6 +18,7 @@ from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.dev_set import DevSet
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.pipeline import MtInput
+from lingvo_moe.tasks.mt.input.preparing import read_stage
 from lingvo_moe.tasks.mt.input.preparing.workers import run_jobs
 from lingvo_moe.tasks.mt.input.vocab_cache import load_vocabularies
 from tools import prepare
@@ -194,6 +195,10 @@ def test_given_held_out_pairs_stay_as_they_are(
     first = _sentence(1000)
     (tmp_path / "in" / "dev").mkdir(parents=True)
     (tmp_path / "in" / "dev" / "ru.tsv").write_text(f"<b>да</b> \t  {first}\nнет\tno, &amp; no!\n")
+    french = {"source": "un chat", "target": "a cat", "lang": "fr"}
+    (tmp_path / "in" / "dev" / "sw.jsonl").write_text(json.dumps(french))
+    (tmp_path / "real").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "real")
     text = gzip.decompress((texts / "de.tsv.gz").read_bytes())
     (tmp_path / "in" / "de.tsv").write_bytes(text)
     arguments = [f"--input={tmp_path / 'in'}", f"--output={tmp_path / 'out'}", *_SIZES]
@@ -204,9 +209,33 @@ def test_given_held_out_pairs_stay_as_they_are(
     about = _summary(tmp_path / "out")
     assert about["languages"]["de"]["dropped"]["held_out"] == 1
     assert about["left_out"]["ru"]["dev"] == 2
+    assert DevSet(tmp_path / "out")["fr"] == [("un chat", "a cat")]
+    assert (tmp_path / "out").is_symlink()
 
 
-def test_stopped_and_gone_on_gives_the_same(texts: Path, data: Path, tmp_path: Path) -> None:
+def test_what_is_of_others_is_not_deleted(
+    data: Path,
+    texts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (data / "run").mkdir()
+    try:
+        assert prepare.main([f"--input={texts}", f"--output={data}", *_SIZES]) == 1
+    finally:
+        (data / "run").rmdir()  # an error if it is gone
+    assert (
+        "'run' is no part of the prepared data there and would be lost" in capsys.readouterr().err
+    )
+    monkeypatch.chdir(tmp_path)
+    assert prepare.main([f"--input={texts}", "--output=.", *_SIZES]) == 1
+    assert "--output=. is the directory that you are in" in capsys.readouterr().err
+
+
+def test_stopped_and_gone_on_gives_the_same(
+    texts: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output = tmp_path / "data"
     command = [sys.executable, "-m", "tools.prepare", f"--input={texts}", f"--output={output}"]
     command += ["--dev_share=0.05", *_SIZES, "--pairs_per_shard=100", "--max_dev=40"]
@@ -220,10 +249,18 @@ def test_stopped_and_gone_on_gives_the_same(texts: Path, data: Path, tmp_path: P
     assert process.returncode == 130, err
     assert "stopped; the same command goes on from here" in err
     assert not output.exists()
-    done = next(work.glob("read-*/00000/summary.json"))
-    before = done.stat().st_mtime_ns, done.stat().st_ino
-    assert before  # what was read is kept
+    done = {path.parent.name for path in work.glob("read-*/*/summary.json")}
+    assert "00000" in done
+    read: list[str] = []
+    run = read_stage._Reader.Run
+
+    def noted(self, told: Callable[[int], None]) -> None:
+        read.append(Path(self._job.output).name)
+        run(self, told)
+
+    monkeypatch.setattr(read_stage._Reader, "Run", noted)
     assert prepare.main(command[3:]) == 0
+    assert done | set(read) == {"00000", "00001", "00002"} and not done & set(read)
     for name in (
         "de.tsv.gz",
         "dev/ru.tsv.gz",

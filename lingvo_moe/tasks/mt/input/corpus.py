@@ -19,6 +19,7 @@ from lingvo_moe.core import files
 from lingvo_moe.core.suggest import did_you_mean
 from lingvo_moe.tasks.mt.input import clean, gettext_catalogs, split
 from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.output_directory import check_replaceable
 
 _DEV_SHARE = 0.08
 MAX_SOURCES_PER_ENGLISH = 2
@@ -63,7 +64,7 @@ def build_corpus(
     """Writes a corpus, whole or not at all. Returns `{lang: (training pairs, dev pairs)}`.
 
     Args:
-        output: the directory to make. An older corpus there is replaced; anything else is left alone.
+        output: the directory to make. An older corpus there is replaced; anything else is an error.
         options: what goes in.
         progress: called after each language that was kept.
 
@@ -72,7 +73,7 @@ def build_corpus(
     """
     options = options or CorpusOptions()
     output = Path(output)
-    _check_replaceable(output)
+    check_replaceable(output, "corpus.json", ("dev",), "corpus")
     catalogs = _catalogs_by_language(options.packages)
     languages = _languages(options, catalogs)
     counts: dict[str, tuple[int, int]] = {}
@@ -128,15 +129,6 @@ def _build_language(
 def in_dev(english: str) -> bool:
     """Whether an English sentence is held out."""
     return split.is_held_out(clean.sentence_key(english), _DEV_SHARE)
-
-
-def _check_replaceable(output: Path) -> None:
-    if output.is_file():
-        raise DataError(f"--output={output} is a file; name a directory")
-    if output.exists() and any(output.iterdir()) and not (output / "corpus.json").exists():
-        raise DataError(
-            f"--output={output} holds files that are no corpus; name an empty or new directory"
-        )
 
 
 def _catalogs_by_language(packages: Sequence[str]) -> dict[str, list[tuple[str, Path]]]:

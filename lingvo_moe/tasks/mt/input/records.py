@@ -36,8 +36,10 @@ from lingvo_moe.tasks.mt.input.shards import (
 )
 
 _MANIFEST = "manifest.json"
-# The shards of a language that are open at once: those that the order draws from, and the window before.
+# The shards of a language that are open at once: those that the order draws from, and the window before; less where
+# there are so many languages that a process could not have so many files open (1,024 is a common limit).
 _OPEN_SHARDS = 2 * WINDOW
+_OPEN_IN_ALL = 512
 _READER_OPTIONS = "readahead_buffer_size:0"
 _log = logging.getLogger(__name__)
 
@@ -126,7 +128,7 @@ class Records:
         reader = ArrayRecordReader(str(shard_file(self.directory, lang, shard)), _READER_OPTIONS)
         if reader.num_records() != self.shards[lang][shard]:
             raise ValueError(f"{reader.num_records()} records, expected {self.shards[lang][shard]}")
-        while len(is_open) >= _OPEN_SHARDS:
+        while len(is_open) >= max(1, min(_OPEN_SHARDS, _OPEN_IN_ALL // len(self._names))):
             is_open.popitem(last=False)[1].close()
         is_open[shard] = reader
         return reader

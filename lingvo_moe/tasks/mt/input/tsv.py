@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.input.opening import read_lines
+from lingvo_moe.tasks.mt.input.opening import MAX_LINE_BYTES, read_lines
 
 BAD_LINES_TOLD = 3
 LANGUAGE = r"[A-Za-z]{2,3}(?:[_-][A-Za-z0-9]+)*"
@@ -104,6 +104,13 @@ def parse(line: str) -> tuple[str, tuple[str, str] | None]:
     if not source or not english:
         return "empty_side", None
     return "good", (source, english)
+
+
+def fits(source: str, target: str) -> bool:
+    """Whether the line of a pair is one that read_pairs takes: of at most MAX_LINE_BYTES."""
+    if 4 * (len(source) + len(target) + 2) <= MAX_LINE_BYTES:  # a character has four bytes at most
+        return True
+    return len(f"{source}\t{target}\n".encode()) <= MAX_LINE_BYTES
 
 
 def reasons(skipped: Mapping[str, int]) -> str:

@@ -146,6 +146,17 @@ def test_shards_hold_the_same_and_few_are_open(
     assert cached_records(found, vocabs, tmp_path / "large", pairs_per_shard=100).key == whole.key
 
 
+def test_many_languages_share_what_may_be_open(
+    found: Scan, vocabs: NestedMap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lingvo_moe.tasks.mt.input.records._OPEN_IN_ALL", 7)
+    records = cached_records(found, vocabs, tmp_path, pairs_per_shard=7)
+    for language, number in enumerate(records.languages.values()):
+        for position in range(number):
+            records.Read(language, position)
+    assert [len(is_open) for is_open in records._open] == [2, 2, 1]
+
+
 def test_some_languages_of_a_directory(found: Scan, vocabs: NestedMap, tmp_path: Path) -> None:
     whole = cached_records(found, vocabs, tmp_path)
     some = Records(whole.directory, whole.key, ["cc", "aa"])

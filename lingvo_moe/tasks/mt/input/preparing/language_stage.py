@@ -14,6 +14,7 @@ from lingvo_moe.tasks.mt.input.clean import sentence_key
 from lingvo_moe.tasks.mt.input.prepared import content_digest
 from lingvo_moe.tasks.mt.input.preparing.dedup import keep_first
 from lingvo_moe.tasks.mt.input.preparing.formats import read_source
+from lingvo_moe.tasks.mt.input.preparing.read_stage import held_out_pair
 from lingvo_moe.tasks.mt.input.preparing.sources import Fields, Source
 
 TRAIN, DEV, SUMMARY = "train.tsv.gz", "dev.tsv.gz", "summary.json"
@@ -96,11 +97,10 @@ def _write_dev(job: LanguageJob, directory: Path) -> int:
         nonlocal count
         for source in job.dev_sources or ():
             for line in read_source(source, job.fields):
-                if line.lang == job.lang and line.source.strip() and line.target.strip():
+                given_source, target, reason = held_out_pair(line)
+                if line.lang == job.lang and not reason:
                     count += 1
-                    # Left as they are but for what would break the line.
-                    sides = (" ".join(side.split()) for side in (line.source, line.target))
-                    yield ("\t".join(sides) + "\n").encode("utf-8")
+                    yield f"{given_source}\t{target}\n".encode()
 
     path = directory / DEV
     _write(path, given())

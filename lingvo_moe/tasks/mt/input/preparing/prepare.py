@@ -26,11 +26,11 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.input import prepared
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.mixing import temperature_weights
+from lingvo_moe.tasks.mt.input.output_directory import check_replaceable
 from lingvo_moe.tasks.mt.input.preparing import language_stage as languages
 from lingvo_moe.tasks.mt.input.preparing import read_stage as reading
 from lingvo_moe.tasks.mt.input.preparing import token_stages as tokens
 from lingvo_moe.tasks.mt.input.preparing.filters import Rules
-from lingvo_moe.tasks.mt.input.preparing.formats import read_source
 from lingvo_moe.tasks.mt.input.preparing.sources import Fields, Found, Source, find_sources
 from lingvo_moe.tasks.mt.input.preparing.table import all_languages
 from lingvo_moe.tasks.mt.input.preparing.workers import run_jobs
@@ -39,7 +39,7 @@ from lingvo_moe.tasks.mt.input.scan import Progress, Scan, quiet
 from lingvo_moe.tasks.mt.input.shards import PAIRS_PER_SHARD, shard_file
 from lingvo_moe.tasks.mt.input.vocab_cache import VocabOptions, load_vocabularies
 
-_VERSION = 1  # change it when the same settings would give other data
+_VERSION = 2  # change it when the same settings would give other data
 _SMALL = 2_000_000  # bytes that one process reads before others would have started
 _log = logging.getLogger(__name__)
 
@@ -78,7 +78,8 @@ def prepare(
 
     Args:
         inputs: files and directories of parallel text; see sources.py.
-        output: the directory to make. Older prepared data there is replaced; anything else is left alone.
+        output: the directory to make. Older prepared data there is replaced; where there is anything else, that is an
+            error.
         options: how.
         progress: called with a line of text now and then.
 
@@ -86,8 +87,8 @@ def prepare(
         DataError: an input is missing, damaged or of no known form, nothing is left of it, a vocabulary is too large
             for it, or `output` holds other files.
     """
-    output = Path(output)
-    _check_replaceable(output)
+    check_replaceable(output, prepared.SUMMARY, ("dev", "vocab", "records"), "prepared data")
+    output = Path(os.path.realpath(output))
     found = find_sources(inputs, options.fields)
     found.train += [Source("tfds", name, None) for name in options.tfds]
     for note in found.notes:
@@ -98,15 +99,6 @@ def prepare(
         summary = _Preparation(found, work, options, progress).Run(output)
         shutil.rmtree(work)
     return summary
-
-
-def _check_replaceable(output: Path) -> None:
-    if output.is_file():
-        raise DataError(f"--output={output} is a file; name a directory")
-    if output.exists() and any(output.iterdir()) and not (output / prepared.SUMMARY).exists():
-        raise DataError(
-            f"--output={output} holds files that are no prepared data; name an empty or new directory"
-        )
 
 
 @contextlib.contextmanager
@@ -148,6 +140,7 @@ class _Preparation:
         self._workers = 1 if size < _SMALL else options.workers
         self._tables: dict[str, reading.LanguageCounts] = {}
         self._characters: dict[str, set[str]] = {"source": set(), "target": set()}
+        self._given = reading.GivenHeldOut()
 
     def Run(self, output: Path) -> dict[str, Any]:
         self._Read()
@@ -190,26 +183,25 @@ class _Preparation:
         if not self._found.dev:
             return None
         self._progress("reading the held-out pairs")
-        hashes: set[int] = set()
-        self._dev_languages: set[str] = set()
         for source in self._found.dev:
-            lines = read_source(source, self._options.fields)
-            hashes |= reading.dev_key_hashes(_noting_languages(lines, self._dev_languages))
+            self._given.Read(source, self._options.fields)
+        for warning in self._given.warnings:
+            _log.warning("%s", warning)
         path = place / "dev_keys"
-        files.write_atomic(path, np.array(sorted(hashes), np.uint64).tobytes())
+        files.write_atomic(path, np.array(sorted(self._given.hashes), np.uint64).tobytes())
         return str(path)
 
     def _Languages(self) -> dict[str, str]:
         """Makes the training and held-out files; returns a directory for each language that has pairs."""
-        place, given = self._work / f"languages-{self._read_key}", self._found.dev
+        place = self._work / f"languages-{self._read_key}"
         place.mkdir(exist_ok=True)
         langs = {lang for lang in self._tables if lang != reading.NO_LANGUAGE}
-        langs |= self._dev_languages if given else set()
+        langs |= self._given.sources.keys()
         jobs = [
             languages.LanguageJob(
                 lang,
                 tuple(self._parts),
-                tuple(s for s in given if s.lang in (lang, None)) if given else None,
+                tuple(self._given.sources.get(lang, ())) if self._found.dev else None,
                 self._options.fields,
                 self._options.max_dev,
                 str(place / lang),
@@ -371,10 +363,3 @@ def _add(total: reading.LanguageCounts, counts: Mapping[str, Any]) -> None:
     for reason, examples in counts["examples"].items():
         told = total.examples.setdefault(reason, [])
         told.extend(examples[: reading.EXAMPLES - len(told)])
-
-
-def _noting_languages(lines: Iterator, languages_seen: set[str]) -> Iterator:
-    for line in lines:
-        if line.lang and not line.reason:
-            languages_seen.add(line.lang)
-        yield line

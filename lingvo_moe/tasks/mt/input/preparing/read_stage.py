@@ -8,19 +8,18 @@ import dataclasses
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from lingvo_moe.core import files
-from lingvo_moe.tasks.mt.input import split
+from lingvo_moe.tasks.mt.input import split, tsv
 from lingvo_moe.tasks.mt.input.clean import sentence_key, tidy_text
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.preparing.filters import REASONS, Rules
 from lingvo_moe.tasks.mt.input.preparing.formats import Line, read_source
 from lingvo_moe.tasks.mt.input.preparing.sources import Fields, Source
-from lingvo_moe.tasks.mt.input.tsv import BAD_LINES_TOLD
 
 SUMMARY = "summary.json"
 NO_LANGUAGE = "?"  # under which lines without a language are counted
@@ -132,7 +131,10 @@ class _Reader:
             tidy_text(line.source),
             tidy_text(line.target),
         )
-        if reason := self._job.rules.Reason(lang, source, target):
+        reason = self._job.rules.Reason(lang, source, target)
+        if not reason and not tsv.fits(source, target):
+            reason = "too_long_line"
+        if reason:
             counts.Drop(reason, _example(source, target))
             return
         if self._HeldOut(target):
@@ -158,7 +160,7 @@ class _Reader:
         return self._languages[lang]
 
     def _Warn(self, line: Line) -> None:
-        if len(self._warnings) < BAD_LINES_TOLD:
+        if len(self._warnings) < tsv.BAD_LINES_TOLD:
             source = self._job.source
             self._warnings.append(f"{source.path}:{line.number}: {REASONS[line.reason]}")
 
@@ -176,9 +178,52 @@ class _Reader:
 LINE_REASONS = ("no_tab", "bad_json", "no_field", "no_language", "invalid_utf8", "too_long_line")
 
 
-def dev_key_hashes(lines: Iterator[Line]) -> set[int]:
-    """Hashes of the keys of held-out sentences, as ReadJob.dev_keys holds them."""
-    return {split.text_hash(sentence_key(line.target)) for line in lines if not line.reason}
+@dataclasses.dataclass
+class GivenHeldOut:
+    """What held-out pairs that are given hold out.
+
+    Attributes:
+        hashes: of the sentences' keys, as ReadJob.dev_keys holds them.
+        sources: those that hold pairs of a language; lines of JSON may name another one than their file.
+        warnings: of the first lines that cannot be used.
+    """
+
+    hashes: set[int] = dataclasses.field(default_factory=set)
+    sources: dict[str, list[Source]] = dataclasses.field(default_factory=dict)
+    warnings: list[str] = dataclasses.field(default_factory=list)
+
+    def Read(self, source: Source, fields: Fields) -> None:
+        """Adds a source. Raises DataError: see read_source; or none of its lines can be used."""
+        languages, dropped, first = set[str](), Counter[str](), ""
+        for line in read_source(source, fields):
+            _, target, reason = held_out_pair(line)
+            if not reason:
+                languages.add(line.lang or NO_LANGUAGE)
+                # As training pairs are tidied: a sentence must have one key, however it is spelt.
+                self.hashes.add(split.text_hash(sentence_key(tidy_text(target))))
+                continue
+            dropped[reason] += 1
+            warning = f"{source.path}:{line.number}: {REASONS[reason]}"
+            first = first or warning
+            if dropped.total() <= tsv.BAD_LINES_TOLD:
+                self.warnings.append(warning)
+        if dropped and not languages:
+            raise DataError(
+                f"{source.path}: no line can be used: {explain(dropped)}; the first: {first}"
+            )
+        for lang in languages:
+            self.sources.setdefault(lang, []).append(source)
+
+
+def held_out_pair(line: Line) -> tuple[str, str, str]:
+    """`(source, target, "")` of a line of given held-out pairs, or `(source, target, reason)` why it cannot be used.
+
+    They are left as they are but for what would break the line.
+    """
+    source, target = (" ".join(side.split()) for side in (line.source, line.target))
+    if line.reason or not (source and target):
+        return source, target, line.reason or "empty"
+    return source, target, "" if tsv.fits(source, target) else "too_long_line"
 
 
 def pair_hash(source: str, target: str) -> int:

@@ -20,6 +20,7 @@ from lingvo_moe.tasks.mt.input.opening import COMPRESSIONS
 from lingvo_moe.tasks.mt.input.prepared import SUMMARY
 from lingvo_moe.tasks.mt.input.tsv import LANGUAGE
 
+TFDS_FOLDER = "TranslateFolder:"
 _COLUMNS = ("lang", "source", "target", "_")
 _JSON = (".jsonl", ".ndjson")
 _IGNORED = re.compile(rf"(?i)\.|readme|license|copying|{SUMMARY}\Z|corpus\.json\Z|.*\.md\Z")
@@ -86,7 +87,11 @@ class Source:
 
     @property
     def files(self) -> list[Path]:
-        return [Path(p) for p in (self.path, self.target) if p and self.form != "tfds"]
+        if self.form == "tfds":
+            is_folder = self.path.startswith(TFDS_FOLDER)
+            folder = Path(self.path.removeprefix(TFDS_FOLDER))
+            return sorted(folder.glob("*.train.txt")) if is_folder else []
+        return [Path(p) for p in (self.path, self.target) if p]
 
 
 @dataclasses.dataclass

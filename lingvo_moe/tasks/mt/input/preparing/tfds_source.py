@@ -11,9 +11,7 @@ from lingvo_moe.core.quiet import quiet
 from lingvo_moe.core.suggest import did_you_mean
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.preparing.formats import Line, pairs_of_item
-from lingvo_moe.tasks.mt.input.preparing.sources import Fields
-
-FOLDER = "TranslateFolder:"
+from lingvo_moe.tasks.mt.input.preparing.sources import TFDS_FOLDER, Fields, Source
 
 
 def read_builder(name: str, fields: Fields) -> Iterator[Line]:
@@ -42,8 +40,11 @@ def read_builder(name: str, fields: Fields) -> Iterator[Line]:
         raise DataError(f"--tfds={name} has no split 'train'{did_you_mean('train', splits)}")
     import tensorflow_datasets as tfds
 
+    dataset = builder.as_dataset(split="train")
+    if name.startswith(TFDS_FOLDER):
+        _check_lines(name, len(dataset))
     number = 0
-    for example in tfds.as_numpy(builder.as_dataset(split="train")):
+    for example in tfds.as_numpy(dataset):
         for item in _texts(example):
             number += 1
             yield from pairs_of_item(number, {"translation": item}, None, fields)
@@ -58,8 +59,8 @@ def _builder(name: str) -> Any:
         raise DataError(
             f"--tfds={name} needs TensorFlow Datasets, which is not here ({e}): pip install tensorflow-datasets"
         ) from e
-    if name.startswith(FOLDER):
-        folder = name.removeprefix(FOLDER)
+    if name.startswith(TFDS_FOLDER):
+        folder = name.removeprefix(TFDS_FOLDER)
         if not os.path.isdir(folder):
             raise DataError(
                 f"--tfds={name}: there is no directory {folder!r}; it holds <lang>.train.txt and en.train.txt"
@@ -81,7 +82,7 @@ def _builder(name: str) -> Any:
 
 def _prepare(name: str, builder: Any) -> None:
     """Gets the data of a builder, where it is not there yet."""
-    if name.startswith(FOLDER):
+    if name.startswith(TFDS_FOLDER):
         return
     try:
         builder.download_and_prepare()
@@ -89,6 +90,19 @@ def _prepare(name: str, builder: Any) -> None:
         raise DataError(
             f"--tfds={name}: its data is not in {builder.data_dir} and could not be got: {e}"
         ) from e
+
+
+def _check_lines(name: str, examples: int) -> None:
+    """TFDS ends a line of a folder's files at U+2028 and the like too, which shifts all lines below it."""
+    for path in Source("tfds", name, None).files:
+        with open(path, "rb") as file:
+            lines = sum(1 for _ in file)
+        if lines != examples:
+            raise DataError(
+                f"--tfds={name}: {path.name} has {lines:,} lines, but TensorFlow Datasets makes {examples:,} of them:"
+                " to it U+2028, U+0085, a form feed and others end a line too, so that pairs would be mixed up; take"
+                " them out, or name the files such as web.de and web.en and give them as --input"
+            )
 
 
 def _languages(builder: Any) -> set[str]:

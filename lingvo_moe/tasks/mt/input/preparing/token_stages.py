@@ -20,6 +20,8 @@ from lingvo_moe.tasks.mt.input.vocab_cache import (
 )
 
 SUMMARY = "summary.json"
+_LONGEST_BYTES = 4192  # of a sentence; SentencePiece passes over longer ones
+_TOGETHER = 500  # characters of a made sentence, with spaces less than that
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +49,10 @@ def vocabulary_stage(job: VocabularyJob, told: Callable[[int], None]) -> str:
         options = job.options
         sentences = sample_pairs(job.scan, options.temperature, options.max_sentences)[job.side]
         missing = _missing(job.characters, sentences, NORMALIZATION[job.side])
-        # Characters so rare that the sample has none are a sentence of their own.
-        model = train_side(sentences + ([" ".join(missing)] if missing else []), job.side, options)
+        # Characters so rare that the sample has none are sentences of their own.
+        at = range(0, len(missing), _TOGETHER)
+        sentences += [" ".join(missing[i : i + _TOGETHER]) for i in at]
+        model = train_side(sentences, job.side, options)
         files.write_atomic(job.output, model)
     told(1)
     return job.output
@@ -59,7 +63,7 @@ def _missing(characters: str, sentences: list[str], normalization: str) -> list[
         characters = unicodedata.normalize("NFKC", characters)
     left = set(characters)
     for sentence in sentences:
-        if not sentence.isascii():
+        if not sentence.isascii() and len(sentence.encode()) <= _LONGEST_BYTES:
             left.difference_update(sentence)
     return sorted(c for c in left if not c.isspace())
 

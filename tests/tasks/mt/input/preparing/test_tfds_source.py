@@ -43,6 +43,16 @@ def test_a_folder_of_translations(tmp_path: Path) -> None:
         _read(f"TranslateFolder:{folder}", target_lang="fr")
 
 
+def test_lines_that_tfds_would_mix_up(tmp_path: Path) -> None:
+    """A line separator in the first German line and in the third English one: of both TFDS makes four lines."""
+    (tmp_path / "de.train.txt").write_text("eins\u2028eins\nzwei\ndrei\n")
+    (tmp_path / "en.train.txt").write_text("one\ntwo\nthree\u2028three\n")
+    with pytest.raises(
+        DataError, match=r"de.train.txt has 3 lines, but TensorFlow Datasets makes 4"
+    ):
+        _read(f"TranslateFolder:{tmp_path}")
+
+
 def test_a_registered_builder() -> None:
     import tensorflow_datasets as tfds
 

@@ -1,0 +1,60 @@
+"""Held-out pairs that are given: what they keep out of training, and what is said of lines that cannot be used."""
+
+import unicodedata
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.preparing.filters import Rules
+from lingvo_moe.tasks.mt.input.preparing.read_stage import GivenHeldOut, ReadJob, read_stage
+from lingvo_moe.tasks.mt.input.preparing.sources import Fields, Source
+
+
+def _tsv(path: Path, *lines: str) -> Source:
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return Source("tsv", str(path), "de")
+
+
+def test_a_sentence_is_kept_out_however_it_is_spelt(tmp_path: Path) -> None:
+    spelt = (
+        unicodedata.normalize("NFD", "the café is naïve today"),
+        "the soft\u00adware is run\u200bning",
+        "One more sentence, here!",
+    )
+    given = GivenHeldOut()
+    given.Read(_tsv(tmp_path / "dev.tsv", *(f"eins\t{text}" for text in spelt)), Fields())
+    assert given.sources.keys() == {"de"} and not given.warnings
+    keys = tmp_path / "keys"
+    np.array(sorted(given.hashes), np.uint64).tofile(keys)
+    plain = ("the café is naïve today", "the software is running", "one more sentence here")
+    lines = [f"Satz {i}\t{text}" for i, text in enumerate((*plain, "not held out"))]
+    source = _tsv(tmp_path / "de.tsv", *lines)
+    made = read_stage(
+        ReadJob(source, Fields(), Rules(), 0.0, str(keys), str(tmp_path / "read")), lambda n: None
+    )
+    assert (Path(made) / "de.tsv").read_text("utf-8") == "Satz 3\tnot held out\n"
+
+
+def test_lines_of_no_use(tmp_path: Path) -> None:
+    given = GivenHeldOut()
+    given.Read(_tsv(tmp_path / "some.tsv", "eins\tone", "no tab", "\tempty"), Fields())
+    assert len(given.hashes) == 1
+    assert given.warnings == [
+        f"{tmp_path}/some.tsv:2: a TSV line with too few columns",
+        f"{tmp_path}/some.tsv:3: a side without text",
+    ]
+    with pytest.raises(DataError, match=r"none.tsv: no line can be used: 2 x a TSV line with too"):
+        GivenHeldOut().Read(_tsv(tmp_path / "none.tsv", "no tab", "nor here"), Fields())
+
+
+def test_pairs_that_no_reader_would_take_are_counted(tmp_path: Path) -> None:
+    """Each side is a line that can be read, both together are not."""
+    (tmp_path / "x.de").write_text(f"{'ä' * 6000}\n{'ä' * 10}\n", encoding="utf-8")
+    (tmp_path / "x.en").write_text(f"{'a ' * 5000}\naaaaaaa\n", encoding="utf-8")
+    source = Source("lines", str(tmp_path / "x.de"), "de", str(tmp_path / "x.en"))
+    job = ReadJob(source, Fields(), Rules(max_chars=20_000), 0.0, None, str(tmp_path / "read"))
+    made = Path(read_stage(job, lambda n: None))
+    assert '"dropped": {"too_long_line": 1}' in (made / "summary.json").read_text()
+    assert len((made / "de.tsv").read_bytes().splitlines()) == 1
