@@ -142,7 +142,12 @@ def _rescored(output: Any, devset: Any) -> tuple[Any, dict[str, Any]]:
         raise ValueError("--rescore: name the directory of an earlier evaluation as --output")
     rest = iter(read_translations(Path(output) / "texts", devset.items()))
     before = Path(output) / "report.json"
-    about = json.loads(before.read_text("utf-8"))["model"] if before.is_file() else {}
+    about = {}  # report.Write alone does not know what the model was
+    if before.is_file():
+        try:
+            about = json.loads(before.read_text("utf-8")).get("model", {})
+        except (ValueError, AttributeError) as e:
+            raise ValueError(f"{before}: no report of tools.evaluate, or damaged ({e})") from None
     return lambda lines, langs: list(itertools.islice(rest, len(lines))), about
 
 

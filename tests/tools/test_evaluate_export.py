@@ -86,6 +86,10 @@ def test_against_baselines(logdir, scored, corpus, tmp_path, capfd):
     (texts / "sw.src").write_text((scored / "texts/sw.src").read_text())
     (texts / "sw.hyp").write_text("green tree\n" * 12)
     sw = ["--rescore", f"--output={texts.parent}", "--languages=sw", "--quiet"]
+    (texts.parent / "report.json").write_text("{")
+    assert evaluate.main([*common, *sw]) == 1
+    assert "report.json: no report of tools.evaluate, or damaged" in capfd.readouterr().err
+    (texts.parent / "report.json").write_text("{}")  # EvalReport.Write alone names no model
     assert evaluate.main([*common, *sw]) == 0
     again = ["--rescore", f"--baselines={tmp_path}/base", "--resource_bounds=10,9"]
     again.append(f"--output={scored}")
