@@ -59,15 +59,17 @@ class StepProgress:
         now = time.monotonic()
         elapsed = max(now - self._seen_at, 1e-9)
         rate = tokens / elapsed
-        if step > self._seen:
+        # A first step alone also traces, compiles or warms up: it says nothing of the others.
+        if step > self._seen and step > self._first + 1:
             latest = elapsed / (step - self._seen)
             # Half the newest figure, half the past: steady, yet it follows a machine that slows
             # down.
             past = self._seconds_a_step or latest
             self._seconds_a_step = 0.5 * past + 0.5 * latest
         self._seen, self._seen_at = step, now
-        left = format_seconds(self._seconds_a_step * (self._last - step))
-        text = f"loss {loss:.4f}  {rate:,.0f} tokens/s  {left} left"
+        text = f"loss {loss:.4f}  {rate:,.0f} tokens/s"
+        if self._seconds_a_step:
+            text += f"  {format_seconds(self._seconds_a_step * (self._last - step))} left"
         if dropped is not None:
             text += f"  {dropped:.1%} dropped at worst"
         if skipped:

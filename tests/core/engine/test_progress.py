@@ -64,6 +64,22 @@ def test_steps_elsewhere(monkeypatch):
     ]
 
 
+def test_the_first_step_alone_tells_nothing_of_the_others(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("time.monotonic", clock)
+    out = io.StringIO()
+    progress = StepProgress(0, 11, out)
+    clock.now = 100.0  # it compiles
+    progress.Update(1, 2.5, 100.0)
+    clock.now = 105.0
+    progress.Update(6, 2.5, 100.0)
+    progress.Close()
+    assert out.getvalue().splitlines() == [
+        "step 1/11  loss 2.5000  1 tokens/s",
+        "step 6/11  loss 2.5000  20 tokens/s  5s left",
+    ]
+
+
 def test_steps_at_a_terminal():
     out = Terminal()
     progress = StepProgress(0, 10, out)
