@@ -65,7 +65,9 @@ class FeedForward(BaseLayer):
         return tf.reshape(y, tf.shape(x))
 
     def ForInference(self, theta: NestedMap) -> NestedMap:
-        """See BaseLayer: `panels` of wi and wo (see panels.py)."""
+        """See BaseLayer: `panels` of wi and wo (see panels.py). A subclass with its own FProp has them as they are."""
+        if type(self).FProp is not FeedForward.FProp:
+            return theta
         wi, wo = (panels.in_panels(self.Cast(w)) for w in (theta.wi, theta.wo))
         return NestedMap(panels=NestedMap(wi=wi, wo=wo))
 

@@ -67,8 +67,10 @@ class Experts(BaseLayer):
         return h.MatMul(self.Cast(theta.wo), self._Mapping("wo", "EHM"))
 
     def ForInference(self, theta: NestedMap) -> NestedMap:
-        """See BaseLayer: `panels`, each expert's own, for GroupedFProp."""
-        if self.p.num_experts > experts_op_by_op.MANY_EXPERTS:
+        """See BaseLayer: `panels`, each expert's own, for GroupedFProp. A subclass's own finds its weights as they
+        are."""
+        own = type(self).GroupedFProp is not Experts.GroupedFProp
+        if own or self.p.num_experts > experts_op_by_op.MANY_EXPERTS:
             return theta
         return NestedMap(panels=experts_op_by_op.in_panels(theta.Transform(self.Cast)))
 

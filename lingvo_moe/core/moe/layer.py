@@ -142,6 +142,13 @@ class MoELayer(BaseLayer):
         y_BTM = y_GSM if seed is None else tf.reshape(y_GSM, x_BTM.shape)
         return self.Shard(y_BTM, "BTM"), _extras(routing, tokens)
 
+    def ForInference(self, theta: NestedMap) -> NestedMap:
+        """See BaseLayer. Panels are for experts that get rows: those of other dispatchers stay as they are."""
+        arranged = super().ForInference(theta)
+        if not isinstance(self.inference_dispatcher, DroplessDispatcher):
+            arranged.experts = theta.get("experts", NestedMap())
+        return arranged
+
     def _InGroups(
         self, x_BTM: tf.Tensor, paddings_BT: tf.Tensor, context: NestedMap | None
     ) -> tuple[tf.Tensor, tf.Tensor, int | None, NestedMap | None]:
