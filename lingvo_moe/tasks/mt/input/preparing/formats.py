@@ -90,10 +90,7 @@ def _read_json(source: Source, fields: Fields) -> Iterator[Line]:
         if not isinstance(item, dict):
             yield _bad(number, source.lang, "bad_json")
             continue
-        for line in pairs_of_item(number, item, source.lang, fields):
-            # JSON can spell halves of characters, which no file can hold.
-            half = _HALF_CHARACTER.search(line.source) or _HALF_CHARACTER.search(line.target)
-            yield _bad(number, line.lang, "invalid_utf8") if half else line
+        yield from pairs_of_item(number, item, source.lang, fields)
 
 
 def pairs_of_item(
@@ -107,7 +104,7 @@ def pairs_of_item(
     lang = named if isinstance(named, str) else lang
     source, target = _first(item, fields.source), _first(item, fields.target)
     if isinstance(source, str) and isinstance(target, str):
-        yield _pair(number, lang, source, target)
+        yield _whole_pair(number, lang, source, target)
         return
     inner = item.get("translation")
     texts = inner if isinstance(inner, dict) else item
@@ -121,11 +118,17 @@ def pairs_of_item(
     if not isinstance(target, str) or not found:
         yield _bad(number, lang, "no_field")
     for code, text in found if isinstance(target, str) else ():
-        yield _pair(number, code, text, target)
+        yield _whole_pair(number, code, text, target)
 
 
 def _first(item: dict[str, Any], names: Sequence[str]) -> Any:
     return next((item[name] for name in names if name in item), None)
+
+
+def _whole_pair(number: int, lang: str | None, source: str, target: str) -> Line:
+    """As _pair. JSON can spell halves of characters, and bytes of TFDS can be anything; no file of text holds such."""
+    half = _HALF_CHARACTER.search(source) or _HALF_CHARACTER.search(target)
+    return _bad(number, lang, "invalid_utf8") if half else _pair(number, lang, source, target)
 
 
 def _pair(number: int, lang: str | None, source: str, target: str) -> Line:
@@ -135,4 +138,6 @@ def _pair(number: int, lang: str | None, source: str, target: str) -> Line:
 
 
 def _bad(number: int, lang: str | None, reason: str) -> Line:
+    if lang is not None and not is_language(lang):
+        lang = None  # files and directories are named by it
     return Line(number, lang, "", "", "too_long_line" if reason == "too_long" else reason)

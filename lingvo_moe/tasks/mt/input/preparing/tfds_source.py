@@ -132,4 +132,4 @@ def _texts(example: dict[str, Any]) -> Iterator[dict[str, str]]:
 
 
 def _text(value: bytes) -> str:
-    return value.decode("utf-8", errors="replace")
+    return value.decode("utf-8", errors="surrogateescape")  # which pairs_of_item tells

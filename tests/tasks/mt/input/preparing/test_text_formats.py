@@ -69,6 +69,16 @@ def test_json_that_is_none(tmp_path: Path) -> None:
     ]
 
 
+def test_what_is_no_code_of_a_language_names_no_file(tmp_path: Path) -> None:
+    half = '{"source": "\\ud800", "target": "x", "lang": "../../x"}'
+    (tmp_path / "all.jsonl").write_text('{"lang": "../../x"}\n' + half)
+    lines = list(read_source(Source("jsonl", f"{tmp_path}/all.jsonl", None), Fields()))
+    assert [(line.lang, line.reason) for line in lines] == [
+        (None, "no_field"),
+        (None, "invalid_utf8"),
+    ]
+
+
 def _two(tmp_path: Path, ours: str, theirs: str) -> list[Line]:
     (tmp_path / "x.de").write_text(ours)
     (tmp_path / "x.en").write_text(theirs)

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.input.preparing.formats import read_source
+from lingvo_moe.tasks.mt.input.preparing import tfds_source
+from lingvo_moe.tasks.mt.input.preparing.formats import pairs_of_item, read_source
 from lingvo_moe.tasks.mt.input.preparing.sources import Fields, Source
 
 PAIRS = {"de": ["Haus", "Bäume"], "sw": ["nyumba", "miti"], "en": ["house", "trees"]}
@@ -51,6 +52,12 @@ def test_lines_that_tfds_would_mix_up(tmp_path: Path) -> None:
         DataError, match=r"de.train.txt has 3 lines, but TensorFlow Datasets makes 4"
     ):
         _read(f"TranslateFolder:{tmp_path}")
+
+
+def test_bytes_that_are_no_text_are_counted() -> None:
+    (item,) = tfds_source._texts({"de": b"B\xe4ume", "en": b"trees"})
+    (line,) = pairs_of_item(7, {"translation": item}, None, Fields())
+    assert line == (7, "de", "", "", "invalid_utf8")
 
 
 def test_a_registered_builder() -> None:
