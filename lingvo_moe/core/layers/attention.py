@@ -113,9 +113,9 @@ class MultiHeadAttention(BaseLayer):
         return attention_in_panels.attend(q, k, v, mask, theta.o, self.p.model_dim)
 
     def _Projected(self, qkv: tf.Tensor, x: tf.Tensor) -> list[tf.Tensor]:
-        keys = self.p.num_heads
+        """What x [B,T,M] is to each of `qkv`, or of `kv`: [N,B,T,K]."""
         y = attention_in_panels.project(x, qkv)
-        return attention_in_panels.split_heads(y, qkv.shape[0] - 2 * keys, keys)
+        return tf.split(y, qkv.shape[0] // self.p.num_heads, 0)
 
     def PrecomputeMemory(self, theta: NestedMap, memory: tf.Tensor) -> NestedMap:
         """Keys and values of memory [B, S, M]: NestedMap(k, v), each [B, S, N, K]; [N, B, S, K] where
