@@ -27,8 +27,8 @@ class Capitals:
         gate: closed, calls wait for it; 'entered' tells that one does.
     """
 
-    def __init__(self, languages: tuple[str, ...] = (), rows: int = 4):
-        self.options = SimpleNamespace(rows=rows, max_source_length=16)
+    def __init__(self, languages: tuple[str, ...] = (), rows: int = 4, xla: bool = True):
+        self.options = SimpleNamespace(rows=rows, max_source_length=16, xla=xla)
         self.languages = languages
         self.batches: list[list[bytes]] = []
         self.gate, self.entered = threading.Event(), threading.Event()

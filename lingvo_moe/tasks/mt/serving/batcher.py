@@ -177,6 +177,7 @@ class Batcher:
                 if len(requests) > 1:
                     error = await self._alone([item for item in batch if item[0] is request])
                 if error and not request.done.done():
+                    request.waiting.clear()  # the next batch is made before it hears of it
                     request.done.set_exception(error)
         finally:
             self._in_batch = 0

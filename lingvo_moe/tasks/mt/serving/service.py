@@ -66,8 +66,12 @@ class Service:
         )
 
     async def WarmUp(self) -> AsyncIterator[tuple[int, int]]:
-        """Has every program compiled, and is ready then. Yields how many lengths of lines are done, of how many."""
-        lines = warm_up_lines(self.translator.options.max_source_length)
+        """Has every program made, and is ready then. Yields how many lengths of lines are done, of how many.
+
+        XLA has a program for each bucket; TensorFlow's own kernels run one for all lengths.
+        """
+        options = self.translator.options
+        lines = warm_up_lines(options.max_source_length if options.xla else 1)
         language = self.translator.languages[:1] or None
         for i, line in enumerate(lines, 1):
             await self._batcher.Call(functools.partial(self.translator.Translate, [line], language))

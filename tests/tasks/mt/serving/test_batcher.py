@@ -164,6 +164,19 @@ def test_a_request_that_breaks_the_model_breaks_no_other():
         raise bad
 
 
+def test_of_a_request_that_failed_nothing_more_is_translated():
+    translator = Capitals()
+
+    async def work(batcher):
+        lines = [b"poison", b"a", b"b", b"c"]
+        with pytest.raises(RuntimeError, match="the model broke"):
+            await batcher.Translate(lines)
+        return await batcher.Translate([b"d"])
+
+    assert run(work, translator, max_lines=2)[0].texts[0] == "D"
+    assert translator.batches == [[b"poison", b"a"], [b"d"]]
+
+
 def test_a_translator_that_loses_lines_is_found_out():
     class Loses(Capitals):
         def Translate(self, lines, languages=None):

@@ -339,6 +339,12 @@ def test_it_is_ready_after_it_was_warmed_up():
         assert [len(batch) for batch in translator.batches] == [1] * len(warm_up_lines(16))
 
 
+def test_one_program_for_all_lengths_is_warm_after_one_line():
+    translator = Capitals(xla=False)
+    with running(translator):
+        assert translator.batches == [[b"a"]]
+
+
 @pytest.mark.parametrize("tokens_of_a_word", [1, 2, 3, 5])
 def test_warm_up_touches_every_bucket(tokens_of_a_word):
     buckets = [8, 16, 32, 64, 128, 200]
