@@ -142,6 +142,18 @@ def test_experts_that_know_slots_alone_are_left_to_the_dispatcher_of_training():
     np.testing.assert_allclose(y, factor[..., None] * x, rtol=1e-4)
 
 
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_gates_are_the_same_to_the_bit_for_any_number_of_tokens(k):
+    """By TensorFlow's own kernels, which compute most functions 16 numbers at a time and the rest otherwise."""
+    router = TopKRouter.Params().Set(name="r", model_dim=M, num_experts=5, k=k).Instantiate()
+    logits = 3 * _tokens(1, 40, 5)
+    with running_op_by_op():
+        together = router.Route(logits, tf.zeros([1, 40]), None).gate.numpy()
+        for n in range(1, 40):
+            some = router.Route(logits[:, :n], tf.zeros([1, n]), None).gate.numpy()
+            np.testing.assert_array_equal(some, together[:, :n])
+
+
 class GatedExperts(Experts):
     """silu(x wg) * (x wi) wo: experts of one's own, on slots and on rows."""
 

@@ -11,6 +11,7 @@ Letters: G group, S and Z token in group, M model, U task.
 import tensorflow as tf
 
 from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.op_by_op import rounded_alike
 from lingvo_moe.core.suggest import did_you_mean
 
 LEVELS = ("token", "sentence", "task")
@@ -65,9 +66,8 @@ def sentence_means(
     pairs_GSZ = real_GS[:, :, tf.newaxis] * real_GS[:, tf.newaxis, :]
     same_GSZ = tf.cast(same_GSZ, tf.float32) * pairs_GSZ
     # Averaged by the matrix product itself: no mean is computed twice, and none of padding alone.
-    share_GSZ = same_GSZ * tf.math.reciprocal(
-        tf.maximum(tf.reduce_sum(same_GSZ, -1, keepdims=True), 1.0)
-    )
+    count_GS1 = tf.maximum(tf.reduce_sum(same_GSZ, -1, keepdims=True), 1.0)
+    share_GSZ = same_GSZ * rounded_alike(tf.math.reciprocal, count_GS1)
     return tf.einsum("GSZ,GZM->GSM", share_GSZ, tf.cast(x_GSM, tf.float32))
 
 

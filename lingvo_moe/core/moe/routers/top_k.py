@@ -139,7 +139,12 @@ class TopKRouter(LearnedRouter):
         p = self.p
         real_GS = 1.0 - tf.cast(paddings_GS, tf.float32)
         log_z_GS = log_partition(logits_GSE)
-        probabilities_GSE = tf.exp(logits_GSE - log_z_GS[:, :, tf.newaxis])
+        if (
+            seed is None
+        ):  # rounded alike for any number of tokens, which exp is not (core/op_by_op.py)
+            probabilities_GSE = tf.nn.softmax(logits_GSE)
+        else:
+            probabilities_GSE = tf.exp(logits_GSE - log_z_GS[:, :, tf.newaxis])
         if bias_E is None:
             logits_GSk, index_GSk = top_k(logits_GSE, p.k)
         else:
@@ -147,6 +152,8 @@ class TopKRouter(LearnedRouter):
             logits_GSk = pick(logits_GSE, index_GSk)
         if p.softmax_order == "after":
             gate_GSk = tf.nn.softmax(logits_GSk)
+        elif seed is None:
+            gate_GSk = pick(probabilities_GSE, index_GSk)
         else:
             gate_GSk = tf.exp(logits_GSk - log_z_GS[:, :, tf.newaxis])
         if p.normalize_gates == "before_drops":
