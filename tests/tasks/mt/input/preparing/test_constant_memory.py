@@ -1,5 +1,6 @@
 """Four times the data take no more memory, in any stage of tools.prepare nor in reading what it made."""
 
+import multiprocessing
 import random
 import tracemalloc
 from pathlib import Path
@@ -71,18 +72,20 @@ def _quiet(n: int) -> None:
     del n
 
 
-def test_memory_does_not_grow_with_the_data(
-    tmp_path: Path, vocabs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _peaks(directory: Path, vocabs: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """Of 2,000 lines and of 8,000."""
     # What is held at once, scaled down as the data are.
-    monkeypatch.setattr(dedup, "HASHES_AT_ONCE", 500)
-    monkeypatch.setattr(dedup, "_READ_AT_ONCE", 500)
-    monkeypatch.setattr(read_stage, "_WRITTEN_AT_ONCE", 100)
-    monkeypatch.setattr(language_stage, "_WRITTEN_AT_ONCE", 100)
-    monkeypatch.setattr(shards, "_TOKENISED_AT_ONCE", 100)
-    _prepare(500, tmp_path / "first", vocabs)  # what is imported and cached once
-    small = _prepare(2000, tmp_path / "small", vocabs)
-    large = _prepare(8000, tmp_path / "large", vocabs)
+    dedup.HASHES_AT_ONCE = dedup._READ_AT_ONCE = 500
+    read_stage._WRITTEN_AT_ONCE = language_stage._WRITTEN_AT_ONCE = 100
+    shards._TOKENISED_AT_ONCE = 100
+    _prepare(500, directory / "first", vocabs)  # what is imported and cached once
+    return _prepare(2000, directory / "small", vocabs), _prepare(8000, directory / "large", vocabs)
+
+
+def test_memory_does_not_grow_with_the_data(tmp_path: Path, vocabs: Path) -> None:
+    # In a process of its own: tracemalloc also counts what threads of other tests allocate.
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        small, large = pool.apply(_peaks, (tmp_path, vocabs))
     for stage, peak in large.items():
         # The text alone of the lines added is 450 KB.
         assert peak < small[stage] + 150_000, (stage, small, large)
