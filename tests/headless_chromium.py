@@ -94,7 +94,8 @@ class Tab:
 async def opened_tab(width: int = 1000, height: int = 700) -> AsyncIterator[Tab]:
     """A new browser's only tab."""
     assert _PROGRAM
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+    # It puts a socket there, whose path may have about 100 characters: fewer than the place that Bazel gives tests.
+    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as profile:
         process = subprocess.Popen(
             [
                 _PROGRAM,
@@ -110,7 +111,7 @@ async def opened_tab(width: int = 1000, height: int = 700) -> AsyncIterator[Tab]
             ],
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "HOME": profile},
+            env={**os.environ, "HOME": profile, "TMPDIR": profile},
         )
         try:
             address = await asyncio.to_thread(_address, process)
