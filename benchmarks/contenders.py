@@ -8,7 +8,9 @@ import json
 import os
 import statistics
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,48 @@ class Contender:
                 return line
         errors = self._process.communicate()[1].strip()
         raise RuntimeError(f"{self.name} ended: {errors[-2000:]}")
+
+
+def take_turns(
+    commands: Mapping[str, Sequence[str]], threads: int, rounds: int, leave_out: bool = False
+) -> list[Contender]:
+    """Starts all, two at a time, and has each take its steps in turn; every other round from the last to the first.
+
+    Args:
+        commands: of each contender, by name.
+        threads: of each.
+        rounds: steps of each.
+        leave_out: whether those that end before they are ready are told and left out.
+
+    Raises:
+        RuntimeError: one ended.
+    """
+    contenders: list[Contender] = []
+
+    def start(name: str) -> Contender | None:
+        contender = Contender(name, commands[name], threads)
+        contenders.append(contender)
+        try:
+            contender.WaitUntilReady()
+        except RuntimeError as e:
+            if not leave_out:
+                raise
+            print(f"left out: {e}", file=sys.stderr, flush=True)
+            return None
+        print(f"{name} is ready", file=sys.stderr, flush=True)
+        return contender
+
+    try:
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            ready = [c for c in pool.map(start, commands) if c]
+        for number in range(rounds):
+            for contender in ready if number % 2 == 0 else ready[::-1]:
+                contender.Step()
+            print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+        return ready
+    finally:
+        for contender in contenders:
+            contender.Stop()
 
 
 def update_page(page: Path, name: str, text: str) -> None:

@@ -12,11 +12,10 @@ without it only our own contenders run. --update writes the table into docs/deco
 import argparse
 import json
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.compile_time import host
-from benchmarks.contenders import ROOT, Contender, update_page
+from benchmarks.contenders import ROOT, Contender, take_turns, update_page
 from tools import _cli
 
 PAGE = ROOT / "docs" / "decode_speed.md"
@@ -98,28 +97,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, kinds: list[str], size: dict[str, Any]) -> list[Contender]:
-    """Starts all, two at a time, and has each take its steps in turn."""
-    contenders: list[Contender] = []
+    """All of these kinds at one setting."""
+    commands = {kind: [*_script(args, kind), kind, json.dumps(size)] for kind in kinds}
+    return take_turns(commands, size["threads"], args.rounds)
 
-    def start(kind: str) -> Contender:
-        command = [sys.executable, "-m", "benchmarks.decode_worker"]
-        if kind in PEERS:
-            command = [args.peers, str(ROOT / "benchmarks" / "peers" / "decode_peers.py")]
-        contender = Contender(kind, [*command, kind, json.dumps(size)], size["threads"])
-        contenders.append(contender)
-        contender.WaitUntilReady()
-        return contender
 
-    try:
-        with ThreadPoolExecutor(max_workers=2) as pool:
-            ready = list(pool.map(start, kinds))
-        for number in range(args.rounds):
-            for contender in ready if number % 2 == 0 else ready[::-1]:
-                contender.Step()
-        return ready
-    finally:
-        for contender in contenders:
-            contender.Stop()
+def _script(args: argparse.Namespace, kind: str) -> list[str]:
+    if kind in PEERS:
+        return [args.peers, str(ROOT / "benchmarks" / "peers" / "decode_peers.py")]
+    return [sys.executable, "-m", "benchmarks.decode_worker"]
 
 
 def least(contender: Contender) -> float:

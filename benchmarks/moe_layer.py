@@ -18,11 +18,10 @@ import argparse
 import json
 import statistics
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.compile_time import host
-from benchmarks.contenders import ROOT, Contender, update_page
+from benchmarks.contenders import ROOT, Contender, take_turns, update_page
 from lingvo_moe.core import files
 from tools import _cli
 
@@ -142,7 +141,8 @@ def measure(
     points = []
     for group in groups(args, size, names):
         print(f"E={size['num_experts']}, {size['threads']} threads: {', '.join(group)}", flush=True)
-        contenders = take_turns(args, group, size)
+        commands = {name: _command(args, name, size) for name in group}
+        contenders = take_turns(commands, size["threads"], args.rounds, leave_out=True)
         points += [describe(c, size) for c in contenders]
     return points
 
@@ -158,32 +158,6 @@ def groups(args: argparse.Namespace, size: dict[str, Any], names: list[str]) -> 
     step = many - 1
     found = [[args.reference, *rest[i : i + step]] for i in range(0, len(rest), step)]
     return found or [[args.reference]]
-
-
-def take_turns(args: argparse.Namespace, names: list[str], size: dict[str, Any]) -> list[Contender]:
-    """Starts them, two at a time, and has each take its steps in turn."""
-    contenders: list[Contender] = []
-
-    def start(name: str) -> Contender | None:
-        contender = Contender(name, _command(args, name, size), size["threads"])
-        contenders.append(contender)
-        try:
-            contender.WaitUntilReady()
-        except RuntimeError as e:
-            print(f"left out: {e}", file=sys.stderr, flush=True)
-            return None
-        return contender
-
-    try:
-        with ThreadPoolExecutor(max_workers=2) as pool:
-            ready = [c for c in pool.map(start, names) if c]
-        for number in range(args.rounds):
-            for contender in ready if number % 2 == 0 else ready[::-1]:
-                contender.Step()
-        return ready
-    finally:
-        for contender in contenders:
-            contender.Stop()
 
 
 def describe(contender: Contender, size: dict[str, Any]) -> dict[str, Any]:

@@ -13,11 +13,10 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.compile_time import host
-from benchmarks.contenders import ROOT, Contender, update_page
+from benchmarks.contenders import ROOT, Contender, take_turns, update_page
 from tools import _cli
 
 PAGE = ROOT / "docs" / "moe_speed.md"
@@ -81,30 +80,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(kinds: Sequence[str], peers: str, size: dict[str, Any], rounds: int) -> list[Contender]:
-    """Starts all, two at a time, and has each take its steps in turn."""
-    contenders: list[Contender] = []
+    """All of these kinds, steps in turn."""
+    commands = {kind: [*_script(peers, kind), kind, json.dumps(size)] for kind in kinds}
+    return take_turns(commands, size["threads"], rounds)
 
-    def start(kind: str) -> Contender:
-        command = [sys.executable, "-m", "benchmarks.train_worker"]
-        if kind in PEERS:
-            command = [peers, str(ROOT / "benchmarks" / "peers" / "train_torch.py")]
-        contender = Contender(kind, [*command, kind, json.dumps(size)], size["threads"])
-        contenders.append(contender)
-        contender.WaitUntilReady()
-        print(f"{kind} is ready", file=sys.stderr, flush=True)
-        return contender
 
-    try:
-        with ThreadPoolExecutor(max_workers=2) as pool:
-            ready = list(pool.map(start, kinds))
-        for number in range(rounds):
-            for contender in ready if number % 2 == 0 else ready[::-1]:
-                contender.Step()
-            print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
-        return ready
-    finally:
-        for contender in contenders:
-            contender.Stop()
+def _script(peers: str, kind: str) -> list[str]:
+    if kind in PEERS:
+        return [peers, str(ROOT / "benchmarks" / "peers" / "train_torch.py")]
+    return [sys.executable, "-m", "benchmarks.train_worker"]
 
 
 def learns(contender: Contender) -> bool:
