@@ -17,7 +17,12 @@ _SECONDS_BETWEEN_NOTES = 2.0
 
 
 def add_flags(parser: argparse.ArgumentParser, what: str) -> None:
-    """--input, --output, --batch_size and --quiet."""
+    """--language, --input, --output, --batch_size and --quiet."""
+    parser.add_argument(
+        "--language",
+        metavar="CODE",
+        help="the source language, e.g. de; only models that route by language (docs/moe.md) look at it",
+    )
     parser.add_argument("--input", metavar="FILE", help=f"{what} (default: standard input)")
     parser.add_argument("--output", metavar="FILE", help="what to write (default: standard output)")
     parser.add_argument(

@@ -44,7 +44,16 @@ def _parser() -> _cli.Parser:
         metavar="NAME",
         help="experiment to train, e.g. mt.M4Demo: sizes of vocabularies and temperature are its own",
     )
-    group = parser.add_argument_group("reading")
+    _add_reading_flags(parser.add_argument_group("reading"))
+    group = parser.add_argument_group("what is left out (besides empty, equal and duplicate pairs)")
+    _add_filter_flags(group)
+    group = parser.add_argument_group("what is held out, where no input has a directory dev/")
+    _add_dev_flags(group)
+    _add_size_flags(parser.add_argument_group("vocabularies and shards"))
+    return parser
+
+
+def _add_reading_flags(group: Any) -> None:
     add = group.add_argument
     add("--target_lang", default="en", help="language that all is translated into (%(default)s)")
     add(
@@ -71,7 +80,9 @@ def _parser() -> _cli.Parser:
         help="TensorFlow Datasets builder to read (its split train), e.g. opus/medical,"
         " or TranslateFolder:DIR for DIR/de.train.txt and DIR/en.train.txt; may be given several times",
     )
-    group = parser.add_argument_group("what is left out (besides empty, equal and duplicate pairs)")
+
+
+def _add_filter_flags(group: Any) -> None:
     add = group.add_argument
     add("--max_chars", type=int, default=1000, help="pairs with a longer side (%(default)s)")
     add(
@@ -85,7 +96,9 @@ def _parser() -> _cli.Parser:
         action="store_true",
         help="keep texts in other scripts than their language's",
     )
-    group = parser.add_argument_group("what is held out, where no input has a directory dev/")
+
+
+def _add_dev_flags(group: Any) -> None:
     add = group.add_argument
     add(
         "--dev_share",
@@ -99,7 +112,9 @@ def _parser() -> _cli.Parser:
         default=PrepareOptions.max_dev,
         help="pairs a language that go into dev/; further ones are dropped (%(default)s)",
     )
-    group = parser.add_argument_group("vocabularies and shards")
+
+
+def _add_size_flags(group: Any) -> None:
     add = group.add_argument
     for side, size in _SIZES.items():
         text = f"ids of the {side} vocabulary (default: as --model, else {size})"
@@ -127,7 +142,6 @@ def _parser() -> _cli.Parser:
         default=min(os.cpu_count() or 1, 16),
         help="processes, with some 200 MB each, and the sample for the vocabularies in two of them (%(default)s)",
     )
-    return parser
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -20,11 +20,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--logdir", metavar="RUN", required=True, help="a run, as given to the trainer"
     )
-    parser.add_argument(
-        "--language",
-        metavar="CODE",
-        help="the source language, e.g. de; only models that route by language (docs/moe.md) look at it",
-    )
     parser.add_argument("--tokens", action="store_true", help="also the score of each token")
     _cli.add_checkpoint_flags(parser)
     parser.add_argument(

@@ -23,11 +23,6 @@ def main(argv: list[str] | None = None) -> int:
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--saved_model", metavar="DIR", help="what tools.export wrote")
     model.add_argument("--logdir", metavar="RUN", help="a run, as given to the trainer")
-    parser.add_argument(
-        "--language",
-        metavar="CODE",
-        help="the source language, e.g. de; only models that route by language (docs/moe.md) look at it",
-    )
     _lines.add_flags(parser, "lines to translate")
     _cli.add_search_flags(parser)
     args = parser.parse_args(argv)
