@@ -16,21 +16,10 @@ from typing import Any
 
 from benchmarks.compile_time import host
 from benchmarks.contenders import ROOT, Contender, take_turns, update_page
+from benchmarks.decode_kinds import NAMES, OURS, PEERS
 from tools import _cli
 
 PAGE = ROOT / "docs" / "decode_speed.md"
-OURS = {
-    "here": "here",
-    "here_moe": "here, experts (E=8, top-2)",
-    "here_full": "here, without caches (greedy only)",
-}
-PEERS = {
-    "ct2": "CTranslate2",
-    "ct2_int8": "CTranslate2, int8",
-    "hf": "Hugging Face M2M100",
-    "hf_nllb_moe": "Hugging Face NLLB-MoE (E=8)",
-}
-NAMES = {**OURS, **PEERS}
 SIZE = {
     "model_dim": 512,
     "hidden_dim": 2048,
@@ -55,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     points: dict[str, list[Contender]] = {}
     try:
         for setting in args.settings:
-            kinds = [k for k in args.names if k != "here_full" or SETTINGS[setting]["beam"] == 1]
+            kinds = [kind for kind in args.names if _can(kind, SETTINGS[setting])]
             points[setting] = measure(args, kinds, {**SIZE, **SETTINGS[setting], "threads": 1})
         text = table(points, args.rounds)
         print(text)
@@ -94,6 +83,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         if ("mixed" if " of " in name else str(setting["batch"])) in batches
     ]
     return args
+
+
+def _can(kind: str, setting: dict[str, Any]) -> bool:
+    """Whether it is measured in this setting: without caches there is greedy search alone."""
+    return setting["beam"] == 1 or kind in PEERS or not OURS[kind].full
 
 
 def measure(args: argparse.Namespace, kinds: list[str], size: dict[str, Any]) -> list[Contender]:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.decode_worker here '{"model_dim": 512, ..., "batch": 32, "beam": 4}'
 
-`here` is the search as a SavedModel has it, exported and loaded; `here_moe` the same with experts in every
-second layer; `here_full` greedy decoding that runs the whole prefix through the decoder at each step.
+The search is what an exported model runs: it is saved as a SavedModel and loaded. benchmarks/decode_kinds.py
+tells the kinds.
 """
 
 import json
@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.decode_kinds import OURS, Kind
 from benchmarks.peers.stepping import keep_memory, serve
 
 
 def main() -> None:
-    kind, size = sys.argv[1], json.loads(sys.argv[2])
+    kind, size = OURS[sys.argv[1]], json.loads(sys.argv[2])
     keep_memory()
     import tensorflow as tf
 
@@ -57,38 +58,19 @@ def batch(size: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     return ids * (np.arange(ids.shape[1]) < lengths[:, None]), lengths
 
 
-def build(kind: str, size: dict[str, Any]) -> tuple[Any, int]:
+def build(kind: Kind, size: dict[str, Any]) -> tuple[Any, int]:
     """A tf.Module whose `search` gives the number of tokens found, and the number of parameters."""
     import tensorflow as tf
 
-    from lingvo_moe.core import registry
     from lingvo_moe.core.decode.flat_beam_search import SearchOptions
     from lingvo_moe.core.nested_map import NestedMap
     from lingvo_moe.core.op_by_op import running_op_by_op
-    from lingvo_moe.core.randomness import make_seed
     from lingvo_moe.core.sharding import single_device, use_mesh
     from lingvo_moe.tasks.mt.decode_step import Decoder
 
-    params = registry.GetParams("mt.M4Demo", "").task.Set(
-        source_vocab_size=size["vocab_size"],
-        target_vocab_size=size["vocab_size"],
-        model_dim=size["model_dim"],
-        hidden_dim=size["hidden_dim"],
-        num_heads=size["num_heads"],
-        key_dim=size["model_dim"] // size["num_heads"],
-        num_encoder_layers=size["num_layers"],
-        num_decoder_layers=size["num_layers"],
-        num_experts=size["num_experts"] if kind == "here_moe" else 0,
-        repeat=False,
-    )
-    model = params.Instantiate()
+    model = _model(kind, size)
     with use_mesh(single_device()):
-        theta = model.InitTheta(make_seed(0, 0))
-        # EOS never wins: what is normalised sums to zero, so its logit is what the bias makes it.
-        theta.decoder.final_norm.bias = tf.fill([size["model_dim"]], 0.1)
-        table = theta.target_embedding.table.numpy()
-        table[2] = -0.5
-        theta.target_embedding.table = tf.constant(table)
+        theta = _weights(model)
         parameters = sum(int(np.prod(w.shape)) for w in theta.Flatten())
         arranged = model.ForInference(theta)
     module = tf.Module()
@@ -103,7 +85,7 @@ def build(kind: str, size: dict[str, Any]) -> tuple[Any, int]:
             at = tf.range(tf.shape(ids)[1])[tf.newaxis]
             real = tf.cast(at < lengths[:, tf.newaxis], tf.int32)
             src = NestedMap(ids=ids * real, segment_ids=real, segment_pos=at * real)
-            if kind == "here_full":
+            if kind.full:
                 return _full(model, theta, src, target)
             longest = tf.fill(tf.shape(lengths), target)
             return tf.reduce_sum(decoder.Search(theta, src, longest).lengths_BK)
@@ -111,6 +93,40 @@ def build(kind: str, size: dict[str, Any]) -> tuple[Any, int]:
     signature = [tf.TensorSpec([None, None], tf.int32), tf.TensorSpec([None], tf.int32)]
     module.search = tf.function(search, input_signature=signature, autograph=False)
     return module, parameters
+
+
+def _model(kind: Kind, size: dict[str, Any]) -> Any:
+    from lingvo_moe.core import registry
+
+    sizes = {
+        "source_vocab_size": size["vocab_size"],
+        "target_vocab_size": size["vocab_size"],
+        "model_dim": size["model_dim"],
+        "hidden_dim": size["hidden_dim"],
+        "num_heads": size["num_heads"],
+        "key_dim": size["model_dim"] // size["num_heads"],
+        "num_encoder_layers": size["num_layers"],
+        "num_decoder_layers": size["num_layers"],
+        "num_experts": 0,
+        "repeat": False,
+    }
+    overrides = [*(f"task.{name}={value}" for name, value in sizes.items()), kind.overrides]
+    return registry.GetParams("mt.M4Demo", ";".join(overrides)).task.Instantiate()
+
+
+def _weights(model: Any) -> Any:
+    """Random ones, with which EOS never wins: what is normalised sums to the same, so its logit is what the bias
+    makes it."""
+    import tensorflow as tf
+
+    from lingvo_moe.core.randomness import make_seed
+
+    theta = model.InitTheta(make_seed(0, 0))
+    theta.decoder.final_norm.bias = tf.fill([model.p.model_dim], 0.1)
+    table = theta.target_embedding.table.numpy()
+    table[2] = -0.5
+    theta.target_embedding.table = tf.constant(table)
+    return theta
 
 
 def _full(model: Any, theta: Any, src: Any, length: int) -> Any:

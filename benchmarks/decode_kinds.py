@@ -1,0 +1,32 @@
+"""The contenders of benchmarks/decode.py: ours, each the dense model but for what its row says, and the peers."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One of our own contenders.
+
+    Attributes:
+        name: in the table.
+        overrides: of the experiment's Params, as --model_params_override takes them.
+        full: it keeps no caches but runs the decoder over the whole prefix at each step, greedily.
+    """
+
+    name: str
+    overrides: str = ""
+    full: bool = False
+
+
+OURS = {
+    "here": Kind("here"),
+    "here_moe": Kind("here, experts (E=8, top-2)", "task.num_experts=8"),
+    "here_full": Kind("here, without caches (greedy only)", full=True),
+}
+PEERS = {
+    "ct2": "CTranslate2",
+    "ct2_int8": "CTranslate2, int8",
+    "hf": "Hugging Face M2M100",
+    "hf_nllb_moe": "Hugging Face NLLB-MoE (E=8)",
+}
+NAMES = {**{kind: one.name for kind, one in OURS.items()}, **PEERS}
