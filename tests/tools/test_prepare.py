@@ -14,7 +14,7 @@ import pytest
 import zstandard
 
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.mt.input import tsv
+from lingvo_moe.tasks.mt.input import split, tsv
 from lingvo_moe.tasks.mt.input.dev_set import DevSet
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.pipeline import MtInput
@@ -97,6 +97,18 @@ def test_what_is_held_out_is_held_out_of_all_languages(data: Path) -> None:
     for lang in ("de", "ru", "ee"):
         assert not dev & {target for _, target in tsv.read_pairs(data / f"{lang}.tsv.gz")}
         assert 5 < len(DevSet(data)[lang]) <= 40
+
+
+def test_the_share_that_is_held_out_falls_as_text_is_added(tmp_path: Path) -> None:
+    shares = [split.share_for(size) for size in (0, 9_999_999, 10_000_000, 99_999_999, 10**8)]
+    assert shares == [0.05, 0.05, 0.02, 0.02, 0.01]
+    assert shares == sorted(shares, reverse=True)
+    text = "".join(f"{_sentence(i)[::-1]}\t{_sentence(i)}\n" for i in range(600))
+    (tmp_path / "de.tsv").write_text(text)
+    assert prepare.main([f"--input={tmp_path}/de.tsv", f"--output={tmp_path}/data", *_SIZES]) == 0
+    about = _summary(tmp_path / "data")
+    assert about["dev_share"] == 0.05
+    assert 15 < about["languages"]["de"]["dev"] < 50
 
 
 def test_the_trainer_takes_it_as_it_lies(data: Path, tmp_path: Path) -> None:

@@ -5,6 +5,15 @@ import hashlib
 # Of sentences of one and two words the share is smaller: longer ones make better references, and a single word that
 # was never seen cannot be translated.
 _SHORT = {1: 1 / 8, 2: 1 / 2}
+# The share for less than so many bytes of text. It only ever falls as text is added: so what is held out of more text
+# was held out of less of it, and a model of the less has not seen what one of the more is scored on.
+_SHARES = ((10_000_000, 0.05), (100_000_000, 0.02))
+LEAST_SHARE = 0.01
+
+
+def share_for(size: int) -> float:
+    """The share of sentences to hold out of `size` bytes of files, where none is asked for."""
+    return next((share for below, share in _SHARES if size < below), LEAST_SHARE)
 
 
 def is_held_out(key: str, share: float, salt: str = "") -> bool:

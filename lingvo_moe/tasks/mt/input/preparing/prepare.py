@@ -23,7 +23,7 @@ import numpy as np
 
 from lingvo_moe.core import files
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.mt.input import prepared
+from lingvo_moe.tasks.mt.input import prepared, split
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.mixing import temperature_weights
 from lingvo_moe.tasks.mt.input.output_directory import check_replaceable
@@ -51,7 +51,8 @@ class PrepareOptions:
     Attributes:
         vocab: sizes of the vocabularies, the sample and its temperature, which is the table's T too.
         fields, rules: what is read and kept.
-        dev_share: of sentences to hold out where no held-out pairs are given; see split.is_held_out.
+        dev_share: of sentences to hold out where no held-out pairs are given; see split.is_held_out. None: by the
+            size of the input, see split.share_for.
         max_dev: the most held-out pairs a language, where they are drawn.
         pairs_per_shard: the most pairs in a shard.
         workers: processes.
@@ -61,7 +62,7 @@ class PrepareOptions:
     vocab: VocabOptions
     fields: Fields = dataclasses.field(default_factory=Fields)
     rules: Rules = dataclasses.field(default_factory=Rules)
-    dev_share: float = 0.01
+    dev_share: float | None = None
     max_dev: int = 1000
     pairs_per_shard: int = PAIRS_PER_SHARD
     workers: int = 1
@@ -116,12 +117,18 @@ class _Preparation:
     """The stages, in order."""
 
     def __init__(self, found: Found, work: Path, options: PrepareOptions, progress: Progress):
+        size = sum(path.stat().st_size for source in found.train for path in source.files)
+        self._workers = 1 if size < _SMALL else options.workers
+        share = options.dev_share
+        if share is None:
+            share = split.LEAST_SHARE if options.tfds else split.share_for(size)
         self._found, self._work, self._options, self._progress = found, work, options, progress
+        self._dev_share = share
         read = [
             *(_described(source) for source in found.train + found.dev),
             dataclasses.asdict(options.fields),
             dataclasses.asdict(options.rules),
-            (options.dev_share, options.max_dev),
+            (share, options.max_dev),
         ]
         self._read_key = _key(read)
         vocab = options.vocab
@@ -136,8 +143,6 @@ class _Preparation:
             elif path.is_dir():
                 for cut_off in path.glob(".*"):
                     shutil.rmtree(cut_off, ignore_errors=True)
-        size = sum(path.stat().st_size for source in found.train for path in source.files)
-        self._workers = 1 if size < _SMALL else options.workers
         self._tables: dict[str, reading.LanguageCounts] = {}
         self._characters: dict[str, set[str]] = {"source": set(), "target": set()}
         self._given = reading.GivenHeldOut()
@@ -162,7 +167,7 @@ class _Preparation:
                 source,
                 options.fields,
                 options.rules,
-                options.dev_share,
+                self._dev_share,
                 dev_keys,
                 str(place / f"{i:05d}"),
             )
@@ -294,6 +299,7 @@ class _Preparation:
             "inputs": [source.path for source in self._found.train],
             "target_language": options.fields.target_lang,
             "temperature": options.vocab.temperature,
+            "dev_share": None if self._found.dev else self._dev_share,
             "vocabularies": {side: self._vocabs[side].size for side in ("source", "target")},
             "records": records_key(self._scan.fingerprint, self._vocabs),
             "languages": {lang: a for lang, a in about.items() if lang in records},
