@@ -252,7 +252,7 @@ def _drip(port: int, head: bytes, drops: bytes) -> bytes:
 
 
 def _slow_body(log: Log, end: float, port: int) -> None:
-    head = b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n\r\n"
+    head = b"POST /translate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000\r\n\r\n"
     got = _drip(port, head, b" ")
     log.Rude("slow body", int(got.split(b" ")[1]) if got else "closed", 408 if got else "closed")
 
@@ -266,7 +266,7 @@ def _gone(log: Log, end: float, port: int) -> None:
     body = json.dumps({"text": ["nobody waits for this"] * 20}).encode()
     with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
         client.sendall(
-            b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+            b"POST /translate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
         )
         client.sendall(body)
         time.sleep(0.05)

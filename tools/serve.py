@@ -66,6 +66,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--port", type=int, default=8080, help="0 for any (%(default)s)")
     parser.add_argument(
+        "--server_names",
+        type=lambda text: _cli.names(text.lower()),
+        help="besides localhost, by which browsers or a proxy may call it, e.g. mt.example.org (default: any where"
+        " --host is not this machine alone)",
+    )
+    parser.add_argument(
         "--name", default="translator", help="the model's, in /v1/models/NAME (%(default)s)"
     )
     parser.add_argument(
@@ -101,6 +107,9 @@ def _check(parser: argparse.ArgumentParser, args: Any) -> None:
             f"--max_waiting_lines={args.max_waiting_lines}: must be at least --max_lines, {args.max_lines},"
             " or the largest requests would never be taken"
         )
+    for name in args.server_names or ():
+        if not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
+            parser.error(f"--server_names={name}: a name alone, e.g. mt.example.org")
     if not args.name.replace("-", "").replace("_", "").isalnum():
         parser.error(f"--name={args.name}: letters, digits, - and _ only, for it is part of a path")
 
@@ -114,6 +123,8 @@ def _run(args: Any) -> int:
     _cli.load_tensorflow()
     translator, about = _cli.open_translator(args)
     about |= getattr(translator, "about", {})
+    if args.server_names is None and server.is_loopback(sockets):
+        args.server_names = ()
     limits = Limits(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Limits)})
     _start_log(args.quiet)
 

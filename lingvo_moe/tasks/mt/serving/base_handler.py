@@ -8,6 +8,7 @@ from typing import Any
 import tornado.iostream
 import tornado.web
 
+from lingvo_moe.tasks.mt.serving.callers import check_caller
 from lingvo_moe.tasks.mt.serving.errors import RequestError
 from lingvo_moe.tasks.mt.serving.service import Service
 
@@ -30,10 +31,18 @@ class BaseHandler(tornado.web.RequestHandler):
         self._timer: asyncio.TimerHandle | None = None
 
     def ReadBody(self) -> bytes:
-        """The whole body. Raises RequestError 413 where it is too large."""
+        """The whole body.
+
+        Raises:
+            RequestError: 403 where a foreign page sent it, 413 where it is too large, 415 where it is compressed.
+        """
         self._stop_timer()
+        check_caller(self.request, self.service.limits.server_names)
         if self._received > self.service.limits.max_body_bytes:
             raise self._too_large()
+        encoding = self.request.headers.get("Content-Encoding", "identity")
+        if encoding.lower() != "identity":
+            raise RequestError(415, f"the body is compressed ({encoding[:40]}); send it as it is")
         return bytes(self._body)
 
     async def Answer(self, content: Any, status: int = 200) -> None:
@@ -58,6 +67,8 @@ class BaseHandler(tornado.web.RequestHandler):
     def prepare(self) -> None:
         """Starts the clock, and refuses a body that says it is far too large."""
         limits = self.service.limits
+        if self.request.method != "POST":  # whose body is taken first, so that the answer arrives
+            check_caller(self.request, limits.server_names)
         seconds = limits.read_timeout
         slow = RequestError(408, f"the body did not come within {seconds:g} s")
         self._timer = asyncio.get_running_loop().call_later(seconds, self._refuse, slow)
@@ -91,6 +102,7 @@ class BaseHandler(tornado.web.RequestHandler):
         """On every answer."""
         self.set_header("Server", "lingvo_moe")
         self.set_header("X-Content-Type-Options", "nosniff")
+        self.set_header("Cross-Origin-Resource-Policy", "same-origin")
         self.set_header("Cache-Control", "no-store")
 
     def compute_etag(self) -> None:

@@ -18,7 +18,7 @@ _GONE = 499  # in the log, of a client that did not wait for its answer
 
 
 def make_app(service: Service, name: str) -> tornado.web.Application:
-    """The paths of a service; `name` is the model's in TensorFlow Serving's."""
+    """The paths of a service; `name` is the model's in TensorFlow Serving's, its one version is 1."""
     model = f"/v1/models/{name}"
     handlers = {
         "/": PageHandler,
@@ -29,7 +29,14 @@ def make_app(service: Service, name: str) -> tornado.web.Application:
         "/metrics": MetricsHandler,
     }
     return tornado.web.Application(
-        [(path, h, {"service": service, "route": path}) for path, h in handlers.items()],
+        [
+            (
+                path.replace(model, f"{model}(?:/versions/1)?"),
+                h,
+                {"service": service, "route": path},
+            )
+            for path, h in handlers.items()
+        ],
         default_handler_class=UnknownHandler,
         default_handler_args={"service": service, "route": "other"},
         log_function=_log_request,

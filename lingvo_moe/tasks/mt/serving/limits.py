@@ -17,6 +17,7 @@ class Limits:
         read_timeout: seconds for a client to send headers, then for it to send a body, to take the answer, and to
             come back on a connection that it keeps open.
         shutdown_timeout: seconds that requests have to end when the server is stopped.
+        server_names: by which browsers may call it, besides localhost and addresses; None for any. See callers.py.
     """
 
     max_body_bytes: int = 1 << 20
@@ -27,3 +28,4 @@ class Limits:
     request_timeout: float = 60.0
     read_timeout: float = 20.0
     shutdown_timeout: float = 30.0
+    server_names: tuple[str, ...] | None = ()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import signal
 import socket
@@ -71,6 +72,11 @@ def bind(host: str, port: int) -> list[socket.socket]:
         raise ValueError(f"--host={host}: {e.strerror}") from None
     except OSError as e:
         raise ValueError(f"--host={host} --port={port}: {e.strerror}") from None
+
+
+def is_loopback(sockets: Sequence[socket.socket]) -> bool:
+    """Whether only this machine can reach them."""
+    return all(ipaddress.ip_address(s.getsockname()[0]).is_loopback for s in sockets)
 
 
 def stop_on_signals(stop: asyncio.Event) -> None:

@@ -1,6 +1,7 @@
 """The server on a real socket: paths, limits, slow and rude clients, and its end."""
 
 import contextlib
+import gzip
 import json
 import logging
 import socket
@@ -62,6 +63,10 @@ def test_the_form_of_tensorflow_serving(server):
     }
     status = server.Ask("GET", "/v1/models/translator").content["model_version_status"][0]
     assert status["state"] == "AVAILABLE"
+    model = f"/v1/models/translator/versions/{status['version']}"
+    assert server.Ask("GET", model).content["model_version_status"] == [status]
+    assert server.Ask("POST", f"{model}:predict", {"instances": ["a"]}).content == reply.content
+    assert server.Ask("GET", "/v1/models/translator/versions/2").status == 404
 
 
 def test_health(server):
@@ -116,6 +121,14 @@ def test_languages():
         assert it.Ask("GET", "/health").content["model"]["languages"] == ["de", "fi"]
 
 
+def test_a_compressed_body(server):
+    reply = server.Ask("POST", "/translate", gzip.compress(b"{}"), **{"Content-Encoding": "gzip"})
+    assert reply.status == 415
+    assert "the body is compressed (gzip)" in reply.content["error"]
+    reply = server.Ask("POST", "/translate", {"text": "a"}, **{"Content-Encoding": "identity"})
+    assert reply.status == 200
+
+
 @pytest.mark.parametrize("size", [2001, 100_000])
 def test_a_body_that_is_too_large(quick, size):
     reply = quick.Ask("POST", "/translate", b"x" * size)
@@ -125,7 +138,7 @@ def test_a_body_that_is_too_large(quick, size):
 
 
 def test_a_body_that_is_far_too_large_is_not_read(quick):
-    head = b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n"
+    head = b"POST /translate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n\r\n"
     start = time.monotonic()
     assert b" 413 " in raw(quick.port, head)
     asks = head.replace(b"99999999999", b"2001\r\nExpect: 100-continue")
@@ -134,7 +147,7 @@ def test_a_body_that_is_far_too_large_is_not_read(quick):
 
 
 def test_a_body_in_chunks_has_the_same_limit(quick):
-    head = b"POST /translate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = b"POST /translate HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     chunk = b"1000\r\n" + b"x" * 4096 + b"\r\n"
     assert b" 413 " in raw(quick.port, head, chunk * 40)
     assert b" 413 " in raw(quick.port, head + chunk + b"0\r\n\r\nGET /health HTTP/1.0\r\n\r\n")
@@ -145,18 +158,21 @@ def test_a_body_in_chunks_has_the_same_limit(quick):
     [
         ([b""], b""),
         ([b"GET /health HT"], b""),
-        ([b"GET /health HTTP/1.1\r\nHost: x\r\n", *[b"X-Slow: 1\r\n"] * 40], b""),
+        ([b"GET /health HTTP/1.1\r\nHost: localhost\r\n", *[b"X-Slow: 1\r\n"] * 40], b""),
         (
-            [b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{"],
-            b"HTTP/1.1 408 ",
-        ),
-        (
-            [b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n", *[b"x"] * 40],
+            [b"POST /translate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 500\r\n\r\n{"],
             b"HTTP/1.1 408 ",
         ),
         (
             [
-                b"POST /nothing HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n",
+                b"POST /translate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 500\r\n\r\n",
+                *[b"x"] * 40,
+            ],
+            b"HTTP/1.1 408 ",
+        ),
+        (
+            [
+                b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n",
                 *[b"1\r\nx\r\n"] * 40,
             ],
             b"HTTP/1.1 408 ",
@@ -190,7 +206,8 @@ def test_a_client_that_does_not_take_its_answer_is_cut_off():
         client.connect(("127.0.0.1", it.port))
         body = b'{"text": "a"}'
         client.sendall(
-            b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+            b"POST /translate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+            + body
         )
         it.Until(lambda: it.service.connections == 1)
         it.Until(lambda: it.service.connections == 0)
@@ -202,11 +219,13 @@ def test_a_client_that_does_not_take_its_answer_is_cut_off():
     [
         b"\x16\x03\x01\x02\x00\x01\x00",
         b"nonsense\r\n\r\n",
-        b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
-        b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n{}",
-        b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Length: 9" + b"9" * 5000 + b"\r\n\r\n",
-        b"POST /translate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-        b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 100_000 + b"\r\n\r\n",
+        b"POST /translate HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
+        b"POST /translate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n{}",
+        b"POST /translate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9"
+        + b"9" * 5000
+        + b"\r\n\r\n",
+        b"POST /translate HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 100_000 + b"\r\n\r\n",
     ],
     ids=["TLS", "no HTTP", "negative", "two lengths", "a long length", "no chunk", "large headers"],
 )
@@ -218,7 +237,8 @@ def test_what_is_no_http_is_refused(quick, sent):
 def test_connections_that_stay_open_are_used_again(quick):
     body = b'{"text": "a"}'
     request = (
-        b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        b"POST /translate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+        + body
     )
     start = time.monotonic()
     got = raw(quick.port, request, request, request)
@@ -265,7 +285,10 @@ def test_a_client_that_leaves_takes_its_lines_along():
         translator.entered.clear()
         body = json.dumps({"text": ["x"] * 20}).encode()
         with socket.create_connection(("127.0.0.1", it.port)) as client:
-            head = b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+            head = (
+                b"POST /translate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+                % len(body)
+            )
             client.sendall(head + body)
             assert translator.entered.wait(10)
         it.Until(lambda: it.service.running == 0)
@@ -309,7 +332,7 @@ def test_metrics():
 def test_the_log_has_a_line_for_each_request_and_no_text(server, caplog):
     with caplog.at_level(logging.INFO, "lingvo_moe.serve.requests"):
         server.Translate("secret\nmore")
-        head = b"Host: x\r\nConnection: close\r\n\r\n"
+        head = b"Host: localhost\r\nConnection: close\r\n\r\n"
         raw(server.port, b"GET /\x85%0aother?text=secret HTTP/1.1\r\n" + head)
         server.Until(lambda: len(caplog.records) == 2)
     said = [record.getMessage() for record in caplog.records]
@@ -373,7 +396,7 @@ def test_it_ends_what_runs_and_takes_nothing_more():
             it.Until(lambda: it.service.running == 1 and it.service.connections == 2)
             it.stop()
             it.Until(lambda: it.service.state == "stopping")
-            kept.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            kept.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert b"503 Service Unavailable" in kept.recv(1000)
             with pytest.raises(ConnectionError):
                 socket.create_connection(("127.0.0.1", it.port), timeout=10)
