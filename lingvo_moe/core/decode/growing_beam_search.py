@@ -5,6 +5,7 @@ The hypotheses and scores are those of `flat_beam_search`; what differs is what 
   * the flat sequence and the caches begin small and grow in blocks of steps, so that attention spans
     what was written and little more;
   * at the end of a block the rows that are done leave: they cost nothing from then on;
+  * as many stay, or are put beside the first ones, as make products of FEWEST_ROWS;
   * candidates come from the raw logits, which are read three times: softmax, the maximum of each group of
     tokens, and the groups that can hold one of the best.
 
@@ -21,6 +22,7 @@ from lingvo_moe.core.decode.flat_beam_search import (
     StepFn,
     dim,
 )
+from lingvo_moe.core.layers.panels import FEWEST_ROWS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.op_by_op import rounded_alike
 
@@ -51,6 +53,8 @@ class GrowingBeamSearch(FlatBeamSearch):
             As there; T is the longest of max_lengths_B.
         """
         assert letters is not None
+        given = dim(max_lengths_B, 0)
+        max_lengths_B, cache = self._Filled(max_lengths_B, cache, letters)
         state = self.Start(max_lengths_B, BLOCK)
         rows_B = tf.range(dim(max_lengths_B, 0))
 
@@ -76,7 +80,29 @@ class GrowingBeamSearch(FlatBeamSearch):
         _, state, _, found = tf.while_loop(
             unfinished, block, start, shape_invariants=shapes, parallel_iterations=1
         )
-        return NestedMap(found, steps=state.time)
+        return NestedMap(found.Transform(lambda x: x[:given]), steps=state.time)
+
+    def _Filled(self, max_lengths_B: tf.Tensor, cache: NestedMap, letters: list[str]) -> tuple:
+        """With empty rows behind, where there are too few: see `_least`."""
+        fill = tf.maximum(self._least - dim(max_lengths_B, 0), 0)
+
+        def filled(x: tf.Tensor, letters: str) -> tf.Tensor:
+            if "B" not in letters:
+                return x
+            room = [[0, fill * (letter == "B")] for letter in letters]
+            y = tf.cond(fill > 0, lambda: tf.pad(x, room), lambda: x)
+            y.set_shape([n if k != "B" else None for k, n in zip(letters, x.shape, strict=True)])
+            return y
+
+        if self._least == 1:
+            return max_lengths_B, cache
+        tensors = zip(cache.Flatten(), letters, strict=True)
+        return filled(max_lengths_B, "B"), cache.Pack([filled(*each) for each in tensors])
+
+    @property
+    def _least(self) -> int:
+        """How many rows are searched at least, done or not."""
+        return -(-FEWEST_ROWS // self.J)
 
     def _Block(self, step_fn: StepFn, state: NestedMap, cache: NestedMap) -> tuple:
         """Steps until there is no more room, or all are done."""
@@ -127,16 +153,9 @@ class GrowingBeamSearch(FlatBeamSearch):
         return regrown(rows_B, "B", 0), state, cache
 
     def _Staying(self, done_B: tf.Tensor) -> tf.Tensor:
-        """Which rows go on: those that are not done.
-
-        And of all products two rows, since one alone is another kind of product, of other roundings.
-        """
-        stay_B = ~done_B
-        if self.J > 1:
-            return stay_B
-        alone = tf.reduce_sum(tf.cast(stay_B, tf.int32)) == 1
-        first_B = tf.cumsum(tf.cast(done_B, tf.int32)) == 1
-        return stay_B | (alone & done_B & first_B)
+        """Which rows go on: those that are not done, and of the others the first ones until there are `_least`."""
+        missing = self._least - tf.math.count_nonzero(~done_B, dtype=tf.int32)
+        return ~done_B | (tf.cumsum(tf.cast(done_B, tf.int32)) <= missing)
 
     def _NothingFound(self, max_lengths_B: tf.Tensor) -> NestedMap:
         B, K = dim(max_lengths_B, 0), self.o.top_k

@@ -5,7 +5,8 @@ product with a plain matrix of many columns first copies pieces of it into a buf
 in memory one after another nothing is copied. With many rows both are equally fast.
 
 In each row of a product the sums have an order of their own, whatever rows are multiplied with it, as long
-as there are two or more: a single row is a product of another kind. Callers see to it that there are two.
+as there are two or more: a single row is a product of another kind. Callers see to it that there are two. Two or
+three take longer than four, which keep the processor's multipliers busy: the search has no fewer than four.
 
 Letters: R row, M and N the dimensions of a weight, P panel, W column of a panel.
 """
@@ -13,6 +14,7 @@ Letters: R row, M and N the dimensions of a weight, P panel, W column of a panel
 import tensorflow as tf
 
 _WIDTH = 64
+FEWEST_ROWS = 4  # fewer take longer; one is rounded otherwise
 
 
 def in_panels(w_MN: tf.Tensor, width: int = _WIDTH) -> tf.Tensor:

@@ -235,9 +235,6 @@ class Translator(tf.Module):
             at = lines[start : tf.minimum(start + count, n)]
             found = tf.shape(at)[0]
             n_at = tf.gather(lengths, at)
-            if o.beam_size == 1:  # no product of a single row: see panels.py
-                fill = tf.zeros([tf.maximum(2 - found, 0)], tf.int32)
-                at, n_at = tf.concat([at, fill], 0), tf.concat([n_at, fill], 0)
             shape = tf.stack([tf.shape(at)[0], longest])
             ids = tf.gather(tokens, at).to_tensor(PAD_ID, shape=shape)
             tasks_at = [] if tasks is None else [tf.gather(tasks, at)]
