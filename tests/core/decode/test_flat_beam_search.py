@@ -12,8 +12,7 @@ from lingvo_moe.core.decode.flat_beam_search import NEVER, SearchOptions, flat_b
 from lingvo_moe.core.nested_map import NestedMap
 
 
-def run(model, max_lengths, options, allowed=None, step=None, jit_compile=True) -> NestedMap:
-    @tf.function(jit_compile=jit_compile)
+def run(model, max_lengths, options, allowed=None, step=None, compiled=True) -> NestedMap:
     def search(max_lengths_B):
         return dict(
             flat_beam_search(
@@ -26,12 +25,14 @@ def run(model, max_lengths, options, allowed=None, step=None, jit_compile=True) 
             )
         )
 
+    if compiled:
+        search = tf.function(search, jit_compile=True)
     out = search(tf.constant(max_lengths, tf.int32))
     return NestedMap({k: v.numpy() for k, v in out.items()})
 
 
-def check(model, max_lengths, options, allowed=None, jit_compile=True) -> None:
-    got = run(model, max_lengths, options, allowed, jit_compile=jit_compile)
+def check(model, max_lengths, options, allowed=None, compiled=True) -> None:
+    got = run(model, max_lengths, options, allowed, compiled=compiled)
     assert_plain(got, model, max_lengths, options, allowed)
 
 
@@ -48,7 +49,7 @@ def test_equals_plain_beam_search(seed, vocab, beam_size, alpha, max_lengths, da
     top_k = data.draw(st.integers(1, beam_size))
     model = ToyModel(seed, len(max_lengths), vocab, 7)
     options = SearchOptions(beam_size=beam_size, top_k=top_k, length_alpha=alpha)
-    check(model, max_lengths, options, jit_compile=False)  # compiling each would take a second
+    check(model, max_lengths, options, compiled=False)  # each would take a second
 
 
 def test_equals_plain_beam_search_when_long():
