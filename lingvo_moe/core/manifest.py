@@ -2,6 +2,9 @@
 
 The list has a line `<64 hex digits>  <path>` for each file, as `sha256sum --check` reads it, and a last one with the
 digest of the lines before. It tells damage; who can write the directory can write another list, too.
+
+A symbolic link to a file stands for what is in that file. One to a directory is refused, for it may lead in a circle,
+and so are pipes and devices, which need not end.
 """
 
 import hashlib
@@ -27,6 +30,7 @@ def write_manifest(directory: str | os.PathLike, name: str) -> None:
         name: of the list, a path in `directory`; what lies there is replaced.
 
     Raises:
+        ManifestError: a link to a directory, a pipe or a device.
         ValueError: a file whose name holds a newline.
     """
     lines = []
@@ -42,7 +46,8 @@ def verify_manifest(directory: str | os.PathLike, name: str) -> None:
     """Reads every file of `directory`, a piece at a time, and compares it with the list in `name`.
 
     Raises:
-        ManifestError: a file was changed, is missing or was added, or the list itself was changed.
+        ManifestError: a file was changed, is missing or was added, or the list itself was changed; or as
+            write_manifest.
     """
     directory = Path(directory)
     listed = _read_list(directory, name)
@@ -90,11 +95,26 @@ def _files(directory: Path) -> set[str]:
     def fail(error: OSError) -> None:
         raise error
 
-    return {
-        str(PurePosixPath(Path(root, file).relative_to(directory)))
-        for root, _, files in os.walk(directory, onerror=fail, followlinks=True)
-        for file in files
-    }
+    found = set()
+    for root, directories, files in os.walk(directory, onerror=fail):
+        for path in (Path(root, name) for name in (*directories, *files)):
+            shown = str(PurePosixPath(path.relative_to(directory)))
+            if wrong := _cannot_be_listed(path):
+                raise ManifestError(f"{directory}: {shown} {wrong}")
+            if path.is_file():
+                found.add(shown)
+    return found
+
+
+def _cannot_be_listed(path: Path) -> str:
+    """Why not; '' for a file and for a directory."""
+    if path.is_symlink() and path.is_dir():
+        return "is a symbolic link to a directory; put the directory itself there"
+    if path.is_symlink() and not path.exists():
+        return f"leads to no file; {_AGAIN}"
+    if path.exists() and not path.is_file() and not path.is_dir():
+        return "is no file but a pipe or a device; it does not belong there"
+    return ""
 
 
 def _digest(path: Path) -> str:

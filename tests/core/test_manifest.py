@@ -1,6 +1,7 @@
 """A directory is as it was listed, or the file that is not is named."""
 
 import hashlib
+import os
 import subprocess
 
 import pytest
@@ -79,3 +80,38 @@ def test_a_name_that_the_list_could_not_hold(directory):
     (directory / "two\nlines").touch()
     with pytest.raises(ValueError, match=r"holds a newline: 'two\\nlines'"):
         write_manifest(directory, NAME)
+
+
+def test_a_link_to_a_file_is_what_is_in_the_file(directory, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "weights"
+    (directory / "weights").rename(elsewhere)
+    (directory / "weights").symlink_to(elsewhere)
+    verify_manifest(directory, NAME)
+    _change(elsewhere, lambda b: b[:-1])
+    with pytest.raises(ManifestError, match="weights was changed or damaged"):
+        verify_manifest(directory, NAME)
+    elsewhere.unlink()
+    with pytest.raises(ManifestError, match="weights leads to no file"):
+        verify_manifest(directory, NAME)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda at: at.symlink_to(at.parent), "is a symbolic link to a directory"),
+        (lambda at: at.symlink_to("er"), "is a symbolic link to a directory"),
+        (os.mkfifo, "is no file but a pipe or a device"),
+    ],
+    ids=["a circle", "its neighbour", "a pipe"],
+)
+def test_what_cannot_be_read_to_its_end_is_refused(directory, make, message):
+    make(directory / "deep" / "odd")
+    for work in (verify_manifest, write_manifest):
+        with pytest.raises(ManifestError, match=rf"^{directory}: deep/odd {message}"):
+            work(directory, NAME)
+
+
+def test_the_directory_itself_may_be_a_link(directory, tmp_path_factory):
+    link = tmp_path_factory.mktemp("links") / "model"
+    link.symlink_to(directory)
+    verify_manifest(link, NAME)
