@@ -9,6 +9,7 @@ import re
 import pytest
 
 from lingvo_moe.core import inspect, registry
+from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.optimizers.adafactor import Adafactor
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.trainer import make_mesh
@@ -85,6 +86,14 @@ def test_a_step_divides_over_the_cores(name):
     assert eight.size == 8 and eight.shape[1:] == mesh.shape[1:]
     assert make_mesh(params) == mesh
     assert make_mesh(params, "expert:4", 8) == Mesh.parse("expert:4")
+
+
+def test_the_papers_models_dispatch_as_in_algorithm_2_and_others_by_index():
+    """Plans and compiled programs are recorded of both: neither is to change unseen."""
+    found = {name: registry.GetParams(name).task.moe.dispatcher for name in [*_MOE, "mt.M4Tiny"]}
+    assert found == dict.fromkeys(found, "einsum")
+    assert registry.GetParams("mt.M4Demo").task.moe.dispatcher == "index"
+    assert MoELayer.Params().dispatcher == "index"
 
 
 @pytest.mark.parametrize("name", _FAMILY)
