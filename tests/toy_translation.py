@@ -17,7 +17,9 @@ from lingvo_moe.core.decode.flat_beam_search import dim
 from lingvo_moe.core.engine.checkpoints import Checkpointer
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.tasks.mt.export import export
 from lingvo_moe.tasks.mt.run_dir import RunDir
+from lingvo_moe.tasks.mt.translator import TranslateOptions, Translator
 
 M = 12
 _WORDS = ["red", "green", "house", "tree", "stone", "open", "close", "save", "file", "edit", "view"]
@@ -101,6 +103,17 @@ def save_run(
     theta = run.Task().VariableSpecs().TransformWithKey(init)
     with Checkpointer(str(run.checkpoint_dir)) as checkpointer:
         checkpointer.Save(step, NestedMap(theta=theta, step=np.int32(step)))
+
+
+def save_export(path: str | os.PathLike) -> Translator:
+    """Exports a ToyModel whose lines are cut at 8 tokens, with a beam of 2 and rows of 4; gives what was exported."""
+    vocab = train_vocab(sentences(200))
+    size = sentencepiece.SentencePieceProcessor(model_proto=vocab).vocab_size()
+    model = ToyModel(size, size)
+    options = TranslateOptions(beam_size=2, max_source_length=8, max_length=10, rows=4)
+    translator = Translator(model, model.InitTheta(), vocab, vocab, options)
+    export(translator, path, {"model": "mt.Toy"})
+    return translator
 
 
 class ToyModel:

@@ -18,17 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import sentencepiece
 import tensorflow as tf
 import toy_translation as toy
 from local_server import Running, running
 
-from lingvo_moe.tasks.mt.export import export
 from lingvo_moe.tasks.mt.forced_decoding import ScoreOptions, Scorer
 from lingvo_moe.tasks.mt.line_stream import MAX_LINE_BYTES, answer_stream, translation_of
 from lingvo_moe.tasks.mt.saved_translator import SavedTranslator
 from lingvo_moe.tasks.mt.serving.limits import Limits
-from lingvo_moe.tasks.mt.translator import TranslateOptions, Translator
+from lingvo_moe.tasks.mt.translator import Translator
 from tools import evaluate, score, translate
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -76,13 +74,8 @@ def _count(data: bytes) -> int:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Toy:
-    vocab = toy.train_vocab(toy.sentences(200))
-    size = sentencepiece.SentencePieceProcessor(model_proto=vocab).vocab_size()
-    network = toy.ToyModel(size, size)
-    options = TranslateOptions(beam_size=2, max_source_length=8, max_length=10, rows=4)
     path = tmp_path_factory.mktemp("saved") / "model"
-    translator = Translator(network, network.InitTheta(), vocab, vocab, options)
-    export(translator, path, {"model": "mt.Toy"})
+    translator = toy.save_export(path)
     return Toy(translator, path, SavedTranslator(path), {})
 
 

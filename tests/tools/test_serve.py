@@ -9,13 +9,10 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-import sentencepiece
 import toy_translation as toy
 from local_server import running
 
-from lingvo_moe.tasks.mt.export import export
 from lingvo_moe.tasks.mt.saved_translator import SavedTranslator
-from lingvo_moe.tasks.mt.translator import TranslateOptions, Translator
 from tools import serve
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -23,12 +20,8 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def saved_model(tmp_path_factory) -> str:
-    vocab = toy.train_vocab(toy.sentences(200))
-    size = sentencepiece.SentencePieceProcessor(model_proto=vocab).vocab_size()
-    model = toy.ToyModel(size, size)
-    options = TranslateOptions(beam_size=2, max_source_length=8, max_length=10, rows=4)
     path = tmp_path_factory.mktemp("saved") / "model"
-    export(Translator(model, model.InitTheta(), vocab, vocab, options), path, {"model": "mt.Toy"})
+    toy.save_export(path)
     return str(path)
 
 
