@@ -90,7 +90,8 @@ def check_output_directory(path: str | os.PathLike, flag: str = "--output") -> N
 
 
 def add_search_flags(parser: argparse.ArgumentParser) -> None:
-    """--beam_size, --max_length, --max_source_length, --length_alpha and the checkpoint's; unset ones are None."""
+    """--beam_size, --max_length, --max_source_length, --length_alpha, --shortlist and the checkpoint's; unset ones are
+    None."""
     group = parser.add_argument_group("with --logdir (an exported model has these inside)")
     add_checkpoint_flags(group)
     group.add_argument(
@@ -102,6 +103,11 @@ def add_search_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--length_alpha", type=float, help="length normalisation, 0 for none (default: 0.6)"
+    )
+    group.add_argument(
+        "--shortlist",
+        metavar="FILE",
+        help="of tools.shortlist: score only what a line's words may be translated by, faster (default: all)",
     )
 
 
@@ -143,7 +149,7 @@ def open_translator(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
         ValueError: nothing there, a damaged checkpoint, or a flag that does not go with --saved_model.
     """
     if args.saved_model:
-        for name in ("checkpoint_step", "average_last", *_SEARCH_FLAGS):
+        for name in ("checkpoint_step", "average_last", "shortlist", *_SEARCH_FLAGS):
             if getattr(args, name) is not None:
                 raise ValueError(
                     f"--{name} was fixed when {args.saved_model} was exported; use it with --logdir"
@@ -153,7 +159,9 @@ def open_translator(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
         return SavedTranslator(args.saved_model), {"saved_model": str(args.saved_model)}
     from lingvo_moe.tasks.mt.export import load_translator
 
-    translator, about = load_translator(args.logdir, search_options(args), *checkpoint(args))
+    translator, about = load_translator(
+        args.logdir, search_options(args), *checkpoint(args), args.shortlist
+    )
     return translator, {"logdir": str(args.logdir), **about}
 
 

@@ -33,7 +33,9 @@ def main(argv: list[str] | None = None) -> int:
         check_replaceable(args.output)
         top_k = args.top_k if args.top_k is not None else (args.beam_size or 4)
         options = _cli.search_options(args, top_k)
-        translator, about = load_translator(args.logdir, options, *_cli.checkpoint(args))
+        translator, about = load_translator(
+            args.logdir, options, *_cli.checkpoint(args), args.shortlist
+        )
         export(translator, args.output, about)
     except (ValueError, OSError) as e:
         print(f"export: {e}", file=sys.stderr)

@@ -44,7 +44,8 @@ class GrowingBeamSearch(FlatBeamSearch):
         """See `flat_beam_search`.
 
         Args:
-            step_fn: takes caches of any number of rows and steps.
+            step_fn: takes caches of any number of rows and steps. V may be unknown: then it is 2 J and as many as
+                `allowed_V` forbids at least, and `allowed_V` is about the first of them.
             cache: with room for the first BLOCK steps.
             max_lengths_B: see there.
             letters: those of each tensor of the cache, in the order of `Flatten`: B is the row, L the step.
@@ -184,16 +185,16 @@ class GrowingBeamSearch(FlatBeamSearch):
         self, live_BJ: tf.Tensor, logits_BJV: tf.Tensor, last_B: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """As FlatBeamSearch._candidates."""
-        B, J, V = dim(logits_BJV, 0), self.J, logits_BJV.shape[-1]
+        B, J, V = dim(logits_BJV, 0), self.J, dim(logits_BJV, 2)
         logits_RV = tf.reshape(tf.cast(logits_BJV, tf.float32), [-1, V])
-        allowed_V = self._Allowed(V)
-        forbidden = V - int(allowed_V.sum())
+        allowed = self._Allowed(logits_BJV.shape[2])
+        forbidden = int((~allowed).sum())
         if forbidden <= _FEW_FORBIDDEN:  # then those allowed are among a few more
-            best_Rn, tokens_Rn = largest(logits_RV, min(2 * J + forbidden, V))
+            best_Rn, tokens_Rn = largest(logits_RV, 2 * J + forbidden)
             best_R = best_Rn[:, 0]
         else:
-            only_RV = tf.where(allowed_V, logits_RV, -np.inf)
-            best_Rn, tokens_Rn = largest(only_RV, min(2 * J, V))
+            only_RV = tf.where(allowed, logits_RV, -np.inf)
+            best_Rn, tokens_Rn = largest(only_RV, 2 * J)
             best_R = tf.reduce_max(logits_RV, 1)
         # log-sum-exp: the largest logit and its probability, which is never too small to be one.
         largest_R = tf.reduce_max(tf.nn.softmax(logits_RV), 1)
@@ -204,7 +205,7 @@ class GrowingBeamSearch(FlatBeamSearch):
         n = best_Rn.shape[1]
         log_probs_BJn = tf.reshape(best_Rn - partition_R1, [B, J, n])
         tokens_BJn = tf.reshape(tokens_Rn, [B, J, n])
-        may_BJn = tf.gather(allowed_V, tokens_BJn)
+        may_BJn = tf.gather(np.append(allowed, True), tf.minimum(tokens_BJn, allowed.size))
         # In a last step only EOS may follow.
         last_B11 = last_B[:, tf.newaxis, tf.newaxis]
         only_BJn = tf.pad(tf.reshape(eos_R1, [B, J, 1]), [[0, 0], [0, 0], [0, n - 1]])
@@ -220,9 +221,12 @@ class GrowingBeamSearch(FlatBeamSearch):
         tokens_BC = tf.gather(tf.reshape(tokens_BJn, [B, J * n]), at_BC, batch_dims=1)
         return scores_BC, at_BC // n, tokens_BC
 
-    def _Allowed(self, V: int) -> np.ndarray:
-        """bool [V]: the tokens that may be emitted, EOS among them."""
-        token_V = np.arange(V)
+    def _Allowed(self, V: int | None) -> np.ndarray:
+        """bool [V]: the tokens that may be emitted, EOS among them.
+
+        Where V is not known it is as long as `allowed_V`, and all that come after may be.
+        """
+        token_V = np.arange(np.asarray(self.allowed_V).size if V is None else V)
         allowed_V = (token_V != self.o.pad_id) & (token_V != self.o.bos_id)
         if self.allowed_V is not None:
             allowed_V &= np.asarray(self.allowed_V)
@@ -231,13 +235,15 @@ class GrowingBeamSearch(FlatBeamSearch):
 
 def largest(x_RV: tf.Tensor, count: int) -> tuple[tf.Tensor, tf.Tensor]:
     """tf.math.top_k: values and their places, float32 and int32 [R, count], largest first, of equals the
-    first.
+    first. All of them, where V is known to be smaller than `count`.
 
     One pass over all finds the maximum of each group of tokens. Those among the `count` largest are in the
     `count` groups of the largest maxima, so that only these are sorted.
     """
     V = x_RV.shape[1]
-    groups = V // _GROUP
+    if V is None:
+        return tf.math.top_k(x_RV, count)
+    count, groups = min(count, V), V // _GROUP
     if V % _GROUP or groups < 4 * count:
         return tf.math.top_k(x_RV, count)
     x_RGW = tf.reshape(x_RV, [-1, groups, _GROUP])

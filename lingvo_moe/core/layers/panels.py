@@ -18,8 +18,9 @@ FEWEST_ROWS = 4  # fewer take longer; one is rounded otherwise
 
 
 def in_panels(w_MN: tf.Tensor, width: int = _WIDTH) -> tf.Tensor:
-    """[M,N] as panels [P,M,W], the last one filled up with zeros."""
+    """[M,N] as panels [P,M,W], the last one filled up with zeros. N need not be known."""
     rows, columns = w_MN.shape
+    columns = tf.shape(w_MN)[1] if columns is None else columns
     panels = -(-columns // width)
     w_MN = tf.pad(w_MN, [[0, 0], [0, panels * width - columns]])
     return tf.transpose(tf.reshape(w_MN, [rows, panels, width]), [1, 0, 2])
@@ -30,9 +31,10 @@ def panel_product(x_RM: tf.Tensor, w_PMW: tf.Tensor) -> tf.Tensor:
     return tf.matmul(x_RM[tf.newaxis], w_PMW)
 
 
-def product(x_RM: tf.Tensor, w_PMW: tf.Tensor, columns: int) -> tf.Tensor:
-    """[R,M] by the matrix of that many columns which the panels hold: [R,N]."""
+def product(x_RM: tf.Tensor, w_PMW: tf.Tensor, columns: int | None) -> tf.Tensor:
+    """[R,M] by the matrix of that many columns which the panels hold: [R,N]. None: with all that fill them up."""
     panels, _, width = w_PMW.shape
+    panels = tf.shape(w_PMW)[0] if panels is None else panels
     y_RPW = tf.transpose(panel_product(x_RM, w_PMW), [1, 0, 2])
     y_RN = tf.reshape(y_RPW, [-1, panels * width])
-    return y_RN if columns == panels * width else y_RN[:, :columns]
+    return y_RN if columns in (None, panels * width) else y_RN[:, :columns]

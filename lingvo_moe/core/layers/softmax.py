@@ -41,11 +41,12 @@ class Softmax(BaseLayer):
             self.CreateVariable("table", WeightParams((p.vocab_size, p.model_dim), "VM", init))
 
     def FProp(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
-        """Logits of x [B, T, M]: float32 [B, T, V]."""
+        """Logits of x [B, T, M]: float32 [B, T, V]; fewer where the table has fewer rows, see MtModel.OfTokens."""
         if "panels" in theta:
             rows = tf.reshape(x, [-1, self.p.model_dim])
-            logits = panels.product(rows, theta.panels, self.p.vocab_size)
-            shape = tf.concat([tf.shape(x)[:2], [self.p.vocab_size]], 0)
+            some = theta.panels.shape[0] is None
+            logits = panels.product(rows, theta.panels, None if some else self.p.vocab_size)
+            shape = tf.concat([tf.shape(x)[:2], [-1 if some else self.p.vocab_size]], 0)
             return tf.reshape(tf.cast(logits, tf.float32), shape)
         logits = tf.einsum("BTM,VM->BTV", x, self.Cast(theta.table))
         return self.Shard(tf.cast(logits, tf.float32), "BTV")

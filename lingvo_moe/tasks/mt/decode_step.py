@@ -22,6 +22,13 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.op_by_op import is_op_by_op
 from lingvo_moe.core.sharding import dims_mapping, single_device, use_mesh
 from lingvo_moe.tasks.mt.input.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
+from lingvo_moe.tasks.mt.shortlist_columns import (
+    ALLOWED,
+    LETTERS,
+    ShortlistColumns,
+    logits_of_lists,
+    tokens_of_places,
+)
 
 
 class Decoder:
@@ -32,17 +39,27 @@ class Decoder:
         options: of the search.
         max_length: the most tokens of a translation, EOS included.
         vocab_size: tokens that may come out, of the model's V; None: all. PAD, BOS and UNK never do.
+        shortlist: which tokens a row is scored for, by its source, where TensorFlow's own kernels run; None: all. The
+            model then has `OfTokens` as MtModel has it.
     """
 
     def __init__(
-        self, model: Any, options: SearchOptions, max_length: int, vocab_size: int | None = None
+        self,
+        model: Any,
+        options: SearchOptions,
+        max_length: int,
+        vocab_size: int | None = None,
+        shortlist: ShortlistColumns | None = None,
     ):
         self.model, self.max_length = model, max_length
         self._beam_size = options.beam_size
         self._vocab_size = vocab_size or model.p.target_vocab_size
         allowed_V = np.arange(self._vocab_size) != UNK_ID
         self.search = FlatBeamSearch(max_length, options, allowed_V)
-        self._growing = GrowingBeamSearch(max_length, options, allowed_V)
+        self._shortlist = shortlist
+        self._growing = GrowingBeamSearch(
+            max_length, options, allowed_V if shortlist is None else ALLOWED
+        )
 
     def Search(self, theta: NestedMap, src: NestedMap, max_lengths_B: tf.Tensor) -> NestedMap:
         """The whole search: `Start`, then `Step` until every row is done; see `flat_beam_search`.
@@ -56,12 +73,18 @@ class Decoder:
             max_lengths_B: int32, the most tokens of each row's translations, 0 for none.
         """
         encoded = self.model.Encode(theta, src)
-        if is_op_by_op():
-            cache = self.model.InitCache(theta, encoded, self._beam_size, BLOCK)
-            letters = cache_letters(cache, self.model.CACHE_LETTERS_OP_BY_OP)
-            return self._growing.Run(self._StepFn(theta), cache, max_lengths_B, letters)
-        cache = self.InitCache(theta, encoded)
-        return self.search.Run(self._StepFn(theta), cache, max_lengths_B)
+        if not is_op_by_op():
+            cache = self.InitCache(theta, encoded)
+            return self.search.Run(self._StepFn(theta), cache, max_lengths_B)
+        cache = self.model.InitCache(theta, encoded, self._beam_size, BLOCK)
+        step, letters = self._StepFn(theta), self.model.CACHE_LETTERS_OP_BY_OP
+        if self._shortlist is None:
+            return self._growing.Run(step, cache, max_lengths_B, cache_letters(cache, letters))
+        cache.shortlist, union_U = self._shortlist.Lists(src.ids)
+        step = self._ShortlistStepFn(self.model.OfTokens(theta, union_U))
+        letters = cache_letters(cache, {**letters, "shortlist": LETTERS})
+        found = self._growing.Run(step, cache, max_lengths_B, letters)
+        return NestedMap(found, ids_BKT=tokens_of_places(cache.shortlist, found.ids_BKT))
 
     def Start(
         self, theta: NestedMap, src: NestedMap, max_lengths_B: tf.Tensor
@@ -87,6 +110,16 @@ class Decoder:
         def step(ids: tf.Tensor, cache: Any, time: tf.Tensor, mask: tf.Tensor) -> tuple:
             logits, cache = self.model.ExtendStep(theta, ids, cache, time, mask)
             return logits[..., : self._vocab_size], cache
+
+        return step
+
+    def _ShortlistStepFn(self, theta: NestedMap) -> StepFn:
+        """The same over places in each row's list, with weights of the tokens of all lists."""
+
+        def step(places: tf.Tensor, cache: Any, time: tf.Tensor, mask: tf.Tensor) -> tuple:
+            ids = tokens_of_places(cache.shortlist, places)
+            logits, cache = self.model.ExtendStep(theta, ids, cache, time, mask)
+            return logits_of_lists(cache.shortlist, logits), cache
 
         return step
 

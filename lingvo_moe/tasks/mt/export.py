@@ -13,6 +13,7 @@ from lingvo_moe.core.manifest import write_manifest
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.run_dir import RunDir
 from lingvo_moe.tasks.mt.saved_translator import ABOUT, MANIFEST, quiet_absl
+from lingvo_moe.tasks.mt.shortlist import Shortlist
 from lingvo_moe.tasks.mt.translator import TranslateOptions, Translator
 
 
@@ -21,6 +22,7 @@ def load_translator(
     options: TranslateOptions | None = None,
     step: int | None = None,
     average_last: int = 1,
+    shortlist: str | os.PathLike | None = None,
 ) -> tuple[Translator, dict[str, Any]]:
     """The model of a run at a checkpoint.
 
@@ -29,20 +31,25 @@ def load_translator(
         options: how to translate.
         step: which checkpoint; None for the newest.
         average_last: how many checkpoints, this one the last, to take the mean of.
+        shortlist: a file of tools.shortlist; None to score all tokens.
 
     Returns:
-        The translator, and what it is: model, params_override, step; and averaged_steps, of a mean.
+        The translator, and what it is: model, params_override, step; averaged_steps, of a mean; and shortlist.
 
     Raises:
         RunDirError: no run there.
+        DataError: no shortlist there, or one for other vocabularies.
         CheckpointError: no such checkpoint, fewer than asked for, a damaged one, or one that is not of the run's
             model.
     """
     run = RunDir(logdir)
     model, vocabs = run.Task(), run.vocabs
+    some = Shortlist.Load(shortlist) if shortlist else None
     theta, about = load_theta(run, model, step, average_last)
+    if some:
+        about["shortlist"] = some.About()
     languages = run.languages or () if model.RoutesByTask(model.p) else ()
-    return Translator(model, theta, vocabs.source, vocabs.target, options, languages), about
+    return Translator(model, theta, vocabs.source, vocabs.target, options, languages, some), about
 
 
 def load_theta(

@@ -290,6 +290,17 @@ class MtModel(BaseTask):
             encoded.task_ids = src.task_ids[:, 0]  # a row holds one sentence
         return encoded
 
+    def OfTokens(self, theta: NestedMap, ids: tf.Tensor) -> NestedMap:
+        """The weights with which ExtendStep gives the logits of some target tokens alone: [B,J,U].
+
+        Args:
+            theta: the weights, as ForInference arranges them or not.
+            ids: int32 [U], U unknown when traced and a multiple of 64.
+        """
+        table = NestedMap(table=tf.gather(theta.target_embedding.table, ids))
+        arranged = self.softmax.ForInference(table) if "softmax" in theta else table
+        return NestedMap(theta, softmax=arranged)
+
     def InitCache(
         self, theta: NestedMap, encoded: NestedMap, beam_size: int, max_length: int
     ) -> NestedMap:

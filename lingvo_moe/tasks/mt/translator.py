@@ -24,6 +24,8 @@ from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.mt.decode_step import Decoder
 from lingvo_moe.tasks.mt.input.special_ids import BOS_ID, EOS_ID, PAD_ID
 from lingvo_moe.tasks.mt.saved_translator import translations_of
+from lingvo_moe.tasks.mt.shortlist import Shortlist
+from lingvo_moe.tasks.mt.shortlist_columns import ShortlistColumns
 
 _SMALLEST_BUCKET = 8
 _SOURCE_STEP = 16  # tokens: what the rows of a batch are padded to a multiple of, not under XLA
@@ -100,9 +102,11 @@ class Translator(tf.Module):
         source_vocab, target_vocab: serialised SentencePiece models, with ids 0 PAD, 1 BOS, 2 EOS, 3 UNK.
         options: see TranslateOptions.
         languages: source languages by task id, for a model that routes by them; none for others.
+        shortlist: which tokens each line is scored for; None: all.
 
     Raises:
-        ValueError: a vocabulary with more pieces than the model has embeddings for.
+        ValueError: a vocabulary with more pieces than the model has embeddings for, or a shortlist for other
+            vocabularies or under XLA.
     """
 
     def __init__(
@@ -113,6 +117,7 @@ class Translator(tf.Module):
         target_vocab: bytes,
         options: TranslateOptions | None = None,
         languages: Sequence[str] = (),
+        shortlist: Shortlist | None = None,
     ):
         super().__init__(name="translator")
         self.options = options or TranslateOptions()
@@ -129,6 +134,11 @@ class Translator(tf.Module):
                 raise ValueError(
                     f"the {side} vocabulary has {have} pieces, the model's {side}_vocab_size is {room}"
                 )
+        self._shortlist = None
+        if shortlist is not None:
+            self._shortlist = self._ColumnsOf(
+                shortlist, {"source": source_vocab, "target": target_vocab}
+            )
         self._arrange = lambda theta: theta
         if not self.options.xla and hasattr(model, "ForInference"):
             self._arrange = model.ForInference
@@ -148,6 +158,17 @@ class Translator(tf.Module):
             self.translate = tf.function(self._TranslateFrom, input_signature=signature)
         else:
             self.translate = tf.function(self._Translate, input_signature=[strings])
+
+    def _ColumnsOf(self, shortlist: Shortlist, vocabs: dict[str, bytes]) -> ShortlistColumns:
+        """A shortlist as the search takes it, checked; see __init__."""
+        if self.options.xla:
+            raise ValueError(
+                "a shortlist is for TensorFlow's own kernels; under XLA, which runs the search where there is an"
+                " accelerator, a program has one number of tokens: leave it out, or hide the accelerator"
+            )
+        sizes = {"source": int(self._source.vocab_size()), "target": self._target_size}
+        shortlist.Check(vocabs, sizes)
+        return ShortlistColumns(shortlist, self._target_size, 2 * self.options.beam_size + 3)
 
     def Translate(
         self, lines: Sequence[str | bytes], languages: str | Sequence[str] | None = None
@@ -324,7 +345,7 @@ class Translator(tf.Module):
         """
         o = self.options
         longest = o.MaxTargetLength(length) if length else o.max_length
-        decoder = Decoder(self._model(), o.Search(), longest, self._target_size)
+        decoder = Decoder(self._model(), o.Search(), longest, self._target_size, self._shortlist)
 
         @tf.function(jit_compile=length is not None, autograph=False)
         def search(ids_RS: tf.Tensor, lengths_R: tf.Tensor, *tasks_R: tf.Tensor) -> tuple:

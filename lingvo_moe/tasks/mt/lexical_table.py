@@ -1,0 +1,197 @@
+"""Which target pieces a source piece is translated by: IBM model 1 (Brown et al. 1993, section 4.1), by EM.
+
+t(e|f), the probability that source piece f is translated by target piece e, makes the pairs likeliest if each target
+piece comes from some piece of its source, any of them alike. A round of EM shares every target piece among the pieces
+of its source by t, and sums for each f what it got of every e. EOS, which ends every source, is the model's empty word.
+
+Memory: the pairs' ids, one number for each target token, the `keep` best e of each f, and a block of source pieces'
+sums over the whole target vocabulary, which is worked on before the next: what a target token's shares add up to is
+all that blocks need to know of each other, and they leave it for the next round.
+
+Letters: F source piece of a block, E target piece; token: a place in the joined targets; event: a source token beside
+a token of its target.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lingvo_moe.tasks.mt.input.special_ids import EOS_ID
+
+_CELLS = 2**23  # of a block: F times E
+_EVENTS = 2**21  # looked at at once
+
+
+@dataclass(frozen=True)
+class TokenPairs:
+    """Tokenised pairs, joined.
+
+    Attributes:
+        sources, targets: int32 ids; a source ends in EOS, a target does not.
+        source_starts, target_starts: int64 [pairs + 1], where each begins, and the end of the last.
+    """
+
+    sources: np.ndarray
+    targets: np.ndarray
+    source_starts: np.ndarray
+    target_starts: np.ndarray
+
+    @classmethod
+    def Join(
+        cls, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
+    ) -> "TokenPairs":
+        """From the ids of each side, without EOS."""
+        joined = [[*ids, EOS_ID] for ids in sources], targets
+        starts = [np.cumsum([0, *map(len, side)]) for side in joined]
+        ids = [np.fromiter((i for one in side for i in one), np.int32) for side in joined]
+        return cls(*ids, *starts)
+
+    def __len__(self) -> int:
+        return len(self.source_starts) - 1
+
+
+@dataclass(frozen=True)
+class LexicalTable:
+    """The likeliest translations of each source piece.
+
+    Attributes:
+        starts: int64 [source pieces + 1], where each one's begin.
+        ids: int32, target pieces, the likeliest first.
+        probs: float32, t(e|f).
+    """
+
+    starts: np.ndarray
+    ids: np.ndarray
+    probs: np.ndarray
+
+    def Of(self, piece: int) -> tuple[np.ndarray, np.ndarray]:
+        """The ids and probabilities of a source piece."""
+        own = slice(self.starts[piece], self.starts[piece + 1])
+        return self.ids[own], self.probs[own]
+
+
+def lexical_table(
+    pairs: TokenPairs,
+    source_size: int,
+    target_size: int,
+    keep: int,
+    rounds: int = 5,
+    progress: Callable[[str], None] = lambda text: None,
+) -> LexicalTable:
+    """Model 1 of the pairs.
+
+    Args:
+        pairs: one or more.
+        source_size, target_size: the numbers of pieces.
+        keep: how many translations of a source piece are kept, between rounds and at the end.
+        rounds: of EM, 1 or more.
+        progress: called with a line of text now and then.
+    """
+    rows = _Rows(pairs)
+    # At first all shares are alike: of each target token, one over the length of its source.
+    lengths = np.diff(pairs.source_starts)
+    share_sums = np.repeat(lengths, np.diff(pairs.target_starts)).astype(np.float64)
+    table = None
+    for number in range(1, rounds + 1):
+        blocks, next_sums = [], np.zeros_like(share_sums)
+        for first, last in _blocks(source_size, target_size):
+            progress(f"model 1, round {number} of {rounds}: {first:,} of {source_size:,} pieces")
+            old_FE = None if table is None else _dense(table, first, last, target_size)
+            sums_FE = _sums(rows, first, last, target_size, old_FE, share_sums)
+            block = _best(sums_FE, keep)
+            blocks.append(block)
+            new_FE = _dense(block, 0, last - first, target_size)
+            for at, tokens in rows.Events(first, last, target_size):
+                next_sums += np.bincount(tokens, new_FE[at], len(next_sums))
+        table, share_sums = _joined(blocks), next_sums
+    assert table is not None
+    return table
+
+
+class _Rows:
+    """The source tokens in the order of their ids, each with the target that it stands beside."""
+
+    def __init__(self, pairs: TokenPairs):
+        order = np.argsort(pairs.sources, kind="stable")
+        self._ids = pairs.sources[order]
+        pair = np.searchsorted(pairs.source_starts, order, side="right") - 1
+        self._begin = pairs.target_starts[pair]
+        self._length = pairs.target_starts[pair + 1] - self._begin
+        self._ends = np.cumsum(self._length)  # of each row's events, among all
+        self._targets = pairs.targets
+
+    def Events(
+        self, first: int, last: int, target_size: int
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """For the source pieces from `first` to `last`, some at a time: int64 places in an [F,E] that lies in one
+        piece, and tokens."""
+        row, end = np.searchsorted(self._ids, [first, last])
+        while row < end:
+            before = self._ends[row - 1] if row else 0
+            stop = max(np.searchsorted(self._ends, before + _EVENTS, side="right"), row + 1)
+            some = slice(row, min(stop, end))
+            length = self._length[some]
+            begins = np.cumsum(length) - length
+            tokens = np.repeat(self._begin[some] - begins, length) + np.arange(length.sum())
+            own = (self._ids[some].astype(np.int64) - first) * target_size
+            yield np.repeat(own, length) + self._targets[tokens], tokens
+            row = some.stop
+
+
+def _blocks(source_size: int, target_size: int) -> Iterator[tuple[int, int]]:
+    size = max(_CELLS // target_size, 1)
+    for first in range(0, source_size, size):
+        yield first, min(first + size, source_size)
+
+
+def _sums(
+    rows: _Rows,
+    first: int,
+    last: int,
+    target_size: int,
+    old_FE: np.ndarray | None,
+    share_sums: np.ndarray,
+) -> np.ndarray:
+    """What each piece of a block got of each target piece: float64 [F,E]."""
+    cells = (last - first) * target_size
+    sums_FE = np.zeros(cells)
+    for at, tokens in rows.Events(first, last, target_size):
+        shares = 1.0 / np.maximum(share_sums[tokens], 1e-30)  # 0 where no piece kept the token
+        if old_FE is not None:
+            shares *= old_FE[at]
+        sums_FE += np.bincount(at, shares, cells)
+    return sums_FE.reshape(-1, target_size)
+
+
+def _best(sums_FE: np.ndarray, keep: int) -> LexicalTable:
+    """The `keep` largest of each row, as probabilities: what is left out counts in none."""
+    row, target = np.nonzero(sums_FE)
+    sums = sums_FE[row, target]
+    order = np.lexsort((target, -sums, row))
+    row, target, sums = row[order], target[order], sums[order]
+    starts = np.searchsorted(row, np.arange(len(sums_FE) + 1))
+    kept = np.arange(len(row)) - starts[row] < keep
+    row, target, sums = row[kept], target[kept], sums[kept]
+    totals = np.bincount(row, sums, len(sums_FE))
+    starts = np.searchsorted(row, np.arange(len(sums_FE) + 1))
+    return LexicalTable(starts, target.astype(np.int32), (sums / totals[row]).astype(np.float32))
+
+
+def _dense(table: LexicalTable, first: int, last: int, target_size: int) -> np.ndarray:
+    """The rows from `first` to `last` as float32 [F,E], in one piece."""
+    starts = table.starts[first : last + 1]
+    own = slice(starts[0], starts[-1])
+    dense = np.zeros((last - first) * target_size, np.float32)
+    row = np.repeat(np.arange(last - first), np.diff(starts))
+    dense[row * target_size + table.ids[own]] = table.probs[own]
+    return dense
+
+
+def _joined(blocks: Sequence[LexicalTable]) -> LexicalTable:
+    lengths = np.concatenate([np.diff(block.starts) for block in blocks])
+    return LexicalTable(
+        np.concatenate([[0], np.cumsum(lengths)]),
+        np.concatenate([block.ids for block in blocks]),
+        np.concatenate([block.probs for block in blocks]),
+    )

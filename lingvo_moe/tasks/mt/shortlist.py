@@ -1,0 +1,145 @@
+"""A vocabulary shortlist: for each source piece the target pieces that it is translated by, and those for every line.
+
+Decoding with one scores, for a line, the candidates of its pieces and the frequent ones, and no others
+(shortlist_columns.py). tools.shortlist makes the file.
+"""
+
+import hashlib
+import os
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lingvo_moe.core.files import atomic_file
+from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.special_ids import EOS_ID, PAD_ID, UNK_ID
+
+_FORMAT = 1
+_SIDES = ("source", "target")
+
+
+@dataclass(frozen=True)
+class Shortlist:
+    """A shortlist.
+
+    Attributes:
+        candidates: int32 [source pieces, K], target pieces of each; EOS where there are fewer.
+        always: int32 [n], target pieces for every line, rising; among them PAD, BOS, EOS and UNK, which are scored as
+            the whole vocabulary's are (only EOS may come out).
+        digests: SHA-256, in hex, of the vocabularies by side, 'source' and 'target'.
+    """
+
+    candidates: np.ndarray
+    always: np.ndarray
+    digests: dict[str, str]
+
+    def __post_init__(self) -> None:
+        """Raises DataError where a part is not what it must be."""
+        if self.candidates.ndim != 2 or self.candidates.shape[1] < 1 or self.always.ndim != 1:
+            raise DataError(
+                f"a shortlist of {self.candidates.shape} and {self.always.shape} ids; it must be [pieces, K] and [n]"
+            )
+        if (self.candidates[PAD_ID] != EOS_ID).any():
+            raise DataError("a shortlist with candidates of padding: lines would depend on others'")
+        if self.always[: UNK_ID + 1].tolist() != [0, 1, 2, 3] or (np.diff(self.always) < 1).any():
+            raise DataError("a shortlist whose pieces for every line are not 0, 1, 2, 3 and rising")
+
+    @classmethod
+    def Make(
+        cls,
+        candidates: Sequence[Sequence[int]],
+        always: Sequence[int],
+        vocabs: dict[str, bytes],
+    ) -> "Shortlist":
+        """From lists of any lengths.
+
+        Args:
+            candidates: of each source piece.
+            always: besides 0 to 3.
+            vocabs: serialised SentencePiece models by side.
+        """
+        longest = max(1, *map(len, candidates))
+        table = np.full((len(candidates), longest), EOS_ID, np.int32)
+        for row, ids in zip(table[PAD_ID + 1 :], candidates[PAD_ID + 1 :], strict=True):
+            row[: len(ids)] = ids
+        every = np.union1d(np.arange(UNK_ID + 1), np.asarray(always, np.int64)).astype(np.int32)
+        return cls(table, every, {side: _digest(vocabs[side]) for side in _SIDES})
+
+    def Of(self, source_ids: Sequence[int]) -> np.ndarray:
+        """What a line may be translated by: int32, rising, no piece twice.
+
+        Args:
+            source_ids: its pieces, EOS among them.
+        """
+        return np.union1d(self.always, self.candidates[list(source_ids)])
+
+    def Save(self, path: str | os.PathLike) -> None:
+        """Writes a compressed .npz, whole or not at all."""
+        ids = np.uint16 if max(self.candidates.max(), self.always.max()) < 2**16 else np.int32
+        arrays: dict[str, Any] = {
+            "format": np.int32(_FORMAT),
+            "candidates": self.candidates.astype(ids),
+            "always": self.always.astype(ids),
+            **{f"{side}_sha256": np.bytes_(self.digests[side]) for side in _SIDES},
+        }
+        with atomic_file(path) as file:
+            np.savez_compressed(file, **arrays)
+
+    @classmethod
+    def Load(cls, path: str | os.PathLike) -> "Shortlist":
+        """Reads what Save wrote.
+
+        Raises:
+            DataError: it is missing, damaged, or no shortlist.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as found:
+                if found["format"] != _FORMAT:
+                    raise ValueError(f"format {found['format']}, where {_FORMAT} is known")
+                return cls(
+                    found["candidates"].astype(np.int32),
+                    found["always"].astype(np.int32),
+                    {side: found[f"{side}_sha256"].item().decode() for side in _SIDES},
+                )
+        except FileNotFoundError:
+            raise DataError(
+                f"--shortlist={path}: no such file; tools.shortlist makes one"
+            ) from None
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            zipfile.BadZipFile,
+            EOFError,
+        ) as e:
+            raise DataError(
+                f"--shortlist={path}: no shortlist of tools.shortlist, or damaged: {e}"
+            ) from e
+
+    def Check(self, vocabs: dict[str, bytes], sizes: dict[str, int]) -> None:
+        """Raises DataError unless it was made for these vocabularies, of so many pieces."""
+        for side in _SIDES:
+            if self.digests[side] != _digest(vocabs[side]):
+                raise DataError(
+                    f"the shortlist was made for another {side} vocabulary than the model's: "
+                    "make one with tools.shortlist --logdir=RUN, of this model's run"
+                )
+        largest = max(self.candidates.max(), self.always.max())
+        if len(self.candidates) != sizes["source"] or largest >= sizes["target"]:
+            raise DataError(
+                f"the shortlist has {len(self.candidates)} source pieces and target pieces up to {largest}, the "
+                f"vocabularies {sizes['source']} and {sizes['target']}: it is damaged"
+            )
+
+    def About(self) -> dict[str, Any]:
+        """For people and JSON."""
+        return {"per_source_piece": self.candidates.shape[1], "every_line": len(self.always)}
+
+
+def _digest(vocab: bytes) -> str:
+    return hashlib.sha256(vocab).hexdigest()
