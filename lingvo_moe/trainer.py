@@ -18,6 +18,7 @@ from lingvo_moe.core.suggest import did_you_mean
 from lingvo_moe.trainer_checks import (
     RunLock,
     UsageError,
+    check_began_from,
     check_divisible,
     check_flags,
     check_sizes,
@@ -79,6 +80,14 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="begin at step 0 although --logdir holds a run, which is moved aside",
     )
+    add(
+        "--init_from",
+        default="",
+        metavar="RUN",
+        help="begin with the weights of another run's newest checkpoint: rows of embeddings go by their pieces, "
+        "what is new, and the optimiser, begins anew; vocabularies may be others, sizes of layers not",
+    )
+    add("--init_from_step", type=int, default=None, help="another checkpoint of that run")
     add("--coordinator_address", default="", help="host:port of process 0, for several processes")
     add("--num_processes", type=int, default=1, help="processes of this job (%(default)s)")
     add("--process_id", type=int, default=0, help="this process, from 0")
@@ -180,6 +189,7 @@ def train(args: argparse.Namespace, params: Any, override: str) -> int:
     from lingvo_moe.core.engine.checkpoints import Checkpointer
     from lingvo_moe.core.engine.summaries import Summaries
     from lingvo_moe.core.engine.train_loop import TrainLoop
+    from lingvo_moe.tasks.mt import init_from
     from lingvo_moe.tasks.mt.run_dir import RunDir
 
     if args.num_devices and args.engine == "pjrt":
@@ -199,7 +209,7 @@ def train(args: argparse.Namespace, params: Any, override: str) -> int:
     mistake: Exception | None = None
     if first_process:
         try:
-            prepare(args, override, run_dir, task, inputs)
+            prepare(args, params, override, run_dir, task, inputs)
         except (ValueError, OSError) as e:
             mistake = e
     # Every process waits here for the first, and ends with it where it cannot begin.
@@ -207,14 +217,17 @@ def train(args: argparse.Namespace, params: Any, override: str) -> int:
         raise mistake or UsageError("process 0 of the job could not begin; its error says why")
     if not first_process:
         inputs.Prepare(vocabs=run_dir.vocabs, tasks=run_dir.languages)
+    initial = initial_weights(run_dir, params, inputs)
 
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         devices.enable_compilation_cache(os.path.join(args.logdir, "compiled"))
     summaries = Summaries(str(run_dir.summaries_dir), enabled=first_process)
     summaries.Text("params", params.ToText())
+    if run_dir.began_from:
+        summaries.Text("began_from", init_from.describe(run_dir.began_from))
     checkpointer = Checkpointer(str(run_dir.checkpoint_dir), keep=params.train.save_max_to_keep)
     try:
-        loop = TrainLoop(task, inputs, engine, checkpointer, summaries, params.train)
+        loop = TrainLoop(task, inputs, engine, checkpointer, summaries, params.train, initial)
         started = time.monotonic()
         result = loop.Run(
             on_compiled=lambda step: (
@@ -227,25 +240,50 @@ def train(args: argparse.Namespace, params: Any, override: str) -> int:
     return 128 + result.signal if result.signal else 0
 
 
-def prepare(args: argparse.Namespace, override: str, run_dir: Any, task: Any, inputs: Any) -> None:
+def prepare(
+    args: argparse.Namespace, params: Any, override: str, run_dir: Any, task: Any, inputs: Any
+) -> None:
     """Makes the run's directory and its data ready, on the job's first process; keeps other trainers out."""
     from lingvo_moe.core.engine.progress import LineProgress
+    from lingvo_moe.tasks.mt import init_from
 
     lock = RunLock(args.logdir)
     if run_dir.path.exists():
         lock.Acquire()
+    goes_on = has_begun(run_dir) and not args.restart
+    if args.init_from and not goes_on:  # before a run is moved aside
+        step = init_from.find_step(args.init_from, args.init_from_step)
     prepare_run_dir(run_dir, args.model, override, restart=args.restart)
-    begun = has_begun(run_dir)
+    if goes_on:
+        check_began_from(args, run_dir)
     with LineProgress() as progress:
-        if begun:
+        if goes_on:
             inputs.Prepare(progress, run_dir.vocabs, run_dir.languages)
         else:
             inputs.Prepare(progress)
     check_tasks(task, inputs)
     lock.Acquire()
-    if not begun:
-        vocabs = inputs.vocabs.Transform(lambda v: v.model_bytes)
-        run_dir.Write(args.model, override, vocabs, list(inputs.languages))
+    if goes_on:
+        return
+    about = None
+    languages = list(inputs.languages)
+    if args.init_from:
+        other = args.init_from, step, params.task, inputs.vocabs, languages
+        about = init_from.begin_from(*other).about
+        log(init_from.describe(about))
+    vocabs = inputs.vocabs.Transform(lambda v: v.model_bytes)
+    run_dir.Write(args.model, override, vocabs, languages, about)
+
+
+def initial_weights(run_dir: Any, params: Any, inputs: Any) -> Any:
+    """The InitialWeights of a run that is about to begin from another, on every process; else None."""
+    from lingvo_moe.tasks.mt import init_from
+
+    about = run_dir.began_from
+    if has_begun(run_dir) or not about:
+        return None
+    other = about["logdir"], about["step"], params.task, inputs.vocabs, list(inputs.languages)
+    return init_from.begin_from(*other).weights
 
 
 def make_mesh(params: Any, text: str = "", num_devices: int = 0) -> Mesh:

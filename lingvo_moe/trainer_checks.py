@@ -38,6 +38,15 @@ def check_flags(args: argparse.Namespace, params: Params) -> None:
         raise UsageError(
             f"--num_devices={args.num_devices}: --engine={args.engine} runs on one device; use --engine=pjrt"
         )
+    if args.init_from_step is not None and not args.init_from:
+        raise UsageError(
+            f"--init_from_step={args.init_from_step}: --init_from=RUN is needed, the run that it is a step of"
+        )
+    if args.init_from and os.path.realpath(args.init_from) == os.path.realpath(args.logdir):
+        raise UsageError(
+            f"--init_from={args.init_from} is --logdir itself: a run that goes on needs no --init_from, and one that "
+            "begins from its weights another --logdir"
+        )
     place = Path(args.logdir).resolve()
     while not place.exists() and not place.is_symlink():
         place = place.parent
@@ -143,8 +152,7 @@ class RunLock:
 
 def has_begun(run_dir: Any) -> bool:
     """Whether there is a checkpoint; a run described but not begun may become another one."""
-    directory = run_dir.checkpoint_dir
-    return directory.is_dir() and any(child.name.isdigit() for child in directory.iterdir())
+    return bool(run_dir.steps)
 
 
 def prepare_run_dir(run_dir: Any, model: str, override: str, restart: bool) -> None:
@@ -183,6 +191,22 @@ def prepare_run_dir(run_dir: Any, model: str, override: str, restart: bool) -> N
             f"another --logdir, or --restart to begin anew. '>' is the run there, '<' is what would run now:\n"
             f"{difference}"
         )
+
+
+def check_began_from(args: argparse.Namespace, run_dir: Any) -> None:
+    """Raises UsageError where --init_from is not what a run that has begun began from."""
+    about = run_dir.began_from
+    if not args.init_from or (
+        about
+        and os.path.realpath(args.init_from) == os.path.realpath(about["logdir"])
+        and args.init_from_step in (None, about["step"])
+    ):
+        return
+    how = f"from {about['logdir']} at step {about['step']}" if about else "from nothing"
+    raise UsageError(
+        f"--init_from={args.init_from}: the run in {args.logdir} began {how}, and has trained since; leave the flag "
+        "out to go on with it, give another --logdir, or --restart to begin anew"
+    )
 
 
 def run_difference(was: str, now: str) -> str:

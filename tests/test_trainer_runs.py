@@ -22,6 +22,7 @@ from trainer_testing import flags, fork, losses, state
 from lingvo_moe import planning, trainer
 from lingvo_moe.core import registry
 from lingvo_moe.core.engine import devices
+from lingvo_moe.core.engine.checkpoints import Checkpointer
 
 pytestmark = pytest.mark.slow
 
@@ -249,3 +250,62 @@ def test_restart_begins_anew(reference, data_dir, tmp_path):
     assert trainer.main(flags(data_dir, run, 2, "--restart")) == 0
     assert losses(run) == {s: losses(reference)[s] for s in (1, 2)}
     assert (tmp_path / "run.before_restart_1/checkpoints/12").is_dir()
+
+
+# --- begun from another run
+
+
+def test_a_run_begins_with_the_weights_of_another(
+    reference, data_dir, tmp_path, capfd, monkeypatch
+):
+    """Stopped before its first checkpoint is there, it begins again; after that it goes on like any other."""
+    run = tmp_path / "run"
+    begin = [f"--init_from={reference}", "--init_from_step=12"]
+    with monkeypatch.context() as patch:
+
+        def stop(*_):
+            raise KeyboardInterrupt
+
+        patch.setattr(Checkpointer, "Save", stop)
+        assert trainer.main(flags(data_dir, run, 2, *begin)) == 130
+    assert not list((run / "checkpoints").iterdir())
+    assert trainer.main(flags(data_dir, run, 2, *begin)) == 0
+    said = capfd.readouterr().err
+    assert f"began from {reference} at step 12; 400 of 400 source pieces, 300 of 300 target" in said
+    began = json.loads((run / "experiment.json").read_text())["began_from"]
+    assert (began["logdir"], began["step"]) == (str(reference), 12)
+    events = EventAccumulator(str(run / "train"), size_guidance={"tensors": 0}).Reload()
+    assert "began_from" in events.Tags()["tensors"]
+    at_12 = state(fork(reference, tmp_path / "at 12", 12))
+    at_0 = state(fork(run, tmp_path / "at 0", 0))
+    for path, value in at_12.items():
+        if path.startswith("theta."):
+            np.testing.assert_array_equal(at_0[path], value, err_msg=path)
+    assert at_0["step"] == 0 and at_12["step"] == 12
+    assert not any(value.any() for path, value in at_0.items() if path.startswith("slots."))
+    assert losses(run)[1] < 0.8 * losses(reference)[1]
+    # The same command goes on; another beginning is refused, as is that of a run that began from nothing.
+    assert trainer.main(flags(data_dir, run, 3, *begin)) == 0
+    assert "resuming at step 2" in capfd.readouterr().err
+    for logdir, other in ((run, f"--init_from={tmp_path}"), (reference, f"--init_from={run}")):
+        assert trainer.main(flags(data_dir, logdir, 30, other)) == 2
+        said = capfd.readouterr().err
+        how = f"{reference} at step 12" if logdir == run else "nothing"
+        assert f"the run in {logdir} began from {how}, and has trained since" in said
+
+
+def test_a_run_does_not_begin_from_what_is_none(reference, data_dir, tmp_path, capfd):
+    run = fork(reference, tmp_path / "run", 6)
+    for logdir, more, message in (
+        (run, [f"--init_from={run}", "--restart"], f"--init_from={run} is --logdir itself"),
+        (run, [f"--init_from={data_dir}", "--restart"], f"--init_from={data_dir}: no run there"),
+        (tmp_path / "new", ["--init_from_step=6"], "--init_from=RUN is needed"),
+        (
+            tmp_path / "new",
+            [f"--init_from={run}", "--init_from_step=7"],
+            f"--init_from_step=7: {run} has no such checkpoint; there are [6]",
+        ),
+    ):
+        assert trainer.main(flags(data_dir, logdir, 30, *more)) == 2
+        assert message in capfd.readouterr().err
+    assert (run / "checkpoints/6").is_dir() and not (tmp_path / "new" / "checkpoints").exists()

@@ -128,13 +128,19 @@ class Checkpointer:
         step, about = self._about(step)
         specs = [TensorSpec.Of(spec, path) for path, spec in flatten_items(state_specs)]
         self._check_model(step, about, specs)
-        if isinstance(engine, PjrtEngine):
-            targets = {s.name: _sharded(s, engine) for s in specs}
-            tensors = self._read(step, targets)
-            return pack(skeleton(state_specs), [tensors[s.name] for s in specs]), about["extra"]
-        tensors = self._read(step, {s.name: None for s in specs})
-        arrays = pack(skeleton(state_specs), [tensors[s.name] for s in specs])
-        return engine.Put(arrays, state_specs), about["extra"]
+        return pack(skeleton(state_specs), self._read_onto(step, specs, engine)), about["extra"]
+
+    def RestoreTensors(
+        self, specs: Sequence[TensorSpec], engine: Engine, step: int | None = None
+    ) -> list[Any]:
+        """Some tensors of the state on the engine's devices, cut as their specs say, whose names are their paths.
+
+        Raises:
+            CheckpointError: as Restore.
+        """
+        step, about = self._about(step)
+        self._check_tensors(step, about, specs)
+        return self._read_onto(step, specs, engine)
 
     def RestoreToNumpy(
         self, prefix: str = "", step: int | None = None
@@ -235,9 +241,17 @@ class Checkpointer:
                 f"missing; {advice} ({reason})"
             ) from e
 
+    def _read_onto(self, step: int, specs: Sequence[TensorSpec], engine: Engine) -> list[Any]:
+        """The tensors of these specs, which have been checked, on the engine's devices."""
+        if isinstance(engine, PjrtEngine):
+            tensors = self._read(step, {s.name: _sharded(s, engine) for s in specs})
+            return [tensors[s.name] for s in specs]
+        tensors = self._read(step, {s.name: None for s in specs})
+        return engine.Put([tensors[s.name] for s in specs], list(specs))
+
     def _check_model(self, step: int, about: dict[str, Any], specs: list[TensorSpec]) -> None:
-        saved = {v["name"]: (tuple(v["shape"]), v["dtype"]) for v in about["variables"]}
         roots = {re.split(r"[.\[]", s.name)[0] for s in specs}
+        saved = [v["name"] for v in about["variables"]]
         names = [n for n in saved if re.split(r"[.\[]", n)[0] in roots]
         wanted = [s.name for s in specs]
         if names != wanted:
@@ -245,7 +259,16 @@ class Checkpointer:
                 f"{self._where(step)}: the checkpoint is of another model: "
                 f"{first_difference(wanted, names)} in it"
             )
+        self._check_tensors(step, about, specs)
+
+    def _check_tensors(self, step: int, about: dict[str, Any], specs: Sequence[TensorSpec]) -> None:
+        saved = {v["name"]: (tuple(v["shape"]), v["dtype"]) for v in about["variables"]}
         for spec in specs:
+            if spec.name not in saved:
+                raise CheckpointError(
+                    f"{self._where(step)}: the checkpoint is of another model: {spec.name!r} is "
+                    "missing in it"
+                )
             shape, dtype = saved[spec.name]
             if (shape, dtype) != (spec.shape, spec.dtype):
                 raise CheckpointError(

@@ -14,6 +14,7 @@ import numpy as np
 from lingvo_moe.core.engine import devices
 from lingvo_moe.core.engine.base import Engine
 from lingvo_moe.core.engine.checkpoints import Checkpointer
+from lingvo_moe.core.engine.initial_weights import InitialWeights
 from lingvo_moe.core.engine.interrupt import StopRequest
 from lingvo_moe.core.engine.progress import StepProgress
 from lingvo_moe.core.engine.specs import TensorSpec
@@ -35,6 +36,7 @@ class TrainLoop:
         checkpointer: where the run is kept.
         summaries: where metrics go.
         train: registry.TrainParams.
+        initial: weights to begin with, instead of initial values; a run that goes on has no use for them.
     """
 
     def __init__(
@@ -45,9 +47,11 @@ class TrainLoop:
         checkpointer: Checkpointer,
         summaries: Summaries,
         train: Params,
+        initial: InitialWeights | None = None,
     ):
         self._task, self._inputs, self._engine = task, inputs, engine
         self._checkpointer, self._summaries, self._train = checkpointer, summaries, train
+        self._initial = initial
         self._state_specs = task.StateSpecs()
 
     def Run(self, on_compiled: Callable[[Any], None] | None = None) -> NestedMap:
@@ -106,6 +110,8 @@ class TrainLoop:
             name="init_state",
         )
         state = init(np.int32(self._task.p.seed))
+        if self._initial is not None:
+            state = self._initial.Into(state, self._state_specs.theta, self._engine)
         self._save(0, state, batches)
         self._checkpointer.Wait()
         return state

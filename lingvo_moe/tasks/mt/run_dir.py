@@ -1,6 +1,7 @@
 """A run directory: what a trained model is, beside its checkpoints, so that it can be rebuilt from there alone.
 
-experiment.json             the experiment's name, its overrides, its languages, where the vocabularies lie
+experiment.json             the experiment's name, its overrides, its languages, where the vocabularies lie, which run
+                            it began from
 params.txt                  all of its parameters, to read and to compare
 vocab/source.model          serialised SentencePiece models
 vocab/target.model
@@ -30,8 +31,9 @@ class RunDirError(ValueError):
 class RunDir:
     """The description of a run in `path`. Nothing is read or written before it is asked for."""
 
-    def __init__(self, path: str | os.PathLike):
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike, flag: str = "--logdir"):
+        """Args: the directory; the flag that named it, for errors."""
+        self.path, self._flag = Path(path), flag
 
     @property
     def checkpoint_dir(self) -> Path:
@@ -48,12 +50,20 @@ class RunDir:
         """Whether a run was described here."""
         return (self.path / _FILE).is_file()
 
+    @property
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints, oldest first; they have their names only when they are complete."""
+        if not self.checkpoint_dir.is_dir():
+            return []
+        return sorted(int(p.name) for p in self.checkpoint_dir.iterdir() if p.name.isdigit())
+
     def Write(
         self,
         model: str,
         override: str,
         vocabs: Mapping[str, bytes],
         languages: Sequence[str] = (),
+        began_from: Mapping[str, Any] | None = None,
     ) -> None:
         """Describes a run, each file atomically, `experiment.json` last.
 
@@ -62,6 +72,7 @@ class RunDir:
             override: as `--model_params_override`.
             vocabs: serialised SentencePiece models by side, 'source' and 'target'.
             languages: what it is trained on; a language's place here is its task id.
+            began_from: Beginning.about of init_from.py, of a run that began from another.
 
         Raises:
             RegistryError: no such experiment or parameter.
@@ -77,7 +88,7 @@ class RunDir:
             "params_override": override,
             "languages": list(languages),
             "vocab": files,
-        }
+        } | ({"began_from": dict(began_from)} if began_from else {})
         write_atomic(self.path / _FILE, json.dumps(description, indent=2).encode() + b"\n")
 
     @property
@@ -89,10 +100,10 @@ class RunDir:
         """
         file = self.path / _FILE
         if not self.path.is_dir():
-            raise RunDirError(f"--logdir={self.path}: no such directory")
+            raise RunDirError(f"{self._flag}={self.path}: no such directory")
         if not file.is_file():
             raise RunDirError(
-                f"--logdir={self.path}: no run there ({_FILE} is missing); give the --logdir of a trainer"
+                f"{self._flag}={self.path}: no run there ({_FILE} is missing); give the --logdir of a trainer"
             )
         try:
             found = json.loads(file.read_text("utf-8"))
@@ -123,6 +134,11 @@ class RunDir:
     def languages(self) -> list[str] | None:
         """The source languages by task id; None for a run that does not say. Raises RunDirError: no run."""
         return self.experiment.get("languages") or None
+
+    @property
+    def began_from(self) -> dict[str, Any] | None:
+        """The run whose weights it began with, see Write; None for one that began from nothing, or no run."""
+        return self.experiment.get("began_from") if self.exists else None
 
     def Params(self) -> Params:
         """The Params of the run: `task`, `input`, `train`.
