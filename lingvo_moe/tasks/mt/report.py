@@ -8,6 +8,7 @@ from lingvo_moe.core.pages import drawing, markup
 from lingvo_moe.core.pages.markup import Html
 from lingvo_moe.tasks.mt import report_figures, routing_page
 from lingvo_moe.tasks.mt.baselines import delta_curve
+from lingvo_moe.tasks.mt.language_names import english_name, name_and_code
 from lingvo_moe.tasks.mt.run_report import Missing, RunReport
 from lingvo_moe.tasks.mt.samples import Sample
 from lingvo_moe.tasks.mt.scoring import GROUPS
@@ -17,6 +18,8 @@ dl.figures { grid-template-columns: repeat(auto-fit, minmax(min(8.2rem, 44%), 1f
 .scores td, .scores th { padding: .2rem .8rem .2rem 0 } .scores .b { display: grid; align-items: center; gap: .5rem;
   grid-template-columns: minmax(2.2rem, 1fr) 2.3rem; text-align: right } .scores .bar { height: .62rem }
 .scores td:nth-child(4), .scores td:nth-child(5) { width: 32% } .scores th.n:nth-child(n+4) { text-align: left }
+.code { color: var(--soft); margin-left: .25rem }
+nav { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; margin-top: .8rem }
 .samples { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 19rem), 1fr)); gap: 0 2rem }
 .sample { border-top: 1px solid var(--rule); padding: .6rem 0 .8rem; break-inside: avoid; min-width: 0 }
 .sample p { margin: .1rem 0; overflow-wrap: anywhere } .sample .ours { font-weight: 600 }
@@ -26,6 +29,7 @@ dl.figures { grid-template-columns: repeat(auto-fit, minmax(min(8.2rem, 44%), 1f
 .sample dt { font-size: .78rem; color: var(--soft); padding-top: .15rem }
 .missing { border-left: 3px solid var(--rule); padding: .1rem 0 .1rem .9rem } .missing code { overflow-wrap: anywhere }
 .signature { overflow-wrap: anywhere }
+@media print { nav { display: none } }
 @media (max-width: 36rem) { .scores td, .scores th { padding-right: .5rem; white-space: normal }
   .by-language td:nth-child(2), .by-language th:nth-child(2) { display: none }
   .scores .b { grid-template-columns: minmax(1rem, 1fr) 2rem; gap: .3rem } }
@@ -39,29 +43,22 @@ _KINDS = {
 
 def html_report(report: RunReport) -> Html:
     """The whole page."""
+    sections = {
+        "Quality": _quality(report),
+        "Against bilingual models": _against(report),
+        "Translations": _translations(report),
+        "Training": _training(report),
+        "Which language goes to which expert": _routing(report),
+        "Settings": _settings(report),
+    }
+    links = (f"<a href='#part{i}'>{title}</a>" for i, title in enumerate(sections))
     body = [
         "<header><p class='kicker'>A translation model, from its run</p>",
         f"<h1>{escape(report.name)}</h1></header>",
         markup.figures(_headline(report)),
-        "<h2>Quality</h2>",
-        _quality(report),
-        "<h2>Against bilingual models</h2>",
-        _against(report),
-        "<h2>Translations</h2>",
-        _translations(report),
-        "<h2>Training</h2>",
-        _training(report),
-        "<h2>Which language goes to which expert</h2>",
-        _missing(report.routing)
-        if isinstance(report.routing, Missing)
-        else routing_page.section(report.routing),
-        "<h2>Settings</h2>",
-        markup.facts(report.settings + report.extra),
+        f"<nav class='note'>{''.join(links)}</nav>",
+        *(f"<h2 id='part{i}'>{t}</h2>{html}" for i, (t, html) in enumerate(sections.items())),
     ]
-    if report.params:
-        body.append(
-            f"<details><summary>All parameters</summary><pre>{escape(report.params)}</pre></details>"
-        )
     return markup.document(f"{report.name}: report", "".join(body), style=_STYLE)
 
 
@@ -107,12 +104,26 @@ def _quality(report: RunReport) -> Html:
         parts += ["<h3>By training data</h3>", _table(("group", "languages"), rows)]
     languages = sorted(scores["languages"].items(), key=lambda item: -item[1]["train_pairs"])
     rows = [
-        (lang, r["group"], f"{r['train_pairs']:,}", r, (r.get("delta") or {}).get("bleu"))
+        (
+            _language(lang),
+            r["group"],
+            f"{r['train_pairs']:,}",
+            r,
+            (r.get("delta") or {}).get("bleu"),
+        )
         for lang, r in languages
     ]
     parts += ["<h3>By language</h3>", _table(("language", "group"), rows, "by-language")]
     said = "; ".join(scores["signatures"].values())
+    parts.append("<p class='note'>The longest bar of a column is its largest score.</p>")
     return "".join(parts) + f"<p class='note signature'>sacreBLEU: {escape(said)}.</p>"
+
+
+def _language(code: str) -> Html:
+    """Its name, and its code where that says more."""
+    name = english_name(code)
+    shown = f"<span class='code'>{escape(code)}</span>"
+    return f"{escape(name)} {shown}" if name else escape(code)
 
 
 def _range(group: Mapping[str, Any]) -> str:
@@ -124,7 +135,7 @@ def _table(
     rows: Sequence[tuple[str, str, str, Mapping[str, float], Any]],
     cls: str = "",
 ) -> Html:
-    """Rows of two columns by these names, training pairs, scores, delta BLEU."""
+    """Rows of two columns by these names (the first is HTML), training pairs, scores, delta BLEU."""
     heads = [(name, False, False) for name in names] + [("training pairs", True, False)]
     heads += [("BLEU", True, False), ("chrF", True, False)]
     compared = any(delta is not None for *_, delta in rows)
@@ -133,7 +144,7 @@ def _table(
     most = {kind: max(r[3][kind] for r in rows) or 1.0 for kind in ("bleu", "chrf")}
     cells = []
     for first, second, pairs, scores, delta in rows:
-        row = [escape(first), escape(second), pairs]
+        row = [first, escape(second), pairs]
         for kind, colour in (("bleu", "first"), ("chrf", "third")):
             value = f"{scores[kind]:.1f}"
             drawn = markup.bar([(kind, colour, scores[kind] / most[kind], value)])
@@ -183,14 +194,18 @@ def _translations(report: RunReport) -> Html:
 
 def _sample(sample: Sample) -> Html:
     lines = (
-        ("source", sample.source, f" lang='{escape(sample.language, quote=True)}'"),
+        (
+            "source",
+            sample.source,
+            f" lang='{escape(sample.language.replace('_', '-'), quote=True)}'",
+        ),
         ("reference", sample.reference, ""),
         ("ours", sample.translation or "(nothing)", " class='ours'"),
     )
     cells = "".join(
         f"<dt>{name}</dt><dd dir='auto'{more}>{escape(text)}</dd>" for name, text, more in lines
     )
-    what = f"{escape(sample.language)}, chrF {sample.chrf:.0f}"
+    what = f"{escape(name_and_code(sample.language))}, chrF {sample.chrf:.0f}"
     return f"<div class='sample'><p class='what'>{what}</p><dl>{cells}</dl></div>"
 
 
@@ -204,3 +219,16 @@ def _training(report: RunReport) -> Html:
     figures = "".join(f"<figure class='drawing'>{one}</figure>" for one in drawings)
     note = "The loss is of smoothed labels, with the auxiliary losses of the experts in it."
     return f"<div class='pair'>{figures}</div><p class='note'>{note}</p>"
+
+
+def _routing(report: RunReport) -> Html:
+    found = report.routing
+    return _missing(found) if isinstance(found, Missing) else routing_page.section(found)
+
+
+def _settings(report: RunReport) -> Html:
+    facts = markup.facts(report.settings + report.extra)
+    if not report.params:
+        return facts
+    params = f"<pre>{escape(report.params)}</pre>"
+    return f"{facts}<details><summary>All parameters</summary>{params}</details>"

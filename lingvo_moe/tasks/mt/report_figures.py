@@ -7,6 +7,7 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
 from lingvo_moe.core.pages.drawing import FIRST, RULE, SECOND, SOFT, styled
+from lingvo_moe.tasks.mt.language_names import english_name
 
 _MOST_POINTS = 1000
 _MOST_NAMES = 45
@@ -42,7 +43,7 @@ def deltas(curve: Mapping[str, Any]) -> Figure:
     Args:
         curve: of `baselines.delta_curve`, with one language at least.
     """
-    figure, axes = plt.subplots(figsize=(5.6, 2.8))
+    figure, axes = plt.subplots(figsize=(5.6, 3.2))
     places = range(len(curve["languages"]))
     axes.bar(places, curve["delta_bleu"], color=RULE, width=0.8, label="each language")
     label = f"mean of {curve['window']} neighbours"
@@ -51,7 +52,8 @@ def deltas(curve: Mapping[str, Any]) -> Figure:
     axes.axhline(0.0, color=SOFT, linewidth=0.8)
     axes.set(ylabel="delta BLEU", xlabel="languages, from most training pairs to fewest")
     few = len(places) <= _MOST_NAMES
-    axes.set_xticks(list(places) if few else [], curve["languages"] if few else [], rotation=90)
+    names = [english_name(code) or code for code in curve["languages"]]
+    axes.set_xticks(list(places) if few else [], names if few else [], rotation=90)
     axes.grid(axis="x", visible=False)
     axes.legend()
     return figure

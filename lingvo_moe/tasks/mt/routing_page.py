@@ -12,6 +12,7 @@ from matplotlib import pyplot as plt
 from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 
 from lingvo_moe.core.pages import drawing, markup
+from lingvo_moe.tasks.mt.language_names import name_and_code
 from lingvo_moe.tasks.mt.routing import LayerRouting, RoutingReport
 
 _NOTES = (
@@ -132,8 +133,9 @@ def plot_layer(layer: LayerRouting, report: RoutingReport) -> plt.Figure:
             shares[name], aspect="auto", norm=even_is_clear, cmap=_COLOURS, interpolation="nearest"
         )
         axes[1].grid(visible=False)
-        axes[1].set(xlabel="expert", yticks=range(languages))
-        axes[1].set_yticklabels(report.languages, fontsize=7)
+        axes[1].set(xlabel="expert", yticks=[])
+    names = [name_and_code(language) for language in report.languages]
+    all_axes[1, 0].set_yticks(range(languages), names, fontsize=7)
     bar = figure.colorbar(
         image,
         ax=all_axes[1],

@@ -102,6 +102,8 @@ def test_a_page_with_everything(run):
     assert page.count("<svg xmlns:xlink") == 3  # loss, learning rate, deltas
     assert "Quelle &lt;" in page and "reference &lt;b&gt;" in page and "<b> " not in page
     assert "lang='ar'" in page and "dir='auto'" in page
+    assert "Arabic <span class='code'>ar</span>" in page and "German, de, chrF" in text
+    assert re.findall("href='#(.*?)'", page) == re.findall("<h2 id='(.*?)'>", page)
     mean = found.scores["average"]
     assert f"{mean['delta_bleu']:+.1f}" in text and "over 1 bilingual models" in text
     assert "the mean of steps 5, 7, 10 lines of 2 languages" in text
