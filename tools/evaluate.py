@@ -8,6 +8,7 @@ CORPUS holds <lang>.tsv.gz and dev/<lang>.tsv.gz. The output directory gets repo
 .ref and .hyp, the lines, for other scorers; and comet/, the same for comet-score, all languages in one. Groups are
 thirds of the languages by their training pairs, or as --resource_bounds says. --baselines takes the scores of bilingual
 models, BILINGUAL/<lang>/ being the run of one, scored by this tool on the same pairs, and tells the difference.
+Stopped with Ctrl-C or otherwise, the same command goes on where it was.
 """
 
 import argparse
@@ -18,6 +19,19 @@ from pathlib import Path
 from typing import Any
 
 from tools import _cli
+
+# Flags that no translation depends on.
+_NO_TRANSLATORS = [
+    "data_dir",
+    "languages",
+    "max_per_language",
+    "output",
+    "resource_bounds",
+    "baselines",
+    "rescore",
+    "batch_size",
+    "quiet",
+]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -67,6 +81,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"evaluate: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        kept = "; the same command goes on from there" if _output(args) and not args.rescore else ""
+        print(f"evaluate: stopped{kept}", file=sys.stderr)
         return 130
 
 
@@ -84,7 +100,7 @@ def _bounds(text: str) -> tuple[int, int]:
 
 
 def _run(args: Any) -> int:
-    output = args.output or (Path(args.logdir) / "eval" if args.logdir else None)
+    output = _output(args)
     if output:
         _cli.check_output_directory(output)
     if args.baselines and not Path(args.baselines).is_dir():
@@ -93,6 +109,7 @@ def _run(args: Any) -> int:
     from lingvo_moe.tasks.mt import scoring
     from lingvo_moe.tasks.mt.baselines import add_baselines
     from lingvo_moe.tasks.mt.input.dev_set import DevSet
+    from lingvo_moe.tasks.mt.kept_translations import KeptTranslations
 
     data_dir = args.data_dir or _data_of_run(args.logdir)
     devset = DevSet(data_dir, args.max_per_language, args.languages)
@@ -100,18 +117,26 @@ def _run(args: Any) -> int:
     if args.resource_bounds and pairs is None:
         raise ValueError(f"--resource_bounds: {data_dir} has no training pairs to count")
     translate, about = _rescored(output, devset) if args.rescore else _translating(args)
+    keep = output and not args.rescore
+    kept = KeptTranslations(
+        translate,
+        output / ".partial" if output and keep else None,
+        _identity(args, about) if keep else None,
+    )
     with LineProgress() as show:
         report = scoring.evaluate(
-            translate,
+            kept,
             devset.items(),
             pairs,
             args.batch_size,
-            None if args.quiet else lambda n, all_: show(f"evaluate: {n} of {all_} lines"),
+            None if args.quiet else lambda n, all_: show(_progress(kept, n, all_)),
             args.resource_bounds,
         )
+    report.seconds = kept.seconds
     report.info = {"model": about, "data_dir": str(data_dir)}
     if output:
         report.Write(output)  # before the baselines, which may be found wanting
+        kept.Clear()
     missing = add_baselines(report, args.baselines) if args.baselines else []
     if output and args.baselines:
         report.info["baselines"] = str(args.baselines)
@@ -122,6 +147,38 @@ def _run(args: Any) -> int:
     if output:
         print(f"written: {output}/report.json, {output}/texts/, {output}/comet/")
     return 0
+
+
+def _output(args: Any) -> Path | None:
+    """Where the report goes."""
+    if args.output:
+        return Path(args.output)
+    return Path(args.logdir) / "eval" if args.logdir else None
+
+
+def _identity(args: Any, about: dict[str, Any]) -> list[Any]:
+    """What tells a translator from another: every flag that it could depend on, what it is, and when that was made."""
+    flags = {name: value for name, value in vars(args).items() if name not in _NO_TRANSLATORS}
+    if args.saved_model:
+        from lingvo_moe.tasks.mt.saved_translator import MANIFEST
+
+        return [flags, about, (Path(args.saved_model) / MANIFEST).read_text("utf-8")]
+    steps = about.get("averaged_steps") or [about["step"]]
+    files = [Path(args.logdir) / "checkpoints" / str(step) for step in steps]
+    return [flags, about, [file.stat().st_mtime_ns for file in files]]
+
+
+def _progress(kept: Any, done: int, lines: int) -> str:
+    """How far it is, and how long it will take."""
+    from lingvo_moe.core.engine.progress import format_seconds
+
+    text = f"evaluate: {done:,} of {lines:,} lines"
+    if kept.reused:
+        text += f", {kept.reused:,} of them from before"
+    if done < lines:
+        seconds = kept.seconds / done * (lines - done)
+        text += f", {format_seconds(seconds)} left"
+    return text
 
 
 def _translating(args: Any) -> tuple[Any, dict[str, Any]]:

@@ -2,12 +2,14 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
 import toy_translation as toy
 
-from tools import evaluate, export
+from lingvo_moe.core.nested_map import NestedMap
+from tools import _cli, evaluate, export
 
 _FLAGS = ["--beam_size=2", "--max_source_length=8", "--max_length=12"]
 
@@ -75,6 +77,38 @@ def test_run_and_exported_model_score_the_same(logdir, scored, corpus, tmp_path,
     of_saved = json.loads((scores / "report.json").read_text())
     assert of_saved["languages"]["sw"]["lines"] == 7
     assert (scores / "texts/sw.hyp").read_text() == "".join(hypotheses.splitlines(True)[:7])
+
+
+def test_stopped_it_goes_on_where_it_was(logdir, corpus, tmp_path, capfd, monkeypatch):
+    output = tmp_path / "scores"
+    flags = [f"--logdir={logdir}", f"--data_dir={corpus}", f"--output={output}", "--batch_size=5"]
+    calls, stop_at = [], 4
+
+    class Shouts:
+        def Translate(self, lines, langs):
+            calls.append(len(lines))
+            if len(calls) == stop_at:
+                raise KeyboardInterrupt
+            return NestedMap(translations=[[line.upper()] for line in lines])
+
+    monkeypatch.setattr(_cli, "open_translator", lambda args: (Shouts(), {"step": 3}))
+    assert evaluate.main(flags) == 130
+    assert "evaluate: stopped; the same command goes on from there" in capfd.readouterr().err
+    assert len(list((output / ".partial").iterdir())) == 3 and not (output / "texts").exists()
+    calls, stop_at = [], 2
+    assert evaluate.main([*flags, "--beam_size=1"]) == 130  # meets nothing of the other
+    assert calls == [5, 5]
+    calls, stop_at = [], 0
+    capfd.readouterr()
+    assert evaluate.main(flags) == 0
+    assert calls == [5, 5, 5, 5, 1]
+    err = capfd.readouterr().err
+    assert re.search(r"evaluate: 5 of 36 lines, 5 of them from before, \w+s left\n", err)
+    assert "evaluate: 36 of 36 lines, 15 of them from before\n" in err
+    assert not (output / ".partial").exists()
+    sources = "".join((output / f"texts/{lang}.src").read_text() for lang in ("de", "fi", "sw"))
+    assert (output / "comet/hyp.txt").read_text() == sources.upper()
+    assert json.loads((output / "report.json").read_text())["seconds"] > 0
 
 
 def test_against_baselines(logdir, scored, corpus, tmp_path, capfd):

@@ -16,10 +16,9 @@ from lingvo_moe.core.files import write_atomic
 from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.prepared import Prepared
+from lingvo_moe.tasks.mt.kept_translations import TranslateLines
 from lingvo_moe.tasks.mt.line_stream import one_line
 
-# Lines, and the language of each -> one translation each.
-TranslateLines = Callable[[list[str], list[str]], Sequence[str]]
 # (lines that are done, all lines).
 Progress = Callable[[int, int], None]
 

@@ -1,0 +1,63 @@
+"""Translations kept on disk while there are more to make, so that what stops the work does not lose them."""
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lingvo_moe.core.files import write_atomic
+
+# Lines, and the language of each -> one translation each.
+TranslateLines = Callable[[list[str], list[str]], Sequence[str]]
+
+
+class KeptTranslations:
+    """Translates as `translate` does, but takes what it did before, in this process or another, from a directory.
+
+    A file a call, named by the lines, their languages and what translates them: translations of another model, of
+    other options or of other lines are never met.
+
+    Attributes:
+        reused: how many lines were found.
+        translated: how many were not.
+        seconds: that all of them took to translate, whenever that was.
+    """
+
+    def __init__(self, translate: TranslateLines, directory: str | Path | None, identity: Any):
+        """Args: what translates; where to keep, None for nowhere; what tells one translator from another, for JSON."""
+        self._translate, self._identity = translate, identity
+        self._directory = Path(directory) if directory else None
+        self.reused, self.translated, self.seconds = 0, 0, 0.0
+
+    def __call__(self, lines: list[str], langs: list[str]) -> Sequence[str]:
+        if self._directory is None:
+            return self._new(lines, langs)[0]
+        key = json.dumps([self._identity, lines, langs], sort_keys=True)
+        name = hashlib.sha256(key.encode()).hexdigest()[:32]
+        file = self._directory / f"{name}.json"
+        if file.exists():
+            kept = json.loads(file.read_text("ascii"))
+            self.reused += len(lines)
+            self.seconds += kept["seconds"]
+            return kept["translations"]
+        translations, seconds = self._new(lines, langs)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        content = {"translations": list(translations), "seconds": seconds}
+        write_atomic(file, json.dumps(content).encode())
+        return translations
+
+    def Clear(self) -> None:
+        """Forgets all that is kept, other translators' work too: to be called when the whole is safe elsewhere."""
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _new(self, lines: list[str], langs: list[str]) -> tuple[Sequence[str], float]:
+        start = time.monotonic()
+        translations = self._translate(lines, langs)
+        seconds = time.monotonic() - start
+        self.translated += len(lines)
+        self.seconds += seconds
+        return translations, seconds
