@@ -186,14 +186,7 @@ def measure_routing(
     vocabs = run.vocabs.Transform(Vocabulary)
     inputs = params.input.Copy().Set(batch_size=rows, pack=True).Instantiate()
     theta, about = load_theta(run, task, step, average_last)
-    engine = TfEngine(jit_compile=False)  # a few batches are not worth a compilation
-    specs = task.VariableSpecs(), inputs.BatchSpec().Transform(_to_tensor_spec)
-
-    def moe_metrics(theta: NestedMap, batch: NestedMap) -> NestedMap:
-        return task.EvalStep(theta, batch).moe
-
-    evaluate = engine.Build(moe_metrics, specs, name="routing")
-    theta = engine.Put(theta, specs[0])
+    metrics_of = _moe_metrics(task, theta, inputs.BatchSpec().Transform(_to_tensor_spec))
     tallies = []
     pairs: dict[str, int] = {}
     tasks = [0] * len(devset.languages)
@@ -202,7 +195,7 @@ def measure_routing(
     for (lang, lines), task_id in zip(devset.items(), tasks, strict=True):
         tally = _Tally()
         for batch, number in _batches(lines, task_id, vocabs, inputs.shape):
-            tally.Add(batch, engine.Get(evaluate(theta, batch)))
+            tally.Add(batch, metrics_of(batch))
             pairs[lang] = pairs.get(lang, 0) + number
         if lang not in pairs:
             raise DataError(f"the held-out pairs of {lang!r} have no tokens")
@@ -210,6 +203,21 @@ def measure_routing(
         progress(len(tallies), len(devset.languages))
     about["num_experts"] = task.p.num_experts
     return RoutingReport(about, pairs, _layers(task, tallies, run))
+
+
+def _moe_metrics(
+    task: Any, theta: NestedMap, batch_specs: NestedMap
+) -> Callable[[NestedMap], NestedMap]:
+    """A function from a batch to what the MoE layers tell of it, as arrays."""
+    engine = TfEngine(jit_compile=False)  # a few batches are not worth a compilation
+    specs = task.VariableSpecs(), batch_specs
+
+    def moe_metrics(theta: NestedMap, batch: NestedMap) -> NestedMap:
+        return task.EvalStep(theta, batch).moe
+
+    evaluate = engine.Build(moe_metrics, specs, name="routing")
+    theta = engine.Put(theta, specs[0])
+    return lambda batch: engine.Get(evaluate(theta, batch))
 
 
 def _batches(
