@@ -18,7 +18,8 @@ textarea {{ resize: vertical }}
 #result {{ border-color: var(--rule); overflow-wrap: anywhere }}
 #result div {{ min-height: 1.55em; text-align: start }}
 #result .cut::after {{ content: " …"; color: var(--bad) }}
-.row {{ display: flex; flex-wrap: wrap; align-items: center; gap: .6rem 1rem; margin-top: 1rem }}
+.row {{ grid-column: 1 / -1; display: flex; flex-wrap: wrap; align-items: center; gap: .6rem 1rem }}
+@media (max-width: 43rem) {{ section {{ order: 1 }} textarea, #result {{ min-height: 9rem }} }}
 .row label {{ display: inline; margin: 0 }}
 button, select {{ padding: .4rem 1.1rem; border-radius: .3rem; border: 1px solid var(--soft) }}
 select {{ background: var(--paper); color: inherit }}
@@ -40,6 +41,15 @@ function say(message, bad) {
   status.classList.toggle("bad", Boolean(bad));
 }
 
+function named(code) {
+  try {
+    const name = new Intl.DisplayNames(["en"], { type: "language", fallback: "none" }).of(code.replaceAll("_", "-"));
+    return name ? name + ", " + code : code;
+  } catch (error) {
+    return code;  // which is none of BCP 47
+  }
+}
+
 async function watch() {
   try {
     const health = await (await fetch("health")).json();
@@ -47,7 +57,7 @@ async function watch() {
     at("model").textContent = [about.model, about.step === undefined ? "" : "step " + about.step]
       .filter(Boolean).join(", ");
     if (about.languages.length && !language.options.length) {
-      for (const code of about.languages) language.add(new Option(code, code));
+      for (const code of about.languages) language.add(new Option(named(code), code));
       at("languages").hidden = false;
     }
     go.disabled = health.status !== "ready";
@@ -131,12 +141,12 @@ PAGE = f"""<!doctype html>
 <h2 id="title">Translation</h2>
 <div id="result" role="region" aria-labelledby="title" aria-live="polite" tabindex="0"></div>
 </section>
-</div>
 <div class="row">
 <button id="go" disabled>Translate</button>
 <span id="languages" hidden><label for="language">from</label> <select id="language"></select></span>
 <span id="keys">or Ctrl+Enter</span>
 <span id="status" role="status"></span>
+</div>
 </div>
 </main>
 <script>{_SCRIPT}</script>

@@ -107,10 +107,14 @@ def test_the_page_asks_for_the_language_where_the_model_does() -> None:
             await tab.Open(f"http://127.0.0.1:{port}/")
             await tab.Until("!document.getElementById('go').disabled")
             await tab.Type("a")
+            shown = await tab.Eval(
+                "[...document.getElementById('language').options].map(o => o.text)"
+            )
+            assert shown == ["German, de", "Finnish, fi", "Traditional Chinese, zh_Hant", "made up"]
             await tab.Eval("document.getElementById('language').value = 'fi'")
             await tab.Eval("document.getElementById('go').click()")
             await tab.Until("document.querySelector('#result div')")
             assert await _lines(tab) == [["Afi", "ltr", ""]]
 
-    with running(Capitals(("de", "fi"))) as it:
+    with running(Capitals(("de", "fi", "zh_Hant", "made up"))) as it:
         asyncio.run(work(it.port))
