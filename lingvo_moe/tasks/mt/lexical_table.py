@@ -12,12 +12,15 @@ Letters: F source piece of a block, E target piece; token: a place in the joined
 a token of its target.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from lingvo_moe.tasks.mt.input.special_ids import EOS_ID
+
+Ids = Sequence[int] | np.ndarray
 
 _CELLS = 2**23  # of a block: F times E
 _EVENTS = 2**21  # looked at at once
@@ -38,14 +41,15 @@ class TokenPairs:
     target_starts: np.ndarray
 
     @classmethod
-    def Join(
-        cls, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
-    ) -> "TokenPairs":
+    def Join(cls, sources: Sequence[Ids], targets: Sequence[Ids]) -> "TokenPairs":
         """From the ids of each side, without EOS."""
-        joined = [[*ids, EOS_ID] for ids in sources], targets
-        starts = [np.cumsum([0, *map(len, side)]) for side in joined]
-        ids = [np.fromiter((i for one in side for i in one), np.int32) for side in joined]
-        return cls(*ids, *starts)
+        ended = ((*ids, EOS_ID) for ids in sources)
+        return cls(
+            np.fromiter(itertools.chain.from_iterable(ended), np.int32),
+            np.fromiter(itertools.chain.from_iterable(targets), np.int32),
+            np.cumsum([0, *(len(ids) + 1 for ids in sources)]),
+            np.cumsum([0, *map(len, targets)]),
+        )
 
     def __len__(self) -> int:
         return len(self.source_starts) - 1

@@ -50,7 +50,7 @@ class Shortlist:
     @classmethod
     def Make(
         cls,
-        candidates: Sequence[Sequence[int]],
+        candidates: Sequence[Sequence[int] | np.ndarray],
         always: Sequence[int],
         vocabs: dict[str, bytes],
     ) -> "Shortlist":
