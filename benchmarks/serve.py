@@ -1,4 +1,4 @@
-"""tools.serve under load: polite clients, and beside them clients that are malformed, oversized, slow or gone.
+"""tools.serve under load: polite clients, and beside them clients that are malformed, oversized, foreign, slow or gone.
 
     python -m benchmarks.serve --saved_model=demo/saved_model --data_dir=demo/corpus
 
@@ -101,7 +101,8 @@ def run(saved_model: str, data_dir: str, clients: int, seconds: float) -> dict[s
     with _server(saved_model) as (process, port, ready_after):
         log, end = Log(), time.monotonic() + seconds
         work: list[tuple[Callable, Any]] = [(_polite, (lines, i)) for i in range(clients)]
-        work += [(rude, ()) for rude in (_malformed, _oversized, _slow_body, _slow_headers, _gone)]
+        rude = (_malformed, _oversized, _foreign, _slow_body, _slow_headers, _gone)
+        work += [(client, ()) for client in rude]
         threads = [
             threading.Thread(target=_until, args=(end, log, f, port, *more)) for f, more in work
         ]
@@ -208,10 +209,10 @@ def _polite(log: Log, end: float, port: int, lines: list[str], seed: int) -> Non
             log.Answered(time.monotonic() - start, asked, content["translations"])
 
 
-def _post(port: int, body: bytes) -> int:
+def _post(port: int, body: bytes, **headers: str) -> int:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     with contextlib.closing(connection):
-        connection.request("POST", "/translate", body)
+        connection.request("POST", "/translate", body, headers)
         response = connection.getresponse()
         response.read()
         return response.status
@@ -221,6 +222,12 @@ def _malformed(log: Log, end: float, port: int) -> None:
     for body in (b'{"text": "a', b"\xff", b'{"text": 1}', b"[" * 50_000):
         log.Rude("malformed", _post(port, body), 400)
         time.sleep(0.1)
+
+
+def _foreign(log: Log, end: float, port: int) -> None:
+    got = _post(port, b'{"text": "a"}', Origin="http://elsewhere.example")
+    log.Rude("a foreign page's", got, 403)
+    time.sleep(0.2)
 
 
 def _oversized(log: Log, end: float, port: int) -> None:
@@ -280,7 +287,7 @@ def _gone(log: Log, end: float, port: int) -> None:
 def table(result: dict[str, Any]) -> str:
     """Markdown."""
     took = sorted(result["latency"])
-    cuts = statistics.quantiles(took, n=100)
+    cuts = statistics.quantiles(took, n=100, method="inclusive")
     memory = {name: f"{value / 2**20:,.0f} MiB" for name, value in result["memory"].items()}
     rude = ", ".join(f"{name} ({number})" for name, number in result["rude"].items())
     wrong = ", ".join(f"{name} ({number})" for name, number in result["wrong"].items()) or "none"
