@@ -1,7 +1,7 @@
 """Multi-head attention, in training and one step at a time.
 
-Letters: B batch, T query, S key, M model, N head, K key dimension, J beam hypothesis, L decoding
-step (in caches).
+Letters: B batch, T query, S key, M model, N head, U head of keys and values, K key dimension, J beam
+hypothesis, L decoding step (in caches).
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.layers import attention_in_panels, attention_op_by_op
+from lingvo_moe.core.layers import attention_in_panels, attention_op_by_op, shared_heads
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.op_by_op import is_op_by_op
 
@@ -24,7 +24,9 @@ _MASKED = -1e9
 class MultiHeadAttention(BaseLayer):
     """softmax(q k^T / sqrt(K)) v over N heads, projected back to M. No biases.
 
-    The softmax is computed in float32 whatever the activations' type.
+    The softmax is computed in float32 whatever the activations' type. Heads may share keys and values
+    (shared_heads.py). Their heads then have a letter of their own, U, so that a split of N cuts queries and
+    output, and every device has all keys and values, unless the split map names U too.
     """
 
     @classmethod
@@ -32,15 +34,23 @@ class MultiHeadAttention(BaseLayer):
         p = super().Params()
         p.Define("model_dim", 0, "M; 0 takes the parent's.")
         p.Define("num_heads", 1, "N.")
+        p.Define(
+            "num_kv_heads",
+            0,
+            "U, heads of keys and values, each for N / U heads; 1: multi-query attention; 0: N. "
+            "(attention_num_memory_heads in Lingvo's GShard.)",
+        )
         p.Define("dim_per_head", 0, "K; 0 takes M / N.")
         p.Define("atten_dropout_prob", 0.0, "Dropout on the attention probabilities.")
         return p
 
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
-        m, n, k = _dims(self.p)
-        for name in "qkv":
-            self.CreateVariable(name, WeightParams((m, n, k), "MNK", WeightInit.FanIn(m)))
+        m, n, u, k = _dims(self.p)
+        self._kv_heads, self._kv = u, kv_letter(self.p)
+        for name, heads, letter in (("q", n, "N"), ("k", u, self._kv), ("v", u, self._kv)):
+            shape, letters = (m, heads, k), f"M{letter}K"
+            self.CreateVariable(name, WeightParams(shape, letters, WeightInit.FanIn(m)))
         self.CreateVariable("o", WeightParams((n, k, m), "NKM", WeightInit.FanIn(n * k)))
         self._scale = k**-0.5
 
@@ -83,7 +93,7 @@ class MultiHeadAttention(BaseLayer):
         """FProp for TensorFlow's own kernels."""
         wq, wk, wv, wo = (self.Cast(theta[name]) for name in "qkvo")
         wq *= tf.constant(self._scale, wq.dtype)
-        if query is source:
+        if query is source and wq.shape == wk.shape:
             q, k, v = attention_op_by_op.project(query, [wq, wk, wv])
         else:
             (q,) = attention_op_by_op.project(query, [wq])
@@ -113,19 +123,21 @@ class MultiHeadAttention(BaseLayer):
         return attention_in_panels.attend(q, k, v, mask, theta.o, self.p.model_dim)
 
     def _Projected(self, qkv: tf.Tensor, x: tf.Tensor) -> list[tf.Tensor]:
-        """What x [B,T,M] is to each of `qkv`, or of `kv`: [N,B,T,K]."""
+        """What x [B,T,M] is to each of `qkv`, or of `kv`: [N,B,T,K] or [U,B,T,K]."""
         y = attention_in_panels.project(x, qkv)
-        return tf.split(y, qkv.shape[0] // self.p.num_heads, 0)
+        n, u = self.p.num_heads, self._kv_heads
+        return tf.split(y, [n, u, u] if y.shape[0] == n + 2 * u else [u, u], 0)
 
     def PrecomputeMemory(self, theta: NestedMap, memory: tf.Tensor) -> NestedMap:
-        """Keys and values of memory [B, S, M]: NestedMap(k, v), each [B, S, N, K]; [N, B, S, K] where
+        """Keys and values of memory [B, S, M]: NestedMap(k, v), each [B, S, U, K]; [U, B, S, K] where
         TensorFlow's own kernels run."""
         if is_op_by_op():
             k, v = self._Projected(self._Arranged(theta, cross=True).kv, memory)
             return NestedMap(k=k, v=v)
         k = tf.einsum("BSM,MNK->BSNK", memory, self.Cast(theta.k))
         v = tf.einsum("BSM,MNK->BSNK", memory, self.Cast(theta.v))
-        return NestedMap(k=self.Shard(k, "BSNK"), v=self.Shard(v, "BSNK"))
+        letters = f"BS{self._kv}K"
+        return NestedMap(k=self.Shard(k, letters), v=self.Shard(v, letters))
 
     def AttendMemory(
         self, theta: NestedMap, query: tf.Tensor, memory: NestedMap, mask: tf.Tensor
@@ -140,16 +152,16 @@ class MultiHeadAttention(BaseLayer):
         return self._Attend(theta, self._Queries(theta, query), memory, mask, None)
 
     def InitCache(self, batch: int, length: int, num_hyps: int = 1) -> NestedMap:
-        """Empty keys and values for L = length steps of J = num_hyps positions: [L, B, J, N, K].
+        """Empty keys and values for L = length steps of J = num_hyps positions: [L, B, J, U, K].
 
-        Step-major, so that a step writes one contiguous slice; [N, B, L, J K] where TensorFlow's own
+        Step-major, so that a step writes one contiguous slice; [U, B, L, J K] where TensorFlow's own
         kernels run. As seen by masks, position j of step t is t * J + j.
         """
-        _, n, k = _dims(self.p)
+        _, _, u, k = _dims(self.p)
         if is_op_by_op():
             kind = self.fprop_dtype
-            return attention_in_panels.empty_cache(batch, length, num_hyps, n, k, kind)
-        shape = [length, batch, num_hyps, n, k]
+            return attention_in_panels.empty_cache(batch, length, num_hyps, u, k, kind)
+        shape = [length, batch, num_hyps, u, k]
         return NestedMap(k=tf.zeros(shape, self.fprop_dtype), v=tf.zeros(shape, self.fprop_dtype))
 
     def ExtendStep(
@@ -187,11 +199,11 @@ class MultiHeadAttention(BaseLayer):
         steps, _, num_hyps, _, _ = cache.k.shape
         batch = tf.shape(x)[0]
         heads = self.p.num_heads
-        logits = tf.einsum("BJNK,LBINK->BNJLI", self._Queries(theta, x), cache.k)
+        logits = shared_heads.cached_scores(self._Queries(theta, x), cache.k)
         logits = tf.reshape(logits, [batch, heads, num_hyps, steps * num_hyps])
         probs = self._Probs(logits, mask, None)
         probs = tf.reshape(probs, [batch, heads, num_hyps, steps, num_hyps])
-        context = tf.einsum("BNJLI,LBINK->BJNK", probs, cache.v)
+        context = shared_heads.cached_context(probs, cache.v)
         return self._Output(theta, context), cache
 
     def _ExtendInPanels(
@@ -218,9 +230,8 @@ class MultiHeadAttention(BaseLayer):
         mask: tf.Tensor,
         seed: tf.Tensor | None,
     ) -> tf.Tensor:
-        logits = tf.einsum("BTNK,BSNK->BNTS", q, memory.k)
-        probs = self._Probs(logits, mask, seed)
-        return self._Output(theta, tf.einsum("BNTS,BSNK->BTNK", probs, memory.v))
+        probs = self._Probs(shared_heads.scores(q, memory.k), mask, seed)
+        return self._Output(theta, shared_heads.context(probs, memory.v))
 
     def _Probs(self, logits: tf.Tensor, mask: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:
         """[B, N, T, S] logits to probabilities in the activations' type."""
@@ -239,17 +250,28 @@ class MultiHeadAttention(BaseLayer):
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
         """From the shapes of query and source: projections q, k, v, o, then q k^T and probs v."""
         (batch, time, dim), (_, length, _) = input_shapes[0], input_shapes[-1]
-        _, n, k = _dims(params)
-        projections = 2 * dim * n * k * batch * (2 * time + 2 * length)
+        _, n, u, k = _dims(params)
+        projections = 2 * dim * k * batch * (2 * n * time + 2 * u * length)
         products = 2 * 2 * batch * n * time * length * k
         return NestedMap(flops=projections + products, out_shapes=((batch, time, dim),))
 
 
-def _dims(p: HyperParams) -> tuple[int, int, int]:
-    """(M, N, K)."""
-    if not p.dim_per_head and p.model_dim % p.num_heads:
+def kv_letter(p: HyperParams) -> str:
+    """The letter of the heads of keys and values: U where there are fewer than N."""
+    return "N" if p.num_kv_heads in (0, p.num_heads) else "U"
+
+
+def _dims(p: HyperParams) -> tuple[int, int, int, int]:
+    """(M, N, U, K)."""
+    n, u = p.num_heads, p.num_kv_heads or p.num_heads
+    if not p.dim_per_head and p.model_dim % n:
         raise ValueError(
-            f"attention: model_dim {p.model_dim} does not divide into {p.num_heads} heads; "
-            "set dim_per_head"
+            f"attention: model_dim {p.model_dim} does not divide into {n} heads; set dim_per_head"
         )
-    return p.model_dim, p.num_heads, p.dim_per_head or p.model_dim // p.num_heads
+    if u < 1 or n % u:
+        divisors = ", ".join(str(i) for i in range(1, n + 1) if n % i == 0)
+        raise ValueError(
+            f"attention: num_kv_heads={u} does not divide num_heads={n}, and each head of keys and values is for "
+            f"as many heads; choose one of {divisors}, or 0 for {n}"
+        )
+    return p.model_dim, n, u, p.dim_per_head or p.model_dim // n

@@ -2,10 +2,13 @@
 
 Each head's queries, keys and values come out of one product as the products over positions want them,
 [N,B,T,K], and lie so in the cache too; nothing is moved. A step writes its keys and values in place.
+Where heads share keys and values (shared_heads.py) queries alone are moved, to be rows of one product.
 
-Letters: B batch, T query, S key, M model, N head, K key dimension, J hypothesis, L decoding step, X = J K,
-P panel, W column of a panel.
+Letters: B batch, T query, S key, M model, N head, U head of keys and values, R head of those that share them, K
+key dimension, J hypothesis, L decoding step, X = J K, P panel, W column of a panel.
 """
+
+from collections.abc import Callable
 
 import tensorflow as tf
 
@@ -17,15 +20,16 @@ _MASKED = -1e9
 
 
 def arrange(theta: NestedMap, scale: float, cross: bool) -> NestedMap:
-    """q, k and v [M,N,K], o [N,K,M] as qkv [3N,M,K], or q [N,M,K] and kv [2N,M,K] across, and o [P,NK,W];
-    queries come out scaled."""
+    """q [M,N,K], k and v [M,U,K], o [N,K,M] as qkv [N+2U,M,K], or q [N,M,K] and kv [2U,M,K] across, and o
+    [P,NK,W]; queries come out scaled."""
     q, k, v = (tf.transpose(theta[name], [1, 0, 2]) for name in "qkv")
     q *= tf.constant(scale, q.dtype)
     heads, size, dim = theta.o.shape
     o = panels.in_panels(tf.reshape(theta.o, [heads * size, dim]))
     if cross:
-        return NestedMap(q=q, kv=tf.concat([k, v], 0), o=o)
-    return NestedMap(qkv=tf.concat([q, k, v], 0), o=o)
+        kv = panels.as_panels(tf.concat([k, v], 0))
+        return NestedMap(q=panels.as_panels(q), kv=kv, o=o)
+    return NestedMap(qkv=panels.as_panels(tf.concat([q, k, v], 0)), o=o)
 
 
 def project(x_BTM: tf.Tensor, w_NMK: tf.Tensor) -> tf.Tensor:
@@ -40,8 +44,8 @@ def project(x_BTM: tf.Tensor, w_NMK: tf.Tensor) -> tf.Tensor:
 
 def attend(
     q_NBTK: tf.Tensor,
-    k_NBSK: tf.Tensor,
-    v_NBSK: tf.Tensor,
+    k_UBSK: tf.Tensor,
+    v_UBSK: tf.Tensor,
     mask: tf.Tensor,
     o_PXW: tf.Tensor,
     dim: int,
@@ -49,18 +53,47 @@ def attend(
     """softmax(q k^T) v where the mask, bool or 0/1 [B, T or 1, S], allows, projected to [B,T,M=dim]."""
     heads, size = q_NBTK.shape[0], q_NBTK.shape[3]
     batch, time = tf.shape(q_NBTK)[1], tf.shape(q_NBTK)[2]
-    logits = tf.cast(tf.matmul(q_NBTK, k_NBSK, transpose_b=True), tf.float32)
-    logits += tf.where(tf.cast(mask, tf.bool), 0.0, _MASKED)
-    y = tf.matmul(tf.cast(tf.nn.softmax(logits), v_NBSK.dtype), v_NBSK)
-    y = tf.reshape(tf.transpose(y, [1, 2, 0, 3]), [-1, heads * size])
-    y = panels.product(y, o_PXW, dim)
+    bias = tf.where(tf.cast(mask, tf.bool), 0.0, _MASKED)
+    if k_UBSK.shape[0] == heads:
+        y = _mixed(q_NBTK, k_UBSK, v_UBSK, lambda logits_NBTS: logits_NBTS + bias)
+        y = tf.transpose(y, [1, 2, 0, 3])
+    else:
+        y = _shared(q_NBTK, k_UBSK, v_UBSK, bias[:, tf.newaxis])
+    y = panels.product(tf.reshape(y, [-1, heads * size]), o_PXW, dim)
     return tf.reshape(y, [batch, time, dim])
+
+
+def _mixed(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, masked: Callable) -> tf.Tensor:
+    """softmax(masked(q k^T)) v."""
+    logits = masked(tf.cast(tf.matmul(q, k, transpose_b=True), tf.float32))
+    return tf.matmul(tf.cast(tf.nn.softmax(logits), v.dtype), v)
+
+
+def _shared(
+    q_NBTK: tf.Tensor, k_UBSK: tf.Tensor, v_UBSK: tf.Tensor, bias_B1TS: tf.Tensor
+) -> tf.Tensor:
+    """softmax(q k^T) v of heads that share keys and values: [B,T,U,R,K]."""
+    kv_heads, size = k_UBSK.shape[0], k_UBSK.shape[3]
+    batch, time = tf.shape(q_NBTK)[1], tf.shape(q_NBTK)[2]
+    shared = q_NBTK.shape[0] // kv_heads
+    q_URBTK = tf.reshape(q_NBTK, [kv_heads, shared, batch, time, size])
+    rows = [kv_heads, batch, shared * time]
+    q_UBXK = tf.reshape(tf.transpose(q_URBTK, [0, 2, 1, 3, 4]), [*rows, size])
+
+    def masked(logits_UBXS: tf.Tensor) -> tf.Tensor:
+        shape = tf.shape(logits_UBXS)
+        apart = [kv_heads, batch, shared, time, shape[3]]
+        return tf.reshape(tf.reshape(logits_UBXS, apart) + bias_B1TS, shape)
+
+    y_UBXK = _mixed(q_UBXK, k_UBSK, v_UBSK, masked)
+    y_UBRTK = tf.reshape(y_UBXK, [kv_heads, batch, shared, time, size])
+    return tf.transpose(y_UBRTK, [1, 3, 0, 2, 4])
 
 
 def empty_cache(
     batch: int | tf.Tensor, length: int, num_hyps: int, heads: int, size: int, dtype: tf.DType
 ) -> NestedMap:
-    """Room for the keys and values of `length` steps: k and v, [N,B,L,X]."""
+    """Room for the keys and values of `length` steps in `heads` heads: k and v, [U,B,L,X]."""
     shape = tf.stack([heads, batch, length, num_hyps * size])
 
     def zeros() -> tf.Tensor:
@@ -72,21 +105,21 @@ def empty_cache(
     return NestedMap(k=zeros(), v=zeros())
 
 
-def write(cache_NBLX: tf.Tensor, new_NBJK: tf.Tensor, time: tf.Tensor) -> tf.Tensor:
+def write(cache_UBLX: tf.Tensor, new_UBJK: tf.Tensor, time: tf.Tensor) -> tf.Tensor:
     """The cache with a step's keys or values, written into its memory: the old one is gone."""
-    shape = tf.shape(cache_NBLX)
-    rows, length, width = shape[0] * shape[1], shape[2], cache_NBLX.shape[3]
+    shape = tf.shape(cache_UBLX)
+    rows, length, width = shape[0] * shape[1], shape[2], cache_UBLX.shape[3]
     at = tf.range(rows) * length + time
     # tf.tensor_scatter_nd_update copies the whole cache here.
     flat = tf.raw_ops.InplaceUpdate(
-        x=tf.reshape(cache_NBLX, [-1, width]), i=at, v=tf.reshape(new_NBJK, [-1, width])
+        x=tf.reshape(cache_UBLX, [-1, width]), i=at, v=tf.reshape(new_UBJK, [-1, width])
     )
     out = tf.reshape(flat, shape)
-    out.set_shape(cache_NBLX.shape)
+    out.set_shape(cache_UBLX.shape)
     return out
 
 
-def by_position(cache_NBLX: tf.Tensor, size: int) -> tf.Tensor:
-    """[N,B,S,K], S = L J: position t J + j is hypothesis j at step t."""
-    shape = tf.shape(cache_NBLX)
-    return tf.reshape(cache_NBLX, [cache_NBLX.shape[0], shape[1], -1, size])
+def by_position(cache_UBLX: tf.Tensor, size: int) -> tf.Tensor:
+    """[U,B,S,K], S = L J: position t J + j is hypothesis j at step t."""
+    shape = tf.shape(cache_UBLX)
+    return tf.reshape(cache_UBLX, [cache_UBLX.shape[0], shape[1], -1, size])

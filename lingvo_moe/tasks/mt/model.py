@@ -42,6 +42,11 @@ class MtModel(BaseTask):
         p.Define("hidden_dim", 8192, "H, of dense and, unless given, expert feed-forward layers.")
         p.Define("expert_hidden_dim", 0, "H of an expert; 0: hidden_dim.")
         p.Define("num_heads", 16, "N, attention heads.")
+        p.Define(
+            "num_kv_heads",
+            0,
+            "U, heads of keys and values, each for num_heads / U heads; 1: multi-query attention; 0: num_heads.",
+        )
         p.Define("key_dim", 128, "K, per head.")
         p.Define("num_encoder_layers", 18, "Encoder layers, each attention + feed-forward.")
         p.Define("num_decoder_layers", 18, "Decoder layers.")
@@ -76,6 +81,11 @@ class MtModel(BaseTask):
         self.CreateChild(
             "position", embedding.PositionalEmbedding.Params().Set(model_dim=p.model_dim)
         )
+        if attention.kv_letter(p) == "U":
+            heads = str.maketrans("N", "U")  # which a split of N does not cut
+            for name in ("CACHE_LETTERS", "CACHE_LETTERS_OP_BY_OP"):
+                letters = getattr(self, name).items()
+                setattr(self, name, {part: each.translate(heads) for part, each in letters})
         self.CreateChild("encoder", self._stack(p.num_encoder_layers, decoder=False))
         self.CreateChild("decoder", self._stack(p.num_decoder_layers, decoder=True))
         self.CreateChild(
@@ -119,6 +129,7 @@ class MtModel(BaseTask):
             ffn = feed_forward.FeedForward.Params().Set(relu_dropout_prob=p.dropout)
         atten = attention.MultiHeadAttention.Params().Set(
             num_heads=p.num_heads,
+            num_kv_heads=p.num_kv_heads,
             dim_per_head=p.key_dim,
             atten_dropout_prob=p.attention_dropout,
         )

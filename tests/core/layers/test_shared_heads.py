@@ -1,0 +1,161 @@
+"""Heads that share keys and values: as many as heads are plain attention, fewer are attention whose keys and
+values are repeated; in training, in steps, op by op and sharded.
+
+Letters: B batch, T query, S key, M model, N head, U head of keys and values, K key dimension.
+"""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from layer_testing import SPLITS, assert_close, init, normal, single, value_and_grads, wave
+
+from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.engine.testing import run_sharded
+from lingvo_moe.core.layers.attention import MultiHeadAttention
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.op_by_op import running_op_by_op
+from lingvo_moe.core.randomness import make_seed
+from lingvo_moe.core.sharding import Mesh
+
+M, N, K = 8, 8, 3
+
+
+def _layer(kv_heads, **kwargs):
+    p = MultiHeadAttention.Params().Set(name="atten", model_dim=M, num_heads=N, dim_per_head=K)
+    return p.Set(num_kv_heads=kv_heads, **SPLITS).Set(**kwargs).Instantiate()
+
+
+def _repeated(theta):
+    """Weights of plain attention that has for each head the keys and values which it shares."""
+    times = N // theta.k.shape[1]
+    return NestedMap(theta, **{name: tf.repeat(theta[name], times, 1) for name in "kv"})
+
+
+def _mask(*shape):
+    mask = np.random.RandomState(0).rand(*shape) < 0.6
+    mask[..., 0] = True
+    return tf.constant(mask)
+
+
+def test_as_many_as_heads_is_plain_attention_to_the_bit():
+    plain, all_of_them = _layer(0), _layer(N)
+    assert plain.VariableSpecs().k == all_of_them.VariableSpecs().k
+    theta, x, mask = init(plain), normal(0, 2, 5, M), _mask(2, 5, 5)
+    for layer in (plain, all_of_them):
+        assert layer.VariableSpecs().k.letters == "MNK"
+    want, got = (single(a.FProp, theta, x, x, mask) for a in (plain, all_of_them))
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("op_by_op", [False, True], ids=["einsums", "op_by_op"])
+@pytest.mark.parametrize("kv_heads, cross", [(1, False), (2, True)])
+def test_values_and_gradients_are_those_of_repeated_keys_and_values(kv_heads, cross, op_by_op):
+    few = _layer(kv_heads, atten_dropout_prob=0.2)
+    plain = _layer(0, atten_dropout_prob=0.2)
+    theta = init(few)
+    assert theta.k.shape == theta.v.shape == (M, kv_heads, K)
+    assert few.VariableSpecs().k.letters == "MUK"
+    source, mask = normal(1, 2, 4, M), _mask(2, 5, 4 if cross else 5)
+
+    def run(layer, theta, x):
+        y = layer.FProp(theta, x, source if cross else x, mask, seed=make_seed(3, 4))
+        return wave(y), y
+
+    x = normal(0, 2, 5, M)
+    want = single(value_and_grads, lambda t, x: run(plain, _repeated(t), x), theta, x)
+    with running_op_by_op(op_by_op):
+        got = single(value_and_grads, lambda t, x: run(few, t, x), theta, x)
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_steps_of_a_beam_over_a_smaller_cache(kv_heads):
+    """Two hypotheses, at step 2 both going on from the first one's past; op by op from arranged weights."""
+    few, plain = _layer(kv_heads), _layer(0)
+    theta = init(few)
+    whole = _repeated(theta)
+    masks = np.zeros([3, 2, 6], bool)
+    masks[0, 0, 0] = masks[0, 1, 1] = True
+    masks[1] = masks[0] + np.eye(2, 6, 2)
+    masks[2] = masks[1][[0, 0]] + np.eye(2, 6, 4)
+    caches = [few.InitCache(3, 3, 2), plain.InitCache(3, 3, 2)]
+    assert caches[0].k.shape == (3, 3, 2, kv_heads, K)
+    with running_op_by_op():
+        arranged, fast = few.ForInference(theta), few.InitCache(3, 3, 2)
+    assert fast.k.shape == (kv_heads, 3, 3, 2 * K)
+    past = []
+    for t in range(3):
+        x, mask = normal(t, 3, 2, M), tf.constant(np.stack([masks[t]] * 3))
+        past.append(x[:, :1])
+        want, caches[1] = single(plain.ExtendStep, whole, x, caches[1], tf.constant(t), mask)
+        got, caches[0] = single(few.ExtendStep, theta, x, caches[0], tf.constant(t), mask)
+        with running_op_by_op():
+            also, fast = single(few.ExtendStep, arranged, x, fast, tf.constant(t), mask)
+        np.testing.assert_allclose(got, want, atol=1e-5)
+        np.testing.assert_allclose(also, want, atol=1e-5)
+        prefix = tf.concat(past, 1)
+        all_of_it = single(few.FProp, theta, prefix, prefix, tf.ones([3, 1, t + 1], tf.bool))
+        np.testing.assert_allclose(got[:, 0], all_of_it[:, -1], atol=1e-5)
+
+
+def test_memory_op_by_op_too():
+    layer = _layer(2)
+    theta, x, memory, mask = init(layer), normal(0, 2, 3, M), normal(1, 2, 5, M), _mask(2, 1, 5)
+    want = single(layer.FProp, theta, x, memory, mask)
+    kv = single(layer.PrecomputeMemory, theta, memory)
+    assert kv.k.shape == (2, 5, 2, K)
+    np.testing.assert_allclose(single(layer.AttendMemory, theta, x, kv, mask), want, atol=1e-5)
+    with running_op_by_op():
+        arranged = layer.ForInference(theta, cross=True)
+        kv = single(layer.PrecomputeMemory, arranged, memory)
+        assert kv.k.shape == (2, 2, 5, K)
+        got = single(layer.AttendMemory, arranged, x, kv, mask)
+        alone = single(layer.FProp, arranged, x, memory, mask)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    np.testing.assert_allclose(alone, want, atol=1e-5)
+
+
+def _sent(layer):
+    """A training step of a layer cut over eight devices: values and gradients as on one, and what is sent."""
+
+    def run(theta, x, mask):
+        def fn(theta, x):
+            y = layer.Shard(layer.FProp(theta, layer.Shard(x, "BTM"), x, mask), "BTM")
+            return wave(y), y
+
+        return value_and_grads(fn, theta, x)
+
+    args = [init(layer), normal(0, 8, 4, M), _mask(8, 4, 4)]
+    specs = layer.VariableSpecs().Transform(lambda s: TensorSpec(s.shape, s.dtype, s.split))
+    expected = single(run, *args)
+    rows = ("data", None, None)
+    got, collectives = run_sharded(run, args, Mesh.parse("data:2,model:4"), [specs, rows, rows])
+    assert_close(got, expected, 2e-5)
+    return collectives
+
+
+@pytest.mark.parametrize("kv_heads, letters, gathers", [(1, "N", 0), (2, "N", 2), (4, "NU", 0)])
+def test_cut_by_heads_it_sends_no_more_than_plain_attention(kv_heads, letters, gathers):
+    """Two heads of keys over four devices: their gradients, which two devices each have a part of, are gathered."""
+    split = dict.fromkeys(letters, "model")
+    cut = {"activation_split": {"B": "data", **split}, "weight_split": split}
+    plain, few = (_sent(_layer(heads, **cut)) for heads in (0, kv_heads))
+    specs = _layer(kv_heads, **cut).VariableSpecs()
+    assert specs.q.split == (None, "model", None)
+    assert specs.k.split == (None, "model" if "U" in letters else None, None)
+    assert plain == {"all-reduce": 3}
+    assert few["all-reduce"] <= 3 + bool(gathers)
+    assert few["all-gather"] == gathers
+    assert set(few) <= {"all-reduce", "all-gather"}
+
+
+def test_flops_and_errors():
+    meta = MultiHeadAttention.FPropMeta(_layer(2).p, (2, 4, M), (2, 5, M))
+    projections = 2 * 2 * M * K * (2 * N * 4 + 2 * 2 * 5)
+    assert meta.flops == projections + 2 * (2 * 2 * N * 4 * 5 * K)
+    with pytest.raises(
+        ValueError, match=r"num_kv_heads=3 does not divide num_heads=8.*1, 2, 4, 8, or 0"
+    ):
+        _layer(3)
+    with pytest.raises(ValueError, match="num_kv_heads=-1"):
+        _layer(-1)
