@@ -6,11 +6,14 @@ What is made has the permissions that the umask gives, as if it had been opened 
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+_RANDOM = 6  # bytes of a temporary name
 
 
 @contextlib.contextmanager
@@ -61,6 +64,17 @@ def replaced_directory(path: Path) -> Iterator[Path]:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def clear_leftovers(path: Path) -> None:
+    """Deletes what killed writers of `path` left beside it. Only for who knows that nobody is writing it now."""
+    for left in path.parent.iterdir():
+        if not re.fullmatch(rf"\.{re.escape(path.name)}\.[0-9a-f]{{{2 * _RANDOM}}}", left.name):
+            continue
+        if left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
 def only_one(directory: Path) -> Iterator[None]:
     """Holds a lock on a directory among the processes of this machine; the others wait, then find the work done."""
@@ -72,4 +86,4 @@ def only_one(directory: Path) -> Iterator[None]:
 
 def _beside(path: Path) -> Path:
     """A new hidden name in the same directory."""
-    return path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+    return path.with_name(f".{path.name}.{secrets.token_hex(_RANDOM)}")

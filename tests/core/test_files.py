@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lingvo_moe.core.files import atomic_file, replaced_directory, write_atomic
+from lingvo_moe.core.files import atomic_file, clear_leftovers, replaced_directory, write_atomic
 
 
 @pytest.fixture(params=[0o022, 0o077, 0o002])
@@ -73,3 +73,18 @@ def test_a_link_stays_one(tmp_path: Path) -> None:
     write_atomic(tmp_path / "link", b"x")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "file").read_bytes() == b"x"
+
+
+def test_leftovers_are_cleared(tmp_path: Path) -> None:
+    names = [
+        ".data.0123456789ab",
+        ".data.0123456789ab.txt",
+        ".data.x",
+        ".other.0123456789ab",
+        "data",
+    ]
+    for name in names:
+        (tmp_path / name).mkdir()
+    (tmp_path / ".data.ba9876543210").write_bytes(b"half a file")
+    clear_leftovers(tmp_path / "data")
+    assert sorted(os.listdir(tmp_path)) == sorted(names[1:])

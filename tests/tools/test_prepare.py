@@ -271,7 +271,11 @@ def test_stopped_and_gone_on_gives_the_same(
         run(self, told)
 
     monkeypatch.setattr(read_stage._Reader, "Run", noted)
+    left, other = tmp_path / ".data.0123456789ab", tmp_path / ".data.of_mine"
+    (left / "dev").mkdir(parents=True)  # as a kill leaves it while all is put in place
+    other.mkdir()
     assert prepare.main(command[3:]) == 0
+    assert other.exists() and not left.exists()
     assert done | set(read) == {"00000", "00001", "00002"} and not done & set(read)
     for name in (
         "de.tsv.gz",
@@ -371,6 +375,19 @@ def test_flags_are_checked(
     with pytest.raises(SystemExit):
         prepare.main(["--output=out", *flags])
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_both_sizes_are_told_at_once(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--source_vocab_size=30000", "--target_vocab_size=20000"]
+    arguments = [f"--input={texts / 'web.ee'}", f"--output={tmp_path / 'data'}", "--workers=1"]
+    assert prepare.main([*arguments, *sizes]) == 1
+    assert re.search(
+        r"--target_vocab_size=20000 is more .* at most (\d+) for .*; --source_vocab_size=30000 is more .* at most"
+        r" (\d+) for .*; give more data, or set --target_vocab_size=\1 --source_vocab_size=\2\n",
+        capsys.readouterr().err,
+    )
 
 
 def test_sizes_are_those_of_the_experiment(

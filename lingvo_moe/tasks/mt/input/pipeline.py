@@ -41,9 +41,8 @@ _LEAST = {
     "vocab_sentences": MIN_SENTENCES,
 }
 _CACHE_REMEDY = "set input.cache_dir, or XDG_CACHE_HOME, to a directory that can be written"
-_VOCAB_REMEDY = (
-    "--model_params_override='input.{side}_vocab_size={most};task.{side}_vocab_size={most}'"
-)
+_VOCAB_SETTING = "input.{side}_vocab_size={most};task.{side}_vocab_size={most}"
+_VOCAB_REMEDY = "--model_params_override='{settings}'"
 
 
 @dataclass(frozen=True)
@@ -191,7 +190,14 @@ class MtInput:
         directory = p.vocab_dir or (found.prepared.vocab_dir if found.prepared else "")
         if given is None and not directory:
             sizes = p.source_vocab_size, p.target_vocab_size
-            options = VocabOptions(*sizes, p.temperature, p.vocab_sentences, remedy=_VOCAB_REMEDY)
+            options = VocabOptions(
+                *sizes,
+                p.temperature,
+                p.vocab_sentences,
+                setting=_VOCAB_SETTING,
+                between=";",
+                remedy=_VOCAB_REMEDY,
+            )
             return cached_vocabularies(found, options, self._CacheDir(), progress)
         if given is None:
             vocabs = load_vocabularies(directory)
@@ -229,7 +235,8 @@ class MtInput:
             wanted = self.p.Get(f"{side}_vocab_size")
             if vocabulary.size != wanted:
                 where = vocabulary.path or f"the {side} vocabulary of the run"
-                remedy = f"set {_VOCAB_REMEDY.format(side=side, most=vocabulary.size)}"
+                setting = _VOCAB_SETTING.format(side=side, most=vocabulary.size)
+                remedy = f"set {_VOCAB_REMEDY.format(settings=setting)}"
                 if (
                     found.prepared
                     and vocabulary.path

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,11 +15,16 @@ from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.mixing import quotas
 from lingvo_moe.tasks.mt.input.permutation import permute
 from lingvo_moe.tasks.mt.input.scan import Progress, Scan, quiet
-from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary, train_vocabulary
+from lingvo_moe.tasks.mt.input.vocabulary import (
+    MIN_SIZE,
+    Vocabulary,
+    VocabularyTooLarge,
+    train_vocabulary,
+)
 
 MIN_SENTENCES = 100
 # The source is normalised (full-width Latin and the like are many spellings of one text); what is written stays as is.
-# The target comes first: it is the quicker one, and the one that small data cannot fill.
+# The target comes first: it is the quicker one.
 NORMALIZATION = {"target": "identity", "source": "nfkc"}
 _ALGORITHM = "1"  # change it when the same settings would give another model
 
@@ -32,7 +38,8 @@ class VocabOptions:
         temperature: of the sample, as in mixing.
         max_sentences: the cap on the sample, pairs; it is what is held in memory.
         name: of the sizes in errors, with {side}.
-        remedy: as train_vocabulary's, with {side} too.
+        setting, between, remedy: what to set where they are too large: that of a side, with {side} and {most}, the
+            largest size that works; what stands between two; and the whole, with {settings}.
     """
 
     source_size: int
@@ -40,10 +47,22 @@ class VocabOptions:
     temperature: float = 5.0
     max_sentences: int = 500_000
     name: str = "input.{side}_vocab_size"
-    remedy: str = "{name}={most}"
+    setting: str = ""
+    between: str = " "
+    remedy: str = "{settings}"
 
     def size(self, side: str) -> int:
         return self.source_size if side == "source" else self.target_size
+
+    def TooLarge(self, sides: Mapping[str, VocabularyTooLarge]) -> DataError:
+        """The error for all sides that are too large, which says at once what to set."""
+        text = "; ".join(str(error) for error in sides.values())
+        if min(error.most for error in sides.values()) < MIN_SIZE:
+            return DataError(f"{text}; the smallest vocabulary has {MIN_SIZE}: give more data")
+        setting = self.setting or f"{self.name}={{most}}"
+        settings = (setting.format(side=side, most=error.most) for side, error in sides.items())
+        remedy = self.remedy.format(settings=self.between.join(settings))
+        return DataError(f"{text}; give more data, or set {remedy}")
 
 
 def cached_vocabularies(
@@ -52,11 +71,11 @@ def cached_vocabularies(
     """NestedMap(source, target) of Vocabulary: from the cache, or trained and put there.
 
     Raises:
-        DataError: see train_vocabulary.
+        DataError: see train_vocabulary; of sizes that are too large, both are told.
     """
     cache_dir = Path(cache_dir)
     paths = {side: cache_dir / _file_name(scan, options, side) for side in NORMALIZATION}
-    out, sample = NestedMap(), None
+    out, sample, too_large = NestedMap(), None, {}
     with files.only_one(cache_dir):
         for side, path in paths.items():
             vocabulary = _load(path)
@@ -65,22 +84,27 @@ def cached_vocabularies(
                     progress("sampling sentences for the vocabularies")
                     sample = sample_pairs(scan, options.temperature, options.max_sentences)
                 progress(f"training the {side} vocabulary of {options.size(side)} pieces")
-                model = train_side(sample[side], side, options)
+                try:
+                    model = train_side(sample[side], side, options)
+                except VocabularyTooLarge as e:
+                    too_large[side] = e
+                    continue
                 files.write_atomic(path, model)
                 vocabulary = Vocabulary(model, path)
             out[side] = vocabulary
+    if too_large:
+        raise options.TooLarge(too_large)
     return out
 
 
 def train_side(sentences: list[str], side: str, options: VocabOptions) -> bytes:
-    """Trains the vocabulary of a side, 'source' or 'target', from sampled sentences. Raises DataError."""
+    """Trains the vocabulary of a side, 'source' or 'target', from sampled sentences. Raises as train_vocabulary."""
     return train_vocabulary(
         # Once each: the same English sentence comes with many languages.
         list(dict.fromkeys(sentences)),
         options.size(side),
         options.name.format(side=side),
         NORMALIZATION[side],
-        options.remedy.replace("{side}", side),
     )
 
 

@@ -19,6 +19,22 @@ MIN_SIZE = 280
 _THREADS = 2
 
 
+class VocabularyTooLarge(DataError):
+    """More ids than the data can fill.
+
+    Attributes:
+        most: the largest size that it can.
+    """
+
+    def __init__(self, name: str, size: int, most: int, sentences: int):
+        super().__init__(name, size, most, sentences)  # as processes hand it on
+        self.most = most
+
+    def __str__(self) -> str:
+        name, size, most, sentences = self.args
+        return f"{name}={size} is more than this data can fill: at most {most} for {sentences} sampled sentences"
+
+
 class Vocabulary:
     """A trained model: text to ids and back.
 
@@ -83,7 +99,6 @@ def train_vocabulary(
     size: int,
     name: str,
     normalization: str,
-    remedy: str = "{name}={most}",
 ) -> bytes:
     """Trains a unigram model and returns its bytes; a pure function of its arguments.
 
@@ -95,10 +110,10 @@ def train_vocabulary(
         size: the number of ids, exactly.
         name: what to call the size in errors ("input.source_vocab_size").
         normalization: SentencePiece's rule: "nfkc" or "identity".
-        remedy: what to set when the size is too large, with {name} and {most}, the largest size that works.
 
     Raises:
-        DataError: `size` is too small to hold the bytes, or larger than the sentences can fill (naming the most).
+        DataError: `size` is too small to hold the bytes.
+        VocabularyTooLarge: it is larger than the sentences can fill.
     """
     if size < MIN_SIZE:
         raise DataError(
@@ -131,16 +146,7 @@ def train_vocabulary(
         )
     except RuntimeError as e:
         if match := re.search(r"Please set it to a value <= (\d+)", str(e)):
-            most = int(match[1])
-            advice = (
-                f"give more data, or set {remedy.format(name=name, most=most)}"
-                if most >= MIN_SIZE
-                else f"the smallest vocabulary has {MIN_SIZE}: give more data"
-            )
-            raise DataError(
-                f"{name}={size} is more than this data can fill: at most {most} for"
-                f" {len(sentences)} sampled sentences; {advice}"
-            ) from e
+            raise VocabularyTooLarge(name, size, int(match[1]), len(sentences)) from e
         raise DataError(f"cannot train a vocabulary of {name}={size}: {e}") from e
     return out.getvalue()
 

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,11 @@ from lingvo_moe.tasks.mt.input.vocab_cache import (
     load_vocabularies,
     sample_pairs,
 )
-from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary, train_vocabulary
+from lingvo_moe.tasks.mt.input.vocabulary import (
+    Vocabulary,
+    VocabularyTooLarge,
+    train_vocabulary,
+)
 
 TEXTS = [
     "the house by the river",
@@ -82,8 +87,10 @@ def test_sizes_that_cannot_be() -> None:
         train_vocabulary(TEXTS, 64_000, "target_vocab_size", "identity")
     most = int(str(error.value).split("at most ")[1].split()[0])
     assert Vocabulary(train_vocabulary(TEXTS, most, "target_vocab_size", "identity")).size == most
-    with pytest.raises(DataError, match=r"at most 26\d for 1 .*; the smallest vocabulary has 280"):
+    with pytest.raises(VocabularyTooLarge, match=r"at most 26\d for 1 ") as error:
         train_vocabulary(["ab"], 300, "target_vocab_size", "identity")
+    message = str(VocabOptions(300, 300).TooLarge({"target": error.value}))
+    assert message.endswith("; the smallest vocabulary has 280: give more data")
     with pytest.raises(DataError, match="source_vocab_size=10 is too small"):
         train_vocabulary(TEXTS, 10, "source_vocab_size", "nfkc")
 
@@ -121,6 +128,16 @@ def test_cache(data_dir: Path, tmp_path: Path) -> None:
     other = cached_vocabularies(found, VocabOptions(410, 300), tmp_path)
     assert other.source.path != first.source.path
     assert other.target.path == first.target.path
+
+
+def test_both_sides_are_told_at_once(data_dir: Path, tmp_path: Path) -> None:
+    options = VocabOptions(20_000, 10_000, name="--{side}_vocab_size")
+    with pytest.raises(DataError, match=r"target_vocab_size=10000 is more.*source_") as error:
+        cached_vocabularies(scan(data_dir), options, tmp_path)
+    most = re.search(r"set --target_vocab_size=(\d+) --source_vocab_size=(\d+)$", str(error.value))
+    assert most
+    fits = VocabOptions(int(most[2]), int(most[1]))
+    assert cached_vocabularies(scan(data_dir), fits, tmp_path).source.size == int(most[2])
 
 
 def test_load_from_directory(data_dir: Path, tmp_path: Path) -> None:

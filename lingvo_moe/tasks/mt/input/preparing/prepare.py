@@ -38,6 +38,7 @@ from lingvo_moe.tasks.mt.input.records import records_key, write_manifest
 from lingvo_moe.tasks.mt.input.scan import Progress, Scan, quiet
 from lingvo_moe.tasks.mt.input.shards import PAIRS_PER_SHARD, shard_file
 from lingvo_moe.tasks.mt.input.vocab_cache import VocabOptions, load_vocabularies
+from lingvo_moe.tasks.mt.input.vocabulary import VocabularyTooLarge
 
 _VERSION = 2  # change it when the same settings would give other data
 _SMALL = 2_000_000  # bytes that one process reads before others would have started
@@ -98,6 +99,7 @@ def prepare(
     work = output.with_name(f".{output.name}.preparing")
     with _alone(work, output):
         summary = _Preparation(found, work, options, progress).Run(output)
+        files.clear_leftovers(output)  # of a run that was killed while it put all in place
         shutil.rmtree(work)
     return summary
 
@@ -239,9 +241,12 @@ class _Preparation:
                 "".join(sorted(self._characters[side])),
                 str(place / f"{side}.model"),
             )
-            for side in ("target", "source")  # the one that small data cannot fill first
+            for side in ("target", "source")
         ]
-        self._Stage(tokens.vocabulary_stage, jobs, "training vocabularies, {} of {}")
+        made = self._Stage(tokens.vocabulary_stage, jobs, "training vocabularies, {} of {}")
+        failed = {job.side: e for job, e in zip(jobs, made) if isinstance(e, VocabularyTooLarge)}
+        if failed:
+            raise self._options.vocab.TooLarge(failed)
         self._vocabs: NestedMap = load_vocabularies(place)
 
     def _Records(self, directories: Mapping[str, str]) -> dict[str, str]:
@@ -262,7 +267,7 @@ class _Preparation:
 
     def _Stage(
         self, function: Callable, jobs: Sequence[Any], doing: str, told: str = ""
-    ) -> list[str]:
+    ) -> list[Any]:
         def show(done: int, count: int, seconds: float) -> None:
             text = doing.format(done, len(jobs))
             rate = count / max(seconds, 1e-9)

@@ -18,6 +18,7 @@ from lingvo_moe.tasks.mt.input.vocab_cache import (
     sample_pairs,
     train_side,
 )
+from lingvo_moe.tasks.mt.input.vocabulary import VocabularyTooLarge
 
 SUMMARY = "summary.json"
 _LONGEST_BYTES = 4192  # of a sentence; SentencePiece passes over longer ones
@@ -43,8 +44,8 @@ class VocabularyJob:
     output: str
 
 
-def vocabulary_stage(job: VocabularyJob, told: Callable[[int], None]) -> str:
-    """Trains a vocabulary, unless that was done. Returns its file. Raises DataError, naming the size's flag."""
+def vocabulary_stage(job: VocabularyJob, told: Callable[[int], None]) -> str | VocabularyTooLarge:
+    """Trains a vocabulary, unless that was done. Returns its file, or why there is none: the other side goes on."""
     if not Path(job.output).exists():
         options = job.options
         sentences = sample_pairs(job.scan, options.temperature, options.max_sentences)[job.side]
@@ -52,7 +53,10 @@ def vocabulary_stage(job: VocabularyJob, told: Callable[[int], None]) -> str:
         # Characters so rare that the sample has none are sentences of their own.
         at = range(0, len(missing), _TOGETHER)
         sentences += [" ".join(missing[i : i + _TOGETHER]) for i in at]
-        model = train_side(sentences, job.side, options)
+        try:
+            model = train_side(sentences, job.side, options)
+        except VocabularyTooLarge as e:
+            return e
         files.write_atomic(job.output, model)
     told(1)
     return job.output
