@@ -1,0 +1,149 @@
+"""python -m tools.shortlist, and what uses the file: a run's translator, and the model that is exported from both."""
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import toy_translation as toy
+
+from lingvo_moe.tasks.mt.export import load_translator
+from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.saved_translator import ABOUT, SavedTranslator
+from lingvo_moe.tasks.mt.shortlist import Shortlist
+from lingvo_moe.tasks.mt.translator import TranslateOptions
+from tools import export, shortlist, translate
+
+OPTIONS = TranslateOptions(beam_size=3, top_k=3, max_source_length=16, max_length=14)
+_FLAGS = ["--beam_size=3", "--max_source_length=16", "--max_length=14"]
+LINES = [
+    *toy.sentences(30, seed=3, longest=7),
+    *("", "  ", "red", "日本", "\U0001f600", "a\0b", "é" * 40),
+]
+
+
+@pytest.fixture(scope="module")
+def logdir(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("run")
+    small = "task.num_experts=0;task.num_encoder_layers=1;task.num_decoder_layers=1"
+    toy.save_run(path, toy.train_vocab(toy.sentences(200)), step=3, more=small)
+    return path
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    """Whose translations are the sources themselves."""
+    path = tmp_path_factory.mktemp("corpus")
+    (path / "dev").mkdir()
+    for name, seed in (("de.tsv.gz", 1), ("dev/de.tsv.gz", 2)):
+        lines = toy.sentences(150, seed=seed, longest=6)
+        (path / name).write_bytes(gzip.compress("".join(f"{a}\t{a}\n" for a in lines).encode()))
+    return path
+
+
+@pytest.fixture(scope="module")
+def made(logdir, corpus) -> Path:
+    file = logdir / "shortlist.npz"
+    flags = [f"--logdir={logdir}", f"--data_dir={corpus}", "--per_piece=2", "--frequent=5"]
+    assert shortlist.main([*flags, f"--output={file}", "--quiet"]) == 0
+    return file
+
+
+@pytest.fixture(scope="module")
+def translator(logdir, made):
+    found, about = load_translator(logdir, OPTIONS, shortlist=made)
+    assert about["shortlist"] == {"per_source_piece": 2, "every_line": 4 + 256 + 5}
+    return found
+
+
+def test_pieces_are_their_own_candidates(made):
+    found = Shortlist.Load(made)
+    seen = [piece for piece, row in enumerate(found.candidates) if (row != 2).any()]
+    assert len(seen) > 10
+    assert all(piece in found.Of([piece]) for piece in seen)
+    assert (found.candidates[0] == 2).all()
+
+
+def test_it_says_what_it_covers(logdir, corpus, tmp_path, capsys):
+    flags = [f"--logdir={logdir}", "--per_piece=2", "--frequent=0", "--quiet"]
+    flags.append(f"--output={tmp_path / 'some.npz'}")
+    assert shortlist.main([*flags, f"--data_dir={corpus}"]) == 0
+    first, last = capsys.readouterr().out.splitlines()
+    assert "2 of" in first and "260 for every line" in first
+    assert "of 150 held-out references 100.0% are within their line's shortlist" in last
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "de.tsv").write_text("red\tred\n" * 10)
+    assert shortlist.main([*flags, f"--data_dir={bare}"]) == 0
+    assert "coverage was not looked at" in capsys.readouterr().out
+
+
+def test_batch_size_changes_nothing(translator):
+    whole = translator.Translate(LINES)
+    for size in (1, 7, 32):
+        parts = [translator.Translate(LINES[i : i + size]) for i in range(0, len(LINES), size)]
+        assert [row for p in parts for row in p.translations] == whole.translations
+        np.testing.assert_array_equal(np.concatenate([p.scores for p in parts]), whole.scores)
+    assert len({row[0] for row in whole.translations}) > 10
+    assert whole.translations[30] == whole.translations[31] == [""] * 3
+
+
+def test_an_exported_model_has_it_inside(logdir, made, translator, tmp_path, capsys):
+    flags = [f"--logdir={logdir}", f"--shortlist={made}", f"--output={tmp_path / 'model'}"]
+    assert export.main([*flags, *_FLAGS]) == 0
+    got, want = SavedTranslator(tmp_path / "model").Translate(LINES), translator.Translate(LINES)
+    assert got.translations == want.translations
+    np.testing.assert_array_equal(got.scores, want.scores)
+    about = json.loads((tmp_path / "model" / ABOUT).read_text())
+    assert about["shortlist"] == {"per_source_piece": 2, "every_line": 265}
+    assert translate.main([f"--saved_model={tmp_path / 'model'}", f"--shortlist={made}"]) == 1
+    assert "--shortlist was fixed when" in capsys.readouterr().err
+
+
+def test_files_that_do_not_fit_are_refused(logdir, made, tmp_path):
+    run = tmp_path / "run"
+    other = toy.train_vocab(line.upper() for line in toy.sentences(200))
+    toy.save_run(run, toy.train_vocab(toy.sentences(200)), target_vocab=other)
+    with pytest.raises(DataError, match="made for another target vocabulary than the model's"):
+        load_translator(run, OPTIONS, shortlist=made)
+    with pytest.raises(ValueError, match="a shortlist is for TensorFlow's own kernels"):
+        load_translator(logdir, TranslateOptions(xla=True), shortlist=made)
+    with pytest.raises(DataError, match=r"none\.npz: no such file; tools\.shortlist makes one"):
+        load_translator(logdir, OPTIONS, shortlist=tmp_path / "none.npz")
+    content = made.read_bytes()
+    for wrong in (b"", b"hello", content[:-100], content[:300] + b"x" + content[301:]):
+        (tmp_path / "wrong.npz").write_bytes(wrong)
+        with pytest.raises(DataError, match=r"no shortlist of tools\.shortlist, or damaged"):
+            Shortlist.Load(tmp_path / "wrong.npz")
+
+
+@pytest.mark.parametrize(
+    "flags, status, message",
+    [
+        (["--per_piece=0"], 2, "--per_piece=0: must be at least 1"),
+        (["--output={}"], 1, "is a directory; name a file"),
+        (["--data_dir={}/no"], 1, "does not exist"),
+        (["--logdir={}"], 1, "no run there"),
+    ],
+)
+def test_errors_are_told(logdir, tmp_path, capsys, flags, status, message):
+    given = [f"--logdir={logdir}", f"--output={tmp_path}/new", *(f.format(tmp_path) for f in flags)]
+    try:
+        got = shortlist.main(given)
+    except SystemExit as e:
+        got = e.code
+    assert got == status
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_leaves_nothing(logdir, corpus, tmp_path, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lingvo_moe.tasks.mt.making_shortlists.lexical_table", interrupted)
+    flags = [f"--logdir={logdir}", f"--data_dir={corpus}", f"--output={tmp_path}/new"]
+    assert shortlist.main(flags) == 130
+    assert "interrupted; nothing was written" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
