@@ -23,13 +23,14 @@ LENGTHS = [3, 47, 16, 1, 30, 31, 17, 5, 64, 12]
 class Searcher:
     """A model of two layers a side, and searches with it."""
 
-    def __init__(self, num_experts: int, beam_size: int):
+    def __init__(self, num_experts: int, beam_size: int, num_kv_heads: int = 0):
         params = registry.GetParams("mt.M4Demo", "").task.Set(
             source_vocab_size=V,
             target_vocab_size=V,
             model_dim=64,
             hidden_dim=2048,  # rows of such products are rounded otherwise where they are alone
             num_heads=2,
+            num_kv_heads=num_kv_heads,
             key_dim=32,
             num_encoder_layers=2,
             num_decoder_layers=2,
@@ -80,8 +81,8 @@ class Searcher:
 
 @pytest.fixture(
     scope="module",
-    params=[(0, 4), (4, 3), (0, 1)],
-    ids=["dense_beam_4", "experts_beam_3", "dense_greedy"],
+    params=[(0, 4), (4, 3), (0, 1), (0, 4, 1), (0, 1, 1)],
+    ids=["dense_beam_4", "experts_beam_3", "dense_greedy", "multi_query", "multi_query_greedy"],
 )
 def searcher(request) -> Searcher:
     return Searcher(*request.param)
