@@ -8,17 +8,40 @@ In each row of a product the sums have an order of their own, whatever rows are 
 as there are two or more: a single row is a product of another kind. Callers see to it that there are two. Two or
 three take longer than four, which keep the processor's multipliers busy: the search has no fewer than four.
 
+Inside `arranging("int8")` weights become `EightBit`s (eight_bit.py), which take the place of panels.
+
 Letters: R row, M and N the dimensions of a weight, P panel, W column of a panel.
 """
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
+
 import tensorflow as tf
+
+from lingvo_moe.core.layers.eight_bit import EightBit
 
 _WIDTH = 64
 FEWEST_ROWS = 4  # fewer take longer; one is rounded otherwise
+WEIGHTS = ("float32", "int8")
+
+_weights: contextvars.ContextVar[str] = contextvars.ContextVar("weights", default="float32")
 
 
-def in_panels(w_MN: tf.Tensor, width: int = _WIDTH) -> tf.Tensor:
+@contextlib.contextmanager
+def arranging(weights: str) -> Iterator[None]:
+    """What the weights are, of WEIGHTS, that are arranged inside: see BaseLayer.ForInference."""
+    token = _weights.set(weights)
+    try:
+        yield
+    finally:
+        _weights.reset(token)
+
+
+def in_panels(w_MN: tf.Tensor, width: int = _WIDTH) -> tf.Tensor | EightBit:
     """[M,N] as panels [P,M,W], the last one filled up with zeros. N need not be known."""
+    if _weights.get() == "int8":
+        return EightBit(w_MN, width)
     rows, columns = w_MN.shape
     columns = tf.shape(w_MN)[1] if columns is None else columns
     panels = -(-columns // width)
@@ -26,13 +49,28 @@ def in_panels(w_MN: tf.Tensor, width: int = _WIDTH) -> tf.Tensor:
     return tf.transpose(tf.reshape(w_MN, [rows, panels, width]), [1, 0, 2])
 
 
-def panel_product(x_RM: tf.Tensor, w_PMW: tf.Tensor) -> tf.Tensor:
+def as_panels(w_PMW: tf.Tensor) -> tf.Tensor | EightBit:
+    """Panels [P,M,W], each of them a head's weights for instance, as `panel_product` takes them."""
+    if _weights.get() == "int8":
+        panels, rows, width = w_PMW.shape
+        w_MPW = tf.transpose(w_PMW, [1, 0, 2])
+        return EightBit(tf.reshape(w_MPW, [rows, panels * width]), width)
+    return w_PMW
+
+
+def panel_product(x_RM: tf.Tensor, w_PMW: tf.Tensor | EightBit) -> tf.Tensor:
     """[R,M] by panels: [P,R,W]."""
+    if isinstance(w_PMW, EightBit):
+        panels, _, width = w_PMW.shape
+        y_RPW = tf.reshape(w_PMW.Product(x_RM), [-1, panels, width])
+        return tf.transpose(y_RPW, [1, 0, 2])
     return tf.matmul(x_RM[tf.newaxis], w_PMW)
 
 
-def product(x_RM: tf.Tensor, w_PMW: tf.Tensor, columns: int | None) -> tf.Tensor:
+def product(x_RM: tf.Tensor, w_PMW: tf.Tensor | EightBit, columns: int | None) -> tf.Tensor:
     """[R,M] by the matrix of that many columns which the panels hold: [R,N]. None: with all that fill them up."""
+    if isinstance(w_PMW, EightBit):
+        return w_PMW.Product(x_RM)
     panels, _, width = w_PMW.shape
     panels = tf.shape(w_PMW)[0] if panels is None else panels
     y_RPW = tf.transpose(panel_product(x_RM, w_PMW), [1, 0, 2])
