@@ -43,10 +43,11 @@ function say(message, bad) {
 
 function named(code) {
   try {
+    /* throws where a code is none of BCP 47 */
     const name = new Intl.DisplayNames(["en"], { type: "language", fallback: "none" }).of(code.replaceAll("_", "-"));
     return name ? name + ", " + code : code;
   } catch (error) {
-    return code;  // which is none of BCP 47
+    return code;
   }
 }
 
