@@ -21,6 +21,7 @@ class Kind:
 OURS = {
     "here": Kind("here"),
     "here_moe": Kind("here, experts (E=8, top-2)", "task.num_experts=8"),
+    "here_mq": Kind("here, multi-query attention", "task.num_kv_heads=1"),
     "here_full": Kind("here, without caches (greedy only)", full=True),
 }
 PEERS = {

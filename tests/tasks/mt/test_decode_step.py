@@ -132,3 +132,17 @@ def test_heads_are_cut_where_training_cuts_them():
     cache = decode_step(task, 256, 8).arg_specs[1]
     assert cache.decoder[47][0].v.split == (None, "data", None, "model", None)
     assert cache.memory[47][0].v.split == ("data", None, "model", None)
+
+
+@pytest.mark.parametrize("heads, split, axis", [(1, {}, None), (8, {"U": "model"}, "model")])
+def test_fewer_heads_of_keys_are_smaller_caches(heads, split, axis):
+    """Whole on each device of a row, or cut as queries are where the split names them."""
+    params = registry.GetParams("mt.T96L", f"task.num_kv_heads={heads};task.num_decoder_layers=2")
+    params.task.activation_split.update(split)
+    cache = decode_step(params.task.Instantiate(), 256, 8).arg_specs[1]
+    for each in (cache.decoder[1][0].k, cache.decoder[1][0].v):
+        assert each == TensorSpec(
+            (26, 256, 4, heads, 64), "float32", (None, "data", None, axis, None)
+        )
+    memory = TensorSpec((256, 8, heads, 64), "float32", ("data", None, axis, None))
+    assert cache.memory[1][0].k == memory
