@@ -25,7 +25,7 @@ def check_caller(request: tornado.httputil.HTTPServerRequest, names: Sequence[st
     """
     headers = request.headers
     host = headers.get("Host", "").lower()
-    name = _split(f"//{host}").hostname or ""
+    name = _split(f"//{host}").hostname or host
     if host and names is not None and not _is_local(name) and name not in names:
         raise RequestError(
             403,
