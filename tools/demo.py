@@ -30,7 +30,12 @@ def main(argv: list[str] | None = None) -> int:
     add("--model", default="mt.M4Demo", help="experiment (%(default)s)")
     add("--model_params_override", default="", help="as the trainer's")
     add("--max_steps", type=int, help="training steps (default: the experiment's)")
-    add("--languages", default="", help="e.g. de,sw (default: all that the packages hold)")
+    add(
+        "--languages",
+        type=_cli.names,
+        default=(),
+        help="e.g. de,sw (default: all that the packages hold)",
+    )
     add("--max_per_language", type=int, default=8, help="dev pairs scored of each (%(default)s)")
     args = parser.parse_args(argv)
     try:
@@ -72,13 +77,25 @@ class Demo:
         print(f"[{seconds:4.0f} s] {text}", flush=True)
 
     def _build_corpus(self) -> None:
-        from lingvo_moe.tasks.mt.input.corpus import CorpusOptions, build_corpus
+        from lingvo_moe.tasks.mt.input.corpus import (
+            CorpusOptions,
+            build_corpus,
+            languages_asked_for,
+        )
+        from lingvo_moe.tasks.mt.run_dir import RunDir
 
+        langs = self._args.languages
         if self._corpus.exists():
-            self._say(f"corpus: {self._corpus} is there already")
-            return
+            there = languages_asked_for(self._corpus)
+            if there == tuple(sorted(set(langs))):
+                self._say(f"corpus: {self._corpus} is there already")
+                return
+            if RunDir(self._run).steps:
+                raise ValueError(
+                    f"--output={self._out} holds a demo of other languages, "
+                    f"{','.join(there) or 'all'}; name another directory, or delete that one"
+                )
         self._say("building the corpus from installed packages")
-        langs = tuple(name for name in self._args.languages.split(",") if name)
         counts = build_corpus(self._corpus, CorpusOptions(langs=langs))
         pairs = sum(train for train, _ in counts.values())
         self._say(f"corpus: {len(counts)} languages into English, {pairs:,} pairs")

@@ -1,4 +1,4 @@
-"""Silence on standard error while a library that cannot be told is loaded."""
+"""Silence on standard error while a library that cannot be told is loaded, or loads something."""
 
 import contextlib
 import os

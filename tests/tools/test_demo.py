@@ -61,3 +61,21 @@ def test_demo_leaves_a_scored_exported_model_and_its_report(tmp_path, capfd, mon
     told = capfd.readouterr()
     assert "is there already" in told.out and "demo: trained" in told.err
     assert "train.max_steps=6 is reached" in told.err
+    # Nor does it train on other languages than are asked for.
+    other = [flag.replace("de,sw,ja", "de,fr") for flag in flags]
+    assert demo.main([f"--output={tmp_path}", *other]) == 1
+    told = capfd.readouterr().err
+    assert "holds a demo of other languages, de,ja,sw; name another directory" in told
+
+
+def test_other_languages_are_another_corpus(tmp_path, monkeypatch):
+    """Where nothing was trained on the one that is there."""
+
+    def stop(self):
+        raise ValueError("far enough")
+
+    monkeypatch.setattr(demo.Demo, "_train", stop)
+    for languages in ("de", "de,sw", "sw,de"):
+        assert demo.main([f"--output={tmp_path}", f"--languages={languages}"]) == 1
+        there = sorted(p.name.split(".")[0] for p in (tmp_path / "corpus").glob("*.tsv.gz"))
+        assert there == sorted(languages.split(","))

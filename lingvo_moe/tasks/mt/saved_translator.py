@@ -14,6 +14,7 @@ import tensorflow_text  # noqa: F401 - registers the ops of exported tokenizers
 
 from lingvo_moe.core.manifest import ManifestError, verify_manifest
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.quiet import quiet
 
 # TensorFlow Serving hands what lies in assets.extra through and does not look at it.
 ABOUT = "assets.extra/translator.json"
@@ -41,7 +42,7 @@ class SavedTranslator:
         self.about = json.loads((Path(path) / ABOUT).read_text("utf-8"))
         self.options = SimpleNamespace(**self.about.pop("options"))
         self.languages = tuple(self.about.get("languages", ()))
-        with quiet_absl():
+        with quiet_absl(), quiet():  # see translator.py: its tokenizer
             self._loaded = tf.saved_model.load(str(path))
         self._signature = self._loaded.signatures["serving_default"]
 

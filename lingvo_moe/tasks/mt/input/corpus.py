@@ -21,6 +21,7 @@ from lingvo_moe.tasks.mt.input import clean, gettext_catalogs, split
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.output_directory import check_replaceable
 
+_SUMMARY = "corpus.json"
 _DEV_SHARE = 0.08
 MAX_SOURCES_PER_ENGLISH = 2
 
@@ -73,7 +74,7 @@ def build_corpus(
     """
     options = options or CorpusOptions()
     output = Path(output)
-    check_replaceable(output, "corpus.json", ("dev",), "corpus")
+    check_replaceable(output, _SUMMARY, ("dev",), "corpus")
     catalogs = _catalogs_by_language(options.packages)
     languages = _languages(options, catalogs)
     counts: dict[str, tuple[int, int]] = {}
@@ -90,6 +91,12 @@ def build_corpus(
             )
         _write_summary(temp, options, counts)
     return counts
+
+
+def languages_asked_for(corpus: str | os.PathLike) -> tuple[str, ...]:
+    """CorpusOptions.langs, sorted, of a corpus that was built; () for all languages."""
+    summary = json.loads((Path(corpus) / _SUMMARY).read_text("utf-8"))
+    return tuple(summary.get("asked_for", ()))
 
 
 def _map(function: Callable, jobs: Sequence[tuple]) -> Iterator:
@@ -212,5 +219,6 @@ def _write(path: Path, pairs: list[Pair]) -> None:
 def _write_summary(temp: Path, options: CorpusOptions, counts: dict[str, tuple[int, int]]) -> None:
     versions = {package: importlib.metadata.version(package) for package in options.packages}
     languages = {lang: {"train": train, "dev": dev} for lang, (train, dev) in counts.items()}
-    summary = {"packages": versions, "languages": languages}
-    (temp / "corpus.json").write_text(json.dumps(summary, indent=1, sort_keys=True) + "\n")
+    asked_for = sorted(set(options.langs))
+    summary = {"packages": versions, "languages": languages, "asked_for": asked_for}
+    (temp / _SUMMARY).write_text(json.dumps(summary, indent=1, sort_keys=True) + "\n")
