@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lingvo_moe.core import registry
+from lingvo_moe.core.command import run as run_command
 from lingvo_moe.core.engine.base import ENGINES, ONE_DEVICE_ENGINES
 from lingvo_moe.core.quiet import quiet
 from lingvo_moe.core.sharding import Mesh
@@ -321,4 +322,4 @@ def report_program(step: Any, logdir: str, started: float) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from lingvo_moe.core.command import run as run
 from lingvo_moe.core.quiet import quiet
 from lingvo_moe.core.suggest import did_you_mean
 

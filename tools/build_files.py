@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from lingvo_moe.core.command import run
 from tools.import_graph import ROOT, TESTS, ImportGraph
 
 _HEADER = "# Written by `make build-files` from the imports of the sources.\n"
@@ -245,4 +246,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(lambda: main(sys.argv[1:]))

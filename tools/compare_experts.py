@@ -151,4 +151,4 @@ class Comparison:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _cli.run(main)

@@ -272,4 +272,4 @@ def _median(values: list[float]) -> float:
 
 if __name__ == "__main__":
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    sys.exit(main())
+    _cli.run(main)

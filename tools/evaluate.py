@@ -254,4 +254,4 @@ def _signed(value: float | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _cli.run(main)

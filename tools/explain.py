@@ -13,7 +13,6 @@ Ends with status 0, 1 or (in flags) 2 for a mistake, 130 where it was interrupte
 
 import json
 import os
-import sys
 from typing import Any
 
 from tools import _cli
@@ -130,4 +129,4 @@ def _request_devices(count: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _cli.run(main)

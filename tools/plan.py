@@ -13,7 +13,6 @@ interrupted.
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -124,4 +123,4 @@ def make(args: Any, say: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _cli.run(main)

@@ -242,4 +242,4 @@ def _report(args: Any, summary: dict[str, Any], seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _cli.run(main)

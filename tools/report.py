@@ -135,4 +135,4 @@ def _print_table(rows: list[list[str]]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _cli.run(main)

@@ -153,4 +153,4 @@ def make_one(path: Path, name: str, cache_dir: str | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _cli.run(main)

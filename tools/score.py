@@ -83,4 +83,4 @@ def _answer(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _cli.run(main)

@@ -90,4 +90,4 @@ def _run(args: Any) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _cli.run(main)

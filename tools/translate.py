@@ -72,4 +72,4 @@ def _warn(message: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _cli.run(main)

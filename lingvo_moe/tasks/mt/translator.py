@@ -20,6 +20,7 @@ import tensorflow_text as tf_text
 from lingvo_moe.core.decode.flat_beam_search import SearchOptions, dim
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.op_by_op import running_op_by_op
+from lingvo_moe.core.quiet import quiet
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.mt.decode_step import Decoder
 from lingvo_moe.tasks.mt.input.special_ids import BOS_ID, EOS_ID, PAD_ID
@@ -375,7 +376,8 @@ def _tokenizer(vocab: bytes) -> Any:
     In a loaded SavedModel, tokenizers of one name are one: the first, whatever their models.
     """
     name = f"sentencepiece_{hashlib.sha256(vocab).hexdigest()[:16]}"
-    return tf_text.SentencepieceTokenizer(model=vocab, name=name)
+    with quiet():  # it tells that a vocabulary takes text as it is, and has no level to be told
+        return tf_text.SentencepieceTokenizer(model=vocab, name=name)
 
 
 @dataclass

@@ -1,0 +1,46 @@
+"""How a command begins and ends as a process."""
+
+import io
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+_SIGPIPE_STATUS = 141  # 128 + 13, as shells give for a process that SIGPIPE ended
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Runs `main` as a process and ends it with the status that it returns.
+
+    Where the reader of standard output has gone, as `| head` goes, it ends quietly with the status that SIGPIPE would
+    give. SIGPIPE itself would also come of sockets, and of pipes to other processes.
+    """
+    if sys.stdout is not None:
+        out = sys.stdout
+        raw = _StandardOutput(out.fileno(), "wb", closefd=False)
+        sys.stdout = io.TextIOWrapper(
+            io.BufferedWriter(raw),
+            encoding=out.encoding,
+            errors=out.errors,
+            line_buffering=out.isatty(),
+        )
+    try:
+        status = main()
+    finally:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    sys.exit(status)
+
+
+class _StandardOutput(io.FileIO):
+    """A file that ends the program when nobody reads it any more; no `except OSError` takes that for another error."""
+
+    _gone = False
+
+    def write(self, data: Any) -> int:
+        if not self._gone:
+            try:
+                return super().write(data)
+            except BrokenPipeError:
+                self._gone = True
+                raise SystemExit(_SIGPIPE_STATUS) from None
+        return len(data)

@@ -1,0 +1,57 @@
+"""A command whose reader goes away ends quietly, whatever it writes with and whatever it catches."""
+
+import subprocess
+import sys
+
+import pytest
+
+_MAIN = """
+import sys
+from lingvo_moe.core.command import run
+
+def main():
+    try:
+        {body}
+    except (ValueError, OSError) as e:
+        print("caught", e, file=sys.stderr)
+        return 1
+    finally:
+        print("cleaned up", file=sys.stderr)
+    return 3
+
+run(main)
+"""
+
+
+def _ends(body: str, reads: bool) -> tuple[int, bytes, bytes]:
+    command = [sys.executable, "-c", _MAIN.format(body=body)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        if not reads:
+            process.stdout.close()
+            return process.wait(timeout=60), b"", process.stderr.read()
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "print('line\\n' * 9999)",
+        "print('kept until the end')",
+        "sys.stdout.buffer.write(b'x' * 99999)",
+    ],
+)
+def test_nobody_reads(body: str) -> None:
+    assert _ends(body, reads=False) == (141, b"", b"cleaned up\n")
+
+
+def test_somebody_reads() -> None:
+    assert _ends("print('Grüße')", reads=True) == (3, "Grüße\n".encode(), b"cleaned up\n")
+    assert _ends("sys.exit(5)", reads=False)[0] == 5
+
+
+def test_a_tool_of_ours() -> None:
+    command = [sys.executable, "-m", "tools.reproduce", "--list"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert (process.wait(timeout=60), process.stderr.read()) == (141, b"")
