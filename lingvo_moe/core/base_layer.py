@@ -32,6 +32,7 @@ _SCOPED = (
     "Dispatch",
     "Combine",
     "GroupedFProp",
+    "Infer",
 )
 
 

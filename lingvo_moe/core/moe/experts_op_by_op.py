@@ -15,9 +15,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from lingvo_moe.core.layers import panels
 from lingvo_moe.core.moe.packing import shape_of
-from lingvo_moe.core.nested_map import NestedMap
 
 _FEW_ROWS = 128
 MANY_EXPERTS = 256  # a product for each would be a large graph
@@ -30,36 +28,6 @@ def feed_forward(x_EGCM: tf.Tensor, wi_EMH: tf.Tensor, wo_EHM: tf.Tensor) -> tf.
         return product(tf.nn.relu(product(x_EGCM, wi_EMH)), wo_EHM)
     y_ENM = _each_expert(tf.reshape(x_EGCM, [experts, groups * slots, width]), wi_EMH, wo_EHM)
     return tf.reshape(y_ENM, [experts, groups, slots, width])
-
-
-def in_panels(theta: NestedMap) -> NestedMap:
-    """wi and wo, each a list of the experts' panels, [P,M,W] and [P,H,W] (see layers/panels.py)."""
-    return theta.Transform(lambda w: [panels.in_panels(one) for one in tf.unstack(w)])
-
-
-def grouped_feed_forward(
-    x_NM: tf.Tensor, group_sizes_E: tf.Tensor, theta: NestedMap, hidden_dim: int
-) -> tf.Tensor:
-    """relu(x wi) wo for rows of expert 0, then of expert 1, ..., [N,M]; zeros for rows that are nobody's.
-
-    Args:
-        x_NM: the rows.
-        group_sizes_E: int32, how many each expert has.
-        theta: as `in_panels` gave it.
-        hidden_dim: H.
-    """
-    width = x_NM.shape[1]
-    rest = tf.shape(x_NM)[:1] - tf.reduce_sum(group_sizes_E, keepdims=True)
-    pieces = tf.split(x_NM, tf.concat([group_sizes_E, rest], 0), num=len(theta.wi) + 1)
-    # An expert's only row gets another one as company: alone it would be rounded otherwise (panels.py).
-    company = tf.unstack(tf.cast(tf.equal(group_sizes_E, 1), tf.int32))
-    outputs = []
-    for wi, wo, piece, more in zip(theta.wi, theta.wo, pieces[:-1], company, strict=True):
-        rows = tf.pad(piece, [[0, more], [0, 0]])
-        hidden = tf.nn.relu(panels.product(rows, wi, hidden_dim))
-        outputs.append(panels.product(hidden, wo, width)[: tf.shape(piece)[0]])
-    y_NM = tf.concat([*outputs, tf.zeros_like(pieces[-1])], 0)
-    return tf.ensure_shape(y_NM, x_NM.shape)
 
 
 def product(x_EGCM: tf.Tensor, w_EMH: tf.Tensor) -> tf.Tensor:

@@ -3,6 +3,7 @@
 Letters: G group, S token in group, k choice rank, E expert, C capacity slot, M model, U task.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -12,6 +13,7 @@ from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.moe.choices_alone import is_choices_alone
 from lingvo_moe.core.moe.metrics import add_losses, routing_metrics
 from lingvo_moe.core.moe.routers import levels
 from lingvo_moe.core.nested_map import NestedMap
@@ -132,22 +134,24 @@ class Router(BaseLayer):
         capacity: int | None,
         probabilities_GSE: tf.Tensor | None = None,
         *,
-        aux_loss: tf.Tensor | None = None,
-        losses: dict[str, tf.Tensor] | None = None,
+        losses: Callable[[], tuple[tf.Tensor, dict[str, tf.Tensor]]] | None = None,
         ranked: bool = True,
     ) -> Routing:
         """The routing of these tensors [G,S,k] (see `Routing`) with its metrics (see `routing_metrics`).
 
         Args as theirs, and:
-            aux_loss: None where there is none.
-            losses: its parts, for the metrics.
+            losses: gives the auxiliary loss and its parts, for the metrics; None where there is none. Not called
+                where choices are all that counts (moe/choices_alone.py).
         """
-        aux_loss = tf.constant(0.0) if aux_loss is None else aux_loss
         E = self.p.num_experts
+        if is_choices_alone():
+            none = tf.constant(0.0), NestedMap()
+            return Routing(expert_index, gate, position, kept, E, capacity, *none)
+        aux_loss, parts = losses() if losses else (tf.constant(0.0), {})
         metrics = routing_metrics(
             expert_index, gate, wanted, kept, real_GS, E, capacity, probabilities_GSE, ranked
         )
-        add_losses(metrics, aux_loss, losses or {})
+        add_losses(metrics, aux_loss, parts)
         return Routing(expert_index, gate, position, kept, E, capacity, aux_loss, metrics)
 
 

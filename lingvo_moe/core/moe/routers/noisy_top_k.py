@@ -105,16 +105,17 @@ class NoisyTopKRouter(LearnedRouter):
         wanted_GSk = tf.stack([real_GS] * p.k, -1)
         position_GSk, kept_GSk = take_seats(index_GSk, wanted_GSk, p.num_experts, capacity)
 
-        if noisy_GSE is logits_GSE or p.k == p.num_experts:
-            load_E = tf.reduce_sum(count_choices(index_GSk, wanted_GSk, p.num_experts), 0)
-        else:
-            threshold_GSE = _to_exceed(noisy_GSE, best_GSk)
-            load_E = smooth_load(logits_GSE, deviation_GSE, threshold_GSE, real_GS)
-        losses = {
-            "importance": cv_squared(importance(gate_GSk, index_GSk, p.num_experts)),
-            "load": cv_squared(load_E),
-        }
-        aux_loss = losses["importance"] * p.importance_weight + losses["load"] * p.load_weight
+        def losses() -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+            if noisy_GSE is logits_GSE or p.k == p.num_experts:
+                load_E = tf.reduce_sum(count_choices(index_GSk, wanted_GSk, p.num_experts), 0)
+            else:
+                threshold_GSE = _to_exceed(noisy_GSE, best_GSk)
+                load_E = smooth_load(logits_GSE, deviation_GSE, threshold_GSE, real_GS)
+            even = cv_squared(importance(gate_GSk, index_GSk, p.num_experts))
+            load = cv_squared(load_E)
+            aux_loss = even * p.importance_weight + load * p.load_weight
+            return aux_loss, {"importance": even, "load": load}
+
         return self.Decided(
             index_GSk,
             gate_GSk * kept_GSk,
@@ -124,7 +125,6 @@ class NoisyTopKRouter(LearnedRouter):
             real_GS,
             capacity,
             tf.nn.softmax(noisy_GSE),
-            aux_loss=aux_loss,
             losses=losses,
         )
 

@@ -123,8 +123,11 @@ class Top2Router(LearnedRouter):
         if p.normalize_gates == "after_drops":
             gate_GSk = normalize(gate_GSk)
 
-        first_GE = count_choices(index_GSk[:, :, :1], real_GS[:, :, tf.newaxis], p.num_experts)
-        loss = load_balance(gates_GSE, first_GE, real_GS)  # as for other routers 1 at balance
+        def losses() -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+            first_GE = count_choices(index_GSk[:, :, :1], real_GS[:, :, tf.newaxis], p.num_experts)
+            loss = load_balance(gates_GSE, first_GE, real_GS)  # as for other routers 1 at balance
+            return loss * self._AuxLossScale(), {"load_balance": loss}
+
         return self.Decided(
             index_GSk,
             gate_GSk,
@@ -134,8 +137,7 @@ class Top2Router(LearnedRouter):
             real_GS,
             capacity,
             gates_GSE,
-            aux_loss=loss * self._AuxLossScale(),
-            losses={"load_balance": loss},
+            losses=losses,
         )
 
     def _Drawn(self, logits_GSE: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor | None:

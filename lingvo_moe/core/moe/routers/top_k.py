@@ -3,6 +3,8 @@
 Letters: G group, S token in group, k choice rank, E expert, M model.
 """
 
+import functools
+
 import tensorflow as tf
 
 from lingvo_moe.core import randomness
@@ -138,13 +140,13 @@ class TopKRouter(LearnedRouter):
         training its next value is among the routing's updates."""
         p = self.p
         real_GS = 1.0 - tf.cast(paddings_GS, tf.float32)
-        log_z_GS = log_partition(logits_GSE)
+        log_z_GS = functools.cache(lambda: log_partition(logits_GSE))
         if (
             seed is None
         ):  # rounded alike for any number of tokens, which exp is not (core/op_by_op.py)
             probabilities_GSE = tf.nn.softmax(logits_GSE)
         else:
-            probabilities_GSE = tf.exp(logits_GSE - log_z_GS[:, :, tf.newaxis])
+            probabilities_GSE = tf.exp(logits_GSE - log_z_GS()[:, :, tf.newaxis])
         if bias_E is None:
             logits_GSk, index_GSk = top_k(logits_GSE, p.k)
         else:
@@ -155,7 +157,7 @@ class TopKRouter(LearnedRouter):
         elif seed is None:
             gate_GSk = pick(probabilities_GSE, index_GSk)
         else:
-            gate_GSk = tf.exp(logits_GSk - log_z_GS[:, :, tf.newaxis])
+            gate_GSk = tf.exp(logits_GSk - log_z_GS()[:, :, tf.newaxis])
         if p.normalize_gates == "before_drops":
             gate_GSk = normalize(gate_GSk)
 
@@ -165,12 +167,14 @@ class TopKRouter(LearnedRouter):
         if p.normalize_gates == "after_drops":
             gate_GSk = normalize(gate_GSk)
 
-        count_GE = count_choices(index_GSk, wanted_GSk, p.num_experts)
-        losses = {
-            "load_balance": load_balance(probabilities_GSE, count_GE, real_GS),
-            "z": z_loss(log_z_GS, real_GS),
-        }
-        aux_loss = losses["load_balance"] * p.load_balance_weight + losses["z"] * p.z_loss_weight
+        count_GE = functools.cache(lambda: count_choices(index_GSk, wanted_GSk, p.num_experts))
+
+        def losses() -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+            balance = load_balance(probabilities_GSE, count_GE(), real_GS)
+            z = z_loss(log_z_GS(), real_GS)
+            aux_loss = balance * p.load_balance_weight + z * p.z_loss_weight
+            return aux_loss, {"load_balance": balance, "z": z}
+
         routing = self.Decided(
             index_GSk,
             gate_GSk,
@@ -180,11 +184,10 @@ class TopKRouter(LearnedRouter):
             real_GS,
             capacity,
             probabilities_GSE,
-            aux_loss=aux_loss,
             losses=losses,
         )
         if bias_E is not None and seed is not None:
-            next_E = self._NextBias(bias_E, count_GE)
+            next_E = self._NextBias(bias_E, count_GE())
             routing.updates.Set(f"{self.path}.balance_bias", next_E)
         return routing
 
