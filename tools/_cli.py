@@ -91,8 +91,8 @@ def check_output_directory(path: str | os.PathLike, flag: str = "--output") -> N
 
 
 def add_search_flags(parser: argparse.ArgumentParser) -> None:
-    """--beam_size, --max_length, --max_source_length, --length_alpha, --shortlist and the checkpoint's; unset ones are
-    None."""
+    """--beam_size, --max_length, --max_source_length, --length_alpha, --shortlist, --weights and the checkpoint's;
+    unset ones are None."""
     group = parser.add_argument_group("with --logdir (an exported model has these inside)")
     add_checkpoint_flags(group)
     group.add_argument(
@@ -109,6 +109,11 @@ def add_search_flags(parser: argparse.ArgumentParser) -> None:
         "--shortlist",
         metavar="FILE",
         help="of tools.shortlist: score only what a line's words may be translated by, faster (default: all)",
+    )
+    group.add_argument(
+        "--weights",
+        choices=("float32", "int8"),
+        help="int8: those of products in 8 bits, on a CPU faster and smaller, rounded (default: float32)",
     )
 
 
@@ -143,6 +148,14 @@ def checkpoint(args: argparse.Namespace) -> tuple[int | None, int]:
     return args.checkpoint_step, args.average_last or 1
 
 
+def load_from_run(args: argparse.Namespace, options: Any) -> tuple[Any, dict[str, Any]]:
+    """`load_translator` with the flags of add_search_flags, for --logdir. Raises ValueError, OSError."""
+    from lingvo_moe.tasks.mt.export import load_translator
+
+    weights = args.weights or "float32"
+    return load_translator(args.logdir, options, *checkpoint(args), args.shortlist, weights)
+
+
 def open_translator(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     """The Translator of --logdir or the SavedTranslator of --saved_model, and what it is.
 
@@ -150,7 +163,7 @@ def open_translator(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
         ValueError: nothing there, a damaged checkpoint, or a flag that does not go with --saved_model.
     """
     if args.saved_model:
-        for name in ("checkpoint_step", "average_last", "shortlist", *_SEARCH_FLAGS):
+        for name in ("checkpoint_step", "average_last", "shortlist", "weights", *_SEARCH_FLAGS):
             if getattr(args, name) is not None:
                 raise ValueError(
                     f"--{name} was fixed when {args.saved_model} was exported; use it with --logdir"
@@ -158,11 +171,7 @@ def open_translator(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
         from lingvo_moe.tasks.mt.saved_translator import SavedTranslator
 
         return SavedTranslator(args.saved_model), {"saved_model": str(args.saved_model)}
-    from lingvo_moe.tasks.mt.export import load_translator
-
-    translator, about = load_translator(
-        args.logdir, search_options(args), *checkpoint(args), args.shortlist
-    )
+    translator, about = load_from_run(args, search_options(args))
     return translator, {"logdir": str(args.logdir), **about}
 
 

@@ -28,21 +28,22 @@ def main(argv: list[str] | None = None) -> int:
     try:
         _cli.check_output_directory(args.output)
         _cli.load_tensorflow()
-        from lingvo_moe.tasks.mt.export import check_replaceable, export, load_translator
+        from lingvo_moe.tasks.mt.export import check_replaceable, export
 
         check_replaceable(args.output)
         top_k = args.top_k if args.top_k is not None else (args.beam_size or 4)
         options = _cli.search_options(args, top_k)
-        translator, about = load_translator(
-            args.logdir, options, *_cli.checkpoint(args), args.shortlist
-        )
+        translator, about = _cli.load_from_run(args, options)
         export(translator, args.output, about)
     except (ValueError, OSError) as e:
         print(f"export: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    print(f"{args.output}: {about['model']} at step {about['step']}, beam {options.beam_size}")
+    print(
+        f"{args.output}: {about['model']} at step {about['step']}, beam {options.beam_size},"
+        f" weights {about['weights']}"
+    )
     return 0
 
 

@@ -78,3 +78,14 @@ def _constant(int8_MN: np.ndarray) -> tf.Tensor:
     if tf.inside_function():
         return tf.constant(proto)
     return tf.bitcast(tf.constant(int8_MN), tf.qint8)
+
+
+def check_supported() -> None:
+    """Raises ValueError where TensorFlow has no such kernel, as on processors other than x86-64."""
+    try:
+        EightBit(np.ones([4, 4]), 4).Product(tf.ones([1, 4]))
+    except (tf.errors.OpError, TypeError) as e:
+        raise ValueError(
+            "this TensorFlow has no products of 8 bits (QuantizedMatMulWithBiasAndDequantize), which its builds for"
+            f" x86-64 have; leave the weights float32: {e}"
+        ) from e

@@ -23,6 +23,7 @@ def load_translator(
     step: int | None = None,
     average_last: int = 1,
     shortlist: str | os.PathLike | None = None,
+    weights: str = "float32",
 ) -> tuple[Translator, dict[str, Any]]:
     """The model of a run at a checkpoint.
 
@@ -32,24 +33,29 @@ def load_translator(
         step: which checkpoint; None for the newest.
         average_last: how many checkpoints, this one the last, to take the mean of.
         shortlist: a file of tools.shortlist; None to score all tokens.
+        weights: see Translator.
 
     Returns:
-        The translator, and what it is: model, params_override, step; averaged_steps, of a mean; and shortlist.
+        The translator, and what it is: model, params_override, step, weights; averaged_steps, of a mean; and
+        shortlist.
 
     Raises:
         RunDirError: no run there.
         DataError: no shortlist there, or one for other vocabularies.
         CheckpointError: no such checkpoint, fewer than asked for, a damaged one, or one that is not of the run's
             model.
+        ValueError: weights that are not, or not here.
     """
     run = RunDir(logdir)
     model, vocabs = run.Task(), run.vocabs
     some = Shortlist.Load(shortlist) if shortlist else None
     theta, about = load_theta(run, model, step, average_last)
+    about["weights"] = weights
     if some:
         about["shortlist"] = some.About()
     languages = run.languages or () if model.RoutesByTask(model.p) else ()
-    return Translator(model, theta, vocabs.source, vocabs.target, options, languages, some), about
+    vocabularies = vocabs.source, vocabs.target
+    return Translator(model, theta, *vocabularies, options, languages, some, weights), about
 
 
 def load_theta(

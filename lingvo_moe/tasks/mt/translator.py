@@ -9,8 +9,7 @@ or 32 (docs/decode_speed.md).
 """
 
 import hashlib
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,8 @@ import tensorflow as tf
 import tensorflow_text as tf_text
 
 from lingvo_moe.core.decode.flat_beam_search import SearchOptions, dim
+from lingvo_moe.core.layers import eight_bit, panels
+from lingvo_moe.core.layers.held_weights import HeldWeights
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.op_by_op import running_op_by_op
 from lingvo_moe.core.quiet import quiet
@@ -104,10 +105,11 @@ class Translator(tf.Module):
         options: see TranslateOptions.
         languages: source languages by task id, for a model that routes by them; none for others.
         shortlist: which tokens each line is scored for; None: all.
+        weights: "float32", or "int8" for those that products are with, where TensorFlow's own kernels run.
 
     Raises:
-        ValueError: a vocabulary with more pieces than the model has embeddings for, or a shortlist for other
-            vocabularies or under XLA.
+        ValueError: a vocabulary with more pieces than the model has embeddings for, a shortlist for other
+            vocabularies or under XLA, or weights of another name or int8 where they cannot be.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class Translator(tf.Module):
         options: TranslateOptions | None = None,
         languages: Sequence[str] = (),
         shortlist: Shortlist | None = None,
+        weights: str = "float32",
     ):
         super().__init__(name="translator")
         self.options = options or TranslateOptions()
@@ -140,17 +143,8 @@ class Translator(tf.Module):
             self._shortlist = self._ColumnsOf(
                 shortlist, {"source": source_vocab, "target": target_vocab}
             )
-        self._arrange = lambda theta: theta
-        if not self.options.xla and hasattr(model, "ForInference"):
-            self._arrange = model.ForInference
-        theta = self._arrange(theta)
-        self._variables = [
-            tf.Variable(value, trainable=False, name=re.sub(r"[\[\]]+", "_", path))
-            for path, value in theta.FlattenItems()
-        ]
-        # tf.Module would track, and wrap, a NestedMap; closures it lets be.
-        structure = theta.Transform(lambda _: None)
-        self._theta = lambda: structure.Pack([tf.convert_to_tensor(v) for v in self._variables])
+        self._arrange = _arrangement(model, self.options, weights)
+        self._weights = HeldWeights(self._arrange(theta))
         self._model = lambda: model
         self._languages = tuple(languages)
         strings = tf.TensorSpec([None], tf.string, name="text")
@@ -183,9 +177,12 @@ class Translator(tf.Module):
         return tuple(self._languages)
 
     def SetTheta(self, theta: NestedMap) -> None:
-        """Other weights of the same model, e.g. of another checkpoint; what is compiled stays as it is."""
-        for variable, value in zip(self._variables, self._arrange(theta).Flatten(), strict=True):
-            variable.assign(value)
+        """Other weights of the same model, e.g. of another checkpoint; what is compiled stays as it is.
+
+        Raises:
+            ValueError: with weights of 8 bits, which are part of what is compiled.
+        """
+        self._weights.Assign(self._arrange(theta))
 
     def _TranslateFrom(self, text: tf.Tensor, language: tf.Tensor) -> dict[str, tf.Tensor]:
         """As `_Translate`, for a model that routes by language: string [N], the source language of each line.
@@ -352,7 +349,7 @@ class Translator(tf.Module):
         def search(ids_RS: tf.Tensor, lengths_R: tf.Tensor, *tasks_R: tf.Tensor) -> tuple:
             self.traces += 1
             with use_mesh(single_device()), running_op_by_op(length is None):
-                theta = self._theta()
+                theta = self._weights.Theta()
                 rows, size = (dim(ids_RS, axis) for axis in (0, 1))
                 at_S = tf.tile(tf.range(size)[tf.newaxis], [rows, 1])
                 real_RS = at_S < lengths_R[:, tf.newaxis]
@@ -368,6 +365,29 @@ class Translator(tf.Module):
             return found.ids_BKT, found.lengths_BK, found.scores_BK
 
         return search
+
+
+def _arrangement(
+    model: Any, options: TranslateOptions, weights: str
+) -> Callable[[NestedMap], NestedMap]:
+    """From a model's theta to what the search reads: see BaseLayer.ForInference. Raises ValueError; see Translator."""
+    if weights not in panels.WEIGHTS:
+        raise ValueError(f"weights is {weights!r}; it must be one of {', '.join(panels.WEIGHTS)}")
+    if weights == "int8":
+        if options.xla:
+            raise ValueError(
+                "weights=int8 is for TensorFlow's own kernels; XLA, which runs the search where there is an"
+                " accelerator, has no fast products of 8 bits: leave it out, or hide the accelerator"
+            )
+        eight_bit.check_supported()
+    if options.xla or not hasattr(model, "ForInference"):
+        return lambda theta: theta
+
+    def arrange(theta: NestedMap) -> NestedMap:
+        with panels.arranging(weights):
+            return model.ForInference(theta)
+
+    return arrange
 
 
 def _tokenizer(vocab: bytes) -> Any:
