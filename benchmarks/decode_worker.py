@@ -36,11 +36,11 @@ def main() -> None:
         before = time.process_time()
         loaded = tf.saved_model.load(directory)
         load = time.process_time() - before
-    ids, lengths = batch(size)
+    inputs = batch(size)
 
     def step() -> dict[str, float]:
-        tokens = int(loaded.search(ids, lengths))
-        if tokens != size["batch"] * size["target_length"]:
+        tokens = int(loaded.search(*inputs))
+        if tokens != sum(size["target_lengths"]):
             raise RuntimeError(f"{tokens} tokens came out")
         return {"tokens": tokens}
 
@@ -50,12 +50,13 @@ def main() -> None:
     serve(step, parameters=parameters, load_seconds=load, first_seconds=first)
 
 
-def batch(size: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Source ids [B,S] and lengths [B]."""
+def batch(size: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Source ids [B,S], their lengths [B], and those of what comes out [B]."""
     rng = np.random.default_rng(1)
     lengths = np.array(size["source_lengths"], np.int32)
     ids = rng.integers(4, size["vocab_size"], (size["batch"], lengths.max())).astype(np.int32)
-    return ids * (np.arange(ids.shape[1]) < lengths[:, None]), lengths
+    ids *= np.arange(ids.shape[1]) < lengths[:, None]
+    return ids, lengths, np.array(size["target_lengths"], np.int32)
 
 
 def build(kind: Kind, size: dict[str, Any]) -> tuple[Any, int]:
@@ -76,10 +77,12 @@ def build(kind: Kind, size: dict[str, Any]) -> tuple[Any, int]:
     module = tf.Module()
     module.weights = [tf.Variable(w, trainable=False) for w in arranged.Flatten()]
     structure = arranged.Transform(lambda _: None)
-    target = size["target_length"]
-    decoder = Decoder(model, SearchOptions(size["beam"], 1), target)
+    target = max(size["target_lengths"])
+    options = SearchOptions(size["beam"], 1)
+    module.shortlist = shortlist(size) if kind.shortlist else None
+    decoder = Decoder(model, options, target, shortlist=module.shortlist)
 
-    def search(ids: tf.Tensor, lengths: tf.Tensor) -> tf.Tensor:
+    def search(ids: tf.Tensor, lengths: tf.Tensor, longest: tf.Tensor) -> tf.Tensor:
         with use_mesh(single_device()), running_op_by_op():
             theta = structure.Pack([tf.convert_to_tensor(w) for w in module.weights])
             at = tf.range(tf.shape(ids)[1])[tf.newaxis]
@@ -87,12 +90,26 @@ def build(kind: Kind, size: dict[str, Any]) -> tuple[Any, int]:
             src = NestedMap(ids=ids * real, segment_ids=real, segment_pos=at * real)
             if kind.full:
                 return _full(model, theta, src, target)
-            longest = tf.fill(tf.shape(lengths), target)
             return tf.reduce_sum(decoder.Search(theta, src, longest).lengths_BK)
 
-    signature = [tf.TensorSpec([None, None], tf.int32), tf.TensorSpec([None], tf.int32)]
+    signature = [tf.TensorSpec([None] * rank, tf.int32) for rank in (2, 1, 1)]
     module.search = tf.function(search, input_signature=signature, autograph=False)
     return module, parameters
+
+
+def shortlist(size: dict[str, Any]) -> Any:
+    """As long as tools.shortlist makes them: for each source token 100 tokens drawn by Zipf's law, and the first 460
+    for every line (200 frequent ones, bytes and what has a meaning). A line of 30 tokens then has about 1,550 of
+    32,000, and 32 lines together 16,000."""
+    from lingvo_moe.tasks.mt.shortlist import Shortlist
+    from lingvo_moe.tasks.mt.shortlist_columns import ShortlistColumns
+
+    tokens = size["vocab_size"]
+    up_to = np.cumsum(1 / np.arange(1, tokens + 1))
+    draws = np.random.default_rng(2).random((tokens, 100))
+    candidates = np.searchsorted(up_to / up_to[-1], draws)
+    some = Shortlist.Make(candidates, range(460), {"source": b"", "target": b""})
+    return ShortlistColumns(some, tokens, 2 * size["beam"] + 3)
 
 
 def _model(kind: Kind, size: dict[str, Any]) -> Any:
