@@ -185,7 +185,7 @@ def prepare_run_dir(run_dir: Any, model: str, override: str, restart: bool) -> N
         )
     # The text, not the experiment evaluated again: its definition may have changed since.
     was = (run_dir.path / "params.txt").read_text("utf-8")
-    difference = run_difference(was, registry.GetParams(model, override).ToText())
+    difference = run_difference(was, registry.GetParams(model, override))
     if difference:
         raise UsageError(
             f"--logdir={run_dir.path} holds a run of {run_dir.experiment['model']} with other parameters; give "
@@ -210,27 +210,36 @@ def check_began_from(args: argparse.Namespace, run_dir: Any) -> None:
     )
 
 
-def run_difference(was: str, now: str) -> str:
-    """The lines by which two experiments, as text, differ in what is trained on what; '' where they do not.
+def run_difference(was: str, now: Params) -> str:
+    """The lines by which an experiment, as text, and another differ in what is trained on what; '' where they do not.
 
-    A run may be made longer, or saved more often.
+    A run may be made longer, or saved more often. A parameter that the text does not know, and that has its default
+    now, was not there when the run began, and changes nothing of it.
     """
 
     def lines(text: str) -> set[str]:
         return {
             line
             for line in text.splitlines()
-            if line.startswith(("task.", "input.")) and line.split(" : ")[0] not in _PLACES
+            if line.startswith(("task.", "input.")) and _path(line) not in _PLACES
         }
 
-    only = [(line, ">") for line in lines(was) - lines(now)]
-    only += [(line, "<") for line in lines(now) - lines(was)]
+    before, after = lines(was), lines(now.ToText())
+    known = {_path(line) for line in before}
+    only = [(line, ">") for line in before - after]
+    for line in after - before:
+        if _path(line) in known or not now.IsDefault(_path(line)):
+            only.append((line, "<"))
     return "\n".join(f"{mark} {line}" for line, mark in sorted(only, key=_path_and_mark))
+
+
+def _path(line: str) -> str:
+    return line.split(" : ")[0]
 
 
 def _path_and_mark(marked: tuple[str, str]) -> tuple[str, bool]:
     line, mark = marked
-    return line.split(" : ")[0], mark == "<"
+    return _path(line), mark == "<"
 
 
 def log(line: str) -> None:

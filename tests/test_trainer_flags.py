@@ -232,6 +232,18 @@ def test_another_experiment_in_the_same_logdir_is_refused_with_the_difference(tm
     assert _files(run_dir.path) == before
 
 
+def test_a_run_of_before_a_parameter_was_there_goes_on(tmp_path):
+    """With the default, which changes nothing; not with another value."""
+    run_dir = _run(tmp_path)
+    file = run_dir.path / "params.txt"
+    line = "task.num_kv_heads : 0\n"
+    assert line in file.read_text()
+    file.write_text(file.read_text().replace(line, ""))
+    trainer.prepare_run_dir(run_dir, "mt.M4Tiny", "", restart=False)
+    with pytest.raises(trainer.UsageError, match=r"would run now:\n< task\.num_kv_heads : 1$"):
+        trainer.prepare_run_dir(run_dir, "mt.M4Tiny", "task.num_kv_heads=1", restart=False)
+
+
 def test_an_experiment_that_was_changed_under_its_run_is_noticed(tmp_path):
     """The flags are the same, but not what they mean."""
     run_dir = _run(tmp_path)

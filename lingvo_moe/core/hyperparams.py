@@ -112,6 +112,12 @@ class Params:
             raise AttributeError(owner._unknown(name))
         return owner._params[name].description
 
+    def IsDefault(self, path: str) -> bool:
+        """Whether the value there is the one that Define gave."""
+        owner, name = self._resolve(path)
+        param = owner._params[_parse_indices(name)[0]]
+        return _to_text(param.value) == _to_text(param.default)
+
     def Set(self, **values: Any) -> Self:
         """Sets several names at once; a dotted path can be passed as `**{'a.b': 1}`. Returns self.
 
