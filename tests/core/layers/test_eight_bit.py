@@ -1,0 +1,122 @@
+"""Weights of 8 bits: what a product rounds to, exactly, on any processor; and how modules hold them.
+
+Letters: R row, M and N the dimensions of a weight.
+"""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from numpy.testing import assert_allclose, assert_array_equal
+
+from lingvo_moe.core.layers import eight_bit, held_weights, panels
+from lingvo_moe.core.layers.eight_bit import EightBit
+from lingvo_moe.core.layers.held_weights import HeldWeights
+from lingvo_moe.core.nested_map import NestedMap
+
+_EXTREMES = """
+import numpy as np
+import tensorflow as tf
+from lingvo_moe.core.layers.eight_bit import EightBit
+
+x_RM = np.where(np.arange(96) % 5 < 4, 1.0, -1.0) * np.array([[1.0], [-1.0], [3.0]])
+product = tf.function(EightBit(np.outer(np.where(np.arange(96) % 7 < 6, 1, -1), np.ones(80)), 64).Product)
+want = x_RM @ np.where(np.arange(96) % 7 < 6, 1, -1)
+np.testing.assert_allclose(product(tf.constant(x_RM, tf.float32)), np.repeat(want[:, None], 80, 1), rtol=1e-6)
+"""
+
+
+def _numbers(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def _product(weight: EightBit):
+    spec = tf.TensorSpec([None, weight.shape[1]])
+    return tf.function(weight.Product, input_signature=[spec], autograph=False)
+
+
+def test_a_product_is_that_of_the_integers():
+    x_RM, w_MN = _numbers(9, 300), _numbers(300, 70, seed=1) * np.linspace(0.1, 9, 70, dtype="f")
+    weight = EightBit(w_MN, 64)
+    assert weight.shape == (2, 300, 64)
+    assert weight.nbytes == 300 * 70 + 4 * 70
+    assert np.abs(weight.int8_MN).max(0).tolist() == [64] * 70
+    most_R1 = np.abs(x_RM).max(1, keepdims=True)
+    rounded_RM = np.floor(x_RM / (most_R1 / 127) + 0.5).astype(np.int64)
+    want = (rounded_RM @ weight.int8_MN.astype(np.int64)) * (most_R1 / 127) * weight.scale_N
+    got = _product(weight)(x_RM)
+    assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    difference = np.linalg.norm(got - x_RM @ w_MN) / np.linalg.norm(x_RM @ w_MN)
+    assert 0.001 < difference < 0.03
+
+
+def test_a_row_is_the_same_to_the_bit_alone_and_with_others():
+    product, x_RM = _product(EightBit(_numbers(64, 40), 64)), _numbers(33, 64, seed=1)
+    together = product(x_RM).numpy()
+    for rows in (1, 2, 3, 16, 17):
+        assert_array_equal(product(x_RM[:rows]), together[:rows])
+        assert_array_equal(product(x_RM[-rows:]), together[-rows:])
+
+
+def test_no_rows_and_rows_of_zeros_or_without_a_number():
+    product, x_RM = _product(EightBit(_numbers(16, 8) * (np.arange(8) > 0), 8)), _numbers(3, 16)
+    assert product(x_RM[:0]).shape == (0, 8)
+    assert not product(x_RM)[:, 0].numpy().any()  # a column of zeros
+    x_RM[0], x_RM[1, 4] = 0, np.nan
+    assert np.isfinite(product(x_RM).numpy()).all(1).tolist() == [True, False, True]
+    assert not product(x_RM)[0].numpy().any()
+
+
+def test_sums_do_not_overflow_on_processors_without_instructions_for_them():
+    """oneDNN, told to use none younger than AVX2, adds two products in 16 bits, which hold no more than these."""
+    env = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run([sys.executable, "-c", _EXTREMES], env=env, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+
+
+def test_they_take_the_place_of_panels():
+    x_RM, w_MN, w_PMW = _numbers(5, 32), _numbers(32, 100), _numbers(3, 32, 16)
+    with panels.arranging("int8"):
+        plain, apart = panels.in_panels(w_MN), panels.as_panels(tf.constant(w_PMW))
+    assert isinstance(plain, EightBit) and isinstance(apart, EightBit)
+    assert not isinstance(panels.in_panels(w_MN), EightBit)
+    want = panels.product(x_RM, panels.in_panels(w_MN), 100)
+    assert_allclose(panels.product(x_RM, plain, 100), want, atol=0.3)
+    want = panels.panel_product(x_RM, panels.as_panels(w_PMW))
+    assert_allclose(panels.panel_product(x_RM, apart), want, atol=0.3)
+    assert apart.shape == (3, 32, 16)
+
+
+def test_a_module_holds_them_as_constants(tmp_path, monkeypatch):
+    theta = NestedMap(a=_numbers(6, 4), layers=[NestedMap(w=EightBit(_numbers(4, 5), 64))])
+    module = HeldWeights(theta)
+    assert [v.name for v in module.variables] == ["a:0"]
+
+    @tf.function(input_signature=[])
+    def product() -> tf.Tensor:
+        held = module.Theta()
+        return held.layers[0].w.Product(held.a)
+
+    module.product = product
+    want = product().numpy()
+    tf.saved_model.save(module, str(tmp_path))
+    loaded = tf.saved_model.load(str(tmp_path))
+    assert_array_equal(loaded.product(), want)
+    with pytest.raises(ValueError, match="cannot be assigned"):
+        module.Assign(theta)
+    monkeypatch.setattr(held_weights, "_MOST_BYTES", 39)
+    with pytest.raises(ValueError, match="room for 39 bytes, but these are 40; leave"):
+        HeldWeights(theta)
+
+
+def test_where_there_is_no_kernel_it_is_told(monkeypatch):
+    def missing(**_: object) -> None:
+        raise tf.errors.NotFoundError(None, None, "no OpKernel")
+
+    eight_bit.check_supported()
+    monkeypatch.setattr(tf.raw_ops, "QuantizedMatMulWithBiasAndDequantize", missing)
+    with pytest.raises(ValueError, match="x86-64 have; leave the weights float32: no OpKernel"):
+        eight_bit.check_supported()

@@ -1,0 +1,98 @@
+"""A translator with weights of 8 bits: whole, exported, and line by line."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import toy_translation as toy
+from numpy.testing import assert_array_equal
+
+from lingvo_moe.core.layers.eight_bit import EightBit
+from lingvo_moe.tasks.mt.export import export, load_translator
+from lingvo_moe.tasks.mt.run_dir import RunDir
+from lingvo_moe.tasks.mt.saved_translator import ABOUT, SavedTranslator
+from lingvo_moe.tasks.mt.translator import TranslateOptions
+from tools import _cli
+
+OPTIONS = TranslateOptions(beam_size=3, top_k=2, max_source_length=8, max_length=10, xla=False)
+LINES = [*toy.sentences(12, seed=3, longest=5), ""]
+
+
+@pytest.fixture(scope="module")
+def logdir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("run")
+    toy.save_run(path, toy.train_vocab(toy.sentences(200), bytes_too=False))
+    return path
+
+
+@pytest.fixture(scope="module")
+def translator(logdir):
+    return load_translator(logdir, OPTIONS, weights="int8")
+
+
+@pytest.fixture(scope="module")
+def saved_model(tmp_path_factory, translator):
+    path = tmp_path_factory.mktemp("saved") / "model"
+    export(translator[0], path, translator[1])
+    return path
+
+
+def test_every_product_with_a_weight_is_one_of_8_bits(logdir, translator):
+    """Attention, experts and the softmax; tables, norms and routers stay float32."""
+    names = {v.name for v in translator[0].trainable_variables + translator[0].variables}
+    kept = ("table", "norm", "scale", "bias", "router")
+    assert names and all(any(word in name for word in kept) for name in names)
+    graph = translator[0].translate.get_concrete_function().graph.as_graph_def()
+    constants = [
+        node.attr["value"].tensor
+        for function in graph.library.function
+        for node in function.node_def
+        if node.op == "Const" and node.attr["dtype"].type == tf.qint8.as_datatype_enum
+    ]
+    theta = RunDir(logdir).Task().VariableSpecs()
+    large = [s.shape for _, s in theta.FlattenItems() if len(s.shape) > 1 and s.shape[-1] > 8]
+    assert len(constants) > len(large) / 2 > 5
+    assert sum(isinstance(x, EightBit) for x in translator[0]._weights.Theta().Flatten()) == len(
+        constants
+    )
+
+
+def test_a_line_is_the_same_to_the_bit_in_any_batch_and_in_the_export(translator, saved_model):
+    want = translator[0].Translate(LINES)
+    assert len({texts[0] for texts in want.translations}) > 5
+    saved = SavedTranslator(saved_model)
+    for translate in (translator[0].Translate, saved.Translate):
+        for size in (1, 7, len(LINES)):
+            for start in range(0, len(LINES), size):
+                got = translate(LINES[start : start + size])
+                assert got.translations == want.translations[start : start + size]
+                assert_array_equal(got.scores, want.scores[start : start + size])
+
+
+def test_scores_are_about_those_of_float32(logdir, translator):
+    want = load_translator(logdir, OPTIONS)[0].Translate(LINES[:-1])
+    got = translator[0].Translate(LINES[:-1])
+    differences = np.abs(got.scores - want.scores)
+    assert 0 < np.median(differences) < 0.1
+
+
+def test_what_they_are_is_told(translator, saved_model):
+    assert translator[1]["weights"] == "int8"
+    assert json.loads((saved_model / ABOUT).read_text())["weights"] == "int8"
+
+
+def test_where_they_cannot_be_it_is_told(logdir, translator, saved_model):
+    with pytest.raises(ValueError, match=r"'int4'; it must be one of float32, int8"):
+        load_translator(logdir, OPTIONS, weights="int4")
+    with pytest.raises(ValueError, match=r"TensorFlow's own kernels; XLA, .*leave it out"):
+        load_translator(logdir, dataclasses.replace(OPTIONS, xla=True), weights="int8")
+    with pytest.raises(ValueError, match="cannot be assigned"):
+        translator[0].SetTheta(RunDir(logdir).Task().InitTheta(tf.constant([0, 0])))
+    parser = _cli.Parser()
+    parser.add_argument("--saved_model")
+    _cli.add_search_flags(parser)
+    args = parser.parse_args([f"--saved_model={saved_model}", "--weights=int8"])
+    with pytest.raises(ValueError, match=r"--weights was fixed when .* was exported"):
+        _cli.open_translator(args)
