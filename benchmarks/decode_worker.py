@@ -64,6 +64,8 @@ def build(kind: Kind, size: dict[str, Any]) -> tuple[Any, int]:
     import tensorflow as tf
 
     from lingvo_moe.core.decode.flat_beam_search import SearchOptions
+    from lingvo_moe.core.layers import panels
+    from lingvo_moe.core.layers.held_weights import HeldWeights
     from lingvo_moe.core.nested_map import NestedMap
     from lingvo_moe.core.op_by_op import running_op_by_op
     from lingvo_moe.core.sharding import single_device, use_mesh
@@ -73,10 +75,10 @@ def build(kind: Kind, size: dict[str, Any]) -> tuple[Any, int]:
     with use_mesh(single_device()):
         theta = _weights(model)
         parameters = sum(int(np.prod(w.shape)) for w in theta.Flatten())
-        arranged = model.ForInference(theta)
+        with panels.arranging(kind.weights):
+            arranged = model.ForInference(theta)
     module = tf.Module()
-    module.weights = [tf.Variable(w, trainable=False) for w in arranged.Flatten()]
-    structure = arranged.Transform(lambda _: None)
+    module.weights = HeldWeights(arranged)
     target = max(size["target_lengths"])
     options = SearchOptions(size["beam"], 1)
     module.shortlist = shortlist(size) if kind.shortlist else None
@@ -84,7 +86,7 @@ def build(kind: Kind, size: dict[str, Any]) -> tuple[Any, int]:
 
     def search(ids: tf.Tensor, lengths: tf.Tensor, longest: tf.Tensor) -> tf.Tensor:
         with use_mesh(single_device()), running_op_by_op():
-            theta = structure.Pack([tf.convert_to_tensor(w) for w in module.weights])
+            theta = module.weights.Theta()
             at = tf.range(tf.shape(ids)[1])[tf.newaxis]
             real = tf.cast(at < lengths[:, tf.newaxis], tf.int32)
             src = NestedMap(ids=ids * real, segment_ids=real, segment_pos=at * real)
