@@ -159,3 +159,19 @@ def test_flops_and_errors():
         _layer(3)
     with pytest.raises(ValueError, match="num_kv_heads=-1"):
         _layer(-1)
+
+
+@pytest.mark.parametrize("kv_heads, axis", [(1, None), (4, "model")])
+def test_a_step_cut_by_heads_sends_its_result_alone(kv_heads, axis):
+    split = {"N": "model", "U": axis}
+    layer = _layer(kv_heads, activation_split={"B": "data", **split}, weight_split=split)
+    shape = (2, 4, 2, kv_heads, K)
+    cache = NestedMap(k=normal(1, *shape), v=normal(2, *shape))
+    mask = tf.constant(np.tile(np.array([[1, 0, 1, 0], [0, 1, 0, 1]], bool), [4, 1, 1]))
+    args = [init(layer), normal(0, 4, 2, M), cache, tf.constant(1), mask]
+    rows, by_row = ("data", None, None), (None, "data", None, axis, None)
+    split = cache.Transform(lambda c: TensorSpec(c.shape, "float32", by_row))
+    splits = [layer.VariableSpecs(), rows, split, None, rows]
+    got, collectives = run_sharded(layer.ExtendStep, args, Mesh.parse("data:2,model:4"), splits)
+    assert_close(got, single(layer.ExtendStep, *args))
+    assert collectives == {"all-reduce": 1}
