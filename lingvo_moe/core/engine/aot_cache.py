@@ -1,8 +1,8 @@
 """Compiled programs, kept on disk: compiling a large step for a pod takes a minute, reading it back a moment.
 
-An entry holds what the compiler gave (its HLO text, sizes and timings), under the program's hash, the
-topology and the compiler's version: never what the planner makes of it, so that a better planner
-needs no new compile.
+An entry holds what the compiler gave (its HLO text, sizes and timings), under the hashes of the program and
+of its operations' names, the topology and the compiler's version: never what the planner makes of it, so
+that a better planner needs no new compile.
 """
 
 import dataclasses
@@ -45,7 +45,8 @@ def cached(
     if cache_dir is None:
         return compile_program()
     machine = topology_name.replace(":", "-")
-    path = cache_dir / f"{program.hash[:32]}-{machine}-{compiler}.json.gz"
+    hashes = f"{program.hash[:32]}-{program.names_hash[:16]}"
+    path = cache_dir / f"{hashes}-{machine}-{compiler}.json.gz"
     result = _read(path)
     if result is None:
         result = compile_program()

@@ -70,11 +70,26 @@ class Program:
         digest.update(self._header().encode())
         return digest.hexdigest()
 
+    @functools.cached_property
+    def names_hash(self) -> str:
+        """SHA-256 of its operations' names, which are no part of `hash`: who reads a compiled program goes by them."""
+        text = self._Module()
+        names = [
+            name
+            for line in re.findall(r"^#loc.*", text, flags=re.MULTILINE)
+            for name in re.findall(_STRING, line)
+            if "/" in name and not name.endswith('.py"')  # others are lines of this machine's files
+        ]
+        return hashlib.sha256("\n".join(names).encode()).hexdigest()
+
     def Text(self) -> str:
         """The StableHLO as text, without source locations, its functions numbered in order of appearance."""
+        return normalized_text(self._Module())
+
+    def _Module(self) -> str:
         from jax import export
 
-        return normalized_text(export.deserialize(bytearray(self.exported)).mlir_module())
+        return export.deserialize(bytearray(self.exported)).mlir_module()
 
     def Save(self, path: str) -> None:
         """Writes one file, whole or not at all."""

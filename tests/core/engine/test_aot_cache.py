@@ -1,4 +1,4 @@
-"""Compiled programs on disk: read back whole, by program, machine and compiler; damage means compiling again."""
+"""Compiled programs on disk: read back whole, by program, names, machine and compiler; damage means compiling again."""
 
 import pytest
 
@@ -8,6 +8,9 @@ from lingvo_moe.core.engine.aot_cache import cached, default_cache_dir
 
 class _Program:
     hash = "0123456789abcdef" * 4
+
+    def __init__(self, names="76543210" * 8):
+        self.names_hash = names
 
 
 def _result(text="HloModule m"):
@@ -31,7 +34,9 @@ def test_an_entry_is_read_back_for_the_same_program_machine_and_compiler(tmp_pat
     other = _result("HloModule other")
     assert cached(_Program(), "v3:4x4", "libtpu-1", cache, lambda: other) == other
     assert cached(_Program(), "v3:2x2", "libtpu-2", cache, lambda: other) == other
-    assert len(list(cache.iterdir())) == 3
+    # Whose operations have other names: layers are told by them.
+    assert cached(_Program("0" * 64), "v3:2x2", "libtpu-1", cache, lambda: other) == other
+    assert len(list(cache.iterdir())) == 4
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x1f\x8b no", "half"])

@@ -62,7 +62,19 @@ def test_a_saved_program_is_the_same_program(program, tmp_path):
 def test_the_hash_does_not_depend_on_what_was_traced_before(program):
     for _ in range(3):
         tf.function(lambda x: tf.while_loop(lambda i: i < x, lambda i: (i + 1,), (0,)))(2)
-    assert _lower().hash == program.hash
+    again = _lower()
+    assert (again.hash, again.names_hash) == (program.hash, program.names_hash)
+
+
+def test_other_names_leave_the_hash_and_have_one_of_their_own(program):
+    def scoped(state, batch):
+        with tf.name_scope("encoder"):
+            return scale_and_loop(state, batch)
+
+    scoped.__name__ = scale_and_loop.__name__  # of the program, a part of the hash
+    renamed = _lower(scoped)
+    assert renamed.hash == program.hash
+    assert renamed.names_hash != program.names_hash
 
 
 def test_another_function_has_another_hash(program):
