@@ -9,6 +9,7 @@ from toy_search_model import D, ToyModel, assert_plain
 
 from lingvo_moe.core.decode.flat_beam_search import NEVER, SearchOptions
 from lingvo_moe.core.decode.growing_beam_search import BLOCK, GrowingBeamSearch, largest
+from lingvo_moe.core.layers.panels import FEWEST_ROWS
 from lingvo_moe.core.nested_map import NestedMap
 
 
@@ -78,6 +79,22 @@ def test_equals_plain_beam_search_over_blocks(beam_size, top_k):
 def test_equals_plain_beam_search(seed, vocab, beam_size, max_lengths):
     model = GrowingToyModel(seed, len(max_lengths), vocab, 20)
     check(model, max_lengths, SearchOptions(beam_size=beam_size, top_k=beam_size))
+
+
+@pytest.mark.parametrize("beam_size", [1, 3])
+def test_products_have_no_fewer_than_so_many_rows(beam_size):
+    """One row alone, and those that are left when others have ended."""
+
+    class Counting(GrowingToyModel):
+        def Logits(self, logits_BJV, cache):
+            hypotheses = tf.shape(logits_BJV)[0] * beam_size
+            enough = tf.debugging.assert_greater_equal(hypotheses, FEWEST_ROWS)
+            with tf.control_dependencies([enough]):
+                return tf.identity(logits_BJV)
+
+    for max_lengths in ([20], [3, 40, 0, 20, 4, 2]):
+        model = Counting(3, len(max_lengths), 30, 40)
+        check(model, max_lengths, SearchOptions(beam_size=beam_size))
 
 
 def test_ties_go_to_the_lower_hypothesis_and_token():
