@@ -11,7 +11,7 @@ from typing import Any
 
 from lingvo_moe.core import inspect
 from lingvo_moe.core.engine.summaries import read_metrics
-from lingvo_moe.tasks.mt import samples
+from lingvo_moe.tasks.mt import init_from, samples
 from lingvo_moe.tasks.mt.routing import RoutingReport
 from lingvo_moe.tasks.mt.run_dir import RunDir
 from lingvo_moe.tasks.mt.samples import Sample
@@ -137,6 +137,8 @@ def _settings(run: RunDir, scores: Any, metrics: Sequence[dict]) -> list[tuple[s
     found, p = run.experiment, run.Params()
     out = [("run", str(run.path)), ("experiment", found["model"])]
     out.append(("overrides", found["params_override"] or "none"))
+    if run.began_from:
+        out.append(("beginning", init_from.describe(run.began_from)))
     out.append(("data", str(p.input.data_dir or "not said")))
     languages = found.get("languages") or (
         [] if isinstance(scores, Missing) else scores["languages"]

@@ -92,6 +92,14 @@ def test_an_empty_run_says_what_is_missing(run):
     assert "task.num_experts : 8" in text  # all parameters
 
 
+def test_what_a_run_began_from_is_told(run):
+    described = json.loads((run / "experiment.json").read_text())
+    described["began_from"] = {"logdir": "/old", "step": 5, "kept": {"source pieces": [3100, 3200]}}
+    (run / "experiment.json").write_text(json.dumps(described))
+    told = dict(run_report.gather(run, _NO_ROUTING).settings)["beginning"]
+    assert told == "began from /old at step 5; 3,100 of 3,200 source pieces were there"
+
+
 def test_a_page_with_everything(run):
     _add_metrics(run)
     _add_scores(run, delta=True)
