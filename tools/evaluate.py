@@ -159,13 +159,16 @@ def _output(args: Any) -> Path | None:
 def _identity(args: Any, about: dict[str, Any]) -> list[Any]:
     """What tells a translator from another: every flag that it could depend on, what it is, and when that was made."""
     flags = {name: value for name, value in vars(args).items() if name not in _NO_TRANSLATORS}
+    files = [Path(value) for value in flags.values() if isinstance(value, str)]
+    files = [file for file in files if file.is_file()]
     if args.saved_model:
         from lingvo_moe.tasks.mt.saved_translator import MANIFEST
 
-        return [flags, about, (Path(args.saved_model) / MANIFEST).read_text("utf-8")]
-    steps = about.get("averaged_steps") or [about["step"]]
-    files = [Path(args.logdir) / "checkpoints" / str(step) for step in steps]
-    return [flags, about, [file.stat().st_mtime_ns for file in files]]
+        files.append(Path(args.saved_model) / MANIFEST)
+    else:
+        steps = about.get("averaged_steps") or [about["step"]]
+        files += [Path(args.logdir) / "checkpoints" / str(step) for step in steps]
+    return [flags, about, [file.stat().st_mtime_ns for file in files if file.exists()]]
 
 
 def _progress(kept: Any, done: int, lines: int) -> str:
