@@ -4,14 +4,16 @@
 
 6+6 layers, d 512, ff 2048, 8 heads, vocabulary 32,000, random weights, float32, one thread; sources of 30
 tokens, exactly 30 tokens out; batches of 1 and 32, greedy and with a beam of 4; and 32 sources of 5 to 60
-tokens. Each contender is a process of its own, alone on its core while it runs: they take steps in turn,
-and the table has each one's least CPU time. PEERS is the environment that benchmarks/install_peers.sh makes;
-without it only our own contenders run. --update writes the table into docs/decode_speed.md.
+tokens, with as many out for each, and for all as many as for the longest. Each contender is a process of its
+own, alone on its core while it runs: they take steps in turn, and the table has each one's least CPU time.
+PEERS is the environment that benchmarks/install_peers.sh makes; without it only our own contenders run.
+--update writes the table into docs/decode_speed.md.
 """
 
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.compile_time import host
@@ -27,15 +29,29 @@ SIZE = {
     "vocab_size": 32000,
     "num_layers": 6,
     "num_experts": 8,
-    "target_length": 30,
 }
 MIXED = [5 + 55 * i // 31 for i in range(32)]
-SETTINGS: dict[str, dict[str, Any]] = {
-    "1, greedy": {"batch": 1, "beam": 1, "source_lengths": [30]},
-    "1, beam 4": {"batch": 1, "beam": 4, "source_lengths": [30]},
-    "32, greedy": {"batch": 32, "beam": 1, "source_lengths": [30] * 32},
-    "32, beam 4": {"batch": 32, "beam": 4, "source_lengths": [30] * 32},
-    "32 of 5 to 60, beam 4": {"batch": 32, "beam": 4, "source_lengths": MIXED},
+
+
+def _setting(
+    beam: int, sources: list[int], targets: list[int], only: Sequence[str] = ()
+) -> dict[str, Any]:
+    return {
+        "batch": len(sources),
+        "beam": beam,
+        "source_lengths": sources,
+        "target_lengths": targets,
+        "only": only,
+    }
+
+
+SETTINGS = {
+    "1, greedy": _setting(1, [30], [30]),
+    "1, beam 4": _setting(4, [30], [30]),
+    "32, greedy": _setting(1, [30] * 32, [30] * 32),
+    "32, beam 4": _setting(4, [30] * 32, [30] * 32),
+    "32 of 5 to 60, as many out, beam 4": _setting(4, MIXED, MIXED, ["here", "hf"]),
+    "32 of 5 to 60, 60 out, beam 4": _setting(4, MIXED, [60] * 32, ["here"]),
 }
 
 
@@ -87,6 +103,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def _can(kind: str, setting: dict[str, Any]) -> bool:
     """Whether it is measured in this setting: without caches there is greedy search alone."""
+    if setting["only"] and kind not in setting["only"]:
+        return False
     return setting["beam"] == 1 or kind in PEERS or not OURS[kind].full
 
 

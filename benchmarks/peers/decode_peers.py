@@ -2,7 +2,7 @@
 
     PEERS/bin/python benchmarks/peers/decode_peers.py ct2 '{"model_dim": 512, ..., "batch": 32, "beam": 4}'
 
-Models of the same sizes, of random weights, made to give exactly `target_length` tokens.
+Models of the same sizes, of random weights, made to give exactly `target_lengths` tokens.
 """
 
 import json
@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 
+import nllb_moe
 import numpy as np
 from stepping import keep_memory, serve
 
@@ -21,7 +22,7 @@ def main():
     step, about = (ctranslate2 if kind.startswith("ct2") else hugging_face)(kind, size)
     before = time.process_time()
     tokens = step()["tokens"]
-    if tokens != size["batch"] * size["target_length"]:
+    if tokens != sum(size["target_lengths"]):
         raise RuntimeError(f"{tokens} tokens came out")
     serve(step, first_seconds=time.process_time() - before, **about)
 
@@ -49,12 +50,14 @@ def ctranslate2(kind, size):
         )
         load = time.process_time() - before
 
+    (length,) = set(size["target_lengths"])  # it has one for a batch
+
     def step():
         found = translator.translate_batch(
             lines,
             beam_size=size["beam"],
-            min_decoding_length=size["target_length"],
-            max_decoding_length=size["target_length"],
+            min_decoding_length=length,
+            max_decoding_length=length,
             max_batch_size=0,
         )
         return {"tokens": sum(len(one.hypotheses[0]) for one in found)}
@@ -129,8 +132,9 @@ def hugging_face(kind, size):
             num_experts=size["num_experts"],
             encoder_sparse_step=2,
             decoder_sparse_step=2,
-            expert_capacity=4096,
+            moe_token_dropout=0.0,
         )
+        nllb_moe.mend()
         model = transformers.NllbMoeForConditionalGeneration(config)
     else:
         model = transformers.M2M100ForConditionalGeneration(transformers.M2M100Config(**sizes))
@@ -139,7 +143,7 @@ def hugging_face(kind, size):
     ids = torch.zeros(len(lines), max(map(len, lines)), dtype=torch.long)
     for row, line in zip(ids, lines):
         row[: len(line)] = torch.tensor(line)
-    length = size["target_length"]
+    ending = _Ending(size["target_lengths"], size["beam"])
 
     def step():
         with torch.inference_mode():
@@ -147,13 +151,34 @@ def hugging_face(kind, size):
                 input_ids=ids,
                 attention_mask=(ids > 0).long(),
                 num_beams=size["beam"],
-                min_new_tokens=length,
-                max_new_tokens=length,
+                max_new_tokens=max(size["target_lengths"]),
                 do_sample=False,
+                logits_processor=[ending],
             )
-        return {"tokens": found.shape[0] * (found.shape[1] - 1)}
+        return {"tokens": _lengths(found[:, 1:])}
 
     return step, {"version": transformers.__version__}
+
+
+class _Ending:
+    """Has each line end with its own number of tokens, EOS being the last."""
+
+    def __init__(self, lengths, beams):
+        import torch
+
+        self._lengths = torch.tensor(lengths).repeat_interleave(beams)
+
+    def __call__(self, ids, scores):
+        over = self._lengths <= ids.shape[1]  # the first of ids is what decoding starts with
+        scores[:, 2] = float("-inf")
+        scores[over] = float("-inf")
+        scores[over, 2] = 0.0
+        return scores
+
+
+def _lengths(found):
+    """The number of tokens, EOS included, of rows [B,T] that end with one each."""
+    return int(((found == 2).int().argmax(1) + 1).sum())
 
 
 if __name__ == "__main__":

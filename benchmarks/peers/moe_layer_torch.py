@@ -12,6 +12,7 @@ import math
 import os
 import sys
 
+import nllb_moe
 import torch
 from stepping import arrays, keep_memory, serve
 from torch import nn
@@ -121,25 +122,11 @@ def hf_grouped_mm(size):
 
 
 def hf_nllb(size):
-    """Hugging Face's NLLB-MoE layer.
-
-    As shipped (transformers 5.23) the router hands out the one-hot mask of first choices where the
-    experts expect numbers, so that two experts see everything. Here every expert gets the tokens that
-    have a gate for it, first and second choices, and nothing else is changed.
-    """
+    """Hugging Face's NLLB-MoE layer, its experts mended (nllb_moe.py)."""
     from transformers import NllbMoeConfig
     from transformers.models.nllb_moe import modeling_nllb_moe
 
-    def experts(self, hidden_states, router_mask, router_probs):
-        out = torch.zeros_like(hidden_states)
-        for number in range(self.num_experts):
-            rows = router_probs[:, number].nonzero().squeeze(-1)
-            if rows.numel():
-                y = self[f"expert_{number}"](hidden_states[rows]) * router_probs[rows, number, None]
-                out.index_add_(0, rows, y)
-        return out
-
-    modeling_nllb_moe.NllbMoeExperts.forward = experts
+    nllb_moe.mend()
     tokens = size["groups"] * size["group_size"]
     config = NllbMoeConfig(
         d_model=size["model_dim"],
