@@ -64,7 +64,7 @@ def panel_product(x_RM: tf.Tensor, w_PMW: tf.Tensor | EightBit) -> tf.Tensor:
         panels, _, width = w_PMW.shape
         y_RPW = tf.reshape(w_PMW.Product(x_RM), [-1, panels, width])
         return tf.transpose(y_RPW, [1, 0, 2])
-    return tf.matmul(x_RM[tf.newaxis], w_PMW)
+    return tf.matmul(tf.expand_dims(x_RM, 0), w_PMW)
 
 
 def product(x_RM: tf.Tensor, w_PMW: tf.Tensor | EightBit, columns: int | None) -> tf.Tensor:

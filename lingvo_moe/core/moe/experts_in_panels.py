@@ -41,7 +41,8 @@ def feed_forward_of_chosen(
     tokens, (ranks, width) = tf.shape(x_NM)[0], (expert_Nk.shape[1], x_NM.shape[1])
     choices, nobody = tokens * ranks, len(theta.wi)
     expert_R = tf.reshape(tf.where(kept_Nk > 0, expert_Nk, nobody), [-1])
-    # Company makes an expert's rows as many as a product should have (panels.py): of the first token, for none.
+    # Copies of the first token make an expert's rows as many as a product should have (panels.py); what becomes
+    # of them is left out.
     company = _company(expert_R, nobody)
     owner = tf.concat([expert_R, company], 0)
     number = tf.range(tf.size(owner))
