@@ -110,6 +110,18 @@ def test_another_model_is_refused_with_what_differs(run, new_vocabs) -> None:
         begin_from(run.path, 7, dense, new_vocabs, _NEW_LANGUAGES)
 
 
+def test_heads_that_share_keys_are_no_languages(vocab, tmp_path) -> None:
+    more = "task.num_heads=4;task.num_kv_heads={}"
+    toy_translation.save_run(tmp_path, vocab, more=more.format(2), languages=_OLD_LANGUAGES)
+    vocabs = NestedMap(source=Vocabulary(vocab), target=Vocabulary(vocab))
+    task = RunDir(tmp_path).Params().task
+    beginning = begin_from(tmp_path, 7, task, vocabs, _OLD_LANGUAGES[::-1])
+    assert beginning.weights.moved == {} and "languages" not in beginning.about["kept"]
+    task.num_kv_heads = 1
+    with pytest.raises(InitFromError, match="< task.num_kv_heads : 1"):
+        begin_from(tmp_path, 7, task, vocabs, _OLD_LANGUAGES)
+
+
 def test_where_there_is_nothing_to_begin_from(run, tmp_path) -> None:
     assert find_step(run.path) == find_step(run.path, 7) == 7
     with pytest.raises(InitFromError, match=r"--init_from_step=8: .* there are \[7\]"):
