@@ -17,11 +17,13 @@ def run(main: Callable[[], int]) -> NoReturn:
     if sys.stdout is not None:
         out = sys.stdout
         raw = _StandardOutput(out.fileno(), "wb", closefd=False)
+        at_once = getattr(out, "write_through", False)  # python -u
         sys.stdout = io.TextIOWrapper(
-            io.BufferedWriter(raw),
+            raw if at_once else io.BufferedWriter(raw),
             encoding=out.encoding,
             errors=out.errors,
             line_buffering=out.isatty(),
+            write_through=at_once,
         )
     try:
         status = main()
