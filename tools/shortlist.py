@@ -12,6 +12,7 @@ cannot come out. More --per_piece covers more and is slower. What it does to sco
 """
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from tools import _cli
@@ -57,7 +58,6 @@ def _run(args: Any) -> int:
         inputs = run.Params().input
     from lingvo_moe.core.engine.progress import LineProgress
     from lingvo_moe.core.nested_map import NestedMap
-    from lingvo_moe.tasks.mt.input.dev_set import DevSet
     from lingvo_moe.tasks.mt.input.errors import DataError
     from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
     from lingvo_moe.tasks.mt.making_shortlists import ShortlistOptions, coverage, make_shortlist
@@ -70,7 +70,7 @@ def _run(args: Any) -> int:
         shortlist = make_shortlist(vocabs, data_dir, inputs.languages, options, say)
         shortlist.Save(args.output)
         try:
-            held_out = DevSet(data_dir)
+            held_out = _held_out(data_dir, inputs.languages)
         except DataError as e:
             held_out, why = None, str(e)
         of = held_out and coverage(shortlist, vocabs, held_out.items(), say)
@@ -87,6 +87,17 @@ def _run(args: Any) -> int:
     else:
         print(f"coverage was not looked at: {why}")
     return 0
+
+
+def _held_out(data_dir: str, languages: Sequence[str]) -> Any:
+    """The DevSet of a run's languages, none meaning all, as far as there is one. Raises DataError: there is none."""
+    from lingvo_moe.tasks.mt.input.dev_set import DevSet
+    from lingvo_moe.tasks.mt.input.errors import DataError
+
+    found = [lang for lang in DevSet(data_dir).languages if not languages or lang in languages]
+    if not found:
+        raise DataError(f"{data_dir} has no held-out pairs of {', '.join(languages)}")
+    return DevSet(data_dir, languages=found)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """python -m tools.shortlist, and what uses the file: a run's translator, and the model that is exported from both."""
 
+import contextlib
 import gzip
 import json
 from pathlib import Path
@@ -79,6 +80,24 @@ def test_it_says_what_it_covers(logdir, corpus, tmp_path, capsys):
     assert "coverage was not looked at" in capsys.readouterr().out
 
 
+def test_it_looks_at_the_run_s_languages(corpus, tmp_path, capsys):
+    (tmp_path / "dev").mkdir()
+    for name in ("de.tsv.gz", "dev/de.tsv.gz"):
+        (tmp_path / name).write_bytes((corpus / name).read_bytes())
+    for name in ("fi.tsv", "dev/fi.tsv", "dev/sw.tsv"):
+        (tmp_path / name).write_text("tree\tPUU\n")
+    toy.save_run(
+        tmp_path / "run", toy.train_vocab(toy.sentences(200)), more="input.languages=['de','fi']"
+    )
+    flags = [f"--logdir={tmp_path}/run", f"--output={tmp_path}/made.npz", "--quiet"]
+    assert shortlist.main([*flags, f"--data_dir={tmp_path}"]) == 0
+    assert "of 151 held-out references" in capsys.readouterr().out
+    (tmp_path / "dev/de.tsv.gz").unlink()
+    (tmp_path / "dev/fi.tsv").unlink()
+    assert shortlist.main([*flags, f"--data_dir={tmp_path}"]) == 0
+    assert "coverage was not looked at: " in capsys.readouterr().out
+
+
 def test_batch_size_changes_nothing(translator):
     whole = translator.Translate(LINES)
     for size in (1, 7, 32):
@@ -115,6 +134,10 @@ def test_files_that_do_not_fit_are_refused(logdir, made, tmp_path):
     for wrong in (b"", b"hello", content[:-100], content[:300] + b"x" + content[301:]):
         (tmp_path / "wrong.npz").write_bytes(wrong)
         with pytest.raises(DataError, match=r"no shortlist of tools\.shortlist, or damaged"):
+            Shortlist.Load(tmp_path / "wrong.npz")
+    for at in range(0, len(content), 5):  # some of a zip's bytes say nothing
+        (tmp_path / "wrong.npz").write_bytes(content[:at] + b"\xf9" + content[at + 1 :])
+        with contextlib.suppress(DataError):
             Shortlist.Load(tmp_path / "wrong.npz")
 
 

@@ -6,7 +6,6 @@ Decoding with one scores, for a line, the candidates of its pieces and the frequ
 
 import hashlib
 import os
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +37,7 @@ class Shortlist:
 
     def __post_init__(self) -> None:
         """Raises DataError where a part is not what it must be."""
-        if self.candidates.ndim != 2 or self.candidates.shape[1] < 1 or self.always.ndim != 1:
+        if self.candidates.ndim != 2 or min(self.candidates.shape) < 1 or self.always.ndim != 1:
             raise DataError(
                 f"a shortlist of {self.candidates.shape} and {self.always.shape} ids; it must be [pieces, K] and [n]"
             )
@@ -109,14 +108,8 @@ class Shortlist:
                 f"--shortlist={path}: no such file; tools.shortlist makes one"
             ) from None
         except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            zipfile.BadZipFile,
-            EOFError,
-        ) as e:
+            Exception
+        ) as e:  # of zipfile, zlib and NumPy: what a damaged file raises is of many kinds
             raise DataError(
                 f"--shortlist={path}: no shortlist of tools.shortlist, or damaged: {e}"
             ) from e
@@ -129,11 +122,11 @@ class Shortlist:
                     f"the shortlist was made for another {side} vocabulary than the model's: "
                     "make one with tools.shortlist --logdir=RUN, of this model's run"
                 )
-        largest = max(self.candidates.max(), self.always.max())
-        if len(self.candidates) != sizes["source"] or largest >= sizes["target"]:
+        least, largest = self.candidates.min(), max(self.candidates.max(), self.always.max())
+        if len(self.candidates) != sizes["source"] or least < 0 or largest >= sizes["target"]:
             raise DataError(
-                f"the shortlist has {len(self.candidates)} source pieces and target pieces up to {largest}, the "
-                f"vocabularies {sizes['source']} and {sizes['target']}: it is damaged"
+                f"the shortlist has {len(self.candidates)} source pieces and target pieces from {least} to {largest}, "
+                f"the vocabularies {sizes['source']} and {sizes['target']}: it is damaged"
             )
 
     def About(self) -> dict[str, Any]:
