@@ -118,7 +118,7 @@ def test_heads_that_share_keys_are_no_languages(vocab, tmp_path) -> None:
     beginning = begin_from(tmp_path, 7, task, vocabs, _OLD_LANGUAGES[::-1])
     assert beginning.weights.moved == {} and "languages" not in beginning.about["kept"]
     task.num_kv_heads = 1
-    with pytest.raises(InitFromError, match="< task.num_kv_heads : 1"):
+    with pytest.raises(InitFromError, match=r"< task\.num_kv_heads : 1"):
         begin_from(tmp_path, 7, task, vocabs, _OLD_LANGUAGES)
 
 
