@@ -254,6 +254,7 @@ def prepare(
     goes_on = has_begun(run_dir) and not args.restart
     if args.init_from and not goes_on:  # before a run is moved aside
         step = init_from.find_step(args.init_from, args.init_from_step)
+        init_from.check_model(args.init_from, params.task)
     prepare_run_dir(run_dir, args.model, override, restart=args.restart)
     if goes_on:
         check_began_from(args, run_dir)

@@ -301,6 +301,20 @@ def test_restart_moves_nothing_that_is_not_a_run(tmp_path):
     assert (tmp_path / "home" / "letters.txt").exists()
 
 
+def test_restart_leaves_a_run_where_its_beginning_would_be_another_model_s(
+    tmp_path, data_dir, capfd
+):
+    run_dir = _run(tmp_path)
+    other = RunDir(tmp_path / "other")
+    other.Write("mt.M4Tiny", "task.hidden_dim=64", {"source": b"s", "target": b"t"})
+    (other.checkpoint_dir / "5").mkdir(parents=True)
+    flags = [TINY, f"--logdir={run_dir.path}", f"--data_dir={data_dir}", "--engine=tf_graph"]
+    assert trainer.main([*flags, "--restart", f"--init_from={other.path}"]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith(f"error: --init_from={other.path}: ") and "hidden_dim : 64" in said
+    assert (run_dir.checkpoint_dir / "5").is_dir()
+
+
 # --- inspection
 
 

@@ -68,6 +68,11 @@ def find_step(logdir: str | os.PathLike, step: int | None = None) -> int:
     return steps[-1] if step is None else step
 
 
+def check_model(logdir: str | os.PathLike, task: Params) -> None:
+    """Raises as begin_from where a model cannot begin from a run, whatever the vocabularies. Reads no checkpoint."""
+    _variables(RunDir(logdir, flag=_FLAG), task)
+
+
 def begin_from(
     logdir: str | os.PathLike,
     step: int,
@@ -89,10 +94,7 @@ def begin_from(
         InitFromError: its model is another one; names the variables that differ.
     """
     run = RunDir(logdir, flag=_FLAG)
-    before, after = run.Params().task, task
-    old, new = (p.Instantiate().VariableSpecs() for p in (before, after))
-    rows = {path: found for path, s in new.FlattenItems() if (found := _rows(path, s.letters))}
-    _check_same(run, old, new, rows, before, after)
+    old, new, rows = _variables(run, task)
     names = {
         side: (_pieces(Vocabulary(run.vocabs[side])), _pieces(vocabs[side]))
         for side in ("source", "target")
@@ -110,6 +112,17 @@ def begin_from(
     kept = {_NAMES[kind]: [len({*a} & {*b}), len(b)] for kind, (a, b) in names.items()}
     about = {"logdir": os.path.abspath(logdir), "step": step, "kept": kept}
     return Beginning(InitialWeights(str(run.checkpoint_dir), step, moved), about)
+
+
+def _variables(
+    run: RunDir, task: Params
+) -> tuple[NestedMap, NestedMap, dict[str, tuple[str, int]]]:
+    """The specs of the run's variables and of the task's, which are alike, and `_rows` of those that have them."""
+    before, after = run.Params().task, task
+    old, new = (p.Instantiate().VariableSpecs() for p in (before, after))
+    rows = {path: found for path, s in new.FlattenItems() if (found := _rows(path, s.letters))}
+    _check_same(run, old, new, rows, before, after)
+    return old, new, rows
 
 
 def _rows(path: str, letters: str) -> tuple[str, int] | None:
