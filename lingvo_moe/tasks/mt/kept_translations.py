@@ -1,5 +1,6 @@
 """Translations kept on disk while there are more to make, so that what stops the work does not lose them."""
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -38,11 +39,12 @@ class KeptTranslations:
         key = json.dumps([self._identity, lines, langs], sort_keys=True)
         name = hashlib.sha256(key.encode()).hexdigest()[:32]
         file = self._directory / f"{name}.json"
-        if file.exists():
+        with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError):  # or damaged
             kept = json.loads(file.read_text("ascii"))
+            translations, seconds = kept["translations"], kept["seconds"]
             self.reused += len(lines)
-            self.seconds += kept["seconds"]
-            return kept["translations"]
+            self.seconds += seconds
+            return translations
         translations, seconds = self._new(lines, langs)
         self._directory.mkdir(parents=True, exist_ok=True)
         content = {"translations": list(translations), "seconds": seconds}
