@@ -27,7 +27,7 @@ class EightBit:
     """A weight [M,N] as int8 and a scale for each column; a leaf of arranged weights, used like panels.
 
     Args:
-        w_MN: float, with values (no tensor of a graph).
+        w_MN: float, with values (no tensor of a graph). Products with a column that holds NaN or infinity are NaN.
         width: W, how many columns are a panel.
 
     Attributes:
@@ -39,8 +39,10 @@ class EightBit:
     def __init__(self, w_MN: tf.Tensor | np.ndarray, width: int):
         w_MN = np.asarray(w_MN, np.float32)
         most_N = np.max(np.abs(w_MN), 0)
-        self.scale_N = np.where(most_N > 0, most_N / _LARGEST_WEIGHT, 1).astype(np.float32)
-        self.int8_MN = np.round(w_MN / self.scale_N).astype(np.int8)
+        finite_N = np.isfinite(most_N)
+        scale_N = np.where(finite_N & (most_N > 0), most_N / _LARGEST_WEIGHT, 1)
+        self.int8_MN = np.round(np.where(finite_N, w_MN, 0) / scale_N).astype(np.int8)
+        self.scale_N = np.where(finite_N, scale_N, np.nan).astype(np.float32)
         self.shape = (-(-w_MN.shape[1] // width), w_MN.shape[0], width)
 
     @property
@@ -49,8 +51,8 @@ class EightBit:
         return self.int8_MN.nbytes + self.scale_N.nbytes
 
     def Product(self, x_RM: tf.Tensor) -> tf.Tensor:
-        """[R,M] by the weight: float32 [R,N]."""
-        x_RM = tf.cast(x_RM, tf.float32)
+        """[R,M] by the weight: [R,N], in the type of the rows."""
+        kind, x_RM = x_RM.dtype, tf.cast(x_RM, tf.float32)
         scale_R1 = tf.reduce_max(tf.abs(x_RM), 1, keepdims=True) / _LARGEST_INPUT
         # Casts cut what lies behind the point, so that a half more rounds.
         moved_RM = tf.math.divide_no_nan(x_RM, scale_R1) + (_MOVED + 0.5)
@@ -69,7 +71,7 @@ class EightBit:
             Toutput=tf.float32,
             input_quant_mode="SCALED",
         )
-        return y_RN * scale_R1 * self.scale_N
+        return tf.cast(y_RN * scale_R1 * self.scale_N, kind)
 
 
 def _constant(int8_MN: np.ndarray) -> tf.Tensor:

@@ -70,6 +70,23 @@ def test_no_rows_and_rows_of_zeros_or_without_a_number():
     assert not product(x_RM)[0].numpy().any()
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_weight_that_is_no_number_is_not_taken_for_one(bad):
+    w_MN = _numbers(16, 8)
+    w_MN[3, 2] = bad
+    assert np.isnan(_product(EightBit(w_MN, 8))(_numbers(3, 16))).any(0).nonzero()[0].tolist() == [
+        2
+    ]
+
+
+@pytest.mark.parametrize("kind", [tf.bfloat16, tf.float16])
+def test_results_are_of_the_type_of_the_rows(kind):
+    weight, x_RM = EightBit(_numbers(16, 8), 8), tf.cast(_numbers(3, 16), kind)
+    got = tf.function(weight.Product)(x_RM)
+    assert got.dtype == kind
+    assert_array_equal(got, tf.cast(_product(weight)(tf.cast(x_RM, tf.float32)), kind))
+
+
 def test_sums_do_not_overflow_on_processors_without_instructions_for_them():
     """oneDNN, told to use none younger than AVX2, adds two products in 16 bits, which hold no more than these."""
     env = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "TF_CPP_MIN_LOG_LEVEL": "3"}

@@ -13,6 +13,7 @@ from lingvo_moe.core.layers.eight_bit import EightBit
 from lingvo_moe.tasks.mt.export import export, load_translator
 from lingvo_moe.tasks.mt.run_dir import RunDir
 from lingvo_moe.tasks.mt.saved_translator import ABOUT, SavedTranslator
+from lingvo_moe.tasks.mt.shortlist import Shortlist
 from lingvo_moe.tasks.mt.translator import TranslateOptions
 from tools import _cli
 
@@ -76,6 +77,40 @@ def test_scores_are_about_those_of_float32(logdir, translator):
     got = translator[0].Translate(LINES[:-1])
     differences = np.abs(got.scores - want.scores)
     assert 0 < np.median(differences) < 0.1
+
+
+def _assert_each_line_is_what_it_is_among_others(translator):
+    together = translator.Translate(LINES[:7])
+    for i in (0, 3, 6):
+        alone = translator.Translate(LINES[i : i + 1])
+        assert alone.translations == together.translations[i : i + 1]
+        assert_array_equal(alone.scores, together.scores[i : i + 1])
+    assert np.isfinite(together.scores).all() and len(set(together.scores[:, 0])) > 3
+
+
+def test_with_a_shortlist(logdir, tmp_path):
+    vocabs = RunDir(logdir).vocabs
+    size = RunDir(logdir).Task().p.target_vocab_size
+    near = [[4 + (piece + i) % (size - 4) for i in range(3)] for piece in range(size)]
+    both = {"source": vocabs.source, "target": vocabs.target}
+    Shortlist.Make(near, range(4, 20), both).Save(tmp_path / "shortlist.npz")
+    options = dataclasses.replace(OPTIONS, beam_size=1, top_k=1)
+    found = [
+        load_translator(logdir, options, shortlist=tmp_path / "shortlist.npz", weights=weights)[0]
+        for weights in ("float32", "int8")
+    ]
+    _assert_each_line_is_what_it_is_among_others(found[1])
+    scores = [translator.Translate(LINES[:-1]).scores for translator in found]
+    assert 0 < np.median(np.abs(scores[1] - scores[0])) < 0.2
+
+
+def test_of_a_model_that_computes_in_bfloat16(tmp_path):
+    vocab = toy.train_vocab(toy.sentences(200), bytes_too=False)
+    toy.save_run(tmp_path, vocab, more="task.fprop_dtype='bfloat16'")
+    options = dataclasses.replace(OPTIONS, beam_size=1, top_k=1)
+    _assert_each_line_is_what_it_is_among_others(
+        load_translator(tmp_path, options, weights="int8")[0]
+    )
 
 
 def test_what_they_are_is_told(translator, saved_model):
