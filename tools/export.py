@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     print(
         f"{args.output}: {about['model']} at step {about['step']}, beam {options.beam_size},"
-        f" weights {about['weights']}"
+        f" weights {about['weights']}{', with a shortlist' if args.shortlist else ''}"
     )
     return 0
 

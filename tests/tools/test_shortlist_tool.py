@@ -111,6 +111,7 @@ def test_batch_size_changes_nothing(translator):
 def test_an_exported_model_has_it_inside(logdir, made, translator, tmp_path, capsys):
     flags = [f"--logdir={logdir}", f"--shortlist={made}", f"--output={tmp_path / 'model'}"]
     assert export.main([*flags, *_FLAGS]) == 0
+    assert "beam 3, weights float32, with a shortlist\n" in capsys.readouterr().out
     got, want = SavedTranslator(tmp_path / "model").Translate(LINES), translator.Translate(LINES)
     assert got.translations == want.translations
     np.testing.assert_array_equal(got.scores, want.scores)
