@@ -83,11 +83,11 @@ def _constant(int8_MN: np.ndarray) -> tf.Tensor:
 
 
 def check_supported() -> None:
-    """Raises ValueError where TensorFlow has no such kernel, as on processors other than x86-64."""
+    """Raises ValueError where TensorFlow has no such kernel: on processors other than x86-64, or without oneDNN."""
     try:
         EightBit(np.ones([4, 4]), 4).Product(tf.ones([1, 4]))
     except (tf.errors.OpError, TypeError) as e:
         raise ValueError(
             "this TensorFlow has no products of 8 bits (QuantizedMatMulWithBiasAndDequantize), which its builds for"
-            f" x86-64 have; leave the weights float32: {e}"
+            f" x86-64 have unless TF_ENABLE_ONEDNN_OPTS=0 is set; take float32 weights instead of int8: {e}"
         ) from e

@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 import tensorflow_text  # noqa: F401 - registers the ops of exported tokenizers
 
+from lingvo_moe.core.layers import eight_bit
 from lingvo_moe.core.manifest import ManifestError, verify_manifest
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.quiet import quiet
@@ -34,7 +35,8 @@ class SavedTranslator:
 
     Raises:
         ManifestError: a file was changed, is missing or was added since it was exported.
-        ValueError: there is no SavedModel, or one that is not by tools.export.
+        ValueError: there is no SavedModel, or one that is not by tools.export, or weights of 8 bits where they cannot
+            be.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -42,6 +44,8 @@ class SavedTranslator:
         self.about = json.loads((Path(path) / ABOUT).read_text("utf-8"))
         self.options = SimpleNamespace(**self.about.pop("options"))
         self.languages = tuple(self.about.get("languages", ()))
+        if self.about.get("weights") == "int8":
+            eight_bit.check_supported()
         with quiet_absl(), quiet():  # see translator.py: its tokenizer
             self._loaded = tf.saved_model.load(str(path))
         self._signature = self._loaded.signatures["serving_default"]

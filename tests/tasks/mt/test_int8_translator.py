@@ -131,3 +131,12 @@ def test_where_they_cannot_be_it_is_told(logdir, translator, saved_model):
     args = parser.parse_args([f"--saved_model={saved_model}", "--weights=int8"])
     with pytest.raises(ValueError, match=r"--weights was fixed when .* was exported"):
         _cli.open_translator(args)
+
+
+def test_an_export_tells_where_it_cannot_run(saved_model, monkeypatch):
+    def missing(**_: object) -> None:
+        raise tf.errors.InvalidArgumentError(None, None, "nothing came out")
+
+    monkeypatch.setattr(tf.raw_ops, "QuantizedMatMulWithBiasAndDequantize", missing)
+    with pytest.raises(ValueError, match=r"no products of 8 bits .*TF_ENABLE_ONEDNN_OPTS=0 is set"):
+        SavedTranslator(saved_model)
