@@ -109,7 +109,7 @@ def check_divisible(params: Any, task: Any, mesh: Mesh) -> None:
         ("E", "task.num_experts"),
         ("H", "task.hidden_dim"),
         ("N", "task.num_heads"),
-        ("U", "task.num_kv_heads"),
+        ("A", "task.num_kv_heads"),
         ("V", "task.source_vocab_size"),
         ("V", "task.target_vocab_size"),
     ):

@@ -1,6 +1,6 @@
 """Multi-head attention, in training and one step at a time.
 
-Letters: B batch, T query, S key, M model, N head, U head of keys and values, K key dimension, J beam
+Letters: B batch, T query, S key, M model, N head, A head of keys and values, K key dimension, J beam
 hypothesis, L decoding step (in caches).
 """
 
@@ -25,8 +25,8 @@ class MultiHeadAttention(BaseLayer):
     """softmax(q k^T / sqrt(K)) v over N heads, projected back to M. No biases.
 
     The softmax is computed in float32 whatever the activations' type. Heads may share keys and values
-    (shared_heads.py). Their heads then have a letter of their own, U, so that a split of N cuts queries and
-    output, and every device has all keys and values, unless the split map names U too.
+    (shared_heads.py). Their heads then have a letter of their own, A, so that a split of N cuts queries and
+    output, and every device has all keys and values, unless the split map names A too.
     """
 
     @classmethod
@@ -37,7 +37,7 @@ class MultiHeadAttention(BaseLayer):
         p.Define(
             "num_kv_heads",
             0,
-            "U, heads of keys and values, each for N / U heads; 1: multi-query attention; 0: N. "
+            "A, heads of keys and values, each for N / A heads; 1: multi-query attention; 0: N. "
             "(attention_num_memory_heads in Lingvo's GShard.)",
         )
         p.Define("dim_per_head", 0, "K; 0 takes M / N.")
@@ -123,13 +123,13 @@ class MultiHeadAttention(BaseLayer):
         return attention_in_panels.attend(q, k, v, mask, theta.o, self.p.model_dim)
 
     def _Projected(self, qkv: tf.Tensor, x: tf.Tensor) -> list[tf.Tensor]:
-        """What x [B,T,M] is to each of `qkv`, or of `kv`: [N,B,T,K] or [U,B,T,K]."""
+        """What x [B,T,M] is to each of `qkv`, or of `kv`: [N,B,T,K] or [A,B,T,K]."""
         y = attention_in_panels.project(x, qkv)
         n, u = self.p.num_heads, self._kv_heads
         return tf.split(y, [n, u, u] if y.shape[0] == n + 2 * u else [u, u], 0)
 
     def PrecomputeMemory(self, theta: NestedMap, memory: tf.Tensor) -> NestedMap:
-        """Keys and values of memory [B, S, M]: NestedMap(k, v), each [B, S, U, K]; [U, B, S, K] where
+        """Keys and values of memory [B, S, M]: NestedMap(k, v), each [B, S, A, K]; [A, B, S, K] where
         TensorFlow's own kernels run."""
         if is_op_by_op():
             k, v = self._Projected(self._Arranged(theta, cross=True).kv, memory)
@@ -152,9 +152,9 @@ class MultiHeadAttention(BaseLayer):
         return self._Attend(theta, self._Queries(theta, query), memory, mask, None)
 
     def InitCache(self, batch: int, length: int, num_hyps: int = 1) -> NestedMap:
-        """Empty keys and values for L = length steps of J = num_hyps positions: [L, B, J, U, K].
+        """Empty keys and values for L = length steps of J = num_hyps positions: [L, B, J, A, K].
 
-        Step-major, so that a step writes one contiguous slice; [U, B, L, J K] where TensorFlow's own
+        Step-major, so that a step writes one contiguous slice; [A, B, L, J K] where TensorFlow's own
         kernels run. As seen by masks, position j of step t is t * J + j.
         """
         _, _, u, k = _dims(self.p)
@@ -257,12 +257,12 @@ class MultiHeadAttention(BaseLayer):
 
 
 def kv_letter(p: HyperParams) -> str:
-    """The letter of the heads of keys and values: U where there are fewer than N."""
-    return "N" if p.num_kv_heads in (0, p.num_heads) else "U"
+    """The letter of the heads of keys and values: A where there are fewer than N."""
+    return "N" if p.num_kv_heads in (0, p.num_heads) else "A"
 
 
 def _dims(p: HyperParams) -> tuple[int, int, int, int]:
-    """(M, N, U, K)."""
+    """(M, N, A, K)."""
     n, u = p.num_heads, p.num_kv_heads or p.num_heads
     if not p.dim_per_head and p.model_dim % n:
         raise ValueError(

@@ -4,7 +4,7 @@ Each head's queries, keys and values come out of one product as the products ove
 [N,B,T,K], and lie so in the cache too; nothing is moved. A step writes its keys and values in place.
 Where heads share keys and values (shared_heads.py) queries alone are moved, to be rows of one product.
 
-Letters: B batch, T query, S key, M model, N head, U head of keys and values, R head of those that share them, K
+Letters: B batch, T query, S key, M model, N head, A head of keys and values, R head of those that share them, K
 key dimension, J hypothesis, L decoding step, X = J K, P panel, W column of a panel.
 """
 
@@ -20,7 +20,7 @@ _MASKED = -1e9
 
 
 def arrange(theta: NestedMap, scale: float, cross: bool) -> NestedMap:
-    """q [M,N,K], k and v [M,U,K], o [N,K,M] as qkv [N+2U,M,K], or q [N,M,K] and kv [2U,M,K] across, and o
+    """q [M,N,K], k and v [M,A,K], o [N,K,M] as qkv [N+2A,M,K], or q [N,M,K] and kv [2A,M,K] across, and o
     [P,NK,W]; queries come out scaled."""
     q, k, v = (tf.transpose(theta[name], [1, 0, 2]) for name in "qkv")
     q *= tf.constant(scale, q.dtype)
@@ -44,8 +44,8 @@ def project(x_BTM: tf.Tensor, w_NMK: tf.Tensor) -> tf.Tensor:
 
 def attend(
     q_NBTK: tf.Tensor,
-    k_UBSK: tf.Tensor,
-    v_UBSK: tf.Tensor,
+    k_ABSK: tf.Tensor,
+    v_ABSK: tf.Tensor,
     mask: tf.Tensor,
     o_PXW: tf.Tensor,
     dim: int,
@@ -54,11 +54,11 @@ def attend(
     heads, size = q_NBTK.shape[0], q_NBTK.shape[3]
     batch, time = tf.shape(q_NBTK)[1], tf.shape(q_NBTK)[2]
     bias = tf.where(tf.cast(mask, tf.bool), 0.0, _MASKED)
-    if k_UBSK.shape[0] == heads:
-        y = _mixed(q_NBTK, k_UBSK, v_UBSK, lambda logits_NBTS: logits_NBTS + bias)
+    if k_ABSK.shape[0] == heads:
+        y = _mixed(q_NBTK, k_ABSK, v_ABSK, lambda logits_NBTS: logits_NBTS + bias)
         y = tf.transpose(y, [1, 2, 0, 3])
     else:
-        y = _shared(q_NBTK, k_UBSK, v_UBSK, bias[:, tf.newaxis])
+        y = _shared(q_NBTK, k_ABSK, v_ABSK, bias[:, tf.newaxis])
     y = panels.product(tf.reshape(y, [-1, heads * size]), o_PXW, dim)
     return tf.reshape(y, [batch, time, dim])
 
@@ -70,30 +70,30 @@ def _mixed(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, masked: Callable) -> tf.Ten
 
 
 def _shared(
-    q_NBTK: tf.Tensor, k_UBSK: tf.Tensor, v_UBSK: tf.Tensor, bias_B1TS: tf.Tensor
+    q_NBTK: tf.Tensor, k_ABSK: tf.Tensor, v_ABSK: tf.Tensor, bias_B1TS: tf.Tensor
 ) -> tf.Tensor:
-    """softmax(q k^T) v of heads that share keys and values: [B,T,U,R,K]."""
-    kv_heads, size = k_UBSK.shape[0], k_UBSK.shape[3]
+    """softmax(q k^T) v of heads that share keys and values: [B,T,A,R,K]."""
+    kv_heads, size = k_ABSK.shape[0], k_ABSK.shape[3]
     batch, time = tf.shape(q_NBTK)[1], tf.shape(q_NBTK)[2]
     shared = q_NBTK.shape[0] // kv_heads
-    q_URBTK = tf.reshape(q_NBTK, [kv_heads, shared, batch, time, size])
+    q_ARBTK = tf.reshape(q_NBTK, [kv_heads, shared, batch, time, size])
     rows = [kv_heads, batch, shared * time]
-    q_UBXK = tf.reshape(tf.transpose(q_URBTK, [0, 2, 1, 3, 4]), [*rows, size])
+    q_ABXK = tf.reshape(tf.transpose(q_ARBTK, [0, 2, 1, 3, 4]), [*rows, size])
 
-    def masked(logits_UBXS: tf.Tensor) -> tf.Tensor:
-        shape = tf.shape(logits_UBXS)
+    def masked(logits_ABXS: tf.Tensor) -> tf.Tensor:
+        shape = tf.shape(logits_ABXS)
         apart = [kv_heads, batch, shared, time, shape[3]]
-        return tf.reshape(tf.reshape(logits_UBXS, apart) + bias_B1TS, shape)
+        return tf.reshape(tf.reshape(logits_ABXS, apart) + bias_B1TS, shape)
 
-    y_UBXK = _mixed(q_UBXK, k_UBSK, v_UBSK, masked)
-    y_UBRTK = tf.reshape(y_UBXK, [kv_heads, batch, shared, time, size])
-    return tf.transpose(y_UBRTK, [1, 3, 0, 2, 4])
+    y_ABXK = _mixed(q_ABXK, k_ABSK, v_ABSK, masked)
+    y_ABRTK = tf.reshape(y_ABXK, [kv_heads, batch, shared, time, size])
+    return tf.transpose(y_ABRTK, [1, 3, 0, 2, 4])
 
 
 def empty_cache(
     batch: int | tf.Tensor, length: int, num_hyps: int, heads: int, size: int, dtype: tf.DType
 ) -> NestedMap:
-    """Room for the keys and values of `length` steps in `heads` heads: k and v, [U,B,L,X]."""
+    """Room for the keys and values of `length` steps in `heads` heads: k and v, [A,B,L,X]."""
     shape = tf.stack([heads, batch, length, num_hyps * size])
 
     def zeros() -> tf.Tensor:
@@ -105,21 +105,21 @@ def empty_cache(
     return NestedMap(k=zeros(), v=zeros())
 
 
-def write(cache_UBLX: tf.Tensor, new_UBJK: tf.Tensor, time: tf.Tensor) -> tf.Tensor:
+def write(cache_ABLX: tf.Tensor, new_ABJK: tf.Tensor, time: tf.Tensor) -> tf.Tensor:
     """The cache with a step's keys or values, written into its memory: the old one is gone."""
-    shape = tf.shape(cache_UBLX)
-    rows, length, width = shape[0] * shape[1], shape[2], cache_UBLX.shape[3]
+    shape = tf.shape(cache_ABLX)
+    rows, length, width = shape[0] * shape[1], shape[2], cache_ABLX.shape[3]
     at = tf.range(rows) * length + time
     # tf.tensor_scatter_nd_update copies the whole cache here.
     flat = tf.raw_ops.InplaceUpdate(
-        x=tf.reshape(cache_UBLX, [-1, width]), i=at, v=tf.reshape(new_UBJK, [-1, width])
+        x=tf.reshape(cache_ABLX, [-1, width]), i=at, v=tf.reshape(new_ABJK, [-1, width])
     )
     out = tf.reshape(flat, shape)
-    out.set_shape(cache_UBLX.shape)
+    out.set_shape(cache_ABLX.shape)
     return out
 
 
-def by_position(cache_UBLX: tf.Tensor, size: int) -> tf.Tensor:
-    """[U,B,S,K], S = L J: position t J + j is hypothesis j at step t."""
-    shape = tf.shape(cache_UBLX)
-    return tf.reshape(cache_UBLX, [cache_UBLX.shape[0], shape[1], -1, size])
+def by_position(cache_ABLX: tf.Tensor, size: int) -> tf.Tensor:
+    """[A,B,S,K], S = L J: position t J + j is hypothesis j at step t."""
+    shape = tf.shape(cache_ABLX)
+    return tf.reshape(cache_ABLX, [cache_ABLX.shape[0], shape[1], -1, size])

@@ -4,7 +4,7 @@ An einsum over [B, T, N, K] makes TensorFlow move each operand so that B and N l
 backward, and each of the three projections reads the input anew. Here one product makes all of a kind,
 and one transposition brings them where the products over S and K need them.
 
-Letters: B batch, T query, S key, M model, N head, U head of keys and values, R head of those that share them, K
+Letters: B batch, T query, S key, M model, N head, A head of keys and values, R head of those that share them, K
 key dimension.
 """
 
@@ -32,7 +32,7 @@ def project(x: tf.Tensor, weights: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def probabilities(q: tf.Tensor, k: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
-    """softmax(q k^T) where the mask allows: [B, N, T, K], [B, U, S, K], bool or 0/1 [B, T or 1, S] to
+    """softmax(q k^T) where the mask allows: [B, N, T, K], [B, A, S, K], bool or 0/1 [B, T or 1, S] to
     float32 [B, N, T, S]."""
     bias = (1.0 - tf.cast(mask, tf.float32)) * _MASKED
     logits = tf.cast(_by_kv_head(q, k, transpose_b=True), tf.float32)
@@ -40,7 +40,7 @@ def probabilities(q: tf.Tensor, k: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
 
 
 def context(probs: tf.Tensor, v: tf.Tensor, o: tf.Tensor) -> tf.Tensor:
-    """probs [B, N, T, S] times v [B, U, S, K], projected by o [N, K, M]: [B, T, M]."""
+    """probs [B, N, T, S] times v [B, A, S, K], projected by o [N, K, M]: [B, T, M]."""
     heads, size, dim = o.shape
     y = tf.transpose(_by_kv_head(probs, v), [0, 2, 1, 3])
     shape = tf.shape(y)
@@ -50,7 +50,7 @@ def context(probs: tf.Tensor, v: tf.Tensor, o: tf.Tensor) -> tf.Tensor:
 
 
 def _by_kv_head(x: tf.Tensor, y: tf.Tensor, transpose_b: bool = False) -> tf.Tensor:
-    """x [B, N, T, a] times y [B, U, a, b] (or [B, U, b, a]), head by head: [B, N, T, b]. The R heads that share a
+    """x [B, N, T, a] times y [B, A, a, b] (or [B, A, b, a]), head by head: [B, N, T, b]. The R heads that share a
     matrix are rows of one product."""
     heads, shared = x.shape[1], y.shape[1]
     if heads == shared:

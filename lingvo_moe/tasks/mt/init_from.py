@@ -129,8 +129,7 @@ def _rows(path: str, letters: str) -> tuple[str, int] | None:
     """Of a variable that has rows with names: whose, and along which dimension."""
     if "V" in letters:
         return "source" if path.startswith("source_embedding") else "target", letters.index("V")
-    # By its name: in attention U are heads.
-    return ("languages", letters.index("U")) if path.endswith("task_emb") else None
+    return ("languages", letters.index("U")) if "U" in letters else None
 
 
 def _pieces(vocabulary: Vocabulary) -> list[str]:

@@ -45,7 +45,7 @@ class MtModel(BaseTask):
         p.Define(
             "num_kv_heads",
             0,
-            "U, heads of keys and values, each for num_heads / U heads; 1: multi-query attention; 0: num_heads.",
+            "A, heads of keys and values, each for num_heads / A heads; 1: multi-query attention; 0: num_heads.",
         )
         p.Define("key_dim", 128, "K, per head.")
         p.Define("num_encoder_layers", 18, "Encoder layers, each attention + feed-forward.")
@@ -81,8 +81,8 @@ class MtModel(BaseTask):
         self.CreateChild(
             "position", embedding.PositionalEmbedding.Params().Set(model_dim=p.model_dim)
         )
-        if attention.kv_letter(p) == "U":
-            heads = str.maketrans("N", "U")  # which a split of N does not cut
+        if attention.kv_letter(p) == "A":
+            heads = str.maketrans("N", "A")  # which a split of N does not cut
             for name in ("CACHE_LETTERS", "CACHE_LETTERS_OP_BY_OP"):
                 letters = getattr(self, name).items()
                 setattr(self, name, {part: each.translate(heads) for part, each in letters})

@@ -1,7 +1,7 @@
 """Heads that share keys and values: as many as heads are plain attention, fewer are attention whose keys and
 values are repeated; in training, in steps, op by op and sharded.
 
-Letters: B batch, T query, S key, M model, N head, U head of keys and values, K key dimension.
+Letters: B batch, T query, S key, M model, N head, A head of keys and values, K key dimension.
 """
 
 import numpy as np
@@ -54,7 +54,7 @@ def test_values_and_gradients_are_those_of_repeated_keys_and_values(kv_heads, cr
     plain = _layer(0, atten_dropout_prob=0.2)
     theta = init(few)
     assert theta.k.shape == theta.v.shape == (M, kv_heads, K)
-    assert few.VariableSpecs().k.letters == "MUK"
+    assert few.VariableSpecs().k.letters == "MAK"
     source, mask = normal(1, 2, 4, M), _mask(2, 5, 4 if cross else 5)
 
     def run(layer, theta, x):
@@ -134,7 +134,7 @@ def _sent(layer):
     return collectives
 
 
-@pytest.mark.parametrize("kv_heads, letters, gathers", [(1, "N", 0), (2, "N", 2), (4, "NU", 0)])
+@pytest.mark.parametrize("kv_heads, letters, gathers", [(1, "N", 0), (2, "N", 2), (4, "NA", 0)])
 def test_cut_by_heads_it_sends_no_more_than_plain_attention(kv_heads, letters, gathers):
     """Two heads of keys over four devices: their gradients, which two devices each have a part of, are gathered."""
     split = dict.fromkeys(letters, "model")
@@ -142,7 +142,7 @@ def test_cut_by_heads_it_sends_no_more_than_plain_attention(kv_heads, letters, g
     plain, few = (_sent(_layer(heads, **cut)) for heads in (0, kv_heads))
     specs = _layer(kv_heads, **cut).VariableSpecs()
     assert specs.q.split == (None, "model", None)
-    assert specs.k.split == (None, "model" if "U" in letters else None, None)
+    assert specs.k.split == (None, "model" if "A" in letters else None, None)
     assert plain == {"all-reduce": 3}
     assert few["all-reduce"] <= 3 + bool(gathers)
     assert few["all-gather"] == gathers
@@ -163,7 +163,7 @@ def test_flops_and_errors():
 
 @pytest.mark.parametrize("kv_heads, axis", [(1, None), (4, "model")])
 def test_a_step_cut_by_heads_sends_its_result_alone(kv_heads, axis):
-    split = {"N": "model", "U": axis}
+    split = {"N": "model", "A": axis}
     layer = _layer(kv_heads, activation_split={"B": "data", **split}, weight_split=split)
     shape = (2, 4, 2, kv_heads, K)
     cache = NestedMap(k=normal(1, *shape), v=normal(2, *shape))

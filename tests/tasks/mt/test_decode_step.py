@@ -134,7 +134,7 @@ def test_heads_are_cut_where_training_cuts_them():
     assert cache.memory[47][0].v.split == ("data", None, "model", None)
 
 
-@pytest.mark.parametrize("heads, split, axis", [(1, {}, None), (8, {"U": "model"}, "model")])
+@pytest.mark.parametrize("heads, split, axis", [(1, {}, None), (8, {"A": "model"}, "model")])
 def test_fewer_heads_of_keys_are_smaller_caches(heads, split, axis):
     """Whole on each device of a row, or cut as queries are where the split names them."""
     params = registry.GetParams("mt.T96L", f"task.num_kv_heads={heads};task.num_decoder_layers=2")
