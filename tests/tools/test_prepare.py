@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -245,21 +244,31 @@ def test_what_is_of_others_is_not_deleted(
     assert "--output=. is the directory that you are in" in capsys.readouterr().err
 
 
+_STOPPED_AT_THE_SECOND = """
+import os, signal, sys
+from lingvo_moe.tasks.mt.input.preparing import read_stage
+from tools import prepare
+run = read_stage._Reader.Run
+def stopped(self, told):
+    if os.path.basename(self._job.output) == "00001":
+        os.kill(os.getpid(), signal.SIGINT)
+    run(self, told)
+read_stage._Reader.Run = stopped
+sys.exit(prepare.main(sys.argv[1:]))
+"""
+
+
 def test_stopped_and_gone_on_gives_the_same(
     texts: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "data"
-    command = [sys.executable, "-m", "tools.prepare", f"--input={texts}", f"--output={output}"]
-    command += ["--dev_share=0.05", *_SIZES, "--pairs_per_shard=100", "--max_dev=40"]
+    flags = [f"--input={texts}", f"--output={output}"]
+    flags += ["--dev_share=0.05", *_SIZES, "--pairs_per_shard=100", "--max_dev=40"]
     work = tmp_path / ".data.preparing"
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 60
-        while not list(work.glob("read-*/00000")) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        err = process.communicate(timeout=60)[1]
-    assert process.returncode == 130, err
-    assert "stopped; the same command goes on from here" in err
+    command = [sys.executable, "-c", _STOPPED_AT_THE_SECOND, *flags]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert process.returncode == 130, process.stderr
+    assert "stopped; the same command goes on from here" in process.stderr
     assert not output.exists()
     done = {path.parent.name for path in work.glob("read-*/*/summary.json")}
     assert "00000" in done
@@ -274,7 +283,7 @@ def test_stopped_and_gone_on_gives_the_same(
     left, other = tmp_path / ".data.0123456789ab", tmp_path / ".data.of_mine"
     (left / "dev").mkdir(parents=True)  # as a kill leaves it while all is put in place
     other.mkdir()
-    assert prepare.main(command[3:]) == 0
+    assert prepare.main(flags) == 0
     assert other.exists() and not left.exists()
     assert done | set(read) == {"00000", "00001", "00002"} and not done & set(read)
     for name in (
