@@ -46,9 +46,9 @@ class MultiHeadAttention(BaseLayer):
 
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
-        m, n, u, k = _dims(self.p)
-        self._kv_heads, self._kv = u, kv_letter(self.p)
-        for name, heads, letter in (("q", n, "N"), ("k", u, self._kv), ("v", u, self._kv)):
+        m, n, a, k = _dims(self.p)
+        self._kv_heads, self._kv = a, kv_letter(self.p)
+        for name, heads, letter in (("q", n, "N"), ("k", a, self._kv), ("v", a, self._kv)):
             shape, letters = (m, heads, k), f"M{letter}K"
             self.CreateVariable(name, WeightParams(shape, letters, WeightInit.FanIn(m)))
         self.CreateVariable("o", WeightParams((n, k, m), "NKM", WeightInit.FanIn(n * k)))
@@ -125,8 +125,8 @@ class MultiHeadAttention(BaseLayer):
     def _Projected(self, qkv: tf.Tensor, x: tf.Tensor) -> list[tf.Tensor]:
         """What x [B,T,M] is to each of `qkv`, or of `kv`: [N,B,T,K] or [A,B,T,K]."""
         y = attention_in_panels.project(x, qkv)
-        n, u = self.p.num_heads, self._kv_heads
-        return tf.split(y, [n, u, u] if y.shape[0] == n + 2 * u else [u, u], 0)
+        n, a = self.p.num_heads, self._kv_heads
+        return tf.split(y, [n, a, a] if y.shape[0] == n + 2 * a else [a, a], 0)
 
     def PrecomputeMemory(self, theta: NestedMap, memory: tf.Tensor) -> NestedMap:
         """Keys and values of memory [B, S, M]: NestedMap(k, v), each [B, S, A, K]; [A, B, S, K] where
@@ -157,11 +157,11 @@ class MultiHeadAttention(BaseLayer):
         Step-major, so that a step writes one contiguous slice; [A, B, L, J K] where TensorFlow's own
         kernels run. As seen by masks, position j of step t is t * J + j.
         """
-        _, _, u, k = _dims(self.p)
+        _, _, a, k = _dims(self.p)
         if is_op_by_op():
             kind = self.fprop_dtype
-            return attention_in_panels.empty_cache(batch, length, num_hyps, u, k, kind)
-        shape = [length, batch, num_hyps, u, k]
+            return attention_in_panels.empty_cache(batch, length, num_hyps, a, k, kind)
+        shape = [length, batch, num_hyps, a, k]
         return NestedMap(k=tf.zeros(shape, self.fprop_dtype), v=tf.zeros(shape, self.fprop_dtype))
 
     def ExtendStep(
@@ -199,11 +199,11 @@ class MultiHeadAttention(BaseLayer):
         steps, _, num_hyps, _, _ = cache.k.shape
         batch = tf.shape(x)[0]
         heads = self.p.num_heads
-        logits = shared_heads.cached_scores(self._Queries(theta, x), cache.k)
+        logits = shared_heads.by_head("BJNK,LBINK->BNJLI", self._Queries(theta, x), cache.k)
         logits = tf.reshape(logits, [batch, heads, num_hyps, steps * num_hyps])
         probs = self._Probs(logits, mask, None)
         probs = tf.reshape(probs, [batch, heads, num_hyps, steps, num_hyps])
-        context = shared_heads.cached_context(probs, cache.v)
+        context = shared_heads.by_head("BNJLI,LBINK->BJNK", probs, cache.v)
         return self._Output(theta, context), cache
 
     def _ExtendInPanels(
@@ -230,8 +230,9 @@ class MultiHeadAttention(BaseLayer):
         mask: tf.Tensor,
         seed: tf.Tensor | None,
     ) -> tf.Tensor:
-        probs = self._Probs(shared_heads.scores(q, memory.k), mask, seed)
-        return self._Output(theta, shared_heads.context(probs, memory.v))
+        logits = shared_heads.by_head("BTNK,BSNK->BNTS", q, memory.k)
+        probs = self._Probs(logits, mask, seed)
+        return self._Output(theta, shared_heads.by_head("BNTS,BSNK->BTNK", probs, memory.v))
 
     def _Probs(self, logits: tf.Tensor, mask: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:
         """[B, N, T, S] logits to probabilities in the activations' type."""
@@ -250,8 +251,8 @@ class MultiHeadAttention(BaseLayer):
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
         """From the shapes of query and source: projections q, k, v, o, then q k^T and probs v."""
         (batch, time, dim), (_, length, _) = input_shapes[0], input_shapes[-1]
-        _, n, u, k = _dims(params)
-        projections = 2 * dim * k * batch * (2 * n * time + 2 * u * length)
+        _, n, a, k = _dims(params)
+        projections = 2 * dim * k * batch * (2 * n * time + 2 * a * length)
         products = 2 * 2 * batch * n * time * length * k
         return NestedMap(flops=projections + products, out_shapes=((batch, time, dim),))
 
@@ -263,15 +264,17 @@ def kv_letter(p: HyperParams) -> str:
 
 def _dims(p: HyperParams) -> tuple[int, int, int, int]:
     """(M, N, A, K)."""
-    n, u = p.num_heads, p.num_kv_heads or p.num_heads
+    n, a = p.num_heads, p.num_kv_heads or p.num_heads
+    if n < 1:
+        raise ValueError(f"attention: num_heads={n}: must be 1 or more")
     if not p.dim_per_head and p.model_dim % n:
         raise ValueError(
             f"attention: model_dim {p.model_dim} does not divide into {n} heads; set dim_per_head"
         )
-    if u < 1 or n % u:
+    if a < 1 or n % a:
         divisors = ", ".join(str(i) for i in range(1, n + 1) if n % i == 0)
         raise ValueError(
-            f"attention: num_kv_heads={u} does not divide num_heads={n}, and each head of keys and values is for "
+            f"attention: num_kv_heads={a} does not divide num_heads={n}, and each head of keys and values is for "
             f"as many heads; choose one of {divisors}, or 0 for {n}"
         )
-    return p.model_dim, n, u, p.dim_per_head or p.model_dim // n
+    return p.model_dim, n, a, p.dim_per_head or p.model_dim // n

@@ -159,6 +159,8 @@ def test_flops_and_errors():
         _layer(3)
     with pytest.raises(ValueError, match="num_kv_heads=-1"):
         _layer(-1)
+    with pytest.raises(ValueError, match="num_heads=0: must be 1 or more"):
+        _layer(0, num_heads=0)
 
 
 @pytest.mark.parametrize("kv_heads, axis", [(1, None), (4, "model")])
