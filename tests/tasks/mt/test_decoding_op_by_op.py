@@ -7,12 +7,11 @@ Letters: B row, S source token, T target token, J hypothesis.
 import numpy as np
 import pytest
 import tensorflow as tf
+from searches import Lines, make_model, source
 
-from lingvo_moe.core import registry
 from lingvo_moe.core.decode.flat_beam_search import SearchOptions
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.op_by_op import running_op_by_op
-from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.mt.decode_step import Decoder
 
@@ -24,24 +23,15 @@ class Searcher:
     """A model of two layers a side, and searches with it."""
 
     def __init__(self, num_experts: int, beam_size: int, num_kv_heads: int = 0):
-        params = registry.GetParams("mt.M4Demo", "").task.Set(
-            source_vocab_size=V,
-            target_vocab_size=V,
-            model_dim=64,
+        self.model, self.theta = make_model(
+            V,
             hidden_dim=2048,  # rows of such products are rounded otherwise where they are alone
-            num_heads=2,
             num_kv_heads=num_kv_heads,
-            key_dim=32,
             num_encoder_layers=2,
             num_decoder_layers=2,
             num_experts=num_experts,
         )
-        self.model = params.Instantiate()
         with use_mesh(single_device()):
-            self.theta = self.model.InitTheta(make_seed(4, 0))
-            table = self.theta.target_embedding.table.numpy()
-            table[2] *= 1.5  # some end early, at different steps
-            self.theta.target_embedding.table = tf.constant(table)
             self.arranged = self.model.ForInference(self.theta)
         options = SearchOptions(beam_size, min(2, beam_size))
         self.beam_size = beam_size
@@ -50,8 +40,7 @@ class Searcher:
         self.traces = 0
         self.op_by_op = tf.function(self._OpByOp, input_signature=kinds, autograph=False)
         self.xla = tf.function(self._Xla, jit_compile=True, autograph=False)
-        rng = np.random.default_rng(1)
-        self.lines = [rng.integers(4, V, n) for n in LENGTHS]
+        self.lines = Lines(LENGTHS, V)
 
     def _OpByOp(self, ids: tf.Tensor, lengths: tf.Tensor) -> NestedMap:
         self.traces += 1
@@ -63,20 +52,7 @@ class Searcher:
 
     def _Search(self, theta: NestedMap, ids: tf.Tensor, lengths: tf.Tensor) -> NestedMap:
         with use_mesh(single_device()):
-            at = tf.range(tf.shape(ids)[1])[tf.newaxis]
-            real = tf.cast(at < lengths[:, tf.newaxis], tf.int32)
-            src = NestedMap(ids=ids * real, segment_ids=real, segment_pos=at * real)
-            longest = tf.where(lengths > 0, tf.minimum(lengths + 4, LONGEST), 0)
-            return self.decoder.Search(theta, src, longest)
-
-    def Rows(self, rows: list[int | None], size: int) -> tuple[np.ndarray, np.ndarray]:
-        """ids [B,S] and lengths [B] of lines by number, None an empty one."""
-        ids = np.zeros((len(rows), size), np.int32)
-        lengths = np.array([0 if i is None else LENGTHS[i] for i in rows], np.int32)
-        for row, i in zip(ids, rows, strict=True):
-            if i is not None:
-                row[: LENGTHS[i]] = self.lines[i]
-        return ids, lengths
+            return self.decoder.Search(theta, *source(ids, lengths, LONGEST))
 
 
 @pytest.fixture(
@@ -91,11 +67,11 @@ def searcher(request) -> Searcher:
 @pytest.fixture(scope="module")
 def together(searcher) -> NestedMap:
     rows = [*range(len(LENGTHS)), None]
-    return searcher.op_by_op(*searcher.Rows(rows, 64)).Transform(lambda x: x.numpy())
+    return searcher.op_by_op(*searcher.lines.Rows(rows, 64)).Transform(lambda x: x.numpy())
 
 
 def test_it_finds_what_xla_finds(searcher, together):
-    want = searcher.xla(*searcher.Rows([*range(len(LENGTHS)), None], 64))
+    want = searcher.xla(*searcher.lines.Rows([*range(len(LENGTHS)), None], 64))
     steps = together.ids_BKT.shape[2]
     np.testing.assert_array_equal(together.ids_BKT, want.ids_BKT[:, :, :steps])
     np.testing.assert_array_equal(together.lengths_BK, want.lengths_BK)
@@ -108,25 +84,14 @@ def test_it_finds_what_xla_finds(searcher, together):
 
 def test_a_row_is_the_same_to_the_bit_alone_and_with_others(searcher, together):
     """Other rows, another number of them, another padded length: same tokens, same scores."""
-    batches = [([i], -(-n // 16) * 16) for i, n in enumerate(LENGTHS)]
-    batches += [([2, 0, 1], 48), ([9, 8, 7, 6, 5], 64), ([3, None, 0, None], 32)]
-    for rows, size in batches:
-        got = searcher.op_by_op(*searcher.Rows(rows, size))
-        for row, i in enumerate(rows):
-            if i is None:
-                continue
-            steps = min(got.ids_BKT.shape[2], together.ids_BKT.shape[2])
-            np.testing.assert_array_equal(
-                got.ids_BKT[row, :, :steps], together.ids_BKT[i, :, :steps]
-            )
-            np.testing.assert_array_equal(got.lengths_BK[row], together.lengths_BK[i])
-            np.testing.assert_array_equal(got.scores_BK[row], together.scores_BK[i])
+    more = [([2, 0, 1], 48), ([9, 8, 7, 6, 5], 64), ([3, None, 0, None], 32)]
+    searcher.lines.CheckAlone(searcher.op_by_op, together, more)
     assert searcher.traces == 1
 
 
 def test_arranged_weights_give_what_the_weights_give(searcher):
     """The whole pass over both sides, cross-attention to a memory that is not kept included."""
-    ids, lengths = searcher.Rows([0, 1, 2], 48)
+    ids, lengths = searcher.lines.Rows([0, 1, 2], 48)
     real = (np.arange(48) < lengths[:, None]).astype(np.int32)
     side = NestedMap(ids=ids, segment_ids=real, segment_pos=np.arange(48) * real, labels=ids)
     batch = NestedMap(src=side, tgt=side).Transform(lambda x: tf.constant(x, tf.int32))

@@ -7,12 +7,11 @@ Letters: B row, S source token, V vocabulary.
 import numpy as np
 import pytest
 import tensorflow as tf
+from searches import Lines, make_model, source
 
-from lingvo_moe.core import registry
 from lingvo_moe.core.decode.flat_beam_search import NEVER, FlatBeamSearch, SearchOptions
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.op_by_op import running_op_by_op
-from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.mt.decode_step import Decoder
 from lingvo_moe.tasks.mt.shortlist import Shortlist
@@ -37,28 +36,14 @@ class Searcher:
     """A model of one layer a side, and searches with it."""
 
     def __init__(self, beam_size: int, arranged: bool = True):
-        params = registry.GetParams("mt.M4Demo", "").task.Set(
-            source_vocab_size=V,
-            target_vocab_size=V,
-            model_dim=64,
-            hidden_dim=128,
-            num_heads=2,
-            key_dim=32,
-            num_encoder_layers=1,
-            num_decoder_layers=1,
-            num_experts=0,
+        self.model, self.theta = make_model(
+            V, hidden_dim=128, num_encoder_layers=1, num_decoder_layers=1, num_experts=0
         )
-        self.model = params.Instantiate()
-        with use_mesh(single_device()):
-            self.theta = self.model.InitTheta(make_seed(4, 0))
-            table = self.theta.target_embedding.table.numpy()
-            table[2] *= 1.5  # some end early, at different steps
-            self.theta.target_embedding.table = tf.constant(table)
-            if arranged:
+        if arranged:
+            with use_mesh(single_device()):
                 self.theta = self.model.ForInference(self.theta)
         self.options = SearchOptions(beam_size, min(2, beam_size))
-        rng = np.random.default_rng(1)
-        self.lines = [rng.integers(4, V, n) for n in LENGTHS]
+        self.lines = Lines(LENGTHS, V)
         self.traces = 0
 
     def With(self, shortlist: Shortlist | None):
@@ -71,7 +56,7 @@ class Searcher:
         def search(ids: tf.Tensor, lengths: tf.Tensor) -> NestedMap:
             self.traces += 1
             with use_mesh(single_device()), running_op_by_op():
-                return decoder.Search(self.theta, *_source(ids, lengths))
+                return decoder.Search(self.theta, *source(ids, lengths, LONGEST))
 
         kinds = [tf.TensorSpec([None, None], tf.int32), tf.TensorSpec([None], tf.int32)]
         return tf.function(search, input_signature=kinds, autograph=False)
@@ -84,7 +69,7 @@ class Searcher:
         @tf.function(autograph=False)
         def run(ids: tf.Tensor, lengths: tf.Tensor) -> NestedMap:
             with use_mesh(single_device()):
-                src, longest = _source(ids, lengths)
+                src, longest = source(ids, lengths, LONGEST)
                 encoded = self.model.Encode(self.theta, src)
                 cache = self.model.InitCache(self.theta, encoded, self.options.beam_size, LONGEST)
 
@@ -95,22 +80,6 @@ class Searcher:
                 return search.Run(step, cache, longest)
 
         return run(tf.constant(ids), tf.constant(lengths))
-
-    def Rows(self, rows: list[int | None], size: int) -> tuple[np.ndarray, np.ndarray]:
-        """ids [B,S] and lengths [B] of lines by number, None an empty one."""
-        ids = np.zeros((len(rows), size), np.int32)
-        lengths = np.array([0 if i is None else LENGTHS[i] for i in rows], np.int32)
-        for row, i in zip(ids, rows, strict=True):
-            if i is not None:
-                row[: LENGTHS[i]] = self.lines[i]
-        return ids, lengths
-
-
-def _source(ids: tf.Tensor, lengths: tf.Tensor) -> tuple[NestedMap, tf.Tensor]:
-    at = tf.range(tf.shape(ids)[1])[tf.newaxis]
-    real = tf.cast(at < lengths[:, tf.newaxis], tf.int32)
-    src = NestedMap(ids=ids * real, segment_ids=real, segment_pos=at * real)
-    return src, tf.where(lengths > 0, tf.minimum(lengths + 4, LONGEST), 0)
 
 
 @pytest.fixture(scope="module", params=[4, 1], ids=["beam_4", "greedy"])
@@ -125,7 +94,9 @@ def search(searcher):
 
 @pytest.fixture(scope="module")
 def together(searcher, search) -> NestedMap:
-    return search(*searcher.Rows([*range(len(LENGTHS)), None], 64)).Transform(lambda x: x.numpy())
+    return search(*searcher.lines.Rows([*range(len(LENGTHS)), None], 64)).Transform(
+        lambda x: x.numpy()
+    )
 
 
 def test_only_a_row_s_own_tokens_come_out(searcher, together):
@@ -139,25 +110,14 @@ def test_only_a_row_s_own_tokens_come_out(searcher, together):
 
 def test_a_row_is_the_same_to_the_bit_alone_and_with_others(searcher, search, together):
     """Other rows, another number of them, another padded length: other unions, other lengths of lists."""
-    batches = [([i], -(-n // 16) * 16) for i, n in enumerate(LENGTHS)]
-    batches += [([2, 0, 1], 48), ([7, 6, 5, 4], 64), ([3, None, 0, None], 32), ([0] * 32, 16)]
-    for rows, size in batches:
-        got = search(*searcher.Rows(rows, size))
-        for row, i in enumerate(rows):
-            if i is None:
-                continue
-            steps = min(got.ids_BKT.shape[2], together.ids_BKT.shape[2])
-            np.testing.assert_array_equal(
-                got.ids_BKT[row, :, :steps], together.ids_BKT[i, :, :steps]
-            )
-            np.testing.assert_array_equal(got.lengths_BK[row], together.lengths_BK[i])
-            np.testing.assert_array_equal(got.scores_BK[row], together.scores_BK[i])
+    more = [([2, 0, 1], 48), ([7, 6, 5, 4], 64), ([3, None, 0, None], 32), ([0] * 32, 16)]
+    searcher.lines.CheckAlone(search, together, more)
     assert searcher.traces == 1
 
 
 def test_everything_in_the_list_is_the_plain_search_to_the_bit():
     searcher = Searcher(4)
-    rows = searcher.Rows([*range(len(LENGTHS)), None], 64)
+    rows = searcher.lines.Rows([*range(len(LENGTHS)), None], 64)
     want, got = searcher.With(None)(*rows), searcher.With(EVERYTHING)(*rows)
     for name in ("ids_BKT", "lengths_BK", "scores_BK"):
         np.testing.assert_array_equal(got[name], want[name])
@@ -166,7 +126,7 @@ def test_everything_in_the_list_is_the_plain_search_to_the_bit():
 def test_it_finds_what_forbidding_the_others_finds():
     """Of the model's own weights, too: a table in rows."""
     searcher = Searcher(3, arranged=False)
-    ids, lengths = searcher.Rows([0, 4, 2, 3], 32)
+    ids, lengths = searcher.lines.Rows([0, 4, 2, 3], 32)
     ids[3, 0] = 5
     assert len(make_shortlist().Of(ids[3])) < 30  # fewer than the list's room
     got = searcher.With(make_shortlist())(ids, lengths)
