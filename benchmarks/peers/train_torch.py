@@ -13,6 +13,7 @@ import math
 import sys
 
 import torch
+from nllb_moe import mend
 from stepping import keep_memory, serve
 from torch import nn
 from torch.nn import functional as F
@@ -147,25 +148,10 @@ def _sinusoids(length, dim):
 
 
 def nllb_moe(size):
-    """Hugging Face's model of this size, and how its loss is computed.
-
-    As shipped (transformers 5.23) the router hands out the one-hot mask of first choices where the
-    experts expect numbers, so that two experts see everything. Here every expert gets the tokens that
-    have a gate for it, first and second choices, and nothing else is changed.
-    """
+    """Hugging Face's model of this size, its experts mended (nllb_moe.py), and how its loss is computed."""
     from transformers import NllbMoeConfig, NllbMoeForConditionalGeneration
-    from transformers.models.nllb_moe import modeling_nllb_moe
 
-    def forward(self, hidden_states, router_mask, router_probs):
-        out = torch.zeros_like(hidden_states)
-        for number in range(self.num_experts):
-            rows = router_probs[:, number].nonzero().squeeze(-1)
-            if rows.numel():
-                y = self[f"expert_{number}"](hidden_states[rows]) * router_probs[rows, number, None]
-                out.index_add_(0, rows, y)
-        return out
-
-    modeling_nllb_moe.NllbMoeExperts.forward = forward
+    mend()
     sides = {
         f"{side}_{name}": value
         for side in ("encoder", "decoder")
