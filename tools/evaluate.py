@@ -117,12 +117,9 @@ def _run(args: Any) -> int:
     if args.resource_bounds and pairs is None:
         raise ValueError(f"--resource_bounds: {data_dir} has no training pairs to count")
     translate, about = _rescored(output, devset) if args.rescore else _translating(args)
-    keep = output and not args.rescore
-    kept = KeptTranslations(
-        translate,
-        output / ".partial" if output and keep else None,
-        _identity(args, about) if keep else None,
-    )
+    kept = KeptTranslations(translate)
+    if output and not args.rescore:
+        kept = KeptTranslations(translate, output / ".partial", _identity(args, about))
     with LineProgress() as show:
         report = scoring.evaluate(
             kept,

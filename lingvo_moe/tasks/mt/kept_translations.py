@@ -27,7 +27,12 @@ class KeptTranslations:
         seconds: that all of them took to translate, whenever that was.
     """
 
-    def __init__(self, translate: TranslateLines, directory: str | Path | None, identity: Any):
+    def __init__(
+        self,
+        translate: TranslateLines,
+        directory: str | Path | None = None,
+        identity: Any = None,
+    ):
         """Args: what translates; where to keep, None for nowhere; what tells one translator from another, for JSON."""
         self._translate, self._identity = translate, identity
         self._directory = Path(directory) if directory else None
