@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import re
 from pathlib import Path
 
@@ -79,29 +80,43 @@ def test_run_and_exported_model_score_the_same(logdir, scored, corpus, tmp_path,
     assert (scores / "texts/sw.hyp").read_text() == "".join(hypotheses.splitlines(True)[:7])
 
 
+class _Shouts:
+    """In place of the translator: capitals, and Ctrl-C in call number `stop_at`, counted from Calls."""
+
+    stop_at = 0
+
+    def __init__(self, monkeypatch):
+        self._calls = []
+        monkeypatch.setattr(_cli, "open_translator", lambda args: (self, {"step": 3}))
+
+    def Calls(self):
+        """The lines of each call since this was last asked."""
+        calls, self._calls = self._calls, []
+        return calls
+
+    def Translate(self, lines, langs):
+        self._calls.append(len(lines))
+        if len(self._calls) == self.stop_at:
+            raise KeyboardInterrupt
+        return NestedMap(translations=[[line.upper()] for line in lines])
+
+
 def test_stopped_it_goes_on_where_it_was(logdir, corpus, tmp_path, capfd, monkeypatch):
     output = tmp_path / "scores"
     flags = [f"--logdir={logdir}", f"--data_dir={corpus}", f"--output={output}", "--batch_size=5"]
-    calls, stop_at = [], 4
-
-    class Shouts:
-        def Translate(self, lines, langs):
-            calls.append(len(lines))
-            if len(calls) == stop_at:
-                raise KeyboardInterrupt
-            return NestedMap(translations=[[line.upper()] for line in lines])
-
-    monkeypatch.setattr(_cli, "open_translator", lambda args: (Shouts(), {"step": 3}))
+    shouts = _Shouts(monkeypatch)
+    shouts.stop_at = 4
     assert evaluate.main(flags) == 130
     assert "evaluate: stopped; the same command goes on from there" in capfd.readouterr().err
     assert len(list((output / ".partial").iterdir())) == 3 and not (output / "texts").exists()
-    calls, stop_at = [], 2
+    shouts.Calls()
+    shouts.stop_at = 2
     assert evaluate.main([*flags, "--beam_size=1"]) == 130  # meets nothing of the other
-    assert calls == [5, 5]
-    calls, stop_at = [], 0
+    assert shouts.Calls() == [5, 5]
+    shouts.stop_at = 0
     capfd.readouterr()
     assert evaluate.main(flags) == 0
-    assert calls == [5, 5, 5, 5, 1]
+    assert shouts.Calls() == [5, 5, 5, 5, 1]
     err = capfd.readouterr().err
     assert re.search(r"evaluate: 5 of 36 lines, 5 of them from before, \w+s left\n", err)
     assert "evaluate: 36 of 36 lines, 15 of them from before\n" in err
@@ -109,6 +124,28 @@ def test_stopped_it_goes_on_where_it_was(logdir, corpus, tmp_path, capfd, monkey
     sources = "".join((output / f"texts/{lang}.src").read_text() for lang in ("de", "fi", "sw"))
     assert (output / "comet/hyp.txt").read_text() == sources.upper()
     assert json.loads((output / "report.json").read_text())["seconds"] > 0
+
+
+@pytest.mark.parametrize("rewritten", ["shortlist", "checkpoint"])
+def test_what_another_file_of_that_name_made_is_not_reused(
+    rewritten, logdir, corpus, tmp_path, monkeypatch
+):
+    shortlist = tmp_path / "shortlist.npz"
+    shortlist.write_bytes(b"read by nobody here")
+    flags = [f"--logdir={logdir}", f"--data_dir={corpus}", f"--output={tmp_path / 'scores'}"]
+    flags += ["--batch_size=5", f"--shortlist={shortlist}"]
+    shouts = _Shouts(monkeypatch)
+    shouts.stop_at = 3
+    assert evaluate.main(flags) == 130
+    assert shouts.Calls() == [5, 5, 5]
+    shouts.stop_at = 1
+    assert evaluate.main([*flags, "--quiet"]) == 130  # the same translator: goes on
+    assert shouts.Calls() == [5]
+    file = shortlist if rewritten == "shortlist" else Path(logdir) / "checkpoints/3"
+    os.utime(file, ns=(0, file.stat().st_mtime_ns + 1))
+    shouts.stop_at = 0
+    assert evaluate.main(flags) == 0
+    assert sum(shouts.Calls()) == 36
 
 
 def test_against_baselines(logdir, scored, corpus, tmp_path, capfd):
