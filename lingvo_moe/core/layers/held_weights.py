@@ -1,4 +1,4 @@
-"""Weights as a module holds them that is saved: variables, but for those of 8 bits."""
+"""Weights as a module holds them that is saved."""
 
 import re
 
@@ -7,29 +7,16 @@ import tensorflow as tf
 from lingvo_moe.core.layers.eight_bit import EightBit
 from lingvo_moe.core.nested_map import NestedMap
 
-# A graph is one protocol buffer, of at most 2 GiB.
-_MOST_BYTES = 2**31 - 2**27
-
 
 class HeldWeights(tf.Module):
-    """Variables for the tensors of theta; an `EightBit` stays what it is, to become constants where it is used.
-
-    Raises:
-        ValueError: more bytes of constants than a graph can have.
-    """
+    """Variables for the tensors of theta, those of an `EightBit` included."""
 
     def __init__(self, theta: NestedMap):
         super().__init__(name="weights")
-        constants = sum(x.nbytes for x in theta.Flatten() if isinstance(x, EightBit))
-        if constants > _MOST_BYTES:
-            raise ValueError(
-                f"weights of 8 bits are constants of the graph, which has room for {_MOST_BYTES:,} bytes, but these"
-                f" are {constants:,}; leave the weights float32"
-            )
         self._variables = [
             tf.Variable(value, trainable=False, name=re.sub(r"[\[\]]+", "_", path))
-            for path, value in theta.FlattenItems()
-            if not isinstance(value, EightBit)
+            for path, leaf in theta.FlattenItems()
+            for value in _tensors(leaf)
         ]
         # tf.Module would track, and wrap, a NestedMap; closures it lets be.
         structure = theta.Transform(lambda x: x if isinstance(x, EightBit) else None)
@@ -38,18 +25,30 @@ class HeldWeights(tf.Module):
     def Theta(self) -> NestedMap:
         """The weights as tensors of what is being traced, in the structure of theta."""
         values = map(tf.convert_to_tensor, self._variables)
-        return self._structure().Transform(lambda x: x if isinstance(x, EightBit) else next(values))
+
+        def held(leaf: EightBit | None) -> EightBit | tf.Tensor:
+            return leaf.Transform(lambda _: next(values)) if leaf else next(values)
+
+        return self._structure().Transform(held)
 
     def Assign(self, theta: NestedMap) -> None:
         """Other values for all; of the same structure and shapes.
 
         Raises:
-            ValueError: some are constants.
+            ValueError: some are of 8 bits.
         """
-        values = theta.Flatten()
-        if any(isinstance(x, EightBit) for x in values):
+        leaves = theta.Flatten()
+        if any(isinstance(leaf, EightBit) for leaf in leaves):
             raise ValueError(
-                "weights of 8 bits are constants of what was traced, and cannot be assigned"
+                "weights of 8 bits are packed when they are first used, and cannot be assigned"
             )
-        for variable, value in zip(self._variables, values, strict=True):
+        for variable, value in zip(self._variables, leaves, strict=True):
             variable.assign(value)
+
+
+def _tensors(leaf: tf.Tensor | EightBit) -> list[tf.Tensor]:
+    tensors: list[tf.Tensor] = []
+    if isinstance(leaf, EightBit):
+        leaf.Transform(tensors.append)
+        return tensors
+    return [leaf]

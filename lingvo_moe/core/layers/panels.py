@@ -41,7 +41,7 @@ def arranging(weights: str) -> Iterator[None]:
 def in_panels(w_MN: tf.Tensor, width: int = _WIDTH) -> tf.Tensor | EightBit:
     """[M,N] as panels [P,M,W], the last one filled up with zeros. N need not be known."""
     if _weights.get() == "int8":
-        return EightBit(w_MN, width)
+        return EightBit.Of(w_MN, width)
     rows, columns = w_MN.shape
     columns = tf.shape(w_MN)[1] if columns is None else columns
     panels = -(-columns // width)
@@ -54,7 +54,7 @@ def as_panels(w_PMW: tf.Tensor) -> tf.Tensor | EightBit:
     if _weights.get() == "int8":
         panels, rows, width = w_PMW.shape
         w_MPW = tf.transpose(w_PMW, [1, 0, 2])
-        return EightBit(tf.reshape(w_MPW, [rows, panels * width]), width)
+        return EightBit.Of(tf.reshape(w_MPW, [rows, panels * width]), width)
     return w_PMW
 
 
