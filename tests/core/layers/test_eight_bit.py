@@ -110,24 +110,43 @@ def test_they_take_the_place_of_panels():
     assert apart.shape == (3, 32, 16)
 
 
+def _saved(path, seed: int):
+    """A module that multiplies in a loop, as a search does; saved, its result, and the directory."""
+    module = HeldWeights(
+        NestedMap(layers=[NestedMap(w=EightBit.Of(_numbers(4, 5, seed=seed), 64))])
+    )
+
+    def product(x_RM: tf.Tensor) -> tf.Tensor:
+        def step(i: tf.Tensor, y_RN: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            return i + 1, y_RN + module.Theta().layers[0].w.Product(x_RM)
+
+        return tf.while_loop(lambda i, y_RN: i < 2, step, [0, tf.zeros([3, 5])])[1]
+
+    module.product = tf.function(product, input_signature=[tf.TensorSpec([3, 4])], autograph=False)
+    want = module.product(_numbers(3, 4)).numpy()
+    tf.saved_model.save(module, str(path))
+    return module, want, str(path)
+
+
 def test_a_module_holds_them_as_variables(tmp_path):
-    theta = NestedMap(a=_numbers(6, 4), layers=[NestedMap(w=EightBit.Of(_numbers(4, 5), 64))])
-    module = HeldWeights(theta)
-    assert [v.name for v in module.variables] == ["a:0", *["layers_0_.w:0"] * 3]
-
-    @tf.function(input_signature=[])
-    def product() -> tf.Tensor:
-        held = module.Theta()
-        return held.layers[0].w.Product(held.a)
-
-    module.product = product
-    want = product().numpy()
-    assert_array_equal(want, theta.layers[0].w.Product(tf.constant(theta.a)))
-    tf.saved_model.save(module, str(tmp_path))
-    loaded = tf.saved_model.load(str(tmp_path))
-    assert_array_equal(loaded.product(), want)
+    module, want, _ = _saved(tmp_path, seed=1)
+    assert [(v.name, v.dtype) for v in module.variables] == [
+        ("layers_0_.w:0", kind) for kind in (tf.int8, tf.float32, tf.float32)
+    ]
+    weight = EightBit.Of(_numbers(4, 5, seed=1), 64)
+    assert_array_equal(want, 2 * weight.Product(tf.constant(_numbers(3, 4))))
     with pytest.raises(ValueError, match="cannot be assigned"):
-        module.Assign(theta)
+        module.Assign(NestedMap(layers=[NestedMap(w=weight)]))
+
+
+def test_models_in_one_process_have_weights_of_their_own(tmp_path):
+    """Of the same names, shapes and operations: what one has packed the other does not read."""
+    saved = [_saved(tmp_path / str(seed), seed)[1:] for seed in (1, 2)]
+    assert np.abs(saved[0][0] - saved[1][0]).max() > 1
+    loaded = [tf.saved_model.load(path) for _, path in saved]
+    for _ in range(2):
+        for model, (want, _) in zip(loaded, saved, strict=True):
+            assert_array_equal(model.product(_numbers(3, 4)), want)
 
 
 def test_they_are_packed_once():
