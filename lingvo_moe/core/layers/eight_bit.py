@@ -1,8 +1,8 @@
 """Weights of 8 bits in products of 8 bits, for TensorFlow's own kernels on a CPU (core/op_by_op.py).
 
 A column of the weight and a row of the input each have a scale of their own, so that their largest number is the
-largest integer; sums of products of integers are exact, in any order: a row's result does not depend on what rows
-it is multiplied with, nor on how many there are.
+largest integer. Sums of products of integers are exact in any order, and rounded once, to float32: a row's result does
+not depend on what rows it is multiplied with, nor on how many there are (that number left open, as a search does).
 
 The kernel (oneDNN's, as `_QuantizedMatMul`) takes inputs of 0 to 255 and weights of -128 to 127. Inputs are moved up
 by 128, and what that adds to a sum is taken off again as a bias.
@@ -10,8 +10,9 @@ by 128, and what that adds to a sum is taken off again as a bias.
 The kernel packs the weights in an order of its own. At each call that would take longer than the product; it does so
 once only where it is told that the weight is a constant. The public operations of the same kernel are told so where
 the weight is a constant of the graph, which TensorFlow's graph optimizer writes out as text, for seconds and gigabytes.
-Hence the operation with an underscore, whose attribute `is_weight_const` says it of a variable too; that variable must
-not be assigned another value.
+Hence the operation with an underscore, whose attribute `is_weight_const` says it of a variable too. What is packed
+belongs to the place in a graph where the product stands: there the weight must always be the same one. So it is no
+argument of a function that is called with several, no slice in a loop, and no variable that is assigned another value.
 
 Letters: R row, M and N the dimensions of a weight, P panel, W column of a panel.
 """
@@ -27,6 +28,7 @@ _MOVED = 128
 # Processors without VNNI instructions add two products in 16 bits: 2 x 255 x 64 is the most that these hold.
 _LARGEST_WEIGHT = 64
 _LARGEST_INPUT = 127
+_ZERO = 1e-35  # columns of no larger numbers have none; their scale would be no normal float32
 
 
 class EightBit:
@@ -49,7 +51,7 @@ class EightBit:
         w_MN = np.asarray(w_MN, np.float32)
         most_N = np.max(np.abs(w_MN), 0)
         finite_N = np.isfinite(most_N)
-        scale_N = np.where(finite_N & (most_N > 0), most_N / _LARGEST_WEIGHT, 1)
+        scale_N = np.where(finite_N & (most_N > _ZERO), most_N / _LARGEST_WEIGHT, 1)
         int8_MN = np.round(np.where(finite_N, w_MN, 0) / scale_N).astype(np.int8)
         scale_N = np.where(finite_N, scale_N, np.nan).astype(np.float32)
         bias_N = (-_MOVED * np.sum(int8_MN, 0, dtype=np.int64)).astype(np.float32)
@@ -78,7 +80,7 @@ class EightBit:
 
 
 def _integers_product(x_RM: tf.Tensor, w_MN: tf.Tensor, bias_N: tf.Tensor) -> tf.Tensor:
-    """uint8 [R,M] by int8 [M,N] and a float32 bias: float32 [R,N]. The weight is packed when it is first multiplied."""
+    """uint8 [R,M] by int8 [M,N] and a float32 bias: float32 [R,N]. It may be packed when it is first multiplied."""
     graph = tf.compat.v1.get_default_graph()
     # The ranges at which an integer stands for itself.
     ranges = [tf.constant(end) for end in (0.0, 255.0, -127.0, 127.0)]

@@ -40,7 +40,7 @@ class HeldWeights(tf.Module):
         leaves = theta.Flatten()
         if any(isinstance(leaf, EightBit) for leaf in leaves):
             raise ValueError(
-                "weights of 8 bits are packed when they are first used, and cannot be assigned"
+                "weights of 8 bits may be packed already, as they are when first used, and cannot be assigned"
             )
         for variable, value in zip(self._variables, leaves, strict=True):
             variable.assign(value)

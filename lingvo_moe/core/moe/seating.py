@@ -89,7 +89,7 @@ def _counts(queue_GQR: tf.Tensor, num_experts: int) -> tf.Tensor:
 def _before(counts_GQE: tf.Tensor) -> tf.Tensor:
     """float32 [G,Q,E]: the sum of the blocks before each."""
     size = counts_GQE.shape[1]
-    if size is None:
+    if not size:  # open, or none
         return tf.cumsum(counts_GQE, axis=1, exclusive=True)
     # Sums of 1, 2, 4, ... blocks. XLA makes a window of all Q of a cumsum, over which a TPU's compiler
     # takes 10 s a layer with E = 2048; on a CPU it is slower too, with XLA and without.

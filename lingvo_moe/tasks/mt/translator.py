@@ -180,7 +180,7 @@ class Translator(tf.Module):
         """Other weights of the same model, e.g. of another checkpoint; what is compiled stays as it is.
 
         Raises:
-            ValueError: with weights of 8 bits, which are part of what is compiled.
+            ValueError: with weights of 8 bits, which are packed when they are first used.
         """
         self._weights.Assign(self._arrange(theta))
 

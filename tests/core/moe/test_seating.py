@@ -83,6 +83,11 @@ def test_groups_of_open_size_take_the_same_seats():
         np.testing.assert_array_equal(got, want)
 
 
+def test_groups_without_tokens():
+    position, kept = _seats(np.zeros((2, 0, 2)), np.zeros((2, 0, 2)), 5, 3)
+    assert position.shape == kept.shape == (2, 0, 2)
+
+
 def test_no_window_of_all_blocks_is_compiled():
     """A TPU's compiler took a third of its time for them."""
     index = tf.zeros([1, 2048, 2], tf.int32)

@@ -56,7 +56,7 @@ def test_every_product_with_a_weight_is_one_of_8_bits(logdir, translator):
     ]
     theta = RunDir(logdir).Task().VariableSpecs()
     large = [s.shape for _, s in theta.FlattenItems() if len(s.shape) > 1 and s.shape[-1] > 8]
-    assert len(products) >= len(few) > len(large) / 2 > 5
+    assert len(products) == len(few) > len(large) / 2 > 5
 
 
 def test_a_line_is_the_same_to_the_bit_in_any_batch_and_in_the_export(translator, saved_model):
