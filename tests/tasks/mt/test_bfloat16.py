@@ -73,8 +73,9 @@ def _check_which_operations_are_in_which_type(function, signature):
         assert types(op, "", but="/router/") == {"bfloat16"}, op
     assert types("Transpose", "/dispatcher/") == {"bfloat16"}  # on its way to the experts and back
     assert types("XlaSharding", "/experts/", but="gradient_tape") == {"bfloat16"}
-    assert types("Einsum", "/router/") == {"float32"}
-    for op in ("Softmax", "Exp", "Log", "Rsqrt", "Cumsum", "UnsortedSegmentSum"):
+    for op in ("Einsum", "AddN"):  # gates, and the counts that seats are taken by
+        assert types(op, "/router/") == {"float32"}, op
+    for op in ("Softmax", "Exp", "Log", "Rsqrt", "UnsortedSegmentSum"):
         assert types(op) == {"float32"}, op
     for op in ("Sum", "Mul", "Rsqrt", "Sqrt"):
         assert types(op, "optimizer/") == {"float32"}, op
