@@ -23,7 +23,7 @@ _TITLES = {
 _KINDS = """\
 - **measured**: by the paper, on its machine;
 - **exact**: counted by us, or told by the TPU compiler of the very program that the trainer runs;
-- **timed**: by us, on the machine that compiled, beside other programs;
+- **timed**: by us, on the machine that compiled;
 - **estimated**: from the compiled program's operations, traffic, cycles and collectives, and data sheets;
 - **model**: from the model of the network alone."""
 _INTRODUCTION = f"""\
