@@ -40,6 +40,12 @@ def saved_model(tmp_path_factory, translator):
     return path
 
 
+def _nodes(translator):
+    """Of the graph that translates and its functions."""
+    graph = translator.translate.get_concrete_function().graph.as_graph_def()
+    return [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
+
+
 def test_every_product_with_a_weight_is_one_of_8_bits(logdir, translator):
     """Attention, experts and the softmax; tables, norms and routers stay float32."""
     held = translator[0]._weights
@@ -47,16 +53,17 @@ def test_every_product_with_a_weight_is_one_of_8_bits(logdir, translator):
     kept = ("table", "norm", "scale", "bias", "router")
     names = {v.name for v in held.variables} - few
     assert names and all(any(word in name for word in kept) for name in names)
-    graph = translator[0].translate.get_concrete_function().graph.as_graph_def()
-    products = [
-        node
-        for function in graph.library.function
-        for node in function.node_def
-        if node.op == "_QuantizedMatMul"
-    ]
+    products = [node for node in _nodes(translator[0]) if node.op == "_QuantizedMatMul"]
     theta = RunDir(logdir).Task().VariableSpecs()
     large = [s.shape for _, s in theta.FlattenItems() if len(s.shape) > 1 and s.shape[-1] > 8]
     assert len(products) == len(few) > len(large) / 2 > 5
+
+
+def test_no_weight_is_a_constant(translator):
+    """TensorFlow's graph optimizer writes constants of 8 bits out as text, at the first call."""
+    kinds = {tf.int8.as_datatype_enum, tf.qint8.as_datatype_enum}
+    for node in _nodes(translator[0]):
+        assert node.op != "Const" or node.attr["dtype"].type not in kinds, node.name
 
 
 def test_a_line_is_the_same_to_the_bit_in_any_batch_and_in_the_export(translator, saved_model):
