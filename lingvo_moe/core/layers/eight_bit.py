@@ -17,7 +17,6 @@ argument of a function that is called with several, no slice in a loop, and no v
 Letters: R row, M and N the dimensions of a weight, P panel, W column of a panel.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -57,9 +56,14 @@ class EightBit:
         bias_N = (-_MOVED * np.sum(int8_MN, 0, dtype=np.int64)).astype(np.float32)
         return cls(tf.constant(int8_MN), tf.constant(scale_N), tf.constant(bias_N), width)
 
-    def Transform(self, fn: Callable[[Any], Any]) -> "EightBit":
-        """The same with other tensors for its own: variables, for instance."""
-        return EightBit(fn(self.int8_MN), fn(self.scale_N), fn(self.bias_N), self.width)
+    @property
+    def tensors(self) -> tuple[Any, Any, Any]:
+        """What is to be held of it, in the order that `With` takes."""
+        return self.int8_MN, self.scale_N, self.bias_N
+
+    def With(self, int8_MN: Any, scale_N: Any, bias_N: Any) -> "EightBit":
+        """The same of other tensors: those that a variable was made of each."""
+        return EightBit(int8_MN, scale_N, bias_N, self.width)
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -16,7 +16,7 @@ class HeldWeights(tf.Module):
         self._variables = [
             tf.Variable(value, trainable=False, name=re.sub(r"[\[\]]+", "_", path))
             for path, leaf in theta.FlattenItems()
-            for value in _tensors(leaf)
+            for value in (leaf.tensors if isinstance(leaf, EightBit) else (leaf,))
         ]
         # tf.Module would track, and wrap, a NestedMap; closures it lets be.
         structure = theta.Transform(lambda x: x if isinstance(x, EightBit) else None)
@@ -27,7 +27,7 @@ class HeldWeights(tf.Module):
         values = map(tf.convert_to_tensor, self._variables)
 
         def held(leaf: EightBit | None) -> EightBit | tf.Tensor:
-            return leaf.Transform(lambda _: next(values)) if leaf else next(values)
+            return leaf.With(next(values), next(values), next(values)) if leaf else next(values)
 
         return self._structure().Transform(held)
 
@@ -44,11 +44,3 @@ class HeldWeights(tf.Module):
             )
         for variable, value in zip(self._variables, leaves, strict=True):
             variable.assign(value)
-
-
-def _tensors(leaf: tf.Tensor | EightBit) -> list[tf.Tensor]:
-    tensors: list[tf.Tensor] = []
-    if isinstance(leaf, EightBit):
-        leaf.Transform(tensors.append)
-        return tensors
-    return [leaf]
