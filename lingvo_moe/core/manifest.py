@@ -1,7 +1,8 @@
-"""A list of a directory's files with their SHA-256: any later change shows, one of the list included.
+"""A list of a directory's files with their digests: any later change shows, one of the list included.
 
-The list has a line `<64 hex digits>  <path>` for each file, as `sha256sum --check` reads it, and a last one with the
-digest of the lines before. It tells damage; who can write the directory can write another list, too.
+The list has a line `<hex digits>  <path>` for each file, as `sha256sum --check` and `xxh128sum --check` read it, and a
+last one with the SHA-256 of the lines before. It shows damage, not malice: whoever can write the directory can write
+another list, too.
 
 A symbolic link to a file stands for what is in that file. One to a directory is refused, for it may lead in a circle,
 and so are pipes and devices, which need not end.
@@ -10,11 +11,23 @@ and so are pipes and devices, which need not end.
 import hashlib
 import os
 import re
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
+from typing import Any
+
+import xxhash
 
 from lingvo_moe.core.files import write_atomic
 
-_LINE = re.compile(rb"([0-9a-f]{64})  ([^\n]+)")
+SHA256 = "SHA-256"
+# Eight times as fast as SHA-256 and no cryptography: for checkpoints, whose digests must cost next to nothing.
+XXH128 = "XXH128"
+_DIGESTS: Mapping[str, Callable[[], Any]] = {SHA256: hashlib.sha256, XXH128: xxhash.xxh3_128}
+_BY_LENGTH = {64: SHA256, 32: XXH128}  # hex digits
+_PIECE = 1 << 20  # bytes read at once
+_THREADS = 2
+_LINE = re.compile(rb"([0-9a-f]{64}|[0-9a-f]{32})  ([^\n]+)")
 _AGAIN = "copy the directory again, or write it again"
 
 
@@ -22,55 +35,86 @@ class ManifestError(ValueError):
     """A directory that is not as it was when it was listed. The message names the file and what to do."""
 
 
-def write_manifest(directory: str | os.PathLike, name: str) -> None:
-    """Lists all files below `directory`, whole or not at all.
+def write_manifest(
+    directory: str | os.PathLike,
+    name: str,
+    files: Collection[str] | None = None,
+    digest: str = SHA256,
+) -> None:
+    """Lists files below `directory`; the list appears complete or not at all.
 
     Args:
         directory: with everything in it that is to be listed.
         name: of the list, a path in `directory`; what lies there is replaced.
+        files: their paths in `directory`, with slashes; None for all.
+        digest: SHA256 or XXH128.
 
     Raises:
         ManifestError: a link to a directory, a pipe or a device.
         ValueError: a file whose name holds a newline.
     """
     lines = []
-    for path in sorted(_files(Path(directory)) - {name}):
+    for path in sorted(_files(Path(directory)) - {name} if files is None else files):
         if "\n" in path:
             raise ValueError(f"{directory}: a file's name holds a newline: {path!r}")
-        lines.append(f"{_digest(Path(directory) / path)}  {path}\n")
+        lines.append(f"{_digest(Path(directory) / path, digest)}  {path}\n")
     body = "".join(lines).encode("utf-8", "surrogateescape")
     write_atomic(Path(directory) / name, body + _last_line(body))
 
 
-def verify_manifest(directory: str | os.PathLike, name: str) -> None:
-    """Reads every file of `directory`, a piece at a time, and compares it with the list in `name`.
+def verify_manifest(
+    directory: str | os.PathLike,
+    name: str,
+    files: Collection[str] | None = None,
+    remedy: str = _AGAIN,
+    part: tuple[int, int] = (0, 1),
+) -> None:
+    """Reads the files of `directory`, a piece at a time, and compares them with the list in `name`.
+
+    Args:
+        directory: as given to write_manifest.
+        name: as given to write_manifest.
+        files: the paths that must be listed, others that lie there are ignored; None: all that lie there must be.
+        remedy: what to do about damage, for the message.
+        part: (i, n): of the listed files, read only the i-th share of n, for n processes that share the work.
 
     Raises:
         ManifestError: a file was changed, is missing or was added, or the list itself was changed; or as
             write_manifest.
     """
     directory = Path(directory)
-    listed = _read_list(directory, name)
-    found = _files(directory) - {name}
+    listed = _read_list(directory, name, remedy)
+    found = _files(directory) - {name} if files is None else set(files)
     for path in sorted(listed.keys() - found):
-        raise ManifestError(f"{directory}: {path} is missing; {_AGAIN}")
+        what = "is missing" if files is None else f"is in {name} and does not belong there"
+        raise ManifestError(f"{directory}: {path} {what}; {remedy}")
     for path in sorted(found - listed.keys()):
         raise ManifestError(f"{directory}: {path} is not in {name}; it does not belong there")
-    for path, digest in listed.items():
-        if _digest(directory / path) != digest:
-            raise ManifestError(
-                f"{directory}: {path} was changed or damaged (its SHA-256 is not that of {name}); {_AGAIN}"
-            )
+    number, parts = part
+
+    def difference(path: str) -> str:
+        if not (directory / path).is_file():
+            return "is missing"
+        digest = _BY_LENGTH[len(listed[path])]
+        if _digest(directory / path, digest) != listed[path]:
+            return f"was changed or damaged (its {digest} is not that of {name})"
+        return ""
+
+    mine = sorted(listed)[number::parts]
+    with ThreadPoolExecutor(_THREADS) as pool:  # digests are computed without Python's lock
+        for path, wrong in zip(mine, pool.map(difference, mine), strict=True):
+            if wrong:
+                raise ManifestError(f"{directory}: {path} {wrong}; {remedy}")
 
 
-def _read_list(directory: Path, name: str) -> dict[str, str]:
+def _read_list(directory: Path, name: str, remedy: str) -> dict[str, str]:
     """The digest of each path that is listed."""
-    damaged = ManifestError(f"{directory}: {name}, the list of files, was changed; {_AGAIN}")
+    damaged = ManifestError(f"{directory}: {name}, the list of files, was changed; {remedy}")
     try:
         content = (directory / name).read_bytes()
     except FileNotFoundError:
         raise ManifestError(
-            f"{directory}: {name}, the list of files, is missing; {_AGAIN}"
+            f"{directory}: {name}, the list of files, is missing; {remedy}"
         ) from None
     end = content.rfind(b"\n", 0, -1) + 1
     body = content[:end]
@@ -117,6 +161,9 @@ def _cannot_be_listed(path: Path) -> str:
     return ""
 
 
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _digest(path: Path, digest: str) -> str:
+    state, piece = _DIGESTS[digest](), memoryview(bytearray(_PIECE))
+    with open(path, "rb", buffering=0) as file:
+        while size := file.readinto(piece):
+            state.update(piece[:size])
+    return state.hexdigest()

@@ -2,13 +2,15 @@
 
 A step holds the state as a flat map from path to tensor, and a JSON file with the structure of the
 state and whatever else a run needs to go on (the input's position, the experiment's text). It is
-restored on any mesh, device count, process count or engine. Free of TensorFlow.
+restored on any mesh, device count, process count or engine, once its files have the digests that they
+were written with. Free of TensorFlow.
 """
 
+import contextlib
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from lingvo_moe.core.engine.base import Engine
+from lingvo_moe.core.engine.checkpoint_digests import DigestedDirectory, verify_step
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.engine.specs import (
     TensorSpec,
@@ -26,9 +29,11 @@ from lingvo_moe.core.engine.specs import (
     pack,
     skeleton,
 )
+from lingvo_moe.core.manifest import ManifestError
 from lingvo_moe.core.nested_map import NestedMap
 
-_FORMAT = 1
+_FORMAT = 2  # 1 had no digests
+_MOST_SHOWN = 400  # characters of another library's error
 
 
 class CheckpointError(ValueError):
@@ -56,15 +61,17 @@ class Checkpointer:
         self.directory = os.path.abspath(directory)
         if read_only and not os.path.isdir(self.directory):
             raise CheckpointError(f"{self.directory}: there is no such directory of checkpoints")
-        # Orbax tells at length of what is as it should be; what is not comes as an exception.
-        logging.getLogger("absl").setLevel(logging.ERROR)
+        # Orbax logs at length, and each error several times over; errors come as exceptions too.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=None if read_only else keep,
             create=not read_only,
             read_only=read_only,
             cleanup_tmp_directories=not read_only,
             enable_async_checkpointing=not read_only,
+            temporary_path_class=DigestedDirectory,
         )
+        self._verified: set[int] = set()
         self._manager = ocp.CheckpointManager(self.directory, options=options)
 
     def __enter__(self) -> "Checkpointer":
@@ -89,6 +96,9 @@ class Checkpointer:
             step: its number.
             state: a tree of the engine's tensors.
             extra: anything that JSON can hold.
+
+        Raises:
+            CheckpointError: this step, or the one before it, could not be written.
         """
         if step in self._manager.all_steps():
             return
@@ -103,12 +113,11 @@ class Checkpointer:
             "structure": skeleton(state),
             "extra": dict(extra or {}),
         }
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.PyTreeSave(tensors), about=ocp.args.JsonSave(about)
-            ),
+        args = ocp.args.Composite(
+            state=ocp.args.PyTreeSave(tensors), about=ocp.args.JsonSave(about)
         )
+        with self._writing():
+            self._manager.save(step, args=args)
 
     def Restore(
         self, state_specs: Any, engine: Engine, step: int | None = None
@@ -125,7 +134,7 @@ class Checkpointer:
             CheckpointError: no such step; a damaged one; or one of another model, naming the first
                 variable that differs.
         """
-        step, about = self._about(step)
+        step, about = self._about(step, engine)
         specs = [TensorSpec.Of(spec, path) for path, spec in flatten_items(state_specs)]
         self._check_model(step, about, specs)
         return pack(skeleton(state_specs), self._read_onto(step, specs, engine)), about["extra"]
@@ -138,7 +147,7 @@ class Checkpointer:
         Raises:
             CheckpointError: as Restore.
         """
-        step, about = self._about(step)
+        step, about = self._about(step, engine)
         self._check_tensors(step, about, specs)
         return self._read_onto(step, specs, engine)
 
@@ -189,19 +198,36 @@ class Checkpointer:
         return self._about(step)[1]["extra"]
 
     def Wait(self) -> None:
-        """Returns when everything that was saved is complete on disk; raises what went wrong in the background."""
-        self._manager.wait_until_finished()
-        self._manager.check_for_errors()
+        """Returns when everything that was saved is complete on disk.
+
+        Raises:
+            CheckpointError: something could not be written.
+        """
+        with self._writing():
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
 
     def Close(self) -> None:
-        """Waits, and lets go of the directory."""
-        self._manager.close()
+        """Waits, and lets go of the directory. Raises CheckpointError as Wait."""
+        with self._writing():
+            self._manager.close()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Makes one line of what Orbax and TensorStore raise where the disk is full or cannot be written."""
+        try:
+            yield
+        except Exception as e:
+            raise CheckpointError(
+                f"{self.directory}: a checkpoint could not be written ({_in_one_line(e)}); the ones before it are "
+                "whole, and the same command goes on from the newest"
+            ) from e
 
     def _where(self, step: int) -> str:
         return f"{self.directory}, step {step}"
 
-    def _about(self, step: int | None) -> tuple[int, dict[str, Any]]:
-        """The step, the newest for None, and its JSON."""
+    def _about(self, step: int | None, engine: Engine | None = None) -> tuple[int, dict[str, Any]]:
+        """The step, the newest for None, and its JSON, once its files are verified; by all processes of an engine."""
         steps = self.Steps()
         if not steps:
             raise CheckpointError(f"{self.directory}: there is no checkpoint")
@@ -211,10 +237,44 @@ class Checkpointer:
             raise CheckpointError(
                 f"{self._where(step)}: there is no such checkpoint; there are {steps}"
             )
+        self._verify(step, engine)
         about = self._guarded(step, ocp.args.Composite(about=ocp.args.JsonRestore())).about
         if about.get("format") != _FORMAT:
             raise CheckpointError(f"{self._where(step)}: format {about.get('format')} is unknown")
         return step, about
+
+    def _verify(self, step: int, engine: Engine | None) -> None:
+        """Compares a step's files with their digests, once; the processes of an engine share the work."""
+        if step in self._verified:
+            return
+        part = (jax.process_index(), jax.process_count()) if engine else (0, 1)
+        mistake: ManifestError | OSError | None = None
+        try:
+            verify_step(self._step_dir(step), part)
+        except (ManifestError, OSError) as e:
+            mistake = e
+        damaged = mistake is not None
+        if engine.AnyProcess(damaged) if engine else damaged:
+            raise self._damaged(step, mistake or "another process of the job found it damaged")
+        self._verified.add(step)
+
+    def _damaged(self, step: int, reason: object) -> CheckpointError:
+        """The error for a damaged step, which offers the newest older one that is not."""
+        for older in reversed([s for s in self.Steps() if s < step]):
+            try:
+                verify_step(self._step_dir(older))
+            except (ManifestError, OSError):
+                continue
+            advice = f"delete {self._step_dir(step)} to go on from step {older}, whose files are as they were written"
+            break
+        else:
+            advice = "no older checkpoint is whole: begin again, with --restart"
+        return CheckpointError(
+            f"{self._where(step)}: the checkpoint is damaged; {advice} ({reason})"
+        )
+
+    def _step_dir(self, step: int) -> str:
+        return os.path.join(self.directory, str(step))
 
     def _read(self, step: int, targets: dict[str, Any]) -> dict[str, Any]:
         """The named tensors: NumPy where the target is None, else as the ShapeDtypeStruct says."""
@@ -229,17 +289,11 @@ class Checkpointer:
         return self._guarded(step, ocp.args.Composite(state=restore)).state
 
     def _guarded(self, step: int, args: Any) -> Any:
-        """Restores; whatever goes wrong in Orbax or TensorStore means that files are damaged or missing."""
+        """Restores; whatever goes wrong in Orbax or TensorStore means that files changed since they were verified."""
         try:
             return self._manager.restore(step, args=args)
         except Exception as e:
-            older = [s for s in self.Steps() if s < step]
-            advice = f"delete that step to go on from step {older[-1]}" if older else "start anew"
-            reason = re.sub(r"\s+", " ", f"{type(e).__name__}: {e}")[:200]
-            raise CheckpointError(
-                f"{self._where(step)}: the checkpoint is damaged, files were cut short or are "
-                f"missing; {advice} ({reason})"
-            ) from e
+            raise self._damaged(step, _in_one_line(e)) from e
 
     def _read_onto(self, step: int, specs: Sequence[TensorSpec], engine: Engine) -> list[Any]:
         """The tensors of these specs, which have been checked, on the engine's devices."""
@@ -275,6 +329,15 @@ class Checkpointer:
                     f"{self._where(step)}: the checkpoint is of another model: {spec.name} is "
                     f"{dtype}{list(shape)} in it, {spec.dtype}{list(spec.shape)} here"
                 )
+
+
+def _in_one_line(error: Exception) -> str:
+    text = re.sub(r"\s+", " ", f"{type(error).__name__}: {error}")
+    return (
+        text
+        if len(text) <= _MOST_SHOWN
+        else f"{text[: _MOST_SHOWN // 2]} ... {text[-_MOST_SHOWN // 2 :]}"
+    )
 
 
 def _is_float(array: np.ndarray) -> bool:

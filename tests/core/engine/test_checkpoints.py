@@ -187,31 +187,107 @@ def _files(directory):
     )
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # TensorStore's
-@pytest.mark.parametrize("damage", ["cut", "remove"])
-def test_damage_is_an_error_or_harmless_but_never_a_wrong_value(saved, tmp_path, damage):
-    errors = []
+def _flip(path):
+    with open(path, "r+b") as file:
+        file.seek(os.path.getsize(path) // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 16]))
+
+
+@pytest.mark.parametrize(
+    "damage, what",
+    [
+        (_flip, "was changed"),
+        (lambda path: os.truncate(path, os.path.getsize(path) // 2), "was changed"),
+        (os.unlink, "is missing"),
+    ],
+    ids=["flip", "cut", "remove"],
+)
+def test_damage_to_any_file_is_an_error_that_names_it(saved, tmp_path, damage, what):
+    """A flipped bit of a tensor's data came out as another weight when only Orbax looked."""
     engine = PjrtEngine(MESH)
-    for name in _files(os.path.join(saved, "9")):
+    names = _files(os.path.join(saved, "9"))
+    assert len(names) >= 8
+    for name in names:
         directory = str(tmp_path / name.replace("/", "_"))
         shutil.copytree(saved, directory)
-        path = os.path.join(directory, "9", name)
-        if damage == "cut":
-            os.truncate(path, os.path.getsize(path) // 2)
-        else:
-            os.unlink(path)
+        damage(os.path.join(directory, "9", name))
         with Checkpointer(directory, read_only=True) as checkpointer:
-            try:
-                state, _ = checkpointer.Restore(SPECS, engine)
-            except CheckpointError as e:
-                errors.append((directory, str(e)))
-            else:
-                _assert_equal(engine.Get(state), _values(9))
-    assert len(errors) >= 3  # the values, their index, the JSON
-    for directory, error in errors:
-        assert error.startswith(f"{directory}, step 9: the checkpoint is damaged")
-        assert "delete that step to go on from step 7" in error
-        assert "\n" not in error
+            for restore in (
+                lambda c: c.Restore(SPECS, engine),
+                lambda c: c.RestoreToNumpy("theta"),
+                lambda c: c.ReadExtra(),
+            ):
+                with pytest.raises(CheckpointError) as caught:
+                    restore(checkpointer)
+                error = str(caught.value)
+                assert error.startswith(f"{directory}, step 9: the checkpoint is damaged; delete ")
+                assert f"{directory}/9 to go on from step 7" in error
+                assert f"{name}" in error and what in error and "\n" not in error
+            state, _ = checkpointer.Restore(SPECS, engine, 7)
+            _assert_equal(engine.Get(state), _values(7))
+
+
+_FULL_DISK = """
+import resource, sys
+import jax.numpy as jnp, numpy as np
+from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
+state = {"w": jnp.asarray(np.random.RandomState(0).randn(1 << 19))}
+with Checkpointer(sys.argv[1]) as checkpointer:
+    checkpointer.Save(1, state)
+    checkpointer.Wait()
+    was = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, was[1]))  # no file may be larger
+    try:
+        checkpointer.Save(2, state)
+        checkpointer.Wait()
+    except CheckpointError as e:
+        print(e)
+    resource.setrlimit(resource.RLIMIT_FSIZE, was)
+with Checkpointer(sys.argv[1]) as checkpointer:
+    print(checkpointer.Steps(), len(checkpointer.RestoreToNumpy()[0].w))
+    checkpointer.Save(2, state)
+    checkpointer.Wait()
+    print(checkpointer.Steps())
+"""
+
+
+def test_what_cannot_be_written_is_one_line_and_loses_nothing(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", _FULL_DISK, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    error, before, after = done.stdout.splitlines()
+    assert error.startswith(f"{tmp_path}: a checkpoint could not be written (")
+    assert "/2.orbax-checkpoint-tmp/" in error and "File too large" in error
+    assert (before, after) == (f"[1] {1 << 19}", "[1, 2]")
+    assert "Traceback" not in done.stderr
+
+
+def test_only_a_step_that_is_whole_is_offered(saved, tmp_path):
+    directory = str(tmp_path / "run")
+    shutil.copytree(saved, directory)
+    for step in ("7", "9"):
+        _flip(os.path.join(directory, step, "about", "metadata"))
+    with Checkpointer(directory, read_only=True) as checkpointer:
+        with pytest.raises(CheckpointError, match="no older checkpoint is whole"):
+            checkpointer.ReadExtra()
+
+
+def test_a_file_that_was_added_or_taken_from_another_step_is_named(saved, tmp_path):
+    directory = str(tmp_path / "run")
+    shutil.copytree(saved, directory)
+    shutil.copy(f"{directory}/7/about/metadata", f"{directory}/9/about/metadata")
+    with Checkpointer(directory, read_only=True) as checkpointer:
+        with pytest.raises(CheckpointError, match="about/metadata was changed"):
+            checkpointer.ReadExtra()
+        open(f"{directory}/7/more", "w").close()
+        with pytest.raises(CheckpointError, match=r"more is not in files\.xxh128"):
+            checkpointer.ReadExtra(7)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ initialize_distributed(address, 2, process_id)
 import test_multiprocess
 test_multiprocess.train(directory, first=None, last=3)
 test_multiprocess.train(directory, first=3, last=5)
+test_multiprocess.restore_damaged(directory, 5)
 """
 
 
@@ -82,6 +84,37 @@ def train(directory, first, last):
     )
 
 
+def restore_damaged(directory, step):
+    """Flips a bit of each file of a step in turn; prints, as a JSON line, how restoring it ends on this process."""
+    import jax
+
+    from lingvo_moe.core import sharding
+    from lingvo_moe.core.engine.base import make_engine
+    from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
+    from lingvo_moe.core.engine.specs import TensorSpec
+    from lingvo_moe.core.nested_map import NestedMap
+
+    engine = make_engine("pjrt", sharding.Mesh.parse("expert:8"))
+    specs = NestedMap(step=TensorSpec((), "int32"), w=TensorSpec((8, 4, 4), "float32"))
+    found = []
+    for path in sorted(p for p in Path(directory, str(step)).rglob("*") if p.is_file()):
+        if jax.process_index() == 0:
+            content = path.read_bytes()
+            path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        engine.AnyProcess(False)  # both wait until it is damaged
+        try:
+            with Checkpointer(directory, read_only=True) as checkpointer:
+                checkpointer.Restore(specs, engine, step)
+        except CheckpointError as e:
+            found.append(path.name in str(e) or "another process of the job" in str(e))
+        else:
+            found.append(False)
+        engine.AnyProcess(False)
+        if jax.process_index() == 0:
+            path.write_bytes(content)
+    print(json.dumps({"damage_found": found}))
+
+
 def _free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -112,6 +145,8 @@ def test_two_processes_of_four_devices_are_one_of_eight(tmp_path, capsys):
     assert lines[0][0]["all_to_all"]
     assert lines[0][0]["any"] == [True, False]
     assert lines[0] == lines[1]
+    damage = [worker.pop(-1)["damage_found"] for worker in lines]
+    assert len(damage[0]) >= 8 and all(all(found) for found in damage)
     # The same with one process; then on from what two have saved.
     train(str(tmp_path / "one"), None, 3)
     train(str(tmp_path / "one"), 3, 5)

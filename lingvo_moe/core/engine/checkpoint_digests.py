@@ -1,0 +1,41 @@
+"""Digests of a checkpoint's files: written before the checkpoint gets its name, verified before any of it is used.
+
+Orbax writes a step into a directory with a temporary name and renames it when all is there. The list of digests is
+written just before that, so a step that has its name has its list, whatever was killed when.
+"""
+
+import asyncio
+import os
+from pathlib import Path
+
+import orbax.checkpoint as ocp
+
+from lingvo_moe.core.manifest import XXH128, verify_manifest, write_manifest
+
+NAME = "files.xxh128"
+
+
+class DigestedDirectory(ocp.path.atomicity.AtomicRenameTemporaryPath):
+    """Orbax's temporary directory of a step, or of an item in it, that lists its files before it is renamed."""
+
+    async def finalize(self) -> None:
+        """Writes the list, where this is a step, and renames the directory. Called by Orbax on one process."""
+        if self._checkpoint_metadata_store:
+            # Orbax writes its notes about the step in a thread; nothing may change once it is listed.
+            await asyncio.to_thread(self._checkpoint_metadata_store.wait_until_finished)
+        if self.get_final().name.isdigit():
+            await asyncio.to_thread(write_manifest, os.fspath(self.get()), NAME, None, XXH128)
+        await asyncio.to_thread(self.get().rename, self.get_final())
+
+
+def verify_step(directory: str | os.PathLike, part: tuple[int, int] = (0, 1)) -> None:
+    """Compares the files of a step with their digests.
+
+    Args:
+        directory: the step's.
+        part: (i, n): this process takes the i-th share of n.
+
+    Raises:
+        ManifestError: names the file that is damaged or missing, or was added.
+    """
+    verify_manifest(Path(directory), NAME, remedy="restore it from a copy", part=part)
