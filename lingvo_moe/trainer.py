@@ -188,6 +188,7 @@ def train(args: argparse.Namespace, params: Any, override: str) -> int:
     from lingvo_moe.core.engine import devices
     from lingvo_moe.core.engine.base import make_engine
     from lingvo_moe.core.engine.checkpoints import Checkpointer
+    from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
     from lingvo_moe.core.engine.summaries import Summaries
     from lingvo_moe.core.engine.train_loop import TrainLoop
     from lingvo_moe.tasks.mt import init_from
@@ -220,8 +221,7 @@ def train(args: argparse.Namespace, params: Any, override: str) -> int:
         inputs.Prepare(vocabs=run_dir.vocabs, tasks=run_dir.languages)
     initial = initial_weights(run_dir, params, inputs)
 
-    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        devices.enable_compilation_cache(os.path.join(args.logdir, "compiled"))
+    enable_compilation_cache()
     summaries = Summaries(str(run_dir.summaries_dir), enabled=first_process)
     summaries.Text("params", params.ToText())
     if run_dir.began_from:

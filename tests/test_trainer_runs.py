@@ -21,8 +21,8 @@ from trainer_testing import flags, fork, losses, state
 
 from lingvo_moe import planning, trainer
 from lingvo_moe.core import registry
-from lingvo_moe.core.engine import devices
 from lingvo_moe.core.engine.checkpoints import Checkpointer
+from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
 
 pytestmark = pytest.mark.slow
 
@@ -40,8 +40,7 @@ def _shared(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         cache = tmp_path_factory.mktemp("cache")
         patch.setenv("XDG_CACHE_HOME", str(cache))
-        kept = devices.enable_compilation_cache(str(cache / "compiled"))
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", kept)
+        enable_compilation_cache()
         from lingvo_moe.core.engine import base
 
         patch.setattr(base, "make_engine", base.make_engine)  # put back at the end

@@ -8,7 +8,6 @@ that a better planner needs no new compile.
 import dataclasses
 import gzip
 import json
-import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,14 +15,14 @@ from pathlib import Path
 from lingvo_moe.core import files
 from lingvo_moe.core.engine.aot import AotResult
 from lingvo_moe.core.engine.program import Program
+from lingvo_moe.core.user_cache import user_cache_dir
 
 _FORMAT = 1
 
 
 def default_cache_dir() -> Path:
     """Where compiled programs are kept: lingvo_moe/plans in the user's cache directory."""
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(root) / "lingvo_moe" / "plans"
+    return user_cache_dir() / "plans"
 
 
 def cached(

@@ -3,10 +3,7 @@
 Both have to be said before JAX looks for devices the first time.
 """
 
-import contextlib
-import hashlib
 import os
-import platform
 import re
 import socket
 import sys
@@ -99,14 +96,6 @@ def _answers(host: str, port: int, timeout_seconds: float) -> bool:
     return False
 
 
-def _cpu_features() -> str:
-    """A short name for what this machine's CPU can do."""
-    features = platform.machine()
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
-        features += next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return hashlib.sha256(features.encode()).hexdigest()[:12]
-
-
 def device_count() -> int:
     """The devices of the whole job, of all its processes."""
     return len(jax.devices())
@@ -121,16 +110,3 @@ def sync_processes(name: str) -> None:
     """Waits until every process of the job has come to this point; alone, does nothing."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
-
-
-def enable_compilation_cache(directory: str) -> str:
-    """Keeps compiled programs on disk, so that a restarted run compiles nothing twice.
-
-    An entry is used only for the same program and compiler; a damaged one is compiled again. JAX does
-    not tell one CPU's features from another's, so each gets a directory of its own in `directory`:
-    code for instructions that a machine lacks would kill the process. Returns that directory.
-    """
-    directory = os.path.join(os.path.abspath(directory), _cpu_features())
-    jax.config.update("jax_compilation_cache_dir", directory)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    return directory

@@ -129,7 +129,8 @@ def test_virtual_devices_in_a_fresh_process(flags):
 
 _CACHED = """
 import sys, jax, numpy as np
-from lingvo_moe.core.engine.devices import enable_compilation_cache, request_cpu_devices
+from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
+from lingvo_moe.core.engine.devices import request_cpu_devices
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.engine.program import Program
 request_cpu_devices(8)
@@ -145,12 +146,17 @@ def test_compiled_programs_are_kept_on_disk(tmp_path):
     x = TensorSpec((8, 4), "float32", ("expert", None))
     lower(lambda x: tf.reduce_sum(tf.sin(x)), [x], Mesh.parse("expert:8")).Save(program)
     outs = [_python(["-c", _CACHED, program, str(cache)])]
-    (entry,) = cache.glob("*/jit_call-*-cache")
+    (entry,) = cache.glob("*/jit_call-*.checked")
+    whole = entry.read_bytes()
     outs.append(_python(["-c", _CACHED, program, str(cache)]))
-    entry.write_bytes(entry.read_bytes()[:100])
-    outs.append(_python(["-c", _CACHED, program, str(cache)]))
-    assert [out.returncode for out in outs] == [0, 0, 0], outs
+    for damaged in (whole[:100], whole[:-200] + bytes([whole[-200] ^ 1]) + whole[-199:]):
+        entry.write_bytes(damaged)
+        outs.append(_python(["-c", _CACHED, program, str(cache)]))
+        assert "this compiled program is damaged; it is compiled again" in outs[-1].stderr
+        assert len(entry.read_bytes()) > 100  # it was
+    assert [out.returncode for out in outs] == [0] * 4, outs
     assert {float(out.stdout) for out in outs} == {float(outs[0].stdout)}
+    assert "damaged" not in outs[0].stderr + outs[1].stderr
 
 
 @pytest.mark.parametrize(

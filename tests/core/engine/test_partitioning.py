@@ -10,7 +10,7 @@ from lingvo_moe.core import sharding
 from lingvo_moe.core.engine import aot, partitioning
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.collectives import count_collectives
-from lingvo_moe.core.engine.devices import enable_compilation_cache
+from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
 from lingvo_moe.core.engine.lowering import lower
 from lingvo_moe.core.engine.partitioning import partition
 from lingvo_moe.core.engine.specs import AUTO, TensorSpec

@@ -16,6 +16,7 @@ from typing import Any
 
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.user_cache import user_cache_dir
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.order import PairOrder
 from lingvo_moe.tasks.mt.input.packing import Shape, fill_batch
@@ -336,12 +337,10 @@ class BatchIterator:
 
 
 def _user_cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME", "")
     try:
-        home = Path(base) if base else Path.home() / ".cache"
+        return _usable(user_cache_dir())
     except RuntimeError as e:
         raise DataError(f"no cache directory: {e}; {_CACHE_REMEDY}") from e
-    return _usable(home / "lingvo_moe")
 
 
 def _usable(cache_dir: Path) -> Path:

@@ -1,0 +1,129 @@
+"""Compiled programs kept on disk, so that a run that goes on compiles nothing twice.
+
+An entry is machine code, which is run as it is read. So it is taken only from a directory that this user made and that
+nobody else can write in, never from a run's, and only where its bytes have the digest that they were written with.
+"""
+
+import contextlib
+import hashlib
+import os
+import platform
+import stat
+import sys
+from pathlib import Path
+
+import jax
+
+# Private: JAX has no public way to say how entries are read and written.
+from jax._src import compilation_cache
+from jax._src.compilation_cache_interface import CacheInterface
+
+from lingvo_moe.core.files import write_atomic
+from lingvo_moe.core.user_cache import user_cache_dir
+
+_SUFFIX = ".checked"
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_MOST_BYTES = 8 << 30  # of a directory; those that were not used for the longest time go first
+_LEAST_SECONDS = 0.5  # what compiles faster is not kept
+
+
+class CheckedCache(CacheInterface):
+    """A directory of entries, each a SHA-256 and the bytes that it is of. A damaged entry is as good as none.
+
+    Args:
+        directory: which is made when it is missing.
+    """
+
+    def __init__(self, directory: str | os.PathLike):
+        self._path = Path(directory)
+
+    def get(self, key: str) -> bytes | None:
+        """The entry's bytes; None where there is none, or it is damaged, which is said."""
+        file = self._path / f"{key}{_SUFFIX}"
+        try:
+            content = file.read_bytes()
+        except FileNotFoundError:
+            return None
+        digest, value = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+        if hashlib.sha256(value).digest() != digest:
+            _say(f"{file}: this compiled program is damaged; it is compiled again")
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(file)
+        return value
+
+    def put(self, key: str, value: bytes) -> None:
+        """Keeps an entry, complete or not at all. Raises OSError, which JAX turns into a warning."""
+        self._path.mkdir(parents=True, exist_ok=True)
+        write_atomic(self._path / f"{key}{_SUFFIX}", hashlib.sha256(value).digest() + value)
+
+
+def enable_compilation_cache(directory: str | os.PathLike | None = None) -> str:
+    """Keeps compiled programs on disk; an entry is used only for the same program, compiler and kind of CPU.
+
+    JAX does not tell one CPU's features from another's, so each gets a directory of its own in `directory`: code for
+    instructions that a machine lacks would kill the process.
+
+    Args:
+        directory: None: that of JAX_COMPILATION_CACHE_DIR, or else `lingvo_moe/compiled` in the user's cache directory.
+
+    Returns:
+        The directory of the entries, or '' where none is kept, since others can write there; that is said.
+    """
+    directory = Path(
+        directory or os.environ.get("JAX_COMPILATION_CACHE_DIR") or user_cache_dir() / "compiled"
+    ).absolute()
+    if why := _not_private(directory):
+        _say(f"{directory}: compiled programs are not kept there: {why}")
+        return ""
+    directory = directory / _cpu_features()
+    _make_room(directory)
+    compilation_cache.get_file_cache = lambda path: (CheckedCache(path), path)
+    compilation_cache.reset_cache()
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", _LEAST_SECONDS)
+    # XLA's own files beside the entries would be read unchecked.
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+    return str(directory)
+
+
+def _not_private(directory: Path) -> str:
+    """Why code in this directory may be somebody else's, or '' where it is this user's. Makes a missing directory."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = directory.stat()
+    except OSError as e:
+        return str(e)
+    if found.st_uid != os.geteuid():
+        return f"it belongs to user {found.st_uid}, not to this one"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return "others can write in it (chmod go-w it)"
+    return ""
+
+
+def _make_room(directory: Path) -> None:
+    """Deletes the entries that were not used for the longest time, until the rest is within the limit."""
+    entries = []
+    for file in directory.glob(f"*{_SUFFIX}"):
+        with contextlib.suppress(OSError):
+            found = file.stat()
+            entries.append((found.st_mtime, found.st_size, file))
+    size = sum(entry[1] for entry in entries)
+    for _, bytes_, file in sorted(entries):
+        if size <= _MOST_BYTES:
+            return
+        with contextlib.suppress(OSError):
+            file.unlink()
+        size -= bytes_
+
+
+def _cpu_features() -> str:
+    """A short name for what this machine's CPU can do."""
+    features = platform.machine()
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
+        features += next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return hashlib.sha256(features.encode()).hexdigest()[:12]
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

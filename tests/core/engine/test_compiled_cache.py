@@ -1,0 +1,89 @@
+"""Compiled programs are kept where only this user can write, and a damaged one is never run."""
+
+import os
+
+import jax
+import pytest
+
+from lingvo_moe.core.engine import compiled_cache
+from lingvo_moe.core.engine.compiled_cache import CheckedCache, enable_compilation_cache
+
+
+@pytest.fixture(autouse=True)
+def _settings_come_back(monkeypatch):
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_enable_xla_caches",
+    )
+    was = {name: getattr(jax.config, name) for name in names}
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    yield
+    for name, value in was.items():
+        jax.config.update(name, value)
+    compiled_cache.compilation_cache.reset_cache()
+
+
+def test_an_entry_comes_back_until_a_bit_of_it_changes(tmp_path, capsys):
+    cache = CheckedCache(tmp_path / "made")
+    assert cache.get("key") is None
+    cache.put("key", b"machine code")
+    assert cache.get("key") == b"machine code"
+    (file,) = (tmp_path / "made").iterdir()
+    whole = file.read_bytes()
+    for i in range(len(whole)):
+        file.write_bytes(whole[:i] + bytes([whole[i] ^ 4]) + whole[i + 1 :])
+        assert cache.get("key") is None
+        assert f"{file}: this compiled program is damaged" in capsys.readouterr().err
+        file.write_bytes(whole[:i])
+        assert cache.get("key") is None
+    cache.put("key", b"machine code")
+    assert cache.get("key") == b"machine code"
+
+
+def test_the_users_own_directory_is_taken(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    directory = enable_compilation_cache()
+    made = tmp_path / "lingvo_moe" / "compiled"
+    assert os.path.dirname(directory) == str(made)
+    assert made.stat().st_mode & 0o777 == 0o700
+    assert jax.config.jax_compilation_cache_dir == directory
+    cache, _ = compiled_cache.compilation_cache.get_file_cache(directory)
+    assert isinstance(cache, CheckedCache)
+
+
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        (lambda path, patch: path.chmod(0o770), "others can write in it"),
+        (lambda path, patch: path.chmod(0o703), "others can write in it"),
+        (
+            lambda path, patch: patch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1),
+            "belongs to user",
+        ),
+        (lambda path, patch: (path.rmdir(), path.touch()), "File exists"),
+    ],
+    ids=["group", "others", "owner", "a file"],
+)
+def test_a_directory_that_others_can_write_in_is_not_used(
+    tmp_path, monkeypatch, capsys, change, why
+):
+    path = tmp_path / "shared"
+    path.mkdir()
+    change(path, monkeypatch)
+    before = jax.config.jax_compilation_cache_dir
+    assert enable_compilation_cache(path) == ""
+    assert jax.config.jax_compilation_cache_dir == before
+    err = capsys.readouterr().err
+    assert f"{path}: compiled programs are not kept there: " in err and why in err
+
+
+def test_what_was_not_used_for_the_longest_time_goes_first(tmp_path, monkeypatch):
+    cache = CheckedCache(tmp_path)
+    for i, key in enumerate("abc"):
+        cache.put(key, b"x" * 100)
+        os.utime(tmp_path / f"{key}.checked", (i, i))
+    assert cache.get("a")  # used just now
+    monkeypatch.setattr(compiled_cache, "_MOST_BYTES", 300)
+    compiled_cache._make_room(tmp_path)
+    assert sorted(p.name[0] for p in tmp_path.iterdir()) == ["a", "c"]
