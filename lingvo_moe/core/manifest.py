@@ -162,8 +162,9 @@ def _cannot_be_listed(path: Path) -> str:
 
 
 def _digest(path: Path, digest: str) -> str:
-    state, piece = _DIGESTS[digest](), memoryview(bytearray(_PIECE))
+    state = _DIGESTS[digest]()
     with open(path, "rb", buffering=0) as file:
+        piece = memoryview(bytearray(min(_PIECE, os.fstat(file.fileno()).st_size + 1)))
         while size := file.readinto(piece):
             state.update(piece[:size])
     return state.hexdigest()
