@@ -10,6 +10,7 @@ and so are pipes and devices, which need not end.
 import hashlib
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 from lingvo_moe.core.files import write_atomic
@@ -22,55 +23,86 @@ class ManifestError(ValueError):
     """A directory that is not as it was when it was listed. The message names the file and what to do."""
 
 
-def write_manifest(directory: str | os.PathLike, name: str) -> None:
-    """Lists all files below `directory`, whole or not at all.
+def write_manifest(
+    directory: str | os.PathLike, name: str, files: Iterable[str] | None = None
+) -> None:
+    """Lists files below `directory`; the list is written whole or not at all.
 
     Args:
         directory: with everything in it that is to be listed.
         name: of the list, a path in `directory`; what lies there is replaced.
+        files: which to list, as paths in `directory` with slashes; None for all.
 
     Raises:
         ManifestError: a link to a directory, a pipe or a device.
         ValueError: a file whose name holds a newline.
-    """
-    lines = []
-    for path in sorted(_files(Path(directory)) - {name}):
-        if "\n" in path:
-            raise ValueError(f"{directory}: a file's name holds a newline: {path!r}")
-        lines.append(f"{_digest(Path(directory) / path)}  {path}\n")
-    body = "".join(lines).encode("utf-8", "surrogateescape")
-    write_atomic(Path(directory) / name, body + _last_line(body))
-
-
-def verify_manifest(directory: str | os.PathLike, name: str) -> None:
-    """Reads every file of `directory`, a piece at a time, and compares it with the list in `name`.
-
-    Raises:
-        ManifestError: a file was changed, is missing or was added, or the list itself was changed; or as
-            write_manifest.
+        OSError: a file cannot be read, or the list cannot be written.
     """
     directory = Path(directory)
-    listed = _read_list(directory, name)
-    found = _files(directory) - {name}
-    for path in sorted(listed.keys() - found):
-        raise ManifestError(f"{directory}: {path} is missing; {_AGAIN}")
+    lines = []
+    for path in sorted((_files(directory) if files is None else set(files)) - {name}):
+        if "\n" in path:
+            raise ValueError(f"{directory}: a file's name holds a newline: {path!r}")
+        lines.append(f"{_digest(directory / path)}  {path}\n")
+    body = "".join(lines).encode("utf-8", "surrogateescape")
+    write_atomic(directory / name, body + _last_line(body))
+
+
+def verify_manifest(
+    directory: str | os.PathLike,
+    name: str,
+    files: Iterable[str] | None = None,
+    remedy: str = _AGAIN,
+) -> None:
+    """Reads files of `directory`, a piece at a time, and compares them with the list in `name`.
+
+    Args:
+        directory: as write_manifest had it.
+        name: of the list.
+        files: which to verify, as paths in `directory` with slashes; None for all, and nothing else may be there.
+        remedy: what to do about a damaged file, for the message.
+
+    Raises:
+        ManifestError: a file was changed, is missing or is not listed, or the list itself was changed; or as
+            write_manifest.
+        OSError: a file cannot be read.
+    """
+    directory = Path(directory)
+    listed = read_manifest(directory, name, remedy)
+    if files is None:
+        found, wanted = _files(directory) - {name}, set(listed)
+    else:
+        wanted = set(files)
+        found = {path for path in wanted if (directory / path).exists()}
+    for path in sorted(wanted - found):
+        raise ManifestError(f"{directory}: {path} is missing; {remedy}")
     for path in sorted(found - listed.keys()):
         raise ManifestError(f"{directory}: {path} is not in {name}; it does not belong there")
-    for path, digest in listed.items():
-        if _digest(directory / path) != digest:
+    for path in sorted(wanted):
+        if wrong := _cannot_be_listed(directory / path):
+            raise ManifestError(f"{directory}: {path} {wrong}")
+        if _digest(directory / path) != listed[path]:
             raise ManifestError(
-                f"{directory}: {path} was changed or damaged (its SHA-256 is not that of {name}); {_AGAIN}"
+                f"{directory}: {path} was changed or damaged (its SHA-256 is not that of {name}); {remedy}"
             )
 
 
-def _read_list(directory: Path, name: str) -> dict[str, str]:
-    """The digest of each path that is listed."""
-    damaged = ManifestError(f"{directory}: {name}, the list of files, was changed; {_AGAIN}")
+def read_manifest(directory: str | os.PathLike, name: str, remedy: str = _AGAIN) -> dict[str, str]:
+    """The SHA-256 of each path that is listed, in hex; the files are not looked at.
+
+    Args:
+        directory, name, remedy: as for verify_manifest.
+
+    Raises:
+        ManifestError: the list is missing or was changed.
+        OSError: it cannot be read.
+    """
+    damaged = ManifestError(f"{directory}: {name}, the list of files, was changed; {remedy}")
     try:
-        content = (directory / name).read_bytes()
+        content = (Path(directory) / name).read_bytes()
     except FileNotFoundError:
         raise ManifestError(
-            f"{directory}: {name}, the list of files, is missing; {_AGAIN}"
+            f"{directory}: {name}, the list of files, is missing; {remedy}"
         ) from None
     end = content.rfind(b"\n", 0, -1) + 1
     body = content[:end]
