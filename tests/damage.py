@@ -1,4 +1,4 @@
-"""Single damages to files, by seed: a flipped bit, a cut, a deletion, a swap with another file of the same kind.
+"""Single damages to files, by seed: a flipped bit, a cut, a deletion, a swap with another of its kind; a full disk.
 
 Example:
     for damage in damages(sorted(directory.rglob("*.model")), count=100, seed=0):
@@ -9,9 +9,11 @@ Example:
             damage.Undo()
 """
 
+import contextlib
 import dataclasses
 import os
 import random
+import resource
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -103,6 +105,17 @@ def damages(files: Sequence[Path], count: int, seed: int) -> Iterator[Damage]:
             kind = "delete"
         other = rng.choice(partners[path]) if kind == "swap" else None
         yield Damage(kind, path, other, rng.random(), rng.randrange(8))
+
+
+@contextlib.contextmanager
+def full_disk(free: int) -> Iterator[None]:
+    """Lets no file of this process grow beyond `free` bytes: as on a full disk, but for the error's number (EFBIG)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def _write(path: Path, content: bytes, stat: os.stat_result) -> None:

@@ -54,8 +54,9 @@ def _naming(path: str | os.PathLike) -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        e.filename, e.filename2 = os.fspath(path), None
-        raise
+        if e.errno is None:
+            raise
+        raise OSError(e.errno, e.strerror, os.fspath(path)) from e
 
 
 @contextlib.contextmanager

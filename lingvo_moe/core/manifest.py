@@ -75,7 +75,7 @@ def verify_manifest(
         wanted = set(files)
         found = {path for path in wanted if (directory / path).exists()}
     for path in sorted(wanted - found):
-        raise ManifestError(f"{directory}: {path} is missing; {remedy}")
+        raise ManifestError(f"{directory}: {path} is missing ({name} lists it); {remedy}")
     for path in sorted(found - listed.keys()):
         raise ManifestError(f"{directory}: {path} is not in {name}; it does not belong there")
     for path in sorted(wanted):

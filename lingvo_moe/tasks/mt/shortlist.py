@@ -10,7 +10,7 @@ import io
 import os
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -36,11 +36,13 @@ class Shortlist:
         always: int32 [n], target pieces for every line, rising; among them PAD, BOS, EOS and UNK, which are scored as
             the whole vocabulary's are (only EOS may come out).
         digests: SHA-256, in hex, of the vocabularies by side, 'source' and 'target'.
+        name: what to call it in errors.
     """
 
     candidates: np.ndarray
     always: np.ndarray
     digests: dict[str, str]
+    name: str = field(default="the shortlist", compare=False)
 
     def __post_init__(self) -> None:
         """Raises DataError where a part is not what it must be."""
@@ -131,6 +133,7 @@ class Shortlist:
                     found["candidates"].astype(np.int32),
                     found["always"].astype(np.int32),
                     {side: found[f"{side}_sha256"].item().decode() for side in _SIDES},
+                    flag,
                 )
         except (ValueError, KeyError) as e:  # as another version wrote it
             raise DataError(
@@ -142,13 +145,13 @@ class Shortlist:
         for side in _SIDES:
             if self.digests[side] != _digest(vocabs[side]):
                 raise DataError(
-                    f"the shortlist was made for another {side} vocabulary than the model's: "
+                    f"{self.name} was made for another {side} vocabulary than the model's: "
                     "make one with tools.shortlist --logdir=RUN, of this model's run"
                 )
         least, largest = self.candidates.min(), max(self.candidates.max(), self.always.max())
         if len(self.candidates) != sizes["source"] or least < 0 or largest >= sizes["target"]:
             raise DataError(
-                f"the shortlist has {len(self.candidates)} source pieces and target pieces from {least} to {largest}, "
+                f"{self.name} has {len(self.candidates)} source pieces and target pieces from {least} to {largest}, "
                 f"the vocabularies {sizes['source']} and {sizes['target']}: it is damaged"
             )
 

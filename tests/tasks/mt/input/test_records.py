@@ -3,6 +3,7 @@ import logging
 from pathlib import Path
 
 import pytest
+from damage import full_disk
 
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.input import tsv
@@ -105,6 +106,16 @@ def test_nothing_half_written_when_interrupted(
     with pytest.raises(KeyboardInterrupt):
         cached_records(found, vocabs, tmp_path, stop)
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_a_full_disk_names_the_shard_and_leaves_nothing(
+    found: Scan, vocabs: NestedMap, tmp_path: Path
+) -> None:
+    message = r"\[Errno 27\] File too large: '.*/shards-[0-9a-f]+/aa-00000\.array_record'"
+    with full_disk(2000), pytest.raises(OSError, match=message):
+        cached_records(found, vocabs, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    assert cached_records(found, vocabs, tmp_path).languages["aa"] == 300
 
 
 def test_pairs_without_tokens_are_counted(vocabs: NestedMap, tmp_path: Path) -> None:
