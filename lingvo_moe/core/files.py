@@ -32,7 +32,7 @@ def reserve(path: str | os.PathLike, size: int) -> None:
     Raises:
         OSError: there is no space for it; the file is named.
     """
-    with open(path, "wb") as file, _naming(path):
+    with open(path, "wb") as file, naming(path):
         os.posix_fallocate(file.fileno(), 0, size)
 
 
@@ -44,12 +44,12 @@ class _Named(io.FileIO):
         self._named = named
 
     def write(self, data: Any) -> int:
-        with _naming(self._named):
+        with naming(self._named):
             return super().write(data)
 
 
 @contextlib.contextmanager
-def _naming(path: str | os.PathLike) -> Iterator[None]:
+def naming(path: str | os.PathLike) -> Iterator[None]:
     """Gives an OSError that comes of the block this file's name."""
     try:
         yield
@@ -70,16 +70,16 @@ def atomic_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
     """
     target = Path(os.path.realpath(path))
     temp = _beside(target)
-    with _naming(path):
+    with naming(path):
         # tempfile would make it readable for the owner alone, whatever the umask.
         handle = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with cast(BinaryIO, io.BufferedWriter(_Named(handle, path))) as file:
             yield file
             file.flush()
-            with _naming(path):
+            with naming(path):
                 os.fsync(file.fileno())
-        with _naming(path):
+        with naming(path):
             os.replace(temp, target)
     except BaseException:
         os.unlink(temp)

@@ -18,6 +18,8 @@ from damage import damages
 from lingvo_moe.core.engine.aot import AotResult
 from lingvo_moe.core.engine.aot_cache import cached
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.tasks.mt import scoring
+from lingvo_moe.tasks.mt.baselines import add_baselines
 from lingvo_moe.tasks.mt.input.corpus import CorpusOptions, build_corpus, languages_asked_for
 from lingvo_moe.tasks.mt.input.dev_set import DevSet
 from lingvo_moe.tasks.mt.input.pipeline import MtInput
@@ -198,6 +200,25 @@ def _kept_translations(tmp: Path) -> Kept:
     return Kept(tmp / "kept", read, is_cache=True)
 
 
+def _scores(tmp: Path) -> Kept:
+    pairs = {"de": [(f"rot {i}", f"red {i}") for i in range(20)], "sw": [("kijani", "green")]}
+
+    def report() -> scoring.EvalReport:
+        return scoring.evaluate(lambda lines, langs: [f"{x}!" for x in lines], pairs.items())
+
+    report().Write(tmp / "scores" / "de")
+    for path in [*tmp.rglob("comet/*"), *tmp.rglob("*.ref")]:  # for other programs to read
+        path.unlink()
+
+    def read() -> Any:
+        again = report()
+        add_baselines(again, tmp / "scores")
+        translations = scoring.read_translations(tmp / "scores" / "de" / "texts", pairs.items())
+        return again.ToDict()["languages"], translations
+
+    return Kept(tmp / "scores", read)
+
+
 def _compiled_plans(tmp: Path) -> Kept:
     def read_one(number: int) -> AotResult:
         text = f"HloModule m{number}\n" * 20
@@ -222,6 +243,7 @@ def _compiled_plans(tmp: Path) -> Kept:
         (_built_corpus, 16),
         (_shortlist, 12),
         (_kept_translations, 12),
+        (_scores, 12),
         (_compiled_plans, 12),
     ],
 )

@@ -6,6 +6,7 @@ has no list, and none is asked for.
 """
 
 import json
+import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from lingvo_moe.core import manifest
 from lingvo_moe.core.files import write_atomic
 from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,36 @@ def verify_listed(path: Path, remedy: str) -> None:
     """Raises DataError, with what to do, unless a file is as write_listed wrote it."""
     try:
         manifest.verify_manifest(path.parent, list_of(path).name, [path.name], remedy)
+    except manifest.ManifestError as e:
+        raise DataError(str(e)) from e
+
+
+def verify_where_listed(
+    directory: str | os.PathLike, name: str, paths: Iterable[str], tool: str
+) -> None:
+    """Verifies files that a tool lists, and that may also come from elsewhere: without a list there is a warning.
+
+    Args:
+        directory: where the list lies.
+        name: the list.
+        paths: the files, as paths in the directory with slashes.
+        tool: what writes such a list.
+
+    Raises:
+        DataError: a file or the list is damaged; it is named.
+    """
+    paths = list(paths)
+    if not (Path(directory) / name).is_file():
+        _log.warning(
+            "%s: there is no %s, so nothing says that %s is whole; %s writes one",
+            directory,
+            name,
+            ", ".join(paths[:3]) + " ..." * (len(paths) > 3),
+            tool,
+        )
+        return
+    try:
+        manifest.verify_manifest(directory, name, paths, f"run {tool} again")
     except manifest.ManifestError as e:
         raise DataError(str(e)) from e
 

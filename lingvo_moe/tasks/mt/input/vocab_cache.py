@@ -12,7 +12,12 @@ import numpy as np
 from lingvo_moe.core import files
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.input.file_list import list_of, verify_listed, write_listed
+from lingvo_moe.tasks.mt.input.file_list import (
+    list_of,
+    verify_listed,
+    verify_where_listed,
+    write_listed,
+)
 from lingvo_moe.tasks.mt.input.mixing import quotas
 from lingvo_moe.tasks.mt.input.permutation import permute
 from lingvo_moe.tasks.mt.input.scan import Progress, Scan, quiet
@@ -136,15 +141,8 @@ def load_vocabularies(directory: str | os.PathLike) -> NestedMap:
     out = NestedMap()
     for side in NORMALIZATION:
         path = Path(directory) / f"{side}.model"
-        if list_of(path).is_file():
-            verify_listed(path, "run again what made it, such as tools.train_vocab")
         out[side] = Vocabulary.Load(path)
-        if not list_of(path).is_file():
-            _log.warning(
-                "%s: there is no %s, so nothing says that it is whole; tools.train_vocab writes one",
-                path,
-                list_of(path).name,
-            )
+        verify_where_listed(directory, list_of(path).name, [path.name], "tools.train_vocab")
     return out
 
 
