@@ -41,8 +41,8 @@ def add_baselines(report: EvalReport, directory: str | os.PathLike) -> list[str]
     if len(missing) == len(report.languages):
         raise ValueError(
             f"--baselines={directory}: no scores of {', '.join(missing[:5])}{' ...' * (len(missing) > 5)}; for each "
-            f"language there must be <lang>/eval/report.json: python -m tools.evaluate --logdir={directory}/{missing[0]} "
-            f"--languages={missing[0]}"
+            "language there must be <lang>/eval/report.json: python -m tools.evaluate "
+            f"--logdir={directory}/{missing[0]} --languages={missing[0]}"
         )
     return missing
 
