@@ -20,6 +20,8 @@ from lingvo_moe.core import files, registry
 from lingvo_moe.core.suggest import did_you_mean
 from lingvo_moe.reproduction import expert_comparison
 from lingvo_moe.reproduction.expert_variants import GROUPS, VARIANTS, Variant
+from lingvo_moe.tasks.mt.input import file_list
+from lingvo_moe.tasks.mt.input.errors import DataError
 from tools import _cli
 
 
@@ -109,7 +111,7 @@ class Comparison:
 
     def _variant(self, name: str, variant: Variant) -> None:
         run, result = self._out / name, self._out / name / "result.json"
-        if result.is_file() and json.loads(result.read_text())["steps"] == self._args.steps:
+        if self._is_done(result):
             self._say(f"{name}: done before")
             return
         cache = registry.escape(str((self._corpus.parent / "cache").resolve()))
@@ -123,8 +125,19 @@ class Comparison:
         measured = self._measure(run)
         entry = {"says": variant.says, "group": variant.group, "experts": variant.experts}
         content = json.dumps({**entry, **measured}, indent=2).encode() + b"\n"
-        files.write_atomic(result, content)
+        file_list.write_listed(result, content)
         self._say(f"{name}: held-out loss {measured['held_out_nll']:.3f}")
+
+    def _is_done(self, result: Path) -> bool:
+        """Whether a variant was measured after as many steps; a damaged result is said, and measured again."""
+        if not result.is_file():
+            return False
+        try:
+            file_list.verify_listed(result, "it is measured again")
+        except DataError as e:
+            self._say(str(e))
+            return False
+        return json.loads(result.read_text())["steps"] == self._args.steps
 
     def _measure(self, run: Path) -> dict[str, Any]:
         _cli.load_tensorflow()
@@ -146,8 +159,12 @@ class Comparison:
         }
 
     def _results(self) -> dict[str, Any]:
+        """What was measured, now and before, by variant. Raises DataError: a result is damaged."""
         found = {name: self._out / name / "result.json" for name in VARIANTS}
-        return {n: json.loads(file.read_text()) for n, file in found.items() if file.is_file()}
+        found = {name: file for name, file in found.items() if file.is_file()}
+        for name, file in found.items():
+            file_list.verify_listed(file, f"measure it again with --only={name}")
+        return {name: json.loads(file.read_text()) for name, file in found.items()}
 
 
 if __name__ == "__main__":

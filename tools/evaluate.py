@@ -193,7 +193,7 @@ def _translating(args: Any) -> tuple[Any, dict[str, Any]]:
 
 def _rescored(output: Any, devset: Any) -> tuple[Any, dict[str, Any]]:
     """As _translating, of what was translated before."""
-    from lingvo_moe.tasks.mt.scoring import read_translations
+    from lingvo_moe.tasks.mt.scoring import read_translations, verify_scores
 
     if output is None:
         raise ValueError("--rescore: name the directory of an earlier evaluation as --output")
@@ -201,6 +201,7 @@ def _rescored(output: Any, devset: Any) -> tuple[Any, dict[str, Any]]:
     before = Path(output) / "report.json"
     about = {}  # report.Write alone does not know what the model was
     if before.is_file():
+        verify_scores(output, [before.name])
         try:
             about = json.loads(before.read_text("utf-8")).get("model", {})
         except (ValueError, AttributeError) as e:

@@ -1,4 +1,4 @@
-"""Trains the source and target vocabularies of a corpus; writes `source.model` and `target.model`.
+"""Trains the source and target vocabularies of a corpus; writes `source.model` and `target.model`, with their SHA-256.
 
     python -m tools.train_vocab --data_dir=corpus --output=vocab --source_size=32000 --target_size=16000
 
@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from lingvo_moe.core.files import write_atomic
+from lingvo_moe.tasks.mt.input.file_list import write_listed
 from lingvo_moe.tasks.mt.input.scan import scan
 from lingvo_moe.tasks.mt.input.vocab_cache import MIN_SENTENCES, VocabOptions, cached_vocabularies
 from lingvo_moe.tasks.mt.input.vocabulary import MIN_SIZE
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
             )
         args.output.mkdir(parents=True, exist_ok=True)
         for side, vocabulary in vocabularies.items():
-            write_atomic(args.output / f"{side}.model", vocabulary.model_bytes)
+            write_listed(args.output / f"{side}.model", vocabulary.model_bytes)
     except (ValueError, OSError) as e:
         print(f"train_vocab: {e}", file=sys.stderr)
         return 1

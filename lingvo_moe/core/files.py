@@ -1,19 +1,62 @@
 """Files and directories that are there whole or not at all, and one writer at a time.
 
-What is made has the permissions that the umask gives, as if it had been opened plainly.
+What is made has the permissions that the umask gives, as if it had been opened plainly. Errors of writing name the file
+that was to be made, not a temporary one beside it.
 """
 
 import contextlib
+import errno
 import fcntl
+import io
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, cast
 
 _RANDOM = 6  # bytes of a temporary name
+# These come of writing alone, so a file that is being written is what they are about.
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def open_to_write(path: str | os.PathLike, mode: str = "wb") -> BinaryIO:
+    """As open(path, mode), for mode 'wb' or 'ab'; an OSError of writing, too, names the file (a full disk)."""
+    return cast(BinaryIO, io.BufferedWriter(_Named(path, path, mode)))
+
+
+def reserve(path: str | os.PathLike, size: int) -> None:
+    """Makes a file of zeros whose space is taken: where a disk is full, writing to a mapped file ends the process.
+
+    Raises:
+        OSError: there is no space for it; the file is named.
+    """
+    with open(path, "wb") as file, naming(path):
+        os.posix_fallocate(file.fileno(), 0, size)
+
+
+class _Named(io.FileIO):
+    """A file whose errors of writing name it; the operating system names files only where one opens them."""
+
+    def __init__(self, file: Any, named: str | os.PathLike, mode: str = "wb"):
+        super().__init__(file, mode)
+        self._named = named
+
+    def write(self, data: Any) -> int:
+        with naming(self._named):
+            return super().write(data)
+
+
+@contextlib.contextmanager
+def naming(path: str | os.PathLike) -> Iterator[None]:
+    """Gives an OSError that comes of the block this file's name."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno is None:
+            raise
+        raise OSError(e.errno, e.strerror, os.fspath(path)) from e
 
 
 @contextlib.contextmanager
@@ -21,31 +64,42 @@ def atomic_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
     """Yields a file to write, which takes the place of `path` when the block ends without an error.
 
     Where `path` is a link, what it points to is replaced.
+
+    Raises:
+        OSError: the file cannot be written; it names `path`. What was there before stays.
     """
     target = Path(os.path.realpath(path))
     temp = _beside(target)
-    # tempfile would make it readable for the owner alone, whatever the umask.
-    handle = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    with naming(path):
+        # tempfile would make it readable for the owner alone, whatever the umask.
+        handle = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with cast(BinaryIO, io.BufferedWriter(_Named(handle, path))) as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
-        os.replace(temp, target)
+            with naming(path):
+                os.fsync(file.fileno())
+        with naming(path):
+            os.replace(temp, target)
     except BaseException:
         os.unlink(temp)
         raise
 
 
 def write_atomic(path: str | os.PathLike, data: bytes) -> None:
-    """Writes a file whole or not at all."""
+    """Writes a file whole or not at all. Raises as atomic_file."""
     with atomic_file(path) as file:
         file.write(data)
 
 
 @contextlib.contextmanager
 def replaced_directory(path: Path) -> Iterator[Path]:
-    """Yields an empty directory beside `path`, which takes its place when the block ends without an error."""
+    """Yields an empty directory beside `path`, which takes its place when the block ends without an error.
+
+    Raises:
+        OSError: as the block; a file in the new directory is named as it would lie in `path`, and an error of a full
+            disk that names no file is given the name of `path`.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temp, old = _beside(path), _beside(path)
     temp.mkdir()
@@ -59,9 +113,23 @@ def replaced_directory(path: Path) -> Iterator[Path]:
             if old.exists():
                 old.rename(path)
             raise
+    except OSError as e:
+        _name_in_place(e, temp, path)
+        raise
     finally:
         shutil.rmtree(temp, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _name_in_place(error: OSError, temp: Path, path: Path) -> None:
+    """Makes an error of writing into `temp` name a file in `path`."""
+    if error.filename is None:
+        if error.errno in NO_SPACE:
+            error.filename = os.fspath(path)
+        return
+    named = Path(os.fsdecode(error.filename))
+    if named.is_relative_to(temp):
+        error.filename = os.fspath(path / named.relative_to(temp))
 
 
 def clear_leftovers(path: Path) -> None:

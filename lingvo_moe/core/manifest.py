@@ -1,4 +1,4 @@
-"""A list of a directory's files with their digests: any later change shows, one of the list included.
+"""A list of a directory's files, of all or of some, with their digests: any later change shows, of the list too.
 
 The list has a line `<hex digits>  <path>` for each file, as `sha256sum --check` and `xxh128sum --check` read it, and a
 last one with the SHA-256 of the lines before. It shows damage, not malice: whoever can write the directory can write
@@ -11,8 +11,9 @@ and so are pipes and devices, which need not end.
 import hashlib
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -23,11 +24,12 @@ from lingvo_moe.core.files import write_atomic
 SHA256 = "SHA-256"
 # Eight times as fast as SHA-256 and no cryptography: for checkpoints, whose digests must cost next to nothing.
 XXH128 = "XXH128"
-_DIGESTS: Mapping[str, Callable[[], Any]] = {SHA256: hashlib.sha256, XXH128: xxhash.xxh3_128}
+_DIGESTS: Mapping[str, Callable[..., Any]] = {SHA256: hashlib.sha256, XXH128: xxhash.xxh3_128}
 _BY_LENGTH = {64: SHA256, 32: XXH128}  # hex digits
 _PIECE = 1 << 20  # bytes read at once
 _THREADS = 2
 _LINE = re.compile(rb"([0-9a-f]{64}|[0-9a-f]{32})  ([^\n]+)")
+_CHANGED = "was changed or damaged (its {} is not that of"
 _AGAIN = "copy the directory again, or write it again"
 
 
@@ -38,84 +40,113 @@ class ManifestError(ValueError):
 def write_manifest(
     directory: str | os.PathLike,
     name: str,
-    files: Collection[str] | None = None,
+    files: Iterable[str] | None = None,
     digest: str = SHA256,
 ) -> None:
-    """Lists files below `directory`; the list appears complete or not at all.
+    """Lists files below `directory`; the list is written completely or not at all.
 
     Args:
         directory: with everything in it that is to be listed.
         name: of the list, a path in `directory`; what lies there is replaced.
-        files: their paths in `directory`, with slashes; None for all.
+        files: which to list, as paths in `directory` with slashes; None for all.
         digest: SHA256 or XXH128.
 
     Raises:
         ManifestError: a link to a directory, a pipe or a device.
         ValueError: a file whose name holds a newline.
+        OSError: a file cannot be read, or the list cannot be written.
     """
+    directory = Path(directory)
     lines = []
-    for path in sorted(_files(Path(directory)) - {name} if files is None else files):
+    for path in sorted((_files(directory) if files is None else set(files)) - {name}):
         if "\n" in path:
             raise ValueError(f"{directory}: a file's name holds a newline: {path!r}")
-        lines.append(f"{_digest(Path(directory) / path, digest)}  {path}\n")
+        lines.append(f"{_digest(directory / path, digest)}  {path}\n")
     body = "".join(lines).encode("utf-8", "surrogateescape")
-    write_atomic(Path(directory) / name, body + _last_line(body))
+    write_atomic(directory / name, body + _last_line(body))
 
 
 def verify_manifest(
     directory: str | os.PathLike,
     name: str,
-    files: Collection[str] | None = None,
+    files: Iterable[str] | None = None,
     remedy: str = _AGAIN,
     part: tuple[int, int] = (0, 1),
 ) -> None:
-    """Reads the files of `directory`, a piece at a time, and compares them with the list in `name`.
+    """Reads files of `directory`, a piece at a time, and compares them with the list in `name`.
 
     Args:
-        directory: as given to write_manifest.
-        name: as given to write_manifest.
-        files: the paths that must be listed, others that lie there are ignored; None: all that lie there must be.
-        remedy: what to do about damage, for the message.
-        part: (i, n): of the listed files, read only the i-th share of n, for n processes that share the work.
+        directory: as write_manifest had it.
+        name: of the list.
+        files: which to verify, as paths in `directory` with slashes; None for all, and nothing else may be there.
+        remedy: what to do about a damaged file, for the message.
+        part: (i, n): read only the i-th share of n of these files, for n processes that share the work.
 
     Raises:
-        ManifestError: a file was changed, is missing or was added, or the list itself was changed; or as
+        ManifestError: a file was changed, is missing or is not listed, or the list itself was changed; or as
             write_manifest.
+        OSError: a file cannot be read.
     """
     directory = Path(directory)
-    listed = _read_list(directory, name, remedy)
-    found = _files(directory) - {name} if files is None else set(files)
-    for path in sorted(listed.keys() - found):
-        what = "is missing" if files is None else f"is in {name} and does not belong there"
-        raise ManifestError(f"{directory}: {path} {what}; {remedy}")
+    listed = read_manifest(directory, name, remedy)
+    if files is None:
+        found, wanted = _files(directory) - {name}, set(listed)
+    else:
+        wanted = set(files)
+        found = {path for path in wanted if (directory / path).exists()}
+    for path in sorted(wanted - found):
+        raise ManifestError(f"{directory}: {path} is missing; {remedy}")
     for path in sorted(found - listed.keys()):
         raise ManifestError(f"{directory}: {path} is not in {name}; it does not belong there")
     number, parts = part
-
-    def difference(path: str) -> str:
-        if not (directory / path).is_file():
-            return "is missing"
-        digest = _BY_LENGTH[len(listed[path])]
-        if _digest(directory / path, digest) != listed[path]:
-            return f"was changed or damaged (its {digest} is not that of {name})"
-        return ""
-
-    mine = sorted(listed)[number::parts]
+    mine = sorted(wanted)[number::parts]
     with ThreadPoolExecutor(_THREADS) as pool:  # digests are computed without Python's lock
-        for path, wrong in zip(mine, pool.map(difference, mine), strict=True):
+        for path, wrong in zip(mine, pool.map(partial(_difference, directory, listed), mine)):
             if wrong:
-                raise ManifestError(f"{directory}: {path} {wrong}; {remedy}")
+                raise ManifestError(f"{directory}: {path} {wrong} {name}); {remedy}")
 
 
-def _read_list(directory: Path, name: str, remedy: str) -> dict[str, str]:
-    """The digest of each path that is listed."""
+def read_listed(
+    directory: str | os.PathLike, name: str, files: Iterable[str], remedy: str = _AGAIN
+) -> dict[str, bytes]:
+    """The contents of some of the files that a list has, each as it was listed.
+
+    Args:
+        directory, name, files, remedy: as for verify_manifest.
+
+    Raises:
+        ManifestError: a file was changed, is missing or is not listed, or the list itself was changed.
+        OSError: a file cannot be read.
+    """
+    directory = Path(directory)
+    listed = read_manifest(directory, name, remedy)
+    found = {}
+    for path in files:
+        if path not in listed:
+            raise ManifestError(f"{directory}: {path} is not in {name}; {remedy}")
+        if not (directory / path).is_file():
+            raise ManifestError(f"{directory}: {path} is missing, or no file; {remedy}")
+        found[path] = (directory / path).read_bytes()
+        kind = _BY_LENGTH[len(listed[path])]
+        if _DIGESTS[kind](found[path]).hexdigest() != listed[path]:
+            raise ManifestError(f"{directory}: {path} {_CHANGED.format(kind)} {name}); {remedy}")
+    return found
+
+
+def read_manifest(directory: str | os.PathLike, name: str, remedy: str = _AGAIN) -> dict[str, str]:
+    """The digest of each path that is listed, in hex; the files are not looked at.
+
+    Args:
+        directory, name, remedy: as for verify_manifest.
+
+    Raises:
+        ManifestError: the list is missing or was changed.
+        OSError: it cannot be read.
+    """
     damaged = ManifestError(f"{directory}: {name}, the list of files, was changed; {remedy}")
-    try:
-        content = (directory / name).read_bytes()
-    except FileNotFoundError:
-        raise ManifestError(
-            f"{directory}: {name}, the list of files, is missing; {remedy}"
-        ) from None
+    if not (Path(directory) / name).is_file():
+        raise ManifestError(f"{directory}: {name}, the list of files, is missing; {remedy}")
+    content = (Path(directory) / name).read_bytes()
     end = content.rfind(b"\n", 0, -1) + 1
     body = content[:end]
     if content[end:] != _last_line(body):
@@ -159,6 +190,14 @@ def _cannot_be_listed(path: Path) -> str:
     if path.exists() and not path.is_file() and not path.is_dir():
         return "is no file but a pipe or a device; it does not belong there"
     return ""
+
+
+def _difference(directory: Path, listed: Mapping[str, str], path: str) -> str:
+    """What is wrong with a file that is there, '' where nothing is; the list's name follows."""
+    if wrong := _cannot_be_listed(directory / path):
+        return f"{wrong} (it is in"
+    kind = _BY_LENGTH[len(listed[path])]
+    return "" if _digest(directory / path, kind) == listed[path] else _CHANGED.format(kind)
 
 
 def _digest(path: Path, digest: str) -> str:

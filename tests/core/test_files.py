@@ -1,11 +1,21 @@
 import contextlib
+import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from damage import full_disk
 
-from lingvo_moe.core.files import atomic_file, clear_leftovers, replaced_directory, write_atomic
+from lingvo_moe.core.files import (
+    atomic_file,
+    clear_leftovers,
+    open_to_write,
+    replaced_directory,
+    reserve,
+    write_atomic,
+)
 
 
 @pytest.fixture(params=[0o022, 0o077, 0o002])
@@ -88,3 +98,65 @@ def test_leftovers_are_cleared(tmp_path: Path) -> None:
     (tmp_path / ".data.ba9876543210").write_bytes(b"half a file")
     clear_leftovers(tmp_path / "data")
     assert sorted(os.listdir(tmp_path)) == sorted(names[1:])
+
+
+def _mapped(path: Path) -> None:
+    reserve(path, 9000)
+
+
+def _appended(path: Path) -> None:
+    with open_to_write(path, "ab") as file:
+        file.write(b"x" * 9000)
+
+
+def _atomic(path: Path) -> None:
+    write_atomic(path, b"x" * 9000)
+
+
+def _array(path: Path) -> None:
+    with atomic_file(path) as file:
+        np.savez(file, a=np.arange(9000))
+
+
+@pytest.mark.parametrize("write", [_atomic, _array, _appended, _mapped])
+def test_a_full_disk_s_error_names_the_file(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    with full_disk(4096), pytest.raises(OSError, match=r"File too large: '.*/file'") as e:
+        write(tmp_path / "file")
+    assert (e.value.errno, e.value.filename) == (errno.EFBIG, str(tmp_path / "file"))
+    if write in (_atomic, _array):
+        assert os.listdir(tmp_path) == []
+
+
+def _plain(path: Path) -> None:
+    path.write_bytes(b"x" * 9000)
+
+
+def _in_new_directory(path: Path, write: Callable[[Path], None]) -> None:
+    with replaced_directory(path) as temp, full_disk(4096):
+        (temp / "deep").mkdir()
+        write(temp / "deep" / "file")
+
+
+@pytest.mark.parametrize(
+    "write, named", [(_atomic, "/deep/file"), (_appended, "/deep/file"), (_plain, "")]
+)
+def test_files_of_a_new_directory_are_named_where_they_would_lie(
+    tmp_path: Path, write: Callable[[Path], None], named: str
+) -> None:
+    with pytest.raises(OSError, match="File too large") as e:
+        _in_new_directory(tmp_path / "directory", write)
+    assert e.value.filename == f"{tmp_path / 'directory'}{named}"
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_cannot_be_made_or_replaced_is_named_without_a_temporary_name(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as missing:
+        write_atomic(tmp_path / "none" / "file", b"")
+    assert missing.value.filename == str(tmp_path / "none" / "file")
+    (tmp_path / "there").mkdir()
+    with pytest.raises(IsADirectoryError) as there:
+        write_atomic(tmp_path / "there", b"")
+    assert str(there.value) == f"[Errno 21] Is a directory: '{tmp_path / 'there'}'"
+    assert os.listdir(tmp_path) == ["there"]
+    with pytest.raises(OSError, match=r"^of the reader$"), atomic_file(tmp_path / "file"):
+        raise OSError("of the reader")

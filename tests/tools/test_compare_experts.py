@@ -1,5 +1,6 @@
 """python -m tools.compare_experts: trains its variants, measures them on held-out pairs, goes on where it stopped."""
 
+import argparse
 import json
 import shutil
 
@@ -11,6 +12,8 @@ import trainer_testing
 from lingvo_moe.core import sharding
 from lingvo_moe.reproduction import expert_comparison
 from lingvo_moe.reproduction.expert_variants import GROUPS, VARIANTS
+from lingvo_moe.tasks.mt.input import file_list
+from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.run_dir import RunDir
 from tools import compare_experts
 
@@ -70,6 +73,23 @@ def test_unknown_variant(capsys):
     with pytest.raises(SystemExit):
         compare_experts.main(["--only=top2_e15"])
     assert "did you mean" in capsys.readouterr().err
+
+
+def test_a_damaged_result_is_measured_again(tmp_path, capsys):
+    args = argparse.Namespace(output=str(tmp_path), corpus="", steps=20)
+    comparison = compare_experts.Comparison(args)
+    result = tmp_path / "dense" / "result.json"
+    assert not comparison._is_done(result)
+    result.parent.mkdir()
+    file_list.write_listed(result, json.dumps({"steps": 20, "held_out_nll": 3.25}).encode())
+    assert comparison._is_done(result)
+    assert comparison._results()["dense"]["held_out_nll"] == 3.25
+    assert capsys.readouterr().out == ""
+    result.write_text(result.read_text().replace("3.25", "2.25"))
+    assert not comparison._is_done(result)
+    assert "result.json was changed or damaged" in capsys.readouterr().out
+    with pytest.raises(DataError, match=r"result\.json was changed .*; measure it .*--only=dense"):
+        comparison._results()
 
 
 @pytest.mark.slow

@@ -2,22 +2,23 @@
 
 An entry holds what the compiler gave (its HLO text, sizes and timings), under the hashes of the program and
 of its operations' names, the topology and the compiler's version: never what the planner makes of it, so
-that a better planner needs no new compile.
+that a better planner needs no new compile. One that is damaged, or lies under another's name, is compiled again.
 """
 
 import dataclasses
 import gzip
 import json
-import zlib
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from lingvo_moe.core import files
 from lingvo_moe.core.engine.aot import AotResult
 from lingvo_moe.core.engine.program import Program
+from lingvo_moe.core.sealed import SealError, read_sealed, write_sealed
 from lingvo_moe.core.user_cache import user_cache_dir
 
 _FORMAT = 1
+_log = logging.getLogger(__name__)
 
 
 def default_cache_dir() -> Path:
@@ -40,27 +41,32 @@ def cached(
         compiler: `aot.compiler_identity()`.
         cache_dir: None: keep nothing.
         compile_program: compiles, where there is no entry. What it raises is not kept.
+
+    Raises:
+        OSError: the entry cannot be written.
     """
     if cache_dir is None:
         return compile_program()
     machine = topology_name.replace(":", "-")
     hashes = f"{program.hash[:32]}-{program.names_hash[:16]}"
-    path = cache_dir / f"{hashes}-{machine}-{compiler}.json.gz"
+    path = cache_dir / f"{hashes}-{machine}-{compiler}.aot"
     result = _read(path)
     if result is None:
         result = compile_program()
         cache_dir.mkdir(parents=True, exist_ok=True)
         data = {"format": _FORMAT, **dataclasses.asdict(result)}
-        files.write_atomic(path, gzip.compress(json.dumps(data).encode(), 6))
+        write_sealed(path, gzip.compress(json.dumps(data).encode(), 6))
     return result
 
 
 def _read(path: Path) -> AotResult | None:
-    """The entry, or None where there is none, or none that can be used."""
+    """The entry; None where there is none, and, with a warning, where it is damaged."""
     try:
-        data = json.loads(gzip.decompress(path.read_bytes()))
-        if data.pop("format") != _FORMAT:
-            return None
-        return AotResult(**data)
-    except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, AttributeError):
+        body = read_sealed(path)
+    except SealError as e:
+        _log.warning("compiled programs: %s; the program is compiled again", e)
         return None
+    if body is None:
+        return None
+    data = json.loads(gzip.decompress(body))
+    return AotResult(**data) if data.pop("format") == _FORMAT else None

@@ -18,17 +18,16 @@ import jax
 from jax._src import compilation_cache
 from jax._src.compilation_cache_interface import CacheInterface
 
-from lingvo_moe.core.files import write_atomic
+from lingvo_moe.core.sealed import SealError, read_sealed, write_sealed
 from lingvo_moe.core.user_cache import user_cache_dir
 
-_SUFFIX = ".checked"
-_DIGEST_BYTES = hashlib.sha256().digest_size
+_SUFFIX = ".compiled"
 _MOST_BYTES = 8 << 30  # of a directory; those that were not used for the longest time go first
 _LEAST_SECONDS = 0.5  # what compiles faster is not kept
 
 
 class CheckedCache(CacheInterface):
-    """A directory of entries, each a SHA-256 and the bytes that it is of. A damaged entry is as good as none.
+    """A directory of entries, each sealed with its SHA-256. A damaged entry is as good as none.
 
     Args:
         directory: which is made when it is missing.
@@ -41,21 +40,18 @@ class CheckedCache(CacheInterface):
         """The entry's bytes; None where there is none, or it is damaged, which is said."""
         file = self._path / f"{key}{_SUFFIX}"
         try:
-            content = file.read_bytes()
-        except FileNotFoundError:
-            return None
-        digest, value = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
-        if hashlib.sha256(value).digest() != digest:
-            _say(f"{file}: this compiled program is damaged; it is compiled again")
+            value = read_sealed(file)
+        except SealError as e:
+            _say(f"compiled programs: {e}; the program is compiled again")
             return None
         with contextlib.suppress(OSError):
-            os.utime(file)
+            os.utime(file)  # used now
         return value
 
     def put(self, key: str, value: bytes) -> None:
         """Keeps an entry, complete or not at all. Raises OSError, which JAX turns into a warning."""
         self._path.mkdir(parents=True, exist_ok=True)
-        write_atomic(self._path / f"{key}{_SUFFIX}", hashlib.sha256(value).digest() + value)
+        write_sealed(self._path / f"{key}{_SUFFIX}", value)
 
 
 def enable_compilation_cache(directory: str | os.PathLike | None = None) -> str:

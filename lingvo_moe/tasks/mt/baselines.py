@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.tasks.mt.scoring import EvalReport
+from lingvo_moe.tasks.mt.scoring import EvalReport, verify_scores
 
 WINDOW = 10  # languages; the paper's
 _PLACES = ("{lang}/eval/report.json", "{lang}/report.json", "{lang}.json")
@@ -24,7 +24,7 @@ def add_baselines(report: EvalReport, directory: str | os.PathLike) -> list[str]
         The languages without one.
 
     Raises:
-        ValueError: there is none at all, or one was not scored on the same pairs in the same way.
+        ValueError: there is none at all, or one is damaged or was not scored on the same pairs in the same way.
     """
     if not Path(directory).is_dir():
         raise ValueError(f"--baselines={directory}: no such directory")
@@ -41,7 +41,8 @@ def add_baselines(report: EvalReport, directory: str | os.PathLike) -> list[str]
     if len(missing) == len(report.languages):
         raise ValueError(
             f"--baselines={directory}: no scores of {', '.join(missing[:5])}{' ...' * (len(missing) > 5)}; for each "
-            f"language, python -m tools.evaluate --logdir={directory}/{missing[0]} --languages={missing[0]}"
+            "language there must be <lang>/eval/report.json: python -m tools.evaluate "
+            f"--logdir={directory}/{missing[0]} --languages={missing[0]}"
         )
     return missing
 
@@ -78,6 +79,8 @@ def _find(directory: Path, lang: str) -> Path | None:
 
 
 def _read(file: Path, lang: str) -> dict[str, Any]:
+    if file.name == "report.json":  # another is a copy, which has no list
+        verify_scores(file.parent, [file.name])
     try:
         scores = json.loads(file.read_text("utf-8"))
         _ = (

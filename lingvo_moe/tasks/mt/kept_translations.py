@@ -1,16 +1,17 @@
 """Translations kept on disk while there are more to make, so that what stops the work does not lose them."""
 
-import contextlib
 import hashlib
 import json
+import logging
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.core.files import write_atomic
+from lingvo_moe.core.sealed import SealError, read_sealed, write_sealed
 
+_log = logging.getLogger(__name__)
 # Lines, and the language of each -> one translation each.
 TranslateLines = Callable[[list[str], list[str]], Sequence[str]]
 
@@ -43,17 +44,19 @@ class KeptTranslations:
             return self._new(lines, langs)[0]
         key = json.dumps([self._identity, lines, langs], sort_keys=True)
         name = hashlib.sha256(key.encode()).hexdigest()[:32]
-        file = self._directory / f"{name}.json"
-        with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError):  # or damaged
-            kept = json.loads(file.read_text("ascii"))
-            translations, seconds = kept["translations"], kept["seconds"]
-            self.reused += len(lines)
-            self.seconds += seconds
-            return translations
+        file = self._directory / f"{name}.kept"
+        try:
+            if body := read_sealed(file):
+                kept = json.loads(body)
+                self.reused += len(lines)
+                self.seconds += kept["seconds"]
+                return kept["translations"]
+        except SealError as e:
+            _log.warning("kept translations: %s; the lines are translated again", e)
         translations, seconds = self._new(lines, langs)
         self._directory.mkdir(parents=True, exist_ok=True)
         content = {"translations": list(translations), "seconds": seconds}
-        write_atomic(file, json.dumps(content).encode())
+        write_sealed(file, json.dumps(content).encode())
         return translations
 
     def Clear(self) -> None:

@@ -15,6 +15,7 @@ from lingvo_moe.tasks.mt import init_from, samples
 from lingvo_moe.tasks.mt.routing import RoutingReport
 from lingvo_moe.tasks.mt.run_dir import RunDir
 from lingvo_moe.tasks.mt.samples import Sample
+from lingvo_moe.tasks.mt.scoring import verify_scores
 
 _VERSIONS = ("tensorflow", "jax", "sentencepiece", "sacrebleu")
 
@@ -111,6 +112,7 @@ def _scores(run: RunDir, directory: Path) -> dict[str, Any] | Missing:
     file = directory / "report.json"
     if not file.is_file():
         return Missing(f"there is no {file}", _evaluate(run))
+    verify_scores(directory, [file.name])
     try:
         scores = json.loads(file.read_text("utf-8"))
         _ = scores["average"]["bleu"], scores["groups"], scores["languages"], scores["signatures"]
@@ -130,6 +132,8 @@ def _samples(
         texts = samples.read_texts(directory / "texts", scores["languages"])
     except ValueError as e:
         return Missing(str(e), _evaluate(run))
+    sides = ("src", "ref", "hyp")
+    verify_scores(directory, (f"texts/{lang}.{side}" for lang in texts for side in sides))
     return samples.choose(texts, number, seed)
 
 

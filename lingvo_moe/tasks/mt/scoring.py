@@ -13,8 +13,10 @@ from typing import Any
 from sacrebleu.metrics import BLEU, CHRF
 
 from lingvo_moe.core.files import write_atomic
+from lingvo_moe.core.manifest import write_manifest
 from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.file_list import FileList, verify_where_listed
 from lingvo_moe.tasks.mt.input.prepared import Prepared
 from lingvo_moe.tasks.mt.kept_translations import TranslateLines
 from lingvo_moe.tasks.mt.line_stream import one_line
@@ -22,6 +24,8 @@ from lingvo_moe.tasks.mt.line_stream import one_line
 # (lines that are done, all lines).
 Progress = Callable[[int, int], None]
 
+LIST = "report.sha256"
+_SUFFIXES = ("src", "ref", "hyp")
 GROUPS = ("high", "mid", "low")
 
 
@@ -133,12 +137,15 @@ class EvalReport:
         return {"min_train_pairs": min(pairs), "max_train_pairs": max(pairs)}
 
     def Write(self, directory: str | Path) -> None:
-        """report.json, texts/ and comet/."""
+        """Writes report.json, texts/ and comet/, and LIST, the list of their SHA-256. Raises OSError."""
         directory = Path(directory)
         self.WriteTexts(directory / "texts")
         self.WriteComet(directory / "comet")
         content = json.dumps(self.ToDict(), indent=2, ensure_ascii=False)
         write_atomic(directory / "report.json", content.encode() + b"\n")
+        texts = [f"texts/{lang}.{suffix}" for lang in self.languages for suffix in _SUFFIXES]
+        comet = [f"comet/{suffix}.txt" for suffix in (*_SUFFIXES, "lang")]
+        write_manifest(directory, LIST, ["report.json", *texts, *comet])
 
     def WriteTexts(self, directory: str | Path) -> None:
         """`<lang>.src`, `<lang>.ref` and `<lang>.hyp`, a line for each pair, for other scorers."""
@@ -154,11 +161,21 @@ class EvalReport:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         reports = self.languages.values()
-        for suffix in ("src", "ref", "hyp"):
+        for suffix in _SUFFIXES:
             lines = [line for r in reports for line in _texts(r)[suffix]]
             write_atomic(directory / f"{suffix}.txt", _lines(lines))
         langs = [lang for lang, r in self.languages.items() for _ in r.references]
         write_atomic(directory / "lang.txt", _lines(langs))
+
+
+def verify_scores(directory: str | os.PathLike, paths: Iterable[str]) -> None:
+    """Raises DataError where files that EvalReport.Write wrote and listed are damaged; without a list it warns.
+
+    Args:
+        directory: that was written to.
+        paths: of the files in it, with slashes.
+    """
+    verify_where_listed(directory, LIST, paths, "tools.evaluate")
 
 
 def _texts(report: LanguageReport) -> dict[str, list[str]]:
@@ -237,14 +254,18 @@ def count_train_pairs(
     """The training pairs of each language, 0 for one that has none; None for a directory of dev pairs alone.
 
     Raises:
-        DataError: data of tools.prepare that is damaged.
+        DataError: data of tools.prepare or tools.build_corpus that is damaged.
     """
+    languages = list(languages)
     if prepared := Prepared.Open(data_dir):  # has counted them
         return {lang: prepared.pairs.get(lang, 0) for lang in languages}
+    listed = FileList.Open(data_dir)
     try:
         files = tsv.language_files(data_dir)
     except DataError:
         return None
+    if listed:
+        listed.Verify(files[lang] for lang in languages if lang in files)
     return {
         lang: sum(1 for _ in tsv.read_pairs(files[lang])) if lang in files else 0
         for lang in languages
@@ -277,16 +298,20 @@ def read_translations(
     """The translations of all pairs of a dev set, in order, as `WriteTexts` left them, so as to score them again.
 
     Raises:
-        ValueError: a file is missing, or its lines are not those of these pairs.
+        ValueError: a file is missing or damaged, or its lines are not those of these pairs.
     """
+    directory, devset = Path(directory), list(devset)
+    wanted = [directory / f"{lang}.{suffix}" for lang, _ in devset for suffix in ("src", "hyp")]
+    for file in wanted:
+        if not file.is_file():
+            raise ValueError(f"{file}: missing; translate first, without --rescore")
+    verify_scores(directory.parent, (f"{directory.name}/{file.name}" for file in wanted))
     out = []
     for lang, pairs in devset:
-        texts = {}
-        for suffix in ("src", "hyp"):
-            file = Path(directory) / f"{lang}.{suffix}"
-            if not file.is_file():
-                raise ValueError(f"{file}: missing; translate first, without --rescore")
-            texts[suffix] = file.read_bytes().decode("utf-8").split("\n")[:-1]
+        texts = {
+            suffix: (directory / f"{lang}.{suffix}").read_bytes().decode("utf-8").split("\n")[:-1]
+            for suffix in ("src", "hyp")
+        }
         if texts["src"] != [one_line(source) for source, _ in pairs] or (
             len(texts["hyp"]) != len(pairs)
         ):

@@ -1,22 +1,29 @@
 """A vocabulary shortlist: for each source piece the target pieces that it is translated by, and those for every line.
 
 Decoding with one scores, for a line, the candidates of its pieces and the frequent ones, and no others
-(shortlist_columns.py). tools.shortlist makes the file.
+(shortlist_columns.py). tools.shortlist makes the file: a compressed .npz, whose comment, the last bytes of a zip file,
+ends with the SHA-256 of all before it.
 """
 
 import hashlib
+import io
 import os
+import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from lingvo_moe.core.files import atomic_file
+from lingvo_moe.core.files import write_atomic
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.special_ids import EOS_ID, PAD_ID, UNK_ID
 
-_FORMAT = 1
+_FORMAT = 2
+_DIGITS = 64  # of a SHA-256 in hex
+_COMMENT = b"sha256 of the bytes before: "
+_MAKE = "make one with python -m tools.shortlist --logdir=RUN --output=FILE"
+_ZIP = b"PK\x03\x04"  # how a zip file begins
 _SIDES = ("source", "target")
 
 
@@ -29,11 +36,13 @@ class Shortlist:
         always: int32 [n], target pieces for every line, rising; among them PAD, BOS, EOS and UNK, which are scored as
             the whole vocabulary's are (only EOS may come out).
         digests: SHA-256, in hex, of the vocabularies by side, 'source' and 'target'.
+        name: what to call it in errors.
     """
 
     candidates: np.ndarray
     always: np.ndarray
     digests: dict[str, str]
+    name: str = field(default="the shortlist", compare=False)
 
     def __post_init__(self) -> None:
         """Raises DataError where a part is not what it must be."""
@@ -76,7 +85,7 @@ class Shortlist:
         return np.union1d(self.always, self.candidates[list(source_ids)])
 
     def Save(self, path: str | os.PathLike) -> None:
-        """Writes a compressed .npz, whole or not at all."""
+        """Writes the file, whole or not at all. Raises OSError, naming it."""
         ids = np.uint16 if max(self.candidates.max(), self.always.max()) < 2**16 else np.int32
         arrays: dict[str, Any] = {
             "format": np.int32(_FORMAT),
@@ -84,34 +93,51 @@ class Shortlist:
             "always": self.always.astype(ids),
             **{f"{side}_sha256": np.bytes_(self.digests[side]) for side in _SIDES},
         }
-        with atomic_file(path) as file:
-            np.savez_compressed(file, **arrays)
+        file = io.BytesIO()
+        np.savez_compressed(file, **arrays)
+        with zipfile.ZipFile(file, "a") as archive:
+            archive.comment = _COMMENT + b"0" * _DIGITS
+        body = file.getvalue()[:-_DIGITS]
+        write_atomic(path, body + _digest(body).encode())
 
     @classmethod
     def Load(cls, path: str | os.PathLike) -> "Shortlist":
         """Reads what Save wrote.
 
         Raises:
-            DataError: it is missing, damaged, or no shortlist.
+            DataError: it is missing, damaged, or no shortlist; the message names --shortlist and the file.
         """
+        flag = f"--shortlist={path}"
+        if not os.path.exists(path):
+            raise DataError(f"{flag}: there is no such file; {_MAKE}")
+        if not os.path.isfile(path):
+            raise DataError(f"{flag} is not a file; {_MAKE}")
         try:
-            with np.load(path, allow_pickle=False) as found:
+            with open(path, "rb") as file:
+                start = file.read(len(_ZIP))
+                data = start + file.read() if start == _ZIP else b""
+        except OSError as e:
+            raise DataError(f"{flag}: {e.strerror or e}") from e
+        if not data:
+            raise DataError(f"{flag} is not a file of tools.shortlist; {_MAKE}")
+        body, digest = data[:-_DIGITS], data[-_DIGITS:]
+        if not body.endswith(_COMMENT) or digest != _digest(body).encode():
+            raise DataError(
+                f"{flag} is damaged, or not of this version of tools.shortlist; {_MAKE}"
+            )
+        try:
+            with np.load(io.BytesIO(data), allow_pickle=False) as found:
                 if found["format"] != _FORMAT:
                     raise ValueError(f"format {found['format']}, where {_FORMAT} is known")
                 return cls(
                     found["candidates"].astype(np.int32),
                     found["always"].astype(np.int32),
                     {side: found[f"{side}_sha256"].item().decode() for side in _SIDES},
+                    flag,
                 )
-        except FileNotFoundError:
+        except (ValueError, KeyError) as e:  # as another version wrote it
             raise DataError(
-                f"--shortlist={path}: no such file; tools.shortlist makes one"
-            ) from None
-        except (
-            Exception
-        ) as e:  # of zipfile, zlib and NumPy: what a damaged file raises is of many kinds
-            raise DataError(
-                f"--shortlist={path}: no shortlist of tools.shortlist, or damaged: {e}"
+                f"{flag} is not of this version of tools.shortlist: {e}; {_MAKE}"
             ) from e
 
     def Check(self, vocabs: dict[str, bytes], sizes: dict[str, int]) -> None:
@@ -119,13 +145,13 @@ class Shortlist:
         for side in _SIDES:
             if self.digests[side] != _digest(vocabs[side]):
                 raise DataError(
-                    f"the shortlist was made for another {side} vocabulary than the model's: "
+                    f"{self.name} was made for another {side} vocabulary than the model's: "
                     "make one with tools.shortlist --logdir=RUN, of this model's run"
                 )
         least, largest = self.candidates.min(), max(self.candidates.max(), self.always.max())
         if len(self.candidates) != sizes["source"] or least < 0 or largest >= sizes["target"]:
             raise DataError(
-                f"the shortlist has {len(self.candidates)} source pieces and target pieces from {least} to {largest}, "
+                f"{self.name} has {len(self.candidates)} source pieces and target pieces from {least} to {largest}, "
                 f"the vocabularies {sizes['source']} and {sizes['target']}: it is damaged"
             )
 
@@ -134,5 +160,5 @@ class Shortlist:
         return {"per_source_piece": self.candidates.shape[1], "every_line": len(self.always)}
 
 
-def _digest(vocab: bytes) -> str:
-    return hashlib.sha256(vocab).hexdigest()
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -34,11 +34,14 @@ def test_an_entry_comes_back_until_a_bit_of_it_changes(tmp_path, capsys):
     for i in range(len(whole)):
         file.write_bytes(whole[:i] + bytes([whole[i] ^ 4]) + whole[i + 1 :])
         assert cache.get("key") is None
-        assert f"{file}: this compiled program is damaged" in capsys.readouterr().err
+        assert f"{file} was changed or damaged" in capsys.readouterr().err
         file.write_bytes(whole[:i])
         assert cache.get("key") is None
     cache.put("key", b"machine code")
     assert cache.get("key") == b"machine code"
+    cache.put("other", b"other code")
+    (tmp_path / "made" / "other.compiled").rename(file)
+    assert cache.get("key") is None
 
 
 def test_the_users_own_directory_is_taken(tmp_path, monkeypatch):
@@ -82,8 +85,8 @@ def test_what_was_not_used_for_the_longest_time_goes_first(tmp_path, monkeypatch
     cache = CheckedCache(tmp_path)
     for i, key in enumerate("abc"):
         cache.put(key, b"x" * 100)
-        os.utime(tmp_path / f"{key}.checked", (i, i))
+        os.utime(tmp_path / f"{key}.compiled", (i, i))
     assert cache.get("a")  # used just now
-    monkeypatch.setattr(compiled_cache, "_MOST_BYTES", 300)
+    monkeypatch.setattr(compiled_cache, "_MOST_BYTES", 400)
     compiled_cache._make_room(tmp_path)
     assert sorted(p.name[0] for p in tmp_path.iterdir()) == ["a", "c"]

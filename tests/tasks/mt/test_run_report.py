@@ -129,6 +129,9 @@ def test_scores_alone(run):
     assert "ar.hyp is missing" in text and "no bilingual models were scored" in text
     assert "By language" in text
     (run / "eval/report.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"report\.json was changed or damaged .*tools\.evaluate"):
+        run_report.gather(run, _NO_ROUTING)
+    (run / "eval/report.sha256").unlink()
     with pytest.raises(ValueError, match=r"report\.json: not a report of tools\.evaluate"):
         run_report.gather(run, _NO_ROUTING)
 

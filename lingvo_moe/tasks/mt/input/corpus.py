@@ -19,9 +19,9 @@ from lingvo_moe.core import files
 from lingvo_moe.core.suggest import did_you_mean
 from lingvo_moe.tasks.mt.input import clean, gettext_catalogs, split
 from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.file_list import CORPUS, FileList
 from lingvo_moe.tasks.mt.input.output_directory import check_replaceable
 
-_SUMMARY = "corpus.json"
 _DEV_SHARE = 0.08
 MAX_SOURCES_PER_ENGLISH = 2
 
@@ -74,7 +74,7 @@ def build_corpus(
     """
     options = options or CorpusOptions()
     output = Path(output)
-    check_replaceable(output, _SUMMARY, ("dev",), "corpus")
+    check_replaceable(output, CORPUS, ("dev",), "corpus")
     catalogs = _catalogs_by_language(options.packages)
     languages = _languages(options, catalogs)
     counts: dict[str, tuple[int, int]] = {}
@@ -90,12 +90,24 @@ def build_corpus(
                 f"no language has {options.min_pairs} pairs in {', '.join(options.packages)}"
             )
         _write_summary(temp, options, counts)
+        CORPUS.Write(temp)
     return counts
 
 
 def languages_asked_for(corpus: str | os.PathLike) -> tuple[str, ...]:
-    """CorpusOptions.langs, sorted, of a corpus that was built; () for all languages."""
-    summary = json.loads((Path(corpus) / _SUMMARY).read_text("utf-8"))
+    """CorpusOptions.langs, sorted, of a corpus that was built; () for all languages.
+
+    Raises:
+        DataError: there is no such corpus, or its list of files or its summary is damaged.
+    """
+    FileList.Open(corpus)
+    path = Path(corpus) / CORPUS.summary
+    try:
+        summary = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as e:
+        raise DataError(
+            f"{path}: missing or damaged: {e}; delete {corpus} to build it again"
+        ) from e
     return tuple(summary.get("asked_for", ()))
 
 
@@ -210,7 +222,7 @@ def _split(
 
 
 def _write(path: Path, pairs: list[Pair]) -> None:
-    with open(path, "wb") as raw:
+    with files.open_to_write(path) as raw:
         # No name and no time in the header: the same corpus is the same bytes.
         with gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0, compresslevel=6) as file:
             file.write("".join(pair.line() for pair in pairs).encode("utf-8"))
@@ -220,5 +232,11 @@ def _write_summary(temp: Path, options: CorpusOptions, counts: dict[str, tuple[i
     versions = {package: importlib.metadata.version(package) for package in options.packages}
     languages = {lang: {"train": train, "dev": dev} for lang, (train, dev) in counts.items()}
     asked_for = sorted(set(options.langs))
-    summary = {"packages": versions, "languages": languages, "asked_for": asked_for}
-    (temp / _SUMMARY).write_text(json.dumps(summary, indent=1, sort_keys=True) + "\n")
+    summary = {
+        "packages": versions,
+        "languages": languages,
+        "asked_for": asked_for,
+        "list": CORPUS.name,
+    }
+    text = json.dumps(summary, indent=1, sort_keys=True) + "\n"
+    files.write_atomic(temp / CORPUS.summary, text.encode())

@@ -9,7 +9,9 @@ from pathlib import Path
 from lingvo_moe.core.suggest import did_you_mean
 from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.file_list import data_files
 
+_DEV = "dev"
 _log = logging.getLogger(__name__)
 
 
@@ -29,9 +31,9 @@ class DevSet:
         """Finds the files of `<data_dir>/dev`.
 
         Raises:
-            DataError: there are none, or a language is not among them.
+            DataError: there are none, a language is not among them, or they are not those that a tool has listed.
         """
-        directory = Path(data_dir) / "dev"
+        directory = Path(data_dir) / _DEV
         if Path(data_dir).is_dir() and not directory.is_dir():
             if Path(data_dir).resolve().name == "dev":
                 raise DataError(
@@ -41,9 +43,9 @@ class DevSet:
             raise DataError(
                 f"{str(data_dir)!r} has no dev directory; put held-out pairs into {directory}/<lang>.tsv.gz"
             )
-        self._files = tsv.language_files(directory)
+        self._files, self._listed = data_files(data_dir, _DEV)
         self._max = max_per_language
-        self._told: set[str] = set()  # languages whose bad lines were warned about
+        self._told: set[str] = set()  # languages that were read before
         for lang in languages:
             if lang not in self._files:
                 raise DataError(
@@ -52,9 +54,15 @@ class DevSet:
         self.languages: list[str] = sorted(set(languages) or self._files)
 
     def __getitem__(self, lang: str) -> list[tuple[str, str]]:
-        """The `(source, reference)` pairs of a language, at most `max_per_language`, in the file's order."""
+        """The `(source, reference)` pairs of a language, at most `max_per_language`, in the file's order.
+
+        Raises:
+            DataError: there are none, or their file is damaged.
+        """
         if lang not in self._files:
             raise DataError(f"no dev pairs for {lang!r}{did_you_mean(lang, self._files)}")
+        if self._listed and lang not in self._told:
+            self._listed.Verify([self._files[lang]])
         warn = None if lang in self._told else _log.warning
         self._told.add(lang)
         pairs = list(itertools.islice(tsv.read_pairs(self._files[lang], warn=warn), self._max))

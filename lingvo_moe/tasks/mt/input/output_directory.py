@@ -5,17 +5,18 @@ from collections.abc import Collection
 from pathlib import Path
 
 from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.file_list import Kind
 
 
 def check_replaceable(
-    output: str | os.PathLike, summary: str, parts: Collection[str], what: str
+    output: str | os.PathLike, kind: Kind, parts: Collection[str], what: str
 ) -> None:
     """Raises DataError, naming --output, where something would be lost that the tool did not make.
 
     Args:
         output: the directory to make.
-        summary: the file by which an older one is known.
-        parts: what else is in it, besides <lang>.tsv.gz.
+        kind: of the directory; its summary or its list tells an older one.
+        parts: the directories in it; besides there are <lang>.tsv.gz.
         what: to call it in errors.
     """
     path = Path(output)
@@ -26,12 +27,13 @@ def check_replaceable(
     if path.samefile(Path.cwd()):
         raise DataError(f"--output={output} is the directory that you are in; name another one")
     there = sorted(p.name for p in path.iterdir())
-    if there and summary not in there:
+    own = (kind.summary, kind.name)
+    if there and not any(name in there for name in own):
         raise DataError(
             f"--output={output} holds files that are no {what}; name an empty or new directory"
         )
     for name in there:
-        if name not in (summary, *parts) and not name.endswith(".tsv.gz"):
+        if name not in (*own, *parts) and not name.endswith(".tsv.gz"):
             raise DataError(
                 f"--output={output}: {name!r} is no part of the {what} there and would be lost with it; move it"
                 " away, or name another directory"

@@ -156,8 +156,8 @@ class MtInput:
             tasks: languages by task id, as a run that goes on began with them; None for those of the data, sorted.
 
         Raises:
-            DataError: the data is missing, empty or broken, a vocabulary is too large for it, a language is none of
-                the tasks, or the cache directory cannot be used.
+            DataError: the data is missing, empty, broken or damaged, a vocabulary is too large for it, a language is
+                none of the tasks, or the cache directory cannot be used.
         """
         if self._records is not None:
             return self
@@ -201,6 +201,8 @@ class MtInput:
             )
             return cached_vocabularies(found, options, self._CacheDir(), progress)
         if given is None:
+            if found.prepared and not p.vocab_dir:
+                found.prepared.VerifyVocabularies()
             vocabs = load_vocabularies(directory)
         else:
             vocabs = NestedMap({side: Vocabulary(given[side]) for side in ("source", "target")})

@@ -1,23 +1,24 @@
 """Recognises a directory that tools.prepare made: what it holds is known without reading it, and is used as it lies.
 
 Beside `<lang>.tsv.gz` and `dev/`, which any data directory has, there are `prepared.json`, `vocab/source.model`,
-`vocab/target.model` and `records/`, shards of tokenised pairs as records.py reads them.
+`vocab/target.model` and `records/`, shards of tokenised pairs as records.py reads them; and `prepared.sha256`, the list
+of all these files, by which each is verified before it is read.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.file_list import PREPARED, FileList
+from lingvo_moe.tasks.mt.input.shards import shard_language
 
-SUMMARY = "prepared.json"
-FORMAT = 1
-_REMEDY = "run tools.prepare again, or delete {summary} to use the files as they are"
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -27,23 +28,28 @@ class Prepared:
     Attributes:
         directory: where it lies.
         summary: what prepared.json says; `summary["languages"][lang]` is about a language.
+        listed: the list of its files.
     """
 
     directory: Path
     summary: dict[str, Any]
+    listed: FileList
 
     @classmethod
     def Open(cls, directory: str | os.PathLike) -> "Prepared | None":
-        """The data set in a directory; None for one without prepared.json.
+        """The data set in a directory; None for one that tools.prepare did not make.
 
         Raises:
-            DataError: prepared.json is damaged, or files were added, removed or changed since.
+            DataError: prepared.json or the list of files is damaged or missing, or TSVs were added, removed or are of
+                another length. What is in the other files is verified when they are read: see `listed`.
         """
         directory = Path(directory)
-        path = directory / SUMMARY
-        if not path.is_file():
+        listed = FileList.Open(directory)
+        if listed is None or listed.kind is not PREPARED:
             return None
-        remedy = _REMEDY.format(summary=path)
+        files = tsv.language_files(directory)
+        listed.CheckLanguages(files.values())
+        path, remedy = directory / PREPARED.summary, PREPARED.remedy
         try:
             summary = json.loads(path.read_text(encoding="utf-8"))
             if summary["format"] != FORMAT:
@@ -51,14 +57,10 @@ class Prepared:
             sizes = {lang: about["bytes"] for lang, about in sorted(summary["languages"].items())}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             raise DataError(f"{path}: damaged or of another version: {e}; {remedy}") from e
-        files = tsv.language_files(directory)
-        for lang in sorted(set(files) ^ set(sizes)):
-            what = "is not there any more" if lang in sizes else "was added"
-            raise DataError(f"{directory}: {lang} {what} since the data was prepared; {remedy}")
         for lang, size in sizes.items():
-            if files[lang].stat().st_size != size:
+            if files[lang].stat().st_size != size:  # the contents are for who reads it
                 raise DataError(f"{files[lang]} has changed since it was prepared; {remedy}")
-        return cls(directory, summary)
+        return cls(directory, summary, listed)
 
     @property
     def vocab_dir(self) -> Path:
@@ -67,6 +69,15 @@ class Prepared:
     @property
     def records_dir(self) -> Path:
         return self.directory / "records"
+
+    def VerifyVocabularies(self) -> None:
+        """Raises DataError unless `vocab/` is as it was written."""
+        self.listed.Verify(p for p in self.listed.paths if p.startswith("vocab/"))
+
+    def VerifyRecords(self, languages: Collection[str]) -> None:
+        """Raises DataError unless the tokenised pairs of these languages are as they were written."""
+        of_records = (p for p in self.listed.paths if p.startswith("records/"))
+        self.listed.Verify(p for p in of_records if shard_language(p) in (None, *languages))
 
     @property
     def pairs(self) -> dict[str, int]:

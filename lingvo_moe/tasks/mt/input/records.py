@@ -1,8 +1,8 @@
 """Tokenised pairs on disk: ArrayRecord shards of a bounded number of pairs, any record at hand without reading others.
 
 A record is an array of unsigned little-endian ids: the number of source ids, the source ids, the target ids; without
-bos and eos. `manifest.json` says what must be there, so that a cache cut short is noticed; a flipped bit is noticed by
-the checksums of the record files when it is read.
+bos and eos. `manifest.json` says what is in the shards. All of it is verified against a list of SHA-256 before it is
+opened; what changes after that is noticed by the checksums of the record files when it is read.
 """
 
 import bisect
@@ -21,8 +21,8 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader
 
 from lingvo_moe.core import files
+from lingvo_moe.core.manifest import ManifestError, verify_manifest, write_manifest
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.order import WINDOW
 from lingvo_moe.tasks.mt.input.prepared import fingerprint
@@ -36,6 +36,8 @@ from lingvo_moe.tasks.mt.input.shards import (
 )
 
 _MANIFEST = "manifest.json"
+_LIST = "files.sha256"  # of a directory in the cache
+_AGAIN = "start again: it is made again"
 # The shards of a language that are open at once: those that the order draws from, and the window before; less where
 # there are so many languages that a process could not have so many files open (1,024 is a common limit).
 _OPEN_SHARDS = 2 * WINDOW
@@ -65,13 +67,13 @@ class Records:
             directory: holds the shards and their manifest.
             key: what the manifest must name.
             languages: which to open; empty means all.
-            remedy: what to do about a damaged record, for its message.
+            remedy: what to do about a record that is damaged later, for its message.
 
         Raises:
-            DataError: something is missing or is not as long as it must be.
+            DataError: something is missing or is not as long as it must be. The caller has verified the contents.
         """
         self.directory = directory
-        self._remedy = remedy or f"delete {directory} and start again, it is made anew"
+        self._remedy = remedy or _AGAIN
         try:
             manifest = json.loads((directory / _MANIFEST).read_text())
             self._dtype = np.dtype(manifest["dtype"])
@@ -147,18 +149,15 @@ def prepared_records(scan: Scan, vocabs: NestedMap) -> Records | None:
     """The records that tools.prepare left beside the data; None where it did not, or for other vocabularies.
 
     Raises:
-        DataError: they are damaged.
+        DataError: they are damaged: those of the languages in question are all read and verified.
     """
     if scan.prepared is None:
         return None
     key = records_key(fingerprint(scan.prepared.digests), vocabs)
     if key != scan.prepared.summary["records"]:
         return None
-    again = "run tools.prepare again"
-    try:
-        return Records(scan.prepared.records_dir, key, scan.files, again)
-    except DataError as e:
-        raise DataError(f"{e}; {again}") from e
+    scan.prepared.VerifyRecords(scan.files)
+    return Records(scan.prepared.records_dir, key, scan.files, scan.prepared.listed.kind.remedy)
 
 
 def cached_records(
@@ -170,33 +169,35 @@ def cached_records(
 ) -> Records:
     """Opens the records of this data and these vocabularies, tokenising it first where that was not done.
 
-    A cache found damaged is made anew, with a warning.
+    All that is in the cache is read and verified. Where it is damaged, it is made again, with a warning.
 
     Raises:
         DataError: the data cannot be read.
+        OSError: the cache cannot be written.
     """
     key = records_key(scan.fingerprint, vocabs)
     directory = Path(cache_dir) / f"shards-{key}"
     with files.only_one(Path(cache_dir)):
         if directory.exists():
             try:
+                verify_manifest(directory, _LIST, remedy="it is made again")
                 return Records(directory, key)
-            except DataError as e:
-                _log.warning("the cache of tokenised data is damaged and made anew: %s", e)
+            except (DataError, ManifestError) as e:
+                _log.warning("the cache of tokenised data is damaged: %s", e)
         with files.replaced_directory(directory) as temp:
             entries: dict[str, LanguageShards] = {}
-            for i, (lang, path) in enumerate(scan.files.items()):
+            for i, lang in enumerate(scan.files):
                 progress(f"tokenising {lang} ({i + 1} of {len(scan.files)} languages)")
-                pairs = tsv.read_pairs(path)
-                entries[lang] = write_shards(pairs, temp, lang, vocabs, pairs_per_shard)
-            write_manifest(temp, key, vocabs, entries)
+                entries[lang] = write_shards(scan.Pairs(lang), temp, lang, vocabs, pairs_per_shard)
+            write_contents(temp, key, vocabs, entries)
+            write_manifest(temp, _LIST)
         return Records(directory, key)
 
 
-def write_manifest(
+def write_contents(
     directory: Path, key: str, vocabs: NestedMap, entries: Mapping[str, LanguageShards]
 ) -> None:
-    """Writes what `Records` checks a directory of shards against. Languages without records are left out.
+    """Writes into a directory of shards what `Records` reads first. Languages without records are left out.
 
     Raises:
         DataError: there is no record at all.

@@ -6,12 +6,13 @@ Data that tools.prepare made needs no pass: it says so itself.
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from lingvo_moe.core.suggest import did_you_mean
 from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.file_list import data_files
 from lingvo_moe.tasks.mt.input.prepared import Prepared, content_digest, fingerprint
 
 Progress = Callable[[str], None]
@@ -41,6 +42,12 @@ class Scan:
     fingerprint: str
     prepared: Prepared | None = None
 
+    def Pairs(self, lang: str) -> Iterator[tuple[str, str]]:
+        """The `(source, english)` pairs of a language, read again. Raises DataError: see tsv.read_pairs."""
+        if self.prepared:  # no pass has looked at it
+            self.prepared.listed.Verify([self.files[lang]])
+        yield from tsv.read_pairs(self.files[lang])
+
 
 def scan(
     data_dir: str | os.PathLike, languages: Sequence[str] = (), progress: Progress = quiet
@@ -53,10 +60,9 @@ def scan(
         progress: called with a line of text now and then.
 
     Raises:
-        DataError: see tsv.language_files, tsv.read_pairs and Prepared.Open; also an unknown language, or not one
-            good pair.
+        DataError: see data_files, tsv.read_pairs and Prepared.Open; also an unknown language, or not one good pair.
     """
-    files = tsv.language_files(data_dir)
+    files, listed = data_files(data_dir)
     for lang in languages:
         if lang not in files:
             raise DataError(f"{data_dir} has no language {lang!r}{did_you_mean(lang, files)}")
@@ -70,6 +76,8 @@ def scan(
     total, pairs = tsv.LineCounts(), {}
     for i, (lang, path) in enumerate(files.items()):
         progress(f"reading {lang} ({i + 1} of {len(files)} languages)")
+        if listed:
+            listed.Verify([path])
         counts = tsv.LineCounts()
         # The one pass that tells of bad lines; later ones skip them silently.
         for _ in tsv.read_pairs(path, counts, _log.warning):

@@ -1,6 +1,10 @@
 """Writes the tokenised pairs of a language into ArrayRecord shards of a bounded number of pairs."""
 
+import contextlib
+import errno
 import itertools
+import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -9,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 
+from lingvo_moe.core.files import NO_SPACE
 from lingvo_moe.core.nested_map import NestedMap
 
 # Some 25 MB of short sentences. Reading a record takes longer the more groups a shard has.
@@ -42,6 +47,12 @@ def shard_file(directory: Path, lang: str, shard: int) -> Path:
     return directory / f"{lang}-{shard:05d}.array_record"
 
 
+def shard_language(path: str | os.PathLike) -> str | None:
+    """The language that a shard_file is of; None for another file."""
+    match = re.fullmatch(r"(.+)-\d{5,}\.array_record", os.path.basename(path))
+    return match[1] if match else None
+
+
 def id_dtype(vocabs: NestedMap) -> np.dtype:
     """The dtype of ids on disk: the narrowest that holds those of both vocabularies."""
     return np.dtype("<u4" if max(vocabs.source.size, vocabs.target.size) > _MAX_IDS else "<u2")
@@ -59,6 +70,9 @@ def write_shards(
 
     Args:
         told: called with the number of pairs that were done since the last call.
+
+    Raises:
+        OSError: a shard cannot be written; it is named.
     """
     out, dropped = LanguageShards(), Counter[str]()
     dtype, pairs = id_dtype(vocabs), iter(pairs)
@@ -77,8 +91,8 @@ def write_shards(
                     continue
                 if writer is None:
                     path = shard_file(directory, lang, len(out.records))
-                    writer = ArrayRecordWriter(str(path), _WRITER_OPTIONS)
                     out.records.append(0)
+                    writer = ArrayRecordWriter(str(path), _WRITER_OPTIONS)
                 writer.write(np.array([len(source), *source, *target], dtype).tobytes())
                 out.records[-1] += 1
                 out.source_tokens += len(source)
@@ -87,9 +101,26 @@ def write_shards(
                     writer.close()
                     writer = None
             told(len(chunk))
-    finally:
         if writer is not None:
             writer.close()
+            writer = None
+    except RuntimeError as e:
+        raise _not_written(e, shard_file(directory, lang, len(out.records) - 1)) from e
+    finally:
+        if writer is not None:  # its shard is of no use any more
+            with contextlib.suppress(RuntimeError):
+                writer.close()
     out.dropped = dict(dropped)
     out.bytes = [shard_file(directory, lang, i).stat().st_size for i in range(len(out.records))]
     return out
+
+
+def _not_written(error: RuntimeError, path: Path) -> OSError:
+    """The OSError that the writer of shards has put into words."""
+    known = (
+        n
+        for n in (*NO_SPACE, errno.EIO, errno.EACCES, errno.ENOENT)
+        if os.strerror(n) in str(error)
+    )
+    number = next(known, errno.EIO)
+    return OSError(number, os.strerror(number), str(path))

@@ -40,6 +40,12 @@ class LineCounts:
         return self
 
 
+def language_of(path: str | os.PathLike) -> str | None:
+    """The language that a file is of by its name; None for one that is no `<lang>.tsv`, compressed or not."""
+    match = _FILE.match(Path(path).name)
+    return match[1] if match else None
+
+
 def language_files(data_dir: str | os.PathLike) -> dict[str, Path]:
     """`{lang: file}` of a directory, by language.
 
@@ -52,14 +58,14 @@ def language_files(data_dir: str | os.PathLike) -> dict[str, Path]:
         raise DataError(f"data directory {str(data_dir)!r} {what}; {_LAYOUT}")
     files: dict[str, Path] = {}
     for path in sorted(data_dir.iterdir()):
-        match = _FILE.match(path.name)
-        if not match or not path.is_file():
+        lang = language_of(path)
+        if lang is None or not path.is_file():
             continue
-        if match[1] in files:
+        if lang in files:
             raise DataError(
-                f"{data_dir}: both {files[match[1]].name} and {path.name}; keep one of them"
+                f"{data_dir}: both {files[lang].name} and {path.name}; keep one of them"
             )
-        files[match[1]] = path
+        files[lang] = path
     if not files:
         raise DataError(f"no data in {str(data_dir)!r}: {_LAYOUT}")
     return files

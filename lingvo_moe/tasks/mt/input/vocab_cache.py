@@ -1,6 +1,7 @@
 """The vocabularies of a corpus: trained from a sample of it, kept under a name that tells data and settings."""
 
 import hashlib
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,8 +11,13 @@ import numpy as np
 
 from lingvo_moe.core import files
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.file_list import (
+    list_of,
+    verify_listed,
+    verify_where_listed,
+    write_listed,
+)
 from lingvo_moe.tasks.mt.input.mixing import quotas
 from lingvo_moe.tasks.mt.input.permutation import permute
 from lingvo_moe.tasks.mt.input.scan import Progress, Scan, quiet
@@ -27,6 +33,7 @@ MIN_SENTENCES = 100
 # The target comes first: it is the quicker one.
 NORMALIZATION = {"target": "identity", "source": "nfkc"}
 _ALGORITHM = "1"  # change it when the same settings would give another model
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,15 +77,18 @@ def cached_vocabularies(
 ) -> NestedMap:
     """NestedMap(source, target) of Vocabulary: from the cache, or trained and put there.
 
+    One that is damaged in the cache is trained again, with a warning.
+
     Raises:
         DataError: see train_vocabulary; of sizes that are too large, both are told.
+        OSError: the cache cannot be written.
     """
     cache_dir = Path(cache_dir)
     paths = {side: cache_dir / _file_name(scan, options, side) for side in NORMALIZATION}
     out, sample, too_large = NestedMap(), None, {}
     with files.only_one(cache_dir):
         for side, path in paths.items():
-            vocabulary = _load(path)
+            vocabulary = cached_vocabulary(path)
             if vocabulary is None:
                 if sample is None:
                     progress("sampling sentences for the vocabularies")
@@ -89,12 +99,24 @@ def cached_vocabularies(
                 except VocabularyTooLarge as e:
                     too_large[side] = e
                     continue
-                files.write_atomic(path, model)
+                write_listed(path, model)
                 vocabulary = Vocabulary(model, path)
             out[side] = vocabulary
     if too_large:
         raise options.TooLarge(too_large)
     return out
+
+
+def cached_vocabulary(path: Path) -> Vocabulary | None:
+    """A vocabulary as write_listed wrote it; None, with a warning where there is a file, when it must be trained."""
+    if not path.exists() and not list_of(path).exists():
+        return None
+    try:
+        verify_listed(path, "it is trained again")
+        return Vocabulary.Load(path)
+    except DataError as e:
+        _log.warning("a vocabulary in the cache is damaged: %s", e)
+        return None
 
 
 def train_side(sentences: list[str], side: str, options: VocabOptions) -> bytes:
@@ -109,10 +131,19 @@ def train_side(sentences: list[str], side: str, options: VocabOptions) -> bytes:
 
 
 def load_vocabularies(directory: str | os.PathLike) -> NestedMap:
-    """NestedMap(source, target) of `source.model` and `target.model` in a directory. Raises DataError."""
-    return NestedMap(
-        {side: Vocabulary.Load(Path(directory) / f"{side}.model") for side in NORMALIZATION}
-    )
+    """NestedMap(source, target) of `source.model` and `target.model` in a directory, with their lists verified.
+
+    Models without a list are loaded, with a warning: other tools make them, too.
+
+    Raises:
+        DataError: one is missing, damaged or no vocabulary of this form.
+    """
+    out = NestedMap()
+    for side in NORMALIZATION:
+        path = Path(directory) / f"{side}.model"
+        out[side] = Vocabulary.Load(path)
+        verify_where_listed(directory, list_of(path).name, [path.name], "tools.train_vocab")
+    return out
 
 
 def sample_pairs(scan: Scan, temperature: float, limit: int, seed: int = 0) -> dict[str, list[str]]:
@@ -121,7 +152,7 @@ def sample_pairs(scan: Scan, temperature: float, limit: int, seed: int = 0) -> d
     for lang, quota in quotas(scan.pairs, temperature, limit).items():
         n = scan.pairs[lang]
         chosen = set(permute(np.arange(min(quota, n)), n, "sample", seed, lang).tolist())
-        for i, (source, english) in enumerate(tsv.read_pairs(scan.files[lang])):
+        for i, (source, english) in enumerate(scan.Pairs(lang)):
             if i in chosen:
                 sample["source"].append(source)
                 sample["target"].append(english)
@@ -135,11 +166,3 @@ def _file_name(scan: Scan, options: VocabOptions, side: str) -> str:
     )
     digest = hashlib.blake2b(f"{side} {settings}".encode(), digest_size=8).hexdigest()
     return f"{side}-{size}-{digest}.model"
-
-
-def _load(path: Path) -> Vocabulary | None:
-    """The vocabulary in the cache; None when it is not there or damaged, so that it is trained again."""
-    try:
-        return Vocabulary.Load(path) if path.exists() else None
-    except DataError:
-        return None

@@ -3,6 +3,7 @@ import logging
 from pathlib import Path
 
 import pytest
+from damage import full_disk
 
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.input import tsv
@@ -73,7 +74,7 @@ def test_a_damaged_cache_is_made_anew(
         Records(whole.directory, whole.key)
     with caplog.at_level(logging.WARNING):
         healed = cached_records(found, vocabs, tmp_path)
-    assert "made anew" in caplog.text
+    assert "it is made again" in caplog.text
     assert [ids.tolist() for ids in healed.Read(0, 5)] == expected
     assert [path.name for path in tmp_path.iterdir() if path.name != ".lock"] == [
         whole.directory.name
@@ -90,7 +91,7 @@ def test_a_flipped_bit_is_an_error_that_says_what_to_do(
         data[at] ^= 0xFF
     path.write_bytes(bytes(data))
     damaged = Records(records.directory, records.key)
-    message = r"aa-00000\.array_record: record \d+ is damaged .*; delete "
+    message = r"aa-00000\.array_record: record \d+ is damaged .*; start again"
     with pytest.raises(DataError, match=message):
         [damaged.Read(0, position) for position in range(300)]
 
@@ -105,6 +106,16 @@ def test_nothing_half_written_when_interrupted(
     with pytest.raises(KeyboardInterrupt):
         cached_records(found, vocabs, tmp_path, stop)
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_a_full_disk_names_the_shard_and_leaves_nothing(
+    found: Scan, vocabs: NestedMap, tmp_path: Path
+) -> None:
+    message = r"\[Errno 27\] File too large: '.*/shards-[0-9a-f]+/aa-00000\.array_record'"
+    with full_disk(2000), pytest.raises(OSError, match=message):
+        cached_records(found, vocabs, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    assert cached_records(found, vocabs, tmp_path).languages["aa"] == 300
 
 
 def test_pairs_without_tokens_are_counted(vocabs: NestedMap, tmp_path: Path) -> None:

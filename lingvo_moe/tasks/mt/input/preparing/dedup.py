@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from lingvo_moe.core.files import open_to_write, reserve
+
 HASHES_AT_ONCE = 2_000_000  # some 150 MB while they are sorted
 _READ_AT_ONCE = 1_000_000
 _ENTRY = np.dtype([("hash", "<u8"), ("place", "<u8")])
@@ -26,11 +28,15 @@ def keep_first(hashes: Sequence[Path], directory: Path, at_once: int | None = No
 
     Returns:
         bool [N], on disk (a memory map) where there are any.
+
+    Raises:
+        OSError: the disk has no space for the temporary files.
     """
     total = sum(path.stat().st_size for path in hashes) // 8
     if not total:
         return np.zeros(0, bool)
-    keep = np.memmap(directory / "keep", bool, "w+", shape=(total,))
+    reserve(directory / "keep", total)
+    keep = np.memmap(directory / "keep", bool, "r+", shape=(total,))
     parts = math.ceil(total / (at_once or HASHES_AT_ONCE))
     if parts == 1:
         _mark_first(np.concatenate(list(_entries(hashes))), keep)
@@ -40,8 +46,8 @@ def keep_first(hashes: Sequence[Path], directory: Path, at_once: int | None = No
         order = np.argsort(part, kind="stable")
         edges = np.searchsorted(part[order], np.arange(parts + 1))
         for i in range(parts):
-            with open(directory / f"part-{i}", "ab") as file:
-                entries[order[edges[i] : edges[i + 1]]].tofile(file)
+            with open_to_write(directory / f"part-{i}", "ab") as file:
+                file.write(entries[order[edges[i] : edges[i + 1]]].tobytes())
     for i in range(parts):
         path = directory / f"part-{i}"
         _mark_first(np.fromfile(path, _ENTRY), keep)

@@ -14,6 +14,7 @@ from lingvo_moe.tasks.mt.input.clean import sentence_key
 from lingvo_moe.tasks.mt.input.prepared import content_digest
 from lingvo_moe.tasks.mt.input.preparing.dedup import keep_first
 from lingvo_moe.tasks.mt.input.preparing.formats import read_source
+from lingvo_moe.tasks.mt.input.preparing.kept import is_made, making
 from lingvo_moe.tasks.mt.input.preparing.read_stage import held_out_pair
 from lingvo_moe.tasks.mt.input.preparing.sources import Fields, Source
 
@@ -49,10 +50,14 @@ def language_stage(job: LanguageJob, told: Callable[[int], None]) -> str:
 
     Args:
         told: called with 1 when it is done.
+
+    Raises:
+        DataError: see read_source.
+        OSError: the directory cannot be written.
     """
     output = Path(job.output)
-    if not (output / SUMMARY).exists():
-        with files.replaced_directory(output) as temp:
+    if not is_made(output):
+        with making(output) as temp:
             kept, total = _write_train(job, temp)
             dev = _write_dev(job, temp)
             summary: dict[str, Any] = {"kept": kept, "duplicates": total - kept, "dev": dev}
@@ -134,7 +139,7 @@ def _lines(job: LanguageJob, kind: str) -> Iterator[bytes]:
 
 
 def _write(path: Path, lines: Iterator[bytes]) -> None:
-    with open(path, "wb") as raw:
+    with files.open_to_write(path) as raw:
         # No name and no time in the header: the same data is the same bytes.
         with gzip.GzipFile("", "wb", _LEVEL, raw, mtime=0) as file:
             waiting: list[bytes] = []

@@ -25,6 +25,7 @@ from lingvo_moe.core import files
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.input import prepared, split
 from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.file_list import PREPARED, list_of
 from lingvo_moe.tasks.mt.input.mixing import temperature_weights
 from lingvo_moe.tasks.mt.input.output_directory import check_replaceable
 from lingvo_moe.tasks.mt.input.preparing import language_stage as languages
@@ -34,7 +35,7 @@ from lingvo_moe.tasks.mt.input.preparing.filters import Rules
 from lingvo_moe.tasks.mt.input.preparing.sources import Fields, Found, Source, find_sources
 from lingvo_moe.tasks.mt.input.preparing.table import all_languages
 from lingvo_moe.tasks.mt.input.preparing.workers import run_jobs
-from lingvo_moe.tasks.mt.input.records import records_key, write_manifest
+from lingvo_moe.tasks.mt.input.records import records_key, write_contents
 from lingvo_moe.tasks.mt.input.scan import Progress, Scan, quiet
 from lingvo_moe.tasks.mt.input.shards import PAIRS_PER_SHARD, shard_file
 from lingvo_moe.tasks.mt.input.vocab_cache import VocabOptions, load_vocabularies
@@ -88,8 +89,9 @@ def prepare(
     Raises:
         DataError: an input is missing, damaged or of no known form, nothing is left of it, a vocabulary is too large
             for it, or `output` holds other files.
+        OSError: what is made cannot be written; the file is named. The same command goes on.
     """
-    check_replaceable(output, prepared.SUMMARY, ("dev", "vocab", "records"), "prepared data")
+    check_replaceable(output, PREPARED, ("dev", "vocab", "records"), "prepared data")
     output = Path(os.path.realpath(output))
     found = find_sources(inputs, options.fields)
     found.train += [Source("tfds", name, None) for name in options.tfds]
@@ -330,15 +332,17 @@ class _Preparation:
                 _place(dev, temp / "dev" / f"{lang}.tsv.gz")
             for side in ("source", "target"):
                 model = self._work / f"vocab-{self._vocab_key}" / f"{side}.model"
-                _place(model, temp / "vocab" / model.name)
+                for path in (model, list_of(model)):
+                    _place(path, temp / "vocab" / path.name)
             entries = {lang: tokens.shards_of(directory) for lang, directory in records.items()}
             for lang, entry in entries.items():
                 for i in range(len(entry.records)):
                     shard = shard_file(Path(records[lang]), lang, i)
                     _place(shard, temp / "records" / shard.name)
-            write_manifest(temp / "records", summary["records"], self._vocabs, entries)
+            write_contents(temp / "records", summary["records"], self._vocabs, entries)
             text = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
-            files.write_atomic(temp / prepared.SUMMARY, text.encode())
+            files.write_atomic(temp / PREPARED.summary, text.encode())
+            PREPARED.Write(temp)
 
 
 def _summary(directory: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from lingvo_moe.tasks.mt.input.clean import sentence_key, tidy_text
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.preparing.filters import REASONS, Rules
 from lingvo_moe.tasks.mt.input.preparing.formats import Line, read_source
+from lingvo_moe.tasks.mt.input.preparing.kept import is_made, making
 from lingvo_moe.tasks.mt.input.preparing.sources import Fields, Source
 
 SUMMARY = "summary.json"
@@ -72,11 +73,12 @@ def read_stage(job: ReadJob, told: Callable[[int], None]) -> str:
 
     Raises:
         DataError: see read_source; or none of the lines of a source can be used.
+        OSError: the directory cannot be written.
     """
     output = Path(job.output)
-    if (output / SUMMARY).exists():
+    if is_made(output):
         return job.output
-    with files.replaced_directory(output) as temp:
+    with making(output) as temp:
         _Reader(job, temp).Run(told)
     return job.output
 
@@ -167,11 +169,11 @@ class _Reader:
     def _Flush(self) -> None:
         """Appends what has come together; files are not kept open, for there may be hundreds of languages."""
         for name, lines in self._texts.items():
-            with open(self._directory / name, "ab") as file:
+            with files.open_to_write(self._directory / name, "ab") as file:
                 file.write("".join(lines).encode("utf-8"))
         for name, hashes in self._hashes.items():
-            with open(self._directory / name, "ab") as file:
-                np.array(hashes, "<u8").tofile(file)
+            with files.open_to_write(self._directory / name, "ab") as file:
+                file.write(np.array(hashes, "<u8").tobytes())
         self._texts, self._hashes = {}, {}
 
 

@@ -11,19 +11,20 @@ Each may be compressed: .gz or .zst.
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from lingvo_moe.core.suggest import did_you_mean
 from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.file_list import KINDS, PREPARED, FileList
 from lingvo_moe.tasks.mt.input.opening import COMPRESSIONS
-from lingvo_moe.tasks.mt.input.prepared import SUMMARY
 from lingvo_moe.tasks.mt.input.tsv import LANGUAGE
 
 TFDS_FOLDER = "TranslateFolder:"
 _COLUMNS = ("lang", "source", "target", "_")
 _JSON = (".jsonl", ".ndjson")
-_IGNORED = re.compile(rf"(?i)\.|readme|license|copying|{SUMMARY}\Z|corpus\.json\Z|.*\.md\Z")
+_OURS = "|".join(rf"{re.escape(name)}\Z" for kind in KINDS for name in (kind.summary, kind.name))
+_IGNORED = re.compile(rf"(?i)\.|readme|license|copying|{_OURS}|.*\.md\Z")
 # Endings that look like codes of languages and are none.
 _NO_LANGUAGES = (
     "bz2",
@@ -113,7 +114,8 @@ def find_sources(inputs: Sequence[str | os.PathLike], fields: Fields) -> Found:
 
     Raises:
         DataError: a file or directory does not exist or is given twice, a file is of an unknown form or lacks its
-            other side, or two files of a directory hold the same.
+            other side, or two files of a directory hold the same; or a directory that tools.prepare or
+            tools.build_corpus made is damaged.
     """
     found = Found([], [], [])
     given: dict[Path, str] = {}
@@ -128,16 +130,19 @@ def find_sources(inputs: Sequence[str | os.PathLike], fields: Fields) -> Found:
         if path.is_file():
             found.train += _classify([path], path.parent, fields)
             continue
-        found.train += _of_directory(path, fields, found.notes)
+        train, dev = _of_directory(path, fields, found.notes), []
         if (path / "dev").is_dir():
-            found.dev += _of_directory(path / "dev", fields, found.notes)
+            dev = _of_directory(path / "dev", fields, found.notes)
+        _verify(path, {"": train, "dev": dev})
+        found.train += train
+        found.dev += dev
     _check_once(found.train + found.dev)
     return found
 
 
 def _of_directory(directory: Path, fields: Fields, notes: list[str]) -> list[Source]:
     entries = sorted(p for p in directory.iterdir() if not _IGNORED.match(p.name))
-    own = ("dev", "vocab", "records") if (directory / SUMMARY).is_file() else ("dev",)
+    own = ("dev", "vocab", "records") if (directory / PREPARED.summary).is_file() else ("dev",)
     for path in entries:
         if path.is_dir() and path.name not in own:
             notes.append(f"{path}: a directory within an input is not read; give it as --input too")
@@ -146,6 +151,15 @@ def _of_directory(directory: Path, fields: Fields, notes: list[str]) -> list[Sou
         forms = _FORMS.format(target=fields.target_lang)
         raise DataError(f"no parallel text in {str(directory)!r}: {forms}")
     return sources
+
+
+def _verify(directory: Path, sources: Mapping[str, Sequence[Source]]) -> None:
+    """Raises DataError where a tool listed the files of a directory and its folders are not as it wrote them."""
+    if listed := FileList.Open(directory):
+        for folder, of_folder in sources.items():
+            files = [path for source in of_folder for path in source.files]
+            listed.CheckLanguages(files, folder)
+            listed.Verify(files)
 
 
 def _classify(paths: list[Path], directory: Path, fields: Fields) -> list[Source]:

@@ -8,12 +8,15 @@ from pathlib import Path
 
 from lingvo_moe.core import files
 from lingvo_moe.tasks.mt.input import tsv
+from lingvo_moe.tasks.mt.input.file_list import write_listed
+from lingvo_moe.tasks.mt.input.preparing.kept import is_made, making
 from lingvo_moe.tasks.mt.input.preparing.language_stage import TRAIN
 from lingvo_moe.tasks.mt.input.scan import Scan
 from lingvo_moe.tasks.mt.input.shards import LanguageShards, write_shards
 from lingvo_moe.tasks.mt.input.vocab_cache import (
     NORMALIZATION,
     VocabOptions,
+    cached_vocabulary,
     load_vocabularies,
     sample_pairs,
     train_side,
@@ -46,7 +49,7 @@ class VocabularyJob:
 
 def vocabulary_stage(job: VocabularyJob, told: Callable[[int], None]) -> str | VocabularyTooLarge:
     """Trains a vocabulary, unless that was done. Returns its file, or why there is none: the other side goes on."""
-    if not Path(job.output).exists():
+    if cached_vocabulary(Path(job.output)) is None:
         options = job.options
         sentences = sample_pairs(job.scan, options.temperature, options.max_sentences)[job.side]
         missing = _missing(job.characters, sentences, NORMALIZATION[job.side])
@@ -57,7 +60,7 @@ def vocabulary_stage(job: VocabularyJob, told: Callable[[int], None]) -> str | V
             model = train_side(sentences, job.side, options)
         except VocabularyTooLarge as e:
             return e
-        files.write_atomic(job.output, model)
+        write_listed(Path(job.output), model)
     told(1)
     return job.output
 
@@ -96,11 +99,14 @@ def records_stage(job: RecordsJob, told: Callable[[int], None]) -> str:
 
     Args:
         told: called with the number of pairs tokenised since the last call.
+
+    Raises:
+        OSError: the directory cannot be written.
     """
     output = Path(job.output)
-    if not (output / SUMMARY).exists():
+    if not is_made(output):
         vocabs = load_vocabularies(job.vocab_dir)
-        with files.replaced_directory(output) as temp:
+        with making(output) as temp:
             pairs = tsv.read_pairs(Path(job.directory) / TRAIN)
             shards = write_shards(pairs, temp, job.lang, vocabs, job.pairs_per_shard, told)
             summary = json.dumps(dataclasses.asdict(shards))

@@ -12,7 +12,7 @@ from lingvo_moe.tasks.mt.input import shards
 from lingvo_moe.tasks.mt.input.preparing import dedup, language_stage, read_stage, token_stages
 from lingvo_moe.tasks.mt.input.preparing.filters import Rules
 from lingvo_moe.tasks.mt.input.preparing.sources import Fields, Source
-from lingvo_moe.tasks.mt.input.records import Records, write_manifest
+from lingvo_moe.tasks.mt.input.records import Records, write_contents
 from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary, train_vocabulary
 
 
@@ -62,7 +62,7 @@ def _prepare(lines: int, place: Path, vocabs: Path) -> dict[str, int]:
 def _draw(directory: Path, vocabs: Path) -> None:
     entry = token_stages.shards_of(str(directory))
     both = Vocabulary.Load(vocabs / "source.model")
-    write_manifest(directory, "key", NestedMap(source=both, target=both), {"de": entry})
+    write_contents(directory, "key", NestedMap(source=both, target=both), {"de": entry})
     records = Records(directory, "key")
     for position in range(0, records.languages["de"], 37):
         records.Read(0, position)

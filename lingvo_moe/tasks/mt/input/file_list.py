@@ -1,0 +1,190 @@
+"""Verifies files that tools wrote against the list of SHA-256 beside them (core/manifest.py).
+
+tools.prepare lists its data set in `prepared.sha256` and tools.build_corpus its corpus in `corpus.sha256`; a vocabulary
+that lies by itself has `<file>.sha256`. What is read of such a directory is verified first. A directory of one's own
+has no list, and none is asked for.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lingvo_moe.core import manifest
+from lingvo_moe.core.files import write_atomic
+from lingvo_moe.tasks.mt.input import tsv
+from lingvo_moe.tasks.mt.input.errors import DataError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of data directory.
+
+    Attributes:
+        summary: the file that describes it; `"list"` there names the list.
+        name: the list.
+        tool: what makes it.
+    """
+
+    summary: str
+    name: str
+    tool: str
+
+    @property
+    def remedy(self) -> str:
+        return f"run {self.tool} again, or delete {self.summary} and {self.name} to use the files as they are"
+
+    def Write(self, directory: Path) -> None:
+        """Lists all files of a finished directory. Raises as write_manifest."""
+        manifest.write_manifest(directory, self.name)
+
+
+PREPARED = Kind("prepared.json", "prepared.sha256", "tools.prepare")
+CORPUS = Kind("corpus.json", "corpus.sha256", "tools.build_corpus")
+KINDS = (PREPARED, CORPUS)
+
+
+@dataclass(frozen=True)
+class FileList:
+    """The list of a data directory, which is itself whole.
+
+    Attributes:
+        directory: where it lies.
+        kind: what made it.
+        paths: all that are listed, with slashes.
+    """
+
+    directory: Path
+    kind: Kind
+    paths: frozenset[str]
+
+    @classmethod
+    def Open(cls, directory: str | os.PathLike) -> "FileList | None":
+        """The list of a directory, with its summary verified; None for a directory that no tool listed.
+
+        Raises:
+            DataError: the list or the summary is damaged, or one of the two is missing.
+        """
+        directory = Path(directory)
+        for kind in KINDS:
+            if not ((directory / kind.name).is_file() or _says_it_is_listed(directory, kind)):
+                continue
+            try:
+                paths = manifest.read_manifest(directory, kind.name, kind.remedy)
+            except manifest.ManifestError as e:
+                raise DataError(str(e)) from e
+            found = cls(directory, kind, frozenset(paths))
+            found.Verify([kind.summary])
+            return found
+        return None
+
+    def Verify(self, paths: Iterable[str | os.PathLike]) -> None:
+        """Reads files, given as paths in the directory or with it in front, and compares them with the list.
+
+        Raises:
+            DataError: one is damaged, missing, or not of the list.
+        """
+        names = [self._name(path) for path in paths]
+        try:
+            manifest.verify_manifest(self.directory, self.kind.name, names, self.kind.remedy)
+        except manifest.ManifestError as e:
+            raise DataError(str(e)) from e
+
+    def CheckLanguages(self, files: Iterable[Path], folder: str = "") -> None:
+        """Raises DataError unless these are the TSVs of a folder that are listed: none was added or removed.
+
+        Args:
+            files: as tsv.language_files finds them.
+            folder: '' or 'dev'.
+        """
+        listed = {p for p in self.paths if os.path.dirname(p) == folder and tsv.language_of(p)}
+        found = {self._name(path) for path in files}
+        for path in sorted(listed ^ found):
+            what = "is not there any more" if path in listed else "was added"
+            raise DataError(
+                f"{self.directory}: {path} {what} since {self.kind.tool} made the data; {self.kind.remedy}"
+            )
+
+    def _name(self, path: str | os.PathLike) -> str:
+        path = Path(path)
+        below = path.relative_to(self.directory) if path.is_relative_to(self.directory) else path
+        return below.as_posix()
+
+
+def data_files(
+    data_dir: str | os.PathLike, folder: str = ""
+) -> tuple[dict[str, Path], FileList | None]:
+    """`({lang: file}, list)` of a data directory, or of its `dev`; the list is None where no tool listed it.
+
+    Raises:
+        DataError: as tsv.language_files; or files were added to or removed from what is listed.
+    """
+    listed = FileList.Open(data_dir)
+    files = tsv.language_files(Path(data_dir) / folder)
+    if listed:
+        listed.CheckLanguages(files.values(), folder)
+    return files, listed
+
+
+def write_listed(path: Path, data: bytes) -> None:
+    """Writes a file whole or not at all, and `<path>.sha256` beside it. Raises OSError."""
+    write_atomic(path, data)
+    manifest.write_manifest(path.parent, list_of(path).name, [path.name])
+
+
+def list_of(path: Path) -> Path:
+    """Where the list of a file lies that lies by itself."""
+    return path.with_name(f"{path.name}.sha256")
+
+
+def verify_listed(path: Path, remedy: str) -> None:
+    """Raises DataError, with what to do, unless a file is as write_listed wrote it."""
+    try:
+        manifest.verify_manifest(path.parent, list_of(path).name, [path.name], remedy)
+    except manifest.ManifestError as e:
+        raise DataError(str(e)) from e
+
+
+def verify_where_listed(
+    directory: str | os.PathLike, name: str, paths: Iterable[str], tool: str
+) -> None:
+    """Verifies files that a tool lists, and that may also come from elsewhere: without a list there is a warning.
+
+    Args:
+        directory: where the list lies.
+        name: the list.
+        paths: the files, as paths in the directory with slashes.
+        tool: what writes such a list.
+
+    Raises:
+        DataError: a file or the list is damaged; it is named.
+    """
+    paths = list(paths)
+    if not (Path(directory) / name).is_file():
+        _log.warning(
+            "%s: there is no %s, so nothing says that %s is whole; %s writes one",
+            directory,
+            name,
+            ", ".join(paths[:3]) + " ..." * (len(paths) > 3),
+            tool,
+        )
+        return
+    try:
+        manifest.verify_manifest(directory, name, paths, f"run {tool} again")
+    except manifest.ManifestError as e:
+        raise DataError(str(e)) from e
+
+
+def _says_it_is_listed(directory: Path, kind: Kind) -> bool:
+    """Whether the summary names the list; a summary that cannot be read may have named one."""
+    path = directory / kind.summary
+    if kind is PREPARED:  # the name is ours alone, and an older one has no list
+        return path.is_file()
+    try:
+        return json.loads(path.read_bytes()).get("list") == kind.name
+    except (OSError, ValueError, AttributeError):
+        return False
