@@ -184,8 +184,7 @@ def prepare_run_dir(run_dir: Any, model: str, override: str, restart: bool) -> N
             "give another --logdir, or --restart to begin anew"
         )
     # The text, not the experiment evaluated again: its definition may have changed since.
-    was = (run_dir.path / "params.txt").read_text("utf-8")
-    difference = run_difference(was, registry.GetParams(model, override))
+    difference = run_difference(run_dir.params_text, registry.GetParams(model, override))
     if difference:
         raise UsageError(
             f"--logdir={run_dir.path} holds a run of {run_dir.experiment['model']} with other parameters; give "

@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--eval_dir", metavar="DIR", help="what tools.evaluate wrote (default: RUN/eval)")
     add("--samples", type=int, default=4, help="translations of each kind (%(default)s)")
     add("--seed", type=int, default=0, help="of the translations that are drawn (%(default)s)")
-    _cli.add_checkpoint_flags(parser)
+    _cli.add_run_flags(parser)
     add("--out", metavar="FILE", help="the page (default: RUN/report.html)")
     add("--png_dir", metavar="DIR", help="also a picture of each layer there")
     add("--batch_size", type=int, default=16, help="packed rows at once (%(default)s)")
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: Any) -> int:
     from lingvo_moe.tasks.mt.run_dir import RunDir
 
-    run = RunDir(args.logdir)
+    run = RunDir(args.logdir, trust_run=args.trust_run)
     _ = run.experiment  # before anything slow: is it there?
     page = Path(args.out or Path(args.logdir) / "report.html")
     _cli.check_output_file(page, "--out")
@@ -69,7 +69,7 @@ def _run(args: Any) -> int:
     from lingvo_moe.tasks.mt.run_report import Missing, gather
 
     routing = _routing(args, run)
-    found = gather(args.logdir, routing, args.eval_dir, args.samples, args.seed)
+    found = gather(args.logdir, routing, args.eval_dir, args.samples, args.seed, args.trust_run)
     written = [page, page.with_suffix(".json")]
     write_atomic(page, report.html_report(found).encode("utf-8", "replace"))
     write_atomic(written[1], json.dumps(found.ToDict(), indent=1).encode() + b"\n")
@@ -117,6 +117,7 @@ def _routing(args: Any, run: Any) -> Any:
             progress=lambda n, all_: (
                 None if args.quiet else show(f"report: {n} of {all_} languages")
             ),
+            trust_run=args.trust_run,
         )
     found.about["data_dir"] = str(data_dir)
     return found

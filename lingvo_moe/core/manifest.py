@@ -1,4 +1,4 @@
-"""A list of a directory's files with their SHA-256: any later change shows, one of the list included.
+"""A list of files of a directory, of all or of some, with their SHA-256: any later change shows, also of the list.
 
 The list has a line `<64 hex digits>  <path>` for each file, as `sha256sum --check` reads it, and a last one with the
 digest of the lines before. It tells damage; who can write the directory can write another list, too.
@@ -10,6 +10,7 @@ and so are pipes and devices, which need not end.
 import hashlib
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 from lingvo_moe.core.files import write_atomic
@@ -22,19 +23,22 @@ class ManifestError(ValueError):
     """A directory that is not as it was when it was listed. The message names the file and what to do."""
 
 
-def write_manifest(directory: str | os.PathLike, name: str) -> None:
-    """Lists all files below `directory`, whole or not at all.
+def write_manifest(
+    directory: str | os.PathLike, name: str, files: Iterable[str] | None = None
+) -> None:
+    """Lists the files below `directory`, whole or not at all.
 
     Args:
         directory: with everything in it that is to be listed.
         name: of the list, a path in `directory`; what lies there is replaced.
+        files: which files to list, paths in `directory`; None for all.
 
     Raises:
         ManifestError: a link to a directory, a pipe or a device.
         ValueError: a file whose name holds a newline.
     """
     lines = []
-    for path in sorted(_files(Path(directory)) - {name}):
+    for path in sorted(_files(Path(directory)) - {name} if files is None else files):
         if "\n" in path:
             raise ValueError(f"{directory}: a file's name holds a newline: {path!r}")
         lines.append(f"{_digest(Path(directory) / path)}  {path}\n")
@@ -43,14 +47,14 @@ def write_manifest(directory: str | os.PathLike, name: str) -> None:
 
 
 def verify_manifest(directory: str | os.PathLike, name: str) -> None:
-    """Reads every file of `directory`, a piece at a time, and compares it with the list in `name`.
+    """Reads every file of `directory`, a piece at a time, and compares it with the list in `name`, which has them all.
 
     Raises:
         ManifestError: a file was changed, is missing or was added, or the list itself was changed; or as
             write_manifest.
     """
     directory = Path(directory)
-    listed = _read_list(directory, name)
+    listed = _read_list(directory, name, _AGAIN)
     found = _files(directory) - {name}
     for path in sorted(listed.keys() - found):
         raise ManifestError(f"{directory}: {path} is missing; {_AGAIN}")
@@ -58,20 +62,48 @@ def verify_manifest(directory: str | os.PathLike, name: str) -> None:
         raise ManifestError(f"{directory}: {path} is not in {name}; it does not belong there")
     for path, digest in listed.items():
         if _digest(directory / path) != digest:
-            raise ManifestError(
-                f"{directory}: {path} was changed or damaged (its SHA-256 is not that of {name}); {_AGAIN}"
-            )
+            raise _changed(directory, path, name, _AGAIN)
 
 
-def _read_list(directory: Path, name: str) -> dict[str, str]:
+def read_listed(
+    directory: str | os.PathLike, name: str, files: Iterable[str], remedy: str = _AGAIN
+) -> dict[str, bytes]:
+    """The contents of some of the files that a list has, each as it was listed.
+
+    Args:
+        directory, name: as write_manifest; the directory may hold files that are not listed.
+        files: which to read, paths in `directory`.
+        remedy: what to do about a damaged file, for errors.
+
+    Raises:
+        ManifestError: a file was changed, is missing or is not listed, or the list itself was changed.
+    """
+    directory = Path(directory)
+    listed = _read_list(directory, name, remedy)
+    found = {}
+    for path in files:
+        if path not in listed:
+            raise ManifestError(f"{directory}: {path} is not in {name}; {remedy}")
+        if not (directory / path).is_file():
+            raise ManifestError(f"{directory}: {path} is missing, or no file; {remedy}")
+        found[path] = (directory / path).read_bytes()
+        if hashlib.sha256(found[path]).hexdigest() != listed[path]:
+            raise _changed(directory, path, name, remedy)
+    return found
+
+
+def _changed(directory: Path, path: str, name: str, remedy: str) -> ManifestError:
+    return ManifestError(
+        f"{directory}: {path} was changed or damaged (its SHA-256 is not that of {name}); {remedy}"
+    )
+
+
+def _read_list(directory: Path, name: str, remedy: str) -> dict[str, str]:
     """The digest of each path that is listed."""
-    damaged = ManifestError(f"{directory}: {name}, the list of files, was changed; {_AGAIN}")
-    try:
-        content = (directory / name).read_bytes()
-    except FileNotFoundError:
-        raise ManifestError(
-            f"{directory}: {name}, the list of files, is missing; {_AGAIN}"
-        ) from None
+    damaged = ManifestError(f"{directory}: {name}, the list of files, was changed; {remedy}")
+    if not (directory / name).is_file():
+        raise ManifestError(f"{directory}: {name}, the list of files, is missing; {remedy}")
+    content = (directory / name).read_bytes()
     end = content.rfind(b"\n", 0, -1) + 1
     body = content[:end]
     if content[end:] != _last_line(body):
