@@ -131,7 +131,12 @@ def GetParams(
             p.SetFromText(path, value, find_class=find_class)
         except (AttributeError, ValueError, IndexError) as e:
             raise RegistryError(f"--model_params_override: {path}={value}: {e}") from None
-    p.task.cls.ConfigureInput(p.task, p.input)
+    try:
+        p.task.cls.ConfigureInput(p.task, p.input)
+    except AttributeError as e:  # with another class in place of the task, or of the input
+        raise RegistryError(
+            f"--model_params_override: task or input is of a class that cannot be: {e}"
+        ) from None
     return p
 
 
