@@ -161,6 +161,7 @@ def prepare_run_dir(run_dir: Any, model: str, override: str, restart: bool) -> N
 
     Raises:
         UsageError: it holds another experiment, or a run that lacks something.
+        RunDirError: a run that is damaged, or links that lead out of it.
     """
     from lingvo_moe.core.engine.summaries import read_metrics
 
@@ -171,6 +172,8 @@ def prepare_run_dir(run_dir: Any, model: str, override: str, restart: bool) -> N
             number += 1
         path.rename(aside)
         log(f"--restart: the run that was in {path} is now in {aside}")
+    for name in ("train", "checkpoints"):  # into which it writes
+        run_dir.Inside(name)
     if not has_begun(run_dir):
         if read_metrics(str(run_dir.summaries_dir)):
             raise UsageError(

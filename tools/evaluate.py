@@ -101,8 +101,12 @@ def _bounds(text: str) -> tuple[int, int]:
 
 
 def _run(args: Any) -> int:
+    from lingvo_moe.tasks.mt.run_dir import RunDir
+
     output = _output(args)
     if output:
+        if not args.output:
+            RunDir(args.logdir).Inside(output.name)
         _cli.check_output_directory(output)
     if args.baselines and not Path(args.baselines).is_dir():
         raise ValueError(f"--baselines={args.baselines}: no such directory")

@@ -54,7 +54,8 @@ def _run(args: Any) -> int:
 
     run = RunDir(args.logdir, trust_run=args.trust_run)
     _ = run.experiment  # before anything slow: is it there?
-    page = Path(args.out or Path(args.logdir) / "report.html")
+    page = Path(args.out) if args.out else run.Inside("report.html")
+    numbers = page.with_suffix(".json") if args.out else run.Inside("report.json")
     _cli.check_output_file(page, "--out")
     if page.suffix == ".json":
         raise ValueError(f"--out={page}: the numbers go there; name the page, e.g. report.html")
@@ -70,9 +71,9 @@ def _run(args: Any) -> int:
 
     routing = _routing(args, run)
     found = gather(args.logdir, routing, args.eval_dir, args.samples, args.seed, args.trust_run)
-    written = [page, page.with_suffix(".json")]
+    written = [page, numbers]
     write_atomic(page, report.html_report(found).encode("utf-8", "replace"))
-    write_atomic(written[1], json.dumps(found.ToDict(), indent=1).encode() + b"\n")
+    write_atomic(numbers, json.dumps(found.ToDict(), indent=1).encode() + b"\n")
     if not isinstance(routing, Missing):
         for layer in routing.layers if args.png_dir else ():
             written.append(Path(args.png_dir) / f"{layer.name.replace('/', '_')}.png")

@@ -143,6 +143,25 @@ def test_a_run_of_the_user_s_own_class_goes_on_without_trust(run, marker, monkey
     assert marker.exists()  # by what was typed
 
 
+@pytest.mark.parametrize(
+    "command, place",
+    [
+        (report, "report.html"),
+        (report, "report.json"),
+        (evaluate, "eval"),
+        (evaluate, "eval/report.json"),
+    ],
+)
+def test_a_command_writes_nowhere_else_because_of_a_link(command, place, run, tmp_path, capfd):
+    letter = tmp_path / "letter.txt"
+    letter.write_text("dear")
+    (run / place).parent.mkdir(exist_ok=True)
+    (run / place).symlink_to(letter)
+    assert command.main([f"--logdir={run}"]) == 1
+    assert f": {place} is a link that leads out of the run, to {letter}" in capfd.readouterr().err
+    assert letter.read_text() == "dear"
+
+
 def test_an_export_needs_no_trust(tmp_path, capfd):
     assert translate.main([f"--saved_model={tmp_path}", "--trust_run"]) == 1
     assert "--trust_run goes with --logdir" in capfd.readouterr().err

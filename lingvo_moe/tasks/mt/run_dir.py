@@ -17,7 +17,7 @@ read because a file in it says so.
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -81,6 +81,21 @@ class RunDir:
             int(p.name) for p in self.checkpoint_dir.iterdir() if re.fullmatch("[0-9]+", p.name)
         )
 
+    def Inside(self, name: str) -> Path:
+        """The path of a file or directory in the run, to read or to write, whether it is there or not.
+
+        Raises:
+            RunDirError: it is, or holds, a link that leads out of the run.
+        """
+        root, path = os.path.realpath(self.path), self.path / name
+        for place in (path, *_links_below(path)):
+            if not Path(os.path.realpath(place)).is_relative_to(root):
+                raise RunDirError(
+                    f"{self.path}: {place.relative_to(self.path)} is a link that leads out of the run, to"
+                    f" {os.path.realpath(place)}; put there what it leads to"
+                )
+        return path
+
     def Write(
         self,
         model: str,
@@ -106,7 +121,8 @@ class RunDir:
             RunDirError: there is a link in the directory, by which a file outside it would be written.
         """
         params = registry.GetParams(model, override)
-        self._CheckInside((*_VOCABS.values(), _PARAMS, _FILE, MANIFEST))
+        for name in (*_VOCABS.values(), _PARAMS, _FILE, MANIFEST):
+            self.Inside(name)
         (self.path / "vocab").mkdir(parents=True, exist_ok=True)
         for side, name in _VOCABS.items():
             write_atomic(self.path / name, vocabs[side])
@@ -126,8 +142,7 @@ class RunDir:
 
     def WriteProgram(self, about: ProgramAbout) -> None:
         """Writes `program.json`, in place of an earlier one. Raises RunDirError: it is a link out of the run."""
-        self._CheckInside([_PROGRAM])
-        write_atomic(self.path / _PROGRAM, write_program(about))
+        write_atomic(self.Inside(_PROGRAM), write_program(about))
 
     @property
     def program(self) -> ProgramAbout | None:
@@ -136,8 +151,7 @@ class RunDir:
         Raises:
             RunDirError: it was changed or damaged.
         """
-        file = self.path / _PROGRAM
-        self._CheckInside([_PROGRAM])
+        file = self.Inside(_PROGRAM)
         return read_program(file, file.read_bytes()) if file.is_file() else None
 
     @property
@@ -198,21 +212,12 @@ class RunDir:
 
     def _ReadListed(self, names: Iterable[str]) -> dict[str, bytes]:
         names = list(names)
-        self._CheckInside(names)
+        for name in names:
+            self.Inside(name)
         try:
             return read_listed(self.path, MANIFEST, names, _REMEDY)
         except ManifestError as e:
             raise RunDirError(str(e)) from None
-
-    def _CheckInside(self, names: Iterable[str]) -> None:
-        """Raises RunDirError where a path in the run leads out of it, by a link."""
-        root = os.path.realpath(self.path)
-        for name in names:
-            place = os.path.realpath(self.path / name)
-            if not Path(place).is_relative_to(root):
-                raise RunDirError(
-                    f"{self.path}: {name} is a link that leads out of the run, to {place}; put the file itself there"
-                )
 
     @property
     def languages(self) -> list[str] | None:
@@ -245,3 +250,11 @@ class RunDir:
     def Task(self) -> Any:
         """The model of the run, instantiated. Raises as Params."""
         return self.Params().task.Instantiate()
+
+
+def _links_below(directory: Path) -> Iterator[Path]:
+    """The symbolic links in a directory and in those below it; none where it is no directory."""
+    for root, directories, files in os.walk(directory):
+        yield from (
+            Path(root, name) for name in (*directories, *files) if os.path.islink(Path(root, name))
+        )

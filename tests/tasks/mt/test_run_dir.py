@@ -13,6 +13,7 @@ import toy_translation as toy
 from lingvo_moe.core import files
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.run_dir import MANIFEST, RunDir, RunDirError
+from lingvo_moe.trainer_checks import prepare_run_dir
 
 DESCRIPTION = ["experiment.json", "params.txt", "vocab/source.model", "vocab/target.model"]
 PROGRAM = {
@@ -285,6 +286,18 @@ def test_a_link_that_leads_out_of_the_run_is_neither_read_nor_written(run, vocab
     with pytest.raises(RunDirError, match="leads out of the run"):
         run.Write("mt.M4Tiny", "", vocabs)
     assert before == (outside.is_file() and outside.read_bytes())
+
+
+@pytest.mark.parametrize("place", ["train", "train/metrics.jsonl", "checkpoints", "checkpoints/5"])
+def test_a_trainer_does_not_go_on_where_it_would_write_elsewhere(run, place):
+    outside = run.path.parent / "outside"
+    outside.mkdir()
+    (run.path / place).parent.mkdir(exist_ok=True)
+    (run.path / place).symlink_to(outside)
+    with pytest.raises(
+        RunDirError, match=f": {place} is a link that leads out of the run, to {outside}"
+    ):
+        prepare_run_dir(run, "mt.M4Tiny", "task.num_experts=4", restart=False)
 
 
 def test_links_within_a_run_and_to_a_run_are_followed(run, vocabs):
