@@ -42,6 +42,8 @@ def check_flags(args: argparse.Namespace, params: Params) -> None:
         raise UsageError(
             f"--init_from_step={args.init_from_step}: --init_from=RUN is needed, the run that it is a step of"
         )
+    if args.trust_run and not args.init_from:
+        raise UsageError("--trust_run: --init_from=RUN is needed, the run that is trusted")
     if args.init_from and os.path.realpath(args.init_from) == os.path.realpath(args.logdir):
         raise UsageError(
             f"--init_from={args.init_from} is --logdir itself: a run that goes on needs no --init_from, and one that "

@@ -162,6 +162,12 @@ def test_a_command_writes_nowhere_else_because_of_a_link(command, place, run, tm
     assert letter.read_text() == "dear"
 
 
+def test_a_trainer_trusts_only_a_run_that_is_named(tmp_path, capfd):
+    flags = ["--model=mt.M4Tiny", f"--data_dir={tmp_path}", f"--logdir={tmp_path}", "--trust_run"]
+    assert trainer.main(flags) == 2
+    assert "--trust_run: --init_from=RUN is needed" in capfd.readouterr().err
+
+
 def test_an_export_needs_no_trust(tmp_path, capfd):
     assert translate.main([f"--saved_model={tmp_path}", "--trust_run"]) == 1
     assert "--trust_run goes with --logdir" in capfd.readouterr().err
