@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lingvo_moe.core import registry
+from lingvo_moe.core.class_names import TRUST_RUN_HELP
 from lingvo_moe.core.command import run as run_command
 from lingvo_moe.core.engine.base import ENGINES, ONE_DEVICE_ENGINES
 from lingvo_moe.core.quiet import quiet
@@ -89,6 +89,7 @@ def make_parser() -> argparse.ArgumentParser:
         "what is new, and the optimiser, begins anew; vocabularies may be others, sizes of layers not",
     )
     add("--init_from_step", type=int, default=None, help="another checkpoint of that run")
+    add("--trust_run", action="store_true", help=f"with --init_from: {TRUST_RUN_HELP}")
     add("--coordinator_address", default="", help="host:port of process 0, for several processes")
     add("--num_processes", type=int, default=1, help="processes of this job (%(default)s)")
     add("--process_id", type=int, default=0, help="this process, from 0")
@@ -219,7 +220,7 @@ def train(args: argparse.Namespace, params: Any, override: str) -> int:
         raise mistake or UsageError("process 0 of the job could not begin; its error says why")
     if not first_process:
         inputs.Prepare(vocabs=run_dir.vocabs, tasks=run_dir.languages)
-    initial = initial_weights(run_dir, params, inputs)
+    initial = initial_weights(run_dir, params, inputs, args.trust_run)
 
     enable_compilation_cache()
     summaries = Summaries(str(run_dir.summaries_dir), enabled=first_process)
@@ -254,7 +255,7 @@ def prepare(
     goes_on = has_begun(run_dir) and not args.restart
     if args.init_from and not goes_on:  # before a run is moved aside
         step = init_from.find_step(args.init_from, args.init_from_step)
-        init_from.check_model(args.init_from, params.task)
+        init_from.check_model(args.init_from, params.task, args.trust_run)
     prepare_run_dir(run_dir, args.model, override, restart=args.restart)
     if goes_on:
         check_began_from(args, run_dir)
@@ -271,13 +272,13 @@ def prepare(
     languages = list(inputs.languages)
     if args.init_from:
         other = args.init_from, step, params.task, inputs.vocabs, languages
-        about = init_from.begin_from(*other).about
+        about = init_from.begin_from(*other, args.trust_run).about
         log(init_from.describe(about))
     vocabs = inputs.vocabs.Transform(lambda v: v.model_bytes)
     run_dir.Write(args.model, override, vocabs, languages, about)
 
 
-def initial_weights(run_dir: Any, params: Any, inputs: Any) -> Any:
+def initial_weights(run_dir: Any, params: Any, inputs: Any, trust_run: bool) -> Any:
     """The InitialWeights of a run that is about to begin from another, on every process; else None."""
     from lingvo_moe.tasks.mt import init_from
 
@@ -285,7 +286,7 @@ def initial_weights(run_dir: Any, params: Any, inputs: Any) -> Any:
     if has_begun(run_dir) or not about:
         return None
     other = about["logdir"], about["step"], params.task, inputs.vocabs, list(inputs.languages)
-    return init_from.begin_from(*other).weights
+    return init_from.begin_from(*other, trust_run).weights
 
 
 def make_mesh(params: Any, text: str = "", num_devices: int = 0) -> Mesh:
@@ -304,20 +305,21 @@ def report_program(step: Any, logdir: str, started: float) -> None:
     """Says which collectives the compiled step holds, and describes it in LOGDIR/program.json."""
     from lingvo_moe.core.engine.collectives import count_collectives
     from lingvo_moe.core.engine.pjrt import CompiledProgram
+    from lingvo_moe.tasks.mt.run_description import ProgramAbout
+    from lingvo_moe.tasks.mt.run_dir import RunDir
 
     seconds = time.monotonic() - started
     if not isinstance(step, CompiledProgram):  # others have none, or none to show
         log(f"made the training step in {seconds:.0f} s")
         return
     counts = count_collectives(step.HloText())
-    about = {
+    about: ProgramAbout = {
         "name": step.program.name,
         "mesh": str(step.program.mesh),
         "hash": step.program.hash,
         "collectives": counts,
     }
-    with open(os.path.join(logdir, "program.json"), "w", encoding="utf-8") as file:
-        json.dump(about, file, indent=1)
+    RunDir(logdir).WriteProgram(about)
     told = ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "no collective"
     log(f"compiled the training step in {seconds:.0f} s: {told}")
 

@@ -42,6 +42,8 @@ def check_flags(args: argparse.Namespace, params: Params) -> None:
         raise UsageError(
             f"--init_from_step={args.init_from_step}: --init_from=RUN is needed, the run that it is a step of"
         )
+    if args.trust_run and not args.init_from:
+        raise UsageError("--trust_run: --init_from=RUN is needed, the run that is trusted")
     if args.init_from and os.path.realpath(args.init_from) == os.path.realpath(args.logdir):
         raise UsageError(
             f"--init_from={args.init_from} is --logdir itself: a run that goes on needs no --init_from, and one that "
@@ -161,6 +163,7 @@ def prepare_run_dir(run_dir: Any, model: str, override: str, restart: bool) -> N
 
     Raises:
         UsageError: it holds another experiment, or a run that lacks something.
+        RunDirError: a run that is damaged, or links that lead out of it.
     """
     from lingvo_moe.core.engine.summaries import read_metrics
 
@@ -171,6 +174,8 @@ def prepare_run_dir(run_dir: Any, model: str, override: str, restart: bool) -> N
             number += 1
         path.rename(aside)
         log(f"--restart: the run that was in {path} is now in {aside}")
+    for name in ("train", "checkpoints"):  # into which it writes
+        run_dir.Inside(name)
     if not has_begun(run_dir):
         if read_metrics(str(run_dir.summaries_dir)):
             raise UsageError(
@@ -184,8 +189,7 @@ def prepare_run_dir(run_dir: Any, model: str, override: str, restart: bool) -> N
             "give another --logdir, or --restart to begin anew"
         )
     # The text, not the experiment evaluated again: its definition may have changed since.
-    was = (run_dir.path / "params.txt").read_text("utf-8")
-    difference = run_difference(was, registry.GetParams(model, override))
+    difference = run_difference(run_dir.params_text, registry.GetParams(model, override))
     if difference:
         raise UsageError(
             f"--logdir={run_dir.path} holds a run of {run_dir.experiment['model']} with other parameters; give "

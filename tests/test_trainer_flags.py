@@ -239,6 +239,7 @@ def test_a_run_of_before_a_parameter_was_there_goes_on(tmp_path):
     line = "task.num_kv_heads : 0\n"
     assert line in file.read_text()
     file.write_text(file.read_text().replace(line, ""))
+    run_dir.ListFiles()
     trainer.prepare_run_dir(run_dir, "mt.M4Tiny", "", restart=False)
     with pytest.raises(trainer.UsageError, match=r"would run now:\n< task\.num_kv_heads : 1$"):
         trainer.prepare_run_dir(run_dir, "mt.M4Tiny", "task.num_kv_heads=1", restart=False)
@@ -254,6 +255,7 @@ def test_an_experiment_that_was_changed_under_its_run_is_noticed(tmp_path):
         for line in text.splitlines(keepends=True)
     )
     (run_dir.path / "params.txt").write_text(was)
+    run_dir.ListFiles()
     with pytest.raises(trainer.UsageError, match=r"> task\.aux_loss_weight : 0\.5\n< task\.aux"):
         trainer.prepare_run_dir(run_dir, "mt.M4Tiny", "", restart=False)
 

@@ -81,7 +81,7 @@ def keep_compiled() -> None:
 def fork(run: Path, to: Path, *steps: int) -> Path:
     """Copies a run as it stood when these checkpoints were its only ones."""
     shutil.copytree(run / "vocab", to / "vocab")
-    for name in ("experiment.json", "params.txt"):
+    for name in ("experiment.json", "params.txt", "manifest.sha256"):
         shutil.copy(run / name, to)
     for step in steps:
         shutil.copytree(run / "checkpoints" / str(step), to / "checkpoints" / str(step))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from lingvo_moe.core.class_names import TRUST_RUN_HELP
 from lingvo_moe.core.command import run as run
 from lingvo_moe.core.quiet import quiet
 from lingvo_moe.core.suggest import did_you_mean
@@ -91,10 +92,10 @@ def check_output_directory(path: str | os.PathLike, flag: str = "--output") -> N
 
 
 def add_search_flags(parser: argparse.ArgumentParser) -> None:
-    """--beam_size, --max_length, --max_source_length, --length_alpha, --shortlist, --weights and the checkpoint's;
-    unset ones are None."""
+    """--beam_size, --max_length, --max_source_length, --length_alpha, --shortlist, --weights and the run's; unset ones
+    are None."""
     group = parser.add_argument_group("with --logdir (an exported model has these inside)")
-    add_checkpoint_flags(group)
+    add_run_flags(group)
     group.add_argument(
         "--beam_size", type=int, help="hypotheses; 1 is greedy, fastest (default: 4)"
     )
@@ -117,8 +118,14 @@ def add_search_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_checkpoint_flags(parser: Any) -> None:
-    """--checkpoint_step and --average_last; unset ones are None."""
+def add_trust_flag(parser: Any) -> None:
+    """--trust_run, for a command that opens a run."""
+    parser.add_argument("--trust_run", action="store_true", help=TRUST_RUN_HELP)
+
+
+def add_run_flags(parser: Any) -> None:
+    """--checkpoint_step and --average_last, None where unset, and --trust_run."""
+    add_trust_flag(parser)
     parser.add_argument(
         "--checkpoint_step", type=int, help="which checkpoint (default: the newest)"
     )
@@ -142,7 +149,7 @@ def search_options(args: argparse.Namespace, top_k: int = 1) -> Any:
 
 
 def checkpoint(args: argparse.Namespace) -> tuple[int | None, int]:
-    """Which step, and how many to average, from the flags of add_checkpoint_flags. Raises ValueError."""
+    """Which step, and how many to average, from the flags of add_run_flags. Raises ValueError."""
     if args.average_last is not None and args.average_last < 1:
         raise ValueError(f"--average_last={args.average_last}: must be at least 1")
     return args.checkpoint_step, args.average_last or 1
@@ -153,7 +160,9 @@ def load_from_run(args: argparse.Namespace, options: Any) -> tuple[Any, dict[str
     from lingvo_moe.tasks.mt.export import load_translator
 
     weights = args.weights or "float32"
-    return load_translator(args.logdir, options, *checkpoint(args), args.shortlist, weights)
+    return load_translator(
+        args.logdir, options, *checkpoint(args), args.shortlist, weights, args.trust_run
+    )
 
 
 def open_translator(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
@@ -168,6 +177,8 @@ def open_translator(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
                 raise ValueError(
                     f"--{name} was fixed when {args.saved_model} was exported; use it with --logdir"
                 )
+        if args.trust_run:
+            raise ValueError("--trust_run goes with --logdir: an exported model names no classes")
         from lingvo_moe.tasks.mt.saved_translator import SavedTranslator
 
         return SavedTranslator(args.saved_model), {"saved_model": str(args.saved_model)}

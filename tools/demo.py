@@ -29,6 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--output", default="demo", metavar="DIR", help="where everything goes (%(default)s)")
     add("--model", default="mt.M4Demo", help="experiment (%(default)s)")
     add("--model_params_override", default="", help="as the trainer's")
+    _cli.add_trust_flag(parser)
     add("--max_steps", type=int, help="training steps (default: the experiment's)")
     add(
         "--languages",
@@ -118,7 +119,10 @@ class Demo:
             raise ValueError("the compiled step holds no all-to-all: the experts were not sharded")
 
     def _collectives(self) -> Mapping[str, int]:
-        return json.loads((self._run / "program.json").read_text())["collectives"]
+        from lingvo_moe.tasks.mt.run_dir import RunDir
+
+        program = RunDir(self._run).program
+        return program["collectives"] if program else {}
 
     def _evaluate(self) -> tuple[Any, Any]:
         """Scores of the untrained and of the trained model on the same lines; exports the trained
@@ -130,7 +134,7 @@ class Demo:
         options = translator.TranslateOptions(max_source_length=64, max_length=48, rows=32)
         devset = DevSet(self._corpus, self._args.max_per_language)
         pairs = scoring.count_train_pairs(self._corpus, devset.languages)
-        model, about = export.load_translator(self._run, options)
+        model, about = export.load_translator(self._run, options, trust_run=self._args.trust_run)
         self._say("exporting")
         export.export(model, self._saved_model, about)
 
@@ -146,7 +150,7 @@ class Demo:
 
         trained = score("trained")
         trained.info = {"model": {"logdir": str(self._run), **about}, "data_dir": str(self._corpus)}
-        model.SetTheta(_initial_theta(RunDir(self._run).Task()))
+        model.SetTheta(_initial_theta(RunDir(self._run, trust_run=self._args.trust_run).Task()))
         return score("untrained"), trained
 
     def _report(self, untrained: Any, trained: Any) -> dict[str, Any]:
@@ -155,7 +159,7 @@ class Demo:
         from lingvo_moe.tasks.mt.run_dir import RunDir
 
         rows = read_metrics(str(self._run / "train"))
-        task = RunDir(self._run).Task()
+        task = RunDir(self._run, trust_run=self._args.trust_run).Task()
         collectives = self._collectives()
         report = {
             "model": self._args.model,
@@ -192,7 +196,10 @@ class Demo:
         trained.Write(self._run / "eval")
         self._say("looking at which language goes to which expert")
         devset = DevSet(self._corpus, self._args.max_per_language)
-        found = gather(self._run, measure_routing(self._run, devset))
+        trust = self._args.trust_run
+        found = gather(
+            self._run, measure_routing(self._run, devset, trust_run=trust), trust_run=trust
+        )
         before = untrained.Average()
         found.extra += [
             (

@@ -30,6 +30,7 @@ _NO_TRANSLATORS = [
     "baselines",
     "rescore",
     "batch_size",
+    "trust_run",
     "quiet",
 ]
 
@@ -100,8 +101,12 @@ def _bounds(text: str) -> tuple[int, int]:
 
 
 def _run(args: Any) -> int:
+    from lingvo_moe.tasks.mt.run_dir import RunDir
+
     output = _output(args)
     if output:
+        if not args.output:
+            RunDir(args.logdir).Inside(output.name)
         _cli.check_output_directory(output)
     if args.baselines and not Path(args.baselines).is_dir():
         raise ValueError(f"--baselines={args.baselines}: no such directory")
@@ -111,7 +116,7 @@ def _run(args: Any) -> int:
     from lingvo_moe.tasks.mt.input.dev_set import DevSet
     from lingvo_moe.tasks.mt.kept_translations import KeptTranslations
 
-    data_dir = args.data_dir or _data_of_run(args.logdir)
+    data_dir = args.data_dir or _data_of_run(args.logdir, args.trust_run)
     devset = DevSet(data_dir, args.max_per_language, args.languages)
     pairs = scoring.count_train_pairs(data_dir, devset.languages)
     if args.resource_bounds and pairs is None:
@@ -209,7 +214,7 @@ def _rescored(output: Any, devset: Any) -> tuple[Any, dict[str, Any]]:
     return lambda lines, langs: list(itertools.islice(rest, len(lines))), about
 
 
-def _data_of_run(logdir: str | None) -> str:
+def _data_of_run(logdir: str | None, trust_run: bool) -> str:
     if not logdir:
         raise ValueError(
             "--data_dir is needed with --saved_model: a directory with dev/<lang>.tsv.gz"
@@ -217,7 +222,7 @@ def _data_of_run(logdir: str | None) -> str:
     from lingvo_moe.tasks.mt.run_dir import RunDir
 
     with _cli.quiet_imports():  # the experiment's modules are TensorFlow's first users
-        return RunDir(logdir).Params().input.data_dir
+        return RunDir(logdir, trust_run=trust_run).Params().input.data_dir
 
 
 def _print_table(report: Any) -> None:

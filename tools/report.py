@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--eval_dir", metavar="DIR", help="what tools.evaluate wrote (default: RUN/eval)")
     add("--samples", type=int, default=4, help="translations of each kind (%(default)s)")
     add("--seed", type=int, default=0, help="of the translations that are drawn (%(default)s)")
-    _cli.add_checkpoint_flags(parser)
+    _cli.add_run_flags(parser)
     add("--out", metavar="FILE", help="the page (default: RUN/report.html)")
     add("--png_dir", metavar="DIR", help="also a picture of each layer there")
     add("--batch_size", type=int, default=16, help="packed rows at once (%(default)s)")
@@ -52,9 +52,10 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: Any) -> int:
     from lingvo_moe.tasks.mt.run_dir import RunDir
 
-    run = RunDir(args.logdir)
+    run = RunDir(args.logdir, trust_run=args.trust_run)
     _ = run.experiment  # before anything slow: is it there?
-    page = Path(args.out or Path(args.logdir) / "report.html")
+    page = Path(args.out) if args.out else run.Inside("report.html")
+    numbers = page.with_suffix(".json") if args.out else run.Inside("report.json")
     _cli.check_output_file(page, "--out")
     if page.suffix == ".json":
         raise ValueError(f"--out={page}: the numbers go there; name the page, e.g. report.html")
@@ -69,10 +70,10 @@ def _run(args: Any) -> int:
     from lingvo_moe.tasks.mt.run_report import Missing, gather
 
     routing = _routing(args, run)
-    found = gather(args.logdir, routing, args.eval_dir, args.samples, args.seed)
-    written = [page, page.with_suffix(".json")]
+    found = gather(args.logdir, routing, args.eval_dir, args.samples, args.seed, args.trust_run)
+    written = [page, numbers]
     write_atomic(page, report.html_report(found).encode("utf-8", "replace"))
-    write_atomic(written[1], json.dumps(found.ToDict(), indent=1).encode() + b"\n")
+    write_atomic(numbers, json.dumps(found.ToDict(), indent=1).encode() + b"\n")
     if not isinstance(routing, Missing):
         for layer in routing.layers if args.png_dir else ():
             written.append(Path(args.png_dir) / f"{layer.name.replace('/', '_')}.png")
@@ -117,6 +118,7 @@ def _routing(args: Any, run: Any) -> Any:
             progress=lambda n, all_: (
                 None if args.quiet else show(f"report: {n} of {all_} languages")
             ),
+            trust_run=args.trust_run,
         )
     found.about["data_dir"] = str(data_dir)
     return found

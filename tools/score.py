@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
         "--logdir", metavar="RUN", required=True, help="a run, as given to the trainer"
     )
     parser.add_argument("--tokens", action="store_true", help="also the score of each token")
-    _cli.add_checkpoint_flags(parser)
+    _cli.add_run_flags(parser)
     parser.add_argument(
         "--max_source_length", type=int, default=256, help="tokens; the rest is cut (%(default)s)"
     )
@@ -55,7 +55,7 @@ def _open(args: Any) -> Any:
     from lingvo_moe.tasks.mt.forced_decoding import ScoreOptions, Scorer
 
     options = ScoreOptions(args.max_source_length, args.max_length)
-    return Scorer(args.logdir, options, *_cli.checkpoint(args))
+    return Scorer(args.logdir, options, *_cli.checkpoint(args), args.trust_run)
 
 
 def _answer(

@@ -36,6 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--max_pairs", type=int, default=300_000, help="pairs to draw, all in memory (%(default)s)"
     )
+    _cli.add_trust_flag(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
     args = parser.parse_args(argv)
     _cli.check_at_least(parser, args, per_piece=1, frequent=0, max_pairs=1)
@@ -54,7 +55,7 @@ def _run(args: Any) -> int:
     with _cli.quiet_imports():  # the experiment's modules are TensorFlow's first users
         from lingvo_moe.tasks.mt.run_dir import RunDir
 
-        run = RunDir(args.logdir)
+        run = RunDir(args.logdir, trust_run=args.trust_run)
         inputs = run.Params().input
     from lingvo_moe.core.engine.progress import LineProgress
     from lingvo_moe.core.nested_map import NestedMap

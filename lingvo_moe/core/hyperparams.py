@@ -6,10 +6,10 @@ path; a program freezes them. `InstantiableParams` also knows the class that it 
 
 import ast
 import copy
-import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
+from lingvo_moe.core.class_names import any_class
 from lingvo_moe.core.suggest import did_you_mean
 
 
@@ -206,12 +206,23 @@ class Params:
             self.SetFromText(path, value, where)
         return self
 
-    def SetFromText(self, path: str, text: str, where: str = "") -> None:
+    def SetFromText(
+        self,
+        path: str,
+        text: str,
+        where: str = "",
+        find_class: Callable[[str], type] = any_class,
+    ) -> None:
         """Sets one dotted path from text, read as the type of the value that is there.
 
         A parameter with `choices` takes one of their names, and becomes the Params of that class (or
         the name, where it holds a name); `path.cls` takes a class, whose Params keep the values that
         both classes have names for, and the same types.
+
+        Args:
+            path, text: see above.
+            where: goes before the message of a ValueError.
+            find_class: gives the class that 'type/module/Class' names.
 
         Raises:
             AttributeError: unknown path. ValueError: text that does not read as that type.
@@ -219,14 +230,14 @@ class Params:
         parent, _, last = path.rpartition(".")
         try:
             if last == "cls" and parent and text.startswith("type/"):
-                self._set_class(parent, _type_from_text(text))
+                self._set_class(parent, find_class(text))
                 return
             owner, name = self._resolve(path)
             param = owner._params.get(name)
             if param is not None and param.choices is not None:
                 value = _chosen(text, param.choices, isinstance(param.value, str))
             else:
-                value = _from_text(text, self.Get(path))
+                value = _from_text(text, self.Get(path), find_class)
         except ValueError as e:
             raise ValueError(f"{where}{path}: {e}") from None
         self._assign(path, value)
@@ -370,9 +381,9 @@ def _chosen(text: str, choices: Mapping[str, type], by_name: bool) -> Any:
     return name if by_name else choices[name].Params()  # type: ignore[attr-defined]
 
 
-def _from_text(text: str, current: Any) -> Any:
+def _from_text(text: str, current: Any, find_class: Callable[[str], type]) -> Any:
     if isinstance(current, type) or text.startswith("type/"):
-        return _type_from_text(text)
+        return find_class(text)
     if isinstance(current, str) and text[:1] not in "'\"":
         return text
     if isinstance(current, bool) and text.lower() in ("true", "false"):
@@ -396,18 +407,6 @@ def _from_text(text: str, current: Any) -> Any:
             f"{text} is of type {type(value).__name__}, expected {type(current).__name__}"
         )
     return type(current)(value) if isinstance(current, dict) else value
-
-
-def _type_from_text(text: str) -> type:
-    """The class that `type/<module>/<name>` names."""
-    try:
-        _, module, name = text.split("/")
-        found = getattr(importlib.import_module(module), name)
-    except (ValueError, ImportError, AttributeError) as e:
-        raise ValueError(f"{text!r} names no class; expected 'type/module/Class' ({e})") from None
-    if not isinstance(found, type):
-        raise ValueError(f"{text!r} is no class")
-    return found
 
 
 def _parse_indices(part: str) -> tuple[str, list[int]]:

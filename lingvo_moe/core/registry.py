@@ -5,11 +5,14 @@ is optimised), `Input()` (the data) and `Train()` (the length of the run, its ch
 summaries).
 """
 
-import importlib
+import importlib.util
+import os
 import pkgutil
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
+from lingvo_moe.core.class_names import any_class
 from lingvo_moe.core.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.suggest import did_you_mean
 
@@ -102,7 +105,9 @@ def GetExperiment(name: str) -> type[Experiment]:
     return _registry[name]
 
 
-def GetParams(name: str, override: str = "") -> Params:
+def GetParams(
+    name: str, override: str = "", find_class: Callable[[str], type] = any_class
+) -> Params:
     """The Params of an experiment: `task`, `input` and `train`, with overrides applied.
 
     Args:
@@ -110,6 +115,8 @@ def GetParams(name: str, override: str = "") -> Params:
         override: `path=value` pairs separated by `;`, e.g.
             'task.num_experts=16;train.max_steps=100'; a semicolon in a value is written `\\;`. In
             order: a class chosen by name, e.g. 'task.moe.router=hash', before what is in it.
+        find_class: gives the class that 'type/module/Class' in a value names; `own_class` of class_names.py for
+            text that the user did not type.
 
     Raises:
         RegistryError: no such experiment, an unknown path, or a value of another type.
@@ -121,10 +128,15 @@ def GetParams(name: str, override: str = "") -> Params:
     p.Define("train", experiment.Train(), "The run.")
     for path, value in _split_override(override):
         try:
-            p.SetFromText(path, value)
+            p.SetFromText(path, value, find_class=find_class)
         except (AttributeError, ValueError, IndexError) as e:
             raise RegistryError(f"--model_params_override: {path}={value}: {e}") from None
-    p.task.cls.ConfigureInput(p.task, p.input)
+    try:
+        p.task.cls.ConfigureInput(p.task, p.input)
+    except AttributeError as e:  # with another class in place of the task, or of the input
+        raise RegistryError(
+            f"--model_params_override: task or input is of a class that cannot be: {e}"
+        ) from None
     return p
 
 
@@ -146,6 +158,7 @@ def _split_override(text: str) -> Iterator[tuple[str, str]]:
 
 def _import_task(task: str) -> None:
     """Imports every module of `params.<task>`, which registers its experiments."""
+    _check_root()
     root = importlib.import_module(_ROOT)
     tasks = [m.name for m in pkgutil.iter_modules(root.__path__) if m.ispkg]
     if task not in tasks:
@@ -153,3 +166,20 @@ def _import_task(task: str) -> None:
     package = importlib.import_module(f"{_ROOT}.{task}")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{_ROOT}.{task}.{module.name}")
+
+
+def _check_root() -> None:
+    """Raises RegistryError unless the package of the experiments lies beside `lingvo_moe`; imports nothing.
+
+    With `python -m`, the working directory comes first where Python looks for packages. It may hold a `params` by
+    somebody else.
+    """
+    spec = importlib.util.find_spec(_ROOT)
+    found = [Path(place).parent for place in (spec and spec.submodule_search_locations) or ()]
+    own = Path(__file__).parents[2]
+    if not found or not all(os.path.samefile(place, own) for place in found):
+        where = (spec and (spec.origin or ", ".join(map(str, found)))) or "nowhere"
+        raise RegistryError(
+            f"the package {_ROOT!r} is to lie in {own}, beside lingvo_moe, but Python finds {where}: "
+            "run the command in another directory"
+        )

@@ -24,6 +24,7 @@ def load_translator(
     average_last: int = 1,
     shortlist: str | os.PathLike | None = None,
     weights: str = "float32",
+    trust_run: bool = False,
 ) -> tuple[Translator, dict[str, Any]]:
     """The model of a run at a checkpoint.
 
@@ -34,19 +35,20 @@ def load_translator(
         average_last: how many checkpoints, this one the last, to take the mean of.
         shortlist: a file of tools.shortlist; None to score all tokens.
         weights: see Translator.
+        trust_run: see RunDir.
 
     Returns:
         The translator, and what it is: model, params_override, step, weights; averaged_steps, of a mean; and
         shortlist.
 
     Raises:
-        RunDirError: no run there.
+        RunDirError: no run there, or a damaged one, or one that names a class outside lingvo_moe.
         DataError: no shortlist there, or one for other vocabularies.
         CheckpointError: no such checkpoint, fewer than asked for, a damaged one, or one that is not of the run's
             model.
         ValueError: weights that are not, or not here.
     """
-    run = RunDir(logdir)
+    run = RunDir(logdir, trust_run=trust_run)
     model, vocabs = run.Task(), run.vocabs
     some = Shortlist.Load(shortlist) if shortlist else None
     theta, about = load_theta(run, model, step, average_last)
@@ -63,7 +65,7 @@ def load_theta(
 ) -> tuple[NestedMap, dict[str, Any]]:
     """The weights of a run's model at a checkpoint, as NumPy arrays, and what they are; see load_translator."""
     found = run.experiment
-    about = {"model": found["model"], "params_override": found["params_override"]}
+    about: dict[str, Any] = {"model": found["model"], "params_override": found["params_override"]}
     with Checkpointer(str(run.checkpoint_dir), read_only=True) as checkpointer:
         about["step"] = step = checkpointer.LatestStep() if step is None else step
         if average_last == 1:

@@ -81,6 +81,7 @@ class Scorer:
         options: see ScoreOptions.
         step: which checkpoint; None for the newest.
         average_last: how many checkpoints, this one the last, to take the mean of.
+        trust_run: see RunDir.
 
     Attributes:
         about: what the model is: model, params_override, step.
@@ -95,8 +96,9 @@ class Scorer:
         options: ScoreOptions | None = None,
         step: int | None = None,
         average_last: int = 1,
+        trust_run: bool = False,
     ):
-        run = RunDir(logdir)
+        run = RunDir(logdir, trust_run=trust_run)
         self._options = options or ScoreOptions()
         self._task = run.Task()
         self._by_language = self._task.RoutesByTask(self._task.p)

@@ -68,9 +68,9 @@ def find_step(logdir: str | os.PathLike, step: int | None = None) -> int:
     return steps[-1] if step is None else step
 
 
-def check_model(logdir: str | os.PathLike, task: Params) -> None:
+def check_model(logdir: str | os.PathLike, task: Params, trust_run: bool = False) -> None:
     """Raises as begin_from where a model cannot begin from a run, whatever the vocabularies. Reads no checkpoint."""
-    _variables(RunDir(logdir, flag=_FLAG), task)
+    _variables(RunDir(logdir, _FLAG, trust_run), task)
 
 
 def begin_from(
@@ -79,6 +79,7 @@ def begin_from(
     task: Params,
     vocabs: Mapping[str, Vocabulary],
     languages: Sequence[str],
+    trust_run: bool = False,
 ) -> Beginning:
     """How a run begins from a checkpoint of another.
 
@@ -88,12 +89,14 @@ def begin_from(
         task: Params of the model of the run that begins.
         vocabs: its vocabularies, 'source' and 'target'.
         languages: its languages, by task id.
+        trust_run: see RunDir; of the other run.
 
     Raises:
-        RunDirError, RegistryError: no run there, or its experiment is not there any more.
+        RunDirError: no run there, or a damaged one, or its experiment is not there any more, or it names a class
+            outside lingvo_moe.
         InitFromError: its model is another one; names the variables that differ.
     """
-    run = RunDir(logdir, flag=_FLAG)
+    run = RunDir(logdir, _FLAG, trust_run)
     old, new, rows = _variables(run, task)
     names = {
         side: (_pieces(Vocabulary(run.vocabs[side])), _pieces(vocabs[side]))

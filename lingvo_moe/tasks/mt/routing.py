@@ -156,6 +156,7 @@ def measure_routing(
     average_last: int = 1,
     rows: int = 16,
     progress: Progress = lambda done, all_: None,
+    trust_run: bool = False,
 ) -> RoutingReport:
     """Runs a run's model over held-out pairs, as in inference: nothing is dropped, nothing by chance.
 
@@ -169,6 +170,7 @@ def measure_routing(
         average_last: how many checkpoints, this one the last, to take the mean of.
         rows: B.
         progress: told after each language.
+        trust_run: see RunDir.
 
     Raises:
         RunDirError: no run there.
@@ -176,7 +178,7 @@ def measure_routing(
         DataError: a language without a usable pair.
         ValueError: a model without experts.
     """
-    run = RunDir(logdir)
+    run = RunDir(logdir, trust_run=trust_run)
     params, task = run.Params(), run.Task()
     if not task.MetricLayers():
         raise ValueError(

@@ -5,35 +5,57 @@ experiment.json             the experiment's name, its overrides, its languages,
 params.txt                  all of its parameters, to read and to compare
 vocab/source.model          serialised SentencePiece models
 vocab/target.model
+manifest.sha256             the list of these files with their digests, by which each is checked before it is used
+program.json                the compiled training step; written again whenever the trainer starts
 checkpoints/<step>/         written by the engine
 train/                      what the trainer measured
+
+A run is data. Whoever made it may have written anything there, so nothing in it is executed, and no file outside it is
+read because a file in it says so.
 """
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from lingvo_moe.core import registry
+from lingvo_moe.core.class_names import any_class, own_class
 from lingvo_moe.core.files import write_atomic
 from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.manifest import ManifestError, read_listed, write_manifest
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
+from lingvo_moe.tasks.mt.run_description import (
+    BeganFrom,
+    Experiment,
+    ProgramAbout,
+    RunDirError,
+    read_experiment,
+    read_program,
+    write_program,
+)
 
-_FILE = "experiment.json"
-_SIDES = ("source", "target")
-
-
-class RunDirError(ValueError):
-    """A directory that holds no run, or a damaged one. The message names the file and what to do."""
+MANIFEST = "manifest.sha256"
+_FILE, _PARAMS, _PROGRAM = "experiment.json", "params.txt", "program.json"
+_VOCABS = {"source": "vocab/source.model", "target": "vocab/target.model"}
+_REMEDY = "copy the run again from where it is whole; or begin it again with --restart"
 
 
 class RunDir:
     """The description of a run in `path`. Nothing is read or written before it is asked for."""
 
-    def __init__(self, path: str | os.PathLike, flag: str = "--logdir"):
-        """Args: the directory; the flag that named it, for errors."""
-        self.path, self._flag = Path(path), flag
+    def __init__(self, path: str | os.PathLike, flag: str = "--logdir", trust_run: bool = False):
+        """
+        Args:
+            path: the directory.
+            flag: what named it, for errors.
+            trust_run: whether to import classes outside lingvo_moe that the run names, which is to run code by
+                whoever made it.
+        """
+        self.path, self._flag, self._trust_run = Path(path), flag, trust_run
 
     @property
     def checkpoint_dir(self) -> Path:
@@ -55,7 +77,24 @@ class RunDir:
         """The steps of the checkpoints, oldest first; they have their names only when they are complete."""
         if not self.checkpoint_dir.is_dir():
             return []
-        return sorted(int(p.name) for p in self.checkpoint_dir.iterdir() if p.name.isdigit())
+        return sorted(
+            int(p.name) for p in self.checkpoint_dir.iterdir() if re.fullmatch("[0-9]+", p.name)
+        )
+
+    def Inside(self, name: str) -> Path:
+        """The path of a file or directory in the run, to read or to write, whether it is there or not.
+
+        Raises:
+            RunDirError: it is, or holds, a link that leads out of the run.
+        """
+        root, path = os.path.realpath(self.path), self.path / name
+        for place in (path, *_links_below(path)):
+            if not Path(os.path.realpath(place)).is_relative_to(root):
+                raise RunDirError(
+                    f"{self.path}: {place.relative_to(self.path)} is a link that leads out of the run, to"
+                    f" {os.path.realpath(place)}; put there what it leads to"
+                )
+        return path
 
     def Write(
         self,
@@ -65,7 +104,10 @@ class RunDir:
         languages: Sequence[str] = (),
         began_from: Mapping[str, Any] | None = None,
     ) -> None:
-        """Describes a run, each file atomically, `experiment.json` last.
+        """Describes a run that has not begun: each file atomically, then the list of them.
+
+        Killed before the list is written, it leaves a run that cannot be read, and that is described again when the
+        trainer starts: it has no checkpoint yet.
 
         Args:
             model: the experiment's name, e.g. 'mt.M4Demo'.
@@ -76,59 +118,106 @@ class RunDir:
 
         Raises:
             RegistryError: no such experiment or parameter.
+            RunDirError: there is a link in the directory, by which a file outside it would be written.
         """
         params = registry.GetParams(model, override)
-        files = {side: f"vocab/{side}.model" for side in _SIDES}
+        for name in (*_VOCABS.values(), _PARAMS, _FILE, MANIFEST):
+            self.Inside(name)
         (self.path / "vocab").mkdir(parents=True, exist_ok=True)
-        for side, name in files.items():
+        for side, name in _VOCABS.items():
             write_atomic(self.path / name, vocabs[side])
-        write_atomic(self.path / "params.txt", params.ToText().encode())
+        write_atomic(self.path / _PARAMS, params.ToText().encode())
         description = {
             "model": model,
             "params_override": override,
             "languages": list(languages),
-            "vocab": files,
+            "vocab": _VOCABS,
         } | ({"began_from": dict(began_from)} if began_from else {})
         write_atomic(self.path / _FILE, json.dumps(description, indent=2).encode() + b"\n")
+        self.ListFiles()
+
+    def ListFiles(self) -> None:
+        """Lists the files of a description with their digests as they are now: vouches for them."""
+        write_manifest(self.path, MANIFEST, (*_VOCABS.values(), _PARAMS, _FILE))
+
+    def WriteProgram(self, about: ProgramAbout) -> None:
+        """Writes `program.json`, in place of an earlier one. Raises RunDirError: it is a link out of the run."""
+        write_atomic(self.Inside(_PROGRAM), write_program(about))
 
     @property
-    def experiment(self) -> dict[str, Any]:
-        """What `experiment.json` says: model, params_override, vocab.
+    def program(self) -> ProgramAbout | None:
+        """The compiled training step; None where the engine compiles none, or it has not begun.
+
+        Raises:
+            RunDirError: it was changed or damaged.
+        """
+        file = self.Inside(_PROGRAM)
+        return read_program(file, file.read_bytes()) if file.is_file() else None
+
+    @property
+    def experiment(self) -> Experiment:
+        """What `experiment.json` says: model, params_override, vocab. Checks all files of the description.
 
         Raises:
             RunDirError: no run, or a damaged description.
         """
-        file = self.path / _FILE
-        if not self.path.is_dir():
-            raise RunDirError(f"{self._flag}={self.path}: no such directory")
-        if not file.is_file():
-            raise RunDirError(
-                f"{self._flag}={self.path}: no run there ({_FILE} is missing); give the --logdir of a trainer"
-            )
+        return self._Read()[0]
+
+    @property
+    def params_text(self) -> str:
+        """`params.txt`: all parameters of the run as they were when it began. Raises RunDirError: as experiment."""
         try:
-            found = json.loads(file.read_text("utf-8"))
-        except ValueError as e:
-            raise RunDirError(f"{file}: not JSON: {e}") from None
-        missing = [k for k in ("model", "params_override", "vocab") if k not in found]
-        if missing:
-            raise RunDirError(f"{file}: {' and '.join(missing)} missing")
-        return found
+            return self._Read()[1][_PARAMS].decode("utf-8")
+        except UnicodeDecodeError as e:
+            raise RunDirError(f"{self.path / _PARAMS}: not UTF-8, at byte {e.start}") from None
 
     @property
     def vocabs(self) -> NestedMap:
         """NestedMap(source, target): serialised SentencePiece models.
 
         Raises:
-            RunDirError: no run, or a file of it is missing.
+            RunDirError: no run, or a damaged one.
+            DataError: a file is no SentencePiece model.
         """
-        files = self.experiment["vocab"]
+        experiment, contents = self._Read()
         out = NestedMap()
-        for side in _SIDES:
-            file = self.path / files[side]
-            if not file.is_file():
-                raise RunDirError(f"{file}: missing; it is part of the run")
-            out[side] = file.read_bytes()
+        for side in _VOCABS:
+            name = experiment["vocab"][side]
+            out[side] = Vocabulary(contents[name], self.path / name).model_bytes
         return out
+
+    def _Read(self) -> tuple[Experiment, dict[str, bytes]]:
+        """The description, and the contents of its files by name, all of them as they were listed."""
+        if not self.path.is_dir():
+            raise RunDirError(f"{self._flag}={self.path}: no such directory")
+        if not self.exists:
+            raise RunDirError(
+                f"{self._flag}={self.path}: no run there ({_FILE} is missing); give the --logdir of a trainer"
+            )
+        if not (self.path / MANIFEST).is_file():
+            raise RunDirError(
+                f"{self.path}: {MANIFEST}, the list of its files, is missing, so nothing says that they are whole: the"
+                " list was deleted, or the run is by an older version; docs/security.md has the command that lists"
+                " them again, for who knows that they are whole"
+            )
+        contents = self._ReadListed((_FILE, _PARAMS))
+        file = self.path / _FILE
+        experiment = read_experiment(file, contents[_FILE])
+        for side, name in experiment["vocab"].items():
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise RunDirError(
+                    f"{file}: vocab.{side} is {name!r}, which is not in the run; must be a path below {self.path}"
+                )
+        return experiment, contents | self._ReadListed(experiment["vocab"].values())
+
+    def _ReadListed(self, names: Iterable[str]) -> dict[str, bytes]:
+        names = list(names)
+        for name in names:
+            self.Inside(name)
+        try:
+            return read_listed(self.path, MANIFEST, names, _REMEDY)
+        except ManifestError as e:
+            raise RunDirError(str(e)) from None
 
     @property
     def languages(self) -> list[str] | None:
@@ -136,7 +225,7 @@ class RunDir:
         return self.experiment.get("languages") or None
 
     @property
-    def began_from(self) -> dict[str, Any] | None:
+    def began_from(self) -> BeganFrom | None:
         """The run whose weights it began with, see Write; None for one that began from nothing, or no run."""
         return self.experiment.get("began_from") if self.exists else None
 
@@ -144,12 +233,28 @@ class RunDir:
         """The Params of the run: `task`, `input`, `train`.
 
         Raises:
-            RunDirError: no run.
-            RegistryError: the experiment, or a parameter of it, is not there any more.
+            RunDirError: no run; or the experiment, or a parameter of it, is not there any more; or it names a class
+                outside lingvo_moe, and is not trusted.
         """
         found = self.experiment
-        return registry.GetParams(found["model"], found["params_override"])
+        find_class = any_class if self._trust_run else own_class
+        try:
+            return registry.GetParams(found["model"], found["params_override"], find_class)
+        except registry.RegistryError as e:
+            raise RunDirError(f"{self.path / _FILE}: {e}") from None
+        except (RecursionError, MemoryError):
+            raise RunDirError(
+                f"{self.path / _FILE}: params_override has a value too deep to be read"
+            ) from None
 
     def Task(self) -> Any:
         """The model of the run, instantiated. Raises as Params."""
         return self.Params().task.Instantiate()
+
+
+def _links_below(directory: Path) -> Iterator[Path]:
+    """The symbolic links in a directory and in those below it; none where it is no directory."""
+    for root, directories, files in os.walk(directory):
+        yield from (
+            Path(root, name) for name in (*directories, *files) if os.path.islink(Path(root, name))
+        )

@@ -68,6 +68,7 @@ def gather(
     eval_dir: str | os.PathLike | None = None,
     number: int = 4,
     seed: int = 0,
+    trust_run: bool = False,
 ) -> RunReport:
     """Reads what a run left behind.
 
@@ -77,21 +78,21 @@ def gather(
         eval_dir: what tools.evaluate wrote; None for RUN/eval.
         number: sample translations of each kind.
         seed: of those that are drawn.
+        trust_run: see RunDir.
 
     Raises:
-        RunDirError: no run. ValueError: a report in `eval_dir` that is damaged.
+        RunDirError: no run, or a damaged one. ValueError: a report in `eval_dir` that is damaged.
     """
-    run = RunDir(logdir)
+    run = RunDir(logdir, trust_run=trust_run)
     directory = Path(eval_dir) if eval_dir else run.path / "eval"
     scores = _scores(run, directory)
-    params_file = run.path / "params.txt"
     metrics = read_metrics(str(run.summaries_dir))
     parameters = inspect.count_parameters(run.Task().VariableSpecs().Flatten())
     no_metrics = Missing(f"{run.summaries_dir} holds no metrics.jsonl", _train(run))
     return RunReport(
         name=run.experiment["model"],
         settings=_settings(run, scores, metrics),
-        params=params_file.read_text("utf-8") if params_file.is_file() else "",
+        params=run.params_text,
         metrics=metrics or no_metrics,
         scores=scores,
         samples=_samples(run, scores, directory, number, seed),
@@ -170,13 +171,11 @@ def _settings(run: RunDir, scores: Any, metrics: Sequence[dict]) -> list[tuple[s
 
 
 def _program(run: RunDir) -> list[tuple[str, str]]:
-    file = run.path / "program.json"
-    try:
-        program = json.loads(file.read_text("utf-8"))
-        counts = ", ".join(f"{n} {kind}" for kind, n in program["collectives"].items())
-        return [("mesh", program["mesh"]), ("collectives a step", counts or "none")]
-    except (OSError, ValueError, KeyError):  # other engines leave none
+    program = run.program
+    if program is None:  # other engines leave none
         return []
+    counts = ", ".join(f"{n} {kind}" for kind, n in program["collectives"].items())
+    return [("mesh", program["mesh"]), ("collectives a step", counts or "none")]
 
 
 def _scored(scores: dict[str, Any]) -> str:

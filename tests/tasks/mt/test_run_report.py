@@ -9,6 +9,7 @@ import pytest
 import toy_translation as toy
 
 from lingvo_moe.tasks.mt import report, run_report, samples
+from lingvo_moe.tasks.mt.run_dir import RunDir
 from lingvo_moe.tasks.mt.run_report import Missing
 from lingvo_moe.tasks.mt.scoring import evaluate
 
@@ -96,6 +97,7 @@ def test_what_a_run_began_from_is_told(run):
     described = json.loads((run / "experiment.json").read_text())
     described["began_from"] = {"logdir": "/old", "step": 5, "kept": {"source pieces": [3100, 3200]}}
     (run / "experiment.json").write_text(json.dumps(described))
+    RunDir(run).ListFiles()
     told = dict(run_report.gather(run, _NO_ROUTING).settings)["beginning"]
     assert told == "began from /old at step 5; 3,100 of 3,200 source pieces were there"
 

@@ -1,0 +1,58 @@
+"""Classes by name: text such as `type/my.module/MyRouter` in Params and overrides.
+
+Importing a module runs its code. So text that the user typed may name any class, and text that somebody else may have
+written, a run's, only the classes of this package.
+"""
+
+import importlib
+import re
+
+TRUST_RUN_HELP = (
+    "import classes that the run names outside lingvo_moe; they are code by whoever made the run"
+)
+
+_OWN = __name__.partition(".")[0]
+_OWN_MODULE = re.compile(rf"{_OWN}(\.[A-Za-z_][A-Za-z0-9_]*)+")
+
+
+def any_class(text: str) -> type:
+    """The class that `type/<module>/<name>` names, in any module that can be imported; runs that module's code.
+
+    Raises:
+        ValueError: no such class, or text of another form.
+    """
+    module, name = _parts(text)
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ValueError, TypeError, ImportError, AttributeError) as e:
+        raise ValueError(f"{text!r} names no class; expected 'type/module/Class' ({e})") from None
+    if not isinstance(found, type):
+        raise ValueError(f"{text!r} is no class")
+    return found
+
+
+def own_class(text: str) -> type:
+    """As any_class, for classes of lingvo_moe that have Params; of all others no module is imported.
+
+    Raises:
+        ValueError: as any_class, or another class.
+    """
+    module, _ = _parts(text)
+    # A package looks for its modules in its own directory, so none of these can come from elsewhere.
+    if not _OWN_MODULE.fullmatch(module):
+        raise ValueError(
+            f"{text!r} is not of {_OWN}, so it is not imported: it would be code by whoever made the run; "
+            "--trust_run imports it"
+        )
+    found = any_class(text)
+    if not found.__module__.startswith(f"{_OWN}.") or not hasattr(found, "Params"):
+        raise ValueError(f"{text!r} is no class of {_OWN} that has Params")
+    return found
+
+
+def _parts(text: str) -> tuple[str, str]:
+    """Module and class of `type/<module>/<name>`."""
+    parts = text.split("/")
+    if len(parts) != 3 or parts[0] != "type":
+        raise ValueError(f"{text!r} names no class; expected 'type/module/Class'")
+    return parts[1], parts[2]

@@ -1,0 +1,51 @@
+"""docs/security.md says what is so: its commands work, and the tools that it names are those that have the flag."""
+
+import importlib
+import re
+import subprocess
+
+import pytest
+import toy_translation as toy
+
+from lingvo_moe import trainer
+from lingvo_moe.tasks.mt.run_dir import MANIFEST, RunDir, RunDirError
+from tools.import_graph import ROOT
+
+_PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+
+
+def test_a_run_without_a_list_gets_one_by_the_command_of_the_page(tmp_path):
+    vocab = toy.train_vocab(toy.sentences(200))
+    run = RunDir(tmp_path / "RUN")
+    run.Write("mt.M4Tiny", "", {"source": vocab, "target": vocab})
+    was = (run.path / MANIFEST).read_bytes()
+    (run.path / MANIFEST).unlink()
+    with pytest.raises(RunDirError, match=r"docs/security\.md"):
+        _ = run.vocabs
+    (command,) = re.findall(r"```bash\n(.*?)```", _PAGE, re.DOTALL)
+    subprocess.run(["bash", "-e", "-c", command], cwd=tmp_path, check=True)
+    assert (run.path / MANIFEST).read_bytes() == was
+    assert run.vocabs.source == vocab
+
+
+def test_every_tool_with_the_flag_is_on_the_page_and_no_other(capsys):
+    (sentence,) = re.findall(r"that opens a run \((.*?)\)", _PAGE, re.DOTALL)
+    named = set(re.findall(r"tools\.(\w+)", sentence))
+    having = set()
+    for path in (ROOT / "tools").glob("*.py"):
+        if path.stem.startswith("_") or "_cli.Parser" not in path.read_text("utf-8"):
+            continue
+        with pytest.raises(SystemExit):
+            importlib.import_module(f"tools.{path.stem}").main(["--help"])
+        if "--trust_run" in capsys.readouterr().out:
+            having.add(path.stem)
+    assert named == having
+    assert "--trust_run" in trainer.make_parser().format_help()
+
+
+def test_every_tool_that_opens_a_run_has_the_flag():
+    """All that take a run as --logdir."""
+    for path in (ROOT / "tools").glob("*.py"):
+        text = path.read_text("utf-8")
+        if re.search(r"\"--logdir\"", text):
+            assert f"tools.{path.stem}`" in _PAGE, path.stem

@@ -1,0 +1,173 @@
+"""A run by somebody else is data: nothing that it carries is executed, by any command, unless the user says so."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import toy_translation as toy
+
+from lingvo_moe import trainer
+from lingvo_moe.tasks.mt.run_dir import RunDir, RunDirError
+from tools import evaluate, export, report, score, serve, shortlist, translate
+
+ROOT = Path(trainer.__file__).parents[1]
+CODE = """
+open({marker!r}, "w").close()
+from lingvo_moe.core.moe.routers.top_k import TopKRouter
+class Router(TopKRouter):
+    pass
+"""
+REFUSED = "experiment.json: --model_params_override: task.moe.router.cls=type/{module}/Router: "
+
+
+@pytest.fixture(scope="module")
+def vocab() -> bytes:
+    return toy.train_vocab(toy.sentences(200))
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    return tmp_path / "code_of_the_run_was_executed"
+
+
+@pytest.fixture
+def run(tmp_path: Path, vocab: bytes, marker: Path) -> Iterator[Path]:
+    """A run that carries a package with a router; its override is changed by `name_class`."""
+    path = tmp_path / "given"
+    RunDir(path).Write("mt.M4Tiny", "", {"source": vocab, "target": vocab}, ["de"])
+    (path / "checkpoints" / "5").mkdir(parents=True)
+    (path / "mischief").mkdir()
+    (path / "mischief" / "__init__.py").write_text(CODE.format(marker=str(marker)))
+    yield path
+    for name in [n for n in sys.modules if n.split(".")[0] in ("given", "mischief")]:
+        del sys.modules[name]
+
+
+def _name_class(run: Path, module: str) -> None:
+    found = json.loads((run / "experiment.json").read_text())
+    found["params_override"] = f"task.moe.router.cls=type/{module}/Router"
+    (run / "experiment.json").write_text(json.dumps(found))
+    RunDir(run).ListFiles()
+
+
+# By the working directory: what the code is called there. RUN alone is a package without an __init__.py.
+PLACES = {"the parent of the run": ("..", "given.mischief"), "the run": (".", "mischief")}
+
+
+def _commands(run: Path, tmp_path: Path) -> dict:
+    lines = tmp_path / "lines.txt"
+    lines.write_text("red house\tred house\n")
+    given = [f"--logdir={run}"]
+    files = [f"--input={lines}", f"--output={tmp_path / 'out.txt'}"]
+    data = tmp_path / "data"
+    (data / "dev").mkdir(parents=True)
+    for path in (data / "de.tsv", data / "dev" / "de.tsv"):
+        path.write_text("".join(f"{line}\t{line}\n" for line in toy.sentences(40)))
+    begin = ["--model=mt.M4Tiny", f"--data_dir={data}", "--engine=tf_graph"]
+    begin += [f"--logdir={tmp_path / 'new'}", f"--init_from={run}"]
+    return {
+        "translate": (translate.main, given + files),
+        "score": (score.main, given + files),
+        "export": (export.main, [*given, f"--output={tmp_path / 'model'}"]),
+        "evaluate": (evaluate.main, [*given, f"--output={tmp_path / 'scores'}"]),
+        "report": (report.main, [*given, f"--data_dir={data}"]),
+        "shortlist": (shortlist.main, [*given, f"--output={tmp_path / 'shortlist.npz'}"]),
+        "serve": (serve.main, [*given, "--port=0"]),
+        "trainer": (trainer.main, begin),
+    }
+
+
+COMMANDS = ["translate", "score", "export", "evaluate", "report", "shortlist", "serve", "trainer"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_code_in_a_run_is_not_executed(command, place, run, marker, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    directory, module = PLACES[place]
+    _name_class(run, module)
+    monkeypatch.chdir(run / directory)
+    monkeypatch.syspath_prepend(os.getcwd())  # as `python -m` does
+    main, flags = _commands(run, tmp_path)[command]
+    assert main(flags) in (1, 2)
+    said = capfd.readouterr().err
+    assert REFUSED.format(module=module) in said
+    assert said.count("Router") == 2 and "--trust_run imports it" in said  # one error
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_user_may_trust_a_run(command, run, marker, tmp_path, monkeypatch):
+    """The class is imported; the command then fails for want of a checkpoint's contents."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    _name_class(run, "mischief")
+    monkeypatch.syspath_prepend(str(run))
+    main, flags = _commands(run, tmp_path)[command]
+    main([*flags, "--trust_run"])
+    assert marker.exists()
+
+
+def test_as_a_process_in_the_run_itself(run, marker):
+    _name_class(run, "mischief")
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.translate", "--logdir=."],
+        cwd=run,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        input="red house\n",
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"translate: {REFUSED.format(module='mischief')}")
+    assert done.stderr.count("\n") == 1
+    assert not marker.exists()
+
+
+def test_a_run_of_the_user_s_own_class_goes_on_without_trust(run, marker, monkeypatch):
+    """The user types the override again; nothing that the run's files name is imported."""
+    _name_class(run, "mischief")
+    override = "task.moe.router.cls=type/mischief/Router"
+    monkeypatch.syspath_prepend(str(run))
+    described = RunDir(run)
+    with pytest.raises(RunDirError, match="--trust_run"):
+        described.Params()
+    assert not marker.exists()
+    described.Write("mt.M4Tiny", override, described.vocabs)
+    marker.unlink()
+    del sys.modules["mischief"]
+    trainer.prepare_run_dir(described, "mt.M4Tiny", override, restart=False)
+    assert marker.exists()  # by what was typed
+
+
+@pytest.mark.parametrize(
+    "command, place",
+    [
+        (report, "report.html"),
+        (report, "report.json"),
+        (evaluate, "eval"),
+        (evaluate, "eval/report.json"),
+    ],
+)
+def test_a_command_writes_nowhere_else_because_of_a_link(command, place, run, tmp_path, capfd):
+    letter = tmp_path / "letter.txt"
+    letter.write_text("dear")
+    (run / place).parent.mkdir(exist_ok=True)
+    (run / place).symlink_to(letter)
+    assert command.main([f"--logdir={run}"]) == 1
+    assert f": {place} is a link that leads out of the run, to {letter}" in capfd.readouterr().err
+    assert letter.read_text() == "dear"
+
+
+def test_a_trainer_trusts_only_a_run_that_is_named(tmp_path, capfd):
+    flags = ["--model=mt.M4Tiny", f"--data_dir={tmp_path}", f"--logdir={tmp_path}", "--trust_run"]
+    assert trainer.main(flags) == 2
+    assert "--trust_run: --init_from=RUN is needed" in capfd.readouterr().err
+
+
+def test_an_export_needs_no_trust(tmp_path, capfd):
+    assert translate.main([f"--saved_model={tmp_path}", "--trust_run"]) == 1
+    assert "--trust_run goes with --logdir" in capfd.readouterr().err
