@@ -3,7 +3,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help install test lint format fuzz build-files demo experiments plans reproduction lock clean
+.PHONY: help install test lint format fuzz build-files damage demo experiments plans reproduction lock clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -62,6 +62,14 @@ fuzz: install ## EXAMPLES random annotated expressions, sharded and unsharded; S
 	echo "$(EXAMPLES) expressions; to repeat: make fuzz EXAMPLES=$(EXAMPLES) SEED=$$seed"
 	FUZZ_EXAMPLES=$(EXAMPLES) FUZZ_SEED=$$seed \
 	  $(PY) -m pytest tests/spmd/test_fuzz.py -v -k test_random_expressions $(PYTEST_ARGS)
+
+damage: install ## EXAMPLES random damages to RUN and EXPORT, which are restored: each must be said. SEED=... repeats.
+	@if [[ -z "$(RUN)" || -z "$(EXPORT)" ]]; then
+	  echo "make damage: needs RUN=DIR and EXPORT=DIR, copies of a run and of an exported model" >&2
+	  exit 1
+	fi
+	DAMAGES=$(EXAMPLES) DAMAGES_SEED=$(SEED) DAMAGED_RUN="$(RUN)" DAMAGED_EXPORT="$(EXPORT)" \
+	  $(PY) -m pytest tests/test_damaged_runs.py -v $(PYTEST_ARGS)
 
 format: install ## Rewrite the sources as ruff formats them.
 	@$(VENV)/bin/ruff check --fix .

@@ -11,6 +11,7 @@ from typing import Any
 
 from lingvo_moe.core import inspect
 from lingvo_moe.core.engine.summaries import read_metrics
+from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.tasks.mt import init_from, samples
 from lingvo_moe.tasks.mt.routing import RoutingReport
 from lingvo_moe.tasks.mt.run_dir import RunDir
@@ -156,6 +157,7 @@ def _settings(run: RunDir, scores: Any, metrics: Sequence[dict]) -> list[tuple[s
     out.append(("batch", batch))
     out.append(("experts", f"{p.task.num_experts:,}" if p.task.num_experts else "none: dense"))
     out += _program(run)
+    out += _cut_short(run, p.train, metrics)
     rates = sorted(row["tokens_per_second"] for row in metrics[1:] if row.get("tokens_per_second"))
     if rates:
         out.append(
@@ -172,10 +174,20 @@ def _settings(run: RunDir, scores: Any, metrics: Sequence[dict]) -> list[tuple[s
 
 def _program(run: RunDir) -> list[tuple[str, str]]:
     program = run.program
-    if program is None:  # other engines leave none
-        return []
+    if program is None:
+        why = "not known: program.json is missing, which the engine pjrt writes and others do not"
+        return [("collectives a step", why)]
     counts = ", ".join(f"{n} {kind}" for kind, n in program["collectives"].items())
     return [("mesh", program["mesh"]), ("collectives a step", counts or "none")]
+
+
+def _cut_short(run: RunDir, train: Params, metrics: Sequence[dict]) -> list[tuple[str, str]]:
+    """Says where metrics.jsonl lacks lines that were written before the newest checkpoint was."""
+    newest, last = max(run.steps, default=0), metrics[-1]["step"] if metrics else 0
+    if last >= newest - newest % train.summary_interval_steps:
+        return []
+    why = f"metrics.jsonl ends at step {last}, the newest checkpoint is of step {newest}: lines are missing"
+    return [("curves", why)]
 
 
 def _scored(scores: dict[str, Any]) -> str:

@@ -1,0 +1,167 @@
+"""Random single damages to runs and exported models: each is said, by a message that names the file, and none kills.
+
+What reads them is a process of its own, so that one that a signal ends is noticed. To damage a run and an export of
+your own, many times: `make damage RUN=... EXPORT=... EXAMPLES=1000`.
+"""
+
+import contextlib
+import io
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from damage import Damage, damages
+
+_COUNT = int(os.environ.get("DAMAGES", "100"))
+_SEED = int(os.environ.get("DAMAGES_SEED", "0"))
+# Nothing of ours reads these: a lock, TensorBoard's files, which have checksums of their own, and texts for COMET.
+_NOT_READ = ("/.lock", "/events.out.tfevents", "/comet/")
+
+
+def _read_run(path: str) -> list[str]:
+    """Reads all that a run holds, each checkpoint too; returns what was found missing on the way."""
+    from lingvo_moe.tasks.mt.export import load_theta
+    from lingvo_moe.tasks.mt.run_dir import RunDir
+    from lingvo_moe.tasks.mt.run_report import Missing, gather
+
+    run = RunDir(path)
+    model, _ = run.Task(), run.vocabs
+    for step in run.steps:
+        load_theta(run, model, step)
+    report = gather(path, Missing("", ""))
+    found = [part.why for part in vars(report).values() if isinstance(part, Missing) and part.why]
+    return found + [f"{name}: {value}" for name, value in report.settings if "missing" in value]
+
+
+def _read_export(path: str) -> list[str]:
+    from lingvo_moe.tasks.mt.saved_translator import SavedTranslator
+
+    SavedTranslator(path)
+    return []
+
+
+def _answer_requests() -> None:
+    """For each line of standard input, `run PATH` or `export PATH`, prints what reading it says, as a line of JSON."""
+    for line in sys.stdin:
+        kind, path = line.rstrip("\n").split(" ", 1)
+        said = io.StringIO()
+        handler = logging.StreamHandler(said)
+        logging.getLogger().addHandler(handler)
+        with contextlib.redirect_stderr(said):
+            try:
+                lines = (_read_run if kind == "run" else _read_export)(path)
+            except (ValueError, OSError) as e:
+                lines = [str(e)]
+            except Exception as e:  # a traceback, in a command
+                lines = [f"TRACEBACK {type(e).__name__}: {e}"]
+        logging.getLogger().removeHandler(handler)
+        print(json.dumps([*lines, *said.getvalue().splitlines()]), flush=True)
+
+
+class Reader:
+    """A process that reads runs and exports, started again when it dies."""
+
+    def __init__(self):
+        self._process: subprocess.Popen | None = None
+
+    def Read(self, kind: str, path: Path) -> list[str]:
+        """What it said; the name of the signal that ended it."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            )
+        self._process.stdin.write(f"{kind} {path}\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if answer:
+            return json.loads(answer)
+        status, self._process = self._process.wait(), None
+        return [f"ENDED by {signal.Signals(-status).name if status < 0 else status}"]
+
+    def Close(self) -> None:
+        if self._process:
+            self._process.stdin.close()
+            self._process.wait()
+
+
+@pytest.fixture(scope="module")
+def run_and_export(tmp_path_factory) -> dict[str, Path]:
+    """A small run with two checkpoints, metrics, a program and scores; and an exported model."""
+    if os.environ.get("DAMAGED_RUN"):
+        return {kind: Path(os.environ[f"DAMAGED_{kind.upper()}"]) for kind in ("run", "export")}
+    import toy_translation as toy
+
+    from lingvo_moe.core.engine.summaries import Summaries
+    from lingvo_moe.core.nested_map import NestedMap
+    from lingvo_moe.tasks.mt import scoring
+    from lingvo_moe.tasks.mt.run_dir import RunDir
+
+    directory = tmp_path_factory.mktemp("damaged")
+    run = RunDir(directory / "run")
+    vocab = toy.train_vocab(toy.sentences(200))
+    for step in (1, 2):
+        toy.save_run(run.path, vocab, step, languages=["de"])
+    summaries = Summaries(str(run.summaries_dir))
+    for step in (1, 2):
+        summaries.Write(step, NestedMap(loss=3.0 / step, tokens_per_second=9.0), {})
+    summaries.Close()
+    about = {"name": "train_step", "mesh": "expert:1", "hash": "0" * 64, "collectives": {}}
+    run.WriteProgram(about)
+    pairs = [("de", [(line, line) for line in toy.sentences(5)])]
+    report = scoring.evaluate(lambda lines, langs: lines, pairs)
+    report.info = {"model": {"step": 2}}
+    report.Write(run.path / "eval")
+    toy.save_export(directory / "export")
+    return {"run": run.path, "export": directory / "export"}
+
+
+def _silent(kind: str, damage: Damage, said: list[str]) -> bool:
+    names = {damage.path.name, *([damage.other.name] if damage.other else [])}
+    wrong = any(line.startswith(("TRACEBACK", "ENDED")) for line in said)
+    return wrong or not any(name in line for line in said for name in names)
+
+
+@pytest.mark.parametrize("kind", ["run", "export"])
+def test_no_damage_is_silent_and_none_ends_the_process(run_and_export, kind):
+    path = run_and_export[kind]
+    files = [
+        p
+        for p in sorted(path.rglob("*"))
+        if p.is_file() and not any(part in str(p) for part in _NOT_READ)
+    ]
+    reader, wrong = Reader(), []
+    try:
+        assert reader.Read(kind, path) == []  # nothing is said of what is whole
+        # Each file is as likely as another: most of the bytes are in a few of them.
+        for damage in damages(files, _COUNT // 2, _SEED):
+            damage.Apply()
+            try:
+                said = reader.Read(kind, path)
+            finally:
+                damage.Undo()
+            if _silent(kind, damage, said):
+                wrong.append(f"{damage}: {said}")
+        assert reader.Read(kind, path) == []
+    finally:
+        reader.Close()
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_reader_that_a_signal_ends_is_noticed(monkeypatch):
+    """Else the test above could not fail."""
+    reader = Reader()
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert reader.Read("run", Path("anything")) == ["ENDED by 1"]
+
+
+if __name__ == "__main__":
+    _answer_requests()
