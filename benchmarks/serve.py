@@ -1,11 +1,13 @@
-"""tools.serve under load: polite clients, and beside them clients that are malformed, oversized, foreign, slow or gone.
+"""tools.serve under load: polite clients, and beside them clients that are malformed, oversized, foreign, slow or gone,
+some of them in the middle of a body.
 
     python -m benchmarks.serve --saved_model=demo/saved_model --data_dir=demo/corpus
 
 Each polite client sends one request after the other, of 1 to 8 lines of 1 to 8 held-out source lines joined. Their
 answers must have as many lines as were asked for and, line by line, the text that the same line had before in
 whatever company. The rude ones must get the status that is theirs. The server is a process of its own; its memory is
-read every second. --update writes the table into docs/serving.md.
+read every second. After the load it gets --broken_uploads more uploads that do not come; its memory is read before and
+after, and may not grow by more than 50 MiB. --update writes the table into docs/serving.md.
 """
 
 import contextlib
@@ -28,6 +30,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks import broken_uploads
 from benchmarks.compile_time import host
 from benchmarks.contenders import ROOT, update_page
 from lingvo_moe.tasks.mt.input.dev_set import DevSet
@@ -35,7 +38,7 @@ from tools import _cli
 
 PAGE = ROOT / "docs" / "serving.md"
 _READ_TIMEOUT = 3.0
-_MAX_BODY = 64 << 10
+_MAX_BODY = 256 << 10  # more than a broken upload sends, so that the server holds all of it
 _SETTLED = 10.0  # seconds, after which memory is first looked at
 _POOL = 400  # lines that requests are made of, so that each is asked for again and again
 
@@ -47,11 +50,13 @@ def main(argv: list[str] | None = None) -> int:
     add("--data_dir", required=True, metavar="CORPUS", help="whose held-out lines are sent")
     add("--clients", type=int, default=8, help="polite ones (%(default)s)")
     add("--seconds", type=float, default=60, help="of load (%(default)s)")
+    add("--broken_uploads", type=int, default=10_000, help="after the load (%(default)s)")
     add("--update", action="store_true", help=f"write into {PAGE.relative_to(ROOT)}")
     args = parser.parse_args(argv)
-    _cli.check_at_least(parser, args, clients=1, seconds=2 * _SETTLED)
+    _cli.check_at_least(parser, args, clients=1, seconds=2 * _SETTLED, broken_uploads=2)
     try:
-        result = run(args.saved_model, args.data_dir, args.clients, args.seconds)
+        uploads = args.broken_uploads // 2 * 2
+        result = run(args.saved_model, args.data_dir, args.clients, args.seconds, uploads)
     except (ValueError, OSError, RuntimeError) as e:
         print(f"serve: {e}", file=sys.stderr)
         return 1
@@ -94,15 +99,16 @@ class Log:
                 self.wrong[f"{name}: {got} in place of {want}"] += 1
 
 
-def run(saved_model: str, data_dir: str, clients: int, seconds: float) -> dict[str, Any]:
-    """Figures of `seconds` of load."""
+def run(
+    saved_model: str, data_dir: str, clients: int, seconds: float, uploads: int
+) -> dict[str, Any]:
+    """Figures of `seconds` of load, and then of so many broken uploads."""
     lines = _lines(data_dir)
     busy = os.getloadavg()[0]
     with _server(saved_model) as (process, port, ready_after):
         log, end = Log(), time.monotonic() + seconds
         work: list[tuple[Callable, Any]] = [(_polite, (lines, i)) for i in range(clients)]
-        rude = (_malformed, _oversized, _foreign, _slow_body, _slow_headers, _gone)
-        work += [(client, ()) for client in rude]
+        work += [(client, ()) for client in _RUDE]
         threads = [
             threading.Thread(target=_until, args=(end, log, f, port, *more)) for f, more in work
         ]
@@ -115,6 +121,8 @@ def run(saved_model: str, data_dir: str, clients: int, seconds: float) -> dict[s
         for thread in threads:
             thread.join()
         took = time.monotonic() - start
+        after_uploads = broken_uploads.measure(process, port, uploads)
+        log.wrong.update(after_uploads.Wrong())
     return {
         "machine": f"{host()}; load average {busy:.1f} before",
         "clients": clients,
@@ -126,6 +134,7 @@ def run(saved_model: str, data_dir: str, clients: int, seconds: float) -> dict[s
         "latency": log.seconds,
         "cpu_seconds": cpu,
         "memory": memory,
+        "broken_uploads": after_uploads,
         "rude": dict(sorted(log.rude.items())),
         "wrong": dict(log.wrong),
     }
@@ -281,6 +290,30 @@ def _gone(log: Log, end: float, port: int) -> None:
     time.sleep(1)
 
 
+def _half_body(log: Log, end: float, port: int) -> None:
+    got = broken_uploads.leave_in_mid_body(port)
+    log.Rude("gone in mid-body", "closed" if not got else got.decode(), "closed")
+    time.sleep(0.02)
+
+
+def _malformed_chunk(log: Log, end: float, port: int) -> None:
+    got = broken_uploads.send_malformed_chunk(port)
+    log.Rude("malformed chunk", int(got.split(b" ")[1]) if got else "closed", 400)
+    time.sleep(0.02)
+
+
+_RUDE: tuple[Callable, ...] = (
+    _malformed,
+    _oversized,
+    _foreign,
+    _slow_body,
+    _slow_headers,
+    _gone,
+    _half_body,
+    _malformed_chunk,
+)
+
+
 # --- the table
 
 
@@ -291,7 +324,7 @@ def table(result: dict[str, Any]) -> str:
     memory = {name: f"{value / 2**20:,.0f} MiB" for name, value in result["memory"].items()}
     rude = ", ".join(f"{name} ({number})" for name, number in result["rude"].items())
     wrong = ", ".join(f"{name} ({number})" for name, number in result["wrong"].items()) or "none"
-    seconds = result["seconds"]
+    seconds, broken = result["seconds"], result["broken_uploads"]
     rows = {
         "machine": result["machine"],
         "polite clients, seconds": f"{result['clients']}, {seconds:.0f}",
@@ -304,6 +337,9 @@ def table(result: dict[str, Any]) -> str:
         "CPU time of the server": f"{result['cpu_seconds']:.0f} s",
         "from its start to ready": f"{result['ready_after']:.0f} s",
         "rude clients": rude,
+        f"{broken.uploads:,} broken uploads after that: seconds, resident memory before and after": (
+            f"{broken.seconds:.0f} s, {broken.before / 2**20:,.0f} MiB, {broken.after / 2**20:,.0f} MiB"
+        ),
     }
     return "\n".join(["| | |", "| --- | --- |", *(f"| {k} | {v} |" for k, v in rows.items())])
 

@@ -123,6 +123,24 @@ def test_the_saved_model_alone(name, model):
     assert b"\n".join(out[:, 0]) == model.Text(name)
 
 
+@pytest.mark.parametrize(
+    "spelled", [b"red \xff green", "red \ud800 green"], ids=["a byte", "half a pair"]
+)
+def test_what_is_no_text_is_one_unknown_character(spelled, model, server):
+    """An invalid byte and half of a surrogate pair are U+FFFD, to the tokenizer's normalization as well."""
+    (want,) = model.translator.Translate(["red \ufffd green"]).translations[0]
+    assert want != model.translator.Translate(["red ? green"]).translations[0][0]
+    for translator in (model.translator, model.opened):
+        assert translator.Translate([spelled]).translations == [[want]]
+    if isinstance(spelled, bytes):
+        instance: object = {"b64": base64.b64encode(spelled).decode()}
+    else:
+        instance = spelled
+        assert server.Translate(spelled) == [want]
+    reply = server.Ask("POST", "/v1/models/translator:predict", {"instances": [instance]})
+    assert reply.content["predictions"][0]["translations"] == [want]
+
+
 @pytest.fixture
 def tool(monkeypatch, model, tmp_path, capfd) -> Callable[..., tuple[bytes, str]]:
     """Runs tools.translate in this process, with a model that is loaded already."""

@@ -119,6 +119,15 @@ def translation_of(translate: Callable[[list[bytes]], Any]) -> Answer:
     return answer
 
 
+def utf8_of(text: str) -> bytes:
+    """A line as UTF-8, which every way to a translator uses.
+
+    Half of a surrogate pair, which Python and JSON can spell and UTF-8 cannot, becomes U+FFFD. A translator replaces
+    bytes that are not UTF-8 by the same.
+    """
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace").encode()
+
+
 def one_line(text: str) -> str:
     """The text with whatever ends a line, to whichever reader, turned into a space."""
     return " ".join(text.splitlines())

@@ -16,6 +16,7 @@ from lingvo_moe.core.layers import eight_bit
 from lingvo_moe.core.manifest import ManifestError, verify_manifest
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.quiet import quiet
+from lingvo_moe.tasks.mt.line_stream import utf8_of
 
 # TensorFlow Serving hands what lies in assets.extra through and does not look at it.
 ABOUT = "assets.extra/translator.json"
@@ -97,7 +98,7 @@ def translations_of(
     Args:
         function: string [N] (and string [N], the languages) -> dict of translations, scores, truncated, as
             `Translator.translate`.
-        lines: N lines; bytes may hold anything.
+        lines: N lines; bytes may hold anything. In a string, half a surrogate pair is U+FFFD, as by HTTP.
         languages: the source language of each line, or of all; needed, and looked at, by models that route by it.
         by_language: whether this is one.
 
@@ -107,7 +108,7 @@ def translations_of(
     Raises:
         ValueError: no language where it is needed, or one that the model does not know.
     """
-    encoded = [line.encode("utf-8", "replace") if isinstance(line, str) else line for line in lines]
+    encoded = [utf8_of(line) if isinstance(line, str) else line for line in lines]
     arguments: list[list] = [encoded]
     if by_language:
         if languages is None:

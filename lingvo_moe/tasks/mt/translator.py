@@ -211,7 +211,8 @@ class Translator(tf.Module):
             truncated: bool [N], whether the line was longer than max_source_length.
         """
         o = self.options
-        text = tf.strings.strip(text)
+        # SentencePiece normalizes U+FFFD, but not what it reads an invalid byte as: here both become the same.
+        text = tf.strings.strip(tf.strings.unicode_transcode(text, "UTF-8", "UTF-8"))
         # The time of tokenising grows with the square of a line that has no spaces.
         longest = o.max_source_length * _LONGEST_PIECE
         is_cut = tf.strings.length(text) > longest

@@ -1,19 +1,25 @@
 """What all paths have in common: bodies within limits, answers that are taken in time, errors that are JSON."""
 
 import asyncio
+import contextlib
 import json
 import logging
+import sys
+from collections.abc import Callable
 from typing import Any
 
+import tornado.httputil
 import tornado.iostream
 import tornado.web
 
 from lingvo_moe.tasks.mt.serving.callers import check_caller
 from lingvo_moe.tasks.mt.serving.errors import RequestError
+from lingvo_moe.tasks.mt.serving.metrics import DropReason
 from lingvo_moe.tasks.mt.serving.service import Service
 
 LOG = logging.getLogger("lingvo_moe.serve")
 REQUESTS = logging.getLogger("lingvo_moe.serve.requests")
+GONE = 499, "Client Closed Request"  # the status, in log and metrics, of a client that left
 # What is read and thrown away of a body that is too large, as so many of the largest that is taken: a client that
 # sends all before it reads would otherwise see a broken connection in place of the answer.
 _DISCARDED = 64
@@ -31,7 +37,7 @@ class BaseHandler(tornado.web.RequestHandler):
         self._timer: asyncio.TimerHandle | None = None
 
     def ReadBody(self) -> bytes:
-        """The whole body.
+        """Hands over the whole body; the handler keeps none of it.
 
         Raises:
             RequestError: 403 where a foreign page sent it, 413 where it is too large, 415 where it is compressed.
@@ -39,28 +45,24 @@ class BaseHandler(tornado.web.RequestHandler):
         self._stop_timer()
         check_caller(self.request, self.service.limits.server_names)
         if self._received > self.service.limits.max_body_bytes:
+            self._drop("too_large")
             raise self._too_large()
         encoding = self.request.headers.get("Content-Encoding", "identity")
         if encoding.lower() != "identity":
             raise RequestError(415, f"the body is compressed ({encoding[:40]}); send it as it is")
-        return bytes(self._body)
+        body, self._body = bytes(self._body), bytearray()
+        return body
 
     async def Answer(self, content: Any, status: int = 200) -> None:
-        """Sends JSON, and waits until it is sent; a client that does not take it in time is cut off."""
+        """Sends JSON, and waits until it is sent."""
         self.set_header("Content-Type", "application/json; charset=UTF-8")
         await self.Send(json.dumps(content, ensure_ascii=False).encode() + b"\n", status)
 
     async def Send(self, content: bytes, status: int = 200) -> None:
         """Sends a body whose type was set; otherwise as Answer."""
         self.set_status(status)
-        stream = self.request.connection.stream  # type: ignore[union-attr]
-        try:
-            async with asyncio.timeout(self.service.limits.read_timeout):
-                await self.finish(content)
-        except TimeoutError:
-            stream.close()
-        except tornado.iostream.StreamClosedError:
-            pass
+        with contextlib.suppress(tornado.iostream.StreamClosedError):
+            await self.finish(content)
 
     # --- what Tornado calls while the request comes in
 
@@ -71,13 +73,13 @@ class BaseHandler(tornado.web.RequestHandler):
             check_caller(self.request, limits.server_names)
         seconds = limits.read_timeout
         slow = RequestError(408, f"the body did not come within {seconds:g} s")
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._refuse, slow)
+        self._start_timer(self._refuse, slow, "slow")
         announced = self.request.headers.get("Content-Length", "")
         size = int(announced) if announced.isdecimal() and len(announced) < 20 else 0
         # Who asks first, with Expect, has not sent it yet.
         asks = "Expect" in self.request.headers
         if size > limits.max_body_bytes * (1 if asks else _DISCARDED):
-            self._refuse(self._too_large())
+            self._refuse(self._too_large(), "too_large")
 
     def data_received(self, chunk: bytes) -> None:
         """Keeps a piece of the body, unless it is too much."""
@@ -85,15 +87,45 @@ class BaseHandler(tornado.web.RequestHandler):
         if self._received <= self.service.limits.max_body_bytes:
             self._body += chunk
         elif self._received > self.service.limits.max_body_bytes * _DISCARDED:
-            self._refuse(self._too_large())
+            self._refuse(self._too_large(), "too_large")
+
+    def on_connection_close(self) -> None:
+        """Ends an upload that will not come: its timer, its body, and the coroutine that waits for it.
+
+        Tornado calls this when the client has left, and after Tornado has answered a malformed body.
+        """
+        self._stop_timer()
+        if not self.request._body_future.done():
+            self._end_upload()
+
+    def _end_upload(self) -> None:
+        """Counts an upload that was not refused before, and leaves no cycle of references to it."""
+        error = sys.exception()  # while the loss of the connection passes through Tornado's frames
+        if not self._finished:
+            malformed = _is_malformed(error)
+            self._drop("malformed" if malformed else "closed")
+            self.set_status(*((400,) if malformed else GONE))
+            self.finish()  # nothing is sent; Tornado unties the handler from its page modules
+        super().on_connection_close()  # the coroutine ends by an error in this future
+        del self.request._body_future  # which would hold the handler by the frames of that error
+        # Tornado's frames, which the error remembers, hold the last piece of the body, and the error itself.
+        for lost in (error, getattr(error, "real_error", None)):
+            if lost is not None:
+                lost.__traceback__ = None
+
+    def _drop(self, reason: DropReason) -> None:
+        """Frees and counts a body that will not be used."""
+        self._body = bytearray()
+        self.service.metrics.CountDropped(reason)
 
     def _too_large(self) -> RequestError:
         most = self.service.limits.max_body_bytes
         return RequestError(413, f"the body is larger than {most} bytes; send it in parts")
 
-    def _refuse(self, error: RequestError) -> None:
+    def _refuse(self, error: RequestError, reason: DropReason) -> None:
         """Answers before the body was read; the connection is closed after that."""
         if not self._finished:
+            self._drop(reason)
             self.send_error(error.status_code, exc_info=(RequestError, error, None), close=True)
 
     # --- what Tornado calls for the answer
@@ -134,16 +166,45 @@ class BaseHandler(tornado.web.RequestHandler):
         if not isinstance(args[1], tornado.web.HTTPError):
             LOG.error("%s failed", self.route, exc_info=args)
 
+    def finish(self, chunk: str | bytes | dict | None = None) -> "asyncio.Future[None]":
+        """Sends the answer, whichever it is; a client that does not take it in time is cut off.
+
+        Args:
+            chunk: the end of the body.
+
+        Returns:
+            A future, done when the answer was sent or the connection is lost.
+        """
+        stream = self.request.connection.stream  # type: ignore[union-attr]
+        sent = super().finish(chunk)
+        if not sent.done():
+            self._start_timer(stream.close)
+            sent.add_done_callback(lambda _: self._stop_timer())
+        return sent
+
     def on_finish(self) -> None:
         """Counts the request."""
         self._stop_timer()
         seconds = self.request.request_time()
         self.service.metrics.CountRequest(self.route, self.get_status(), seconds)
 
-    def on_connection_close(self) -> None:
-        """The client is gone."""
-        self._stop_timer()
+    def _start_timer(self, action: Callable[..., None], *args: Any) -> None:
+        """Calls that after `read_timeout`; a handler has one timer, for the body and then for the answer."""
+        seconds = self.service.limits.read_timeout
+        self._timer = asyncio.get_running_loop().call_later(seconds, action, *args)
 
     def _stop_timer(self) -> None:
         if self._timer:
             self._timer.cancel()
+
+
+def _is_malformed(error: BaseException | None) -> bool:
+    """Whether Tornado gave up a body for its form, by the error that passes when it reports the connection's end.
+
+    Args:
+        error: None after its answer 400; the loss of the connection otherwise, which can follow from the form.
+    """
+    if error is None or isinstance(error.__context__, tornado.httputil.HTTPInputError):
+        return True
+    real = getattr(error, "real_error", None)
+    return isinstance(real, tornado.iostream.UnsatisfiableReadError)

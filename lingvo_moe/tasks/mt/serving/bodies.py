@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lingvo_moe.core.suggest import did_you_mean
+from lingvo_moe.tasks.mt.line_stream import utf8_of
 from lingvo_moe.tasks.mt.serving.batcher import Translation
 from lingvo_moe.tasks.mt.serving.errors import RequestError
 from lingvo_moe.tasks.mt.serving.limits import Limits
@@ -53,7 +54,7 @@ def parse_translate(body: bytes, limits: Limits, known: Sequence[str]) -> Wanted
     if isinstance(text, str):
         # As a file: what newlines separate, so that as many lines come out as go in.
         parts = text.removeprefix("\ufeff").split("\n")
-        lines = [_encode(part.removesuffix("\r")) for part in parts]
+        lines = [utf8_of(part.removesuffix("\r")) for part in parts]
     elif isinstance(text, list):
         lines = [_line(line, f"text[{i}]") for i, line in enumerate(text)]
         for i, line in enumerate(lines):
@@ -167,18 +168,13 @@ def _is_columns(value: Any) -> bool:
 def _line(value: Any, where: str) -> bytes:
     """The bytes of a string, or of TensorFlow Serving's {"b64": "..."}."""
     if isinstance(value, str):
-        return _encode(value)
+        return utf8_of(value)
     if isinstance(value, dict) and value.keys() == {"b64"} and isinstance(value["b64"], str):
         try:
             return base64.b64decode(value["b64"], validate=True)
         except (binascii.Error, ValueError) as e:
             raise RequestError(400, f"{where} is not base64: {e}") from None
     raise RequestError(400, f"{where} is {_kind(value)}; give a string")
-
-
-def _encode(text: str) -> bytes:
-    """Half a surrogate pair, which JSON can spell and UTF-8 cannot, is to the model what any invalid bytes are."""
-    return text.encode("utf-8", "surrogatepass")
 
 
 def _check_sizes(lines: list[bytes], limits: Limits) -> None:

@@ -8,13 +8,11 @@ import tornado.web
 
 from lingvo_moe.core.suggest import did_you_mean
 from lingvo_moe.tasks.mt.serving import bodies, metrics
-from lingvo_moe.tasks.mt.serving.base_handler import REQUESTS, BaseHandler
+from lingvo_moe.tasks.mt.serving.base_handler import GONE, REQUESTS, BaseHandler
 from lingvo_moe.tasks.mt.serving.errors import RequestError
 from lingvo_moe.tasks.mt.serving.limits import Limits
 from lingvo_moe.tasks.mt.serving.page import CONTENT_SECURITY_POLICY, PAGE
 from lingvo_moe.tasks.mt.serving.service import READY, Service
-
-_GONE = 499  # in the log, of a client that did not wait for its answer
 
 
 def make_app(service: Service, name: str) -> tornado.web.Application:
@@ -67,18 +65,22 @@ class _TranslatingHandler(BaseHandler):
     async def post(self) -> None:
         """Reads, translates, answers."""
         service = self.service
-        body = self.ReadBody()
-        service.CheckReady()
-        wanted = type(self).parse(body, service.limits, service.translator.languages)
+        wanted = self._wanted()
         self.lines = len(wanted.lines)
         service.running += 1
         try:
             self._work = asyncio.ensure_future(service.Translate(wanted))
             await self.Answer(bodies.answer(wanted, await self._work))
         except asyncio.CancelledError:
-            self.set_status(_GONE, "Client Closed Request")
+            self.set_status(*GONE)
         finally:
             service.running -= 1
+
+    def _wanted(self) -> bodies.Wanted:
+        """What the body asks for; the body itself is gone after this."""
+        body = self.ReadBody()
+        self.service.CheckReady()
+        return type(self).parse(body, self.service.limits, self.service.translator.languages)
 
     def on_connection_close(self) -> None:
         """Nobody waits any more: lines that were not begun are not."""

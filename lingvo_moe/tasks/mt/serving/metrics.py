@@ -1,6 +1,7 @@
 """What a server counts, in the text form that Prometheus reads."""
 
 from collections.abc import Callable
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -8,6 +9,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _LINES = (1, 2, 4, 8, 16, 32, 64, 128)
+# Why the body of a request was not used: its client left, it is no HTTP, it came too slowly, it is too large.
+DropReason = Literal["closed", "malformed", "slow", "too_large"]
 
 
 class Metrics:
@@ -38,6 +41,14 @@ class Metrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self._dropped = Counter(
+            "lingvo_moe_uploads_dropped",
+            "Requests whose body did not come whole, in time and within the limit.",
+            ["reason"],
+            registry=registry,
+        )
+        for reason in get_args(DropReason):
+            self._dropped.labels(reason)  # there from the start, at 0
         self._lines = Counter("lingvo_moe_lines", "Lines translated.", registry=registry)
         self._truncated = Counter(
             "lingvo_moe_truncated_lines", "Lines whose end was left out.", registry=registry
@@ -62,6 +73,10 @@ class Metrics:
         """A request that was answered; `route` is one of few names."""
         self._requests.labels(route, status).inc()
         self._seconds.labels(route).observe(seconds)
+
+    def CountDropped(self, reason: DropReason) -> None:
+        """An upload that was given up."""
+        self._dropped.labels(reason).inc()
 
     def CountLines(self, lines: int, truncated: int) -> None:
         """Lines that were sent back."""

@@ -7,9 +7,10 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import tornado.httpserver
+import tornado.httputil
 import tornado.iostream
 import tornado.netutil
 
@@ -37,9 +38,9 @@ class Server(tornado.httpserver.HTTPServer):
     def initialize(self, service: Service, name: str) -> None:  # type: ignore[override]
         """Called by Tornado, with the arguments."""
         self._service = service
+        self._timers: dict[object, asyncio.TimerHandle] = {}  # of connections that wait for headers
         super().initialize(
             make_app(service, name),
-            idle_connection_timeout=service.limits.read_timeout,
             max_header_size=16 << 10,
             max_body_size=1 << 62,  # handlers count, and answer
         )
@@ -52,10 +53,58 @@ class Server(tornado.httpserver.HTTPServer):
         self._service.connections += 1
         super().handle_stream(stream, address)
 
+    def start_request(
+        self, server_conn: object, request_conn: tornado.httputil.HTTPConnection
+    ) -> tornado.httputil.HTTPMessageDelegate:
+        """Waits for the headers of a request, and then hands it to its handler.
+
+        Until a handler has it, the connection ends after `read_timeout`. Tornado's own limit for headers would not
+        end its answer to malformed ones, which a client need not take.
+        """
+        stream = request_conn.stream  # type: ignore[attr-defined]
+        seconds = self._service.limits.read_timeout
+        timer = asyncio.get_running_loop().call_later(seconds, stream.close)
+        self._timers[server_conn] = timer
+        return _Message(super().start_request(server_conn, request_conn), timer.cancel)
+
     def on_close(self, server_conn: object) -> None:
         """A connection ended."""
+        self._timers.pop(server_conn).cancel()
         self._service.connections -= 1
         super().on_close(server_conn)
+
+
+class _Message(tornado.httputil.HTTPMessageDelegate):
+    """A request as it comes in.
+
+    Args:
+        inner: what takes it.
+        on_headers: called when its headers have come and are well formed.
+    """
+
+    def __init__(self, inner: tornado.httputil.HTTPMessageDelegate, on_headers: Callable[[], None]):
+        self._inner, self._on_headers = inner, on_headers
+
+    def headers_received(
+        self,
+        start_line: tornado.httputil.RequestStartLine | tornado.httputil.ResponseStartLine,
+        headers: tornado.httputil.HTTPHeaders,
+    ) -> Awaitable[None] | None:
+        """Called by Tornado."""
+        self._on_headers()
+        return self._inner.headers_received(start_line, headers)
+
+    def data_received(self, chunk: bytes) -> Awaitable[None] | None:
+        """Called by Tornado."""
+        return self._inner.data_received(chunk)
+
+    def finish(self) -> None:
+        """Called by Tornado."""
+        self._inner.finish()
+
+    def on_connection_close(self) -> None:
+        """Called by Tornado."""
+        self._inner.on_connection_close()
 
 
 def bind(host: str, port: int) -> list[socket.socket]:

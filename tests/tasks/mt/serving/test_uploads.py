@@ -1,0 +1,200 @@
+"""Uploads that do not come, and answers that are not taken: they end, they are counted, and nothing of them stays."""
+
+import contextlib
+import gc
+import json
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import tornado.http1connection
+import tornado.iostream
+from local_server import Capitals, Running, running
+
+from lingvo_moe.tasks.mt.serving.base_handler import BaseHandler
+from lingvo_moe.tasks.mt.serving.limits import Limits
+
+_HEAD = b"POST /translate HTTP/1.1\r\nHost: localhost\r\n"
+_SIZED = _HEAD + b"Content-Length: 300000\r\n\r\n"
+_CHUNKED = _HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+_PIECE = b"x" * 200_000
+_CHUNK = b"%x\r\n%s\r\n" % (len(_PIECE), _PIECE)
+# What is sent, and why the server gives it up.
+_BROKEN = {
+    "gone": (_SIZED + _PIECE, "closed"),
+    "gone between chunks": (_CHUNKED + _CHUNK, "closed"),
+    "gone in a chunk": (_CHUNKED + _CHUNK[:-100], "closed"),
+    "no chunk": (_CHUNKED + _CHUNK + b"zz\r\n", "malformed"),
+    "no end of a chunk": (_CHUNKED + _CHUNK[:-2] + b"zz", "malformed"),
+    "a long size of a chunk": (_CHUNKED + _CHUNK + b"1" * 100, "malformed"),
+}
+_QUICK = Limits(max_body_bytes=2000, read_timeout=0.5)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    limits = Limits(
+        max_connections=1000
+    )  # a client that waits for nothing is quicker than the server
+    with running(Capitals(), limits) as it:
+        yield it
+
+
+def _of_requests() -> list[object]:
+    """Handlers, and what Tornado has for a connection."""
+    kinds = (BaseHandler, tornado.iostream.IOStream, tornado.http1connection.HTTP1Connection)
+    return [o for o in gc.get_objects() if isinstance(o, kinds)]
+
+
+@pytest.fixture
+def left() -> Iterator[Callable[[], int]]:
+    """Counts what is left of the test's requests, while nobody collects garbage."""
+    gc.collect()
+    gc.disable()
+    before = _of_requests()  # of other tests
+    known = {id(o) for o in before}
+    yield lambda: sum(id(o) not in known for o in _of_requests())
+    gc.enable()
+
+
+def dropped(it: Running) -> dict[str, int]:
+    """How many uploads were dropped, by the metrics."""
+    found = re.findall(
+        rb'^lingvo_moe_uploads_dropped_total{reason="(\w+)"} (\d+)',
+        it.service.metrics.Text(),
+        re.MULTILINE,
+    )
+    return {reason.decode(): int(number) for reason, number in found}
+
+
+def more(it: Running, before: dict[str, int]) -> dict[str, int]:
+    """How many more there are than before, of those that have more."""
+    return {name: n - before[name] for name, n in dropped(it).items() if n != before[name]}
+
+
+def upload(port: int, data: bytes, wait: bool = True) -> bytes:
+    """Sends that, and leaves: after what comes back, or at once."""
+    got = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+        with contextlib.suppress(ConnectionError):
+            client.sendall(data)
+            while wait and (piece := client.recv(4096)):
+                got += piece
+    return got
+
+
+@pytest.mark.parametrize("name", _BROKEN)
+def test_broken_uploads_leave_nothing(name, server, left):
+    """Of 400 with 200 kB each, though nobody collects garbage; the server goes on."""
+    data, reason = _BROKEN[name]
+    before = dropped(server)
+
+    def send() -> None:
+        for _ in range(100):
+            upload(server.port, data, wait=reason == "malformed")
+
+    threads = [threading.Thread(target=send) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    server.Until(lambda: sum(more(server, before).values()) == 400)
+    assert more(server, before) == {reason: 400}
+    server.Until(lambda: left() == 0)
+    assert server.Translate("fine") == ["FINE"]
+
+
+def test_a_reset_connection_leaves_nothing(server, left):
+    """A client that ends by RST, as one that was killed: its error must not hold what it was raised in."""
+    before = dropped(server)
+    for data, _ in _BROKEN.values():
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+            client.sendall(data[:60_000])
+            server.Until(lambda: server.service.connections == 1)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        server.Until(lambda: left() == 0)
+    assert sum(more(server, before).values()) == len(_BROKEN)
+
+
+@pytest.mark.parametrize(
+    "data, status, reason",
+    [
+        (_HEAD + b"Content-Length: 500\r\n\r\n{", 408, "slow"),
+        (_CHUNKED + b"5\r\n{", 408, "slow"),
+        (_HEAD + b"Content-Length: 3000\r\n\r\n" + b"x" * 3000, 413, "too_large"),
+        (_HEAD + b"Content-Length: 99999999\r\n\r\n", 413, "too_large"),
+        (_CHUNKED + _CHUNK, 413, "too_large"),
+        (_CHUNKED + b"zz\r\n", 400, "malformed"),
+        (_HEAD + b"Content-Length: -5\r\n\r\n", 400, "malformed"),
+    ],
+)
+def test_refused_uploads_are_counted_once(data, status, reason, left):
+    with running(Capitals(), _QUICK) as it:
+        ends = data.endswith(b"x" * 3000)  # a whole request, after which another may come
+        got = upload(it.port, data.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", ends))
+        assert got.startswith(b"HTTP/1.1 %d " % status)
+        it.Until(lambda: left() == 0)
+        assert dropped(it) == {"closed": 0, "malformed": 0, "slow": 0, "too_large": 0} | {reason: 1}
+        counted = f'requests_total{{route="/translate",status="{status}"}} 1.0'
+        assert counted in it.service.metrics.Text().decode()
+
+
+def test_whole_uploads_are_not_counted(server):
+    """Those that are refused for what they say, nor a client that leaves while it is translated."""
+    before = dropped(server)
+    translator = server.service.translator
+    assert server.Ask("POST", "/translate", b"{").status == 400
+    assert server.Ask("POST", "/nothing", b"x" * 1000).status == 404
+    translator.gate.clear()
+    translator.entered.clear()
+    body = b'{"text": "a"}'
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(_HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        assert translator.entered.wait(10)
+    server.Until(lambda: server.service.running == 0)
+    translator.gate.set()
+    assert more(server, before) == {}
+
+
+def test_a_client_that_asks_before_it_sends(server):
+    """Expect: 100-continue, twice on one connection, and a third time without a body."""
+    before = dropped(server)
+    body = json.dumps({"text": "fine"}).encode()
+    head = _HEAD + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+        for _ in range(2):
+            client.sendall(head)
+            assert client.recv(4096).startswith(b"HTTP/1.1 100 ")
+            client.sendall(body)
+            got = b""
+            while b"FINE" not in got:
+                got += client.recv(4096)
+            assert got.startswith(b"HTTP/1.1 200 ")
+        client.sendall(head)
+        assert client.recv(4096).startswith(b"HTTP/1.1 100 ")
+    server.Until(lambda: more(server, before) == {"closed": 1})
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /nothing HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"BREW / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        _HEAD + b"Content-Length: 1\r\n\r\n{",
+        _HEAD + b"Content-Length: 99999999\r\n\r\n",
+        _CHUNKED + b"zz\r\n",
+        b"nonsense\r\n\r\n",
+    ],
+    ids=["page", "404", "405", "400", "413", "no chunk", "no HTTP"],
+)
+def test_answers_that_nobody_takes(request_, left, monkeypatch):
+    """When the kernel keeps no more for a client, whichever answer is in the way, the connection ends."""
+    monkeypatch.setattr(tornado.iostream.IOStream, "write_to_fd", lambda self, data: 0)
+    with running(Capitals(), _QUICK) as it, socket.create_connection(("127.0.0.1", it.port)) as c:
+        c.sendall(request_)
+        it.Until(lambda: it.service.connections == 1)
+        it.Until(lambda: it.service.connections == 0)
+        it.Until(lambda: left() == 0)
