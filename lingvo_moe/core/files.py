@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 _RANDOM = 6  # bytes of a temporary name
-# These come of writing alone, so a file that is being written is what they are about.
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.ENOENT)
 
 
 def open_to_write(path: str | os.PathLike, mode: str = "wb") -> BinaryIO:
@@ -46,6 +45,17 @@ class _Named(io.FileIO):
     def write(self, data: Any) -> int:
         with naming(self._named):
             return super().write(data)
+
+
+def not_written(error: Exception, path: str | os.PathLike) -> OSError:
+    """The OSError that another library's writer has put into the words of its own error, such as a full disk's.
+
+    Args:
+        error: as it was raised.
+        path: what was being written.
+    """
+    found = next((number for number in _WRITING if os.strerror(number) in str(error)), errno.EIO)
+    return OSError(found, os.strerror(found), os.fspath(path))
 
 
 @contextlib.contextmanager
@@ -97,8 +107,7 @@ def replaced_directory(path: Path) -> Iterator[Path]:
     """Yields an empty directory beside `path`, which takes its place when the block ends without an error.
 
     Raises:
-        OSError: as the block; a file in the new directory is named as it would lie in `path`, and an error of a full
-            disk that names no file is given the name of `path`.
+        OSError: as the block; a file in the new directory is named as it would lie in `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temp, old = _beside(path), _beside(path)
@@ -124,8 +133,6 @@ def replaced_directory(path: Path) -> Iterator[Path]:
 def _name_in_place(error: OSError, temp: Path, path: Path) -> None:
     """Makes an error of writing into `temp` name a file in `path`."""
     if error.filename is None:
-        if error.errno in NO_SPACE:
-            error.filename = os.fspath(path)
         return
     named = Path(os.fsdecode(error.filename))
     if named.is_relative_to(temp):

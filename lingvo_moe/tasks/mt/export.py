@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
-from lingvo_moe.core.files import replaced_directory
+from lingvo_moe.core.files import not_written, replaced_directory, write_atomic
 from lingvo_moe.core.manifest import write_manifest
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.run_dir import RunDir
@@ -109,18 +109,22 @@ def export(
 
     Raises:
         FileExistsError: `output` holds something else.
+        OSError: it cannot be written; it is named.
     """
     output = Path(output)
     check_replaceable(output)
     with replaced_directory(output.absolute()) as directory, quiet_absl():
         signature = translator.translate.get_concrete_function()
-        tf.saved_model.save(
-            translator,
-            str(directory),
-            signatures={"serving_default": signature, "predict": signature},
-            # Models define gradients of their own; nobody differentiates a search.
-            options=tf.saved_model.SaveOptions(experimental_custom_gradients=False),
-        )
+        try:
+            tf.saved_model.save(
+                translator,
+                str(directory),
+                signatures={"serving_default": signature, "predict": signature},
+                # Models define gradients of their own; nobody differentiates a search.
+                options=tf.saved_model.SaveOptions(experimental_custom_gradients=False),
+            )
+        except tf.errors.OpError as e:
+            raise not_written(e, output) from e
         file = directory / ABOUT
         file.parent.mkdir()
         content = {
@@ -128,7 +132,7 @@ def export(
             "languages": translator.languages,
             "options": vars(translator.options),
         }
-        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_atomic(file, (json.dumps(content, indent=2) + "\n").encode())
         write_manifest(directory, MANIFEST)
 
 

@@ -239,7 +239,7 @@ def _compiled_plans(tmp: Path) -> Kept:
         (_cached_records, 12),
         (_prepared, 24),
         (_stopped_preparation, 12),
-        (_vocab_dir, 12),
+        (_vocab_dir, 24),
         (_built_corpus, 16),
         (_shortlist, 12),
         (_kept_translations, 12),

@@ -2,19 +2,22 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tensorflow as tf
 import toy_translation as toy
+from damage import full_disk
 from numpy.testing import assert_allclose, assert_array_equal
 from tensorflow.python.tools import saved_model_cli
 
 from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
-from lingvo_moe.core.manifest import ManifestError
+from lingvo_moe.core.manifest import ManifestError, verify_manifest
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.mt.export import export, load_translator
@@ -280,3 +283,26 @@ def test_checkpoints_that_do_not_fit(tmp_path, vocab):
             file.write_bytes(file.read_bytes()[:500])
     with pytest.raises(CheckpointError, match="damaged"):
         load_translator(tmp_path)
+
+
+class _Plain(tf.Module):
+    """As much of a Translator as export needs, without a model."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = tf.Variable(tf.zeros([4000]))
+        self.languages: list[str] = []
+        self.options = SimpleNamespace(beam_size=1)
+
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.string, "text")])
+    def translate(self, text):
+        return {"translations": text, "scores": self.weights[:1]}
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path):
+    export(_Plain(), tmp_path / "model")
+    verify_manifest(tmp_path / "model", MANIFEST)
+    message = f"File too large: '{tmp_path / 'other'}'"
+    with full_disk(9000), pytest.raises(OSError, match=re.escape(message)):
+        export(_Plain(), tmp_path / "other")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -6,6 +6,7 @@ opened; what changes after that is noticed by the checksums of the record files 
 """
 
 import bisect
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -177,11 +178,14 @@ def cached_records(
     """
     key = records_key(scan.fingerprint, vocabs)
     directory = Path(cache_dir) / f"shards-{key}"
+    if directory.exists():
+        # Processes verify at the same time; only those that find damage take turns, and look again.
+        with contextlib.suppress(DataError, ManifestError, OSError):
+            return _open_verified(directory, key)
     with files.only_one(Path(cache_dir)):
         if directory.exists():
             try:
-                verify_manifest(directory, _LIST, remedy="it is made again")
-                return Records(directory, key)
+                return _open_verified(directory, key)
             except (DataError, ManifestError) as e:
                 _log.warning("the cache of tokenised data is damaged: %s", e)
         with files.replaced_directory(directory) as temp:
@@ -192,6 +196,11 @@ def cached_records(
             write_contents(temp, key, vocabs, entries)
             write_manifest(temp, _LIST)
         return Records(directory, key)
+
+
+def _open_verified(directory: Path, key: str) -> Records:
+    verify_manifest(directory, _LIST, remedy="it is made again")
+    return Records(directory, key)
 
 
 def write_contents(

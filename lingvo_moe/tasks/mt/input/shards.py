@@ -1,7 +1,6 @@
 """Writes the tokenised pairs of a language into ArrayRecord shards of a bounded number of pairs."""
 
 import contextlib
-import errno
 import itertools
 import os
 import re
@@ -13,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from lingvo_moe.core.files import NO_SPACE
+from lingvo_moe.core.files import not_written
 from lingvo_moe.core.nested_map import NestedMap
 
 # Some 25 MB of short sentences. Reading a record takes longer the more groups a shard has.
@@ -105,7 +104,7 @@ def write_shards(
             writer.close()
             writer = None
     except RuntimeError as e:
-        raise _not_written(e, shard_file(directory, lang, len(out.records) - 1)) from e
+        raise not_written(e, shard_file(directory, lang, len(out.records) - 1)) from e
     finally:
         if writer is not None:  # its shard is of no use any more
             with contextlib.suppress(RuntimeError):
@@ -113,14 +112,3 @@ def write_shards(
     out.dropped = dict(dropped)
     out.bytes = [shard_file(directory, lang, i).stat().st_size for i in range(len(out.records))]
     return out
-
-
-def _not_written(error: RuntimeError, path: Path) -> OSError:
-    """The OSError that the writer of shards has put into words."""
-    known = (
-        n
-        for n in (*NO_SPACE, errno.EIO, errno.EACCES, errno.ENOENT)
-        if os.strerror(n) in str(error)
-    )
-    number = next(known, errno.EIO)
-    return OSError(number, os.strerror(number), str(path))
