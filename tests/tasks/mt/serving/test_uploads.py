@@ -112,7 +112,7 @@ def test_a_reset_connection_leaves_nothing(server, left):
     for data, _ in _BROKEN.values():
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
             client.sendall(data[:60_000])
-            server.Until(lambda: server.service.connections == 1)
+            server.Until(lambda: left() == 3)  # the connection, its stream and a handler
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         server.Until(lambda: left() == 0)
     assert sum(more(server, before).values()) == len(_BROKEN)
