@@ -141,8 +141,9 @@ def load_vocabularies(directory: str | os.PathLike) -> NestedMap:
     out = NestedMap()
     for side in NORMALIZATION:
         path = Path(directory) / f"{side}.model"
+        if path.exists() or list_of(path).exists():
+            verify_where_listed(directory, list_of(path).name, [path.name], "tools.train_vocab")
         out[side] = Vocabulary.Load(path)
-        verify_where_listed(directory, list_of(path).name, [path.name], "tools.train_vocab")
     return out
 
 

@@ -50,7 +50,7 @@ class Vocabulary:
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
             self._processor.LoadFromSerializedProto(model_bytes)
-        except RuntimeError as e:
+        except (RuntimeError, UnicodeDecodeError) as e:  # the latter of a damaged name of a rule
             raise DataError(
                 f"{path or 'vocabulary'}: not a SentencePiece model, or damaged: {e}"
             ) from e

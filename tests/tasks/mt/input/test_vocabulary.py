@@ -103,6 +103,18 @@ def test_broken_models(tmp_path: Path) -> None:
         Vocabulary.Load(tmp_path / "bad.model")
 
 
+def test_a_damaged_model_without_a_list_loads_or_is_named(vocabulary: Vocabulary) -> None:
+    model = vocabulary.model_bytes
+    refused = []
+    for at in range(0, min(6000, len(model)), 2):
+        try:
+            Vocabulary(model[:at] + bytes([model[at] ^ 0x80]) + model[at + 1 :], "x.model")
+        except DataError as e:
+            refused.append(str(e))
+    assert len(refused) > 500
+    assert all(message.startswith("x.model: ") for message in refused)
+
+
 def test_cache(data_dir: Path, tmp_path: Path) -> None:
     found = scan(data_dir)
     said: list[str] = []
