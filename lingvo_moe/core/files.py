@@ -17,6 +17,34 @@ _RANDOM = 6  # bytes of a temporary name
 
 
 @contextlib.contextmanager
+def naming(path: str | os.PathLike) -> Iterator[None]:
+    """Gives the errors of writing, e.g. of a full disk, the name of the file, which the system leaves out."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno is None or e.filename is not None:
+            raise
+        raise type(e)(e.errno, e.strerror, os.fspath(path)) from e
+
+
+def append(path: str | os.PathLike, data: bytes) -> None:
+    """Adds to the end of a file, which is made when missing: all of the data, or, where that fails, none.
+
+    Raises:
+        OSError: e.g. a full disk; it names the file.
+    """
+    with naming(path), open(path, "ab", buffering=0) as file:
+        end = file.tell()
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[file.write(left) :]
+        except BaseException:
+            file.truncate(end)
+            raise
+
+
+@contextlib.contextmanager
 def atomic_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
     """Yields a file to write, which takes the place of `path` when the block ends without an error.
 
@@ -27,7 +55,8 @@ def atomic_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
     # tempfile would make it readable for the owner alone, whatever the umask.
     handle = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        with os.fdopen(handle, "wb") as file:
+        # The file that was asked for, not its temporary name.
+        with naming(path), os.fdopen(handle, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

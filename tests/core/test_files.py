@@ -1,11 +1,19 @@
 import contextlib
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from lingvo_moe.core.files import atomic_file, clear_leftovers, replaced_directory, write_atomic
+from lingvo_moe.core.files import (
+    append,
+    atomic_file,
+    clear_leftovers,
+    naming,
+    replaced_directory,
+    write_atomic,
+)
 
 
 @pytest.fixture(params=[0o022, 0o077, 0o002])
@@ -88,3 +96,27 @@ def test_leftovers_are_cleared(tmp_path: Path) -> None:
     (tmp_path / ".data.ba9876543210").write_bytes(b"half a file")
     clear_leftovers(tmp_path / "data")
     assert sorted(os.listdir(tmp_path)) == sorted(names[1:])
+
+
+def test_appended_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    append(path, b"first\n")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9, before[1]))  # as on a full disk
+    try:
+        with pytest.raises(OSError, match=f"File too large: '{path}'"):
+            append(path, b"second\n")
+        with pytest.raises(OSError, match=f"File too large: '{path}'"):
+            write_atomic(path, b"x" * 10)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_bytes() == b"first\n" and os.listdir(tmp_path) == ["file"]
+    append(path, b"second\n")
+    assert path.read_bytes() == b"first\nsecond\n"
+
+
+def test_errors_that_have_a_name_keep_it(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="none/file"):
+        append(tmp_path / "none/file", b"")
+    with pytest.raises(OSError, match="of another kind"), naming(tmp_path):
+        raise OSError("of another kind")

@@ -79,17 +79,25 @@ def write_shards(
                     path = shard_file(directory, lang, len(out.records))
                     writer = ArrayRecordWriter(str(path), _WRITER_OPTIONS)
                     out.records.append(0)
-                writer.write(np.array([len(source), *source, *target], dtype).tobytes())
+                _written(writer.write, np.array([len(source), *source, *target], dtype).tobytes())
                 out.records[-1] += 1
                 out.source_tokens += len(source)
                 out.target_tokens += len(target)
                 if out.records[-1] == pairs_per_shard:
-                    writer.close()
+                    _written(writer.close)
                     writer = None
             told(len(chunk))
     finally:
         if writer is not None:
-            writer.close()
+            _written(writer.close)
     out.dropped = dict(dropped)
     out.bytes = [shard_file(directory, lang, i).stat().st_size for i in range(len(out.records))]
     return out
+
+
+def _written(act: Callable[..., None], *args: bytes) -> None:
+    """Writes or closes; what ArrayRecord says of a full disk, with the file's name, as an OSError."""
+    try:
+        act(*args)
+    except RuntimeError as e:
+        raise OSError(f"tokenised pairs cannot be written: {e}") from e
