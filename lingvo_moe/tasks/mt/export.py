@@ -11,6 +11,8 @@ from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
 from lingvo_moe.core.files import replaced_directory
 from lingvo_moe.core.manifest import write_manifest
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.paths import check_portable
+from lingvo_moe.tasks.mt.directories import EXPORTED, check_replaceable
 from lingvo_moe.tasks.mt.run_dir import RunDir
 from lingvo_moe.tasks.mt.saved_translator import ABOUT, MANIFEST, quiet_absl
 from lingvo_moe.tasks.mt.shortlist import Shortlist
@@ -106,10 +108,12 @@ def export(
         about: for JSON; kept in the SavedModel, with the options.
 
     Raises:
-        FileExistsError: `output` holds something else.
+        OutputError: `output` holds something else, or lies inside a run, data or another model.
+        PathError: a path from which TensorFlow could not load a model.
     """
+    check_portable(output, "--output")
     output = Path(output)
-    check_replaceable(output)
+    check_replaceable(output, EXPORTED)
     with replaced_directory(output.absolute()) as directory, quiet_absl():
         signature = translator.translate.get_concrete_function()
         tf.saved_model.save(
@@ -128,17 +132,6 @@ def export(
         }
         file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         write_manifest(directory, MANIFEST)
-
-
-def check_replaceable(output: str | os.PathLike) -> None:
-    """Raises FileExistsError unless `output` is free, empty, or a SavedModel."""
-    output = Path(output)
-    if not output.exists() or tf.saved_model.contains_saved_model(str(output)):
-        return
-    if not output.is_dir() or any(output.iterdir()):
-        raise FileExistsError(
-            f"--output={output} holds something that is no SavedModel; give another directory"
-        )
 
 
 def _check_theta(where: str, theta: NestedMap, specs: NestedMap) -> None:

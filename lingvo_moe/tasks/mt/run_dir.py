@@ -19,6 +19,7 @@ from lingvo_moe.core import registry
 from lingvo_moe.core.files import write_atomic
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.paths import check_portable
 
 _FILE = "experiment.json"
 _SIDES = ("source", "target")
@@ -32,7 +33,12 @@ class RunDir:
     """The description of a run in `path`. Nothing is read or written before it is asked for."""
 
     def __init__(self, path: str | os.PathLike, flag: str = "--logdir"):
-        """Args: the directory; the flag that named it, for errors."""
+        """Args: the directory; the flag that named it, for errors.
+
+        Raises:
+            PathError: a path below which checkpoints could not be read again.
+        """
+        check_portable(path, flag)
         self.path, self._flag = Path(path), flag
 
     @property

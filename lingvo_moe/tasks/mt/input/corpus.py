@@ -17,11 +17,11 @@ from pathlib import Path
 
 from lingvo_moe.core import files
 from lingvo_moe.core.suggest import did_you_mean
+from lingvo_moe.tasks.mt.directories import CORPUS, check_replaceable
 from lingvo_moe.tasks.mt.input import clean, gettext_catalogs, split
 from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.input.output_directory import check_replaceable
 
-_SUMMARY = "corpus.json"
+_SUMMARY = CORPUS.marks[0]
 _DEV_SHARE = 0.08
 MAX_SOURCES_PER_ENGLISH = 2
 
@@ -70,11 +70,12 @@ def build_corpus(
         progress: called after each language that was kept.
 
     Raises:
-        DataError: a package is missing, a language is unknown or has too few pairs, or `output` holds other files.
+        DataError: a package is missing, a language is unknown or has too few pairs.
+        OutputError: `output` holds other files, or lies inside a run, data or a model.
     """
     options = options or CorpusOptions()
     output = Path(output)
-    check_replaceable(output, _SUMMARY, ("dev",), "corpus")
+    check_replaceable(output, CORPUS)
     catalogs = _catalogs_by_language(options.packages)
     languages = _languages(options, catalogs)
     counts: dict[str, tuple[int, int]] = {}

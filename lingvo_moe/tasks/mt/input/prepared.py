@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lingvo_moe.tasks.mt.directories import PREPARED
 from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError
 
-SUMMARY = "prepared.json"
+SUMMARY = PREPARED.marks[0]
 FORMAT = 1
 _REMEDY = "run tools.prepare again, or delete {summary} to use the files as they are"
 

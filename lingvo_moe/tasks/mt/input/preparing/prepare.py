@@ -23,10 +23,10 @@ import numpy as np
 
 from lingvo_moe.core import files
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.tasks.mt.directories import PREPARED, check_replaceable
 from lingvo_moe.tasks.mt.input import prepared, split
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.mixing import temperature_weights
-from lingvo_moe.tasks.mt.input.output_directory import check_replaceable
 from lingvo_moe.tasks.mt.input.preparing import language_stage as languages
 from lingvo_moe.tasks.mt.input.preparing import read_stage as reading
 from lingvo_moe.tasks.mt.input.preparing import token_stages as tokens
@@ -86,10 +86,11 @@ def prepare(
         progress: called with a line of text now and then.
 
     Raises:
-        DataError: an input is missing, damaged or of no known form, nothing is left of it, a vocabulary is too large
-            for it, or `output` holds other files.
+        DataError: an input is missing, damaged or of no known form, nothing is left of it, or a vocabulary is too
+            large for it.
+        OutputError: `output` holds other files, or lies inside a run, data or a model.
     """
-    check_replaceable(output, prepared.SUMMARY, ("dev", "vocab", "records"), "prepared data")
+    check_replaceable(output, PREPARED)
     output = Path(os.path.realpath(output))
     found = find_sources(inputs, options.fields)
     found.train += [Source("tfds", name, None) for name in options.tfds]
