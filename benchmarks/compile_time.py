@@ -31,7 +31,12 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--rounds", type=int, default=2, help="times that each is compiled (%(default)s)")
     add("--devices", default="", help=f"some of {', '.join(map(str, COMPILED))}, comma-separated")
-    add("--output", default=str(PLANS / f"{goldens.COMPILE_TIME}.json"), help="(%(default)s)")
+    add(
+        "--output",
+        type=_cli.local_path,
+        default=str(PLANS / f"{goldens.COMPILE_TIME}.json"),
+        help="(%(default)s)",
+    )
     args = parser.parse_args(argv)
     _cli.check_at_least(parser, args, rounds=1)
     devices = _cli.names(args.devices) or tuple(map(str, COMPILED))

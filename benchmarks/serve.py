@@ -46,8 +46,20 @@ _POOL = 400  # lines that requests are made of, so that each is asked for again 
 def main(argv: list[str] | None = None) -> int:
     parser = _cli.Parser(prog="python -m benchmarks.serve", description=__doc__)
     add = parser.add_argument
-    add("--saved_model", required=True, metavar="DIR", help="what tools.export wrote")
-    add("--data_dir", required=True, metavar="CORPUS", help="whose held-out lines are sent")
+    add(
+        "--saved_model",
+        type=_cli.portable_path,
+        required=True,
+        metavar="DIR",
+        help="what tools.export wrote",
+    )
+    add(
+        "--data_dir",
+        type=_cli.local_path,
+        required=True,
+        metavar="CORPUS",
+        help="whose held-out lines are sent",
+    )
     add("--clients", type=int, default=8, help="polite ones (%(default)s)")
     add("--seconds", type=float, default=60, help="of load (%(default)s)")
     add("--broken_uploads", type=int, default=10_000, help="after the load (%(default)s)")

@@ -5,7 +5,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,10 @@ from lingvo_moe.core.class_names import TRUST_RUN_HELP
 from lingvo_moe.core.command import run as run_command
 from lingvo_moe.core.engine.base import ENGINES, ONE_DEVICE_ENGINES
 from lingvo_moe.core.quiet import quiet
+from lingvo_moe.core.run_lock import RunLock
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.suggest import did_you_mean
 from lingvo_moe.trainer_checks import (
-    RunLock,
     UsageError,
     check_began_from,
     check_divisible,
@@ -209,54 +209,88 @@ def train(args: argparse.Namespace, params: Any, override: str) -> int:
     check_sizes(params)
 
     run_dir = RunDir(args.logdir)
-    mistake: Exception | None = None
-    if first_process:
-        try:
-            prepare(args, params, override, run_dir, task, inputs)
-        except (ValueError, OSError) as e:
-            mistake = e
-    # Every process waits here for the first, and ends with it where it cannot begin.
-    if engine.AnyProcess(mistake is not None):
-        raise mistake or UsageError("process 0 of the job could not begin; its error says why")
-    if not first_process:
-        inputs.Prepare(vocabs=run_dir.vocabs, tasks=run_dir.languages)
-    initial = initial_weights(run_dir, params, inputs, args.trust_run)
-
-    enable_compilation_cache()
-    summaries = Summaries(str(run_dir.summaries_dir), enabled=first_process)
-    summaries.Text("params", params.ToText())
-    if run_dir.began_from:
-        summaries.Text("began_from", init_from.describe(run_dir.began_from))
-    checkpointer = Checkpointer(str(run_dir.checkpoint_dir), keep=params.train.save_max_to_keep)
-    try:
-        loop = TrainLoop(task, inputs, engine, checkpointer, summaries, params.train, initial)
-        started = time.monotonic()
-        result = loop.Run(
-            on_compiled=lambda step: (
-                report_program(step, args.logdir, started) if first_process else None
-            )
+    # Held until the last checkpoint is complete.
+    with RunLock(args.logdir) as lock:
+        share_run(
+            args, engine, lock, lambda: prepare(args, params, override, run_dir, task, inputs, lock)
         )
-    finally:
-        summaries.Close()
-        checkpointer.Close()
+        if not first_process:
+            inputs.Prepare(vocabs=run_dir.vocabs, tasks=run_dir.languages)
+        initial = initial_weights(run_dir, params, inputs, args.trust_run)
+        enable_compilation_cache()
+        started = time.monotonic()
+        with (
+            Checkpointer(str(run_dir.checkpoint_dir), keep=params.train.save_max_to_keep) as saved,
+            Summaries(str(run_dir.summaries_dir), enabled=first_process) as summaries,
+        ):
+            summaries.Text("params", params.ToText())
+            if run_dir.began_from:
+                summaries.Text("began_from", init_from.describe(run_dir.began_from))
+            loop = TrainLoop(task, inputs, engine, saved, summaries, params.train, initial)
+            result = loop.Run(
+                on_compiled=lambda step: (
+                    report_program(step, args.logdir, started) if first_process else None
+                )
+            )
     return 128 + result.signal if result.signal else 0
 
 
-def prepare(
-    args: argparse.Namespace, params: Any, override: str, run_dir: Any, task: Any, inputs: Any
+def share_run(
+    args: argparse.Namespace, engine: Any, lock: RunLock, begin: Callable[[], None]
 ) -> None:
-    """Makes the run's directory and its data ready, on the job's first process; keeps other trainers out."""
+    """Locks the run's directory on all processes of the job; process 0 makes it ready in between.
+
+    Args:
+        args: the flags.
+        engine: by which the processes wait for each other.
+        lock: of --logdir.
+        begin: what process 0 does, with the lock held, before the others look at the directory.
+
+    Raises:
+        ValueError, OSError: this process or another one cannot begin; all of them end.
+    """
+    from lingvo_moe.core.engine import devices
+
+    def together(first: bool, work: Callable[[], None]) -> None:
+        """Does work on process 0, or on the others; none goes on where it failed."""
+        mistake: Exception | None = None
+        if first == (args.process_id == 0):
+            try:
+                work()
+            except (ValueError, OSError) as e:
+                mistake = e
+        if engine.AnyProcess(mistake is not None):
+            who = "process 0" if first else "another process"
+            raise mistake or UsageError(f"{who} of the job could not begin; its error says why")
+
+    def lock_and_begin() -> None:
+        lock.Acquire()
+        begin()
+
+    together(True, lock_and_begin)
+    if args.num_processes > 1:
+        token = devices.from_first_process(lock.token)
+        together(False, lambda: lock.Join(token, args.process_id))
+
+
+def prepare(
+    args: argparse.Namespace,
+    params: Any,
+    override: str,
+    run_dir: Any,
+    task: Any,
+    inputs: Any,
+    lock: RunLock,
+) -> None:
+    """Makes the run's directory, which is locked, and its data ready, on the job's first process."""
     from lingvo_moe.core.engine.progress import LineProgress
     from lingvo_moe.tasks.mt import init_from
 
-    lock = RunLock(args.logdir)
-    if run_dir.path.exists():
-        lock.Acquire()
     goes_on = has_begun(run_dir) and not args.restart
     if args.init_from and not goes_on:  # before a run is moved aside
         step = init_from.find_step(args.init_from, args.init_from_step)
         init_from.check_model(args.init_from, params.task, args.trust_run)
-    prepare_run_dir(run_dir, args.model, override, restart=args.restart)
+    prepare_run_dir(run_dir, args.model, override, lock, restart=args.restart)
     if goes_on:
         check_began_from(args, run_dir)
     with LineProgress() as progress:
@@ -265,7 +299,6 @@ def prepare(
         else:
             inputs.Prepare(progress)
     check_tasks(task, inputs)
-    lock.Acquire()
     if goes_on:
         return
     about = None

@@ -1,7 +1,6 @@
 """What a job refuses to begin with, or to go on from: mistakes found before anything slow is done."""
 
 import argparse
-import fcntl
 import os
 import sys
 from pathlib import Path
@@ -10,7 +9,10 @@ from typing import Any
 from lingvo_moe.core import registry
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES
 from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.paths import check_local, check_portable
+from lingvo_moe.core.run_lock import RunLock
 from lingvo_moe.core.sharding import Mesh, ShardingError
+from lingvo_moe.tasks.mt.directories import check_logdir
 
 # Where files lie may change while a run goes on; that they hold the same is checked when it does.
 _PLACES = ("input.data_dir", "input.cache_dir")
@@ -29,6 +31,7 @@ def check_flags(args: argparse.Namespace, params: Params) -> None:
             "--data_dir is needed to train: a directory of <lang>.tsv.gz files "
             "(`python -m tools.build_corpus --output=corpus` makes one)"
         )
+    check_paths(args, params)
     check_train(params.train)
     if args.engine != "pjrt" and args.num_processes > 1:
         raise UsageError(
@@ -56,6 +59,21 @@ def check_flags(args: argparse.Namespace, params: Params) -> None:
         raise UsageError(f"--logdir={args.logdir}: {place} is not a directory")
     if not os.access(place, os.W_OK | os.X_OK):
         raise UsageError(f"--logdir={args.logdir}: no permission to write in {place}")
+
+
+def check_paths(args: argparse.Namespace, params: Params) -> None:
+    """Checks every path of a job before anything is written.
+
+    Raises:
+        PathError: a remote address, or characters that a library cannot work with.
+        OutputError: a --logdir that is, lies in, or holds data, an exported model or another run.
+    """
+    check_portable(args.logdir, "--logdir")
+    check_portable(args.init_from, "--init_from")
+    check_local(args.data_dir, "--data_dir")
+    for name in ("data_dir", "cache_dir"):
+        check_local(params.input.Get(name), f"input.{name}")
+    check_logdir(args.logdir, {"--data_dir": params.input.data_dir})
 
 
 def check_train(train: Params) -> None:
@@ -126,44 +144,25 @@ def check_divisible(params: Any, task: Any, mesh: Mesh) -> None:
             )
 
 
-class RunLock:
-    """Keeps a second trainer out of a run's directory, for as long as this process lives."""
-
-    def __init__(self, logdir: str):
-        self._logdir, self._file = Path(logdir), None  # type: Path, Any
-
-    def Acquire(self) -> None:
-        """Locks the directory, which is made when missing; does nothing when it is held already.
-
-        Raises:
-            UsageError: another trainer holds it.
-        """
-        path = self._logdir / ".lock"
-        if (
-            self._file
-            and path.exists()
-            and os.path.samestat(os.fstat(self._file.fileno()), path.stat())
-        ):
-            return
-        self._logdir.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "a")  # noqa: SIM115  held until the process ends
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UsageError(f"--logdir={self._logdir}: another trainer is at work there") from None
-
-
 def has_begun(run_dir: Any) -> bool:
     """Whether there is a checkpoint; a run described but not begun may become another one."""
     return bool(run_dir.steps)
 
 
-def prepare_run_dir(run_dir: Any, model: str, override: str, restart: bool) -> None:
+def prepare_run_dir(run_dir: Any, model: str, override: str, lock: RunLock, restart: bool) -> None:
     """Makes sure that --logdir is free, or holds the very run that the flags describe.
+
+    Args:
+        run_dir: the RunDir of --logdir.
+        model: the experiment's name.
+        override: the parameters' overrides.
+        lock: which holds the directory; and holds the new one where --restart moves that aside.
+        restart: whether to begin at step 0 whatever is there.
 
     Raises:
         UsageError: it holds another experiment, or a run that lacks something.
         RunDirError: a run that is damaged, or links that lead out of it.
+        RunLockError: another trainer took the new directory.
     """
     from lingvo_moe.core.engine.summaries import read_metrics
 
@@ -173,6 +172,7 @@ def prepare_run_dir(run_dir: Any, model: str, override: str, restart: bool) -> N
         while (aside := path.with_name(f"{path.name}.before_restart_{number}")).exists():
             number += 1
         path.rename(aside)
+        lock.Acquire()
         log(f"--restart: the run that was in {path} is now in {aside}")
     for name in ("train", "checkpoints"):  # into which it writes
         run_dir.Inside(name)

@@ -10,6 +10,8 @@ import pytest
 
 from lingvo_moe import trainer
 from lingvo_moe.core import registry
+from lingvo_moe.core.run_lock import LOCK_FILE, RunLock
+from lingvo_moe.tasks.mt.directories import check_logdir
 from lingvo_moe.tasks.mt.run_dir import RunDir
 
 
@@ -182,6 +184,74 @@ def test_data_that_cannot_be(kind, override, expected, data_dir, tmp_path, capfd
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    "flag, expected",
+    [
+        ("--logdir=gs://bucket/run", "--logdir=gs://bucket/run: remote storage is not supported"),
+        ("--logdir=runs[1]/run", "--logdir=runs[1]/run: checkpoints and models could not be read"),
+        ("--logdir=a\\b", "--logdir=a\\b: checkpoints and models could not be read again"),
+        ("--logdir=~/run", "--logdir=~/run: '~' is only replaced by a shell"),
+        ("--data_dir=s3://bucket/data", "--data_dir=s3://bucket/data: remote storage"),
+        ("--init_from=gs://bucket/run", "--init_from=gs://bucket/run: remote storage"),
+        (
+            "--model_params_override=input.cache_dir=gs://bucket/x",
+            "input.cache_dir=gs://bucket/x: remote storage",
+        ),
+        (
+            "--model_params_override=input.data_dir=gs://bucket/x",
+            "input.data_dir=gs://bucket/x: remote storage",
+        ),
+    ],
+)
+def test_paths_that_cannot_be_worked_with(flag, expected, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = [] if "data_dir" in flag else ["--data_dir=data"]
+    assert expected in _error(capfd, TINY, "--logdir=run", *data, flag)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "logdir, expected",
+    [
+        ("data", "is also --data_dir="),
+        ("data/run", "lies inside --data_dir="),
+        (".", "holds --data_dir="),
+        ("link", "is also --data_dir="),
+        ("model", "is an exported model, which a run would damage"),
+        ("model/assets/run", "model, which is an exported model; name a directory outside of it"),
+        ("prepared", "is prepared data"),
+        ("corpus/x/y", "corpus, which is a corpus; name"),
+        ("run/checkpoints", "run, which is a run; name"),
+        ("runs", "holds first, which is a run; --restart would move it away with the run"),
+    ],
+)
+def test_a_logdir_that_is_something_else(logdir, expected, data_dir, tmp_path, capfd, monkeypatch):
+    for name in (
+        "model/saved_model.pb",
+        "prepared/prepared.json",
+        "corpus/corpus.json",
+        "run/experiment.json",
+        "runs/first/experiment.json",
+    ):
+        _write(tmp_path / name)
+    (tmp_path / "link").symlink_to("data")
+    before = _files(tmp_path)
+    for more in ([], ["--restart"]):
+        flags = [TINY, f"--data_dir={data_dir}", f"--logdir={tmp_path / logdir}", *more]
+        line = _error(capfd, *flags)
+        assert line.startswith(f"error: --logdir={tmp_path / logdir} ") and expected in line
+    assert _files(tmp_path) == before
+
+
+def test_a_logdir_may_hold_files_of_others(data_dir, tmp_path):
+    _write(tmp_path / "run/notes.txt", "to do")
+    _write(tmp_path / "run/eval/report.json", "{}")
+    check_logdir(tmp_path / "run", {"--data_dir": data_dir})
+    _write(tmp_path / "run/experiment.json", "{}")
+    _write(tmp_path / "run/model/saved_model.pb")  # of before exports into runs were refused
+    check_logdir(tmp_path / "run", {"--data_dir": data_dir})
+
+
 def test_a_logdir_that_cannot_be_written_is_found_before_the_data_is_read(
     data_dir, tmp_path, capfd, monkeypatch
 ):
@@ -213,22 +283,30 @@ def _run(tmp_path, override="", model="mt.M4Tiny", begun=True):
     return run_dir
 
 
+def _prepare(run_dir, model, override, restart):
+    """prepare_run_dir, with the directory's lock held, as the trainer holds it."""
+    with RunLock(run_dir.path) as lock:
+        lock.Acquire()
+        trainer.prepare_run_dir(run_dir, model, override, lock, restart)
+
+
 def _files(path):
-    return sorted((str(p), p.stat().st_mtime_ns) for p in path.rglob("*"))
+    found = (p for p in path.rglob("*") if p.name != LOCK_FILE)
+    return sorted((str(p), p.stat().st_mtime_ns) for p in found)
 
 
 def test_another_experiment_in_the_same_logdir_is_refused_with_the_difference(tmp_path):
     run_dir = _run(tmp_path, "task.num_experts=16;train.max_steps=7")
     before = _files(run_dir.path)
     with pytest.raises(trainer.UsageError) as e:
-        trainer.prepare_run_dir(run_dir, "mt.M4Tiny", "task.model_dim=32", restart=False)
+        _prepare(run_dir, "mt.M4Tiny", "task.model_dim=32", restart=False)
     message = str(e.value)
     assert f"--logdir={run_dir.path} holds a run of mt.M4Tiny with other parameters" in message
     assert "> task.num_experts : 16\n< task.num_experts : 8" in message
     assert "> task.model_dim : 16\n< task.model_dim : 32" in message
     assert "max_steps" not in message
     with pytest.raises(trainer.UsageError, match=r"holds a run of mt\.M4Tiny"):
-        trainer.prepare_run_dir(run_dir, "mt.M4Demo", "task.num_experts=16", restart=False)
+        _prepare(run_dir, "mt.M4Demo", "task.num_experts=16", restart=False)
     assert _files(run_dir.path) == before
 
 
@@ -240,9 +318,9 @@ def test_a_run_of_before_a_parameter_was_there_goes_on(tmp_path):
     assert line in file.read_text()
     file.write_text(file.read_text().replace(line, ""))
     run_dir.ListFiles()
-    trainer.prepare_run_dir(run_dir, "mt.M4Tiny", "", restart=False)
+    _prepare(run_dir, "mt.M4Tiny", "", restart=False)
     with pytest.raises(trainer.UsageError, match=r"would run now:\n< task\.num_kv_heads : 1$"):
-        trainer.prepare_run_dir(run_dir, "mt.M4Tiny", "task.num_kv_heads=1", restart=False)
+        _prepare(run_dir, "mt.M4Tiny", "task.num_kv_heads=1", restart=False)
 
 
 def test_an_experiment_that_was_changed_under_its_run_is_noticed(tmp_path):
@@ -257,20 +335,20 @@ def test_an_experiment_that_was_changed_under_its_run_is_noticed(tmp_path):
     (run_dir.path / "params.txt").write_text(was)
     run_dir.ListFiles()
     with pytest.raises(trainer.UsageError, match=r"> task\.aux_loss_weight : 0\.5\n< task\.aux"):
-        trainer.prepare_run_dir(run_dir, "mt.M4Tiny", "", restart=False)
+        _prepare(run_dir, "mt.M4Tiny", "", restart=False)
 
 
 def test_the_same_run_may_be_longer_and_its_data_elsewhere(tmp_path):
     run_dir = _run(tmp_path, "train.max_steps=7;input.data_dir=/a;task.num_experts=16")
     override = "task.num_experts=16;train.max_steps=9;input.data_dir=/b"
-    trainer.prepare_run_dir(run_dir, "mt.demo.M4Tiny", override, restart=False)
+    _prepare(run_dir, "mt.demo.M4Tiny", override, restart=False)
     assert trainer.has_begun(run_dir)
 
 
 def test_a_run_that_never_began_gives_way(tmp_path):
     """E.g. after a mistake that was noticed late: the flags may be put right."""
     run_dir = _run(tmp_path, "task.num_experts=16", begun=False)
-    trainer.prepare_run_dir(run_dir, "mt.M4Tiny", "", restart=False)
+    _prepare(run_dir, "mt.M4Tiny", "", restart=False)
     assert not trainer.has_begun(run_dir)
 
 
@@ -278,18 +356,18 @@ def test_a_run_that_lacks_something_is_not_begun_anew(tmp_path):
     run_dir = _run(tmp_path)
     (run_dir.path / "experiment.json").unlink()
     with pytest.raises(trainer.UsageError, match=r"experiment\.json is missing.*--restart"):
-        trainer.prepare_run_dir(run_dir, "mt.M4Tiny", "", restart=False)
+        _prepare(run_dir, "mt.M4Tiny", "", restart=False)
     run_dir = RunDir(tmp_path / "second")
     (run_dir.path / "train").mkdir(parents=True)
     (run_dir.path / "train/metrics.jsonl").write_text(json.dumps({"step": 3}) + "\n")
     with pytest.raises(trainer.UsageError, match=r"no checkpoint of it; --restart"):
-        trainer.prepare_run_dir(run_dir, "mt.M4Tiny", "", restart=False)
+        _prepare(run_dir, "mt.M4Tiny", "", restart=False)
 
 
 def test_restart_moves_the_run_aside(tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(_run(tmp_path).path)
     for number in (1, 2):
-        trainer.prepare_run_dir(RunDir(tmp_path / "run"), "mt.M4Demo", "", restart=True)
+        _prepare(RunDir(tmp_path / "run"), "mt.M4Demo", "", restart=True)
         aside = tmp_path / f"run.before_restart_{number}"
         assert (aside / "checkpoints/5").is_dir()
         assert f"{tmp_path / 'run'} is now in {aside}" in capfd.readouterr().err
@@ -299,7 +377,7 @@ def test_restart_moves_the_run_aside(tmp_path, capfd, monkeypatch):
 
 def test_restart_moves_nothing_that_is_not_a_run(tmp_path):
     _write(tmp_path / "home" / "letters.txt", "dear")
-    trainer.prepare_run_dir(RunDir(tmp_path / "home"), "mt.M4Tiny", "", restart=True)
+    _prepare(RunDir(tmp_path / "home"), "mt.M4Tiny", "", restart=True)
     assert (tmp_path / "home" / "letters.txt").exists()
 
 
@@ -372,14 +450,6 @@ def test_the_600_billion_parameter_model_is_inspected_in_seconds():
         if "m4.encoder" in line and "ffn.experts.wi" in line
     )
     assert "9x2048x1024x8192" in moe and "LEMH" in moe and "E:expert" in moe
-
-
-def test_a_second_trainer_is_kept_out_of_a_run(tmp_path):
-    first, second = (trainer.RunLock(str(tmp_path / "run")) for _ in range(2))
-    first.Acquire()
-    first.Acquire()
-    with pytest.raises(trainer.UsageError, match="another trainer is at work there"):
-        second.Acquire()
 
 
 def test_semicolons_in_paths_stay_in_paths(tmp_path):

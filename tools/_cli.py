@@ -13,8 +13,26 @@ from typing import Any
 
 from lingvo_moe.core.class_names import TRUST_RUN_HELP
 from lingvo_moe.core.command import run as run
+from lingvo_moe.core.paths import PathError, check_local, check_portable
 from lingvo_moe.core.quiet import quiet
 from lingvo_moe.core.suggest import did_you_mean
+from lingvo_moe.tasks.mt.directories import Kind, check_addable, check_replaceable
+
+
+def local_path(text: str) -> str:
+    """The `type` of a flag that names files which Python reads or writes, or data; Parser checks it."""
+    return text
+
+
+def portable_path(text: str) -> str:
+    """The `type` of a flag that names a run or an exported model; Parser checks it."""
+    return text
+
+
+_PATH_CHECKS: dict[Any, Callable[[str, str], None]] = {
+    local_path: check_local,
+    portable_path: check_portable,
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,7 +50,17 @@ class Parser(argparse.ArgumentParser):
             flag = argument.partition("=")[0]
             if flag.startswith("--") and flag != "--" and flag not in known:
                 self.error(f"no flag {flag}{did_you_mean(flag, known)}")
-        return super().parse_args(args, namespace)
+        parsed = super().parse_args(args, namespace)
+        for action in self._actions:
+            check = _PATH_CHECKS.get(action.type)
+            value = getattr(parsed, action.dest, None)
+            if check and value:
+                try:
+                    for path in value if isinstance(value, list) else [value]:
+                        check(path, action.option_strings[0])
+                except PathError as e:
+                    self.error(str(e))
+        return parsed
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -49,7 +77,8 @@ def check_at_least(parser: argparse.ArgumentParser, args: argparse.Namespace, **
 
 
 def check_output_file(path: str | os.PathLike, flag: str = "--output") -> None:
-    """Raises ValueError, naming the flag, unless a file can be written at `path`."""
+    """Raises ValueError, naming the flag, unless a file can be written at `path`, and changes no run, data or model."""
+    check_local(path, flag)
     if os.path.isdir(path):
         raise ValueError(f"{flag}={path} is a directory; name a file")
     parent = Path(os.path.realpath(path)).parent
@@ -60,6 +89,7 @@ def check_output_file(path: str | os.PathLike, flag: str = "--output") -> None:
         raise ValueError(f"{flag}={path}: there is no directory {parent}")
     elif not os.access(parent, os.W_OK | os.X_OK):
         raise ValueError(f"{flag}={path}: no permission to write in {parent}")
+    check_addable(path, flag)
 
 
 def run_compiler(name: str, run: Callable[[Any], int], args: Any) -> int:
@@ -78,8 +108,17 @@ def run_compiler(name: str, run: Callable[[Any], int], args: Any) -> int:
         os._exit(130)
 
 
-def check_output_directory(path: str | os.PathLike, flag: str = "--output") -> None:
-    """Raises ValueError, naming the flag, unless `path` is or can become a directory to write in."""
+def check_output_directory(
+    path: str | os.PathLike, flag: str = "--output", replaces: Kind | None = None
+) -> None:
+    """Raises ValueError, naming the flag, unless `path` is or can become a directory to write in.
+
+    Args:
+        path: of the directory.
+        flag: that named it.
+        replaces: what the command makes, and may put in the place of an older one; None for one that adds files.
+    """
+    check_local(path, flag)
     place = Path(os.path.realpath(path))
     if place.exists() and not place.is_dir():
         raise ValueError(f"{flag}={path} is a file; name a directory")
@@ -89,6 +128,10 @@ def check_output_directory(path: str | os.PathLike, flag: str = "--output") -> N
         raise ValueError(f"{flag}={path}: {place} is not a directory")
     if not os.access(place, os.W_OK | os.X_OK):
         raise ValueError(f"{flag}={path}: no permission to write in {place}")
+    if replaces is not None:
+        check_replaceable(path, replaces, flag)
+    else:
+        check_addable(path, flag)
 
 
 def add_search_flags(parser: argparse.ArgumentParser) -> None:
@@ -108,6 +151,7 @@ def add_search_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--shortlist",
+        type=local_path,
         metavar="FILE",
         help="of tools.shortlist: score only what a line's words may be translated by, faster (default: all)",
     )

@@ -23,8 +23,15 @@ def add_flags(parser: argparse.ArgumentParser, what: str) -> None:
         metavar="CODE",
         help="the source language, e.g. de; only models that route by language (docs/moe.md) look at it",
     )
-    parser.add_argument("--input", metavar="FILE", help=f"{what} (default: standard input)")
-    parser.add_argument("--output", metavar="FILE", help="what to write (default: standard output)")
+    parser.add_argument(
+        "--input", type=_cli.local_path, metavar="FILE", help=f"{what} (default: standard input)"
+    )
+    parser.add_argument(
+        "--output",
+        type=_cli.local_path,
+        metavar="FILE",
+        help="what to write (default: standard output)",
+    )
     parser.add_argument(
         "--batch_size", type=int, default=256, help="lines read before any is written (%(default)s)"
     )

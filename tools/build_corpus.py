@@ -7,6 +7,7 @@ python -m tools.build_corpus --output=small --languages=de,sw,ja --packages=Babe
 import sys
 import time
 
+from lingvo_moe.tasks.mt.directories import CORPUS
 from lingvo_moe.tasks.mt.input.corpus import CorpusOptions, build_corpus
 from tools import _cli
 
@@ -15,7 +16,10 @@ def main(argv: list[str] | None = None) -> int:
     defaults = CorpusOptions()
     parser = _cli.Parser(prog="python -m tools.build_corpus", description=__doc__)
     parser.add_argument(
-        "--output", required=True, help="directory to write; an older corpus is replaced"
+        "--output",
+        type=_cli.local_path,
+        required=True,
+        help="directory to write; an older corpus is replaced",
     )
     parser.add_argument(
         "--languages",
@@ -61,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     output = args.output
     start = time.monotonic()
     try:
-        _cli.check_output_directory(output)
+        _cli.check_output_directory(output, replaces=CORPUS)
         counts = build_corpus(
             output,
             options,

@@ -28,8 +28,20 @@ from tools import _cli
 def main(argv: list[str] | None = None) -> int:
     parser = _cli.Parser(prog="python -m tools.compare_experts", description=__doc__)
     add = parser.add_argument
-    add("--output", default="compare", metavar="DIR", help="where everything goes (%(default)s)")
-    add("--corpus", default="", metavar="DIR", help="pairs (default: DIR/corpus, built if missing)")
+    add(
+        "--output",
+        type=_cli.portable_path,
+        default="compare",
+        metavar="DIR",
+        help="where everything goes (%(default)s)",
+    )
+    add(
+        "--corpus",
+        type=_cli.local_path,
+        default="",
+        metavar="DIR",
+        help="pairs (default: DIR/corpus, built if missing)",
+    )
     add(
         "--only",
         default="",

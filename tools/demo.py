@@ -26,7 +26,13 @@ _DEVICES = 8
 def main(argv: list[str] | None = None) -> int:
     parser = _cli.Parser(prog="python -m tools.demo", description=__doc__)
     add = parser.add_argument
-    add("--output", default="demo", metavar="DIR", help="where everything goes (%(default)s)")
+    add(
+        "--output",
+        type=_cli.portable_path,
+        default="demo",
+        metavar="DIR",
+        help="where everything goes (%(default)s)",
+    )
     add("--model", default="mt.M4Demo", help="experiment (%(default)s)")
     add("--model_params_override", default="", help="as the trainer's")
     _cli.add_trust_flag(parser)
@@ -63,6 +69,7 @@ class Demo:
         self._start = time.monotonic()
 
     def Run(self) -> int:
+        _cli.check_output_directory(self._out)
         self._out.mkdir(parents=True, exist_ok=True)
         self._build_corpus()
         self._train()

@@ -38,10 +38,17 @@ _NO_TRANSLATORS = [
 def main(argv: list[str] | None = None) -> int:
     parser = _cli.Parser(prog="python -m tools.evaluate", description=__doc__)
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--saved_model", metavar="DIR", help="what tools.export wrote")
-    model.add_argument("--logdir", metavar="RUN", help="a run, as given to the trainer")
+    model.add_argument(
+        "--saved_model", type=_cli.portable_path, metavar="DIR", help="what tools.export wrote"
+    )
+    model.add_argument(
+        "--logdir", type=_cli.portable_path, metavar="RUN", help="a run, as given to the trainer"
+    )
     parser.add_argument(
-        "--data_dir", metavar="CORPUS", help="the pairs (default: what RUN trained on)"
+        "--data_dir",
+        type=_cli.local_path,
+        metavar="CORPUS",
+        help="the pairs (default: what RUN trained on)",
     )
     parser.add_argument(
         "--languages",
@@ -54,6 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--output",
+        type=_cli.local_path,
         metavar="DIR",
         help="report and texts (default: RUN/eval; nothing for a SavedModel)",
     )
@@ -64,7 +72,10 @@ def main(argv: list[str] | None = None) -> int:
         help="the fewest training pairs of a high- and of a mid-resource language (default: thirds)",
     )
     parser.add_argument(
-        "--baselines", metavar="DIR", help="bilingual models' runs or reports, by language"
+        "--baselines",
+        type=_cli.local_path,
+        metavar="DIR",
+        help="bilingual models' runs or reports, by language",
     )
     parser.add_argument(
         "--rescore",

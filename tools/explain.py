@@ -23,7 +23,7 @@ def make_parser() -> _cli.Parser:
     parser = _cli.Parser(prog="python -m tools.explain", description=__doc__)
     add = parser.add_argument
     add("--model", default="", help="experiment whose training step to explain, e.g. mt.M4Tiny")
-    add("--program", default="", help="a program file to explain instead")
+    add("--program", type=_cli.local_path, default="", help="a program file to explain instead")
     add("--mesh", default="", help="axis:size,... (default: the experiment's own)")
     add("--num_devices", type=int, help="lay the experiment's mesh over so many (default: 8)")
     add("--topology", default="", help="compile for a TPU slice that need not be there: v3:2x2")
@@ -33,8 +33,8 @@ def make_parser() -> _cli.Parser:
         default="",
         help="names of tensors, layers or scopes, comma-separated: show these",
     )
-    add("--html", default="", help="write a page with drawings here")
-    add("--json", default="", help="write all of it here")
+    add("--html", type=_cli.local_path, default="", help="write a page with drawings here")
+    add("--json", type=_cli.local_path, default="", help="write all of it here")
     return parser
 
 

@@ -11,14 +11,20 @@ Using it needs tensorflow and tensorflow_text, and nothing of this package:
 
 import sys
 
+from lingvo_moe.tasks.mt.directories import EXPORTED
 from tools import _cli
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = _cli.Parser(prog="python -m tools.export", description=__doc__)
-    parser.add_argument("--logdir", required=True, help="the run, as given to the trainer")
     parser.add_argument(
-        "--output", required=True, help="directory to write; a SavedModel is replaced"
+        "--logdir", type=_cli.portable_path, required=True, help="the run, as given to the trainer"
+    )
+    parser.add_argument(
+        "--output",
+        type=_cli.portable_path,
+        required=True,
+        help="directory to write; a SavedModel is replaced",
     )
     parser.add_argument(
         "--top_k", type=int, help="translations of a line (default: as --beam_size); 1 is faster"
@@ -26,11 +32,10 @@ def main(argv: list[str] | None = None) -> int:
     _cli.add_search_flags(parser)
     args = parser.parse_args(argv)
     try:
-        _cli.check_output_directory(args.output)
+        _cli.check_output_directory(args.output, replaces=EXPORTED)
         _cli.load_tensorflow()
-        from lingvo_moe.tasks.mt.export import check_replaceable, export
+        from lingvo_moe.tasks.mt.export import export
 
-        check_replaceable(args.output)
         top_k = args.top_k if args.top_k is not None else (args.beam_size or 4)
         options = _cli.search_options(args, top_k)
         translator, about = _cli.load_from_run(args, options)

@@ -35,10 +35,30 @@ def make_parser() -> _cli.Parser:
     )
     add("--model_params_override", default="", help="path=value;path=value, as for the trainer")
     add("--token_budget", type=float, default=1e12, help="tokens of a whole run (default: 1e12)")
-    add("--output", default="", help="write the plan here as JSON (docs/plan_json.md)")
-    add("--html", default="", help="write a page about it here, or about all that are compared")
-    add("--compare", default="", help="JSON plans, comma-separated, to set in one table beside it")
-    add("--cache_dir", default=None, help="where compiled programs are kept; '' keeps none")
+    add(
+        "--output",
+        type=_cli.local_path,
+        default="",
+        help="write the plan here as JSON (docs/plan_json.md)",
+    )
+    add(
+        "--html",
+        type=_cli.local_path,
+        default="",
+        help="write a page about it here, or about all that are compared",
+    )
+    add(
+        "--compare",
+        type=_cli.local_path,
+        default="",
+        help="JSON plans, comma-separated, to set in one table beside it",
+    )
+    add(
+        "--cache_dir",
+        type=_cli.local_path,
+        default=None,
+        help="where compiled programs are kept; '' keeps none",
+    )
     return parser
 
 

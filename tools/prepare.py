@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lingvo_moe.tasks.mt.directories import PREPARED
 from lingvo_moe.tasks.mt.input.preparing.filters import Rules
 from lingvo_moe.tasks.mt.input.preparing.prepare import PrepareOptions, prepare
 from lingvo_moe.tasks.mt.input.preparing.sources import Fields
@@ -33,12 +34,19 @@ def _parser() -> _cli.Parser:
     add = parser.add_argument
     add(
         "--input",
+        type=_cli.local_path,
         action="append",
         default=[],
         metavar="PATH",
         help="directory or file of parallel text; may be given several times",
     )
-    add("--output", required=True, metavar="DATA", help="directory to make; give it as --data_dir")
+    add(
+        "--output",
+        type=_cli.local_path,
+        required=True,
+        metavar="DATA",
+        help="directory to make; give it as --data_dir",
+    )
     add(
         "--model",
         metavar="NAME",
@@ -165,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
     from lingvo_moe.core.engine.progress import LineProgress
 
     try:
-        _cli.check_output_directory(args.output)
+        _cli.check_output_directory(args.output, replaces=PREPARED)
         options = _options(args)
         with LineProgress() as progress:
             summary = prepare(args.input, args.output, options, progress)

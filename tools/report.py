@@ -20,8 +20,19 @@ from tools import _cli
 def main(argv: list[str] | None = None) -> int:
     parser = _cli.Parser(prog="python -m tools.report", description=__doc__)
     add = parser.add_argument
-    add("--logdir", metavar="RUN", required=True, help="a run, as given to the trainer")
-    add("--data_dir", metavar="CORPUS", help="the pairs (default: what RUN trained on)")
+    add(
+        "--logdir",
+        type=_cli.portable_path,
+        metavar="RUN",
+        required=True,
+        help="a run, as given to the trainer",
+    )
+    add(
+        "--data_dir",
+        type=_cli.local_path,
+        metavar="CORPUS",
+        help="the pairs (default: what RUN trained on)",
+    )
     add(
         "--languages",
         type=_cli.names,
@@ -30,12 +41,17 @@ def main(argv: list[str] | None = None) -> int:
     )
     add("--max_per_language", type=int, help="dev pairs of a language (default: all)")
     add("--no_routing", action="store_true", help="do not run the model")
-    add("--eval_dir", metavar="DIR", help="what tools.evaluate wrote (default: RUN/eval)")
+    add(
+        "--eval_dir",
+        type=_cli.local_path,
+        metavar="DIR",
+        help="what tools.evaluate wrote (default: RUN/eval)",
+    )
     add("--samples", type=int, default=4, help="translations of each kind (%(default)s)")
     add("--seed", type=int, default=0, help="of the translations that are drawn (%(default)s)")
     _cli.add_run_flags(parser)
-    add("--out", metavar="FILE", help="the page (default: RUN/report.html)")
-    add("--png_dir", metavar="DIR", help="also a picture of each layer there")
+    add("--out", type=_cli.local_path, metavar="FILE", help="the page (default: RUN/report.html)")
+    add("--png_dir", type=_cli.local_path, metavar="DIR", help="also a picture of each layer there")
     add("--batch_size", type=int, default=16, help="packed rows at once (%(default)s)")
     add("--quiet", action="store_true", help="no progress on standard error")
     args = parser.parse_args(argv)

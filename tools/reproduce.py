@@ -27,7 +27,13 @@ def make_parser() -> _cli.Parser:
     """The flags."""
     parser = _cli.Parser(prog="python -m tools.reproduce", description=__doc__)
     add = parser.add_argument
-    add("--docs", default=str(DOCS), metavar="DIR", help="where page, pictures and plans/ are")
+    add(
+        "--docs",
+        type=_cli.local_path,
+        default=str(DOCS),
+        metavar="DIR",
+        help="where page, pictures and plans/ are",
+    )
     add("--list", action="store_true", help="tell the plans, what each is of, and if it is there")
     add("--partial", action="store_true", help="leave out what plans are missing for")
     add("--plans", action="store_true", help="make the plans anew instead of the page")
@@ -39,7 +45,12 @@ def make_parser() -> _cli.Parser:
     )
     add("--missing", action="store_true", help="with --plans: those alone that are not recorded")
     add("--update", action="store_true", help="with --plans: record the new plans")
-    add("--cache_dir", default=None, help="where compiled programs are kept; '' keeps none")
+    add(
+        "--cache_dir",
+        type=_cli.local_path,
+        default=None,
+        help="where compiled programs are kept; '' keeps none",
+    )
     return parser
 
 

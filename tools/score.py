@@ -18,7 +18,11 @@ from tools import _cli, _lines
 def main(argv: list[str] | None = None) -> int:
     parser = _cli.Parser(prog="python -m tools.score", description=__doc__)
     parser.add_argument(
-        "--logdir", metavar="RUN", required=True, help="a run, as given to the trainer"
+        "--logdir",
+        type=_cli.portable_path,
+        metavar="RUN",
+        required=True,
+        help="a run, as given to the trainer",
     )
     parser.add_argument("--tokens", action="store_true", help="also the score of each token")
     _cli.add_run_flags(parser)

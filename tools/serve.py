@@ -59,8 +59,12 @@ def make_parser() -> argparse.ArgumentParser:
 
     parser = _cli.Parser(prog="python -m tools.serve", description=__doc__)
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--saved_model", metavar="DIR", help="what tools.export wrote")
-    model.add_argument("--logdir", metavar="RUN", help="a run, as given to the trainer")
+    model.add_argument(
+        "--saved_model", type=_cli.portable_path, metavar="DIR", help="what tools.export wrote"
+    )
+    model.add_argument(
+        "--logdir", type=_cli.portable_path, metavar="RUN", help="a run, as given to the trainer"
+    )
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen at (%(default)s: this machine alone)"
     )

@@ -21,11 +21,24 @@ from tools import _cli
 def main(argv: list[str] | None = None) -> int:
     parser = _cli.Parser(prog="python -m tools.shortlist", description=__doc__)
     parser.add_argument(
-        "--logdir", required=True, metavar="RUN", help="a run, as given to the trainer"
+        "--logdir",
+        type=_cli.portable_path,
+        required=True,
+        metavar="RUN",
+        help="a run, as given to the trainer",
     )
-    parser.add_argument("--output", required=True, metavar="FILE", help="the file to write, .npz")
     parser.add_argument(
-        "--data_dir", metavar="CORPUS", help="the pairs (default: what RUN trained on)"
+        "--output",
+        type=_cli.local_path,
+        required=True,
+        metavar="FILE",
+        help="the file to write, .npz",
+    )
+    parser.add_argument(
+        "--data_dir",
+        type=_cli.local_path,
+        metavar="CORPUS",
+        help="the pairs (default: what RUN trained on)",
     )
     parser.add_argument(
         "--per_piece", type=int, default=100, help="target pieces of a source piece (%(default)s)"

@@ -18,8 +18,12 @@ from tools import _cli
 
 def main(argv: list[str] | None = None) -> int:
     parser = _cli.Parser(prog="python -m tools.train_vocab", description=__doc__)
-    parser.add_argument("--data_dir", required=True, help="directory of <lang>.tsv.gz")
-    parser.add_argument("--output", required=True, type=Path, help="directory for the two models")
+    parser.add_argument(
+        "--data_dir", type=_cli.local_path, required=True, help="directory of <lang>.tsv.gz"
+    )
+    parser.add_argument(
+        "--output", type=_cli.local_path, required=True, help="directory for the two models"
+    )
     parser.add_argument(
         "--languages", type=_cli.names, default=(), help="e.g. de,sw (default: all)"
     )
@@ -60,9 +64,10 @@ def main(argv: list[str] | None = None) -> int:
             vocabularies = cached_vocabularies(
                 scan(args.data_dir, args.languages, progress), options, cache, progress
             )
-        args.output.mkdir(parents=True, exist_ok=True)
+        output = Path(args.output)
+        output.mkdir(parents=True, exist_ok=True)
         for side, vocabulary in vocabularies.items():
-            write_listed(args.output / f"{side}.model", vocabulary.model_bytes)
+            write_listed(output / f"{side}.model", vocabulary.model_bytes)
     except (ValueError, OSError) as e:
         print(f"train_vocab: {e}", file=sys.stderr)
         return 1

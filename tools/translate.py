@@ -21,8 +21,12 @@ from tools import _cli, _lines
 def main(argv: list[str] | None = None) -> int:
     parser = _cli.Parser(prog="python -m tools.translate", description=__doc__)
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--saved_model", metavar="DIR", help="what tools.export wrote")
-    model.add_argument("--logdir", metavar="RUN", help="a run, as given to the trainer")
+    model.add_argument(
+        "--saved_model", type=_cli.portable_path, metavar="DIR", help="what tools.export wrote"
+    )
+    model.add_argument(
+        "--logdir", type=_cli.portable_path, metavar="RUN", help="a run, as given to the trainer"
+    )
     _lines.add_flags(parser, "lines to translate")
     _cli.add_search_flags(parser)
     args = parser.parse_args(argv)

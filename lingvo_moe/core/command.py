@@ -12,7 +12,8 @@ def run(main: Callable[[], int]) -> NoReturn:
     """Runs `main` as a process and ends it with the status that it returns.
 
     Where the reader of standard output has gone, as `| head` goes, it ends quietly with the status that SIGPIPE would
-    give. SIGPIPE itself would also come of sockets, and of pipes to other processes.
+    give. SIGPIPE itself would also come of sockets, and of pipes to other processes. Where standard output cannot be
+    written, as on a full disk, one line says so and the status is 1.
     """
     if sys.stdout is not None:
         out = sys.stdout
@@ -29,7 +30,11 @@ def run(main: Callable[[], int]) -> NoReturn:
         status = main()
     finally:
         if sys.stdout is not None:
-            sys.stdout.flush()
+            try:
+                sys.stdout.flush()
+            except OSError as e:  # a full disk, which shows when what is buffered is written
+                print(f"error: {e}", file=sys.stderr)
+                status = 1
     sys.exit(status)
 
 
@@ -45,4 +50,7 @@ class _StandardOutput(io.FileIO):
             except BrokenPipeError:
                 self._gone = True
                 raise SystemExit(_SIGPIPE_STATUS) from None
+            except OSError as e:
+                self._gone = True  # said once
+                raise type(e)(e.errno, e.strerror, "standard output") from None
         return len(data)

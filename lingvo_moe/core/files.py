@@ -69,6 +69,23 @@ def naming(path: str | os.PathLike) -> Iterator[None]:
         raise OSError(e.errno, e.strerror, os.fspath(path)) from e
 
 
+def append(path: str | os.PathLike, data: bytes) -> None:
+    """Adds to the end of a file, which is made when missing: all of the data, or, where that fails, none.
+
+    Raises:
+        OSError: e.g. a full disk; it names the file.
+    """
+    with naming(path), open(path, "ab", buffering=0) as file:
+        end = file.tell()
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[file.write(left) :]
+        except BaseException:
+            file.truncate(end)
+            raise
+
+
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
     """Yields a file to write, which takes the place of `path` when the block ends without an error.

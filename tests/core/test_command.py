@@ -1,7 +1,9 @@
 """A command whose reader goes away ends quietly, whatever it writes with and whatever it catches."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -43,6 +45,25 @@ def _ends(body: str, reads: bool) -> tuple[int, bytes, bytes]:
 )
 def test_nobody_reads(body: str) -> None:
     assert _ends(body, reads=False) == (141, b"", b"cleaned up\n")
+
+
+@pytest.mark.parametrize(
+    "body, said",
+    [("print('kept until the end')", b"cleaned up\nerror: "), ("print('x' * 9999)", b"caught ")],
+)
+def test_a_full_disk(tmp_path: Path, body: str, said: bytes) -> None:
+    full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); "
+    with open(tmp_path / "out", "wb") as out:
+        done = subprocess.run(
+            [sys.executable, "-c", _MAIN.format(body=full + body)],
+            stdout=out,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            check=False,
+            env={k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"},
+        )
+    error = said + b"[Errno 27] File too large: 'standard output'\n"
+    assert done.returncode == 1 and error in done.stderr and done.stderr.count(b"Errno") == 1
 
 
 def test_somebody_reads() -> None:

@@ -1,12 +1,15 @@
 """What the command lines share."""
 
+import importlib
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tools import _cli, build_corpus, evaluate, export, train_vocab, translate
+from tools import _cli, build_corpus, evaluate, export, prepare, train_vocab, translate
 
 
 @pytest.mark.parametrize("tool", [translate, evaluate, export, build_corpus, train_vocab])
@@ -117,6 +120,66 @@ def test_outputs_are_checked_before_any_work(tool, output, message, tmp_path, mo
     assert err.startswith(f"{name}: --output={output}")
     assert err.endswith(message.format(tmp=tmp_path) + "\n")
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+_PATHS = re.compile(
+    r"(.*_)?(dir|out|output|input|html|json|plot|program|compare|docs|corpus|shortlist|saved_model|logdir|baselines)"
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"{folder}.{path.stem}"
+        for folder in ("tools", "benchmarks")
+        for path in sorted((Path(__file__).parents[2] / folder).glob("*.py"))
+        if "_cli.Parser(" in path.read_text()
+    ],
+)
+def test_every_flag_that_names_a_path_is_checked(name, monkeypatch):
+    class Parsed(Exception):
+        pass
+
+    def stop(parser, *_):
+        raise Parsed(parser)
+
+    monkeypatch.setattr(_cli.Parser, "parse_args", stop)
+    with pytest.raises(Parsed) as e:
+        importlib.import_module(name).main([])
+    for action in e.value.args[0]._actions:
+        if _PATHS.fullmatch(action.dest):
+            kinds = (_cli.local_path, _cli.portable_path)
+            if action.dest in ("logdir", "saved_model"):
+                kinds = (_cli.portable_path,)
+            assert action.type in kinds, action.dest
+
+
+@pytest.mark.parametrize(
+    "tool, flag, message",
+    [
+        (translate, "--input=gs://bucket/x", "--input=gs://bucket/x: remote storage is not"),
+        (translate, "--output=http://host/x", "--output=http://host/x: remote"),
+        (translate, "--saved_model=s3://x/y", "--saved_model=s3://x/y: remote"),
+        (translate, "--logdir=~/run", "--logdir=~/run: '~' is only replaced by a shell"),
+        (evaluate, "--logdir=runs[1]", "--logdir=runs[1]: checkpoints and models could not"),
+        (evaluate, "--data_dir=hdfs://x/y", "--data_dir=hdfs://x/y: remote"),
+        (export, "--output=a\\b", "--output=a\\b: checkpoints and models could not be read"),
+        (prepare, "--input=gs://x/y", "--input=gs://x/y: remote"),
+        (build_corpus, "--output=gs://x/y", "--output=gs://x/y: remote"),
+    ],
+)
+def test_paths_that_cannot_be_worked_with(tool, flag, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    needed = {translate: ["--saved_model=m"], evaluate: ["--saved_model=m"]}.get(tool, [])
+    needed = [] if flag.startswith(("--logdir", "--saved_model")) else needed
+    for name in ("--logdir", "--output"):
+        if tool in (export, prepare) and not flag.startswith(name):
+            needed += [f"{name}=x"] if tool is export or name == "--output" else []
+    with pytest.raises(SystemExit) as stop:
+        tool.main([*needed, flag])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_quiet_imports_shows_notes_of_what_fails(capfd):

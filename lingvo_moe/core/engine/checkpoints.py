@@ -31,6 +31,7 @@ from lingvo_moe.core.engine.specs import (
 )
 from lingvo_moe.core.manifest import ManifestError
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.paths import check_portable
 
 _FORMAT = 2  # 1 had no digests
 _MOST_SHOWN = 400  # characters of another library's error
@@ -57,7 +58,9 @@ class Checkpointer:
 
         Raises:
             CheckpointError: reading only, and there is no such directory.
+            PathError: a path below which checkpoints could not be read again.
         """
+        check_portable(directory, "the directory of checkpoints")
         self.directory = os.path.abspath(directory)
         if read_only and not os.path.isdir(self.directory):
             raise CheckpointError(f"{self.directory}: there is no such directory of checkpoints")

@@ -10,6 +10,7 @@ import sys
 import time
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from lingvo_moe.core.engine.base import EngineError
@@ -110,3 +111,11 @@ def sync_processes(name: str) -> None:
     """Waits until every process of the job has come to this point; alone, does nothing."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
+
+
+def from_first_process(text: str) -> str:
+    """What process 0 of the job gives for `text`, as many ASCII characters on each process; alone, `text`."""
+    if jax.process_count() == 1:
+        return text
+    codes = np.frombuffer(text.encode("ascii"), np.uint8)
+    return np.asarray(multihost_utils.broadcast_one_to_all(codes)).tobytes().decode("ascii")

@@ -3,32 +3,57 @@
 Letters: L layer, E expert.
 """
 
+import contextlib
 import json
+import logging
 import math
 import os
+import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from lingvo_moe.core.files import append, naming
+
 METRICS_FILE = "metrics.jsonl"
+_log = logging.getLogger(__name__)
+# The last thing in a line: the CRC-32 of the line as it would be without it.
+_CHECKED = re.compile(rb'(.*), "crc32": "([0-9a-f]{8})"}')
 
 
 class Summaries:
     """Writes under `directory`: TensorBoard event files and `metrics.jsonl`.
 
-    Only one process of a job may write; the others make it with `enabled=False`.
+    Only one process of a job may write; the others make it with `enabled=False`. What cannot be written, as on a full
+    disk, is an OSError that names the file or the directory.
+
+    Usage:
+        with Summaries(directory) as summaries:
+            summaries.Write(step, metrics)
     """
 
     def __init__(self, directory: str, enabled: bool = True):
-        self._enabled = enabled
+        self._enabled, self._directory = enabled, directory
         if not enabled:
             return
         os.makedirs(directory, exist_ok=True)
-        self._writer = tf.summary.create_file_writer(directory)
         self._path = os.path.join(directory, METRICS_FILE)
         _end_last_line(self._path)
+        with self._events():
+            self._writer = tf.summary.create_file_writer(directory)
+
+    def __enter__(self) -> "Summaries":
+        return self
+
+    def __exit__(self, error: type | None, *_: object) -> None:
+        try:
+            self.Close()
+        except OSError:
+            if error is None:  # the first one says more
+                raise
 
     def Write(
         self,
@@ -49,50 +74,98 @@ class Summaries:
         if not self._enabled:
             return
         flat = dict(_flatten(metrics))
-        with self._writer.as_default(step):
+        with self._events(), self._writer.as_default(step):
             for name, value in flat.items():
                 _write_tensorboard(name, value, _layer_names(name, value, layers or {}))
         row = {"step": step, **{k: _json_value(v) for k, v in flat.items()}}
-        with open(self._path, "a", encoding="utf-8") as lines:
-            lines.write(json.dumps(row) + "\n")
+        append(self._path, _checked(row))
 
     def Text(self, name: str, text: str) -> None:
         """Records a text, e.g. the run's Params, at step 0."""
         if self._enabled:
-            with self._writer.as_default(0):
+            with self._events(), self._writer.as_default(0):
                 tf.summary.text(name, f"```\n{text}\n```")
 
     def Close(self) -> None:
         """Writes out what is buffered."""
         if self._enabled:
-            self._writer.close()
+            with self._events():
+                self._writer.close()
+
+    @contextlib.contextmanager
+    def _events(self) -> Iterator[None]:
+        """Turns TensorFlow's errors of writing into an OSError that names the directory."""
+        try:
+            yield
+        except tf.errors.OpError as e:
+            reason = re.sub(r"\{\{.*?\}\}|\[Op:.*|\s+", " ", e.message).strip()
+            raise OSError(
+                f"{self._directory}: TensorBoard's files cannot be written ({reason}); make space, then the same "
+                "command goes on"
+            ) from e
+
+
+def _checked(row: Mapping[str, Any]) -> bytes:
+    """A row as a line with its checksum."""
+    body = json.dumps(row).encode()
+    return b'%s, "crc32": "%08x"}\n' % (body[:-1], zlib.crc32(body))
+
+
+def _parse(line: bytes, must_be_checked: bool) -> dict[str, Any] | None:
+    """The row of a line; None for a damaged one. A line without checksum, of an older run, has numbers alone."""
+    match = _CHECKED.fullmatch(line)
+    body = match[1] + b"}" if match else line
+    if (match and zlib.crc32(body) != int(match[2], 16)) or (must_be_checked and not match):
+        return None
+    try:
+        row = json.loads(body)
+    except ValueError:
+        return None
+    numbers = isinstance(row, dict) and not any(isinstance(v, str | dict) for v in row.values())
+    return row if numbers and isinstance(row.get("step"), int) else None
 
 
 def _end_last_line(path: str) -> None:
-    """After a kill in the middle of a line, the next one must not be glued to the rest of it."""
-    if os.path.exists(path) and os.path.getsize(path):
-        with open(path, "rb+") as file:
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
+    """Takes away what a kill in the middle of a line left of it."""
+    if not os.path.exists(path):
+        return
+    with naming(path), open(path, "rb+") as file:
+        end, line = 0, b""
+        for line in file:
+            end += len(line)
+        if not line or line.endswith(b"\n"):
+            return
+        if _parse(line, must_be_checked=True):
+            file.write(b"\n")
+        else:
+            file.truncate(end - len(line))
 
 
 def read_metrics(directory: str) -> list[dict[str, Any]]:
     """The rows of `metrics.jsonl`, by step; where a restarted run repeated a step, the later row.
 
-    A last line that was cut off by a kill is left out.
+    Lines that were damaged, and a last one that a kill cut off, are left out, with a warning that names file and line.
     """
     rows: dict[int, dict[str, Any]] = {}
     path = os.path.join(directory, METRICS_FILE)
     if not os.path.exists(path):
         return []
-    with open(path, encoding="utf-8") as lines:
-        for line in lines:
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            rows[row["step"]] = row
+    checked = False
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            row = _parse(line.rstrip(b"\n"), must_be_checked=checked)
+            checked = checked or (row is not None and b'"crc32"' in line)
+            if row is not None:
+                rows[row["step"]] = row
+            elif not line.endswith(b"\n"):
+                _log.warning("%s: its last line was cut off, as by a kill, and is left out", path)
+            else:
+                _log.warning(
+                    "%s: line %d was damaged and is left out: reports lack its numbers, and nothing else uses them; "
+                    "delete the line to be rid of this warning",
+                    path,
+                    number,
+                )
     return [rows[step] for step in sorted(rows)]
 
 

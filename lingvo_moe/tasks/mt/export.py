@@ -11,6 +11,8 @@ from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
 from lingvo_moe.core.files import not_written, replaced_directory, write_atomic
 from lingvo_moe.core.manifest import write_manifest
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.paths import check_portable
+from lingvo_moe.tasks.mt.directories import EXPORTED, check_replaceable
 from lingvo_moe.tasks.mt.run_dir import RunDir
 from lingvo_moe.tasks.mt.saved_translator import ABOUT, MANIFEST, quiet_absl
 from lingvo_moe.tasks.mt.shortlist import Shortlist
@@ -108,11 +110,13 @@ def export(
         about: for JSON; kept in the SavedModel, with the options.
 
     Raises:
-        FileExistsError: `output` holds something else.
+        OutputError: `output` holds something else, or lies inside a run, data or another model.
+        PathError: a path from which TensorFlow could not load a model.
         OSError: it cannot be written; it is named.
     """
+    check_portable(output, "--output")
     output = Path(output)
-    check_replaceable(output)
+    check_replaceable(output, EXPORTED)
     with replaced_directory(output.absolute()) as directory, quiet_absl():
         signature = translator.translate.get_concrete_function()
         try:
@@ -134,17 +138,6 @@ def export(
         }
         write_atomic(file, (json.dumps(content, indent=2) + "\n").encode())
         write_manifest(directory, MANIFEST)
-
-
-def check_replaceable(output: str | os.PathLike) -> None:
-    """Raises FileExistsError unless `output` is free, empty, or a SavedModel."""
-    output = Path(output)
-    if not output.exists() or tf.saved_model.contains_saved_model(str(output)):
-        return
-    if not output.is_dir() or any(output.iterdir()):
-        raise FileExistsError(
-            f"--output={output} holds something that is no SavedModel; give another directory"
-        )
 
 
 def _check_theta(where: str, theta: NestedMap, specs: NestedMap) -> None:

@@ -27,6 +27,7 @@ from lingvo_moe.core.files import write_atomic
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.manifest import ManifestError, read_listed, write_manifest
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.paths import check_portable
 from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
 from lingvo_moe.tasks.mt.run_description import (
     BeganFrom,
@@ -54,7 +55,11 @@ class RunDir:
             flag: what named it, for errors.
             trust_run: whether to import classes outside lingvo_moe that the run names, which is to run code by
                 whoever made it.
+
+        Raises:
+            PathError: a path below which checkpoints could not be read again.
         """
+        check_portable(path, flag)
         self.path, self._flag, self._trust_run = Path(path), flag, trust_run
 
     @property

@@ -15,6 +15,7 @@ import tensorflow_text  # noqa: F401 - registers the ops of exported tokenizers
 from lingvo_moe.core.layers import eight_bit
 from lingvo_moe.core.manifest import ManifestError, verify_manifest
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.paths import check_portable
 from lingvo_moe.core.quiet import quiet
 from lingvo_moe.tasks.mt.line_stream import utf8_of
 
@@ -36,11 +37,13 @@ class SavedTranslator:
 
     Raises:
         ManifestError: a file was changed, is missing or was added since it was exported.
+        PathError: a path from which TensorFlow cannot load a model.
         ValueError: there is no SavedModel, or one that is not by tools.export, or weights of 8 bits where they cannot
             be.
     """
 
     def __init__(self, path: str | os.PathLike):
+        check_portable(path, "--saved_model")
         _verify(Path(path))
         self.about = json.loads((Path(path) / ABOUT).read_text("utf-8"))
         self.options = SimpleNamespace(**self.about.pop("options"))

@@ -1,6 +1,7 @@
 """Summaries, read back by TensorBoard's own reader and from the JSON lines."""
 
 import json
+import resource
 
 import numpy as np
 import pytest
@@ -18,11 +19,10 @@ def _metrics(loss=2.5):
 
 
 def _write(directory, *losses, layers=None):
-    summaries = Summaries(str(directory))
-    summaries.Text("params", "a : 1")
-    for step, loss in losses:
-        summaries.Write(step, _metrics(loss), layers)
-    summaries.Close()
+    with Summaries(str(directory)) as summaries:
+        summaries.Text("params", "a : 1")
+        for step, loss in losses:
+            summaries.Write(step, _metrics(loss), layers)
 
 
 def test_tensorboard_reads_them(tmp_path):
@@ -81,13 +81,69 @@ def test_a_restarted_run_repeats_steps(tmp_path):
     ]
 
 
-def test_a_line_cut_by_a_kill_takes_nothing_with_it(tmp_path):
+def test_a_line_cut_by_a_kill_takes_nothing_with_it(tmp_path, caplog):
     _write(tmp_path, (10, 3.0), (20, 2.0))
     path = tmp_path / METRICS_FILE
-    path.write_bytes(path.read_bytes()[:-30])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-30])
     assert [r["step"] for r in read_metrics(str(tmp_path))] == [10]
+    assert caplog.messages == [f"{path}: its last line was cut off, as by a kill, and is left out"]
+    caplog.clear()
     _write(tmp_path, (20, 2.5))
     assert [(r["step"], r["loss"]) for r in read_metrics(str(tmp_path))] == [(10, 3.0), (20, 2.5)]
+    path.write_bytes(whole[:-1])  # all but the end of the line
+    _write(tmp_path, (30, 2.5))
+    assert [r["step"] for r in read_metrics(str(tmp_path))] == [10, 20, 30]
+    assert caplog.messages == []
+
+
+def test_no_flipped_bit_goes_unseen(tmp_path, caplog):
+    """Each bit of the second of three lines, its end included; the others are read, unless it joins them."""
+    _write(tmp_path, (10, 3.0), (20, 2.0), (30, 1.0))
+    path = tmp_path / METRICS_FILE
+    lines = path.read_bytes().splitlines(keepends=True)
+    rows = read_metrics(str(tmp_path))
+    for bit in range(8 * len(lines[1])):
+        damaged = bytearray(lines[1])
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(lines[0] + damaged + lines[2])
+        caplog.clear()
+        joined = bit // 8 == len(lines[1]) - 1
+        assert read_metrics(str(tmp_path)) == [rows[0], rows[2]][: 1 if joined else 2], bit
+        assert f"{path}: line 2 was damaged and is left out" in caplog.messages[0], bit
+
+
+def test_lines_of_older_runs_have_no_checksum(tmp_path, caplog):
+    path = tmp_path / METRICS_FILE
+    path.write_text('{"step": 1, "loss": 4.0}\n{"step": 2, "lo\n{"step": 3, "loss": "x"}\n')
+    assert read_metrics(str(tmp_path)) == [{"step": 1, "loss": 4.0}]
+    assert len(caplog.messages) == 2 and "line 3 was damaged" in caplog.messages[1]
+    _write(tmp_path, (4, 3.0))
+    with open(path, "a") as file:
+        file.write('{"step": 5, "loss": 1.0}\n')
+    caplog.clear()
+    assert [r["step"] for r in read_metrics(str(tmp_path))] == [1, 4]
+    assert "line 5 was damaged" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize("file", ["events", METRICS_FILE])
+def test_a_full_disk_is_named(file, tmp_path):
+    """Event files are written now and then; each line of metrics.jsonl at once."""
+    size, said = 100, f"{tmp_path}: TensorBoard's files cannot be written"
+    if file == METRICS_FILE:
+        _write(tmp_path, *((step, 1.0) for step in range(10)))
+        size, said = (tmp_path / METRICS_FILE).stat().st_size + 20, str(tmp_path / METRICS_FILE)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as e, Summaries(str(tmp_path)) as s:
+            s.Write(10, NestedMap(loss=np.float32(2.5)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert said in str(e.value) and "{{" not in str(e.value)
+    assert len(read_metrics(str(tmp_path))) == (10 if file == METRICS_FILE else 0)
+    _write(tmp_path, (10, 2.5))
+    assert read_metrics(str(tmp_path))[-1]["step"] == 10
 
 
 def test_other_processes_write_nothing(tmp_path):

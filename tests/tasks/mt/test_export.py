@@ -20,6 +20,7 @@ from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
 from lingvo_moe.core.manifest import ManifestError, verify_manifest
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
+from lingvo_moe.tasks.mt.directories import OutputError
 from lingvo_moe.tasks.mt.export import export, load_translator
 from lingvo_moe.tasks.mt.run_dir import RunDir, RunDirError
 from lingvo_moe.tasks.mt.saved_translator import ABOUT, MANIFEST, SavedTranslator
@@ -223,8 +224,15 @@ def test_export_replaces_a_saved_model_and_nothing_else(translator, saved_model,
     other.mkdir()
     (other / "file").write_text("mine")
     for taken in (other, other / "file"):
-        with pytest.raises(FileExistsError, match="no SavedModel"):
+        with pytest.raises(OutputError, match=r"is a file|holds files that are no exported model"):
             export(translator, taken)
+    for place, message in (
+        (saved_model / "assets/new", f"lies inside {saved_model}, which is an exported model"),
+        (tmp_path / "[x]", "could not be read again from a directory with \\["),
+        ("gs://bucket/model", "remote storage is not supported"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            export(translator, place)
     before = (saved_model / "fingerprint.pb").stat().st_mtime_ns
     export(translator, saved_model)
     assert (saved_model / "fingerprint.pb").stat().st_mtime_ns > before

@@ -7,7 +7,7 @@ import pytest
 import sacrebleu
 
 from lingvo_moe.tasks.mt import scoring
-from lingvo_moe.tasks.mt.input.file_list import PREPARED
+from lingvo_moe.tasks.mt.input.file_list import PREPARED_LIST
 from lingvo_moe.tasks.mt.input.prepared import FORMAT
 from lingvo_moe.tasks.mt.scoring import evaluate, resource_groups
 
@@ -97,8 +97,10 @@ def test_count_train_pairs(tmp_path):
     (tmp_path / "de.tsv").write_text("a\tb\nc\td\nbad\n")
     assert scoring.count_train_pairs(tmp_path, ["de", "fr"]) == {"de": 2, "fr": 0}
     about = {"de": {"bytes": (tmp_path / "de.tsv").stat().st_size, "pairs": 7, "digest": ""}}
-    (tmp_path / PREPARED.summary).write_text(json.dumps({"format": FORMAT, "languages": about}))
-    PREPARED.Write(tmp_path)
+    (tmp_path / PREPARED_LIST.summary).write_text(
+        json.dumps({"format": FORMAT, "languages": about})
+    )
+    PREPARED_LIST.Write(tmp_path)
     assert scoring.count_train_pairs(tmp_path, ["de", "fr"]) == {"de": 7, "fr": 0}
     (tmp_path / "empty").mkdir()
     assert scoring.count_train_pairs(tmp_path / "empty", ["de"]) is None

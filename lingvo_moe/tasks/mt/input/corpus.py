@@ -17,10 +17,10 @@ from pathlib import Path
 
 from lingvo_moe.core import files
 from lingvo_moe.core.suggest import did_you_mean
+from lingvo_moe.tasks.mt.directories import CORPUS, check_replaceable
 from lingvo_moe.tasks.mt.input import clean, gettext_catalogs, split
 from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.input.file_list import CORPUS, FileList
-from lingvo_moe.tasks.mt.input.output_directory import check_replaceable
+from lingvo_moe.tasks.mt.input.file_list import CORPUS_LIST, FileList
 
 _DEV_SHARE = 0.08
 MAX_SOURCES_PER_ENGLISH = 2
@@ -70,11 +70,12 @@ def build_corpus(
         progress: called after each language that was kept.
 
     Raises:
-        DataError: a package is missing, a language is unknown or has too few pairs, or `output` holds other files.
+        DataError: a package is missing, a language is unknown or has too few pairs.
+        OutputError: `output` holds other files, or lies inside a run, data or a model.
     """
     options = options or CorpusOptions()
     output = Path(output)
-    check_replaceable(output, CORPUS, ("dev",), "corpus")
+    check_replaceable(output, CORPUS)
     catalogs = _catalogs_by_language(options.packages)
     languages = _languages(options, catalogs)
     counts: dict[str, tuple[int, int]] = {}
@@ -90,7 +91,7 @@ def build_corpus(
                 f"no language has {options.min_pairs} pairs in {', '.join(options.packages)}"
             )
         _write_summary(temp, options, counts)
-        CORPUS.Write(temp)
+        CORPUS_LIST.Write(temp)
     return counts
 
 
@@ -101,7 +102,7 @@ def languages_asked_for(corpus: str | os.PathLike) -> tuple[str, ...]:
         DataError: there is no such corpus, or its list of files or its summary is damaged.
     """
     FileList.Open(corpus)
-    path = Path(corpus) / CORPUS.summary
+    path = Path(corpus) / CORPUS_LIST.summary
     try:
         summary = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as e:
@@ -236,7 +237,7 @@ def _write_summary(temp: Path, options: CorpusOptions, counts: dict[str, tuple[i
         "packages": versions,
         "languages": languages,
         "asked_for": asked_for,
-        "list": CORPUS.name,
+        "list": CORPUS_LIST.name,
     }
     text = json.dumps(summary, indent=1, sort_keys=True) + "\n"
-    files.write_atomic(temp / CORPUS.summary, text.encode())
+    files.write_atomic(temp / CORPUS_LIST.summary, text.encode())

@@ -21,8 +21,8 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A kind of data directory.
+class ListKind:
+    """How a kind of data directory is listed.
 
     Attributes:
         summary: the file that describes it; `"list"` there names the list.
@@ -43,9 +43,9 @@ class Kind:
         manifest.write_manifest(directory, self.name)
 
 
-PREPARED = Kind("prepared.json", "prepared.sha256", "tools.prepare")
-CORPUS = Kind("corpus.json", "corpus.sha256", "tools.build_corpus")
-KINDS = (PREPARED, CORPUS)
+PREPARED_LIST = ListKind("prepared.json", "prepared.sha256", "tools.prepare")
+CORPUS_LIST = ListKind("corpus.json", "corpus.sha256", "tools.build_corpus")
+LIST_KINDS = (PREPARED_LIST, CORPUS_LIST)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class FileList:
     """
 
     directory: Path
-    kind: Kind
+    kind: ListKind
     paths: frozenset[str]
 
     @classmethod
@@ -70,7 +70,7 @@ class FileList:
             DataError: the list or the summary is damaged, or one of the two is missing.
         """
         directory = Path(directory)
-        for kind in KINDS:
+        for kind in LIST_KINDS:
             if not ((directory / kind.name).is_file() or _says_it_is_listed(directory, kind)):
                 continue
             try:
@@ -179,10 +179,10 @@ def verify_where_listed(
         raise DataError(str(e)) from e
 
 
-def _says_it_is_listed(directory: Path, kind: Kind) -> bool:
+def _says_it_is_listed(directory: Path, kind: ListKind) -> bool:
     """Whether the summary names the list; a summary that cannot be read may have named one."""
     path = directory / kind.summary
-    if kind is PREPARED:  # the name is ours alone, and an older one has no list
+    if kind is PREPARED_LIST:  # the name is ours alone, and an older one has no list
         return path.is_file()
     try:
         return json.loads(path.read_bytes()).get("list") == kind.name

@@ -15,7 +15,7 @@ from typing import Any
 
 from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.input.file_list import PREPARED, FileList
+from lingvo_moe.tasks.mt.input.file_list import PREPARED_LIST, FileList
 from lingvo_moe.tasks.mt.input.shards import shard_language
 
 FORMAT = 2
@@ -45,11 +45,11 @@ class Prepared:
         """
         directory = Path(directory)
         listed = FileList.Open(directory)
-        if listed is None or listed.kind is not PREPARED:
+        if listed is None or listed.kind is not PREPARED_LIST:
             return None
         files = tsv.language_files(directory)
         listed.CheckLanguages(files.values())
-        path, remedy = directory / PREPARED.summary, PREPARED.remedy
+        path, remedy = directory / PREPARED_LIST.summary, PREPARED_LIST.remedy
         try:
             summary = json.loads(path.read_text(encoding="utf-8"))
             if summary["format"] != FORMAT:

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from lingvo_moe.tasks.mt.directories import OutputError
 from lingvo_moe.tasks.mt.input import cldr, corpus, tsv
 from lingvo_moe.tasks.mt.input.clean import sentence_key
 from lingvo_moe.tasks.mt.input.dev_set import DevSet
@@ -108,7 +109,7 @@ def test_an_interrupted_build_leaves_the_old_corpus(
 
 def test_other_files_are_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(DataError, match="holds files that are no corpus"):
+    with pytest.raises(OutputError, match="holds files that are no corpus"):
         corpus.build_corpus(tmp_path, OPTIONS)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 

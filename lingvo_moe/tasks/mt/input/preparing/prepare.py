@@ -23,11 +23,11 @@ import numpy as np
 
 from lingvo_moe.core import files
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.tasks.mt.directories import PREPARED, check_replaceable
 from lingvo_moe.tasks.mt.input import prepared, split
 from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.input.file_list import PREPARED, list_of
+from lingvo_moe.tasks.mt.input.file_list import PREPARED_LIST, list_of
 from lingvo_moe.tasks.mt.input.mixing import temperature_weights
-from lingvo_moe.tasks.mt.input.output_directory import check_replaceable
 from lingvo_moe.tasks.mt.input.preparing import language_stage as languages
 from lingvo_moe.tasks.mt.input.preparing import read_stage as reading
 from lingvo_moe.tasks.mt.input.preparing import token_stages as tokens
@@ -87,11 +87,12 @@ def prepare(
         progress: called with a line of text now and then.
 
     Raises:
-        DataError: an input is missing, damaged or of no known form, nothing is left of it, a vocabulary is too large
-            for it, or `output` holds other files.
+        DataError: an input is missing, damaged or of no known form, nothing is left of it, or a vocabulary is too
+            large for it.
+        OutputError: `output` holds other files, or lies inside a run, data or a model.
         OSError: what is made cannot be written; the file is named. The same command goes on.
     """
-    check_replaceable(output, PREPARED, ("dev", "vocab", "records"), "prepared data")
+    check_replaceable(output, PREPARED)
     output = Path(os.path.realpath(output))
     found = find_sources(inputs, options.fields)
     found.train += [Source("tfds", name, None) for name in options.tfds]
@@ -341,8 +342,8 @@ class _Preparation:
                     _place(shard, temp / "records" / shard.name)
             write_contents(temp / "records", summary["records"], self._vocabs, entries)
             text = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
-            files.write_atomic(temp / PREPARED.summary, text.encode())
-            PREPARED.Write(temp)
+            files.write_atomic(temp / PREPARED_LIST.summary, text.encode())
+            PREPARED_LIST.Write(temp)
 
 
 def _summary(directory: str) -> dict[str, Any]:

@@ -16,14 +16,16 @@ from pathlib import Path
 
 from lingvo_moe.core.suggest import did_you_mean
 from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.input.file_list import KINDS, PREPARED, FileList
+from lingvo_moe.tasks.mt.input.file_list import LIST_KINDS, PREPARED_LIST, FileList
 from lingvo_moe.tasks.mt.input.opening import COMPRESSIONS
 from lingvo_moe.tasks.mt.input.tsv import LANGUAGE
 
 TFDS_FOLDER = "TranslateFolder:"
 _COLUMNS = ("lang", "source", "target", "_")
 _JSON = (".jsonl", ".ndjson")
-_OURS = "|".join(rf"{re.escape(name)}\Z" for kind in KINDS for name in (kind.summary, kind.name))
+_OURS = "|".join(
+    rf"{re.escape(name)}\Z" for kind in LIST_KINDS for name in (kind.summary, kind.name)
+)
 _IGNORED = re.compile(rf"(?i)\.|readme|license|copying|{_OURS}|.*\.md\Z")
 # Endings that look like codes of languages and are none.
 _NO_LANGUAGES = (
@@ -142,7 +144,7 @@ def find_sources(inputs: Sequence[str | os.PathLike], fields: Fields) -> Found:
 
 def _of_directory(directory: Path, fields: Fields, notes: list[str]) -> list[Source]:
     entries = sorted(p for p in directory.iterdir() if not _IGNORED.match(p.name))
-    own = ("dev", "vocab", "records") if (directory / PREPARED.summary).is_file() else ("dev",)
+    own = ("dev", "vocab", "records") if (directory / PREPARED_LIST.summary).is_file() else ("dev",)
     for path in entries:
         if path.is_dir() and path.name not in own:
             notes.append(f"{path}: a directory within an input is not read; give it as --input too")

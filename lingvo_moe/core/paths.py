@@ -1,0 +1,95 @@
+"""Which paths can be worked with: every flag and parameter that names one is checked here, before anything is written.
+
+What the libraries make of special characters was found by trying each of them:
+
+* TensorStore and TensorFlow write below a directory with `[`, `]` or a backslash in its name, and cannot read what
+  they wrote: they take these for a pattern.
+* Orbax reads `.../gs:/...` and `/gs/...` (also `/s3/...`, `/az/...`, `/hf/...`) as addresses of remote storage.
+* Orbax, TensorFlow and ArrayRecord take no name that is not UTF-8.
+
+All other characters work: spaces, newlines, wildcards, percent signs, any letter of Unicode.
+"""
+
+import os
+import re
+
+# pathlib makes one slash of two, so that `gs:/bucket` may be what is left of an address.
+_REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+_PATTERNS = "[]\\"
+_REMOTE_ROOTS = ("gs", "s3", "az", "hf")
+_LONGEST = 4096 - 256  # bytes: the kernel's limit, less what lies below a run's directory
+_LINK = "a symbolic link to it, with a plain name, works (ln -s)"
+
+
+class PathError(ValueError):
+    """A path that cannot be worked with. The message names the flag, the path and the reason."""
+
+
+def check_local(path: str | os.PathLike, what: str) -> None:
+    """Accepts a path for plain files, which only Python and ArrayRecord read or write.
+
+    Args:
+        path: as it was given; an empty one is accepted.
+        what: the flag or parameter, for the error: '--output'.
+
+    Raises:
+        PathError: a remote address, a home directory that no shell filled in, or a name that is not UTF-8.
+    """
+    text = os.fspath(path)
+    said = _said(text, what)
+    if _REMOTE.match(text):
+        raise PathError(
+            f"{said}: remote storage is not supported; name a local path (a bucket can be mounted)"
+        )
+    if text == "~" or text.startswith("~/"):
+        raise PathError(
+            f"{said}: '~' is only replaced by a shell, and only at the beginning of a word; write "
+            f"{what}=$HOME{text[1:]}, or ./{text} for a directory of that name"
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PathError(f"{said}: the name is not UTF-8; rename it") from None
+    if "\0" in text:
+        raise PathError(f"{said}: a path cannot hold a null character")
+
+
+def check_portable(path: str | os.PathLike, what: str) -> None:
+    """Accepts a path for directories that Orbax or TensorFlow read or write: runs and exported models.
+
+    Args:
+        path: as it was given; an empty one is accepted.
+        what: the flag or parameter, for the error: '--logdir'.
+
+    Raises:
+        PathError: as check_local; or the absolute path is too long, or holds what these libraries misread.
+    """
+    check_local(path, what)
+    if not os.fspath(path):
+        return
+    said, whole = _said(os.fspath(path), what), os.path.abspath(path)
+    check_local(whole, what)  # the working directory may have a name of its own kind
+    found = next((c for c in _PATTERNS if c in whole), None)
+    if found:
+        raise PathError(
+            f"{said}: checkpoints and models could not be read again from a directory with {found} in its path, "
+            f"{whole!r}; choose another path; {_LINK}"
+        )
+    parts = whole.split("/")[1:]
+    colons = (part for part in parts if part.endswith(":"))
+    misread = parts[0] if parts[0] in _REMOTE_ROOTS else next(colons, "")
+    if misread:
+        raise PathError(
+            f"{said}: {misread!r} in {whole!r} would be read as the address of remote storage; choose another path; "
+            f"{_LINK}"
+        )
+    if len(whole.encode()) > _LONGEST:
+        raise PathError(
+            f"{_said(whole[:40], what)}...: {len(whole.encode())} bytes long; at most {_LONGEST} can be, since "
+            "checkpoints lie below"
+        )
+
+
+def _said(text: str, what: str) -> str:
+    """The flag and its value, on one line."""
+    return f"{what}={text if text.isprintable() else ascii(text)}"

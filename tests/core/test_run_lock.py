@@ -1,0 +1,170 @@
+"""The lock of a run's directory: of one trainer, for as long as it lives, and of no child that outlives it."""
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lingvo_moe.core.run_lock import LOCK_FILE, RunLock, RunLockError
+
+# Holds the lock, with a forked child, until it is killed.
+_HOLDER = """
+import os, sys, time
+from lingvo_moe.core.run_lock import RunLock
+lock = RunLock(sys.argv[1])
+lock.Acquire()
+child = os.fork()
+if not child:
+    time.sleep(60)
+print(child, flush=True)
+time.sleep(60)
+"""
+
+
+def test_held_until_it_is_closed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "train").mkdir(parents=True)
+    with RunLock(run) as first, RunLock(run) as second:
+        first.Acquire()
+        with pytest.raises(RunLockError, match=f"^--logdir={run}: another trainer is at work") as e:
+            second.Acquire()
+        assert f"(process {os.getpid()} on " in str(e.value)
+    with RunLock(run) as third:
+        third.Acquire()
+
+
+def test_a_killed_holder_leaves_nothing_although_its_child_lives(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        child = int(holder.stdout.readline())
+        try:
+            with RunLock(tmp_path) as lock, pytest.raises(RunLockError, match=str(holder.pid)):
+                lock.Acquire()
+            holder.kill()
+            holder.wait()
+            with RunLock(tmp_path) as lock:
+                lock.Acquire()
+            os.kill(child, 0)  # it is still there
+        finally:
+            holder.kill()
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_directory_that_nothing_came_of_goes_again(tmp_path: Path) -> None:
+    with RunLock(tmp_path / "a/run") as lock:
+        lock.Acquire()
+        assert (tmp_path / "a/run").is_dir()
+    assert not (tmp_path / "a").exists()
+    with RunLock(tmp_path / "a/run") as lock:
+        lock.Acquire()
+        (tmp_path / "a/run/kept").touch()
+    assert (tmp_path / "a/run/kept").exists()
+    (tmp_path / "empty").mkdir()
+    with RunLock(tmp_path / "empty") as lock:
+        lock.Acquire()
+    assert (tmp_path / "empty").is_dir()  # as it was found
+
+
+def test_one_that_was_refused_takes_nothing_away(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with RunLock(run) as first:
+        first.Acquire()
+        with RunLock(run) as second, pytest.raises(RunLockError):
+            second.Acquire()
+        assert (run / LOCK_FILE).exists()
+
+
+def test_the_lock_goes_with_the_name_when_the_directory_is_moved(tmp_path: Path) -> None:
+    """As --restart moves it: the new directory is locked, and so is the old one until then."""
+    run = tmp_path / "run"
+    with RunLock(run) as first, RunLock(run) as second, RunLock(tmp_path / "old") as old:
+        first.Acquire()
+        run.rename(tmp_path / "old")
+        with pytest.raises(RunLockError):
+            old.Acquire()
+        first.Acquire()
+        with pytest.raises(RunLockError):
+            second.Acquire()
+        old.Acquire()
+
+
+def test_a_lock_file_that_is_replaced_meanwhile_is_not_mistaken_for_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between opening the file and locking it, the directory is moved away and another trainer begins there."""
+    run = tmp_path / "run"
+    run.mkdir()
+    other, flock = RunLock(run), fcntl.flock
+
+    def moved(handle: int, how: int) -> None:
+        monkeypatch.setattr("fcntl.flock", flock)
+        run.rename(tmp_path / "old")
+        other.Acquire()
+        flock(handle, how)  # succeeds: nobody holds the file that was opened
+
+    monkeypatch.setattr("fcntl.flock", moved)
+    with other, RunLock(run) as lock, pytest.raises(RunLockError):
+        lock.Acquire()
+
+
+def test_other_processes_of_the_job(tmp_path: Path) -> None:
+    run, wrong = tmp_path / "run", tmp_path / "wrong"
+    with RunLock(run) as first, RunLock(run) as second, RunLock(wrong) as astray:
+        first.Acquire()
+        second.Join(first.token, 1)
+        with RunLock(run) as again, pytest.raises(RunLockError, match="another trainer is at"):
+            again.Join(first.token, 1)
+        with pytest.raises(RunLockError, match="process 1 sees another directory there than"):
+            astray.Join(first.token, 1)
+        astray.Acquire()  # another job's
+        with RunLock(wrong) as astray_too, pytest.raises(RunLockError, match="another directory"):
+            astray_too.Join(first.token, 1)
+        first.Close()
+        with RunLock(run) as later, pytest.raises(RunLockError, match="another trainer is at work"):
+            later.Acquire()  # process 1 may still be writing
+        second.Close()
+        with RunLock(run) as later:
+            later.Acquire()
+    assert not (run / f"{LOCK_FILE}.1").exists()
+
+
+def test_a_link_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("letters")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LOCK_FILE).symlink_to("../precious")
+    with RunLock(tmp_path / "run") as lock, pytest.raises(OSError, match=LOCK_FILE):
+        lock.Acquire()
+    assert (tmp_path / "precious").read_text() == "letters"
+
+
+def test_what_the_file_says_may_be_damaged(tmp_path: Path) -> None:
+    with RunLock(tmp_path) as first, RunLock(tmp_path) as second:
+        first.Acquire()
+        for content in ("", "5", '{"pid": 1', "\xff"):
+            (tmp_path / LOCK_FILE).write_text(content)
+            with pytest.raises(RunLockError, match="at work there; wait"):
+                second.Acquire()
+    (tmp_path / LOCK_FILE).write_text("x" * 9999)
+    with RunLock(tmp_path) as lock:
+        lock.Acquire()
+        assert json.loads((tmp_path / LOCK_FILE).read_bytes())["pid"] == os.getpid()
+
+
+def test_a_file_system_without_locks_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with RunLock(tmp_path) as lock:
+        lock.Acquire()
+    said = capfd.readouterr().err
+    assert f"warning: --logdir={tmp_path}: its file system has no locks (Function not" in said
