@@ -26,7 +26,7 @@ SHA256 = "SHA-256"
 XXH128 = "XXH128"
 _DIGESTS: Mapping[str, Callable[..., Any]] = {SHA256: hashlib.sha256, XXH128: xxhash.xxh3_128}
 _BY_LENGTH = {64: SHA256, 32: XXH128}  # hex digits
-_PIECE = 1 << 20  # bytes read at once
+_PIECES = {SHA256: 1 << 16, XXH128: 1 << 20}  # bytes read at once
 _THREADS = 2
 _LINE = re.compile(rb"([0-9a-f]{64}|[0-9a-f]{32})  ([^\n]+)")
 _CHANGED = "was changed or damaged (its {} is not that of"
@@ -95,7 +95,7 @@ def verify_manifest(
         wanted = set(files)
         found = {path for path in wanted if (directory / path).exists()}
     for path in sorted(wanted - found):
-        raise ManifestError(f"{directory}: {path} is missing; {remedy}")
+        raise ManifestError(f"{directory}: {path} is missing ({name} lists it); {remedy}")
     for path in sorted(found - listed.keys()):
         raise ManifestError(f"{directory}: {path} is not in {name}; it does not belong there")
     number, parts = part
@@ -203,7 +203,7 @@ def _difference(directory: Path, listed: Mapping[str, str], path: str) -> str:
 def _digest(path: Path, digest: str) -> str:
     state = _DIGESTS[digest]()
     with open(path, "rb", buffering=0) as file:
-        piece = memoryview(bytearray(min(_PIECE, os.fstat(file.fileno()).st_size + 1)))
+        piece = memoryview(bytearray(min(_PIECES[digest], os.fstat(file.fileno()).st_size + 1)))
         while size := file.readinto(piece):
             state.update(piece[:size])
     return state.hexdigest()

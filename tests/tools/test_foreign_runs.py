@@ -11,6 +11,7 @@ import pytest
 import toy_translation as toy
 
 from lingvo_moe import trainer
+from lingvo_moe.core.run_lock import RunLock
 from lingvo_moe.tasks.mt.run_dir import RunDir, RunDirError
 from tools import evaluate, export, report, score, serve, shortlist, translate
 
@@ -139,7 +140,8 @@ def test_a_run_of_the_user_s_own_class_goes_on_without_trust(run, marker, monkey
     described.Write("mt.M4Tiny", override, described.vocabs)
     marker.unlink()
     del sys.modules["mischief"]
-    trainer.prepare_run_dir(described, "mt.M4Tiny", override, restart=False)
+    with RunLock(run) as lock:
+        trainer.prepare_run_dir(described, "mt.M4Tiny", override, lock, restart=False)
     assert marker.exists()  # by what was typed
 
 
@@ -163,7 +165,12 @@ def test_a_command_writes_nowhere_else_because_of_a_link(command, place, run, tm
 
 
 def test_a_trainer_trusts_only_a_run_that_is_named(tmp_path, capfd):
-    flags = ["--model=mt.M4Tiny", f"--data_dir={tmp_path}", f"--logdir={tmp_path}", "--trust_run"]
+    flags = [
+        "--model=mt.M4Tiny",
+        f"--data_dir={tmp_path}",
+        f"--logdir={tmp_path}/run",
+        "--trust_run",
+    ]
     assert trainer.main(flags) == 2
     assert "--trust_run: --init_from=RUN is needed" in capfd.readouterr().err
 

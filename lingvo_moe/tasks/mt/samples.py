@@ -29,7 +29,7 @@ def read_texts(directory: str | os.PathLike, languages: Iterable[str]) -> dict[s
     """(source, reference, translation) of every line by language, as EvalReport.WriteTexts left them.
 
     Raises:
-        ValueError: a file is missing, or is not as long as its neighbours.
+        ValueError: a file is missing, or has not as many lines as its neighbours; all of them are named.
     """
     out = {}
     for lang in languages:
@@ -40,7 +40,8 @@ def read_texts(directory: str | os.PathLike, languages: Iterable[str]) -> dict[s
                 raise ValueError(f"{file} is missing")
             sides.append(file.read_bytes().decode("utf-8", "replace").split("\n")[:-1])
         if len({len(side) for side in sides}) > 1:
-            raise ValueError(f"{directory}/{lang}.src, .ref and .hyp have not the same lines")
+            names = f"{lang}.src, {lang}.ref and {lang}.hyp"
+            raise ValueError(f"{directory}: {names} have not the same lines")
         out[lang] = list(zip(*sides, strict=True))
     return out
 

@@ -11,6 +11,7 @@ import pytest
 import toy_translation as toy
 
 from lingvo_moe.core import files
+from lingvo_moe.core.run_lock import RunLock
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.run_dir import MANIFEST, RunDir, RunDirError
 from lingvo_moe.trainer_checks import prepare_run_dir
@@ -297,7 +298,8 @@ def test_a_trainer_does_not_go_on_where_it_would_write_elsewhere(run, place):
     with pytest.raises(
         RunDirError, match=f": {place} is a link that leads out of the run, to {outside}"
     ):
-        prepare_run_dir(run, "mt.M4Tiny", "task.num_experts=4", restart=False)
+        with RunLock(run.path) as lock:
+            prepare_run_dir(run, "mt.M4Tiny", "task.num_experts=4", lock, restart=False)
 
 
 def test_links_within_a_run_and_to_a_run_are_followed(run, vocabs):
