@@ -167,7 +167,7 @@ def test_a_command_writes_nowhere_else_because_of_a_link(command, place, run, tm
 def test_a_trainer_trusts_only_a_run_that_is_named(tmp_path, capfd):
     flags = [
         "--model=mt.M4Tiny",
-        f"--data_dir={tmp_path}",
+        f"--data_dir={tmp_path}/data",
         f"--logdir={tmp_path}/run",
         "--trust_run",
     ]
