@@ -230,7 +230,7 @@ def test_a_damaged_checkpoint_is_an_error_and_is_left_as_it_is(
     assert trainer.main(flags(data_dir, run, STEPS)) == 2
     (line,) = capfd.readouterr().err.splitlines()[-1:]
     assert line.startswith(f"error: {run / 'checkpoints'}, step 12: the checkpoint is damaged")
-    assert "delete that step to go on from step 6" in line
+    assert "/12 to go on from step 6" in line
     assert contents() == before
     assert losses(run) == {}
 
