@@ -10,7 +10,8 @@ import pkgutil
 import re
 from collections.abc import Iterator
 
-from lingvo_moe.core.hyperparams import InstantiableParams, Params
+from lingvo_moe.core import checks
+from lingvo_moe.core.hyperparams import InstantiableParams, ParamError, Params
 from lingvo_moe.core.suggest import did_you_mean
 
 _ROOT = "params"
@@ -47,10 +48,15 @@ def TrainParams() -> Params:
         "The devices that the experiment was made for, axis:size,...; with others than these the "
         "first axis changes its size. --mesh is used instead.",
     )
-    p.Define("max_steps", 1_000_000, "The step at which training ends.")
-    p.Define("save_interval_steps", 1000, "Steps between checkpoints.")
-    p.Define("save_max_to_keep", 3, "Checkpoints kept, the newest ones.")
-    p.Define("summary_interval_steps", 10, "Steps between summaries and progress lines.")
+    p.Define("max_steps", 1_000_000, "The step at which training ends.", check=checks.COUNT)
+    p.Define("save_interval_steps", 1000, "Steps between checkpoints.", check=checks.SIZE)
+    p.Define("save_max_to_keep", 3, "Checkpoints kept, the newest ones.", check=checks.SIZE)
+    p.Define(
+        "summary_interval_steps",
+        10,
+        "Steps between summaries and progress lines.",
+        check=checks.SIZE,
+    )
     return p
 
 
@@ -122,7 +128,9 @@ def GetParams(name: str, override: str = "") -> Params:
     for path, value in _split_override(override):
         try:
             p.SetFromText(path, value)
-        except (AttributeError, ValueError, IndexError) as e:
+        except ParamError as e:
+            raise RegistryError(f"--model_params_override: {e}") from None
+        except (AttributeError, ValueError) as e:
             raise RegistryError(f"--model_params_override: {path}={value}: {e}") from None
     p.task.cls.ConfigureInput(p.task, p.input)
     return p
