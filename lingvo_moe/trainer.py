@@ -22,12 +22,14 @@ from lingvo_moe.trainer_checks import (
     check_began_from,
     check_divisible,
     check_flags,
+    check_numbers,
     check_sizes,
     check_tasks,
     has_begun,
     log,
     prepare_run_dir,
 )
+from lingvo_moe.trainer_memory import check_memory
 
 _ABOUT = """Trains an experiment, goes on with a run, or shows what an experiment is.
 
@@ -126,8 +128,7 @@ def run(args: argparse.Namespace) -> int:
     """As main, without turning errors into messages."""
     if not args.model:
         raise UsageError("--model is needed: an experiment, e.g. --model=mt.M4Demo")
-    if args.num_devices < 0:
-        raise UsageError(f"--num_devices={args.num_devices}: must not be negative")
+    check_numbers(args)
     for flag, known in (("mode", MODES), ("engine", ENGINES)):
         value = getattr(args, flag)
         if value not in known:
@@ -205,6 +206,8 @@ def train(args: argparse.Namespace, params: Any, override: str) -> int:
     inputs = params.input.Instantiate()
     check_divisible(params, task, mesh)
     check_sizes(params)
+    on_cpu = devices.runs_on_cpu(args.engine)
+    check_memory(params, task, inputs, mesh, args.num_processes, holds_state=on_cpu)
 
     run_dir = RunDir(args.logdir)
     mistake: Exception | None = None

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from lingvo_moe.core import checks
 from lingvo_moe.core.checks import ParamError as ParamError
-from lingvo_moe.core.param_paths import parse_indices, with_item
+from lingvo_moe.core.param_paths import item_at, parse_indices, with_item
 from lingvo_moe.core.suggest import did_you_mean
 
 
@@ -128,10 +128,7 @@ class Params:
         """Reads a dotted path, `a.b[1].c`."""
         owner, name = self._resolve(path)
         name, indices = parse_indices(name)
-        value = getattr(owner, name)
-        for i in indices:
-            value = value[i]
-        return value
+        return item_at(getattr(owner, name), indices, path)
 
     def Help(self, path: str) -> str:
         """The description given to Define."""
@@ -307,12 +304,11 @@ class Params:
     def _assign(self, path: str, value: Any) -> None:
         owner, last = self._resolve(path)
         name, indices = parse_indices(last)
+        item_at(getattr(owner, name), indices, path)
         try:
             setattr(owner, name, with_item(getattr(owner, name), indices, value))
         except ParamError as e:
             raise e.At(path, _shown(value)) from None
-        except (IndexError, TypeError) as e:
-            raise ParamError(path, _shown(value), str(e)) from None
 
     def _param(self, path: str) -> _Param:
         owner, name = self._resolve(path)
@@ -324,11 +320,7 @@ class Params:
         owner: Any = self
         for i, part in enumerate(parents):
             bare, indices = parse_indices(part)
-            owner = getattr(owner, bare)
-            for index in indices:
-                if not isinstance(owner, (list, tuple)) or not -len(owner) <= index < len(owner):
-                    raise AttributeError(f"{path!r}: {part!r} has no item {index}")
-                owner = owner[index]
+            owner = item_at(getattr(owner, bare), indices, path)
             if not isinstance(owner, Params):
                 raise AttributeError(
                     f"{'.'.join(parents[: i + 1])!r} in {path!r} holds no Params, but {owner!r}"

@@ -12,18 +12,19 @@ def parse_indices(part: str) -> tuple[str, list[int]]:
         raise AttributeError(f"no parameter {part!r}: expected name or name[number]") from None
 
 
-def with_item(value: Any, indices: list[int], item: Any) -> Any:
-    """`value` with the item at these indices of its lists replaced; `item` itself where there are none.
+def item_at(value: Any, indices: list[int], path: str) -> Any:
+    """`value[i][j]...` of lists in lists. Raises AttributeError, naming the path, where there is no such item."""
+    for i in indices:
+        if not isinstance(value, (list, tuple)) or not -len(value) <= i < len(value):
+            raise AttributeError(f"no parameter {path!r}: there is no item {i} in {value!r}")
+        value = value[i]
+    return value
 
-    Raises:
-        TypeError: no list where one is indexed. IndexError: an index past its end.
-    """
+
+def with_item(value: Any, indices: list[int], item: Any) -> Any:
+    """`value` with the item at these indices, which is there, replaced; `item` itself where there are none."""
     if not indices:
         return item
-    if not isinstance(value, (list, tuple)):
-        raise TypeError(f"{value!r} is no list, and has no item {indices[0]}")
     items = list(value)
-    if not -len(items) <= indices[0] < len(items):
-        raise IndexError(f"there is no item {indices[0]} in a list of {len(items)}")
     items[indices[0]] = with_item(items[indices[0]], indices[1:], item)
     return type(value)(items)

@@ -98,9 +98,10 @@ def GetExperiment(name: str) -> type[Experiment]:
     """
     task = name.split(".")[0]
     if "." not in name or not name.replace(".", "").isidentifier():
-        raise RegistryError(
-            f"--model={name!r}: expected task.Experiment, e.g. 'mt.{name}' or 'mt.M4MoE2048E36L'"
-        )
+        nearest = re.sub(r"[^\w.]", "", name)
+        hint = did_you_mean(nearest if "." in nearest else f"mt.{nearest}", AllNames())
+        example = hint if "did you mean" in hint else ", e.g. 'mt.M4MoE2048E36L'"
+        raise RegistryError(f"--model={name!r}: expected task.Experiment{example}")
     _import_task(task)
     if name not in _registry:
         known = [n for n in _registry if n.count(".") == name.count(".")]

@@ -15,7 +15,7 @@ import time
 import jax
 from jax.experimental import multihost_utils
 
-from lingvo_moe.core.engine.base import EngineError
+from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES, EngineError
 
 _FLAG = "--xla_force_host_platform_device_count"
 
@@ -110,6 +110,16 @@ def _cpu_features() -> str:
 def device_count() -> int:
     """The devices of the whole job, of all its processes."""
     return len(jax.devices())
+
+
+def runs_on_cpu(engine: str) -> bool:
+    """Whether what an engine runs lies in this machine's own memory, and not in an accelerator's."""
+    if engine == "pjrt":
+        return jax.devices()[0].platform == "cpu"
+    import tensorflow as tf
+
+    found = any(tf.config.list_physical_devices(kind) for kind in ("GPU", "TPU"))
+    return engine in ONE_DEVICE_ENGINES and not found
 
 
 def process_count() -> int:

@@ -202,7 +202,7 @@ class MoELayer(BaseLayer):
         B, T, M = input_shapes[0]
         G, S = _grouping(p.name, p.num_groups, [B, T])
         E, H = p.num_experts, p.hidden_dim
-        dispatcher = dispatcher_params(f"{p.name}.dispatcher", p.dispatcher).cls
+        dispatcher = dispatcher_params(p.dispatcher).cls
         router = p.router.Copy().Set(model_dim=M, num_experts=E)
         C = S
         if dispatcher.LIMITED or router.cls.CHOOSES_BY_CAPACITY:
