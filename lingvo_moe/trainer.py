@@ -29,7 +29,6 @@ from lingvo_moe.trainer_checks import (
     log,
     prepare_run_dir,
 )
-from lingvo_moe.trainer_memory import check_memory
 
 _ABOUT = """Trains an experiment, goes on with a run, or shows what an experiment is.
 
@@ -193,6 +192,7 @@ def train(args: argparse.Namespace, params: Any, override: str) -> int:
     from lingvo_moe.core.engine.train_loop import TrainLoop
     from lingvo_moe.tasks.mt import init_from
     from lingvo_moe.tasks.mt.run_dir import RunDir
+    from lingvo_moe.trainer_memory import check_memory
 
     if args.num_devices and args.engine == "pjrt":
         devices.request_cpu_devices(args.num_devices)

@@ -83,11 +83,10 @@ def check_flags(args: argparse.Namespace, params: Params) -> None:
 
 def check_numbers(args: argparse.Namespace) -> None:
     """Raises UsageError for a number in the flags that cannot be."""
-    for name, check in _NUMBERS.items():
-        value = getattr(args, name)
-        why = "" if value is None else check(value)
-        if why:
-            raise UsageError(f"--{name}={value}: {why}")
+    try:
+        checks.check_fields(args, _NUMBERS)
+    except checks.ParamError as e:
+        raise UsageError(f"--{e}") from None
 
 
 def check_sizes(params: Params) -> None:

@@ -223,6 +223,15 @@ def _is_axis(axis: Any) -> bool:
     )
 
 
+def check_fields(options: Any, ranges: Mapping[str, Check]) -> None:
+    """Raises ParamError for the first attribute of `options` that is not in its range; None is never refused."""
+    for name, check in ranges.items():
+        value = getattr(options, name)
+        why = "" if value is None else check(value)
+        if why:
+            raise ParamError(name, str(value), why)
+
+
 ANYTHING = Kind((object, bool), "anything")
 NONE = Kind((type(None),), "None")
 FLAG = Kind((bool,), "True or False")
