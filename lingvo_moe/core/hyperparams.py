@@ -10,6 +10,7 @@ included.
 """
 
 import ast
+import contextlib
 import copy
 import importlib
 from collections.abc import Iterator, Mapping
@@ -449,7 +450,8 @@ def _from_text(text: str, current: Any) -> Any:
             hint = f"; did you mean {[part for part in parts if part]}?".replace("', '", "','")
         raise ValueError(f"does not read as {type(current).__name__}{hint}") from None
     if isinstance(current, float) and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        with contextlib.suppress(OverflowError):  # an integer that no float holds: the check refuses it
+            return float(value)
     if isinstance(current, tuple) and isinstance(value, list):
         return tuple(value)
     if current is not None and type(value) is not type(current):

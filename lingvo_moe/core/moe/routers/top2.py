@@ -6,7 +6,7 @@ Letters: G group, S token in group, k choice rank (2 here), E expert, C capacity
 import tensorflow as tf
 
 from lingvo_moe.core import checks, randomness
-from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.moe.choice import normalize, pick
 from lingvo_moe.core.moe.losses import load_balance
@@ -92,7 +92,8 @@ class Top2Router(LearnedRouter):
         super().__init__(params)
         p = self.p
         if p.num_experts < 2:
-            raise ValueError(f"{self.path}: top-2 needs two experts or more, got {p.num_experts}")
+            why = "top-2 needs two experts or more"
+            raise ParamError(f"{self.path}.num_experts", str(p.num_experts), why)
 
     def Route(
         self,
