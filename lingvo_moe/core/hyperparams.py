@@ -450,7 +450,7 @@ def _from_text(text: str, current: Any) -> Any:
             hint = f"; did you mean {[part for part in parts if part]}?".replace("', '", "','")
         raise ValueError(f"does not read as {type(current).__name__}{hint}") from None
     if isinstance(current, float) and isinstance(value, int) and not isinstance(value, bool):
-        with contextlib.suppress(OverflowError):  # an integer that no float holds: the check refuses it
+        with contextlib.suppress(OverflowError):  # an integer that no float holds is refused below
             return float(value)
     if isinstance(current, tuple) and isinstance(value, list):
         return tuple(value)
