@@ -53,6 +53,11 @@ class Check:
         return ""
 
 
+def _is_a(kind: type, value: Any) -> bool:
+    """Whether a value is a number of that kind, which True and False are not."""
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class Integer(Check):
     """An integer of at least `least` (None: any) and at most `most`. True and False are no integers."""
@@ -61,12 +66,12 @@ class Integer(Check):
     most: int = LARGEST_INTEGER
 
     def Allows(self, value: Any) -> bool:
-        if not isinstance(value, Integral) or isinstance(value, bool):
+        if not _is_a(Integral, value):
             return False
         return (self.least is None or value >= self.least) and value <= self.most
 
     def Hint(self, value: Any) -> str:
-        is_large = isinstance(value, Integral) and value > self.most
+        is_large = _is_a(Integral, value) and value > self.most
         return f" and at most {self.most}" if is_large and str(self.most) not in str(self) else ""
 
     def __str__(self) -> str:
@@ -92,7 +97,7 @@ class Number(Check):
     open_high: bool = False
 
     def Allows(self, value: Any) -> bool:
-        if not isinstance(value, Real) or isinstance(value, bool):
+        if not _is_a(Real, value):
             return False
         if value and not SMALLEST_NUMBER <= abs(value) <= LARGEST_NUMBER:  # NaN too
             return False
@@ -103,7 +108,7 @@ class Number(Check):
         )
 
     def Hint(self, value: Any) -> str:
-        if not isinstance(value, Real) or isinstance(value, bool):
+        if not _is_a(Real, value):
             return ""
         if not abs(value) <= LARGEST_NUMBER:
             return ", finite in float32"
@@ -266,6 +271,6 @@ def of_type(default: Any) -> Check:
         ((list, tuple), Kind((list, tuple), "a list")),
         (type, Kind((type,), "a class")),
     ):
-        if isinstance(default, types):  # type: ignore[arg-type]
+        if isinstance(default, types):
             return check
     return ANYTHING

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from lingvo_moe.core import checks, randomness
 from lingvo_moe.core.base_task import BaseTask, updates_of
-from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.layers import attention, embedding, feed_forward, masks, softmax, transformer
 from lingvo_moe.core.moe import layer as moe_layer
@@ -185,8 +185,13 @@ class MtModel(BaseTask):
             # Algorithm 1's loss is 1/E^2 when experts are balanced: times k it would have no force.
             # Scaled by E^2, as in the authors' Lingvo, k means the same for any number of experts.
             router.aux_loss_scale = float(p.num_experts**2)
-        if "vocab_size" in router and not router.vocab_size:
-            router.vocab_size = p.target_vocab_size if decoder else p.source_vocab_size
+        if "vocab_size" in router:
+            vocab_size = p.target_vocab_size if decoder else p.source_vocab_size
+            if 0 < router.vocab_size < vocab_size:
+                why = f"must be at least {vocab_size}, the ids that it is asked for, or 0, which takes that"
+                path = f"{self.path}.{name}.vocab_size"
+                raise ParamError(path, str(router.vocab_size), why)
+            router.vocab_size = router.vocab_size or vocab_size
         return router
 
     @classmethod
