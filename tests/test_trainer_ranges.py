@@ -129,8 +129,8 @@ def test_a_batch_that_cannot_fit_is_refused_before_the_data_is_read(capfd, tmp_p
             "reduce task.num_encoder_layers=10000",
         ),
         (
-            "task.source_vocab_size=2000000000",
-            "reduce task.source_vocab_size=2000000000, task.model",
+            "task.source_vocab_size=10000000;task.model_dim=1024",
+            "reduce task.source_vocab_size=10000000, task.model_dim=1024",
         ),
         ("input.source_length=1000000", "reduce input.batch_size=8, input.source_length=1000000"),
     ],

@@ -245,6 +245,7 @@ SIZE = Integer(1)
 COUNT = Integer(0)
 SEED = Integer(0)
 LAYERS = Integer(1, 10_000)
+IDS = Integer(1, 2**24)  # of a vocabulary; some routers make a table of them where they are traced
 SHARE = Number(0, 1, open_high=True)  # of a whole, or a probability
 POSITIVE = Number(0, open_low=True)
 NOT_NEGATIVE = Number(0)

@@ -24,7 +24,7 @@ class Softmax(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("vocab_size", 0, "V.", check=checks.SIZE)
+        p.Define("vocab_size", 0, "V.", check=checks.IDS)
         p.Define("model_dim", 0, "M.", check=checks.SIZE)
         p.Define("tied", False, "Whether the table is another layer's, passed in theta.")
         p.Define(

@@ -36,9 +36,9 @@ class MtModel(BaseTask):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("source_vocab_size", 64000, "Source SentencePiece vocabulary.", check=checks.SIZE)
+        p.Define("source_vocab_size", 64000, "Source SentencePiece vocabulary.", check=checks.IDS)
         p.Define(
-            "target_vocab_size", 32000, "Target SentencePiece vocabulary, V.", check=checks.SIZE
+            "target_vocab_size", 32000, "Target SentencePiece vocabulary, V.", check=checks.IDS
         )
         p.Define("model_dim", 1024, "M.", check=checks.SIZE)
         p.Define(

@@ -44,7 +44,7 @@ class HashRouter(UnlearnedRouter):
             "vocab_size",
             0,
             "V, for the random table; a translation model sets it.",
-            check=checks.COUNT,
+            check=checks.Integer(0, checks.IDS.most),
         )
         return p
 

@@ -83,8 +83,8 @@ class MtInput:
             "source.model and target.model from tools.train_vocab; empty: those of prepared data, or trained from the "
             "data.",
         )
-        p.Define("source_vocab_size", 64_000, "Ids of the source vocabulary.", check=checks.SIZE)
-        p.Define("target_vocab_size", 32_000, "Ids of the target vocabulary.", check=checks.SIZE)
+        p.Define("source_vocab_size", 64_000, "Ids of the source vocabulary.", check=checks.IDS)
+        p.Define("target_vocab_size", 32_000, "Ids of the target vocabulary.", check=checks.IDS)
         p.Define(
             "vocab_sentences",
             500_000,
