@@ -22,6 +22,7 @@ from lingvo_moe.trainer_checks import (
     check_began_from,
     check_divisible,
     check_flags,
+    check_numbers,
     check_sizes,
     check_tasks,
     has_begun,
@@ -127,8 +128,7 @@ def run(args: argparse.Namespace) -> int:
     """As main, without turning errors into messages."""
     if not args.model:
         raise UsageError("--model is needed: an experiment, e.g. --model=mt.M4Demo")
-    if args.num_devices < 0:
-        raise UsageError(f"--num_devices={args.num_devices}: must not be negative")
+    check_numbers(args)
     for flag, known in (("mode", MODES), ("engine", ENGINES)):
         value = getattr(args, flag)
         if value not in known:
@@ -194,6 +194,7 @@ def train(args: argparse.Namespace, params: Any, override: str) -> int:
     from lingvo_moe.core.engine.train_loop import TrainLoop
     from lingvo_moe.tasks.mt import init_from
     from lingvo_moe.tasks.mt.run_dir import RunDir
+    from lingvo_moe.trainer_memory import check_memory
 
     if args.num_devices and args.engine == "pjrt":
         devices.request_cpu_devices(args.num_devices)
@@ -207,6 +208,8 @@ def train(args: argparse.Namespace, params: Any, override: str) -> int:
     inputs = params.input.Instantiate()
     check_divisible(params, task, mesh)
     check_sizes(params)
+    on_cpu = devices.runs_on_cpu(args.engine)
+    check_memory(params, task, inputs, mesh, args.num_processes, holds_state=on_cpu)
 
     run_dir = RunDir(args.logdir)
     # Held until the last checkpoint is complete.

@@ -6,16 +6,42 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.core import registry
+from lingvo_moe.core import checks, registry
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.paths import check_local, check_portable
 from lingvo_moe.core.run_lock import RunLock
 from lingvo_moe.core.sharding import Mesh, ShardingError
+from lingvo_moe.core.sharding.letters import axes_of
+from lingvo_moe.core.suggest import did_you_mean
 from lingvo_moe.tasks.mt.directories import check_logdir
 
 # Where files lie may change while a run goes on; that they hold the same is checked when it does.
 _PLACES = ("input.data_dir", "input.cache_dir")
+
+# Starting takes JAX 2 s with 4096 virtual devices, and 10 s with 10,000; most jobs have 8.
+MOST_DEVICES = 4096
+_NUMBERS = {
+    "num_devices": checks.Integer(0, MOST_DEVICES),
+    "max_steps": checks.COUNT,
+    "init_from_step": checks.COUNT,
+    "num_processes": checks.SIZE,
+    "process_id": checks.COUNT,
+}
+
+# The parameters that the dimensions of a letter come from.
+SIZES_OF_LETTERS = {
+    "B": ("input.batch_size",),
+    "G": ("task.num_groups",),
+    "E": ("task.num_experts",),
+    "H": ("task.hidden_dim", "task.expert_hidden_dim"),
+    "N": ("task.num_heads",),
+    "A": ("task.num_kv_heads",),
+    "V": ("task.source_vocab_size", "task.target_vocab_size"),
+    "M": ("task.model_dim",),
+    "K": ("task.key_dim",),
+}
+_DIVIDED = "BGEHNAV"
 
 
 class UsageError(ValueError):
@@ -32,7 +58,6 @@ def check_flags(args: argparse.Namespace, params: Params) -> None:
             "(`python -m tools.build_corpus --output=corpus` makes one)"
         )
     check_paths(args, params)
-    check_train(params.train)
     if args.engine != "pjrt" and args.num_processes > 1:
         raise UsageError(
             f"--num_processes={args.num_processes}: only --engine=pjrt runs as several"
@@ -76,16 +101,12 @@ def check_paths(args: argparse.Namespace, params: Params) -> None:
     check_logdir(args.logdir, {"--data_dir": params.input.data_dir})
 
 
-def check_train(train: Params) -> None:
-    """Raises UsageError for numbers of steps or checkpoints that cannot be."""
-    for name, least in (
-        ("max_steps", 0),
-        ("save_interval_steps", 1),
-        ("save_max_to_keep", 1),
-        ("summary_interval_steps", 1),
-    ):
-        if train.Get(name) < least:
-            raise UsageError(f"train.{name}={train.Get(name)}: must be at least {least}")
+def check_numbers(args: argparse.Namespace) -> None:
+    """Raises UsageError for a number in the flags that cannot be."""
+    try:
+        checks.check_fields(args, _NUMBERS)
+    except checks.ParamError as e:
+        raise UsageError(f"--{e}") from None
 
 
 def check_sizes(params: Params) -> None:
@@ -121,27 +142,30 @@ def check_tasks(task: Any, inputs: Any) -> None:
 
 
 def check_divisible(params: Any, task: Any, mesh: Mesh) -> None:
-    """Raises ShardingError where what is cut does not divide over the mesh, naming the parameter."""
+    """Raises ShardingError for an axis that the mesh does not have, and where what is sharded does not divide
+    over the mesh, naming the parameter."""
+    if mesh.size == 1:
+        return
     split = {**task.p.weight_split, **task.p.activation_split}
-    for letter, path in (
-        ("B", "input.batch_size"),
-        ("G", "task.num_groups"),
-        ("E", "task.num_experts"),
-        ("H", "task.hidden_dim"),
-        ("N", "task.num_heads"),
-        ("A", "task.num_kv_heads"),
-        ("V", "task.source_vocab_size"),
-        ("V", "task.target_vocab_size"),
-    ):
-        axis, size = split.get(letter), params.Get(path)
-        if axis is None or not size or mesh.size == 1:
-            continue
-        parts = mesh.axis_size(axis)
-        if size % parts:
-            raise ShardingError(
-                f"{path}={size} does not divide over the {parts} devices of axis {axis!r} of mesh {mesh}; "
-                f"use a mesh with a divisor of {size} there (--mesh), or --model_params_override='{path}=...'"
-            )
+    for name in ("weight_split", "activation_split"):
+        for letter, axis in task.p.Get(name).items():
+            for part in axes_of(axis):
+                if part not in mesh.axis_names:
+                    raise ShardingError(
+                        f"task.{name}: {letter!r} is sharded along {part!r}, and mesh {mesh} has no axis {part!r}"
+                        f"{did_you_mean(part, mesh.axis_names)}"
+                    )
+    for letter in _DIVIDED:
+        for path in SIZES_OF_LETTERS[letter]:
+            axis, size = split.get(letter), params.Get(path)
+            if axis is None or not size:
+                continue
+            parts = mesh.axis_size(axis)
+            if size % parts:
+                raise ShardingError(
+                    f"{path}={size} does not divide over the {parts} devices of axis {axis!r} of mesh {mesh}; "
+                    f"use a mesh with a divisor of {size} there (--mesh), or --model_params_override='{path}=...'"
+                )
 
 
 def has_begun(run_dir: Any) -> bool:

@@ -201,7 +201,10 @@ def test_the_command_compares_recorded_plans(tmp_path):
         ([], "nothing to do"),
         (["--model=mt.M4Tiny", "--topology=v3:2x2", "--what=x"], "must be one of train, decode"),
         ([f"--compare={GOLDEN}", "--output=x.json"], "--output is of a new plan"),
-        (["--model=mt.M4Tiny", "--topology=v3:2x2", "--token_budget=inf"], "must be positive"),
+        (
+            ["--model=mt.M4Tiny", "--topology=v3:2x2", "--token_budget=inf"],
+            "must be a positive number",
+        ),
         (["--model=mt.M4Tiny", "--topology=v3", "--mesh=foo"], "--mesh='foo': 'foo' is not"),
         (["--model=mt.M4Tiny", "--topology=v8"], "no TPU generation"),
         (["--compare=/nowhere.json"], "--compare=/nowhere.json: No such file"),

@@ -64,7 +64,10 @@ TINY = "--model=mt.M4Tiny"
             [TINY, "--model_params_override=task.num_expert=8"],
             "task.num_expert=8: no parameter 'task.num_expert' (did you mean 'num_experts'",
         ),
-        ([TINY, "--model_params_override=task.num_experts=many"], "'many' does not read as int"),
+        (
+            [TINY, "--model_params_override=task.num_experts=many"],
+            "task.num_experts=many: does not read as int",
+        ),
         ([TINY, "--model_params_override=task.dropout"], "is not of the form path=value"),
         ([TINY, "--mesh=expert", "--logdir=RUN"], "expert"),
         ([TINY, "--mesh=expert:0", "--logdir=RUN"], "expert:0"),
@@ -93,19 +96,19 @@ TINY = "--model=mt.M4Tiny"
         ),
         (
             [TINY, "--logdir=RUN", "--model_params_override=train.save_max_to_keep=0"],
-            "train.save_max_to_keep=0: must be at least 1",
+            "train.save_max_to_keep=0: must be an integer of at least 1",
         ),
         (
             [TINY, "--logdir=RUN", "--model_params_override=train.summary_interval_steps=0"],
-            "train.summary_interval_steps=0: must be at least 1",
+            "train.summary_interval_steps=0: must be an integer of at least 1",
         ),
         (
             [TINY, "--logdir=RUN", "--model_params_override=train.max_steps=None"],
-            "train.max_steps=None: train.max_steps: None is of type NoneType, expected int",
+            "train.max_steps=None: is of type NoneType, expected int",
         ),
         (
             [TINY, "--logdir=RUN", "--model_params_override=task.fprop_dtype=bf16"],
-            "fprop_dtype='bf16': must be one of float32, bfloat16",
+            "task.fprop_dtype=bf16: must be one of float32, bfloat16, float16, float64, or None (did you mean",
         ),
         (
             [TINY, "--engine=tf", "--num_processes=2", "--logdir=RUN"],

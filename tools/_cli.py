@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from lingvo_moe.core import checks
 from lingvo_moe.core.class_names import TRUST_RUN_HELP
 from lingvo_moe.core.command import run as run
+from lingvo_moe.core.decode.ranges import BEAM_SIZE, LENGTH, LENGTH_ALPHA
 from lingvo_moe.core.paths import PathError, check_local, check_portable
 from lingvo_moe.core.quiet import quiet
 from lingvo_moe.core.suggest import did_you_mean
@@ -32,6 +34,16 @@ def portable_path(text: str) -> str:
 _PATH_CHECKS: dict[Any, Callable[[str, str], None]] = {
     local_path: check_local,
     portable_path: check_portable,
+}
+
+# Flags that mean the same in every command that has them; Parser checks them.
+_SHARED = {
+    "average_last": checks.SIZE,
+    "beam_size": BEAM_SIZE,
+    "checkpoint_step": checks.COUNT,
+    "length_alpha": LENGTH_ALPHA,
+    "max_length": LENGTH,
+    "max_source_length": LENGTH,
 }
 
 
@@ -60,6 +72,7 @@ class Parser(argparse.ArgumentParser):
                         check(path, action.option_strings[0])
                 except PathError as e:
                     self.error(str(e))
+        check_numbers(self, parsed, **{k: check for k, check in _SHARED.items() if k in parsed})
         return parsed
 
 
@@ -68,12 +81,21 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
+def check_numbers(parser: argparse.ArgumentParser, args: argparse.Namespace, **ranges: Any) -> None:
+    """Ends the process, with a line that names the flag, where a number is not in its range, a Check."""
+    try:
+        checks.check_fields(args, ranges)
+    except checks.ParamError as e:
+        parser.error(f"--{e}")
+
+
 def check_at_least(parser: argparse.ArgumentParser, args: argparse.Namespace, **least: int) -> None:
-    """Ends the process, with a line that names the flag, where a number is smaller than it may be."""
-    for name, smallest in least.items():
-        value = getattr(args, name)
-        if value is not None and value < smallest:
-            parser.error(f"--{name}={value}: must be at least {smallest}")
+    """The same for integers, and finite numbers, that have to be at least so large."""
+    ranges = {
+        name: checks.Number(n) if isinstance(getattr(args, name), float) else checks.Integer(n)
+        for name, n in least.items()
+    }
+    check_numbers(parser, args, **ranges)
 
 
 def check_output_file(path: str | os.PathLike, flag: str = "--output") -> None:
@@ -189,13 +211,14 @@ def search_options(args: argparse.Namespace, top_k: int = 1) -> Any:
     from lingvo_moe.tasks.mt.translator import TranslateOptions
 
     given = {k: getattr(args, k) for k in _SEARCH_FLAGS if getattr(args, k) is not None}
-    return TranslateOptions(**given, top_k=top_k)
+    try:
+        return TranslateOptions(**given, top_k=top_k)
+    except checks.ParamError as e:
+        raise ValueError(f"--{e}") from None
 
 
 def checkpoint(args: argparse.Namespace) -> tuple[int | None, int]:
-    """Which step, and how many to average, from the flags of add_run_flags. Raises ValueError."""
-    if args.average_last is not None and args.average_last < 1:
-        raise ValueError(f"--average_last={args.average_last}: must be at least 1")
+    """Which step, and how many to average, from the flags of add_run_flags."""
     return args.checkpoint_step, args.average_last or 1
 
 

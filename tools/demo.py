@@ -45,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     add("--max_per_language", type=int, default=8, help="dev pairs scored of each (%(default)s)")
     args = parser.parse_args(argv)
+    _cli.check_at_least(parser, args, max_steps=0, max_per_language=1)
     try:
         return Demo(args).Run()
     except subprocess.CalledProcessError as e:

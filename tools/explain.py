@@ -15,6 +15,8 @@ import json
 import os
 from typing import Any
 
+from lingvo_moe.core import checks
+from lingvo_moe.trainer_checks import MOST_DEVICES
 from tools import _cli
 
 
@@ -51,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
                 parser.error(f"--{name} was fixed when the program was made; use it with --model")
     if args.html and args.json and os.path.realpath(args.html) == os.path.realpath(args.json):
         parser.error(f"--html and --json are both {args.html}; name two files")
-    _cli.check_at_least(parser, args, num_devices=2)
+    _cli.check_numbers(parser, args, num_devices=checks.Integer(2, MOST_DEVICES))
     return _cli.run_compiler("explain", run, args)
 
 

@@ -31,6 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     _cli.add_search_flags(parser)
     args = parser.parse_args(argv)
+    _cli.check_at_least(parser, args, top_k=1)
     try:
         _cli.check_output_directory(args.output, replaces=EXPORTED)
         _cli.load_tensorflow()

@@ -12,10 +12,10 @@ interrupted.
 """
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
+from lingvo_moe.core import checks
 from tools import _cli
 
 
@@ -71,8 +71,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("nothing to do: give --model and --topology, or --compare")
     if args.output and not args.model:
         parser.error("--output is of a new plan: it goes with --model and --topology")
-    if not (args.token_budget > 0 and math.isfinite(args.token_budget)):
-        parser.error(f"--token_budget={args.token_budget}: must be positive and finite")
+    _cli.check_numbers(parser, args, token_budget=checks.POSITIVE)
     return _cli.run_compiler("plan", run, args)
 
 

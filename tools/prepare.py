@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lingvo_moe.core import checks
 from lingvo_moe.tasks.mt.directories import PREPARED
 from lingvo_moe.tasks.mt.input.preparing.filters import Rules
 from lingvo_moe.tasks.mt.input.preparing.prepare import PrepareOptions, prepare
@@ -157,15 +158,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     least = {f"{side}_vocab_size": MIN_SIZE for side in _SIZES}
     least |= {"max_chars": 1, "max_dev": 1, "pairs_per_shard": 1, "workers": 1}
-    _cli.check_at_least(parser, args, vocab_sentences=MIN_SENTENCES, **least)
+    _cli.check_at_least(parser, args, vocab_sentences=MIN_SENTENCES, max_ratio=1, **least)
+    _cli.check_numbers(parser, args, dev_share=checks.SHARE, temperature=checks.POSITIVE)
     if not args.input and not args.tfds:
         parser.error("nothing to read: give --input or --tfds")
-    if args.dev_share is not None and not 0 <= args.dev_share < 1:
-        parser.error(f"--dev_share={args.dev_share}: must be at least 0 and less than 1")
-    if not args.max_ratio >= 1:
-        parser.error(f"--max_ratio={args.max_ratio}: must be at least 1")
-    if args.temperature is not None and not args.temperature > 0:
-        parser.error(f"--temperature={args.temperature}: must be positive")
     if args.json_fields and len(args.json_fields) not in (2, 3):
         parser.error(f"--json_fields={','.join(args.json_fields)}: name two fields or three")
     logging.basicConfig(format="%(message)s")

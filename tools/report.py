@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--batch_size", type=int, default=16, help="packed rows at once (%(default)s)")
     add("--quiet", action="store_true", help="no progress on standard error")
     args = parser.parse_args(argv)
-    _cli.check_at_least(parser, args, batch_size=1, max_per_language=1, samples=1)
+    _cli.check_at_least(parser, args, batch_size=1, max_per_language=1, samples=1, seed=0)
     try:
         return _run(args)
     except (ValueError, OSError) as e:

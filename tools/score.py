@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     _lines.add_flags(parser, "pairs to score")
     args = parser.parse_args(argv)
-    _cli.check_at_least(parser, args, batch_size=1, max_source_length=1, max_length=1)
+    _cli.check_at_least(parser, args, batch_size=1)
     try:
         return _run(args)
     except (ValueError, OSError) as e:

@@ -22,6 +22,7 @@ import os
 import sys
 from typing import Any
 
+from lingvo_moe.core import checks
 from tools import _cli
 
 _GROUPS = {
@@ -103,9 +104,8 @@ def make_parser() -> argparse.ArgumentParser:
 def _check(parser: argparse.ArgumentParser, args: Any) -> None:
     sizes = dict.fromkeys(_GROUPS["what it takes"], 1)
     _cli.check_at_least(parser, args, port=0, max_batch_lines=1, max_batch_wait_ms=0, **sizes)
-    for name in _GROUPS["how long things may take, in seconds"]:
-        if not 0 < getattr(args, name) < float("inf"):
-            parser.error(f"--{name}={getattr(args, name):g}: must be more than 0 seconds")
+    seconds = dict.fromkeys(_GROUPS["how long things may take, in seconds"], checks.POSITIVE)
+    _cli.check_numbers(parser, args, **seconds)
     if args.max_waiting_lines < args.max_lines:
         parser.error(
             f"--max_waiting_lines={args.max_waiting_lines}: must be at least --max_lines, {args.max_lines},"

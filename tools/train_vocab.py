@@ -9,6 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from lingvo_moe.core import checks
 from lingvo_moe.tasks.mt.input.file_list import write_listed
 from lingvo_moe.tasks.mt.input.scan import scan
 from lingvo_moe.tasks.mt.input.vocab_cache import MIN_SENTENCES, VocabOptions, cached_vocabularies
@@ -45,8 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     least = {"source_size": MIN_SIZE, "target_size": MIN_SIZE, "max_sentences": MIN_SENTENCES}
     _cli.check_at_least(parser, args, **least)
-    if not args.temperature > 0:
-        parser.error(f"--temperature={args.temperature}: must be positive")
+    _cli.check_numbers(parser, args, temperature=checks.POSITIVE)
     options = VocabOptions(
         args.source_size,
         args.target_size,

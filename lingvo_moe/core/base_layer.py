@@ -8,14 +8,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_moe.core import randomness
-from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core import checks, randomness
+from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import DimsMapping, dims_mapping
 from lingvo_moe.core.sharding.annotate import shard_letters
-from lingvo_moe.core.suggest import did_you_mean
+from lingvo_moe.core.sharding.letters import ACTIVATION_LETTERS, WEIGHT_LETTERS
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -124,21 +124,25 @@ class BaseLayer:
             "dtype",
             None,
             "Type of the variables; None takes the parent's, float32 at the root.",
+            check=checks.or_none(checks.one_of(_DTYPES)),
         )
         p.Define(
             "fprop_dtype",
             None,
             "Type of the activations, e.g. 'bfloat16'; None takes the parent's, dtype at the root.",
+            check=checks.or_none(checks.one_of(_DTYPES)),
         )
         p.Define(
             "activation_split",
             None,
             "Einsum letter -> mesh axis for activations; None takes the parent's, {} at the root.",
+            check=checks.or_none(checks.Letters(ACTIVATION_LETTERS)),
         )
         p.Define(
             "weight_split",
             None,
             "Einsum letter, or 'weight.letter', -> mesh axis for variables; None as above.",
+            check=checks.or_none(checks.Letters(WEIGHT_LETTERS)),
         )
         return p
 
@@ -154,13 +158,6 @@ class BaseLayer:
         if params.fprop_dtype is None:
             params.fprop_dtype = params.dtype
         params.name = params.name or type(self).__name__
-        for name in ("dtype", "fprop_dtype"):
-            value = getattr(params, name)
-            if value not in _DTYPES:
-                raise ValueError(
-                    f"{params.name}.{name}={value!r}: must be one of {', '.join(_DTYPES)}"
-                    f"{did_you_mean(str(value), _DTYPES)}"
-                )
         self.params = params.Freeze()
         self.path = params.name
         self.children = NestedMap()
@@ -207,7 +204,10 @@ class BaseLayer:
         for key in _INHERITED:
             if getattr(params, key) is None:
                 setattr(params, key, getattr(self.p, key))
-        child = params.Instantiate()
+        try:
+            child = params.Instantiate()
+        except ParamError as e:
+            raise e.Within(self.p.name) from None
         child._prefix_path(self.path)
         return child
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_moe.core import randomness
+from lingvo_moe.core import checks, randomness
 from lingvo_moe.core.base_layer import BaseLayer, VariableSpec, name_scope
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
@@ -33,15 +33,21 @@ class BaseTask(BaseLayer):
         p = super().Params()
         p.Define("optimizer", Adafactor.Params(), "How gradients change theta.")
         p.Define(
-            "clip_gradient_norm", 0.0, "Gradients are scaled to at most this global norm; 0: never."
+            "clip_gradient_norm",
+            0.0,
+            "Gradients are scaled to at most this global norm; 0: never.",
+            check=checks.NOT_NEGATIVE,
         )
-        p.Define("seed", 1234, "The seed of initial values, dropout and random routing.")
+        p.Define(
+            "seed",
+            1234,
+            "The seed of initial values, dropout and random routing.",
+            check=checks.SEED,
+        )
         return p
 
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
-        if not 0 <= self.p.seed < 2**31:
-            raise ValueError(f"{self.path}.seed={self.p.seed}: must be in [0, 2^31)")
         self.optimizer = self.p.optimizer.Instantiate()
 
     @classmethod

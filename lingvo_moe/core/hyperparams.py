@@ -2,27 +2,49 @@
 
 A layer's `Params()` defines names with defaults and help; a user copies and sets them by dotted
 path; a program freezes them. `InstantiableParams` also knows the class that it configures.
+
+Every parameter has a check (core/checks.py): a range where it is defined, else the type of its default.
+A value is checked whenever it is set. The default itself may always be set: it need not be in the
+range, where it means that a parent sets the value. `Instantiate` checks all values once more, defaults
+included.
 """
 
 import ast
+import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
+from lingvo_moe.core import checks
+from lingvo_moe.core.checks import ParamError as ParamError
 from lingvo_moe.core.class_names import any_class
+from lingvo_moe.core.param_paths import item_at, parse_indices, with_item
 from lingvo_moe.core.suggest import did_you_mean
 
 
 class _Param:
-    """One defined name: its value, its default, its help, and classes that it may be set to by name."""
+    """One defined name: its value, its default, its help, classes that it may be set to by name, its check."""
 
-    __slots__ = ("choices", "default", "description", "value")
+    __slots__ = ("check", "choices", "default", "description", "value")
 
-    def __init__(self, default: Any, description: str, choices: Mapping[str, type] | None):
+    def __init__(
+        self,
+        default: Any,
+        description: str,
+        choices: Mapping[str, type] | None,
+        check: checks.Check | None,
+    ):
         self.default = copy.deepcopy(default)
         self.value = default
         self.description = description
         self.choices = choices
+        self.check = check or _check_for(default, choices)
+
+    def WhyNot(self, value: Any) -> str:
+        """What the value would have to be; '' where it may be set."""
+        why = self.check(value)
+        is_default = why and type(value) is type(self.default) and value == self.default
+        return "" if is_default else why
 
 
 class Params:
@@ -47,6 +69,7 @@ class Params:
         default: Any,
         description: str,
         choices: Mapping[str, type] | None = None,
+        check: checks.Check | None = None,
     ) -> None:
         """Adds a name with its default and help.
 
@@ -56,6 +79,8 @@ class Params:
             description: the help.
             choices: the classes that such a parameter may configure, by the names that SetFromText
                 takes in place of Params.
+            check: the values that it may have; None: those of the default's type (any, for None). The
+                default itself need not pass.
 
         Raises:
             AttributeError: the name is defined already, is not an identifier, or the Params are
@@ -66,7 +91,7 @@ class Params:
             raise AttributeError(f"{name!r} cannot name a parameter: use a new identifier")
         if name in self._params:
             raise AttributeError(f"parameter {name!r} is defined already")
-        self._params[name] = _Param(default, description, choices)
+        self._params[name] = _Param(default, description, choices, check)
 
     def Delete(self, *paths: str) -> Self:
         """Removes names, by dotted path. Returns self."""
@@ -88,7 +113,11 @@ class Params:
         self._check_mutable(name)
         if name not in self._params:
             raise AttributeError(self._unknown(name))
-        self._params[name].value = value
+        param = self._params[name]
+        why = param.WhyNot(value)
+        if why:
+            raise ParamError(name, _shown(value), why)
+        param.value = value
 
     def __contains__(self, name: str) -> bool:
         return name in self._params
@@ -99,23 +128,20 @@ class Params:
     def Get(self, path: str) -> Any:
         """Reads a dotted path, `a.b[1].c`."""
         owner, name = self._resolve(path)
-        name, indices = _parse_indices(name)
-        value = getattr(owner, name)
-        for i in indices:
-            value = value[i]
-        return value
+        name, indices = parse_indices(name)
+        return item_at(getattr(owner, name), indices, path)
 
     def Help(self, path: str) -> str:
         """The description given to Define."""
-        owner, name = self._resolve(path)
-        if name not in owner._params:
-            raise AttributeError(owner._unknown(name))
-        return owner._params[name].description
+        return self._param(path).description
+
+    def Range(self, path: str) -> checks.Check:
+        """The check that values of a parameter pass; its string describes them."""
+        return self._param(path).check
 
     def IsDefault(self, path: str) -> bool:
         """Whether the value there is the one that Define gave."""
-        owner, name = self._resolve(path)
-        param = owner._params[_parse_indices(name)[0]]
+        param = self._param(path)
         return _to_text(param.value) == _to_text(param.default)
 
     def Set(self, **values: Any) -> Self:
@@ -123,6 +149,7 @@ class Params:
 
         Raises:
             AttributeError: unknown name (with the nearest known ones), or frozen Params.
+            ParamError: a value that the parameter cannot have.
         """
         for path, value in values.items():
             self._assign(path, value)
@@ -143,7 +170,7 @@ class Params:
         for name, param in self._params.items():
             fresh = _Param.__new__(_Param)
             fresh.default, fresh.description = param.default, param.description
-            fresh.choices = param.choices
+            fresh.choices, fresh.check = param.choices, param.check
             fresh.value = _copy_value(param.value)
             out._params[name] = fresh
         return out
@@ -188,8 +215,8 @@ class Params:
         names there are.
 
         Raises:
-            ValueError: a line that is not of that form, or a value of another type, with its
-                number.
+            ValueError: a line that is not of that form, or (ParamError) a value that the parameter
+                cannot have, with its number.
             AttributeError: an unknown path, with the nearest known names.
         """
         values = []
@@ -225,7 +252,8 @@ class Params:
             find_class: gives the class that 'type/module/Class' names.
 
         Raises:
-            AttributeError: unknown path. ValueError: text that does not read as that type.
+            AttributeError: unknown path. ParamError: text that does not read as that type, or a value
+                that the parameter cannot have.
         """
         parent, _, last = path.rpartition(".")
         try:
@@ -238,9 +266,11 @@ class Params:
                 value = _chosen(text, param.choices, isinstance(param.value, str))
             else:
                 value = _from_text(text, self.Get(path), find_class)
+            self._assign(path, value)
+        except ParamError as e:
+            raise e.At(path, text, where) from None
         except ValueError as e:
-            raise ValueError(f"{where}{path}: {e}") from None
-        self._assign(path, value)
+            raise ParamError(path, text, str(e), where) from None
 
     def _set_class(self, path: str, cls: type) -> None:
         """Makes the Params at a path those of another class; None, or a choice's name, gives way."""
@@ -256,7 +286,9 @@ class Params:
             raise ValueError(f"{cls.__name__} has no Params")
         fresh = cls.Params()
         for name, value in current.IterParams() if is_params else ():
-            if name in fresh and name != "cls" and type(value) is type(getattr(fresh, name)):
+            if name not in fresh or name == "cls" or type(value) is not type(getattr(fresh, name)):
+                continue
+            if not fresh._params[name].WhyNot(value):
                 setattr(fresh, name, value)
         self._assign(path, fresh)
 
@@ -282,31 +314,30 @@ class Params:
         return f"no parameter {name!r}{did_you_mean(name, self._params)}"
 
     def _assign(self, path: str, value: Any) -> None:
+        owner, last = self._resolve(path)
+        name, indices = parse_indices(last)
+        item_at(getattr(owner, name), indices, path)
+        try:
+            setattr(owner, name, with_item(getattr(owner, name), indices, value))
+        except ParamError as e:
+            raise e.At(path, _shown(value)) from None
+
+    def _param(self, path: str) -> _Param:
         owner, name = self._resolve(path)
-        name, indices = _parse_indices(name)
-        if not indices:
-            setattr(owner, name, value)
-            return
-        owner._check_mutable(name)
-        target = getattr(owner, name)
-        for i in indices[:-1]:
-            target = target[i]
-        target[indices[-1]] = value
+        return owner._params[parse_indices(name)[0]]
 
     def _resolve(self, path: str) -> tuple["Params", str]:
         """The Params that own the last part of a dotted path, and that part."""
         *parents, name = path.split(".")
         owner: Any = self
         for i, part in enumerate(parents):
-            bare, indices = _parse_indices(part)
-            owner = getattr(owner, bare)
-            for index in indices:
-                owner = owner[index]
+            bare, indices = parse_indices(part)
+            owner = item_at(getattr(owner, bare), indices, path)
             if not isinstance(owner, Params):
                 raise AttributeError(
                     f"{'.'.join(parents[: i + 1])!r} in {path!r} holds no Params, but {owner!r}"
                 )
-        if _parse_indices(name)[0] not in owner._params:
+        if parse_indices(name)[0] not in owner._params:
             raise AttributeError(f"no parameter {path!r}{did_you_mean(name, owner._params)}")
         return owner, name
 
@@ -319,8 +350,29 @@ class InstantiableParams(Params):
         self.Define("cls", cls, "The class that these Params configure.")
 
     def Instantiate(self, **kwargs: Any) -> Any:
-        """`cls(self, **kwargs)`."""
+        """`cls(self, **kwargs)`, once all values are checked, defaults included.
+
+        Raises:
+            ParamError: a value that cannot be. Nested Params are checked when they are instantiated.
+        """
+        for name, param in self._params.items():
+            why = param.check(param.value)
+            if why:
+                of = self.name if "name" in self and self.name else self.cls.__name__
+                raise ParamError(f"{of}.{name}", _shown(param.value), why)
         return self.cls(self, **kwargs)
+
+
+def _check_for(default: Any, choices: Mapping[str, type] | None) -> checks.Check:
+    """The check of a parameter that was defined without one."""
+    params = checks.Kind((Params,), "Params of a class")
+    if choices is None:
+        return params if isinstance(default, Params) else checks.of_type(default)
+    names = checks.one_of(sorted(choices))
+    if isinstance(default, str):
+        return checks.AnyOf((names, params))
+    set_by_name = checks.Kind((Params,), f"{names}, or Params of a class")
+    return checks.or_none(set_by_name) if default is None else set_by_name
 
 
 def _copy_value(value: Any) -> Any:
@@ -354,6 +406,16 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(item, f"{path}[{i}]")
     else:
         yield path, value
+
+
+def _shown(value: Any) -> str:
+    """A value in a message."""
+    if isinstance(value, Params):
+        return f"{type(value).__name__} of {len(value._params)} parameters"
+    try:
+        return _to_text(value)
+    except ValueError:  # an integer of more digits than Python writes
+        return f"an integer of {value.bit_length()} bits"
 
 
 def _to_text(value: Any) -> str:
@@ -390,25 +452,19 @@ def _from_text(text: str, current: Any, find_class: Callable[[str], type]) -> An
         return text.lower() == "true"
     try:
         value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         if current is None:
             return text
         hint = ""
         if isinstance(current, (list, tuple)):
             parts = [part.strip(" '\"[]()") for part in text.split(",")]
             hint = f"; did you mean {[part for part in parts if part]}?".replace("', '", "','")
-        raise ValueError(f"{text!r} does not read as {type(current).__name__}{hint}") from None
+        raise ValueError(f"does not read as {type(current).__name__}{hint}") from None
     if isinstance(current, float) and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        with contextlib.suppress(OverflowError):  # an integer that no float holds is refused below
+            return float(value)
     if isinstance(current, tuple) and isinstance(value, list):
         return tuple(value)
     if current is not None and type(value) is not type(current):
-        raise ValueError(
-            f"{text} is of type {type(value).__name__}, expected {type(current).__name__}"
-        )
+        raise ValueError(f"is of type {type(value).__name__}, expected {type(current).__name__}")
     return type(current)(value) if isinstance(current, dict) else value
-
-
-def _parse_indices(part: str) -> tuple[str, list[int]]:
-    name, *indices = part.split("[")
-    return name, [int(i.rstrip("]")) for i in indices]

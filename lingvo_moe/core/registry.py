@@ -12,8 +12,9 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from lingvo_moe.core import checks
 from lingvo_moe.core.class_names import any_class
-from lingvo_moe.core.hyperparams import InstantiableParams, Params
+from lingvo_moe.core.hyperparams import InstantiableParams, ParamError, Params
 from lingvo_moe.core.suggest import did_you_mean
 
 _ROOT = "params"
@@ -50,10 +51,15 @@ def TrainParams() -> Params:
         "The devices that the experiment was made for, axis:size,...; with others than these the "
         "first axis changes its size. --mesh is used instead.",
     )
-    p.Define("max_steps", 1_000_000, "The step at which training ends.")
-    p.Define("save_interval_steps", 1000, "Steps between checkpoints.")
-    p.Define("save_max_to_keep", 3, "Checkpoints kept, the newest ones.")
-    p.Define("summary_interval_steps", 10, "Steps between summaries and progress lines.")
+    p.Define("max_steps", 1_000_000, "The step at which training ends.", check=checks.COUNT)
+    p.Define("save_interval_steps", 1000, "Steps between checkpoints.", check=checks.SIZE)
+    p.Define("save_max_to_keep", 3, "Checkpoints kept, the newest ones.", check=checks.SIZE)
+    p.Define(
+        "summary_interval_steps",
+        10,
+        "Steps between summaries and progress lines.",
+        check=checks.SIZE,
+    )
     return p
 
 
@@ -95,9 +101,10 @@ def GetExperiment(name: str) -> type[Experiment]:
     """
     task = name.split(".")[0]
     if "." not in name or not name.replace(".", "").isidentifier():
-        raise RegistryError(
-            f"--model={name!r}: expected task.Experiment, e.g. 'mt.{name}' or 'mt.M4MoE2048E36L'"
-        )
+        nearest = re.sub(r"[^\w.]", "", name)
+        hint = did_you_mean(nearest if "." in nearest else f"mt.{nearest}", AllNames())
+        example = hint if "did you mean" in hint else ", e.g. 'mt.M4MoE2048E36L'"
+        raise RegistryError(f"--model={name!r}: expected task.Experiment{example}")
     _import_task(task)
     if name not in _registry:
         known = [n for n in _registry if n.count(".") == name.count(".")]
@@ -129,7 +136,9 @@ def GetParams(
     for path, value in _split_override(override):
         try:
             p.SetFromText(path, value, find_class=find_class)
-        except (AttributeError, ValueError, IndexError) as e:
+        except ParamError as e:
+            raise RegistryError(f"--model_params_override: {e}") from None
+        except (AttributeError, ValueError) as e:
             raise RegistryError(f"--model_params_override: {path}={value}: {e}") from None
     try:
         p.task.cls.ConfigureInput(p.task, p.input)

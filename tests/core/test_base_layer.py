@@ -90,7 +90,7 @@ def test_misuse_is_named():
         _tree().CreateVariable("v", WeightParams((2,), "EM", WeightInit.Constant()))
     with pytest.raises(AttributeError, match="no attribute or child 'two'"):
         _ = _tree().two
-    with pytest.raises(ValueError, match=r"tree\.fprop_dtype='bf16'.*bfloat16"):
+    with pytest.raises(ValueError, match=r"fprop_dtype='bf16'.*bfloat16"):
         _tree(fprop_dtype="bf16")
     with pytest.raises(ValueError, match="initializer"):
         WeightInit("xavier", 1.0)

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lingvo_moe.core.hyperparams import InstantiableParams, Params
+from lingvo_moe.core import checks
+from lingvo_moe.core.hyperparams import InstantiableParams, ParamError, Params
 
 
 class Thing:
@@ -80,7 +81,12 @@ def test_text_round_trip_and_diff():
     assert "> layers[1].hidden_dim : 64\n" in diff and "< layers[1].hidden_dim : 7\n" in diff
 
 
-@given(st.text(), st.integers(), st.floats(allow_nan=False), st.booleans())
+@given(
+    st.text(),
+    st.integers(-(2**31), 2**31 - 1),
+    st.floats(-1e38, 1e38).filter(lambda x: not 0 < abs(x) < 1e-37),
+    st.booleans(),
+)
 def test_any_value_survives_text(name, number, rate, flag):
     p = _params().Set(name=name, flag=flag, **{"model.hidden_dim": number, "model.rate": rate})
     assert _params().FromText(p.ToText()).ToText() == p.ToText()
@@ -114,6 +120,93 @@ def test_text_is_read_as_the_type_that_is_there():
     ]:
         p.SetFromText(path, text)
         assert p.Get(path) == value
+
+
+# --- ranges
+
+
+class Layer(Thing):
+    @classmethod
+    def Params(cls):
+        p = InstantiableParams(cls)
+        p.Define("name", "layer", "A name.")
+        p.Define("dim", 0, "A width; a parent sets it.", check=checks.SIZE)
+        p.Define("rate", 0.5, "A rate.", check=checks.SHARE)
+        p.Define(
+            "names", ["a", "b"], "Names.", check=checks.ListOf(checks.TEXT, "a list of strings")
+        )
+        return p
+
+
+def _nested():
+    p = Params()
+    p.Define("layers", [Layer.Params(), Layer.Params()], "Layers.")
+    p.Define("layer", Layer.Params(), "A layer.", choices={"one": Layer, "two": Layer})
+    return p
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("layer.dim", -16, "layer.dim=-16: must be an integer of at least 1"),
+        ("layer.dim", True, "layer.dim=True: must be an integer of at least 1"),
+        ("layers[1].rate", 1.0, "layers[1].rate=1.0: must be a number in [0, 1)"),
+        ("layers[1].rate", "x", "layers[1].rate='x': must be a number in [0, 1)"),
+        ("layer.names[1]", 3, "layer.names[1]=3: must be a list of strings"),
+        ("layer.name", 3, "layer.name=3: must be a string"),
+        ("layer", None, "layer=None: must be one of one, two, or Params of a class"),
+        ("layer", 3, "layer=3: must be one of one, two, or Params of a class"),
+        (
+            "layer.dim",
+            1 << 16609,
+            "layer.dim=an integer of 16610 bits: must be an integer of at least 1",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_value_out_of_range_is_refused_by_path_and_changes_nothing(path, value, message):
+    p = _nested()
+    before = p.ToText()
+    with pytest.raises(ParamError) as e:
+        p.Set(**{path: value})
+    assert str(e.value).startswith(message)
+    assert p.ToText() == before
+
+
+def test_text_names_what_the_user_wrote_once():
+    with pytest.raises(
+        ParamError, match=r"^layer\.rate=1e999: must be a number in \[0, 1\), finite"
+    ):
+        _nested().SetFromText("layer.rate", "1e999")
+    with pytest.raises(ParamError, match=r"^line 2: layer\.dim=many: does not read as int$"):
+        _nested().FromText("\nlayer.dim : many")
+
+
+def test_a_default_may_be_out_of_range_until_it_is_used():
+    p = _nested()
+    assert p.FromText(p.ToText()) == p
+    p.layer.Set(dim=3).Set(dim=0)
+    with pytest.raises(ParamError, match=r"^layer\.dim=0: must be an integer of at least 1$"):
+        p.layer.Instantiate()
+    assert p.layer.Set(dim=3).Instantiate().params.dim == 3
+    p.layer.names.append(7)  # no assignment that could be checked
+    with pytest.raises(ParamError, match=r"layer\.names=.*7\]: must be a list of strings"):
+        p.layer.Instantiate()
+
+
+@pytest.mark.parametrize("path", ["layers[2].dim", "layers[x].dim", "layer.dim[0]", "layer[0].dim"])
+def test_items_that_are_not_there_are_named(path):
+    for use in (lambda p: p.Get(path), lambda p: p.Set(**{path: 1})):
+        with pytest.raises(AttributeError, match=r"no parameter .*layer"):
+            use(_nested())
+
+
+def test_ranges_are_copied_and_described():
+    p = _nested().Copy()
+    assert str(p.Range("layer.dim")) == "an integer of at least 1"
+    assert p.Range("layers[1].rate") == checks.SHARE
+    with pytest.raises(ParamError):
+        p.layers[0].rate = 2.0
 
 
 def test_instantiate():

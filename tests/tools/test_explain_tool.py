@@ -91,7 +91,7 @@ def test_an_experiment(capsys, tmp_path):
         (["--program=x", "--html=e", "--json=./e"], "--html and --json are both e; name two files"),
         (["--program=x", "--mesh=expert:8"], "--mesh was fixed when the program was made"),
         (["--model=mt.M4Tiny", "--mesh=expert:4", "--num_devices=4"], "leave out --num_devices"),
-        (["--model=mt.M4Tiny", "--num_devices=1"], "--num_devices=1: must be at least 2"),
+        (["--model=mt.M4Tiny", "--num_devices=1"], "--num_devices=1: must be an integer from 2 to"),
         (["--modle=mt.M4Tiny"], "did you mean '--model'"),
     ],
 )

@@ -370,8 +370,8 @@ def test_errors_are_one_line(
     "flags, message",
     [
         ([], "nothing to read: give --input or --tfds"),
-        (["--input=x", "--dev_share=1"], "--dev_share=1.0: must be at least 0 and less than 1"),
-        (["--input=x", "--max_dev=0"], "--max_dev=0: must be at least 1"),
+        (["--input=x", "--dev_share=1"], r"--dev_share=1.0: must be a number in \[0, 1\)"),
+        (["--input=x", "--max_dev=0"], "--max_dev=0: must be an integer of at least 1"),
         (["--input=x", "--json_fields=a"], "--json_fields=a: name two fields or three"),
         (["--inptu=x"], "no flag --inptu .did you mean '--input'"),
     ],

@@ -47,5 +47,7 @@ def test_the_columns(run, scorer):
 def test_mistakes(tmp_path, capfd):
     assert score.main([f"--logdir={tmp_path}/none", "--input=/dev/null"]) == 1
     assert f"--logdir={tmp_path}/none: no such directory" in capfd.readouterr().err
-    assert score.main([f"--logdir={tmp_path}", "--input=/dev/null", "--average_last=0"]) == 1
-    assert "--average_last=0: must be at least 1" in capfd.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        score.main([f"--logdir={tmp_path}", "--input=/dev/null", "--average_last=0"])
+    assert stop.value.code == 2
+    assert "--average_last=0: must be an integer of at least 1" in capfd.readouterr().err

@@ -174,7 +174,7 @@ def test_what_is_no_shortlist_is_said_plainly(kind, tmp_path):
 @pytest.mark.parametrize(
     "flags, status, message",
     [
-        (["--per_piece=0"], 2, "--per_piece=0: must be at least 1"),
+        (["--per_piece=0"], 2, "--per_piece=0: must be an integer of at least 1"),
         (["--output={}"], 1, "is a directory; name a file"),
         (["--data_dir={}/no"], 1, "does not exist"),
         (["--logdir={}"], 1, "no run there"),

@@ -24,6 +24,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from lingvo_moe.core import checks
+from lingvo_moe.core.decode.ranges import BEAM_SIZE, LENGTH_ALPHA
 from lingvo_moe.core.nested_map import NestedMap
 
 # The score of what must not be chosen. Finite, because inf - inf and 0 * inf are NaN.
@@ -54,15 +56,9 @@ class SearchOptions:
     pad_id: int = 0
 
     def __post_init__(self) -> None:
-        if self.beam_size < 1:
-            raise ValueError(f"beam_size is {self.beam_size}; it must be at least 1")
-        if not 1 <= self.top_k <= self.beam_size:
-            raise ValueError(
-                f"top_k is {self.top_k}; it must be in [1, beam_size={self.beam_size}]"
-            )
-        if self.length_alpha < 0:
-            # The stopping rule holds because a longer hypothesis is never normalised by less.
-            raise ValueError(f"length_alpha is {self.length_alpha}; it must not be negative")
+        # Alpha is not negative: the stopping rule holds because a longer hypothesis is never normalised by less.
+        checks.check_fields(self, {"beam_size": BEAM_SIZE, "length_alpha": LENGTH_ALPHA})
+        checks.check_fields(self, {"top_k": checks.Integer(1, self.beam_size)})
 
 
 def length_norm(length: tf.Tensor, alpha: float) -> tf.Tensor:

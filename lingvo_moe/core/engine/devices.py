@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from lingvo_moe.core.engine.base import EngineError
+from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES, EngineError
 
 _FLAG = "--xla_force_host_platform_device_count"
 
@@ -100,6 +100,16 @@ def _answers(host: str, port: int, timeout_seconds: float) -> bool:
 def device_count() -> int:
     """The devices of the whole job, of all its processes."""
     return len(jax.devices())
+
+
+def runs_on_cpu(engine: str) -> bool:
+    """Whether what an engine runs lies in this machine's own memory, and not in an accelerator's."""
+    if engine == "pjrt":
+        return jax.devices()[0].platform == "cpu"
+    import tensorflow as tf
+
+    found = any(tf.config.list_physical_devices(kind) for kind in ("GPU", "TPU"))
+    return engine in ONE_DEVICE_ENGINES and not found
 
 
 def process_count() -> int:

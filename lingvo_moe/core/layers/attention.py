@@ -4,11 +4,12 @@ Letters: B batch, T query, S key, M model, N head, A head of keys and values, K 
 hypothesis, L decoding step (in caches).
 """
 
+import math
 from collections.abc import Sequence
 
 import tensorflow as tf
 
-from lingvo_moe.core import randomness
+from lingvo_moe.core import checks, randomness
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
@@ -32,16 +33,19 @@ class MultiHeadAttention(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("model_dim", 0, "M; 0 takes the parent's.")
-        p.Define("num_heads", 1, "N.")
+        p.Define("model_dim", 0, "M; 0 takes the parent's.", check=checks.SIZE)
+        p.Define("num_heads", 1, "N.", check=checks.SIZE)
         p.Define(
             "num_kv_heads",
             0,
             "A, heads of keys and values, each for N / A heads; 1: multi-query attention; 0: N. "
             "(attention_num_memory_heads in Lingvo's GShard.)",
+            check=checks.COUNT,
         )
-        p.Define("dim_per_head", 0, "K; 0 takes M / N.")
-        p.Define("atten_dropout_prob", 0.0, "Dropout on the attention probabilities.")
+        p.Define("dim_per_head", 0, "K; 0 takes M / N.", check=checks.COUNT)
+        p.Define(
+            "atten_dropout_prob", 0.0, "Dropout on the attention probabilities.", check=checks.SHARE
+        )
         return p
 
     def __init__(self, params: InstantiableParams):
@@ -265,14 +269,13 @@ def kv_letter(p: HyperParams) -> str:
 def _dims(p: HyperParams) -> tuple[int, int, int, int]:
     """(M, N, A, K)."""
     n, a = p.num_heads, p.num_kv_heads or p.num_heads
-    if n < 1:
-        raise ValueError(f"attention: num_heads={n}: must be 1 or more")
     if not p.dim_per_head and p.model_dim % n:
         raise ValueError(
             f"attention: model_dim {p.model_dim} does not divide into {n} heads; set dim_per_head"
         )
-    if a < 1 or n % a:
-        divisors = ", ".join(str(i) for i in range(1, n + 1) if n % i == 0)
+    if n % a:
+        small = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
+        divisors = ", ".join(str(i) for i in sorted({*small, *(n // i for i in small)}))
         raise ValueError(
             f"attention: num_kv_heads={a} does not divide num_heads={n}, and each head of keys and values is for "
             f"as many heads; choose one of {divisors}, or 0 for {n}"

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from lingvo_moe.core import checks
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
-from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
@@ -22,8 +23,8 @@ class Embedding(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("vocab_size", 0, "V.")
-        p.Define("model_dim", 0, "M.")
+        p.Define("vocab_size", 0, "V.", check=checks.IDS)
+        p.Define("model_dim", 0, "M.", check=checks.SIZE)
         return p
 
     def __init__(self, params: InstantiableParams):
@@ -68,15 +69,25 @@ class PositionalEmbedding(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("model_dim", 0, "M, even.")
-        p.Define("min_timescale", 1.0, "The shortest wavelength over 2*pi, in tokens.")
-        p.Define("max_timescale", 10000.0, "The longest wavelength over 2*pi, in tokens.")
+        p.Define("model_dim", 0, "M, even.", check=checks.SIZE)
+        p.Define(
+            "min_timescale",
+            1.0,
+            "The shortest wavelength over 2*pi, in tokens.",
+            check=checks.POSITIVE,
+        )
+        p.Define(
+            "max_timescale",
+            10000.0,
+            "The longest wavelength over 2*pi, in tokens.",
+            check=checks.POSITIVE,
+        )
         return p
 
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
-        if self.p.model_dim < 2 or self.p.model_dim % 2:
-            raise ValueError(f"{self.path}: model_dim must be even, got {self.p.model_dim}")
+        if self.p.model_dim % 2:
+            raise ParamError(f"{self.path}.model_dim", str(self.p.model_dim), "must be even")
 
     def FProp(self, theta: NestedMap, segment_pos: tf.Tensor) -> tf.Tensor:
         """Embeds segment_pos, int32 [B, T]: [B, T, M] in the activations' type."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from lingvo_moe.core import randomness
+from lingvo_moe.core import checks, randomness
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
@@ -20,9 +20,11 @@ class FeedForward(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("model_dim", 0, "M; 0 takes the parent's.")
-        p.Define("hidden_dim", 0, "H.")
-        p.Define("relu_dropout_prob", 0.0, "Dropout between the two projections.")
+        p.Define("model_dim", 0, "M; 0 takes the parent's.", check=checks.SIZE)
+        p.Define("hidden_dim", 0, "H.", check=checks.SIZE)
+        p.Define(
+            "relu_dropout_prob", 0.0, "Dropout between the two projections.", check=checks.SHARE
+        )
         return p
 
     def __init__(self, params: InstantiableParams):

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from lingvo_moe.core import checks
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
@@ -22,8 +23,8 @@ class LayerNorm(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("model_dim", 0, "M.")
-        p.Define("epsilon", 1e-6, "Added to the variance.")
+        p.Define("model_dim", 0, "M.", check=checks.SIZE)
+        p.Define("epsilon", 1e-6, "Added to the variance.", check=checks.POSITIVE)
         return p
 
     def __init__(self, params: InstantiableParams):

@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from lingvo_moe.core import checks
 from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
@@ -36,15 +37,13 @@ class Repeat(BaseLayer):
     def Params(cls) -> InstantiableParams:
         p = super().Params()
         p.Define("body", None, "Params of the layer that is repeated.")
-        p.Define("num_repeats", 1, "L.")
+        p.Define("num_repeats", 1, "L.", check=checks.LAYERS)
         p.Define("unroll", False, "Write the repetitions out instead of looping; for debugging.")
         p.Define("carry_letters", "BTM", "The einsum letters of the carry.")
         return p
 
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
-        if self.p.num_repeats < 1:
-            raise ValueError(f"{self.path}: num_repeats must be positive, got {self.p.num_repeats}")
         self.CreateChild("body", self.p.body)
 
     def VariableSpecs(self) -> NestedMap:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from lingvo_moe.core import checks
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
@@ -23,19 +24,20 @@ class Softmax(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("vocab_size", 0, "V.")
-        p.Define("model_dim", 0, "M.")
+        p.Define("vocab_size", 0, "V.", check=checks.IDS)
+        p.Define("model_dim", 0, "M.", check=checks.SIZE)
         p.Define("tied", False, "Whether the table is another layer's, passed in theta.")
-        p.Define("label_smoothing", 0.0, "The share of the target that is uniform over V.")
+        p.Define(
+            "label_smoothing",
+            0.0,
+            "The share of the target that is uniform over V.",
+            check=checks.SHARE,
+        )
         return p
 
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
         p = self.p
-        if not 0 <= p.label_smoothing < 1:
-            raise ValueError(
-                f"{self.path}: label_smoothing must lie in [0, 1), got {p.label_smoothing}"
-            )
         if not p.tied:
             init = WeightInit.FanIn(p.model_dim)
             self.CreateVariable("table", WeightParams((p.vocab_size, p.model_dim), "VM", init))

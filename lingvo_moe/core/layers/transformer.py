@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from lingvo_moe.core import randomness
+from lingvo_moe.core import checks, randomness
 from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
@@ -31,12 +31,19 @@ class TransformerLayer(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("model_dim", 0, "M, for this layer and the parts that leave it open.")
+        p.Define(
+            "model_dim",
+            0,
+            "M, for this layer and the parts that leave it open.",
+            check=checks.COUNT,
+        )
         p.Define("norm_tpl", LayerNorm.Params(), "Params of the normalizations.")
         p.Define("self_atten_tpl", MultiHeadAttention.Params(), "Params of self-attention.")
         p.Define("cross_atten_tpl", None, "Params of cross-attention; None has none.")
         p.Define("ffn_tpl", FeedForward.Params(), "Params of the feed-forward: dense or MoE.")
-        p.Define("residual_dropout_prob", 0.0, "Dropout on what each part adds.")
+        p.Define(
+            "residual_dropout_prob", 0.0, "Dropout on what each part adds.", check=checks.SHARE
+        )
         return p
 
     def __init__(self, params: InstantiableParams):
@@ -189,9 +196,12 @@ class TransformerStack(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("model_dim", 0, "M, for the parts that leave it open.")
+        p.Define("model_dim", 0, "M, for the parts that leave it open.", check=checks.COUNT)
         p.Define(
-            "num_blocks", 1, "L, how often the block is repeated, each time with its own weights."
+            "num_blocks",
+            1,
+            "L, how often the block is repeated, each time with its own weights.",
+            check=checks.LAYERS,
         )
         p.Define("block", [], "Params of the TransformerLayers of one block, in order.")
         p.Define("repeat", True, "Scan over the blocks, recomputing in backward; else unroll.")

@@ -16,6 +16,7 @@ from typing import ClassVar
 
 import tensorflow as tf
 
+from lingvo_moe.core import checks
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.moe.dispatch import Dispatcher
 from lingvo_moe.core.moe.packing import (
@@ -61,6 +62,7 @@ class DroplessDispatcher(Dispatcher):
             0.0,
             "Over devices: room for this many times the mean number of rows from one device to another; "
             "0: room for all.",
+            check=checks.NOT_NEGATIVE,
         )
         return p
 

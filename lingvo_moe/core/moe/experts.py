@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from lingvo_moe.core import randomness
+from lingvo_moe.core import checks, randomness
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.gradients import custom_gradient
 from lingvo_moe.core.hyperparams import InstantiableParams
@@ -30,10 +30,15 @@ class Experts(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("model_dim", 0, "M; the MoE layer sets it.")
-        p.Define("hidden_dim", 0, "H; the MoE layer sets it.")
-        p.Define("num_experts", 0, "E; the MoE layer sets it.")
-        p.Define("relu_dropout_prob", 0.0, "Dropout on the hidden layer, in training.")
+        p.Define("model_dim", 0, "M; the MoE layer sets it.", check=checks.SIZE)
+        p.Define("hidden_dim", 0, "H; the MoE layer sets it.", check=checks.SIZE)
+        p.Define("num_experts", 0, "E; the MoE layer sets it.", check=checks.SIZE)
+        p.Define(
+            "relu_dropout_prob",
+            0.0,
+            "Dropout on the hidden layer, in training.",
+            check=checks.SHARE,
+        )
         return p
 
     def __init__(self, params: InstantiableParams):

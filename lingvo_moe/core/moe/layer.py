@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from lingvo_moe.core import checks
 from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
@@ -35,17 +36,23 @@ class MoELayer(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("model_dim", 0, "M.")
-        p.Define("hidden_dim", 0, "H, the width inside an expert.")
-        p.Define("num_experts", 0, "E.")
+        p.Define("model_dim", 0, "M.", check=checks.SIZE)
+        p.Define("hidden_dim", 0, "H, the width inside an expert.", check=checks.SIZE)
+        p.Define("num_experts", 0, "E.", check=checks.SIZE)
         p.Define(
             "num_groups",
             0,
             "G; 0: one group a sequence. Part of the model, never of the machine: results do not "
             "depend on the devices. Must divide B T.",
+            check=checks.COUNT,
         )
-        p.Define("capacity_factor", 2.0, "C = capacity_factor S / E; see moe/capacity.py.")
-        p.Define("min_capacity", 4, "The least C, S allowing.")
+        p.Define(
+            "capacity_factor",
+            2.0,
+            "C = capacity_factor S / E; see moe/capacity.py.",
+            check=checks.POSITIVE,
+        )
+        p.Define("min_capacity", 4, "The least C, S allowing.", check=checks.SIZE)
         p.Define("router", Top2Router.Params(), "Chooses the experts.", choices=ROUTERS)
         p.Define("experts", Experts.Params(), "What each expert computes.")
         p.Define(
@@ -65,14 +72,10 @@ class MoELayer(BaseLayer):
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
         p = self.p
-        for name in ("model_dim", "hidden_dim", "num_experts"):
-            if getattr(p, name) < 1:
-                raise ValueError(f"{self.path}.{name} must be positive, got {getattr(p, name)}")
         dims = {"model_dim": p.model_dim, "num_experts": p.num_experts}
         self.CreateChild("router", p.router.Copy().Set(**dims))
         for name in ("dispatcher", "inference_dispatcher"):
-            chosen = dispatcher_params(f"{self.path}.{name}", getattr(p, name))
-            self.CreateChild(name, chosen)
+            self.CreateChild(name, dispatcher_params(getattr(p, name)))
         self.CreateChild("experts", p.experts.Copy().Set(hidden_dim=p.hidden_dim, **dims))
         self._CheckDispatchers()
 
@@ -199,7 +202,7 @@ class MoELayer(BaseLayer):
         B, T, M = input_shapes[0]
         G, S = _grouping(p.name, p.num_groups, [B, T])
         E, H = p.num_experts, p.hidden_dim
-        dispatcher = dispatcher_params(f"{p.name}.dispatcher", p.dispatcher).cls
+        dispatcher = dispatcher_params(p.dispatcher).cls
         router = p.router.Copy().Set(model_dim=M, num_experts=E)
         C = S
         if dispatcher.LIMITED or router.cls.CHOOSES_BY_CAPACITY:

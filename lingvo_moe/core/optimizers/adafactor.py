@@ -8,6 +8,7 @@ import math
 
 import tensorflow as tf
 
+from lingvo_moe.core import checks
 from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.nested_map import NestedMap
@@ -37,28 +38,36 @@ class Adafactor(Optimizer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("beta2", 0.99, "Upper limit of the second moment's decay; 1.0: none.")
-        p.Define("decay_exponent", 0.8, "The decay rises as 1 - t^-exponent.")
-        p.Define("clip_threshold", 1.0, "Largest root mean square of u; 0: no clipping of updates.")
+        p.Define(
+            "beta2",
+            0.99,
+            "Upper limit of the second moment's decay; 1.0: none.",
+            check=checks.Number(0, 1, open_low=True),
+        )
+        p.Define(
+            "decay_exponent", 0.8, "The decay rises as 1 - t^-exponent.", check=checks.POSITIVE
+        )
+        p.Define(
+            "clip_threshold",
+            1.0,
+            "Largest root mean square of u; 0: no clipping of updates.",
+            check=checks.NOT_NEGATIVE,
+        )
         p.Define("multiply_by_parameter_scale", True, "Steps relative to the weight's size.")
-        p.Define("epsilon1", 1e-30, "Added to squared gradients.")
-        p.Define("epsilon2", 1e-3, "The least size of a weight, for its steps.")
+        p.Define("epsilon1", 1e-30, "Added to squared gradients.", check=checks.POSITIVE)
+        p.Define(
+            "epsilon2",
+            1e-3,
+            "The least size of a weight, for its steps.",
+            check=checks.NOT_NEGATIVE,
+        )
         p.Define(
             "min_dim_size_to_factor",
             128,
             "Both dimensions must be this large; smaller ones would save little.",
+            check=checks.COUNT,
         )
         return p
-
-    def __init__(self, params: InstantiableParams):
-        super().__init__(params)
-        p = self.p
-        if not 0 < p.beta2 <= 1:
-            raise ValueError(f"Adafactor.beta2 must lie in (0, 1], got {p.beta2}")
-        if not p.decay_exponent > 0:
-            raise ValueError(f"Adafactor.decay_exponent must be positive, got {p.decay_exponent}")
-        if p.clip_threshold < 0:
-            raise ValueError(f"Adafactor.clip_threshold must be 0 or more, got {p.clip_threshold}")
 
     def _Factored(self, spec: VariableSpec) -> tuple[int, int] | None:
         """The two dimensions, in order, whose product stands for the second moment; None: it is kept in full."""

@@ -2,6 +2,7 @@
 
 import tensorflow as tf
 
+from lingvo_moe.core import checks
 from lingvo_moe.core.hyperparams import InstantiableParams
 
 
@@ -26,7 +27,7 @@ class Constant(Schedule):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("value", 1.0, "The rate.")
+        p.Define("value", 1.0, "The rate.", check=checks.NOT_NEGATIVE)
         return p
 
     def Value(self, step: tf.Tensor) -> tf.Tensor:
@@ -46,12 +47,17 @@ class SqrtDecay(Schedule):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("multiplier", 1.0, "Over the square root.")
-        p.Define("warmup_steps", 10_000, "The rate is constant for so many steps; 1 or more.")
+        p.Define("multiplier", 1.0, "Over the square root.", check=checks.NOT_NEGATIVE)
+        p.Define(
+            "warmup_steps",
+            10_000,
+            "The rate is constant for so many steps; 1 or more.",
+            check=checks.SIZE,
+        )
         return p
 
     def Value(self, step: tf.Tensor) -> tf.Tensor:
-        clock = tf.maximum(tf.cast(step, tf.float32), float(max(self.p.warmup_steps, 1)))
+        clock = tf.maximum(tf.cast(step, tf.float32), float(self.p.warmup_steps))
         return self.p.multiplier * tf.math.rsqrt(clock)
 
 
@@ -61,16 +67,19 @@ class ConstantThenSqrtDecay(Schedule):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("value", 1.0, "The rate before the decay.")
-        p.Define("constant_steps", 10_000, "The decay starts here; 1 or more.")
+        p.Define("value", 1.0, "The rate before the decay.", check=checks.NOT_NEGATIVE)
+        p.Define("constant_steps", 10_000, "The decay starts here; 1 or more.", check=checks.SIZE)
         p.Define(
-            "rise_steps", 0, "The rate rises linearly over so many steps; 0: it starts in full."
+            "rise_steps",
+            0,
+            "The rate rises linearly over so many steps; 0: it starts in full.",
+            check=checks.COUNT,
         )
         return p
 
     def Value(self, step: tf.Tensor) -> tf.Tensor:
         p = self.p
         now = tf.cast(step, tf.float32)
-        decay = tf.math.rsqrt(tf.maximum(now / float(max(p.constant_steps, 1)), 1.0))
+        decay = tf.math.rsqrt(tf.maximum(now / float(p.constant_steps), 1.0))
         rise = tf.minimum((now + 1.0) / float(max(p.rise_steps, 1)), 1.0)
         return p.value * decay * rise

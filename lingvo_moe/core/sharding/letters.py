@@ -13,6 +13,29 @@ import numpy as np
 from lingvo_moe.core.sharding.mesh import Mesh, ShardingError
 from lingvo_moe.core.suggest import did_you_mean
 
+# What the letters of the layers here mean. A layer with a letter of its own adds it where it is defined.
+WEIGHT_LETTERS = {
+    "A": "heads of keys and values, where queries have more",
+    "E": "experts",
+    "H": "hidden units",
+    "K": "units of a head",
+    "M": "the model's width",
+    "N": "heads",
+    "U": "tasks",
+    "V": "vocabulary",
+}
+ACTIVATION_LETTERS = {
+    **WEIGHT_LETTERS,
+    "B": "rows of the batch",
+    "C": "slots of an expert",
+    "D": "groups of rows on one device",
+    "G": "groups of tokens",
+    "J": "hypotheses",
+    "L": "positions in a cache",
+    "P": "projections",
+    "S": "source positions, or tokens of a group",
+    "T": "target positions",
+}
 Axis = str | tuple[str, ...] | None
 SplitMap = Mapping[str, Axis]
 DimsMapping = tuple[Axis, ...]

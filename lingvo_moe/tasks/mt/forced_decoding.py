@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from lingvo_moe.core import checks
+from lingvo_moe.core.decode.ranges import LENGTH
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.engine.tf_engine import TfEngine
 from lingvo_moe.core.nested_map import NestedMap
@@ -41,9 +43,9 @@ class ScoreOptions:
     rows: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("max_source_length", "max_length", "rows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name}={getattr(self, name)}: must be at least 1")
+        checks.check_fields(
+            self, {"max_source_length": LENGTH, "max_length": LENGTH, "rows": checks.SIZE}
+        )
 
     def Bucket(self, source_tokens: int, target_tokens: int) -> tuple[int, int]:
         """S and T of the program that a pair runs in: both sides in the next power of two of the longer one."""

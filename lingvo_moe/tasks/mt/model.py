@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from lingvo_moe.core import randomness
+from lingvo_moe.core import checks, randomness
 from lingvo_moe.core.base_task import BaseTask, updates_of
-from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.layers import attention, embedding, feed_forward, masks, softmax, transformer
 from lingvo_moe.core.moe import layer as moe_layer
@@ -36,22 +36,42 @@ class MtModel(BaseTask):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("source_vocab_size", 64000, "Source SentencePiece vocabulary.")
-        p.Define("target_vocab_size", 32000, "Target SentencePiece vocabulary, V.")
-        p.Define("model_dim", 1024, "M.")
-        p.Define("hidden_dim", 8192, "H, of dense and, unless given, expert feed-forward layers.")
-        p.Define("expert_hidden_dim", 0, "H of an expert; 0: hidden_dim.")
-        p.Define("num_heads", 16, "N, attention heads.")
+        p.Define("source_vocab_size", 64000, "Source SentencePiece vocabulary.", check=checks.IDS)
+        p.Define(
+            "target_vocab_size", 32000, "Target SentencePiece vocabulary, V.", check=checks.IDS
+        )
+        p.Define("model_dim", 1024, "M.", check=checks.SIZE)
+        p.Define(
+            "hidden_dim",
+            8192,
+            "H, of dense and, unless given, expert feed-forward layers.",
+            check=checks.SIZE,
+        )
+        p.Define("expert_hidden_dim", 0, "H of an expert; 0: hidden_dim.", check=checks.COUNT)
+        p.Define("num_heads", 16, "N, attention heads.", check=checks.SIZE)
         p.Define(
             "num_kv_heads",
             0,
             "A, heads of keys and values, each for num_heads / A heads; 1: multi-query attention; 0: num_heads.",
+            check=checks.COUNT,
         )
-        p.Define("key_dim", 128, "K, per head.")
-        p.Define("num_encoder_layers", 18, "Encoder layers, each attention + feed-forward.")
-        p.Define("num_decoder_layers", 18, "Decoder layers.")
-        p.Define("num_experts", 2048, "E; 0: every feed-forward layer is dense.")
-        p.Define("num_groups", 2048, "G: tokens are routed in G independent groups, in training.")
+        p.Define("key_dim", 128, "K, per head.", check=checks.COUNT)
+        p.Define(
+            "num_encoder_layers",
+            18,
+            "Encoder layers, each attention + feed-forward.",
+            check=checks.LAYERS,
+        )
+        p.Define("num_decoder_layers", 18, "Decoder layers.", check=checks.LAYERS)
+        p.Define(
+            "num_experts", 2048, "E; 0: every feed-forward layer is dense.", check=checks.COUNT
+        )
+        p.Define(
+            "num_groups",
+            2048,
+            "G: tokens are routed in G independent groups, in training.",
+            check=checks.COUNT,
+        )
         p.Define("moe", moe_layer.MoELayer.Params(), "The MoE layer; sizes are set from above.")
         p.Define(
             "decoder_router",
@@ -63,10 +83,21 @@ class MtModel(BaseTask):
             "aux_loss_weight",
             0.01,
             "k: loss = nll + k * (sum of the MoE layers' auxiliary losses).",
+            check=checks.NOT_NEGATIVE,
         )
-        p.Define("dropout", 0.1, "Rate on embeddings, residual branches and hidden layers.")
-        p.Define("attention_dropout", 0.0, "Rate on attention probabilities.")
-        p.Define("label_smoothing", 0.1, "Probability spread evenly over the vocabulary.")
+        p.Define(
+            "dropout",
+            0.1,
+            "Rate on embeddings, residual branches and hidden layers.",
+            check=checks.SHARE,
+        )
+        p.Define("attention_dropout", 0.0, "Rate on attention probabilities.", check=checks.SHARE)
+        p.Define(
+            "label_smoothing",
+            0.1,
+            "Probability spread evenly over the vocabulary.",
+            check=checks.SHARE,
+        )
         p.Define("repeat", True, "Layers are scanned over stacked weights and recomputed backward.")
         return p
 
@@ -154,8 +185,13 @@ class MtModel(BaseTask):
             # Algorithm 1's loss is 1/E^2 when experts are balanced: times k it would have no force.
             # Scaled by E^2, as in the authors' Lingvo, k means the same for any number of experts.
             router.aux_loss_scale = float(p.num_experts**2)
-        if "vocab_size" in router and not router.vocab_size:
-            router.vocab_size = p.target_vocab_size if decoder else p.source_vocab_size
+        if "vocab_size" in router:
+            vocab_size = p.target_vocab_size if decoder else p.source_vocab_size
+            if 0 < router.vocab_size < vocab_size:
+                why = f"must be at least {vocab_size}, the ids that it is asked for, or 0, which takes that"
+                path = f"{self.path}.{name}.vocab_size"
+                raise ParamError(path, str(router.vocab_size), why)
+            router.vocab_size = router.vocab_size or vocab_size
         return router
 
     @classmethod

@@ -16,7 +16,9 @@ from typing import Any
 import tensorflow as tf
 import tensorflow_text as tf_text
 
+from lingvo_moe.core import checks
 from lingvo_moe.core.decode.flat_beam_search import SearchOptions, dim
+from lingvo_moe.core.decode.ranges import LENGTH
 from lingvo_moe.core.layers import eight_bit, panels
 from lingvo_moe.core.layers.held_weights import HeldWeights
 from lingvo_moe.core.nested_map import NestedMap
@@ -63,10 +65,9 @@ class TranslateOptions:
 
     def __post_init__(self) -> None:
         self.Search()
-        for name in ("max_source_length", "max_length", "rows"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
+        checks.check_fields(
+            self, {"max_source_length": LENGTH, "max_length": LENGTH, "rows": checks.SIZE}
+        )
         if self.xla is None:
             found = any(tf.config.list_physical_devices(kind) for kind in ("GPU", "TPU"))
             object.__setattr__(self, "xla", found)

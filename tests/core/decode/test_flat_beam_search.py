@@ -157,9 +157,10 @@ def test_masks_show_a_hypothesis_its_own_tokens_only():
 @pytest.mark.parametrize(
     "bad, message",
     [
-        ({"beam_size": 0}, "beam_size is 0"),
-        ({"beam_size": 2, "top_k": 3}, r"top_k is 3; it must be in \[1, beam_size=2\]"),
-        ({"length_alpha": -0.1}, "length_alpha"),
+        ({"beam_size": 0}, "beam_size=0: must be an integer from 1 to 1000"),
+        ({"beam_size": 2, "top_k": 3}, "top_k=3: must be an integer from 1 to 2"),
+        ({"length_alpha": -0.1}, "length_alpha=-0.1: must be a number in"),
+        ({"length_alpha": float("nan")}, "length_alpha=nan: must be a number in"),
     ],
 )
 def test_options_that_make_no_sense(bad, message):

@@ -63,7 +63,7 @@ def test_positions():
     waves = np.concatenate([np.sin(angles), np.cos(angles)], -1)
     np.testing.assert_allclose(y[0], waves, atol=1e-4)
     assert layer.VariableSpecs() == {}
-    with pytest.raises(ValueError, match="pos: model_dim must be even, got 7"):
+    with pytest.raises(ValueError, match=r"pos\.model_dim=7: must be even"):
         PositionalEmbedding.Params().Set(name="pos", model_dim=7).Instantiate()
 
 

@@ -145,7 +145,7 @@ def test_wrong_bodies_are_refused():
         single(_layer(fault="carry").FProp, *args)
     with pytest.raises(TypeError, match="extras must be floating point, got int32"):
         single(_layer(fault="extras").FProp, *args)
-    with pytest.raises(ValueError, match="stack: num_repeats must be positive, got 0"):
+    with pytest.raises(ValueError, match="num_repeats=0: must be an integer from 1 to 10000"):
         _layer(length=0)
 
 

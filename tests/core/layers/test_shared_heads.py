@@ -159,7 +159,7 @@ def test_flops_and_errors():
         _layer(3)
     with pytest.raises(ValueError, match="num_kv_heads=-1"):
         _layer(-1)
-    with pytest.raises(ValueError, match="num_heads=0: must be 1 or more"):
+    with pytest.raises(ValueError, match="num_heads=0: must be an integer of at least 1"):
         _layer(0, num_heads=0)
 
 

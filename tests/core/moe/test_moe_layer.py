@@ -199,7 +199,7 @@ def test_tokens_that_do_not_fall_into_groups():
     ("params", "message"),
     [
         ({"dispatcher": "einsun"}, "did you mean 'einsum'"),
-        ({"hidden_dim": 0}, "hidden_dim must be positive"),
+        ({"hidden_dim": 0}, r"moe\.hidden_dim=0: must be an integer of at least 1"),
         ({"num_experts": 1}, "two experts or more"),
     ],
 )

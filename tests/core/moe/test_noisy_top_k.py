@@ -198,8 +198,8 @@ def test_padding_moves_no_number():
     ("params", "message"),
     [
         ({"k": 5}, "must be 1 to 4"),
-        ({"noise_epsilon": 0.0}, "noise_epsilon=0.0: must be positive"),
-        ({"load_weight": -1.0}, "load_weight=-1.0: must not be negative"),
+        ({"noise_epsilon": 0.0}, "noise_epsilon=0.0: must be a positive number"),
+        ({"load_weight": -1.0}, "load_weight=-1.0: must be a number of at least 0"),
     ],
 )
 def test_errors_teach(params, message):

@@ -122,7 +122,7 @@ def test_gradients_reach_sentences_and_task_embeddings():
 
 
 def test_what_it_takes():
-    with pytest.raises(ValueError, match=r"router\.level='sentance': .*did you mean 'sentence'"):
+    with pytest.raises(ValueError, match=r"level='sentance': .*did you mean 'sentence'"):
         router("top2", M, E, level="sentance")
     with pytest.raises(ValueError, match=r"num_tasks=0: level 'task' needs the number of tasks"):
         router("top2", M, E, level="task")

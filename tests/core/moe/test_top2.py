@@ -231,16 +231,16 @@ def test_gating_weights_are_replicated_unless_asked_otherwise():
     ("params", "message"),
     [
         ({"reading": "papr"}, "did you mean 'paper'"),
-        ({"second_expert_policy": "some"}, "known are random, sampling, all"),
+        ({"second_expert_policy": "some"}, "must be one of random, sampling, all"),
         ({"normalize_gates": "never"}, "before_drops, after_drops"),
-        ({"second_expert_threshold": 0.0}, "must be positive"),
+        ({"second_expert_threshold": 0.0}, "must be a positive number"),
         ({"model_dim": 0}, "model_dim"),
     ],
 )
 def test_errors_teach(params, message):
-    p = Top2Router.Params().Set(name="router", model_dim=4, num_experts=4).Set(**params)
+    p = Top2Router.Params().Set(name="router", model_dim=4, num_experts=4)
     with pytest.raises(ValueError, match=message):
-        p.Instantiate()
+        p.Set(**params).Instantiate()
 
 
 def test_one_expert_is_not_enough():

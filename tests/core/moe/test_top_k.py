@@ -253,13 +253,13 @@ def test_float32_whatever_the_activations():
     ("params", "message"),
     [
         ({"softmax_order": "befor"}, "did you mean 'before'"),
-        ({"normalize_gates": "always"}, "known are never, before_drops, after_drops"),
+        ({"normalize_gates": "always"}, "must be one of never, before_drops, after_drops, or None"),
         ({"k": 5}, "must be 1 to 4, the number of experts"),
-        ({"k": 0}, "must be 1 to 4"),
+        ({"k": 0}, "k=0: must be an integer of at least 1"),
         ({"k": 1, "normalize_gates": "before_drops"}, "make every gate 1, which trains nothing"),
         ({"k": 1, "softmax_order": "after"}, "make every gate 1"),
-        ({"jitter": 1.0}, r"jitter=1.0: must be in \[0, 1\)"),
-        ({"balance_bias": -0.1}, "balance_bias=-0.1: must not be negative"),
+        ({"jitter": 1.0}, r"jitter=1.0: must be a number in \[0, 1\)"),
+        ({"balance_bias": -0.1}, "balance_bias=-0.1: must be a number of at least 0"),
     ],
 )
 def test_errors_teach(params, message):

@@ -233,7 +233,7 @@ def test_a_variable_without_a_gradient_is_named():
     "params", [{"beta2": 1.5}, {"decay_exponent": 0.0}, {"clip_threshold": -1.0}]
 )
 def test_errors_name_the_parameter(params):
-    with pytest.raises(ValueError, match=f"Adafactor.{next(iter(params))}"):
+    with pytest.raises(ValueError, match=f"{next(iter(params))}=.*: must be a"):
         _optimizer(**params)
 
 

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import tensorflow as tf
 
+from lingvo_moe.core import checks
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
@@ -90,17 +91,9 @@ class Router(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("model_dim", 0, "M; the MoE layer sets it.")
-        p.Define("num_experts", 0, "E; the MoE layer sets it.")
+        p.Define("model_dim", 0, "M; the MoE layer sets it.", check=checks.SIZE)
+        p.Define("num_experts", 0, "E; the MoE layer sets it.", check=checks.SIZE)
         return p
-
-    def __init__(self, params: InstantiableParams):
-        super().__init__(params)
-        for name in ("model_dim", "num_experts"):
-            if getattr(self.p, name) < 1:
-                raise ValueError(
-                    f"{self.path}: {name} must be positive, got {getattr(self.p, name)}"
-                )
 
     def FProp(
         self,

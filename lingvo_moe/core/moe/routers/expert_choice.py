@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import tensorflow as tf
 
+from lingvo_moe.core import checks
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.moe.choice import top_k
@@ -39,7 +40,10 @@ class ExpertChoiceRouter(LearnedRouter):
     def Params(cls) -> InstantiableParams:
         p = super().Params()
         p.Define(
-            "inference_k", 2, "Experts of a token in inference; best near the capacity factor."
+            "inference_k",
+            2,
+            "Experts of a token in inference; best near the capacity factor.",
+            check=checks.SIZE,
         )
         return p
 

@@ -9,11 +9,11 @@ Letters: G group, S token in group, k choice rank, E expert, M model, V vocabula
 import numpy as np
 import tensorflow as tf
 
+from lingvo_moe.core import checks
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.moe.routers.unlearned import UnlearnedRouter, spread
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.suggest import did_you_mean
 
 TABLES = ("random", "modular")
 
@@ -33,9 +33,19 @@ class HashRouter(UnlearnedRouter):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("table", "random", f"One of {', '.join(TABLES)}: see the class.")
-        p.Define("table_seed", 0, "Of the random table.")
-        p.Define("vocab_size", 0, "V, for the random table; a translation model sets it.")
+        p.Define(
+            "table",
+            "random",
+            f"One of {', '.join(TABLES)}: see the class.",
+            check=checks.one_of(TABLES),
+        )
+        p.Define("table_seed", 0, "Of the random table.", check=checks.SEED)
+        p.Define(
+            "vocab_size",
+            0,
+            "V, for the random table; a translation model sets it.",
+            check=checks.Integer(0, checks.IDS.most),
+        )
         return p
 
     @classmethod
@@ -46,11 +56,6 @@ class HashRouter(UnlearnedRouter):
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
         p = self.p
-        if p.table not in TABLES:
-            raise ValueError(
-                f"{self.path}.table={p.table!r}: known are {', '.join(TABLES)}"
-                f"{did_you_mean(p.table, TABLES)}"
-            )
         if p.table == "random" and p.vocab_size < 1:
             raise ValueError(
                 f"{self.path}.vocab_size={p.vocab_size}: a random table needs the size of the "

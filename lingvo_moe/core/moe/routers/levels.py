@@ -10,9 +10,9 @@ Letters: G group, S and Z token in group, M model, U task.
 
 import tensorflow as tf
 
+from lingvo_moe.core import checks
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.op_by_op import rounded_alike
-from lingvo_moe.core.suggest import did_you_mean
 
 LEVELS = ("token", "sentence", "task")
 _NEEDS: dict[str, tuple[str, ...]] = {
@@ -29,16 +29,13 @@ def define_level(p: Params) -> None:
         "token",
         "What chooses: each 'token' for itself, a 'sentence' (the mean of its tokens) for all of "
         "them, or the 'task' (an embedding of the source language's number).",
+        check=checks.one_of(LEVELS),
     )
-    p.Define("num_tasks", 0, "With level 'task': how many tasks there are.")
+    p.Define("num_tasks", 0, "With level 'task': how many tasks there are.", check=checks.COUNT)
 
 
 def check_level(path: str, p: Params) -> None:
-    """Raises ValueError for a level that does not exist, or tasks without a number of them."""
-    if p.level not in LEVELS:
-        raise ValueError(
-            f"{path}.level={p.level!r}: known are {', '.join(LEVELS)}{did_you_mean(p.level, LEVELS)}"
-        )
+    """Raises ValueError for tasks without a number of them, or a number without tasks."""
     if (p.level == "task") != (p.num_tasks > 0):
         raise ValueError(
             f"{path}.level={p.level!r} with {path}.num_tasks={p.num_tasks}: level 'task' needs the "

@@ -12,13 +12,12 @@ Letters: G group, S token in group, k choice rank, E expert, M model, P projecti
 
 import tensorflow as tf
 
-from lingvo_moe.core import randomness
+from lingvo_moe.core import checks, randomness
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.moe.choice import top_k
 from lingvo_moe.core.moe.routers.unlearned import UnlearnedRouter
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.suggest import did_you_mean
 
 HASHES = ("cross_polytope", "hyperplanes")
 
@@ -41,19 +40,19 @@ class LshRouter(UnlearnedRouter):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("hash", "cross_polytope", f"One of {', '.join(HASHES)}: see the class.")
-        p.Define("hash_seed", 0, "Of the random projections.")
+        p.Define(
+            "hash",
+            "cross_polytope",
+            f"One of {', '.join(HASHES)}: see the class.",
+            check=checks.one_of(HASHES),
+        )
+        p.Define("hash_seed", 0, "Of the random projections.", check=checks.SEED)
         return p
 
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
         p = self.p
         E = p.num_experts
-        if p.hash not in HASHES:
-            raise ValueError(
-                f"{self.path}.hash={p.hash!r}: known are {', '.join(HASHES)}"
-                f"{did_you_mean(p.hash, HASHES)}"
-            )
         if p.hash == "cross_polytope" and E % 2:
             raise ValueError(
                 f"{self.path}: a cross-polytope has an even number of corners, not {E}"

@@ -5,7 +5,7 @@ Letters: G group, S token in group, k choice rank, E expert, M model.
 
 import tensorflow as tf
 
-from lingvo_moe.core import randomness
+from lingvo_moe.core import checks, randomness
 from lingvo_moe.core.base_layer import WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
@@ -36,10 +36,17 @@ class NoisyTopKRouter(LearnedRouter):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("k", 2, "Experts of a token, 1 to E.")
-        p.Define("importance_weight", 1.0, "Of the importance's variation.")
-        p.Define("load_weight", 1.0, "Of the load's variation.")
-        p.Define("noise_epsilon", 0.01, "The least standard deviation of the noise.")
+        p.Define("k", 2, "Experts of a token, 1 to E.", check=checks.SIZE)
+        p.Define(
+            "importance_weight", 1.0, "Of the importance's variation.", check=checks.NOT_NEGATIVE
+        )
+        p.Define("load_weight", 1.0, "Of the load's variation.", check=checks.NOT_NEGATIVE)
+        p.Define(
+            "noise_epsilon",
+            0.01,
+            "The least standard deviation of the noise.",
+            check=checks.POSITIVE,
+        )
         return p
 
     @classmethod
@@ -52,11 +59,6 @@ class NoisyTopKRouter(LearnedRouter):
         super().__init__(params)
         p = self.p
         check_k(self.path, p)
-        for name in ("importance_weight", "load_weight"):
-            if getattr(p, name) < 0:
-                raise ValueError(f"{self.path}.{name}={getattr(p, name)}: must not be negative")
-        if not p.noise_epsilon > 0:
-            raise ValueError(f"{self.path}.noise_epsilon={p.noise_epsilon}: must be positive")
         self.CreateVariable(
             "wnoise", WeightParams((p.model_dim, p.num_experts), "ME", WeightInit.Constant(0.0))
         )

@@ -5,14 +5,13 @@ Letters: G group, S token in group, k choice rank (2 here), E expert, C capacity
 
 import tensorflow as tf
 
-from lingvo_moe.core import randomness
-from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core import checks, randomness
+from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.moe.choice import normalize, pick
 from lingvo_moe.core.moe.losses import load_balance
 from lingvo_moe.core.moe.routers.base import LearnedRouter, Routing
 from lingvo_moe.core.moe.seating import count_choices, take_seats
-from lingvo_moe.core.suggest import did_you_mean
 
 _CHOICES = {
     "reading": ("paper", "lingvo"),
@@ -55,48 +54,46 @@ class Top2Router(LearnedRouter):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("reading", "paper", "'paper' or 'lingvo': see the class.")
+        p.Define(
+            "reading",
+            "paper",
+            "'paper' or 'lingvo': see the class.",
+            check=checks.one_of(_CHOICES["reading"]),
+        )
         p.Define(
             "second_expert_policy",
             "random",
             "'random' sends the second choice by chance, 'sampling' draws which one it is by the gates (both "
             "in training only), 'all' always sends the second best.",
+            check=checks.one_of(_CHOICES["second_expert_policy"]),
         )
         p.Define(
             "second_expert_threshold",
             0.5,
             "With 'random': the gate from which a second choice is always sent.",
+            check=checks.POSITIVE,
         )
         p.Define(
             "normalize_gates",
             "before_drops",
             "'before_drops': g1 and g2 sum to 1 before capacity and chance; 'after_drops': what is "
             "kept sums to 1.",
+            check=checks.one_of(_CHOICES["normalize_gates"]),
         )
         p.Define(
             "aux_loss_scale",
             None,
             "Factor on 1/E sum_e (c_e/S) m_e; None: 1 in the paper's reading, E^2 in Lingvo's.",
+            check=checks.or_none(checks.NOT_NEGATIVE),
         )
         return p
 
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
         p = self.p
-        for name, known in _CHOICES.items():
-            value = getattr(p, name)
-            if value not in known:
-                raise ValueError(
-                    f"{self.path}.{name}={value!r}: known are {', '.join(known)}"
-                    f"{did_you_mean(str(value), known)}"
-                )
         if p.num_experts < 2:
-            raise ValueError(f"{self.path}: top-2 needs two experts or more, got {p.num_experts}")
-        if not p.second_expert_threshold > 0:
-            raise ValueError(
-                f"{self.path}.second_expert_threshold must be positive, got "
-                f"{p.second_expert_threshold}; second_expert_policy='all' always sends the second"
-            )
+            why = "top-2 needs two experts or more"
+            raise ParamError(f"{self.path}.num_experts", str(p.num_experts), why)
 
     def Route(
         self,

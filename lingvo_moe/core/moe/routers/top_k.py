@@ -7,7 +7,7 @@ import functools
 
 import tensorflow as tf
 
-from lingvo_moe.core import randomness
+from lingvo_moe.core import checks, randomness
 from lingvo_moe.core.base_layer import WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.initializers import WeightInit
@@ -16,12 +16,9 @@ from lingvo_moe.core.moe.losses import load_balance, log_partition, z_loss
 from lingvo_moe.core.moe.routers.base import LearnedRouter, Routing
 from lingvo_moe.core.moe.seating import count_choices, take_seats
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.suggest import did_you_mean
 
-_CHOICES = {
-    "softmax_order": ("before", "after"),
-    "normalize_gates": ("never", "before_drops", "after_drops"),
-}
+_ORDERS = ("before", "after")
+_NORMALIZATIONS = ("never", "before_drops", "after_drops")
 
 
 class TopKRouter(LearnedRouter):
@@ -47,29 +44,43 @@ class TopKRouter(LearnedRouter):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("k", 2, "Experts of a token, 1 to E.")
+        p.Define("k", 2, "Experts of a token, 1 to E.", check=checks.SIZE)
         p.Define(
             "softmax_order",
             "before",
             "The gates' softmax: 'before' the choice, over all experts, or 'after', over the chosen.",
+            check=checks.one_of(_ORDERS),
         )
         p.Define(
             "normalize_gates",
             None,
             "'never'; 'before_drops': a token's gates sum to 1 before capacity; 'after_drops': what "
             "is kept sums to 1. None: 'never' for k = 1, else 'before_drops'.",
+            check=checks.or_none(checks.one_of(_NORMALIZATIONS)),
         )
         p.Define(
             "jitter",
             0.0,
             "In training, inputs are multiplied by uniform noise from 1 - jitter to 1 + jitter.",
+            check=checks.SHARE,
         )
-        p.Define("load_balance_weight", 1.0, "Of E sum_e f_e P_e, 1 at balance; see moe/losses.py.")
-        p.Define("z_loss_weight", 0.0, "Of the mean squared log of the softmax's denominator.")
+        p.Define(
+            "load_balance_weight",
+            1.0,
+            "Of E sum_e f_e P_e, 1 at balance; see moe/losses.py.",
+            check=checks.NOT_NEGATIVE,
+        )
+        p.Define(
+            "z_loss_weight",
+            0.0,
+            "Of the mean squared log of the softmax's denominator.",
+            check=checks.NOT_NEGATIVE,
+        )
         p.Define(
             "balance_bias",
             0.0,
             "How far an expert's bias moves in a step (the paper: 0.001); 0: there is no bias.",
+            check=checks.NOT_NEGATIVE,
         )
         return p
 
@@ -91,24 +102,12 @@ class TopKRouter(LearnedRouter):
 
     def _Check(self) -> None:
         p = self.p
-        for name, known in _CHOICES.items():
-            value = getattr(p, name)
-            if value not in known:
-                raise ValueError(
-                    f"{self.path}.{name}={value!r}: known are {', '.join(known)}"
-                    f"{did_you_mean(str(value), known)}"
-                )
         check_k(self.path, p)
         if p.k == 1 and (p.softmax_order, p.normalize_gates) != ("before", "never"):
             raise ValueError(
                 f"{self.path}: with k=1, softmax_order={p.softmax_order!r} and normalize_gates="
                 f"{p.normalize_gates!r} make every gate 1, which trains nothing; use 'before' and 'never'"
             )
-        if not 0 <= p.jitter < 1:
-            raise ValueError(f"{self.path}.jitter={p.jitter}: must be in [0, 1)")
-        for name in ("load_balance_weight", "z_loss_weight", "balance_bias"):
-            if getattr(p, name) < 0:
-                raise ValueError(f"{self.path}.{name}={getattr(p, name)}: must not be negative")
 
     def RouteInputs(
         self,
@@ -200,5 +199,5 @@ class TopKRouter(LearnedRouter):
 
 def check_k(path: str, p: InstantiableParams) -> None:
     """Raises ValueError where a token cannot have k different experts."""
-    if not 1 <= p.k <= p.num_experts:
+    if p.k > p.num_experts:
         raise ValueError(f"{path}.k={p.k}: must be 1 to {p.num_experts}, the number of experts")

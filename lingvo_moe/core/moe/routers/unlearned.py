@@ -5,6 +5,7 @@ Letters: G group, S token in group, k choice rank, E expert, C capacity slot, M 
 
 import tensorflow as tf
 
+from lingvo_moe.core import checks
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.moe.routers.base import Router, Routing
 from lingvo_moe.core.moe.seating import take_seats
@@ -22,7 +23,7 @@ class UnlearnedRouter(Router):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("k", 1, "Experts of a token.")
+        p.Define("k", 1, "Experts of a token.", check=checks.SIZE)
         return p
 
     def __init__(self, params: InstantiableParams):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lingvo_moe.core import checks
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.user_cache import user_cache_dir
@@ -35,12 +36,6 @@ from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
 # So many pairs in a row that do not fit mean that none does.
 _GIVE_UP_AFTER = 100_000
 _TOO_LONG = ("drop", "truncate")
-_LEAST = {
-    "batch_size": 1,
-    "source_length": 2,
-    "target_length": 2,
-    "vocab_sentences": MIN_SENTENCES,
-}
 _CACHE_REMEDY = "set input.cache_dir, or XDG_CACHE_HOME, to a directory that can be written"
 _VOCAB_SETTING = "input.{side}_vocab_size={most};task.{side}_vocab_size={most}"
 _VOCAB_REMEDY = "--model_params_override='{settings}'"
@@ -77,21 +72,43 @@ class MtInput:
             "",
             "Where vocabularies and tokenised data are kept; empty: the user's cache directory.",
         )
-        p.Define("languages", [], "Languages to train on; empty: all that are in data_dir.")
+        p.Define(
+            "languages",
+            [],
+            "Languages to train on; empty: all that are in data_dir.",
+            check=checks.ListOf(checks.TEXT, "a list of strings"),
+        )
         p.Define(
             "vocab_dir",
             "",
             "source.model and target.model from tools.train_vocab; empty: those of prepared data, or trained from the "
             "data.",
         )
-        p.Define("source_vocab_size", 64_000, "Ids of the source vocabulary.")
-        p.Define("target_vocab_size", 32_000, "Ids of the target vocabulary.")
-        p.Define("vocab_sentences", 500_000, "The most pairs that vocabularies are trained from.")
-        p.Define("batch_size", 32, "B, rows of a batch, over all processes.")
-        p.Define("source_length", 64, "T of the source; a pair needs its ids and eos.")
-        p.Define("target_length", 64, "T of the target; a pair needs its ids and eos.")
-        p.Define("temperature", 5.0, "Languages are drawn by n^(1/temperature).")
-        p.Define("seed", 1234, "The seed of the order of pairs.")
+        p.Define("source_vocab_size", 64_000, "Ids of the source vocabulary.", check=checks.IDS)
+        p.Define("target_vocab_size", 32_000, "Ids of the target vocabulary.", check=checks.IDS)
+        p.Define(
+            "vocab_sentences",
+            500_000,
+            "The most pairs that vocabularies are trained from.",
+            check=checks.Integer(MIN_SENTENCES),
+        )
+        p.Define("batch_size", 32, "B, rows of a batch, over all processes.", check=checks.SIZE)
+        p.Define(
+            "source_length",
+            64,
+            "T of the source; a pair needs its ids and eos.",
+            check=checks.Integer(2),
+        )
+        p.Define(
+            "target_length",
+            64,
+            "T of the target; a pair needs its ids and eos.",
+            check=checks.Integer(2),
+        )
+        p.Define(
+            "temperature", 5.0, "Languages are drawn by n^(1/temperature).", check=checks.POSITIVE
+        )
+        p.Define("seed", 1234, "The seed of the order of pairs.", check=checks.SEED)
         p.Define("pack", True, "Several pairs in a row; False: one.")
         p.Define(
             "task_ids",
@@ -99,26 +116,17 @@ class MtInput:
             "Batches also tell each token's language by number, for models that route by task; the "
             "model sets it.",
         )
-        p.Define("too_long", "drop", "What to do with a pair longer than a row: drop or truncate.")
+        p.Define(
+            "too_long",
+            "drop",
+            "What to do with a pair longer than a row: drop or truncate.",
+            check=checks.one_of(_TOO_LONG),
+        )
         return p
 
     def __init__(self, params: InstantiableParams):
-        """Checks the parameters; touches no data.
-
-        Raises:
-            DataError: a parameter that cannot be.
-        """
+        """Touches no data."""
         p = self.params = self.p = params.Copy().Freeze()
-        for name, least in _LEAST.items():
-            if p.Get(name) < least:
-                raise DataError(f"{p.name}.{name}={p.Get(name)}: must be at least {least}")
-        if p.too_long not in _TOO_LONG:
-            raise DataError(f"{p.name}.too_long={p.too_long!r}: must be one of {_TOO_LONG}")
-        if isinstance(p.languages, str):
-            names = [name.strip() for name in p.languages.split(",") if name.strip()]
-            raise DataError(f"{p.name}.languages={p.languages!r}: must be a list: {names}")
-        if not p.temperature > 0:
-            raise DataError(f"{p.name}.temperature={p.temperature}: must be positive")
         self.shape = Shape(p.batch_size, p.source_length, p.target_length, p.pack, p.task_ids)
         self._records: Records | None = None
         self._vocabs: NestedMap | None = None

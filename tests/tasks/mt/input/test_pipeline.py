@@ -263,22 +263,25 @@ def test_given_vocabularies_must_have_the_size_asked_for(
     [
         ({"data_dir": ""}, "data_dir is not set: give --data_dir"),
         ({"data_dir": "/no/such/place"}, "does not exist"),
-        ({"languages": "aa,bb"}, r"languages='aa,bb': must be a list: \['aa', 'bb'\]"),
-        ({"vocab_sentences": 9}, "vocab_sentences=9: must be at least 100"),
+        (
+            {"languages": "aa,bb"},
+            r"languages='aa,bb': must be a list of strings, e.g. \['aa', 'bb'\]",
+        ),
+        ({"vocab_sentences": 9}, "vocab_sentences=9: must be an integer of at least 100"),
         (
             {"target_vocab_size": 64_000},
             r"input\.target_vocab_size=64000 is more than this data can fill: at most (\d+) .*"
             r"='input\.target_vocab_size=\1;task\.target_vocab_size=\1'",
         ),
-        ({"batch_size": 0}, "batch_size=0: must be at least 1"),
-        ({"source_length": 1}, "source_length=1: must be at least 2"),
+        ({"batch_size": 0}, "batch_size=0: must be an integer of at least 1"),
+        ({"source_length": 1}, "source_length=1: must be an integer of at least 2"),
         ({"too_long": "cut"}, "too_long='cut': must be one of"),
-        ({"temperature": 0.0}, "temperature=0.0: must be positive"),
+        ({"temperature": 0.0}, "temperature=0.0: must be a positive number"),
         ({"source_vocab_size": 64_000}, "source_vocab_size=64000 is more than this data can fill"),
     ],
 )
 def test_errors_teach(params, values: dict, message: str) -> None:
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(ValueError, match=message):
         params.Copy().Set(**values).Instantiate().Prepare()
 
 

@@ -1,0 +1,107 @@
+"""Whether a run can fit into this machine's memory: a lower bound of what it needs, before anything slow begins."""
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.inspect import bytes_per_device, format_bytes
+from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.trainer_checks import SIZES_OF_LETTERS, UsageError
+
+_CGROUP_LIMITS = (
+    "/sys/fs/cgroup/memory.max",
+    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+)
+
+
+def machine_bytes() -> int:
+    """The memory that processes of this machine (or container) can have in all, swap included."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path in _CGROUP_LIMITS:
+        try:
+            text = Path(path).read_text("ascii").strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            total = min(total, int(text))
+    return total + _swap_bytes()
+
+
+def _swap_bytes() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("SwapTotal:"))
+
+
+def check_memory(
+    params: Params,
+    task: Any,
+    inputs: Any,
+    mesh: Mesh,
+    num_processes: int = 1,
+    holds_state: bool = True,
+    available: int | None = None,
+) -> None:
+    """Raises UsageError, naming the parameters to reduce, where a run cannot fit into this machine's memory.
+
+    Only what is impossible is refused: the estimate counts weights, optimiser state, one batch and its
+    smallest activations, and no gradients, temporaries or programs.
+
+    Args:
+        params: of the experiment.
+        task, inputs: made from them.
+        mesh: all devices of the job.
+        num_processes: of the job; this one holds its share of the devices.
+        holds_state: whether the devices are this machine's CPU; otherwise only the batch is counted.
+        available: bytes; None: see machine_bytes.
+    """
+    if available is None:
+        available = machine_bytes()
+    batch, activations = _batch_bytes(params, inputs)
+    state = 0
+    if holds_state:
+        devices = max(1, mesh.size // num_processes)
+        state = sum(devices * bytes_per_device(s, mesh) for s in task.StateSpecs().Flatten())
+        batch += activations // num_processes
+    if state + batch <= available:
+        return
+    if state > batch:
+        largest = max(task.VariableSpecs().Flatten(), key=lambda s: bytes_per_device(s, mesh))
+        size = format_bytes(devices * bytes_per_device(largest, mesh))
+        what = f"{size} of it for {largest.path}, {'x'.join(map(str, largest.shape))}"
+        paths = _sizes_of(params, largest)[:2]
+    else:
+        what = f"{format_bytes(batch)} of it for one batch and its activations"
+        paths = [f"input.{name}" for name in ("batch_size", "source_length", "target_length")]
+    settings = ", ".join(f"{path}={params.Get(path)}" for path in paths)
+    raise UsageError(
+        f"the run needs at least {format_bytes(state + batch)} of memory, and this machine has "
+        f"{format_bytes(available)}; {what}; reduce {settings or 'the model'}"
+    )
+
+
+def _batch_bytes(params: Params, inputs: Any) -> tuple[int, int]:
+    """Of the arrays of a batch; and of its activations: embeddings, and one head's attention in one layer."""
+    arrays = sum(4 * math.prod(spec.shape) for spec in inputs.BatchSpec().Flatten())
+    rows, source, target = (
+        params.input.Get(name) for name in ("batch_size", "source_length", "target_length")
+    )
+    embeddings = 2 * rows * (source + target) * params.task.model_dim
+    return arrays, embeddings + 2 * rows * max(source, target) ** 2
+
+
+def _sizes_of(params: Params, spec: Any) -> list[str]:
+    """The paths of the parameters that a variable's dimensions come from, the largest dimension first."""
+    found = []
+    for size, letter in sorted(zip(spec.shape, spec.letters, strict=True), reverse=True):
+        if letter == "L":
+            side = "encoder" if "encoder" in spec.path else "decoder"
+            found.append(f"task.num_{side}_layers")
+            continue
+        paths = SIZES_OF_LETTERS.get(letter, ())
+        found += [path for path in paths if params.Get(path) == size][:1]
+    return found

@@ -1,0 +1,203 @@
+"""Every numeric parameter of mt.M4Tiny, with any number: an error that names it, or a training step."""
+
+import functools
+import math
+
+import hypothesis
+import numpy as np
+import pytest
+import tensorflow as tf
+import toy_translation
+from hypothesis import strategies as st
+
+from lingvo_moe.core import checks, registry
+from lingvo_moe.core.base_layer import BaseLayer
+from lingvo_moe.core.hyperparams import ParamError, Params
+from lingvo_moe.core.moe.routers.registry import ROUTERS
+from lingvo_moe.core.op_by_op import running_op_by_op
+from lingvo_moe.core.optimizers.base import Optimizer
+from lingvo_moe.core.optimizers.schedules import Schedule
+from lingvo_moe.core.sharding import single_device, use_mesh
+from lingvo_moe.tasks.mt.input.order import PairOrder
+from lingvo_moe.tasks.mt.input.pipeline import MtInput
+from lingvo_moe.trainer_checks import check_divisible, check_sizes
+from lingvo_moe.trainer_memory import check_memory
+
+# Small batches and no loop: a step of TensorFlow's own kernels then takes half a second, run eagerly.
+SMALL = (
+    "task.repeat=False;"
+    "input.batch_size=2;input.source_length=4;input.target_length=4;"
+    "task.num_groups=2;task.num_experts=2;task.moe.dispatcher=index"
+)
+# The other routers have parameters of their own.
+VARIANTS = ["", *(f"task.moe.router={name}" for name in ROUTERS if name != "expert_choice")]
+VARIANTS.append("task.moe.router=expert_choice;task.decoder_router=top2")
+# What check_memory takes the machine's memory to be, so that a step stays small.
+MEMORY = 2**20
+
+NASTY = (0, 1, 2, 3, 7, -1, 2**31 - 1, 2**31, -(2**31), 10**12, 10**400, 0.5, 1.0, 1.5, -0.5)
+NASTY += (1e-300, 1e-40, 1e-30, 1e30, 1e300, math.inf, -math.inf, math.nan, True)
+
+
+def _leaves(value, path=""):
+    """(path, the Params that own it, name) of all parameters."""
+    if isinstance(value, Params):
+        for name, inner in value.IterParams():
+            here = f"{path}.{name}" if path else name
+            yield here, value, name
+            yield from _leaves(inner, here)
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{i}]")
+
+
+def _is_numeric(check):
+    return check is not checks.ANYTHING and any(map(check.Allows, (1000, 0.5)))
+
+
+@functools.cache
+def _numeric(variant):
+    p = registry.GetParams("mt.M4Tiny", _override(variant))
+    return [path for path, owner, name in _leaves(p) if _is_numeric(owner.Range(name))]
+
+
+def _override(*parts):
+    return ";".join((SMALL, *filter(None, parts)))
+
+
+def _text(value):
+    """As a user writes it."""
+    return str(value).replace("inf", "1e999")
+
+
+def _checked(variant, path, value):
+    """Params, task and input with one more value, after all that the trainer checks; raises ValueError."""
+    p = registry.GetParams("mt.M4Tiny", _override(variant, f"{path}={_text(value)}"))
+    task, inputs = p.task.Instantiate(), p.input.Instantiate()
+    check_divisible(p, task, single_device())
+    check_sizes(p)
+    check_memory(p, task, inputs, single_device(), available=MEMORY)
+    return p, task, inputs
+
+
+def _refusal(path, value, variant=""):
+    """The message that refuses a value, which names the parameter; '' for one that is taken."""
+    try:
+        _checked(variant, path, value)
+        return ""
+    except ValueError as e:
+        message = str(e)
+    assert path.rpartition(".")[2] in message, f"{path}={value}: {message}"
+    assert "\n" not in message and len(message) < 700
+    return message
+
+
+def _key(task, inputs):
+    """What the step of a task is made from: the Params of its layers as they are, and the batch."""
+    own = [(name, value) for name, value in task.p.IterParams() if not isinstance(value, Params)]
+    layers = [task.optimizer.p.ToText()]
+
+    def add(layer):
+        for child in layer.children.Flatten():
+            layers.append(child.p.ToText())
+            add(child)
+
+    add(task)
+    return repr((own, layers, inputs.BatchSpec().FlattenItems()))
+
+
+_stepped: dict[str, tuple[float, float]] = {}
+
+
+def _step(p, task, inputs):
+    """(loss, skipped) of one step from random weights on random pairs, computed once for each program."""
+    order = PairOrder({"aa": 1000, "bb": 10, "cc": 1}, p.input.temperature, p.input.seed)
+    assert 0 <= next(order)[0] < 3
+    key = _key(task, inputs)
+    if key in _stepped:
+        return _stepped[key]
+    rng = np.random.default_rng(0)
+
+    def value(path, spec):
+        if path.startswith("theta"):
+            return tf.cast(rng.normal(0.0, 0.1, spec.shape), spec.dtype)
+        return tf.zeros(spec.shape, spec.dtype)
+
+    specs = task.StateSpecs()
+    state = specs.Pack([value(path, spec) for path, spec in specs.FlattenItems()])
+    vocab = min(p.task.source_vocab_size, p.task.target_vocab_size)
+    batch = toy_translation.batch(inputs.BatchSpec(), max(vocab, 5))
+    batch = batch.Transform(lambda ids: tf.constant(np.minimum(ids, vocab - 1)))
+    if p.input.task_ids:
+        batch.src.task_ids, batch.tgt.task_ids = (
+            tf.zeros_like(x.ids) for x in (batch.src, batch.tgt)
+        )
+    with use_mesh(single_device()), running_op_by_op():
+        state, metrics = task.TrainStep(state, batch)
+    _stepped[key] = float(metrics.loss), float(metrics.skipped)
+    return _stepped[key]
+
+
+def test_every_number_has_a_range_where_it_is_defined():
+    """No parameter of a layer, router, optimiser, schedule, input or run is only 'an integer' or 'a number'."""
+
+    def subclasses(cls):
+        for sub in cls.__subclasses__():
+            yield from (sub, *subclasses(sub))
+
+    registry.AllNames()  # imports all of them
+    classes = {MtInput, *(c for base in (BaseLayer, Optimizer, Schedule) for c in subclasses(base))}
+    found = [c.Params() for c in classes if c.__module__.startswith("lingvo_moe.")]
+    assert len(found) > 30
+    everything = [leaf for p in [*found, registry.TrainParams()] for leaf in _leaves(p)]
+    numeric = [leaf for leaf in everything if _is_numeric(leaf[1].Range(leaf[2]))]
+    assert len(numeric) > 150
+    wide = (checks.Integer(), checks.Number())
+    assert [path for path, owner, name in numeric if owner.Range(name) in wide] == []
+    # Templates of layers that a parent may leave out.
+    loose = {name for _, owner, name in everything if owner.Range(name) == checks.ANYTHING}
+    assert loose == {"body", "cross_atten_tpl"}
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.rpartition("=")[2] or "top2")
+def test_any_number_is_taken_or_refused_by_name(variant):
+    paths = _numeric(variant)
+    assert len(paths) > 50
+    for path in paths if not variant else (path for path in paths if "router." in path):
+        for value in NASTY:
+            _refusal(path, value, variant)
+        p = registry.GetParams("mt.M4Tiny", _override(variant))
+        for value in (math.inf, -math.inf, math.nan, True, "1", 10**400, -(2**31)):
+            with pytest.raises(ParamError) as e:
+                p.Set(**{path: value})
+            assert str(e.value).startswith(f"{path}=")
+
+
+def test_a_router_s_table_holds_every_token():
+    path = "task.moe.router.vocab_size"
+    message = (
+        r"^m4\.moe\.router\.vocab_size=399: must be at least 400, the ids that it is asked for"
+    )
+    with pytest.raises(ParamError, match=message):
+        _checked("task.moe.router=hash", path, 399)
+    assert _checked("task.moe.router=hash", path, 400)[0].Get(path) == 400
+
+
+numbers = st.one_of(
+    st.sampled_from(NASTY),
+    st.integers(-3, 12),
+    st.integers(0, 2**31),
+    st.floats(width=32),
+    st.floats(0, 1),
+)
+
+
+@hypothesis.settings(max_examples=120)
+@hypothesis.given(variant=st.sampled_from(VARIANTS), data=st.data())
+def test_any_number_is_refused_by_name_or_trains(variant, data):
+    path = data.draw(st.sampled_from(_numeric(variant)))
+    value = data.draw(numbers)
+    if _refusal(path, value, variant):
+        return
+    loss, skipped = _step(*_checked(variant, path, value))
+    assert math.isfinite(loss) or skipped == 1, (path, value, loss, skipped)

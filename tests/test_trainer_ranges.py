@@ -1,0 +1,165 @@
+"""Nonsense in parameters and flags of the trainer: one line with path, value and range, status 2, and nothing begun."""
+
+import pytest
+
+from lingvo_moe import trainer
+from lingvo_moe.core import registry
+from lingvo_moe.core.sharding import Mesh, single_device
+from lingvo_moe.trainer_checks import MOST_DEVICES, UsageError
+from lingvo_moe.trainer_memory import check_memory, machine_bytes
+
+GiB = 2**30
+
+
+def _error(capfd, tmp_path, *flags):
+    """The one line that flags lead to."""
+    places = [f"--data_dir={tmp_path / 'data'}", f"--logdir={tmp_path / 'run'}"]
+    assert trainer.main(["--model=mt.M4Tiny", *places, *flags]) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("error: "), err
+    assert not (tmp_path / "run").exists()
+    return err.removeprefix("error: ").rstrip()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "expected"),
+    [
+        ("task.model_dim", "0", "must be an integer of at least 1"),
+        ("task.model_dim", "-16", "must be an integer of at least 1"),
+        ("task.model_dim", "1e9", "is of type float, expected int"),
+        ("task.hidden_dim", "0", "must be an integer of at least 1"),
+        (
+            "task.num_experts",
+            "100000000000",
+            "must be an integer of at least 0 and at most 2147483647",
+        ),
+        ("task.num_experts", "-1", "must be an integer of at least 0"),
+        ("task.num_encoder_layers", "1000000000", "must be an integer from 1 to 10000"),
+        ("task.num_heads", "0", "must be an integer of at least 1"),
+        ("task.dropout", "1", "must be a number in [0, 1)"),
+        ("task.label_smoothing", "-0.1", "must be a number in [0, 1)"),
+        ("task.clip_gradient_norm", "-1", "must be a number of at least 0"),
+        ("task.clip_gradient_norm", "1e999", "must be a number of at least 0, finite in float32"),
+        ("task.optimizer.learning_rate.multiplier", "-1", "must be a number of at least 0"),
+        (
+            "task.optimizer.learning_rate.multiplier",
+            "1e999",
+            "must be a number of at least 0, finite in float32",
+        ),
+        ("task.seed", "-1", "must be an integer of at least 0"),
+        ("task.repeat", "1", "is of type int, expected bool"),
+        ("task.moe.router.level", "word", "must be one of token, sentence, task"),
+        ("task.moe.capacity_factor", "0", "must be a positive number"),
+        (
+            "task.moe.router",
+            "None",
+            "must be one of expert_choice, hash, lsh, noisy_top_k, random, soft, top2, top_k, or Params of a class",
+        ),
+        ("input.languages", "[1,2]", "must be a list of strings"),
+        (
+            "input.batch_size",
+            "10000000000",
+            "must be an integer of at least 1 and at most 2147483647",
+        ),
+        ("input.temperature", "0", "must be a positive number"),
+        ("train.max_steps", "-1", "must be an integer of at least 0"),
+    ],
+)
+def test_parameters(path, value, expected, capfd, tmp_path):
+    error = _error(capfd, tmp_path, f"--model_params_override={path}={value}")
+    assert error == f"--model_params_override: {path}={value}: {expected}"
+
+
+@pytest.mark.parametrize("name", ["weight_split", "activation_split"])
+def test_splits(name, capfd, tmp_path):
+    override = f"--model_params_override=task.{name}="
+    error = _error(capfd, tmp_path, override + "{'Q': 'expert'}")
+    assert f"task.{name}={{'Q': 'expert'}}: must be a map from letters" in error
+    assert "unknown letter 'Q' (known: A, " in error
+    error = _error(capfd, tmp_path, override + "{'H': 'experts'}")
+    assert error == (
+        f"task.{name}: 'H' is sharded along 'experts', and mesh expert:8 has no axis 'experts' "
+        "(did you mean 'expert'?)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flag", "expected"),
+    [
+        ("--num_devices=100000", f"must be an integer from 0 to {MOST_DEVICES}"),
+        ("--num_devices=-1", f"must be an integer from 0 to {MOST_DEVICES}"),
+        ("--max_steps=-1", "must be an integer of at least 0"),
+        ("--init_from_step=-1", "must be an integer of at least 0"),
+        ("--num_processes=0", "must be an integer of at least 1"),
+        ("--process_id=-1", "must be an integer of at least 0"),
+        ("--model='mt.M4Tiny '", "expected task.Experiment (did you mean 'mt.M4Tiny'?)"),
+    ],
+)
+def test_flags(flag, expected, capfd, tmp_path):
+    assert (
+        _error(capfd, tmp_path, flag.replace("='", "=").removesuffix("'")) == f"{flag}: {expected}"
+    )
+
+
+# --- memory
+
+
+def _check(override, mesh=None, model="mt.M4Tiny", **kwargs):
+    p = registry.GetParams(model, override)
+    task, inputs = p.task.Instantiate(), p.input.Instantiate()
+    check_memory(p, task, inputs, mesh or single_device(), **kwargs)
+
+
+def test_a_batch_that_cannot_fit_is_refused_before_the_data_is_read(capfd, tmp_path):
+    error = _error(capfd, tmp_path, "--model_params_override=input.batch_size=1000000000")
+    assert error.startswith("the run needs at least 3129.2 GiB of memory, and this machine has ")
+    assert error.endswith(
+        "for one batch and its activations; reduce input.batch_size=1000000000, input.source_length=24, "
+        "input.target_length=24"
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("task.num_experts=200000000", "reduce task.num_experts=200000000, task.hidden_dim=32"),
+        ("task.hidden_dim=800000000", "reduce task.hidden_dim=800000000, task.model_dim=16"),
+        (
+            "task.num_encoder_layers=10000;task.num_experts=1024",
+            "reduce task.num_encoder_layers=10000",
+        ),
+        (
+            "task.source_vocab_size=10000000;task.model_dim=1024",
+            "reduce task.source_vocab_size=10000000, task.model_dim=1024",
+        ),
+        ("input.source_length=1000000", "reduce input.batch_size=8, input.source_length=1000000"),
+    ],
+)
+def test_the_largest_parameters_are_named(override, named):
+    with pytest.raises(
+        UsageError, match=r"^the run needs at least .* this machine has 16\.0 GiB; "
+    ) as e:
+        _check(override, available=16 * GiB)
+    assert named in str(e.value)
+
+
+def test_devices_and_processes_share_the_memory():
+    mesh = Mesh(("expert",), (8,))
+    override = (
+        "task.num_experts=65536;input.batch_size=8"  # 1 GiB of weights, as much of statistics
+    )
+    _check(override, mesh, available=3 * GiB)
+    with pytest.raises(UsageError, match="num_experts=65536"):
+        _check(override, mesh, available=1 * GiB)
+    _check(override, mesh, available=1 * GiB, num_processes=8)
+    _check(override, mesh, available=1 * GiB, holds_state=False)
+    with pytest.raises(UsageError, match="batch_size=100000000"):  # the host makes the batches
+        _check("input.batch_size=100000000", available=8 * GiB, holds_state=False)
+
+
+def test_the_demo_fits_anywhere_and_the_largest_model_not_here():
+    mesh = Mesh(("expert",), (8,))
+    _check("", mesh, "mt.M4Demo", available=1 * GiB)
+    with pytest.raises(UsageError, match="num_experts=2048"):
+        _check("", mesh, "mt.M4MoE2048E36L", available=256 * GiB)
+    assert machine_bytes() > 2**28
