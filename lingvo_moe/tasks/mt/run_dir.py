@@ -247,10 +247,6 @@ class RunDir:
             return registry.GetParams(found["model"], found["params_override"], find_class)
         except registry.RegistryError as e:
             raise RunDirError(f"{self.path / _FILE}: {e}") from None
-        except (RecursionError, MemoryError):
-            raise RunDirError(
-                f"{self.path / _FILE}: params_override has a value too deep to be read"
-            ) from None
 
     def Task(self) -> Any:
         """The model of the run, instantiated. Raises as Params."""

@@ -328,7 +328,7 @@ def test_a_description_names_only_files_that_are_listed(run):
             {"params_override": "task.cls=type/lingvo_moe.core.moe.routers.top2/Top2Router"},
             "task or input is of a class that cannot be: .*ConfigureInput",
         ),
-        ({"params_override": f"task.seed={'-' * 200_000}1"}, "too deep"),
+        ({"params_override": f"task.seed={'-' * 200_000}1"}, "does not read as int"),
     ],
 )
 def test_an_experiment_that_is_not_there_is_an_error_of_the_file(run, values, message):
