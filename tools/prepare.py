@@ -157,9 +157,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     least = {f"{side}_vocab_size": MIN_SIZE for side in _SIZES}
-    least |= {"max_chars": 1, "max_dev": 1, "pairs_per_shard": 1, "workers": 1}
+    least |= {"max_chars": 1, "max_dev": 1, "pairs_per_shard": 1}
     _cli.check_at_least(parser, args, vocab_sentences=MIN_SENTENCES, max_ratio=1, **least)
-    _cli.check_numbers(parser, args, dev_share=checks.SHARE, temperature=checks.POSITIVE)
+    _cli.check_numbers(
+        parser,
+        args,
+        dev_share=checks.SHARE,
+        temperature=checks.POSITIVE,
+        workers=checks.Integer(1, 1024),
+    )
     if not args.input and not args.tfds:
         parser.error("nothing to read: give --input or --tfds")
     if args.json_fields and len(args.json_fields) not in (2, 3):
