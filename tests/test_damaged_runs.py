@@ -20,7 +20,7 @@ from damage import Damage, damages
 _COUNT = int(os.environ.get("DAMAGES", "100"))
 _SEED = int(os.environ.get("DAMAGES_SEED", "0"))
 # Nothing of ours reads these: a lock, TensorBoard's files, which have checksums of their own, and texts for COMET.
-_NOT_READ = ("/.lock", "/events.out.tfevents", "/comet/")
+_NOT_READ = ("/.trainer.lock", "/events.out.tfevents", "/comet/")
 
 
 def _read_run(path: str) -> list[str]:
@@ -79,8 +79,9 @@ class Reader:
                 text=True,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             )
-        self._process.stdin.write(f"{kind} {path}\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it ended while it started
+            self._process.stdin.write(f"{kind} {path}\n")
+            self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if answer:
             return json.loads(answer)
@@ -156,11 +157,13 @@ def test_no_damage_is_silent_and_none_ends_the_process(run_and_export, kind):
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_reader_that_a_signal_ends_is_noticed(monkeypatch):
+def test_a_reader_that_a_signal_ends_is_noticed(monkeypatch, tmp_path):
     """Else the test above could not fail."""
-    reader = Reader()
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    assert reader.Read("run", Path("anything")) == ["ENDED by 1"]
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\nkill -SEGV $$\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    assert Reader().Read("run", tmp_path) == ["ENDED by SIGSEGV"]
 
 
 if __name__ == "__main__":
