@@ -1,7 +1,8 @@
 """Digests of a checkpoint's files: written before the checkpoint gets its name, verified before any of it is used.
 
 Orbax writes a step into a directory with a temporary name and renames it when all is there. The list of digests is
-written just before that, so a step that has its name has its list, whatever was killed when.
+written just before that, so a step that has its name has its list, whatever was killed when. Digests are of the files
+as they are read back then; what a disk changed before that is not noticed.
 """
 
 import asyncio
@@ -10,9 +11,13 @@ from pathlib import Path
 
 import orbax.checkpoint as ocp
 
-from lingvo_moe.core.manifest import XXH128, verify_manifest, write_manifest
+from lingvo_moe.core.manifest import XXH128, ManifestError, verify_manifest, write_manifest
 
 NAME = "files.xxh128"
+
+
+class NotListedError(ManifestError):
+    """A step without a list: nothing says whether it is whole."""
 
 
 class DigestedDirectory(ocp.path.atomicity.AtomicRenameTemporaryPath):
@@ -36,6 +41,14 @@ def verify_step(directory: str | os.PathLike, part: tuple[int, int] = (0, 1)) ->
         part: (i, n): this process takes the i-th share of n.
 
     Raises:
+        NotListedError: there is no list.
         ManifestError: names the file that is damaged or missing, or was added.
+        OSError: a file cannot be read.
     """
+    if not Path(directory, NAME).is_file():
+        raise NotListedError(
+            f"{NAME}, the list of its files, is missing, so nothing says that they are whole: the list was deleted, or "
+            "the checkpoint is by an older version; docs/security.md has the command that lists them again, for who "
+            "knows that they are whole"
+        )
     verify_manifest(Path(directory), NAME, remedy="restore it from a copy", part=part)

@@ -3,7 +3,7 @@
 A step holds the state as a flat map from path to tensor, and a JSON file with the structure of the
 state and whatever else a run needs to go on (the input's position, the experiment's text). It is
 restored on any mesh, device count, process count or engine, once its files have the digests that they
-were written with. Free of TensorFlow.
+had when the step was complete. Free of TensorFlow.
 """
 
 import contextlib
@@ -18,7 +18,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from lingvo_moe.core.engine.base import Engine
-from lingvo_moe.core.engine.checkpoint_digests import DigestedDirectory, verify_step
+from lingvo_moe.core.engine.checkpoint_digests import (
+    DigestedDirectory,
+    NotListedError,
+    verify_step,
+)
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.engine.specs import (
     TensorSpec,
@@ -33,7 +37,7 @@ from lingvo_moe.core.manifest import ManifestError
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.paths import check_portable
 
-_FORMAT = 2  # 1 had no digests
+_FORMAT = 1
 _MOST_SHOWN = 400  # characters of another library's error
 
 
@@ -251,17 +255,30 @@ class Checkpointer:
         if step in self._verified:
             return
         part = (jax.process_index(), jax.process_count()) if engine else (0, 1)
-        mistake: ManifestError | OSError | None = None
+        mistake: CheckpointError | None = None
         try:
-            verify_step(self._step_dir(step), part)
-        except (ManifestError, OSError) as e:
+            self._verify_files(step, part)
+        except CheckpointError as e:
             mistake = e
-        damaged = mistake is not None
-        if engine.AnyProcess(damaged) if engine else damaged:
-            raise self._damaged(step, mistake or "another process of the job found it damaged")
+        failed = mistake is not None
+        if engine.AnyProcess(failed) if engine else failed:
+            raise mistake or CheckpointError(
+                f"{self._where(step)}: another process of the job cannot use the checkpoint; its error says why"
+            )
         self._verified.add(step)
 
-    def _damaged(self, step: int, reason: object) -> CheckpointError:
+    def _verify_files(self, step: int, part: tuple[int, int] = (0, 1)) -> None:
+        """Raises CheckpointError where files of a step are damaged, or cannot be read."""
+        try:
+            verify_step(self._step_dir(step), part)
+        except NotListedError as e:
+            raise CheckpointError(f"{self._where(step)}: {e}") from None
+        except ManifestError as e:
+            raise self._damaged(step, e) from e
+        except OSError as e:
+            raise CheckpointError(f"{self._where(step)}: cannot be read: {e}") from e
+
+    def _damaged(self, step: int, reason: ManifestError) -> CheckpointError:
         """The error for a damaged step, which offers the newest older one that is not."""
         for older in reversed([s for s in self.Steps() if s < step]):
             try:
@@ -292,11 +309,19 @@ class Checkpointer:
         return self._guarded(step, ocp.args.Composite(state=restore)).state
 
     def _guarded(self, step: int, args: Any) -> Any:
-        """Restores; whatever goes wrong in Orbax or TensorStore means that files changed since they were verified."""
+        """Restores a step that was verified.
+
+        Raises:
+            CheckpointError: it was damaged since; or it is whole, and Orbax or TensorStore fail, as for want of memory.
+        """
         try:
             return self._manager.restore(step, args=args)
         except Exception as e:
-            raise self._damaged(step, _in_one_line(e)) from e
+            self._verify_files(step)
+            raise CheckpointError(
+                f"{self._where(step)}: the checkpoint could not be restored ({_in_one_line(e)}); its files are as they "
+                "were written"
+            ) from e
 
     def _read_onto(self, step: int, specs: Sequence[TensorSpec], engine: Engine) -> list[Any]:
         """The tensors of these specs, which have been checked, on the engine's devices."""

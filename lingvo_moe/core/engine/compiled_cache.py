@@ -18,12 +18,18 @@ import jax
 from jax._src import compilation_cache
 from jax._src.compilation_cache_interface import CacheInterface
 
+from lingvo_moe.core.paths import PathError, check_local
 from lingvo_moe.core.sealed import SealError, read_sealed, write_sealed
 from lingvo_moe.core.user_cache import user_cache_dir
 
+_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 _SUFFIX = ".compiled"
 _MOST_BYTES = 8 << 30  # of a directory; those that were not used for the longest time go first
 _LEAST_SECONDS = 0.5  # what compiles faster is not kept
+
+
+class CacheError(ValueError):
+    """A directory that machine code must not be taken from."""
 
 
 class CheckedCache(CacheInterface):
@@ -64,37 +70,46 @@ def enable_compilation_cache(directory: str | os.PathLike | None = None) -> str:
         directory: None: that of JAX_COMPILATION_CACHE_DIR, or else `lingvo_moe/compiled` in the user's cache directory.
 
     Returns:
-        The directory of the entries, or '' where none is kept, since others can write there; that is said.
+        The directory of the entries, or '' where none is kept: others can write there, or there is no such place. The
+        reason is printed, and JAX's own cache, which JAX_COMPILATION_CACHE_DIR would turn on, is off too.
     """
-    directory = Path(
-        directory or os.environ.get("JAX_COMPILATION_CACHE_DIR") or user_cache_dir() / "compiled"
-    ).absolute()
-    if why := _not_private(directory):
-        _say(f"{directory}: compiled programs are not kept there: {why}")
-        return ""
-    directory = directory / _cpu_features()
-    _make_room(directory)
-    compilation_cache.get_file_cache = lambda path: (CheckedCache(path), path)
+    jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
-    jax.config.update("jax_compilation_cache_dir", str(directory))
+    try:
+        entries = _directory_of_entries(directory)
+    except (CacheError, PathError, OSError, RuntimeError) as e:
+        _say(f"compiled programs are not kept: {e}")
+        return ""
+    _make_room(entries)
+    compilation_cache.get_file_cache = lambda path: (CheckedCache(path), path)
+    jax.config.update("jax_compilation_cache_dir", str(entries))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _LEAST_SECONDS)
     # XLA's own files beside the entries would be read unchecked.
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
-    return str(directory)
+    return str(entries)
 
 
-def _not_private(directory: Path) -> str:
-    """Why code in this directory may be somebody else's, or '' where it is this user's. Makes a missing directory."""
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = directory.stat()
-    except OSError as e:
-        return str(e)
+def _directory_of_entries(directory: str | os.PathLike | None) -> Path:
+    """The directory for this kind of CPU, which is made when it is missing. Raises as enable_compilation_cache says."""
+    if directory is None:
+        directory = os.environ.get(_VARIABLE) or user_cache_dir() / "compiled"
+    check_local(directory, _VARIABLE)
+    top = Path(directory).absolute()
+    for place in (top, top / _cpu_features()):
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_private(place)
+    return place
+
+
+def _check_private(directory: Path) -> None:
+    """Raises CacheError where code in this directory may be somebody else's."""
+    found = directory.stat()
     if found.st_uid != os.geteuid():
-        return f"it belongs to user {found.st_uid}, not to this one"
+        raise CacheError(f"{directory} belongs to user {found.st_uid}, not to this one")
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return "others can write in it (chmod go-w it)"
-    return ""
+        raise CacheError(
+            f"others can write in {directory}; delete it, and the programs in it that they may have written"
+        )
 
 
 def _make_room(directory: Path) -> None:

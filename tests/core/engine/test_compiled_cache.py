@@ -1,6 +1,7 @@
 """Compiled programs are kept where only this user can write, and a damaged one is never run."""
 
 import os
+from pathlib import Path
 
 import jax
 import pytest
@@ -58,8 +59,8 @@ def test_the_users_own_directory_is_taken(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "change, why",
     [
-        (lambda path, patch: path.chmod(0o770), "others can write in it"),
-        (lambda path, patch: path.chmod(0o703), "others can write in it"),
+        (lambda path, patch: path.chmod(0o770), "others can write in"),
+        (lambda path, patch: path.chmod(0o703), "others can write in"),
         (
             lambda path, patch: patch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1),
             "belongs to user",
@@ -74,11 +75,43 @@ def test_a_directory_that_others_can_write_in_is_not_used(
     path = tmp_path / "shared"
     path.mkdir()
     change(path, monkeypatch)
-    before = jax.config.jax_compilation_cache_dir
-    assert enable_compilation_cache(path) == ""
-    assert jax.config.jax_compilation_cache_dir == before
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(path))  # which JAX itself would use
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    assert enable_compilation_cache() == ""
+    assert jax.config.jax_compilation_cache_dir is None
+    assert compiled_cache.compilation_cache._get_cache(jax.devices()[0].client) is None
     err = capsys.readouterr().err
-    assert f"{path}: compiled programs are not kept there: " in err and why in err
+    assert err.startswith("compiled programs are not kept: ") and str(path) in err and why in err
+
+
+def test_the_directory_of_a_kind_of_cpu_is_looked_at_too(tmp_path, capsys):
+    directory = enable_compilation_cache(tmp_path / "cache")
+    os.chmod(directory, 0o770)
+    assert enable_compilation_cache(tmp_path / "cache") == ""
+    assert f"others can write in {directory}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name, value, why",
+    [
+        ("JAX_COMPILATION_CACHE_DIR", "gs://bucket/cache", "remote storage is not supported"),
+        ("HOME", "", "home directory"),
+    ],
+)
+def test_without_a_place_nothing_is_kept(monkeypatch, tmp_path, capsys, name, value, why):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if value:
+        monkeypatch.setenv(name, value)
+    else:  # a user without an entry in the list of users
+        monkeypatch.setattr(Path, "home", _no_home)
+    assert enable_compilation_cache() == ""
+    assert why in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def _no_home():
+    raise RuntimeError("Could not determine home directory.")
 
 
 def test_what_was_not_used_for_the_longest_time_goes_first(tmp_path, monkeypatch):
