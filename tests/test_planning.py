@@ -22,6 +22,7 @@ from lingvo_moe.core.engine import aot
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.golden import differences
+from lingvo_moe.core.sealed import read_sealed
 from lingvo_moe.core.sharding import ShardingError
 from tools import plan
 
@@ -76,7 +77,7 @@ def test_each_moe_layer_exchanges_tokens_twice_each_way_and_gathers_nothing(tiny
 def test_memory_is_the_compiler_s_and_arguments_are_the_state_and_the_batch(tiny, cache):
     (entry,) = cache.iterdir()
     assert entry.name.startswith(tiny["program_hash"][:32])
-    compiled = json.loads(gzip.decompress(entry.read_bytes()))
+    compiled = json.loads(gzip.decompress(read_sealed(entry)))
     memory = tiny["memory"]
     for key, size in compiled["memory"].items():
         assert memory[key] == size

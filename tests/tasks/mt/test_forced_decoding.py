@@ -94,7 +94,7 @@ def test_long_and_empty_sides(scorer):
     assert empty.log_prob != both.log_prob
     cut = scorer.Score(["red"], ["green " * 40])[0]
     assert cut.truncated and len(cut.pieces) == 16
-    with pytest.raises(ValueError, match="--max_length=0"):
+    with pytest.raises(ValueError, match=r"max_length=0: must be an integer from 1"):
         ScoreOptions(max_length=0)
 
 
