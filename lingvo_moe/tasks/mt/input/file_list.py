@@ -5,10 +5,11 @@ that lies by itself has `<file>.sha256`. What is read of such a directory is ver
 has no list, and none is asked for.
 """
 
+import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,10 +74,8 @@ class FileList:
         for kind in LIST_KINDS:
             if not ((directory / kind.name).is_file() or _says_it_is_listed(directory, kind)):
                 continue
-            try:
+            with _data_errors():
                 paths = manifest.read_manifest(directory, kind.name, kind.remedy)
-            except manifest.ManifestError as e:
-                raise DataError(str(e)) from e
             found = cls(directory, kind, frozenset(paths))
             found.Verify([kind.summary])
             return found
@@ -89,10 +88,8 @@ class FileList:
             DataError: one is damaged, missing, or not of the list.
         """
         names = [self._name(path) for path in paths]
-        try:
+        with _data_errors():
             manifest.verify_manifest(self.directory, self.kind.name, names, self.kind.remedy)
-        except manifest.ManifestError as e:
-            raise DataError(str(e)) from e
 
     def CheckLanguages(self, files: Iterable[Path], folder: str = "") -> None:
         """Raises DataError unless these are the TSVs of a folder that are listed: none was added or removed.
@@ -143,10 +140,8 @@ def list_of(path: Path) -> Path:
 
 def verify_listed(path: Path, remedy: str) -> None:
     """Raises DataError, with what to do, unless a file is as write_listed wrote it."""
-    try:
+    with _data_errors():
         manifest.verify_manifest(path.parent, list_of(path).name, [path.name], remedy)
-    except manifest.ManifestError as e:
-        raise DataError(str(e)) from e
 
 
 def verify_where_listed(
@@ -173,8 +168,15 @@ def verify_where_listed(
             tool,
         )
         return
-    try:
+    with _data_errors():
         manifest.verify_manifest(directory, name, paths, f"run {tool} again")
+
+
+@contextlib.contextmanager
+def _data_errors() -> Iterator[None]:
+    """Makes of a ManifestError a DataError with the same message."""
+    try:
+        yield
     except manifest.ManifestError as e:
         raise DataError(str(e)) from e
 

@@ -22,9 +22,10 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader
 
 from lingvo_moe.core import files
-from lingvo_moe.core.manifest import ManifestError, verify_manifest, write_manifest
+from lingvo_moe.core.manifest import ManifestError
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.made_once import making, verify_made
 from lingvo_moe.tasks.mt.input.order import WINDOW
 from lingvo_moe.tasks.mt.input.prepared import fingerprint
 from lingvo_moe.tasks.mt.input.scan import Progress, Scan, quiet
@@ -37,7 +38,6 @@ from lingvo_moe.tasks.mt.input.shards import (
 )
 
 _MANIFEST = "manifest.json"
-_LIST = "files.sha256"  # of a directory in the cache
 _AGAIN = "start again: it is made again"
 # The shards of a language that are open at once: those that the order draws from, and the window before; less where
 # there are so many languages that a process could not have so many files open (1,024 is a common limit).
@@ -188,18 +188,17 @@ def cached_records(
                 return _open_verified(directory, key)
             except (DataError, ManifestError) as e:
                 _log.warning("the cache of tokenised data is damaged: %s", e)
-        with files.replaced_directory(directory) as temp:
+        with making(directory) as temp:
             entries: dict[str, LanguageShards] = {}
             for i, lang in enumerate(scan.files):
                 progress(f"tokenising {lang} ({i + 1} of {len(scan.files)} languages)")
                 entries[lang] = write_shards(scan.Pairs(lang), temp, lang, vocabs, pairs_per_shard)
             write_contents(temp, key, vocabs, entries)
-            write_manifest(temp, _LIST)
         return Records(directory, key)
 
 
 def _open_verified(directory: Path, key: str) -> Records:
-    verify_manifest(directory, _LIST, remedy="it is made again")
+    verify_made(directory)
     return Records(directory, key)
 
 

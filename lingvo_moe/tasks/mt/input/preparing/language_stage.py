@@ -11,10 +11,10 @@ from typing import Any
 from lingvo_moe.core import files
 from lingvo_moe.tasks.mt.input import split
 from lingvo_moe.tasks.mt.input.clean import sentence_key
+from lingvo_moe.tasks.mt.input.made_once import is_made, making
 from lingvo_moe.tasks.mt.input.prepared import content_digest
 from lingvo_moe.tasks.mt.input.preparing.dedup import keep_first
 from lingvo_moe.tasks.mt.input.preparing.formats import read_source
-from lingvo_moe.tasks.mt.input.preparing.kept import is_made, making
 from lingvo_moe.tasks.mt.input.preparing.read_stage import held_out_pair
 from lingvo_moe.tasks.mt.input.preparing.sources import Fields, Source
 

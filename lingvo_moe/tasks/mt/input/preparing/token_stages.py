@@ -9,7 +9,7 @@ from pathlib import Path
 from lingvo_moe.core import files
 from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.file_list import write_listed
-from lingvo_moe.tasks.mt.input.preparing.kept import is_made, making
+from lingvo_moe.tasks.mt.input.made_once import is_made, making
 from lingvo_moe.tasks.mt.input.preparing.language_stage import TRAIN
 from lingvo_moe.tasks.mt.input.scan import Scan
 from lingvo_moe.tasks.mt.input.shards import LanguageShards, write_shards

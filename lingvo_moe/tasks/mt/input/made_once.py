@@ -1,6 +1,6 @@
-"""What a job of tools.prepare made stays in a directory, with a list of its files, until all jobs are done.
+"""Directories that are made once and used again: each has a list of its files with their digests.
 
-A command that goes on takes what is as it was written, and makes again what is not.
+A command takes a directory whose files are as they were written, and makes again one whose files are not.
 """
 
 import contextlib
@@ -15,12 +15,17 @@ _LIST = "files.sha256"
 _log = logging.getLogger(__name__)
 
 
+def verify_made(directory: Path) -> None:
+    """Raises ManifestError unless all files are as `making` left them."""
+    verify_manifest(directory, _LIST, remedy="it is made again")
+
+
 def is_made(directory: Path) -> bool:
-    """Whether a job's directory is there and as it was written; a damaged one is said."""
+    """Whether a directory is there and as it was written; a warning says that it is damaged."""
     if not directory.exists():
         return False
     try:
-        verify_manifest(directory, _LIST, remedy="it is made again")
+        verify_made(directory)
     except ManifestError as e:
         _log.warning("%s", e)
         return False
