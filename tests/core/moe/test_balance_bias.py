@@ -220,3 +220,18 @@ def test_the_translation_model_passes_it_on():
     assert len(moved) == 2 and "updates" not in metrics
     for bias in moved:
         assert set(np.unique(np.round(bias / RATE))) <= {-1.0, 0.0, 1.0} and bias.any()
+
+
+@pytest.mark.parametrize("num_experts", [7, 13, 28, 60])
+@pytest.mark.parametrize("load", [1, 3, 11, 1000])
+def test_an_expert_at_the_mean_gets_no_step(num_experts, load):
+    """1/E times the sum of E equal loads is not always one of them."""
+    router = TopKRouter.Params().Set(
+        name="router", model_dim=M, num_experts=num_experts, k=1, balance_bias=RATE
+    )
+    bias_E = tf.zeros([num_experts])
+    count_GE = tf.fill([1, num_experts], float(load))
+    next_E = router.Instantiate()._NextBias(bias_E, count_GE)
+    np.testing.assert_array_equal(next_E, bias_E)
+    more_E = router.Instantiate()._NextBias(bias_E, count_GE + tf.one_hot([2], num_experts))
+    np.testing.assert_allclose(more_E, RATE * (1 - 2 * tf.one_hot(2, num_experts)))
