@@ -193,7 +193,7 @@ class TopKRouter(LearnedRouter):
     def _NextBias(self, bias_E: tf.Tensor, count_GE: tf.Tensor) -> tf.Tensor:
         """The bias after this step, from how often each expert was chosen in the whole batch."""
         load_E = tf.reduce_sum(count_GE, 0)
-        # All is multiplied by E: 1/E times the sum would be rounded, and an expert exactly at the mean would get a step.
+        # All times E: 1/E times the sum would be rounded, and an expert exactly at the mean would get a step.
         missing_E = tf.reduce_sum(load_E) - self.p.num_experts * load_E
         return bias_E + self.p.balance_bias * tf.sign(missing_E)
 
