@@ -4,10 +4,13 @@ import importlib
 import re
 import subprocess
 
+import numpy as np
 import pytest
 import toy_translation as toy
 
 from lingvo_moe import trainer
+from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
+from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.run_dir import MANIFEST, RunDir, RunDirError
 from tools.import_graph import ROOT
 
@@ -22,10 +25,7 @@ def test_a_run_without_a_list_gets_one_by_the_command_of_the_page(tmp_path):
     (run.path / MANIFEST).unlink()
     with pytest.raises(RunDirError, match=r"docs/security\.md"):
         _ = run.vocabs
-    commands = re.findall(r"```bash\n(.*?)```", _PAGE, re.DOTALL)
-    (command,) = (
-        c for c in commands if "checkpoints" not in c
-    )  # test_checkpoints.py runs that one
+    command = _command(MANIFEST)
     subprocess.run(["bash", "-e", "-c", command], cwd=tmp_path, check=True)
     assert (run.path / MANIFEST).read_bytes() == was
     assert run.vocabs.source == vocab
@@ -52,3 +52,26 @@ def test_every_tool_that_opens_a_run_has_the_flag():
         text = path.read_text("utf-8")
         if re.search(r"\"--logdir\"", text):
             assert f"tools.{path.stem}`" in _PAGE, path.stem
+
+
+def test_a_checkpoint_without_a_list_gets_one_by_the_command_of_the_page(tmp_path):
+    directory = tmp_path / "RUN" / "checkpoints"
+    state = NestedMap(w=np.arange(5.0), step=np.int32(3))
+    with Checkpointer(str(directory)) as checkpointer:
+        checkpointer.Save(3, state)
+    (directory / "3" / "files.xxh128").unlink()
+    with Checkpointer(str(directory), read_only=True) as checkpointer:
+        with pytest.raises(
+            CheckpointError, match=r"files\.xxh128, .* is missing.*docs/security\.md"
+        ):
+            checkpointer.RestoreToNumpy()
+    command = _command("files.xxh128").replace("STEP", "3")
+    subprocess.run(["bash", "-euc", command], cwd=tmp_path, check=True)
+    with Checkpointer(str(directory), read_only=True) as checkpointer:
+        np.testing.assert_array_equal(checkpointer.RestoreToNumpy()[0].w, state.w)
+
+
+def _command(written: str) -> str:
+    """The one command of the page that writes this list."""
+    (command,) = (c for c in re.findall(r"```bash\n(.*?)```", _PAGE, re.DOTALL) if written in c)
+    return command
