@@ -220,12 +220,18 @@ def test_paths_that_cannot_be_worked_with(flag, expected, tmp_path, capfd, monke
         ("data/run", "lies inside --data_dir="),
         (".", "holds --data_dir="),
         ("link", "is also --data_dir="),
-        ("model", "is an exported model, which a run would damage"),
-        ("model/assets/run", "model, which is an exported model; name a directory outside of it"),
+        ("model", "is an exported model (it holds saved_model.pb), which a run would damage"),
+        (
+            "model/assets/run",
+            "model, which is an exported model (it holds saved_model.pb); name a directory outside of it",
+        ),
         ("prepared", "is prepared data"),
-        ("corpus/x/y", "corpus, which is a corpus; name"),
-        ("run/checkpoints", "run, which is a run; name"),
-        ("runs", "holds first, which is a run; --restart would move it away with the run"),
+        ("corpus/x/y", "corpus, which is a corpus (it holds corpus.json); name"),
+        ("run/checkpoints", "run, which is a run (it holds experiment.json); name"),
+        (
+            "runs",
+            "holds first, which is a run (it holds experiment.json); --restart would move it away",
+        ),
     ],
 )
 def test_a_logdir_that_is_something_else(logdir, expected, data_dir, tmp_path, capfd, monkeypatch):
@@ -234,7 +240,9 @@ def test_a_logdir_that_is_something_else(logdir, expected, data_dir, tmp_path, c
         "prepared/prepared.json",
         "corpus/corpus.json",
         "run/experiment.json",
+        "run/checkpoints/5/x",
         "runs/first/experiment.json",
+        "runs/first/manifest.sha256",
     ):
         _write(tmp_path / name)
     (tmp_path / "link").symlink_to("data")
@@ -251,6 +259,7 @@ def test_a_logdir_may_hold_files_of_others(data_dir, tmp_path):
     _write(tmp_path / "run/eval/report.json", "{}")
     check_logdir(tmp_path / "run", {"--data_dir": data_dir})
     _write(tmp_path / "run/experiment.json", "{}")
+    _write(tmp_path / "run/manifest.sha256")
     _write(tmp_path / "run/model/saved_model.pb")  # of before exports into runs were refused
     check_logdir(tmp_path / "run", {"--data_dir": data_dir})
 

@@ -14,7 +14,7 @@ from lingvo_moe import trainer
 from lingvo_moe.core.engine.train_loop import TrainLoop
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.run_lock import LOCK_FILE, RunLock
-from lingvo_moe.tasks.mt.directories import EXPORTED, OutputError, check_replaceable
+from lingvo_moe.tasks.mt.directories import EXPORTED, OutputError, check_logdir, check_replaceable
 from tools import build_corpus, evaluate, export, train_vocab
 
 # The trainer, but for the steps themselves: it works until it is killed.
@@ -66,6 +66,18 @@ def _start(program: str, *flags: str) -> subprocess.Popen:
 
 def _contents(directory: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_a_mistyped_command_bars_no_directory(tmp_path, capfd):
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    for logdir in (runs, runs / "new"):
+        flags = trainer_testing.flags(tmp_path / "no", logdir, 3, "--engine=tf_graph")
+        assert trainer.main(flags) == 2
+        assert f"data directory '{tmp_path / 'no'}' does not exist" in capfd.readouterr().err
+        assert not os.listdir(runs)
+    (runs / LOCK_FILE).touch()  # of a trainer that was killed
+    check_logdir(runs / "new", {})
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,13 @@ Process 0 of a job holds `.trainer.lock` and writes into it who it is. The other
 what process 0 sent them, so that all work in one directory, and each holds a file of its own, `.trainer.lock.<i>`: the
 directory is free when all of them have gone.
 
-The locks are flock's. The kernel releases them when a process ends, however it ends; nothing stale is left. On network
-file systems they hold among machines where the server supports them (NFS since Linux 2.6.12, Lustre mounted with
-`flock`); where there are none at all, the trainer warns and goes on.
+The locks are flock's. The kernel releases them when a process ends, however it ends. A file that a killed trainer left
+behind locks nothing. On network file systems the locks hold among machines where the server supports them (NFS since
+Linux 2.6.12, Lustre mounted with `flock`); where there are none at all, the trainer warns and goes on.
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -20,7 +21,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lingvo_moe.core.files import naming
+
 LOCK_FILE = ".trainer.lock"
+DESCRIPTION, CHECKPOINTS = "experiment.json", "checkpoints"  # what a trainer makes of a directory
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 _PATIENCE = 0.5  # seconds: a trainer that was just killed may take a moment to end
 
 _held: set[int] = set()
@@ -40,6 +45,52 @@ class RunLockError(ValueError):
     """A directory that another trainer is at work in, or that is not that of the job's other processes."""
 
 
+def is_lock_file(name: str) -> bool:
+    """Whether a file of that name is the lock of a trainer, or of another process of its job."""
+    return name == LOCK_FILE or name.startswith(f"{LOCK_FILE}.")
+
+
+def find_held_lock(directory: str | os.PathLike) -> str | None:
+    """The name of a lock file that a trainer holds in a directory; None where no trainer is at work.
+
+    Nothing is written. A file that cannot be opened to read, and one on a file system without locks, counts as free.
+
+    Raises:
+        OSError: the lock cannot be tried for another reason; it names the file.
+    """
+    if not os.path.isfile(os.path.join(directory, LOCK_FILE)):
+        return None
+    try:
+        names = sorted(filter(is_lock_file, os.listdir(directory)))
+    except (
+        FileNotFoundError,
+        PermissionError,
+    ):  # it has just gone; or only names that are known can be opened
+        names = [LOCK_FILE]
+    return next((name for name in names if _is_held(os.path.join(directory, name))), None)
+
+
+def _is_held(path: str) -> bool:
+    if os.path.islink(path) or not os.path.isfile(path):
+        return False
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (FileNotFoundError, PermissionError):
+        return False
+    _held.add(handle)
+    try:
+        with naming(path):
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as e:
+        if e.errno not in (*_NO_LOCKS, errno.ESTALE):
+            raise
+    finally:
+        _release(handle)
+    return False
+
+
 class RunLock:
     """Keeps other trainers out of a run's directory until it is closed.
 
@@ -48,7 +99,8 @@ class RunLock:
             lock.Acquire()               # process 0, before it reads or writes there
             lock.Join(token, process)    # other processes, with the lock.token of process 0
 
-    A directory that Acquire made, and nothing was written in, is removed in the end.
+    In the end the lock's file is removed, unless there is a run by then; and so are directories that Acquire made, if
+    they are empty.
 
     Attributes:
         token: names this lock; sent to the job's other processes.
@@ -59,7 +111,7 @@ class RunLock:
         self._said = f"{flag}={os.fspath(logdir)}"
         self._logdir, self._flag = Path(os.path.realpath(logdir)), flag
         self._handle: int | None = None
-        self._own_file: Path | None = None
+        self._path = self._logdir / LOCK_FILE
         self._made: list[Path] = []
         self.token = secrets.token_hex(16)
 
@@ -74,17 +126,16 @@ class RunLock:
 
         Raises:
             RunLockError: another trainer is at work there; the message says which, if it is known.
-            OSError: no permission, or a full disk; it names the file.
+            OSError: no permission, a full disk, or a lock that cannot be tried; it names the file.
         """
-        path = self._logdir / LOCK_FILE
-        handle = self._lock(path)
+        handle = self._lock(self._path)
         if handle is None:
-            raise self._refusal(path)
+            raise self._refusal(self._path)
         self._take(handle)
         for other in self._logdir.iterdir():
-            if other.name.startswith(f"{LOCK_FILE}."):
+            if other != self._path and is_lock_file(other.name):
                 self._check_free(other)
-        _write(handle, path, {"token": self.token, **_me()})
+        _write(handle, self._path, {"token": self.token, **_me()})
 
     def Join(self, token: str, process: int) -> None:
         """Locks the directory for another process of the job whose process 0 holds it.
@@ -95,33 +146,41 @@ class RunLock:
 
         Raises:
             RunLockError: process 0 does not hold this directory, or this process runs twice.
+            OSError: as Acquire.
         """
-        if _read(self._logdir / LOCK_FILE).get("token") != token:
+        if _read(self._path).get("token") != token:
             raise RunLockError(
                 f"{self._said}: process {process} sees another directory there than process 0 of the "
                 f"job; give all processes the same {self._flag}, on a file system that all of them share"
             )
-        path = self._logdir / f"{LOCK_FILE}.{process}"
-        handle = self._lock(path)
+        self._path = self._logdir / f"{LOCK_FILE}.{process}"
+        handle = self._lock(self._path)
         if handle is None:
-            raise self._refusal(path)
+            raise self._refusal(self._path)
         self._take(handle)
-        self._own_file = path
-        _write(handle, path, _me())
+        _write(handle, self._path, _me())
 
     def Close(self) -> None:
         """Lets others in."""
-        if self._own_file is not None:
-            self._own_file.unlink(missing_ok=True)
-        # Only where this lock is held: another trainer's would be taken away otherwise.
-        if self._handle is not None and self._made:
-            with contextlib.suppress(OSError):  # something else was put there, or all was deleted
-                if os.listdir(self._logdir) == [LOCK_FILE]:
-                    (self._logdir / LOCK_FILE).unlink()
-                    for directory in self._made:
-                        directory.rmdir()
+        with contextlib.suppress(OSError):  # all was deleted, or must not be written any more
+            # Only the file that is held: another trainer's may lie there since the directory was moved. Who waits
+            # for this one finds, once it has the lock, that the file is no longer there, and makes a new one.
+            if (
+                self._handle is not None
+                and not self._is_run()
+                and _lies_at(self._handle, self._path)
+            ):
+                self._path.unlink()
         self._take(None)
-        self._own_file, self._made = None, []
+        with contextlib.suppress(OSError):  # something was put there
+            for directory in self._made:
+                directory.rmdir()
+        self._made = []
+
+    def _is_run(self) -> bool:
+        """Whether the lock's file is that of a run, where it stays for the next trainer."""
+        names = (DESCRIPTION, CHECKPOINTS) if self._path.name == LOCK_FILE else ()
+        return any(os.path.lexists(self._logdir / name) for name in names)
 
     def _take(self, handle: int | None) -> None:
         if self._handle is not None:
@@ -140,36 +199,44 @@ class RunLock:
         """A handle of the file, locked; None where another one holds it."""
         until = time.monotonic() + _PATIENCE
         while True:
-            if how & os.O_CREAT:
-                self._make_directory()
-            # No link is followed: what it leads to would be written over.
             try:
+                if how & os.O_CREAT:
+                    self._make_directory()
+                # No link is followed: what it leads to would be written over.
                 handle = os.open(path, how | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
             except FileNotFoundError:
-                if how & os.O_CREAT:  # one that gave up has just removed the directory
+                # A trainer that gave up may just have removed the directory.
+                if how & os.O_CREAT and time.monotonic() < until:
                     continue
                 raise
             _held.add(handle)
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                with naming(path):
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    # The directory may have been moved away, or the file removed, since it was opened.
+                    if _lies_at(handle, path):
+                        return handle
+                _release(handle)
             except BlockingIOError:
                 _release(handle)
                 if time.monotonic() > until:
                     return None
                 time.sleep(0.05)
-                continue
             except OSError as e:
-                print(
-                    f"warning: {self._said}: its file system has no locks ({e.strerror}); nothing "
-                    "keeps a second trainer out",
-                    file=sys.stderr,
-                )
-                return handle
-            # The directory may have been moved away, or the file removed, since it was opened.
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(handle), os.stat(path)):
+                if e.errno in _NO_LOCKS:
+                    self._warn(e)
                     return handle
-            _release(handle)
+                _release(handle)
+                # NFS: the file was removed on another machine since it was opened.
+                if e.errno != errno.ESTALE or time.monotonic() > until:
+                    raise
+
+    def _warn(self, error: OSError) -> None:
+        print(
+            f"warning: {self._said}: its file system has no locks ({error.strerror}); nothing "
+            "keeps a second trainer out",
+            file=sys.stderr,
+        )
 
     def _make_directory(self) -> None:
         made = [p for p in (self._logdir, *self._logdir.parents) if not p.exists()]
@@ -193,19 +260,25 @@ def _me() -> dict[str, Any]:
 
 
 def _write(handle: int, path: Path, content: dict[str, Any]) -> None:
-    try:
+    with naming(path):
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps(content).encode() + b"\n", 0)
         os.fsync(handle)  # for processes on other machines
-    except OSError as e:
-        raise OSError(e.errno, e.strerror, str(path)) from e
+
+
+def _lies_at(handle: int, path: Path) -> bool:
+    """Whether a path still leads to an open file."""
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What a lock's file says; nothing where it is missing or half written."""
+    """What a lock's file says; nothing where it is missing, half written or damaged."""
     try:
         found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lingvo_moe.core.run_lock import LOCK_FILE, RunLock, RunLockError
+from lingvo_moe.core.run_lock import LOCK_FILE, RunLock, RunLockError, find_held_lock
 
 # Holds the lock, with a forked child, until it is killed.
 _HOLDER = """
@@ -69,7 +69,77 @@ def test_a_directory_that_nothing_came_of_goes_again(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with RunLock(tmp_path / "empty") as lock:
         lock.Acquire()
-    assert (tmp_path / "empty").is_dir()  # as it was found
+    assert not os.listdir(tmp_path / "empty")  # as it was found
+
+
+@pytest.mark.parametrize("name", ["experiment.json", "checkpoints"])
+def test_the_file_of_a_run_stays(tmp_path: Path, name: str) -> None:
+    with RunLock(tmp_path / "run") as lock:
+        lock.Acquire()
+        (tmp_path / "run" / name).mkdir()
+    assert (tmp_path / "run" / LOCK_FILE).exists()
+
+
+def test_one_that_waits_takes_no_file_that_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between opening the file and locking it, the trainer that made it gives up."""
+    run, flock = tmp_path / "run", fcntl.flock
+    first = RunLock(run)
+    first.Acquire()
+
+    def give_up(handle: int, how: int) -> None:
+        monkeypatch.setattr("fcntl.flock", flock)
+        first.Close()
+        assert not run.exists()
+        flock(handle, how)  # succeeds: nobody holds the file that was opened
+
+    monkeypatch.setattr("fcntl.flock", give_up)
+    with RunLock(run) as second:
+        second.Acquire()
+        with RunLock(run) as third, pytest.raises(RunLockError):
+            third.Acquire()
+
+
+def test_another_trainers_file_is_not_removed(tmp_path: Path) -> None:
+    """The directory was moved, as --restart moves it, and another trainer took the new one."""
+    run = tmp_path / "run"
+    with RunLock(run) as other, RunLock(run) as third:
+        with RunLock(run) as first:
+            first.Acquire()
+            run.rename(tmp_path / "old")
+            other.Acquire()
+            with pytest.raises(RunLockError):
+                first.Acquire()
+        with pytest.raises(RunLockError):
+            third.Acquire()
+
+
+def test_processes_that_end_in_any_order_leave_no_file(tmp_path: Path) -> None:
+    for name, order in (("a", (0, 1)), ("b", (1, 0))):
+        locks = RunLock(tmp_path / name), RunLock(tmp_path / name)
+        locks[0].Acquire()
+        locks[1].Join(locks[0].token, 1)
+        for number in order:
+            locks[number].Close()
+        assert not list(tmp_path.rglob(f"{LOCK_FILE}*"))
+
+
+def test_a_held_lock_is_found_and_left_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / LOCK_FILE
+    assert find_held_lock(tmp_path) is None and find_held_lock(tmp_path / "none") is None
+    file.write_text("{}")
+    assert find_held_lock(tmp_path) is None
+    with RunLock(tmp_path) as lock:
+        lock.Acquire()
+        before = file.read_bytes(), file.stat().st_mtime_ns
+        assert find_held_lock(tmp_path) == LOCK_FILE
+        assert before == (file.read_bytes(), file.stat().st_mtime_ns)
+    file.symlink_to("elsewhere")
+    assert find_held_lock(tmp_path) is None
+    file.unlink()
+    os.mkfifo(file)
+    assert find_held_lock(tmp_path) is None
 
 
 def test_one_that_was_refused_takes_nothing_away(tmp_path: Path) -> None:
@@ -147,7 +217,7 @@ def test_a_link_is_not_written_through(tmp_path: Path) -> None:
 def test_what_the_file_says_may_be_damaged(tmp_path: Path) -> None:
     with RunLock(tmp_path) as first, RunLock(tmp_path) as second:
         first.Acquire()
-        for content in ("", "5", '{"pid": 1', "\xff"):
+        for content in ("", "5", '{"pid": 1', "\xff", "[" * 200_000):
             (tmp_path / LOCK_FILE).write_text(content)
             with pytest.raises(RunLockError, match="at work there; wait"):
                 second.Acquire()
@@ -166,5 +236,26 @@ def test_a_file_system_without_locks_is_said(
     monkeypatch.setattr("fcntl.flock", refuse)
     with RunLock(tmp_path) as lock:
         lock.Acquire()
+    (tmp_path / LOCK_FILE).touch()
+    assert find_held_lock(tmp_path) is None
     said = capfd.readouterr().err
     assert f"warning: --logdir={tmp_path}: its file system has no locks (Function not" in said
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EINTR, errno.EBADF, errno.ESTALE])
+def test_a_lock_that_fails_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """A second trainer must not go on because of it."""
+
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", fail)
+    with RunLock(tmp_path / "run") as lock:
+        with pytest.raises(OSError, match=LOCK_FILE) as e:
+            lock.Acquire()
+        assert e.value.errno == number
+        if number != errno.ESTALE:  # the file was removed meanwhile
+            with pytest.raises(OSError, match=LOCK_FILE):
+                find_held_lock(tmp_path / "run")

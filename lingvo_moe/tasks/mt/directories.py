@@ -1,7 +1,7 @@
 """What a directory is, and so whether something may be written over it, into it or around it.
 
 Every command asks here before it writes: a run is its trainer's, a manifest lists all files of an exported model, and
-data is known by the files that are there.
+data is known by the files that are there. Errors name the file by which a directory was recognised.
 """
 
 import os
@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from lingvo_moe.core.run_lock import LOCK_FILE
+from lingvo_moe.core.run_lock import (
+    CHECKPOINTS,
+    DESCRIPTION,
+    LOCK_FILE,
+    find_held_lock,
+    is_lock_file,
+)
 
 
 class OutputError(ValueError):
@@ -27,6 +33,7 @@ class Kind:
         parts: patterns of names; all that the command puts there.
         reads: patterns of names that it would be changed by, although the command puts none there.
         closed: whether it is changed by any file that is added.
+        beside: names; a mark counts only where one of them is there, too. Empty for marks that count alone.
     """
 
     name: str
@@ -34,6 +41,24 @@ class Kind:
     parts: tuple[str, ...]
     reads: tuple[str, ...] = ()
     closed: bool = False
+    beside: tuple[str, ...] = ()
+
+    def FindMark(self, directory: str | os.PathLike) -> str:
+        """Why a directory is one of these, e.g. 'it holds corpus.json'; '' where it is none.
+
+        Raises:
+            OSError: as find_held_lock.
+        """
+
+        def has(name: str) -> bool:
+            return os.path.lexists(os.path.join(directory, name))
+
+        if not self.beside or any(map(has, self.beside)):
+            for mark in filter(has, self.marks):
+                return f"it holds {mark}"
+        if self is RUN and (lock := find_held_lock(directory)):
+            return f"a trainer holds {lock} in it"
+        return ""
 
     def Owns(self, name: str) -> bool:
         """Whether a file or directory of that name, directly in one of these, is part of it."""
@@ -52,18 +77,20 @@ class Kind:
         )
 
 
+# Other programs write an experiment.json, too. Old runs have no manifest, but checkpoints.
 RUN = Kind(
     "run",
-    ("experiment.json", LOCK_FILE),
+    (DESCRIPTION,),
     (
         "params.txt",
         "program.json",
         "manifest.sha256",
         "vocab",
-        "checkpoints",
+        CHECKPOINTS,
         "train",
         f"{LOCK_FILE}*",
     ),
+    beside=("manifest.sha256", CHECKPOINTS),
 )
 PREPARED = Kind(
     "prepared data",
@@ -81,11 +108,32 @@ EXPORTED = Kind(
 _KINDS = (RUN, PREPARED, CORPUS, EXPORTED)
 
 
-def kind_of(directory: str | os.PathLike) -> Kind | None:
-    """What a directory is; None for any other, and for what is none."""
+@dataclass(frozen=True)
+class Found:
+    """What a directory is.
+
+    Attributes:
+        kind: which kind of directory.
+        why: by what it was recognised, as Kind.FindMark says it.
+    """
+
+    kind: Kind
+    why: str
+
+    def __str__(self) -> str:
+        """As a sentence has it: 'a run (it holds experiment.json)'."""
+        return f"{self.kind} ({self.why})"
+
+
+def recognise(directory: str | os.PathLike) -> Found | None:
+    """What a directory is; None for one of no kind, and for a path that is no directory.
+
+    Raises:
+        OSError: as Kind.FindMark.
+    """
     for kind in _KINDS:
-        if any(os.path.lexists(os.path.join(directory, mark)) for mark in kind.marks):
-            return kind
+        if why := kind.FindMark(directory):
+            return Found(kind, why)
     return None
 
 
@@ -103,13 +151,15 @@ def check_replaceable(output: str | os.PathLike, kind: Kind, flag: str = "--outp
         return
     if path.samefile(Path.cwd()):
         raise OutputError(f"{flag}={output} is the directory that you are in; name another one")
-    there = sorted(p.name for p in path.iterdir())
-    if not there:
-        return
-    found = kind_of(path)
-    if found is not kind:
-        what = found or f"files that are no {kind.name}"
-        raise OutputError(f"{flag}={output} holds {what}; name an empty or new directory")
+    found = recognise(path)
+    if found and found.kind is not kind:
+        raise OutputError(f"{flag}={output} is {found}; name an empty or new directory")
+    # A killed trainer's lock file does not matter: that nobody holds it was just seen.
+    there = sorted(p.name for p in path.iterdir() if not is_lock_file(p.name))
+    if there and not found:
+        raise OutputError(
+            f"{flag}={output} holds files that are no {kind.name}; name an empty or new directory"
+        )
     for name in there:
         if not kind.Owns(name):
             raise OutputError(
@@ -124,9 +174,9 @@ def check_beside(output: str | os.PathLike, flag: str) -> None:
     Raises:
         OutputError: it does.
     """
-    for directory, kind in _around(output):
+    for directory, found in _around(output):
         raise OutputError(
-            f"{flag}={output} lies inside {directory}, which is {kind}; name a directory outside of it"
+            f"{flag}={output} lies inside {directory}, which is {found}; name a directory outside of it"
         )
 
 
@@ -137,12 +187,12 @@ def check_addable(path: str | os.PathLike, flag: str) -> None:
         OutputError: it would change a run, data or an exported model.
     """
     real = Path(os.path.realpath(path))
-    if real.is_dir() and (kind := kind_of(real)):
-        raise OutputError(f"{flag}={path} is {kind}; name another directory")
-    for directory, kind in _around(real):
-        if kind.ChangedBy(real.relative_to(directory).parts[0]):
+    if real.is_dir() and (found := recognise(real)):
+        raise OutputError(f"{flag}={path} is {found}; name another directory")
+    for directory, found in _around(real):
+        if found.kind.ChangedBy(real.relative_to(directory).parts[0]):
             raise OutputError(
-                f"{flag}={path} would change {directory}, which is {kind}; name another place"
+                f"{flag}={path} would change {directory}, which is {found}; name another place"
             )
 
 
@@ -170,24 +220,24 @@ def check_logdir(logdir: str | os.PathLike, inputs: Mapping[str, str | os.PathLi
             raise OutputError(
                 f"--logdir={logdir} {how} {flag}={path}; a run needs a directory of its own"
             )
-    found = kind_of(real)
-    if found not in (None, RUN):
+    found = recognise(real)
+    if found and found.kind is not RUN:
         raise OutputError(
             f"--logdir={logdir} is {found}, which a run would damage; name a new directory"
         )
     check_beside(logdir, "--logdir")
-    if found is RUN or not real.is_dir():
+    if found or not real.is_dir():
         return
     for child in sorted(real.iterdir()):
-        if inside := kind_of(child):
+        if inside := recognise(child):
             raise OutputError(
                 f"--logdir={logdir} holds {child.name}, which is {inside}; --restart would move it away with the "
                 "run: name a directory of the run's own"
             )
 
 
-def _around(path: str | os.PathLike) -> Iterator[tuple[Path, Kind]]:
+def _around(path: str | os.PathLike) -> Iterator[tuple[Path, Found]]:
     """The directories that a path lies in which are something, innermost first."""
     for directory in Path(os.path.realpath(path)).parents:
-        if kind := kind_of(directory):
-            yield directory, kind
+        if found := recognise(directory):
+            yield directory, found

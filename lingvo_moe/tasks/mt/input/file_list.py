@@ -188,5 +188,5 @@ def _says_it_is_listed(directory: Path, kind: ListKind) -> bool:
         return path.is_file()
     try:
         return json.loads(path.read_bytes()).get("list") == kind.name
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return False
