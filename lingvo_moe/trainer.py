@@ -5,6 +5,7 @@ import contextlib
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ from typing import Any
 from lingvo_moe.core import registry
 from lingvo_moe.core.class_names import TRUST_RUN_HELP
 from lingvo_moe.core.command import run as run_command
+from lingvo_moe.core.command import say
 from lingvo_moe.core.engine.base import ENGINES, ONE_DEVICE_ENGINES
+from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.quiet import quiet
 from lingvo_moe.core.run_lock import RunLock
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.suggest import did_you_mean
+from lingvo_moe.tasks.mt.run_dir import RunDir
 from lingvo_moe.trainer_checks import (
     UsageError,
     check_began_from,
@@ -26,7 +30,6 @@ from lingvo_moe.trainer_checks import (
     check_sizes,
     check_tasks,
     has_begun,
-    log,
     prepare_run_dir,
 )
 
@@ -112,16 +115,29 @@ def parse_flags(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one job; returns the exit status: 0 done, 2 a mistake in flags or data, 128 + n stopped by signal n."""
+    """Runs one job; returns the exit status: 0 done, 2 a mistake in flags or data, 128 + n stopped by signal n.
+
+    Where this process is one of several and fails, it does not return: it ends, and the others with it.
+    """
     args = parse_flags(argv)
     try:
         return run(args)
     except (ValueError, OSError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+        say(f"error: {e}")
+        status = 2
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 130
+        say("interrupted; the same command goes on from the last checkpoint")
+        status = 130
+    except Exception:
+        if args.num_processes == 1:
+            raise
+        traceback.print_exc()
+        status = 1
+    if args.num_processes > 1:
+        from lingvo_moe.core.engine import job
+
+        job.leave(status)
+    return status
 
 
 def run(args: argparse.Namespace) -> int:
@@ -175,7 +191,10 @@ def find_devices() -> None:
 
 def full_override(args: argparse.Namespace) -> str:
     """`--model_params_override` with the shorthand flags appended."""
-    parts = [args.model_params_override] if args.model_params_override else []
+    typed = args.model_params_override
+    if typed.endswith("\\"):
+        typed += " "  # or the semicolon that follows would be the value's own
+    parts = [typed] if typed else []
     if args.max_steps is not None:
         parts.append(f"train.max_steps={args.max_steps}")
     if args.data_dir:
@@ -183,22 +202,29 @@ def full_override(args: argparse.Namespace) -> str:
     return ";".join(parts)
 
 
-def train(args: argparse.Namespace, params: Any, override: str) -> int:
+def train(args: argparse.Namespace, params: Params, override: str) -> int:
     """Mode sync: trains until the end, or until stopped; goes on where the run in --logdir stands."""
     # Imported here, since inspecting a model should not wait for them.
-    from lingvo_moe.core.engine import devices
+    from lingvo_moe.core.engine import devices, job
+
+    if args.num_devices and args.engine == "pjrt":
+        devices.request_cpu_devices(args.num_devices)
+    devices.initialize_distributed(args.coordinator_address, args.num_processes, args.process_id)
+    with job.watching():
+        return train_in_job(args, params, override)
+
+
+def train_in_job(args: argparse.Namespace, params: Params, override: str) -> int:
+    """As train, once the processes of the job have found each other."""
+    from lingvo_moe.core.engine import devices, job
     from lingvo_moe.core.engine.base import make_engine
     from lingvo_moe.core.engine.checkpoints import Checkpointer
     from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
     from lingvo_moe.core.engine.summaries import Summaries
     from lingvo_moe.core.engine.train_loop import TrainLoop
     from lingvo_moe.tasks.mt import init_from
-    from lingvo_moe.tasks.mt.run_dir import RunDir
     from lingvo_moe.trainer_memory import check_memory
 
-    if args.num_devices and args.engine == "pjrt":
-        devices.request_cpu_devices(args.num_devices)
-    devices.initialize_distributed(args.coordinator_address, args.num_processes, args.process_id)
     find_devices()
     first_process = args.process_id == 0
     there_are = 1 if args.engine in ONE_DEVICE_ENGINES else devices.device_count()
@@ -215,16 +241,17 @@ def train(args: argparse.Namespace, params: Any, override: str) -> int:
     # Held until the last checkpoint is complete.
     with RunLock(args.logdir) as lock:
         share_run(
-            args, engine, lock, lambda: prepare(args, params, override, run_dir, task, inputs, lock)
+            lock,
+            begin=lambda: prepare(args, params, override, run_dir, task, inputs, lock),
+            follow=lambda: inputs.Prepare(vocabs=run_dir.vocabs, tasks=run_dir.languages),
         )
-        if not first_process:
-            inputs.Prepare(vocabs=run_dir.vocabs, tasks=run_dir.languages)
-        initial = initial_weights(run_dir, params, inputs, args.trust_run)
+        initial = job.together(lambda: initial_weights(run_dir, params, inputs, args.trust_run))
         enable_compilation_cache()
         started = time.monotonic()
         with (
             Checkpointer(str(run_dir.checkpoint_dir), keep=params.train.save_max_to_keep) as saved,
             Summaries(str(run_dir.summaries_dir), enabled=first_process) as summaries,
+            job.announcing(),
         ):
             summaries.Text("params", params.ToText())
             if run_dir.began_from:
@@ -238,49 +265,42 @@ def train(args: argparse.Namespace, params: Any, override: str) -> int:
     return 128 + result.signal if result.signal else 0
 
 
-def share_run(
-    args: argparse.Namespace, engine: Any, lock: RunLock, begin: Callable[[], None]
-) -> None:
+def share_run(lock: RunLock, begin: Callable[[], None], follow: Callable[[], None]) -> None:
     """Locks the run's directory on all processes of the job; process 0 makes it ready in between.
 
     Args:
-        args: the flags.
-        engine: by which the processes wait for each other.
         lock: of --logdir.
         begin: what process 0 does, with the lock held, before the others look at the directory.
+        follow: what each of the others does then.
 
     Raises:
-        ValueError, OSError: this process or another one cannot begin; all of them end.
+        Exception: whatever failed on this process.
+        JobError: another process cannot begin; all of them end.
     """
-    from lingvo_moe.core.engine import devices
-
-    def together(first: bool, work: Callable[[], None]) -> None:
-        """Does work on process 0, or on the others; none goes on where it failed."""
-        mistake: Exception | None = None
-        if first == (args.process_id == 0):
-            try:
-                work()
-            except (ValueError, OSError) as e:
-                mistake = e
-        if engine.AnyProcess(mistake is not None):
-            who = "process 0" if first else "another process"
-            raise mistake or UsageError(f"{who} of the job could not begin; its error says why")
+    from lingvo_moe.core.engine import devices, job
 
     def lock_and_begin() -> None:
         lock.Acquire()
         begin()
 
-    together(True, lock_and_begin)
-    if args.num_processes > 1:
-        token = devices.from_first_process(lock.token)
-        together(False, lambda: lock.Join(token, args.process_id))
+    job.together(lock_and_begin, on=[0])
+    processes = devices.process_count()
+    if processes == 1:
+        return
+    token = devices.from_first_process(lock.token)
+
+    def join_and_follow() -> None:
+        lock.Join(token, devices.process_index())
+        follow()
+
+    job.together(join_and_follow, on=range(1, processes))
 
 
 def prepare(
     args: argparse.Namespace,
     params: Any,
     override: str,
-    run_dir: Any,
+    run_dir: RunDir,
     task: Any,
     inputs: Any,
     lock: RunLock,
@@ -309,12 +329,12 @@ def prepare(
     if args.init_from:
         other = args.init_from, step, params.task, inputs.vocabs, languages
         about = init_from.begin_from(*other, args.trust_run).about
-        log(init_from.describe(about))
+        say(init_from.describe(about))
     vocabs = inputs.vocabs.Transform(lambda v: v.model_bytes)
     run_dir.Write(args.model, override, vocabs, languages, about)
 
 
-def initial_weights(run_dir: Any, params: Any, inputs: Any, trust_run: bool) -> Any:
+def initial_weights(run_dir: RunDir, params: Any, inputs: Any, trust_run: bool) -> Any:
     """The InitialWeights of a run that is about to begin from another, on every process; else None."""
     from lingvo_moe.tasks.mt import init_from
 
@@ -342,11 +362,10 @@ def report_program(step: Any, logdir: str, started: float) -> None:
     from lingvo_moe.core.engine.collectives import count_collectives
     from lingvo_moe.core.engine.pjrt import CompiledProgram
     from lingvo_moe.tasks.mt.run_description import ProgramAbout
-    from lingvo_moe.tasks.mt.run_dir import RunDir
 
     seconds = time.monotonic() - started
     if not isinstance(step, CompiledProgram):  # others have none, or none to show
-        log(f"made the training step in {seconds:.0f} s")
+        say(f"made the training step in {seconds:.0f} s")
         return
     counts = count_collectives(step.HloText())
     about: ProgramAbout = {
@@ -357,7 +376,7 @@ def report_program(step: Any, logdir: str, started: float) -> None:
     }
     RunDir(logdir).WriteProgram(about)
     told = ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "no collective"
-    log(f"compiled the training step in {seconds:.0f} s: {told}")
+    say(f"compiled the training step in {seconds:.0f} s: {told}")
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
 import argparse
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 from lingvo_moe.core import checks, registry
+from lingvo_moe.core.command import say
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.paths import check_local, check_portable
@@ -15,6 +15,7 @@ from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.core.sharding.letters import axes_of
 from lingvo_moe.core.suggest import did_you_mean
 from lingvo_moe.tasks.mt.directories import check_logdir
+from lingvo_moe.tasks.mt.run_dir import RunDir
 
 # Where files lie may change while a run goes on; that they hold the same is checked when it does.
 _PLACES = ("input.data_dir", "input.cache_dir")
@@ -168,16 +169,18 @@ def check_divisible(params: Any, task: Any, mesh: Mesh) -> None:
                 )
 
 
-def has_begun(run_dir: Any) -> bool:
+def has_begun(run_dir: RunDir) -> bool:
     """Whether there is a checkpoint; a run described but not begun may become another one."""
     return bool(run_dir.steps)
 
 
-def prepare_run_dir(run_dir: Any, model: str, override: str, lock: RunLock, restart: bool) -> None:
+def prepare_run_dir(
+    run_dir: RunDir, model: str, override: str, lock: RunLock, restart: bool
+) -> None:
     """Makes sure that --logdir is free, or holds the very run that the flags describe.
 
     Args:
-        run_dir: the RunDir of --logdir.
+        run_dir: of --logdir.
         model: the experiment's name.
         override: the parameters' overrides.
         lock: which holds the directory; and holds the new one where --restart moves that aside.
@@ -197,7 +200,7 @@ def prepare_run_dir(run_dir: Any, model: str, override: str, lock: RunLock, rest
             number += 1
         path.rename(aside)
         lock.Acquire()
-        log(f"--restart: the run that was in {path} is now in {aside}")
+        say(f"--restart: the run that was in {path} is now in {aside}")
     for name in ("train", "checkpoints"):  # into which it writes
         run_dir.Inside(name)
     if not has_begun(run_dir):
@@ -222,7 +225,7 @@ def prepare_run_dir(run_dir: Any, model: str, override: str, lock: RunLock, rest
         )
 
 
-def check_began_from(args: argparse.Namespace, run_dir: Any) -> None:
+def check_began_from(args: argparse.Namespace, run_dir: RunDir) -> None:
     """Raises UsageError where --init_from is not what a run that has begun began from."""
     about = run_dir.began_from
     if not args.init_from or (
@@ -268,8 +271,3 @@ def _path(line: str) -> str:
 def _path_and_mark(marked: tuple[str, str]) -> tuple[str, bool]:
     line, mark = marked
     return _path(line), mark == "<"
-
-
-def log(line: str) -> None:
-    """Progress that is not a step's, to standard error."""
-    print(line, file=sys.stderr, flush=True)

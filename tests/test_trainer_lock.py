@@ -35,18 +35,15 @@ sys.exit(trainer.main(sys.argv[1:]))
 _JOB = """
 import sys, time
 from lingvo_moe import trainer
-from lingvo_moe.core import sharding
 from lingvo_moe.core.engine import devices
-from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.run_lock import RunLock
 
 args = trainer.parse_flags(sys.argv[1:])
 devices.request_cpu_devices(1)
 devices.initialize_distributed(args.coordinator_address, args.num_processes, args.process_id)
-engine = PjrtEngine(sharding.Mesh.parse("x:2"))
 try:
     with RunLock(args.logdir) as lock:
-        trainer.share_run(args, engine, lock, lambda: None)
+        trainer.share_run(lock, lambda: None, lambda: None)
         print("at work", flush=True)
         time.sleep(120)
 except ValueError as e:
@@ -174,7 +171,7 @@ def test_two_jobs_of_two_processes(tmp_path):
         said = [process.communicate(timeout=60)[0] for process in (*astray, *late)]
         assert f"--logdir={run}: process 1 sees another directory there than process 0" in said[1]
         assert f"--logdir={run}: another trainer is at work there" in said[2]
-        assert "another process of the job could not begin" in said[0]
+        assert "process 1 of the job could not begin" in said[0]
         assert "process 0 of the job could not begin" in said[3]
         assert _contents(run) == before and set(os.listdir(tmp_path)) == {"run"}
         for process in first:

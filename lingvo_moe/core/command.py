@@ -1,4 +1,4 @@
-"""How a command begins and ends as a process."""
+"""How a command begins and ends as a process, and how it reports to its user."""
 
 import io
 import sys
@@ -6,6 +6,11 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 _SIGPIPE_STATUS = 141  # 128 + 13, as shells give for a process that SIGPIPE ended
+
+
+def say(line: str) -> None:
+    """Prints a line to standard error at once: progress, a warning or an error."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def run(main: Callable[[], int]) -> NoReturn:

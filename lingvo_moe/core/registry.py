@@ -121,7 +121,8 @@ def GetParams(
         name: as GetExperiment.
         override: `path=value` pairs separated by `;`, e.g.
             'task.num_experts=16;train.max_steps=100'; a semicolon in a value is written `\\;`. In
-            order: a class chosen by name, e.g. 'task.moe.router=hash', before what is in it.
+            order: a class chosen by name, e.g. 'task.moe.router=hash', before what is in it. A text with newlines,
+            or with spaces at its ends, is written as a Python string literal.
         find_class: gives the class that 'type/module/Class' in a value names; `own_class` of class_names.py for
             text that the user did not type.
 
@@ -150,11 +151,21 @@ def GetParams(
 
 
 def escape(value: str) -> str:
-    """A value for an override, with the semicolons that it holds marked as its own."""
-    return value.replace(";", "\\;")
+    """The text by which an override sets a parameter of type str to exactly this value, whatever it holds."""
+    plain = (
+        value == value.strip()
+        and "\n" not in value
+        and not value.endswith("\\")
+        and value[:1] not in "'\""  # nor empty
+        and not value.startswith("type/")
+    )
+    if plain:
+        return value.replace(";", "\\;")
+    return repr(value).replace(";", "\\x3b")
 
 
 def _split_override(text: str) -> Iterator[tuple[str, str]]:
+    """The paths and values of an override, as SetFromText of hyperparams.py takes them."""
     for part in re.split(r"(?<!\\)[;\n]", text):
         if not part.strip():
             continue

@@ -1,8 +1,11 @@
 """The registry: both names of an experiment, overrides, and errors that teach."""
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 
 from lingvo_moe.core import registry
+from lingvo_moe.core.hyperparams import Params
 
 
 def test_short_and_long_names_are_one_class():
@@ -38,3 +41,22 @@ def test_a_name_cannot_be_taken_twice():
     registry.Register(first)
     with pytest.raises(registry.RegistryError, match=r"both params\.zz\.one and params\.zz\.two"):
         registry.Register(second)
+
+
+@hypothesis.given(st.text() | st.text("\\;\n'\" \t=ax"), st.text("\\;\n'\" =x"))
+def test_escaping_a_value_is_undone_by_reading_it(value, other):
+    p = Params()
+    p.Define("a", "", "A text.")
+    p.Define("b", "", "Another.")
+    for path, text in registry._split_override(
+        f"a={registry.escape(value)};b={registry.escape(other)}"
+    ):
+        p.SetFromText(path, text)
+    assert (p.a, p.b) == (value, other)
+
+
+@pytest.mark.parametrize(
+    "path", ["/data/a corpus", "/data/a;b", "/data/a\\b", "/data/it's", "/data/é=[1]"]
+)
+def test_a_plain_path_is_written_as_by_earlier_versions(path):
+    assert registry.escape(path) == path.replace(";", "\\;")

@@ -117,6 +117,11 @@ def process_count() -> int:
     return jax.process_count()
 
 
+def process_index() -> int:
+    """The number of this process in the job, from 0."""
+    return jax.process_index()
+
+
 def sync_processes(name: str) -> None:
     """Waits until every process of the job has come to this point; alone, does nothing."""
     if jax.process_count() > 1:

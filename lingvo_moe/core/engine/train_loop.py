@@ -5,12 +5,12 @@ a restart needs (state, the input's position) goes into one checkpoint.
 """
 
 import signal
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from lingvo_moe.core.command import say
 from lingvo_moe.core.engine import devices
 from lingvo_moe.core.engine.base import Engine
 from lingvo_moe.core.engine.checkpoints import Checkpointer
@@ -74,7 +74,7 @@ class TrainLoop:
             if first is not None:
                 state = self._restore(first, batches)
                 if first >= self._train.max_steps:
-                    _tell(f"step {first}: train.max_steps={self._train.max_steps} is reached")
+                    say(f"step {first}: train.max_steps={self._train.max_steps} is reached")
                     return NestedMap(first_step=first, last_step=first, signal=0, metrics=None)
             # Before a new run is begun: what cannot be compiled leaves nothing behind.
             step_fn = self._build_step(on_compiled)
@@ -88,7 +88,7 @@ class TrainLoop:
                 self._checkpointer.Wait()
 
     def _build_step(self, on_compiled: Callable[[Any], None] | None) -> Any:
-        _tell("compiling the training step ...")
+        say("compiling the training step ...")
         step_fn = train_step(self._task, self._inputs).Build(self._engine)
         if on_compiled is not None:
             on_compiled(step_fn)
@@ -98,7 +98,7 @@ class TrainLoop:
         """The state to go on from; sets the input to where it stood."""
         state, extra = self._checkpointer.Restore(self._state_specs, self._engine, step)
         batches.SetState(extra["input"])
-        _tell(f"resuming at step {step} from {self._checkpointer.directory}")
+        say(f"resuming at step {step} from {self._checkpointer.directory}")
         return state
 
     def _begin(self, batches: Any) -> Any:
@@ -154,7 +154,7 @@ class TrainLoop:
         if stopped:
             self._save(step, state, batches)
             self._checkpointer.Wait()
-            _tell(f"stopped and saved at step {step}; the same command goes on from there")
+            say(f"stopped and saved at step {step}; the same command goes on from there")
         return NestedMap(
             first_step=first,
             last_step=step,
@@ -180,7 +180,3 @@ def _worst_drop(metrics: NestedMap) -> float | None:
     """Of the MoE layer that drops most, the share of choices that found their expert full."""
     shares = [v.max() for k, v in metrics.FlattenItems() if k.endswith(".over_capacity_ratio")]
     return float(max(shares)) if shares else None
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

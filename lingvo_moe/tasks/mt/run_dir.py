@@ -10,8 +10,9 @@ program.json                the compiled training step; written again whenever t
 checkpoints/<step>/         written by the engine
 train/                      what the trainer measured
 
-A run is data. Whoever made it may have written anything there, so nothing in it is executed, and no file outside it is
-read because a file in it says so.
+A run is data. Whoever made it may have written anything there, so nothing in it is executed, and this module reads and
+writes no file outside it. The run's parameters also name directories outside, as those of every experiment do. Of these
+the tools use one, `input.data_dir`: those that read pairs take them from there when the user names no other --data_dir.
 """
 
 import json

@@ -1,0 +1,117 @@
+"""A job of two real processes, of which one fails: both end soon, with a status and a message."""
+
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+# The trainer, but for data and training: what it does at each place is to fail there, or to wait for the other process.
+_TRAINER = """
+import contextlib, sys, time
+from lingvo_moe import trainer
+from lingvo_moe.core.engine import devices, job
+from lingvo_moe.core.run_lock import RunLock
+
+place, number, error, waits, *flags = sys.argv[1:]
+job._PATIENCE = 5.0
+
+def at(here):
+    if here == place and devices.process_index() == int(number):
+        raise getattr(__builtins__, error)("it broke")
+
+def run(args):
+    devices.request_cpu_devices(1)
+    devices.initialize_distributed(args.coordinator_address, args.num_processes, args.process_id)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(job.watching())
+        lock = stack.enter_context(RunLock(args.logdir))
+        trainer.share_run(lock, lambda: at("begin"), lambda: at("follow"))
+        job.together(lambda: at("weights"))
+        if waits == "cleanup":
+            stack.callback(time.sleep, 300)
+        stack.enter_context(job.announcing())
+        at("training")
+        if waits == "busy":
+            time.sleep(300)
+        devices.sync_processes("step")
+    return 0
+
+trainer.run = run
+print("leaves with", trainer.main(flags))
+"""
+
+
+def _run_job(logdir, *what):
+    """The statuses and standard errors of both processes, and the seconds until the later one ended."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{s.getsockname()[1]}"
+    flags = [f"--logdir={logdir}", "--num_processes=2", f"--coordinator_address={address}"]
+    command = [sys.executable, "-c", _TRAINER, *what, *flags]
+    with contextlib.ExitStack() as stack:
+        job = []
+        for i in range(2):
+            process = subprocess.Popen(
+                [*command, f"--process_id={i}"],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            )
+            job.append(stack.enter_context(process))
+            stack.callback(process.kill)
+        start = time.monotonic()
+        said = [process.communicate(timeout=90)[1] for process in job]
+        return [process.returncode for process in job], said, time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    "place, number, error, waits, line, status, other_line",
+    [
+        (
+            "begin",
+            0,
+            "ZeroDivisionError",
+            "",
+            "ZeroDivisionError: it broke",
+            1,
+            "(could not begin|failed)",
+        ),
+        ("follow", 1, "ValueError", "", "error: it broke", 2, "(could not begin|failed)"),
+        ("weights", 1, "RuntimeError", "", "RuntimeError: it broke", 1, "(could not begin|failed)"),
+        # The other process is in a collective, or busy with work of its own.
+        ("training", 1, "OSError", "", "error: it broke", 2, "failed"),
+        ("training", 0, "MemoryError", "busy", "MemoryError: it broke", 1, "failed"),
+        (
+            "training",
+            1,
+            "KeyboardInterrupt",
+            "busy",
+            "interrupted; the same command",
+            130,
+            "failed",
+        ),
+    ],
+)
+def test_one_fails_and_both_end(tmp_path, place, number, error, waits, line, status, other_line):
+    statuses, said, seconds = _run_job(tmp_path / "run", place, str(number), error, waits)
+    assert line in said[number], said
+    assert re.search(
+        rf"^error: process {number} of the job {other_line}; its error says why$",
+        said[1 - number],
+        re.M,
+    ), said
+    assert (statuses[number], statuses[1 - number]) == (status, 2), said
+    assert seconds < 60
+
+
+def test_cleaning_up_does_not_wait_for_ever(tmp_path):
+    statuses, said, seconds = _run_job(tmp_path / "run", "training", "1", "OSError", "cleanup")
+    assert "error: process 1 of the job failed" in said[0]
+    assert 0 not in statuses
+    assert seconds < 60
