@@ -226,6 +226,7 @@ def train_in_job(args: argparse.Namespace, params: Params, override: str) -> int
     from lingvo_moe.trainer_memory import check_memory
 
     find_devices()
+    enable_compilation_cache()  # before anything is compiled
     first_process = args.process_id == 0
     there_are = 1 if args.engine in ONE_DEVICE_ENGINES else devices.device_count()
     mesh = make_mesh(params, args.mesh, there_are)
@@ -246,7 +247,6 @@ def train_in_job(args: argparse.Namespace, params: Params, override: str) -> int
             follow=lambda: inputs.Prepare(vocabs=run_dir.vocabs, tasks=run_dir.languages),
         )
         initial = job.together(lambda: initial_weights(run_dir, params, inputs, args.trust_run))
-        enable_compilation_cache()
         started = time.monotonic()
         with (
             Checkpointer(str(run_dir.checkpoint_dir), keep=params.train.save_max_to_keep) as saved,

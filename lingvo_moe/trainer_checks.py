@@ -188,7 +188,7 @@ def prepare_run_dir(
 
     Raises:
         UsageError: it holds another experiment, or a run that lacks something.
-        RunDirError: a run that is damaged, or links that lead out of it.
+        RunDirError: a run that is damaged, links that lead out of it, or another program's experiment.json.
         RunLockError: another trainer took the new directory.
     """
     from lingvo_moe.core.engine.summaries import read_metrics
@@ -209,6 +209,7 @@ def prepare_run_dir(
                 f"--logdir={run_dir.path} holds a run that has trained, but no checkpoint of it; "
                 "--restart begins at step 0"
             )
+        run_dir.CheckReplaceable()
         return
     if not run_dir.exists:
         raise UsageError(

@@ -9,7 +9,6 @@ import hashlib
 import os
 import platform
 import stat
-import sys
 from pathlib import Path
 
 import jax
@@ -18,6 +17,7 @@ import jax
 from jax._src import compilation_cache
 from jax._src.compilation_cache_interface import CacheInterface
 
+from lingvo_moe.core.command import say
 from lingvo_moe.core.paths import PathError, check_local
 from lingvo_moe.core.sealed import SealError, read_sealed, write_sealed
 from lingvo_moe.core.user_cache import user_cache_dir
@@ -48,7 +48,7 @@ class CheckedCache(CacheInterface):
         try:
             value = read_sealed(file)
         except SealError as e:
-            _say(f"compiled programs: {e}; the program is compiled again")
+            say(f"compiled programs: {e}; the program is compiled again")
             return None
         with contextlib.suppress(OSError):
             os.utime(file)  # used now
@@ -78,7 +78,7 @@ def enable_compilation_cache(directory: str | os.PathLike | None = None) -> str:
     try:
         entries = _directory_of_entries(directory)
     except (CacheError, PathError, OSError, RuntimeError) as e:
-        _say(f"compiled programs are not kept: {e}")
+        say(f"compiled programs are not kept: {e}")
         return ""
     _make_room(entries)
     compilation_cache.get_file_cache = lambda path: (CheckedCache(path), path)
@@ -134,7 +134,3 @@ def _cpu_features() -> str:
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
         features += next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return hashlib.sha256(features.encode()).hexdigest()[:12]
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

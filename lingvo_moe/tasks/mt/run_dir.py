@@ -142,6 +142,18 @@ class RunDir:
         write_atomic(self.path / _FILE, json.dumps(description, indent=2).encode() + b"\n")
         self.ListFiles()
 
+    def CheckReplaceable(self) -> None:
+        """Raises RunDirError where Write would replace a file of another program that has a description's name."""
+        file = self.path / _FILE
+        if (self.path / MANIFEST).is_file() or not file.is_file():
+            return
+        try:  # a trainer that was killed while it described its run left one of this shape
+            read_experiment(file, file.read_bytes())
+        except RunDirError as e:
+            raise RunDirError(
+                f"{self._flag}={self.path} holds an {_FILE} that is no run's ({e}); name another directory"
+            ) from None
+
     def ListFiles(self) -> None:
         """Lists the files of a description with their digests as they are now: vouches for them."""
         write_manifest(self.path, MANIFEST, (*_VOCABS.values(), _PARAMS, _FILE))

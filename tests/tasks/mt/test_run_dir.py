@@ -337,3 +337,12 @@ def test_an_experiment_that_is_not_there_is_an_error_of_the_file(run, values, me
         RunDirError, match=rf"^{re.escape(str(run.path))}/experiment\.json: .*{message}"
     ):
         run.Params()
+
+
+@pytest.mark.parametrize("content", [b'{"lr": 0.1}', b"", b"\xff", b"[1]"])
+def test_another_program_s_file_of_the_same_name_is_not_replaced(tmp_path, content):
+    (tmp_path / "experiment.json").write_bytes(content)
+    with RunLock(tmp_path) as lock:
+        with pytest.raises(RunDirError, match=r"holds an experiment\.json that is no run's"):
+            prepare_run_dir(RunDir(tmp_path), "mt.M4Tiny", "", lock, restart=False)
+    assert (tmp_path / "experiment.json").read_bytes() == content
