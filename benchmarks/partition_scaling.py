@@ -66,8 +66,9 @@ def main(argv: list[str] | None = None) -> int:
     if not counts or counts[0] < 2:
         parser.error(f"--partitions={args.partitions}: two or more each")
     try:
-        for path in filter(None, (args.output, args.plot)):
-            _cli.check_output_file(path)
+        for flag in ("output", "plot"):
+            if path := getattr(args, flag):
+                _cli.check_output_file(path, f"--{flag}")
         result = run(counts, forms, args.rounds, args.limit)
     except (ValueError, OSError) as e:
         print(f"partition_scaling: {e}", file=sys.stderr)

@@ -14,7 +14,7 @@ from lingvo_moe.core.run_lock import RunLock
 from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.core.sharding.letters import axes_of
 from lingvo_moe.core.suggest import did_you_mean
-from lingvo_moe.tasks.mt.directories import check_logdir
+from lingvo_moe.tasks.mt.directories import check_addable, check_logdir
 from lingvo_moe.tasks.mt.run_dir import RunDir
 
 # Where files lie may change while a run goes on; that they hold the same is checked when it does.
@@ -97,8 +97,10 @@ def check_paths(args: argparse.Namespace, params: Params) -> None:
     check_portable(args.logdir, "--logdir")
     check_portable(args.init_from, "--init_from")
     check_local(args.data_dir, "--data_dir")
-    for name in ("data_dir", "cache_dir"):
+    for name in ("data_dir", "cache_dir", "vocab_dir"):
         check_local(params.input.Get(name), f"input.{name}")
+    if params.input.cache_dir:
+        check_addable(params.input.cache_dir, "input.cache_dir")
     check_logdir(args.logdir, {"--data_dir": params.input.data_dir})
 
 

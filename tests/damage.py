@@ -119,7 +119,7 @@ def full_disk(free: int) -> Iterator[None]:
 
 
 def _write(path: Path, content: bytes, stat: os.stat_result) -> None:
-    """Replaces a file, so that who has the old one open or mapped keeps it."""
+    """Replaces a file, so that open or mapped files keep the old contents."""
     temp = path.with_name(f".{path.name}.damage")
     temp.write_bytes(content)
     temp.chmod(stat.st_mode & 0o7777)

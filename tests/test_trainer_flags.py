@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from lingvo_moe import trainer
-from lingvo_moe.core import registry
 from lingvo_moe.core.run_lock import LOCK_FILE, RunLock
 from lingvo_moe.tasks.mt.directories import check_logdir
 from lingvo_moe.tasks.mt.run_dir import RunDir
@@ -254,6 +253,14 @@ def test_a_logdir_that_is_something_else(logdir, expected, data_dir, tmp_path, c
     assert _files(tmp_path) == before
 
 
+def test_no_cache_in_an_exported_model(data_dir, tmp_path, capfd):
+    _write(tmp_path / "model" / "saved_model.pb")
+    override = f"--model_params_override=input.cache_dir={tmp_path}/model"
+    line = _error(capfd, TINY, f"--data_dir={data_dir}", f"--logdir={tmp_path}/run", override)
+    assert line.startswith(f"error: input.cache_dir={tmp_path}/model is an exported model")
+    assert [p.name for p in (tmp_path / "model").iterdir()] == ["saved_model.pb"]
+
+
 def test_a_logdir_may_hold_files_of_others(data_dir, tmp_path):
     _write(tmp_path / "run/notes.txt", "to do")
     _write(tmp_path / "run/eval/report.json", "{}")
@@ -462,37 +469,3 @@ def test_the_600_billion_parameter_model_is_inspected_in_seconds():
         if "m4.encoder" in line and "ffn.experts.wi" in line
     )
     assert "9x2048x1024x8192" in moe and "LEMH" in moe and "E:expert" in moe
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "a;b",
-        "a\nb",
-        "corpus ",
-        " corpus",
-        "a\\;b",
-        "a\\",
-        "a\\\\;",
-        "'a'",
-        'a="b',
-        "a\r",
-        "type/a",
-        "\u2028",
-        "a=b",
-    ],
-)
-def test_any_data_dir_is_read_as_it_was_typed(tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
-    args = trainer.parse_flags([f"--data_dir={name}", "--max_steps=3", TINY])
-    override = trainer.full_override(args)
-    params = registry.GetParams("mt.M4Tiny", f"{override};task.seed=5")
-    assert params.input.data_dir == f"{tmp_path}/{name}"
-    assert (params.train.max_steps, params.task.seed) == (3, 5)
-
-
-def test_a_typed_override_may_end_in_a_backslash(tmp_path):
-    typed = "--model_params_override=input.cache_dir=/cache\\"
-    override = trainer.full_override(trainer.parse_flags([typed, "--max_steps=3", TINY]))
-    params = registry.GetParams("mt.M4Tiny", override)
-    assert (params.input.cache_dir, params.train.max_steps) == ("/cache\\", 3)

@@ -24,7 +24,7 @@ from lingvo_moe.core.engine.train_loop import TrainLoop
 
 def work(self, on_compiled):
     print("at work", flush=True)
-    time.sleep(120)
+    time.sleep(1000)
 
 TrainLoop.Run = work
 from lingvo_moe import trainer
@@ -45,7 +45,7 @@ try:
     with RunLock(args.logdir) as lock:
         trainer.share_run(lock, lambda: None, lambda: None)
         print("at work", flush=True)
-        time.sleep(120)
+        time.sleep(1000)
 except ValueError as e:
     print("error:", e, flush=True)
 """
@@ -168,7 +168,7 @@ def test_two_jobs_of_two_processes(tmp_path):
             assert "at work\n" in iter(process.stdout.readline, "")  # after lines of Gloo's
         before = _contents(run)
         astray, late = start(tmp_path / "other", run), start(run, run)
-        said = [process.communicate(timeout=60)[0] for process in (*astray, *late)]
+        said = [process.communicate(timeout=300)[0] for process in (*astray, *late)]
         assert f"--logdir={run}: process 1 sees another directory there than process 0" in said[1]
         assert f"--logdir={run}: another trainer is at work there" in said[2]
         assert "process 1 of the job could not begin" in said[0]

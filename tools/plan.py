@@ -77,8 +77,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(args: Any) -> int:
     """As main, without turning errors into messages."""
-    for path in filter(None, (args.output, args.html)):
-        _cli.check_output_file(path)
+    for flag in ("output", "html"):
+        if path := getattr(args, flag):
+            _cli.check_output_file(path, f"--{flag}")
+    if args.cache_dir:
+        _cli.check_output_directory(args.cache_dir, "--cache_dir")
     plans = [read_plan(path) for path in _cli.names(args.compare)]
     if args.model:
         plans.insert(0, planned(args))

@@ -72,7 +72,8 @@ def _run(args: Any) -> int:
     _ = run.experiment  # before anything slow: is it there?
     page = Path(args.out) if args.out else run.Inside("report.html")
     numbers = page.with_suffix(".json") if args.out else run.Inside("report.json")
-    _cli.check_output_file(page, "--out")
+    for file in (page, numbers):
+        _cli.check_output_file(file, "--out")
     if page.suffix == ".json":
         raise ValueError(f"--out={page}: the numbers go there; name the page, e.g. report.html")
     if args.png_dir:

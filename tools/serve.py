@@ -25,6 +25,8 @@ from typing import Any
 from lingvo_moe.core import checks
 from tools import _cli
 
+_CONNECTIONS = checks.Integer(1, 2**16)  # each is an open file
+
 _GROUPS = {
     "what it takes": {
         "max_body_bytes": "of a request",
@@ -104,6 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
 def _check(parser: argparse.ArgumentParser, args: Any) -> None:
     sizes = dict.fromkeys(_GROUPS["what it takes"], 1)
     _cli.check_at_least(parser, args, port=0, max_batch_lines=1, max_batch_wait_ms=0, **sizes)
+    _cli.check_numbers(parser, args, max_connections=_CONNECTIONS)
     seconds = dict.fromkeys(_GROUPS["how long things may take, in seconds"], checks.POSITIVE)
     _cli.check_numbers(parser, args, **seconds)
     if args.max_waiting_lines < args.max_lines:

@@ -187,6 +187,14 @@ def test_mistakes(run, corpus, capfd, flags, said):
     assert err.startswith("report: ") and said in err and "Traceback" not in err
 
 
+def test_neither_the_page_nor_its_numbers_replace_a_part_of_the_run(run, capfd):
+    before = (run / "experiment.json").read_bytes()
+    assert report.main([f"--logdir={run}", "--no_routing", f"--out={run}/experiment.html"]) == 1
+    err = capfd.readouterr().err
+    assert f"--out={run}/experiment.json would change {run}, which is a run" in err
+    assert (run / "experiment.json").read_bytes() == before
+
+
 def test_a_model_without_experts_routes_nothing(tmp_path, vocab, corpus, capfd):
     RunDir(tmp_path).Write("mt.M4Tiny", "task.num_experts=0", {"source": vocab, "target": vocab})
     assert report.main([f"--logdir={tmp_path}", f"--data_dir={corpus}"]) == 0

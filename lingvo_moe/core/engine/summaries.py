@@ -162,7 +162,7 @@ def read_metrics(directory: str) -> list[dict[str, Any]]:
             else:
                 _log.warning(
                     "%s: line %d was damaged and is left out: reports lack its numbers, and nothing else uses them; "
-                    "delete the line to be rid of this warning",
+                    "delete the line to silence this warning",
                     path,
                     number,
                 )

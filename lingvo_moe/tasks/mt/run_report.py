@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from lingvo_moe.tasks.mt.run_dir import RunDir
 from lingvo_moe.tasks.mt.samples import Sample
 from lingvo_moe.tasks.mt.scoring import verify_scores
 
+_log = logging.getLogger(__name__)
 _VERSIONS = ("tensorflow", "jax", "sentencepiece", "sacrebleu")
 
 
@@ -89,7 +91,9 @@ def gather(
     scores = _scores(run, directory)
     metrics = read_metrics(str(run.summaries_dir))
     parameters = inspect.count_parameters(run.Task().VariableSpecs().Flatten())
-    no_metrics = Missing(f"{run.summaries_dir} holds no metrics.jsonl", _train(run))
+    no_metrics = Missing(
+        f"{run.summaries_dir} has no metrics.jsonl with an undamaged line", _train(run)
+    )
     return RunReport(
         name=run.experiment["model"],
         settings=_settings(run, scores, metrics),
@@ -130,12 +134,13 @@ def _samples(
 ) -> dict[str, list[Sample]] | Missing:
     if isinstance(scores, Missing):
         return scores
+    sides, languages = ("src", "ref", "hyp"), scores["languages"]
     try:
-        texts = samples.read_texts(directory / "texts", scores["languages"])
+        verify_scores(directory, (f"texts/{lang}.{side}" for lang in languages for side in sides))
+        texts = samples.read_texts(directory / "texts", languages)
     except ValueError as e:
+        _log.warning("no samples: %s", e)
         return Missing(str(e), _evaluate(run))
-    sides = ("src", "ref", "hyp")
-    verify_scores(directory, (f"texts/{lang}.{side}" for lang in texts for side in sides))
     return samples.choose(texts, number, seed)
 
 
@@ -175,7 +180,7 @@ def _settings(run: RunDir, scores: Any, metrics: Sequence[dict]) -> list[tuple[s
 def _program(run: RunDir) -> list[tuple[str, str]]:
     program = run.program
     if program is None:
-        why = "not known: program.json is missing, which the engine pjrt writes and others do not"
+        why = "unknown: program.json is missing; only the engine pjrt writes one"
         return [("collectives a step", why)]
     counts = ", ".join(f"{n} {kind}" for kind, n in program["collectives"].items())
     return [("mesh", program["mesh"]), ("collectives a step", counts or "none")]

@@ -135,9 +135,11 @@ class Shortlist:
                     {side: found[f"{side}_sha256"].item().decode() for side in _SIDES},
                     flag,
                 )
-        except (ValueError, KeyError) as e:  # as another version wrote it
+        except (
+            Exception
+        ) as e:  # of zipfile, zlib and NumPy: bytes with a right digest may be anything
             raise DataError(
-                f"{flag} is not of this version of tools.shortlist: {e}; {_MAKE}"
+                f"{flag} is not of this version of tools.shortlist ({type(e).__name__}: {e}); {_MAKE}"
             ) from e
 
     def Check(self, vocabs: dict[str, bytes], sizes: dict[str, int]) -> None:

@@ -5,6 +5,7 @@ files are only a cache; or nothing, and an error says which file it is.
 """
 
 import dataclasses
+import hashlib
 import itertools
 import logging
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from lingvo_moe.tasks.mt import scoring
 from lingvo_moe.tasks.mt.baselines import add_baselines
 from lingvo_moe.tasks.mt.input.corpus import CorpusOptions, build_corpus, languages_asked_for
 from lingvo_moe.tasks.mt.input.dev_set import DevSet
+from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.pipeline import MtInput
 from lingvo_moe.tasks.mt.input.preparing import prepare as preparing
 from lingvo_moe.tasks.mt.input.records import Records, cached_records
@@ -272,3 +274,13 @@ def test_no_damage_is_silent(
         is_gone = kept.is_cache and damage.kind == "delete"
         assert is_gone or any(path.name in told for path in damaged), f"{damage}: {told!r}"
     assert kept.Read() == expected
+
+
+@pytest.mark.parametrize("start", [b"PK\x03\x04junk", b"PK\x03\x04"])
+def test_a_shortlist_of_junk_with_a_right_digest_is_refused(tmp_path, start):
+    """Whoever makes a file can make its digest."""
+    body = start + b"sha256 of the bytes before: "
+    file = tmp_path / "shortlist.npz"
+    file.write_bytes(body + hashlib.sha256(body).hexdigest().encode())
+    with pytest.raises(DataError, match=rf"--shortlist={file} is not of this version"):
+        Shortlist.Load(file)

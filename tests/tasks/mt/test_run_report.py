@@ -124,10 +124,11 @@ def test_a_page_with_everything(run):
     assert report.html_report(run_report.gather(run, _NO_ROUTING, number=2)) == page
 
 
-def test_scores_alone(run):
+def test_scores_alone(run, caplog):
     _add_scores(run, delta=False)
     (run / "eval/texts/ar.hyp").unlink()
     text = _checked(report.html_report(run_report.gather(run, _NO_ROUTING))).text
+    assert "ar.hyp is missing" in caplog.text
     assert "ar.hyp is missing" in text and "no bilingual models were scored" in text
     assert "By language" in text
     (run / "eval/report.json").write_text("{}")

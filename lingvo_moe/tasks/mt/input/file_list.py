@@ -1,8 +1,8 @@
 """Verifies files that tools wrote against the list of SHA-256 beside them (core/manifest.py).
 
 tools.prepare lists its data set in `prepared.sha256` and tools.build_corpus its corpus in `corpus.sha256`; a vocabulary
-that lies by itself has `<file>.sha256`. What is read of such a directory is verified first. A directory of one's own
-has no list, and none is asked for.
+that lies by itself has `<file>.sha256`. Files of such a directory are verified before they are read. A
+directory made by hand needs no list.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ LIST_KINDS = (PREPARED_LIST, CORPUS_LIST)
 
 @dataclass(frozen=True)
 class FileList:
-    """The list of a data directory, which is itself whole.
+    """The list of a data directory, whose own checksum was verified.
 
     Attributes:
         directory: where it lies.
@@ -101,9 +101,9 @@ class FileList:
         listed = {p for p in self.paths if os.path.dirname(p) == folder and tsv.language_of(p)}
         found = {self._name(path) for path in files}
         for path in sorted(listed ^ found):
-            what = "is not there any more" if path in listed else "was added"
+            what = "was removed" if path in listed else "was added"
             raise DataError(
-                f"{self.directory}: {path} {what} since {self.kind.tool} made the data; {self.kind.remedy}"
+                f"{self.directory}: {path} {what} after {self.kind.tool} made the data; {self.kind.remedy}"
             )
 
     def _name(self, path: str | os.PathLike) -> str:
@@ -161,7 +161,7 @@ def verify_where_listed(
     paths = list(paths)
     if not (Path(directory) / name).is_file():
         _log.warning(
-            "%s: there is no %s, so nothing says that %s is whole; %s writes one",
+            "%s: there is no %s, so damage to %s cannot be noticed; %s writes one",
             directory,
             name,
             ", ".join(paths[:3]) + " ..." * (len(paths) > 3),

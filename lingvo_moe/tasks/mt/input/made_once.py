@@ -1,6 +1,6 @@
 """Directories that are made once and used again: each has a list of its files with their digests.
 
-A command takes a directory whose files are as they were written, and makes again one whose files are not.
+An intact directory is used again. A damaged one is made again.
 """
 
 import contextlib

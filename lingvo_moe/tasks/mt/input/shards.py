@@ -97,7 +97,7 @@ def write_shards(
                 out.source_tokens += len(source)
                 out.target_tokens += len(target)
                 if out.records[-1] == pairs_per_shard:
-                    _written(writer.close)
+                    writer.close()
                     writer = None
             told(len(chunk))
         if writer is not None:
@@ -112,11 +112,3 @@ def write_shards(
     out.dropped = dict(dropped)
     out.bytes = [shard_file(directory, lang, i).stat().st_size for i in range(len(out.records))]
     return out
-
-
-def _written(act: Callable[..., None], *args: bytes) -> None:
-    """Writes or closes; what ArrayRecord says of a full disk, with the file's name, as an OSError."""
-    try:
-        act(*args)
-    except RuntimeError as e:
-        raise OSError(f"tokenised pairs cannot be written: {e}") from e

@@ -99,7 +99,7 @@ class BaseHandler(tornado.web.RequestHandler):
             self._end_upload()
 
     def _end_upload(self) -> None:
-        """Counts an upload that was not refused before, and leaves no cycle of references to it."""
+        """Counts an upload that was not refused, and breaks its reference cycles."""
         error = sys.exception()  # while the loss of the connection passes through Tornado's frames
         if not self._finished:
             malformed = _is_malformed(error)
@@ -199,7 +199,7 @@ class BaseHandler(tornado.web.RequestHandler):
 
 
 def _is_malformed(error: BaseException | None) -> bool:
-    """Whether Tornado gave up a body for its form, by the error that passes when it reports the connection's end.
+    """Whether Tornado rejected the body as malformed, judged by the exception at hand when the connection closes.
 
     Args:
         error: None after its answer 400; the loss of the connection otherwise, which can follow from the form.

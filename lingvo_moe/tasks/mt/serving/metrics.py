@@ -9,7 +9,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _LINES = (1, 2, 4, 8, 16, 32, 64, 128)
-# Why the body of a request was not used: its client left, it is no HTTP, it came too slowly, it is too large.
+# Why the body of a request was not used: its client left, it is not valid HTTP, it came too slowly, it is too large.
 DropReason = Literal["closed", "malformed", "slow", "too_large"]
 
 

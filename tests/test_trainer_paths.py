@@ -1,0 +1,42 @@
+"""Paths that are typed reach the experiment as they were typed, whatever characters are in them."""
+
+import pytest
+
+from lingvo_moe import trainer
+from lingvo_moe.core import registry
+
+TINY = "--model=mt.M4Tiny"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a;b",
+        "a\nb",
+        "corpus ",
+        " corpus",
+        "a\\;b",
+        "a\\",
+        "a\\\\;",
+        "'a'",
+        'a="b',
+        "a\r",
+        "type/a",
+        "\u2028",
+        "a=b",
+    ],
+)
+def test_any_data_dir_is_read_as_it_was_typed(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    args = trainer.parse_flags([f"--data_dir={name}", "--max_steps=3", TINY])
+    override = trainer.full_override(args)
+    params = registry.GetParams("mt.M4Tiny", f"{override};task.seed=5")
+    assert params.input.data_dir == f"{tmp_path}/{name}"
+    assert (params.train.max_steps, params.task.seed) == (3, 5)
+
+
+def test_a_typed_override_may_end_in_a_backslash(tmp_path):
+    typed = "--model_params_override=input.cache_dir=/cache\\"
+    override = trainer.full_override(trainer.parse_flags([typed, "--max_steps=3", TINY]))
+    params = registry.GetParams("mt.M4Tiny", override)
+    assert (params.input.cache_dir, params.train.max_steps) == ("/cache\\", 3)
