@@ -3,14 +3,12 @@
 No file may grow beyond a limit here, which the kernel answers like a full disk, with another error number.
 """
 
-import contextlib
-import resource
 import shutil
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import trainer_testing
+from damage import full_disk
 
 from lingvo_moe import trainer
 from lingvo_moe.core.engine.summaries import read_metrics
@@ -19,17 +17,6 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.run_dir import RunDir
 
 _STEPS = 300
-
-
-@contextlib.contextmanager
-def _full_at(size: int) -> Iterator[None]:
-    """No file grows beyond `size` bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def _steps(self: TrainLoop, on_compiled: object) -> NestedMap:
@@ -59,7 +46,7 @@ def test_what_describes_the_run(data_dir, tmp_path, capfd):
     run = tmp_path / "run"
     assert trainer.main(_flags(data_dir, tmp_path / "first")) == 0  # fills the cache
     capfd.readouterr()
-    with _full_at(20_000):
+    with full_disk(20_000):
         assert trainer.main(_flags(data_dir, run)) == 2
     line = capfd.readouterr().err.splitlines()[-1]
     assert line == f"error: [Errno 27] File too large: '{run / 'vocab/source.model'}'"
@@ -75,7 +62,7 @@ def test_tokenised_text(data_dir, tmp_path, capfd, monkeypatch):
     (shards,) = (tmp_path / "cache/lingvo_moe").glob("shards-*")
     shutil.rmtree(shards)
     capfd.readouterr()
-    with _full_at(500):
+    with full_disk(500):
         assert trainer.main(_flags(data_dir, run)) == 2
     line = capfd.readouterr().err.splitlines()[-1]
     assert line.startswith("error: [Errno 27] File too large: ")
@@ -88,7 +75,7 @@ def test_summaries(data_dir, tmp_path, capfd, monkeypatch):
     run = tmp_path / "run"
 
     def on_a_full_disk(self, on_compiled):
-        with _full_at(50_000):
+        with full_disk(50_000):
             return _steps(self, on_compiled)
 
     with monkeypatch.context() as patch:

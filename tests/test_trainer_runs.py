@@ -78,6 +78,9 @@ def test_the_run_learns_and_is_saved(reference):
     assert np.mean([loss[s] for s in range(16, 19)]) < 0.8 * loss[1]
     saved = sorted(int(p.name) for p in (reference / "checkpoints").iterdir())
     assert saved == [0, 6, 12, 18]
+    held = {p.name for p in reference.iterdir()} - {".trainer.lock"}
+    described = {"experiment.json", "manifest.sha256", "params.txt", "vocab"}
+    assert held == described | {"checkpoints", "program.json", "train"}  # no machine code
 
 
 def test_the_step_holds_the_all_to_alls_and_gathers_nothing(reference):

@@ -64,6 +64,8 @@ def main(argv: list[str] | None = None) -> int:
         names = chosen(args.only)
         if args.list:
             return tell(Path(args.docs) / "plans")
+        if args.cache_dir:
+            _cli.check_output_directory(args.cache_dir, "--cache_dir")
         return make_plans(args, names) if args.plans else write_page(args)
     except (ValueError, OSError) as e:
         print(f"reproduce: {e}", file=sys.stderr)

@@ -1,10 +1,10 @@
 """Summaries, read back by TensorBoard's own reader and from the JSON lines."""
 
 import json
-import resource
 
 import numpy as np
 import pytest
+from damage import full_disk
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util import tensor_util
 
@@ -133,13 +133,9 @@ def test_a_full_disk_is_named(file, tmp_path):
     if file == METRICS_FILE:
         _write(tmp_path, *((step, 1.0) for step in range(10)))
         size, said = (tmp_path / METRICS_FILE).stat().st_size + 20, str(tmp_path / METRICS_FILE)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
+    with full_disk(size):
         with pytest.raises(OSError, match="File too large") as e, Summaries(str(tmp_path)) as s:
             s.Write(10, NestedMap(loss=np.float32(2.5)))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert said in str(e.value) and "{{" not in str(e.value)
     assert len(read_metrics(str(tmp_path))) == (10 if file == METRICS_FILE else 0)
     _write(tmp_path, (10, 2.5))
