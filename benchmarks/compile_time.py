@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from lingvo_moe.core import files
-from lingvo_moe.reproduction import goldens, making
-from lingvo_moe.reproduction.requests import COMPILED, REQUESTS
+from reproduction import goldens, making
+from reproduction.requests import COMPILED, REQUESTS
 from tools import _cli
 
 PLANS = Path(__file__).resolve().parent.parent / "docs" / "plans"

@@ -69,7 +69,7 @@ def build(kind: Kind, size: dict[str, Any]) -> tuple[Any, int]:
     from lingvo_moe.core.nested_map import NestedMap
     from lingvo_moe.core.op_by_op import running_op_by_op
     from lingvo_moe.core.sharding import single_device, use_mesh
-    from lingvo_moe.tasks.mt.decode_step import Decoder
+    from lingvo_moe.tasks.mt.decoding.decode_step import Decoder
 
     model = _model(kind, size)
     with use_mesh(single_device()):
@@ -103,8 +103,8 @@ def shortlist(size: dict[str, Any]) -> Any:
     """As long as tools.shortlist makes them: for each source token 100 tokens drawn by Zipf's law, and the first 460
     for every line (200 frequent ones, bytes and what has a meaning). A line of 30 tokens then has about 1,550 of
     32,000, and 32 lines together 16,000."""
-    from lingvo_moe.tasks.mt.shortlist import Shortlist
-    from lingvo_moe.tasks.mt.shortlist_columns import ShortlistColumns
+    from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
+    from lingvo_moe.tasks.mt.decoding.shortlist_columns import ShortlistColumns
 
     tokens = size["vocab_size"]
     up_to = np.cumsum(1 / np.arange(1, tokens + 1))

@@ -16,10 +16,11 @@ from lingvo_moe.core.engine import aot
 from lingvo_moe.core.engine.aot_cache import cached
 from lingvo_moe.core.engine.program import Program
 from lingvo_moe.core.engine.steps import Step, train_step
+from lingvo_moe.core.hlo.errors import HloError
+from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.planner import memory, plan
 from lingvo_moe.core.planner.costs import costs as costs_of
 from lingvo_moe.core.planner.errors import PlanError
-from lingvo_moe.core.planner.hlo import parse_module
 from lingvo_moe.core.planner.slices import slices
 from lingvo_moe.core.planner.topology import Topology
 from lingvo_moe.core.sharding import Mesh, ShardingError
@@ -146,7 +147,7 @@ def describe_job(request: Request, params: Any, task: Any) -> tuple[Step, plan.J
         source, target = (data.batch_size * n for n in (data.source_length, data.target_length))
         budget = request.token_budget
     else:
-        from lingvo_moe.tasks.mt.decode_step import decode_step
+        from lingvo_moe.tasks.mt.decoding.decode_step import decode_step
 
         step = decode_step(task, data.batch_size, data.source_length)
         source, target, budget = 0, data.batch_size, 0.0
@@ -215,7 +216,7 @@ def slices_to_try(request: Request) -> Iterator[str]:
         try:
             mesh = planned_mesh(params, topology.num_devices, request.mesh)
             check_divisible(params, task, mesh)
-        except (PlanError, ShardingError):
+        except (HloError, PlanError, ShardingError):
             continue
         held = plan.parameters(state, mesh)
         gradients = held["bytes"] // (2 if narrow else 1)

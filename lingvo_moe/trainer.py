@@ -20,7 +20,7 @@ from lingvo_moe.core.quiet import quiet
 from lingvo_moe.core.run_lock import RunLock
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.suggest import did_you_mean
-from lingvo_moe.tasks.mt.run_dir import RunDir
+from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 from lingvo_moe.trainer_checks import (
     UsageError,
     check_began_from,
@@ -222,7 +222,7 @@ def train_in_job(args: argparse.Namespace, params: Params, override: str) -> int
     from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
     from lingvo_moe.core.engine.summaries import Summaries
     from lingvo_moe.core.engine.train_loop import TrainLoop
-    from lingvo_moe.tasks.mt import init_from
+    from lingvo_moe.tasks.mt.runs import init_from
     from lingvo_moe.trainer_memory import check_memory
 
     find_devices()
@@ -307,7 +307,7 @@ def prepare(
 ) -> None:
     """Makes the run's directory, which is locked, and its data ready, on the job's first process."""
     from lingvo_moe.core.engine.progress import LineProgress
-    from lingvo_moe.tasks.mt import init_from
+    from lingvo_moe.tasks.mt.runs import init_from
 
     goes_on = has_begun(run_dir) and not args.restart
     if args.init_from and not goes_on:  # before a run is moved aside
@@ -336,7 +336,7 @@ def prepare(
 
 def initial_weights(run_dir: RunDir, params: Any, inputs: Any, trust_run: bool) -> Any:
     """The InitialWeights of a run that is about to begin from another, on every process; else None."""
-    from lingvo_moe.tasks.mt import init_from
+    from lingvo_moe.tasks.mt.runs import init_from
 
     about = run_dir.began_from
     if has_begun(run_dir) or not about:
@@ -361,7 +361,7 @@ def report_program(step: Any, logdir: str, started: float) -> None:
     """Says which collectives the compiled step holds, and describes it in LOGDIR/program.json."""
     from lingvo_moe.core.engine.collectives import count_collectives
     from lingvo_moe.core.engine.pjrt import CompiledProgram
-    from lingvo_moe.tasks.mt.run_description import ProgramAbout
+    from lingvo_moe.tasks.mt.runs.run_description import ProgramAbout
 
     seconds = time.monotonic() - started
     if not isinstance(step, CompiledProgram):  # others have none, or none to show

@@ -14,8 +14,8 @@ from lingvo_moe.core.run_lock import RunLock
 from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.core.sharding.letters import axes_of
 from lingvo_moe.core.suggest import did_you_mean
-from lingvo_moe.tasks.mt.directories import check_addable, check_logdir
-from lingvo_moe.tasks.mt.run_dir import RunDir
+from lingvo_moe.tasks.mt.runs.directories import check_addable, check_logdir
+from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 
 # Where files lie may change while a run goes on; that they hold the same is checked when it does.
 _PLACES = ("input.data_dir", "input.cache_dir")

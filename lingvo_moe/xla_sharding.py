@@ -43,7 +43,7 @@ from lingvo_moe.core.sharding.mesh import Mesh, ShardingError, current_mesh, use
 from lingvo_moe.core.sharding.redistribution import plan_redistribution, redistribute
 
 if TYPE_CHECKING:
-    from lingvo_moe.core.planner.explanation import Explanation
+    from lingvo_moe.core.partitioner.explanation import Explanation
 
 __all__ = [
     "Mesh",

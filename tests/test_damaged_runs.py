@@ -25,9 +25,9 @@ _NOT_READ = ("/.trainer.lock", "/events.out.tfevents", "/comet/")
 
 def _read_run(path: str) -> list[str]:
     """Reads all that a run holds, each checkpoint too; returns what was found missing on the way."""
-    from lingvo_moe.tasks.mt.export import load_theta
-    from lingvo_moe.tasks.mt.run_dir import RunDir
-    from lingvo_moe.tasks.mt.run_report import Missing, gather
+    from lingvo_moe.tasks.mt.reports.run_report import Missing, gather
+    from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+    from lingvo_moe.tasks.mt.serving.export import load_theta
 
     run = RunDir(path)
     model, _ = run.Task(), run.vocabs
@@ -39,7 +39,7 @@ def _read_run(path: str) -> list[str]:
 
 
 def _read_export(path: str) -> list[str]:
-    from lingvo_moe.tasks.mt.saved_translator import SavedTranslator
+    from lingvo_moe.tasks.mt.serving.saved_translator import SavedTranslator
 
     SavedTranslator(path)
     return []
@@ -103,8 +103,8 @@ def run_and_export(tmp_path_factory) -> dict[str, Path]:
 
     from lingvo_moe.core.engine.summaries import Summaries
     from lingvo_moe.core.nested_map import NestedMap
-    from lingvo_moe.tasks.mt import scoring
-    from lingvo_moe.tasks.mt.run_dir import RunDir
+    from lingvo_moe.tasks.mt.quality import scoring
+    from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 
     directory = tmp_path_factory.mktemp("damaged")
     run = RunDir(directory / "run")

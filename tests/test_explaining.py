@@ -18,7 +18,7 @@ from lingvo_moe.core.engine.lowering import lower
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.engine.program import Program
 from lingvo_moe.core.engine.specs import AUTO, TensorSpec
-from lingvo_moe.core.planner import spmd
+from lingvo_moe.core.partitioner import spmd
 from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.explaining import ExplainError, explain, get_sharding
 

@@ -10,8 +10,8 @@ import pytest
 
 from lingvo_moe import trainer
 from lingvo_moe.core.run_lock import LOCK_FILE, RunLock
-from lingvo_moe.tasks.mt.directories import check_logdir
-from lingvo_moe.tasks.mt.run_dir import RunDir
+from lingvo_moe.tasks.mt.runs.directories import check_logdir
+from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,9 @@ from lingvo_moe.core.decode.flat_beam_search import dim
 from lingvo_moe.core.engine.checkpoints import Checkpointer
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.mt.export import export
-from lingvo_moe.tasks.mt.run_dir import RunDir
-from lingvo_moe.tasks.mt.translator import TranslateOptions, Translator
+from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, Translator
+from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+from lingvo_moe.tasks.mt.serving.export import export
 
 M = 12
 _WORDS = ["red", "green", "house", "tree", "stone", "open", "close", "save", "file", "edit", "view"]

@@ -18,7 +18,7 @@ from lingvo_moe.core.decode.ranges import BEAM_SIZE, LENGTH, LENGTH_ALPHA
 from lingvo_moe.core.paths import PathError, check_local, check_portable
 from lingvo_moe.core.quiet import quiet
 from lingvo_moe.core.suggest import did_you_mean
-from lingvo_moe.tasks.mt.directories import Kind, check_addable, check_replaceable
+from lingvo_moe.tasks.mt.runs.directories import Kind, check_addable, check_replaceable
 
 
 def local_path(text: str) -> str:
@@ -208,7 +208,7 @@ _SEARCH_FLAGS = ("beam_size", "max_length", "max_source_length", "length_alpha")
 
 def search_options(args: argparse.Namespace, top_k: int = 1) -> Any:
     """TranslateOptions from the flags of add_search_flags. Raises ValueError, naming the flag."""
-    from lingvo_moe.tasks.mt.translator import TranslateOptions
+    from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions
 
     given = {k: getattr(args, k) for k in _SEARCH_FLAGS if getattr(args, k) is not None}
     try:
@@ -224,7 +224,7 @@ def checkpoint(args: argparse.Namespace) -> tuple[int | None, int]:
 
 def load_from_run(args: argparse.Namespace, options: Any) -> tuple[Any, dict[str, Any]]:
     """`load_translator` with the flags of add_search_flags, for --logdir. Raises ValueError, OSError."""
-    from lingvo_moe.tasks.mt.export import load_translator
+    from lingvo_moe.tasks.mt.serving.export import load_translator
 
     weights = args.weights or "float32"
     return load_translator(
@@ -246,7 +246,7 @@ def open_translator(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
                 )
         if args.trust_run:
             raise ValueError("--trust_run goes with --logdir: an exported model names no classes")
-        from lingvo_moe.tasks.mt.saved_translator import SavedTranslator
+        from lingvo_moe.tasks.mt.serving.saved_translator import SavedTranslator
 
         return SavedTranslator(args.saved_model), {"saved_model": str(args.saved_model)}
     translator, about = load_from_run(args, search_options(args))

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from lingvo_moe.core.engine.progress import LineProgress
 from lingvo_moe.core.files import atomic_file
-from lingvo_moe.tasks.mt.line_stream import Answer, Counts, answer_stream
+from lingvo_moe.tasks.mt.decoding.line_stream import Answer, Counts, answer_stream
 from tools import _cli
 
 _SECONDS_BETWEEN_NOTES = 2.0

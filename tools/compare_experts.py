@@ -18,10 +18,10 @@ from typing import Any
 
 from lingvo_moe.core import files, registry
 from lingvo_moe.core.suggest import did_you_mean
-from lingvo_moe.reproduction import expert_comparison
-from lingvo_moe.reproduction.expert_variants import GROUPS, VARIANTS, Variant
 from lingvo_moe.tasks.mt.input import file_list
 from lingvo_moe.tasks.mt.input.errors import DataError
+from reproduction import expert_comparison
+from reproduction.expert_variants import GROUPS, VARIANTS, Variant
 from tools import _cli
 
 
@@ -155,8 +155,8 @@ class Comparison:
         _cli.load_tensorflow()
         from lingvo_moe.core import inspect
         from lingvo_moe.core.engine.summaries import read_metrics
-        from lingvo_moe.tasks.mt.held_out import held_out_loss
-        from lingvo_moe.tasks.mt.run_dir import RunDir
+        from lingvo_moe.tasks.mt.quality.held_out import held_out_loss
+        from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 
         held_out = held_out_loss(run, self._corpus, self._args.batches)
         rows = read_metrics(str(run / "train"))

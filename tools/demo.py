@@ -91,7 +91,7 @@ class Demo:
             build_corpus,
             languages_asked_for,
         )
-        from lingvo_moe.tasks.mt.run_dir import RunDir
+        from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 
         langs = self._args.languages
         if self._corpus.exists():
@@ -127,7 +127,7 @@ class Demo:
             raise ValueError("the compiled step holds no all-to-all: the experts were not sharded")
 
     def _collectives(self) -> Mapping[str, int]:
-        from lingvo_moe.tasks.mt.run_dir import RunDir
+        from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 
         program = RunDir(self._run).program
         return program["collectives"] if program else {}
@@ -135,9 +135,11 @@ class Demo:
     def _evaluate(self) -> tuple[Any, Any]:
         """Scores of the untrained and of the trained model on the same lines; exports the trained
         one."""
-        from lingvo_moe.tasks.mt import export, scoring, translator
+        from lingvo_moe.tasks.mt.decoding import translator
         from lingvo_moe.tasks.mt.input.dev_set import DevSet
-        from lingvo_moe.tasks.mt.run_dir import RunDir
+        from lingvo_moe.tasks.mt.quality import scoring
+        from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+        from lingvo_moe.tasks.mt.serving import export
 
         options = translator.TranslateOptions(max_source_length=64, max_length=48, rows=32)
         devset = DevSet(self._corpus, self._args.max_per_language)
@@ -164,7 +166,7 @@ class Demo:
     def _report(self, untrained: Any, trained: Any) -> dict[str, Any]:
         from lingvo_moe.core import inspect
         from lingvo_moe.core.engine.summaries import read_metrics
-        from lingvo_moe.tasks.mt.run_dir import RunDir
+        from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 
         rows = read_metrics(str(self._run / "train"))
         task = RunDir(self._run, trust_run=self._args.trust_run).Task()
@@ -196,10 +198,10 @@ class Demo:
 
     def _write_page(self, trained: Any, untrained: Any) -> None:
         """report.html; the scores and texts that it rests on go where tools.report looks for them."""
-        from lingvo_moe.tasks.mt import report
         from lingvo_moe.tasks.mt.input.dev_set import DevSet
-        from lingvo_moe.tasks.mt.routing import measure_routing
-        from lingvo_moe.tasks.mt.run_report import gather
+        from lingvo_moe.tasks.mt.reports import report
+        from lingvo_moe.tasks.mt.reports.routing import measure_routing
+        from lingvo_moe.tasks.mt.reports.run_report import gather
 
         trained.Write(self._run / "eval")
         self._say("looking at which language goes to which expert")

@@ -112,7 +112,7 @@ def _bounds(text: str) -> tuple[int, int]:
 
 
 def _run(args: Any) -> int:
-    from lingvo_moe.tasks.mt.run_dir import RunDir
+    from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 
     output = _output(args)
     if output:
@@ -122,10 +122,10 @@ def _run(args: Any) -> int:
     if args.baselines and not Path(args.baselines).is_dir():
         raise ValueError(f"--baselines={args.baselines}: no such directory")
     from lingvo_moe.core.engine.progress import LineProgress
-    from lingvo_moe.tasks.mt import scoring
-    from lingvo_moe.tasks.mt.baselines import add_baselines
     from lingvo_moe.tasks.mt.input.dev_set import DevSet
-    from lingvo_moe.tasks.mt.kept_translations import KeptTranslations
+    from lingvo_moe.tasks.mt.quality import scoring
+    from lingvo_moe.tasks.mt.quality.baselines import add_baselines
+    from lingvo_moe.tasks.mt.quality.kept_translations import KeptTranslations
 
     data_dir = args.data_dir or _data_of_run(args.logdir, args.trust_run)
     devset = DevSet(data_dir, args.max_per_language, args.languages)
@@ -175,7 +175,7 @@ def _identity(args: Any, about: dict[str, Any]) -> list[Any]:
     files = [Path(value) for value in flags.values() if isinstance(value, str)]
     files = [file for file in files if file.is_file()]
     if args.saved_model:
-        from lingvo_moe.tasks.mt.saved_translator import MANIFEST
+        from lingvo_moe.tasks.mt.serving.saved_translator import MANIFEST
 
         files.append(Path(args.saved_model) / MANIFEST)
     else:
@@ -209,7 +209,7 @@ def _translating(args: Any) -> tuple[Any, dict[str, Any]]:
 
 def _rescored(output: Any, devset: Any) -> tuple[Any, dict[str, Any]]:
     """As _translating, of what was translated before."""
-    from lingvo_moe.tasks.mt.scoring import read_translations, verify_scores
+    from lingvo_moe.tasks.mt.quality.scoring import read_translations, verify_scores
 
     if output is None:
         raise ValueError("--rescore: name the directory of an earlier evaluation as --output")
@@ -230,7 +230,7 @@ def _data_of_run(logdir: str | None, trust_run: bool) -> str:
         raise ValueError(
             "--data_dir is needed with --saved_model: a directory with dev/<lang>.tsv.gz"
         )
-    from lingvo_moe.tasks.mt.run_dir import RunDir
+    from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 
     with _cli.quiet_imports():  # the experiment's modules are TensorFlow's first users
         return RunDir(logdir, trust_run=trust_run).Params().input.data_dir

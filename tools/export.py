@@ -11,7 +11,7 @@ Using it needs tensorflow and tensorflow_text, and nothing of this package:
 
 import sys
 
-from lingvo_moe.tasks.mt.directories import EXPORTED
+from lingvo_moe.tasks.mt.runs.directories import EXPORTED
 from tools import _cli
 
 
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         _cli.check_output_directory(args.output, replaces=EXPORTED)
         _cli.load_tensorflow()
-        from lingvo_moe.tasks.mt.export import export
+        from lingvo_moe.tasks.mt.serving.export import export
 
         top_k = args.top_k if args.top_k is not None else (args.beam_size or 4)
         options = _cli.search_options(args, top_k)

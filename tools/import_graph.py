@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("lingvo_moe", "params", "tools", "benchmarks")
+PACKAGES = ("lingvo_moe", "params", "reproduction", "tools", "benchmarks")
 TESTS = "tests"
 
 # In a test's strings: a module that it starts (`python -m tools.export`) or an experiment (`mt.Name`).

@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: Any) -> int:
-    from lingvo_moe.tasks.mt.run_dir import RunDir
+    from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 
     run = RunDir(args.logdir, trust_run=args.trust_run)
     _ = run.experiment  # before anything slow: is it there?
@@ -83,8 +83,8 @@ def _run(args: Any) -> int:
     _cli.load_tensorflow()
     from lingvo_moe.core.files import write_atomic
     from lingvo_moe.core.pages import drawing
-    from lingvo_moe.tasks.mt import report, routing_page
-    from lingvo_moe.tasks.mt.run_report import Missing, gather
+    from lingvo_moe.tasks.mt.reports import report, routing_page
+    from lingvo_moe.tasks.mt.reports.run_report import Missing, gather
 
     routing = _routing(args, run)
     found = gather(args.logdir, routing, args.eval_dir, args.samples, args.seed, args.trust_run)
@@ -109,10 +109,10 @@ def _run(args: Any) -> int:
 def _routing(args: Any, run: Any) -> Any:
     """The RoutingReport of the run's model, or why there is none."""
     from lingvo_moe.core.engine.progress import LineProgress
-    from lingvo_moe.tasks.mt import routing
     from lingvo_moe.tasks.mt.input.dev_set import DevSet
     from lingvo_moe.tasks.mt.input.errors import DataError
-    from lingvo_moe.tasks.mt.run_report import Missing
+    from lingvo_moe.tasks.mt.reports import routing
+    from lingvo_moe.tasks.mt.reports.run_report import Missing
 
     command = f"python -m tools.report --logdir={args.logdir}"
     if args.no_routing:

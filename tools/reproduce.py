@@ -16,8 +16,8 @@ from typing import Any
 
 from lingvo_moe.core import files
 from lingvo_moe.core.suggest import did_you_mean
-from lingvo_moe.reproduction import goldens, making
-from lingvo_moe.reproduction.requests import GROUPS, REQUESTS
+from reproduction import goldens, making
+from reproduction.requests import GROUPS, REQUESTS
 from tools import _cli
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -98,7 +98,7 @@ def tell(directory: Path) -> int:
 
 def write_page(args: Any) -> int:
     """The page and its pictures."""
-    from lingvo_moe.reproduction import page
+    from reproduction import page
 
     docs = Path(args.docs)
     recorded = goldens.read_all(docs / "plans", REQUESTS)

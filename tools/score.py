@@ -11,7 +11,7 @@ token as piece:log-probability. There are as many lines out as in: one without a
 import sys
 from typing import Any
 
-from lingvo_moe.tasks.mt.line_stream import Line
+from lingvo_moe.tasks.mt.decoding.line_stream import Line
 from tools import _cli, _lines
 
 
@@ -56,7 +56,7 @@ def _run(args: Any) -> int:
 
 
 def _open(args: Any) -> Any:
-    from lingvo_moe.tasks.mt.forced_decoding import ScoreOptions, Scorer
+    from lingvo_moe.tasks.mt.quality.forced_decoding import ScoreOptions, Scorer
 
     options = ScoreOptions(args.max_source_length, args.max_length)
     return Scorer(args.logdir, options, *_cli.checkpoint(args), args.trust_run)

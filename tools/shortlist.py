@@ -66,15 +66,19 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: Any) -> int:
     _cli.check_output_file(args.output)
     with _cli.quiet_imports():  # the experiment's modules are TensorFlow's first users
-        from lingvo_moe.tasks.mt.run_dir import RunDir
+        from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 
         run = RunDir(args.logdir, trust_run=args.trust_run)
         inputs = run.Params().input
     from lingvo_moe.core.engine.progress import LineProgress
     from lingvo_moe.core.nested_map import NestedMap
+    from lingvo_moe.tasks.mt.decoding.making_shortlists import (
+        ShortlistOptions,
+        coverage,
+        make_shortlist,
+    )
     from lingvo_moe.tasks.mt.input.errors import DataError
     from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
-    from lingvo_moe.tasks.mt.making_shortlists import ShortlistOptions, coverage, make_shortlist
 
     vocabs = NestedMap({side: Vocabulary(model) for side, model in run.vocabs.items()})
     data_dir = args.data_dir or inputs.data_dir

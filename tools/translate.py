@@ -14,7 +14,7 @@ import io
 import sys
 from typing import Any
 
-from lingvo_moe.tasks.mt.line_stream import translation_of
+from lingvo_moe.tasks.mt.decoding.line_stream import translation_of
 from tools import _cli, _lines
 
 

@@ -11,7 +11,7 @@ def custom_gradient(fn: Callable[..., tuple[Any, Callable]]) -> Callable[..., An
     """`tf.custom_gradient`, its gradient in the scope gradient_tape/<that of the call>.
 
     Without a name nothing tells the work of such a gradient from the layers around it: plans would count it as
-    some other part's (core/planner/parts.py).
+    some other part's (core/hlo/parts.py).
     """
 
     @functools.wraps(fn)

@@ -353,13 +353,16 @@ def test_the_page_on_training_lists_every_flag_and_train_parameter() -> None:
         ("tensorflow jax", "core.engine.specs core.engine.signature"),
         ("tensorflow jax", "core.planner.costs core.planner.memory core.planner.report"),
         ("tensorflow jax", "core.planner.golden core.planner.network core.planner.topology"),
+        ("tensorflow jax", "core.hlo.module core.hlo.parts core.partitioner.known_faults"),
         ("tensorflow", "core.engine.program core.engine.pjrt core.engine.checkpoints"),
         ("tensorflow", "core.engine.collectives core.engine.devices"),
     ],
 )
 def test_modules_are_as_light_as_the_page_on_architecture_says(absent: str, modules: str) -> None:
     text = _text("docs/architecture.md")
-    assert all(f"{module.rpartition('.')[2]}.py`" in text for module in modules.split())
+    for module in modules.split():
+        room, _, name = module.rpartition(".")
+        assert f"{name}.py`" in text or f"`{room.replace('.', '/')}/`" in text, module
     imports = ", ".join(f"lingvo_moe.{module}" for module in modules.split())
     code = f"import sys, {imports}; sys.exit(bool({set(absent.split())!r} & sys.modules.keys()))"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -11,7 +11,7 @@ import toy_translation as toy
 from lingvo_moe import trainer
 from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.mt.run_dir import MANIFEST, RunDir, RunDirError
+from lingvo_moe.tasks.mt.runs.run_dir import MANIFEST, RunDir, RunDirError
 from tools.import_graph import ROOT
 
 _PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")

@@ -17,8 +17,8 @@ from test_fuzz import KNOWN
 from lingvo_moe.core.engine.partitioning import partition
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.engine.specs import TensorSpec
-from lingvo_moe.core.planner import known_faults as kf
-from lingvo_moe.core.planner.hlo import parse_module
+from lingvo_moe.core.hlo.module import parse_module
+from lingvo_moe.core.partitioner import known_faults as kf
 from lingvo_moe.core.sharding import Mesh, ShardingError, split
 
 pytestmark = pytest.mark.slow  # in all

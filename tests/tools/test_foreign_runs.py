@@ -12,7 +12,7 @@ import toy_translation as toy
 
 from lingvo_moe import trainer
 from lingvo_moe.core.run_lock import RunLock
-from lingvo_moe.tasks.mt.run_dir import RunDir, RunDirError
+from lingvo_moe.tasks.mt.runs.run_dir import RunDir, RunDirError
 from tools import evaluate, export, report, score, serve, shortlist, translate
 
 ROOT = Path(trainer.__file__).parents[1]

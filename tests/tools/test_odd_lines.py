@@ -22,11 +22,11 @@ import tensorflow as tf
 import toy_translation as toy
 from local_server import Running, running
 
-from lingvo_moe.tasks.mt.forced_decoding import ScoreOptions, Scorer
-from lingvo_moe.tasks.mt.line_stream import MAX_LINE_BYTES, answer_stream, translation_of
-from lingvo_moe.tasks.mt.saved_translator import SavedTranslator
+from lingvo_moe.tasks.mt.decoding.line_stream import MAX_LINE_BYTES, answer_stream, translation_of
+from lingvo_moe.tasks.mt.decoding.translator import Translator
+from lingvo_moe.tasks.mt.quality.forced_decoding import ScoreOptions, Scorer
 from lingvo_moe.tasks.mt.serving.limits import Limits
-from lingvo_moe.tasks.mt.translator import Translator
+from lingvo_moe.tasks.mt.serving.saved_translator import SavedTranslator
 from tools import evaluate, score, translate
 
 _ROOT = Path(__file__).resolve().parents[2]

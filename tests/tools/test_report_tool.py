@@ -11,9 +11,9 @@ import toy_translation as toy
 from lingvo_moe.core.moe.routers.top2 import Top2Router
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
-from lingvo_moe.tasks.mt.export import load_theta
 from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
-from lingvo_moe.tasks.mt.run_dir import RunDir
+from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+from lingvo_moe.tasks.mt.serving.export import load_theta
 from tools import report
 
 E, MOST = 8, 23  # of mt.M4Tiny: experts, ids of a row beside eos or bos

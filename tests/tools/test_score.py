@@ -6,7 +6,7 @@ import sys
 import pytest
 import toy_translation as toy
 
-from lingvo_moe.tasks.mt.forced_decoding import ScoreOptions, Scorer
+from lingvo_moe.tasks.mt.quality.forced_decoding import ScoreOptions, Scorer
 from tools import score
 
 

@@ -12,7 +12,7 @@ import pytest
 import toy_translation as toy
 from local_server import running
 
-from lingvo_moe.tasks.mt.saved_translator import SavedTranslator
+from lingvo_moe.tasks.mt.serving.saved_translator import SavedTranslator
 from tools import serve
 
 _ROOT = Path(__file__).resolve().parents[2]

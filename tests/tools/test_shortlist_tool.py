@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import toy_translation as toy
 
-from lingvo_moe.tasks.mt.export import load_translator
+from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
+from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions
 from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.saved_translator import ABOUT, SavedTranslator
-from lingvo_moe.tasks.mt.shortlist import Shortlist
-from lingvo_moe.tasks.mt.translator import TranslateOptions
+from lingvo_moe.tasks.mt.serving.export import load_translator
+from lingvo_moe.tasks.mt.serving.saved_translator import ABOUT, SavedTranslator
 from tools import export, shortlist, translate
 
 OPTIONS = TranslateOptions(beam_size=3, top_k=3, max_source_length=16, max_length=14)
@@ -195,7 +195,7 @@ def test_ctrl_c_leaves_nothing(logdir, corpus, tmp_path, monkeypatch, capsys):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lingvo_moe.tasks.mt.making_shortlists.lexical_table", interrupted)
+    monkeypatch.setattr("lingvo_moe.tasks.mt.decoding.making_shortlists.lexical_table", interrupted)
     flags = [f"--logdir={logdir}", f"--data_dir={corpus}", f"--output={tmp_path}/new"]
     assert shortlist.main(flags) == 130
     assert "interrupted; nothing was written" in capsys.readouterr().err

@@ -7,42 +7,16 @@ carry what a model of the network needs.
 import dataclasses
 from collections.abc import Sequence
 
-from lingvo_moe.core.planner import hlo, hlo_attributes, parts, traffic
+from lingvo_moe.core.hlo import attributes, parts
+from lingvo_moe.core.hlo import module as hlo
+from lingvo_moe.core.hlo.collectives import CollectiveUse, collective_use
+from lingvo_moe.core.hlo.module import Computation, Executed, Instruction, Module
+from lingvo_moe.core.hlo.parts import Place
+from lingvo_moe.core.planner import traffic
 from lingvo_moe.core.planner.flops import MatmulFlops
-from lingvo_moe.core.planner.hlo import Computation, Executed, Instruction, Module
-from lingvo_moe.core.planner.parts import Place
 
-COLLECTIVES = (
-    "all-reduce",
-    "all-to-all",
-    "all-gather",
-    "reduce-scatter",
-    "collective-permute",
-    "collective-broadcast",
-    "ragged-all-to-all",
-)
 _FAR = 12  # How many instructions away a nameless one looks for a name.
 _NO_CYCLES = ("while", "conditional", "call", "async-start", "async-done")
-
-
-@dataclasses.dataclass(frozen=True)
-class CollectiveUse:
-    """One execution of a collective.
-
-    Attributes:
-      kind: all-reduce, all-to-all, ...
-      bytes: what one device holds of it, the larger of what it gives and what it gets, without
-        padding: what goes over the network.
-      participants: devices that talk with each other.
-      groups: how many such sets of devices there are.
-      tensors: how many arrays were combined into it.
-    """
-
-    kind: str
-    bytes: int
-    participants: int
-    groups: int
-    tensors: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,26 +70,7 @@ def _by_weight(products: list[tuple[int, Instruction]]) -> list[str]:
 
 
 def _cycles(instruction: Instruction) -> int:
-    return 0 if instruction.opcode in _NO_CYCLES else hlo_attributes.estimated_cycles(instruction)
-
-
-def collective_use(
-    instruction: Instruction, inside: Computation, module_attributes: str = ""
-) -> CollectiveUse | None:
-    """What the network does for `instruction`; None if that is no collective.
-
-    Of a pair that starts and ends apart, the start counts.
-    """
-    kind = instruction.opcode.removesuffix("-start")
-    if kind not in COLLECTIVES:
-        return None
-    operands = [array for operand in inside.operands(instruction) for array in operand.arrays]
-    results = list(instruction.arrays)
-    if kind != instruction.opcode and len(results) > len(operands):
-        results = results[len(operands) : 2 * len(operands)]  # Then come contexts.
-    participants, groups = hlo_attributes.replica_groups(instruction, module_attributes)
-    sizes = [sum(array.num_bytes for array in arrays) for arrays in (operands, results)]
-    return CollectiveUse(kind, max(sizes), participants, groups, tensors=len(operands))
+    return 0 if instruction.opcode in _NO_CYCLES else attributes.estimated_cycles(instruction)
 
 
 @dataclasses.dataclass(frozen=True)

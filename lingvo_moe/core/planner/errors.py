@@ -2,4 +2,4 @@
 
 
 class PlanError(ValueError):
-    """What was asked cannot be planned; the message says what was met and what would be right."""
+    """The request cannot be planned; the message gives the value and what would be right."""

@@ -6,15 +6,15 @@ dilations. What counts, as in XLA's own cost analysis, is the positions of a win
 
 import math
 
-from lingvo_moe.core.planner import hlo_attributes
-from lingvo_moe.core.planner.hlo import Computation, Instruction, Module
+from lingvo_moe.core.hlo import attributes
+from lingvo_moe.core.hlo.module import Computation, Instruction, Module
 
 
 def matmul_flops(instruction: Instruction, inside: Computation) -> int:
     """Of one execution of a `dot` or a `convolution`; 0 of anything else."""
     if instruction.opcode == "dot":
         lhs = inside.operands(instruction)[0].arrays[0].dims
-        contracted = hlo_attributes.dims_list(instruction, "lhs_contracting_dims")
+        contracted = attributes.dims_list(instruction, "lhs_contracting_dims")
         multiplies = math.prod(lhs[d] for d in contracted)
         return 2 * math.prod(instruction.arrays[0].dims) * multiplies
     if instruction.opcode == "convolution":
@@ -23,13 +23,13 @@ def matmul_flops(instruction: Instruction, inside: Computation) -> int:
 
 
 def _convolution_flops(instruction: Instruction, inside: Computation) -> int:
-    dims = hlo_attributes.convolution_dims(instruction)
+    dims = attributes.convolution_dims(instruction)
     lhs = inside.operands(instruction)[0].arrays[0].dims
     output = instruction.arrays[0].dims
     count = output[dims.output["f"]]
     count *= lhs[dims.lhs["f"]] // _groups(instruction, "feature_group_count")
     count *= lhs[dims.lhs["b"]] // _groups(instruction, "batch_group_count")
-    for spatial, window in enumerate(hlo_attributes.window(instruction)):
+    for spatial, window in enumerate(attributes.window(instruction)):
         label = str(spatial)
         sizes = lhs[dims.lhs[label]], output[dims.output[label]]
         count *= window.valid_positions(*sizes)

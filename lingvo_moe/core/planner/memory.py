@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import ml_dtypes  # noqa: F401  teaches NumPy the names of its types
 import numpy as np
 
+from lingvo_moe.core.hlo.module import Executed, Module, parse_module
+from lingvo_moe.core.hlo.parts import Place, moe_layers, place
 from lingvo_moe.core.planner.advice import Held, advise
 from lingvo_moe.core.planner.costs import Placer
-from lingvo_moe.core.planner.hlo import Executed, Module, parse_module
 from lingvo_moe.core.planner.liveness import Buffer, Liveness, Value, liveness
-from lingvo_moe.core.planner.parts import Place, moe_layers, place
 from lingvo_moe.core.sharding import DimsMapping, Mesh
 
 ARGUMENTS = ("weights", "slots", "inputs")

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from html import escape
 
+from lingvo_moe.core import units
 from lingvo_moe.core.pages import markup
-from lingvo_moe.core.planner import figures, units
+from lingvo_moe.core.pages.colours import COLOURS
+from lingvo_moe.core.planner import figures
 from lingvo_moe.core.planner.figures import Plan
-from lingvo_moe.core.planner.page_style import COLOURS
 
 _HOLDERS = 16
 _STACKED = (*figures.PHASES, "network")

@@ -7,7 +7,7 @@ counts as what is touched of it, inside of fusions too.
 
 import math
 
-from lingvo_moe.core.planner.hlo import Array, Computation, Instruction, Module
+from lingvo_moe.core.hlo.module import Array, Computation, Instruction, Module
 
 # They name, group or pass on memory; what they run, or what they start, is counted by itself.
 FREE = frozenset(

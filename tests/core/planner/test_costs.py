@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lingvo_moe.core.hlo import module as hlo
+from lingvo_moe.core.hlo.collectives import CollectiveUse
 from lingvo_moe.core.planner import costs as costs_lib
-from lingvo_moe.core.planner import hlo
-from lingvo_moe.core.planner.costs import CollectiveUse, costs
+from lingvo_moe.core.planner.costs import costs
 
 
 def _program(lines: str, before: str = "") -> hlo.Module:

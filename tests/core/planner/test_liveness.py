@@ -2,7 +2,7 @@ import textwrap
 
 import pytest
 
-from lingvo_moe.core.planner.hlo import parse_module
+from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.planner.liveness import liveness
 
 _KIB = 1024

@@ -4,10 +4,11 @@ import dataclasses
 
 import pytest
 
+from lingvo_moe.core.hlo.collectives import CollectiveUse
+from lingvo_moe.core.hlo.parts import Place
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.planner import network, plan
-from lingvo_moe.core.planner.costs import CollectiveUse, Cost
-from lingvo_moe.core.planner.parts import Place
+from lingvo_moe.core.planner.costs import Cost
 from lingvo_moe.core.planner.topology import Topology
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.tasks.mt.model import MtModel

@@ -6,7 +6,8 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
-from lingvo_moe.core.planner import figures, units
+from lingvo_moe.core import units
+from lingvo_moe.core.planner import figures
 from lingvo_moe.core.planner.report import bar, html_report, print_comparison, print_plan
 
 _GIB = 2**30

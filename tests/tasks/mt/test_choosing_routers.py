@@ -14,11 +14,11 @@ from lingvo_moe.core.moe.routers.registry import ROUTERS
 from lingvo_moe.core.moe.routers.top_k import TopKRouter
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
-from lingvo_moe.tasks.mt.export import load_translator
+from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.tasks import task_numbers
-from lingvo_moe.tasks.mt.run_dir import RunDir
-from lingvo_moe.tasks.mt.translator import TranslateOptions
+from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+from lingvo_moe.tasks.mt.serving.export import load_translator
 from lingvo_moe.trainer_checks import UsageError, check_tasks
 
 V, B, S, T = 30, 2, 6, 4

@@ -1,1 +1,4 @@
-"""A translator behind HTTP: limits, batches of concurrent requests, a page to try it. Free of TensorFlow."""
+"""A model exported as a SavedModel, and a translator behind HTTP.
+
+Only export.py and saved_translator.py need TensorFlow; the server does not.
+"""

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from lingvo_moe.tasks.mt.line_stream import one_line
+from lingvo_moe.tasks.mt.decoding.line_stream import one_line
 
 # Of the lines of a batch, but for the last: of long ones it takes fewer, since others wait meanwhile.
 _MOST_BYTES = 8 << 10

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lingvo_moe.core.suggest import did_you_mean
-from lingvo_moe.tasks.mt.line_stream import utf8_of
+from lingvo_moe.tasks.mt.decoding.line_stream import utf8_of
 from lingvo_moe.tasks.mt.serving.batcher import Translation
 from lingvo_moe.tasks.mt.serving.errors import RequestError
 from lingvo_moe.tasks.mt.serving.limits import Limits

@@ -1,0 +1,117 @@
+"""What an instruction's attributes say: windows, dimension labels, replica groups, estimates."""
+
+import dataclasses
+import functools
+import math
+import re
+
+from lingvo_moe.core.hlo.errors import HloError
+from lingvo_moe.core.hlo.module import Instruction
+
+_CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
+_PARTITIONS = re.compile(r"num_partitions=(\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowDim:
+    """One spatial dimension of a convolution's window, as XLA defines it."""
+
+    size: int
+    stride: int = 1
+    pad_low: int = 0
+    lhs_dilate: int = 1
+    rhs_dilate: int = 1
+
+    def valid_positions(self, input_size: int, output_size: int) -> int:
+        """(kernel, output) pairs which meet an element of the input, not padding nor a hole."""
+        return _valid_positions(self, input_size, output_size)
+
+
+@functools.cache
+def _valid_positions(window: WindowDim, input_size: int, output_size: int) -> int:
+    count = 0
+    for kernel in range(window.size):
+        offset = kernel * window.rhs_dilate - window.pad_low
+        for output in range(output_size):
+            place, hole = divmod(output * window.stride + offset, window.lhs_dilate)
+            count += not hole and 0 <= place < input_size
+    return count
+
+
+def window(instruction: Instruction) -> tuple[WindowDim, ...]:
+    """The dimensions of `window={size=1x16 pad=0_0x15_15 ..}`; none without one."""
+    text = instruction.attribute("window").strip("{}")
+    fields = dict(field.split("=", 1) for field in text.split())
+    if "size" not in fields:
+        return ()
+    sizes = [int(size) for size in fields["size"].split("x")]
+
+    def each(key: str, default: int) -> list[int]:
+        if key not in fields:
+            return [default] * len(sizes)
+        return [int(value.split("_")[0]) for value in fields[key].split("x")]
+
+    columns = (each("stride", 1), each("pad", 0), each("lhs_dilate", 1), each("rhs_dilate", 1))
+    return tuple(WindowDim(*row) for row in zip(sizes, *columns, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvolutionDims:
+    """`dim_labels=0bf1_i1o0->0b1f`: for each operand, the place of each label."""
+
+    lhs: dict[str, int]
+    rhs: dict[str, int]
+    output: dict[str, int]
+
+
+def convolution_dims(instruction: Instruction) -> ConvolutionDims:
+    inputs, _, output = instruction.attribute("dim_labels").partition("->")
+    lhs, _, rhs = inputs.partition("_")
+    if not (lhs and rhs and output):
+        raise HloError(f"convolution {instruction.name} has no dim_labels like bf_io->bf")
+    tables = [{label: place for place, label in enumerate(text)} for text in (lhs, rhs, output)]
+    return ConvolutionDims(*tables)
+
+
+def dims_list(instruction: Instruction, key: str) -> tuple[int, ...]:
+    """Numbers of `key={0,2}`; none without the attribute."""
+    return tuple(int(d) for d in re.findall(r"\d+", instruction.attribute(key)))
+
+
+def estimated_cycles(instruction: Instruction) -> int:
+    """The compiler's own estimate of one execution in clock cycles; 0 where it gives none."""
+    found = _CYCLES.search(instruction.attributes)
+    return int(found[1]) if found else 0
+
+
+def replica_groups(instruction: Instruction, module_attributes: str = "") -> tuple[int, int]:
+    """(devices in a group, number of groups) of a collective.
+
+    Three notations: lists `{{0,1},{2,3}}`; iota `[groups,devices]<=[all]`, transposed or not; and a
+    mesh with the axes that talk, `mesh['x'=4,'y'=2] {'x'}`. A permutation has
+    `source_target_pairs`: every device talks to one other, so that its group has two. An empty list
+    means all devices of the program, whose number `module_attributes` holds.
+
+    Raises:
+      HloError: the groups are of different sizes, or in none of these notations.
+    """
+    text = instruction.attribute("replica_groups")
+    if instruction.opcode.startswith("collective-permute"):
+        return 2, instruction.attribute("source_target_pairs").count("{") - 1
+    if text.startswith("mesh["):
+        sizes = {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", text)}
+        talking = re.findall(r"'([^']+)'", text.partition("]")[2])
+        participants = math.prod(sizes[axis] for axis in talking)
+        return participants, math.prod(sizes.values()) // participants
+    iota = re.match(r"\[(\d+),(\d+)\]<=", text)
+    if iota:
+        return int(iota[2]), int(iota[1])
+    lists = [group.count(",") + 1 for group in re.findall(r"\{([\d,\s]+)\}", text)]
+    if lists and len(set(lists)) == 1:
+        return lists[0], len(lists)
+    partitions = _PARTITIONS.search(module_attributes)
+    if text in ("", "{}", "{{}}") and partitions:
+        return int(partitions[1]), 1
+    raise HloError(
+        f"{instruction.opcode} {instruction.name}: cannot read replica_groups={text[:80]}"
+    )

@@ -1,0 +1,332 @@
+"""Scheduled HLO text as data: computations, instructions, arrays, and how often each one runs.
+
+The text is what a compiler prints after its last pass, so that an instruction of a computation that
+is not a fusion is one thing the device executes. Sizes are bytes; `padded_bytes` are those of the
+layout's tiles, e.g. `f32[9]{0:T(256)}` takes 1024 bytes.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator
+
+from lingvo_moe.core.hlo import loops
+from lingvo_moe.core.hlo.errors import HloError
+
+_ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([^\]]*)\](?:\{([^}]*)\})?")
+_BITS = re.compile(r"\D+(\d+)")
+_TILE = re.compile(r"([TS])\(([^)]*)\)|E\((\d+)\)")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*->.*\{$")
+_CALLED = re.compile(
+    r"[ ,](?:calls|to_apply|condition|body|branch_computations|called_computations|"
+    r"true_computation|false_computation|select|scatter)=(?:\{([^}]*)\}|(%?[^\s,}]+))"
+)
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_MARK = re.compile(r"/\*.*?\*/")
+GRADIENT = "gradient_tape/"  # In the op_name of what computes gradients.
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """One array as it lies in memory; `memory_space` 0 is the device's main memory (HBM)."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    num_bytes: int
+    padded_bytes: int
+    memory_space: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class Instruction:
+    """One line of a computation.
+
+    `arrays` is the result, a tuple's arrays flattened in order. `literal` is the text in the
+    parentheses of a constant or a parameter. `attributes` is the rest of the line, raw:
+    `attribute` finds one in it.
+    """
+
+    name: str
+    opcode: str
+    arrays: tuple[Array, ...]
+    operands: tuple[str, ...]
+    op_name: str
+    called: tuple[str, ...]
+    attributes: str
+    literal: str = ""
+    is_root: bool = False
+
+    def attribute(self, key: str) -> str:
+        """The text after `key=`, its braces kept; '' without one."""
+        found = re.search(rf"(?:^|[ ,]){re.escape(key)}=", self.attributes)
+        return _balanced(self.attributes, found.end()) if found else ""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.num_bytes for array in self.arrays)
+
+    @property
+    def padded_bytes(self) -> int:
+        return sum(array.padded_bytes for array in self.arrays)
+
+
+@dataclasses.dataclass
+class Computation:
+    """Instructions in the order in which they run; names are unique in the whole module."""
+
+    name: str
+    instructions: list[Instruction] = dataclasses.field(default_factory=list)
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, Instruction]:
+        return {i.name: i for i in self.instructions}
+
+    @functools.cached_property
+    def parameters(self) -> list[Instruction]:
+        """In the order of their numbers."""
+        found = [i for i in self.instructions if i.opcode == "parameter"]
+        return sorted(found, key=lambda i: int(i.literal))
+
+    @functools.cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        """Who reads an instruction, in order."""
+        table: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions:
+            for operand in dict.fromkeys(instruction.operands):
+                table.setdefault(operand, []).append(instruction)
+        return table
+
+    @property
+    def root(self) -> Instruction:
+        return next((i for i in self.instructions if i.is_root), self.instructions[-1])
+
+    def operands(self, instruction: Instruction) -> list[Instruction]:
+        return [self.by_name[name] for name in instruction.operands]
+
+
+@dataclasses.dataclass(frozen=True)
+class Executed:
+    """An instruction of the schedule and how often one run of the program executes it."""
+
+    instruction: Instruction
+    computation: Computation
+    times: int
+    in_backward_loop: bool
+
+
+@dataclasses.dataclass
+class Module:
+    """A compiled program. `attributes` is the rest of its first line, raw."""
+
+    name: str
+    entry: Computation
+    computations: dict[str, Computation]
+    attributes: str = ""
+
+    def executions(self, once: bool = False, unknown: int | None = None) -> Iterator[Executed]:
+        """Every instruction that the schedule holds, in order; nothing from inside fusions.
+
+        A loop's condition runs once more than its body; each branch of a conditional is taken to
+        run once. With `once` a loop's body counts once, as a compiler's own cost analysis has it.
+
+        Args:
+          once: see above.
+          unknown: how often the body of a loop is taken to run whose trips cannot be told, e.g. 0 to
+            know its instructions by it.
+
+        Raises:
+          HloError: how often a loop runs cannot be told from its text, and `unknown` is None.
+        """
+        yield from self._walk(self.entry, 1, False, once, unknown)
+
+    def _walk(
+        self, inside: Computation, times: int, backward: bool, once: bool, unknown: int | None
+    ) -> Iterator[Executed]:
+        for instruction in inside.instructions:
+            yield Executed(instruction, inside, times, backward)
+            if instruction.opcode == "while":
+                trips = 1 if once else self._trips(inside, instruction, unknown)
+                body = self.computation(instruction.attribute("body"))
+                condition = self.computation(instruction.attribute("condition"))
+                tests = times * (1 if once else trips + 1)
+                yield from self._walk(condition, tests, backward, once, unknown)
+                in_backward = backward or is_backward(body)
+                yield from self._walk(body, times * trips, in_backward, once, unknown)
+            elif instruction.opcode in ("call", "conditional", "async-start"):
+                for name in instruction.called:
+                    called = self.computation(name)
+                    yield from self._walk(called, times, backward, once, unknown)
+
+    def _trips(self, inside: Computation, loop: Instruction, unknown: int | None) -> int:
+        try:
+            return loops.trip_count(self, inside, loop)
+        except HloError:
+            if unknown is not None:
+                return unknown
+            told = loops.told_trips(loop)
+            if told is None:
+                raise
+            return told
+
+    def computation(self, name: str) -> Computation:
+        """The computation called `name`, with or without its percent sign."""
+        found = self.computations.get(name.lstrip("%"))
+        if found is None:
+            raise HloError(f"module {self.name} calls {name!r}, which its text does not hold")
+        return found
+
+
+def is_backward(body: Computation) -> bool:
+    """Whether a loop's body holds gradients: recomputed operations carry their forward names."""
+    return any(GRADIENT in instruction.op_name for instruction in body.instructions)
+
+
+def parse_module(text: str) -> Module:
+    """Reads a module's text as `HloModule::ToString` prints it, scheduled or not.
+
+    Raises:
+      HloError: the text is not a module's, or a line of it cannot be read.
+    """
+    lines = text.splitlines()
+    if not lines or not lines[0].startswith("HloModule "):
+        first = lines[0][:60] if lines else ""
+        raise HloError(
+            f"not the text of a compiled program: it starts with {first!r}, not HloModule"
+        )
+    name, _, attributes = lines[0][len("HloModule ") :].partition(",")
+    computations: dict[str, Computation] = {}
+    entry = None
+    current: Computation | None = None
+    for number, line in enumerate(lines[1:], 2):
+        if current is None:
+            header = _COMPUTATION.match(line)
+            if header:
+                current = Computation(header[2])
+                computations[current.name] = current
+                entry = current if header[1] else entry
+        elif line.startswith("}"):
+            current = None
+        elif line.strip():
+            try:
+                current.instructions.append(_parse_instruction(line.strip()))
+            except (ValueError, IndexError) as error:
+                raise HloError(
+                    f"line {number} is no instruction: {line.strip()[:120]!r}"
+                ) from error
+    if entry is None:
+        raise HloError(f"module {name} has no ENTRY computation: is its text cut off?")
+    return Module(name.strip(), entry, computations, attributes.strip())
+
+
+def _parse_instruction(line: str) -> Instruction:
+    is_root = line.startswith("ROOT ")
+    name, equals, rest = (line[5:] if is_root else line).partition(" = ")
+    if not equals:
+        raise ValueError(line)
+    shape = _balanced(rest, 0)
+    rest = rest[len(shape) :].lstrip()
+    opcode, parenthesis, _ = rest.partition("(")
+    if not parenthesis or " " in opcode:
+        raise ValueError(line)
+    inner = _balanced(rest, len(opcode))
+    attributes = rest[len(opcode) + len(inner) :]
+    inner = inner[1:-1]
+    is_leaf = opcode in ("constant", "parameter")
+    op_name = _OP_NAME.search(attributes)
+    return Instruction(
+        name=name.lstrip("%"),
+        opcode=opcode,
+        arrays=parse_shape(shape),
+        operands=() if is_leaf else _operand_names(inner),
+        op_name=op_name[1] if op_name else "",
+        called=_called(attributes),
+        attributes=attributes,
+        literal=inner if is_leaf else "",
+        is_root=is_root,
+    )
+
+
+def _operand_names(text: str) -> tuple[str, ...]:
+    if "(" in text:  # Printed with their types, and some are tuples.
+        return tuple(re.findall(r"%([^\s,()]+)", text))
+    pieces = re.sub(r"\[[^\]]*\]|\{[^}]*\}", "", _MARK.sub("", text)).split(",")
+    return tuple(piece.split()[-1].lstrip("%") for piece in pieces if piece.strip())
+
+
+def _called(attributes: str) -> tuple[str, ...]:
+    names: list[str] = []
+    for several, one in _CALLED.findall(attributes.partition(", metadata=")[0]):
+        names += [n.strip().lstrip("%") for n in (several or one).split(",")]
+    return tuple(name for name in names if name)
+
+
+def _balanced(text: str, start: int) -> str:
+    """From `start` to the end of the bracketed group there, and of what follows without a space."""
+    depth = 0
+    quoted = False
+    for place in range(start, len(text)):
+        letter = text[place]
+        if letter == '"':
+            quoted = not quoted
+        elif quoted:
+            continue
+        elif letter in "({[":
+            depth += 1
+        elif letter in ")}]":
+            depth -= 1
+            if depth < 0:
+                return text[start:place]
+            following = text[place + 1 : place + 3]
+            is_last = following[:1] in ("", " ", ",") and following != " {"
+            if depth == 0 and is_last:  # `mesh['x'=8] {'x'}` is one group with its brace.
+                return text[start : place + 1]
+        elif depth == 0 and letter in " ," and text[place : place + 2] != " {":
+            return text[start:place]
+    return text[start:]
+
+
+def parse_shape(text: str) -> tuple[Array, ...]:
+    """The arrays of a printed shape, tuples flattened: `(f32[8]{0}, /*index=1*/s32[])` has two."""
+    return tuple(_array(*found) for found in _ARRAY.findall(text))
+
+
+@functools.cache
+def _array(dtype: str, dims_text: str, layout: str) -> Array:
+    dims = tuple(int(d.strip().lstrip("<=")) for d in dims_text.split(",") if d.strip())
+    bits = 8 if dtype == "pred" else int(found[1]) if (found := _BITS.match(dtype)) else 0
+    order, _, tiling = layout.partition(":")
+    minor_to_major = [int(d) for d in order.split(",") if d.strip().isdigit()]
+    physical = [dims[d] for d in reversed(minor_to_major)] if minor_to_major else list(dims)
+    space, padded_bits = 0, bits
+    for kind, value, element_bits in _TILE.findall(tiling):
+        if kind == "S":
+            space = int(value)
+        elif kind == "T":
+            physical = _tile(physical, value)
+        elif element_bits:
+            padded_bits = int(element_bits)
+    num_bytes = -(-math.prod(dims) * bits // 8)
+    return Array(dtype, dims, num_bytes, -(-math.prod(physical) * padded_bits // 8), space)
+
+
+def _tile(dims: list[int], text: str) -> list[int]:
+    """Dims, major first, as tiles of `text`: `[5,200]` by "8,128" is `[1,2,8,128]`.
+
+    A `*` joins a dimension with the next more minor one.
+    """
+    tile = [piece.strip() for piece in text.split(",")]
+    dims = [1] * (len(tile) - len(dims)) + dims
+    kept, tiled = dims[: len(dims) - len(tile)], dims[len(dims) - len(tile) :]
+    sizes: list[int] = []
+    outer: list[int] = []
+    pending = 1
+    for dim, piece in zip(tiled, tile, strict=True):
+        if piece == "*":
+            pending *= dim
+            continue
+        size = int(piece)
+        outer.append(-(-dim * pending // size))
+        sizes.append(size)
+        pending = 1
+    return kept + outer + sizes

@@ -1,0 +1,289 @@
+"""Shardings as HLO prints them: which part of a tensor lies on which device.
+
+{replicated}                                    the whole tensor on every device
+{maximal device=3}                              the whole tensor on one device
+{manual}                                        what lies on a device is the program's own business
+{devices=[2,1,4]0,1,2,3,4,5,6,7 last_tile_dim_replicate}   2 parts of dimension 0, 4 copies of each
+{devices=[2,4]<=[4,2]T(1,0)}                    devices 0..7 as a 4x2 array, transposed to 2x4
+{devices=[2,2,2]<=[8] last_tile_dims={manual, replicated}}  subgroups of other kinds
+{{replicated}, {devices=[8,1]<=[8]}}            one for each array of a tuple
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from lingvo_moe.core.hlo.errors import HloError
+from lingvo_moe.core.sharding import Axis, DimsMapping, Mesh
+
+REPLICATED = "replicated"
+MANUAL = "manual"
+_KINDS = (REPLICATED, MANUAL, "maximal", "tiled")
+_DEVICES = re.compile(r"devices=\[([\d,]*)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))")
+_SUBGROUPS = re.compile(r"last_tile_dims=\{([^}]*)\}")
+_COMMENT = re.compile(r"/\*.*?\*/")
+_MOST_DEVICES_SHOWN = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSharding:
+    """Where the parts of one tensor are.
+
+    Attributes:
+        kind: 'replicated' (whole on every device), 'maximal' (whole on one), 'manual' (unknown), or
+            'tiled' (cut into parts).
+        tiles: if tiled, the number of parts of each dimension.
+        devices: logical device numbers; if tiled in row-major order of the parts, and for each part
+            those that hold it, in the order of the subgroups. May be empty where all devices hold the
+            same and their number is not known.
+        subgroups: (what, how many devices) of further tile dimensions: 'replicated' ones hold copies
+            of the part, 'manual' ones what the program itself decides.
+    """
+
+    kind: str
+    tiles: tuple[int, ...] = ()
+    devices: tuple[int, ...] = ()
+    subgroups: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in _KINDS:
+            raise HloError(f"a sharding is of kind {', '.join(_KINDS)}, not {self.kind!r}")
+        if self.kind == "tiled":
+            wanted = math.prod(self.tiles) * math.prod(count for _, count in self.subgroups)
+            if len(self.devices) != wanted or len(set(self.devices)) != wanted:
+                raise HloError(
+                    f"a sharding of {wanted} parts and copies names {len(self.devices)} devices, "
+                    f"{len(set(self.devices))} of them different"
+                )
+
+    @property
+    def copies(self) -> int:
+        """How many devices hold each part."""
+        if self.kind == "tiled":
+            return math.prod(count for what, count in self.subgroups if what == REPLICATED)
+        return len(self.devices) if self.kind == REPLICATED else 1
+
+    @property
+    def manual(self) -> int:
+        """How many devices the program itself divides a part among; 1: none."""
+        return math.prod(count for what, count in self.subgroups if what == MANUAL)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether any dimension has several parts."""
+        return self.kind == "tiled" and any(count > 1 for count in self.tiles)
+
+    def OnMesh(self, mesh: Mesh) -> DimsMapping | None:
+        """The mesh axes that cut each dimension, as `mesh_split` takes them.
+
+        () where nothing is cut; None where no axes of this mesh can name it, as for a dimension that
+        is split into fewer parts than an axis has devices.
+        """
+        if self.kind == REPLICATED or (self.kind == "tiled" and mesh.size == 1):
+            return ()
+        if self.kind != "tiled" or len(self.devices) != mesh.size or self.manual > 1:
+            return None
+        if not self.is_cut:
+            return ()
+        return _mapping(self.tiles, self.devices, mesh.axis_names, mesh.device_array())
+
+    def PartShape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of what one device holds, padding included: a dimension that does not divide is
+        rounded up.
+
+        Raises:
+            HloError: another rank.
+        """
+        if self.kind != "tiled":
+            return tuple(shape)
+        self._check_rank(len(shape))
+        return tuple(-(-size // parts) for size, parts in zip(shape, self.tiles, strict=True))
+
+    def Padding(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """For each dimension how many elements all parts together have more than the tensor."""
+        if self.kind != "tiled":
+            return (0,) * len(shape)
+        parts = self.PartShape(shape)
+        return tuple(n * p - s for n, p, s in zip(self.tiles, parts, shape, strict=True))
+
+    def DeviceOf(self, part: Sequence[int]) -> tuple[int, ...]:
+        """The devices that hold a part, e.g. `DeviceOf((0, 3))`.
+
+        Raises:
+            HloError: there is no such part.
+        """
+        if self.kind != "tiled":
+            return self.devices
+        self._check_rank(len(part))
+        if not all(0 <= i < n for i, n in zip(part, self.tiles, strict=True)):
+            raise HloError(f"part {tuple(part)}: there are {'x'.join(map(str, self.tiles))} parts")
+        held = math.prod(count for _, count in self.subgroups)
+        first = int(np.ravel_multi_index(tuple(part), self.tiles)) * held if self.tiles else 0
+        return self.devices[first : first + held]
+
+    def Extent(self, shape: Sequence[int], part: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """(begin, end) of a part in each dimension; smaller than PartShape, maybe empty, where the
+        rest is padding."""
+        if self.kind != "tiled":
+            return tuple((0, size) for size in shape)
+        sizes = zip(shape, self.PartShape(shape), part, strict=True)
+        return tuple((min(i * p, s), min((i + 1) * p, s)) for s, p, i in sizes)
+
+    def Text(self) -> str:
+        """As HLO prints it, with the devices listed."""
+        if self.kind == "maximal":
+            return f"{{maximal device={self.devices[0]}}}"
+        if self.kind != "tiled":
+            return f"{{{self.kind}}}"
+        dims = ",".join(map(str, (*self.tiles, *(count for _, count in self.subgroups))))
+        text = f"devices=[{dims}]{','.join(map(str, self.devices))}"
+        if [what for what, _ in self.subgroups] == [REPLICATED]:
+            text += " last_tile_dim_replicate"
+        elif self.subgroups:
+            text += f" last_tile_dims={{{', '.join(what for what, _ in self.subgroups)}}}"
+        return f"{{{text}}}"
+
+    def __str__(self) -> str:
+        if self.kind == REPLICATED:
+            return "whole on every device"
+        if self.kind == "maximal":
+            return f"whole on device {self.devices[0]}"
+        if self.kind == MANUAL:
+            return "manual"
+        cut = [f"dim {d} in {n}" for d, n in enumerate(self.tiles) if n > 1]
+        text = " and ".join(cut) + " parts" if cut else "whole"
+        if self.copies > 1:
+            text += f", {self.copies} copies of each" if cut else f", {self.copies} copies"
+        if self.manual > 1:
+            text += f", manual over {self.manual}"
+        if self.devices != tuple(range(len(self.devices))):
+            shown = ",".join(map(str, self.devices[:_MOST_DEVICES_SHOWN]))
+            text += f", on devices {shown}{',..' * (len(self.devices) > _MOST_DEVICES_SHOWN)}"
+        return text
+
+    def _check_rank(self, rank: int) -> None:
+        if rank != len(self.tiles):
+            raise HloError(f"a sharding of {len(self.tiles)} dimensions for one of {rank}")
+
+
+def parse_sharding(text: str, num_devices: int = 0) -> tuple[TensorSharding, ...]:
+    """The shardings in HLO's `sharding=` attribute: one, or one for each array of a tuple, in order.
+
+    Args:
+        text: with its braces.
+        num_devices: of the program: those that a replicated tensor lies on; 0: not known.
+
+    Raises:
+        HloError: the text is in none of the notations above.
+    """
+    return _parse(_COMMENT.sub("", text).strip(), num_devices)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parse(text: str, num_devices: int) -> tuple[TensorSharding, ...]:
+    if not (text.startswith("{") and text.endswith("}")):
+        raise HloError(f"not a sharding: {text[:80]!r}")
+    inner = text[1:-1].strip()
+    if inner.startswith("{"):
+        return tuple(one for piece in _pieces(inner) for one in _parse(piece, num_devices))
+    everywhere = tuple(range(num_devices))
+    first = inner.partition(" ")[0]
+    if first in (REPLICATED, MANUAL):
+        return (TensorSharding(first, devices=everywhere),)
+    single = re.match(r"maximal device=(\d+)", inner)
+    if single:
+        return (TensorSharding("maximal", devices=(int(single[1]),)),)
+    found = _DEVICES.match(inner)
+    if not found:
+        return () if not inner else _refuse(text)
+    return (_tiled(inner, found),)
+
+
+def _refuse(text: str) -> tuple[TensorSharding, ...]:
+    raise HloError(f"cannot read the sharding {text[:120]!r}")
+
+
+def _pieces(text: str) -> list[str]:
+    """The outermost `{...}` groups of a list of them."""
+    pieces, depth, start = [], 0, 0
+    for place, letter in enumerate(text):
+        if letter == "{":
+            start = place if depth == 0 else start
+            depth += 1
+        elif letter == "}":
+            depth -= 1
+            if depth == 0:
+                pieces.append(text[start : place + 1])
+    return pieces
+
+
+def _tiled(inner: str, found: re.Match[str]) -> TensorSharding:
+    dims = _numbers(found[1])
+    if found[2] is None:
+        devices = _numbers(found[4])
+    else:
+        reshaped = np.arange(math.prod(_numbers(found[2]))).reshape(_numbers(found[2]))
+        if found[3] is not None:
+            reshaped = reshaped.transpose(_numbers(found[3]))
+        devices = tuple(reshaped.flatten().tolist())
+    kinds: list[str] = []
+    named = _SUBGROUPS.search(inner)
+    if named:
+        kinds = [kind.strip() for kind in named[1].split(",") if kind.strip()]
+    elif "last_tile_dim_replicate" in inner:
+        kinds = [REPLICATED]
+    rank = len(dims) - len(kinds)
+    subgroups = tuple(zip(kinds, dims[rank:], strict=True))
+    return TensorSharding("tiled", dims[:rank], devices, subgroups)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split(",") if n)
+
+
+def _mapping(
+    tiles: tuple[int, ...],
+    devices: tuple[int, ...],
+    names: tuple[str, ...],
+    grid: np.ndarray,
+) -> DimsMapping | None:
+    """Which axes of a grid of devices cut each dimension, or None."""
+    held = len(devices) // math.prod(tiles)
+    part_of = np.empty(len(devices), np.int64)
+    part_of[np.array(devices)] = np.arange(len(devices)) // held
+    places = np.unravel_index(part_of[grid], tiles)
+    out: list[Axis] = []
+    used: set[str] = set()
+    for count, place in zip(tiles, places, strict=True):
+        axes = _axes(count, place, names)
+        if axes is None or used & set(axes):
+            return None
+        used |= set(axes)
+        out.append(None if not axes else axes[0] if len(axes) == 1 else axes)
+    return tuple(out)
+
+
+def _axes(count: int, place: np.ndarray, names: tuple[str, ...]) -> tuple[str, ...] | None:
+    """The axes, major first, whose coordinates together are a dimension's part number."""
+    origin = (0,) * place.ndim
+    steps: dict[int, int] = {}
+    for axis, size in enumerate(place.shape):
+        if size > 1:
+            step = int(place[(*origin[:axis], 1, *origin[axis + 1 :])] - place[origin])
+            if step:
+                steps[axis] = step
+    order = sorted(steps, key=lambda axis: -steps[axis])
+    expected = np.zeros(place.shape, np.int64)
+    for axis in order:
+        shape = [1] * place.ndim
+        shape[axis] = -1
+        expected = expected * place.shape[axis] + np.arange(place.shape[axis]).reshape(shape)
+    if math.prod(place.shape[axis] for axis in order) != count or not np.array_equal(
+        expected, place
+    ):
+        return None
+    return tuple(names[axis] for axis in order)

@@ -1,0 +1,462 @@
+"""What the SPMD partitioner was asked and what it did, read from the modules before and after it.
+
+Before it every instruction has its whole shape and the sharding that propagation chose; after it
+there are collectives, each with the op_name of the instruction for which it was put in. The two are
+brought together by these names and by who reads whom.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator
+
+from lingvo_moe.core.hlo import parts
+from lingvo_moe.core.hlo.collectives import collective_use
+from lingvo_moe.core.hlo.module import Computation, Executed, Instruction, Module
+from lingvo_moe.core.hlo.sharding import REPLICATED, TensorSharding, parse_sharding
+from lingvo_moe.core.partitioner.sharding_rules import product_sharding, transposed_back
+
+# Why there is communication.
+RESHARD = "reshard"
+PARTIAL = "partial results"
+HALO = "halo"
+RESULT = "result"
+REASONS = {
+    RESHARD: "a tensor is needed cut otherwise than it is",
+    PARTIAL: "each device has a part of every sum (or maximum, ...)",
+    HALO: "elements beyond the border of a part",
+    RESULT: "the program's results are brought into the form that was asked for",
+}
+
+_PARTITIONS = re.compile(r"num_partitions=(\d+)")
+_ANNOTATION = re.compile(r"(?:^|/)XlaSharding(?:_\d+)?$")
+_BORDER = re.compile(r"(?:^|/)(?:call_exported|XLA_Retvals)$")
+_REDUCING = ("dot", "convolution", "reduce", "scatter", "select-and-scatter", "reduce-window")
+_REACHING = (
+    *("convolution", "reduce-window", "select-and-scatter", "pad", "slice", "concatenate"),
+    *("reverse", "reshape", "dynamic-slice", "dynamic-update-slice", "gather"),
+)
+# They only move, or rename, or mask what they read: a collective's operand comes from beyond them.
+_MOVING = frozenset(
+    [
+        *("reshape", "transpose", "copy", "bitcast", "slice", "pad", "dynamic-slice", "convert"),
+        *("select", "concatenate", "get-tuple-element", "dynamic-update-slice", "broadcast"),
+        *("all-to-all", "all-gather", "collective-permute", "all-reduce", "opt-barrier"),
+    ]
+)
+# An annotation behind them is the reason for what is before them.
+_FOLLOWED = frozenset(
+    [
+        *("reshape", "transpose", "copy", "convert", "bitcast", "add", "subtract", "multiply"),
+        *("divide", "maximum", "minimum", "negate", "tanh", "exponential", "log", "select"),
+        *("abs", "sqrt", "rsqrt", "logistic", "compare", "and", "or", "not", "power", "sign"),
+        *("get-tuple-element", "opt-barrier", "clamp", "broadcast"),
+    ]
+)
+_FAR = 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor of the program as it is after sharding propagation.
+
+    Attributes:
+        op: the TensorFlow operation that makes it; 'args[0]' for an argument, '' for the loops' and
+            the program's own.
+        instruction: HLO's name.
+        dtype, shape: of the whole tensor.
+        sharding: as propagation chose it.
+        phase: one of parts.PHASES.
+        loop: the computation of the loop's body that it is in, '' outside.
+    """
+
+    op: str
+    instruction: str
+    dtype: str
+    shape: tuple[int, ...]
+    sharding: TensorSharding
+    phase: str
+    loop: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Annotation:
+    """A tensor that the user annotated; `of` is the operation that made it."""
+
+    tensor: Tensor
+    of: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Communication:
+    """A collective that the partitioner put in.
+
+    Attributes:
+        kind: all-to-all, all-gather, ...
+        reason: one of REASONS.
+        op: the operation for which it was put in.
+        moved: the operation whose value is sent.
+        asked_by: of a reshard, the annotation that wants the tensor as it is after; '' where none is near.
+        cut_by: of a reshard, the annotation by which the tensor is cut as it is before; as asked_by.
+        num_bytes: of one execution, what one device holds of it: the larger of what it gives and what
+            it gets.
+        participants, groups: how many devices talk with each other, in how many such groups.
+        times: how often one run of the program does it; None where a loop's trips are not known.
+        phase: one of parts.PHASES.
+        source, target: how the moved tensor is cut before and after, where that is known.
+        shape, dtype: of the whole tensor that is moved, where that is known.
+    """
+
+    kind: str
+    reason: str
+    op: str
+    moved: str
+    asked_by: str
+    cut_by: str
+    num_bytes: int
+    participants: int
+    groups: int
+    times: int | None
+    phase: str
+    source: TensorSharding | None = None
+    target: TensorSharding | None = None
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Before:
+    """An instruction before partitioning, and where it is."""
+
+    instruction: Instruction
+    inside: Computation
+    in_backward_loop: bool
+
+
+class Propagated:
+    """The module after sharding propagation and before partitioning."""
+
+    def __init__(self, module: Module):
+        self.module = module
+        found = _PARTITIONS.search(module.attributes)
+        self.num_devices = int(found[1]) if found else 1
+        self._all = [
+            _Before(e.instruction, e.computation, e.in_backward_loop)
+            for e in module.executions(once=True)
+        ]
+        self._loops = {
+            e.instruction.attribute("body").lstrip("%")
+            for e in self._all
+            if e.instruction.opcode == "while"
+        }
+
+    def shardings(self, instruction: Instruction) -> tuple[TensorSharding, ...]:
+        """One for each array of an instruction; () where it has none."""
+        text = instruction.attribute("sharding")
+        found = parse_sharding(text, self.num_devices) if text else ()
+        return found * len(instruction.arrays) if len(found) == 1 else found
+
+    @functools.cached_property
+    def by_op_name(self) -> dict[str, list[_Before]]:
+        """Instructions by the whole of their op_name."""
+        table: dict[str, list[_Before]] = {}
+        for at in self._all:
+            table.setdefault(at.instruction.op_name, []).append(at)
+        return table
+
+    @functools.cached_property
+    def by_operation(self) -> dict[str, list[_Before]]:
+        """Instructions by TensorFlow operation."""
+        table: dict[str, list[_Before]] = {}
+        for at in self._all:
+            for name in parts.operations(at.instruction.op_name):
+                table.setdefault(name, []).append(at)
+        return table
+
+    def Tensors(self, operation: str) -> list[Tensor]:
+        """What an operation makes, one for each loop or branch that holds it: of its instructions
+        those whose value leaves it, of those that several others then read too the last."""
+        found: list[Tensor] = []
+        places: dict[str, list[_Before]] = {}
+        for at in self.by_operation.get(operation, ()):
+            places.setdefault(at.inside.name, []).append(at)
+        for inside in places.values():
+            own = {at.instruction.name for at in inside}
+            leaving = [at for at in inside if self._leaves(at, own)] or inside[-1:]
+            shapes = {at.instruction.arrays: at for at in leaving}
+            if len(leaving) > 1 and len(shapes) > 1:  # Broadcast constants and the like.
+                leaving = leaving[-1:]
+            for at in leaving:
+                found += self._tensors(at, operation)
+        return found
+
+    def Annotations(self) -> list[Annotation]:
+        """All annotated tensors, in the order of the program."""
+        found = []
+        for name, places in self.by_operation.items():
+            if not _ANNOTATION.search(name):
+                continue
+            for at in places:
+                if at.instruction.opcode not in ("copy", "custom-call"):
+                    continue
+                found += [Annotation(t, self._made_by(at)) for t in self._tensors(at, name)]
+        return found
+
+    def _made_by(self, at: _Before) -> str:
+        """The operation that makes what `at` copies; '' where it has no name."""
+        instruction = at.instruction
+        for _ in range(_FAR):
+            if not instruction.operands:
+                return ""
+            instruction = at.inside.by_name[instruction.operands[0]]
+            if operation_of(instruction.op_name) or instruction.opcode not in (
+                "copy",
+                "custom-call",
+            ):
+                return operation_of(instruction.op_name)
+        return ""
+
+    def _leaves(self, at: _Before, own: set[str]) -> bool:
+        users = at.inside.users.get(at.instruction.name, ())
+        return at.instruction.is_root or any(user.name not in own for user in users)
+
+    def _tensors(self, at: _Before, operation: str) -> Iterator[Tensor]:
+        instruction = at.instruction
+        shardings = self.shardings(instruction)
+        place = parts.place(instruction.op_name, at.in_backward_loop)
+        for array, sharding in zip(instruction.arrays, shardings):
+            loop = at.inside.name if at.inside.name in self._loops else ""
+            yield Tensor(
+                operation, instruction.name, array.dtype, array.dims, sharding, place.phase, loop
+            )
+
+
+def operation_of(op_name: str) -> str:
+    """The TensorFlow operation of an op_name, the first of several; '' without one."""
+    return next(iter(parts.operations(op_name)), "")
+
+
+def communications(before: Propagated, after: Module) -> list[Communication]:
+    """The collectives of a partitioned module, in order, and why each is there."""
+    found = []
+    loops: dict[str, str] = {}  # Of a loop's body, the loop.
+    for executed in after.executions(unknown=0):
+        instruction = executed.instruction
+        if instruction.opcode == "while":
+            body = instruction.attribute("body").lstrip("%")
+            loops[body] = operation_of(instruction.op_name) or "loop"
+        use = collective_use(instruction, executed.computation, after.attributes)
+        if use is not None:
+            cause = _Cause(before, executed, loops)
+            found.append(
+                Communication(
+                    kind=use.kind,
+                    reason=cause.reason,
+                    op=cause.op,
+                    moved=cause.moved,
+                    asked_by=cause.asked_by,
+                    cut_by=cause.cut_by,
+                    num_bytes=use.bytes,
+                    participants=use.participants,
+                    groups=use.groups,
+                    times=executed.times or None,
+                    phase=cause.phase,
+                    **cause.change,
+                )
+            )
+    return found
+
+
+class _Cause:
+    """Why one collective is there."""
+
+    def __init__(self, before: Propagated, executed: Executed, loops: dict[str, str]):
+        self._before, self._executed = before, executed
+        self._kind = executed.instruction.opcode.removesuffix("-start")
+        op_name = executed.instruction.op_name
+        self._origin = _origin(executed)
+        self._is_inner = self._origin.op_name == op_name
+        self._group = self._same_place(before.by_op_name.get(op_name, []))
+        self._wanting = self._find_wanting()
+        # What a loop carries has no name of its own; then who reads it tells.
+        self._reader = "" if operation_of(op_name) else self._reading_annotation()
+        loop = loops.get(executed.computation.name, "")
+        self.op = operation_of(op_name) or self._reader or loop
+        self.moved = operation_of(self._origin.op_name) or self.op
+        self.reason = self._reason()
+        self.phase = parts.place(op_name, executed.in_backward_loop).phase
+        self.asked_by, self.cut_by = self._annotations()
+
+    @property
+    def change(self) -> dict:
+        """source, target, shape and dtype, as far as they are known."""
+        wanting = self._wanting
+        if wanting is None or self._reader or self.reason in (PARTIAL, HALO):
+            return {}
+        moved = wanting.instruction if self._is_inner else self._moved_operand(wanting)
+        if moved is None or len(moved.arrays) != 1:
+            return {}
+        array = moved.arrays[0]
+        out: dict = {"shape": array.dims, "dtype": array.dtype}
+        if self._is_inner:
+            return out | {"source": self._as_computed(wanting), "target": self._sharding(moved)}
+        target = None
+        if self._executed.instruction.arrays[0].dims == array.dims:
+            target = TensorSharding(REPLICATED, devices=tuple(range(self._before.num_devices)))
+        elif wanting.instruction.opcode == "transpose":
+            target = transposed_back(self._sharding(wanting.instruction), wanting.instruction)
+        elif wanting.instruction.opcode in _FOLLOWED and wanting.instruction.arrays == moved.arrays:
+            target = self._sharding(wanting.instruction)
+        source = self._sharding(moved)
+        return out | {"source": source, "target": target or self._exchanged(source, array.dims)}
+
+    def _exchanged(
+        self, source: TensorSharding | None, shape: tuple[int, ...]
+    ) -> TensorSharding | None:
+        """How an all-to-all among all devices leaves a tensor that one dimension of was cut: told by
+        the shape of its parts once they are put together."""
+        if source is None or self._executed.instruction.opcode != "all-to-all":
+            return None
+        if max(source.tiles, default=1) != self._before.num_devices:
+            return None
+        for part in self._put_together():
+            if len(part) == len(shape):
+                tiles = tuple(-(-n // p) for n, p in zip(shape, part, strict=True))
+                if sorted(tiles) == sorted(source.tiles):
+                    return TensorSharding("tiled", tiles, source.devices, source.subgroups)
+        return None
+
+    def _put_together(self) -> list[tuple[int, ...]]:
+        """Shapes that the received pieces get, the last first."""
+        instruction, inside = self._executed.instruction, self._executed.computation
+        shapes = []
+        for _ in range(_FAR):
+            users = inside.users.get(instruction.name, ())
+            if len(users) != 1 or users[0].opcode not in ("reshape", "transpose", "copy"):
+                break
+            instruction = users[0]
+            if instruction.op_name == self._executed.instruction.op_name:
+                shapes.append(instruction.arrays[0].dims)
+        return shapes[::-1]
+
+    def _as_computed(self, at: _Before) -> TensorSharding | None:
+        """How a product of matrices is cut when each device multiplies what it has."""
+        if at.instruction.opcode != "dot":
+            return None
+        operands = [at.inside.by_name[name] for name in at.instruction.operands]
+        return product_sharding(at.instruction, *(self._sharding(i) for i in operands))
+
+    def _sharding(self, instruction: Instruction) -> TensorSharding | None:
+        found = self._before.shardings(instruction)
+        return found[0] if len(found) == 1 else None
+
+    def _same_place(self, group: list[_Before]) -> list[_Before]:
+        """Those of the computation that this one was made of, where that is known."""
+        name = self._executed.computation.name
+        here = [at for at in group if name in (at.inside.name, f"{at.inside.name}_spmd")]
+        return here or group
+
+    def _find_wanting(self) -> _Before | None:
+        """The instruction before partitioning for which it was put in."""
+        if self._is_inner:
+            same = [at for at in self._group if at.instruction.opcode == self._origin.opcode]
+            found = same or self._group
+            return found[-1] if found else None
+        reading = [at for at in self._group if self._moved_operand(at) is not None]
+        found = reading or self._group
+        return found[0] if found else None
+
+    def _moved_operand(self, at: _Before) -> Instruction | None:
+        operands = (at.inside.by_name.get(name) for name in at.instruction.operands)
+        named = [i for i in operands if i is not None and i.op_name == self._origin.op_name]
+        return named[0] if named else None
+
+    def _reason(self) -> str:
+        op_name = self._executed.instruction.op_name
+        if _BORDER.search(op_name) or not self.op:
+            return RESULT
+        opcodes = {at.instruction.opcode for at in self._group}
+        reduced = self._is_inner and self._origin.opcode in _REDUCING
+        if self._kind in ("all-reduce", "reduce-scatter"):
+            is_copy = opcodes and opcodes <= {"copy", "tuple", "custom-call"}
+            return RESHARD if is_copy and not reduced else PARTIAL
+        if self._kind == "all-gather" and reduced and self._origin.opcode == "reduce":
+            return PARTIAL  # As of argmax: the parts' maxima and where they are.
+        if self._kind == "collective-permute" and opcodes & set(_REACHING):
+            return HALO
+        return RESHARD
+
+    def _annotations(self) -> tuple[str, str]:
+        """(asked_by, cut_by)."""
+        wanting = self._wanting
+        if self.reason in (PARTIAL, HALO):
+            return "", ""
+        if wanting is None or self._reader:
+            return self._reader, ""
+        if _is_annotation(wanting.instruction):
+            asked_by = operation_of(wanting.instruction.op_name)
+        else:
+            asked_by = self._annotation_behind(wanting)
+        return asked_by, self._annotation_of_moved(wanting)
+
+    def _reading_annotation(self) -> str:
+        """The annotation that alone reads what was received, or ''."""
+        instruction, inside = self._executed.instruction, self._executed.computation
+        for _ in range(_FAR):
+            users = inside.users.get(instruction.name, ())
+            if len(users) != 1 or users[0].opcode not in _MOVING:
+                return ""
+            instruction = users[0]
+            if _is_annotation(instruction):
+                return operation_of(instruction.op_name)
+        return ""
+
+    def _annotation_behind(self, at: _Before) -> str:
+        """The nearest annotation that asks for the sharding of `at`, through operations that keep it."""
+        wanted = self._tiles(at.instruction)
+        waiting, seen = [at.instruction], {at.instruction.name}
+        while waiting and len(seen) < _FAR:
+            for user in at.inside.users.get(waiting.pop(0).name, ()):
+                if user.name in seen or self._tiles(user) != wanted:
+                    continue
+                if _is_annotation(user):
+                    return operation_of(user.op_name)
+                seen.add(user.name)
+                if user.opcode in _FOLLOWED:
+                    waiting.append(user)
+        return ""
+
+    def _annotation_of_moved(self, at: _Before) -> str:
+        """The annotation of what is there, where an operation needs it otherwise."""
+        moved = None if self._is_inner else self._moved_operand(at)
+        for _ in range(_FAR):
+            if moved is None:
+                return ""
+            if _is_annotation(moved):
+                return operation_of(moved.op_name)
+            if moved.opcode not in _FOLLOWED or not moved.operands:
+                return ""
+            moved = at.inside.by_name.get(moved.operands[0])
+        return ""
+
+    def _tiles(self, instruction: Instruction) -> list[int] | None:
+        found = self._sharding(instruction)
+        return None if found is None else sorted(n for n in found.tiles if n > 1)
+
+
+def _is_annotation(instruction: Instruction) -> bool:
+    return bool(_ANNOTATION.search(operation_of(instruction.op_name)))
+
+
+def _origin(executed: Executed) -> Instruction:
+    """The instruction whose value a collective sends: beyond those of its own op_name that only move."""
+    instruction, inside = executed.instruction, executed.computation
+    for _ in range(_FAR):
+        operands = inside.operands(instruction)
+        if not operands:
+            return instruction
+        # Of a masked or padded value the largest operand is the value.
+        instruction = max(operands, key=lambda i: i.num_bytes if i.opcode != "constant" else -1)
+        if instruction.op_name != executed.instruction.op_name or instruction.opcode not in _MOVING:
+            return instruction
+    return instruction

@@ -1,0 +1,134 @@
+"""Makes a shortlist from pairs, and says how much of the held-out references is within it."""
+
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.tasks.mt.decoding.lexical_table import TokenPairs, lexical_table
+from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
+from lingvo_moe.tasks.mt.input.scan import scan
+from lingvo_moe.tasks.mt.input.special_ids import EOS_ID
+from lingvo_moe.tasks.mt.input.vocab_cache import sample_pairs
+from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
+
+Progress = Callable[[str], None]
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # how SentencePiece calls the piece of a byte
+_LONGEST = 256  # tokens of a side that are looked at
+_AT_ONCE = 4096  # lines that are tokenised
+# Between rounds model 1 keeps more of a source piece than the shortlist will: what is rare at first may grow.
+_KEPT_BETWEEN = 4
+
+
+@dataclass(frozen=True)
+class ShortlistOptions:
+    """What goes into a shortlist.
+
+    Attributes:
+        per_piece: the most target pieces of a source piece, the likeliest by model 1.
+        frequent: the most frequent target pieces, for every line.
+        max_pairs: pairs that it is made from, drawn by temperature.
+        temperature: of the draw, as in training.
+    """
+
+    per_piece: int = 100
+    frequent: int = 200
+    max_pairs: int = 300_000
+    temperature: float = 5.0
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Of held-out pairs.
+
+    Attributes:
+        lines, tokens: of the references.
+        inside: of the tokens, those in their line's shortlist.
+        size: of a line's shortlist, the mean.
+    """
+
+    lines: int
+    tokens: int
+    inside: int
+    size: float
+
+
+def make_shortlist(
+    vocabs: NestedMap,
+    data_dir: str | os.PathLike,
+    languages: Sequence[str] = (),
+    options: ShortlistOptions | None = None,
+    progress: Progress = lambda text: None,
+) -> Shortlist:
+    """Of the training pairs in a directory. Besides what model 1 and the counts say, a byte's piece is in every line's
+    list, so that anything can be spelt.
+
+    Args:
+        vocabs: NestedMap(source, target) of Vocabulary.
+        data_dir: holds <lang>.tsv.gz, prepared or not.
+        languages: which to use; none means all.
+        options: see there.
+        progress: called with a line of text now and then.
+
+    Raises:
+        DataError: see scan.
+    """
+    o = options or ShortlistOptions()
+    found = scan(data_dir, languages, progress)
+    progress("drawing pairs")
+    texts = sample_pairs(found, o.temperature, o.max_pairs)
+    ids = {side: _tokenised(vocabs[side], texts[side], side, progress) for side in texts}
+    pairs = TokenPairs.Join(ids["source"], ids["target"])
+    sizes = vocabs.source.size, vocabs.target.size
+    table = lexical_table(pairs, *sizes, _KEPT_BETWEEN * o.per_piece, progress=progress)
+    counts = np.bincount(pairs.targets, minlength=vocabs.target.size)
+    frequent = np.argsort(-counts, kind="stable")[: o.frequent]
+    pieces = vocabs.target.Pieces(range(vocabs.target.size))
+    spelling = [i for i, piece in enumerate(pieces) if _BYTE.fullmatch(piece)]
+    return Shortlist.Make(
+        [table.Of(piece)[0][: o.per_piece] for piece in range(vocabs.source.size)],
+        [*frequent[counts[frequent] > 0], *spelling],
+        {side: vocabs[side].model_bytes for side in ("source", "target")},
+    )
+
+
+def coverage(
+    shortlist: Shortlist,
+    vocabs: NestedMap,
+    held_out: Iterable[tuple[str, Sequence[tuple[str, str]]]],
+    progress: Progress = lambda text: None,
+) -> Coverage:
+    """How much of the references is within.
+
+    Args:
+        shortlist: what is looked at.
+        vocabs: NestedMap(source, target) of Vocabulary.
+        held_out: `(language, pairs)`, as DevSet.items() gives them.
+        progress: called with a line of text now and then.
+    """
+    lines = tokens = inside = size = 0
+    for lang, pairs in held_out:
+        progress(f"held-out pairs of {lang}")
+        sources, references = zip(*pairs)
+        for source, reference in zip(
+            vocabs.source.EncodeBatch(sources), vocabs.target.EncodeBatch(references)
+        ):
+            own = shortlist.Of([*source, EOS_ID])
+            lines, size = lines + 1, size + len(own)
+            tokens, inside = tokens + len(reference), inside + int(np.isin(reference, own).sum())
+    return Coverage(lines, tokens, inside, size / max(lines, 1))
+
+
+def _tokenised(
+    vocab: Vocabulary, texts: Sequence[str], side: str, progress: Progress
+) -> list[np.ndarray]:
+    """The ids of each text, as narrow arrays: lists of Python's take ten times the memory."""
+    out: list[np.ndarray] = []
+    for start in range(0, len(texts), _AT_ONCE):
+        progress(f"tokenising the {side}: {start:,} of {len(texts):,}")
+        encoded = vocab.EncodeBatch(texts[start : start + _AT_ONCE])
+        out += [np.array(ids[:_LONGEST], np.int32) for ids in encoded]
+    return out

@@ -1,0 +1,429 @@
+"""Strings to translations, in TensorFlow alone: tokenise, encode, flat beam search, detokenise.
+
+Letters: N line, K result of a line, R row of a compiled batch, S source token, T target token.
+
+TensorFlow's own kernels run one search for any number and length of lines, those of like length together. Under
+XLA a line runs in the bucket that its length falls in, in a batch of exactly `rows` rows. Either way nothing is
+traced or compiled again once it was used, and the translation of a line is the same to the bit in a batch of 1, 7
+or 32 (docs/decode_speed.md).
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+import tensorflow_text as tf_text
+
+from lingvo_moe.core import checks
+from lingvo_moe.core.decode.flat_beam_search import SearchOptions, dim
+from lingvo_moe.core.decode.ranges import LENGTH
+from lingvo_moe.core.layers import eight_bit, panels
+from lingvo_moe.core.layers.held_weights import HeldWeights
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.op_by_op import running_op_by_op
+from lingvo_moe.core.quiet import quiet
+from lingvo_moe.core.sharding import single_device, use_mesh
+from lingvo_moe.tasks.mt.decoding.decode_step import Decoder
+from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
+from lingvo_moe.tasks.mt.decoding.shortlist_columns import ShortlistColumns
+from lingvo_moe.tasks.mt.input.special_ids import BOS_ID, EOS_ID, PAD_ID
+from lingvo_moe.tasks.mt.serving.saved_translator import translations_of
+
+_SMALLEST_BUCKET = 8
+_SOURCE_STEP = 16  # tokens: what the rows of a batch are padded to a multiple of, not under XLA
+_MOST_TOKENS = 2048  # of the sources of a batch, not under XLA
+_LONGEST_PIECE = 64  # bytes of a SentencePiece: 16 characters of UTF-8
+# Nothing that a reader of lines could take for the end of one: controls, NEL, line and paragraph separators.
+_NOT_IN_A_LINE = "[\\x{00}-\\x{1f}\\x{7f}\\x{85}\\x{2028}\\x{2029}]+"
+
+
+@dataclass(frozen=True)
+class TranslateOptions:
+    """How to translate.
+
+    Attributes:
+        beam_size: hypotheses of the beam; 1 is greedy search.
+        top_k: K, translations returned for a line, at most beam_size. With 1 the search stops soonest.
+        length_alpha: exponent of the length normalisation.
+        max_source_length: tokens of a line, EOS included; the rest is cut off and reported.
+        max_length: tokens of a translation, EOS included. A line of n tokens gets at most 2 n + 10.
+        rows: R, the most lines translated at once, more take turns; None: 8 under XLA, else 32.
+        xla: whether XLA compiles the search, a program for each bucket of exactly R rows; otherwise
+            TensorFlow's own kernels run it, which is much faster on a CPU. None: where there is an
+            accelerator.
+    """
+
+    beam_size: int = 4
+    top_k: int = 1
+    length_alpha: float = 0.6
+    max_source_length: int = 256
+    max_length: int = 256
+    rows: int | None = None
+    xla: bool | None = None
+
+    def __post_init__(self) -> None:
+        self.Search()
+        checks.check_fields(
+            self, {"max_source_length": LENGTH, "max_length": LENGTH, "rows": checks.SIZE}
+        )
+        if self.xla is None:
+            found = any(tf.config.list_physical_devices(kind) for kind in ("GPU", "TPU"))
+            object.__setattr__(self, "xla", found)
+        if self.rows is None:
+            object.__setattr__(self, "rows", 8 if self.xla else 32)
+
+    def Search(self) -> SearchOptions:
+        """The options of the beam search."""
+        return SearchOptions(self.beam_size, self.top_k, self.length_alpha, BOS_ID, EOS_ID, PAD_ID)
+
+    def Buckets(self) -> list[int]:
+        """Source lengths that are compiled: powers of two, and the longest."""
+        lengths = []
+        length = _SMALLEST_BUCKET
+        while length < self.max_source_length:
+            lengths.append(length)
+            length *= 2
+        return [*lengths, self.max_source_length]
+
+    def MaxTargetLength(self, source_length: Any) -> Any:
+        """The most tokens of a translation of `source_length` tokens, for an int or an int32 tensor."""
+        longest = 2 * source_length + 10
+        if isinstance(source_length, int):
+            return min(longest, self.max_length)
+        return tf.minimum(longest, self.max_length)
+
+
+class Translator(tf.Module):
+    """A model, its weights and its vocabularies as one function of strings, which can be saved as it is.
+
+    Args:
+        model: with `Encode`, `InitCache` and `ExtendStep` as MtModel has them, and `p.source_vocab_size`,
+            `p.target_vocab_size`.
+        theta: NestedMap of arrays or tensors.
+        source_vocab, target_vocab: serialised SentencePiece models, with ids 0 PAD, 1 BOS, 2 EOS, 3 UNK.
+        options: see TranslateOptions.
+        languages: source languages by task id, for a model that routes by them; none for others.
+        shortlist: which tokens each line is scored for; None: all.
+        weights: "float32", or "int8" for those that products are with, where TensorFlow's own kernels run.
+
+    Raises:
+        ValueError: a vocabulary with more pieces than the model has embeddings for, a shortlist for other
+            vocabularies or under XLA, or weights of another name or int8 where they cannot be.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        theta: NestedMap,
+        source_vocab: bytes,
+        target_vocab: bytes,
+        options: TranslateOptions | None = None,
+        languages: Sequence[str] = (),
+        shortlist: Shortlist | None = None,
+        weights: str = "float32",
+    ):
+        super().__init__(name="translator")
+        self.options = options or TranslateOptions()
+        self.traces = 0  # of searches; grows no more once `translate` was traced
+        self._source = _tokenizer(source_vocab)
+        self._target = _tokenizer(target_vocab)
+        self._target_size = int(self._target.vocab_size())
+        for side, have in (
+            ("source", int(self._source.vocab_size())),
+            ("target", self._target_size),
+        ):
+            room = getattr(model.p, f"{side}_vocab_size")
+            if have > room:
+                raise ValueError(
+                    f"the {side} vocabulary has {have} pieces, the model's {side}_vocab_size is {room}"
+                )
+        self._shortlist = None
+        if shortlist is not None:
+            self._shortlist = self._ColumnsOf(
+                shortlist, {"source": source_vocab, "target": target_vocab}
+            )
+        self._arrange = _arrangement(model, self.options, weights)
+        self._weights = HeldWeights(self._arrange(theta))
+        self._model = lambda: model
+        self._languages = tuple(languages)
+        strings = tf.TensorSpec([None], tf.string, name="text")
+        if languages:
+            signature = [strings, tf.TensorSpec([None], tf.string, name="language")]
+            self.translate = tf.function(self._TranslateFrom, input_signature=signature)
+        else:
+            self.translate = tf.function(self._Translate, input_signature=[strings])
+
+    def _ColumnsOf(self, shortlist: Shortlist, vocabs: dict[str, bytes]) -> ShortlistColumns:
+        """A shortlist as the search takes it, checked; see __init__."""
+        if self.options.xla:
+            raise ValueError(
+                "a shortlist is for TensorFlow's own kernels; under XLA, which runs the search where there is an"
+                " accelerator, a program has one number of tokens: leave it out, or hide the accelerator"
+            )
+        sizes = {"source": int(self._source.vocab_size()), "target": self._target_size}
+        shortlist.Check(vocabs, sizes)
+        return ShortlistColumns(shortlist, self._target_size, 2 * self.options.beam_size + 3)
+
+    def Translate(
+        self, lines: Sequence[str | bytes], languages: str | Sequence[str] | None = None
+    ) -> NestedMap:
+        """Translates; see `translations_of` for arguments and what comes back."""
+        return translations_of(self.translate, lines, languages, bool(self._languages))
+
+    @property
+    def languages(self) -> tuple[str, ...]:
+        """Source languages by task id, of a model that routes by them; none of others."""
+        return tuple(self._languages)
+
+    def SetTheta(self, theta: NestedMap) -> None:
+        """Other weights of the same model, e.g. of another checkpoint; what is compiled stays as it is.
+
+        Raises:
+            ValueError: with weights of 8 bits, which are packed when they are first used.
+        """
+        self._weights.Assign(self._arrange(theta))
+
+    def _TranslateFrom(self, text: tf.Tensor, language: tf.Tensor) -> dict[str, tf.Tensor]:
+        """As `_Translate`, for a model that routes by language: string [N], the source language of each line.
+
+        Raises, where it runs:
+            tf.errors.InvalidArgumentError: a language that the model does not know.
+        """
+        known = tf.equal(language[:, tf.newaxis], tf.constant(self._languages))
+        message = f"unknown source language; the model routes by it and knows {', '.join(self._languages)}"
+        with tf.control_dependencies(
+            [tf.debugging.Assert(tf.reduce_all(tf.reduce_any(known, 1)), [message, language])]
+        ):
+            tasks = tf.argmax(tf.cast(known, tf.int32), 1, output_type=tf.int32)
+        return self._Translate(text, tasks)
+
+    def _Translate(self, text: tf.Tensor, tasks: tf.Tensor | None = None) -> dict[str, tf.Tensor]:
+        """The whole way, in graph: what `translate` is.
+
+        Args:
+            text: string [N], a line of UTF-8 each. Invalid bytes are read as U+FFFD.
+            tasks: int32 [N], the task id of each line, if the model needs them.
+
+        Returns:
+            translations: string [N,K], best first, free of line breaks and control characters; '' for a blank line.
+            scores: float32 [N,K], log-probability / length_norm; 0 for a blank line.
+            truncated: bool [N], whether the line was longer than max_source_length.
+        """
+        o = self.options
+        # SentencePiece normalizes U+FFFD, but not what it reads an invalid byte as: here both become the same.
+        text = tf.strings.strip(tf.strings.unicode_transcode(text, "UTF-8", "UTF-8"))
+        # The time of tokenising grows with the square of a line that has no spaces.
+        longest = o.max_source_length * _LONGEST_PIECE
+        is_cut = tf.strings.length(text) > longest
+        tokens = self._source.tokenize(tf.strings.substr(text, 0, longest))
+        lengths = tf.cast(tokens.row_lengths(), tf.int32)
+        is_blank = lengths == 0
+        truncated = is_cut | (lengths + 1 > o.max_source_length)
+        tokens = tokens[:, : o.max_source_length - 1]
+        end = tf.fill([tf.shape(text)[0], 1], EOS_ID)
+        tokens = tf.concat([tokens, end], 1)
+        lengths = tf.where(is_blank, 0, tf.minimum(lengths + 1, o.max_source_length))
+
+        parts = [_Part.Empty(o.top_k)]
+        if not o.xla:
+            parts.append(self._longest_first(tokens, lengths, tasks))
+            return {**_Part.Collect(parts, is_blank), "truncated": truncated}
+        shorter = 0
+        for length in o.Buckets():
+            lines = tf.where((lengths > shorter) & (lengths <= length))[:, 0]
+            parts.append(self._bucket(tokens, lengths, tasks, tf.cast(lines, tf.int32), length))
+            shorter = length
+        return {**_Part.Collect(parts, is_blank), "truncated": truncated}
+
+    def _longest_first(
+        self, tokens: tf.RaggedTensor, lengths: tf.Tensor, tasks: tf.Tensor | None
+    ) -> "_Part":
+        """Translates all lines that are not blank, those of like length together.
+
+        The rows of a batch are padded to the longest of them, at a multiple of 16.
+        """
+        o = self.options
+        lines = tf.argsort(lengths, direction="DESCENDING", stable=True)
+        n = tf.math.count_nonzero(lengths, dtype=tf.int32)
+        search = self._search()
+
+        def one(start: tf.Tensor, texts: tf.TensorArray, scores: tf.TensorArray) -> tuple:
+            longest = lengths[lines[start]]
+            longest = (longest + (_SOURCE_STEP - 1)) // _SOURCE_STEP * _SOURCE_STEP
+            count = tf.clip_by_value(_MOST_TOKENS // longest, 1, o.rows)
+            at = lines[start : tf.minimum(start + count, n)]
+            found = tf.shape(at)[0]
+            n_at = tf.gather(lengths, at)
+            shape = tf.stack([tf.shape(at)[0], longest])
+            ids = tf.gather(tokens, at).to_tensor(PAD_ID, shape=shape)
+            tasks_at = [] if tasks is None else [tf.gather(tasks, at)]
+            text, best = self._texts(*search(ids, n_at, *tasks_at))
+            index = texts.size()
+            return (
+                start + found,
+                texts.write(index, text[:found]),
+                scores.write(index, best[:found]),
+            )
+
+        texts, scores = (
+            tf.TensorArray(
+                kind, 0, dynamic_size=True, infer_shape=False, element_shape=[None, o.top_k]
+            )
+            for kind in (tf.string, tf.float32)
+        )
+        # An empty batch, so that there is always one.
+        texts = texts.write(0, tf.fill([0, o.top_k], ""))
+        scores = scores.write(0, tf.zeros([0, o.top_k]))
+        _, texts, scores = tf.while_loop(
+            lambda start, *_: start < n,
+            one,
+            (tf.constant(0), texts, scores),
+            parallel_iterations=1,
+        )
+        return _Part(lines[:n], texts.concat(), scores.concat())
+
+    def _texts(
+        self, ids_RKT: tf.Tensor, lengths_RK: tf.Tensor, scores_RK: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """What a search found as strings [R,K], and the scores."""
+        flat = tf.reshape(ids_RKT, [-1, tf.shape(ids_RKT)[2]])
+        without_eos = tf.maximum(tf.reshape(lengths_RK, [-1]) - 1, 0)
+        text = self._target.detokenize(tf.RaggedTensor.from_tensor(flat, without_eos))
+        text = tf.strings.strip(tf.strings.regex_replace(text, _NOT_IN_A_LINE, " "))
+        return tf.reshape(text, [-1, self.options.top_k]), scores_RK
+
+    def _bucket(
+        self,
+        tokens: tf.RaggedTensor,
+        lengths: tf.Tensor,
+        tasks: tf.Tensor | None,
+        lines: tf.Tensor,
+        length: int,
+    ) -> "_Part":
+        """Translates the given lines, none of them longer than `length`, `rows` at a time."""
+        o = self.options
+        batches = (tf.shape(lines)[0] + o.rows - 1) // o.rows
+        # The last batch is filled up with line 0 at length 0, which costs no step.
+        fill = tf.zeros([batches * o.rows - tf.shape(lines)[0]], tf.int32)
+        at = tf.reshape(tf.concat([lines, fill], 0), [batches, o.rows])
+        n_at = tf.concat([tf.gather(lengths, lines), fill], 0)
+        n_at = tf.reshape(n_at, [batches, o.rows])
+        compiled = self._search(length)
+
+        def one(i: tf.Tensor, texts: tf.TensorArray, scores: tf.TensorArray) -> tuple:
+            ids = tf.gather(tokens, at[i]).to_tensor(PAD_ID, shape=[o.rows, length])
+            tasks_at = [] if tasks is None else [tf.gather(tasks, at[i])]
+            text, best = self._texts(*compiled(ids, n_at[i], *tasks_at))
+            return i + 1, texts.write(i, text), scores.write(i, best)
+
+        shape = [o.rows, o.top_k]
+        _, texts, scores = tf.while_loop(
+            lambda i, *_: i < batches,
+            one,
+            (
+                tf.constant(0),
+                tf.TensorArray(tf.string, batches, element_shape=shape),
+                tf.TensorArray(tf.float32, batches, element_shape=shape),
+            ),
+            parallel_iterations=1,
+        )
+        n = tf.shape(lines)[0]
+        flat_shape = [batches * o.rows, o.top_k]
+        return _Part(
+            lines,
+            tf.reshape(texts.stack(), flat_shape)[:n],
+            tf.reshape(scores.stack(), flat_shape)[:n],
+        )
+
+    def _search(self, length: int | None = None) -> Any:
+        """int32 ids [R,S], lengths [R] (and tasks [R]) to ids [R,K,T], lengths [R,K], scores [R,K].
+
+        Args:
+            length: S of the program that XLA compiles; None: any number and length of rows, not compiled.
+        """
+        o = self.options
+        longest = o.MaxTargetLength(length) if length else o.max_length
+        decoder = Decoder(self._model(), o.Search(), longest, self._target_size, self._shortlist)
+
+        @tf.function(jit_compile=length is not None, autograph=False)
+        def search(ids_RS: tf.Tensor, lengths_R: tf.Tensor, *tasks_R: tf.Tensor) -> tuple:
+            self.traces += 1
+            with use_mesh(single_device()), running_op_by_op(length is None):
+                theta = self._weights.Theta()
+                rows, size = (dim(ids_RS, axis) for axis in (0, 1))
+                at_S = tf.tile(tf.range(size)[tf.newaxis], [rows, 1])
+                real_RS = at_S < lengths_R[:, tf.newaxis]
+                src = NestedMap(
+                    ids=tf.where(real_RS, ids_RS, PAD_ID),
+                    segment_ids=tf.cast(real_RS, tf.int32),
+                    segment_pos=tf.where(real_RS, at_S, 0),
+                )
+                for task_R in tasks_R:
+                    src.task_ids = tf.where(real_RS, task_R[:, tf.newaxis], 0)
+                max_lengths = tf.where(lengths_R > 0, o.MaxTargetLength(lengths_R), 0)
+                found = decoder.Search(theta, src, max_lengths)
+            return found.ids_BKT, found.lengths_BK, found.scores_BK
+
+        return search
+
+
+def _arrangement(
+    model: Any, options: TranslateOptions, weights: str
+) -> Callable[[NestedMap], NestedMap]:
+    """From a model's theta to what the search reads: see BaseLayer.ForInference. Raises ValueError; see Translator."""
+    if weights not in panels.WEIGHTS:
+        raise ValueError(f"weights is {weights!r}; it must be one of {', '.join(panels.WEIGHTS)}")
+    if weights == "int8":
+        if options.xla:
+            raise ValueError(
+                "weights=int8 is for TensorFlow's own kernels; XLA, which runs the search where there is an"
+                " accelerator, has no fast products of 8 bits: leave it out, or hide the accelerator"
+            )
+        eight_bit.check_supported()
+    if options.xla or not hasattr(model, "ForInference"):
+        return lambda theta: theta
+
+    def arrange(theta: NestedMap) -> NestedMap:
+        with panels.arranging(weights):
+            return model.ForInference(theta)
+
+    return arrange
+
+
+def _tokenizer(vocab: bytes) -> Any:
+    """A tokenizer under a name of its own.
+
+    In a loaded SavedModel, tokenizers of one name are one: the first, whatever their models.
+    """
+    name = f"sentencepiece_{hashlib.sha256(vocab).hexdigest()[:16]}"
+    with quiet():  # it tells that a vocabulary takes text as it is, and has no level to be told
+        return tf_text.SentencepieceTokenizer(model=vocab, name=name)
+
+
+@dataclass
+class _Part:
+    """The results of some lines: int32 [n], string [n,K], float32 [n,K]."""
+
+    lines: tf.Tensor
+    texts: tf.Tensor
+    scores: tf.Tensor
+
+    @classmethod
+    def Empty(cls, top_k: int) -> "_Part":
+        """What stands for blank lines: one row that belongs to no line."""
+        return cls(tf.constant([-1]), tf.fill([1, top_k], ""), tf.zeros([1, top_k]))
+
+    @staticmethod
+    def Collect(parts: list["_Part"], is_blank: tf.Tensor) -> dict[str, tf.Tensor]:
+        """The results of all lines, in order."""
+        lines = tf.concat([p.lines for p in parts], 0)[1:]
+        # The place of each line among the results; 0, the empty one, for blank lines.
+        place = tf.scatter_nd(
+            lines[:, tf.newaxis], tf.range(1, tf.shape(lines)[0] + 1), tf.shape(is_blank)
+        )
+        return {
+            "translations": tf.gather(tf.concat([p.texts for p in parts], 0), place),
+            "scores": tf.gather(tf.concat([p.scores for p in parts], 0), place),
+        }

@@ -1,0 +1,1 @@
+"""BLEU, chrF and losses on held-out data."""

@@ -1,0 +1,183 @@
+"""How likely a model finds given translations: the log-probability of each token of a target, its source given.
+
+Letters: R row of a compiled batch, S source token, T target token.
+
+As in translating, a pair runs in the bucket that its longer side falls in, in a batch of exactly `rows` rows: there is
+one compiled program for each bucket, and a score does not depend on what else was asked for with it.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lingvo_moe.core import checks
+from lingvo_moe.core.decode.ranges import LENGTH
+from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.engine.tf_engine import TfEngine
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.tasks.mt.input.packing import Shape, to_batch
+from lingvo_moe.tasks.mt.input.special_ids import EOS_ID
+from lingvo_moe.tasks.mt.input.tasks import task_numbers
+from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
+from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+from lingvo_moe.tasks.mt.serving.export import load_theta
+
+_SMALLEST_BUCKET = 8
+_LONGEST_PIECE = 64  # bytes of a SentencePiece: 16 characters of UTF-8
+
+
+@dataclass(frozen=True)
+class ScoreOptions:
+    """How to score.
+
+    Attributes:
+        max_source_length, max_length: tokens of a source and of a target, EOS included; the rest is cut off.
+        rows: R, pairs scored at once. Fewer are filled up, more take turns.
+    """
+
+    max_source_length: int = 256
+    max_length: int = 256
+    rows: int = 8
+
+    def __post_init__(self) -> None:
+        checks.check_fields(
+            self, {"max_source_length": LENGTH, "max_length": LENGTH, "rows": checks.SIZE}
+        )
+
+    def Bucket(self, source_tokens: int, target_tokens: int) -> tuple[int, int]:
+        """S and T of the program that a pair runs in: both sides in the next power of two of the longer one."""
+        length = _SMALLEST_BUCKET
+        while length < max(source_tokens, target_tokens):
+            length *= 2
+        return min(length, self.max_source_length), min(length, self.max_length)
+
+
+@dataclass(frozen=True)
+class Score:
+    """Of one pair.
+
+    Attributes:
+        token_log_probs: float32 [T], of each token of the target given those before it, EOS the last; nats.
+        pieces: these tokens, as the vocabulary spells them.
+        truncated: whether a side was cut.
+    """
+
+    token_log_probs: np.ndarray
+    pieces: list[str]
+    truncated: bool
+
+    @property
+    def log_prob(self) -> float:
+        """Of the whole target, in nats."""
+        return float(self.token_log_probs.sum(dtype=np.float64))
+
+
+class Scorer:
+    """A run's model at a checkpoint.
+
+    Args:
+        logdir: a trainer's.
+        options: see ScoreOptions.
+        step: which checkpoint; None for the newest.
+        average_last: how many checkpoints, this one the last, to take the mean of.
+        trust_run: see RunDir.
+
+    Attributes:
+        about: what the model is: model, params_override, step.
+
+    Raises:
+        RunDirError, CheckpointError: as load_translator.
+    """
+
+    def __init__(
+        self,
+        logdir: str | os.PathLike,
+        options: ScoreOptions | None = None,
+        step: int | None = None,
+        average_last: int = 1,
+        trust_run: bool = False,
+    ):
+        run = RunDir(logdir, trust_run=trust_run)
+        self._options = options or ScoreOptions()
+        self._task = run.Task()
+        self._by_language = self._task.RoutesByTask(self._task.p)
+        self._languages = run.languages
+        self._vocabs = run.vocabs.Transform(Vocabulary)
+        theta, self.about = load_theta(run, self._task, step, average_last)
+        self._engine = TfEngine()
+        self._specs = self._task.VariableSpecs()
+        self._theta = self._engine.Put(theta, self._specs)
+        self._compiled: dict[tuple[int, int], Any] = {}
+
+    @property
+    def programs(self) -> int:
+        """How many were compiled so far."""
+        return len(self._compiled)
+
+    def Score(
+        self,
+        sources: Sequence[str],
+        targets: Sequence[str],
+        languages: str | Sequence[str] | None = None,
+    ) -> list[Score]:
+        """Scores each target as the translation of its source.
+
+        Args:
+            sources, targets: N texts each. A text may be empty: the end of the sentence is a token, too.
+            languages: the source language of each pair, or of all; needed by models that route by it.
+
+        Raises:
+            ValueError: no language where it is needed. DataError: one that the run does not know.
+        """
+        o = self._options
+        src = self._encode("source", sources, o.max_source_length)
+        tgt = self._encode("target", targets, o.max_length)
+        tasks = self._tasks(languages, len(src))
+        buckets: dict[tuple[int, int], list[int]] = {}
+        for i, ((s, _), (t, _)) in enumerate(zip(src, tgt, strict=True)):
+            buckets.setdefault(o.Bucket(len(s) + 1, len(t) + 1), []).append(i)
+        scores: dict[int, Score] = {}
+        for bucket, members in buckets.items():
+            for at in range(0, len(members), o.rows):
+                now = members[at : at + o.rows]
+                found_RT = self._run(bucket, [(src[i][0], tgt[i][0], tasks[i]) for i in now])
+                for i, found_T in zip(now, found_RT):
+                    ids, cut = tgt[i]
+                    pieces = self._vocabs.target.Pieces([*ids, EOS_ID])
+                    scores[i] = Score(found_T[: len(pieces)], pieces, cut or src[i][1])
+        return [scores[i] for i in range(len(src))]
+
+    def _encode(self, side: str, texts: Sequence[str], most: int) -> list[tuple[list[int], bool]]:
+        """The ids of each text without EOS, and whether they were cut to leave room for it."""
+        # The time of tokenising grows with the square of a line that has no spaces.
+        longest = most * _LONGEST_PIECE
+        texts = [text.strip() for text in texts]
+        ids = self._vocabs[side].EncodeBatch([text[:longest] for text in texts])
+        return [
+            (one[: most - 1], len(text) > longest or len(one) > most - 1)
+            for text, one in zip(texts, ids)
+        ]
+
+    def _tasks(self, languages: str | Sequence[str] | None, number: int) -> list[int]:
+        if not self._by_language:
+            return [0] * number
+        if languages is None:
+            raise ValueError("the model routes by the source language: give it (--language)")
+        each = [languages] * number if isinstance(languages, str) else list(languages)
+        return task_numbers(each, self._languages)
+
+    def _run(self, bucket: tuple[int, int], pairs: list[tuple]) -> np.ndarray:
+        """float32 [R,T] of at most `rows` pairs."""
+        shape = Shape(self._options.rows, *bucket, pack=False, task_ids=self._by_language)
+        batch = to_batch([[pair] for pair in pairs], shape)
+        if bucket not in self._compiled:
+            specs = self._specs, batch.Transform(lambda x: TensorSpec(x.shape, x.dtype.name))
+            name = "log_probs_{}_{}".format(*bucket)
+            self._compiled[bucket] = self._engine.Build(self._log_probs, specs, name=name)
+        return self._engine.Get(self._compiled[bucket](self._theta, batch))
+
+    def _log_probs(self, theta: NestedMap, batch: NestedMap) -> Any:
+        return self._task.LogProbs(theta, batch, self._vocabs.target.size)

@@ -1,0 +1,327 @@
+"""BLEU and chrF (sacreBLEU) per language, by resource group and on average."""
+
+import hashlib
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sacrebleu.metrics import BLEU, CHRF
+
+from lingvo_moe.core.files import write_atomic
+from lingvo_moe.core.manifest import write_manifest
+from lingvo_moe.tasks.mt.decoding.line_stream import one_line
+from lingvo_moe.tasks.mt.input import tsv
+from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.file_list import FileList, verify_where_listed
+from lingvo_moe.tasks.mt.input.prepared import Prepared
+from lingvo_moe.tasks.mt.quality.kept_translations import TranslateLines
+
+# (lines that are done, all lines).
+Progress = Callable[[int, int], None]
+
+LIST = "report.sha256"
+_SUFFIXES = ("src", "ref", "hyp")
+GROUPS = ("high", "mid", "low")
+
+
+@dataclass
+class LanguageReport:
+    """What was translated from a language, and its scores (0 to 100).
+
+    Attributes:
+        train_pairs: in training.
+        group: of GROUPS, or ''.
+        baseline: bleu and chrf of another model on the same lines; see baselines.py.
+    """
+
+    bleu: float
+    chrf: float
+    train_pairs: int
+    sources: list[str]
+    references: list[str]
+    hypotheses: list[str]
+    group: str = ""
+    baseline: dict[str, float] | None = None
+
+    @property
+    def delta(self) -> dict[str, float] | None:
+        """How much better than the baseline, bleu and chrf."""
+        if self.baseline is None:
+            return None
+        return {
+            "bleu": self.bleu - self.baseline["bleu"],
+            "chrf": self.chrf - self.baseline["chrf"],
+        }
+
+    @property
+    def pairs_digest(self) -> str:
+        """Tells whether two models were scored on the same lines."""
+        lines = "\n".join(map(one_line, (*self.sources, *self.references)))
+        return hashlib.sha256(lines.encode("utf-8", "replace")).hexdigest()[:16]
+
+    def ToDict(self) -> dict[str, Any]:
+        """For JSON: without the texts."""
+        out = {
+            "bleu": self.bleu,
+            "chrf": self.chrf,
+            "lines": len(self.references),
+            "pairs_digest": self.pairs_digest,
+            "train_pairs": self.train_pairs,
+            "group": self.group,
+        }
+        if self.baseline is not None:
+            out |= {"baseline": self.baseline, "delta": self.delta}
+        return out
+
+
+@dataclass
+class EvalReport:
+    """The result of `evaluate`.
+
+    Attributes:
+        languages: by language code, sorted.
+        signatures: sacreBLEU's, of 'bleu' and 'chrf': what to state beside a score.
+        seconds: spent translating.
+    """
+
+    languages: dict[str, LanguageReport]
+    signatures: dict[str, str]
+    seconds: float = 0.0
+    info: dict[str, Any] = field(default_factory=dict)
+
+    def Average(self, group: str = "") -> dict[str, float]:
+        """The unweighted mean over the languages (of a group): bleu, chrf and how many languages; and, where there are
+        baselines, delta_bleu, delta_chrf and of how many languages these are."""
+        chosen = [r for r in self.languages.values() if not group or r.group == group]
+        out = {
+            "bleu": _mean([r.bleu for r in chosen]),
+            "chrf": _mean([r.chrf for r in chosen]),
+            "languages": len(chosen),
+        }
+        deltas = [r.delta for r in chosen if r.delta is not None]
+        if deltas:
+            out |= {
+                "delta_bleu": _mean([d["bleu"] for d in deltas]),
+                "delta_chrf": _mean([d["chrf"] for d in deltas]),
+                "baselines": len(deltas),
+            }
+        return out
+
+    @property
+    def groups(self) -> list[str]:
+        """The resource groups that some language is of."""
+        return [g for g in GROUPS if any(r.group == g for r in self.languages.values())]
+
+    def ByResource(self) -> list[str]:
+        """The languages, those with the most training pairs first."""
+        return sorted(self.languages, key=lambda lang: -self.languages[lang].train_pairs)
+
+    def ToDict(self) -> dict[str, Any]:
+        """For JSON: scores without the texts."""
+        return {
+            **self.info,
+            "average": self.Average(),
+            "groups": {g: self.Average(g) | self._range(g) for g in self.groups},
+            "languages": {lang: r.ToDict() for lang, r in self.languages.items()},
+            "signatures": self.signatures,
+            "seconds": self.seconds,
+        }
+
+    def _range(self, group: str) -> dict[str, int]:
+        pairs = [r.train_pairs for r in self.languages.values() if r.group == group]
+        return {"min_train_pairs": min(pairs), "max_train_pairs": max(pairs)}
+
+    def Write(self, directory: str | Path) -> None:
+        """Writes report.json, texts/ and comet/, and LIST, the list of their SHA-256. Raises OSError."""
+        directory = Path(directory)
+        self.WriteTexts(directory / "texts")
+        self.WriteComet(directory / "comet")
+        content = json.dumps(self.ToDict(), indent=2, ensure_ascii=False)
+        write_atomic(directory / "report.json", content.encode() + b"\n")
+        texts = [f"texts/{lang}.{suffix}" for lang in self.languages for suffix in _SUFFIXES]
+        comet = [f"comet/{suffix}.txt" for suffix in (*_SUFFIXES, "lang")]
+        write_manifest(directory, LIST, ["report.json", *texts, *comet])
+
+    def WriteTexts(self, directory: str | Path) -> None:
+        """`<lang>.src`, `<lang>.ref` and `<lang>.hyp`, a line for each pair, for other scorers."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        for lang, r in self.languages.items():
+            for suffix, lines in _texts(r).items():
+                write_atomic(directory / f"{lang}.{suffix}", _lines(lines))
+
+    def WriteComet(self, directory: str | Path) -> None:
+        """The lines of all languages as comet-score takes them: src.txt, hyp.txt, ref.txt; and lang.txt, the language
+        of each, to take its scores apart again."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        reports = self.languages.values()
+        for suffix in _SUFFIXES:
+            lines = [line for r in reports for line in _texts(r)[suffix]]
+            write_atomic(directory / f"{suffix}.txt", _lines(lines))
+        langs = [lang for lang, r in self.languages.items() for _ in r.references]
+        write_atomic(directory / "lang.txt", _lines(langs))
+
+
+def verify_scores(directory: str | os.PathLike, paths: Iterable[str]) -> None:
+    """Raises DataError where files that EvalReport.Write wrote and listed are damaged; without a list it warns.
+
+    Args:
+        directory: that was written to.
+        paths: of the files in it, with slashes.
+    """
+    verify_where_listed(directory, LIST, paths, "tools.evaluate")
+
+
+def _texts(report: LanguageReport) -> dict[str, list[str]]:
+    return {"src": report.sources, "ref": report.references, "hyp": report.hypotheses}
+
+
+def _lines(lines: Iterable[str]) -> bytes:
+    return "".join(f"{one_line(line)}\n" for line in lines).encode("utf-8", "replace")
+
+
+def evaluate(
+    translate: TranslateLines,
+    devset: Iterable[tuple[str, Sequence[tuple[str, str]]]],
+    train_pairs: Mapping[str, int] | None = None,
+    batch_lines: int = 1024,
+    progress: Progress | None = None,
+    bounds: tuple[int, int] | None = None,
+) -> EvalReport:
+    """Translates held-out pairs and scores them.
+
+    Args:
+        translate: lines and their languages -> translations.
+        devset: `(language, [(source, reference), ...])`, e.g. `DevSet(data_dir).items()`.
+        train_pairs: training pairs of each language, from which the resource groups follow; None for no groups.
+        batch_lines: lines handed to `translate` at once.
+        progress: called after each batch.
+        bounds: of the resource groups; see `resource_groups`.
+
+    Raises:
+        ValueError: an empty dev set, or `translate` returned another number of lines than it got.
+    """
+    data = {lang: list(pairs) for lang, pairs in devset}
+    if not data:
+        raise ValueError("nothing to evaluate: the dev set has no language")
+    start = time.monotonic()
+    # All languages together, so that the batches of a small dev set are full.
+    sources = [source for pairs in data.values() for source, _ in pairs]
+    langs = [lang for lang, pairs in data.items() for _ in pairs]
+    translated: list[str] = []
+    while len(translated) < len(sources):
+        now = slice(len(translated), len(translated) + batch_lines)
+        batch = sources[now]
+        translations = translate(batch, langs[now])
+        if len(translations) != len(batch):
+            raise ValueError(f"{len(translations)} translations of {len(batch)} lines")
+        translated += translations
+        if progress:
+            progress(len(translated), len(sources))
+    seconds = time.monotonic() - start
+    bleu, chrf = BLEU(), CHRF()
+    rest = iter(translated)
+    languages = {}
+    for lang, pairs in data.items():
+        references = [reference for _, reference in pairs]
+        hypotheses = list(itertools.islice(rest, len(pairs)))
+        languages[lang] = LanguageReport(
+            bleu=bleu.corpus_score(hypotheses, [references]).score,
+            chrf=chrf.corpus_score(hypotheses, [references]).score,
+            train_pairs=(train_pairs or {}).get(lang, 0),
+            sources=[source for source, _ in pairs],
+            references=references,
+            hypotheses=hypotheses,
+        )
+    languages = dict(sorted(languages.items()))
+    if train_pairs is not None:
+        counts = {k: r.train_pairs for k, r in languages.items()}
+        for lang, group in resource_groups(counts, bounds).items():
+            languages[lang].group = group
+    signatures = {"bleu": str(bleu.get_signature()), "chrf": str(chrf.get_signature())}
+    return EvalReport(languages, signatures, seconds)
+
+
+def count_train_pairs(
+    data_dir: str | os.PathLike, languages: Iterable[str]
+) -> dict[str, int] | None:
+    """The training pairs of each language, 0 for one that has none; None for a directory of dev pairs alone.
+
+    Raises:
+        DataError: data of tools.prepare or tools.build_corpus that is damaged.
+    """
+    languages = list(languages)
+    if prepared := Prepared.Open(data_dir):  # has counted them
+        return {lang: prepared.pairs.get(lang, 0) for lang in languages}
+    listed = FileList.Open(data_dir)
+    try:
+        files = tsv.language_files(data_dir)
+    except DataError:
+        return None
+    if listed:
+        listed.Verify(files[lang] for lang in languages if lang in files)
+    return {
+        lang: sum(1 for _ in tsv.read_pairs(files[lang])) if lang in files else 0
+        for lang in languages
+    }
+
+
+def resource_groups(
+    train_pairs: Mapping[str, int], bounds: tuple[int, int] | None = None
+) -> dict[str, str]:
+    """'high', 'mid' or 'low' for each language.
+
+    Args:
+        train_pairs: of each language.
+        bounds: the fewest training pairs of a high and of a mid one; None for thirds of the languages, where names
+            decide between equals.
+    """
+    ranked = sorted(train_pairs, key=lambda lang: (-train_pairs[lang], lang))
+    if bounds is None:
+        return {lang: GROUPS[i * len(GROUPS) // len(ranked)] for i, lang in enumerate(ranked)}
+    high, mid = bounds
+    return {
+        lang: "high" if train_pairs[lang] >= high else "mid" if train_pairs[lang] >= mid else "low"
+        for lang in ranked
+    }
+
+
+def read_translations(
+    directory: str | os.PathLike, devset: Iterable[tuple[str, Sequence[tuple[str, str]]]]
+) -> list[str]:
+    """The translations of all pairs of a dev set, in order, as `WriteTexts` left them, so as to score them again.
+
+    Raises:
+        ValueError: a file is missing or damaged, or its lines are not those of these pairs.
+    """
+    directory, devset = Path(directory), list(devset)
+    wanted = [directory / f"{lang}.{suffix}" for lang, _ in devset for suffix in ("src", "hyp")]
+    for file in wanted:
+        if not file.is_file():
+            raise ValueError(f"{file}: missing; translate first, without --rescore")
+    verify_scores(directory.parent, (f"{directory.name}/{file.name}" for file in wanted))
+    out = []
+    for lang, pairs in devset:
+        texts = {
+            suffix: (directory / f"{lang}.{suffix}").read_bytes().decode("utf-8").split("\n")[:-1]
+            for suffix in ("src", "hyp")
+        }
+        if texts["src"] != [one_line(source) for source, _ in pairs] or (
+            len(texts["hyp"]) != len(pairs)
+        ):
+            raise ValueError(
+                f"{directory}/{lang}.src has not the {len(pairs)} sources that are asked for: translate anew, "
+                "without --rescore, or give the same --data_dir and --max_per_language as then"
+            )
+        out += texts["hyp"]
+    return out
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,315 @@
+"""Who is routed where: what a trained model's MoE layers do with held-out sentences, by language.
+
+Letters: B row of the batch, T time, U language, L layer, E expert.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.engine.summaries import read_metrics
+from lingvo_moe.core.engine.tf_engine import TfEngine
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.tasks.mt.input.dev_set import DevSet
+from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.packing import RowFiller, Shape, to_batch
+from lingvo_moe.tasks.mt.input.tasks import task_numbers
+from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
+from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+from lingvo_moe.tasks.mt.serving.export import load_theta
+
+_STACKS = {"encoder": "src", "decoder": "tgt"}  # and the side of a batch whose tokens it routes
+_COUNTS = ("tokens", "chosen", "unrouted", "first")
+# (languages that are done, all languages).
+Progress = Callable[[int, int], None]
+
+
+@dataclass
+class LayerRouting:
+    """What one MoE layer did.
+
+    Attributes:
+        name: 'encoder/layer_1'.
+        router: the class that chose, 'Top2Router'.
+        tokens_U: int64, the tokens of each language.
+        chosen_UE: int64, how many of them went to each expert, all choices together.
+        unrouted_U: int64, tokens that no expert saw.
+        first_UE: int64, as chosen_UE, of first choices; None where choices have no order.
+        probability_UE: float64, the sum of the gating network's probabilities; None without one.
+        entropy_U: float64, the sum of the entropies of these, in nats; None without them.
+        training: from the run's own summaries, means over the last tenth of them, by metric.
+    """
+
+    name: str
+    router: str
+    tokens_U: np.ndarray
+    chosen_UE: np.ndarray
+    unrouted_U: np.ndarray
+    first_UE: np.ndarray | None = None
+    probability_UE: np.ndarray | None = None
+    entropy_U: np.ndarray | None = None
+    training: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def load_E(self) -> np.ndarray:
+        """Each expert's share of all choices."""
+        return self.chosen_UE.sum(0) / max(self.chosen_UE.sum(), 1)
+
+    @property
+    def dead_experts(self) -> int:
+        """Experts that no token was sent to."""
+        return int((self.chosen_UE.sum(0) == 0).sum())
+
+    @property
+    def gate_entropy(self) -> float | None:
+        """The mean over all tokens, in nats."""
+        return None if self.entropy_U is None else float(self.entropy_U.sum() / self.tokens_U.sum())
+
+    @property
+    def language_bits(self) -> float:
+        """How much the expert of a token tells of its language: see `mutual_information`."""
+        return mutual_information(self.chosen_UE if self.first_UE is None else self.first_UE)
+
+    def ToDict(self, languages: Sequence[str]) -> dict[str, Any]:
+        """For JSON."""
+
+        def by_language(values: np.ndarray | None) -> dict[str, Any] | None:
+            return None if values is None else dict(zip(languages, values.tolist(), strict=True))
+
+        return {
+            "name": self.name,
+            "router": self.router,
+            "tokens": by_language(self.tokens_U),
+            "chosen": by_language(self.chosen_UE),
+            "first": by_language(self.first_UE),
+            "unrouted": by_language(self.unrouted_U),
+            "probability": by_language(self.probability_UE),
+            "entropy": by_language(self.entropy_U),
+            "load": self.load_E.tolist(),
+            "dead_experts": self.dead_experts,
+            "gate_entropy": self.gate_entropy,
+            "language_bits": self.language_bits,
+            "training": self.training,
+        }
+
+
+@dataclass
+class RoutingReport:
+    """What all MoE layers did.
+
+    Attributes:
+        about: model, params_override and step of the checkpoint, and num_experts.
+        pairs: how many held-out pairs of each language were looked at.
+        layers: in the order of the model.
+    """
+
+    about: dict[str, Any]
+    pairs: dict[str, int]
+    layers: list[LayerRouting]
+
+    @property
+    def languages(self) -> list[str]:
+        """In the order of the layers' U."""
+        return list(self.pairs)
+
+    def ToDict(self) -> dict[str, Any]:
+        """For JSON."""
+        layers = [layer.ToDict(self.languages) for layer in self.layers]
+        return {**self.about, "pairs": self.pairs, "layers": layers}
+
+
+def mutual_information(count_UE: np.ndarray) -> float:
+    """Between the language and the expert of a token, in bits; every language weighs the same.
+
+    0 where all languages use the experts alike, at most log2 of the smaller number of the two. Few
+    tokens look more orderly than they are; Miller and Madow's term, (kinds seen - 1) / (2 tokens),
+    is added to each entropy for that.
+    """
+    count_UE = count_UE[count_UE.sum(1) > 0]
+    if not len(count_UE):
+        return 0.0
+    tokens_U = count_UE.sum(1)
+    share_UE = count_UE / tokens_U[:, np.newaxis]
+    within = np.mean([_entropy(p) + _missing(p, n) for p, n in zip(share_UE, tokens_U)])
+    mean_E = share_UE.mean(0)
+    overall = _entropy(mean_E) + _missing(mean_E, tokens_U.sum())
+    return float(np.clip((overall - within) / np.log(2), 0.0, np.log2(min(count_UE.shape))))
+
+
+def _entropy(share_E: np.ndarray) -> float:
+    some = share_E[share_E > 0]
+    return float(-(some * np.log(some)).sum())
+
+
+def _missing(share_E: np.ndarray, tokens: int) -> float:
+    return float(((share_E > 0).sum() - 1) / (2 * tokens))
+
+
+def measure_routing(
+    logdir: str | os.PathLike,
+    devset: DevSet,
+    step: int | None = None,
+    average_last: int = 1,
+    rows: int = 16,
+    progress: Progress = lambda done, all_: None,
+    trust_run: bool = False,
+) -> RoutingReport:
+    """Runs a run's model over held-out pairs, as in inference: nothing is dropped, nothing by chance.
+
+    The decoder is given the true translation. Each batch holds one language, so that what a layer
+    reports of a batch are counts of that language. A pair that is longer than the run's rows is cut.
+
+    Args:
+        logdir: a trainer's.
+        devset: the pairs.
+        step: of the checkpoint; None for the newest.
+        average_last: how many checkpoints, this one the last, to take the mean of.
+        rows: B.
+        progress: told after each language.
+        trust_run: see RunDir.
+
+    Raises:
+        RunDirError: no run there.
+        CheckpointError: no such checkpoint, or a damaged one.
+        DataError: a language without a usable pair.
+        ValueError: a model without experts.
+    """
+    run = RunDir(logdir, trust_run=trust_run)
+    params, task = run.Params(), run.Task()
+    if not task.MetricLayers():
+        raise ValueError(
+            f"--logdir={logdir}: {run.experiment['model']} has no MoE layer (task.num_experts=0), so "
+            "nothing is routed"
+        )
+    vocabs = run.vocabs.Transform(Vocabulary)
+    inputs = params.input.Copy().Set(batch_size=rows, pack=True).Instantiate()
+    theta, about = load_theta(run, task, step, average_last)
+    metrics_of = _moe_metrics(task, theta, inputs.BatchSpec().Transform(_to_tensor_spec))
+    tallies = []
+    pairs: dict[str, int] = {}
+    tasks = [0] * len(devset.languages)
+    if inputs.shape.task_ids:
+        tasks = task_numbers(devset.languages, run.languages)
+    for (lang, lines), task_id in zip(devset.items(), tasks, strict=True):
+        tally = _Tally()
+        for batch, number in _batches(lines, task_id, vocabs, inputs.shape):
+            tally.Add(batch, metrics_of(batch))
+            pairs[lang] = pairs.get(lang, 0) + number
+        if lang not in pairs:
+            raise DataError(f"the held-out pairs of {lang!r} have no tokens")
+        tallies.append(tally)
+        progress(len(tallies), len(devset.languages))
+    about["num_experts"] = task.p.num_experts
+    return RoutingReport(about, pairs, _layers(task, tallies, run))
+
+
+def _moe_metrics(
+    task: Any, theta: NestedMap, batch_specs: NestedMap
+) -> Callable[[NestedMap], NestedMap]:
+    """A function from a batch to what the MoE layers tell of it, as arrays."""
+    engine = TfEngine(jit_compile=False)  # a few batches are not worth a compilation
+    specs = task.VariableSpecs(), batch_specs
+
+    def moe_metrics(theta: NestedMap, batch: NestedMap) -> NestedMap:
+        return task.EvalStep(theta, batch).moe
+
+    evaluate = engine.Build(moe_metrics, specs, name="routing")
+    theta = engine.Put(theta, specs[0])
+    return lambda batch: engine.Get(evaluate(theta, batch))
+
+
+def _batches(
+    lines: Sequence[tuple[str, str]], task_id: int, vocabs: NestedMap, shape: Shape
+) -> Iterator[tuple[NestedMap, int]]:
+    """Each pair once, packed; and how many pairs a batch holds."""
+    filler, held = RowFiller(shape), 0
+    sides = zip(*lines, strict=True)
+    ids = [vocabs[side].EncodeBatch(texts) for side, texts in zip(("source", "target"), sides)]
+    for source, target in zip(*ids, strict=True):
+        if not source or not target:
+            continue
+        pair = source[: shape.source_length - 1], target[: shape.target_length - 1], task_id
+        if not filler.Add(*pair):
+            yield to_batch(filler.rows, shape), held
+            filler, held = RowFiller(shape), 0
+            filler.Add(*pair)
+        held += 1
+    if held:
+        yield to_batch(filler.rows, shape), held
+
+
+class _Tally:
+    """Sums over the batches of one language, by stack and name: float64 [L] or [L,E].
+
+    Metrics are shares of a batch's tokens or slots; times their number they are the counts again,
+    to the unit.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[str, dict[str, np.ndarray]] = {stack: {} for stack in _STACKS}
+
+    def Add(self, batch: NestedMap, moe: NestedMap) -> None:
+        for stack, side in _STACKS.items():
+            m = moe[stack].Transform(lambda x: np.asarray(x, np.float64))
+            tokens = float((batch[side].segment_ids > 0).sum())
+            slots_L = np.rint(m.experts_per_token * tokens)
+            self._sum(stack, "tokens", np.full_like(slots_L, tokens))
+            self._sum(stack, "chosen", np.rint(m.expert_load * slots_L[:, np.newaxis]))
+            self._sum(stack, "unrouted", np.rint(m.dispatch_0 * tokens))
+            if "expert_load_first" in m:
+                self._sum(stack, "first", np.rint(m.expert_load_first * tokens))
+            if "importance" in m:
+                self._sum(stack, "probability", m.importance * tokens)
+                self._sum(stack, "entropy", m.gate_entropy * tokens)
+
+    def _sum(self, stack: str, name: str, value: np.ndarray) -> None:
+        sums = self.sums[stack]
+        sums[name] = sums[name] + value if name in sums else value
+
+
+def _layers(task: Any, tallies: Sequence[_Tally], run: RunDir) -> list[LayerRouting]:
+    """The layers of a model, from the sums of each language."""
+    rows = read_metrics(str(run.summaries_dir))
+    rows = rows[-max(len(rows) // 10, 1) :]
+    out = []
+    for prefix, names in task.MetricLayers().items():
+        stack = prefix.rpartition("/")[2]
+        moe = task.children[stack].p.block[-1].ffn_tpl
+        by_language = [tally.sums[stack] for tally in tallies]
+        sums = {name: np.stack([one[name] for one in by_language], 1) for name in by_language[0]}
+        counts = {name: sums[name].astype(np.int64) for name in _COUNTS if name in sums}
+        for i, name in enumerate(names):
+            out.append(
+                LayerRouting(
+                    name=f"{stack}/{name}",
+                    router=moe.router.cls.__name__,
+                    tokens_U=counts["tokens"][i],
+                    chosen_UE=counts["chosen"][i],
+                    unrouted_U=counts["unrouted"][i],
+                    first_UE=counts["first"][i] if "first" in counts else None,
+                    probability_UE=sums["probability"][i] if "probability" in sums else None,
+                    entropy_U=sums["entropy"][i] if "entropy" in sums else None,
+                    training=_of_training(rows, prefix, i),
+                )
+            )
+    return out
+
+
+def _of_training(rows: Sequence[dict[str, Any]], prefix: str, layer: int) -> dict[str, float]:
+    """Means over these summaries of every metric that is one number for each layer."""
+    out = {}
+    for path in rows[-1] if rows else ():
+        if path.startswith(f"{prefix}/") and not isinstance(rows[-1][path][layer], list):
+            values = [row[path][layer] for row in rows if path in row]
+            finite = [v for v in values if v is not None]
+            if finite:
+                out[path.removeprefix(f"{prefix}/")] = float(np.mean(finite))
+    return out
+
+
+def _to_tensor_spec(spec: Any) -> TensorSpec:
+    return TensorSpec(spec.shape, spec.dtype)

@@ -1,0 +1,161 @@
+"""A RoutingReport as a part of a page: a table of the MoE layers, and languages by experts in each.
+
+Letters: U language, E expert.
+"""
+
+import math
+from collections.abc import Mapping
+from html import escape
+
+import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
+
+from lingvo_moe.core.pages import drawing, markup
+from lingvo_moe.tasks.mt.reports.language_names import name_and_code
+from lingvo_moe.tasks.mt.reports.routing import LayerRouting, RoutingReport
+
+_NOTES = (
+    "Counted over held-out sentences, with the decoder given the true translation; as in inference, nothing is "
+    "dropped and nothing left to chance.",
+    "Experts a token: the mean number that it is sent to. Busiest expert: its load, times an even share. Entropy: of "
+    "a token's gate, in nats, with the largest there can be. Language: what the expert of a token tells of its "
+    "language, their mutual information in bits, each language weighing the same, with the largest there can be; 0 "
+    "where all languages use the experts alike.",
+    "Dropped: what share of first + second ... choices found the expert full in training, the mean over the last "
+    "tenth of the run's summaries. E C / S: the capacity factor there, with C rounded.",
+)
+_LARGEST_INCHES = 40.0
+
+
+# An even share is transparent, so that the page's colour, light or dark, is in the middle.
+_COLOURS = LinearSegmentedColormap.from_list(
+    "share",
+    [
+        (0.0, drawing.FIRST + "ff"),
+        (0.5, drawing.FIRST + "00"),
+        (0.5, drawing.SECOND + "00"),
+        (1.0, drawing.SECOND + "ff"),
+    ],
+)
+
+
+def section(report: RoutingReport) -> markup.Html:
+    """A table of the layers, then a drawing of each."""
+    about = report.about
+    heads, *rows = table_of(report)
+    said = (
+        f"At step {about['step']}, over {sum(report.pairs.values()):,} held-out pairs of {len(report.pairs)} "
+        f"languages; {about['num_experts']} experts."
+    )
+    columns = [(head.replace("\n", " ").strip(), i > 1, False) for i, head in enumerate(heads)]
+    parts = [
+        f"<p>{escape(said)}</p>",
+        markup.table(columns, [[escape(cell) for cell in row] for row in rows]),
+        *(f"<p class='note'>{escape(note)}</p>" for note in _NOTES),
+    ]
+    for layer in report.layers:
+        drawn = drawing.svg(plot_layer(layer, report), f"languages by experts in {layer.name}")
+        parts.append(f"<h3>{escape(layer.name)}</h3><figure class='drawing wide'>{drawn}</figure>")
+    return "".join(parts)
+
+
+def table_of(report: RoutingReport) -> list[list[str]]:
+    """A line of headings, of two lines each, and one for each layer."""
+    experts, languages = report.about["num_experts"], len(report.pairs)
+    heads = [
+        "MoE\nlayer",
+        "\nrouter",
+        "experts\na token",
+        "busiest\nexpert",
+        "dead\nones",
+        f"entropy\nof {math.log(experts):.2f}",
+        f"language\nof {math.log2(min(experts, languages)):.2f}",
+        "dropped\n%",
+        "E C\n/ S",
+    ]
+    return [heads, *map(_row, report.layers)]
+
+
+def _row(layer: LayerRouting) -> list[str]:
+    capacity = layer.training.get("effective_capacity")
+    return [
+        layer.name,
+        layer.router.removesuffix("Router"),
+        f"{layer.chosen_UE.sum() / layer.tokens_U.sum():.2f}",
+        f"{layer.load_E.max() * len(layer.load_E):.2f} x",
+        str(layer.dead_experts),
+        "-" if layer.gate_entropy is None else f"{layer.gate_entropy:.2f}",
+        f"{layer.language_bits:.2f}",
+        _dropped(layer.training),
+        "-" if capacity is None else f"{capacity:.2f}",
+    ]
+
+
+def _dropped(training: Mapping[str, float]) -> str:
+    """'1.2 + 8.0', percents by rank; '-' where nothing is known."""
+    ranks: list[float] = []
+    while (name := f"over_capacity_{len(ranks) + 1}_ratio") in training:
+        ranks.append(training[name])
+    if not ranks and "over_capacity_ratio" in training:
+        ranks = [training["over_capacity_ratio"]]
+    return " + ".join(f"{100 * share:.1f}" for share in ranks) or "-"
+
+
+@drawing.styled
+def plot_layer(layer: LayerRouting, report: RoutingReport) -> plt.Figure:
+    """Above, how much of all tokens each expert gets; below, of each language's. 1 is an even share."""
+    parts = _parts(layer)
+    experts, languages = layer.chosen_UE.shape[1], len(report.pairs)
+    width = min(max(4.0, 0.2 * experts), 9.0) * len(parts) + 1.0
+    height = min(1.6 + max(1.2, 0.16 * languages), _LARGEST_INCHES)
+    figure, all_axes = plt.subplots(
+        2,
+        len(parts),
+        squeeze=False,
+        sharex="col",
+        figsize=(width, height),
+        height_ratios=[1.2, height - 1.6],
+    )
+    shares = {name: _shares(x_UE) * experts for name, x_UE in parts.items()}
+    most = max(2.0, *(float(x_UE.max()) for x_UE in shares.values()))
+    even_is_clear = TwoSlopeNorm(1.0, 0.0, most)
+    image = None
+    for axes, (name, x_UE) in zip(all_axes.T, parts.items(), strict=True):
+        load_E = x_UE.sum(0) / x_UE.sum() * experts
+        axes[0].bar(
+            range(experts), load_E, width=0.8 if experts <= 128 else 1.0, color=drawing.FIRST
+        )
+        axes[0].axhline(1.0, color=drawing.SOFT, linewidth=0.8)
+        axes[0].grid(visible=False)
+        axes[0].set(title=name, ylabel="load")
+        image = axes[1].imshow(
+            shares[name], aspect="auto", norm=even_is_clear, cmap=_COLOURS, interpolation="nearest"
+        )
+        axes[1].grid(visible=False)
+        axes[1].set(xlabel="expert", yticks=[])
+    names = [name_and_code(language) for language in report.languages]
+    all_axes[1, 0].set_yticks(range(languages), names, fontsize=7)
+    bar = figure.colorbar(
+        image,
+        ax=all_axes[1],
+        label="times an even share",
+        shrink=min(1.0, 3.0 / height),
+        anchor=(0.0, 1.0),
+    )
+    bar.ax.set_yscale("linear")
+    return figure
+
+
+def _parts(layer: LayerRouting) -> dict[str, np.ndarray]:
+    """What is drawn side by side: [U,E] by title."""
+    if layer.first_UE is not None:
+        return {"first choices": layer.first_UE, "all choices": layer.chosen_UE}
+    if layer.probability_UE is not None:
+        return {"tokens sent": layer.chosen_UE, "probability": layer.probability_UE}
+    return {"tokens sent": layer.chosen_UE}
+
+
+def _shares(x_UE: np.ndarray) -> np.ndarray:
+    """Of each language."""
+    return x_UE / np.maximum(x_UE.sum(1, keepdims=True), 1e-9)

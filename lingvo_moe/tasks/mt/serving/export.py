@@ -1,0 +1,152 @@
+"""A run's checkpoint as a Translator, and a Translator as a SavedModel."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
+from lingvo_moe.core.files import not_written, replaced_directory, write_atomic
+from lingvo_moe.core.manifest import write_manifest
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.paths import check_portable
+from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
+from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, Translator
+from lingvo_moe.tasks.mt.runs.directories import EXPORTED, check_replaceable
+from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+from lingvo_moe.tasks.mt.serving.saved_translator import ABOUT, MANIFEST, quiet_absl
+
+
+def load_translator(
+    logdir: str | os.PathLike,
+    options: TranslateOptions | None = None,
+    step: int | None = None,
+    average_last: int = 1,
+    shortlist: str | os.PathLike | None = None,
+    weights: str = "float32",
+    trust_run: bool = False,
+) -> tuple[Translator, dict[str, Any]]:
+    """The model of a run at a checkpoint.
+
+    Args:
+        logdir: a trainer's.
+        options: how to translate.
+        step: which checkpoint; None for the newest.
+        average_last: how many checkpoints, this one the last, to take the mean of.
+        shortlist: a file of tools.shortlist; None to score all tokens.
+        weights: see Translator.
+        trust_run: see RunDir.
+
+    Returns:
+        The translator, and what it is: model, params_override, step, weights; averaged_steps, of a mean; and
+        shortlist.
+
+    Raises:
+        RunDirError: no run there, or a damaged one, or one that names a class outside lingvo_moe.
+        DataError: no shortlist there, or one for other vocabularies.
+        CheckpointError: no such checkpoint, fewer than asked for, a damaged one, or one that is not of the run's
+            model.
+        ValueError: weights that are not, or not here.
+    """
+    run = RunDir(logdir, trust_run=trust_run)
+    model, vocabs = run.Task(), run.vocabs
+    some = Shortlist.Load(shortlist) if shortlist else None
+    theta, about = load_theta(run, model, step, average_last)
+    about["weights"] = weights
+    if some:
+        about["shortlist"] = some.About()
+    languages = run.languages or () if model.RoutesByTask(model.p) else ()
+    vocabularies = vocabs.source, vocabs.target
+    return Translator(model, theta, *vocabularies, options, languages, some, weights), about
+
+
+def load_theta(
+    run: RunDir, model: Any, step: int | None = None, average_last: int = 1
+) -> tuple[NestedMap, dict[str, Any]]:
+    """The weights of a run's model at a checkpoint, as NumPy arrays, and what they are; see load_translator."""
+    found = run.experiment
+    about: dict[str, Any] = {"model": found["model"], "params_override": found["params_override"]}
+    with Checkpointer(str(run.checkpoint_dir), read_only=True) as checkpointer:
+        about["step"] = step = checkpointer.LatestStep() if step is None else step
+        if average_last == 1:
+            theta, _ = checkpointer.RestoreToNumpy("theta", step)
+        else:
+            about["averaged_steps"] = steps = _last_steps(checkpointer, step, average_last)
+            theta = checkpointer.RestoreMeanToNumpy("theta", steps)
+    _check_theta(f"{run.checkpoint_dir}, step {step}", theta, model.VariableSpecs())
+    return theta, about
+
+
+def _last_steps(checkpointer: Checkpointer, step: int | None, number: int) -> list[int]:
+    """The steps of the last `number` checkpoints up to `step`."""
+    steps = [s for s in checkpointer.Steps() if step is None or s <= step]
+    if step is not None and step not in steps:
+        raise CheckpointError(
+            f"{checkpointer.directory}, step {step}: there is no such checkpoint; there are {checkpointer.Steps()}"
+        )
+    if len(steps) < number:
+        raise CheckpointError(
+            f"--average_last={number}: {checkpointer.directory} has {len(steps)} up to there, {steps}; a trainer "
+            "keeps train.save_max_to_keep of them"
+        )
+    return steps[-number:]
+
+
+def export(
+    translator: Translator, output: str | os.PathLike, about: dict[str, Any] | None = None
+) -> None:
+    """Writes a SavedModel with the signatures 'serving_default' and, the same, 'predict'; whole or not at all.
+
+    Input `text` string [N], and `language` string [N] where the model routes by language; outputs `translations`
+    string [N,K], `scores` float32 [N,K], `truncated` bool [N]. It needs TensorFlow, and TensorFlow Text imported for
+    its ops; nothing of this package. `assets.extra` says what it is, and lists all files with their SHA-256, which
+    SavedTranslator verifies.
+
+    Args:
+        translator: what to save.
+        output: a directory that does not exist, is empty, or holds a SavedModel, which is replaced.
+        about: for JSON; kept in the SavedModel, with the options.
+
+    Raises:
+        OutputError: `output` holds something else, or lies inside a run, data or another model.
+        PathError: a path from which TensorFlow could not load a model.
+        OSError: it cannot be written; it is named.
+    """
+    check_portable(output, "--output")
+    output = Path(output)
+    check_replaceable(output, EXPORTED)
+    with replaced_directory(output.absolute()) as directory, quiet_absl():
+        signature = translator.translate.get_concrete_function()
+        try:
+            tf.saved_model.save(
+                translator,
+                str(directory),
+                signatures={"serving_default": signature, "predict": signature},
+                # Models define gradients of their own; nobody differentiates a search.
+                options=tf.saved_model.SaveOptions(experimental_custom_gradients=False),
+            )
+        except tf.errors.OpError as e:
+            raise not_written(e, output) from e
+        file = directory / ABOUT
+        file.parent.mkdir()
+        content = {
+            **(about or {}),
+            "languages": translator.languages,
+            "options": vars(translator.options),
+        }
+        write_atomic(file, (json.dumps(content, indent=2) + "\n").encode())
+        write_manifest(directory, MANIFEST)
+
+
+def _check_theta(where: str, theta: NestedMap, specs: NestedMap) -> None:
+    """Raises CheckpointError unless theta has the variables and shapes of the specs."""
+    have = {path: tuple(x.shape) for path, x in theta.FlattenItems()}
+    want = {path: spec.shape for path, spec in specs.FlattenItems()}
+    for path in sorted(have.keys() | want.keys()):
+        if have.get(path) != want.get(path):
+            raise CheckpointError(
+                f"{where} is not of this run's model: {path} is {have.get(path, 'missing')} in it,"
+                f" {want.get(path, 'missing')} in the model"
+            )

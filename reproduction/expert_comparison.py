@@ -1,0 +1,73 @@
+"""Tables and pictures of tools.compare_experts.
+
+Letters: L layer, E expert.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from reproduction import figures
+from reproduction.expert_variants import GROUPS
+
+_STACKS = ("encoder", "decoder")
+
+
+def routing(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Means over rows of a run's metrics.jsonl and all MoE layers; nothing for a dense model.
+
+    Returns:
+        dropped: the share of choices that found their expert full, in training; without_expert: the share of
+        tokens that no expert saw; imbalance: the load of the busiest expert over the mean.
+    """
+    if not any(name.startswith("moe/") for name in rows[-1]):
+        return {}
+
+    def mean(name: str) -> float:
+        return float(np.mean([row[f"moe/{stack}/{name}"] for row in rows for stack in _STACKS]))
+
+    loads = np.concatenate([row[f"moe/{stack}/expert_load"] for row in rows for stack in _STACKS])
+    return {
+        "dropped": mean("over_capacity_ratio"),
+        "without_expert": mean("dispatch_0"),
+        "imbalance": float(np.mean(loads.max(1) / loads.mean(1))),
+    }
+
+
+def groups(results: Mapping[str, Any]) -> list[str]:
+    """The groups that results are of: each has a variant that is in no other."""
+    return [group for group in GROUPS if any(r["group"] == group for r in results.values())]
+
+
+def table(results: Mapping[str, Any], group: str) -> str:
+    """A Markdown table of a group."""
+    head = {"experts": "experts", "routers": "router, 16 experts"}[group]
+    lines = [
+        f"| {head} | parameters | held-out loss | against dense | dropped | without expert | busiest / mean |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    lines += [_row(r, results.get("dense")) for r in _of(results, group)]
+    return "\n".join(lines) + "\n"
+
+
+def _of(results: Mapping[str, Any], group: str) -> list[Mapping[str, Any]]:
+    return [r for r in results.values() if group in r["group"].split()]
+
+
+def _row(r: Mapping[str, Any], dense: Mapping[str, Any] | None) -> str:
+    gain = f"{r['held_out_nll'] - dense['held_out_nll']:+.3f}" if dense else ""
+    share = [f"{100 * r[k]:.1f} %" if k in r else "" for k in ("dropped", "without_expert")]
+    imbalance = f"{r['imbalance']:.1f}" if "imbalance" in r else ""
+    cells = (r["says"], f"{r['params']:,}", f"{r['held_out_nll']:.3f}", gain, *share, imbalance)
+    return f"| {' | '.join(cells)} |"
+
+
+def picture(results: Mapping[str, Any], group: str) -> bytes:
+    """SVG: held-out loss by experts, or by router."""
+    rows = _of(results, group)
+    if group == "experts":
+        return figures.loss_by_experts(
+            sorted((r["experts"], r["held_out_nll"], r["params"]) for r in rows)
+        )
+    return figures.loss_by_router([(r["says"], r["held_out_nll"]) for r in rows])

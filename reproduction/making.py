@@ -1,0 +1,76 @@
+"""Makes the plans of requests.py, each in a process of its own: a compiler keeps memory and its warnings."""
+
+import json
+import multiprocessing
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from reproduction.requests import Wanted
+
+Say = Callable[[str], None]
+
+
+class MakingFailed(ValueError):
+    """The process that made a plan ended without one."""
+
+
+def in_own_process(name: str, make: Callable[..., Any], *args: Any) -> Any:
+    """What `make(path, *args)` writes to `path` as JSON, in a fresh process.
+
+    Raises:
+        MakingFailed: it ended with an error, which it has told on standard error.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "out.json"
+        process = multiprocessing.get_context("spawn").Process(
+            target=_guarded, args=(make, path, *args)
+        )
+        process.start()
+        try:
+            process.join()
+        except BaseException:
+            process.kill()
+            process.join()
+            raise
+        if not path.exists():
+            raise MakingFailed(f"{name}: ended with status {process.exitcode}; see above")
+        return json.loads(path.read_text("utf-8"))
+
+
+def _guarded(make: Callable[..., Any], path: Path, *args: Any) -> None:
+    try:
+        make(path, *args)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (ValueError, OSError) as e:
+        print(f"\n{e}", file=sys.stderr)
+        sys.exit(1)
+
+
+def make_plan(wanted: Wanted, cache_dir: Path | None, say: Say) -> dict[str, Any]:
+    """The plan; where a generation was asked for and none of its slices holds the model, a record with
+    `fits_none`, the slices that were tried.
+
+    Raises:
+        ValueError: as planning.make_plan.
+    """
+    from lingvo_moe import planning
+
+    request = planning.Request(**asdict(wanted))
+    if ":" in wanted.topology:
+        return planning.make_plan(request, cache_dir, say)
+    try:
+        return planning.smallest_slice(request, cache_dir, say)
+    except planning.FitsNone as e:
+        return {
+            "version": 1,
+            "model": wanted.model,
+            "override": wanted.override,
+            "what": wanted.what,
+            "topology": {"generation": wanted.topology},
+            "fits_none": e.tried,
+        }

@@ -1,0 +1,155 @@
+"""The page on reproduction, from recorded plans: every number in it is computed from them or the paper's."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from reproduction import models, paper, requests, scaling, text
+from reproduction.goldens import COMPILE_TIME, MissingGoldens
+from reproduction.measures import Plan
+from reproduction.text import Section
+
+Plans = Mapping[str, Plan]
+Pictures = Callable[[], dict[str, bytes]]
+
+_TITLES = {
+    "table3": "tables 1 and 3",
+    "figure2": "figure 2",
+    "figure7": "figure 7",
+    "figure8": "figure 8",
+    "figure9": "figure 9",
+    "decode": "decoding",
+    **{generation: f"today's TPU {generation}" for generation in requests.GENERATIONS},
+}
+_KINDS = """\
+- **measured**: by the paper, on its machine;
+- **exact**: counted by us, or told by the TPU compiler of the very program that the trainer runs;
+- **timed**: by us, on the machine that compiled;
+- **estimated**: from the compiled program's operations, traffic, cycles and collectives, and data sheets;
+- **model**: from the model of the network alone."""
+_INTRODUCTION = f"""\
+# Reproduction
+
+What [the paper]({paper.LINK}) ({paper.TITLE})
+says of its systems, beside what its models need and should take here. Nothing on this page ran on a TPU:
+programs are compiled, by the real TPU compiler, for machines that are not there. Nor was any of these models
+trained, so there are no translation scores.
+
+{_KINDS}
+
+This page is generated, from plans in `docs/plans/` and the paper's figures in
+`reproduction/paper.py`; a line that begins with **Differs** says where and why."""
+_COMMANDS = """\
+## Making it again
+
+```bash
+make reproduction                   # this page and its pictures, from the recorded plans
+make plans                          # every plan anew, compared with the recorded ones: hours on two cores
+python -m tools.reproduce --list    # the plans, and which of them are recorded
+python -m tools.reproduce --plans --only=M4MoE2048E36L-v3_32x32
+python -m tools.reproduce --plans --missing --update
+```
+
+A plan that differs is told by layer: a collective more, work that a device should not have, memory. `--update`
+records it. Compile times, which are those of a quiet machine, are made with
+`python -m benchmarks.compile_time`."""
+
+
+def write(
+    plans: Plans, compiling: Mapping[str, Any] | None, partial: bool = False
+) -> tuple[str, Pictures]:
+    """The page's Markdown, and what makes its pictures: SVG by file name.
+
+    Args:
+        plans: recorded ones by name.
+        compiling: what benchmarks/compile_time.py recorded.
+        partial: leave out what plans are missing for, and say so.
+
+    Raises:
+        MissingGoldens: some are, and not `partial`; or all are.
+    """
+    missing = _missing(plans, compiling)
+    if missing and not partial:
+        raise MissingGoldens(_tell(missing))
+    groups = [group for group in requests.GROUPS if group not in missing]
+    if not any(requests.GROUPS[group] for group in groups):
+        raise MissingGoldens(_tell(missing))
+    sections = _sections(groups, plans, compiling)
+    parts = [_INTRODUCTION, *_left_out(missing), _summary(sections)]
+    parts += [section.Markdown() for section in sections]
+    body = "\n\n".join(part.strip("\n") for part in (*parts, _COMMANDS)) + "\n"
+    return body, lambda: _pictures(groups, plans, compiling)
+
+
+def _missing(plans: Plans, compiling: Mapping[str, Any] | None) -> dict[str, list[str]]:
+    """By group: the plans that it lacks."""
+    missing = {
+        group: [name for name in names if name not in plans]
+        for group, names in requests.GROUPS.items()
+    }
+    for generation in requests.GENERATIONS:  # shown for the models that are there
+        if len(missing[generation]) < len(requests.GROUPS[generation]):
+            missing[generation] = []
+    if compiling is None:
+        missing["figure2"].append(COMPILE_TIME)
+    return {group: names for group, names in missing.items() if names}
+
+
+def _tell(missing: Mapping[str, list[str]]) -> str:
+    lines = [f"{_TITLES[group]}: {', '.join(names)}" for group, names in missing.items()]
+    if any(COMPILE_TIME in names for names in missing.values()):
+        lines.append(f"{COMPILE_TIME} is made by `python -m benchmarks.compile_time`")
+    lines.append(
+        "the others by `python -m tools.reproduce --plans --missing --update`; "
+        "--partial leaves out what they are for"
+    )
+    return "plans are missing in docs/plans:\n  " + "\n  ".join(lines)
+
+
+def _left_out(missing: Mapping[str, list[str]]) -> list[str]:
+    if not missing:
+        return []
+    left_out = text.listed([_TITLES[group] for group in missing])
+    return [text.wrapped(f"**Not complete**: left out, as their plans are not made: {left_out}.")]
+
+
+def _sections(groups: list[str], plans: Plans, compiling: Any) -> list[Section]:
+    make: dict[str, Callable[[], list[Section]]] = {
+        "table3": lambda: [
+            models.parameters(plans),
+            models.table3(plans),
+            models.compiling(plans),
+        ],
+        "figure2": lambda: [scaling.figure2(plans, compiling)],
+        "figure7": lambda: [scaling.figure7({n: plans[n] for n in requests.GROUPS["figure7"]})],
+        "figure8": lambda: [scaling.figure8(plans)],
+        "figure9": lambda: [scaling.figure9()],
+        "decode": lambda: [models.decode(plans)],
+    }
+    sections = [section for group in groups if group in make for section in make[group]()]
+    generations = [group for group in groups if group in requests.GENERATIONS]
+    if generations:
+        sections.append(models.today(plans, generations))
+    return [models.machine(plans), *sections]
+
+
+def _summary(sections: list[Section]) -> str:
+    rows = [[f.claim, f.paper, f.ours, f.kind] for section in sections for f in section.findings]
+    head = ["claim", "paper", "here", "ours is"]
+    return "\n".join(["## In short", "", *text.table(head, rows)])
+
+
+def _pictures(groups: list[str], plans: Plans, compiling: Any) -> dict[str, bytes]:
+    from reproduction import figures
+
+    out = {}
+    if "table3" in groups and (speeds := models.speeds(plans))[0]:
+        out[models.SPEED] = figures.speed(*speeds)
+    if "figure2" in groups:
+        out[scaling.COMPILE] = figures.compile_time(compiling["entries"])
+    if "figure7" in groups:
+        out[scaling.MEMORY] = figures.memory(scaling.memory_bars(plans))
+    if "figure8" in groups and scaling.has_ends(found := scaling.forward_plans(plans)):
+        out[scaling.FORWARD] = figures.forward_time(found)
+    if "figure9" in groups:
+        out[scaling.COLLECTIVES] = figures.collectives(*scaling.figure9_lines())
+    return out

@@ -1,0 +1,145 @@
+"""A translator with weights of 8 bits: whole, exported, and line by line."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import toy_translation as toy
+from numpy.testing import assert_array_equal
+
+from lingvo_moe.core.layers import eight_bit
+from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
+from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions
+from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+from lingvo_moe.tasks.mt.serving.export import export, load_translator
+from lingvo_moe.tasks.mt.serving.saved_translator import ABOUT, SavedTranslator
+from tools import _cli
+
+OPTIONS = TranslateOptions(beam_size=3, top_k=2, max_source_length=8, max_length=10, xla=False)
+LINES = [*toy.sentences(12, seed=3, longest=5), ""]
+
+
+@pytest.fixture(scope="module")
+def logdir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("run")
+    toy.save_run(path, toy.train_vocab(toy.sentences(200), bytes_too=False))
+    return path
+
+
+@pytest.fixture(scope="module")
+def translator(logdir):
+    return load_translator(logdir, OPTIONS, weights="int8")
+
+
+@pytest.fixture(scope="module")
+def saved_model(tmp_path_factory, translator):
+    path = tmp_path_factory.mktemp("saved") / "model"
+    export(translator[0], path, translator[1])
+    return path
+
+
+def _nodes(translator):
+    """Of the graph that translates and its functions."""
+    graph = translator.translate.get_concrete_function().graph.as_graph_def()
+    return [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
+
+
+def test_every_product_with_a_weight_is_one_of_8_bits(logdir, translator):
+    """Attention, experts and the softmax; tables, norms and routers stay float32."""
+    held = translator[0]._weights
+    few = {v.name for v in held.variables if v.dtype == tf.int8}
+    kept = ("table", "norm", "scale", "bias", "router")
+    names = {v.name for v in held.variables} - few
+    assert names and all(any(word in name for word in kept) for name in names)
+    products = [node for node in _nodes(translator[0]) if node.op == "_QuantizedMatMul"]
+    theta = RunDir(logdir).Task().VariableSpecs()
+    large = [s.shape for _, s in theta.FlattenItems() if len(s.shape) > 1 and s.shape[-1] > 8]
+    assert len(products) == len(few) > len(large) / 2 > 5
+
+
+def test_no_weight_is_a_constant(translator):
+    """TensorFlow's graph optimizer writes constants of 8 bits out as text, at the first call."""
+    kinds = {tf.int8.as_datatype_enum, tf.qint8.as_datatype_enum}
+    for node in _nodes(translator[0]):
+        assert node.op != "Const" or node.attr["dtype"].type not in kinds, node.name
+
+
+def test_a_line_is_the_same_to_the_bit_in_any_batch_and_in_the_export(translator, saved_model):
+    want = translator[0].Translate(LINES)
+    assert len({texts[0] for texts in want.translations}) > 5
+    saved = SavedTranslator(saved_model)
+    for translate in (translator[0].Translate, saved.Translate):
+        for size in (1, 7, len(LINES)):
+            for start in range(0, len(LINES), size):
+                got = translate(LINES[start : start + size])
+                assert got.translations == want.translations[start : start + size]
+                assert_array_equal(got.scores, want.scores[start : start + size])
+
+
+def test_scores_are_about_those_of_float32(logdir, translator):
+    want = load_translator(logdir, OPTIONS)[0].Translate(LINES[:-1])
+    got = translator[0].Translate(LINES[:-1])
+    differences = np.abs(got.scores - want.scores)
+    assert 0 < np.median(differences) < 0.1
+
+
+def _assert_each_line_is_what_it_is_among_others(translator):
+    together = translator.Translate(LINES[:7])
+    for i in (0, 3, 6):
+        alone = translator.Translate(LINES[i : i + 1])
+        assert alone.translations == together.translations[i : i + 1]
+        assert_array_equal(alone.scores, together.scores[i : i + 1])
+    assert np.isfinite(together.scores).all() and len(set(together.scores[:, 0])) > 3
+
+
+def test_with_a_shortlist(logdir, tmp_path):
+    vocabs = RunDir(logdir).vocabs
+    size = RunDir(logdir).Task().p.target_vocab_size
+    near = [[4 + (piece + i) % (size - 4) for i in range(3)] for piece in range(size)]
+    both = {"source": vocabs.source, "target": vocabs.target}
+    Shortlist.Make(near, range(4, 20), both).Save(tmp_path / "shortlist.npz")
+    options = dataclasses.replace(OPTIONS, beam_size=1, top_k=1)
+    found = [
+        load_translator(logdir, options, shortlist=tmp_path / "shortlist.npz", weights=weights)[0]
+        for weights in ("float32", "int8")
+    ]
+    _assert_each_line_is_what_it_is_among_others(found[1])
+    scores = [translator.Translate(LINES[:-1]).scores for translator in found]
+    assert 0 < np.median(np.abs(scores[1] - scores[0])) < 0.2
+
+
+def test_of_a_model_that_computes_in_bfloat16(tmp_path):
+    vocab = toy.train_vocab(toy.sentences(200), bytes_too=False)
+    toy.save_run(tmp_path, vocab, more="task.fprop_dtype='bfloat16'")
+    options = dataclasses.replace(OPTIONS, beam_size=1, top_k=1)
+    _assert_each_line_is_what_it_is_among_others(
+        load_translator(tmp_path, options, weights="int8")[0]
+    )
+
+
+def test_what_they_are_is_told(translator, saved_model):
+    assert translator[1]["weights"] == "int8"
+    assert json.loads((saved_model / ABOUT).read_text())["weights"] == "int8"
+
+
+def test_where_they_cannot_be_it_is_told(logdir, translator, saved_model):
+    with pytest.raises(ValueError, match=r"'int4'; it must be one of float32, int8"):
+        load_translator(logdir, OPTIONS, weights="int4")
+    with pytest.raises(ValueError, match=r"TensorFlow's own kernels; XLA, .*leave it out"):
+        load_translator(logdir, dataclasses.replace(OPTIONS, xla=True), weights="int8")
+    with pytest.raises(ValueError, match="cannot be assigned"):
+        translator[0].SetTheta(RunDir(logdir).Task().InitTheta(tf.constant([0, 0])))
+    parser = _cli.Parser()
+    parser.add_argument("--saved_model")
+    _cli.add_search_flags(parser)
+    args = parser.parse_args([f"--saved_model={saved_model}", "--weights=int8"])
+    with pytest.raises(ValueError, match=r"--weights was fixed when .* was exported"):
+        _cli.open_translator(args)
+
+
+def test_an_export_tells_where_it_cannot_run(saved_model, monkeypatch):
+    monkeypatch.setattr(eight_bit, "_OPERATION", "_NoSuchMatMul")
+    with pytest.raises(ValueError, match=r"no products of 8 bits .*_NoSuchMatMul"):
+        SavedTranslator(saved_model)

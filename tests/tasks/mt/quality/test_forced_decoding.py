@@ -1,0 +1,119 @@
+"""Scores are those that the search reports for what it found, and what training calls the loss."""
+
+import numpy as np
+import pytest
+import sentencepiece
+import tensorflow as tf
+import toy_translation as toy
+
+from lingvo_moe.core.decode.flat_beam_search import SearchOptions
+from lingvo_moe.core.sharding import single_device, use_mesh
+from lingvo_moe.tasks.mt.decoding.decode_step import Decoder
+from lingvo_moe.tasks.mt.input.packing import Shape, to_batch
+from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
+from lingvo_moe.tasks.mt.quality.forced_decoding import ScoreOptions, Scorer
+from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+from lingvo_moe.tasks.mt.serving.export import load_theta
+
+SOURCES = toy.sentences(4, 1, 6)
+TARGETS = toy.sentences(4, 2, 6)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> RunDir:
+    """A model with room for more target tokens than the vocabulary has."""
+    path = tmp_path_factory.mktemp("run")
+    vocab = toy.train_vocab(toy.sentences(200), bytes_too=False)
+    size = sentencepiece.SentencePieceProcessor(model_proto=vocab).vocab_size()
+    toy.save_run(path, vocab, more=f"task.target_vocab_size={size + 7}")
+    return RunDir(path)
+
+
+@pytest.fixture(scope="module")
+def scorer(run) -> Scorer:
+    return Scorer(run.path, ScoreOptions(max_source_length=16, max_length=16, rows=4))
+
+
+def test_equals_what_the_search_reports(run, scorer):
+    vocabs = run.vocabs.Transform(Vocabulary)
+    sources = vocabs.source.EncodeBatch(SOURCES)
+    src = to_batch([[(ids, [])] for ids in sources], Shape(4, 16, 16, pack=False)).src
+    task = run.Task()
+    theta = load_theta(run, task)[0].Transform(tf.constant)
+    options = SearchOptions(beam_size=3, top_k=2, length_alpha=0.0)
+    decoder = Decoder(task, options, 12, vocabs.target.size)
+
+    @tf.function(autograph=False)
+    def search():
+        with use_mesh(single_device()):
+            found = decoder.Search(theta, src.Transform(tf.constant), tf.constant([12, 12, 9, 5]))
+        return found.ids_BKT, found.lengths_BK, found.scores_BK
+
+    ids_BKT, lengths_BK, scores_BK = (x.numpy() for x in search())
+    assert len({*lengths_BK.ravel()}) > 1
+    for k in range(2):
+        targets = [ids[: n - 1].tolist() for ids, n in zip(ids_BKT[:, k], lengths_BK[:, k])]
+        pairs = [(s, t, 0) for s, t in zip(sources, targets)]
+        found_BT = scorer._run((16, 16), pairs)
+        np.testing.assert_allclose(found_BT.sum(1), scores_BK[:, k], rtol=1e-4, atol=1e-4)
+        assert (found_BT[np.arange(16) >= lengths_BK[:, k : k + 1]] == 0).all()
+
+
+def test_equals_the_loss(run):
+    task, vocabs = run.Task(), run.vocabs.Transform(Vocabulary)
+    theta = load_theta(run, task)[0].Transform(tf.constant)
+    pairs = [vocabs[side].EncodeBatch(t) for side, t in (("source", SOURCES), ("target", TARGETS))]
+    batch = to_batch([[pair] for pair in zip(*pairs)], Shape(4, 16, 16, pack=False))
+    batch = batch.Transform(tf.constant)
+    with use_mesh(single_device()):
+        wanted = task.EvalStep(theta, batch)
+        found_BT = task.LogProbs(theta, batch)
+    assert wanted.tokens == sum(len(t) + 1 for t in pairs[1])
+    np.testing.assert_allclose(-tf.reduce_sum(found_BT) / wanted.tokens, wanted.nll, rtol=1e-5)
+
+
+def test_a_score_is_its_pairs_own(scorer):
+    scores = scorer.Score(SOURCES, TARGETS)
+    programs = scorer.programs
+    alone = [scorer.Score([s], [t])[0] for s, t in zip(SOURCES, TARGETS)]
+    for together, one in zip(scores, alone):
+        np.testing.assert_array_equal(together.token_log_probs, one.token_log_probs)
+        assert together.pieces[-1] == "</s>" and not together.truncated
+        assert together.log_prob == pytest.approx(one.token_log_probs.sum(), rel=1e-6)
+        assert len(one.token_log_probs) == len(one.pieces) and (one.token_log_probs < 0).all()
+    assert scorer.programs == programs <= 2
+    many = scorer.Score(SOURCES * 3, TARGETS * 3)
+    assert [m.log_prob for m in many] == [s.log_prob for s in scores * 3]
+    assert scorer.Score([], []) == []
+
+
+def test_long_and_empty_sides(scorer):
+    long, empty, both = scorer.Score(["red " * 3000, "red", ""], ["green", "", ""])
+    assert long.truncated and not empty.truncated and not both.truncated
+    assert empty.pieces == both.pieces == ["</s>"]
+    assert empty.log_prob != both.log_prob
+    cut = scorer.Score(["red"], ["green " * 40])[0]
+    assert cut.truncated and len(cut.pieces) == 16
+    with pytest.raises(ValueError, match=r"max_length=0: must be an integer from 1"):
+        ScoreOptions(max_length=0)
+
+
+def test_a_mean_of_checkpoints(tmp_path):
+    vocab = toy.train_vocab(toy.sentences(50), bytes_too=False)
+    for step, factor in ((3, 1.0), (5, 2.0), (9, 6.0)):
+        toy.save_run(tmp_path, vocab, step=step, planted=lambda _, value, f=factor: value * f)
+    run = RunDir(tmp_path)
+    task = run.Task()
+    first, last = (load_theta(run, task, step)[0] for step in (3, None))
+    for step, steps, factor in ((None, [5, 9], 4.0), (None, [3, 5, 9], 3.0), (5, [3, 5], 1.5)):
+        mean, about = load_theta(run, task, step, len(steps))
+        assert about["averaged_steps"] == steps
+        for got, one in zip(mean.Flatten(), first.Flatten(), strict=True):
+            np.testing.assert_allclose(got, factor * one, rtol=1e-5, atol=1e-6)
+    newest, about = load_theta(run, task, None, 1)
+    assert about["step"] == 9 and "averaged_steps" not in about
+    assert all((a == b).all() for a, b in zip(newest.Flatten(), last.Flatten()))
+    with pytest.raises(ValueError, match=r"--average_last=3: .* has 2 up to there, \[3, 5\]"):
+        load_theta(run, task, 5, 3)
+    with pytest.raises(ValueError, match="step 4: there is no such checkpoint"):
+        load_theta(run, task, 4, 2)

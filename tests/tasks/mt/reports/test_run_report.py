@@ -1,0 +1,168 @@
+"""The page of a run: it shows what there is, names what is missing, loads nothing, and escapes what it is given."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import toy_translation as toy
+
+from lingvo_moe.tasks.mt.quality.scoring import evaluate
+from lingvo_moe.tasks.mt.reports import report, run_report, samples
+from lingvo_moe.tasks.mt.reports.run_report import Missing
+from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+
+_DATA = {
+    "de": [(f"Quelle <{i}>", f"reference number {i} & more words") for i in range(5)],
+    "ar": [(f"مصدر {i}", f"another reference that is long {i}") for i in range(5)],
+}
+_NO_ROUTING = Missing("the model was not run", "python -m tools.report")
+_VOID = {"meta", "br", "path", "rect", "use", "line", "image"}
+
+
+class _Checker(HTMLParser):
+    """Counts tags, and finds what does not close and what would be loaded."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.loaded, self.text = [], [], ""
+
+    def handle_starttag(self, tag, attrs):
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href") and not value.startswith(("#", "data:")):
+                self.loaded.append(value)
+        if tag not in _VOID:
+            self.open.append(tag)
+        assert tag != "script"
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        if tag not in _VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def _checked(page: str) -> _Checker:
+    checker = _Checker()
+    checker.feed(page)
+    assert checker.open == [] and checker.loaded == []
+    assert not re.search(r"@import|url\((?!#)", page)
+    return checker
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    toy.save_run(tmp_path / "run", toy.train_vocab(toy.sentences(50), bytes_too=False), more="")
+    return tmp_path / "run"
+
+
+def _add_metrics(run: Path) -> None:
+    rows = [
+        {"step": s, "loss": 9.0 / s, "nll": None if s == 2 else 8.0 / s, "learning_rate": 0.1 * s}
+        for s in range(1, 5)
+    ]
+    (run / "train").mkdir()
+    (run / "train/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _add_scores(run: Path, delta: bool) -> None:
+    found = evaluate(
+        lambda lines, _: [f"reference <b> {line[-2]}" for line in lines],
+        _DATA.items(),
+        {"de": 7000, "ar": 20},
+    )
+    if delta:
+        found.languages["ar"].baseline = {"bleu": 1.0, "chrf": 3.0}
+    found.info = {"model": {"logdir": str(run), "step": 7, "averaged_steps": [5, 7]}}
+    found.Write(run / "eval")
+
+
+def test_an_empty_run_says_what_is_missing(run):
+    found = run_report.gather(run, _NO_ROUTING)
+    page = report.html_report(found)
+    text = _checked(page).text
+    assert text.count("Not shown") == 5
+    for command in ("lingvo_moe.trainer --model=mt.M4Tiny", "tools.evaluate", "tools.report"):
+        assert f"python -m {command}" in text
+    assert found.ToDict()["scores"] is None and found.ToDict()["routing"] is None
+    assert "task.num_experts : 8" in text  # all parameters
+
+
+def test_what_a_run_began_from_is_told(run):
+    described = json.loads((run / "experiment.json").read_text())
+    described["began_from"] = {"logdir": "/old", "step": 5, "kept": {"source pieces": [3100, 3200]}}
+    (run / "experiment.json").write_text(json.dumps(described))
+    RunDir(run).ListFiles()
+    told = dict(run_report.gather(run, _NO_ROUTING).settings)["beginning"]
+    assert told == "began from /old at step 5; 3,100 of 3,200 source pieces were there"
+
+
+def test_a_page_with_everything(run):
+    _add_metrics(run)
+    _add_scores(run, delta=True)
+    found = run_report.gather(run, _NO_ROUTING, number=2)
+    page = report.html_report(found)
+    text = _checked(page).text
+    assert text.count("Not shown") == 1  # routing
+    assert page.count("<svg xmlns:xlink") == 3  # loss, learning rate, deltas
+    assert "Quelle &lt;" in page and "reference &lt;b&gt;" in page and "<b> " not in page
+    assert "lang='ar'" in page and "dir='auto'" in page
+    assert "Arabic <span class='code'>ar</span>" in page and "German, de, chrF" in text
+    assert re.findall("href='#(.*?)'", page) == re.findall("<h2 id='(.*?)'>", page)
+    mean = found.scores["average"]
+    assert f"{mean['delta_bleu']:+.1f}" in text and "over 1 bilingual models" in text
+    assert "the mean of steps 5, 7, 10 lines of 2 languages" in text
+    assert "var(--first)" in page and "#35508f" in page  # drawn in the page's colours
+    assert page.count("#35508f") == 1
+    assert "prefers-color-scheme: dark" in page and "@media print" in page
+    # The same run, the same page.
+    assert report.html_report(run_report.gather(run, _NO_ROUTING, number=2)) == page
+
+
+def test_scores_alone(run, caplog):
+    _add_scores(run, delta=False)
+    (run / "eval/texts/ar.hyp").unlink()
+    text = _checked(report.html_report(run_report.gather(run, _NO_ROUTING))).text
+    assert "ar.hyp is missing" in caplog.text
+    assert "ar.hyp is missing" in text and "no bilingual models were scored" in text
+    assert "By language" in text
+    (run / "eval/report.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"report\.json was changed or damaged .*tools\.evaluate"):
+        run_report.gather(run, _NO_ROUTING)
+    (run / "eval/report.sha256").unlink()
+    with pytest.raises(ValueError, match=r"report\.json: not a report of tools\.evaluate"):
+        run_report.gather(run, _NO_ROUTING)
+
+
+def test_samples_are_chosen(tmp_path):
+    texts = {
+        "de": [
+            ("s1", "one two three", "one two three"),
+            ("a longer source", "one two three four", "one two three four"),
+            ("s3", "one two three", "something else entirely"),
+            ("same same same", "same same same", "same same same"),
+            ("s5", "ja", "ja"),
+        ],
+        "fi": [("t1", "five six seven", "five six eight"), ("t2", "a b c d", "x y z w")],
+    }
+    chosen = samples.choose(texts, 2, seed=3)
+    assert [(s.language, s.source) for s in chosen["best"]] == [
+        ("de", "a longer source"),
+        ("fi", "t1"),
+    ]
+    assert [(s.language, s.source) for s in chosen["worst"]] == [("fi", "t2"), ("de", "s3")]
+    assert chosen == samples.choose(texts, 2, seed=3)
+    assert {s.language for s in chosen["random"]} == {"de", "fi"}
+    only = {"de": [("ja", "ja", "nein")]}
+    assert samples.choose(only)["best"][0].translation == "nein"
+    for suffix, text in (("src", "a\u2028b\nc\n"), ("ref", "r\ns\n"), ("hyp", "x\n\n")):
+        (tmp_path / f"de.{suffix}").write_text(text)
+    assert samples.read_texts(tmp_path, ["de"]) == {"de": [("a\u2028b", "r", "x"), ("c", "s", "")]}
+    (tmp_path / "de.hyp").write_text("x\n")
+    with pytest.raises(ValueError, match="not the same lines"):
+        samples.read_texts(tmp_path, ["de"])

@@ -1,0 +1,133 @@
+"""A run that begins with the weights of another: rows go by their names, on any engine; what does not fit is told."""
+
+import json
+
+import numpy as np
+import pytest
+import toy_translation
+
+from lingvo_moe.core import registry
+from lingvo_moe.core.engine.pjrt import PjrtEngine
+from lingvo_moe.core.engine.tf_engine import TfEngine
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
+from lingvo_moe.tasks.mt.runs.init_from import InitFromError, begin_from, describe, find_step
+from lingvo_moe.tasks.mt.runs.run_dir import RunDir, RunDirError
+from lingvo_moe.tasks.mt.serving.export import load_theta
+
+_BY_TASK = "task.moe.router.level=task;task.moe.router.num_tasks={}"
+_OLD_LANGUAGES, _NEW_LANGUAGES = ["de", "sw"], ["cy", "de", "sw"]
+
+
+@pytest.fixture(scope="module")
+def vocab() -> bytes:
+    return toy_translation.train_vocab(toy_translation.sentences(200))
+
+
+@pytest.fixture(scope="module")
+def run(vocab, tmp_path_factory) -> RunDir:
+    """Checkpoint 7 of a model that routes by language, with room for one more than it knows."""
+    path = tmp_path_factory.mktemp("init_from") / "old"
+    toy_translation.save_run(path, vocab, more=_BY_TASK.format(3), languages=_OLD_LANGUAGES)
+    return RunDir(path)
+
+
+@pytest.fixture(scope="module")
+def new_vocabs() -> NestedMap:
+    """With other words, so that pieces are new, gone, and elsewhere."""
+
+    def vocab(old: str, new: str) -> Vocabulary:
+        lines = [line.replace(old, new) for line in toy_translation.sentences(200, seed=1)]
+        return Vocabulary(toy_translation.train_vocab(lines))
+
+    return NestedMap(source=vocab("tree", "rhyddid"), target=vocab("stone", "zigzag"))
+
+
+def _task(vocabs: NestedMap, more: str = _BY_TASK.format(4)):
+    sizes = ";".join(f"task.{side}_vocab_size={v.size + 8}" for side, v in vocabs.items())
+    return registry.GetParams("mt.M4Tiny", f"{sizes};{more}").task
+
+
+def _pieces(vocabulary: Vocabulary) -> list[str]:
+    return vocabulary.Pieces(range(vocabulary.size))
+
+
+@pytest.mark.parametrize("make", [TfEngine, lambda: PjrtEngine(Mesh.parse("expert:8"))])
+def test_rows_go_by_their_names_on_any_engine(run, vocab, new_vocabs, make) -> None:
+    task, engine = _task(new_vocabs), make()
+    beginning = begin_from(run.path, 7, task, new_vocabs, _NEW_LANGUAGES)
+    specs = task.Instantiate().VariableSpecs()
+    rng = np.random.RandomState(3)
+    fresh = specs.Transform(lambda s: rng.normal(size=s.shape).astype(s.dtype))
+    state = NestedMap(theta=engine.Put(fresh, specs), step=np.int32(0))
+    theta = engine.Get(beginning.weights.Into(state, specs, engine).theta)
+    old, _ = load_theta(run, run.Task())
+    named = {"source_embedding.table", "target_embedding.table"}
+    for path, value in theta.FlattenItems():
+        if path not in named and not path.endswith("task_emb"):
+            np.testing.assert_array_equal(value, old.GetItem(path), err_msg=path)
+    for side in ("source", "target"):
+        before, after = _pieces(Vocabulary(vocab)), _pieces(new_vocabs[side])
+        assert after != before[: len(after)] and 0 < len(set(after) & set(before)) < len(after)
+        path = f"{side}_embedding.table"
+        got = 0
+        for i, row in enumerate(theta.GetItem(path)):
+            known = i < len(after) and after[i] in before
+            got += known
+            want = old.GetItem(path)[before.index(after[i])] if known else fresh.GetItem(path)[i]
+            np.testing.assert_array_equal(row, want, err_msg=f"{path} {i}")
+        assert got == beginning.about["kept"][f"{side} pieces"][0] > 260
+    tables = [p for p in dict(theta.FlattenItems()) if p.endswith("task_emb")]
+    assert len(tables) == 2
+    for path in tables:  # [L,U,M]: cy is new, de and sw have moved, the fourth has no language
+        got, was, new = (t.GetItem(path) for t in (theta, old, fresh))
+        np.testing.assert_array_equal(got[:, 1:3], was[:, 0:2])
+        np.testing.assert_array_equal(got[:, [0, 3]], new[:, [0, 3]])
+    assert beginning.about["kept"]["languages"] == [2, 3]
+    assert "at step 7; " in describe(beginning.about)
+
+
+def test_the_same_vocabularies_move_nothing(run, vocab) -> None:
+    vocabs = NestedMap(source=Vocabulary(vocab), target=Vocabulary(vocab))
+    beginning = begin_from(run.path, 7, run.Params().task, vocabs, _OLD_LANGUAGES)
+    assert beginning.weights.moved == {}
+    assert json.dumps(beginning.about["kept"])
+
+
+def test_another_model_is_refused_with_what_differs(run, new_vocabs) -> None:
+    task = _task(new_vocabs, f"{_BY_TASK.format(4)};task.hidden_dim=64;task.num_experts=16")
+    with pytest.raises(InitFromError) as error:
+        begin_from(run.path, 7, task, new_vocabs, _NEW_LANGUAGES)
+    message = str(error.value)
+    assert f"--init_from={run.path}: " in message
+    assert "float32[1,8,16,32] there, float32[1,16,16,64] here" in message
+    assert "and 5 more" in message
+    assert "> task.num_experts : 8\n" in message and message.endswith("< task.num_experts : 16")
+    assert "vocab_size" not in message and "num_tasks" not in message
+    dense = _task(new_vocabs, "task.num_experts=0")
+    with pytest.raises(InitFromError, match=r"float32\[1,16,2,8\] there, float32\[2,"):
+        begin_from(run.path, 7, dense, new_vocabs, _NEW_LANGUAGES)
+
+
+def test_heads_that_share_keys_are_no_languages(vocab, tmp_path) -> None:
+    more = "task.num_heads=4;task.num_kv_heads={}"
+    toy_translation.save_run(tmp_path, vocab, more=more.format(2), languages=_OLD_LANGUAGES)
+    vocabs = NestedMap(source=Vocabulary(vocab), target=Vocabulary(vocab))
+    task = RunDir(tmp_path).Params().task
+    beginning = begin_from(tmp_path, 7, task, vocabs, _OLD_LANGUAGES[::-1])
+    assert beginning.weights.moved == {} and "languages" not in beginning.about["kept"]
+    task.num_kv_heads = 1
+    with pytest.raises(InitFromError, match=r"< task\.num_kv_heads : 1"):
+        begin_from(tmp_path, 7, task, vocabs, _OLD_LANGUAGES)
+
+
+def test_where_there_is_nothing_to_begin_from(run, tmp_path) -> None:
+    assert find_step(run.path) == find_step(run.path, 7) == 7
+    with pytest.raises(InitFromError, match=r"--init_from_step=8: .* there are \[7\]"):
+        find_step(run.path, 8)
+    with pytest.raises(RunDirError, match=r"--init_from=.*no run there"):
+        find_step(tmp_path)
+    RunDir(tmp_path).Write("mt.M4Tiny", "", {"source": b"s", "target": b"t"})
+    with pytest.raises(InitFromError, match="has no checkpoint yet"):
+        find_step(tmp_path)

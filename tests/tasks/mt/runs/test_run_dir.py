@@ -1,0 +1,348 @@
+"""The description of a run is as it was written, or the file that is not is named."""
+
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+
+import pytest
+import toy_translation as toy
+
+from lingvo_moe.core import files
+from lingvo_moe.core.run_lock import RunLock
+from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.runs.run_dir import MANIFEST, RunDir, RunDirError
+from lingvo_moe.trainer_checks import prepare_run_dir
+
+DESCRIPTION = ["experiment.json", "params.txt", "vocab/source.model", "vocab/target.model"]
+PROGRAM = {
+    "name": "train",
+    "mesh": "expert:8",
+    "hash": "ab" * 32,
+    "collectives": {"all-to-all": 12},
+}
+BEGAN = {"logdir": "/old", "step": 5, "kept": {"source pieces": [310, 320]}}
+
+
+@pytest.fixture(scope="module")
+def vocabs() -> dict[str, bytes]:
+    lines = toy.sentences(200)
+    other = [line.replace("tree", "rhyddid") for line in lines]
+    return {"source": toy.train_vocab(lines), "target": toy.train_vocab(other)}
+
+
+@pytest.fixture(scope="module")
+def written(vocabs, tmp_path_factory):
+    path = tmp_path_factory.mktemp("run_dir") / "run"
+    run = RunDir(path)
+    run.Write("mt.M4Tiny", "task.num_experts=4", vocabs, ["de", "sw"], BEGAN)
+    run.WriteProgram(PROGRAM)
+    return path
+
+
+@pytest.fixture
+def run(written, tmp_path) -> RunDir:
+    return RunDir(shutil.copytree(written, tmp_path / "run"))
+
+
+def _describe(run: RunDir, content: str | bytes) -> None:
+    """Puts another experiment.json there, as whoever makes a run can."""
+    content = content.encode() if isinstance(content, str) else content
+    (run.path / "experiment.json").write_bytes(content)
+    run.ListFiles()
+
+
+def _change(run: RunDir, **values) -> None:
+    found = json.loads((run.path / "experiment.json").read_bytes())
+    _describe(run, json.dumps(found | values))
+
+
+def _read(run: RunDir) -> None:
+    """All that is read of a description."""
+    _ = run.experiment, run.params_text, run.vocabs, run.languages, run.began_from, run.program
+
+
+# --- what was written is read
+
+
+def test_what_was_written_is_read(run, vocabs):
+    assert run.experiment["model"] == "mt.M4Tiny" and run.Params().task.num_experts == 4
+    assert dict(run.vocabs) == vocabs
+    assert run.languages == ["de", "sw"] and run.began_from == BEGAN and run.program == PROGRAM
+    assert "task.num_experts : 4\n" in run.params_text
+    (run.path / "program.json").unlink()
+    assert run.program is None  # engines without a compiled step leave none
+
+
+def test_sha256sum_reads_the_list(run):
+    done = subprocess.run(
+        ["sha256sum", "--check", "--strict", MANIFEST], cwd=run.path, capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    assert done.stdout == "".join(f"{name}: OK\n" for name in DESCRIPTION)
+
+
+def test_what_changes_in_a_run_is_not_listed(run):
+    (run.checkpoint_dir / "5").mkdir(parents=True)
+    (run.path / ".lock").touch()
+    run.WriteProgram(PROGRAM | {"mesh": "expert:4"})
+    _read(run)
+    assert run.program["mesh"] == "expert:4" and run.steps == [5]
+
+
+@pytest.mark.parametrize("killed_at", range(5))
+def test_killed_while_it_is_described_it_can_be_described_again(
+    run, vocabs, monkeypatch, killed_at
+):
+    """The files are of the run as it was, or nothing of it is used; never some of one and some of another."""
+    write, seen = files.atomic_file, []
+
+    def killed(path):
+        seen.append(path)
+        if len(seen) > killed_at:
+            raise KeyboardInterrupt
+        return write(path)
+
+    swapped = {"source": vocabs["target"], "target": vocabs["source"]}
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "atomic_file", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run.Write("mt.M4Tiny", "", swapped)
+    assert [os.path.basename(path) for path in seen][killed_at:] == [
+        ["source.model", "target.model", "params.txt", "experiment.json", MANIFEST][killed_at]
+    ]
+    if killed_at == 0:
+        assert dict(run.vocabs) == vocabs
+    else:
+        with pytest.raises(RunDirError):
+            _read(run)
+    run.Write("mt.M4Tiny", "", swapped)
+    assert dict(run.vocabs) == swapped and run.Params().task.num_experts == 8
+
+
+# --- damage
+
+
+def test_each_of_300_flipped_bits_is_noticed_and_its_file_named(run):
+    rng = random.Random(0)
+    names = [*DESCRIPTION, MANIFEST, "program.json"]
+    for _ in range(300):
+        file = run.path / rng.choice(names)
+        before = file.read_bytes()
+        at, bit = rng.randrange(len(before)), rng.randrange(8)
+        file.write_bytes(before[:at] + bytes([before[at] ^ 1 << bit]) + before[at + 1 :])
+        with pytest.raises(RunDirError, match=re.escape(file.name)) as error:
+            _read(run)
+        assert str(run.path) in str(error.value)
+        file.write_bytes(before)
+    _read(run)
+
+
+@pytest.mark.parametrize("name", [*DESCRIPTION, MANIFEST])
+def test_cut_emptied_lost_and_swapped_files_are_named(run, name):
+    file = run.path / name
+    before = file.read_bytes()
+    others = [run.path / other for other in DESCRIPTION if other != name]
+    for content in (
+        before[:-1],
+        before[: len(before) // 2],
+        b"",
+        before + b"\n",
+        others[0].read_bytes(),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(RunDirError, match=f"{re.escape(name)}.* was changed"):
+            _read(run)
+    file.unlink()
+    with pytest.raises(RunDirError, match=f"{re.escape(name)}.* is missing"):
+        _read(run)
+    os.mkfifo(file)  # which would never end
+    with pytest.raises(RunDirError, match=f"{re.escape(name)}.* is missing"):
+        _read(run)
+
+
+def test_a_run_without_a_list_is_refused_with_a_remedy(run):
+    (run.path / MANIFEST).unlink()
+    with pytest.raises(
+        RunDirError, match=r"manifest\.sha256, the list of its files, is missing.*docs/security\.md"
+    ):
+        run.Task()
+
+
+def test_the_list_of_another_run_does_not_fit(run, tmp_path, vocabs):
+    other = RunDir(tmp_path / "other")
+    other.Write("mt.M4Tiny", "task.num_experts=16", vocabs)
+    shutil.copy(other.path / MANIFEST, run.path)
+    with pytest.raises(RunDirError, match=r"experiment\.json was changed"):
+        run.Task()
+
+
+@pytest.mark.parametrize("lost", DESCRIPTION)
+def test_a_list_that_lacks_a_file_is_refused(run, lost):
+    from lingvo_moe.core.manifest import write_manifest
+
+    write_manifest(run.path, MANIFEST, set(DESCRIPTION) - {lost})
+    with pytest.raises(RunDirError, match=f"{re.escape(lost)} is not in {MANIFEST}"):
+        _read(run)
+
+
+def test_a_program_of_before_there_were_digests_says_what_to_do(run):
+    (run.path / "program.json").write_text(json.dumps(PROGRAM, indent=1))
+    with pytest.raises(RunDirError, match=r"program\.json: was changed .*older version; delete it"):
+        _ = run.program
+
+
+def test_a_vocabulary_that_is_none_is_named(run):
+    (run.path / "vocab/target.model").write_bytes(b"anything")
+    run.ListFiles()
+    with pytest.raises(DataError, match=r"vocab/target\.model: not a SentencePiece model"):
+        _ = run.vocabs
+
+
+# --- what somebody else may have written
+
+
+_WHOLE = {"model": "mt.M4Tiny", "params_override": "", "vocab": {"source": "s", "target": "t"}}
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("5", "must be an object with model, .*but is 5"),
+        ("null", "must be an object with .*but is null"),
+        ('"model"', "must be an object with .*but is 'model'"),
+        ("[1]", r"must be an object with .*but is \[1\]"),
+        ("{}", "model and params_override and vocab missing"),
+        ('{"model": "mt.M4Tiny"}', "params_override and vocab missing"),
+        ("{", "not JSON"),
+        ("", "not JSON"),
+        ("NaN", "must be an object with"),
+        ("9" * 5000, "not JSON"),
+        (b'{"model": "\xff"}', "not UTF-8, at byte 11"),
+        ("[" * 10_000_000, "brackets are too deep"),
+        ('{"a":' * 1_000_000, "brackets are too deep"),
+        (_WHOLE | {"model": 5}, "model must be a string, but is 5"),
+        (_WHOLE | {"model": ["mt.M4Tiny"]}, r"model must be a string, but is \['mt"),
+        (_WHOLE | {"params_override": None}, "params_override must be a string, but is null"),
+        (_WHOLE | {"params_override": {}}, "params_override must be a string, but is {}"),
+        (_WHOLE | {"vocab": "vocab"}, "vocab must be an object with the strings source and target"),
+        (_WHOLE | {"vocab": ["s", "t"]}, "vocab must be an object"),
+        (_WHOLE | {"vocab": {"source": "s"}}, "vocab must be an object"),
+        (_WHOLE | {"vocab": {"source": "s", "target": 1}}, "vocab must be an object"),
+        (_WHOLE | {"vocab": {"source": "s", "target": "t\0"}}, "vocab must be an object"),
+        (_WHOLE | {"languages": "de"}, "languages must be a list of strings, but is 'de'"),
+        (_WHOLE | {"languages": [1, 2]}, r"languages must be a list of strings, but is \[1, 2\]"),
+        (_WHOLE | {"languages": None}, "languages must be a list of strings, but is null"),
+        (_WHOLE | {"began_from": "/old"}, "began_from must be an object with logdir"),
+        (_WHOLE | {"began_from": {"logdir": "/old"}}, "began_from must be an object"),
+        (_WHOLE | {"began_from": BEGAN | {"logdir": 1}}, "began_from must be an object"),
+        (_WHOLE | {"began_from": BEGAN | {"step": "5"}}, "began_from must be an object"),
+        (_WHOLE | {"began_from": BEGAN | {"step": -1}}, "began_from must be an object"),
+        (_WHOLE | {"began_from": BEGAN | {"step": True}}, "began_from must be an object"),
+        (_WHOLE | {"began_from": BEGAN | {"kept": [1]}}, "began_from must be an object"),
+        (_WHOLE | {"began_from": BEGAN | {"kept": {"a": [1]}}}, "began_from must be an object"),
+    ],
+)
+def test_a_description_of_another_shape_is_refused(run, content, message):
+    _describe(run, json.dumps(content) if isinstance(content, dict) else content)
+    with pytest.raises(RunDirError, match=f"experiment.json: .*{message}"):
+        _ = run.experiment
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["5", "null", "{}", '{"mesh": 1}', json.dumps(PROGRAM | {"collectives": [1]}), "[" * 100_000],
+)
+def test_a_program_of_another_shape_is_refused(run, content):
+    (run.path / "program.json").write_text(content)
+    with pytest.raises(RunDirError, match=r"program\.json: "):
+        _ = run.program
+
+
+@pytest.mark.parametrize(
+    "outside",
+    ["/etc/hostname", "../secret", "vocab/../../secret", "vocab/../vocab/source.model", "//x"],
+)
+def test_a_path_that_leads_out_of_the_run_is_refused(run, outside):
+    (run.path.parent / "secret").write_bytes((run.path / "vocab/source.model").read_bytes())
+    _change(run, vocab={"source": "vocab/source.model", "target": outside})
+    message = rf"experiment\.json: vocab\.target is '{re.escape(outside)}', which is not in the run"
+    for read in (lambda: run.vocabs, run.Task):
+        with pytest.raises(RunDirError, match=message):
+            read()
+
+
+@pytest.mark.parametrize("name", ["vocab/source.model", "vocab", "experiment.json", "params.txt"])
+def test_a_link_that_leads_out_of_the_run_is_neither_read_nor_written(run, vocabs, name):
+    outside = run.path.parent / "outside"
+    (run.path / name).rename(outside)
+    (run.path / name).symlink_to(outside)
+    with pytest.raises(
+        RunDirError, match=f"{name}.* is a link that leads out of the run, to {outside}"
+    ):
+        _ = run.vocabs
+    before = outside.is_file() and outside.read_bytes()
+    with pytest.raises(RunDirError, match="leads out of the run"):
+        run.Write("mt.M4Tiny", "", vocabs)
+    assert before == (outside.is_file() and outside.read_bytes())
+
+
+@pytest.mark.parametrize("place", ["train", "train/metrics.jsonl", "checkpoints", "checkpoints/5"])
+def test_a_trainer_does_not_go_on_where_it_would_write_elsewhere(run, place):
+    outside = run.path.parent / "outside"
+    outside.mkdir()
+    (run.path / place).parent.mkdir(exist_ok=True)
+    (run.path / place).symlink_to(outside)
+    with pytest.raises(
+        RunDirError, match=f": {place} is a link that leads out of the run, to {outside}"
+    ):
+        with RunLock(run.path) as lock:
+            prepare_run_dir(run, "mt.M4Tiny", "task.num_experts=4", lock, restart=False)
+
+
+def test_links_within_a_run_and_to_a_run_are_followed(run, vocabs):
+    link = run.path.parent / "link"
+    link.symlink_to(run.path)
+    (run.path / "vocab/source.model").rename(run.path / "vocab/kept.model")
+    (run.path / "vocab/source.model").symlink_to("kept.model")
+    assert dict(RunDir(link).vocabs) == vocabs
+
+
+def test_a_description_names_only_files_that_are_listed(run):
+    (run.path / "vocab/more.model").write_bytes((run.path / "vocab/source.model").read_bytes())
+    _change(run, vocab={"source": "vocab/more.model", "target": "vocab/target.model"})
+    with pytest.raises(RunDirError, match=rf"vocab/more\.model is not in {MANIFEST}"):
+        _ = run.vocabs
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"model": "os.path"}, r"no task 'os' in params/"),
+        ({"model": "mt.M4Tinny"}, "no such experiment"),
+        ({"model": "../evil.X"}, "expected task.Experiment"),
+        ({"params_override": "task.no_such=1"}, "no parameter"),
+        (
+            {"params_override": "task.cls=type/lingvo_moe.core.moe.routers.top2/Top2Router"},
+            "task or input is of a class that cannot be: .*ConfigureInput",
+        ),
+        ({"params_override": f"task.seed={'-' * 200_000}1"}, "does not read as int"),
+    ],
+)
+def test_an_experiment_that_is_not_there_is_an_error_of_the_file(run, values, message):
+    _change(run, **values)
+    with pytest.raises(
+        RunDirError, match=rf"^{re.escape(str(run.path))}/experiment\.json: .*{message}"
+    ):
+        run.Params()
+
+
+@pytest.mark.parametrize("content", [b'{"lr": 0.1}', b"", b"\xff", b"[1]"])
+def test_another_program_s_file_of_the_same_name_is_not_replaced(tmp_path, content):
+    (tmp_path / "experiment.json").write_bytes(content)
+    with RunLock(tmp_path) as lock:
+        with pytest.raises(RunDirError, match=r"holds an experiment\.json that is no run's"):
+            prepare_run_dir(RunDir(tmp_path), "mt.M4Tiny", "", lock, restart=False)
+    assert (tmp_path / "experiment.json").read_bytes() == content

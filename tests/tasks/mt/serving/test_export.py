@@ -1,0 +1,316 @@
+"""From a run's checkpoint to strings: the real model decoded, saved, and loaded where only TensorFlow is."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import toy_translation as toy
+from damage import full_disk
+from numpy.testing import assert_allclose, assert_array_equal
+from tensorflow.python.tools import saved_model_cli
+
+from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
+from lingvo_moe.core.manifest import ManifestError, verify_manifest
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.sharding import single_device, use_mesh
+from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions
+from lingvo_moe.tasks.mt.runs.directories import OutputError
+from lingvo_moe.tasks.mt.runs.run_dir import RunDir, RunDirError
+from lingvo_moe.tasks.mt.serving.export import export, load_translator
+from lingvo_moe.tasks.mt.serving.saved_translator import ABOUT, MANIFEST, SavedTranslator
+
+# One bucket, to compile once.
+OPTIONS = TranslateOptions(beam_size=3, top_k=2, max_source_length=8, max_length=14, rows=4)
+_BARE = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("jax", "jaxlib", "lingvo_moe", "orbax", "sentencepiece"):
+            raise ImportError(f"{name} must not be needed")
+
+sys.meta_path.insert(0, Blocked())
+import json
+import tensorflow as tf
+import tensorflow_text
+
+signatures = tf.saved_model.load(sys.argv[1]).signatures
+assert signatures["predict"].structured_outputs == signatures["serving_default"].structured_outputs
+out = signatures["serving_default"](text=tf.constant(json.loads(sys.stdin.read())))
+texts = [[t.decode() for t in row] for row in out["translations"].numpy()]
+print(json.dumps([texts, out["scores"].numpy().tolist(), out["truncated"].numpy().tolist()]))
+"""
+
+
+@pytest.fixture(scope="module")
+def vocab() -> bytes:
+    return toy.train_vocab(toy.sentences(200), bytes_too=False)
+
+
+@pytest.fixture(scope="module")
+def logdir(tmp_path_factory, vocab):
+    path = tmp_path_factory.mktemp("run")
+    toy.save_run(path, vocab)
+    return path
+
+
+@pytest.fixture(scope="module")
+def translator(logdir):
+    found, about = load_translator(logdir, OPTIONS)
+    assert (about["model"], about["step"]) == ("mt.M4Tiny", 7)
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved_model(tmp_path_factory, translator):
+    path = tmp_path_factory.mktemp("saved") / "model"
+    export(translator, path, {"model": "mt.M4Tiny"})
+    return path
+
+
+LINES = [*toy.sentences(40, seed=3, longest=5), "", "  ", "\u2028", "red\0", "日本"]
+
+
+def test_batch_size_changes_nothing(translator):
+    whole = translator.Translate(LINES)
+    for size in (1, 7, 32):
+        parts = [translator.Translate(LINES[i : i + size]) for i in range(0, len(LINES), size)]
+        assert [row for p in parts for row in p.translations] == whole.translations
+        assert_array_equal(np.concatenate([p.scores for p in parts]), whole.scores)
+    assert len({row[0] for row in whole.translations}) > 15
+
+
+def test_scores_are_the_training_model_s(logdir, translator):
+    """What the cached, masked, padded search says of its results is what the training forward pass says of them."""
+    model = RunDir(logdir).Task()
+    with Checkpointer(str(RunDir(logdir).checkpoint_dir), read_only=True) as checkpointer:
+        theta, _ = checkpointer.RestoreToNumpy("theta")
+    rng = np.random.default_rng(1)
+    lengths = np.array([8, 3, 1, 5], np.int32)
+    ids = rng.integers(4, 30, [4, 8]).astype(np.int32)
+    found_ids, found_lengths, found_scores = translator._search()(ids, lengths)
+    for row in range(4):
+        n = lengths[row]
+        src = _row(ids[row, :n])
+        for k in range(OPTIONS.top_k):
+            tokens = found_ids[row, k, : found_lengths[row, k]].numpy()
+            assert tokens[-1] == 2
+            tgt = _row(np.concatenate([[1], tokens[:-1]]))
+            tgt.labels = tf.constant([tokens])
+            with use_mesh(single_device()):
+                _, metrics = model.FProp(theta, NestedMap(src=src, tgt=tgt))
+            norm = ((5 + len(tokens)) / 6) ** OPTIONS.length_alpha
+            want = -float(metrics.nll) * len(tokens) / norm
+            assert_allclose(found_scores[row, k], want, rtol=2e-4)
+
+
+def _row(ids: np.ndarray) -> NestedMap:
+    ids = np.asarray(ids, np.int32)[np.newaxis]
+    return NestedMap(
+        ids=tf.constant(ids),
+        segment_ids=tf.ones_like(ids),
+        segment_pos=tf.range(ids.shape[1])[tf.newaxis],
+    )
+
+
+def test_saved_model_in_bare_tensorflow(translator, saved_model):
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", _BARE, str(saved_model)],
+        input=json.dumps(LINES),
+        capture_output=True,
+        text=True,
+        cwd=saved_model,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    texts, scores, truncated = json.loads(done.stdout)
+    want = translator.Translate(LINES)
+    assert texts == want.translations
+    assert_array_equal(np.float32(scores), want.scores)
+    assert_array_equal(truncated, want.truncated)
+
+
+def test_saved_translator(translator, saved_model):
+    want, got = translator.Translate(LINES), SavedTranslator(str(saved_model)).Translate(LINES)
+    assert got.translations == want.translations
+    assert_array_equal(got.scores, want.scores)
+    about = json.loads((saved_model / "assets.extra" / "translator.json").read_text())
+    assert about["model"] == "mt.M4Tiny"
+    assert about["options"]["beam_size"] == 3
+
+
+def test_a_bit_that_flips_is_found_before_anything_is_loaded(saved_model, tmp_path, monkeypatch):
+    """1,000 bits at random, each file as often as another: weights, graph, vocabularies, descriptions, the list."""
+
+    def never(*_):
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr(tf.saved_model, "load", never)
+    copy = tmp_path / "model"
+    shutil.copytree(saved_model, copy)
+    files = sorted(file for file in copy.rglob("*") if file.is_file() and file.stat().st_size)
+    names = {str(file.relative_to(copy)) for file in files}
+    assert {"saved_model.pb", "variables/variables.index", ABOUT, MANIFEST} <= names
+    rng = np.random.default_rng(0)
+    for _ in range(1000):
+        file = files[rng.integers(len(files))]
+        at, bit = int(rng.integers(file.stat().st_size)), int(rng.integers(8))
+        with open(file, "r+b") as opened:
+            opened.seek(at)
+            byte = opened.read(1)[0]
+            opened.seek(at)
+            opened.write(bytes([byte ^ 1 << bit]))
+            opened.flush()
+            with pytest.raises(ManifestError) as caught:
+                SavedTranslator(copy)
+            assert f"{copy}: {file.relative_to(copy)}" in str(caught.value)
+            opened.seek(at)
+            opened.write(bytes([byte]))
+    with pytest.raises(AssertionError, match="loaded"):
+        SavedTranslator(copy)
+
+
+def test_an_export_without_a_list_is_refused(saved_model, tmp_path):
+    copy = tmp_path / "model"
+    shutil.copytree(saved_model, copy)
+    (copy / MANIFEST).unlink()
+    with pytest.raises(
+        ManifestError, match=r"manifest\.sha256.* is missing.*; export the model again"
+    ):
+        SavedTranslator(copy)
+    shutil.copytree(saved_model, copy, dirs_exist_ok=True)
+    (copy / "saved_model.pb").unlink()
+    with pytest.raises(ManifestError, match=r"saved_model\.pb is missing"):
+        SavedTranslator(copy)
+
+
+def test_signatures_are_what_tensorflow_serving_calls(saved_model, capsys):
+    """As `saved_model_cli show` prints it: names, types, shapes, and the method that predict requests look for."""
+    saved_model_cli._show_inputs_outputs(str(saved_model), "serve", "predict")
+    shown = " ".join(capsys.readouterr().out.split())
+    for text in (
+        "inputs['text'] tensor_info: dtype: DT_STRING shape: (-1)",
+        "outputs['scores'] tensor_info: dtype: DT_FLOAT shape: (-1, 2)",
+        "outputs['translations'] tensor_info: dtype: DT_STRING shape: (-1, 2)",
+        "outputs['truncated'] tensor_info: dtype: DT_BOOL shape: (-1)",
+        "Method name is: tensorflow/serving/predict",
+    ):
+        assert text in shown, shown
+    assert shown.count("inputs[") == 1
+    assert shown.count("outputs[") == 3
+
+
+def test_two_vocabularies_stay_two_when_saved(tmp_path, vocab):
+    """TensorFlow merges tokenizers of one name when it loads them."""
+    target = toy.train_vocab([line.upper() for line in toy.sentences(200)], bytes_too=False)
+    toy.save_run(tmp_path / "run", vocab, target_vocab=target)
+    translator, about = load_translator(tmp_path / "run", OPTIONS)
+    export(translator, tmp_path / "saved", about)
+    want = translator.Translate(LINES).translations
+    assert SavedTranslator(str(tmp_path / "saved")).Translate(LINES).translations == want
+    assert any(text.isupper() for row in want for text in row)
+
+
+def test_export_replaces_a_saved_model_and_nothing_else(translator, saved_model, tmp_path):
+    other = tmp_path / "notes"
+    other.mkdir()
+    (other / "file").write_text("mine")
+    for taken in (other, other / "file"):
+        with pytest.raises(OutputError, match=r"is a file|holds files that are no exported model"):
+            export(translator, taken)
+    for place, message in (
+        (saved_model / "assets/new", f"lies inside {saved_model}, which is an exported model"),
+        (tmp_path / "[x]", "could not be read again from a directory with \\["),
+        ("gs://bucket/model", "remote storage is not supported"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            export(translator, place)
+    before = (saved_model / "fingerprint.pb").stat().st_mtime_ns
+    export(translator, saved_model)
+    assert (saved_model / "fingerprint.pb").stat().st_mtime_ns > before
+    assert sorted(p.name for p in saved_model.parent.iterdir()) == ["model"]  # nothing left over
+
+
+def test_export_that_fails_leaves_nothing(translator, tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        (tmp_path / "seen").touch()
+        raise OSError("disk full")
+
+    monkeypatch.setattr(tf.saved_model, "save", fail)
+    with pytest.raises(OSError, match="disk full"):
+        export(translator, tmp_path / "model")
+    assert [p.name for p in tmp_path.iterdir()] == ["seen"]
+
+
+def test_run_dir_round_trip(tmp_path, vocab):
+    run = RunDir(tmp_path / "run")
+    assert not run.exists
+    run.Write("mt.M4Tiny", "task.num_experts=4", {"source": vocab, "target": vocab})
+    assert run.exists
+    assert run.vocabs == NestedMap(source=vocab, target=vocab)
+    assert run.Task().p.num_experts == 4
+    assert "num_experts" in run.params_text
+
+
+def test_what_goes_wrong_is_said(tmp_path, vocab):
+    with pytest.raises(RunDirError, match="no such directory"):
+        load_translator(tmp_path / "nowhere")
+    with pytest.raises(RunDirError, match="no run there"):
+        load_translator(tmp_path)
+    run = RunDir(tmp_path)
+    with pytest.raises(ValueError, match="M4Tinny"):
+        run.Write("mt.M4Tinny", "", {"source": vocab, "target": vocab})
+    assert not run.exists
+    run.Write("mt.M4Tiny", "", {"source": vocab, "target": vocab})
+    with pytest.raises(CheckpointError, match="checkpoints"):
+        load_translator(tmp_path)
+    (tmp_path / "vocab" / "target.model").unlink()
+    with pytest.raises(RunDirError, match=r"target\.model is missing"):
+        load_translator(tmp_path)
+    with pytest.raises(ValueError, match="no SavedModel there"):
+        SavedTranslator(str(tmp_path))
+
+
+def test_checkpoints_that_do_not_fit(tmp_path, vocab):
+    toy.save_run(tmp_path, vocab)
+    with pytest.raises(CheckpointError, match=r"no such checkpoint; there are \[7\]"):
+        load_translator(tmp_path, step=8)
+    RunDir(tmp_path).Write("mt.M4Tiny", "task.model_dim=32", {"source": vocab, "target": vocab})
+    with pytest.raises(CheckpointError, match=r"not of this run's model: .* in the model"):
+        load_translator(tmp_path)
+    for file in (tmp_path / "checkpoints").rglob("*"):
+        if file.is_file() and file.stat().st_size > 1000:
+            file.write_bytes(file.read_bytes()[:500])
+    with pytest.raises(CheckpointError, match="damaged"):
+        load_translator(tmp_path)
+
+
+class _Plain(tf.Module):
+    """As much of a Translator as export needs, without a model."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = tf.Variable(tf.zeros([4000]))
+        self.languages: list[str] = []
+        self.options = SimpleNamespace(beam_size=1)
+
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.string, "text")])
+    def translate(self, text):
+        return {"translations": text, "scores": self.weights[:1]}
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path):
+    export(_Plain(), tmp_path / "model")
+    verify_manifest(tmp_path / "model", MANIFEST)
+    message = f"File too large: '{tmp_path / 'other'}'"
+    with full_disk(9000), pytest.raises(OSError, match=re.escape(message)):
+        export(_Plain(), tmp_path / "other")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
