@@ -35,6 +35,8 @@ RUNNABLE = [
     "docs/data.md",
     "docs/experiments.md",
     "docs/moe.md",
+    "docs/explain.md",
+    "docs/manual_sharding.md",
     "docs/sharding.md",
     "docs/training.md",
 ]

@@ -174,7 +174,7 @@ def test_an_uneven_part():
 
 def test_another_rank_or_part_is_refused():
     sharding = parse("{devices=[8,1]<=[8]}")
-    with pytest.raises(HloError, match="expected 2 dimensions.*; got 1"):
+    with pytest.raises(HloError, match=r"expected 2 dimensions.*; got 1"):
         sharding.PartShape((8,))
     with pytest.raises(HloError, match="there are 8x1 parts"):
         sharding.DeviceOf((8, 0))
