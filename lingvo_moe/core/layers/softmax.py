@@ -9,7 +9,7 @@ from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.layers import panels, softmax_op_by_op
+from lingvo_moe.core.layers import softmax_op_by_op
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.op_by_op import is_op_by_op
 
@@ -43,19 +43,9 @@ class Softmax(BaseLayer):
             self.CreateVariable("table", WeightParams((p.vocab_size, p.model_dim), "VM", init))
 
     def FProp(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
-        """Logits of x [B, T, M]: float32 [B, T, V]; fewer where the table has fewer rows, see MtModel.OfTokens."""
-        if "panels" in theta:
-            rows = tf.reshape(x, [-1, self.p.model_dim])
-            some = theta.panels.shape[0] is None
-            logits = panels.product(rows, theta.panels, None if some else self.p.vocab_size)
-            shape = tf.concat([tf.shape(x)[:2], [-1 if some else self.p.vocab_size]], 0)
-            return tf.reshape(tf.cast(logits, tf.float32), shape)
+        """Logits of x [B, T, M]: float32 [B, T, V]."""
         logits = tf.einsum("BTM,VM->BTV", x, self.Cast(theta.table))
         return self.Shard(tf.cast(logits, tf.float32), "BTV")
-
-    def ForInference(self, theta: NestedMap) -> NestedMap:
-        """See BaseLayer: the table in `panels` (see panels.py). With `p.tied` theta is the table's layer's."""
-        return NestedMap(panels=panels.in_panels(tf.transpose(self.Cast(theta.table))))
 
     def Losses(
         self, theta: NestedMap, x: tf.Tensor, labels: tf.Tensor, weights: tf.Tensor

@@ -70,7 +70,7 @@ def test_values_and_gradients_are_those_of_repeated_keys_and_values(kv_heads, cr
 
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_steps_of_a_beam_over_a_smaller_cache(kv_heads):
-    """Two hypotheses, at step 2 both going on from the first one's past; op by op from arranged weights."""
+    """Two hypotheses, at step 2 both going on from the first one's past."""
     few, plain = _layer(kv_heads), _layer(0)
     theta = init(few)
     whole = _repeated(theta)
@@ -80,39 +80,25 @@ def test_steps_of_a_beam_over_a_smaller_cache(kv_heads):
     masks[2] = masks[1][[0, 0]] + np.eye(2, 6, 4)
     caches = [few.InitCache(3, 3, 2), plain.InitCache(3, 3, 2)]
     assert caches[0].k.shape == (3, 3, 2, kv_heads, K)
-    with running_op_by_op():
-        arranged, fast = few.ForInference(theta), few.InitCache(3, 3, 2)
-    assert fast.k.shape == (kv_heads, 3, 3, 2 * K)
     past = []
     for t in range(3):
         x, mask = normal(t, 3, 2, M), tf.constant(np.stack([masks[t]] * 3))
         past.append(x[:, :1])
         want, caches[1] = single(plain.ExtendStep, whole, x, caches[1], tf.constant(t), mask)
         got, caches[0] = single(few.ExtendStep, theta, x, caches[0], tf.constant(t), mask)
-        with running_op_by_op():
-            also, fast = single(few.ExtendStep, arranged, x, fast, tf.constant(t), mask)
         np.testing.assert_allclose(got, want, atol=1e-5)
-        np.testing.assert_allclose(also, want, atol=1e-5)
         prefix = tf.concat(past, 1)
         all_of_it = single(few.FProp, theta, prefix, prefix, tf.ones([3, 1, t + 1], tf.bool))
         np.testing.assert_allclose(got[:, 0], all_of_it[:, -1], atol=1e-5)
 
 
-def test_memory_op_by_op_too():
+def test_memory_of_shared_heads():
     layer = _layer(2)
     theta, x, memory, mask = init(layer), normal(0, 2, 3, M), normal(1, 2, 5, M), _mask(2, 1, 5)
     want = single(layer.FProp, theta, x, memory, mask)
     kv = single(layer.PrecomputeMemory, theta, memory)
     assert kv.k.shape == (2, 5, 2, K)
     np.testing.assert_allclose(single(layer.AttendMemory, theta, x, kv, mask), want, atol=1e-5)
-    with running_op_by_op():
-        arranged = layer.ForInference(theta, cross=True)
-        kv = single(layer.PrecomputeMemory, arranged, memory)
-        assert kv.k.shape == (2, 2, 5, K)
-        got = single(layer.AttendMemory, arranged, x, kv, mask)
-        alone = single(layer.FProp, arranged, x, memory, mask)
-    np.testing.assert_allclose(got, want, atol=1e-5)
-    np.testing.assert_allclose(alone, want, atol=1e-5)
 
 
 def _sent(layer):

@@ -185,31 +185,6 @@ def test_experts_of_one_s_own_on_slots_and_rows():
     assert np.abs(results[0]).max() > 0.01
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {},
-        {"inference_dispatcher": "index"},
-        {"inference_dispatcher": "masked"},
-        {"experts": GatedExperts.Params()},
-        {"experts": SlotExperts.Params()},
-    ],
-    ids=["rows", "index", "masked", "experts of one's own", "experts on slots alone"],
-)
-def test_weights_arranged_for_inference_give_what_the_weights_give(change):
-    """Whatever reads them: panels where the experts know them, else as they are."""
-    layer = _params(TopKRouter.Params().Set(k=2)).Set(**change).Instantiate()
-    x, paddings = _tokens(B, T, M), tf.zeros([B, T])
-    with use_mesh(single_device()), running_op_by_op():
-        theta = layer.InitTheta(make_seed(1, 0))
-        want, _ = layer.FProp(theta, x, paddings)
-        got, _ = layer.FProp(layer.ForInference(theta), x, paddings)
-    np.testing.assert_allclose(got, want, atol=1e-6)
-    assert np.abs(want).max() > 0.01
-    experts = layer.ForInference(theta).get("experts") or {}
-    assert ("panels" in experts) == (not change)
-
-
 def test_dispatchers_that_cannot_serve_are_refused():
     p = _params(Top2Router.Params())
     p.inference_dispatcher = DroplessDispatcher.Params().Set(device_capacity_factor=2.0)
