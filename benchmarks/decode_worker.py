@@ -63,9 +63,10 @@ def build(kind: Kind, size: dict[str, Any]) -> tuple[Any, int]:
     """A tf.Module whose `search` gives the number of tokens found, and the number of parameters."""
     import tensorflow as tf
 
+    from lingvo_moe.core import kernels
     from lingvo_moe.core.decode.flat_beam_search import SearchOptions
+    from lingvo_moe.core.kernels import tensorflow
     from lingvo_moe.core.nested_map import NestedMap
-    from lingvo_moe.core.op_by_op import running_op_by_op
     from lingvo_moe.core.sharding import single_device, use_mesh
     from lingvo_moe.tasks.mt.decoding.fast_decoder import FastDecoder
     from lingvo_moe.tasks.mt.decoding.fast_model import FastModel
@@ -84,7 +85,7 @@ def build(kind: Kind, size: dict[str, Any]) -> tuple[Any, int]:
     )
 
     def search(ids: tf.Tensor, lengths: tf.Tensor, longest: tf.Tensor) -> tf.Tensor:
-        with use_mesh(single_device()), running_op_by_op():
+        with use_mesh(single_device()), kernels.using(tensorflow):
             at = tf.range(tf.shape(ids)[1])[tf.newaxis]
             real = tf.cast(at < lengths[:, tf.newaxis], tf.int32)
             src = NestedMap(ids=ids * real, segment_ids=real, segment_pos=at * real)

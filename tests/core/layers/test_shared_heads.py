@@ -9,11 +9,12 @@ import pytest
 import tensorflow as tf
 from layer_testing import SPLITS, assert_close, init, normal, single, value_and_grads, wave
 
+from lingvo_moe.core import kernels
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.engine.testing import run_sharded
+from lingvo_moe.core.kernels import tensorflow, xla
 from lingvo_moe.core.layers.attention import MultiHeadAttention
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.op_by_op import running_op_by_op
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import Mesh
 
@@ -47,9 +48,9 @@ def test_as_many_as_heads_is_plain_attention_to_the_bit():
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("op_by_op", [False, True], ids=["einsums", "op_by_op"])
+@pytest.mark.parametrize("own", [xla, tensorflow], ids=["xla", "tensorflow"])
 @pytest.mark.parametrize("kv_heads, cross", [(1, False), (2, True)])
-def test_values_and_gradients_are_those_of_repeated_keys_and_values(kv_heads, cross, op_by_op):
+def test_values_and_gradients_are_those_of_repeated_keys_and_values(kv_heads, cross, own):
     few = _layer(kv_heads, atten_dropout_prob=0.2)
     plain = _layer(0, atten_dropout_prob=0.2)
     theta = init(few)
@@ -63,7 +64,7 @@ def test_values_and_gradients_are_those_of_repeated_keys_and_values(kv_heads, cr
 
     x = normal(0, 2, 5, M)
     want = single(value_and_grads, lambda t, x: run(plain, _repeated(t), x), theta, x)
-    with running_op_by_op(op_by_op):
+    with kernels.using(own):
         got = single(value_and_grads, lambda t, x: run(few, t, x), theta, x)
     assert_close(got, want)
 

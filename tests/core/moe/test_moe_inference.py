@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import BaseLayer
+from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.layers.transformer import TransformerLayer
 from lingvo_moe.core.moe.dispatch_dropless import DroplessDispatcher
 from lingvo_moe.core.moe.experts import Experts
@@ -16,7 +18,6 @@ from lingvo_moe.core.moe.routers.base import LearnedRouter
 from lingvo_moe.core.moe.routers.top2 import Top2Router
 from lingvo_moe.core.moe.routers.top_k import TopKRouter
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.op_by_op import running_op_by_op
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import single_device, use_mesh
 
@@ -147,7 +148,7 @@ def test_gates_are_the_same_to_the_bit_for_any_number_of_tokens(k):
     """By TensorFlow's own kernels, which compute most functions 16 numbers at a time and the rest otherwise."""
     router = TopKRouter.Params().Set(name="r", model_dim=M, num_experts=5, k=k).Instantiate()
     logits = 3 * _tokens(1, 40, 5)
-    with running_op_by_op():
+    with kernels.using(tensorflow):
         together = router.Route(logits, tf.zeros([1, 40]), None).gate.numpy()
         for n in range(1, 40):
             some = router.Route(logits[:, :n], tf.zeros([1, n]), None).gate.numpy()

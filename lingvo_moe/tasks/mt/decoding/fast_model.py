@@ -13,7 +13,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import BaseLayer
+from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.layers.attention import MultiHeadAttention
 from lingvo_moe.core.layers.feed_forward import FeedForward
 from lingvo_moe.core.layers.repeat import Repeat
@@ -21,7 +23,6 @@ from lingvo_moe.core.layers.softmax import Softmax
 from lingvo_moe.core.layers.transformer import TransformerBlock, TransformerLayer, TransformerStack
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.op_by_op import running_op_by_op
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.mt.decoding.packed_attention import PackedCrossAttention, PackedSelfAttention
 from lingvo_moe.tasks.mt.decoding.packed_experts import PackedMoELayer
@@ -124,7 +125,7 @@ class FastModel(tf.Module):
 @contextlib.contextmanager
 def _tensorflows_kernels() -> Iterator[None]:
     """Layers that stay as they are compute with TensorFlow's kernels, on one device."""
-    with use_mesh(single_device()), running_op_by_op():
+    with use_mesh(single_device()), kernels.using(tensorflow):
         yield
 
 

@@ -22,13 +22,13 @@ from lingvo_moe.core.decode.flat_beam_search import (
     StepFn,
     dim,
 )
+from lingvo_moe.core.kernels.tensorflow import batch_independent
 from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.tasks.mt.decoding.packed_weights import FEWEST_ROWS
 
 BLOCK = 16  # steps
 _GROUP = 64  # tokens
 _FEW_FORBIDDEN = 16
-_AT_A_TIME = 16  # numbers that TensorFlow's log takes at once; it rounds a remainder differently
 
 
 class GrowingBeamSearch(FlatBeamSearch):
@@ -195,8 +195,7 @@ class GrowingBeamSearch(FlatBeamSearch):
             best_R = tf.reduce_max(logits_RV, 1)
         # log-sum-exp: the largest logit and its probability, which is never too small to be one.
         largest_R = tf.reduce_max(tf.nn.softmax(logits_RV), 1)
-        # In copies, so that a row's logarithm does not depend on the number of rows.
-        log_R1 = tf.math.log(tf.tile(largest_R[:, tf.newaxis], [1, _AT_A_TIME]))[:, :1]
+        log_R1 = batch_independent(tf.math.log, largest_R[:, tf.newaxis])
         partition_R1 = best_R[:, tf.newaxis] - log_R1
 
         eos_R1 = logits_RV[:, self.o.eos_id : self.o.eos_id + 1] - partition_R1

@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from lingvo_moe.core import kernels
+from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.moe.routers.base import Router
 from lingvo_moe.core.moe.routers.registry import ROUTERS
 from lingvo_moe.core.moe.routers.top_k import TopKRouter
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.op_by_op import running_op_by_op
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.mt.decoding.packed_experts import PackedMoELayer, feed_forward_of_chosen
@@ -64,7 +65,7 @@ def _whole_and_chosen(router):
     x, paddings = tf.constant(X[np.newaxis]), tf.constant([[0.0] * 10 + [1.0] * 2])
     needs = type(router).Needs(router.p)
     context = NestedMap({need: tf.range(N)[tf.newaxis] % 2 for need in needs})
-    with use_mesh(single_device()), running_op_by_op():
+    with use_mesh(single_device()), kernels.using(tensorflow):
         theta = router.InitTheta(make_seed(0, 0))
         theta = theta.Transform(lambda w: tf.constant(DRAW.normal(size=w.shape), w.dtype))
         whole = router.FProp(theta, x, paddings, None, context=context)
@@ -115,7 +116,7 @@ def test_the_layer_is_the_layer(kind):
     p = MoELayer.Params().Set(name="moe", model_dim=M, hidden_dim=H, num_experts=E)
     layer = p.Set(router=TopKRouter.Params().Set(k=2)).Instantiate()
     x, paddings = tf.constant(X.reshape(2, 6, M)), tf.constant([[0.0] * 6, [0.0] * 4 + [1.0] * 2])
-    with use_mesh(single_device()), running_op_by_op():
+    with use_mesh(single_device()), kernels.using(tensorflow):
         theta = layer.InitTheta(make_seed(1, 0))
         want, _ = layer.FProp(theta, x, paddings)
         packed = PackedMoELayer(layer)
