@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_moe.core import checks, kernels
-from lingvo_moe.core.base_layer import BaseLayer
+from lingvo_moe.core.base_layer import BaseLayer, scoped
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.nested_map import NestedMap
@@ -78,6 +78,7 @@ class Repeat(BaseLayer):
             return self._Unrolled(theta, carry, shared, seed)
         return _scan(self._Body, self.p.num_repeats, theta, carry, shared, seed, self._ShardCarry)
 
+    @scoped
     def SliceTheta(self, theta: NestedMap, i: int) -> NestedMap:
         """The theta of repetition i's body, for use outside of FProp (e.g. decoding)."""
         return self._ShardTheta(_slice(theta.body, i))

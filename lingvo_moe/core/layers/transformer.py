@@ -6,7 +6,7 @@ What the layers share is passed as `aux`, a NestedMap:
     paddings: float [B, T], 1 at padding.
     self_mask: bool [B, T, T] (see masks.py).
     memory, cross_mask: [B, S, M] and bool [B, T or 1, S]; with cross-attention only.
-    context: int32 [B, T] tensors that a MoE layer's router needs (see moe/context.py); only if it
+    context: int32 [B, T] tensors that a MoE layer's router needs (see moe/routers/inputs.py); only if it
         needs some.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from lingvo_moe.core import checks, kernels
-from lingvo_moe.core.base_layer import BaseLayer
+from lingvo_moe.core.base_layer import BaseLayer, scoped
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.layers.attention import MultiHeadAttention
@@ -87,6 +87,7 @@ class TransformerLayer(BaseLayer):
         )
         return self._Add(x, h, self.FoldSeed(seed, "ffn_residual")), extras
 
+    @scoped
     def InitCache(self, batch: int, length: int, num_hyps: int = 1) -> NestedMap:
         """See MultiHeadAttention.InitCache."""
         return self.self_atten.InitCache(batch, length, num_hyps)
@@ -95,6 +96,7 @@ class TransformerLayer(BaseLayer):
         """The letters of InitCache's tensors."""
         return self.self_atten.CacheLetters()
 
+    @scoped
     def PrecomputeMemory(self, theta: NestedMap, memory: tf.Tensor) -> NestedMap:
         """Cross-attention's keys and values of memory [B, S, M]; empty without one."""
         if self.p.cross_atten_tpl is None:
@@ -105,6 +107,7 @@ class TransformerLayer(BaseLayer):
         """The letters of PrecomputeMemory's tensors."""
         return NestedMap() if self.p.cross_atten_tpl is None else self.cross_atten.MemoryLetters()
 
+    @scoped
     def ExtendStep(
         self,
         theta: NestedMap,
@@ -231,6 +234,7 @@ class TransformerStack(BaseLayer):
         x, extras = self.blocks.FProp(theta.blocks, x, aux, seed=self.FoldSeed(seed, "blocks"))
         return self.final_norm.FProp(theta.final_norm, x), extras
 
+    @scoped
     def InitCache(self, batch: int, length: int, num_hyps: int = 1) -> list[list[NestedMap]]:
         """Empty caches for ExtendStep, by block and layer."""
         layers = self.blocks.body.layers
@@ -239,6 +243,7 @@ class TransformerStack(BaseLayer):
             for _ in range(self.p.num_blocks)
         ]
 
+    @scoped
     def PrecomputeMemory(self, theta: NestedMap, memory: tf.Tensor) -> list[list[NestedMap]]:
         """Every cross-attention's keys and values of memory [B, S, M], by block and layer."""
         out = []
@@ -256,6 +261,7 @@ class TransformerStack(BaseLayer):
         """The letters of PrecomputeMemory's tensors, by block and layer."""
         return [[layer.MemoryLetters() for layer in self.blocks.body.layers]] * self.p.num_blocks
 
+    @scoped
     def ExtendStep(
         self,
         theta: NestedMap,

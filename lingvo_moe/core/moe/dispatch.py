@@ -8,32 +8,40 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from lingvo_moe.core.base_layer import BaseLayer
+from lingvo_moe.core.base_layer import BaseLayer, scoped
+from lingvo_moe.core.moe.experts import Rows
 from lingvo_moe.core.moe.packing import shape_of
 from lingvo_moe.core.moe.routers.base import Routing
-from lingvo_moe.core.moe.rows import Rows
 from lingvo_moe.core.sharding import Axis, ShardingError, dims_mapping
 
 
 class Dispatcher(BaseLayer):
     """Carries out a routing decision. It has no weights and makes no decision of its own.
 
-    `Dispatch` gives each expert its tokens, cut over devices along E; `Combine` brings the experts'
-    outputs back to the tokens, cut along G, weighted by their gates. A token without an expert gets
+    `Dispatch` gives each expert its tokens, sharded over devices along E; `Combine` brings the experts'
+    outputs back to the tokens, sharded along G, weighted by their gates. A token without an expert gets
     zeros, so that its residual connection alone carries it on.
 
     Attributes:
         LIMITED: whether experts have C slots a group. Where they have none, the router is given no
             capacity, in training too, and drops nothing.
+        GIVES_ROWS: whether `Dispatch` gives `Rows`, for `GroupedFProp`, and not slots, for `FProp`.
     """
 
     LIMITED: ClassVar[bool] = True
+    GIVES_ROWS: ClassVar[bool] = False
 
+    def OwnLimit(self) -> str:
+        """The parameter, as 'name=value', by which this dispatcher drops tokens that the router kept; '' for none."""
+        return ""
+
+    @scoped
     def Dispatch(self, routing: Routing, x_GSM: tf.Tensor) -> "tf.Tensor | Rows":
         """Expert inputs: slots [E,G,C,M], zeros where empty, for `Experts.FProp`; or `Rows`, for
         `Experts.GroupedFProp`."""
         raise NotImplementedError(f"{type(self).__name__}.Dispatch")
 
+    @scoped
     def Combine(self, routing: Routing, tokens: "tf.Tensor | Rows") -> tf.Tensor:
         """The weighted sum of a token's experts, [G,S,M], from outputs in Dispatch's layout."""
         raise NotImplementedError(f"{type(self).__name__}.Combine")

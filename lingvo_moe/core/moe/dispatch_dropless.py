@@ -19,6 +19,7 @@ import tensorflow as tf
 from lingvo_moe.core import checks
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.moe.dispatch import Dispatcher
+from lingvo_moe.core.moe.experts import Rows
 from lingvo_moe.core.moe.packing import (
     Places,
     of_slots,
@@ -28,7 +29,6 @@ from lingvo_moe.core.moe.packing import (
     weigh_slots,
 )
 from lingvo_moe.core.moe.routers.base import Routing
-from lingvo_moe.core.moe.rows import Rows
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Axis, ShardingError, dims_mapping
 from lingvo_moe.core.sharding.annotate import mesh_of, mesh_split
@@ -53,6 +53,7 @@ class DroplessDispatcher(Dispatcher):
     """
 
     LIMITED: ClassVar[bool] = False
+    GIVES_ROWS: ClassVar[bool] = True
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -65,6 +66,11 @@ class DroplessDispatcher(Dispatcher):
             check=checks.NOT_NEGATIVE,
         )
         return p
+
+    def OwnLimit(self) -> str:
+        """See `Dispatcher`."""
+        factor = self.p.device_capacity_factor
+        return f"device_capacity_factor={factor}" if factor else ""
 
     def Dispatch(self, routing: Routing, x_GSM: tf.Tensor) -> Rows:
         """See `Dispatcher`; in the type of `x_GSM`.

@@ -1,4 +1,4 @@
-"""The interface of all routers: tokens in, a small set of [G,S,k] tensors out.
+"""The interface of all routers: tokens in, a few [G,S,k] tensors out.
 
 Letters: G group, S token in group, k choice rank, E expert, C capacity slot, M model, U task.
 """
@@ -10,18 +10,18 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from lingvo_moe.core import checks
-from lingvo_moe.core.base_layer import BaseLayer, WeightParams
+from lingvo_moe.core.base_layer import BaseLayer, WeightParams, scoped
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.moe.metrics import add_losses, routing_metrics
-from lingvo_moe.core.moe.routers import levels
+from lingvo_moe.core.moe.losses_and_metrics import add_losses, routing_metrics
+from lingvo_moe.core.moe.routers import inputs
 from lingvo_moe.core.nested_map import NestedMap
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Who goes where. All that a dispatcher needs to know.
+    """A routing decision: the only argument that a dispatcher takes from a router.
 
     Attributes:
         expert_index: int32 [G,S,k], the experts of each token, best first, all different.
@@ -64,12 +64,13 @@ class Router(BaseLayer):
     small differences, and positions are counted by sums that bfloat16 cannot hold.
     """
 
-    # Whether the capacity makes the choice, and is no limit on it: then it is given without a limit too.
+    # True for expert choice: C decides how many tokens each expert picks, so C is passed even when the dispatcher is
+    # dropless.
     CHOOSES_BY_CAPACITY: ClassVar[bool] = False
 
     @classmethod
     def Needs(cls, params: HyperParams) -> tuple[str, ...]:
-        """What `context` must hold for a router of these Params; see moe/context.py."""
+        """What `context` must hold for a router of these Params; see moe/routers/inputs.py."""
         del params
         return ()
 
@@ -124,6 +125,7 @@ class Router(BaseLayer):
         """
         raise NotImplementedError(f"{type(self).__name__}.FProp")
 
+    @scoped
     def ChooseExperts(
         self,
         theta: NestedMap,
@@ -184,12 +186,12 @@ class LearnedRouter(Router):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        levels.define_level(p)
+        inputs.define_level(p)
         return p
 
     @classmethod
     def Needs(cls, params: HyperParams) -> tuple[str, ...]:
-        return levels.context_for(params)
+        return inputs.context_for(params)
 
     @classmethod
     def LooksAhead(cls, params: HyperParams) -> bool:
@@ -205,7 +207,7 @@ class LearnedRouter(Router):
         params.weight_split = {"wg.E": None, **(params.weight_split or {})}
         super().__init__(params)
         p = self.p
-        levels.check_level(self.path, p)
+        inputs.check_level(self.path, p)
         if p.level == "task":
             self.CreateVariable(
                 "task_emb", WeightParams((p.num_tasks, p.model_dim), "UM", WeightInit.Gaussian())
@@ -231,6 +233,7 @@ class LearnedRouter(Router):
         x_GSM = self.Seen(theta, x_GSM, paddings_GS, context)
         return self.RouteInputs(theta, x_GSM, paddings_GS, capacity, seed)
 
+    @scoped
     def Seen(
         self,
         theta: NestedMap,
@@ -243,11 +246,12 @@ class LearnedRouter(Router):
             return x_GSM
         assert context is not None
         if self.p.level == "sentence":
-            x_GSM = levels.sentence_means(x_GSM, context.segment_ids, paddings_GS)
+            x_GSM = inputs.sentence_means(x_GSM, context.segment_ids, paddings_GS)
         else:
-            x_GSM = levels.task_vectors(theta.task_emb, context.task_ids)
+            x_GSM = inputs.task_vectors(theta.task_emb, context.task_ids)
         return self.Shard(x_GSM, "GSM")
 
+    @scoped
     def RouteInputs(
         self,
         theta: NestedMap,
@@ -262,6 +266,7 @@ class LearnedRouter(Router):
         """
         return self.Route(self.Logits(theta, x_GSM), paddings_GS, capacity, seed)
 
+    @scoped
     def Logits(self, theta: NestedMap, x_GSM: tf.Tensor) -> tf.Tensor:
         """The gating network before its softmax, float32 [G,S,E] (Algorithm 2, line 1)."""
         x_GSM, wg_ME = tf.cast(x_GSM, tf.float32), tf.cast(theta.wg, tf.float32)

@@ -12,10 +12,9 @@ import tensorflow as tf
 from lingvo_moe.core import checks
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
-from lingvo_moe.core.moe.choice import top_k
 from lingvo_moe.core.moe.routers.base import Chosen, LearnedRouter, Routing, all_experts
 from lingvo_moe.core.moe.routers.kth_largest import kth_largest_bits
-from lingvo_moe.core.moe.seating import take_seats
+from lingvo_moe.core.moe.slots import assign_slots, top_k
 from lingvo_moe.core.nested_map import NestedMap
 
 _BITS = 30  # of a float32 from 0 to 1, whose bits order it as an integer
@@ -84,7 +83,7 @@ class ExpertChoiceRouter(LearnedRouter):
 
     def _TokensChoose(self, gates_GSE: tf.Tensor, real_GS: tf.Tensor) -> Routing:
         best = self._Best(gates_GSE, real_GS)
-        position, _ = take_seats(best.expert_index, best.kept, self.p.num_experts, None)
+        position, _ = assign_slots(best.expert_index, best.kept, self.p.num_experts, None)
         return self.Decided(
             best.expert_index, best.gate, position, best.kept, best.kept, real_GS, None, gates_GSE
         )

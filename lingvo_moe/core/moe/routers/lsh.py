@@ -15,8 +15,8 @@ import tensorflow as tf
 from lingvo_moe.core import checks, randomness
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
-from lingvo_moe.core.moe.choice import top_k
 from lingvo_moe.core.moe.routers.unlearned import UnlearnedRouter
+from lingvo_moe.core.moe.slots import top_k
 from lingvo_moe.core.nested_map import NestedMap
 
 HASHES = ("cross_polytope", "hyperplanes")

@@ -10,11 +10,10 @@ from lingvo_moe.core.base_layer import WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.moe.choice import top_k
-from lingvo_moe.core.moe.losses import cv_squared, importance, smooth_load
+from lingvo_moe.core.moe.losses_and_metrics import cv_squared, importance, smooth_load
 from lingvo_moe.core.moe.routers.base import Chosen, LearnedRouter, Routing
 from lingvo_moe.core.moe.routers.top_k import check_k
-from lingvo_moe.core.moe.seating import count_choices, take_seats
+from lingvo_moe.core.moe.slots import assign_slots, count_choices, top_k
 from lingvo_moe.core.nested_map import NestedMap
 
 
@@ -102,7 +101,7 @@ class NoisyTopKRouter(LearnedRouter):
             noisy_GSE += self.Shard(noise_GSE, "GSE") * deviation_GSE
         best_GSk, index_GSk, gate_GSk = self._Best(noisy_GSE, real_GS)
         wanted_GSk = tf.stack([real_GS] * p.k, -1)
-        position_GSk, kept_GSk = take_seats(index_GSk, wanted_GSk, p.num_experts, capacity)
+        position_GSk, kept_GSk = assign_slots(index_GSk, wanted_GSk, p.num_experts, capacity)
 
         def losses() -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
             if noisy_GSE is logits_GSE or p.k == p.num_experts:

@@ -8,10 +8,9 @@ import tensorflow as tf
 from lingvo_moe.core import checks, randomness
 from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.hyperparams import Params as HyperParams
-from lingvo_moe.core.moe.choice import normalize, pick
-from lingvo_moe.core.moe.losses import load_balance
+from lingvo_moe.core.moe.losses_and_metrics import load_balance
 from lingvo_moe.core.moe.routers.base import Chosen, LearnedRouter, Routing
-from lingvo_moe.core.moe.seating import count_choices, take_seats
+from lingvo_moe.core.moe.slots import assign_slots, count_choices, normalize, pick
 from lingvo_moe.core.nested_map import NestedMap
 
 _CHOICES = {
@@ -111,7 +110,7 @@ class Top2Router(LearnedRouter):
         wanted_GSk = tf.stack([real_GS, real_GS * self._Sampled(gate_GSk[:, :, 1], seed)], -1)
         # Who counts as seated before a later second choice: this is where the readings part.
         seated_GSk = tf.stack([real_GS] * 2, -1) if p.reading == "paper" else wanted_GSk
-        position_GSk, room_GSk = take_seats(index_GSk, seated_GSk, p.num_experts, capacity)
+        position_GSk, room_GSk = assign_slots(index_GSk, seated_GSk, p.num_experts, capacity)
         kept_GSk = wanted_GSk * room_GSk
         gate_GSk = self._Kept(gate_GSk, kept_GSk)
 

@@ -12,10 +12,9 @@ from lingvo_moe.core import checks, randomness
 from lingvo_moe.core.base_layer import WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.moe.choice import normalize, pick, top_k
-from lingvo_moe.core.moe.losses import load_balance, log_partition, z_loss
+from lingvo_moe.core.moe.losses_and_metrics import load_balance, log_partition, z_loss
 from lingvo_moe.core.moe.routers.base import Chosen, LearnedRouter, Routing
-from lingvo_moe.core.moe.seating import count_choices, take_seats
+from lingvo_moe.core.moe.slots import assign_slots, count_choices, normalize, pick, top_k
 from lingvo_moe.core.nested_map import NestedMap
 
 _ORDERS = ("before", "after")
@@ -68,7 +67,7 @@ class TopKRouter(LearnedRouter):
         p.Define(
             "load_balance_weight",
             1.0,
-            "Of E sum_e f_e P_e, 1 at balance; see moe/losses.py.",
+            "Of E sum_e f_e P_e, 1 at balance; see moe/losses_and_metrics.py.",
             check=checks.NOT_NEGATIVE,
         )
         p.Define(
@@ -145,7 +144,7 @@ class TopKRouter(LearnedRouter):
             logits_GSE, bias_E, None if seed is None else log_z_GS
         )
         wanted_GSk = tf.stack([real_GS] * p.k, -1)
-        position_GSk, kept_GSk = take_seats(index_GSk, wanted_GSk, p.num_experts, capacity)
+        position_GSk, kept_GSk = assign_slots(index_GSk, wanted_GSk, p.num_experts, capacity)
         gate_GSk = self._Kept(gate_GSk, kept_GSk)
 
         count_GE = functools.cache(lambda: count_choices(index_GSk, wanted_GSk, p.num_experts))

@@ -8,7 +8,7 @@ import tensorflow as tf
 from lingvo_moe.core import checks
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.moe.routers.base import Chosen, Router, Routing
-from lingvo_moe.core.moe.seating import take_seats
+from lingvo_moe.core.moe.slots import assign_slots
 from lingvo_moe.core.nested_map import NestedMap
 
 
@@ -49,7 +49,7 @@ class UnlearnedRouter(Router):
         expert_index = self.Choose(x_GSM, seed, context)
         real_GS = 1.0 - tf.cast(paddings_GS, tf.float32)
         wanted = tf.stack([real_GS] * p.k, -1)
-        position, kept = take_seats(expert_index, wanted, p.num_experts, capacity)
+        position, kept = assign_slots(expert_index, wanted, p.num_experts, capacity)
         gate = kept * (1.0 / p.k)
         return self.Decided(expert_index, gate, position, wanted, kept, real_GS, capacity)
 

@@ -1,17 +1,64 @@
-"""At which level a learned router decides: for each token, for each sentence, or for each task.
+"""The inputs of a router: each token's context, and the level, token, sentence or task, at which a router decides.
 
-Kudugunta et al. 2021 (Beyond Distillation: Task-level Mixture-of-Experts for Efficient Inference)
-compare the three for translation. A level only changes what the gating network sees, so
-any learned router works at any level. Chance (jitter, noise, a sampled second choice) and room are
-still each token's own.
+Kudugunta et al. 2021 (Beyond Distillation: Task-level Mixture-of-Experts for Efficient Inference) compare the three
+levels for translation. A level only changes the input of the gating network, so any learned router works at any level.
+Chance (jitter, noise, a sampled second choice) and capacity are still each token's own.
 
-Letters: G group, S and Z token in group, M model, U task.
+Letters: B batch, T time, G group, S and Z token in group, M model, U task.
 """
+
+from collections.abc import Sequence
 
 import tensorflow as tf
 
 from lingvo_moe.core import checks, kernels
 from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.nested_map import NestedMap
+
+CONTEXT = {
+    "ids": "the number of the token in its vocabulary",
+    "segment_ids": "0 for padding, 1, 2, ... for the sentences of a row",
+    "task_ids": "the number of the task, for a translation model of the source language",
+}
+
+
+def needed(path: str, names: Sequence[str], context: NestedMap | None) -> NestedMap | None:
+    """Of a context, int32 [B,T] each, what a router needs; None where it needs nothing.
+
+    Raises:
+        ValueError: something that it needs is missing.
+    """
+    for name in names:
+        if context is None or name not in context:
+            given = ", ".join(sorted(context or {})) or "none"
+            raise ValueError(
+                f"{path} routes by {name} ({CONTEXT[name]}): it must be in `context`, int32 [B,T]; "
+                f"given: {given}"
+            )
+    return NestedMap({name: context[name] for name in names}) if context and names else None
+
+
+def grouped(path: str, context: NestedMap, groups: int, size: int) -> NestedMap:
+    """A context [B,T] cut into groups as the tokens are, [G,S].
+
+    Sentences get numbers of their own: those of different rows are different ones.
+
+    Raises:
+        ValueError: segment ids in groups smaller than a row, which would cut sentences.
+    """
+    out = NestedMap()
+    for name, value_BT in context.items():
+        if name == "segment_ids":
+            batch, time = value_BT.shape.as_list()
+            if size % time:
+                raise ValueError(
+                    f"{path} routes by sentence, but {groups} groups of {size} tokens cut rows of "
+                    f"{time}: num_groups must divide the {batch} rows, or be 0"
+                )
+            value_BT += (time + 1) * tf.range(batch)[:, tf.newaxis]
+        out[name] = tf.reshape(value_BT, [groups, size])
+    return out
+
 
 LEVELS = ("token", "sentence", "task")
 _NEEDS: dict[str, tuple[str, ...]] = {
