@@ -15,10 +15,10 @@ from lingvo_moe.core import checks
 from lingvo_moe.core.class_names import TRUST_RUN_HELP
 from lingvo_moe.core.command import run as run
 from lingvo_moe.core.decode.ranges import BEAM_SIZE, LENGTH, LENGTH_ALPHA
+from lingvo_moe.core.directories import Kind, check_addable, check_replaceable
 from lingvo_moe.core.paths import PathError, check_local, check_portable
 from lingvo_moe.core.quiet import quiet
 from lingvo_moe.core.suggest import did_you_mean
-from lingvo_moe.tasks.mt.runs.directories import Kind, check_addable, check_replaceable
 
 
 def local_path(text: str) -> str:

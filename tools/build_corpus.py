@@ -7,8 +7,8 @@ python -m tools.build_corpus --output=small --languages=de,sw,ja --packages=Babe
 import sys
 import time
 
+from lingvo_moe.core.directories import CORPUS
 from lingvo_moe.tasks.mt.input.corpus import CorpusOptions, build_corpus
-from lingvo_moe.tasks.mt.runs.directories import CORPUS
 from tools import _cli
 
 

@@ -11,7 +11,7 @@ Using it needs tensorflow and tensorflow_text, and nothing of this package:
 
 import sys
 
-from lingvo_moe.tasks.mt.runs.directories import EXPORTED
+from lingvo_moe.core.directories import EXPORTED
 from tools import _cli
 
 

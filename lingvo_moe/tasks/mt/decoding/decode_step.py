@@ -16,10 +16,10 @@ import tensorflow as tf
 
 from lingvo_moe.core.decode.flat_beam_search import FlatBeamSearch, SearchOptions, StepFn
 from lingvo_moe.core.engine.specs import TensorSpec
-from lingvo_moe.core.engine.steps import Step
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.op_by_op import is_op_by_op
 from lingvo_moe.core.sharding import dims_mapping, single_device, use_mesh
+from lingvo_moe.core.step import Step
 from lingvo_moe.tasks.mt.decoding.growing_beam_search import BLOCK, GrowingBeamSearch, state_letters
 from lingvo_moe.tasks.mt.decoding.shortlist_columns import (
     ALLOWED,
