@@ -1,13 +1,13 @@
 """What a job refuses to begin with, or to go on from: mistakes found before anything slow is done."""
 
-import argparse
 import os
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.core import checks, registry
+from lingvo_moe.core import registry
 from lingvo_moe.core.command import say
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES
+from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.paths import check_local, check_portable
 from lingvo_moe.core.run_lock import RunLock
@@ -19,16 +19,6 @@ from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 
 # Where files lie may change while a run goes on; that they hold the same is checked when it does.
 _PLACES = ("input.data_dir", "input.cache_dir")
-
-# Starting takes JAX 2 s with 4096 virtual devices, and 10 s with 10,000; most jobs have 8.
-MOST_DEVICES = 4096
-_NUMBERS = {
-    "num_devices": checks.Integer(0, MOST_DEVICES),
-    "max_steps": checks.COUNT,
-    "init_from_step": checks.COUNT,
-    "num_processes": checks.SIZE,
-    "process_id": checks.COUNT,
-}
 
 # The parameters that the dimensions of a letter come from.
 SIZES_OF_LETTERS = {
@@ -49,7 +39,7 @@ class UsageError(ValueError):
     """Flags that do not go together."""
 
 
-def check_flags(args: argparse.Namespace, params: Params) -> None:
+def check_flags(args: Flags, params: Params) -> None:
     """Raises UsageError for what --mode=sync cannot work with, before anything slow begins."""
     if not args.logdir:
         raise UsageError("--logdir is needed to train: the directory of the run")
@@ -87,7 +77,7 @@ def check_flags(args: argparse.Namespace, params: Params) -> None:
         raise UsageError(f"--logdir={args.logdir}: no permission to write in {place}")
 
 
-def check_paths(args: argparse.Namespace, params: Params) -> None:
+def check_paths(args: Flags, params: Params) -> None:
     """Checks every path of a job before anything is written.
 
     Raises:
@@ -102,14 +92,6 @@ def check_paths(args: argparse.Namespace, params: Params) -> None:
     if params.input.cache_dir:
         check_addable(params.input.cache_dir, "input.cache_dir")
     check_logdir(args.logdir, {"--data_dir": params.input.data_dir})
-
-
-def check_numbers(args: argparse.Namespace) -> None:
-    """Raises UsageError for a number in the flags that cannot be."""
-    try:
-        checks.check_fields(args, _NUMBERS)
-    except checks.ParamError as e:
-        raise UsageError(f"--{e}") from None
 
 
 def check_sizes(params: Params) -> None:
@@ -228,7 +210,7 @@ def prepare_run_dir(
         )
 
 
-def check_began_from(args: argparse.Namespace, run_dir: RunDir) -> None:
+def check_began_from(args: Flags, run_dir: RunDir) -> None:
     """Raises UsageError where --init_from is not what a run that has begun began from."""
     about = run_dir.began_from
     if not args.init_from or (

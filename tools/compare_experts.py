@@ -13,10 +13,12 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.core import files, registry
+from lingvo_moe.core import checks, files, registry
+from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.suggest import did_you_mean
 from lingvo_moe.tasks.mt.input import file_list
 from lingvo_moe.tasks.mt.input.errors import DataError
@@ -25,52 +27,29 @@ from reproduction.expert_variants import GROUPS, VARIANTS, Variant
 from tools import _cli
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = _cli.Parser(prog="python -m tools.compare_experts", description=__doc__)
-    add = parser.add_argument
-    add(
-        "--output",
-        type=_cli.portable_path,
-        default="compare",
-        metavar="DIR",
-        help="where everything goes (%(default)s)",
+def define_flags() -> Flags:
+    """The command's flags."""
+    flags = Flags("python -m tools.compare_experts", __doc__)
+    flags.DEFINE_path("output", "compare", "directory for everything", portable=True)
+    flags.DEFINE_path("corpus", "", "the pairs (default: OUTPUT/corpus, built if missing)")
+    flags.DEFINE_list(
+        "only", (), f"groups ({', '.join(GROUPS)}) or variants: {', '.join(VARIANTS)}"
     )
-    add(
-        "--corpus",
-        type=_cli.local_path,
-        default="",
-        metavar="DIR",
-        help="pairs (default: DIR/corpus, built if missing)",
-    )
-    add(
-        "--only",
-        default="",
-        help=f"a group ({', '.join(GROUPS)}), or some of {', '.join(VARIANTS)}",
-    )
-    add("--model", default="mt.M4Experts", help="the experiment to vary (%(default)s)")
-    add("--steps", type=int, default=1000, help="training steps of each (%(default)s)")
-    add("--batches", type=int, default=60, help="held-out batches (%(default)s)")
-    add("--engine", default="tf", help="as the trainer's (%(default)s)")
-    args = parser.parse_args(argv)
-    _cli.check_at_least(parser, args, steps=1, batches=1)
-    for name in _cli.names(args.only):
+    flags.DEFINE_string("model", "mt.M4Experts", "the experiment to vary")
+    flags.DEFINE_integer("steps", 1000, "training steps of each variant", checks.SIZE)
+    flags.DEFINE_integer("batches", 60, "held-out batches", checks.SIZE)
+    flags.DEFINE_string("engine", "tf", "the trainer's --engine")
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = define_flags().Parse(argv)
+    for name in args.only:
         if name not in VARIANTS and name not in GROUPS:
             hint = did_you_mean(name, [*VARIANTS, *GROUPS])
-            parser.error(f"--only={name}: no such variant{hint}")
-    try:
-        return Comparison(args).Run()
-    except subprocess.CalledProcessError as e:
-        print(
-            f"compare_experts: training ended with status {e.returncode}; see above",
-            file=sys.stderr,
-        )
-        return 1
-    except (ValueError, OSError) as e:
-        print(f"compare_experts: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("compare_experts: stopped; the same command goes on from here", file=sys.stderr)
-        return 130
+            args.Fail(f"--only={name}: no such variant{hint}")
+    interrupted = "stopped; the same command resumes from here"
+    return _cli.attempt("compare_experts", lambda: Comparison(args).Run(), interrupted)
 
 
 def _chosen(names: tuple[str, ...]) -> list[str]:
@@ -95,7 +74,7 @@ class Comparison:
         _cli.check_output_directory(self._out)
         self._out.mkdir(parents=True, exist_ok=True)
         self._build_corpus()
-        chosen = _chosen(_cli.names(self._args.only))
+        chosen = _chosen(self._args.only)
         for number, name in enumerate(chosen, 1):
             self._say(f"[{number}/{len(chosen)}] {name}: {VARIANTS[name].says}")
             self._variant(name, VARIANTS[name])

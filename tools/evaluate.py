@@ -11,13 +11,14 @@ models, BILINGUAL/<lang>/ being the run of one, scored by this tool on the same 
 Stopped with Ctrl-C or otherwise, the same command goes on where it was.
 """
 
-import argparse
 import itertools
 import json
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lingvo_moe.core import checks
+from lingvo_moe.core.flags import Flags
 from tools import _cli
 
 # Flags that no translation depends on.
@@ -35,83 +36,55 @@ _NO_TRANSLATORS = [
 ]
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = _cli.Parser(prog="python -m tools.evaluate", description=__doc__)
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument(
-        "--saved_model", type=_cli.portable_path, metavar="DIR", help="what tools.export wrote"
+def define_flags() -> Flags:
+    """The command's flags."""
+    flags = Flags("python -m tools.evaluate", __doc__)
+    _cli.define_model_flags(flags)
+    flags.DEFINE_path("data_dir", None, "the corpus with the pairs (default: what RUN trained on)")
+    flags.DEFINE_list("languages", (), "e.g. de,sw (default: all that have dev pairs)")
+    flags.DEFINE_integer(
+        "max_per_language", None, "dev pairs of each language (default: all)", checks.SIZE
     )
-    model.add_argument(
-        "--logdir", type=_cli.portable_path, metavar="RUN", help="a run, as given to the trainer"
+    flags.DEFINE_path(
+        "output",
+        None,
+        "the directory for report and texts (default: RUN/eval; none for a SavedModel)",
     )
-    parser.add_argument(
-        "--data_dir",
-        type=_cli.local_path,
-        metavar="CORPUS",
-        help="the pairs (default: what RUN trained on)",
+    flags.DEFINE_parsed(
+        "resource_bounds",
+        None,
+        "the least training pairs of a high-resource and of a mid-resource language (default: thirds of the languages)",
+        _bounds,
+        "HIGH,MID",
     )
-    parser.add_argument(
-        "--languages",
-        type=_cli.names,
-        default=(),
-        help="e.g. de,sw (default: all that have dev pairs)",
+    flags.DEFINE_path("baselines", None, "directory of bilingual runs or reports, by language")
+    flags.DEFINE_boolean(
+        "rescore", False, "score the texts that an earlier evaluation left in the output directory"
     )
-    parser.add_argument(
-        "--max_per_language", type=int, help="dev pairs of a language (default: all)"
-    )
-    parser.add_argument(
-        "--output",
-        type=_cli.local_path,
-        metavar="DIR",
-        help="report and texts (default: RUN/eval; nothing for a SavedModel)",
-    )
-    parser.add_argument(
-        "--resource_bounds",
-        metavar="HIGH,MID",
-        type=_bounds,
-        help="the fewest training pairs of a high- and of a mid-resource language (default: thirds)",
-    )
-    parser.add_argument(
-        "--baselines",
-        type=_cli.local_path,
-        metavar="DIR",
-        help="bilingual models' runs or reports, by language",
-    )
-    parser.add_argument(
-        "--rescore",
-        action="store_true",
-        help="score the texts of the output directory, which were translated before",
-    )
-    parser.add_argument("--batch_size", type=int, default=256, help="lines at once (%(default)s)")
-    parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
-    _cli.add_search_flags(parser)
-    args = parser.parse_args(argv)
-    _cli.check_at_least(parser, args, batch_size=1, max_per_language=1)
-    try:
-        return _run(args)
-    except (ValueError, OSError) as e:
-        print(f"evaluate: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        kept = "; the same command goes on from there" if _output(args) and not args.rescore else ""
-        print(f"evaluate: stopped{kept}", file=sys.stderr)
-        return 130
+    flags.DEFINE_integer("batch_size", 256, "lines translated at once", checks.SIZE)
+    flags.DEFINE_boolean("quiet", False, "no progress on standard error")
+    _cli.define_search_flags(flags)
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = define_flags().Parse(argv)
+    kept = "; the same command resumes from there" if _output(args) and not args.rescore else ""
+    return _cli.attempt("evaluate", lambda: _run(args), f"stopped{kept}")
 
 
 def _bounds(text: str) -> tuple[int, int]:
-    """HIGH,MID."""
+    """Reads HIGH,MID."""
     try:
         high, mid = map(int, text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} are not two numbers, HIGH,MID, e.g. 100000,10000"
-        ) from None
+        raise ValueError("must be two numbers, HIGH,MID, e.g. 100000,10000") from None
     if not high > mid > 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: HIGH must be more than MID, and MID than 0")
+        raise ValueError("HIGH must be more than MID, and MID more than 0")
     return high, mid
 
 
-def _run(args: Any) -> int:
+def _run(args: Flags) -> int:
     from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 
     output = _output(args)
@@ -162,16 +135,16 @@ def _run(args: Any) -> int:
     return 0
 
 
-def _output(args: Any) -> Path | None:
+def _output(args: Flags) -> Path | None:
     """Where the report goes."""
     if args.output:
         return Path(args.output)
     return Path(args.logdir) / "eval" if args.logdir else None
 
 
-def _identity(args: Any, about: dict[str, Any]) -> list[Any]:
+def _identity(args: Flags, about: dict[str, Any]) -> list[Any]:
     """What tells a translator from another: every flag that it could depend on, what it is, and when that was made."""
-    flags = {name: value for name, value in vars(args).items() if name not in _NO_TRANSLATORS}
+    flags = {name: value for name, value in args.Values().items() if name not in _NO_TRANSLATORS}
     files = [Path(value) for value in flags.values() if isinstance(value, str)]
     files = [file for file in files if file.is_file()]
     if args.saved_model:
@@ -197,7 +170,7 @@ def _progress(kept: Any, done: int, lines: int) -> str:
     return text
 
 
-def _translating(args: Any) -> tuple[Any, dict[str, Any]]:
+def _translating(args: Flags) -> tuple[Any, dict[str, Any]]:
     """What translates, and what it is."""
     _cli.load_tensorflow()
     translator, about = _cli.open_translator(args)

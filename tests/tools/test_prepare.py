@@ -373,9 +373,9 @@ def test_errors_are_one_line(
         (["--input=x", "--workers=100000"], "--workers=100000: must be an integer from 1 to 1024"),
         (["--input=x", "--temperature=nan"], "--temperature=nan: must be a positive number"),
         (["--input=x", "--max_ratio=0.5"], "--max_ratio=0.5: must be a number of at least 1"),
-        (["--input=x", "--dev_share=1"], r"--dev_share=1.0: must be a number in \[0, 1\)"),
+        (["--input=x", "--dev_share=1"], r"--dev_share=1: must be a number in \[0, 1\)"),
         (["--input=x", "--max_dev=0"], "--max_dev=0: must be an integer of at least 1"),
-        (["--input=x", "--json_fields=a"], "--json_fields=a: name two fields or three"),
+        (["--input=x", "--json_fields=a"], "--json_fields=a: must be two or three names"),
         (["--inptu=x"], "no flag --inptu .did you mean '--input'"),
     ],
 )
