@@ -24,9 +24,8 @@ def run(main: Callable[[], int]) -> NoReturn:
     Args:
         main: reads its own flags (lingvo_moe.core.flags) from the command line; returns the exit status.
     """
-    from absl import (
-        app,  # not above: who only says something should not wait for a debugger's modules
-    )
+    # Not above: it brings a debugger's modules, for which nobody who only calls `say` should wait.
+    from absl import app
 
     if sys.stdout is not None:
         out = sys.stdout

@@ -112,6 +112,12 @@ def _commands(page: str) -> list[str]:
     ]
 
 
+def _flag_files(page: str) -> dict[str, str]:
+    """The files for --flagfile that a page shows, by the name in their first line."""
+    found = ((re.match(r"# (\S+\.flags)\n", body), body) for body in _blocks(page, "text"))
+    return {match[1]: body for match, body in found if match}
+
+
 _ALL_COMMANDS = [(page, command) for page in PAGES for command in _commands(page)]
 
 
@@ -120,7 +126,12 @@ def test_there_are_commands_to_check() -> None:
 
 
 @pytest.mark.parametrize("page, command", _ALL_COMMANDS)
-def test_commands_have_flags_that_exist(page: str, command: str) -> None:
+def test_commands_have_flags_that_exist(
+    page: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, body in _flag_files(page).items():
+        (tmp_path / name).write_text(body, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
     words = shlex.split(command, comments=True)
     words = [w for w in words if not re.match(r"\d?[<>]", w)]
     if "|" in words:
@@ -135,6 +146,16 @@ def test_commands_have_flags_that_exist(page: str, command: str) -> None:
         registry.GetParams(args.model, trainer.full_override(args))
     else:
         importlib.import_module(module).define_flags().Parse(argv)
+
+
+def test_the_flag_file_of_the_page_on_training(tmp_path: Path) -> None:
+    ((name, body),) = _flag_files("docs/training.md").items()
+    assert any(f"--flagfile={name}" in command for command in _commands("docs/training.md"))
+    (tmp_path / name).write_text(body, encoding="utf-8")
+    args = trainer_flags.parse_flags([f"--flagfile={tmp_path / name}", "--num_devices=4"])
+    assert (args.model, args.num_devices) == ("mt.M4Demo", 4)
+    params = registry.GetParams(args.model, trainer.full_override(args))
+    assert (params.task.dropout, params.train.save_interval_steps) == (0.2, 100)
 
 
 _OVERRIDE = re.compile(r"--model_params_override='([^']*)'")
