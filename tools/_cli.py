@@ -1,4 +1,4 @@
-"""What the command lines have in common: flags, checks, a quiet TensorFlow, a translator from either source."""
+"""Shared parts of the commands: flags, checks of outputs, errors as one line, quiet imports, opening a translator."""
 
 import contextlib
 import logging
@@ -23,7 +23,7 @@ from lingvo_moe.tasks.mt.runs.directories import Kind, check_addable, check_repl
 
 
 def check_output_file(path: str | os.PathLike, flag: str = "--output") -> None:
-    """Raises ValueError, naming the flag, unless a file can be written at `path`, and changes no run, data or model."""
+    """Raises ValueError, naming the flag, unless `path` can be written without damage to a run, data or model."""
     check_local(path, flag)
     if os.path.isdir(path):
         raise ValueError(f"{flag}={path} is a directory; name a file")
@@ -80,9 +80,10 @@ def check_output_directory(
     """Raises ValueError, naming the flag, unless `path` is or can become a directory to write in.
 
     Args:
-        path: of the directory.
-        flag: that named it.
-        replaces: what the command makes, and may put in the place of an older one; None for one that adds files.
+        path: the directory.
+        flag: the flag that named it, for the message.
+        replaces: the kind of directory that the command writes, so that it may replace an older one of that kind; None
+            for a command that adds files.
     """
     check_local(path, flag)
     place = Path(os.path.realpath(path))
@@ -101,21 +102,21 @@ def check_output_directory(
 
 
 def define_model_flags(flags: Flags) -> None:
-    """--saved_model and --logdir, of which one is given."""
+    """Defines --saved_model and --logdir, of which exactly one must be given."""
     flags.DEFINE_path("saved_model", None, "the directory that tools.export wrote", portable=True)
     flags.DEFINE_path("logdir", None, "a run, as given to the trainer", portable=True)
     flags.ExactlyOne("saved_model", "logdir")
 
 
 def define_logdir_flag(flags: Flags) -> None:
-    """--logdir, for a command that needs a run."""
+    """Defines --logdir, for a command that needs a run."""
     help = "the run, as given to the trainer"
     flags.DEFINE_path("logdir", None, help, required=True, portable=True)
 
 
 def define_search_flags(flags: Flags) -> None:
-    """--beam_size, --max_length, --max_source_length, --length_alpha, --shortlist, --weights and the run's; unset ones
-    are None."""
+    """Defines the flags of a search: --beam_size, --max_length, --max_source_length, --length_alpha, --shortlist,
+    --weights, and those of define_run_flags. Those that are not given are None."""
     with flags.Section("with --logdir (an exported model has these inside)"):
         define_run_flags(flags)
         flags.DEFINE_integer(
@@ -148,12 +149,12 @@ def define_search_flags(flags: Flags) -> None:
 
 
 def define_trust_flag(flags: Flags) -> None:
-    """--trust_run, for a command that opens a run."""
+    """Defines --trust_run, for a command that opens a run."""
     flags.DEFINE_boolean("trust_run", False, TRUST_RUN_HELP)
 
 
 def define_run_flags(flags: Flags) -> None:
-    """--checkpoint_step and --average_last, None where unset, and --trust_run."""
+    """Defines --checkpoint_step and --average_last, None where not given, and --trust_run."""
     define_trust_flag(flags)
     flags.DEFINE_integer(
         "checkpoint_step", None, "the checkpoint of this step (default: the newest)", checks.COUNT
@@ -170,7 +171,7 @@ _SEARCH_FLAGS = ("beam_size", "max_length", "max_source_length", "length_alpha")
 
 
 def search_options(args: Flags, top_k: int = 1) -> Any:
-    """TranslateOptions from the flags of define_search_flags. Raises ValueError, naming the flag."""
+    """Returns TranslateOptions from the flags of define_search_flags. Raises ValueError, naming the flag."""
     from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions
 
     given = {k: getattr(args, k) for k in _SEARCH_FLAGS if getattr(args, k) is not None}
@@ -181,12 +182,12 @@ def search_options(args: Flags, top_k: int = 1) -> Any:
 
 
 def checkpoint(args: Flags) -> tuple[int | None, int]:
-    """Which step, and how many to average, from the flags of define_run_flags."""
+    """Returns the checkpoint's step, None for the newest, and the number of checkpoints to average."""
     return args.checkpoint_step, args.average_last or 1
 
 
 def load_from_run(args: Flags, options: Any) -> tuple[Any, dict[str, Any]]:
-    """`load_translator` with the flags of define_search_flags, for --logdir. Raises ValueError, OSError."""
+    """Calls `load_translator` for --logdir with the flags of define_search_flags. Raises ValueError, OSError."""
     from lingvo_moe.tasks.mt.serving.export import load_translator
 
     weights = args.weights or "float32"
@@ -196,7 +197,7 @@ def load_from_run(args: Flags, options: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def open_translator(args: Flags) -> tuple[Any, dict[str, Any]]:
-    """The Translator of --logdir or the SavedTranslator of --saved_model, and what it is.
+    """Returns the Translator of --logdir or the SavedTranslator of --saved_model, and a description of the model.
 
     Raises:
         ValueError: nothing there, a damaged checkpoint, or a flag that does not go with --saved_model.
@@ -218,16 +219,16 @@ def open_translator(args: Flags) -> tuple[Any, dict[str, Any]]:
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Imports TensorFlow without the notes that it writes to stderr; what an import that fails wrote is shown."""
+    """Silences what TensorFlow writes to stderr while it is imported; where an import fails, shows it after all."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    # Tools read checkpoints with JAX, which would look for a TPU first, and tell at length.
+    # Tools read checkpoints with JAX, which would look for a TPU first, with many lines.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     with quiet():
         yield
 
 
 def load_tensorflow() -> None:
-    """Imports TensorFlow and its text ops, quietly; warnings of ours are sentences, not log records."""
+    """Imports TensorFlow and its text ops silently; makes log records of ours appear as plain lines."""
     logging.basicConfig(format="%(message)s")
     with quiet_imports():
         import tensorflow
@@ -237,7 +238,7 @@ def load_tensorflow() -> None:
 
 
 class Progress:
-    """Shows what is being done and for how long; the work runs in a thread, so that Ctrl-C is heard at once."""
+    """Shows the current activity and its duration; the work runs in a thread, so that Ctrl-C takes effect at once."""
 
     def __init__(self) -> None:
         from lingvo_moe.core.engine.progress import LineProgress
@@ -256,7 +257,7 @@ class Progress:
         self._lines(f"{doing} ...")
 
     def Watch(self, work: Any) -> Any:
-        """What `work()` returns, or raises."""
+        """Runs `work` in a thread, with progress; returns its result or raises its error."""
         result: dict[str, Any] = {}
 
         def run() -> None:

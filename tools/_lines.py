@@ -72,7 +72,7 @@ def answer_all(
 
             counts = answer_stream(answer, source, out, args.batch_size, warn, progress)
     except BrokenPipeError:
-        # Whoever read our output has enough. Python would complain once more when it flushes at exit.
+        # Nobody reads our output any more. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     if not args.quiet:

@@ -1,7 +1,7 @@
 """Writes the BUILD files from the import graph, so that nobody keeps dependencies by hand.
 
     python -m tools.build_files            # write
-    python -m tools.build_files --check    # only say which are out of date, exit 1 if any is
+    python -m tools.build_files --check    # only list those out of date; exit with 1 if any is
 
 A package directory is one library, or a few: modules that use subpackages are in another one than the
 modules (`base`, `base1`, ...) that those subpackages use in turn, or the two would need each other.

@@ -1,12 +1,12 @@
-"""What experts and routers are worth: small models, trained on the demo's data at equal cost, side by side.
+"""Compares experts and routers: small models, trained on the demo's data at equal cost, side by side.
 
     python -m tools.compare_experts                     # everything: an hour or two on two cores
     python -m tools.compare_experts --only=routers --steps=500
 
-Trains every variant of a model for as many steps on the same batches, then asks each for its loss on
-held-out pairs. A token passes through the same number of multiplications in each variant. Interrupted, the same
-command goes on where it stopped. Leaves results.json, a table and a picture of each group in the output directory,
-and each variant's run for TensorBoard and tools.report.
+Trains every variant of a model for the same number of steps on the same batches, then measures its loss on held-out
+pairs. A token costs the same number of multiplications in each variant. After an interruption the same command
+resumes. Writes results.json, a table and a picture of each group to the output directory, and keeps each variant's run
+for TensorBoard and tools.report.
 """
 
 import json
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _chosen(names: tuple[str, ...]) -> list[str]:
-    """The variants by these names, of variants or groups; all where there are none."""
+    """The variants that these names of variants or groups select; all of them for no names."""
     return [
         name
         for name, variant in VARIANTS.items()
@@ -120,7 +120,7 @@ class Comparison:
         self._say(f"{name}: held-out loss {measured['held_out_nll']:.3f}")
 
     def _is_done(self, result: Path) -> bool:
-        """Whether a variant was measured after as many steps; a damaged result is said, and measured again."""
+        """Whether a variant was already measured after --steps steps; reports a damaged result, and ignores it."""
         if not result.is_file():
             return False
         try:
@@ -150,7 +150,7 @@ class Comparison:
         }
 
     def _results(self) -> dict[str, Any]:
-        """What was measured, now and before, by variant. Raises DataError: a result is damaged."""
+        """All measurements, of now and before, by variant. Raises DataError: a result is damaged."""
         found = {name: self._out / name / "result.json" for name in VARIANTS}
         found = {name: file for name, file in found.items() if file.is_file()}
         for name, file in found.items():

@@ -1,4 +1,4 @@
-"""The whole path on real text, in minutes on two CPU cores.
+"""Runs every step from real text to an exported model, in minutes on two CPU cores.
 
     python -m tools.demo
 
@@ -83,7 +83,7 @@ class Demo:
         if self._corpus.exists():
             there = languages_asked_for(self._corpus)
             if there == tuple(sorted(set(langs))):
-                self._say(f"corpus: {self._corpus} is there already")
+                self._say(f"corpus: {self._corpus} exists already")
                 return
             if RunDir(self._run).steps:
                 raise ValueError(
@@ -119,8 +119,7 @@ class Demo:
         return program["collectives"] if program else {}
 
     def _evaluate(self) -> tuple[Any, Any]:
-        """Scores of the untrained and of the trained model on the same lines; exports the trained
-        one."""
+        """Exports the trained model; returns the scores of the untrained and of the trained one on the same lines."""
         from lingvo_moe.tasks.mt.decoding import translator
         from lingvo_moe.tasks.mt.input.dev_set import DevSet
         from lingvo_moe.tasks.mt.quality import scoring
@@ -183,14 +182,14 @@ class Demo:
         return report
 
     def _write_page(self, trained: Any, untrained: Any) -> None:
-        """report.html; the scores and texts that it rests on go where tools.report looks for them."""
+        """Writes report.html, and its scores and texts where tools.report looks for them."""
         from lingvo_moe.tasks.mt.input.dev_set import DevSet
         from lingvo_moe.tasks.mt.reports import report
         from lingvo_moe.tasks.mt.reports.routing import measure_routing
         from lingvo_moe.tasks.mt.reports.run_report import gather
 
         trained.Write(self._run / "eval")
-        self._say("looking at which language goes to which expert")
+        self._say("measuring which language is routed to which expert")
         devset = DevSet(self._corpus, self._args.max_per_language)
         trust = self._args.trust_run
         found = gather(
@@ -256,8 +255,7 @@ def _initial_theta(task: Any) -> Any:
 
 
 def _samples(report: Any, count: int) -> list[tuple[str, str, str, str]]:
-    """(language, source, translation, reference) of some languages: a line of middling length from
-    each."""
+    """(language, source, translation, reference) of some languages: a line of median length from each."""
     out = []
     names = sorted(report.languages, key=lambda lang: -report.languages[lang].train_pairs)
     for lang in names[:: max(len(names) // count, 1)][:count]:

@@ -4,11 +4,11 @@
     python -m tools.evaluate --saved_model=DIR --data_dir=CORPUS --languages=de,sw --output=scores
     python -m tools.evaluate --logdir=RUN --baselines=BILINGUAL --rescore
 
-CORPUS holds <lang>.tsv.gz and dev/<lang>.tsv.gz. The output directory gets report.json, the scores; texts/<lang>.src,
-.ref and .hyp, the lines, for other scorers; and comet/, the same for comet-score, all languages in one. Groups are
-thirds of the languages by their training pairs, or as --resource_bounds says. --baselines takes the scores of bilingual
-models, BILINGUAL/<lang>/ being the run of one, scored by this tool on the same pairs, and tells the difference.
-Stopped with Ctrl-C or otherwise, the same command goes on where it was.
+CORPUS holds <lang>.tsv.gz and dev/<lang>.tsv.gz. The output directory gets the scores, report.json; the lines for other
+scorers, texts/<lang>.src, .ref and .hyp; and the same lines of all languages for comet-score, comet/. Groups are
+thirds of the languages by their training pairs, or have the bounds of --resource_bounds. --baselines compares with
+bilingual models: BILINGUAL/<lang>/ is the run of one, scored by this command on the same pairs.
+After Ctrl-C or another interruption the same command resumes.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from lingvo_moe.core import checks
 from lingvo_moe.core.flags import Flags
 from tools import _cli
 
-# Flags that no translation depends on.
+# Flags on which no translation depends.
 _NO_TRANSLATORS = [
     "data_dir",
     "languages",
@@ -121,7 +121,7 @@ def _run(args: Flags) -> int:
     report.seconds = kept.seconds
     report.info = {"model": about, "data_dir": str(data_dir)}
     if output:
-        report.Write(output)  # before the baselines, which may be found wanting
+        report.Write(output)  # before the baselines, which may turn out to be unusable
         kept.Clear()
     missing = add_baselines(report, args.baselines) if args.baselines else []
     if output and args.baselines:
@@ -136,14 +136,14 @@ def _run(args: Flags) -> int:
 
 
 def _output(args: Flags) -> Path | None:
-    """Where the report goes."""
+    """The directory of the report; None for no report."""
     if args.output:
         return Path(args.output)
     return Path(args.logdir) / "eval" if args.logdir else None
 
 
 def _identity(args: Flags, about: dict[str, Any]) -> list[Any]:
-    """What tells a translator from another: every flag that it could depend on, what it is, and when that was made."""
+    """The identity of a translator: every flag on which it could depend, its description, and its files' times."""
     flags = {name: value for name, value in args.Values().items() if name not in _NO_TRANSLATORS}
     files = [Path(value) for value in flags.values() if isinstance(value, str)]
     files = [file for file in files if file.is_file()]
@@ -158,12 +158,12 @@ def _identity(args: Flags, about: dict[str, Any]) -> list[Any]:
 
 
 def _progress(kept: Any, done: int, lines: int) -> str:
-    """How far it is, and how long it will take."""
+    """The progress: lines done, and the time left."""
     from lingvo_moe.core.engine.progress import format_seconds
 
     text = f"evaluate: {done:,} of {lines:,} lines"
     if kept.reused:
-        text += f", {kept.reused:,} of them from before"
+        text += f", {kept.reused:,} of them translated before"
     if done < lines:
         seconds = kept.seconds / done * (lines - done)
         text += f", {format_seconds(seconds)} left"
@@ -171,7 +171,7 @@ def _progress(kept: Any, done: int, lines: int) -> str:
 
 
 def _translating(args: Flags) -> tuple[Any, dict[str, Any]]:
-    """What translates, and what it is."""
+    """Returns the function that translates lines, and a description of the model."""
     _cli.load_tensorflow()
     translator, about = _cli.open_translator(args)
     return (
@@ -181,7 +181,7 @@ def _translating(args: Flags) -> tuple[Any, dict[str, Any]]:
 
 
 def _rescored(output: Any, devset: Any) -> tuple[Any, dict[str, Any]]:
-    """As _translating, of what was translated before."""
+    """As _translating, with the translations of an earlier evaluation."""
     from lingvo_moe.tasks.mt.quality.scoring import read_translations, verify_scores
 
     if output is None:

@@ -6,8 +6,8 @@
     python -m tools.explain --model=mt.M4Tiny --tensor=m4.encoder.blocks.body.layers_1.ffn.dispatcher
 
 The step is the trainer's own, compiled for virtual CPU devices by XLA, whose sharding propagation and
-SPMD partitioner decide all of it; nothing is run. A program file, as `Program.Save` writes it, names
-no lines. The exit status is 0, 1 or (in flags) 2 for a mistake, 130 after Ctrl-C.
+SPMD partitioner decide all of it; nothing is run. A program file, as `Program.Save` writes it, has no
+line numbers. The exit status is 0, 1 or (in flags) 2 for a mistake, 130 after Ctrl-C.
 """
 
 import json
@@ -124,7 +124,7 @@ def _request_devices(count: int) -> None:
 
     try:
         request_cpu_devices(count)
-    except EngineError:  # This process has devices already, as in tests: enough will do.
+    except EngineError:  # This process has devices already, as in tests; more than needed are fine.
         if device_count() < count:
             raise
 

@@ -1,8 +1,8 @@
-"""Writes a trained model as a SavedModel: strings in, translations and scores out, in TensorFlow alone.
+"""Writes a trained model as a SavedModel: strings in, translations and scores out, with TensorFlow only.
 
     python -m tools.export --logdir=RUN --output=DIR
 
-Using it needs tensorflow and tensorflow_text, and nothing of this package:
+To use it one needs tensorflow and tensorflow_text, not this package:
 
     import tensorflow as tf, tensorflow_text
     translate = tf.saved_model.load("DIR").signatures["serving_default"]

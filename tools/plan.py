@@ -4,7 +4,7 @@
     python -m tools.plan --model=mt.M4MoE2048E36L --topology=v5p --output=plan.json --html=plan.html
     python -m tools.plan --compare=plan.json,other.json
 
-The step is the trainer's own, compiled by the real TPU compiler for a machine that is not there.
+The step is the trainer's own, compiled by the real TPU compiler; the TPU itself is not needed.
 Memory, operations and collectives are those of the compiled program; times are estimates. A generation
 without a size, e.g. --topology=v5p, looks for the smallest slice that the model fits. The exit status is
 0, 1 or (in flags) 2 for a mistake, 3 where the model does not fit, 130 after Ctrl-C.
@@ -70,7 +70,7 @@ def run(args: Flags) -> int:
     from lingvo_moe.core import files
     from lingvo_moe.core.planner import report
 
-    # Files first: what took minutes is not lost for a terminal that has gone.
+    # Files first: minutes of work must not be lost because the terminal is gone.
     if args.output:
         files.write_atomic(args.output, (json.dumps(plans[0], indent=1) + "\n").encode())
     if args.html:
@@ -84,7 +84,7 @@ def run(args: Flags) -> int:
 
 
 def read_plan(path: str) -> dict[str, Any]:
-    """A plan that --output wrote. Raises ValueError, naming --compare, where it is none."""
+    """Reads a plan that --output wrote. Raises ValueError, naming --compare, for any other file."""
     try:
         plan = json.loads(Path(path).read_text("utf-8"))
     except OSError as e:
@@ -92,12 +92,12 @@ def read_plan(path: str) -> dict[str, Any]:
     except ValueError as e:
         raise ValueError(f"--compare={path}: not JSON: {e}") from None
     if not isinstance(plan, dict) or plan.get("version") != 1 or "memory" not in plan:
-        raise ValueError(f"--compare={path}: no plan of version 1, as --output writes it")
+        raise ValueError(f"--compare={path}: not a plan of version 1, as --output writes it")
     return plan
 
 
 def planned(args: Flags) -> dict[str, Any]:
-    """The plan of the flags, with progress on standard error."""
+    """Makes the plan that the flags ask for, with progress on standard error."""
     with _cli.Progress() as progress:
         progress("loading TensorFlow and the compiler")
         return progress.Watch(lambda: make(args, progress))

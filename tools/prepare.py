@@ -1,11 +1,11 @@
-"""Makes a data set to train on out of parallel text: filtered, without duplicates, tokenised, with vocabularies.
+"""Makes a training data set from parallel text: filters, removes duplicates, trains vocabularies, tokenises.
 
     python -m tools.prepare --input=TEXTS --output=DATA --model=mt.M4Demo
     python -m lingvo_moe.trainer --model=mt.M4Demo --data_dir=DATA --logdir=RUN
 
-TEXTS holds de.tsv or de.jsonl (a file a language), pairs.jsonl (mixed: each line names its language), or files side by
-side as Europarl.de-en.de and Europarl.de-en.en; each plain, .gz or .zst. TEXTS/dev/ holds pairs to score with, where
-you have them; else some are held out. Stopped with Ctrl-C or otherwise, the same command goes on.
+TEXTS holds de.tsv or de.jsonl (one file per language), pairs.jsonl (mixed: each line names its language), or pairs of
+files such as Europarl.de-en.de and Europarl.de-en.en; each plain, .gz or .zst. TEXTS/dev/ may hold pairs for scoring;
+otherwise some pairs are held out. After Ctrl-C or another interruption the same command resumes.
 """
 
 import json
@@ -207,7 +207,7 @@ def _report(args: Flags, summary: dict[str, Any], seconds: float) -> None:
     )
     if unscored := [lang for lang, about in summary["languages"].items() if not about["dev"]]:
         print(
-            f"no pairs are held out of {', '.join(unscored)}, so nothing can score them: give a larger --dev_share,"
+            f"no pairs are held out of {', '.join(unscored)}, so they cannot be scored: give a larger --dev_share,"
             " or pairs in a directory dev/ of the input"
         )
     sizes = summary["vocabularies"]

@@ -1,12 +1,12 @@
-"""A page about a run that can be mailed around: scores, curves, sample translations, and who is routed where.
+"""Writes one HTML file about a run: scores, curves, sample translations, and the experts of each language.
 
     python -m tools.report --logdir=RUN
     python -m tools.report --logdir=RUN --data_dir=CORPUS --languages=de,fr,sw --out=report.html --png_dir=pictures
 
-Shows what there is: the scores and translations that tools.evaluate left in RUN/eval, the curves of the trainer's
-summaries, and for each MoE layer the share of each language's tokens at each expert, for which it runs the model over
-the held-out pairs of CORPUS/dev. The page names what is missing, and the command that makes it. The numbers go beside
-it (.json).
+The page shows the scores and translations that tools.evaluate wrote to RUN/eval, the curves of the trainer's summaries,
+and for each MoE layer the share of each language's tokens at each expert, measured by running the model on the held-out
+pairs of CORPUS/dev. For a missing part it names the command that makes it. The numbers are in a .json file next to the
+page.
 """
 
 import json

@@ -6,9 +6,9 @@
     curl http://127.0.0.1:8080/translate --json '{"text": "Guten Tag"}'
 
 POST /translate takes {"text": "one line or several"} or {"text": ["line", ...]}, and for models that route by
-language {"language": "de"}. GET / is a page to try it, /health says when it is ready, /metrics is for Prometheus,
-and /v1/models/NAME:predict takes what clients of TensorFlow Serving send. Requests that come at the same time are
-translated together. Ctrl-C or SIGTERM: takes nothing more, ends what runs, exits.
+language {"language": "de"}. GET / is a page to try it, /health reports whether it is ready, /metrics is for Prometheus,
+and /v1/models/NAME:predict accepts requests for TensorFlow Serving. Requests that arrive at the same time are
+translated together. After Ctrl-C or SIGTERM it accepts no more requests, answers those that run, and exits.
 
 Only this machine can reach it unless --host says otherwise. It has no encryption and no passwords: on a network, put
 a proxy that has both in front of it (docs/serving.md).
@@ -143,7 +143,7 @@ def _run(args: Flags) -> int:
 
 
 def _start_log(quiet: bool) -> None:
-    """What the server says goes to standard error, with the time; `quiet` leaves out the requests."""
+    """Logs to standard error, with the time of each line; `quiet` leaves out the requests."""
     log = logging.getLogger("lingvo_moe.serve")
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))

@@ -1,4 +1,4 @@
-"""Makes a vocabulary shortlist: which tokens a line is scored for when it is translated, instead of all.
+"""Makes a vocabulary shortlist: the few target tokens that are scored for a line, instead of all.
 
     python -m tools.shortlist --logdir=RUN --output=RUN/shortlist.npz
     python -m tools.export --logdir=RUN --shortlist=RUN/shortlist.npz --output=MODEL
@@ -83,7 +83,7 @@ def _run(args: Flags) -> int:
 
 
 def _held_out(data_dir: str, languages: Sequence[str]) -> Any:
-    """The DevSet of a run's languages, none meaning all, as far as there is one. Raises DataError: there is none."""
+    """The DevSet of the languages that have dev pairs; no languages mean all. Raises DataError: none of them has."""
     from lingvo_moe.tasks.mt.input.dev_set import DevSet
     from lingvo_moe.tasks.mt.input.errors import DataError
 

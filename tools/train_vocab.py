@@ -2,7 +2,7 @@
 
     python -m tools.train_vocab --data_dir=corpus --output=vocab --source_size=32000 --target_size=16000
 
-A run uses them with `--model_params_override='input.vocab_dir=vocab'`; without, it trains its own.
+A run uses them with `--model_params_override='input.vocab_dir=vocab'`; otherwise it trains its own.
 """
 
 import tempfile

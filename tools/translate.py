@@ -1,4 +1,4 @@
-"""Translates lines: exactly as many come out as go in, whatever they hold.
+"""Translates lines: each input line gives exactly one output line.
 
     python -m tools.translate --saved_model=DIR <lines.txt >translations.txt
     python -m tools.translate --logdir=RUN --input=lines.txt --output=translations.txt
@@ -46,7 +46,7 @@ def _run(args: Flags) -> int:
 
 
 def _converse(translator: Any, language: str | None) -> int:
-    """Translates what is typed until the end of input."""
+    """Translates typed lines until the end of input."""
     with contextlib.suppress(ImportError):
         import readline  # gives input() a history and line editing
 
