@@ -21,7 +21,7 @@ from lingvo_moe.core import checks
 from lingvo_moe.core.flags import Flags
 from tools import _cli
 
-PAGE = ROOT / "docs" / "moe_speed.md"
+PAGE = ROOT / "docs" / "speed.md"
 
 OURS = {
     "tf_graph": "here, `--engine=tf_graph`",
