@@ -16,6 +16,7 @@ from lingvo_moe.core.command import run as run_command
 from lingvo_moe.core.command import say
 from lingvo_moe.core.engine.base import ENGINES, ONE_DEVICE_ENGINES
 from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.partitioner import known_faults
 from lingvo_moe.core.quiet import quiet
 from lingvo_moe.core.run_lock import RunLock
 from lingvo_moe.core.sharding import Mesh
@@ -94,6 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--init_from_step", type=int, default=None, help="another checkpoint of that run")
     add("--trust_run", action="store_true", help=f"with --init_from: {TRUST_RUN_HELP}")
+    add("--known_faults", default=known_faults.ERROR, help=known_faults.FLAG_HELP)
     add("--coordinator_address", default="", help="host:port of process 0, for several processes")
     add("--num_processes", type=int, default=1, help="processes of this job (%(default)s)")
     add("--process_id", type=int, default=0, help="this process, from 0")
@@ -145,6 +147,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.model:
         raise UsageError("--model is needed: an experiment, e.g. --model=mt.M4Demo")
     check_numbers(args)
+    known_faults.check_action(args.known_faults, "--known_faults")
     for flag, known in (("mode", MODES), ("engine", ENGINES)):
         value = getattr(args, flag)
         if value not in known:
@@ -230,7 +233,7 @@ def train_in_job(args: argparse.Namespace, params: Params, override: str) -> int
     first_process = args.process_id == 0
     there_are = 1 if args.engine in ONE_DEVICE_ENGINES else devices.device_count()
     mesh = make_mesh(params, args.mesh, there_are)
-    engine = make_engine(args.engine, mesh)
+    engine = make_engine(args.engine, mesh, args.known_faults)
     task = params.task.Instantiate()
     inputs = params.input.Instantiate()
     check_divisible(params, task, mesh)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lingvo_moe.core import checks
+from lingvo_moe.core.partitioner import known_faults
 from tools import _cli
 
 
@@ -53,6 +54,7 @@ def make_parser() -> _cli.Parser:
         default="",
         help="JSON plans, comma-separated, to set in one table beside it",
     )
+    add("--known_faults", default="error", help=known_faults.FLAG_HELP)
     add(
         "--cache_dir",
         type=_cli.local_path,
@@ -138,6 +140,7 @@ def make(args: Any, say: Any) -> dict[str, Any]:
         what=args.what,
         mesh=args.mesh,
         token_budget=args.token_budget,
+        known_faults=args.known_faults,
     )
     if ":" in args.topology:
         return planning.make_plan(request, cache, say)
