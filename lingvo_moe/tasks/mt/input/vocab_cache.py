@@ -11,6 +11,7 @@ import numpy as np
 
 from lingvo_moe.core import files
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.permutation import permute
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.file_list import (
     list_of,
@@ -19,7 +20,6 @@ from lingvo_moe.tasks.mt.input.file_list import (
     write_listed,
 )
 from lingvo_moe.tasks.mt.input.mixing import quotas
-from lingvo_moe.tasks.mt.input.permutation import permute
 from lingvo_moe.tasks.mt.input.scan import Progress, Scan, quiet
 from lingvo_moe.tasks.mt.input.vocabulary import (
     MIN_SIZE,
