@@ -7,7 +7,7 @@ tokens, exactly 30 tokens out; batches of 1 and 32, greedy and with a beam of 4;
 tokens, with as many out for each, and for all as many as for the longest. Each contender is a process of its
 own, alone on its core while it runs: they take steps in turn, and the table has each one's least CPU time.
 PEERS is the environment that benchmarks/install_peers.sh makes; without it only our own contenders run.
---update writes the table into docs/decode_speed.md.
+--update writes the table into docs/speed.md.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from benchmarks.contenders import ROOT, Contender, take_turns, update_page
 from benchmarks.decode_kinds import NAMES, OURS, PEERS
 from tools import _cli
 
-PAGE = ROOT / "docs" / "decode_speed.md"
+PAGE = ROOT / "docs" / "speed.md"
 SIZE = {
     "model_dim": 512,
     "hidden_dim": 2048,

@@ -11,7 +11,7 @@ a time as fit into the memory; each such group has the reference, --reference, i
 The fastest of the products in the run is what percentages are of. PEERS is the environment that
 benchmarks/install_peers.sh makes; without it only our own contenders run. --cost compares numbers of
 experts instead, at smaller M and H, since the weights of 2048 experts would not fit into the memory.
---update writes tables and pictures into docs/moe_speed.md.
+--update writes tables and pictures into docs/speed.md.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from benchmarks.contenders import ROOT, Contender, take_turns, update_page
 from lingvo_moe.core import files
 from tools import _cli
 
-PAGE = ROOT / "docs" / "moe_speed.md"
+PAGE = ROOT / "docs" / "speed.md"
 OURS = {
     "tf_graph.index": "here: `tf_graph`, index",
     "tf_graph.dropless": "here: `tf_graph`, dropless",

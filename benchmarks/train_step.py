@@ -19,7 +19,7 @@ from benchmarks.compile_time import host
 from benchmarks.contenders import ROOT, Contender, take_turns, update_page
 from tools import _cli
 
-PAGE = ROOT / "docs" / "moe_speed.md"
+PAGE = ROOT / "docs" / "speed.md"
 
 OURS = {
     "tf_graph": "here, `--engine=tf_graph`",

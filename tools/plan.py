@@ -39,7 +39,7 @@ def make_parser() -> _cli.Parser:
         "--output",
         type=_cli.local_path,
         default="",
-        help="write the plan here as JSON (docs/plan_json.md)",
+        help="write the plan here as JSON (docs/planning.md)",
     )
     add(
         "--html",

@@ -28,7 +28,7 @@ from lingvo_moe.core.sharding import Mesh
 _CPU_OPTIONS = {
     # How long a virtual device waits for the others in a collective before XLA aborts the process.
     "xla_cpu_collective_call_terminate_timeout_seconds": 3600,
-    # YNNPACK, the default, is left its sums; products are faster by Eigen (docs/moe_speed.md).
+    # YNNPACK, the default, is left its sums; products are faster by Eigen (docs/speed.md).
     "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE",
 }
 
