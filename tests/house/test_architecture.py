@@ -18,6 +18,7 @@ _ROOMS = (
     ("moe",),
     ("layers", "optimizers"),
     ("base_layer",),
+    ("kernels",),
     ("partitioner",),
     ("hlo",),
     ("sharding", "pages"),

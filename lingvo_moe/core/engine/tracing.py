@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from lingvo_moe.core import kernels
 from lingvo_moe.core.engine.signature import Signature
 from lingvo_moe.core.engine.sources import Sources, record, remembering_forward
 from lingvo_moe.core.engine.specs import (
@@ -21,7 +22,7 @@ from lingvo_moe.core.engine.specs import (
     pack,
     skeleton,
 )
-from lingvo_moe.core.op_by_op import running_op_by_op
+from lingvo_moe.core.kernels import tensorflow, xla
 from lingvo_moe.core.sharding import DimsMapping, Mesh, use_mesh
 from lingvo_moe.core.sharding.manual_check import check_regions
 
@@ -54,7 +55,7 @@ def trace(
     _check_dtypes(name, args)
     flat_fn = _FlatFunction(fn, arg_specs, args, mesh)
     tf_function = tf.function(flat_fn, jit_compile=jit_compile, autograph=False)
-    with remembering_forward(), running_op_by_op(not jit_compile):
+    with remembering_forward(), kernels.using(xla if jit_compile else tensorflow):
         concrete = tf_function.get_concrete_function(
             *[tf.TensorSpec(a.shape, a.dtype) for a in args]
         )

@@ -9,17 +9,15 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks, randomness
+from lingvo_moe.core import checks, kernels
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.layers import attention_in_panels, attention_op_by_op, shared_heads
+from lingvo_moe.core.kernels import xla
+from lingvo_moe.core.layers import attention_in_panels
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.op_by_op import is_op_by_op
-
-# What a masked logit becomes: finite, so that a query that may look nowhere still gives numbers.
-_MASKED = -1e9
 
 
 class MultiHeadAttention(BaseLayer):
@@ -80,31 +78,13 @@ class MultiHeadAttention(BaseLayer):
         """
         if "qkv" in theta or "kv" in theta:
             return self._InPanels(theta, query, source, mask)
-        if is_op_by_op():
-            return self._OpByOp(theta, query, source, mask, seed)
-        q = self._Queries(theta, query)
-        memory = self.PrecomputeMemory(theta, source)
-        return self._Attend(theta, q, memory, mask, seed)
-
-    def _OpByOp(
-        self,
-        theta: NestedMap,
-        query: tf.Tensor,
-        source: tf.Tensor,
-        mask: tf.Tensor,
-        seed: tf.Tensor | None,
-    ) -> tf.Tensor:
-        """FProp for TensorFlow's own kernels."""
-        wq, wk, wv, wo = (self.Cast(theta[name]) for name in "qkvo")
-        wq *= tf.constant(self._scale, wq.dtype)
-        if query is source and wq.shape == wk.shape:
-            q, k, v = attention_op_by_op.project(query, [wq, wk, wv])
-        else:
-            (q,) = attention_op_by_op.project(query, [wq])
-            k, v = attention_op_by_op.project(source, [wk, wv])
-        probs = self.Cast(attention_op_by_op.probabilities(q, k, mask))
-        probs = self._Dropout(probs, seed)
-        return attention_op_by_op.context(probs, v, wo)
+        ops = kernels.current()
+        q, k, v = ops.project_heads(query, source, theta, self._scale, self.Shard)
+        probs = self.Cast(ops.attention_probabilities(q, k, mask))
+        seed = self.FoldSeed(seed, "atten")
+        return ops.combine_heads(
+            kernels.dropout(probs, self.p.atten_dropout_prob, seed), v, theta.o
+        )
 
     def ForInference(self, theta: NestedMap, cross: bool = False) -> NestedMap:
         """See BaseLayer: a panel for each head (see attention_in_panels.py), as self-attention or as
@@ -138,10 +118,8 @@ class MultiHeadAttention(BaseLayer):
         if is_op_by_op():
             k, v = self._Projected(self._Arranged(theta, cross=True).kv, memory)
             return NestedMap(k=k, v=v)
-        k = tf.einsum("BSM,MNK->BSNK", memory, self.Cast(theta.k))
-        v = tf.einsum("BSM,MNK->BSNK", memory, self.Cast(theta.v))
-        letters = f"BS{self._kv}K"
-        return NestedMap(k=self.Shard(k, letters), v=self.Shard(v, letters))
+        k, v = xla.keys_and_values(memory, theta, self.Shard)
+        return NestedMap(k=k, v=v)
 
     def AttendMemory(
         self, theta: NestedMap, query: tf.Tensor, memory: NestedMap, mask: tf.Tensor
@@ -153,7 +131,9 @@ class MultiHeadAttention(BaseLayer):
             return attention_in_panels.attend(
                 q, memory.k, memory.v, mask, theta.o, self.p.model_dim
             )
-        return self._Attend(theta, self._Queries(theta, query), memory, mask, None)
+        q = xla.queries(query, theta, self._scale, self.Shard)
+        probs = self.Cast(xla.attention_probabilities(q, memory.k, mask))
+        return xla.combine_heads(probs, memory.v, theta.o)
 
     def InitCache(self, batch: int, length: int, num_hyps: int = 1) -> NestedMap:
         """Empty keys and values for L = length steps of J = num_hyps positions: [L, B, J, A, K].
@@ -203,12 +183,13 @@ class MultiHeadAttention(BaseLayer):
         steps, _, num_hyps, _, _ = cache.k.shape
         batch = tf.shape(x)[0]
         heads = self.p.num_heads
-        logits = shared_heads.by_head("BJNK,LBINK->BNJLI", self._Queries(theta, x), cache.k)
+        q = xla.queries(x, theta, self._scale, self.Shard)
+        logits = xla.by_head("BJNK,LBINK->BNJLI", q, cache.k)
         logits = tf.reshape(logits, [batch, heads, num_hyps, steps * num_hyps])
-        probs = self._Probs(logits, mask, None)
+        probs = self.Cast(xla.masked_softmax(logits, mask))
         probs = tf.reshape(probs, [batch, heads, num_hyps, steps, num_hyps])
-        context = shared_heads.by_head("BNJLI,LBINK->BJNK", probs, cache.v)
-        return self._Output(theta, context), cache
+        context = xla.by_head("BNJLI,LBINK->BJNK", probs, cache.v)
+        return xla.project_back(context, theta.o), cache
 
     def _ExtendInPanels(
         self, theta: NestedMap, x: tf.Tensor, cache: NestedMap, time: tf.Tensor, mask: tf.Tensor
@@ -221,35 +202,6 @@ class MultiHeadAttention(BaseLayer):
         keys, values = (attention_in_panels.by_position(c, q.shape[-1]) for c in (k, v))
         y = attention_in_panels.attend(q, keys, values, mask, theta.o, self.p.model_dim)
         return y, NestedMap(k=k, v=v)
-
-    def _Queries(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
-        q = tf.einsum("BTM,MNK->BTNK", x, self.Cast(theta.q))
-        return self.Shard(q * tf.constant(self._scale, q.dtype), "BTNK")
-
-    def _Attend(
-        self,
-        theta: NestedMap,
-        q: tf.Tensor,
-        memory: NestedMap,
-        mask: tf.Tensor,
-        seed: tf.Tensor | None,
-    ) -> tf.Tensor:
-        logits = shared_heads.by_head("BTNK,BSNK->BNTS", q, memory.k)
-        probs = self._Probs(logits, mask, seed)
-        return self._Output(theta, shared_heads.by_head("BNTS,BSNK->BTNK", probs, memory.v))
-
-    def _Probs(self, logits: tf.Tensor, mask: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:
-        """[B, N, T, S] logits to probabilities in the activations' type."""
-        allowed = tf.cast(mask, tf.bool)[:, tf.newaxis]
-        logits = tf.where(allowed, tf.cast(logits, tf.float32), tf.constant(_MASKED))
-        probs = self.Cast(tf.nn.softmax(logits))
-        return self._Dropout(probs, seed)
-
-    def _Dropout(self, probs: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:
-        return randomness.dropout(probs, self.p.atten_dropout_prob, self.FoldSeed(seed, "atten"))
-
-    def _Output(self, theta: NestedMap, context: tf.Tensor) -> tf.Tensor:
-        return tf.einsum("BTNK,NKM->BTM", context, self.Cast(theta.o))
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:

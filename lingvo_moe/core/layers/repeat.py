@@ -12,12 +12,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks
+from lingvo_moe.core import checks, kernels
 from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.op_by_op import is_op_by_op
 from lingvo_moe.core.sharding import current_mesh
 from lingvo_moe.core.sharding.annotate import mesh_split, shard_letters
 
@@ -279,11 +278,8 @@ def _slice(theta: NestedMap, i: int) -> NestedMap:
 def _slices(theta: NestedMap, num: int) -> list[NestedMap]:
     if isinstance(theta.body, list):
         return [NestedMap(body=one) for one in theta.body]
-    if not is_op_by_op():
-        return [_slice(theta, i) for i in range(num)]
-    # Together: the gradient is then one stack, not a sum of arrays that are zero but for a slice.
-    unstacked = [tf.unstack(w, num) for w in theta.Flatten()]
-    return [theta.Pack(list(slices)) for slices in zip(*unstacked, strict=True)]
+    layers = kernels.current().slices(theta.Flatten(), num)
+    return [theta.Pack(layer) for layer in layers]
 
 
 def _array(num: int, dtype: tf.DType, shape: tf.TensorShape) -> tf.TensorArray:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks, randomness
+from lingvo_moe.core import checks, kernels
 from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
@@ -138,7 +138,7 @@ class TransformerLayer(BaseLayer):
         return x + h, cache
 
     def _Add(self, x: tf.Tensor, h: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:
-        h = randomness.dropout(h, self.p.residual_dropout_prob, seed)
+        h = kernels.dropout(h, self.p.residual_dropout_prob, seed)
         return self.Shard(x + h, "BTM")
 
     @classmethod

@@ -18,11 +18,15 @@ WEIGHT_LETTERS = {
     "A": "heads of keys and values, where queries have more",
     "E": "experts",
     "H": "hidden units",
+    "I": "channels that a convolution reads",
     "K": "units of a head",
     "M": "the model's width",
     "N": "heads",
+    "O": "channels that a convolution makes",
     "U": "tasks",
-    "V": "vocabulary",
+    "V": "vocabulary, or classes",
+    "X": "columns of an image or a kernel",
+    "Y": "rows of an image or a kernel",
 }
 ACTIVATION_LETTERS = {
     **WEIGHT_LETTERS,

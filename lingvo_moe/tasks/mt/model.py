@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks, randomness
+from lingvo_moe.core import checks, kernels
 from lingvo_moe.core.base_task import BaseTask, updates_of
 from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.kernels import xla
 from lingvo_moe.core.layers import attention, embedding, feed_forward, masks, softmax, transformer
 from lingvo_moe.core.moe import layer as moe_layer
 from lingvo_moe.core.moe.routers.registry import ROUTERS
@@ -251,7 +252,7 @@ class MtModel(BaseTask):
         """
         y, _, _ = self._Decoded(theta, batch, None)
         logits = self.softmax.FProp(theta.target_embedding, y)[..., :vocab_size]
-        nll = softmax.smoothed_cross_entropy(logits, batch.tgt.labels, 0.0)
+        nll = xla.smoothed_cross_entropy(logits, batch.tgt.labels, 0.0)
         return tf.where(batch.tgt.segment_ids > 0, -nll, 0.0)
 
     def _Decoded(
@@ -294,7 +295,7 @@ class MtModel(BaseTask):
         """Token plus position embeddings [B,T,M], dropped out."""
         x = self.children[table].FProp(theta[table], self.Shard(row.ids, "BT"))
         x += self.position.FProp(theta.position, self.Shard(row.segment_pos, "BT"))
-        return self.Shard(randomness.dropout(x, self.p.dropout, seed), "BTM")
+        return self.Shard(kernels.dropout(x, self.p.dropout, seed), "BTM")
 
     def _encode(
         self, theta: NestedMap, src: NestedMap, seed: tf.Tensor | None

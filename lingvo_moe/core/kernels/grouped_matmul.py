@@ -1,8 +1,8 @@
-"""Products of groups of rows with a matrix for each group: what ragged experts are made of.
+"""Products of groups of rows with a matrix for each group, for experts with any number of rows.
 
-The static-shape form goes over tiles of rows in a loop whose length follows the groups' sizes, as
-block-sparse products do (Gale et al. 2022, "MegaBlocks", section 5): rows that belong to no group, and
-experts without rows, cost nothing.
+`by_tiles` has static shapes: a loop over tiles of rows whose length follows the groups' sizes, as in block-sparse
+products (Gale et al. 2022, "MegaBlocks", section 5). Rows that belong to no group, and experts without rows, cost
+nothing. `by_group` makes a product for each group, of as many rows as it has.
 
 Letters: N rows, R rows of a tile, E expert, M and H the dimensions of a product.
 """
@@ -17,25 +17,42 @@ from tensorflow.python.ops import control_flow_util
 _MOST_ROWS = 256  # a tile of this many rows is no faster a product with more
 
 
-def grouped_matmul(
+def by_tiles(
     rows_NM: tf.Tensor,
     weights_EMH: tf.Tensor,
     group_sizes_E: tf.Tensor,
     rows_expected: int | None = None,
 ) -> tf.Tensor:
-    """Each row times the matrix of its group.
+    """Each row times the matrix of its group, under XLA.
 
     Args:
-        rows_NM: the rows of expert 0, then those of expert 1, ...; then any that are nobody's.
+        rows_NM: the rows of expert 0, then those of expert 1, ...; then any that belong to no expert. N is static.
         weights_EMH: in the type of the rows.
         group_sizes_E: int32, the number of rows of each expert; they sum to N at most.
-        rows_expected: about how many rows are somebody's, N where nothing is said. Only speed hangs
-            on it.
+        rows_expected: about how many rows belong to an expert, None for N. Only speed depends on it.
 
     Returns:
-        [N,H]; zeros for nobody's rows. Gradients flow to rows and weights.
-    """
+        [N,H]; zeros for rows without an expert. Gradients flow to rows and weights.
 
+    Raises:
+        ValueError: N is not static.
+    """
+    form = _Tiles(group_sizes_E, rows_NM.shape[0], rows_expected)
+    return _multiply(form, rows_NM, weights_EMH)
+
+
+def by_group(
+    rows_NM: tf.Tensor,
+    weights_EMH: tf.Tensor,
+    group_sizes_E: tf.Tensor,
+    rows_expected: int | None = None,
+) -> tf.Tensor:
+    """The same with TensorFlow's own kernels; N may be unknown."""
+    del rows_expected
+    return _multiply(_Pieces(group_sizes_E), rows_NM, weights_EMH)
+
+
+def _multiply(form: "_Tiles | _Pieces", rows_NM: tf.Tensor, weights_EMH: tf.Tensor) -> tf.Tensor:
     @tf.custom_gradient
     def multiply(rows_NM: tf.Tensor, weights_EMH: tf.Tensor) -> tuple[tf.Tensor, Callable]:
         def grad(dy_NH: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -46,22 +63,20 @@ def grouped_matmul(
 
         return form.products(rows_NM, weights_EMH), grad
 
-    form = (_Tiles if in_xla() else _Pieces)(group_sizes_E, rows_NM.shape[0], rows_expected)
     return multiply(rows_NM, weights_EMH)
 
 
 def in_xla() -> bool:
-    """Whether what is traced now goes to XLA, which wants static shapes."""
+    """Whether the graph that is being traced goes to XLA, which wants static shapes."""
     if tf.executing_eagerly():
         return False
     return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
 class _Pieces:
-    """A product for each group, of as many rows as it has: for TensorFlow's own kernels."""
+    """A product for each group, of as many rows as it has."""
 
-    def __init__(self, group_sizes_E: tf.Tensor, rows: int | None, rows_expected: int | None):
-        del rows, rows_expected
+    def __init__(self, group_sizes_E: tf.Tensor):
         self._sizes_E = group_sizes_E
 
     def products(
@@ -83,7 +98,7 @@ class _Pieces:
         return tf.stack([tf.matmul(x, dy, transpose_a=True) for x, dy in pieces])
 
     def _split(self, x: tf.Tensor) -> list[tf.Tensor]:
-        """The groups, and what is nobody's."""
+        """The groups, then the rows without an expert."""
         sizes = self._sizes_E
         rest = tf.shape(x)[:1] - tf.reduce_sum(sizes, keepdims=True)
         return tf.split(x, tf.concat([sizes, rest], 0), num=sizes.shape[0] + 1)
@@ -98,7 +113,7 @@ class _Tiles:
     def __init__(self, group_sizes_E: tf.Tensor, rows: int | None, rows_expected: int | None):
         experts = group_sizes_E.shape[0]
         if rows is None:
-            raise ValueError("grouped_matmul under XLA needs a static number of rows")
+            raise ValueError("grouped_matmul with XLA needs a static number of rows")
         expected = rows if rows_expected is None else min(rows, rows_expected)
         self._rows = rows
         self._tile = _tile_rows(expected, experts)
@@ -122,7 +137,7 @@ class _Tiles:
             return _update(out, tf.matmul(x_RM, w, transpose_b=transpose), [start, 0])
 
         out = self._loop(step, self._zeros([self._rows + self._tile, width], x_NM.dtype))
-        # The last group's last tile may have written beyond it, into rows that are nobody's.
+        # The last group's last tile may have written past it, into rows without an expert.
         total = tf.reduce_sum(self._sizes_E)
         real = tf.range(self._rows)[:, tf.newaxis] < total
         return tf.where(real, out[: self._rows], tf.zeros([], out.dtype))
@@ -160,7 +175,7 @@ class _Tiles:
             )[1]
 
     def _zeros(self, shape: list[int], dtype: tf.DType) -> tf.Tensor:
-        """Made of what is known at run time only: no constant of this size while a program is lowered."""
+        """Zeros that depend on a run-time value, so that lowering a program makes no constant of this size."""
         zero = tf.minimum(tf.reduce_sum(self._sizes_E), 0)
         return tf.broadcast_to(tf.cast(zero, dtype), shape)
 
@@ -172,15 +187,15 @@ class _Tiles:
 def _tile_rows(rows: int, experts: int) -> int:
     """R: the power of two at a group's mean size, 2 at least and 256 at most.
 
-    So no more than about twice the rows are multiplied. A single row is multiplied by a matrix six times as
-    slowly as two are (XLA:CPU).
+    So at most about twice the rows are multiplied. XLA:CPU multiplies a single row by a matrix six times as slowly
+    as two.
     """
     mean = max(rows // experts, 2)
     return min(1 << (mean.bit_length() - 1), _MOST_ROWS)
 
 
 def _tiles_expected(rows: int, experts: int, tile: int) -> int:
-    """What a planner takes for the loop's length, which data decide: half a tile more for each group."""
+    """The loop's expected length, which the data decide: half a tile more for each group."""
     groups = min(rows, experts)
     return max(groups, math.ceil(rows / tile + groups * (1 - 1 / tile) / 2))
 
