@@ -1,4 +1,4 @@
-"""Progress of long work: a live bar at a terminal, a line now and then elsewhere."""
+"""Shows the progress of long work: a live bar at a terminal, occasional lines elsewhere."""
 
 import shutil
 import sys
@@ -51,7 +51,7 @@ class StepProgress:
             loss: the training loss, in nats.
             tokens: real target tokens since the last call.
             skipped: steps that changed nothing so far, because they were not finite.
-            dropped: the share that the worst MoE layer drops; None without one.
+            dropped: the overflow rate of the worst MoE layer; None without MoE layers.
 
         Returns:
             Tokens a second since the last call.
@@ -87,7 +87,7 @@ class StepProgress:
 
 
 class LineProgress:
-    """Shows what a long preparation is at: call it with a line now and then, and Close it.
+    """Shows the current stage of a long preparation: call it with a line of text, then Close it.
 
     At a terminal each line takes the place of the one before. Elsewhere lines follow each other, at
     most one in `interval` seconds, besides the first and the last.
