@@ -1,4 +1,4 @@
-"""Sharding annotations, as the paper's section 3.2 and appendix A.3 have them, over named meshes.
+"""Sharding annotations over named meshes (GShard paper, section 3.2 and appendix A.3).
 
 `from lingvo_moe.core import sharding`, then `sharding.split(...)`. Importing the package does not
 import TensorFlow; the functions that annotate tensors do.
@@ -22,7 +22,7 @@ from lingvo_moe.core.sharding.mesh import (
     use_mesh,
 )
 
-# Functions by their modules, which are imported when they are first asked for: most need TensorFlow.
+# Functions by their modules, which are imported when they are first asked for. Most need TensorFlow.
 _LAZY = {
     "mesh_split": "annotate",
     "plan_redistribution": "redistribution_plan",

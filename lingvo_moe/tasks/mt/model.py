@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from lingvo_moe.core import checks, kernels
+from lingvo_moe.core.base_input import BaseInput
 from lingvo_moe.core.base_layer import scoped
-from lingvo_moe.core.base_task import BaseTask, updates_of
+from lingvo_moe.core.base_task import TaskError, updates_of
 from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.kernels import xla
@@ -18,10 +19,10 @@ from lingvo_moe.core.layers import attention, embedding, feed_forward, masks, so
 from lingvo_moe.core.moe import layer as moe_layer
 from lingvo_moe.core.moe.registry import ROUTERS
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.sharding import DimsMapping, dims_mapping
+from lingvo_moe.tasks.mt.task import MtTask
 
 
-class MtModel(BaseTask):
+class MtModel(MtTask):
     """An encoder-decoder Transformer from packed source rows to packed target rows.
 
     `FProp(theta, batch, seed)` takes int32 `batch.src.{ids,segment_ids,segment_pos}` [B,S] and
@@ -203,11 +204,36 @@ class MtModel(BaseTask):
         sides = [(_router_of(params, d)[1], cls.Needs(params, d)) for d in (False, True)]
         return min(router.num_tasks for router, needs in sides if "task_ids" in needs)
 
+    # --- the contract of BaseTask
+
     @classmethod
     def ConfigureInput(cls, task: HyperParams, inputs: HyperParams) -> None:
         """See BaseTask: batches hold task ids where a router asks for them."""
         if cls.RoutesByTask(task):
             inputs.task_ids = True
+
+    def CheckData(self, inputs: BaseInput) -> None:
+        """See BaseTask: a router that chooses by language has a place for each."""
+        if not self.RoutesByTask(self.p):
+            return
+        languages = inputs.Artifacts().about["languages"]
+        most = self.NumTasks(self.p)
+        if len(languages) > most:
+            raise TaskError(
+                f"the model routes by language and has num_tasks={most}, but the data has {len(languages)} languages "
+                f"({', '.join(languages)}); set the router's num_tasks to {len(languages)}, or input.languages to "
+                "some of them"
+            )
+
+    def MetricLayers(self) -> dict[str, list[str]]:
+        """The MoE layers of a stack, counted with the dense ones from 0: layer_1, layer_3 ..."""
+        stacks = (
+            {"encoder": self.encoder.p, "decoder": self.decoder.p} if self.p.num_experts else {}
+        )
+        return {
+            f"moe/{name}": [f"layer_{b * len(p.block) + 1}" for b in range(p.num_blocks)]
+            for name, p in stacks.items()
+        }
 
     # --- training
 
@@ -305,16 +331,6 @@ class MtModel(BaseTask):
         needs = self.Needs(self.p, decoder)
         return {"context": NestedMap({k: row[k] for k in needs if k in row})} if needs else {}
 
-    def MetricLayers(self) -> dict[str, list[str]]:
-        """The MoE layers of a stack, counted with the dense ones from 0: layer_1, layer_3 ..."""
-        stacks = (
-            {"encoder": self.encoder.p, "decoder": self.decoder.p} if self.p.num_experts else {}
-        )
-        return {
-            f"moe/{name}": [f"layer_{b * len(p.block) + 1}" for b in range(p.num_blocks)]
-            for name, p in stacks.items()
-        }
-
     # --- decoding
 
     @scoped
@@ -387,10 +403,6 @@ class MtModel(BaseTask):
         return logits, NestedMap(cache, decoder=decoder)
 
     # --- specs
-
-    def BatchSplit(self) -> DimsMapping:
-        """How a [B,T] input is cut, as `VariableSpec.split`."""
-        return dims_mapping("BT", self.p.activation_split)
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
