@@ -60,7 +60,7 @@ class Repeat(BaseLayer):
 
         Args:
             theta: NestedMap(body=...) of stacked weights [L, ...].
-            carry: what flows from repetition to repetition; its shape and type stay.
+            carry: the tensor passed from repetition to repetition; its shape and type stay.
             shared: tensors that every repetition sees. Everything that the body uses beside theta
                 and carry must come through here: gradients do not reach tensors that the body
                 merely captures.
@@ -240,7 +240,7 @@ def _backward(
 def _extras_specs(
     body: Body, theta: NestedMap, carry: tf.Tensor, shared: NestedMap, seed: tf.Tensor | None
 ) -> Any:
-    """What the body's extras look like, from a trace that is thrown away; checks the carry."""
+    """The specs of the body's extras, from a trace that is discarded; checks the carry."""
 
     def spec(t: tf.Tensor) -> tf.TensorSpec:
         return tf.TensorSpec(t.shape, t.dtype)

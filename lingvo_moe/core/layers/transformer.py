@@ -2,7 +2,7 @@
 
 Letters: B batch, T time, S source time, M model, L block, J beam hypothesis.
 
-What the layers share is passed as `aux`, a NestedMap:
+Layers share `aux`, a NestedMap:
     paddings: float [B, T], 1 at padding.
     self_mask: bool [B, T, T] (see masks.py).
     memory, cross_mask: [B, S, M] and bool [B, T or 1, S]; with cross-attention only.
@@ -42,7 +42,7 @@ class TransformerLayer(BaseLayer):
         p.Define("cross_atten_tpl", None, "Params of cross-attention; None has none.")
         p.Define("ffn_tpl", FeedForward.Params(), "Params of the feed-forward: dense or MoE.")
         p.Define(
-            "residual_dropout_prob", 0.0, "Dropout on what each part adds.", check=checks.SHARE
+            "residual_dropout_prob", 0.0, "Dropout on the output of each part.", check=checks.SHARE
         )
         return p
 
@@ -159,7 +159,7 @@ class TransformerLayer(BaseLayer):
 
 
 class TransformerBlock(BaseLayer):
-    """Different layers in a row: what a stack repeats, e.g. a dense layer and then a MoE layer."""
+    """A sequence of different layers, the unit that a stack repeats, e.g. a dense layer and then a MoE layer."""
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -228,8 +228,8 @@ class TransformerStack(BaseLayer):
         """Maps x [B, T, M] under aux (see the top of the file).
 
         Returns:
-            ([B, T, M], extras): `extras.layer_<i>` holds what layer i of each block returned,
-            stacked: [L, ...].
+            ([B, T, M], extras): `extras.layer_<i>` holds the extras of layer i of each block, stacked:
+            [L, ...].
         """
         x, extras = self.blocks.FProp(theta.blocks, x, aux, seed=self.FoldSeed(seed, "blocks"))
         return self.final_norm.FProp(theta.final_norm, x), extras

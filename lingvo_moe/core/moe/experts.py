@@ -73,7 +73,7 @@ class Rows:
 
 
 class BaseExperts(BaseLayer):
-    """What a MoE layer asks of its experts; the base of experts of one's own.
+    """The interface of experts; derive your own from it.
 
     Attributes:
         TAKES_ROWS: whether there is a `GroupedFProp`, for dispatchers that give `Rows`. Without one, the layer

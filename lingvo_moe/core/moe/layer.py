@@ -38,8 +38,8 @@ class MoELayer(BaseLayer):
         p.Define(
             "num_groups",
             0,
-            "G; 0: one group a sequence. Part of the model, never of the machine: results do not "
-            "depend on the devices. Must divide B T.",
+            "G; 0: one group a sequence. Results depend on it, never on the devices. "
+            "Must divide B T.",
             check=checks.COUNT,
         )
         p.Define(
@@ -50,7 +50,7 @@ class MoELayer(BaseLayer):
         )
         p.Define("min_capacity", 4, "The least C, S allowing.", check=checks.SIZE)
         p.Define("router", Top2Router.Params(), "Chooses the experts.", choices=ROUTERS)
-        p.Define("experts", Experts.Params(), "What each expert computes.")
+        p.Define("experts", Experts.Params(), "The experts.")
         p.Define(
             "dispatcher",
             "index",
@@ -60,7 +60,7 @@ class MoELayer(BaseLayer):
         p.Define(
             "inference_dispatcher",
             "dropless",
-            "The same, without a seed. Experts without GroupedFProp leave this to `dispatcher`.",
+            "The same, without a seed. For experts without GroupedFProp `dispatcher` is used instead.",
             choices=DISPATCHERS,
         )
         return p
@@ -103,7 +103,7 @@ class MoELayer(BaseLayer):
             x_BTM: of a static shape where there is a seed.
             paddings_BT: bool or float, 1 for padding. Padding comes out as zeros.
             seed: int32 [2]; None means inference.
-            context: what the router needs to know of the tokens (`Needs`), int32 [B,T] each; other entries are
+            context: the entries that the router needs (`Needs`), int32 [B,T] each; other entries are
                 ignored.
 
         Returns:
@@ -157,7 +157,7 @@ class MoELayer(BaseLayer):
 
     @classmethod
     def Needs(cls, params: HyperParams) -> tuple[str, ...]:
-        """What `context` must hold: see moe/routers/inputs.py."""
+        """The entries that `context` must have: see moe/routers/inputs.py."""
         return params.router.cls.Needs(params.router)
 
     @classmethod
@@ -165,7 +165,7 @@ class MoELayer(BaseLayer):
         """Forward FLOPs in training: matrix products, two for each multiply-add.
 
         Gating 2 G S M E (if it is learnt), dispatch and combine 2 G S E C M each if by einsum, experts
-        4 M H for each of their rows: E G C slots, or what the dispatcher gives them. Softmax, counting
+        4 M H for each of their rows: E G C slots, or the dispatcher's number of rows. Softmax, counting
         and relu, which touch each element a few times, are left out.
 
         Args:

@@ -13,7 +13,7 @@ import tensorflow as tf
 from lingvo_moe.core.moe.slots import effective_capacity_factor
 from lingvo_moe.core.nested_map import NestedMap
 
-_TINY = 1e-20  # of a squared mean: the variation of nothing but zeros is then 0
+_TINY = 1e-20  # the least squared mean, so that the variation of zeros is 0
 
 
 def load_balance(
@@ -25,7 +25,7 @@ def load_balance(
     f_e is the share of the group's choices that fell on e, first and later ones alike, so that it sums
     to 1; P_e is the mean probability of e. The gradient flows through P_e alone. Perfect balance gives
     1 for any k and E. Of first choices alone this is E^2 times Algorithm 1's 1/E sum_e (c_e / S) m_e.
-    Groups of nothing but padding do not count.
+    Groups of padding alone do not count.
 
     Args:
         probabilities_GSE: softmax outputs, float32.
@@ -60,7 +60,7 @@ def z_loss(log_partition_GS: tf.Tensor, real_GS: tf.Tensor) -> tf.Tensor:
 
 
 def cv_squared(x_E: tf.Tensor) -> tf.Tensor:
-    """The squared coefficient of variation: variance / mean^2, over all E; 0 for nothing but zeros."""
+    """The squared coefficient of variation: variance / mean^2, over all E; 0 if all are zeros."""
     scale = 1.0 / x_E.shape[0]
     mean = tf.reduce_sum(x_E) * scale
     variance = tf.reduce_sum(tf.square(x_E - mean)) * scale
@@ -90,7 +90,7 @@ def smooth_load(
     threshold_GSE: tf.Tensor,
     real_GS: tf.Tensor,
 ) -> tf.Tensor:
-    """[E]: the expected number of tokens of each expert, were its own noise drawn anew (Shazeer et al.
+    """[E]: the expected number of tokens of each expert over draws of its own noise (Shazeer et al.
     2017, appendix A, equations 8 to 10); unlike a count it has a gradient.
 
     P(x, e) = Phi((clean_e - threshold_e) / deviation_e) with Phi the normal distribution function.
@@ -98,7 +98,7 @@ def smooth_load(
     Args:
         clean_GSE: logits without noise.
         deviation_GSE: standard deviations of their noise, positive.
-        threshold_GSE: what each noisy logit has to exceed: the k-th largest of the others.
+        threshold_GSE: the value that each noisy logit has to exceed: the k-th largest of the others.
         real_GS: 1 for tokens, 0 for padding.
     """
     z_GSE = (clean_GSE - threshold_GSE) / deviation_GSE
@@ -127,14 +127,14 @@ def routing_metrics(
         real_GS: 1 for tokens, 0 for padding.
         num_experts: E.
         capacity: C, or None where there is no limit.
-        probabilities_GSE: what the gating network made of each token, all E of it, summing to 1 over
-            E: before any top-k, normalisation or drop. None where nothing was learnt.
+        probabilities_GSE: the gating network's probabilities of each token, summing to 1 over E: before
+            any top-k, normalisation or drop. None for a router without a gating network.
         ranked: False where k = E and expert_index[..., e] = e: experts are then not choices in an
-            order, and what is counted by rank is left out.
+            order, and metrics by rank are left out.
 
     Returns:
         A NestedMap of float32 tensors, without gradients, ranks counted from 1:
-        over_capacity_ratio: the share of all choices asking for a slot that found the expert full;
+        over_capacity_ratio: the share of the choices asking for a slot that found the expert full;
         experts_per_token: the mean number of experts that a token was sent to;
         dispatch_0: the share of tokens sent to no expert;
         expert_load [E]: the share of filled slots, sums to 1;
@@ -193,7 +193,7 @@ def _by_rank(
     real_GS: tf.Tensor,
     num_experts: int,
 ) -> tuple[NestedMap, tf.Tensor]:
-    """What tells first choices from later ones, and [E], the slots that each expert has filled."""
+    """The metrics by rank, and [E], the filled slots of each expert."""
     ranks = expert_index_GSk.shape[-1]
     per_token = tf.math.reciprocal(tf.maximum(tf.reduce_sum(real_GS), 1.0))
     metrics = NestedMap()
@@ -217,7 +217,7 @@ def _by_rank(
 
 
 def _share_sent_to(n: int, dispatched_GS: tf.Tensor, real_GS: tf.Tensor) -> tf.Tensor:
-    """The share of tokens that n experts got."""
+    """The share of tokens that were sent to n experts."""
     per_token = tf.math.reciprocal(tf.maximum(tf.reduce_sum(real_GS), 1.0))
     hit_GS = tf.cast(tf.equal(dispatched_GS, float(n)), tf.float32) * real_GS
     return tf.reduce_sum(hit_GS) * per_token

@@ -16,19 +16,19 @@ from lingvo_moe.core.gradients import custom_gradient
 def expert_capacity(
     group_size: int, num_experts: int, capacity_factor: float, min_capacity: int
 ) -> int:
-    """C, the slots that one expert has for the tokens of one group.
+    """C, the slots of one expert for the tokens of one group.
 
     `capacity_factor * S / E`, rounded up, at least `min_capacity`, at most S. With a factor of 2 this
     is the paper's 2N / (G E) (section 2.2): as many slots as there are first and second choices.
-    Rounding up never gives less than was asked for. Lingvo rounds the quotient down and then up to a
+    Lingvo rounds the quotient down and then up to a
     multiple of four. More than S slots could never fill, since a token takes at most one of them.
 
     Args:
         group_size: S.
         num_experts: E.
         capacity_factor: slots a token, over all experts; 2.0 in the paper.
-        min_capacity: the least C: with thousands of experts the quotient reaches 1 or 2, where chance
-            alone overflows an expert. See `effective_capacity_factor` for what that costs.
+        min_capacity: the least C. With thousands of experts the quotient is 1 or 2, and an expert overflows
+            by chance. See `effective_capacity_factor` for the cost.
 
     Raises:
         ValueError: a size, factor or minimum that is not positive.
@@ -47,7 +47,7 @@ def expert_capacity(
 
 
 def effective_capacity_factor(group_size: int, num_experts: int, capacity: int) -> float:
-    """E C / S: the capacity factor after rounding, which is what the experts' compute is paid by."""
+    """E C / S: the capacity factor after rounding, to which the experts' work is proportional."""
     return num_experts * capacity / group_size
 
 
@@ -55,14 +55,13 @@ def top_k(scores_GSE: tf.Tensor, k: int) -> tuple[tf.Tensor, tf.Tensor]:
     """The k largest scores of each token, the largest first; the lower index wins a tie.
 
     Returns:
-        values_GSk, whose gradient goes to the scores that they are (the choice has none), and
-        index_GSk, int32.
+        values_GSk, whose gradient goes to the chosen scores (the choice has none), and index_GSk, int32.
     """
-    # One operation for any k, which XLA cuts along G without communication. Its own gradient would be
-    # a scatter, which is not cut; `pick` has a sum instead.
+    # One operation for any k, which XLA shards along G without communication. Its own gradient would be
+    # a scatter, which XLA does not shard; `pick` has a sum instead.
     index_GSk = tf.math.top_k(tf.stop_gradient(scores_GSE), k).indices
-    # No index is larger, but XLA does not know: where it sees slices of the indices (the choices of
-    # one rank), it takes them from a sort of all E, twenty times as long.
+    # This changes no index, but hides them from XLA, which would take slices of them (the choices of one
+    # rank) from a sort of all E, twenty times as slow.
     index_GSk = tf.minimum(index_GSk, scores_GSE.shape[-1] - 1)
     return pick(scores_GSE, index_GSk), index_GSk
 
@@ -93,8 +92,8 @@ def normalize(gate_GSk: tf.Tensor) -> tf.Tensor:
     return gate_GSk * kernels.current().batch_independent(tf.math.reciprocal, total_GS1)
 
 
-# R. Within a block every choice is compared with every other; between blocks [E] counts are added
-# up. Measured best, or close to it, for E from 8 to 2048.
+# R. Within a block every choice is compared with every other; between blocks [E] counts are summed.
+# Measured to be the best size, or close to it, for E from 8 to 2048.
 _BLOCK = 32
 
 
@@ -170,8 +169,8 @@ def _before(counts_GQE: tf.Tensor) -> tf.Tensor:
     size = counts_GQE.shape[1]
     if not size:  # open, or none
         return tf.cumsum(counts_GQE, axis=1, exclusive=True)
-    # Sums of 1, 2, 4, ... blocks. XLA makes a window of all Q of a cumsum, over which a TPU's compiler
-    # takes 10 s a layer with E = 2048; on a CPU it is slower too, with XLA and without.
+    # Sums of 1, 2, 4, ... blocks. XLA turns a cumsum into a window of all Q, on which the TPU compiler spends
+    # 10 s a layer with E = 2048; on a CPU it is slower too, with XLA and without.
     before_GQE = tf.pad(counts_GQE[:, :-1], [[0, 0], [1, 0], [0, 0]])
     shift = 1
     while shift < size:

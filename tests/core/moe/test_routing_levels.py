@@ -131,7 +131,9 @@ def test_what_it_takes():
     segments = NestedMap(segment_ids=tf.ones([2, 6], tf.int32))
     with use_mesh(single_device()):
         theta = layer.InitTheta(make_seed(1, 0))
-        with pytest.raises(ValueError, match="4 groups of 3 tokens cut rows of 6: num_groups must"):
+        with pytest.raises(
+            ValueError, match="4 groups of 3 tokens split rows of 6: num_groups must"
+        ):
             layer.FProp(theta, x, none, seed=SEED, context=segments)
         with pytest.raises(ValueError, match=r"moe routes by segment_ids .* given: none"):
             layer.FProp(theta, x, none)

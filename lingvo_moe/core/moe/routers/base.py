@@ -50,7 +50,7 @@ class Routing:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The experts of each token, in inference: what a search needs of a `Routing`, whose attributes these are."""
+    """The experts of each token, in inference: the part of a `Routing` that a search needs."""
 
     expert_index: tf.Tensor
     gate: tf.Tensor
@@ -60,8 +60,8 @@ class Chosen:
 class Router(BaseLayer):
     """Chooses the experts of each token. Subclasses implement `FProp`, and may implement `ChooseExperts`.
 
-    A router does all its arithmetic in float32, whatever the activations are: the choice hangs on
-    small differences, and positions are counted by sums that bfloat16 cannot hold.
+    A router does all its arithmetic in float32, whatever the activations are: the choice depends on small
+    differences, and positions are sums that bfloat16 cannot represent.
     """
 
     # True for expert choice: C decides how many tokens each expert picks, so C is passed even when the dispatcher is
@@ -70,7 +70,7 @@ class Router(BaseLayer):
 
     @classmethod
     def Needs(cls, params: HyperParams) -> tuple[str, ...]:
-        """What `context` must hold for a router of these Params; see moe/routers/inputs.py."""
+        """The entries that `context` must have for a router of these Params; see moe/routers/inputs.py."""
         del params
         return ()
 
@@ -82,7 +82,7 @@ class Router(BaseLayer):
 
     @classmethod
     def Slots(cls, group_size: int, capacity: int) -> int:
-        """The slots that an expert has in training, where the layer gives it C for S tokens."""
+        """The slots of an expert in training, where the layer gives it C for S tokens."""
         del group_size
         return capacity
 
@@ -93,7 +93,7 @@ class Router(BaseLayer):
 
     @classmethod
     def Flops(cls, params: HyperParams, tokens: int) -> int:
-        """Of the matrix products that decide for so many tokens; sizes are set in `params`."""
+        """FLOPs of the gating of so many tokens; sizes are set in `params`."""
         del params, tokens
         return 0
 
@@ -120,8 +120,8 @@ class Router(BaseLayer):
             x_GSM: tokens, in any float type.
             paddings_GS: bool or float, 1 for padding, which is never routed and takes no slot.
             capacity: C, or None for no limit.
-            seed: int32 [2]; None means inference: nothing is left to chance.
-            context: what `Needs` names, int32 [G,S] each; None where that is nothing.
+            seed: int32 [2]; None means inference, where nothing is random.
+            context: the entries that `Needs` names, int32 [G,S] each; None where there are none.
         """
         raise NotImplementedError(f"{type(self).__name__}.FProp")
 
@@ -135,8 +135,8 @@ class Router(BaseLayer):
     ) -> Chosen:
         """The choices of FProp without a seed and a capacity, bit for bit; arguments as there.
 
-        Decoding calls it in each step. This one runs FProp; a router may override it to leave out what only FProp
-        needs: positions, losses and metrics.
+        Decoding calls it in each step. This one runs FProp; a router may override it to leave out positions,
+        losses and metrics.
         """
         routing = self.FProp(theta, x_GSM, paddings_GS, None, context=context)
         return Chosen(routing.expert_index, routing.gate, routing.kept)
@@ -179,8 +179,8 @@ class Router(BaseLayer):
 class LearnedRouter(Router):
     """A router with a gating network, wg [M,E]. Subclasses implement `Route`, or `RouteInputs`.
 
-    What the network sees is each token, or by `level` its sentence's mean, or its task's embedding
-    (then there is a weight task_emb [U,M], U the number of tasks).
+    The network's input is each token or, by `level`, its sentence's mean or its task's embedding (then
+    there is a weight task_emb [U,M], U the number of tasks).
     """
 
     @classmethod
@@ -217,7 +217,7 @@ class LearnedRouter(Router):
         )
 
     def GatingInit(self) -> WeightInit:
-        """How wg starts."""
+        """The initial value of wg."""
         return WeightInit.FanIn(self.p.model_dim)
 
     def FProp(
@@ -260,9 +260,9 @@ class LearnedRouter(Router):
         capacity: int | None,
         seed: tf.Tensor | None = None,
     ) -> Routing:
-        """The decision from what the gating network sees; arguments as in FProp.
+        """The decision from the gating network's input; arguments as in FProp.
 
-        To be overridden by a router that needs more than logits: other weights, noise on the inputs.
+        A router overrides it if it needs more than logits: other weights, noise on the inputs.
         """
         return self.Route(self.Logits(theta, x_GSM), paddings_GS, capacity, seed)
 
@@ -286,7 +286,7 @@ class LearnedRouter(Router):
 def all_experts(like_GSE: tf.Tensor) -> tf.Tensor:
     """int32 [G,S,E] with e at [g,s,e]: the index where every expert is a choice (k = E).
 
-    Made of a tensor that is known at run time only: as a constant it would be as large as that.
+    Derived from a run-time tensor: a constant of this size would be made while tracing.
     """
     zero_GSE = tf.cast(like_GSE > float("inf"), tf.int32)
     return zero_GSE + tf.range(like_GSE.shape[-1])

@@ -23,10 +23,10 @@ CONTEXT = {
 
 
 def needed(path: str, names: Sequence[str], context: NestedMap | None) -> NestedMap | None:
-    """Of a context, int32 [B,T] each, what a router needs; None where it needs nothing.
+    """The entries of a context, int32 [B,T] each, that a router needs; None where it needs none.
 
     Raises:
-        ValueError: something that it needs is missing.
+        ValueError: an entry that it needs is missing.
     """
     for name in names:
         if context is None or name not in context:
@@ -39,12 +39,12 @@ def needed(path: str, names: Sequence[str], context: NestedMap | None) -> Nested
 
 
 def grouped(path: str, context: NestedMap, groups: int, size: int) -> NestedMap:
-    """A context [B,T] cut into groups as the tokens are, [G,S].
+    """A context [B,T] in the groups of the tokens, [G,S].
 
-    Sentences get numbers of their own: those of different rows are different ones.
+    Segment ids become unique in the batch: those of different rows differ.
 
     Raises:
-        ValueError: segment ids in groups smaller than a row, which would cut sentences.
+        ValueError: segment ids in groups smaller than a row, which would split sentences.
     """
     out = NestedMap()
     for name, value_BT in context.items():
@@ -52,7 +52,7 @@ def grouped(path: str, context: NestedMap, groups: int, size: int) -> NestedMap:
             batch, time = value_BT.shape.as_list()
             if size % time:
                 raise ValueError(
-                    f"{path} routes by sentence, but {groups} groups of {size} tokens cut rows of "
+                    f"{path} routes by sentence, but {groups} groups of {size} tokens split rows of "
                     f"{time}: num_groups must divide the {batch} rows, or be 0"
                 )
             value_BT += (time + 1) * tf.range(batch)[:, tf.newaxis]
@@ -73,15 +73,15 @@ def define_level(p: Params) -> None:
     p.Define(
         "level",
         "token",
-        "What chooses: each 'token' for itself, a 'sentence' (the mean of its tokens) for all of "
-        "them, or the 'task' (an embedding of the source language's number).",
+        "The unit of the decision: each 'token', a 'sentence' (the mean of its tokens) for all of its "
+        "tokens, or the 'task' (an embedding of the source language's number).",
         check=checks.one_of(LEVELS),
     )
     p.Define("num_tasks", 0, "With level 'task': how many tasks there are.", check=checks.COUNT)
 
 
 def check_level(path: str, p: Params) -> None:
-    """Raises ValueError for tasks without a number of them, or a number without tasks."""
+    """Raises ValueError for level 'task' without num_tasks, or num_tasks with another level."""
     if (p.level == "task") != (p.num_tasks > 0):
         raise ValueError(
             f"{path}.level={p.level!r} with {path}.num_tasks={p.num_tasks}: level 'task' needs the "
@@ -90,7 +90,7 @@ def check_level(path: str, p: Params) -> None:
 
 
 def context_for(p: Params) -> tuple[str, ...]:
-    """What the level needs to know of the tokens."""
+    """The entries of `context` that the level needs."""
     return _NEEDS[p.level]
 
 
@@ -108,7 +108,7 @@ def sentence_means(
     same_GSZ = tf.equal(segment_ids_GS[:, :, tf.newaxis], segment_ids_GS[:, tf.newaxis, :])
     pairs_GSZ = real_GS[:, :, tf.newaxis] * real_GS[:, tf.newaxis, :]
     same_GSZ = tf.cast(same_GSZ, tf.float32) * pairs_GSZ
-    # Averaged by the matrix product itself: no mean is computed twice, and none of padding alone.
+    # The matrix product itself averages; the mean over padding alone is 0.
     count_GS1 = tf.maximum(tf.reduce_sum(same_GSZ, -1, keepdims=True), 1.0)
     share_GSZ = same_GSZ * kernels.current().batch_independent(tf.math.reciprocal, count_GS1)
     return tf.einsum("GSZ,GZM->GSM", share_GSZ, tf.cast(x_GSM, tf.float32))
@@ -117,8 +117,8 @@ def sentence_means(
 def task_vectors(task_emb_UM: tf.Tensor, task_ids_GS: tf.Tensor) -> tf.Tensor:
     """The embedding of each token's task, float32 [G,S,M].
 
-    A product with one-hot vectors: its gradient is a product too, which is cut like one, where a
-    gather's is a scatter.
+    A product with one-hot vectors: its gradient is a product too, which XLA shards, where the gradient of a
+    gather is a scatter.
     """
     table_UM = tf.cast(task_emb_UM, tf.float32)
     hot_GSU = tf.one_hot(task_ids_GS, table_UM.shape[0])

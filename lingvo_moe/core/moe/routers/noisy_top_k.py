@@ -20,13 +20,13 @@ from lingvo_moe.core.nested_map import NestedMap
 class NoisyTopKRouter(LearnedRouter):
     """The k largest of H(x) = x wg + normal * softplus(x wnoise), gates by a softmax over those k.
 
-    Noise, whose size is learnt for each expert, is there in training alone. Two losses keep experts in
+    Noise, whose size is learnt for each expert, is added in training alone. Two losses keep experts in
     use, each the squared coefficient of variation over experts: of the importance (sum of gates), and
     of the load (expected number of tokens, which has a gradient through the noise). Where there is no
     noise, in inference, the load is a count. The paper weighs both losses by 0.1 in its language
     models; here that is the weights below times the task's own.
 
-    Both weights start at zero, as the paper advises: experts are drawn by noise alone at first, evenly.
+    Both weights start at zero, as the paper advises: at first noise alone decides, evenly.
 
     Beyond the paper: `noise_epsilon` is added to the noise's deviation (as in its authors' published
     code), which keeps the load finite; and experts have a capacity.
@@ -37,9 +37,12 @@ class NoisyTopKRouter(LearnedRouter):
         p = super().Params()
         p.Define("k", 2, "Experts of a token, 1 to E.", check=checks.SIZE)
         p.Define(
-            "importance_weight", 1.0, "Of the importance's variation.", check=checks.NOT_NEGATIVE
+            "importance_weight",
+            1.0,
+            "Weight of the importance's variation.",
+            check=checks.NOT_NEGATIVE,
         )
-        p.Define("load_weight", 1.0, "Of the load's variation.", check=checks.NOT_NEGATIVE)
+        p.Define("load_weight", 1.0, "Weight of the load's variation.", check=checks.NOT_NEGATIVE)
         p.Define(
             "noise_epsilon",
             0.01,

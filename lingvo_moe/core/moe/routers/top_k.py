@@ -1,4 +1,4 @@
-"""The k best experts of each token, for any k: Switch (k = 1) and what followed it.
+"""The k best experts of each token, for any k: Switch (k = 1) and later routers.
 
 Letters: G group, S token in group, k choice rank, E expert, M model.
 """
@@ -22,11 +22,11 @@ _NORMALIZATIONS = ("never", "before_drops", "after_drops")
 
 
 class TopKRouter(LearnedRouter):
-    """Each token goes to its k most probable experts while they have room, all first choices of a
-    group before any second, and so on. Nothing about the choice is random.
+    """Each token goes to its k most probable experts while they have free slots, all first choices of a
+    group before any second, and so on. The choice is not random.
 
     With k = 1 this is the Switch Transformer's router (Fedus et al. 2021): the gate is the probability
-    itself, not normalised, or it would be 1 and nothing but losses would train wg. Switch also has
+    itself, not normalised, or it would be 1 and only losses would train wg. Switch also has
     jitter=0.01, and 0.01 as the weight of its loss, which is the translation model's aux_loss_weight.
     For ST-MoE (Zoph et al. 2022) on top of it, z_loss_weight=0.1 makes 0.001 of that; k = 2 and k = 8
     are common too. The layer's capacity_factor has to grow with k: it is slots a token.
@@ -35,7 +35,7 @@ class TopKRouter(LearnedRouter):
     the chosen ones. The second is the first normalised, in value and gradient.
 
     `balance_bias` balances without a loss (Wang et al. 2024, algorithm 1): each expert has a bias that
-    is added to its probability for the choice and nowhere else. No gradient changes it; after each
+    is added to its probability for the choice only. No gradient changes it; after each
     step it goes up by `balance_bias` where the expert had fewer choices than the mean over experts,
     down where it had more. Experts are then best by biased probability. load_balance_weight=0 goes
     with it.
@@ -54,8 +54,8 @@ class TopKRouter(LearnedRouter):
         p.Define(
             "normalize_gates",
             None,
-            "'never'; 'before_drops': a token's gates sum to 1 before capacity; 'after_drops': what "
-            "is kept sums to 1. None: 'never' for k = 1, else 'before_drops'.",
+            "'never'; 'before_drops': a token's gates sum to 1 before capacity; 'after_drops': the "
+            "gates that are kept sum to 1. None: 'never' for k = 1, else 'before_drops'.",
             check=checks.or_none(checks.one_of(_NORMALIZATIONS)),
         )
         p.Define(

@@ -1,4 +1,4 @@
-"""What routers that learn nothing have in common: the rule alone differs.
+"""The base of routers without weights: they differ by their rule alone.
 
 Letters: G group, S token in group, k choice rank, E expert, C capacity slot, M model.
 """
@@ -15,9 +15,8 @@ from lingvo_moe.core.nested_map import NestedMap
 class UnlearnedRouter(Router):
     """Sends each token to k experts by a rule without weights. Subclasses implement `Choose`.
 
-    A rule says who, not how much, so each kept choice weighs 1/k: with k = 1 the expert's output
-    itself (Roller et al. 2021). Nothing is renormalised after a drop. There is no loss, and no
-    gradient comes from here.
+    A rule gives experts, not gates, so each kept choice weighs 1/k: with k = 1 the output is the expert's
+    own (Roller et al. 2021). Gates are not renormalised after a drop. There is no loss and no gradient.
     """
 
     @classmethod
