@@ -85,6 +85,7 @@ def measure(path: Path, name: str) -> None:
     from lingvo_moe import planning
     from lingvo_moe.core import registry
     from lingvo_moe.core.engine import aot
+    from lingvo_moe.core.engine.steps import lower_step
 
     request = planning.Request(**asdict(REQUESTS[name]))
     devices = aot.devices_of(request.topology)  # loads the compiler
@@ -92,7 +93,7 @@ def measure(path: Path, name: str) -> None:
     step, _ = planning.describe_job(request, params, params.task.Instantiate())
     mesh = planning.planned_mesh(params, len(devices))
     started = time.monotonic()
-    program = step.Lower(mesh)
+    program = lower_step(step, mesh)
     lower_seconds = time.monotonic() - started
     compiled = aot.compile_for_topology(program, request.topology)
     measured = {

@@ -6,29 +6,35 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lingvo_moe.core import registry
+from lingvo_moe.core.base_input import BaseInput
 from lingvo_moe.core.command import run as run_command
 from lingvo_moe.core.command import say
-from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES
+from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES, Compiled, Engine
 from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.quiet import quiet
+from lingvo_moe.core.run_description import ProgramAbout
+from lingvo_moe.core.run_dir import RunDir
 from lingvo_moe.core.run_lock import RunLock
 from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 from lingvo_moe.trainer_checks import (
     check_began_from,
+    check_data_dir,
     check_divisible,
     check_flags,
-    check_sizes,
-    check_tasks,
     has_begun,
     prepare_run_dir,
 )
 from lingvo_moe.trainer_flags import parse_flags
+
+if TYPE_CHECKING:  # they import TensorFlow and JAX
+    from lingvo_moe.core.base_task import BaseTask
+    from lingvo_moe.core.engine.initial_weights import InitialWeights
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,6 +67,7 @@ def run(args: Flags) -> int:
     """As main, without turning errors into messages."""
     override = full_override(args)
     import_tensorflow(args.engine)
+    check_data_dir(args)
     params = registry.GetParams(args.model, override)
     if args.mode == "inspect_params":
         print(params.ToText(), end="")
@@ -124,58 +131,85 @@ def train(args: Flags, params: Params, override: str) -> int:
         return train_in_job(args, params, override)
 
 
+@dataclass(frozen=True)
+class Run:
+    """What one process of a job trains, and where.
+
+    Attributes:
+        args: the flags.
+        params: of the experiment: `task`, `input` and `train`.
+        override: with which the experiment's name gives them.
+        task, inputs: made from them.
+        run_dir: of --logdir.
+    """
+
+    args: Flags
+    params: Params
+    override: str
+    task: "BaseTask"
+    inputs: BaseInput
+    run_dir: RunDir
+
+
 def train_in_job(args: Flags, params: Params, override: str) -> int:
     """As train, once the processes of the job have found each other."""
-    from lingvo_moe.core.engine import devices, job
+    from lingvo_moe.core.engine import devices
     from lingvo_moe.core.engine.base import make_engine
-    from lingvo_moe.core.engine.checkpoints import Checkpointer
     from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
-    from lingvo_moe.core.engine.summaries import Summaries
-    from lingvo_moe.core.engine.train_loop import TrainLoop
-    from lingvo_moe.tasks.mt.runs import init_from
     from lingvo_moe.trainer_memory import check_memory
 
     find_devices()
     enable_compilation_cache()  # before anything is compiled
-    first_process = args.process_id == 0
     there_are = 1 if args.engine in ONE_DEVICE_ENGINES else devices.device_count()
     mesh = make_mesh(params, args.mesh, there_are)
-    engine = make_engine(args.engine, mesh)
+    engine = make_engine(args.engine, mesh, args.known_faults)
     task = params.task.Instantiate()
     inputs = params.input.Instantiate()
     check_divisible(params, task, mesh)
-    check_sizes(params)
+    task.CheckInput(params.task, params.input)
     on_cpu = devices.runs_on_cpu(args.engine)
     check_memory(params, task, inputs, mesh, args.num_processes, holds_state=on_cpu)
 
-    run_dir = RunDir(args.logdir)
+    run = Run(args, params, override, task, inputs, RunDir(args.logdir))
     # Held until the last checkpoint is complete.
     with RunLock(args.logdir) as lock:
-        share_run(
-            lock,
-            begin=lambda: prepare(args, params, override, run_dir, task, inputs, lock),
-            follow=lambda: inputs.Prepare(vocabs=run_dir.vocabs, tasks=run_dir.languages),
-        )
-        initial = job.together(lambda: initial_weights(run_dir, params, inputs, args.trust_run))
-        started = time.monotonic()
-        with (
-            Checkpointer(str(run_dir.checkpoint_dir), keep=params.train.save_max_to_keep) as saved,
-            Summaries(str(run_dir.summaries_dir), enabled=first_process) as summaries,
-            job.announcing(),
-        ):
-            summaries.Text("params", params.ToText())
-            if run_dir.began_from:
-                summaries.Text("began_from", init_from.describe(run_dir.began_from))
-            loop = TrainLoop(task, inputs, engine, saved, summaries, params.train, initial)
-            result = loop.Run(
-                on_compiled=lambda step: (
-                    report_program(step, args.logdir, started) if first_process else None
-                )
+        return train_locked(run, engine, lock)
+
+
+def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
+    """As train, with the lock of the run's directory at hand."""
+    from lingvo_moe.core.engine import init_from, job
+    from lingvo_moe.core.engine.checkpoints import Checkpointer
+    from lingvo_moe.core.engine.summaries import Summaries
+    from lingvo_moe.core.engine.train_loop import TrainLoop
+
+    run_dir, params = run.run_dir, run.params
+    first_process = run.args.process_id == 0
+    share_run(
+        lock,
+        begin=lambda: prepare(run, lock),
+        follow=lambda: run.inputs.Prepare(artifacts=run_dir.artifacts),
+    )
+    initial = job.together(lambda: initial_weights(run))
+    started = time.monotonic()
+    with (
+        Checkpointer(str(run_dir.checkpoint_dir), keep=params.train.save_max_to_keep) as saved,
+        Summaries(str(run_dir.summaries_dir), enabled=first_process) as summaries,
+        job.announcing(),
+    ):
+        summaries.Text("params", params.ToText())
+        if run_dir.began_from:
+            summaries.Text("began_from", init_from.describe(run_dir.began_from))
+        loop = TrainLoop(run.task, run.inputs, engine, saved, summaries, params.train, initial)
+        result = loop.Run(
+            on_compiled=lambda step: (
+                report_program(step, run_dir, started) if first_process else None
             )
+        )
     return 128 + result.signal if result.signal else 0
 
 
-def share_run(lock: RunLock, begin: Callable[[], None], follow: Callable[[], None]) -> None:
+def share_run(lock: RunLock, begin: Callable[[], None], follow: Callable[[], object]) -> None:
     """Locks the run's directory on all processes of the job; process 0 makes it ready in between.
 
     Args:
@@ -206,56 +240,45 @@ def share_run(lock: RunLock, begin: Callable[[], None], follow: Callable[[], Non
     job.together(join_and_follow, on=range(1, processes))
 
 
-def prepare(
-    args: Flags,
-    params: Any,
-    override: str,
-    run_dir: RunDir,
-    task: Any,
-    inputs: Any,
-    lock: RunLock,
-) -> None:
+def prepare(run: Run, lock: RunLock) -> None:
     """Makes the run's directory, which is locked, and its data ready, on the job's first process."""
+    from lingvo_moe.core.engine import init_from
     from lingvo_moe.core.engine.progress import LineProgress
-    from lingvo_moe.tasks.mt.runs import init_from
 
+    args, run_dir, inputs = run.args, run.run_dir, run.inputs
     goes_on = has_begun(run_dir) and not args.restart
     if args.init_from and not goes_on:  # before a run is moved aside
         step = init_from.find_step(args.init_from, args.init_from_step)
-        init_from.check_model(args.init_from, params.task, args.trust_run)
-    prepare_run_dir(run_dir, args.model, override, lock, restart=args.restart)
+        init_from.check_model(args.init_from, run.params.task, args.trust_run)
+    prepare_run_dir(run_dir, args.model, run.override, lock, restart=args.restart)
     if goes_on:
         check_began_from(args, run_dir)
     with LineProgress() as progress:
-        if goes_on:
-            inputs.Prepare(progress, run_dir.vocabs, run_dir.languages)
-        else:
-            inputs.Prepare(progress)
-    check_tasks(task, inputs)
+        inputs.Prepare(progress, run_dir.artifacts if goes_on else None)
+    run.task.CheckData(inputs)
     if goes_on:
         return
     about = None
-    languages = list(inputs.languages)
+    artifacts = inputs.Artifacts()
     if args.init_from:
-        other = args.init_from, step, params.task, inputs.vocabs, languages
+        other = args.init_from, step, run.params.task, artifacts
         about = init_from.begin_from(*other, args.trust_run).about
         say(init_from.describe(about))
-    vocabs = inputs.vocabs.Transform(lambda v: v.model_bytes)
-    run_dir.Write(args.model, override, vocabs, languages, about)
+    run_dir.Write(args.model, run.override, artifacts, about)
 
 
-def initial_weights(run_dir: RunDir, params: Any, inputs: Any, trust_run: bool) -> Any:
-    """The InitialWeights of a run that is about to begin from another, on every process; else None."""
-    from lingvo_moe.tasks.mt.runs import init_from
+def initial_weights(run: Run) -> "InitialWeights | None":
+    """The weights of a run that is about to begin from another, on every process; else None."""
+    from lingvo_moe.core.engine import init_from
 
-    about = run_dir.began_from
-    if has_begun(run_dir) or not about:
+    about = run.run_dir.began_from
+    if has_begun(run.run_dir) or not about:
         return None
-    other = about["logdir"], about["step"], params.task, inputs.vocabs, list(inputs.languages)
-    return init_from.begin_from(*other, trust_run).weights
+    other = about["logdir"], about["step"], run.params.task, run.inputs.Artifacts()
+    return init_from.begin_from(*other, run.args.trust_run).weights
 
 
-def make_mesh(params: Any, text: str = "", num_devices: int = 0) -> Mesh:
+def make_mesh(params: Params, text: str = "", num_devices: int = 0) -> Mesh:
     """`--mesh`, or the experiment's own, laid over so many devices; 0: over those that it was made for.
 
     Raises:
@@ -267,11 +290,10 @@ def make_mesh(params: Any, text: str = "", num_devices: int = 0) -> Mesh:
     return mesh.over_devices(num_devices) if num_devices else mesh
 
 
-def report_program(step: Any, logdir: str, started: float) -> None:
-    """Says which collectives the compiled step holds, and describes it in LOGDIR/program.json."""
+def report_program(step: Compiled, run_dir: RunDir, started: float) -> None:
+    """Says which collectives the compiled step holds, and describes it in the run's program.json."""
     from lingvo_moe.core.engine.collectives import count_collectives
     from lingvo_moe.core.engine.pjrt import CompiledProgram
-    from lingvo_moe.tasks.mt.runs.run_description import ProgramAbout
 
     seconds = time.monotonic() - started
     if not isinstance(step, CompiledProgram):  # others have none, or none to show
@@ -284,9 +306,9 @@ def report_program(step: Any, logdir: str, started: float) -> None:
         "hash": step.program.hash,
         "collectives": counts,
     }
-    RunDir(logdir).WriteProgram(about)
-    told = ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "no collective"
-    say(f"compiled the training step in {seconds:.0f} s: {told}")
+    run_dir.WriteProgram(about)
+    found = ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "no collective"
+    say(f"compiled the training step in {seconds:.0f} s: {found}")
 
 
 if __name__ == "__main__":

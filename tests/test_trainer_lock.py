@@ -11,15 +11,15 @@ import pytest
 import trainer_testing
 
 from lingvo_moe import trainer
-from lingvo_moe.core.engine.train_loop import TrainLoop
-from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.run_lock import LOCK_FILE, RunLock
-from lingvo_moe.tasks.mt.runs.directories import (
+from lingvo_moe.core.directories import (
     EXPORTED,
     OutputError,
     check_logdir,
     check_replaceable,
 )
+from lingvo_moe.core.engine.train_loop import TrainLoop
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.run_lock import LOCK_FILE, RunLock
 from tools import build_corpus, evaluate, export, train_vocab
 
 # The trainer, but for the steps themselves: it works until it is killed.

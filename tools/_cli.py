@@ -15,11 +15,11 @@ from lingvo_moe.core.class_names import TRUST_RUN_HELP
 from lingvo_moe.core.command import run as run
 from lingvo_moe.core.command import say
 from lingvo_moe.core.decode.ranges import BEAM_SIZE, LENGTH, LENGTH_ALPHA
+from lingvo_moe.core.directories import Kind, check_addable, check_replaceable
 from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.flags import names as names
 from lingvo_moe.core.paths import check_local
 from lingvo_moe.core.quiet import quiet
-from lingvo_moe.tasks.mt.runs.directories import Kind, check_addable, check_replaceable
 
 
 def check_output_file(path: str | os.PathLike, flag: str = "--output") -> None:

@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 
 from lingvo_moe.core import checks
+from lingvo_moe.core.directories import CORPUS
 from lingvo_moe.core.flags import Flags
 from lingvo_moe.tasks.mt.input.corpus import CorpusOptions, build_corpus
-from lingvo_moe.tasks.mt.runs.directories import CORPUS
 from tools import _cli
 
 

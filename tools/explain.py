@@ -104,18 +104,18 @@ def _load(args: Flags) -> Any:
 def _lower(args: Flags, say: Any) -> Any:
     """The program of the experiment's training step."""
     from lingvo_moe.core import registry
-    from lingvo_moe.core.engine.steps import train_step
+    from lingvo_moe.core.engine.steps import lower_step, train_step
     from lingvo_moe.trainer import make_mesh
-    from lingvo_moe.trainer_checks import check_divisible, check_sizes
+    from lingvo_moe.trainer_checks import check_divisible
 
     params = registry.GetParams(args.model, args.model_params_override)
     mesh = make_mesh(params, args.mesh, 0 if args.mesh else args.num_devices or 8)
     task = params.task.Instantiate()
     check_divisible(params, task, mesh)
-    check_sizes(params)
+    task.CheckInput(params.task, params.input)
     _request_devices(mesh.size)
     say(f"lowering the train step of {args.model} for mesh {mesh}")
-    return train_step(task, params.input.Instantiate()).Lower(mesh)
+    return lower_step(train_step(task, params.input.Instantiate()), mesh)
 
 
 def _request_devices(count: int) -> None:

@@ -12,8 +12,8 @@ To use it one needs tensorflow and tensorflow_text, not this package:
 from collections.abc import Sequence
 
 from lingvo_moe.core import checks
+from lingvo_moe.core.directories import EXPORTED
 from lingvo_moe.core.flags import Flags
-from lingvo_moe.tasks.mt.runs.directories import EXPORTED
 from tools import _cli
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lingvo_moe.core import checks
+from lingvo_moe.core.directories import PREPARED
 from lingvo_moe.core.flags import Flags
 from lingvo_moe.tasks.mt.input.preparing.filters import Rules
 from lingvo_moe.tasks.mt.input.preparing.prepare import PrepareOptions, prepare
@@ -25,7 +26,6 @@ from lingvo_moe.tasks.mt.input.preparing.table import all_languages, format_exam
 from lingvo_moe.tasks.mt.input.shards import PAIRS_PER_SHARD
 from lingvo_moe.tasks.mt.input.vocab_cache import MIN_SENTENCES, VocabOptions
 from lingvo_moe.tasks.mt.input.vocabulary import MIN_SIZE
-from lingvo_moe.tasks.mt.runs.directories import PREPARED
 from tools import _cli
 
 _SIZES = {"source": 64_000, "target": 32_000}

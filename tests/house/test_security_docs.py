@@ -11,7 +11,10 @@ import toy_translation as toy
 from lingvo_moe import trainer_flags
 from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.mt.runs.run_dir import MANIFEST, RunDir, RunDirError
+from lingvo_moe.core.run_description import RunDirError
+from lingvo_moe.core.run_dir import MANIFEST
+from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
+from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 from tools.import_graph import ROOT
 
 _PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
@@ -20,7 +23,7 @@ _PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
 def test_a_run_without_a_list_gets_one_by_the_command_of_the_page(tmp_path):
     vocab = toy.train_vocab(toy.sentences(200))
     run = RunDir(tmp_path / "RUN")
-    run.Write("mt.M4Tiny", "", {"source": vocab, "target": vocab})
+    run.Write("mt.M4Tiny", "", mt_artifacts({"source": vocab, "target": vocab}))
     was = (run.path / MANIFEST).read_bytes()
     (run.path / MANIFEST).unlink()
     with pytest.raises(RunDirError, match=r"docs/security\.md"):

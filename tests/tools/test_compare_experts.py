@@ -119,7 +119,7 @@ def _by_hand(run, corpus, monkeypatch):
 
     task, run = RunDir(run).Task(), RunDir(run)
     p = run.Params().input.Copy().Set(data_dir=str(corpus / "dev"), temperature=1.0)
-    batches = iter(p.Instantiate().Prepare(vocabs=run.vocabs))
+    batches = iter(p.Instantiate().Prepare(artifacts=run.artifacts))
     with Checkpointer(str(run.checkpoint_dir), read_only=True) as checkpointer:
         theta, _ = checkpointer.RestoreToNumpy("theta", 2)
     theta = theta.Transform(tf.constant)

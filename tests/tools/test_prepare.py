@@ -14,6 +14,7 @@ import zstandard
 
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.input import split, tsv
+from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
 from lingvo_moe.tasks.mt.input.dev_set import DevSet
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.pipeline import MtInput
@@ -164,7 +165,11 @@ def test_other_vocabularies_than_the_prepared_ones(data: Path, tmp_path: Path) -
     models = load_vocabularies(data / "vocab")
     given = {"source": models.target.model_bytes, "target": models.source.model_bytes}
     p = MtInput.Params().Set(data_dir=str(data), cache_dir=str(tmp_path))
-    inputs = p.Set(source_vocab_size=330, target_vocab_size=420).Instantiate().Prepare(vocabs=given)
+    inputs = (
+        p.Set(source_vocab_size=330, target_vocab_size=420)
+        .Instantiate()
+        .Prepare(artifacts=mt_artifacts(given))
+    )
     assert inputs.records.directory.parent == tmp_path
     assert inputs.languages["de"] == _summary(data)["languages"]["de"]["kept"]
 
