@@ -1,8 +1,8 @@
-"""Partitioning: what XLA's SPMD partitioner was given and what it made, as HLO text.
+"""Gets the HLO text of a program before and after XLA's SPMD partitioner.
 
-XLA writes modules down between its passes when a compile asks it to. Two of them tell everything:
-after sharding propagation every instruction has its whole shape and a sharding; after partitioning
-it has the shape of one device's part, and the communication is there.
+XLA can dump its module between passes. Two dumps are used: after sharding propagation, where every
+instruction has its global shape and a sharding; and after partitioning, where it has the shape of one
+device's part, and the collectives are inserted.
 """
 
 import tempfile
@@ -29,7 +29,7 @@ _CPU_OPTIONS: dict[str, Any] = {
 def partition(
     program: Program, devices: Sequence[Any] | None = None, topology: str = ""
 ) -> Partitioned:
-    """Compiles a program for the devices of its mesh and keeps what the partitioner saw and made.
+    """Compiles a program for the devices of its mesh and returns its module before and after partitioning.
 
     Args:
         program: for any mesh.
@@ -86,7 +86,7 @@ def _lowered(
 
 @contextmanager
 def _no_cache() -> Iterator[None]:
-    """Without the cache of compiled programs: what is read from there is not partitioned again."""
+    """Disables the cache of compiled programs: a cached program would not be partitioned again."""
     directory = jax.config.jax_compilation_cache_dir
     if not directory:
         yield

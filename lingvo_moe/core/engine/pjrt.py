@@ -1,6 +1,6 @@
 """The engine that runs programs through PJRT: any number of devices, of one or several processes.
 
-XLA's own SPMD partitioner cuts the program for the devices: virtual CPU devices, GPUs or TPUs.
+XLA's SPMD partitioner partitions the program for the devices: virtual CPU devices, GPUs or TPUs.
 Importing this module does not import TensorFlow; building from a TensorFlow function does.
 """
 
@@ -29,7 +29,7 @@ from lingvo_moe.core.sharding import Mesh
 _CPU_OPTIONS = {
     # How long a virtual device waits for the others in a collective before XLA aborts the process.
     "xla_cpu_collective_call_terminate_timeout_seconds": 3600,
-    # YNNPACK, the default, is left its sums; products are faster by Eigen (docs/speed.md).
+    # Products are faster by Eigen than by YNNPACK, the default; sums stay with YNNPACK (docs/speed.md).
     "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE",
 }
 

@@ -1,4 +1,4 @@
-"""From a program to what `jax.jit` compiles, for devices that are there or only described."""
+"""Compiles a program with `jax.jit`, for real or described devices."""
 
 from dataclasses import replace
 from typing import Any
@@ -38,7 +38,7 @@ def named_sharding(spec: TensorSpec, mesh: Mesh, jax_mesh: Any) -> Any:
 def trace(program: Program, jax_mesh: Any) -> Any:
     """A `jax.stages.Traced` of a program over the devices of `jax_mesh`: lower and compile it.
 
-    Arguments and results are cut as the program's signature says; donated arguments are donated.
+    Arguments and results have the shardings of the program's signature; donated arguments are donated.
     """
     signature = program.signature
 
@@ -72,10 +72,10 @@ def compile_for(
         known_faults: one of `known_faults.ACTIONS`.
 
     Raises:
-        ShardingError: XLA's partitioner is known to compute something of it wrongly, and `known_faults`
+        ShardingError: XLA's partitioner is known to compute a part of it wrongly, and `known_faults`
             is 'error'.
-        ShardingError: the partitioner was free to cut a result as it likes (AUTO), and cut it so that
-            the mesh's axes have no name for it.
+        ShardingError: the partitioner chose a result's sharding (AUTO) that axes of the mesh cannot
+            express.
     """
     try:
         lowered = trace(program, jax_mesh).lower()
