@@ -1,6 +1,6 @@
 """Checks: which values a parameter or a flag may have, as objects that test a value and describe the range.
 
-`Params.Define(..., check=SIZE)` runs the check whenever the parameter is set; `tools/_cli.py` runs the
+`Params.Define(..., check=SIZE)` runs the check whenever the parameter is set; `core/flags.py` runs the
 same checks on the flags of the command lines.
 """
 
