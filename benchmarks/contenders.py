@@ -88,7 +88,7 @@ def take_turns(
         commands: of each contender, by name.
         threads: of each.
         rounds: steps of each.
-        leave_out: whether those that end before they are ready are told and left out.
+        leave_out: whether contenders that end before they are ready are reported and left out.
 
     Raises:
         RuntimeError: one ended.

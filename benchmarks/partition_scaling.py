@@ -4,8 +4,8 @@
 
 Two programs, each in two forms, for 2 to 2048 partitions:
 
-* dot: matrices cut along the dimension that is summed, so that the parts have to be added up;
-* reshard: a tensor cut along its rows, wanted along its columns: every part goes to every device.
+* dot: matrices sharded along the contracted dimension, so that partial results have to be summed;
+* reshard: a tensor sharded along rows that is needed along columns: every part goes to every device.
 
 'spmd' is one annotated program, lowered by our path and partitioned by XLA. 'mpmd' is what a partitioner
 without SPMD has to emit: the operations of every device, written out, with the transfers between them.

@@ -85,7 +85,7 @@ def check_memory(
 
 
 def _batch_bytes(params: Params, inputs: Any) -> tuple[int, int]:
-    """Of the arrays of a batch; and of its activations: embeddings, and one head's attention in one layer."""
+    """Bytes of a batch's arrays, and of its activations: embeddings, and one head's attention in one layer."""
     arrays = sum(4 * math.prod(spec.shape) for spec in inputs.BatchSpec().Flatten())
     rows, source, target = (
         params.input.Get(name) for name in ("batch_size", "source_length", "target_length")

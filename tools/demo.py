@@ -1,10 +1,10 @@
-"""The whole path on real text, in minutes on two CPU cores.
+"""Runs all steps on real text, in minutes on two CPU cores.
 
     python -m tools.demo
 
 Builds a corpus of 90+ languages from installed packages, trains a small MoE translator whose
-experts are cut over eight (virtual) devices, scores it beside its untrained self, exports a
-SavedModel, and leaves report.json and report.html in the output directory. Run again, it goes on
+experts are sharded over eight (virtual) devices, scores it before and after training, exports a
+SavedModel, and leaves report.json and report.html in the output directory. The same command resumes
 where it stopped.
 """
 

@@ -85,7 +85,7 @@ def run(args: Any) -> int:
 
 
 def make(args: Any, say: Any) -> Any:
-    """The explanation that the flags ask for; `say` is told what goes on."""
+    """The explanation that the flags ask for; `say` is called with lines about the progress."""
     _cli.load_tensorflow()
     from lingvo_moe import explaining
 

@@ -1,11 +1,11 @@
-"""Writes docs/reproduction.md: the paper's systems claims beside plans of the same models.
+"""Writes docs/reproduction.md, which compares the paper's systems claims with plans of the same models.
 
     python -m tools.reproduce                     # the page and its pictures, from recorded plans
-    python -m tools.reproduce --plans             # makes every plan anew and compares: hours
+    python -m tools.reproduce --plans             # makes every plan again and compares: hours
     python -m tools.reproduce --plans --only=M4MoE2048E36L-v3_32x32 --update
 
-Recorded plans are docs/plans/NAME.json; `--list` tells their names. Ends with status 0, 1 for a
-mistake, for plans that are missing, or for new plans that differ from the recorded ones.
+Recorded plans are docs/plans/NAME.json; `--list` prints their names. The exit status is 0; 1 for a
+mistake, for missing plans, or for new plans that differ from the recorded ones.
 """
 
 import json

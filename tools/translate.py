@@ -5,8 +5,8 @@
     python -m tools.translate --saved_model=DIR            (at a terminal: line by line)
 
 Only a newline ends a line. Blank lines stay blank; bytes that are not UTF-8 are read as unknown
-characters; a line that is too long is cut, with a warning. An output file is there whole or not at all; a pipe or a
-device is written as lines are done.
+characters; a line that is too long is truncated, with a warning. An output file is written atomically; a pipe or a
+device is written line by line.
 """
 
 import contextlib

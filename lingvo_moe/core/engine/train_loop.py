@@ -177,6 +177,6 @@ class TrainLoop:
 
 
 def _worst_drop(metrics: NestedMap) -> float | None:
-    """Of the MoE layer that drops most, the share of choices that found their expert full."""
+    """The overflow rate of the worst MoE layer; None without MoE layers."""
     shares = [v.max() for k, v in metrics.FlattenItems() if k.endswith(".over_capacity_ratio")]
     return float(max(shares)) if shares else None
