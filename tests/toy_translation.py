@@ -7,7 +7,6 @@ L step, X = J M.
 import io
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import ClassVar
 
 import numpy as np
 import sentencepiece
@@ -18,6 +17,7 @@ from lingvo_moe.core.engine.checkpoints import Checkpointer
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, Translator
+from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 from lingvo_moe.tasks.mt.serving.export import export
 
@@ -91,7 +91,9 @@ def save_run(
         for side, model in vocabs.items()
     )
     run = RunDir(path)
-    run.Write("mt.M4Tiny", f"{override};{more}" if more else override, vocabs, languages)
+    run.Write(
+        "mt.M4Tiny", f"{override};{more}" if more else override, mt_artifacts(vocabs, languages)
+    )
     rng = np.random.default_rng(0)
 
     def init(name, spec):
@@ -119,8 +121,6 @@ def save_export(path: str | os.PathLike) -> Translator:
 class ToyModel:
     """Attention without projections over embeddings: random, but depends on every token."""
 
-    CACHE_LETTERS_OP_BY_OP: ClassVar = {"own_BLX": "BLX", "memory": "BSM", "segment_ids": "BS"}
-
     def __init__(self, source_vocab_size: int, target_vocab_size: int):
         self.p = NestedMap(source_vocab_size=source_vocab_size, target_vocab_size=target_vocab_size)
 
@@ -145,6 +145,9 @@ class ToyModel:
     ) -> NestedMap:
         shape = [dim(encoded.memory, 0), max_length, beam_size * M]
         return NestedMap(own_BLX=tf.zeros(shape), **encoded)
+
+    def CacheLetters(self) -> NestedMap:
+        return NestedMap(own_BLX="BLX", memory="BSM", segment_ids="BS")
 
     def ExtendStep(self, theta, ids_BJ, cache, time, mask_BJF):
         x_BJM = tf.gather(theta.target_VM, ids_BJ) + _positions(tf.fill(tf.shape(ids_BJ), time))

@@ -1,6 +1,6 @@
 """Checks: objects that test the value of a parameter or flag and describe the allowed range.
 
-`Params.Define(..., check=SIZE)` runs the check whenever the parameter is set; `tools/_cli.py` runs the
+`Params.Define(..., check=SIZE)` runs the check whenever the parameter is set; `core/flags.py` runs the
 same checks on the flags of the command lines.
 """
 

@@ -120,7 +120,7 @@ def test_the_commands_of_the_guide(tmp_path, monkeypatch, capfd) -> None:
     before, after = dict(DevSet("DATA").items()), dict(DevSet("DATA2").items())
     assert {**after, **before} == after and after.keys() - before.keys() == {"cy"}
     begun = json.loads(Path("RUN2/experiment.json").read_text())
-    assert begun["languages"] == sorted(after)
+    assert begun["input"]["languages"] == sorted(after)
     assert begun["began_from"]["step"] == 22
     assert len(Path("MEDICAL/scores/texts/de.hyp").read_text().splitlines()) == 5
     assert len(Path("MEDICAL/likely.tsv").read_text().splitlines()) == 5

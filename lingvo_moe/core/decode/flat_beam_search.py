@@ -20,7 +20,7 @@ The search, row by row:
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -102,11 +102,23 @@ def flat_beam_search(
 class FlatBeamSearch:
     """The parts of the search: `Start`, then `Step` while `Unfinished`, then `Results`; `Run` is all of it.
 
-    The state between two steps is a NestedMap of tensors whose names say their letters, B the first,
-    and the scalar `time`. So a step is a program of its own as well as the body of a loop.
+    The state between two steps is a NestedMap of tensors, so a step is a program of its own as well as the
+    body of a loop. `STATE_LETTERS` has the letters of each tensor, in the structure of the state.
 
     Args: as `flat_beam_search`.
     """
+
+    STATE_LETTERS: ClassVar[NestedMap] = NestedMap(
+        time="",
+        max_lengths_B="B",
+        ids_BS="BS",
+        mask_BJS="BJS",
+        live_BJ="BJ",
+        done_B="B",
+        ended_mask_BJS="BJS",
+        ended_lengths_BJ="BJ",
+        ended_scores_BJ="BJ",
+    )
 
     def __init__(self, max_length: int, options: SearchOptions, allowed_V: tf.Tensor | None = None):
         self.o = options

@@ -24,6 +24,7 @@ from jax.experimental import topologies
 
 from lingvo_moe.core.engine import xla
 from lingvo_moe.core.engine.base import EngineError
+from lingvo_moe.core.engine.partition_dump import dump_options, read_before
 from lingvo_moe.core.engine.program import Program
 from lingvo_moe.core.quiet import quiet
 
@@ -86,6 +87,7 @@ class AotResult:
         cost: XLA's cost analysis; a loop's body is counted once.
         compile_seconds: time to compile.
         host_peak_bytes: peak memory of this process so far.
+        partitioner_input: the module that the SPMD partitioner was given; '' for one device.
     """
 
     hlo_text: str
@@ -93,6 +95,7 @@ class AotResult:
     cost: dict[str, float]
     compile_seconds: float
     host_peak_bytes: int
+    partitioner_input: str = ""
 
 
 def devices_of(topology_name: str) -> tuple[Any, ...]:
@@ -138,8 +141,14 @@ def compile_for_topology(program: Program, topology_name: str) -> AotResult:
     start = time.perf_counter()
     jax_mesh = jax.sharding.Mesh(np.array(devices).reshape(mesh.shape), mesh.axis_names)
     lowered = xla.trace(program, jax_mesh).lower(lowering_platforms=("tpu",))
+    before = ""
     try:
-        compiled = lowered.compile()
+        if mesh.size == 1:
+            compiled = lowered.compile()
+        else:
+            with tempfile.TemporaryDirectory(prefix="lingvo_moe_") as dump:
+                compiled = lowered.compile(compiler_options=dump_options(dump))
+                before = read_before(dump)
     except jax.errors.JaxRuntimeError as e:
         raise _error(program.name, topology_name, str(e), lowered) from None
     seconds = time.perf_counter() - start
@@ -154,6 +163,7 @@ def compile_for_topology(program: Program, topology_name: str) -> AotResult:
         cost=xla.cost(compiled),
         compile_seconds=seconds,
         host_peak_bytes=_host_peak_bytes(),
+        partitioner_input=before,
     )
 
 

@@ -17,7 +17,7 @@ from lingvo_moe.core.engine.program import Program
 from lingvo_moe.core.sealed import SealError, read_sealed, write_sealed
 from lingvo_moe.core.user_cache import user_cache_dir
 
-_FORMAT = 1
+_FORMAT = 2
 _log = logging.getLogger(__name__)
 
 

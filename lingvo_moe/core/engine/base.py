@@ -77,8 +77,14 @@ class Engine(abc.ABC):
         return flag
 
 
-def make_engine(name: str, mesh: Mesh) -> Engine:
+def make_engine(name: str, mesh: Mesh, known_faults: str = "error") -> Engine:
     """The engine of that name.
+
+    Args:
+        name: one of ENGINES.
+        mesh: that functions are traced under.
+        known_faults: 'error', 'warn' or 'off': what `pjrt` does with a program that XLA's partitioner is
+            known to compute wrongly; the others do not look for any.
 
     Raises:
         EngineError: there is none, or its devices do not fit the mesh.
@@ -86,7 +92,7 @@ def make_engine(name: str, mesh: Mesh) -> Engine:
     if name == "pjrt":
         from lingvo_moe.core.engine.pjrt import PjrtEngine
 
-        return PjrtEngine(mesh)
+        return PjrtEngine(mesh, known_faults=known_faults)
     if name in ONE_DEVICE_ENGINES:
         from lingvo_moe.core.engine.tf_engine import TfEngine
 

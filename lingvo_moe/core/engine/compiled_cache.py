@@ -5,11 +5,14 @@ write in, never from a run's directory, and only if its digest matches.
 """
 
 import contextlib
+import contextvars
 import hashlib
 import os
 import platform
 import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -87,6 +90,31 @@ def enable_compilation_cache(directory: str | os.PathLike | None = None) -> str:
     # XLA's own files beside the entries would be read unchecked.
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
     return str(entries)
+
+
+@contextlib.contextmanager
+def keeping_if(may_keep: Callable[[], bool]) -> Iterator[None]:
+    """Inside, JAX's cache keeps a program that was just compiled only where `may_keep()` is true."""
+    token = _may_keep.set(may_keep)
+    try:
+        yield
+    finally:
+        _may_keep.reset(token)
+
+
+_may_keep: contextvars.ContextVar[Callable[[], bool] | None] = contextvars.ContextVar(
+    "may_keep", default=None
+)
+_put_always = compilation_cache.put_executable_and_time
+
+
+def _put_if_kept(*args: Any, **kwargs: Any) -> None:
+    may_keep = _may_keep.get()
+    if may_keep is None or may_keep():
+        _put_always(*args, **kwargs)
+
+
+compilation_cache.put_executable_and_time = _put_if_kept
 
 
 def _directory_of_entries(directory: str | os.PathLike | None) -> Path:

@@ -8,8 +8,6 @@ device's part, and the collectives are inserted.
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,37 +15,15 @@ import numpy as np
 
 from lingvo_moe.core.engine import xla
 from lingvo_moe.core.engine.base import EngineError
+from lingvo_moe.core.engine.partition_dump import Partitioned, dump_options, read_dump
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.engine.program import Program
 
-# The pass is called spmd-partitioning, on TPUs tpu-spmd-partitioning.
-_BEFORE = "*.before_*spmd-partitioning.txt"
-_AFTER = "*.after_*spmd-partitioning.before_*.txt"
-_FINAL = ("*after_optimizations.txt", "*after_codegen.txt")
-_OPTIONS: dict[str, Any] = {
-    "xla_dump_hlo_as_text": True,
-    "xla_dump_hlo_pass_re": ".*(spmd|shard).*",
-}
 # Nothing is run: machine code need not be fast.
 _CPU_OPTIONS: dict[str, Any] = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }
-
-
-@dataclass(frozen=True)
-class Partitioned:
-    """A program's module at three points of its compilation.
-
-    Attributes:
-        before: after sharding propagation: global shapes, with a sharding on every instruction.
-        after: after partitioning: one device's shapes, with collectives.
-        final: the compiled module; '' if the compiler failed before that.
-    """
-
-    before: str
-    after: str
-    final: str
 
 
 def partition(
@@ -69,10 +45,10 @@ def partition(
     with tempfile.TemporaryDirectory(prefix="lingvo_moe_") as directory:
         try:
             with _no_cache():
-                lowered.compile(compiler_options=options | {"xla_dump_to": directory})
+                lowered.compile(compiler_options=options | dump_options(directory))
         except Exception as e:  # Also of JAX, about results; the partitioner was done by then.
             error = e
-        found = _read(Path(directory))
+        found = read_dump(directory)
     if found is not None:
         return found
     if error is not None:
@@ -94,7 +70,7 @@ def _lowered(
         engine = PjrtEngine(program.mesh, devices)
         on_cpu = engine.jax_mesh.devices.flat[0].platform == "cpu"
         lowered = xla.trace(program, engine.jax_mesh).lower()
-        return lowered, _OPTIONS | (_CPU_OPTIONS if on_cpu else {})
+        return lowered, _CPU_OPTIONS if on_cpu else {}
     from lingvo_moe.core.engine import aot
 
     found = aot.devices_of(topology)
@@ -105,29 +81,7 @@ def _lowered(
         )
     grid = np.array(found).reshape(program.mesh.shape)
     jax_mesh = jax.sharding.Mesh(grid, program.mesh.axis_names)
-    return xla.trace(program, jax_mesh).lower(lowering_platforms=("tpu",)), dict(_OPTIONS)
-
-
-def _read(directory: Path) -> Partitioned | None:
-    """The largest dumped module, or None if there is none."""
-    after = _largest(directory, _AFTER)
-    if after is None:
-        return None
-    module = after.name.split(".")[0]
-    before = _largest(directory, f"{module}{_BEFORE}")
-    finals = [_largest(directory, f"{module}{pattern}") for pattern in _FINAL]
-    final = next((path for path in finals if path is not None), None)
-    if before is None:
-        return None
-    return Partitioned(_text(before), _text(after), _text(final) if final else "")
-
-
-def _largest(directory: Path, pattern: str) -> Path | None:
-    return max(directory.glob(pattern), key=lambda path: path.stat().st_size, default=None)
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace")
+    return xla.trace(program, jax_mesh).lower(lowering_platforms=("tpu",)), {}
 
 
 @contextmanager

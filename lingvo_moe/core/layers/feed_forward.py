@@ -9,7 +9,6 @@ from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.layers import panels
 from lingvo_moe.core.nested_map import NestedMap
 
 
@@ -46,24 +45,10 @@ class FeedForward(BaseLayer):
         is chosen. `seed` None means inference.
         """
         del paddings, context
-        if "panels" in theta:
-            return self._InPanels(theta.panels, x), NestedMap()
         product = kernels.current().product
         h = self.Shard(tf.nn.relu(product(x, self.Cast(theta.wi))), "BTH")
         h = kernels.dropout(h, self.p.relu_dropout_prob, self.FoldSeed(seed, "relu"))
         return product(h, self.Cast(theta.wo)), NestedMap()
-
-    def ForInference(self, theta: NestedMap) -> NestedMap:
-        """See BaseLayer: `panels` of wi and wo (see panels.py). A subclass with its own FProp has them as they are."""
-        if type(self).FProp is not FeedForward.FProp:
-            return theta
-        wi, wo = (panels.in_panels(self.Cast(w)) for w in (theta.wi, theta.wo))
-        return NestedMap(panels=NestedMap(wi=wi, wo=wo))
-
-    def _InPanels(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
-        p = self.p
-        h = panels.product(tf.reshape(x, [-1, p.model_dim]), theta.wi, p.hidden_dim)
-        return tf.reshape(panels.product(tf.nn.relu(h), theta.wo, p.model_dim), tf.shape(x))
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:

@@ -74,20 +74,13 @@ class Repeat(BaseLayer):
             ValueError: the body returns a carry of another shape or type. TypeError: extras that
                 are not floating point.
         """
-        if self.p.unroll or isinstance(theta.body, list):
+        if self.p.unroll:
             return self._Unrolled(theta, carry, shared, seed)
         return _scan(self._Body, self.p.num_repeats, theta, carry, shared, seed, self._ShardCarry)
 
     def SliceTheta(self, theta: NestedMap, i: int) -> NestedMap:
         """The theta of repetition i's body, for use outside of FProp (e.g. decoding)."""
-        if isinstance(theta.body, list):
-            return theta.body[i]
         return self._ShardTheta(_slice(theta.body, i))
-
-    def ForInference(self, theta: NestedMap) -> NestedMap:
-        """See BaseLayer: a list of the repetitions' weights instead of stacks."""
-        slices = [_slice(theta.body, i) for i in range(self.p.num_repeats)]
-        return NestedMap(body=[self.body.ForInference(one) for one in slices])
 
     def _Unrolled(
         self, theta: NestedMap, carry: tf.Tensor, shared: NestedMap, seed: tf.Tensor | None
@@ -276,8 +269,6 @@ def _slice(theta: NestedMap, i: int) -> NestedMap:
 
 
 def _slices(theta: NestedMap, num: int) -> list[NestedMap]:
-    if isinstance(theta.body, list):
-        return [NestedMap(body=one) for one in theta.body]
     layers = kernels.current().slices(theta.Flatten(), num)
     return [theta.Pack(layer) for layer in layers]
 

@@ -9,7 +9,6 @@ from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.layers import panels
 from lingvo_moe.core.nested_map import NestedMap
 
 
@@ -42,18 +41,8 @@ class Softmax(BaseLayer):
             self.CreateVariable("table", WeightParams((p.vocab_size, p.model_dim), "VM", init))
 
     def FProp(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
-        """Logits of x [B, T, M]: float32 [B, T, V]; fewer where the table has fewer rows, see MtModel.OfTokens."""
-        if "panels" in theta:
-            rows = tf.reshape(x, [-1, self.p.model_dim])
-            some = theta.panels.shape[0] is None
-            logits = panels.product(rows, theta.panels, None if some else self.p.vocab_size)
-            shape = tf.concat([tf.shape(x)[:2], [-1 if some else self.p.vocab_size]], 0)
-            return tf.reshape(tf.cast(logits, tf.float32), shape)
+        """Logits of x [B, T, M]: float32 [B, T, V]."""
         return kernels.current().logits(x, theta.table, self.Shard)
-
-    def ForInference(self, theta: NestedMap) -> NestedMap:
-        """See BaseLayer: the table in `panels` (see panels.py). With `p.tied` theta is the table's layer's."""
-        return NestedMap(panels=panels.in_panels(tf.transpose(self.Cast(theta.table))))
 
     def Losses(
         self, theta: NestedMap, x: tf.Tensor, labels: tf.Tensor, weights: tf.Tensor

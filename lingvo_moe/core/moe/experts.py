@@ -11,13 +11,9 @@ from lingvo_moe.core import checks, kernels
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.moe import experts_in_panels
-from lingvo_moe.core.moe.routers.base import Routing
 from lingvo_moe.core.moe.rows import Rows
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import DimsMapping, dims_mapping
-
-_MANY_EXPERTS = 256
 
 
 class Experts(BaseLayer):
@@ -64,25 +60,6 @@ class Experts(BaseLayer):
         rate = self.p.relu_dropout_prob
         h = h.With(kernels.dropout(tf.nn.relu(h.values), rate, seed, h.choices))
         return h.MatMul(self.Cast(theta.wo), self._Mapping("wo", "EHM"))
-
-    def Infer(self, theta: NestedMap, routing: Routing, x_GSM: tf.Tensor) -> tf.Tensor:
-        """The sum of each token's experts, weighted by their gates, [G,S,M]; theta as `ForInference` arranged it."""
-        x_NM, expert_Nk, kept_Nk, gate_Nk = (
-            tf.reshape(x, [-1, x.shape[-1]])
-            for x in (x_GSM, routing.expert_index, routing.kept, routing.gate)
-        )
-        y_NM = experts_in_panels.feed_forward_of_chosen(
-            x_NM, expert_Nk, kept_Nk, gate_Nk, theta.panels, self.p.hidden_dim
-        )
-        return tf.reshape(y_NM, tf.shape(x_GSM))
-
-    def ForInference(self, theta: NestedMap) -> NestedMap:
-        """See BaseLayer: `panels`, each expert's own, for `Infer`. A subclass's own GroupedFProp finds its weights as
-        they are."""
-        own = type(self).GroupedFProp is not Experts.GroupedFProp
-        if own or self.p.num_experts > _MANY_EXPERTS:
-            return theta
-        return NestedMap(panels=experts_in_panels.in_panels(theta.Transform(self.Cast)))
 
     def _Mapping(self, name: str, letters: str) -> DimsMapping:
         return dims_mapping(letters, self.p.weight_split, name)

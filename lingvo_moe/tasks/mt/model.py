@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from lingvo_moe.core import checks, kernels
-from lingvo_moe.core.base_task import BaseTask, updates_of
+from lingvo_moe.core.base_input import BaseInput
+from lingvo_moe.core.base_task import TaskError, updates_of
 from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.kernels import xla
@@ -17,10 +18,10 @@ from lingvo_moe.core.layers import attention, embedding, feed_forward, masks, so
 from lingvo_moe.core.moe import layer as moe_layer
 from lingvo_moe.core.moe.routers.registry import ROUTERS
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.sharding import DimsMapping, dims_mapping
+from lingvo_moe.tasks.mt.task import MtTask
 
 
-class MtModel(BaseTask):
+class MtModel(MtTask):
     """An encoder-decoder Transformer from packed source rows to packed target rows.
 
     `FProp(theta, batch, seed)` takes int32 `batch.src.{ids,segment_ids,segment_pos}` [B,S] and
@@ -28,11 +29,6 @@ class MtModel(BaseTask):
     the training loss and float32 metrics. Where a router needs them (`Needs`), both sides also have
     `task_ids`, the number of each token's source language.
     """
-
-    # Of the tensors in the parts of a cache, see attention.py; T is 1.
-    CACHE_LETTERS = {"decoder": "LBJNK", "memory": "BSNK", "cross_mask": "BTS", "task_ids": "B"}
-    # Where TensorFlow's own kernels run; X is J K.
-    CACHE_LETTERS_OP_BY_OP = {**CACHE_LETTERS, "decoder": "NBLX", "memory": "NBSK"}
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -113,11 +109,6 @@ class MtModel(BaseTask):
         self.CreateChild(
             "position", embedding.PositionalEmbedding.Params().Set(model_dim=p.model_dim)
         )
-        if attention.kv_letter(p) == "A":
-            heads = str.maketrans("N", "A")  # which a split of N does not cut
-            for name in ("CACHE_LETTERS", "CACHE_LETTERS_OP_BY_OP"):
-                letters = getattr(self, name).items()
-                setattr(self, name, {part: each.translate(heads) for part, each in letters})
         self.CreateChild("encoder", self._stack(p.num_encoder_layers, decoder=False))
         self.CreateChild("decoder", self._stack(p.num_decoder_layers, decoder=True))
         self.CreateChild(
@@ -212,11 +203,36 @@ class MtModel(BaseTask):
         sides = [(_router_of(params, d)[1], cls.Needs(params, d)) for d in (False, True)]
         return min(router.num_tasks for router, needs in sides if "task_ids" in needs)
 
+    # --- the contract of BaseTask
+
     @classmethod
     def ConfigureInput(cls, task: HyperParams, inputs: HyperParams) -> None:
         """See BaseTask: batches hold task ids where a router asks for them."""
         if cls.RoutesByTask(task):
             inputs.task_ids = True
+
+    def CheckData(self, inputs: BaseInput) -> None:
+        """See BaseTask: a router that chooses by language has a place for each."""
+        if not self.RoutesByTask(self.p):
+            return
+        languages = inputs.Artifacts().about["languages"]
+        most = self.NumTasks(self.p)
+        if len(languages) > most:
+            raise TaskError(
+                f"the model routes by language and has num_tasks={most}, but the data has {len(languages)} languages "
+                f"({', '.join(languages)}); set the router's num_tasks to {len(languages)}, or input.languages to "
+                "some of them"
+            )
+
+    def MetricLayers(self) -> dict[str, list[str]]:
+        """The MoE layers of a stack, counted with the dense ones from 0: layer_1, layer_3 ..."""
+        stacks = (
+            {"encoder": self.encoder.p, "decoder": self.decoder.p} if self.p.num_experts else {}
+        )
+        return {
+            f"moe/{name}": [f"layer_{b * len(p.block) + 1}" for b in range(p.num_blocks)]
+            for name, p in stacks.items()
+        }
 
     # --- training
 
@@ -313,21 +329,7 @@ class MtModel(BaseTask):
         needs = self.Needs(self.p, decoder)
         return {"context": NestedMap({k: row[k] for k in needs if k in row})} if needs else {}
 
-    def MetricLayers(self) -> dict[str, list[str]]:
-        """The MoE layers of a stack, counted with the dense ones from 0: layer_1, layer_3 ..."""
-        stacks = (
-            {"encoder": self.encoder.p, "decoder": self.decoder.p} if self.p.num_experts else {}
-        )
-        return {
-            f"moe/{name}": [f"layer_{b * len(p.block) + 1}" for b in range(p.num_blocks)]
-            for name, p in stacks.items()
-        }
-
     # --- decoding
-
-    def ForInference(self, theta: NestedMap) -> NestedMap:
-        """See BaseLayer; the softmax has the table that it shares in an order of its own."""
-        return super().ForInference(NestedMap(theta, softmax=theta.target_embedding))
 
     def Encode(self, theta: NestedMap, src: NestedMap) -> NestedMap:
         """The encoder's output for unpacked rows: NestedMap(memory [B,S,M], segment_ids int32
@@ -337,17 +339,6 @@ class MtModel(BaseTask):
         if "task_ids" in self.Needs(self.p, decoder=True):
             encoded.task_ids = src.task_ids[:, 0]  # a row holds one sentence
         return encoded
-
-    def OfTokens(self, theta: NestedMap, ids: tf.Tensor) -> NestedMap:
-        """The weights with which ExtendStep gives the logits of some target tokens alone: [B,J,U].
-
-        Args:
-            theta: the weights, as ForInference arranges them or not.
-            ids: int32 [U], U unknown when traced and a multiple of 64.
-        """
-        table = NestedMap(table=tf.gather(theta.target_embedding.table, ids))
-        arranged = self.softmax.ForInference(table) if "softmax" in theta else table
-        return NestedMap(theta, softmax=arranged)
 
     def InitCache(
         self, theta: NestedMap, encoded: NestedMap, beam_size: int, max_length: int
@@ -364,6 +355,16 @@ class MtModel(BaseTask):
             decoder=self.decoder.InitCache(batch, max_length, beam_size),
             memory=self.decoder.PrecomputeMemory(theta.decoder, encoded.memory),
             cross_mask=masks.segment_mask(first, encoded.segment_ids),
+        )
+
+    def CacheLetters(self) -> NestedMap:
+        """The letters of InitCache's tensors, in its structure (see attention.py; T is 1)."""
+        tasks = {"task_ids": "B"} if "task_ids" in self.Needs(self.p, decoder=True) else {}
+        return NestedMap(
+            **tasks,
+            decoder=self.decoder.CacheLetters(),
+            memory=self.decoder.MemoryLetters(),
+            cross_mask="BTS",
         )
 
     def ExtendStep(
@@ -393,14 +394,10 @@ class MtModel(BaseTask):
         y, decoder = self.decoder.ExtendStep(
             theta.decoder, x, cache.decoder, time, aux, cache.memory
         )
-        logits = self.softmax.FProp(theta.get("softmax") or theta.target_embedding, y)
+        logits = self.softmax.FProp(theta.target_embedding, y)
         return logits, NestedMap(cache, decoder=decoder)
 
     # --- specs
-
-    def BatchSplit(self) -> DimsMapping:
-        """How a [B,T] input is cut, as `VariableSpec.split`."""
-        return dims_mapping("BT", self.p.activation_split)
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:

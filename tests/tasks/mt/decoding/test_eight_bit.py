@@ -1,4 +1,4 @@
-"""Weights of 8 bits: what a product rounds to, exactly, on any processor; and how modules hold them.
+"""Weights of 8 bits: what a product rounds to, exactly, on any processor; and how modules save them.
 
 Letters: R row, M and N the dimensions of a weight.
 """
@@ -13,15 +13,16 @@ import pytest
 import tensorflow as tf
 from numpy.testing import assert_allclose, assert_array_equal
 
-from lingvo_moe.core.layers import eight_bit, panels
-from lingvo_moe.core.layers.eight_bit import EightBit
-from lingvo_moe.core.layers.held_weights import HeldWeights
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.tasks.mt.decoding import eight_bit
+from lingvo_moe.tasks.mt.decoding.eight_bit import EightBit
+from lingvo_moe.tasks.mt.decoding.packed_weights import FloatBlocks, pack, pack_blocks
+from lingvo_moe.tasks.mt.decoding.saved_weights import SavedWeights
 
 _EXTREMES = """
 import numpy as np
 import tensorflow as tf
-from lingvo_moe.core.layers.eight_bit import EightBit
+from lingvo_moe.tasks.mt.decoding.eight_bit import EightBit
 
 x_RM = np.where(np.arange(96) % 5 < 4, 1.0, -1.0) * np.array([[1.0], [-1.0], [3.0]])
 product = tf.function(EightBit.Of(np.outer(np.where(np.arange(96) % 7 < 6, 1, -1), np.ones(80)), 64).Product)
@@ -35,14 +36,13 @@ def _numbers(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def _product(weight: EightBit):
-    spec = tf.TensorSpec([None, weight.shape[1]])
+    spec = tf.TensorSpec([None, weight.int8_MN.shape[0]])
     return tf.function(weight.Product, input_signature=[spec], autograph=False)
 
 
 def test_a_product_is_that_of_the_integers():
     x_RM, w_MN = _numbers(9, 300), _numbers(300, 70, seed=1) * np.linspace(0.1, 9, 70, dtype="f")
     weight = EightBit.Of(w_MN, 64)
-    assert weight.shape == (2, 300, 64)
     assert np.abs(weight.int8_MN.numpy()).max(0).tolist() == [64] * 70
     most_R1 = np.abs(x_RM).max(1, keepdims=True)
     rounded_RM = np.floor(x_RM / (most_R1 / 127) + 0.5).astype(np.int64)
@@ -57,7 +57,7 @@ def test_a_product_is_that_of_the_integers():
     assert 0.001 < difference < 0.03
 
 
-def test_a_row_is_the_same_to_the_bit_alone_and_with_others():
+def test_a_row_is_bit_identical_alone_and_with_others():
     product, x_RM = _product(EightBit.Of(_numbers(64, 40), 64)), _numbers(33, 64, seed=1)
     together = product(x_RM).numpy()
     for rows in (1, 2, 3, 16, 17):
@@ -99,28 +99,32 @@ def test_sums_do_not_overflow_on_processors_without_instructions_for_them():
     assert done.returncode == 0, done.stderr.decode()[-2000:]
 
 
-def test_they_take_the_place_of_panels():
-    x_RM, w_MN, w_PMW = _numbers(5, 32), _numbers(32, 100), _numbers(3, 32, 16)
-    with panels.arranging("int8"):
-        plain, apart = panels.in_panels(w_MN), panels.as_panels(tf.constant(w_PMW))
-    assert isinstance(plain, EightBit) and isinstance(apart, EightBit)
-    assert not isinstance(panels.in_panels(w_MN), EightBit)
-    want = panels.product(x_RM, panels.in_panels(w_MN), 100)
-    assert_allclose(panels.product(x_RM, plain, 100), want, atol=0.3)
-    want = panels.panel_product(x_RM, panels.as_panels(w_PMW))
-    assert_allclose(panels.panel_product(x_RM, apart), want, atol=0.3)
-    assert apart.shape == (3, 32, 16)
+def test_both_kinds_of_packed_weights_are_used_alike():
+    """About the same products, of whole weights and by block; float ones are the plain product."""
+    x_RM, w_MN = tf.constant(_numbers(5, 32)), tf.constant(_numbers(32, 100))
+    w_PMW = tf.constant(_numbers(3, 32, 16))
+    plain, ints = (pack(w_MN, kind) for kind in ("float32", "int8"))
+    assert (type(plain), type(ints)) == (FloatBlocks, EightBit)
+    assert_allclose(plain.Product(x_RM), x_RM @ w_MN, rtol=1e-5, atol=1e-5)
+    assert_allclose(ints.Product(x_RM), x_RM @ w_MN, atol=0.3)
+    plain, ints = (pack_blocks(w_PMW, kind) for kind in ("float32", "int8"))
+    want = np.einsum("rm,pmw->prw", x_RM, w_PMW)
+    assert_allclose(plain.ProductByBlock(x_RM), want, rtol=1e-5, atol=1e-5)
+    assert_allclose(ints.ProductByBlock(x_RM), want, atol=0.3)
+    joined = np.transpose(want, [1, 0, 2]).reshape(5, 48)
+    assert_allclose(plain.Product(x_RM), joined, rtol=1e-5, atol=1e-5)
+    assert_allclose(ints.Product(x_RM), joined, atol=0.3)
 
 
 def _saved(path, seed: int):
     """A module that multiplies in a loop, as a search does; saved, its result, and the directory."""
-    module = HeldWeights(
+    module = SavedWeights(
         NestedMap(layers=[NestedMap(w=EightBit.Of(_numbers(4, 5, seed=seed), 64))])
     )
 
     def product(x_RM: tf.Tensor) -> tf.Tensor:
         def step(i: tf.Tensor, y_RN: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            return i + 1, y_RN + module.Theta().layers[0].w.Product(x_RM)
+            return i + 1, y_RN + module.Tensors().layers[0].w.Product(x_RM)
 
         return tf.while_loop(lambda i, y_RN: i < 2, step, [0, tf.zeros([3, 5])])[1]
 
@@ -160,8 +164,8 @@ def _has_avx512() -> bool:
 def test_they_are_packed_once():
     """What makes the products fast: after the first one the variable is not read again."""
     theta = NestedMap(w=EightBit.Of(_numbers(32, 64), 64))
-    module, x_RM = HeldWeights(theta), _numbers(4, 32)
-    product = tf.function(lambda x_RM: module.Theta().w.Product(x_RM))
+    module, x_RM = SavedWeights(theta), _numbers(4, 32)
+    product = tf.function(lambda x_RM: module.Tensors().w.Product(x_RM))
     want = product(x_RM)
     (integers,) = (v for v in module.variables if v.dtype == tf.int8)
     integers.assign(tf.zeros_like(integers))
