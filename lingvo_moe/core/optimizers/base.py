@@ -1,6 +1,6 @@
 """Optimizer: new weights and slots from old ones and gradients, with nothing hidden.
 
-Letters in slot specs are those of the variables; a slot is cut over devices as its variable is.
+Letters in slot specs are those of the variables; a slot is sharded like its variable.
 """
 
 from dataclasses import replace
