@@ -13,7 +13,7 @@ import tensorflow as tf
 from lingvo_moe.core import checks, kernels, randomness
 from lingvo_moe.core.artifacts import RunArtifacts
 from lingvo_moe.core.base_input import BaseInput
-from lingvo_moe.core.base_layer import BaseLayer, VariableSpec, name_scope
+from lingvo_moe.core.base_layer import BaseLayer, VariableSpec, name_scope, scoped
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
@@ -223,6 +223,7 @@ class BaseTask(BaseLayer):
             metrics,
         )
 
+    @scoped
     def EvalStep(self, theta: NestedMap, batch: NestedMap) -> NestedMap:
         """The metrics of FProp without anything random and without dropped tokens."""
         return self.FProp(theta, batch, seed=None)[1]
