@@ -12,20 +12,24 @@ from pathlib import Path
 from typing import Any
 
 from lingvo_moe.core import registry
-from lingvo_moe.core.engine import aot
+from lingvo_moe.core.base_task import BaseTask
+from lingvo_moe.core.engine import aot, checking
 from lingvo_moe.core.engine.aot_cache import cached
 from lingvo_moe.core.engine.program import Program
-from lingvo_moe.core.engine.steps import Step, train_step
+from lingvo_moe.core.engine.steps import lower_step, train_step
 from lingvo_moe.core.hlo.errors import HloError
 from lingvo_moe.core.hlo.module import parse_module
+from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.partitioner.known_faults import ERROR, OFF, check_action
 from lingvo_moe.core.planner import memory, plan
 from lingvo_moe.core.planner.costs import costs as costs_of
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.slices import slices
 from lingvo_moe.core.planner.topology import Topology
 from lingvo_moe.core.sharding import Mesh, ShardingError
+from lingvo_moe.core.step import Step
 from lingvo_moe.trainer import make_mesh
-from lingvo_moe.trainer_checks import check_divisible, check_sizes
+from lingvo_moe.trainer_checks import check_divisible
 
 WHATS = ("train", "decode")
 Say = Callable[[str], None]
@@ -42,6 +46,8 @@ class Request:
         what: one of WHATS.
         mesh: 'axis:size,...'; '': the experiment's own, sized to the topology.
         token_budget: target tokens that a whole training run sees.
+        known_faults: what to do with a step that XLA's partitioner is known to compute wrongly: one of
+            `known_faults.ACTIONS`.
     """
 
     model: str
@@ -50,6 +56,7 @@ class Request:
     what: str = "train"
     mesh: str = ""
     token_budget: float = 1e12
+    known_faults: str = ERROR
 
 
 def make_plan(
@@ -59,21 +66,22 @@ def make_plan(
 
     Raises:
         ValueError: of some subclass, with one line that names the flag: an experiment, override,
-            topology or mesh that cannot be; no TPU compiler.
+            topology or mesh that cannot be; no TPU compiler; a known fault of XLA's partitioner.
     """
     if request.what not in WHATS:
         raise PlanError(f"--what={request.what}: must be one of {', '.join(WHATS)}")
+    check_action(request.known_faults, "--known_faults")
     topology = Topology.parse(request.topology)
     num_devices = len(aot.devices_of(topology.name))
     params = registry.GetParams(request.model, request.override)
     task = params.task.Instantiate()
     mesh = planned_mesh(params, num_devices, request.mesh)
     check_divisible(params, task, mesh)
-    check_sizes(params)
+    task.CheckInput(params.task, params.input)
     step, job = describe_job(request, params, task)
     say(f"lowering the {job.what} step of {request.model} for mesh {mesh}")
     started = time.monotonic()
-    program = step.Lower(mesh)
+    program = lower_step(step, mesh)
     lower_seconds = time.monotonic() - started
     state = task.StateSpecs() if request.what == "train" else task.VariableSpecs()
     out: dict[str, Any] = {
@@ -84,7 +92,7 @@ def make_plan(
         "program_hash": program.hash,
         "mesh": str(mesh),
         "topology": plan.describe_topology(topology),
-        "batch": {"source_tokens": job.source_tokens, "target_tokens": job.target_tokens},
+        "batch": job.batch,
         "parameters": plan.parameters(state, mesh),
         "compiler": {"libtpu": aot.compiler_version(), "jax": version("jax")},
         "compile": {"lower_seconds": lower_seconds, "program_bytes": len(program.exported)},
@@ -93,6 +101,9 @@ def make_plan(
     if isinstance(compiled, aot.OutOfMemory):
         out["memory"] = memory.misfit_plan(compiled, program.signature)
         return out | {"work": [], "collectives": [], "time": None}
+    if mesh.size > 1 and request.known_faults != OFF:
+        faults = checking.find_faults(compiled.partitioner_input, program)
+        checking.act_on(faults, program.name, request.known_faults)
     out["compile"] |= {
         "compile_seconds": compiled.compile_seconds,
         "host_peak_bytes": compiled.host_peak_bytes,
@@ -139,23 +150,23 @@ def _analyse(
     }
 
 
-def describe_job(request: Request, params: Any, task: Any) -> tuple[Step, plan.Job]:
+def describe_job(request: Request, params: Params, task: BaseTask) -> tuple[Step, plan.Job]:
     """The step to lower, and what one run of it takes in and puts out."""
-    data = params.input
+    inputs = params.input.Instantiate()
+    counts = task.BatchCounts(inputs.BatchSpec())
     if request.what == "train":
-        step = train_step(task, params.input.Instantiate())
-        source, target = (data.batch_size * n for n in (data.source_length, data.target_length))
-        budget = request.token_budget
+        step = train_step(task, inputs)
+        budget = request.token_budget if task.UNIT == "tokens" else 0.0
     else:
-        from lingvo_moe.tasks.mt.decoding.decode_step import decode_step
-
-        step = decode_step(task, data.batch_size, data.source_length)
-        source, target, budget = 0, data.batch_size, 0.0
-    job = plan.Job(request.model, request.override, request.what, source, target, budget)
+        step, budget = task.DecodeStep(inputs), 0.0
+        # It takes in nothing, and puts out one unit for each row.
+        *taken, made = counts
+        counts = dict.fromkeys(taken, 0) | {made: inputs.p.batch_size}
+    job = plan.Job(request.model, request.override, request.what, counts, task.UNIT, budget)
     return step, job
 
 
-def planned_mesh(params: Any, num_devices: int, text: str = "") -> Mesh:
+def planned_mesh(params: Params, num_devices: int, text: str = "") -> Mesh:
     """`text`, or the experiment's own mesh laid over so many devices.
 
     Raises:

@@ -1,117 +1,41 @@
 """The one entry point for jobs: flags -> registry -> engine."""
 
-import argparse
 import contextlib
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lingvo_moe.core import registry
-from lingvo_moe.core.class_names import TRUST_RUN_HELP
+from lingvo_moe.core.base_input import BaseInput
+from lingvo_moe.core.collection import paused_collection
 from lingvo_moe.core.command import run as run_command
 from lingvo_moe.core.command import say
-from lingvo_moe.core.engine.base import ENGINES, ONE_DEVICE_ENGINES
+from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES, Compiled, Engine
+from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.quiet import quiet
+from lingvo_moe.core.run_description import ProgramAbout
+from lingvo_moe.core.run_dir import RunDir
 from lingvo_moe.core.run_lock import RunLock
 from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.core.suggest import did_you_mean
-from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 from lingvo_moe.trainer_checks import (
-    UsageError,
     check_began_from,
+    check_data_dir,
     check_divisible,
     check_flags,
-    check_numbers,
-    check_sizes,
-    check_tasks,
     has_begun,
     prepare_run_dir,
 )
+from lingvo_moe.trainer_flags import parse_flags
 
-_ABOUT = """Trains an experiment, goes on with a run, or shows what an experiment is.
-
-    python -m lingvo_moe.trainer --model=mt.M4Demo --data_dir=DATA --logdir=RUN --engine=tf_graph
-    python -m lingvo_moe.trainer --model=mt.M4Demo --data_dir=DATA --logdir=RUN --num_devices=8
-    python -m lingvo_moe.trainer --model=mt.M4MoE2048E36L --mode=inspect_model
-
-The first is the fastest on a CPU, the second shows a CPU as eight devices. Ctrl-C saves; the same command goes on. DATA
-is what tools.prepare makes, docs/experiments.md lists the experiments, and docs/guide.md leads from data to a server.
-"""
-MODES = ("sync", "inspect_model", "inspect_params")
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """The flags, with help that suffices."""
-    parser = argparse.ArgumentParser(
-        prog="python -m lingvo_moe.trainer",
-        description=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--model", default="", help="experiment, e.g. mt.M4Demo or mt.M4MoE2048E36L")
-    add(
-        "--mode",
-        default="sync",
-        help=f"one of {', '.join(MODES)}: train (and resume), or print (%(default)s)",
-    )
-    add("--logdir", default="", help="directory of the run: checkpoints, summaries, vocabularies")
-    add(
-        "--data_dir",
-        default="",
-        help="what tools.prepare made, or <lang>.tsv[.gz] files; see docs/data.md",
-    )
-    add("--engine", default="pjrt", help=f"one of {', '.join(ENGINES)} (%(default)s)")
-    add(
-        "--num_devices",
-        type=int,
-        default=0,
-        help="virtual CPU devices, of each process where there are several; 0: all there are (%(default)s)",
-    )
-    add("--mesh", default="", help="axis:size,...; default: train.mesh, over all devices")
-    add("--max_steps", type=int, default=None, help="shorthand for train.max_steps")
-    add(
-        "--model_params_override",
-        default="",
-        help="path=value;path=value, e.g. task.num_experts=16; --mode=inspect_params prints all paths",
-    )
-    add(
-        "--restart",
-        action="store_true",
-        help="begin at step 0 although --logdir holds a run, which is moved aside",
-    )
-    add(
-        "--init_from",
-        default="",
-        metavar="RUN",
-        help="begin with the weights of another run's newest checkpoint: rows of embeddings go by their pieces, "
-        "what is new, and the optimiser, begins anew; vocabularies may be others, sizes of layers not",
-    )
-    add("--init_from_step", type=int, default=None, help="another checkpoint of that run")
-    add("--trust_run", action="store_true", help=f"with --init_from: {TRUST_RUN_HELP}")
-    add("--coordinator_address", default="", help="host:port of process 0, for several processes")
-    add("--num_processes", type=int, default=1, help="processes of this job (%(default)s)")
-    add("--process_id", type=int, default=0, help="this process, from 0")
-    return parser
-
-
-def parse_flags(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The flags' values. Ends the process with status 2 for flags that do not exist."""
-    parser = make_parser()
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        known = [flag for action in parser._actions for flag in action.option_strings]
-        hints = [
-            f"{flag}{did_you_mean(flag, known)}" if flag.startswith("--") else flag
-            for flag in (text.split("=")[0] for text in unknown)
-        ]
-        parser.error(f"unknown: {', '.join(hints)}")
-    return args
+if TYPE_CHECKING:  # they import TensorFlow and JAX
+    from lingvo_moe.core.base_task import BaseTask
+    from lingvo_moe.core.engine.initial_weights import InitialWeights
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -140,17 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Flags) -> int:
     """As main, without turning errors into messages."""
-    if not args.model:
-        raise UsageError("--model is needed: an experiment, e.g. --model=mt.M4Demo")
-    check_numbers(args)
-    for flag, known in (("mode", MODES), ("engine", ENGINES)):
-        value = getattr(args, flag)
-        if value not in known:
-            raise UsageError(f"--{flag}={value}: no such {flag}{did_you_mean(value, known)}")
     override = full_override(args)
     import_tensorflow(args.engine)
+    check_data_dir(args)
     params = registry.GetParams(args.model, override)
     if args.mode == "inspect_params":
         print(params.ToText(), end="")
@@ -164,19 +82,22 @@ def run(args: argparse.Namespace) -> int:
         inspect.print_variables(task.VariableSpecs().Flatten(), mesh)
         return 0
     check_flags(args, params)
+    if args.engine is None:
+        args.engine = fastest_engine(args)
+        say(f"--engine={args.engine}: the fastest for this machine")
     return train(args, params, override)
 
 
-def import_tensorflow(engine: str) -> None:
+def import_tensorflow(engine: str | None) -> None:
     """Imports TensorFlow without its lines about the CPU and about GPUs that are not there."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     if "tensorflow" in sys.modules:
         return
-    with quiet():
+    with quiet(), paused_collection():
         import tensorflow as tf
 
         # Where programs run through PJRT, TensorFlow only traces: no GPU memory for it.
-        if tf.config.list_physical_devices("GPU") and engine == "pjrt":
+        if tf.config.list_physical_devices("GPU") and engine in (None, "pjrt"):
             tf.config.set_visible_devices([], "GPU")
 
 
@@ -189,7 +110,18 @@ def find_devices() -> None:
         devices.device_count()
 
 
-def full_override(args: argparse.Namespace) -> str:
+def fastest_engine(args: Flags) -> str:
+    """The engine of a job that names none: tf_graph on one CPU device, pjrt on anything else."""
+    if args.num_devices or args.mesh or args.num_processes > 1:
+        return "pjrt"
+    from lingvo_moe.core.engine import devices
+
+    find_devices()
+    alone = devices.device_count() == 1 and devices.runs_on_cpu("pjrt")
+    return "tf_graph" if alone else "pjrt"
+
+
+def full_override(args: Flags) -> str:
     """`--model_params_override` with the shorthand flags appended."""
     typed = args.model_params_override
     if typed.endswith("\\"):
@@ -202,7 +134,7 @@ def full_override(args: argparse.Namespace) -> str:
     return ";".join(parts)
 
 
-def train(args: argparse.Namespace, params: Params, override: str) -> int:
+def train(args: Flags, params: Params, override: str) -> int:
     """Mode sync: trains until the end, or until stopped; goes on where the run in --logdir stands."""
     # Imported here, since inspecting a model should not wait for them.
     from lingvo_moe.core.engine import devices, job
@@ -214,58 +146,85 @@ def train(args: argparse.Namespace, params: Params, override: str) -> int:
         return train_in_job(args, params, override)
 
 
-def train_in_job(args: argparse.Namespace, params: Params, override: str) -> int:
+@dataclass(frozen=True)
+class Run:
+    """What one process of a job trains, and where.
+
+    Attributes:
+        args: the flags.
+        params: of the experiment: `task`, `input` and `train`.
+        override: with which the experiment's name gives them.
+        task, inputs: made from them.
+        run_dir: of --logdir.
+    """
+
+    args: Flags
+    params: Params
+    override: str
+    task: "BaseTask"
+    inputs: BaseInput
+    run_dir: RunDir
+
+
+def train_in_job(args: Flags, params: Params, override: str) -> int:
     """As train, once the processes of the job have found each other."""
-    from lingvo_moe.core.engine import devices, job
+    from lingvo_moe.core.engine import devices
     from lingvo_moe.core.engine.base import make_engine
-    from lingvo_moe.core.engine.checkpoints import Checkpointer
     from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
-    from lingvo_moe.core.engine.summaries import Summaries
-    from lingvo_moe.core.engine.train_loop import TrainLoop
-    from lingvo_moe.tasks.mt.runs import init_from
     from lingvo_moe.trainer_memory import check_memory
 
     find_devices()
     enable_compilation_cache()  # before anything is compiled
-    first_process = args.process_id == 0
     there_are = 1 if args.engine in ONE_DEVICE_ENGINES else devices.device_count()
     mesh = make_mesh(params, args.mesh, there_are)
-    engine = make_engine(args.engine, mesh)
+    engine = make_engine(args.engine, mesh, args.known_faults)
     task = params.task.Instantiate()
     inputs = params.input.Instantiate()
     check_divisible(params, task, mesh)
-    check_sizes(params)
+    task.CheckInput(params.task, params.input)
     on_cpu = devices.runs_on_cpu(args.engine)
     check_memory(params, task, inputs, mesh, args.num_processes, holds_state=on_cpu)
 
-    run_dir = RunDir(args.logdir)
+    run = Run(args, params, override, task, inputs, RunDir(args.logdir))
     # Held until the last checkpoint is complete.
     with RunLock(args.logdir) as lock:
-        share_run(
-            lock,
-            begin=lambda: prepare(args, params, override, run_dir, task, inputs, lock),
-            follow=lambda: inputs.Prepare(vocabs=run_dir.vocabs, tasks=run_dir.languages),
-        )
-        initial = job.together(lambda: initial_weights(run_dir, params, inputs, args.trust_run))
-        started = time.monotonic()
-        with (
-            Checkpointer(str(run_dir.checkpoint_dir), keep=params.train.save_max_to_keep) as saved,
-            Summaries(str(run_dir.summaries_dir), enabled=first_process) as summaries,
-            job.announcing(),
-        ):
-            summaries.Text("params", params.ToText())
-            if run_dir.began_from:
-                summaries.Text("began_from", init_from.describe(run_dir.began_from))
-            loop = TrainLoop(task, inputs, engine, saved, summaries, params.train, initial)
-            result = loop.Run(
-                on_compiled=lambda step: (
-                    report_program(step, args.logdir, started) if first_process else None
-                )
+        return train_locked(run, engine, lock)
+
+
+def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
+    """As train, with the lock of the run's directory at hand."""
+    from lingvo_moe.core.engine import init_from, job
+    from lingvo_moe.core.engine.checkpoints import Checkpointer
+    from lingvo_moe.core.engine.summaries import Summaries
+    from lingvo_moe.core.engine.train_loop import TrainLoop
+
+    run_dir, params = run.run_dir, run.params
+    first_process = run.args.process_id == 0
+    share_run(
+        lock,
+        begin=lambda: prepare(run, lock),
+        follow=lambda: run.inputs.Prepare(artifacts=run_dir.artifacts),
+    )
+    initial = job.together(lambda: initial_weights(run))
+    started = time.monotonic()
+    with (
+        Checkpointer(str(run_dir.checkpoint_dir), keep=params.train.save_max_to_keep) as saved,
+        Summaries(str(run_dir.summaries_dir), enabled=first_process) as summaries,
+        job.announcing(),
+    ):
+        summaries.Text("params", params.ToText())
+        if run_dir.began_from:
+            summaries.Text("began_from", init_from.describe(run_dir.began_from))
+        loop = TrainLoop(run.task, run.inputs, engine, saved, summaries, params.train, initial)
+        result = loop.Run(
+            on_compiled=lambda step: (
+                report_program(step, run_dir, started) if first_process else None
             )
+        )
     return 128 + result.signal if result.signal else 0
 
 
-def share_run(lock: RunLock, begin: Callable[[], None], follow: Callable[[], None]) -> None:
+def share_run(lock: RunLock, begin: Callable[[], None], follow: Callable[[], object]) -> None:
     """Locks the run's directory on all processes of the job; process 0 makes it ready in between.
 
     Args:
@@ -296,56 +255,45 @@ def share_run(lock: RunLock, begin: Callable[[], None], follow: Callable[[], Non
     job.together(join_and_follow, on=range(1, processes))
 
 
-def prepare(
-    args: argparse.Namespace,
-    params: Any,
-    override: str,
-    run_dir: RunDir,
-    task: Any,
-    inputs: Any,
-    lock: RunLock,
-) -> None:
+def prepare(run: Run, lock: RunLock) -> None:
     """Makes the run's directory, which is locked, and its data ready, on the job's first process."""
+    from lingvo_moe.core.engine import init_from
     from lingvo_moe.core.engine.progress import LineProgress
-    from lingvo_moe.tasks.mt.runs import init_from
 
+    args, run_dir, inputs = run.args, run.run_dir, run.inputs
     goes_on = has_begun(run_dir) and not args.restart
     if args.init_from and not goes_on:  # before a run is moved aside
         step = init_from.find_step(args.init_from, args.init_from_step)
-        init_from.check_model(args.init_from, params.task, args.trust_run)
-    prepare_run_dir(run_dir, args.model, override, lock, restart=args.restart)
+        init_from.check_model(args.init_from, run.params.task, args.trust_run)
+    prepare_run_dir(run_dir, args.model, run.override, lock, restart=args.restart)
     if goes_on:
         check_began_from(args, run_dir)
     with LineProgress() as progress:
-        if goes_on:
-            inputs.Prepare(progress, run_dir.vocabs, run_dir.languages)
-        else:
-            inputs.Prepare(progress)
-    check_tasks(task, inputs)
+        inputs.Prepare(progress, run_dir.artifacts if goes_on else None)
+    run.task.CheckData(inputs)
     if goes_on:
         return
     about = None
-    languages = list(inputs.languages)
+    artifacts = inputs.Artifacts()
     if args.init_from:
-        other = args.init_from, step, params.task, inputs.vocabs, languages
+        other = args.init_from, step, run.params.task, artifacts
         about = init_from.begin_from(*other, args.trust_run).about
         say(init_from.describe(about))
-    vocabs = inputs.vocabs.Transform(lambda v: v.model_bytes)
-    run_dir.Write(args.model, override, vocabs, languages, about)
+    run_dir.Write(args.model, run.override, artifacts, about)
 
 
-def initial_weights(run_dir: RunDir, params: Any, inputs: Any, trust_run: bool) -> Any:
-    """The InitialWeights of a run that is about to begin from another, on every process; else None."""
-    from lingvo_moe.tasks.mt.runs import init_from
+def initial_weights(run: Run) -> "InitialWeights | None":
+    """The weights of a run that is about to begin from another, on every process; else None."""
+    from lingvo_moe.core.engine import init_from
 
-    about = run_dir.began_from
-    if has_begun(run_dir) or not about:
+    about = run.run_dir.began_from
+    if has_begun(run.run_dir) or not about:
         return None
-    other = about["logdir"], about["step"], params.task, inputs.vocabs, list(inputs.languages)
-    return init_from.begin_from(*other, trust_run).weights
+    other = about["logdir"], about["step"], run.params.task, run.inputs.Artifacts()
+    return init_from.begin_from(*other, run.args.trust_run).weights
 
 
-def make_mesh(params: Any, text: str = "", num_devices: int = 0) -> Mesh:
+def make_mesh(params: Params, text: str = "", num_devices: int = 0) -> Mesh:
     """`--mesh`, or the experiment's own, laid over so many devices; 0: over those that it was made for.
 
     Raises:
@@ -357,11 +305,10 @@ def make_mesh(params: Any, text: str = "", num_devices: int = 0) -> Mesh:
     return mesh.over_devices(num_devices) if num_devices else mesh
 
 
-def report_program(step: Any, logdir: str, started: float) -> None:
-    """Says which collectives the compiled step holds, and describes it in LOGDIR/program.json."""
+def report_program(step: Compiled, run_dir: RunDir, started: float) -> None:
+    """Says which collectives the compiled step holds, and describes it in the run's program.json."""
     from lingvo_moe.core.engine.collectives import count_collectives
     from lingvo_moe.core.engine.pjrt import CompiledProgram
-    from lingvo_moe.tasks.mt.runs.run_description import ProgramAbout
 
     seconds = time.monotonic() - started
     if not isinstance(step, CompiledProgram):  # others have none, or none to show
@@ -374,9 +321,9 @@ def report_program(step: Any, logdir: str, started: float) -> None:
         "hash": step.program.hash,
         "collectives": counts,
     }
-    RunDir(logdir).WriteProgram(about)
-    told = ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "no collective"
-    say(f"compiled the training step in {seconds:.0f} s: {told}")
+    run_dir.WriteProgram(about)
+    found = ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "no collective"
+    say(f"compiled the training step in {seconds:.0f} s: {found}")
 
 
 if __name__ == "__main__":

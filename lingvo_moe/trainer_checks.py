@@ -1,65 +1,37 @@
 """What a job refuses to begin with, or to go on from: mistakes found before anything slow is done."""
 
-import argparse
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from lingvo_moe.core import checks, registry
+from lingvo_moe.core import registry
 from lingvo_moe.core.command import say
+from lingvo_moe.core.directories import check_addable, check_logdir
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES
+from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.paths import check_local, check_portable
+from lingvo_moe.core.run_dir import RunDir
 from lingvo_moe.core.run_lock import RunLock
 from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.core.sharding.letters import axes_of
 from lingvo_moe.core.suggest import did_you_mean
-from lingvo_moe.tasks.mt.runs.directories import check_addable, check_logdir
-from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 
-# Where files lie may change while a run goes on; that they hold the same is checked when it does.
-_PLACES = ("input.data_dir", "input.cache_dir")
-
-# Starting takes JAX 2 s with 4096 virtual devices, and 10 s with 10,000; most jobs have 8.
-MOST_DEVICES = 4096
-_NUMBERS = {
-    "num_devices": checks.Integer(0, MOST_DEVICES),
-    "max_steps": checks.COUNT,
-    "init_from_step": checks.COUNT,
-    "num_processes": checks.SIZE,
-    "process_id": checks.COUNT,
-}
-
-# The parameters that the dimensions of a letter come from.
-SIZES_OF_LETTERS = {
-    "B": ("input.batch_size",),
-    "G": ("task.num_groups",),
-    "E": ("task.num_experts",),
-    "H": ("task.hidden_dim", "task.expert_hidden_dim"),
-    "N": ("task.num_heads",),
-    "A": ("task.num_kv_heads",),
-    "V": ("task.source_vocab_size", "task.target_vocab_size"),
-    "M": ("task.model_dim",),
-    "K": ("task.key_dim",),
-}
-_DIVIDED = "BGEHNAV"
+if TYPE_CHECKING:  # it imports TensorFlow
+    from lingvo_moe.core.base_task import BaseTask
 
 
 class UsageError(ValueError):
     """Flags that do not go together."""
 
 
-def check_flags(args: argparse.Namespace, params: Params) -> None:
+def check_flags(args: Flags, params: Params) -> None:
     """Raises UsageError for what --mode=sync cannot work with, before anything slow begins."""
     if not args.logdir:
         raise UsageError("--logdir is needed to train: the directory of the run")
-    if not params.input.data_dir:
-        raise UsageError(
-            "--data_dir is needed to train: a directory of <lang>.tsv.gz files "
-            "(`python -m tools.build_corpus --output=corpus` makes one)"
-        )
+    params.input.cls.CheckSource(params.input)
     check_paths(args, params)
-    if args.engine != "pjrt" and args.num_processes > 1:
+    if args.engine not in (None, "pjrt") and args.num_processes > 1:
         raise UsageError(
             f"--num_processes={args.num_processes}: only --engine=pjrt runs as several"
         )
@@ -87,7 +59,7 @@ def check_flags(args: argparse.Namespace, params: Params) -> None:
         raise UsageError(f"--logdir={args.logdir}: no permission to write in {place}")
 
 
-def check_paths(args: argparse.Namespace, params: Params) -> None:
+def check_paths(args: Flags, params: Params) -> None:
     """Checks every path of a job before anything is written.
 
     Raises:
@@ -97,54 +69,30 @@ def check_paths(args: argparse.Namespace, params: Params) -> None:
     check_portable(args.logdir, "--logdir")
     check_portable(args.init_from, "--init_from")
     check_local(args.data_dir, "--data_dir")
-    for name in ("data_dir", "cache_dir", "vocab_dir"):
-        check_local(params.input.Get(name), f"input.{name}")
-    if params.input.cache_dir:
-        check_addable(params.input.cache_dir, "input.cache_dir")
-    check_logdir(args.logdir, {"--data_dir": params.input.data_dir})
+    data = params.input
+    places = {f"input.{name}": data.Get(name) for name in (*data.cls.READS, *data.cls.ADDS_TO)}
+    for name, place in places.items():
+        check_local(place, name)
+    for name in data.cls.ADDS_TO:
+        if places[f"input.{name}"]:
+            check_addable(places[f"input.{name}"], f"input.{name}")
+    data_dir = places.get("input.data_dir")
+    check_logdir(args.logdir, {"--data_dir": data_dir} if data_dir else {})
 
 
-def check_numbers(args: argparse.Namespace) -> None:
-    """Raises UsageError for a number in the flags that cannot be."""
-    try:
-        checks.check_fields(args, _NUMBERS)
-    except checks.ParamError as e:
-        raise UsageError(f"--{e}") from None
-
-
-def check_sizes(params: Params) -> None:
-    """Raises UsageError where the task does not fit the batches that it is to be fed."""
-    task, data = params.task, params.input
-    for side in ("source", "target"):
-        path = f"{side}_vocab_size"
-        if data.Get(path) > task.Get(path):
-            raise UsageError(
-                f"input.{path}={data.Get(path)} is more than task.{path}={task.Get(path)}: "
-                "the model has no embedding for some of the ids; set both to the same"
-            )
-        length = data.Get(f"{side}_length")
-        if task.num_experts and task.num_groups and data.batch_size * length % task.num_groups:
-            raise UsageError(
-                f"task.num_groups={task.num_groups}: a batch of input.batch_size={data.batch_size} rows of "
-                f"input.{side}_length={length} does not fall into that many equal groups; choose a divisor "
-                f"of {data.batch_size * length}"
-            )
-
-
-def check_tasks(task: Any, inputs: Any) -> None:
-    """Raises UsageError where a model that routes by language has no room for some of the data's."""
-    if not task.RoutesByTask(task.p):
+def check_data_dir(args: Flags) -> None:
+    """Raises UsageError for a --data_dir that the experiment's input does not read, RegistryError as GetParams."""
+    if not args.data_dir:
         return
-    room, there_are = task.NumTasks(task.p), len(inputs.languages)
-    if there_are > room:
+    data = registry.GetParams(args.model, args.model_params_override).input
+    if "data_dir" not in data:
         raise UsageError(
-            f"the model routes by language and has num_tasks={room}, but the data has {there_are} languages "
-            f"({', '.join(inputs.languages)}); set the router's num_tasks to {there_are}, or input.languages to "
-            "some of them"
+            f"--data_dir={args.data_dir}: {args.model} reads no directory of data ({data.cls.__name__} has no "
+            "data_dir); leave the flag out"
         )
 
 
-def check_divisible(params: Any, task: Any, mesh: Mesh) -> None:
+def check_divisible(params: Params, task: "BaseTask", mesh: Mesh) -> None:
     """Raises ShardingError for an axis that the mesh does not have, and where what is sharded does not divide
     over the mesh, naming the parameter."""
     if mesh.size == 1:
@@ -158,8 +106,8 @@ def check_divisible(params: Any, task: Any, mesh: Mesh) -> None:
                         f"task.{name}: {letter!r} is sharded along {part!r}, and mesh {mesh} has no axis {part!r}"
                         f"{did_you_mean(part, mesh.axis_names)}"
                     )
-    for letter in _DIVIDED:
-        for path in SIZES_OF_LETTERS[letter]:
+    for letter in task.DIVIDED:
+        for path in task.SIZES[letter]:
             axis, size = split.get(letter), params.Get(path)
             if axis is None or not size:
                 continue
@@ -228,7 +176,7 @@ def prepare_run_dir(
         )
 
 
-def check_began_from(args: argparse.Namespace, run_dir: RunDir) -> None:
+def check_began_from(args: Flags, run_dir: RunDir) -> None:
     """Raises UsageError where --init_from is not what a run that has begun began from."""
     about = run_dir.began_from
     if not args.init_from or (
@@ -251,11 +199,13 @@ def run_difference(was: str, now: Params) -> str:
     now, was not there when the run began, and changes nothing of it.
     """
 
+    places = {f"input.{name}" for name in now.input.cls.MAY_CHANGE}
+
     def lines(text: str) -> set[str]:
         return {
             line
             for line in text.splitlines()
-            if line.startswith(("task.", "input.")) and _path(line) not in _PLACES
+            if line.startswith(("task.", "input.")) and _path(line) not in places
         }
 
     before, after = lines(was), lines(now.ToText())

@@ -1,14 +1,16 @@
 """Whether a run can fit into this machine's memory: a lower bound of what it needs, before anything slow begins."""
 
-import math
 import os
 from pathlib import Path
-from typing import Any
 
+from lingvo_moe.core.base_input import BaseInput
+from lingvo_moe.core.base_layer import VariableSpec
+from lingvo_moe.core.base_task import BaseTask
+from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.inspect import bytes_per_device, format_bytes
 from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.trainer_checks import SIZES_OF_LETTERS, UsageError
+from lingvo_moe.trainer_checks import UsageError
 
 _CGROUP_LIMITS = (
     "/sys/fs/cgroup/memory.max",
@@ -39,8 +41,8 @@ def _swap_bytes() -> int:
 
 def check_memory(
     params: Params,
-    task: Any,
-    inputs: Any,
+    task: BaseTask,
+    inputs: BaseInput,
     mesh: Mesh,
     num_processes: int = 1,
     holds_state: bool = True,
@@ -61,22 +63,23 @@ def check_memory(
     """
     if available is None:
         available = machine_bytes()
-    batch, activations = _batch_bytes(params, inputs)
+    specs = inputs.BatchSpec()
+    batch = sum(TensorSpec.Of(spec, "").NumBytes() for spec in specs.Flatten())
     state = 0
     if holds_state:
         devices = max(1, mesh.size // num_processes)
         state = sum(devices * bytes_per_device(s, mesh) for s in task.StateSpecs().Flatten())
-        batch += activations // num_processes
+        batch += task.LeastActivationBytes(specs) // num_processes
     if state + batch <= available:
         return
     if state > batch:
         largest = max(task.VariableSpecs().Flatten(), key=lambda s: bytes_per_device(s, mesh))
         size = format_bytes(devices * bytes_per_device(largest, mesh))
         what = f"{size} of it for {largest.path}, {'x'.join(map(str, largest.shape))}"
-        paths = _sizes_of(params, largest)[:2]
+        paths = _sizes_of(params, task, largest)[:2]
     else:
         what = f"{format_bytes(batch)} of it for one batch and its activations"
-        paths = [f"input.{name}" for name in ("batch_size", "source_length", "target_length")]
+        paths = [f"input.{name}" for name in inputs.BATCH_SIZES]
     settings = ", ".join(f"{path}={params.Get(path)}" for path in paths)
     raise UsageError(
         f"the run needs at least {format_bytes(state + batch)} of memory, and this machine has "
@@ -84,24 +87,12 @@ def check_memory(
     )
 
 
-def _batch_bytes(params: Params, inputs: Any) -> tuple[int, int]:
-    """Of the arrays of a batch; and of its activations: embeddings, and one head's attention in one layer."""
-    arrays = sum(4 * math.prod(spec.shape) for spec in inputs.BatchSpec().Flatten())
-    rows, source, target = (
-        params.input.Get(name) for name in ("batch_size", "source_length", "target_length")
-    )
-    embeddings = 2 * rows * (source + target) * params.task.model_dim
-    return arrays, embeddings + 2 * rows * max(source, target) ** 2
-
-
-def _sizes_of(params: Params, spec: Any) -> list[str]:
+def _sizes_of(params: Params, task: BaseTask, spec: VariableSpec) -> list[str]:
     """The paths of the parameters that a variable's dimensions come from, the largest dimension first."""
-    found = []
+    found: list[str] = []
     for size, letter in sorted(zip(spec.shape, spec.letters, strict=True), reverse=True):
-        if letter == "L":
-            side = "encoder" if "encoder" in spec.path else "decoder"
-            found.append(f"task.num_{side}_layers")
-            continue
-        paths = SIZES_OF_LETTERS.get(letter, ())
-        found += [path for path in paths if params.Get(path) == size][:1]
+        paths = task.SizeParams(spec.path, letter)
+        if letter != "L":  # of several blocks' layers a stack has one dimension
+            paths = tuple(path for path in paths if params.Get(path) == size)
+        found += paths[:1]
     return found

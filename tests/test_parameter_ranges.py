@@ -14,13 +14,13 @@ from lingvo_moe.core import checks, kernels, registry
 from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.hyperparams import ParamError, Params
 from lingvo_moe.core.kernels import tensorflow
-from lingvo_moe.core.moe.routers.registry import ROUTERS
+from lingvo_moe.core.moe.registry import ROUTERS
 from lingvo_moe.core.optimizers.base import Optimizer
 from lingvo_moe.core.optimizers.schedules import Schedule
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.mt.input.order import PairOrder
 from lingvo_moe.tasks.mt.input.pipeline import MtInput
-from lingvo_moe.trainer_checks import check_divisible, check_sizes
+from lingvo_moe.trainer_checks import check_divisible
 from lingvo_moe.trainer_memory import check_memory
 
 # Small batches and no loop: a step of TensorFlow's own kernels then takes half a second, run eagerly.
@@ -75,7 +75,7 @@ def _checked(variant, path, value):
     p = registry.GetParams("mt.M4Tiny", _override(variant, f"{path}={_text(value)}"))
     task, inputs = p.task.Instantiate(), p.input.Instantiate()
     check_divisible(p, task, single_device())
-    check_sizes(p)
+    task.CheckInput(p.task, p.input)
     check_memory(p, task, inputs, single_device(), available=MEMORY)
     return p, task, inputs
 

@@ -11,15 +11,15 @@ import pytest
 import trainer_testing
 
 from lingvo_moe import trainer
-from lingvo_moe.core.engine.train_loop import TrainLoop
-from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.run_lock import LOCK_FILE, RunLock
-from lingvo_moe.tasks.mt.runs.directories import (
+from lingvo_moe.core.directories import (
     EXPORTED,
     OutputError,
     check_logdir,
     check_replaceable,
 )
+from lingvo_moe.core.engine.train_loop import TrainLoop
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.run_lock import LOCK_FILE, RunLock
 from tools import build_corpus, evaluate, export, train_vocab
 
 # The trainer, but for the steps themselves: it works until it is killed.
@@ -163,7 +163,8 @@ def test_two_jobs_of_two_processes(tmp_path):
                 address = f"--coordinator_address=127.0.0.1:{s.getsockname()[1]}"
             job = []
             for number, logdir in enumerate(logdirs):
-                flags = [f"--logdir={logdir}", "--num_processes=2", f"--process_id={number}"]
+                flags = ["--model=mt.M4Tiny", f"--logdir={logdir}"]
+                flags += ["--num_processes=2", f"--process_id={number}"]
                 job.append(stack.enter_context(_start(_JOB, address, *flags)))
                 stack.callback(job[-1].kill)
             return job

@@ -23,6 +23,7 @@ from lingvo_moe import planning, trainer
 from lingvo_moe.core import registry
 from lingvo_moe.core.engine.checkpoints import Checkpointer
 from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
+from lingvo_moe.core.engine.steps import lower_step
 
 pytestmark = pytest.mark.slow
 
@@ -96,7 +97,7 @@ def test_the_run_is_of_the_very_program_that_is_planned(reference):
     request = planning.Request(experiment["model"], "v3:2x2", experiment["params_override"])
     params = registry.GetParams(request.model, request.override)
     step, _ = planning.describe_job(request, params, params.task.Instantiate())
-    assert step.Lower(planning.planned_mesh(params, 8)).hash == ran["hash"]
+    assert lower_step(step, planning.planned_mesh(params, 8)).hash == ran["hash"]
 
 
 def test_tensorboard_shows_what_is_asked_of_it(reference):

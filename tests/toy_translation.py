@@ -17,6 +17,7 @@ from lingvo_moe.core.engine.checkpoints import Checkpointer
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, Translator
+from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 from lingvo_moe.tasks.mt.serving.export import export
 
@@ -90,7 +91,9 @@ def save_run(
         for side, model in vocabs.items()
     )
     run = RunDir(path)
-    run.Write("mt.M4Tiny", f"{override};{more}" if more else override, vocabs, languages)
+    run.Write(
+        "mt.M4Tiny", f"{override};{more}" if more else override, mt_artifacts(vocabs, languages)
+    )
     rng = np.random.default_rng(0)
 
     def init(name, spec):

@@ -4,27 +4,64 @@ The step is one pure function, `(state, batch) -> (state, metrics)`. The state i
 NestedMap(theta, slots, step, skipped).
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
 from lingvo_moe.core import checks, kernels, randomness
+from lingvo_moe.core.artifacts import RunArtifacts
+from lingvo_moe.core.base_input import BaseInput
 from lingvo_moe.core.base_layer import BaseLayer, VariableSpec, name_scope
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.adafactor import Adafactor
+from lingvo_moe.core.step import Step
+
+
+class TaskError(ValueError):
+    """A task and an input that do not fit each other, or a request that a task does not serve."""
+
+
+@dataclass(frozen=True)
+class NamedRows:
+    """A dimension of a variable whose elements have names, as an embedding's rows have those of a vocabulary.
+
+    `--init_from` finds such rows of another run by their names.
+
+    Attributes:
+        kind: what has the names, in the plural, for messages and RowNames: 'source pieces'.
+        dim: the dimension.
+        sized_by: how the names of the parameters that set its size end, e.g. 'vocab_size'.
+    """
+
+    kind: str
+    dim: int
+    sized_by: str
 
 
 class BaseTask(BaseLayer):
     """A layer whose `FProp(theta, batch, seed)` returns `(loss, metrics)`.
 
+    `metrics` is a NestedMap of float32 tensors: scalars, [L] by layer, or [L,E] by layer and expert.
+    `metrics.<UNIT>` is the number of units in the batch that count.
+
     Variables that are not trainable have no gradient. Where `metrics.updates` is there, a NestedMap
     by the paths of such variables (`VariableSpec.path`), it holds their values after the step; it is
     no metric, and TrainStep takes it out.
+
+    The class and its methods also say what the trainer and the planner need: see "the contract" below.
     """
+
+    # The metric that counts what a step processes. Speeds are in these units: 'tokens', 'images'.
+    UNIT: ClassVar[str] = "examples"
+    # The parameters that the dimensions of an einsum letter come from, e.g. {"E": ("task.num_experts",)}.
+    SIZES: ClassVar[Mapping[str, tuple[str, ...]]] = {"B": ("input.batch_size",)}
+    # The letters of SIZES which are sharded only over a mesh axis that divides their size.
+    DIVIDED: ClassVar[str] = "B"
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -48,10 +85,73 @@ class BaseTask(BaseLayer):
         super().__init__(params)
         self.optimizer = self.p.optimizer.Instantiate()
 
+    # --- the contract: what trainer and planner ask of a task beside its step
+
     @classmethod
     def ConfigureInput(cls, task: HyperParams, inputs: HyperParams) -> None:
         """Sets in the Params of the input what the task, by its Params, needs of batches; called
         when all overrides are applied."""
+
+    @classmethod
+    def CheckInput(cls, task: HyperParams, inputs: HyperParams) -> None:
+        """Raises TaskError where the Params of the task and those of the input do not agree; called
+        before anything is built."""
+
+    def CheckData(self, inputs: BaseInput) -> None:
+        """Raises TaskError where the data of an input, after Prepare, does not suit the task."""
+
+    def BatchCounts(self, batch: NestedMap) -> dict[str, int]:
+        """What a full batch holds, from its ArraySpecs, by name. The last number counts UNITs, padding
+        included."""
+        return {self.UNIT: batch.Flatten()[0].shape[0]}
+
+    def FlopsByPart(self, batch: NestedMap) -> dict[str, int]:
+        """Floating-point operations of a forward pass over a full batch, from its ArraySpecs, by part of the
+        model. Empty where the task does not say."""
+        del batch
+        return {}
+
+    def LeastActivationBytes(self, batch: NestedMap) -> int:
+        """A lower bound of the memory that the activations of a full batch need, on all devices together."""
+        del batch
+        return 0
+
+    def SizeParams(self, path: str, letter: str) -> tuple[str, ...]:
+        """The parameters that a dimension of the variable at a path comes from, by its letter."""
+        del path
+        return self.SIZES.get(letter, ())
+
+    def NamedRows(self) -> dict[str, NamedRows]:
+        """The variables that have rows with names, by their paths in theta."""
+        return {}
+
+    def RowNames(self, kind: str, artifacts: RunArtifacts) -> list[str]:
+        """The names of the rows of one NamedRows.kind, in order, from what a run keeps of its input.
+
+        Raises:
+            TaskError: the artifacts do not say.
+        """
+        raise TaskError(f"{self.path}: no rows are named after {kind!r}")
+
+    def DecodeStep(self, inputs: BaseInput) -> Step:
+        """One step of decoding a batch of the input's size, for the planner.
+
+        Raises:
+            TaskError: this task decodes nothing.
+        """
+        raise TaskError(f"{self.path}: {type(self).__name__} decodes nothing")
+
+    def ProgressNote(self, metrics: NestedMap) -> str:
+        """What the progress line says of a step's metrics (NumPy) beside loss and speed; '' for nothing."""
+        del metrics
+        return ""
+
+    def MetricLayers(self) -> dict[str, list[str]]:
+        """What the rows of [L,...] metrics are: for the beginning of a metric's path, the L names of
+        the layers."""
+        return {}
+
+    # --- the step
 
     def StateSpecs(self) -> NestedMap:
         """VariableSpecs of the whole state, in its structure."""
@@ -126,11 +226,6 @@ class BaseTask(BaseLayer):
     def EvalStep(self, theta: NestedMap, batch: NestedMap) -> NestedMap:
         """The metrics of FProp without anything random and without dropped tokens."""
         return self.FProp(theta, batch, seed=None)[1]
-
-    def MetricLayers(self) -> dict[str, list[str]]:
-        """What the rows of [L,...] metrics are: for the beginning of a metric's path, the L names of
-        the layers."""
-        return {}
 
     def _Gradients(self, theta: NestedMap, grads: Sequence[Any]) -> NestedMap:
         """The tape's gradients, those of trainable variables, as tensors in the structure of theta; None

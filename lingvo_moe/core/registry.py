@@ -33,7 +33,7 @@ class Experiment:
         raise NotImplementedError
 
     def Input(self) -> InstantiableParams:
-        """The data: Params of an input generator."""
+        """The data: Params of a BaseInput."""
         raise NotImplementedError
 
     def Train(self) -> Params:
@@ -42,8 +42,7 @@ class Experiment:
 
 
 def TrainParams() -> Params:
-    """How a run goes on: devices, length, checkpoints and summaries. Nothing here changes what is
-    computed."""
+    """Parameters of a run: devices, length, checkpoints and summaries. None changes the results."""
     p = Params()
     p.Define(
         "mesh",
@@ -85,11 +84,13 @@ def Register(cls: type[Experiment]) -> type[Experiment]:
     return cls
 
 
-def AllNames(task: str = "mt") -> list[str]:
-    """The short names, `task.Class`, of all experiments of a task."""
-    _import_task(task)
+def AllNames(task: str = "") -> list[str]:
+    """The short names, `task.Class`, of all experiments of a task; '' for those of all tasks."""
+    tasks = [task] if task else _tasks()
+    for each in tasks:
+        _import_task(each)
     return sorted(
-        name for name in _registry if name.startswith(f"{task}.") and name.count(".") == 1
+        name for name in _registry if name.split(".")[0] in tasks and name.count(".") == 1
     )
 
 
@@ -99,10 +100,11 @@ def GetExperiment(name: str) -> type[Experiment]:
     Raises:
         RegistryError: there is none, with the nearest names.
     """
+    if name in _registry:
+        return _registry[name]
     task = name.split(".")[0]
     if "." not in name or not name.replace(".", "").isidentifier():
-        nearest = re.sub(r"[^\w.]", "", name)
-        hint = did_you_mean(nearest if "." in nearest else f"mt.{nearest}", AllNames())
+        hint = _hint(re.sub(r"[^\w.]", "", name))
         example = hint if "did you mean" in hint else ", e.g. 'mt.M4MoE2048E36L'"
         raise RegistryError(f"--model={name!r}: expected task.Experiment{example}")
     _import_task(task)
@@ -176,16 +178,32 @@ def _split_override(text: str) -> Iterator[tuple[str, str]]:
         yield path.strip(), value.strip()
 
 
+def _hint(name: str) -> str:
+    """The experiments whose names are nearest to a name with a task, or without one."""
+    if "." in name:
+        return did_you_mean(name, AllNames())
+    for task in _tasks():
+        hint = did_you_mean(f"{task}.{name}", AllNames(task))
+        if "did you mean" in hint:
+            return hint
+    return ""
+
+
 def _import_task(task: str) -> None:
     """Imports every module of `params.<task>`, which registers its experiments."""
-    _check_root()
-    root = importlib.import_module(_ROOT)
-    tasks = [m.name for m in pkgutil.iter_modules(root.__path__) if m.ispkg]
+    tasks = _tasks()
     if task not in tasks:
         raise RegistryError(f"--model: no task {task!r} in {_ROOT}/{did_you_mean(task, tasks)}")
     package = importlib.import_module(f"{_ROOT}.{task}")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{_ROOT}.{task}.{module.name}")
+
+
+def _tasks() -> list[str]:
+    """The packages in `params`. Raises RegistryError as _check_root."""
+    _check_root()
+    root = importlib.import_module(_ROOT)
+    return [m.name for m in pkgutil.iter_modules(root.__path__) if m.ispkg]
 
 
 def _check_root() -> None:

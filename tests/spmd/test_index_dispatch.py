@@ -15,7 +15,7 @@ from lingvo_moe.core.engine.testing import run_sharded
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
-from lingvo_moe.core.sharding import Mesh, ShardingError, single_device, use_mesh
+from lingvo_moe.core.sharding import Mesh, ShardingError, dims_mapping, single_device, use_mesh
 
 
 def _side(seed: int) -> NestedMap:
@@ -177,7 +177,7 @@ def test_an_open_batch_when_served():
     ("params", "message"),
     [
         ({"num_groups": 12}, r"12 elements, not a multiple of the 8 partitions of axis 'expert'"),
-        ({"activation_split": {"S": "expert"}}, "cuts S along 'expert', .* dispatcher='einsum'"),
+        ({"activation_split": {"S": "expert"}}, "shards S along 'expert', .* dispatcher='einsum'"),
     ],
 )
 def test_what_cannot_be_cut_raises(params, message):
@@ -222,7 +222,9 @@ def test_a_scanned_model_has_the_same_loss_and_gradients(scanned, name, exchange
     """A whole model: regions in the bodies of loops, forward, recomputed and backward."""
     model, step, theta, want = scanned
     task = model(name)
-    rows = BATCH.Transform(lambda x: TensorSpec(x.shape, "int32", task.BatchSplit()))
+    rows = BATCH.Transform(
+        lambda x: TensorSpec(x.shape, "int32", dims_mapping("BT", task.p.activation_split))
+    )
     splits = [task.VariableSpecs(), rows]
     got, collectives = run_sharded(step(task), [theta, BATCH], MESH, splits)
     for (path, a), b in zip(got.FlattenItems(), want.Flatten(), strict=True):

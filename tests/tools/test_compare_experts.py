@@ -1,6 +1,5 @@
 """python -m tools.compare_experts: trains its variants, measures them on held-out pairs, goes on where it stopped."""
 
-import argparse
 import json
 import shutil
 
@@ -76,7 +75,7 @@ def test_unknown_variant(capsys):
 
 
 def test_a_damaged_result_is_measured_again(tmp_path, capsys):
-    args = argparse.Namespace(output=str(tmp_path), corpus="", steps=20)
+    args = compare_experts.define_flags().Parse([f"--output={tmp_path}", "--steps=20"])
     comparison = compare_experts.Comparison(args)
     result = tmp_path / "dense" / "result.json"
     assert not comparison._is_done(result)
@@ -120,7 +119,7 @@ def _by_hand(run, corpus, monkeypatch):
 
     task, run = RunDir(run).Task(), RunDir(run)
     p = run.Params().input.Copy().Set(data_dir=str(corpus / "dev"), temperature=1.0)
-    batches = iter(p.Instantiate().Prepare(vocabs=run.vocabs))
+    batches = iter(p.Instantiate().Prepare(artifacts=run.artifacts))
     with Checkpointer(str(run.checkpoint_dir), read_only=True) as checkpointer:
         theta, _ = checkpointer.RestoreToNumpy("theta", 2)
     theta = theta.Transform(tf.constant)

@@ -11,8 +11,10 @@ import pytest
 import toy_translation as toy
 
 from lingvo_moe import trainer
+from lingvo_moe.core.run_description import RunDirError
 from lingvo_moe.core.run_lock import RunLock
-from lingvo_moe.tasks.mt.runs.run_dir import RunDir, RunDirError
+from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
+from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 from tools import evaluate, export, report, score, serve, shortlist, translate
 
 ROOT = Path(trainer.__file__).parents[1]
@@ -39,7 +41,7 @@ def marker(tmp_path: Path) -> Path:
 def run(tmp_path: Path, vocab: bytes, marker: Path) -> Iterator[Path]:
     """A run that carries a package with a router; its override is changed by `name_class`."""
     path = tmp_path / "given"
-    RunDir(path).Write("mt.M4Tiny", "", {"source": vocab, "target": vocab}, ["de"])
+    RunDir(path).Write("mt.M4Tiny", "", mt_artifacts({"source": vocab, "target": vocab}, ["de"]))
     (path / "checkpoints" / "5").mkdir(parents=True)
     (path / "mischief").mkdir()
     (path / "mischief" / "__init__.py").write_text(CODE.format(marker=str(marker)))
@@ -137,7 +139,7 @@ def test_a_run_of_the_user_s_own_class_goes_on_without_trust(run, marker, monkey
     with pytest.raises(RunDirError, match="--trust_run"):
         described.Params()
     assert not marker.exists()
-    described.Write("mt.M4Tiny", override, described.vocabs)
+    described.Write("mt.M4Tiny", override, described.artifacts)
     marker.unlink()
     del sys.modules["mischief"]
     with RunLock(run) as lock:

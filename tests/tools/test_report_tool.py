@@ -11,6 +11,7 @@ import toy_translation as toy
 from lingvo_moe.core.moe.routers.top2 import Top2Router
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
+from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
 from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 from lingvo_moe.tasks.mt.serving.export import load_theta
@@ -196,7 +197,9 @@ def test_neither_the_page_nor_its_numbers_replace_a_part_of_the_run(run, capfd):
 
 
 def test_a_model_without_experts_routes_nothing(tmp_path, vocab, corpus, capfd):
-    RunDir(tmp_path).Write("mt.M4Tiny", "task.num_experts=0", {"source": vocab, "target": vocab})
+    RunDir(tmp_path).Write(
+        "mt.M4Tiny", "task.num_experts=0", mt_artifacts({"source": vocab, "target": vocab})
+    )
     assert report.main([f"--logdir={tmp_path}", f"--data_dir={corpus}"]) == 0
     assert "no routing: the model is dense" in capfd.readouterr().out
     assert json.loads((tmp_path / "report.json").read_text())["routing"] is None

@@ -1,4 +1,4 @@
-"""Progress of long work: a live bar at a terminal, a line now and then elsewhere."""
+"""Shows the progress of long work: a live bar at a terminal, occasional lines elsewhere."""
 
 import shutil
 import sys
@@ -11,18 +11,19 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 
 class StepProgress:
-    """Shows step, loss, tokens a second and the time left.
+    """Shows step, loss, speed and the time left.
 
     Args:
         first: the step that the run starts or resumes at.
         last: the step at which it ends.
+        unit: what the speed counts, e.g. 'tokens'.
         stream: where to, standard error by default.
     """
 
-    def __init__(self, first: int, last: int, stream: TextIO | None = None):
-        self._stream = stream or sys.stderr
+    def __init__(self, first: int, last: int, unit: str, stream: TextIO | None = None):
+        self._stream, self._unit = stream or sys.stderr, unit
         self._first, self._last = first, last
-        self._seen, self._seen_at, self._tokens = first, time.monotonic(), 0.0
+        self._seen, self._seen_at = first, time.monotonic()
         self._seconds_a_step = 0.0
         self._bar: Progress | None = None
         if self._stream.isatty():
@@ -40,25 +41,25 @@ class StepProgress:
         self,
         step: int,
         loss: float,
-        tokens: float,
+        units: float,
         skipped: int = 0,
-        dropped: float | None = None,
+        note: str = "",
     ) -> float:
         """Shows a step's loss.
 
         Args:
             step: steps done.
             loss: the training loss, in nats.
-            tokens: real target tokens since the last call.
+            units: how many were processed since the last call, padding left out.
             skipped: steps that changed nothing so far, because they were not finite.
-            dropped: the share that the worst MoE layer drops; None without one.
+            note: more text to show.
 
         Returns:
-            Tokens a second since the last call.
+            Units a second since the last call.
         """
         now = time.monotonic()
         elapsed = max(now - self._seen_at, 1e-9)
-        rate = tokens / elapsed
+        rate = units / elapsed
         # A first step alone also traces, compiles or warms up: it says nothing of the others.
         if step > self._seen and step > self._first + 1:
             latest = elapsed / (step - self._seen)
@@ -67,11 +68,11 @@ class StepProgress:
             past = self._seconds_a_step or latest
             self._seconds_a_step = 0.5 * past + 0.5 * latest
         self._seen, self._seen_at = step, now
-        text = f"loss {loss:.4f}  {rate:,.0f} tokens/s"
+        text = f"loss {loss:.4f}  {rate:,.0f} {self._unit}/s"
         if self._seconds_a_step:
             text += f"  {format_seconds(self._seconds_a_step * (self._last - step))} left"
-        if dropped is not None:
-            text += f"  {dropped:.1%} dropped at worst"
+        if note:
+            text += f"  {note}"
         if skipped:
             text += f"  ({skipped} not finite, skipped)"
         if self._bar is not None:
@@ -87,7 +88,7 @@ class StepProgress:
 
 
 class LineProgress:
-    """Shows what a long preparation is at: call it with a line now and then, and Close it.
+    """Shows the current stage of a long preparation: call it with a line of text, then Close it.
 
     At a terminal each line takes the place of the one before. Elsewhere lines follow each other, at
     most one in `interval` seconds, besides the first and the last.

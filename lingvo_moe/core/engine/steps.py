@@ -1,44 +1,29 @@
 """The programs of a job, as the trainer runs them and the planner compiles them: one description for both."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
+from lingvo_moe.core.base_input import BaseInput
+from lingvo_moe.core.base_task import BaseTask
 from lingvo_moe.core.engine.base import Compiled, Engine
 from lingvo_moe.core.engine.program import Program
-from lingvo_moe.core.engine.specs import TensorSpec
-from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.sharding import Mesh, dims_mapping
+from lingvo_moe.core.step import Step
 
 
-@dataclass(frozen=True)
-class Step:
-    """A function with all that `lowering.lower` asks of it but the mesh.
-
-    Attributes:
-        name: of the program.
-        fn: a function of trees of tensors.
-        arg_specs: a tree of specs for each argument.
-        donate: numbers of the arguments whose memory the results take over.
-    """
-
-    name: str
-    fn: Callable[..., Any]
-    arg_specs: tuple[Any, ...]
-    donate: tuple[int, ...] = ()
-
-    def Build(self, engine: Engine) -> Compiled:
-        """Ready to run on an engine."""
-        return engine.Build(self.fn, self.arg_specs, donate=self.donate, name=self.name)
-
-    def Lower(self, mesh: Mesh) -> Program:
-        """The program that `Build` compiles on an engine of this mesh."""
-        from lingvo_moe.core.engine.lowering import lower  # the door to TensorFlow
-
-        return lower(self.fn, self.arg_specs, mesh, donate=self.donate, name=self.name)
-
-
-def train_step(task: Any, inputs: Any) -> Step:
-    """(state, batch) -> (state, metrics) of a BaseTask, fed by an input generator with `BatchSpec()`."""
-    split = task.BatchSplit()
-    batch = inputs.BatchSpec().Transform(lambda s: TensorSpec(s.shape, s.dtype, split))
+def train_step(task: BaseTask, inputs: BaseInput) -> Step:
+    """(state, batch) -> (state, metrics) of a task that is fed by an input."""
+    split = task.p.activation_split
+    batch = inputs.BatchSpec().Transform(lambda s: replace(s, split=dims_mapping(s.letters, split)))
     return Step("train_step", task.TrainStep, (task.StateSpecs(), batch), donate=(0,))
+
+
+def build_step(step: Step, engine: Engine) -> Compiled:
+    """The step, ready to run on an engine. Raises as Engine.Build."""
+    return engine.Build(step.fn, step.arg_specs, donate=step.donate, name=step.name)
+
+
+def lower_step(step: Step, mesh: Mesh) -> Program:
+    """The program that `build_step` compiles on an engine of this mesh. Raises as lowering.lower."""
+    from lingvo_moe.core.engine.lowering import lower  # the door to TensorFlow
+
+    return lower(step.fn, step.arg_specs, mesh, donate=step.donate, name=step.name)

@@ -10,15 +10,17 @@ from typing import Any
 
 import numpy as np
 
+from lingvo_moe.core.base_input import BaseInput, BatchIterator
+from lingvo_moe.core.base_task import BaseTask
 from lingvo_moe.core.command import say
 from lingvo_moe.core.engine import devices
-from lingvo_moe.core.engine.base import Engine
+from lingvo_moe.core.engine.base import Compiled, Engine
 from lingvo_moe.core.engine.checkpoints import Checkpointer
 from lingvo_moe.core.engine.initial_weights import InitialWeights
 from lingvo_moe.core.engine.interrupt import StopRequest
 from lingvo_moe.core.engine.progress import StepProgress
 from lingvo_moe.core.engine.specs import TensorSpec
-from lingvo_moe.core.engine.steps import train_step
+from lingvo_moe.core.engine.steps import build_step, train_step
 from lingvo_moe.core.engine.summaries import Summaries
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.nested_map import NestedMap
@@ -28,10 +30,8 @@ class TrainLoop:
     """Trains one task on one engine.
 
     Args:
-        task: a BaseTask.
-        inputs: iterable over NestedMaps of NumPy arrays, the whole batch on every process, as its
-            BatchSpec() says; its iterator has GetState() and SetState(state), a state that JSON can
-            hold.
+        task: what is trained.
+        inputs: what feeds it, prepared.
         engine: what runs the task.
         checkpointer: where the run is kept.
         summaries: where metrics go.
@@ -41,8 +41,8 @@ class TrainLoop:
 
     def __init__(
         self,
-        task: Any,
-        inputs: Any,
+        task: BaseTask,
+        inputs: BaseInput,
         engine: Engine,
         checkpointer: Checkpointer,
         summaries: Summaries,
@@ -54,7 +54,7 @@ class TrainLoop:
         self._initial = initial
         self._state_specs = task.StateSpecs()
 
-    def Run(self, on_compiled: Callable[[Any], None] | None = None) -> NestedMap:
+    def Run(self, on_compiled: Callable[[Compiled], None] | None = None) -> NestedMap:
         """Trains until `train.max_steps`, or until it is asked to stop.
 
         Args:
@@ -80,28 +80,28 @@ class TrainLoop:
             step_fn = self._build_step(on_compiled)
             if first is None:
                 first, state = 0, self._begin(batches)
-            progress = StepProgress(first, self._train.max_steps)
+            progress = StepProgress(first, self._train.max_steps, self._task.UNIT)
             try:
                 return self._steps(step_fn, state, first, batches, progress, stop)
             finally:
                 progress.Close()
                 self._checkpointer.Wait()
 
-    def _build_step(self, on_compiled: Callable[[Any], None] | None) -> Any:
+    def _build_step(self, on_compiled: Callable[[Compiled], None] | None) -> Compiled:
         say("compiling the training step ...")
-        step_fn = train_step(self._task, self._inputs).Build(self._engine)
+        step_fn = build_step(train_step(self._task, self._inputs), self._engine)
         if on_compiled is not None:
             on_compiled(step_fn)
         return step_fn
 
-    def _restore(self, step: int, batches: Any) -> Any:
+    def _restore(self, step: int, batches: BatchIterator) -> Any:
         """The state to go on from; sets the input to where it stood."""
         state, extra = self._checkpointer.Restore(self._state_specs, self._engine, step)
         batches.SetState(extra["input"])
         say(f"resuming at step {step} from {self._checkpointer.directory}")
         return state
 
-    def _begin(self, batches: Any) -> Any:
+    def _begin(self, batches: BatchIterator) -> Any:
         """The state before step 0, saved at once, so that the run can be resumed."""
         init = self._engine.Build(
             self._task.InitState,
@@ -116,38 +116,38 @@ class TrainLoop:
         self._checkpointer.Wait()
         return state
 
-    def _save(self, step: int, state: Any, batches: Any) -> None:
+    def _save(self, step: int, state: Any, batches: BatchIterator) -> None:
         self._checkpointer.Save(step, state, {"input": batches.GetState()})
 
     def _steps(
         self,
-        step_fn: Any,
+        step_fn: Compiled,
         state: Any,
         first: int,
-        batches: Any,
+        batches: BatchIterator,
         progress: StepProgress,
         stop: StopRequest,
     ) -> NestedMap:
-        train = self._train
-        tokens: list[Any] = []
+        train, unit = self._train, self._task.UNIT
+        units: list[Any] = []
         metrics: Any = None
         step = first
         stopped = False
         while step < train.max_steps and not (stopped := self._stops(stop, step)):
             state, device_metrics = step_fn(state, next(batches))
             step += 1
-            tokens.append(device_metrics.tokens)
+            units.append(device_metrics[unit])
             if step % train.summary_interval_steps == 0 or step in (first + 1, train.max_steps):
                 metrics = self._engine.Get(device_metrics)
                 rate = progress.Update(
                     step,
                     float(metrics.loss),
-                    self._sum(tokens),
+                    self._sum(units),
                     int(metrics.skipped),
-                    _worst_drop(metrics),
+                    self._task.ProgressNote(metrics),
                 )
-                tokens = []
-                metrics.tokens_per_second = np.float32(rate)
+                units = []
+                metrics[f"{unit}_per_second"] = np.float32(rate)
                 self._summaries.Write(step, metrics, self._task.MetricLayers())
             if step % train.save_interval_steps == 0 or step == train.max_steps:
                 self._save(step, state, batches)
@@ -172,11 +172,5 @@ class TrainLoop:
             return False
         return self._engine.AnyProcess(stop.requested)
 
-    def _sum(self, tokens: list[Any]) -> float:
-        return float(sum(float(t) for t in self._engine.Get(tokens)))
-
-
-def _worst_drop(metrics: NestedMap) -> float | None:
-    """Of the MoE layer that drops most, the share of choices that found their expert full."""
-    shares = [v.max() for k, v in metrics.FlattenItems() if k.endswith(".over_capacity_ratio")]
-    return float(max(shares)) if shares else None
+    def _sum(self, units: list[Any]) -> float:
+        return float(sum(float(n) for n in self._engine.Get(units)))

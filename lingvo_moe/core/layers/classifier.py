@@ -9,7 +9,7 @@ from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.layers.softmax import smoothed_cross_entropy
+from lingvo_moe.core.kernels.xla import smoothed_cross_entropy
 from lingvo_moe.core.nested_map import NestedMap
 
 

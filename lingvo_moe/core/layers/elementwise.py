@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks, randomness
+from lingvo_moe.core import checks, kernels
 from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
@@ -55,7 +55,7 @@ class Dropout(BaseLayer):
     def FProp(self, theta: NestedMap, x: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:
         """x, of a static shape, with elements zeroed by `seed` (int32 [2]); x itself where it is None."""
         del theta
-        return randomness.dropout(x, self.p.rate, seed)
+        return kernels.dropout(x, self.p.rate, seed)
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:

@@ -28,9 +28,19 @@ from lingvo_moe.core.partitioner import faults_of_windows as windows
 from lingvo_moe.core.partitioner.faults_of_products import Dot
 from lingvo_moe.core.partitioner.spmd import operation_of
 from lingvo_moe.core.sharding import ShardingError
+from lingvo_moe.core.suggest import did_you_mean
+
+# What to do with a program that has a fault.
+ERROR, WARN, OFF = "error", "warn", "off"
+ACTIONS = (ERROR, WARN, OFF)
+FLAG_HELP = (
+    "what to do with a program that XLA's partitioner is known to compute wrongly: error, warn, or off, which does "
+    "not look for any"
+)
 
 SCATTER = "scatter of unevenly cut updates"
 COPIES = "convolution summed over copies"
+LOST_BATCH = "convolution by a kernel sharded along its input features"
 PADDED_WINDOWS = "kernel gradient of windows in padding"
 POOLING = "gradient of overlapping max pooling"
 BATCH = "product with its batch cut anew"
@@ -51,6 +61,11 @@ _TEXTS = {
         "though {copies} hold the same part: the result is too large",
         "cut the batch along the mesh axis that is idle, or bring the operands into as many parts as "
         "there are devices",
+    ),
+    LOST_BATCH: (
+        "the image, sharded along rows or columns and the batch, is sharded as the larger kernel, along the "
+        "input features, and parts of the batch are lost",
+        "shard the image along its features too, or replicate the kernel",
     ),
     PADDED_WINDOWS: (
         "the kernel's gradient takes the last windows, which lie in padding alone, from elements that "
@@ -113,6 +128,14 @@ class Fault:
 
     def __str__(self) -> str:
         return f"{self.op or self.instruction}: {self.message}. Instead: {self.remedy}."
+
+
+def check_action(action: str, name: str = "known_faults") -> None:
+    """Raises ShardingError, naming the flag or argument `name`, where `action` is none of ACTIONS."""
+    if action not in ACTIONS:
+        raise ShardingError(
+            f"{name}={action}: must be one of {', '.join(ACTIONS)}{did_you_mean(action, ACTIONS)}"
+        )
 
 
 def known_faults(module: Module) -> list[Fault]:
@@ -209,6 +232,8 @@ def _in_convolution(at: _At) -> _Found:
     what = windows.Convolution(at.instruction, at.operands, at.shardings[:2])
     if what.AddsUpCopies():
         yield COPIES, {"copies": what.copies}
+    elif what.LosesBatch():
+        yield LOST_BATCH, {}
     elif what.SkipsPadding():
         yield PADDED_WINDOWS, {}
 

@@ -153,19 +153,40 @@ def get(plan: Plan, path: str) -> Any:
     return value
 
 
+def unit(plan: Plan) -> str:
+    """What a plan's speed counts: 'tokens', 'images'."""
+    counted = list(plan.get("batch") or ("tokens",))[-1]
+    return counted.removeprefix("target_")
+
+
+def speed(plan: Plan) -> float | None:
+    """Units a second."""
+    return get(plan, f"time.{unit(plan)}_per_second")
+
+
+def budget(plan: Plan) -> float | None:
+    """Units of the whole training; 0 or None where a plan has no budget."""
+    return get(plan, f"time.budget_{unit(plan)}")
+
+
+def budgets(plans: Sequence[Plan]) -> list[float]:
+    """The budgets of several plans, each once."""
+    return sorted({found for plan in plans if (found := budget(plan)) is not None})
+
+
 def headline(plan: Plan) -> list[tuple[str, str, bool]]:
     """Returns (name, value, whether it is estimated) for the figures that open a report."""
-    budget = units.quantity(get(plan, "time.budget_tokens"))
     out = [
         ("parameters", units.quantity(get(plan, "parameters.count")), False),
         ("peak memory a device", units.size(get(plan, "memory.peak")), False),
         ("step", units.duration(get(plan, "time.step_seconds")), True),
-        ("tokens a second", units.number(get(plan, "time.tokens_per_second")), True),
+        (f"{unit(plan)} a second", units.number(speed(plan)), True),
         ("utilisation", units.share(get(plan, "time.utilization")), True),
     ]
-    if get(plan, "time.budget_tokens"):
+    if budget(plan):
+        whole = f"{units.quantity(budget(plan))} {unit(plan)}"
         out += [
-            (f"days for {budget} tokens", units.number(get(plan, "time.days")), True),
+            (f"days for {whole}", units.number(get(plan, "time.days")), True),
             ("chip-days", units.number(get(plan, "time.chip_days")), True),
             (_years(plan), units.number(get(plan, "time.device_years")), True),
         ]
@@ -228,9 +249,8 @@ def compared(plans: Sequence[Plan]) -> list[list[str]]:
         step = get(plan, "time.step_seconds")
         memory = plan["memory"]
         need = needed(plan)
-        budget = get(plan, "time.budget_tokens")
         days, chip_days, years = (
-            units.number(get(plan, f"time.{key}") if budget else None)
+            units.number(get(plan, f"time.{key}") if budget(plan) else None)
             for key in ("days", "chip_days", "device_years")
         )
         miss = f"no, by {units.size(memory.get('misses_by'))}"
@@ -244,7 +264,7 @@ def compared(plans: Sequence[Plan]) -> list[list[str]]:
                 "yes" if memory.get("fits") else miss,
                 units.duration(step),
                 units.number(1 / step if step else None),
-                units.number(get(plan, "time.tokens_per_second")),
+                _speed_cell(plan),
                 units.share(get(plan, "time.utilization")),
                 units.share(collective_share(plan)),
                 days,
@@ -254,6 +274,12 @@ def compared(plans: Sequence[Plan]) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def _speed_cell(plan: Plan) -> str:
+    """The speed, with its unit where that is not the column's."""
+    shown = units.number(speed(plan))
+    return shown if unit(plan) == "tokens" else f"{shown} {unit(plan)}"
 
 
 def compile_figures(plan: Plan) -> list[tuple[str, str]]:
@@ -271,10 +297,9 @@ def compile_figures(plan: Plan) -> list[tuple[str, str]]:
 
 def setting(plan: Plan) -> list[tuple[str, str]]:
     """Returns (name, value) pairs about the planned job: machine, mesh, device, batch, parameters."""
-    tokens = f"{units.number(get(plan, 'batch.target_tokens'))} target tokens"
-    source = get(plan, "batch.source_tokens")
-    if source:
-        tokens = f"{units.number(source)} source and {tokens}"
+    counts = {key.removesuffix(unit(plan)): n for key, n in plan.get("batch", {}).items() if n}
+    parts = [f"{units.number(n)} {key.replace('_', ' ')}".strip() for key, n in counts.items()]
+    batch = f"{' and '.join(parts)} {unit(plan)}"
     chips, devices = get(plan, "topology.chips"), get(plan, "topology.devices")
     torus = "×".join(str(n) for n in get(plan, "topology.torus") or ())
     count = get(plan, "parameters.count")
@@ -287,7 +312,7 @@ def setting(plan: Plan) -> list[tuple[str, str]]:
             f"{units.rate(get(plan, 'topology.hbm_bandwidth'), 'B')}, "
             f"{units.rate(get(plan, 'topology.peak_flops'), 'FLOP')}",
         ),
-        ("batch", f"{tokens} a step"),
+        ("batch", f"{batch} a step"),
         (
             "parameters",
             f"{units.DASH if count is None else f'{count:,}'}; on a device "

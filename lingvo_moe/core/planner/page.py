@@ -48,7 +48,7 @@ def _comparison(plans: Sequence[Plan]) -> str:
         [f"<a href='#plan-{i}'>{escape(row[0])}</a>", *map(escape, row[1:])]
         for i, row in enumerate(figures.compared(plans))
     ]
-    budgets = sorted({figures.get(p, "time.budget_tokens") for p in plans} - {None})
+    budgets = figures.budgets(plans)
     notes = ["Figures in italics are estimated."]
     if budgets:
         budget = " or ".join(units.quantity(b) for b in budgets)

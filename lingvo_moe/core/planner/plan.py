@@ -35,17 +35,18 @@ class Job:
     Attributes:
         model, override: the trainer's flags --model and --model_params_override.
         what: 'train' or 'decode'.
-        source_tokens: source positions in one batch.
-        target_tokens: target positions in one batch.
-        token_budget: target tokens of the complete training; 0 if there is no budget.
+        batch: what one run of the program takes in and puts out, as BaseTask.BatchCounts names it; the last number
+            counts units.
+        unit: what is counted, e.g. 'tokens'.
+        budget: units of the whole job; 0: none.
     """
 
     model: str
     override: str
     what: str
-    source_tokens: int
-    target_tokens: int
-    token_budget: float
+    batch: dict[str, int]
+    unit: str
+    budget: float
 
 
 def parameters(state_specs: Any, mesh: Mesh) -> dict[str, int]:
@@ -142,7 +143,7 @@ def time(
     work_rows: list[dict[str, Any]],
     collective_rows: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Returns the plan's `time`: seconds of one run, and what the token budget costs.
+    """Returns the plan's `time`: seconds of one run, and what the budget costs.
 
     Args:
         job: the job to plan.
@@ -157,20 +158,21 @@ def time(
     recomputed = sum(row["flops"] for row in work_rows if row["phase"] == "recompute")
     step = busy + network_seconds
     peak = step * topology.chip.peak_flops
+    speed = list(job.batch.values())[-1] / step
     out: dict[str, Any] = {
         "step_seconds": step,
         "roofline_seconds": roofline,
         "work_seconds": busy,
         "collective_seconds": network_seconds,
         "steps_per_second": 1 / step,
-        "tokens_per_second": job.target_tokens / step,
+        f"{job.unit}_per_second": speed,
         "utilization": (flops - recomputed) / peak,
         "hardware_utilization": flops / peak,
-        "budget_tokens": job.token_budget,
+        f"budget_{job.unit}": job.budget,
     }
-    if not job.token_budget:
+    if not job.budget:
         return out | {"days": None, "device_years": None, "chip_days": None}
-    days = job.token_budget / out["tokens_per_second"] / _DAY_SECONDS
+    days = job.budget / speed / _DAY_SECONDS
     out["days"] = days
     out["device_years"] = days * topology.num_devices / _YEAR_DAYS
     out["chip_days"] = days * topology.num_chips

@@ -71,9 +71,9 @@ def print_comparison(plans: Sequence[Plan], console: Console | None = None) -> N
         many = max((console.width - 16) // 24, 1)
         for first in range(0, len(plans), many):
             console.print(_down(plans[first : first + many]))
-    budgets = {figures.get(plan, "time.budget_tokens") for plan in plans} - {None}
+    budgets = figures.budgets(plans)
     if budgets:
-        budget = " or ".join(units.quantity(b) for b in sorted(budgets))
+        budget = " or ".join(units.quantity(b) for b in budgets)
         console.print(f"Days, chip-days and device-years are for {budget} tokens.", style="dim")
     console.print("Figures in italics are estimated.", style="dim")
     for plan in plans:

@@ -9,18 +9,20 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from lingvo_moe.core import checks, kernels
-from lingvo_moe.core.base_task import BaseTask, updates_of
+from lingvo_moe.core.base_input import BaseInput
+from lingvo_moe.core.base_layer import scoped
+from lingvo_moe.core.base_task import TaskError, updates_of
 from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.kernels import xla
 from lingvo_moe.core.layers import attention, embedding, feed_forward, masks, softmax, transformer
 from lingvo_moe.core.moe import layer as moe_layer
-from lingvo_moe.core.moe.routers.registry import ROUTERS
+from lingvo_moe.core.moe.registry import ROUTERS
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.sharding import DimsMapping, dims_mapping
+from lingvo_moe.tasks.mt.task import MtTask
 
 
-class MtModel(BaseTask):
+class MtModel(MtTask):
     """An encoder-decoder Transformer from packed source rows to packed target rows.
 
     `FProp(theta, batch, seed)` takes int32 `batch.src.{ids,segment_ids,segment_pos}` [B,S] and
@@ -187,7 +189,7 @@ class MtModel(BaseTask):
 
     @classmethod
     def Needs(cls, params: HyperParams, decoder: bool) -> tuple[str, ...]:
-        """What the router of one side needs to know of the tokens: see moe/context.py."""
+        """What the router of one side needs to know of the tokens: see moe/routers/inputs.py."""
         router = _router_of(params, decoder)[1]
         return router.cls.Needs(router) if params.num_experts else ()
 
@@ -202,11 +204,36 @@ class MtModel(BaseTask):
         sides = [(_router_of(params, d)[1], cls.Needs(params, d)) for d in (False, True)]
         return min(router.num_tasks for router, needs in sides if "task_ids" in needs)
 
+    # --- the contract of BaseTask
+
     @classmethod
     def ConfigureInput(cls, task: HyperParams, inputs: HyperParams) -> None:
         """See BaseTask: batches hold task ids where a router asks for them."""
         if cls.RoutesByTask(task):
             inputs.task_ids = True
+
+    def CheckData(self, inputs: BaseInput) -> None:
+        """See BaseTask: a router that chooses by language has a place for each."""
+        if not self.RoutesByTask(self.p):
+            return
+        languages = inputs.Artifacts().about["languages"]
+        most = self.NumTasks(self.p)
+        if len(languages) > most:
+            raise TaskError(
+                f"the model routes by language and has num_tasks={most}, but the data has {len(languages)} languages "
+                f"({', '.join(languages)}); set the router's num_tasks to {len(languages)}, or input.languages to "
+                "some of them"
+            )
+
+    def MetricLayers(self) -> dict[str, list[str]]:
+        """The MoE layers of a stack, counted with the dense ones from 0: layer_1, layer_3 ..."""
+        stacks = (
+            {"encoder": self.encoder.p, "decoder": self.decoder.p} if self.p.num_experts else {}
+        )
+        return {
+            f"moe/{name}": [f"layer_{b * len(p.block) + 1}" for b in range(p.num_blocks)]
+            for name, p in stacks.items()
+        }
 
     # --- training
 
@@ -228,6 +255,7 @@ class MtModel(BaseTask):
         metrics.loss = loss
         return loss, metrics
 
+    @scoped
     def LogProbs(
         self, theta: NestedMap, batch: NestedMap, vocab_size: int | None = None
     ) -> tf.Tensor:
@@ -303,18 +331,9 @@ class MtModel(BaseTask):
         needs = self.Needs(self.p, decoder)
         return {"context": NestedMap({k: row[k] for k in needs if k in row})} if needs else {}
 
-    def MetricLayers(self) -> dict[str, list[str]]:
-        """The MoE layers of a stack, counted with the dense ones from 0: layer_1, layer_3 ..."""
-        stacks = (
-            {"encoder": self.encoder.p, "decoder": self.decoder.p} if self.p.num_experts else {}
-        )
-        return {
-            f"moe/{name}": [f"layer_{b * len(p.block) + 1}" for b in range(p.num_blocks)]
-            for name, p in stacks.items()
-        }
-
     # --- decoding
 
+    @scoped
     def Encode(self, theta: NestedMap, src: NestedMap) -> NestedMap:
         """The encoder's output for unpacked rows: NestedMap(memory [B,S,M], segment_ids int32
         [B,S]); and task_ids int32 [B], where the decoder needs them."""
@@ -324,6 +343,7 @@ class MtModel(BaseTask):
             encoded.task_ids = src.task_ids[:, 0]  # a row holds one sentence
         return encoded
 
+    @scoped
     def InitCache(
         self, theta: NestedMap, encoded: NestedMap, beam_size: int, max_length: int
     ) -> NestedMap:
@@ -351,6 +371,7 @@ class MtModel(BaseTask):
             cross_mask="BTS",
         )
 
+    @scoped
     def ExtendStep(
         self, theta: NestedMap, ids: tf.Tensor, cache: NestedMap, time: tf.Tensor, mask: tf.Tensor
     ) -> tuple[tf.Tensor, NestedMap]:
@@ -382,10 +403,6 @@ class MtModel(BaseTask):
         return logits, NestedMap(cache, decoder=decoder)
 
     # --- specs
-
-    def BatchSplit(self) -> DimsMapping:
-        """How a [B,T] input is cut, as `VariableSpec.split`."""
-        return dims_mapping("BT", self.p.activation_split)
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:

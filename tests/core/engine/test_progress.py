@@ -52,11 +52,13 @@ def test_steps_elsewhere(monkeypatch):
     clock = Clock()
     monkeypatch.setattr("time.monotonic", clock)
     out = io.StringIO()
-    progress = StepProgress(100, 200, out)
+    progress = StepProgress(100, 200, "tokens", out)
     clock.now = 10.0
     assert progress.Update(110, 2.5, 5000.0) == 500
     clock.now = 40.0  # slower: 3 s a step, 2 on average
-    assert progress.Update(120, float("nan"), 3000.0, skipped=2, dropped=0.031) == 100
+    assert (
+        progress.Update(120, float("nan"), 3000.0, skipped=2, note="3.1% dropped at worst") == 100
+    )
     progress.Close()
     assert out.getvalue().splitlines() == [
         "step 110/200  loss 2.5000  500 tokens/s  1m30s left",
@@ -68,7 +70,7 @@ def test_the_first_step_alone_tells_nothing_of_the_others(monkeypatch):
     clock = Clock()
     monkeypatch.setattr("time.monotonic", clock)
     out = io.StringIO()
-    progress = StepProgress(0, 11, out)
+    progress = StepProgress(0, 11, "tokens", out)
     clock.now = 100.0  # it compiles
     progress.Update(1, 2.5, 100.0)
     clock.now = 105.0
@@ -82,7 +84,7 @@ def test_the_first_step_alone_tells_nothing_of_the_others(monkeypatch):
 
 def test_steps_at_a_terminal():
     out = Terminal()
-    progress = StepProgress(0, 10, out)
+    progress = StepProgress(0, 10, "images", out)
     progress.Update(5, 1.25, 10.0)
     progress.Close()
     assert "step 5/10" in out.getvalue()

@@ -39,7 +39,9 @@ def _all_to_all(times, num_bytes=1 << 20):
 
 
 def _job(budget=0.0):
-    return plan.Job("mt.X", "", "train", 64, 128, budget)
+    return plan.Job(
+        "mt.X", "", "train", {"source_tokens": 64, "target_tokens": 128}, "tokens", budget
+    )
 
 
 def test_an_instruction_takes_the_longest_of_its_three_estimates_each_time_it_runs():

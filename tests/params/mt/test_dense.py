@@ -13,7 +13,7 @@ from lingvo_moe.core import registry
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.randomness import make_seed
-from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
+from lingvo_moe.core.sharding import Mesh, dims_mapping, single_device, use_mesh
 
 TOY = (
     "task.source_vocab_size=48;task.target_vocab_size=40;task.model_dim=16;task.hidden_dim=24;"
@@ -38,7 +38,9 @@ def theta(task):
 def _gradients(task, theta, mesh):
     """Gradients and metrics with dropout on, and the compiled program."""
     specs = PARAMS.input.Instantiate().BatchSpec()
-    specs = specs.Transform(lambda s: TensorSpec(s.shape, s.dtype, task.BatchSplit()))
+    specs = specs.Transform(
+        lambda s: TensorSpec(s.shape, s.dtype, dims_mapping(s.letters, task.p.activation_split))
+    )
 
     def gradients(theta, batch):
         leaves = theta.Flatten()

@@ -9,17 +9,19 @@ import tensorflow as tf
 import toy_translation as toy
 
 from lingvo_moe.core import registry
+from lingvo_moe.core.artifacts import RunArtifacts
+from lingvo_moe.core.base_task import TaskError
+from lingvo_moe.core.moe.registry import ROUTERS
 from lingvo_moe.core.moe.routers.hash import HashRouter
-from lingvo_moe.core.moe.routers.registry import ROUTERS
 from lingvo_moe.core.moe.routers.top_k import TopKRouter
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions
 from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.pipeline import MtInput
 from lingvo_moe.tasks.mt.input.tasks import task_numbers
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 from lingvo_moe.tasks.mt.serving.export import load_translator
-from lingvo_moe.trainer_checks import UsageError, check_tasks
 
 V, B, S, T = 30, 2, 6, 4
 SMALL = (
@@ -162,15 +164,26 @@ def test_a_model_by_language_needs_it_in_its_batches():
         model.FProp(model.InitTheta(tf.constant([1, 2])), batch.Transform(tf.constant))
 
 
+class _OfLanguages(MtInput):
+    """An input whose data has these languages."""
+
+    def __init__(self, languages):
+        super().__init__(MtInput.Params())
+        self._found = languages
+
+    def Artifacts(self):
+        return RunArtifacts(about={"languages": list(self._found)})
+
+
 def test_tasks_are_languages_by_number():
     assert task_numbers(["sw", "de"], None) == [1, 0]
     assert task_numbers(["sw", "de"], ["af", "de", "sw"]) == [2, 1]
     with pytest.raises(DataError, match=r"'dee' is none of the 2 .*did you mean 'de'"):
         task_numbers(["dee"], ["de", "sw"])
     model = _model(BY_LANGUAGE)
-    check_tasks(model, NestedMap(languages={"a": 1, "b": 1, "c": 1}))
-    with pytest.raises(UsageError, match="num_tasks=3, but the data has 4 languages"):
-        check_tasks(model, NestedMap(languages={"a": 1, "b": 1, "c": 1, "d": 1}))
+    model.CheckData(_OfLanguages("abc"))
+    with pytest.raises(TaskError, match="num_tasks=3, but the data has 4 languages"):
+        model.CheckData(_OfLanguages("abcd"))
 
 
 @pytest.mark.slow

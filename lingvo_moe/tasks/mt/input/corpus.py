@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from lingvo_moe.core import files
+from lingvo_moe.core.directories import CORPUS, check_replaceable
 from lingvo_moe.core.suggest import did_you_mean
 from lingvo_moe.tasks.mt.input import clean, gettext_catalogs, split
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.file_list import CORPUS_LIST, FileList
-from lingvo_moe.tasks.mt.runs.directories import CORPUS, check_replaceable
 
 _DEV_SHARE = 0.08
 MAX_SOURCES_PER_ENGLISH = 2

@@ -9,20 +9,23 @@ a pair where this takes about 10, and its packing does not resume to the bit.)
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
-from lingvo_moe.core import checks
+from lingvo_moe.core import base_input, checks
+from lingvo_moe.core.artifacts import RunArtifacts
+from lingvo_moe.core.base_input import ArraySpec, BaseInput, Progress, quiet
 from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.user_cache import user_cache_dir
+from lingvo_moe.tasks.mt.input.artifacts import languages_of, mt_artifacts, vocabs_of
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.order import PairOrder
 from lingvo_moe.tasks.mt.input.packing import Shape, fill_batch
 from lingvo_moe.tasks.mt.input.records import Records, cached_records, prepared_records
-from lingvo_moe.tasks.mt.input.scan import Progress, Scan, quiet, scan
+from lingvo_moe.tasks.mt.input.scan import Scan, scan
 from lingvo_moe.tasks.mt.input.tasks import task_numbers
 from lingvo_moe.tasks.mt.input.tsv import reasons
 from lingvo_moe.tasks.mt.input.vocab_cache import (
@@ -41,15 +44,7 @@ _VOCAB_SETTING = "input.{side}_vocab_size={most};task.{side}_vocab_size={most}"
 _VOCAB_REMEDY = "--model_params_override='{settings}'"
 
 
-@dataclass(frozen=True)
-class ArraySpec:
-    """The shape and NumPy dtype name of an array that is not there yet."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
-class MtInput:
+class MtInput(BaseInput):
     """The input of a translation task; see Params.
 
     Attributes, after Prepare():
@@ -58,10 +53,14 @@ class MtInput:
         dropped: lines and pairs of the data that are not trained on, by reason.
     """
 
+    READS: ClassVar[tuple[str, ...]] = ("data_dir", "vocab_dir")
+    ADDS_TO: ClassVar[tuple[str, ...]] = ("cache_dir",)
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("data_dir", "cache_dir")
+    BATCH_SIZES: ClassVar[tuple[str, ...]] = ("batch_size", "source_length", "target_length")
+
     @classmethod
     def Params(cls) -> InstantiableParams:
-        p = InstantiableParams(cls)
-        p.Define("name", "input", "A name, for messages.")
+        p = super().Params()
         p.Define(
             "data_dir",
             "",
@@ -92,7 +91,6 @@ class MtInput:
             "The most pairs that vocabularies are trained from.",
             check=checks.Integer(MIN_SENTENCES),
         )
-        p.Define("batch_size", 32, "B, rows of a batch, over all processes.", check=checks.SIZE)
         p.Define(
             "source_length",
             64,
@@ -126,18 +124,28 @@ class MtInput:
 
     def __init__(self, params: InstantiableParams):
         """Touches no data."""
-        p = self.params = self.p = params.Copy().Freeze()
+        super().__init__(params)
+        p = self.p
         self.shape = Shape(p.batch_size, p.source_length, p.target_length, p.pack, p.task_ids)
         self._records: Records | None = None
         self._vocabs: NestedMap | None = None
         self._task_of: list[int] | None = None
         self.dropped: dict[str, int] = {}
 
+    @classmethod
+    def CheckSource(cls, params: HyperParams) -> None:
+        """See BaseInput."""
+        if not params.data_dir:
+            raise DataError(
+                "--data_dir is needed to train: a directory of <lang>.tsv.gz files "
+                "(`python -m tools.build_corpus --output=corpus` makes one)"
+            )
+
     def BatchSpec(self) -> NestedMap:
-        """The structure of a batch, with an ArraySpec (shape [B, T], 'int32') for each array; needs no data."""
+        """See BaseInput: int32 [B,T] arrays."""
 
         def side(length: int, *names: str) -> NestedMap:
-            spec = ArraySpec((self.p.batch_size, length), "int32")
+            spec = ArraySpec((self.p.batch_size, length), "int32", "BT")
             return NestedMap(dict.fromkeys(names, spec))
 
         tasks = ["task_ids"] if self.p.task_ids else []
@@ -146,12 +154,7 @@ class MtInput:
             tgt=side(self.p.target_length, "ids", "labels", "segment_ids", "segment_pos", *tasks),
         )
 
-    def Prepare(
-        self,
-        progress: Progress = quiet,
-        vocabs: Mapping[str, bytes] | None = None,
-        tasks: Sequence[str] | None = None,
-    ) -> "MtInput":
+    def Prepare(self, progress: Progress = quiet, artifacts: RunArtifacts | None = None) -> Self:
         """Reads the data once, trains vocabularies, tokenises; quick when the cache has it all. Returns self.
 
         Processes that share a cache directory take turns, and all but the first find the work done. Further calls do
@@ -159,9 +162,8 @@ class MtInput:
 
         Args:
             progress: called with a line of text now and then; the last says what was kept and what was not.
-            vocabs: serialised models by side, 'source' and 'target', as a run that goes on began with them; None to
-                take those of `vocab_dir`, of the cache, or new ones.
-            tasks: languages by task id, as a run that goes on began with them; None for those of the data, sorted.
+            artifacts: the vocabularies and the languages by task id of a run that goes on; None to take the
+                vocabularies of `vocab_dir`, of the cache, or new ones, and the languages of the data, sorted.
 
         Raises:
             DataError: the data is missing, empty, broken or damaged, a vocabulary is too large for it, a language is
@@ -175,6 +177,9 @@ class MtInput:
                 f"{p.name}.data_dir is not set: give --data_dir, a directory of <lang>.tsv.gz files"
                 " (`python -m tools.build_corpus --output=corpus` makes one)"
             )
+        vocabs, tasks = (
+            (vocabs_of(artifacts), languages_of(artifacts)) if artifacts else (None,) * 2
+        )
         found = scan(p.data_dir, p.languages, progress)
         self._vocabs = self._find_vocabularies(found, progress, vocabs)
         self._records = prepared_records(found, self._vocabs) or cached_records(
@@ -188,6 +193,11 @@ class MtInput:
         kept = self._records.languages
         progress(f"{sum(kept.values()):,} pairs of {len(kept)} languages, {skipped}")
         return self
+
+    def Artifacts(self) -> RunArtifacts:
+        """See BaseInput: the vocabularies, and the languages by task id."""
+        vocabs = self.vocabs.Transform(lambda vocabulary: vocabulary.model_bytes)
+        return mt_artifacts(vocabs, list(self.languages))
 
     def _CacheDir(self) -> Path:
         return _usable(Path(self.p.cache_dir)) if self.p.cache_dir else _user_cache()
@@ -259,8 +269,8 @@ class MtInput:
                 )
 
 
-class BatchIterator:
-    """Endless batches. `GetState()` after a batch, `SetState()` on a new iterator: the same batches follow.
+class BatchIterator(base_input.BatchIterator):
+    """Batches of packed pairs, without end; see BaseInput.
 
     Attributes:
         counts: pairs used, dropped and truncated for their length, and batches made so far.
@@ -274,9 +284,6 @@ class BatchIterator:
         self._order = PairOrder(records.languages, p.temperature, p.seed, records.shards)
         self._waiting: list[tuple] = []
         self.counts = {"batches": 0, "pairs": 0, "too_long": 0}
-
-    def __iter__(self) -> "BatchIterator":
-        return self
 
     def __next__(self) -> NestedMap:
         """The next batch: see packing.to_batch.

@@ -22,13 +22,14 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader
 
 from lingvo_moe.core import files
+from lingvo_moe.core.base_input import Progress, quiet
 from lingvo_moe.core.manifest import ManifestError
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.made_once import making, verify_made
 from lingvo_moe.tasks.mt.input.order import WINDOW
 from lingvo_moe.tasks.mt.input.prepared import fingerprint
-from lingvo_moe.tasks.mt.input.scan import Progress, Scan, quiet
+from lingvo_moe.tasks.mt.input.scan import Scan
 from lingvo_moe.tasks.mt.input.shards import (
     PAIRS_PER_SHARD,
     LanguageShards,

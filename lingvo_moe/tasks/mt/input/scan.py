@@ -6,22 +6,17 @@ Data that tools.prepare made needs no pass: it says so itself.
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from lingvo_moe.core.base_input import Progress, quiet
 from lingvo_moe.core.suggest import did_you_mean
 from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.file_list import data_files
 from lingvo_moe.tasks.mt.input.prepared import Prepared, content_digest, fingerprint
 
-Progress = Callable[[str], None]
 _log = logging.getLogger(__name__)
-
-
-def quiet(message: str) -> None:
-    """The progress callback that says nothing."""
-    del message
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,7 +45,7 @@ def held_out_loss(
     params, task = run.Params(), run.Task()
     DevSet(data_dir)  # says what is wrong with a directory that has none
     p = params.input.Copy().Set(data_dir=str(Path(data_dir) / "dev"), temperature=1.0)
-    inputs = p.Instantiate().Prepare(vocabs=run.vocabs, tasks=run.languages)
+    inputs = p.Instantiate().Prepare(artifacts=run.artifacts)
     with Checkpointer(str(run.checkpoint_dir), read_only=True) as checkpointer:
         step = checkpointer.LatestStep()
         theta, _ = checkpointer.RestoreToNumpy("theta", step)

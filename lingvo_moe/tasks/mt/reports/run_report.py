@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from lingvo_moe.core import inspect
+from lingvo_moe.core.engine import init_from
 from lingvo_moe.core.engine.summaries import read_metrics
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.tasks.mt.quality.scoring import verify_scores
 from lingvo_moe.tasks.mt.reports import samples
 from lingvo_moe.tasks.mt.reports.routing import RoutingReport
 from lingvo_moe.tasks.mt.reports.samples import Sample
-from lingvo_moe.tasks.mt.runs import init_from
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 
 _log = logging.getLogger(__name__)
@@ -152,9 +152,7 @@ def _settings(run: RunDir, scores: Any, metrics: Sequence[dict]) -> list[tuple[s
     if run.began_from:
         out.append(("beginning", init_from.describe(run.began_from)))
     out.append(("data", str(p.input.data_dir or "not said")))
-    languages = found.get("languages") or (
-        [] if isinstance(scores, Missing) else scores["languages"]
-    )
+    languages = run.languages or ([] if isinstance(scores, Missing) else scores["languages"])
     if languages:
         out.append(("languages", f"{len(languages)}: {', '.join(languages)}"))
     batch = (

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from lingvo_moe.core.directories import EXPORTED, check_replaceable
 from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
 from lingvo_moe.core.files import not_written, replaced_directory, write_atomic
 from lingvo_moe.core.manifest import write_manifest
@@ -14,7 +15,6 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.paths import check_portable
 from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
 from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, Translator
-from lingvo_moe.tasks.mt.runs.directories import EXPORTED, check_replaceable
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 from lingvo_moe.tasks.mt.serving.saved_translator import ABOUT, MANIFEST, quiet_absl
 

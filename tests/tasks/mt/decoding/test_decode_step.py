@@ -12,6 +12,7 @@ import toy_translation as toy
 from lingvo_moe.core import registry
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.engine.steps import lower_step
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
@@ -106,7 +107,7 @@ def test_a_loop_over_the_step_is_the_translators_search(task, theta, src, found,
 
 def test_caches_and_state_are_donated(task):
     step = decode_step(task, ROWS, S, OPTIONS.beam_size, OPTIONS.max_length)
-    program = step.Lower(Mesh.parse("expert:8"))
+    program = lower_step(step, Mesh.parse("expert:8"))
     donated = [program.signature.args[i].name for i in program.signature.donated]
     assert {name.partition(".")[0] for name in donated} == {"state", "cache"}
     assert len(donated) == len([*step.arg_specs[0].Flatten(), *step.arg_specs[1].Flatten()])

@@ -3,11 +3,11 @@ from pathlib import Path
 
 import pytest
 
+from lingvo_moe.core.directories import OutputError
 from lingvo_moe.tasks.mt.input import cldr, corpus, tsv
 from lingvo_moe.tasks.mt.input.clean import sentence_key
 from lingvo_moe.tasks.mt.input.dev_set import DevSet
 from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.runs.directories import OutputError
 
 LANGS = ("de", "sw", "zh")
 OPTIONS = corpus.CorpusOptions(langs=LANGS, packages=("Babel", "Django"))

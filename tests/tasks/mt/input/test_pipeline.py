@@ -13,6 +13,7 @@ from made_up_languages import SIZES, write_corpus
 
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.input import tsv
+from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.packing import MAX_WAITING
 from lingvo_moe.tasks.mt.input.pipeline import MtInput
@@ -209,11 +210,13 @@ def test_goes_on_with_the_vocabularies_of_the_run(
     shutil.rmtree(tmp_path / "cache")
     trainer = "lingvo_moe.tasks.mt.input.vocab_cache.train_vocabulary"
     monkeypatch.setattr(trainer, lambda *_: pytest.fail("trained a vocabulary"))
-    resumed = iter(small.Instantiate().Prepare(vocabs=vocabs))
+    resumed = iter(small.Instantiate().Prepare(artifacts=mt_artifacts(vocabs)))
     resumed.SetState(state)
     assert all(map(_same, expected, _take(resumed, 3)))
     with pytest.raises(DataError, match=r"vocabulary of the run has 340 ids, but input\.source_"):
-        params.Copy().Set(source_vocab_size=350).Instantiate().Prepare(vocabs=vocabs)
+        params.Copy().Set(source_vocab_size=350).Instantiate().Prepare(
+            artifacts=mt_artifacts(vocabs)
+        )
 
 
 @pytest.mark.parametrize("variable", ["cache_dir", "XDG_CACHE_HOME", "HOME"])

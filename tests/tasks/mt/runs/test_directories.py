@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lingvo_moe.core.paths import PathError
-from lingvo_moe.core.run_lock import LOCK_FILE, RunLock
-from lingvo_moe.tasks.mt.runs.directories import (
+from lingvo_moe.core.directories import (
     CORPUS,
     EXPORTED,
     PREPARED,
@@ -20,6 +18,8 @@ from lingvo_moe.tasks.mt.runs.directories import (
     check_replaceable,
     recognise,
 )
+from lingvo_moe.core.paths import PathError
+from lingvo_moe.core.run_lock import LOCK_FILE, RunLock
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 
 _MARKS = {

@@ -7,13 +7,16 @@ import pytest
 import toy_translation
 
 from lingvo_moe.core import registry
+from lingvo_moe.core.artifacts import RunArtifacts
+from lingvo_moe.core.engine.init_from import InitFromError, begin_from, describe, find_step
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.engine.tf_engine import TfEngine
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.run_description import RunDirError
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
 from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
-from lingvo_moe.tasks.mt.runs.init_from import InitFromError, begin_from, describe, find_step
-from lingvo_moe.tasks.mt.runs.run_dir import RunDir, RunDirError
+from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 from lingvo_moe.tasks.mt.serving.export import load_theta
 
 _BY_TASK = "task.moe.router.level=task;task.moe.router.num_tasks={}"
@@ -49,6 +52,10 @@ def _task(vocabs: NestedMap, more: str = _BY_TASK.format(4)):
     return registry.GetParams("mt.M4Tiny", f"{sizes};{more}").task
 
 
+def _artifacts(vocabs: NestedMap, languages: list[str]) -> RunArtifacts:
+    return mt_artifacts(vocabs.Transform(lambda vocabulary: vocabulary.model_bytes), languages)
+
+
 def _pieces(vocabulary: Vocabulary) -> list[str]:
     return vocabulary.Pieces(range(vocabulary.size))
 
@@ -56,7 +63,7 @@ def _pieces(vocabulary: Vocabulary) -> list[str]:
 @pytest.mark.parametrize("make", [TfEngine, lambda: PjrtEngine(Mesh.parse("expert:8"))])
 def test_rows_go_by_their_names_on_any_engine(run, vocab, new_vocabs, make) -> None:
     task, engine = _task(new_vocabs), make()
-    beginning = begin_from(run.path, 7, task, new_vocabs, _NEW_LANGUAGES)
+    beginning = begin_from(run.path, 7, task, _artifacts(new_vocabs, _NEW_LANGUAGES))
     specs = task.Instantiate().VariableSpecs()
     rng = np.random.RandomState(3)
     fresh = specs.Transform(lambda s: rng.normal(size=s.shape).astype(s.dtype))
@@ -90,7 +97,7 @@ def test_rows_go_by_their_names_on_any_engine(run, vocab, new_vocabs, make) -> N
 
 def test_the_same_vocabularies_move_nothing(run, vocab) -> None:
     vocabs = NestedMap(source=Vocabulary(vocab), target=Vocabulary(vocab))
-    beginning = begin_from(run.path, 7, run.Params().task, vocabs, _OLD_LANGUAGES)
+    beginning = begin_from(run.path, 7, run.Params().task, _artifacts(vocabs, _OLD_LANGUAGES))
     assert beginning.weights.moved == {}
     assert json.dumps(beginning.about["kept"])
 
@@ -98,7 +105,7 @@ def test_the_same_vocabularies_move_nothing(run, vocab) -> None:
 def test_another_model_is_refused_with_what_differs(run, new_vocabs) -> None:
     task = _task(new_vocabs, f"{_BY_TASK.format(4)};task.hidden_dim=64;task.num_experts=16")
     with pytest.raises(InitFromError) as error:
-        begin_from(run.path, 7, task, new_vocabs, _NEW_LANGUAGES)
+        begin_from(run.path, 7, task, _artifacts(new_vocabs, _NEW_LANGUAGES))
     message = str(error.value)
     assert f"--init_from={run.path}: " in message
     assert "float32[1,8,16,32] there, float32[1,16,16,64] here" in message
@@ -107,7 +114,7 @@ def test_another_model_is_refused_with_what_differs(run, new_vocabs) -> None:
     assert "vocab_size" not in message and "num_tasks" not in message
     dense = _task(new_vocabs, "task.num_experts=0")
     with pytest.raises(InitFromError, match=r"float32\[1,16,2,8\] there, float32\[2,"):
-        begin_from(run.path, 7, dense, new_vocabs, _NEW_LANGUAGES)
+        begin_from(run.path, 7, dense, _artifacts(new_vocabs, _NEW_LANGUAGES))
 
 
 def test_heads_that_share_keys_are_no_languages(vocab, tmp_path) -> None:
@@ -115,11 +122,11 @@ def test_heads_that_share_keys_are_no_languages(vocab, tmp_path) -> None:
     toy_translation.save_run(tmp_path, vocab, more=more.format(2), languages=_OLD_LANGUAGES)
     vocabs = NestedMap(source=Vocabulary(vocab), target=Vocabulary(vocab))
     task = RunDir(tmp_path).Params().task
-    beginning = begin_from(tmp_path, 7, task, vocabs, _OLD_LANGUAGES[::-1])
+    beginning = begin_from(tmp_path, 7, task, _artifacts(vocabs, _OLD_LANGUAGES[::-1]))
     assert beginning.weights.moved == {} and "languages" not in beginning.about["kept"]
     task.num_kv_heads = 1
     with pytest.raises(InitFromError, match=r"< task\.num_kv_heads : 1"):
-        begin_from(tmp_path, 7, task, vocabs, _OLD_LANGUAGES)
+        begin_from(tmp_path, 7, task, _artifacts(vocabs, _OLD_LANGUAGES))
 
 
 def test_where_there_is_nothing_to_begin_from(run, tmp_path) -> None:
@@ -128,6 +135,6 @@ def test_where_there_is_nothing_to_begin_from(run, tmp_path) -> None:
         find_step(run.path, 8)
     with pytest.raises(RunDirError, match=r"--init_from=.*no run there"):
         find_step(tmp_path)
-    RunDir(tmp_path).Write("mt.M4Tiny", "", {"source": b"s", "target": b"t"})
+    RunDir(tmp_path).Write("mt.M4Tiny", "", mt_artifacts({"source": b"s", "target": b"t"}))
     with pytest.raises(InitFromError, match="has no checkpoint yet"):
         find_step(tmp_path)

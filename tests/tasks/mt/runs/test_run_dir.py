@@ -11,9 +11,14 @@ import pytest
 import toy_translation as toy
 
 from lingvo_moe.core import files
+from lingvo_moe.core.artifacts import RunArtifacts
+from lingvo_moe.core.manifest import write_manifest
+from lingvo_moe.core.run_description import RunDirError
+from lingvo_moe.core.run_dir import MANIFEST
 from lingvo_moe.core.run_lock import RunLock
+from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
 from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.runs.run_dir import MANIFEST, RunDir, RunDirError
+from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 from lingvo_moe.trainer_checks import prepare_run_dir
 
 DESCRIPTION = ["experiment.json", "params.txt", "vocab/source.model", "vocab/target.model"]
@@ -37,7 +42,7 @@ def vocabs() -> dict[str, bytes]:
 def written(vocabs, tmp_path_factory):
     path = tmp_path_factory.mktemp("run_dir") / "run"
     run = RunDir(path)
-    run.Write("mt.M4Tiny", "task.num_experts=4", vocabs, ["de", "sw"], BEGAN)
+    run.Write("mt.M4Tiny", "task.num_experts=4", mt_artifacts(vocabs, ["de", "sw"]), BEGAN)
     run.WriteProgram(PROGRAM)
     return path
 
@@ -51,7 +56,7 @@ def _describe(run: RunDir, content: str | bytes) -> None:
     """Puts another experiment.json there, as whoever makes a run can."""
     content = content.encode() if isinstance(content, str) else content
     (run.path / "experiment.json").write_bytes(content)
-    run.ListFiles()
+    write_manifest(run.path, MANIFEST, DESCRIPTION)
 
 
 def _change(run: RunDir, **values) -> None:
@@ -109,7 +114,7 @@ def test_killed_while_it_is_described_it_can_be_described_again(
     with monkeypatch.context() as patch:
         patch.setattr(files, "atomic_file", killed)
         with pytest.raises(KeyboardInterrupt):
-            run.Write("mt.M4Tiny", "", swapped)
+            run.Write("mt.M4Tiny", "", mt_artifacts(swapped))
     assert [os.path.basename(path) for path in seen][killed_at:] == [
         ["source.model", "target.model", "params.txt", "experiment.json", MANIFEST][killed_at]
     ]
@@ -118,7 +123,7 @@ def test_killed_while_it_is_described_it_can_be_described_again(
     else:
         with pytest.raises(RunDirError):
             _read(run)
-    run.Write("mt.M4Tiny", "", swapped)
+    run.Write("mt.M4Tiny", "", mt_artifacts(swapped))
     assert dict(run.vocabs) == swapped and run.Params().task.num_experts == 8
 
 
@@ -173,7 +178,7 @@ def test_a_run_without_a_list_is_refused_with_a_remedy(run):
 
 def test_the_list_of_another_run_does_not_fit(run, tmp_path, vocabs):
     other = RunDir(tmp_path / "other")
-    other.Write("mt.M4Tiny", "task.num_experts=16", vocabs)
+    other.Write("mt.M4Tiny", "task.num_experts=16", mt_artifacts(vocabs))
     shutil.copy(other.path / MANIFEST, run.path)
     with pytest.raises(RunDirError, match=r"experiment\.json was changed"):
         run.Task()
@@ -204,7 +209,8 @@ def test_a_vocabulary_that_is_none_is_named(run):
 # --- what somebody else may have written
 
 
-_WHOLE = {"model": "mt.M4Tiny", "params_override": "", "vocab": {"source": "s", "target": "t"}}
+_WHOLE = {"model": "mt.M4Tiny", "params_override": "", "files": ["s", "t"], "input": {}}
+_OLD = {"model": "mt.M4Tiny", "params_override": "", "vocab": {"source": "s", "target": "t"}}
 
 
 @pytest.mark.parametrize(
@@ -214,8 +220,8 @@ _WHOLE = {"model": "mt.M4Tiny", "params_override": "", "vocab": {"source": "s", 
         ("null", "must be an object with .*but is null"),
         ('"model"', "must be an object with .*but is 'model'"),
         ("[1]", r"must be an object with .*but is \[1\]"),
-        ("{}", "model and params_override and vocab missing"),
-        ('{"model": "mt.M4Tiny"}', "params_override and vocab missing"),
+        ("{}", "model and params_override and files and input missing"),
+        ('{"model": "mt.M4Tiny"}', "params_override and files and input missing"),
         ("{", "not JSON"),
         ("", "not JSON"),
         ("NaN", "must be an object with"),
@@ -227,14 +233,17 @@ _WHOLE = {"model": "mt.M4Tiny", "params_override": "", "vocab": {"source": "s", 
         (_WHOLE | {"model": ["mt.M4Tiny"]}, r"model must be a string, but is \['mt"),
         (_WHOLE | {"params_override": None}, "params_override must be a string, but is null"),
         (_WHOLE | {"params_override": {}}, "params_override must be a string, but is {}"),
-        (_WHOLE | {"vocab": "vocab"}, "vocab must be an object with the strings source and target"),
-        (_WHOLE | {"vocab": ["s", "t"]}, "vocab must be an object"),
-        (_WHOLE | {"vocab": {"source": "s"}}, "vocab must be an object"),
-        (_WHOLE | {"vocab": {"source": "s", "target": 1}}, "vocab must be an object"),
-        (_WHOLE | {"vocab": {"source": "s", "target": "t\0"}}, "vocab must be an object"),
-        (_WHOLE | {"languages": "de"}, "languages must be a list of strings, but is 'de'"),
-        (_WHOLE | {"languages": [1, 2]}, r"languages must be a list of strings, but is \[1, 2\]"),
-        (_WHOLE | {"languages": None}, "languages must be a list of strings, but is null"),
+        (_OLD | {"vocab": "vocab"}, "vocab must be an object with the strings source and target"),
+        (_OLD | {"vocab": ["s", "t"]}, "vocab must be an object"),
+        (_OLD | {"vocab": {"source": "s"}}, "vocab must be an object"),
+        (_OLD | {"vocab": {"source": "s", "target": 1}}, "vocab must be an object"),
+        (_OLD | {"vocab": {"source": "s", "target": "t\0"}}, "vocab must be an object"),
+        (_OLD | {"languages": "de"}, "languages must be a list of strings, but is 'de'"),
+        (_OLD | {"languages": [1, 2]}, r"languages must be a list of strings, but is \[1, 2\]"),
+        (_OLD | {"languages": None}, "languages must be a list of strings, but is null"),
+        (_WHOLE | {"files": "vocab"}, "files must be a list of strings"),
+        (_WHOLE | {"files": ["s", 1]}, "files must be a list of strings"),
+        (_WHOLE | {"input": ["de"]}, "input must be an object"),
         (_WHOLE | {"began_from": "/old"}, "began_from must be an object with logdir"),
         (_WHOLE | {"began_from": {"logdir": "/old"}}, "began_from must be an object"),
         (_WHOLE | {"began_from": BEGAN | {"logdir": 1}}, "began_from must be an object"),
@@ -267,11 +276,35 @@ def test_a_program_of_another_shape_is_refused(run, content):
 )
 def test_a_path_that_leads_out_of_the_run_is_refused(run, outside):
     (run.path.parent / "secret").write_bytes((run.path / "vocab/source.model").read_bytes())
-    _change(run, vocab={"source": "vocab/source.model", "target": outside})
-    message = rf"experiment\.json: vocab\.target is '{re.escape(outside)}', which is not in the run"
+    _change(run, files=["vocab/source.model", outside])
+    message = rf"experiment\.json: lists '{re.escape(outside)}', which is not in the run"
     for read in (lambda: run.vocabs, run.Task):
         with pytest.raises(RunDirError, match=message):
             read()
+
+
+def test_a_run_of_an_older_version_is_read(run, vocabs):
+    new = json.loads((run.path / "experiment.json").read_bytes())
+    old = {key: new[key] for key in ("model", "params_override", "began_from")}
+    names = {"source": "vocab/source.model", "target": "vocab/target.model"}
+    _describe(run, json.dumps(old | {"languages": ["de", "sw"], "vocab": names}))
+    assert run.experiment == new
+    assert dict(run.vocabs) == vocabs and run.languages == ["de", "sw"]
+
+
+def test_a_run_of_another_task_is_no_run_of_translation(run):
+    _change(run, files=[], input={})
+    with pytest.raises(RunDirError, match=r"keeps no vocab/source\.model: it is no run of a tran"):
+        _ = run.vocabs
+    _change(run, input={"languages": "de"})
+    with pytest.raises(RunDirError, match="languages must be a list of strings"):
+        _ = run.languages
+
+
+@pytest.mark.parametrize("name", ["train/metrics.jsonl", "experiment.json", "checkpoints"])
+def test_an_input_keeps_nothing_in_place_of_the_runs_own_files(run, name):
+    with pytest.raises(RunDirError, match=f"{name}.* is a place of the run itself"):
+        run.Write("mt.M4Tiny", "", RunArtifacts({name: b""}))
 
 
 @pytest.mark.parametrize("name", ["vocab/source.model", "vocab", "experiment.json", "params.txt"])
@@ -285,7 +318,7 @@ def test_a_link_that_leads_out_of_the_run_is_neither_read_nor_written(run, vocab
         _ = run.vocabs
     before = outside.is_file() and outside.read_bytes()
     with pytest.raises(RunDirError, match="leads out of the run"):
-        run.Write("mt.M4Tiny", "", vocabs)
+        run.Write("mt.M4Tiny", "", mt_artifacts(vocabs))
     assert before == (outside.is_file() and outside.read_bytes())
 
 

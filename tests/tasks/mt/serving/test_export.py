@@ -16,13 +16,15 @@ from damage import full_disk
 from numpy.testing import assert_allclose, assert_array_equal
 from tensorflow.python.tools import saved_model_cli
 
+from lingvo_moe.core.directories import OutputError
 from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
 from lingvo_moe.core.manifest import ManifestError, verify_manifest
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.run_description import RunDirError
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions
-from lingvo_moe.tasks.mt.runs.directories import OutputError
-from lingvo_moe.tasks.mt.runs.run_dir import RunDir, RunDirError
+from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
+from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 from lingvo_moe.tasks.mt.serving.export import export, load_translator
 from lingvo_moe.tasks.mt.serving.saved_translator import ABOUT, MANIFEST, SavedTranslator
 
@@ -253,7 +255,7 @@ def test_export_that_fails_leaves_nothing(translator, tmp_path, monkeypatch):
 def test_run_dir_round_trip(tmp_path, vocab):
     run = RunDir(tmp_path / "run")
     assert not run.exists
-    run.Write("mt.M4Tiny", "task.num_experts=4", {"source": vocab, "target": vocab})
+    run.Write("mt.M4Tiny", "task.num_experts=4", mt_artifacts({"source": vocab, "target": vocab}))
     assert run.exists
     assert run.vocabs == NestedMap(source=vocab, target=vocab)
     assert run.Task().p.num_experts == 4
@@ -267,9 +269,9 @@ def test_what_goes_wrong_is_said(tmp_path, vocab):
         load_translator(tmp_path)
     run = RunDir(tmp_path)
     with pytest.raises(ValueError, match="M4Tinny"):
-        run.Write("mt.M4Tinny", "", {"source": vocab, "target": vocab})
+        run.Write("mt.M4Tinny", "", mt_artifacts({"source": vocab, "target": vocab}))
     assert not run.exists
-    run.Write("mt.M4Tiny", "", {"source": vocab, "target": vocab})
+    run.Write("mt.M4Tiny", "", mt_artifacts({"source": vocab, "target": vocab}))
     with pytest.raises(CheckpointError, match="checkpoints"):
         load_translator(tmp_path)
     (tmp_path / "vocab" / "target.model").unlink()
@@ -283,7 +285,9 @@ def test_checkpoints_that_do_not_fit(tmp_path, vocab):
     toy.save_run(tmp_path, vocab)
     with pytest.raises(CheckpointError, match=r"no such checkpoint; there are \[7\]"):
         load_translator(tmp_path, step=8)
-    RunDir(tmp_path).Write("mt.M4Tiny", "task.model_dim=32", {"source": vocab, "target": vocab})
+    RunDir(tmp_path).Write(
+        "mt.M4Tiny", "task.model_dim=32", mt_artifacts({"source": vocab, "target": vocab})
+    )
     with pytest.raises(CheckpointError, match=r"not of this run's model: .* in the model"):
         load_translator(tmp_path)
     for file in (tmp_path / "checkpoints").rglob("*"):

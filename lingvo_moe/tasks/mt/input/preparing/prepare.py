@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from lingvo_moe.core import files
+from lingvo_moe.core.directories import PREPARED, check_replaceable
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.input import prepared, split
 from lingvo_moe.tasks.mt.input.errors import DataError
@@ -39,7 +40,6 @@ from lingvo_moe.tasks.mt.input.scan import Progress, Scan, quiet
 from lingvo_moe.tasks.mt.input.shards import PAIRS_PER_SHARD, shard_file
 from lingvo_moe.tasks.mt.input.vocab_cache import VocabOptions, load_vocabularies
 from lingvo_moe.tasks.mt.input.vocabulary import VocabularyTooLarge
-from lingvo_moe.tasks.mt.runs.directories import PREPARED, check_replaceable
 
 _VERSION = 2  # change it when the same settings would give other data
 _SMALL = 2_000_000  # bytes that one process reads before others would have started

@@ -13,7 +13,7 @@ class RunDirError(ValueError):
 
 
 class BeganFrom(TypedDict):
-    """The run that another run began from; see Beginning.about of init_from.py."""
+    """The run that another run began from; see Beginning.about of engine/init_from.py."""
 
     logdir: str
     step: int
@@ -21,12 +21,20 @@ class BeganFrom(TypedDict):
 
 
 class Experiment(TypedDict):
-    """`experiment.json`; see RunDir.Write."""
+    """`experiment.json`; see RunDir.Write.
+
+    Keys:
+        model: the experiment's name.
+        params_override: its overrides.
+        files: paths of the files that its input keeps in the run's directory.
+        input: what else its input keeps.
+        began_from: the run whose weights it began with.
+    """
 
     model: str
     params_override: str
-    vocab: dict[str, str]
-    languages: NotRequired[list[str]]
+    files: list[str]
+    input: dict[str, Any]
     began_from: NotRequired[BeganFrom]
 
 
@@ -51,7 +59,18 @@ def read_experiment(file: Path, content: bytes) -> Experiment:
     Raises:
         RunDirError: not JSON, or not of the shape of Experiment; names the key and the value.
     """
-    return _checked(file, _read_json(file, content), _EXPERIMENT, ("languages", "began_from"))
+    found = _read_json(file, content)
+    if isinstance(found, dict) and "vocab" in found:
+        found = _modernised(file, found)
+    return _checked(file, found, _EXPERIMENT, ("began_from",))
+
+
+def _modernised(file: Path, found: dict[str, Any]) -> dict[str, Any]:
+    """An older run's experiment.json as runs have it now: there, all runs were of translation."""
+    old = _checked(file, found, _OLD_EXPERIMENT, ("languages", "began_from"))
+    new = {key: value for key, value in old.items() if key not in ("vocab", "languages")}
+    about = {"languages": old["languages"]} if "languages" in old else {}
+    return {**new, "files": list(old["vocab"].values()), "input": about}
 
 
 def write_program(about: ProgramAbout) -> bytes:
@@ -140,7 +159,18 @@ def _is_beginning(value: Any) -> bool:
 
 
 _TEXT = (_is_text, "a string")
+_BEGAN_FROM = (
+    _is_beginning,
+    "an object with logdir, a string, step, a number, and kept, two numbers for each name",
+)
 _EXPERIMENT: _Shape = {
+    "model": _TEXT,
+    "params_override": _TEXT,
+    "files": (lambda v: _is_list(v, _is_text), "a list of strings"),
+    "input": (lambda v: isinstance(v, dict), "an object"),
+    "began_from": _BEGAN_FROM,
+}
+_OLD_EXPERIMENT: _Shape = {
     "model": _TEXT,
     "params_override": _TEXT,
     "vocab": (
@@ -148,10 +178,7 @@ _EXPERIMENT: _Shape = {
         "an object with the strings source and target",
     ),
     "languages": (lambda v: _is_list(v, _is_text), "a list of strings"),
-    "began_from": (
-        _is_beginning,
-        "an object with logdir, a string, step, a number, and kept, two numbers for each name",
-    ),
+    "began_from": _BEGAN_FROM,
 }
 _PROGRAM: _Shape = {
     "name": _TEXT,

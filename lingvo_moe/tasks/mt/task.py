@@ -1,0 +1,121 @@
+"""MtTask: what trainer and planner ask of every translation model; see BaseTask.
+
+Letters: B batch, S source time, T target time, V vocabulary, U task (language).
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from lingvo_moe.core.artifacts import RunArtifacts
+from lingvo_moe.core.base_input import BaseInput
+from lingvo_moe.core.base_task import BaseTask, NamedRows, TaskError
+from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.step import Step
+from lingvo_moe.tasks.mt.input.artifacts import languages_of, vocabs_of
+from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
+
+_SOURCE, _TARGET, _LANGUAGES = "source pieces", "target pieces", "languages"
+
+
+class MtTask(BaseTask):
+    """The base of translation models, which MtInput feeds."""
+
+    UNIT = "tokens"
+    SIZES: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **BaseTask.SIZES,
+        "G": ("task.num_groups",),
+        "E": ("task.num_experts",),
+        "H": ("task.hidden_dim", "task.expert_hidden_dim"),
+        "N": ("task.num_heads",),
+        "A": ("task.num_kv_heads",),
+        "V": ("task.source_vocab_size", "task.target_vocab_size"),
+        "M": ("task.model_dim",),
+        "K": ("task.key_dim",),
+    }
+    DIVIDED = "BGEHNAV"
+
+    @classmethod
+    def CheckInput(cls, task: HyperParams, inputs: HyperParams) -> None:
+        """See BaseTask: the model has an embedding for each id, and batches fall into equal groups."""
+        for side in ("source", "target"):
+            path = f"{side}_vocab_size"
+            if inputs.Get(path) > task.Get(path):
+                raise TaskError(
+                    f"input.{path}={inputs.Get(path)} is more than task.{path}={task.Get(path)}: "
+                    "the model has no embedding for some of the ids; set both to the same"
+                )
+            rows, length, groups = inputs.batch_size, inputs.Get(f"{side}_length"), task.num_groups
+            if task.num_experts and groups and rows * length % groups:
+                raise TaskError(
+                    f"task.num_groups={groups}: a batch of input.batch_size={rows} rows of "
+                    f"input.{side}_length={length} does not fall into that many equal groups; choose a divisor "
+                    f"of {rows * length}"
+                )
+
+    def BatchCounts(self, batch: NestedMap) -> dict[str, int]:
+        """See BaseTask."""
+        (b, s), (_, t) = batch.src.ids.shape, batch.tgt.ids.shape
+        return {"source_tokens": b * s, "target_tokens": b * t}
+
+    def LeastActivationBytes(self, batch: NestedMap) -> int:
+        """See BaseTask: embeddings, and one head's attention in one layer, of two bytes a number."""
+        (b, s), (_, t) = batch.src.ids.shape, batch.tgt.ids.shape
+        return 2 * b * (s + t) * self.p.model_dim + 2 * b * max(s, t) ** 2
+
+    def SizeParams(self, path: str, letter: str) -> tuple[str, ...]:
+        """See BaseTask; the layers of a stack are those of its side."""
+        if letter == "L":
+            side = "encoder" if "encoder" in path else "decoder"
+            return (f"task.num_{side}_layers",)
+        return super().SizeParams(path, letter)
+
+    def NamedRows(self) -> dict[str, NamedRows]:
+        """See BaseTask: rows of embeddings are pieces, rows of task embeddings languages."""
+        return _named_rows(self.VariableSpecs())
+
+    def RowNames(self, kind: str, artifacts: RunArtifacts) -> list[str]:
+        """See BaseTask."""
+        return _row_names(kind, artifacts)
+
+    def DecodeStep(self, inputs: BaseInput) -> Step:
+        """See BaseTask: one step of the beam search."""
+        from lingvo_moe.tasks.mt.decoding.decode_step import decode_step  # which imports engines
+
+        return decode_step(self, inputs.p.batch_size, inputs.p.source_length)
+
+    def ProgressNote(self, metrics: NestedMap) -> str:
+        """See BaseTask: the overflow rate of the worst MoE layer."""
+        shares = [
+            v.max() for path, v in metrics.FlattenItems() if path.endswith(".over_capacity_ratio")
+        ]
+        return f"{max(shares):.1%} dropped at worst" if shares else ""
+
+
+def _named_rows(specs: NestedMap) -> dict[str, NamedRows]:
+    """The variables with named rows, in a tree of VariableSpecs; see BaseTask.NamedRows."""
+    found = {}
+    for path, spec in specs.FlattenItems():
+        if "V" in spec.letters:
+            kind = _SOURCE if path.startswith("source_embedding") else _TARGET
+            found[path] = NamedRows(kind, spec.letters.index("V"), "vocab_size")
+        elif "U" in spec.letters:
+            found[path] = NamedRows(_LANGUAGES, spec.letters.index("U"), "num_tasks")
+    return found
+
+
+def _row_names(kind: str, artifacts: RunArtifacts) -> list[str]:
+    """The names of the rows of one kind; see BaseTask.RowNames.
+
+    Raises:
+        TaskError: the artifacts do not say the languages.
+        DataError: they hold no vocabulary, or a damaged one.
+    """
+    if kind == _LANGUAGES:
+        languages = languages_of(artifacts)
+        if languages is None:
+            raise TaskError("the run that weights are taken from does not say its languages")
+        return languages
+    vocabs = vocabs_of(artifacts)
+    vocabulary = Vocabulary(vocabs.source if kind == _SOURCE else vocabs.target)
+    return vocabulary.Pieces(range(vocabulary.size))

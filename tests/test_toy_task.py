@@ -1,0 +1,74 @@
+"""The task contract: a toy task trains, resumes, is inspected and planned, and nothing of `tasks/` is imported."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import toy_task
+
+_DRIVER = """
+import json, sys, toy_task
+from lingvo_moe import planning, trainer
+run, common = sys.argv[1], ["--model=toy_task.Line", "--mesh=data:8"]
+override = "train.summary_interval_steps=1;task.optimizer.learning_rate.warmup_steps=1"
+train = [*common, f"--logdir={run}", "--num_devices=8", f"--model_params_override={override}"]
+for mode in ("inspect_params", "inspect_model"):
+    assert trainer.main([*common, f"--mode={mode}"]) == 0
+assert trainer.main([*train, "--max_steps=4"]) == 0
+assert trainer.main([*train, "--max_steps=6"]) == 0
+assert trainer.main([*train, "--max_steps=6", "--data_dir=here"]) == 2
+plan = planning.make_plan(planning.Request("toy_task.Line", "v3:2x2", mesh="data:8"), None)
+print("PLAN", json.dumps(plan))
+print("IMPORTED", [m for m in sys.modules if m.startswith(("lingvo_moe.tasks", "params"))])
+"""
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """The run's directory, and what the process printed."""
+    run = tmp_path_factory.mktemp("toy") / "run"
+    tests = str(Path(toy_task.__file__).parent)
+    path = os.pathsep.join([tests, os.getcwd(), os.environ.get("PYTHONPATH", "")])
+    found = subprocess.run(
+        [sys.executable, "-c", _DRIVER, str(run)],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stderr
+    return run, found.stdout, found.stderr
+
+
+def test_the_framework_imports_no_task(done):
+    assert "IMPORTED []" in done[1]
+
+
+def test_it_is_a_whole_task_of_at_most_sixty_lines():
+    assert len(Path(toy_task.__file__).read_text(encoding="utf-8").splitlines()) <= 60
+
+
+def test_it_is_inspected(done):
+    assert "task.optimizer.learning_rate" in done[1]
+    assert "total: 1 variables, 8 parameters" in done[1]
+
+
+def test_it_trains_and_resumes(done):
+    run, _, errors = done
+    rows = [json.loads(line) for line in (run / "train" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert rows[-1]["examples"] == 16 and rows[-1]["examples_per_second"] > 0
+    assert "resuming at step 4" in errors and " examples/s" in errors
+    assert json.loads((run / "experiment.json").read_text())["files"] == []
+    assert "--data_dir=here: toy_task.Line reads no directory of data" in errors
+
+
+def test_it_is_planned(done):
+    (line,) = [line for line in done[1].splitlines() if line.startswith("PLAN ")]
+    plan = json.loads(line.removeprefix("PLAN "))
+    assert plan["memory"]["fits"] and plan["batch"] == {"examples": 16}
+    assert plan["time"]["examples_per_second"] > 0 and plan["time"]["budget_examples"] == 0
+    assert {row["kind"] for row in plan["collectives"]} == {"all-reduce"}

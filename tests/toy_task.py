@@ -1,0 +1,60 @@
+"""A whole task: a linear model, numbers to fit, and an experiment, `toy_task.Line`. B row, M feature."""
+
+import numpy as np
+import tensorflow as tf
+
+from lingvo_moe.core import registry
+from lingvo_moe.core.base_input import ArraySpec, BaseInput, BatchIterator
+from lingvo_moe.core.base_layer import WeightParams
+from lingvo_moe.core.base_task import BaseTask
+from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.nested_map import NestedMap
+
+
+class LinearModel(BaseTask):
+    def __init__(self, params):
+        super().__init__(params)
+        self.CreateVariable("w", WeightParams((8,), "M", WeightInit.Gaussian(1.0)))
+
+    def FProp(self, theta, batch, seed=None):
+        y = tf.einsum("BM,M->B", self.Shard(batch.x, "BM"), theta.w)
+        loss = tf.reduce_mean((y - batch.y) ** 2)
+        return loss, NestedMap(loss=loss, examples=tf.cast(tf.size(y), tf.float32))
+
+    def FlopsByPart(self, batch):
+        return {"linear": 2 * batch.x.shape[0] * 8}
+
+
+class Numbers(BaseInput):
+    def BatchSpec(self):
+        shape = self.p.batch_size, 8
+        return NestedMap(
+            x=ArraySpec(shape, "float32", "BM"), y=ArraySpec(shape[:1], "float32", "B")
+        )
+
+    def __iter__(self):
+        return _Batches()
+
+
+class _Batches(BatchIterator):
+    _made = 0
+
+    def __next__(self):
+        self._made += 1
+        x = np.random.default_rng(self._made).normal(size=(16, 8)).astype(np.float32)
+        return NestedMap(x=x, y=x.sum(1))
+
+    def GetState(self):
+        return {"made": self._made}
+
+    def SetState(self, state):
+        self._made = state["made"]
+
+
+@registry.Register
+class Line(registry.Experiment):
+    def Task(self):
+        return LinearModel.Params().Set(name="line", activation_split={"B": "data"})
+
+    def Input(self):
+        return Numbers.Params().Set(batch_size=16)
