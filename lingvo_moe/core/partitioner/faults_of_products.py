@@ -89,20 +89,22 @@ class Dot:
 
 
 def cuts_the_batch_anew(dot: Dot) -> bool:
-    """The batch is cut over one set of devices in the operands and, into as many parts as the sum,
-    over those of the sum in the result: the elements come out in another order.
+    """Whether a batch dimension that the operands shard over some devices is sharded, in the result, over
+    those of the sum: its elements come out in another order.
 
     Not where the result has a copy for each part of the sum, or an own dimension of an operand in as
-    many parts: then these are taken.
+    many parts: XLA takes these for the sum instead. The other batch dimensions do not matter.
     """
     summed, same = dot.summed
     count = math.prod(summed)
-    in_lhs, in_rhs, in_result = dot.batch
+    lhs = parts(dot.lhs, dot.dims("lhs_batch_dims"))
+    rhs = parts(dot.rhs, dot.dims("rhs_batch_dims"))
+    result = parts(dot.result, range(len(lhs)))
     return (
         count > 1
         and summed == same
-        and in_lhs == in_rhs > 1
-        and in_result == count
+        and lhs == rhs
+        and any(before > 1 and after == count for before, after in zip(lhs, result))
         and count not in dot.own
         and dot.result.copies % count != 0
     )

@@ -91,15 +91,33 @@ class Convolution:
             if self._has_feature_groups:
                 per_group = self._operands[1].arrays[0].dims[self._summed[1]]
                 return per_group == 1 == summed[self._reference] and self._exchanges()
-            return self._exchanges() if self._cut_windows() else min(summed) > 1
+            if self._cut_windows():
+                return self._exchanges()
+            return min(summed) > 1 or max(parts(self._lhs, self._left)) > 1
         if not self._exchanges():
             return False
         if min(summed) > 1:
             alike = (
                 self._lhs.copies == self._rhs.copies and summed[0] == summed[1] and max(own) == 1
             )
-            return alike and parts(self._lhs, self._left) == parts(self._rhs, self._right)
+            left, right = parts(self._lhs, self._left), parts(self._rhs, self._right)
+            return alike and (left == right or max(right) > 1)
         return own[self._reference] == 1
+
+    def LosesBatch(self) -> bool:
+        """Whether the kernel, larger than the image, is sharded along the summed features and has a copy
+        for each part of the batch, while the image is sharded along the batch and the windows: the image
+        is sharded as the kernel, and parts of the batch are lost.
+        """
+        summed = parts(self._lhs, [self._summed[0]])[0], parts(self._rhs, [self._summed[1]])[0]
+        return (
+            self._is_plain
+            and not (self._has_feature_groups or self._has_batch_groups)
+            and self._reference == 1
+            and summed[0] == 1 < summed[1]
+            and max(parts(self._lhs, self._left)) > 1
+            and 1 < parts(self._lhs, [self._own[0]])[0] <= self._rhs.copies
+        )
 
     def _exchanges(self) -> bool:
         """Whether the left operand's parts are close enough to their windows that they are exchanged:

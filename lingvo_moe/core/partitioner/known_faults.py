@@ -40,6 +40,7 @@ FLAG_HELP = (
 
 SCATTER = "scatter of unevenly cut updates"
 COPIES = "convolution summed over copies"
+LOST_BATCH = "convolution by a kernel sharded along its input features"
 PADDED_WINDOWS = "kernel gradient of windows in padding"
 POOLING = "gradient of overlapping max pooling"
 BATCH = "product with its batch cut anew"
@@ -60,6 +61,11 @@ _TEXTS = {
         "though {copies} hold the same part: the result is too large",
         "cut the batch along the mesh axis that is idle, or bring the operands into as many parts as "
         "there are devices",
+    ),
+    LOST_BATCH: (
+        "the image, sharded along rows or columns and the batch, is sharded as the larger kernel, along the "
+        "input features, and parts of the batch are lost",
+        "shard the image along its features too, or replicate the kernel",
     ),
     PADDED_WINDOWS: (
         "the kernel's gradient takes the last windows, which lie in padding alone, from elements that "
@@ -226,6 +232,8 @@ def _in_convolution(at: _At) -> _Found:
     what = windows.Convolution(at.instruction, at.operands, at.shardings[:2])
     if what.AddsUpCopies():
         yield COPIES, {"copies": what.copies}
+    elif what.LosesBatch():
+        yield LOST_BATCH, {}
     elif what.SkipsPadding():
         yield PADDED_WINDOWS, {}
 
