@@ -4,8 +4,8 @@
 
 Two programs, each in two forms, for 2 to 2048 partitions:
 
-* dot: matrices sharded along the contracting dimension, so that partial products must be added;
-* reshard: from a tensor sharded along its rows to one sharded along its columns: an all-to-all.
+* dot: matrices sharded along the contracted dimension, so that partial results have to be summed;
+* reshard: a tensor sharded along rows that is needed along columns: every part goes to every device.
 
 'spmd' is one annotated program, lowered by our path and partitioned by XLA. 'mpmd' is what a partitioner
 without SPMD has to emit: the operations of every device, written out, with the transfers between them.

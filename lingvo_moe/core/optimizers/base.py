@@ -1,6 +1,6 @@
 """Optimizer: new weights and slots from old ones and gradients, as a pure function.
 
-Letters in slot specs are those of the variables; a slot is sharded as its variable is.
+Letters in slot specs are those of the variables; a slot is sharded like its variable.
 """
 
 from dataclasses import replace
