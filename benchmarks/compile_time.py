@@ -11,13 +11,14 @@ machine the figures mean little.
 import json
 import os
 import statistics
-import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.core import files
+from lingvo_moe.core import checks, files
+from lingvo_moe.core.flags import Flags
 from reproduction import goldens, making
 from reproduction.requests import COMPILED, REQUESTS
 from tools import _cli
@@ -26,33 +27,29 @@ PLANS = Path(__file__).resolve().parent.parent / "docs" / "plans"
 _MEASURED = ("lower_seconds", "compile_seconds", "program_bytes")
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = _cli.Parser(prog="python -m benchmarks.compile_time", description=__doc__)
-    add = parser.add_argument
-    add("--rounds", type=int, default=2, help="times that each is compiled (%(default)s)")
-    add("--devices", default="", help=f"some of {', '.join(map(str, COMPILED))}, comma-separated")
-    add(
-        "--output",
-        type=_cli.local_path,
-        default=str(PLANS / f"{goldens.COMPILE_TIME}.json"),
-        help="(%(default)s)",
-    )
-    args = parser.parse_args(argv)
-    _cli.check_at_least(parser, args, rounds=1)
-    devices = _cli.names(args.devices) or tuple(map(str, COMPILED))
-    if not set(devices) <= set(map(str, COMPILED)):
-        parser.error(f"--devices={args.devices}: some of {', '.join(map(str, COMPILED))}")
-    try:
-        _cli.check_output_file(args.output)
-        result = run([int(d) for d in devices], args.rounds)
-    except (ValueError, OSError) as e:
-        print(f"compile_time: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ncompile_time: interrupted; nothing was written", file=sys.stderr)
-        return 130
+def define_flags() -> Flags:
+    """The command's flags."""
+    flags = Flags("python -m benchmarks.compile_time", __doc__)
+    flags.DEFINE_integer("rounds", 2, "compile each program this many times", checks.SIZE)
+    known = ", ".join(map(str, COMPILED))
+    flags.DEFINE_list("devices", tuple(map(str, COMPILED)), f"numbers of devices: {known}")
+    flags.DEFINE_path("output", str(PLANS / f"{goldens.COMPILE_TIME}.json"), "the file to write")
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = define_flags().Parse(argv)
+    known = list(map(str, COMPILED))
+    if not args.devices or not set(args.devices) <= set(known):
+        args.Fail(f"--devices={','.join(args.devices)}: some of {', '.join(known)}")
+    return _cli.attempt("compile_time", lambda: _run(args), "interrupted; nothing was written")
+
+
+def _run(args: Flags) -> int:
+    _cli.check_output_file(args.output)
+    result = run([int(d) for d in args.devices], args.rounds)
     files.write_atomic(args.output, (goldens.to_text(goldens.compact(result))).encode())
-    tell(result)
+    show(result)
     return 0
 
 
@@ -115,8 +112,8 @@ def host() -> str:
     return f"{cores} CPU cores" + (f" ({names[0]})" if names else "")
 
 
-def tell(result: dict[str, Any]) -> None:
-    """Prints medians, and the last by the first."""
+def show(result: dict[str, Any]) -> None:
+    """Prints the medians, and the ratios of the last to the first."""
     first, last = result["entries"][0], result["entries"][-1]
     for entry in result["entries"]:
         figures = ", ".join(f"{key} {entry[key]:,.1f}" for key in _MEASURED)
@@ -126,4 +123,4 @@ def tell(result: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _cli.run(main)

@@ -51,7 +51,7 @@ class Contender:
         os.sched_setaffinity(self._process.pid, sorted(os.sched_getaffinity(0))[-threads:])
 
     def WaitUntilReady(self) -> None:
-        """Raises RuntimeError, with what it complained of, where it ends instead."""
+        """Raises ChildProcessError, with what it complained of, where it ends instead."""
         self.about = json.loads(self._Line("ready ").removeprefix("ready "))
 
     def Step(self) -> None:
@@ -76,7 +76,7 @@ class Contender:
             if line.startswith(start):
                 return line
         errors = self._process.communicate()[1].strip()
-        raise RuntimeError(f"{self.name} ended: {errors[-2000:]}")
+        raise ChildProcessError(f"{self.name} ended: {errors[-2000:]}")
 
 
 def take_turns(
@@ -88,10 +88,10 @@ def take_turns(
         commands: of each contender, by name.
         threads: of each.
         rounds: steps of each.
-        leave_out: whether those that end before they are ready are told and left out.
+        leave_out: whether to report and leave out those that end before they are ready.
 
     Raises:
-        RuntimeError: one ended.
+        ChildProcessError: one ended.
     """
     contenders: list[Contender] = []
 
@@ -100,7 +100,7 @@ def take_turns(
         contenders.append(contender)
         try:
             contender.WaitUntilReady()
-        except RuntimeError as e:
+        except ChildProcessError as e:
             if not leave_out:
                 raise
             print(f"left out: {e}", file=sys.stderr, flush=True)

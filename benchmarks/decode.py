@@ -7,10 +7,9 @@ tokens, exactly 30 tokens out; batches of 1 and 32, greedy and with a beam of 4;
 tokens, with as many out for each, and for all as many as for the longest. Each contender is a process of its
 own, alone on its core while it runs: they take steps in turn, and the table has each one's least CPU time.
 PEERS is the environment that benchmarks/install_peers.sh makes; without it only our own contenders run.
---update writes the table into docs/decode_speed.md.
+--update writes the table into docs/speed.md.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -19,9 +18,11 @@ from typing import Any
 from benchmarks.compile_time import host
 from benchmarks.contenders import ROOT, Contender, take_turns, update_page
 from benchmarks.decode_kinds import NAMES, OURS, PEERS
+from lingvo_moe.core import checks
+from lingvo_moe.core.flags import Flags
 from tools import _cli
 
-PAGE = ROOT / "docs" / "decode_speed.md"
+PAGE = ROOT / "docs" / "speed.md"
 SIZE = {
     "model_dim": 512,
     "hidden_dim": 2048,
@@ -30,6 +31,7 @@ SIZE = {
     "num_layers": 6,
     "num_experts": 8,
 }
+_BATCHES = ("1", "32", "mixed")
 MIXED = [5 + 55 * i // 31 for i in range(32)]
 
 
@@ -55,50 +57,40 @@ SETTINGS = {
 }
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
-    points: dict[str, list[Contender]] = {}
-    try:
-        for setting in args.settings:
-            kinds = [kind for kind in args.names if _can(kind, SETTINGS[setting])]
-            points[setting] = measure(args, kinds, {**SIZE, **SETTINGS[setting], "threads": 1})
-        text = table(points, args.rounds)
-        print(text)
-        if args.update:
-            update_page(PAGE, "benchmarks.decode", f"{text}\n\nMeasured on {host()}.")
-    except (RuntimeError, ValueError, OSError) as e:
-        print(f"decode: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ndecode: interrupted; nothing was written", file=sys.stderr)
-        return 130
-    return 0
+def define_flags() -> Flags:
+    """The command's flags."""
+    flags = Flags("python -m benchmarks.decode", __doc__)
+    flags.DEFINE_string("peers", "", "the Python of the peers' environment")
+    flags.DEFINE_list("only", (), f"contenders: some of {', '.join(NAMES)}")
+    flags.DEFINE_list("batches", _BATCHES, f"some of {','.join(_BATCHES)}")
+    flags.DEFINE_integer("rounds", 8, "timed steps of each contender", checks.SIZE)
+    flags.DEFINE_boolean("update", False, f"write the table into {PAGE.relative_to(ROOT)}")
+    return flags
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The flags, checked; `names` and `settings` as lists."""
-    parser = _cli.Parser(prog="python -m benchmarks.decode", description=__doc__)
-    add = parser.add_argument
-    add("--peers", default="", help="the Python of the peers' environment")
-    add("--only", default="", help=f"some of {', '.join(NAMES)}, comma-separated")
-    add("--batches", default="", help="some of 1,32,mixed, comma-separated (default: all)")
-    add("--rounds", type=int, default=8, help="steps of each that are timed (%(default)s)")
-    add("--update", action="store_true", help=f"write the table into {PAGE.relative_to(ROOT)}")
-    args = parser.parse_args(argv)
-    _cli.check_at_least(parser, args, rounds=1)
+def main(argv: Sequence[str] | None = None) -> int:
+    args = define_flags().Parse(argv)
     known = NAMES if args.peers else OURS
-    args.names = list(_cli.names(args.only) or known)
-    if not set(args.names) <= set(known):
-        parser.error(f"--only={args.only}: some of {', '.join(known)} (peers need --peers)")
-    batches = _cli.names(args.batches) or ("1", "32", "mixed")
-    if not set(batches) <= {"1", "32", "mixed"}:
-        parser.error(f"--batches={args.batches}: some of 1, 32, mixed")
-    args.settings = [
-        name
-        for name, setting in SETTINGS.items()
-        if ("mixed" if " of " in name else str(setting["batch"])) in batches
-    ]
-    return args
+    if not set(args.only) <= set(known):
+        shown = ",".join(args.only)
+        args.Fail(f"--only={shown}: some of {', '.join(known)} (peers need --peers)")
+    if not args.batches or not set(args.batches) <= set(_BATCHES):
+        args.Fail(f"--batches={','.join(args.batches)}: some of {', '.join(_BATCHES)}")
+    return _cli.attempt("decode", lambda: _run(args), "interrupted; nothing was written")
+
+
+def _run(args: Flags) -> int:
+    names = args.only or tuple(NAMES if args.peers else OURS)
+    points: dict[str, list[Contender]] = {}
+    for name, setting in SETTINGS.items():
+        if ("mixed" if " of " in name else str(setting["batch"])) in args.batches:
+            kinds = [kind for kind in names if _can(kind, setting)]
+            points[name] = measure(args, kinds, {**SIZE, **setting, "threads": 1})
+    text = table(points, args.rounds)
+    print(text)
+    if args.update:
+        update_page(PAGE, "benchmarks.decode", f"{text}\n\nMeasured on {host()}.")
+    return 0
 
 
 def _can(kind: str, setting: dict[str, Any]) -> bool:
@@ -108,13 +100,13 @@ def _can(kind: str, setting: dict[str, Any]) -> bool:
     return setting["beam"] == 1 or kind in PEERS or not OURS[kind].full
 
 
-def measure(args: argparse.Namespace, kinds: list[str], size: dict[str, Any]) -> list[Contender]:
+def measure(args: Flags, kinds: list[str], size: dict[str, Any]) -> list[Contender]:
     """All of these kinds at one setting."""
     commands = {kind: [*_script(args, kind), kind, json.dumps(size)] for kind in kinds}
     return take_turns(commands, size["threads"], args.rounds)
 
 
-def _script(args: argparse.Namespace, kind: str) -> list[str]:
+def _script(args: Flags, kind: str) -> list[str]:
     if kind in PEERS:
         return [args.peers, str(ROOT / "benchmarks" / "peers" / "decode_peers.py")]
     return [sys.executable, "-m", "benchmarks.decode_worker"]
@@ -150,4 +142,4 @@ def table(points: dict[str, list[Contender]], rounds: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _cli.run(main)

@@ -63,36 +63,35 @@ def build(kind: Kind, size: dict[str, Any]) -> tuple[Any, int]:
     """A tf.Module whose `search` gives the number of tokens found, and the number of parameters."""
     import tensorflow as tf
 
+    from lingvo_moe.core import kernels
     from lingvo_moe.core.decode.flat_beam_search import SearchOptions
-    from lingvo_moe.core.layers import panels
-    from lingvo_moe.core.layers.held_weights import HeldWeights
+    from lingvo_moe.core.kernels import tensorflow
     from lingvo_moe.core.nested_map import NestedMap
-    from lingvo_moe.core.op_by_op import running_op_by_op
     from lingvo_moe.core.sharding import single_device, use_mesh
-    from lingvo_moe.tasks.mt.decoding.decode_step import Decoder
+    from lingvo_moe.tasks.mt.decoding.fast_decoder import FastDecoder
+    from lingvo_moe.tasks.mt.decoding.fast_model import FastModel
 
     model = _model(kind, size)
     with use_mesh(single_device()):
         theta = _weights(model)
-        parameters = sum(int(np.prod(w.shape)) for w in theta.Flatten())
-        with panels.arranging(kind.weights):
-            arranged = model.ForInference(theta)
+    parameters = sum(int(np.prod(w.shape)) for w in theta.Flatten())
     module = tf.Module()
-    module.weights = HeldWeights(arranged)
+    module.model = FastModel(model, theta, kind.weights)
     target = max(size["target_lengths"])
     options = SearchOptions(size["beam"], 1)
     module.shortlist = shortlist(size) if kind.shortlist else None
-    decoder = Decoder(model, options, target, shortlist=module.shortlist)
+    decoder = FastDecoder(
+        module.model, options, target, model.p.target_vocab_size, module.shortlist
+    )
 
     def search(ids: tf.Tensor, lengths: tf.Tensor, longest: tf.Tensor) -> tf.Tensor:
-        with use_mesh(single_device()), running_op_by_op():
-            theta = module.weights.Theta()
+        with use_mesh(single_device()), kernels.using(tensorflow):
             at = tf.range(tf.shape(ids)[1])[tf.newaxis]
             real = tf.cast(at < lengths[:, tf.newaxis], tf.int32)
             src = NestedMap(ids=ids * real, segment_ids=real, segment_pos=at * real)
             if kind.full:
-                return _full(model, theta, src, target)
-            return tf.reduce_sum(decoder.Search(theta, src, longest).lengths_BK)
+                return _full(module.model, src, target)
+            return tf.reduce_sum(decoder.Search(src, longest).lengths_BK)
 
     signature = [tf.TensorSpec([None] * rank, tf.int32) for rank in (2, 1, 1)]
     module.search = tf.function(search, input_signature=signature, autograph=False)
@@ -148,13 +147,14 @@ def _weights(model: Any) -> Any:
     return theta
 
 
-def _full(model: Any, theta: Any, src: Any, length: int) -> Any:
+def _full(fast: Any, src: Any, length: int) -> Any:
     """Greedy decoding without caches: the number of tokens."""
     import tensorflow as tf
 
     from lingvo_moe.core.layers import masks
     from lingvo_moe.core.nested_map import NestedMap
 
+    model, theta = fast.form, fast.Tensors()
     encoded = model.Encode(theta, src)
 
     def step(time: tf.Tensor, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -170,7 +170,7 @@ def _full(model: Any, theta: Any, src: Any, length: int) -> Any:
         )
         x = model._embed(theta, "target_embedding", tgt, None)
         y, _ = model.decoder.FProp(theta.decoder, x, aux)
-        logits = model.softmax.FProp(theta.softmax, y[:, -1:])
+        logits = model.softmax.FProp(theta.target_embedding, y[:, -1:])
         best = tf.argmax(logits, -1, output_type=tf.int32)
         return time + 1, tf.concat([ids, best], 1)
 

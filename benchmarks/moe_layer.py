@@ -11,21 +11,23 @@ a time as fit into the memory; each such group has the reference, --reference, i
 The fastest of the products in the run is what percentages are of. PEERS is the environment that
 benchmarks/install_peers.sh makes; without it only our own contenders run. --cost compares numbers of
 experts instead, at smaller M and H, since the weights of 2048 experts would not fit into the memory.
---update writes tables and pictures into docs/moe_speed.md.
+--update writes tables and pictures into docs/speed.md.
 """
 
-import argparse
 import json
 import statistics
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.compile_time import host
 from benchmarks.contenders import ROOT, Contender, take_turns, update_page
-from lingvo_moe.core import files
+from lingvo_moe.core import checks, files
+from lingvo_moe.core.flags import Flags
 from tools import _cli
 
-PAGE = ROOT / "docs" / "moe_speed.md"
+PAGE = ROOT / "docs" / "speed.md"
 OURS = {
     "tf_graph.index": "here: `tf_graph`, index",
     "tf_graph.dropless": "here: `tf_graph`, dropless",
@@ -62,81 +64,103 @@ COST_NAMES = (
     "torch_batched",
     "tf_graph.matmul",
 )
+_MEMORY = checks.NOT_NEGATIVE
 SIZE: dict[str, Any] = {"groups": 4, "group_size": 1024, "model_dim": 512, "hidden_dim": 2048}
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
+@dataclass(frozen=True)
+class Request:
+    """What to measure.
+
+    Attributes:
+        names: of the contenders.
+        experts: numbers of experts.
+        threads: numbers of cores.
+        size: of the layer.
+    """
+
+    names: list[str]
+    experts: list[int]
+    threads: list[int]
+    size: dict[str, Any]
+
+
+def define_flags() -> Flags:
+    """The command's flags."""
+    flags = Flags("python -m benchmarks.moe_layer", __doc__)
+    flags.DEFINE_string("peers", "", "the Python of the peers' environment")
+    flags.DEFINE_string("peers_lingvo", "", "the Python of Lingvo's environment")
+    flags.DEFINE_list("only", (), f"contenders: some of {', '.join(NAMES)}")
+    flags.DEFINE_enum("reference", "tf_graph.index", tuple(NAMES), "contender in every group")
+    flags.DEFINE_boolean("cost", False, "measure cost against the number of experts")
+    default = f"default: 8,32,128; with --cost {COST_EXPERTS}"
+    flags.DEFINE_parsed("experts", (), f"numbers of experts ({default})", _sizes)
+    flags.DEFINE_parsed("threads", (1,), "numbers of cores for each contender", _sizes)
+    flags.DEFINE_integer("rounds", 7, "measured steps of each contender", checks.SIZE)
+    flags.DEFINE_float(
+        "memory_gb", 0.0, "memory for contenders that run at a time; 0: what is free", _MEMORY
+    )
+    flags.DEFINE_path("output", "", "a JSON file for the figures")
+    flags.DEFINE_path("plot", "", "a PNG file for a picture of them")
+    flags.DEFINE_boolean("update", False, f"write into {PAGE.relative_to(ROOT)}")
+    return flags
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """Reads numbers from 1, with commas between them."""
+    found = _cli.names(text)
+    if not all(v.isdigit() and int(v) > 0 for v in found):
+        raise ValueError("must be numbers from 1, comma-separated")
+    return tuple(map(int, found))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = define_flags().Parse(argv)
+    wanted = request(args)
+    return _cli.attempt("moe_layer", lambda: _run(args, wanted), "interrupted; nothing was written")
+
+
+def _run(args: Flags, wanted: Request) -> int:
     points = []
-    try:
-        for threads in args.threads:
-            for experts in args.experts:
-                size = {**args.size, "num_experts": experts, "threads": threads}
-                done = {p["name"] for p in points if p["threads"] == threads}
-                points += measure(args, size, [n for n in args.names if _has_experts(n, done)])
-    except (RuntimeError, OSError) as e:
-        print(f"moe_layer: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nmoe_layer: interrupted; nothing was written", file=sys.stderr)
-        return 130
-    result = {"rounds": args.rounds, "host": host(), "size": args.size, "points": points}
-    text = "\n\n".join(table(result, threads) for threads in args.threads)
+    for threads in wanted.threads:
+        for experts in wanted.experts:
+            size = {**wanted.size, "num_experts": experts, "threads": threads}
+            done = {p["name"] for p in points if p["threads"] == threads}
+            points += measure(args, size, [n for n in wanted.names if _has_experts(n, done)])
+    result = {"rounds": args.rounds, "host": host(), "size": wanted.size, "points": points}
+    text = "\n\n".join(table(result, threads) for threads in wanted.threads)
     print(text)
     if args.output:
         files.write_atomic(args.output, (json.dumps(result, indent=1) + "\n").encode())
     if args.update:
-        block = f"benchmarks.moe_layer {'cost' if args.cost else args.threads[0]}"
+        block = f"benchmarks.moe_layer {'cost' if args.cost else wanted.threads[0]}"
         update_page(PAGE, block, text + f"\n\nMeasured on {host()}.")
     if args.plot:
         plot(result, args.plot)
     return 0
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The flags, checked; `experts` and `threads` as lists, `size` and `names` with them."""
-    parser = _cli.Parser(prog="python -m benchmarks.moe_layer", description=__doc__)
-    add = parser.add_argument
-    add("--peers", default="", help="the Python of the peers' environment")
-    add("--peers_lingvo", default="", help="the Python of Lingvo's, which is one of its own")
-    add("--only", default="", help=f"some of {', '.join(NAMES)}, comma-separated")
-    add("--reference", default="tf_graph.index", help="in every group (%(default)s)")
-    add("--cost", action="store_true", help="cost against the number of experts")
-    add("--experts", default="", help=f"numbers of experts (8,32,128; with --cost {COST_EXPERTS})")
-    add("--threads", default="1", help="cores for each, comma-separated (%(default)s)")
-    add("--rounds", type=int, default=7, help="steps of each that count (%(default)s)")
-    add("--memory_gb", type=float, default=0, help="for those alive at a time; 0: what is free")
-    add("--output", type=_cli.local_path, default="", help="a JSON file for the figures")
-    add("--plot", type=_cli.local_path, default="", help="a PNG file for a picture of them")
-    add("--update", action="store_true", help=f"write into {PAGE.relative_to(ROOT)}")
-    args = parser.parse_args(argv)
-    _cli.check_at_least(parser, args, rounds=1, memory_gb=0)
-    for name, text in (
-        ("experts", args.experts or (COST_EXPERTS if args.cost else "8,32,128")),
-        ("threads", args.threads),
-    ):
-        values = _cli.names(text)
-        if not values or not all(v.isdigit() and int(v) > 0 for v in values):
-            parser.error(f"--{name}={text}: numbers from 1, comma-separated")
-        setattr(args, name, [int(v) for v in values])
-    if min(args.experts) < 2:
-        parser.error("--experts: top-2 routing needs two or more")
-    there = [n for n in (COST_NAMES if args.cost else NAMES) if _python(args, n)]
-    args.names = list(_cli.names(args.only)) or there
-    for name in [*args.names, args.reference]:
+def request(args: Flags) -> Request:
+    """What the flags ask for. Ends the process where they do not go together."""
+    experts = args.experts or _sizes(COST_EXPERTS if args.cost else "8,32,128")
+    if min(experts) < 2:
+        args.Fail("--experts: top-2 routing needs two or more")
+    if not args.threads:
+        args.Fail("--threads is empty: name numbers of cores")
+    available = [n for n in (COST_NAMES if args.cost else NAMES) if _python(args, n)]
+    names = list(args.only) or available
+    for name in [*names, args.reference]:
         if name not in NAMES:
-            parser.error(f"{name!r}: contenders are {', '.join(NAMES)}")
+            args.Fail(f"--only={name}: contenders are {', '.join(NAMES)}")
         if not _python(args, name):
-            parser.error(f"{name} needs --peers{'_lingvo' * name.startswith('lingvo')}")
+            args.Fail(f"{name} needs --peers{'_lingvo' * name.startswith('lingvo')}")
     if args.update and len(args.threads) > 1:
-        parser.error("--update writes the table of one number of --threads")
-    args.size = {**SIZE, **(COST if args.cost else {})}
-    return args
+        args.Fail("--update writes the table of one number of --threads")
+    size = {**SIZE, **(COST if args.cost else {})}
+    return Request(names, list(experts), list(args.threads), size)
 
 
-def measure(
-    args: argparse.Namespace, size: dict[str, Any], names: list[str]
-) -> list[dict[str, Any]]:
+def measure(args: Flags, size: dict[str, Any], names: list[str]) -> list[dict[str, Any]]:
     """These contenders at one size."""
     points = []
     for group in groups(args, size, names):
@@ -147,7 +171,7 @@ def measure(
     return points
 
 
-def groups(args: argparse.Namespace, size: dict[str, Any], names: list[str]) -> list[list[str]]:
+def groups(args: Flags, size: dict[str, Any], names: list[str]) -> list[list[str]]:
     """Who is alive together, so that memory suffices."""
     room = args.memory_gb * 1e9 or _free_bytes()
     weights = 8 * size["num_experts"] * size["model_dim"] * size["hidden_dim"]
@@ -253,14 +277,14 @@ def _has_experts(name: str, done: set[str]) -> bool:
     return not (name.endswith(SAME_FOR_ALL_E) and name in done)
 
 
-def _python(args: argparse.Namespace, name: str) -> str:
+def _python(args: Flags, name: str) -> str:
     """The interpreter of a contender, '' where there is none."""
     if name.startswith("lingvo"):
         return args.peers_lingvo
     return args.peers if name in PEERS else sys.executable
 
 
-def _command(args: argparse.Namespace, name: str, size: dict[str, Any]) -> list[str]:
+def _command(args: Flags, name: str, size: dict[str, Any]) -> list[str]:
     script = ["-m", "benchmarks.moe_layer_worker"]
     if name in PEERS:
         library = "lingvo" if name.startswith("lingvo") else "torch"
@@ -275,4 +299,4 @@ def _free_bytes() -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _cli.run(main)

@@ -18,7 +18,6 @@ for what goes from all to all, of which the CPU's makes N slices. Each number is
 one at a time. A form that has taken longer than --limit is not tried for more partitions.
 """
 
-import argparse
 import json
 import os
 import re
@@ -30,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compile_time import host
-from lingvo_moe.core import files
+from lingvo_moe.core import checks, files
+from lingvo_moe.core.flags import Flags
 from tools import _cli
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,38 +44,39 @@ _MEASURED = ("trace_seconds", "compile_seconds", "instructions", "program_bytes"
 _ROWS, _COLUMNS = 8, 16
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = _cli.Parser(prog="python -m benchmarks.partition_scaling", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("--partitions", default=",".join(map(str, COUNTS)), help="(%(default)s)")
-    add("--forms", default=",".join(FORMS), help="(%(default)s)")
-    add("--rounds", type=int, default=1, help="times that each is compiled, the best counts")
-    add("--limit", type=int, default=120, help="seconds for one (%(default)s)")
-    add("--output", type=_cli.local_path, default="", help="a JSON file for the figures")
-    add("--plot", type=_cli.local_path, default="", help="a PNG file for a picture of them")
-    args = parser.parse_args(argv)
-    _cli.check_at_least(parser, args, rounds=1, limit=1)
-    forms = _cli.names(args.forms)
-    if not forms or not set(forms) <= set(FORMS):
-        parser.error(f"--forms={args.forms}: some of {', '.join(FORMS)}")
-    try:
-        counts = sorted({int(n) for n in _cli.names(args.partitions)})
-    except ValueError:
-        parser.error(f"--partitions={args.partitions}: numbers, comma-separated")
-    if not counts or counts[0] < 2:
-        parser.error(f"--partitions={args.partitions}: two or more each")
-    try:
-        for flag in ("output", "plot"):
-            if path := getattr(args, flag):
-                _cli.check_output_file(path, f"--{flag}")
-        result = run(counts, forms, args.rounds, args.limit)
-    except (ValueError, OSError) as e:
-        print(f"partition_scaling: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\npartition_scaling: interrupted; nothing was written", file=sys.stderr)
-        return 130
+def define_flags() -> Flags:
+    """The command's flags."""
+    flags = Flags("python -m benchmarks.partition_scaling", __doc__)
+    flags.DEFINE_parsed("partitions", COUNTS, "numbers of partitions, from 2", _counts)
+    flags.DEFINE_list("forms", FORMS, f"some of {', '.join(FORMS)}")
+    flags.DEFINE_integer("rounds", 1, "compile each this many times; the best counts", checks.SIZE)
+    flags.DEFINE_integer("limit", 120, "seconds for one compilation at most", checks.SIZE)
+    flags.DEFINE_path("output", "", "a JSON file for the figures")
+    flags.DEFINE_path("plot", "", "a PNG file for a picture of them")
+    return flags
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    """Reads numbers from 2, with commas between them."""
+    found = _cli.names(text)
+    if not found or not all(n.isdigit() and int(n) > 1 for n in found):
+        raise ValueError("must be numbers from 2, comma-separated")
+    return tuple(sorted({int(n) for n in found}))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = define_flags().Parse(argv)
+    if not args.forms or not set(args.forms) <= set(FORMS):
+        args.Fail(f"--forms={','.join(args.forms)}: some of {', '.join(FORMS)}")
+    interrupted = "interrupted; nothing was written"
+    return _cli.attempt("partition_scaling", lambda: _run(args), interrupted)
+
+
+def _run(args: Flags) -> int:
+    for flag in ("output", "plot"):
+        if path := getattr(args, flag):
+            _cli.check_output_file(path, f"--{flag}")
+    result = run(list(args.partitions), args.forms, args.rounds, args.limit)
     print("\n" + table(result))
     if args.output:
         files.write_atomic(args.output, (json.dumps(result, indent=1) + "\n").encode())
@@ -270,4 +271,4 @@ def plot(result: dict[str, Any], path: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _cli.run(main)

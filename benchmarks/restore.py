@@ -9,10 +9,9 @@ much verifying the digests lengthens them. Files are read from the page cache; a
 
 import os
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -20,10 +19,12 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import numpy as np
 
+from lingvo_moe.core import checks
 from lingvo_moe.core.engine.checkpoint_digests import verify_step
 from lingvo_moe.core.engine.checkpoints import Checkpointer
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Mesh
 from tools import _cli
@@ -31,18 +32,23 @@ from tools import _cli
 _VARIABLES = 20
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = _cli.Parser(prog="python -m benchmarks.restore", description=__doc__)
-    parser.add_argument("--megabytes", type=int, default=400, help="of the state (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=9, help="times of each (%(default)s)")
-    args = parser.parse_args(argv)
-    _cli.check_at_least(parser, args, megabytes=1, rounds=1)
-    try:
+def define_flags() -> Flags:
+    """The command's flags."""
+    flags = Flags("python -m benchmarks.restore", __doc__)
+    flags.DEFINE_integer("megabytes", 400, "size of the state", checks.SIZE)
+    flags.DEFINE_integer("rounds", 9, "measure each operation this many times", checks.SIZE)
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = define_flags().Parse(argv)
+
+    def work() -> int:
         with tempfile.TemporaryDirectory() as directory:
             measure(directory, args.megabytes, args.rounds)
-    except KeyboardInterrupt:
-        return 130
-    return 0
+        return 0
+
+    return _cli.attempt("restore", work)
 
 
 def measure(directory: str, megabytes: int, rounds: int) -> None:
@@ -94,4 +100,4 @@ def _medians(times: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _cli.run(main)

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,8 @@ import psutil
 from benchmarks import broken_uploads
 from benchmarks.compile_time import host
 from benchmarks.contenders import ROOT, update_page
+from lingvo_moe.core import checks
+from lingvo_moe.core.flags import Flags
 from lingvo_moe.tasks.mt.input.dev_set import DevSet
 from tools import _cli
 
@@ -43,37 +45,26 @@ _SETTLED = 10.0  # seconds, after which memory is first looked at
 _POOL = 400  # lines that requests are made of, so that each is asked for again and again
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = _cli.Parser(prog="python -m benchmarks.serve", description=__doc__)
-    add = parser.add_argument
-    add(
-        "--saved_model",
-        type=_cli.portable_path,
-        required=True,
-        metavar="DIR",
-        help="what tools.export wrote",
-    )
-    add(
-        "--data_dir",
-        type=_cli.local_path,
-        required=True,
-        metavar="CORPUS",
-        help="whose held-out lines are sent",
-    )
-    add("--clients", type=int, default=8, help="polite ones (%(default)s)")
-    add("--seconds", type=float, default=60, help="of load (%(default)s)")
-    add("--broken_uploads", type=int, default=10_000, help="after the load (%(default)s)")
-    add("--update", action="store_true", help=f"write into {PAGE.relative_to(ROOT)}")
-    args = parser.parse_args(argv)
-    _cli.check_at_least(parser, args, clients=1, seconds=2 * _SETTLED, broken_uploads=2)
-    try:
-        uploads = args.broken_uploads // 2 * 2
-        result = run(args.saved_model, args.data_dir, args.clients, args.seconds, uploads)
-    except (ValueError, OSError, RuntimeError) as e:
-        print(f"serve: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+def define_flags() -> Flags:
+    """The command's flags."""
+    flags = Flags("python -m benchmarks.serve", __doc__)
+    flags.DEFINE_path("saved_model", None, "what tools.export wrote", required=True, portable=True)
+    flags.DEFINE_path("data_dir", None, "the corpus whose held-out lines are sent", required=True)
+    flags.DEFINE_integer("clients", 8, "polite clients", checks.SIZE)
+    flags.DEFINE_float("seconds", 60.0, "time under load", checks.Number(2 * _SETTLED))
+    flags.DEFINE_integer("broken_uploads", 10_000, "uploads after the load", checks.Integer(2))
+    flags.DEFINE_boolean("update", False, f"write into {PAGE.relative_to(ROOT)}")
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = define_flags().Parse(argv)
+    return _cli.attempt("serve", lambda: _run(args))
+
+
+def _run(args: Flags) -> int:
+    uploads = args.broken_uploads // 2 * 2
+    result = run(args.saved_model, args.data_dir, args.clients, args.seconds, uploads)
     text = table(result)
     print(text)
     if args.update:
@@ -174,7 +165,7 @@ def _server(saved_model: str) -> Iterator[tuple[psutil.Process, int, float]]:
         while "ready after" not in said:
             line = process.stderr.readline()
             if not line:
-                raise RuntimeError(f"the server ended: {said[-2000:]}")
+                raise ChildProcessError(f"the server ended: {said[-2000:]}")
             said += line
         threading.Thread(target=process.stderr.read, daemon=True).start()
         port = re.search(r"serving at http://127\.0\.0\.1:(\d+)", said)
@@ -187,7 +178,7 @@ def _server(saved_model: str) -> Iterator[tuple[psutil.Process, int, float]]:
         process.terminate()
         process.wait(60)
     if process.returncode:
-        raise RuntimeError(f"the server ended with {process.returncode}")
+        raise ChildProcessError(f"the server ended with {process.returncode}")
 
 
 def _until(end: float, log: Log, client: Callable, port: int, *more: Any) -> None:
@@ -357,4 +348,4 @@ def table(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _cli.run(main)

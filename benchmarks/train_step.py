@@ -17,9 +17,11 @@ from typing import Any
 
 from benchmarks.compile_time import host
 from benchmarks.contenders import ROOT, Contender, take_turns, update_page
+from lingvo_moe.core import checks
+from lingvo_moe.core.flags import Flags
 from tools import _cli
 
-PAGE = ROOT / "docs" / "moe_speed.md"
+PAGE = ROOT / "docs" / "speed.md"
 
 OURS = {
     "tf_graph": "here, `--engine=tf_graph`",
@@ -45,34 +47,38 @@ SIZE: dict[str, Any] = {
 }
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = _cli.Parser(prog="python -m benchmarks.train_step", description=__doc__)
-    add = parser.add_argument
-    add("--peers", default="", help="the Python of the peers' environment")
-    add("--only", default="", help=f"some of {', '.join([*OURS, *PEERS])}, comma-separated")
-    add("--rounds", type=int, default=7, help="steps of each that are timed (%(default)s)")
-    add("--dropout", type=float, default=0.0, help="on embeddings, residuals, hidden layers")
-    add("--threads", type=int, default=1, help="cores for each (%(default)s)")
-    add("--update", action="store_true", help=f"write the table into {PAGE.relative_to(ROOT)}")
-    args = parser.parse_args(argv)
+def define_flags() -> Flags:
+    """The command's flags."""
+    flags = Flags("python -m benchmarks.train_step", __doc__)
+    flags.DEFINE_string("peers", "", "the Python of the peers' environment")
+    flags.DEFINE_list("only", (), f"contenders: some of {', '.join([*OURS, *PEERS])}")
+    flags.DEFINE_integer("rounds", 7, "timed steps of each contender", checks.SIZE)
+    flags.DEFINE_float(
+        "dropout", 0.0, "dropout of embeddings, residuals, hidden layers", checks.NOT_NEGATIVE
+    )
+    flags.DEFINE_integer("threads", 1, "cores for each contender", checks.SIZE)
+    flags.DEFINE_boolean("update", False, f"write the table into {PAGE.relative_to(ROOT)}")
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = define_flags().Parse(argv)
     known = {**OURS, **(PEERS if args.peers else {})}
-    kinds = _cli.names(args.only) or tuple(known)
-    if not set(kinds) <= set(known):
-        parser.error(f"--only={args.only}: some of {', '.join(known)} (peers need --peers)")
-    _cli.check_at_least(parser, args, rounds=1, threads=1, dropout=0)
+    if not set(args.only) <= set(known):
+        shown = ",".join(args.only)
+        args.Fail(f"--only={shown}: some of {', '.join(known)} (peers need --peers)")
+    kinds = args.only or tuple(known)
+    interrupted = "interrupted; nothing was written"
+    return _cli.attempt("train_step", lambda: _run(args, kinds), interrupted)
+
+
+def _run(args: Flags, kinds: Sequence[str]) -> int:
     size = {**SIZE, "dropout": args.dropout, "threads": args.threads}
-    try:
-        contenders = run(kinds, args.peers, size, args.rounds)
-        text = table(contenders, size, args.rounds)
-        print(text)
-        if args.update:
-            update_page(PAGE, "benchmarks.train_step", f"{text}\n\nMeasured on {host()}.")
-    except (RuntimeError, ValueError, OSError) as e:
-        print(f"train_step: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ntrain_step: interrupted; nothing was written", file=sys.stderr)
-        return 130
+    contenders = run(kinds, args.peers, size, args.rounds)
+    text = table(contenders, size, args.rounds)
+    print(text)
+    if args.update:
+        update_page(PAGE, "benchmarks.train_step", f"{text}\n\nMeasured on {host()}.")
     bad = [c.name for c in contenders if not learns(c)]
     if bad:
         print(f"train_step: no loss that falls: {', '.join(bad)}", file=sys.stderr)
@@ -118,4 +124,4 @@ def table(contenders: list[Contender], size: dict[str, Any], rounds: int) -> str
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _cli.run(main)

@@ -167,7 +167,7 @@ class _Names:
 
     def Exchange(self, what: spmd.Communication) -> Exchange:
         op_line = self.Line(what.op)
-        line = self.Line(what.asked_by) or self.Line(what.cut_by) or op_line
+        line = self.Line(what.asked_by) or self.Line(what.annotated_by) or op_line
         return Exchange(what, self._moved(what), line, op_line)
 
     def _moved(self, what: spmd.Communication) -> str:

@@ -1,6 +1,5 @@
 """The one entry point for jobs: flags -> registry -> engine."""
 
-import argparse
 import contextlib
 import os
 import sys
@@ -13,111 +12,29 @@ from typing import TYPE_CHECKING
 
 from lingvo_moe.core import registry
 from lingvo_moe.core.base_input import BaseInput
-from lingvo_moe.core.class_names import TRUST_RUN_HELP
 from lingvo_moe.core.command import run as run_command
 from lingvo_moe.core.command import say
-from lingvo_moe.core.engine.base import ENGINES, ONE_DEVICE_ENGINES, Compiled, Engine
+from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES, Compiled, Engine
+from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.quiet import quiet
 from lingvo_moe.core.run_description import ProgramAbout
 from lingvo_moe.core.run_dir import RunDir
 from lingvo_moe.core.run_lock import RunLock
 from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.core.suggest import did_you_mean
 from lingvo_moe.trainer_checks import (
-    UsageError,
     check_began_from,
     check_data_dir,
     check_divisible,
     check_flags,
-    check_numbers,
     has_begun,
     prepare_run_dir,
 )
+from lingvo_moe.trainer_flags import parse_flags
 
 if TYPE_CHECKING:  # they import TensorFlow and JAX
     from lingvo_moe.core.base_task import BaseTask
     from lingvo_moe.core.engine.initial_weights import InitialWeights
-
-_ABOUT = """Trains an experiment, goes on with a run, or shows what an experiment is.
-
-    python -m lingvo_moe.trainer --model=mt.M4Demo --data_dir=DATA --logdir=RUN --engine=tf_graph
-    python -m lingvo_moe.trainer --model=mt.M4Demo --data_dir=DATA --logdir=RUN --num_devices=8
-    python -m lingvo_moe.trainer --model=mt.M4MoE2048E36L --mode=inspect_model
-
-The first is the fastest on a CPU, the second shows a CPU as eight devices. Ctrl-C saves; the same command goes on. DATA
-is what tools.prepare makes, docs/experiments.md lists the experiments, and docs/guide.md leads from data to a server.
-"""
-MODES = ("sync", "inspect_model", "inspect_params")
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """The flags, with help that suffices."""
-    parser = argparse.ArgumentParser(
-        prog="python -m lingvo_moe.trainer",
-        description=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--model", default="", help="experiment, e.g. mt.M4Demo or mt.M4MoE2048E36L")
-    add(
-        "--mode",
-        default="sync",
-        help=f"one of {', '.join(MODES)}: train (and resume), or print (%(default)s)",
-    )
-    add("--logdir", default="", help="directory of the run: checkpoints, summaries, vocabularies")
-    add(
-        "--data_dir",
-        default="",
-        help="what tools.prepare made, or <lang>.tsv[.gz] files; see docs/data.md",
-    )
-    add("--engine", default="pjrt", help=f"one of {', '.join(ENGINES)} (%(default)s)")
-    add(
-        "--num_devices",
-        type=int,
-        default=0,
-        help="virtual CPU devices, of each process where there are several; 0: all there are (%(default)s)",
-    )
-    add("--mesh", default="", help="axis:size,...; default: train.mesh, over all devices")
-    add("--max_steps", type=int, default=None, help="shorthand for train.max_steps")
-    add(
-        "--model_params_override",
-        default="",
-        help="path=value;path=value, e.g. task.num_experts=16; --mode=inspect_params prints all paths",
-    )
-    add(
-        "--restart",
-        action="store_true",
-        help="begin at step 0 although --logdir holds a run, which is moved aside",
-    )
-    add(
-        "--init_from",
-        default="",
-        metavar="RUN",
-        help="begin with the weights of another run's newest checkpoint: rows of embeddings go by their pieces, "
-        "what is new, and the optimiser, begins anew; vocabularies may be others, sizes of layers not",
-    )
-    add("--init_from_step", type=int, default=None, help="another checkpoint of that run")
-    add("--trust_run", action="store_true", help=f"with --init_from: {TRUST_RUN_HELP}")
-    add("--coordinator_address", default="", help="host:port of process 0, for several processes")
-    add("--num_processes", type=int, default=1, help="processes of this job (%(default)s)")
-    add("--process_id", type=int, default=0, help="this process, from 0")
-    return parser
-
-
-def parse_flags(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The flags' values. Ends the process with status 2 for flags that do not exist."""
-    parser = make_parser()
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        known = [flag for action in parser._actions for flag in action.option_strings]
-        hints = [
-            f"{flag}{did_you_mean(flag, known)}" if flag.startswith("--") else flag
-            for flag in (text.split("=")[0] for text in unknown)
-        ]
-        parser.error(f"unknown: {', '.join(hints)}")
-    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -146,15 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Flags) -> int:
     """As main, without turning errors into messages."""
-    if not args.model:
-        raise UsageError("--model is needed: an experiment, e.g. --model=mt.M4Demo")
-    check_numbers(args)
-    for flag, known in (("mode", MODES), ("engine", ENGINES)):
-        value = getattr(args, flag)
-        if value not in known:
-            raise UsageError(f"--{flag}={value}: no such {flag}{did_you_mean(value, known)}")
     override = full_override(args)
     import_tensorflow(args.engine)
     check_data_dir(args)
@@ -196,7 +106,7 @@ def find_devices() -> None:
         devices.device_count()
 
 
-def full_override(args: argparse.Namespace) -> str:
+def full_override(args: Flags) -> str:
     """`--model_params_override` with the shorthand flags appended."""
     typed = args.model_params_override
     if typed.endswith("\\"):
@@ -209,7 +119,7 @@ def full_override(args: argparse.Namespace) -> str:
     return ";".join(parts)
 
 
-def train(args: argparse.Namespace, params: Params, override: str) -> int:
+def train(args: Flags, params: Params, override: str) -> int:
     """Mode sync: trains until the end, or until stopped; goes on where the run in --logdir stands."""
     # Imported here, since inspecting a model should not wait for them.
     from lingvo_moe.core.engine import devices, job
@@ -233,7 +143,7 @@ class Run:
         run_dir: of --logdir.
     """
 
-    args: argparse.Namespace
+    args: Flags
     params: Params
     override: str
     task: "BaseTask"
@@ -241,7 +151,7 @@ class Run:
     run_dir: RunDir
 
 
-def train_in_job(args: argparse.Namespace, params: Params, override: str) -> int:
+def train_in_job(args: Flags, params: Params, override: str) -> int:
     """As train, once the processes of the job have found each other."""
     from lingvo_moe.core.engine import devices
     from lingvo_moe.core.engine.base import make_engine
@@ -252,7 +162,7 @@ def train_in_job(args: argparse.Namespace, params: Params, override: str) -> int
     enable_compilation_cache()  # before anything is compiled
     there_are = 1 if args.engine in ONE_DEVICE_ENGINES else devices.device_count()
     mesh = make_mesh(params, args.mesh, there_are)
-    engine = make_engine(args.engine, mesh)
+    engine = make_engine(args.engine, mesh, args.known_faults)
     task = params.task.Instantiate()
     inputs = params.input.Instantiate()
     check_divisible(params, task, mesh)

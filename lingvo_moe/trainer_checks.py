@@ -1,14 +1,14 @@
 """What a job refuses to begin with, or to go on from: mistakes found before anything slow is done."""
 
-import argparse
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lingvo_moe.core import checks, registry
+from lingvo_moe.core import registry
 from lingvo_moe.core.command import say
 from lingvo_moe.core.directories import check_addable, check_logdir
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES
+from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.paths import check_local, check_portable
 from lingvo_moe.core.run_dir import RunDir
@@ -20,22 +20,12 @@ from lingvo_moe.core.suggest import did_you_mean
 if TYPE_CHECKING:  # it imports TensorFlow
     from lingvo_moe.core.base_task import BaseTask
 
-# Starting takes JAX 2 s with 4096 virtual devices, and 10 s with 10,000; most jobs have 8.
-MOST_DEVICES = 4096
-_NUMBERS = {
-    "num_devices": checks.Integer(0, MOST_DEVICES),
-    "max_steps": checks.COUNT,
-    "init_from_step": checks.COUNT,
-    "num_processes": checks.SIZE,
-    "process_id": checks.COUNT,
-}
-
 
 class UsageError(ValueError):
     """Flags that do not go together."""
 
 
-def check_flags(args: argparse.Namespace, params: Params) -> None:
+def check_flags(args: Flags, params: Params) -> None:
     """Raises UsageError for what --mode=sync cannot work with, before anything slow begins."""
     if not args.logdir:
         raise UsageError("--logdir is needed to train: the directory of the run")
@@ -69,7 +59,7 @@ def check_flags(args: argparse.Namespace, params: Params) -> None:
         raise UsageError(f"--logdir={args.logdir}: no permission to write in {place}")
 
 
-def check_paths(args: argparse.Namespace, params: Params) -> None:
+def check_paths(args: Flags, params: Params) -> None:
     """Checks every path of a job before anything is written.
 
     Raises:
@@ -90,7 +80,7 @@ def check_paths(args: argparse.Namespace, params: Params) -> None:
     check_logdir(args.logdir, {"--data_dir": data_dir} if data_dir else {})
 
 
-def check_data_dir(args: argparse.Namespace) -> None:
+def check_data_dir(args: Flags) -> None:
     """Raises UsageError for a --data_dir that the experiment's input does not read, RegistryError as GetParams."""
     if not args.data_dir:
         return
@@ -100,14 +90,6 @@ def check_data_dir(args: argparse.Namespace) -> None:
             f"--data_dir={args.data_dir}: {args.model} reads no directory of data ({data.cls.__name__} has no "
             "data_dir); leave the flag out"
         )
-
-
-def check_numbers(args: argparse.Namespace) -> None:
-    """Raises UsageError for a number in the flags that cannot be."""
-    try:
-        checks.check_fields(args, _NUMBERS)
-    except checks.ParamError as e:
-        raise UsageError(f"--{e}") from None
 
 
 def check_divisible(params: Params, task: "BaseTask", mesh: Mesh) -> None:
@@ -194,7 +176,7 @@ def prepare_run_dir(
         )
 
 
-def check_began_from(args: argparse.Namespace, run_dir: RunDir) -> None:
+def check_began_from(args: Flags, run_dir: RunDir) -> None:
     """Raises UsageError where --init_from is not what a run that has begun began from."""
     about = run_dir.began_from
     if not args.init_from or (

@@ -1,4 +1,4 @@
-"""A model whose random weights search variedly, lines for it, and what must not depend on a line's company.
+"""A model whose random weights search variedly, lines for it, and a check that a line's result is its own.
 
 Letters: B row, S source token.
 """
@@ -15,9 +15,9 @@ from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import single_device, use_mesh
 
 
-def make_model(vocab_size: int, **sizes: int) -> tuple[Any, NestedMap]:
-    """An mt.M4Demo with two heads of 32 and these sizes, and weights with which some lines end early, at different
-    steps."""
+def make_model(vocab_size: int, **sizes: Any) -> tuple[Any, NestedMap]:
+    """An mt.M4Demo with two heads of 32 and these parameters, and weights with which some lines end early, at
+    different steps."""
     params = registry.GetParams("mt.M4Demo", "").task.Set(
         source_vocab_size=vocab_size,
         target_vocab_size=vocab_size,
@@ -63,7 +63,7 @@ class Lines:
         together: NestedMap,
         more: Sequence[tuple[Sequence[int | None], int]],
     ) -> None:
-        """Fails unless a search finds for each line, to the bit, what it found for all of them together.
+        """Fails unless a search finds for each line, bit for bit, what it found for all of them together.
 
         Args:
             search: of Rows.

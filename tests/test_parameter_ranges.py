@@ -10,11 +10,11 @@ import tensorflow as tf
 import toy_translation
 from hypothesis import strategies as st
 
-from lingvo_moe.core import checks, registry
+from lingvo_moe.core import checks, kernels, registry
 from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.hyperparams import ParamError, Params
+from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.moe.routers.registry import ROUTERS
-from lingvo_moe.core.op_by_op import running_op_by_op
 from lingvo_moe.core.optimizers.base import Optimizer
 from lingvo_moe.core.optimizers.schedules import Schedule
 from lingvo_moe.core.sharding import single_device, use_mesh
@@ -133,7 +133,7 @@ def _step(p, task, inputs):
         batch.src.task_ids, batch.tgt.task_ids = (
             tf.zeros_like(x.ids) for x in (batch.src, batch.tgt)
         )
-    with use_mesh(single_device()), running_op_by_op():
+    with use_mesh(single_device()), kernels.using(tensorflow):
         state, metrics = task.TrainStep(state, batch)
     _stepped[key] = float(metrics.loss), float(metrics.skipped)
     return _stepped[key]

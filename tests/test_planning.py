@@ -216,7 +216,7 @@ def test_the_command_compares_recorded_plans(tmp_path):
 def test_the_command_tells_mistakes_in_a_line(flags, told, capsys):
     try:
         code = plan.main(flags)
-    except SystemExit as stop:  # argparse's way
+    except SystemExit as stop:
         code = stop.code
     assert code in (1, 2)
     assert told in capsys.readouterr().err

@@ -7,12 +7,14 @@ import subprocess
 import sys
 
 import pytest
+import trainer_testing
 
 from lingvo_moe import trainer
 from lingvo_moe.core.directories import check_logdir
 from lingvo_moe.core.run_lock import LOCK_FILE, RunLock
 from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+from lingvo_moe.trainer_checks import UsageError
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +36,7 @@ def _write(path, *lines):
 
 def _error(capfd, *flags):
     """The one line that flags lead to."""
-    assert trainer.main(flags) == 2
+    assert trainer_testing.status(*flags) == 2
     out, err = capfd.readouterr()
     progress = ("reading ", "sampling ", "training ", "tokenising ")
     lines = [line for line in err.splitlines() if not line.startswith(progress)]
@@ -49,15 +51,21 @@ TINY = "--model=mt.M4Tiny"
 @pytest.mark.parametrize(
     "flags, expected",
     [
-        ([], "--model is needed"),
+        ([], "--model is required"),
         (
             ["--model=mt.M4Tinny"],
             "--model='mt.M4Tinny': no such experiment (did you mean 'mt.M4Tiny",
         ),
         (["--model=M4Tiny"], "--model='M4Tiny': expected task.Experiment"),
         (["--model=mp.M4Tiny"], "no task 'mp' in params/ (known: mt)"),
-        ([TINY, "--mode=snyc"], "--mode=snyc: no such mode (did you mean 'sync'?)"),
-        ([TINY, "--engine=pjr"], "--engine=pjr: no such engine (did you mean 'pjrt'?)"),
+        (
+            [TINY, "--mode=snyc"],
+            "--mode=snyc: must be one of sync, inspect_model, inspect_params (did you mean 'sync",
+        ),
+        (
+            [TINY, "--engine=pjr"],
+            "--engine=pjr: must be one of pjrt, tf, tf_graph, tpu_strategy (did you mean 'pjrt",
+        ),
         ([TINY], "--logdir is needed"),
         ([TINY, "--logdir=RUN", "--data_dir="], "--data_dir is needed to train: a directory of"),
         (
@@ -286,10 +294,10 @@ def test_a_logdir_that_cannot_be_written_is_found_before_the_data_is_read(
 
 
 def test_unknown_flags(capfd):
-    with pytest.raises(SystemExit) as e:
-        trainer.main(["--modle=mt.M4Tiny", "--logdir=x", "extra"])
-    assert e.value.code == 2
-    assert "unknown: --modle (did you mean '--mode' or '--model' or" in capfd.readouterr().err
+    error = _error(capfd, "--modle=mt.M4Tiny", "--logdir=x", "extra")
+    assert error.startswith("error: no flag --modle (did you mean '--mode' or '--model' or")
+    error = _error(capfd, TINY, "extra")
+    assert error.startswith("error: unexpected argument 'extra'")
 
 
 # --- run directories
@@ -318,14 +326,14 @@ def _files(path):
 def test_another_experiment_in_the_same_logdir_is_refused_with_the_difference(tmp_path):
     run_dir = _run(tmp_path, "task.num_experts=16;train.max_steps=7")
     before = _files(run_dir.path)
-    with pytest.raises(trainer.UsageError) as e:
+    with pytest.raises(UsageError) as e:
         _prepare(run_dir, "mt.M4Tiny", "task.model_dim=32", restart=False)
     message = str(e.value)
     assert f"--logdir={run_dir.path} holds a run of mt.M4Tiny with other parameters" in message
     assert "> task.num_experts : 16\n< task.num_experts : 8" in message
     assert "> task.model_dim : 16\n< task.model_dim : 32" in message
     assert "max_steps" not in message
-    with pytest.raises(trainer.UsageError, match=r"holds a run of mt\.M4Tiny"):
+    with pytest.raises(UsageError, match=r"holds a run of mt\.M4Tiny"):
         _prepare(run_dir, "mt.M4Demo", "task.num_experts=16", restart=False)
     assert _files(run_dir.path) == before
 
@@ -339,7 +347,7 @@ def test_a_run_of_before_a_parameter_was_there_goes_on(tmp_path):
     file.write_text(file.read_text().replace(line, ""))
     run_dir.ListFiles()
     _prepare(run_dir, "mt.M4Tiny", "", restart=False)
-    with pytest.raises(trainer.UsageError, match=r"would run now:\n< task\.num_kv_heads : 1$"):
+    with pytest.raises(UsageError, match=r"would run now:\n< task\.num_kv_heads : 1$"):
         _prepare(run_dir, "mt.M4Tiny", "task.num_kv_heads=1", restart=False)
 
 
@@ -354,7 +362,7 @@ def test_an_experiment_that_was_changed_under_its_run_is_noticed(tmp_path):
     )
     (run_dir.path / "params.txt").write_text(was)
     run_dir.ListFiles()
-    with pytest.raises(trainer.UsageError, match=r"> task\.aux_loss_weight : 0\.5\n< task\.aux"):
+    with pytest.raises(UsageError, match=r"> task\.aux_loss_weight : 0\.5\n< task\.aux"):
         _prepare(run_dir, "mt.M4Tiny", "", restart=False)
 
 
@@ -375,12 +383,12 @@ def test_a_run_that_never_began_gives_way(tmp_path):
 def test_a_run_that_lacks_something_is_not_begun_anew(tmp_path):
     run_dir = _run(tmp_path)
     (run_dir.path / "experiment.json").unlink()
-    with pytest.raises(trainer.UsageError, match=r"experiment\.json is missing.*--restart"):
+    with pytest.raises(UsageError, match=r"experiment\.json is missing.*--restart"):
         _prepare(run_dir, "mt.M4Tiny", "", restart=False)
     run_dir = RunDir(tmp_path / "second")
     (run_dir.path / "train").mkdir(parents=True)
     (run_dir.path / "train/metrics.jsonl").write_text(json.dumps({"step": 3}) + "\n")
-    with pytest.raises(trainer.UsageError, match=r"no checkpoint of it; --restart"):
+    with pytest.raises(UsageError, match=r"no checkpoint of it; --restart"):
         _prepare(run_dir, "mt.M4Tiny", "", restart=False)
 
 

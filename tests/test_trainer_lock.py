@@ -163,7 +163,8 @@ def test_two_jobs_of_two_processes(tmp_path):
                 address = f"--coordinator_address=127.0.0.1:{s.getsockname()[1]}"
             job = []
             for number, logdir in enumerate(logdirs):
-                flags = [f"--logdir={logdir}", "--num_processes=2", f"--process_id={number}"]
+                flags = ["--model=mt.M4Tiny", f"--logdir={logdir}"]
+                flags += ["--num_processes=2", f"--process_id={number}"]
                 job.append(stack.enter_context(_start(_JOB, address, *flags)))
                 stack.callback(job[-1].kill)
             return job

@@ -1,11 +1,12 @@
 """Nonsense in parameters and flags of the trainer: one line with path, value and range, status 2, and nothing begun."""
 
 import pytest
+import trainer_testing
 
-from lingvo_moe import trainer
 from lingvo_moe.core import registry
 from lingvo_moe.core.sharding import Mesh, single_device
-from lingvo_moe.trainer_checks import MOST_DEVICES, UsageError
+from lingvo_moe.trainer_checks import UsageError
+from lingvo_moe.trainer_flags import MOST_DEVICES
 from lingvo_moe.trainer_memory import check_memory, machine_bytes
 
 GiB = 2**30
@@ -14,7 +15,7 @@ GiB = 2**30
 def _error(capfd, tmp_path, *flags):
     """The one line that flags lead to."""
     places = [f"--data_dir={tmp_path / 'data'}", f"--logdir={tmp_path / 'run'}"]
-    assert trainer.main(["--model=mt.M4Tiny", *places, *flags]) == 2
+    assert trainer_testing.status("--model=mt.M4Tiny", *places, *flags) == 2
     out, err = capfd.readouterr()
     assert out == "" and err.count("\n") == 1 and err.startswith("error: "), err
     assert not (tmp_path / "run").exists()

@@ -7,7 +7,6 @@ L step, X = J M.
 import io
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import ClassVar
 
 import numpy as np
 import sentencepiece
@@ -122,8 +121,6 @@ def save_export(path: str | os.PathLike) -> Translator:
 class ToyModel:
     """Attention without projections over embeddings: random, but depends on every token."""
 
-    CACHE_LETTERS_OP_BY_OP: ClassVar = {"own_BLX": "BLX", "memory": "BSM", "segment_ids": "BS"}
-
     def __init__(self, source_vocab_size: int, target_vocab_size: int):
         self.p = NestedMap(source_vocab_size=source_vocab_size, target_vocab_size=target_vocab_size)
 
@@ -148,6 +145,9 @@ class ToyModel:
     ) -> NestedMap:
         shape = [dim(encoded.memory, 0), max_length, beam_size * M]
         return NestedMap(own_BLX=tf.zeros(shape), **encoded)
+
+    def CacheLetters(self) -> NestedMap:
+        return NestedMap(own_BLX="BLX", memory="BSM", segment_ids="BS")
 
     def ExtendStep(self, theta, ids_BJ, cache, time, mask_BJF):
         x_BJM = tf.gather(theta.target_VM, ids_BJ) + _positions(tf.fill(tf.shape(ids_BJ), time))

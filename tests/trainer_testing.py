@@ -27,6 +27,16 @@ OVERRIDE = ";".join(
 )
 
 
+def status(*flags: str) -> int | str | None:
+    """The exit status of the trainer, run in this process; also where it ends while it reads flags."""
+    from lingvo_moe import trainer
+
+    try:
+        return trainer.main(flags)
+    except SystemExit as e:
+        return e.code
+
+
 def write_corpus(directory: Path) -> Path:
     """Three languages, 600 pairs; words spelled backwards, with each language's letter before them."""
     rng = random.Random(0)

@@ -1,10 +1,9 @@
-"""What the command lines have in common: flags, checks, a quiet TensorFlow, a translator from either source."""
+"""Shared parts of the commands: flags, checks of outputs, errors as one line, quiet imports, opening a translator."""
 
-import argparse
 import contextlib
 import logging
 import os
-import sys
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,92 +13,17 @@ from typing import Any
 from lingvo_moe.core import checks
 from lingvo_moe.core.class_names import TRUST_RUN_HELP
 from lingvo_moe.core.command import run as run
+from lingvo_moe.core.command import say
 from lingvo_moe.core.decode.ranges import BEAM_SIZE, LENGTH, LENGTH_ALPHA
 from lingvo_moe.core.directories import Kind, check_addable, check_replaceable
-from lingvo_moe.core.paths import PathError, check_local, check_portable
+from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.flags import names as names
+from lingvo_moe.core.paths import check_local
 from lingvo_moe.core.quiet import quiet
-from lingvo_moe.core.suggest import did_you_mean
-
-
-def local_path(text: str) -> str:
-    """The `type` of a flag that names files which Python reads or writes, or data; Parser checks it."""
-    return text
-
-
-def portable_path(text: str) -> str:
-    """The `type` of a flag that names a run or an exported model; Parser checks it."""
-    return text
-
-
-_PATH_CHECKS: dict[Any, Callable[[str, str], None]] = {
-    local_path: check_local,
-    portable_path: check_portable,
-}
-
-# Flags that mean the same in every command that has them; Parser checks them.
-_SHARED = {
-    "average_last": checks.SIZE,
-    "beam_size": BEAM_SIZE,
-    "checkpoint_step": checks.COUNT,
-    "length_alpha": LENGTH_ALPHA,
-    "max_length": LENGTH,
-    "max_source_length": LENGTH,
-}
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that takes no abbreviations and says what a misspelt flag might have been."""
-
-    def __init__(self, **kwargs: Any):
-        super().__init__(
-            allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs
-        )
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse, which reports a missing flag before a misspelt one."""
-        known = [s for a in self._actions for s in a.option_strings if s.startswith("--")]
-        for argument in sys.argv[1:] if args is None else args:
-            flag = argument.partition("=")[0]
-            if flag.startswith("--") and flag != "--" and flag not in known:
-                self.error(f"no flag {flag}{did_you_mean(flag, known)}")
-        parsed = super().parse_args(args, namespace)
-        for action in self._actions:
-            check = _PATH_CHECKS.get(action.type)
-            value = getattr(parsed, action.dest, None)
-            if check and value:
-                try:
-                    for path in value if isinstance(value, list) else [value]:
-                        check(path, action.option_strings[0])
-                except PathError as e:
-                    self.error(str(e))
-        check_numbers(self, parsed, **{k: check for k, check in _SHARED.items() if k in parsed})
-        return parsed
-
-
-def names(text: str) -> tuple[str, ...]:
-    """The value of a flag that takes names with commas between them."""
-    return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
-def check_numbers(parser: argparse.ArgumentParser, args: argparse.Namespace, **ranges: Any) -> None:
-    """Ends the process, with a line that names the flag, where a number is not in its range, a Check."""
-    try:
-        checks.check_fields(args, ranges)
-    except checks.ParamError as e:
-        parser.error(f"--{e}")
-
-
-def check_at_least(parser: argparse.ArgumentParser, args: argparse.Namespace, **least: int) -> None:
-    """The same for integers, and finite numbers, that have to be at least so large."""
-    ranges = {
-        name: checks.Number(n) if isinstance(getattr(args, name), float) else checks.Integer(n)
-        for name, n in least.items()
-    }
-    check_numbers(parser, args, **ranges)
 
 
 def check_output_file(path: str | os.PathLike, flag: str = "--output") -> None:
-    """Raises ValueError, naming the flag, unless a file can be written at `path`, and changes no run, data or model."""
+    """Raises ValueError, naming the flag, unless `path` can be written without damage to a run, data or model."""
     check_local(path, flag)
     if os.path.isdir(path):
         raise ValueError(f"{flag}={path} is a directory; name a file")
@@ -114,20 +38,40 @@ def check_output_file(path: str | os.PathLike, flag: str = "--output") -> None:
     check_addable(path, flag)
 
 
-def run_compiler(name: str, run: Callable[[Any], int], args: Any) -> int:
-    """The status of `run(args)`, a tool that compiles and writes its files last; its errors as one message.
+def attempt(name: str, work: Callable[[], int], interrupted: str = "") -> int:
+    """Runs the work of a command; mistakes and Ctrl-C end it with one line instead of a traceback.
+
+    Args:
+        name: of the command, the first word of the line.
+        work: returns the exit status.
+        interrupted: what the line says after Ctrl-C; "" for no line.
+
+    Returns:
+        The status of `work`, 1 after a ValueError, an OSError or a process that failed, or 130 after Ctrl-C.
+    """
+    try:
+        return work()
+    except subprocess.CalledProcessError as e:
+        say(f"{name}: training ended with status {e.returncode}; see above")
+        return 1
+    except (ValueError, OSError) as e:
+        say(f"{name}: {e}")
+        return 1
+    except KeyboardInterrupt:
+        if interrupted:
+            say(f"{name}: {interrupted}")
+        return 130
+
+
+def attempt_compiling(name: str, work: Callable[[], int]) -> int:
+    """As `attempt`, for a command that compiles and writes its files last.
 
     Ctrl-C ends the process: the compiler cannot be stopped and would go on in its thread.
     """
-    try:
-        return run(args)
-    except (ValueError, OSError) as e:
-        print(f"{name}: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"{name}: interrupted; nothing was written", file=sys.stderr)
-        sys.stderr.flush()
-        os._exit(130)
+    status = attempt(name, work, "interrupted; nothing was written")
+    if status == 130:
+        os._exit(status)
+    return status
 
 
 def check_output_directory(
@@ -136,9 +80,10 @@ def check_output_directory(
     """Raises ValueError, naming the flag, unless `path` is or can become a directory to write in.
 
     Args:
-        path: of the directory.
-        flag: that named it.
-        replaces: what the command makes, and may put in the place of an older one; None for one that adds files.
+        path: the directory.
+        flag: the flag that named it, for the message.
+        replaces: the kind of directory that the command writes, so that it may replace an older one of that kind; None
+            for a command that adds files.
     """
     check_local(path, flag)
     place = Path(os.path.realpath(path))
@@ -156,58 +101,77 @@ def check_output_directory(
         check_addable(path, flag)
 
 
-def add_search_flags(parser: argparse.ArgumentParser) -> None:
-    """--beam_size, --max_length, --max_source_length, --length_alpha, --shortlist, --weights and the run's; unset ones
-    are None."""
-    group = parser.add_argument_group("with --logdir (an exported model has these inside)")
-    add_run_flags(group)
-    group.add_argument(
-        "--beam_size", type=int, help="hypotheses; 1 is greedy, fastest (default: 4)"
-    )
-    group.add_argument("--max_length", type=int, help="tokens of a translation (default: 256)")
-    group.add_argument(
-        "--max_source_length", type=int, help="tokens of a line; the rest is cut (default: 256)"
-    )
-    group.add_argument(
-        "--length_alpha", type=float, help="length normalisation, 0 for none (default: 0.6)"
-    )
-    group.add_argument(
-        "--shortlist",
-        type=local_path,
-        metavar="FILE",
-        help="of tools.shortlist: score only what a line's words may be translated by, faster (default: all)",
-    )
-    group.add_argument(
-        "--weights",
-        choices=("float32", "int8"),
-        help="int8: those of products in 8 bits, on a CPU faster and smaller, rounded (default: float32)",
-    )
+def define_model_flags(flags: Flags) -> None:
+    """Defines --saved_model and --logdir, of which exactly one must be given."""
+    flags.DEFINE_path("saved_model", None, "the directory that tools.export wrote", portable=True)
+    flags.DEFINE_path("logdir", None, "a run, as given to the trainer", portable=True)
+    flags.ExactlyOne("saved_model", "logdir")
 
 
-def add_trust_flag(parser: Any) -> None:
-    """--trust_run, for a command that opens a run."""
-    parser.add_argument("--trust_run", action="store_true", help=TRUST_RUN_HELP)
+def define_logdir_flag(flags: Flags) -> None:
+    """Defines --logdir, for a command that needs a run."""
+    help = "the run, as given to the trainer"
+    flags.DEFINE_path("logdir", None, help, required=True, portable=True)
 
 
-def add_run_flags(parser: Any) -> None:
-    """--checkpoint_step and --average_last, None where unset, and --trust_run."""
-    add_trust_flag(parser)
-    parser.add_argument(
-        "--checkpoint_step", type=int, help="which checkpoint (default: the newest)"
+def define_search_flags(flags: Flags) -> None:
+    """Defines the flags of a search: --beam_size, --max_length, --max_source_length, --length_alpha, --shortlist,
+    --weights, and those of define_run_flags. Those that are not given are None."""
+    with flags.Section("with --logdir (an exported model has these inside)"):
+        define_run_flags(flags)
+        flags.DEFINE_integer(
+            "beam_size", None, "hypotheses; 1 is greedy search, the fastest (default: 4)", BEAM_SIZE
+        )
+        flags.DEFINE_integer(
+            "max_length", None, "tokens of a translation at most (default: 256)", LENGTH
+        )
+        flags.DEFINE_integer(
+            "max_source_length",
+            None,
+            "tokens of a line; longer lines are truncated (default: 256)",
+            LENGTH,
+        )
+        flags.DEFINE_float(
+            "length_alpha", None, "length normalisation, 0 for none (default: 0.6)", LENGTH_ALPHA
+        )
+        flags.DEFINE_path(
+            "shortlist",
+            None,
+            "a file by tools.shortlist: scores only the tokens that a line's words are likely translated by, which is "
+            "faster (default: all tokens)",
+        )
+        flags.DEFINE_enum(
+            "weights",
+            None,
+            ("float32", "int8"),
+            "int8 rounds the weights of matrix products to 8 bits: faster and smaller on a CPU (default: float32)",
+        )
+
+
+def define_trust_flag(flags: Flags) -> None:
+    """Defines --trust_run, for a command that opens a run."""
+    flags.DEFINE_boolean("trust_run", False, TRUST_RUN_HELP)
+
+
+def define_run_flags(flags: Flags) -> None:
+    """Defines --checkpoint_step and --average_last, None where not given, and --trust_run."""
+    define_trust_flag(flags)
+    flags.DEFINE_integer(
+        "checkpoint_step", None, "the checkpoint of this step (default: the newest)", checks.COUNT
     )
-    parser.add_argument(
-        "--average_last",
-        type=int,
-        metavar="N",
-        help="the mean of the weights of the last N checkpoints up to it (default: 1, itself)",
+    flags.DEFINE_integer(
+        "average_last",
+        None,
+        "average the weights of this many checkpoints, up to that one (default: 1)",
+        checks.SIZE,
     )
 
 
 _SEARCH_FLAGS = ("beam_size", "max_length", "max_source_length", "length_alpha")
 
 
-def search_options(args: argparse.Namespace, top_k: int = 1) -> Any:
-    """TranslateOptions from the flags of add_search_flags. Raises ValueError, naming the flag."""
+def search_options(args: Flags, top_k: int = 1) -> Any:
+    """Returns TranslateOptions from the flags of define_search_flags. Raises ValueError, naming the flag."""
     from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions
 
     given = {k: getattr(args, k) for k in _SEARCH_FLAGS if getattr(args, k) is not None}
@@ -217,13 +181,13 @@ def search_options(args: argparse.Namespace, top_k: int = 1) -> Any:
         raise ValueError(f"--{e}") from None
 
 
-def checkpoint(args: argparse.Namespace) -> tuple[int | None, int]:
-    """Which step, and how many to average, from the flags of add_run_flags."""
+def checkpoint(args: Flags) -> tuple[int | None, int]:
+    """Returns the checkpoint's step, None for the newest, and the number of checkpoints to average."""
     return args.checkpoint_step, args.average_last or 1
 
 
-def load_from_run(args: argparse.Namespace, options: Any) -> tuple[Any, dict[str, Any]]:
-    """`load_translator` with the flags of add_search_flags, for --logdir. Raises ValueError, OSError."""
+def load_from_run(args: Flags, options: Any) -> tuple[Any, dict[str, Any]]:
+    """Calls `load_translator` for --logdir with the flags of define_search_flags. Raises ValueError, OSError."""
     from lingvo_moe.tasks.mt.serving.export import load_translator
 
     weights = args.weights or "float32"
@@ -232,8 +196,8 @@ def load_from_run(args: argparse.Namespace, options: Any) -> tuple[Any, dict[str
     )
 
 
-def open_translator(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
-    """The Translator of --logdir or the SavedTranslator of --saved_model, and what it is.
+def open_translator(args: Flags) -> tuple[Any, dict[str, Any]]:
+    """Returns the Translator of --logdir or the SavedTranslator of --saved_model, and a description of the model.
 
     Raises:
         ValueError: nothing there, a damaged checkpoint, or a flag that does not go with --saved_model.
@@ -255,16 +219,16 @@ def open_translator(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Imports TensorFlow without the notes that it writes to stderr; what an import that fails wrote is shown."""
+    """Silences what TensorFlow writes to stderr while it is imported; where an import fails, shows it after all."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    # Tools read checkpoints with JAX, which would look for a TPU first, and tell at length.
+    # Tools read checkpoints with JAX, which would look for a TPU first, with many lines.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     with quiet():
         yield
 
 
 def load_tensorflow() -> None:
-    """Imports TensorFlow and its text ops, quietly; warnings of ours are sentences, not log records."""
+    """Imports TensorFlow and its text ops silently; makes log records of ours appear as plain lines."""
     logging.basicConfig(format="%(message)s")
     with quiet_imports():
         import tensorflow
@@ -274,7 +238,7 @@ def load_tensorflow() -> None:
 
 
 class Progress:
-    """Shows what is being done and for how long; the work runs in a thread, so that Ctrl-C is heard at once."""
+    """Shows the current activity and its duration; the work runs in a thread, so that Ctrl-C takes effect at once."""
 
     def __init__(self) -> None:
         from lingvo_moe.core.engine.progress import LineProgress
@@ -293,7 +257,7 @@ class Progress:
         self._lines(f"{doing} ...")
 
     def Watch(self, work: Any) -> Any:
-        """What `work()` returns, or raises."""
+        """Runs `work` in a thread, with progress; returns its result or raises its error."""
         result: dict[str, Any] = {}
 
         def run() -> None:

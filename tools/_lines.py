@@ -1,6 +1,5 @@
-"""What the tools that answer lines with lines have in common: where lines come from and go to."""
+"""The input and output of the commands that answer each line with a line."""
 
-import argparse
 import contextlib
 import os
 import sys
@@ -8,39 +7,38 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, BinaryIO
 
+from lingvo_moe.core import checks
+from lingvo_moe.core.command import say
 from lingvo_moe.core.engine.progress import LineProgress
 from lingvo_moe.core.files import atomic_file
+from lingvo_moe.core.flags import Flags
 from lingvo_moe.tasks.mt.decoding.line_stream import Answer, Counts, answer_stream
 from tools import _cli
 
 _SECONDS_BETWEEN_NOTES = 2.0
 
 
-def add_flags(parser: argparse.ArgumentParser, what: str) -> None:
-    """--language, --input, --output, --batch_size and --quiet."""
-    parser.add_argument(
-        "--language",
-        metavar="CODE",
-        help="the source language, e.g. de; only models that route by language (docs/moe.md) look at it",
+def define_flags(flags: Flags, what: str) -> None:
+    """Defines --language, --input, --output, --batch_size and --quiet.
+
+    Args:
+        flags: of the command.
+        what: its input, for the help: "lines to translate".
+    """
+    flags.DEFINE_string(
+        "language",
+        None,
+        "the source language, e.g. de; only models that route by language (docs/moe.md) use it",
     )
-    parser.add_argument(
-        "--input", type=_cli.local_path, metavar="FILE", help=f"{what} (default: standard input)"
-    )
-    parser.add_argument(
-        "--output",
-        type=_cli.local_path,
-        metavar="FILE",
-        help="what to write (default: standard output)",
-    )
-    parser.add_argument(
-        "--batch_size", type=int, default=256, help="lines read before any is written (%(default)s)"
-    )
-    parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
+    flags.DEFINE_path("input", None, f"a file of {what} (default: standard input)")
+    flags.DEFINE_path("output", None, "the file to write (default: standard output)")
+    flags.DEFINE_integer("batch_size", 256, "lines read before any is written", checks.SIZE)
+    flags.DEFINE_boolean("quiet", False, "no progress on standard error")
 
 
 @contextlib.contextmanager
-def opened(args: argparse.Namespace) -> Iterator[tuple[BinaryIO, AbstractContextManager[BinaryIO]]]:
-    """What to read, and what to write once it is entered; complains of either before anything slow is done."""
+def opened(args: Flags) -> Iterator[tuple[BinaryIO, AbstractContextManager[BinaryIO]]]:
+    """Yields the input, and the output, which opens when it is entered; checks both before slow work begins."""
     with contextlib.ExitStack() as stack:
         source: Any = sys.stdin.buffer
         if args.input:
@@ -52,15 +50,12 @@ def opened(args: argparse.Namespace) -> Iterator[tuple[BinaryIO, AbstractContext
 
 def answer_all(
     name: str,
-    args: argparse.Namespace,
+    args: Flags,
     answer: Answer,
     source: BinaryIO,
     sink: AbstractContextManager[BinaryIO],
 ) -> int:
-    """The status of a tool by this name that answers every line of `source`; tells how far it is."""
-
-    def say(message: str) -> None:
-        print(f"{name}: {message}", file=sys.stderr, flush=True)
+    """Answers every line of `source` for the command `name`, with progress; returns the exit status."""
 
     try:
         with sink as out, LineProgress(interval=_SECONDS_BETWEEN_NOTES) as show:
@@ -73,20 +68,20 @@ def answer_all(
 
             def warn(message: str) -> None:
                 show.Close()  # a warning has a line of its own
-                say(message)
+                say(f"{name}: {message}")
 
             counts = answer_stream(answer, source, out, args.batch_size, warn, progress)
     except BrokenPipeError:
-        # Whoever read our output has enough. Python would complain once more when it flushes at exit.
+        # Nobody reads our output any more. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     if not args.quiet:
-        say(f"{counts.lines} lines in {counts.seconds:.1f} s")
+        say(f"{name}: {counts.lines} lines in {counts.seconds:.1f} s")
     return 0
 
 
 def _output(path: str | None) -> AbstractContextManager[BinaryIO]:
-    """Standard output; a file that appears when all went well; what is no file, e.g. a pipe, as it is."""
+    """Standard output; a file that appears when all went well; or, as it is, a pipe or a device."""
     if not path:
         return contextlib.nullcontext(sys.stdout.buffer)
     if os.path.exists(path) and not os.path.isfile(path):

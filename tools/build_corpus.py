@@ -4,57 +4,56 @@ python -m tools.build_corpus --output=corpus
 python -m tools.build_corpus --output=small --languages=de,sw,ja --packages=Babel,Django
 """
 
-import sys
 import time
+from collections.abc import Sequence
 
+from lingvo_moe.core import checks
 from lingvo_moe.core.directories import CORPUS
+from lingvo_moe.core.flags import Flags
 from lingvo_moe.tasks.mt.input.corpus import CorpusOptions, build_corpus
 from tools import _cli
 
 
-def main(argv: list[str] | None = None) -> int:
+def define_flags() -> Flags:
+    """The command's flags."""
     defaults = CorpusOptions()
-    parser = _cli.Parser(prog="python -m tools.build_corpus", description=__doc__)
-    parser.add_argument(
-        "--output",
-        type=_cli.local_path,
-        required=True,
-        help="directory to write; an older corpus is replaced",
+    flags = Flags("python -m tools.build_corpus", __doc__)
+    flags.DEFINE_path(
+        "output", None, "the directory to write; it replaces an older corpus", required=True
     )
-    parser.add_argument(
-        "--languages",
-        type=_cli.names,
-        default=(),
-        help="e.g. de,sw (default: all with enough pairs)",
+    flags.DEFINE_list("languages", (), "e.g. de,sw (default: all with enough pairs)")
+    flags.DEFINE_list("packages", defaults.packages, "the packages to read")
+    flags.DEFINE_integer(
+        "max_per_language",
+        defaults.max_per_language,
+        "training pairs of each language at most; the longest are kept",
+        checks.SIZE,
     )
-    parser.add_argument(
-        "--packages",
-        type=_cli.names,
-        default=defaults.packages,
-        help=f"what to read (default: {','.join(defaults.packages)})",
+    flags.DEFINE_integer(
+        "max_dev_per_language",
+        defaults.max_dev_per_language,
+        "dev pairs of each language at most",
+        checks.SIZE,
     )
-    parser.add_argument(
-        "--max_per_language",
-        type=int,
-        default=defaults.max_per_language,
-        help="training pairs kept of a language, the longest (%(default)s)",
+    flags.DEFINE_integer(
+        "min_pairs",
+        defaults.min_pairs,
+        "languages with fewer pairs are left out, unless --languages names them",
+        checks.SIZE,
     )
-    parser.add_argument(
-        "--max_dev_per_language",
-        type=int,
-        default=defaults.max_dev_per_language,
-        help="dev pairs kept of a language (%(default)s)",
-    )
-    parser.add_argument(
-        "--min_pairs",
-        type=int,
-        default=defaults.min_pairs,
-        help="languages with fewer are left out, unless asked for (%(default)s)",
-    )
-    args = parser.parse_args(argv)
-    _cli.check_at_least(parser, args, max_per_language=1, max_dev_per_language=1, min_pairs=1)
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = define_flags().Parse(argv)
     if not args.packages:
-        parser.error("--packages is empty; name at least one, e.g. Babel")
+        args.Fail("--packages is empty; name at least one, e.g. Babel")
+    return _cli.attempt("build_corpus", lambda: _run(args))
+
+
+def _run(args: Flags) -> int:
+    start = time.monotonic()
+    _cli.check_output_directory(args.output, replaces=CORPUS)
     options = CorpusOptions(
         args.languages,
         args.packages,
@@ -62,26 +61,15 @@ def main(argv: list[str] | None = None) -> int:
         args.max_dev_per_language,
         args.min_pairs,
     )
-    output = args.output
-    start = time.monotonic()
-    try:
-        _cli.check_output_directory(output, replaces=CORPUS)
-        counts = build_corpus(
-            output,
-            options,
-            lambda lang, train, dev: print(
-                f"  {lang:<4} {train:>6} pairs, {dev:>4} dev", flush=True
-            ),
-        )
-    except (ValueError, OSError) as e:
-        print(f"build_corpus: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+
+    def progress(lang: str, train: int, dev: int) -> None:
+        print(f"  {lang:<4} {train:>6} pairs, {dev:>4} dev", flush=True)
+
+    counts = build_corpus(args.output, options, progress)
     total, dev = (sum(column) for column in zip(*counts.values()))
-    seconds = time.monotonic() - start
     print(
-        f"{output}: {len(counts)} languages, {total} pairs and {dev} dev pairs, in {seconds:.0f} s"
+        f"{args.output}: {len(counts)} languages, {total} pairs and {dev} dev pairs,"
+        f" in {time.monotonic() - start:.0f} s"
     )
     return 0
 

@@ -1,7 +1,7 @@
 """Writes the BUILD files from the import graph, so that nobody keeps dependencies by hand.
 
     python -m tools.build_files            # write
-    python -m tools.build_files --check    # only say which are out of date, exit 1 if any is
+    python -m tools.build_files --check    # only list those out of date; exit with 1 if any is
 
 A package directory is one library, or a few: modules that use subpackages are in another one than the
 modules (`base`, `base1`, ...) that those subpackages use in turn, or the two would need each other.
@@ -9,13 +9,12 @@ A directory of tests is one test. tests/house has none: it looks at the source t
 does not show to a test.
 """
 
-import argparse
 import posixpath
-import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lingvo_moe.core.command import run
+from lingvo_moe.core.flags import Flags
 from tools.import_graph import ROOT, TESTS, ImportGraph
 
 _HEADER = "# Written by `make build-files` from the imports of the sources.\n"
@@ -228,11 +227,16 @@ def _read(path: Path) -> str | None:
     return path.read_text(encoding="utf-8") if path.exists() else None
 
 
-def main(argv: list[str]) -> int:
+def define_flags() -> Flags:
+    """The command's flags."""
+    flags = Flags("python -m tools.build_files", __doc__)
+    flags.DEFINE_boolean("check", False, "write nothing; exit with 1 where a file is out of date")
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="tools.build_files", description=__doc__.split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if out of date")
-    args = parser.parse_args(argv)
+    args = define_flags().Parse(argv)
     stale = stale_files()
     for path, text in sorted(stale.items()):
         print(f"{'out of date' if args.check else 'writing'}: {path}")
@@ -246,4 +250,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run(lambda: main(sys.argv[1:]))
+    run(main)

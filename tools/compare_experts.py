@@ -1,22 +1,24 @@
-"""What experts and routers are worth: small models, trained on the demo's data at equal cost, side by side.
+"""Compares experts and routers: small models, trained on the demo's data at equal cost, side by side.
 
     python -m tools.compare_experts                     # everything: an hour or two on two cores
     python -m tools.compare_experts --only=routers --steps=500
 
-Trains every variant of a model for as many steps on the same batches, then asks each for its loss on
-held-out pairs. A token passes through the same number of multiplications in each variant. Interrupted, the same
-command goes on where it stopped. Leaves results.json, a table and a picture of each group in the output directory,
-and each variant's run for TensorBoard and tools.report.
+Trains every variant of a model for the same number of steps on the same batches, then measures its loss on held-out
+pairs. A token costs the same number of multiplications in each variant. After an interruption the same command
+resumes. Writes results.json, a table and a picture of each group to the output directory, and keeps each variant's run
+for TensorBoard and tools.report.
 """
 
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.core import files, registry
+from lingvo_moe.core import checks, files, registry
+from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.suggest import did_you_mean
 from lingvo_moe.tasks.mt.input import file_list
 from lingvo_moe.tasks.mt.input.errors import DataError
@@ -25,56 +27,33 @@ from reproduction.expert_variants import GROUPS, VARIANTS, Variant
 from tools import _cli
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = _cli.Parser(prog="python -m tools.compare_experts", description=__doc__)
-    add = parser.add_argument
-    add(
-        "--output",
-        type=_cli.portable_path,
-        default="compare",
-        metavar="DIR",
-        help="where everything goes (%(default)s)",
+def define_flags() -> Flags:
+    """The command's flags."""
+    flags = Flags("python -m tools.compare_experts", __doc__)
+    flags.DEFINE_path("output", "compare", "directory for everything", portable=True)
+    flags.DEFINE_path("corpus", "", "the pairs (default: OUTPUT/corpus, built if missing)")
+    flags.DEFINE_list(
+        "only", (), f"groups ({', '.join(GROUPS)}) or variants: {', '.join(VARIANTS)}"
     )
-    add(
-        "--corpus",
-        type=_cli.local_path,
-        default="",
-        metavar="DIR",
-        help="pairs (default: DIR/corpus, built if missing)",
-    )
-    add(
-        "--only",
-        default="",
-        help=f"a group ({', '.join(GROUPS)}), or some of {', '.join(VARIANTS)}",
-    )
-    add("--model", default="mt.M4Experts", help="the experiment to vary (%(default)s)")
-    add("--steps", type=int, default=1000, help="training steps of each (%(default)s)")
-    add("--batches", type=int, default=60, help="held-out batches (%(default)s)")
-    add("--engine", default="tf", help="as the trainer's (%(default)s)")
-    args = parser.parse_args(argv)
-    _cli.check_at_least(parser, args, steps=1, batches=1)
-    for name in _cli.names(args.only):
+    flags.DEFINE_string("model", "mt.M4Experts", "the experiment to vary")
+    flags.DEFINE_integer("steps", 1000, "training steps of each variant", checks.SIZE)
+    flags.DEFINE_integer("batches", 60, "held-out batches", checks.SIZE)
+    flags.DEFINE_string("engine", "tf", "the trainer's --engine")
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = define_flags().Parse(argv)
+    for name in args.only:
         if name not in VARIANTS and name not in GROUPS:
             hint = did_you_mean(name, [*VARIANTS, *GROUPS])
-            parser.error(f"--only={name}: no such variant{hint}")
-    try:
-        return Comparison(args).Run()
-    except subprocess.CalledProcessError as e:
-        print(
-            f"compare_experts: training ended with status {e.returncode}; see above",
-            file=sys.stderr,
-        )
-        return 1
-    except (ValueError, OSError) as e:
-        print(f"compare_experts: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("compare_experts: stopped; the same command goes on from here", file=sys.stderr)
-        return 130
+            args.Fail(f"--only={name}: no such variant{hint}")
+    interrupted = "stopped; the same command resumes from here"
+    return _cli.attempt("compare_experts", lambda: Comparison(args).Run(), interrupted)
 
 
 def _chosen(names: tuple[str, ...]) -> list[str]:
-    """The variants by these names, of variants or groups; all where there are none."""
+    """The variants that these names of variants or groups select; all of them for no names."""
     return [
         name
         for name, variant in VARIANTS.items()
@@ -95,7 +74,7 @@ class Comparison:
         _cli.check_output_directory(self._out)
         self._out.mkdir(parents=True, exist_ok=True)
         self._build_corpus()
-        chosen = _chosen(_cli.names(self._args.only))
+        chosen = _chosen(self._args.only)
         for number, name in enumerate(chosen, 1):
             self._say(f"[{number}/{len(chosen)}] {name}: {VARIANTS[name].says}")
             self._variant(name, VARIANTS[name])
@@ -141,7 +120,7 @@ class Comparison:
         self._say(f"{name}: held-out loss {measured['held_out_nll']:.3f}")
 
     def _is_done(self, result: Path) -> bool:
-        """Whether a variant was measured after as many steps; a damaged result is said, and measured again."""
+        """Whether a variant was already measured after --steps steps; reports a damaged result, and ignores it."""
         if not result.is_file():
             return False
         try:
@@ -171,7 +150,7 @@ class Comparison:
         }
 
     def _results(self) -> dict[str, Any]:
-        """What was measured, now and before, by variant. Raises DataError: a result is damaged."""
+        """All measurements, of now and before, by variant. Raises DataError: a result is damaged."""
         found = {name: self._out / name / "result.json" for name in VARIANTS}
         found = {name: file for name, file in found.items() if file.is_file()}
         for name, file in found.items():

@@ -1,11 +1,11 @@
-"""The whole path on real text, in minutes on two CPU cores.
+"""Runs every step from real text to an exported model, in minutes on two CPU cores.
 
     python -m tools.demo
 
 Builds a corpus of 90+ languages from installed packages, trains a small MoE translator whose
-experts are cut over eight (virtual) devices, scores it beside its untrained self, exports a
-SavedModel, and leaves report.json and report.html in the output directory. Run again, it goes on
-where it stopped.
+experts are sharded over eight (virtual) devices, compares its scores with those of the untrained
+model, exports a SavedModel, and writes report.json and report.html to the output directory. The
+same command resumes where it stopped.
 """
 
 import json
@@ -13,56 +13,42 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.core import files, registry
+from lingvo_moe.core import checks, files, registry
+from lingvo_moe.core.flags import Flags
 from tools import _cli
 
 _DEVICES = 8
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = _cli.Parser(prog="python -m tools.demo", description=__doc__)
-    add = parser.add_argument
-    add(
-        "--output",
-        type=_cli.portable_path,
-        default="demo",
-        metavar="DIR",
-        help="where everything goes (%(default)s)",
+def define_flags() -> Flags:
+    """The command's flags."""
+    flags = Flags("python -m tools.demo", __doc__)
+    flags.DEFINE_path("output", "demo", "directory for everything", portable=True)
+    flags.DEFINE_string("model", "mt.M4Demo", "the experiment")
+    flags.DEFINE_string("model_params_override", "", "path=value;path=value, as for the trainer")
+    _cli.define_trust_flag(flags)
+    flags.DEFINE_integer(
+        "max_steps", None, "training steps (default: the experiment's)", checks.COUNT
     )
-    add("--model", default="mt.M4Demo", help="experiment (%(default)s)")
-    add("--model_params_override", default="", help="as the trainer's")
-    _cli.add_trust_flag(parser)
-    add("--max_steps", type=int, help="training steps (default: the experiment's)")
-    add(
-        "--languages",
-        type=_cli.names,
-        default=(),
-        help="e.g. de,sw (default: all that the packages hold)",
-    )
-    add("--max_per_language", type=int, default=8, help="dev pairs scored of each (%(default)s)")
-    args = parser.parse_args(argv)
-    _cli.check_at_least(parser, args, max_steps=0, max_per_language=1)
-    try:
-        return Demo(args).Run()
-    except subprocess.CalledProcessError as e:
-        print(f"demo: training ended with status {e.returncode}; see above", file=sys.stderr)
-        return 1
-    except (ValueError, OSError) as e:
-        print(f"demo: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("demo: stopped; the same command goes on from here", file=sys.stderr)
-        return 130
+    flags.DEFINE_list("languages", (), "e.g. de,sw (default: all that the packages hold)")
+    flags.DEFINE_integer("max_per_language", 8, "dev pairs scored of each language", checks.SIZE)
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = define_flags().Parse(argv)
+    interrupted = "stopped; the same command resumes from here"
+    return _cli.attempt("demo", lambda: Demo(args).Run(), interrupted)
 
 
 class Demo:
     """The steps of the demo, in order."""
 
-    def __init__(self, args: Any):
+    def __init__(self, args: Flags):
         self._args = args
         self._out = Path(args.output)
         self._corpus, self._run = self._out / "corpus", self._out / "run"
@@ -97,7 +83,7 @@ class Demo:
         if self._corpus.exists():
             there = languages_asked_for(self._corpus)
             if there == tuple(sorted(set(langs))):
-                self._say(f"corpus: {self._corpus} is there already")
+                self._say(f"corpus: {self._corpus} exists already")
                 return
             if RunDir(self._run).steps:
                 raise ValueError(
@@ -133,8 +119,7 @@ class Demo:
         return program["collectives"] if program else {}
 
     def _evaluate(self) -> tuple[Any, Any]:
-        """Scores of the untrained and of the trained model on the same lines; exports the trained
-        one."""
+        """Exports the trained model; returns the scores of the untrained and of the trained one on the same lines."""
         from lingvo_moe.tasks.mt.decoding import translator
         from lingvo_moe.tasks.mt.input.dev_set import DevSet
         from lingvo_moe.tasks.mt.quality import scoring
@@ -197,14 +182,14 @@ class Demo:
         return report
 
     def _write_page(self, trained: Any, untrained: Any) -> None:
-        """report.html; the scores and texts that it rests on go where tools.report looks for them."""
+        """Writes report.html, and its scores and texts where tools.report looks for them."""
         from lingvo_moe.tasks.mt.input.dev_set import DevSet
         from lingvo_moe.tasks.mt.reports import report
         from lingvo_moe.tasks.mt.reports.routing import measure_routing
         from lingvo_moe.tasks.mt.reports.run_report import gather
 
         trained.Write(self._run / "eval")
-        self._say("looking at which language goes to which expert")
+        self._say("measuring which language is routed to which expert")
         devset = DevSet(self._corpus, self._args.max_per_language)
         trust = self._args.trust_run
         found = gather(
@@ -270,8 +255,7 @@ def _initial_theta(task: Any) -> Any:
 
 
 def _samples(report: Any, count: int) -> list[tuple[str, str, str, str]]:
-    """(language, source, translation, reference) of some languages: a line of middling length from
-    each."""
+    """(language, source, translation, reference) of some languages: a line of median length from each."""
     out = []
     names = sorted(report.languages, key=lambda lang: -report.languages[lang].train_pairs)
     for lang in names[:: max(len(names) // count, 1)][:count]:

@@ -4,23 +4,24 @@
     python -m tools.evaluate --saved_model=DIR --data_dir=CORPUS --languages=de,sw --output=scores
     python -m tools.evaluate --logdir=RUN --baselines=BILINGUAL --rescore
 
-CORPUS holds <lang>.tsv.gz and dev/<lang>.tsv.gz. The output directory gets report.json, the scores; texts/<lang>.src,
-.ref and .hyp, the lines, for other scorers; and comet/, the same for comet-score, all languages in one. Groups are
-thirds of the languages by their training pairs, or as --resource_bounds says. --baselines takes the scores of bilingual
-models, BILINGUAL/<lang>/ being the run of one, scored by this tool on the same pairs, and tells the difference.
-Stopped with Ctrl-C or otherwise, the same command goes on where it was.
+CORPUS holds <lang>.tsv.gz and dev/<lang>.tsv.gz. The output directory gets the scores, report.json; the lines for other
+scorers, texts/<lang>.src, .ref and .hyp; and the same lines of all languages for comet-score, comet/. Groups are
+thirds of the languages by their training pairs, or have the bounds of --resource_bounds. --baselines compares with
+bilingual models: BILINGUAL/<lang>/ is the run of one, scored by this command on the same pairs.
+After Ctrl-C or another interruption the same command resumes.
 """
 
-import argparse
 import itertools
 import json
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lingvo_moe.core import checks
+from lingvo_moe.core.flags import Flags
 from tools import _cli
 
-# Flags that no translation depends on.
+# Flags on which no translation depends.
 _NO_TRANSLATORS = [
     "data_dir",
     "languages",
@@ -35,83 +36,55 @@ _NO_TRANSLATORS = [
 ]
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = _cli.Parser(prog="python -m tools.evaluate", description=__doc__)
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument(
-        "--saved_model", type=_cli.portable_path, metavar="DIR", help="what tools.export wrote"
+def define_flags() -> Flags:
+    """The command's flags."""
+    flags = Flags("python -m tools.evaluate", __doc__)
+    _cli.define_model_flags(flags)
+    flags.DEFINE_path("data_dir", None, "the corpus with the pairs (default: what RUN trained on)")
+    flags.DEFINE_list("languages", (), "e.g. de,sw (default: all that have dev pairs)")
+    flags.DEFINE_integer(
+        "max_per_language", None, "dev pairs of each language (default: all)", checks.SIZE
     )
-    model.add_argument(
-        "--logdir", type=_cli.portable_path, metavar="RUN", help="a run, as given to the trainer"
+    flags.DEFINE_path(
+        "output",
+        None,
+        "the directory for report and texts (default: RUN/eval; none for a SavedModel)",
     )
-    parser.add_argument(
-        "--data_dir",
-        type=_cli.local_path,
-        metavar="CORPUS",
-        help="the pairs (default: what RUN trained on)",
+    flags.DEFINE_parsed(
+        "resource_bounds",
+        None,
+        "the least training pairs of a high-resource and of a mid-resource language (default: thirds of the languages)",
+        _bounds,
+        "HIGH,MID",
     )
-    parser.add_argument(
-        "--languages",
-        type=_cli.names,
-        default=(),
-        help="e.g. de,sw (default: all that have dev pairs)",
+    flags.DEFINE_path("baselines", None, "directory of bilingual runs or reports, by language")
+    flags.DEFINE_boolean(
+        "rescore", False, "score the texts that an earlier evaluation left in the output directory"
     )
-    parser.add_argument(
-        "--max_per_language", type=int, help="dev pairs of a language (default: all)"
-    )
-    parser.add_argument(
-        "--output",
-        type=_cli.local_path,
-        metavar="DIR",
-        help="report and texts (default: RUN/eval; nothing for a SavedModel)",
-    )
-    parser.add_argument(
-        "--resource_bounds",
-        metavar="HIGH,MID",
-        type=_bounds,
-        help="the fewest training pairs of a high- and of a mid-resource language (default: thirds)",
-    )
-    parser.add_argument(
-        "--baselines",
-        type=_cli.local_path,
-        metavar="DIR",
-        help="bilingual models' runs or reports, by language",
-    )
-    parser.add_argument(
-        "--rescore",
-        action="store_true",
-        help="score the texts of the output directory, which were translated before",
-    )
-    parser.add_argument("--batch_size", type=int, default=256, help="lines at once (%(default)s)")
-    parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
-    _cli.add_search_flags(parser)
-    args = parser.parse_args(argv)
-    _cli.check_at_least(parser, args, batch_size=1, max_per_language=1)
-    try:
-        return _run(args)
-    except (ValueError, OSError) as e:
-        print(f"evaluate: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        kept = "; the same command goes on from there" if _output(args) and not args.rescore else ""
-        print(f"evaluate: stopped{kept}", file=sys.stderr)
-        return 130
+    flags.DEFINE_integer("batch_size", 256, "lines translated at once", checks.SIZE)
+    flags.DEFINE_boolean("quiet", False, "no progress on standard error")
+    _cli.define_search_flags(flags)
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = define_flags().Parse(argv)
+    kept = "; the same command resumes from there" if _output(args) and not args.rescore else ""
+    return _cli.attempt("evaluate", lambda: _run(args), f"stopped{kept}")
 
 
 def _bounds(text: str) -> tuple[int, int]:
-    """HIGH,MID."""
+    """Reads HIGH,MID."""
     try:
         high, mid = map(int, text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} are not two numbers, HIGH,MID, e.g. 100000,10000"
-        ) from None
+        raise ValueError("must be two numbers, HIGH,MID, e.g. 100000,10000") from None
     if not high > mid > 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: HIGH must be more than MID, and MID than 0")
+        raise ValueError("HIGH must be more than MID, and MID more than 0")
     return high, mid
 
 
-def _run(args: Any) -> int:
+def _run(args: Flags) -> int:
     from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 
     output = _output(args)
@@ -148,7 +121,7 @@ def _run(args: Any) -> int:
     report.seconds = kept.seconds
     report.info = {"model": about, "data_dir": str(data_dir)}
     if output:
-        report.Write(output)  # before the baselines, which may be found wanting
+        report.Write(output)  # before the baselines, which may turn out to be unusable
         kept.Clear()
     missing = add_baselines(report, args.baselines) if args.baselines else []
     if output and args.baselines:
@@ -162,16 +135,16 @@ def _run(args: Any) -> int:
     return 0
 
 
-def _output(args: Any) -> Path | None:
-    """Where the report goes."""
+def _output(args: Flags) -> Path | None:
+    """The directory of the report; None for no report."""
     if args.output:
         return Path(args.output)
     return Path(args.logdir) / "eval" if args.logdir else None
 
 
-def _identity(args: Any, about: dict[str, Any]) -> list[Any]:
-    """What tells a translator from another: every flag that it could depend on, what it is, and when that was made."""
-    flags = {name: value for name, value in vars(args).items() if name not in _NO_TRANSLATORS}
+def _identity(args: Flags, about: dict[str, Any]) -> list[Any]:
+    """The identity of a translator: every flag on which it could depend, its description, and its files' times."""
+    flags = {name: value for name, value in args.Values().items() if name not in _NO_TRANSLATORS}
     files = [Path(value) for value in flags.values() if isinstance(value, str)]
     files = [file for file in files if file.is_file()]
     if args.saved_model:
@@ -185,20 +158,20 @@ def _identity(args: Any, about: dict[str, Any]) -> list[Any]:
 
 
 def _progress(kept: Any, done: int, lines: int) -> str:
-    """How far it is, and how long it will take."""
+    """The progress: lines done, and the time left."""
     from lingvo_moe.core.engine.progress import format_seconds
 
     text = f"evaluate: {done:,} of {lines:,} lines"
     if kept.reused:
-        text += f", {kept.reused:,} of them from before"
+        text += f", {kept.reused:,} of them translated before"
     if done < lines:
         seconds = kept.seconds / done * (lines - done)
         text += f", {format_seconds(seconds)} left"
     return text
 
 
-def _translating(args: Any) -> tuple[Any, dict[str, Any]]:
-    """What translates, and what it is."""
+def _translating(args: Flags) -> tuple[Any, dict[str, Any]]:
+    """Returns the function that translates lines, and a description of the model."""
     _cli.load_tensorflow()
     translator, about = _cli.open_translator(args)
     return (
@@ -208,7 +181,7 @@ def _translating(args: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _rescored(output: Any, devset: Any) -> tuple[Any, dict[str, Any]]:
-    """As _translating, of what was translated before."""
+    """As _translating, with the translations of an earlier evaluation."""
     from lingvo_moe.tasks.mt.quality.scoring import read_translations, verify_scores
 
     if output is None:

@@ -1,4 +1,4 @@
-"""Says how a program's tensors are cut, what is sent for it, and which line of code asked for that.
+"""Prints how a program's tensors are sharded, the communication that this causes, and the line of code behind each.
 
     python -m tools.explain --model=mt.M4Tiny
     python -m tools.explain --model=mt.M4Demo --mesh=expert:4 --html=explain.html --json=explain.json
@@ -6,59 +6,58 @@
     python -m tools.explain --model=mt.M4Tiny --tensor=m4.encoder.blocks.body.layers_1.ffn.dispatcher
 
 The step is the trainer's own, compiled for virtual CPU devices by XLA, whose sharding propagation and
-SPMD partitioner decide all of it; nothing is run. A program file, as `Program.Save` writes it, names
-no lines.
-Ends with status 0, 1 or (in flags) 2 for a mistake, 130 where it was interrupted.
+SPMD partitioner decide all of it; nothing is run. A program file, as `Program.Save` writes it, has no
+line numbers. The exit status is 0, 1 or (in flags) 2 for a mistake, 130 after Ctrl-C.
 """
 
 import json
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from lingvo_moe.core import checks
-from lingvo_moe.trainer_checks import MOST_DEVICES
+from lingvo_moe.core.flags import Flags
+from lingvo_moe.trainer_flags import MOST_DEVICES
 from tools import _cli
 
 
-def make_parser() -> _cli.Parser:
-    """The flags."""
-    parser = _cli.Parser(prog="python -m tools.explain", description=__doc__)
-    add = parser.add_argument
-    add("--model", default="", help="experiment whose training step to explain, e.g. mt.M4Tiny")
-    add("--program", type=_cli.local_path, default="", help="a program file to explain instead")
-    add("--mesh", default="", help="axis:size,... (default: the experiment's own)")
-    add("--num_devices", type=int, help="lay the experiment's mesh over so many (default: 8)")
-    add("--topology", default="", help="compile for a TPU slice that need not be there: v3:2x2")
-    add("--model_params_override", default="", help="path=value;path=value, as for the trainer")
-    add(
-        "--tensor",
-        default="",
-        help="names of tensors, layers or scopes, comma-separated: show these",
+def define_flags() -> Flags:
+    """The command's flags."""
+    flags = Flags("python -m tools.explain", __doc__)
+    flags.DEFINE_string("model", "", "experiment whose training step to explain, e.g. mt.M4Tiny")
+    flags.DEFINE_path("program", "", "a program file to explain instead")
+    flags.DEFINE_string("mesh", "", "axis:size,... (default: the experiment's own)")
+    flags.DEFINE_integer(
+        "num_devices",
+        None,
+        "lay the experiment's mesh over this many devices (default: 8)",
+        checks.Integer(2, MOST_DEVICES),
     )
-    add("--html", type=_cli.local_path, default="", help="write a page with drawings here")
-    add("--json", type=_cli.local_path, default="", help="write all of it here")
-    return parser
+    flags.DEFINE_string("topology", "", "compile for a TPU slice, present or not, e.g. v3:2x2")
+    flags.DEFINE_string("model_params_override", "", "path=value;path=value, as for the trainer")
+    flags.DEFINE_list("tensor", (), "show only these tensors, layers or scopes")
+    flags.DEFINE_path("html", "", "write a page with drawings to this file")
+    flags.DEFINE_path("json", "", "write the whole explanation to this file")
+    return flags
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = make_parser()
-    args = parser.parse_args(argv)
+def main(argv: Sequence[str] | None = None) -> int:
+    args = define_flags().Parse(argv)
     if bool(args.model) == bool(args.program):
-        parser.error("give either --model or --program")
+        args.Fail("give either --model or --program")
     if args.mesh and args.num_devices is not None:
-        parser.error("--mesh says how many devices there are; leave out --num_devices")
+        args.Fail("--mesh says how many devices there are; leave out --num_devices")
     if args.program:
         for name in ("mesh", "num_devices", "model_params_override"):
             if getattr(args, name):
-                parser.error(f"--{name} was fixed when the program was made; use it with --model")
+                args.Fail(f"--{name} was fixed when the program was made; use it with --model")
     if args.html and args.json and os.path.realpath(args.html) == os.path.realpath(args.json):
-        parser.error(f"--html and --json are both {args.html}; name two files")
-    _cli.check_numbers(parser, args, num_devices=checks.Integer(2, MOST_DEVICES))
-    return _cli.run_compiler("explain", run, args)
+        args.Fail(f"--html and --json are both {args.html}; name two files")
+    return _cli.attempt_compiling("explain", lambda: run(args))
 
 
-def run(args: Any) -> int:
-    """As main, without turning errors into messages."""
+def run(args: Flags) -> int:
+    """Explains, prints and writes what the flags ask for; returns the exit status."""
     for flag in ("html", "json"):
         if getattr(args, flag):
             _cli.check_output_file(getattr(args, flag), f"--{flag}")
@@ -67,7 +66,7 @@ def run(args: Any) -> int:
         explanation = progress.Watch(lambda: make(args, progress))
     from lingvo_moe.core import files
 
-    found = {name: explanation.Sharding(name) for name in _cli.names(args.tensor)}
+    found = {name: explanation.Sharding(name) for name in args.tensor}
     if args.json:
         text = json.dumps(explanation.ToJson(), indent=1) + "\n"
         files.write_atomic(args.json, text.encode())
@@ -84,8 +83,8 @@ def run(args: Any) -> int:
     return 0
 
 
-def make(args: Any, say: Any) -> Any:
-    """The explanation that the flags ask for; `say` is told what goes on."""
+def make(args: Flags, say: Any) -> Any:
+    """The explanation that the flags ask for; `say` receives progress."""
     _cli.load_tensorflow()
     from lingvo_moe import explaining
 
@@ -96,13 +95,13 @@ def make(args: Any, say: Any) -> Any:
     return explaining.explain(program, topology=args.topology)
 
 
-def _load(args: Any) -> Any:
+def _load(args: Flags) -> Any:
     from lingvo_moe.core.engine.program import Program
 
     return Program.Load(args.program)
 
 
-def _lower(args: Any, say: Any) -> Any:
+def _lower(args: Flags, say: Any) -> Any:
     """The program of the experiment's training step."""
     from lingvo_moe.core import registry
     from lingvo_moe.core.engine.steps import lower_step, train_step
@@ -125,7 +124,7 @@ def _request_devices(count: int) -> None:
 
     try:
         request_cpu_devices(count)
-    except EngineError:  # This process has devices already, as in tests: enough will do.
+    except EngineError:  # This process has devices already, as in tests; more than needed are fine.
         if device_count() < count:
             raise
 

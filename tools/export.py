@@ -1,51 +1,54 @@
-"""Writes a trained model as a SavedModel: strings in, translations and scores out, in TensorFlow alone.
+"""Writes a trained model as a SavedModel: strings in, translations and scores out, with TensorFlow only.
 
     python -m tools.export --logdir=RUN --output=DIR
 
-Using it needs tensorflow and tensorflow_text, and nothing of this package:
+To use it one needs tensorflow and tensorflow_text, not this package:
 
     import tensorflow as tf, tensorflow_text
     translate = tf.saved_model.load("DIR").signatures["serving_default"]
     translate(text=tf.constant(["Guten Tag"]))["translations"]
 """
 
-import sys
+from collections.abc import Sequence
 
+from lingvo_moe.core import checks
 from lingvo_moe.core.directories import EXPORTED
+from lingvo_moe.core.flags import Flags
 from tools import _cli
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = _cli.Parser(prog="python -m tools.export", description=__doc__)
-    parser.add_argument(
-        "--logdir", type=_cli.portable_path, required=True, help="the run, as given to the trainer"
-    )
-    parser.add_argument(
-        "--output",
-        type=_cli.portable_path,
+def define_flags() -> Flags:
+    """The command's flags."""
+    flags = Flags("python -m tools.export", __doc__)
+    _cli.define_logdir_flag(flags)
+    flags.DEFINE_path(
+        "output",
+        None,
+        "the directory to write; it replaces a SavedModel",
         required=True,
-        help="directory to write; a SavedModel is replaced",
+        portable=True,
     )
-    parser.add_argument(
-        "--top_k", type=int, help="translations of a line (default: as --beam_size); 1 is faster"
+    flags.DEFINE_integer(
+        "top_k", None, "translations of a line (default: as --beam_size); 1 is faster", checks.SIZE
     )
-    _cli.add_search_flags(parser)
-    args = parser.parse_args(argv)
-    _cli.check_at_least(parser, args, top_k=1)
-    try:
-        _cli.check_output_directory(args.output, replaces=EXPORTED)
-        _cli.load_tensorflow()
-        from lingvo_moe.tasks.mt.serving.export import export
+    _cli.define_search_flags(flags)
+    return flags
 
-        top_k = args.top_k if args.top_k is not None else (args.beam_size or 4)
-        options = _cli.search_options(args, top_k)
-        translator, about = _cli.load_from_run(args, options)
-        export(translator, args.output, about)
-    except (ValueError, OSError) as e:
-        print(f"export: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = define_flags().Parse(argv)
+    return _cli.attempt("export", lambda: _run(args))
+
+
+def _run(args: Flags) -> int:
+    _cli.check_output_directory(args.output, replaces=EXPORTED)
+    _cli.load_tensorflow()
+    from lingvo_moe.tasks.mt.serving.export import export
+
+    top_k = args.top_k if args.top_k is not None else (args.beam_size or 4)
+    options = _cli.search_options(args, top_k)
+    translator, about = _cli.load_from_run(args, options)
+    export(translator, args.output, about)
     print(
         f"{args.output}: {about['model']} at step {about['step']}, beam {options.beam_size},"
         f" weights {about['weights']}{', with a shortlist' if args.shortlist else ''}"

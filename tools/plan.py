@@ -1,82 +1,66 @@
-"""Says what a training step needs on a TPU slice, and how long it should take, without any TPU.
+"""Prints what a training step needs on a TPU slice, and how long it should take, without any TPU.
 
     python -m tools.plan --model=mt.M4MoE2048E36L --topology=v3:32x32
     python -m tools.plan --model=mt.M4MoE2048E36L --topology=v5p --output=plan.json --html=plan.html
     python -m tools.plan --compare=plan.json,other.json
 
-The step is the trainer's own, compiled by the real TPU compiler for a machine that is not there.
-Memory, operations and collectives are what the compiler made; times are estimates. A generation
-without a size, e.g. --topology=v5p, looks for the smallest slice that the model fits.
-Ends with status 0, 1 or (in flags) 2 for a mistake, 3 where the model does not fit, 130 where it was
-interrupted.
+The step is the trainer's own, compiled by the real TPU compiler; the TPU itself is not needed.
+Memory, operations and collectives are those of the compiled program; times are estimates. A generation
+without a size, e.g. --topology=v5p, looks for the smallest slice that the model fits. The exit status is
+0, 1 or (in flags) 2 for a mistake, 3 where the model does not fit, 130 after Ctrl-C.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lingvo_moe.core import checks
+from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.partitioner import known_faults
 from tools import _cli
 
 
-def make_parser() -> _cli.Parser:
-    """The flags."""
-    parser = _cli.Parser(prog="python -m tools.plan", description=__doc__)
-    add = parser.add_argument
-    add("--model", default="", help="experiment, e.g. mt.M4MoE2048E36L")
-    add(
-        "--topology", default="", help="e.g. v3:32x32, v5p:4x4x8, or v5p for the smallest that fits"
+def define_flags() -> Flags:
+    """The command's flags."""
+    flags = Flags("python -m tools.plan", __doc__)
+    flags.DEFINE_string("model", "", "experiment, e.g. mt.M4MoE2048E36L")
+    flags.DEFINE_string(
+        "topology", "", "e.g. v3:32x32, v5p:4x4x8, or v5p for the smallest slice that fits"
     )
-    add("--what", default="train", help="which program: train or decode (default: train)")
-    add(
-        "--mesh",
-        default="",
-        help="axis:size,... (default: the experiment's, sized to the topology)",
+    flags.DEFINE_string("what", "train", "which program: train or decode")
+    flags.DEFINE_string(
+        "mesh", "", "axis:size,... (default: the experiment's, sized to the topology)"
     )
-    add("--model_params_override", default="", help="path=value;path=value, as for the trainer")
-    add("--token_budget", type=float, default=1e12, help="tokens of a whole run (default: 1e12)")
-    add(
-        "--output",
-        type=_cli.local_path,
-        default="",
-        help="write the plan here as JSON (docs/plan_json.md)",
+    flags.DEFINE_string("model_params_override", "", "path=value;path=value, as for the trainer")
+    flags.DEFINE_float("token_budget", 1e12, "tokens of a whole run", checks.POSITIVE)
+    flags.DEFINE_path("output", "", "write the plan to this file as JSON (docs/planning.md)")
+    flags.DEFINE_path(
+        "html", "", "write a page about this plan, or all compared ones, to this file"
     )
-    add(
-        "--html",
-        type=_cli.local_path,
-        default="",
-        help="write a page about it here, or about all that are compared",
+    flags.DEFINE_path(
+        "compare", "", "JSON plans, comma-separated, to show in one table with the new one"
     )
-    add(
-        "--compare",
-        type=_cli.local_path,
-        default="",
-        help="JSON plans, comma-separated, to set in one table beside it",
+    flags.DEFINE_enum(
+        "known_faults", known_faults.ERROR, known_faults.ACTIONS, known_faults.FLAG_HELP
     )
-    add(
-        "--cache_dir",
-        type=_cli.local_path,
-        default=None,
-        help="where compiled programs are kept; '' keeps none",
-    )
-    return parser
+    flags.DEFINE_path("cache_dir", None, "directory for compiled programs; '' keeps none")
+    return flags
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = make_parser()
-    args = parser.parse_args(argv)
+def main(argv: Sequence[str] | None = None) -> int:
+    args = define_flags().Parse(argv)
     if bool(args.model) != bool(args.topology):
-        parser.error("--model and --topology go together")
+        args.Fail("--model and --topology go together")
     if not args.model and not args.compare:
-        parser.error("nothing to do: give --model and --topology, or --compare")
+        args.Fail("nothing to do: give --model and --topology, or --compare")
     if args.output and not args.model:
-        parser.error("--output is of a new plan: it goes with --model and --topology")
-    _cli.check_numbers(parser, args, token_budget=checks.POSITIVE)
-    return _cli.run_compiler("plan", run, args)
+        args.Fail("--output is for a new plan: it goes with --model and --topology")
+    return _cli.attempt_compiling("plan", lambda: run(args))
 
 
-def run(args: Any) -> int:
-    """As main, without turning errors into messages."""
+def run(args: Flags) -> int:
+    """Plans, prints and writes what the flags ask for; returns the exit status."""
     for flag in ("output", "html"):
         if path := getattr(args, flag):
             _cli.check_output_file(path, f"--{flag}")
@@ -90,7 +74,7 @@ def run(args: Any) -> int:
     from lingvo_moe.core import files
     from lingvo_moe.core.planner import report
 
-    # Files first: what took minutes is not lost for a terminal that has gone.
+    # Files first: minutes of work must not be lost because the terminal is gone.
     if args.output:
         files.write_atomic(args.output, (json.dumps(plans[0], indent=1) + "\n").encode())
     if args.html:
@@ -104,7 +88,7 @@ def run(args: Any) -> int:
 
 
 def read_plan(path: str) -> dict[str, Any]:
-    """A plan that --output wrote. Raises ValueError, naming --compare, where it is none."""
+    """Reads a plan that --output wrote. Raises ValueError, naming --compare, for any other file."""
     try:
         plan = json.loads(Path(path).read_text("utf-8"))
     except OSError as e:
@@ -112,18 +96,18 @@ def read_plan(path: str) -> dict[str, Any]:
     except ValueError as e:
         raise ValueError(f"--compare={path}: not JSON: {e}") from None
     if not isinstance(plan, dict) or plan.get("version") != 1 or "memory" not in plan:
-        raise ValueError(f"--compare={path}: no plan of version 1, as --output writes it")
+        raise ValueError(f"--compare={path}: not a plan of version 1, as --output writes it")
     return plan
 
 
-def planned(args: Any) -> dict[str, Any]:
-    """The plan of the flags, with progress on standard error."""
+def planned(args: Flags) -> dict[str, Any]:
+    """Makes the plan that the flags ask for, with progress on standard error."""
     with _cli.Progress() as progress:
         progress("loading TensorFlow and the compiler")
         return progress.Watch(lambda: make(args, progress))
 
 
-def make(args: Any, say: Any) -> dict[str, Any]:
+def make(args: Flags, say: Any) -> dict[str, Any]:
     _cli.load_tensorflow()
     from lingvo_moe import planning
     from lingvo_moe.core.engine import aot_cache
@@ -138,6 +122,7 @@ def make(args: Any, say: Any) -> dict[str, Any]:
         what=args.what,
         mesh=args.mesh,
         token_budget=args.token_budget,
+        known_faults=args.known_faults,
     )
     if ":" in args.topology:
         return planning.make_plan(request, cache, say)

@@ -1,23 +1,24 @@
-"""Makes a data set to train on out of parallel text: filtered, without duplicates, tokenised, with vocabularies.
+"""Makes a training data set from parallel text: filters, removes duplicates, trains vocabularies, tokenises.
 
     python -m tools.prepare --input=TEXTS --output=DATA --model=mt.M4Demo
     python -m lingvo_moe.trainer --model=mt.M4Demo --data_dir=DATA --logdir=RUN
 
-TEXTS holds de.tsv or de.jsonl (a file a language), pairs.jsonl (mixed: each line names its language), or files side by
-side as Europarl.de-en.de and Europarl.de-en.en; each plain, .gz or .zst. TEXTS/dev/ holds pairs to score with, where
-you have them; else some are held out. Stopped with Ctrl-C or otherwise, the same command goes on.
+TEXTS holds de.tsv or de.jsonl (one file per language), pairs.jsonl (mixed: each line names its language), or pairs of
+files such as Europarl.de-en.de and Europarl.de-en.en; each plain, .gz or .zst. TEXTS/dev/ may hold pairs for scoring;
+otherwise some pairs are held out. After Ctrl-C or another interruption the same command resumes.
 """
 
 import json
 import logging
 import os
-import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lingvo_moe.core import checks
 from lingvo_moe.core.directories import PREPARED
+from lingvo_moe.core.flags import Flags
 from lingvo_moe.tasks.mt.input.preparing.filters import Rules
 from lingvo_moe.tasks.mt.input.preparing.prepare import PrepareOptions, prepare
 from lingvo_moe.tasks.mt.input.preparing.sources import Fields
@@ -30,166 +31,138 @@ from tools import _cli
 _SIZES = {"source": 64_000, "target": 32_000}
 
 
-def _parser() -> _cli.Parser:
-    parser = _cli.Parser(prog="python -m tools.prepare", description=__doc__)
-    add = parser.add_argument
-    add(
-        "--input",
-        type=_cli.local_path,
-        action="append",
-        default=[],
-        metavar="PATH",
-        help="directory or file of parallel text; may be given several times",
+def define_flags() -> Flags:
+    """The command's flags."""
+    flags = Flags("python -m tools.prepare", __doc__)
+    flags.DEFINE_multi_path("input", "a directory or a file of parallel text")
+    flags.DEFINE_path(
+        "output", None, "the directory to make; give it to the trainer as --data_dir", required=True
     )
-    add(
-        "--output",
-        type=_cli.local_path,
-        required=True,
-        metavar="DATA",
-        help="directory to make; give it as --data_dir",
+    flags.DEFINE_string(
+        "model",
+        None,
+        "the experiment to train, e.g. mt.M4Demo, whose vocabulary sizes and temperature are used",
     )
-    add(
-        "--model",
-        metavar="NAME",
-        help="experiment to train, e.g. mt.M4Demo: sizes of vocabularies and temperature are its own",
-    )
-    _add_reading_flags(parser.add_argument_group("reading"))
-    group = parser.add_argument_group("what is left out (besides empty, equal and duplicate pairs)")
-    _add_filter_flags(group)
-    group = parser.add_argument_group("what is held out, where no input has a directory dev/")
-    _add_dev_flags(group)
-    _add_size_flags(parser.add_argument_group("vocabularies and shards"))
-    return parser
+    with flags.Section("reading"):
+        _define_reading_flags(flags)
+    with flags.Section("filters (besides those for empty, equal and duplicate pairs)"):
+        _define_filter_flags(flags)
+    with flags.Section("held-out pairs, where no input has a directory dev/"):
+        _define_dev_flags(flags)
+    with flags.Section("vocabularies and shards"):
+        _define_size_flags(flags)
+    return flags
 
 
-def _add_reading_flags(group: Any) -> None:
-    add = group.add_argument
-    add("--target_lang", default="en", help="language that all is translated into (%(default)s)")
-    add(
-        "--columns",
-        type=_cli.names,
-        default=("source", "target"),
-        metavar="A,B",
-        help="what the columns of TSVs are: source, target, lang (then files are mixed), _ for one to skip"
-        " (source,target)",
+def _define_reading_flags(flags: Flags) -> None:
+    flags.DEFINE_string("target_lang", "en", "the language that everything is translated into")
+    flags.DEFINE_list(
+        "columns",
+        ("source", "target"),
+        "the columns of TSV files: source, target, lang (for files of mixed languages), _ for one to skip",
     )
-    add(
-        "--json_fields",
-        type=_cli.names,
-        default=(),
-        metavar="S,T,L",
-        help="names of the fields with source, target and, in mixed files, language (source or src, target or tgt,"
+    flags.DEFINE_parsed(
+        "json_fields",
+        (),
+        "the JSON fields with source, target and, in mixed files, language (default: source or src, target or tgt,"
         " lang or language; or fields named by the languages, alone or within 'translation')",
+        _json_fields,
+        "comma-separated",
     )
-    add(
-        "--tfds",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="TensorFlow Datasets builder to read (its split train), e.g. opus/medical,"
-        " or TranslateFolder:DIR for DIR/de.train.txt and DIR/en.train.txt; may be given several times",
-    )
-
-
-def _add_filter_flags(group: Any) -> None:
-    add = group.add_argument
-    add("--max_chars", type=int, default=1000, help="pairs with a longer side (%(default)s)")
-    add(
-        "--max_ratio",
-        type=float,
-        default=Rules.max_ratio,
-        help="pairs with a side this many times as long as the other (%(default)s)",
-    )
-    add(
-        "--any_script",
-        action="store_true",
-        help="keep texts in other scripts than their language's",
+    flags.DEFINE_multi_string(
+        "tfds",
+        "a TensorFlow Datasets builder to read (its split train), e.g. opus/medical,"
+        " or TranslateFolder:DIR for DIR/de.train.txt and DIR/en.train.txt",
     )
 
 
-def _add_dev_flags(group: Any) -> None:
-    add = group.add_argument
-    add(
-        "--dev_share",
-        type=float,
-        help="share of target sentences, held out of all languages alike; of short ones less"
-        " (default: 0.05 of less than 10 MB of input, 0.02 of less than 100 MB, else 0.01)",
+def _json_fields(text: str) -> tuple[str, ...]:
+    """Reads two names, or three."""
+    found = _cli.names(text)
+    if len(found) not in (0, 2, 3):
+        raise ValueError("must be two or three names")
+    return found
+
+
+def _define_filter_flags(flags: Flags) -> None:
+    flags.DEFINE_integer("max_chars", 1000, "drop pairs with a longer side", checks.SIZE)
+    flags.DEFINE_float(
+        "max_ratio",
+        float(Rules.max_ratio),
+        "drop pairs with one side more than this many times as long as the other",
+        checks.Number(1),
     )
-    add(
-        "--max_dev",
-        type=int,
-        default=PrepareOptions.max_dev,
-        help="pairs a language that go into dev/; further ones are dropped (%(default)s)",
+    flags.DEFINE_boolean(
+        "any_script", False, "keep texts in other scripts than the usual ones of their language"
     )
 
 
-def _add_size_flags(group: Any) -> None:
-    add = group.add_argument
+def _define_dev_flags(flags: Flags) -> None:
+    flags.DEFINE_float(
+        "dev_share",
+        None,
+        "share of the target sentences to hold out, the same sentences in all languages; fewer of short ones"
+        " (default: 0.05 for less than 10 MB of input, 0.02 for less than 100 MB, else 0.01)",
+        checks.SHARE,
+    )
+    flags.DEFINE_integer(
+        "max_dev",
+        PrepareOptions.max_dev,
+        "pairs of each language in dev/ at most; further ones are dropped",
+        checks.SIZE,
+    )
+
+
+def _define_size_flags(flags: Flags) -> None:
     for side, size in _SIZES.items():
         text = f"ids of the {side} vocabulary (default: as --model, else {size})"
-        add(f"--{side}_vocab_size", type=int, help=text)
-    add(
-        "--temperature",
-        type=float,
-        help="T of the vocabularies' sample and of the table; larger: small languages count more"
-        " (default: as --model, else 5)",
+        flags.DEFINE_integer(f"{side}_vocab_size", None, text, checks.Integer(MIN_SIZE))
+    flags.DEFINE_float(
+        "temperature",
+        None,
+        "temperature T for sampling the vocabularies' text and for the table; with a larger one small languages count"
+        " more (default: as --model, else 5)",
+        checks.POSITIVE,
     )
-    add(
-        "--vocab_sentences",
-        type=int,
-        help="the most pairs that vocabularies are trained from, held in memory (default: as --model, else 500000)",
+    flags.DEFINE_integer(
+        "vocab_sentences",
+        None,
+        "train vocabularies on at most this many pairs, held in memory (default: as --model, else 500000)",
+        checks.Integer(MIN_SENTENCES),
     )
-    add(
-        "--pairs_per_shard",
-        type=int,
-        default=PAIRS_PER_SHARD,
-        help="the most pairs in a file of tokenised pairs (%(default)s)",
+    flags.DEFINE_integer(
+        "pairs_per_shard", PAIRS_PER_SHARD, "tokenised pairs in one file at most", checks.SIZE
     )
-    add(
-        "--workers",
-        type=int,
-        default=min(os.cpu_count() or 1, 16),
-        help="processes, with some 200 MB each, and the sample for the vocabularies in two of them (%(default)s)",
+    flags.DEFINE_integer(
+        "workers",
+        min(os.cpu_count() or 1, 16),
+        "processes, of some 200 MB each; two of them also hold the sample for the vocabularies",
+        checks.Integer(1, 1024),
     )
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = _parser()
-    args = parser.parse_args(argv)
-    least = {f"{side}_vocab_size": MIN_SIZE for side in _SIZES}
-    least |= {"max_chars": 1, "max_dev": 1, "pairs_per_shard": 1}
-    _cli.check_at_least(parser, args, vocab_sentences=MIN_SENTENCES, max_ratio=1, **least)
-    _cli.check_numbers(
-        parser,
-        args,
-        dev_share=checks.SHARE,
-        temperature=checks.POSITIVE,
-        workers=checks.Integer(1, 1024),
-    )
+def main(argv: Sequence[str] | None = None) -> int:
+    args = define_flags().Parse(argv)
     if not args.input and not args.tfds:
-        parser.error("nothing to read: give --input or --tfds")
-    if args.json_fields and len(args.json_fields) not in (2, 3):
-        parser.error(f"--json_fields={','.join(args.json_fields)}: name two fields or three")
+        args.Fail("nothing to read: give --input or --tfds")
     logging.basicConfig(format="%(message)s")
-    start = time.monotonic()
+    interrupted = "stopped; the same command resumes from here"
+    return _cli.attempt("prepare", lambda: _run(args), interrupted)
+
+
+def _run(args: Flags) -> int:
     from lingvo_moe.core.engine.progress import LineProgress
 
-    try:
-        _cli.check_output_directory(args.output, replaces=PREPARED)
-        options = _options(args)
-        with LineProgress() as progress:
-            summary = prepare(args.input, args.output, options, progress)
-    except (ValueError, OSError) as e:
-        print(f"prepare: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("prepare: stopped; the same command goes on from here", file=sys.stderr)
-        return 130
+    start = time.monotonic()
+    _cli.check_output_directory(args.output, replaces=PREPARED)
+    options = _options(args)
+    with LineProgress() as progress:
+        summary = prepare(args.input, args.output, options, progress)
     _report(args, summary, time.monotonic() - start)
     return 0
 
 
-def _options(args: Any) -> PrepareOptions:
+def _options(args: Flags) -> PrepareOptions:
     sizes, temperature, sentences = dict(_SIZES), 5.0, 500_000
     if args.model:
         with _cli.quiet_imports():
@@ -222,7 +195,7 @@ def _options(args: Any) -> PrepareOptions:
     )
 
 
-def _report(args: Any, summary: dict[str, Any], seconds: float) -> None:
+def _report(args: Flags, summary: dict[str, Any], seconds: float) -> None:
     print(format_table(summary))
     if examples := format_examples(summary):
         print(f"\n{examples}")
@@ -234,7 +207,7 @@ def _report(args: Any, summary: dict[str, Any], seconds: float) -> None:
     )
     if unscored := [lang for lang, about in summary["languages"].items() if not about["dev"]]:
         print(
-            f"no pairs are held out of {', '.join(unscored)}, so nothing can score them: give a larger --dev_share,"
+            f"no pairs are held out of {', '.join(unscored)}, so they cannot be scored: give a larger --dev_share,"
             " or pairs in a directory dev/ of the input"
         )
     sizes = summary["vocabularies"]

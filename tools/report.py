@@ -1,71 +1,55 @@
-"""A page about a run that can be mailed around: scores, curves, sample translations, and who is routed where.
+"""Writes one HTML file about a run: scores, curves, sample translations, and the experts of each language.
 
     python -m tools.report --logdir=RUN
     python -m tools.report --logdir=RUN --data_dir=CORPUS --languages=de,fr,sw --out=report.html --png_dir=pictures
 
-Shows what there is: the scores and translations that tools.evaluate left in RUN/eval, the curves of the trainer's
-summaries, and for each MoE layer the share of each language's tokens at each expert, for which it runs the model over
-the held-out pairs of CORPUS/dev. The page names what is missing, and the command that makes it. The numbers go beside
-it (.json).
+The page shows the scores and translations that tools.evaluate wrote to RUN/eval, the curves of the trainer's summaries,
+and for each MoE layer the share of each language's tokens at each expert, measured by running the model on the held-out
+pairs of CORPUS/dev. For a missing part it names the command that makes it. The numbers are in a .json file next to the
+page.
 """
 
 import json
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lingvo_moe.core import checks
+from lingvo_moe.core.flags import Flags
 from tools import _cli
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = _cli.Parser(prog="python -m tools.report", description=__doc__)
-    add = parser.add_argument
-    add(
-        "--logdir",
-        type=_cli.portable_path,
-        metavar="RUN",
-        required=True,
-        help="a run, as given to the trainer",
+def define_flags() -> Flags:
+    """The command's flags."""
+    flags = Flags("python -m tools.report", __doc__)
+    _cli.define_logdir_flag(flags)
+    flags.DEFINE_path("data_dir", None, "the corpus with the pairs (default: what RUN trained on)")
+    flags.DEFINE_list(
+        "languages",
+        (),
+        "measure the routing of these, e.g. de,sw (default: all that have dev pairs)",
     )
-    add(
-        "--data_dir",
-        type=_cli.local_path,
-        metavar="CORPUS",
-        help="the pairs (default: what RUN trained on)",
+    flags.DEFINE_integer(
+        "max_per_language", None, "dev pairs of each language (default: all)", checks.SIZE
     )
-    add(
-        "--languages",
-        type=_cli.names,
-        default=(),
-        help="whose routing to measure, e.g. de,sw (default: all that have dev pairs)",
-    )
-    add("--max_per_language", type=int, help="dev pairs of a language (default: all)")
-    add("--no_routing", action="store_true", help="do not run the model")
-    add(
-        "--eval_dir",
-        type=_cli.local_path,
-        metavar="DIR",
-        help="what tools.evaluate wrote (default: RUN/eval)",
-    )
-    add("--samples", type=int, default=4, help="translations of each kind (%(default)s)")
-    add("--seed", type=int, default=0, help="of the translations that are drawn (%(default)s)")
-    _cli.add_run_flags(parser)
-    add("--out", type=_cli.local_path, metavar="FILE", help="the page (default: RUN/report.html)")
-    add("--png_dir", type=_cli.local_path, metavar="DIR", help="also a picture of each layer there")
-    add("--batch_size", type=int, default=16, help="packed rows at once (%(default)s)")
-    add("--quiet", action="store_true", help="no progress on standard error")
-    args = parser.parse_args(argv)
-    _cli.check_at_least(parser, args, batch_size=1, max_per_language=1, samples=1, seed=0)
-    try:
-        return _run(args)
-    except (ValueError, OSError) as e:
-        print(f"report: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    flags.DEFINE_boolean("no_routing", False, "do not run the model")
+    flags.DEFINE_path("eval_dir", None, "what tools.evaluate wrote (default: RUN/eval)")
+    flags.DEFINE_integer("samples", 4, "sample translations of each kind", checks.SIZE)
+    flags.DEFINE_integer("seed", 0, "seed for drawing the sample translations", checks.COUNT)
+    _cli.define_run_flags(flags)
+    flags.DEFINE_path("out", None, "the page to write (default: RUN/report.html)")
+    flags.DEFINE_path("png_dir", None, "also write a picture of each layer to this directory")
+    flags.DEFINE_integer("batch_size", 16, "packed rows at once", checks.SIZE)
+    flags.DEFINE_boolean("quiet", False, "no progress on standard error")
+    return flags
 
 
-def _run(args: Any) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    args = define_flags().Parse(argv)
+    return _cli.attempt("report", lambda: _run(args))
+
+
+def _run(args: Flags) -> int:
     from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 
     run = RunDir(args.logdir, trust_run=args.trust_run)
@@ -106,7 +90,7 @@ def _run(args: Any) -> int:
     return 0
 
 
-def _routing(args: Any, run: Any) -> Any:
+def _routing(args: Flags, run: Any) -> Any:
     """The RoutingReport of the run's model, or why there is none."""
     from lingvo_moe.core.engine.progress import LineProgress
     from lingvo_moe.tasks.mt.input.dev_set import DevSet

@@ -1,20 +1,22 @@
 """Writes docs/reproduction.md: the paper's systems claims beside plans of the same models.
 
     python -m tools.reproduce                     # the page and its pictures, from recorded plans
-    python -m tools.reproduce --plans             # makes every plan anew and compares: hours
+    python -m tools.reproduce --plans             # makes every plan again and compares: hours
     python -m tools.reproduce --plans --only=M4MoE2048E36L-v3_32x32 --update
 
-Recorded plans are docs/plans/NAME.json; `--list` tells their names. Ends with status 0, 1 for a
+Recorded plans are docs/plans/NAME.json; `--list` lists their names. The exit status is 0, or 1 for a
 mistake, for plans that are missing, or for new plans that differ from the recorded ones.
 """
 
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lingvo_moe.core import files
+from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.suggest import did_you_mean
 from reproduction import goldens, making
 from reproduction.requests import GROUPS, REQUESTS
@@ -23,62 +25,44 @@ from tools import _cli
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
-def make_parser() -> _cli.Parser:
-    """The flags."""
-    parser = _cli.Parser(prog="python -m tools.reproduce", description=__doc__)
-    add = parser.add_argument
-    add(
-        "--docs",
-        type=_cli.local_path,
-        default=str(DOCS),
-        metavar="DIR",
-        help="where page, pictures and plans/ are",
+def define_flags() -> Flags:
+    """The command's flags."""
+    flags = Flags("python -m tools.reproduce", __doc__)
+    flags.DEFINE_path("docs", str(DOCS), "directory with the page, images/ and plans/")
+    flags.DEFINE_boolean("list", False, "list all plans, and whether each is recorded")
+    flags.DEFINE_boolean("partial", False, "leave out what needs plans that are missing")
+    flags.DEFINE_boolean("plans", False, "make the plans again instead of the page")
+    flags.DEFINE_list(
+        "only", (), f"with --plans: only these, by names of plans or of groups: {', '.join(GROUPS)}"
     )
-    add("--list", action="store_true", help="tell the plans, what each is of, and if it is there")
-    add("--partial", action="store_true", help="leave out what plans are missing for")
-    add("--plans", action="store_true", help="make the plans anew instead of the page")
-    add(
-        "--only",
-        default="",
-        help="with --plans: these alone, comma-separated; names of plans, or of groups: "
-        + ", ".join(GROUPS),
-    )
-    add("--missing", action="store_true", help="with --plans: those alone that are not recorded")
-    add("--update", action="store_true", help="with --plans: record the new plans")
-    add(
-        "--cache_dir",
-        type=_cli.local_path,
-        default=None,
-        help="where compiled programs are kept; '' keeps none",
-    )
-    return parser
+    flags.DEFINE_boolean("missing", False, "with --plans: only those that are not recorded")
+    flags.DEFINE_boolean("update", False, "with --plans: record the new plans")
+    flags.DEFINE_path("cache_dir", None, "directory for compiled programs; '' keeps none")
+    return flags
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = make_parser()
-    args = parser.parse_args(argv)
+def main(argv: Sequence[str] | None = None) -> int:
+    args = define_flags().Parse(argv)
     for flag in ("only", "missing", "update"):
         if getattr(args, flag) and not args.plans:
-            parser.error(f"--{flag} goes with --plans")
-    try:
-        names = chosen(args.only)
-        if args.list:
-            return tell(Path(args.docs) / "plans")
-        if args.cache_dir:
-            _cli.check_output_directory(args.cache_dir, "--cache_dir")
-        return make_plans(args, names) if args.plans else write_page(args)
-    except (ValueError, OSError) as e:
-        print(f"reproduce: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nreproduce: interrupted; what was recorded stays", file=sys.stderr)
-        return 130
+            args.Fail(f"--{flag} goes with --plans")
+    interrupted = "interrupted; plans that were recorded are kept"
+    return _cli.attempt("reproduce", lambda: _run(args), interrupted)
 
 
-def chosen(only: str) -> list[str]:
-    """The plans that --only names, all of them for ''. Raises ValueError for a name that is none."""
+def _run(args: Flags) -> int:
+    names = chosen(args.only)
+    if args.list:
+        return show_list(Path(args.docs) / "plans")
+    if args.cache_dir:
+        _cli.check_output_directory(args.cache_dir, "--cache_dir")
+    return make_plans(args, names) if args.plans else write_page(args)
+
+
+def chosen(only: Sequence[str]) -> list[str]:
+    """The plans that --only names; all, where it names none. Raises ValueError for an unknown name."""
     names: list[str] = []
-    for name in _cli.names(only) or REQUESTS:
+    for name in only or REQUESTS:
         if name not in REQUESTS and name not in GROUPS:
             known = [*REQUESTS, *GROUPS]
             raise ValueError(f"--only={name}: no such plan{did_you_mean(name, known)}")
@@ -86,8 +70,8 @@ def chosen(only: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def tell(directory: Path) -> int:
-    """Prints what the plans are of."""
+def show_list(directory: Path) -> int:
+    """Prints every plan with its model and topology, and marks those that are recorded."""
     for name, wanted in REQUESTS.items():
         mark = "x" if goldens.path_of(directory, name).exists() else " "
         kind = "" if wanted.what == "train" else f", {wanted.what}"
@@ -96,7 +80,7 @@ def tell(directory: Path) -> int:
     return 0
 
 
-def write_page(args: Any) -> int:
+def write_page(args: Flags) -> int:
     """The page and its pictures."""
     from reproduction import page
 
@@ -112,7 +96,7 @@ def write_page(args: Any) -> int:
     return 0
 
 
-def make_plans(args: Any, names: list[str]) -> int:
+def make_plans(args: Flags, names: list[str]) -> int:
     """Makes plans, compares them with the recorded ones, and records them where asked to."""
     directory = Path(args.docs) / "plans"
     if args.missing:

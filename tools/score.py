@@ -1,50 +1,42 @@
-"""Tells how likely a model finds given translations: a log-probability for each line, nothing is searched.
+"""Scores given translations: prints the log-probability that a model gives to each. Nothing is searched.
 
     python -m tools.score --logdir=RUN <pairs.tsv >scores.tsv
     python -m tools.score --logdir=RUN --input=pairs.tsv --output=scores.tsv --tokens
 
-A line in is source<TAB>target; more columns are not looked at. A line out is, with tabs between, the log-probability of
-the target (nats), its tokens (the end of the sentence is one), and the mean of a token; with --tokens also each
-token as piece:log-probability. There are as many lines out as in: one without a TAB gets nan, 0, nan.
+An input line is source<TAB>target; further columns are ignored. An output line has, separated by tabs, the
+log-probability of the target (nats), the number of its tokens (the end of the sentence is one), and the mean per token;
+with --tokens also each token as piece:log-probability. Every input line gets an output line: one without a TAB gets
+nan, 0, nan.
 """
 
-import sys
+from collections.abc import Sequence
 from typing import Any
 
+from lingvo_moe.core.decode.ranges import LENGTH
+from lingvo_moe.core.flags import Flags
 from lingvo_moe.tasks.mt.decoding.line_stream import Line
 from tools import _cli, _lines
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = _cli.Parser(prog="python -m tools.score", description=__doc__)
-    parser.add_argument(
-        "--logdir",
-        type=_cli.portable_path,
-        metavar="RUN",
-        required=True,
-        help="a run, as given to the trainer",
-    )
-    parser.add_argument("--tokens", action="store_true", help="also the score of each token")
-    _cli.add_run_flags(parser)
-    parser.add_argument(
-        "--max_source_length", type=int, default=256, help="tokens; the rest is cut (%(default)s)"
-    )
-    parser.add_argument(
-        "--max_length", type=int, default=256, help="tokens of a target, likewise (%(default)s)"
-    )
-    _lines.add_flags(parser, "pairs to score")
-    args = parser.parse_args(argv)
-    _cli.check_at_least(parser, args, batch_size=1)
-    try:
-        return _run(args)
-    except (ValueError, OSError) as e:
-        print(f"score: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+def define_flags() -> Flags:
+    """The command's flags."""
+    flags = Flags("python -m tools.score", __doc__)
+    _cli.define_logdir_flag(flags)
+    flags.DEFINE_boolean("tokens", False, "also print the score of each token")
+    _cli.define_run_flags(flags)
+    truncated = "longer ones are truncated"
+    flags.DEFINE_integer("max_source_length", 256, f"tokens of a source; {truncated}", LENGTH)
+    flags.DEFINE_integer("max_length", 256, f"tokens of a target; {truncated}", LENGTH)
+    _lines.define_flags(flags, "pairs to score")
+    return flags
 
 
-def _run(args: Any) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    args = define_flags().Parse(argv)
+    return _cli.attempt("score", lambda: _run(args))
+
+
+def _run(args: Flags) -> int:
     with _lines.opened(args) as (source, sink):
         _cli.load_tensorflow()
         scorer = _open(args)
@@ -55,7 +47,7 @@ def _run(args: Any) -> int:
         return _lines.answer_all("score", args, answer, source, sink)
 
 
-def _open(args: Any) -> Any:
+def _open(args: Flags) -> Any:
     from lingvo_moe.tasks.mt.quality.forced_decoding import ScoreOptions, Scorer
 
     options = ScoreOptions(args.max_source_length, args.max_length)

@@ -1,69 +1,44 @@
-"""Makes a vocabulary shortlist: which tokens a line is scored for when it is translated, instead of all.
+"""Makes a vocabulary shortlist: the few target tokens that are scored for a line, instead of all.
 
     python -m tools.shortlist --logdir=RUN --output=RUN/shortlist.npz
     python -m tools.export --logdir=RUN --shortlist=RUN/shortlist.npz --output=MODEL
 
-For each piece of the source vocabulary the file holds the target pieces that it is likeliest translated by, after IBM
-model 1 on a sample of the training pairs; and for every line the most frequent target pieces, and those of single
-bytes, so that anything can be spelt. It goes with the vocabularies of RUN and no others, with any checkpoint of it.
+For each piece of the source vocabulary the file holds the target pieces that most likely translate it, by IBM model 1
+on a sample of the training pairs. For every line it adds the most frequent target pieces, and those of single bytes, so
+that anything can be spelt. It works with the vocabularies of RUN and no others, and with every checkpoint of RUN.
 
-The last line says how many of the held-out references' tokens are within their line's shortlist: what is outside
-cannot come out. More --per_piece covers more and is slower. What it does to scores, tools.evaluate --shortlist says.
+The last line prints how many tokens of the held-out references are within their line's shortlist: others cannot be
+produced. A larger --per_piece covers more and is slower. tools.evaluate --shortlist measures the effect on scores.
 """
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
+from lingvo_moe.core import checks
+from lingvo_moe.core.flags import Flags
 from tools import _cli
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = _cli.Parser(prog="python -m tools.shortlist", description=__doc__)
-    parser.add_argument(
-        "--logdir",
-        type=_cli.portable_path,
-        required=True,
-        metavar="RUN",
-        help="a run, as given to the trainer",
-    )
-    parser.add_argument(
-        "--output",
-        type=_cli.local_path,
-        required=True,
-        metavar="FILE",
-        help="the file to write, .npz",
-    )
-    parser.add_argument(
-        "--data_dir",
-        type=_cli.local_path,
-        metavar="CORPUS",
-        help="the pairs (default: what RUN trained on)",
-    )
-    parser.add_argument(
-        "--per_piece", type=int, default=100, help="target pieces of a source piece (%(default)s)"
-    )
-    parser.add_argument(
-        "--frequent", type=int, default=200, help="target pieces for every line (%(default)s)"
-    )
-    parser.add_argument(
-        "--max_pairs", type=int, default=300_000, help="pairs to draw, all in memory (%(default)s)"
-    )
-    _cli.add_trust_flag(parser)
-    parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
-    args = parser.parse_args(argv)
-    _cli.check_at_least(parser, args, per_piece=1, frequent=0, max_pairs=1)
-    try:
-        return _run(args)
-    except (ValueError, OSError) as e:
-        print(f"shortlist: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("shortlist: interrupted; nothing was written", file=sys.stderr)
-        return 130
+def define_flags() -> Flags:
+    """The command's flags."""
+    flags = Flags("python -m tools.shortlist", __doc__)
+    _cli.define_logdir_flag(flags)
+    flags.DEFINE_path("output", None, "the file to write, .npz", required=True)
+    flags.DEFINE_path("data_dir", None, "the corpus with the pairs (default: what RUN trained on)")
+    flags.DEFINE_integer("per_piece", 100, "target pieces of each source piece", checks.SIZE)
+    flags.DEFINE_integer("frequent", 200, "frequent target pieces for every line", checks.COUNT)
+    flags.DEFINE_integer("max_pairs", 300_000, "pairs to draw, held in memory", checks.SIZE)
+    _cli.define_trust_flag(flags)
+    flags.DEFINE_boolean("quiet", False, "no progress on standard error")
+    return flags
 
 
-def _run(args: Any) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    args = define_flags().Parse(argv)
+    return _cli.attempt("shortlist", lambda: _run(args), "interrupted; nothing was written")
+
+
+def _run(args: Flags) -> int:
     _cli.check_output_file(args.output)
     with _cli.quiet_imports():  # the experiment's modules are TensorFlow's first users
         from lingvo_moe.tasks.mt.runs.run_dir import RunDir
@@ -100,15 +75,15 @@ def _run(args: Any) -> int:
     if of:
         print(
             f"of {of.tokens:,} tokens of {of.lines:,} held-out references {of.inside / max(of.tokens, 1):.1%} are"
-            f" within their line's shortlist, of {of.size:,.0f} pieces on the mean"
+            f" within their line's shortlist, of {of.size:,.0f} pieces on average"
         )
     else:
-        print(f"coverage was not looked at: {why}")
+        print(f"coverage was not measured: {why}")
     return 0
 
 
 def _held_out(data_dir: str, languages: Sequence[str]) -> Any:
-    """The DevSet of a run's languages, none meaning all, as far as there is one. Raises DataError: there is none."""
+    """The DevSet of the languages that have dev pairs; no languages mean all. Raises DataError: none of them has."""
     from lingvo_moe.tasks.mt.input.dev_set import DevSet
     from lingvo_moe.tasks.mt.input.errors import DataError
 

@@ -1,46 +1,41 @@
-"""Translates lines: exactly as many come out as go in, whatever they hold.
+"""Translates lines: each input line gives exactly one output line.
 
     python -m tools.translate --saved_model=DIR <lines.txt >translations.txt
     python -m tools.translate --logdir=RUN --input=lines.txt --output=translations.txt
     python -m tools.translate --saved_model=DIR            (at a terminal: line by line)
 
 Only a newline ends a line. Blank lines stay blank; bytes that are not UTF-8 are read as unknown
-characters; a line that is too long is cut, with a warning. An output file is there whole or not at all; a pipe or a
-device is written as lines are done.
+characters; a line that is too long is truncated, with a warning. An output file appears when it is complete; a pipe or
+a device is written line by line.
 """
 
 import contextlib
 import io
 import sys
+from collections.abc import Sequence
 from typing import Any
 
+from lingvo_moe.core.command import say
+from lingvo_moe.core.flags import Flags
 from lingvo_moe.tasks.mt.decoding.line_stream import translation_of
 from tools import _cli, _lines
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = _cli.Parser(prog="python -m tools.translate", description=__doc__)
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument(
-        "--saved_model", type=_cli.portable_path, metavar="DIR", help="what tools.export wrote"
-    )
-    model.add_argument(
-        "--logdir", type=_cli.portable_path, metavar="RUN", help="a run, as given to the trainer"
-    )
-    _lines.add_flags(parser, "lines to translate")
-    _cli.add_search_flags(parser)
-    args = parser.parse_args(argv)
-    _cli.check_at_least(parser, args, batch_size=1)
-    try:
-        return _run(args)
-    except (ValueError, OSError) as e:
-        print(f"translate: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+def define_flags() -> Flags:
+    """The command's flags."""
+    flags = Flags("python -m tools.translate", __doc__)
+    _cli.define_model_flags(flags)
+    _lines.define_flags(flags, "lines to translate")
+    _cli.define_search_flags(flags)
+    return flags
 
 
-def _run(args: Any) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    args = define_flags().Parse(argv)
+    return _cli.attempt("translate", lambda: _run(args))
+
+
+def _run(args: Flags) -> int:
     with _lines.opened(args) as (source, sink):
         _cli.load_tensorflow()
         translator, _ = _cli.open_translator(args)
@@ -51,7 +46,7 @@ def _run(args: Any) -> int:
 
 
 def _converse(translator: Any, language: str | None) -> int:
-    """Translates what is typed until the end of input."""
+    """Translates typed lines until the end of input."""
     with contextlib.suppress(ImportError):
         import readline  # gives input() a history and line editing
 
@@ -72,7 +67,7 @@ def _converse(translator: Any, language: str | None) -> int:
 
 
 def _warn(message: str) -> None:
-    print(f"translate: {message}", file=sys.stderr, flush=True)
+    say(f"translate: {message}")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ _SCOPED = (
     "Dispatch",
     "Combine",
     "GroupedFProp",
-    "Infer",
 )
 
 
@@ -254,19 +253,6 @@ class BaseLayer:
         """Initial values (pure; engines compile it, so that no host holds the model). `seed` is
         int32 [2]."""
         return self.VariableSpecs().Transform(lambda spec: spec.Init(seed))
-
-    def ForInference(self, theta: NestedMap) -> NestedMap:
-        """The weights as they are read fastest where TensorFlow's own kernels run (core/op_by_op.py), for
-        inference only. A layer may arrange its own anew; this one arranges those of its children."""
-        arranged = NestedMap(theta)
-        for name, child in self.children.items():
-            if isinstance(child, list):
-                pairs = zip(child, theta[name], strict=True)
-                arranged[name] = [c.ForInference(weights) for c, weights in pairs]
-            else:
-                # A child without variables may be younger than the checkpoint.
-                arranged[name] = child.ForInference(theta.get(name, NestedMap()))
-        return arranged
 
     # --- helpers for FProp
 

@@ -10,17 +10,15 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks, randomness
+from lingvo_moe.core import checks, kernels, randomness
 from lingvo_moe.core.artifacts import RunArtifacts
 from lingvo_moe.core.base_input import BaseInput
 from lingvo_moe.core.base_layer import BaseLayer, VariableSpec, name_scope
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.nested_map import NestedMap, map_structure
-from lingvo_moe.core.op_by_op import is_op_by_op
+from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.adafactor import Adafactor
-from lingvo_moe.core.optimizers.clipping import clip_by_global_norm
 from lingvo_moe.core.step import Step
 
 
@@ -202,17 +200,19 @@ class BaseTask(BaseLayer):
         updates: NestedMap,
     ) -> tuple[NestedMap, NestedMap]:
         """The state after a step with these gradients and updates; see TrainStep."""
-        grads, norm = clip_by_global_norm(grads, self.p.clip_gradient_norm)
         theta, slots, optimizer_metrics = self.optimizer.Update(
-            state.theta, grads, state.slots, state.step, self.VariableSpecs()
+            state.theta,
+            grads,
+            state.slots,
+            state.step,
+            self.VariableSpecs(),
+            self.p.clip_gradient_norm,
         )
-        if not self.p.clip_gradient_norm:
-            norm = optimizer_metrics.get("grad_norm", norm)
         theta = self._WithUpdates(theta, updates)
-        finite = tf.math.is_finite(loss) & tf.math.is_finite(norm)
+        finite = tf.math.is_finite(loss) & tf.math.is_finite(optimizer_metrics.grad_norm)
         kept = _where(finite, NestedMap(theta=theta, slots=slots), state)
         skipped = state.skipped + tf.cast(~finite, tf.int32)
-        metrics.update(optimizer_metrics, grad_norm=norm, skipped=tf.cast(skipped, tf.float32))
+        metrics.update(optimizer_metrics, skipped=tf.cast(skipped, tf.float32))
         return (
             NestedMap(
                 theta=kept.theta,
@@ -275,14 +275,7 @@ def updates_of(*extras: NestedMap) -> NestedMap:
 def _where(finite: tf.Tensor, new: NestedMap, old: NestedMap) -> NestedMap:
     """The theta and slots of one state or of the other."""
     old = NestedMap(theta=old.theta, slots=old.slots)
-    if is_op_by_op():  # a branch copies nothing
-        return new.Pack(list(tf.cond(finite, new.Flatten, old.Flatten)))
-
-    def keep(new: tf.Tensor, old: tf.Tensor) -> tf.Tensor:
-        return tf.where(finite, new, old)
-
-    theta = map_structure(keep, new.theta, old.theta)
-    return NestedMap(theta=theta, slots=map_structure(keep, new.slots, old.slots))
+    return new.Pack(kernels.current().select(finite, new.Flatten(), old.Flatten()))
 
 
 def _counter(name: str) -> VariableSpec:

@@ -1,6 +1,7 @@
 """How a command begins and ends as a process, and how it reports to its user."""
 
 import io
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -14,12 +15,18 @@ def say(line: str) -> None:
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Runs `main` as a process and ends it with the status that it returns.
+    """Runs `main` as a process, with absl's `app.run`, and ends it with the status that it returns.
 
     Where the reader of standard output has gone, as `| head` goes, it ends quietly with the status that SIGPIPE would
     give. SIGPIPE itself would also come of sockets, and of pipes to other processes. Where standard output cannot be
     written, as on a full disk, one line says so and the status is 1.
+
+    Args:
+        main: reads its own flags (lingvo_moe.core.flags) from the command line; returns the exit status.
     """
+    # Not above: it brings a debugger's modules, for which nobody who only calls `say` should wait.
+    from absl import app
+
     if sys.stdout is not None:
         out = sys.stdout
         raw = _StandardOutput(out.fileno(), "wb", closefd=False)
@@ -31,6 +38,12 @@ def run(main: Callable[[], int]) -> NoReturn:
             line_buffering=out.isatty(),
             write_through=at_once,
         )
+    app.run(lambda _: _run_and_flush(main), flags_parser=_leave_flags_to_command)
+    raise AssertionError("app.run returned")
+
+
+def _run_and_flush(main: Callable[[], int]) -> int:
+    """The status of `main`, or 1 where what it printed cannot be written."""
     try:
         status = main()
     finally:
@@ -40,7 +53,18 @@ def run(main: Callable[[], int]) -> NoReturn:
             except OSError as e:  # a full disk, which shows when what is buffered is written
                 print(f"error: {e}", file=sys.stderr)
                 status = 1
-    sys.exit(status)
+    return status
+
+
+def _leave_flags_to_command(argv: list[str]) -> list[str]:
+    """Leaves absl's global flags at their defaults, and logging as Python has it: warnings as plain lines."""
+    from absl import flags
+    from absl import logging as absl_logging
+
+    flags.FLAGS.mark_as_parsed()
+    absl_logging.set_verbosity(absl_logging.WARNING)
+    logging.getLogger().removeHandler(absl_logging.get_absl_handler())
+    return argv
 
 
 class _StandardOutput(io.FileIO):

@@ -60,7 +60,7 @@ class WeightInit:
         """The initial value, of a static shape; `seed` is int32 [2], or [n, 2] for n stacked
         variables."""
         if self.method == "constant":
-            # Joined with the seed, or TensorFlow would make it whole on the host while tracing.
+            # Depends on the seed, or TensorFlow would compute the full constant on the host while tracing.
             word = tf.reshape(tf.convert_to_tensor(seed, tf.int32), [-1])[0]
             nothing = tf.cast(tf.bitwise.bitwise_xor(word, word), dtype)
             return tf.fill(list(shape), tf.constant(self.scale, dtype) + nothing)

@@ -15,12 +15,10 @@ nothing random happens.
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
-
-from lingvo_moe.core.op_by_op import fused, is_op_by_op
 
 
 def make_seed(global_seed: int | tf.Tensor, step: int | tf.Tensor) -> tf.Tensor:
@@ -101,34 +99,18 @@ def truncated_normal(
     return _inverse_normal(uniform(seed, shape), math.erf(2 / math.sqrt(2)), dtype)
 
 
-def dropout(
-    x: tf.Tensor, rate: float, seed: tf.Tensor | None, rows: tf.Tensor | None = None
-) -> tf.Tensor:
-    """Zeroes each element with probability `rate` and scales the others by 1/(1-rate); `x` itself
-    when seed is None.
-
-    Args:
-        x: of a static shape.
-        rate: in [0, 1).
-        seed: int32 [2].
-        rows: int32, of x's shape but for the last dimension. Each row then has what row `rows[...]` of
-            a matrix would have, wherever it lies.
-
-    Raises:
-        ValueError: rate outside [0, 1).
-    """
-    if not 0 <= rate < 1:
-        raise ValueError(f"dropout rate must lie in [0, 1), got {rate}")
-    if seed is None or rate == 0:
-        return x
-    if is_op_by_op():
-        return _dropout_op_by_op(x, rate, seed, rows)
-    return _keep(x, _kept(seed, x.shape, rate, rows), rate)
-
-
-def _kept(
+def kept(
     seed: tf.Tensor, shape: Sequence[int], rate: float, rows: tf.Tensor | None = None
 ) -> tf.Tensor:
+    """The mask of dropout, bool of a static shape: false with probability `rate`.
+
+    Args:
+        seed: int32 [2].
+        shape: static.
+        rate: in (0, 1).
+        rows: int32, of the shape without its last dimension; each row then has the mask of row `rows[...]` of a
+            matrix, wherever it lies.
+    """
     threshold = tf.constant(min(round(rate * 2**32), 2**32 - 1), tf.uint32)
     drawn = bits(seed, shape) if rows is None else _bits_of_rows(seed, rows, shape[-1])
     return drawn >= threshold
@@ -141,34 +123,6 @@ def _bits_of_rows(seed: tf.Tensor, rows: tf.Tensor, width: int) -> tf.Tensor:
     row = _mix(_xor(k0, number * _word(0x9E3779B1)))
     column = tf.cast(tf.range(width), tf.uint32)
     return _mix(_xor(_mix(column + row), _mix(k1 + number)))
-
-
-def _keep(x: tf.Tensor, kept: tf.Tensor, rate: float) -> tf.Tensor:
-    return tf.where(kept, x * tf.constant(1 / (1 - rate), x.dtype), tf.constant(0, x.dtype))
-
-
-def _dropout_op_by_op(
-    x: tf.Tensor, rate: float, seed: tf.Tensor, rows: tf.Tensor | None
-) -> tf.Tensor:
-    """For TensorFlow's own kernels, of which the hash alone would take sixty passes."""
-
-    @tf.custom_gradient
-    def drop(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-        y, kept = _fused_drop(x, seed, rate, rows)
-        return y, lambda dy: _fused_keep(dy, kept, rate)
-
-    return drop(x)
-
-
-@fused
-def _fused_drop(
-    x: tf.Tensor, seed: tf.Tensor, rate: float, rows: tf.Tensor | None
-) -> tuple[tf.Tensor, tf.Tensor]:
-    kept = _kept(seed, x.shape, rate, rows)
-    return _keep(x, kept, rate), kept
-
-
-_fused_keep = fused(_keep)
 
 
 def _inverse_normal(u: tf.Tensor, mass: float, dtype: tf.DType) -> tf.Tensor:

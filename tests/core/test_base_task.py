@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_moe.core import randomness
+from lingvo_moe.core import kernels, randomness
 from lingvo_moe.core.base_layer import WeightParams
 from lingvo_moe.core.base_task import BaseTask
 from lingvo_moe.core.engine.base import make_engine
@@ -27,7 +27,7 @@ class Regression(BaseTask):
         self.CreateVariable("w", weight)
 
     def FProp(self, theta, batch, seed=None):
-        x = randomness.dropout(self.Shard(batch.x, "BM"), 0.5, seed)
+        x = kernels.dropout(self.Shard(batch.x, "BM"), 0.5, seed)
         y = self.Shard(tf.einsum("BM,EM->BE", x, self.Cast(theta.w)), "BE")
         error = tf.reduce_sum((y - 1.0) ** 2) * (1 / 64)
         loss = error * batch.scale

@@ -71,6 +71,16 @@ def test_somebody_reads() -> None:
     assert _ends("sys.exit(5)", reads=False)[0] == 5
 
 
+def test_logging_stays_as_python_has_it() -> None:
+    """Warnings are plain lines, and what absl logs below them is not shown."""
+    body = (
+        "import logging; from absl import logging as absl_logging; "
+        "logging.basicConfig(format='%(message)s'); "
+        "logging.warning('one'); absl_logging.warning('two'); absl_logging.info('hidden')"
+    )
+    assert _ends(body, reads=True) == (3, b"", b"one\ntwo\ncleaned up\n")
+
+
 def test_unbuffered_it_stays() -> None:
     body = "print('now'); sys.stderr.write('then ')"
     command = [sys.executable, "-u", "-c", _MAIN.format(body=body)]

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_moe.core import randomness
-from lingvo_moe.core.op_by_op import running_op_by_op
+from lingvo_moe.core import kernels, randomness
+from lingvo_moe.core.kernels import tensorflow
 
 
 def test_every_bit_of_seed_and_place_changes_every_bit_of_the_result_half_the_time():
@@ -66,11 +66,11 @@ def test_moments():
 def test_dropout_keeps_the_mean_and_is_identity_in_inference():
     seed = randomness.make_seed(1, 1)
     x = tf.ones([200, 500])
-    y = randomness.dropout(x, 0.1, seed).numpy()
+    y = kernels.dropout(x, 0.1, seed).numpy()
     np.testing.assert_allclose([(y == 0).mean(), y.mean()], [0.1, 1.0], atol=5e-3)
-    assert randomness.dropout(x, 0.1, None) is x
+    assert kernels.dropout(x, 0.1, None) is x
     with pytest.raises(ValueError, match=r"\[0, 1\), got 1"):
-        randomness.dropout(x, 1.0, seed)
+        kernels.dropout(x, 1.0, seed)
 
 
 def test_seeds_and_places_are_independent():
@@ -118,11 +118,9 @@ def test_numbers_compile_and_need_a_static_shape():
 def test_dropout_by_the_numbers_of_rows():
     """Rows that lie elsewhere keep what they drew."""
     seed, rows = randomness.make_seed(5, 6), tf.constant([[6, 0], [3, 3]])
-    whole = randomness.dropout(tf.ones([7, 40]), 0.4, seed)
-    some = randomness.dropout(tf.ones([2, 2, 40]), 0.4, seed, rows)
+    whole = kernels.dropout(tf.ones([7, 40]), 0.4, seed)
+    some = kernels.dropout(tf.ones([2, 2, 40]), 0.4, seed, rows)
     np.testing.assert_array_equal(some, tf.gather(whole, rows))
     assert len(np.unique(whole, axis=0)) == 7
-    with running_op_by_op():
-        np.testing.assert_array_equal(
-            randomness.dropout(tf.ones([2, 2, 40]), 0.4, seed, rows), some
-        )
+    with kernels.using(tensorflow):
+        np.testing.assert_array_equal(kernels.dropout(tf.ones([2, 2, 40]), 0.4, seed, rows), some)

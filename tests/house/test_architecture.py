@@ -26,6 +26,7 @@ _ROOMS = (
     ("moe",),
     ("layers", "optimizers"),
     ("base_layer",),
+    ("kernels",),
     ("partitioner",),
     ("hlo",),
     ("sharding", "pages"),
@@ -103,6 +104,19 @@ def test_jax_is_behind_the_engines_door() -> None:
         for name in sorted(GRAPH.ImportedNames(path))
         if name.split(".")[0] in {"jax", "jaxlib", "orbax"}
         and not path.startswith((_ENGINE, "tests/", "benchmarks/"))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_command_reads_its_flags_in_one_way() -> None:
+    """With lingvo_moe/core/flags.py, which alone defines absl flags."""
+    own = {"lingvo_moe/core/flags.py", "lingvo_moe/core/command.py", "tests/core/test_flags.py"}
+    wrong = [
+        f"{path} imports {name}"
+        for path in GRAPH.files
+        for name in sorted(GRAPH.ImportedNames(path))
+        if name.split(".")[0] in {"argparse", "getopt", "optparse"}
+        or (name.split(".")[0] == "absl" and path not in own)
     ]
     assert not wrong, "\n".join(wrong)
 

@@ -3,7 +3,6 @@
 Here and not in Bazel, since it looks at the whole source tree.
 """
 
-import argparse
 import contextlib
 import functools
 import importlib
@@ -20,7 +19,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lingvo_moe import trainer
+from lingvo_moe import trainer, trainer_flags
 from lingvo_moe.core import inspect, registry
 from lingvo_moe.core.planner import report
 from lingvo_moe.core.planner.topology import CHIPS
@@ -35,6 +34,8 @@ RUNNABLE = [
     "docs/data.md",
     "docs/experiments.md",
     "docs/moe.md",
+    "docs/explain.md",
+    "docs/manual_sharding.md",
     "docs/sharding.md",
     "docs/training.md",
 ]
@@ -103,10 +104,6 @@ def test_examples_run_and_print_what_they_say(
 # --- commands
 
 
-class _Parsed(BaseException):
-    """Ends a tool's main once its flags are parsed."""
-
-
 def _commands(page: str) -> list[str]:
     """The lines of a page's shell blocks that are commands of ours."""
     lines = "\n".join(_blocks(page, "bash")).replace("\\\n", " ").splitlines()
@@ -115,6 +112,12 @@ def _commands(page: str) -> list[str]:
         for line in lines
         if re.match(r"\s*(python -m (lingvo|tools|benchmarks)|make )", line)
     ]
+
+
+def _flag_files(page: str) -> dict[str, str]:
+    """The files for --flagfile that a page shows, by the name in their first line."""
+    found = ((re.match(r"# (\S+\.flags)\n", body), body) for body in _blocks(page, "text"))
+    return {match[1]: body for match, body in found if match}
 
 
 _ALL_COMMANDS = [(page, command) for page in PAGES for command in _commands(page)]
@@ -126,8 +129,11 @@ def test_there_are_commands_to_check() -> None:
 
 @pytest.mark.parametrize("page, command", _ALL_COMMANDS)
 def test_commands_have_flags_that_exist(
-    page: str, command: str, monkeypatch: pytest.MonkeyPatch
+    page: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name, body in _flag_files(page).items():
+        (tmp_path / name).write_text(body, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
     words = shlex.split(command, comments=True)
     words = [w for w in words if not re.match(r"\d?[<>]", w)]
     if "|" in words:
@@ -138,20 +144,20 @@ def test_commands_have_flags_that_exist(
         return
     module, argv = words[2], [w for w in words[3:] if w != "&"]
     if module == "lingvo_moe.trainer":
-        args = trainer.parse_flags(argv)
-        assert args.mode in trainer.MODES
-        assert args.engine in trainer.ENGINES
+        args = trainer_flags.parse_flags(argv)
         registry.GetParams(args.model, trainer.full_override(args))
-        return
-    parse = argparse.ArgumentParser.parse_args
+    else:
+        importlib.import_module(module).define_flags().Parse(argv)
 
-    def parse_and_stop(self: argparse.ArgumentParser, *args: object, **kwargs: object) -> None:
-        parse(self, *args, **kwargs)  # type: ignore[call-overload]
-        raise _Parsed
 
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
-    with pytest.raises(_Parsed):
-        importlib.import_module(module).main(argv)
+def test_the_flag_file_of_the_page_on_training(tmp_path: Path) -> None:
+    ((name, body),) = _flag_files("docs/training.md").items()
+    assert any(f"--flagfile={name}" in command for command in _commands("docs/training.md"))
+    (tmp_path / name).write_text(body, encoding="utf-8")
+    args = trainer_flags.parse_flags([f"--flagfile={tmp_path / name}", "--num_devices=4"])
+    assert (args.model, args.num_devices) == ("mt.M4Demo", 4)
+    params = registry.GetParams(args.model, trainer.full_override(args))
+    assert (params.task.dropout, params.train.save_interval_steps) == (0.2, 100)
 
 
 _OVERRIDE = re.compile(r"--model_params_override='([^']*)'")
@@ -319,7 +325,7 @@ def test_lines_of_plans_are_those_of_the_recorded_one() -> None:
 
 
 def test_the_page_on_planning_has_the_data_sheets_figures() -> None:
-    rows = re.findall(r"^\| `(v\w+)` \| (.*) \|$", _text("docs/planning.md"), re.MULTILINE)
+    rows = re.findall(r"^\| `(v\d\w*)` \| (.*) \|$", _text("docs/planning.md"), re.MULTILINE)
     assert [name for name, _ in rows] == list(CHIPS)
     for name, cells in rows:
         chip = CHIPS[name]
@@ -334,14 +340,14 @@ def test_the_page_on_planning_has_the_data_sheets_figures() -> None:
 
 
 def test_the_page_on_planning_lists_every_flag() -> None:
-    flags = {s for a in plan.make_parser()._actions for s in a.option_strings} - {"-h", "--help"}
     text = _text("docs/planning.md")
-    assert not {flag for flag in flags if not re.search(rf"{flag}[=`]", text)}
+    flags = plan.define_flags().Names()
+    assert not {flag for flag in flags if not re.search(rf"--{flag}[=`]", text)}
 
 
 def test_the_page_on_training_lists_every_flag_and_train_parameter() -> None:
     text = _text("docs/training.md")
-    flags = {s for a in trainer.make_parser()._actions for s in a.option_strings} - {"-h", "--help"}
+    flags = {f"--{name}" for name in trainer_flags.define_flags().Names()}
     flags |= {f"train.{name}" for name, _ in registry.TrainParams().IterParams()}
     assert not {flag for flag in flags if f"`{flag}`" not in text}
 

@@ -1,6 +1,5 @@
 """docs/serving.md says what tools.serve does: every flag with its default, every path, every curl."""
 
-import argparse
 import re
 import shlex
 import shutil
@@ -9,6 +8,7 @@ import subprocess
 import pytest
 from local_server import Capitals, running
 
+from lingvo_moe.core.flags import Flags
 from lingvo_moe.tasks.mt.serving.handlers import make_app
 from tools import _cli, serve
 from tools.import_graph import ROOT
@@ -24,14 +24,14 @@ def test_the_page_lists_every_flag_and_its_default() -> None:
         for flags, values in row.findall(_PAGE)
         for flag, value in zip(re.findall(r"--(\w+)", flags), values.split(", "))
     }
-    search = argparse.ArgumentParser()
-    _cli.add_search_flags(search)
-    elsewhere = {a.dest for a in search._actions} | {"saved_model", "logdir"}
-    actions = {a.dest: a for a in serve.make_parser()._actions}
-    mine = actions.keys() - elsewhere
+    elsewhere = Flags("", "")
+    _cli.define_model_flags(elsewhere)
+    _cli.define_search_flags(elsewhere)
+    flags = serve.define_flags()
+    mine = set(flags.Names()) - set(elsewhere.Names())
     assert mine == listed.keys()
     for name in mine - {"max_batch_lines", "quiet", "server_names"}:
-        default = actions[name].default
+        default = flags[name].default
         assert listed[name] == (f"{default:g}" if isinstance(default, float) else str(default)), (
             name
         )

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 from spmd_case import Case, floats, largest_array
 
-from lingvo_moe.core import randomness
+from lingvo_moe.core import kernels, randomness
 from lingvo_moe.core.engine.testing import Collectives
 from lingvo_moe.core.sharding.annotate import split
 
@@ -39,12 +39,12 @@ def draws(seed: tf.Tensor, cut: Callable[[tf.Tensor], tf.Tensor], shape: tuple[i
 
 
 def dropout(x, seed):
-    return randomness.dropout(split(x, 0, PARTS), 0.3, seed)
+    return kernels.dropout(split(x, 0, PARTS), 0.3, seed)
 
 
 def dropout_in_loop(x, seed):
     def body(i, x):
-        return i + 1, randomness.dropout(tf.tanh(x), 0.3, randomness.fold_in(seed, i))
+        return i + 1, kernels.dropout(tf.tanh(x), 0.3, randomness.fold_in(seed, i))
 
     start = (tf.constant(0), split(x, 0, PARTS))
     return tf.while_loop(lambda i, x: i < 3, body, start, maximum_iterations=3)[1]

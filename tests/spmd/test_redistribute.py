@@ -179,7 +179,7 @@ def _jump_bytes(shape, source, target):
 
 
 def test_of_all_pairs_the_plan_never_receives_more_than_the_partitioner_s_own_way():
-    """The numbers of docs/sharding.md."""
+    """The figures of docs/manual_sharding.md."""
     less = 0
     for source, target in itertools.product(_mappings(MESH, 2), repeat=2):
         plan = plan_redistribution((16, 16), 4, (MESH, source), (MESH, target))

@@ -1,6 +1,5 @@
 """python -m tools.compare_experts: trains its variants, measures them on held-out pairs, goes on where it stopped."""
 
-import argparse
 import json
 import shutil
 
@@ -76,7 +75,7 @@ def test_unknown_variant(capsys):
 
 
 def test_a_damaged_result_is_measured_again(tmp_path, capsys):
-    args = argparse.Namespace(output=str(tmp_path), corpus="", steps=20)
+    args = compare_experts.define_flags().Parse([f"--output={tmp_path}", "--steps=20"])
     comparison = compare_experts.Comparison(args)
     result = tmp_path / "dense" / "result.json"
     assert not comparison._is_done(result)
@@ -124,9 +123,9 @@ def _by_hand(run, corpus, monkeypatch):
     with Checkpointer(str(run.checkpoint_dir), read_only=True) as checkpointer:
         theta, _ = checkpointer.RestoreToNumpy("theta", 2)
     theta = theta.Transform(tf.constant)
-    logits, xent_loss = [], task.softmax.XentLoss
+    logits, shard = [], task.softmax.Shard
     monkeypatch.setattr(
-        task.softmax, "XentLoss", lambda x, *rest: logits.append(x) or xent_loss(x, *rest)
+        task.softmax, "Shard", lambda x, letters: logits.append(x) or shard(x, letters)
     )
     losses = []
     with sharding.use_mesh(sharding.single_device()):

@@ -59,7 +59,7 @@ def test_demo_leaves_a_scored_exported_model_and_its_report(tmp_path, capfd, mon
     monkeypatch.setattr(demo.Demo, "_evaluate", stop)
     assert demo.main([f"--output={tmp_path}", *flags]) == 1
     told = capfd.readouterr()
-    assert "is there already" in told.out and "demo: trained" in told.err
+    assert "exists already" in told.out and "demo: trained" in told.err
     assert "train.max_steps=6 is reached" in told.err
     # Nor does it train on other languages than are asked for.
     other = [flag.replace("de,sw,ja", "de,fr") for flag in flags]

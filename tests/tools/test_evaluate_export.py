@@ -107,7 +107,7 @@ def test_stopped_it_goes_on_where_it_was(logdir, corpus, tmp_path, capfd, monkey
     shouts = _Shouts(monkeypatch)
     shouts.stop_at = 4
     assert evaluate.main(flags) == 130
-    assert "evaluate: stopped; the same command goes on from there" in capfd.readouterr().err
+    assert "evaluate: stopped; the same command resumes from there" in capfd.readouterr().err
     assert len(list((output / ".partial").iterdir())) == 3 and not (output / "texts").exists()
     shouts.Calls()
     shouts.stop_at = 2
@@ -118,8 +118,8 @@ def test_stopped_it_goes_on_where_it_was(logdir, corpus, tmp_path, capfd, monkey
     assert evaluate.main(flags) == 0
     assert shouts.Calls() == [5, 5, 5, 5, 1]
     err = capfd.readouterr().err
-    assert re.search(r"evaluate: 5 of 36 lines, 5 of them from before, \w+s left\n", err)
-    assert "evaluate: 36 of 36 lines, 15 of them from before\n" in err
+    assert re.search(r"evaluate: 5 of 36 lines, 5 of them translated before, \w+s left\n", err)
+    assert "evaluate: 36 of 36 lines, 15 of them translated before\n" in err
     assert not (output / ".partial").exists()
     sources = "".join((output / f"texts/{lang}.src").read_text() for lang in ("de", "fi", "sw"))
     assert (output / "comet/hyp.txt").read_text() == sources.upper()

@@ -219,7 +219,7 @@ def test_given_held_out_pairs_stay_as_they_are(
     (tmp_path / "in" / "de.tsv").write_bytes(text)
     arguments = [f"--input={tmp_path / 'in'}", f"--output={tmp_path / 'out'}", *_SIZES]
     assert prepare.main(arguments) == 0
-    assert "no pairs are held out of de, so nothing can score them" in capsys.readouterr().out
+    assert "no pairs are held out of de, so they cannot be scored" in capsys.readouterr().out
     assert DevSet(tmp_path / "out")["ru"] == [("<b>да</b>", first), ("нет", "no, &amp; no!")]
     assert first not in {target for _, target in tsv.read_pairs(tmp_path / "out" / "de.tsv.gz")}
     about = _summary(tmp_path / "out")
@@ -273,7 +273,7 @@ def test_stopped_and_gone_on_gives_the_same(
     command = [sys.executable, "-c", _STOPPED_AT_THE_SECOND, *flags]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert process.returncode == 130, process.stderr
-    assert "stopped; the same command goes on from here" in process.stderr
+    assert "stopped; the same command resumes from here" in process.stderr
     assert not output.exists()
     done = {path.parent.name for path in work.glob("read-*/*/summary.json")}
     assert "00000" in done
@@ -378,9 +378,9 @@ def test_errors_are_one_line(
         (["--input=x", "--workers=100000"], "--workers=100000: must be an integer from 1 to 1024"),
         (["--input=x", "--temperature=nan"], "--temperature=nan: must be a positive number"),
         (["--input=x", "--max_ratio=0.5"], "--max_ratio=0.5: must be a number of at least 1"),
-        (["--input=x", "--dev_share=1"], r"--dev_share=1.0: must be a number in \[0, 1\)"),
+        (["--input=x", "--dev_share=1"], r"--dev_share=1: must be a number in \[0, 1\)"),
         (["--input=x", "--max_dev=0"], "--max_dev=0: must be an integer of at least 1"),
-        (["--input=x", "--json_fields=a"], "--json_fields=a: name two fields or three"),
+        (["--input=x", "--json_fields=a"], "--json_fields=a: must be two or three names"),
         (["--inptu=x"], "no flag --inptu .did you mean '--input'"),
     ],
 )

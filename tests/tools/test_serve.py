@@ -87,14 +87,17 @@ def test_a_damaged_model_is_not_served(saved_model, capsys):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ([], "one of the arguments --saved_model --logdir is required"),
+        ([], "give exactly one of --saved_model and --logdir"),
         (["--saved_model=x", "--prot=1"], "no flag --prot (did you mean '--port'"),
         (["--saved_model=x", "--max_lines=0"], "--max_lines=0: must be an integer of at least 1"),
         (["--saved_model=x", "--max_connections=1000000000"], "must be an integer from 1 to 65536"),
-        (["--saved_model=x", "--read_timeout=0"], "--read_timeout=0.0: must be a positive number"),
+        (["--saved_model=x", "--read_timeout=0"], "--read_timeout=0: must be a positive number"),
         (["--saved_model=x", "--max_waiting_lines=5"], "must be at least --max_lines, 128"),
-        (["--saved_model=x", "--server_names=http://a"], "--server_names=http://a: a name alone"),
-        (["--saved_model=x", "--name=a/b"], "--name=a/b: letters, digits, - and _ only"),
+        (
+            ["--saved_model=x", "--server_names=http://a"],
+            "'http://a' must be a host's name alone",
+        ),
+        (["--saved_model=x", "--name=a/b"], "--name=a/b: must have letters, digits, - and _ only"),
     ],
 )
 def test_flags_that_make_no_sense(flags, message, capsys):

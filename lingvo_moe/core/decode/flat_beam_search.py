@@ -14,13 +14,13 @@ The search, row by row:
   * a candidate among the first J that ends in EOS is finished, and the first J others live on, so
     a beam of 1 is greedy search;
   * a row is done with J finished hypotheses, or once no live one can enter the `top_k` returned;
-  * at a row's length limit only EOS may follow, so that every result is a whole sentence with its
-    whole probability.
+  * at a row's length limit only EOS may follow, so that every result is a complete sentence with its
+    full probability.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -102,11 +102,23 @@ def flat_beam_search(
 class FlatBeamSearch:
     """The parts of the search: `Start`, then `Step` while `Unfinished`, then `Results`; `Run` is all of it.
 
-    The state between two steps is a NestedMap of tensors whose names say their letters, B the first,
-    and the scalar `time`. So a step is a program of its own as well as the body of a loop.
+    The state between two steps is a NestedMap of tensors, so a step is a program of its own as well as the
+    body of a loop. `STATE_LETTERS` has the letters of each tensor, in the structure of the state.
 
     Args: as `flat_beam_search`.
     """
+
+    STATE_LETTERS: ClassVar[NestedMap] = NestedMap(
+        time="",
+        max_lengths_B="B",
+        ids_BS="BS",
+        mask_BJS="BJS",
+        live_BJ="BJ",
+        done_B="B",
+        ended_mask_BJS="BJS",
+        ended_lengths_BJ="BJ",
+        ended_scores_BJ="BJ",
+    )
 
     def __init__(self, max_length: int, options: SearchOptions, allowed_V: tf.Tensor | None = None):
         self.o = options

@@ -11,8 +11,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from lingvo_moe.core import kernels
 from lingvo_moe.core.engine.signature import Signature
-from lingvo_moe.core.engine.sources import Sources, record, remembering_forward
+from lingvo_moe.core.engine.sources import remembering_forward
 from lingvo_moe.core.engine.specs import (
     AUTO,
     TensorSpec,
@@ -21,7 +22,7 @@ from lingvo_moe.core.engine.specs import (
     pack,
     skeleton,
 )
-from lingvo_moe.core.op_by_op import running_op_by_op
+from lingvo_moe.core.kernels import tensorflow, xla
 from lingvo_moe.core.sharding import DimsMapping, Mesh, use_mesh
 from lingvo_moe.core.sharding.manual_check import check_regions
 
@@ -54,7 +55,7 @@ def trace(
     _check_dtypes(name, args)
     flat_fn = _FlatFunction(fn, arg_specs, args, mesh)
     tf_function = tf.function(flat_fn, jit_compile=jit_compile, autograph=False)
-    with remembering_forward(), running_op_by_op(not jit_compile):
+    with remembering_forward(), kernels.using(xla if jit_compile else tensorflow):
         concrete = tf_function.get_concrete_function(
             *[tf.TensorSpec(a.shape, a.dtype) for a in args]
         )
@@ -71,10 +72,11 @@ def trace(
     return tf_function, signature
 
 
-def sources_of(tf_function: Any, signature: Signature) -> Sources:
-    """Where the operations of a function that `trace` returned were written."""
-    specs = [tf.TensorSpec(a.shape, a.dtype) for a in signature.args]
-    return record(tf_function.get_concrete_function(*specs).graph)
+def concrete_function(tf_function: Any, signature: Signature) -> Any:
+    """The ConcreteFunction that `trace` made of a function."""
+    return tf_function.get_concrete_function(
+        *[tf.TensorSpec(a.shape, a.dtype) for a in signature.args]
+    )
 
 
 class _FlatFunction:

@@ -1,4 +1,4 @@
-"""XLA's text of a program, read: instructions, loops, shardings, collectives, the layer of each.
+"""Parses XLA's text of a program: instructions, loops, shardings, collectives, and their layers.
 
 Nothing here needs TensorFlow or JAX.
 """

@@ -1,4 +1,4 @@
-"""What an instruction's attributes say: windows, dimension labels, replica groups, estimates."""
+"""Parses an instruction's attributes: windows, dimension labels, replica groups, estimated cycles."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ class WindowDim:
     rhs_dilate: int = 1
 
     def valid_positions(self, input_size: int, output_size: int) -> int:
-        """(kernel, output) pairs which meet an element of the input, not padding nor a hole."""
+        """Counts the (kernel, output) positions that meet an input element, not padding or a hole."""
         return _valid_positions(self, input_size, output_size)
 
 
@@ -39,7 +39,7 @@ def _valid_positions(window: WindowDim, input_size: int, output_size: int) -> in
 
 
 def window(instruction: Instruction) -> tuple[WindowDim, ...]:
-    """The dimensions of `window={size=1x16 pad=0_0x15_15 ..}`; none without one."""
+    """Parses `window={size=1x16 pad=0_0x15_15 ..}`; () without the attribute."""
     text = instruction.attribute("window").strip("{}")
     fields = dict(field.split("=", 1) for field in text.split())
     if "size" not in fields:
@@ -57,7 +57,7 @@ def window(instruction: Instruction) -> tuple[WindowDim, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class ConvolutionDims:
-    """`dim_labels=0bf1_i1o0->0b1f`: for each operand, the place of each label."""
+    """Parsed `dim_labels=0bf1_i1o0->0b1f`: for both operands and the output, label to dimension."""
 
     lhs: dict[str, int]
     rhs: dict[str, int]
@@ -65,6 +65,11 @@ class ConvolutionDims:
 
 
 def convolution_dims(instruction: Instruction) -> ConvolutionDims:
+    """Parses a convolution's `dim_labels`.
+
+    Raises:
+      HloError: the attribute is missing or malformed.
+    """
     inputs, _, output = instruction.attribute("dim_labels").partition("->")
     lhs, _, rhs = inputs.partition("_")
     if not (lhs and rhs and output):
@@ -74,23 +79,27 @@ def convolution_dims(instruction: Instruction) -> ConvolutionDims:
 
 
 def dims_list(instruction: Instruction, key: str) -> tuple[int, ...]:
-    """Numbers of `key={0,2}`; none without the attribute."""
+    """Parses `key={0,2}` into (0, 2); () without the attribute."""
     return tuple(int(d) for d in re.findall(r"\d+", instruction.attribute(key)))
 
 
 def estimated_cycles(instruction: Instruction) -> int:
-    """The compiler's own estimate of one execution in clock cycles; 0 where it gives none."""
+    """The compiler's own estimate of one execution, in clock cycles; 0 without an estimate."""
     found = _CYCLES.search(instruction.attributes)
     return int(found[1]) if found else 0
 
 
 def replica_groups(instruction: Instruction, module_attributes: str = "") -> tuple[int, int]:
-    """(devices in a group, number of groups) of a collective.
+    """Returns (devices in a replica group, number of groups) of a collective.
 
-    Three notations: lists `{{0,1},{2,3}}`; iota `[groups,devices]<=[all]`, transposed or not; and a
-    mesh with the axes that talk, `mesh['x'=4,'y'=2] {'x'}`. A permutation has
-    `source_target_pairs`: every device talks to one other, so that its group has two. An empty list
-    means all devices of the program, whose number `module_attributes` holds.
+    XLA prints groups in three notations: lists `{{0,1},{2,3}}`; iota `[groups,devices]<=[all]`,
+    transposed or not; and a mesh with the axes that communicate, `mesh['x'=4,'y'=2] {'x'}`. An empty
+    list means all devices. A collective-permute has `source_target_pairs` instead; each pair counts
+    as a group of two.
+
+    Args:
+      instruction: the collective.
+      module_attributes: `Module.attributes`, which holds the number of devices.
 
     Raises:
       HloError: the groups are of different sizes, or in none of these notations.

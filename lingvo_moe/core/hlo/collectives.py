@@ -1,4 +1,4 @@
-"""What one collective of a compiled program puts on the network."""
+"""Reads kind, size and replica groups of a collective from a compiled program."""
 
 import dataclasses
 
@@ -21,12 +21,12 @@ class CollectiveUse:
     """One execution of a collective.
 
     Attributes:
-      kind: all-reduce, all-to-all, ...
-      bytes: what one device holds of it, the larger of what it gives and what it gets, without
-        padding: what goes over the network.
-      participants: devices that talk with each other.
-      groups: how many such sets of devices there are.
-      tensors: how many arrays were combined into it.
+      kind: one of COLLECTIVES.
+      bytes: bytes on one device of its operands or its results, whichever are larger, without
+        padding.
+      participants: devices in one replica group.
+      groups: number of replica groups.
+      tensors: number of arrays that the compiler combined into this collective.
     """
 
     kind: str
@@ -39,9 +39,17 @@ class CollectiveUse:
 def collective_use(
     instruction: Instruction, inside: Computation, module_attributes: str = ""
 ) -> CollectiveUse | None:
-    """What the network does for `instruction`; None if that is no collective.
+    """Describes the collective that `instruction` is; None if it is none.
 
-    Of a pair that starts and ends apart, the start counts.
+    Of an asynchronous pair (-start, -done) only the start counts.
+
+    Args:
+      instruction: any instruction.
+      inside: the computation that contains it.
+      module_attributes: `Module.attributes`, needed where replica groups mean all devices.
+
+    Raises:
+      HloError: its replica groups cannot be read.
     """
     kind = instruction.opcode.removesuffix("-start")
     if kind not in COLLECTIVES:
@@ -49,7 +57,7 @@ def collective_use(
     operands = [array for operand in inside.operands(instruction) for array in operand.arrays]
     results = list(instruction.arrays)
     if kind != instruction.opcode and len(results) > len(operands):
-        results = results[len(operands) : 2 * len(operands)]  # Then come contexts.
+        results = results[len(operands) : 2 * len(operands)]  # (operands, results, contexts)
     participants, groups = attributes.replica_groups(instruction, module_attributes)
     sizes = [sum(array.num_bytes for array in arrays) for arrays in (operands, results)]
     return CollectiveUse(kind, max(sizes), participants, groups, tensors=len(operands))

@@ -1,8 +1,8 @@
-"""How often a compiled loop's body runs.
+"""Computes how often the body of a compiled loop runs.
 
-A loop's condition and the step of what it reads are scalar arithmetic on integers, so they are
-evaluated: from the loop's initial tuple on, until the condition is false. This covers a counter
-that goes up, one that goes down, and steps that a compiler has put into fusions or copies.
+A loop's condition, and the updates of the values that it reads, are scalar integer arithmetic. So they
+are evaluated, from the loop's initial tuple until the condition is false. This covers counters that go
+up or down, and updates that the compiler has moved into fusions or copies.
 """
 
 import functools
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 _MOST_TRIPS = 1_000_000
 _KNOWN = re.compile(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)')
-# A name scope by which a program tells what it expects of a loop whose length data decide, e.g. one
-# over the rows that experts get (core/moe/grouped_matmul.py).
-_TOLD = re.compile(r"/about_(\d+)_trips(?:_\d+)?/")
+# A name scope that states the expected trip count of a loop whose length depends on data, e.g. of a
+# loop over the rows that experts receive (core/moe/grouped_matmul.py).
+_EXPECTED = re.compile(r"/about_(\d+)_trips(?:_\d+)?/")
 _SAME = (
     "copy",
     "bitcast",
@@ -48,17 +48,23 @@ _ARITHMETIC: dict[str, Callable[..., int]] = {
     "negate": operator.neg,
     "not": lambda x: int(not x),
 }
-# The value of a scalar, or None where it cannot be told.
+# The value of a scalar; None where it does not follow from constants.
 _Value = int | None
-# A computation's parameter: from an element of its tuple (None: it is no tuple) to a value.
+# A computation's parameter, as a function from the index of a tuple element (None for a parameter
+# that is no tuple) to a value.
 _Parameter = Callable[[int | None], _Value]
 
 
 def trip_count(module: "Module", inside: "Computation", loop: "Instruction") -> int:
-    """How often `loop`, an instruction of `inside`, runs its body.
+    """Returns how often a loop runs its body.
+
+    Args:
+      module: the program.
+      inside: the computation that contains the loop.
+      loop: a `while` instruction.
 
     Raises:
-      HloError: the condition does not follow from constants, or holds for ever.
+      HloError: the condition does not follow from constants, or never becomes false.
     """
     known = _KNOWN.search(loop.attributes)
     if known:
@@ -74,7 +80,7 @@ def trip_count(module: "Module", inside: "Computation", loop: "Instruction") -> 
 
     _evaluate(module, condition, condition.root.name, None, [initial])
     seen = 0
-    while seen < len(state):  # What the condition reads, and what the next values of that read.
+    while seen < len(state):  # The elements that the condition reads, and those their updates read.
         for element in list(state)[seen:]:
             seen += 1
             _evaluate(module, body, body.root.name, element, [initial])
@@ -87,15 +93,15 @@ def trip_count(module: "Module", inside: "Computation", loop: "Instruction") -> 
             return trips
         state = {e: _evaluate(module, body, body.root.name, e, at) for e in state}
     raise HloError(
-        f"cannot tell how often the loop {loop.name} ({loop.op_name or 'unnamed'}) runs: its condition"
-        f" {condition.name} is not that of a counter from a constant to a constant"
+        f"loop {loop.name} ({loop.op_name or 'unnamed'}): its trip count is unknown, because its condition"
+        f" {condition.name} does not compare a counter that starts at a constant with a constant"
     )
 
 
-def told_trips(loop: "Instruction") -> int | None:
-    """How often the program expects a loop to run whose length data decide; None if it does not tell."""
-    told = _TOLD.findall(f"{loop.op_name}/")
-    return int(told[-1]) if told else None
+def expected_trips(loop: "Instruction") -> int | None:
+    """The trip count that the program's name scope `about_N_trips` states for a loop; None without one."""
+    stated = _EXPECTED.findall(f"{loop.op_name}/")
+    return int(stated[-1]) if stated else None
 
 
 _NO_PARAMETERS: Sequence[_Parameter] = ()
@@ -108,7 +114,7 @@ def _evaluate(
     element: int | None,
     parameters: Sequence[_Parameter],
 ) -> _Value:
-    """The value of instruction `name`, or of one element of the tuple that it is."""
+    """Evaluates instruction `name` of `inside`, or one element of it if it is a tuple."""
     instruction = inside.by_name[name]
     opcode, operands = instruction.opcode, instruction.operands
 

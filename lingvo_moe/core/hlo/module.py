@@ -1,8 +1,8 @@
-"""Scheduled HLO text as data: computations, instructions, arrays, and how often each one runs.
+"""Parses scheduled HLO text into computations, instructions and arrays, with their execution counts.
 
-The text is what a compiler prints after its last pass, so that an instruction of a computation that
-is not a fusion is one thing the device executes. Sizes are bytes; `padded_bytes` are those of the
-layout's tiles, e.g. `f32[9]{0:T(256)}` takes 1024 bytes.
+The text is what the compiler prints after its last pass, so each instruction outside of fusions is one
+thing that the device executes. Sizes are bytes; `padded_bytes` includes the padding of tiles, e.g.
+`f32[9]{0:T(256)}` takes 1024 bytes.
 """
 
 import dataclasses
@@ -24,12 +24,12 @@ _CALLED = re.compile(
 )
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _MARK = re.compile(r"/\*.*?\*/")
-GRADIENT = "gradient_tape/"  # In the op_name of what computes gradients.
+GRADIENT = "gradient_tape/"  # Appears in the op_name of operations that compute gradients.
 
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """One array as it lies in memory; `memory_space` 0 is the device's main memory (HBM)."""
+    """An array in memory; `memory_space` 0 is the device's main memory (HBM)."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -42,9 +42,16 @@ class Array:
 class Instruction:
     """One line of a computation.
 
-    `arrays` is the result, a tuple's arrays flattened in order. `literal` is the text in the
-    parentheses of a constant or a parameter. `attributes` is the rest of the line, raw:
-    `attribute` finds one in it.
+    Attributes:
+      name: unique in the module.
+      opcode: e.g. 'dot'.
+      arrays: the result; the arrays of a tuple are flattened in order.
+      operands: names of instructions of the same computation.
+      op_name: the TensorFlow operation that it came from, with its name scope; '' if unknown.
+      called: names of the computations that it calls.
+      attributes: the rest of the line as text; `attribute` finds one of them.
+      literal: of a constant or a parameter, the text in its parentheses.
+      is_root: whether it is the result of its computation.
     """
 
     name: str
@@ -58,7 +65,7 @@ class Instruction:
     is_root: bool = False
 
     def attribute(self, key: str) -> str:
-        """The text after `key=`, its braces kept; '' without one."""
+        """The text after `key=`, including its braces; '' without the attribute."""
         found = re.search(rf"(?:^|[ ,]){re.escape(key)}=", self.attributes)
         return _balanced(self.attributes, found.end()) if found else ""
 
@@ -73,7 +80,7 @@ class Instruction:
 
 @dataclasses.dataclass
 class Computation:
-    """Instructions in the order in which they run; names are unique in the whole module."""
+    """A computation: its instructions in schedule order. Their names are unique in the module."""
 
     name: str
     instructions: list[Instruction] = dataclasses.field(default_factory=list)
@@ -84,13 +91,13 @@ class Computation:
 
     @functools.cached_property
     def parameters(self) -> list[Instruction]:
-        """In the order of their numbers."""
+        """The parameters, in the order of their numbers."""
         found = [i for i in self.instructions if i.opcode == "parameter"]
         return sorted(found, key=lambda i: int(i.literal))
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """Who reads an instruction, in order."""
+        """For each instruction's name, the instructions that read it, in schedule order."""
         table: dict[str, list[Instruction]] = {}
         for instruction in self.instructions:
             for operand in dict.fromkeys(instruction.operands):
@@ -107,7 +114,14 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Executed:
-    """An instruction of the schedule and how often one run of the program executes it."""
+    """A scheduled instruction, and how often one run of the program executes it.
+
+    Attributes:
+      instruction: the instruction.
+      computation: the computation that contains it.
+      times: executions in one run.
+      in_backward_loop: whether it runs in a loop that computes gradients.
+    """
 
     instruction: Instruction
     computation: Computation
@@ -117,7 +131,7 @@ class Executed:
 
 @dataclasses.dataclass
 class Module:
-    """A compiled program. `attributes` is the rest of its first line, raw."""
+    """A compiled program; `attributes` is the rest of its first line as text."""
 
     name: str
     entry: Computation
@@ -125,18 +139,18 @@ class Module:
     attributes: str = ""
 
     def executions(self, once: bool = False, unknown: int | None = None) -> Iterator[Executed]:
-        """Every instruction that the schedule holds, in order; nothing from inside fusions.
+        """Yields every scheduled instruction in order; instructions inside fusions are left out.
 
-        A loop's condition runs once more than its body; each branch of a conditional is taken to
-        run once. With `once` a loop's body counts once, as a compiler's own cost analysis has it.
+        A loop's condition runs once more than its body. Each branch of a conditional counts as run
+        once.
 
         Args:
-          once: see above.
-          unknown: how often the body of a loop is taken to run whose trips cannot be told, e.g. 0 to
-            know its instructions by it.
+          once: count a loop's body once, as XLA's own cost analysis does.
+          unknown: trip count to assume for a loop whose trip count cannot be determined; with 0, the
+            instructions of such a loop are recognised by `times == 0`.
 
         Raises:
-          HloError: how often a loop runs cannot be told from its text, and `unknown` is None.
+          HloError: the trip count of a loop cannot be determined, and `unknown` is None.
         """
         yield from self._walk(self.entry, 1, False, once, unknown)
 
@@ -164,26 +178,30 @@ class Module:
         except HloError:
             if unknown is not None:
                 return unknown
-            told = loops.told_trips(loop)
-            if told is None:
+            expected = loops.expected_trips(loop)
+            if expected is None:
                 raise
-            return told
+            return expected
 
     def computation(self, name: str) -> Computation:
-        """The computation called `name`, with or without its percent sign."""
+        """Returns the computation called `name`, given with or without its percent sign.
+
+        Raises:
+          HloError: there is none.
+        """
         found = self.computations.get(name.lstrip("%"))
         if found is None:
-            raise HloError(f"module {self.name} calls {name!r}, which its text does not hold")
+            raise HloError(f"module {self.name} calls {name!r}, which its text does not contain")
         return found
 
 
 def is_backward(body: Computation) -> bool:
-    """Whether a loop's body holds gradients: recomputed operations carry their forward names."""
+    """Whether a loop's body computes gradients; forward names in such a loop are recomputations."""
     return any(GRADIENT in instruction.op_name for instruction in body.instructions)
 
 
 def parse_module(text: str) -> Module:
-    """Reads a module's text as `HloModule::ToString` prints it, scheduled or not.
+    """Parses a module's text as `HloModule::ToString` prints it, scheduled or not.
 
     Raises:
       HloError: the text is not a module's, or a line of it cannot be read.
@@ -212,7 +230,7 @@ def parse_module(text: str) -> Module:
                 current.instructions.append(_parse_instruction(line.strip()))
             except (ValueError, IndexError) as error:
                 raise HloError(
-                    f"line {number} is no instruction: {line.strip()[:120]!r}"
+                    f"line {number} is not an instruction: {line.strip()[:120]!r}"
                 ) from error
     if entry is None:
         raise HloError(f"module {name} has no ENTRY computation: is its text cut off?")
@@ -248,7 +266,7 @@ def _parse_instruction(line: str) -> Instruction:
 
 
 def _operand_names(text: str) -> tuple[str, ...]:
-    if "(" in text:  # Printed with their types, and some are tuples.
+    if "(" in text:  # Operands are printed with their types, and some are tuples.
         return tuple(re.findall(r"%([^\s,()]+)", text))
     pieces = re.sub(r"\[[^\]]*\]|\{[^}]*\}", "", _MARK.sub("", text)).split(",")
     return tuple(piece.split()[-1].lstrip("%") for piece in pieces if piece.strip())
@@ -262,7 +280,7 @@ def _called(attributes: str) -> tuple[str, ...]:
 
 
 def _balanced(text: str, start: int) -> str:
-    """From `start` to the end of the bracketed group there, and of what follows without a space."""
+    """The text from `start` to the end of its bracketed group, and what follows up to a space."""
     depth = 0
     quoted = False
     for place in range(start, len(text)):
@@ -287,7 +305,7 @@ def _balanced(text: str, start: int) -> str:
 
 
 def parse_shape(text: str) -> tuple[Array, ...]:
-    """The arrays of a printed shape, tuples flattened: `(f32[8]{0}, /*index=1*/s32[])` has two."""
+    """Parses a printed shape, with tuples flattened: `(f32[8]{0}, /*index=1*/s32[])` gives two arrays."""
     return tuple(_array(*found) for found in _ARRAY.findall(text))
 
 
@@ -311,9 +329,9 @@ def _array(dtype: str, dims_text: str, layout: str) -> Array:
 
 
 def _tile(dims: list[int], text: str) -> list[int]:
-    """Dims, major first, as tiles of `text`: `[5,200]` by "8,128" is `[1,2,8,128]`.
+    """Pads dimensions (major first) to tiles: `[5,200]` with tile "8,128" becomes `[1,2,8,128]`.
 
-    A `*` joins a dimension with the next more minor one.
+    A `*` in the tile merges a dimension with the next more minor one.
     """
     tile = [piece.strip() for piece in text.split(",")]
     dims = [1] * (len(tile) - len(dims)) + dims

@@ -1,8 +1,8 @@
-"""Which part of the model an instruction belongs to, told by its `op_name`.
+"""Derives the part of the model that an instruction belongs to from its `op_name`.
 
-Layers run in TensorFlow name scopes of their own path, so that an instruction's `op_name` is the
-program's wrapper, a scope and an operation: `jit(f)/call_tf/m4/encoder/blocks/body/layers_1/ffn/
-router/Softmax`. Rules look at the names of layers (attention, router, a norm), never at a model's.
+Each layer runs in a TensorFlow name scope equal to its path. So an `op_name` consists of the program's
+wrapper, a scope and an operation: `jit(f)/call_tf/m4/encoder/blocks/body/layers_1/ffn/router/Softmax`.
+The rules below use the names of layers (attention, router, a norm), never the name of a model.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ _LAYER = re.compile(r"^layers_\d+$")
 _LOOP = re.compile(r"^while(?:_\d+)?$")
 _MASK = re.compile(r"^Logical(?:And|Or|Not)(?:_\d+)?$")
 _GATHER_GRADIENT = re.compile(r"^UnsortedSegmentSum(?:_\d+)?$")
-# Names of scopes, the deepest first: what decides is the first that a name has.
+# Names of scopes, innermost first: the first that matches decides.
 _SCOPES = (
     ("gating", re.compile(r"^router$")),
     ("dispatch_combine", re.compile(r"^(?:inference_)?dispatcher$")),
@@ -50,7 +50,14 @@ _OF_EXPERTS = ("gating", "dispatch_combine", "experts")
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where work belongs: `layer` e.g. encoder.moe, `path` the dotted scope, '' where unknown."""
+    """The part of the model that an instruction belongs to.
+
+    Attributes:
+      part: one of PARTS.
+      layer: e.g. 'encoder.moe'; '' if unknown.
+      phase: one of PHASES.
+      path: the dotted name scope; '' if unknown.
+    """
 
     part: str
     layer: str
@@ -59,7 +66,7 @@ class Place:
 
     @property
     def is_clear(self) -> bool:
-        """Whether it is a part of the model, not of the loop around it."""
+        """Whether it names a part of the model, and not only the loop around it."""
         return self.part not in ("other", "loop")
 
 
@@ -67,9 +74,11 @@ NOWHERE = Place("other", "", "forward")
 
 
 def moe_layers(op_names: Iterable[str]) -> frozenset[str]:
-    """Dotted paths of the layers whose feed-forward sublayer is a mixture of experts.
+    """Returns the dotted paths of the layers whose feed-forward sublayer is a mixture of experts.
 
-    The names of a program's operations tell: such a layer holds a router.
+    Args:
+      op_names: the names of all operations of a program; an MoE layer is recognised by its router,
+        dispatcher or experts.
     """
     found = set()
     for names in {names for op_name in op_names for names in _scopes(op_name)}:
@@ -83,21 +92,20 @@ def moe_layers(op_names: Iterable[str]) -> frozenset[str]:
 
 @functools.cache
 def _scopes(op_name: str) -> tuple[tuple[str, ...], ...]:
-    """The parts of every joined name, without the wrapper, with the operation at the end."""
+    """Splits each of the names joined in `op_name` at '/', without the wrapper; the operation is last."""
     return tuple(tuple(_unwrap(name.split("/"))) for name in _joined(op_name) if name)
 
 
 def operations(op_name: str) -> tuple[str, ...]:
-    """The TensorFlow operations that an instruction stands for, e.g. m4/encoder/body/ffn/transpose.
+    """The TensorFlow operations that an instruction came from, e.g. m4/encoder/body/ffn/transpose.
 
-    Several where the compiler made one of several; none for what belongs to the program around the
-    model.
+    Several if the compiler merged operations; none for an instruction outside the model.
     """
     return tuple(dict.fromkeys("/".join(names) for names in _scopes(op_name) if names))
 
 
 def _joined(op_name: str) -> list[str]:
-    """`a/b;c` joins two names of one operation, `a/(b;c:d)` those of what was combined."""
+    """Splits `a/b;c` (one operation with two names) and `a/(b;c:d)` (operations that were combined)."""
     prefix, opened, combined = op_name.partition("/(")
     if opened and combined.endswith(")"):
         return [f"{prefix}/{name}" for name in re.split("[;:]", combined[:-1])]
@@ -105,20 +113,21 @@ def _joined(op_name: str) -> list[str]:
 
 
 def _unwrap(parts: list[str]) -> list[str]:
-    """What follows the last part that is of the program's wrapper."""
+    """Drops everything up to the last part that belongs to the program's wrapper."""
     wrapped = [i for i, part in enumerate(parts) if _WRAPPER.match(part)]
     return parts[wrapped[-1] + 1 :] if wrapped else parts
 
 
 def place(op_name: str, in_backward_loop: bool, moe: Collection[str] | None = None) -> Place:
-    """Where an operation belongs.
+    """Returns the part of the model that an operation belongs to.
 
     Args:
-      op_name: of the instruction's metadata; of several joined with ';' the first clear one counts.
-      in_backward_loop: whether a loop that holds gradients runs it: then an operation with a forward
-        name is a recomputation.
-      moe: what `moe_layers` found in the program; without it, a layer is taken for a mixture of
-        experts only by the names of its router, dispatcher and experts.
+      op_name: from the instruction's metadata; if it joins several names, the first one that names a
+        part of the model counts.
+      in_backward_loop: whether it runs in a loop that computes gradients; an operation there with a
+        forward name is a recomputation.
+      moe: the result of `moe_layers` for the program. Without it, only routers, dispatchers and
+        experts are recognised as parts of an MoE layer.
     """
     return _place(op_name, in_backward_loop, frozenset(moe or ()))
 
@@ -143,7 +152,7 @@ def _place_one(names: tuple[str, ...], in_backward_loop: bool, moe: frozenset[st
         phase = "backward"
         scope = scope[1:]
         if len(scope) == 1 and not _LOOP.match(scope[0]):
-            return Place("loss", "", phase)  # Whether gradients are finite.
+            return Place("loss", "", phase)  # The check that gradients are finite.
     if scope and _GATHER_GRADIENT.match(scope[0]):
         return Place("embedding", "", "backward")
     part, layer = _place_scope(scope, moe)
@@ -155,7 +164,7 @@ def _layers_only(names: Sequence[str]) -> list[str]:
 
 
 def _place_scope(scope: Sequence[str], moe: frozenset[str]) -> tuple[str, str]:
-    """(part, layer) of a scope with its operation at the end."""
+    """Returns (part, layer) for a scope whose last name is the operation."""
     above = scope[:-1] if len(scope) > 1 else []
     number = _layer_number(scope)
     part = next((part for part, name in _SCOPES if any(map(name.match, above))), "")
@@ -166,7 +175,7 @@ def _place_scope(scope: Sequence[str], moe: frozenset[str]) -> tuple[str, str]:
         is_moe = part in _OF_EXPERTS or _path(scope[: number + 1]) in moe
         layer = f"{_stack(scope)}.{'moe' if is_moe else 'dense'}"
         if part == "dense_ffn" and is_moe:
-            part = "dispatch_combine"  # Grouping of tokens, directly in the mixture's own scope.
+            part = "dispatch_combine"  # Grouping of tokens, directly in the MoE layer's scope.
         return part or "residual", layer
     if part:
         return part, _stack(scope)
@@ -175,7 +184,7 @@ def _place_scope(scope: Sequence[str], moe: frozenset[str]) -> tuple[str, str]:
     if "body" in above:
         return "residual", _stack(scope)
     if len(above) == 1 and _MASK.match(scope[-1]):
-        return "attention", ""  # Who may look at whom, the same for all layers.
+        return "attention", ""  # The attention mask, computed once for all layers.
     if len(above) == 1 or (len(above) == 2 and above[1][:1].isupper()):
         return "loss", ""  # Directly in the model's own scope.
     return "other", _stack(scope)
@@ -186,7 +195,7 @@ def _layer_number(scope: Sequence[str]) -> int | None:
 
 
 def _stack(scope: Sequence[str]) -> str:
-    """The stack of layers, e.g. encoder: the name before its blocks or its own sublayer."""
+    """The name of the layer stack, e.g. 'encoder': the name before its blocks or its own sublayer."""
     named = (i for i, part in enumerate(scope) if part == "blocks" or _is_named(part))
     place = next(named, 0)
     return scope[place - 1] if place > 1 else ""

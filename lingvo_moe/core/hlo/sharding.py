@@ -1,8 +1,8 @@
-"""Shardings as HLO prints them: which part of a tensor lies on which device.
+"""Parses shardings as HLO prints them: which part of a tensor each device holds.
 
-{replicated}                                    the whole tensor on every device
-{maximal device=3}                              the whole tensor on one device
-{manual}                                        what lies on a device is the program's own business
+{replicated}                                    every device holds the full tensor
+{maximal device=3}                              one device holds the full tensor
+{manual}                                        the program itself decides what a device holds
 {devices=[2,1,4]0,1,2,3,4,5,6,7 last_tile_dim_replicate}   2 parts of dimension 0, 4 copies of each
 {devices=[2,4]<=[4,2]T(1,0)}                    devices 0..7 as a 4x2 array, transposed to 2x4
 {devices=[2,2,2]<=[8] last_tile_dims={manual, replicated}}  subgroups of other kinds
@@ -31,17 +31,17 @@ _MOST_DEVICES_SHOWN = 8
 
 @dataclasses.dataclass(frozen=True)
 class TensorSharding:
-    """Where the parts of one tensor are.
+    """The sharding of one tensor.
 
     Attributes:
-        kind: 'replicated' (whole on every device), 'maximal' (whole on one), 'manual' (unknown), or
-            'tiled' (cut into parts).
+        kind: 'replicated' (full on every device), 'maximal' (full on one device), 'manual' (decided
+            by the program), or 'tiled' (split into parts).
         tiles: if tiled, the number of parts of each dimension.
-        devices: logical device numbers; if tiled in row-major order of the parts, and for each part
-            those that hold it, in the order of the subgroups. May be empty where all devices hold the
-            same and their number is not known.
-        subgroups: (what, how many devices) of further tile dimensions: 'replicated' ones hold copies
-            of the part, 'manual' ones what the program itself decides.
+        devices: logical device numbers. If tiled, they are in row-major order of the parts; the
+            devices that hold the same part are adjacent, in the order of the subgroups. Empty if the
+            tensor is replicated or manual and the number of devices is unknown.
+        subgroups: (kind, number of devices) of each further tile dimension. The devices of a
+            'replicated' subgroup hold copies of the part; for a 'manual' one the program decides.
     """
 
     kind: str
@@ -69,7 +69,7 @@ class TensorSharding:
 
     @property
     def manual(self) -> int:
-        """How many devices the program itself divides a part among; 1: none."""
+        """How many devices share a part in a way that the program itself decides; 1 if none."""
         return math.prod(count for what, count in self.subgroups if what == MANUAL)
 
     @property
@@ -78,10 +78,11 @@ class TensorSharding:
         return self.kind == "tiled" and any(count > 1 for count in self.tiles)
 
     def OnMesh(self, mesh: Mesh) -> DimsMapping | None:
-        """The mesh axes that cut each dimension, as `mesh_split` takes them.
+        """The mesh axes that each dimension is sharded over, as `mesh_split` takes them.
 
-        () where nothing is cut; None where no axes of this mesh can name it, as for a dimension that
-        is split into fewer parts than an axis has devices.
+        Returns:
+            () for a replicated tensor; None if axes of this mesh cannot express the sharding, e.g.
+            for a dimension with fewer parts than an axis has devices.
         """
         if self.kind == REPLICATED or (self.kind == "tiled" and mesh.size == 1):
             return ()
@@ -92,11 +93,10 @@ class TensorSharding:
         return _mapping(self.tiles, self.devices, mesh.axis_names, mesh.device_array())
 
     def PartShape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of what one device holds, padding included: a dimension that does not divide is
-        rounded up.
+        """The shape of one device's part, rounded up where a dimension does not divide evenly.
 
         Raises:
-            HloError: another rank.
+            HloError: `shape` does not have the sharding's rank.
         """
         if self.kind != "tiled":
             return tuple(shape)
@@ -104,7 +104,7 @@ class TensorSharding:
         return tuple(-(-size // parts) for size, parts in zip(shape, self.tiles, strict=True))
 
     def Padding(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """For each dimension how many elements all parts together have more than the tensor."""
+        """For each dimension, how many elements the parts together have beyond the tensor's own."""
         if self.kind != "tiled":
             return (0,) * len(shape)
         parts = self.PartShape(shape)
@@ -126,15 +126,14 @@ class TensorSharding:
         return self.devices[first : first + held]
 
     def Extent(self, shape: Sequence[int], part: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """(begin, end) of a part in each dimension; smaller than PartShape, maybe empty, where the
-        rest is padding."""
+        """Returns (begin, end) of a part in each dimension, without padding; it may be empty."""
         if self.kind != "tiled":
             return tuple((0, size) for size in shape)
         sizes = zip(shape, self.PartShape(shape), part, strict=True)
         return tuple((min(i * p, s), min((i + 1) * p, s)) for s, p, i in sizes)
 
     def Text(self) -> str:
-        """As HLO prints it, with the devices listed."""
+        """The sharding in HLO's notation, with its devices listed."""
         if self.kind == "maximal":
             return f"{{maximal device={self.devices[0]}}}"
         if self.kind != "tiled":
@@ -149,15 +148,15 @@ class TensorSharding:
 
     def __str__(self) -> str:
         if self.kind == REPLICATED:
-            return "whole on every device"
+            return "replicated"
         if self.kind == "maximal":
-            return f"whole on device {self.devices[0]}"
+            return f"unsharded on device {self.devices[0]}"
         if self.kind == MANUAL:
             return "manual"
-        cut = [f"dim {d} in {n}" for d, n in enumerate(self.tiles) if n > 1]
-        text = " and ".join(cut) + " parts" if cut else "whole"
+        sharded = [f"dim {d} in {n}" for d, n in enumerate(self.tiles) if n > 1]
+        text = " and ".join(sharded) + " parts" if sharded else "unsharded"
         if self.copies > 1:
-            text += f", {self.copies} copies of each" if cut else f", {self.copies} copies"
+            text += f", {self.copies} copies of each" if sharded else f", {self.copies} copies"
         if self.manual > 1:
             text += f", manual over {self.manual}"
         if self.devices != tuple(range(len(self.devices))):
@@ -167,15 +166,20 @@ class TensorSharding:
 
     def _check_rank(self, rank: int) -> None:
         if rank != len(self.tiles):
-            raise HloError(f"a sharding of {len(self.tiles)} dimensions for one of {rank}")
+            raise HloError(
+                f"expected {len(self.tiles)} dimensions, as the sharding has; got {rank}"
+            )
 
 
 def parse_sharding(text: str, num_devices: int = 0) -> tuple[TensorSharding, ...]:
-    """The shardings in HLO's `sharding=` attribute: one, or one for each array of a tuple, in order.
+    """Parses HLO's `sharding=` attribute.
 
     Args:
-        text: with its braces.
-        num_devices: of the program: those that a replicated tensor lies on; 0: not known.
+        text: the attribute's value, with its braces.
+        num_devices: the program's number of devices, which hold a replicated tensor; 0 if unknown.
+
+    Returns:
+        One sharding, or one for each array of a tuple, in order.
 
     Raises:
         HloError: the text is in none of the notations above.
@@ -208,7 +212,7 @@ def _refuse(text: str) -> tuple[TensorSharding, ...]:
 
 
 def _pieces(text: str) -> list[str]:
-    """The outermost `{...}` groups of a list of them."""
+    """Splits a list of `{...}` groups into the outermost groups."""
     pieces, depth, start = [], 0, 0
     for place, letter in enumerate(text):
         if letter == "{":
@@ -251,7 +255,7 @@ def _mapping(
     names: tuple[str, ...],
     grid: np.ndarray,
 ) -> DimsMapping | None:
-    """Which axes of a grid of devices cut each dimension, or None."""
+    """The axes of a device grid that each dimension is sharded over; None if no axes fit."""
     held = len(devices) // math.prod(tiles)
     part_of = np.empty(len(devices), np.int64)
     part_of[np.array(devices)] = np.arange(len(devices)) // held
@@ -268,7 +272,7 @@ def _mapping(
 
 
 def _axes(count: int, place: np.ndarray, names: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The axes, major first, whose coordinates together are a dimension's part number."""
+    """The axes, major first, whose coordinates together give a dimension's part number."""
     origin = (0,) * place.ndim
     steps: dict[int, int] = {}
     for axis, size in enumerate(place.shape):

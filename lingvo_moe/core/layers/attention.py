@@ -9,17 +9,13 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks, randomness
+from lingvo_moe.core import checks, kernels
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.layers import attention_in_panels, attention_op_by_op, shared_heads
+from lingvo_moe.core.kernels import xla
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.op_by_op import is_op_by_op
-
-# What a masked logit becomes: finite, so that a query that may look nowhere still gives numbers.
-_MASKED = -1e9
 
 
 class MultiHeadAttention(BaseLayer):
@@ -51,7 +47,7 @@ class MultiHeadAttention(BaseLayer):
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
         m, n, a, k = _dims(self.p)
-        self._kv_heads, self._kv = a, kv_letter(self.p)
+        self._kv = kv_letter(self.p)
         for name, heads, letter in (("q", n, "N"), ("k", a, self._kv), ("v", a, self._kv)):
             shape, letters = (m, heads, k), f"M{letter}K"
             self.CreateVariable(name, WeightParams(shape, letters, WeightInit.FanIn(m)))
@@ -78,95 +74,44 @@ class MultiHeadAttention(BaseLayer):
         Returns:
             [B, T, M]. Where the mask allows nothing the values are finite and mean nothing.
         """
-        if "qkv" in theta or "kv" in theta:
-            return self._InPanels(theta, query, source, mask)
-        if is_op_by_op():
-            return self._OpByOp(theta, query, source, mask, seed)
-        q = self._Queries(theta, query)
-        memory = self.PrecomputeMemory(theta, source)
-        return self._Attend(theta, q, memory, mask, seed)
-
-    def _OpByOp(
-        self,
-        theta: NestedMap,
-        query: tf.Tensor,
-        source: tf.Tensor,
-        mask: tf.Tensor,
-        seed: tf.Tensor | None,
-    ) -> tf.Tensor:
-        """FProp for TensorFlow's own kernels."""
-        wq, wk, wv, wo = (self.Cast(theta[name]) for name in "qkvo")
-        wq *= tf.constant(self._scale, wq.dtype)
-        if query is source and wq.shape == wk.shape:
-            q, k, v = attention_op_by_op.project(query, [wq, wk, wv])
-        else:
-            (q,) = attention_op_by_op.project(query, [wq])
-            k, v = attention_op_by_op.project(source, [wk, wv])
-        probs = self.Cast(attention_op_by_op.probabilities(q, k, mask))
-        probs = self._Dropout(probs, seed)
-        return attention_op_by_op.context(probs, v, wo)
-
-    def ForInference(self, theta: NestedMap, cross: bool = False) -> NestedMap:
-        """See BaseLayer: a panel for each head (see attention_in_panels.py), as self-attention or as
-        attention to a memory wants it."""
-        cast = theta.Transform(self.Cast)
-        return attention_in_panels.arrange(cast, self._scale, cross)
-
-    def _Arranged(self, theta: NestedMap, cross: bool = False) -> NestedMap:
-        return theta if "o" in theta and "v" not in theta else self.ForInference(theta, cross)
-
-    def _InPanels(
-        self, theta: NestedMap, query: tf.Tensor, source: tf.Tensor, mask: tf.Tensor
-    ) -> tf.Tensor:
-        """FProp in inference, with arranged weights."""
-        if "qkv" in theta:
-            q, k, v = self._Projected(theta.qkv, query)
-        else:
-            q = attention_in_panels.project(query, theta.q)
-            k, v = self._Projected(theta.kv, source)
-        return attention_in_panels.attend(q, k, v, mask, theta.o, self.p.model_dim)
-
-    def _Projected(self, qkv: tf.Tensor, x: tf.Tensor) -> list[tf.Tensor]:
-        """What x [B,T,M] is to each of `qkv`, or of `kv`: [N,B,T,K] or [A,B,T,K]."""
-        y = attention_in_panels.project(x, qkv)
-        n, a = self.p.num_heads, self._kv_heads
-        return tf.split(y, [n, a, a] if y.shape[0] == n + 2 * a else [a, a], 0)
+        ops = kernels.current()
+        q, k, v = ops.project_heads(query, source, theta, self._scale, self.Shard)
+        probs = self.Cast(ops.attention_probabilities(q, k, mask))
+        seed = self.FoldSeed(seed, "atten")
+        return ops.combine_heads(
+            kernels.dropout(probs, self.p.atten_dropout_prob, seed), v, theta.o
+        )
 
     def PrecomputeMemory(self, theta: NestedMap, memory: tf.Tensor) -> NestedMap:
-        """Keys and values of memory [B, S, M]: NestedMap(k, v), each [B, S, A, K]; [A, B, S, K] where
-        TensorFlow's own kernels run."""
-        if is_op_by_op():
-            k, v = self._Projected(self._Arranged(theta, cross=True).kv, memory)
-            return NestedMap(k=k, v=v)
-        k = tf.einsum("BSM,MNK->BSNK", memory, self.Cast(theta.k))
-        v = tf.einsum("BSM,MNK->BSNK", memory, self.Cast(theta.v))
-        letters = f"BS{self._kv}K"
-        return NestedMap(k=self.Shard(k, letters), v=self.Shard(v, letters))
+        """Keys and values of memory [B, S, M]: NestedMap(k, v), each [B, S, A, K]."""
+        k, v = xla.keys_and_values(memory, theta, self.Shard)
+        return NestedMap(k=k, v=v)
+
+    def MemoryLetters(self) -> NestedMap:
+        """The letters of PrecomputeMemory's tensors."""
+        return NestedMap(k=f"BS{self._kv}K", v=f"BS{self._kv}K")
 
     def AttendMemory(
         self, theta: NestedMap, query: tf.Tensor, memory: NestedMap, mask: tf.Tensor
     ) -> tf.Tensor:
         """Inference on precomputed memory: query [B, J, M], mask [B, J or 1, S] to [B, J, M]."""
-        if is_op_by_op():
-            theta = self._Arranged(theta, cross=True)
-            q = attention_in_panels.project(query, theta.q)
-            return attention_in_panels.attend(
-                q, memory.k, memory.v, mask, theta.o, self.p.model_dim
-            )
-        return self._Attend(theta, self._Queries(theta, query), memory, mask, None)
+        q = xla.queries(query, theta, self._scale, self.Shard)
+        probs = self.Cast(xla.attention_probabilities(q, memory.k, mask))
+        return xla.combine_heads(probs, memory.v, theta.o)
 
     def InitCache(self, batch: int, length: int, num_hyps: int = 1) -> NestedMap:
         """Empty keys and values for L = length steps of J = num_hyps positions: [L, B, J, A, K].
 
-        Step-major, so that a step writes one contiguous slice; [A, B, L, J K] where TensorFlow's own
-        kernels run. As seen by masks, position j of step t is t * J + j.
+        Step-major, so that a step writes one contiguous slice. As seen by masks, position j of step t
+        is t * J + j.
         """
         _, _, a, k = _dims(self.p)
-        if is_op_by_op():
-            kind = self.fprop_dtype
-            return attention_in_panels.empty_cache(batch, length, num_hyps, a, k, kind)
         shape = [length, batch, num_hyps, a, k]
         return NestedMap(k=tf.zeros(shape, self.fprop_dtype), v=tf.zeros(shape, self.fprop_dtype))
+
+    def CacheLetters(self) -> NestedMap:
+        """The letters of InitCache's tensors."""
+        return NestedMap(k=f"LBJ{self._kv}K", v=f"LBJ{self._kv}K")
 
     def ExtendStep(
         self,
@@ -192,64 +137,22 @@ class MultiHeadAttention(BaseLayer):
         Returns:
             ([B, J, M], the new cache).
         """
-        if is_op_by_op():
-            return self._ExtendInPanels(self._Arranged(theta), x, cache, time, mask)
         new = self.PrecomputeMemory(theta, x)
         index = tf.reshape(tf.cast(time, tf.int32), [1, 1])
         cache = NestedMap(
             k=tf.tensor_scatter_nd_update(cache.k, index, new.k[tf.newaxis]),
             v=tf.tensor_scatter_nd_update(cache.v, index, new.v[tf.newaxis]),
         )
-        steps, _, num_hyps, _, _ = cache.k.shape
-        batch = tf.shape(x)[0]
+        num_hyps, batch = cache.k.shape[2], tf.shape(x)[0]
+        steps = cache.k.shape[0] or tf.shape(cache.k)[0]
         heads = self.p.num_heads
-        logits = shared_heads.by_head("BJNK,LBINK->BNJLI", self._Queries(theta, x), cache.k)
+        q = xla.queries(x, theta, self._scale, self.Shard)
+        logits = xla.by_head("BJNK,LBINK->BNJLI", q, cache.k)
         logits = tf.reshape(logits, [batch, heads, num_hyps, steps * num_hyps])
-        probs = self._Probs(logits, mask, None)
+        probs = self.Cast(xla.masked_softmax(logits, mask))
         probs = tf.reshape(probs, [batch, heads, num_hyps, steps, num_hyps])
-        context = shared_heads.by_head("BNJLI,LBINK->BJNK", probs, cache.v)
-        return self._Output(theta, context), cache
-
-    def _ExtendInPanels(
-        self, theta: NestedMap, x: tf.Tensor, cache: NestedMap, time: tf.Tensor, mask: tf.Tensor
-    ) -> tuple[tf.Tensor, NestedMap]:
-        q, *new = self._Projected(theta.qkv, x)
-        k, v = (
-            attention_in_panels.write(old, one, time)
-            for old, one in zip((cache.k, cache.v), new, strict=True)
-        )
-        keys, values = (attention_in_panels.by_position(c, q.shape[-1]) for c in (k, v))
-        y = attention_in_panels.attend(q, keys, values, mask, theta.o, self.p.model_dim)
-        return y, NestedMap(k=k, v=v)
-
-    def _Queries(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
-        q = tf.einsum("BTM,MNK->BTNK", x, self.Cast(theta.q))
-        return self.Shard(q * tf.constant(self._scale, q.dtype), "BTNK")
-
-    def _Attend(
-        self,
-        theta: NestedMap,
-        q: tf.Tensor,
-        memory: NestedMap,
-        mask: tf.Tensor,
-        seed: tf.Tensor | None,
-    ) -> tf.Tensor:
-        logits = shared_heads.by_head("BTNK,BSNK->BNTS", q, memory.k)
-        probs = self._Probs(logits, mask, seed)
-        return self._Output(theta, shared_heads.by_head("BNTS,BSNK->BTNK", probs, memory.v))
-
-    def _Probs(self, logits: tf.Tensor, mask: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:
-        """[B, N, T, S] logits to probabilities in the activations' type."""
-        allowed = tf.cast(mask, tf.bool)[:, tf.newaxis]
-        logits = tf.where(allowed, tf.cast(logits, tf.float32), tf.constant(_MASKED))
-        probs = self.Cast(tf.nn.softmax(logits))
-        return self._Dropout(probs, seed)
-
-    def _Dropout(self, probs: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:
-        return randomness.dropout(probs, self.p.atten_dropout_prob, self.FoldSeed(seed, "atten"))
-
-    def _Output(self, theta: NestedMap, context: tf.Tensor) -> tf.Tensor:
-        return tf.einsum("BTNK,NKM->BTM", context, self.Cast(theta.o))
+        context = xla.by_head("BNJLI,LBINK->BJNK", probs, cache.v)
+        return xla.project_back(context, theta.o), cache
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:

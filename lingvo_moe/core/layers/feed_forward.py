@@ -4,14 +4,12 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks, randomness
+from lingvo_moe.core import checks, kernels
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.layers import panels
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.op_by_op import is_op_by_op
 
 
 class FeedForward(BaseLayer):
@@ -47,36 +45,10 @@ class FeedForward(BaseLayer):
         is chosen. `seed` None means inference.
         """
         del paddings, context
-        if "panels" in theta:
-            return self._InPanels(theta.panels, x), NestedMap()
-        if is_op_by_op():
-            return self._OpByOp(theta, x, seed), NestedMap()
-        h = tf.nn.relu(tf.einsum("BTM,MH->BTH", x, self.Cast(theta.wi)))
-        h = self.Shard(h, "BTH")
-        h = randomness.dropout(h, self.p.relu_dropout_prob, self.FoldSeed(seed, "relu"))
-        return tf.einsum("BTH,HM->BTM", h, self.Cast(theta.wo)), NestedMap()
-
-    def _OpByOp(self, theta: NestedMap, x: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:
-        """FProp's output for TensorFlow's own kernels: plain products, whose gradients move nothing."""
-        h = tf.nn.relu(tf.matmul(tf.reshape(x, [-1, x.shape[-1]]), self.Cast(theta.wi)))
-        # In the shape that random numbers are drawn for.
-        h = tf.reshape(h, tf.concat([tf.shape(x)[:-1], [h.shape[-1]]], 0))
-        h = tf.ensure_shape(h, [*x.shape[:-1], h.shape[-1]])
-        h = randomness.dropout(h, self.p.relu_dropout_prob, self.FoldSeed(seed, "relu"))
-        y = tf.matmul(tf.reshape(h, [-1, h.shape[-1]]), self.Cast(theta.wo))
-        return tf.reshape(y, tf.shape(x))
-
-    def ForInference(self, theta: NestedMap) -> NestedMap:
-        """See BaseLayer: `panels` of wi and wo (see panels.py). A subclass with its own FProp has them as they are."""
-        if type(self).FProp is not FeedForward.FProp:
-            return theta
-        wi, wo = (panels.in_panels(self.Cast(w)) for w in (theta.wi, theta.wo))
-        return NestedMap(panels=NestedMap(wi=wi, wo=wo))
-
-    def _InPanels(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
-        p = self.p
-        h = panels.product(tf.reshape(x, [-1, p.model_dim]), theta.wi, p.hidden_dim)
-        return tf.reshape(panels.product(tf.nn.relu(h), theta.wo, p.model_dim), tf.shape(x))
+        product = kernels.current().product
+        h = self.Shard(tf.nn.relu(product(x, self.Cast(theta.wi))), "BTH")
+        h = kernels.dropout(h, self.p.relu_dropout_prob, self.FoldSeed(seed, "relu"))
+        return product(h, self.Cast(theta.wo)), NestedMap()
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:

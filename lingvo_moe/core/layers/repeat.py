@@ -12,12 +12,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks
+from lingvo_moe.core import checks, kernels
 from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.op_by_op import is_op_by_op
 from lingvo_moe.core.sharding import current_mesh
 from lingvo_moe.core.sharding.annotate import mesh_split, shard_letters
 
@@ -75,20 +74,13 @@ class Repeat(BaseLayer):
             ValueError: the body returns a carry of another shape or type. TypeError: extras that
                 are not floating point.
         """
-        if self.p.unroll or isinstance(theta.body, list):
+        if self.p.unroll:
             return self._Unrolled(theta, carry, shared, seed)
         return _scan(self._Body, self.p.num_repeats, theta, carry, shared, seed, self._ShardCarry)
 
     def SliceTheta(self, theta: NestedMap, i: int) -> NestedMap:
         """The theta of repetition i's body, for use outside of FProp (e.g. decoding)."""
-        if isinstance(theta.body, list):
-            return theta.body[i]
         return self._ShardTheta(_slice(theta.body, i))
-
-    def ForInference(self, theta: NestedMap) -> NestedMap:
-        """See BaseLayer: a list of the repetitions' weights instead of stacks."""
-        slices = [_slice(theta.body, i) for i in range(self.p.num_repeats)]
-        return NestedMap(body=[self.body.ForInference(one) for one in slices])
 
     def _Unrolled(
         self, theta: NestedMap, carry: tf.Tensor, shared: NestedMap, seed: tf.Tensor | None
@@ -277,13 +269,8 @@ def _slice(theta: NestedMap, i: int) -> NestedMap:
 
 
 def _slices(theta: NestedMap, num: int) -> list[NestedMap]:
-    if isinstance(theta.body, list):
-        return [NestedMap(body=one) for one in theta.body]
-    if not is_op_by_op():
-        return [_slice(theta, i) for i in range(num)]
-    # Together: the gradient is then one stack, not a sum of arrays that are zero but for a slice.
-    unstacked = [tf.unstack(w, num) for w in theta.Flatten()]
-    return [theta.Pack(list(slices)) for slices in zip(*unstacked, strict=True)]
+    layers = kernels.current().slices(theta.Flatten(), num)
+    return [theta.Pack(layer) for layer in layers]
 
 
 def _array(num: int, dtype: tf.DType, shape: tf.TensorShape) -> tf.TensorArray:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks, randomness
+from lingvo_moe.core import checks, kernels
 from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
@@ -87,22 +87,23 @@ class TransformerLayer(BaseLayer):
         )
         return self._Add(x, h, self.FoldSeed(seed, "ffn_residual")), extras
 
-    def ForInference(self, theta: NestedMap) -> NestedMap:
-        """See BaseLayer."""
-        arranged = super().ForInference(theta)
-        if self.p.cross_atten_tpl is not None:
-            arranged.cross_atten = self.cross_atten.ForInference(theta.cross_atten, cross=True)
-        return arranged
-
     def InitCache(self, batch: int, length: int, num_hyps: int = 1) -> NestedMap:
         """See MultiHeadAttention.InitCache."""
         return self.self_atten.InitCache(batch, length, num_hyps)
+
+    def CacheLetters(self) -> NestedMap:
+        """The letters of InitCache's tensors."""
+        return self.self_atten.CacheLetters()
 
     def PrecomputeMemory(self, theta: NestedMap, memory: tf.Tensor) -> NestedMap:
         """Cross-attention's keys and values of memory [B, S, M]; empty without one."""
         if self.p.cross_atten_tpl is None:
             return NestedMap()
         return self.cross_atten.PrecomputeMemory(theta.cross_atten, memory)
+
+    def MemoryLetters(self) -> NestedMap:
+        """The letters of PrecomputeMemory's tensors."""
+        return NestedMap() if self.p.cross_atten_tpl is None else self.cross_atten.MemoryLetters()
 
     def ExtendStep(
         self,
@@ -138,7 +139,7 @@ class TransformerLayer(BaseLayer):
         return x + h, cache
 
     def _Add(self, x: tf.Tensor, h: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:
-        h = randomness.dropout(h, self.p.residual_dropout_prob, seed)
+        h = kernels.dropout(h, self.p.residual_dropout_prob, seed)
         return self.Shard(x + h, "BTM")
 
     @classmethod
@@ -246,6 +247,14 @@ class TransformerStack(BaseLayer):
             layers = zip(self.blocks.body.layers, thetas, strict=True)
             out.append([layer.PrecomputeMemory(th, memory) for layer, th in layers])
         return out
+
+    def CacheLetters(self) -> list[list[NestedMap]]:
+        """The letters of InitCache's tensors, by block and layer."""
+        return [[layer.CacheLetters() for layer in self.blocks.body.layers]] * self.p.num_blocks
+
+    def MemoryLetters(self) -> list[list[NestedMap]]:
+        """The letters of PrecomputeMemory's tensors, by block and layer."""
+        return [[layer.MemoryLetters() for layer in self.blocks.body.layers]] * self.p.num_blocks
 
     def ExtendStep(
         self,

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from lingvo_moe.core import kernels
 from lingvo_moe.core.gradients import custom_gradient
-from lingvo_moe.core.op_by_op import rounded_alike
 
 
 def top_k(scores_GSE: tf.Tensor, k: int) -> tuple[tf.Tensor, tf.Tensor]:
@@ -50,4 +50,4 @@ def normalize(gate_GSk: tf.Tensor) -> tf.Tensor:
     """A token's gates over their sum; zeros where all are zero."""
     total_GS1 = tf.reduce_sum(gate_GSk, -1, keepdims=True)
     total_GS1 = tf.where(total_GS1 > 0, total_GS1, tf.constant(1.0))
-    return gate_GSk * rounded_alike(tf.math.reciprocal, total_GS1)
+    return gate_GSk * kernels.current().batch_independent(tf.math.reciprocal, total_GS1)

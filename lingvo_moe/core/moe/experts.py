@@ -3,20 +3,16 @@
 Letters: G group, E expert, C capacity slot, D devices, N rows of a device, M model, H hidden.
 """
 
-from collections.abc import Callable
+import functools
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks, randomness
+from lingvo_moe.core import checks, kernels
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
-from lingvo_moe.core.gradients import custom_gradient
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.moe import experts_in_panels, experts_op_by_op
-from lingvo_moe.core.moe.routers.base import Routing
 from lingvo_moe.core.moe.rows import Rows
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.op_by_op import is_op_by_op
 from lingvo_moe.core.sharding import DimsMapping, dims_mapping
 
 
@@ -53,52 +49,17 @@ class Experts(BaseLayer):
     ) -> tf.Tensor:
         """Slots [E,G,C,M] in, slots [E,G,C,M] out, both cut along E, as the weights are."""
         wi, wo = self.Cast(theta.wi), self.Cast(theta.wo)
-        dropout = self.p.relu_dropout_prob if seed is not None else 0.0
-        if is_op_by_op() and not dropout:
-            return experts_op_by_op.feed_forward(x_EGCM, wi, wo)
-        product = experts_op_by_op.product if is_op_by_op() else _product
-        h_EGCH = self.Shard(tf.nn.relu(product(x_EGCM, wi)), "EGCH")
-        h_EGCH = randomness.dropout(h_EGCH, dropout, seed)
-        return self.Shard(product(h_EGCH, wo), "EGCM")
+        rate, drop = self.p.relu_dropout_prob, None
+        if rate and seed is not None:
+            drop = functools.partial(kernels.dropout, rate=rate, seed=seed)
+        return kernels.current().experts_feed_forward(x_EGCM, wi, wo, drop, self.Shard)
 
     def GroupedFProp(self, theta: NestedMap, x: Rows, seed: tf.Tensor | None = None) -> Rows:
         """Rows [D,N,M] in, rows [D,N,M] out, in ragged groups; cut along D, whose experts are local."""
         h = x.MatMul(self.Cast(theta.wi), self._Mapping("wi", "EMH"))
         rate = self.p.relu_dropout_prob
-        h = h.With(randomness.dropout(tf.nn.relu(h.values), rate, seed, h.choices))
+        h = h.With(kernels.dropout(tf.nn.relu(h.values), rate, seed, h.choices))
         return h.MatMul(self.Cast(theta.wo), self._Mapping("wo", "EHM"))
-
-    def Infer(self, theta: NestedMap, routing: Routing, x_GSM: tf.Tensor) -> tf.Tensor:
-        """The sum of each token's experts, weighted by their gates, [G,S,M]; theta as `ForInference` arranged it."""
-        x_NM, expert_Nk, kept_Nk, gate_Nk = (
-            tf.reshape(x, [-1, x.shape[-1]])
-            for x in (x_GSM, routing.expert_index, routing.kept, routing.gate)
-        )
-        y_NM = experts_in_panels.feed_forward_of_chosen(
-            x_NM, expert_Nk, kept_Nk, gate_Nk, theta.panels, self.p.hidden_dim
-        )
-        return tf.reshape(y_NM, tf.shape(x_GSM))
-
-    def ForInference(self, theta: NestedMap) -> NestedMap:
-        """See BaseLayer: `panels`, each expert's own, for `Infer`. A subclass's own GroupedFProp finds its weights as
-        they are."""
-        own = type(self).GroupedFProp is not Experts.GroupedFProp
-        if own or self.p.num_experts > experts_op_by_op.MANY_EXPERTS:
-            return theta
-        return NestedMap(panels=experts_in_panels.in_panels(theta.Transform(self.Cast)))
 
     def _Mapping(self, name: str, letters: str) -> DimsMapping:
         return dims_mapping(letters, self.p.weight_split, name)
-
-
-@custom_gradient
-def _product(x_EGCM: tf.Tensor, w_EMH: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-    """Each expert's slots times its matrix, [E,G,C,H]."""
-
-    def grad(dy_EGCH: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        # The weights first: what is written transposed is then the rows, which are few. XLA:CPU takes up
-        # to three times as long for rows times transposed weights (docs/moe_speed.md).
-        dx_EGCM = tf.einsum("EMH,EGCH->EGCM", w_EMH, dy_EGCH)
-        return dx_EGCM, tf.einsum("EGCM,EGCH->EMH", x_EGCM, dy_EGCH)
-
-    return tf.einsum("EGCM,EMH->EGCH", x_EGCM, w_EMH), grad

@@ -13,7 +13,6 @@ from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.moe import context as router_context
 from lingvo_moe.core.moe.capacity import expert_capacity
-from lingvo_moe.core.moe.choices_alone import choices_alone
 from lingvo_moe.core.moe.dispatch_dropless import DroplessDispatcher
 from lingvo_moe.core.moe.dispatchers import DISPATCHERS, dispatcher_params
 from lingvo_moe.core.moe.experts import Experts
@@ -118,7 +117,7 @@ class MoELayer(BaseLayer):
         Returns:
             y_BTM in the activation type, and NestedMap(aux_loss: float32 scalar, unscaled by the
             task's weight for it; metrics: see moe/metrics.py; and, where the router has some,
-            updates: see `Routing`). With weights in panels (`ForInference`) that map is empty.
+            updates: see `Routing`).
 
         Raises:
             ValueError: tokens that do not fall into num_groups groups, or no context that the router
@@ -126,8 +125,6 @@ class MoELayer(BaseLayer):
         """
         context = router_context.needed(self.path, self.Needs(self.p), context)
         x_BTM = tf.cast(x_BTM, self.fprop_dtype)
-        if "panels" in theta.get("experts", {}):
-            return self._Infer(theta, x_BTM, paddings_BT, context), NestedMap()
         if seed is None:
             x_GSM, paddings_GS, capacity = x_BTM, paddings_BT, None
         else:
@@ -151,25 +148,6 @@ class MoELayer(BaseLayer):
         )
         y_BTM = y_GSM if seed is None else tf.reshape(y_GSM, x_BTM.shape)
         return self.Shard(y_BTM, "BTM"), _extras(routing, tokens)
-
-    def _Infer(
-        self,
-        theta: NestedMap,
-        x_BTM: tf.Tensor,
-        paddings_BT: tf.Tensor,
-        context: NestedMap | None,
-    ) -> tf.Tensor:
-        """FProp's output without a seed, with the weights that `ForInference` arranged."""
-        with choices_alone():
-            routing = self.router.FProp(theta.router, x_BTM, paddings_BT, None, context=context)
-        return self.experts.Infer(theta.experts, routing, x_BTM)
-
-    def ForInference(self, theta: NestedMap) -> NestedMap:
-        """See BaseLayer. Panels are for experts that get rows: those of other dispatchers stay as they are."""
-        arranged = super().ForInference(theta)
-        if type(self.inference_dispatcher) is not DroplessDispatcher:
-            arranged.experts = theta.get("experts", NestedMap())
-        return arranged
 
     def _InGroups(
         self, x_BTM: tf.Tensor, paddings_BT: tf.Tensor, context: NestedMap | None

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import tensorflow as tf
-from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
+from lingvo_moe.core import kernels
 from lingvo_moe.core.gradients import custom_gradient
-from lingvo_moe.core.moe.grouped_matmul import in_xla
 
 _MOST_UNROLLED = 4  # choices of a token that are gathered one after another
 
@@ -78,7 +77,7 @@ def sorted_places(
     key = tf.reshape(tf.where(kept_Sk, expert_Sk, num_experts), [-1])
     (count,) = shape_of(key)
     at = tf.range(count)
-    order = _sorted_by(key, at)
+    order = kernels.current().stable_order(key)
     rank = tf.scatter_nd(order[:, tf.newaxis], at, [count])
     owner = tf.where(key < num_experts, key, -1)
     sizes_E = tf.math.unsorted_segment_sum(tf.ones_like(key), owner, num_experts)
@@ -132,22 +131,6 @@ def of_slots(values_gSk: tf.Tensor, places: Places) -> tf.Tensor:
 def shape_of(x: tf.Tensor) -> list:
     """The shape, static where it is known: a served program may leave the batch open."""
     return [tf.shape(x)[i] if n is None else n for i, n in enumerate(x.shape)]
-
-
-def _sorted_by(key: tf.Tensor, at: tf.Tensor) -> tf.Tensor:
-    """The numbers 0, 1, ... in the order of their keys, stable."""
-    if not in_xla():
-        return tf.argsort(key, stable=True)
-
-    # tf.argsort is a top-k to XLA, of a size that the TPU compiler takes for dynamic in a region.
-    @tf.function(autograph=False)
-    def before(a: tf.Tensor, b: tf.Tensor, i: tf.Tensor, j: tf.Tensor) -> tf.Tensor:
-        del i, j
-        return a < b
-
-    comparator = before.get_concrete_function(*[tf.TensorSpec([], tf.int32)] * 4)
-    sort = gen_xla_ops.xla_variadic_sort
-    return sort([key, at], tf.constant(0), comparator=comparator, is_stable=True)[1]
 
 
 def _sum_of_slots(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import tensorflow as tf
 
-from lingvo_moe.core.moe.grouped_matmul import grouped_matmul
+from lingvo_moe.core import kernels
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Axis, DimsMapping
 from lingvo_moe.core.sharding.letters import axes_of
@@ -56,7 +56,8 @@ class Rows:
         inner, outer = (None if taken & set(axes_of(a)) else a for a in mapping[1:])
 
         def multiply(x: tf.Tensor, sizes: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
-            y = grouped_matmul(x[0], weights, sizes[0], self.expected)[tf.newaxis]
+            matmul = kernels.current().grouped_matmul
+            y = matmul(x[0], weights, sizes[0], self.expected)[tf.newaxis]
             return y if inner is None else all_reduce(y, inner)
 
         region = manual_region(

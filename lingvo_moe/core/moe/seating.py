@@ -6,8 +6,6 @@ group's choices stand in: Q blocks of R choices, Q R = k S.
 
 import tensorflow as tf
 
-from lingvo_moe.core.moe.choices_alone import is_choices_alone
-
 # R. Within a block every choice is compared with every other; between blocks [E] counts are added
 # up. Measured best, or close to it, for E from 8 to 2048.
 _BLOCK = 32
@@ -37,8 +35,6 @@ def take_seats(
         kept_GSk, float32: 1 where a seat is wanted and the position is below C. Counts are exact
         for S up to 2^24.
     """
-    if capacity is None and is_choices_alone():
-        return tf.zeros_like(expert_index_GSk), wanted_GSk
     queue_GQR = _queue(expert_index_GSk, wanted_GSk)
     before_GQE = _before(_counts(queue_GQR, num_experts))
     choice_GQR = tf.maximum(queue_GQR, 0)
@@ -78,12 +74,8 @@ def _counts(queue_GQR: tf.Tensor, num_experts: int) -> tf.Tensor:
     """float32 [G,Q,E]: how often each expert occurs in a block."""
     experts_E = tf.range(num_experts)
     # Written out: sums along E's neighbour dimension are several times slower on a CPU.
-    return tf.add_n(
-        [
-            tf.cast(tf.equal(queue_GQR[:, :, r : r + 1], experts_E), tf.float32)
-            for r in range(_BLOCK)
-        ]
-    )
+    choices_GQ1 = tf.split(queue_GQR, _BLOCK, axis=2)
+    return tf.add_n([tf.cast(tf.equal(c, experts_E), tf.float32) for c in choices_GQ1])
 
 
 def _before(counts_GQE: tf.Tensor) -> tf.Tensor:

@@ -3,16 +3,17 @@
 Letters in slot specs are those of the variables; a slot is cut over devices as its variable is.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
 
+from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import VariableSpec, name_scope
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.op_by_op import is_op_by_op
+from lingvo_moe.core.optimizers.clipping import clip_by_global_norm
 from lingvo_moe.core.optimizers.schedules import SqrtDecay
 
 
@@ -45,41 +46,36 @@ class Optimizer:
         slots: NestedMap,
         step: tf.Tensor,
         specs: NestedMap,
+        max_grad_norm: float = 0.0,
     ) -> tuple[NestedMap, NestedMap, NestedMap]:
         """One step. Pure: nothing is assigned.
 
         Args:
             theta: the weights.
-            grads: in theta's structure; tf.IndexedSlices are made dense; None for what is not
+            grads: in theta's structure; tf.IndexedSlices are made dense; None for variables that are not
                 trainable.
             slots: as SlotSpecs lays them out.
             step: int32 scalar, 0 at the first update.
             specs: theta's VariableSpecs; `stack_dims` keeps the layers of a `repeat` apart.
+            max_grad_norm: gradients are first scaled to at most this global norm; 0 leaves them alone.
 
         Returns:
-            New theta (each weight in its own type; what is not trainable as it was), new slots
-            (float32), and NestedMap(learning_rate, update_norm) of float32 scalars; op by op
-            (core/op_by_op.py) also grad_norm, that of these gradients. Where a gradient is not
-            finite the new state is not either: the caller decides which state to keep.
+            New theta (each weight in its own type; weights that are not trainable unchanged), new slots
+            (float32), and NestedMap(learning_rate, update_norm, grad_norm) of float32 scalars; grad_norm is
+            the global norm of `grads` as given. Where a gradient is not finite the new state is not either:
+            the caller decides which state to keep.
 
         Raises:
             ValueError: a trainable variable without a gradient, by its path.
         """
-        grads = NestedMap.FromNestedDict(grads)
-        missing = [
-            spec.path
-            for spec, grad in zip(specs.Flatten(), grads.Flatten(), strict=True)
-            if grad is None and spec.trainable
-        ]
-        if missing:
-            raise ValueError(
-                f"no gradient for {', '.join(missing)}: the loss does not depend on it"
-            )
-        grads = grads.Transform(lambda g: None if g is None else tf.convert_to_tensor(g))
+        grads = _dense(grads, specs)
+        grad_norm = None
+        if max_grad_norm:
+            grads, grad_norm = clip_by_global_norm(grads, max_grad_norm)
+        squares = [] if max_grad_norm else _squares(grads)
         rate = self.learning_rate.Value(step)
-        deltas: list[tf.Tensor | None] = []
+        deltas: list[kernels.Delta | None] = []
         new_slots: list[NestedMap] = []
-        changes: dict[int, Change] = {}
         for spec, weight, grad, slot in zip(
             specs.Flatten(), theta.Flatten(), grads.Flatten(), self._SlotsOf(specs, slots)
         ):
@@ -88,29 +84,27 @@ class Optimizer:
                 new_slots.append(slot)
                 continue
             with name_scope(f"optimizer.{spec.path}"):
-                if is_op_by_op():
-                    change = self._InFewPasses(spec, weight, grad, slot, rate, step)
-                    if change is not None:
-                        changes[len(deltas)] = change
-                        deltas.append(None)
-                        new_slots.append(change.slot)
-                        continue
                 delta, new_slot = self._UpdateOne(
                     spec, tf.cast(weight, tf.float32), tf.cast(grad, tf.float32), slot, rate, step
                 )
             deltas.append(delta)
             new_slots.append(new_slot)
-        terms = [tf.reduce_sum(tf.square(d)) for d in deltas if d is not None]
-        squares = tf.add_n(terms + [change.square for change in changes.values()])
+        changed = [d for d in deltas if d is not None]
+        if grad_norm is None:
+            grad_norm = tf.sqrt(
+                tf.add_n(
+                    [
+                        square if delta.grad_square is None else delta.grad_square
+                        for delta, square in zip(changed, squares, strict=True)
+                    ]
+                )
+            )
+        update_norm = tf.sqrt(tf.add_n([delta.SumOfSquares() for delta in changed]))
         new_theta = [
-            w if d is None else tf.cast(tf.cast(w, tf.float32) - d, w.dtype)
+            w if d is None else d.SubtractFrom(w)
             for w, d in zip(theta.Flatten(), deltas, strict=True)
         ]
-        for i, change in changes.items():
-            new_theta[i] = change.weight
-        metrics = NestedMap(learning_rate=rate, update_norm=tf.sqrt(squares))
-        if is_op_by_op():
-            metrics.grad_norm = _norm(grads, changes)
+        metrics = NestedMap(learning_rate=rate, update_norm=update_norm, grad_norm=grad_norm)
         flat_slots = [leaf for slot in new_slots for leaf in slot.Flatten()]
         return theta.Pack(new_theta), slots.Pack(flat_slots), metrics
 
@@ -138,49 +132,28 @@ class Optimizer:
         slot: NestedMap,
         rate: tf.Tensor,
         step: tf.Tensor,
-    ) -> tuple[tf.Tensor, NestedMap]:
-        """(what to subtract from the weight, new slots), all float32."""
+    ) -> tuple[kernels.Delta, NestedMap]:
+        """(the change of the weight, new slots); weight and gradient are float32."""
         raise NotImplementedError(f"{type(self).__name__}._UpdateOne")
 
-    def _InFewPasses(
-        self,
-        spec: VariableSpec,
-        weight: tf.Tensor,
-        grad: tf.Tensor,
-        slot: NestedMap,
-        rate: tf.Tensor,
-        step: tf.Tensor,
-    ) -> "Change | None":
-        """What _UpdateOne leads to, for TensorFlow's own kernels (core/op_by_op.py); None: there is no
-        such form of it."""
-        return None
 
-
-@dataclass(frozen=True)
-class Change:
-    """One variable's update in full.
-
-    Attributes:
-        weight: the new one.
-        slot: the new slots.
-        square: the sum of the squares of what was subtracted.
-        grad_square: that of the gradient.
-    """
-
-    weight: tf.Tensor
-    slot: NestedMap
-    square: tf.Tensor
-    grad_square: tf.Tensor
-
-
-def _norm(grads: NestedMap, changes: dict[int, Change]) -> tf.Tensor:
-    """The global norm of all gradients, from the sums that some updates needed anyway."""
-    squares = [
-        changes[i].grad_square if i in changes else 2.0 * tf.nn.l2_loss(tf.cast(g, tf.float32))
-        for i, g in enumerate(grads.Flatten())
-        if g is not None
+def _dense(grads: NestedMap, specs: NestedMap) -> NestedMap:
+    """The gradients as tensors. Raises ValueError for trainable variables without one."""
+    grads = NestedMap.FromNestedDict(grads)
+    missing = [
+        spec.path
+        for spec, grad in zip(specs.Flatten(), grads.Flatten(), strict=True)
+        if grad is None and spec.trainable
     ]
-    return tf.sqrt(tf.add_n(squares))
+    if missing:
+        raise ValueError(f"no gradient for {', '.join(missing)}: the loss does not depend on it")
+    return grads.Transform(lambda g: None if g is None else tf.convert_to_tensor(g))
+
+
+def _squares(grads: NestedMap) -> list[tf.Tensor]:
+    """The sum of squares of each gradient."""
+    wide = [tf.cast(g, tf.float32) for g in grads.Flatten() if g is not None]
+    return [kernels.current().sum_of_squares(g) for g in wide]
 
 
 def slot_spec(spec: VariableSpec, name: str, without: int | None = None) -> VariableSpec:

@@ -2,18 +2,15 @@
 
 import tensorflow as tf
 
+from lingvo_moe.core import kernels
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.op_by_op import is_op_by_op
 
 
 def global_norm(grads: NestedMap) -> tf.Tensor:
     """The square root of the sum of all squares, a float32 scalar; NaN or Inf if any gradient holds one."""
     there = [g for g in grads.Flatten() if g is not None]
     dense = [tf.cast(tf.convert_to_tensor(g), tf.float32) for g in there]
-    if is_op_by_op():  # one pass instead of two
-        return tf.sqrt(2.0 * tf.add_n([tf.nn.l2_loss(g) for g in dense]))
-    squares = [tf.reduce_sum(tf.square(g)) for g in dense]
-    return tf.sqrt(tf.add_n(squares))
+    return tf.sqrt(tf.add_n([kernels.current().sum_of_squares(g) for g in dense]))
 
 
 def clip_by_global_norm(grads: NestedMap, max_norm: float) -> tuple[NestedMap, tf.Tensor]:

@@ -1,5 +1,7 @@
 """Learning-rate schedules: a step in, a rate out."""
 
+import math
+
 import tensorflow as tf
 
 from lingvo_moe.core import checks
@@ -83,3 +85,35 @@ class ConstantThenSqrtDecay(Schedule):
         decay = tf.math.rsqrt(tf.maximum(now / float(p.constant_steps), 1.0))
         rise = tf.minimum((now + 1.0) / float(max(p.rise_steps, 1)), 1.0)
         return p.value * decay * rise
+
+
+class WarmupThenCosine(Schedule):
+    """A linear rise to `value` over `warmup_steps`, then half a cosine down to 0 at `total_steps`."""
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define("value", 0.1, "The highest rate.", check=checks.NOT_NEGATIVE)
+        p.Define("warmup_steps", 0, "Steps of the rise; 0: none.", check=checks.COUNT)
+        p.Define(
+            "total_steps",
+            100_000,
+            "The rate is 0 from here on; more than warmup_steps.",
+            check=checks.SIZE,
+        )
+        return p
+
+    def __init__(self, params: InstantiableParams):
+        super().__init__(params)
+        p = self.p
+        if p.total_steps <= p.warmup_steps:
+            why = f"must be more than warmup_steps={p.warmup_steps}"
+            raise checks.ParamError("total_steps", str(p.total_steps), why)
+
+    def Value(self, step: tf.Tensor) -> tf.Tensor:
+        p = self.p
+        now = tf.cast(step, tf.float32)
+        rise = tf.minimum((now + 1.0) / float(max(p.warmup_steps, 1)), 1.0)
+        done = (now - p.warmup_steps) / float(p.total_steps - p.warmup_steps)
+        done = tf.clip_by_value(done, 0.0, 1.0)
+        return p.value * rise * 0.5 * (1.0 + tf.cos(math.pi * done))

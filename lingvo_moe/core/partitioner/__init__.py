@@ -1,4 +1,4 @@
-"""How XLA's partitioner sharded a program: which collective is there for what, and known faults.
+"""Explains how XLA's partitioner sharded a program: why each collective is there, and known faults.
 
 Nothing here needs TensorFlow or JAX.
 """

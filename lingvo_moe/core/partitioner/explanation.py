@@ -1,4 +1,4 @@
-"""Explanation: how a program's tensors are cut, what the partitioner sends, and which lines caused it."""
+"""Explanation: the sharding of a program's tensors, the collectives, and the source lines behind them."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +17,7 @@ _DTYPES = {"pred": "bool"}
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A line of the user's: 'file.py:12' and what it says."""
+    """A line of the user's code: its place, e.g. 'file.py:12', and its text."""
 
     place: str
     text: str = ""
@@ -28,17 +28,18 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class ShardedTensor:
-    """A tensor of the program as sharding propagation left it.
+    """A tensor of the program after sharding propagation.
 
     Attributes:
-        name: the TensorFlow operation that makes it, or the path of an argument.
-        dtype, shape: of the whole tensor.
-        sharding: which part lies where.
-        mesh: the program's.
+        name: the TensorFlow operation that produces it, or the path of an argument.
+        dtype: HLO's element type, e.g. 'f32'.
+        shape: the global shape.
+        sharding: which part each device holds.
+        mesh: the program's mesh.
         phase: forward, recompute, backward or optimizer.
-        in_loop: whether the body of a loop makes it.
-        annotates: of an annotation, what it annotates.
-        line: where it was written, if that is known.
+        in_loop: whether it is computed in the body of a loop.
+        annotates: for an annotation, the operation or argument that it annotates.
+        line: the source line that created it, if known.
     """
 
     name: str
@@ -53,23 +54,25 @@ class ShardedTensor:
 
     @property
     def mapping(self) -> DimsMapping | None:
-        """The mesh axis, axes or None of each dimension, as `mesh_split` takes them; None where no axes
-        can name it."""
+        """The mesh axis, axes or None of each dimension, as `mesh_split` takes them.
+
+        None if axes of the mesh cannot express the sharding.
+        """
         found = self.sharding.OnMesh(self.mesh)
         return (None,) * len(self.shape) if found == () else found
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        """What one device holds, padding included."""
+        """The shape of one device's part, including padding."""
         return self.sharding.PartShape(self.shape)
 
     @property
     def padding(self) -> tuple[int, ...]:
-        """Of each dimension, how many elements all parts have more than the tensor."""
+        """For each dimension, how many elements the parts together have beyond the tensor's own."""
         return self.sharding.Padding(self.shape)
 
     def ToJson(self) -> dict[str, Any]:
-        """A plain dict; docs of `Explanation.ToJson`."""
+        """Returns a plain dict; `Explanation.ToJson` describes its fields."""
         mapping = self.mapping
         return {
             "name": self.name,
@@ -87,21 +90,21 @@ class ShardedTensor:
 
     def __str__(self) -> str:
         return (
-            f"{self.name}: {tensor_type(self.dtype, self.shape)}, {cut(self.sharding, self.mesh)}; "
+            f"{self.name}: {tensor_type(self.dtype, self.shape)}, {axes_text(self.sharding, self.mesh)}; "
             f"{dims(self.part_shape)} on a device"
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """A collective that the partitioner put in, and the lines behind it.
+    """A collective that the partitioner inserted, and the source lines that caused it.
 
     Attributes:
         what: the collective.
-        tensor: what it moves, in the user's words.
-        line: the one that caused it: of the annotation that asks for another sharding, else of the one
-            that was left, else of the operation itself.
-        op_line: of the operation for which it is there.
+        tensor: the name of the moved tensor.
+        line: the line that caused it: the annotation that requests the new sharding, else the
+            annotation that set the old one, else the operation itself.
+        op_line: the line of the operation that it was inserted for.
     """
 
     what: spmd.Communication
@@ -111,11 +114,11 @@ class Exchange:
 
     @property
     def total_bytes(self) -> int:
-        """Of one run of the program; of one execution where it is not known how many there are."""
+        """Bytes in one run of the program; in one execution if the number of executions is unknown."""
         return self.what.num_bytes * (1 if self.what.times is None else self.what.times)
 
     def ToJson(self) -> dict[str, Any]:
-        """A plain dict; docs of `Explanation.ToJson`."""
+        """Returns a plain dict; `Explanation.ToJson` describes its fields."""
         out = dataclasses.asdict(self.what)
         for key in ("source", "target"):
             found = getattr(self.what, key)
@@ -129,18 +132,18 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True)
 class WrongNumbers:
-    """An operation that XLA's partitioner gets wrong, and its line.
+    """An operation for which XLA's partitioner computes wrong numbers.
 
     Attributes:
-        fault: what goes wrong and what is right instead.
-        line: of the operation; a gradient has that of what it is the gradient of.
+        fault: what goes wrong, and the remedy.
+        line: the operation's source line; for a gradient, the line of the forward operation.
     """
 
     fault: known_faults.Fault
     line: Line | None = None
 
     def ToJson(self) -> dict[str, Any]:
-        """A plain dict; docs of `Explanation.ToJson`."""
+        """Returns a plain dict; `Explanation.ToJson` describes its fields."""
         return dataclasses.asdict(self.fault) | {"line": self.line and self.line.place}
 
     def __str__(self) -> str:
@@ -149,18 +152,18 @@ class WrongNumbers:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """How one program is cut and what it sends.
+    """The shardings and the communication of one program.
 
     Attributes:
-        name: the program's.
+        name: the program's name.
         mesh: its mesh.
-        tensors: those that were annotated, in the order of the program.
-        exchanges: the collectives that the partitioner put in, in the order of the program.
-        compiled: kind -> number of collectives in the finished program: XLA joins, moves and drops some
-            after the partitioner.
-        wrong: operations of which the partitioner is known to compute something else than one device
-            does; see known_faults.py for how far that is known.
-        find: see `Sharding`.
+        tensors: the annotated tensors, in program order.
+        exchanges: the collectives that the partitioner inserted, in program order.
+        compiled: kind -> number of collectives in the compiled program, where XLA has joined, moved or
+            removed some after partitioning.
+        wrong: operations for which the partitioner is known to compute other values than one device;
+            known_faults.py describes what it detects.
+        find: the function behind `Sharding`.
     """
 
     name: str
@@ -173,22 +176,22 @@ class Explanation:
 
     @property
     def reshards(self) -> list[Exchange]:
-        """The exchanges that change how a tensor is cut."""
+        """The exchanges that change the sharding of a tensor."""
         return [e for e in self.exchanges if e.what.reason == spmd.RESHARD]
 
     def Sharding(self, name: str) -> list[ShardedTensor]:
-        """How any tensor of the program is cut, annotated or not.
+        """Returns the sharding of any tensor of the program, annotated or not.
 
         Args:
             name: an argument ('batch.src.ids'), an operation or tensor ('ffn/einsum/Einsum',
-                'Relu:0'), or a scope: the name that an operation was given (`tf.einsum(.., name=..)`)
-                or a layer's path ('encoder.body.layers_0'). A `tf.identity(x, name=..)` leaves nothing
-                in a compiled program; its name is known while the program is at hand in which it was
-                traced, not of one that was loaded from a file.
+                'Relu:0'), or a scope: the name given to an operation (`tf.einsum(.., name=..)`) or a
+                layer's path ('encoder.body.layers_0'). `tf.identity(x, name=..)` leaves nothing in a
+                compiled program, so its name works only in the process that traced the program, not
+                for a program loaded from a file.
 
         Returns:
-            The tensors in the order of the program: of an operation usually one, several where it is in
-            several loops (as one that is computed again for the gradients); of a scope all.
+            The tensors in program order. An operation usually has one, or several if several loops
+            contain it (e.g. when it is recomputed for the gradients). A scope has all of its tensors.
 
         Raises:
             ValueError: no tensor has this name; the message says which ones have a similar name.
@@ -199,22 +202,21 @@ class Explanation:
         """Refuses a program that would compute wrong numbers.
 
         Raises:
-            ShardingError: there are such operations; each is named with its line and what is right
-                instead.
+            ShardingError: `wrong` is not empty; the message names each operation with its line and
+                remedy.
         """
         known_faults.refuse(self.wrong, self.name)
 
     def Bytes(self, *reasons: str) -> int:
-        """What one device exchanges in one run, for some reasons (spmd.REASONS) or all."""
+        """Bytes that one device exchanges in one run, for the given reasons (spmd.REASONS) or for all."""
         return sum(e.total_bytes for e in self.exchanges if not reasons or e.what.reason in reasons)
 
     def ToJson(self) -> dict[str, Any]:
-        """A plain dict: `version`, `program`, `mesh`, `annotated`, `exchanges`, `compiled`,
-        `wrong`.
+        """Returns a plain dict: `version`, `program`, `mesh`, `annotated`, `exchanges`, `compiled`, `wrong`.
 
-        Shardings are in HLO's notation; `mapping` has a mesh axis, a list of them or None for each
-        dimension, or is None where axes cannot name it. Bytes are those of one device and one
-        execution; `times` is None where the trips of a loop are not known.
+        Shardings are in HLO's notation. `mapping` has for each dimension a mesh axis, a list of axes
+        or None; it is None as a whole if axes cannot express the sharding. Bytes are for one device
+        and one execution; `times` is None if a loop's trip count is unknown.
         """
         return {
             "version": VERSION,
@@ -227,7 +229,7 @@ class Explanation:
         }
 
     def ToHtml(self) -> str:
-        """One page that needs nothing else."""
+        """Returns one self-contained HTML page."""
         from lingvo_moe.core.partitioner.sharding_page import html_page
 
         return html_page(self)
@@ -245,14 +247,14 @@ class Explanation:
         title = f"Annotated tensors: {len(self.tensors)}"
         if rest:
             title += (
-                f", of which {rest} in gradients and what they recompute, cut as the forward ones"
+                f", of which {rest} in gradients and recomputation, sharded like the forward ones"
             )
-        heads = ("tensor", "shape", "cut", "on a device", "line")
+        heads = ("tensor", "shape", "sharding", "on a device", "line")
         rows = [
             (
                 short(t.annotates or t.name),
                 tensor_type(t.dtype, t.shape),
-                cut(t.sharding, self.mesh),
+                axes_text(t.sharding, self.mesh),
                 dims(t.part_shape) + (", padded" if any(t.padding) else ""),
                 str(t.line or ""),
             )
@@ -289,11 +291,11 @@ class Explanation:
         ]
         if not self.compiled or not changed:
             return []
-        return [f"In the finished program XLA has joined or dropped some: {', '.join(changed)}"]
+        return [f"In the compiled program XLA has joined or removed some: {', '.join(changed)}"]
 
 
 def exchange_row(exchange: Exchange, mesh: Mesh) -> tuple[str, ...]:
-    """The cells that a table of exchanges has: see `Explanation._exchanges_text`."""
+    """The cells of one row in a table of exchanges; `Explanation._exchanges_text` has the headings."""
     what = exchange.what
     return (
         units.size(what.num_bytes),
@@ -302,40 +304,40 @@ def exchange_row(exchange: Exchange, mesh: Mesh) -> tuple[str, ...]:
         what.kind,
         what.reason + (f", {what.phase}" if what.phase != "forward" else ""),
         short(exchange.tensor),
-        cut(what.source, mesh) if what.source else "",
-        cut(what.target, mesh) if what.target else "",
+        axes_text(what.source, mesh) if what.source else "",
+        axes_text(what.target, mesh) if what.target else "",
         str(exchange.line or ""),
     )
 
 
-def cut(sharding: TensorSharding, mesh: Mesh) -> str:
-    """How a tensor is cut, for people: 'expert,-,-', or words where no axes name it."""
+def axes_text(sharding: TensorSharding, mesh: Mesh) -> str:
+    """The mesh axis of each dimension, e.g. 'expert,-,-'; words if axes cannot express the sharding."""
     mapping = sharding.OnMesh(mesh)
     if mapping is None:
         return str(sharding)
     if not any(mapping):
-        return "whole"
+        return "replicated"
     return ",".join("-" if a is None else a if isinstance(a, str) else "+".join(a) for a in mapping)
 
 
 def tensor_type(dtype: str, shape: Sequence[int]) -> str:
-    """'f32[8,16]'."""
+    """Element type and shape, e.g. 'f32[8,16]'."""
     return f"{_DTYPES.get(dtype, dtype)}[{','.join(map(str, shape))}]"
 
 
 def dims(shape: Sequence[int]) -> str:
-    """'8x16'; 'scalar'."""
+    """A shape, e.g. '8x16', or 'scalar'."""
     return "x".join(map(str, shape)) or "scalar"
 
 
 def short(name: str) -> str:
-    """A name's end, where it is long."""
+    """A name without 'gradient_tape/', shortened to its end if it is long."""
     name = name.removeprefix("gradient_tape/")
     return name if len(name) <= _WIDEST else "…" + name[1 - _WIDEST :]
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], right: int = 0) -> list[str]:
-    """Aligned lines; the first `right` columns to the right, columns without anything left out."""
+    """Formats rows as aligned lines; the first `right` columns are right-aligned, empty columns left out."""
     rows = list(rows)
     kept = [i for i in range(len(heads)) if any(row[i] for row in rows)]
     lines = []

@@ -1,4 +1,4 @@
-"""A drawing of how one tensor lies on devices: a grid of its parts, with the devices that hold each."""
+"""Draws the sharding of one tensor: a grid of its parts, labelled with the devices that hold them."""
 
 from collections.abc import Sequence
 from html import escape
@@ -8,20 +8,26 @@ import numpy as np
 from lingvo_moe.core.hlo.sharding import TensorSharding
 
 _WIDTH, _HEIGHT, _GAP = 34, 18, 12
-_MOST = 12  # Rows or columns that are all drawn; of more, the first and the last.
+_MOST = 12  # Up to so many rows or columns are all drawn; of more only the first few and the last.
 _FIRST = 8
 _MOST_DEVICES = 3
 
 
 def figure(sharding: TensorSharding, shape: Sequence[int], num_devices: int) -> str:
-    """An SVG element: dimensions that are cut as rows and columns, colours by device, padding hatched.
+    """Returns an SVG element with one cell for each part, coloured by device, with padding hatched.
 
-    With more than two cut dimensions the rows are the parts of all but the last of them. Of many rows or
-    columns the first ones and the last are drawn.
+    The sharded dimensions are rows and columns of the grid. With more than two of them, the last is the
+    columns and all others together are the rows. Of more than 12 rows or columns only the first 8 and
+    the last are drawn.
+
+    Args:
+        sharding: the tensor's sharding.
+        shape: its global shape.
+        num_devices: devices of the program.
     """
-    cut = [d for d, n in enumerate(sharding.tiles) if n > 1] if sharding.is_cut else []
-    columns = [cut[-1]] if len(cut) > 1 or (cut and cut[0] > 0) else []
-    rows = [d for d in cut if d not in columns]
+    sharded = [d for d, n in enumerate(sharding.tiles) if n > 1] if sharding.is_cut else []
+    columns = [sharded[-1]] if len(sharded) > 1 or (sharded and sharded[0] > 0) else []
+    rows = [d for d in sharded if d not in columns]
     drawn, width, height = _cells(sharding, shape, rows, columns, num_devices)
     label = f"{sharding}, shape {'x'.join(map(str, shape)) or 'scalar'}"
     return (
@@ -37,7 +43,7 @@ def _cells(
     columns: list[int],
     num_devices: int,
 ) -> tuple[str, int, int]:
-    """(the drawing, its width, its height)."""
+    """Returns (SVG of all cells, width, height)."""
     counts = [int(np.prod([sharding.tiles[d] for d in dims])) for dims in (rows, columns)]
     across, down = _shown(counts[1]), _shown(counts[0])
     width = _WIDTH * (3 if counts[1] == 1 and counts[0] > 1 else 1) if counts != [1, 1] else 160
@@ -62,7 +68,7 @@ def _cells(
 
 
 def _shown(count: int) -> list[int | None]:
-    """The rows or columns to draw, None for a gap."""
+    """The indices of the rows or columns to draw; None stands for a gap."""
     if count <= _MOST:
         return list(range(count))
     return [*range(_FIRST), None, count - 1]
@@ -91,10 +97,10 @@ def _cell(
 ) -> str:
     x, y, width = place
     devices = sharding.DeviceOf(part)
-    extent, whole = sharding.Extent(shape, part), sharding.PartShape(shape)
+    extent, padded = sharding.Extent(shape, part), sharding.PartShape(shape)
 
     def filled(dims: list[int]) -> float:
-        return float(np.prod([(extent[d][1] - extent[d][0]) / max(1, whole[d]) for d in dims]))
+        return float(np.prod([(extent[d][1] - extent[d][0]) / max(1, padded[d]) for d in dims]))
 
     w, h = width * filled(columns), _HEIGHT * filled(rows)
     where = ", ".join(f"{begin}:{end}" for begin, end in extent) or "scalar"
@@ -103,14 +109,14 @@ def _cell(
     )
     if w < width or h < _HEIGHT:
         tip += "; the rest of the part is padding"
-    said = f"all {num_devices}" if len(devices) >= num_devices else names(devices)
+    label = f"all {num_devices}" if len(devices) >= num_devices else names(devices)
     fill = "var(--track)" if len(devices) >= num_devices else _colour(devices[0], num_devices)
     return (
         f"<g><title>{escape(tip)}</title>"
         f"<rect x='{x:g}' y='{y:g}' width='{width:g}' height='{_HEIGHT}' class='pad'/>"
         f"<rect x='{x:g}' y='{y:g}' width='{w:g}' height='{h:g}' fill='{fill}'/>"
         f"<rect x='{x:g}' y='{y:g}' width='{width:g}' height='{_HEIGHT}' class='edge'/>"
-        f"<text x='{x + width / 2:g}' y='{y + _HEIGHT / 2:g}'>{escape(said)}</text></g>"
+        f"<text x='{x + width / 2:g}' y='{y + _HEIGHT / 2:g}'>{escape(label)}</text></g>"
     )
 
 
@@ -123,7 +129,7 @@ def _dots(x: float, y: float) -> str:
 
 
 def names(devices: Sequence[int], most: int = _MOST_DEVICES) -> str:
-    """Device numbers, runs of them joined: '0-3', '0,4', '0,2,4,…'."""
+    """Formats device numbers, a consecutive run as a range: '0-3', '0,4', '0,2,4,…'."""
     if len(devices) > 2 and list(devices) == list(range(devices[0], devices[0] + len(devices))):
         return f"{devices[0]}-{devices[-1]}"
     return ",".join(map(str, devices[:most])) + (",…" if len(devices) > most else "")

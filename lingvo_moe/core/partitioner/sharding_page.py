@@ -1,4 +1,4 @@
-"""An explanation as one HTML page that can be mailed around: nothing is loaded, and nothing runs in it."""
+"""Writes an explanation as one HTML page without scripts or external files, so that it can be mailed."""
 
 from collections.abc import Sequence
 from html import escape
@@ -45,17 +45,17 @@ _PATTERN = (
     "<line x1='0' y1='0' x2='0' y2='6' stroke='var(--soft)' stroke-width='1.5'/></pattern></defs></svg>"
 )
 _METHOD = (
-    "Shardings are those that XLA's propagation chose; collectives those that its SPMD partitioner put in, with the "
-    "bytes that one device holds of one. A colour stands for a device, numbers are devices; hatched is padding of a "
-    "dimension that does not divide."
+    "Shardings are those that XLA's propagation chose; collectives are those that its SPMD partitioner inserted, with "
+    "the bytes of one execution on one device. Colours and numbers stand for devices; hatching is the padding of a "
+    "dimension that does not divide evenly."
 )
 
 
 def html_page(explanation: "Explanation") -> str:
-    """The page of an explanation."""
+    """Returns the HTML page for an explanation."""
     title = f"{explanation.name} on {explanation.mesh}"
     body = [
-        "<header><p class='kicker'>How a program is cut, and what it sends</p>",
+        "<header><p class='kicker'>How a program is sharded, and what it sends</p>",
         f"<h1>{escape(explanation.name)} <span>on mesh {escape(str(explanation.mesh))}</span></h1></header>",
         _headline(explanation),
         _wrong(explanation),
@@ -90,7 +90,7 @@ def _reasons(explanation: "Explanation") -> str:
     held = {reason: explanation.Bytes(reason) for reason in spmd.REASONS}
     held = {reason: count for reason, count in held.items() if count}
     if not held:
-        return "<p class='verdict yes'>The partitioner put in no communication.</p>"
+        return "<p class='verdict yes'>The partitioner inserted no communication.</p>"
     most = max(held.values())
     rows = markup.rows(
         (
@@ -124,7 +124,7 @@ def _flows(explanation: "Explanation") -> str:
 
 
 def _flow(group: Sequence["Exchange"], explanation: "Explanation") -> str:
-    from lingvo_moe.core.partitioner.explanation import cut, tensor_type
+    from lingvo_moe.core.partitioner.explanation import axes_text, tensor_type
 
     what, size = group[-1].what, explanation.mesh.size
     sides = []
@@ -132,9 +132,9 @@ def _flow(group: Sequence["Exchange"], explanation: "Explanation") -> str:
         if sharding is None:
             sides.append("<figure><figcaption>as it is computed</figcaption></figure>")
             continue
-        said = cut(sharding, explanation.mesh)
+        axes = axes_text(sharding, explanation.mesh)
         sides.append(
-            f"<figure>{figure(sharding, what.shape, size)}<figcaption><code>{escape(said)}</code>"
+            f"<figure>{figure(sharding, what.shape, size)}<figcaption><code>{escape(axes)}</code>"
             f"</figcaption></figure>"
         )
     if what.target is None:
@@ -179,7 +179,7 @@ def _cards(explanation: "Explanation") -> str:
     cards = "".join(_card(t, explanation) for t in shown[:_MOST_CARDS])
     notes = []
     if rest:
-        notes.append(f"{rest} more are their gradients, or are computed again for these.")
+        notes.append(f"{rest} more are their gradients, or are recomputed for the gradients.")
     if len(shown) > _MOST_CARDS:
         notes.append(f"{len(shown) - _MOST_CARDS} are not drawn.")
     note = f"<p class='note'>{' '.join(notes)}</p>" if notes else ""
@@ -187,17 +187,17 @@ def _cards(explanation: "Explanation") -> str:
 
 
 def _card(tensor: "ShardedTensor", explanation: "Explanation") -> str:
-    from lingvo_moe.core.partitioner.explanation import cut, dims, tensor_type
+    from lingvo_moe.core.partitioner.explanation import axes_text, dims, tensor_type
 
     padding = ", ".join(f"{n} of dimension {d}" for d, n in enumerate(tensor.padding) if n)
-    said = [
+    lines = [
         f"<b>{escape(tensor.annotates or tensor.name)}</b>",
         escape(tensor_type(tensor.dtype, tensor.shape)),
-        f"<code>{escape(cut(tensor.sharding, explanation.mesh))}</code>, "
+        f"<code>{escape(axes_text(tensor.sharding, explanation.mesh))}</code>, "
         f"{escape(dims(tensor.part_shape))} on a device"
         + (f", padded by {escape(padding)}" if padding else ""),
     ]
     if tensor.line is not None:
-        said.append(f"{escape(tensor.line.place)} <code>{escape(tensor.line.text)}</code>")
+        lines.append(f"{escape(tensor.line.place)} <code>{escape(tensor.line.text)}</code>")
     drawing = figure(tensor.sharding, tensor.shape, explanation.mesh.size)
-    return f"<div class='card'><p>{'<br>'.join(said)}</p>{drawing}</div>"
+    return f"<div class='card'><p>{'<br>'.join(lines)}</p>{drawing}</div>"

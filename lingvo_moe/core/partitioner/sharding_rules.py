@@ -1,4 +1,4 @@
-"""How an operation's result, or its operand, is cut when nothing is sent for it."""
+"""Derives the sharding of an operation's result or operand that needs no communication."""
 
 import math
 
@@ -14,7 +14,7 @@ _DOT_DIMS = ("lhs_batch_dims", "lhs_contracting_dims", "rhs_batch_dims", "rhs_co
 def transposed_back(
     sharding: TensorSharding | None, transpose: Instruction
 ) -> TensorSharding | None:
-    """How the operand of a transposition is cut whose result is cut as `sharding` says."""
+    """Returns the sharding of a transpose's operand, given the sharding of its result."""
     order = dims_list(transpose, "dimensions")
     if sharding is None or sharding.kind != "tiled" or len(order) != len(sharding.tiles):
         return None
@@ -28,10 +28,15 @@ def transposed_back(
 def product_sharding(
     dot: Instruction, lhs: TensorSharding | None, rhs: TensorSharding | None
 ) -> TensorSharding | None:
-    """How the result of a dot is cut that each device computes of its parts of the operands.
+    """Returns the sharding of a dot's result if each device multiplies its own parts of the operands.
 
-    None where that is not the whole result, because sums run over parts, or where both operands are
-    cut along dimensions of their own.
+    Args:
+        dot: the instruction.
+        lhs, rhs: the shardings of its operands.
+
+    Returns:
+        None if the local products are partial sums (a contracted dimension is sharded), or if both
+        operands are sharded along free dimensions.
     """
     dims = {key: dims_list(dot, key) for key in _DOT_DIMS}
     rank = len(dot.arrays[0].dims)
@@ -42,7 +47,7 @@ def product_sharding(
         batch_dims, summed = dims[f"{side}_batch_dims"], dims[f"{side}_contracting_dims"]
         free = [d for d in range(len(own.tiles)) if d not in (*batch_dims, *summed)]
         first = batch if side == "lhs" else rank - len(free)
-        if math.prod(own.tiles[d] for d in summed) > 1 or _own_cut(dims, side, other):
+        if math.prod(own.tiles[d] for d in summed) > 1 or _other_is_sharded(dims, side, other):
             return None
         order = [*batch_dims, *free, *summed]
         devices = np.array(own.devices).reshape(*own.tiles, -1)
@@ -54,8 +59,10 @@ def product_sharding(
     return None
 
 
-def _own_cut(dims: dict[str, tuple[int, ...]], side: str, other: TensorSharding | None) -> bool:
-    """Whether the operand on the other side is cut along a dimension that is not of the batch."""
+def _other_is_sharded(
+    dims: dict[str, tuple[int, ...]], side: str, other: TensorSharding | None
+) -> bool:
+    """Whether the other operand is sharded along a dimension that is not a batch dimension."""
     if other is None or not other.is_cut:
         return False
     across = "rhs" if side == "lhs" else "lhs"

@@ -1,8 +1,8 @@
-"""What the SPMD partitioner was asked and what it did, read from the modules before and after it.
+"""Finds the cause of each collective by comparing the modules before and after the SPMD partitioner.
 
-Before it every instruction has its whole shape and the sharding that propagation chose; after it
-there are collectives, each with the op_name of the instruction for which it was put in. The two are
-brought together by these names and by who reads whom.
+Before partitioning, every instruction has its global shape and the sharding that propagation chose.
+After it there are collectives; each has the op_name of the instruction that the partitioner inserted it
+for. This file matches the two modules by these names and by data dependencies.
 """
 
 import dataclasses
@@ -22,10 +22,10 @@ PARTIAL = "partial results"
 HALO = "halo"
 RESULT = "result"
 REASONS = {
-    RESHARD: "a tensor is needed cut otherwise than it is",
+    RESHARD: "an operation needs a tensor sharded differently",
     PARTIAL: "each device has a part of every sum (or maximum, ...)",
-    HALO: "elements beyond the border of a part",
-    RESULT: "the program's results are brought into the form that was asked for",
+    HALO: "a device needs elements beyond the border of its shard",
+    RESULT: "the program's results are brought into the requested sharding",
 }
 
 _PARTITIONS = re.compile(r"num_partitions=(\d+)")
@@ -36,7 +36,7 @@ _REACHING = (
     *("convolution", "reduce-window", "select-and-scatter", "pad", "slice", "concatenate"),
     *("reverse", "reshape", "dynamic-slice", "dynamic-update-slice", "gather"),
 )
-# They only move, or rename, or mask what they read: a collective's operand comes from beyond them.
+# Opcodes that only move, rename or mask their operand; the search for a collective's source skips them.
 _MOVING = frozenset(
     [
         *("reshape", "transpose", "copy", "bitcast", "slice", "pad", "dynamic-slice", "convert"),
@@ -44,7 +44,7 @@ _MOVING = frozenset(
         *("all-to-all", "all-gather", "collective-permute", "all-reduce", "opt-barrier"),
     ]
 )
-# An annotation behind them is the reason for what is before them.
+# Opcodes that keep a sharding: an annotation of their result explains the sharding of their operand.
 _FOLLOWED = frozenset(
     [
         *("reshape", "transpose", "copy", "convert", "bitcast", "add", "subtract", "multiply"),
@@ -53,21 +53,22 @@ _FOLLOWED = frozenset(
         *("get-tuple-element", "opt-barrier", "clamp", "broadcast"),
     ]
 )
-_FAR = 24
+_SEARCH_LIMIT = 24  # How many instructions a search follows.
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor of the program as it is after sharding propagation.
+    """A tensor of the program after sharding propagation.
 
     Attributes:
-        op: the TensorFlow operation that makes it; 'args[0]' for an argument, '' for the loops' and
-            the program's own.
-        instruction: HLO's name.
-        dtype, shape: of the whole tensor.
-        sharding: as propagation chose it.
+        op: the TensorFlow operation that produces it; 'args[0]' for an argument; '' for tensors of
+            loops and of the program itself.
+        instruction: HLO's name of it.
+        dtype: HLO's element type, e.g. 'f32'.
+        shape: the global shape.
+        sharding: the sharding that propagation chose.
         phase: one of parts.PHASES.
-        loop: the computation of the loop's body that it is in, '' outside.
+        loop: the computation of the loop body that contains it; '' outside loops.
     """
 
     op: str
@@ -81,7 +82,7 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Annotation:
-    """A tensor that the user annotated; `of` is the operation that made it."""
+    """A tensor that the user annotated; `of` is the operation that produced it."""
 
     tensor: Tensor
     of: str
@@ -89,22 +90,23 @@ class Annotation:
 
 @dataclasses.dataclass(frozen=True)
 class Communication:
-    """A collective that the partitioner put in.
+    """A collective that the partitioner inserted.
 
     Attributes:
         kind: all-to-all, all-gather, ...
         reason: one of REASONS.
-        op: the operation for which it was put in.
+        op: the operation that it was inserted for.
         moved: the operation whose value is sent.
-        asked_by: of a reshard, the annotation that wants the tensor as it is after; '' where none is near.
-        cut_by: of a reshard, the annotation by which the tensor is cut as it is before; as asked_by.
-        num_bytes: of one execution, what one device holds of it: the larger of what it gives and what
-            it gets.
-        participants, groups: how many devices talk with each other, in how many such groups.
-        times: how often one run of the program does it; None where a loop's trips are not known.
+        asked_by: for a reshard, the annotation that requests the new sharding; '' if none is near.
+        annotated_by: for a reshard, the annotation that set the old sharding; '' if none is near.
+        num_bytes: bytes on one device in one execution, of its operands or its results, whichever are
+            larger.
+        participants: devices in one replica group.
+        groups: number of replica groups.
+        times: executions in one run of the program; None if a loop's trip count is unknown.
         phase: one of parts.PHASES.
-        source, target: how the moved tensor is cut before and after, where that is known.
-        shape, dtype: of the whole tensor that is moved, where that is known.
+        source, target: the moved tensor's sharding before and after, if known.
+        shape, dtype: the moved tensor's global shape and element type, if known.
     """
 
     kind: str
@@ -112,7 +114,7 @@ class Communication:
     op: str
     moved: str
     asked_by: str
-    cut_by: str
+    annotated_by: str
     num_bytes: int
     participants: int
     groups: int
@@ -126,7 +128,7 @@ class Communication:
 
 @dataclasses.dataclass(frozen=True)
 class _Before:
-    """An instruction before partitioning, and where it is."""
+    """An instruction before partitioning, with its computation."""
 
     instruction: Instruction
     inside: Computation
@@ -134,7 +136,7 @@ class _Before:
 
 
 class Propagated:
-    """The module after sharding propagation and before partitioning."""
+    """Looks up tensors and annotations in the module after propagation and before partitioning."""
 
     def __init__(self, module: Module):
         self.module = module
@@ -151,14 +153,14 @@ class Propagated:
         }
 
     def shardings(self, instruction: Instruction) -> tuple[TensorSharding, ...]:
-        """One for each array of an instruction; () where it has none."""
+        """The shardings of an instruction, one for each array of its result; () if it has none."""
         text = instruction.attribute("sharding")
         found = parse_sharding(text, self.num_devices) if text else ()
         return found * len(instruction.arrays) if len(found) == 1 else found
 
     @functools.cached_property
     def by_op_name(self) -> dict[str, list[_Before]]:
-        """Instructions by the whole of their op_name."""
+        """Instructions by their complete op_name."""
         table: dict[str, list[_Before]] = {}
         for at in self._all:
             table.setdefault(at.instruction.op_name, []).append(at)
@@ -174,8 +176,11 @@ class Propagated:
         return table
 
     def Tensors(self, operation: str) -> list[Tensor]:
-        """What an operation makes, one for each loop or branch that holds it: of its instructions
-        those whose value leaves it, of those that several others then read too the last."""
+        """The tensors that an operation produces, for each loop or branch that contains it.
+
+        An operation may have become several instructions. Those that other operations read count; if
+        they differ in shape (e.g. because of broadcast constants), only the last one counts.
+        """
         found: list[Tensor] = []
         places: dict[str, list[_Before]] = {}
         for at in self.by_operation.get(operation, ()):
@@ -191,7 +196,7 @@ class Propagated:
         return found
 
     def Annotations(self) -> list[Annotation]:
-        """All annotated tensors, in the order of the program."""
+        """All annotated tensors, in program order."""
         found = []
         for name, places in self.by_operation.items():
             if not _ANNOTATION.search(name):
@@ -203,9 +208,9 @@ class Propagated:
         return found
 
     def _made_by(self, at: _Before) -> str:
-        """The operation that makes what `at` copies; '' where it has no name."""
+        """The operation that produces the operand of the copy `at`; '' if it has no name."""
         instruction = at.instruction
-        for _ in range(_FAR):
+        for _ in range(_SEARCH_LIMIT):
             if not instruction.operands:
                 return ""
             instruction = at.inside.by_name[instruction.operands[0]]
@@ -232,14 +237,19 @@ class Propagated:
 
 
 def operation_of(op_name: str) -> str:
-    """The TensorFlow operation of an op_name, the first of several; '' without one."""
+    """The TensorFlow operation of an op_name, the first if there are several; '' if there is none."""
     return next(iter(parts.operations(op_name)), "")
 
 
 def communications(before: Propagated, after: Module) -> list[Communication]:
-    """The collectives of a partitioned module, in order, and why each is there."""
+    """Returns the collectives of a partitioned module in program order, each with its cause.
+
+    Args:
+        before: the module before partitioning.
+        after: the same module after partitioning.
+    """
     found = []
-    loops: dict[str, str] = {}  # Of a loop's body, the loop.
+    loops: dict[str, str] = {}  # Name of a loop's body -> the loop's operation.
     for executed in after.executions(unknown=0):
         instruction = executed.instruction
         if instruction.opcode == "while":
@@ -255,7 +265,7 @@ def communications(before: Propagated, after: Module) -> list[Communication]:
                     op=cause.op,
                     moved=cause.moved,
                     asked_by=cause.asked_by,
-                    cut_by=cause.cut_by,
+                    annotated_by=cause.annotated_by,
                     num_bytes=use.bytes,
                     participants=use.participants,
                     groups=use.groups,
@@ -268,7 +278,7 @@ def communications(before: Propagated, after: Module) -> list[Communication]:
 
 
 class _Cause:
-    """Why one collective is there."""
+    """Finds why one collective is there."""
 
     def __init__(self, before: Propagated, executed: Executed, loops: dict[str, str]):
         self._before, self._executed = before, executed
@@ -278,18 +288,18 @@ class _Cause:
         self._is_inner = self._origin.op_name == op_name
         self._group = self._same_place(before.by_op_name.get(op_name, []))
         self._wanting = self._find_wanting()
-        # What a loop carries has no name of its own; then who reads it tells.
+        # Values carried by a loop have no op_name; then an annotation that reads them names them.
         self._reader = "" if operation_of(op_name) else self._reading_annotation()
         loop = loops.get(executed.computation.name, "")
         self.op = operation_of(op_name) or self._reader or loop
         self.moved = operation_of(self._origin.op_name) or self.op
         self.reason = self._reason()
         self.phase = parts.place(op_name, executed.in_backward_loop).phase
-        self.asked_by, self.cut_by = self._annotations()
+        self.asked_by, self.annotated_by = self._annotations()
 
     @property
     def change(self) -> dict:
-        """source, target, shape and dtype, as far as they are known."""
+        """The fields source, target, shape and dtype of Communication, as far as they are known."""
         wanting = self._wanting
         if wanting is None or self._reader or self.reason in (PARTIAL, HALO):
             return {}
@@ -313,8 +323,11 @@ class _Cause:
     def _exchanged(
         self, source: TensorSharding | None, shape: tuple[int, ...]
     ) -> TensorSharding | None:
-        """How an all-to-all among all devices leaves a tensor that one dimension of was cut: told by
-        the shape of its parts once they are put together."""
+        """The sharding after an all-to-all among all devices of a tensor sharded along one dimension.
+
+        It is derived from the shape of a device's part after the received pieces are joined; None if
+        no such shape is found.
+        """
         if source is None or self._executed.instruction.opcode != "all-to-all":
             return None
         if max(source.tiles, default=1) != self._before.num_devices:
@@ -327,10 +340,10 @@ class _Cause:
         return None
 
     def _put_together(self) -> list[tuple[int, ...]]:
-        """Shapes that the received pieces get, the last first."""
+        """The shapes that the received pieces are reshaped to, the last one first."""
         instruction, inside = self._executed.instruction, self._executed.computation
         shapes = []
-        for _ in range(_FAR):
+        for _ in range(_SEARCH_LIMIT):
             users = inside.users.get(instruction.name, ())
             if len(users) != 1 or users[0].opcode not in ("reshape", "transpose", "copy"):
                 break
@@ -340,7 +353,7 @@ class _Cause:
         return shapes[::-1]
 
     def _as_computed(self, at: _Before) -> TensorSharding | None:
-        """How a product of matrices is cut when each device multiplies what it has."""
+        """The sharding of a matrix product if each device multiplies its own parts; None for others."""
         if at.instruction.opcode != "dot":
             return None
         operands = [at.inside.by_name[name] for name in at.instruction.operands]
@@ -351,13 +364,13 @@ class _Cause:
         return found[0] if len(found) == 1 else None
 
     def _same_place(self, group: list[_Before]) -> list[_Before]:
-        """Those of the computation that this one was made of, where that is known."""
+        """The instructions of `group` in the same computation as the collective, or all if none is."""
         name = self._executed.computation.name
         here = [at for at in group if name in (at.inside.name, f"{at.inside.name}_spmd")]
         return here or group
 
     def _find_wanting(self) -> _Before | None:
-        """The instruction before partitioning for which it was put in."""
+        """The instruction before partitioning that the collective was inserted for."""
         if self._is_inner:
             same = [at for at in self._group if at.instruction.opcode == self._origin.opcode]
             found = same or self._group
@@ -381,13 +394,13 @@ class _Cause:
             is_copy = opcodes and opcodes <= {"copy", "tuple", "custom-call"}
             return RESHARD if is_copy and not reduced else PARTIAL
         if self._kind == "all-gather" and reduced and self._origin.opcode == "reduce":
-            return PARTIAL  # As of argmax: the parts' maxima and where they are.
+            return PARTIAL  # E.g. argmax gathers the maximum and its index from each device.
         if self._kind == "collective-permute" and opcodes & set(_REACHING):
             return HALO
         return RESHARD
 
     def _annotations(self) -> tuple[str, str]:
-        """(asked_by, cut_by)."""
+        """(asked_by, annotated_by)."""
         wanting = self._wanting
         if self.reason in (PARTIAL, HALO):
             return "", ""
@@ -400,9 +413,9 @@ class _Cause:
         return asked_by, self._annotation_of_moved(wanting)
 
     def _reading_annotation(self) -> str:
-        """The annotation that alone reads what was received, or ''."""
+        """The annotation that is the only reader of the received value; '' if there is none."""
         instruction, inside = self._executed.instruction, self._executed.computation
-        for _ in range(_FAR):
+        for _ in range(_SEARCH_LIMIT):
             users = inside.users.get(instruction.name, ())
             if len(users) != 1 or users[0].opcode not in _MOVING:
                 return ""
@@ -412,10 +425,10 @@ class _Cause:
         return ""
 
     def _annotation_behind(self, at: _Before) -> str:
-        """The nearest annotation that asks for the sharding of `at`, through operations that keep it."""
+        """The nearest annotation that requests the sharding of `at`, past operations that keep it."""
         wanted = self._tiles(at.instruction)
         waiting, seen = [at.instruction], {at.instruction.name}
-        while waiting and len(seen) < _FAR:
+        while waiting and len(seen) < _SEARCH_LIMIT:
             for user in at.inside.users.get(waiting.pop(0).name, ()):
                 if user.name in seen or self._tiles(user) != wanted:
                     continue
@@ -427,9 +440,9 @@ class _Cause:
         return ""
 
     def _annotation_of_moved(self, at: _Before) -> str:
-        """The annotation of what is there, where an operation needs it otherwise."""
+        """The annotation that set the sharding of the moved operand; '' if none is near."""
         moved = None if self._is_inner else self._moved_operand(at)
-        for _ in range(_FAR):
+        for _ in range(_SEARCH_LIMIT):
             if moved is None:
                 return ""
             if _is_annotation(moved):
@@ -449,13 +462,13 @@ def _is_annotation(instruction: Instruction) -> bool:
 
 
 def _origin(executed: Executed) -> Instruction:
-    """The instruction whose value a collective sends: beyond those of its own op_name that only move."""
+    """The instruction whose value a collective sends, past instructions that only move data."""
     instruction, inside = executed.instruction, executed.computation
-    for _ in range(_FAR):
+    for _ in range(_SEARCH_LIMIT):
         operands = inside.operands(instruction)
         if not operands:
             return instruction
-        # Of a masked or padded value the largest operand is the value.
+        # If the value is masked or padded, the largest operand is the value itself.
         instruction = max(operands, key=lambda i: i.num_bytes if i.opcode != "constant" else -1)
         if instruction.op_name != executed.instruction.op_name or instruction.opcode not in _MOVING:
             return instruction

@@ -1,5 +1,5 @@
-"""What a compiled program will cost on a machine that is not there: its work, traffic and memory.
+"""Predicts what a compiled program costs on a machine that you do not have: FLOPs, traffic, memory, time.
 
-Everything here reads text and numbers that a compiler gave and runs no device. Only plan.py, which
-counts parameters from their specs, needs TensorFlow.
+The input is the compiler's text and figures; no device runs. Only plan.py, which counts parameters
+from their specs, needs TensorFlow.
 """

@@ -1,4 +1,4 @@
-"""What would make a program smaller, in sentences with numbers that are computed from what it holds."""
+"""Suggests how to make a program need less memory; each suggestion states its computed saving."""
 
 import math
 from collections.abc import Mapping
@@ -12,31 +12,34 @@ _WORTH = 0.01
 
 @dataclass(frozen=True)
 class Held:
-    """What one device holds at the peak, in bytes.
+    """Bytes that one device holds at the peak, grouped by what could reduce them.
 
     Attributes:
-        argument: by kind: weights, slots and maybe gradients, weight_copies and others.
-        whole: weights and slots that every device holds whole.
-        divisible: weights and slots that are cut over devices and can be cut in two once more.
-        scaling: what grows with the tokens of a device: inputs (batch, caches), activations and
-            temporaries.
-        float32: the part of `scaling` that is in float32.
+        by_kind: bytes by kind of buffer: weights, slots and, where known, gradients, weight_copies
+            and others.
+        replicated: bytes of weights and slots that are replicated on every device.
+        divisible: bytes of weights and slots that are sharded and could be sharded twice as far.
+        scaling: bytes that grow with the number of tokens a device: inputs (batch, caches),
+            activations and temporaries.
+        float32: bytes of `scaling` that are float32.
     """
 
-    argument: Mapping[str, int]
-    whole: int
+    by_kind: Mapping[str, int]
+    replicated: int
     divisible: int
     scaling: int
     float32: int = 0
 
 
 def advise(held: Held, needed: int, hbm: int) -> list[str]:
-    """Sentences, the largest saving first; of a program that does not fit each says whether it would.
+    """Returns suggestions as sentences, the largest saving first.
+
+    If the program does not fit, each sentence says whether it would fit after that change alone.
 
     Args:
-        held: what there is to save from.
-        needed: bytes of the whole program on a device.
-        hbm: bytes that there are.
+        held: what the device holds at the peak.
+        needed: bytes that the program needs on a device.
+        hbm: HBM capacity of a device in bytes.
     """
     found = [s for s in (_bfloat16(held), *_sharding(held)) if s[0] >= _WORTH * hbm]
     missing = needed - hbm
@@ -68,7 +71,7 @@ def _bfloat16(held: Held) -> tuple[int, str]:
 
 
 def _tokens(held: Held, missing: int) -> tuple[int, str] | None:
-    """Fewer tokens on a device."""
+    """The saving from fewer tokens a device."""
     if held.scaling <= 0:
         return None
     if missing <= 0:
@@ -88,24 +91,25 @@ def _tokens(held: Held, missing: int) -> tuple[int, str] | None:
 
 
 def _sharding(held: Held) -> list[tuple[int, str]]:
-    """Weights over more devices, or cut where they are whole."""
-    stored = held.argument["weights"] + held.argument["slots"]
+    """The savings from more devices for the sharded weights, and from sharding the replicated ones."""
+    stored = held.by_kind["weights"] + held.by_kind["slots"]
     if not stored:
         return []
-    # Gradients and copies of weights are cut as the weights are.
-    derived = held.argument.get("gradients", 0) + held.argument.get("weight_copies", 0)
-    cut, whole = held.divisible, held.whole
+    # Gradients and copies of weights are sharded like the weights.
+    derived = held.by_kind.get("gradients", 0) + held.by_kind.get("weight_copies", 0)
     factor = 1 + derived / stored
     with_all = " with their slots, gradients and copies" if derived else " with their slots"
+    half_of_sharded = round(held.divisible * factor / 2)
+    half_of_replicated = round(held.replicated * factor / 2)
     return [
         (
-            round(cut * factor / 2),
-            f"Twice the devices for the same weights would take {units.size(round(cut * factor / 2))} "
-            f"less: the weights that are cut over devices{with_all} halve.",
+            half_of_sharded,
+            f"Twice the devices for the same weights would take {units.size(half_of_sharded)} less: the "
+            f"sharded weights{with_all} halve.",
         ),
         (
-            round(whole * factor / 2),
-            f"Cutting in two the weights that every device holds whole ({units.size(whole)} with their "
-            f"slots) would take about {units.size(round(whole * factor / 2))} less.",
+            half_of_replicated,
+            f"Sharding the replicated weights ({units.size(held.replicated)} with their slots) in two "
+            f"would take about {units.size(half_of_replicated)} less.",
         ),
     ]

@@ -1,7 +1,7 @@
-"""What every executed instruction of a compiled program costs, and for which part of the model.
+"""Computes what each executed instruction of a compiled program costs, and which layer it belongs to.
 
-Floating-point operations are those of matrix products; bytes are traffic to main memory; collectives
-carry what a model of the network needs.
+FLOPs count matrix products; bytes count traffic to main memory (HBM); a collective carries what the
+interconnect model of network.py needs.
 """
 
 import dataclasses
@@ -15,13 +15,23 @@ from lingvo_moe.core.hlo.parts import Place
 from lingvo_moe.core.planner import traffic
 from lingvo_moe.core.planner.flops import MatmulFlops
 
-_FAR = 12  # How many instructions away a nameless one looks for a name.
+_SEARCH_LIMIT = 12  # How many neighbours to visit for an instruction without a name.
 _NO_CYCLES = ("while", "conditional", "call", "async-start", "async-done")
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Of one instruction; `flops`, `bytes` and `estimated_cycles` are those of one execution."""
+    """The cost of one instruction.
+
+    Attributes:
+      place: the layer, part and phase that it belongs to.
+      opcode, name: as in the compiled text.
+      times: how often one run of the program executes it.
+      flops: FLOPs of its matrix products in one execution.
+      bytes: HBM traffic of one execution.
+      estimated_cycles: the compiler's own estimate of one execution, in clock cycles.
+      collective: what it sends, if it is a collective.
+    """
 
     place: Place
     opcode: str
@@ -34,14 +44,14 @@ class Cost:
 
 
 def costs(module: Module, once: bool = False) -> list[Cost]:
-    """The cost of every executed instruction, in the order of the schedule.
+    """Returns the cost of every executed instruction, in schedule order.
 
     Args:
       module: a scheduled program for one device.
-      once: count a loop's body once, as a compiler's own cost analysis does.
+      once: count a loop's body once, as XLA's own cost analysis does.
 
     Raises:
-      PlanError: a loop's trips or a collective's groups cannot be told.
+      HloError: a loop's trip count or a collective's replica groups cannot be read from the text.
     """
     flops = MatmulFlops(module)
     placer = Placer(module)
@@ -65,7 +75,7 @@ def costs(module: Module, once: bool = False) -> list[Cost]:
 
 
 def _by_weight(products: list[tuple[int, Instruction]]) -> list[str]:
-    """Names of matrix products, the heaviest first."""
+    """Names of matrix products, the one with the most FLOPs first."""
     return [i.op_name for _, i in sorted(products, key=lambda product: -product[0])]
 
 
@@ -74,8 +84,8 @@ def _cycles(instruction: Instruction) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _At:
-    """An instruction, where it is, and whether gradients are computed there."""
+class _Site:
+    """An instruction with its computation, and whether that computation computes gradients."""
 
     inside: Computation
     instruction: Instruction
@@ -87,7 +97,10 @@ class _At:
 
 
 class Placer:
-    """Places executed instructions, those without a name by what they are made of or made for."""
+    """Assigns executed instructions to layers.
+
+    An instruction whose own name does not say is assigned by its producers or its consumers.
+    """
 
     def __init__(self, module: Module):
         self._module = module
@@ -95,18 +108,21 @@ class Placer:
         self._moe = parts.moe_layers(names)
 
     def place_name(self, op_name: str, in_backward_loop: bool) -> Place:
-        """`parts.place` in this module, whose layers with experts are known."""
+        """Calls `parts.place` with this module's layers of experts."""
         return parts.place(op_name, in_backward_loop, self._moe)
 
     def place(self, executed: Executed, products: Sequence[str] = ()) -> Place:
-        """By its products, heaviest first, its own name, its insides or its neighbours.
+        """Returns where an instruction belongs.
+
+        Uses the first of these that names a layer: its matrix products, its own name, the
+        instructions inside it (for a fusion), its producers and consumers.
 
         Args:
-          executed: of `Module.executions`.
-          products: names of the matrix products that it does.
+          executed: from `Module.executions`.
+          products: names of the matrix products that it computes, the largest first.
         """
         instruction = executed.instruction
-        at = _At(executed.computation, instruction, executed.in_backward_loop)
+        at = _Site(executed.computation, instruction, executed.in_backward_loop)
         own = self.place_name(at.op_name, at.backward)
         if instruction.opcode in ("parameter", "constant", "tuple", "while"):
             return own
@@ -119,22 +135,22 @@ class Placer:
             near = self._by_neighbours(at)
         return near or own
 
-    def _named_embedding(self, at: _At, found: Place) -> Place:
-        """The gradient of a look-up has no scope: who reads it tells whose table it is for."""
+    def _named_embedding(self, at: _Site, found: Place) -> Place:
+        """Finds the layer of a look-up's gradient, which has no scope of its own, from its consumers."""
         if found.part != "embedding" or found.layer:
             return found
         reached = [at]
         for here in reached:
-            for user in self._users(here):
+            for user in self._consumers(here):
                 layer = self.place_name(user.op_name, user.backward).layer
                 if layer.endswith("embedding"):
                     return dataclasses.replace(found, layer=layer)
-                if len(reached) < _FAR:
+                if len(reached) < _SEARCH_LIMIT:
                     reached.append(user)
         return found
 
     def _by_insides(self, instruction: Instruction, backward: bool) -> Place | None:
-        """A fusion's place by the largest thing that it computes on the way."""
+        """Source location of the largest intermediate result inside a fusion; None for other opcodes."""
         if instruction.opcode != "fusion":
             return None
         called = self._module.computation(instruction.called[0])
@@ -146,12 +162,12 @@ class Placer:
                 return deeper
         return None
 
-    def _by_neighbours(self, at: _At) -> Place | None:
-        """The nearest place that what it is made of has; if none has, that who reads it have."""
-        for look in (self._makers, self._users):
+    def _by_neighbours(self, at: _Site) -> Place | None:
+        """Source location of the nearest producer; failing that, of the nearest consumer."""
+        for look in (self._producers, self._consumers):
             reached = [at]
-            for here in reached:  # Grows while it runs: the nearest come first.
-                if len(reached) > _FAR:
+            for here in reached:  # Breadth first: the list grows while it is read.
+                if len(reached) > _SEARCH_LIMIT:
                     break
                 for neighbour in look(here):
                     found = self.place_name(neighbour.op_name, neighbour.backward)
@@ -162,14 +178,14 @@ class Placer:
                     reached.append(neighbour)
         return None
 
-    def _makers(self, at: _At) -> list[_At]:
-        """What an instruction is made of; arguments of the program or a loop's body say nothing."""
-        makers = at.inside.operands(at.instruction)
+    def _producers(self, at: _Site) -> list[_Site]:
+        """Its operands, except parameters, constants and loops, which name no layer."""
+        operands = at.inside.operands(at.instruction)
         silent = ("parameter", "constant", "while")
-        return [dataclasses.replace(at, instruction=m) for m in makers if m.opcode not in silent]
+        return [dataclasses.replace(at, instruction=o) for o in operands if o.opcode not in silent]
 
-    def _users(self, at: _At) -> list[_At]:
-        """Who reads it; of what goes into a loop, who reads that element in the loop's body."""
+    def _consumers(self, at: _Site) -> list[_Site]:
+        """The instructions that read it; a value carried into a loop is followed into the body."""
         found = []
         for user in at.inside.users.get(at.instruction.name, ()):
             if user.opcode != "tuple":
@@ -182,7 +198,7 @@ class Placer:
                 body = self._module.computation(loop.attribute("body"))
                 backward = at.backward or hlo.is_backward(body)
                 found += [
-                    _At(body, i, backward)
+                    _Site(body, i, backward)
                     for i in body.users.get(body.parameters[0].name, ())
                     if i.opcode == "get-tuple-element" and i.attribute("index") == index
                 ]

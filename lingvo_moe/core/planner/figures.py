@@ -1,7 +1,7 @@
-"""What a reader wants of a plan, derived from its JSON once for the terminal, the page and the comparison.
+"""Derives the figures that reports show from a plan: for the terminal, the HTML page and comparisons.
 
-Plans are plain dicts (docs/plan_json.md). A plan of a program that the compiler refused has no time and no work;
-whatever is missing comes out as None here and as a dash on paper.
+A plan is a plain dict (docs/planning.md). If the compiler refused the program, its plan has no times and no work:
+missing figures are None here and a dash in reports.
 """
 
 from collections import defaultdict
@@ -13,19 +13,19 @@ from lingvo_moe.core import units
 
 Plan = Mapping[str, Any]
 
-# Of `memory.kinds`, in the order in which they are told, with what they are called.
+# The keys of a plan's `memory.kinds`, in the order of reports, with the labels that reports use.
 KINDS = {
     "weights": "weights",
     "slots": "optimizer slots",
     "inputs": "inputs and other state",
-    "weight_copies": "weights cast or laid out anew",
+    "weight_copies": "weights cast or re-laid out",
     "activations": "activations kept for backward",
     "gradients": "gradients",
     "temporaries": "temporaries",
     "padding": "packing and padding",
     "code": "program",
 }
-# What tables tell of a PartTime, in order: the heading of each field.
+# The fields of a PartTime that tables show, in order, with their headings.
 TIMES = {
     "flops": "operations",
     "num_bytes": "traffic",
@@ -41,14 +41,16 @@ PHASES = ("forward", "recompute", "backward", "optimizer")
 
 @dataclass
 class PartTime:
-    """The seconds of one part of the model in a step.
+    """The time that one part of the model takes in a step, in seconds.
 
     Attributes:
-        part: e.g. 'experts'.
-        flops, num_bytes: operations of matrix products, and traffic to memory.
-        phases: seconds on the chip by phase.
-        compute, memory: seconds that arithmetic alone and memory traffic alone would take.
-        roofline: for each instruction the longer of these two, added up.
+        part: the part's name, e.g. 'experts'.
+        flops: FLOPs of its matrix products.
+        num_bytes: its memory traffic.
+        phases: seconds on the chip by phase, without collectives.
+        compute: seconds for its arithmetic alone.
+        memory: seconds for its memory traffic alone.
+        roofline: the sum over instructions of the longer of compute and memory.
         compiler: the compiler's own estimate of the seconds on the chip.
         network: seconds of its collectives.
     """
@@ -65,12 +67,12 @@ class PartTime:
 
     @property
     def total(self) -> float:
-        """On the chip and on the network."""
+        """Seconds on the chip and on the network together."""
         return sum(self.phases.values()) + self.network
 
 
 def time_by_part(plan: Plan) -> list[PartTime]:
-    """One entry for each part that takes time, the longest first."""
+    """Returns one entry for each part of the model that takes time, the slowest first."""
     parts: dict[str, PartTime] = {}
     for item in plan.get("work") or ():
         entry = parts.setdefault(item["part"], PartTime(item["part"]))
@@ -86,26 +88,26 @@ def time_by_part(plan: Plan) -> list[PartTime]:
 
 
 def cells(parts: Sequence[PartTime], fields: Iterable[str] = tuple(TIMES)) -> list[str]:
-    """Figures of TIMES in units, summed over parts; a dash for nothing."""
+    """Formats the fields of TIMES, summed over `parts`, with units; a dash for zero."""
     show = dict.fromkeys(TIMES, units.duration) | {"flops": units.work, "num_bytes": units.size}
     sums = {figure: sum(getattr(part, figure) for part in parts) for figure in fields}
     return [show[figure](value or None) for figure, value in sums.items()]
 
 
 def kinds(plan: Plan) -> list[tuple[str, int]]:
-    """(kind, bytes on a device), those that are there, in the order of KINDS."""
+    """Returns (kind, bytes on a device) for the kinds of memory in use, in the order of KINDS."""
     held = (plan.get("memory") or {}).get("kinds") or {}
     return [(kind, held[kind]) for kind in KINDS if held.get(kind)]
 
 
 def name(plan: Plan) -> str:
-    """The model, and what was overridden."""
+    """The model's name, followed by its overrides in parentheses."""
     override = f" ({plan['override']})" if plan.get("override") else ""
     return f"{plan['model']}{override}"
 
 
 def why_no_time(plan: Plan) -> str:
-    """'' for a plan that has a step time, else the reason for the dashes."""
+    """Why a plan has no times; '' if it has a step time."""
     if get(plan, "time.step_seconds") is not None:
         return ""
     if get(plan, "memory.fits") is False:
@@ -114,13 +116,13 @@ def why_no_time(plan: Plan) -> str:
 
 
 def needed(plan: Plan) -> int:
-    """Bytes that a device must have; of a program that does not fit, what the compiler asked for."""
+    """Bytes that the program needs on a device; for one that does not fit, what the compiler asked for."""
     memory = plan["memory"]
     return memory.get("needed") or memory.get("peak") or 0
 
 
 def verdict(plan: Plan) -> str:
-    """One sentence on memory."""
+    """One sentence that says whether the program fits, and how much memory is left or missing."""
     memory = plan["memory"]
     need, hbm = needed(plan), memory.get("hbm")
     held = f"{units.size(need)} of {units.size(hbm)} on each device"
@@ -129,12 +131,12 @@ def verdict(plan: Plan) -> str:
     return f"Does not fit: {held}, {units.size(memory.get('misses_by'))} too much."
 
 
-def said_by_compiler(plan: Plan) -> str:
-    """The compiler's own figures of memory, and how near the trace through its schedule comes."""
+def compiler_figures(plan: Plan) -> str:
+    """Sentences with the compiler's own memory figures, and the peak found by tracing its schedule."""
     memory = plan["memory"]
     names = ("arguments", "outputs", "aliased", "temporaries", "code", "peak")
-    said = [f"{name} {units.size(memory[name])}" for name in names if memory.get(name)]
-    out = f"The compiler's own figures: {', '.join(said)}."
+    reported = [f"{name} {units.size(memory[name])}" for name in names if memory.get(name)]
+    out = f"The compiler's own figures: {', '.join(reported)}."
     if memory.get("traced_peak"):
         out += f" Peak traced through its schedule: {units.size(memory['traced_peak'])}."
     if memory.get("kept_for_backward"):
@@ -144,7 +146,7 @@ def said_by_compiler(plan: Plan) -> str:
 
 
 def get(plan: Plan, path: str) -> Any:
-    """The value at a dotted path, None where anything on the way is missing."""
+    """Returns the value at a dotted path, or None where any part of the path is missing."""
     value: Any = plan
     for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -173,7 +175,7 @@ def budgets(plans: Sequence[Plan]) -> list[float]:
 
 
 def headline(plan: Plan) -> list[tuple[str, str, bool]]:
-    """(name, value, whether it is estimated) of the figures that open a report."""
+    """Returns (name, value, whether it is estimated) for the figures that open a report."""
     out = [
         ("parameters", units.quantity(get(plan, "parameters.count")), False),
         ("peak memory a device", units.size(get(plan, "memory.peak")), False),
@@ -192,18 +194,18 @@ def headline(plan: Plan) -> list[tuple[str, str, bool]]:
 
 
 def _years(plan: Plan) -> str:
-    """On chips of two cores each core is a device of its own."""
+    """Device-years are called core-years on chips whose two cores are two devices."""
     several = (get(plan, "topology.devices") or 0) > (get(plan, "topology.chips") or 0)
     return "core-years" if several else "device-years"
 
 
 def collectives(plan: Plan) -> list[Mapping[str, Any]]:
-    """The collectives, those that take longest first."""
+    """The plan's collectives, the slowest first."""
     return sorted(plan.get("collectives") or (), key=lambda c: -(c.get("seconds") or 0.0))
 
 
 def collective_totals(plan: Plan) -> list[tuple[str, int, int, float]]:
-    """(kind, count a step, bytes a step, seconds) summed over layers, the longest first."""
+    """Returns (kind, count a step, bytes a step, seconds) summed over layers, the slowest first."""
     sums: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0.0])
     for item in plan.get("collectives") or ():
         entry = sums[item["kind"]]
@@ -215,7 +217,7 @@ def collective_totals(plan: Plan) -> list[tuple[str, int, int, float]]:
 
 
 def collective_share(plan: Plan) -> float | None:
-    """The part of a step that its collectives take."""
+    """The fraction of the step time that collectives take; None without a step time."""
     step = get(plan, "time.step_seconds")
     return (get(plan, "time.collective_seconds") or 0.0) / step if step else None
 
@@ -241,7 +243,7 @@ COMPARED = (
 
 
 def compared(plans: Sequence[Plan]) -> list[list[str]]:
-    """A row of cells for each plan, under COMPARED."""
+    """Returns one row of cells for each plan, in the columns of COMPARED."""
     rows = []
     for plan in plans:
         step = get(plan, "time.step_seconds")
@@ -281,7 +283,7 @@ def _speed_cell(plan: Plan) -> str:
 
 
 def compile_figures(plan: Plan) -> list[tuple[str, str]]:
-    """(name, value) of what the compiler took and gave."""
+    """Returns (name, value) pairs about compiling: durations, memory of the host, program size and hash."""
     figures = [
         ("tracing and lowering", units.duration(get(plan, "compile.lower_seconds"))),
         ("compiling", units.duration(get(plan, "compile.compile_seconds"))),
@@ -294,7 +296,7 @@ def compile_figures(plan: Plan) -> list[tuple[str, str]]:
 
 
 def setting(plan: Plan) -> list[tuple[str, str]]:
-    """(name, value) of what was planned."""
+    """Returns (name, value) pairs about the planned job: machine, mesh, device, batch, parameters."""
     counts = {key.removesuffix(unit(plan)): n for key, n in plan.get("batch", {}).items() if n}
     parts = [f"{units.number(n)} {key.replace('_', ' ')}".strip() for key, n in counts.items()]
     batch = f"{' and '.join(parts)} {unit(plan)}"

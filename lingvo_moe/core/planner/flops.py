@@ -1,7 +1,8 @@
-"""Floating-point operations of matrix products, two for each multiply-add.
+"""Counts the floating-point operations of matrix products: two for each multiply-add.
 
-A TPU's compiler has convolutions for all products, batched ones by windows with padding, strides and
-dilations. What counts, as in XLA's own cost analysis, is the positions of a window that meet data.
+The TPU compiler turns every product into a convolution, a batched one into a convolution whose window
+has padding, strides and dilations. As in XLA's own cost analysis, only window positions that meet
+data count, not those that fall on padding or into holes.
 """
 
 import math
@@ -11,7 +12,7 @@ from lingvo_moe.core.hlo.module import Computation, Instruction, Module
 
 
 def matmul_flops(instruction: Instruction, inside: Computation) -> int:
-    """Of one execution of a `dot` or a `convolution`; 0 of anything else."""
+    """FLOPs of one execution of a `dot` or a `convolution`; 0 for any other instruction."""
     if instruction.opcode == "dot":
         lhs = inside.operands(instruction)[0].arrays[0].dims
         contracted = attributes.dims_list(instruction, "lhs_contracting_dims")
@@ -41,7 +42,7 @@ def _groups(instruction: Instruction, key: str) -> int:
 
 
 class MatmulFlops:
-    """Counts the products of a module, those inside of fusions too."""
+    """Counts the matrix products of a module, including those inside fusions."""
 
     def __init__(self, module: Module):
         self._module = module
@@ -50,7 +51,12 @@ class MatmulFlops:
     def products(
         self, instruction: Instruction, inside: Computation
     ) -> list[tuple[int, Instruction]]:
-        """(flops, the dot or convolution) of each product that one execution does."""
+        """Returns (FLOPs, the dot or convolution) for each product in one execution of `instruction`.
+
+        Args:
+          instruction: any instruction; a fusion is searched for products.
+          inside: the computation that contains it.
+        """
         if instruction.opcode == "fusion":
             return self._of_computation(instruction.called[0])
         flops = matmul_flops(instruction, inside)

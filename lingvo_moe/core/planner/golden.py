@@ -1,23 +1,29 @@
-"""What a new plan does differently from a recorded one, said by layer.
+"""Compares a new plan with a recorded one and names the differences by layer.
 
-A golden plan is a promise about a compiled program: which collectives each layer has, how many bytes
-they carry, how much arithmetic each part does, what a device must hold. Times and compile figures
-are not compared: they follow from these, or are a machine's noise.
+A golden (recorded) plan fixes facts about a compiled program: which collectives each layer has, how
+many bytes they carry, how much arithmetic each part does, and how much memory a device needs. Times
+and compile figures are not compared: they follow from those facts, or vary with the host.
 """
 
 from typing import Any
 
-# A compiler's new version may move an operation or a buffer; a sharding that does nothing moves far more.
+# A new compiler version may move an operation or a buffer; a lost sharding changes far more.
 FLOPS_TOLERANCE = 0.02
 MEMORY_TOLERANCE = 0.05
 
 
 def differences(golden: dict[str, Any], plan: dict[str, Any]) -> list[str]:
-    """A sentence for each difference, the most telling first; empty where the promise is kept."""
+    """Returns one sentence for each difference, the most informative first; empty if there is none.
+
+    Args:
+        golden: the recorded plan, a dict as described in docs/planning.md.
+        plan: the new plan.
+    """
     out = _identity(golden, plan)
     if golden["memory"]["fits"] != plan["memory"]["fits"]:
-        now = "fits" if plan["memory"]["fits"] else "does not fit"
-        out.append(f"the program {now}, unlike before")
+        fits = "the program fits; the recorded one does not"
+        misfits = "the program does not fit; the recorded one does"
+        out.append(fits if plan["memory"]["fits"] else misfits)
     out += _collectives(golden["collectives"], plan["collectives"])
     out += _work(golden["work"], plan["work"])
     return out + _memory(golden["memory"], plan["memory"])
@@ -36,7 +42,7 @@ def _identity(golden: dict[str, Any], plan: dict[str, Any]) -> list[str]:
 
 
 def _collectives(golden: list[dict[str, Any]], plan: list[dict[str, Any]]) -> list[str]:
-    """By layer, part, phase and kind: how many a step, and the bytes of all."""
+    """Compares counts and total bytes a step by layer, part, phase and kind of collective."""
     was, now = _communication(golden), _communication(plan)
     out = []
     for key in sorted(was.keys() | now.keys()):
@@ -60,7 +66,7 @@ def _communication(rows: list[dict[str, Any]]) -> dict[tuple[str, ...], tuple[in
 
 
 def _work(golden: list[dict[str, Any]], plan: list[dict[str, Any]]) -> list[str]:
-    """Arithmetic by part and phase: a part that the partitioner replicates multiplies its own."""
+    """Compares FLOPs by part and phase; where the partitioner replicates a part, its FLOPs multiply."""
     was = {(row["part"], row["phase"]): row["flops"] for row in golden}
     now = {(row["part"], row["phase"]): row["flops"] for row in plan}
     floor = FLOPS_TOLERANCE * max([*was.values(), 1])  # below it, a part is too small to judge
@@ -85,7 +91,7 @@ def _memory(golden: dict[str, Any], plan: dict[str, Any]) -> list[str]:
 
 
 def _holder(golden: dict[str, Any], plan: dict[str, Any]) -> str:
-    """The layer whose share of the peak changed most."""
+    """Names the layer whose memory at the peak changed most."""
 
     def held(memory: dict[str, Any]) -> dict[tuple[str, str], int]:
         table: dict[tuple[str, str], int] = {}

@@ -1,12 +1,13 @@
-"""Which buffers a compiled program holds, and when: liveness over its schedule.
+"""Liveness analysis: which buffers a compiled program holds at each point of its schedule.
 
-The text of a scheduled program says when each value is made and last read. Values that lie in one
-buffer count once: what tuples, bitcasts and loops hand on, what an update in place writes to, and
-results that take the place of donated arguments. A loop's body is laid out once, at the place of its
-loop; what the loop carries is one set of buffers, from before the loop to the last reader after it.
+The text of a scheduled program shows where each value is written and where it is last read. Values
+that share a buffer count once: values forwarded by tuples, bitcasts and loops, the target of an update
+in place, and results that reuse a donated argument. A loop's body is laid out once, at the position of
+its loop. The values that the loop carries are one set of buffers, live from before the loop to the
+last reader after it.
 
-This is a reconstruction. The compiler's own allocator knows more ways to share memory (a sum may lie
-where one of its terms lay), and loses some to packing; memory.py sets the two side by side.
+This is a reconstruction. The compiler's own allocator shares more memory (a sum may reuse the buffer of
+one of its terms) and loses some to packing; memory.py reports both peaks.
 """
 
 import re
@@ -23,13 +24,13 @@ _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
 class Value:
     """One array of an instruction's result."""
 
-    made: Executed
+    producer: Executed
     index: int
 
     @property
     def instruction(self) -> Instruction:
-        """That makes it."""
-        return self.made.instruction
+        """The instruction that produces it."""
+        return self.producer.instruction
 
 
 @dataclass
@@ -37,10 +38,12 @@ class Buffer:
     """Memory that one or more values share.
 
     Attributes:
-        num_bytes: with the padding of tiles.
-        start, end: places in the schedule of the first instruction that writes and the last that reads.
-        values: those made in it, first one first; what is only handed on does not count.
-        argument: the number of the program's argument that lies in it, or None.
+        num_bytes: its size, including the padding of tiles.
+        start: schedule position of the first instruction that writes it.
+        end: schedule position of the last instruction that reads it.
+        values: the values written to it, in schedule order; values that are only forwarded are left
+            out.
+        argument: the number of the program's argument that it holds, or None.
         carried: whether a loop carries it.
     """
 
@@ -54,14 +57,14 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Liveness:
-    """Buffers of a program.
+    """The buffers of a program.
 
     Attributes:
-        buffers: all that lie in main memory.
-        length: places in the schedule.
-        backward: the place of the first instruction that a loop holding gradients runs; `length` where
-            there is none.
-        buffer_of: the number in `buffers` of an instruction's arrays; None outside of main memory.
+        buffers: all buffers in main memory.
+        length: number of positions in the schedule.
+        backward: position of the first loop that computes gradients; `length` if there is none.
+        buffer_of: for each instruction's name, the index in `buffers` of each array of its result;
+            None for an array outside main memory.
     """
 
     buffers: list[Buffer]
@@ -70,7 +73,7 @@ class Liveness:
     buffer_of: dict[str, list[int | None]]
 
     def Peak(self) -> tuple[int, int]:
-        """(place in the schedule, bytes live there), arguments included."""
+        """Returns (the schedule position with the most live bytes, those bytes), including arguments."""
         change = [0] * (self.length + 2)
         for buffer in self.buffers:
             change[buffer.start] += buffer.num_bytes
@@ -83,29 +86,32 @@ class Liveness:
         return place, best
 
     def LiveAt(self, place: int) -> Iterator[Buffer]:
-        """The buffers that hold something at a place of the schedule."""
+        """The buffers that are live at a position of the schedule."""
         return (b for b in self.buffers if b.start <= place <= b.end)
 
 
 def liveness(module: Module) -> Liveness:
     """Traces a scheduled module.
 
+    Args:
+        module: the program as compiled for one device.
+
     Raises:
-        PlanError: the text lacks a computation that it calls.
+        HloError: the text calls a computation that it does not contain.
     """
     return _Tracer(module).Trace()
 
 
 class _Tracer:
-    """Lays the schedule out in one line and joins values that share memory."""
+    """Numbers the schedule's instructions in order and unites values that share memory (union-find)."""
 
     def __init__(self, module: Module):
         self._module = module
-        self._ids: dict[str, list[int]] = {}  # of each instruction's arrays
-        self._parent: list[int] = []
+        self._ids: dict[str, list[int]] = {}  # instruction name -> the values of its result
+        self._parent: list[int] = []  # union-find
         self._values: list[Value] = []
-        self._made: list[int | None] = []  # where; None: handed on
-        self._read: list[int] = []  # where last
+        self._written: list[int | None] = []  # position of the write; None: only forwarded
+        self._read: list[int] = []  # position of the last read
         self._carried: set[int] = set()
         self._clock = 0
         self._backward = -1
@@ -133,7 +139,7 @@ class _Tracer:
             for i in range(len(ids)):
                 self._parent.append(first + i)
                 self._values.append(Value(executed, i))
-                self._made.append(self._clock)
+                self._written.append(self._clock)
                 self._read.append(self._clock)
             self._ids[instruction.name] = ids
             self._place(instruction, computation, ids, backward)
@@ -172,7 +178,7 @@ class _Tracer:
         if instruction.opcode == "get-tuple-element":
             operand = inside.by_name[instruction.operands[0]]
             index = int(instruction.attribute("index"))
-            # A tuple in a tuple is flattened, and then the index does not say where it starts.
+            # Nested tuples are flattened, so the index does not give the position of the element.
             flat = len(operand.arrays) > index and len(ids) == 1
             sources = operands[0][index : index + 1] if flat else operands[0][: len(ids)]
         elif instruction.opcode.endswith("-done"):
@@ -186,13 +192,13 @@ class _Tracer:
         else:
             sources = [value for operand in operands for value in operand]
         for out, source in zip(ids, sources):
-            self._hand_on(out, source)
+            self._forward_value(out, source)
 
     def _loop(
         self, instruction: Instruction, ids: list[int], init: list[int], backward: bool
     ) -> None:
         for out, value in zip(ids, init):
-            self._hand_on(out, value)
+            self._forward_value(out, value)
         self._carried.update(ids)
         condition = self._module.computation(instruction.attribute("condition"))
         body = self._module.computation(instruction.attribute("body"))
@@ -203,7 +209,7 @@ class _Tracer:
             self._clock += 1
             self._visit(called, backward)
             for inner, value in zip(self._ids[called.parameters[0].name], ids):
-                self._hand_on(inner, value)
+                self._forward_value(inner, value)
         for inner, value in zip(self._ids[body.root.name], ids):
             self._join(inner, value)
             self._read[inner] = self._clock
@@ -225,21 +231,21 @@ class _Tracer:
             given = [operands[branch + 1]] if several and branch + 1 < len(operands) else operands
             inner = [value for p in called.parameters for value in self._ids[p.name]]
             for value, source in zip(inner, (v for operand in given for v in operand)):
-                self._hand_on(value, source)
+                self._forward_value(value, source)
             for out, value in zip(ids, self._ids[called.root.name]):
-                self._hand_on(out, value)
+                self._forward_value(out, value)
                 self._read[value] = self._clock
 
     def _start(self, instruction: Instruction, ids: list[int], flat: list[int]) -> None:
-        """What a start gives back holds its operands too, so that they stay until it is done."""
+        """The result of a start contains its operands, which therefore stay live until the matching done."""
         if instruction.opcode == "copy-start":
-            self._hand_on(ids[1], flat[0])
+            self._forward_value(ids[1], flat[0])
         elif instruction.opcode != "all-reduce-start":
             for out, value in zip(ids[: len(flat)] if len(ids) > len(flat) else [], flat):
-                self._hand_on(out, value)
+                self._forward_value(out, value)
 
-    def _hand_on(self, value: int, source: int) -> None:
-        self._made[value] = None
+    def _forward_value(self, value: int, source: int) -> None:
+        self._written[value] = None
         self._join(value, source)
 
     def _find(self, value: int) -> int:
@@ -254,15 +260,15 @@ class _Tracer:
 
     def _collect(self, arguments: dict[int, int]) -> Liveness:
         found: dict[int, Buffer] = {}
-        for value, made in enumerate(self._made):
+        for value, written in enumerate(self._written):
             buffer = found.setdefault(self._find(value), Buffer())
             buffer.end = max(buffer.end, self._read[value])
             buffer.carried = buffer.carried or value in self._carried
-            if made is not None:
+            if written is not None:
                 entry = self._values[value]
                 array = entry.instruction.arrays[entry.index]
-                buffer.start = min(buffer.start, made)
-                is_constant = entry.instruction.opcode == "constant"  # part of the program
+                buffer.start = min(buffer.start, written)
+                is_constant = entry.instruction.opcode == "constant"  # counted with the code
                 if array.memory_space == 0 and not is_constant:
                     buffer.num_bytes = max(buffer.num_bytes, array.padded_bytes)
                 buffer.values.append(entry)
@@ -287,7 +293,7 @@ class _Tracer:
 def _updated_in_place(
     module: Module, inside: Computation, instruction: Instruction
 ) -> Iterator[tuple[int, str]]:
-    """(number of the result's array, operand that it overwrites) of updates in place."""
+    """Yields (index of the array in the result, name of the operand that it overwrites)."""
     if instruction.opcode in ("dynamic-update-slice", "scatter"):
         yield 0, instruction.operands[0]
     elif instruction.opcode == "fusion":
@@ -301,7 +307,7 @@ def _updated_in_place(
 
 
 def _overwritten(module: Module, inside: Computation, value: Instruction) -> int | None:
-    """The number of the parameter of `inside` that `value` is an updated version of."""
+    """The number of the parameter of `inside` that `value` updates in place; None if there is none."""
     updated = False
     while True:
         if value.opcode == "parameter":

@@ -1,9 +1,9 @@
-"""Where the memory of a device goes.
+"""Breaks down the memory of a device by kind and layer.
 
-The totals are the compiler's own. What they are made of comes from two places: the program's
-signature, which says what the arguments are, and liveness over the schedule, which says what else is
-held at the fullest moment, and for which layer. Where the two do not meet (an allocator's packing,
-tiles' padding of arguments) the difference is a line of its own.
+The totals are the compiler's. The breakdown has two sources: the program's signature gives the sizes of
+the arguments, and liveness analysis of the schedule gives the other buffers live at the peak and their
+layers. The difference between the breakdown and the total (the allocator's packing, the padding of
+arguments to tiles) is reported as `padding`.
 """
 
 import math
@@ -28,7 +28,7 @@ _OPTIMIZER = "optimizer/"
 
 
 class Argument(Protocol):
-    """One of a program's arguments: `engine.specs.TensorSpec`."""
+    """One argument of a program, e.g. an `engine.specs.TensorSpec`."""
 
     @property
     def name(self) -> str: ...
@@ -41,7 +41,7 @@ class Argument(Protocol):
 
 
 class Signature(Protocol):
-    """What a program takes, and on which mesh: `engine.signature.Signature`."""
+    """A program's arguments and its mesh, e.g. an `engine.signature.Signature`."""
 
     @property
     def mesh(self) -> Mesh: ...
@@ -50,7 +50,7 @@ class Signature(Protocol):
 
 
 class Misfit(Protocol):
-    """What the compiler says of a program that is too large: `aot.OutOfMemory`."""
+    """The compiler's report on a program that is too large, e.g. an `aot.OutOfMemory`."""
 
     needed_bytes: int
     limit_bytes: int
@@ -62,7 +62,7 @@ class Misfit(Protocol):
 
 @dataclass(frozen=True)
 class _Live:
-    """A buffer that is live at the peak, what it is and whose."""
+    """A buffer that is live at the peak, its kind and the layer it belongs to."""
 
     buffer: Buffer
     kind: str
@@ -72,23 +72,23 @@ class _Live:
 def memory_plan(
     program: Module | str, reported: Mapping[str, int], signature: Signature, hbm: int
 ) -> dict[str, Any]:
-    """The `memory` of a plan, for a program that was compiled.
+    """Returns a plan's `memory` for a program that the compiler accepted.
 
     Args:
         program: the scheduled module, or its text.
         reported: the compiler's sizes in bytes: arguments, outputs, aliased, temporaries, code, peak.
-        signature: of the program that was compiled.
-        hbm: bytes that a device has for a program.
+        signature: the program's arguments and mesh.
+        hbm: HBM capacity of a device in bytes.
 
     Returns:
-        bytes of one device, as docs/plan_json.md has them.
+        Bytes on one device, with the fields that docs/planning.md describes.
     """
     module = parse_module(program) if isinstance(program, str) else program
     traced = liveness(module)
     at, traced_peak = traced.Peak()
     attribution = _Attribution(module, traced, signature)
     live = attribution.At(at)
-    # Not the sum of the sizes: the compiler spreads out what it has room for.
+    # Not the sum of all sizes: if memory is plentiful, the compiler does not reuse it.
     needed = reported["peak"] + reported["code"]
     kinds = argument_bytes(signature) | dict.fromkeys(TRACED, 0)
     for item in live:
@@ -96,14 +96,14 @@ def memory_plan(
             kinds[item.kind] += item.buffer.num_bytes
     kinds["code"] = reported["code"]
     rest = needed - sum(kinds.values())
-    if rest < 0:  # liveness sees more than the compiler keeps: of what it cannot name
+    if rest < 0:  # the trace finds more than the compiler keeps: reduce what it cannot attribute
         kinds["temporaries"] = max(kinds["temporaries"] + rest, 0)
     kinds["padding"] = max(needed - sum(kinds.values()), 0)
     return {
         **{key: int(reported[key]) for key in reported},
         "needed": needed,
         "hbm": hbm,
-        "fits": True,  # the compiler's word: it refuses what does not
+        "fits": True,  # the compiler refuses a program that does not fit
         "misses_by": 0,
         "kinds": kinds,
         "traced_peak": traced_peak,
@@ -114,10 +114,14 @@ def memory_plan(
 
 
 def misfit_plan(error: Misfit, signature: Signature) -> dict[str, Any]:
-    """The `memory` of a plan, for a program that the compiler refused for its size.
+    """Returns a plan's `memory` for a program that the compiler refused for its size.
 
-    What is not argument is traced through the module that it refused. Where it left none, that is one
-    sum, and the holders are those that the compiler names.
+    If the error carries the refused module, buffers are traced through its schedule. Otherwise all
+    memory except the arguments is one sum, and `holders` are the buffers that the compiler lists.
+
+    Args:
+        error: the compiler's report.
+        signature: the program's arguments and mesh.
     """
     needed, hbm = error.needed_bytes, error.limit_bytes
     if error.hlo_text:
@@ -129,11 +133,11 @@ def misfit_plan(error: Misfit, signature: Signature) -> dict[str, Any]:
     for holder in error.holders:
         found = place(holder.op_name, False, moe)
         groups["temporaries", found.layer, found.part, found.phase] += holder.bytes
-    whole, divisible = _whole_and_divisible(signature)
-    # What trains has a gradient for each weight; those do not shrink with the tokens of a device.
+    replicated, divisible = _replicated_and_divisible(signature)
+    # A training step has a gradient for each weight; gradients do not shrink with the batch.
     gradients = min(kinds["weights"], kinds["temporaries"]) if kinds["slots"] else 0
     scaling = kinds["inputs"] + kinds["temporaries"] - gradients
-    held = Held(kinds | {"gradients": gradients}, whole, divisible, scaling)
+    held = Held(kinds | {"gradients": gradients}, replicated, divisible, scaling)
     return {
         "arguments": sum(kinds[kind] for kind in ARGUMENTS),
         "peak": needed,
@@ -148,7 +152,7 @@ def misfit_plan(error: Misfit, signature: Signature) -> dict[str, Any]:
 
 
 def _traced_misfit(error: Misfit, signature: Signature) -> dict[str, Any]:
-    """As `misfit_plan`, from the schedule of the module that was refused."""
+    """`misfit_plan` for an error that carries the schedule of the refused module."""
     held = argument_bytes(signature)
     arguments = sum(held[kind] for kind in ARGUMENTS)
     reported = {
@@ -166,7 +170,7 @@ def _traced_misfit(error: Misfit, signature: Signature) -> dict[str, Any]:
 
 
 def argument_bytes(signature: Signature) -> dict[str, int]:
-    """Bytes of a device's weights, optimizer slots and other arguments, without padding."""
+    """Bytes of weights, optimizer slots and other arguments on one device, without padding."""
     kinds = dict.fromkeys(ARGUMENTS, 0)
     for spec in signature.args:
         kinds[_kind_of_argument(spec.name)] += _bytes(spec, signature.mesh)
@@ -190,14 +194,14 @@ def _local_shape(spec: Argument, mesh: Mesh) -> tuple[int, ...]:
 
 
 def _split(spec: Argument, mesh: Mesh) -> DimsMapping:
-    """An entry for each dimension; () stands for a tensor that is whole everywhere."""
+    """The mesh axis or axes of each dimension; all None for a replicated tensor."""
     if mesh.size == 1 or not spec.split:
         return (None,) * len(spec.shape)
     return spec.split
 
 
 class _Attribution:
-    """What each buffer is, and whose."""
+    """Finds the kind of each buffer and the layer it belongs to."""
 
     def __init__(self, module: Module, traced: Liveness, signature: Signature):
         self._module = module
@@ -207,17 +211,17 @@ class _Attribution:
         self._moe = moe_layers(self._scopes)
         self._placer = Placer(module)
         weights = [s for s in signature.args if _kind_of_argument(s.name) == "weights"]
-        # Without dimensions of one and in any order, since the compiler transposes as it likes.
+        # Shapes are compared without dimensions of 1 and in any order: the compiler may transpose.
         self._weight_shapes = {_key(_local_shape(s, signature.mesh)) for s in weights}
         self._sources = self._trace_sources()
         self._readers = self._trace_readers()
 
     def At(self, at: int) -> list[_Live]:
-        """The buffers that are live at a place of the schedule."""
+        """The buffers that are live at a position of the schedule."""
         return [self._describe(number) for number in self._live(at)]
 
     def KeptForBackward(self) -> int:
-        """Bytes of activations when the first loop with gradients begins; 0 without one."""
+        """Bytes of activations live where the first loop with gradients begins; 0 without such a loop."""
         if self._traced.backward >= self._traced.length:
             return 0
         kept = [n for n in self._live(self._traced.backward) if self._kind(n) == "activations"]
@@ -247,7 +251,7 @@ class _Attribution:
         is_weight_shape = shape in self._weight_shapes and math.prod(shape) > 1
         if sources and is_weight_shape and self._all_weights(sources):
             return "weight_copies"
-        backward = any(v.made.in_backward_loop for v in buffer.values)
+        backward = any(v.producer.in_backward_loop for v in buffer.values)
         later = backward or buffer.end > self._traced.backward
         if is_weight_shape and later and not any(map(self._is_forward, buffer.values)):
             return "gradients"
@@ -258,7 +262,7 @@ class _Attribution:
     def _is_forward(self, value: Value) -> bool:
         if value.instruction.opcode in ("broadcast", "constant"):
             return False
-        found = self._placer.place(value.made)
+        found = self._placer.place(value.producer)
         return found.phase == "forward" and found.part != "other"
 
     def _all_weights(self, arguments: Iterable[int]) -> bool:
@@ -271,7 +275,7 @@ class _Attribution:
         return Place(found.part, found.layer, "", found.path)
 
     def _place(self, number: int, kind: str) -> Place:
-        """By who writes it; a gradient by the part of the model whose optimizer step reads it."""
+        """The place of a buffer: for a gradient, the part whose optimizer step reads it; else its writer's."""
         buffer = self._traced.buffers[number]
         if kind == "gradients":
             for reader in self._readers.get(number, ()):
@@ -280,14 +284,14 @@ class _Attribution:
                     found = self._placer.place_name(name.replace(_OPTIMIZER, ""), False)
                     if found.is_clear and found.part != "loss":
                         return Place(found.part, found.layer, "backward", found.path)
-        places = [self._placer.place(v.made) for v in reversed(buffer.values)]
+        places = [self._placer.place(v.producer) for v in reversed(buffer.values)]
         readers = (self._placer.place(r) for r in self._readers.get(number, ()))
         clear = next((p for p in places if p.is_clear), None)
         loop = next((p for p in places if p.part == "loop"), None)
         return clear or loop or next((p for p in readers if p.is_clear), places[0])
 
     def _trace_sources(self) -> dict[str, frozenset[int]]:
-        """The arguments that each value of the entry is made of, where it is made of nothing else."""
+        """For each value of the entry computed from arguments alone: the numbers of those arguments."""
         found: dict[str, frozenset[int]] = {}
         for instruction in self._module.entry.instructions:
             if instruction.opcode == "parameter":
@@ -300,7 +304,7 @@ class _Attribution:
         return found
 
     def _trace_readers(self) -> dict[int, list[Executed]]:
-        """Who reads each buffer, of the entry's instructions that do something."""
+        """For each buffer, the instructions of the entry that read it, without tuples, views and loops."""
         found: dict[int, list[Executed]] = defaultdict(list)
         entry = self._module.entry
         silent = ("tuple", "get-tuple-element", "bitcast", "while")
@@ -315,7 +319,7 @@ class _Attribution:
 
 
 def _scope(name: str) -> str:
-    """An argument's path as the name of an operation in its layer's scope."""
+    """Turns an argument's path into the name that an operation in its layer's scope would have."""
     path = [p for p in name.split(".")[1:] if p not in ("theta", "slots")]
     return "/".join(["model", *path, "x"]).replace("[", "_").replace("]", "")
 
@@ -340,36 +344,38 @@ def _rows(groups: Mapping[tuple[str, str, str, str], int]) -> list[dict[str, Any
     return sorted(rows, key=lambda row: -row["bytes"])
 
 
-def _whole_and_divisible(signature: Signature) -> tuple[int, int]:
-    """Bytes of weights and slots that each device holds whole, and of those that it holds at least two
-    parts of."""
-    whole = divisible = 0
+def _replicated_and_divisible(signature: Signature) -> tuple[int, int]:
+    """Returns bytes on a device of replicated weights and slots, and of those that can be split further.
+
+    A sharded tensor can be split further if a sharded dimension has more than one element a device.
+    """
+    replicated = divisible = 0
     for spec in signature.args:
         if _kind_of_argument(spec.name) == "inputs":
             continue
         held = _bytes(spec, signature.mesh)
-        cut = [
+        sharded = [
             size
             for size, axis in zip(_local_shape(spec, signature.mesh), _split(spec, signature.mesh))
             if axis is not None
         ]
-        whole += held if not cut else 0
-        divisible += held if any(size > 1 for size in cut) else 0
-    return whole, divisible
+        replicated += held if not sharded else 0
+        divisible += held if any(size > 1 for size in sharded) else 0
+    return replicated, divisible
 
 
 def _held(signature: Signature, kinds: Mapping[str, int], live: Iterable[_Live]) -> Held:
-    wide = sum(
+    float32 = sum(
         item.buffer.num_bytes
         for item in live
         if item.kind in ("activations", "temporaries")
         and item.buffer.values[0].instruction.arrays[item.buffer.values[0].index].dtype == "f32"
     )
-    whole, divisible = _whole_and_divisible(signature)
+    replicated, divisible = _replicated_and_divisible(signature)
     return Held(
         kinds,
-        whole,
+        replicated,
         divisible,
         scaling=kinds["inputs"] + kinds["activations"] + kinds["temporaries"],
-        float32=wide,
+        float32=float32,
     )

@@ -1,7 +1,7 @@
-"""The interconnect model: how long a collective takes on a slice, by counting what its links carry.
+"""The interconnect model: how long a collective takes on a slice, from the bytes each link carries.
 
-Nothing is fitted. A collective takes the time of the busiest link, or, where all links can be kept
-equally busy, of the chip with the fewest, and a latency for every chip that data passes on its way.
+Nothing is fitted. The busiest link sets the time. Where all links can be kept equally busy, the chip
+with the fewest links sets it. Each hop between chips adds a latency.
 """
 
 import functools
@@ -13,7 +13,7 @@ from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.topology import Topology
 from lingvo_moe.core.suggest import did_you_mean
 
-# Assumed, of the order that is commonly given for TPUs; no data sheet has them.
+# Assumptions, of the order commonly quoted for TPUs; no data sheet gives them.
 SECONDS_PER_HOP = 1e-6
 SECONDS_PER_OPERATION = 2e-6
 
@@ -30,7 +30,13 @@ KINDS = (
 
 @dataclass(frozen=True)
 class _Group:
-    """The chips of one replica group, and the devices of it on each: a box with its own links."""
+    """The box of chips that one replica group occupies.
+
+    Attributes:
+        dims: chips in each dimension.
+        wraps: whether each dimension closes to a ring.
+        devices_per_chip: devices of the group on each chip.
+    """
 
     dims: tuple[int, ...]
     wraps: tuple[bool, ...]
@@ -42,13 +48,13 @@ class _Group:
 
 
 def seconds(kind: str, num_bytes: int, participants: int, topology: Topology) -> float:
-    """How long one collective takes.
+    """Estimates how long one collective takes.
 
     Args:
         kind: one of KINDS.
-        num_bytes: what one device holds, its operand or its result, whichever is larger.
-        participants: devices of one replica group; groups work side by side, each in a box of
-            neighbouring chips.
+        num_bytes: bytes on one device, of its operand or its result, whichever is larger.
+        participants: devices in one replica group. All groups work at the same time, each in its own
+            box of neighbouring chips.
         topology: the slice.
 
     Returns:
@@ -70,15 +76,15 @@ def seconds(kind: str, num_bytes: int, participants: int, topology: Topology) ->
     group = _group(participants, topology)
     bandwidth = topology.chip.link_bandwidth
     if group.chips == 1 and (kind != "collective-permute" or topology.num_chips == 1):
-        # Through the memory that the devices of a chip share: nothing goes over a link. A permute
-        # has pairs, but most of them are of two chips.
+        # All participants are on one chip, so the data goes through its memory and over no link. Not
+        # for a permute: its group is a pair, and most pairs lie on two chips.
         return SECONDS_PER_OPERATION + num_bytes / topology.chip.hbm_bandwidth
     link_bytes, hops = _load(kind, num_bytes, group)
     return SECONDS_PER_OPERATION + link_bytes / bandwidth + hops * SECONDS_PER_HOP
 
 
 def describe(topology: Topology) -> str:
-    """The model and its figures, in plain sentences."""
+    """Explains the model and its figures for a slice, in sentences for the reader of a plan."""
     chip, dims = topology.chip, "x".join(str(n) for n in topology.dims)
     closed = [str(i) for i, wraps in enumerate(topology.wraps) if wraps]
     rings = f"dimensions {', '.join(closed)} close to rings" if closed else "no dimension closes"
@@ -103,7 +109,7 @@ def describe(topology: Topology) -> str:
 
 
 def _load(kind: str, num_bytes: int, group: _Group) -> tuple[float, int]:
-    """(bytes over the link that sets the pace, hops one after the other)."""
+    """Returns (bytes over the slowest link, hops in sequence)."""
     chips, dims = group.chips, list(zip(group.dims, group.wraps, strict=True))
     across = sum(_diameter(n, wraps) for n, wraps in dims)
     if kind in ("all-to-all", "ragged-all-to-all"):
@@ -114,44 +120,45 @@ def _load(kind: str, num_bytes: int, group: _Group) -> tuple[float, int]:
     links = sum(_fewest_links(n, wraps) for n, wraps in dims)
     if kind == "collective-broadcast":
         return num_bytes / links, across
-    # Every chip has to pass on all but its own part of the whole.
+    # Each chip must send everything except its own part: (chips - 1) / chips of the data.
     once = num_bytes * (chips - 1) / chips / links
     return (2 * once, 2 * across) if kind == "all-reduce" else (once, across)
 
 
 @functools.lru_cache(maxsize=256)
 def _group(participants: int, topology: Topology) -> _Group:
-    """The most compact box of chips that holds so many devices; a part of a ring is a line."""
+    """The most compact box of chips that holds `participants` devices; part of a ring is a line."""
     on_chip = min(topology.chip.devices_per_chip, participants)
     chips = math.ceil(participants / on_chip)
-    whole = topology.dims
-    sizes = [[n for n in range(1, size + 1) if size % n == 0] for size in whole]
+    sizes = [[n for n in range(1, size + 1) if size % n == 0] for size in topology.dims]
     boxes = [box for box in itertools.product(*sizes) if math.prod(box) >= chips]
     dims = min(boxes, key=lambda box: (math.prod(box), max(box), box))
     wraps = tuple(
-        wrap and part == size for wrap, part, size in zip(topology.wraps, dims, whole, strict=True)
+        wrap and part == size
+        for wrap, part, size in zip(topology.wraps, dims, topology.dims, strict=True)
     )
     return _Group(dims, wraps, on_chip)
 
 
 def _fewest_links(chips: int, wraps: bool) -> int:
-    """Links in a dimension that every chip has: two on a ring, one at the end of a line."""
+    """The fewest links that any chip has along a dimension: two on a ring, one at the end of a line."""
     if chips == 1:
         return 0
     return 2 if wraps and chips > 2 else 1
 
 
 def _diameter(chips: int, wraps: bool) -> int:
-    """Hops between the two chips of a dimension that are farthest apart."""
+    """Hops between the two chips that are farthest apart along a dimension."""
     return chips // 2 if wraps else chips - 1
 
 
 @functools.lru_cache(maxsize=256)
 def _busiest_link(chips: int, wraps: bool) -> float:
-    """What the busiest link of a dimension carries, one way, when every chip sends 1/chips to each.
+    """The load of the busiest link, one way, when every chip of a line or ring sends 1/chips to each.
 
-    In units of what a chip sends in all. The dimensions of a grid do not disturb each other: sorted
-    out one after the other, each dimension sees every chip send equal parts to all chips of its line.
+    The unit is what one chip sends in total. The dimensions of a grid are independent: data travels
+    along one dimension after the other, and along each of them every chip sends equal parts to all
+    chips of its line.
     """
     load: dict[tuple[int, int], float] = {}
     for source in range(chips):
@@ -161,7 +168,9 @@ def _busiest_link(chips: int, wraps: bool) -> float:
             if wraps:
                 ahead = distance % chips
                 ways = [w for w in (ahead, ahead - chips) if abs(w) == min(ahead, chips - ahead)]
-            for way in ways:  # two of them to the opposite chip of a ring: half goes each way
+            for (
+                way
+            ) in ways:  # to the opposite chip of a ring there are two ways; half goes each way
                 step = 1 if way > 0 else -1
                 for i in range(0, way, step):
                     link = ((source + i) % chips, step)

@@ -1,4 +1,4 @@
-"""Plans as one HTML page that can be mailed around: nothing is loaded from anywhere, and nothing runs in it."""
+"""Writes plans as one HTML page without scripts or external files, so that it can be sent by mail."""
 
 from collections.abc import Sequence
 from html import escape
@@ -12,18 +12,21 @@ from lingvo_moe.core.planner.figures import Plan
 _HOLDERS = 16
 _STACKED = (*figures.PHASES, "network")
 _METHOD = (
-    "Memory, operation counts and collectives come from the program as the compiler made it; what was live at the "
-    "peak is traced through its schedule. Times are estimates, not measurements: for each instruction the longest of "
-    "its arithmetic at the chip's peak, its traffic at the memory's bandwidth and the compiler's own count of cycles, "
-    "plus the collectives under the interconnect model that is stated with the plan; nothing overlaps."
+    "Memory, operation counts and collectives come from the compiled program; the buffers live at the peak are traced "
+    "through its schedule. Times are estimates, not measurements. Each instruction takes the longest of three: its "
+    "arithmetic at the chip's peak, its traffic at the memory's bandwidth, and the compiler's own count of cycles. "
+    "Collectives take what the interconnect model stated with the plan gives. Nothing overlaps."
 )
 
 
 def html_report(plans: Sequence[Plan]) -> str:
-    """The page: a comparison where there are several plans, then each plan.
+    """Returns the page: a comparison if there are several plans, then each plan.
 
     Args:
-        plans: dicts of docs/plan_json.md, at least one.
+        plans: at least one dict as described in docs/planning.md.
+
+    Raises:
+        ValueError: there is no plan.
     """
     if not plans:
         raise ValueError("html_report: there is no plan to show")
@@ -48,13 +51,13 @@ def _comparison(plans: Sequence[Plan]) -> str:
     budgets = figures.budgets(plans)
     notes = ["Figures in italics are estimated."]
     if budgets:
-        said = " or ".join(units.quantity(b) for b in budgets)
-        notes.append(f"Days, chip-days and device-years are for {said} tokens.")
+        budget = " or ".join(units.quantity(b) for b in budgets)
+        notes.append(f"Days, chip-days and device-years are for {budget} tokens.")
     for plan in plans:
         if figures.why_no_time(plan):
             notes.append(f"{_label(plan)}: {figures.why_no_time(plan)}.")
     parts = [
-        "<header><p class='kicker'>Compiled for machines that need not be there</p>",
+        "<header><p class='kicker'>Compiled without the machines at hand</p>",
         f"<h1>{len(plans)} plans side by side</h1></header>",
         f"<div class='compare'>{markup.table(heads, rows)}</div>",
         f"<p class='note'>{escape(' '.join(notes))}</p>",
@@ -153,7 +156,7 @@ def _memory(plan: Plan) -> str:
             )
             for k, held in kinds
         ]
-        caption = f"Against {units.size(hbm)} of HBM. {figures.said_by_compiler(plan)}"
+        caption = f"Against {units.size(hbm)} of HBM. {figures.compiler_figures(plan)}"
         parts.append(
             f"<figure>{markup.bar(pieces, hbm / scale, 'whole')}{markup.rows(rows)}"
             f"<figcaption>{escape(caption)}</figcaption></figure>"
@@ -201,9 +204,9 @@ def _time(plan: Plan) -> str:
         "<h2>Time of a step, estimated</h2>"
         f"<figure>{markup.rows(rows)}{markup.legend((k, k) for k in _STACKED)}</figure>"
         + markup.table(heads, table, ["in all", *total])
-        + "<p class='note'>Roofline: for each instruction the longer of arithmetic and memory. Compiler: the cycles "
-        "that the compiler itself counts, network left out. In all: for each instruction the longer of the two, "
-        "plus network.</p>"
+        + "<p class='note'>Roofline: for each instruction the longer of arithmetic and memory. Compiler: the "
+        "compiler's own count of cycles, without network. In all: for each instruction the longer of roofline and "
+        "compiler, plus network.</p>"
     )
 
 

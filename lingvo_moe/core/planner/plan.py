@@ -1,10 +1,13 @@
-"""Plan: what a compiled program needs and how long it should take, as plain data.
+"""Builds a plan: what a compiled program needs and how long it should take, as plain data.
 
-A plan is a dict that JSON can hold; docs/plan_json.md describes it field by field. Sizes and
-operations are one device's, times are seconds of one run of the program. What a compiler counted is
-exact; times are estimates: an instruction takes its roofline (the longer of its arithmetic at peak
-and its traffic at full memory bandwidth) or the cycles that the compiler counts for it, whichever is
-longer, and a collective what the interconnect model of network.py says. Nothing overlaps.
+A plan is a dict that JSON can hold; docs/planning.md describes its fields. Bytes and FLOPs are for one
+device; times are seconds for one run of the program. Bytes and FLOPs come from the compiled program.
+Times are estimates:
+
+* An instruction takes the longest of its arithmetic at peak FLOP/s, its traffic at full memory
+  bandwidth, and the cycles that the compiler counts for it.
+* A collective takes what the interconnect model of network.py gives.
+* Nothing overlaps.
 """
 
 import math
@@ -27,10 +30,10 @@ _DAY_SECONDS = 86400.0
 
 @dataclass(frozen=True)
 class Job:
-    """What is planned.
+    """The job to plan.
 
     Attributes:
-        model, override: as the trainer's flags.
+        model, override: the trainer's flags --model and --model_params_override.
         what: 'train' or 'decode'.
         batch: what one run of the program takes in and puts out, as BaseTask.BatchCounts names it; the last number
             counts units.
@@ -47,19 +50,33 @@ class Job:
 
 
 def parameters(state_specs: Any, mesh: Mesh) -> dict[str, int]:
-    """Counts and bytes of a state, or of weights alone, given as a NestedMap of VariableSpecs."""
+    """Returns the plan's `parameters`: number of weights, bytes of weights and slots.
+
+    Args:
+        state_specs: a NestedMap of VariableSpecs: a training state with `theta` and maybe `slots`, or
+            weights alone.
+        mesh: the mesh that the specs are sharded over.
+    """
     theta = state_specs.theta.Flatten() if "theta" in state_specs else state_specs.Flatten()
     slots = state_specs.slots.Flatten() if "slots" in state_specs else []
     return {
         "count": count_parameters(theta),
-        "bytes_total": sum(bytes_per_device(replace(s, split=_uncut(s)), mesh) for s in theta),
+        "bytes_total": sum(bytes_per_device(replace(s, split=_replicated(s)), mesh) for s in theta),
         "bytes": sum(bytes_per_device(spec, mesh) for spec in theta),
         "slot_bytes": sum(bytes_per_device(spec, mesh) for spec in slots),
     }
 
 
 def work(costs: Iterable[Cost], topology: Topology) -> list[dict[str, Any]]:
-    """Matmul FLOPs, memory traffic and seconds by part and phase, collectives left out; the slowest first."""
+    """Returns the plan's `work`: FLOPs, traffic and seconds by part and phase, without collectives.
+
+    Args:
+        costs: of every executed instruction.
+        topology: the slice, for its chip's peaks.
+
+    Returns:
+        One dict for each part and phase, the slowest first.
+    """
     chip = topology.chip
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for cost in costs:
@@ -91,7 +108,10 @@ _WORK = (
 
 
 def collectives(costs: Iterable[Cost], topology: Topology) -> list[dict[str, Any]]:
-    """Every kind of communication by layer and phase, the slowest first. `bytes` are those of one run of one."""
+    """Returns the plan's `collectives`: one dict for each kind, place, size and group, the slowest first.
+
+    `bytes` is the size of one execution, `seconds` the time of all `count` executions.
+    """
     counts: dict[tuple, int] = defaultdict(int)
     for cost in costs:
         if cost.collective is not None:
@@ -123,23 +143,30 @@ def time(
     work_rows: list[dict[str, Any]],
     collective_rows: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Seconds of one run, and what the budget costs; see the file's top for what is estimated how."""
+    """Returns the plan's `time`: seconds of one run, and what the budget costs.
+
+    Args:
+        job: the job to plan.
+        topology: the slice.
+        work_rows: what `work` returned.
+        collective_rows: what `collectives` returned.
+    """
     roofline = sum(row["roofline_seconds"] for row in work_rows)
     busy = sum(row["seconds"] for row in work_rows)
-    talking = sum(row["seconds"] for row in collective_rows)
+    network_seconds = sum(row["seconds"] for row in collective_rows)
     flops = sum(row["flops"] for row in work_rows)
-    again = sum(row["flops"] for row in work_rows if row["phase"] == "recompute")
-    step = busy + talking
+    recomputed = sum(row["flops"] for row in work_rows if row["phase"] == "recompute")
+    step = busy + network_seconds
     peak = step * topology.chip.peak_flops
     speed = list(job.batch.values())[-1] / step
     out: dict[str, Any] = {
         "step_seconds": step,
         "roofline_seconds": roofline,
         "work_seconds": busy,
-        "collective_seconds": talking,
+        "collective_seconds": network_seconds,
         "steps_per_second": 1 / step,
         f"{job.unit}_per_second": speed,
-        "utilization": (flops - again) / peak,
+        "utilization": (flops - recomputed) / peak,
         "hardware_utilization": flops / peak,
         f"budget_{job.unit}": job.budget,
     }
@@ -153,7 +180,7 @@ def time(
 
 
 def describe_topology(topology: Topology) -> dict[str, Any]:
-    """The machine's figures that a plan's estimates rest on."""
+    """Returns the plan's `topology`: the figures of the machine that its estimates use."""
     chip = topology.chip
     return {
         "name": topology.name,
@@ -171,11 +198,15 @@ def describe_topology(topology: Topology) -> dict[str, Any]:
 
 
 def check(plan: dict[str, Any]) -> None:
-    """Raises ValueError where numbers of a finished plan contradict each other or are not finite."""
+    """Checks a finished plan.
+
+    Raises:
+        ValueError: a number is negative or not finite, or a plan that fits needs more than its HBM.
+    """
     for path, value in _numbers(plan, "plan"):
         if not math.isfinite(value) or value < 0:
             raise ValueError(f"{path}={value}: not a quantity")
-    # The compiler tells its limit rounded.
+    # The compiler prints its limit rounded.
     if plan["memory"]["fits"] and plan["memory"]["peak"] > 1.001 * plan["memory"]["hbm"]:
         raise ValueError("a plan that fits has a peak over its memory")
 
@@ -191,5 +222,5 @@ def _numbers(value: Any, path: str) -> Iterable[tuple[str, float]]:
         yield path, value
 
 
-def _uncut(spec: VariableSpec) -> DimsMapping:
+def _replicated(spec: VariableSpec) -> DimsMapping:
     return (None,) * len(spec.shape)

@@ -1,4 +1,4 @@
-"""Plans as tables in a terminal."""
+"""Prints plans as tables in a terminal."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -27,7 +27,12 @@ _COMPARED_ACROSS = 150
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """Prints one plan (the dict of docs/plan_json.md): verdict, headline, memory, time, collectives, compiling."""
+    """Prints one plan: verdict, headline, memory, time, collectives, compile figures.
+
+    Args:
+        plan: a dict as described in docs/planning.md.
+        console: where to print; default: standard output.
+    """
     console = console or Console()
     console.print()
     console.print(Text(f"{figures.name(plan)} · {plan['what']} step", style="bold"), end="")
@@ -58,7 +63,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
 
 
 def print_comparison(plans: Sequence[Plan], console: Console | None = None) -> None:
-    """Prints several plans side by side; what is in italics is estimated."""
+    """Prints several plans side by side, estimated figures in italics."""
     console = console or Console()
     if console.width >= _COMPARED_ACROSS:
         console.print(_across(plans))
@@ -70,7 +75,7 @@ def print_comparison(plans: Sequence[Plan], console: Console | None = None) -> N
     if budgets:
         budget = " or ".join(units.quantity(b) for b in budgets)
         console.print(f"Days, chip-days and device-years are for {budget} tokens.", style="dim")
-    console.print("What is in italics is estimated.", style="dim")
+    console.print("Figures in italics are estimated.", style="dim")
     for plan in plans:
         reason = figures.why_no_time(plan)
         if reason:
@@ -79,7 +84,7 @@ def print_comparison(plans: Sequence[Plan], console: Console | None = None) -> N
 
 
 def _across(plans: Sequence[Plan]) -> Table:
-    """A row for each plan."""
+    """A table with one row for each plan."""
     table = _table()
     for i, (heading, estimated) in enumerate(figures.COMPARED):
         style = "bold italic" if estimated else "bold"
@@ -91,7 +96,7 @@ def _across(plans: Sequence[Plan]) -> Table:
 
 
 def _down(plans: Sequence[Plan]) -> Table:
-    """A column for each plan, for terminals that are too narrow for rows."""
+    """A table with one column for each plan, for narrow terminals."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     rows = figures.compared(plans)
     for i, (heading, estimated) in enumerate(figures.COMPARED):
@@ -126,7 +131,7 @@ def _memory(plan: Plan) -> Group:
             bar(needed / hbm, _BAR),
         )
     parts = [table] if table.row_count else []
-    return Group(*parts, Text(figures.said_by_compiler(plan), style="dim"))
+    return Group(*parts, Text(figures.compiler_figures(plan), style="dim"))
 
 
 def _holders(plan: Plan) -> Table:
@@ -203,7 +208,10 @@ def _collectives(plan: Plan, width: int) -> Group:
 
 
 def bar(fraction: float, width: int) -> str:
-    """A bar of `width` characters for 1.0, to an eighth of a character; longer ones end in '▶'."""
+    """Draws a bar, `width` characters long for 1.0, to an eighth of a character.
+
+    A fraction above 1 is drawn as a full bar that ends in '▶'.
+    """
     if fraction > 1:
         return "█" * (width - 1) + "▶"
     eighths = round(max(fraction, 0) * width * 8)

@@ -1,4 +1,4 @@
-"""The slices of a generation that a model may be tried on, smallest first."""
+"""Lists the slices of a TPU generation, smallest first, so that a model can be tried on each."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,12 @@ from lingvo_moe.core.suggest import did_you_mean
 
 
 def slices(generation: str) -> Iterator[str]:
-    """Topology names from 2x2 chips up, each twice the one before, as square as they can be.
+    """Yields topology names from 2x2 chips up; each has twice the chips of the one before.
+
+    Shapes are as close to square (or to a cube) as the generation allows.
+
+    Args:
+        generation: a key of `CHIPS`, e.g. 'v3'.
 
     Raises:
         PlanError: no such generation.
@@ -25,6 +30,6 @@ def slices(generation: str) -> Iterator[str]:
         free = [i for i, size in enumerate(dims) if 2 * size <= most[i]]
         if not free:
             return
-        # The last of the smallest: 2x2x2, 2x2x4, 2x4x4, 4x4x4.
+        # Doubles the smallest dimension, the last one of equals: 2x2x2, 2x2x4, 2x4x4, 4x4x4.
         grown = min(free, key=lambda i: (dims[i], -i))
         dims[grown] *= 2

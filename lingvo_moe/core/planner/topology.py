@@ -1,9 +1,9 @@
-"""TPU slices by name: chips, devices, links, and what each can do, from public data sheets.
+"""TPU slices by name: their chips, devices and links, with figures from public data sheets.
 
-A name is a generation and the chips in each dimension, e.g. 'v3:32x32'. Figures are those of the
-Google Cloud documents "TPU v3", "TPU v4", "TPU v5e", "TPU v5p" and "TPU v6e" (key specifications),
-except the memory that a program may use: that is the limit that the TPU compiler (libtpu 0.0.42)
-names when it refuses a program, a little below what the chip has.
+A name is a generation and the number of chips in each dimension, e.g. 'v3:32x32'. Figures are from
+the Google Cloud documents "TPU v3", "TPU v4", "TPU v5e", "TPU v5p" and "TPU v6e" (key
+specifications), except the memory that a program may use: that is the limit that the TPU compiler
+(libtpu 0.0.42) prints when it refuses a program, a little below the chip's memory.
 """
 
 import math
@@ -18,19 +18,20 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Chip:
-    """What one chip of a generation has; "per device" is per thing that JAX calls a device.
+    """The figures of one chip of a generation. A device is what JAX calls a device.
 
     Attributes:
         generation: e.g. 'v3'.
-        devices_per_chip: a v3 chip's two cores are two devices; a v4 or v5p chip's work as one.
-        hbm_bytes: memory per device that a program may use, its arguments and code included.
-        peak_flops: per device, bfloat16 multiply-adds counted as two, in 1/s.
-        hbm_bandwidth: per device, in bytes/s.
-        link_bandwidth: of one link between chips in one direction, in bytes/s.
-        links: per chip, each to one neighbour and both ways: two a dimension of the torus.
-        clock_hz: turns the compiler's cycles into seconds.
-        max_dims: the largest slice, in chips; 3-D slices may have another shape of as many.
-        source: where the figures are from.
+        devices_per_chip: 2 for v3, whose two cores are two devices; 1 for the others.
+        hbm_bytes: memory per device that a program may use, including its arguments and code.
+        peak_flops: bfloat16 FLOP/s per device; a multiply-add counts as two.
+        hbm_bandwidth: bytes/s per device.
+        link_bandwidth: bytes/s of one link between chips, in one direction.
+        links: links per chip, two for each dimension of the torus; each carries both directions.
+        clock_hz: clock rate, which turns the compiler's cycles into seconds.
+        max_dims: chips in each dimension of the largest slice; a 3-D slice may have another shape
+            with the same number of chips.
+        source: where the figures come from.
     """
 
     generation: str
@@ -134,10 +135,10 @@ class Topology:
 
     @classmethod
     def parse(cls, name: str) -> "Topology":
-        """From a name such as 'v3:32x32' or 'v4:4x4x8'.
+        """Makes a topology from a name such as 'v3:32x32' or 'v4:4x4x8'.
 
         Raises:
-            PlanError: no such generation, dimensions that do not read, or that it cannot have.
+            PlanError: no such generation, unreadable dimensions, or a slice that does not exist.
         """
         generation, colon, text = name.strip().lower().partition(":")
         if generation not in CHIPS:
@@ -157,26 +158,26 @@ class Topology:
 
     @property
     def generation(self) -> str:
-        """Of its chips."""
+        """The generation of its chips, e.g. 'v3'."""
         return self.chip.generation
 
     @property
     def num_chips(self) -> int:
-        """All of them."""
+        """The number of chips."""
         return math.prod(self.dims)
 
     @property
     def num_devices(self) -> int:
-        """As JAX counts them."""
+        """The number of devices as JAX counts them."""
         return self.num_chips * self.chip.devices_per_chip
 
     @property
     def wraps(self) -> tuple[bool, ...]:
-        """Whether the last chip of each dimension has a link to the first.
+        """For each dimension, whether its last chip has a link to its first, so that it is a ring.
 
-        With two chips a dimension there is one link between them, so nothing to close. v3: the
-        documents call every slice a torus. v4, v5p: slices of whole 4x4x4 cubes. v5e, v6e: only the
-        dimensions that span the pod, 16.
+        v3: every dimension with more than two chips, since the documents call every slice a torus
+        (two chips have only one link between them). v4, v5p: slices made of complete 4x4x4 cubes.
+        v5e, v6e: only a dimension that spans the pod, 16 chips.
         """
         if len(self.chip.max_dims) == 3:
             cubes = len(self.dims) == 3 and all(n % 4 == 0 for n in self.dims)
@@ -197,7 +198,7 @@ def _check_dims(name: str, chip: Chip, dims: tuple[int, ...], example: str) -> N
             f"topology {name!r}: {chip.generation} slices have {count} dimensions, not {len(dims)}; "
             f"the largest is {example}"
         )
-    # Three dimensions are wired from cubes of 4x4x4, by switches, so only their number is limited.
+    # 3-D slices are cubes of 4x4x4 chips joined by switches, so only the number of chips is limited.
     too_large = math.prod(dims) > math.prod(most) if count == 3 else max(dims) > max(most)
     if too_large:
         raise PlanError(f"topology {name!r}: the largest slice of {chip.generation} is {example}")

@@ -1,15 +1,15 @@
-"""Bytes that an instruction moves to and from the device's main memory (HBM).
+"""Counts the bytes that an instruction moves to and from the device's main memory (HBM).
 
-An executed instruction reads its operands and writes its result, tiles' padding included; what lies
-in on-chip memory moves nothing. A part of an array that is sliced, gathered or updated in place
-counts as what is touched of it, inside of fusions too.
+An executed instruction reads its operands and writes its result, including the padding of tiles.
+Arrays in on-chip memory cost nothing. Slices, gathers and updates in place count only the elements
+that they touch, also inside fusions.
 """
 
 import math
 
 from lingvo_moe.core.hlo.module import Array, Computation, Instruction, Module
 
-# They name, group or pass on memory; what they run, or what they start, is counted by itself.
+# Opcodes that only name, group or forward memory. Computations that they call are counted separately.
 FREE = frozenset(
     [
         *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "add-dependency"),
@@ -22,7 +22,13 @@ _NO_TRAFFIC_TARGETS = ("AllocateBuffer", "AssumeGatherIndicesInBound")
 
 
 def hbm_bytes(module: Module, inside: Computation, instruction: Instruction) -> int:
-    """Bytes of one execution of `instruction` of `inside`: reads and writes together."""
+    """Bytes that one execution reads and writes.
+
+    Args:
+        module: the program.
+        inside: the computation that contains `instruction`.
+        instruction: any instruction of it.
+    """
     opcode = instruction.opcode
     if opcode in FREE or opcode.endswith("-done"):
         return 0
@@ -32,10 +38,10 @@ def hbm_bytes(module: Module, inside: Computation, instruction: Instruction) -> 
     read = 0.0
     for operand in dict.fromkeys(instruction.operands):
         arrays = inside.by_name[operand].arrays
-        whole = float(sum(map(_hbm, arrays)))
-        if whole and len(arrays) == 1:
-            whole *= _share(_touched(module, instruction, operand), arrays[0])
-        read += whole
+        size = float(sum(map(_hbm, arrays)))
+        if size and len(arrays) == 1:
+            size *= _fraction(_touched(module, instruction, operand), arrays[0])
+        read += size
     written = _results(module, instruction, operands)
     return round(read + written)
 
@@ -44,7 +50,7 @@ def _hbm(array: Array) -> int:
     return array.padded_bytes if array.memory_space == 0 else 0
 
 
-def _share(elements: int, array: Array) -> float:
+def _fraction(elements: int, array: Array) -> float:
     return min(1.0, elements / max(1, math.prod(array.dims)))
 
 
@@ -53,7 +59,7 @@ def _size(instruction: Instruction) -> int:
 
 
 def _touched(module: Module, user: Instruction, operand: str) -> int:
-    """How many elements of `operand` its user reads."""
+    """How many elements of `operand` the instruction `user` reads."""
     places = [i for i, name in enumerate(user.operands) if name == operand]
     everything = 1 << 62
     if user.opcode == "fusion":
@@ -66,7 +72,7 @@ def _touched(module: Module, user: Instruction, operand: str) -> int:
     if user.opcode == "dynamic-update-slice":
         return 0
     if user.opcode == "scatter":
-        return 0  # Its result counts reading and writing of what is updated.
+        return 0  # `_results` counts both the read and the write of the updated elements.
     return everything
 
 
@@ -83,11 +89,13 @@ def _read(module: Module, inside: Computation, name: str) -> int:
 
 def _results(module: Module, instruction: Instruction, operands: list[Instruction]) -> float:
     arrays = instruction.arrays
-    if instruction.opcode.endswith("-start"):  # Its result holds its operands first.
+    if instruction.opcode.endswith(
+        "-start"
+    ):  # Its result is a tuple that begins with its operands.
         taken = tuple(array for operand in operands for array in operand.arrays)
         arrays = arrays[len(taken) :] if arrays[: len(taken)] == taken else arrays
     if instruction.opcode == "dynamic-update-slice":
-        return _hbm(arrays[0]) * _share(_size(operands[1]), arrays[0])
+        return _hbm(arrays[0]) * _fraction(_size(operands[1]), arrays[0])
     if instruction.opcode == "scatter":
         return _scattered(arrays, len(operands), operands[-1])
     if instruction.opcode != "fusion":
@@ -96,13 +104,13 @@ def _results(module: Module, instruction: Instruction, operands: list[Instructio
     if len(written) != len(arrays):
         return sum(map(_hbm, arrays))
     return sum(
-        _hbm(array) * _share(elements, array)
+        _hbm(array) * _fraction(elements, array)
         for array, elements in zip(arrays, written, strict=True)
     )
 
 
 def _scattered(arrays: tuple[Array, ...], num_operands: int, updates: Instruction) -> float:
-    return sum(_hbm(array) * _share(2 * _size(updates), array) for array in arrays)
+    return sum(_hbm(array) * _fraction(2 * _size(updates), array) for array in arrays)
 
 
 def _fusion_results(module: Module, called: Computation) -> list[int]:

@@ -1,4 +1,4 @@
-"""Sharding annotations, as the paper's section 3.2 and appendix A.3 have them, over named meshes.
+"""Sharding annotations over named meshes (GShard paper, section 3.2 and appendix A.3).
 
 `from lingvo_moe.core import sharding`, then `sharding.split(...)`. Importing the package does not
 import TensorFlow; the functions that annotate tensors do.
@@ -23,7 +23,7 @@ from lingvo_moe.core.sharding.mesh import (
 )
 from lingvo_moe.core.sharding.redistribution_plan import plan_redistribution
 
-# What needs TensorFlow, by the module that it stands in.
+# Functions that need TensorFlow, and their modules.
 _LAZY = {
     "mesh_split": "annotate",
     "redistribute": "redistribution",

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks, randomness
+from lingvo_moe.core import checks, kernels
 from lingvo_moe.core.base_input import BaseInput
 from lingvo_moe.core.base_task import TaskError, updates_of
 from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.kernels import xla
 from lingvo_moe.core.layers import attention, embedding, feed_forward, masks, softmax, transformer
 from lingvo_moe.core.moe import layer as moe_layer
 from lingvo_moe.core.moe.routers.registry import ROUTERS
@@ -28,11 +29,6 @@ class MtModel(MtTask):
     the training loss and float32 metrics. Where a router needs them (`Needs`), both sides also have
     `task_ids`, the number of each token's source language.
     """
-
-    # Of the tensors in the parts of a cache, see attention.py; T is 1.
-    CACHE_LETTERS = {"decoder": "LBJNK", "memory": "BSNK", "cross_mask": "BTS", "task_ids": "B"}
-    # Where TensorFlow's own kernels run; X is J K.
-    CACHE_LETTERS_OP_BY_OP = {**CACHE_LETTERS, "decoder": "NBLX", "memory": "NBSK"}
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -119,11 +115,6 @@ class MtModel(MtTask):
         self.CreateChild(
             "position", embedding.PositionalEmbedding.Params().Set(model_dim=p.model_dim)
         )
-        if attention.kv_letter(p) == "A":
-            heads = str.maketrans("N", "A")  # which a split of N does not cut
-            for name in ("CACHE_LETTERS", "CACHE_LETTERS_OP_BY_OP"):
-                letters = getattr(self, name).items()
-                setattr(self, name, {part: each.translate(heads) for part, each in letters})
         self.CreateChild("encoder", self._stack(p.num_encoder_layers, decoder=False))
         self.CreateChild("decoder", self._stack(p.num_decoder_layers, decoder=True))
         self.CreateChild(
@@ -283,7 +274,7 @@ class MtModel(MtTask):
         """
         y, _, _ = self._Decoded(theta, batch, None)
         logits = self.softmax.FProp(theta.target_embedding, y)[..., :vocab_size]
-        nll = softmax.smoothed_cross_entropy(logits, batch.tgt.labels, 0.0)
+        nll = xla.smoothed_cross_entropy(logits, batch.tgt.labels, 0.0)
         return tf.where(batch.tgt.segment_ids > 0, -nll, 0.0)
 
     def _Decoded(
@@ -326,7 +317,7 @@ class MtModel(MtTask):
         """Token plus position embeddings [B,T,M], dropped out."""
         x = self.children[table].FProp(theta[table], self.Shard(row.ids, "BT"))
         x += self.position.FProp(theta.position, self.Shard(row.segment_pos, "BT"))
-        return self.Shard(randomness.dropout(x, self.p.dropout, seed), "BTM")
+        return self.Shard(kernels.dropout(x, self.p.dropout, seed), "BTM")
 
     def _encode(
         self, theta: NestedMap, src: NestedMap, seed: tf.Tensor | None
@@ -346,10 +337,6 @@ class MtModel(MtTask):
 
     # --- decoding
 
-    def ForInference(self, theta: NestedMap) -> NestedMap:
-        """See BaseLayer; the softmax has the table that it shares in an order of its own."""
-        return super().ForInference(NestedMap(theta, softmax=theta.target_embedding))
-
     def Encode(self, theta: NestedMap, src: NestedMap) -> NestedMap:
         """The encoder's output for unpacked rows: NestedMap(memory [B,S,M], segment_ids int32
         [B,S]); and task_ids int32 [B], where the decoder needs them."""
@@ -358,17 +345,6 @@ class MtModel(MtTask):
         if "task_ids" in self.Needs(self.p, decoder=True):
             encoded.task_ids = src.task_ids[:, 0]  # a row holds one sentence
         return encoded
-
-    def OfTokens(self, theta: NestedMap, ids: tf.Tensor) -> NestedMap:
-        """The weights with which ExtendStep gives the logits of some target tokens alone: [B,J,U].
-
-        Args:
-            theta: the weights, as ForInference arranges them or not.
-            ids: int32 [U], U unknown when traced and a multiple of 64.
-        """
-        table = NestedMap(table=tf.gather(theta.target_embedding.table, ids))
-        arranged = self.softmax.ForInference(table) if "softmax" in theta else table
-        return NestedMap(theta, softmax=arranged)
 
     def InitCache(
         self, theta: NestedMap, encoded: NestedMap, beam_size: int, max_length: int
@@ -385,6 +361,16 @@ class MtModel(MtTask):
             decoder=self.decoder.InitCache(batch, max_length, beam_size),
             memory=self.decoder.PrecomputeMemory(theta.decoder, encoded.memory),
             cross_mask=masks.segment_mask(first, encoded.segment_ids),
+        )
+
+    def CacheLetters(self) -> NestedMap:
+        """The letters of InitCache's tensors, in its structure (see attention.py; T is 1)."""
+        tasks = {"task_ids": "B"} if "task_ids" in self.Needs(self.p, decoder=True) else {}
+        return NestedMap(
+            **tasks,
+            decoder=self.decoder.CacheLetters(),
+            memory=self.decoder.MemoryLetters(),
+            cross_mask="BTS",
         )
 
     def ExtendStep(
@@ -414,7 +400,7 @@ class MtModel(MtTask):
         y, decoder = self.decoder.ExtendStep(
             theta.decoder, x, cache.decoder, time, aux, cache.memory
         )
-        logits = self.softmax.FProp(theta.get("softmax") or theta.target_embedding, y)
+        logits = self.softmax.FProp(theta.target_embedding, y)
         return logits, NestedMap(cache, decoder=decoder)
 
     # --- specs

@@ -63,21 +63,3 @@ def test_sharded_with_dropout():
 
     args = [init(layer), normal(0, 8, 2, 4), make_seed(1, 1)]
     assert_sharded_equal(fn, args, [None, ("expert", None, None), None])
-
-
-class Squared(FeedForward):
-    def FProp(self, theta, x, paddings, seed=None, context=None):
-        y, extras = super().FProp(theta, x, paddings)
-        return y + tf.einsum("BTM,MH,HM->BTM", x, theta.wi, theta.wo), extras
-
-
-def test_a_subclass_with_a_way_of_its_own_has_its_weights_as_they_are():
-    """Arranged weights are for the FProp that knows them."""
-    x, zeros = normal(0, 2, 3, 4), tf.zeros([2, 3])
-    for kind, panels in ((FeedForward, True), (Squared, False)):
-        layer = kind.Params().Set(name="ffn", model_dim=4, hidden_dim=6).Instantiate()
-        theta = init(layer)
-        arranged = layer.ForInference(theta)
-        assert ("panels" in arranged) == panels
-        want, got = (single(layer.FProp, t, x, zeros)[0] for t in (theta, arranged))
-        np.testing.assert_allclose(got, want, atol=1e-5)

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 from layer_testing import assert_close, init, normal, single, value_and_grads, wave
 
-from lingvo_moe.core import randomness
+from lingvo_moe.core import kernels, randomness
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.engine.lowering import lower
 from lingvo_moe.core.engine.specs import TensorSpec
@@ -43,7 +43,7 @@ class Body(BaseLayer):
         h = tf.einsum("BTM,EMN->BTEN", x, self.Cast(theta.w))
         h = tf.reduce_sum(h, axis=2) * (1 / self.p.experts)
         h = tf.tanh(h + tf.cast(shared.memory, h.dtype)) * tf.cast(shared.factor, h.dtype)
-        y = randomness.dropout(h, self.p.rate, seed)
+        y = kernels.dropout(h, self.p.rate, seed)
         extras = NestedMap(aux=tf.reduce_sum(tf.cast(h * h, tf.float32)))
         if seed is not None:
             extras.draw = randomness.uniform(seed, [1000])

@@ -9,11 +9,12 @@ import pytest
 import tensorflow as tf
 from layer_testing import SPLITS, assert_close, init, normal, single, value_and_grads, wave
 
+from lingvo_moe.core import kernels
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.engine.testing import run_sharded
+from lingvo_moe.core.kernels import tensorflow, xla
 from lingvo_moe.core.layers.attention import MultiHeadAttention
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.op_by_op import running_op_by_op
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import Mesh
 
@@ -47,9 +48,9 @@ def test_as_many_as_heads_is_plain_attention_to_the_bit():
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("op_by_op", [False, True], ids=["einsums", "op_by_op"])
+@pytest.mark.parametrize("own", [xla, tensorflow], ids=["xla", "tensorflow"])
 @pytest.mark.parametrize("kv_heads, cross", [(1, False), (2, True)])
-def test_values_and_gradients_are_those_of_repeated_keys_and_values(kv_heads, cross, op_by_op):
+def test_values_and_gradients_are_those_of_repeated_keys_and_values(kv_heads, cross, own):
     few = _layer(kv_heads, atten_dropout_prob=0.2)
     plain = _layer(0, atten_dropout_prob=0.2)
     theta = init(few)
@@ -63,14 +64,14 @@ def test_values_and_gradients_are_those_of_repeated_keys_and_values(kv_heads, cr
 
     x = normal(0, 2, 5, M)
     want = single(value_and_grads, lambda t, x: run(plain, _repeated(t), x), theta, x)
-    with running_op_by_op(op_by_op):
+    with kernels.using(own):
         got = single(value_and_grads, lambda t, x: run(few, t, x), theta, x)
     assert_close(got, want)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_steps_of_a_beam_over_a_smaller_cache(kv_heads):
-    """Two hypotheses, at step 2 both going on from the first one's past; op by op from arranged weights."""
+    """Two hypotheses, at step 2 both going on from the first one's past."""
     few, plain = _layer(kv_heads), _layer(0)
     theta = init(few)
     whole = _repeated(theta)
@@ -80,39 +81,25 @@ def test_steps_of_a_beam_over_a_smaller_cache(kv_heads):
     masks[2] = masks[1][[0, 0]] + np.eye(2, 6, 4)
     caches = [few.InitCache(3, 3, 2), plain.InitCache(3, 3, 2)]
     assert caches[0].k.shape == (3, 3, 2, kv_heads, K)
-    with running_op_by_op():
-        arranged, fast = few.ForInference(theta), few.InitCache(3, 3, 2)
-    assert fast.k.shape == (kv_heads, 3, 3, 2 * K)
     past = []
     for t in range(3):
         x, mask = normal(t, 3, 2, M), tf.constant(np.stack([masks[t]] * 3))
         past.append(x[:, :1])
         want, caches[1] = single(plain.ExtendStep, whole, x, caches[1], tf.constant(t), mask)
         got, caches[0] = single(few.ExtendStep, theta, x, caches[0], tf.constant(t), mask)
-        with running_op_by_op():
-            also, fast = single(few.ExtendStep, arranged, x, fast, tf.constant(t), mask)
         np.testing.assert_allclose(got, want, atol=1e-5)
-        np.testing.assert_allclose(also, want, atol=1e-5)
         prefix = tf.concat(past, 1)
         all_of_it = single(few.FProp, theta, prefix, prefix, tf.ones([3, 1, t + 1], tf.bool))
         np.testing.assert_allclose(got[:, 0], all_of_it[:, -1], atol=1e-5)
 
 
-def test_memory_op_by_op_too():
+def test_memory_of_shared_heads():
     layer = _layer(2)
     theta, x, memory, mask = init(layer), normal(0, 2, 3, M), normal(1, 2, 5, M), _mask(2, 1, 5)
     want = single(layer.FProp, theta, x, memory, mask)
     kv = single(layer.PrecomputeMemory, theta, memory)
     assert kv.k.shape == (2, 5, 2, K)
     np.testing.assert_allclose(single(layer.AttendMemory, theta, x, kv, mask), want, atol=1e-5)
-    with running_op_by_op():
-        arranged = layer.ForInference(theta, cross=True)
-        kv = single(layer.PrecomputeMemory, arranged, memory)
-        assert kv.k.shape == (2, 2, 5, K)
-        got = single(layer.AttendMemory, arranged, x, kv, mask)
-        alone = single(layer.FProp, arranged, x, memory, mask)
-    np.testing.assert_allclose(got, want, atol=1e-5)
-    np.testing.assert_allclose(alone, want, atol=1e-5)
 
 
 def _sent(layer):

@@ -7,8 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_testing import SPLITS, assert_sharded_equal, init, normal, single
 
-from lingvo_moe.core.layers.softmax import Softmax, smoothed_cross_entropy
+from lingvo_moe.core.kernels.xla import smoothed_cross_entropy
+from lingvo_moe.core.layers.softmax import Softmax
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.sharding import single_device, use_mesh
 
 
 def _layer(**kwargs):
@@ -34,12 +36,16 @@ def test_smoothed_cross_entropy_and_its_gradient(seed, smoothing, scale):
     np.testing.assert_allclose(grads[0], grads[1], atol=1e-5)
 
 
-def test_weights_mask_both_results():
+def test_weights_mask_all_results():
     layer = _layer(label_smoothing=0.1)
-    logits = tf.constant([[[0, 3.0, 0, 0, 0, 0, 0]] * 3])
-    xent, correct = layer.XentLoss(logits, tf.constant([[1, 2, 1]]), tf.constant([[1, 1, 0.0]]))
+    theta = NestedMap(table=tf.constant([[0.0] * 4, [3.0, 0, 0, 0], *[[0.0] * 4] * 5]))
+    x = tf.constant([[[1.0, 0, 0, 0]] * 3])
+    labels, weights = tf.constant([[1, 2, 1]]), tf.constant([[1, 1, 0.0]])
+    with use_mesh(single_device()):
+        xent, nll, correct = layer.Losses(theta, x, labels, weights)
     np.testing.assert_array_equal(correct, [[1, 0, 0]])
     log_p = np.log(np.exp([3.0, 0.0]) / (np.exp(3) + 6))
+    np.testing.assert_allclose(nll, [[-log_p[0], -log_p[1], 0]], rtol=1e-5)
     uniform = -0.1 / 7 * (log_p[0] + 6 * log_p[1])
     np.testing.assert_allclose(
         xent, [[-0.9 * log_p[0] + uniform, -0.9 * log_p[1] + uniform, 0]], rtol=1e-5
@@ -68,7 +74,7 @@ def test_sharded():
     layer = _layer(label_smoothing=0.1)
 
     def fn(theta, x, labels, weights):
-        xent, correct = layer.XentLoss(layer.FProp(theta, x), labels, weights)
+        xent, _, correct = layer.Losses(theta, x, labels, weights)
         return tf.reduce_sum(xent), [xent, correct]
 
     labels = tf.constant(np.random.RandomState(0).randint(0, 7, [8, 2]).astype("int32"))

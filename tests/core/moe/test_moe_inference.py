@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import BaseLayer
+from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.layers.transformer import TransformerLayer
 from lingvo_moe.core.moe.dispatch_dropless import DroplessDispatcher
 from lingvo_moe.core.moe.experts import Experts
@@ -16,7 +18,6 @@ from lingvo_moe.core.moe.routers.base import LearnedRouter
 from lingvo_moe.core.moe.routers.top2 import Top2Router
 from lingvo_moe.core.moe.routers.top_k import TopKRouter
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.op_by_op import running_op_by_op
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import single_device, use_mesh
 
@@ -147,7 +148,7 @@ def test_gates_are_the_same_to_the_bit_for_any_number_of_tokens(k):
     """By TensorFlow's own kernels, which compute most functions 16 numbers at a time and the rest otherwise."""
     router = TopKRouter.Params().Set(name="r", model_dim=M, num_experts=5, k=k).Instantiate()
     logits = 3 * _tokens(1, 40, 5)
-    with running_op_by_op():
+    with kernels.using(tensorflow):
         together = router.Route(logits, tf.zeros([1, 40]), None).gate.numpy()
         for n in range(1, 40):
             some = router.Route(logits[:, :n], tf.zeros([1, n]), None).gate.numpy()
@@ -183,31 +184,6 @@ def test_experts_of_one_s_own_on_slots_and_rows():
             results.append(layer.FProp(theta, _tokens(B, T, M), tf.zeros([B, T]))[0])
     np.testing.assert_allclose(*results, atol=1e-6)
     assert np.abs(results[0]).max() > 0.01
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {},
-        {"inference_dispatcher": "index"},
-        {"inference_dispatcher": "masked"},
-        {"experts": GatedExperts.Params()},
-        {"experts": SlotExperts.Params()},
-    ],
-    ids=["rows", "index", "masked", "experts of one's own", "experts on slots alone"],
-)
-def test_weights_arranged_for_inference_give_what_the_weights_give(change):
-    """Whatever reads them: panels where the experts know them, else as they are."""
-    layer = _params(TopKRouter.Params().Set(k=2)).Set(**change).Instantiate()
-    x, paddings = _tokens(B, T, M), tf.zeros([B, T])
-    with use_mesh(single_device()), running_op_by_op():
-        theta = layer.InitTheta(make_seed(1, 0))
-        want, _ = layer.FProp(theta, x, paddings)
-        got, _ = layer.FProp(layer.ForInference(theta), x, paddings)
-    np.testing.assert_allclose(got, want, atol=1e-6)
-    assert np.abs(want).max() > 0.01
-    experts = layer.ForInference(theta).get("experts") or {}
-    assert ("panels" in experts) == (not change)
 
 
 def test_dispatchers_that_cannot_serve_are_refused():

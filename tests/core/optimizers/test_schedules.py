@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_moe.core.optimizers.schedules import Constant, ConstantThenSqrtDecay, SqrtDecay
+from lingvo_moe.core.hyperparams import ParamError
+from lingvo_moe.core.optimizers.schedules import (
+    Constant,
+    ConstantThenSqrtDecay,
+    SqrtDecay,
+    WarmupThenCosine,
+)
 
 
 def _values(params, steps) -> np.ndarray:
@@ -37,7 +43,15 @@ def test_constant_then_sqrt_decay():
     )
 
 
-@pytest.mark.parametrize("cls", [Constant, SqrtDecay, ConstantThenSqrtDecay])
+def test_warmup_then_cosine():
+    params = WarmupThenCosine.Params().Set(value=0.4, warmup_steps=10, total_steps=30)
+    values = _values(params, [0, 4, 10, 20, 30, 10**6])
+    np.testing.assert_allclose(values, [0.04, 0.2, 0.4, 0.2, 0, 0], rtol=1e-6, atol=1e-7)
+    with pytest.raises(ParamError, match="total_steps=10: must be more than warmup_steps=10"):
+        params.Set(total_steps=10).Instantiate()
+
+
+@pytest.mark.parametrize("cls", [Constant, SqrtDecay, ConstantThenSqrtDecay, WarmupThenCosine])
 def test_steps_may_be_traced(cls):
     schedule = cls.Params().Instantiate()
     traced = tf.function(schedule.Value)

@@ -96,7 +96,7 @@ def _misfits(plan):
         (_replicates, "experts, forward: 8e+09 FLOPs a device, were 1e+09"),
         (_swells, "most of it in encoder.moe, experts: +3,000 bytes"),
         (_loses_its_cut, "parameters.bytes is 40, was 5"),
-        (_misfits, "the program does not fit, unlike before"),
+        (_misfits, "the program does not fit; the recorded one does"),
     ],
 )
 def test_a_difference_names_the_layer(change, told):

@@ -136,7 +136,7 @@ def test_the_backward_pass_begins_with_the_first_loop_that_holds_gradients():
     traced = _trace(_LOOP.replace("NAME", "call_tf/gradient_tape/m/x"))
     assert 0 < traced.backward < traced.length
     row = traced.buffers[traced.buffer_of["r.2"][0]]
-    assert row.start > traced.backward and row.values[0].made.in_backward_loop
+    assert row.start > traced.backward and row.values[0].producer.in_backward_loop
 
 
 def test_an_operand_stays_until_its_copy_is_done():

@@ -179,10 +179,10 @@ def test_a_refused_program_has_the_compilers_figures_and_holders():
 
 
 def _held(**changes) -> Held:
-    argument = {"weights": 4 * _GIB, "slots": 2 * _GIB, "gradients": 3 * _GIB, "weight_copies": 0}
+    by_kind = {"weights": 4 * _GIB, "slots": 2 * _GIB, "gradients": 3 * _GIB, "weight_copies": 0}
     return Held(
         **(
-            {"argument": argument, "whole": 2 * _GIB, "divisible": 4 * _GIB, "scaling": 6 * _GIB}
+            {"by_kind": by_kind, "replicated": 2 * _GIB, "divisible": 4 * _GIB, "scaling": 6 * _GIB}
             | changes
         )
     )
@@ -195,8 +195,9 @@ def test_advice_is_computed_and_says_whether_it_is_enough():
     (twice,) = [line for line in lines if "Twice the devices" in line]
     # 4 of 6 GiB are cut, and half as much again in gradients comes with them.
     assert "3.00 GiB less" in twice
-    (whole,) = [line for line in lines if "holds whole" in line]
-    assert "1.50 GiB less" in whole and "not enough: 512.0 MiB would still be missing" in whole
+    (sharding,) = [line for line in lines if "Sharding the replicated weights" in line]
+    assert "1.50 GiB less" in sharding
+    assert "not enough: 512.0 MiB would still be missing" in sharding
     (tokens,) = [line for line in lines if "tokens" in line]
     assert tokens.startswith("66% of the tokens")
 

@@ -108,14 +108,12 @@ def _batch(rng, tasks=(2, 0)):
 
 def _logits(model, theta, batch):
     """[B,T,V] of the whole pass in inference."""
-    seen, xent_loss = [], model.softmax.XentLoss
-    model.softmax.XentLoss = lambda logits, *args: (seen.append(logits), xent_loss(logits, *args))[
-        1
-    ]
+    seen, shard = [], model.softmax.Shard
+    model.softmax.Shard = lambda x, letters: seen.append(x) or shard(x, letters)
     try:
         model.FProp(theta, batch.Transform(tf.constant), seed=None)
     finally:
-        del model.softmax.XentLoss
+        del model.softmax.Shard
     return seen[0].numpy()
 
 

@@ -5,7 +5,7 @@ Letters: G group, S token in group, k choice rank, E expert, C capacity slot, M 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -14,7 +14,6 @@ from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.moe.choices_alone import is_choices_alone
 from lingvo_moe.core.moe.metrics import add_losses, routing_metrics
 from lingvo_moe.core.moe.routers import levels
 from lingvo_moe.core.nested_map import NestedMap
@@ -49,8 +48,17 @@ class Routing:
     updates: NestedMap = field(default_factory=NestedMap)
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """The experts of each token, in inference: what a search needs of a `Routing`, whose attributes these are."""
+
+    expert_index: tf.Tensor
+    gate: tf.Tensor
+    kept: tf.Tensor
+
+
 class Router(BaseLayer):
-    """Chooses the experts of each token. Subclasses implement `FProp`.
+    """Chooses the experts of each token. Subclasses implement `FProp`, and may implement `ChooseExperts`.
 
     A router does all its arithmetic in float32, whatever the activations are: the choice hangs on
     small differences, and positions are counted by sums that bfloat16 cannot hold.
@@ -116,6 +124,28 @@ class Router(BaseLayer):
         """
         raise NotImplementedError(f"{type(self).__name__}.FProp")
 
+    def ChooseExperts(
+        self,
+        theta: NestedMap,
+        x_GSM: tf.Tensor,
+        paddings_GS: tf.Tensor,
+        context: NestedMap | None = None,
+    ) -> Chosen:
+        """The choices of FProp without a seed and a capacity, bit for bit; arguments as there.
+
+        Decoding calls it in each step. This one runs FProp; a router may override it to leave out what only FProp
+        needs: positions, losses and metrics.
+        """
+        routing = self.FProp(theta, x_GSM, paddings_GS, None, context=context)
+        return Chosen(routing.expert_index, routing.gate, routing.kept)
+
+    def __init_subclass__(cls, **kwargs: Any):
+        """A subclass that routes in its own way, and does not say how it chooses, chooses as it routes."""
+        super().__init_subclass__(**kwargs)
+        own = cls.__dict__
+        if "ChooseExperts" not in own and {"FProp", "RouteInputs", "Route"} & set(own):
+            cls.ChooseExperts = Router.ChooseExperts  # type: ignore[method-assign]
+
     def Decided(
         self,
         expert_index: tf.Tensor,
@@ -133,13 +163,9 @@ class Router(BaseLayer):
         """The routing of these tensors [G,S,k] (see `Routing`) with its metrics (see `routing_metrics`).
 
         Args as theirs, and:
-            losses: gives the auxiliary loss and its parts, for the metrics; None where there is none. Not called
-                where choices are all that counts (moe/choices_alone.py).
+            losses: gives the auxiliary loss and its parts, for the metrics; None where there is none.
         """
         E = self.p.num_experts
-        if is_choices_alone():
-            none = tf.constant(0.0), NestedMap()
-            return Routing(expert_index, gate, position, kept, E, capacity, *none)
         aux_loss, parts = losses() if losses else (tf.constant(0.0), {})
         metrics = routing_metrics(
             expert_index, gate, wanted, kept, real_GS, E, capacity, probabilities_GSE, ranked
@@ -202,14 +228,25 @@ class LearnedRouter(Router):
         context: NestedMap | None = None,
     ) -> Routing:
         """See `Router`; theta holds wg [M,E]."""
-        if self.p.level != "token":
-            assert context is not None
-            if self.p.level == "sentence":
-                x_GSM = levels.sentence_means(x_GSM, context.segment_ids, paddings_GS)
-            else:
-                x_GSM = levels.task_vectors(theta.task_emb, context.task_ids)
-            x_GSM = self.Shard(x_GSM, "GSM")
+        x_GSM = self.Seen(theta, x_GSM, paddings_GS, context)
         return self.RouteInputs(theta, x_GSM, paddings_GS, capacity, seed)
+
+    def Seen(
+        self,
+        theta: NestedMap,
+        x_GSM: tf.Tensor,
+        paddings_GS: tf.Tensor,
+        context: NestedMap | None,
+    ) -> tf.Tensor:
+        """The input of the gating network for each token, [G,S,M], by `level`; arguments as in FProp."""
+        if self.p.level == "token":
+            return x_GSM
+        assert context is not None
+        if self.p.level == "sentence":
+            x_GSM = levels.sentence_means(x_GSM, context.segment_ids, paddings_GS)
+        else:
+            x_GSM = levels.task_vectors(theta.task_emb, context.task_ids)
+        return self.Shard(x_GSM, "GSM")
 
     def RouteInputs(
         self,

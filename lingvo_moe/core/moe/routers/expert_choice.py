@@ -13,9 +13,10 @@ from lingvo_moe.core import checks
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.moe.choice import top_k
-from lingvo_moe.core.moe.routers.base import LearnedRouter, Routing, all_experts
+from lingvo_moe.core.moe.routers.base import Chosen, LearnedRouter, Routing, all_experts
 from lingvo_moe.core.moe.routers.kth_largest import kth_largest_bits
 from lingvo_moe.core.moe.seating import take_seats
+from lingvo_moe.core.nested_map import NestedMap
 
 _BITS = 30  # of a float32 from 0 to 1, whose bits order it as an integer
 
@@ -82,13 +83,29 @@ class ExpertChoiceRouter(LearnedRouter):
         )
 
     def _TokensChoose(self, gates_GSE: tf.Tensor, real_GS: tf.Tensor) -> Routing:
-        p = self.p
-        gate, expert_index = top_k(gates_GSE, p.inference_k)
-        kept = tf.stack([real_GS] * p.inference_k, -1)
-        position, _ = take_seats(expert_index, kept, p.num_experts, None)
+        best = self._Best(gates_GSE, real_GS)
+        position, _ = take_seats(best.expert_index, best.kept, self.p.num_experts, None)
         return self.Decided(
-            expert_index, gate * kept, position, kept, kept, real_GS, None, gates_GSE
+            best.expert_index, best.gate, position, best.kept, best.kept, real_GS, None, gates_GSE
         )
+
+    def ChooseExperts(
+        self,
+        theta: NestedMap,
+        x_GSM: tf.Tensor,
+        paddings_GS: tf.Tensor,
+        context: NestedMap | None = None,
+    ) -> Chosen:
+        """See `Router`."""
+        logits_GSE = self.Logits(theta, self.Seen(theta, x_GSM, paddings_GS, context))
+        return self._Best(tf.nn.softmax(logits_GSE), 1.0 - tf.cast(paddings_GS, tf.float32))
+
+    def _Best(self, gates_GSE: tf.Tensor, real_GS: tf.Tensor) -> Chosen:
+        """Each token's own best experts."""
+        k = self.p.inference_k
+        gate, expert_index = top_k(gates_GSE, k)
+        kept = tf.stack([real_GS] * k, -1)
+        return Chosen(expert_index, gate * kept, kept)
 
 
 def chosen_tokens(gates_GSE: tf.Tensor, real_GS: tf.Tensor, capacity: int) -> tf.Tensor:

@@ -10,9 +10,8 @@ Letters: G group, S and Z token in group, M model, U task.
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks
+from lingvo_moe.core import checks, kernels
 from lingvo_moe.core.hyperparams import Params
-from lingvo_moe.core.op_by_op import rounded_alike
 
 LEVELS = ("token", "sentence", "task")
 _NEEDS: dict[str, tuple[str, ...]] = {
@@ -64,7 +63,7 @@ def sentence_means(
     same_GSZ = tf.cast(same_GSZ, tf.float32) * pairs_GSZ
     # Averaged by the matrix product itself: no mean is computed twice, and none of padding alone.
     count_GS1 = tf.maximum(tf.reduce_sum(same_GSZ, -1, keepdims=True), 1.0)
-    share_GSZ = same_GSZ * rounded_alike(tf.math.reciprocal, count_GS1)
+    share_GSZ = same_GSZ * kernels.current().batch_independent(tf.math.reciprocal, count_GS1)
     return tf.einsum("GSZ,GZM->GSM", share_GSZ, tf.cast(x_GSM, tf.float32))
 
 

@@ -12,7 +12,7 @@ from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.moe.choice import top_k
 from lingvo_moe.core.moe.losses import cv_squared, importance, smooth_load
-from lingvo_moe.core.moe.routers.base import LearnedRouter, Routing
+from lingvo_moe.core.moe.routers.base import Chosen, LearnedRouter, Routing
 from lingvo_moe.core.moe.routers.top_k import check_k
 from lingvo_moe.core.moe.seating import count_choices, take_seats
 from lingvo_moe.core.nested_map import NestedMap
@@ -100,10 +100,7 @@ class NoisyTopKRouter(LearnedRouter):
         if seed is not None and deviation_GSE is not None:
             noise_GSE = randomness.normal(self.FoldSeed(seed, "noise"), logits_GSE.shape)
             noisy_GSE += self.Shard(noise_GSE, "GSE") * deviation_GSE
-        # One more than k: what a chosen expert would have to exceed had its noise been another.
-        best_GSk, index_GSk = top_k(noisy_GSE, min(p.k + 1, p.num_experts))
-        gate_GSk = tf.nn.softmax(best_GSk[:, :, : p.k]) * real_GS[:, :, tf.newaxis]
-        index_GSk = index_GSk[:, :, : p.k]
+        best_GSk, index_GSk, gate_GSk = self._Best(noisy_GSE, real_GS)
         wanted_GSk = tf.stack([real_GS] * p.k, -1)
         position_GSk, kept_GSk = take_seats(index_GSk, wanted_GSk, p.num_experts, capacity)
 
@@ -129,6 +126,30 @@ class NoisyTopKRouter(LearnedRouter):
             tf.nn.softmax(noisy_GSE),
             losses=losses,
         )
+
+    def ChooseExperts(
+        self,
+        theta: NestedMap,
+        x_GSM: tf.Tensor,
+        paddings_GS: tf.Tensor,
+        context: NestedMap | None = None,
+    ) -> Chosen:
+        """See `Router`."""
+        logits_GSE = self.Logits(theta, self.Seen(theta, x_GSM, paddings_GS, context))
+        kept_GS = 1.0 - tf.cast(paddings_GS, tf.float32)
+        _, index_GSk, gate_GSk = self._Best(logits_GSE, kept_GS)
+        kept_GSk = tf.stack([kept_GS] * self.p.k, -1)
+        return Chosen(index_GSk, gate_GSk * kept_GSk, kept_GSk)
+
+    def _Best(
+        self, noisy_GSE: tf.Tensor, real_GS: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """The k + 1 largest of the logits (the next one is what a chosen expert's would have to exceed with other
+        noise), the k experts, and their gates before drops."""
+        k = self.p.k
+        best_GSk, index_GSk = top_k(noisy_GSE, min(k + 1, self.p.num_experts))
+        gate_GSk = tf.nn.softmax(best_GSk[:, :, :k]) * real_GS[:, :, tf.newaxis]
+        return best_GSk, index_GSk[:, :, :k], gate_GSk
 
 
 def _to_exceed(noisy_GSE: tf.Tensor, best_GSk: tf.Tensor) -> tf.Tensor:

@@ -9,7 +9,8 @@ Letters: G group, S token in group, k choice rank (k = E here), E expert.
 
 import tensorflow as tf
 
-from lingvo_moe.core.moe.routers.base import LearnedRouter, Routing, all_experts
+from lingvo_moe.core.moe.routers.base import Chosen, LearnedRouter, Routing, all_experts
+from lingvo_moe.core.nested_map import NestedMap
 
 
 class SoftRouter(LearnedRouter):
@@ -36,7 +37,7 @@ class SoftRouter(LearnedRouter):
         real_GS = 1.0 - tf.cast(paddings_GS, tf.float32)
         gates_GSE = tf.nn.softmax(logits_GSE)
         expert_index = all_experts(logits_GSE)
-        kept = real_GS[:, :, tf.newaxis] * tf.cast(gates_GSE >= 0, tf.float32)
+        kept = _kept(gates_GSE, real_GS)
         # Token s sits in slot s of each expert.
         position = expert_index - expert_index
         position += tf.range(tf.shape(position)[1])[tf.newaxis, :, tf.newaxis]
@@ -51,3 +52,20 @@ class SoftRouter(LearnedRouter):
             gates_GSE,
             ranked=False,
         )
+
+    def ChooseExperts(
+        self,
+        theta: NestedMap,
+        x_GSM: tf.Tensor,
+        paddings_GS: tf.Tensor,
+        context: NestedMap | None = None,
+    ) -> Chosen:
+        """See `Router`."""
+        logits_GSE = self.Logits(theta, self.Seen(theta, x_GSM, paddings_GS, context))
+        gates_GSE = tf.nn.softmax(logits_GSE)
+        kept = _kept(gates_GSE, 1.0 - tf.cast(paddings_GS, tf.float32))
+        return Chosen(all_experts(logits_GSE), gates_GSE * kept, kept)
+
+
+def _kept(gates_GSE: tf.Tensor, real_GS: tf.Tensor) -> tf.Tensor:
+    return real_GS[:, :, tf.newaxis] * tf.cast(gates_GSE >= 0, tf.float32)

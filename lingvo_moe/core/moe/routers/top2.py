@@ -10,8 +10,9 @@ from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.moe.choice import normalize, pick
 from lingvo_moe.core.moe.losses import load_balance
-from lingvo_moe.core.moe.routers.base import LearnedRouter, Routing
+from lingvo_moe.core.moe.routers.base import Chosen, LearnedRouter, Routing
 from lingvo_moe.core.moe.seating import count_choices, take_seats
+from lingvo_moe.core.nested_map import NestedMap
 
 _CHOICES = {
     "reading": ("paper", "lingvo"),
@@ -106,19 +107,13 @@ class Top2Router(LearnedRouter):
         p = self.p
         real_GS = 1.0 - tf.cast(paddings_GS, tf.float32)
         gates_GSE = tf.nn.softmax(logits_GSE)
-        index_GSk = _best_two(gates_GSE, self._Drawn(logits_GSE, seed))
-        gate_GSk = pick(gates_GSE, index_GSk)
-        if p.normalize_gates == "before_drops":
-            gate_GSk = normalize(gate_GSk)
-
+        index_GSk, gate_GSk = self._Best(gates_GSE, self._Drawn(logits_GSE, seed))
         wanted_GSk = tf.stack([real_GS, real_GS * self._Sampled(gate_GSk[:, :, 1], seed)], -1)
         # Who counts as seated before a later second choice: this is where the readings part.
         seated_GSk = tf.stack([real_GS] * 2, -1) if p.reading == "paper" else wanted_GSk
         position_GSk, room_GSk = take_seats(index_GSk, seated_GSk, p.num_experts, capacity)
         kept_GSk = wanted_GSk * room_GSk
-        gate_GSk *= kept_GSk
-        if p.normalize_gates == "after_drops":
-            gate_GSk = normalize(gate_GSk)
+        gate_GSk = self._Kept(gate_GSk, kept_GSk)
 
         def losses() -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
             first_GE = count_choices(index_GSk[:, :, :1], real_GS[:, :, tf.newaxis], p.num_experts)
@@ -136,6 +131,34 @@ class Top2Router(LearnedRouter):
             gates_GSE,
             losses=losses,
         )
+
+    def ChooseExperts(
+        self,
+        theta: NestedMap,
+        x_GSM: tf.Tensor,
+        paddings_GS: tf.Tensor,
+        context: NestedMap | None = None,
+    ) -> Chosen:
+        """See `Router`."""
+        logits_GSE = self.Logits(theta, self.Seen(theta, x_GSM, paddings_GS, context))
+        index_GSk, gate_GSk = self._Best(tf.nn.softmax(logits_GSE), None)
+        kept_GSk = tf.stack([1.0 - tf.cast(paddings_GS, tf.float32)] * 2, -1)
+        return Chosen(index_GSk, self._Kept(gate_GSk, kept_GSk), kept_GSk)
+
+    def _Best(
+        self, gates_GSE: tf.Tensor, drawn_GSE: tf.Tensor | None
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """The two experts and their gates before drops, [G,S,2]; see `_Drawn`."""
+        index_GSk = _best_two(gates_GSE, drawn_GSE)
+        gate_GSk = pick(gates_GSE, index_GSk)
+        return index_GSk, self._Normalized(gate_GSk, "before_drops")
+
+    def _Kept(self, gate_GSk: tf.Tensor, kept_GSk: tf.Tensor) -> tf.Tensor:
+        """The gates after drops."""
+        return self._Normalized(gate_GSk * kept_GSk, "after_drops")
+
+    def _Normalized(self, gate_GSk: tf.Tensor, when: str) -> tf.Tensor:
+        return normalize(gate_GSk) if self.p.normalize_gates == when else gate_GSk
 
     def _Drawn(self, logits_GSE: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor | None:
         """[G,S,E], of which the largest but for the first choice is a draw by the gates (Gumbel's trick); None

@@ -4,6 +4,7 @@ Letters: G group, S token in group, k choice rank, E expert, M model.
 """
 
 import functools
+from collections.abc import Callable
 
 import tensorflow as tf
 
@@ -13,7 +14,7 @@ from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.moe.choice import normalize, pick, top_k
 from lingvo_moe.core.moe.losses import load_balance, log_partition, z_loss
-from lingvo_moe.core.moe.routers.base import LearnedRouter, Routing
+from lingvo_moe.core.moe.routers.base import Chosen, LearnedRouter, Routing
 from lingvo_moe.core.moe.seating import count_choices, take_seats
 from lingvo_moe.core.nested_map import NestedMap
 
@@ -140,31 +141,12 @@ class TopKRouter(LearnedRouter):
         p = self.p
         real_GS = 1.0 - tf.cast(paddings_GS, tf.float32)
         log_z_GS = functools.cache(lambda: log_partition(logits_GSE))
-        if (
-            seed is None
-        ):  # rounded alike for any number of tokens, which exp is not (core/op_by_op.py)
-            probabilities_GSE = tf.nn.softmax(logits_GSE)
-        else:
-            probabilities_GSE = tf.exp(logits_GSE - log_z_GS()[:, :, tf.newaxis])
-        if bias_E is None:
-            logits_GSk, index_GSk = top_k(logits_GSE, p.k)
-        else:
-            _, index_GSk = top_k(tf.stop_gradient(probabilities_GSE) + bias_E, p.k)
-            logits_GSk = pick(logits_GSE, index_GSk)
-        if p.softmax_order == "after":
-            gate_GSk = tf.nn.softmax(logits_GSk)
-        elif seed is None:
-            gate_GSk = pick(probabilities_GSE, index_GSk)
-        else:
-            gate_GSk = tf.exp(logits_GSk - log_z_GS()[:, :, tf.newaxis])
-        if p.normalize_gates == "before_drops":
-            gate_GSk = normalize(gate_GSk)
-
+        probabilities_GSE, index_GSk, gate_GSk = self._Best(
+            logits_GSE, bias_E, None if seed is None else log_z_GS
+        )
         wanted_GSk = tf.stack([real_GS] * p.k, -1)
         position_GSk, kept_GSk = take_seats(index_GSk, wanted_GSk, p.num_experts, capacity)
-        gate_GSk *= kept_GSk
-        if p.normalize_gates == "after_drops":
-            gate_GSk = normalize(gate_GSk)
+        gate_GSk = self._Kept(gate_GSk, kept_GSk)
 
         count_GE = functools.cache(lambda: count_choices(index_GSk, wanted_GSk, p.num_experts))
 
@@ -189,6 +171,59 @@ class TopKRouter(LearnedRouter):
             next_E = self._NextBias(bias_E, count_GE())
             routing.updates.Set(f"{self.path}.balance_bias", next_E)
         return routing
+
+    def ChooseExperts(
+        self,
+        theta: NestedMap,
+        x_GSM: tf.Tensor,
+        paddings_GS: tf.Tensor,
+        context: NestedMap | None = None,
+    ) -> Chosen:
+        """See `Router`."""
+        logits_GSE = self.Logits(theta, self.Seen(theta, x_GSM, paddings_GS, context))
+        bias_E = theta.balance_bias if self.p.balance_bias else None
+        _, index_GSk, gate_GSk = self._Best(logits_GSE, bias_E, None)
+        kept_GSk = tf.stack([1.0 - tf.cast(paddings_GS, tf.float32)] * self.p.k, -1)
+        return Chosen(index_GSk, self._Kept(gate_GSk, kept_GSk), kept_GSk)
+
+    def _Best(
+        self,
+        logits_GSE: tf.Tensor,
+        bias_E: tf.Tensor | None,
+        log_z_GS: Callable[[], tf.Tensor] | None,
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Probabilities [G,S,E], and the experts with their gates before drops, [G,S,k].
+
+        Args:
+            logits_GSE: from the gating network.
+            bias_E: added to the probabilities for the choice; None for no bias.
+            log_z_GS: gives log_partition(logits_GSE), in training. None in inference: there a softmax, which rounds a
+                token alike beside any number of others; exp does not with TensorFlow's kernels.
+        """
+        p = self.p
+        if log_z_GS is None:
+            probabilities_GSE = tf.nn.softmax(logits_GSE)
+        else:
+            probabilities_GSE = tf.exp(logits_GSE - log_z_GS()[:, :, tf.newaxis])
+        if bias_E is None:
+            logits_GSk, index_GSk = top_k(logits_GSE, p.k)
+        else:
+            _, index_GSk = top_k(tf.stop_gradient(probabilities_GSE) + bias_E, p.k)
+            logits_GSk = pick(logits_GSE, index_GSk)
+        if p.softmax_order == "after":
+            gate_GSk = tf.nn.softmax(logits_GSk)
+        elif log_z_GS is None:
+            gate_GSk = pick(probabilities_GSE, index_GSk)
+        else:
+            gate_GSk = tf.exp(logits_GSk - log_z_GS()[:, :, tf.newaxis])
+        return probabilities_GSE, index_GSk, self._Normalized(gate_GSk, "before_drops")
+
+    def _Kept(self, gate_GSk: tf.Tensor, kept_GSk: tf.Tensor) -> tf.Tensor:
+        """The gates after drops."""
+        return self._Normalized(gate_GSk * kept_GSk, "after_drops")
+
+    def _Normalized(self, gate_GSk: tf.Tensor, when: str) -> tf.Tensor:
+        return normalize(gate_GSk) if self.p.normalize_gates == when else gate_GSk
 
     def _NextBias(self, bias_E: tf.Tensor, count_GE: tf.Tensor) -> tf.Tensor:
         """The bias after this step, from how often each expert was chosen in the whole batch."""

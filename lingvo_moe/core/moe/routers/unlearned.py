@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from lingvo_moe.core import checks
 from lingvo_moe.core.hyperparams import InstantiableParams
-from lingvo_moe.core.moe.routers.base import Router, Routing
+from lingvo_moe.core.moe.routers.base import Chosen, Router, Routing
 from lingvo_moe.core.moe.seating import take_seats
 from lingvo_moe.core.nested_map import NestedMap
 
@@ -52,6 +52,19 @@ class UnlearnedRouter(Router):
         position, kept = take_seats(expert_index, wanted, p.num_experts, capacity)
         gate = kept * (1.0 / p.k)
         return self.Decided(expert_index, gate, position, wanted, kept, real_GS, capacity)
+
+    def ChooseExperts(
+        self,
+        theta: NestedMap,
+        x_GSM: tf.Tensor,
+        paddings_GS: tf.Tensor,
+        context: NestedMap | None = None,
+    ) -> Chosen:
+        """See `Router`; theta is empty."""
+        del theta
+        real_GS = 1.0 - tf.cast(paddings_GS, tf.float32)
+        kept = tf.stack([real_GS] * self.p.k, -1)
+        return Chosen(self.Choose(x_GSM, None, context), kept * (1.0 / self.p.k), kept)
 
     def Choose(
         self, x_GSM: tf.Tensor, seed: tf.Tensor | None, context: NestedMap | None

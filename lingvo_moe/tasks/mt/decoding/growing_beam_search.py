@@ -1,16 +1,16 @@
-"""Flat beam search for TensorFlow's own kernels, where shapes may change while it runs (core/op_by_op.py).
+"""Flat beam search with TensorFlow's kernels, whose shapes may change while the search runs.
 
-The hypotheses and scores are those of `flat_beam_search`; what differs is what they cost:
+It finds the hypotheses and scores of `flat_beam_search` at a lower cost:
 
-  * the flat sequence and the caches begin small and grow in blocks of steps, so that attention spans
-    what was written and little more;
-  * at the end of a block the rows that are done leave: they cost nothing from then on;
-  * as many stay, or are put beside the first ones, as make products of FEWEST_ROWS;
-  * candidates come from the raw logits, which are read three times: softmax, the maximum of each group of
-    tokens, and the groups that can hold one of the best.
+  * the flat sequence and the caches begin with a capacity of one block of steps and grow by a block at a time
+    ("growing"), so that attention spans little more than what was written;
+  * at the end of a block the rows that are done leave the batch: they cost nothing from then on;
+  * padding rows, or rows that are done, fill the batch up to products of FEWEST_ROWS rows;
+  * candidates come from the raw logits, which are read three times: by the softmax, by the maximum of each group of
+    tokens, and by the top-k over the groups that can hold one of the best.
 
-Letters: as in flat_beam_search.py; L step that there is room for, n candidate of one hypothesis, R = B J,
-G group of tokens, W token of a group.
+Letters: as in flat_beam_search.py; L step of the caches' capacity, n candidate of one hypothesis, R = B J, G group of
+tokens, W token of a group.
 """
 
 import numpy as np
@@ -22,9 +22,9 @@ from lingvo_moe.core.decode.flat_beam_search import (
     StepFn,
     dim,
 )
-from lingvo_moe.core.layers.panels import FEWEST_ROWS
-from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.op_by_op import rounded_alike
+from lingvo_moe.core.kernels.tensorflow import batch_independent
+from lingvo_moe.core.nested_map import NestedMap, map_structure
+from lingvo_moe.tasks.mt.decoding.packed_weights import FEWEST_ROWS
 
 BLOCK = 16  # steps
 _GROUP = 64  # tokens
@@ -39,21 +39,25 @@ class GrowingBeamSearch(FlatBeamSearch):
         step_fn: StepFn,
         cache: NestedMap,
         max_lengths_B: tf.Tensor,
-        letters: list[str] | None = None,
+        letters: NestedMap | None = None,
     ) -> NestedMap:
         """See `flat_beam_search`.
 
         Args:
             step_fn: takes caches of any number of rows and steps. V may be unknown: then it is 2 J and as many as
                 `allowed_V` forbids at least, and `allowed_V` is about the first of them.
-            cache: with room for the first BLOCK steps.
+            cache: with a capacity of BLOCK steps.
             max_lengths_B: see there.
-            letters: those of each tensor of the cache, in the order of `Flatten`: B is the row, L the step.
+            letters: those of each tensor of the cache, in its structure: B is the row, L the step.
 
         Returns:
             As there; T is the longest of max_lengths_B.
+
+        Raises:
+            ValueError: no letters, or letters of another structure than the cache's.
         """
-        assert letters is not None
+        if letters is None:
+            raise ValueError("a search whose caches grow needs the letters of their dimensions")
         given = dim(max_lengths_B, 0)
         max_lengths_B, cache = self._Filled(max_lengths_B, cache, letters)
         state = self.Start(max_lengths_B, BLOCK)
@@ -74,8 +78,8 @@ class GrowingBeamSearch(FlatBeamSearch):
         start = (rows_B, state, cache, found)
         shapes = (
             tf.TensorShape([None]),
-            _open_shapes(state, state_letters(state)),
-            _open_shapes(cache, letters),
+            map_structure(_open_shape, state, self.STATE_LETTERS),
+            map_structure(_open_shape, cache, letters),
             found.Transform(lambda x: x.shape),
         )
         _, state, _, found = tf.while_loop(
@@ -83,8 +87,8 @@ class GrowingBeamSearch(FlatBeamSearch):
         )
         return NestedMap(found.Transform(lambda x: x[:given]), steps=state.time)
 
-    def _Filled(self, max_lengths_B: tf.Tensor, cache: NestedMap, letters: list[str]) -> tuple:
-        """With empty rows behind, where there are too few: see `_least`."""
+    def _Filled(self, max_lengths_B: tf.Tensor, cache: NestedMap, letters: NestedMap) -> tuple:
+        """With padding rows at the end, where there are too few rows: see `_least`."""
         fill = tf.maximum(self._least - dim(max_lengths_B, 0), 0)
 
         def filled(x: tf.Tensor, letters: str) -> tf.Tensor:
@@ -97,16 +101,15 @@ class GrowingBeamSearch(FlatBeamSearch):
 
         if self._least == 1:
             return max_lengths_B, cache
-        tensors = zip(cache.Flatten(), letters, strict=True)
-        return filled(max_lengths_B, "B"), cache.Pack([filled(*each) for each in tensors])
+        return filled(max_lengths_B, "B"), map_structure(filled, cache, letters)
 
     @property
     def _least(self) -> int:
-        """How many rows are searched at least, done or not."""
+        """The fewest rows of the batch, done or not."""
         return -(-FEWEST_ROWS // self.J)
 
     def _Block(self, step_fn: StepFn, state: NestedMap, cache: NestedMap) -> tuple:
-        """Steps until there is no more room, or all are done."""
+        """Steps until the capacity is used up, or all rows are done."""
         places = tf.shape(state.ids_BS)[1] // self.J
 
         def unfinished(state: NestedMap, cache: NestedMap) -> tf.Tensor:
@@ -121,40 +124,34 @@ class GrowingBeamSearch(FlatBeamSearch):
         return tf.while_loop(unfinished, step, (state, cache), parallel_iterations=1)
 
     def _Regrown(
-        self, rows_B: tf.Tensor, state: NestedMap, cache: NestedMap, letters: list[str]
+        self, rows_B: tf.Tensor, state: NestedMap, cache: NestedMap, letters: NestedMap
     ) -> tuple:
-        """Without the rows that are done, and with room for another block."""
+        """Without the rows that are done, and with the capacity of another block."""
         stay_B = self._Staying(state.done_B)
         at = tf.where(stay_B)[:, 0]
         everyone = tf.reduce_all(stay_B)
 
-        def regrown(x: tf.Tensor, letters: str, grow: int) -> tf.Tensor:
+        def regrown(x: tf.Tensor, letters: str, grow: str, by: int) -> tf.Tensor:
             y = x
             if "B" in letters:
                 rows = letters.index("B")
                 y = tf.cond(everyone, lambda: x, lambda: tf.gather(x, at, axis=rows))
-            if grow:
-                places = letters.index("L" if "L" in letters else "S")
-                y = tf.pad(y, [[0, grow * (i == places)] for i in range(len(letters))])
+            if grow and grow in letters:
+                y = tf.pad(y, [[0, by * (letter == grow)] for letter in letters])
             y.set_shape(x.shape)
             return y
 
-        state = state.Pack(
-            [
-                regrown(x, names, BLOCK * self.J * ("S" in names))
-                for x, names in zip(state.Flatten(), state_letters(state), strict=True)
-            ]
-        )
-        cache = cache.Pack(
-            [
-                regrown(x, names, BLOCK * ("L" in names))
-                for x, names in zip(cache.Flatten(), letters, strict=True)
-            ]
-        )
-        return regrown(rows_B, "B", 0), state, cache
+        def of_state(x: tf.Tensor, letters: str) -> tf.Tensor:
+            return regrown(x, letters, "S", BLOCK * self.J)
+
+        def of_cache(x: tf.Tensor, letters: str) -> tf.Tensor:
+            return regrown(x, letters, "L", BLOCK)
+
+        state = map_structure(of_state, state, self.STATE_LETTERS)
+        return regrown(rows_B, "B", "", 0), state, map_structure(of_cache, cache, letters)
 
     def _Staying(self, done_B: tf.Tensor) -> tf.Tensor:
-        """Which rows go on: those that are not done, and of the others the first ones until there are `_least`."""
+        """The rows that go on: those that are not done, and the first of the others, up to `_least` rows."""
         missing = self._least - tf.math.count_nonzero(~done_B, dtype=tf.int32)
         return ~done_B | (tf.cumsum(tf.cast(done_B, tf.int32)) <= missing)
 
@@ -169,7 +166,7 @@ class GrowingBeamSearch(FlatBeamSearch):
         return found
 
     def _Noted(self, found: NestedMap, rows_B: tf.Tensor, state: NestedMap) -> NestedMap:
-        """With what the rows have found so far."""
+        """`found` with the rows' results so far."""
         now = self.Results(state)
         longest, steps = tf.shape(found.ids_BKT)[2], tf.shape(now.ids_BKT)[2]
         ids = now.ids_BKT[:, :, :longest]
@@ -198,7 +195,7 @@ class GrowingBeamSearch(FlatBeamSearch):
             best_R = tf.reduce_max(logits_RV, 1)
         # log-sum-exp: the largest logit and its probability, which is never too small to be one.
         largest_R = tf.reduce_max(tf.nn.softmax(logits_RV), 1)
-        log_R1 = rounded_alike(tf.math.log, largest_R[:, tf.newaxis])
+        log_R1 = batch_independent(tf.math.log, largest_R[:, tf.newaxis])
         partition_R1 = best_R[:, tf.newaxis] - log_R1
 
         eos_R1 = logits_RV[:, self.o.eos_id : self.o.eos_id + 1] - partition_R1
@@ -256,24 +253,14 @@ def largest(x_RV: tf.Tensor, count: int) -> tuple[tf.Tensor, tf.Tensor]:
     return best_Rn, group_Rn * _GROUP + place_Rn % _GROUP
 
 
-def state_letters(state: NestedMap) -> list[str]:
-    """The letters of each tensor of the search's state: the ends of their names."""
-    return [path.rpartition("_")[2] if x.shape.rank else "" for path, x in state.FlattenItems()]
-
-
-def _open_shapes(tree: NestedMap, letters: list[str]) -> NestedMap:
-    """The shapes, with those dimensions unknown that change."""
-    shapes = [
-        tf.TensorShape(
-            [None if n in "BLS" else size for n, size in zip(names, x.shape, strict=True)]
-        )
-        for names, x in zip(letters, tree.Flatten(), strict=True)
-    ]
-    return tree.Pack(shapes)
+def _open_shape(x: tf.Tensor, letters: str) -> tf.TensorShape:
+    """The shape, with unknown sizes where they change."""
+    sizes = zip(letters, x.shape, strict=True)
+    return tf.TensorShape([None if letter in "BLS" else size for letter, size in sizes])
 
 
 def _shaped_as(tree: NestedMap, like: NestedMap) -> NestedMap:
-    """`tree`, whose tensors are told the shapes of `like`, as a loop wants it."""
+    """`tree`, its tensors' static shapes set to those of `like`, as a loop requires."""
     for x, y in zip(tree.Flatten(), like.Flatten(), strict=True):
         x.set_shape(y.shape)
     return tree

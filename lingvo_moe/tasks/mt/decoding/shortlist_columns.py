@@ -2,8 +2,8 @@
 
 The search runs over places in its line's list, which rise with the token's id: the first four are PAD, BOS, EOS and
 UNK, so that EOS is where it is without a shortlist. The table's rows of all lists of the batch, their union, are
-multiplied once a step; a column's sum does not depend on the columns beside it (panels.py), and each line picks its
-own. So neither its list nor a logit depends on the lines beside it.
+multiplied once a step; a column's sum does not depend on the columns beside it (packed_weights.py), and each line
+picks its own. So neither its list nor a logit depends on the lines beside it.
 
 Letters: B row, S source token, K candidate of a source piece, V vocabulary, J hypothesis, C place in a line's list,
 U place in the union of the lists; T, of results, and K a result.
@@ -16,8 +16,8 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
 from lingvo_moe.tasks.mt.input.special_ids import PAD_ID, UNK_ID
 
-_MULTIPLE = 64  # of C and U: a panel's columns; TensorFlow's softmax adds in fours of 16
-LETTERS = "BC"  # of each tensor of a batch's lists, in a cache
+_MULTIPLE = 64  # of C and U: packed_weights.WIDTH; TensorFlow's softmax adds in fours of 16
+LETTERS = NestedMap(tokens="BC", at="BC", bias="BC")  # of a batch's lists, in a cache
 # In lists: which of the first tokens may come out (all that come after may). EOS may in any case.
 ALLOWED = np.arange(UNK_ID + 1) != UNK_ID
 

@@ -19,13 +19,15 @@ import tensorflow_text as tf_text
 from lingvo_moe.core import checks
 from lingvo_moe.core.decode.flat_beam_search import SearchOptions, dim
 from lingvo_moe.core.decode.ranges import LENGTH
-from lingvo_moe.core.layers import eight_bit, panels
-from lingvo_moe.core.layers.held_weights import HeldWeights
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.op_by_op import running_op_by_op
 from lingvo_moe.core.quiet import quiet
 from lingvo_moe.core.sharding import single_device, use_mesh
+from lingvo_moe.tasks.mt.decoding import eight_bit
 from lingvo_moe.tasks.mt.decoding.decode_step import Decoder
+from lingvo_moe.tasks.mt.decoding.fast_decoder import FastDecoder
+from lingvo_moe.tasks.mt.decoding.fast_model import FastModel
+from lingvo_moe.tasks.mt.decoding.packed_weights import WEIGHTS
+from lingvo_moe.tasks.mt.decoding.saved_weights import SavedWeights
 from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
 from lingvo_moe.tasks.mt.decoding.shortlist_columns import ShortlistColumns
 from lingvo_moe.tasks.mt.input.special_ids import BOS_ID, EOS_ID, PAD_ID
@@ -99,18 +101,18 @@ class Translator(tf.Module):
     """A model, its weights and its vocabularies as one function of strings, which can be saved as it is.
 
     Args:
-        model: with `Encode`, `InitCache` and `ExtendStep` as MtModel has them, and `p.source_vocab_size`,
-            `p.target_vocab_size`.
+        model: with `Encode`, `InitCache`, `ExtendStep` and `CacheLetters` as MtModel has them, and
+            `p.source_vocab_size`, `p.target_vocab_size`.
         theta: NestedMap of arrays or tensors.
         source_vocab, target_vocab: serialised SentencePiece models, with ids 0 PAD, 1 BOS, 2 EOS, 3 UNK.
         options: see TranslateOptions.
         languages: source languages by task id, for a model that routes by them; none for others.
         shortlist: which tokens each line is scored for; None: all.
-        weights: "float32", or "int8" for those that products are with, where TensorFlow's own kernels run.
+        weights: "float32", or "int8" for the weights of products, with TensorFlow's kernels.
 
     Raises:
         ValueError: a vocabulary with more pieces than the model has embeddings for, a shortlist for other
-            vocabularies or under XLA, or weights of another name or int8 where they cannot be.
+            vocabularies or under XLA, weights of another kind, or int8 where it is not supported.
     """
 
     def __init__(
@@ -144,8 +146,7 @@ class Translator(tf.Module):
             self._shortlist = self._ColumnsOf(
                 shortlist, {"source": source_vocab, "target": target_vocab}
             )
-        self._arrange = _arrangement(model, self.options, weights)
-        self._weights = HeldWeights(self._arrange(theta))
+        self._weights = _weights(model, theta, self.options, weights)
         self._model = lambda: model
         self._languages = tuple(languages)
         strings = tf.TensorSpec([None], tf.string, name="text")
@@ -178,12 +179,12 @@ class Translator(tf.Module):
         return tuple(self._languages)
 
     def SetTheta(self, theta: NestedMap) -> None:
-        """Other weights of the same model, e.g. of another checkpoint; what is compiled stays as it is.
+        """Assigns other weights of the same model, e.g. of another checkpoint; compiled programs stay as they are.
 
         Raises:
-            ValueError: with weights of 8 bits, which are packed when they are first used.
+            ValueError: with weights of 8 bits, which TensorFlow packs when they are first used.
         """
-        self._weights.Assign(self._arrange(theta))
+        self._weights.Assign(theta)
 
     def _TranslateFrom(self, text: tf.Tensor, language: tf.Tensor) -> dict[str, tf.Tensor]:
         """As `_Translate`, for a model that routes by language: string [N], the source language of each line.
@@ -344,14 +345,12 @@ class Translator(tf.Module):
             length: S of the program that XLA compiles; None: any number and length of rows, not compiled.
         """
         o = self.options
-        longest = o.MaxTargetLength(length) if length else o.max_length
-        decoder = Decoder(self._model(), o.Search(), longest, self._target_size, self._shortlist)
+        find = self._finder(o.MaxTargetLength(length) if length else o.max_length)
 
         @tf.function(jit_compile=length is not None, autograph=False)
         def search(ids_RS: tf.Tensor, lengths_R: tf.Tensor, *tasks_R: tf.Tensor) -> tuple:
             self.traces += 1
-            with use_mesh(single_device()), running_op_by_op(length is None):
-                theta = self._weights.Theta()
+            with use_mesh(single_device()):
                 rows, size = (dim(ids_RS, axis) for axis in (0, 1))
                 at_S = tf.tile(tf.range(size)[tf.newaxis], [rows, 1])
                 real_RS = at_S < lengths_R[:, tf.newaxis]
@@ -363,33 +362,34 @@ class Translator(tf.Module):
                 for task_R in tasks_R:
                     src.task_ids = tf.where(real_RS, task_R[:, tf.newaxis], 0)
                 max_lengths = tf.where(lengths_R > 0, o.MaxTargetLength(lengths_R), 0)
-                found = decoder.Search(theta, src, max_lengths)
+                found = find(src, max_lengths)
             return found.ids_BKT, found.lengths_BK, found.scores_BK
 
         return search
 
+    def _finder(self, longest: int) -> Callable[[NestedMap, tf.Tensor], NestedMap]:
+        """The search of a source, see `Decoder` and `FastDecoder`, for translations of up to `longest` tokens."""
+        search, size, weights = self.options.Search(), self._target_size, self._weights
+        if isinstance(weights, FastModel):
+            return FastDecoder(weights, search, longest, size, self._shortlist).Search
+        decoder = Decoder(self._model(), search, longest, size)
+        return lambda src, max_lengths: decoder.Search(weights.Tensors(), src, max_lengths)
 
-def _arrangement(
-    model: Any, options: TranslateOptions, weights: str
-) -> Callable[[NestedMap], NestedMap]:
-    """From a model's theta to what the search reads: see BaseLayer.ForInference. Raises ValueError; see Translator."""
-    if weights not in panels.WEIGHTS:
-        raise ValueError(f"weights is {weights!r}; it must be one of {', '.join(panels.WEIGHTS)}")
-    if weights == "int8":
+
+def _weights(
+    model: Any, theta: NestedMap, options: TranslateOptions, kind: str
+) -> SavedWeights | FastModel:
+    """The weights as variables: theta as it is under XLA, else in a FastModel. Raises ValueError; see Translator."""
+    if kind not in WEIGHTS:
+        raise ValueError(f"weights is {kind!r}; it must be one of {', '.join(WEIGHTS)}")
+    if kind == "int8":
         if options.xla:
             raise ValueError(
                 "weights=int8 is for TensorFlow's own kernels; XLA, which runs the search where there is an"
                 " accelerator, has no fast products of 8 bits: leave it out, or hide the accelerator"
             )
         eight_bit.check_supported()
-    if options.xla or not hasattr(model, "ForInference"):
-        return lambda theta: theta
-
-    def arrange(theta: NestedMap) -> NestedMap:
-        with panels.arranging(weights):
-            return model.ForInference(theta)
-
-    return arrange
+    return SavedWeights(theta) if options.xla else FastModel(model, theta, kind)
 
 
 def _tokenizer(vocab: bytes) -> Any:

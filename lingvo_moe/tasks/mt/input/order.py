@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from lingvo_moe.core.permutation import permute
 from lingvo_moe.tasks.mt.input.mixing import draw_languages, temperature_weights
-from lingvo_moe.tasks.mt.input.permutation import permute
 
 _BLOCK = 4096
 # Shards of a language that are drawn from at once; up to so many, every epoch shuffles all its pairs.

@@ -12,6 +12,7 @@ import numpy as np
 from lingvo_moe.core import files
 from lingvo_moe.core.base_input import Progress, quiet
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.permutation import permute
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.file_list import (
     list_of,
@@ -20,7 +21,6 @@ from lingvo_moe.tasks.mt.input.file_list import (
     write_listed,
 )
 from lingvo_moe.tasks.mt.input.mixing import quotas
-from lingvo_moe.tasks.mt.input.permutation import permute
 from lingvo_moe.tasks.mt.input.scan import Scan
 from lingvo_moe.tasks.mt.input.vocabulary import (
     MIN_SIZE,

@@ -12,11 +12,11 @@ from typing import Any
 import tensorflow as tf
 import tensorflow_text  # noqa: F401 - registers the ops of exported tokenizers
 
-from lingvo_moe.core.layers import eight_bit
 from lingvo_moe.core.manifest import ManifestError, verify_manifest
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.paths import check_portable
 from lingvo_moe.core.quiet import quiet
+from lingvo_moe.tasks.mt.decoding import eight_bit
 from lingvo_moe.tasks.mt.decoding.line_stream import utf8_of
 
 # TensorFlow Serving hands what lies in assets.extra through and does not look at it.

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from toy_search_model import D, ToyModel, assert_plain
 
 from lingvo_moe.core.decode.flat_beam_search import NEVER, SearchOptions
-from lingvo_moe.core.layers.panels import FEWEST_ROWS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.decoding.growing_beam_search import BLOCK, GrowingBeamSearch, largest
+from lingvo_moe.tasks.mt.decoding.packed_weights import FEWEST_ROWS
 
 
 class GrowingToyModel(ToyModel):
@@ -21,7 +21,7 @@ class GrowingToyModel(ToyModel):
             key_BLX=tf.zeros([self.rows, BLOCK, beam_size * D]), row_B=tf.range(self.rows)
         )
 
-    LETTERS = ("BLX", "B")
+    LETTERS = NestedMap(key_BLX="BLX", row_B="B")
 
     def Step(self, ids_BJ, cache, time, mask_BJS):
         shape = tf.shape(cache.key_BLX)
@@ -46,7 +46,7 @@ def run(model, max_lengths, options, allowed=None) -> NestedMap:
     def find(max_lengths_B):
         search = GrowingBeamSearch(model.max_length, options, allowed)
         cache = model.Cache(options.beam_size)
-        return dict(search.Run(model.Step, cache, max_lengths_B, list(model.LETTERS)))
+        return dict(search.Run(model.Step, cache, max_lengths_B, model.LETTERS))
 
     out = find(tf.constant(max_lengths, tf.int32))
     return NestedMap({k: v.numpy() for k, v in out.items()})
@@ -147,3 +147,32 @@ def test_the_largest_of_groups_are_the_largest_of_all(mean):
         order = np.argsort(-x, axis=1, kind="stable")[:, :count]
         np.testing.assert_array_equal(at, order)
         np.testing.assert_array_equal(best, np.take_along_axis(x, order, 1))
+
+
+class Renamed(GrowingToyModel):
+    """The same under other names, which say nothing of the dimensions."""
+
+    LETTERS = NestedMap(keys_of_L="BLX", numbers="B")
+
+    def Cache(self, beam_size: int) -> NestedMap:
+        return self._Renamed(super().Cache(beam_size))
+
+    def Step(self, ids_BJ, cache, time, mask_BJS):
+        own = NestedMap(key_BLX=cache.keys_of_L, row_B=cache.numbers)
+        logits_BJV, own = super().Step(ids_BJ, own, time, mask_BJS)
+        return logits_BJV, self._Renamed(own)
+
+    def _Renamed(self, cache: NestedMap) -> NestedMap:
+        return NestedMap(keys_of_L=cache.key_BLX, numbers=cache.row_B)
+
+
+def test_names_of_a_cache_mean_nothing():
+    options = SearchOptions(beam_size=2)
+    want, got = (run(kind(4, 2, 20, 40), [40, 20], options) for kind in (GrowingToyModel, Renamed))
+    np.testing.assert_array_equal(got.ids_BKT, want.ids_BKT)
+    model = GrowingToyModel(4, 2, 20, 40)
+    search = GrowingBeamSearch(40, options)
+    with pytest.raises(ValueError, match="needs the letters"):
+        search.Run(model.Step, model.Cache(2), tf.constant([40, 20]))
+    with pytest.raises(ValueError, match="structures differ, first at 'key_BLX'"):
+        search.Run(model.Step, model.Cache(2), tf.constant([40, 20]), Renamed.LETTERS)

@@ -9,7 +9,8 @@ import tensorflow as tf
 import toy_translation as toy
 from numpy.testing import assert_array_equal
 
-from lingvo_moe.core.layers import eight_bit
+from lingvo_moe.core.flags import Flags
+from lingvo_moe.tasks.mt.decoding import eight_bit
 from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
 from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
@@ -131,10 +132,10 @@ def test_where_they_cannot_be_it_is_told(logdir, translator, saved_model):
         load_translator(logdir, dataclasses.replace(OPTIONS, xla=True), weights="int8")
     with pytest.raises(ValueError, match="cannot be assigned"):
         translator[0].SetTheta(RunDir(logdir).Task().InitTheta(tf.constant([0, 0])))
-    parser = _cli.Parser()
-    parser.add_argument("--saved_model")
-    _cli.add_search_flags(parser)
-    args = parser.parse_args([f"--saved_model={saved_model}", "--weights=int8"])
+    flags = Flags("command", "")
+    _cli.define_model_flags(flags)
+    _cli.define_search_flags(flags)
+    args = flags.Parse([f"--saved_model={saved_model}", "--weights=int8"])
     with pytest.raises(ValueError, match=r"--weights was fixed when .* was exported"):
         _cli.open_translator(args)
 

@@ -1,5 +1,5 @@
 """MtModel's search with a shortlist: what a search over all tokens finds where the others are forbidden, and for each
-row the same to the bit whatever rows it runs with.
+row the same bit for bit whatever rows it runs with.
 
 Letters: B row, S source token, V vocabulary.
 """
@@ -11,9 +11,9 @@ from searches import Lines, make_model, source
 
 from lingvo_moe.core.decode.flat_beam_search import NEVER, FlatBeamSearch, SearchOptions
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.op_by_op import running_op_by_op
 from lingvo_moe.core.sharding import single_device, use_mesh
-from lingvo_moe.tasks.mt.decoding.decode_step import Decoder
+from lingvo_moe.tasks.mt.decoding.fast_decoder import FastDecoder
+from lingvo_moe.tasks.mt.decoding.fast_model import FastModel
 from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
 from lingvo_moe.tasks.mt.decoding.shortlist_columns import ShortlistColumns
 
@@ -35,13 +35,11 @@ EVERYTHING = Shortlist.Make([[]] * V, range(V), VOCABS)
 class Searcher:
     """A model of one layer a side, and searches with it."""
 
-    def __init__(self, beam_size: int, arranged: bool = True):
+    def __init__(self, beam_size: int):
         self.model, self.theta = make_model(
             V, hidden_dim=128, num_encoder_layers=1, num_decoder_layers=1, num_experts=0
         )
-        if arranged:
-            with use_mesh(single_device()):
-                self.theta = self.model.ForInference(self.theta)
+        self._fast = FastModel(self.model, self.theta)
         self.options = SearchOptions(beam_size, min(2, beam_size))
         self.lines = Lines(LENGTHS, V)
         self.traces = 0
@@ -51,12 +49,11 @@ class Searcher:
         columns = None
         if shortlist:
             columns = ShortlistColumns(shortlist, V, 2 * self.options.beam_size + 3)
-        decoder = Decoder(self.model, self.options, LONGEST, V, columns)
+        decoder = FastDecoder(self._fast, self.options, LONGEST, V, columns)
 
         def search(ids: tf.Tensor, lengths: tf.Tensor) -> NestedMap:
             self.traces += 1
-            with use_mesh(single_device()), running_op_by_op():
-                return decoder.Search(self.theta, *source(ids, lengths, LONGEST))
+            return decoder.Search(*source(ids, lengths, LONGEST))
 
         kinds = [tf.TensorSpec([None, None], tf.int32), tf.TensorSpec([None], tf.int32)]
         return tf.function(search, input_signature=kinds, autograph=False)
@@ -108,14 +105,14 @@ def test_only_a_row_s_own_tokens_come_out(searcher, together):
     assert len(set(together.lengths_BK[:, 0].tolist())) > 3  # rows leave at different times
 
 
-def test_a_row_is_the_same_to_the_bit_alone_and_with_others(searcher, search, together):
+def test_a_row_is_bit_identical_alone_and_with_others(searcher, search, together):
     """Other rows, another number of them, another padded length: other unions, other lengths of lists."""
     more = [([2, 0, 1], 48), ([7, 6, 5, 4], 64), ([3, None, 0, None], 32), ([0] * 32, 16)]
     searcher.lines.CheckAlone(search, together, more)
     assert searcher.traces == 1
 
 
-def test_everything_in_the_list_is_the_plain_search_to_the_bit():
+def test_everything_in_the_list_is_the_plain_search_bit_for_bit():
     searcher = Searcher(4)
     rows = searcher.lines.Rows([*range(len(LENGTHS)), None], 64)
     want, got = searcher.With(None)(*rows), searcher.With(EVERYTHING)(*rows)
@@ -124,8 +121,7 @@ def test_everything_in_the_list_is_the_plain_search_to_the_bit():
 
 
 def test_it_finds_what_forbidding_the_others_finds():
-    """Of the model's own weights, too: a table in rows."""
-    searcher = Searcher(3, arranged=False)
+    searcher = Searcher(3)
     ids, lengths = searcher.lines.Rows([0, 4, 2, 3], 32)
     ids[3, 0] = 5
     assert len(make_shortlist().Of(ids[3])) < 30  # fewer than the list's room

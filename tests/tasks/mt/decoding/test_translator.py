@@ -16,7 +16,7 @@ from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, Translator
 OPTIONS = TranslateOptions(
     beam_size=3, top_k=2, max_source_length=16, max_length=20, rows=4, xla=True
 )
-OP_BY_OP = replace(OPTIONS, rows=5, xla=False)
+TENSORFLOW = replace(OPTIONS, rows=5, xla=False)
 ODD = [
     "",
     " ",
@@ -43,7 +43,7 @@ def make(vocab: bytes, options: TranslateOptions = OPTIONS, seed: int = 0) -> Tr
     return Translator(model, model.InitTheta(seed), vocab, vocab, options)
 
 
-@pytest.fixture(scope="module", params=[OPTIONS, OP_BY_OP], ids=["xla", "op_by_op"])
+@pytest.fixture(scope="module", params=[OPTIONS, TENSORFLOW], ids=["xla", "tensorflow"])
 def translator(vocab, request) -> Translator:
     return make(vocab, request.param)
 
@@ -63,9 +63,9 @@ def in_batches(translator: Translator, lines, size: int) -> NestedMap:
 
 
 def test_batch_size_changes_nothing(translator, lines):
-    """Scores included, and nothing is traced or compiled again. To the bit under XLA, whose programs have
-    as many rows always; op by op the toy's own products, of single rows too, are rounded in two ways (those
-    of MtModel are not: test_decoding_op_by_op.py)."""
+    """Scores included, and nothing is traced or compiled again. Bit for bit under XLA, whose programs have
+    as many rows always; with TensorFlow's kernels the toy's own products, of single rows too, are rounded in two
+    ways (those of MtModel are not: test_fast_model.py)."""
     whole = translator.Translate(lines)
     traces = translator.traces
     assert len(OPTIONS.Buckets()) == 2

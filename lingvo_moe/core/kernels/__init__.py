@@ -1,0 +1,185 @@
+"""Kernels: the operations that XLA and TensorFlow's own kernels want written differently.
+
+XLA fuses elementwise operations and chooses layouts; TensorFlow's executor runs each operation as written, in a pass
+over memory of its own. `xla.py` and `tensorflow.py` implement the same functions, `Kernels`, with the same values and
+gradients up to rounding. Layers and optimizers state the mathematics and call `kernels.current()`; engines choose with
+`kernels.using(...)`. XLA's are the default.
+
+Letters: B batch, T query, S key, M model, H hidden, N head, A head of keys and values, K key dimension, V vocabulary,
+E expert, G group, C capacity slot, R row, L layer.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import tensorflow as tf
+
+from lingvo_moe.core.kernels import xla
+from lingvo_moe.core.kernels.xla import AdafactorRecipe, Delta, Drop, Shard
+from lingvo_moe.core.nested_map import NestedMap
+
+__all__ = ["AdafactorRecipe", "Delta", "Kernels", "current", "dropout", "using"]
+
+
+class Kernels(Protocol):
+    """The functions of one set of kernels; a module of them is one.
+
+    Arguments named `shard` annotate an activation with its einsum letters (`BaseLayer.Shard`); kernels for one device
+    may leave them alone. Arguments named `drop` apply dropout; None applies none.
+    """
+
+    def product(self, x: tf.Tensor, w_MH: tf.Tensor) -> tf.Tensor:
+        """x [B,T,M] times a matrix: [B,T,H]."""
+
+    def project_heads(
+        self,
+        query: tf.Tensor,
+        source: tf.Tensor,
+        weights: NestedMap,
+        scale: float,
+        shard: Shard,
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Queries, times `scale`, keys and values of each head, in a layout of the kernels' own.
+
+        Args:
+            query: [B,T,M].
+            source: [B,S,M]; the same object as `query` in self-attention.
+            weights: q [M,N,K], k and v [M,A,K]; heads of keys and values serve N / A heads of queries each.
+            scale: of the queries.
+            shard: see the class.
+        """
+
+    def attention_probabilities(self, q: tf.Tensor, k: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
+        """The softmax of q k^T over the keys that the mask, bool or 0/1 [B, T or 1, S], allows: float32 [B,N,T,S]."""
+
+    def combine_heads(self, probs: tf.Tensor, v: tf.Tensor, o_NKM: tf.Tensor) -> tf.Tensor:
+        """Probabilities [B,N,T,S] times values, projected to the model: [B,T,M]."""
+
+    def experts_feed_forward(
+        self,
+        x_EGCM: tf.Tensor,
+        wi_EMH: tf.Tensor,
+        wo_EHM: tf.Tensor,
+        drop: Drop | None,
+        shard: Shard,
+    ) -> tf.Tensor:
+        """Each expert's drop(relu(x wi)) wo for its slots: [E,G,C,M]."""
+
+    def grouped_matmul(
+        self,
+        rows_RM: tf.Tensor,
+        weights_EMH: tf.Tensor,
+        group_sizes_E: tf.Tensor,
+        rows_expected: int | None,
+    ) -> tf.Tensor:
+        """Each row times the matrix of its group, [R,H]: see `grouped_matmul.py`."""
+
+    def stable_order(self, key: tf.Tensor) -> tf.Tensor:
+        """The indices that sort a vector of int32, equal keys in their order."""
+
+    def normalize(
+        self, x: tf.Tensor, scale_M: tf.Tensor, bias_M: tf.Tensor, epsilon: float
+    ) -> tf.Tensor:
+        """Layer normalization of float32 [...,M] over M, times the scale plus the bias: float32."""
+
+    def logits(self, x: tf.Tensor, table_VM: tf.Tensor, shard: Shard) -> tf.Tensor:
+        """x [B,T,M] times each row of the table: float32 [B,T,V]."""
+
+    def token_losses(
+        self,
+        x: tf.Tensor,
+        table_VM: tf.Tensor,
+        labels: tf.Tensor,
+        weights: tf.Tensor,
+        label_smoothing: float,
+        shard: Shard,
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """What training needs of the logits of x [B,T,M].
+
+        Args:
+            x, table_VM, shard: as for `logits`.
+            labels: int32 [B,T].
+            weights: [B,T], 0 at padding.
+            label_smoothing: the share e of the target that is uniform over V.
+
+        Returns:
+            (xent, nll, correct), float32 [B,T], all times the weights. With p = softmax(logits):
+            xent = -(1 - e) log p[label] - e/V sum_v log p[v]; nll, the same with e = 0; correct, 1 where no logit is
+            above the label's. The gradient flows through xent alone.
+        """
+
+    def dropout(
+        self, x: tf.Tensor, rate: float, seed: tf.Tensor, rows: tf.Tensor | None
+    ) -> tf.Tensor:
+        """See `kernels.dropout`; here the rate lies between 0 and 1 and there is a seed."""
+
+    def sum_of_squares(self, x: tf.Tensor) -> tf.Tensor:
+        """A float32 scalar, of float32 x."""
+
+    def adafactor(
+        self, weight: tf.Tensor, grad: tf.Tensor, slots: NestedMap, recipe: AdafactorRecipe
+    ) -> tuple[Delta, NestedMap]:
+        """Adafactor's update of one variable, as `optimizers/adafactor.py` describes it.
+
+        Args:
+            weight, grad: float32, of one shape.
+            slots: `row` and `col` where `recipe.dims` are factored, else `full`.
+            recipe: the numbers of this step.
+
+        Returns:
+            What to subtract from the weight, and the new slots.
+        """
+
+    def slices(self, stacks: Sequence[tf.Tensor], num: int) -> list[list[tf.Tensor]]:
+        """For each of `num` layers its slice of every stack [L,...]."""
+
+    def select(
+        self, condition: tf.Tensor, new: list[tf.Tensor], old: list[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """`new` where the bool scalar is true, else `old`."""
+
+    def batch_independent(self, fn: Callable[[tf.Tensor], tf.Tensor], x: tf.Tensor) -> tf.Tensor:
+        """fn(x) for x [...,1] and an elementwise function such as tf.math.log; how an element is rounded does not
+        depend on how many others there are."""
+
+
+_current: contextvars.ContextVar[Kernels] = contextvars.ContextVar("kernels", default=xla)
+
+
+@contextlib.contextmanager
+def using(kernels: Kernels) -> Iterator[None]:
+    """What is traced inside calls these kernels. Engines enter it."""
+    token = _current.set(kernels)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current() -> Kernels:
+    """The kernels in use; XLA's unless an engine chose others."""
+    return _current.get()
+
+
+def dropout(
+    x: tf.Tensor, rate: float, seed: tf.Tensor | None, rows: tf.Tensor | None = None
+) -> tf.Tensor:
+    """Zeroes each element with probability `rate` and scales the others by 1/(1-rate).
+
+    Args:
+        x: of a static shape.
+        rate: in [0, 1).
+        seed: int32 [2]; None, which means inference, returns `x` itself.
+        rows: int32, the shape of x without its last dimension. Each row then draws what row `rows[...]` of a
+            matrix would draw, wherever it lies.
+
+    Raises:
+        ValueError: a rate outside [0, 1).
+    """
+    if not 0 <= rate < 1:
+        raise ValueError(f"dropout rate must lie in [0, 1), got {rate}")
+    if seed is None or rate == 0:
+        return x
+    return current().dropout(x, rate, seed, rows)

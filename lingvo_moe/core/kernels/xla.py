@@ -1,0 +1,359 @@
+"""The kernels for XLA: einsums, annotations and elementwise chains, which XLA partitions and fuses.
+
+They also run eagerly and in graphs without XLA, e.g. in tests. What each function computes is said in `Kernels`
+(`__init__.py`). Letters as there; R also counts the heads of queries that share keys and values.
+"""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import tensorflow as tf
+from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+
+from lingvo_moe.core import randomness
+from lingvo_moe.core.gradients import custom_gradient
+from lingvo_moe.core.kernels import grouped_matmul as grouped
+from lingvo_moe.core.nested_map import NestedMap
+
+Shard = Callable[[tf.Tensor, str], tf.Tensor]
+Drop = Callable[[tf.Tensor], tf.Tensor]
+
+# The value of a masked logit: finite, so that a query that may look nowhere still gives numbers.
+_MASKED = -1e9
+
+
+def batch_independent(fn: Callable[[tf.Tensor], tf.Tensor], x: tf.Tensor) -> tf.Tensor:
+    """See `Kernels`."""
+    return fn(x)
+
+
+# --- products
+
+
+def product(x: tf.Tensor, w_MH: tf.Tensor) -> tf.Tensor:
+    """See `Kernels`."""
+    return tf.einsum("BTM,MH->BTH", x, w_MH)
+
+
+def experts_feed_forward(
+    x_EGCM: tf.Tensor, wi_EMH: tf.Tensor, wo_EHM: tf.Tensor, drop: Drop | None, shard: Shard
+) -> tf.Tensor:
+    """See `Kernels`."""
+    h_EGCH = shard(tf.nn.relu(_expert_product(x_EGCM, wi_EMH)), "EGCH")
+    if drop is not None:
+        h_EGCH = drop(h_EGCH)
+    return shard(_expert_product(h_EGCH, wo_EHM), "EGCM")
+
+
+@custom_gradient
+def _expert_product(x_EGCM: tf.Tensor, w_EMH: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+    """Each expert's slots times its matrix, [E,G,C,H]."""
+
+    def grad(dy_EGCH: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        # The weights first: the operand that is then transposed is the rows, which are few. XLA:CPU takes up to three
+        # times as long for rows times transposed weights (docs/moe_speed.md).
+        dx_EGCM = tf.einsum("EMH,EGCH->EGCM", w_EMH, dy_EGCH)
+        return dx_EGCM, tf.einsum("EGCM,EGCH->EMH", x_EGCM, dy_EGCH)
+
+    return tf.einsum("EGCM,EMH->EGCH", x_EGCM, w_EMH), grad
+
+
+def grouped_matmul(
+    rows_RM: tf.Tensor,
+    weights_EMH: tf.Tensor,
+    group_sizes_E: tf.Tensor,
+    rows_expected: int | None,
+) -> tf.Tensor:
+    """See `Kernels`; without XLA the static shapes that it needs would gain nothing."""
+    form = grouped.by_tiles if grouped.in_xla() else grouped.by_group
+    return form(rows_RM, weights_EMH, group_sizes_E, rows_expected)
+
+
+def stable_order(key: tf.Tensor) -> tf.Tensor:
+    """See `Kernels`."""
+    if not grouped.in_xla():
+        return tf.argsort(key, stable=True)
+
+    # tf.argsort is a top-k to XLA, of a size that the TPU compiler takes for dynamic in a region.
+    @tf.function(autograph=False)
+    def before(a: tf.Tensor, b: tf.Tensor, i: tf.Tensor, j: tf.Tensor) -> tf.Tensor:
+        del i, j
+        return a < b
+
+    at = tf.range(tf.shape(key)[0] if key.shape[0] is None else key.shape[0])
+    comparator = before.get_concrete_function(*[tf.TensorSpec([], tf.int32)] * 4)
+    sort = gen_xla_ops.xla_variadic_sort
+    return sort([key, at], tf.constant(0), comparator=comparator, is_stable=True)[1]
+
+
+# --- attention
+
+
+def project_heads(
+    query: tf.Tensor, source: tf.Tensor, weights: NestedMap, scale: float, shard: Shard
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """See `Kernels`; [B,T,N,K] and twice [B,S,A,K]."""
+    q = queries(query, weights, scale, shard)
+    return q, *keys_and_values(source, weights, shard)
+
+
+def queries(x: tf.Tensor, weights: NestedMap, scale: float, shard: Shard) -> tf.Tensor:
+    """The queries of x [B,T,M]: [B,T,N,K]."""
+    q = tf.einsum("BTM,MNK->BTNK", x, tf.cast(weights.q, x.dtype))
+    return shard(q * tf.constant(scale, q.dtype), "BTNK")
+
+
+def keys_and_values(x: tf.Tensor, weights: NestedMap, shard: Shard) -> tuple[tf.Tensor, tf.Tensor]:
+    """The keys and the values of x [B,S,M]: each [B,S,A,K]. Their heads have the letter A where there are fewer than
+    heads of queries."""
+    k = tf.einsum("BSM,MNK->BSNK", x, tf.cast(weights.k, x.dtype))
+    v = tf.einsum("BSM,MNK->BSNK", x, tf.cast(weights.v, x.dtype))
+    letters = "BSNK" if weights.k.shape[1] == weights.q.shape[1] else "BSAK"
+    return shard(k, letters), shard(v, letters)
+
+
+def attention_probabilities(q: tf.Tensor, k: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
+    """See `Kernels`."""
+    return masked_softmax(by_head("BTNK,BSNK->BNTS", q, k), mask)
+
+
+def combine_heads(probs: tf.Tensor, v: tf.Tensor, o_NKM: tf.Tensor) -> tf.Tensor:
+    """See `Kernels`."""
+    return project_back(by_head("BNTS,BSNK->BTNK", probs, v), o_NKM)
+
+
+def masked_softmax(logits: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
+    """[B,N,T,S] logits to float32 probabilities where the mask [B, T or 1, S] allows."""
+    allowed = tf.cast(mask, tf.bool)[:, tf.newaxis]
+    return tf.nn.softmax(tf.where(allowed, tf.cast(logits, tf.float32), tf.constant(_MASKED)))
+
+
+def project_back(context: tf.Tensor, o_NKM: tf.Tensor) -> tf.Tensor:
+    """Each head's values [B,T,N,K], summed over heads: [B,T,M]."""
+    return tf.einsum("BTNK,NKM->BTM", context, tf.cast(o_NKM, context.dtype))
+
+
+def by_head(equation: str, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+    """tf.einsum head by head, where `y` may have fewer heads than `x`.
+
+    With A heads of keys and values, each serves R = N / A heads of queries: A = N is multi-head attention, A = 1
+    multi-query attention (Shazeer 2019, "Fast Transformer Decoding: One Write-Head is All You Need"), anything between
+    grouped-query attention (Ainslie et al. 2023, "GQA"). Heads a R to a R + R - 1 share keys and values a. Those are
+    never repeated: the R heads are further rows of one product.
+
+    Args:
+        equation: in which N is the head of both operands and of the result, e.g. "BTNK,BSNK->BNTS".
+        x: with N heads.
+        y: with A heads.
+    """
+    x_letters, y_letters, out = re.split(",|->", equation)
+    axis, kv_heads = x_letters.index("N"), y.shape[y_letters.index("N")]
+    if x.shape[axis] == kv_heads:
+        return tf.einsum(equation, x, y)
+    x_letters, out_shared = (letters.replace("N", "AR") for letters in (x_letters, out))
+    y_letters = y_letters.replace("N", "A")
+    sizes = _sizes(x)
+    shape = [*sizes[:axis], kv_heads, x.shape[axis] // kv_heads, *sizes[axis + 1 :]]
+    z = tf.einsum(f"{x_letters},{y_letters}->{out_shared}", tf.reshape(x, shape), y)
+    axis, sizes = out.index("N"), _sizes(z)
+    return tf.reshape(z, [*sizes[:axis], z.shape[axis] * z.shape[axis + 1], *sizes[axis + 2 :]])
+
+
+def _sizes(x: tf.Tensor) -> list:
+    """The sizes of the dimensions, ints where they are known."""
+    if x.shape.is_fully_defined():
+        return list(x.shape)
+    known, found = x.shape.as_list(), tf.shape(x)
+    return [found[i] if size is None else size for i, size in enumerate(known)]
+
+
+# --- normalization and dropout
+
+
+def normalize(x: tf.Tensor, scale_M: tf.Tensor, bias_M: tf.Tensor, epsilon: float) -> tf.Tensor:
+    """See `Kernels`."""
+    # Sums times 1/M: the gradient of tf.reduce_mean would make a constant as large as x.
+    per_element = 1.0 / x.shape[-1]
+    centred = x - tf.reduce_sum(x, axis=-1, keepdims=True) * per_element
+    variance = tf.reduce_sum(centred * centred, axis=-1, keepdims=True) * per_element
+    normal = centred * tf.math.rsqrt(variance + epsilon)
+    scale, bias = (tf.cast(w, tf.float32) for w in (scale_M, bias_M))
+    return normal * scale + bias
+
+
+def dropout(x: tf.Tensor, rate: float, seed: tf.Tensor, rows: tf.Tensor | None) -> tf.Tensor:
+    """See `kernels.dropout`."""
+    return keep(x, randomness.kept(seed, x.shape, rate, rows), rate)
+
+
+def keep(x: tf.Tensor, kept: tf.Tensor, rate: float) -> tf.Tensor:
+    """x / (1 - rate) where `kept` is true, else 0."""
+    return tf.where(kept, x * tf.constant(1 / (1 - rate), x.dtype), tf.constant(0, x.dtype))
+
+
+# --- losses
+
+
+def logits(x: tf.Tensor, table_VM: tf.Tensor, shard: Shard) -> tf.Tensor:
+    """See `Kernels`."""
+    y = tf.einsum("BTM,VM->BTV", x, tf.cast(table_VM, x.dtype))
+    return shard(tf.cast(y, tf.float32), "BTV")
+
+
+def token_losses(
+    x: tf.Tensor,
+    table_VM: tf.Tensor,
+    labels: tf.Tensor,
+    weights: tf.Tensor,
+    label_smoothing: float,
+    shard: Shard,
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """See `Kernels`."""
+    scores = logits(x, table_VM, shard)
+    weights = tf.cast(weights, tf.float32)
+    best = tf.argmax(scores, axis=-1, output_type=tf.int32)
+    correct = tf.cast(tf.equal(best, tf.cast(labels, tf.int32)), tf.float32)
+    xent = smoothed_cross_entropy(scores, labels, label_smoothing) * weights
+    correct = correct * weights
+    nll = smoothed_cross_entropy(tf.stop_gradient(scores), labels, 0.0)
+    return xent, nll * weights, correct
+
+
+def smoothed_cross_entropy(
+    logits: tf.Tensor, labels: tf.Tensor, label_smoothing: float
+) -> tf.Tensor:
+    """The `xent` of `Kernels.token_losses` without weights: logits float32 [B,T,V], labels int32 [B,T] to float32
+    [B,T].
+
+    The gradient keeps the logits and one number for each token, and rebuilds the rest elementwise.
+    """
+    num = logits.shape[-1]
+    on, off = 1.0 - label_smoothing, label_smoothing / num
+
+    @tf.custom_gradient
+    def xent(logits: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+        # A one-hot product instead of a gather: it partitions and fuses, and needs no table of ids.
+        partition = tf.reduce_logsumexp(logits, axis=-1)
+        picked = tf.reduce_sum(logits * tf.one_hot(labels, num), axis=-1)
+        loss = partition - on * picked
+        if label_smoothing:
+            loss -= off * tf.reduce_sum(logits, axis=-1)
+
+        def grad(dloss: tf.Tensor) -> tuple[tf.Tensor, None]:
+            probs = tf.exp(logits - partition[..., tf.newaxis])
+            target = tf.one_hot(labels, num, on_value=on + off, off_value=off)
+            return dloss[..., tf.newaxis] * (probs - target), None
+
+        return loss, grad
+
+    return xent(logits, labels)
+
+
+# --- optimizer and training step
+
+
+class Delta(Protocol):
+    """What an update subtracts from one weight.
+
+    Attributes:
+        grad_square: the sum of the squares of the gradient, where the update computed it anyway; else None.
+    """
+
+    @property
+    def grad_square(self) -> tf.Tensor | None: ...
+
+    def SumOfSquares(self) -> tf.Tensor:
+        """Of what is subtracted, a float32 scalar."""
+
+    def SubtractFrom(self, weight: tf.Tensor) -> tf.Tensor:
+        """The new weight, in the type of the old one."""
+
+
+@dataclass(frozen=True)
+class DenseDelta:
+    """A `Delta` that is a float32 tensor of the weight's shape."""
+
+    value: tf.Tensor
+    grad_square: None = None
+
+    def SumOfSquares(self) -> tf.Tensor:
+        return tf.reduce_sum(tf.square(self.value))
+
+    def SubtractFrom(self, weight: tf.Tensor) -> tf.Tensor:
+        return tf.cast(tf.cast(weight, tf.float32) - self.value, weight.dtype)
+
+
+@dataclass(frozen=True)
+class AdafactorRecipe:
+    """The numbers of one step of Adafactor for one variable; see optimizers/adafactor.py.
+
+    Attributes:
+        decay: of the second moment, float32 scalar.
+        rate: the learning rate, float32 scalar.
+        epsilon1, epsilon2, clip_threshold, multiply_by_parameter_scale: the optimizer's parameters.
+        dims: the two factored dimensions; None where the second moment is kept in full.
+        stack_dims: how many leading dimensions count layers, each with statistics of its own.
+    """
+
+    decay: tf.Tensor
+    rate: tf.Tensor
+    epsilon1: float
+    epsilon2: float
+    clip_threshold: float
+    multiply_by_parameter_scale: bool
+    dims: tuple[int, int] | None
+    stack_dims: int
+
+    def Average(self, old: tf.Tensor, new: tf.Tensor) -> tf.Tensor:
+        """The second moment after this step."""
+        return self.decay * old + (1.0 - self.decay) * new
+
+
+def adafactor(
+    weight: tf.Tensor, grad: tf.Tensor, slots: NestedMap, recipe: AdafactorRecipe
+) -> tuple[Delta, NestedMap]:
+    """See `Kernels`."""
+    square = tf.square(grad) + recipe.epsilon1
+    if recipe.dims is not None:
+        first, second = recipe.dims
+        row = recipe.Average(slots.row, tf.reduce_mean(square, second))
+        col = recipe.Average(slots.col, tf.reduce_mean(square, first))
+        relative_row = row / tf.reduce_mean(row, first, keepdims=True)
+        update = grad * tf.expand_dims(tf.math.rsqrt(relative_row), second)
+        update *= tf.expand_dims(tf.math.rsqrt(col), first)
+        new_slots = NestedMap(row=row, col=col)
+    else:
+        full = recipe.Average(slots.full, square)
+        update = grad * tf.math.rsqrt(full)
+        new_slots = NestedMap(full=full)
+    if recipe.clip_threshold:
+        excess = _rms(update, recipe.stack_dims) * (1.0 / recipe.clip_threshold)
+        update *= tf.math.reciprocal(tf.maximum(excess, 1.0))
+    if recipe.multiply_by_parameter_scale:
+        update *= tf.maximum(_rms(weight, recipe.stack_dims), recipe.epsilon2)
+    return DenseDelta(update * recipe.rate), new_slots
+
+
+def _rms(x: tf.Tensor, stack_dims: int) -> tf.Tensor:
+    """The root mean square of each layer's part of x, broadcastable to x."""
+    axes = list(range(stack_dims, x.shape.rank))
+    count = math.prod(x.shape[stack_dims:])
+    return tf.sqrt(tf.reduce_sum(tf.square(x), axes, keepdims=True) * (1.0 / count))
+
+
+def sum_of_squares(x: tf.Tensor) -> tf.Tensor:
+    """See `Kernels`."""
+    return tf.reduce_sum(tf.square(x))
+
+
+def slices(stacks: Sequence[tf.Tensor], num: int) -> list[list[tf.Tensor]]:
+    """See `Kernels`."""
+    return [[stack[i] for stack in stacks] for i in range(num)]
+
+
+def select(condition: tf.Tensor, new: list[tf.Tensor], old: list[tf.Tensor]) -> list[tf.Tensor]:
+    """See `Kernels`."""
+    return [tf.where(condition, a, b) for a, b in zip(new, old, strict=True)]

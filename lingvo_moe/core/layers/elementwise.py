@@ -1,0 +1,68 @@
+"""Layers that compute each element by itself: Activation, Dropout."""
+
+import math
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from lingvo_moe.core import checks, kernels
+from lingvo_moe.core.base_layer import BaseLayer
+from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.nested_map import NestedMap
+
+# Name -> the function, and about how many operations it takes for each element.
+ACTIVATIONS = {
+    "identity": (tf.identity, 0),
+    "relu": (tf.nn.relu, 1),
+    "relu6": (tf.nn.relu6, 2),
+    "sigmoid": (tf.math.sigmoid, 4),
+    "tanh": (tf.math.tanh, 7),
+    "gelu": (tf.nn.gelu, 15),
+}
+_DROPOUT_FLOPS = 10  # for each element, approximately
+
+
+class Activation(BaseLayer):
+    """An elementwise function, by name."""
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define("activation", "relu", "The function.", check=checks.one_of(ACTIVATIONS))
+        return p
+
+    def FProp(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
+        """The function of each element of x, of any shape."""
+        del theta
+        return ACTIVATIONS[self.p.activation][0](x)
+
+    @classmethod
+    def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
+        """The function's operations for each element."""
+        return elementwise_meta(ACTIVATIONS[params.activation][1], input_shapes[0])
+
+
+class Dropout(BaseLayer):
+    """Zeroes elements at random in training, and scales the others by 1 / (1 - rate)."""
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define("rate", 0.0, "The probability that an element is zeroed.", check=checks.SHARE)
+        return p
+
+    def FProp(self, theta: NestedMap, x: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:
+        """x, of a static shape, with elements zeroed by `seed` (int32 [2]); x itself where it is None."""
+        del theta
+        return kernels.dropout(x, self.p.rate, seed)
+
+    @classmethod
+    def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
+        """About ten operations for each element: random numbers are computed."""
+        return elementwise_meta(_DROPOUT_FLOPS, input_shapes[0])
+
+
+def elementwise_meta(flops_per_element: int, shape: Sequence[int]) -> NestedMap:
+    """What FPropMeta returns for a layer whose output has its input's shape."""
+    return NestedMap(flops=math.prod(shape) * flops_per_element, out_shapes=(tuple(shape),))

@@ -1,0 +1,57 @@
+"""Stochastic gradient descent with momentum. A slot has the letters of its variable."""
+
+import tensorflow as tf
+
+from lingvo_moe.core import checks
+from lingvo_moe.core.base_layer import VariableSpec
+from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.optimizers.base import Optimizer, slot_spec
+
+
+class Sgd(Optimizer):
+    """Gradient descent, with the recipe of residual networks as defaults.
+
+    For a gradient g of a weight w:
+
+    * g' = g + weight_decay * w, where w has two dimensions or more: scales and biases do not decay.
+    * velocity v = momentum * v + g'.
+    * the weight loses rate * v, or with `nesterov` rate * (momentum * v + g').
+    """
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define(
+            "momentum", 0.9, "The share of the velocity that a step keeps.", check=checks.SHARE
+        )
+        p.Define("nesterov", False, "Whether the step looks ahead along the velocity.")
+        p.Define(
+            "weight_decay",
+            1e-4,
+            "Times the weight, added to its gradient.",
+            check=checks.NOT_NEGATIVE,
+        )
+        return p
+
+    def _SlotSpecs(self, spec: VariableSpec) -> NestedMap:
+        return NestedMap(velocity=slot_spec(spec, "velocity")) if self.p.momentum else NestedMap()
+
+    def _UpdateOne(
+        self,
+        spec: VariableSpec,
+        weight: tf.Tensor,
+        grad: tf.Tensor,
+        slot: NestedMap,
+        rate: tf.Tensor,
+        step: tf.Tensor,
+    ) -> tuple[tf.Tensor, NestedMap]:
+        del step
+        p = self.p
+        if p.weight_decay and len(spec.shape) - spec.stack_dims > 1:
+            grad += p.weight_decay * weight
+        if not p.momentum:
+            return rate * grad, NestedMap()
+        velocity = p.momentum * slot.velocity + grad
+        direction = p.momentum * velocity + grad if p.nesterov else velocity
+        return rate * direction, NestedMap(velocity=velocity)

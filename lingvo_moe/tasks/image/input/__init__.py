@@ -1,0 +1,1 @@
+"""From images on a disk to batches."""

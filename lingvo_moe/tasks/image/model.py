@@ -1,0 +1,120 @@
+"""ImageClassifier: a network, a head, and the loss. Letters: B batch, Y rows, X columns, I channels, V classes."""
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import tensorflow as tf
+
+from lingvo_moe.core import checks
+from lingvo_moe.core.base_task import BaseTask
+from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.layers.classifier import Classifier, in_top_k
+from lingvo_moe.core.layers.elementwise import Dropout
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.tasks.image.networks import ResNet
+
+_TOP = 5
+
+
+class ImageClassifier(BaseTask):
+    """Scores the classes of images.
+
+    `FProp(theta, batch, seed)` takes uint8 `batch.images` [B, Y, X, I] and int32 `batch.labels` [B], where a
+    negative label marks a row of padding, and returns the training loss and float32 metrics.
+    """
+
+    UNIT: ClassVar[str] = "images"
+    SIZES: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "B": ("input.batch_size",),
+        "Y": ("input.image_size",),
+        "X": ("input.image_size",),
+        "V": ("task.num_classes",),
+    }
+    DIVIDED: ClassVar[str] = "BYXV"
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define("num_classes", 1000, "V.", check=checks.SIZE)
+        p.Define(
+            "channels", 3, "Channels of the images: 3, or 1 for shades of grey.", check=checks.SIZE
+        )
+        p.Define("network", ResNet.Params(), "From images to features; see networks.py.")
+        p.Define("head", Classifier.Params(), "From features to classes; sizes are set from above.")
+        p.Define("dropout", 0.0, "Rate on the features.", check=checks.SHARE)
+        p.Define(
+            "label_smoothing",
+            0.1,
+            "Probability spread evenly over the classes.",
+            check=checks.SHARE,
+        )
+        p.Define(
+            "pixel_mean",
+            0.5,
+            "Subtracted from pixels, which are from 0 to 1.",
+            check=checks.Number(0, 1),
+        )
+        p.Define("pixel_deviation", 0.25, "Pixels are divided by it.", check=checks.POSITIVE)
+        return p
+
+    def __init__(self, params: InstantiableParams):
+        super().__init__(params)
+        p = self.p
+        network = p.network.Copy().Set(input_channels=p.channels)
+        self.CreateChild("network", network)
+        self.CreateChild("dropout", Dropout.Params().Set(rate=p.dropout))
+        head = p.head.Copy().Set(
+            num_classes=p.num_classes,
+            model_dim=network.cls.OutputChannels(network),
+            label_smoothing=p.label_smoothing,
+        )
+        self.CreateChild("head", head)
+
+    def FProp(
+        self, theta: NestedMap, batch: NestedMap, seed: tf.Tensor | None = None
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """Returns the loss (float32 scalar) and metrics: loss, nll (without label smoothing), top1 and top5 (the
+        share of images whose class is the best-scored one, or one of the five), images, and updates; see BaseTask."""
+        logits, updates = self._Logits(theta, batch.images, seed)
+        real = tf.cast(batch.labels >= 0, tf.float32)
+        images = tf.reduce_sum(real)
+        per_image = real / tf.maximum(images, 1.0)
+        smoothed, nll = self.head.Losses(logits, batch.labels)
+        loss = tf.reduce_sum(smoothed * per_image)
+        metrics = NestedMap(
+            loss=loss,
+            nll=tf.reduce_sum(nll * per_image),
+            top1=tf.reduce_sum(in_top_k(logits, batch.labels, 1) * per_image),
+            top5=tf.reduce_sum(in_top_k(logits, batch.labels, _TOP) * per_image),
+            images=images,
+        )
+        metrics.update(updates)
+        return loss, metrics
+
+    def _Logits(
+        self, theta: NestedMap, images: tf.Tensor, seed: tf.Tensor | None
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """Logits [B, V], and the network's extras."""
+        x = tf.cast(self.Shard(images, "BYXI"), tf.float32) * (1 / 255)
+        x = tf.cast((x - self.p.pixel_mean) * (1 / self.p.pixel_deviation), self.fprop_dtype)
+        features, extras = self.network.FProp(theta.network, x, training=seed is not None)
+        features = self.dropout.FProp(theta.dropout, features, self.FoldSeed(seed, "dropout"))
+        return self.head.FProp(theta.head, features), extras
+
+    def FlopsByPart(self, batch: NestedMap) -> dict[str, int]:
+        """See BaseTask: the stages of the network, and the head."""
+        shape = batch.images.shape
+        network, head = self.network.p, self.head.p
+        flops = network.cls.FlopsByStage(network, shape)
+        flops["head"] = Classifier.FPropMeta(head, (shape[0], head.model_dim)).flops
+        return flops
+
+    @classmethod
+    def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
+        """Forward operations for images [B, Y, X, I]; out_shapes is that of the logits."""
+        network = params.network.Copy().Set(input_channels=params.channels)
+        meta = network.cls.FPropMeta(network, input_shapes[0])
+        head = params.head.Copy().Set(num_classes=params.num_classes)
+        out = Classifier.FPropMeta(head, meta.out_shapes[0])
+        return NestedMap(flops=meta.flops + out.flops, out_shapes=out.out_shapes)

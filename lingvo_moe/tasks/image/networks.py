@@ -1,0 +1,165 @@
+"""Convolutional networks, from images to features. Letters: B batch, Y rows, X columns, M features."""
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from lingvo_moe.core import checks
+from lingvo_moe.core.base_layer import BaseLayer
+from lingvo_moe.core.base_task import updates_of
+from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.layers.batch_norm import BatchNorm
+from lingvo_moe.core.layers.pooling import GlobalAveragePool, Pool2D
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.tasks.image.stages import Bottleneck, ConvNorm, ConvPool, Sequential
+
+_SIZES = checks.ListOf(checks.SIZE, "a list of integers of at least 1")
+
+
+class Network(BaseLayer):
+    """The base of networks: stages in sequence (see stages.py), then the average of each channel."""
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define(
+            "input_channels", 3, "Channels of the images; the model sets it.", check=checks.SIZE
+        )
+        p.Define("norm", BatchNorm.Params(), "The normalizations; channels are set from above.")
+        return p
+
+    @classmethod
+    def Stages(cls, params: HyperParams) -> dict[str, InstantiableParams]:
+        """The Params of each stage, by name."""
+        raise NotImplementedError(f"{cls.__name__}.Stages")
+
+    @classmethod
+    def OutputChannels(cls, params: HyperParams) -> int:
+        """M, the length of the features."""
+        raise NotImplementedError(f"{cls.__name__}.OutputChannels")
+
+    def __init__(self, params: InstantiableParams):
+        super().__init__(params)
+        for name, stage in self.Stages(self.p).items():
+            self.CreateChild(name, stage)
+        self.CreateChild("average", GlobalAveragePool.Params())
+
+    def FProp(
+        self, theta: NestedMap, images: tf.Tensor, training: bool
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """Features of images.
+
+        Args:
+            theta: the weights.
+            images: [B, Y, X, channels], of a static shape.
+            training: see BatchNorm.
+
+        Returns:
+            Features [B, M], and extras: in training the `updates` of all normalizations.
+        """
+        x, all_extras = images, []
+        for name in self.Stages(self.p):
+            x, extras = self.children[name].FProp(theta[name], x, training)
+            all_extras.append(extras)
+        return self.average.FProp(theta.average, x), updates_of(*all_extras)
+
+    @classmethod
+    def FlopsByStage(cls, params: HyperParams, shape: Sequence[int]) -> dict[str, int]:
+        """Forward operations of each stage for images of a shape [B, Y, X, channels]."""
+        flops = {}
+        for name, stage in cls.Stages(params).items():
+            meta = stage.cls.FPropMeta(stage, shape)
+            flops[name], shape = meta.flops, meta.out_shapes[0]
+        flops["average"] = GlobalAveragePool.FPropMeta(GlobalAveragePool.Params(), shape).flops
+        return flops
+
+    @classmethod
+    def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
+        """The sum of the stages."""
+        shape = input_shapes[0]
+        return NestedMap(
+            flops=sum(cls.FlopsByStage(params, shape).values()),
+            out_shapes=((shape[0], cls.OutputChannels(params)),),
+        )
+
+
+class ResNet(Network):
+    """A residual network of bottlenecks (He et al. 2015, "v1.5"); by default the one of 50 layers.
+
+    Padding is SAME everywhere, so a window of stride 2 over an even number of rows begins at the first.
+    """
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define(
+            "base_channels",
+            64,
+            "Channels of the stem; 32 times as many features.",
+            check=checks.SIZE,
+        )
+        p.Define("blocks", [3, 4, 6, 3], "Bottlenecks of each stage.", check=_SIZES)
+        p.Define("zero_init_last_scale", True, "See Bottleneck.")
+        return p
+
+    @classmethod
+    def OutputChannels(cls, params: HyperParams) -> int:
+        return 4 * params.base_channels * 2 ** (len(params.blocks) - 1)
+
+    @classmethod
+    def Stages(cls, params: HyperParams) -> dict[str, InstantiableParams]:
+        """The stem (a convolution and a pooling of stride 2), and a stage for each number of `blocks`. Each stage but
+        the first begins with stride 2; channels double from stage to stage."""
+        p = params
+        stem = ConvNorm.Params().Set(
+            input_channels=p.input_channels,
+            output_channels=p.base_channels,
+            kernel_size=7,
+            stride=2,
+            norm=p.norm,
+        )
+        pool = Pool2D.Params().Set(kind="max", window=3, stride=2)
+        stages = {"stem": ConvPool.Params().Set(conv=stem, pool=pool)}
+        channels = p.base_channels
+        for i, count in enumerate(p.blocks):
+            width = p.base_channels * 2**i
+            blocks = []
+            for j in range(count):
+                block = Bottleneck.Params().Set(
+                    input_channels=channels,
+                    channels=width,
+                    stride=2 if i and not j else 1,
+                    norm=p.norm,
+                    zero_init_last_scale=p.zero_init_last_scale,
+                )
+                blocks.append(block)
+                channels = 4 * width
+            stages[f"stage_{i}"] = Sequential.Params().Set(stages=blocks)
+        return stages
+
+
+class ConvNet(Network):
+    """A small network: convolutions of 3x3, each followed by a maximum of 2x2 pixels."""
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define("channels", [32, 64], "Output channels of each convolution.", check=_SIZES)
+        return p
+
+    @classmethod
+    def OutputChannels(cls, params: HyperParams) -> int:
+        return params.channels[-1]
+
+    @classmethod
+    def Stages(cls, params: HyperParams) -> dict[str, InstantiableParams]:
+        """A ConvPool for each of `channels`."""
+        stages, inputs = {}, params.input_channels
+        for i, channels in enumerate(params.channels):
+            conv = ConvNorm.Params().Set(
+                input_channels=inputs, output_channels=channels, norm=params.norm
+            )
+            stages[f"stage_{i}"] = ConvPool.Params().Set(conv=conv)
+            inputs = channels
+        return stages

@@ -1,0 +1,122 @@
+"""8-bit weights in 8-bit products, for TensorFlow's kernels on a CPU.
+
+Each column of the weight and each row of the input has its own scale, so that its largest number becomes the largest
+integer. Sums of products of integers are exact in any order and are rounded once, to float32. A row's result therefore
+does not depend on the other rows, nor on their number (left unknown in the graph, as a search does).
+
+The kernel (oneDNN's, as `_QuantizedMatMul`) takes inputs of 0 to 255 and weights of -128 to 127. Inputs are shifted up
+by 128, and a bias subtracts what the shift adds to a sum.
+
+The kernel packs the weights in an order of its own. Packing at each call would take longer than the product; the
+kernel packs once only if an attribute says that the weight is constant. The public operations of the same kernel set
+that attribute where the weight is a constant of the graph, but TensorFlow's graph optimizer writes such constants out
+as text, which takes seconds and gigabytes. The operation with an underscore has the attribute `is_weight_const` for a
+variable too. The packed weight belongs to the operation's node in the graph, which must always see the same weight: no
+argument of a function with several callers, no slice in a loop, and no variable that is assigned later.
+
+Letters: R row, M and N the dimensions of a weight, P block, W column of a block.
+"""
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+_OPERATION = "_QuantizedMatMul"
+_SHIFT = 128
+# Processors without VNNI instructions add two products in 16 bits: 2 x 255 x 64 is the most that these hold.
+_LARGEST_WEIGHT = 64
+_LARGEST_INPUT = 127
+_ZERO = 1e-35  # columns with max|w| at or below this get scale 1: theirs would be no normal float32
+
+
+class EightBit:
+    """A weight [M,N] as int8 and a scale for each column; a leaf of packed weights, used like `FloatBlocks`.
+
+    Attributes:
+        int8_MN: the integers, from -64 to 64.
+        scale_N: float32; int8_MN * scale_N is about the weight.
+        bias_N: float32, which subtracts what the shift of the inputs adds.
+        width: W, the columns of a block.
+    """
+
+    def __init__(self, int8_MN: Any, scale_N: Any, bias_N: Any, width: int):
+        self.int8_MN, self.scale_N, self.bias_N, self.width = int8_MN, scale_N, bias_N, width
+
+    @classmethod
+    def Of(cls, w_MN: tf.Tensor | np.ndarray, width: int) -> "EightBit":
+        """Rounds a float weight, with values (no tensor of a graph). Products with a column that holds NaN or infinity
+        are NaN."""
+        w_MN = np.asarray(w_MN, np.float32)
+        most_N = np.max(np.abs(w_MN), 0)
+        finite_N = np.isfinite(most_N)
+        scale_N = np.where(finite_N & (most_N > _ZERO), most_N / _LARGEST_WEIGHT, 1)
+        int8_MN = np.round(np.where(finite_N, w_MN, 0) / scale_N).astype(np.int8)
+        scale_N = np.where(finite_N, scale_N, np.nan).astype(np.float32)
+        bias_N = (-_SHIFT * np.sum(int8_MN, 0, dtype=np.int64)).astype(np.float32)
+        return cls(tf.constant(int8_MN), tf.constant(scale_N), tf.constant(bias_N), width)
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """What a module must hold of it, in the order that `With` takes."""
+        return self.int8_MN, self.scale_N, self.bias_N
+
+    def With(self, int8_MN: Any, scale_N: Any, bias_N: Any) -> "EightBit":
+        """The same weight from other tensors, e.g. variables' values."""
+        return EightBit(int8_MN, scale_N, bias_N, self.width)
+
+    def ProductByBlock(self, x_RM: tf.Tensor) -> tf.Tensor:
+        """[R,M] by each block of W columns: [P,R,W]."""
+        blocks = -(-self.int8_MN.shape[1] // self.width)
+        return tf.transpose(tf.reshape(self.Product(x_RM), [-1, blocks, self.width]), [1, 0, 2])
+
+    def Product(self, x_RM: tf.Tensor) -> tf.Tensor:
+        """[R,M] by the weight: [R,N], in the type of the rows."""
+        if not tf.inside_function():  # the operation exists in graphs only
+            return tf.function(self.Product, autograph=False)(x_RM)
+        kind, x_RM = x_RM.dtype, tf.cast(x_RM, tf.float32)
+        scale_R1 = tf.reduce_max(tf.abs(x_RM), 1, keepdims=True) / _LARGEST_INPUT
+        # Casts round towards zero, so that a half more rounds to the nearest.
+        shifted_RM = tf.math.divide_no_nan(x_RM, scale_R1) + (_SHIFT + 0.5)
+        y_RN = _integers_product(tf.cast(shifted_RM, tf.uint8), self.int8_MN, self.bias_N)
+        return tf.cast(y_RN * scale_R1 * self.scale_N, kind)
+
+
+def _integers_product(x_RM: tf.Tensor, w_MN: tf.Tensor, bias_N: tf.Tensor) -> tf.Tensor:
+    """uint8 [R,M] by int8 [M,N] and a float32 bias: float32 [R,N]. The kernel may pack w_MN at the first call."""
+    graph = tf.compat.v1.get_default_graph()
+    # The ranges at which an integer stands for itself.
+    ranges = [tf.constant(end) for end in (0.0, 255.0, -127.0, 127.0)]
+    inputs = [tf.bitcast(x_RM, tf.quint8), tf.bitcast(w_MN, tf.qint8), bias_N, *ranges]
+    attributes = {
+        "Tdevice_inputs": _attribute(type=[x.dtype.as_datatype_enum for x in inputs]),
+        "Thost_inputs": _attribute(type=[]),
+        "Tdevice_outputs": _attribute(type=[tf.float32.as_datatype_enum]),
+        "Thost_outputs": _attribute(type=[]),
+        "T1": tf.compat.v1.AttrValue(type=tf.quint8.as_datatype_enum),
+        "T2": tf.compat.v1.AttrValue(type=tf.qint8.as_datatype_enum),
+        "fused_ops": _attribute(s=[b"BiasAdd", b"Dequantize"]),
+        "is_weight_const": tf.compat.v1.AttrValue(b=True),
+        "is_bias_const": tf.compat.v1.AttrValue(b=True),
+    }
+    product = graph.create_op(
+        _OPERATION, inputs, [tf.float32], attrs=attributes, name="quantized_matmul"
+    )
+    y_RN = product.outputs[0]
+    y_RN.set_shape([x_RM.shape[0], w_MN.shape[1]])
+    return y_RN
+
+
+def _attribute(**values: list) -> tf.compat.v1.AttrValue:
+    return tf.compat.v1.AttrValue(list=tf.compat.v1.AttrValue.ListValue(**values))
+
+
+def check_supported() -> None:
+    """Raises ValueError where TensorFlow has no such kernel: it is oneDNN's, of builds for x86-64."""
+    try:
+        EightBit.Of(np.ones([4, 4]), 4).Product(tf.ones([1, 4]))
+    except (tf.errors.OpError, RuntimeError, ValueError) as e:
+        raise ValueError(
+            f"this TensorFlow has no products of 8 bits ({_OPERATION}), which its builds for x86-64 have; take"
+            f" float32 weights instead of int8: {e}"
+        ) from e

@@ -1,0 +1,83 @@
+"""The search of translations with TensorFlow's kernels: any number and length of rows, with or without a shortlist.
+
+Letters: B row, S source token, J hypothesis, U place in the union of the rows' shortlists.
+"""
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from lingvo_moe.core.decode.flat_beam_search import SearchOptions, StepFn
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.tasks.mt.decoding.fast_model import FastModel
+from lingvo_moe.tasks.mt.decoding.growing_beam_search import BLOCK, GrowingBeamSearch
+from lingvo_moe.tasks.mt.decoding.shortlist_columns import (
+    ALLOWED,
+    LETTERS,
+    ShortlistColumns,
+    logits_of_lists,
+    tokens_of_places,
+)
+from lingvo_moe.tasks.mt.input.special_ids import UNK_ID
+
+
+class FastDecoder:
+    """A FastModel and a search over its translations.
+
+    Args:
+        model: with its weights.
+        options: of the search.
+        max_length: the most tokens of a translation, EOS included.
+        vocab_size: tokens that may come out, of the model's V. PAD, BOS and UNK never do.
+        shortlist: which tokens a row is scored for, by its source; None: all.
+    """
+
+    def __init__(
+        self,
+        model: FastModel,
+        options: SearchOptions,
+        max_length: int,
+        vocab_size: int,
+        shortlist: ShortlistColumns | None = None,
+    ):
+        self._model, self._shortlist = model, shortlist
+        self._beam_size, self._vocab_size = options.beam_size, vocab_size
+        allowed_V = np.arange(vocab_size) != UNK_ID if shortlist is None else ALLOWED
+        self._search = GrowingBeamSearch(max_length, options, allowed_V)
+
+    def Search(self, src: NestedMap, max_lengths_B: tf.Tensor) -> NestedMap:
+        """The whole search; see `GrowingBeamSearch.Run`. To be traced: B and S may be unknown.
+
+        Args:
+            src: int32 `ids`, `segment_ids` (1, or 0 at padding) and `segment_pos`, [B,S] each; and `task_ids`, where
+                the model routes by them.
+            max_lengths_B: int32, the most tokens of each row's translations, 0 for none.
+        """
+        weights = self._model.Tensors()
+        encoded = self._model.Encode(weights, src)
+        cache, letters = self._model.InitCache(weights, encoded, self._beam_size, BLOCK)
+        if self._shortlist is None:
+            return self._search.Run(self._StepFn(weights), cache, max_lengths_B, letters)
+        cache.shortlist, union_U = self._shortlist.Lists(src.ids)
+        letters.shortlist = LETTERS
+        step = self._ShortlistStepFn(self._model.OfTokens(weights, union_U))
+        found = self._search.Run(step, cache, max_lengths_B, letters)
+        return NestedMap(found, ids_BKT=tokens_of_places(cache.shortlist, found.ids_BKT))
+
+    def _StepFn(self, weights: NestedMap) -> StepFn:
+        def step(ids: tf.Tensor, cache: Any, time: tf.Tensor, mask: tf.Tensor) -> tuple:
+            logits, cache = self._model.Step(weights, ids, cache, time, mask)
+            return logits[..., : self._vocab_size], cache
+
+        return step
+
+    def _ShortlistStepFn(self, weights: NestedMap) -> StepFn:
+        """The same over places in each row's list, with weights of the tokens of all lists."""
+
+        def step(places: tf.Tensor, cache: Any, time: tf.Tensor, mask: tf.Tensor) -> tuple:
+            ids = tokens_of_places(cache.shortlist, places)
+            logits, cache = self._model.Step(weights, ids, cache, time, mask)
+            return logits_of_lists(cache.shortlist, logits), cache
+
+        return step

@@ -1,0 +1,93 @@
+"""The trainer's flags."""
+
+from collections.abc import Sequence
+
+from lingvo_moe.core import checks
+from lingvo_moe.core.class_names import TRUST_RUN_HELP
+from lingvo_moe.core.engine.base import ENGINES
+from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.partitioner import known_faults
+
+_ABOUT = """Trains an experiment, resumes a run, or shows what an experiment is.
+
+    python -m lingvo_moe.trainer --model=mt.M4Demo --data_dir=DATA --logdir=RUN --engine=tf_graph
+    python -m lingvo_moe.trainer --model=mt.M4Demo --data_dir=DATA --logdir=RUN --num_devices=8
+    python -m lingvo_moe.trainer --model=mt.M4MoE2048E36L --mode=inspect_model
+
+The first is the fastest on a CPU, the second uses a CPU as eight devices. Ctrl-C saves; the same command resumes. DATA
+is a directory that tools.prepare wrote, docs/experiments.md lists the experiments, and docs/guide.md explains every
+step from data to a server.
+"""
+MODES = ("sync", "inspect_model", "inspect_params")
+# Starting takes JAX 2 s with 4096 virtual devices, and 10 s with 10,000; most jobs have 8.
+MOST_DEVICES = 4096
+
+
+def define_flags() -> Flags:
+    """Returns the trainer's flags, to be parsed."""
+    flags = Flags("python -m lingvo_moe.trainer", _ABOUT, prefix="error")
+    flags.DEFINE_string(
+        "model", None, "the experiment, e.g. mt.M4Demo or mt.M4MoE2048E36L", required=True
+    )
+    flags.DEFINE_enum(
+        "mode",
+        "sync",
+        MODES,
+        "train or resume (sync), print all variables, or print all parameters",
+    )
+    flags.DEFINE_string(
+        "model_params_override",
+        "",
+        "path=value;path=value, e.g. task.num_experts=16; --mode=inspect_params prints all paths",
+    )
+    flags.DEFINE_integer("max_steps", None, "shorthand for train.max_steps", checks.COUNT)
+    # The paths are checked with those in the parameters, once it is known that the job trains.
+    flags.DEFINE_string(
+        "data_dir", "", "what tools.prepare wrote, or <lang>.tsv[.gz] files; see docs/data.md"
+    )
+    with flags.Section("the run"):
+        _define_run_flags(flags)
+    with flags.Section("the machine"):
+        _define_machine_flags(flags)
+    return flags
+
+
+def _define_run_flags(flags: Flags) -> None:
+    flags.DEFINE_string("logdir", "", "directory of the run: checkpoints, summaries, vocabularies")
+    flags.DEFINE_boolean(
+        "restart", False, "begin at step 0 although --logdir holds a run, which is moved aside"
+    )
+    flags.DEFINE_string(
+        "init_from",
+        "",
+        "begin with the weights of another run's newest checkpoint. Embedding rows are matched by vocabulary piece; "
+        "new rows and the optimizer state start fresh. Vocabularies may differ, sizes of layers may not",
+    )
+    flags.DEFINE_integer(
+        "init_from_step", None, "another checkpoint of that run, by its step", checks.COUNT
+    )
+    flags.DEFINE_boolean("trust_run", False, f"with --init_from: {TRUST_RUN_HELP}")
+
+
+def _define_machine_flags(flags: Flags) -> None:
+    flags.DEFINE_enum("engine", "pjrt", ENGINES, "what runs the program; see the README")
+    flags.DEFINE_integer(
+        "num_devices",
+        0,
+        "virtual CPU devices of each process; 0: all devices that exist",
+        checks.Integer(0, MOST_DEVICES),
+    )
+    flags.DEFINE_string("mesh", "", "axis:size,... (default: train.mesh, over all devices)")
+    flags.DEFINE_enum(
+        "known_faults", known_faults.ERROR, known_faults.ACTIONS, known_faults.FLAG_HELP
+    )
+    flags.DEFINE_string(
+        "coordinator_address", "", "host:port of process 0, for a job of several processes"
+    )
+    flags.DEFINE_integer("num_processes", 1, "processes of this job", checks.SIZE)
+    flags.DEFINE_integer("process_id", 0, "the number of this process, from 0", checks.COUNT)
+
+
+def parse_flags(argv: Sequence[str] | None = None) -> Flags:
+    """Returns the flags' values as attributes. Ends the process with status 2 after a mistake."""
+    return define_flags().Parse(argv)

@@ -1,0 +1,96 @@
+"""Ragged products against one product a row, in both forms: tiles for XLA, a product for each group elsewhere.
+
+Letters: N rows, E expert, M and H the dimensions of a product.
+"""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_moe.core.engine.testing import run_single
+from lingvo_moe.core.kernels import grouped_matmul as gm
+from lingvo_moe.core.kernels import xla as xla_kernels
+
+M, H = 3, 5
+
+
+def _case(sizes: list[int], rows: int, seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    shapes = [(rows, M), (len(sizes), M, H), (rows, H)]
+    x, w, dy = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+    return [x, w, np.array(sizes, np.int32), dy]
+
+
+def _by_row(x, w, sizes, dy) -> tuple:
+    """Values and gradients, one row after another."""
+    y, dx, dw = np.zeros_like(dy), np.zeros_like(x), np.zeros_like(w)
+    for n, e in enumerate(np.repeat(np.arange(len(sizes)), sizes)):
+        y[n], dx[n] = x[n] @ w[e], w[e] @ dy[n]
+        dw[e] += np.outer(x[n], dy[n])
+    return y, dx, dw
+
+
+def _product(x, w, sizes, dy) -> tuple:
+    with tf.GradientTape() as tape:
+        tape.watch([x, w])
+        y = xla_kernels.grouped_matmul(x, w, sizes, None)
+    return (y, *tape.gradient(y, [x, w], dy))
+
+
+@pytest.mark.parametrize("xla", [True, False], ids=["tiles", "groups"])
+def test_any_sizes(xla):
+    """One program for all: its shapes are static, the sizes are data."""
+    run = tf.function(_product, jit_compile=xla)
+    for sizes in (
+        [9, 0, 17, 3, 1],  # some rows belong to no expert
+        [8, 8, 8, 8, 8],
+        [40, 0, 0, 0, 0],
+        [0, 0, 0, 0, 40],
+        [0, 0, 0, 0, 0],
+        [1, 1, 1, 1, 1],
+    ):
+        case = _case(sizes, 40)
+        for got, want in zip(run(*map(tf.constant, case)), _by_row(*case), strict=True):
+            np.testing.assert_allclose(got, want, atol=1e-5, err_msg=str(sizes))
+
+
+@pytest.mark.parametrize(
+    ("rows", "experts", "tile"), [(5, 8, 2), (40, 5, 8), (4096, 4, 256), (7, 2, 2)]
+)
+def test_a_tile_is_about_a_group(rows, experts, tile):
+    assert gm._tile_rows(rows, experts) == tile
+
+
+def test_rows_without_an_expert_have_no_effect():
+    """Rows past the groups change nothing, whatever values they hold, and have no gradient."""
+    x, w, sizes, dy = _case([3, 0, 2], 8)
+    x[5:], dy[5:] = np.nan, np.nan
+    for got in run_single(_product, [x, w, sizes, dy]):
+        assert np.all(np.isfinite(got))
+
+
+@pytest.mark.parametrize("xla", [True, False], ids=["tiles", "groups"])
+def test_bfloat16_sums_weights_gradients_in_float32(xla):
+    """512 equal rows: a sum in bfloat16 would stop at 256."""
+    ones = tf.ones([512, 1], tf.bfloat16)
+    args = [ones, tf.ones([1, 1, 1], tf.bfloat16), tf.constant([512]), ones]
+    # Tiles of a power of two: more rows than one.
+    y, dx, dw = tf.function(_product, jit_compile=xla)(*args)
+    assert y.dtype == dx.dtype == dw.dtype == tf.bfloat16
+    assert float(dw[0, 0, 0]) == 512
+
+
+def test_the_loop_is_as_long_as_the_groups():
+    """No tile is multiplied for an expert without rows, nor for rows without one."""
+    for sizes, tiles in (([9, 0, 17, 3, 1], 2 + 3 + 1 + 1), ([0, 0, 0, 0, 0], 0)):
+        form = gm._Tiles(tf.constant(sizes), 40, None)
+        assert form._tile == 8 and int(form._last_E[-1]) == tiles
+
+
+def test_group_sizes_are_arguments_of_the_compiled_program():
+    """They are not constants of it: other sizes need no other program."""
+    product = tf.function(lambda x, w, sizes: gm.by_tiles(x, w, sizes), jit_compile=True)
+    args = tf.ones([6, 3]), tf.ones([2, 3, 4]), tf.constant([4, 1])
+    hlo = product.experimental_get_compiler_ir(*args)(stage="hlo")
+    layout = "{(f32[6,3]{1,0}, f32[2,3,4]{2,1,0}, s32[2]{0})->f32[6,4]{1,0}}"
+    assert f"entry_computation_layout={layout}" in hlo.splitlines()[0]

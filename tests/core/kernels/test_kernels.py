@@ -1,0 +1,282 @@
+"""The two sets of kernels have the same functions, and these agree in values and gradients.
+
+Letters: B batch, T query, S key, M model, H hidden, N head, A head of keys and values, K key dimension, V vocabulary,
+E expert, G group, C capacity slot, L layer.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_moe.core import kernels, randomness, registry
+from lingvo_moe.core.kernels import tensorflow, xla
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.sharding import single_device, use_mesh
+
+FUNCTIONS = [name for name in vars(kernels.Kernels) if name[0] != "_"]
+
+
+def _normal(seed: int, *shape: int) -> tf.Tensor:
+    return tf.constant(np.random.RandomState(seed).randn(*shape).astype("float32"))
+
+
+def _as_is(x: tf.Tensor, letters: str) -> tf.Tensor:
+    assert len(letters) == x.shape.rank
+    return x
+
+
+def _results(ops: Any, fn: Callable, inputs: list[tf.Tensor]) -> list[np.ndarray]:
+    """fn's tensors and, where they are floats, the gradients of the sum of their squares."""
+    with kernels.using(ops), tf.GradientTape() as tape:
+        tape.watch(inputs)
+        results = tf.nest.flatten(fn(ops, *inputs))
+        floating = [r for r in results if r.dtype.is_floating]
+        total = tf.add_n([tf.reduce_sum(r * r) for r in floating] or [tf.constant(0.0)])
+    grads = tape.gradient(total, inputs) if floating else []
+    return [np.asarray(t) for t in [*results, *grads]]
+
+
+def _assert_close(expected: list, found: list, tol: float = 1e-5) -> None:
+    assert len(expected) == len(found)
+    for a, b in zip(expected, found):
+        np.testing.assert_allclose(b, a, rtol=tol, atol=tol * max(1.0, float(np.abs(a).max())))
+
+
+def _attention(ops, query, source, *weights, cross, bfloat16=False):
+    if bfloat16:
+        query, source = tf.cast(query, tf.bfloat16), tf.cast(source, tf.bfloat16)
+    keys = source if cross else query
+    mask = tf.constant(np.random.RandomState(1).rand(2, 5, keys.shape[1]) < 0.7)
+    mask |= tf.eye(*mask.shape[1:], dtype=tf.bool)
+    w = NestedMap(zip("qkvo", weights))
+    q, k, v = ops.project_heads(query, keys, w, 0.5, _as_is)
+    probs = ops.attention_probabilities(q, k, mask)
+    y = ops.combine_heads(tf.cast(probs, query.dtype), v, w.o)
+    return tf.cast(y, tf.float32) + 0.0 * tf.reduce_sum(tf.cast(source, tf.float32)), probs
+
+
+def _attention_inputs(kv_heads: int) -> list[tf.Tensor]:
+    shapes = [(8, 2, 3), (8, kv_heads, 3), (8, kv_heads, 3), (2, 3, 8)]
+    weights = [0.5 * _normal(i, *shape) for i, shape in enumerate(shapes)]
+    return [_normal(7, 2, 5, 8), _normal(8, 2, 4, 8), *weights]
+
+
+def _experts(ops, x, wi, wo, rate=0.0):
+    drop = functools.partial(kernels.dropout, rate=rate, seed=randomness.make_seed(1, 2))
+    return ops.experts_feed_forward(x, wi, wo, drop if rate else None, _as_is)
+
+
+def _expert_inputs(slots: int) -> list[tf.Tensor]:
+    return [_normal(0, 3, 2, slots, 5), 0.3 * _normal(1, 3, 5, 6), 0.3 * _normal(2, 3, 6, 5)]
+
+
+def _token_losses(ops, x, table, smoothing, scale=1.0):
+    """`scale`: logits so far apart that a label's probability may be 0 in float32."""
+    rng = np.random.RandomState(0)
+    labels = tf.constant(rng.randint(0, 11, (2, 9)), tf.int32)
+    weights = tf.constant(rng.rand(2, 9) < 0.8)
+    losses = ops.token_losses(scale * x, table, labels, weights, smoothing, _as_is)
+    assert tf.reduce_sum(losses[2]) > 0
+    return losses[0], tf.stop_gradient(losses[1]), tf.stop_gradient(losses[2])
+
+
+def _dropout(ops, x, rows=None):
+    y = ops.dropout(x, 0.4, randomness.make_seed(1, 2), rows)
+    assert 0.2 < np.mean(y == 0) < 0.6
+    return y
+
+
+def _adafactor(ops, weight, *, dims, stack_dims, clip=1.0, scaled=True):
+    grad = tf.sin(40.0 * tf.stop_gradient(weight))
+    shape = weight.shape.as_list()
+    slots = NestedMap(full=tf.abs(_normal(3, *shape)))
+    if dims is not None:
+        row, col = ([n for d, n in enumerate(shape) if d != out] for out in reversed(dims))
+        slots = NestedMap(row=tf.abs(_normal(3, *row)), col=tf.abs(_normal(4, *col)))
+    recipe = kernels.AdafactorRecipe(
+        tf.constant(0.9), tf.constant(0.1), 1e-30, 1e-3, clip, scaled, dims, stack_dims
+    )
+    delta, slots = ops.adafactor(weight, grad, slots, recipe)
+    grad_square = delta.grad_square
+    if grad_square is None:
+        grad_square = ops.sum_of_squares(grad)
+    # No optimizer differentiates its update.
+    results = [delta.SubtractFrom(weight), delta.SumOfSquares(), grad_square, *slots.Flatten()]
+    return [tf.constant(r.numpy()) + 0.0 * tf.reduce_sum(weight) for r in results]
+
+
+_ROWS = tf.constant([[6, 0], [3, 3]])
+_SORTED = tf.constant([3, 1, 3, 0, 1, 1, 7, 3])
+_SIZES = tf.constant([4, 0, 3])
+
+CASES: dict[str, tuple[Callable, list[tf.Tensor]]] = {
+    "product": (lambda ops, x, w: ops.product(x, w), [_normal(0, 2, 5, 4), _normal(1, 4, 6)]),
+    "experts_feed_forward few": (_experts, _expert_inputs(4)),
+    "experts_feed_forward many": (_experts, _expert_inputs(100)),
+    "experts_feed_forward drop": (functools.partial(_experts, rate=0.3), _expert_inputs(4)),
+    "grouped_matmul": (
+        lambda ops, x, w: ops.grouped_matmul(x, w, _SIZES, None),
+        [_normal(0, 9, 4), _normal(1, 3, 4, 6)],
+    ),
+    "stable_order": (lambda ops, x: ops.stable_order(_SORTED), [tf.zeros([])]),
+    "normalize": (
+        lambda ops, x, scale, bias: ops.normalize(x, scale, bias, 1e-6),
+        [3.0 + _normal(0, 2, 5, 6), _normal(1, 6), _normal(2, 6)],
+    ),
+    "logits": (
+        lambda ops, x, table: ops.logits(x, table, _as_is),
+        [_normal(0, 2, 3, 4), _normal(1, 7, 4)],
+    ),
+    "dropout": (_dropout, [1.0 + _normal(0, 20, 30) ** 2]),
+    "dropout rows": (functools.partial(_dropout, rows=_ROWS), [1.0 + _normal(0, 2, 2, 30) ** 2]),
+    "sum_of_squares": (lambda ops, x: ops.sum_of_squares(x), [_normal(0, 5, 7)]),
+    "slices": (
+        lambda ops, *stacks: [[w * (i + 1) for w in ws] for i, ws in enumerate(ops.slices(stacks, 3))],
+        [_normal(0, 3, 2, 4), _normal(1, 3, 5)],
+    ),
+    "slices none": (lambda ops, x: [x, tf.constant(len(ops.slices([], 3)))], [_normal(0, 3)]),
+    "select new": (
+        lambda ops, x, y: ops.select(tf.constant(True), [x, y], [y, x]),
+        [_normal(0, 3), _normal(1, 3)],
+    ),
+    "select old": (
+        lambda ops, x, y: ops.select(tf.constant(False), [x, y], [y, x]),
+        [_normal(0, 3), _normal(1, 3)],
+    ),
+    "batch_independent": (
+        lambda ops, x: ops.batch_independent(tf.math.rsqrt, x),
+        [1.0 + _normal(0, 2, 5, 1) ** 2],
+    ),
+}  # fmt: skip
+for _heads in (2, 1):
+    for _cross in (False, True):
+        _case = functools.partial(_attention, cross=_cross), _attention_inputs(_heads)
+        for _name in ("project_heads", "attention_probabilities", "combine_heads"):
+            CASES[f"{_name} heads={_heads} cross={_cross}"] = _case
+for _smoothing, _scale in ((0.0, 1.0), (0.2, 1.0), (0.2, 60.0)):
+    CASES[f"token_losses {_smoothing} {_scale}"] = (
+        functools.partial(_token_losses, smoothing=_smoothing, scale=_scale),
+        [_normal(1, 2, 9, 4), _normal(2, 11, 4)],
+    )
+for _name, _dims, _stack, _options in (
+    ("last two", (0, 1), 0, {}),
+    ("last two of a stack", (1, 2), 1, {}),
+    ("last two of experts", (1, 2), 0, {"clip": 0.0, "scaled": False}),
+    ("others", (0, 2), 0, {}),
+    ("full", None, 1, {}),
+):
+    CASES[f"adafactor {_name}"] = (
+        functools.partial(_adafactor, dims=_dims, stack_dims=_stack, **_options),
+        [_normal(0, 4, 6) if _dims == (0, 1) else _normal(0, 3, 4, 6)],
+    )
+
+
+@pytest.mark.parametrize("ops", [xla, tensorflow], ids=["xla", "tensorflow"])
+def test_each_set_has_the_functions_of_the_protocol(ops) -> None:
+    for name in FUNCTIONS:
+        declared = inspect.signature(getattr(kernels.Kernels, name))
+        wanted = [p for p in declared.parameters.values() if p.name != "self"]
+        found = inspect.signature(getattr(ops, name))
+        assert list(found.parameters.values()) == wanted, name
+        assert found.return_annotation == declared.return_annotation, name
+
+
+def test_each_function_is_compared() -> None:
+    assert {name.split()[0] for name in CASES} == set(FUNCTIONS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_agree(name: str) -> None:
+    fn, inputs = CASES[name]
+    _assert_close(_results(xla, fn, inputs), _results(tensorflow, fn, inputs))
+
+
+def test_bfloat16_attention_keeps_its_type() -> None:
+    fn = functools.partial(_attention, cross=False, bfloat16=True)
+    inputs = _attention_inputs(2)
+    _assert_close(_results(xla, fn, inputs), _results(tensorflow, fn, inputs), tol=3e-2)
+
+
+def test_rounding_does_not_depend_on_the_number_of_elements() -> None:
+    x = 1.0 + _normal(0, 37, 1) ** 2
+    together = tensorflow.batch_independent(tf.math.rsqrt, x)
+    alone = [tensorflow.batch_independent(tf.math.rsqrt, x[i : i + 1]) for i in range(37)]
+    np.testing.assert_array_equal(together, tf.concat(alone, 0))
+
+
+@pytest.mark.parametrize("slots", [4, 100])
+def test_no_expert_s_weights_are_transposed(slots: int) -> None:
+    """Nor are their gradients; few rows go expert by expert."""
+
+    @tf.function(autograph=False)
+    def step(*args: tf.Tensor) -> list[tf.Tensor]:
+        y = _experts(tensorflow, *args)
+        return tf.gradients(tf.reduce_sum(y * tf.cos(y)), args)
+
+    graph = step.get_concrete_function(*_expert_inputs(slots)).graph
+    kinds = {op.type for op in graph.get_operations()}
+    assert "BatchMatMulV2" in kinds and "Einsum" not in kinds
+    few = slots == 4
+    assert ("Transpose" in kinds) == few and ("MatMul" in kinds) == few
+
+
+def test_fused_functions_are_compiled_and_keep_python_arguments() -> None:
+    seen = []
+
+    @tensorflow.fused
+    def scaled(x: tf.Tensor, factor: float) -> tf.Tensor:
+        seen.append(tf.executing_eagerly())
+        return x * factor
+
+    x = tf.constant([1.0, 2.0])
+    assert scaled(x, 2.0).numpy().tolist() == [2.0, 4.0]
+    assert scaled(x, 3.0).numpy().tolist() == [3.0, 6.0]
+    assert seen == [False, False]
+
+
+def test_xla_s_kernels_are_the_default_and_others_are_in_use_inside() -> None:
+    assert kernels.current() is xla
+    with kernels.using(tensorflow):
+        assert kernels.current() is tensorflow
+        with kernels.using(xla):
+            assert kernels.current() is xla
+    assert kernels.current() is xla
+
+
+def test_training_steps_of_a_model() -> None:
+    """Two steps with dropout on rows with padding, then one whose loss is not finite, which leaves the
+    state as it was."""
+    params = registry.GetParams("mt.M4Tiny", "")
+    params.task.Set(repeat=False, num_experts=4, num_groups=2)
+    params.task.optimizer.min_dim_size_to_factor = 8
+    params.task.moe.dispatcher = "index"
+    task, rng = params.task.Instantiate(), np.random.RandomState(0)
+    row = {
+        "ids": rng.randint(4, 300, (4, 8)).astype(np.int32),
+        "labels": rng.randint(4, 300, (4, 8)).astype(np.int32),
+        "segment_ids": np.tile(np.int32([1, 1, 1, 2, 2, 2, 2, 0]), (4, 1)),
+        "segment_pos": np.tile(np.int32([0, 1, 2, 0, 1, 2, 3, 0]), (4, 1)),
+    }
+    batch = NestedMap(src=NestedMap(row), tgt=NestedMap(row)).Transform(tf.constant)
+    found = []
+    with use_mesh(single_device()):
+        start = task.InitState(tf.constant(7))
+        for ops in (xla, tensorflow):
+            with kernels.using(ops):
+                state, metrics = start, None
+                for _ in range(2):
+                    state, metrics = task.TrainStep(state, batch)
+            found.append([t.numpy() for t in [*state.Flatten(), *metrics.Flatten()]])
+        bad = state.Transform(tf.identity)
+        bad.theta.encoder.final_norm.scale *= np.nan
+        with kernels.using(tensorflow):
+            after = task.TrainStep(bad, batch)[0]
+    _assert_close(*found, tol=1e-4)
+    assert after.skipped == 1 and after.step == 3
+    for (path, a), (_, b) in zip(bad.theta.FlattenItems(), after.theta.FlattenItems()):
+        np.testing.assert_array_equal(a, b, path)

@@ -1,0 +1,294 @@
+"""A FastModel's search: what XLA's finds, for each row the same bit for bit beside any other rows, and with layers of
+one's own.
+
+Letters: B row, S source token, T target token, J hypothesis.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from searches import Lines, make_model, source
+
+from lingvo_moe.core.decode.flat_beam_search import FlatBeamSearch, SearchOptions
+from lingvo_moe.core.layers.attention import MultiHeadAttention
+from lingvo_moe.core.layers.feed_forward import FeedForward
+from lingvo_moe.core.layers.transformer import TransformerLayer
+from lingvo_moe.core.moe.experts import Experts
+from lingvo_moe.core.moe.layer import MoELayer
+from lingvo_moe.core.moe.routers.top_k import TopKRouter
+from lingvo_moe.core.nested_map import NestedMap, map_structure
+from lingvo_moe.core.sharding import single_device, use_mesh
+from lingvo_moe.tasks.mt.decoding.decode_step import Decoder
+from lingvo_moe.tasks.mt.decoding.fast_decoder import FastDecoder
+from lingvo_moe.tasks.mt.decoding.fast_model import FastModel
+from lingvo_moe.tasks.mt.decoding.packed_attention import PackedCrossAttention, PackedSelfAttention
+from lingvo_moe.tasks.mt.decoding.packed_experts import PackedMoELayer
+from lingvo_moe.tasks.mt.decoding.packed_layers import PackedFeedForward, PackedSoftmax
+from lingvo_moe.tasks.mt.model import MtModel
+
+V, LONGEST = 700, 36  # more than two blocks of steps
+LENGTHS = [3, 47, 16, 1, 30, 31, 17, 5, 64, 12]
+
+
+class Searcher:
+    """A model of two layers a side, and searches with it."""
+
+    def __init__(self, num_experts: int, beam_size: int, num_kv_heads: int = 0):
+        self.model, self.theta = make_model(
+            V,
+            hidden_dim=2048,  # rows of such products are rounded otherwise where they are alone
+            num_kv_heads=num_kv_heads,
+            num_encoder_layers=2,
+            num_decoder_layers=2,
+            num_experts=num_experts,
+        )
+        options = SearchOptions(beam_size, min(2, beam_size))
+        self.beam_size = beam_size
+        self.decoder = Decoder(self.model, options, LONGEST, V - 7)
+        fast = FastModel(self.model, self.theta)
+        self.fast_decoder = FastDecoder(fast, options, LONGEST, V - 7)
+        kinds = [tf.TensorSpec([None, None], tf.int32), tf.TensorSpec([None], tf.int32)]
+        self.traces = 0
+        self.fast = tf.function(self._Fast, input_signature=kinds, autograph=False)
+        self.xla = tf.function(self._Xla, jit_compile=True, autograph=False)
+        self.lines = Lines(LENGTHS, V)
+
+    def _Fast(self, ids: tf.Tensor, lengths: tf.Tensor) -> NestedMap:
+        self.traces += 1
+        return self.fast_decoder.Search(*source(ids, lengths, LONGEST))
+
+    def _Xla(self, ids: tf.Tensor, lengths: tf.Tensor) -> NestedMap:
+        with use_mesh(single_device()):
+            return self.decoder.Search(self.theta, *source(ids, lengths, LONGEST))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(0, 4), (4, 3), (0, 1), (0, 4, 1), (0, 1, 1)],
+    ids=["dense_beam_4", "experts_beam_3", "dense_greedy", "multi_query", "multi_query_greedy"],
+)
+def searcher(request) -> Searcher:
+    return Searcher(*request.param)
+
+
+@pytest.fixture(scope="module")
+def together(searcher) -> NestedMap:
+    rows = [*range(len(LENGTHS)), None]
+    return searcher.fast(*searcher.lines.Rows(rows, 64)).Transform(lambda x: x.numpy())
+
+
+def test_it_finds_what_xla_finds(searcher, together):
+    want = searcher.xla(*searcher.lines.Rows([*range(len(LENGTHS)), None], 64))
+    steps = together.ids_BKT.shape[2]
+    np.testing.assert_array_equal(together.ids_BKT, want.ids_BKT[:, :, :steps])
+    np.testing.assert_array_equal(together.lengths_BK, want.lengths_BK)
+    np.testing.assert_allclose(together.scores_BK, want.scores_BK, rtol=1e-5)
+    assert (together.lengths_BK[-1] == 0).all()
+    assert (together.ids_BKT < V - 7).all()
+    assert not np.isin(together.ids_BKT, [1, 3]).any()
+    assert len(set(together.lengths_BK[:, 0].tolist())) > 4  # rows leave at different blocks
+
+
+def test_a_row_is_bit_identical_alone_and_with_others(searcher, together):
+    """Other rows, another number of them, another padded length: same tokens, same scores."""
+    more = [([2, 0, 1], 48), ([9, 8, 7, 6, 5], 64), ([3, None, 0, None], 32)]
+    searcher.lines.CheckAlone(searcher.fast, together, more)
+    assert searcher.traces == 1
+
+
+# --- layers of one's own
+
+
+class TwoFeedForwards(FeedForward):
+    def FProp(self, theta, x, paddings, seed=None, context=None):
+        y, extras = super().FProp(theta, x, paddings)
+        return y + 0.1 * tf.einsum("BTM,MH,HM->BTM", x, theta.wi, theta.wo), extras
+
+
+class SharperAttention(MultiHeadAttention):
+    def __init__(self, params):
+        super().__init__(params)
+        self._scale *= 3
+
+
+class DoubledExperts(Experts):
+    def GroupedFProp(self, theta, x, seed=None):
+        y = super().GroupedFProp(theta, x, seed)
+        return y.With(2 * y.values)
+
+
+class HalvedMoELayer(MoELayer):
+    def FProp(self, *args, **kwargs):
+        y, extras = super().FProp(*args, **kwargs)
+        return 0.5 * y, extras
+
+
+class ReversedRouter(TopKRouter):
+    """Chooses the experts that like a token least."""
+
+    def Route(self, logits_GSE, *args, **kwargs):
+        return super().Route(-logits_GSE, *args, **kwargs)
+
+
+class ShortcutLayer(TransformerLayer):
+    """Whose feed-forward sees what the attention saw."""
+
+    def FProp(self, theta, x, aux, seed=None):
+        y, extras = super().FProp(theta, x, aux)
+        return y + self.ffn.FProp(theta.ffn, x, aux.paddings)[0], extras
+
+    def ExtendStep(self, theta, x, cache, time, aux, memory):
+        y, cache = super().ExtendStep(theta, x, cache, time, aux, memory)
+        return y + self.ffn.FProp(theta.ffn, x, aux.paddings)[0], cache
+
+
+class OtherWayModel(MtModel):
+    def ExtendStep(self, *args):
+        logits, cache = super().ExtendStep(*args)
+        return -logits, cache
+
+
+def _attention(p):
+    p.self_atten_tpl.cls = SharperAttention
+    if p.cross_atten_tpl:
+        p.cross_atten_tpl.cls = SharperAttention
+
+
+def _ffn(p):
+    if p.ffn_tpl.cls is FeedForward:
+        p.ffn_tpl.cls = TwoFeedForwards
+
+
+def _layer(p):
+    p.cls = ShortcutLayer
+
+
+def _of_moe(change):
+    return lambda p: change(p.ffn_tpl) if p.ffn_tpl.cls is MoELayer else None
+
+
+# What becomes of the Params of each layer, and what must not be replaced.
+PARTS = {
+    "attention": (_attention, {PackedSelfAttention, PackedCrossAttention}),
+    "ffn": (_ffn, {PackedFeedForward}),
+    "experts": (_of_moe(lambda moe: moe.experts.Set(cls=DoubledExperts)), {PackedMoELayer}),
+    "moe": (_of_moe(lambda moe: moe.Set(cls=HalvedMoELayer)), {PackedMoELayer}),
+    "router": (_of_moe(lambda moe: moe.Set(router=ReversedRouter.Params())), set()),
+    "dispatcher": (_of_moe(lambda moe: moe.Set(inference_dispatcher="index")), {PackedMoELayer}),
+    "layer": (
+        _layer,
+        {PackedSelfAttention, PackedCrossAttention, PackedFeedForward, PackedMoELayer},
+    ),
+    "model": (lambda p: None, {PackedSelfAttention, PackedSoftmax}),
+}
+ALL = {
+    PackedSelfAttention,
+    PackedCrossAttention,
+    PackedFeedForward,
+    PackedMoELayer,
+    PackedSoftmax,
+}
+
+
+def _kinds(layer) -> set[type]:
+    """The packed forms in a model."""
+    children = getattr(layer, "children", NestedMap(body=getattr(layer, "body", None)))
+    found = {type(layer)} & ALL
+    return found.union(*(_kinds(child) for child in children.Flatten() if child is not None))
+
+
+def _own(monkeypatch, part: str) -> tuple[Any, NestedMap]:
+    """A model with a part of its own, and its weights."""
+    change, _ = PARTS[part]
+    plain = MtModel._layer
+
+    def layer(self, moe, decoder):
+        p = plain(self, moe, decoder)
+        change(p)
+        return p
+
+    monkeypatch.setattr(MtModel, "_layer", layer)
+    cls = OtherWayModel if part == "model" else MtModel
+    sizes = {"num_encoder_layers": 2, "num_decoder_layers": 2, "num_experts": 4}
+    return make_model(V, cls=cls, hidden_dim=64, **sizes)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_layer_of_one_s_own_runs_as_it_is(part, monkeypatch):
+    """Beside layers over packed weights; the search grows caches of both."""
+    model, theta = _own(monkeypatch, part)
+    fast = FastModel(model, theta)
+    _, kept = PARTS[part]
+    assert _kinds(fast.form) == (set() if part == "model" else ALL - kept)
+    options = SearchOptions(2, 1)
+    lines = Lines([3, 24, 1, 12], V)
+    ids, lengths = (tf.constant(x) for x in lines.Rows([0, 1, 2, 3], 32))
+
+    @tf.function(autograph=False)
+    def search(ids, lengths):
+        return FastDecoder(fast, options, 28, V).Search(*source(ids, lengths, 28))
+
+    @tf.function(autograph=False)
+    def plain(ids, lengths):
+        with use_mesh(single_device()):
+            return Decoder(model, options, 28, V).Search(theta, *source(ids, lengths, 28))
+
+    got, want = search(ids, lengths), plain(ids, lengths)
+    steps = got.ids_BKT.shape[2]
+    np.testing.assert_array_equal(got.ids_BKT, want.ids_BKT[:, :, :steps])
+    np.testing.assert_allclose(got.scores_BK, want.scores_BK, rtol=1e-4)
+    assert got.lengths_BK.numpy().max() > 16  # caches grew
+
+
+def test_what_another_model_cannot_have_is_refused():
+    model, theta = make_model(
+        V,
+        cls=OtherWayModel,
+        hidden_dim=64,
+        num_encoder_layers=1,
+        num_decoder_layers=1,
+        num_experts=0,
+    )
+    with pytest.raises(ValueError, match=r"int8 is for mt\.MtModel itself; OtherWayModel"):
+        FastModel(model, theta, "int8")
+    fast = FastModel(model, theta)
+    with pytest.raises(ValueError, match=r"a shortlist is for mt\.MtModel itself"):
+        fast.OfTokens(fast.Tensors(), tf.range(64))
+
+
+# --- letters
+
+
+@pytest.mark.parametrize("kv_heads, letter", [(0, "N"), (1, "A")])
+def test_letters_are_those_of_the_tensors(kv_heads, letter):
+    """Of packed caches, of the model's own, and of the search's state."""
+    model, theta = make_model(
+        V,
+        hidden_dim=64,
+        num_kv_heads=kv_heads,
+        num_encoder_layers=2,
+        num_decoder_layers=2,
+        num_experts=4,
+    )
+    B, J, T, S = 5, 3, 7, 9
+    src = NestedMap(ids=tf.ones([B, S], tf.int32), segment_ids=tf.ones([B, S], tf.int32))
+    src.segment_pos = tf.zeros([B, S], tf.int32)
+    fast = FastModel(model, theta)
+    weights = fast.Tensors()
+    cache, letters = fast.InitCache(weights, fast.Encode(weights, src), J, T)
+    with use_mesh(single_device()):
+        plain = model.InitCache(theta, model.Encode(theta, src), J, T)
+    state = FlatBeamSearch(T, SearchOptions(J)).Start(tf.fill([B], T))
+    sizes = {"B": B, "J": J, "L": T, "S": S, "N": 2, "A": 1, "K": 32, "X": J * 32, "T": 1}
+
+    def check(x, names):
+        assert x.shape == [sizes[name] for name in names], names
+
+    map_structure(check, cache, letters)
+    map_structure(check, plain, model.CacheLetters())
+    assert letters.decoder[0][1].k == f"{letter}BLX"
+    assert model.CacheLetters().memory[0][0].v == f"BS{letter}K"
+    sizes["S"] = T * J
+    map_structure(check, state, FlatBeamSearch.STATE_LETTERS)

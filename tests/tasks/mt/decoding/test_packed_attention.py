@@ -1,0 +1,75 @@
+"""Attention over packed weights: what the layer computes, in a pass, in steps of a beam and over a memory.
+
+Letters: B batch, T query, S key, M model, N head, A head of keys and values, K key dimension.
+"""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_moe.core.layers.attention import MultiHeadAttention
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.randomness import make_seed
+from lingvo_moe.core.sharding import single_device, use_mesh
+from lingvo_moe.tasks.mt.decoding.packed_attention import PackedCrossAttention, PackedSelfAttention
+
+M, N, K = 8, 8, 3
+DRAW = np.random.default_rng(0)
+
+
+def _layer(kv_heads: int) -> tuple[MultiHeadAttention, NestedMap]:
+    p = MultiHeadAttention.Params().Set(name="atten", model_dim=M, num_heads=N, dim_per_head=K)
+    layer = p.Set(num_kv_heads=kv_heads).Instantiate()
+    return layer, layer.InitTheta(make_seed(0, 0))
+
+
+def _normal(*shape: int) -> tf.Tensor:
+    return tf.constant(DRAW.normal(size=shape), tf.float32)
+
+
+def _mask(*shape: int) -> tf.Tensor:
+    mask = DRAW.random(shape) < 0.6
+    mask[..., 0] = True
+    return tf.constant(mask)
+
+
+@pytest.mark.parametrize("kv_heads", [0, 1, 4])
+def test_steps_of_a_beam(kv_heads):
+    """Two hypotheses, at step 2 both going on from the first one's past; and the same in one pass."""
+    layer, theta = _layer(kv_heads)
+    packed = PackedSelfAttention(layer)
+    weights = packed.Pack(theta, "float32")
+    masks = np.zeros([3, 2, 6], bool)
+    masks[0, 0, 0] = masks[0, 1, 1] = True
+    masks[1] = masks[0] + np.eye(2, 6, 2)
+    masks[2] = masks[1][[0, 0]] + np.eye(2, 6, 4)
+    with use_mesh(single_device()):
+        plain, cache = layer.InitCache(3, 3, 2), packed.InitCache(3, 3, 2)
+        assert cache.k.shape == (kv_heads or N, 3, 3, 2 * K)
+        past = []
+        for t in range(3):
+            x, mask = _normal(3, 2, M), tf.constant(np.stack([masks[t]] * 3))
+            past.append(x[:, :1])
+            want, plain = layer.ExtendStep(theta, x, plain, tf.constant(t), mask)
+            got, cache = packed.ExtendStep(weights, x, cache, tf.constant(t), mask)
+            np.testing.assert_allclose(got, want, atol=1e-5)
+        x, mask = tf.concat(past, 1), _mask(3, 3, 3)
+        got = packed.FProp(weights, x, x, mask)
+        np.testing.assert_allclose(got, layer.FProp(theta, x, x, mask), atol=1e-5)
+
+
+@pytest.mark.parametrize("kv_heads", [0, 1, 4])
+def test_a_memory(kv_heads):
+    layer, theta = _layer(kv_heads)
+    packed = PackedCrossAttention(layer)
+    x, memory, mask = _normal(2, 3, M), _normal(2, 5, M), _mask(2, 1, 5)
+    with use_mesh(single_device()):
+        want = layer.FProp(theta, x, memory, mask)
+        weights = packed.Pack(theta, "float32")
+        kv = packed.PrecomputeMemory(weights, memory)
+        assert kv.k.shape == (kv_heads or N, 2, 5, K)
+        for got in (
+            packed.AttendMemory(weights, x, kv, mask),
+            packed.FProp(weights, x, memory, mask),
+        ):
+            np.testing.assert_allclose(got, want, atol=1e-5)
