@@ -228,7 +228,7 @@ def _is_user(filename: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _shortest(filename: str) -> str:
-    """As seen from the working directory or from where this package lies, whichever is shorter."""
+    """The path relative to the working directory or to this package's root, whichever is shorter."""
     roots = (os.getcwd(), os.path.dirname(_PACKAGE))
     inside = [os.path.relpath(filename, r) for r in roots if filename.startswith(r + os.sep)]
     return min([filename, *inside], key=len)
