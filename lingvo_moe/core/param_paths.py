@@ -13,7 +13,7 @@ def parse_indices(part: str) -> tuple[str, list[int]]:
 
 
 def item_at(value: Any, indices: list[int], path: str) -> Any:
-    """`value[i][j]...` of lists in lists. Raises AttributeError, naming the path, where there is no such item."""
+    """`value[i][j]...` of nested lists. Raises AttributeError, naming the path, if there is no such item."""
     for i in indices:
         if not isinstance(value, (list, tuple)) or not -len(value) <= i < len(value):
             raise AttributeError(f"no parameter {path!r}: there is no item {i} in {value!r}")
@@ -22,7 +22,7 @@ def item_at(value: Any, indices: list[int], path: str) -> Any:
 
 
 def with_item(value: Any, indices: list[int], item: Any) -> Any:
-    """`value` with the item at these indices, which is there, replaced; `item` itself where there are none."""
+    """`value` with the existing item at these indices replaced; `item` itself if there are no indices."""
     if not indices:
         return item
     items = list(value)
