@@ -31,7 +31,7 @@ def check_flags(args: Flags, params: Params) -> None:
         raise UsageError("--logdir is needed to train: the directory of the run")
     params.input.cls.CheckSource(params.input)
     check_paths(args, params)
-    if args.engine != "pjrt" and args.num_processes > 1:
+    if args.engine not in (None, "pjrt") and args.num_processes > 1:
         raise UsageError(
             f"--num_processes={args.num_processes}: only --engine=pjrt runs as several"
         )
