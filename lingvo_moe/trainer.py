@@ -80,6 +80,7 @@ def run(args: Flags) -> int:
         mesh = make_mesh(params, args.mesh, args.num_devices)
         check_divisible(params, task, mesh)
         inspect.print_variables(task.VariableSpecs().Flatten(), mesh)
+        inspect.print_flops(task, params.input.Instantiate().BatchSpec())
         return 0
     check_flags(args, params)
     if args.engine is None:
@@ -197,6 +198,7 @@ def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
     from lingvo_moe.core.engine.checkpoints import Checkpointer
     from lingvo_moe.core.engine.summaries import Summaries
     from lingvo_moe.core.engine.train_loop import TrainLoop
+    from lingvo_moe.trainer_peak import job_peak
 
     run_dir, params = run.run_dir, run.params
     first_process = run.args.process_id == 0
@@ -215,7 +217,9 @@ def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
         summaries.Text("params", params.ToText())
         if run_dir.began_from:
             summaries.Text("began_from", init_from.describe(run_dir.began_from))
-        loop = TrainLoop(run.task, run.inputs, engine, saved, summaries, params.train, initial)
+        peak = job_peak(run.args.engine, engine.mesh.size)
+        kept = saved, summaries, params.train
+        loop = TrainLoop(run.task, run.inputs, engine, *kept, initial, peak)
         result = loop.Run(
             on_compiled=lambda step: (
                 report_program(step, run_dir, started) if first_process else None

@@ -111,6 +111,11 @@ class BaseTask(BaseLayer):
         del batch
         return {}
 
+    def StepFlops(self, batch: NestedMap) -> int:
+        """Model FLOPs of a training step over a full batch: three times those of the forward pass, since the backward
+        pass has two products for each of its. What is computed again in the backward pass does not count."""
+        return 3 * sum(self.FlopsByPart(batch).values())
+
     def LeastActivationBytes(self, batch: NestedMap) -> int:
         """A lower bound of the memory that the activations of a full batch need, on all devices together."""
         del batch

@@ -20,7 +20,8 @@ _HOUSES = (
 # own. Rooms of one line do not know each other.
 _ROOMS = (
     ("planner", "engine"),
-    ("base_task", "inspect"),
+    ("inspect",),
+    ("base_task",),
     ("base_input",),
     ("pipeline", "decode"),
     ("moe",),
