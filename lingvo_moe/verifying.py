@@ -33,6 +33,8 @@ from lingvo_moe.core.sharding import Mesh
 TOLERANCE = 2e-3
 # What is smaller than this is compared with it: a gradient that cancels to zero has no digits.
 _LEAST_SCALE = 1e-5
+# Metrics that BaseTask.TrainStep takes from the gradients.
+_OF_GRADIENTS = ("grad_norm", "learning_rate", "skipped")
 
 
 class VerifyError(ValueError):
@@ -189,11 +191,15 @@ def _in_order(
     task: BaseTask, state: NestedMap, rest: NestedMap
 ) -> Iterable[tuple[str, np.ndarray]]:
     """What a step returned by name: what is computed first comes first."""
-    for path, value in rest.metrics.FlattenItems():
+    metrics = dict(rest.metrics.FlattenItems())
+    late = {path: metrics.pop(path) for path in _OF_GRADIENTS if path in metrics}
+    for path, value in metrics.items():
         yield f"metric {path}", value
     trainable = [path for path, spec in task.VariableSpecs().FlattenItems() if spec.trainable]
     for path, value in zip(trainable, rest.gradients, strict=True):
         yield f"gradient of theta.{path}", value
+    for path, value in late.items():
+        yield f"metric {path}", value
     for path, value in state.FlattenItems():
         yield f"new {path}", value
 

@@ -2,7 +2,7 @@
 
     python -m tools.verify --model=mt.M4Tiny
     python -m tools.verify --model=mt.M4MoE2048E36L --mesh=expert:8
-    python -m tools.verify --model=mt.Dense96L --mesh=batch:2,model:4
+    python -m tools.verify --model=mt.T96L --mesh=batch:2,model:4
 
 XLA's SPMD partitioner computes a few programs wrongly, without a word. This needs to know no pattern: the step is
 the trainer's own, annotations included, with the experiment's sizes shrunk to the smallest ones that the mesh
