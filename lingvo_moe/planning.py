@@ -13,13 +13,14 @@ from typing import Any
 
 from lingvo_moe.core import registry
 from lingvo_moe.core.base_task import BaseTask
-from lingvo_moe.core.engine import aot
+from lingvo_moe.core.engine import aot, checking
 from lingvo_moe.core.engine.aot_cache import cached
 from lingvo_moe.core.engine.program import Program
 from lingvo_moe.core.engine.steps import lower_step, train_step
 from lingvo_moe.core.hlo.errors import HloError
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.partitioner.known_faults import ERROR, OFF, check_action
 from lingvo_moe.core.planner import memory, plan
 from lingvo_moe.core.planner.costs import costs as costs_of
 from lingvo_moe.core.planner.errors import PlanError
@@ -45,6 +46,8 @@ class Request:
         what: one of WHATS.
         mesh: 'axis:size,...'; '': the experiment's own, sized to the topology.
         token_budget: target tokens that a whole training run sees.
+        known_faults: what to do with a step that XLA's partitioner is known to compute wrongly: one of
+            `known_faults.ACTIONS`.
     """
 
     model: str
@@ -53,6 +56,7 @@ class Request:
     what: str = "train"
     mesh: str = ""
     token_budget: float = 1e12
+    known_faults: str = ERROR
 
 
 def make_plan(
@@ -62,10 +66,11 @@ def make_plan(
 
     Raises:
         ValueError: of some subclass, with one line that names the flag: an experiment, override,
-            topology or mesh that cannot be; no TPU compiler.
+            topology or mesh that cannot be; no TPU compiler; a known fault of XLA's partitioner.
     """
     if request.what not in WHATS:
         raise PlanError(f"--what={request.what}: must be one of {', '.join(WHATS)}")
+    check_action(request.known_faults, "--known_faults")
     topology = Topology.parse(request.topology)
     num_devices = len(aot.devices_of(topology.name))
     params = registry.GetParams(request.model, request.override)
@@ -96,6 +101,9 @@ def make_plan(
     if isinstance(compiled, aot.OutOfMemory):
         out["memory"] = memory.misfit_plan(compiled, program.signature)
         return out | {"work": [], "collectives": [], "time": None}
+    if mesh.size > 1 and request.known_faults != OFF:
+        faults = checking.find_faults(compiled.partitioner_input, program)
+        checking.act_on(faults, program.name, request.known_faults)
     out["compile"] |= {
         "compile_seconds": compiled.compile_seconds,
         "host_peak_bytes": compiled.host_peak_bytes,

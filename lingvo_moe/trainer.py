@@ -162,7 +162,7 @@ def train_in_job(args: Flags, params: Params, override: str) -> int:
     enable_compilation_cache()  # before anything is compiled
     there_are = 1 if args.engine in ONE_DEVICE_ENGINES else devices.device_count()
     mesh = make_mesh(params, args.mesh, there_are)
-    engine = make_engine(args.engine, mesh)
+    engine = make_engine(args.engine, mesh, args.known_faults)
     task = params.task.Instantiate()
     inputs = params.input.Instantiate()
     check_divisible(params, task, mesh)

@@ -6,6 +6,7 @@ from lingvo_moe.core import checks
 from lingvo_moe.core.class_names import TRUST_RUN_HELP
 from lingvo_moe.core.engine.base import ENGINES
 from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.partitioner import known_faults
 
 _ABOUT = """Trains an experiment, resumes a run, or shows what an experiment is.
 
@@ -77,6 +78,9 @@ def _define_machine_flags(flags: Flags) -> None:
         checks.Integer(0, MOST_DEVICES),
     )
     flags.DEFINE_string("mesh", "", "axis:size,... (default: train.mesh, over all devices)")
+    flags.DEFINE_enum(
+        "known_faults", known_faults.ERROR, known_faults.ACTIONS, known_faults.FLAG_HELP
+    )
     flags.DEFINE_string(
         "coordinator_address", "", "host:port of process 0, for a job of several processes"
     )

@@ -1,4 +1,4 @@
-"""The annotation API under one name: all that a program's author needs to say how it is cut.
+"""The annotation API under one name.
 
     from lingvo_moe import xla_sharding as xs
 
@@ -12,13 +12,13 @@
 
 | call | meaning | paper |
 | --- | --- | --- |
-| `replicate`, `split`, `shard`, `mesh_split` | how a tensor is cut | 3.2, A.3 |
-| `redistribute` | from one way of cutting to another, by the cheapest collectives | |
-| `auto_to_manual`, `manual_to_auto`, `manual_region` | code for one device's share of each tensor | 3.2 |
-| `device_index`, `all_reduce`, `rotate` | inside of such code: who one is, sums, a neighbour's tensor | |
-| `looped_einsum` | two large operands, neither of them ever gathered | 3.3.2, figure 4c |
+| `replicate`, `split`, `shard`, `mesh_split` | the sharding of a tensor | 3.2, A.3 |
+| `redistribute` | from one sharding to another, by the cheapest collectives | |
+| `auto_to_manual`, `manual_to_auto`, `manual_region` | code on one device's part of each tensor | 3.2 |
+| `device_index`, `all_reduce`, `rotate` | inside such code: a device's position, sums, a neighbour's tensor | |
+| `looped_einsum` | two large operands, neither of them gathered | 3.3.2, figure 4c |
 | `shard(fn, ...)`, `shard_function` | a function called from eager code as one program | |
-| `explain`, `get_sharding` | what the partitioner made of a program | |
+| `explain`, `get_sharding` | the shardings and the communication of a program | |
 
 The engine is imported by the calls that need it, not by this module.
 """
@@ -74,9 +74,10 @@ def shard(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Of a tensor: `shard(tensor, device_assignment)` says which device holds which part (appendix A.3;
-    `core.sharding.annotate.shard`). Of a function: `shard(fn, in_shardings, out_shardings, mesh)` is
-    `shard_function`, a program to be called from eager code.
+    """Shards a tensor, or turns a function into a sharded program.
+
+    `shard(tensor, device_assignment)` gives the device of each part (appendix A.3;
+    `core.sharding.annotate.shard`). `shard(fn, in_shardings, out_shardings, mesh)` is `shard_function`.
 
     Raises:
         ShardingError: as these two.
@@ -94,15 +95,14 @@ def shard_function(fn: Callable[..., Any] | None = None, *args: Any, **kwargs: A
 
 
 def explain(program: Any, *args: Any, **kwargs: Any) -> "Explanation":
-    """`explaining.explain`: how a program's tensors are cut, what is sent for it, and which line of the
-    source asks for that."""
+    """`explaining.explain`: shardings and communication of a program, with the source lines behind them."""
     from lingvo_moe.explaining import explain
 
     return explain(program, *args, **kwargs)
 
 
 def get_sharding(program: Any, tensor_name: str) -> Any:
-    """`explaining.get_sharding`: how one tensor of a program is cut after propagation."""
+    """`explaining.get_sharding`: the sharding of a tensor after propagation."""
     from lingvo_moe.explaining import get_sharding
 
     return get_sharding(program, tensor_name)

@@ -14,7 +14,7 @@ from lingvo_moe.core import checks, kernels, registry
 from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.hyperparams import ParamError, Params
 from lingvo_moe.core.kernels import tensorflow
-from lingvo_moe.core.moe.routers.registry import ROUTERS
+from lingvo_moe.core.moe.registry import ROUTERS
 from lingvo_moe.core.optimizers.base import Optimizer
 from lingvo_moe.core.optimizers.schedules import Schedule
 from lingvo_moe.core.sharding import single_device, use_mesh

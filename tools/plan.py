@@ -17,6 +17,7 @@ from typing import Any
 
 from lingvo_moe.core import checks
 from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.partitioner import known_faults
 from tools import _cli
 
 
@@ -39,6 +40,9 @@ def define_flags() -> Flags:
     )
     flags.DEFINE_path(
         "compare", "", "JSON plans, comma-separated, to show in one table with the new one"
+    )
+    flags.DEFINE_enum(
+        "known_faults", known_faults.ERROR, known_faults.ACTIONS, known_faults.FLAG_HELP
     )
     flags.DEFINE_path("cache_dir", None, "directory for compiled programs; '' keeps none")
     return flags
@@ -118,6 +122,7 @@ def make(args: Flags, say: Any) -> dict[str, Any]:
         what=args.what,
         mesh=args.mesh,
         token_budget=args.token_budget,
+        known_faults=args.known_faults,
     )
     if ":" in args.topology:
         return planning.make_plan(request, cache, say)

@@ -1,1 +1,1 @@
-"""The framework: layers, sharding, engines. It knows nothing of translation."""
+"""The framework: layers, sharding, engines. It imports no task."""

@@ -1,4 +1,4 @@
-"""Checks: which values a parameter or a flag may have, as objects that test a value and describe the range.
+"""Checks: objects that test the value of a parameter or flag and describe the allowed range.
 
 `Params.Define(..., check=SIZE)` runs the check whenever the parameter is set; `core/flags.py` runs the
 same checks on the flags of the command lines.
@@ -27,12 +27,12 @@ class ParamError(ValueError):
         super().__init__(f"{where}{path}={shown}: {why}")
 
     def Within(self, parent: str) -> "ParamError":
-        """The same error, of a parameter that lies below `parent`."""
+        """The same error for a parameter below `parent`."""
         path, value, why = self._parts
         return ParamError(f"{parent}.{path}", value, why)
 
     def At(self, path: str, value: str | None = None, where: str = "") -> "ParamError":
-        """The same error, with the whole path, with the value as the user wrote it, and where that was."""
+        """The same error with the full path, the value as the user wrote it, and where it was written."""
         return ParamError(path, self._parts[1] if value is None else value, self._parts[2], where)
 
 

@@ -1,7 +1,6 @@
-"""Files and directories that are there whole or not at all, and one writer at a time.
+"""Writes files and directories atomically (complete or absent), with one writer at a time.
 
-What is made has the permissions that the umask gives, as if it had been opened plainly. Errors of writing name the file
-that was to be made, not a temporary one beside it.
+New files have the permissions that the umask gives. Write errors name the final file, not the temporary one beside it.
 """
 
 import contextlib
@@ -21,12 +20,12 @@ _WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, 
 
 
 def open_to_write(path: str | os.PathLike, mode: str = "wb") -> BinaryIO:
-    """As open(path, mode), for mode 'wb' or 'ab'; an OSError of writing, too, names the file (a full disk)."""
+    """`open(path, mode)` for mode 'wb' or 'ab', whose write errors (e.g. a full disk) name the file."""
     return cast(BinaryIO, io.BufferedWriter(_Named(path, path, mode)))
 
 
 def reserve(path: str | os.PathLike, size: int) -> None:
-    """Makes a file of zeros whose space is taken: where a disk is full, writing to a mapped file ends the process.
+    """Makes a file of zeros with allocated space: on a full disk, writing to a mapped file would kill the process.
 
     Raises:
         OSError: there is no space for it; the file is named.
@@ -36,7 +35,7 @@ def reserve(path: str | os.PathLike, size: int) -> None:
 
 
 class _Named(io.FileIO):
-    """A file whose errors of writing name it; the operating system names files only where one opens them."""
+    """A file whose write errors name it; the operating system names a file only in errors of opening."""
 
     def __init__(self, file: Any, named: str | os.PathLike, mode: str = "wb"):
         super().__init__(file, mode)
@@ -48,7 +47,7 @@ class _Named(io.FileIO):
 
 
 def not_written(error: Exception, path: str | os.PathLike) -> OSError:
-    """The OSError that another library's writer has put into the words of its own error, such as a full disk's.
+    """The OSError that another library's exception describes in its message, e.g. of a full disk.
 
     Args:
         error: as it was raised.
@@ -60,7 +59,7 @@ def not_written(error: Exception, path: str | os.PathLike) -> OSError:
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike) -> Iterator[None]:
-    """Gives an OSError that comes of the block this file's name."""
+    """Adds this file's name to an OSError from the block."""
     try:
         yield
     except OSError as e:
@@ -70,7 +69,7 @@ def naming(path: str | os.PathLike) -> Iterator[None]:
 
 
 def append(path: str | os.PathLike, data: bytes) -> None:
-    """Adds to the end of a file, which is made when missing: all of the data, or, where that fails, none.
+    """Appends to a file, which is made if missing: all of the data, or none if that fails.
 
     Raises:
         OSError: e.g. a full disk; it names the file.
@@ -88,9 +87,9 @@ def append(path: str | os.PathLike, data: bytes) -> None:
 
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
-    """Yields a file to write, which takes the place of `path` when the block ends without an error.
+    """Yields a file to write, which replaces `path` when the block ends without an error.
 
-    Where `path` is a link, what it points to is replaced.
+    If `path` is a link, its target is replaced.
 
     Raises:
         OSError: the file cannot be written; it names `path`. What was there before stays.
@@ -114,17 +113,17 @@ def atomic_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
 
 
 def write_atomic(path: str | os.PathLike, data: bytes) -> None:
-    """Writes a file whole or not at all. Raises as atomic_file."""
+    """Writes a file atomically. Raises as atomic_file."""
     with atomic_file(path) as file:
         file.write(data)
 
 
 @contextlib.contextmanager
 def replaced_directory(path: Path) -> Iterator[Path]:
-    """Yields an empty directory beside `path`, which takes its place when the block ends without an error.
+    """Yields an empty directory beside `path`, which replaces it when the block ends without an error.
 
     Raises:
-        OSError: as the block; a file in the new directory is named as it would lie in `path`.
+        OSError: from the block; a file in the new directory is named by its path in `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temp, old = _beside(path), _beside(path)
@@ -148,7 +147,7 @@ def replaced_directory(path: Path) -> Iterator[Path]:
 
 
 def _name_in_place(error: OSError, temp: Path, path: Path) -> None:
-    """Makes an error of writing into `temp` name a file in `path`."""
+    """Turns the path in `temp` that a write error names into one in `path`."""
     if error.filename is None:
         return
     named = Path(os.fsdecode(error.filename))
@@ -157,7 +156,7 @@ def _name_in_place(error: OSError, temp: Path, path: Path) -> None:
 
 
 def clear_leftovers(path: Path) -> None:
-    """Deletes what killed writers of `path` left beside it. Only for who knows that nobody is writing it now."""
+    """Deletes temporary files that killed writers of `path` left. Call it only if nobody is writing `path`."""
     for left in path.parent.iterdir():
         if not re.fullmatch(rf"\.{re.escape(path.name)}\.[0-9a-f]{{{2 * _RANDOM}}}", left.name):
             continue

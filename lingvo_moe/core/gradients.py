@@ -1,4 +1,4 @@
-"""Gradients of one's own, whose operations are named as TensorFlow names those of its own gradients."""
+"""Custom gradients whose operations have names like those of TensorFlow's own gradients."""
 
 import functools
 from collections.abc import Callable
@@ -10,8 +10,7 @@ import tensorflow as tf
 def custom_gradient(fn: Callable[..., tuple[Any, Callable]]) -> Callable[..., Any]:
     """`tf.custom_gradient`, its gradient in the scope gradient_tape/<that of the call>.
 
-    Without a name nothing tells the work of such a gradient from the layers around it: plans would count it as
-    some other part's (core/hlo/parts.py).
+    Without such a name, plans would attribute the gradient's work to another part of the model (core/hlo/parts.py).
     """
 
     @functools.wraps(fn)

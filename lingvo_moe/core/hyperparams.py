@@ -4,9 +4,8 @@ A layer's `Params()` defines names with defaults and help; a user copies and set
 path; a program freezes them. `InstantiableParams` also knows the class that it configures.
 
 Every parameter has a check (core/checks.py): a range where it is defined, else the type of its default.
-A value is checked whenever it is set. The default itself may always be set: it need not be in the
-range, where it means that a parent sets the value. `Instantiate` checks all values once more, defaults
-included.
+A value is checked whenever it is set. The default itself may always be set, even out of range: then it
+means that a parent sets the value. `Instantiate` checks all values again, including defaults.
 """
 
 import ast
@@ -41,7 +40,7 @@ class _Param:
         self.check = check or _check_for(default, choices)
 
     def WhyNot(self, value: Any) -> str:
-        """What the value would have to be; '' where it may be set."""
+        """What the value would have to be; '' if it is allowed."""
         why = self.check(value)
         is_default = why and type(value) is type(self.default) and value == self.default
         return "" if is_default else why
@@ -273,7 +272,7 @@ class Params:
             raise ParamError(path, text, str(e), where) from None
 
     def _set_class(self, path: str, cls: type) -> None:
-        """Makes the Params at a path those of another class; None, or a choice's name, gives way."""
+        """Replaces the Params, None or choice at a path by Params of another class."""
         current = self.Get(path)
         owner, last = self._resolve(path)
         is_params = isinstance(current, InstantiableParams)

@@ -1,5 +1,4 @@
-"""Initial values of variables: descriptions first (`WeightInit`), tensors only when a program
-computes them."""
+"""Initial values of variables: descriptions (`WeightInit`), from which a program computes tensors."""
 
 import math
 from collections.abc import Sequence
@@ -48,8 +47,7 @@ class WeightInit:
 
     @classmethod
     def FanIn(cls, fan_in: int) -> "WeightInit":
-        """Truncated Gaussian with standard deviation 1/sqrt(fan_in): what every projection here
-        uses."""
+        """Truncated Gaussian with standard deviation 1/sqrt(fan_in), as every projection here has."""
         return cls("truncated_gaussian", 1 / math.sqrt(fan_in))
 
     @classmethod
@@ -60,7 +58,7 @@ class WeightInit:
         """The initial value, of a static shape; `seed` is int32 [2], or [n, 2] for n stacked
         variables."""
         if self.method == "constant":
-            # Joined with the seed, or TensorFlow would make it whole on the host while tracing.
+            # Depends on the seed, or TensorFlow would compute the full constant on the host while tracing.
             word = tf.reshape(tf.convert_to_tensor(seed, tf.int32), [-1])[0]
             nothing = tf.cast(tf.bitwise.bitwise_xor(word, word), dtype)
             return tf.fill(list(shape), tf.constant(self.scale, dtype) + nothing)

@@ -1,11 +1,11 @@
-"""A list of a directory's files, of all or of some, with their digests: any later change shows, of the list too.
+"""Lists the files of a directory with their digests, so that later changes (also of the list) are detected.
 
 The list has a line `<hex digits>  <path>` for each file, as `sha256sum --check` and `xxh128sum --check` read it, and a
-last one with the SHA-256 of the lines before. It shows damage, not malice: whoever can write the directory can write
-another list, too.
+last one with the SHA-256 of the lines before. It detects damage, not malice: whoever can write the directory can also
+write another list.
 
-A symbolic link to a file stands for what is in that file. One to a directory is refused, for it may lead in a circle,
-and so are pipes and devices, which need not end.
+A symbolic link to a file stands for that file's contents. A link to a directory is refused, because it may be circular;
+pipes and devices are refused, because they may be endless.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ import xxhash
 from lingvo_moe.core.files import write_atomic
 
 SHA256 = "SHA-256"
-# Eight times as fast as SHA-256 and no cryptography: for checkpoints, whose digests must cost next to nothing.
+# Eight times as fast as SHA-256, not cryptographic: for checkpoints, whose digests must cost little.
 XXH128 = "XXH128"
 _DIGESTS: Mapping[str, Callable[..., Any]] = {SHA256: hashlib.sha256, XXH128: xxhash.xxh3_128}
 _BY_LENGTH = {64: SHA256, 32: XXH128}  # hex digits
@@ -34,7 +34,7 @@ _AGAIN = "copy the directory again, or write it again"
 
 
 class ManifestError(ValueError):
-    """A directory that is not as it was when it was listed. The message names the file and what to do."""
+    """A directory differs from its list. The message names the file and what to do."""
 
 
 def write_manifest(

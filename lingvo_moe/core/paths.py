@@ -1,6 +1,6 @@
-"""Which paths can be worked with: every flag and parameter that names one is checked here, before anything is written.
+"""Checks the paths that flags and parameters name, before anything is written.
 
-What the libraries make of special characters was found by trying each of them:
+The libraries' treatment of special characters was found by trying each of them:
 
 * TensorStore and TensorFlow write below a directory with `[`, `]` or a backslash in its name, and cannot read what
   they wrote: they take these for a pattern.
@@ -22,7 +22,7 @@ _LINK = "a symbolic link to it, with a plain name, works (ln -s)"
 
 
 class PathError(ValueError):
-    """A path that cannot be worked with. The message names the flag, the path and the reason."""
+    """A path that cannot be used. The message names the flag, the path and the reason."""
 
 
 def check_local(path: str | os.PathLike, what: str) -> None:

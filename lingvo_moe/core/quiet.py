@@ -1,4 +1,4 @@
-"""Silence on standard error while a library that cannot be told is loaded, or loads something."""
+"""Silences standard error while a library loads that has no setting for it."""
 
 import contextlib
 import os
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps libraries from writing to standard error, native code included, as some do whatever they are told.
+    """Silences standard error inside the block, also for native code.
 
-    Where the block fails, what they said is shown.
+    If the block fails, the suppressed output is printed.
     """
     sys.stderr.flush()
     with tempfile.TemporaryFile() as said, contextlib.ExitStack() as stack:

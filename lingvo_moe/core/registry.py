@@ -42,8 +42,7 @@ class Experiment:
 
 
 def TrainParams() -> Params:
-    """How a run goes on: devices, length, checkpoints and summaries. Nothing here changes what is
-    computed."""
+    """Parameters of a run: devices, length, checkpoints and summaries. None changes the results."""
     p = Params()
     p.Define(
         "mesh",

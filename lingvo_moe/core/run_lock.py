@@ -1,12 +1,12 @@
-"""The lock of a run's directory: one trainer at a time, for as long as it works there.
+"""Locks a run's directory, so that only one trainer at a time works there.
 
-Process 0 of a job holds `.trainer.lock` and writes into it who it is. The other processes of the job compare that with
-what process 0 sent them, so that all work in one directory, and each holds a file of its own, `.trainer.lock.<i>`: the
-directory is free when all of them have gone.
+Process 0 of a job holds `.trainer.lock` and writes its identity into it. The other processes of the job compare that
+with what process 0 sent them, so that all use the same directory. Each of them holds its own file,
+`.trainer.lock.<i>`: the directory is free when all of them have ended.
 
-The locks are flock's. The kernel releases them when a process ends, however it ends. A file that a killed trainer left
-behind locks nothing. On network file systems the locks hold among machines where the server supports them (NFS since
-Linux 2.6.12, Lustre mounted with `flock`); where there are none at all, the trainer warns and goes on.
+The locks use flock. The kernel releases them when a process ends for any reason, so the file of a killed trainer locks
+nothing. On network file systems the locks hold between machines if the server supports them (NFS since
+Linux 2.6.12, Lustre mounted with `flock`). If there are no locks at all, the trainer warns and continues.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from typing import Any
 from lingvo_moe.core.files import naming
 
 LOCK_FILE = ".trainer.lock"
-DESCRIPTION, CHECKPOINTS = "experiment.json", "checkpoints"  # what a trainer makes of a directory
+DESCRIPTION, CHECKPOINTS = "experiment.json", "checkpoints"  # what makes a directory a run
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 _PATIENCE = 0.5  # seconds: a trainer that was just killed may take a moment to end
 
@@ -42,7 +42,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class RunLockError(ValueError):
-    """A directory that another trainer is at work in, or that is not that of the job's other processes."""
+    """Another trainer is at work in the directory, or the job's other processes use another directory."""
 
 
 def is_lock_file(name: str) -> bool:
@@ -161,7 +161,7 @@ class RunLock:
         _write(handle, self._path, _me())
 
     def Close(self) -> None:
-        """Lets others in."""
+        """Releases the lock."""
         with contextlib.suppress(OSError):  # all was deleted, or must not be written any more
             # Only the file that is held: another trainer's may lie there since the directory was moved. Who waits
             # for this one finds, once it has the lock, that the file is no longer there, and makes a new one.

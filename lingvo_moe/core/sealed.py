@@ -1,4 +1,4 @@
-"""Files of a cache that end with the SHA-256 of their name and contents: a damaged one, or another's, is not used."""
+"""Cache files that end with the SHA-256 of their name and contents, so that damaged or misplaced ones are not used."""
 
 import hashlib
 from pathlib import Path
@@ -9,16 +9,16 @@ _DIGITS = 64  # of a SHA-256 in hex
 
 
 class SealError(ValueError):
-    """A file that is not as it was written. The message names it."""
+    """A file was changed since it was written. The message names it."""
 
 
 def write_sealed(path: Path, body: bytes) -> None:
-    """Writes a file whole or not at all. Raises OSError, naming it."""
+    """Writes a file atomically. Raises OSError, naming it."""
     write_atomic(path, body + _seal(path, body))
 
 
 def read_sealed(path: Path) -> bytes | None:
-    """What write_sealed was given for this path; None where there is no file.
+    """Reads the contents that write_sealed wrote to this path; None if there is no file.
 
     Raises:
         SealError: the file was changed, or was written under another name.

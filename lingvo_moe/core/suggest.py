@@ -1,4 +1,4 @@
-"""Did-you-mean, for every error about a name."""
+"""Suggests the nearest known names in errors about an unknown name."""
 
 import difflib
 from collections.abc import Iterable

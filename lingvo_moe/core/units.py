@@ -1,4 +1,4 @@
-"""Numbers of plans in units that people read."""
+"""Formats numbers with units for people."""
 
 DASH = "–"
 

@@ -1,4 +1,4 @@
-"""Where this user's caches lie: what is there can be made again at any time."""
+"""The directory of this user's caches, which may be deleted at any time."""
 
 import os
 from pathlib import Path

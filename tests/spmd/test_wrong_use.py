@@ -146,12 +146,12 @@ WRONG = {
         lambda x: xs.redistribute(
             tf.identity(xs.mesh_split(x, MESH, ("data", None))), ("model", None), (None, None)
         ),
-        r"^redistribute\(Identity:0, source=\('model', None\)\): but the tensor is annotated there "
-        r"\(XlaSharding\) as cut into \[2, 1\] parts on devices \[0, 1, 2, 3, 4, 5, 6, 7\]; give the",
+        r"^redistribute\(Identity:0, source=\('model', None\)\): but the tensor is annotated "
+        r"\(XlaSharding\) with \[2, 1\] parts on devices \[0, 1, 2, 3, 4, 5, 6, 7\]; give its",
     ),
     "redistribute-from-pieces-of-what-is-whole": (
         lambda x: xs.redistribute(xs.replicate(x), ("model", None), (None, None)),
-        r"^redistribute\(XlaSharding:0, .* as cut into \[1, 1\] parts",
+        r"^redistribute\(XlaSharding:0, .* with \[1, 1\] parts",
     ),
 }
 

@@ -14,8 +14,8 @@ The search, row by row:
   * a candidate among the first J that ends in EOS is finished, and the first J others live on, so
     a beam of 1 is greedy search;
   * a row is done with J finished hypotheses, or once no live one can enter the `top_k` returned;
-  * at a row's length limit only EOS may follow, so that every result is a whole sentence with its
-    whole probability.
+  * at a row's length limit only EOS may follow, so that every result is a complete sentence with its
+    full probability.
 """
 
 from collections.abc import Callable

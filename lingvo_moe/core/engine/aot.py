@@ -1,7 +1,7 @@
-"""Ahead of time: compiling a program for a TPU slice that is not there, with the real TPU compiler.
+"""Compiles a program ahead of time for a described TPU slice, with the real TPU compiler.
 
-The compiler is part of libtpu, which needs no TPU for this. It says what the program would need
-there, to the byte, and refuses what does not fit; nothing can be run.
+The compiler is part of libtpu and needs no TPU. It reports the memory that the program needs, in bytes, and
+refuses a program that does not fit. The result cannot be run.
 """
 
 import contextlib
@@ -24,11 +24,12 @@ from jax.experimental import topologies
 
 from lingvo_moe.core.engine import xla
 from lingvo_moe.core.engine.base import EngineError
+from lingvo_moe.core.engine.partition_dump import dump_options, read_before
 from lingvo_moe.core.engine.program import Program
 from lingvo_moe.core.quiet import quiet
 
-# Read by libtpu when it is loaded: not to ask a cloud's metadata server what machine this is, nor to
-# claim the machine's TPUs, since several plans may be made at a time.
+# libtpu reads these when it is loaded: do not ask a cloud's metadata server about the machine, and do not
+# claim the machine's TPUs, since several plans may be made at the same time.
 _ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 # The two cores of a v4 chip work as one, as JAX runs them; those of a v2 or v3 chip cannot.
 _CHIP_CONFIG = {"v4": "megacore"}
@@ -38,11 +39,11 @@ _SIZE = r"([\d.]+)([KMGT]?)B?"
 
 
 class Holder(NamedTuple):
-    """One of the large buffers that a program which does not fit wants to have at a time.
+    """A large buffer, live at the peak, of a program that does not fit.
 
     Attributes:
-        bytes: with padding.
-        op_name: what the compiler knows of where it comes from; may be empty.
+        bytes: its size, including padding.
+        op_name: the operation that it comes from, as far as the compiler knows; may be empty.
         shape: HLO's, e.g. 'f32[512,1024]{1,0:T(8,128)}'.
     """
 
@@ -55,11 +56,12 @@ class OutOfMemory(EngineError):
     """A program that needs more memory than a device has.
 
     Attributes:
-        needed_bytes, limit_bytes: of one device, rounded as the compiler prints them.
-        holders: the largest buffers, largest first; empty where the compiler named none, as it does
-            when it sees at once that a program is too large.
-        compiler_message: all that it said.
-        hlo_text: the scheduled module that did not fit; empty where the compiler left none.
+        needed_bytes: bytes that it needs on one device, rounded as the compiler prints them.
+        limit_bytes: bytes that a device has for a program, rounded likewise.
+        holders: the largest buffers, largest first; empty if the compiler listed none, as when it
+            rejects a program at once.
+        compiler_message: the compiler's message.
+        hlo_text: the scheduled module that did not fit; '' if the compiler left none.
     """
 
     def __init__(self, program: str, topology: str, compiler_message: str, hlo_text: str = ""):
@@ -76,15 +78,16 @@ class OutOfMemory(EngineError):
 
 @dataclass(frozen=True)
 class AotResult:
-    """What the compiler made of a program, for each device.
+    """The compiler's results for a program, for one device.
 
     Attributes:
         hlo_text: the scheduled module.
-        memory: bytes: arguments, outputs, aliased, temporaries, code, peak (the compiler's own figure
-            of arguments, outputs and temporaries at their worst moment).
+        memory: bytes of arguments, outputs, aliased, temporaries, code, and peak (the compiler's figure
+            for the most live bytes of arguments, outputs and temporaries).
         cost: XLA's cost analysis; a loop's body is counted once.
-        compile_seconds: from the program to the compiled one.
-        host_peak_bytes: the most memory that this process has had until now.
+        compile_seconds: time to compile.
+        host_peak_bytes: peak memory of this process so far.
+        partitioner_input: the module that the SPMD partitioner was given; '' for one device.
     """
 
     hlo_text: str
@@ -92,6 +95,7 @@ class AotResult:
     cost: dict[str, float]
     compile_seconds: float
     host_peak_bytes: int
+    partitioner_input: str = ""
 
 
 def devices_of(topology_name: str) -> tuple[Any, ...]:
@@ -104,13 +108,13 @@ def devices_of(topology_name: str) -> tuple[Any, ...]:
 
 
 def compiler_version() -> str:
-    """Of libtpu. Raises EngineError where it is not installed."""
+    """The version of libtpu. Raises EngineError if it is not installed."""
     _check_installed()
     return importlib.metadata.version("libtpu")
 
 
 def compiler_identity() -> str:
-    """All that, beside program and slice, decides what is compiled: versions, and flags of the environment."""
+    """Identifies everything besides program and slice that affects compiling: versions and environment flags."""
     flags = "".join(os.environ.get(name, "") for name in ("LIBTPU_INIT_ARGS", "XLA_FLAGS"))
     mark = f"-{hashlib.sha256(flags.encode()).hexdigest()[:8]}" if flags else ""
     return f"libtpu-{compiler_version()}-jax-{jax.__version__}{mark}"
@@ -122,9 +126,9 @@ def compile_for_topology(program: Program, topology_name: str) -> AotResult:
     Logical device i is device i of `devices_of`.
 
     Raises:
-        OutOfMemory: it does not fit.
-        EngineError: as `devices_of`; the program's mesh has not as many devices as the slice; or the
-            compiler refuses the program.
+        OutOfMemory: the program does not fit.
+        EngineError: as `devices_of`; the program's mesh has another number of devices than the slice;
+            or the compiler refuses the program.
     """
     devices = devices_of(topology_name)
     mesh = program.mesh
@@ -137,8 +141,14 @@ def compile_for_topology(program: Program, topology_name: str) -> AotResult:
     start = time.perf_counter()
     jax_mesh = jax.sharding.Mesh(np.array(devices).reshape(mesh.shape), mesh.axis_names)
     lowered = xla.trace(program, jax_mesh).lower(lowering_platforms=("tpu",))
+    before = ""
     try:
-        compiled = lowered.compile()
+        if mesh.size == 1:
+            compiled = lowered.compile()
+        else:
+            with tempfile.TemporaryDirectory(prefix="lingvo_moe_") as dump:
+                compiled = lowered.compile(compiler_options=dump_options(dump))
+                before = read_before(dump)
     except jax.errors.JaxRuntimeError as e:
         raise _error(program.name, topology_name, str(e), lowered) from None
     seconds = time.perf_counter() - start
@@ -153,6 +163,7 @@ def compile_for_topology(program: Program, topology_name: str) -> AotResult:
         cost=xla.cost(compiled),
         compile_seconds=seconds,
         host_peak_bytes=_host_peak_bytes(),
+        partitioner_input=before,
     )
 
 
@@ -204,10 +215,10 @@ def _error(program: str, topology: str, message: str, lowered: Any) -> EngineErr
 
 
 def _refused_module(lowered: Any) -> str:
-    """The module with which the compiler gave up for want of memory, or ''.
+    """The scheduled module for which the compiler ran out of memory, or ''.
 
-    It writes one down when it is told to write everything down, which takes longer: so a program that
-    does not fit is compiled again.
+    The compiler writes it only if dumping is enabled, which is slow. So a program that does not fit is
+    compiled again with dumping.
     """
     with tempfile.TemporaryDirectory() as dump:
         options = {"xla_dump_to": dump, "xla_dump_hlo_as_text": True}
@@ -218,8 +229,7 @@ def _refused_module(lowered: Any) -> str:
     return ""
 
 
-# The compiler says either that what it must keep at a time is too much, before it has placed
-# anything, or how much it used when it had placed all.
+# The compiler reports either that the live bytes exceed HBM, before allocation, or the bytes used after it.
 _LIMITS = re.compile(rf"\({_SIZE}\) exceeds available HBM \({_SIZE}\)|Used {_SIZE} of {_SIZE} hbm")
 
 

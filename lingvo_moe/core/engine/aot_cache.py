@@ -1,8 +1,8 @@
-"""Compiled programs, kept on disk: compiling a large step for a pod takes a minute, reading it back a moment.
+"""Caches ahead-of-time compilations on disk: compiling a large step takes a minute, reading it back a moment.
 
-An entry holds what the compiler gave (its HLO text, sizes and timings), under the hashes of the program and
-of its operations' names, the topology and the compiler's version: never what the planner makes of it, so
-that a better planner needs no new compile. One that is damaged, or lies under another's name, is compiled again.
+An entry holds the compiler's results (HLO text, sizes and timings). Its name is made of the hashes of the program
+and of its operations' names, the topology and the compiler's version. It holds nothing of the planner's, so a newer
+planner needs no new compile. A damaged entry, or one under another's name, is compiled again.
 """
 
 import dataclasses
@@ -17,12 +17,12 @@ from lingvo_moe.core.engine.program import Program
 from lingvo_moe.core.sealed import SealError, read_sealed, write_sealed
 from lingvo_moe.core.user_cache import user_cache_dir
 
-_FORMAT = 1
+_FORMAT = 2
 _log = logging.getLogger(__name__)
 
 
 def default_cache_dir() -> Path:
-    """Where compiled programs are kept: lingvo_moe/plans in the user's cache directory."""
+    """The directory of compiled programs: lingvo_moe/plans in the user's cache directory."""
     return user_cache_dir() / "plans"
 
 
@@ -33,14 +33,14 @@ def cached(
     cache_dir: Path | None,
     compile_program: Callable[[], AotResult],
 ) -> AotResult:
-    """What compiling gives, read from disk where it was compiled before.
+    """Returns the compiler's results for a program, from the cache if it was compiled before.
 
     Args:
-        program: what is compiled.
-        topology_name: for which machine.
+        program: the program to compile.
+        topology_name: the slice to compile for.
         compiler: `aot.compiler_identity()`.
-        cache_dir: None: keep nothing.
-        compile_program: compiles, where there is no entry. What it raises is not kept.
+        cache_dir: the cache; None to cache nothing.
+        compile_program: called if there is no entry. Its exceptions are not cached.
 
     Raises:
         OSError: the entry cannot be written.
@@ -60,7 +60,7 @@ def cached(
 
 
 def _read(path: Path) -> AotResult | None:
-    """The entry; None where there is none, and, with a warning, where it is damaged."""
+    """The entry; None if there is none, or, with a warning, if it is damaged."""
     try:
         body = read_sealed(path)
     except SealError as e:

@@ -1,4 +1,4 @@
-"""Engine: what the trainer, the evaluator and the tests ask of whatever runs a model.
+"""Engine: the interface through which trainer, evaluator and tests run a model.
 
 Usage:
     engine = make_engine("pjrt", Mesh.parse("expert:8"))
@@ -21,11 +21,11 @@ ONE_DEVICE_ENGINES = ("tf", "tf_graph")
 
 
 class EngineError(ValueError):
-    """Devices, a mesh or arguments that an engine cannot work with."""
+    """Devices, a mesh or arguments that an engine cannot use."""
 
 
 class Compiled(abc.ABC):
-    """A function of trees, ready to run: call it with the arguments of the function that was built.
+    """A compiled function of trees; call it with the arguments of the original function.
 
     Arguments may be NumPy arrays or tensors that the engine's functions returned; results stay on
     the devices.
@@ -36,7 +36,7 @@ class Compiled(abc.ABC):
         """Runs it. Donated arguments must not be used again."""
 
     def HloText(self) -> str:
-        """The compiled module. Raises EngineError where the engine has none to show."""
+        """The compiled module. Raises EngineError if the engine has none."""
         raise EngineError(f"{type(self).__name__} has no HLO text")
 
 
@@ -63,22 +63,28 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def Put(self, tree: Any, specs: Any) -> Any:
-        """A tree of NumPy arrays on the devices, cut as the tree of specs says.
+        """Moves a tree of NumPy arrays to the devices, sharded as the tree of specs says.
 
-        In a job of several processes each gives the whole arrays and keeps its part.
+        In a job of several processes each process gives the full arrays and keeps its part.
         """
 
     @abc.abstractmethod
     def Get(self, tree: Any) -> Any:
-        """A tree of NumPy arrays, whole, on every process (all of them have to call it)."""
+        """Fetches a tree as full NumPy arrays on every process (all processes have to call it)."""
 
     def AnyProcess(self, flag: bool) -> bool:
-        """Whether `flag` is true on any process of the job (all of them have to call it)."""
+        """Whether `flag` is true on any process of the job (all processes have to call it)."""
         return flag
 
 
-def make_engine(name: str, mesh: Mesh) -> Engine:
+def make_engine(name: str, mesh: Mesh, known_faults: str = "error") -> Engine:
     """The engine of that name.
+
+    Args:
+        name: one of ENGINES.
+        mesh: that functions are traced under.
+        known_faults: 'error', 'warn' or 'off': what `pjrt` does with a program that XLA's partitioner is
+            known to compute wrongly; the others do not look for any.
 
     Raises:
         EngineError: there is none, or its devices do not fit the mesh.
@@ -86,7 +92,7 @@ def make_engine(name: str, mesh: Mesh) -> Engine:
     if name == "pjrt":
         from lingvo_moe.core.engine.pjrt import PjrtEngine
 
-        return PjrtEngine(mesh)
+        return PjrtEngine(mesh, known_faults=known_faults)
     if name in ONE_DEVICE_ENGINES:
         from lingvo_moe.core.engine.tf_engine import TfEngine
 

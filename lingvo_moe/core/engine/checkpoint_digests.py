@@ -1,8 +1,8 @@
-"""Digests of a checkpoint's files: written before the checkpoint gets its name, verified before any of it is used.
+"""Digests of a checkpoint's files: written before the checkpoint gets its name, verified before it is used.
 
-Orbax writes a step into a directory with a temporary name and renames it when all is there. The list of digests is
-written just before that, so a step that has its name has its list, whatever was killed when. Digests are of the files
-as they are read back then; what a disk changed before that is not noticed.
+Orbax writes a step into a directory with a temporary name and renames it when it is complete. The list of digests is
+written just before the renaming, so every named step has its list, whenever a process was killed. Digests are of the
+files as read back at that time; earlier changes by the disk are not detected.
 """
 
 import asyncio
@@ -17,16 +17,16 @@ NAME = "files.xxh128"
 
 
 class NotListedError(ManifestError):
-    """A step without a list: nothing says whether it is whole."""
+    """A step without a list of digests, so that damage could not be detected."""
 
 
 class DigestedDirectory(ocp.path.atomicity.AtomicRenameTemporaryPath):
     """Orbax's temporary directory of a step, or of an item in it, that lists its files before it is renamed."""
 
     async def finalize(self) -> None:
-        """Writes the list, where this is a step, and renames the directory. Called by Orbax on one process."""
+        """Writes the list if the directory is a step, and renames it. Called by Orbax on one process."""
         if self._checkpoint_metadata_store:
-            # Orbax writes its notes about the step in a thread; nothing may change once it is listed.
+            # Orbax writes metadata of the step in a thread; nothing may change once it is listed.
             await asyncio.to_thread(self._checkpoint_metadata_store.wait_until_finished)
         if self.get_final().name.isdigit():
             await asyncio.to_thread(write_manifest, os.fspath(self.get()), NAME, None, XXH128)

@@ -1,9 +1,9 @@
-"""Checkpoints: Orbax's, one directory a step: sharded, written while training goes on, complete or not there at all.
+"""Checkpoints by Orbax, one directory a step: sharded, written in the background, complete or absent.
 
 A step holds the state as a flat map from path to tensor, and a JSON file with the structure of the
-state and whatever else a run needs to go on (the input's position, the experiment's text). It is
-restored on any mesh, device count, process count or engine, once its files have the digests that they
-had when the step was complete. Free of TensorFlow.
+state and everything else that a run needs to resume (the input's position, the experiment's text). It
+can be restored on any mesh, device count, process count or engine, after its files have been compared with
+their digests. Imports no TensorFlow.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ _MOST_SHOWN = 400  # characters of another library's error
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is not there, is damaged, or belongs to another model."""
+    """A checkpoint is missing, damaged, or of another model."""
 
 
 class Checkpointer:
@@ -57,8 +57,8 @@ class Checkpointer:
     def __init__(self, directory: str, keep: int = 3, read_only: bool = False):
         """Args: the directory, made when missing; how many of the newest steps stay; whether to leave it untouched.
 
-        Only one writer at a time may use a directory: making one clears away what a killed writer
-        left half written.
+        Only one writer at a time may use a directory: a new one deletes the incomplete files of a
+        killed writer.
 
         Raises:
             CheckpointError: reading only, and there is no such directory.
@@ -129,17 +129,17 @@ class Checkpointer:
     def Restore(
         self, state_specs: Any, engine: Engine, step: int | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """The state on the engine's devices, cut as the specs say, and the `extra` of Save.
+        """Restores the state on the engine's devices, sharded as the specs say, and the `extra` of Save.
 
         Args:
             state_specs: a tree of specs of the whole state, or of a part such as
                 NestedMap(theta=...).
-            engine: any.
+            engine: the engine that will hold the tensors.
             step: by default the newest.
 
         Raises:
-            CheckpointError: no such step; a damaged one; or one of another model, naming the first
-                variable that differs.
+            CheckpointError: no such step; a damaged one; or one of another model (the message names
+                the first variable that differs).
         """
         step, about = self._about(step, engine)
         specs = [TensorSpec.Of(spec, path) for path, spec in flatten_items(state_specs)]
@@ -149,7 +149,7 @@ class Checkpointer:
     def RestoreTensors(
         self, specs: Sequence[TensorSpec], engine: Engine, step: int | None = None
     ) -> list[Any]:
-        """Some tensors of the state on the engine's devices, cut as their specs say, whose names are their paths.
+        """Restores some tensors of the state, named by their paths, on the devices with their specs' sharding.
 
         Raises:
             CheckpointError: as Restore.
@@ -180,11 +180,11 @@ class Checkpointer:
     def RestoreMeanToNumpy(self, prefix: str, steps: Sequence[int]) -> Any:
         """The mean over several steps of a part of the state, e.g. prefix='theta', as NumPy arrays.
 
-        Floating-point tensors are averaged in float32, or wider where they are, and have their own type in the end;
-        of others the last step's are taken. Memory: the running mean and the step that is being read.
+        Floating-point tensors are averaged in float32, or in their own type if it is wider, and keep their type.
+        Other tensors are taken from the last step. Memory holds the running mean and the step that is being read.
 
         Args:
-            prefix: of the part.
+            prefix: path of the part.
             steps: at least one.
 
         Raises:
@@ -215,13 +215,13 @@ class Checkpointer:
             self._manager.check_for_errors()
 
     def Close(self) -> None:
-        """Waits, and lets go of the directory. Raises CheckpointError as Wait."""
+        """Waits, and releases the directory. Raises CheckpointError as Wait."""
         with self._writing():
             self._manager.close()
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Makes one line of what Orbax and TensorStore raise where the disk is full or cannot be written."""
+        """Turns exceptions of Orbax and TensorStore about a full or read-only disk into one line."""
         try:
             yield
         except Exception as e:
@@ -268,7 +268,7 @@ class Checkpointer:
         self._verified.add(step)
 
     def _verify_files(self, step: int, part: tuple[int, int] = (0, 1)) -> None:
-        """Raises CheckpointError where files of a step are damaged, or cannot be read."""
+        """Raises CheckpointError if files of a step are damaged or cannot be read."""
         try:
             verify_step(self._step_dir(step), part)
         except NotListedError as e:
@@ -279,7 +279,7 @@ class Checkpointer:
             raise CheckpointError(f"{self._where(step)}: cannot be read: {e}") from e
 
     def _damaged(self, step: int, reason: ManifestError) -> CheckpointError:
-        """The error for a damaged step, which offers the newest older one that is not."""
+        """The error for a damaged step, which suggests the newest undamaged step before it."""
         for older in reversed([s for s in self.Steps() if s < step]):
             try:
                 verify_step(self._step_dir(older))
@@ -312,7 +312,7 @@ class Checkpointer:
         """Restores a step that was verified.
 
         Raises:
-            CheckpointError: it was damaged since; or it is whole, and Orbax or TensorStore fail, as for want of memory.
+            CheckpointError: it was damaged since, or Orbax or TensorStore fail, e.g. for lack of memory.
         """
         try:
             return self._manager.restore(step, args=args)

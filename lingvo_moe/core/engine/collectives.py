@@ -1,4 +1,4 @@
-"""Collectives: which communication a compiled program does, read from its HLO text."""
+"""Reads the collectives of a compiled program from its HLO text."""
 
 import re
 from collections import Counter
@@ -29,14 +29,14 @@ _BITS = re.compile(r"(?:bf|[a-z])(\d+)")
 
 @dataclass(frozen=True)
 class Collective:
-    """One operation, as each device sees it.
+    """One collective of a compiled program.
 
     Attributes:
         kind: one of KINDS.
-        name: the HLO instruction's.
-        shapes: dtype and dimensions of what one device gets, e.g. (('f32', (8, 16)),).
-        num_bytes: of those. A loop's body is counted once.
-        op_name: where it comes from in the model, when XLA says so.
+        name: the name of the HLO instruction.
+        shapes: dtype and dimensions of its results on one device, e.g. (('f32', (8, 16)),).
+        num_bytes: bytes of these results. A loop's body is counted once.
+        op_name: the model's operation that it comes from, if XLA names it.
     """
 
     kind: str

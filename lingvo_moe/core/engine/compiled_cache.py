@@ -1,15 +1,18 @@
-"""Compiled programs kept on disk, so that a run that goes on compiles nothing twice.
+"""Caches compiled programs on disk, so that a resumed run compiles nothing twice.
 
-An entry is machine code, which is run as it is read. So it is taken only from a directory that this user made and that
-nobody else can write in, never from a run's, and only where its bytes have the digest that they were written with.
+An entry is machine code that will be run. So it is read only from a directory that this user owns and nobody else can
+write in, never from a run's directory, and only if its digest matches.
 """
 
 import contextlib
+import contextvars
 import hashlib
 import os
 import platform
 import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -29,11 +32,11 @@ _LEAST_SECONDS = 0.5  # what compiles faster is not kept
 
 
 class CacheError(ValueError):
-    """A directory that machine code must not be taken from."""
+    """A directory that machine code must not be read from."""
 
 
 class CheckedCache(CacheInterface):
-    """A directory of entries, each sealed with its SHA-256. A damaged entry is as good as none.
+    """A directory of entries, each sealed with its SHA-256. A damaged entry counts as missing.
 
     Args:
         directory: which is made when it is missing.
@@ -43,7 +46,7 @@ class CheckedCache(CacheInterface):
         self._path = Path(directory)
 
     def get(self, key: str) -> bytes | None:
-        """The entry's bytes; None where there is none, or it is damaged, which is said."""
+        """The entry's bytes; None if there is none, or, with a warning, if it is damaged."""
         file = self._path / f"{key}{_SUFFIX}"
         try:
             value = read_sealed(file)
@@ -63,15 +66,15 @@ class CheckedCache(CacheInterface):
 def enable_compilation_cache(directory: str | os.PathLike | None = None) -> str:
     """Keeps compiled programs on disk; an entry is used only for the same program, compiler and kind of CPU.
 
-    JAX does not tell one CPU's features from another's, so each gets a directory of its own in `directory`: code for
+    JAX does not distinguish CPUs by their features, so each kind of CPU has its own directory in `directory`: code for
     instructions that a machine lacks would kill the process.
 
     Args:
         directory: None: that of JAX_COMPILATION_CACHE_DIR, or else `lingvo_moe/compiled` in the user's cache directory.
 
     Returns:
-        The directory of the entries, or '' where none is kept: others can write there, or there is no such place. The
-        reason is printed, and JAX's own cache, which JAX_COMPILATION_CACHE_DIR would turn on, is off too.
+        The directory of the entries, or '' if nothing is cached, because others can write there or there is no such
+        place. Then the reason is printed, and JAX's own cache (JAX_COMPILATION_CACHE_DIR) is off too.
     """
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
@@ -89,6 +92,31 @@ def enable_compilation_cache(directory: str | os.PathLike | None = None) -> str:
     return str(entries)
 
 
+@contextlib.contextmanager
+def keeping_if(may_keep: Callable[[], bool]) -> Iterator[None]:
+    """Inside, JAX's cache keeps a program that was just compiled only where `may_keep()` is true."""
+    token = _may_keep.set(may_keep)
+    try:
+        yield
+    finally:
+        _may_keep.reset(token)
+
+
+_may_keep: contextvars.ContextVar[Callable[[], bool] | None] = contextvars.ContextVar(
+    "may_keep", default=None
+)
+_put_always = compilation_cache.put_executable_and_time
+
+
+def _put_if_kept(*args: Any, **kwargs: Any) -> None:
+    may_keep = _may_keep.get()
+    if may_keep is None or may_keep():
+        _put_always(*args, **kwargs)
+
+
+compilation_cache.put_executable_and_time = _put_if_kept
+
+
 def _directory_of_entries(directory: str | os.PathLike | None) -> Path:
     """The directory for this kind of CPU, which is made when it is missing. Raises as enable_compilation_cache says."""
     if directory is None:
@@ -102,7 +130,7 @@ def _directory_of_entries(directory: str | os.PathLike | None) -> Path:
 
 
 def _check_private(directory: Path) -> None:
-    """Raises CacheError where code in this directory may be somebody else's."""
+    """Raises CacheError if code in this directory may be somebody else's."""
     found = directory.stat()
     if found.st_uid != os.geteuid():
         raise CacheError(f"{directory} belongs to user {found.st_uid}, not to this one")
@@ -129,7 +157,7 @@ def _make_room(directory: Path) -> None:
 
 
 def _cpu_features() -> str:
-    """A short name for what this machine's CPU can do."""
+    """A short name for the features of this machine's CPU."""
     features = platform.machine()
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
         features += next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -1,6 +1,6 @@
-"""Devices: how many virtual ones a CPU shows, and how several processes become one job.
+"""Sets the number of virtual CPU devices, and joins several processes into one job.
 
-Both have to be said before JAX looks for devices the first time.
+Both must happen before JAX initialises its devices.
 """
 
 import os
@@ -19,17 +19,17 @@ _FLAG = "--xla_force_host_platform_device_count"
 
 
 def request_cpu_devices(count: int) -> None:
-    """Makes the CPU of this process show itself as `count` devices. Twice the same count is allowed.
+    """Presents the CPU of this process as `count` devices. Calling it again with the same count is allowed.
 
     Raises:
-        EngineError: not a positive number, or JAX has devices already and they are not as many.
+        EngineError: not a positive number, or JAX already has another number of devices.
     """
     if count < 1:
         raise EngineError(f"--num_devices={count}: at least one device is needed")
     # A count in XLA_FLAGS (tests/conftest.py sets one) gives way to the one that is asked for.
     flags = re.sub(rf"{_FLAG}=\d+\s*", "", os.environ.get("XLA_FLAGS", "")).strip()
     try:
-        # Nor look for a TPU, at length and aloud.
+        # Do not search for a TPU either, which takes long and logs much.
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
@@ -46,17 +46,17 @@ def request_cpu_devices(count: int) -> None:
 def initialize_distributed(
     coordinator_address: str, num_processes: int, process_id: int, timeout_seconds: int = 300
 ) -> None:
-    """Joins this process to a job of several; CPU devices then talk by Gloo.
+    """Joins this process to a job of several; CPU devices then communicate by Gloo.
 
     Args:
         coordinator_address: host:port of process 0, the same for all.
-        num_processes: of the job; with 1 nothing is done.
-        process_id: 0..num_processes-1, another one in each process.
-        timeout_seconds: how long to wait for the others. Where some never come, JAX ends the
+        num_processes: number of processes of the job; with 1 nothing is done.
+        process_id: 0..num_processes-1, different in each process.
+        timeout_seconds: how long to wait for the others. If some never join, JAX ends the
             process with a message.
 
     Raises:
-        EngineError: numbers or an address that make no sense, or nobody answers there.
+        EngineError: invalid numbers or address, or nobody answers there.
     """
     if num_processes < 1 or not 0 <= process_id < num_processes:
         raise EngineError(
@@ -74,7 +74,7 @@ def initialize_distributed(
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     who = f"process {process_id} of {num_processes}"
     print(f"{who}: joining the job at {coordinator_address}", file=sys.stderr)
-    # JAX ends the process, without an exception, when nobody answers; so knock first.
+    # If nobody answers, JAX ends the process without an exception. So try to connect first.
     if process_id and not _answers(host, int(port), timeout_seconds):
         raise EngineError(
             f"--coordinator_address={coordinator_address}: {who} could not join the job: nobody "
@@ -86,7 +86,7 @@ def initialize_distributed(
 
 
 def _answers(host: str, port: int, timeout_seconds: float) -> bool:
-    """Whether something accepts connections there before the time is over."""
+    """Whether something accepts connections there within the time limit."""
     end = time.monotonic() + timeout_seconds
     while time.monotonic() < end:
         try:
@@ -98,12 +98,12 @@ def _answers(host: str, port: int, timeout_seconds: float) -> bool:
 
 
 def device_count() -> int:
-    """The devices of the whole job, of all its processes."""
+    """The devices of all processes of the job."""
     return len(jax.devices())
 
 
 def runs_on_cpu(engine: str) -> bool:
-    """Whether what an engine runs lies in this machine's own memory, and not in an accelerator's."""
+    """Whether tensors live in the host's memory, and not in an accelerator's."""
     if engine == "pjrt":
         return jax.devices()[0].platform == "cpu"
     import tensorflow as tf
@@ -113,7 +113,7 @@ def runs_on_cpu(engine: str) -> bool:
 
 
 def process_count() -> int:
-    """The processes of the job."""
+    """The number of processes of the job."""
     return jax.process_count()
 
 
@@ -123,13 +123,13 @@ def process_index() -> int:
 
 
 def sync_processes(name: str) -> None:
-    """Waits until every process of the job has come to this point; alone, does nothing."""
+    """Waits until every process of the job has reached this point; does nothing for one process."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
 
 
 def from_first_process(text: str) -> str:
-    """What process 0 of the job gives for `text`, as many ASCII characters on each process; alone, `text`."""
+    """Returns process 0's `text` on every process; all texts are ASCII and equally long."""
     if jax.process_count() == 1:
         return text
     codes = np.frombuffer(text.encode("ascii"), np.uint8)

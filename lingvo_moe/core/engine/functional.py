@@ -26,6 +26,7 @@ from lingvo_moe.core.engine.pjrt import CompiledProgram, PjrtEngine
 from lingvo_moe.core.engine.program import Program
 from lingvo_moe.core.engine.specs import AUTO, TensorSpec, dtype_name, flatten_items
 from lingvo_moe.core.engine.tracing import LoweringError
+from lingvo_moe.core.partitioner.known_faults import ERROR, check_action
 from lingvo_moe.core.sharding import Mesh, ShardingError, current_mesh, mesh_split
 from lingvo_moe.core.suggest import did_you_mean
 
@@ -39,6 +40,7 @@ def shard_function(
     mesh: Mesh | None = None,
     *,
     max_programs: int = 64,
+    known_faults: str = ERROR,
 ) -> Any:
     """`fn` as one SPMD program over the mesh's devices, called from eager code, differentiable.
 
@@ -57,6 +59,8 @@ def shard_function(
             whole on each. AUTO: as the partitioner likes.
         mesh: by default the one in force when the function is called.
         max_programs: how many signatures are kept; those not used for longest are dropped.
+        known_faults: what to do with a program that XLA's partitioner is known to compute wrongly:
+            'error', 'warn' or 'off'.
 
     Returns:
         A ShardedFunction.
@@ -68,10 +72,12 @@ def shard_function(
             out_shardings=out_shardings,
             mesh=mesh,
             max_programs=max_programs,
+            known_faults=known_faults,
         )
     if not callable(fn):
         raise ShardingError(f"shard_function: {fn!r} is no function; for a tensor there is `shard`")
-    return ShardedFunction(fn, in_shardings, out_shardings, mesh, max_programs)
+    check_action(known_faults, "shard_function: known_faults")
+    return ShardedFunction(fn, in_shardings, out_shardings, mesh, max_programs, known_faults)
 
 
 class ShardedFunction:
@@ -88,10 +94,12 @@ class ShardedFunction:
         out_shardings: Any,
         mesh: Mesh | None,
         max_programs: int,
+        known_faults: str = ERROR,
     ):
         functools.update_wrapper(self, fn, updated=())
         self._fn, self._mesh, self._max_programs = fn, mesh, max_programs
         self._in_shardings, self._out_shardings = in_shardings, out_shardings
+        self._known_faults = known_faults
         self._name = getattr(fn, "__name__", type(fn).__name__)
         self._parameters = inspect.signature(fn)
         self._programs: OrderedDict[Any, _Bound] = OrderedDict()
@@ -109,7 +117,8 @@ class ShardedFunction:
         """The results as eager tensors.
 
         Raises:
-            ShardingError: a sharding that does not fit its argument, naming it; no mesh; inside a
+            ShardingError: a sharding that does not fit its argument, naming it; no mesh; a program that
+                XLA's partitioner is known to compute wrongly, with line and remedy; inside a
                 tf.function that no engine is lowering; variables or watched tensors that are not
                 arguments; or what annotations inside raise.
             LoweringError: 64-bit tensors, or results that are no tensors of a static shape.
@@ -272,7 +281,7 @@ class _Bound:
                 return AUTO
             return function.OutSplits(tf.nest.pack_sequence_as(self._structure, found), mesh)
 
-        self.operation = Operation(name, flat, specs, _engine(mesh), choose)
+        self.operation = Operation(name, flat, specs, _engine(mesh, function._known_faults), choose)
         if not self.operation.results:
             raise LoweringError(f"{name}: returns no tensor")
 
@@ -286,8 +295,8 @@ _TENSOR = object()
 
 
 @functools.lru_cache(maxsize=16)
-def _engine(mesh: Mesh) -> PjrtEngine:
-    return PjrtEngine(mesh)
+def _engine(mesh: Mesh, known_faults: str) -> PjrtEngine:
+    return PjrtEngine(mesh, known_faults=known_faults)
 
 
 def _items(arguments: Mapping[str, Any]) -> list[tuple[str, Any]]:

@@ -1,9 +1,9 @@
 """A function of flat tensors as one eager operation: compiled for a mesh, run there, differentiable.
 
 The gradient is such an operation again, of the arguments and the results' cotangents, so there are
-gradients of every order. It computes the function anew rather than keep what lies between, as
-recomputation does. Tensors go to the devices and come back by way of the host's memory; what an
-operation has put on the devices its gradient finds there.
+gradients of every order. It recomputes the function instead of keeping intermediate values. Tensors
+move to the devices and back through the host's memory; a gradient reuses the arguments that its
+operation has already moved to the devices.
 """
 
 import functools
@@ -21,7 +21,7 @@ from lingvo_moe.core.engine.specs import AUTO, TensorSpec
 from lingvo_moe.core.engine.tracing import LoweringError
 from lingvo_moe.core.sharding import ShardingError, use_mesh
 
-# For each result how it is cut, once their specs are known; AUTO: as the partitioner likes.
+# From the specs of the results to their shardings; AUTO: the partitioner chooses.
 ChooseSplits = Callable[[list[TensorSpec]], Any]
 
 

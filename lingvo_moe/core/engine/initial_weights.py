@@ -1,4 +1,4 @@
-"""Weights of another run's checkpoint for a run to begin with, whose tables may be in another order."""
+"""Initialises a run with the weights of another run's checkpoint; rows of tables may be reordered."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from lingvo_moe.core.nested_map import NestedMap
 
 @dataclass(frozen=True)
 class Places:
-    """Where the elements of a variable along one dimension lay in the other run's.
+    """For one dimension of a variable, the index of each element in the other run's variable.
 
     Attributes:
         dim: the dimension.
-        before: int [size of the dimension], the place there of each element; -1 for one that is new.
+        before: int [size of the dimension], the index there of each element; -1 for a new one.
     """
 
     dim: int
@@ -27,13 +27,13 @@ class Places:
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """What to begin with.
+    """The weights to initialise a run with.
 
     Attributes:
         directory: the other run's checkpoints.
-        step: which of them.
-        moved: Places of the variables whose elements lie elsewhere or are new, by path; such a variable may have
-            another size along that dimension than there. All others are taken as they are.
+        step: the checkpoint's step.
+        moved: by path, the Places of variables whose elements are reordered or new; such a variable may have another
+            size along that dimension. All other variables are copied unchanged.
     """
 
     directory: str
@@ -41,21 +41,21 @@ class InitialWeights:
     moved: Mapping[str, Places]
 
     def Into(self, state: NestedMap, specs: NestedMap, engine: Engine) -> NestedMap:
-        """The state with these weights; what is new keeps the value that it has. `state` must not be used again.
+        """Returns the state with these weights; new elements keep their value. `state` must not be used again.
 
-        Tables that are moved pass through the memory of every process, whole; other variables are read onto the
-        devices as they are cut there, and none is held twice.
+        Reordered tables pass through the memory of every process in full. Other variables are read onto the
+        devices with their sharding, and none is held twice.
 
         Args:
-            state: of BaseTask.StateSpecs, on the engine's devices.
+            state: a state of BaseTask.StateSpecs, on the engine's devices.
             specs: VariableSpecs of its theta.
-            engine: whose tensors these are.
+            engine: the engine that holds the state.
 
         Raises:
             CheckpointError: no such step, a damaged one, or one of another model.
         """
         fresh = {path: state.theta.GetItem(path) for path in self.moved}
-        state.theta = NestedMap()  # makes room
+        state.theta = NestedMap()  # frees memory
         named = {path: TensorSpec.Of(s, f"theta.{path}") for path, s in specs.FlattenItems()}
         with Checkpointer(self.directory, read_only=True) as checkpointer:
             whole = [path for path in named if path not in self.moved]
@@ -70,7 +70,7 @@ class InitialWeights:
 
 
 def moved(old: Any, fresh: Any, places: Places) -> np.ndarray:
-    """`fresh` with the elements of `old` in their new places along `places.dim`."""
+    """Copies the elements of `old` to their new indices in `fresh` along `places.dim`."""
     out, known = np.array(fresh), places.before >= 0
     rows, old_rows = (np.moveaxis(table, places.dim, 0) for table in (out, np.asarray(old)))
     rows[known] = old_rows[places.before[known]]

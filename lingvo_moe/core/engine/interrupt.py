@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request to stop at the next step, so that the work done is saved."""
+"""Turns Ctrl-C and SIGTERM into a request to stop at the next step, so that work is saved."""
 
 import os
 import signal

@@ -1,7 +1,7 @@
-"""The processes of one job: they begin together, and when one fails, all of them end.
+"""Ends all processes of a job when one of them fails.
 
-JAX alone would leave the job hanging: the process that failed waits in JAX's exit barrier for the others, and these
-wait for it in a collective. So the process that failed sets a key in JAX's coordination service, and does not enter
+JAX alone would leave the job hanging: the failed process waits in JAX's exit barrier for the others, and these
+wait for it in a collective. So the failed process sets a key in JAX's coordination service, and does not enter
 that barrier. The other processes read the key every second, print which process failed, and end too.
 """
 
@@ -70,7 +70,7 @@ def together(work: Callable[[], _T], on: Container[int] | None = None) -> _T | N
 
 @contextlib.contextmanager
 def watching() -> Iterator[None]:
-    """Inside, this process ends within seconds after another one of its job has failed; alone, does nothing."""
+    """Inside the block, this process ends within seconds after another process of its job fails."""
     if distributed.global_state.client is None:
         yield
         return
@@ -86,7 +86,7 @@ def watching() -> Iterator[None]:
 
 @contextlib.contextmanager
 def announcing() -> Iterator[None]:
-    """Announces an error inside to the job's other processes at once, before this process cleans up.
+    """Reports an error inside the block to the job's other processes at once, before this process cleans up.
 
     Cleaning up may wait for the other processes. After a minute this process ends even so.
     """

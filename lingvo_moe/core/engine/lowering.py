@@ -6,11 +6,16 @@ from typing import Any
 import jax
 from jax import export
 from jax.experimental import jax2tf
+from jax.experimental.jax2tf.call_tf import _get_concrete_function_tf  # private: a cache
 
+from lingvo_moe.core.collection import paused_collection
+from lingvo_moe.core.engine.bridge_kernels import cheaper_kernels
 from lingvo_moe.core.engine.program import Program
 from lingvo_moe.core.engine.regions import isolate_regions
+from lingvo_moe.core.engine.signature import Signature
+from lingvo_moe.core.engine.sources import record
 from lingvo_moe.core.engine.specs import AUTO, TensorSpec, numpy_dtype
-from lingvo_moe.core.engine.tracing import LoweringError, sources_of, trace
+from lingvo_moe.core.engine.tracing import LoweringError, concrete_function, trace
 from lingvo_moe.core.sharding import Mesh, ShardingError
 
 __all__ = ["AUTO", "LoweringError", "lower"]
@@ -49,7 +54,13 @@ def lower(
             f"{name or fn}: a program numbers its devices in order, but mesh {mesh} has device_ids "
             f"{mesh.device_ids}; give the engine its devices in that order instead"
         )
-    tf_function, signature = trace(fn, arg_specs, mesh, results=results, donate=donate, name=name)
+    with paused_collection():
+        return _lower(*trace(fn, arg_specs, mesh, results=results, donate=donate, name=name))
+
+
+def _lower(tf_function: Any, signature: Signature) -> Program:
+    """The program of a traced function, see `trace`."""
+    mesh = signature.mesh
     abstract = jax.sharding.AbstractMesh(mesh.shape, mesh.axis_names)
 
     def sharding(spec: TensorSpec) -> Any:
@@ -65,11 +76,15 @@ def lower(
     exporter = export.export(
         jitted, platforms=["cpu"], disabled_checks=[export.DisabledSafetyCheck.platform()]
     )
-    exported = exporter(
-        *[
-            jax.ShapeDtypeStruct(spec.shape, numpy_dtype(spec.dtype), sharding=sharding(spec))
-            for spec in signature.args
-        ]
-    )
+    concrete = concrete_function(tf_function, signature)
+    with cheaper_kernels(concrete):
+        exported = exporter(
+            *[
+                jax.ShapeDtypeStruct(spec.shape, numpy_dtype(spec.dtype), sharding=sharding(spec))
+                for spec in signature.args
+            ]
+        )
+    # Else this cache would keep the graphs of the last 128 functions, tens of megabytes each.
+    _get_concrete_function_tf.cache_clear()
     exported = isolate_regions(exported)
-    return Program(signature, bytes(exported.serialize()), sources_of(tf_function, signature))
+    return Program(signature, bytes(exported.serialize()), record(concrete.graph))

@@ -1,15 +1,13 @@
-"""Partitioning: what XLA's SPMD partitioner was given and what it made, as HLO text.
+"""Gets the HLO text of a program before and after XLA's SPMD partitioner.
 
-XLA writes modules down between its passes when a compile asks it to. Two of them tell everything:
-after sharding propagation every instruction has its whole shape and a sharding; after partitioning
-it has the shape of one device's part, and the communication is there.
+XLA can dump its module between passes. Two dumps are used: after sharding propagation, where every
+instruction has its global shape and a sharding; and after partitioning, where it has the shape of one
+device's part, and the collectives are inserted.
 """
 
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,17 +15,10 @@ import numpy as np
 
 from lingvo_moe.core.engine import xla
 from lingvo_moe.core.engine.base import EngineError
+from lingvo_moe.core.engine.partition_dump import Partitioned, dump_options, read_dump
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.engine.program import Program
 
-# The pass is called spmd-partitioning, on TPUs tpu-spmd-partitioning.
-_BEFORE = "*.before_*spmd-partitioning.txt"
-_AFTER = "*.after_*spmd-partitioning.before_*.txt"
-_FINAL = ("*after_optimizations.txt", "*after_codegen.txt")
-_OPTIONS: dict[str, Any] = {
-    "xla_dump_hlo_as_text": True,
-    "xla_dump_hlo_pass_re": ".*(spmd|shard).*",
-}
 # Nothing is run: machine code need not be fast.
 _CPU_OPTIONS: dict[str, Any] = {
     "xla_backend_optimization_level": 0,
@@ -35,25 +26,10 @@ _CPU_OPTIONS: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class Partitioned:
-    """A program's module at three moments of its compilation.
-
-    Attributes:
-        before: after sharding propagation: whole shapes, a sharding on every instruction.
-        after: after partitioning: one device's shapes, with collectives.
-        final: as it runs; '' where the compiler did not come so far.
-    """
-
-    before: str
-    after: str
-    final: str
-
-
 def partition(
     program: Program, devices: Sequence[Any] | None = None, topology: str = ""
 ) -> Partitioned:
-    """Compiles a program for the devices of its mesh and keeps what the partitioner saw and made.
+    """Compiles a program for the devices of its mesh and returns its module before and after partitioning.
 
     Args:
         program: for any mesh.
@@ -69,10 +45,10 @@ def partition(
     with tempfile.TemporaryDirectory(prefix="lingvo_moe_") as directory:
         try:
             with _no_cache():
-                lowered.compile(compiler_options=options | {"xla_dump_to": directory})
+                lowered.compile(compiler_options=options | dump_options(directory))
         except Exception as e:  # Also of JAX, about results; the partitioner was done by then.
             error = e
-        found = _read(Path(directory))
+        found = read_dump(directory)
     if found is not None:
         return found
     if error is not None:
@@ -94,7 +70,7 @@ def _lowered(
         engine = PjrtEngine(program.mesh, devices)
         on_cpu = engine.jax_mesh.devices.flat[0].platform == "cpu"
         lowered = xla.trace(program, engine.jax_mesh).lower()
-        return lowered, _OPTIONS | (_CPU_OPTIONS if on_cpu else {})
+        return lowered, _CPU_OPTIONS if on_cpu else {}
     from lingvo_moe.core.engine import aot
 
     found = aot.devices_of(topology)
@@ -105,34 +81,12 @@ def _lowered(
         )
     grid = np.array(found).reshape(program.mesh.shape)
     jax_mesh = jax.sharding.Mesh(grid, program.mesh.axis_names)
-    return xla.trace(program, jax_mesh).lower(lowering_platforms=("tpu",)), dict(_OPTIONS)
-
-
-def _read(directory: Path) -> Partitioned | None:
-    """The largest module that was written down, or None where there is none."""
-    after = _largest(directory, _AFTER)
-    if after is None:
-        return None
-    module = after.name.split(".")[0]
-    before = _largest(directory, f"{module}{_BEFORE}")
-    finals = [_largest(directory, f"{module}{pattern}") for pattern in _FINAL]
-    final = next((path for path in finals if path is not None), None)
-    if before is None:
-        return None
-    return Partitioned(_text(before), _text(after), _text(final) if final else "")
-
-
-def _largest(directory: Path, pattern: str) -> Path | None:
-    return max(directory.glob(pattern), key=lambda path: path.stat().st_size, default=None)
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace")
+    return xla.trace(program, jax_mesh).lower(lowering_platforms=("tpu",)), {}
 
 
 @contextmanager
 def _no_cache() -> Iterator[None]:
-    """Without the cache of compiled programs: what is read from there is not partitioned again."""
+    """Disables the cache of compiled programs: a cached program would not be partitioned again."""
     directory = jax.config.jax_compilation_cache_dir
     if not directory:
         yield

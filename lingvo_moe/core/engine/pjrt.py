@@ -1,6 +1,6 @@
 """The engine that runs programs through PJRT: any number of devices, of one or several processes.
 
-XLA's own SPMD partitioner cuts the program for the devices: virtual CPU devices, GPUs or TPUs.
+XLA's SPMD partitioner partitions the program for the devices: virtual CPU devices, GPUs or TPUs.
 Importing this module does not import TensorFlow; building from a TensorFlow function does.
 """
 
@@ -22,13 +22,14 @@ from lingvo_moe.core.engine.specs import (
     pack,
     skeleton,
 )
+from lingvo_moe.core.partitioner.known_faults import ERROR, check_action
 from lingvo_moe.core.sharding import Mesh
 
 # XLA's options for programs on CPUs; what Compile is given goes before them.
 _CPU_OPTIONS = {
     # How long a virtual device waits for the others in a collective before XLA aborts the process.
     "xla_cpu_collective_call_terminate_timeout_seconds": 3600,
-    # YNNPACK, the default, is left its sums; products are faster by Eigen (docs/speed.md).
+    # Products are faster by Eigen than by YNNPACK, the default; sums stay with YNNPACK (docs/speed.md).
     "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE",
 }
 
@@ -39,16 +40,29 @@ class PjrtEngine(Engine):
     Attributes:
         mesh: logical.
         jax_mesh: the devices in the mesh's shape; logical device i is `devices[i]`.
+        known_faults: what is done with a program that XLA's partitioner is known to compute wrongly.
     """
 
-    def __init__(self, mesh: Mesh, devices: Sequence[Any] | None = None):
-        """Args: the mesh; the devices in logical order (by default the first ones that JAX lists).
+    def __init__(
+        self,
+        mesh: Mesh,
+        devices: Sequence[Any] | None = None,
+        known_faults: str = ERROR,
+    ):
+        """Makes the engine; compiles nothing.
+
+        Args:
+            mesh: logical.
+            devices: in logical order; by default the first ones that JAX lists.
+            known_faults: what to do with a program that XLA's partitioner is known to compute wrongly:
+                one of `known_faults.ACTIONS`.
 
         Raises:
             EngineError: there are fewer devices than the mesh has, or other processes would hold
-                none of it.
+                none of it; no such action.
         """
-        self.mesh = mesh
+        check_action(known_faults)
+        self.mesh, self.known_faults = mesh, known_faults
         available = list(devices) if devices is not None else jax.devices()
         if mesh.size > len(available):
             raise EngineError(_misfit(mesh, available))
@@ -94,8 +108,9 @@ class PjrtEngine(Engine):
 
         Raises:
             EngineError: the program was lowered for another mesh.
-            ShardingError: a result that was left to the partitioner is cut in a way that the mesh's
-                axes cannot name.
+            ShardingError: XLA's partitioner is known to compute some of it wrongly (names lines and
+                remedies); or a result that was left to the partitioner is sharded in a way that the
+                mesh's axes cannot name.
         """
         if (program.mesh.axis_names, program.mesh.shape) != (self.mesh.axis_names, self.mesh.shape):
             raise EngineError(
@@ -148,7 +163,8 @@ class CompiledProgram(Compiled):
         # wait on each other, and a device that computes for long is no reason to give up the run.
         self._wait = engine.jax_mesh.devices.flat[0].platform == "cpu"
         defaults = _CPU_OPTIONS if self._wait else {}
-        self._compiled = xla.compile_for(program, engine.jax_mesh, {**defaults, **(options or {})})
+        options = {**defaults, **(options or {})}
+        self._compiled = xla.compile_for(program, engine.jax_mesh, options, engine.known_faults)
 
     def __call__(self, *args: Any) -> Any:
         leaves = [

@@ -1,4 +1,4 @@
-"""Program: a lowered function as a value, and as a file.
+"""Program: a lowered function that can be run, inspected and saved to a file.
 
 StableHLO with shardings (serialised by `jax.export`) and what is needed to call it: names, shapes,
 dtypes and shardings of arguments and results, their structure, the mesh, which arguments are
@@ -92,7 +92,7 @@ class Program:
         return export.deserialize(bytearray(self.exported)).mlir_module()
 
     def Save(self, path: str) -> None:
-        """Writes one file, whole or not at all."""
+        """Writes the program to one file, atomically."""
         header = self._header().encode()
         body = _MAGIC + _LENGTHS.pack(len(header), len(self.exported)) + header + self.exported
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)

@@ -1,4 +1,4 @@
-"""Progress of long work: a live bar at a terminal, a line now and then elsewhere."""
+"""Shows the progress of long work: a live bar at a terminal, occasional lines elsewhere."""
 
 import shutil
 import sys
@@ -52,7 +52,7 @@ class StepProgress:
             loss: the training loss, in nats.
             units: how many were processed since the last call, padding left out.
             skipped: steps that changed nothing so far, because they were not finite.
-            note: what else to show.
+            note: more text to show.
 
         Returns:
             Units a second since the last call.
@@ -88,7 +88,7 @@ class StepProgress:
 
 
 class LineProgress:
-    """Shows what a long preparation is at: call it with a line now and then, and Close it.
+    """Shows the current stage of a long preparation: call it with a line of text, then Close it.
 
     At a terminal each line takes the place of the one before. Elsewhere lines follow each other, at
     most one in `interval` seconds, besides the first and the last.

@@ -1,10 +1,9 @@
 """Keeps manual regions apart from the rest of a lowered program.
 
-On its way to StableHLO a constant becomes one value for all that use it: the zero that a sum begins
-with, say. Where one user is inside a manual region and another is not, XLA's propagation marks the
-constant as manual, then the sum outside, and then its operand, which ends the process. So whatever
-the operations of a region take that no argument of the program leads to is made to enter the region
-too, as a tensor that is whole on every device.
+Lowering to StableHLO merges equal constants into one value, e.g. the zero that sums begin with. If one
+user of it is inside a manual region and another is not, XLA's propagation marks the constant as manual,
+then the sum outside, then its operand, and the process crashes. So every value that a region uses and
+that depends on no argument of the program is made to enter the region as a replicated tensor.
 """
 
 import dataclasses
@@ -27,9 +26,10 @@ def isolate_regions(exported: Any) -> Any:
 
     Regions of one axis of several are left as they are.
     """
-    text = exported.mlir_module()
-    if _OPEN not in text:
+    # Strings stand as they are in the serialised form; reading it takes half a second for a model.
+    if _OPEN.encode() not in exported.mlir_module_serialized:
         return exported
+    text = exported.mlir_module()
     with mlir.make_ir_context() as context, ir.Location.unknown(context):
         module = ir.Module.parse(text)
         _Program(module).Isolate()

@@ -1,9 +1,8 @@
-"""Sources: from the TensorFlow operations of a traced function to the lines that a user wrote.
+"""Finds the source line that the user wrote for each TensorFlow operation of a traced function.
 
-What is kept while tracing is TensorFlow's own tracebacks, which cost nothing until somebody asks: a
-traceback is read, and its innermost frame that is neither a library's nor this package's plumbing
-looked for, only then. An operation of a gradient leads to the line of the operation that it is the
-gradient of.
+Tracing keeps only TensorFlow's own tracebacks, which cost nothing until they are read. The line of an
+operation is the innermost frame that is neither in a library nor in this package's plumbing. The line
+of a gradient is that of its forward operation.
 """
 
 import contextlib
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-# Ours, but never what a user wrote: it annotates, traces and wraps on behalf of others.
+# This package's plumbing, which annotates, traces and wraps on behalf of the user's code.
 _PLUMBING = tuple(
     os.path.join(_PACKAGE, *names)
     for names in (
@@ -31,7 +30,7 @@ _PLUMBING = tuple(
 _LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 _TAPE = "gradient_tape"
-# Their result is their input: the compiled program has nothing of their name.
+# Operations that return their input and leave nothing in the compiled program.
 _SAME_VALUE = frozenset(
     ["Identity", "IdentityN", "StopGradient", "PreventGradient", "EnsureShape", "Snapshot"]
 )
@@ -70,7 +69,7 @@ class _Entry(NamedTuple):
 
 
 class Sources:
-    """What is known of a traced function's operations, by name.
+    """Looks up a traced function's operations by name.
 
     Operations in the bodies of loops and branches are known by the names that they have there.
     """

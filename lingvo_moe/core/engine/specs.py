@@ -1,6 +1,6 @@
-"""TensorSpec, and trees of specs: how programs, states and checkpoints name, size and cut their tensors.
+"""TensorSpec, and trees of specs: name, shape, type and sharding of tensors in programs and checkpoints.
 
-Free of TensorFlow and JAX.
+Imports neither TensorFlow nor JAX.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from lingvo_moe.core.sharding import Axis, DimsMapping, Mesh, ShardingError, che
 
 
 class SpecError(ValueError):
-    """Tensors that are not what a spec or a structure says."""
+    """Tensors that do not match a spec or a structure."""
 
 
 class Auto:
@@ -33,8 +33,8 @@ class TensorSpec:
     Attributes:
         shape: static.
         dtype: NumPy's name, e.g. 'float32', 'bfloat16', 'int32'.
-        split: the mesh axis, axes or None of each dimension; () stands for "whole on every device",
-            None (results only) for "as the partitioner likes".
+        split: the mesh axis, axes or None of each dimension; () means replicated, None (results only)
+            means that the partitioner chooses.
         name: dotted path; filled in from the structure where it is empty.
     """
 
@@ -59,8 +59,8 @@ class TensorSpec:
 
         Raises:
             ShardingError: an axis that the mesh lacks, or a dimension that does not divide evenly
-                over its partitions (what crosses a program's border is cut into equal parts; inside
-                a program XLA pads).
+                over its partitions (arguments and results of a program are split evenly; inside a
+                program XLA pads).
         """
         if self.split is None:
             return self
@@ -73,7 +73,7 @@ class TensorSpec:
                 raise ShardingError(
                     f"{self.name}: dimension {dim} of shape {list(self.shape)} has {size} elements,"
                     f" not a multiple of the {mesh.axis_size(axis)} partitions of axis {axis!r} of"
-                    f" mesh {mesh}; pad it, or leave it whole"
+                    f" mesh {mesh}; pad it, or do not shard it"
                 )
         return self
 

@@ -1,4 +1,4 @@
-"""Summaries: what a run did, for TensorBoard and, as one JSON line per summary, for reports.
+"""Writes a run's metrics for TensorBoard and, as one JSON line per summary, for reports.
 
 Letters: L layer, E expert.
 """
@@ -94,7 +94,7 @@ class Summaries:
 
     @contextlib.contextmanager
     def _events(self) -> Iterator[None]:
-        """Turns TensorFlow's errors of writing into an OSError that names the directory."""
+        """Turns TensorFlow's write errors into an OSError that names the directory."""
         try:
             yield
         except tf.errors.OpError as e:
@@ -126,7 +126,7 @@ def _parse(line: bytes, must_be_checked: bool) -> dict[str, Any] | None:
 
 
 def _end_last_line(path: str) -> None:
-    """Takes away what a kill in the middle of a line left of it."""
+    """Removes an incomplete last line, which a kill left."""
     if not os.path.exists(path):
         return
     with naming(path), open(path, "rb+") as file:
@@ -202,7 +202,7 @@ def _write_tensorboard(name: str, value: np.ndarray, layers: Sequence[str]) -> N
 
 
 def _json_value(value: np.ndarray) -> Any:
-    """Plain numbers, six digits for arrays; None for what JSON cannot say (NaN, infinity)."""
+    """Plain numbers, six digits for arrays; None for numbers that JSON lacks (NaN, infinity)."""
     if value.ndim == 0:
         return float(value) if math.isfinite(value) else None
     return [_json_value(v) if v.ndim else _rounded(v) for v in value]

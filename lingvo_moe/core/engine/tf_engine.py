@@ -1,7 +1,7 @@
 """TensorFlow alone, on one device: `tf` compiles by XLA, `tf_graph` runs TensorFlow's own kernels.
 
-For debugging, serving, and as the reference in tests. On a CPU `tf_graph` is also the fastest there is:
-its matrix products are oneDNN's, which lead those of XLA:CPU (docs/speed.md).
+For debugging, serving, and as the reference in tests. On a CPU `tf_graph` is also the fastest engine:
+its matrix products are oneDNN's, which are faster than XLA:CPU's (docs/speed.md).
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,7 @@
 """The engine on TensorFlow's own TPU runtime: TPUStrategy with SPMD partitioning, one replica over all cores.
 
-NOT RUN BY US: no TPU was at hand. What does not need one is tested: the device assignment and the
-errors. Every tensor that crosses the border of a function is whole here; what XLA cuts inside
-follows the annotations.
+NOT RUN BY US: we had no TPU. Tests cover the device assignment and the errors, which need none. Arguments
+and results of a function are unsharded here; XLA shards the tensors inside by the annotations.
 """
 
 from collections.abc import Callable, Sequence

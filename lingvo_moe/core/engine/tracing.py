@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from lingvo_moe.core import kernels
 from lingvo_moe.core.engine.signature import Signature
-from lingvo_moe.core.engine.sources import Sources, record, remembering_forward
+from lingvo_moe.core.engine.sources import remembering_forward
 from lingvo_moe.core.engine.specs import (
     AUTO,
     TensorSpec,
@@ -72,10 +72,11 @@ def trace(
     return tf_function, signature
 
 
-def sources_of(tf_function: Any, signature: Signature) -> Sources:
-    """Where the operations of a function that `trace` returned were written."""
-    specs = [tf.TensorSpec(a.shape, a.dtype) for a in signature.args]
-    return record(tf_function.get_concrete_function(*specs).graph)
+def concrete_function(tf_function: Any, signature: Signature) -> Any:
+    """The ConcreteFunction that `trace` made of a function."""
+    return tf_function.get_concrete_function(
+        *[tf.TensorSpec(a.shape, a.dtype) for a in signature.args]
+    )
 
 
 class _FlatFunction:

@@ -1,4 +1,4 @@
-"""From a program to what `jax.jit` compiles, for devices that are there or only described."""
+"""Compiles a program with `jax.jit`, for real or described devices."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,8 +6,11 @@ from typing import Any
 import jax
 from jax import export
 
+from lingvo_moe.core.engine import checking
+from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.program import Program
 from lingvo_moe.core.engine.specs import TensorSpec, numpy_dtype
+from lingvo_moe.core.partitioner.known_faults import ERROR
 from lingvo_moe.core.sharding import Mesh, ShardingError
 
 _MEMORY = {
@@ -35,7 +38,7 @@ def named_sharding(spec: TensorSpec, mesh: Mesh, jax_mesh: Any) -> Any:
 def trace(program: Program, jax_mesh: Any) -> Any:
     """A `jax.stages.Traced` of a program over the devices of `jax_mesh`: lower and compile it.
 
-    Arguments and results are cut as the program's signature says; donated arguments are donated.
+    Arguments and results have the shardings of the program's signature; donated arguments are donated.
     """
     signature = program.signature
 
@@ -57,15 +60,28 @@ def trace(program: Program, jax_mesh: Any) -> Any:
     )
 
 
-def compile_for(program: Program, jax_mesh: Any, options: dict[str, Any]) -> Any:
+def compile_for(
+    program: Program, jax_mesh: Any, options: dict[str, Any], known_faults: str = ERROR
+) -> Any:
     """A `jax.stages.Compiled` of a program over the devices of `jax_mesh`.
 
+    Args:
+        program: lowered for a mesh of that shape.
+        jax_mesh: the devices.
+        options: of the compiler.
+        known_faults: one of `known_faults.ACTIONS`.
+
     Raises:
-        ShardingError: the partitioner was free to cut a result as it likes (AUTO), and cut it so that
-            the mesh's axes have no name for it.
+        ShardingError: XLA's partitioner is known to compute a part of it wrongly, and `known_faults`
+            is 'error'.
+        ShardingError: the partitioner chose a result's sharding (AUTO) that axes of the mesh cannot
+            express.
     """
     try:
-        return trace(program, jax_mesh).lower().compile(compiler_options=options)
+        lowered = trace(program, jax_mesh).lower()
+        return checking.compile_checked(lowered, options, program, known_faults)
+    except (ShardingError, EngineError):
+        raise
     except ValueError as e:
         names = _unnameable(program, jax_mesh, options)
         if not names:

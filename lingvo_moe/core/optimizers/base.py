@@ -1,6 +1,6 @@
-"""Optimizer: new weights and slots from old ones and gradients, with nothing hidden.
+"""Optimizer: new weights and slots from old ones and gradients, as a pure function.
 
-Letters in slot specs are those of the variables; a slot is cut over devices as its variable is.
+Letters in slot specs are those of the variables; a slot is sharded as its variable is.
 """
 
 from dataclasses import replace
@@ -162,7 +162,7 @@ def slot_spec(spec: VariableSpec, name: str, without: int | None = None) -> Vari
     Args:
         spec: the variable's.
         name: the slot's.
-        without: a dimension of the variable that the slot does not have.
+        without: the dimension of the variable that the slot lacks.
     """
 
     def keep(values: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Pages that can be mailed around: what they are made of, their style and their drawings."""
+"""Building blocks of self-contained HTML pages: markup, style and drawings."""

@@ -1,4 +1,4 @@
-"""The colours of a plan's page, by what is counted; the rest of its style is core/pages/style.py's."""
+"""The colours of a plan's page by kind of memory and phase; core/pages/style.py has the rest of its style."""
 
 COLOURS = """
 :root {

@@ -1,4 +1,4 @@
-"""Drawings by Matplotlib that stand inside a page as SVG, in the page's colours, light or dark."""
+"""Embeds Matplotlib drawings in a page as SVG, in the page's light or dark colours."""
 
 import functools
 import io

@@ -1,4 +1,4 @@
-"""The parts that pages are made of, as HTML that stands alone: nothing is loaded from anywhere, and nothing runs in it.
+"""Builds the parts of self-contained HTML pages, without scripts or external files.
 
 Functions take plain text and escape it, unless an argument is called HTML.
 """
@@ -13,7 +13,7 @@ Html = str
 
 
 def document(title: Text, body: Html, footer: Text = "", style: str = "") -> Html:
-    """A whole page: `style` is added to that of all pages."""
+    """A complete page; `style` is added to the style of all pages."""
     head = (
         "<meta charset='utf-8'><meta name='viewport' content='width=device-width, initial-scale=1'>"
         f"<title>{escape(title)}</title><style>{STYLE}{style}</style>"

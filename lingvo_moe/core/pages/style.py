@@ -1,4 +1,4 @@
-"""The style sheet of the pages: light and dark, from a phone's width to paper's."""
+"""The style sheet of all pages: light and dark, for phones, screens and paper."""
 
 STYLE = """
 :root { color-scheme: light dark;

@@ -28,6 +28,15 @@ from lingvo_moe.core.partitioner import faults_of_windows as windows
 from lingvo_moe.core.partitioner.faults_of_products import Dot
 from lingvo_moe.core.partitioner.spmd import operation_of
 from lingvo_moe.core.sharding import ShardingError
+from lingvo_moe.core.suggest import did_you_mean
+
+# What to do with a program that has a fault.
+ERROR, WARN, OFF = "error", "warn", "off"
+ACTIONS = (ERROR, WARN, OFF)
+FLAG_HELP = (
+    "what to do with a program that XLA's partitioner is known to compute wrongly: error, warn, or off, which does "
+    "not look for any"
+)
 
 SCATTER = "scatter of unevenly cut updates"
 COPIES = "convolution summed over copies"
@@ -113,6 +122,14 @@ class Fault:
 
     def __str__(self) -> str:
         return f"{self.op or self.instruction}: {self.message}. Instead: {self.remedy}."
+
+
+def check_action(action: str, name: str = "known_faults") -> None:
+    """Raises ShardingError, naming the flag or argument `name`, where `action` is none of ACTIONS."""
+    if action not in ACTIONS:
+        raise ShardingError(
+            f"{name}={action}: must be one of {', '.join(ACTIONS)}{did_you_mean(action, ACTIONS)}"
+        )
 
 
 def known_faults(module: Module) -> list[Fault]:

@@ -1,4 +1,4 @@
-"""Sharding annotations, as the paper's section 3.2 and appendix A.3 have them, over named meshes.
+"""Sharding annotations over named meshes (GShard paper, section 3.2 and appendix A.3).
 
 `from lingvo_moe.core import sharding`, then `sharding.split(...)`. Importing the package does not
 import TensorFlow; the functions that annotate tensors do.
@@ -21,11 +21,11 @@ from lingvo_moe.core.sharding.mesh import (
     single_device,
     use_mesh,
 )
-from lingvo_moe.core.sharding.redistribution_plan import plan_redistribution
 
-# What needs TensorFlow, by the module that it stands in.
+# Functions by their modules, which are imported when they are first asked for. Most need TensorFlow.
 _LAZY = {
     "mesh_split": "annotate",
+    "plan_redistribution": "redistribution_plan",
     "redistribute": "redistribution",
     "replicate": "annotate",
     "shard": "annotate",
@@ -42,7 +42,6 @@ __all__ = [
     "check_mapping",
     "current_mesh",
     "dims_mapping",
-    "plan_redistribution",
     "single_device",
     "use_mesh",
 ]

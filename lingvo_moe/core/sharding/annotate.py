@@ -1,9 +1,8 @@
 """The paper's annotation API (section 3.2, appendix A.3): replicate, split, shard, mesh_split.
 
-An annotation changes no value and no logical shape. It says how XLA's SPMD partitioner is to cut
-the tensor over the devices of the mesh in force, and it stays on the gradient. The mesh is put in
-force by the engines while they trace a function; with none in force an annotation would do nothing,
-and raises instead.
+An annotation changes no value and no global shape. It tells XLA's SPMD partitioner how to shard the
+tensor over the devices of the mesh in force, and applies to the gradient too. Engines set the mesh
+while they trace a function. Without a mesh an annotation could have no effect, and raises an error.
 """
 
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from lingvo_moe.core.sharding.mesh import Mesh, ShardingError, current_mesh
 
 
 def replicate(tensor: tf.Tensor) -> tf.Tensor:
-    """Every device holds the whole tensor.
+    """Replicates a tensor on every device.
 
     Raises:
         ShardingError: no mesh is in force.
@@ -33,7 +32,7 @@ def replicate(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def split(tensor: tf.Tensor, split_dimension: int, num_partitions: int) -> tf.Tensor:
-    """Cuts one dimension into equal parts, part i on device i; the last part may be smaller.
+    """Splits one dimension into equal parts, part i on device i; the last part may be smaller.
 
     With fewer partitions than devices each part is held by `devices / num_partitions` consecutive
     devices.
@@ -63,11 +62,11 @@ def split(tensor: tf.Tensor, split_dimension: int, num_partitions: int) -> tf.Te
 
 
 def shard(tensor: tf.Tensor, device_assignment: np.ndarray | Sequence) -> tf.Tensor:
-    """Cuts several dimensions at once and says which device holds which part (appendix A.3).
+    """Splits several dimensions at once, with an explicit device for each part (appendix A.3).
 
-    With one dimension more, the last one lists the devices that hold copies of a part (subgroups):
-    under [[[0, 4]], [[1, 5]], [[2, 6]], [[3, 7]]] a matrix has four bands of rows, and devices 0 and
-    4 both hold the first.
+    If the assignment has one dimension more than the tensor, its last dimension lists the devices that
+    hold copies of a part (subgroups): under [[[0, 4]], [[1, 5]], [[2, 6]], [[3, 7]]] a matrix has four
+    bands of rows, and devices 0 and 4 both hold the first.
 
     Args:
         tensor: of rank R.
@@ -77,8 +76,8 @@ def shard(tensor: tf.Tensor, device_assignment: np.ndarray | Sequence) -> tf.Ten
             dimension, then copies.
 
     Raises:
-        ShardingError: no mesh is in force; another rank; more parts than elements; a device
-            missing, twice, or unknown; what is no integer.
+        ShardingError: no mesh is in force; a wrong rank; more parts than elements; a device that is
+            missing, repeated or unknown; elements that are no integers.
     """
     mesh = mesh_in_force("shard", tensor)
     what = f"shard({name_of(tensor)}, device_assignment"
@@ -109,18 +108,19 @@ def shard(tensor: tf.Tensor, device_assignment: np.ndarray | Sequence) -> tf.Ten
 
 
 def mesh_split(tensor: tf.Tensor, mesh: Mesh, mapping: DimsMapping) -> tf.Tensor:
-    """Cuts each dimension along the mesh axes that `mapping` names; axes that it does not name hold
-    copies (partial tiling).
+    """Shards each dimension along the mesh axes that `mapping` names.
+
+    The tensor is replicated along axes that the mapping does not name (partial tiling).
 
     Args:
         tensor: of rank R.
         mesh: a mesh over the devices of the mesh in force; it may arrange them differently.
         mapping: R entries: an axis name, a tuple of them (major first), or None for a dimension
-            left whole.
+            that is not sharded.
 
     Raises:
-        ShardingError: no mesh is in force; meshes of different sizes; another rank; an unknown or
-            doubly used axis; more partitions than elements.
+        ShardingError: no mesh is in force; meshes of different sizes; a wrong rank; an unknown or
+            repeated axis; more partitions than elements.
     """
     mesh_in_force("mesh_split", tensor)
     what = f"mesh_split({name_of(tensor)}, {mesh}, {mapping})"
@@ -138,7 +138,7 @@ def shard_letters(
 ) -> tf.Tensor:
     """`mesh_split` on the mesh in force, by einsum letters (see `letters.dims_mapping`).
 
-    On a mesh of one device there is nothing to cut, whatever the map names.
+    On a mesh of one device it returns the tensor unchanged.
 
     Raises:
         ShardingError: as `mesh_split`.
@@ -159,10 +159,14 @@ def mesh_in_force(what: str, tensor: tf.Tensor) -> Mesh:
 
 
 def mesh_of(what: str, mesh: Mesh | None) -> Mesh:
-    """The mesh that an operation `what` is to use: the one given, or else the one in force.
+    """The mesh for an operation: the given one, or else the one in force.
+
+    Args:
+        what: the operation, for messages.
+        mesh: None for the one in force.
 
     Raises:
-        ShardingError: none is in force, or one of another number of devices; what is no mesh.
+        ShardingError: no mesh is in force, it has another number of devices, or `mesh` is no Mesh.
     """
     ambient = current_mesh()
     if ambient is None:
@@ -189,7 +193,7 @@ def tile(tensor: tf.Tensor, devices: np.ndarray, mesh: Mesh) -> tf.Tensor:
 
 
 def tile_sharding(devices: np.ndarray) -> xla_sharding.Sharding:
-    """Tiles as XLA has them; the last dimension of `devices` counts the copies of each part."""
+    """XLA's sharding for an array of devices, whose last dimension counts the copies of each part."""
     copies = devices.shape[-1]
     if copies == devices.size:
         return xla_sharding.Sharding.replicate()
@@ -199,8 +203,7 @@ def tile_sharding(devices: np.ndarray) -> xla_sharding.Sharding:
 
 
 def _apply(sharding: xla_sharding.Sharding, tensor: tf.Tensor) -> tf.Tensor:
-    # Only the sharding *operation* survives lowering; the attribute that is the default would be
-    # lost without a word.
+    # Only the sharding *operation* survives lowering; the attribute, the default, would be lost silently.
     return sharding.apply_to_tensor(tensor, use_sharding_op=True)
 
 
@@ -220,7 +223,7 @@ def _check_dimension(what: str, dimension: int, shape: list[int | None]) -> None
 
 
 def _check_devices(what: str, devices: list[int], mesh: Mesh) -> None:
-    """Raises where not every device of the mesh is there once, saying which is not."""
+    """Raises unless `devices` holds every device of the mesh exactly once; the message says which not."""
     known = set(range(mesh.size))
     problems = {
         "unknown": sorted(set(devices) - known),
@@ -235,7 +238,7 @@ def _check_devices(what: str, devices: list[int], mesh: Mesh) -> None:
 
 
 def static_shape(tensor: tf.Tensor, what: str) -> list[int | None]:
-    """The tensor's shape, None where a size is not known; raises ShardingError where the rank is not."""
+    """The tensor's shape, with None for an unknown size. Raises ShardingError if the rank is unknown."""
     shape = tf.TensorShape(np.shape(tensor) if not hasattr(tensor, "shape") else tensor.shape)
     if shape.rank is None:
         raise ShardingError(f"{what}: the tensor's rank is not known")
@@ -243,7 +246,7 @@ def static_shape(tensor: tf.Tensor, what: str) -> list[int | None]:
 
 
 def name_of(tensor: tf.Tensor) -> str:
-    """What a message calls a tensor."""
+    """The tensor's name for messages, or its shape if it has no name."""
     # An eager tensor has no name, not even where a graph uses it.
     name = getattr(tensor, "name", None) if isinstance(tensor, tf.Tensor) else None
     return name or f"tensor of shape {list(getattr(tensor, 'shape', ()))}"

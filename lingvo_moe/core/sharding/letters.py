@@ -1,9 +1,8 @@
-"""From einsum letters to mesh axes: one vocabulary for the mathematics and for the sharding.
+"""Maps einsum letters to mesh axes, so that mathematics and sharding share one vocabulary.
 
-A split map says which mesh axis a letter's dimension is cut along, e.g. {'G': 'expert', 'B':
-'expert', 'E': 'expert'}. Walking a tensor's letters from the left, each mesh axis is used once:
-GSEC is cut along G, EGCM along E and GECM along G, which is the partitioning of the paper's
-Algorithm 2.
+A split map gives the mesh axis of each letter, e.g. {'G': 'expert', 'B': 'expert', 'E': 'expert'}. A
+tensor uses each mesh axis once; if several of its letters map to it, the leftmost wins. So GSEC is
+sharded along G, EGCM along E and GECM along G: the partitioning of the paper's Algorithm 2.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ import numpy as np
 from lingvo_moe.core.sharding.mesh import Mesh, ShardingError
 from lingvo_moe.core.suggest import did_you_mean
 
-# What the letters of the layers here mean. A layer with a letter of its own adds it where it is defined.
+# The letters of the existing layers. A layer with a new letter adds it in its own file.
 WEIGHT_LETTERS = {
     "A": "heads of keys and values, where queries have more",
     "E": "experts",
@@ -50,9 +49,9 @@ def dims_mapping(letters: str, split_map: SplitMap, name: str = "") -> DimsMappi
 
     Args:
         letters: one letter per dimension, e.g. 'EMH'.
-        split_map: letter -> axis; the key 'name.letter' speaks of one tensor only and wins over the
-            bare letter.
-        name: the tensor's own name, e.g. 'wi'.
+        split_map: letter -> axis; the key 'name.letter' applies to one tensor only and takes
+            precedence over the bare letter.
+        name: the tensor's name, e.g. 'wi'.
     """
     used: set[str] = set()
     out: list[Axis] = []
@@ -72,8 +71,17 @@ def dims_mapping(letters: str, split_map: SplitMap, name: str = "") -> DimsMappi
 
 
 def check_mapping(name: str, shape: Sequence[int | None], mapping: DimsMapping, mesh: Mesh) -> None:
-    """Raises ShardingError, naming tensor, dimension, size and partitions, where a mapping does not
-    fit a tensor."""
+    """Checks that a mapping fits a tensor.
+
+    Args:
+        name: of the tensor, for messages.
+        shape: of the tensor; None for an unknown size.
+        mapping: the mesh axis, axes or None of each dimension.
+        mesh: the mesh that the axes belong to.
+
+    Raises:
+        ShardingError: it does not fit; the message names tensor, dimension, size and partitions.
+    """
     if not isinstance(mapping, (tuple, list)):
         raise ShardingError(
             f"{name}: {mapping!r} is no mapping, which has a mesh axis, a tuple of them or None for "
@@ -118,8 +126,10 @@ def axes_of(axis: Axis) -> tuple[str, ...]:
 
 
 def tile_devices(mapping: DimsMapping, mesh: Mesh) -> np.ndarray:
-    """Which devices hold which part: integers of rank R+1, whose shape is the number of parts of
-    each dimension and the number of copies of a part."""
+    """Returns the devices that hold each part of a tensor of rank R.
+
+    The result has rank R+1: the number of parts of each dimension, then the copies of a part.
+    """
     per_dim = [axes_of(a) for a in mapping]
     order = [a for axes in per_dim for a in axes]
     order += [a for a in mesh.axis_names if a not in order]

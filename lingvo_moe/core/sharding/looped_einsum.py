@@ -1,9 +1,10 @@
 """An einsum of two operands that are both too large to be gathered (paper, section 3.3.2, figure 4c).
 
-Both operands are cut along a dimension that is not contracted, over the same devices. No device can
-compute its part of the result from what it has, and gathering one operand takes the memory of all of
-it. So the result is computed slice by slice: in each turn of a loop every device multiplies its part
-of the left operand by the part of the right one that it holds, and passes that on to its neighbour.
+Both operands are sharded along a dimension that is not contracted, over the same devices. A device
+cannot compute its part of the result from its parts of the operands, and gathering one operand takes
+memory for all of it. So a loop computes the result slice by slice: in each iteration every device
+multiplies its part of the left operand by its current slice of the right one, and passes the slice to
+its neighbour.
 """
 
 import tensorflow as tf
@@ -23,37 +24,35 @@ def looped_einsum(
     rhs_letter: str = "",
     mesh: Mesh | None = None,
 ) -> tf.Tensor:
-    """`tf.einsum(equation, lhs, rhs)`, both operands cut over `axis`, neither ever whole on a device.
+    """`tf.einsum(equation, lhs, rhs)` with both operands sharded over `axis`, without gathering either.
 
-    With n devices along the axis a device holds 1/n of each operand and two slices of the right one in
-    flight, and 1/n of the result; n times 1/n of the right operand crosses each link, once more than in
-    a gathering of it. The gradients are a loop of the same kind: one slice of the right operand and one
-    of its gradient go round.
+    With n devices along the axis, a device holds 1/n of each operand, two slices of the right one in
+    flight, and 1/n of the result. n times 1/n of the right operand crosses each link, one slice more
+    than if it were gathered. The gradients are loops of the same kind, in which a slice of the right
+    operand and its gradient are passed on.
 
     Args:
-        equation: of two operands, e.g. 'IK,JK->IJ'; each letter in two of the three terms at least, none
-            twice in one.
-        lhs: has `lhs_letter` cut over the axis; annotated so here.
-        rhs: the same with `rhs_letter`.
-        axis: of the mesh. Along other axes operands and result are copies.
-        lhs_letter: of lhs and the result alone; by default the first such letter of lhs.
-        rhs_letter: of rhs and the result alone, likewise.
+        equation: of two operands, e.g. 'IK,JK->IJ'; each letter is in at least two of the three terms,
+            and at most once in each.
+        lhs: the left operand, which is annotated here: `lhs_letter` sharded over the axis.
+        rhs: the right operand, likewise with `rhs_letter`.
+        axis: a mesh axis. Along other axes operands and result are replicated.
+        lhs_letter: a letter of lhs and the result only; by default the first such letter of lhs.
+        rhs_letter: a letter of rhs and the result only, likewise.
         mesh: by default the one in force.
 
     Returns:
-        The result, cut along `lhs_letter` over the axis, whole along `rhs_letter`.
+        The result, sharded along `lhs_letter` over the axis, unsharded along `rhs_letter`.
 
     Raises:
-        ShardingError: no mesh is in force, or no such axis, or more than one; an equation of another form; no such
-            letters; a dimension that does not divide evenly.
+        ShardingError: no mesh is in force; an unknown axis, or several; an equation of another form; no
+            such letters; a dimension that does not divide evenly.
     """
     what = f"looped_einsum({equation!r}, axis={axis!r})"
     mesh = mesh_of(what, mesh)
     terms = _Terms(what, equation, lhs_letter, rhs_letter)
     if not isinstance(axis, str):
-        raise ShardingError(
-            f"{what}: slices go round along one mesh axis, and this is not its name"
-        )
+        raise ShardingError(f"{what}: axis must be the name of one mesh axis")
     if mesh.axis_size(axis) == 1:
         return tf.einsum(equation, lhs, rhs)
     region = manual_region(
@@ -66,7 +65,7 @@ def looped_einsum(
 
 
 class _Terms:
-    """An equation, checked. `i` and `j` are the letters that are cut; S stands for the slices of j."""
+    """A checked equation; `i` and `j` are the letters that are sharded."""
 
     def __init__(self, what: str, equation: str, i: str, j: str):
         equation = equation.replace(" ", "")
@@ -89,7 +88,7 @@ class _Terms:
         free = [x for x in term if x in self.out and x not in other]
         if not free:
             raise ShardingError(
-                f"{what}: {name} shares all its letters with the other operand; nothing is gained by a loop"
+                f"{what}: {name} shares all its letters with the other operand, so a loop has no benefit"
             )
         if letter and letter not in free:
             raise ShardingError(
@@ -102,7 +101,7 @@ class _Terms:
 
 
 def _looped(terms: _Terms, lhs: tf.Tensor, rhs: tf.Tensor, axis: str, mesh: Mesh) -> tf.Tensor:
-    """The same of local tensors: lhs with 1/n of i, rhs with 1/n of j; the result has all of j."""
+    """`looped_einsum` on local tensors: lhs with 1/n of i, rhs with 1/n of j; the result has all of j."""
     turns, lhs_term, rhs_term, out_term = mesh.axis_size(axis), terms.lhs, terms.rhs, terms.out
     place = out_term.index(terms.j)
 
@@ -129,7 +128,7 @@ def _looped(terms: _Terms, lhs: tf.Tensor, rhs: tf.Tensor, axis: str, mesh: Mesh
                 dproduct = tf.gather(slices, (here + t) % turns)
                 dlhs += tf.einsum(f"{out_term},{rhs_term}->{lhs_term}", dproduct, rhs)
                 drhs += tf.einsum(f"{out_term},{lhs_term}->{rhs_term}", dproduct, lhs)
-                # A slice's gradient goes round with it; after all turns both are home.
+                # A slice's gradient moves with it; after all iterations both are back on their device.
                 return t + 1, rotate(rhs, axis, mesh), dlhs, rotate(drhs, axis, mesh)
 
             start = rhs, tf.zeros(lhs.shape, lhs.dtype), tf.zeros(rhs.shape, rhs.dtype)
@@ -148,7 +147,7 @@ def _loop(turns: int, turn, *start) -> tuple:
 
 
 def _merge(slices: tf.Tensor, place: int) -> tf.Tensor:
-    """[n, ..., j/n, ...] to [..., j, ...]."""
+    """Joins slices: [n, ..., j/n, ...] to [..., j, ...]."""
     turns, *shape = slices.shape.as_list()
     order = [*range(1, place + 1), 0, *range(place + 1, slices.shape.rank)]
     shape[place] *= turns

@@ -1,22 +1,21 @@
-"""Manual regions: parts of a program that are written for one device's share of each tensor (paper,
-section 3.2, "mixing manual and automatic sharding").
+"""Manual regions: parts of a program that are written for one device's part of each tensor.
 
-Outside a region tensors have their full shapes and the partitioner cuts them. Inside one, tensors are
-*local*: what one device holds, with the shape that this has, and the operations on it are done as
-they stand, without communication. A region is worth its trouble where one knows more than the
-operators can say, e.g. that a gather never leaves its device's rows.
+(GShard paper, section 3.2, "mixing manual and automatic sharding".) Outside a region tensors have their
+full shapes and the partitioner shards them. Inside, tensors are *local*: a tensor is one device's part,
+with that part's shape, and operations run on it without partitioning or communication. Use a region
+if you know more than the operations express, e.g. that a gather never leaves its device's rows.
 
     def rows(x, indices):                          # [B/8, T, M], [B/8, K] on each device
         return tf.gather(x, indices, batch_dims=1)
 
     y = manual_region(rows, [("d", None, None), ("d", None)], ("d", None, None))(x, indices)
 
-Each axis of the mesh that a mapping does not name holds copies: there the local tensor is the whole
-one. Gradients are those of the whole function: into a tensor that enters as copies flows the sum over
-the copies; a tensor that leaves as copies counts once.
+Along mesh axes that a mapping does not name, devices hold copies. Gradients are those of the
+equivalent function of full tensors: the gradient of a tensor that enters as copies is the sum over the
+copies; a tensor that leaves as copies counts once.
 
-A local tensor that is left in a program's results, or met by one of full shape, would end the process
-in the partitioner; `manual_check` finds it while the function is traced.
+A local tensor among a program's results, or one combined with a full tensor, would crash the
+partitioner; `manual_check` finds it while the function is traced.
 """
 
 import math
@@ -51,24 +50,24 @@ def manual_region(
     mesh: Mesh | None = None,
     axis: str | None = None,
 ) -> Callable[..., Any]:
-    """`fn` of local tensors as a function of full ones: opens a region, calls `fn`, closes it.
+    """Turns a function of local tensors into a function of full ones: opens a region, calls it, closes it.
 
     Args:
         fn: takes local tensors, one for each of `in_mappings`; returns a local tensor, or a tuple of
-            them. All tensors that it uses have to come in as arguments; constants it may make. `mesh`
+            them. It must get all tensors that it uses as arguments, but may make constants. `mesh`
             is in force while it runs.
         in_mappings: for each argument the mesh axis, axes or None of each dimension.
-        out_mappings: one mapping where `fn` returns a tensor, a list or tuple of them where it returns
+        out_mappings: one mapping if `fn` returns a tensor, a list or tuple of mappings if it returns
             a tuple or list.
-        mesh: of the mappings; by default the one in force.
+        mesh: the mesh of the mappings; by default the one in force.
         axis: as in `auto_to_manual`.
 
     Returns:
         A function of full tensors that returns a full tensor or a tuple of them.
 
     Raises:
-        ShardingError: (when called) as `auto_to_manual` and `manual_to_auto`; another number of
-            arguments or results than of mappings.
+        ShardingError: (when called) as `auto_to_manual` and `manual_to_auto`; or the numbers of
+            arguments or results differ from those of mappings.
     """
 
     def region(*tensors: tf.Tensor) -> Any:
@@ -98,22 +97,22 @@ def manual_region(
 def auto_to_manual(
     tensor: tf.Tensor, mapping: DimsMapping, mesh: Mesh | None = None, axis: str | None = None
 ) -> tf.Tensor:
-    """The paper's auto_to_manual_spmd_partition: from a full tensor to what each device has of it.
+    """The paper's auto_to_manual_spmd_partition: opens a region, from a full tensor to each device's part.
 
     Args:
         tensor: of full shape.
         mapping: for each dimension the mesh axis, axes or None; dimensions divide evenly.
         mesh: by default the one in force.
-        axis: makes a region of one axis of the mesh only: the local tensor is cut along that axis, and
-            along all others it stays with the partitioner, cut as the mapping says.
+        axis: opens a region that is manual along this mesh axis only; along the others the
+            partitioner shards the tensor as the mapping says.
 
     Returns:
         The local tensor: each dimension divided by the number of its parts.
 
     Raises:
         ShardingError: no mesh is in force; a mapping that does not fit the tensor; a dimension of
-            unknown size, or one that does not divide evenly; `axis` together with others on one
-            dimension.
+            unknown size, or one that does not divide evenly; a dimension that is mapped to `axis`
+            and others.
     """
     what = f"auto_to_manual({name_of(tensor)}, {mapping})"
     mesh = mesh_of(what, mesh)
@@ -136,18 +135,18 @@ def manual_to_auto(
     mesh: Mesh | None = None,
     axis: str | None = None,
 ) -> tf.Tensor:
-    """The paper's manual_to_auto_spmd_partition: the full tensor that the devices' local ones make up.
+    """The paper's manual_to_auto_spmd_partition: closes a region, from local tensors to the full one.
 
     Args:
         tensor: local.
-        mapping: how it lies in the full tensor. Where an axis is not named, local tensors have to be
-            equal along it; which of them counts is not defined if they are not.
-        full_shape: for a check; it follows from the local shape and the mapping.
+        mapping: the sharding of the full tensor. Along axes that it does not name, the devices' local
+            tensors have to be equal; if they are not, it is undefined which of them counts.
+        full_shape: the expected full shape, to be checked; it follows from local shape and mapping.
         mesh: by default the one in force.
-        axis: that of the region, if it has one; the mapping has to name it then.
+        axis: the axis of the region, if it has one; then the mapping has to name it.
 
     Raises:
-        ShardingError: as `auto_to_manual`; a `full_shape` that is another one.
+        ShardingError: as `auto_to_manual`; or `full_shape` differs.
     """
     what = f"manual_to_auto({name_of(tensor)}, {mapping})"
     mesh = mesh_of(what, mesh)
@@ -165,7 +164,7 @@ def manual_to_auto(
             f"{what}: local shape {local} makes a full shape of {full}, not {list(full_shape)}"
         )
     if None in full:
-        raise ShardingError(f"{what}: local shape {local} is not wholly known")
+        raise ShardingError(f"{what}: local shape {local} is not entirely known")
     if axis is None:
         return _leave(tensor, mapping, full, mesh)
     if _size(what, axis, mesh) == 1:
@@ -181,7 +180,7 @@ def manual_to_auto(
 
 
 def device_index(axis: str, mesh: Mesh | None = None) -> tf.Tensor:
-    """Inside a region over all axes: the device's place along a mesh axis, a local int32 scalar.
+    """Inside a region over all axes: the device's position along a mesh axis, a local int32 scalar.
 
     Raises:
         ShardingError: no mesh is in force, or it has no such axis.
@@ -195,8 +194,8 @@ def device_index(axis: str, mesh: Mesh | None = None) -> tf.Tensor:
 def all_reduce(tensor: tf.Tensor, axis: Axis, mesh: Mesh | None = None) -> tf.Tensor:
     """Inside a region over all axes: the sum of the local tensors along a mesh axis (or several).
 
-    Every device along the axis gets the sum. The region is left for it, with each device's tensor as
-    a slice of a full one, and entered again: the sum over slices is one all-reduce.
+    Every device along the axis gets the sum. The implementation leaves the region, with each device's
+    tensor as a slice of a full one, sums over the slices (one all-reduce), and enters again.
 
     Args:
         tensor: local, of one shape on all devices.
@@ -219,10 +218,10 @@ def all_reduce(tensor: tf.Tensor, axis: Axis, mesh: Mesh | None = None) -> tf.Te
 
 
 def rotate(tensor: tf.Tensor, axis: str, mesh: Mesh | None = None, by: int = 1) -> tf.Tensor:
-    """Inside a region over all axes: the local tensor of the device `by` places further along an axis.
+    """Inside a region over all axes: the local tensor of the device `by` positions further along an axis.
 
-    The last ones get those of the first. One collective-permute: the region is left and entered again
-    with the devices in another order.
+    The last devices get the tensors of the first. It is one collective-permute: the implementation leaves
+    the region and enters it again with the devices in another order.
 
     Raises:
         ShardingError: no mesh is in force, or it has no such axis.
@@ -230,9 +229,7 @@ def rotate(tensor: tf.Tensor, axis: str, mesh: Mesh | None = None, by: int = 1) 
     what = f"rotate({name_of(tensor)}, {axis!r})"
     mesh = mesh_of(what, mesh)
     if not isinstance(axis, str):
-        raise ShardingError(
-            f"{what}: tensors go round along one mesh axis, and this is not its name"
-        )
+        raise ShardingError(f"{what}: axis must be the name of one mesh axis")
     if _size(what, axis, mesh) == 1:
         return tensor
     devices = np.roll(mesh.device_array(), by, mesh.axis_names.index(axis))
@@ -255,8 +252,8 @@ def _enter(tensor: tf.Tensor, mapping: DimsMapping, mesh: Mesh) -> tf.Tensor:
         def grad(dlocal: tf.Tensor) -> tf.Tensor:
             if not copies:
                 return _leave(dlocal, mapping, x.shape.as_list(), mesh)
-            # Each copy has a gradient of its own. The operator's registered gradient takes one of
-            # them for the whole; theirs is the sum.
+            # Each copy has its own gradient. The operator's registered gradient takes one of them;
+            # correct is their sum.
             each = _leave(dlocal[tf.newaxis], (copies, *mapping), [-1, *x.shape.as_list()], mesh)
             return mesh_split(tf.reduce_sum(each, 0), mesh, mapping)
 
@@ -278,7 +275,7 @@ def _leave(
         )
 
         def grad(dy: tf.Tensor) -> tf.Tensor:
-            # The copies are one tensor: each answers for an equal share of it.
+            # The copies are one tensor, so each gets an equal share of its gradient.
             dx = _enter(dy, mapping, mesh)
             return dx if copies == 1 else dx * tf.constant(1.0 / copies, dx.dtype)
 
@@ -290,7 +287,7 @@ def _leave(
 def _enter_axis(
     what: str, tensor: tf.Tensor, mapping: DimsMapping, mesh: Mesh, axis: str
 ) -> tf.Tensor:
-    """A region of one axis; XLA's registered gradient is right where that axis cuts a dimension."""
+    """Opens a region of one axis; XLA's registered gradient is right if that axis shards a dimension."""
     inside = _only(what, mapping, mesh, axis)
     if axis in inside:
         annotated = mesh_split(tensor, mesh, mapping)
@@ -303,13 +300,13 @@ def _enter_axis(
 
 
 def _only(what: str, mapping: DimsMapping, mesh: Mesh, axis: str) -> DimsMapping:
-    """The mapping with all axes but one taken out."""
+    """The mapping without all axes except one."""
     _size(what, axis, mesh)
     for dim, axes in enumerate(mapping):
         if isinstance(axes, tuple) and len(axes) > 1 and axis in axes:
             raise ShardingError(
-                f"{what}: dimension {dim} is cut along {axes}, but in a region of axis {axis!r} alone "
-                "that axis has its dimension to itself"
+                f"{what}: dimension {dim} is sharded along {axes}, but in a region of axis {axis!r} alone "
+                "that axis must be the only one of its dimension"
             )
     return tuple(axis if a in (axis, (axis,)) else None for a in mapping)
 
@@ -353,7 +350,7 @@ def _tensor(result: Any) -> tf.Tensor:
 
 
 def _mappings(out_mappings: Any, count: int) -> Sequence[DimsMapping]:
-    """The mappings of several results, checked to be that."""
+    """Checks that there is one mapping for each of several results, and returns them."""
     each = out_mappings if isinstance(out_mappings, (tuple, list)) else ()
     if not each or not all(isinstance(m, (tuple, list)) for m in each):
         raise ShardingError(
@@ -366,14 +363,14 @@ def _mappings(out_mappings: Any, count: int) -> Sequence[DimsMapping]:
 
 
 def _proto(mesh: Mesh, mapping: DimsMapping) -> bytes:
-    """The mapping as XLA has it, serialised."""
+    """XLA's serialised sharding for the mapping."""
     return tile_sharding(tile_devices(mapping, mesh)).proto.SerializeToString()
 
 
 def _checked(
     what: str, mapping: DimsMapping, shape: Sequence[int | None], mesh: Mesh
 ) -> DimsMapping:
-    """The mapping, with no lists in it.
+    """Checks the mapping and turns its lists into tuples.
 
     Raises:
         ShardingError: it does not fit the shape or the mesh.
@@ -383,7 +380,7 @@ def _checked(
 
 
 def _size(what: str, axis: Axis, mesh: Mesh) -> int:
-    """The number of devices along a mesh axis or several; raises ShardingError for what is none."""
+    """The number of devices along a mesh axis or several; raises ShardingError for an unknown axis."""
     names: Any = axis if isinstance(axis, (tuple, list)) else (axis,)
     check_mapping(what, [None], (tuple(names),), mesh)
     return mesh.axis_size(names)

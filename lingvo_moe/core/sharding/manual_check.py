@@ -1,12 +1,16 @@
-"""Finds wrong use of manual regions in a traced graph, before XLA sees it.
+"""Finds wrong use of manual regions in a traced graph, before XLA compiles it.
 
-A local tensor among a program's results, one that meets a tensor of full shape, or an annotation of
-one ends the whole process inside XLA's partitioner, without a word about the model. Here each tensor
-of the graph, and of the graphs of its loops, branches and functions, is told to be *full* (it depends
-on an argument), *local* (on what auto_to_manual made of one), or neither (it is made of constants,
-and fits both). A mixture is told of only where a result hangs on it, since gradients of loops carry
-values that nobody asks for. One pass, linear in the number of operations but for loops, whose bodies
-are read at most once more for each kind that a loop variable may turn into.
+XLA's partitioner crashes the process, without naming a layer, if a program returns a local tensor,
+combines a local tensor with a full one, or annotates a local one. This check classifies each tensor of
+the graph, and of the graphs of its loops, branches and functions:
+
+* *full*: it depends on an argument of the program;
+* *local*: it depends on a result of auto_to_manual;
+* neither: it depends on constants only, and combines with both.
+
+A mixture is an error only if a result depends on it, since gradients of loops carry values that nothing
+reads. The check is one pass over the operations; the body of a loop is visited at most once more for
+each kind that a loop variable may change to.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,12 +29,12 @@ _BRANCHES = {
     "Case": ("branches",),
     "StatelessCase": ("branches",),
 }
-# Output i is input i.
+# Operations whose output i is their input i.
 _PAIRWISE = ("IdentityN", "XlaOptimizationBarrier")
-# What they give is known before the program runs.
+# Operations whose results are known before the program runs.
 _STATIC = ("Shape", "ShapeN", "Rank", "Size")
 
-# What a tensor is: NEITHER, FULL, the opening operation that made it local, or the error of a mixture.
+# The kind of a tensor: NEITHER, FULL, the operation that opened its region (local), or a mixture's error.
 NEITHER, FULL = "neither", "full"
 _Kind = Any
 
@@ -45,11 +49,11 @@ def check_regions(graph: Any, name: str, num_args: int, result_names: Sequence[s
         result_names: of the graph's outputs.
 
     Raises:
-        ShardingError: a result that is a local tensor; an operation on local and full tensors, or on
-            local ones of a region over all axes and of one over one axis; an annotation of a local
-            tensor, or one opened twice; a full tensor closed, or a local one otherwise than it was
-            opened; a loop in a region of one axis that collects local tensors. Names operation and
-            tensors, and the line of the model where that is known.
+        ShardingError: a result is a local tensor; an operation combines local and full tensors, or
+            local tensors of regions over all axes and over one; a local tensor is annotated or
+            opened again; a full tensor is closed, or a local one closed differently than opened; a
+            loop in a region of one axis collects local tensors. The message names operation and
+            tensors, and the line of the model if it is known.
     """
     if not _has_regions(graph):
         return
@@ -68,7 +72,7 @@ def check_regions(graph: Any, name: str, num_args: int, result_names: Sequence[s
 
 
 class _Walk:
-    """One reading of all graphs that a function reaches."""
+    """Classifies the tensors of all graphs that a function reaches."""
 
     def __init__(self, name: str):
         self._name = name
@@ -141,7 +145,7 @@ class _Walk:
         return self._Decided(op, self.Function(cond, kinds)[0], kinds)
 
     def _Collected(self, op: Any, tensor: Any, kind: _Kind) -> _Kind:
-        """The kind of a loop's variable that begins as a constant and becomes local."""
+        """The kind of a loop variable that begins as a constant and becomes local."""
         if not _of_one_axis(kind):
             return kind
         return ShardingError(
@@ -158,7 +162,7 @@ class _Walk:
         return self._Decided(op, inputs[0], joined)
 
     def _Decided(self, op: Any, decision: _Kind, kinds: list[_Kind]) -> list[_Kind]:
-        """The kinds of what a loop or a branch gives: where devices may decide differently, all of it is local."""
+        """The kinds of a loop's or a branch's results: all local if devices may decide differently."""
         if not _local(decision):
             return kinds
         return [self._Join(op, [(t, k), (t, decision)]) for t, k in zip(op.outputs, kinds)]
@@ -234,9 +238,9 @@ def _inner(graph: Any, op: Any, attr: str) -> list[Any]:
 
 
 def _in_order(graph: Any) -> Iterator[Any]:
-    """A graph's operations, each after those that it takes tensors from.
+    """Yields a graph's operations in topological order.
 
-    The order of creation is not that: gradients of loops give their forward loop more inputs later.
+    The order of creation differs: gradients of loops add inputs to their forward loop later.
     """
     done: set[int] = set()
     for root in graph.get_operations():
@@ -273,7 +277,7 @@ def _word(kind: _Kind) -> str:
 
 
 def _opened(op: Any) -> str:
-    """Of the operation that opened a region."""
+    """Names the call of auto_to_manual that opened a region, with its line."""
     tensor = op.inputs[0]
     if tensor.op.type == _ANNOTATE:
         tensor = tensor.op.inputs[0]
@@ -281,7 +285,7 @@ def _opened(op: Any) -> str:
 
 
 def _where(op: Any) -> str:
-    """The innermost line of the model's that made an operation."""
+    """The innermost line of the model's code that created an operation."""
     for frame in reversed(op.traceback or ()):
         path = frame.filename.replace("\\", "/")
         if "/site-packages/" not in path and "/lingvo_moe/core/sharding/" not in path:

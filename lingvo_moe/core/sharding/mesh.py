@@ -1,8 +1,6 @@
-"""Mesh: the logical arrangement of devices, with a name for each axis, and the one that is in force
-while tracing.
+"""Mesh: a logical arrangement of devices with named axes, and the current mesh while tracing.
 
-Free of TensorFlow and JAX: a saved program names its mesh and must load without either's model
-    code.
+Imports neither TensorFlow nor JAX: a saved program names its mesh, and loads without model code.
 """
 
 import contextlib
@@ -54,8 +52,11 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str, what: str = "--mesh") -> "Mesh":
-        """Reads `axis:size[,axis:size...]`, e.g. 'expert:8' or 'data:2,expert:4'; `what` is where
-        the text stands.
+        """Parses `axis:size[,axis:size...]`, e.g. 'expert:8' or 'data:2,expert:4'.
+
+        Args:
+            text: the text to parse.
+            what: the flag or parameter that it comes from, for messages.
 
         Raises:
             ShardingError: any other text.
@@ -96,8 +97,9 @@ class Mesh:
         return math.prod(self.axis_size(a) for a in axis)
 
     def over_devices(self, num_devices: int) -> "Mesh":
-        """This arrangement of another number of devices: the first axis changes, the others stay.
-        On one device nothing is cut, whatever the axes.
+        """This mesh for another number of devices: the first axis changes, the others stay.
+
+        On one device every axis has size 1.
 
         Raises:
             ShardingError: the other axes do not divide that number.
@@ -107,8 +109,8 @@ class Mesh:
         rest = math.prod(self.shape[1:])
         if num_devices % rest:
             raise ShardingError(
-                f"mesh {self} cannot be laid over {num_devices} devices: its axes but the first "
-                f"take {rest}, so their number has to be a multiple of that; or give --mesh"
+                f"mesh {self} cannot be laid over {num_devices} devices: its axes except the first "
+                f"need a multiple of {rest} devices; or give --mesh"
             )
         return Mesh(self.axis_names, (num_devices // rest, *self.shape[1:]))
 
@@ -118,7 +120,7 @@ class Mesh:
 
 
 def single_device() -> Mesh:
-    """The mesh of one device: every annotation by letters is then trivially in effect."""
+    """The mesh of one device, on which annotations by letters have nothing to do."""
     return Mesh(("expert",), (1,))
 
 
@@ -127,8 +129,7 @@ _current: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("mesh", d
 
 @contextlib.contextmanager
 def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
-    """The mesh that annotations refer to while a function is traced. Engines enter it; users seldom
-    need to."""
+    """Sets the mesh that annotations use while a function is traced. Engines call it; users seldom do."""
     token = _current.set(mesh)
     try:
         yield mesh

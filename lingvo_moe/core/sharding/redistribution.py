@@ -1,9 +1,9 @@
-"""Redistribution of a tensor as an operation: from one sharding to another by the plan's collectives.
+"""Redistributes a tensor from one sharding to another by planned collectives.
 
-A plain annotation behind another leaves the way to the partitioner. `redistribute` plans it
-(`redistribution_plan`) and annotates every state on the way, and the partitioner
-does each step as it stands. Its gradient is the redistribution back, planned by itself: what was
-free one way (a slice) is an all-gather the other way.
+Between two annotations the partitioner chooses the collectives. `redistribute` plans them
+(`redistribution_plan`) and annotates every intermediate sharding, so that the partitioner does the
+planned steps. The gradient is the redistribution back, planned separately: a step that is free one way
+(a slice) is an all-gather the other way.
 """
 
 import numpy as np
@@ -29,21 +29,20 @@ def redistribute(
     target: DimsMapping | Layout,
     mesh: Mesh | None = None,
 ) -> tf.Tensor:
-    """The tensor, cut as `source` until here and as `target` from here on.
+    """Changes the sharding of a tensor from `source` to `target`; values do not change.
 
-    The gradient comes back the same way: a cotangent is brought from `target` to `source` by the
-    cheapest plan in that direction. Values do not change.
+    The gradient goes from `target` to `source`, by the cheapest plan in that direction.
 
     Args:
         tensor: of a static shape.
-        source, target: a mapping, one mesh axis, axes or None for each dimension, or (mesh, mapping)
-            where the mesh arranges the same devices differently.
-        mesh: of bare mappings; by default the mesh in force.
+        source, target: a mapping (a mesh axis, axes or None for each dimension), or (mesh, mapping)
+            if the mesh arranges the same devices differently.
+        mesh: the mesh of bare mappings; by default the mesh in force.
 
     Raises:
         ShardingError: no mesh is in force; a shape that is not static; a mapping that does not fit
-            the tensor or its mesh; meshes of different sizes; a tensor that is annotated, but not
-            as `source` says.
+            the tensor or its mesh; meshes of different sizes; a tensor with another annotation than
+            `source`.
     """
     what = f"redistribute({annotate.name_of(tensor)}"
     ambient = annotate.mesh_of(f"{what})", None)
@@ -81,7 +80,7 @@ def _redistribute(tensor: tf.Tensor, source: Layout, target: Layout, ambient: Me
             y = annotate.tile(y, step.assignment(), ambient)
 
         def gradient(dy: tf.Tensor) -> tf.Tensor:
-            with tf.name_scope(f"{scope}/gradient/"):  # so that its collectives can be told
+            with tf.name_scope(f"{scope}/gradient/"):  # names its collectives
                 return _redistribute(dy, target, source, ambient)
 
         return y, gradient
@@ -96,7 +95,7 @@ def _layout(value: DimsMapping | Layout, mesh: Mesh) -> Layout:
 
 
 def _check_source(what: str, tensor: tf.Tensor, source: Layout) -> None:
-    """Raises where the tensor carries an annotation that is not `source`."""
+    """Raises ShardingError if the tensor has another annotation than `source`."""
     if tf.executing_eagerly() or not hasattr(tensor, "op"):
         return
     op = tensor.op
@@ -117,13 +116,13 @@ def _check_source(what: str, tensor: tf.Tensor, source: Layout) -> None:
     copies = wanted.shape[-1]
     if tiles != wanted.shape[:-1] or (_parts(devices, copies) != _parts(wanted, copies)).any():
         raise ShardingError(
-            f"{what}: but the tensor is annotated there ({op.name}) as cut into {list(tiles)} parts "
-            f"on devices {devices.tolist()}; give the sharding that it has as the source"
+            f"{what}: but the tensor is annotated ({op.name}) with {list(tiles)} parts "
+            f"on devices {devices.tolist()}; give its own sharding as the source"
         )
 
 
 def _parts(devices: np.ndarray, copies: int) -> np.ndarray:
-    """For each device the number of the part that it holds; holders stand side by side."""
+    """For each device the number of the part that it holds; in `devices`, holders of a part are adjacent."""
     part = np.empty(devices.size, np.int64)
     part[devices.flatten()] = np.arange(devices.size) // copies
     return part

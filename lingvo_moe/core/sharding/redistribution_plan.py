@@ -1,8 +1,8 @@
-"""The cheapest way from one sharding of a tensor to another, as a list of steps.
+"""Plans the cheapest steps from one sharding of a tensor to another.
 
-Between two operators that want a tensor cut differently stands a redistribution: devices cut what
-they have, exchange parts, or collect them. Which of these, and in which order, decides how many
-bytes move. The plan is a shortest path over shardings. Free of TensorFlow and JAX.
+In a redistribution devices slice, exchange or gather parts. The kinds of steps and their order decide
+how many bytes move. The plan is a shortest path in a graph of shardings. Imports neither TensorFlow nor
+JAX.
 """
 
 import functools
@@ -18,37 +18,38 @@ import numpy as np
 from lingvo_moe.core.sharding.letters import DimsMapping, axes_of, check_mapping
 from lingvo_moe.core.sharding.mesh import Mesh, ShardingError
 
-# Above this many shardings a mesh is searched by its axes, below by the prime factors of them.
+# Up to so many shardings the search splits mesh axes into prime factors; beyond, it uses whole axes.
 _FEW_STATES = 5_000
-# How many orders of an axis's factors are tried to find what two meshes have in common.
+# How many orders of an axis's factors are tried to find the common factors of two meshes.
 _MOST_ORDERS = 256
 
 SLICE, ALL_TO_ALL, ALL_GATHER, PERMUTE = "slice", "all-to-all", "all-gather", "collective-permute"
 
-# A sharding: a mesh and what each dimension is cut along.
+# A sharding: a mesh, and the mesh axes of each dimension.
 Layout = tuple[Mesh, DimsMapping]
 # The same with a tuple of axes for each dimension.
 _Ends = tuple[Mesh, tuple[tuple[str, ...], ...]]
-# For each dimension the atoms that cut it, major first.
+# For each dimension the atoms (prime factors of axes) that shard it, major first.
 _State = tuple[tuple[int, ...], ...]
 _Node = tuple[int, _State]  # a grid's number and a state of it
-# Kind, bytes, ways and dims of a step; None: the same sharding by another name.
+# Kind, bytes, ways and dims of a step; None if both nodes are the same sharding.
 _Move = tuple[str, int, int, tuple[int, ...]] | None
 
 
 @dataclass(frozen=True)
 class Step:
-    """One move of a plan, which the partitioner does by at most one collective.
+    """One step of a plan, for which the partitioner needs at most one collective.
 
     Attributes:
-        kind: 'slice' (devices cut what they have: free), 'all-to-all' (a cut moves from one
-            dimension to another), 'all-gather' (a cut is let go) or 'collective-permute' (the same
+        kind: 'slice' (devices keep a slice of their part: free), 'all-to-all' (a split moves from one
+            dimension to another), 'all-gather' (a split ends) or 'collective-permute' (the same
             parts go to other devices).
         tiles: the number of parts of each dimension afterwards.
-        devices: device numbers in the order of the parts, the holders of one part side by side.
-        num_bytes: that a device receives; of a permutation, a device that does not keep its part.
-        ways: how many devices exchange with each other; 1 where none do.
-        dims: the dimension that is cut, gathered or permuted; (from, to) of an all-to-all.
+        devices: device numbers in the order of the parts; the holders of one part are adjacent.
+        num_bytes: bytes that a device receives; for a permutation, a device that does not keep its
+            part.
+        ways: how many devices exchange with each other; 1 for a slice.
+        dims: the dimension that is sliced, gathered or permuted; (from, to) of an all-to-all.
     """
 
     kind: str
@@ -79,25 +80,24 @@ class Step:
 def plan_redistribution(
     shape: Sequence[int], itemsize: int, source: Layout, target: Layout
 ) -> tuple[Step, ...]:
-    """The steps from `source` to `target` by which devices receive the fewest bytes, and of those
-    ways the one with the fewest collectives.
+    """Returns the steps from `source` to `target` with the fewest bytes received by a device.
 
-    On the way the tensor may be cut as any mapping of the two meshes can say; their axes are taken
-    apart into prime factors while that makes few shardings, so that a part of an axis can move. A
-    cut is let go and moved from the minor end of its dimension's axes only: elsewhere parts do not
-    lie in order, and have to be permuted first. Where parts are uneven a device holds padding,
-    which counts, and only moves that keep the borders of the parts are used; going through the
-    whole dimension always does.
+    Among equal plans it chooses the one with the fewest collectives. Intermediate shardings can be any
+    mapping of the two meshes; if there are few shardings, axes are split into prime factors, so that a
+    part of an axis can move. A split ends or moves only at the minor end of its dimension's axes:
+    elsewhere parts are not in order, and have to be permuted first. If parts are uneven, padding
+    counts, and only steps that keep the borders of the parts are used; gathering the full dimension
+    always keeps them.
 
     Args:
-        shape: of the whole tensor.
+        shape: the global shape.
         itemsize: bytes of an element.
         source, target: (mesh, mapping), as `mesh_split` takes them; the meshes may arrange the same
             devices differently.
 
     Raises:
         ShardingError: meshes of different sizes, or a mapping that does not fit the shape or its
-            mesh, saying which of the two.
+            mesh; the message says which of the two.
     """
     shape = tuple(int(n) for n in shape)
     layouts = []
@@ -113,7 +113,7 @@ def plan_redistribution(
 
 
 def total_bytes(plan: Sequence[Step]) -> int:
-    """What a device receives in all steps together."""
+    """Bytes that a device receives in all steps together."""
     return sum(step.num_bytes for step in plan)
 
 
@@ -131,12 +131,12 @@ def _plan(
 
 @dataclass(frozen=True)
 class _Grid:
-    """A mesh as atoms: each device has a digit for each, and a cut is a sequence of atoms.
+    """A mesh whose axes are split into atoms; a split of a dimension is a sequence of atoms.
 
     Attributes:
-        sizes: of the atoms.
-        digits: [atoms, devices].
-        axes: the atoms of each named axis, major first, for each mesh that this is the grid of.
+        sizes: the sizes of the atoms.
+        digits: [atoms, devices]: each device's coordinate along each atom.
+        axes: the atoms of each named axis, major first, for each mesh that the grid represents.
     """
 
     sizes: tuple[int, ...]
@@ -154,7 +154,7 @@ class _Grid:
         return math.prod(self.sizes[a] for a in atoms)
 
     def States(self, shape: tuple[int, ...]) -> Iterator[_State]:
-        """All ways to cut a tensor into no more parts than it has elements."""
+        """All shardings of a tensor whose dimensions have no more parts than elements."""
         atoms = range(len(self.sizes))
         for count in range(len(self.sizes) + 1):
             for order in itertools.permutations(atoms, count):
@@ -183,7 +183,7 @@ class _Search:
                 self._same_tiles[self._Tiles((number, state))].append((number, state))
 
     def Run(self) -> tuple[Step, ...]:
-        # What a path costs: bytes, collectives, annotations. The counter settles ties for good.
+        # The cost of a path: bytes, collectives, annotations. The counter makes ties deterministic.
         best: dict[_Node, tuple[int, int, int]] = {self._source: (0, 0, 0)}
         came: dict[_Node, tuple[_Node, _Move]] = {}
         counter = itertools.count()
@@ -306,7 +306,7 @@ def _atoms(axes: dict[str, tuple[int, ...]], names: tuple[str, ...]) -> tuple[in
 
 @functools.lru_cache(maxsize=64)
 def _grids(source: Mesh, target: Mesh, rank: int) -> tuple[_Grid, ...]:
-    """One grid for both meshes where the axes of both are made of the same factors, else two."""
+    """One grid for both meshes if their axes have the same factors, else one for each."""
     primes = [_factorings(mesh) for mesh in (source, target)]
     for pair in itertools.product(*primes):
         if _atom_set(pair[0]) == _atom_set(pair[1]):
@@ -320,12 +320,12 @@ def _grids(source: Mesh, target: Mesh, rank: int) -> tuple[_Grid, ...]:
     return tuple(_grid(*_merge_neighbours(*pair)) for pair in pairs)
 
 
-# A mesh taken apart: for each axis its atoms, major first, each a size and the devices' digits.
+# A factored mesh: for each axis its atoms, major first; an atom is its size and the devices' digits.
 _Factoring = dict[str, list[tuple[int, bytes]]]
 
 
 def _factorings(mesh: Mesh) -> list[_Factoring]:
-    """The mesh by prime atoms, once for each order in which the factors of its axes can stand."""
+    """The mesh in prime atoms, once for each order of the factors of its axes."""
     places = np.empty((len(mesh.shape), mesh.size), np.int64)
     places[:, mesh.device_array().flatten()] = np.indices(mesh.shape).reshape(len(mesh.shape), -1)
     choices = []
@@ -343,7 +343,7 @@ def _factorings(mesh: Mesh) -> list[_Factoring]:
 
 
 def _prime_factors(size: int) -> list[tuple[int, ...]]:
-    """The prime factors of a number in each order, the ascending one first."""
+    """All orders of the prime factors of a number, the ascending one first."""
     found, n = [], 2
     while size > 1:
         while size % n == 0:
@@ -360,7 +360,7 @@ def _atom_set(factoring: _Factoring) -> set[tuple[int, bytes]]:
 
 
 def _merge_neighbours(*factorings: _Factoring) -> list[_Factoring]:
-    """Atoms that stand side by side in every factoring become one: a mesh's axes, mostly."""
+    """Merges atoms that are adjacent in every factoring, which mostly restores the mesh's axes."""
     followers = [
         {a: b for axis in f.values() for a, b in itertools.pairwise(axis)} for f in factorings
     ]

@@ -67,7 +67,7 @@ def test_a_cache_of_compiled_programs_does_not_hide_it(tmp_path):
 
 
 def test_one_clear_error_where_nothing_was_written(monkeypatch):
-    monkeypatch.setattr(partitioning, "_OPTIONS", {"xla_dump_hlo_pass_re": "no such pass"})
+    monkeypatch.setattr(partitioning, "dump_options", lambda _: {})
     with pytest.raises(EngineError, match="XLA wrote nothing down of how it partitioned program"):
         partition(_program())
 

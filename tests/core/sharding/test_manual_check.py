@@ -285,7 +285,7 @@ def test_time_grows_with_the_number_of_operations():
         (
             lambda x: rotate(auto_to_manual(x, ROWS), ("d",)),
             (8, 4),
-            r"rotate\(IdentityN:0, \('d',\)\): tensors go round along one mesh axis",
+            r"rotate\(IdentityN:0, \('d',\)\): axis must be the name of one mesh axis",
         ),
     ],
 )

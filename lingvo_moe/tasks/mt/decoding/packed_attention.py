@@ -44,7 +44,8 @@ class PackedSelfAttention:
         """See MultiHeadAttention; `source` is the query itself, and there is no seed."""
         del source, seed
         with name_scope(self._layer.path):
-            return attend(*self._Projected(theta, query), mask, theta.o)
+            q, k, v = self._Projected(theta, query)
+            return attend(q, k, v, mask, theta.o)
 
     def InitCache(self, batch: int | tf.Tensor, length: int, num_hyps: int = 1) -> NestedMap:
         """Empty keys and values for L = length steps of J = num_hyps positions: [A,B,L,J K]."""

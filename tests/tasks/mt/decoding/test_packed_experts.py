@@ -7,8 +7,8 @@ import tensorflow as tf
 from lingvo_moe.core import kernels
 from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.moe.layer import MoELayer
+from lingvo_moe.core.moe.registry import ROUTERS
 from lingvo_moe.core.moe.routers.base import Router
-from lingvo_moe.core.moe.routers.registry import ROUTERS
 from lingvo_moe.core.moe.routers.top_k import TopKRouter
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed

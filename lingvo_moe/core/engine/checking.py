@@ -1,0 +1,110 @@
+"""Known faults: every compile for several devices asks whether XLA's partitioner gets the program wrong.
+
+The module that the partitioner was given is written down by the compile itself, which takes a few percent
+of its time. What is looked for is in core/partitioner/known_faults.py. A program with a fault is not kept in
+JAX's cache of compiled programs, so a program that comes from there has none.
+"""
+
+import functools
+import hashlib
+import inspect
+import tempfile
+from typing import Any
+
+import jax
+
+from lingvo_moe.core.command import say
+from lingvo_moe.core.engine.base import EngineError
+from lingvo_moe.core.engine.compiled_cache import keeping_if
+from lingvo_moe.core.engine.partition_dump import dump_options, read_before
+from lingvo_moe.core.engine.program import Program
+from lingvo_moe.core.hlo.module import parse_module
+from lingvo_moe.core.partitioner import (
+    faults_of_products,
+    faults_of_scatters,
+    faults_of_windows,
+    known_faults,
+)
+from lingvo_moe.core.partitioner.explanation import Line, WrongNumbers
+from lingvo_moe.core.partitioner.known_faults import ERROR, OFF, WARN
+from lingvo_moe.core.sharding import ShardingError
+
+_DETECTORS = (known_faults, faults_of_products, faults_of_scatters, faults_of_windows)
+
+
+def compile_checked(lowered: Any, options: dict[str, Any], program: Program, action: str) -> Any:
+    """Compiles a program and looks for known faults in what its partitioner was given.
+
+    Args:
+        lowered: a `jax.stages.Lowered` of the program.
+        options: of the compiler.
+        program: for names and lines.
+        action: one of `known_faults.ACTIONS`: raise, say so, or do not look.
+
+    Returns:
+        A `jax.stages.Compiled`.
+
+    Raises:
+        ShardingError: there is a fault and `action` is 'error'; names lines and remedies.
+        EngineError: XLA does not write down what its partitioner was given.
+    """
+    if action == OFF or program.mesh.size == 1:
+        return lowered.compile(compiler_options=options)
+    with tempfile.TemporaryDirectory(prefix="lingvo_moe_") as directory:
+        find = functools.cache(lambda: find_faults(read_before(directory), program))
+        with keeping_if(lambda: not find()):
+            compiled = lowered.compile(compiler_options=options | _dump(directory))
+        if not read_before(directory) and jax.config.jax_compilation_cache_dir:
+            return compiled  # It came from the cache, which holds no program with a fault.
+        act_on(find(), program.name, action)
+    return compiled
+
+
+def find_faults(text: str, program: Program) -> list[WrongNumbers]:
+    """The operations of a program that XLA's partitioner is known to compute wrongly, with their lines.
+
+    Args:
+        text: the module that the partitioner was given.
+        program: that it was made of.
+
+    Raises:
+        EngineError: there is no text.
+    """
+    if not text:
+        raise EngineError(
+            f"program {program.name!r} cannot be checked for known faults of XLA's partitioner: jaxlib "
+            f"{jax.lib.__version__} wrote nothing down, or {tempfile.gettempdir()} is full; "
+            f"known_faults={OFF} runs it unchecked"
+        )
+    found = []
+    for fault in known_faults.known_faults(parse_module(text)):
+        line = program.sources.Line(fault.op) if program.sources and fault.op else None
+        found.append(WrongNumbers(fault, Line(str(line), line.text) if line else None))
+    return found
+
+
+def act_on(faults: list[WrongNumbers], program_name: str, action: str) -> None:
+    """Raises ShardingError for faults where `action` is 'error', prints them where it is 'warn'."""
+    try:
+        known_faults.refuse(faults, program_name)
+    except ShardingError as e:
+        if action == ERROR:
+            raise ShardingError(
+                f"{e}\nknown_faults={WARN} runs it all the same (--known_faults of a command, an argument "
+                f"of shard_function)"
+            ) from None
+        if action == WARN:
+            say(f"warning: {e}")
+
+
+def _dump(directory: str) -> dict[str, Any]:
+    # No emitter has this name, so none writes anything down. It makes what was compiled under another
+    # check, or under none, another entry of JAX's cache.
+    return dump_options(directory) | {"xla_dump_emitter_re": f"checked_{_version()}"}
+
+
+@functools.cache
+def _version() -> str:
+    """A digest of what is looked for."""
+    text = "".join(inspect.getsource(module) for module in _DETECTORS)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -1,0 +1,133 @@
+"""Every compile for several devices refuses what XLA's partitioner is known to compute wrongly."""
+
+import os
+
+import jax
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_moe import trainer
+from lingvo_moe import xla_sharding as xs
+from lingvo_moe.core.engine import aot, checking
+from lingvo_moe.core.engine.base import EngineError
+from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
+from lingvo_moe.core.engine.pjrt import PjrtEngine
+from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.sharding import ShardingError
+
+MESH = xs.Mesh.parse("data:2,model:4")
+SPECS = [TensorSpec((16, 16), "float32")] * 2
+ARGS = [np.arange(256, dtype=np.float32).reshape(16, 16)] * 2
+
+
+def wrong(x, y):
+    """The batch is sharded over data in the operands and over model in the result."""
+    x, y = (xs.mesh_split(t, MESH, ("data", "model")) for t in (x, y))
+    return xs.mesh_split(tf.einsum("fa,fa->f", x, y), MESH, ("model",))  # the line
+
+
+def right(x, y):
+    x, y = (xs.mesh_split(t, MESH, ("data", "model")) for t in (x, y))
+    return xs.mesh_split(tf.einsum("fa,fa->f", x, y), MESH, ("data",))
+
+
+REFUSED = r"(?s)'wrong': XLA's partitioner.*test_checking.py:\d+: .*Einsum: the batch.*Instead: "
+
+
+def test_a_known_fault_is_an_error_with_line_and_remedy():
+    engine = PjrtEngine(MESH)
+    with pytest.raises(ShardingError, match=REFUSED) as error:
+        engine.Build(wrong, SPECS)
+    assert "known_faults=warn runs it" in str(error.value)
+    assert engine.Build(right, SPECS)(*ARGS).shape == (16,)
+
+
+def test_a_warning_is_printed_and_off_does_not_look(capfd):
+    PjrtEngine(MESH, known_faults="warn").Build(wrong, SPECS)
+    assert "warning: program 'wrong': XLA's partitioner would compute" in capfd.readouterr().err
+    PjrtEngine(MESH, known_faults="off").Build(wrong, SPECS)
+    assert "partitioner would" not in capfd.readouterr().err
+    PjrtEngine(MESH, known_faults="warn").Build(right, SPECS)
+    assert "partitioner would" not in capfd.readouterr().err
+
+
+def test_functions_called_from_eager_code_are_checked_and_their_gradients():
+    x, y = (tf.constant(a) for a in ARGS)
+    with pytest.raises(ShardingError, match=REFUSED):
+        xs.shard_function(wrong, mesh=MESH)(x, y)
+    xs.shard_function(wrong, mesh=MESH, known_faults="off")(x, y)
+
+    def backward_only(x, y):
+        """Its forward program is fine: the wrong one is in the gradient."""
+
+        @tf.custom_gradient
+        def fn(x, y):
+            return tf.einsum("fa,fa->f", x, y), lambda dz: (wrong(x, y)[:, None] * y, x)
+
+        return fn(x, y)
+
+    sharded = xs.shard_function(backward_only, mesh=MESH)
+    assert sharded(x, y).shape == (16,)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        z = sharded(x, y)
+    with pytest.raises(ShardingError, match="the batch"):
+        tape.gradient(z, x)
+
+
+def test_a_cache_of_compiled_programs_keeps_right_ones_alone(tmp_path):
+    was = jax.config.jax_compilation_cache_dir
+    least = jax.config.jax_persistent_cache_min_compile_time_secs
+    try:
+        entries = enable_compilation_cache(str(tmp_path))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+        def kept():
+            return len(os.listdir(entries))
+
+        PjrtEngine(MESH, known_faults="warn").Build(wrong, SPECS)
+        assert kept() == 0
+        with pytest.raises(ShardingError, match=REFUSED):
+            PjrtEngine(MESH).Build(wrong, SPECS)
+        PjrtEngine(MESH).Build(right, SPECS)
+        assert kept() == 1
+        PjrtEngine(MESH).Build(right, SPECS)  # from the cache, where nothing is written down
+        assert kept() == 1
+        # What was compiled unchecked is no answer for a checked compile.
+        PjrtEngine(MESH, known_faults="off").Build(wrong, SPECS)
+        with pytest.raises(ShardingError, match=REFUSED):
+            PjrtEngine(MESH).Build(wrong, SPECS)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", was)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
+
+
+def test_a_compile_that_writes_nothing_down_is_an_error(monkeypatch):
+    monkeypatch.setattr(checking, "dump_options", lambda _: {})
+    with pytest.raises(EngineError, match=r"'right' cannot be checked.*known_faults=off"):
+        PjrtEngine(MESH).Build(right, SPECS)
+    PjrtEngine(MESH, known_faults="off").Build(right, SPECS)
+
+
+def test_a_plan_is_checked_by_what_the_tpu_compilers_partitioner_is_given():
+    def sum_by_ids(x, ids):
+        return tf.math.unsorted_segment_sum(xs.split(x, 0, 8) + 5.0, ids, 4)
+
+    specs = [TensorSpec((15, 6), "float32"), TensorSpec((15,), "int32")]
+    program = PjrtEngine(MESH).Lower(sum_by_ids, specs)
+    compiled = aot.compile_for_topology(program, "v3:2x2")
+    (fault,) = checking.find_faults(compiled.partitioner_input, program)
+    assert "UnsortedSegmentSum: the updates are cut unevenly" in str(fault)
+
+
+def test_unknown_actions_are_refused(capfd):
+    for make in (lambda a: PjrtEngine(MESH, known_faults=a), _shard_function):
+        with pytest.raises(ShardingError, match=r"known_faults=eror: must be one of.*did you mean"):
+            make("eror")
+    assert trainer.main(["--model=mt.M4Tiny", "--known_faults=of"]) == 2
+    assert "--known_faults=of: must be one of error, warn, off" in capfd.readouterr().err
+
+
+def _shard_function(action):
+    return xs.shard_function(right, mesh=MESH, known_faults=action)
