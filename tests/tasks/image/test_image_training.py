@@ -11,6 +11,7 @@ from lingvo_moe.core.engine.base import make_engine
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.engine.steps import build_step, train_step
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.tasks.image.evaluation import evaluate
 from params.image.digits import Digits
 from tools import evaluate_images
 
@@ -114,3 +115,11 @@ def test_more_classes_than_the_model_scores_are_refused(folder, tmp_path, capsys
 def test_a_run_of_another_kind_has_no_image_scores(tmp_path, capsys):
     assert evaluate_images.main([f"--logdir={tmp_path}"]) == 1
     assert "no run there" in capsys.readouterr().err
+
+
+@pytest.mark.slow  # 300 steps: 15 s of a CPU
+def test_digits_reach_97_percent_on_8_devices(tmp_path):
+    run = tmp_path / "run"
+    flags = ["--model=image.Digits", f"--logdir={run}", "--mesh=data:8", "--engine=pjrt"]
+    assert status(*flags) == 0
+    assert evaluate(run).top1 >= 0.97
