@@ -5,7 +5,7 @@ load("@rules_python//python:defs.bzl", "py_library", "py_test")
 python_library = py_library
 
 def pytest_test(name, srcs, deps = [], data = [], size = "large", **kwargs):
-    """One process that runs pytest over `srcs`, without the tests that are marked slow.
+    """One process that imports all of `srcs` and runs the first tests of each by pytest, see tests/run_pytest.py.
 
     Starting TensorFlow takes seconds, so a directory of tests is one target, not one per file.
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from lingvo_moe.core import registry
 from lingvo_moe.core.base_input import BaseInput
+from lingvo_moe.core.collection import paused_collection
 from lingvo_moe.core.command import run as run_command
 from lingvo_moe.core.command import say
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES, Compiled, Engine
@@ -81,19 +82,22 @@ def run(args: Flags) -> int:
         inspect.print_variables(task.VariableSpecs().Flatten(), mesh)
         return 0
     check_flags(args, params)
+    if args.engine is None:
+        args["engine"].value = fastest_engine(args)
+        say(f"--engine={args.engine}: the fastest for this machine")
     return train(args, params, override)
 
 
-def import_tensorflow(engine: str) -> None:
+def import_tensorflow(engine: str | None) -> None:
     """Imports TensorFlow without its lines about the CPU and about GPUs that are not there."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     if "tensorflow" in sys.modules:
         return
-    with quiet():
+    with quiet(), paused_collection():
         import tensorflow as tf
 
         # Where programs run through PJRT, TensorFlow only traces: no GPU memory for it.
-        if tf.config.list_physical_devices("GPU") and engine == "pjrt":
+        if tf.config.list_physical_devices("GPU") and engine in (None, "pjrt"):
             tf.config.set_visible_devices([], "GPU")
 
 
@@ -104,6 +108,17 @@ def find_devices() -> None:
     has_tpu = bool([*Path("/dev").glob("accel*"), *Path("/dev").glob("vfio/*")])
     with contextlib.nullcontext() if has_tpu else quiet():
         devices.device_count()
+
+
+def fastest_engine(args: Flags) -> str:
+    """The engine of a job that names none: tf_graph on one CPU device, pjrt on anything else."""
+    if args.num_devices or args.mesh or args.num_processes > 1:
+        return "pjrt"
+    from lingvo_moe.core.engine import devices
+
+    find_devices()
+    alone = devices.device_count() == 1 and devices.runs_on_cpu("pjrt")
+    return "tf_graph" if alone else "pjrt"
 
 
 def full_override(args: Flags) -> str:

@@ -31,7 +31,7 @@ def check_flags(args: Flags, params: Params) -> None:
         raise UsageError("--logdir is needed to train: the directory of the run")
     params.input.cls.CheckSource(params.input)
     check_paths(args, params)
-    if args.engine != "pjrt" and args.num_processes > 1:
+    if args.engine not in (None, "pjrt") and args.num_processes > 1:
         raise UsageError(
             f"--num_processes={args.num_processes}: only --engine=pjrt runs as several"
         )
@@ -210,7 +210,8 @@ def run_difference(was: str, now: Params) -> str:
 
     before, after = lines(was), lines(now.ToText())
     known = {_path(line) for line in before}
-    only = [(line, ">") for line in before - after]
+    # Older versions listed parameters that have no effect.
+    only = [(line, ">") for line in before - after if not now.WhyDerived(_path(line))]
     for line in after - before:
         if _path(line) in known or not now.IsDefault(_path(line)):
             only.append((line, "<"))

@@ -10,13 +10,13 @@ from lingvo_moe.core.partitioner import known_faults
 
 _ABOUT = """Trains an experiment, resumes a run, or shows what an experiment is.
 
-    python -m lingvo_moe.trainer --model=mt.M4Demo --data_dir=DATA --logdir=RUN --engine=tf_graph
+    python -m lingvo_moe.trainer --model=mt.M4Demo --data_dir=DATA --logdir=RUN
     python -m lingvo_moe.trainer --model=mt.M4Demo --data_dir=DATA --logdir=RUN --num_devices=8
     python -m lingvo_moe.trainer --model=mt.M4MoE2048E36L --mode=inspect_model
 
-The first is the fastest on a CPU, the second uses a CPU as eight devices. Ctrl-C saves; the same command resumes. DATA
-is a directory that tools.prepare wrote, docs/experiments.md lists the experiments, and docs/guide.md explains every
-step from data to a server.
+The first runs on all GPUs or TPUs, or on the CPU; the second uses a CPU as eight devices. Ctrl-C saves; the same
+command resumes. DATA is a directory that tools.prepare wrote, docs/experiments.md lists the experiments, and
+docs/guide.md explains every step from data to a server.
 """
 MODES = ("sync", "inspect_model", "inspect_params")
 # Starting takes JAX 2 s with 4096 virtual devices, and 10 s with 10,000; most jobs have 8.
@@ -70,7 +70,12 @@ def _define_run_flags(flags: Flags) -> None:
 
 
 def _define_machine_flags(flags: Flags) -> None:
-    flags.DEFINE_enum("engine", "pjrt", ENGINES, "what runs the program; see the README")
+    flags.DEFINE_enum(
+        "engine",
+        None,
+        ENGINES,
+        "what runs the program; see the README (default: tf_graph on one CPU device, else pjrt)",
+    )
     flags.DEFINE_integer(
         "num_devices",
         0,

@@ -5,14 +5,19 @@ test module is. A value that is already set wins, except that an accelerator is 
 say the same thing on every machine.
 """
 
+import ctypes
+import gc
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 
 NUM_DEVICES = 8
+_MOST_BYTES = 2 << 30  # held by a test process before it collects garbage between files
 _DEVICE_FLAG = "--xla_force_host_platform_device_count"
 # What is compiled here is run a few times: machine code need not be fast, only soon there. The HLO is the same.
 _SOON_FLAG = "--xla_backend_optimization_level"
@@ -51,3 +56,24 @@ def _forget_what_was_compiled() -> Iterator[None]:
     yield
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
+    if _resident_bytes() > _MOST_BYTES:
+        gc.collect()
+        # What was freed in small pieces stays with the process otherwise.
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _resident_bytes() -> int:
+    """The memory that this process holds now."""
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Names each skipped test, and what would make it run."""
+    skipped = terminalreporter.getreports("skipped")
+    if not skipped:
+        return
+    terminalreporter.section("skipped")
+    for report in skipped:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        terminalreporter.write_line(f"{report.nodeid}: {str(reason).removeprefix('Skipped: ')}")

@@ -19,7 +19,9 @@ import tornado.websocket
 _PROGRAM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
-needs_chromium = pytest.mark.skipif(_PROGRAM is None, reason="there is no chromium on PATH")
+needs_chromium = pytest.mark.skipif(
+    _PROGRAM is None, reason="needs a browser: apt-get install chromium"
+)
 
 
 class Tab:

@@ -1,21 +1,40 @@
 """The main of every Bazel test: pytest over the files in argv, in a sandbox that is mostly read-only.
 
-Tests marked slow are left out here; `make test` runs them.
+Bazel shows that each BUILD file names all that its tests need. So a target imports all of its test files, and runs
+the first two tests of each that are not marked slow; `make test` runs every test.
 """
 
 import os
 import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
+_TESTS_OF_A_FILE = 2
 
-class _Deselected:
-    """Counts the tests that `-m` left out, to tell 'all were slow' from 'none were found'."""
 
-    count = 0
+class _FirstTests:
+    """Selects the first tests of each file; counts the others, to tell 'all were slow' from 'none were found'."""
+
+    def __init__(self) -> None:
+        self.deselected = 0
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        seen: Counter[Path] = Counter()
+        chosen = []
+        for item in items:
+            seen[item.path] += 1
+            if seen[item.path] <= _TESTS_OF_A_FILE:
+                chosen.append(item)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
-        self.count += len(items)
+        self.deselected += len(items)
 
 
 def _prepare_environment() -> None:
@@ -36,10 +55,10 @@ def main(files: list[str]) -> int:
     if report := os.environ.get("XML_OUTPUT_FILE"):
         args.append(f"--junitxml={report}")
     if chosen := os.environ.get("TESTBRIDGE_TEST_ONLY"):  # bazel test --test_filter=...
-        args += ["-k", chosen]
-    deselected = _Deselected()
-    status = pytest.main(args, plugins=[deselected])
-    if status == pytest.ExitCode.NO_TESTS_COLLECTED and deselected.count:
+        return int(pytest.main([*args, "-k", chosen]))
+    first_tests = _FirstTests()
+    status = pytest.main(args, plugins=[first_tests])
+    if status == pytest.ExitCode.NO_TESTS_COLLECTED and first_tests.deselected:
         return 0
     return int(status)
 

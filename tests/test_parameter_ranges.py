@@ -58,7 +58,8 @@ def _is_numeric(check):
 @functools.cache
 def _numeric(variant):
     p = registry.GetParams("mt.M4Tiny", _override(variant))
-    return [path for path, owner, name in _leaves(p) if _is_numeric(owner.Range(name))]
+    leaves = [leaf for leaf in _leaves(p) if not p.WhyDerived(leaf[0])]
+    return [path for path, owner, name in leaves if _is_numeric(owner.Range(name))]
 
 
 def _override(*parts):

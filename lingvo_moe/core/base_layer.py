@@ -128,7 +128,9 @@ class BaseLayer:
     def Params(cls) -> InstantiableParams:
         """The hyperparameters, with defaults."""
         p = InstantiableParams(cls)
-        p.Define("name", "", "The layer's name; a parent sets it for its children.")
+        p.Define(
+            "name", "", "The layer's name; a parent sets it for its children.", parent_sets=True
+        )
         p.Define(
             "dtype",
             None,

@@ -45,11 +45,9 @@ def test_each_moe_layer_exchanges_twice_forward_and_gathers_no_expert(name):
     assert not exchanged
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", [name for name in PLANS if "parameters" in PLANS[name]])
 def test_parameters_are_those_of_the_experiment_to_the_unit(name):
     plan = PLANS[name]
-    if "parameters" not in plan:
-        pytest.skip("a record of slices that are all too small")
     task = registry.GetParams(plan["model"], plan["override"]).task.Instantiate()
     count = count_parameters(task.VariableSpecs().Flatten())
     assert plan["parameters"]["count"] == count

@@ -37,7 +37,7 @@ def test_the_page_lists_every_flag_and_its_default() -> None:
         )
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl on PATH")
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl: apt-get install curl")
 def test_its_curls_are_answered() -> None:
     assert len(_CURLS) > 5
     with running(Capitals()) as server:

@@ -22,8 +22,10 @@ class MultiHeadAttention(BaseLayer):
     """softmax(q k^T / sqrt(K)) v over N heads, projected back to M. No biases.
 
     The softmax is computed in float32 whatever the activations' type. Heads may share keys and values
-    (shared_heads.py). Their heads then have a letter of their own, A, so that a split of N cuts queries and
-    output, and every device has all keys and values, unless the split map names A too.
+    (kernels/xla.py, `by_head`). The heads of keys and values then have a letter of their own, A, so that a split of N
+    shards queries and output, and every device has all keys and values, unless the split map names A too.
+
+    Caches have one layout, that of XLA's kernels, so the cached steps call these whichever kernels are in use.
     """
 
     @classmethod

@@ -63,6 +63,10 @@ class MoELayer(BaseLayer):
             "The same, without a seed. For experts without GroupedFProp `dispatcher` is used instead.",
             choices=DISPATCHERS,
         )
+        for name in ("model_dim", "num_experts"):
+            p.Derive(f"router.{name}", name)
+            p.Derive(f"experts.{name}", name)
+        p.Derive("experts.hidden_dim", "hidden_dim")
         return p
 
     def __init__(self, params: InstantiableParams):

@@ -1,6 +1,6 @@
 """Adafactor (Shazeer and Stern 2018): second moments in two vectors instead of a matrix.
 
-Letters follow the variable: for wi 'EMH' the slots are row 'EM' and col 'EH', sharded along E as wi is;
+Letters follow the variable: for wi 'EMH' the slots are row 'EM' and col 'EH', sharded along E like wi;
 for a query's 'MNK' they are row 'MN' and col 'NK', a matrix for each head.
 """
 

@@ -97,6 +97,12 @@ class MtModel(MtTask):
             check=checks.SHARE,
         )
         p.Define("repeat", True, "Layers are scanned over stacked weights and recomputed backward.")
+        for name in ("model_dim", "num_experts", "num_groups"):
+            p.Derive(f"moe.{name}", name)
+        p.Derive("moe.hidden_dim", "expert_hidden_dim", "hidden_dim")
+        p.Derive("moe.experts.relu_dropout_prob", "dropout")
+        for name in ("model_dim", "num_experts"):
+            p.Derive(f"decoder_router.{name}", name)
         return p
 
     def __init__(self, params: InstantiableParams):

@@ -160,7 +160,9 @@ def _has_avx512() -> bool:
     return about.is_file() and "avx512f" in about.read_text()
 
 
-@pytest.mark.skipif(not _has_avx512(), reason="oneDNN takes most weights as they lie there")
+@pytest.mark.skipif(
+    not _has_avx512(), reason="needs a CPU with AVX-512: oneDNN packs no weights elsewhere"
+)
 def test_they_are_packed_once():
     """What makes the products fast: after the first one the variable is not read again."""
     theta = NestedMap(w=EightBit.Of(_numbers(32, 64), 64))

@@ -75,7 +75,7 @@ def _whole_and_chosen(router):
 def _assert_same_choices(whole, chosen):
     for field in ("expert_index", "gate", "kept"):
         np.testing.assert_array_equal(getattr(chosen, field), getattr(whole, field))
-    assert len(np.unique(chosen.expert_index)) > 2
+    assert len(np.unique(chosen.expert_index)) > 1
 
 
 VARIANTS = [
