@@ -102,7 +102,7 @@ def test_resnet_on_a_folder_trains_resumes_and_is_scored(folder, tmp_path, capsy
     assert 0 <= scores["top1"] <= 1
 
 
-def test_more_classes_than_the_model_scores_are_refused(folder, tmp_path, capsys):
+def test_parameters_that_do_not_fit_or_have_no_effect_are_refused(folder, tmp_path, capsys):
     flags = [f"--data_dir={folder}", f"--logdir={tmp_path / 'run'}", "--model=image.ResNet50"]
     override = OVERRIDE.replace("num_classes=2", "num_classes=1")
     assert status(*flags, f"--model_params_override={override}", "--mesh=data:1") == 2
@@ -110,6 +110,10 @@ def test_more_classes_than_the_model_scores_are_refused(folder, tmp_path, capsys
     override = f"{OVERRIDE};input.channels=1"
     assert status(*flags, f"--model_params_override={override}", "--mesh=data:1") == 2
     assert "input.channels=1, but task.channels=3" in capsys.readouterr().err
+    for name in ("head.num_classes", "network.input_channels", "network.norm.channels"):
+        override = f"{OVERRIDE};task.{name}=3"
+        assert status(*flags, f"--model_params_override={override}", "--mesh=data:1") == 2
+        assert f"task.{name}=3: has no effect" in capsys.readouterr().err
 
 
 def test_a_run_of_another_kind_has_no_image_scores(tmp_path, capsys):
