@@ -96,7 +96,6 @@ TINY = "--model=mt.M4Tiny"
             "mesh expert:16 needs 16 devices, but there are 8 (cpu); a mesh that fits: --mesh=expert:8; "
             "or make virtual CPU devices with --num_devices=16",
         ),
-        ([TINY, "--num_devices=-1", "--logdir=RUN"], "--num_devices=-1"),
         (
             [TINY, "--engine=tf", "--num_devices=8", "--logdir=RUN"],
             "--engine=tf runs on one device",
