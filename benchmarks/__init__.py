@@ -1,1 +1,1 @@
-"""What is timed by hand, and not by the tests."""
+"""Benchmarks, which are run by hand and not by the tests."""

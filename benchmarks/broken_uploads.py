@@ -1,4 +1,4 @@
-"""Clients of tools.serve whose uploads do not come: they leave in mid-body, or send what is no chunk."""
+"""Clients of tools.serve with incomplete uploads: they leave in mid-body, or send a malformed chunk."""
 
 import contextlib
 import re

@@ -3,7 +3,7 @@
     python -m benchmarks.decode_worker here '{"model_dim": 512, ..., "batch": 32, "beam": 4}'
 
 The search is what an exported model runs: it is saved as a SavedModel and loaded. benchmarks/decode_kinds.py
-tells the kinds.
+lists the kinds.
 """
 
 import json

@@ -172,12 +172,12 @@ def measure(args: Flags, size: dict[str, Any], names: list[str]) -> list[dict[st
 
 
 def groups(args: Flags, size: dict[str, Any], names: list[str]) -> list[list[str]]:
-    """Who is alive together, so that memory suffices."""
-    room = args.memory_gb * 1e9 or _free_bytes()
+    """The contenders that run at the same time, in groups that fit into memory."""
+    available = args.memory_gb * 1e9 or _free_bytes()
     weights = 8 * size["num_experts"] * size["model_dim"] * size["hidden_dim"]
     # Weights, their gradients, what is made while starting, activations and the program.
     each = 3 * weights + 1.2e9
-    many = max(2, int(room / each))
+    many = max(2, int(available / each))
     rest = [n for n in names if n != args.reference]
     step = many - 1
     found = [[args.reference, *rest[i : i + step]] for i in range(0, len(rest), step)]

@@ -4,18 +4,18 @@
 
 Two programs, each in two forms, for 2 to 2048 partitions:
 
-* dot: matrices cut along the dimension that is summed, so that the parts have to be added up;
-* reshard: a tensor cut along its rows, wanted along its columns: every part goes to every device.
+* dot: matrices sharded along the contracted dimension, so that partial results have to be summed;
+* reshard: a tensor sharded along rows that is needed along columns: every part goes to every device.
 
 'spmd' is one annotated program, lowered by our path and partitioned by XLA. 'mpmd' is what a partitioner
 without SPMD has to emit: the operations of every device, written out, with the transfers between them.
-The sum takes a chain of N additions, after N products: O(N) operations. The reshard takes N slices on
-each of N devices and N concatenations: O(N^2). A device's part has the same size whatever N is.
+The dot takes N products and a chain of N additions: O(N) operations. The reshard takes N slices on each of
+N devices and N concatenations: O(N^2). Each device's shard has the same size for every N.
 
-The same XLA compiles both, for virtual CPU devices ('mpmd' for one, which has all parts). 'spmd_tpu' is
-the program of 'spmd', compiled by the TPU's compiler for slices of that many devices: it has one operation
-for what goes from all to all, of which the CPU's makes N slices. Each number is from a process of its own,
-one at a time. A form that has taken longer than --limit is not tried for more partitions.
+The same XLA compiles both, for virtual CPU devices ('mpmd' for one device, which holds all shards). 'spmd_tpu'
+is the program of 'spmd', compiled by the TPU's compiler for slices of N devices: there an all-to-all is one
+operation, where the CPU's compiler emits N slices. Each number is measured in a process of its own, one at a
+time. A form that took longer than --limit is not tried with more partitions.
 """
 
 import json

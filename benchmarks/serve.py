@@ -144,7 +144,7 @@ def run(
 
 
 def _lines(data_dir: str) -> list[str]:
-    """Of mixed lengths."""
+    """Held-out lines of mixed lengths."""
     rng = random.Random(0)
     found = [source for _, pairs in DevSet(data_dir, 20).items() for source, _ in pairs]
     return [" ".join(rng.choices(found, k=rng.choice((1, 1, 2, 4, 8)))) for _ in range(_POOL)]

@@ -1,12 +1,12 @@
-"""Explains a program: how every tensor is cut, what the partitioner sends for it, and which line caused it.
+"""Explains a program: the sharding of every tensor, the collectives, and the source lines that caused them.
 
     explanation = explain(engine.Lower(step, specs))
     print(explanation)
     print(explanation.Sharding("ffn/einsum"))
 
 The program is compiled for the devices of this process, or ahead of time for a TPU slice, and not
-run. What is said is what XLA's sharding propagation and its SPMD partitioner did. Operations that the
-partitioner is known to compute wrongly are named first; `explanation.Check()` raises for them.
+run. The explanation describes what XLA's sharding propagation and its SPMD partitioner did. Operations that
+the partitioner is known to compute wrongly come first; `explanation.Check()` raises for them.
 """
 
 import re
@@ -45,15 +45,15 @@ def explain(
     *,
     topology: str = "",
 ) -> Explanation:
-    """What the partitioner makes of a program.
+    """Explains what the partitioner does with a program.
 
     Args:
         program: a lowered program, or a TensorFlow function of trees of tensors, which is lowered
-            here; its results are cut as the partitioner likes.
-        arg_specs: of a function: for each argument a tree of TensorSpecs or VariableSpecs.
-        mesh: of a function; by default the one in force.
-        topology: '': for this process's devices; else a TPU slice that need not be there, e.g.
-            'v3:2x2'.
+            here; the partitioner chooses the shardings of its results.
+        arg_specs: for a function: for each argument a tree of TensorSpecs or VariableSpecs.
+        mesh: for a function; by default the one in force.
+        topology: a TPU slice to compile for ahead of time, e.g. 'v3:2x2'; '' for this process's
+            devices.
 
     Raises:
         ExplainError: a function without specs or mesh, a program with them, or a mesh of one device.
@@ -62,7 +62,7 @@ def explain(
     """
     if isinstance(program, Program):
         if arg_specs is not None or mesh is not None:
-            raise ExplainError("explain: arg_specs and mesh are of a function, not of a program")
+            raise ExplainError("explain: arg_specs and mesh are for a function, not for a program")
     elif not callable(program):
         raise ExplainError(f"explain: {program!r} is neither a program nor a function")
     else:
@@ -78,7 +78,7 @@ def explain(
     module = parse_module(made.before)
     before, after = spmd.Propagated(module), parse_module(made.after)
     names = _Names(program, before)
-    # The TPU compiler brings a partitioner of its own.
+    # The TPU compiler has its own partitioner.
     faults = [] if topology else known_faults.known_faults(module)
     annotations = before.Annotations()
     return Explanation(
@@ -93,10 +93,9 @@ def explain(
 
 
 def get_sharding(program: Program | Explanation, tensor_name: str) -> list[ShardedTensor]:
-    """How a tensor of a program is cut after propagation: `Explanation.Sharding`.
+    """Returns the sharding of a tensor of a program after propagation: `Explanation.Sharding`.
 
-    A program is compiled for it; to ask for several tensors, explain the program once and ask the
-    explanation.
+    It compiles the program; for several tensors, explain the program once and use the explanation.
 
     Raises:
         As `explain`; ExplainError: no tensor has this name.
@@ -124,7 +123,7 @@ def _lowered(fn: Callable[..., Any], arg_specs: Sequence[Any] | None, mesh: Mesh
 
 
 class _Names:
-    """From the compiler's names to the user's, and back."""
+    """Maps the compiler's names to the user's, and back."""
 
     def __init__(self, program: Program, before: spmd.Propagated):
         self._program, self._before = program, before
@@ -133,21 +132,21 @@ class _Names:
         self._annotated = {a.tensor.op: a.of for a in before.Annotations()}
 
     def Of(self, op: str) -> str:
-        """An operation's name; for an argument its path."""
+        """The name of an operation; for an argument its path."""
         found = _ARGUMENT.fullmatch(op)
         return self._arguments[int(found[1])] if found else op
 
     def Line(self, op: str) -> Line | None:
-        """Where an operation was written."""
+        """The source line of an operation; None if unknown."""
         found = self._sources.Line(op) if self._sources is not None and op else None
         return Line(str(found), found.text) if found else None
 
     def Annotated(self, annotation: spmd.Annotation) -> str:
-        """What an annotation annotates."""
+        """The operation or argument that an annotation annotates."""
         return self._made(annotation.tensor.op)
 
     def _made(self, op: str) -> str:
-        """What annotates something, through annotations of annotations: what that is; else ''."""
+        """The operation or argument behind an annotation, or a chain of them; '' for another operation."""
         read = self._sources.Annotated(op) if self._sources is not None else ""
         read = read or self.Of(self._annotated.get(op, ""))
         return (self._made(read) or self._argument(read) or read) if read else ""
@@ -171,7 +170,7 @@ class _Names:
         return Exchange(what, self._moved(what), line, op_line)
 
     def _moved(self, what: spmd.Communication) -> str:
-        """The tensor that is sent, by the name of what made it rather than of its annotation."""
+        """The name of the moved tensor: of its producer rather than of its annotation."""
         name = what.moved or what.op
         forward = self._sources.Forward(name) if self._sources is not None else ""
         if forward and self._made(forward):
@@ -199,7 +198,7 @@ class _Names:
         return [self.Tensor(t) for t in self._before.Tensors(op)]
 
     def _argument(self, name: str) -> str:
-        """The path of the argument that is meant, or '': as it is, or as TensorFlow writes it."""
+        """The path of the argument of this name, given as path or as TensorFlow's name; '' if there is none."""
         for path in self._arguments:
             if name in (path, re.sub(r"[^A-Za-z0-9.]", "_", path)):
                 return path
@@ -213,7 +212,7 @@ class _Names:
         return [found[int(number)]]
 
     def _in_scope(self, scope: str) -> list[ShardedTensor]:
-        """All of a scope, or of operations whose name ends with it."""
+        """All tensors of a scope, or of operations whose name ends with it."""
         known = self._before.by_operation
         within = [op for op in known if op.startswith(f"{scope}/") or op == scope]
         within = within or [op for op in known if f"/{op}/".endswith(f"/{scope}/")]

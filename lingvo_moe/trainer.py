@@ -83,7 +83,7 @@ def run(args: Flags) -> int:
         return 0
     check_flags(args, params)
     if args.engine is None:
-        args.engine = fastest_engine(args)
+        args["engine"].value = fastest_engine(args)
     return train(args, params, override)
 
 

@@ -210,7 +210,8 @@ def run_difference(was: str, now: Params) -> str:
 
     before, after = lines(was), lines(now.ToText())
     known = {_path(line) for line in before}
-    only = [(line, ">") for line in before - after]
+    # Older versions listed parameters that have no effect.
+    only = [(line, ">") for line in before - after if not now.WhyDerived(_path(line))]
     for line in after - before:
         if _path(line) in known or not now.IsDefault(_path(line)):
             only.append((line, "<"))

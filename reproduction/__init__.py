@@ -1,4 +1,4 @@
-"""The paper's systems claims beside plans of the same models: which plans, the paper's figures, the page.
+"""Generates the page that compares the paper's systems claims with plans of the same models.
 
-Nothing here imports TensorFlow but what makes plans (making.py): the page is written from recorded ones.
+Only making.py, which makes plans, imports TensorFlow: the page is written from recorded plans.
 """

@@ -1,4 +1,4 @@
-"""Tables and pictures of tools.compare_experts.
+"""Draws the tables and pictures of tools.compare_experts.
 
 Letters: L layer, E expert.
 """
@@ -19,7 +19,7 @@ def routing(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
     Returns:
         dropped: the share of choices that found their expert full, in training; without_expert: the share of
-        tokens that no expert saw; imbalance: the load of the busiest expert over the mean.
+        tokens that no expert processed; imbalance: the load of the busiest expert divided by the mean.
     """
     if not any(name.startswith("moe/") for name in rows[-1]):
         return {}

@@ -16,7 +16,7 @@ class Variant:
     Attributes:
         group: 'experts' (more and more of them) or 'routers' (at 16 experts), or both, space-separated.
         experts: E; 1 for the dense model.
-        says: what it is, in a few words.
+        says: a short description.
         override: as --model_params_override.
     """
 

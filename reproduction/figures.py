@@ -1,4 +1,4 @@
-"""The page's pictures, as SVG: the same plans give the same bytes."""
+"""Draws the page's pictures as SVG: the same plans give the same bytes."""
 
 import functools
 import io

@@ -1,4 +1,4 @@
-"""Recorded plans: docs/plans/<name>.json, small enough to read in a diff, and how a new one differs."""
+"""Reads, writes and compares recorded plans, docs/plans/<name>.json, which are small enough to read in a diff."""
 
 import json
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ _HOLDERS = 12
 
 
 class MissingGoldens(ValueError):
-    """Plans that the page needs were not recorded."""
+    """Plans that the page needs are not recorded."""
 
 
 def path_of(directory: Path, name: str) -> Path:
@@ -30,7 +30,7 @@ def read(directory: Path, name: str) -> dict[str, Any] | None:
     except ValueError as e:
         raise ValueError(f"{path}: not JSON: {e}") from None
     if not isinstance(plan, dict) or (name != COMPILE_TIME and plan.get("version") != 1):
-        raise ValueError(f"{path}: no plan of version 1; make it anew with --plans --update")
+        raise ValueError(f"{path}: no plan of version 1; make it again with --plans --update")
     return plan
 
 
@@ -41,7 +41,7 @@ def read_all(directory: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]
 
 
 def write(directory: Path, name: str, plan: dict[str, Any]) -> None:
-    """Records a plan, compacted, whole or not at all."""
+    """Records a compacted plan atomically."""
     directory.mkdir(parents=True, exist_ok=True)
     files.write_atomic(path_of(directory, name), to_text(compact(plan)).encode())
 
@@ -85,7 +85,7 @@ def _dump(value: Any) -> str:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """What `new` does otherwise than the recorded `old`, a sentence each; see core/planner/golden.py."""
+    """One sentence for each difference of `new` from the recorded `old`; see core/planner/golden.py."""
     tried_old, tried_new = old.get("fits_none"), new.get("fits_none")
     if tried_old or tried_new:
         if tried_old == tried_new:

@@ -19,10 +19,10 @@ class MakingFailed(ValueError):
 
 
 def in_own_process(name: str, make: Callable[..., Any], *args: Any) -> Any:
-    """What `make(path, *args)` writes to `path` as JSON, in a fresh process.
+    """Calls `make(path, *args)` in a fresh process and returns the JSON that it writes to `path`.
 
     Raises:
-        MakingFailed: it ended with an error, which it has told on standard error.
+        MakingFailed: it ended with an error, which is on standard error.
     """
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "out.json"
@@ -52,8 +52,8 @@ def _guarded(make: Callable[..., Any], path: Path, *args: Any) -> None:
 
 
 def make_plan(wanted: Wanted, cache_dir: Path | None, say: Say) -> dict[str, Any]:
-    """The plan; where a generation was asked for and none of its slices holds the model, a record with
-    `fits_none`, the slices that were tried.
+    """Makes a plan. If no slice of the requested generation holds the model, returns a record with `fits_none`,
+    the slices that were tried.
 
     Raises:
         ValueError: as planning.make_plan.

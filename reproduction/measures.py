@@ -1,4 +1,4 @@
-"""What the page reads from plans: seconds by part, memory, rates, fitted exponents."""
+"""Computes the page's figures from plans: seconds by part, memory, rates, fitted exponents."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ def fits(plan: Plan) -> bool:
 
 
 def memory_kinds(plan: Plan) -> dict[str, float]:
-    """Bytes by the keys of MEMORY; empty where the compiler told only a sum."""
+    """Bytes by the keys of MEMORY; empty if the compiler reported only a sum."""
     kinds = plan["memory"].get("kinds") or {}
     if not kinds:
         return {}
@@ -48,7 +48,7 @@ def memory_kinds(plan: Plan) -> dict[str, float]:
 
 
 def kept_for_backward(plan: Plan) -> int | None:
-    """Bytes of activations that wait for the backward pass; None where the compiler refused the program."""
+    """Bytes of activations kept for the backward pass; None if the compiler refused the program."""
     memory = plan["memory"]
     if not memory["fits"]:
         return None
@@ -95,7 +95,7 @@ def gathers_of_experts(plan: Plan) -> int:
 
 
 def exponent(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """The p of the y = c x^p that is nearest on logarithmic axes."""
+    """The exponent p of the least-squares fit y = c x^p on logarithmic axes."""
     log_x, log_y = [math.log(x) for x in xs], [math.log(y) for y in ys]
     mean_x, mean_y = sum(log_x) / len(log_x), sum(log_y) / len(log_y)
     above = sum((x - mean_x) * (y - mean_y) for x, y in zip(log_x, log_y))
@@ -103,5 +103,5 @@ def exponent(xs: Sequence[float], ys: Sequence[float]) -> float:
 
 
 def spread(values: Sequence[float]) -> float:
-    """The largest by the smallest."""
+    """The largest value divided by the smallest."""
     return max(values) / min(values)

@@ -12,7 +12,7 @@ Plans = Mapping[str, Plan]
 
 
 def machine(plans: Plans) -> Section:
-    """What times and memory are of, and what made the programs."""
+    """The machines of the estimates, and the compiler."""
     tops: dict[str, Mapping[str, Any]] = {}
     for plan in plans.values():
         if "fits_none" not in plan:
@@ -88,8 +88,8 @@ def table3(plans: Plans) -> Section:
         if row.steps_per_second and measures.has_time(plans[name])
     ]
     lines = [
-        "The paper's speeds, core-years and days are measured; ours are estimated for the same batch, on as "
-        "many cores, for a trillion target tokens. Memory is the compiler's own figure. "
+        "The paper's speeds, core-years and days are measured; ours are estimated for the same batch, the same "
+        "number of cores and a trillion target tokens. Memory is the compiler's figure. "
         + _own_tokens(),
         "",
         *text.table(
@@ -136,7 +136,7 @@ def speeds(plans: Plans) -> tuple[list[str], list[float], list[float]]:
 
 
 def _own_tokens() -> str:
-    """What the paper's own columns say of the tokens that it counts."""
+    """The tokens that follow from the paper's own columns."""
     totals = [
         row.steps_per_second * row.batch_tokens * 2**20 * row.days * 86400
         for row in paper.MOE.values()
@@ -174,7 +174,7 @@ def _speed_row(row: paper.Row, plan: Plan, note: str) -> list[str]:
 
 
 def _speed_differences(ratios: Mapping[str, float]) -> list[str]:
-    """A line for the models that come out faster, and one for the slower ones."""
+    """One line for the models that are faster here, and one for the slower ones."""
     lines = []
     for key, sign in (("faster", 1), ("slower", -1)):
         off = {m: r**sign for m, r in ratios.items() if r**sign > reasons.RATIO}
@@ -238,7 +238,7 @@ def _speed_findings(measured: list[tuple[paper.Row, Plan]]) -> list[Finding]:
 
 
 def compiling(plans: Plans) -> Section:
-    """What it took to make the largest plans."""
+    """The time and memory for making the largest plans."""
     rows, findings = [], []
     for label, name in (
         (paper.MOE[2048, 36].label, requests.real(2048, 36)),
@@ -261,7 +261,7 @@ def compiling(plans: Plans) -> Section:
             claim = f"lowering and compiling {label}, and the host's memory"
             findings.append(Finding(claim, DASH, ours, "timed"))
     lines = [
-        "Timed when these plans were made, one after the other, on a machine that may have done other things; a "
+        "Timed when these plans were made, one after the other, on a machine that may have been busy; a "
         "program that does not fit has no time.",
         "",
         *text.table(["model", "lowering", "compiling", "host's memory", "program"], rows),
@@ -279,7 +279,7 @@ def decode(plans: Plans) -> Section:
     time, batch = plan["time"], plan["batch"]
     talking = sum(r["seconds"] for r in plan["collectives"]) / time["step_seconds"]
     lines = [
-        "The paper decodes on the machine that trained, and gives no times. Here is one step of beam search "
+        "The paper decodes on the training machine, and gives no times. This is one step of beam search "
         f"of MoE(2048E, 36L) on {plan['topology']['name']}, {batch['target_tokens']:,} sentences at a time:",
         "",
         *text.table(
@@ -309,7 +309,7 @@ def today(plans: Plans, generations: Sequence[str]) -> Section:
         "chip-days",
     ]
     lines = [
-        "The smallest slices that hold each model, with its batch as in the paper, bfloat16 activations and "
+        "The smallest slices that hold each model, with the paper's batch, bfloat16 activations and "
         "float32 weights; a slice's devices must divide batch, groups and experts. Slice and memory are the "
         "compiler's verdict, the rest is estimated; days and chip-days are for a trillion target tokens.",
         "",

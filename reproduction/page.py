@@ -1,4 +1,4 @@
-"""The page on reproduction, from recorded plans: every number in it is computed from them or the paper's."""
+"""Writes the page on reproduction from recorded plans and the paper's figures."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,47 +22,47 @@ _TITLES = {
 }
 _KINDS = """\
 - **measured**: by the paper, on its machine;
-- **exact**: counted by us, or told by the TPU compiler of the very program that the trainer runs;
+- **exact**: counted by us, or reported by the TPU compiler for the program that the trainer runs;
 - **timed**: by us, on the machine that compiled;
 - **estimated**: from the compiled program's operations, traffic, cycles and collectives, and data sheets;
-- **model**: from the model of the network alone."""
+- **model**: from the interconnect model alone."""
 _INTRODUCTION = f"""\
 # Reproduction
 
-What [the paper]({paper.LINK}) ({paper.TITLE})
-says of its systems, beside what its models need and should take here. Nothing on this page ran on a TPU:
-programs are compiled, by the real TPU compiler, for machines that are not there. Nor was any of these models
+This page compares the systems claims of [the paper]({paper.LINK}) ({paper.TITLE})
+with the memory that its models need here and their estimated times. Nothing on this page ran on a TPU:
+programs are compiled, by the real TPU compiler, without the machines. None of these models was
 trained, so there are no translation scores.
 
 {_KINDS}
 
-This page is generated, from plans in `docs/plans/` and the paper's figures in
-`reproduction/paper.py`; a line that begins with **Differs** says where and why."""
+This page is generated from plans in `docs/plans/` and the paper's figures in
+`reproduction/paper.py`. A line that begins with **Differs** names a difference and its likely cause."""
 _COMMANDS = """\
-## Making it again
+## Generating this page
 
 ```bash
 make reproduction                   # this page and its pictures, from the recorded plans
-make plans                          # every plan anew, compared with the recorded ones: hours on two cores
+make plans                          # makes every plan again and compares it: hours on two cores
 python -m tools.reproduce --list    # the plans, and which of them are recorded
 python -m tools.reproduce --plans --only=M4MoE2048E36L-v3_32x32
 python -m tools.reproduce --plans --missing --update
 ```
 
-A plan that differs is told by layer: a collective more, work that a device should not have, memory. `--update`
-records it. Compile times, which are those of a quiet machine, are made with
-`python -m benchmarks.compile_time`."""
+If a plan differs from the recorded one, the command names the layer and the difference: collectives, arithmetic,
+memory. `--update` records the new plan. `python -m benchmarks.compile_time` measures compile times; run it on an idle
+machine."""
 
 
 def write(
     plans: Plans, compiling: Mapping[str, Any] | None, partial: bool = False
 ) -> tuple[str, Pictures]:
-    """The page's Markdown, and what makes its pictures: SVG by file name.
+    """Returns the page's Markdown, and functions that draw its pictures: SVG by file name.
 
     Args:
         plans: recorded ones by name.
         compiling: what benchmarks/compile_time.py recorded.
-        partial: leave out what plans are missing for, and say so.
+        partial: leave out sections whose plans are missing, and say so.
 
     Raises:
         MissingGoldens: some are, and not `partial`; or all are.

@@ -1,6 +1,6 @@
-"""What the GShard paper (arXiv:2006.16668) measured or says, as data, each with where it stands.
+"""The figures and statements of the GShard paper (arXiv:2006.16668) as data, each with its place in the paper.
 
-Figures 7 to 9 are used for what the text says of them; nothing is read off their axes.
+Of figures 7 to 9 only what the text says is used; nothing is read off their axes.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Why ours and the paper's differ, in plain words, and from what difference on the page says so."""
+"""Why our figures and the paper's differ, and from which difference on the page says so."""
 
 # Ratios from which, and differences of shares (of 1) or exponents from which, a line is printed.
 RATIO = 1.25
@@ -9,52 +9,52 @@ EXPONENT = 0.1
 
 REASONS = {
     "faster": (
-        "Our times are estimates of a step in which nothing waits: each operation runs at its roofline "
-        "or at the compiler's own count of cycles, the network does as its model says, and input, host, "
-        "stragglers and checkpoints cost nothing. The compiler is also a later one than the paper's."
+        "Our times are estimates without any waiting: each operation runs at its roofline "
+        "or at the compiler's own count of cycles, the network behaves like its model, and input, host, "
+        "stragglers and checkpoints cost nothing. The compiler is also newer than the paper's."
     ),
     "slower": (
         "Our estimate overlaps no communication with arithmetic, and takes for each operation the slower "
-        "of roofline and the compiler's count. The paper does not say how long its rows are, nor whether "
-        "its tokens a batch are the target's alone, as we count them, with as many source tokens beside: "
-        "if it counts both, its step does half of what ours does. Nor do the paper's rows agree among "
-        "themselves: by them a core with 128 experts takes 2.6 times the tokens a second of one with 512, "
-        "at the same arithmetic a token; larger groups of tokens save only some of what a step costs."
+        "of roofline and the compiler's count. The paper states neither the length of its rows nor whether "
+        "its tokens a batch are target tokens only, as we count them, with the same number of source tokens: "
+        "if it counts both, its step does half the work of ours. The paper's rows also disagree with each "
+        "other: by them a core with 128 experts processes 2.6 times the tokens a second of one with 512, "
+        "at the same arithmetic a token; larger groups of tokens save only part of a step's cost."
     ),
     "dense": (
-        "The paper trained it with GPipe, a pipeline whose stages wait for each other; ours is cut along "
+        "The paper trained it with GPipe, a pipeline whose stages wait for each other; ours is sharded along "
         "rows and inside layers, and estimated. Its groups of devices that sum gradients interleave and "
-        "share links, which the model of the network, with groups in boxes of their own, leaves out."
+        "share links; the interconnect model ignores this, because it assumes separate boxes for groups."
     ),
     "compile_time": (
-        "The program is the same but for its shapes; what grows is inside the compiler, which lays out "
-        "larger tensors and a longer list of devices."
+        "The program is the same except for its shapes; the growth is inside the compiler, which lays out "
+        "larger tensors and handles a longer list of devices."
     ),
     "memory": (
-        "Besides the experts, of which a core has one in any case, a core holds what grows with their "
-        "number: the router's weights and logits, M x E and S x E, and, with 2048 experts, slots that the "
-        "paper's formula would not give: the capacity C does not go below a minimum of 4."
+        "A core always holds one expert, but other buffers grow with the number of experts: "
+        "the router's weights and logits, M x E and S x E, and, with 2048 experts, more slots than the "
+        "paper's formula gives: the capacity C has a minimum of 4."
     ),
     "rematerialized": (
-        "Here every block is recomputed in the backward pass at every depth, so that what is kept grows "
-        "with the number of blocks; the paper's compiler began to recompute only where memory ran out."
+        "Here every block is recomputed in the backward pass at every depth, so the kept activations grow "
+        "with the number of blocks; the paper's compiler began to recompute only when memory ran out."
     ),
     "roofline": (
-        "The paper's share is of a measured time, with all that a roofline leaves out; ours is of an "
-        "estimated one, which leaves most of it out too."
+        "The paper's share is of a measured time, which includes everything that a roofline ignores; ours is "
+        "of an estimated time, which ignores most of it too."
     ),
     "dispatch": (
-        "The paper names dispatch and combine as its share of communication by AllToAll, and measured it. "
-        "Ours is what the model of the network says, for links that carry nothing else and lose nothing."
+        "The paper measured dispatch and combine, and gives them as its share of communication by AllToAll. "
+        "Ours comes from the interconnect model, whose links carry nothing else and lose nothing."
     ),
     "step_ratio": (
-        "Ours compares equal tokens a core, and estimates. With 2048 experts the capacity's minimum of 4 "
-        "gives each expert more slots to compute and to send than the paper's formula does, and the masks "
-        "of gating and dispatch cost what the compiler's code for them moves through memory."
+        "Ours is estimated for equal tokens a core. With 2048 experts the capacity's minimum of 4 "
+        "gives each expert more slots to compute and to send than the paper's formula, and the masks "
+        "of gating and dispatch cost the memory traffic of the compiler's code for them."
     ),
     "exponent": (
-        "The model counts links and hops. A small slice has no wrapped torus, and latency weighs more in "
-        "small messages than in large ones, which bends the line that the exponent is fitted to."
+        "The model counts links and hops. A small slice has no wrapped torus, and latency matters more for "
+        "small messages than for large ones, which bends the line that the exponent is fitted to."
     ),
     "parameters": (
         "The paper's other figures are a third and quarters of its 600 billion, so it rounded and divided; "
@@ -64,8 +64,8 @@ REASONS = {
 }
 
 CAPACITY = (
-    "as a group's capacity for an expert does not go below 4 slots, and the paper's formula would give fewer "
-    "where experts are as many as a group's tokens."
+    "as a group's capacity for an expert is at least 4 slots, and the paper's formula would give fewer "
+    "if a group has as many experts as tokens."
 )
 
 

@@ -1,4 +1,4 @@
-"""Which plans the page on reproduction rests on, by name, and which name each figure reads.
+"""Names the plans that the page on reproduction uses, and the plans of each figure.
 
 A name is also that of the recorded plan, docs/plans/<name>.json. A plan that several figures show is
 made once.

@@ -1,4 +1,4 @@
-"""The page's sections on what grows with the number of devices: figures 2, 7, 8 and 9."""
+"""The page's sections on scaling with the number of devices: figures 2, 7, 8 and 9."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -105,7 +105,7 @@ def figure7(plans: Plans) -> Section:
     most = max(flat, key=lambda label: flat[label])
     lines = [
         f"The compiler's own figures for a core of {text.gib(limit)}, an expert and 2048 target tokens on each; of "
-        "a program that does not fit, what it asks for.",
+        "a program that does not fit, the memory that it needs.",
         "",
         *text.table(head, rows),
         *text.picture(MEMORY, "memory of a core by experts, for 12, 36 and 60 layers"),
@@ -224,7 +224,7 @@ def _exchanges(plan: Plan, moe_layers: int) -> str:
 
 
 def _capacity(ratio: float, few: int, many: int) -> list[str]:
-    """Why experts take longer where there are more of them, if they do."""
+    """Why the experts' time grows with their number, if it does."""
     if ratio <= reasons.RATIO:
         return []
     return [
@@ -324,8 +324,8 @@ def figure9() -> Section:
     shown = [f"{devices[i]:,} devices, µs" for i in (0, len(devices) // 2, -1)]
     top = Topology.parse(f"v3:{_TORI[-1]}")
     out = [
-        "**A model, not a measurement**: the paper measured these on its machine; ours are what the model of the "
-        "network says that all other sections reckon with, from links and hops.",
+        "**A model, not a measurement**: the paper measured these on its machine; ours are computed by the "
+        "interconnect model, from links and hops, which all other sections use.",
         "",
         *(f"> {line}" for line in network.describe(top).splitlines()),
         "",

@@ -1,4 +1,4 @@
-"""Pieces of Markdown that the page's sections are made of."""
+"""Writes the pieces of Markdown of the page's sections."""
 
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -12,9 +12,9 @@ class Finding:
     """A row of the page's summary.
 
     Attributes:
-        claim: in words, with where it stands.
+        claim: in words, with its place in the paper.
         paper, ours: the figures.
-        kind: 'exact', 'estimated', 'model', 'timed': how ours was come by.
+        kind: 'exact', 'estimated', 'model' or 'timed': the source of our figure.
     """
 
     claim: str

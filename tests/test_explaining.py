@@ -352,7 +352,7 @@ def test_explaining_leaves_a_program_as_it_was():
         ),
         (
             lambda: explain(lower(lambda x: x, [_spec(4)], MESH), [_spec(4)]),
-            "arg_specs and mesh are of a function",
+            "arg_specs and mesh are for a function",
         ),
         (lambda: explain("step.program"), "'step.program' is neither a program nor a function"),
         (lambda: explain(moe, MOE_SPECS[0], MESH), "arg_specs is a list .* got .*TensorSpec"),

@@ -14,7 +14,7 @@ from lingvo_moe.core import checks, kernels, registry
 from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.hyperparams import ParamError, Params
 from lingvo_moe.core.kernels import tensorflow
-from lingvo_moe.core.moe.routers.registry import ROUTERS
+from lingvo_moe.core.moe.registry import ROUTERS
 from lingvo_moe.core.optimizers.base import Optimizer
 from lingvo_moe.core.optimizers.schedules import Schedule
 from lingvo_moe.core.sharding import single_device, use_mesh
@@ -58,7 +58,8 @@ def _is_numeric(check):
 @functools.cache
 def _numeric(variant):
     p = registry.GetParams("mt.M4Tiny", _override(variant))
-    return [path for path, owner, name in _leaves(p) if _is_numeric(owner.Range(name))]
+    leaves = [leaf for leaf in _leaves(p) if not p.WhyDerived(leaf[0])]
+    return [path for path, owner, name in leaves if _is_numeric(owner.Range(name))]
 
 
 def _override(*parts):

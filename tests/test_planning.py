@@ -201,7 +201,7 @@ def test_the_command_compares_recorded_plans(tmp_path):
         (["--model=mt.M4Tiny"], "--model and --topology go together"),
         ([], "nothing to do"),
         (["--model=mt.M4Tiny", "--topology=v3:2x2", "--what=x"], "must be one of train, decode"),
-        ([f"--compare={GOLDEN}", "--output=x.json"], "--output is of a new plan"),
+        ([f"--compare={GOLDEN}", "--output=x.json"], "--output is for a new plan"),
         (
             ["--model=mt.M4Tiny", "--topology=v3:2x2", "--token_budget=inf"],
             "must be a positive number",

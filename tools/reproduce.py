@@ -1,4 +1,4 @@
-"""Writes docs/reproduction.md: the paper's systems claims beside plans of the same models.
+"""Writes docs/reproduction.md, which compares the paper's systems claims with plans of the same models.
 
     python -m tools.reproduce                     # the page and its pictures, from recorded plans
     python -m tools.reproduce --plans             # makes every plan again and compares: hours

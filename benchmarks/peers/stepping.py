@@ -49,14 +49,14 @@ def serve(step, **about):
     Args:
         step: takes one step and returns when it is done; where it returns a dict, that goes into the
             answer.
-        about: told when the contender is ready.
+        about: printed when the contender is ready.
     """
     # What NumPy's arrays held before the framework copied them is no memory of the layer's.
     ctypes.CDLL(None).malloc_trim(0)
     for _ in range(2):
         step()
     with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak of memory starts anew
+        file.write("5")  # resets the peak of memory
     print("ready", json.dumps(about), flush=True)
     for _ in sys.stdin:
         wall, cpu = time.perf_counter(), time.process_time()

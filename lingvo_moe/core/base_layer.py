@@ -19,33 +19,42 @@ from lingvo_moe.core.sharding.letters import ACTIVATION_LETTERS, WEIGHT_LETTERS
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
-# What a child takes from its parent where its own Params leave it open.
+# Parameters that a child takes from its parent where its own Params leave them open.
 _INHERITED = ("dtype", "fprop_dtype", "activation_split", "weight_split")
 
 
-# Methods whose operations carry the layer's path in their names.
-_SCOPED = (
-    "FProp",
-    "ExtendStep",
-    "PrecomputeMemory",
-    "InitCache",
-    "Dispatch",
-    "Combine",
-    "GroupedFProp",
-)
+def scoped(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's method whose operations carry the layer's path in their names, in whichever scope it is called.
+
+    For methods that compute with `theta` or a routing. A method that overrides a scoped one, as every FProp does, is
+    scoped without the decorator.
+    """
+
+    @functools.wraps(method)
+    def run(self: "BaseLayer", *args: Any, **kwargs: Any) -> Any:
+        with name_scope(self.path):
+            return method(self, *args, **kwargs)
+
+    run.scoped = True  # type: ignore[attr-defined]
+    return run
+
+
+def name_scope(path: str) -> Any:
+    """The name scope of a dotted path, from the root whatever scope is open."""
+    return tf.name_scope(path.replace(".", "/") + "/")
 
 
 @dataclass(frozen=True)
 class WeightParams:
-    """What a layer asks for with CreateVariable.
+    """A variable as a layer declares it with CreateVariable.
 
     Attributes:
         shape: static.
         letters: one einsum letter per dimension, e.g. 'EMH'; the sharding follows from them.
         init: WeightInit.
         dtype: None takes the layer's.
-        trainable: False for state that no gradient changes. It stays as it is, but where a layer
-            returns its next value: see BaseTask.FProp.
+        trainable: False for state that no gradient changes. Unchanged unless a layer returns a new value in
+            `updates`: see BaseTask.FProp.
     """
 
     shape: tuple[int, ...]
@@ -104,21 +113,24 @@ class BaseLayer:
 
     A subclass defines its Params, creates children and variables in `__init__`, and computes in
     `FProp(theta, ...)`, where `theta` is a NestedMap of tensors that mirrors the children and
-    variables. Nothing is allocated and no state is kept. What it computes is named after it: in a
-    compiled program, each operation's name holds the path of the layer that it came from.
+    variables. Nothing is allocated and no state is kept. In a compiled program, each operation's name holds the
+    path of the layer that made it: see `scoped`.
     """
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        for name in _SCOPED:
-            if name in cls.__dict__:
-                setattr(cls, name, _scoped(cls.__dict__[name]))
+        for name, method in list(vars(cls).items()):
+            overridden = getattr(super(cls, cls), name, None)
+            if getattr(overridden, "scoped", False) and not getattr(method, "scoped", False):
+                setattr(cls, name, scoped(method))
 
     @classmethod
     def Params(cls) -> InstantiableParams:
         """The hyperparameters, with defaults."""
         p = InstantiableParams(cls)
-        p.Define("name", "", "The layer's name; a parent sets it for its children.")
+        p.Define(
+            "name", "", "The layer's name; a parent sets it for its children.", parent_sets=True
+        )
         p.Define(
             "dtype",
             None,
@@ -254,6 +266,7 @@ class BaseLayer:
 
     # --- helpers for FProp
 
+    @scoped
     def FProp(self, theta: NestedMap, *args: Any, **kwargs: Any) -> Any:
         """The forward computation."""
         raise NotImplementedError(f"{type(self).__name__}.FProp")
@@ -275,19 +288,3 @@ class BaseLayer:
     def FoldSeed(self, seed: tf.Tensor | None, name: str | int | tf.Tensor) -> tf.Tensor | None:
         """The seed of a child or a purpose; None stays None (inference)."""
         return None if seed is None else randomness.fold_in(seed, name)
-
-
-def _scoped(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method, run in the name scope of its layer's path, whichever scope it is called in."""
-
-    @functools.wraps(method)
-    def run(self: BaseLayer, *args: Any, **kwargs: Any) -> Any:
-        with name_scope(self.path):
-            return method(self, *args, **kwargs)
-
-    return run
-
-
-def name_scope(path: str) -> Any:
-    """The name scope of a dotted path, from the root whatever scope is open."""
-    return tf.name_scope(path.replace(".", "/") + "/")

@@ -1,4 +1,4 @@
-"""Classes by name: text such as `type/my.module/MyRouter` in Params and overrides.
+"""Classes by name: text such as `type/my.module/MyRouter` in Params and overrides, and short names such as `top2`.
 
 Importing a module runs its code. So text that the user typed may name any class, and text that somebody else may have
 written, a run's, only the classes of this package.
@@ -6,6 +6,7 @@ written, a run's, only the classes of this package.
 
 import importlib
 import re
+from collections.abc import Iterator, Mapping
 
 TRUST_RUN_HELP = (
     "import classes that the run names outside lingvo_moe; they are code by whoever made the run"
@@ -13,6 +14,24 @@ TRUST_RUN_HELP = (
 
 _OWN = __name__.partition(".")[0]
 _OWN_MODULE = re.compile(rf"{_OWN}(\.[A-Za-z_][A-Za-z0-9_]*)+")
+
+
+class ClassesByName(Mapping[str, type]):
+    """Classes by short names; a class is imported when it is asked for."""
+
+    def __init__(self, paths: Mapping[str, str]):
+        """`paths` gives for each name the module and the class, 'package.module.Class'."""
+        self._paths = dict(paths)
+
+    def __getitem__(self, name: str) -> type:
+        module, _, cls = self._paths[name].rpartition(".")
+        return getattr(importlib.import_module(module), cls)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
 
 
 def any_class(text: str) -> type:

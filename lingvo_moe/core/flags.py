@@ -128,8 +128,9 @@ class Flags(flags.FlagValues):
         help: str,
         required: bool = False,
     ) -> None:
-        """Defines a flag that takes one of some values."""
-        self._Define(name, default, help, _checked(str, checks.one_of(enum_values)), required)
+        """Defines a flag that takes one of some values; with the default "" also "", which leaves the choice open."""
+        parser = _checked(str, checks.one_of(enum_values), may_be_empty=default == "")
+        self._Define(name, default, help, parser, required)
 
     def DEFINE_list(self, name: str, default: Sequence[str] | None, help: str) -> None:
         """Defines a flag that takes comma-separated names; its value is a tuple."""
@@ -310,10 +311,12 @@ class _Parser(flags.ArgumentParser[Any]):
         return self._kind
 
 
-def _checked(convert: type, check: checks.Check) -> _Parser:
+def _checked(convert: type, check: checks.Check, may_be_empty: bool = False) -> _Parser:
     """The parser of one value of a type, in a range."""
 
     def read(given: Any) -> Any:
+        if may_be_empty and given == "":
+            return given
         try:
             value = convert(given)
         except (ValueError, OverflowError):

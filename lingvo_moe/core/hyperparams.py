@@ -8,8 +8,6 @@ A value is checked whenever it is set. The default itself may always be set, eve
 means that a parent sets the value. `Instantiate` checks all values again, including defaults.
 """
 
-import ast
-import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
@@ -18,13 +16,15 @@ from lingvo_moe.core import checks
 from lingvo_moe.core.checks import ParamError as ParamError
 from lingvo_moe.core.class_names import any_class
 from lingvo_moe.core.param_paths import item_at, parse_indices, with_item
+from lingvo_moe.core.param_text import chosen, from_text, shown, to_text
 from lingvo_moe.core.suggest import did_you_mean
 
 
 class _Param:
-    """One defined name: its value, its default, its help, classes that it may be set to by name, its check."""
+    """One defined name: its value, its default, its help, classes that it may be set to by name, its check, and
+    whether a parent sets it."""
 
-    __slots__ = ("check", "choices", "default", "description", "value")
+    __slots__ = ("check", "choices", "default", "description", "parent_sets", "value")
 
     def __init__(
         self,
@@ -32,11 +32,12 @@ class _Param:
         description: str,
         choices: Mapping[str, type] | None,
         check: checks.Check | None,
+        parent_sets: bool = False,
     ):
         self.default = copy.deepcopy(default)
         self.value = default
         self.description = description
-        self.choices = choices
+        self.choices, self.parent_sets = choices, parent_sets
         self.check = check or _check_for(default, choices)
 
     def WhyNot(self, value: Any) -> str:
@@ -58,6 +59,7 @@ class Params:
 
     def __init__(self) -> None:
         self.__dict__["_params"] = {}
+        self.__dict__["_derived"] = {}
         self.__dict__["_frozen"] = False
 
     # --- defining and reading
@@ -69,6 +71,7 @@ class Params:
         description: str,
         choices: Mapping[str, type] | None = None,
         check: checks.Check | None = None,
+        parent_sets: bool = False,
     ) -> None:
         """Adds a name with its default and help.
 
@@ -80,6 +83,7 @@ class Params:
                 takes in place of Params.
             check: the values that it may have; None: those of the default's type (any, for None). The
                 default itself need not pass.
+            parent_sets: whether Params of a class that hold these Params as a part set it, whatever it is.
 
         Raises:
             AttributeError: the name is defined already, is not an identifier, or the Params are
@@ -90,7 +94,28 @@ class Params:
             raise AttributeError(f"{name!r} cannot name a parameter: use a new identifier")
         if name in self._params:
             raise AttributeError(f"parameter {name!r} is defined already")
-        self._params[name] = _Param(default, description, choices, check)
+        self._params[name] = _Param(default, description, choices, check, parent_sets)
+
+    def Derive(self, path: str, *sources: str) -> None:
+        """Declares that the class which these Params configure sets a parameter of one of its parts.
+
+        What the user sets there would have no effect, so it is refused, and texts leave it out.
+
+        Args:
+            path: of the parameter, below these Params; it need not be there.
+            sources: names of the parameters that it is set from.
+        """
+        self._derived[path] = sources
+
+    def WhyDerived(self, path: str) -> str:
+        """Why a parameter cannot be set from here, as a phrase; '' for one that can."""
+        sources = self._sources(path)
+        if sources is None:
+            return ""
+        if not sources:
+            return "has no effect: a part has the name of its place in the model"
+        of = " or ".join(sources)
+        return f"has no effect: the model sets it from {of}; set that"
 
     def Delete(self, *paths: str) -> Self:
         """Removes names, by dotted path. Returns self."""
@@ -115,7 +140,7 @@ class Params:
         param = self._params[name]
         why = param.WhyNot(value)
         if why:
-            raise ParamError(name, _shown(value), why)
+            raise ParamError(name, shown(value), why)
         param.value = value
 
     def __contains__(self, name: str) -> bool:
@@ -141,7 +166,7 @@ class Params:
     def IsDefault(self, path: str) -> bool:
         """Whether the value there is the one that Define gave."""
         param = self._param(path)
-        return _to_text(param.value) == _to_text(param.default)
+        return to_text(param.value) == to_text(param.default)
 
     def Set(self, **values: Any) -> Self:
         """Sets several names at once; a dotted path can be passed as `**{'a.b': 1}`. Returns self.
@@ -165,11 +190,13 @@ class Params:
         """A deep copy that can be changed."""
         out = copy.copy(self)
         out.__dict__["_params"] = {}
+        out.__dict__["_derived"] = dict(self._derived)
         out.__dict__["_frozen"] = False
         for name, param in self._params.items():
             fresh = _Param.__new__(_Param)
             fresh.default, fresh.description = param.default, param.description
             fresh.choices, fresh.check = param.choices, param.check
+            fresh.parent_sets = param.parent_sets
             fresh.value = _copy_value(param.value)
             out._params[name] = fresh
         return out
@@ -191,10 +218,6 @@ class Params:
                 inner.Freeze()
         return self
 
-    @property
-    def is_frozen(self) -> bool:
-        return self._frozen
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Params) and self.ToText() == other.ToText()
 
@@ -203,8 +226,9 @@ class Params:
     # --- text
 
     def ToText(self) -> str:
-        """One `path : value` line per parameter, sorted; FromText reads it back."""
-        return "".join(f"{path} : {_to_text(value)}\n" for path, value in sorted(_leaves(self, "")))
+        """One `path : value` line per parameter that can be set, sorted; FromText reads it back."""
+        leaves = [leaf for leaf in sorted(_leaves(self, "")) if self._sources(leaf[0]) is None]
+        return "".join(f"{path} : {to_text(value)}\n" for path, value in leaves)
 
     def FromText(self, text: str) -> Self:
         """Sets values from `path : value` (or `path = value`) lines; `#` starts a comment line.
@@ -256,15 +280,17 @@ class Params:
         """
         parent, _, last = path.rpartition(".")
         try:
+            if why := self.WhyDerived(path):
+                raise ParamError(path, text, why)
             if last == "cls" and parent and text.startswith("type/"):
                 self._set_class(parent, find_class(text))
                 return
             owner, name = self._resolve(path)
             param = owner._params.get(name)
             if param is not None and param.choices is not None:
-                value = _chosen(text, param.choices, isinstance(param.value, str))
+                value = chosen(text, param.choices, isinstance(param.value, str))
             else:
-                value = _from_text(text, self.Get(path), find_class)
+                value = from_text(text, self.Get(path), find_class)
             self._assign(path, value)
         except ParamError as e:
             raise e.At(path, text, where) from None
@@ -309,21 +335,54 @@ class Params:
                 f"cannot change {name!r}: these Params are frozen; Copy() them first"
             )
 
+    def _Holds(self, path: str) -> bool:
+        """Whether there is a parameter at a path."""
+        try:
+            self._resolve(path)
+        except AttributeError:
+            return False
+        return True
+
     def _unknown(self, name: str) -> str:
         return f"no parameter {name!r}{did_you_mean(name, self._params)}"
 
     def _assign(self, path: str, value: Any) -> None:
+        if why := self.WhyDerived(path):
+            raise ParamError(path, shown(value), why)
         owner, last = self._resolve(path)
         name, indices = parse_indices(last)
         item_at(getattr(owner, name), indices, path)
         try:
             setattr(owner, name, with_item(getattr(owner, name), indices, value))
         except ParamError as e:
-            raise e.At(path, _shown(value)) from None
+            raise e.At(path, shown(value)) from None
 
     def _param(self, path: str) -> _Param:
         owner, name = self._resolve(path)
         return owner._params[parse_indices(name)[0]]
+
+    def _sources(self, path: str) -> tuple[str, ...] | None:
+        """The parameters that the one at a path is set from, none for a part's name; None where it can be set."""
+        parts = path.split(".")
+        owner: Any = self
+        for i, part in enumerate(parts):
+            prefix, rest = parts[:i], ".".join(parts[i:])
+            if rest in owner._derived:
+                sources = (".".join((*prefix, source)) for source in owner._derived[rest])
+                return tuple(s for source in sources for s in self._sources(source) or (source,))
+            if i == len(parts) - 1:
+                break
+            name, indices = parse_indices(part)
+            try:
+                inner = item_at(getattr(owner, name), indices, path)
+            except AttributeError:
+                return None
+            if not isinstance(inner, Params):
+                return None
+            of_class, owner = isinstance(owner, InstantiableParams), inner
+        param = owner._params.get(parts[-1])
+        is_part = len(parts) > 1 and of_class
+        return () if param is not None and param.parent_sets and is_part else None
 
     def _resolve(self, path: str) -> tuple["Params", str]:
         """The Params that own the last part of a dotted path, and that part."""
@@ -352,13 +411,17 @@ class InstantiableParams(Params):
         """`cls(self, **kwargs)`, once all values are checked, defaults included.
 
         Raises:
-            ParamError: a value that cannot be. Nested Params are checked when they are instantiated.
+            ParamError: a value that cannot be, or one that would have no effect. Nested Params are checked when they
+                are instantiated.
         """
+        of = self.name if "name" in self and self.name else self.cls.__name__
         for name, param in self._params.items():
             why = param.check(param.value)
             if why:
-                of = self.name if "name" in self and self.name else self.cls.__name__
-                raise ParamError(f"{of}.{name}", _shown(param.value), why)
+                raise ParamError(f"{of}.{name}", shown(param.value), why)
+        for path in self._derived:
+            if self._Holds(path) and not self.IsDefault(path):
+                raise ParamError(f"{of}.{path}", shown(self.Get(path)), self.WhyDerived(path))
         return self.cls(self, **kwargs)
 
 
@@ -407,63 +470,5 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def _shown(value: Any) -> str:
-    """A value in a message."""
-    if isinstance(value, Params):
-        return f"{type(value).__name__} of {len(value._params)} parameters"
-    try:
-        return _to_text(value)
-    except ValueError:  # an integer of more digits than Python writes
-        return f"an integer of {value.bit_length()} bits"
-
-
-def _to_text(value: Any) -> str:
-    if isinstance(value, type):
-        return f"type/{value.__module__}/{value.__qualname__}"
-    if isinstance(value, dict):
-        return repr(dict(value))
-    return repr(value)
-
-
 def _classes_first(path: str) -> tuple[bool, int]:
     return not path.endswith(".cls"), path.count(".") if path.endswith(".cls") else 0
-
-
-def _chosen(text: str, choices: Mapping[str, type], by_name: bool) -> Any:
-    """The Params of the class of that name, or the name itself; None for 'None'."""
-    name = text.strip("'\"")
-    if name == "None":
-        return None
-    if name not in choices:
-        raise ValueError(
-            f"no such choice: {name!r}{did_you_mean(name, choices)}; a class of your own goes to .cls, as "
-            "type/module/Class"
-        )
-    return name if by_name else choices[name].Params()  # type: ignore[attr-defined]
-
-
-def _from_text(text: str, current: Any, find_class: Callable[[str], type]) -> Any:
-    if isinstance(current, type) or text.startswith("type/"):
-        return find_class(text)
-    if isinstance(current, str) and text[:1] not in "'\"":
-        return text
-    if isinstance(current, bool) and text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        if current is None:
-            return text
-        hint = ""
-        if isinstance(current, (list, tuple)):
-            parts = [part.strip(" '\"[]()") for part in text.split(",")]
-            hint = f"; did you mean {[part for part in parts if part]}?".replace("', '", "','")
-        raise ValueError(f"does not read as {type(current).__name__}{hint}") from None
-    if isinstance(current, float) and isinstance(value, int) and not isinstance(value, bool):
-        with contextlib.suppress(OverflowError):  # an integer that no float holds is refused below
-            return float(value)
-    if isinstance(current, tuple) and isinstance(value, list):
-        return tuple(value)
-    if current is not None and type(value) is not type(current):
-        raise ValueError(f"is of type {type(value).__name__}, expected {type(current).__name__}")
-    return type(current)(value) if isinstance(current, dict) else value

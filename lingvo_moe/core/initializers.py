@@ -1,5 +1,4 @@
-"""Initial values of variables: descriptions first (`WeightInit`), tensors only when a program
-computes them."""
+"""Initial values of variables: descriptions (`WeightInit`), from which a program computes tensors."""
 
 import math
 from collections.abc import Sequence
@@ -48,8 +47,7 @@ class WeightInit:
 
     @classmethod
     def FanIn(cls, fan_in: int) -> "WeightInit":
-        """Truncated Gaussian with standard deviation 1/sqrt(fan_in): what every projection here
-        uses."""
+        """Truncated Gaussian with standard deviation 1/sqrt(fan_in), as every projection here has."""
         return cls("truncated_gaussian", 1 / math.sqrt(fan_in))
 
     @classmethod

@@ -1,4 +1,4 @@
-"""A shuffled order that needs no memory: a keyed permutation of range(n), evaluated where it is asked for.
+"""A shuffled order without memory: a keyed permutation of range(n), evaluated at any positions.
 
 A Feistel network permutes the numbers of 2b bits that cover n; values that fall outside are sent through again
 ("cycle walking"), so what remains is a permutation of range(n). Shuffling a corpus of any size is then O(1) memory,

@@ -1,13 +1,13 @@
-"""Stateless random numbers that partition: a value depends on its seed and its place, never on the
+"""Stateless random numbers that XLA can partition: a value depends on its seed and its position, never on the
 devices.
 
 TensorFlow's own stateless generators become one opaque XLA operation that a partitioner can only
-replicate, so a dropout mask for a whole pod's batch would be made on every device. Here a hash of
-the seed and of each place, keyed twice, is spelled out in elementwise operations on an iota, which
-XLA splits like any other elementwise computation. It is short because a model draws at some forty
-places, each compiled for forward, recomputation and backward: with Threefry-2x32-13 in its place, a
-third of the time that a training step compiles was the generator's. It is meant for dropout,
-routing and initial values, not for cryptography.
+replicate, so every device would compute the dropout mask of the whole batch. Here a hash of the seed and
+of each position, keyed twice, is written as elementwise operations on an iota, which XLA partitions like
+any other elementwise computation. It is short because a model draws at some forty places, each compiled
+for forward, recomputation and backward: with Threefry-2x32-13 instead, a third of a training step's
+compile time was the generator's. It is meant for dropout, routing and initial values, not for
+cryptography.
 
 A seed is an int32 tensor of shape [2]. `seed=None`, where a layer takes it, means inference:
 nothing random happens.
@@ -32,7 +32,7 @@ def fold_in(seed: tf.Tensor, data: int | str | tf.Tensor) -> tf.Tensor:
     """A new seed, int32 [2], from a seed and a name, a number or a scalar integer tensor.
 
     A vector of n integers gives n seeds, [n, 2]. Names, of which a model folds hundreds, take three
-    operations: all that they do is to tell seeds apart, and what draws from a seed mixes it.
+    operations: they only make seeds differ; drawing from a seed mixes its bits.
     """
     if isinstance(data, str):
         name = data.encode()
@@ -49,7 +49,7 @@ def fold_in(seed: tf.Tensor, data: int | str | tf.Tensor) -> tf.Tensor:
 def bits(seed: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
     """Uniform uint32 of a static shape.
 
-    With seeds [n, 2] the first dimension must be n, and slice i is what seed i alone gives for the
+    With seeds [n, 2] the first dimension must be n, and slice i equals the result of seed i alone for the
     rest of the shape.
 
     Raises:
@@ -88,7 +88,7 @@ def uniform(seed: tf.Tensor, shape: Sequence[int], dtype: tf.DType = tf.float32)
 
 
 def normal(seed: tf.Tensor, shape: Sequence[int], dtype: tf.DType = tf.float32) -> tf.Tensor:
-    """Standard normal floats (beyond 4.9 deviations cut off), by the inverse error function."""
+    """Standard normal floats, truncated at 4.9 deviations, by the inverse error function."""
     return _inverse_normal(uniform(seed, shape), 1.0 - 2.0**-20, dtype)
 
 
@@ -117,7 +117,7 @@ def kept(
 
 
 def _bits_of_rows(seed: tf.Tensor, rows: tf.Tensor, width: int) -> tf.Tensor:
-    """uint32 [..., width]: what `bits(seed, [n, width])` has in rows of these numbers, int32 [...]."""
+    """uint32 [..., width]: rows of `bits(seed, [n, width])`, by their numbers, int32 [...]."""
     k0, k1 = _keys(seed)
     number = tf.bitcast(rows, tf.uint32)[..., tf.newaxis]
     row = _mix(_xor(k0, number * _word(0x9E3779B1)))
@@ -138,8 +138,8 @@ def _keys(seed: tf.Tensor) -> list[tf.Tensor]:
 def _mix(x: tf.Tensor) -> tf.Tensor:
     """Thomas Wang's 32-bit hash: a bijection of shifts, sums and xors.
 
-    No products: a TPU has none of 32-bit integers, and what XLA writes in their place takes longer
-    to compile than the rest of the model.
+    No products: a TPU has none of 32-bit integers, and XLA's replacement for them takes longer to compile
+    than the rest of the model.
     """
     left = tf.bitwise.left_shift
     x = tf.bitwise.invert(x) + left(x, _word(15))

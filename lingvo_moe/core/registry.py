@@ -115,7 +115,10 @@ def GetExperiment(name: str) -> type[Experiment]:
 
 
 def GetParams(
-    name: str, override: str = "", find_class: Callable[[str], type] = any_class
+    name: str,
+    override: str = "",
+    find_class: Callable[[str], type] = any_class,
+    skip_derived: bool = False,
 ) -> Params:
     """The Params of an experiment: `task`, `input` and `train`, with overrides applied.
 
@@ -127,6 +130,8 @@ def GetParams(
             or with spaces at its ends, is written as a Python string literal.
         find_class: gives the class that 'type/module/Class' in a value names; `own_class` of class_names.py for
             text that the user did not type.
+        skip_derived: whether to pass over parameters that would have no effect, which older versions took, instead of
+            refusing them.
 
     Raises:
         RegistryError: no such experiment, an unknown path, or a value of another type.
@@ -137,6 +142,8 @@ def GetParams(
     p.Define("input", experiment.Input(), "The data.")
     p.Define("train", experiment.Train(), "The run.")
     for path, value in _split_override(override):
+        if skip_derived and p.WhyDerived(path):
+            continue
         try:
             p.SetFromText(path, value, find_class=find_class)
         except ParamError as e:

@@ -250,7 +250,9 @@ class RunDir:
         found = self.experiment
         find_class = any_class if self._trust_run else own_class
         try:
-            return registry.GetParams(found["model"], found["params_override"], find_class)
+            return registry.GetParams(
+                found["model"], found["params_override"], find_class, skip_derived=True
+            )
         except registry.RegistryError as e:
             raise RunDirError(f"{self.path / _FILE}: {e}") from None
 

@@ -12,8 +12,10 @@ from params.mt.m4 import M4Base
 
 
 class DenseBase(M4Base):
-    """The family's sizes, data and recipe without experts, cut in two ways: rows along `data`; heads,
-    hidden units and vocabulary, with their weights, along `model`."""
+    """The family's sizes, data and recipe without experts, on a mesh of two axes.
+
+    Rows are sharded along `data`; heads, hidden units and vocabulary, with their weights, along `model`.
+    """
 
     EXPERTS = 0
     MESH = ""
@@ -40,8 +42,8 @@ class T96L(DenseBase):
     """T(96L): 2.3B; 2,313,392,128 parameters here.
 
     2048 cores, 4M tokens, 235.5 core-years, 42 days, BLEU 36.9 (+6.1). The paper trained it with
-    GPipe. Here heads, hidden units and vocabulary are cut over 8 cores, since weights and gradients
-    of float32 together would not leave one core's 16 GiB room to work.
+    GPipe. Here heads, hidden units and vocabulary are sharded over 8 cores, since float32 weights and
+    gradients together would leave too little of one core's 16 GiB.
     """
 
     LAYERS = 96

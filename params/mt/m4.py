@@ -19,8 +19,7 @@ ROW_LENGTH = 128
 
 
 class M4Base(registry.Experiment):
-    """What all models of the family share: sizes, data and the Adafactor recipe; the one-axis mesh
-    of the paper."""
+    """The common sizes, data, Adafactor recipe and one-axis mesh of the paper's models."""
 
     LAYERS = 36
     EXPERTS = 2048
@@ -62,8 +61,8 @@ class M4Base(registry.Experiment):
 
 
 def SplitOverExperts(p: InstantiableParams) -> InstantiableParams:
-    """Algorithm 2's partitioning: one mesh axis; batch, groups and experts are cut along it, other
-    weights are copied."""
+    """Algorithm 2's partitioning: batch, groups and experts are sharded along the one mesh axis; other
+    weights are replicated."""
     return p.Set(
         activation_split={"B": "expert", "G": "expert", "E": "expert"},
         weight_split={"E": "expert"},

@@ -17,6 +17,7 @@ def _define() -> Flags:
     flags.DEFINE_boolean("no_windows", False, "leave windows out")
     flags.DEFINE_boolean("quiet", True, "print nothing")
     flags.DEFINE_enum("colour", "red", ("red", "green"), "of the walls")
+    flags.DEFINE_enum("finish", "", ("matt", "gloss"), "of the paint (default: what is in stock)")
     flags.DEFINE_list("rooms", ("hall",), "which rooms")
     flags.DEFINE_parsed("size", None, "of a brush", lambda text: int(text, 36), "base 36")
     with flags.Section("what to use"):
@@ -33,6 +34,7 @@ DEFAULTS = {
     "no_windows": False,
     "quiet": True,
     "colour": "red",
+    "finish": "",
     "rooms": ("hall",),
     "size": None,
     "brush": [],
@@ -51,6 +53,8 @@ DEFAULTS = {
         (["--no_windows", "--noquiet"], {"no_windows": True, "quiet": False}),
         (["--no_windows=true", "--quiet=false"], {"no_windows": True, "quiet": False}),
         (["--colour=green"], {"colour": "green"}),
+        (["--finish=matt"], {"finish": "matt"}),
+        (["--finish=matt", "--finish="], {"finish": ""}),
         (["--rooms=a, b,,c"], {"rooms": ("a", "b", "c")}),
         (["--rooms="], {"rooms": ()}),
         (["--size=zz"], {"size": 35 * 37}),
@@ -94,6 +98,8 @@ def test_a_file_of_flags(tmp_path: Path):
         (["--quiet=perhaps"], "--quiet=perhaps: must be true or false"),
         (["--noquiet=1"], "--noquiet=1 does not take an argument"),
         (["--colour=gren"], "--colour=gren: must be one of red, green (did you mean 'green'?)"),
+        (["--colour="], "--colour=: must be one of red, green"),
+        (["--finish=mat"], "--finish=mat: must be one of matt, gloss (did you mean 'matt'?)"),
         (["--size=?"], "--size=?: invalid literal"),
         (["--house=s3://x"], "--house=s3://x: remote storage is not supported"),
         (["--house=x[1]"], "--house=x[1]: checkpoints and models could not be read"),

@@ -132,6 +132,12 @@ def test_nothing_but_tests_imports_tests() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_a_layer_can_be_read_in_one_sitting() -> None:
+    """The files of this project that the MoE layer imports, directly or not."""
+    files = GRAPH.Closure("lingvo_moe/core/moe/layer.py")
+    assert len(files) <= 25, "\n".join(sorted(files))
+
+
 @pytest.mark.parametrize("path", GRAPH.files)
 def test_files_can_be_read_in_one_sitting(path: str) -> None:
     lines = (ROOT / path).read_text(encoding="utf-8").count("\n")

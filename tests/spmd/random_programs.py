@@ -249,13 +249,14 @@ def random_program(seed: int) -> RandomProgram:
     axes = [(name, size) for name, size in _axes(mesh) if size > 1]
     # Either one mapping of letters, of which some tensors get an annotation, or each tensor its own.
     by_letters = rng.random() < 0.4
-    mapping = _mapping(rng, "".join(letters), axes, sizes) if by_letters else {}
+    least = {letter: _least(letter, sizes, dict(choices)) for letter in letters}
+    mapping = _mapping(rng, "".join(letters), axes, least) if by_letters else {}
     share = rng.choice((0.25, 0.5, 0.8))
     cuts = []
     for name, tensor in named:
         if rng.random() > share:
             continue
-        own = mapping if by_letters else _mapping(rng, tensor, axes, sizes)
+        own = mapping if by_letters else _mapping(rng, tensor, axes, least)
         seen: set[str] = set()
         cut = []
         for letter in tensor:
@@ -284,10 +285,19 @@ def _size(rng: random.Random, letter: str, is_even: bool) -> int:
     return rng.choice(_EVEN if is_even or rng.random() < 0.5 else _UNEVEN)
 
 
+def _least(letter: str, sizes: dict[str, int], choices: dict[str, str]) -> int:
+    """The size of a letter's dimension in the smallest tensor: strides and pooling shrink an image."""
+    size = sizes[letter]
+    if letter not in _SPACE:
+        return size
+    size -= sizes["K"] - 1 if choices["padding"] == "VALID" else 0
+    return size // int(choices["stride"]) // (1 if choices.get("pool", "no") == "no" else 2)
+
+
 def _mapping(
     rng: random.Random, letters: str, axes: list[tuple[str, int]], sizes: dict[str, int]
 ) -> dict[str, Axis]:
-    """Letters to mesh axes, each axis used at most once."""
+    """Letters to mesh axes, each axis used at most once; `sizes` limits the number of parts."""
     found: dict[str, Axis] = {}
     free = list(axes)
     rng.shuffle(free)

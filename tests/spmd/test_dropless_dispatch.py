@@ -187,9 +187,9 @@ def test_masked_over_devices():
         ({"num_experts": 12}, "12 experts do not divide evenly over the 8 devices"),
         (
             {"activation_split": {"B": "expert", "E": "expert"}},
-            "have to be the last of those that cut the tokens",
+            "have to be the last of the axes of the tokens",
         ),
-        ({"activation_split": {"S": "expert"}}, "cuts S along 'expert'"),
+        ({"activation_split": {"S": "expert"}}, "shards S along 'expert'"),
     ],
 )
 def test_what_cannot_be_cut_raises(params, message):

@@ -218,6 +218,20 @@ KNOWN = {
             ),
         ),
     ),
+    # The same beside another batch dimension, as in the gradients of attention whose scores are sharded
+    # over other axes than its heads: n is over a in the operands and over b, as the sum, in the result.
+    "a batch dimension that takes the sum's devices from another": Group(
+        8,
+        (
+            Expression(
+                (
+                    Operand((8, 8, 8), MeshSplit("a:4,b:2", (), (None, "a", "b"))),
+                    Operand((8, 8, 8), MeshSplit("a:4,b:2", (), (None, "a", "b"))),
+                ),
+                (Step(Einsum("bnh,bnh->bn"), MeshSplit("a:4,b:2", (), ("a", "b"))),),
+            ),
+        ),
+    ),
     # c, d and b are summed, d cut along y in both operands, c along x in one and b in the other. One of
     # them is cut as the other is, by an all-to-all, but then only the sum over y is done.
     "a sum over dimensions that the operands cut differently": Group(

@@ -177,7 +177,7 @@ def test_an_open_batch_when_served():
     ("params", "message"),
     [
         ({"num_groups": 12}, r"12 elements, not a multiple of the 8 partitions of axis 'expert'"),
-        ({"activation_split": {"S": "expert"}}, "cuts S along 'expert', .* dispatcher='einsum'"),
+        ({"activation_split": {"S": "expert"}}, "shards S along 'expert', .* dispatcher='einsum'"),
     ],
 )
 def test_what_cannot_be_cut_raises(params, message):

@@ -180,7 +180,7 @@ def test_against_baselines(logdir, scored, corpus, tmp_path, capfd):
     ]
     assert (scored / "comet/hyp.txt").read_text().count("\n") == 36
     assert evaluate.main([*common, *again, "--max_per_language=5"]) == 1
-    assert "has not the 5 sources that are asked for" in capfd.readouterr().err
+    assert "does not have the 5 requested sources" in capfd.readouterr().err
     with pytest.raises(SystemExit):
         evaluate.main([*common, "--resource_bounds=5,7"])
     assert "HIGH must be more than MID" in capfd.readouterr().err

@@ -58,7 +58,7 @@ def test_wrong_numbers_are_shown_and_end_with_an_error(tmp_path, capsys):
     said = capsys.readouterr()
     assert "WRONG NUMBERS" in said.out
     assert "explain: program 'row_sums': XLA's partitioner would compute wrong numbers" in said.err
-    assert "Instead: annotate the result as the operands' batch is cut" in said.err
+    assert "Instead: annotate the result with the sharding of the operands' batch" in said.err
 
 
 @pytest.mark.slow

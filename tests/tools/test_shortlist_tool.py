@@ -76,7 +76,7 @@ def test_it_says_what_it_covers(logdir, corpus, tmp_path, capsys):
     bare.mkdir()
     (bare / "de.tsv").write_text("red\tred\n" * 10)
     assert shortlist.main([*flags, f"--data_dir={bare}"]) == 0
-    assert "coverage was not looked at" in capsys.readouterr().out
+    assert "coverage was not measured" in capsys.readouterr().out
 
 
 def test_it_looks_at_the_run_s_languages(corpus, tmp_path, capsys):
@@ -94,7 +94,7 @@ def test_it_looks_at_the_run_s_languages(corpus, tmp_path, capsys):
     (tmp_path / "dev/de.tsv.gz").unlink()
     (tmp_path / "dev/fi.tsv").unlink()
     assert shortlist.main([*flags, f"--data_dir={tmp_path}"]) == 0
-    assert "coverage was not looked at: " in capsys.readouterr().out
+    assert "coverage was not measured: " in capsys.readouterr().out
 
 
 def test_batch_size_changes_nothing(translator):

@@ -51,12 +51,12 @@ def shard_function(
             named tuples) that returns such a tree. tf.Variables among the arguments come as their
             values, and gradients flow to them. Python numbers, strings and None are constants: each
             value is compiled for itself. Variables that `fn` does not get as arguments cannot be used.
-        in_shardings: None: every device gets all of everything. Else a list with an entry for each
+        in_shardings: None: all arguments are replicated. Else a list with an entry for each
             argument, or a dict by the arguments' names. An entry is None, or for a tensor its
             mapping (a mesh axis, axes or None for each dimension) or a spec with a `.split`, and for
             a tree a tree of entries.
-        out_shardings: the same for the result: how it lies on the devices before it is fetched. None:
-            whole on each. AUTO: as the partitioner likes.
+        out_shardings: the same for the result, before it is fetched. None: replicated. AUTO: the
+            partitioner chooses.
         mesh: by default the one in force when the function is called.
         max_programs: how many signatures are kept; those not used for longest are dropped.
         known_faults: what to do with a program that XLA's partitioner is known to compute wrongly:
@@ -105,7 +105,7 @@ class ShardedFunction:
         self._programs: OrderedDict[Any, _Bound] = OrderedDict()
 
     def __get__(self, instance: Any, owner: Any) -> "ShardedFunction":
-        """Of a class it is no method: `self` would be an argument, and no tensor."""
+        """Refuses to become a method: `self` would be an argument, and it is no tensor."""
         if instance is None:
             return self
         raise ShardingError(

@@ -122,9 +122,14 @@ class Operation:
         return self._engine.Compile(self.program)
 
     def Gradient(self, by: Sequence[int] | None = None) -> "Operation":
-        """Of the floating-point results, by the floating-point ones of the arguments with numbers
-        `by` (by default of all): takes all arguments, then those results' cotangents; the other
-        arguments' gradients are None."""
+        """The gradient of the floating-point results by the floating-point arguments.
+
+        It takes all arguments, then the cotangents of those results. Gradients of other arguments are
+        None.
+
+        Args:
+            by: the numbers of the arguments to differentiate by; by default all.
+        """
         among = range(len(self.args)) if by is None else by
         wanted = tuple(i for i in among if _is_differentiable(self.args[i]))
         if wanted not in self._gradients:

@@ -37,9 +37,9 @@ def lower(
             or a tuple of them.
         arg_specs: for each argument a tree of TensorSpecs or VariableSpecs.
         mesh: is in force while `fn` is traced; its devices are numbered in order.
-        results: how results are cut. None: a result whose argument of the same number is donated as
-            that argument, all others whole on every device. AUTO: as the partitioner likes. Else a
-            tree of specs in the structure of the results.
+        results: the shardings of results. None: a result whose argument of the same number is donated is
+            sharded like that argument, all others are replicated. AUTO: the partitioner chooses. Else
+            a tree of specs in the structure of the results.
         donate: numbers of arguments, e.g. (0,) for the state, whose memory the results take over.
             Result i then has to have the structure, shapes and dtypes of argument i.
         name: of the program; by default the function's.

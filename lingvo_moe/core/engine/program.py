@@ -55,7 +55,7 @@ class Program:
 
     @property
     def name(self) -> str:
-        """Of the function."""
+        """The name of the function."""
         return self.signature.name
 
     @property

@@ -98,7 +98,7 @@ class TensorSpec:
         return value
 
     def NumBytes(self) -> int:
-        """Of the whole tensor."""
+        """Bytes of the full tensor."""
         return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
 
     def ToJson(self) -> dict[str, Any]:

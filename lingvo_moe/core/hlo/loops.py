@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _MOST_TRIPS = 1_000_000
 _KNOWN = re.compile(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)')
 # A name scope that states the expected trip count of a loop whose length depends on data, e.g. of a
-# loop over the rows that experts receive (core/moe/grouped_matmul.py).
+# loop over the rows that experts receive (core/kernels/grouped_matmul.py).
 _EXPECTED = re.compile(r"/about_(\d+)_trips(?:_\d+)?/")
 _SAME = (
     "copy",

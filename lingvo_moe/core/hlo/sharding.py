@@ -73,7 +73,7 @@ class TensorSharding:
         return math.prod(count for what, count in self.subgroups if what == MANUAL)
 
     @property
-    def is_cut(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether any dimension has several parts."""
         return self.kind == "tiled" and any(count > 1 for count in self.tiles)
 
@@ -88,7 +88,7 @@ class TensorSharding:
             return ()
         if self.kind != "tiled" or len(self.devices) != mesh.size or self.manual > 1:
             return None
-        if not self.is_cut:
+        if not self.is_sharded:
             return ()
         return _mapping(self.tiles, self.devices, mesh.axis_names, mesh.device_array())
 

@@ -17,10 +17,10 @@ from typing import Protocol
 import tensorflow as tf
 
 from lingvo_moe.core.kernels import xla
-from lingvo_moe.core.kernels.xla import AdafactorRecipe, Delta, Drop, Shard
+from lingvo_moe.core.kernels.xla import AdafactorRecipe, Delta, DenseDelta, Drop, Shard
 from lingvo_moe.core.nested_map import NestedMap
 
-__all__ = ["AdafactorRecipe", "Delta", "Kernels", "current", "dropout", "using"]
+__all__ = ["AdafactorRecipe", "Delta", "DenseDelta", "Kernels", "current", "dropout", "using"]
 
 
 class Kernels(Protocol):

@@ -54,7 +54,7 @@ def _expert_product(x_EGCM: tf.Tensor, w_EMH: tf.Tensor) -> tuple[tf.Tensor, Cal
 
     def grad(dy_EGCH: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         # The weights first: the operand that is then transposed is the rows, which are few. XLA:CPU takes up to three
-        # times as long for rows times transposed weights (docs/moe_speed.md).
+        # times as long for rows times transposed weights (docs/speed.md).
         dx_EGCM = tf.einsum("EMH,EGCH->EGCM", w_EMH, dy_EGCH)
         return dx_EGCM, tf.einsum("EGCM,EGCH->EMH", x_EGCM, dy_EGCH)
 
@@ -266,7 +266,7 @@ class Delta(Protocol):
     def grad_square(self) -> tf.Tensor | None: ...
 
     def SumOfSquares(self) -> tf.Tensor:
-        """Of what is subtracted, a float32 scalar."""
+        """The sum of the squares of the update, a float32 scalar."""
 
     def SubtractFrom(self, weight: tf.Tensor) -> tf.Tensor:
         """The new weight, in the type of the old one."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from lingvo_moe.core import checks, kernels
-from lingvo_moe.core.base_layer import BaseLayer, WeightParams
+from lingvo_moe.core.base_layer import BaseLayer, WeightParams, scoped
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
@@ -22,8 +22,10 @@ class MultiHeadAttention(BaseLayer):
     """softmax(q k^T / sqrt(K)) v over N heads, projected back to M. No biases.
 
     The softmax is computed in float32 whatever the activations' type. Heads may share keys and values
-    (shared_heads.py). Their heads then have a letter of their own, A, so that a split of N cuts queries and
-    output, and every device has all keys and values, unless the split map names A too.
+    (kernels/xla.py, `by_head`). The heads of keys and values then have a letter of their own, A, so that a split of N
+    shards queries and output, and every device has all keys and values, unless the split map names A too.
+
+    Caches have one layout, that of XLA's kernels, so the cached steps call these whichever kernels are in use.
     """
 
     @classmethod
@@ -82,6 +84,7 @@ class MultiHeadAttention(BaseLayer):
             kernels.dropout(probs, self.p.atten_dropout_prob, seed), v, theta.o
         )
 
+    @scoped
     def PrecomputeMemory(self, theta: NestedMap, memory: tf.Tensor) -> NestedMap:
         """Keys and values of memory [B, S, M]: NestedMap(k, v), each [B, S, A, K]."""
         k, v = xla.keys_and_values(memory, theta, self.Shard)
@@ -91,6 +94,7 @@ class MultiHeadAttention(BaseLayer):
         """The letters of PrecomputeMemory's tensors."""
         return NestedMap(k=f"BS{self._kv}K", v=f"BS{self._kv}K")
 
+    @scoped
     def AttendMemory(
         self, theta: NestedMap, query: tf.Tensor, memory: NestedMap, mask: tf.Tensor
     ) -> tf.Tensor:
@@ -99,6 +103,7 @@ class MultiHeadAttention(BaseLayer):
         probs = self.Cast(xla.attention_probabilities(q, memory.k, mask))
         return xla.combine_heads(probs, memory.v, theta.o)
 
+    @scoped
     def InitCache(self, batch: int, length: int, num_hyps: int = 1) -> NestedMap:
         """Empty keys and values for L = length steps of J = num_hyps positions: [L, B, J, A, K].
 
@@ -113,6 +118,7 @@ class MultiHeadAttention(BaseLayer):
         """The letters of InitCache's tensors."""
         return NestedMap(k=f"LBJ{self._kv}K", v=f"LBJ{self._kv}K")
 
+    @scoped
     def ExtendStep(
         self,
         theta: NestedMap,

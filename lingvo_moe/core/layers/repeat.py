@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_moe.core import checks, kernels
-from lingvo_moe.core.base_layer import BaseLayer
+from lingvo_moe.core.base_layer import BaseLayer, scoped
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.nested_map import NestedMap
@@ -60,7 +60,7 @@ class Repeat(BaseLayer):
 
         Args:
             theta: NestedMap(body=...) of stacked weights [L, ...].
-            carry: what flows from repetition to repetition; its shape and type stay.
+            carry: the tensor passed from repetition to repetition; its shape and type stay.
             shared: tensors that every repetition sees. Everything that the body uses beside theta
                 and carry must come through here: gradients do not reach tensors that the body
                 merely captures.
@@ -78,6 +78,7 @@ class Repeat(BaseLayer):
             return self._Unrolled(theta, carry, shared, seed)
         return _scan(self._Body, self.p.num_repeats, theta, carry, shared, seed, self._ShardCarry)
 
+    @scoped
     def SliceTheta(self, theta: NestedMap, i: int) -> NestedMap:
         """The theta of repetition i's body, for use outside of FProp (e.g. decoding)."""
         return self._ShardTheta(_slice(theta.body, i))
@@ -239,7 +240,7 @@ def _backward(
 def _extras_specs(
     body: Body, theta: NestedMap, carry: tf.Tensor, shared: NestedMap, seed: tf.Tensor | None
 ) -> Any:
-    """What the body's extras look like, from a trace that is thrown away; checks the carry."""
+    """The specs of the body's extras, from a trace that is discarded; checks the carry."""
 
     def spec(t: tf.Tensor) -> tf.TensorSpec:
         return tf.TensorSpec(t.shape, t.dtype)

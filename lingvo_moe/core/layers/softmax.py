@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from lingvo_moe.core import checks, kernels
-from lingvo_moe.core.base_layer import BaseLayer, WeightParams
+from lingvo_moe.core.base_layer import BaseLayer, WeightParams, scoped
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
@@ -44,6 +44,7 @@ class Softmax(BaseLayer):
         """Logits of x [B, T, M]: float32 [B, T, V]."""
         return kernels.current().logits(x, theta.table, self.Shard)
 
+    @scoped
     def Losses(
         self, theta: NestedMap, x: tf.Tensor, labels: tf.Tensor, weights: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:

@@ -2,11 +2,11 @@
 
 Letters: B batch, T time, S source time, M model, L block, J beam hypothesis.
 
-What the layers share is passed as `aux`, a NestedMap:
+Layers share `aux`, a NestedMap:
     paddings: float [B, T], 1 at padding.
     self_mask: bool [B, T, T] (see masks.py).
     memory, cross_mask: [B, S, M] and bool [B, T or 1, S]; with cross-attention only.
-    context: int32 [B, T] tensors that a MoE layer's router needs (see moe/context.py); only if it
+    context: int32 [B, T] tensors that a MoE layer's router needs (see moe/routers/inputs.py); only if it
         needs some.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from lingvo_moe.core import checks, kernels
-from lingvo_moe.core.base_layer import BaseLayer
+from lingvo_moe.core.base_layer import BaseLayer, scoped
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.layers.attention import MultiHeadAttention
@@ -42,7 +42,7 @@ class TransformerLayer(BaseLayer):
         p.Define("cross_atten_tpl", None, "Params of cross-attention; None has none.")
         p.Define("ffn_tpl", FeedForward.Params(), "Params of the feed-forward: dense or MoE.")
         p.Define(
-            "residual_dropout_prob", 0.0, "Dropout on what each part adds.", check=checks.SHARE
+            "residual_dropout_prob", 0.0, "Dropout on the output of each part.", check=checks.SHARE
         )
         return p
 
@@ -87,6 +87,7 @@ class TransformerLayer(BaseLayer):
         )
         return self._Add(x, h, self.FoldSeed(seed, "ffn_residual")), extras
 
+    @scoped
     def InitCache(self, batch: int, length: int, num_hyps: int = 1) -> NestedMap:
         """See MultiHeadAttention.InitCache."""
         return self.self_atten.InitCache(batch, length, num_hyps)
@@ -95,6 +96,7 @@ class TransformerLayer(BaseLayer):
         """The letters of InitCache's tensors."""
         return self.self_atten.CacheLetters()
 
+    @scoped
     def PrecomputeMemory(self, theta: NestedMap, memory: tf.Tensor) -> NestedMap:
         """Cross-attention's keys and values of memory [B, S, M]; empty without one."""
         if self.p.cross_atten_tpl is None:
@@ -105,6 +107,7 @@ class TransformerLayer(BaseLayer):
         """The letters of PrecomputeMemory's tensors."""
         return NestedMap() if self.p.cross_atten_tpl is None else self.cross_atten.MemoryLetters()
 
+    @scoped
     def ExtendStep(
         self,
         theta: NestedMap,
@@ -156,7 +159,7 @@ class TransformerLayer(BaseLayer):
 
 
 class TransformerBlock(BaseLayer):
-    """Different layers in a row: what a stack repeats, e.g. a dense layer and then a MoE layer."""
+    """A sequence of different layers, the unit that a stack repeats, e.g. a dense layer and then a MoE layer."""
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -225,12 +228,13 @@ class TransformerStack(BaseLayer):
         """Maps x [B, T, M] under aux (see the top of the file).
 
         Returns:
-            ([B, T, M], extras): `extras.layer_<i>` holds what layer i of each block returned,
-            stacked: [L, ...].
+            ([B, T, M], extras): `extras.layer_<i>` holds the extras of layer i of each block, stacked:
+            [L, ...].
         """
         x, extras = self.blocks.FProp(theta.blocks, x, aux, seed=self.FoldSeed(seed, "blocks"))
         return self.final_norm.FProp(theta.final_norm, x), extras
 
+    @scoped
     def InitCache(self, batch: int, length: int, num_hyps: int = 1) -> list[list[NestedMap]]:
         """Empty caches for ExtendStep, by block and layer."""
         layers = self.blocks.body.layers
@@ -239,6 +243,7 @@ class TransformerStack(BaseLayer):
             for _ in range(self.p.num_blocks)
         ]
 
+    @scoped
     def PrecomputeMemory(self, theta: NestedMap, memory: tf.Tensor) -> list[list[NestedMap]]:
         """Every cross-attention's keys and values of memory [B, S, M], by block and layer."""
         out = []
@@ -256,6 +261,7 @@ class TransformerStack(BaseLayer):
         """The letters of PrecomputeMemory's tensors, by block and layer."""
         return [[layer.MemoryLetters() for layer in self.blocks.body.layers]] * self.p.num_blocks
 
+    @scoped
     def ExtendStep(
         self,
         theta: NestedMap,

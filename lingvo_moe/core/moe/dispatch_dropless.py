@@ -1,9 +1,9 @@
 """Dispatch and combine without capacity: rows sorted by expert, in groups of any size (Gale et al. 2022,
 "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts").
 
-Nothing is dropped and no slot stays empty; what the experts compute follows the choices that are kept.
-Over devices each one packs its rows by the device that their expert is on, an all-to-all takes them
-there, and they are sorted there by expert; the way back is the same.
+Nothing is dropped and no slot stays empty: experts compute a row for each kept choice. Over devices, each
+device packs its rows by the device of their expert, an all-to-all sends them there, and the receiver sorts
+them by expert; the way back is the same.
 
 Letters: G group, S token in group, k choice rank, N tokens (n: those of one device), D devices, Q those
 that share the experts, B rows from one device to another, R rows of a device, E expert, e experts of a
@@ -19,6 +19,7 @@ import tensorflow as tf
 from lingvo_moe.core import checks
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.moe.dispatch import Dispatcher
+from lingvo_moe.core.moe.experts import Rows
 from lingvo_moe.core.moe.packing import (
     Places,
     of_slots,
@@ -28,7 +29,6 @@ from lingvo_moe.core.moe.packing import (
     weigh_slots,
 )
 from lingvo_moe.core.moe.routers.base import Routing
-from lingvo_moe.core.moe.rows import Rows
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Axis, ShardingError, dims_mapping
 from lingvo_moe.core.sharding.annotate import mesh_of, mesh_split
@@ -36,7 +36,7 @@ from lingvo_moe.core.sharding.letters import axes_of
 from lingvo_moe.core.sharding.manual import manual_region
 
 _OTHERWISE = (
-    "as the dropless dispatcher wants; use dispatcher='einsum' and, for inference, "
+    "as the dropless dispatcher requires; use dispatcher='einsum' and, for inference, "
     "inference_dispatcher='einsum'"
 )
 
@@ -44,15 +44,16 @@ _OTHERWISE = (
 class DroplessDispatcher(Dispatcher):
     """Gives `Rows` to the experts: a row for each choice that is kept.
 
-    Shapes are static, so between each two devices there is room for all that one could send the other,
-    n min(k, e) rows, of which n k / Q are used on the mean: the all-to-alls move the room, the experts
-    compute the rows. `device_capacity_factor` bounds the room, and what does not fit is dropped after all.
+    Shapes are static, so the buffer between each two devices holds the most rows that one could send the
+    other, n min(k, e), of which n k / Q are used on average: all-to-alls move the buffer, experts compute
+    the rows. `device_capacity_factor` bounds the buffer; rows that do not fit are dropped.
 
-    The tokens have to divide evenly over the devices, and the experts over those that they are cut over,
+    The tokens have to divide evenly over the devices, and the experts over those that they are sharded over,
     which must be among the tokens' own.
     """
 
     LIMITED: ClassVar[bool] = False
+    GIVES_ROWS: ClassVar[bool] = True
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -60,37 +61,46 @@ class DroplessDispatcher(Dispatcher):
         p.Define(
             "device_capacity_factor",
             0.0,
-            "Over devices: room for this many times the mean number of rows from one device to another; "
-            "0: room for all.",
+            "The buffer from one device to another, in multiples of the mean number of rows; 0: as large as "
+            "it can need to be.",
             check=checks.NOT_NEGATIVE,
         )
         return p
+
+    def OwnLimit(self) -> str:
+        """See `Dispatcher`."""
+        factor = self.p.device_capacity_factor
+        return f"device_capacity_factor={factor}" if factor else ""
 
     def Dispatch(self, routing: Routing, x_GSM: tf.Tensor) -> Rows:
         """See `Dispatcher`; in the type of `x_GSM`.
 
         Args:
-            routing: its positions and capacity are not looked at.
+            routing: its positions and capacity are ignored.
             x_GSM: tokens.
 
         Raises:
             ShardingError: see the class.
         """
-        cut = self._Cut(routing)
+        layout = self._LayoutOf(routing)
         x_NM = _flat(x_GSM)
-        # A row for each token: its experts, which of them are kept, and the numbers of its choices.
+        # A row for each token: its experts, which of them are kept, and the ids of its choices.
         choices = tuple(_flat(x) for x in (routing.expert_index, routing.kept, _numbers(routing)))
         tokens, ranks = x_NM.shape[0], routing.kept.shape[-1]
-        expected = None if tokens is None else tokens * ranks // cut.num_devices
-        if cut.parts == 1:
-            return self._Pack(cut, x_NM, choices, expected)
-        return self._Send(cut, x_NM, choices, expected)
+        expected = None if tokens is None else tokens * ranks // layout.num_devices
+        if layout.parts == 1:
+            return self._Pack(layout, x_NM, choices, expected)
+        return self._Send(layout, x_NM, choices, expected)
 
     def _Pack(
-        self, cut: "_Cut", x_NM: tf.Tensor, choices_Nk: tuple[tf.Tensor, ...], expected: int | None
+        self,
+        layout: "_Layout",
+        x_NM: tf.Tensor,
+        choices_Nk: tuple[tf.Tensor, ...],
+        expected: int | None,
     ) -> Rows:
-        """Rows of experts that every device has all of."""
-        devices, num_experts = cut.devices, cut.local_experts
+        """Rows where every device has all experts."""
+        devices, num_experts = layout.devices, layout.local_experts
 
         def pack(
             x_nM: tf.Tensor, expert_nk: tf.Tensor, kept_nk: tf.Tensor, number_nk: tf.Tensor
@@ -100,35 +110,39 @@ class DroplessDispatcher(Dispatcher):
             number_1R = of_slots(number_nk[tf.newaxis], places)
             return rows, sizes_E[tf.newaxis], number_1R, places.slot_gSk[0], places.source_gX
 
-        ins = [(devices, cut.model), *[(devices, None)] * 3]
-        region = manual_region(pack, ins, [(devices, None, cut.model), *[(devices, None)] * 4])
+        ins = [(devices, layout.model), *[(devices, None)] * 3]
+        region = manual_region(pack, ins, [(devices, None, layout.model), *[(devices, None)] * 4])
         rows_DRM, sizes_DE, number_DR, *notes = region(x_NM, *choices_Nk)
-        return Rows(rows_DRM, sizes_DE, number_DR, devices, cut.experts, expected, tuple(notes))
+        return Rows(rows_DRM, sizes_DE, number_DR, devices, layout.experts, expected, tuple(notes))
 
     def _Send(
-        self, cut: "_Cut", x_NM: tf.Tensor, choices_Nk: tuple[tf.Tensor, ...], expected: int | None
+        self,
+        layout: "_Layout",
+        x_NM: tf.Tensor,
+        choices_Nk: tuple[tf.Tensor, ...],
+        expected: int | None,
     ) -> Rows:
-        """Rows of experts that are elsewhere: packed by device, sent there, and sorted by expert."""
-        devices, model, tokens = cut.devices, cut.model, x_NM.shape[0]
+        """Rows where experts are on other devices: packed by device, sent there, and sorted by expert."""
+        devices, model, tokens = layout.devices, layout.model, x_NM.shape[0]
         ranks = choices_Nk[0].shape[1]
-        assert tokens is not None  # a region over devices has checked it
-        room = self._Room(tokens // cut.num_devices, ranks, cut)
+        assert tokens is not None  # checked by `_LayoutOf`
+        buffer = self._BufferRows(tokens // layout.num_devices, ranks, layout)
 
         def send(
             x_nM: tf.Tensor, expert_nk: tf.Tensor, kept_nk: tf.Tensor, number_nk: tf.Tensor
         ) -> tuple:
-            places, sizes_Qe = _for_devices(expert_nk, kept_nk > 0, cut, room)
+            places, sizes_Qe = _for_devices(expert_nk, kept_nk > 0, layout, buffer)
             rows = to_slots(x_nM[tf.newaxis], places)
-            rows = tf.reshape(rows, [1, cut.parts, room, x_nM.shape[1]])
+            rows = tf.reshape(rows, [1, layout.parts, buffer, x_nM.shape[1]])
             number_1X = of_slots(number_nk[tf.newaxis], places)
-            number_1QB = tf.reshape(number_1X, [1, cut.parts, room])
+            number_1QB = tf.reshape(number_1X, [1, layout.parts, buffer])
             notes = (places.slot_gSk[0], places.source_gX)
             return rows, sizes_Qe[tf.newaxis], number_1QB, *notes
 
         def receive(rows_1QBM: tf.Tensor, sizes_1Qe: tf.Tensor, number_1QB: tf.Tensor) -> tuple:
-            places, sizes_e = _from_devices(sizes_1Qe[0], room)
-            rows = tf.reshape(rows_1QBM, [1, cut.parts * room, rows_1QBM.shape[-1]])
-            number_1R = of_slots(tf.reshape(number_1QB, [1, cut.parts * room, 1]), places)
+            places, sizes_e = _from_devices(sizes_1Qe[0], buffer)
+            rows = tf.reshape(rows_1QBM, [1, layout.parts * buffer, rows_1QBM.shape[-1]])
+            number_1R = of_slots(tf.reshape(number_1QB, [1, layout.parts * buffer, 1]), places)
             notes = (places.slot_gSk[0], places.source_gX)
             return to_slots(rows, places), sizes_e[tf.newaxis], number_1R, *notes
 
@@ -137,23 +151,25 @@ class DroplessDispatcher(Dispatcher):
         region = manual_region(send, [(devices, model), *[(devices, None)] * 3], outs)
         sent_DQBM, sizes_DQe, number_DQB, *notes = region(x_NM, *choices_Nk)
         metrics = NestedMap()
-        if room < cut.room_for_all(tokens // cut.num_devices, ranks):
+        if buffer < layout.largest_buffer(tokens // layout.num_devices, ranks):
             fit = tf.cast(tf.reduce_sum(sizes_DQe), tf.float32)
             asked = tf.reduce_sum(choices_Nk[1])
             metrics.over_device_capacity_ratio = (asked - fit) / tf.maximum(asked, 1.0)
         outs = [(devices, None, model), *[(devices, None)] * 4]
         region = manual_region(receive, [(devices, None, None, model), narrow, narrow], outs)
         rows_DRM, sizes_De, number_DR, *more = region(
-            *(cut.Exchange(x) for x in (sent_DQBM, sizes_DQe, number_DQB))
+            *(layout.Exchange(x) for x in (sent_DQBM, sizes_DQe, number_DQB))
         )
         notes = (*notes, *more)
-        return Rows(rows_DRM, sizes_De, number_DR, devices, cut.experts, expected, notes, metrics)
+        return Rows(
+            rows_DRM, sizes_De, number_DR, devices, layout.experts, expected, notes, metrics
+        )
 
     def Combine(self, routing: Routing, tokens: Rows) -> tf.Tensor:
         """See `Dispatcher`; in the type of the expert outputs."""
         groups, size, _ = shape_of(routing.gate)
-        cut = self._Cut(routing)
-        devices, model = cut.devices, cut.model
+        layout = self._LayoutOf(routing)
+        devices, model = layout.devices, layout.model
         narrow = (devices, None)
         rows_DXM = tokens.values
         slot_Nk, source_DX, *received = tokens.notes
@@ -163,12 +179,12 @@ class DroplessDispatcher(Dispatcher):
                 places = Places(slot_X1[tf.newaxis], source_1R)
                 one = tf.cast(slot_X1[tf.newaxis] >= 0, rows_1RM.dtype)
                 rows = weigh_slots(rows_1RM, one, places)
-                return tf.reshape(rows, [1, cut.parts, -1, rows_1RM.shape[-1]])
+                return tf.reshape(rows, [1, layout.parts, -1, rows_1RM.shape[-1]])
 
             wide = (devices, None, None, model)
             region = manual_region(send, [(devices, None, model), narrow, narrow], wide)
-            back_DQBM = cut.Exchange(region(rows_DXM, *received))
-            rows_DXM = tf.reshape(back_DQBM, [cut.num_devices, -1, back_DQBM.shape[-1]])
+            back_DQBM = layout.Exchange(region(rows_DXM, *received))
+            rows_DXM = tf.reshape(back_DQBM, [layout.num_devices, -1, back_DQBM.shape[-1]])
 
         def weigh(
             rows_1XM: tf.Tensor, gate_nk: tf.Tensor, slot_nk: tf.Tensor, source_1X: tf.Tensor
@@ -189,19 +205,19 @@ class DroplessDispatcher(Dispatcher):
 
     @classmethod
     def ExpertRows(cls, G: int, S: int, E: int, C: int, k: int) -> int:
-        """All choices, or as many as experts choose."""
+        """All choices, or as many as experts can choose."""
         return G * min(S * k, E * C)
 
-    def _Room(self, tokens: int, ranks: int, cut: "_Cut") -> int:
+    def _BufferRows(self, tokens: int, ranks: int, layout: "_Layout") -> int:
         """B."""
-        most = cut.room_for_all(tokens, ranks)
+        most = layout.largest_buffer(tokens, ranks)
         factor = self.p.device_capacity_factor
         if not factor:
             return most
-        return min(most, max(1, math.ceil(factor * tokens * ranks / cut.parts - 1e-9)))
+        return min(most, max(1, math.ceil(factor * tokens * ranks / layout.parts - 1e-9)))
 
-    def _Cut(self, routing: Routing) -> "_Cut":
-        """How the mesh cuts tokens and experts."""
+    def _LayoutOf(self, routing: Routing) -> "_Layout":
+        """How tokens and experts are sharded. Raises ShardingError where this dispatcher cannot."""
         mesh = mesh_of(self.path, None)
         group, model = self.GroupAxes()
         experts = dims_mapping("E", self.p.activation_split or {})[0]
@@ -211,7 +227,7 @@ class DroplessDispatcher(Dispatcher):
         if parts > 1 and (not own or devices[-len(own) :] != own):
             raise ShardingError(
                 f"{self.path}: the dropless dispatcher takes tokens from device to device along the axes of "
-                f"the experts, {experts!r}, and these have to be the last of those that cut the tokens, "
+                f"the experts, {experts!r}, and these have to be the last of the axes of the tokens, "
                 f"{group!r}; e.g. activation_split={{'G': ('data', 'expert'), 'E': 'expert'}}, or use "
                 "dispatcher='einsum'"
             )
@@ -226,7 +242,7 @@ class DroplessDispatcher(Dispatcher):
                 f"{self.path}: {routing.num_experts} experts do not divide evenly over the {parts} "
                 f"devices of axis {experts!r}, {_OTHERWISE}"
             )
-        return _Cut(
+        return _Layout(
             group,
             experts if parts > 1 else None,
             model,
@@ -237,13 +253,13 @@ class DroplessDispatcher(Dispatcher):
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """How tokens and experts lie on the mesh.
+class _Layout:
+    """How tokens and experts are sharded over the mesh.
 
     Attributes:
-        devices: the axes that tokens are cut along.
-        experts: those that experts are, the last of `devices`.
-        model: those that M is.
+        devices: the axes of the tokens.
+        experts: the axes of the experts, the last of `devices`.
+        model: the axes of M.
         num_devices: D.
         parts: Q.
         local_experts: e.
@@ -256,14 +272,14 @@ class _Cut:
     parts: int
     local_experts: int
 
-    def room_for_all(self, tokens: int, ranks: int) -> int:
-        """The most rows that one device can have for another."""
+    def largest_buffer(self, tokens: int, ranks: int) -> int:
+        """The most rows that one device can send another."""
         return tokens * min(ranks, self.local_experts)
 
     def Exchange(self, x: tf.Tensor) -> tf.Tensor:
-        """[D,Q,...], cut along D, with sender and receiver swapped: one all-to-all.
+        """[D,Q,...], sharded along D, with sender and receiver swapped: one all-to-all.
 
-        The partitioner makes it of a transposition between two annotations, as for slots.
+        The partitioner derives it from a transposition between two annotations, as for slots.
         """
         mesh = mesh_of("Exchange", None)
         own = axes_of(self.experts)
@@ -280,47 +296,47 @@ class _Cut:
 
 
 def _for_devices(
-    expert_nk: tf.Tensor, kept_nk: tf.Tensor, cut: _Cut, room: int
+    expert_nk: tf.Tensor, kept_nk: tf.Tensor, layout: _Layout, buffer: int
 ) -> tuple[Places, tf.Tensor]:
     """The places of choices in Q blocks of B rows, one for each device; those of a block by expert.
 
     Returns:
         Places with Q B slots, and int32 [Q,e], how many rows of each block belong to each expert.
     """
-    places, sizes_E = sorted_places(expert_nk, kept_nk, cut.parts * cut.local_experts)
-    sizes_Qe = tf.reshape(sizes_E, [cut.parts, cut.local_experts])
+    places, sizes_E = sorted_places(expert_nk, kept_nk, layout.parts * layout.local_experts)
+    sizes_Qe = tf.reshape(sizes_E, [layout.parts, layout.local_experts])
     count_Q = tf.reduce_sum(sizes_Qe, 1)
     start_Q = tf.cumsum(count_Q, exclusive=True)
-    # Where a row of the sorted order is in its block.
-    part_nk = tf.where(kept_nk, expert_nk, 0) // cut.local_experts
+    # The place of each sorted row in its block.
+    part_nk = tf.where(kept_nk, expert_nk, 0) // layout.local_experts
     at_nk = places.slot_gSk[0] - tf.gather(start_Q, part_nk)
-    fits_nk = tf.logical_and(kept_nk, at_nk < room)
-    slot_nk = tf.where(fits_nk, part_nk * room + at_nk, -1)
-    # And which row a place in a block has.
-    at_B = tf.range(room)[tf.newaxis]
+    fits_nk = tf.logical_and(kept_nk, at_nk < buffer)
+    slot_nk = tf.where(fits_nk, part_nk * buffer + at_nk, -1)
+    # The row at each place of a block.
+    at_B = tf.range(buffer)[tf.newaxis]
     row_QB = tf.where(at_B < count_Q[:, tf.newaxis], start_Q[:, tf.newaxis] + at_B, -1)
     source_QB = tf.gather(places.source_gX[0], tf.maximum(row_QB, 0))
     source_QB = tf.where(row_QB < 0, -1, source_QB)
-    ends_Qe = tf.minimum(tf.cumsum(sizes_Qe, 1), room)
-    starts_Qe = tf.minimum(tf.cumsum(sizes_Qe, 1, exclusive=True), room)
-    blocks = Places(slot_nk[tf.newaxis], tf.reshape(source_QB, [1, cut.parts * room]))
+    ends_Qe = tf.minimum(tf.cumsum(sizes_Qe, 1), buffer)
+    starts_Qe = tf.minimum(tf.cumsum(sizes_Qe, 1, exclusive=True), buffer)
+    blocks = Places(slot_nk[tf.newaxis], tf.reshape(source_QB, [1, layout.parts * buffer]))
     return blocks, ends_Qe - starts_Qe
 
 
-def _from_devices(sizes_Qe: tf.Tensor, room: int) -> tuple[Places, tf.Tensor]:
+def _from_devices(sizes_Qe: tf.Tensor, buffer: int) -> tuple[Places, tf.Tensor]:
     """The places of received rows, Q blocks of B, sorted by expert; and int32 [e], their numbers."""
     parts, experts = sizes_Qe.shape
     ends_Qe = tf.cumsum(sizes_Qe, 1)
-    before_QBe = ends_Qe[:, tf.newaxis] <= tf.range(room)[tf.newaxis, :, tf.newaxis]
+    before_QBe = ends_Qe[:, tf.newaxis] <= tf.range(buffer)[tf.newaxis, :, tf.newaxis]
     expert_QB = tf.reduce_sum(tf.cast(before_QBe, tf.int32), -1)
-    expert_X1 = tf.reshape(expert_QB, [parts * room, 1])
+    expert_X1 = tf.reshape(expert_QB, [parts * buffer, 1])
     return sorted_places(expert_X1, expert_X1 < experts, experts)
 
 
 def _numbers(routing: Routing) -> tf.Tensor:
-    """int32 [G,S,k], the choices counted: see `Rows`."""
+    """int32 [G,S,k], the ids of the choices: see `Rows`."""
     groups, size, ranks = shape_of(routing.expert_index)
-    # Made of a tensor that is known at run time only: as a constant it would be as large as that.
+    # Derived from a run-time tensor: a constant of this size would be made while tracing.
     zero_GSk = routing.expert_index - routing.expert_index
     number_Sk = tf.range(size)[:, tf.newaxis] * ranks + tf.range(ranks)
     return zero_GSk + tf.range(groups)[:, tf.newaxis, tf.newaxis] * (size * ranks) + number_Sk

@@ -1,9 +1,9 @@
 """Dispatch and combine by gathering rows on each device (paper, section 3.2, "mixing manual and automatic
 sharding").
 
-A gather along S does not say that it stays within its group, so the partitioner would have to expect
-every index everywhere. We know that it stays: groups are whole on their device. So the gathers are
-done in a manual region, on each device's own groups, and no mask of shape [G,S,E,C] is made.
+The partitioner cannot know that a gather along S stays within its group, so it would have to expect every
+index on every device. Each group lies on one device. So the gathers are in a manual region, on each
+device's own groups, and no mask of shape [G,S,E,C] is made.
 
 Letters: G group (g: those of one device), S token in group, k choice rank, E expert, C capacity slot,
 X = E C (the slots of a group), M model.
@@ -11,7 +11,7 @@ X = E C (the slots of a group), M model.
 
 import tensorflow as tf
 
-from lingvo_moe.core.moe.dispatch import Dispatcher, per_token, room_for_all
+from lingvo_moe.core.moe.dispatch import Dispatcher, has_slot_for_all, per_token
 from lingvo_moe.core.moe.packing import Places, places_of, shape_of, to_slots, weigh_slots
 from lingvo_moe.core.moe.routers.base import Routing
 from lingvo_moe.core.sharding.manual import manual_region
@@ -20,12 +20,12 @@ from lingvo_moe.core.sharding.manual import manual_region
 class IndexDispatcher(Dispatcher):
     """Slots take their tokens, and tokens their slots, by index; equal to the einsum dispatcher.
 
-    What crosses devices is the same: one all-to-all of the slots each way, by annotations outside of
-    the region. The layouts are the einsum dispatcher's too. Gradients are gathers again, since a slot
-    belongs to one token and choice. Where few of the choices have a slot (k = E, in expert choice)
-    slots are summed into their tokens instead.
+    The communication is the same: one all-to-all of the slots each way, by annotations outside of the
+    region. So are the layouts. Gradients are gathers too, since a slot belongs to one token and choice.
+    Where few of the choices have a slot (k = E, in expert choice) slots are summed into their tokens
+    instead.
 
-    The groups have to divide evenly over their devices, and S must not be cut.
+    The groups have to divide evenly over their devices, and S must not be sharded.
     """
 
     def Dispatch(self, routing: Routing, x_GSM: tf.Tensor) -> tf.Tensor:
@@ -34,7 +34,7 @@ class IndexDispatcher(Dispatcher):
         Raises:
             ShardingError: groups that do not divide evenly over their devices.
         """
-        if room_for_all(routing):
+        if has_slot_for_all(routing):
             routing = per_token(routing)
             x_GSM = self.Shard(tf.reshape(x_GSM, [-1, 1, x_GSM.shape[-1]]), "GSM")
         experts, capacity = _slots(routing)
@@ -56,7 +56,7 @@ class IndexDispatcher(Dispatcher):
     def Combine(self, routing: Routing, tokens: tf.Tensor) -> tf.Tensor:
         """See `Dispatcher`; in the type of the expert outputs. Raises as Dispatch."""
         groups, size, _ = shape_of(routing.gate)
-        if room_for_all(routing):
+        if has_slot_for_all(routing):
             routing = per_token(routing)
         experts, capacity = _slots(routing)
 

@@ -1,4 +1,4 @@
-"""Dispatch and combine by masks alone: every expert sees every token, those that are not its own as zeros.
+"""Dispatch and combine by masks alone: every expert gets every token, those of other experts as zeros.
 
 The reference to read first. It computes E/k times what is needed and stores as much.
 
@@ -14,7 +14,7 @@ from lingvo_moe.core.moe.routers.base import Routing
 class MaskedDispatcher(Dispatcher):
     """A slot for each token at each expert, [E,G,S,M]: no index, no capacity of its own.
 
-    What the router dropped stays dropped, so the results are those of the other dispatchers.
+    Choices that the router dropped stay dropped, so the results equal those of the other dispatchers.
     """
 
     def Dispatch(self, routing: Routing, x_GSM: tf.Tensor) -> tf.Tensor:
@@ -32,7 +32,7 @@ class MaskedDispatcher(Dispatcher):
 
     @classmethod
     def Flops(cls, G: int, S: int, E: int, C: int, M: int) -> int:
-        """Of one of the two einsums."""
+        """Those of one of the two einsums."""
         return 2 * G * S * E * M
 
     @classmethod

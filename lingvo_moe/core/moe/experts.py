@@ -4,24 +4,83 @@ Letters: G group, E expert, C capacity slot, D devices, N rows of a device, M mo
 """
 
 import functools
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import tensorflow as tf
 
 from lingvo_moe.core import checks, kernels
-from lingvo_moe.core.base_layer import BaseLayer, WeightParams
+from lingvo_moe.core.base_layer import BaseLayer, WeightParams, scoped
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.moe.rows import Rows
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.sharding import DimsMapping, dims_mapping
+from lingvo_moe.core.sharding import Axis, DimsMapping, dims_mapping
+from lingvo_moe.core.sharding.letters import axes_of
+from lingvo_moe.core.sharding.manual import all_reduce, manual_region
 
 
-class Experts(BaseLayer):
-    """relu(x wi) wo, each expert on the tokens that are its own. No biases: an empty slot stays zero.
+@dataclass(frozen=True)
+class Rows:
+    """Tokens sorted by expert, in groups of any size: the input and output of experts without capacity.
 
-    A dispatcher gives slots, a tensor, or `Rows`: `FProp` takes the first, `GroupedFProp` the second.
-    Experts of one's own need only what their dispatchers give.
+    Attributes:
+        values: [D,N,M], the rows of each device's experts, those of its first expert first; rows past the
+            groups are padding, zeros.
+        group_sizes: int32 [D,e], how many rows each of a device's e experts has.
+        choices: int32 [D,N], the global id token * k + rank of each row; keys its random draws.
+        devices: the mesh axes of D, all devices that hold tokens.
+        experts: the mesh axes that experts are sharded along.
+        expected: about how many rows of N are filled; for speed only.
+        notes: what `Dispatch` leaves for `Combine`.
+        metrics: float32 scalars about dropped rows.
     """
+
+    values: tf.Tensor
+    group_sizes: tf.Tensor
+    choices: tf.Tensor
+    devices: Axis = None
+    experts: Axis = None
+    expected: int | None = None
+    notes: tuple = ()
+    metrics: NestedMap = field(default_factory=NestedMap)
+
+    def With(self, values: tf.Tensor) -> "Rows":
+        """The same rows with other values, [D,N,anything]."""
+        return replace(self, values=values)
+
+    def MatMul(self, weights_EMH: tf.Tensor, mapping: DimsMapping) -> "Rows":
+        """Each row times the matrix of its expert, on the device that holds both.
+
+        Args:
+            weights_EMH: [E,M,H], in the type of the rows.
+            mapping: the mesh axes of the weights' dimensions. Weights are gathered along those axes of M and H
+                that rows are sharded along too.
+        """
+        taken = set(axes_of(self.devices))
+        inner, outer = (None if taken & set(axes_of(a)) else a for a in mapping[1:])
+
+        def multiply(x: tf.Tensor, sizes: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
+            matmul = kernels.current().grouped_matmul
+            y = matmul(x[0], weights, sizes[0], self.expected)[tf.newaxis]
+            return y if inner is None else all_reduce(y, inner)
+
+        region = manual_region(
+            multiply,
+            [(self.devices, None, inner), (self.devices, None), (self.experts, inner, outer)],
+            (self.devices, None, outer),
+        )
+        return self.With(region(self.values, self.group_sizes, weights_EMH))
+
+
+class BaseExperts(BaseLayer):
+    """The interface of experts; derive your own from it.
+
+    Attributes:
+        TAKES_ROWS: whether there is a `GroupedFProp`, for dispatchers that give `Rows`. Without one, the layer
+            leaves inference to its training dispatcher too.
+    """
+
+    TAKES_ROWS: ClassVar[bool] = False
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -29,6 +88,22 @@ class Experts(BaseLayer):
         p.Define("model_dim", 0, "M; the MoE layer sets it.", check=checks.SIZE)
         p.Define("hidden_dim", 0, "H; the MoE layer sets it.", check=checks.SIZE)
         p.Define("num_experts", 0, "E; the MoE layer sets it.", check=checks.SIZE)
+        return p
+
+    @scoped
+    def GroupedFProp(self, theta: NestedMap, x: Rows, seed: tf.Tensor | None = None) -> Rows:
+        """Rows [D,N,M] in, rows [D,N,M] out, where `TAKES_ROWS`; arguments as for FProp."""
+        raise NotImplementedError(f"{type(self).__name__}.GroupedFProp")
+
+
+class Experts(BaseExperts):
+    """relu(x wi) wo, each expert on its own tokens. No biases: an empty slot stays zero."""
+
+    TAKES_ROWS: ClassVar[bool] = True
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
         p.Define(
             "relu_dropout_prob",
             0.0,
@@ -47,7 +122,7 @@ class Experts(BaseLayer):
     def FProp(
         self, theta: NestedMap, x_EGCM: tf.Tensor, seed: tf.Tensor | None = None
     ) -> tf.Tensor:
-        """Slots [E,G,C,M] in, slots [E,G,C,M] out, both cut along E, as the weights are."""
+        """Slots [E,G,C,M] in, slots [E,G,C,M] out, both sharded along E, as the weights are."""
         wi, wo = self.Cast(theta.wi), self.Cast(theta.wo)
         rate, drop = self.p.relu_dropout_prob, None
         if rate and seed is not None:
@@ -55,7 +130,7 @@ class Experts(BaseLayer):
         return kernels.current().experts_feed_forward(x_EGCM, wi, wo, drop, self.Shard)
 
     def GroupedFProp(self, theta: NestedMap, x: Rows, seed: tf.Tensor | None = None) -> Rows:
-        """Rows [D,N,M] in, rows [D,N,M] out, in ragged groups; cut along D, whose experts are local."""
+        """Rows [D,N,M] in, rows [D,N,M] out, in groups of any size, sharded along D: a device has its own experts."""
         h = x.MatMul(self.Cast(theta.wi), self._Mapping("wi", "EMH"))
         rate = self.p.relu_dropout_prob
         h = h.With(kernels.dropout(tf.nn.relu(h.values), rate, seed, h.choices))

@@ -11,15 +11,12 @@ from lingvo_moe.core import checks
 from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
-from lingvo_moe.core.moe import context as router_context
-from lingvo_moe.core.moe.capacity import expert_capacity
-from lingvo_moe.core.moe.dispatch_dropless import DroplessDispatcher
-from lingvo_moe.core.moe.dispatchers import DISPATCHERS, dispatcher_params
-from lingvo_moe.core.moe.experts import Experts
+from lingvo_moe.core.moe.experts import Experts, Rows
+from lingvo_moe.core.moe.registry import DISPATCHERS, ROUTERS, dispatcher_params
+from lingvo_moe.core.moe.routers import inputs as router_inputs
 from lingvo_moe.core.moe.routers.base import Routing
-from lingvo_moe.core.moe.routers.registry import ROUTERS
 from lingvo_moe.core.moe.routers.top2 import Top2Router
-from lingvo_moe.core.moe.rows import Rows
+from lingvo_moe.core.moe.slots import expert_capacity
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import replicate
 
@@ -27,9 +24,9 @@ from lingvo_moe.core.sharding import replicate
 class MoELayer(BaseLayer):
     """Route, dispatch, experts, combine. The residual connection is the caller's.
 
-    Training (a seed) cuts the B T tokens into G groups of S, which compete for C slots an expert and
-    group; a token that finds none comes out as zeros. Inference (seed None) has room for every token
-    and no chance in it, so that a token's result depends on that token alone.
+    Training (a seed) divides the B T tokens into G groups of S, which compete for C slots an expert and
+    group; the output of a token that finds none is zeros. Inference (seed None) drops no token and draws
+    nothing at random, so that a token's result depends on that token alone.
     """
 
     @classmethod
@@ -41,19 +38,19 @@ class MoELayer(BaseLayer):
         p.Define(
             "num_groups",
             0,
-            "G; 0: one group a sequence. Part of the model, never of the machine: results do not "
-            "depend on the devices. Must divide B T.",
+            "G; 0: one group a sequence. Results depend on it, never on the devices. "
+            "Must divide B T.",
             check=checks.COUNT,
         )
         p.Define(
             "capacity_factor",
             2.0,
-            "C = capacity_factor S / E; see moe/capacity.py.",
+            "C = capacity_factor S / E; see moe/slots.py.",
             check=checks.POSITIVE,
         )
         p.Define("min_capacity", 4, "The least C, S allowing.", check=checks.SIZE)
         p.Define("router", Top2Router.Params(), "Chooses the experts.", choices=ROUTERS)
-        p.Define("experts", Experts.Params(), "What each expert computes.")
+        p.Define("experts", Experts.Params(), "The experts.")
         p.Define(
             "dispatcher",
             "index",
@@ -63,9 +60,13 @@ class MoELayer(BaseLayer):
         p.Define(
             "inference_dispatcher",
             "dropless",
-            "The same, without a seed. Experts without GroupedFProp leave this to `dispatcher`.",
+            "The same, without a seed. For experts without GroupedFProp `dispatcher` is used instead.",
             choices=DISPATCHERS,
         )
+        for name in ("model_dim", "num_experts"):
+            p.Derive(f"router.{name}", name)
+            p.Derive(f"experts.{name}", name)
+        p.Derive("experts.hidden_dim", "hidden_dim")
         return p
 
     def __init__(self, params: InstantiableParams):
@@ -79,14 +80,13 @@ class MoELayer(BaseLayer):
         self._CheckDispatchers()
 
     def _CheckDispatchers(self) -> None:
-        if getattr(self.inference_dispatcher.p, "device_capacity_factor", 0):
+        limit = self.inference_dispatcher.OwnLimit()
+        if limit:
             raise ValueError(
-                f"{self.path}.inference_dispatcher.device_capacity_factor="
-                f"{self.inference_dispatcher.p.device_capacity_factor}: must be 0, since in inference no "
-                "token may be dropped for the company that it is in"
+                f"{self.path}.inference_dispatcher.{limit}: must be 0, since in inference the other tokens "
+                "of a batch may not cause a token to be dropped"
             )
-        grouped = hasattr(self.experts, "GroupedFProp")
-        if isinstance(self.dispatcher, DroplessDispatcher) and not grouped:
+        if self.dispatcher.GIVES_ROWS and not self.experts.TAKES_ROWS:
             raise ValueError(
                 f"{self.path}: {type(self.experts).__name__} has no GroupedFProp, which "
                 "dispatcher='dropless' needs; choose 'index', or give it one"
@@ -107,19 +107,19 @@ class MoELayer(BaseLayer):
             x_BTM: of a static shape where there is a seed.
             paddings_BT: bool or float, 1 for padding. Padding comes out as zeros.
             seed: int32 [2]; None means inference.
-            context: what the router needs to know of the tokens (`Needs`), int32 [B,T] each; what it
-                does not need is not looked at.
+            context: the entries that the router needs (`Needs`), int32 [B,T] each; other entries are
+                ignored.
 
         Returns:
             y_BTM in the activation type, and NestedMap(aux_loss: float32 scalar, unscaled by the
-            task's weight for it; metrics: see moe/metrics.py; and, where the router has some,
+            task's weight for it; metrics: see moe/losses_and_metrics.py; and, where the router has some,
             updates: see `Routing`).
 
         Raises:
             ValueError: tokens that do not fall into num_groups groups, or no context that the router
                 needs.
         """
-        context = router_context.needed(self.path, self.Needs(self.p), context)
+        context = router_inputs.needed(self.path, self.Needs(self.p), context)
         x_BTM = tf.cast(x_BTM, self.fprop_dtype)
         if seed is None:
             x_GSM, paddings_GS, capacity = x_BTM, paddings_BT, None
@@ -135,10 +135,10 @@ class MoELayer(BaseLayer):
             context=context,
         )
         dispatcher = self.dispatcher
-        if seed is None and hasattr(self.experts, "GroupedFProp"):
+        if seed is None and self.experts.TAKES_ROWS:
             dispatcher = self.inference_dispatcher
         tokens = dispatcher.Dispatch(routing, x_GSM)
-        run = self.experts.GroupedFProp if isinstance(tokens, Rows) else self.experts.FProp
+        run = self.experts.GroupedFProp if dispatcher.GIVES_ROWS else self.experts.FProp
         y_GSM = dispatcher.Combine(
             routing, run(theta.experts, tokens, seed=self.FoldSeed(seed, "experts"))
         )
@@ -148,20 +148,20 @@ class MoELayer(BaseLayer):
     def _InGroups(
         self, x_BTM: tf.Tensor, paddings_BT: tf.Tensor, context: NestedMap | None
     ) -> tuple[tf.Tensor, tf.Tensor, int | None, NestedMap | None]:
-        """Tokens, paddings and context in groups [G,S], and the slots that an expert has for each group."""
+        """Tokens, paddings and context in groups [G,S], and C, the slots of an expert for each group."""
         p = self.p
         groups, size = _grouping(self.path, p.num_groups, x_BTM.shape[:2].as_list())
         capacity = None
         if self.dispatcher.LIMITED or self.router.CHOOSES_BY_CAPACITY:
             capacity = expert_capacity(size, p.num_experts, p.capacity_factor, p.min_capacity)
         if context is not None:
-            context = router_context.grouped(self.path, context, groups, size)
+            context = router_inputs.grouped(self.path, context, groups, size)
         x_GSM = tf.reshape(x_BTM, [groups, size, p.model_dim])
         return x_GSM, tf.reshape(paddings_BT, [groups, size]), capacity, context
 
     @classmethod
     def Needs(cls, params: HyperParams) -> tuple[str, ...]:
-        """What `context` must hold: see moe/context.py."""
+        """The entries that `context` must have: see moe/routers/inputs.py."""
         return params.router.cls.Needs(params.router)
 
     @classmethod
@@ -169,7 +169,7 @@ class MoELayer(BaseLayer):
         """Forward FLOPs in training: matrix products, two for each multiply-add.
 
         Gating 2 G S M E (if it is learnt), dispatch and combine 2 G S E C M each if by einsum, experts
-        4 M H for each of their rows: E G C slots, or what the dispatcher gives them. Softmax, counting
+        4 M H for each of their rows: E G C slots, or the dispatcher's number of rows. Softmax, counting
         and relu, which touch each element a few times, are left out.
 
         Args:
@@ -193,12 +193,14 @@ class MoELayer(BaseLayer):
 
 
 def _extras(routing: Routing, tokens: tf.Tensor | Rows) -> NestedMap:
-    """What FProp returns beside the tokens."""
+    """FProp's second result."""
     metrics = routing.metrics
-    if isinstance(tokens, Rows):  # as many rows as are kept, whatever C would be
+    if isinstance(
+        tokens, Rows
+    ):  # the number of rows is that of the choices kept, whatever C would be
         metrics = NestedMap({**metrics, **tokens.metrics})
         metrics.effective_capacity = metrics.experts_per_token
-    # Left open, XLA cuts what has a number for each expert as it cuts experts, and gathers it later.
+    # Without an annotation XLA shards a vector of E numbers as it shards experts, and gathers it later.
     metrics = metrics.Transform(lambda x: replicate(x) if x.shape.rank else x)
     extras = NestedMap(aux_loss=routing.aux_loss, metrics=metrics)
     if routing.updates:
@@ -207,7 +209,7 @@ def _extras(routing: Routing, tokens: tf.Tensor | Rows) -> NestedMap:
 
 
 def _grouping(path: str, num_groups: int, batch_time: Sequence[int | None]) -> tuple[int, int]:
-    """(G, S) for tokens of shape [B, T]."""
+    """(G, S) for tokens of shape [B,T]."""
     batch, time = batch_time
     if batch is None or time is None:
         raise ValueError(f"{path}: training needs a static [B,T], got {list(batch_time)}")

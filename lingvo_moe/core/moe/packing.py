@@ -1,7 +1,7 @@
-"""Packing tokens into slots by index and back, on one device: what dispatchers do inside manual regions.
+"""Packing tokens into slots by index and back, on one device: the code of dispatchers inside manual regions.
 
-Everything is a gather of rows, or a sum of rows into others, with gradients of the same kind: a slot
-belongs to one token and choice, and both know where the other one is.
+All functions gather rows, or sum rows into others, and so do their gradients: a slot belongs to one token
+and choice, and each has the index of the other.
 
 Letters: g groups of one device, S token in group, k choice rank, E expert, X slots of a group, M model.
 """
@@ -19,7 +19,7 @@ _MOST_UNROLLED = 4  # choices of a token that are gathered one after another
 
 @dataclass(frozen=True)
 class Places:
-    """Who sits where, both ways, on one device.
+    """Which choice has which slot, both ways, on one device.
 
     Attributes:
         slot_gSk: int32 in 0..X-1, the slot of each choice, or -1.
@@ -36,9 +36,9 @@ class Places:
 
     @property
     def few_slots(self) -> bool:
-        """Whether slots are summed into tokens: where most choices are not kept, as in expert choice.
+        """Whether slots are summed into tokens, because most choices are not kept, as in expert choice.
 
-        A choice then costs nothing but its number; else each token gathers its k slots.
+        A choice then costs only its id; otherwise each token gathers its k slots.
         """
         _, size, ranks = self.slot_gSk.shape
         slots = self.source_gX.shape[1]
@@ -48,7 +48,7 @@ class Places:
 def places_of(slot_gSk: tf.Tensor, num_slots: int) -> Places:
     """From the slot of each choice, int32 in 0..X-1 and unique within its group, or -1."""
     groups, size, ranks = shape_of(slot_gSk)
-    # A slot more for each group takes all that have none.
+    # One further slot for each group takes the choices without a slot.
     target_gSk = tf.where(slot_gSk < 0, num_slots, slot_gSk)
     target_gSk += (num_slots + 1) * tf.range(groups)[:, tf.newaxis, tf.newaxis]
     choice_gSk = tf.broadcast_to(
@@ -64,7 +64,7 @@ def places_of(slot_gSk: tf.Tensor, num_slots: int) -> Places:
 def sorted_places(
     expert_Sk: tf.Tensor, kept_Sk: tf.Tensor, num_experts: int
 ) -> tuple[Places, tf.Tensor]:
-    """Places of choices sorted by expert, those of one expert by token and rank; as many slots as choices.
+    """Places of choices sorted by expert, then by token and rank; N slots for N choices.
 
     Args:
         expert_Sk: int32 in 0..E-1 where kept.
@@ -121,7 +121,7 @@ def weigh_slots(slots_gXM: tf.Tensor, gate_gSk: tf.Tensor, places: Places) -> tf
 
 
 def of_slots(values_gSk: tf.Tensor, places: Places) -> tf.Tensor:
-    """[g,X]: what the choice in each slot has, 0 where there is none."""
+    """[g,X]: the value of the choice in each slot, 0 where there is none."""
     groups, size, ranks = shape_of(values_gSk)
     flat = tf.reshape(values_gSk, [groups, size * ranks])
     values = tf.gather(flat, tf.maximum(places.source_gX, 0), batch_dims=1)
@@ -174,7 +174,7 @@ def _token(places: Places) -> tf.Tensor:
 
 
 def _of_choices(values_gX: tf.Tensor, places: Places) -> tf.Tensor:
-    """[g,S,k]: what the slot of each choice has, 0 where there is none."""
+    """[g,S,k]: the value of the slot of each choice, 0 where there is none."""
     values = tf.gather(values_gX, tf.maximum(places.slot_gSk, 0), batch_dims=1)
     return tf.where(places.slot_gSk < 0, tf.zeros([], values.dtype), values)
 

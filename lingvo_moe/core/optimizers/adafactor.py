@@ -1,6 +1,6 @@
 """Adafactor (Shazeer and Stern 2018): second moments in two vectors instead of a matrix.
 
-Letters follow the variable: for wi 'EMH' the slots are row 'EM' and col 'EH', cut along E as wi is;
+Letters follow the variable: for wi 'EMH' the slots are row 'EM' and col 'EH', sharded along E like wi;
 for a query's 'MNK' they are row 'MN' and col 'NK', a matrix for each head.
 """
 
@@ -27,7 +27,7 @@ class Adafactor(Optimizer):
     * the weight loses rate * max(epsilon2, rms(weight)) * u, or rate * u without
       `multiply_by_parameter_scale`.
 
-    There is no first moment (beta1 = 0), so no slot of a weight's own size. Each rms is that of one
+    There is no first moment (beta1 = 0), so no slot is as large as its weight. Each rms is over one
     variable of one layer: the leading dimensions that count the layers of a `repeat` are kept apart,
     and scanned layers learn exactly as unrolled ones do.
     """
@@ -67,7 +67,7 @@ class Adafactor(Optimizer):
         return p
 
     def _Factored(self, spec: VariableSpec) -> tuple[int, int] | None:
-        """The two dimensions, in order, whose product stands for the second moment; None: it is kept in full."""
+        """The two factored dimensions, in order; None where the second moment is kept in full."""
         own = [d for d in range(spec.stack_dims, len(spec.shape)) if spec.letters[d] != "E"]
         largest = sorted(own, key=lambda d: (-spec.shape[d], -d))[:2]
         if len(largest) < 2 or min(spec.shape[d] for d in largest) < self.p.min_dim_size_to_factor:

@@ -1,6 +1,6 @@
-"""Optimizer: new weights and slots from old ones and gradients, with nothing hidden.
+"""Optimizer: new weights and slots from old ones and gradients, as a pure function.
 
-Letters in slot specs are those of the variables; a slot is cut over devices as its variable is.
+Letters in slot specs are those of the variables; a slot is sharded like its variable.
 """
 
 from dataclasses import replace
@@ -69,44 +69,48 @@ class Optimizer:
             ValueError: a trainable variable without a gradient, by its path.
         """
         grads = _dense(grads, specs)
-        grad_norm = None
         if max_grad_norm:
             grads, grad_norm = clip_by_global_norm(grads, max_grad_norm)
-        squares = [] if max_grad_norm else _squares(grads)
+        else:
+            squares = _squares(grads)
         rate = self.learning_rate.Value(step)
-        deltas: list[kernels.Delta | None] = []
-        new_slots: list[NestedMap] = []
-        for spec, weight, grad, slot in zip(
-            specs.Flatten(), theta.Flatten(), grads.Flatten(), self._SlotsOf(specs, slots)
-        ):
-            if not spec.trainable:
-                deltas.append(None)
-                new_slots.append(slot)
-                continue
-            with name_scope(f"optimizer.{spec.path}"):
-                delta, new_slot = self._UpdateOne(
-                    spec, tf.cast(weight, tf.float32), tf.cast(grad, tf.float32), slot, rate, step
-                )
-            deltas.append(delta)
-            new_slots.append(new_slot)
+        deltas, new_slots = self._Deltas(theta, grads, slots, step, specs, rate)
         changed = [d for d in deltas if d is not None]
-        if grad_norm is None:
-            grad_norm = tf.sqrt(
-                tf.add_n(
-                    [
-                        square if delta.grad_square is None else delta.grad_square
-                        for delta, square in zip(changed, squares, strict=True)
-                    ]
-                )
-            )
-        update_norm = tf.sqrt(tf.add_n([delta.SumOfSquares() for delta in changed]))
+        if not max_grad_norm:
+            known = [d.grad_square for d in changed]
+            sums = [s if k is None else k for k, s in zip(known, squares, strict=True)]
+            grad_norm = tf.sqrt(tf.add_n(sums))
+        update_norm = tf.sqrt(tf.add_n([d.SumOfSquares() for d in changed]))
         new_theta = [
             w if d is None else d.SubtractFrom(w)
             for w, d in zip(theta.Flatten(), deltas, strict=True)
         ]
         metrics = NestedMap(learning_rate=rate, update_norm=update_norm, grad_norm=grad_norm)
-        flat_slots = [leaf for slot in new_slots for leaf in slot.Flatten()]
-        return theta.Pack(new_theta), slots.Pack(flat_slots), metrics
+        return theta.Pack(new_theta), new_slots, metrics
+
+    def _Deltas(
+        self,
+        theta: NestedMap,
+        grads: NestedMap,
+        slots: NestedMap,
+        step: tf.Tensor,
+        specs: NestedMap,
+        rate: tf.Tensor,
+    ) -> tuple[list[kernels.Delta | None], NestedMap]:
+        """The change of each variable, None where it is not trainable, and the new slots."""
+        deltas: list[kernels.Delta | None] = []
+        new_slots: list[tf.Tensor] = []
+        for spec, weight, grad, slot in zip(
+            specs.Flatten(), theta.Flatten(), grads.Flatten(), self._SlotsOf(specs, slots)
+        ):
+            delta = None
+            if spec.trainable:
+                with name_scope(f"optimizer.{spec.path}"):
+                    wide = tf.cast(weight, tf.float32), tf.cast(grad, tf.float32)
+                    delta, slot = self._UpdateOne(spec, *wide, slot, rate, step)
+            deltas.append(delta)
+            new_slots += slot.Flatten()
+        return deltas, slots.Pack(new_slots)
 
     def _SlotsOf(self, specs: NestedMap, slots: NestedMap) -> list[NestedMap]:
         """The slots of each variable, in the order of the variables."""
@@ -162,7 +166,7 @@ def slot_spec(spec: VariableSpec, name: str, without: int | None = None) -> Vari
     Args:
         spec: the variable's.
         name: the slot's.
-        without: a dimension of the variable that the slot does not have.
+        without: the dimension of the variable that the slot lacks.
     """
 
     def keep(values: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks
+from lingvo_moe.core import checks, kernels
 from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.nested_map import NestedMap
@@ -45,13 +45,13 @@ class Sgd(Optimizer):
         slot: NestedMap,
         rate: tf.Tensor,
         step: tf.Tensor,
-    ) -> tuple[tf.Tensor, NestedMap]:
+    ) -> tuple[kernels.Delta, NestedMap]:
         del step
         p = self.p
         if p.weight_decay and len(spec.shape) - spec.stack_dims > 1:
             grad += p.weight_decay * weight
         if not p.momentum:
-            return rate * grad, NestedMap()
+            return kernels.DenseDelta(rate * grad), NestedMap()
         velocity = p.momentum * slot.velocity + grad
         direction = p.momentum * velocity + grad if p.nesterov else velocity
-        return rate * direction, NestedMap(velocity=velocity)
+        return kernels.DenseDelta(rate * direction), NestedMap(velocity=velocity)

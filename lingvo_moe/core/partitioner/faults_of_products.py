@@ -1,9 +1,9 @@
-"""Which products of matrices XLA's SPMD partitioner (that of jaxlib 0.10.2) gets wrong.
+"""Detects matrix products that XLA's SPMD partitioner (of jaxlib 0.10.2) computes wrongly.
 
-A dot is split into groups of devices: those that hold the same part of the summed dimensions, of the
-batch, and so on. Where the three tensors do not agree on the groups, the partitioner has four faults.
-Each function says when, from how the operands and the result are cut, narrowly: it is true only where
-the numbers are wrong, and there may be more that are wrong.
+The partitioner groups the devices of a dot: those that hold the same part of the summed dimensions, of the
+batch, and so on. If the three tensors disagree on the groups, it has four faults. Each function below
+detects one of them from the shardings of operands and result. It is narrow: true only if the numbers are
+wrong, but not for every wrong dot.
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ from lingvo_moe.core.hlo.sharding import TensorSharding
 
 
 def parts(sharding: TensorSharding, dims: Sequence[int]) -> tuple[int, ...]:
-    """The number of parts of some dimensions; 1 where the tensor is whole."""
+    """The number of parts of some dimensions; 1 for a tensor that is not tiled."""
     return tuple(sharding.tiles[d] if sharding.kind == "tiled" else 1 for d in dims)
 
 
 def places(sharding: TensorSharding, dims: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """For each device of a tiled tensor the number of its part along some dimensions."""
+    """For each device of a tiled tensor, the index of its part along some dimensions."""
     held = len(sharding.devices) // math.prod(sharding.tiles)
     found = {}
     for place, device in enumerate(sharding.devices):
@@ -36,7 +36,7 @@ def places(sharding: TensorSharding, dims: Sequence[int]) -> dict[int, tuple[int
 
 @dataclasses.dataclass(frozen=True)
 class Dot:
-    """A dot, which dimensions of it are which, and how its operands and its result are cut."""
+    """A dot, the roles of its dimensions, and the shardings of its operands and its result."""
 
     instruction: Instruction
     left: Instruction
@@ -56,7 +56,7 @@ class Dot:
 
     @property
     def further(self) -> tuple[int, ...]:
-        """The dimensions of the right operand that are not summed: those of the batch first."""
+        """The dimensions of the right operand that are not summed, batch dimensions first."""
         batch, summed = self.dims("rhs_batch_dims"), self.dims("rhs_contracting_dims")
         rank = len(self.right.arrays[0].dims)
         return (*batch, *(d for d in range(rank) if d not in (*batch, *summed)))
@@ -88,48 +88,50 @@ class Dot:
         )
 
 
-def cuts_the_batch_anew(dot: Dot) -> bool:
-    """The batch is cut over one set of devices in the operands and, into as many parts as the sum,
-    over those of the sum in the result: the elements come out in another order.
+def reshards_the_batch(dot: Dot) -> bool:
+    """Whether a batch dimension that the operands shard over some devices is sharded, in the result, over
+    those of the sum. Then its elements come out in another order.
 
-    Not where the result has a copy for each part of the sum, or an own dimension of an operand in as
-    many parts: then these are taken.
+    False if the result has a copy for each part of the sum, or shards a free dimension of an operand
+    into as many parts: XLA then uses these for the sum. The other batch dimensions do not matter.
     """
     summed, same = dot.summed
     count = math.prod(summed)
-    in_lhs, in_rhs, in_result = dot.batch
+    lhs = parts(dot.lhs, dot.dims("lhs_batch_dims"))
+    rhs = parts(dot.rhs, dot.dims("rhs_batch_dims"))
+    result = parts(dot.result, range(len(lhs)))
     return (
         count > 1
         and summed == same
-        and in_lhs == in_rhs > 1
-        and in_result == count
+        and lhs == rhs
+        and any(before > 1 and after == count for before, after in zip(lhs, result))
         and count not in dot.own
         and dot.result.copies % count != 0
     )
 
 
-def sums_differently_cut_dims(dot: Dot) -> bool:
-    """The operands agree on the cut of one summed dimension and disagree on that of others, into as
-    many parts in all: only the latter are added up.
+def sums_differently_sharded_dims(dot: Dot) -> bool:
+    """Whether the operands agree on the sharding of one summed dimension and disagree on others, with the
+    same number of parts in all. Then partial sums are added along the latter dimensions only.
 
-    Only where the result is whole: if it is cut, some come out right.
+    Only for an unsharded result: of sharded ones some are right.
     """
     lhs, rhs = dot.summed
     same = [i for i, (left, right) in enumerate(zip(lhs, rhs)) if left == right > 1]
-    if not same or lhs == rhs or math.prod(lhs) != math.prod(rhs) or dot.result.is_cut:
+    if not same or lhs == rhs or math.prod(lhs) != math.prod(rhs) or dot.result.is_sharded:
         return False
     left, right = dot.dims("lhs_contracting_dims"), dot.dims("rhs_contracting_dims")
     return places(dot.lhs, [left[i] for i in same]) == places(dot.rhs, [right[i] for i in same])
 
 
 def adds_up_other_devices(dot: Dot) -> bool:
-    """The left operand is cut along the sum alone, in copies, and the right one on the same devices
-    further, along its own dimensions or the batch; so is the result. Copies are numbered in ascending
-    order of devices, and the right one's rows have them in another.
+    """Whether devices that hold different parts of the right operand add their partial sums.
 
-    The devices that add up their sums are those whose copies have the same number. That is wrong where
-    they hold different parts of the right operand. Only where the left operand is the smallest of the
-    three: a larger one is not always the one that the others are brought in line with.
+    The left operand is sharded along the summed dimensions only, with copies. The right one is also
+    sharded along its free dimensions or the batch, and so is the result. XLA numbers the copies in
+    ascending order of devices, while the rows of the right operand have them in another order; it adds
+    the sums of the devices whose copies have the same number. Only if the left operand is the smallest of
+    the three: XLA does not always reshard the others to fit a larger one.
     """
     lhs, rhs = dot.summed
     count = math.prod(lhs)
@@ -141,7 +143,7 @@ def adds_up_other_devices(dot: Dot) -> bool:
         return False
     dims = dot.dims("rhs_contracting_dims")
     summed, others = places(dot.rhs, dims), places(dot.rhs, dot.further)
-    if places(dot.lhs, dot.dims("lhs_contracting_dims")) != summed or not dot.result.is_cut:
+    if places(dot.lhs, dot.dims("lhs_contracting_dims")) != summed or not dot.result.is_sharded:
         return False
     if places(dot.result, dot.further_in_result) != others:
         return False
@@ -155,12 +157,13 @@ def adds_up_other_devices(dot: Dot) -> bool:
 
 
 def numbers_rows_differently(dot: Dot) -> bool:
-    """The right operand is cut along the batch and the sum, the result along the batch and the left
-    one's own dimension, in the same order of devices; the left one along its own dimension and the sum,
-    with the devices of every part of the sum in another order, the same for all of them.
+    """Whether the result's rows are exchanged because the operands order the devices of a row differently.
 
-    The left operand is sent to be cut along the batch too, in its own order of devices, and the right
-    one to fit it, but the result is taken to be in the order of the right one.
+    The right operand is sharded along the batch and the summed dimensions; the result along the batch
+    and the left operand's free dimension, with the same order of devices. The left operand is sharded
+    along its free dimension and the summed ones, with another order of devices within each part of the
+    sum. XLA reshards the left operand along the batch in its own order, and the right one to fit it, but
+    takes the result to be in the right one's order.
     """
     lhs, rhs = dot.summed
     in_lhs, in_rhs, in_result = dot.batch
@@ -186,7 +189,7 @@ def numbers_rows_differently(dot: Dot) -> bool:
 
 
 def _flat(sharding: TensorSharding, dims: Sequence[int]) -> dict[int, int]:
-    """For each device the number of its part along some dimensions together."""
+    """For each device, the number of its part along some dimensions together."""
     counts, found = parts(sharding, dims), {}
     for device, place in places(sharding, dims).items():
         found[device] = 0

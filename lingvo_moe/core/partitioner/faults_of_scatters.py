@@ -1,8 +1,8 @@
-"""Which scatters XLA's SPMD partitioner (that of jaxlib 0.10.2) gets wrong: unevenly cut updates.
+"""Detects scatters of unevenly sharded updates, which XLA's SPMD partitioner (of jaxlib 0.10.2) gets wrong.
 
-The last part of such updates has padding. Where the indices are not cut over all devices, they are
-padded with zeros, and the updates' padding is not masked: it lands in row 0. That does no harm where it
-is added and is zero, as it is in what has just been cut.
+The last part of such updates has padding. If the indices are not sharded over all devices, they are
+padded with zeros, and the updates' padding is not masked, so it lands in row 0. That does no harm if it
+is zero and is added; it is zero right after an unsharded tensor was split.
 """
 
 import math
@@ -13,7 +13,7 @@ from lingvo_moe.core.hlo.module import Computation, Instruction
 from lingvo_moe.core.hlo.sharding import TensorSharding
 from lingvo_moe.core.partitioner.faults_of_products import parts
 
-_FAR = 64
+_SEARCH_LIMIT = 64  # How many operations `padding_is_zero` follows.
 _KEEPING = (
     "copy",
     "convert",
@@ -32,10 +32,10 @@ _OF_ALL = ("add", "subtract", "maximum", "minimum")
 def padded_dim(
     scatter: Instruction, operands: Sequence[Instruction], shardings: Sequence[TensorSharding]
 ) -> int | None:
-    """The dimension of the updates whose padding is written, None if there is none.
+    """The dimension of the updates whose padding is written; None if there is none.
 
-    Updates that are cut otherwise than the target is within a window are left out: they are sent first,
-    and some come out right.
+    Updates that are sharded differently from the target within a window are not reported: they are
+    resharded first, and some are right.
     """
     target, of_indices, of_updates = shardings
     shape = operands[2].arrays[0].dims
@@ -44,16 +44,16 @@ def padded_dim(
     (vector,) = dims_list(scatter, "index_vector_dim")
     rank = len(operands[1].arrays[0].dims)
     index_dims = [d for d in range(rank) if d != vector]
-    cut = [d for d, n in zip(outer, parts(of_updates, outer)) if shape[d] % n]
-    if not cut or (target.is_cut and _is_sent(target, of_updates, scatter)):
+    uneven = [d for d, n in zip(outer, parts(of_updates, outer)) if shape[d] % n]
+    if not uneven or (target.is_sharded and _is_sent(target, of_updates, scatter)):
         return None
     if of_indices.copies == 1 and math.prod(parts(of_indices, index_dims)) > 1:
         return None
-    return cut[0]
+    return uneven[0]
 
 
 def _is_sent(target: TensorSharding, updates: TensorSharding, scatter: Instruction) -> bool:
-    """Whether the target is cut along what a window holds, and the updates are not so."""
+    """Whether the target is sharded along window dimensions, and the updates differently."""
     inserted = dims_list(scatter, "inserted_window_dims")
     window = [d for d in range(len(target.tiles)) if d not in inserted]
     inner = dims_list(scatter, "update_window_dims")
@@ -64,16 +64,17 @@ def padding_is_zero(
     instruction: Instruction,
     inside: Computation,
     is_uneven: Callable[[Instruction], bool],
-    far: int = _FAR,
+    far: int = _SEARCH_LIMIT,
 ) -> bool:
-    """Whether the padding of an unevenly cut tensor is zeros, or might be: it is where something whole
-    was cut, and where operations make nothing else of that.
+    """Whether the padding of an unevenly sharded tensor is zero, or may be.
+
+    It is zero after an unsharded tensor was split, and stays zero through operations that keep zeros.
 
     Args:
-        instruction: that makes the tensor.
-        inside: where it is.
+        instruction: the instruction that produces the tensor.
+        inside: its computation.
         is_uneven: whether the parts of a tensor are padded.
-        far: so many operations are looked at, deep; beyond them it might be.
+        far: how many operations to follow; beyond them the padding may be zero.
     """
     if not is_uneven(instruction):
         return True

@@ -1,7 +1,7 @@
-"""Which operations over windows XLA's SPMD partitioner (that of jaxlib 0.10.2) gets wrong.
+"""Detects operations over windows that XLA's SPMD partitioner (of jaxlib 0.10.2) computes wrongly.
 
-They are the gradients of convolutions by their kernels and of max pooling, where dimensions over which
-the windows go are cut. Each function says when, from the window and from how the operands are cut.
+These are gradients of convolutions by their kernels, and of max pooling, if the windows' dimensions are
+sharded. Each function detects a fault from the window and the shardings of the operands.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from lingvo_moe.core.partitioner.faults_of_products import parts
 
 
 class Convolution:
-    """A convolution whose operands are both cut, and what each dimension of it is.
+    """A convolution whose operands are both sharded, and the roles of its dimensions.
 
-    In the gradient by a kernel the cut image is the left operand and the result's gradient, which is
-    the window, the right one: features of the input stand where a batch does, the batch where the
-    features do that are summed.
+    In the gradient by a kernel, the left operand is the image and the right one (the window) is the
+    gradient of the result: the input's features take the role of the batch, and the batch that of the
+    summed features.
     """
 
     def __init__(
@@ -46,13 +46,15 @@ class Convolution:
 
     @property
     def _reference(self) -> int:
-        """The operand that the other one is cut as: the larger one, the left one of two alike."""
+        """The operand to whose sharding XLA reshards the other: the larger one; of equals, the left one."""
         left, right = self._operands
         return 1 if left.arrays[0].num_bytes < right.arrays[0].num_bytes else 0
 
     def _cut_windows(self) -> list[int]:
-        """The dimensions that the operands are cut along, by number, and that are of windows: of one
-        that ends where the image does, once, only the sum is left."""
+        """The numbers of the sharded window dimensions.
+
+        A window that covers the image exactly once does not count: it is only a sum.
+        """
         dims, cut = (self._left, self._right)[self._reference], self._cut
         whole = [
             w.size == self._operands[0].arrays[0].dims[d]
@@ -69,16 +71,17 @@ class Convolution:
 
     @property
     def copies(self) -> int:
-        """How many devices hold a part of the operand that the other one is cut as."""
+        """How many devices hold each part of the operand to whose sharding the other is resharded."""
         return self._cut.copies
 
     def AddsUpCopies(self) -> bool:
-        """Each device has a part of a sum over the cut windows, and these are added up over all
-        devices, also where several hold the same part.
+        """Whether partial sums over the sharded windows are added over all devices, although several
+        devices hold the same part.
 
-        Where the summed features (the batch, in a gradient) are cut in both operands too, devices are
-        grouped by them first; then only if no other dimension of the operands is cut. In groups, as
-        those of a depthwise convolution's gradient, it is so also where the batch alone is cut.
+        If the summed features (in a gradient: the batch) are sharded in both operands too, devices are
+        grouped by them first; then it is wrong only if no other dimension of the operands is sharded.
+        With feature or batch groups, as in a depthwise convolution's gradient, it is also wrong if only
+        the batch is sharded.
         """
         if not self._is_plain or self._cut.copies == 1:
             return False
@@ -91,19 +94,39 @@ class Convolution:
             if self._has_feature_groups:
                 per_group = self._operands[1].arrays[0].dims[self._summed[1]]
                 return per_group == 1 == summed[self._reference] and self._exchanges()
-            return self._exchanges() if self._cut_windows() else min(summed) > 1
+            if self._cut_windows():
+                return self._exchanges()
+            return min(summed) > 1 or max(parts(self._lhs, self._left)) > 1
         if not self._exchanges():
             return False
         if min(summed) > 1:
             alike = (
                 self._lhs.copies == self._rhs.copies and summed[0] == summed[1] and max(own) == 1
             )
-            return alike and parts(self._lhs, self._left) == parts(self._rhs, self._right)
+            left, right = parts(self._lhs, self._left), parts(self._rhs, self._right)
+            return alike and (left == right or max(right) > 1)
         return own[self._reference] == 1
 
+    def LosesBatch(self) -> bool:
+        """Whether the kernel, larger than the image, is sharded along the summed features and has a copy
+        for each part of the batch, while the image is sharded along the batch and the windows: the image
+        is sharded as the kernel, and parts of the batch are lost.
+        """
+        summed = parts(self._lhs, [self._summed[0]])[0], parts(self._rhs, [self._summed[1]])[0]
+        return (
+            self._is_plain
+            and not (self._has_feature_groups or self._has_batch_groups)
+            and self._reference == 1
+            and summed[0] == 1 < summed[1]
+            and max(parts(self._lhs, self._left)) > 1
+            and 1 < parts(self._lhs, [self._own[0]])[0] <= self._rhs.copies
+        )
+
     def _exchanges(self) -> bool:
-        """Whether the left operand's parts are close enough to their windows that they are exchanged:
-        else something is gathered, and right."""
+        """Whether the left operand's parts are close enough to their windows for a halo exchange.
+
+        Otherwise XLA gathers an operand, and the result is right.
+        """
         cut = self._cut_windows()
         if not cut:
             return False
@@ -125,11 +148,12 @@ class Convolution:
         return -(-left // count), -(-right // count)
 
     def SkipsPadding(self) -> bool:
-        """The last window of a strided convolution lies in padding alone, the last of the parts has no
-        windows, and the windows of a part go over two parts of the image: the last part that has
-        windows begins so far behind its part of the image that it reads what it does not have.
+        """Whether a part's windows read out of range.
 
-        Padding "SAME" and "VALID" have no such window. That this is all is only known from trials.
+        It happens if the last window of a strided convolution covers only padding, the last part has no
+        windows, and the windows of one part cover two parts of the image. For the last part with windows,
+        its first window starts past its own shard, so it reads out of range. Padding "SAME" and "VALID"
+        have no such window. The condition was found by trials.
         """
         if not self._is_plain or self._has_feature_groups or self._has_batch_groups:
             return False
@@ -152,8 +176,15 @@ class Convolution:
 
 
 def _halos(w: WindowDim, left: int, right: int, results: int, count: int) -> tuple[int, int]:
-    """The elements that some part of the image needs from before it, and from behind it, in a sum over
-    the window's parts; `left` and `right` are the sizes of parts, `results` those of a window."""
+    """The most elements that a part of the image needs from before and after it, in a sum over the
+    window's parts.
+
+    Args:
+        w: the window dimension.
+        left, right: the sizes of a part of the image and of the window.
+        results: the number of results along the dimension.
+        count: the number of parts.
+    """
     step = left - right * w.rhs_dilate
     before = max(step * i + w.pad_low for i in range(1, count))
     reach = 1 - w.rhs_dilate + w.stride * (results - 1) - w.pad_low
@@ -162,9 +193,11 @@ def _halos(w: WindowDim, left: int, right: int, results: int, count: int) -> tup
 
 
 def overlaps_by_its_stride(instruction: Instruction, sharding: TensorSharding) -> bool:
-    """Whether a select-and-scatter's windows reach over two of its strides, without the padding before
-    the first one, along a dimension that the result is cut along: then its first part is from one
-    element off. Windows larger than a part are left out: of those some come out right."""
+    """Whether the windows of a select-and-scatter, without low padding, span two strides along a
+    sharded dimension of the result. Then its first part is off by one element.
+
+    Windows larger than a part are not reported: some of those are right.
+    """
     return any(
         count > 1 and 2 * w.stride <= w.size - w.pad_low and w.size <= -(-size // count)
         for count, size, w in zip(sharding.tiles, instruction.arrays[0].dims, window(instruction))

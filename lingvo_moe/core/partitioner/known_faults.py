@@ -1,18 +1,18 @@
-"""Programs that XLA's SPMD partitioner is known to get wrong, without a word, and what to do instead.
+"""Detects operations for which XLA's SPMD partitioner is known to compute wrong numbers, and names remedies.
 
     for fault in known_faults(parse_module(partition(program).before)):
         print(fault)
 
-The faults are those of the partitioner in jaxlib 0.10.2 which the conformance suite (tests/spmd) found.
-They are told by the module after sharding propagation and before partitioning: there every instruction
-has its sharding. The conditions were found by trial against one device and are narrow: what is named is
-wrong, but a program without a fault of these kinds need not be right. Not sharp are
+The faults are those of the partitioner in jaxlib 0.10.2 that the conformance suite (tests/spmd) found.
+They are detected in the module after sharding propagation and before partitioning, where every instruction
+has its sharding. The conditions were found by comparing with one device. They are narrow: every reported
+operation is wrong, but a program without reports may still be wrong. These cases are not detected:
 
-- SCATTER: updates that are cut otherwise than the target is within a window are left out;
-- COPIES and POOLING: windows that reach far beyond a neighbouring part are left out;
-- PADDED_WINDOWS: only where the windows of a part go over exactly two parts of the image;
-- SUMS: only of a result that is whole; some that are cut are wrong;
-- ADDING_UP and ROWS: other orders of devices than these are wrong too, depending on sizes.
+- SCATTER: updates that are sharded differently from the target within a window;
+- COPIES and POOLING: windows that reach far beyond a neighbouring part;
+- PADDED_WINDOWS: windows of a part that do not cover exactly two parts of the image;
+- SUMS: sharded results, some of which are wrong;
+- ADDING_UP and ROWS: other orders of devices, some of which are wrong, depending on sizes.
 """
 
 import dataclasses
@@ -38,53 +38,58 @@ FLAG_HELP = (
     "not look for any"
 )
 
-SCATTER = "scatter of unevenly cut updates"
+SCATTER = "scatter of unevenly sharded updates"
 COPIES = "convolution summed over copies"
+LOST_BATCH = "convolution by a kernel sharded along its input features"
 PADDED_WINDOWS = "kernel gradient of windows in padding"
 POOLING = "gradient of overlapping max pooling"
-BATCH = "product with its batch cut anew"
-SUMS = "sum over differently cut dimensions"
+BATCH = "product with a resharded batch"
+SUMS = "sum over differently sharded dimensions"
 ADDING_UP = "sum over devices in another order"
 ROWS = "product of differently ordered rows"
 
-# What goes wrong, and what is right instead.
+# What goes wrong, and the remedy.
 _TEXTS = {
     SCATTER: (
-        "the updates are cut unevenly along dimension {dim} ({size} in {count} parts), and their "
-        "padding lands in row 0, since the indices are not cut over all devices",
-        "cut the indices as the updates are cut, over all devices, or pad the updates to a multiple "
+        "the updates are sharded unevenly along dimension {dim} ({size} in {count} parts), and their "
+        "padding lands in row 0, since the indices are not sharded over all devices",
+        "shard the indices like the updates, over all devices, or pad the updates to a multiple "
         "of the parts, with indices of -1",
     ),
     COPIES: (
-        "each device sums over its part of the windows, and the sums are added up over all devices "
+        "each device sums over its part of the windows, and the sums are added over all devices "
         "though {copies} hold the same part: the result is too large",
-        "cut the batch along the mesh axis that is idle, or bring the operands into as many parts as "
+        "shard the batch along the unused mesh axis, or split the operands into as many parts as "
         "there are devices",
     ),
+    LOST_BATCH: (
+        "the image, sharded along rows or columns and the batch, is sharded as the larger kernel, along the "
+        "input features, and parts of the batch are lost",
+        "shard the image along its features too, or replicate the kernel",
+    ),
     PADDED_WINDOWS: (
-        "the kernel's gradient takes the last windows, which lie in padding alone, from elements that "
-        "are not there",
-        "pad less, so that no window lies behind the image, or leave these dimensions whole",
+        "the kernel's gradient reads the last windows, which cover only padding, out of range",
+        "pad less, so that no window lies after the image, or do not shard these dimensions",
     ),
     POOLING: (
-        "the gradient of max pooling, along a cut dimension with windows of two strides or more, "
+        "the gradient of max pooling, along a sharded dimension with windows of two strides or more, "
         "is off by one element in the first part",
-        "leave this dimension whole, or write the pooling as a maximum of shifted slices",
+        "do not shard this dimension, or write the pooling as a maximum of shifted slices",
     ),
     BATCH: (
-        "the batch is cut over other devices in the result than in the operands, those over which "
-        "the sum is: the elements come out in another order",
-        "annotate the result as the operands' batch is cut, and cut it anew after an operation in "
-        "between",
+        "the batch is sharded over other devices in the result than in the operands, namely over those "
+        "of the sum: the elements come out in another order",
+        "annotate the result with the sharding of the operands' batch, and reshard it after an operation "
+        "in between",
     ),
     SUMS: (
-        "the operands agree on the cut of one summed dimension and not on that of another: the parts "
-        "of the former are not added up",
-        "cut the summed dimensions alike in both operands",
+        "the operands agree on the sharding of one summed dimension and not on that of another: the parts "
+        "of the former are not added",
+        "shard the summed dimensions alike in both operands",
     ),
     ADDING_UP: (
         "the operands' rows have their devices in different orders, and devices with different "
-        "columns are added up",
+        "columns are added",
         "use a mesh whose devices are in ascending order",
     ),
     ROWS: (
@@ -94,8 +99,8 @@ _TEXTS = {
 }
 _PARTITIONS = re.compile(r"num_partitions=(\d+)")
 _DOTS: Sequence[tuple[str, Callable[[Dot], bool]]] = (
-    (BATCH, products.cuts_the_batch_anew),
-    (SUMS, products.sums_differently_cut_dims),
+    (BATCH, products.reshards_the_batch),
+    (SUMS, products.sums_differently_sharded_dims),
     (ADDING_UP, products.adds_up_other_devices),
     (ROWS, products.numbers_rows_differently),
 )
@@ -104,14 +109,14 @@ _MOST_NAMED = 5
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """An operation of a program that is partitioned wrongly.
+    """A wrongly partitioned operation of a program.
 
     Attributes:
         kind: one of the constants of this module.
         op: TensorFlow's operation, e.g. 'gradient_tape/conv/Conv2DBackpropFilter'; '' if it has none.
         instruction: HLO's name.
         message: what goes wrong.
-        remedy: what is right instead.
+        remedy: what to do instead.
     """
 
     kind: str
@@ -125,7 +130,7 @@ class Fault:
 
 
 def check_action(action: str, name: str = "known_faults") -> None:
-    """Raises ShardingError, naming the flag or argument `name`, where `action` is none of ACTIONS."""
+    """Raises ShardingError, naming the flag or argument `name`, unless `action` is one of ACTIONS."""
     if action not in ACTIONS:
         raise ShardingError(
             f"{name}={action}: must be one of {', '.join(ACTIONS)}{did_you_mean(action, ACTIONS)}"
@@ -133,7 +138,7 @@ def check_action(action: str, name: str = "known_faults") -> None:
 
 
 def known_faults(module: Module) -> list[Fault]:
-    """The operations of a program that are partitioned wrongly, in order; of a loop's body once.
+    """Returns the wrongly partitioned operations of a program in order; those of a loop's body once.
 
     Args:
         module: after sharding propagation and before partitioning: `partition(program).before`.
@@ -152,15 +157,15 @@ def known_faults(module: Module) -> list[Fault]:
 
 
 def refuse(faults: Iterable[object], program_name: str) -> None:
-    """Refuses a program of which XLA would compute something wrong.
+    """Refuses a program for which XLA would compute wrong numbers.
 
     Args:
-        faults: of the program; each one's text is told, the same only once.
+        faults: the program's faults; equal texts are shown once.
         program_name: for the message.
 
     Raises:
-        ShardingError: there is a fault; names each operation, what goes wrong and what is right
-            instead.
+        ShardingError: there is a fault; the message names each operation, what goes wrong and the
+            remedy.
     """
     found = list(dict.fromkeys(str(fault) for fault in faults))
     if not found:
@@ -175,7 +180,7 @@ def refuse(faults: Iterable[object], program_name: str) -> None:
 
 
 class _At:
-    """An instruction that may be partitioned wrongly, where it is, and how its tensors are cut."""
+    """An instruction that may be partitioned wrongly, its computation, and the shardings of its tensors."""
 
     def __init__(self, module: Module, inside: Computation, instruction: Instruction, devices: int):
         self.module, self.inside, self.instruction = module, inside, instruction
@@ -183,7 +188,7 @@ class _At:
         self.operands = inside.operands(instruction)
 
     def Sharding(self, instruction: Instruction) -> TensorSharding | None:
-        """By default whole; None where it is not of one array."""
+        """The sharding of an instruction, by default replicated; None unless its result is one array."""
         if len(instruction.arrays) != 1:
             return None
         text = instruction.attribute("sharding") or "{replicated}"
@@ -191,13 +196,13 @@ class _At:
 
     @functools.cached_property
     def shardings(self) -> list[TensorSharding]:
-        """Of the operands and, at the end, of the result; none where some tensor is not everybody's."""
+        """The shardings of the operands, then of the result; [] if any is maximal, manual or unknown."""
         found = [self.Sharding(i) for i in (*self.operands, self.instruction)]
         known = [s for s in found if s is not None and s.kind in ("replicated", "tiled")]
         return known if len(known) == len(found) and all(s.manual == 1 for s in known) else []
 
     def IsUneven(self, instruction: Instruction) -> bool:
-        """Whether some of its parts are padded."""
+        """Whether some parts of an instruction's result are padded."""
         sharding = self.Sharding(instruction)
         return sharding is not None and any(sharding.Padding(instruction.arrays[0].dims))
 
@@ -215,24 +220,26 @@ _Found = Iterator[tuple[str, dict[str, int]]]
 
 def _in_dot(at: _At) -> _Found:
     lhs, rhs, result = at.shardings
-    if lhs.is_cut and rhs.is_cut:
+    if lhs.is_sharded and rhs.is_sharded:
         what = Dot(at.instruction, at.operands[0], at.operands[1], lhs, rhs, result)
         yield from ((kind, {}) for kind, is_so in _DOTS if is_so(what))
 
 
 def _in_convolution(at: _At) -> _Found:
-    if not all(s.is_cut for s in at.shardings[:2]):
+    if not all(s.is_sharded for s in at.shardings[:2]):
         return
     what = windows.Convolution(at.instruction, at.operands, at.shardings[:2])
     if what.AddsUpCopies():
         yield COPIES, {"copies": what.copies}
+    elif what.LosesBatch():
+        yield LOST_BATCH, {}
     elif what.SkipsPadding():
         yield PADDED_WINDOWS, {}
 
 
 def _in_select_and_scatter(at: _At) -> _Found:
     result = at.shardings[-1]
-    if result.is_cut and windows.overlaps_by_its_stride(at.instruction, result):
+    if result.is_sharded and windows.overlaps_by_its_stride(at.instruction, result):
         yield POOLING, {}
 
 

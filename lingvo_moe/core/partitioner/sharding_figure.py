@@ -25,7 +25,7 @@ def figure(sharding: TensorSharding, shape: Sequence[int], num_devices: int) -> 
         shape: its global shape.
         num_devices: devices of the program.
     """
-    sharded = [d for d, n in enumerate(sharding.tiles) if n > 1] if sharding.is_cut else []
+    sharded = [d for d, n in enumerate(sharding.tiles) if n > 1] if sharding.is_sharded else []
     columns = [sharded[-1]] if len(sharded) > 1 or (sharded and sharded[0] > 0) else []
     rows = [d for d in sharded if d not in columns]
     drawn, width, height = _cells(sharding, shape, rows, columns, num_devices)
@@ -104,9 +104,7 @@ def _cell(
 
     w, h = width * filled(columns), _HEIGHT * filled(rows)
     where = ", ".join(f"{begin}:{end}" for begin, end in extent) or "scalar"
-    tip = (
-        f"[{where}] on {'every device' if not sharding.is_cut else f'device {names(devices, 64)}'}"
-    )
+    tip = f"[{where}] on {'every device' if not sharding.is_sharded else f'device {names(devices, 64)}'}"
     if w < width or h < _HEIGHT:
         tip += "; the rest of the part is padding"
     label = f"all {num_devices}" if len(devices) >= num_devices else names(devices)

@@ -42,7 +42,7 @@ def product_sharding(
     rank = len(dot.arrays[0].dims)
     batch = len(dims["lhs_batch_dims"])
     for side, own, other in (("lhs", lhs, rhs), ("rhs", rhs, lhs)):
-        if own is None or not own.is_cut or own.manual > 1:
+        if own is None or not own.is_sharded or own.manual > 1:
             continue
         batch_dims, summed = dims[f"{side}_batch_dims"], dims[f"{side}_contracting_dims"]
         free = [d for d in range(len(own.tiles)) if d not in (*batch_dims, *summed)]
@@ -63,7 +63,7 @@ def _other_is_sharded(
     dims: dict[str, tuple[int, ...]], side: str, other: TensorSharding | None
 ) -> bool:
     """Whether the other operand is sharded along a dimension that is not a batch dimension."""
-    if other is None or not other.is_cut:
+    if other is None or not other.is_sharded:
         return False
     across = "rhs" if side == "lhs" else "lhs"
     batch_dims = dims[f"{across}_batch_dims"]

@@ -21,11 +21,11 @@ from lingvo_moe.core.sharding.mesh import (
     single_device,
     use_mesh,
 )
-from lingvo_moe.core.sharding.redistribution_plan import plan_redistribution
 
-# Functions that need TensorFlow, and their modules.
+# Functions by their modules, which are imported when they are first asked for. Most need TensorFlow.
 _LAZY = {
     "mesh_split": "annotate",
+    "plan_redistribution": "redistribution_plan",
     "redistribute": "redistribution",
     "replicate": "annotate",
     "shard": "annotate",
@@ -42,7 +42,6 @@ __all__ = [
     "check_mapping",
     "current_mesh",
     "dims_mapping",
-    "plan_redistribution",
     "single_device",
     "use_mesh",
 ]

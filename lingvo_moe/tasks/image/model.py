@@ -6,7 +6,8 @@ from typing import ClassVar
 import tensorflow as tf
 
 from lingvo_moe.core import checks
-from lingvo_moe.core.base_task import BaseTask
+from lingvo_moe.core.base_input import BaseInput
+from lingvo_moe.core.base_task import BaseTask, TaskError
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.layers.classifier import Classifier, in_top_k
@@ -71,6 +72,23 @@ class ImageClassifier(BaseTask):
         )
         self.CreateChild("head", head)
 
+    @classmethod
+    def CheckInput(cls, task: HyperParams, inputs: HyperParams) -> None:
+        """See BaseTask: images have the channels that the network reads."""
+        if task.channels != inputs.channels:
+            raise TaskError(
+                f"input.channels={inputs.channels}, but task.channels={task.channels}: set both to the same"
+            )
+
+    def CheckData(self, inputs: BaseInput) -> None:
+        """See BaseTask: there is a score for each class."""
+        found = inputs.Artifacts().about["classes"]
+        if found > self.p.num_classes:
+            raise TaskError(
+                f"the data has {found:,} classes, but task.num_classes={self.p.num_classes}; set "
+                f"--model_params_override='task.num_classes={found}'"
+            )
+
     def FProp(
         self, theta: NestedMap, batch: NestedMap, seed: tf.Tensor | None = None
     ) -> tuple[tf.Tensor, NestedMap]:
@@ -104,7 +122,7 @@ class ImageClassifier(BaseTask):
 
     def FlopsByPart(self, batch: NestedMap) -> dict[str, int]:
         """See BaseTask: the stages of the network, and the head."""
-        shape = batch.images.shape
+        shape: Sequence[int] = batch.images.shape
         network, head = self.network.p, self.head.p
         flops = network.cls.FlopsByStage(network, shape)
         flops["head"] = Classifier.FPropMeta(head, (shape[0], head.model_dim)).flops

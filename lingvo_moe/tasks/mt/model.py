@@ -10,13 +10,14 @@ import tensorflow as tf
 
 from lingvo_moe.core import checks, kernels
 from lingvo_moe.core.base_input import BaseInput
+from lingvo_moe.core.base_layer import scoped
 from lingvo_moe.core.base_task import TaskError, updates_of
 from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.kernels import xla
 from lingvo_moe.core.layers import attention, embedding, feed_forward, masks, softmax, transformer
 from lingvo_moe.core.moe import layer as moe_layer
-from lingvo_moe.core.moe.routers.registry import ROUTERS
+from lingvo_moe.core.moe.registry import ROUTERS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.task import MtTask
 
@@ -96,6 +97,12 @@ class MtModel(MtTask):
             check=checks.SHARE,
         )
         p.Define("repeat", True, "Layers are scanned over stacked weights and recomputed backward.")
+        for name in ("model_dim", "num_experts", "num_groups"):
+            p.Derive(f"moe.{name}", name)
+        p.Derive("moe.hidden_dim", "expert_hidden_dim", "hidden_dim")
+        p.Derive("moe.experts.relu_dropout_prob", "dropout")
+        for name in ("model_dim", "num_experts"):
+            p.Derive(f"decoder_router.{name}", name)
         return p
 
     def __init__(self, params: InstantiableParams):
@@ -188,7 +195,7 @@ class MtModel(MtTask):
 
     @classmethod
     def Needs(cls, params: HyperParams, decoder: bool) -> tuple[str, ...]:
-        """What the router of one side needs to know of the tokens: see moe/context.py."""
+        """What the router of one side needs to know of the tokens: see moe/routers/inputs.py."""
         router = _router_of(params, decoder)[1]
         return router.cls.Needs(router) if params.num_experts else ()
 
@@ -254,6 +261,7 @@ class MtModel(MtTask):
         metrics.loss = loss
         return loss, metrics
 
+    @scoped
     def LogProbs(
         self, theta: NestedMap, batch: NestedMap, vocab_size: int | None = None
     ) -> tf.Tensor:
@@ -331,6 +339,7 @@ class MtModel(MtTask):
 
     # --- decoding
 
+    @scoped
     def Encode(self, theta: NestedMap, src: NestedMap) -> NestedMap:
         """The encoder's output for unpacked rows: NestedMap(memory [B,S,M], segment_ids int32
         [B,S]); and task_ids int32 [B], where the decoder needs them."""
@@ -340,6 +349,7 @@ class MtModel(MtTask):
             encoded.task_ids = src.task_ids[:, 0]  # a row holds one sentence
         return encoded
 
+    @scoped
     def InitCache(
         self, theta: NestedMap, encoded: NestedMap, beam_size: int, max_length: int
     ) -> NestedMap:
@@ -367,6 +377,7 @@ class MtModel(MtTask):
             cross_mask="BTS",
         )
 
+    @scoped
     def ExtendStep(
         self, theta: NestedMap, ids: tf.Tensor, cache: NestedMap, time: tf.Tensor, mask: tf.Tensor
     ) -> tuple[tf.Tensor, NestedMap]:

@@ -118,7 +118,7 @@ def test_a_plan_is_checked_by_what_the_tpu_compilers_partitioner_is_given():
     program = PjrtEngine(MESH).Lower(sum_by_ids, specs)
     compiled = aot.compile_for_topology(program, "v3:2x2")
     (fault,) = checking.find_faults(compiled.partitioner_input, program)
-    assert "UnsortedSegmentSum: the updates are cut unevenly" in str(fault)
+    assert "UnsortedSegmentSum: the updates are sharded unevenly" in str(fault)
 
 
 def test_unknown_actions_are_refused(capfd):

@@ -47,7 +47,7 @@ def test_what_is_not_cut():
     assert parse("{replicated}").DeviceOf(()) == tuple(range(8))
     assert parse("{maximal device=3}").DeviceOf(()) == (3,)
     assert parse("{manual}").kind == "manual"
-    assert parse("{devices=[1,1,8]<=[8] last_tile_dim_replicate}").is_cut is False
+    assert parse("{devices=[1,1,8]<=[8] last_tile_dim_replicate}").is_sharded is False
     assert parse("{devices=[2,2,2]<=[8] last_tile_dims={manual}}").manual == 2
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lingvo_moe.core.moe.capacity import effective_capacity_factor, expert_capacity
+from lingvo_moe.core.moe.slots import effective_capacity_factor, expert_capacity
 
 
 @pytest.mark.parametrize(

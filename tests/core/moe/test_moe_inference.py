@@ -8,11 +8,10 @@ import pytest
 import tensorflow as tf
 
 from lingvo_moe.core import kernels
-from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.layers.transformer import TransformerLayer
 from lingvo_moe.core.moe.dispatch_dropless import DroplessDispatcher
-from lingvo_moe.core.moe.experts import Experts
+from lingvo_moe.core.moe.experts import BaseExperts, Experts
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.moe.routers.base import LearnedRouter
 from lingvo_moe.core.moe.routers.top2 import Top2Router
@@ -116,19 +115,12 @@ def test_an_expert_that_no_token_chose_is_not_computed(routed):
     assert float(extras.metrics.effective_capacity) == 2  # rows a token, not E
 
 
-class SlotExperts(BaseLayer):
-    @classmethod
-    def Params(cls):
-        p = super().Params()
-        for name in ("model_dim", "hidden_dim", "num_experts"):
-            p.Define(name, 0, "")
-        return p
-
+class SlotExperts(BaseExperts):
     def FProp(self, theta, x_EGCM, seed=None):
         return x_EGCM * tf.range(1.0, E + 1)[:, None, None, None]
 
 
-def test_experts_that_know_slots_alone_are_left_to_the_dispatcher_of_training():
+def test_experts_for_slots_alone_use_the_training_dispatcher_in_inference():
     layer = (
         _params(TopKRouter.Params().Set(k=1))
         .Set(experts=SlotExperts.Params(), dispatcher="index")

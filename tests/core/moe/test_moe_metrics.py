@@ -6,7 +6,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lingvo_moe.core.moe.metrics import routing_metrics
+from lingvo_moe.core.moe.losses_and_metrics import routing_metrics
 
 
 def _metrics(want: dict, real: np.ndarray, num_experts: int, capacity: int | None, **kw):

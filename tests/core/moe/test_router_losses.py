@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_moe.core.moe import losses
+from lingvo_moe.core.moe import losses_and_metrics as losses
 
 REAL = np.array([[1, 1, 0, 1], [0, 0, 0, 0], [1, 0, 0, 0]], np.float32)
 RNG = np.random.default_rng(0)

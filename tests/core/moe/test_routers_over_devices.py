@@ -9,8 +9,8 @@ import tensorflow as tf
 import toy_moe
 
 from lingvo_moe.core.engine.testing import run_sharded, run_single
+from lingvo_moe.core.moe.registry import ROUTERS
 from lingvo_moe.core.moe.routers.base import Router
-from lingvo_moe.core.moe.routers.registry import ROUTERS
 from lingvo_moe.core.nested_map import NestedMap
 
 G, S, M, E, C = 8, 10, 6, 8, 4

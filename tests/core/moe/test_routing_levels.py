@@ -10,7 +10,7 @@ import tensorflow as tf
 from router_testing import SEED, check, route, router
 
 from lingvo_moe.core.moe.layer import MoELayer
-from lingvo_moe.core.moe.routers.levels import sentence_means
+from lingvo_moe.core.moe.routers.inputs import sentence_means
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import single_device, use_mesh
@@ -131,7 +131,9 @@ def test_what_it_takes():
     segments = NestedMap(segment_ids=tf.ones([2, 6], tf.int32))
     with use_mesh(single_device()):
         theta = layer.InitTheta(make_seed(1, 0))
-        with pytest.raises(ValueError, match="4 groups of 3 tokens cut rows of 6: num_groups must"):
+        with pytest.raises(
+            ValueError, match="4 groups of 3 tokens split rows of 6: num_groups must"
+        ):
             layer.FProp(theta, x, none, seed=SEED, context=segments)
         with pytest.raises(ValueError, match=r"moe routes by segment_ids .* given: none"):
             layer.FProp(theta, x, none)

@@ -12,8 +12,8 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lingvo_moe.core.moe.registry import ROUTERS
 from lingvo_moe.core.moe.routers.base import Routing
-from lingvo_moe.core.moe.routers.registry import ROUTERS
 from lingvo_moe.core.nested_map import NestedMap
 
 G, S, E, M, C = 2, 6, 4, 5, 2

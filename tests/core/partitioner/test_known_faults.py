@@ -354,9 +354,9 @@ def test_error_names_operation_fault_and_remedy():
         kf.refuse(kf.known_faults(_scatter(15, ROWS_8, made=ONES)), "train_step")
     assert str(error.value) == (
         "program 'train_step': XLA's partitioner would compute wrong numbers for 1 operation:\n"
-        "- net/Op: the updates are cut unevenly along dimension 0 (15 in 8 parts), and their padding "
-        "lands in row 0, since the indices are not cut over all devices. Instead: cut the "
-        "indices as the updates are cut, over all devices, or pad the updates to a multiple of the "
+        "- net/Op: the updates are sharded unevenly along dimension 0 (15 in 8 parts), and their padding "
+        "lands in row 0, since the indices are not sharded over all devices. Instead: shard the "
+        "indices like the updates, over all devices, or pad the updates to a multiple of the "
         "parts, with indices of -1."
     )
     kf.refuse(kf.known_faults(_scatter(16, ROWS_8, made=ONES)), "train_step")

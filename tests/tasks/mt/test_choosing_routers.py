@@ -11,8 +11,8 @@ import toy_translation as toy
 from lingvo_moe.core import registry
 from lingvo_moe.core.artifacts import RunArtifacts
 from lingvo_moe.core.base_task import TaskError
+from lingvo_moe.core.moe.registry import ROUTERS
 from lingvo_moe.core.moe.routers.hash import HashRouter
-from lingvo_moe.core.moe.routers.registry import ROUTERS
 from lingvo_moe.core.moe.routers.top_k import TopKRouter
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh

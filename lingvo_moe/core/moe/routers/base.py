@@ -1,4 +1,4 @@
-"""The interface of all routers: tokens in, a small set of [G,S,k] tensors out.
+"""The interface of all routers: tokens in, a few [G,S,k] tensors out.
 
 Letters: G group, S token in group, k choice rank, E expert, C capacity slot, M model, U task.
 """
@@ -10,18 +10,18 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from lingvo_moe.core import checks
-from lingvo_moe.core.base_layer import BaseLayer, WeightParams
+from lingvo_moe.core.base_layer import BaseLayer, WeightParams, scoped
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.moe.metrics import add_losses, routing_metrics
-from lingvo_moe.core.moe.routers import levels
+from lingvo_moe.core.moe.losses_and_metrics import add_losses, routing_metrics
+from lingvo_moe.core.moe.routers import inputs
 from lingvo_moe.core.nested_map import NestedMap
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Who goes where. All that a dispatcher needs to know.
+    """A routing decision: the only argument that a dispatcher takes from a router.
 
     Attributes:
         expert_index: int32 [G,S,k], the experts of each token, best first, all different.
@@ -50,7 +50,7 @@ class Routing:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The experts of each token, in inference: what a search needs of a `Routing`, whose attributes these are."""
+    """The experts of each token, in inference: the part of a `Routing` that a search needs."""
 
     expert_index: tf.Tensor
     gate: tf.Tensor
@@ -60,16 +60,17 @@ class Chosen:
 class Router(BaseLayer):
     """Chooses the experts of each token. Subclasses implement `FProp`, and may implement `ChooseExperts`.
 
-    A router does all its arithmetic in float32, whatever the activations are: the choice hangs on
-    small differences, and positions are counted by sums that bfloat16 cannot hold.
+    A router does all its arithmetic in float32, whatever the activations are: the choice depends on small
+    differences, and positions are sums that bfloat16 cannot represent.
     """
 
-    # Whether the capacity makes the choice, and is no limit on it: then it is given without a limit too.
+    # True for expert choice: C decides how many tokens each expert picks, so C is passed even when the dispatcher is
+    # dropless.
     CHOOSES_BY_CAPACITY: ClassVar[bool] = False
 
     @classmethod
     def Needs(cls, params: HyperParams) -> tuple[str, ...]:
-        """What `context` must hold for a router of these Params; see moe/context.py."""
+        """The entries that `context` must have for a router of these Params; see moe/routers/inputs.py."""
         del params
         return ()
 
@@ -81,7 +82,7 @@ class Router(BaseLayer):
 
     @classmethod
     def Slots(cls, group_size: int, capacity: int) -> int:
-        """The slots that an expert has in training, where the layer gives it C for S tokens."""
+        """The slots of an expert in training, where the layer gives it C for S tokens."""
         del group_size
         return capacity
 
@@ -92,7 +93,7 @@ class Router(BaseLayer):
 
     @classmethod
     def Flops(cls, params: HyperParams, tokens: int) -> int:
-        """Of the matrix products that decide for so many tokens; sizes are set in `params`."""
+        """FLOPs of the gating of so many tokens; sizes are set in `params`."""
         del params, tokens
         return 0
 
@@ -119,11 +120,12 @@ class Router(BaseLayer):
             x_GSM: tokens, in any float type.
             paddings_GS: bool or float, 1 for padding, which is never routed and takes no slot.
             capacity: C, or None for no limit.
-            seed: int32 [2]; None means inference: nothing is left to chance.
-            context: what `Needs` names, int32 [G,S] each; None where that is nothing.
+            seed: int32 [2]; None means inference, where nothing is random.
+            context: the entries that `Needs` names, int32 [G,S] each; None where there are none.
         """
         raise NotImplementedError(f"{type(self).__name__}.FProp")
 
+    @scoped
     def ChooseExperts(
         self,
         theta: NestedMap,
@@ -133,8 +135,8 @@ class Router(BaseLayer):
     ) -> Chosen:
         """The choices of FProp without a seed and a capacity, bit for bit; arguments as there.
 
-        Decoding calls it in each step. This one runs FProp; a router may override it to leave out what only FProp
-        needs: positions, losses and metrics.
+        Decoding calls it in each step. This one runs FProp; a router may override it to leave out positions,
+        losses and metrics.
         """
         routing = self.FProp(theta, x_GSM, paddings_GS, None, context=context)
         return Chosen(routing.expert_index, routing.gate, routing.kept)
@@ -177,19 +179,19 @@ class Router(BaseLayer):
 class LearnedRouter(Router):
     """A router with a gating network, wg [M,E]. Subclasses implement `Route`, or `RouteInputs`.
 
-    What the network sees is each token, or by `level` its sentence's mean, or its task's embedding
-    (then there is a weight task_emb [U,M], U the number of tasks).
+    The network's input is each token or, by `level`, its sentence's mean or its task's embedding (then
+    there is a weight task_emb [U,M], U the number of tasks).
     """
 
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        levels.define_level(p)
+        inputs.define_level(p)
         return p
 
     @classmethod
     def Needs(cls, params: HyperParams) -> tuple[str, ...]:
-        return levels.context_for(params)
+        return inputs.context_for(params)
 
     @classmethod
     def LooksAhead(cls, params: HyperParams) -> bool:
@@ -205,7 +207,7 @@ class LearnedRouter(Router):
         params.weight_split = {"wg.E": None, **(params.weight_split or {})}
         super().__init__(params)
         p = self.p
-        levels.check_level(self.path, p)
+        inputs.check_level(self.path, p)
         if p.level == "task":
             self.CreateVariable(
                 "task_emb", WeightParams((p.num_tasks, p.model_dim), "UM", WeightInit.Gaussian())
@@ -215,7 +217,7 @@ class LearnedRouter(Router):
         )
 
     def GatingInit(self) -> WeightInit:
-        """How wg starts."""
+        """The initial value of wg."""
         return WeightInit.FanIn(self.p.model_dim)
 
     def FProp(
@@ -231,6 +233,7 @@ class LearnedRouter(Router):
         x_GSM = self.Seen(theta, x_GSM, paddings_GS, context)
         return self.RouteInputs(theta, x_GSM, paddings_GS, capacity, seed)
 
+    @scoped
     def Seen(
         self,
         theta: NestedMap,
@@ -243,11 +246,12 @@ class LearnedRouter(Router):
             return x_GSM
         assert context is not None
         if self.p.level == "sentence":
-            x_GSM = levels.sentence_means(x_GSM, context.segment_ids, paddings_GS)
+            x_GSM = inputs.sentence_means(x_GSM, context.segment_ids, paddings_GS)
         else:
-            x_GSM = levels.task_vectors(theta.task_emb, context.task_ids)
+            x_GSM = inputs.task_vectors(theta.task_emb, context.task_ids)
         return self.Shard(x_GSM, "GSM")
 
+    @scoped
     def RouteInputs(
         self,
         theta: NestedMap,
@@ -256,12 +260,13 @@ class LearnedRouter(Router):
         capacity: int | None,
         seed: tf.Tensor | None = None,
     ) -> Routing:
-        """The decision from what the gating network sees; arguments as in FProp.
+        """The decision from the gating network's input; arguments as in FProp.
 
-        To be overridden by a router that needs more than logits: other weights, noise on the inputs.
+        A router overrides it if it needs more than logits: other weights, noise on the inputs.
         """
         return self.Route(self.Logits(theta, x_GSM), paddings_GS, capacity, seed)
 
+    @scoped
     def Logits(self, theta: NestedMap, x_GSM: tf.Tensor) -> tf.Tensor:
         """The gating network before its softmax, float32 [G,S,E] (Algorithm 2, line 1)."""
         x_GSM, wg_ME = tf.cast(x_GSM, tf.float32), tf.cast(theta.wg, tf.float32)
@@ -281,7 +286,7 @@ class LearnedRouter(Router):
 def all_experts(like_GSE: tf.Tensor) -> tf.Tensor:
     """int32 [G,S,E] with e at [g,s,e]: the index where every expert is a choice (k = E).
 
-    Made of a tensor that is known at run time only: as a constant it would be as large as that.
+    Derived from a run-time tensor: a constant of this size would be made while tracing.
     """
     zero_GSE = tf.cast(like_GSE > float("inf"), tf.int32)
     return zero_GSE + tf.range(like_GSE.shape[-1])

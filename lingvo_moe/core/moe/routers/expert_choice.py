@@ -12,10 +12,9 @@ import tensorflow as tf
 from lingvo_moe.core import checks
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
-from lingvo_moe.core.moe.choice import top_k
 from lingvo_moe.core.moe.routers.base import Chosen, LearnedRouter, Routing, all_experts
 from lingvo_moe.core.moe.routers.kth_largest import kth_largest_bits
-from lingvo_moe.core.moe.seating import take_seats
+from lingvo_moe.core.moe.slots import assign_slots, top_k
 from lingvo_moe.core.nested_map import NestedMap
 
 _BITS = 30  # of a float32 from 0 to 1, whose bits order it as an integer
@@ -27,12 +26,12 @@ class ExpertChoiceRouter(LearnedRouter):
     Gates are a softmax over E and are not normalised again; the earlier token wins a tie. Load is
     even by construction, so there is no loss; a token may find any number of experts, none too.
     C is the layer's: with its capacity_factor c, a token has c experts on average. The gradient
-    flows through the gates of what was chosen, none through the choice.
+    flows through the chosen gates, none through the choice.
 
-    Whether a token is taken hangs on the tokens after it. A decoder does not know them, so none can
-    use this router (`LooksAhead`). In inference no token may depend on its company either: each
-    token then takes its own best `inference_k` experts, with the same gates. That is another rule
-    than in training, which agrees with it on the average number of experts if inference_k is c.
+    Whether a token is taken depends on later tokens. A decoder does not know them, so it cannot use this
+    router (`LooksAhead`). In inference no token may depend on the others of its batch either: each token
+    then takes its own best `inference_k` experts, with the same gates. That differs from training; the
+    average number of experts is the same if inference_k is c.
     """
 
     CHOOSES_BY_CAPACITY: ClassVar[bool] = True
@@ -84,7 +83,7 @@ class ExpertChoiceRouter(LearnedRouter):
 
     def _TokensChoose(self, gates_GSE: tf.Tensor, real_GS: tf.Tensor) -> Routing:
         best = self._Best(gates_GSE, real_GS)
-        position, _ = take_seats(best.expert_index, best.kept, self.p.num_experts, None)
+        position, _ = assign_slots(best.expert_index, best.kept, self.p.num_experts, None)
         return self.Decided(
             best.expert_index, best.gate, position, best.kept, best.kept, real_GS, None, gates_GSE
         )
@@ -122,6 +121,6 @@ def chosen_tokens(gates_GSE: tf.Tensor, real_GS: tf.Tensor, capacity: int) -> tf
     least_GE = kth_largest_bits(bits_GSE, capacity, _BITS)[:, tf.newaxis, :]
     above = tf.cast(bits_GSE > least_GE, tf.float32)
     equal = tf.cast(tf.equal(bits_GSE, least_GE), tf.float32)
-    room_GE = float(capacity) - tf.reduce_sum(above, 1, keepdims=True)
+    free_GE = float(capacity) - tf.reduce_sum(above, 1, keepdims=True)
     earlier = tf.cumsum(equal, 1, exclusive=True)
-    return above + equal * tf.cast(earlier < room_GE, tf.float32)
+    return above + equal * tf.cast(earlier < free_GE, tf.float32)

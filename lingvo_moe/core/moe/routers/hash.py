@@ -1,4 +1,4 @@
-"""Hash routing: a token's experts follow from its number in the vocabulary alone.
+"""Hash routing: a token's experts depend on its number in the vocabulary alone.
 
 Roller et al. 2021, Hash Layers For Large Sparse Models (section 3). In the terms of conditional
 computation: a router that is not learnt, with a fixed rule.
@@ -39,7 +39,7 @@ class HashRouter(UnlearnedRouter):
             f"One of {', '.join(TABLES)}: see the class.",
             check=checks.one_of(TABLES),
         )
-        p.Define("table_seed", 0, "Of the random table.", check=checks.SEED)
+        p.Define("table_seed", 0, "Seed of the random table.", check=checks.SEED)
         p.Define(
             "vocab_size",
             0,
@@ -50,7 +50,7 @@ class HashRouter(UnlearnedRouter):
 
     @classmethod
     def Needs(cls, params: HyperParams) -> tuple[str, ...]:
-        """Which token it is."""
+        """The token's number."""
         return ("ids",)
 
     def __init__(self, params: InstantiableParams):

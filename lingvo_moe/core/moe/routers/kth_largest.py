@@ -1,4 +1,4 @@
-"""The k-th largest of many, in operations that XLA cuts along G like any other.
+"""The k-th largest of many numbers, in operations that XLA shards along G like any other.
 
 Letters: G group, S token in group, E expert.
 """
@@ -9,8 +9,8 @@ import tensorflow as tf
 def kth_largest_bits(bits_GSE: tf.Tensor, k: int, num_bits: int) -> tf.Tensor:
     """int32 [G,E]: the k-th largest of the S numbers of each expert, found bit by bit.
 
-    No sort: a few sums over S, which is much less work on a CPU, and nothing to gather where S is
-    whole on its device.
+    Instead of a sort, a few sums over S: much less work on a CPU, and no gather where S is not
+    sharded.
 
     Args:
         bits_GSE: int32 below 2^num_bits; negative ones do not count.
@@ -26,8 +26,7 @@ def kth_largest_bits(bits_GSE: tf.Tensor, k: int, num_bits: int) -> tf.Tensor:
         at_least = tf.cast(bits_GSE >= larger_GE[:, tf.newaxis, :], tf.float32)
         return bit - 1, tf.where(tf.reduce_sum(at_least, 1) >= k, larger_GE, found_GE)
 
-    start_GE = tf.reduce_min(
-        tf.bitwise.bitwise_and(bits_GSE, 0), 1
-    )  # zeros, cut as the numbers are
+    # Zeros, sharded as the numbers are.
+    start_GE = tf.reduce_min(tf.bitwise.bitwise_and(bits_GSE, 0), 1)
     _, found_GE = tf.while_loop(lambda bit, _: bit >= 0, step, (num_bits - 1, start_GE))
     return found_GE

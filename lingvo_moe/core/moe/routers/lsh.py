@@ -1,6 +1,6 @@
-"""Locality-sensitive hashing: tokens whose vectors point the same way go to the same experts.
+"""Locality-sensitive hashing: tokens whose vectors have nearly one direction go to the same experts.
 
-The fixed, unlearnt rule of conditional computation: near vectors collide, far ones seldom. Two
+A fixed rule, not learnt: near vectors usually have the same hash, far ones seldom. Two
 families of hash functions:
 
 * random hyperplanes, a bit each for the side that a vector lies on (Charikar 2002, section 3);
@@ -15,8 +15,8 @@ import tensorflow as tf
 from lingvo_moe.core import checks, randomness
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
-from lingvo_moe.core.moe.choice import top_k
 from lingvo_moe.core.moe.routers.unlearned import UnlearnedRouter
+from lingvo_moe.core.moe.slots import top_k
 from lingvo_moe.core.nested_map import NestedMap
 
 HASHES = ("cross_polytope", "hyperplanes")
@@ -32,8 +32,8 @@ class LshRouter(UnlearnedRouter):
       projection the lowest bit. Choice r flips the bit of the r-th smallest projection, the
       vector being nearly on the other side there. E a power of two, and k at most log2 E + 1.
 
-    A hash has no gradient: what the vectors learn comes from the experts alone. So no estimate of
-    one is needed in the middle of a network either. The projections are made anew in each program
+    A hash has no gradient: vectors learn from the experts alone, so a layer in the middle of a network needs no
+    gradient estimate. Each program computes the projections again
     from `hash_seed` and the layer's path, the same ones for the layers of a stack, in float32.
     """
 
@@ -46,7 +46,7 @@ class LshRouter(UnlearnedRouter):
             f"One of {', '.join(HASHES)}: see the class.",
             check=checks.one_of(HASHES),
         )
-        p.Define("hash_seed", 0, "Of the random projections.", check=checks.SEED)
+        p.Define("hash_seed", 0, "Seed of the random projections.", check=checks.SEED)
         return p
 
     def __init__(self, params: InstantiableParams):

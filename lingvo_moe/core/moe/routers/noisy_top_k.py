@@ -10,24 +10,23 @@ from lingvo_moe.core.base_layer import WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.moe.choice import top_k
-from lingvo_moe.core.moe.losses import cv_squared, importance, smooth_load
+from lingvo_moe.core.moe.losses_and_metrics import cv_squared, importance, smooth_load
 from lingvo_moe.core.moe.routers.base import Chosen, LearnedRouter, Routing
 from lingvo_moe.core.moe.routers.top_k import check_k
-from lingvo_moe.core.moe.seating import count_choices, take_seats
+from lingvo_moe.core.moe.slots import assign_slots, count_choices, top_k
 from lingvo_moe.core.nested_map import NestedMap
 
 
 class NoisyTopKRouter(LearnedRouter):
     """The k largest of H(x) = x wg + normal * softplus(x wnoise), gates by a softmax over those k.
 
-    Noise, whose size is learnt for each expert, is there in training alone. Two losses keep experts in
+    Noise, whose size is learnt for each expert, is added in training alone. Two losses keep experts in
     use, each the squared coefficient of variation over experts: of the importance (sum of gates), and
     of the load (expected number of tokens, which has a gradient through the noise). Where there is no
     noise, in inference, the load is a count. The paper weighs both losses by 0.1 in its language
     models; here that is the weights below times the task's own.
 
-    Both weights start at zero, as the paper advises: experts are drawn by noise alone at first, evenly.
+    Both weights start at zero, as the paper advises: at first noise alone decides, evenly.
 
     Beyond the paper: `noise_epsilon` is added to the noise's deviation (as in its authors' published
     code), which keeps the load finite; and experts have a capacity.
@@ -38,9 +37,12 @@ class NoisyTopKRouter(LearnedRouter):
         p = super().Params()
         p.Define("k", 2, "Experts of a token, 1 to E.", check=checks.SIZE)
         p.Define(
-            "importance_weight", 1.0, "Of the importance's variation.", check=checks.NOT_NEGATIVE
+            "importance_weight",
+            1.0,
+            "Weight of the importance's variation.",
+            check=checks.NOT_NEGATIVE,
         )
-        p.Define("load_weight", 1.0, "Of the load's variation.", check=checks.NOT_NEGATIVE)
+        p.Define("load_weight", 1.0, "Weight of the load's variation.", check=checks.NOT_NEGATIVE)
         p.Define(
             "noise_epsilon",
             0.01,
@@ -102,7 +104,7 @@ class NoisyTopKRouter(LearnedRouter):
             noisy_GSE += self.Shard(noise_GSE, "GSE") * deviation_GSE
         best_GSk, index_GSk, gate_GSk = self._Best(noisy_GSE, real_GS)
         wanted_GSk = tf.stack([real_GS] * p.k, -1)
-        position_GSk, kept_GSk = take_seats(index_GSk, wanted_GSk, p.num_experts, capacity)
+        position_GSk, kept_GSk = assign_slots(index_GSk, wanted_GSk, p.num_experts, capacity)
 
         def losses() -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
             if noisy_GSE is logits_GSE or p.k == p.num_experts:

@@ -1,7 +1,7 @@
-"""Random routing: the baseline that a learned router has to beat.
+"""Random routing: the baseline for learned routers.
 
 Zuo et al. 2022, Taming Sparsely Activated Transformer with Stochastic Experts, find it no worse than
-gates for translation. It learns nothing and looks at nothing.
+gates for translation. It has no weights and ignores the tokens' vectors.
 
 Letters: G group, S token in group, k choice rank, E expert, M model.
 """
@@ -10,23 +10,23 @@ import tensorflow as tf
 
 from lingvo_moe.core import randomness
 from lingvo_moe.core.hyperparams import Params as HyperParams
-from lingvo_moe.core.moe.choice import top_k
 from lingvo_moe.core.moe.routers.unlearned import UnlearnedRouter, spread
+from lingvo_moe.core.moe.slots import top_k
 from lingvo_moe.core.nested_map import NestedMap
 
 
 class RandomRouter(UnlearnedRouter):
-    """In training k different experts for each token, drawn anew each step, every set as likely.
+    """In training k different experts for each token, drawn in each step, every set equally likely.
 
-    Inference leaves nothing to chance: a token's number in its vocabulary decides, modulo E as in
-    hash.py. So it needs no seed, the same text always gives the same result, a cached decoding step
-    chooses as the whole pass does, and load is even. All experts have seen all tokens alike, so none
-    is a worse choice than another.
+    Inference is not random: a token's number in its vocabulary decides, modulo E as in hash.py. So it
+    needs no seed, the same text always gives the same result, a cached decoding step chooses as the full
+    pass does, and load is even. In training all experts see all tokens equally often, so each is as good
+    a choice as any other.
     """
 
     @classmethod
     def Needs(cls, params: HyperParams) -> tuple[str, ...]:
-        """Which token it is, for inference."""
+        """The token's number, for inference."""
         return ("ids",)
 
     def Choose(

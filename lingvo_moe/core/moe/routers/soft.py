@@ -1,8 +1,7 @@
 """The dense mixture: every token sees every expert. The reference for all others.
 
 Jacobs et al. 1991, Adaptive Mixtures of Local Experts; Shazeer et al. 2017, section 2.1 (softmax
-gating). Soft conditional computation: what is not chosen weighs little, but is computed all the
-same.
+gating). Every expert is computed, however small its weight.
 
 Letters: G group, S token in group, k choice rank (k = E here), E expert.
 """
@@ -16,8 +15,8 @@ from lingvo_moe.core.nested_map import NestedMap
 class SoftRouter(LearnedRouter):
     """Gates are the softmax over all experts; nothing is dropped, so there is no capacity and no loss.
 
-    It costs E experts a token: a k-choice router's experts come to this sum, with the smaller
-    terms left out.
+    It costs E experts a token: the output of a k-choice router approximates this sum by its larger
+    terms.
     """
 
     @classmethod
@@ -33,12 +32,12 @@ class SoftRouter(LearnedRouter):
         capacity: int | None,
         seed: tf.Tensor | None = None,
     ) -> Routing:
-        """See `LearnedRouter`; the capacity is not looked at."""
+        """See `LearnedRouter`; the capacity is ignored."""
         real_GS = 1.0 - tf.cast(paddings_GS, tf.float32)
         gates_GSE = tf.nn.softmax(logits_GSE)
         expert_index = all_experts(logits_GSE)
         kept = _kept(gates_GSE, real_GS)
-        # Token s sits in slot s of each expert.
+        # Token s has slot s of each expert.
         position = expert_index - expert_index
         position += tf.range(tf.shape(position)[1])[tf.newaxis, :, tf.newaxis]
         return self.Decided(

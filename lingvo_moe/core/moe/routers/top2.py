@@ -8,10 +8,9 @@ import tensorflow as tf
 from lingvo_moe.core import checks, randomness
 from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.hyperparams import Params as HyperParams
-from lingvo_moe.core.moe.choice import normalize, pick
-from lingvo_moe.core.moe.losses import load_balance
+from lingvo_moe.core.moe.losses_and_metrics import load_balance
 from lingvo_moe.core.moe.routers.base import Chosen, LearnedRouter, Routing
-from lingvo_moe.core.moe.seating import count_choices, take_seats
+from lingvo_moe.core.moe.slots import assign_slots, count_choices, normalize, pick
 from lingvo_moe.core.nested_map import NestedMap
 
 _CHOICES = {
@@ -22,20 +21,20 @@ _CHOICES = {
 
 
 class Top2Router(LearnedRouter):
-    """Each token goes to its best two experts while they have room; the second is sometimes skipped.
+    """Each token goes to its best two experts while they have free slots; the second is sometimes skipped.
 
-    All first choices of a group are seated before any second choice, each in the order of its tokens.
+    All first choices of a group get slots before any second choice, each in the order of its tokens.
     A second choice is sent with probability min(1, g2 / threshold), g2 its normalised gate; with the
     threshold 0.5 that is the paper's "2 g2 > rnd".
 
     `reading` chooses between two accounts of the same algorithm:
 
-    * 'paper' (default). A second choice that chance left out still counts as a seat taken: Algorithm 1
-      adds to c_e2 whatever it decided. The auxiliary loss is 1/E sum_e (c_e/S) m_e.
-    * 'lingvo'. A second choice left out takes no seat, so later tokens may have it. The auxiliary
+    * 'paper' (default). A second choice that chance left out still counts as a slot taken: Algorithm 1
+      adds to c_e2 in any case. The auxiliary loss is 1/E sum_e (c_e/S) m_e.
+    * 'lingvo'. A second choice left out takes no slot, so later tokens may have it. The auxiliary
       loss is E^2 times the paper's, 1 at perfect balance.
 
-    Three more places where Lingvo's code differs, and what this class does:
+    Lingvo's code differs in three more places:
 
     * Its second positions start after the *kept* first choices, Algorithm 1's after all of them. Once
       an expert overflows both lie beyond C, so the outcome is the same, and no option is needed.
@@ -64,8 +63,8 @@ class Top2Router(LearnedRouter):
         p.Define(
             "second_expert_policy",
             "random",
-            "'random' sends the second choice by chance, 'sampling' draws which one it is by the gates (both "
-            "in training only), 'all' always sends the second best.",
+            "'random' sends the second choice with a probability, 'sampling' draws it by the gates (both in "
+            "training only), 'all' always sends the second best.",
             check=checks.one_of(_CHOICES["second_expert_policy"]),
         )
         p.Define(
@@ -77,8 +76,8 @@ class Top2Router(LearnedRouter):
         p.Define(
             "normalize_gates",
             "before_drops",
-            "'before_drops': g1 and g2 sum to 1 before capacity and chance; 'after_drops': what is "
-            "kept sums to 1.",
+            "'before_drops': g1 and g2 sum to 1 before capacity and chance; 'after_drops': the "
+            "gates that are kept sum to 1.",
             check=checks.one_of(_CHOICES["normalize_gates"]),
         )
         p.Define(
@@ -109,10 +108,10 @@ class Top2Router(LearnedRouter):
         gates_GSE = tf.nn.softmax(logits_GSE)
         index_GSk, gate_GSk = self._Best(gates_GSE, self._Drawn(logits_GSE, seed))
         wanted_GSk = tf.stack([real_GS, real_GS * self._Sampled(gate_GSk[:, :, 1], seed)], -1)
-        # Who counts as seated before a later second choice: this is where the readings part.
-        seated_GSk = tf.stack([real_GS] * 2, -1) if p.reading == "paper" else wanted_GSk
-        position_GSk, room_GSk = take_seats(index_GSk, seated_GSk, p.num_experts, capacity)
-        kept_GSk = wanted_GSk * room_GSk
+        # The choices that count as earlier ones for a later second choice: the readings differ here.
+        counted_GSk = tf.stack([real_GS] * 2, -1) if p.reading == "paper" else wanted_GSk
+        position_GSk, fits_GSk = assign_slots(index_GSk, counted_GSk, p.num_experts, capacity)
+        kept_GSk = wanted_GSk * fits_GSk
         gate_GSk = self._Kept(gate_GSk, kept_GSk)
 
         def losses() -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
@@ -161,7 +160,7 @@ class Top2Router(LearnedRouter):
         return normalize(gate_GSk) if self.p.normalize_gates == when else gate_GSk
 
     def _Drawn(self, logits_GSE: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor | None:
-        """[G,S,E], of which the largest but for the first choice is a draw by the gates (Gumbel's trick); None
+        """[G,S,E], whose largest entry other than the first choice is a draw by the gates (Gumbel's trick); None
         where nothing is drawn."""
         if seed is None or self.p.second_expert_policy != "sampling":
             return None
@@ -170,14 +169,14 @@ class Top2Router(LearnedRouter):
         return tf.stop_gradient(logits_GSE) - tf.math.log(-tf.math.log(u_GSE))
 
     def _Sampled(self, gate_2: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:
-        """[G,S], 1 where the second choice is to be sent, room allowing; a scalar 1 without chance."""
+        """[G,S], 1 where the second choice is to be sent if a slot is free; a scalar 1 without chance."""
         if seed is None or self.p.second_expert_policy != "random":
             return tf.constant(1.0)
         rnd = self.Shard(randomness.uniform(seed, gate_2.shape), "GS")
         return tf.cast(gate_2 * (1.0 / self.p.second_expert_threshold) > rnd, tf.float32)
 
     def _AuxLossScale(self) -> float:
-        """What Lingvo's loss, 1 at balance, is multiplied by; the paper's is 1 / E^2 of it."""
+        """The factor on Lingvo's loss, which is 1 at balance; the paper's loss is 1 / E^2 of that."""
         p = self.p
         papers = float(p.num_experts**2)
         if p.aux_loss_scale is not None:
@@ -188,7 +187,7 @@ class Top2Router(LearnedRouter):
 def _best_two(gates_GSE: tf.Tensor, drawn_GSE: tf.Tensor | None = None) -> tf.Tensor:
     """int32 [G,S,2]: the largest gate and the second largest, or the largest other of `drawn_GSE`; the lower
     index wins a tie."""
-    # Two arg-maxes: of a top-k a TPU's compiler makes a sort of all E.
+    # Two arg-maxes: the TPU compiler turns a top-k into a sort of all E.
     first_GS = tf.argmax(gates_GSE, -1, output_type=tf.int32)
     is_first_GSE = tf.equal(first_GS[:, :, tf.newaxis], tf.range(gates_GSE.shape[-1]))
     others_GSE = tf.where(is_first_GSE, -1.0, gates_GSE)

@@ -1,4 +1,4 @@
-"""The k best experts of each token, for any k: Switch (k = 1) and what followed it.
+"""The k best experts of each token, for any k: Switch (k = 1) and later routers.
 
 Letters: G group, S token in group, k choice rank, E expert, M model.
 """
@@ -12,10 +12,9 @@ from lingvo_moe.core import checks, randomness
 from lingvo_moe.core.base_layer import WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.moe.choice import normalize, pick, top_k
-from lingvo_moe.core.moe.losses import load_balance, log_partition, z_loss
+from lingvo_moe.core.moe.losses_and_metrics import load_balance, log_partition, z_loss
 from lingvo_moe.core.moe.routers.base import Chosen, LearnedRouter, Routing
-from lingvo_moe.core.moe.seating import count_choices, take_seats
+from lingvo_moe.core.moe.slots import assign_slots, count_choices, normalize, pick, top_k
 from lingvo_moe.core.nested_map import NestedMap
 
 _ORDERS = ("before", "after")
@@ -23,11 +22,11 @@ _NORMALIZATIONS = ("never", "before_drops", "after_drops")
 
 
 class TopKRouter(LearnedRouter):
-    """Each token goes to its k most probable experts while they have room, all first choices of a
-    group before any second, and so on. Nothing about the choice is random.
+    """Each token goes to its k most probable experts while they have free slots, all first choices of a
+    group before any second, and so on. The choice is not random.
 
     With k = 1 this is the Switch Transformer's router (Fedus et al. 2021): the gate is the probability
-    itself, not normalised, or it would be 1 and nothing but losses would train wg. Switch also has
+    itself, not normalised, or it would be 1 and only losses would train wg. Switch also has
     jitter=0.01, and 0.01 as the weight of its loss, which is the translation model's aux_loss_weight.
     For ST-MoE (Zoph et al. 2022) on top of it, z_loss_weight=0.1 makes 0.001 of that; k = 2 and k = 8
     are common too. The layer's capacity_factor has to grow with k: it is slots a token.
@@ -36,7 +35,7 @@ class TopKRouter(LearnedRouter):
     the chosen ones. The second is the first normalised, in value and gradient.
 
     `balance_bias` balances without a loss (Wang et al. 2024, algorithm 1): each expert has a bias that
-    is added to its probability for the choice and nowhere else. No gradient changes it; after each
+    is added to its probability for the choice only. No gradient changes it; after each
     step it goes up by `balance_bias` where the expert had fewer choices than the mean over experts,
     down where it had more. Experts are then best by biased probability. load_balance_weight=0 goes
     with it.
@@ -55,8 +54,8 @@ class TopKRouter(LearnedRouter):
         p.Define(
             "normalize_gates",
             None,
-            "'never'; 'before_drops': a token's gates sum to 1 before capacity; 'after_drops': what "
-            "is kept sums to 1. None: 'never' for k = 1, else 'before_drops'.",
+            "'never'; 'before_drops': a token's gates sum to 1 before capacity; 'after_drops': the "
+            "gates that are kept sum to 1. None: 'never' for k = 1, else 'before_drops'.",
             check=checks.or_none(checks.one_of(_NORMALIZATIONS)),
         )
         p.Define(
@@ -68,7 +67,7 @@ class TopKRouter(LearnedRouter):
         p.Define(
             "load_balance_weight",
             1.0,
-            "Of E sum_e f_e P_e, 1 at balance; see moe/losses.py.",
+            "Of E sum_e f_e P_e, 1 at balance; see moe/losses_and_metrics.py.",
             check=checks.NOT_NEGATIVE,
         )
         p.Define(
@@ -145,7 +144,7 @@ class TopKRouter(LearnedRouter):
             logits_GSE, bias_E, None if seed is None else log_z_GS
         )
         wanted_GSk = tf.stack([real_GS] * p.k, -1)
-        position_GSk, kept_GSk = take_seats(index_GSk, wanted_GSk, p.num_experts, capacity)
+        position_GSk, kept_GSk = assign_slots(index_GSk, wanted_GSk, p.num_experts, capacity)
         gate_GSk = self._Kept(gate_GSk, kept_GSk)
 
         count_GE = functools.cache(lambda: count_choices(index_GSk, wanted_GSk, p.num_experts))

@@ -1,4 +1,4 @@
-"""What routers that learn nothing have in common: the rule alone differs.
+"""The base of routers without weights: they differ by their rule alone.
 
 Letters: G group, S token in group, k choice rank, E expert, C capacity slot, M model.
 """
@@ -8,16 +8,15 @@ import tensorflow as tf
 from lingvo_moe.core import checks
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.moe.routers.base import Chosen, Router, Routing
-from lingvo_moe.core.moe.seating import take_seats
+from lingvo_moe.core.moe.slots import assign_slots
 from lingvo_moe.core.nested_map import NestedMap
 
 
 class UnlearnedRouter(Router):
     """Sends each token to k experts by a rule without weights. Subclasses implement `Choose`.
 
-    A rule says who, not how much, so each kept choice weighs 1/k: with k = 1 the expert's output
-    itself (Roller et al. 2021). Nothing is renormalised after a drop. There is no loss, and no
-    gradient comes from here.
+    A rule gives experts, not gates, so each kept choice weighs 1/k: with k = 1 the output is the expert's
+    own (Roller et al. 2021). Gates are not renormalised after a drop. There is no loss and no gradient.
     """
 
     @classmethod
@@ -49,7 +48,7 @@ class UnlearnedRouter(Router):
         expert_index = self.Choose(x_GSM, seed, context)
         real_GS = 1.0 - tf.cast(paddings_GS, tf.float32)
         wanted = tf.stack([real_GS] * p.k, -1)
-        position, kept = take_seats(expert_index, wanted, p.num_experts, capacity)
+        position, kept = assign_slots(expert_index, wanted, p.num_experts, capacity)
         gate = kept * (1.0 / p.k)
         return self.Decided(expert_index, gate, position, wanted, kept, real_GS, capacity)
 

@@ -54,7 +54,7 @@ def read_lines(source: BinaryIO) -> Iterator[Line]:
         yield Line(text.removesuffix(b"\n").removesuffix(b"\r"), has_newline, is_cut)
 
 
-# For each line, what goes out for it, and what its user is to be told ('' for nothing).
+# For each line, its answer, and a warning for the user ('' for none).
 Answer = Callable[[list[Line]], Sequence[tuple[str, str]]]
 
 
@@ -73,7 +73,7 @@ def answer_stream(
         source: to read.
         sink: to write; flushed after each batch.
         batch_lines: lines in memory and in the model's hands at once.
-        warn: told of the first lines that had a warning, and at the end of how many there were.
+        warn: called with the first warnings, and at the end with their number.
         progress: called after each batch.
     """
     counts = Counts()

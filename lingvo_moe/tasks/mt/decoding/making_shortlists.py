@@ -42,12 +42,13 @@ class ShortlistOptions:
 
 @dataclass(frozen=True)
 class Coverage:
-    """Of held-out pairs.
+    """How much of the held-out references is in the shortlists.
 
     Attributes:
-        lines, tokens: of the references.
-        inside: of the tokens, those in their line's shortlist.
-        size: of a line's shortlist, the mean.
+        lines: number of references.
+        tokens: number of their tokens.
+        inside: number of tokens that are in their line's shortlist.
+        size: mean size of a line's shortlist.
     """
 
     lines: int
@@ -63,8 +64,9 @@ def make_shortlist(
     options: ShortlistOptions | None = None,
     progress: Progress = lambda text: None,
 ) -> Shortlist:
-    """Of the training pairs in a directory. Besides what model 1 and the counts say, a byte's piece is in every line's
-    list, so that anything can be spelt.
+    """Makes a shortlist from the training pairs in a directory, by model 1 and counts.
+
+    The pieces of single bytes are in every line's list, so that anything can be spelt.
 
     Args:
         vocabs: NestedMap(source, target) of Vocabulary.

@@ -2,7 +2,7 @@
 
 One product gives each head's queries, keys and values in the order that the products over positions need, [N,B,T,K].
 The cache has the same order, so nothing is transposed. A step writes its keys and values in place. Where heads share
-keys and values (core/layers/shared_heads.py) queries alone are transposed, to be rows of one product.
+keys and values (`by_head` of core/kernels/xla.py) queries alone are transposed, to be rows of one product.
 
 Letters: B batch, T query, S key, M model, N head, A head of keys and values, R head of those that share them, K key
 dimension, J hypothesis, L decoding step, X = J K.

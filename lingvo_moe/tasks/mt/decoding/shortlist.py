@@ -85,7 +85,7 @@ class Shortlist:
         return np.union1d(self.always, self.candidates[list(source_ids)])
 
     def Save(self, path: str | os.PathLike) -> None:
-        """Writes the file, whole or not at all. Raises OSError, naming it."""
+        """Writes the file atomically. Raises OSError, naming it."""
         ids = np.uint16 if max(self.candidates.max(), self.always.max()) < 2**16 else np.int32
         arrays: dict[str, Any] = {
             "format": np.int32(_FORMAT),

@@ -2,10 +2,10 @@
 
 Letters: N line, K result of a line, R row of a compiled batch, S source token, T target token.
 
-TensorFlow's own kernels run one search for any number and length of lines, those of like length together. Under
-XLA a line runs in the bucket that its length falls in, in a batch of exactly `rows` rows. Either way nothing is
-traced or compiled again once it was used, and the translation of a line is the same to the bit in a batch of 1, 7
-or 32 (docs/decode_speed.md).
+TensorFlow's own kernels run one search for any number and length of lines, lines of similar length together. Under
+XLA a line runs in the bucket of its length, in a batch of exactly `rows` rows. Either way nothing is
+traced or compiled twice, and the translation of a line is bit-identical in a batch of 1, 7
+or 32 (docs/speed.md).
 """
 
 import hashlib
@@ -398,7 +398,9 @@ def _tokenizer(vocab: bytes) -> Any:
     In a loaded SavedModel, tokenizers of one name are one: the first, whatever their models.
     """
     name = f"sentencepiece_{hashlib.sha256(vocab).hexdigest()[:16]}"
-    with quiet():  # it tells that a vocabulary takes text as it is, and has no level to be told
+    with (
+        quiet()
+    ):  # it logs that a vocabulary does not normalise text, at no level that could be turned off
         return tf_text.SentencepieceTokenizer(model=vocab, name=name)
 
 

@@ -1,4 +1,4 @@
-"""Pairs from the Unicode CLDR, which Babel carries: names, and phrases that its patterns build from them.
+"""Makes pairs from the Unicode CLDR, which Babel contains: names, and phrases built from them by CLDR's patterns.
 
 Names are languages, territories, scripts, currencies, time zones, units and the like. Phrases are dates, spans of
 time, measures, amounts of money and lists of names. The phrases drawn are the same for every language, so that an
@@ -20,14 +20,14 @@ _NAME_SECTIONS = ("languages", "territories", "scripts", "variants", "currency_n
 
 
 def cldr_languages() -> list[str]:
-    """The ISO 639-1 languages (two letters) that CLDR has names for, English aside."""
+    """The ISO 639-1 languages (two letters) that CLDR has names for, except English."""
     ids = {i for i in localedata.locale_identifiers() if len(i) == 2}
     # Norwegian is 'no' here: 'nb' and 'nn' are its two standards.
     return sorted(ids - {"en", "nb", "nn"})
 
 
 def cldr_pairs(lang: str) -> Iterator[tuple[str, str]]:
-    """`(source, English)` of one language, names first. Nothing for a language that CLDR does not know."""
+    """Yields `(source, English)` of one language, names first; nothing for a language that is not in CLDR."""
     try:
         Locale.parse(lang)
     except (UnknownLocaleError, ValueError):
@@ -75,7 +75,7 @@ def _plain(node: Any) -> dict:
 
 
 def _phrases(lang: str) -> Iterator[tuple[str, str]]:
-    """The same drawn phrases in `lang` and in English; what `lang` has no words for is left out."""
+    """The same drawn phrases in `lang` and in English, without those that `lang` has no words for."""
     ours, root = localedata.load(lang), localedata.load("root")
     has = {
         "date": _names(lang).get(("months", "format", 1)) not in (None, "M01"),

@@ -48,7 +48,7 @@ def tidy_text(text: str) -> str:
 
 
 def sentence_key(text: str) -> str:
-    """What remains of a sentence without case, digits and punctuation: the key that keeps dev out of training."""
+    """A sentence without case, digits and punctuation: the key that keeps held-out sentences out of training."""
     return " ".join(_NOT_WORD.sub(" ", text.casefold()).split())
 
 

@@ -1,4 +1,4 @@
-"""Builds a corpus X -> English from what pip installs: no download, no network, the same bytes every time.
+"""Builds a corpus X -> English from installed packages: without a network, with the same bytes every time.
 
 Layout: `<lang>.tsv.gz` for training and `dev/<lang>.tsv.gz`, lines `source<TAB>english<TAB>origin`, and `corpus.json`.
 An English sentence is in dev or in training, in all languages alike: which one follows from a hash of its key (the
@@ -62,7 +62,7 @@ def build_corpus(
     options: CorpusOptions | None = None,
     progress: Callable[[str, int, int], None] = lambda lang, train, dev: None,
 ) -> dict[str, tuple[int, int]]:
-    """Writes a corpus, whole or not at all. Returns `{lang: (training pairs, dev pairs)}`.
+    """Writes a corpus atomically. Returns `{lang: (training pairs, dev pairs)}`.
 
     Args:
         output: the directory to make. An older corpus there is replaced; anything else is an error.

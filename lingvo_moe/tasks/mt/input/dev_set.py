@@ -1,4 +1,4 @@
-"""The held-out pairs of a data directory, in order, unpacked: what BLEU is computed on."""
+"""Reads the held-out pairs of a data directory, in order and unpacked, for BLEU."""
 
 import itertools
 import logging
@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 class DevSet:
-    """Pairs by language, read when they are asked for.
+    """Pairs by language, read when they are requested.
 
     Example:
         >>> for lang, pairs in DevSet("corpus", max_per_language=20).items(): ...

@@ -1,4 +1,4 @@
-"""The one error of the input: data that is missing, broken or too small, said in a sentence that helps."""
+"""The exception for data that is missing, broken or too small."""
 
 
 class DataError(ValueError):

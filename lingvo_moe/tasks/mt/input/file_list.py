@@ -128,13 +128,13 @@ def data_files(
 
 
 def write_listed(path: Path, data: bytes) -> None:
-    """Writes a file whole or not at all, and `<path>.sha256` beside it. Raises OSError."""
+    """Writes a file atomically, and `<path>.sha256` beside it. Raises OSError."""
     write_atomic(path, data)
     manifest.write_manifest(path.parent, list_of(path).name, [path.name])
 
 
 def list_of(path: Path) -> Path:
-    """Where the list of a file lies that lies by itself."""
+    """The path of the list of a single file."""
     return path.with_name(f"{path.name}.sha256")
 
 
@@ -147,7 +147,7 @@ def verify_listed(path: Path, remedy: str) -> None:
 def verify_where_listed(
     directory: str | os.PathLike, name: str, paths: Iterable[str], tool: str
 ) -> None:
-    """Verifies files that a tool lists, and that may also come from elsewhere: without a list there is a warning.
+    """Verifies files that may have been listed by a tool; without a list there is a warning.
 
     Args:
         directory: where the list lies.
@@ -174,7 +174,7 @@ def verify_where_listed(
 
 @contextlib.contextmanager
 def _data_errors() -> Iterator[None]:
-    """Makes of a ManifestError a DataError with the same message."""
+    """Turns a ManifestError into a DataError with the same message."""
     try:
         yield
     except manifest.ManifestError as e:

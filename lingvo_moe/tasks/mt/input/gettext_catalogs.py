@@ -1,4 +1,4 @@
-"""Pairs from the gettext catalogs inside installed packages, which are read as files and never imported.
+"""Reads pairs from the gettext catalogs of installed packages, which are read as files and never imported.
 
 A catalog lies at `.../<language>/LC_MESSAGES/<domain>.mo` (or `.po`, for packages that do not ship it compiled).
 """

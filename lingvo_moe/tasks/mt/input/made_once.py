@@ -1,6 +1,6 @@
-"""Directories that are made once and used again: each has a list of its files with their digests.
+"""Caches directories: each has a list of its files with their digests.
 
-An intact directory is used again. A damaged one is made again.
+An undamaged directory is used again; a damaged one is made again.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ def verify_made(directory: Path) -> None:
 
 
 def is_made(directory: Path) -> bool:
-    """Whether a directory is there and as it was written; a warning says that it is damaged."""
+    """Whether a directory exists and is undamaged; warns if it is damaged."""
     if not directory.exists():
         return False
     try:

@@ -1,6 +1,6 @@
-"""Which language comes next: temperature sampling, p(lang) ~ n(lang)^(1/T), the multilingual recipe of the paper.
+"""Draws languages by temperature sampling, p(lang) ~ n(lang)^(1/T), the multilingual recipe of the paper.
 
-T=1 is proportional to the data, T=5 what GShard's predecessors (M4) trained with, a large T uniform over languages.
+T=1 is proportional to the data; GShard's predecessors (M4) used T=5; a large T is uniform over languages.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ def temperature_weights(pairs: Mapping[str, int], temperature: float) -> dict[st
 def quotas(pairs: Mapping[str, int], temperature: float, limit: int) -> dict[str, int]:
     """How many pairs to draw of each language, by temperature, so that the sum is at most `limit`.
 
-    A language gives at most what it has; what small ones leave over goes to the larger ones.
+    A language gives at most its own pairs; larger languages fill what small ones cannot.
     """
     out: dict[str, int] = {}
     rest = dict(pairs)

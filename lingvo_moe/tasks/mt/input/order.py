@@ -1,10 +1,10 @@
-"""The endless order in which pairs are drawn: languages by temperature, each language shuffled anew every epoch.
+"""The endless order in which pairs are drawn: languages by temperature, each language shuffled again every epoch.
 
-The order is a pure function of (seed, weights, sizes). It is made in blocks; where it stands is told by the block, the
-place in it, and how many pairs of each language came before the block: a few hundred bytes, whatever the corpus.
+The order is a pure function of (seed, weights, sizes). It is made in blocks. A position consists of the block, the
+index in it, and the number of earlier pairs of each language: a few hundred bytes for any corpus.
 
-A language of many shards is not drawn from all of them at once, for then all would have to be open: an epoch goes
-through its shards in a new order and shuffles the pairs of WINDOW shards at a time.
+A language of many shards is not drawn from all of them at once, since then all would have to be open: an epoch goes
+through the shards in a new order and shuffles the pairs of WINDOW shards at a time.
 """
 
 import functools
@@ -64,11 +64,11 @@ class PairOrder:
         return self._drawn[self._place - 1]
 
     def GetState(self) -> dict[str, Any]:
-        """Where the order stands, as JSON can hold it."""
+        """The position in the order, for JSON."""
         return {"block": self._block, "place": self._place, "before": list(self._before)}
 
     def SetState(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state of an order with the same sizes, temperature and seed."""
+        """Continues from a state of an order with the same sizes, temperature and seed."""
         self._block, self._place = state["block"], state["place"]
         self._before = list(state["before"])
         self._draw()
@@ -90,15 +90,15 @@ class PairOrder:
 
 
 def shuffled(within: np.ndarray, shards: np.ndarray, *key: int | str) -> np.ndarray:
-    """Positions of the pairs that stand at the places `within` of an epoch.
+    """Positions of the pairs at the indices `within` of an epoch.
 
     Args:
-        within: int64 [N], places in the epoch, from 0 to below the number of pairs.
+        within: int64 [N], indices in the epoch, from 0 to below the number of pairs.
         shards: int64 [S], the number of pairs of each shard, in the order of their positions.
         key: names the epoch.
 
     Returns:
-        int64 [N]. Over a whole epoch each position comes once.
+        int64 [N]. Over a complete epoch each position occurs once.
     """
     if len(shards) <= WINDOW:
         return permute(within, int(shards.sum()), *key)

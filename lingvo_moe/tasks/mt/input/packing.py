@@ -2,8 +2,8 @@
 
 Letters: B row of the batch, T time: source_length or target_length.
 
-A pair goes into the first row with room for both of its sides. Pairs that find no room wait and go first into the next
-batch; a batch is done when enough of them wait. So few positions are padding, and nothing is lost.
+A pair goes into the first row with space for both of its sides. Pairs that fit nowhere wait and go first into the next
+batch; a batch is complete when enough of them wait. So few positions are padding, and no pair is lost.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,14 +17,16 @@ from lingvo_moe.tasks.mt.input.special_ids import BOS_ID, EOS_ID
 
 Ids = np.ndarray
 MAX_WAITING = 512
-# The room below which a row is full: hardly any pair is shorter than this, eos included.
+# A row with less free space than this is full: hardly any pair is shorter, including eos.
 _SMALLEST_SIDE = 2
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A batch: `rows` B, `source_length` and `target_length` T; with `pack` False a row holds one pair; with
-    `task_ids` the batch tells each pair's task too."""
+    """The shape of a batch: `rows` B, `source_length` and `target_length` T.
+
+    With `pack` False a row holds one pair; with `task_ids` the batch includes each pair's task.
+    """
 
     rows: int
     source_length: int
@@ -47,15 +49,18 @@ class RowFiller:
 
     def __init__(self, shape: Shape):
         self._shape = shape
-        # Room for ids; every pair also takes one place for eos or bos.
+        # Free space for ids; every pair also takes one position for eos or bos.
         self._source_room = np.full(shape.rows, shape.source_length)
         self._target_room = np.full(shape.rows, shape.target_length)
         self.rows: list[list[tuple]] = [[] for _ in range(shape.rows)]
         self._placed = 0
 
     def Add(self, source: Ids, target: Ids, *more: Any) -> bool:
-        """Puts a pair (ids without eos, bos; and what is to be kept with it) into the first row with room; False when
-        there is none."""
+        """Puts a pair (ids without eos and bos, and its extra fields) into the first row with space.
+
+        Returns:
+            False if no row has space.
+        """
         s, t = len(source) + 1, len(target) + 1
         if self._shape.pack:
             room = (self._source_room >= s) & (self._target_room >= t)

@@ -4,7 +4,7 @@ Letters: B row of the batch, T time.
 
 scan -> vocabularies -> records (once, cached); then order -> read -> pack. A batch is a function of the state alone,
 every process sees the same ones and takes its rows. (Grain was measured first: its mixture of 80 languages takes 76 us
-a pair where this takes about 10, and its packing does not resume to the bit.)
+a pair where this takes about 10, and its packing does not resume bit for bit.)
 """
 
 import os
@@ -36,7 +36,7 @@ from lingvo_moe.tasks.mt.input.vocab_cache import (
 )
 from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
 
-# So many pairs in a row that do not fit mean that none does.
+# After so many consecutive pairs that do not fit, none is assumed to fit.
 _GIVE_UP_AFTER = 100_000
 _TOO_LONG = ("drop", "truncate")
 _CACHE_REMEDY = "set input.cache_dir, or XDG_CACHE_HOME, to a directory that can be written"
@@ -248,7 +248,7 @@ class MtInput(BaseInput):
         return self._task_of
 
     def __iter__(self) -> "BatchIterator":
-        """Batches from the beginning, without end; each call starts anew."""
+        """Endless batches from the beginning; each call starts from the beginning."""
         return BatchIterator(self)
 
     def _check_sizes(self, vocabs: NestedMap, found: Scan) -> None:
@@ -296,7 +296,7 @@ class BatchIterator(base_input.BatchIterator):
         return batch
 
     def GetState(self) -> dict[str, Any]:
-        """Where the iterator stands: a dict of what JSON can hold, a few KB."""
+        """The position of the iterator: a dict for JSON, a few KB."""
         return {
             "identity": self._identity(),
             "order": self._order.GetState(),
@@ -305,7 +305,7 @@ class BatchIterator(base_input.BatchIterator):
         }
 
     def SetState(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `GetState` was called.
+        """Continues where `GetState` was called.
 
         Raises:
             DataError: the state is of other data, another vocabulary, seed or temperature.
@@ -342,7 +342,7 @@ class BatchIterator(base_input.BatchIterator):
         )
 
     def _read(self, language: int, position: int) -> tuple[tuple, bool]:
-        """A pair, cut to what a row holds, and whether it fitted uncut."""
+        """A pair truncated to a row's lengths, and whether it fitted without truncation."""
         source, target = self._records.Read(language, position)
         shape = self._input.shape
         fits = shape.Fits(source, target)
@@ -361,7 +361,7 @@ def _user_cache() -> Path:
 
 
 def _usable(cache_dir: Path) -> Path:
-    """The directory, made where it was missing. Raises DataError when that, or writing in it, cannot be done."""
+    """The directory, made if missing. Raises DataError if it cannot be made or written."""
     why = "no permission to write in it"
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Recognises a directory that tools.prepare made: what it holds is known without reading it, and is used as it lies.
+"""Recognises a directory that tools.prepare made, whose vocabularies and records can be used directly.
 
 Beside `<lang>.tsv.gz` and `dev/`, which any data directory has, there are `prepared.json`, `vocab/source.model`,
 `vocab/target.model` and `records/`, shards of tokenised pairs as records.py reads them; and `prepared.sha256`, the list
@@ -58,7 +58,7 @@ class Prepared:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             raise DataError(f"{path}: damaged or of another version: {e}; {remedy}") from e
         for lang, size in sizes.items():
-            if files[lang].stat().st_size != size:  # the contents are for who reads it
+            if files[lang].stat().st_size != size:  # the reader verifies the contents
                 raise DataError(f"{files[lang]} has changed since it was prepared; {remedy}")
         return cls(directory, summary, listed)
 

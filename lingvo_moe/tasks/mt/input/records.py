@@ -1,8 +1,8 @@
-"""Tokenised pairs on disk: ArrayRecord shards of a bounded number of pairs, any record at hand without reading others.
+"""Tokenised pairs on disk: ArrayRecord shards of a bounded number of pairs, with random access.
 
 A record is an array of unsigned little-endian ids: the number of source ids, the source ids, the target ids; without
-bos and eos. `manifest.json` says what is in the shards. All of it is verified against a list of SHA-256 before it is
-opened; what changes after that is noticed by the checksums of the record files when it is read.
+bos and eos. `manifest.json` describes the shards. Everything is verified against a list of SHA-256 before it is
+opened; later changes are detected by the checksums of the record files.
 """
 
 import bisect
@@ -139,7 +139,7 @@ class Records:
 
 
 def records_key(fingerprint: str, vocabs: NestedMap) -> str:
-    """What names the records of data (Scan.fingerprint) in the ids of two vocabularies."""
+    """The key of the records of some data (Scan.fingerprint) in the ids of two vocabularies."""
     # The 1 has stood there since positions were first saved in checkpoints; it must stay for them to be recognised.
     digest = _digest(f"1 {fingerprint}".encode())
     for side in ("source", "target"):
@@ -148,7 +148,7 @@ def records_key(fingerprint: str, vocabs: NestedMap) -> str:
 
 
 def prepared_records(scan: Scan, vocabs: NestedMap) -> Records | None:
-    """The records that tools.prepare left beside the data; None where it did not, or for other vocabularies.
+    """The records that tools.prepare wrote beside the data; None if there are none for these vocabularies.
 
     Raises:
         DataError: they are damaged: those of the languages in question are all read and verified.
@@ -169,9 +169,9 @@ def cached_records(
     progress: Progress = quiet,
     pairs_per_shard: int = PAIRS_PER_SHARD,
 ) -> Records:
-    """Opens the records of this data and these vocabularies, tokenising it first where that was not done.
+    """Opens the records of this data and these vocabularies, tokenising the data first if necessary.
 
-    All that is in the cache is read and verified. Where it is damaged, it is made again, with a warning.
+    The cache is read and verified. A damaged cache is made again, with a warning.
 
     Raises:
         DataError: the data cannot be read.

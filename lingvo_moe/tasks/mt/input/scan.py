@@ -1,6 +1,6 @@
-"""One pass over the training files before anything else: are they usable, how many pairs, which bytes.
+"""Reads the training files once before anything else, to check and count pairs and to compute a fingerprint.
 
-Data that tools.prepare made needs no pass: it says so itself.
+Data made by tools.prepare needs no such pass: its summary has these figures.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Scan:
-    """What a pass over the data found.
+    """The result of a pass over the data.
 
     Attributes:
         files: the file of each language.
@@ -74,7 +74,7 @@ def scan(
         if listed:
             listed.Verify([path])
         counts = tsv.LineCounts()
-        # The one pass that tells of bad lines; later ones skip them silently.
+        # The only pass that reports bad lines; later ones skip them silently.
         for _ in tsv.read_pairs(path, counts, _log.warning):
             pass
         total += counts

@@ -1,7 +1,6 @@
-"""Whether a text is in the script of its language: what tells a mistaken language where letters differ.
+"""Checks whether a text is in the script of its language, which detects wrongly labelled languages.
 
-Which scripts a language is written in is CLDR's knowledge (through Babel); which script a letter belongs to is the
-first word of its Unicode name.
+The scripts of a language come from CLDR (through Babel); the script of a letter is the first word of its Unicode name.
 """
 
 import functools

@@ -26,7 +26,7 @@ _WRITER_OPTIONS = "group_size:32,uncompressed"
 
 @dataclass
 class LanguageShards:
-    """What was written of a language.
+    """The shards that were written for a language.
 
     Attributes:
         records, bytes: of each shard.
@@ -42,12 +42,12 @@ class LanguageShards:
 
 
 def shard_file(directory: Path, lang: str, shard: int) -> Path:
-    """Where a shard lies."""
+    """The path of a shard."""
     return directory / f"{lang}-{shard:05d}.array_record"
 
 
 def shard_language(path: str | os.PathLike) -> str | None:
-    """The language that a shard_file is of; None for another file."""
+    """The language of a shard_file; None for another file."""
     match = re.fullmatch(r"(.+)-\d{5,}\.array_record", os.path.basename(path))
     return match[1] if match else None
 
@@ -63,12 +63,12 @@ def write_shards(
     lang: str,
     vocabs: NestedMap,
     pairs_per_shard: int = PAIRS_PER_SHARD,
-    told: Callable[[int], None] = lambda pairs: None,
+    report: Callable[[int], None] = lambda pairs: None,
 ) -> LanguageShards:
     """Tokenises `(source, target)` texts and writes their shards; see records.py for what a record is.
 
     Args:
-        told: called with the number of pairs that were done since the last call.
+        report: called with the number of pairs that were done since the last call.
 
     Raises:
         OSError: a shard cannot be written; it is named.
@@ -99,7 +99,7 @@ def write_shards(
                 if out.records[-1] == pairs_per_shard:
                     writer.close()
                     writer = None
-            told(len(chunk))
+            report(len(chunk))
         if writer is not None:
             writer.close()
             writer = None

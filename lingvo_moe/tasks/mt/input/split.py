@@ -1,18 +1,18 @@
-"""Which sentences are held out: it follows from a hash, so no list of them has to be kept in step."""
+"""Decides by a hash which sentences are held out, so that no list of them has to be kept."""
 
 import hashlib
 
 # Of sentences of one and two words the share is smaller: longer ones make better references, and a single word that
 # was never seen cannot be translated.
 _SHORT = {1: 1 / 8, 2: 1 / 2}
-# The share for less than so many bytes of text. It only ever falls as text is added: so what is held out of more text
-# was held out of less of it, and a model of the less has not seen what one of the more is scored on.
+# The share for less than so many bytes of text. It only falls as text is added: so sentences held out of more text
+# were also held out of less text, and a model of less text has not seen the held-out sentences of a model of more.
 _SHARES = ((10_000_000, 0.05), (100_000_000, 0.02))
 LEAST_SHARE = 0.01
 
 
 def share_for(size: int) -> float:
-    """The share of sentences to hold out of `size` bytes of files, where none is asked for."""
+    """The default share of sentences to hold out of `size` bytes of files."""
     return next((share for below, share in _SHARES if size < below), LEAST_SHARE)
 
 

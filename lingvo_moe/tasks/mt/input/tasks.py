@@ -1,4 +1,4 @@
-"""Tasks of a translation model: source languages, by number."""
+"""Numbers the tasks of a translation model, its source languages."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,7 @@
 """Reads directories of parallel text: `<lang>.tsv`, `.tsv.gz` or `.tsv.zst`, and `dev/<lang>...` for held-out pairs.
 
-A line is `source<TAB>english`, UTF-8; further columns are ignored. Bad lines are skipped, counted and, where it is
-asked for, the first few of a file are told with their numbers. A file or directory of no use at all is an error.
+A line is `source<TAB>english`, UTF-8; further columns are ignored. Bad lines are skipped and counted; on request the
+first few of a file are reported with their numbers. A file or directory without any usable line is an error.
 """
 
 import dataclasses
@@ -81,7 +81,7 @@ def read_pairs(
     Args:
         path: the file; a byte order mark at its start is left out.
         counts: filled on the way.
-        warn: told of the first bad lines and, at the end, of how many there were; None for silence.
+        warn: called with a message for each of the first bad lines and, at the end, with their number; or None.
 
     Raises:
         DataError: the file cannot be read, or its compressed data is damaged (naming the last good line).

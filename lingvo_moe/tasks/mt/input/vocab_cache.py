@@ -1,4 +1,4 @@
-"""The vocabularies of a corpus: trained from a sample of it, kept under a name that tells data and settings."""
+"""Trains the vocabularies of a corpus from a sample, and caches them under a hash of data and settings."""
 
 import hashlib
 import logging
@@ -81,7 +81,7 @@ def cached_vocabularies(
     One that is damaged in the cache is trained again, with a warning.
 
     Raises:
-        DataError: see train_vocabulary; of sizes that are too large, both are told.
+        DataError: see train_vocabulary; if both sizes are too large, the message names both.
         OSError: the cache cannot be written.
     """
     cache_dir = Path(cache_dir)

@@ -1,4 +1,4 @@
-"""One model of many languages beside a bilingual one for each: how much better it is, and where (paper, figure 6)."""
+"""Compares one model of many languages with a bilingual model for each language (paper, figure 6)."""
 
 import json
 import os
@@ -13,11 +13,11 @@ _PLACES = ("{lang}/eval/report.json", "{lang}/report.json", "{lang}.json")
 
 
 def add_baselines(report: EvalReport, directory: str | os.PathLike) -> list[str]:
-    """Puts the scores of bilingual models beside those of `report`.
+    """Adds the scores of bilingual models to `report`.
 
     Args:
-        report: is given `baseline` for each language that has one.
-        directory: holds what tools.evaluate wrote for each: <lang>/eval/report.json, where <lang>/ is a run, or
+        report: gets `baseline` for each language that has one.
+        directory: holds the reports of tools.evaluate: <lang>/eval/report.json, where <lang>/ is a run, or
             <lang>/report.json, or <lang>.json.
 
     Returns:
@@ -66,8 +66,10 @@ def delta_curve(scores: dict[str, Any], window: int = WINDOW) -> dict[str, Any]:
 
 
 def sliding_mean(values: Sequence[float], window: int) -> list[float]:
-    """The mean over `window` neighbours of each value, itself among them (of an even number one more lies behind it);
-    at the ends over those that there are."""
+    """The mean of `window` neighbours of each value, including itself; near the ends, of fewer.
+
+    If `window` is even, one more neighbour follows the value than precedes it.
+    """
     before, behind = (window - 1) // 2, window // 2
     parts = [values[max(i - before, 0) : i + behind + 1] for i in range(len(values))]
     return [sum(part) / len(part) for part in parts]

@@ -1,9 +1,9 @@
-"""How likely a model finds given translations: the log-probability of each token of a target, its source given.
+"""Forced decoding: the log-probability of each token of a given target, given its source.
 
 Letters: R row of a compiled batch, S source token, T target token.
 
-As in translating, a pair runs in the bucket that its longer side falls in, in a batch of exactly `rows` rows: there is
-one compiled program for each bucket, and a score does not depend on what else was asked for with it.
+As in translating, a pair runs in the bucket of its longer side, in a batch of exactly `rows` rows. There is
+one compiled program for each bucket, and a score does not depend on the other pairs of the batch.
 """
 
 import os
@@ -35,7 +35,7 @@ class ScoreOptions:
 
     Attributes:
         max_source_length, max_length: tokens of a source and of a target, EOS included; the rest is cut off.
-        rows: R, pairs scored at once. Fewer are filled up, more take turns.
+        rows: R, pairs scored at once. Fewer are padded, more run in several batches.
     """
 
     max_source_length: int = 256
@@ -57,12 +57,12 @@ class ScoreOptions:
 
 @dataclass(frozen=True)
 class Score:
-    """Of one pair.
+    """The score of one pair.
 
     Attributes:
         token_log_probs: float32 [T], of each token of the target given those before it, EOS the last; nats.
         pieces: these tokens, as the vocabulary spells them.
-        truncated: whether a side was cut.
+        truncated: whether a side was truncated.
     """
 
     token_log_probs: np.ndarray
@@ -71,7 +71,7 @@ class Score:
 
     @property
     def log_prob(self) -> float:
-        """Of the whole target, in nats."""
+        """The log-probability of the complete target, in nats."""
         return float(self.token_log_probs.sum(dtype=np.float64))
 
 
@@ -114,7 +114,7 @@ class Scorer:
 
     @property
     def programs(self) -> int:
-        """How many were compiled so far."""
+        """The number of programs compiled so far."""
         return len(self._compiled)
 
     def Score(
@@ -151,7 +151,7 @@ class Scorer:
         return [scores[i] for i in range(len(src))]
 
     def _encode(self, side: str, texts: Sequence[str], most: int) -> list[tuple[list[int], bool]]:
-        """The ids of each text without EOS, and whether they were cut to leave room for it."""
+        """The ids of each text without EOS, and whether they were truncated to leave space for it."""
         # The time of tokenising grows with the square of a line that has no spaces.
         longest = most * _LONGEST_PIECE
         texts = [text.strip() for text in texts]

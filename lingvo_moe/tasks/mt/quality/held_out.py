@@ -23,7 +23,7 @@ def held_out_loss(
     num_batches: int,
     say: Callable[[str], None] = lambda text: None,
 ) -> NestedMap:
-    """What the newest checkpoint of a run makes of the held-out pairs, as inference sees them.
+    """Computes the loss of a run's newest checkpoint on held-out pairs, with inference's routing.
 
     Batches are packed as in training, but every language's pairs are drawn in proportion to their
     number. The same for every run of the same data, vocabularies and shapes.
@@ -32,7 +32,7 @@ def held_out_loss(
         logdir: the run.
         data_dir: holds dev/<lang>.tsv.gz.
         num_batches: how many batches of the run's size.
-        say: is told how far it is.
+        say: called with a line about the progress.
 
     Returns:
         NestedMap(step: of the checkpoint; nll: nats a target token, without smoothing; accuracy: the share of

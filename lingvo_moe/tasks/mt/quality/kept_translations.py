@@ -1,4 +1,4 @@
-"""Translations kept on disk while there are more to make, so that what stops the work does not lose them."""
+"""Keeps finished translations on disk, so that an interrupted evaluation can resume."""
 
 import hashlib
 import json
@@ -17,10 +17,10 @@ TranslateLines = Callable[[list[str], list[str]], Sequence[str]]
 
 
 class KeptTranslations:
-    """Translates as `translate` does, but takes what it did before, in this process or another, from a directory.
+    """Translates as `translate` does, but reuses earlier translations, also of other processes, from a directory.
 
-    A file a call, named by the lines, their languages and what translates them: translations of another model, of
-    other options or of other lines are never met.
+    Each call has a file, named by a hash of the lines, their languages and the translator, so translations of another
+    model, with other options or of other lines are never reused.
 
     Attributes:
         reused: how many lines were found.
@@ -60,7 +60,7 @@ class KeptTranslations:
         return translations
 
     def Clear(self) -> None:
-        """Forgets all that is kept, other translators' work too: to be called when the whole is safe elsewhere."""
+        """Deletes all kept translations, also those of other translators; call it when the results are saved."""
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
 

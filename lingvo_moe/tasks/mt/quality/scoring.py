@@ -31,7 +31,7 @@ GROUPS = ("high", "mid", "low")
 
 @dataclass
 class LanguageReport:
-    """What was translated from a language, and its scores (0 to 100).
+    """The translations of one language, and their scores (0 to 100).
 
     Attributes:
         train_pairs: in training.
@@ -60,7 +60,7 @@ class LanguageReport:
 
     @property
     def pairs_digest(self) -> str:
-        """Tells whether two models were scored on the same lines."""
+        """A digest of the lines, which shows whether two models were scored on the same lines."""
         lines = "\n".join(map(one_line, (*self.sources, *self.references)))
         return hashlib.sha256(lines.encode("utf-8", "replace")).hexdigest()[:16]
 
@@ -316,7 +316,7 @@ def read_translations(
             len(texts["hyp"]) != len(pairs)
         ):
             raise ValueError(
-                f"{directory}/{lang}.src has not the {len(pairs)} sources that are asked for: translate anew, "
+                f"{directory}/{lang}.src does not have the {len(pairs)} requested sources: translate again, "
                 "without --rescore, or give the same --data_dir and --max_per_language as then"
             )
         out += texts["hyp"]

@@ -1,1 +1,1 @@
-"""The page of a run, and which expert gets which language."""
+"""The HTML page about a run, and the experts that each language is routed to."""

@@ -1,4 +1,4 @@
-"""What languages are called in English, for people who do not know their codes."""
+"""English names of languages, for people who do not know their codes."""
 
 import functools
 

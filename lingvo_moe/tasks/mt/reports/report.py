@@ -1,4 +1,4 @@
-"""A page about a run that can be mailed around: one HTML file that loads nothing and runs nothing."""
+"""Writes the page about a run: one HTML file without scripts or external files."""
 
 from collections.abc import Mapping, Sequence
 from html import escape

@@ -1,4 +1,4 @@
-"""The drawings of a run's page: how it trained, and how it compares with bilingual models."""
+"""Draws the figures of a run's page: training curves and the comparison with bilingual models."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

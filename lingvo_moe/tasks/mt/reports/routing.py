@@ -1,4 +1,4 @@
-"""Who is routed where: what a trained model's MoE layers do with held-out sentences, by language.
+"""Counts by language which experts a trained model's MoE layers choose for held-out sentences.
 
 Letters: B row of the batch, T time, U language, L layer, E expert.
 """
@@ -30,11 +30,11 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class LayerRouting:
-    """What one MoE layer did.
+    """The choices of one MoE layer.
 
     Attributes:
-        name: 'encoder/layer_1'.
-        router: the class that chose, 'Top2Router'.
+        name: e.g. 'encoder/layer_1'.
+        router: the router's class, e.g. 'Top2Router'.
         tokens_U: int64, the tokens of each language.
         chosen_UE: int64, how many of them went to each expert, all choices together.
         unrouted_U: int64, tokens that no expert saw.
@@ -71,7 +71,7 @@ class LayerRouting:
 
     @property
     def language_bits(self) -> float:
-        """How much the expert of a token tells of its language: see `mutual_information`."""
+        """The mutual information of a token's expert and its language: see `mutual_information`."""
         return mutual_information(self.chosen_UE if self.first_UE is None else self.first_UE)
 
     def ToDict(self, languages: Sequence[str]) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class LayerRouting:
 
 @dataclass
 class RoutingReport:
-    """What all MoE layers did.
+    """The choices of all MoE layers.
 
     Attributes:
         about: model, params_override and step of the checkpoint, and num_experts.
@@ -169,7 +169,7 @@ def measure_routing(
         step: of the checkpoint; None for the newest.
         average_last: how many checkpoints, this one the last, to take the mean of.
         rows: B.
-        progress: told after each language.
+        progress: called after each language.
         trust_run: see RunDir.
 
     Raises:
@@ -210,7 +210,7 @@ def measure_routing(
 def _moe_metrics(
     task: Any, theta: NestedMap, batch_specs: NestedMap
 ) -> Callable[[NestedMap], NestedMap]:
-    """A function from a batch to what the MoE layers tell of it, as arrays."""
+    """A function from a batch to the metrics of the MoE layers, as arrays."""
     engine = TfEngine(jit_compile=False)  # a few batches are not worth a compilation
     specs = task.VariableSpecs(), batch_specs
 

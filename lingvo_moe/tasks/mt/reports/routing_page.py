@@ -1,4 +1,4 @@
-"""A RoutingReport as a part of a page: a table of the MoE layers, and languages by experts in each.
+"""Writes a RoutingReport as part of a page: a table of the MoE layers, and a drawing of languages by experts.
 
 Letters: U language, E expert.
 """
@@ -157,5 +157,5 @@ def _parts(layer: LayerRouting) -> dict[str, np.ndarray]:
 
 
 def _shares(x_UE: np.ndarray) -> np.ndarray:
-    """Of each language."""
+    """The share of each expert in each language's tokens."""
     return x_UE / np.maximum(x_UE.sum(1, keepdims=True), 1e-9)

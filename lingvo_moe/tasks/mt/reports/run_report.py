@@ -1,4 +1,4 @@
-"""What there is to tell of a run: gathered from its directory, for the page in report.py. What is missing is named."""
+"""Gathers the contents of a run's page (report.py) from its directory; missing parts are named."""
 
 import importlib.metadata
 import json
@@ -26,7 +26,7 @@ _VERSIONS = ("tensorflow", "jax", "sentencepiece", "sacrebleu")
 
 @dataclass(frozen=True)
 class Missing:
-    """What a page cannot show: why, and the command that would make it ('' for none)."""
+    """A part that a page cannot show: why, and the command that would make it ('' for none)."""
 
     why: str
     command: str = ""
@@ -34,7 +34,7 @@ class Missing:
 
 @dataclass
 class RunReport:
-    """All that the page says.
+    """The contents of the page.
 
     Attributes:
         name: of the experiment.
@@ -45,7 +45,7 @@ class RunReport:
         samples: by kind, or why there are none.
         routing: or why there is none.
         parameters: how many the model has.
-        extra: more settings, told after the others.
+        extra: more settings, shown after the others.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Translations to look at, chosen from what tools.evaluate wrote: the best, the worst and some at random."""
+"""Chooses sample translations from the output of tools.evaluate: the best, the worst and random ones."""
 
 import os
 import random
@@ -16,7 +16,7 @@ Line = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Sample:
-    """One line, its reference and what the model made of it; chrf is this line's own, 0 to 100."""
+    """A line, its reference and its translation; chrf is the score of this line, 0 to 100."""
 
     language: str
     source: str

@@ -1,1 +1,1 @@
-"""What a run directory holds and says of itself."""
+"""The run directory: its files, its description, and initialisation from another run."""

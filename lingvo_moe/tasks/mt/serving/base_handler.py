@@ -1,4 +1,4 @@
-"""What all paths have in common: bodies within limits, answers that are taken in time, errors that are JSON."""
+"""Common code of all request handlers: limits on bodies, timeouts for answers, errors as JSON."""
 
 import asyncio
 import contextlib
@@ -20,8 +20,7 @@ from lingvo_moe.tasks.mt.serving.service import Service
 LOG = logging.getLogger("lingvo_moe.serve")
 REQUESTS = logging.getLogger("lingvo_moe.serve.requests")
 GONE = 499, "Client Closed Request"  # the status, in log and metrics, of a client that left
-# What is read and thrown away of a body that is too large, as so many of the largest that is taken: a client that
-# sends all before it reads would otherwise see a broken connection in place of the answer.
+# Drain up to so many times the limit of a body that is too large, so that the client sees our 413 and not a reset.
 _DISCARDED = 64
 
 
@@ -37,7 +36,7 @@ class BaseHandler(tornado.web.RequestHandler):
         self._timer: asyncio.TimerHandle | None = None
 
     def ReadBody(self) -> bytes:
-        """Hands over the whole body; the handler keeps none of it.
+        """Returns the complete body and releases it.
 
         Raises:
             RequestError: 403 where a foreign page sent it, 413 where it is too large, 415 where it is compressed.
@@ -90,7 +89,7 @@ class BaseHandler(tornado.web.RequestHandler):
             self._refuse(self._too_large(), "too_large")
 
     def on_connection_close(self) -> None:
-        """Ends an upload that will not come: its timer, its body, and the coroutine that waits for it.
+        """Ends an incomplete upload: its timer, its body, and the coroutine that waits for it.
 
         Tornado calls this when the client has left, and after Tornado has answered a malformed body.
         """
@@ -141,7 +140,7 @@ class BaseHandler(tornado.web.RequestHandler):
         """None: nothing is cached."""
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
-        """What a RequestError says; of other errors no more than the status."""
+        """The message of a RequestError; for other errors only the status."""
         error = kwargs.get("exc_info", (None, None))[1]
         message = error.message if isinstance(error, RequestError) else self._reason
         if isinstance(error, RequestError) and error.retry_after is not None:
@@ -162,12 +161,12 @@ class BaseHandler(tornado.web.RequestHandler):
         return [n.upper() for n in names if getattr(type(self), n) is not getattr(plain, n)]
 
     def log_exception(self, *args: Any) -> None:
-        """Refusals are in the log of requests; what else went wrong is told at length."""
+        """Refusals appear in the log of requests only; other errors are logged with their traceback."""
         if not isinstance(args[1], tornado.web.HTTPError):
             LOG.error("%s failed", self.route, exc_info=args)
 
     def finish(self, chunk: str | bytes | dict | None = None) -> "asyncio.Future[None]":
-        """Sends the answer, whichever it is; a client that does not take it in time is cut off.
+        """Sends the answer; a client that does not read it in time is disconnected.
 
         Args:
             chunk: the end of the body.

@@ -1,9 +1,8 @@
-"""Lines of concurrent requests, translated together in a thread of their own.
+"""Batches lines of concurrent requests and translates them in a separate thread.
 
-Requests take turns. Each batch is of lines of about the same length, since the translator runs a program for each
-bucket of lengths that a batch touches: it begins with the request whose turn it is, and every other one adds a line
-in turn until the batch is full. So a request of one line waits for one batch of each request before it, however
-many lines those have.
+Requests take turns. The lines of a batch have similar lengths, since the translator runs one program for each bucket
+of lengths in a batch. A batch begins with the request whose turn it is; the others add one line each in turn until it
+is full. So a request of one line waits for one batch of each earlier request, however many lines those have.
 """
 
 import asyncio
@@ -22,11 +21,11 @@ _MOST_BYTES = 8 << 10
 
 @dataclass(frozen=True)
 class Translation:
-    """Of one line, best first.
+    """The translations of one line, best first.
 
     Attributes:
         texts: K translations.
-        scores: of them.
+        scores: their scores.
         truncated: whether the line was too long and its end was left out.
     """
 
@@ -65,7 +64,7 @@ class Batcher:
             Translator.Translate. Called in one thread only.
         max_lines: of a batch; of long lines it has fewer.
         max_wait: seconds that the first line of a quiet time waits for others.
-        on_batch: told the number of lines of each batch that was translated, and its seconds.
+        on_batch: called after each batch with its number of lines and its seconds.
     """
 
     def __init__(

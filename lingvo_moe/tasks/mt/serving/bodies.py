@@ -1,4 +1,4 @@
-"""JSON bodies: what a request asks for, and the answer in its form.
+"""Parses the JSON bodies of requests, and writes the answers in the same form.
 
 Two forms: our own, `{"text": ...}`, and that of TensorFlow Serving's predict requests, `{"instances": [...]}` or
 `{"inputs": ...}`, so that its clients work unchanged.

@@ -1,7 +1,7 @@
-"""Who may ask: not the pages of other web sites, which can have a visitor's browser send requests to any address.
+"""Refuses requests from pages of other web sites, which can make a visitor's browser send requests to any address.
 
-Such a page cannot read the answers, unless its name is made to lead to this machine after the page was loaded (DNS
-rebinding); what the browser calls the server shows that.
+Such a page cannot read the answers, unless its name is pointed at this machine after the page was loaded (DNS
+rebinding); then the Host header has that name.
 """
 
 import ipaddress

@@ -1,10 +1,10 @@
-"""Why a request gets no translation."""
+"""The exception for a request that gets no translation."""
 
 import tornado.web
 
 
 class RequestError(tornado.web.HTTPError):
-    """Refused, with an HTTP status and a sentence for who sent it.
+    """A refused request, with an HTTP status and a sentence for the client.
 
     Args:
         status: 4xx or 5xx.

@@ -1,4 +1,4 @@
-"""A run's checkpoint as a Translator, and a Translator as a SavedModel."""
+"""Loads a run's checkpoint as a Translator, and exports a Translator as a SavedModel."""
 
 import json
 import os
@@ -97,7 +97,7 @@ def _last_steps(checkpointer: Checkpointer, step: int | None, number: int) -> li
 def export(
     translator: Translator, output: str | os.PathLike, about: dict[str, Any] | None = None
 ) -> None:
-    """Writes a SavedModel with the signatures 'serving_default' and, the same, 'predict'; whole or not at all.
+    """Writes a SavedModel atomically, with the signature 'serving_default' and its alias 'predict'.
 
     Input `text` string [N], and `language` string [N] where the model routes by language; outputs `translations`
     string [N,K], `scores` float32 [N,K], `truncated` bool [N]. It needs TensorFlow, and TensorFlow Text imported for

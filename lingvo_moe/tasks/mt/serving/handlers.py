@@ -1,4 +1,4 @@
-"""The server's paths: what each answers."""
+"""The handlers of the server's paths."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -154,7 +154,7 @@ class PageHandler(BaseHandler):
 
 
 class UnknownHandler(BaseHandler):
-    """What there is not."""
+    """Any unknown path."""
 
     async def get(self) -> None:
         """Raises RequestError 404, with the path that may have been meant."""

@@ -1,4 +1,4 @@
-"""What a server takes, and what it refuses."""
+"""The limits of a server."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What a server counts, in the text form that Prometheus reads."""
+"""The metrics of a server, in Prometheus's text format."""
 
 from collections.abc import Callable
 from typing import Literal, get_args
@@ -14,7 +14,7 @@ DropReason = Literal["closed", "malformed", "slow", "too_large"]
 
 
 class Metrics:
-    """Of one server; two in a process do not mix.
+    """The metrics of one server; two servers in a process are separate.
 
     Args:
         waiting: how many lines wait or are being translated.
@@ -75,7 +75,7 @@ class Metrics:
         self._seconds.labels(route).observe(seconds)
 
     def CountDropped(self, reason: DropReason) -> None:
-        """An upload that was given up."""
+        """Counts an incomplete upload."""
         self._dropped.labels(reason).inc()
 
     def CountLines(self, lines: int, truncated: int) -> None:
@@ -89,5 +89,5 @@ class Metrics:
         self._batch_seconds.observe(seconds)
 
     def Text(self) -> bytes:
-        """All of it, as of now."""
+        """The current values as text."""
         return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""The page to try it: one file that loads nothing from anywhere, in light or dark, for any script and direction."""
+"""The page to try a model: one file without external parts, light or dark, for any script and direction."""
 
 import base64
 import hashlib

@@ -1,4 +1,4 @@
-"""A service on a port: from its first connection to a clean end."""
+"""Serves a Service on a port, from the first connection to a clean shutdown."""
 
 import asyncio
 import contextlib
@@ -28,10 +28,10 @@ _FULL = (
 
 
 class Server(tornado.httpserver.HTTPServer):
-    """An HTTPServer with a limit on connections, and on what slow clients may take.
+    """An HTTPServer with limits on connections and on slow clients.
 
     Args:
-        service: what it serves; told of the number of connections.
+        service: the service; the server updates its number of connections.
         name: of the model, in TensorFlow Serving's paths.
     """
 

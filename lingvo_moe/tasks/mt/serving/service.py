@@ -1,4 +1,4 @@
-"""A translator, its limits and its state: what handlers of requests call."""
+"""The Service that request handlers call: a translator, its limits and its state."""
 
 import asyncio
 import functools

@@ -120,7 +120,7 @@ def test_texts_are_scored_again_and_comet_has_them_all(tmp_path):
     report.WriteTexts(tmp_path / "texts")
     again = scoring.read_translations(tmp_path / "texts", data.items())
     assert again == ["EINS ZWEI", " DREI", "YKSI"]
-    with pytest.raises(ValueError, match="has not the 1 sources that are asked for"):
+    with pytest.raises(ValueError, match="does not have the 1 requested sources"):
         scoring.read_translations(tmp_path / "texts", {"de": [("drei", "three")]}.items())
     with pytest.raises(ValueError, match=r"sw.src: missing; translate first"):
         scoring.read_translations(tmp_path / "texts", {"sw": []}.items())

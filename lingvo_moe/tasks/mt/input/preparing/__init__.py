@@ -1,1 +1,1 @@
-"""From parallel text in many forms to a prepared data set: what tools.prepare does."""
+"""The stages of tools.prepare, from parallel text in many forms to a prepared data set."""

@@ -1,8 +1,8 @@
 """Finds the first of equal pairs by their hashes, on disk: memory does not grow with the number of pairs.
 
-Hashes (uint64) and where they stand are dealt out to files by their top bits, so that equal ones meet in one file,
-and each file is sorted in memory by itself. It takes 25 bytes of disk a pair. Two different pairs of a billion are
-taken for equal with a probability of 3%.
+Hashes (uint64) and their positions are distributed to files by their top bits, so that equal ones are in one file,
+and each file is sorted in memory separately. It takes 25 bytes of disk a pair. Among a billion pairs, the probability
+that two different ones are taken for equal is 3%.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Which pairs are left out, and why."""
+"""Decides which pairs are dropped, and why."""
 
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Rules:
-    """What a pair must be like.
+    """The conditions that a pair must meet.
 
     Attributes:
         max_chars: of a side, characters.
@@ -47,7 +47,7 @@ class Rules:
     target_lang: str = "en"
 
     def Reason(self, lang: str, source: str, target: str) -> str:
-        """Why a pair of tidy texts is left out: a key of REASONS; '' for a good one."""
+        """Why a pair of cleaned texts is dropped: a key of REASONS; '' for a good pair."""
         if not source or not target:
             return "empty"
         if not any(map(str.isalpha, source)) or not any(map(str.isalpha, target)):

@@ -26,7 +26,7 @@ _LEVEL = 3
 
 @dataclasses.dataclass(frozen=True)
 class LanguageJob:
-    """What is to be done for one language.
+    """The job for one language.
 
     Attributes:
         lang: its code.
@@ -45,11 +45,11 @@ class LanguageJob:
     output: str
 
 
-def language_stage(job: LanguageJob, told: Callable[[int], None]) -> str:
-    """Does a job, whole or not at all; nothing when it was done. Returns its directory.
+def language_stage(job: LanguageJob, report: Callable[[int], None]) -> str:
+    """Does a job atomically, unless it was done before. Returns its directory.
 
     Args:
-        told: called with 1 when it is done.
+        report: called with 1 when it is done.
 
     Raises:
         DataError: see read_source.
@@ -65,7 +65,7 @@ def language_stage(job: LanguageJob, told: Callable[[int], None]) -> str:
                 path = temp / TRAIN
                 summary |= {"bytes": path.stat().st_size, "digest": content_digest(path)}
             files.write_atomic(temp / SUMMARY, json.dumps(summary).encode())
-    told(1)
+    report(1)
     return job.output
 
 

@@ -1,8 +1,8 @@
-"""Makes a prepared data set out of parallel text, in four stages; each is kept until all are done.
+"""Makes a prepared data set from parallel text, in four stages; the results of each are kept until all are done.
 
 read (a job a source) -> languages (a job a language: duplicates, held-out pairs) -> vocabularies -> records (a job a
-language). What a job made lies in a directory beside the output, named by the settings that it depends on, so the same
-command goes on where it was stopped, and other vocabulary sizes do not read the text again.
+language). A job writes into a directory beside the output, named by the settings that it depends on. So the same
+command resumes where it was stopped, and with other vocabulary sizes the text is not read again.
 """
 
 import contextlib
@@ -77,12 +77,11 @@ def prepare(
     options: PrepareOptions,
     progress: Progress = quiet,
 ) -> dict[str, Any]:
-    """Writes a prepared data set, whole or not at all. Returns what its prepared.json holds.
+    """Writes a prepared data set atomically. Returns the contents of its prepared.json.
 
     Args:
         inputs: files and directories of parallel text; see sources.py.
-        output: the directory to make. Older prepared data there is replaced; where there is anything else, that is an
-            error.
+        output: the directory to make. Older prepared data there is replaced; anything else is an error.
         options: how.
         progress: called with a line of text now and then.
 
@@ -90,7 +89,7 @@ def prepare(
         DataError: an input is missing, damaged or of no known form, nothing is left of it, or a vocabulary is too
             large for it.
         OutputError: `output` holds other files, or lies inside a run, data or a model.
-        OSError: what is made cannot be written; the file is named. The same command goes on.
+        OSError: a file cannot be written; it is named. The same command then resumes.
     """
     check_replaceable(output, PREPARED)
     output = Path(os.path.realpath(output))
@@ -269,12 +268,12 @@ class _Preparation:
         return {job.lang: directory for job, directory in zip(jobs, made)}
 
     def _Stage(
-        self, function: Callable, jobs: Sequence[Any], doing: str, told: str = ""
+        self, function: Callable, jobs: Sequence[Any], doing: str, unit: str = ""
     ) -> list[Any]:
         def show(done: int, count: int, seconds: float) -> None:
             text = doing.format(done, len(jobs))
             rate = count / max(seconds, 1e-9)
-            self._progress(f"{text}: {count:,} {told}, {rate:,.0f} a second" if told else text)
+            self._progress(f"{text}: {count:,} {unit}, {rate:,.0f} a second" if unit else text)
 
         return run_jobs(function, jobs, self._workers, show)
 
@@ -377,5 +376,5 @@ def _add(total: reading.LanguageCounts, counts: Mapping[str, Any]) -> None:
     total.kept += counts["kept"]
     total.dropped.update(counts["dropped"])
     for reason, examples in counts["examples"].items():
-        told = total.examples.setdefault(reason, [])
-        told.extend(examples[: reading.EXAMPLES - len(told)])
+        kept = total.examples.setdefault(reason, [])
+        kept.extend(examples[: reading.EXAMPLES - len(kept)])

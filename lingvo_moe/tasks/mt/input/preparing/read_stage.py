@@ -32,7 +32,7 @@ _WRITTEN_AT_ONCE = 2000
 
 @dataclasses.dataclass(frozen=True)
 class ReadJob:
-    """What is to be done with one source.
+    """The job for one source.
 
     Attributes:
         source, fields, rules: what to read and what to keep.
@@ -51,7 +51,7 @@ class ReadJob:
 
 @dataclasses.dataclass
 class LanguageCounts:
-    """Of one language: lines read, pairs kept (duplicates among them) and dropped by reason, with examples."""
+    """Counts for one language: lines read, pairs kept (including duplicates) and dropped by reason, with examples."""
 
     read: int = 0
     kept: int = 0
@@ -60,16 +60,16 @@ class LanguageCounts:
 
     def Drop(self, reason: str, example: str) -> None:
         self.dropped[reason] += 1
-        told = self.examples.setdefault(reason, [])
-        if example and len(told) < EXAMPLES:
-            told.append(example)
+        kept = self.examples.setdefault(reason, [])
+        if example and len(kept) < EXAMPLES:
+            kept.append(example)
 
 
-def read_stage(job: ReadJob, told: Callable[[int], None]) -> str:
-    """Does a job, whole or not at all; nothing when it was done. Returns its directory.
+def read_stage(job: ReadJob, report: Callable[[int], None]) -> str:
+    """Does a job atomically, unless it was done before. Returns its directory.
 
     Args:
-        told: called with the number of lines read since the last call.
+        report: called with the number of lines read since the last call.
 
     Raises:
         DataError: see read_source; or none of the lines of a source can be used.
@@ -79,7 +79,7 @@ def read_stage(job: ReadJob, told: Callable[[int], None]) -> str:
     if is_made(output):
         return job.output
     with making(output) as temp:
-        _Reader(job, temp).Run(told)
+        _Reader(job, temp).Run(report)
     return job.output
 
 
@@ -97,17 +97,17 @@ class _Reader:
         if job.dev_keys:
             self._dev_keys = frozenset(np.fromfile(job.dev_keys, np.uint64).tolist())
 
-    def Run(self, told: Callable[[int], None]) -> None:
+    def Run(self, report: Callable[[int], None]) -> None:
         since = 0
         for line in read_source(self._job.source, self._job.fields):
             since += 1
             self._Line(line)
             if since == _WRITTEN_AT_ONCE:
                 self._Flush()
-                told(since)
+                report(since)
                 since = 0
         self._Flush()
-        told(since)
+        report(since)
         counts = self._languages.values()
         if counts and not sum(c.read - sum(c.dropped[r] for r in LINE_REASONS) for c in counts):
             total = sum((c.dropped for c in counts), Counter[str]())
@@ -182,7 +182,7 @@ LINE_REASONS = ("no_tab", "bad_json", "no_field", "no_language", "invalid_utf8",
 
 @dataclasses.dataclass
 class GivenHeldOut:
-    """What held-out pairs that are given hold out.
+    """The held-out pairs that the user gave.
 
     Attributes:
         hashes: of the sentences' keys, as ReadJob.dev_keys holds them.

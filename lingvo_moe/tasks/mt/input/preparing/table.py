@@ -1,4 +1,4 @@
-"""The table of a prepared data set: a row a language, and what was dropped, with examples."""
+"""Formats the table of a prepared data set: one row a language, and the dropped pairs with examples."""
 
 from collections import Counter
 from collections.abc import Mapping

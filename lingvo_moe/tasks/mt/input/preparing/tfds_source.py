@@ -1,4 +1,4 @@
-"""Reads pairs out of a TensorFlow Datasets builder, such as TranslateFolder over files that are at hand.
+"""Reads pairs from a TensorFlow Datasets builder, e.g. TranslateFolder over local files.
 
 tensorflow_datasets is imported when a builder is named, and not before.
 """

@@ -30,7 +30,7 @@ _TOGETHER = 500  # characters of a made sentence, with spaces less than that
 
 @dataclasses.dataclass(frozen=True)
 class VocabularyJob:
-    """What is to be done for one vocabulary.
+    """The job for one vocabulary.
 
     Attributes:
         side: 'source' or 'target'.
@@ -47,7 +47,7 @@ class VocabularyJob:
     output: str
 
 
-def vocabulary_stage(job: VocabularyJob, told: Callable[[int], None]) -> str | VocabularyTooLarge:
+def vocabulary_stage(job: VocabularyJob, report: Callable[[int], None]) -> str | VocabularyTooLarge:
     """Trains a vocabulary, unless that was done. Returns its file, or why there is none: the other side goes on."""
     if cached_vocabulary(Path(job.output)) is None:
         options = job.options
@@ -61,7 +61,7 @@ def vocabulary_stage(job: VocabularyJob, told: Callable[[int], None]) -> str | V
         except VocabularyTooLarge as e:
             return e
         write_listed(Path(job.output), model)
-    told(1)
+    report(1)
     return job.output
 
 
@@ -77,7 +77,7 @@ def _missing(characters: str, sentences: list[str], normalization: str) -> list[
 
 @dataclasses.dataclass(frozen=True)
 class RecordsJob:
-    """What is to be done for one language.
+    """The job for one language.
 
     Attributes:
         lang: its code.
@@ -94,11 +94,11 @@ class RecordsJob:
     output: str
 
 
-def records_stage(job: RecordsJob, told: Callable[[int], None]) -> str:
-    """Tokenises a language, whole or not at all; nothing when it was done. Returns its directory.
+def records_stage(job: RecordsJob, report: Callable[[int], None]) -> str:
+    """Tokenises a language atomically, unless it was done before. Returns its directory.
 
     Args:
-        told: called with the number of pairs tokenised since the last call.
+        report: called with the number of pairs tokenised since the last call.
 
     Raises:
         OSError: the directory cannot be written.
@@ -108,7 +108,7 @@ def records_stage(job: RecordsJob, told: Callable[[int], None]) -> str:
         vocabs = load_vocabularies(job.vocab_dir)
         with making(output) as temp:
             pairs = tsv.read_pairs(Path(job.directory) / TRAIN)
-            shards = write_shards(pairs, temp, job.lang, vocabs, job.pairs_per_shard, told)
+            shards = write_shards(pairs, temp, job.lang, vocabs, job.pairs_per_shard, report)
             summary = json.dumps(dataclasses.asdict(shards))
             files.write_atomic(temp / SUMMARY, summary.encode())
     return job.output

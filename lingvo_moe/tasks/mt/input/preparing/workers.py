@@ -1,4 +1,4 @@
-"""Runs the jobs of a stage in several processes, shows how far they are, and stops them at once on Ctrl-C."""
+"""Runs the jobs of a stage in several processes, shows their progress, and stops them at once on Ctrl-C."""
 
 import concurrent.futures
 import concurrent.futures.process
@@ -24,13 +24,13 @@ def run_jobs(
     workers: int,
     show: Callable[[int, int, float], None],
 ) -> list[Any]:
-    """`[function(job, told), ...]`, in order.
+    """Returns `[function(job, report), ...]`, in order.
 
     Args:
-        function: of a module; calls `told(n)` with how much it has done since the last call.
-        jobs: what it is called with.
+        function: a function of a module; it calls `report(n)` with the amount of work since the last call.
+        jobs: its arguments.
         workers: processes; with 1, or a single job, this process does the work.
-        show: called now and then with the jobs done, what was told in all, and the seconds since the beginning.
+        show: called regularly with the jobs done, the work reported in all, and the seconds since the beginning.
 
     Raises:
         DataError: a worker process was killed; and what `function` raises.
@@ -73,7 +73,7 @@ def run_jobs(
 def _run_here(function: Callable, jobs: Sequence[Any], show: Callable, begin: float) -> list[Any]:
     total, done, shown = 0, 0, begin
 
-    def told(n: int) -> None:
+    def report(n: int) -> None:
         nonlocal total, shown
         total += n
         if time.monotonic() - shown > _SHOWN_EVERY:
@@ -82,7 +82,7 @@ def _run_here(function: Callable, jobs: Sequence[Any], show: Callable, begin: fl
 
     results = []
     for job in jobs:
-        results.append(function(job, told))
+        results.append(function(job, report))
         done += 1
     show(done, total, time.monotonic() - begin)
     return results

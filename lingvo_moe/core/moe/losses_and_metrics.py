@@ -1,12 +1,109 @@
-"""What a routing decision did, in numbers that padding cannot move.
+"""Auxiliary losses of routers (how evenly experts are used, how large logits are), and metrics of routing decisions.
+
+Padding moves none of them. Sums are over the whole batch, however it is sharded, and are scaled by numbers known at run
+time only.
 
 Letters: G group, S token in group, k choice rank, E expert, C capacity slot.
 """
 
+import math
+
 import tensorflow as tf
 
-from lingvo_moe.core.moe.capacity import effective_capacity_factor
+from lingvo_moe.core.moe.slots import effective_capacity_factor
 from lingvo_moe.core.nested_map import NestedMap
+
+_TINY = 1e-20  # the least squared mean, so that the variation of zeros is 0
+
+
+def load_balance(
+    probabilities_GSE: tf.Tensor, count_GE: tf.Tensor, real_GS: tf.Tensor
+) -> tf.Tensor:
+    """E sum_e f_e P_e, averaged over groups: the Switch Transformer's loss (Fedus et al. 2021, section
+    2.2, equations 4 to 6; its alpha is the caller's), for any number of choices.
+
+    f_e is the share of the group's choices that fell on e, first and later ones alike, so that it sums
+    to 1; P_e is the mean probability of e. The gradient flows through P_e alone. Perfect balance gives
+    1 for any k and E. Of first choices alone this is E^2 times Algorithm 1's 1/E sum_e (c_e / S) m_e.
+    Groups of padding alone do not count.
+
+    Args:
+        probabilities_GSE: softmax outputs, float32.
+        count_GE: how many choices of real tokens fell on each expert, before drops, float32.
+        real_GS: 1 for tokens, 0 for padding, float32.
+
+    Returns:
+        A float32 scalar.
+    """
+    tokens_G = tf.reduce_sum(real_GS, 1)
+    choices_G = tf.reduce_sum(count_GE, 1)
+    # Sums times a runtime scalar: the gradient of reduce_mean would be a host constant of this size.
+    sum_GE = tf.reduce_sum(probabilities_GSE * real_GS[:, :, tf.newaxis], 1)
+    per_G = tf.math.reciprocal(tf.maximum(tokens_G, 1.0) * tf.maximum(choices_G, 1.0))
+    total = tf.reduce_sum(tf.stop_gradient(count_GE * per_G[:, tf.newaxis]) * sum_GE)
+    groups = tf.reduce_sum(tf.cast(tokens_G > 0, tf.float32))
+    return total * (float(count_GE.shape[-1]) * tf.math.reciprocal(tf.maximum(groups, 1.0)))
+
+
+def log_partition(logits_GSE: tf.Tensor) -> tf.Tensor:
+    """log sum_e exp(logit), [G,S], without overflow: softmax is exp(logit - this)."""
+    largest_GS1 = tf.stop_gradient(tf.reduce_max(logits_GSE, -1, keepdims=True))
+    sums_GS = tf.reduce_sum(tf.exp(logits_GSE - largest_GS1), -1)
+    return tf.math.log(sums_GS) + largest_GS1[:, :, 0]
+
+
+def z_loss(log_partition_GS: tf.Tensor, real_GS: tf.Tensor) -> tf.Tensor:
+    """The mean over tokens of (log sum_e exp(logit_e))^2, which keeps logits small (ST-MoE: Zoph et
+    al. 2022, section 3.3, equation 5). `real_GS` is 1 for tokens, 0 for padding."""
+    per_token = tf.math.reciprocal(tf.maximum(tf.reduce_sum(real_GS), 1.0))
+    return tf.reduce_sum(tf.square(log_partition_GS) * real_GS) * per_token
+
+
+def cv_squared(x_E: tf.Tensor) -> tf.Tensor:
+    """The squared coefficient of variation: variance / mean^2, over all E; 0 if all are zeros."""
+    scale = 1.0 / x_E.shape[0]
+    mean = tf.reduce_sum(x_E) * scale
+    variance = tf.reduce_sum(tf.square(x_E - mean)) * scale
+    return variance / tf.maximum(tf.square(mean), _TINY)
+
+
+def importance(gate_GSk: tf.Tensor, index_GSk: tf.Tensor, num_experts: int) -> tf.Tensor:
+    """[E]: the sum of each expert's gates over a batch (Shazeer et al. 2017, section 4, equation 6).
+
+    Args:
+        gate_GSk: the gates of the chosen experts before drops, 0 for padding, float32.
+        index_GSk: the experts, int32.
+        num_experts: E.
+    """
+    by_rank = [
+        tf.reduce_sum(
+            tf.one_hot(index_GSk[:, :, rank], num_experts) * gate_GSk[:, :, rank : rank + 1], [0, 1]
+        )
+        for rank in range(index_GSk.shape[-1])
+    ]
+    return tf.add_n(by_rank)
+
+
+def smooth_load(
+    clean_GSE: tf.Tensor,
+    deviation_GSE: tf.Tensor,
+    threshold_GSE: tf.Tensor,
+    real_GS: tf.Tensor,
+) -> tf.Tensor:
+    """[E]: the expected number of tokens of each expert over draws of its own noise (Shazeer et al.
+    2017, appendix A, equations 8 to 10); unlike a count it has a gradient.
+
+    P(x, e) = Phi((clean_e - threshold_e) / deviation_e) with Phi the normal distribution function.
+
+    Args:
+        clean_GSE: logits without noise.
+        deviation_GSE: standard deviations of their noise, positive.
+        threshold_GSE: the value that each noisy logit has to exceed: the k-th largest of the others.
+        real_GS: 1 for tokens, 0 for padding.
+    """
+    z_GSE = (clean_GSE - threshold_GSE) / deviation_GSE
+    chosen_GSE = 0.5 * tf.math.erfc(z_GSE * (-1.0 / math.sqrt(2.0)))
+    return tf.reduce_sum(chosen_GSE * real_GS[:, :, tf.newaxis], [0, 1])
 
 
 def routing_metrics(
@@ -30,14 +127,14 @@ def routing_metrics(
         real_GS: 1 for tokens, 0 for padding.
         num_experts: E.
         capacity: C, or None where there is no limit.
-        probabilities_GSE: what the gating network made of each token, all E of it, summing to 1 over
-            E: before any top-k, normalisation or drop. None where nothing was learnt.
+        probabilities_GSE: the gating network's probabilities of each token, summing to 1 over E: before
+            any top-k, normalisation or drop. None for a router without a gating network.
         ranked: False where k = E and expert_index[..., e] = e: experts are then not choices in an
-            order, and what is counted by rank is left out.
+            order, and metrics by rank are left out.
 
     Returns:
         A NestedMap of float32 tensors, without gradients, ranks counted from 1:
-        over_capacity_ratio: the share of all choices asking for a slot that found the expert full;
+        over_capacity_ratio: the share of the choices asking for a slot that found the expert full;
         experts_per_token: the mean number of experts that a token was sent to;
         dispatch_0: the share of tokens sent to no expert;
         expert_load [E]: the share of filled slots, sums to 1;
@@ -96,7 +193,7 @@ def _by_rank(
     real_GS: tf.Tensor,
     num_experts: int,
 ) -> tuple[NestedMap, tf.Tensor]:
-    """What tells first choices from later ones, and [E], the slots that each expert has filled."""
+    """The metrics by rank, and [E], the filled slots of each expert."""
     ranks = expert_index_GSk.shape[-1]
     per_token = tf.math.reciprocal(tf.maximum(tf.reduce_sum(real_GS), 1.0))
     metrics = NestedMap()
@@ -120,7 +217,7 @@ def _by_rank(
 
 
 def _share_sent_to(n: int, dispatched_GS: tf.Tensor, real_GS: tf.Tensor) -> tf.Tensor:
-    """The share of tokens that n experts got."""
+    """The share of tokens that were sent to n experts."""
     per_token = tf.math.reciprocal(tf.maximum(tf.reduce_sum(real_GS), 1.0))
     hit_GS = tf.cast(tf.equal(dispatched_GS, float(n)), tf.float32) * real_GS
     return tf.reduce_sum(hit_GS) * per_token

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lingvo_moe.core.engine.testing import run_sharded
-from lingvo_moe.core.moe.seating import take_seats
+from lingvo_moe.core.moe.slots import assign_slots
 from lingvo_moe.core.sharding import Mesh
 
 
 def one_at_a_time(index_GSk, wanted_GSk, num_experts, capacity):
-    """(positions, -1 where no seat is wanted; kept)."""
+    """(positions, -1 where no slot is asked for; kept)."""
     G, S, ranks = index_GSk.shape
     position = np.full((G, S, ranks), -1)
     kept = np.zeros((G, S, ranks))
@@ -28,8 +28,8 @@ def one_at_a_time(index_GSk, wanted_GSk, num_experts, capacity):
     return position, kept
 
 
-def _seats(index, wanted, num_experts, capacity):
-    position, kept = take_seats(
+def _slots(index, wanted, num_experts, capacity):
+    position, kept = assign_slots(
         tf.constant(index, tf.int32), tf.constant(wanted, tf.float32), num_experts, capacity
     )
     assert (position.dtype, kept.dtype) == (tf.int32, tf.float32)
@@ -39,16 +39,16 @@ def _seats(index, wanted, num_experts, capacity):
 def test_by_hand():
     # Three tokens of a group. Expert 0 is the first choice of tokens 0 and 2; expert 1 the first of
     # token 1 and, after it, the second of tokens 0 and 2. Token 1 wants no second expert, so expert
-    # 2 seats nobody before token 1's third choice, which is alone there.
+    # 2 has none before token 1's third choice, which is alone there.
     index = [[[0, 1, 2], [1, 2, 0], [0, 1, 2]]]
     wanted = [[[1, 1, 0], [1, 0, 1], [1, 1, 1]]]
-    position, kept = _seats(index, wanted, 3, 2)
+    position, kept = _slots(index, wanted, 3, 2)
     # Expert 0: t0, t2, then t1 (third). Expert 1: t1, t0, t2. Expert 2: t2 (third).
     asked = np.array(wanted) > 0
     want = np.array([[[0, 1, 9], [0, 9, 2], [1, 2, 0]]])
     np.testing.assert_array_equal(position[asked], want[asked])
     np.testing.assert_array_equal(kept, [[[1, 1, 0], [1, 0, 0], [1, 0, 1]]])
-    np.testing.assert_array_equal(_seats(index, wanted, 3, None)[1], wanted)
+    np.testing.assert_array_equal(_slots(index, wanted, 3, None)[1], wanted)
 
 
 @settings(max_examples=40, deadline=None)
@@ -59,62 +59,62 @@ def test_by_hand():
     seed=st.integers(0, 10_000),
     data=st.data(),
 )
-def test_equals_taking_seats_one_at_a_time(shape, capacity, share, seed, data):
+def test_equals_assigning_slots_one_at_a_time(shape, capacity, share, seed, data):
     G, S, E = shape
     ranks = data.draw(st.integers(1, E))
     rng = np.random.default_rng(seed)
     index = rng.random((G, S, E)).argsort(-1)[..., :ranks]
     wanted = (rng.random(index.shape) < share).astype(np.float32)
-    position, kept = _seats(index, wanted, E, capacity)
+    position, kept = _slots(index, wanted, E, capacity)
     want_position, want_kept = one_at_a_time(index, wanted, E, capacity)
     np.testing.assert_array_equal(kept, want_kept)
     asked = wanted > 0
     np.testing.assert_array_equal(position[asked], want_position[asked])
 
 
-def test_groups_of_open_size_take_the_same_seats():
+def test_groups_of_open_size_take_the_same_slots():
     """As a served model may leave the length of its lines open."""
     rng = np.random.default_rng(0)
     index = rng.random((2, 300, 5)).argsort(-1)[..., :2].astype(np.int32)
     wanted = np.ones(index.shape, np.float32)
     open_size = tf.TensorSpec([None, None, 2], tf.int32), tf.TensorSpec([None, None, 2])
-    seats = tf.function(lambda *args: take_seats(*args, 5, 90), input_signature=open_size)
-    for got, want in zip(seats(index, wanted), _seats(index, wanted, 5, 90), strict=True):
+    slots = tf.function(lambda *args: assign_slots(*args, 5, 90), input_signature=open_size)
+    for got, want in zip(slots(index, wanted), _slots(index, wanted, 5, 90), strict=True):
         np.testing.assert_array_equal(got, want)
 
 
 def test_groups_without_tokens():
-    position, kept = _seats(np.zeros((2, 0, 2)), np.zeros((2, 0, 2)), 5, 3)
+    position, kept = _slots(np.zeros((2, 0, 2)), np.zeros((2, 0, 2)), 5, 3)
     assert position.shape == kept.shape == (2, 0, 2)
 
 
 def test_no_window_of_all_blocks_is_compiled():
     """A TPU's compiler took a third of its time for them."""
     index = tf.zeros([1, 2048, 2], tf.int32)
-    seats = tf.function(lambda i, w: take_seats(i, w, 8, 9), jit_compile=True)
-    text = seats.experimental_get_compiler_ir(index, tf.ones(index.shape))(stage="hlo")
+    slots = tf.function(lambda i, w: assign_slots(i, w, 8, 9), jit_compile=True)
+    text = slots.experimental_get_compiler_ir(index, tf.ones(index.shape))(stage="hlo")
     assert "gather(" in text and "reduce-window(" not in text
 
 
 @pytest.mark.parametrize("tokens", [1_000_000])
 def test_counts_are_exact_for_a_million_tokens(tokens):
     index = np.zeros((1, tokens, 1), np.int32)
-    position, kept = _seats(index, np.ones_like(index), 2, tokens - 1)
+    position, kept = _slots(index, np.ones_like(index), 2, tokens - 1)
     np.testing.assert_array_equal(position[0, :, 0], np.arange(tokens))
     assert kept.sum() == tokens - 1 and not kept[0, -1, 0]
 
 
-def test_groups_are_seated_where_they_are():
+def test_groups_are_assigned_on_their_own_devices():
     rng = np.random.default_rng(0)
     index = rng.random((8, 50, 6)).argsort(-1)[..., :3].astype(np.int32)
     wanted = (rng.random(index.shape) < 0.8).astype(np.float32)
     rows = ("expert", None, None)
 
-    def seats(index, wanted):
-        return take_seats(index, wanted, 6, 9)
+    def slots(index, wanted):
+        return assign_slots(index, wanted, 6, 9)
 
     (position, kept), sent = run_sharded(
-        seats, [index, wanted], Mesh.parse("expert:8"), [rows, rows]
+        slots, [index, wanted], Mesh.parse("expert:8"), [rows, rows]
     )
     want_position, want_kept = one_at_a_time(index, wanted, 6, 9)
     np.testing.assert_array_equal(kept, want_kept)

@@ -1,0 +1,70 @@
+"""Values of parameters as text, and back."""
+
+import ast
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lingvo_moe.core.suggest import did_you_mean
+
+
+def shown(value: Any) -> str:
+    """A value in a message."""
+    try:
+        return to_text(value)
+    except ValueError:  # an integer of more digits than Python writes
+        return f"an integer of {value.bit_length()} bits"
+
+
+def to_text(value: Any) -> str:
+    """A value as ToText writes it."""
+    if isinstance(value, type):
+        return f"type/{value.__module__}/{value.__qualname__}"
+    if isinstance(value, dict):
+        return repr(dict(value))
+    return repr(value)
+
+
+def chosen(text: str, choices: Mapping[str, type], by_name: bool) -> Any:
+    """The Params of the class of that name, or the name itself; None for 'None'.
+
+    Raises:
+        ValueError: no such choice.
+    """
+    name = text.strip("'\"")
+    if name == "None":
+        return None
+    if name not in choices:
+        raise ValueError(
+            f"no such choice: {name!r}{did_you_mean(name, choices)}; a class of your own goes to .cls, as "
+            "type/module/Class"
+        )
+    return name if by_name else choices[name].Params()  # type: ignore[attr-defined]
+
+
+def from_text(text: str, current: Any, find_class: Callable[[str], type]) -> Any:
+    """A text as a value of the current one's type; see Params.SetFromText. Raises ValueError where it is none."""
+    if isinstance(current, type) or text.startswith("type/"):
+        return find_class(text)
+    if isinstance(current, str) and text[:1] not in "'\"":
+        return text
+    if isinstance(current, bool) and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        if current is None:
+            return text
+        hint = ""
+        if isinstance(current, (list, tuple)):
+            parts = [part.strip(" '\"[]()") for part in text.split(",")]
+            hint = f"; did you mean {[part for part in parts if part]}?".replace("', '", "','")
+        raise ValueError(f"does not read as {type(current).__name__}{hint}") from None
+    if isinstance(current, float) and isinstance(value, int) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):  # an integer that no float holds is refused below
+            return float(value)
+    if isinstance(current, tuple) and isinstance(value, list):
+        return tuple(value)
+    if current is not None and type(value) is not type(current):
+        raise ValueError(f"is of type {type(value).__name__}, expected {type(current).__name__}")
+    return type(current)(value) if isinstance(current, dict) else value

@@ -1,0 +1,80 @@
+"""The accuracy of a run's model on held-out images."""
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+
+from lingvo_moe.core.engine.base import make_engine
+from lingvo_moe.core.engine.checkpoints import Checkpointer
+from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.run_dir import RunDir
+from lingvo_moe.core.sharding import single_device
+from lingvo_moe.tasks.image.input.errors import ImageDataError
+from lingvo_moe.tasks.image.model import ImageClassifier
+
+_METRICS = ("nll", "top1", "top5")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a checkpoint makes of held-out images.
+
+    Attributes:
+        step: of the checkpoint.
+        images: how many images were scored.
+        nll: nats an image.
+        top1, top5: the share of images whose class is the best-scored one, or one of the five.
+    """
+
+    step: int
+    images: int
+    nll: float
+    top1: float
+    top5: float
+
+
+def evaluate(
+    logdir: str | os.PathLike,
+    data_dir: str = "",
+    step: int | None = None,
+    trust_run: bool = False,
+) -> Scores:
+    """Scores all held-out images on one device, without anything random.
+
+    Args:
+        logdir: the run.
+        data_dir: a folder of images with the run's classes; '': the data that the run trained on.
+        step: of the checkpoint; None for the newest.
+        trust_run: see RunDir.
+
+    Raises:
+        RunDirError: no run. CheckpointError: no readable checkpoint.
+        ImageDataError: a run of another task; nothing is held out, an image cannot be read, or other classes.
+    """
+    run = RunDir(logdir, trust_run=trust_run)
+    params = run.Params()
+    if not issubclass(params.task.cls, ImageClassifier):
+        raise ImageDataError(
+            f"--logdir={logdir}: {params.task.cls.__name__} does not classify images"
+        )
+    if data_dir:
+        if "data_dir" not in params.input:
+            raise ImageDataError(f"--data_dir={data_dir}: the run's images are not in a folder")
+        params.input.data_dir = data_dir
+    task = params.task.Instantiate()
+    inputs = params.input.Instantiate().Prepare(artifacts=run.artifacts)
+    engine = make_engine("tf_graph", single_device())
+    theta_specs = task.VariableSpecs()
+    with Checkpointer(str(run.checkpoint_dir), read_only=True) as checkpointer:
+        step = checkpointer.LatestStep() if step is None else step
+        theta, _ = checkpointer.RestoreToNumpy("theta", step)
+    batch_specs = inputs.BatchSpec().Transform(lambda s: TensorSpec(s.shape, s.dtype))
+    score = engine.Build(task.EvalStep, (theta_specs, batch_specs), name="evaluate")
+    theta = engine.Put(theta, theta_specs)
+    images, totals = 0, np.zeros(len(_METRICS))
+    for batch in inputs.HeldOut():
+        metrics = engine.Get(score(theta, batch))
+        images += int(metrics.images)
+        totals += metrics.images * np.array([metrics[name] for name in _METRICS])
+    return Scores(step, images, *map(float, totals / images))

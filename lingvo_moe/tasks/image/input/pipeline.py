@@ -1,0 +1,263 @@
+"""Inputs of image classification: endless batches for training, and held-out images, each once.
+
+Letters: B row of the batch, Y rows of an image, X columns, I channels.
+
+A batch is a function of a number alone, the number of examples before it: the order of an epoch is a keyed
+permutation, and the crop of an example is keyed by the seed, the epoch and the example.
+"""
+
+import abc
+import json
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from lingvo_moe.core import base_input, checks
+from lingvo_moe.core.artifacts import RunArtifacts
+from lingvo_moe.core.base_input import ArraySpec, BaseInput, Progress, quiet
+from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.permutation import permute
+from lingvo_moe.tasks.image.input.crops import generator, middle_box, random_box, resized
+from lingvo_moe.tasks.image.input.errors import ImageDataError
+from lingvo_moe.tasks.image.input.sources import SUFFIXES, Split, digits_splits, folder_splits
+
+CLASSES_FILE = "classes.json"
+_PADDING = -1  # the label of a row without an image
+_CHANNELS = checks.AnyOf((checks.Integer(1, 1), checks.Integer(3, 3)))
+
+
+class ImageInput(BaseInput):
+    """The base of image inputs: square images uint8 [B, Y, X, I] and their classes int32 [B]; see Params."""
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define("image_size", 224, "Y and X.", check=checks.SIZE)
+        p.Define("channels", 3, "I: 3 for colours, 1 for shades of grey.", check=_CHANNELS)
+        p.Define("random_crop", True, "Whether training takes a random part of each image.")
+        p.Define("random_flip", True, "Whether training mirrors half of the images.")
+        p.Define(
+            "middle",
+            0.875,
+            "The side of the middle square that is taken without random_crop, in the image's shorter side.",
+            check=checks.Number(0, 1, open_low=True),
+        )
+        p.Define(
+            "seed", 1234, "The seed of the order of images, crops and flips.", check=checks.SEED
+        )
+        return p
+
+    def __init__(self, params: InstantiableParams):
+        super().__init__(params)
+        self._classes: list[str] = []
+        self._train: Split | None = None
+        self._held_out: Split | None = None
+
+    @abc.abstractmethod
+    def _Splits(self) -> tuple[list[str], Split, Split | None]:
+        """The classes, the images to train on, the held-out ones if there are any."""
+
+    def BatchSpec(self) -> NestedMap:
+        """See BaseInput."""
+        p = self.p
+        shape = (p.batch_size, p.image_size, p.image_size, p.channels)
+        return NestedMap(
+            images=ArraySpec(shape, "uint8", "BYXI"), labels=ArraySpec(shape[:1], "int32", "B")
+        )
+
+    def Prepare(self, progress: Progress = quiet, artifacts: RunArtifacts | None = None) -> Self:
+        """See BaseInput. Lists the images; reads none.
+
+        Raises:
+            ImageDataError: there are none, or their classes are not those that a run began with.
+        """
+        if self._train is not None:
+            return self
+        self._classes, self._train, self._held_out = self._Splits()
+        held_out = len(self._held_out) if self._held_out is not None else 0
+        progress(
+            f"{len(self._train):,} images of {len(self._classes):,} classes to train on, {held_out:,} held out"
+        )
+        if artifacts is not None:
+            self._CheckClasses(json.loads(artifacts.files[CLASSES_FILE]))
+        return self
+
+    def _CheckClasses(self, began: list[str]) -> None:
+        if began == self._classes:
+            return
+        different = sorted(set(began) ^ set(self._classes))
+        raise ImageDataError(
+            f"{self.p.name}: the run began with {len(began)} classes, the data has {len(self._classes)}; in one "
+            f"of the two only: {', '.join(different[:5])}; labels would mean other classes: give the first data"
+        )
+
+    def Artifacts(self) -> RunArtifacts:
+        """See BaseInput: the names of the classes, in the order of their numbers, and how many there are."""
+        text = json.dumps(self._classes, indent=0)
+        return RunArtifacts({CLASSES_FILE: text.encode()}, {"classes": len(self._classes)})
+
+    @property
+    def classes(self) -> list[str]:
+        """The names of the classes, after Prepare."""
+        return list(self._classes)
+
+    def __iter__(self) -> "ImageIterator":
+        """See BaseInput."""
+        self.Prepare()
+        assert self._train is not None
+        return ImageIterator(self.p, self._train)
+
+    def HeldOut(self) -> Iterator[NestedMap]:
+        """See BaseInput: the middle of each image. Rows without an image have the label -1.
+
+        Raises:
+            ImageDataError: nothing is held out, or an image cannot be read.
+        """
+        self.Prepare()
+        if self._held_out is None:
+            raise ImageDataError(f"{self.p.name}: no images are held out")
+        reader = _Reader(self.p, self._held_out)
+        size = self.p.batch_size
+        for first in range(0, len(self._held_out), size):
+            numbers = range(first, min(first + size, len(self._held_out)))
+            yield _batch(self.p, reader.Begin([(i, None) for i in numbers]))
+
+
+class FolderInput(ImageInput):
+    """Images from files, in the layout of TensorFlow Datasets' ImageFolder: <split>/<class>/<name>.jpg."""
+
+    READS: ClassVar[tuple[str, ...]] = ("data_dir",)
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("data_dir",)
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define(
+            "data_dir", "", f"A directory of <split>/<class>/<name> with {', '.join(SUFFIXES)}."
+        )
+        p.Define("train_split", "train", "The directory of the images to train on.")
+        p.Define(
+            "held_out_split",
+            "",
+            "The directory of the held-out images; '': validation, val or test, if there is one.",
+        )
+        return p
+
+    @classmethod
+    def CheckData(cls, params: HyperParams) -> None:
+        """See BaseInput."""
+        if not params.data_dir:
+            raise ImageDataError(
+                "--data_dir is needed to train: a directory of <split>/<class>/<name>.jpg, with the split 'train'"
+            )
+
+    def _Splits(self) -> tuple[list[str], Split, Split | None]:
+        p = self.p
+        return folder_splits(p.data_dir, p.train_split, p.held_out_split)
+
+
+class DigitsInput(ImageInput):
+    """scikit-learn's handwritten digits: 1,437 images of 8 x 8 pixels to train on, 360 held out."""
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        return p.Set(image_size=8, channels=1, random_crop=False, random_flip=False, middle=1.0)
+
+    def _Splits(self) -> tuple[list[str], Split, Split | None]:
+        return digits_splits()
+
+
+class ImageIterator(base_input.BatchIterator):
+    """Batches of shuffled images, without end. The next batch is read while this one is used."""
+
+    def __init__(self, params: HyperParams, split: Split):
+        self._p, self._split = params, split
+        self._reader = _Reader(params, split)
+        self._position = 0  # examples before the next batch
+        self._begun: list[Future] | None = None
+
+    def __next__(self) -> NestedMap:
+        """See BatchIterator.
+
+        Raises:
+            ImageDataError: an image that cannot be read.
+        """
+        begun = self._begun or self._Begin()
+        self._position += self._p.batch_size
+        self._begun = self._Begin()
+        return _batch(self._p, begun)
+
+    def _Begin(self) -> list[Future]:
+        """Starts to read the batch at the position."""
+        size = len(self._split)
+        places = np.arange(self._position, self._position + self._p.batch_size)
+        epochs = places // size
+        examples = np.empty_like(places)
+        for epoch in np.unique(epochs):
+            own = epochs == epoch
+            examples[own] = permute(places[own] % size, size, self._p.seed, "images", int(epoch))
+        return self._reader.Begin([(int(i), int(e)) for i, e in zip(examples, epochs, strict=True)])
+
+    def GetState(self) -> dict[str, Any]:
+        """See BatchIterator."""
+        return {"identity": self._Identity(), "position": self._position}
+
+    def SetState(self, state: Mapping[str, Any]) -> None:
+        """See BatchIterator.
+
+        Raises:
+            ImageDataError: the state is of other images or another seed.
+        """
+        if set(state) != set(self.GetState()):
+            raise ImageDataError(f"not a saved position of images: it holds {sorted(state)}")
+        if state["identity"] != self._Identity():
+            raise ImageDataError(
+                f"the saved position is of other images: expected {self._Identity()}, saved {state['identity']}; "
+                "go on with the data and the input parameters that the run began with, or begin a new run"
+            )
+        self._position, self._begun = int(state["position"]), None
+
+    def _Identity(self) -> dict[str, Any]:
+        return {"images": self._split.Key(), "seed": self._p.seed}
+
+
+class _Reader:
+    """Reads and crops images of a split, several at a time."""
+
+    def __init__(self, params: HyperParams, split: Split):
+        self._p, self._split = params, split
+        self._pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="images")
+
+    def Begin(self, examples: list[tuple[int, int | None]]) -> list[Future]:
+        """Futures of (pixels, label) for (number in the split, epoch); without an epoch, the middle of the image."""
+        return [self._pool.submit(self._Read, *example) for example in examples]
+
+    def _Read(self, i: int, epoch: int | None) -> tuple[np.ndarray, int]:
+        p = self._p
+        pixels = self._split.Read(i, p.channels)
+        height, width = pixels.shape[:2]
+        rng = generator(p.seed, "crop", epoch, i) if epoch is not None else None
+        if rng is not None and p.random_crop:
+            box = random_box(rng, height, width)
+        else:
+            box = middle_box(height, width, p.middle)
+        square = resized(pixels, box, p.image_size)
+        if rng is not None and p.random_flip and rng.random() < 0.5:
+            square = square[:, ::-1]
+        return square, int(self._split.labels[i])
+
+
+def _batch(params: HyperParams, begun: list[Future]) -> NestedMap:
+    """A batch of what was begun, padded to the batch's size."""
+    p = params
+    images = np.zeros((p.batch_size, p.image_size, p.image_size, p.channels), np.uint8)
+    labels = np.full(p.batch_size, _PADDING, np.int32)
+    for row, future in enumerate(begun):
+        images[row], labels[row] = future.result()
+    return NestedMap(images=images, labels=labels)

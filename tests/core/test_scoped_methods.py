@@ -1,0 +1,61 @@
+"""Operations carry the path of the layer that made them: every method of a layer that computes is scoped."""
+
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+import tensorflow as tf
+
+from lingvo_moe.core import layers, moe
+from lingvo_moe.core.base_layer import BaseLayer, scoped
+from lingvo_moe.core.moe import routers
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.tasks.mt import model
+
+_ROOMS = (layers, moe, routers)
+
+
+def _layers(of: type = BaseLayer) -> list[type]:
+    """The layers of these rooms and of the models, subclasses included."""
+    for room in _ROOMS:
+        for module in pkgutil.iter_modules(room.__path__, f"{room.__name__}."):
+            importlib.import_module(module.name)
+    found = []
+    for cls in of.__subclasses__():
+        if cls.__module__.startswith((*(f"{room.__name__}." for room in _ROOMS), model.__name__)):
+            found.append(cls)
+        found += _layers(cls)
+    return found
+
+
+@pytest.mark.parametrize("cls", sorted(set(_layers()), key=lambda c: c.__qualname__))
+def test_every_public_method_that_computes_is_scoped(cls: type) -> None:
+    for name, method in vars(cls).items():
+        if not inspect.isfunction(method) or name.startswith("_"):
+            continue
+        computes = {"theta", "routing"} & set(inspect.signature(method).parameters)
+        assert not computes or hasattr(method, "scoped"), f"{cls.__name__}.{name} needs @scoped"
+
+
+def test_what_overrides_a_scoped_method_is_scoped() -> None:
+    class Parent(BaseLayer):
+        def FProp(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
+            return tf.identity(x)
+
+        @scoped
+        def Half(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
+            return tf.negative(x)
+
+        def Open(self, x: tf.Tensor) -> tf.Tensor:
+            return tf.abs(x)
+
+    class Child(Parent):
+        def Half(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
+            return tf.square(super().Half(theta, x))
+
+    child = Child.Params().Set(name="child").Instantiate()
+    with tf.Graph().as_default(), tf.name_scope("elsewhere"):
+        x = tf.zeros([])
+        names = [y.op.name for y in (child.FProp(None, x), child.Half(None, x), child.Open(x))]
+    assert names == ["child/Identity", "child/Square", "elsewhere/Abs"]

@@ -1,0 +1,99 @@
+"""Docs, docstrings and comments use the field's words: no private vocabulary, no headless openings.
+
+Here and not in Bazel, since it looks at the whole source tree.
+"""
+
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tools.import_graph import ROOT
+
+# A pattern, and what to write instead.
+_INSTEAD = {
+    r"\banew\b": "again",
+    r"\bwholly\b": "entirely",
+    r"\bhushed\b": "silenced",
+    r"\bto the bit\b": "bit for bit, bit-identical",
+    r"\bop by op\b": "with TensorFlow's kernels",
+    r"\bin panels\b": "pre-packed weights",
+    r"\brows of company\b|\bother company\b|\bits company\b": "padding rows; other rows of the batch",
+    r"\bseats?\b": "slot, slot assignment",
+    r"\btold\b": "derived, reported, printed, given",
+    r"\bcut (?:over|along|otherwise|differently|anew)\b|\buncut\b": "sharded over, sharded differently, unsharded",
+    r"\bwhole on (?:every|each|all|its|a)\b": "replicated, unsharded",
+    r"\bwhole or not at all\b|\bnot there at all\b": "atomically",
+    r"\bas (?:it|they|XLA|the partitioner) likes?\b": "the partitioner chooses",
+    r"\bwhat is held out\b": "held-out data, held-out pairs",
+    r"\bthere are as many \w+ as\b": "N = ...",
+    r"\bfor who\b|\bof who\b": "a noun: for callers that ..., of the process that ...",
+}
+_OPENING = re.compile(r'\A[rRbBfFuU]*"""Of\b')
+_OPENING_INSTEAD = 'a docstring that begins with a verb or a noun, not with "Of"'
+# Files that are still being rewritten. This list only shrinks.
+_NOT_YET = ("lingvo_moe/core/moe/",)
+_PACKAGES = ("lingvo_moe", "params", "reproduction", "benchmarks", "tools")
+
+
+def _python_files() -> list[Path]:
+    return sorted(p for package in _PACKAGES for p in (ROOT / package).rglob("*.py"))
+
+
+def _prose(source: str) -> Iterator[tuple[int, str]]:
+    """(line number, text) of each line of a comment or a docstring."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        is_docstring = token.type == tokenize.STRING and '"""' in token.string[:5]
+        if token.type == tokenize.COMMENT or is_docstring:
+            yield from enumerate(token.string.splitlines(), token.start[0])
+
+
+def _complaints(name: str, lines: Iterator[tuple[int, str]]) -> list[str]:
+    return [
+        f"{name}:{number}: {found[0]!r}; write: {instead}"
+        for number, line in lines
+        for pattern, instead in _RULES
+        if (found := pattern.search(line))
+    ]
+
+
+_RULES = [(re.compile(pattern), instead) for pattern, instead in _INSTEAD.items()]
+_RULES.append((_OPENING, _OPENING_INSTEAD))
+
+
+def test_docstrings_and_comments_have_no_private_words() -> None:
+    complaints = []
+    for path in _python_files():
+        name = path.relative_to(ROOT).as_posix()
+        if name.startswith(_NOT_YET):
+            continue
+        complaints += _complaints(name, _prose(path.read_text(encoding="utf-8")))
+    assert not complaints, "\n" + "\n".join(complaints)
+
+
+def test_pages_have_no_private_words() -> None:
+    complaints = []
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        complaints += _complaints(path.relative_to(ROOT).as_posix(), lines)
+    assert not complaints, "\n" + "\n".join(complaints)
+
+
+@pytest.mark.parametrize(
+    "source, line",
+    [
+        ('def f():\n    """Of one layer, in bytes."""\n', 2),
+        ('"""Reads\n\nthe file anew."""\n', 3),
+        ("x = 1\ny = 2  # equal to the bit\n", 2),
+    ],
+)
+def test_private_words_are_found_with_their_line(source: str, line: int) -> None:
+    (complaint,) = _complaints("file.py", _prose(source))
+    assert complaint.startswith(f"file.py:{line}: ") and "write: " in complaint
+
+
+def test_code_is_not_prose() -> None:
+    assert not list(_complaints("file.py", _prose("told = anew(seat)\nwholly = 'to the bit'\n")))

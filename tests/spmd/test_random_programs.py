@@ -1,0 +1,129 @@
+"""Random annotated programs: where XLA's partitioner computes something wrong, the detector names it.
+
+Continuous builds run the same few every time; `make fuzz` runs as many others as it is asked for.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from random_programs import KINDS, RandomProgram, random_program
+
+from lingvo_moe.core.engine.partition_dump import dump_options, read_before
+from lingvo_moe.core.engine.pjrt import PjrtEngine
+from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.hlo.module import parse_module
+from lingvo_moe.core.partitioner import known_faults as kf
+from lingvo_moe.core.sharding import Mesh
+
+TOLERANCE = 2e-4
+CASES = int(os.environ.get("FUZZ_PROGRAMS", "16"))
+SEED = int(os.environ.get("FUZZ_SEED", "0"))
+# Nothing runs twice: machine code need not be fast.
+_SOON = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+
+
+def examine(program: RandomProgram) -> tuple[dict[str, float], list[tuple[str, str]]]:
+    """Compiles and runs a program over its mesh, and by TensorFlow in float64 on one device.
+
+    Returns:
+        The results that differ, with the error relative to the largest magnitude; and the faults that the
+        detector names, as (kind, operation).
+    """
+    args = program.Args()
+    engine = PjrtEngine(Mesh.parse(program.mesh), known_faults="off")
+    specs = [TensorSpec(a.shape, a.dtype.name) for a in args]
+    lowered = engine.Lower(program, specs, name="program")
+    with tempfile.TemporaryDirectory() as directory:
+        compiled = engine.Compile(lowered, _SOON | dump_options(directory))
+        faults = kf.known_faults(parse_module(read_before(Path(directory))))
+    double = [tf.constant(a, tf.float64 if a.dtype == np.float32 else a.dtype) for a in args]
+    differing = {}
+    wanted = program(*double, annotated=False)
+    for name, got, want in zip(program.ResultNames(), compiled(*args), wanted, strict=True):
+        error = np.max(np.abs(np.asarray(got) - want)) / max(np.max(np.abs(want)), 1e-2)
+        if not error <= TOLERANCE:
+            differing[name] = float(error)
+    return differing, [(fault.kind, fault.op.rpartition("/")[2]) for fault in faults]
+
+
+@pytest.mark.slow  # in all
+@pytest.mark.parametrize("number", range(CASES))
+def test_what_is_wrong_is_named(number):
+    program = random_program(SEED + number)
+    differing, faults = examine(program)
+    assert faults or not differing, f"{differing} and no fault is named in\n{program!r}"
+
+
+def test_programs_differ_and_cover_what_they_are_drawn_from():
+    drawn = [random_program(number) for number in range(200)]
+    assert len({repr(p) for p in drawn}) == len(drawn)
+    assert {p.kind for p in drawn} == set(KINDS)
+    assert {len(Mesh.parse(p.mesh).axis_names) for p in drawn} == {1, 2, 3}
+    assert sum(any(any(cut) for _, cut in p.cuts) for p in drawn) >= 160
+    assert all(random_program(number) == drawn[number] for number in (0, 7))
+
+
+# Found here, each with what the detector has to name.
+WRONG = {
+    "attention whose heads and scores are sharded differently": (
+        RandomProgram(
+            "attention",
+            "a:4,b:2",
+            (("B", 8), ("H", 8), ("M", 16), ("N", 8), ("T", 16)),
+            (("wv", (None, "a", "b")), ("wo", ("a", "b", None)), ("probs", ("a", "b", None, None))),
+            (("causal", "no"), ("residual", "no")),
+        ),
+        (kf.BATCH, "Einsum"),
+    ),
+    "a kernel gradient of an image and a result sharded along different dimensions": (
+        RandomProgram(
+            "convolution",
+            "a:2,b:2,c:2",
+            tuple(zip("BFIKOPXY", (9, 1, 15, 3, 7, 8, 8, 5))),
+            (
+                *(("x", ("c", None, "b", None)), ("conv", ("a", "b", None, None))),
+                *(("act", (None, "a", None, None)), ("conv2", ("a", None, None, None))),
+            ),
+            (("stride", "2"), ("padding", "SAME"), ("pool", "no")),
+        ),
+        (kf.COPIES, "Conv2DBackpropFilter_1"),
+    ),
+    "a convolution by a larger kernel sharded along its input features": (
+        RandomProgram(
+            "convolution",
+            "a:2,b:4",
+            tuple(zip("BFIKOPXY", (8, 3, 16, 1, 8, 16, 8, 8))),
+            (("further", (None, None, "b", None)), ("act", ("a", None, "b", None))),
+            (("stride", "2"), ("padding", "VALID"), ("pool", "no")),
+        ),
+        (kf.LOST_BATCH, "Conv2D_1"),
+    ),
+    "a depthwise kernel gradient whose windows cover the image": (
+        RandomProgram(
+            "depthwise",
+            "a:2,b:3",
+            tuple(zip("BIKOXY", (16, 16, 1, 8, 8, 8))),
+            (
+                *(("x", (None, "b", None, None)), ("kernel", (None, None, "b"))),
+                *(("conv", ("a", "b", None, None)), ("act", (None, "a", None, "b"))),
+                ("y", (None, None, "b", None)),
+            ),
+            (("stride", "1"), ("padding", "SAME")),
+        ),
+        (kf.COPIES, "DepthwiseConv2dNativeBackpropFilter"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="XLA's partitioner")
+def test_wrong_numbers(name):
+    program, fault = WRONG[name]
+    differing, faults = examine(program)
+    if faults != [fault]:
+        pytest.fail(f"named {faults}, not {fault}")  # no AssertionError: never the expected failure
+    assert not differing

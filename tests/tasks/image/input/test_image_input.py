@@ -1,0 +1,185 @@
+"""Images: the layout of folders, crops, batches that resume, held-out images, and clear errors."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from lingvo_moe.core.artifacts import RunArtifacts
+from lingvo_moe.tasks.image.input.crops import generator, middle_box, random_box, resized
+from lingvo_moe.tasks.image.input.errors import ImageDataError
+from lingvo_moe.tasks.image.input.pipeline import CLASSES_FILE, DigitsInput, FolderInput
+from lingvo_moe.tasks.image.input.sources import digits_splits, folder_splits
+
+COLOURS = {"blue": (0, 0, 250), "green": (0, 250, 0), "red": (250, 0, 0)}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Images of one colour each: 4 of each of three classes to train on, 2 of two classes held out."""
+    for split, classes, number in (("train", COLOURS, 4), ("val", ["green", "red"], 2)):
+        for name in classes:
+            directory = tmp_path / split / name
+            directory.mkdir(parents=True)
+            for i in range(number):
+                image = Image.new("RGB", (30 + i, 20), COLOURS[name])
+                image.save(directory / f"{i}.{'png' if i % 2 else 'jpg'}")
+    (tmp_path / "train" / "red" / "notes.txt").write_text("no image")
+    return tmp_path
+
+
+def _input(folder, **kwargs):
+    p = FolderInput.Params().Set(data_dir=str(folder), image_size=8, batch_size=5)
+    return p.Set(**kwargs).Instantiate()
+
+
+def _take(batches, number):
+    return [next(batches) for _ in range(number)]
+
+
+def _assert_equal(a, b):
+    for x, y in zip(a, b, strict=True):
+        np.testing.assert_array_equal(x.images, y.images)
+        np.testing.assert_array_equal(x.labels, y.labels)
+
+
+def test_folders_are_read_as_by_tensorflow_datasets(folder):
+    import tensorflow_datasets as tfds
+
+    classes, train, held_out = folder_splits(str(folder), "train", "")
+    builder = tfds.folder_dataset.ImageFolder(str(folder))
+    assert classes == builder.info.features["label"].names
+    for name, split in (("train", train), ("val", held_out)):
+        counts = np.zeros(3, int)
+        for example in tfds.as_numpy(builder.as_dataset(split=name)):
+            counts[example["label"]] += 1
+        np.testing.assert_array_equal(np.bincount(split.labels, minlength=3), counts)
+    for i, label in enumerate(train.labels):
+        pixels = train.Read(i, 3)
+        assert pixels.shape == (20, 30 + i % 4, 3)
+        assert np.abs(pixels.mean((0, 1)) - COLOURS[classes[label]]).max() < 5
+
+
+def test_batches_show_each_image_once_an_epoch(folder):
+    batches = iter(_input(folder, batch_size=4))
+    for _ in range(2):
+        labels = np.concatenate([batch.labels for batch in _take(batches, 3)])
+        assert sorted(labels) == [0] * 4 + [1] * 4 + [2] * 4
+    batch = next(batches)
+    assert (batch.images.shape, batch.images.dtype) == ((4, 8, 8, 3), np.uint8)
+    for pixels, label in zip(batch.images, batch.labels, strict=True):
+        colour = COLOURS[sorted(COLOURS)[label]]
+        assert np.abs(pixels.mean((0, 1)) - colour).max() < 5
+
+
+@pytest.mark.parametrize("kind", ["folder", "digits"])
+def test_a_saved_position_gives_the_same_batches(kind, folder):
+    def begin():
+        return iter(_input(folder) if kind == "folder" else DigitsInput.Params().Instantiate())
+
+    batches = begin()
+    _take(batches, 3)  # of the folder: into the second epoch
+    state = batches.GetState()
+    want = _take(batches, 3)
+    resumed = begin()
+    resumed.SetState(state)
+    _assert_equal(_take(resumed, 3), want)
+    again = begin()
+    _take(again, 6)
+    assert again.GetState() == resumed.GetState()
+
+
+def test_a_position_of_other_images_or_another_seed_is_refused(folder):
+    state = iter(_input(folder)).GetState()
+    with pytest.raises(ImageDataError, match="of other images"):
+        iter(_input(folder, seed=5)).SetState(state)
+    (folder / "train" / "red" / "0.jpg").unlink()
+    with pytest.raises(ImageDataError, match="of other images"):
+        iter(_input(folder)).SetState(state)
+
+
+def test_held_out_images_come_once_and_the_last_batch_is_padded(folder):
+    batches = list(_input(folder, batch_size=3).HeldOut())
+    assert [list(batch.labels) for batch in batches] == [[1, 1, 2], [2, -1, -1]]
+    assert not np.any(batches[1].images[1:])
+    _assert_equal(batches, _input(folder, batch_size=3).HeldOut())
+
+
+def test_digits_are_held_out_for_good():
+    classes, train, held_out = digits_splits()
+    assert (len(train), len(held_out), classes) == (1437, 360, [str(i) for i in range(10)])
+    assert held_out.Key() == "42053f43b313d3e8859b4259fe13ebfd"
+    assert np.bincount(held_out.labels).min() >= 25
+    batch = next(DigitsInput.Params().Instantiate().HeldOut())
+    np.testing.assert_array_equal(batch.images[0], held_out.Read(0, 1))
+    assert batch.images.max() == 255
+
+
+def test_crops():
+    boxes = [random_box(generator(1, i), 60, 40) for i in range(200)]
+    assert boxes == [random_box(generator(1, i), 60, 40) for i in range(200)]
+    for left, top, right, bottom in boxes:
+        assert 0 <= left < right <= 40 and 0 <= top < bottom <= 60
+    areas = np.array([(right - left) * (bottom - top) for left, top, right, bottom in boxes]) / 2400
+    assert areas.min() < 0.15 and areas.max() > 0.6 and 0.3 < areas.mean() < 0.7
+    assert middle_box(60, 40, 0.5) == (10, 20, 30, 40)
+    assert random_box(generator(0), 1, 100) == (49.5, 0, 50.5, 1)  # nothing fits
+    ramp = np.repeat(np.arange(100, dtype=np.uint8)[:, None, None], 100, 1)
+    small = resized(ramp, (0, 20, 40, 60), 4)[:, 0, 0]
+    np.testing.assert_allclose(small, [24.5, 34.5, 44.5, 54.5], atol=1.5)
+
+
+def test_flips_are_drawn_for_each_image_and_epoch(folder):
+    for path in folder.glob("train/*/*"):
+        path.unlink()
+    half = np.zeros((20, 20, 3), np.uint8)
+    half[:, :10] = 255
+    for i in range(8):
+        Image.fromarray(half).save(folder / "train" / "red" / f"{i}.png")
+    batches = iter(_input(folder, batch_size=8, random_crop=False, middle=1.0))
+    left = [tuple(batch.images[:, 0, 0, 0] > 128) for batch in _take(batches, 4)]
+    assert len(set(left)) > 1
+    assert 8 < sum(map(sum, left)) < 24
+    still = next(iter(_input(folder, batch_size=8, random_crop=False, random_flip=False)))
+    assert np.all(still.images[:, 0, 0] > 128)
+
+
+def test_a_broken_image_is_named(folder):
+    broken = folder / "train" / "green" / "2.jpg"
+    broken.write_bytes(broken.read_bytes()[:200])
+    with pytest.raises(ImageDataError, match=r"train/green/2\.jpg: cannot be read as an image"):
+        _take(iter(_input(folder)), 3)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"data_dir": "nowhere"}, "nowhere: no such directory"),
+        ({"train_split": "training"}, r"has no directory 'training'; it has train, val"),
+        ({"held_out_split": "dev"}, "has no directory 'dev'"),
+    ],
+)
+def test_what_is_missing_is_named(change, message, folder):
+    with pytest.raises(ImageDataError, match=message):
+        _input(folder, **change).Prepare()
+
+
+def test_no_images_and_nothing_held_out(folder):
+    (folder / "empty").mkdir()
+    with pytest.raises(ImageDataError, match="empty: holds no images; expected <split>/<class>"):
+        _input(folder, train_split="empty").Prepare()
+    (folder / "val").rename(folder / "other")
+    with pytest.raises(ImageDataError, match="no images are held out"):
+        next(_input(folder).HeldOut())
+    with pytest.raises(ImageDataError, match="--data_dir is needed"):
+        FolderInput.CheckData(FolderInput.Params())
+
+
+def test_a_run_goes_on_with_the_classes_that_it_began_with(folder):
+    artifacts = _input(folder).Prepare().Artifacts()
+    lines = []
+    again = _input(folder).Prepare(lines.append, artifacts)
+    assert again.classes == ["blue", "green", "red"]
+    assert lines == ["12 images of 3 classes to train on, 4 held out"]
+    other = RunArtifacts(files={CLASSES_FILE: b'["blue", "green", "white"]'})
+    with pytest.raises(ImageDataError, match="only: red, white; labels would mean other classes"):
+        _input(folder).Prepare(artifacts=other)

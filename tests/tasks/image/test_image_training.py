@@ -1,0 +1,116 @@
+"""Image experiments in training: the same losses on any number of devices, a folder of images, held-out scores."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+from trainer_testing import status
+
+from lingvo_moe.core.engine.base import make_engine
+from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.engine.steps import build_step, train_step
+from lingvo_moe.core.sharding import Mesh
+from params.image.digits import Digits
+from tools import evaluate_images
+
+STEPS = 4
+
+
+def _losses(engine_name: str, mesh: str) -> list[np.ndarray]:
+    """The losses and gradient norms of the first steps of image.Digits, and one moving variance."""
+    task = Digits().Task().Instantiate()
+    inputs = Digits().Input().Set(batch_size=32).Instantiate().Prepare()
+    engine = make_engine(engine_name, Mesh.parse(mesh))
+    specs = task.StateSpecs()
+    init = engine.Build(task.InitState, [TensorSpec((), "int32")], results=specs)
+    state, step = init(np.int32(5)), build_step(train_step(task, inputs), engine)
+    found = []
+    for _, batch in zip(range(STEPS), inputs, strict=False):
+        state, metrics = step(state, batch)
+        found.append([metrics.loss, metrics.grad_norm])
+    variance = state.theta.network.stage_1.conv.norm.moving_variance
+    return [np.array(engine.Get(found)), np.asarray(engine.Get(variance))]
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return _losses("tf", "data:1")
+
+
+@pytest.mark.parametrize(
+    "engine, mesh",
+    [("pjrt", f"data:{n}") for n in (1, 2, 4, 8)] + [("tf_graph", "data:1")],
+)
+def test_losses_do_not_depend_on_devices_or_engine(engine, mesh, reference):
+    for got, want in zip(_losses(engine, mesh), reference, strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-4)
+    assert reference[0][-1, 0] < reference[0][0, 0]
+
+
+OVERRIDE = ";".join(
+    [
+        "task.network.base_channels=4",
+        "task.network.blocks=[1, 1]",
+        "task.num_classes=2",
+        "task.fprop_dtype=float32",
+        "input.image_size=32",
+        "input.batch_size=8",
+        "train.summary_interval_steps=1",
+        "train.save_interval_steps=2",
+    ]
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Bright and dark images, 12 to train on and 10 held out."""
+    root = tmp_path_factory.mktemp("images")
+    rng = np.random.RandomState(0)
+    for split, number in (("train", 6), ("validation", 5)):
+        for name, level in (("bright", 200), ("dark", 50)):
+            (root / split / name).mkdir(parents=True)
+            for i in range(number):
+                pixels = rng.randint(level - 40, level + 40, (40, 50, 3)).astype(np.uint8)
+                Image.fromarray(pixels).save(root / split / name / f"{i}.jpg")
+    return root
+
+
+def test_resnet_on_a_folder_trains_resumes_and_is_scored(folder, tmp_path, capsys):
+    run = tmp_path / "run"
+    train = [
+        "--model=image.ResNet50",
+        f"--data_dir={folder}",
+        f"--logdir={run}",
+        "--mesh=data:2",
+        "--engine=pjrt",
+        f"--model_params_override={OVERRIDE}",
+    ]
+    assert status(*train, "--max_steps=2") == 0
+    assert status(*train, "--max_steps=3") == 0
+    lines = (run / "train" / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(np.isfinite(row["loss"]) and row["images"] == 8 for row in rows)
+    assert json.loads((run / "classes.json").read_bytes()) == ["bright", "dark"]
+
+    assert evaluate_images.main([f"--logdir={run}"]) == 0
+    assert "step 3, 10 held-out images: top-1" in capsys.readouterr().out
+    scores = json.loads((run / "scores.json").read_bytes())
+    assert (scores["step"], scores["images"], scores["top5"]) == (3, 10, 1.0)
+    assert 0 <= scores["top1"] <= 1
+
+
+def test_more_classes_than_the_model_scores_are_refused(folder, tmp_path, capsys):
+    flags = [f"--data_dir={folder}", f"--logdir={tmp_path / 'run'}", "--model=image.ResNet50"]
+    override = OVERRIDE.replace("num_classes=2", "num_classes=1")
+    assert status(*flags, f"--model_params_override={override}", "--mesh=data:1") == 2
+    assert "the data has 2 classes, but task.num_classes=1" in capsys.readouterr().err
+    override = f"{OVERRIDE};input.channels=1"
+    assert status(*flags, f"--model_params_override={override}", "--mesh=data:1") == 2
+    assert "input.channels=1, but task.channels=3" in capsys.readouterr().err
+
+
+def test_a_run_of_another_kind_has_no_image_scores(tmp_path, capsys):
+    assert evaluate_images.main([f"--logdir={tmp_path}"]) == 1
+    assert "no run there" in capsys.readouterr().err

@@ -1,0 +1,60 @@
+"""Scores a run of image classification on held-out images: top-1 and top-5 accuracy.
+
+    python -m tools.evaluate_images --logdir=RUN
+    python -m tools.evaluate_images --logdir=RUN --data_dir=FOLDER --output=scores.json
+
+FOLDER holds validation/<class>/<name>.jpg (or val, or test) beside the images that the run trained on. The scores are
+printed and written as JSON.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from lingvo_moe.core import checks
+from lingvo_moe.core.flags import Flags
+from tools import _cli
+
+
+def define_flags() -> Flags:
+    """The command's flags."""
+    flags = Flags("python -m tools.evaluate_images", __doc__)
+    _cli.define_logdir_flag(flags)
+    flags.DEFINE_path("data_dir", None, "the folder of images (default: what RUN trained on)")
+    flags.DEFINE_integer(
+        "checkpoint_step", None, "the checkpoint of this step (default: the newest)", checks.COUNT
+    )
+    flags.DEFINE_path("output", None, "the file to write (default: RUN/scores.json)")
+    _cli.define_trust_flag(flags)
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = define_flags().Parse(argv)
+    return _cli.attempt("evaluate_images", lambda: _run(args), "interrupted; nothing was written")
+
+
+def _run(args: Flags) -> int:
+    from lingvo_moe.core.files import write_atomic
+    from lingvo_moe.core.run_dir import RunDir
+
+    run = RunDir(args.logdir, trust_run=args.trust_run)
+    _ = run.experiment  # before anything slow: is it there?
+    output = Path(args.output) if args.output else run.Inside("scores.json")
+    _cli.check_output_file(output)
+    _cli.load_tensorflow()
+    from lingvo_moe.tasks.image.evaluation import evaluate
+
+    scores = evaluate(args.logdir, args.data_dir or "", args.checkpoint_step, args.trust_run)
+    write_atomic(output, json.dumps(asdict(scores), indent=1).encode() + b"\n")
+    print(
+        f"step {scores.step}, {scores.images:,} held-out images: top-1 {scores.top1:.2%}, top-5 {scores.top5:.2%}, "
+        f"{scores.nll:.4f} nats an image"
+    )
+    print(f"written: {output}")
+    return 0
+
+
+if __name__ == "__main__":
+    _cli.run(main)
