@@ -86,7 +86,6 @@ def run(args: Flags) -> int:
     check_flags(args, params)
     if args.engine is None:
         args["engine"].value = fastest_engine(args)
-        say(f"--engine={args.engine}: the fastest for this machine")
     return train(args, params, override)
 
 
@@ -233,6 +232,8 @@ def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
         follow=lambda: run.inputs.Prepare(artifacts=run_dir.artifacts),
     )
     initial = job.together(lambda: initial_weights(run))
+    if not run.args["engine"].present:
+        say(f"--engine={run.args.engine}, the default for these devices")
     started = time.monotonic()
     with (
         Checkpointer(str(run_dir.checkpoint_dir), keep=params.train.save_max_to_keep) as saved,
