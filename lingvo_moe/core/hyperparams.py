@@ -15,8 +15,15 @@ from typing import Any, Self
 from lingvo_moe.core import checks
 from lingvo_moe.core.checks import ParamError as ParamError
 from lingvo_moe.core.class_names import any_class
-from lingvo_moe.core.param_paths import item_at, parse_indices, with_item
-from lingvo_moe.core.param_text import chosen, from_text, shown, to_text
+from lingvo_moe.core.param_text import (
+    chosen,
+    from_text,
+    item_at,
+    parse_indices,
+    shown,
+    to_text,
+    with_item,
+)
 from lingvo_moe.core.suggest import did_you_mean
 
 

@@ -1,4 +1,4 @@
-"""Values of parameters as text, and back."""
+"""Values of parameters as text, and back; items of lists in the path of a parameter, `layers[1]`."""
 
 import ast
 import contextlib
@@ -68,3 +68,30 @@ def from_text(text: str, current: Any, find_class: Callable[[str], type]) -> Any
     if current is not None and type(value) is not type(current):
         raise ValueError(f"is of type {type(value).__name__}, expected {type(current).__name__}")
     return type(current)(value) if isinstance(current, dict) else value
+
+
+def parse_indices(part: str) -> tuple[str, list[int]]:
+    """The name and the numbers of 'name[1][2]'. Raises AttributeError for any other text."""
+    name, *indices = part.split("[")
+    try:
+        return name, [int(i.removesuffix("]")) for i in indices]
+    except ValueError:
+        raise AttributeError(f"no parameter {part!r}: expected name or name[number]") from None
+
+
+def item_at(value: Any, indices: list[int], path: str) -> Any:
+    """`value[i][j]...` of lists in lists. Raises AttributeError, naming the path, where there is no such item."""
+    for i in indices:
+        if not isinstance(value, (list, tuple)) or not -len(value) <= i < len(value):
+            raise AttributeError(f"no parameter {path!r}: there is no item {i} in {value!r}")
+        value = value[i]
+    return value
+
+
+def with_item(value: Any, indices: list[int], item: Any) -> Any:
+    """`value` with the item at these indices, which is there, replaced; `item` itself where there are none."""
+    if not indices:
+        return item
+    items = list(value)
+    items[indices[0]] = with_item(items[indices[0]], indices[1:], item)
+    return type(value)(items)

@@ -34,8 +34,6 @@ _INSTEAD = {
 }
 _OPENING = re.compile(r'\A[rRbBfFuU]*"""Of\b')
 _OPENING_INSTEAD = 'a docstring that begins with a verb or a noun, not with "Of"'
-# Files that are still being rewritten. This list only shrinks.
-_NOT_YET = ("lingvo_moe/core/moe/",)
 _PACKAGES = ("lingvo_moe", "params", "reproduction", "benchmarks", "tools")
 
 
@@ -68,8 +66,6 @@ def test_docstrings_and_comments_have_no_private_words() -> None:
     complaints = []
     for path in _python_files():
         name = path.relative_to(ROOT).as_posix()
-        if name.startswith(_NOT_YET):
-            continue
         complaints += _complaints(name, _prose(path.read_text(encoding="utf-8")))
     assert not complaints, "\n" + "\n".join(complaints)
 
