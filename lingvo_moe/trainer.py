@@ -24,6 +24,7 @@ from lingvo_moe.core.run_dir import RunDir
 from lingvo_moe.core.run_lock import RunLock
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.trainer_checks import (
+    UsageError,
     check_began_from,
     check_data_dir,
     check_divisible,
@@ -80,11 +81,11 @@ def run(args: Flags) -> int:
         mesh = make_mesh(params, args.mesh, args.num_devices)
         check_divisible(params, task, mesh)
         inspect.print_variables(task.VariableSpecs().Flatten(), mesh)
+        inspect.print_flops(task, params.input.Instantiate().BatchSpec())
         return 0
     check_flags(args, params)
     if args.engine is None:
         args["engine"].value = fastest_engine(args)
-        say(f"--engine={args.engine}: the fastest for this machine")
     return train(args, params, override)
 
 
@@ -183,6 +184,8 @@ def train_in_job(args: Flags, params: Params, override: str) -> int:
     check_divisible(params, task, mesh)
     task.CheckInput(params.task, params.input)
     on_cpu = devices.runs_on_cpu(args.engine)
+    if args.verify:
+        verify_step(args, mesh, on_cpu)
     check_memory(params, task, inputs, mesh, args.num_processes, holds_state=on_cpu)
 
     run = Run(args, params, override, task, inputs, RunDir(args.logdir))
@@ -191,12 +194,35 @@ def train_in_job(args: Flags, params: Params, override: str) -> int:
         return train_locked(run, engine, lock)
 
 
+def verify_step(args: Flags, mesh: Mesh, on_cpu: bool) -> None:
+    """Compares a small copy of the training step over the mesh with one device; see verifying.py.
+
+    Raises:
+        VerifyError: names the first tensor that differs.
+        UsageError: the devices are no CPU's, where numbers are rounded differently, or several processes'.
+    """
+    from lingvo_moe.verifying import verify_model
+
+    if mesh.size == 1:
+        return
+    if not on_cpu or args.num_processes > 1:
+        raise UsageError(
+            f"--verify: needs one process on a CPU; run python -m tools.verify --model={args.model} "
+            f"--mesh={mesh} first"
+        )
+    compared = verify_model(args.model, mesh, args.model_params_override)
+    say(
+        f"verified: {len(compared)} tensors of a small step over mesh {mesh} are those of one device"
+    )
+
+
 def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
     """As train, with the lock of the run's directory at hand."""
     from lingvo_moe.core.engine import init_from, job
     from lingvo_moe.core.engine.checkpoints import Checkpointer
     from lingvo_moe.core.engine.summaries import Summaries
     from lingvo_moe.core.engine.train_loop import TrainLoop
+    from lingvo_moe.trainer_peak import job_peak
 
     run_dir, params = run.run_dir, run.params
     first_process = run.args.process_id == 0
@@ -206,6 +232,8 @@ def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
         follow=lambda: run.inputs.Prepare(artifacts=run_dir.artifacts),
     )
     initial = job.together(lambda: initial_weights(run))
+    if not run.args["engine"].present:
+        say(f"--engine={run.args.engine}, the default for these devices")
     started = time.monotonic()
     with (
         Checkpointer(str(run_dir.checkpoint_dir), keep=params.train.save_max_to_keep) as saved,
@@ -215,7 +243,9 @@ def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
         summaries.Text("params", params.ToText())
         if run_dir.began_from:
             summaries.Text("began_from", init_from.describe(run_dir.began_from))
-        loop = TrainLoop(run.task, run.inputs, engine, saved, summaries, params.train, initial)
+        peak = job_peak(run.args.engine, engine.mesh.size)
+        kept = saved, summaries, params.train
+        loop = TrainLoop(run.task, run.inputs, engine, *kept, initial, peak)
         result = loop.Run(
             on_compiled=lambda step: (
                 report_program(step, run_dir, started) if first_process else None

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,8 @@ def test_it_is_a_whole_task_of_at_most_sixty_lines():
 def test_it_is_inspected(done):
     assert "task.optimizer.learning_rate" in done[1]
     assert "total: 1 variables, 8 parameters" in done[1]
+    assert re.search(r"total +16.0 FLOP +100.0%", done[1])
+    assert "a training step: 768 FLOP for 16 examples" in done[1]
 
 
 def test_it_trains_and_resumes(done):
@@ -60,7 +63,10 @@ def test_it_trains_and_resumes(done):
     rows = [json.loads(line) for line in (run / "train" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert rows[-1]["loss"] < rows[0]["loss"]
-    assert rows[-1]["examples"] == 16 and rows[-1]["examples_per_second"] > 0
+    last = rows[-1]
+    assert last["examples"] == 16 and last["examples_per_second"] > 0
+    assert last["model_flops_per_second"] == pytest.approx(48 * last["examples_per_second"])
+    assert 0 < last["utilisation"] < 1
     assert "resuming at step 4" in errors and " examples/s" in errors
     assert json.loads((run / "experiment.json").read_text())["files"] == []
     assert "--data_dir=here: toy_task.Line reads no directory of data" in errors

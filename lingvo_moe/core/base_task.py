@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import tensorflow as tf
 
 from lingvo_moe.core import checks, kernels, randomness
@@ -19,6 +20,7 @@ from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.adafactor import Adafactor
+from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.step import Step
 
 
@@ -97,6 +99,27 @@ class BaseTask(BaseLayer):
         """Raises TaskError where the Params of the task and those of the input do not agree; called
         before anything is built."""
 
+    @classmethod
+    def Shrink(cls, task: HyperParams, inputs: HyperParams, mesh: Mesh) -> None:
+        """Sets sizes in the Params of the task and of the input to the smallest ones that a mesh divides, for
+        `tools.verify`; what is computed stays as it is, in float32.
+
+        Raises:
+            TaskError: the task does not say how it is shrunk.
+        """
+        del task, inputs, mesh
+        raise TaskError(f"{cls.__name__} cannot be verified: it has no Shrink(task, inputs, mesh)")
+
+    def SampleBatch(self, inputs: BaseInput, rng: np.random.RandomState) -> NestedMap:
+        """A batch of NumPy arrays as the input gives them, made up, for `tools.verify`.
+
+        Raises:
+            TaskError: the task does not say what a batch may hold.
+        """
+        del inputs, rng
+        name = type(self).__name__
+        raise TaskError(f"{name} cannot be verified: it has no SampleBatch(inputs, rng)")
+
     def CheckData(self, inputs: BaseInput) -> None:
         """Raises TaskError where the data of an input, after Prepare, does not suit the task."""
 
@@ -110,6 +133,11 @@ class BaseTask(BaseLayer):
         model. Empty where the task does not say."""
         del batch
         return {}
+
+    def StepFlops(self, batch: NestedMap) -> int:
+        """Model FLOPs of a training step over a full batch: three times those of the forward pass, since the backward
+        pass has two products for each of its. What is computed again in the backward pass does not count."""
+        return 3 * sum(self.FlopsByPart(batch).values())
 
     def LeastActivationBytes(self, batch: NestedMap) -> int:
         """A lower bound of the memory that the activations of a full batch need, on all devices together."""

@@ -6,7 +6,10 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Table
 
+from lingvo_moe.core import units
 from lingvo_moe.core.base_layer import VariableSpec
+from lingvo_moe.core.base_task import BaseTask
+from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Mesh
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int32": 4, "int64": 8}
@@ -51,6 +54,36 @@ def print_variables(
     console.print(
         f"total: {len(specs)} variables, {count:,} parameters ({count / 1e9:.1f} billion); "
         f"{format_bytes(total)} on each of {mesh.size} devices (mesh {mesh})"
+    )
+
+
+def print_flops(task: BaseTask, batch: NestedMap, console: Console | None = None) -> None:
+    """Prints the forward FLOPs per token or image by part of the model, and those of a training step.
+
+    Args:
+        task: of which; prints nothing for one that does not say.
+        batch: ArraySpecs of a full batch.
+        console: where to.
+    """
+    parts = task.FlopsByPart(batch)
+    total = sum(parts.values())
+    if not total:
+        return
+    console = console or Console(width=140)
+    counted, count = list(task.BatchCounts(batch).items())[-1]
+    counted = counted.replace("_", " ")
+    table = Table(box=None, header_style="bold")
+    table.add_column("part")
+    table.add_column(f"forward FLOPs per {counted.removesuffix('s')}", justify="right")
+    table.add_column("share", justify="right")
+    for name, flops in [*parts.items(), ("total", total)]:
+        table.add_row(name, units.work(flops / count), units.share(flops / total))
+    console.print()
+    console.print(table)
+    console.print(
+        f"a training step: {units.work(task.StepFlops(batch))} for {count:,} {counted}, padding included: three times "
+        "the forward pass (what the backward pass computes again is not counted)",
+        soft_wrap=True,
     )
 
 

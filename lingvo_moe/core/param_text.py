@@ -1,4 +1,4 @@
-"""Values of parameters as text, and back; items of lists in the path of a parameter, `layers[1]`."""
+"""Parameters as text: values, and the parts of a path that stand in brackets, as in 'layers[1]'."""
 
 import ast
 import contextlib

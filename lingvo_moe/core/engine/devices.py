@@ -112,6 +112,17 @@ def runs_on_cpu(engine: str) -> bool:
     return engine in ONE_DEVICE_ENGINES and not found
 
 
+def device_kind(engine: str) -> str:
+    """The name of the accelerator that an engine runs on, as its maker gives it; '' where there is none."""
+    if engine == "pjrt":
+        return jax.devices()[0].device_kind
+    import tensorflow as tf
+
+    for device in tf.config.list_physical_devices("GPU"):
+        return tf.config.experimental.get_device_details(device).get("device_name", "")
+    return "TPU" if tf.config.list_physical_devices("TPU") else ""
+
+
 def process_count() -> int:
     """The number of processes of the job."""
     return jax.process_count()

@@ -4,10 +4,38 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from lingvo_moe.core import units as formats
+
+
+class Work(NamedTuple):
+    """The arithmetic of a training step.
+
+    Attributes:
+        flops: model FLOPs of one step; 0 where the task does not say.
+        peak: the most that all devices do in a second; None where that is not known.
+    """
+
+    flops: int = 0
+    peak: float | None = None
+
+
+class Speed(NamedTuple):
+    """How fast steps were done.
+
+    Attributes:
+        units: units a second.
+        flops: model FLOPs a second; None where the task does not say.
+        utilisation: `flops` as a share of the peak; None where either is not known.
+    """
+
+    units: float
+    flops: float | None
+    utilisation: float | None
 
 
 class StepProgress:
@@ -17,11 +45,19 @@ class StepProgress:
         first: the step that the run starts or resumes at.
         last: the step at which it ends.
         unit: what the speed counts, e.g. 'tokens'.
+        work: the arithmetic of a step.
         stream: where to, standard error by default.
     """
 
-    def __init__(self, first: int, last: int, unit: str, stream: TextIO | None = None):
-        self._stream, self._unit = stream or sys.stderr, unit
+    def __init__(
+        self,
+        first: int,
+        last: int,
+        unit: str,
+        work: Work | None = None,
+        stream: TextIO | None = None,
+    ):
+        self._stream, self._unit, self._work = stream or sys.stderr, unit, work or Work()
         self._first, self._last = first, last
         self._seen, self._seen_at = first, time.monotonic()
         self._seconds_a_step = 0.0
@@ -44,7 +80,7 @@ class StepProgress:
         units: float,
         skipped: int = 0,
         note: str = "",
-    ) -> float:
+    ) -> Speed:
         """Shows a step's loss.
 
         Args:
@@ -55,11 +91,11 @@ class StepProgress:
             note: more text to show.
 
         Returns:
-            Units a second since the last call.
+            The speed since the last call.
         """
         now = time.monotonic()
         elapsed = max(now - self._seen_at, 1e-9)
-        rate = units / elapsed
+        speed = self._speed(units, step - self._seen, elapsed)
         # A first step alone also traces, compiles or warms up: it says nothing of the others.
         if step > self._seen and step > self._first + 1:
             latest = elapsed / (step - self._seen)
@@ -68,7 +104,11 @@ class StepProgress:
             past = self._seconds_a_step or latest
             self._seconds_a_step = 0.5 * past + 0.5 * latest
         self._seen, self._seen_at = step, now
-        text = f"loss {loss:.4f}  {rate:,.0f} {self._unit}/s"
+        text = f"loss {loss:.4f}  {speed.units:,.0f} {self._unit}/s"
+        if speed.flops is not None:
+            text += f"  {formats.rate(speed.flops, 'FLOP')}"
+        if speed.utilisation is not None:
+            text += f"  {speed.utilisation:.1%} of peak"
         if self._seconds_a_step:
             text += f"  {format_seconds(self._seconds_a_step * (self._last - step))} left"
         if note:
@@ -79,7 +119,13 @@ class StepProgress:
             self._bar.update(self._task, completed=step, description=text)
         else:
             print(f"step {step}/{self._last}  {text}", file=self._stream, flush=True)
-        return rate
+        return speed
+
+    def _speed(self, units: float, steps: int, elapsed: float) -> Speed:
+        """The speed of so many units and steps in so many seconds."""
+        flops = self._work.flops * steps / elapsed if self._work.flops else None
+        peak = self._work.peak
+        return Speed(units / elapsed, flops, flops / peak if flops is not None and peak else None)
 
     def Close(self) -> None:
         """Leaves the terminal in order."""

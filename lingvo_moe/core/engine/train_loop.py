@@ -18,7 +18,7 @@ from lingvo_moe.core.engine.base import Compiled, Engine
 from lingvo_moe.core.engine.checkpoints import Checkpointer
 from lingvo_moe.core.engine.initial_weights import InitialWeights
 from lingvo_moe.core.engine.interrupt import StopRequest
-from lingvo_moe.core.engine.progress import StepProgress
+from lingvo_moe.core.engine.progress import Speed, StepProgress, Work
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.engine.steps import build_step, train_step
 from lingvo_moe.core.engine.summaries import Summaries
@@ -37,6 +37,7 @@ class TrainLoop:
         summaries: where metrics go.
         train: registry.TrainParams.
         initial: weights to begin with, instead of initial values; a run that goes on has no use for them.
+        peak: floating-point operations that the engine's devices do in a second at most; None: not known.
     """
 
     def __init__(
@@ -48,10 +49,12 @@ class TrainLoop:
         summaries: Summaries,
         train: Params,
         initial: InitialWeights | None = None,
+        peak: float | None = None,
     ):
         self._task, self._inputs, self._engine = task, inputs, engine
         self._checkpointer, self._summaries, self._train = checkpointer, summaries, train
         self._initial = initial
+        self._work = Work(task.StepFlops(inputs.BatchSpec()), peak)
         self._state_specs = task.StateSpecs()
 
     def Run(self, on_compiled: Callable[[Compiled], None] | None = None) -> NestedMap:
@@ -80,7 +83,7 @@ class TrainLoop:
             step_fn = self._build_step(on_compiled)
             if first is None:
                 first, state = 0, self._begin(batches)
-            progress = StepProgress(first, self._train.max_steps, self._task.UNIT)
+            progress = StepProgress(first, self._train.max_steps, self._task.UNIT, self._work)
             try:
                 return self._steps(step_fn, state, first, batches, progress, stop)
             finally:
@@ -139,7 +142,7 @@ class TrainLoop:
             units.append(device_metrics[unit])
             if step % train.summary_interval_steps == 0 or step in (first + 1, train.max_steps):
                 metrics = self._engine.Get(device_metrics)
-                rate = progress.Update(
+                speed = progress.Update(
                     step,
                     float(metrics.loss),
                     self._sum(units),
@@ -147,7 +150,7 @@ class TrainLoop:
                     self._task.ProgressNote(metrics),
                 )
                 units = []
-                metrics[f"{unit}_per_second"] = np.float32(rate)
+                metrics.update(_speeds(unit, speed))
                 self._summaries.Write(step, metrics, self._task.MetricLayers())
             if step % train.save_interval_steps == 0 or step == train.max_steps:
                 self._save(step, state, batches)
@@ -174,3 +177,13 @@ class TrainLoop:
 
     def _sum(self, units: list[Any]) -> float:
         return float(sum(float(n) for n in self._engine.Get(units)))
+
+
+def _speeds(unit: str, speed: Speed) -> NestedMap:
+    """A speed as metrics, those that are known."""
+    found = {
+        f"{unit}_per_second": speed.units,
+        "model_flops_per_second": speed.flops,
+        "utilisation": speed.utilisation,
+    }
+    return NestedMap({k: np.float32(v) for k, v in found.items() if v is not None})

@@ -146,16 +146,25 @@ class TransformerLayer(BaseLayer):
         return self.Shard(x + h, "BTM")
 
     @classmethod
+    def FlopsByPart(cls, params: HyperParams, *input_shapes: Sequence[int]) -> dict[str, int]:
+        """Forward operations of self_atten, cross_atten (if any) and ffn; arguments as for FPropMeta."""
+        x = tuple(input_shapes[0])
+        parts: dict[str, tuple[HyperParams, tuple[tuple[int, ...], ...]]] = {
+            "self_atten": (params.self_atten_tpl, (x, x))
+        }
+        if params.cross_atten_tpl is not None:
+            parts["cross_atten"] = (params.cross_atten_tpl, (x, tuple(input_shapes[1])))
+        parts["ffn"] = (params.ffn_tpl, (x,))
+        return {
+            name: tpl.cls.FPropMeta(_with_dim(params, tpl), *shapes).flops
+            for name, (tpl, shapes) in parts.items()
+        }
+
+    @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
         """From the shapes of x and, with cross-attention, memory: the sum of the parts."""
-        x = tuple(input_shapes[0])
-        parts = [(params.self_atten_tpl, (x, x)), (params.ffn_tpl, (x,))]
-        if params.cross_atten_tpl is not None:
-            parts.append((params.cross_atten_tpl, (x, tuple(input_shapes[1]))))
-        flops = sum(
-            tpl.cls.FPropMeta(_with_dim(params, tpl), *shapes).flops for tpl, shapes in parts
-        )
-        return NestedMap(flops=flops, out_shapes=(x,))
+        flops = sum(cls.FlopsByPart(params, *input_shapes).values())
+        return NestedMap(flops=flops, out_shapes=(tuple(input_shapes[0]),))
 
 
 class TransformerBlock(BaseLayer):
@@ -298,6 +307,17 @@ class TransformerStack(BaseLayer):
                 row.append(c)
             new_cache.append(row)
         return self.final_norm.FProp(theta.final_norm, x), new_cache
+
+    @classmethod
+    def FlopsByLayer(
+        cls, params: HyperParams, *input_shapes: Sequence[int]
+    ) -> list[dict[str, int]]:
+        """TransformerLayer.FlopsByPart of each layer of the block, times the number of blocks."""
+        found = []
+        for layer in params.block:
+            parts = layer.cls.FlopsByPart(_with_dim(params, layer), *input_shapes)
+            found.append({name: params.num_blocks * flops for name, flops in parts.items()})
+        return found
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:

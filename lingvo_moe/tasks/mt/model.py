@@ -171,7 +171,7 @@ class MtModel(MtTask):
         )
 
     def _router(self, decoder: bool) -> HyperParams:
-        """The router of one side, with what the model knows of it."""
+        """The router of one side, with the parameters that the model sets."""
         p = self.p
         name, router = _router_of(p, decoder)
         if decoder and router.cls.LooksAhead(router):
@@ -408,18 +408,37 @@ class MtModel(MtTask):
         logits = self.softmax.FProp(theta.target_embedding, y)
         return logits, NestedMap(cache, decoder=decoder)
 
-    # --- specs
+    # --- costs
+
+    def FlopsByPart(self, batch: NestedMap) -> dict[str, int]:
+        """See BaseTask."""
+        return self.Flops(batch.src.ids.shape, batch.tgt.ids.shape)
+
+    def Flops(self, source: Sequence[int], target: Sequence[int]) -> dict[str, int]:
+        """Forward operations by part of the model, e.g. 'encoder.moe', for rows of shapes [B,S] and [B,T]."""
+        m = self.p.model_dim
+        memory, x = (*source, m), (*target, m)
+        stack = transformer.TransformerStack
+        sides = {
+            "encoder": stack.FlopsByLayer(self.encoder.p, memory),
+            "decoder": stack.FlopsByLayer(self.decoder.p, x, memory),
+        }
+        found: dict[str, int] = {}
+        for side, layers in sides.items():
+            for i, parts in enumerate(layers):  # a dense layer, then an MoE
+                for name, flops in parts.items():
+                    key = f"{side}.{'moe' if i and name == 'ffn' else name}"
+                    found[key] = found.get(key, 0) + flops
+        found["softmax"] = softmax.Softmax.FPropMeta(self.softmax.p, x).flops
+        return found
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
         """Forward operations for source [B,S] and target [B,T] rows; out_shapes is that of the
         logits."""
-        model = params.cls(params)
         (b, s), (_, t) = input_shapes
-        m, v = params.model_dim, params.target_vocab_size
-        enc = transformer.TransformerStack.FPropMeta(model.encoder.p, (b, s, m))
-        dec = transformer.TransformerStack.FPropMeta(model.decoder.p, (b, t, m), (b, s, m))
-        return NestedMap(flops=enc.flops + dec.flops + 2 * b * t * m * v, out_shapes=((b, t, v),))
+        flops = sum(params.cls(params).Flops((b, s), (b, t)).values())
+        return NestedMap(flops=flops, out_shapes=((b, t, params.target_vocab_size),))
 
 
 def _router_of(p: HyperParams, decoder: bool) -> tuple[str, HyperParams]:

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from lingvo_moe.core.engine.progress import LineProgress, StepProgress, format_seconds
+from lingvo_moe.core.engine.progress import LineProgress, StepProgress, Work, format_seconds
 
 
 class Terminal(io.StringIO):
@@ -52,12 +52,13 @@ def test_steps_elsewhere(monkeypatch):
     clock = Clock()
     monkeypatch.setattr("time.monotonic", clock)
     out = io.StringIO()
-    progress = StepProgress(100, 200, "tokens", out)
+    progress = StepProgress(100, 200, "tokens", stream=out)
     clock.now = 10.0
-    assert progress.Update(110, 2.5, 5000.0) == 500
+    assert progress.Update(110, 2.5, 5000.0) == (500, None, None)
     clock.now = 40.0  # slower: 3 s a step, 2 on average
     assert (
-        progress.Update(120, float("nan"), 3000.0, skipped=2, note="3.1% dropped at worst") == 100
+        progress.Update(120, float("nan"), 3000.0, skipped=2, note="3.1% dropped at worst")[0]
+        == 100
     )
     progress.Close()
     assert out.getvalue().splitlines() == [
@@ -70,7 +71,7 @@ def test_the_first_step_alone_tells_nothing_of_the_others(monkeypatch):
     clock = Clock()
     monkeypatch.setattr("time.monotonic", clock)
     out = io.StringIO()
-    progress = StepProgress(0, 11, "tokens", out)
+    progress = StepProgress(0, 11, "tokens", stream=out)
     clock.now = 100.0  # it compiles
     progress.Update(1, 2.5, 100.0)
     clock.now = 105.0
@@ -82,9 +83,22 @@ def test_the_first_step_alone_tells_nothing_of_the_others(monkeypatch):
     ]
 
 
+@pytest.mark.parametrize(
+    "peak, utilisation, text",
+    [(None, None, "4.00 GFLOP/s  5s left"), (16e9, 0.25, "4.00 GFLOP/s  25.0% of peak  5s left")],
+)
+def test_model_flops_and_utilisation(monkeypatch, peak, utilisation, text):
+    clock, out = Clock(), io.StringIO()
+    monkeypatch.setattr("time.monotonic", clock)
+    progress = StepProgress(0, 20, "images", Work(2 * 10**9, peak), stream=out)
+    clock.now = 5.0
+    assert progress.Update(10, 1.0, 50.0) == (10.0, 4e9, utilisation)
+    assert f"10 images/s  {text}" in out.getvalue()
+
+
 def test_steps_at_a_terminal():
     out = Terminal()
-    progress = StepProgress(0, 10, "images", out)
+    progress = StepProgress(0, 10, "images", stream=out)
     progress.Update(5, 1.25, 10.0)
     progress.Close()
     assert "step 5/10" in out.getvalue()

@@ -12,7 +12,7 @@ import toy_translation as toy
 from lingvo_moe.core import registry
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.engine.specs import TensorSpec
-from lingvo_moe.core.engine.steps import lower_step
+from lingvo_moe.core.engine.steps import build_step, lower_step
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
@@ -73,7 +73,7 @@ def _loop(task, theta, src, mesh):
     state, cache = (tree.Transform(lambda x: x.numpy()) for tree in start)
     step = decode_step(task, ROWS, S, OPTIONS.beam_size, OPTIONS.max_length)
     engine = PjrtEngine(mesh)
-    program = step.Build(engine)
+    program = build_step(step, engine)
     theta = engine.Put(theta, task.VariableSpecs())
     host = state
     while host.time < OPTIONS.max_length and not host.done_B.all():

@@ -1,0 +1,35 @@
+"""Peaks of devices by the names that JAX and TensorFlow give them."""
+
+import pytest
+
+from lingvo_moe.core.engine.measuring import matmul_flops_per_second
+from lingvo_moe.core.planner.peaks import peak_flops
+from lingvo_moe.core.planner.topology import CHIPS
+
+
+@pytest.mark.parametrize(
+    "kind, peak",
+    [
+        ("TPU v3", CHIPS["v3"].peak_flops),
+        ("TPU v4", CHIPS["v4"].peak_flops),
+        ("TPU v5 lite", CHIPS["v5e"].peak_flops),
+        ("TPU v5p", CHIPS["v5p"].peak_flops),
+        ("TPU v5", CHIPS["v5p"].peak_flops),
+        ("TPU v6 lite", CHIPS["v6e"].peak_flops),
+        ("TPU v9", None),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L40S", 362e12),
+        ("Tesla V100-SXM2-16GB", 125e12),
+        ("GeForce 256", None),
+    ],
+)
+def test_a_device_has_the_peak_of_its_data_sheet(kind, peak):
+    assert peak_flops(kind) == peak
+
+
+def test_a_cpu_is_measured():
+    """No machine multiplies fewer than 10 million or more than 10^15 numbers a second."""
+    assert 1e7 < matmul_flops_per_second(0.05) < 1e15
