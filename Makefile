@@ -14,6 +14,8 @@ JOBS ?= 2
 PYTEST_ARGS ?=
 # For make fuzz: a program of five expressions takes about half a second.
 EXAMPLES ?= 2000
+# And a program with its gradients about half a second as well.
+PROGRAMS ?= 200
 SEED ?= $(shell echo $$RANDOM$$RANDOM)
 ARGS ?=
 
@@ -57,11 +59,12 @@ test: lint ## Lint, types and every test.
 	@echo "== pytest"
 	$(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=15 $(PYTEST_ARGS)
 
-fuzz: install ## EXAMPLES random annotated expressions, sharded and unsharded; SEED=... repeats a run.
+fuzz: install ## EXAMPLES random expressions and PROGRAMS random programs, sharded and unsharded; SEED=... repeats.
 	@seed=$(SEED)
-	echo "$(EXAMPLES) expressions; to repeat: make fuzz EXAMPLES=$(EXAMPLES) SEED=$$seed"
-	FUZZ_EXAMPLES=$(EXAMPLES) FUZZ_SEED=$$seed \
-	  $(PY) -m pytest tests/spmd/test_fuzz.py -v -k test_random_expressions $(PYTEST_ARGS)
+	echo "to repeat: make fuzz EXAMPLES=$(EXAMPLES) PROGRAMS=$(PROGRAMS) SEED=$$seed"
+	FUZZ_EXAMPLES=$(EXAMPLES) FUZZ_PROGRAMS=$(PROGRAMS) FUZZ_SEED=$$seed \
+	  $(PY) -m pytest tests/spmd/test_fuzz.py tests/spmd/test_random_programs.py -v \
+	  -k "test_random_expressions or test_what_is_wrong_is_named" $(PYTEST_ARGS)
 
 damage: install ## EXAMPLES random damages to RUN and EXPORT, which are restored: each must be said. SEED=... repeats.
 	@if [[ -z "$(RUN)" || -z "$(EXPORT)" ]]; then

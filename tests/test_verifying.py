@@ -5,10 +5,11 @@ import pytest
 import tensorflow as tf
 import toy_attention  # noqa: F401  registers its experiments
 
-from lingvo_moe import verifying
+from lingvo_moe import trainer, trainer_flags, verifying
 from lingvo_moe import xla_sharding as xs
 from lingvo_moe.core import registry
 from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.trainer_checks import UsageError
 from lingvo_moe.verifying import VerifyError
 from tools import verify
 
@@ -104,6 +105,15 @@ def test_a_task_that_does_not_say_how_it_is_shrunk(capsys):
         "LinearModel cannot be verified: it has no Shrink(task, inputs, mesh)"
         in capsys.readouterr().err
     )
+
+
+def test_the_trainer_verifies_before_it_trains():
+    args = trainer_flags.parse_flags(["--model=toy_attention.Wrong", "--verify"])
+    trainer.verify_step(args, xs.Mesh.parse("a:1"), on_cpu=True)  # nothing to compare
+    with pytest.raises(VerifyError, match=r"toy_attention.Wrong over mesh a:4,b:2 is not"):
+        trainer.verify_step(args, MESH, on_cpu=True)
+    with pytest.raises(UsageError, match=r"--verify: .*tools.verify --model=toy_attention.Wrong"):
+        trainer.verify_step(args, MESH, on_cpu=False)
 
 
 def test_meshes_that_cannot_be_verified(capsys):

@@ -98,6 +98,8 @@ class Convolution:
             if self._cut_windows():
                 return self._exchanges()
             return min(summed) > 1 or max(parts(self._lhs, self._left)) > 1
+        if self._follows_copies(summed, own):
+            return True
         if not self._exchanges():
             return False
         if min(summed) > 1:
@@ -107,6 +109,20 @@ class Convolution:
             left, right = parts(self._lhs, self._left), parts(self._rhs, self._right)
             return alike and (left == right or max(right) > 1)
         return own[self._reference] == 1
+
+    def _follows_copies(self, summed: Sequence[int], own: Sequence[int]) -> bool:
+        """Whether the image is sharded along the summed features alone, and the window along rows or
+        columns into as many parts with as many copies: the image is brought into its form, and copies
+        are added up."""
+        left, right = parts(self._lhs, self._left), parts(self._rhs, self._right)
+        return (
+            summed[0] > 1 == summed[1]
+            and max(own) == 1
+            and max(left) == 1
+            and math.prod(right) == summed[0]
+            and self._lhs.copies == self._rhs.copies
+            and max(self._counts) > 1
+        )
 
     def SumsDifferentlyCutDims(self) -> bool:
         """Whether it is a product, each window being the whole image, whose operands agree on the sharding
