@@ -24,6 +24,7 @@ from lingvo_moe.core.run_dir import RunDir
 from lingvo_moe.core.run_lock import RunLock
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.trainer_checks import (
+    UsageError,
     check_began_from,
     check_data_dir,
     check_divisible,
@@ -85,7 +86,6 @@ def run(args: Flags) -> int:
     check_flags(args, params)
     if args.engine is None:
         args["engine"].value = fastest_engine(args)
-        say(f"--engine={args.engine}: the fastest for this machine")
     return train(args, params, override)
 
 
@@ -184,12 +184,36 @@ def train_in_job(args: Flags, params: Params, override: str) -> int:
     check_divisible(params, task, mesh)
     task.CheckInput(params.task, params.input)
     on_cpu = devices.runs_on_cpu(args.engine)
+    if args.verify:
+        verify_step(args, mesh, on_cpu)
     check_memory(params, task, inputs, mesh, args.num_processes, holds_state=on_cpu)
 
     run = Run(args, params, override, task, inputs, RunDir(args.logdir))
     # Held until the last checkpoint is complete.
     with RunLock(args.logdir) as lock:
         return train_locked(run, engine, lock)
+
+
+def verify_step(args: Flags, mesh: Mesh, on_cpu: bool) -> None:
+    """Compares a small copy of the training step over the mesh with one device; see verifying.py.
+
+    Raises:
+        VerifyError: names the first tensor that differs.
+        UsageError: the devices are no CPU's, where numbers are rounded differently, or several processes'.
+    """
+    from lingvo_moe.verifying import verify_model
+
+    if mesh.size == 1:
+        return
+    if not on_cpu or args.num_processes > 1:
+        raise UsageError(
+            f"--verify: needs one process on a CPU; run python -m tools.verify --model={args.model} "
+            f"--mesh={mesh} first"
+        )
+    compared = verify_model(args.model, mesh, args.model_params_override)
+    say(
+        f"verified: {len(compared)} tensors of a small step over mesh {mesh} are those of one device"
+    )
 
 
 def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
@@ -208,6 +232,8 @@ def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
         follow=lambda: run.inputs.Prepare(artifacts=run_dir.artifacts),
     )
     initial = job.together(lambda: initial_weights(run))
+    if not run.args["engine"].present:
+        say(f"--engine={run.args.engine}, the default for these devices")
     started = time.monotonic()
     with (
         Checkpointer(str(run_dir.checkpoint_dir), keep=params.train.save_max_to_keep) as saved,

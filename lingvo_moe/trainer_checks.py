@@ -164,14 +164,14 @@ def prepare_run_dir(
     if not run_dir.exists:
         raise UsageError(
             f"--logdir={run_dir.path} holds checkpoints, but does not say of what (experiment.json is missing); "
-            "give another --logdir, or --restart to begin anew"
+            "give another --logdir, or --restart to start over"
         )
     # The text, not the experiment evaluated again: its definition may have changed since.
     difference = run_difference(run_dir.params_text, registry.GetParams(model, override))
     if difference:
         raise UsageError(
             f"--logdir={run_dir.path} holds a run of {run_dir.experiment['model']} with other parameters; give "
-            f"another --logdir, or --restart to begin anew. '>' is the run there, '<' is what would run now:\n"
+            f"another --logdir, or --restart to start over. '>' is the run there, '<' is what would run now:\n"
             f"{difference}"
         )
 
@@ -188,7 +188,7 @@ def check_began_from(args: Flags, run_dir: RunDir) -> None:
     how = f"from {about['logdir']} at step {about['step']}" if about else "from nothing"
     raise UsageError(
         f"--init_from={args.init_from}: the run in {args.logdir} began {how}, and has trained since; leave the flag "
-        "out to go on with it, give another --logdir, or --restart to begin anew"
+        "out to go on with it, give another --logdir, or --restart to start over"
     )
 
 

@@ -86,6 +86,11 @@ def _define_machine_flags(flags: Flags) -> None:
     flags.DEFINE_enum(
         "known_faults", known_faults.ERROR, known_faults.ACTIONS, known_faults.FLAG_HELP
     )
+    flags.DEFINE_boolean(
+        "verify",
+        False,
+        "first run a small copy of the step over the mesh and on one device, and compare; for a new mesh or sharding",
+    )
     flags.DEFINE_string(
         "coordinator_address", "", "host:port of process 0, for a job of several processes"
     )

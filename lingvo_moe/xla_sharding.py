@@ -19,6 +19,7 @@
 | `looped_einsum` | two large operands, neither of them gathered | 3.3.2, figure 4c |
 | `shard(fn, ...)`, `shard_function` | a function called from eager code as one program | |
 | `explain`, `get_sharding` | the shardings and the communication of a program | |
+| `verify` | whether a function over a mesh is what it is on one device | |
 
 The engine is imported by the calls that need it, not by this module.
 """
@@ -66,6 +67,7 @@ __all__ = [
     "shard_function",
     "split",
     "use_mesh",
+    "verify",
 ]
 
 
@@ -99,6 +101,14 @@ def explain(program: Any, *args: Any, **kwargs: Any) -> "Explanation":
     from lingvo_moe.explaining import explain
 
     return explain(program, *args, **kwargs)
+
+
+def verify(fn: Callable[..., Any], mesh: Mesh, *args: Any, **kwargs: Any) -> None:
+    """`verifying.verify`: raises where an annotated function over a mesh of virtual CPU devices, or a gradient
+    of it, is not what it is on one device."""
+    from lingvo_moe.verifying import verify
+
+    verify(fn, mesh, *args, **kwargs)
 
 
 def get_sharding(program: Any, tensor_name: str) -> Any:

@@ -5,9 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
-import jax
 import pytest
 import trainer_testing
 
@@ -17,7 +15,6 @@ from lingvo_moe.core.run_lock import LOCK_FILE, RunLock
 from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 from lingvo_moe.trainer_checks import UsageError
-from lingvo_moe.trainer_flags import parse_flags
 
 
 @pytest.fixture(autouse=True)
@@ -392,23 +389,6 @@ def test_a_run_that_lacks_something_is_not_begun_anew(tmp_path):
     (run_dir.path / "train/metrics.jsonl").write_text(json.dumps({"step": 3}) + "\n")
     with pytest.raises(UsageError, match=r"no checkpoint of it; --restart"):
         _prepare(run_dir, "mt.M4Tiny", "", restart=False)
-
-
-@pytest.mark.parametrize(
-    ("flags", "devices", "platform", "engine"),
-    [
-        ([], 1, "cpu", "tf_graph"),
-        ([], 8, "cpu", "pjrt"),
-        ([], 1, "gpu", "pjrt"),
-        (["--num_devices=1"], 1, "cpu", "pjrt"),
-        (["--mesh=expert:1"], 1, "cpu", "pjrt"),
-        (["--num_processes=2"], 1, "cpu", "pjrt"),
-    ],
-)
-def test_the_fastest_engine(flags, devices, platform, engine, monkeypatch):
-    one = SimpleNamespace(platform=platform)
-    monkeypatch.setattr(jax, "devices", lambda: [one] * devices)
-    assert trainer.fastest_engine(parse_flags([TINY, *flags])) == engine
 
 
 def test_restart_moves_the_run_aside(tmp_path, capfd, monkeypatch):

@@ -74,6 +74,22 @@ def attempt_compiling(name: str, work: Callable[[], int]) -> int:
     return status
 
 
+def request_devices(count: int) -> None:
+    """Makes virtual CPU devices, unless this process has as many devices already, as in tests.
+
+    Raises:
+        EngineError: it has fewer, and they are fixed.
+    """
+    from lingvo_moe.core.engine.base import EngineError
+    from lingvo_moe.core.engine.devices import device_count, request_cpu_devices
+
+    try:
+        request_cpu_devices(count)
+    except EngineError:
+        if device_count() < count:
+            raise
+
+
 def check_output_directory(
     path: str | os.PathLike, flag: str = "--output", replaces: Kind | None = None
 ) -> None:

@@ -90,7 +90,7 @@ def make(args: Flags, say: Any) -> Any:
 
     program = _load(args) if args.program else _lower(args, say)
     if not args.topology:
-        _request_devices(program.mesh.size)
+        _cli.request_devices(program.mesh.size)
     say(f"compiling {program.name} for mesh {program.mesh}")
     return explaining.explain(program, topology=args.topology)
 
@@ -113,20 +113,9 @@ def _lower(args: Flags, say: Any) -> Any:
     task = params.task.Instantiate()
     check_divisible(params, task, mesh)
     task.CheckInput(params.task, params.input)
-    _request_devices(mesh.size)
+    _cli.request_devices(mesh.size)
     say(f"lowering the train step of {args.model} for mesh {mesh}")
     return lower_step(train_step(task, params.input.Instantiate()), mesh)
-
-
-def _request_devices(count: int) -> None:
-    from lingvo_moe.core.engine.base import EngineError
-    from lingvo_moe.core.engine.devices import device_count, request_cpu_devices
-
-    try:
-        request_cpu_devices(count)
-    except EngineError:  # This process has devices already, as in tests; more than needed are fine.
-        if device_count() < count:
-            raise
 
 
 if __name__ == "__main__":

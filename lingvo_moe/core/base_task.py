@@ -8,17 +8,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import tensorflow as tf
 
 from lingvo_moe.core import checks, kernels, randomness
 from lingvo_moe.core.artifacts import RunArtifacts
 from lingvo_moe.core.base_input import BaseInput
-from lingvo_moe.core.base_layer import BaseLayer, VariableSpec, name_scope
+from lingvo_moe.core.base_layer import BaseLayer, VariableSpec, name_scope, scoped
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.adafactor import Adafactor
+from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.step import Step
 
 
@@ -96,6 +98,27 @@ class BaseTask(BaseLayer):
     def CheckInput(cls, task: HyperParams, inputs: HyperParams) -> None:
         """Raises TaskError where the Params of the task and those of the input do not agree; called
         before anything is built."""
+
+    @classmethod
+    def Shrink(cls, task: HyperParams, inputs: HyperParams, mesh: Mesh) -> None:
+        """Sets sizes in the Params of the task and of the input to the smallest ones that a mesh divides, for
+        `tools.verify`; what is computed stays as it is, in float32.
+
+        Raises:
+            TaskError: the task does not say how it is shrunk.
+        """
+        del task, inputs, mesh
+        raise TaskError(f"{cls.__name__} cannot be verified: it has no Shrink(task, inputs, mesh)")
+
+    def SampleBatch(self, inputs: BaseInput, rng: np.random.RandomState) -> NestedMap:
+        """A batch of NumPy arrays as the input gives them, made up, for `tools.verify`.
+
+        Raises:
+            TaskError: the task does not say what a batch may hold.
+        """
+        del inputs, rng
+        name = type(self).__name__
+        raise TaskError(f"{name} cannot be verified: it has no SampleBatch(inputs, rng)")
 
     def CheckData(self, inputs: BaseInput) -> None:
         """Raises TaskError where the data of an input, after Prepare, does not suit the task."""
@@ -228,6 +251,7 @@ class BaseTask(BaseLayer):
             metrics,
         )
 
+    @scoped
     def EvalStep(self, theta: NestedMap, batch: NestedMap) -> NestedMap:
         """The metrics of FProp without anything random and without dropped tokens."""
         return self.FProp(theta, batch, seed=None)[1]

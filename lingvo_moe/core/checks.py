@@ -221,7 +221,7 @@ class Letters(Check):
 
 
 def _is_axis(axis: Any) -> bool:
-    """Whether this is what a letter may be mapped to: a mesh axis, several different ones, or None."""
+    """Whether a letter may be mapped to this: a mesh axis, several different ones, or None."""
     axes = axis if isinstance(axis, list | tuple) else () if axis is None else (axis,)
     return all(isinstance(a, str) and a.isidentifier() for a in axes) and len(set(axes)) == len(
         axes
@@ -262,7 +262,7 @@ def or_none(check: Check) -> AnyOf:
 
 
 def of_type(default: Any) -> Check:
-    """The check of a parameter that has no range of its own: the type of its default; None takes anything."""
+    """The check of a parameter without a range: the type of its default; None allows anything."""
     for types, check in (
         (bool, FLAG),
         (int, Integer()),

@@ -109,7 +109,7 @@ def verify_manifest(
 def read_listed(
     directory: str | os.PathLike, name: str, files: Iterable[str], remedy: str = _AGAIN
 ) -> dict[str, bytes]:
-    """The contents of some of the files that a list has, each as it was listed.
+    """Reads some listed files and verifies them.
 
     Args:
         directory, name, files, remedy: as for verify_manifest.
@@ -134,7 +134,7 @@ def read_listed(
 
 
 def read_manifest(directory: str | os.PathLike, name: str, remedy: str = _AGAIN) -> dict[str, str]:
-    """The digest of each path that is listed, in hex; the files are not looked at.
+    """The listed digest of each path, in hex; the files are not read.
 
     Args:
         directory, name, remedy: as for verify_manifest.
@@ -193,7 +193,7 @@ def _cannot_be_listed(path: Path) -> str:
 
 
 def _difference(directory: Path, listed: Mapping[str, str], path: str) -> str:
-    """What is wrong with a file that is there, '' where nothing is; the list's name follows."""
+    """What is wrong with an existing file, as a phrase that the list's name completes; '' if nothing is."""
     if wrong := _cannot_be_listed(directory / path):
         return f"{wrong} (it is in"
     kind = _BY_LENGTH[len(listed[path])]

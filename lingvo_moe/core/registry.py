@@ -160,7 +160,7 @@ def GetParams(
 
 
 def escape(value: str) -> str:
-    """The text by which an override sets a parameter of type str to exactly this value, whatever it holds."""
+    """The text with which an override sets a parameter of type str to exactly this value."""
     plain = (
         value == value.strip()
         and "\n" not in value
@@ -214,7 +214,7 @@ def _tasks() -> list[str]:
 
 
 def _check_root() -> None:
-    """Raises RegistryError unless the package of the experiments lies beside `lingvo_moe`; imports nothing.
+    """Raises RegistryError unless the package of the experiments is beside `lingvo_moe`; imports nothing.
 
     With `python -m`, the working directory comes first where Python looks for packages. It may hold a `params` by
     somebody else.

@@ -215,9 +215,9 @@ class RunDir:
             )
         if not (self.path / MANIFEST).is_file():
             raise RunDirError(
-                f"{self.path}: {MANIFEST}, the list of its files, is missing, so nothing says that they are whole: the"
-                " list was deleted, or the run is by an older version; docs/security.md has the command that lists"
-                " them again, for who knows that they are whole"
+                f"{self.path}: {MANIFEST}, the list of its files, is missing, so damage cannot be detected: the"
+                " list was deleted, or the run is by an older version; if you know that the files are undamaged,"
+                " docs/security.md has the command that lists them again"
             )
         contents = self._ReadListed((_FILE, _PARAMS))
         file = self.path / _FILE

@@ -11,25 +11,27 @@ from lingvo_moe.core import layers, moe
 from lingvo_moe.core.base_layer import BaseLayer, scoped
 from lingvo_moe.core.moe import routers
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.mt import model
+from lingvo_moe.tasks.image import model as image_model
+from lingvo_moe.tasks.mt import model as mt_model
 
-_ROOMS = (layers, moe, routers)
-
-
-def _layers(of: type = BaseLayer) -> list[type]:
-    """The layers of these rooms and of the models, subclasses included."""
-    for room in _ROOMS:
-        for module in pkgutil.iter_modules(room.__path__, f"{room.__name__}."):
-            importlib.import_module(module.name)
-    found = []
-    for cls in of.__subclasses__():
-        if cls.__module__.startswith((*(f"{room.__name__}." for room in _ROOMS), model.__name__)):
-            found.append(cls)
-        found += _layers(cls)
-    return found
+for _room in (layers, moe, routers):
+    for _module in pkgutil.iter_modules(_room.__path__, f"{_room.__name__}."):
+        importlib.import_module(_module.name)
 
 
-@pytest.mark.parametrize("cls", sorted(set(_layers()), key=lambda c: c.__qualname__))
+def _layers(of: type = BaseLayer) -> set[type]:
+    """The layers of the library, models included."""
+    found = {cls for cls in of.__subclasses__() if cls.__module__.startswith("lingvo_moe.")}
+    return found.union(*(_layers(cls) for cls in of.__subclasses__()))
+
+
+def test_the_layers_are_found() -> None:
+    names = {cls.__name__ for cls in _layers()}
+    models = {image_model.ImageClassifier.__name__, mt_model.MtModel.__name__}
+    assert {"MultiHeadAttention", "MoELayer", "Top2Router", "MaskedDispatcher"} | models <= names
+
+
+@pytest.mark.parametrize("cls", sorted(_layers(), key=lambda c: c.__qualname__))
 def test_every_public_method_that_computes_is_scoped(cls: type) -> None:
     for name, method in vars(cls).items():
         if not inspect.isfunction(method) or name.startswith("_"):

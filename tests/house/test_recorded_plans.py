@@ -65,23 +65,6 @@ def test_forward_operations_are_the_hand_count_of_the_einsums(name):
     assert forward == pytest.approx(hand, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("name", "seconds"),
-    [("M4MoE2048E36L-v3_32x32", 90), ("M4MoE2048E60L-v3_32x32-bf16", 120)],
-)
-def test_the_largest_were_compiled_within_their_time_and_the_host_s_memory(name, seconds):
-    """As recorded: a plan that breaks this was made on a busy machine, or the program has grown."""
-    took = PLANS[name]["compile"]
-    assert took["lower_seconds"] + took["compile_seconds"] <= seconds
-    assert took["host_peak_bytes"] <= (6 if seconds == 90 else 7) * 2**30
-
-
-def test_compile_time_does_not_grow_with_the_devices():
-    recorded = goldens.read(DIRECTORY, goldens.COMPILE_TIME)
-    took = {entry["devices"]: entry["compile_seconds"] for entry in recorded["entries"]}
-    assert took[2048] <= 1.3 * took[8]
-
-
 @pytest.mark.parametrize("name", TRAINED)
 def test_what_fits_needs_no_more_than_there_is(name):
     memory = TRAINED[name]["memory"]

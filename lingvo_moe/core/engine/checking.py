@@ -105,6 +105,6 @@ def _dump(directory: str) -> dict[str, Any]:
 
 @functools.cache
 def _version() -> str:
-    """A digest of what is looked for."""
+    """A digest of the detectors, which changes with them."""
     text = "".join(inspect.getsource(module) for module in _DETECTORS)
     return hashlib.sha256(text.encode()).hexdigest()[:12]

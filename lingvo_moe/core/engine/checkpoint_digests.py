@@ -47,8 +47,8 @@ def verify_step(directory: str | os.PathLike, part: tuple[int, int] = (0, 1)) ->
     """
     if not Path(directory, NAME).is_file():
         raise NotListedError(
-            f"{NAME}, the list of its files, is missing, so nothing says that they are whole: the list was deleted, or "
-            "the checkpoint is by an older version; docs/security.md has the command that lists them again, for who "
-            "knows that they are whole"
+            f"{NAME}, the list of its files, is missing, so damage cannot be detected: the list was deleted, or "
+            "the checkpoint is by an older version; if you know that the files are undamaged, docs/security.md has the "
+            "command that lists them again"
         )
     verify_manifest(Path(directory), NAME, remedy="restore it from a copy", part=part)

@@ -37,7 +37,7 @@ class JobError(ValueError):
 
 
 def together(work: Callable[[], _T], on: Container[int] | None = None) -> _T | None:
-    """Does work on some processes of the job. No process goes on when it failed on one of them.
+    """Does work on some processes of the job. If it fails on one of them, no process continues.
 
     Args:
         work: what to do.

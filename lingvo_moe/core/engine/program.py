@@ -72,7 +72,7 @@ class Program:
 
     @functools.cached_property
     def names_hash(self) -> str:
-        """SHA-256 of its operations' names, which are no part of `hash`: who reads a compiled program goes by them."""
+        """SHA-256 of its operations' names, which `hash` leaves out, but which readers of a compiled program use."""
         text = self._Module()
         names = [
             name

@@ -17,7 +17,7 @@ from jaxlib.mlir import ir
 _OPEN, _CLOSE = "SPMDFullToShardShape", "SPMDShardToFullShape"
 _NEITHER, _FULL, _LOCAL = 0, 1, 2
 _CONTROL = ("stablehlo.while", "stablehlo.case", "stablehlo.if")
-# These hand values on.
+# Operations that forward values.
 _PASSING = (*_CONTROL, "stablehlo.return", "func.return")
 
 
@@ -39,10 +39,10 @@ def isolate_regions(exported: Any) -> Any:
 
 
 class _Program:
-    """What each value of a module is, and the change.
+    """Classifies the values of a module, and changes it.
 
-    Functions are read from where they are called, with what they are given: the body of a loop may be
-    one, with local and other tensors among its arguments.
+    Functions are analysed at their calls, with the kinds of their arguments: the body of a loop may be a
+    function with local and other tensors among its arguments.
     """
 
     def __init__(self, module: Any):
@@ -66,7 +66,7 @@ class _Program:
                 self._Enter(op)
 
     def _Read(self, block: Any) -> bool:
-        """One pass over a block, inner ones included; whether it taught anything."""
+        """One pass over a block and its inner blocks; returns whether any kind changed."""
         learnt = [self._ReadOp(op.operation) for op in block.operations]
         return any(learnt)
 
@@ -112,7 +112,7 @@ class _Program:
         return self._blocks.get(ir.FlatSymbolRefAttr(op.attributes["callee"]).value)
 
     def _RaiseFrom(self, results: Any, block: Any) -> bool:
-        """Results are what the block gives at its end."""
+        """The results are the operands of the block's terminator."""
         ends = block.operations[len(block.operations) - 1].operands
         learnt = [self._Raise(r, self._Kind(v)) for r, v in zip(results, ends, strict=True)]
         return any(learnt)
@@ -127,7 +127,7 @@ class _Program:
         return True
 
     def _Enter(self, op: Any) -> None:
-        """Takes an operation's operands into its region, those that are of no other kind."""
+        """Makes an operation's operands enter its region, unless they have another kind."""
         kinds = [self._Kind(v) for v in op.operands]
         callee = self._Callee(op)
         if op.name == "stablehlo.while":
@@ -155,7 +155,7 @@ def _nested(block: Any) -> Iterator[Any]:
 
 
 def _is_condition(block: Any) -> bool:
-    """Whether this is the block of a loop that says if it goes on."""
+    """Whether this is the block of a loop that computes its condition."""
     owner = block.owner
     return (
         owner.operation.name == "stablehlo.while" and owner.operation.regions[0].blocks[0] == block

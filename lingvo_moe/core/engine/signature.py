@@ -1,4 +1,4 @@
-"""Signature: how a function of trees is called with flat tensors, and what it gives back.
+"""Signature: the arguments and results of a function of trees that is called with flat tensors.
 
 Free of TensorFlow and JAX.
 """

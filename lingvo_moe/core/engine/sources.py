@@ -54,7 +54,7 @@ class SourceLine:
 
     @property
     def text(self) -> str:
-        """What the line says, without indentation; '' where the file cannot be read."""
+        """The text of the line, without indentation; '' if the file cannot be read."""
         return linecache.getline(self.file, self.line).strip()
 
     def __str__(self) -> str:
@@ -85,13 +85,12 @@ class Sources:
         return list(self._entries)
 
     def Line(self, name: str) -> SourceLine | None:
-        """Where the user wrote operation `name`, or the operation that it is the gradient of."""
+        """The user's source line of operation `name`, or, for a gradient, of its forward operation."""
         entry = self._entries.get(name)
         return None if entry is None or entry.traceback is None else _user_line(entry.traceback)
 
     def Same(self, name: str) -> list[str]:
-        """`name` and, where it passes on another operation's value as tf.identity does, that one, and
-        so on."""
+        """`name`, followed by the operations whose value it forwards, e.g. through tf.identity."""
         names = [name]
         entry = self._entries.get(name)
         while entry is not None and entry.type in _SAME_VALUE and entry.reads not in names:
@@ -105,7 +104,7 @@ class Sources:
         return entry.reads if entry is not None and entry.type == _ANNOTATION else ""
 
     def Forward(self, name: str) -> str:
-        """The operation that `name` belongs to the gradient of; '' where it is of no gradient."""
+        """The forward operation of the gradient operation `name`; '' if it is no gradient."""
         entry = self._entries.get(name)
         return entry.forward if entry else ""
 
@@ -136,10 +135,10 @@ def record(graph: tf.Graph) -> Sources:
 
 @contextlib.contextmanager
 def remembering_forward() -> Iterator[None]:
-    """Inside, what a GradientTape adds to a graph remembers which operation it is the gradient of.
+    """Inside the block, operations that a GradientTape adds to a graph record their forward operation.
 
-    TensorFlow's older `tf.gradients` does so by itself. Where this TensorFlow has no place to ask
-    from, nothing is changed: gradients then lead to the line that asked for them.
+    TensorFlow's older `tf.gradients` does this itself. If this version of TensorFlow has no hook for it,
+    nothing changes: then the line of a gradient is the line that called the tape.
     """
     try:
         from tensorflow.python import pywrap_tfe
@@ -166,8 +165,10 @@ def remembering_forward() -> Iterator[None]:
 
 
 def _forward_op(op_name: str, inputs: Any, outputs: Any) -> Any:
-    """The operation with these inputs and outputs, of which the tape drops what the gradient does not
-    need; None where neither tells."""
+    """The operation with these inputs and outputs; None if they do not determine it.
+
+    The tape drops inputs and outputs that the gradient does not need.
+    """
     if tf.executing_eagerly():
         return None
     for tensor in outputs or ():
@@ -190,8 +191,8 @@ def _takes(op: Any, inputs: Any) -> bool:
 def _annotations_of_gradients(operations: list[Any]) -> dict[str, Any]:
     """Name of an annotation that a tape made -> the annotation that it is the gradient of.
 
-    The tape keeps nothing of these. They are cut as their forward ones, have their shape and lie in
-    their name scope; of several such, gradients come in the opposite order.
+    The tape records nothing about them. They are matched by sharding, shape and name scope; several
+    matches are paired in reverse order.
     """
     waiting: dict[tuple, list[Any]] = {}
     found: dict[str, Any] = {}
@@ -227,7 +228,7 @@ def _is_user(filename: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _shortest(filename: str) -> str:
-    """As seen from the working directory or from where this package lies, whichever is shorter."""
+    """The path relative to the working directory or to this package's root, whichever is shorter."""
     roots = (os.getcwd(), os.path.dirname(_PACKAGE))
     inside = [os.path.relpath(filename, r) for r in roots if filename.startswith(r + os.sep)]
     return min([filename, *inside], key=len)

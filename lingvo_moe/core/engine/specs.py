@@ -78,7 +78,7 @@ class TensorSpec:
         return self
 
     def Check(self, shape: Sequence[int], dtype: Any) -> None:
-        """Raises SpecError where a tensor of this shape and dtype is not what the spec says."""
+        """Raises SpecError if a tensor of this shape and dtype does not match the spec."""
         if tuple(shape) != self.shape or dtype_name(dtype) != dtype_name(self.dtype):
             raise SpecError(
                 f"{self.name} has to be {self.dtype}{list(self.shape)}, "
@@ -128,7 +128,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """The NumPy dtype of a name, bfloat16 and its kin included."""
+    """The NumPy dtype of a name, including bfloat16 and other types of ml_dtypes."""
     try:
         return np.dtype(name)
     except TypeError:
@@ -141,7 +141,7 @@ def flatten_items(tree: Any, name: str = "") -> list[tuple[str, Any]]:
 
 
 def skeleton(tree: Any) -> Any:
-    """The structure of a tree as plain dicts, lists and leaf numbers: what a program file keeps of it."""
+    """The structure of a tree as plain dicts, lists and leaf numbers, as a program file stores it."""
     numbers = iter(range(len(flatten_items(tree))))
     return _map(tree, lambda _leaf: next(numbers), dict)
 

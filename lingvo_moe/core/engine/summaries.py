@@ -87,7 +87,7 @@ class Summaries:
                 tf.summary.text(name, f"```\n{text}\n```")
 
     def Close(self) -> None:
-        """Writes out what is buffered."""
+        """Writes buffered summaries to disk."""
         if self._enabled:
             with self._events():
                 self._writer.close()

@@ -18,6 +18,9 @@ PARTS = (
     "dispatch_combine",
     "softmax",
     "embedding",
+    "convolution",
+    "pooling",
+    "classifier",
     "normalization",
     "residual",
     "loss",
@@ -44,6 +47,9 @@ _SCOPES = (
     ("dense_ffn", re.compile(r"^ffn$|^feed_forward$")),
     ("embedding", re.compile(r"^(?:.*_)?embedding$|^position$")),
     ("softmax", re.compile(r"^softmax$")),
+    ("convolution", re.compile(r"^(?:.*_)?conv$")),
+    ("pooling", re.compile(r"^(?:.*_)?pool$|^average$")),
+    ("classifier", re.compile(r"^head$")),
 )
 _OF_EXPERTS = ("gating", "dispatch_combine", "experts")
 

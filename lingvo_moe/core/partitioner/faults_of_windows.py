@@ -4,6 +4,7 @@ These are gradients of convolutions by their kernels, and of max pooling, if the
 sharded. Each function detects a fault from the window and the shardings of the operands.
 """
 
+import math
 from collections.abc import Sequence
 
 from lingvo_moe.core.hlo.attributes import WindowDim, convolution_dims, window
@@ -106,6 +107,21 @@ class Convolution:
             left, right = parts(self._lhs, self._left), parts(self._rhs, self._right)
             return alike and (left == right or max(right) > 1)
         return own[self._reference] == 1
+
+    def SumsDifferentlyCutDims(self) -> bool:
+        """Whether it is a product, each window being the whole image, whose operands agree on the sharding
+        of one summed dimension and disagree on that of others, into as many parts in all; see
+        `faults_of_products.sums_differently_cut_dims`."""
+        left = parts(self._lhs, [self._summed[0], *self._left])
+        right = parts(self._rhs, [self._summed[1], *self._right])
+        return (
+            self._is_plain
+            and not (self._has_feature_groups or self._has_batch_groups)
+            and all(count == 1 for count in self._counts)
+            and left != right
+            and math.prod(left) == math.prod(right)
+            and any(a == b > 1 for a, b in zip(left, right))
+        )
 
     def LosesBatch(self) -> bool:
         """Whether the kernel, larger than the image, is sharded along the summed features and has a copy

@@ -231,6 +231,8 @@ def _in_convolution(at: _At) -> _Found:
     what = windows.Convolution(at.instruction, at.operands, at.shardings[:2])
     if what.AddsUpCopies():
         yield COPIES, {"copies": what.copies}
+    elif what.SumsDifferentlyCutDims() and not at.shardings[2].is_sharded:
+        yield SUMS, {}
     elif what.LosesBatch():
         yield LOST_BATCH, {}
     elif what.SkipsPadding():

@@ -67,8 +67,8 @@ def evaluate(
     engine = make_engine("tf_graph", single_device())
     theta_specs = task.VariableSpecs()
     with Checkpointer(str(run.checkpoint_dir), read_only=True) as checkpointer:
-        step = checkpointer.LatestStep() if step is None else step
         theta, _ = checkpointer.RestoreToNumpy("theta", step)
+        scored = checkpointer.Steps()[-1] if step is None else step
     batch_specs = inputs.BatchSpec().Transform(lambda s: TensorSpec(s.shape, s.dtype))
     score = engine.Build(task.EvalStep, (theta_specs, batch_specs), name="evaluate")
     theta = engine.Put(theta, theta_specs)
@@ -77,4 +77,4 @@ def evaluate(
         metrics = engine.Get(score(theta, batch))
         images += int(metrics.images)
         totals += metrics.images * np.array([metrics[name] for name in _METRICS])
-    return Scores(step, images, *map(float, totals / images))
+    return Scores(scored, images, *map(float, totals / images))

@@ -57,6 +57,10 @@ class ImageClassifier(BaseTask):
             check=checks.Number(0, 1),
         )
         p.Define("pixel_deviation", 0.25, "Pixels are divided by it.", check=checks.POSITIVE)
+        p.Derive("network.input_channels", "channels")
+        p.Derive("head.num_classes", "num_classes")
+        p.Derive("head.model_dim", "network")
+        p.Derive("head.label_smoothing", "label_smoothing")
         return p
 
     def __init__(self, params: InstantiableParams):

@@ -101,6 +101,7 @@ class ResNet(Network):
         )
         p.Define("blocks", [3, 4, 6, 3], "Bottlenecks of each stage.", check=_SIZES)
         p.Define("zero_init_last_scale", True, "See Bottleneck.")
+        p.Derive("norm.channels", "base_channels")
         return p
 
     @classmethod
@@ -146,6 +147,7 @@ class ConvNet(Network):
     def Params(cls) -> InstantiableParams:
         p = super().Params()
         p.Define("channels", [32, 64], "Output channels of each convolution.", check=_SIZES)
+        p.Derive("norm.channels", "channels")
         return p
 
     @classmethod

@@ -171,7 +171,7 @@ class MtModel(MtTask):
         )
 
     def _router(self, decoder: bool) -> HyperParams:
-        """The router of one side, with what the model knows of it."""
+        """The router of one side, with the parameters that the model sets."""
         p = self.p
         name, router = _router_of(p, decoder)
         if decoder and router.cls.LooksAhead(router):

@@ -6,14 +6,18 @@ Letters: B batch, S source time, T target time, V vocabulary, U task (language).
 from collections.abc import Mapping
 from typing import ClassVar
 
+import numpy as np
+
 from lingvo_moe.core.artifacts import RunArtifacts
 from lingvo_moe.core.base_input import BaseInput
 from lingvo_moe.core.base_task import BaseTask, NamedRows, TaskError
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.step import Step
 from lingvo_moe.tasks.mt.input.artifacts import languages_of, vocabs_of
 from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
+from lingvo_moe.tasks.mt.shrinking import sample_batch, shrink
 
 _SOURCE, _TARGET, _LANGUAGES = "source pieces", "target pieces", "languages"
 
@@ -52,6 +56,15 @@ class MtTask(BaseTask):
                     f"input.{side}_length={length} does not fall into that many equal groups; choose a divisor "
                     f"of {rows * length}"
                 )
+
+    @classmethod
+    def Shrink(cls, task: HyperParams, inputs: HyperParams, mesh: Mesh) -> None:
+        """See BaseTask: one block of layers on each side, few tokens, heads and experts."""
+        shrink(task, inputs, mesh)
+
+    def SampleBatch(self, inputs: BaseInput, rng: np.random.RandomState) -> NestedMap:
+        """See BaseTask: random ids; two sentences a row, and padding at its end."""
+        return sample_batch(self.p, inputs, rng)
 
     def BatchCounts(self, batch: NestedMap) -> dict[str, int]:
         """See BaseTask."""

@@ -6,6 +6,7 @@ from lingvo_moe.core.hlo import parts
 
 WRAPPER = "jit(call)/call_exported/jit(<unnamed function>)/call_tf/"
 PAIR = "m4/encoder/blocks/body/layers_1/"
+RESNET = "resnet/network/"
 MOE = frozenset({"m4.encoder.blocks.body.layers_1"})
 
 
@@ -29,6 +30,10 @@ MOE = frozenset({"m4.encoder.blocks.body.layers_1"})
         ("m4/decoder/final_norm/Rsqrt", "normalization", "decoder", "forward"),
         ("m4/source_embedding/GatherV2", "embedding", "source_embedding", "forward"),
         ("m4/softmax/einsum/Einsum", "softmax", "softmax", "forward"),
+        (RESNET + "stage_0/stages_0/reduce/conv/Conv2D", "convolution", "reduce", "forward"),
+        (RESNET + "stage_0/stages_0/reduce/norm/Sum", "normalization", "reduce", "forward"),
+        (RESNET + "stem/pool/Maximum_1", "pooling", "stem", "forward"),
+        ("resnet/head/einsum/Einsum", "classifier", "", "forward"),
         ("m4/ReduceLogSumExp/Max", "loss", "", "forward"),
         ("PartitionedCall/m4/Sum_3", "loss", "", "forward"),
         ("m4/LogicalAnd_2", "attention", "", "forward"),

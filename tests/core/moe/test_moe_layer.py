@@ -112,7 +112,7 @@ def test_padding_comes_out_as_zeros_and_moves_nothing(seed):
         np.testing.assert_array_equal(a, b, err_msg=name)
 
 
-def test_inference_drops_nothing_and_ignores_company():
+def test_inference_drops_nothing_and_ignores_other_tokens():
     layer, theta = _layer(
         num_groups=5, capacity_factor=0.1, min_capacity=1
     )  # 5 divides nothing here

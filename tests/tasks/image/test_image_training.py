@@ -11,6 +11,7 @@ from lingvo_moe.core.engine.base import make_engine
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.engine.steps import build_step, train_step
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.tasks.image.evaluation import evaluate
 from params.image.digits import Digits
 from tools import evaluate_images
 
@@ -101,7 +102,7 @@ def test_resnet_on_a_folder_trains_resumes_and_is_scored(folder, tmp_path, capsy
     assert 0 <= scores["top1"] <= 1
 
 
-def test_more_classes_than_the_model_scores_are_refused(folder, tmp_path, capsys):
+def test_parameters_that_do_not_fit_or_have_no_effect_are_refused(folder, tmp_path, capsys):
     flags = [f"--data_dir={folder}", f"--logdir={tmp_path / 'run'}", "--model=image.ResNet50"]
     override = OVERRIDE.replace("num_classes=2", "num_classes=1")
     assert status(*flags, f"--model_params_override={override}", "--mesh=data:1") == 2
@@ -109,8 +110,20 @@ def test_more_classes_than_the_model_scores_are_refused(folder, tmp_path, capsys
     override = f"{OVERRIDE};input.channels=1"
     assert status(*flags, f"--model_params_override={override}", "--mesh=data:1") == 2
     assert "input.channels=1, but task.channels=3" in capsys.readouterr().err
+    for name in ("head.num_classes", "network.input_channels", "network.norm.channels"):
+        override = f"{OVERRIDE};task.{name}=3"
+        assert status(*flags, f"--model_params_override={override}", "--mesh=data:1") == 2
+        assert f"task.{name}=3: has no effect" in capsys.readouterr().err
 
 
 def test_a_run_of_another_kind_has_no_image_scores(tmp_path, capsys):
     assert evaluate_images.main([f"--logdir={tmp_path}"]) == 1
     assert "no run there" in capsys.readouterr().err
+
+
+@pytest.mark.slow  # 300 steps: 15 s of a CPU
+def test_digits_reach_97_percent_on_8_devices(tmp_path):
+    run = tmp_path / "run"
+    flags = ["--model=image.Digits", f"--logdir={run}", "--mesh=data:8", "--engine=pjrt"]
+    assert status(*flags) == 0
+    assert evaluate(run).top1 >= 0.97

@@ -109,9 +109,9 @@ def folder_splits(
     there = sorted(path.name for path in root.iterdir() if path.is_dir())
     for name in filter(None, (train, held_out)):
         if name not in there:
-            found = f"; it has {', '.join(there)}" if there else ""
+            others = f"; it has {', '.join(there)}" if there else ""
             raise ImageDataError(
-                f"{data_dir}: has no directory {name!r}{found}; expected {_LAYOUT}"
+                f"{data_dir}: has no directory {name!r}{others}; expected {_LAYOUT}"
             )
     held_out = held_out or next((name for name in HELD_OUT_SPLITS if name in there), "")
     found = {name: _by_class(root / name) for name in filter(None, (train, held_out))}

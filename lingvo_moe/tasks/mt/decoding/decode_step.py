@@ -1,7 +1,7 @@
-"""Decoding of translations as XLA compiles it, whole or one step of the flat beam search at a time.
+"""Decoding of translations for XLA: the complete search, or one step of the flat beam search.
 
-The step is what the search's loop runs, as a function of tensors: so it can be lowered as a program of
-its own, run by another loop, and planned for machines that are not there.
+The step is the body of the search's loop as a function of tensors. So it can be lowered as a separate
+program, run by another loop, and planned for machines that you do not have.
 
 Letters: B row, S source token, J hypothesis, V vocabulary.
 """
@@ -71,7 +71,7 @@ class Decoder:
         return self.search.Step(self._StepFn(theta), state, cache)
 
     def InitCache(self, theta: NestedMap, encoded: NestedMap) -> NestedMap:
-        """The caches before the first step, from what the model's `Encode` gave."""
+        """The caches before the first step, from the results of the model's `Encode`."""
         return self.model.InitCache(theta, encoded, self._beam_size, self.max_length)
 
     def _StepFn(self, theta: NestedMap) -> StepFn:

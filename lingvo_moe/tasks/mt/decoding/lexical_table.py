@@ -1,12 +1,13 @@
-"""Which target pieces a source piece is translated by: IBM model 1 (Brown et al. 1993, section 4.1), by EM.
+"""Estimates translation probabilities of pieces by IBM model 1 (Brown et al. 1993, section 4.1), with EM.
 
-t(e|f), the probability that source piece f is translated by target piece e, makes the pairs likeliest if each target
-piece comes from some piece of its source, any of them alike. A round of EM shares every target piece among the pieces
-of its source by t, and sums for each f what it got of every e. EOS, which ends every source, is the model's empty word.
+t(e|f) is the probability that source piece f is translated by target piece e, under the assumption that each target
+piece comes from some piece of its source, all equally likely. A round of EM distributes every target piece over the
+pieces of its source in proportion to t, and sums the shares for each (f, e). EOS, which ends every source, is the
+model's empty word.
 
-Memory: the pairs' ids, one number for each target token, the `keep` best e of each f, and a block of source pieces'
-sums over the whole target vocabulary, which is worked on before the next: what a target token's shares add up to is
-all that blocks need to know of each other, and they leave it for the next round.
+Memory holds the pairs' ids, one number for each target token, the `keep` best e of each f, and the sums of one block of
+source pieces over the complete target vocabulary. Blocks are processed one after another; they share only the sum of
+each target token's shares, which is kept for the next round.
 
 Letters: F source piece of a block, E target piece; token: a place in the joined targets; event: a source token beside
 a token of its target.
@@ -169,7 +170,7 @@ def _sums(
 
 
 def _best(sums_FE: np.ndarray, keep: int) -> LexicalTable:
-    """The `keep` largest of each row, as probabilities: what is left out counts in none."""
+    """The `keep` largest of each row, as probabilities among themselves."""
     row, target = np.nonzero(sums_FE)
     sums = sums_FE[row, target]
     order = np.lexsort((target, -sums, row))

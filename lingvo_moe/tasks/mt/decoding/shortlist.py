@@ -45,7 +45,7 @@ class Shortlist:
     name: str = field(default="the shortlist", compare=False)
 
     def __post_init__(self) -> None:
-        """Raises DataError where a part is not what it must be."""
+        """Raises DataError if a part has a wrong type, shape or range."""
         if self.candidates.ndim != 2 or min(self.candidates.shape) < 1 or self.always.ndim != 1:
             raise DataError(
                 f"a shortlist of {self.candidates.shape} and {self.always.shape} ids; it must be [pieces, K] and [n]"

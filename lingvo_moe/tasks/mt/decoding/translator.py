@@ -98,7 +98,7 @@ class TranslateOptions:
 
 
 class Translator(tf.Module):
-    """A model, its weights and its vocabularies as one function of strings, which can be saved as it is.
+    """A model, its weights and its vocabularies as one function of strings, which can be exported.
 
     Args:
         model: with `Encode`, `InitCache`, `ExtendStep` and `CacheLetters` as MtModel has them, and
@@ -393,7 +393,7 @@ def _weights(
 
 
 def _tokenizer(vocab: bytes) -> Any:
-    """A tokenizer under a name of its own.
+    """A tokenizer with a unique name.
 
     In a loaded SavedModel, tokenizers of one name are one: the first, whatever their models.
     """

@@ -52,7 +52,7 @@ def scripts_of(lang: str) -> frozenset[str] | None:
 
 @functools.lru_cache(maxsize=1 << 16)
 def script_of(letter: str) -> str:
-    """The first word of a letter's Unicode name, such as 'LATIN' or 'CYRILLIC'; '' for what is no letter."""
+    """The first word of a letter's Unicode name, such as 'LATIN' or 'CYRILLIC'; '' for other characters."""
     if not letter.isalpha():
         return ""
     words = unicodedata.name(letter, "").split(" ")

@@ -65,7 +65,7 @@ def write_shards(
     pairs_per_shard: int = PAIRS_PER_SHARD,
     report: Callable[[int], None] = lambda pairs: None,
 ) -> LanguageShards:
-    """Tokenises `(source, target)` texts and writes their shards; see records.py for what a record is.
+    """Tokenises `(source, target)` texts and writes their shards; records.py describes a record.
 
     Args:
         report: called with the number of pairs that were done since the last call.

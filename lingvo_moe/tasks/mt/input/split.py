@@ -22,7 +22,7 @@ def is_held_out(key: str, share: float, salt: str = "") -> bool:
     Args:
         key: the English sentence's key.
         share: of sentences of three words or more, from 0 to 1.
-        salt: another one holds out others; what is left of a corpus has none of those held out by its own.
+        salt: another salt selects other sentences: the rest of a corpus has none that its own salt selects.
     """
     return text_hash(salt + key) < share * _SHORT.get(key.count(" ") + 1, 1.0) * 2.0**64
 

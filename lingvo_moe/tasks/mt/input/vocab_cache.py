@@ -44,7 +44,7 @@ class VocabOptions:
     Attributes:
         source_size, target_size: numbers of ids.
         temperature: of the sample, as in mixing.
-        max_sentences: the cap on the sample, pairs; it is what is held in memory.
+        max_sentences: the most pairs in the sample, which is held in memory.
         name: of the sizes in errors, with {side}.
         setting, between, remedy: what to set where they are too large: that of a side, with {side} and {most}, the
             largest size that works; what stands between two; and the whole, with {settings}.
@@ -109,7 +109,7 @@ def cached_vocabularies(
 
 
 def cached_vocabulary(path: Path) -> Vocabulary | None:
-    """A vocabulary as write_listed wrote it; None, with a warning where there is a file, when it must be trained."""
+    """A cached vocabulary; None if there is none, or, with a warning, if it is damaged."""
     if not path.exists() and not list_of(path).exists():
         return None
     try:

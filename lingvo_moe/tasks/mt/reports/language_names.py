@@ -8,7 +8,7 @@ from babel.core import get_global, parse_locale
 
 @functools.cache
 def english_name(code: str) -> str:
-    """'German' of 'de', 'Brazilian Portuguese' of 'pt-BR', 'German (Latin)' of 'deu_Latn'; '' where there is none.
+    """The English name of a language: 'German' for 'de', 'Brazilian Portuguese' for 'pt-BR'; '' if there is none.
 
     Names are those of the Unicode CLDR, which Babel carries. So are the codes: ISO 639, with a script or a territory
     or without.

@@ -60,7 +60,7 @@ def deltas(curve: Mapping[str, Any]) -> Figure:
 
 
 def _curve(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values, thinned out where there are more than can be seen."""
+    """Steps and values, subsampled if there are more than a reader can see."""
     every = -(-len(rows) // _MOST_POINTS)
     kept = [row for row in [*rows[::every], rows[-1]] if row.get(name) is not None]
     return [row["step"] for row in kept], [row[name] for row in kept]

@@ -74,7 +74,7 @@ def gather(
     seed: int = 0,
     trust_run: bool = False,
 ) -> RunReport:
-    """Reads what a run left behind.
+    """Gathers the contents of the page from a run's files.
 
     Args:
         logdir: the run.

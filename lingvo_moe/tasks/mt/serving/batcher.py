@@ -36,7 +36,7 @@ class Translation:
 
 @dataclass(eq=False)
 class _Request:
-    """Lines that belong together, and what came of them so far."""
+    """The lines of one request, and their translations so far."""
 
     lines: Sequence[bytes]
     languages: Sequence[str] | None
@@ -96,7 +96,7 @@ class Batcher:
         """One Translation for each line, in order. A call that is cancelled leaves no line waiting.
 
         Raises:
-            Exception: what the translator raised; other requests of the same batch are not touched by it.
+            Exception: the translator's exception; other requests of the same batch are not affected.
         """
         request = _Request(lines, languages, asyncio.get_running_loop().create_future())
         if not lines:
@@ -111,7 +111,7 @@ class Batcher:
                 self._requests.remove(request)
 
     async def Run(self) -> None:
-        """Translates what comes, until it is cancelled."""
+        """Translates incoming lines until it is cancelled."""
         while True:
             if not self._waiting:
                 await self._quiet()

@@ -45,7 +45,7 @@ def parse_translate(body: bytes, limits: Limits, known: Sequence[str]) -> Wanted
         known: source languages of a model that routes by them; none otherwise.
 
     Raises:
-        RequestError: 400 for what is no such body, 413 for too many lines or too long ones.
+        RequestError: 400 for any other body, 413 for too many or too long lines.
     """
     content = _object(body, ("text", "language"))
     if "text" not in content:

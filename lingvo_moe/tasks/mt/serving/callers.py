@@ -14,7 +14,7 @@ from lingvo_moe.tasks.mt.serving.errors import RequestError
 
 
 def check_caller(request: tornado.httputil.HTTPServerRequest, names: Sequence[str] | None) -> None:
-    """Refuses what a browser sends for another site's page; programs send no such headers and are not touched.
+    """Refuses requests that a browser sends for another site's page; programs send no such headers.
 
     Args:
         request: its headers are looked at.

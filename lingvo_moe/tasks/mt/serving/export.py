@@ -65,7 +65,7 @@ def load_translator(
 def load_theta(
     run: RunDir, model: Any, step: int | None = None, average_last: int = 1
 ) -> tuple[NestedMap, dict[str, Any]]:
-    """The weights of a run's model at a checkpoint, as NumPy arrays, and what they are; see load_translator."""
+    """The weights of a run's model at a checkpoint, as NumPy arrays, and their description; see load_translator."""
     found = run.experiment
     about: dict[str, Any] = {"model": found["model"], "params_override": found["params_override"]}
     with Checkpointer(str(run.checkpoint_dir), read_only=True) as checkpointer:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes are checked before any work is done, so that what one client sends costs the others little.
+    """The limits, which are checked before any work is done, so that one client's request costs others little.
 
     Attributes:
         max_body_bytes: of a request's body.

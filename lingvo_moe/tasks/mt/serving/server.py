@@ -46,7 +46,7 @@ class Server(tornado.httpserver.HTTPServer):
         )
 
     def handle_stream(self, stream: tornado.iostream.IOStream, address: tuple) -> None:
-        """Serves a new connection, or says that there are too many."""
+        """Serves a new connection, or refuses it if there are too many."""
         if self._service.connections >= self._service.limits.max_connections:
             stream.write(_FULL).add_done_callback(lambda _: stream.close())
             return
@@ -129,7 +129,7 @@ def is_loopback(sockets: Sequence[socket.socket]) -> bool:
 
 
 def stop_on_signals(stop: asyncio.Event) -> None:
-    """Sets `stop` at SIGINT and SIGTERM; the second of them does what it does without this."""
+    """Sets `stop` at the first SIGINT or SIGTERM; a second one has its default effect."""
     loop = asyncio.get_running_loop()
 
     def heard() -> None:

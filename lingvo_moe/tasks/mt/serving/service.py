@@ -29,7 +29,7 @@ class Service:
 
     Args:
         translator: called in one thread only.
-        about: what it is, for people; JSON.
+        about: a description of the model, for JSON.
         limits: see Limits.
         max_batch_lines: translated at once; None for the rows of the translator's programs.
         max_batch_wait: seconds that the first line of a quiet time waits for others.
@@ -80,7 +80,7 @@ class Service:
             self.state = READY
 
     async def Run(self) -> None:
-        """Translates what comes, until it is cancelled."""
+        """Translates incoming lines until it is cancelled."""
         await self._batcher.Run()
 
     def CheckReady(self) -> None:

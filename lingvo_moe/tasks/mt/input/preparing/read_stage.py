@@ -1,6 +1,6 @@
-"""The first stage: reads a source, tidies and filters its pairs, holds some out, and writes what is left by language.
+"""The first stage: reads a source, cleans and filters its pairs, holds some out, and writes the others by language.
 
-A directory holds what was made of one source: `<lang>.tsv`, `<lang>.hashes` (a hash a pair, for duplicates),
+A directory holds the results for one source: `<lang>.tsv`, `<lang>.hashes` (a hash a pair, for duplicates),
 `<lang>.held_out` (pairs of held-out sentences) and `summary.json`.
 """
 
@@ -220,7 +220,7 @@ class GivenHeldOut:
 def held_out_pair(line: Line) -> tuple[str, str, str]:
     """`(source, target, "")` of a line of given held-out pairs, or `(source, target, reason)` why it cannot be used.
 
-    They are left as they are but for what would break the line.
+    They are unchanged, except for characters that would break the line.
     """
     source, target = (" ".join(side.split()) for side in (line.source, line.target))
     if line.reason or not (source and target):

@@ -11,7 +11,7 @@ _LAST = ("source tokens", "target tokens", "share T=1", "share T={}")
 
 
 def all_languages(summary: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What prepared.json says of every language, also of those without a pair to train on."""
+    """The entries of prepared.json for all languages, including those without a training pair."""
     return {**summary["languages"], **summary["left_out"]}
 
 
@@ -38,7 +38,7 @@ def format_table(summary: Mapping[str, Any]) -> str:
 
 
 def format_examples(summary: Mapping[str, Any]) -> str:
-    """A line a reason that occurred: how often, what it means, and a pair that was dropped for it; '' for none."""
+    """One line for each reason that occurred: its count, its meaning, and an example; '' if no pair was dropped."""
     languages = all_languages(summary)
     lines = []
     for reason, meaning in REASONS.items():

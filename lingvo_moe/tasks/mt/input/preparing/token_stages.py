@@ -48,7 +48,7 @@ class VocabularyJob:
 
 
 def vocabulary_stage(job: VocabularyJob, report: Callable[[int], None]) -> str | VocabularyTooLarge:
-    """Trains a vocabulary, unless that was done. Returns its file, or why there is none: the other side goes on."""
+    """Trains a vocabulary, unless that was done. Returns its file, or the error, so that the other side continues."""
     if cached_vocabulary(Path(job.output)) is None:
         options = job.options
         sentences = sample_pairs(job.scan, options.temperature, options.max_sentences)[job.side]

@@ -1,0 +1,258 @@
+"""Verifies a program without knowing any pattern of faults: over a mesh it must be what it is on one device.
+
+    xs.verify(layer, mesh, x, w)                 # a function: values and gradients
+    python -m tools.verify --model=mt.M4Tiny     # a model: a whole training step
+
+A model's step is the trainer's own, annotations included; the experiment's sizes are shrunk to the smallest ones
+that the mesh divides (`BaseTask.Shrink`). It runs over virtual CPU devices and by TensorFlow on one device. The
+first tensor that differs is named.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from lingvo_moe.core import registry
+from lingvo_moe.core.base_task import BaseTask
+from lingvo_moe.core.engine.base import Engine
+from lingvo_moe.core.engine.pjrt import PjrtEngine
+from lingvo_moe.core.engine.specs import TensorSpec, flatten_items, pack, skeleton
+from lingvo_moe.core.engine.steps import train_step
+from lingvo_moe.core.engine.testing import run_sharded, run_single
+from lingvo_moe.core.engine.tf_engine import TfEngine
+from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.partitioner.known_faults import OFF
+from lingvo_moe.core.sharding import Mesh
+
+# Relative to the largest magnitude of a tensor. Rounding in float32 stays two orders below; faults of the
+# partitioner are errors of several percent at least.
+TOLERANCE = 2e-3
+# What is smaller than this is compared with it: a gradient that cancels to zero has no digits.
+_LEAST_SCALE = 1e-5
+# Metrics that BaseTask.TrainStep takes from the gradients.
+_OF_GRADIENTS = ("grad_norm", "learning_rate", "skipped")
+
+
+class VerifyError(ValueError):
+    """A program that computes something over a mesh which it does not compute on one device."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that differs.
+
+    Attributes:
+        name: its path in the results, e.g. 'gradient of theta.encoder.w'.
+        error: the largest difference, relative to the largest magnitude on one device; infinite where only
+            one of the two is finite.
+        shape: of the tensor.
+        letters: the einsum letters of its dimensions; '' where they are not known.
+    """
+
+    name: str
+    error: float
+    shape: tuple[int, ...]
+    letters: str = ""
+
+    def __str__(self) -> str:
+        letters = f" ({self.letters})" if self.letters else ""
+        return f"{self.name}{list(self.shape)}{letters} is off by {self.error:.2g} of its largest magnitude"
+
+
+def verify(fn: Any, mesh: Mesh, *args: Any, tolerance: float = TOLERANCE) -> None:
+    """Compares an annotated function over a mesh with the same function on one device.
+
+    Values are compared, and the gradients of a weighted sum of all floating-point results by all floating-point
+    arguments.
+
+    Args:
+        fn: a TensorFlow function of tensors and trees of them.
+        mesh: of as many virtual CPU devices as there are at most.
+        args: for each argument a tensor, an array or a tree of them; in place of a tensor a TensorSpec, for which
+            normally distributed numbers are taken (zeros where it is of integers).
+        tolerance: the largest error, relative to a tensor's largest magnitude.
+
+    Raises:
+        VerifyError: names the first result or gradient that differs.
+        ShardingError, LoweringError, EngineError: as `lowering.lower` and `PjrtEngine`.
+    """
+    rng = np.random.RandomState(0)
+    values = [pack(skeleton(a), [_value(rng, x) for _, x in flatten_items(a)]) for a in args]
+    counts = [len(flatten_items(value)) for value in values]
+    flat = [leaf for value in values for _, leaf in flatten_items(value)]
+    names = [name for i, v in enumerate(values) for name, _ in flatten_items(v, f"args[{i}]")]
+    wanted = [i for i, leaf in enumerate(flat) if np.issubdtype(leaf.dtype, np.floating)]
+
+    def values_and_gradients(*leaves: tf.Tensor) -> list[tf.Tensor]:
+        rest, trees = list(leaves), []
+        for value, count in zip(values, counts, strict=True):
+            trees.append(pack(skeleton(value), rest[:count]))
+            rest = rest[count:]
+        watched = [leaves[i] for i in wanted]
+        with tf.GradientTape() as tape:
+            tape.watch(watched)
+            out = [tf.convert_to_tensor(y) for _, y in flatten_items(fn(*trees))]
+            loss = tf.add_n([tf.zeros([])] + [_weighted(y) for y in out if y.dtype.is_floating])
+        zero = tf.UnconnectedGradients.ZERO
+        found = tape.gradient(loss, watched, unconnected_gradients=zero)
+        return [*out, *(tf.convert_to_tensor(g) for g in found)]
+
+    got, _ = run_sharded(values_and_gradients, flat, mesh, results=None)
+    want = run_single(values_and_gradients, flat, mesh)
+    results = [f"result[{i}]" for i in range(len(want) - len(wanted))]
+    every = [*results, *(f"gradient of {names[i]}" for i in wanted)]
+    _refuse(getattr(fn, "__name__", "fn"), mesh, _compare(every, got, want, tolerance))
+
+
+def verify_model(
+    model: str, mesh: Mesh, override: str = "", tolerance: float = TOLERANCE
+) -> list[str]:
+    """Compares a training step of an experiment over a mesh with the same step on one device.
+
+    Loss and metrics, the gradient of every trainable variable and the whole new state are compared. The step is
+    the trainer's, from the experiment's Params with smaller sizes.
+
+    Args:
+        model: an experiment, e.g. 'mt.M4Tiny'.
+        mesh: of as many virtual CPU devices as there are at most.
+        override: as --model_params_override.
+        tolerance: the largest error, relative to a tensor's largest magnitude.
+
+    Returns:
+        The names of what was compared, in order.
+
+    Raises:
+        VerifyError: names the first tensor that differs.
+        TaskError: the task does not say how it is shrunk.
+        ValueError: of some subclass: an experiment, override or mesh that cannot be.
+    """
+    params = shrunk(model, mesh, override)
+    task = params.task.Instantiate()
+    inputs = params.input.Instantiate()
+    batch = task.SampleBatch(inputs, np.random.RandomState(0))
+    recorded: dict[str, list[tf.Tensor]] = {}
+    _record_gradients(task, recorded)
+    step = train_step(task, inputs)
+
+    def with_gradients(state: NestedMap, batch: NestedMap) -> tuple[NestedMap, NestedMap]:
+        state, metrics = step.fn(state, batch)
+        return state, NestedMap(metrics=metrics, gradients=recorded["gradients"])
+
+    one_device = TfEngine(jit_compile=False)
+    init = one_device.Build(task.InitState, [TensorSpec((), "int32")])
+    start = one_device.Get(init(np.int32(1234)))
+    found = []
+    engines: Sequence[Engine] = (PjrtEngine(mesh, known_faults=OFF), TfEngine(jit_compile=True))
+    for engine in engines:
+        run = engine.Build(with_gradients, step.arg_specs, donate=step.donate, name=step.name)
+        state, rest = (engine.Get(tree) for tree in run(start, batch))
+        found.append(dict(_in_order(task, state, rest)))
+    got, want = found
+    letters = {
+        f"{kind}{path}": spec.letters
+        for path, spec in task.VariableSpecs().FlattenItems()
+        for kind in ("gradient of theta.", "new theta.")
+    }
+    differing = _compare(list(want), got.values(), want.values(), tolerance, letters)
+    _refuse(f"the training step of {model}", mesh, differing)
+    return list(want)
+
+
+def shrunk(model: str, mesh: Mesh, override: str = "") -> Params:
+    """The Params of an experiment whose sizes are the smallest that a mesh divides.
+
+    Raises:
+        TaskError: the task does not say how it is shrunk.
+        ValueError: of some subclass: no such experiment, or an override that cannot be.
+    """
+    params = registry.GetParams(model, override)
+    params.task.cls.Shrink(params.task, params.input, mesh)
+    params.task.cls.ConfigureInput(params.task, params.input)
+    params.task.cls.CheckInput(params.task, params.input)
+    return params
+
+
+def _record_gradients(task: BaseTask, into: dict[str, list[tf.Tensor]]) -> None:
+    """Lets the task's optimizer put down the gradients that it is given, those of trainable variables."""
+    update = task.optimizer.Update
+
+    def recording(theta: NestedMap, grads: NestedMap, *rest: Any) -> Any:
+        into["gradients"] = [g for g in grads.Flatten() if g is not None]
+        return update(theta, grads, *rest)
+
+    task.optimizer.Update = recording
+
+
+def _in_order(
+    task: BaseTask, state: NestedMap, rest: NestedMap
+) -> Iterable[tuple[str, np.ndarray]]:
+    """What a step returned by name: what is computed first comes first."""
+    metrics = dict(rest.metrics.FlattenItems())
+    late = {path: metrics.pop(path) for path in _OF_GRADIENTS if path in metrics}
+    for path, value in metrics.items():
+        yield f"metric {path}", value
+    trainable = [path for path, spec in task.VariableSpecs().FlattenItems() if spec.trainable]
+    for path, value in zip(trainable, rest.gradients, strict=True):
+        yield f"gradient of theta.{path}", value
+    for path, value in late.items():
+        yield f"metric {path}", value
+    for path, value in state.FlattenItems():
+        yield f"new {path}", value
+
+
+def _compare(
+    names: Sequence[str],
+    got: Iterable[Any],
+    want: Iterable[Any],
+    tolerance: float,
+    letters: dict[str, str] | None = None,
+) -> list[Difference]:
+    found = []
+    for name, g, w in zip(names, got, want, strict=True):
+        error = _error(np.asarray(g), np.asarray(w))
+        if not error <= tolerance:
+            found.append(Difference(name, error, np.shape(w), (letters or {}).get(name, "")))
+    return found
+
+
+def _error(got: np.ndarray, want: np.ndarray) -> float:
+    got, want = got.astype(np.float64), want.astype(np.float64)
+    if not np.array_equal(np.isfinite(got), np.isfinite(want)):
+        return float("inf")
+    difference = np.max(np.abs(np.nan_to_num(got) - np.nan_to_num(want)), initial=0.0)
+    scale = np.max(np.abs(np.nan_to_num(want)), initial=0.0)
+    return float(difference / max(scale, _LEAST_SCALE))
+
+
+def _refuse(what: str, mesh: Mesh, differing: Sequence[Difference]) -> None:
+    if not differing:
+        return
+    more = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
+    raise VerifyError(
+        f"{what} over mesh {mesh} is not what it is on one device: {differing[0]}{more}. XLA's partitioner "
+        f"computes something else; change an annotation or the mesh, and look at the program with "
+        f"tools.explain"
+    )
+
+
+def _value(rng: np.random.RandomState, leaf: Any) -> np.ndarray:
+    if not isinstance(leaf, (TensorSpec, tf.TensorSpec)):
+        return np.asarray(leaf)
+    dtype = np.dtype(leaf.dtype if isinstance(leaf, TensorSpec) else leaf.dtype.as_numpy_dtype)
+    if not np.issubdtype(dtype, np.floating):
+        return np.zeros(tuple(leaf.shape), dtype)
+    return rng.standard_normal(tuple(leaf.shape)).astype(dtype)
+
+
+def _weighted(y: tf.Tensor) -> tf.Tensor:
+    """A float32 sum of a result whose summands have weights of their own."""
+    return tf.reduce_sum(tf.cast(y, tf.float32) * _weights(y.shape))
+
+
+def _weights(shape: tf.TensorShape) -> tf.Tensor:
+    count = shape.num_elements()
+    return tf.reshape(tf.cos(tf.cast(tf.range(count), tf.float32)), shape)

@@ -1,0 +1,76 @@
+"""Lowering swaps operations that TensorFlow's bridge is slow with; the program must not show it."""
+
+import contextlib
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+from lingvo_moe.core.engine import lowering
+from lingvo_moe.core.engine.bridge_kernels import cheaper_kernels
+from lingvo_moe.core.engine.lowering import lower
+from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.sharding import Mesh
+
+_SPECS = [TensorSpec((4, 3), "float32"), TensorSpec((3, 3), "float32")]
+
+
+@tf.function(autograph=False)
+def _scaled(x_AB, w_BC):
+    y_AC = tf.einsum("AB,BC->AC", x_AB, w_BC)
+    return y_AC * tf.math.reciprocal(tf.reduce_sum(y_AC, -1, keepdims=True))
+
+
+def _step(x_AB, w_BC):
+    """Both operations outside and inside of a loop and of a function, with their gradients."""
+    with tf.GradientTape() as tape:
+        tape.watch([x_AB, w_BC])
+        _, y_AB = tf.while_loop(
+            lambda i, _: i < 3,
+            lambda i, y: (i + 1, tf.math.reciprocal(tf.einsum("AB,BC->AC", y, w_BC) + 2.0)),
+            (tf.constant(0), x_AB),
+            maximum_iterations=3,
+        )
+        loss = tf.reduce_sum(_scaled(y_AB, w_BC)) * tf.math.reciprocal(tf.reduce_sum(w_BC))
+    return tape.gradient(loss, [x_AB, w_BC])
+
+
+def _lowered(fn, *specs):
+    return lower(fn, specs, Mesh.parse("data:2"))
+
+
+def test_the_program_is_the_same(monkeypatch):
+    cheap = _lowered(_step, *_SPECS)
+    monkeypatch.setattr(lowering, "cheaper_kernels", lambda _: contextlib.nullcontext())
+    assert cheap.Text() == _lowered(_step, *_SPECS).Text()
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (8, 1024)])
+def test_reciprocals_of_any_size_give_the_same_program(shape, monkeypatch):
+    spec = TensorSpec(shape, "float32")
+    cheap = _lowered(tf.math.reciprocal, spec)
+    monkeypatch.setattr(lowering, "cheaper_kernels", lambda _: contextlib.nullcontext())
+    assert cheap.Text() == _lowered(tf.math.reciprocal, spec).Text()
+
+
+def test_inside_there_is_nothing_left_that_takes_long_and_outside_all_is_as_before():
+    args = [tf.TensorSpec(s.shape, s.dtype) for s in _SPECS]
+    concrete = _scaled.get_concrete_function(*args)
+    before = concrete.function_def.SerializeToString(deterministic=True)
+    runtime = context.context()
+
+    def operations():
+        return {n.op for n in runtime.get_function_def(concrete.name).node_def}
+
+    with cheaper_kernels(concrete):
+        assert {"XlaEinsum", "RealDiv"} < operations()
+        assert not operations() & {"Einsum", "Reciprocal"}
+    after = runtime.get_function_def(concrete.name)
+    assert after.SerializeToString(deterministic=True) == before
+
+
+def test_a_users_function_still_runs_after_it_was_lowered():
+    x, w = np.ones((4, 3), np.float32), np.eye(3, dtype=np.float32)
+    _lowered(lambda x_AB, w_BC: _scaled(x_AB, w_BC), *_SPECS)
+    np.testing.assert_allclose(_scaled(x, w), np.full((4, 3), 1 / 3))

@@ -1,0 +1,111 @@
+"""tools.verify and xs.verify: a program over a mesh is what it is on one device, or the first difference is named."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import toy_attention  # noqa: F401  registers its experiments
+
+from lingvo_moe import verifying
+from lingvo_moe import xla_sharding as xs
+from lingvo_moe.core import registry
+from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.verifying import VerifyError
+from tools import verify
+
+MESH = xs.Mesh.parse("a:4,b:2")
+
+
+def attention(probs_axes):
+    def fn(x, w):
+        v, o = (
+            xs.mesh_split(w["v"], MESH, (None, "a", "b")),
+            xs.mesh_split(w["o"], MESH, ("a", "b", None)),
+        )
+        q, k, v = (tf.einsum("BTM,MNH->BTNH", x, m) for m in (w["q"], w["k"], v))
+        probs = tf.nn.softmax(tf.einsum("BTNH,BSNH->BNTS", q, k))
+        context = tf.einsum("BNTS,BSNH->BTNH", xs.mesh_split(probs, MESH, probs_axes), v)
+        return tf.einsum("BTNH,NHM->BTM", context, o)
+
+    shapes = {"q": (16, 8, 8), "k": (16, 8, 8), "v": (16, 8, 8), "o": (8, 8, 16)}
+    specs = {name: TensorSpec(shape, "float32") for name, shape in shapes.items()}
+    return fn, TensorSpec((8, 16, 16), "float32"), specs
+
+
+def test_a_function_whose_gradients_are_wrong_over_a_mesh():
+    fn, x, weights = attention(("a", "b", None, None))
+    with pytest.raises(
+        VerifyError, match=r"fn over mesh a:4,b:2 .*gradient of args\[0\]\[8, 16, 16\] is off"
+    ):
+        xs.verify(fn, MESH, x, weights)
+
+
+def test_a_function_that_is_right():
+    fn, x, weights = attention((None, "a", None, None))
+    xs.verify(fn, MESH, x, weights)
+    xs.verify(
+        lambda i, y: tf.gather(xs.split(y, 0, 8), i),
+        MESH,
+        np.arange(3, dtype=np.int32),
+        tf.ones([16, 2]),
+    )
+
+
+def test_a_step_that_is_wrong_is_named_by_tensor_error_and_letters(capsys):
+    assert verify.main(["--model=toy_attention.Wrong", "--mesh=a:4,b:2"]) == 1
+    said = capsys.readouterr().err
+    assert (
+        "the training step of toy_attention.Wrong over mesh a:4,b:2 is not what it is on one"
+        in said
+    )
+    assert "gradient of theta.k[16, 8, 8] (MPR) is off by" in said
+
+
+def test_a_step_that_is_right(capsys, monkeypatch):
+    compared, verify_model = [], verifying.verify_model
+    monkeypatch.setattr(
+        verifying, "verify_model", lambda *a: compared.extend(verify_model(*a)) or compared
+    )
+    assert verify.main(["--model=toy_attention.Right", "--mesh=a:4,b:2"]) == 0
+    assert "over mesh a:4,b:2" in capsys.readouterr().out
+    assert compared[0].startswith("metric ")
+    assert {f"gradient of theta.{name}" for name in "qkvo"} < set(compared)
+    assert {"new theta.q", "new step"} < set(compared)
+
+
+def test_values_that_are_not_finite_differ():
+    error = verifying._error
+    assert error(np.array([np.nan, 1.0]), np.array([0.0, 1.0])) == np.inf
+    assert error(np.array([np.inf, 1.0]), np.array([np.inf, 1.0])) == 0.0
+
+
+@pytest.mark.parametrize("mesh", ["expert:8", "expert:3"])
+@pytest.mark.parametrize("model", ["mt.M4MoE2048E36L", "mt.T96L", "mt.M4Demo"])
+def test_sizes_of_translation_models_are_small_and_divide(model, mesh):
+    params = registry.GetParams(model)
+    axes = xs.Mesh.parse(params.train.mesh).axis_names
+    mesh = xs.Mesh(axes, tuple(int(mesh[-1]) for _ in axes))
+    params = verifying.shrunk(model, mesh)
+    task = params.task.Instantiate()
+    assert params.task.num_encoder_layers == params.task.num_decoder_layers == 2
+    assert sum(np.prod(s.shape) for s in task.VariableSpecs().Flatten()) < 200_000
+    assert bool(params.task.num_experts) == bool(registry.GetParams(model).task.num_experts)
+    batch = task.SampleBatch(params.input.Instantiate(), np.random.RandomState(0))
+    for spec, array in zip(params.input.Instantiate().BatchSpec().Flatten(), batch.Flatten()):
+        assert (array.shape, array.dtype.name) == (spec.shape, spec.dtype)
+    assert batch.src.ids.min() >= 3 and batch.src.ids.max() < params.task.source_vocab_size
+    assert set(np.unique(batch.tgt.segment_ids)) == {0, 1, 2}
+
+
+def test_a_task_that_does_not_say_how_it_is_shrunk(capsys):
+    import toy_task  # noqa: F401
+
+    assert verify.main(["--model=toy_task.Line", "--mesh=data:2"]) == 1
+    assert (
+        "LinearModel cannot be verified: it has no Shrink(task, inputs, mesh)"
+        in capsys.readouterr().err
+    )
+
+
+def test_meshes_that_cannot_be_verified(capsys):
+    assert verify.main(["--model=toy_attention.Right", "--mesh=a:1"]) == 1
+    assert "mesh a:1 has 1 devices; give --mesh of 2 to 64" in capsys.readouterr().err

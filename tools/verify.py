@@ -1,0 +1,76 @@
+"""Runs a small copy of a model's training step over a mesh and on one device, and compares all that it computes.
+
+    python -m tools.verify --model=mt.M4Tiny
+    python -m tools.verify --model=mt.M4MoE2048E36L --mesh=expert:8
+    python -m tools.verify --model=mt.T96L --mesh=batch:2,model:4
+
+XLA's SPMD partitioner computes a few programs wrongly, without a word. This needs to know no pattern: the step is
+the trainer's own, annotations included, with the experiment's sizes shrunk to the smallest ones that the mesh
+divides. Virtual CPU devices stand for the mesh. Loss, metrics, the gradient of every variable and the new state
+are compared; the first tensor that differs is named. The exit status is 0, 1 where something differs or in a
+mistake, 2 for a mistake in flags, 130 after Ctrl-C.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lingvo_moe.core import checks
+from lingvo_moe.core.flags import Flags
+from tools import _cli
+
+_MOST_DEVICES = 64  # virtual devices, all of which run a step
+
+
+def define_flags() -> Flags:
+    """The command's flags."""
+    flags = Flags("python -m tools.verify", __doc__)
+    flags.DEFINE_string("model", None, "experiment, e.g. mt.M4Tiny", required=True)
+    flags.DEFINE_string("mesh", "", "axis:size,... (default: the experiment's own)")
+    flags.DEFINE_integer(
+        "num_devices",
+        None,
+        "lay the experiment's mesh over this many devices (default: 8)",
+        checks.Integer(2, _MOST_DEVICES),
+    )
+    flags.DEFINE_string("model_params_override", "", "path=value;path=value, as for the trainer")
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = define_flags().Parse(argv)
+    if args.mesh and args.num_devices is not None:
+        args.Fail("--mesh says how many devices there are; leave out --num_devices")
+    return _cli.attempt_compiling("verify", lambda: run(args))
+
+
+def run(args: Flags) -> int:
+    """Verifies the model and prints what was compared; returns the exit status."""
+    with _cli.Progress() as progress:
+        progress("loading TensorFlow and the compiler")
+        mesh, compared = progress.Watch(lambda: verified(args, progress))
+    print(
+        f"{args.model} over mesh {mesh}: {len(compared)} tensors of a training step are those of one device"
+    )
+    return 0
+
+
+def verified(args: Flags, say: Any) -> Any:
+    """The mesh, and the names of what was compared on it."""
+    _cli.load_tensorflow()
+    from lingvo_moe import verifying
+    from lingvo_moe.core import registry
+    from lingvo_moe.trainer import make_mesh
+
+    params = registry.GetParams(args.model, args.model_params_override)
+    mesh = make_mesh(params, args.mesh, 0 if args.mesh else args.num_devices or 8)
+    if not 1 < mesh.size <= _MOST_DEVICES:
+        raise ValueError(
+            f"mesh {mesh} has {mesh.size} devices; give --mesh of 2 to {_MOST_DEVICES}"
+        )
+    _cli.request_devices(mesh.size)
+    say(f"running a small train step of {args.model} over mesh {mesh} and on one device")
+    return mesh, verifying.verify_model(args.model, mesh, args.model_params_override)
+
+
+if __name__ == "__main__":
+    _cli.run(main)
