@@ -153,14 +153,6 @@ class NestedMap(dict):
                 out[key] = value
         return out
 
-    def IsCompatible(self, other: "NestedMap") -> bool:
-        """Whether both have the same paths."""
-        return [p for p, _ in self.FlattenItems()] == [p for p, _ in other.FlattenItems()]
-
-    def DebugString(self) -> str:
-        """One `path value` line per leaf."""
-        return "\n".join(f"{path:<60} {value}" for path, value in self.FlattenItems())
-
 
 def map_structure(fn: Callable[..., Any], first: NestedMap, *rest: NestedMap) -> NestedMap:
     """`fn` over the leaves of maps of one structure.
