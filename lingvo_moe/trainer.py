@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # they import TensorFlow and JAX
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one job; returns the exit status: 0 done, 2 a mistake in flags or data, 128 + n stopped by signal n.
 
-    Where this process is one of several and fails, it does not return: it ends, and the others with it.
+    If this process is one of several and fails, it does not return: it exits, and so do the others.
     """
     args = parse_flags(argv)
     try:
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: Flags) -> int:
-    """As main, without turning errors into messages."""
+    """Like main, but lets exceptions through."""
     override = full_override(args)
     import_tensorflow(args.engine)
     check_data_dir(args)
@@ -90,7 +90,7 @@ def run(args: Flags) -> int:
 
 
 def import_tensorflow(engine: str | None) -> None:
-    """Imports TensorFlow without its lines about the CPU and about GPUs that are not there."""
+    """Imports TensorFlow and silences its messages about the CPU and missing GPUs."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     if "tensorflow" in sys.modules:
         return
@@ -103,7 +103,7 @@ def import_tensorflow(engine: str | None) -> None:
 
 
 def find_devices() -> None:
-    """Lets JAX look for devices; without complaints about TPUs, unless the machine has some."""
+    """Lets JAX look for devices. Silences its warnings about TPUs unless the machine has some."""
     from lingvo_moe.core.engine import devices
 
     has_tpu = bool([*Path("/dev").glob("accel*"), *Path("/dev").glob("vfio/*")])
@@ -112,7 +112,7 @@ def find_devices() -> None:
 
 
 def fastest_engine(args: Flags) -> str:
-    """The engine of a job that names none: tf_graph on one CPU device, pjrt on anything else."""
+    """Returns the engine to use without --engine: tf_graph on one CPU device, else pjrt."""
     if args.num_devices or args.mesh or args.num_processes > 1:
         return "pjrt"
     from lingvo_moe.core.engine import devices
@@ -126,7 +126,7 @@ def full_override(args: Flags) -> str:
     """`--model_params_override` with the shorthand flags appended."""
     typed = args.model_params_override
     if typed.endswith("\\"):
-        typed += " "  # or the semicolon that follows would be the value's own
+        typed += " "  # otherwise the backslash would escape the semicolon that follows
     parts = [typed] if typed else []
     if args.max_steps is not None:
         parts.append(f"train.max_steps={args.max_steps}")
@@ -136,7 +136,10 @@ def full_override(args: Flags) -> str:
 
 
 def train(args: Flags, params: Params, override: str) -> int:
-    """Mode sync: trains until the end, or until stopped; goes on where the run in --logdir stands."""
+    """Runs mode `sync`: trains to the last step or until stopped. Resumes the run in --logdir, if there is one.
+
+    Returns the exit status.
+    """
     # Imported here, since inspecting a model should not wait for them.
     from lingvo_moe.core.engine import devices, job
 
@@ -153,10 +156,10 @@ class Run:
 
     Attributes:
         args: the flags.
-        params: of the experiment: `task`, `input` and `train`.
-        override: with which the experiment's name gives them.
-        task, inputs: made from them.
-        run_dir: of --logdir.
+        params: the experiment's parameters: `task`, `input` and `train`.
+        override: the overrides applied to them, as text.
+        task, inputs: instantiated from `params`.
+        run_dir: the directory --logdir.
     """
 
     args: Flags
@@ -168,7 +171,7 @@ class Run:
 
 
 def train_in_job(args: Flags, params: Params, override: str) -> int:
-    """As train, once the processes of the job have found each other."""
+    """Like train, after the processes of the job have connected to each other."""
     from lingvo_moe.core.engine import devices
     from lingvo_moe.core.engine.base import make_engine
     from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
@@ -199,7 +202,7 @@ def verify_step(args: Flags, mesh: Mesh, on_cpu: bool) -> None:
 
     Raises:
         VerifyError: names the first tensor that differs.
-        UsageError: the devices are no CPU's, where numbers are rounded differently, or several processes'.
+        UsageError: the devices are not those of one CPU process. Other devices round differently.
     """
     from lingvo_moe.verifying import verify_model
 
@@ -217,7 +220,7 @@ def verify_step(args: Flags, mesh: Mesh, on_cpu: bool) -> None:
 
 
 def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
-    """As train, with the lock of the run's directory at hand."""
+    """Like train; locks the run directory with `lock`, which the caller releases."""
     from lingvo_moe.core.engine import init_from, job
     from lingvo_moe.core.engine.checkpoints import Checkpointer
     from lingvo_moe.core.engine.summaries import Summaries
@@ -255,16 +258,16 @@ def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
 
 
 def share_run(lock: RunLock, begin: Callable[[], None], follow: Callable[[], object]) -> None:
-    """Locks the run's directory on all processes of the job; process 0 makes it ready in between.
+    """Locks the run directory on process 0, prepares it there, then lets the other processes join the lock.
 
     Args:
-        lock: of --logdir.
-        begin: what process 0 does, with the lock held, before the others look at the directory.
-        follow: what each of the others does then.
+        lock: the lock of --logdir.
+        begin: called on process 0 with the lock held, before the other processes look at the directory.
+        follow: called afterwards on each other process.
 
     Raises:
-        Exception: whatever failed on this process.
-        JobError: another process cannot begin; all of them end.
+        Exception: the error of `begin` or `follow` on this process.
+        JobError: another process failed; all processes exit.
     """
     from lingvo_moe.core.engine import devices, job
 
@@ -286,7 +289,7 @@ def share_run(lock: RunLock, begin: Callable[[], None], follow: Callable[[], obj
 
 
 def prepare(run: Run, lock: RunLock) -> None:
-    """Makes the run's directory, which is locked, and its data ready, on the job's first process."""
+    """Prepares the run directory, which is locked, and the data. Called on the job's first process."""
     from lingvo_moe.core.engine import init_from
     from lingvo_moe.core.engine.progress import LineProgress
 
@@ -313,7 +316,7 @@ def prepare(run: Run, lock: RunLock) -> None:
 
 
 def initial_weights(run: Run) -> "InitialWeights | None":
-    """The weights of a run that is about to begin from another, on every process; else None."""
+    """Returns the weights from --init_from for a run that has no checkpoint yet; else None. Called on every process."""
     from lingvo_moe.core.engine import init_from
 
     about = run.run_dir.began_from
@@ -324,10 +327,15 @@ def initial_weights(run: Run) -> "InitialWeights | None":
 
 
 def make_mesh(params: Params, text: str = "", num_devices: int = 0) -> Mesh:
-    """`--mesh`, or the experiment's own, laid over so many devices; 0: over those that it was made for.
+    """Parses `--mesh`, or takes the experiment's `train.mesh` and resizes it to the devices.
+
+    Args:
+        params: the experiment's parameters.
+        text: the value of `--mesh`; '' takes `train.mesh`.
+        num_devices: devices to fit `train.mesh` to; 0 keeps its own size.
 
     Raises:
-        ShardingError: a text that does not read as a mesh, or devices that it cannot be laid over.
+        ShardingError: the text is not a mesh, or the mesh does not fit the number of devices.
     """
     if text:
         return Mesh.parse(text)
@@ -336,7 +344,7 @@ def make_mesh(params: Params, text: str = "", num_devices: int = 0) -> Mesh:
 
 
 def report_program(step: Compiled, run_dir: RunDir, started: float) -> None:
-    """Says which collectives the compiled step holds, and describes it in the run's program.json."""
+    """Prints the collectives of the compiled step and writes the run's program.json."""
     from lingvo_moe.core.engine.collectives import count_collectives
     from lingvo_moe.core.engine.pjrt import CompiledProgram
 

@@ -1,4 +1,4 @@
-"""What a job refuses to begin with, or to go on from: mistakes found before anything slow is done."""
+"""Checks flags, paths and the run directory of a job, so that mistakes are found before anything slow starts."""
 
 import os
 from pathlib import Path
@@ -22,11 +22,11 @@ if TYPE_CHECKING:  # it imports TensorFlow
 
 
 class UsageError(ValueError):
-    """Flags that do not go together."""
+    """Raised for flags that contradict each other, or that contradict the run in --logdir."""
 
 
 def check_flags(args: Flags, params: Params) -> None:
-    """Raises UsageError for what --mode=sync cannot work with, before anything slow begins."""
+    """Raises UsageError for flags that --mode=sync cannot work with, before anything slow starts."""
     if not args.logdir:
         raise UsageError("--logdir is needed to train: the directory of the run")
     params.input.cls.CheckSource(params.input)
@@ -81,7 +81,10 @@ def check_paths(args: Flags, params: Params) -> None:
 
 
 def check_data_dir(args: Flags) -> None:
-    """Raises UsageError for a --data_dir that the experiment's input does not read, RegistryError as GetParams."""
+    """Raises UsageError if --data_dir is given but the experiment's input reads no directory.
+
+    Raises RegistryError like GetParams.
+    """
     if not args.data_dir:
         return
     data = registry.GetParams(args.model, args.model_params_override).input
@@ -93,8 +96,10 @@ def check_data_dir(args: Flags) -> None:
 
 
 def check_divisible(params: Params, task: "BaseTask", mesh: Mesh) -> None:
-    """Raises ShardingError for an axis that the mesh does not have, and where what is sharded does not divide
-    over the mesh, naming the parameter."""
+    """Raises ShardingError if a sharding names an axis that the mesh lacks, or if a size is not divisible by its axis.
+
+    The message names the parameter.
+    """
     if mesh.size == 1:
         return
     split = {**task.p.weight_split, **task.p.activation_split}
@@ -120,25 +125,27 @@ def check_divisible(params: Params, task: "BaseTask", mesh: Mesh) -> None:
 
 
 def has_begun(run_dir: RunDir) -> bool:
-    """Whether there is a checkpoint; a run described but not begun may become another one."""
+    """Whether the run has a checkpoint. Without one, the directory may be reused for another experiment."""
     return bool(run_dir.steps)
 
 
 def prepare_run_dir(
     run_dir: RunDir, model: str, override: str, lock: RunLock, restart: bool
 ) -> None:
-    """Makes sure that --logdir is free, or holds the very run that the flags describe.
+    """Checks that --logdir is unused or holds the run that the flags describe.
+
+    With `restart`, renames a run that is there, so that the directory is free.
 
     Args:
-        run_dir: of --logdir.
+        run_dir: the directory --logdir.
         model: the experiment's name.
         override: the parameters' overrides.
-        lock: which holds the directory; and holds the new one where --restart moves that aside.
-        restart: whether to begin at step 0 whatever is there.
+        lock: holds the directory; locks the new one after a rename.
+        restart: whether to start at step 0.
 
     Raises:
-        UsageError: it holds another experiment, or a run that lacks something.
-        RunDirError: a run that is damaged, links that lead out of it, or another program's experiment.json.
+        UsageError: the directory holds another experiment, or a run without a checkpoint or description.
+        RunDirError: the run is damaged, links lead out of it, or experiment.json is another program's.
         RunLockError: another trainer took the new directory.
     """
     from lingvo_moe.core.engine.summaries import read_metrics
@@ -177,7 +184,7 @@ def prepare_run_dir(
 
 
 def check_began_from(args: Flags, run_dir: RunDir) -> None:
-    """Raises UsageError where --init_from is not what a run that has begun began from."""
+    """Raises UsageError if --init_from differs from the run that --logdir's run was initialised from."""
     about = run_dir.began_from
     if not args.init_from or (
         about
@@ -193,10 +200,11 @@ def check_began_from(args: Flags, run_dir: RunDir) -> None:
 
 
 def run_difference(was: str, now: Params) -> str:
-    """The lines by which an experiment, as text, and another differ in what is trained on what; '' where they do not.
+    """Returns a diff of the `task.` and `input.` parameters of two experiments, one per line; '' if there is none.
 
-    A run may be made longer, or saved more often. A parameter that the text does not know, and that has its default
-    now, was not there when the run began, and changes nothing of it.
+    '>' marks lines of `was`, '<' lines of `now`. Parameters that a run may change (e.g. its length, or how often it is
+    saved) are left out. So is a parameter that `was` lacks and that has its default in `now`: it did not exist when the
+    run began.
     """
 
     places = {f"input.{name}" for name in now.input.cls.MAY_CHANGE}

@@ -1,4 +1,4 @@
-"""Whether a run can fit into this machine's memory: a lower bound of what it needs, before anything slow begins."""
+"""Refuses a run that cannot fit into this machine's memory, from a lower bound of what the run needs."""
 
 import os
 from pathlib import Path
@@ -19,7 +19,7 @@ _CGROUP_LIMITS = (
 
 
 def machine_bytes() -> int:
-    """The memory that processes of this machine (or container) can have in all, swap included."""
+    """Memory in bytes that all processes of this machine (or container) can use, swap included."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for path in _CGROUP_LIMITS:
         try:
@@ -48,18 +48,18 @@ def check_memory(
     holds_state: bool = True,
     available: int | None = None,
 ) -> None:
-    """Raises UsageError, naming the parameters to reduce, where a run cannot fit into this machine's memory.
+    """Raises UsageError if a run cannot fit into this machine's memory. The message names parameters to reduce.
 
-    Only what is impossible is refused: the estimate counts weights, optimiser state, one batch and its
-    smallest activations, and no gradients, temporaries or programs.
+    The estimate is a lower bound: it counts weights, optimizer state, one batch and its smallest activations, but no
+    gradients, temporaries or programs.
 
     Args:
-        params: of the experiment.
-        task, inputs: made from them.
+        params: the experiment's parameters.
+        task, inputs: instantiated from them.
         mesh: all devices of the job.
-        num_processes: of the job; this one holds its share of the devices.
+        num_processes: processes of the job; each has an equal share of the devices.
         holds_state: whether the devices are this machine's CPU; otherwise only the batch is counted.
-        available: bytes; None: see machine_bytes.
+        available: memory in bytes; None: `machine_bytes()`.
     """
     if available is None:
         available = machine_bytes()
@@ -88,11 +88,11 @@ def check_memory(
 
 
 def _sizes_of(params: Params, task: BaseTask, spec: VariableSpec) -> list[str]:
-    """The paths of the parameters that a variable's dimensions come from, the largest dimension first."""
+    """Returns the paths of the parameters that set a variable's dimensions, the largest dimension first."""
     found: list[str] = []
     for size, letter in sorted(zip(spec.shape, spec.letters, strict=True), reverse=True):
         paths = task.SizeParams(spec.path, letter)
-        if letter != "L":  # of several blocks' layers a stack has one dimension
+        if letter != "L":  # a stack's L counts blocks, the parameter counts layers
             paths = tuple(path for path in paths if params.Get(path) == size)
         found += paths[:1]
     return found

@@ -1,4 +1,4 @@
-"""The peak arithmetic of a job's devices, against which training measures its utilisation."""
+"""Peak FLOP/s of a job's devices, from which training computes its utilisation (MFU)."""
 
 from lingvo_moe.core.command import say
 from lingvo_moe.core.engine import devices
@@ -7,14 +7,14 @@ from lingvo_moe.core.planner.peaks import peak_flops
 
 
 def job_peak(engine: str, num_devices: int) -> float | None:
-    """Floating-point operations that the devices of a job do in a second at most; None where that is not known.
+    """Returns the peak FLOP/s of all devices of a job together; None if it is unknown.
 
-    A CPU has no data sheet here: its peak is that of a matrix product which is measured, about 0.2 s long. However many
-    virtual devices the CPU shows, they share it.
+    An accelerator's peak comes from its data sheet. A CPU's is measured with a matrix product of about 0.2 s; virtual
+    devices of one CPU share its peak.
 
     Args:
-        engine: its name.
-        num_devices: of all processes.
+        engine: the engine's name.
+        num_devices: devices of all processes together.
     """
     if devices.runs_on_cpu(engine):
         return matmul_flops_per_second() * devices.process_count()

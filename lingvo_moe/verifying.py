@@ -19,12 +19,12 @@ from lingvo_moe.core import registry
 from lingvo_moe.core.base_task import BaseTask
 from lingvo_moe.core.engine.base import Engine
 from lingvo_moe.core.engine.pjrt import PjrtEngine
-from lingvo_moe.core.engine.specs import TensorSpec, flatten_items, pack, skeleton
+from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.engine.steps import train_step
 from lingvo_moe.core.engine.testing import run_sharded, run_single
 from lingvo_moe.core.engine.tf_engine import TfEngine
 from lingvo_moe.core.hyperparams import Params
-from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.nested_map import NestedMap, flatten_items, pack, skeleton
 from lingvo_moe.core.partitioner.known_faults import OFF
 from lingvo_moe.core.sharding import Mesh
 

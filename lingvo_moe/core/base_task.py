@@ -25,19 +25,19 @@ from lingvo_moe.core.step import Step
 
 
 class TaskError(ValueError):
-    """A task and an input that do not fit each other, or a request that a task does not serve."""
+    """Raised if a task and its input do not match, or if a task does not support a request."""
 
 
 @dataclass(frozen=True)
 class NamedRows:
-    """A dimension of a variable whose elements have names, as an embedding's rows have those of a vocabulary.
+    """A dimension of a variable whose elements have names, e.g. the rows of an embedding: vocabulary pieces.
 
-    `--init_from` finds such rows of another run by their names.
+    `--init_from` matches such rows of another run by name.
 
     Attributes:
-        kind: what has the names, in the plural, for messages and RowNames: 'source pieces'.
+        kind: what the named elements are, in the plural, e.g. 'source pieces'. RowNames and messages use it.
         dim: the dimension.
-        sized_by: how the names of the parameters that set its size end, e.g. 'vocab_size'.
+        sized_by: the suffix of the parameters that set its size, e.g. 'vocab_size'.
     """
 
     kind: str
@@ -51,18 +51,17 @@ class BaseTask(BaseLayer):
     `metrics` is a NestedMap of float32 tensors: scalars, [L] by layer, or [L,E] by layer and expert.
     `metrics.<UNIT>` is the number of units in the batch that count.
 
-    Variables that are not trainable have no gradient. Where `metrics.updates` is there, a NestedMap
-    by the paths of such variables (`VariableSpec.path`), it holds their values after the step; it is
-    no metric, and TrainStep takes it out.
+    Variables that are not trainable get no gradient. FProp may return their next values in `metrics.updates`, a
+    NestedMap by variable path (`VariableSpec.path`). This is not a metric; TrainStep removes it.
 
-    The class and its methods also say what the trainer and the planner need: see "the contract" below.
+    The methods under "the contract" below are what the trainer and the planner call besides the step.
     """
 
-    # The metric that counts what a step processes. Speeds are in these units: 'tokens', 'images'.
+    # The metric that counts the units that a step processes, e.g. 'tokens' or 'images'. Speeds are in these units.
     UNIT: ClassVar[str] = "examples"
-    # The parameters that the dimensions of an einsum letter come from, e.g. {"E": ("task.num_experts",)}.
+    # For each einsum letter, the parameters that set the size of its dimension, e.g. {"E": ("task.num_experts",)}.
     SIZES: ClassVar[Mapping[str, tuple[str, ...]]] = {"B": ("input.batch_size",)}
-    # The letters of SIZES which are sharded only over a mesh axis that divides their size.
+    # Letters of SIZES whose sizes must be divisible by the mesh axis that shards them.
     DIVIDED: ClassVar[str] = "B"
 
     @classmethod
@@ -91,52 +90,54 @@ class BaseTask(BaseLayer):
 
     @classmethod
     def ConfigureInput(cls, task: HyperParams, inputs: HyperParams) -> None:
-        """Sets in the Params of the input what the task, by its Params, needs of batches; called
-        when all overrides are applied."""
+        """Sets the input's Params that follow from the task's Params. Called after all overrides are applied."""
 
     @classmethod
     def CheckInput(cls, task: HyperParams, inputs: HyperParams) -> None:
-        """Raises TaskError where the Params of the task and those of the input do not agree; called
-        before anything is built."""
+        """Raises TaskError if the Params of the task and of the input contradict each other.
+
+        Called before anything is built.
+        """
 
     @classmethod
     def Shrink(cls, task: HyperParams, inputs: HyperParams, mesh: Mesh) -> None:
-        """Sets sizes in the Params of the task and of the input to the smallest ones that a mesh divides, for
-        `tools.verify`; what is computed stays as it is, in float32.
+        """Sets the sizes in both Params to the smallest ones that the mesh divides, for `tools.verify`.
+
+        The computation itself stays the same, but in float32.
 
         Raises:
-            TaskError: the task does not say how it is shrunk.
+            TaskError: the task does not implement it.
         """
         del task, inputs, mesh
         raise TaskError(f"{cls.__name__} cannot be verified: it has no Shrink(task, inputs, mesh)")
 
     def SampleBatch(self, inputs: BaseInput, rng: np.random.RandomState) -> NestedMap:
-        """A batch of NumPy arrays as the input gives them, made up, for `tools.verify`.
+        """Returns a made-up batch of NumPy arrays in the input's format, for `tools.verify`.
 
         Raises:
-            TaskError: the task does not say what a batch may hold.
+            TaskError: the task does not implement it.
         """
         del inputs, rng
         name = type(self).__name__
         raise TaskError(f"{name} cannot be verified: it has no SampleBatch(inputs, rng)")
 
     def CheckData(self, inputs: BaseInput) -> None:
-        """Raises TaskError where the data of an input, after Prepare, does not suit the task."""
+        """Raises TaskError if the input's data does not suit the task. Called after the input's `Prepare`."""
 
     def BatchCounts(self, batch: NestedMap) -> dict[str, int]:
-        """What a full batch holds, from its ArraySpecs, by name. The last number counts UNITs, padding
-        included."""
+        """Counts what a full batch (given as ArraySpecs) holds, by name. The last count is of UNITs, with padding."""
         return {self.UNIT: batch.Flatten()[0].shape[0]}
 
     def FlopsByPart(self, batch: NestedMap) -> dict[str, int]:
-        """Floating-point operations of a forward pass over a full batch, from its ArraySpecs, by part of the
-        model. Empty where the task does not say."""
+        """FLOPs of a forward pass over a full batch (given as ArraySpecs), by part of the model; empty if unknown."""
         del batch
         return {}
 
     def StepFlops(self, batch: NestedMap) -> int:
-        """Model FLOPs of a training step over a full batch: three times those of the forward pass, since the backward
-        pass has two products for each of its. What is computed again in the backward pass does not count."""
+        """Model FLOPs of a training step over a full batch: three times those of the forward pass.
+
+        Each product of the forward pass has two in the backward pass. Recomputation (remat) does not count.
+        """
         return 3 * sum(self.FlopsByPart(batch).values())
 
     def LeastActivationBytes(self, batch: NestedMap) -> int:
@@ -145,44 +146,43 @@ class BaseTask(BaseLayer):
         return 0
 
     def SizeParams(self, path: str, letter: str) -> tuple[str, ...]:
-        """The parameters that a dimension of the variable at a path comes from, by its letter."""
+        """Returns the parameters that set the size of dimension `letter` of the variable at `path`."""
         del path
         return self.SIZES.get(letter, ())
 
     def NamedRows(self) -> dict[str, NamedRows]:
-        """The variables that have rows with names, by their paths in theta."""
+        """Returns the named dimensions of variables, by the variables' paths in theta."""
         return {}
 
     def RowNames(self, kind: str, artifacts: RunArtifacts) -> list[str]:
-        """The names of the rows of one NamedRows.kind, in order, from what a run keeps of its input.
+        """Returns the row names of one NamedRows.kind, in row order, from the artifacts that a run saves.
 
         Raises:
-            TaskError: the artifacts do not say.
+            TaskError: the artifacts do not contain them.
         """
         raise TaskError(f"{self.path}: no rows are named after {kind!r}")
 
     def DecodeStep(self, inputs: BaseInput) -> Step:
-        """One step of decoding a batch of the input's size, for the planner.
+        """Returns the program of one decoding step for a batch of the input's size, for the planner.
 
         Raises:
-            TaskError: this task decodes nothing.
+            TaskError: the task has no decoder.
         """
         raise TaskError(f"{self.path}: {type(self).__name__} decodes nothing")
 
     def ProgressNote(self, metrics: NestedMap) -> str:
-        """What the progress line says of a step's metrics (NumPy) beside loss and speed; '' for nothing."""
+        """Returns text about a step's metrics (NumPy) for the progress line, besides loss and speed; '' for none."""
         del metrics
         return ""
 
     def MetricLayers(self) -> dict[str, list[str]]:
-        """What the rows of [L,...] metrics are: for the beginning of a metric's path, the L names of
-        the layers."""
+        """Names the rows of [L,...] metrics: maps the prefix of a metric's path to the names of its L layers."""
         return {}
 
     # --- the step
 
     def StateSpecs(self) -> NestedMap:
-        """VariableSpecs of the whole state, in its structure."""
+        """VariableSpecs of the complete state, in its structure."""
         theta = self.VariableSpecs()
         return NestedMap(
             theta=theta,
@@ -200,13 +200,13 @@ class BaseTask(BaseLayer):
     def TrainStep(self, state: NestedMap, batch: NestedMap) -> tuple[NestedMap, NestedMap]:
         """One step of training.
 
-        Where the loss or the gradient norm is not finite, theta and slots stay as they were and
-        `skipped` counts one; the step counter goes on, so that the next batch and seed are other
-        ones.
+        If the loss or the gradient norm is not finite, theta and slots keep their values and `skipped`
+        is incremented. The step counter is incremented anyway, so that the next step has another batch
+        and another seed.
 
         Returns:
-            The new state, and metrics: those of FProp, with `grad_norm`, `learning_rate`, `skipped`
-                (float32 scalars).
+            The new state, and the metrics: those of FProp, with `grad_norm`, `learning_rate` and
+                `skipped` (float32 scalars).
         """
         seed = randomness.make_seed(self.p.seed, state.step)
         specs = self.VariableSpecs().Flatten()
@@ -253,12 +253,11 @@ class BaseTask(BaseLayer):
 
     @scoped
     def EvalStep(self, theta: NestedMap, batch: NestedMap) -> NestedMap:
-        """The metrics of FProp without anything random and without dropped tokens."""
+        """Returns the metrics of FProp with nothing random and no token dropped."""
         return self.FProp(theta, batch, seed=None)[1]
 
     def _Gradients(self, theta: NestedMap, grads: Sequence[Any]) -> NestedMap:
-        """The tape's gradients, those of trainable variables, as tensors in the structure of theta; None
-        for the others."""
+        """Packs the tape's gradients into theta's structure, as dense tensors; None for non-trainable variables."""
         out: list[tf.Tensor | None] = []
         rest = iter(grads)
         for (path, _), spec in zip(
@@ -275,7 +274,7 @@ class BaseTask(BaseLayer):
         return theta.Pack(out)
 
     def _WithUpdates(self, theta: NestedMap, updates: NestedMap) -> NestedMap:
-        """Theta with the next values of variables that are not trainable, by their specs' paths."""
+        """Returns theta with the values of non-trainable variables replaced by those in `updates`, by path."""
         by_path = dict(updates.FlattenItems())
         out = []
         for spec, weight in zip(self.VariableSpecs().Flatten(), theta.Flatten(), strict=True):
@@ -302,7 +301,7 @@ def updates_of(*extras: NestedMap) -> NestedMap:
 
 
 def _where(finite: tf.Tensor, new: NestedMap, old: NestedMap) -> NestedMap:
-    """The theta and slots of one state or of the other."""
+    """Selects theta and slots: those of `new` if `finite`, else those of `old`."""
     old = NestedMap(theta=old.theta, slots=old.slots)
     return new.Pack(kernels.current().select(finite, new.Flatten(), old.Flatten()))
 

@@ -1,12 +1,12 @@
-"""NestedMap: a dict with attribute access, the shape of every theta, batch, state and set of
-metrics.
+"""Trees of nested dicts, lists and tuples, and NestedMap, a dict with attribute access: the shape of
+every theta, batch, state and set of metrics.
 
-Free of TensorFlow and JAX, so that programs can be run where neither model code nor TensorFlow is
-installed.
+All functions take leaves in the order of `tf.nest`: keys sorted, lists in order. `None` is a leaf. The
+module needs neither TensorFlow nor JAX, so that programs can be run where neither is installed.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lingvo_moe.core.suggest import did_you_mean
@@ -117,20 +117,16 @@ class NestedMap(dict):
 
     def FlattenItems(self) -> list[tuple[str, Any]]:
         """All leaves as `(dotted path, value)`, in `tf.nest` order."""
-        return list(_walk(self, ""))
+        return flatten_items(self)
 
     def Flatten(self) -> list[Any]:
         """All leaves, in `tf.nest` order."""
-        return [value for _, value in self.FlattenItems()]
+        return flatten(self)
 
     def Pack(self, leaves: list[Any]) -> "NestedMap":
         """A map of this structure that holds `leaves`. Raises ValueError when their number
         differs."""
-        expected = len(self.Flatten())
-        if len(leaves) != expected:
-            raise ValueError(f"Pack: {len(leaves)} values for a structure of {expected} leaves")
-        rest = iter(leaves)
-        return _map_items(self, "", lambda _path, _value: next(rest))
+        return pack_as(self, leaves)
 
     def Transform(self, fn: Callable[[Any], Any]) -> "NestedMap":
         """A map of this structure with `fn(leaf)` for each leaf."""
@@ -154,22 +150,61 @@ class NestedMap(dict):
         return out
 
 
-def map_structure(fn: Callable[..., Any], first: NestedMap, *rest: NestedMap) -> NestedMap:
-    """`fn` over the leaves of maps of one structure.
+def flatten_items(tree: Any, name: str = "") -> list[tuple[str, Any]]:
+    """The leaves of a tree as (path, leaf); `name` is the root's path."""
+    return list(_walk(tree, name))
+
+
+def flatten(tree: Any) -> list[Any]:
+    """The leaves of a tree."""
+    return [leaf for _, leaf in _walk(tree, "")]
+
+
+def pack_as(tree: Any, leaves: Sequence[Any]) -> Any:
+    """A tree of the structure and types of `tree` that holds `leaves`. Raises ValueError when their number
+    differs."""
+    expected = len(flatten(tree))
+    if len(leaves) != expected:
+        raise ValueError(f"{len(leaves)} values for a structure of {expected} leaves")
+    rest = iter(leaves)
+    return _map_items(tree, "", lambda _path, _leaf: next(rest))
+
+
+def map_structure(fn: Callable[..., Any], first: Any, *rest: Any) -> Any:
+    """A tree of the first one's structure with `fn(leaf of each)`.
 
     Raises:
         ValueError: when a structure differs from the first's, naming the first path that does.
     """
-    paths = [path for path, _ in first.FlattenItems()]
+    paths = [path for path, _ in _walk(first, "")]
     for other in rest:
-        theirs = [path for path, _ in other.FlattenItems()]
+        theirs = [path for path, _ in _walk(other, "")]
         if theirs != paths:
-            odd = sorted(set(paths) ^ set(theirs))
-            raise ValueError(
-                f"structures differ, first at {odd[0] if odd else 'the order of lists'!r}"
-            )
-    leaves = zip(first.Flatten(), *(other.Flatten() for other in rest), strict=True)
-    return first.Pack([fn(*values) for values in leaves])
+            raise ValueError(f"structures differ: {first_difference(paths, theirs)}")
+    leaves = zip(flatten(first), *(flatten(other) for other in rest), strict=True)
+    return pack_as(first, [fn(*values) for values in leaves])
+
+
+def skeleton(tree: Any) -> Any:
+    """The structure of a tree as plain dicts, lists and leaf numbers, as a program file stores it."""
+    numbers = iter(range(len(flatten(tree))))
+    return _map_plain(tree, lambda _leaf: next(numbers), dict)
+
+
+def pack(structure: Any, leaves: Sequence[Any] | Mapping[int, Any]) -> Any:
+    """A tree with the leaves in the places that `skeleton` numbered; dicts become NestedMaps, tuples lists."""
+    return _map_plain(structure, lambda number: leaves[number], NestedMap)
+
+
+def first_difference(expected: Sequence[str], found: Sequence[str]) -> str:
+    """A phrase naming the first path that only one of two structures has."""
+    missing, extra = (
+        [p for p in expected if p not in set(found)],
+        [p for p in found if p not in set(expected)],
+    )
+    if missing:
+        return f"{missing[0]!r} is missing" + (f", {extra[0]!r} is unknown" if extra else "")
+    return f"{extra[0]!r} is unknown" if extra else "the order of leaves differs"
 
 
 def _split_path(path: str) -> list[str | int]:
@@ -201,3 +236,11 @@ def _map_items(value: Any, path: str, fn: Callable[[str, Any], Any]) -> Any:
         items = [_map_items(item, f"{path}[{i}]", fn) for i, item in enumerate(value)]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return fn(path, value)
+
+
+def _map_plain(tree: Any, fn: Callable[[Any], Any], map_type: type) -> Any:
+    if isinstance(tree, Mapping):
+        return map_type({key: _map_plain(tree[key], fn, map_type) for key in sorted(tree)})
+    if isinstance(tree, (list, tuple)):
+        return [_map_plain(item, fn, map_type) for item in tree]
+    return fn(tree)

@@ -11,10 +11,10 @@ from spmd_case import assert_close, floats
 from lingvo_moe import xla_sharding as xs
 from lingvo_moe.core.engine.collectives import parse_collectives
 from lingvo_moe.core.engine.pjrt import PjrtEngine
-from lingvo_moe.core.engine.specs import AUTO, TensorSpec, flatten_items
+from lingvo_moe.core.engine.specs import AUTO, TensorSpec
 from lingvo_moe.core.engine.testing import run_sharded, run_single
 from lingvo_moe.core.layers.feed_forward import FeedForward
-from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.nested_map import NestedMap, flatten_items
 from lingvo_moe.core.sharding import Mesh
 
 MESH = Mesh.parse("data:2,model:4")

@@ -24,17 +24,9 @@ from lingvo_moe.core.engine.checkpoint_digests import (
     verify_step,
 )
 from lingvo_moe.core.engine.pjrt import PjrtEngine
-from lingvo_moe.core.engine.specs import (
-    TensorSpec,
-    dtype_name,
-    first_difference,
-    flatten_items,
-    numpy_dtype,
-    pack,
-    skeleton,
-)
+from lingvo_moe.core.engine.specs import TensorSpec, dtype_name, numpy_dtype
 from lingvo_moe.core.manifest import ManifestError
-from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.nested_map import NestedMap, first_difference, flatten_items, pack, skeleton
 from lingvo_moe.core.paths import check_portable
 
 _FORMAT = 1

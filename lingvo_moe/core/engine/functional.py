@@ -24,8 +24,9 @@ import tensorflow as tf
 from lingvo_moe.core.engine.functional_op import Operation
 from lingvo_moe.core.engine.pjrt import CompiledProgram, PjrtEngine
 from lingvo_moe.core.engine.program import Program
-from lingvo_moe.core.engine.specs import AUTO, TensorSpec, dtype_name, flatten_items
+from lingvo_moe.core.engine.specs import AUTO, TensorSpec, dtype_name
 from lingvo_moe.core.engine.tracing import LoweringError
+from lingvo_moe.core.nested_map import flatten, flatten_items, map_structure, pack_as
 from lingvo_moe.core.partitioner.known_faults import ERROR, check_action
 from lingvo_moe.core.sharding import Mesh, ShardingError, current_mesh, mesh_split
 from lingvo_moe.core.suggest import did_you_mean
@@ -196,22 +197,22 @@ class ShardedFunction:
         out = self.Call(arguments, tensors)
         if self._out_shardings is None or self._out_shardings is AUTO:
             return out
-        flat = [tf.convert_to_tensor(y) for y in tf.nest.flatten(out)]
+        flat = [tf.convert_to_tensor(y) for y in flatten(out)]
         chosen = self.OutSplits(out, mesh)
         flat = [
             mesh_split(y, mesh, split or (None,) * y.shape.rank)
             for y, split in zip(flat, chosen, strict=True)
         ]
-        return tf.nest.pack_sequence_as(out, flat)
+        return pack_as(out, flat)
 
     def Call(self, arguments: dict[str, Any], tensors: Sequence[tf.Tensor]) -> Any:
         """The function itself, of arguments whose tensors are replaced."""
         rest = iter(tensors)
         flat = [
             leaf if isinstance(leaf, _STATIC) else next(rest)
-            for leaf in tf.nest.flatten(list(arguments.values()))
+            for leaf in flatten(list(arguments.values()))
         ]
-        values = tf.nest.pack_sequence_as(list(arguments.values()), flat)
+        values = pack_as(list(arguments.values()), flat)
         bound = inspect.BoundArguments(
             self._parameters, OrderedDict(zip(arguments, values, strict=True))
         )
@@ -259,9 +260,10 @@ class _Bound:
     def __init__(self, function: ShardedFunction, arguments: dict[str, Any], mesh: Mesh):
         splits = function.InSplits(arguments, mesh)
         # The cache must not keep the first call's tensors alive.
-        template = tf.nest.map_structure(
-            lambda leaf: leaf if isinstance(leaf, _STATIC) else _TENSOR, arguments
-        )
+        template = {
+            name: map_structure(lambda leaf: leaf if isinstance(leaf, _STATIC) else _TENSOR, value)
+            for name, value in arguments.items()
+        }
         names = _identifiers([path for path, _ in _tensor_items(arguments)])
         specs = [
             TensorSpec(_shape(leaf), dtype_name(leaf.dtype), splits[path] or (), name)
@@ -272,14 +274,14 @@ class _Bound:
 
         def flat(*tensors: tf.Tensor) -> list[tf.Tensor]:
             out = function.Call(template, tensors)
-            self._structure = tf.nest.map_structure(lambda _: 0, out)
+            self._structure = map_structure(lambda _: 0, out)
             return [_result(name, path, y) for path, y in flatten_items(out, "result")]
 
         def choose(found: list[TensorSpec]) -> Any:
             wanted = function._out_shardings
             if wanted is AUTO:
                 return AUTO
-            return function.OutSplits(tf.nest.pack_sequence_as(self._structure, found), mesh)
+            return function.OutSplits(pack_as(self._structure, found), mesh)
 
         self.operation = Operation(name, flat, specs, _engine(mesh, function._known_faults), choose)
         if not self.operation.results:
@@ -287,7 +289,7 @@ class _Bound:
 
     def Pack(self, results: Sequence[tf.Tensor]) -> Any:
         """The results in the structure in which the function returns them."""
-        return tf.nest.pack_sequence_as(self._structure, list(results))
+        return pack_as(self._structure, list(results))
 
 
 # Stands for a tensor in a signature.
@@ -324,7 +326,7 @@ def _kind(path: str, leaf: Any) -> Any:
 
 
 def _types(arguments: Mapping[str, Any]) -> str:
-    return repr(tf.nest.map_structure(lambda _: 0, dict(arguments)))
+    return repr(map_structure(lambda _: 0, dict(arguments)))
 
 
 def _result(name: str, path: str, leaf: Any) -> tf.Tensor:

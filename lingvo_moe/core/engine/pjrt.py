@@ -15,13 +15,8 @@ from lingvo_moe.core.engine import xla
 from lingvo_moe.core.engine.base import Compiled, Engine, EngineError
 from lingvo_moe.core.engine.collectives import Collective, parse_collectives
 from lingvo_moe.core.engine.program import Program
-from lingvo_moe.core.engine.specs import (
-    TensorSpec,
-    flatten_items,
-    map_with_specs,
-    pack,
-    skeleton,
-)
+from lingvo_moe.core.engine.specs import TensorSpec, map_with_specs
+from lingvo_moe.core.nested_map import flatten_items, pack, skeleton
 from lingvo_moe.core.partitioner.known_faults import ERROR, check_action
 from lingvo_moe.core.sharding import Mesh
 

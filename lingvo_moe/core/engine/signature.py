@@ -7,13 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lingvo_moe.core.engine.specs import (
-    SpecError,
-    TensorSpec,
-    first_difference,
-    flatten_items,
-    pack,
-)
+from lingvo_moe.core.engine.specs import SpecError, TensorSpec
+from lingvo_moe.core.nested_map import first_difference, flatten_items, pack
 from lingvo_moe.core.sharding import Mesh
 
 
@@ -26,7 +21,7 @@ class Signature:
         mesh: the mesh that its shardings speak of.
         args, results: the flat tensors; names are paths such as `state.theta.w` and
             `result[0].theta.w`.
-        arg_structure: {"names": of the arguments, "trees": as `specs.skeleton` gives them}.
+        arg_structure: {"names": of the arguments, "trees": as `nested_map.skeleton` gives them}.
         result_structure: {"tuple": whether there are several results, "tree": a skeleton}.
         donated: numbers of the flat arguments whose memory the results may take.
     """

@@ -1,16 +1,16 @@
-"""TensorSpec, and trees of specs: name, shape, type and sharding of tensors in programs and checkpoints.
+"""TensorSpec: name, shape, type and sharding of a tensor in a program or a checkpoint.
 
 Imports neither TensorFlow nor JAX.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.nested_map import first_difference, flatten_items, pack, skeleton
 from lingvo_moe.core.sharding import Axis, DimsMapping, Mesh, ShardingError, check_mapping
 
 
@@ -135,33 +135,6 @@ def numpy_dtype(name: str) -> np.dtype:
         return np.dtype(getattr(ml_dtypes, name))
 
 
-def flatten_items(tree: Any, name: str = "") -> list[tuple[str, Any]]:
-    """The leaves of nested dicts, lists and tuples as (path, leaf), in `tf.nest` order; `name` is the root's path."""
-    return list(_walk(tree, name))
-
-
-def skeleton(tree: Any) -> Any:
-    """The structure of a tree as plain dicts, lists and leaf numbers, as a program file stores it."""
-    numbers = iter(range(len(flatten_items(tree))))
-    return _map(tree, lambda _leaf: next(numbers), dict)
-
-
-def pack(structure: Any, leaves: Sequence[Any] | Mapping[int, Any]) -> Any:
-    """A tree with the leaves in the places that `skeleton` numbered; dicts become NestedMaps, tuples lists."""
-    return _map(structure, lambda number: leaves[number], NestedMap)
-
-
-def first_difference(expected: Sequence[str], found: Sequence[str]) -> str:
-    """A phrase naming the first path that only one of two structures has."""
-    missing, extra = (
-        [p for p in expected if p not in set(found)],
-        [p for p in found if p not in set(expected)],
-    )
-    if missing:
-        return f"{missing[0]!r} is missing" + (f", {extra[0]!r} is unknown" if extra else "")
-    return f"{extra[0]!r} is unknown" if extra else "the order of leaves differs"
-
-
 def map_with_specs(fn: Callable[[Any, TensorSpec], Any], tree: Any, specs: Any) -> Any:
     """`fn(leaf, its spec)` for the leaves of a tree; specs are named by their paths.
 
@@ -176,22 +149,3 @@ def map_with_specs(fn: Callable[[Any, TensorSpec], Any], tree: Any, specs: Any) 
         fn(value, TensorSpec.Of(spec, path)) for (path, value), (_, spec) in zip(items, spec_items)
     ]
     return pack(skeleton(tree), leaves)
-
-
-def _walk(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, Mapping):
-        for key in sorted(tree):
-            yield from _walk(tree[key], f"{path}.{key}" if path else key)
-    elif isinstance(tree, (list, tuple)):
-        for i, item in enumerate(tree):
-            yield from _walk(item, f"{path}[{i}]")
-    else:
-        yield path, tree
-
-
-def _map(tree: Any, fn: Any, map_type: type) -> Any:
-    if isinstance(tree, Mapping):
-        return map_type({key: _map(tree[key], fn, map_type) for key in sorted(tree)})
-    if isinstance(tree, (list, tuple)):
-        return [_map(item, fn, map_type) for item in tree]
-    return fn(tree)

@@ -14,7 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from lingvo_moe.core.engine.pjrt import CompiledProgram, PjrtEngine
-from lingvo_moe.core.engine.specs import AUTO, TensorSpec, flatten_items, pack, skeleton
+from lingvo_moe.core.engine.specs import AUTO, TensorSpec
+from lingvo_moe.core.nested_map import flatten_items, pack, skeleton
 from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
 
 # A program that runs once should compile fast: partitioning is the same, but machine code is not optimised.

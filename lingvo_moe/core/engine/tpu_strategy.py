@@ -12,8 +12,9 @@ import tensorflow as tf
 
 from lingvo_moe.core.engine.base import Compiled, Engine, EngineError
 from lingvo_moe.core.engine.signature import Signature
-from lingvo_moe.core.engine.specs import flatten_items, map_with_specs, pack, skeleton
+from lingvo_moe.core.engine.specs import map_with_specs
 from lingvo_moe.core.engine.tracing import trace
+from lingvo_moe.core.nested_map import flatten_items, pack, skeleton
 from lingvo_moe.core.sharding import Mesh
 
 

@@ -14,15 +14,9 @@ import tensorflow as tf
 from lingvo_moe.core import kernels
 from lingvo_moe.core.engine.signature import Signature
 from lingvo_moe.core.engine.sources import remembering_forward
-from lingvo_moe.core.engine.specs import (
-    AUTO,
-    TensorSpec,
-    first_difference,
-    flatten_items,
-    pack,
-    skeleton,
-)
+from lingvo_moe.core.engine.specs import AUTO, TensorSpec
 from lingvo_moe.core.kernels import tensorflow, xla
+from lingvo_moe.core.nested_map import first_difference, flatten_items, pack, skeleton
 from lingvo_moe.core.sharding import DimsMapping, Mesh, use_mesh
 from lingvo_moe.core.sharding.manual_check import check_regions
 

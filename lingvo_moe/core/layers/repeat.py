@@ -16,7 +16,7 @@ from lingvo_moe.core import checks, kernels
 from lingvo_moe.core.base_layer import BaseLayer, scoped
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
-from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.nested_map import NestedMap, flatten, map_structure, pack_as
 from lingvo_moe.core.sharding import current_mesh
 from lingvo_moe.core.sharding.annotate import mesh_split, shard_letters
 
@@ -91,7 +91,7 @@ class Repeat(BaseLayer):
         for i, theta_i in enumerate(thetas):
             carry, extras = self._Body(tf.constant(i), theta_i, carry, shared, seed)
             all_extras.append(extras)
-        stacked = tf.nest.map_structure(lambda *values: tf.stack(values), *all_extras)
+        stacked = map_structure(lambda *values: tf.stack(values), *all_extras)
         return carry, stacked
 
     def _Body(
@@ -143,16 +143,16 @@ def _scan(
     seeds = [] if seed is None else [seed]
     structure = (theta, shared, seeds)
     extras_specs = _extras_specs(body, theta, carry, shared, seed)
-    extras_flat = tf.nest.flatten(extras_specs)
+    extras_flat = flatten(extras_specs)
     # Carries of unknown size (serving) are not kept: there is nothing to differentiate.
     keep = carry.shape.is_fully_defined()
 
     def call(i: tf.Tensor, theta_i: list, x: tf.Tensor, flat_rest: list) -> tuple[tf.Tensor, list]:
-        theta_, shared_, seeds_ = tf.nest.pack_sequence_as(structure, [*theta_i, *flat_rest])
+        theta_, shared_, seeds_ = pack_as(structure, [*theta_i, *flat_rest])
         y, extras = body(i, theta_, x, shared_, seeds_[0] if seeds_ else None)
-        return y, tf.nest.flatten(extras)
+        return y, flatten(extras)
 
-    num_theta = len(tf.nest.flatten(theta))
+    num_theta = len(flatten(theta))
 
     @tf.custom_gradient
     def run(x: tf.Tensor, *flat: tf.Tensor) -> tuple[list[tf.Tensor], Callable]:
@@ -178,8 +178,8 @@ def _scan(
 
         return [y, *(ta.stack() for ta in extras)], grad
 
-    y, *extras = run(carry, *tf.nest.flatten(structure))
-    return y, tf.nest.pack_sequence_as(extras_specs, extras)
+    y, *extras = run(carry, *flatten(structure))
+    return y, pack_as(extras_specs, extras)
 
 
 def _backward(
@@ -248,8 +248,8 @@ def _extras_specs(
     def traced(*args: Any) -> tuple:
         return body(tf.constant(0), *args)
 
-    one = tf.nest.map_structure(lambda w: tf.TensorSpec(w.shape[1:], w.dtype), theta)
-    args = (one, spec(carry), tf.nest.map_structure(spec, shared))
+    one = map_structure(lambda w: tf.TensorSpec(w.shape[1:], w.dtype), theta)
+    args = (one, spec(carry), map_structure(spec, shared))
     concrete = tf.function(traced, autograph=False).get_concrete_function(
         *args, None if seed is None else spec(seed)
     )
@@ -259,10 +259,10 @@ def _extras_specs(
             f"repeat: the body turns a carry of {carry.dtype.name} {carry.shape} into "
             f"{y.dtype.name} {y.shape}; both must be the same"
         )
-    for e in tf.nest.flatten(extras):
+    for e in flatten(extras):
         if not e.dtype.is_floating:
             raise TypeError(f"repeat: extras must be floating point, got {e.dtype.name} {e.shape}")
-    return tf.nest.map_structure(spec, extras)
+    return map_structure(spec, extras)
 
 
 def _slice(theta: NestedMap, i: int) -> NestedMap:

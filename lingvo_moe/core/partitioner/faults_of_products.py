@@ -16,12 +16,12 @@ from lingvo_moe.core.hlo.sharding import TensorSharding
 
 
 def parts(sharding: TensorSharding, dims: Sequence[int]) -> tuple[int, ...]:
-    """The number of parts of some dimensions; 1 for a tensor that is not tiled."""
+    """Returns into how many parts each of `dims` is sharded; 1 for each if the tensor is not tiled."""
     return tuple(sharding.tiles[d] if sharding.kind == "tiled" else 1 for d in dims)
 
 
 def places(sharding: TensorSharding, dims: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """For each device of a tiled tensor, the index of its part along some dimensions."""
+    """Maps each device of a tiled tensor to the indices of its part along `dims`."""
     held = len(sharding.devices) // math.prod(sharding.tiles)
     found = {}
     for place, device in enumerate(sharding.devices):
@@ -36,7 +36,11 @@ def places(sharding: TensorSharding, dims: Sequence[int]) -> dict[int, tuple[int
 
 @dataclasses.dataclass(frozen=True)
 class Dot:
-    """A dot, the roles of its dimensions, and the shardings of its operands and its result."""
+    """A dot, the roles of its dimensions, and the shardings of its operands and its result.
+
+    The summed dimensions are the contracting ones. The free dimensions of an operand are neither batch nor contracting.
+    A part is the shard of a tensor that a device holds; copies are devices with the same part.
+    """
 
     instruction: Instruction
     left: Instruction
@@ -50,26 +54,29 @@ class Dot:
 
     @property
     def summed(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The number of parts of each summed dimension in the two operands."""
+        """(left, right): into how many parts each operand shards each summed dimension."""
         lhs = parts(self.lhs, self.dims("lhs_contracting_dims"))
         return lhs, parts(self.rhs, self.dims("rhs_contracting_dims"))
 
     @property
     def further(self) -> tuple[int, ...]:
-        """The dimensions of the right operand that are not summed, batch dimensions first."""
+        """Dimensions of the right operand that are not summed: batch dimensions first, then free ones."""
         batch, summed = self.dims("rhs_batch_dims"), self.dims("rhs_contracting_dims")
         rank = len(self.right.arrays[0].dims)
         return (*batch, *(d for d in range(rank) if d not in (*batch, *summed)))
 
     @property
     def further_in_result(self) -> tuple[int, ...]:
-        """The same dimensions in the result."""
+        """The dimensions of the result that correspond to those of `further`, in the same order."""
         rank, batch = len(self.instruction.arrays[0].dims), len(self.dims("rhs_batch_dims"))
         return (*range(batch), *range(rank - len(self.further) + batch, rank))
 
     @property
     def batch(self) -> tuple[int, int, int]:
-        """The number of parts of the batch dimensions in operands and result, all together."""
+        """(left, right, result): into how many parts each tensor's batch is sharded.
+
+        Each is the product over the tensor's batch dimensions.
+        """
         count = len(self.dims("lhs_batch_dims"))
         return (
             math.prod(parts(self.lhs, self.dims("lhs_batch_dims"))),
@@ -79,7 +86,10 @@ class Dot:
 
     @property
     def own(self) -> tuple[int, int]:
-        """The number of parts of the result along the operands' own dimensions, all together."""
+        """(left, right): into how many parts the result is sharded along the free dimensions of each operand.
+
+        Each is the product over those dimensions.
+        """
         rank, batch = len(self.instruction.arrays[0].dims), len(self.dims("lhs_batch_dims"))
         left = len(self.left.arrays[0].dims) - len(self.dims("lhs_contracting_dims"))
         return (
@@ -89,11 +99,14 @@ class Dot:
 
 
 def reshards_the_batch(dot: Dot) -> bool:
-    """Whether a batch dimension that the operands shard over some devices is sharded, in the result, over
-    those of the sum. Then its elements come out in another order.
+    """Whether the elements of a batch dimension come out in another order.
 
-    False if the result has a copy for each part of the sum, or shards a free dimension of an operand
-    into as many parts: XLA then uses these for the sum. The other batch dimensions do not matter.
+    Both operands shard the batch dimension over some devices and the summed dimensions over others. The result shards
+    the batch dimension into as many parts as the sum has, so that XLA gives it the devices of the sum. Other batch
+    dimensions do not matter.
+
+    False if the result has a copy for each part of the sum, or shards a free dimension of an operand into as many
+    parts: XLA then uses these for the sum.
     """
     summed, same = dot.summed
     count = math.prod(summed)
@@ -111,10 +124,12 @@ def reshards_the_batch(dot: Dot) -> bool:
 
 
 def sums_differently_sharded_dims(dot: Dot) -> bool:
-    """Whether the operands agree on the sharding of one summed dimension and disagree on others, with the
-    same number of parts in all. Then partial sums are added along the latter dimensions only.
+    """Whether XLA adds partial sums along only some of the sharded summed dimensions.
 
-    Only for an unsharded result: of sharded ones some are right.
+    The operands shard one summed dimension alike and the others differently, into the same number of parts in all. XLA
+    then adds the partial sums along the latter dimensions only.
+
+    False for a sharded result: some of those are right.
     """
     lhs, rhs = dot.summed
     same = [i for i, (left, right) in enumerate(zip(lhs, rhs)) if left == right > 1]
@@ -125,13 +140,15 @@ def sums_differently_sharded_dims(dot: Dot) -> bool:
 
 
 def adds_up_other_devices(dot: Dot) -> bool:
-    """Whether devices that hold different parts of the right operand add their partial sums.
+    """Whether XLA adds the partial sums of devices that hold different parts of the right operand.
 
-    The left operand is sharded along the summed dimensions only, with copies. The right one is also
-    sharded along its free dimensions or the batch, and so is the result. XLA numbers the copies in
-    ascending order of devices, while the rows of the right operand have them in another order; it adds
-    the sums of the devices whose copies have the same number. Only if the left operand is the smallest of
-    the three: XLA does not always reshard the others to fit a larger one.
+    The left operand is sharded along the summed dimensions only, with several copies of each part. The right operand
+    is also sharded along its free dimensions or its batch, and the result likewise. For each part of the sum, XLA
+    numbers the copies of the left operand in ascending order of devices. It then adds the partial sums of the devices
+    with equal numbers. The result is wrong if those devices hold different free or batch parts of the right operand.
+
+    False unless the left operand is the smallest of the three tensors: XLA does not always reshard the others to fit a
+    larger one.
     """
     lhs, rhs = dot.summed
     count = math.prod(lhs)
@@ -157,13 +174,13 @@ def adds_up_other_devices(dot: Dot) -> bool:
 
 
 def numbers_rows_differently(dot: Dot) -> bool:
-    """Whether the result's rows are exchanged because the operands order the devices of a row differently.
+    """Whether rows of the result come out exchanged, because the operands order the devices differently.
 
-    The right operand is sharded along the batch and the summed dimensions; the result along the batch
-    and the left operand's free dimension, with the same order of devices. The left operand is sharded
-    along its free dimension and the summed ones, with another order of devices within each part of the
-    sum. XLA reshards the left operand along the batch in its own order, and the right one to fit it, but
-    takes the result to be in the right one's order.
+    The right operand is sharded along the batch and the summed dimensions. The result is sharded along the batch and
+    the left operand's free dimension, with the same order of devices. The left operand is sharded along its free
+    dimension and the summed ones; among the devices with the same part of the sum it has another order. XLA reshards
+    the left operand along the batch in the left operand's order, and the right one to match. But it takes the result
+    to be in the right operand's order.
     """
     lhs, rhs = dot.summed
     in_lhs, in_rhs, in_result = dot.batch
@@ -189,7 +206,7 @@ def numbers_rows_differently(dot: Dot) -> bool:
 
 
 def _flat(sharding: TensorSharding, dims: Sequence[int]) -> dict[int, int]:
-    """For each device, the number of its part along some dimensions together."""
+    """Maps each device to the index of its part along `dims`, flattened in row-major order."""
     counts, found = parts(sharding, dims), {}
     for device, place in places(sharding, dims).items():
         found[device] = 0

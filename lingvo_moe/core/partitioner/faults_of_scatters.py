@@ -14,7 +14,7 @@ from lingvo_moe.core.hlo.sharding import TensorSharding
 from lingvo_moe.core.partitioner.faults_of_products import parts
 
 _SEARCH_LIMIT = 64  # How many operations `padding_is_zero` follows.
-_KEEPING = (
+_KEEPING = (  # Opcodes that map zero to zero.
     "copy",
     "convert",
     "negate",
@@ -26,16 +26,22 @@ _KEEPING = (
     "transpose",
     "floor",
 )
-_OF_ALL = ("add", "subtract", "maximum", "minimum")
+_OF_ALL = ("add", "subtract", "maximum", "minimum")  # Zero if all operands are zero.
 
 
 def padded_dim(
     scatter: Instruction, operands: Sequence[Instruction], shardings: Sequence[TensorSharding]
 ) -> int | None:
-    """The dimension of the updates whose padding is written; None if there is none.
+    """Returns the dimension of the updates whose padding lands in row 0 of the target; None if there is none.
 
-    Updates that are sharded differently from the target within a window are not reported: they are
-    resharded first, and some are right.
+    It is the first dimension outside the update window that is sharded unevenly. None if the indices are sharded over
+    all devices. None also if the target is sharded along window dimensions and the updates differently: XLA reshards
+    those updates first, and some results are right.
+
+    Args:
+        scatter: the instruction.
+        operands: target, indices and updates.
+        shardings: those of the three operands.
     """
     target, of_indices, of_updates = shardings
     shape = operands[2].arrays[0].dims
@@ -53,7 +59,7 @@ def padded_dim(
 
 
 def _is_sent(target: TensorSharding, updates: TensorSharding, scatter: Instruction) -> bool:
-    """Whether the target is sharded along window dimensions, and the updates differently."""
+    """Whether the target is sharded along window dimensions, and the updates differently along them."""
     inserted = dims_list(scatter, "inserted_window_dims")
     window = [d for d in range(len(target.tiles)) if d not in inserted]
     inner = dims_list(scatter, "update_window_dims")
@@ -73,8 +79,8 @@ def padding_is_zero(
     Args:
         instruction: the instruction that produces the tensor.
         inside: its computation.
-        is_uneven: whether the parts of a tensor are padded.
-        far: how many operations to follow; beyond them the padding may be zero.
+        is_uneven: says whether an instruction's result has padded parts.
+        far: how many operations to follow; beyond that limit the answer is true.
     """
     if not is_uneven(instruction):
         return True

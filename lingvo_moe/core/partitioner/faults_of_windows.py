@@ -14,11 +14,12 @@ from lingvo_moe.core.partitioner.faults_of_products import parts
 
 
 class Convolution:
-    """A convolution whose operands are both sharded, and the roles of its dimensions.
+    """A convolution whose operands are both sharded, and the roles of their dimensions.
 
-    In the gradient by a kernel, the left operand is the image and the right one (the window) is the
-    gradient of the result: the input's features take the role of the batch, and the batch that of the
-    summed features.
+    Names are those of a forward convolution. The left operand is the image, the right one the window (the kernel). The
+    summed features are the input features; an operand's own dimension is the image's batch or the window's output
+    features. In the gradient by a kernel the right operand is the gradient of the result. There the input's features
+    take the place of the batch, and the batch that of the summed features.
     """
 
     def __init__(
@@ -47,12 +48,12 @@ class Convolution:
 
     @property
     def _reference(self) -> int:
-        """The operand to whose sharding XLA reshards the other: the larger one; of equals, the left one."""
+        """Index of the operand whose sharding XLA imposes on the other: the larger one; the left one if equal."""
         left, right = self._operands
         return 1 if left.arrays[0].num_bytes < right.arrays[0].num_bytes else 0
 
     def _cut_windows(self) -> list[int]:
-        """The numbers of the sharded window dimensions.
+        """Indices of the window dimensions along which the reference operand is sharded.
 
         A window that covers the image exactly once does not count: it is only a sum.
         """
@@ -72,17 +73,16 @@ class Convolution:
 
     @property
     def copies(self) -> int:
-        """How many devices hold each part of the operand to whose sharding the other is resharded."""
+        """How many devices hold each part of the reference operand, whose sharding XLA imposes on the other."""
         return self._cut.copies
 
     def AddsUpCopies(self) -> bool:
-        """Whether partial sums over the sharded windows are added over all devices, although several
-        devices hold the same part.
+        """Whether XLA adds partial sums over all devices, although several devices hold the same part.
 
-        If the summed features (in a gradient: the batch) are sharded in both operands too, devices are
-        grouped by them first; then it is wrong only if no other dimension of the operands is sharded.
-        With feature or batch groups, as in a depthwise convolution's gradient, it is also wrong if only
-        the batch is sharded.
+        The partial sums are those over sharded windows; the result is too large. If both operands also shard the
+        summed features (in a gradient: the batch), XLA groups the devices by them first. Then the result is wrong only
+        if no other dimension of the operands is sharded. With feature or batch groups, as in a depthwise convolution's
+        gradient, it is also wrong if only the batch is sharded.
         """
         if not self._is_plain or self._cut.copies == 1:
             return False
@@ -111,9 +111,15 @@ class Convolution:
         return own[self._reference] == 1
 
     def _follows_copies(self, summed: Sequence[int], own: Sequence[int]) -> bool:
-        """Whether the image is sharded along the summed features alone, and the window along rows or
-        columns into as many parts with as many copies: the image is brought into its form, and copies
-        are added up."""
+        """Whether XLA reshards the image like the window, and then adds the copies.
+
+        The image is sharded along the summed features alone. The window is sharded along rows or columns, into as many
+        parts and with as many copies of each.
+
+        Args:
+            summed: into how many parts (image, window) shard the summed features.
+            own: into how many parts the image's batch and the window's output features are sharded.
+        """
         left, right = parts(self._lhs, self._left), parts(self._rhs, self._right)
         return (
             summed[0] > 1 == summed[1]
@@ -125,9 +131,12 @@ class Convolution:
         )
 
     def SumsDifferentlyCutDims(self) -> bool:
-        """Whether it is a product, each window being the whole image, whose operands agree on the sharding
-        of one summed dimension and disagree on that of others, into as many parts in all; see
-        `faults_of_products.sums_differently_cut_dims`."""
+        """Whether XLA adds partial sums along only some of the sharded summed dimensions.
+
+        This is the fault of `faults_of_products.sums_differently_sharded_dims`, in a convolution that is a matrix
+        product because each window covers the complete image. The operands shard one summed dimension alike and the
+        others differently, into as many parts in all.
+        """
         left = parts(self._lhs, [self._summed[0], *self._left])
         right = parts(self._rhs, [self._summed[1], *self._right])
         return (
@@ -140,9 +149,10 @@ class Convolution:
         )
 
     def LosesBatch(self) -> bool:
-        """Whether the kernel, larger than the image, is sharded along the summed features and has a copy
-        for each part of the batch, while the image is sharded along the batch and the windows: the image
-        is sharded as the kernel, and parts of the batch are lost.
+        """Whether parts of the batch are lost, since XLA reshards the image like the kernel, which is larger.
+
+        The kernel is sharded along the summed features and has at least one copy for each part of the batch. The image
+        is sharded along the batch and the windows' dimensions.
         """
         summed = parts(self._lhs, [self._summed[0]])[0], parts(self._rhs, [self._summed[1]])[0]
         return (
@@ -155,7 +165,7 @@ class Convolution:
         )
 
     def _exchanges(self) -> bool:
-        """Whether the left operand's parts are close enough to their windows for a halo exchange.
+        """Whether XLA does a halo exchange: each part of the left operand is close enough to its windows.
 
         Otherwise XLA gathers an operand, and the result is right.
         """
@@ -208,8 +218,9 @@ class Convolution:
 
 
 def _halos(w: WindowDim, left: int, right: int, results: int, count: int) -> tuple[int, int]:
-    """The most elements that a part of the image needs from before and after it, in a sum over the
-    window's parts.
+    """Returns the largest halos, in elements (before, after), that a part of the image needs.
+
+    The convolution is a sum over the window's parts.
 
     Args:
         w: the window dimension.
@@ -225,8 +236,9 @@ def _halos(w: WindowDim, left: int, right: int, results: int, count: int) -> tup
 
 
 def overlaps_by_its_stride(instruction: Instruction, sharding: TensorSharding) -> bool:
-    """Whether the windows of a select-and-scatter, without low padding, span two strides along a
-    sharded dimension of the result. Then its first part is off by one element.
+    """Whether the gradient of max pooling (select-and-scatter) is off by one element in the first part.
+
+    It is, if the windows without their low padding span at least two strides along a sharded dimension of the result.
 
     Windows larger than a part are not reported: some of those are right.
     """

@@ -8,7 +8,7 @@ They are detected in the module after sharding propagation and before partitioni
 has its sharding. The conditions were found by comparing with one device. They are narrow: every reported
 operation is wrong, but a program without reports may still be wrong. These cases are not detected:
 
-- SCATTER: updates that are sharded differently from the target within a window;
+- SCATTER: updates that are sharded differently from the target along the window's dimensions;
 - COPIES and POOLING: windows that reach far beyond a neighbouring part;
 - PADDED_WINDOWS: windows of a part that do not cover exactly two parts of the image;
 - SUMS: sharded results, some of which are wrong;
@@ -114,7 +114,7 @@ class Fault:
     Attributes:
         kind: one of the constants of this module.
         op: TensorFlow's operation, e.g. 'gradient_tape/conv/Conv2DBackpropFilter'; '' if it has none.
-        instruction: HLO's name.
+        instruction: the name of the HLO instruction.
         message: what goes wrong.
         remedy: what to do instead.
     """
@@ -138,10 +138,12 @@ def check_action(action: str, name: str = "known_faults") -> None:
 
 
 def known_faults(module: Module) -> list[Fault]:
-    """Returns the wrongly partitioned operations of a program in order; those of a loop's body once.
+    """Returns the operations of a program that XLA partitions wrongly, in program order.
+
+    Operations of a loop's body are listed once.
 
     Args:
-        module: after sharding propagation and before partitioning: `partition(program).before`.
+        module: the module after sharding propagation and before partitioning, e.g. `partition(program).before`.
     """
     found = _PARTITIONS.search(module.attributes)
     num_devices = int(found[1]) if found else 1

@@ -440,7 +440,14 @@ class _Cause:
         return ""
 
     def _annotation_of_moved(self, at: _Before) -> str:
-        """The annotation that set the sharding of the moved operand; '' if none is near."""
+        """Returns the op name of the annotation that set the sharding of the tensor sent; '' if none is near.
+
+        The search starts at the operand of `at` that the collective sends. From there it goes back through operations
+        that keep the sharding, along the first operand of each.
+
+        Args:
+            at: the instruction that the collective was inserted for.
+        """
         moved = None if self._is_inner else self._moved_operand(at)
         for _ in range(_SEARCH_LIMIT):
             if moved is None:

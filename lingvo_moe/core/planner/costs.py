@@ -185,7 +185,11 @@ class Placer:
         return [dataclasses.replace(at, instruction=o) for o in operands if o.opcode not in silent]
 
     def _consumers(self, at: _Site) -> list[_Site]:
-        """The instructions that read it; a value carried into a loop is followed into the body."""
+        """Returns the instructions that use the value of `at`, in the same computation.
+
+        Tuples and while loops are left out. For a value that enters a loop, the get-tuple-elements that extract it in
+        the loop's body are returned.
+        """
         found = []
         for user in at.inside.users.get(at.instruction.name, ()):
             if user.opcode != "tuple":

@@ -275,7 +275,16 @@ class _Attribution:
         return Place(found.part, found.layer, "", found.path)
 
     def _place(self, number: int, kind: str) -> Place:
-        """The place of a buffer: for a gradient, the part whose optimizer step reads it; else its writer's."""
+        """Returns the part, layer and phase of a buffer, from the instructions that write or read it.
+
+        For a gradient this is the part whose optimizer step reads the buffer. If there is none, and for other kinds,
+        it is the place of the last writer that names a layer; failing that, a loop that writes it, a reader that names
+        a layer, or the last writer.
+
+        Args:
+            number: the buffer's index.
+            kind: its kind, e.g. 'gradients'.
+        """
         buffer = self._traced.buffers[number]
         if kind == "gradients":
             for reader in self._readers.get(number, ()):

@@ -59,7 +59,7 @@ def _size(instruction: Instruction) -> int:
 
 
 def _touched(module: Module, user: Instruction, operand: str) -> int:
-    """How many elements of `operand` the instruction `user` reads."""
+    """Counts the elements of `operand` that the instruction `user` reads; 1 << 62 means all of them."""
     places = [i for i, name in enumerate(user.operands) if name == operand]
     everything = 1 << 62
     if user.opcode == "fusion":
@@ -77,7 +77,16 @@ def _touched(module: Module, user: Instruction, operand: str) -> int:
 
 
 def _read(module: Module, inside: Computation, name: str) -> int:
-    """How many elements of `name`, an array inside a fusion, the fusion reads."""
+    """Counts the elements of an array that the instructions inside a fusion read.
+
+    The counts of all users are added, so the sum may exceed the array's size. Views of the array (e.g. a bitcast or a
+    transpose) do not count; their users do.
+
+    Args:
+        module: the program.
+        inside: the fusion's computation.
+        name: the array: a parameter or an instruction of it.
+    """
     total = 0
     for user in inside.users.get(name, ()):
         if user.opcode in _VIEWS and not user.is_root:

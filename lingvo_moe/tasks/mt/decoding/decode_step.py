@@ -44,12 +44,17 @@ class Decoder:
         self.search = FlatBeamSearch(max_length, options, allowed_V)
 
     def Search(self, theta: NestedMap, src: NestedMap, max_lengths_B: tf.Tensor) -> NestedMap:
-        """The whole search: `Start`, then `Step` until every row is done; see `flat_beam_search`.
+        """Encodes the sources and runs the complete beam search over their translations.
+
+        Equivalent to `Start`, then `Step` until every row is done.
 
         Args:
             theta: the weights.
             src: int32 `ids`, `segment_ids` (1, or 0 at padding) and `segment_pos`, [B,S] each.
-            max_lengths_B: int32, the most tokens of each row's translations, 0 for none.
+            max_lengths_B: int32, the maximum length of each row's translations, EOS included; 0 skips the row.
+
+        Returns:
+            NestedMap(ids_BKT, lengths_BK, scores_BK, steps); see `flat_beam_search`.
         """
         cache = self.InitCache(theta, self.model.Encode(theta, src))
         return self.search.Run(self._StepFn(theta), cache, max_lengths_B)

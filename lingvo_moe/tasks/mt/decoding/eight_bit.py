@@ -66,7 +66,10 @@ class EightBit:
         return EightBit(int8_MN, scale_N, bias_N, self.width)
 
     def ProductByBlock(self, x_RM: tf.Tensor) -> tf.Tensor:
-        """[R,M] by each block of W columns: [P,R,W]."""
+        """Multiplies rows [R,M] by the weight and returns the product split into blocks of W columns, [P,R,W].
+
+        P is N / W; W must divide N. The type is that of the rows.
+        """
         blocks = -(-self.int8_MN.shape[1] // self.width)
         return tf.transpose(tf.reshape(self.Product(x_RM), [-1, blocks, self.width]), [1, 0, 2])
 

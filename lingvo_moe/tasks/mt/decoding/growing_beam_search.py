@@ -219,9 +219,10 @@ class GrowingBeamSearch(FlatBeamSearch):
         return scores_BC, at_BC // n, tokens_BC
 
     def _Allowed(self, V: int | None) -> np.ndarray:
-        """bool [V]: the tokens that may be emitted, EOS among them.
+        """Returns bool [V], true for tokens that may be emitted: EOS always; PAD and BOS never.
 
-        Where V is not known it is as long as `allowed_V`, and all that come after may be.
+        `allowed_V`, if given, forbids further tokens. If V is unknown (None), the result is as long as `allowed_V`, and
+        callers take all tokens beyond its end to be allowed.
         """
         token_V = np.arange(np.asarray(self.allowed_V).size if V is None else V)
         allowed_V = (token_V != self.o.pad_id) & (token_V != self.o.bos_id)

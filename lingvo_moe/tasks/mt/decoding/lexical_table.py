@@ -158,7 +158,21 @@ def _sums(
     old_FE: np.ndarray | None,
     share_sums: np.ndarray,
 ) -> np.ndarray:
-    """What each piece of a block got of each target piece: float64 [F,E]."""
+    """The E step for a block of source pieces: expected counts of each (source piece, target piece).
+
+    Each target token is distributed over the pieces of its source in proportion to t(e|f).
+
+    Args:
+        rows: all source tokens.
+        first, last: the block's source pieces, `last` excluded.
+        target_size: E.
+        old_FE: t(e|f) of the last round for this block; None in the first round, where it is uniform.
+        share_sums: for each target token, the sum of t(e|f) over the pieces of its source; in the first round the
+            number of those pieces.
+
+    Returns:
+        float64 [F,E].
+    """
     cells = (last - first) * target_size
     sums_FE = np.zeros(cells)
     for at, tokens in rows.Events(first, last, target_size):

@@ -1,1 +1,1 @@
-"""The run directory: its files, its description, and initialisation from another run."""
+"""The run directory of translation models."""

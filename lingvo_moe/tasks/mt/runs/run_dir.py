@@ -1,4 +1,4 @@
-"""The run directory of a translation model: its vocabularies and languages, beside what every run has."""
+"""The run directory of a translation model. It adds vocabularies and languages to what core/run_dir.py has."""
 
 from lingvo_moe.core import run_dir
 from lingvo_moe.core.nested_map import NestedMap
@@ -29,7 +29,11 @@ class RunDir(run_dir.RunDir):
 
     @property
     def languages(self) -> list[str] | None:
-        """The source languages by task id; None for a run that does not say. Raises RunDirError: no run."""
+        """The source languages by task id; None if the run does not record them.
+
+        Raises:
+            RunDirError: there is no run.
+        """
         try:
             return languages_of(self.artifacts)
         except DataError as e:
