@@ -52,11 +52,17 @@ def compile_checked(lowered: Any, options: dict[str, Any], program: Program, act
         return lowered.compile(compiler_options=options)
     with tempfile.TemporaryDirectory(prefix="lingvo_moe_") as directory:
         find = functools.cache(lambda: find_faults(read_before(directory), program))
-        with keeping_if(lambda: not find()):
+
+        def has_no_fault() -> bool:
+            try:
+                return not find()
+            except EngineError:  # Raised again below, where JAX does not make a warning of it.
+                return False
+
+        with keeping_if(has_no_fault) as cache:
             compiled = lowered.compile(compiler_options=options | _dump(directory))
-        if not read_before(directory) and jax.config.jax_compilation_cache_dir:
-            return compiled  # It came from the cache, which holds no program with a fault.
-        act_on(find(), program.name, action)
+        if not cache.hit:  # The cache holds no program with a fault.
+            act_on(find(), program.name, action)
     return compiled
 
 

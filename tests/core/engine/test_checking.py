@@ -76,37 +76,48 @@ def test_functions_called_from_eager_code_are_checked_and_their_gradients():
         tape.gradient(z, x)
 
 
-def test_a_cache_of_compiled_programs_keeps_right_ones_alone(tmp_path):
+@pytest.fixture
+def cache(tmp_path):
+    """The directory of a cache that keeps every compiled program."""
     was = jax.config.jax_compilation_cache_dir
     least = jax.config.jax_persistent_cache_min_compile_time_secs
     try:
         entries = enable_compilation_cache(str(tmp_path))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-
-        def kept():
-            return len(os.listdir(entries))
-
-        PjrtEngine(MESH, known_faults="warn").Build(wrong, SPECS)
-        assert kept() == 0
-        with pytest.raises(ShardingError, match=REFUSED):
-            PjrtEngine(MESH).Build(wrong, SPECS)
-        PjrtEngine(MESH).Build(right, SPECS)
-        assert kept() == 1
-        PjrtEngine(MESH).Build(right, SPECS)  # from the cache, where nothing is written down
-        assert kept() == 1
-        # What was compiled unchecked is no answer for a checked compile.
-        PjrtEngine(MESH, known_faults="off").Build(wrong, SPECS)
-        with pytest.raises(ShardingError, match=REFUSED):
-            PjrtEngine(MESH).Build(wrong, SPECS)
+        yield entries
     finally:
         jax.config.update("jax_compilation_cache_dir", was)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
 
 
-def test_a_compile_that_writes_nothing_down_is_an_error(monkeypatch):
+def test_a_cache_of_compiled_programs_keeps_right_ones_alone(cache, monkeypatch):
+    def kept():
+        return len(os.listdir(cache))
+
+    PjrtEngine(MESH, known_faults="warn").Build(wrong, SPECS)
+    assert kept() == 0
+    with pytest.raises(ShardingError, match=REFUSED):
+        PjrtEngine(MESH).Build(wrong, SPECS)
+    PjrtEngine(MESH).Build(right, SPECS)
+    assert kept() == 1
+    # What was compiled unchecked is no answer for a checked compile.
+    PjrtEngine(MESH, known_faults="off").Build(wrong, SPECS)
+    with pytest.raises(ShardingError, match=REFUSED):
+        PjrtEngine(MESH).Build(wrong, SPECS)
+    entries = kept()
+    monkeypatch.setattr(checking, "find_faults", lambda *_: pytest.fail("not from the cache"))
+    PjrtEngine(MESH).Build(right, SPECS)
+    assert kept() == entries
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_compile_that_writes_nothing_down_is_an_error_and_is_not_kept(cache, monkeypatch):
+    """With the cache of compiled programs, which the trainer always has: an empty dump is no hit."""
     monkeypatch.setattr(checking, "dump_options", lambda _: {})
-    with pytest.raises(EngineError, match=r"'right' cannot be checked.*known_faults=off"):
-        PjrtEngine(MESH).Build(right, SPECS)
+    for _ in range(2):
+        with pytest.raises(EngineError, match=r"'right' cannot be checked.*known_faults=off"):
+            PjrtEngine(MESH).Build(right, SPECS)
+    assert os.listdir(cache) == []
     PjrtEngine(MESH, known_faults="off").Build(right, SPECS)
 
 
@@ -125,7 +136,8 @@ def test_unknown_actions_are_refused(capfd):
     for make in (lambda a: PjrtEngine(MESH, known_faults=a), _shard_function):
         with pytest.raises(ShardingError, match=r"known_faults=eror: must be one of.*did you mean"):
             make("eror")
-    assert trainer.main(["--model=mt.M4Tiny", "--known_faults=of"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        trainer.main(["--model=mt.M4Tiny", "--known_faults=of"])
     assert "--known_faults=of: must be one of error, warn, off" in capfd.readouterr().err
 
 
