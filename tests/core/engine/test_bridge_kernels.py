@@ -1,6 +1,7 @@
 """Lowering swaps operations that TensorFlow's bridge is slow with; the program must not show it."""
 
 import contextlib
+import threading
 
 import numpy as np
 import pytest
@@ -54,6 +55,18 @@ def test_reciprocals_of_any_size_give_the_same_program(shape, monkeypatch):
     assert cheap.Text() == _lowered(tf.math.reciprocal, spec).Text()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64", "float16", "int32"])
+def test_products_of_any_type_give_the_same_program(dtype, monkeypatch):
+    specs = [TensorSpec(s.shape, dtype) for s in _SPECS]
+    cheap = _lowered(_product, *specs)
+    monkeypatch.setattr(lowering, "cheaper_kernels", lambda _: contextlib.nullcontext())
+    assert cheap.Text() == _lowered(_product, *specs).Text()
+
+
+def _product(x_AB, w_BC):
+    return tf.einsum("AB,BC->AC", x_AB, w_BC)
+
+
 def test_inside_there_is_nothing_left_that_takes_long_and_outside_all_is_as_before():
     args = [tf.TensorSpec(s.shape, s.dtype) for s in _SPECS]
     concrete = _scaled.get_concrete_function(*args)
@@ -74,3 +87,24 @@ def test_a_users_function_still_runs_after_it_was_lowered():
     x, w = np.ones((4, 3), np.float32), np.eye(3, dtype=np.float32)
     _lowered(lambda x_AB, w_BC: _scaled(x_AB, w_BC), *_SPECS)
     np.testing.assert_allclose(_scaled(x, w), np.full((4, 3), 1 / 3))
+
+
+def test_one_thread_at_a_time_changes_definitions():
+    """Two functions that are lowered may call the same third one."""
+    concrete = _scaled.get_concrete_function(*(tf.TensorSpec(s.shape, s.dtype) for s in _SPECS))
+    entered, leave = threading.Event(), threading.Event()
+
+    def other():
+        with cheaper_kernels(concrete):
+            entered.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=other)
+    with cheaper_kernels(concrete):
+        thread.start()
+        assert not entered.wait(0.3)
+    assert entered.wait(60)
+    leave.set()
+    thread.join()
+    definition = context.context().get_function_def(concrete.name)
+    assert "Einsum" in {n.op for n in definition.node_def}
