@@ -72,7 +72,7 @@ def _replace_all(definition: Any, function: Any) -> bool:
         for i, name in enumerate(node.input):
             if name in results:
                 node.input[i] = results[name]
-    for key, name in definition.ret.items():
+    for key, name in list(definition.ret.items()):  # A map that is changed loses its place.
         definition.ret[key] = results.get(name, name)
     return True
 

@@ -108,3 +108,16 @@ def test_one_thread_at_a_time_changes_definitions():
     thread.join()
     definition = context.context().get_function_def(concrete.name)
     assert "Einsum" in {n.op for n in definition.node_def}
+
+
+def test_every_result_of_a_function_is_replaced():
+    """The order of a map of results depends on the process's hashes: with many of them, some order goes wrong."""
+
+    @tf.function(autograph=False)
+    def many(x):
+        return [tf.math.reciprocal(x + float(i)) for i in range(40)]
+
+    concrete = many.get_concrete_function(tf.TensorSpec((2,), "float32"))
+    with cheaper_kernels(concrete):
+        results = context.context().get_function_def(concrete.name).ret
+        assert [name for name in results.values() if not name.endswith(":z:0")] == []
