@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from lingvo_moe.core.engine import lowering
+from lingvo_moe.core.engine import bridge_kernels, lowering
 from lingvo_moe.core.engine.bridge_kernels import cheaper_kernels
 from lingvo_moe.core.engine.lowering import lower
 from lingvo_moe.core.engine.specs import TensorSpec
@@ -118,6 +118,9 @@ def test_every_result_of_a_function_is_replaced():
         return [tf.math.reciprocal(x + float(i)) for i in range(40)]
 
     concrete = many.get_concrete_function(tf.TensorSpec((2,), "float32"))
-    with cheaper_kernels(concrete):
-        results = context.context().get_function_def(concrete.name).ret
-        assert [name for name in results.values() if not name.endswith(":z:0")] == []
+    definition = concrete.function_def
+    nodes = [node.name for node in definition.node_def if node.op == "Reciprocal"]
+    for key, name in zip(list(definition.ret), nodes, strict=True):  # as gradients read them
+        definition.ret[key] = f"{name}:y:0"
+    assert bridge_kernels._replace_all(definition, concrete._inference_function)
+    assert [name for name in definition.ret.values() if not name.endswith(":z:0")] == []
