@@ -139,7 +139,8 @@ def test_a_task_that_does_not_say_how_it_is_shrunk(capsys):
 
 def test_the_trainer_verifies_before_it_trains():
     args = trainer_flags.parse_flags(["--model=toy_attention.Wrong", "--verify"])
-    trainer.verify_step(args, xs.Mesh.parse("a:1"), on_cpu=True)  # nothing to compare
+    with pytest.raises(UsageError, match=r"--verify: mesh a:1 has one device, so .*nothing"):
+        trainer.verify_step(args, xs.Mesh.parse("a:1"), on_cpu=True)
     with pytest.raises(VerifyError, match=r"toy_attention.Wrong over mesh a:4,b:2 is not"):
         trainer.verify_step(args, MESH, on_cpu=True)
     with pytest.raises(UsageError, match=r"--verify: .*tools.verify --model=toy_attention.Wrong"):
