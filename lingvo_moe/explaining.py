@@ -78,8 +78,7 @@ def explain(
     module = parse_module(made.before)
     before, after = spmd.Propagated(module), parse_module(made.after)
     names = _Names(program, before)
-    # The TPU compiler has its own partitioner.
-    faults = [] if topology else known_faults.known_faults(module)
+    faults = known_faults.known_faults(module)  # of a TPU slice too, as `tools.plan` does
     annotations = before.Annotations()
     return Explanation(
         name=program.name,

@@ -202,12 +202,16 @@ def verify_step(args: Flags, mesh: Mesh, on_cpu: bool) -> None:
 
     Raises:
         VerifyError: names the first tensor that differs.
-        UsageError: the devices are not those of one CPU process. Other devices round differently.
+        UsageError: the mesh has one device, or the devices are not those of one CPU process. Other devices round
+            differently.
     """
     from lingvo_moe.verifying import verify_model
 
     if mesh.size == 1:
-        return
+        raise UsageError(
+            f"--verify: mesh {mesh} has one device, so there is nothing to compare; leave the flag out, or give "
+            f"--num_devices or --mesh"
+        )
     if not on_cpu or args.num_processes > 1:
         raise UsageError(
             f"--verify: needs one process on a CPU; run python -m tools.verify --model={args.model} "

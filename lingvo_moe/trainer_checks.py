@@ -10,6 +10,7 @@ from lingvo_moe.core.directories import check_addable, check_logdir
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES
 from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.partitioner.known_faults import ERROR
 from lingvo_moe.core.paths import check_local, check_portable
 from lingvo_moe.core.run_dir import RunDir
 from lingvo_moe.core.run_lock import RunLock
@@ -38,6 +39,11 @@ def check_flags(args: Flags, params: Params) -> None:
     if args.engine in ONE_DEVICE_ENGINES and args.num_devices > 1:
         raise UsageError(
             f"--num_devices={args.num_devices}: --engine={args.engine} runs on one device; use --engine=pjrt"
+        )
+    if args.engine not in (None, "pjrt") and args.known_faults != ERROR:
+        raise UsageError(
+            f"--known_faults={args.known_faults}: --engine={args.engine} does not look for faults; leave the flag "
+            "out, or use --engine=pjrt"
         )
     if args.init_from_step is not None and not args.init_from:
         raise UsageError(

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import tensorflow as tf
 
@@ -19,7 +20,7 @@ from lingvo_moe.core import registry
 from lingvo_moe.core.base_task import BaseTask
 from lingvo_moe.core.engine.base import Engine
 from lingvo_moe.core.engine.pjrt import PjrtEngine
-from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.engine.specs import TensorSpec, numpy_dtype
 from lingvo_moe.core.engine.steps import train_step
 from lingvo_moe.core.engine.testing import run_sharded, run_single
 from lingvo_moe.core.engine.tf_engine import TfEngine
@@ -31,6 +32,8 @@ from lingvo_moe.core.sharding import Mesh
 # Relative to the largest magnitude of a tensor. Rounding in float32 stays two orders below; faults of the
 # partitioner are errors of several percent at least.
 TOLERANCE = 2e-3
+# The same for a narrower type, in its distances between 1 and the next number: 3% for bfloat16.
+_TOLERANCE_IN_EPS = 4
 # What is smaller than this is compared with it: a gradient that cancels to zero has no digits.
 _LEAST_SCALE = 1e-5
 # Metrics that BaseTask.TrainStep takes from the gradients.
@@ -47,8 +50,8 @@ class Difference:
 
     Attributes:
         name: its path in the results, e.g. 'gradient of theta.encoder.w'.
-        error: the largest difference, relative to the largest magnitude on one device; infinite where only
-            one of the two is finite.
+        error: the largest difference of finite values, relative to the largest finite magnitude on one device;
+            infinite where a value that is not finite is another one over the mesh.
         shape: of the tensor.
         letters: the einsum letters of its dimensions; '' where they are not known.
     """
@@ -74,10 +77,10 @@ def verify(fn: Any, mesh: Mesh, *args: Any, tolerance: float = TOLERANCE) -> Non
         mesh: of as many virtual CPU devices as there are at most.
         args: for each argument a tensor, an array or a tree of them; in place of a tensor a TensorSpec, for which
             normally distributed numbers are taken (zeros where it is of integers).
-        tolerance: the largest error, relative to a tensor's largest magnitude.
+        tolerance: the largest error, relative to a tensor's largest magnitude; larger for types narrower than float32.
 
     Raises:
-        VerifyError: names the first result or gradient that differs.
+        VerifyError: names the first result or gradient that differs, or that has no finite value on one device.
         ShardingError, LoweringError, EngineError: as `lowering.lower` and `PjrtEngine`.
     """
     rng = np.random.RandomState(0)
@@ -85,7 +88,7 @@ def verify(fn: Any, mesh: Mesh, *args: Any, tolerance: float = TOLERANCE) -> Non
     counts = [len(flatten_items(value)) for value in values]
     flat = [leaf for value in values for _, leaf in flatten_items(value)]
     names = [name for i, v in enumerate(values) for name, _ in flatten_items(v, f"args[{i}]")]
-    wanted = [i for i, leaf in enumerate(flat) if np.issubdtype(leaf.dtype, np.floating)]
+    wanted = [i for i, leaf in enumerate(flat) if _is_floating(leaf.dtype)]
 
     def values_and_gradients(*leaves: tf.Tensor) -> list[tf.Tensor]:
         rest, trees = list(leaves), []
@@ -105,7 +108,9 @@ def verify(fn: Any, mesh: Mesh, *args: Any, tolerance: float = TOLERANCE) -> Non
     want = run_single(values_and_gradients, flat, mesh)
     results = [f"result[{i}]" for i in range(len(want) - len(wanted))]
     every = [*results, *(f"gradient of {names[i]}" for i in wanted)]
-    _refuse(getattr(fn, "__name__", "fn"), mesh, _compare(every, got, want, tolerance))
+    what = getattr(fn, "__name__", "fn")
+    _check_finite(what, every, want)
+    _refuse(what, mesh, _compare(every, got, want, tolerance))
 
 
 def verify_model(
@@ -120,13 +125,13 @@ def verify_model(
         model: an experiment, e.g. 'mt.M4Tiny'.
         mesh: of as many virtual CPU devices as there are at most.
         override: as --model_params_override.
-        tolerance: the largest error, relative to a tensor's largest magnitude.
+        tolerance: the largest error, relative to a tensor's largest magnitude; larger for types narrower than float32.
 
     Returns:
         The names of what was compared, in order.
 
     Raises:
-        VerifyError: names the first tensor that differs.
+        VerifyError: names the first tensor that differs, or that has no finite value on one device.
         TaskError: the task does not say how it is shrunk.
         ValueError: of some subclass: an experiment, override or mesh that cannot be.
     """
@@ -157,6 +162,7 @@ def verify_model(
         for path, spec in task.VariableSpecs().FlattenItems()
         for kind in ("gradient of theta.", "new theta.")
     }
+    _check_finite(f"the shrunk step of {model}", list(want), want.values())
     differing = _compare(list(want), got.values(), want.values(), tolerance, letters)
     _refuse(f"the training step of {model}", mesh, differing)
     return list(want)
@@ -213,19 +219,41 @@ def _compare(
 ) -> list[Difference]:
     found = []
     for name, g, w in zip(names, got, want, strict=True):
-        error = _error(np.asarray(g), np.asarray(w))
-        if not error <= tolerance:
+        g, w = np.asarray(g), np.asarray(w)
+        error = _error(g, w)
+        if not error <= _tolerance(w.dtype, tolerance):
             found.append(Difference(name, error, np.shape(w), (letters or {}).get(name, "")))
     return found
 
 
 def _error(got: np.ndarray, want: np.ndarray) -> float:
-    got, want = got.astype(np.float64), want.astype(np.float64)
-    if not np.array_equal(np.isfinite(got), np.isfinite(want)):
+    """See `Difference.error`."""
+    wide = np.complex128 if np.iscomplexobj(want) else np.float64
+    got, want = got.astype(wide), want.astype(wide)
+    finite = np.isfinite(want)
+    same_elsewhere = np.array_equal(got[~finite], want[~finite], equal_nan=True)
+    got, want = got[finite], want[finite]
+    if not same_elsewhere or not np.isfinite(got).all():
         return float("inf")
-    difference = np.max(np.abs(np.nan_to_num(got) - np.nan_to_num(want)), initial=0.0)
-    scale = np.max(np.abs(np.nan_to_num(want)), initial=0.0)
-    return float(difference / max(scale, _LEAST_SCALE))
+    scale = np.max(np.abs(want), initial=0.0)
+    return float(np.max(np.abs(got - want), initial=0.0) / max(scale, _LEAST_SCALE))
+
+
+def _tolerance(dtype: Any, tolerance: float) -> float:
+    """`tolerance`, or what rounding to a narrow floating-point type takes."""
+    if not _is_floating(dtype):
+        return tolerance
+    return max(tolerance, _TOLERANCE_IN_EPS * float(ml_dtypes.finfo(dtype).eps))
+
+
+def _check_finite(what: str, names: Sequence[str], want: Iterable[Any]) -> None:
+    """Raises VerifyError for a tensor without a finite value on one device, such as a loss that is NaN."""
+    for name, w in zip(names, want, strict=True):
+        w = np.asarray(w)
+        if w.size and not np.isfinite(w).any():
+            raise VerifyError(
+                f"{what} is not finite on one device: nothing is verified. {name}{list(w.shape)} has no finite value"
+            )
 
 
 def _refuse(what: str, mesh: Mesh, differing: Sequence[Difference]) -> None:
@@ -242,10 +270,15 @@ def _refuse(what: str, mesh: Mesh, differing: Sequence[Difference]) -> None:
 def _value(rng: np.random.RandomState, leaf: Any) -> np.ndarray:
     if not isinstance(leaf, (TensorSpec, tf.TensorSpec)):
         return np.asarray(leaf)
-    dtype = np.dtype(leaf.dtype if isinstance(leaf, TensorSpec) else leaf.dtype.as_numpy_dtype)
-    if not np.issubdtype(dtype, np.floating):
+    dtype = numpy_dtype(tf.as_dtype(leaf.dtype).name)
+    if not _is_floating(dtype):
         return np.zeros(tuple(leaf.shape), dtype)
     return rng.standard_normal(tuple(leaf.shape)).astype(dtype)
+
+
+def _is_floating(dtype: Any) -> bool:
+    """Unlike NumPy, TensorFlow knows that bfloat16 and the like are floating-point types."""
+    return tf.as_dtype(dtype).is_floating
 
 
 def _weighted(y: tf.Tensor) -> tf.Tensor:

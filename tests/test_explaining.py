@@ -422,3 +422,15 @@ def test_what_the_partitioner_gets_wrong_is_named_with_its_line():
     right = explain(rows_by_way_of_data, specs, grid)
     right.Check()
     assert right.wrong == [] and "WRONG" not in str(right)
+
+
+def test_what_is_wrong_is_named_for_a_tpu_slice_too():
+    """As a plan for it is refused (tests/core/engine/test_checking.py)."""
+
+    def sum_by_ids(x, ids):
+        return tf.math.unsorted_segment_sum(sharding.split(x, 0, 8) + 5.0, ids, 4)
+
+    specs = [TensorSpec((15, 6), "float32"), TensorSpec((15,), "int32")]
+    explanation = explain(sum_by_ids, specs, Mesh.parse("data:2,model:4"), topology="v3:2x2")
+    (found,) = explanation.wrong
+    assert "UnsortedSegmentSum: the updates are sharded unevenly" in str(found)

@@ -122,6 +122,10 @@ TINY = "--model=mt.M4Tiny"
             "--num_processes=2: only --engine=pjrt runs as several",
         ),
         (
+            [TINY, "--engine=tf_graph", "--known_faults=warn", "--logdir=RUN"],
+            "--known_faults=warn: --engine=tf_graph does not look for faults",
+        ),
+        (
             [TINY, "--mode=inspect_model", "--num_devices=3"],
             "does not divide over the 3 devices",
         ),

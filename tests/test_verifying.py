@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-import toy_attention  # noqa: F401  registers its experiments
+import toy_attention
 
 from lingvo_moe import trainer, trainer_flags, verifying
 from lingvo_moe import xla_sharding as xs
 from lingvo_moe.core import registry
 from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.trainer_checks import UsageError
 from lingvo_moe.verifying import VerifyError
 from tools import verify
@@ -16,7 +17,7 @@ from tools import verify
 MESH = xs.Mesh.parse("a:4,b:2")
 
 
-def attention(probs_axes):
+def attention(probs_axes, dtype="float32"):
     def fn(x, w):
         v, o = (
             xs.mesh_split(w["v"], MESH, (None, "a", "b")),
@@ -28,21 +29,26 @@ def attention(probs_axes):
         return tf.einsum("BTNH,NHM->BTM", context, o)
 
     shapes = {"q": (16, 8, 8), "k": (16, 8, 8), "v": (16, 8, 8), "o": (8, 8, 16)}
-    specs = {name: TensorSpec(shape, "float32") for name, shape in shapes.items()}
-    return fn, TensorSpec((8, 16, 16), "float32"), specs
+    specs = {name: TensorSpec(shape, dtype) for name, shape in shapes.items()}
+    return fn, TensorSpec((8, 16, 16), dtype), specs
 
 
-def test_a_function_whose_gradients_are_wrong_over_a_mesh():
-    fn, x, weights = attention(("a", "b", None, None))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_function_whose_gradients_are_wrong_over_a_mesh(dtype):
+    fn, x, weights = attention(("a", "b", None, None), dtype)
     with pytest.raises(
         VerifyError, match=r"fn over mesh a:4,b:2 .*gradient of args\[0\]\[8, 16, 16\] is off"
     ):
         xs.verify(fn, MESH, x, weights)
 
 
-def test_a_function_that_is_right():
-    fn, x, weights = attention((None, "a", None, None))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_function_that_is_right(dtype):
+    fn, x, weights = attention((None, "a", None, None), dtype)
     xs.verify(fn, MESH, x, weights)
+
+
+def test_a_function_of_integers_and_a_tensor_that_is_right():
     xs.verify(
         lambda i, y: tf.gather(xs.split(y, 0, 8), i),
         MESH,
@@ -73,10 +79,34 @@ def test_a_step_that_is_right(capsys, monkeypatch):
     assert {"new theta.q", "new step"} < set(compared)
 
 
-def test_values_that_are_not_finite_differ():
-    error = verifying._error
-    assert error(np.array([np.nan, 1.0]), np.array([0.0, 1.0])) == np.inf
-    assert error(np.array([np.inf, 1.0]), np.array([np.inf, 1.0])) == 0.0
+@pytest.mark.parametrize(
+    "got, want, expected",
+    [
+        ([np.nan, 1.0], [0.0, 1.0], np.inf),
+        ([0.0, 1.0], [np.nan, 1.0], np.inf),
+        ([np.inf, 1.0], [-np.inf, 1.0], np.inf),
+        ([np.nan, 1.0], [np.inf, 1.0], np.inf),
+        ([np.inf, np.nan, 1.0], [np.inf, np.nan, 1.0], 0.0),
+        ([np.inf, 1.0, 3.0], [np.inf, 1.0, 4.0], 0.25),  # a shared infinity hides nothing
+        ([1.0 + 1j], [1.0 + 0j], 1.0),
+    ],
+)
+def test_values_that_are_not_finite_have_to_be_equal_and_the_others_are_compared(
+    got, want, expected
+):
+    assert verifying._error(np.array(got), np.array(want)) == expected
+
+
+def test_what_is_not_finite_on_one_device_is_not_verified(monkeypatch):
+    with pytest.raises(VerifyError, match=r"not finite on one device: nothing is verified.*result"):
+        xs.verify(lambda x: tf.math.log(xs.split(x, 0, 8)), MESH, -np.ones(16, np.float32))
+    nan = NestedMap(x=np.full((8, 16, 16), np.nan, np.float32))
+    monkeypatch.setattr(toy_attention.AttentionModel, "SampleBatch", lambda *_: nan)
+    with pytest.raises(
+        VerifyError,
+        match=r"the shrunk step of toy_attention.Right is not finite on one device: nothing.*loss",
+    ):
+        verifying.verify_model("toy_attention.Right", MESH)
 
 
 @pytest.mark.parametrize("mesh", ["expert:8", "expert:3"])
@@ -109,7 +139,8 @@ def test_a_task_that_does_not_say_how_it_is_shrunk(capsys):
 
 def test_the_trainer_verifies_before_it_trains():
     args = trainer_flags.parse_flags(["--model=toy_attention.Wrong", "--verify"])
-    trainer.verify_step(args, xs.Mesh.parse("a:1"), on_cpu=True)  # nothing to compare
+    with pytest.raises(UsageError, match=r"--verify: mesh a:1 has one device, so .*nothing"):
+        trainer.verify_step(args, xs.Mesh.parse("a:1"), on_cpu=True)
     with pytest.raises(VerifyError, match=r"toy_attention.Wrong over mesh a:4,b:2 is not"):
         trainer.verify_step(args, MESH, on_cpu=True)
     with pytest.raises(UsageError, match=r"--verify: .*tools.verify --model=toy_attention.Wrong"):

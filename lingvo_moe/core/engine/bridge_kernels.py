@@ -5,6 +5,7 @@ passes for each operation, which takes 5 ms; a training step has hundreds of the
 and Reciprocal of a traced function by operations of the first kind while the function is lowered.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -16,15 +17,21 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 _LARGEST_CONSTANT = 4096  # elements: a literal of the program
+# The types that the definition of XlaEinsum allows.
+_EINSUM_TYPES = (tf.float32, tf.bfloat16, tf.complex64)
+# The definitions are those of the process, and two functions that are lowered may call a third.
+_lock = threading.RLock()
 
 
 @contextmanager
 def cheaper_kernels(concrete: Any) -> Iterator[None]:
     """Inside, the runtime's definition of a ConcreteFunction, and of the functions that it calls, has the cheaper
     operations. Its Python graph stays as it is. Afterwards the definitions are the original ones, since functions
-    that the user decorated with `tf.function` may be among them, and TensorFlow's executor lacks XlaEinsum."""
+    that the user decorated with `tf.function` may be among them, and TensorFlow's executor lacks XlaEinsum.
+
+    Other threads that lower a function wait."""
     runtime = context.context()
-    with ExitStack() as stack:
+    with _lock, ExitStack() as stack:
         for function in _functions(concrete):
             name = function.name
             original = runtime.get_function_def(name)
@@ -53,7 +60,7 @@ def _replace_all(definition: Any, function: Any) -> bool:
     """Replaces what can be replaced in the FunctionDef of an AtomicFunction; whether there was any."""
     results: dict[str, str] = {}  # names of results, old -> new
     for node in list(definition.node_def):
-        if node.op == "Einsum" and node.attr["N"].i == 2:
+        if node.op == "Einsum" and node.attr["N"].i == 2 and _dtype(node) in _EINSUM_TYPES:
             results.update(_replace_einsum(node))
         elif node.op == "Reciprocal":
             shape = function.graph.get_operation_by_name(node.name).outputs[0].shape
@@ -65,9 +72,13 @@ def _replace_all(definition: Any, function: Any) -> bool:
         for i, name in enumerate(node.input):
             if name in results:
                 node.input[i] = results[name]
-    for key, name in definition.ret.items():
+    for key, name in list(definition.ret.items()):  # A map that is changed loses its place.
         definition.ret[key] = results.get(name, name)
     return True
+
+
+def _dtype(node: Any) -> tf.DType:
+    return tf.as_dtype(node.attr["T"].type)
 
 
 def _replace_einsum(node: Any) -> dict[str, str]:
@@ -78,10 +89,10 @@ def _replace_einsum(node: Any) -> dict[str, str]:
 
 def _replace_reciprocal(definition: Any, node: Any, shape: list[int]) -> dict[str, str]:
     """1 / x, with a constant of x's shape, as the other kernel writes it."""
-    dtype = node.attr["T"].type
+    dtype = _dtype(node)
     one = definition.node_def.add(name=f"{node.name}/one", op="Const")
-    one.attr["dtype"].type = dtype
-    ones = np.ones(shape, tf.as_dtype(dtype).as_numpy_dtype)
+    one.attr["dtype"].type = dtype.as_datatype_enum
+    ones = np.ones(shape, dtype.as_numpy_dtype)
     one.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(ones))
     node.op = "RealDiv"
     node.input.insert(0, f"{one.name}:output:0")

@@ -7,29 +7,29 @@ JAX's cache of compiled programs, so a program that comes from there has none.
 
 import functools
 import hashlib
-import inspect
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
 
+from lingvo_moe.core import hlo, partitioner
 from lingvo_moe.core.command import say
+from lingvo_moe.core.engine import partition_dump
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.compiled_cache import keeping_if
 from lingvo_moe.core.engine.partition_dump import dump_options, read_before
 from lingvo_moe.core.engine.program import Program
 from lingvo_moe.core.hlo.module import parse_module
-from lingvo_moe.core.partitioner import (
-    faults_of_products,
-    faults_of_scatters,
-    faults_of_windows,
-    known_faults,
-)
+from lingvo_moe.core.partitioner import known_faults
 from lingvo_moe.core.partitioner.explanation import Line, WrongNumbers
 from lingvo_moe.core.partitioner.known_faults import ERROR, OFF, WARN
 from lingvo_moe.core.sharding import ShardingError
 
-_DETECTORS = (known_faults, faults_of_products, faults_of_scatters, faults_of_windows)
+# Packages and a module whose code decides whether a program has a fault, beside this one.
+_CODE: tuple[ModuleType, ...] = (hlo, partitioner, partition_dump)
 
 
 def compile_checked(lowered: Any, options: dict[str, Any], program: Program, action: str) -> Any:
@@ -46,17 +46,23 @@ def compile_checked(lowered: Any, options: dict[str, Any], program: Program, act
 
     Raises:
         ShardingError: there is a fault and `action` is 'error'; names lines and remedies.
-        EngineError: XLA does not write down what its partitioner was given.
+        EngineError: XLA does not write down what its partitioner was given, or in another form.
     """
     if action == OFF or program.mesh.size == 1:
         return lowered.compile(compiler_options=options)
     with tempfile.TemporaryDirectory(prefix="lingvo_moe_") as directory:
         find = functools.cache(lambda: find_faults(read_before(directory), program))
-        with keeping_if(lambda: not find()):
+
+        def has_no_fault() -> bool:
+            try:
+                return not find()
+            except EngineError:  # Raised again below, where JAX does not make a warning of it.
+                return False
+
+        with keeping_if(has_no_fault) as cache:
             compiled = lowered.compile(compiler_options=options | _dump(directory))
-        if not read_before(directory) and jax.config.jax_compilation_cache_dir:
-            return compiled  # It came from the cache, which holds no program with a fault.
-        act_on(find(), program.name, action)
+        if not cache.hit:  # The cache holds no program with a fault.
+            act_on(find(), program.name, action)
     return compiled
 
 
@@ -68,19 +74,27 @@ def find_faults(text: str, program: Program) -> list[WrongNumbers]:
         program: that it was made of.
 
     Raises:
-        EngineError: there is no text.
+        EngineError: there is no text, or it cannot be read.
     """
     if not text:
-        raise EngineError(
-            f"program {program.name!r} cannot be checked for known faults of XLA's partitioner: jaxlib "
-            f"{jax.lib.__version__} wrote nothing down, or {tempfile.gettempdir()} is full; "
-            f"known_faults={OFF} runs it unchecked"
-        )
+        raise _unchecked(program, f"wrote nothing down, or {tempfile.gettempdir()} is full")
+    try:
+        faults = known_faults.known_faults(parse_module(text))
+    except ValueError as e:  # an HloError, or a number that is none
+        raise _unchecked(program, f"wrote a module that cannot be read ({e})") from e
     found = []
-    for fault in known_faults.known_faults(parse_module(text)):
+    for fault in faults:
         line = program.sources.Line(fault.op) if program.sources and fault.op else None
         found.append(WrongNumbers(fault, Line(str(line), line.text) if line else None))
     return found
+
+
+def _unchecked(program: Program, why: str) -> EngineError:
+    return EngineError(
+        f"program {program.name!r} cannot be checked for known faults of XLA's partitioner: jaxlib "
+        f"{jax.lib.__version__} {why}; --known_faults={OFF} runs it unchecked (or known_faults={OFF!r} of "
+        f"shard_function)"
+    )
 
 
 def act_on(faults: list[WrongNumbers], program_name: str, action: str) -> None:
@@ -105,6 +119,16 @@ def _dump(directory: str) -> dict[str, Any]:
 
 @functools.cache
 def _version() -> str:
-    """A digest of the detectors, which changes with them."""
-    text = "".join(inspect.getsource(module) for module in _DETECTORS)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    """A digest of the code of the check, which changes with it."""
+    digest = hashlib.sha256()
+    for path in _files():
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _files() -> Iterator[Path]:
+    """The files of the check's code."""
+    yield Path(__file__)
+    for module in _CODE:
+        path = Path(module.__file__ or "")
+        yield from sorted(path.parent.glob("*.py")) if hasattr(module, "__path__") else [path]

@@ -11,6 +11,7 @@ import os
 import platform
 import stat
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -92,29 +93,55 @@ def enable_compilation_cache(directory: str | os.PathLike | None = None) -> str:
     return str(entries)
 
 
+@dataclass
+class CacheUse:
+    """How the compiles inside a `keeping_if` use JAX's cache.
+
+    Attributes:
+        may_keep: whether the cache may keep the program that was just compiled.
+        hit: whether a program came from the cache.
+    """
+
+    may_keep: Callable[[], bool]
+    hit: bool = False
+
+
 @contextlib.contextmanager
-def keeping_if(may_keep: Callable[[], bool]) -> Iterator[None]:
-    """Inside, JAX's cache keeps a program that was just compiled only where `may_keep()` is true."""
-    token = _may_keep.set(may_keep)
+def keeping_if(may_keep: Callable[[], bool]) -> Iterator[CacheUse]:
+    """Inside, JAX's cache keeps a program that was just compiled only where `may_keep()` is true.
+
+    Yields a CacheUse, which says afterwards whether the program came from the cache.
+    """
+    use = CacheUse(may_keep)
+    token = _use.set(use)
     try:
-        yield
+        yield use
     finally:
-        _may_keep.reset(token)
+        _use.reset(token)
 
 
-_may_keep: contextvars.ContextVar[Callable[[], bool] | None] = contextvars.ContextVar(
-    "may_keep", default=None
-)
+_use: contextvars.ContextVar[CacheUse | None] = contextvars.ContextVar("cache_use", default=None)
 _put_always = compilation_cache.put_executable_and_time
+_get = compilation_cache.get_executable_and_time
 
 
 def _put_if_kept(*args: Any, **kwargs: Any) -> None:
-    may_keep = _may_keep.get()
-    if may_keep is None or may_keep():
+    use = _use.get()
+    if use is None or use.may_keep():
         _put_always(*args, **kwargs)
 
 
+def _get_and_record(*args: Any, **kwargs: Any) -> Any:
+    """An entry is a hit only if the executable in it can be loaded: JAX compiles again where it cannot."""
+    executable, seconds = _get(*args, **kwargs)
+    use = _use.get()
+    if use is not None and executable is not None:
+        use.hit = True
+    return executable, seconds
+
+
 compilation_cache.put_executable_and_time = _put_if_kept
+compilation_cache.get_executable_and_time = _get_and_record
 
 
 def _directory_of_entries(directory: str | os.PathLike | None) -> Path:

@@ -1,13 +1,14 @@
 """Lowering swaps operations that TensorFlow's bridge is slow with; the program must not show it."""
 
 import contextlib
+import threading
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from lingvo_moe.core.engine import lowering
+from lingvo_moe.core.engine import bridge_kernels, lowering
 from lingvo_moe.core.engine.bridge_kernels import cheaper_kernels
 from lingvo_moe.core.engine.lowering import lower
 from lingvo_moe.core.engine.specs import TensorSpec
@@ -54,6 +55,18 @@ def test_reciprocals_of_any_size_give_the_same_program(shape, monkeypatch):
     assert cheap.Text() == _lowered(tf.math.reciprocal, spec).Text()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64", "float16", "int32"])
+def test_products_of_any_type_give_the_same_program(dtype, monkeypatch):
+    specs = [TensorSpec(s.shape, dtype) for s in _SPECS]
+    cheap = _lowered(_product, *specs)
+    monkeypatch.setattr(lowering, "cheaper_kernels", lambda _: contextlib.nullcontext())
+    assert cheap.Text() == _lowered(_product, *specs).Text()
+
+
+def _product(x_AB, w_BC):
+    return tf.einsum("AB,BC->AC", x_AB, w_BC)
+
+
 def test_inside_there_is_nothing_left_that_takes_long_and_outside_all_is_as_before():
     args = [tf.TensorSpec(s.shape, s.dtype) for s in _SPECS]
     concrete = _scaled.get_concrete_function(*args)
@@ -74,3 +87,40 @@ def test_a_users_function_still_runs_after_it_was_lowered():
     x, w = np.ones((4, 3), np.float32), np.eye(3, dtype=np.float32)
     _lowered(lambda x_AB, w_BC: _scaled(x_AB, w_BC), *_SPECS)
     np.testing.assert_allclose(_scaled(x, w), np.full((4, 3), 1 / 3))
+
+
+def test_one_thread_at_a_time_changes_definitions():
+    """Two functions that are lowered may call the same third one."""
+    concrete = _scaled.get_concrete_function(*(tf.TensorSpec(s.shape, s.dtype) for s in _SPECS))
+    entered, leave = threading.Event(), threading.Event()
+
+    def other():
+        with cheaper_kernels(concrete):
+            entered.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=other)
+    with cheaper_kernels(concrete):
+        thread.start()
+        assert not entered.wait(0.3)
+    assert entered.wait(60)
+    leave.set()
+    thread.join()
+    definition = context.context().get_function_def(concrete.name)
+    assert "Einsum" in {n.op for n in definition.node_def}
+
+
+def test_every_result_of_a_function_is_replaced():
+    """The order of a map of results depends on the process's hashes: with many of them, some order goes wrong."""
+
+    @tf.function(autograph=False)
+    def many(x):
+        return [tf.math.reciprocal(x + float(i)) for i in range(40)]
+
+    concrete = many.get_concrete_function(tf.TensorSpec((2,), "float32"))
+    definition = concrete.function_def
+    nodes = [node.name for node in definition.node_def if node.op == "Reciprocal"]
+    for key, name in zip(list(definition.ret), nodes, strict=True):  # as gradients read them
+        definition.ret[key] = f"{name}:y:0"
+    assert bridge_kernels._replace_all(definition, concrete._inference_function)
+    assert [name for name in definition.ret.values() if not name.endswith(":z:0")] == []

@@ -1,6 +1,8 @@
 """Every compile for several devices refuses what XLA's partitioner is known to compute wrongly."""
 
 import os
+import re
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -9,7 +11,7 @@ import tensorflow as tf
 
 from lingvo_moe import trainer
 from lingvo_moe import xla_sharding as xs
-from lingvo_moe.core.engine import aot, checking
+from lingvo_moe.core.engine import aot, checking, xla
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
 from lingvo_moe.core.engine.pjrt import PjrtEngine
@@ -76,38 +78,92 @@ def test_functions_called_from_eager_code_are_checked_and_their_gradients():
         tape.gradient(z, x)
 
 
-def test_a_cache_of_compiled_programs_keeps_right_ones_alone(tmp_path):
+@pytest.fixture
+def cache(tmp_path):
+    """The directory of a cache that keeps every compiled program."""
     was = jax.config.jax_compilation_cache_dir
     least = jax.config.jax_persistent_cache_min_compile_time_secs
     try:
         entries = enable_compilation_cache(str(tmp_path))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-
-        def kept():
-            return len(os.listdir(entries))
-
-        PjrtEngine(MESH, known_faults="warn").Build(wrong, SPECS)
-        assert kept() == 0
-        with pytest.raises(ShardingError, match=REFUSED):
-            PjrtEngine(MESH).Build(wrong, SPECS)
-        PjrtEngine(MESH).Build(right, SPECS)
-        assert kept() == 1
-        PjrtEngine(MESH).Build(right, SPECS)  # from the cache, where nothing is written down
-        assert kept() == 1
-        # What was compiled unchecked is no answer for a checked compile.
-        PjrtEngine(MESH, known_faults="off").Build(wrong, SPECS)
-        with pytest.raises(ShardingError, match=REFUSED):
-            PjrtEngine(MESH).Build(wrong, SPECS)
+        yield entries
     finally:
         jax.config.update("jax_compilation_cache_dir", was)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
 
 
-def test_a_compile_that_writes_nothing_down_is_an_error(monkeypatch):
+def test_a_cache_of_compiled_programs_keeps_right_ones_alone(cache, monkeypatch):
+    def kept():
+        return len(os.listdir(cache))
+
+    PjrtEngine(MESH, known_faults="warn").Build(wrong, SPECS)
+    assert kept() == 0
+    with pytest.raises(ShardingError, match=REFUSED):
+        PjrtEngine(MESH).Build(wrong, SPECS)
+    PjrtEngine(MESH).Build(right, SPECS)
+    assert kept() == 1
+    # What was compiled unchecked is no answer for a checked compile.
+    PjrtEngine(MESH, known_faults="off").Build(wrong, SPECS)
+    with pytest.raises(ShardingError, match=REFUSED):
+        PjrtEngine(MESH).Build(wrong, SPECS)
+    entries = kept()
+    monkeypatch.setattr(checking, "find_faults", lambda *_: pytest.fail("not from the cache"))
+    PjrtEngine(MESH).Build(right, SPECS)
+    assert kept() == entries
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_compile_that_writes_nothing_down_is_an_error_and_is_not_kept(cache, monkeypatch):
+    """With the cache of compiled programs, which the trainer always has: an empty dump is no hit."""
     monkeypatch.setattr(checking, "dump_options", lambda _: {})
-    with pytest.raises(EngineError, match=r"'right' cannot be checked.*known_faults=off"):
-        PjrtEngine(MESH).Build(right, SPECS)
+    for _ in range(2):
+        with pytest.raises(EngineError, match=r"'right' cannot be checked.*known_faults=off"):
+            PjrtEngine(MESH).Build(right, SPECS)
+    assert os.listdir(cache) == []
     PjrtEngine(MESH, known_faults="off").Build(right, SPECS)
+
+
+def test_a_module_that_cannot_be_read_is_an_error_with_the_remedy(monkeypatch):
+    program = PjrtEngine(MESH).Lower(right, SPECS)
+    for text in (
+        "ENTRY {",
+        "HloModule m, num_partitions=8\n\nENTRY %e () -> f32[] {\n  %a = f32[x\n}\n",
+    ):
+        with pytest.raises(
+            EngineError, match=r"'right' cannot be checked.*read.*--known_faults=off"
+        ):
+            checking.find_faults(text, program)
+    # Nothing is compiled again to find a cause.
+    monkeypatch.setattr(checking, "read_before", lambda _: "ENTRY {")
+    monkeypatch.setattr(xla, "_unnameable", lambda *_: pytest.fail("compiles again"))
+    with pytest.raises(EngineError, match=r"'right' cannot be checked"):
+        PjrtEngine(MESH).Compile(program)
+
+
+def test_code_of_the_check_is_in_the_key_of_the_cache():
+    """A program that was found right by older code is checked again."""
+    core = Path(checking.__file__).parents[1]
+    code = {str(path.relative_to(core)) for path in checking._files()}
+    waiting = ["engine/partition_dump.py", "partitioner/known_faults.py", "hlo/module.py"]
+    read = set()
+    while waiting:
+        name = waiting.pop()
+        read.add(name)
+        for module in re.findall(
+            r"lingvo_moe\.core\.((?:hlo|partitioner)\.\w+)", (core / name).read_text()
+        ):
+            file = module.replace(".", "/") + ".py"
+            if file not in read:
+                waiting.append(file)
+    assert "partitioner/spmd.py" in read and "hlo/sharding.py" in read
+    assert read <= code
+
+
+@pytest.mark.parametrize("name", ["module.py", "spmd.py", "partition_dump.py"])
+def test_another_version_of_the_code_has_another_key(name, monkeypatch):
+    before, read = checking._version(), Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda p: read(p) + b"#" * (p.name == name))
+    assert checking._version.__wrapped__() != before
 
 
 def test_a_plan_is_checked_by_what_the_tpu_compilers_partitioner_is_given():
