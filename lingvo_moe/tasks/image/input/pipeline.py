@@ -149,7 +149,7 @@ class FolderInput(ImageInput):
         return p
 
     @classmethod
-    def CheckData(cls, params: HyperParams) -> None:
+    def CheckSource(cls, params: HyperParams) -> None:
         """See BaseInput."""
         if not params.data_dir:
             raise ImageDataError(

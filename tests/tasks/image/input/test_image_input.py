@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from lingvo_moe import trainer
 from lingvo_moe.core.artifacts import RunArtifacts
 from lingvo_moe.tasks.image.input.crops import generator, middle_box, random_box, resized
 from lingvo_moe.tasks.image.input.errors import ImageDataError
@@ -170,8 +171,14 @@ def test_no_images_and_nothing_held_out(folder):
     (folder / "val").rename(folder / "other")
     with pytest.raises(ImageDataError, match="no images are held out"):
         next(_input(folder).HeldOut())
-    with pytest.raises(ImageDataError, match="--data_dir is needed"):
-        FolderInput.CheckData(FolderInput.Params())
+
+
+def test_the_trainer_needs_a_folder(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(folder)  # which would do as --data_dir
+    logdir = tmp_path / "run"
+    assert trainer.main(["--model=image.ResNet50", f"--logdir={logdir}"]) == 2
+    assert "--data_dir is needed to train: a directory of <split>" in capsys.readouterr().err
+    assert not logdir.exists()
 
 
 def test_a_run_goes_on_with_the_classes_that_it_began_with(folder):
