@@ -9,7 +9,7 @@ from lingvo_moe.core.artifacts import RunArtifacts
 from lingvo_moe.tasks.image.input.crops import generator, middle_box, random_box, resized
 from lingvo_moe.tasks.image.input.errors import ImageDataError
 from lingvo_moe.tasks.image.input.pipeline import CLASSES_FILE, DigitsInput, FolderInput
-from lingvo_moe.tasks.image.input.sources import digits_splits, folder_splits
+from lingvo_moe.tasks.image.input.sources import FolderSplit, digits_splits, folder_splits
 
 COLOURS = {"blue": (0, 0, 250), "green": (0, 250, 0), "red": (250, 0, 0)}
 
@@ -149,6 +149,14 @@ def test_a_broken_image_is_named(folder):
     broken.write_bytes(broken.read_bytes()[:200])
     with pytest.raises(ImageDataError, match=r"train/green/2\.jpg: cannot be read as an image"):
         _take(iter(_input(folder)), 3)
+
+
+def test_the_images_are_identified_once(folder, monkeypatch):
+    calls, key = [], FolderSplit.Key
+    monkeypatch.setattr(FolderSplit, "Key", lambda split: calls.append(1) or key(split))
+    batches = iter(_input(folder))
+    batches.SetState(batches.GetState())
+    assert batches.GetState()["identity"]["images"] and len(calls) == 1
 
 
 @pytest.mark.parametrize(
