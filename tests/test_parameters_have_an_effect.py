@@ -41,8 +41,8 @@ def _others(p: Params, path: str) -> Iterator[Any]:
     """Other values that a parameter may have."""
     value, check = p.Get(path), p.Range(path)
     names = [*getattr(check, "names", ()), *(p._param(path).choices or ())]
-    candidates = [*names, True, False, 1, 2, 4, 0.25, 0.75, "bfloat16"]
-    candidates += ["other", ["de"], {"B": "expert"}, {}, {"M": "expert"}, {"H": "expert"}]
+    candidates = [*names, True, False, 1, 2, 4, 0.25, 0.75, "bfloat16", "float32"]
+    candidates += ["other", ["de"], [2, 1], {"B": "expert"}, {}, {"M": "expert"}, {"H": "expert"}]
     for other in candidates:
         if type(other) is not type(value) and value is not None and not isinstance(value, float):
             continue

@@ -52,7 +52,12 @@ def _run_job(logdir, *what):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{s.getsockname()[1]}"
-    flags = [f"--logdir={logdir}", "--num_processes=2", f"--coordinator_address={address}"]
+    flags = [
+        "--model=mt.M4Tiny",
+        f"--logdir={logdir}",
+        "--num_processes=2",
+        f"--coordinator_address={address}",
+    ]
     command = [sys.executable, "-c", _TRAINER, *what, *flags]
     with contextlib.ExitStack() as stack:
         job = []

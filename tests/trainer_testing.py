@@ -70,10 +70,10 @@ def keep_compiled() -> None:
 
     make_engine, engines = base.make_engine, {}
 
-    def make_once(name: str, mesh: Any) -> Any:
-        key = (name, str(mesh))
+    def make_once(name: str, mesh: Any, known_faults: str = "error") -> Any:
+        key = (name, str(mesh), known_faults)
         if key not in engines:
-            engine, built = make_engine(name, mesh), {}
+            engine, built = make_engine(name, mesh, known_faults), {}
             build = engine.Build
 
             def build_once(*args: Any, name: str, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ import toy_translation as toy
 from lingvo_moe.core import registry
 from lingvo_moe.core.engine import lowering
 from lingvo_moe.core.engine.pjrt import PjrtEngine
-from lingvo_moe.core.engine.steps import train_step
+from lingvo_moe.core.engine.steps import build_step, train_step
 from lingvo_moe.core.engine.tracing import trace
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
@@ -39,7 +39,7 @@ def test_a_step_trains(override, theta_dtype, monkeypatch):
     with use_mesh(single_device()):
         before = task.InitState(tf.constant(1)).Transform(lambda x: x.numpy())
     batch = toy.batch(step.arg_specs[1], 50)
-    state, metrics = step.Build(engine)(before, batch)
+    state, metrics = build_step(step, engine)(before, batch)
     after, metrics = engine.Get(state), engine.Get(metrics)
     assert {w.dtype.name for w in after.theta.Flatten()} == {theta_dtype}
     assert {s.dtype.name for s in after.slots.Flatten()} == {"float32"}
