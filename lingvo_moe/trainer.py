@@ -112,9 +112,11 @@ def find_devices() -> None:
 
 
 def fastest_engine(args: Flags) -> str:
-    """Returns the engine to use without --engine: tf_graph on one CPU device, else pjrt."""
-    if args.num_devices or args.mesh or args.num_processes > 1:
+    """Returns the engine to use without --engine: tf_graph on one CPU device without --mesh, else pjrt."""
+    if args.num_devices > 1 or args.mesh or args.num_processes > 1:
         return "pjrt"
+    if args.num_devices == 1:  # of the CPU, whatever else there is
+        return "tf_graph"
     from lingvo_moe.core.engine import devices
 
     find_devices()

@@ -1,6 +1,7 @@
 """Checks flags, paths and the run directory of a job, so that mistakes are found before anything slow starts."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,11 +15,12 @@ from lingvo_moe.core.partitioner.known_faults import ERROR
 from lingvo_moe.core.paths import check_local, check_portable
 from lingvo_moe.core.run_dir import RunDir
 from lingvo_moe.core.run_lock import RunLock
-from lingvo_moe.core.sharding import Mesh, ShardingError
+from lingvo_moe.core.sharding import Axis, Mesh, ShardingError, SplitMap
 from lingvo_moe.core.sharding.letters import axes_of
 from lingvo_moe.core.suggest import did_you_mean
 
-if TYPE_CHECKING:  # it imports TensorFlow
+if TYPE_CHECKING:  # they import TensorFlow
+    from lingvo_moe.core.base_layer import BaseLayer
     from lingvo_moe.core.base_task import BaseTask
 
 
@@ -104,30 +106,60 @@ def check_data_dir(args: Flags) -> None:
 def check_divisible(params: Params, task: "BaseTask", mesh: Mesh) -> None:
     """Raises ShardingError if a sharding names an axis that the mesh lacks, or if a size is not divisible by its axis.
 
-    The message names the parameter.
+    It looks at the splits of the task and of every layer in it, and at every variable. The message names the parameter.
     """
     if mesh.size == 1:
         return
-    split = {**task.p.weight_split, **task.p.activation_split}
-    for name in ("weight_split", "activation_split"):
-        for letter, axis in task.p.Get(name).items():
-            for part in axes_of(axis):
-                if part not in mesh.axis_names:
-                    raise ShardingError(
-                        f"task.{name}: {letter!r} is sharded along {part!r}, and mesh {mesh} has no axis {part!r}"
-                        f"{did_you_mean(part, mesh.axis_names)}"
-                    )
-    for letter in task.DIVIDED:
-        for path in task.SIZES[letter]:
-            axis, size = split.get(letter), params.Get(path)
-            if axis is None or not size:
-                continue
-            parts = mesh.axis_size(axis)
-            if size % parts:
+    layers = [("task", task), *_layers_of(task, "task")]
+    for path, layer in layers:
+        for name in ("weight_split", "activation_split"):
+            _check_axes(f"{path}.{name}", layer.p.Get(name), mesh)
+    for _, layer in layers:
+        split = layer.p.activation_split
+        for letter in task.DIVIDED:
+            for path in task.SIZES[letter]:
+                _check_size(path, params.Get(path), split.get(letter), mesh)
+    for path, spec in task.VariableSpecs().FlattenItems():
+        for letter, size, axis in zip(spec.letters, spec.shape, spec.split, strict=True):
+            sized_by = [p for p in task.SizeParams(path, letter) if params.Get(p) == size]
+            if sized_by:
+                _check_size(sized_by[0], size, axis, mesh)
+            else:
+                _check_parts(f"variable {path}: {letter}={size}", size, axis, mesh)
+
+
+def _layers_of(layer: "BaseLayer", path: str) -> Iterator[tuple[str, "BaseLayer"]]:
+    """All layers inside a layer with their paths, parents first."""
+    for child in layer.children.Flatten():
+        inside = f"{path}.{child.p.name}"
+        yield inside, child
+        yield from _layers_of(child, inside)
+
+
+def _check_axes(name: str, split: SplitMap, mesh: Mesh) -> None:
+    """Raises ShardingError if the split that the parameter `name` holds has an axis that the mesh lacks."""
+    for letter, axis in split.items():
+        for part in axes_of(axis):
+            if part not in mesh.axis_names:
                 raise ShardingError(
-                    f"{path}={size} does not divide over the {parts} devices of axis {axis!r} of mesh {mesh}; "
-                    f"use a mesh with a divisor of {size} there (--mesh), or --model_params_override='{path}=...'"
+                    f"{name}: {letter!r} is sharded along {part!r}, and mesh {mesh} has no axis {part!r}"
+                    f"{did_you_mean(part, mesh.axis_names)}"
                 )
+
+
+def _check_size(path: str, size: int, axis: Axis, mesh: Mesh) -> None:
+    """Raises ShardingError if the parameter at `path` is not divisible by the axis that shards what it sizes."""
+    hint = f", or --model_params_override='{path}=...'"
+    _check_parts(f"{path}={size}", size, axis, mesh, hint)
+
+
+def _check_parts(what: str, size: int, axis: Axis, mesh: Mesh, hint: str = "") -> None:
+    parts = mesh.axis_size(axis) if axis else 1
+    if size % parts:
+        raise ShardingError(
+            f"{what} does not divide over the {parts} devices of axis {axis!r} of mesh {mesh}; "
+            f"use a mesh with a divisor of {size} there (--mesh){hint}"
+        )
 
 
 def has_begun(run_dir: RunDir) -> bool:

@@ -74,7 +74,7 @@ def _define_machine_flags(flags: Flags) -> None:
         "engine",
         None,
         ENGINES,
-        "what runs the program; see the README (default: tf_graph on one CPU device, else pjrt)",
+        "what runs the program; see the README (default: tf_graph on one CPU device without --mesh, else pjrt)",
     )
     flags.DEFINE_integer(
         "num_devices",

@@ -1,7 +1,9 @@
 """Every numeric parameter of mt.M4Tiny, with any number: an error that names it, or a training step."""
 
 import functools
+import importlib
 import math
+import pkgutil
 
 import hypothesis
 import numpy as np
@@ -10,7 +12,7 @@ import tensorflow as tf
 import toy_translation
 from hypothesis import strategies as st
 
-from lingvo_moe.core import checks, kernels, registry
+from lingvo_moe.core import checks, kernels, layers, moe, optimizers, registry
 from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.hyperparams import ParamError, Params
 from lingvo_moe.core.kernels import tensorflow
@@ -146,7 +148,10 @@ def test_every_number_has_a_range_where_it_is_defined():
         for sub in cls.__subclasses__():
             yield from (sub, *subclasses(sub))
 
-    registry.AllNames()  # imports all of them
+    registry.AllNames()  # imports the tasks
+    for package in (layers, moe, optimizers):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
     classes = {MtInput, *(c for base in (BaseLayer, Optimizer, Schedule) for c in subclasses(base))}
     found = [c.Params() for c in classes if c.__module__.startswith("lingvo_moe.")]
     assert len(found) > 30

@@ -13,6 +13,7 @@ import pytest
 # The trainer, but for data and training: what it does at each place is to fail there, or to wait for the other process.
 _TRAINER = """
 import contextlib, sys, time
+from jax.experimental import multihost_utils
 from lingvo_moe import trainer
 from lingvo_moe.core.engine import devices, job
 from lingvo_moe.core.run_lock import RunLock
@@ -38,7 +39,7 @@ def run(args):
         at("training")
         if waits == "busy":
             time.sleep(300)
-        devices.sync_processes("step")
+        multihost_utils.sync_global_devices("step")
     return 0
 
 trainer.run = run

@@ -4,8 +4,8 @@ import pytest
 import trainer_testing
 
 from lingvo_moe.core import registry
-from lingvo_moe.core.sharding import Mesh, single_device
-from lingvo_moe.trainer_checks import UsageError
+from lingvo_moe.core.sharding import Mesh, ShardingError, single_device
+from lingvo_moe.trainer_checks import UsageError, check_divisible
 from lingvo_moe.trainer_flags import MOST_DEVICES
 from lingvo_moe.trainer_memory import check_memory, machine_bytes
 
@@ -82,6 +82,35 @@ def test_splits(name, capfd, tmp_path):
         f"task.{name}: 'H' is sharded along 'experts', and mesh expert:8 has no axis 'experts' "
         "(did you mean 'expert'?)"
     )
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("task.num_classes=1001", "task.num_classes=1001 does not divide over the 8 devices"),
+        (
+            "task.head.weight_split={'V': 'modle'}",
+            "task.head.weight_split: 'V' is sharded along 'modle', and mesh data:8 has no axis 'modle'",
+        ),
+        (
+            "task.head.activation_split={'V': 'date'}",
+            "task.head.activation_split: 'V' is sharded along 'date', and mesh data:8 has no axis 'date' (did",
+        ),
+        (
+            "task.num_classes=1001;task.head.weight_split={}",
+            "task.num_classes=1001 does not divide over the 8 devices",
+        ),
+        (
+            "task.network.base_channels=6;task.network.weight_split={'O': 'data'}",
+            "variable network.stage_0.stages[0].convolve.conv.w: O=6 does not divide over the 8 devices",
+        ),
+    ],
+)
+def test_splits_of_layers(override, expected):
+    params = registry.GetParams("image.ResNet50Classes130K", override)
+    with pytest.raises(ShardingError) as error:
+        check_divisible(params, params.task.Instantiate(), Mesh.parse("data:8"))
+    assert str(error.value).startswith(expected)
 
 
 @pytest.mark.parametrize(

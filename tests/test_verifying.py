@@ -10,7 +10,7 @@ from lingvo_moe import xla_sharding as xs
 from lingvo_moe.core import registry
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.trainer_checks import UsageError
+from lingvo_moe.trainer_checks import UsageError, check_divisible
 from lingvo_moe.verifying import VerifyError
 from tools import verify
 
@@ -125,6 +125,27 @@ def test_sizes_of_translation_models_are_small_and_divide(model, mesh):
         assert (array.shape, array.dtype.name) == (spec.shape, spec.dtype)
     assert batch.src.ids.min() >= 3 and batch.src.ids.max() < params.task.source_vocab_size
     assert set(np.unique(batch.tgt.segment_ids)) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("model", ["image.Digits", "image.ResNet50", "image.ResNet50Classes130K"])
+def test_sizes_of_image_models_are_small_and_divide(model):
+    mesh = xs.Mesh.parse("data:6")
+    params = verifying.shrunk(model, mesh, "task.network.activation_split={'O': 'data'}")
+    task, inputs = params.task.Instantiate(), params.input.Instantiate()
+    check_divisible(params, task, mesh)
+    assert params.task.network.cls.OutputChannels(params.task.network) % 6 == 0
+    assert sum(np.prod(s.shape) for s in task.VariableSpecs().Flatten()) < 20_000
+    batch = task.SampleBatch(inputs, np.random.RandomState(0))
+    assert batch.images.shape == (6, *2 * [params.input.image_size], params.input.channels)
+    for spec, array in zip(inputs.BatchSpec().Flatten(), batch.Flatten(), strict=True):
+        assert (array.shape, array.dtype.name) == (spec.shape, spec.dtype)
+    assert batch.labels[-1] == -1 and batch.labels[:-1].min() >= 0
+    assert batch.labels.max() < params.task.num_classes and params.input.image_size <= 16
+
+
+def test_a_convolutional_network_is_verified():
+    compared = verifying.verify_model("image.Digits", xs.Mesh.parse("data:2"))
+    assert {"metric loss", "gradient of theta.network.stage_0.conv.conv.w"} < set(compared)
 
 
 def test_a_task_that_does_not_say_how_it_is_shrunk(capsys):

@@ -133,12 +133,6 @@ def process_index() -> int:
     return jax.process_index()
 
 
-def sync_processes(name: str) -> None:
-    """Waits until every process of the job has reached this point; does nothing for one process."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
-
-
 def from_first_process(text: str) -> str:
     """Returns process 0's `text` on every process; all texts are ASCII and equally long."""
     if jax.process_count() == 1:

@@ -2,8 +2,8 @@
 
 XLA fuses elementwise operations and chooses layouts; TensorFlow's executor runs each operation as written, in a pass
 over memory of its own. `xla.py` and `tensorflow.py` implement the same functions, `Kernels`, with the same values and
-gradients up to rounding. Layers and optimizers state the mathematics and call `kernels.current()`; engines choose with
-`kernels.using(...)`. XLA's are the default.
+gradients up to rounding and, in `token_losses`, ties. Layers and optimizers state the mathematics and call
+`kernels.current()`; engines choose with `kernels.using(...)`. XLA's are the default.
 
 Letters: B batch, T query, S key, M model, H hidden, N head, A head of keys and values, K key dimension, V vocabulary,
 E expert, G group, C capacity slot, R row, L layer.
@@ -106,8 +106,9 @@ class Kernels(Protocol):
 
         Returns:
             (xent, nll, correct), float32 [B,T], all times the weights. With p = softmax(logits):
-            xent = -(1 - e) log p[label] - e/V sum_v log p[v]; nll, the same with e = 0; correct, 1 where no logit is
-            above the label's. The gradient flows through xent alone.
+            xent = -(1 - e) log p[label] - e/V sum_v log p[v]; nll, the same with e = 0; correct, 1 where the label has
+            the largest logit. Where several ids have it, XLA's kernels count the lowest id alone, TensorFlow's each
+            of them: the lowest would take another pass over the logits. The gradient flows through xent alone.
         """
 
     def dropout(

@@ -59,7 +59,8 @@ class Softmax(BaseLayer):
         Returns:
             (xent, nll, correct), float32 [B, T], all times the weight. With e = label_smoothing and
             p = softmax(logits): xent = -(1 - e) log p[label] - e/V sum_v log p[v]; nll, the same with e = 0; correct,
-            1 where no id has a larger logit than the label. The gradient flows through xent alone.
+            1 where the label has the largest logit (`Kernels.token_losses` says which of several ids counts). The
+            gradient flows through xent alone.
         """
         return kernels.current().token_losses(
             x, theta.table, labels, weights, self.p.label_smoothing, self.Shard

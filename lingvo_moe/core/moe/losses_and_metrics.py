@@ -133,7 +133,7 @@ def routing_metrics(
             order, and metrics by rank are left out.
 
     Returns:
-        A NestedMap of float32 tensors, without gradients, ranks counted from 1:
+        A NestedMap of float32 tensors, without gradients:
         over_capacity_ratio: the share of the choices asking for a slot that found the expert full;
         experts_per_token: the mean number of experts that a token was sent to;
         dispatch_0: the share of tokens sent to no expert;
@@ -141,15 +141,7 @@ def routing_metrics(
         dead_experts: the share of experts without a token;
         effective_capacity: E C / S, or E where nothing is ever dropped.
 
-        With probabilities:
-        importance [E]: the mean probability, sums to 1;
-        gate_entropy: of a token's probabilities, the mean; nats, 0 to log E.
-
-        If ranked:
-        over_capacity_<rank>_ratio: the same share, of the choices of this rank;
-        dispatch_<n>: the share of tokens sent to n experts, n = 0..k;
-        mean_gate_<rank>: the mean weight of that choice; 1 minus their sum was lost to drops;
-        expert_load_first [E]: the share of first choices, sums to 1.
+        With probabilities, those of `_of_probabilities`; if ranked, those of `_by_rank`.
     """
     per_token = tf.math.reciprocal(tf.maximum(tf.reduce_sum(real_GS), 1.0))
     if ranked:
@@ -171,10 +163,7 @@ def routing_metrics(
         else effective_capacity_factor(real_GS.shape[1], num_experts, capacity)
     )
     if probabilities_GSE is not None:
-        sum_E = tf.reduce_sum(probabilities_GSE * real_GS[:, :, tf.newaxis], [0, 1])
-        entropy_GS = -tf.reduce_sum(tf.math.xlogy(probabilities_GSE, probabilities_GSE), -1)
-        metrics.importance = sum_E * per_token
-        metrics.gate_entropy = tf.reduce_sum(entropy_GS * real_GS) * per_token
+        metrics.update(_of_probabilities(probabilities_GSE, real_GS, per_token))
     return metrics.Transform(tf.stop_gradient)
 
 
@@ -185,6 +174,22 @@ def add_losses(metrics: NestedMap, aux_loss: tf.Tensor, losses: dict[str, tf.Ten
         metrics[f"loss_{name}"] = tf.stop_gradient(loss)
 
 
+def _of_probabilities(
+    probabilities_GSE: tf.Tensor, real_GS: tf.Tensor, per_token: tf.Tensor
+) -> NestedMap:
+    """The metrics of the gating network's probabilities:
+
+    importance [E]: the mean probability, sums to 1;
+    gate_entropy: of a token's probabilities, the mean; nats, 0 to log E.
+    """
+    sum_E = tf.reduce_sum(probabilities_GSE * real_GS[:, :, tf.newaxis], [0, 1])
+    entropy_GS = -tf.reduce_sum(tf.math.xlogy(probabilities_GSE, probabilities_GSE), -1)
+    return NestedMap(
+        importance=sum_E * per_token,
+        gate_entropy=tf.reduce_sum(entropy_GS * real_GS) * per_token,
+    )
+
+
 def _by_rank(
     expert_index_GSk: tf.Tensor,
     gate_GSk: tf.Tensor,
@@ -193,7 +198,13 @@ def _by_rank(
     real_GS: tf.Tensor,
     num_experts: int,
 ) -> tuple[NestedMap, tf.Tensor]:
-    """The metrics by rank, and [E], the filled slots of each expert."""
+    """The metrics by rank, and [E], the filled slots of each expert. Ranks are counted from 1:
+
+    over_capacity_<rank>_ratio: the share of the choices of this rank, asking for a slot, that found the expert full;
+    dispatch_<n>: the share of tokens sent to n experts, n = 0..k;
+    mean_gate_<rank>: the mean weight of that choice; 1 minus their sum was lost to drops;
+    expert_load_first [E]: the share of first choices, sums to 1.
+    """
     ranks = expert_index_GSk.shape[-1]
     per_token = tf.math.reciprocal(tf.maximum(tf.reduce_sum(real_GS), 1.0))
     metrics = NestedMap()

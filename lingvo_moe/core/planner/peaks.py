@@ -4,26 +4,33 @@ TPUs are those of topology.py. GPUs: NVIDIA's data sheets, dense bfloat16 produc
 bfloat16), without sparsity.
 """
 
+import re
+
 from lingvo_moe.core.planner.topology import CHIPS
 
-# By a part of the name that JAX or TensorFlow gives a device, the more special ones first.
+# By words of the name that JAX or TensorFlow gives a device, the more special ones first.
 _TPUS = (
     ("v6", "v6e"),
+    ("v6e", "v6e"),
     ("v5 lite", "v5e"),
     ("v5e", "v5e"),
+    ("v5p", "v5p"),
     ("v5", "v5p"),
     ("v4", "v4"),
     ("v3", "v3"),
 )
 _GPUS = (
     ("B200", 2250e12),
-    ("H200", 989e12),
+    ("H200 NVL", 835.5e12),
+    ("H200", 989.4e12),
+    ("H100 NVL", 835.5e12),
     ("H100 PCIe", 756e12),
-    ("H100", 989e12),
+    ("H100", 989.4e12),
     ("A100", 312e12),
     ("L40S", 362e12),
     ("L4", 121e12),
     ("A10", 125e12),
+    ("V100 PCIe", 112e12),
     ("V100", 125e12),
     ("T4", 65e12),
 )
@@ -35,8 +42,13 @@ def peak_flops(device_kind: str) -> float | None:
     Args:
         device_kind: as JAX or TensorFlow names it, e.g. 'TPU v4', 'NVIDIA H200'.
     """
-    kind = device_kind.lower()
-    if "tpu" in kind:
-        generation = next((chip for name, chip in _TPUS if name in kind), None)
+    words = _words(device_kind)
+    if "tpu" in words:
+        generation = next((chip for name, chip in _TPUS if _words(name) <= words), None)
         return CHIPS[generation].peak_flops if generation else None
-    return next((peak for name, peak in _GPUS if name.lower() in kind), None)
+    return next((peak for name, peak in _GPUS if _words(name) <= words), None)
+
+
+def _words(name: str) -> set[str]:
+    """The words of a device's name. Names of other devices may begin as a word does: the L40 is no L4."""
+    return set(re.findall("[a-z0-9]+", name.lower()))

@@ -5,7 +5,8 @@ tensor uses each mesh axis once; if several of its letters map to it, the leftmo
 sharded along G, EGCM along E and GECM along G: the partitioning of the paper's Algorithm 2.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -123,6 +124,17 @@ def check_mapping(name: str, shape: Sequence[int | None], mapping: DimsMapping, 
 def axes_of(axis: Axis) -> tuple[str, ...]:
     """A mapping's entry as a tuple of mesh axes, major first."""
     return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def parts_of(letter: str, mesh: Mesh, split_maps: Iterable[SplitMap | None]) -> int:
+    """The least number that every partitioning of a letter's dimensions in these maps divides, from 1 on."""
+    axes = [
+        axis
+        for split_map in split_maps
+        for key, axis in (split_map or {}).items()
+        if key.rpartition(".")[2] == letter
+    ]
+    return math.lcm(*(mesh.axis_size(axes_of(axis)) for axis in axes))
 
 
 def tile_devices(mapping: DimsMapping, mesh: Mesh) -> np.ndarray:

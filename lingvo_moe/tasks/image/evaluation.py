@@ -67,8 +67,9 @@ def evaluate(
     engine = make_engine("tf_graph", single_device())
     theta_specs = task.VariableSpecs()
     with Checkpointer(str(run.checkpoint_dir), read_only=True) as checkpointer:
-        theta, _ = checkpointer.RestoreToNumpy("theta", step)
-        scored = checkpointer.Steps()[-1] if step is None else step
+        scored = checkpointer.LatestStep() if step is None else step  # a trainer may add steps
+        theta, _ = checkpointer.RestoreToNumpy("theta", scored)
+        assert scored is not None  # without a checkpoint, nothing can be restored
     batch_specs = inputs.BatchSpec().Transform(lambda s: TensorSpec(s.shape, s.dtype))
     score = engine.Build(task.EvalStep, (theta_specs, batch_specs), name="evaluate")
     theta = engine.Put(theta, theta_specs)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+import numpy as np
 import tensorflow as tf
 
 from lingvo_moe.core import checks
@@ -13,7 +14,9 @@ from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.layers.classifier import Classifier, in_top_k
 from lingvo_moe.core.layers.elementwise import Dropout
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.tasks.image.networks import ResNet
+from lingvo_moe.tasks.image.shrinking import sample_batch, shrink
 
 _TOP = 5
 
@@ -83,6 +86,15 @@ class ImageClassifier(BaseTask):
             raise TaskError(
                 f"input.channels={inputs.channels}, but task.channels={task.channels}: set both to the same"
             )
+
+    @classmethod
+    def Shrink(cls, task: HyperParams, inputs: HyperParams, mesh: Mesh) -> None:
+        """See BaseTask: few and small images, channels and classes, and a network with one layer of each kind."""
+        shrink(task, inputs, mesh)
+
+    def SampleBatch(self, inputs: BaseInput, rng: np.random.RandomState) -> NestedMap:
+        """See BaseTask: random pixels and classes, and a row of padding."""
+        return sample_batch(self.p, inputs, rng)
 
     def CheckData(self, inputs: BaseInput) -> None:
         """See BaseTask: there is a score for each class."""

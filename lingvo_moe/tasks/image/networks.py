@@ -39,6 +39,16 @@ class Network(BaseLayer):
         """M, the length of the features."""
         raise NotImplementedError(f"{cls.__name__}.OutputChannels")
 
+    @classmethod
+    def Shrink(cls, params: HyperParams, channels: int) -> None:
+        """Sets the smallest sizes that still have a layer of each kind, for `BaseTask.Shrink`.
+
+        Args:
+            params: the network's, which are changed.
+            channels: all numbers of channels become multiples of it.
+        """
+        raise NotImplementedError(f"{cls.__name__}.Shrink")
+
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
         for name, stage in self.Stages(self.p).items():
@@ -109,6 +119,13 @@ class ResNet(Network):
         return 4 * params.base_channels * 2 ** (len(params.blocks) - 1)
 
     @classmethod
+    def Shrink(cls, params: HyperParams, channels: int) -> None:
+        """See Network: blocks with and without stride and shortcut. Without zero_init_last_scale, which would make
+        most gradients of the first step zero."""
+        blocks = [min(params.blocks[0], 2), *(1 for _ in params.blocks[1:2])]
+        params.Set(base_channels=channels, blocks=blocks, zero_init_last_scale=False)
+
+    @classmethod
     def Stages(cls, params: HyperParams) -> dict[str, InstantiableParams]:
         """The stem (a convolution and a pooling of stride 2), and a stage for each number of `blocks`. Each stage but
         the first begins with stride 2; channels double from stage to stage."""
@@ -153,6 +170,11 @@ class ConvNet(Network):
     @classmethod
     def OutputChannels(cls, params: HyperParams) -> int:
         return params.channels[-1]
+
+    @classmethod
+    def Shrink(cls, params: HyperParams, channels: int) -> None:
+        """See Network: two convolutions at most."""
+        params.channels = [channels, 2 * channels][: len(params.channels)]
 
     @classmethod
     def Stages(cls, params: HyperParams) -> dict[str, InstantiableParams]:

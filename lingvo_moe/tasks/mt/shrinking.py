@@ -12,7 +12,7 @@ from lingvo_moe.core.base_input import BaseInput
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.core.sharding.letters import axes_of
+from lingvo_moe.core.sharding.letters import parts_of
 
 _FIRST_ID = 3  # those before it are padding and marks
 
@@ -20,14 +20,16 @@ _FIRST_ID = 3  # those before it are padding and marks
 def shrink(task: Params, inputs: Params, mesh: Mesh) -> None:
     """Sets the sizes of a model and of its batches; see BaseTask.Shrink."""
 
+    def parts(letter: str) -> int:
+        return parts_of(letter, mesh, (task.weight_split, task.activation_split))
+
     def size(letter: str, least: int) -> int:
         """The smallest multiple of the letter's parts that is not below `least`."""
-        count = _parts(task, mesh, letter)
-        return count * -(-least // count)
+        return parts(letter) * -(-least // parts(letter))
 
     groups = size("G", 1) if task.num_groups else 0
     kv_heads = size("A", 1) if task.num_kv_heads else 0
-    unit = math.lcm(_parts(task, mesh, "N"), kv_heads or 1)
+    unit = math.lcm(parts("N"), kv_heads or 1)
     heads = unit * -(-2 // unit)
     length = size("T", 8)
     task.Set(
@@ -46,9 +48,9 @@ def shrink(task: Params, inputs: Params, mesh: Mesh) -> None:
         fprop_dtype="float32",
     )
     inputs.Set(
-        batch_size=math.lcm(_parts(task, mesh, "B"), groups or 1),
+        batch_size=math.lcm(parts("B"), groups or 1),
         source_length=length,
-        target_length=length + _parts(task, mesh, "T"),
+        target_length=length + parts("T"),
         source_vocab_size=task.source_vocab_size,
         target_vocab_size=task.target_vocab_size,
     )
@@ -74,11 +76,3 @@ def sample_batch(task: Params, inputs: BaseInput, rng: np.random.RandomState) ->
             continue
         batch.Set(path, np.broadcast_to(row, spec.shape).astype(spec.dtype).copy())
     return batch
-
-
-def _parts(task: Params, mesh: Mesh, letter: str) -> int:
-    """How many parts the dimensions of a letter have, at the most."""
-    counts = [1]
-    for split in (task.weight_split, task.activation_split):
-        counts.append(math.prod(mesh.axis_size(axis) for axis in axes_of(split.get(letter))))
-    return math.lcm(*counts)

@@ -196,6 +196,15 @@ def test_values_and_gradients_agree(name: str) -> None:
     _assert_close(_results(xla, fn, inputs), _results(tensorflow, fn, inputs))
 
 
+@pytest.mark.parametrize("ops, expected", [(xla, [0, 1, 0, 0]), (tensorflow, [0, 1, 1, 0])])
+def test_of_tied_logits_xla_counts_the_lowest_id(ops, expected) -> None:
+    """Ids 1 and 2 share the largest logit; each of the four ids is the label once."""
+    x, table = tf.ones([1, 4, 1]), tf.constant([[0.0], [2.0], [2.0], [1.0]])
+    with use_mesh(single_device()):
+        losses = ops.token_losses(x, table, tf.range(4)[tf.newaxis], tf.ones([1, 4]), 0.1, _as_is)
+    np.testing.assert_array_equal(losses[2][0], expected)
+
+
 def test_bfloat16_attention_keeps_its_type() -> None:
     fn = functools.partial(_attention, cross=False, bfloat16=True)
     inputs = _attention_inputs(2)

@@ -8,6 +8,7 @@ from PIL import Image
 from trainer_testing import status
 
 from lingvo_moe.core.engine.base import make_engine
+from lingvo_moe.core.engine.checkpoints import Checkpointer
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.engine.steps import build_step, train_step
 from lingvo_moe.core.sharding import Mesh
@@ -77,7 +78,7 @@ def folder(tmp_path_factory):
     return root
 
 
-def test_resnet_on_a_folder_trains_resumes_and_is_scored(folder, tmp_path, capsys):
+def test_resnet_on_a_folder_trains_resumes_and_is_scored(folder, tmp_path, capsys, monkeypatch):
     run = tmp_path / "run"
     train = [
         "--model=image.ResNet50",
@@ -95,6 +96,14 @@ def test_resnet_on_a_folder_trains_resumes_and_is_scored(folder, tmp_path, capsy
     assert all(np.isfinite(row["loss"]) and row["images"] == 8 for row in rows)
     assert json.loads((run / "classes.json").read_bytes()) == ["bright", "dark"]
 
+    restore, steps = Checkpointer.RestoreToNumpy, Checkpointer.Steps
+
+    def restore_while_a_step_is_saved(self, *args):
+        restored = restore(self, *args)
+        monkeypatch.setattr(Checkpointer, "Steps", lambda self: [*steps(self), 4])
+        return restored
+
+    monkeypatch.setattr(Checkpointer, "RestoreToNumpy", restore_while_a_step_is_saved)
     assert evaluate_images.main([f"--logdir={run}"]) == 0
     assert "step 3, 10 held-out images: top-1" in capsys.readouterr().out
     scores = json.loads((run / "scores.json").read_bytes())

@@ -7,6 +7,7 @@ permutation, and the crop of an example is keyed by the seed, the epoch and the 
 """
 
 import abc
+import functools
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -149,7 +150,7 @@ class FolderInput(ImageInput):
         return p
 
     @classmethod
-    def CheckData(cls, params: HyperParams) -> None:
+    def CheckSource(cls, params: HyperParams) -> None:
         """See BaseInput."""
         if not params.data_dir:
             raise ImageDataError(
@@ -206,7 +207,7 @@ class ImageIterator(base_input.BatchIterator):
 
     def GetState(self) -> dict[str, Any]:
         """See BatchIterator."""
-        return {"identity": self._Identity(), "position": self._position}
+        return {"identity": self._identity, "position": self._position}
 
     def SetState(self, state: Mapping[str, Any]) -> None:
         """See BatchIterator.
@@ -216,14 +217,15 @@ class ImageIterator(base_input.BatchIterator):
         """
         if set(state) != set(self.GetState()):
             raise ImageDataError(f"not a saved position of images: it holds {sorted(state)}")
-        if state["identity"] != self._Identity():
+        if state["identity"] != self._identity:
             raise ImageDataError(
-                f"the saved position is of other images: expected {self._Identity()}, saved {state['identity']}; "
+                f"the saved position is of other images: expected {self._identity}, saved {state['identity']}; "
                 "go on with the data and the input parameters that the run began with, or begin a new run"
             )
         self._position, self._begun = int(state["position"]), None
 
-    def _Identity(self) -> dict[str, Any]:
+    @functools.cached_property  # it reads every path of the split
+    def _identity(self) -> dict[str, Any]:
         return {"images": self._split.Key(), "seed": self._p.seed}
 
 

@@ -91,35 +91,7 @@ class MtInput(BaseInput):
             "The most pairs that vocabularies are trained from.",
             check=checks.Integer(MIN_SENTENCES),
         )
-        p.Define(
-            "source_length",
-            64,
-            "T of the source; a pair needs its ids and eos.",
-            check=checks.Integer(2),
-        )
-        p.Define(
-            "target_length",
-            64,
-            "T of the target; a pair needs its ids and eos.",
-            check=checks.Integer(2),
-        )
-        p.Define(
-            "temperature", 5.0, "Languages are drawn by n^(1/temperature).", check=checks.POSITIVE
-        )
-        p.Define("seed", 1234, "The seed of the order of pairs.", check=checks.SEED)
-        p.Define("pack", True, "Several pairs in a row; False: one.")
-        p.Define(
-            "task_ids",
-            False,
-            "Batches also tell each token's language by number, for models that route by task; the "
-            "model sets it.",
-        )
-        p.Define(
-            "too_long",
-            "drop",
-            "What to do with a pair longer than a row: drop or truncate.",
-            check=checks.one_of(_TOO_LONG),
-        )
+        _define_rows(p)
         return p
 
     def __init__(self, params: InstantiableParams):
@@ -370,3 +342,34 @@ def _usable(cache_dir: Path) -> Path:
     except OSError as e:
         why = str(e)
     raise DataError(f"cache directory {cache_dir} cannot be used: {why}; {_CACHE_REMEDY}")
+
+
+def _define_rows(p: InstantiableParams) -> None:
+    """How pairs are drawn and laid into the rows of a batch."""
+    p.Define(
+        "source_length",
+        64,
+        "T of the source; a pair needs its ids and eos.",
+        check=checks.Integer(2),
+    )
+    p.Define(
+        "target_length",
+        64,
+        "T of the target; a pair needs its ids and eos.",
+        check=checks.Integer(2),
+    )
+    p.Define("temperature", 5.0, "Languages are drawn by n^(1/temperature).", check=checks.POSITIVE)
+    p.Define("seed", 1234, "The seed of the order of pairs.", check=checks.SEED)
+    p.Define("pack", True, "Several pairs in a row; False: one.")
+    p.Define(
+        "task_ids",
+        False,
+        "Batches also tell each token's language by number, for models that route by task; the "
+        "model sets it.",
+    )
+    p.Define(
+        "too_long",
+        "drop",
+        "What to do with a pair longer than a row: drop or truncate.",
+        check=checks.one_of(_TOO_LONG),
+    )

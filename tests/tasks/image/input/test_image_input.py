@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from lingvo_moe import trainer
 from lingvo_moe.core.artifacts import RunArtifacts
 from lingvo_moe.tasks.image.input.crops import generator, middle_box, random_box, resized
 from lingvo_moe.tasks.image.input.errors import ImageDataError
 from lingvo_moe.tasks.image.input.pipeline import CLASSES_FILE, DigitsInput, FolderInput
-from lingvo_moe.tasks.image.input.sources import digits_splits, folder_splits
+from lingvo_moe.tasks.image.input.sources import FolderSplit, digits_splits, folder_splits
 
 COLOURS = {"blue": (0, 0, 250), "green": (0, 250, 0), "red": (250, 0, 0)}
 
@@ -150,6 +151,14 @@ def test_a_broken_image_is_named(folder):
         _take(iter(_input(folder)), 3)
 
 
+def test_the_images_are_identified_once(folder, monkeypatch):
+    calls, key = [], FolderSplit.Key
+    monkeypatch.setattr(FolderSplit, "Key", lambda split: calls.append(1) or key(split))
+    batches = iter(_input(folder))
+    batches.SetState(batches.GetState())
+    assert batches.GetState()["identity"]["images"] and len(calls) == 1
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -170,8 +179,14 @@ def test_no_images_and_nothing_held_out(folder):
     (folder / "val").rename(folder / "other")
     with pytest.raises(ImageDataError, match="no images are held out"):
         next(_input(folder).HeldOut())
-    with pytest.raises(ImageDataError, match="--data_dir is needed"):
-        FolderInput.CheckData(FolderInput.Params())
+
+
+def test_the_trainer_needs_a_folder(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(folder)  # which would do as --data_dir
+    logdir = tmp_path / "run"
+    assert trainer.main(["--model=image.ResNet50", f"--logdir={logdir}"]) == 2
+    assert "--data_dir is needed to train: a directory of <split>" in capsys.readouterr().err
+    assert not logdir.exists()
 
 
 def test_a_run_goes_on_with_the_classes_that_it_began_with(folder):
