@@ -12,6 +12,9 @@ LOCK := requirements.lock.txt
 # Two test processes suit two cores; JOBS=0 runs all tests in one.
 JOBS ?= 2
 PYTEST_ARGS ?=
+TESTS ?=
+# A run of pytest for each of these and one for the rest: a process keeps programs that it compiled until it ends.
+PARTS := tests/core tests/spmd tests/tasks tests/tools
 # For make fuzz: a program of five expressions takes about half a second.
 EXAMPLES ?= 2000
 # And a program with its gradients about half a second as well.
@@ -55,9 +58,18 @@ lint: install ## ruff (rules and format) and mypy.
 	echo "== ruff format" && $(VENV)/bin/ruff format --check .
 	echo "== mypy" && $(VENV)/bin/mypy
 
-test: lint ## Lint, types and every test.
-	@echo "== pytest"
-	$(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=15 $(PYTEST_ARGS)
+test: lint ## Lint, types and every test; TESTS=PATH for some.
+	@parts=($(PARTS:%='%') "tests $(foreach part,$(PARTS),--ignore=$(part))")
+	if [[ -n "$(TESTS)" ]]; then parts=("$(TESTS)"); fi
+	status=0
+	for part in "$${parts[@]}"; do
+	  echo "== pytest $$part"
+	  code=0
+	  $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=15 $$part $(PYTEST_ARGS) || code=$$?
+	  # 5: PYTEST_ARGS selects none of these.
+	  if [[ $$code -ne 0 && ! ( $$code -eq 5 && -n "$(PYTEST_ARGS)" ) ]]; then status=$$code; fi
+	done
+	exit $$status
 
 fuzz: install ## EXAMPLES random expressions and PROGRAMS random programs, sharded and unsharded; SEED=... repeats.
 	@seed=$(SEED)
