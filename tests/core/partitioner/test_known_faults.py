@@ -14,7 +14,7 @@ from lingvo_moe.core.sharding import ShardingError
 
 WHOLE = "{replicated}"
 ROWS_2_OF_4 = "{devices=[2,1,2]0,1,2,3 last_tile_dim_replicate}"
-NAME = 'metadata={op_name="jit(call)/call_exported/jit(<unnamed function>)/call_tf/net/Op"}'
+NAME = 'metadata={op_name="jit(call)/call_exported/jit(<unnamed function>)/call_tensorflow/net/Op"}'
 
 
 def _module(devices, operands, result):

@@ -92,7 +92,7 @@ ENTRY %main (p0: s32[], p1: f32[1,16,64], p2: f32[16,64], p3: f32[16], p4: s32[2
   %new = f32[16,64]{1,0} custom-call(%p2, %dq, %mean), metadata={op_name="@/optimizer/m/body/layers_0/self_atten/q/sub"}
   ROOT %out = (f32[16,64]{1,0}) tuple(%new)
 }
-""".replace("@", "jit(f)/call_tf")
+""".replace("@", "jit(f)/call_tensorflow")
 _ARGUMENTS = 4 + 4 * _KIB + 4 * _KIB + 64 + _KIB
 _REPORTED = {
     "arguments": _ARGUMENTS + 100,  # padded
@@ -164,7 +164,7 @@ def test_a_refused_module_is_traced_like_a_compiled_one():
 def test_a_refused_program_has_the_compilers_figures_and_holders():
     holder = SimpleNamespace(
         bytes=3 * _GIB,
-        op_name="jit(f)/call_tf/gradient_tape/m/layers_1/ffn/experts/x",
+        op_name="jit(f)/call_tensorflow/gradient_tape/m/layers_1/ffn/experts/x",
         shape="f32[1]",
     )
     error = SimpleNamespace(
