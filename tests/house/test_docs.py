@@ -379,6 +379,19 @@ def test_modules_are_as_light_as_the_page_on_architecture_says(absent: str, modu
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+def test_the_page_on_architecture_names_every_directory() -> None:
+    named = set(re.findall(r"`([^`\n]*)/`", _text("docs/architecture.md")))
+    found = {str(Path(name).parent) for name in _tree() if name.endswith(".py")}
+    # Those of tests mirror the others; two hold nothing but directories.
+    found = {name for name in found if not name.startswith("tests")} - {
+        ".",
+        "params",
+        "lingvo_moe/tasks",
+    }
+    assert len(found) > 25
+    assert not {name for name in found if not {name, name.removeprefix("lingvo_moe/")} & named}
+
+
 def test_every_tool_is_named_in_the_readme() -> None:
     text = _text("README.md") + _text("docs/architecture.md")
     tools = [p.name for p in (ROOT / "tools").glob("*.py") if not p.name.startswith("_")]
