@@ -177,7 +177,7 @@ class CompiledProgram(Compiled):
         return self._compiled.as_text()
 
     def Collectives(self) -> list[Collective]:
-        """What it communicates."""
+        """The collectives of the compiled program."""
         return parse_collectives(self.HloText())
 
     def Memory(self) -> dict[str, int]:

@@ -140,5 +140,5 @@ def decode_step(
 
 
 def _traced(fn: Callable[..., Any], *specs: Any) -> Any:
-    """What `fn` returns for arguments of these specs, without running it."""
+    """Traces `fn` for arguments of these specs and returns its symbolic results."""
     return tf.function(fn, autograph=False).get_concrete_function(*specs).structured_outputs
