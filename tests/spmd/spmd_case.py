@@ -157,7 +157,7 @@ def _assert_cut(case: Case, mesh: Mesh, hlo: str) -> None:
         mesh.axis_size(axis) > 1 for split in case.splits or () for axis in split or () if axis
     )
     is_cut = comes_cut or "partition-id(" in hlo or case.gradient_collectives
-    assert is_cut, f"{case.name}: nothing is cut"
+    assert is_cut, f"{case.name}: nothing is sharded"
     if not case.whole:
         assert len(_inner(hlo)) == len(parse_collectives(hlo)), f"{case.name}: gathers results"
 

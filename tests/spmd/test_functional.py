@@ -296,7 +296,7 @@ WATCHED = tf.constant(floats(8, 16))
         ({"in_shardings": {"wi": ("data",)}}, r"in_shardings: wi: a mapping of 1 dimensions"),
         (
             {"in_shardings": {"x": ("data", "data")}},
-            "x: mesh axis 'data' cuts both dimension 0 and",
+            "x: mesh axis 'data' shards both dimension 0 and",
         ),
         (
             {"in_shardings": {"x": (("data", "model"), None)}},

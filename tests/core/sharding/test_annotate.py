@@ -103,7 +103,7 @@ def test_a_weights_own_key_wins_over_the_letter():
         (lambda x: sharding.shard(x, [[0, 1, 2, 3, 4, 5, 6, 6]]), [8, 8], "each of 0..7 once"),
         (lambda x: sharding.shard(x, [[0, 1, 2, 3]]), [8, 8], "each of 0..7 once"),
         (lambda x: sharding.mesh_split(x, MESH, ("x",)), [8, 8], "1 dimensions"),
-        (lambda x: sharding.mesh_split(x, MESH, ("x", "x")), [8, 8], "cuts both dimension 0 and"),
+        (lambda x: sharding.mesh_split(x, MESH, ("x", "x")), [8, 8], "shards both dimension 0 and"),
         (lambda x: sharding.mesh_split(x, MESH, ("z", None)), [8, 8], "no axis 'z'"),
         (
             lambda x: sharding.mesh_split(x, MESH, ("y", None)),

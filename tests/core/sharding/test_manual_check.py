@@ -233,7 +233,11 @@ def test_time_grows_with_the_number_of_operations():
         ),
         (lambda x: auto_to_manual(x, ("d",)), (8, 4), "a mapping of 1 dimensions"),
         (lambda x: auto_to_manual(x, ("e", None)), (8, 4), "has no axis 'e'"),
-        (lambda x: auto_to_manual(x, ("d", "d")), (8, 8), "cuts both dimension 0 and dimension 1"),
+        (
+            lambda x: auto_to_manual(x, ("d", "d")),
+            (8, 8),
+            "shards both dimension 0 and dimension 1",
+        ),
         (
             lambda x: manual_to_auto(auto_to_manual(x, ROWS), ROWS, [15, 4]),
             (8, 4),
