@@ -1,4 +1,4 @@
-"""Gradients of one's own are named as TensorFlow names its own."""
+"""Custom gradients have the names that TensorFlow gives to its own."""
 
 import tensorflow as tf
 

@@ -1,4 +1,4 @@
-"""Lowering swaps operations that TensorFlow's bridge is slow with; the program must not show it."""
+"""Lowering replaces operations that TensorFlow's bridge compiles slowly; the program computes the same."""
 
 import contextlib
 import re
@@ -25,7 +25,7 @@ def _scaled(x_AB, w_BC):
 
 
 def _step(x_AB, w_BC):
-    """Both operations outside and inside of a loop and of a function, with their gradients."""
+    """Both operations, inside and outside of a loop and of a function, with their gradients."""
     with tf.GradientTape() as tape:
         tape.watch([x_AB, w_BC])
         _, y_AB = tf.while_loop(
@@ -124,7 +124,7 @@ def test_a_users_function_still_runs_after_it_was_lowered():
 
 
 def test_one_thread_at_a_time_changes_definitions():
-    """Two functions that are lowered may call the same third one."""
+    """Two functions that are lowered at the same time may call the same third one."""
     concrete = _scaled.get_concrete_function(*(tf.TensorSpec(s.shape, s.dtype) for s in _SPECS))
     entered, leave = threading.Event(), threading.Event()
 
@@ -145,7 +145,7 @@ def test_one_thread_at_a_time_changes_definitions():
 
 
 def test_every_result_of_a_function_is_replaced():
-    """The order of a map of results depends on the process's hashes: with many of them, some order goes wrong."""
+    """The order of a map of results depends on the process's hashes; with many results, some order would fail."""
 
     @tf.function(autograph=False)
     def many(x):

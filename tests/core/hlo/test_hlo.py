@@ -1,4 +1,4 @@
-"""Parsing of compiled programs' text, and how often its instructions run."""
+"""Parsing of compiled programs' text, and how often each instruction runs."""
 
 import pytest
 from hypothesis import given, settings
@@ -223,6 +223,6 @@ def test_a_loop_whose_length_data_decide_may_tell_what_it_expects():
     name = 'metadata={op_name="jit(f)/call_tensorflow/m4/experts/about_7_trips/while"}'
     times = _times(text.replace("body=%outer_body", f"body=%outer_body, {name}"))
     assert (times["while.3"], times["twice"], times["ge"]) == (7, 7 * 3, 8)
-    # What can be told from the text is.
+    # The trip count is derived where the text determines it.
     known = LOOPS.replace("START", "8").replace("body=%outer_body", f"body=%outer_body, {name}")
     assert _times(known)["while.3"] == 9

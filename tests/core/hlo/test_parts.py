@@ -1,4 +1,4 @@
-"""Which part of the model an operation's name says it is of."""
+"""The part of the model that an operation's name belongs to."""
 
 import pytest
 

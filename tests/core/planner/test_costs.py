@@ -1,4 +1,4 @@
-"""What executed instructions cost: products, traffic, collectives, and where they belong."""
+"""The cost of executed instructions: products, traffic, collectives, and the layer that each belongs to."""
 
 import math
 
@@ -270,9 +270,12 @@ metadata={op_name="call_tensorflow/optimizer/m/source_embedding/table/mul"}"""
 def test_places_of_named_and_nameless_instructions():
     found = _costs(_MAIN, _LOOP)
     places = {name: (cost.place.part, cost.place.layer) for name, cost in found.items()}
-    assert places["y.3"] == ("experts", "encoder.moe")  # By its product, not by its end.
+    assert places["y.3"] == (
+        "experts",
+        "encoder.moe",
+    )  # The place of its product, not of its last operation.
     assert places["scores.3"] == places["copied.3"] == ("gating", "encoder.moe")
-    assert places["laid"] == ("gating", "encoder.moe")  # Who reads it, inside of the loop.
+    assert places["laid"] == ("gating", "encoder.moe")  # Its consumer inside the loop.
     assert places["set.3"] == places["empty"] == ("loop", "encoder")
     assert places["gradient"] == ("embedding", "source_embedding")
     assert places["new"] == ("optimizer", "source_embedding")

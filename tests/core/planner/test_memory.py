@@ -98,7 +98,7 @@ _REPORTED = {
     "arguments": _ARGUMENTS + 100,  # padded
     "outputs": 4 * _KIB,
     "aliased": 4 * _KIB,
-    "temporaries": 90 * _KIB,  # of which much is never in use at a time
+    "temporaries": 90 * _KIB,  # not all of it live at a time
     "code": 7,
     "peak": _ARGUMENTS + 100 + 44 * _KIB,
 }
@@ -193,7 +193,7 @@ def test_advice_is_computed_and_says_whether_it_is_enough():
     (bfloat16,) = [line for line in lines if "bfloat16" in line]
     assert "up to 2.00 GiB less" in bfloat16 and "That is enough: 2.00 GiB are missing." in bfloat16
     (twice,) = [line for line in lines if "Twice the devices" in line]
-    # 4 of 6 GiB are cut, and half as much again in gradients comes with them.
+    # 4 of 6 GiB are sharded; their gradients are half as large.
     assert "3.00 GiB less" in twice
     (sharding,) = [line for line in lines if "Sharding the replicated weights" in line]
     assert "1.50 GiB less" in sharding
