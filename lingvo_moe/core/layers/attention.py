@@ -6,6 +6,7 @@ hypothesis, L decoding step (in caches).
 
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import tensorflow as tf
 
@@ -27,6 +28,8 @@ class MultiHeadAttention(BaseLayer):
 
     Caches have one layout, that of XLA's kernels, so the cached steps call these whichever kernels are in use.
     """
+
+    COMPUTES: ClassVar[str] = "multi_head_attention"
 
     @classmethod
     def Params(cls) -> InstantiableParams:

@@ -52,6 +52,7 @@ class DroplessDispatcher(Dispatcher):
     which must be among the tokens' own.
     """
 
+    COMPUTES: ClassVar[str] = "dropless_dispatch"
     LIMITED: ClassVar[bool] = False
     GIVES_ROWS: ClassVar[bool] = True
 

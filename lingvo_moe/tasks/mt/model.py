@@ -5,6 +5,7 @@ Letters: B batch, T target time, S source time, J hypotheses, M model, V vocabul
 """
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import tensorflow as tf
 
@@ -30,6 +31,8 @@ class MtModel(MtTask):
     the training loss and float32 metrics. Where a router needs them (`Needs`), both sides also have
     `task_ids`, the number of each token's source language.
     """
+
+    COMPUTES: ClassVar[str] = "translation_transformer"
 
     @classmethod
     def Params(cls) -> InstantiableParams:

@@ -30,10 +30,11 @@ class PackedMoELayer:
 
     @classmethod
     def Takes(cls, layer: MoELayer) -> bool:
-        """Whether the layer is one of those: with `Experts` as they are, dropless in inference, and not too many."""
+        """Whether the layer is one of those: its experts compute what `Experts` do, dropless in inference, and are not
+        too many."""
         return (
-            type(layer.experts) is Experts
-            and type(layer.inference_dispatcher) is DroplessDispatcher
+            layer.experts.COMPUTES == Experts.COMPUTES
+            and layer.inference_dispatcher.COMPUTES == DroplessDispatcher.COMPUTES
             and layer.p.num_experts <= _MOST_EXPERTS
         )
 
