@@ -380,8 +380,7 @@ def _weights(
     model: Any, theta: NestedMap, options: TranslateOptions, kind: str
 ) -> SavedWeights | FastModel:
     """The weights as variables: theta as it is under XLA, else in a FastModel. Raises ValueError; see Translator."""
-    if kind not in WEIGHTS:
-        raise ValueError(f"weights is {kind!r}; it must be one of {', '.join(WEIGHTS)}")
+    checks.check_one_of("weights", kind, WEIGHTS)
     if kind == "int8":
         if options.xla:
             raise ValueError(

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from lingvo_moe.core import manifest
 from lingvo_moe.core.files import write_atomic
+from lingvo_moe.core.suggest import did_you_mean
 from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError
 
@@ -125,6 +126,16 @@ def data_files(
     if listed:
         listed.CheckLanguages(files.values(), folder)
     return files, listed
+
+
+def check_languages(
+    directory: str | os.PathLike, languages: Iterable[str], files: Iterable[str]
+) -> None:
+    """Raises DataError for the first of the languages that is none of those with a file in the directory."""
+    files = list(files)
+    for lang in languages:
+        if lang not in files:
+            raise DataError(f"{directory} has no language {lang!r}{did_you_mean(lang, files)}")
 
 
 def write_listed(path: Path, data: bytes) -> None:
