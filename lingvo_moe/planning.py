@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.core import checks, registry
+from lingvo_moe.core import checks, registry, units
 from lingvo_moe.core.base_task import BaseTask
 from lingvo_moe.core.engine import aot, checking
 from lingvo_moe.core.engine.aot_cache import cached
@@ -192,7 +192,7 @@ def smallest_slice(
         made = make_plan(replace(request, topology=name), cache_dir, say)
         if made["memory"]["fits"]:
             return made
-        say(f"{name}: misses by {made['memory']['misses_by'] / 2**30:.1f} GiB")
+        say(f"{name}: misses by {units.size(made['memory']['misses_by'], 1)}")
     raise FitsNone(request, tried)
 
 

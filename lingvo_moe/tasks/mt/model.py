@@ -20,6 +20,7 @@ from lingvo_moe.core.layers import attention, embedding, feed_forward, masks, so
 from lingvo_moe.core.moe import layer as moe_layer
 from lingvo_moe.core.moe.registry import ROUTERS
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.tensors import dim
 from lingvo_moe.tasks.mt.task import MtTask
 
 
@@ -323,9 +324,7 @@ class MtModel(MtTask):
     ) -> NestedMap:
         """The decoder's keys and values: empty ones for `beam_size * max_length` positions, and
         those of the memory."""
-        batch = encoded.memory.shape[0]
-        if batch is None:
-            batch = tf.shape(encoded.memory)[0]
+        batch = dim(encoded.memory, 0)
         first = tf.fill([batch, 1], 1)
         tasks = {"task_ids": encoded.task_ids} if "task_ids" in encoded else {}
         return NestedMap(

@@ -17,11 +17,12 @@ import tensorflow as tf
 import tensorflow_text as tf_text
 
 from lingvo_moe.core import checks
-from lingvo_moe.core.decode.flat_beam_search import SearchOptions, dim
+from lingvo_moe.core.decode.flat_beam_search import SearchOptions
 from lingvo_moe.core.decode.ranges import LENGTH
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.quiet import quiet
 from lingvo_moe.core.sharding import single_device, use_mesh
+from lingvo_moe.core.tensors import dim
 from lingvo_moe.tasks.mt.decoding import eight_bit
 from lingvo_moe.tasks.mt.decoding.decode_step import Decoder
 from lingvo_moe.tasks.mt.decoding.fast_decoder import FastDecoder
