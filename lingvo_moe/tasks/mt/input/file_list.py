@@ -156,7 +156,11 @@ def verify_listed(path: Path, remedy: str) -> None:
 
 
 def verify_where_listed(
-    directory: str | os.PathLike, name: str, paths: Iterable[str], tool: str
+    directory: str | os.PathLike,
+    name: str,
+    paths: Iterable[str],
+    tool: str,
+    warn: bool = True,
 ) -> None:
     """Verifies files that may have been listed by a tool; without a list there is a warning.
 
@@ -165,19 +169,19 @@ def verify_where_listed(
         name: the list.
         paths: the files, as paths in the directory with slashes.
         tool: what writes such a list.
+        warn: whether a missing list is warned of; False for further files of a list that was looked for before.
 
     Raises:
         DataError: a file or the list is damaged; it is named.
     """
-    paths = list(paths)
     if not (Path(directory) / name).is_file():
-        _log.warning(
-            "%s: there is no %s, so damage to %s cannot be noticed; %s writes one",
-            directory,
-            name,
-            ", ".join(paths[:3]) + " ..." * (len(paths) > 3),
-            tool,
-        )
+        if warn:
+            _log.warning(
+                "%s: there is no %s, so damage to the files that it lists cannot be noticed; %s writes one",
+                directory,
+                name,
+                tool,
+            )
         return
     with _data_errors():
         manifest.verify_manifest(directory, name, paths, f"run {tool} again")
