@@ -25,6 +25,7 @@ _FEW_ROWS = 128
 _MANY_EXPERTS = 256  # with more, a product for each would be a large graph
 
 logits = xla.logits
+cross_entropy = xla.cross_entropy
 
 
 def fused(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -208,20 +208,14 @@ def token_losses(
     weights = tf.cast(weights, tf.float32)
     best = tf.argmax(scores, axis=-1, output_type=tf.int32)
     correct = tf.cast(tf.equal(best, tf.cast(labels, tf.int32)), tf.float32)
-    xent = smoothed_cross_entropy(scores, labels, label_smoothing) * weights
+    xent = cross_entropy(scores, labels, label_smoothing) * weights
     correct = correct * weights
-    nll = smoothed_cross_entropy(tf.stop_gradient(scores), labels, 0.0)
+    nll = cross_entropy(tf.stop_gradient(scores), labels, 0.0)
     return xent, nll * weights, correct
 
 
-def smoothed_cross_entropy(
-    logits: tf.Tensor, labels: tf.Tensor, label_smoothing: float
-) -> tf.Tensor:
-    """The `xent` of `Kernels.token_losses` without weights: logits float32 [B,T,V], labels int32 [B,T] to float32
-    [B,T].
-
-    The gradient keeps the logits and one number for each token, and rebuilds the rest elementwise.
-    """
+def cross_entropy(logits: tf.Tensor, labels: tf.Tensor, label_smoothing: float) -> tf.Tensor:
+    """See `Kernels`; the gradient keeps the logits and one number for each label, and rebuilds the rest elementwise."""
     num = logits.shape[-1]
     on, off = 1.0 - label_smoothing, label_smoothing / num
 

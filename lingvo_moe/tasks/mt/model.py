@@ -15,7 +15,6 @@ from lingvo_moe.core.base_layer import scoped
 from lingvo_moe.core.base_task import TaskError, updates_of
 from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.hyperparams import Params as HyperParams
-from lingvo_moe.core.kernels import xla
 from lingvo_moe.core.layers import attention, embedding, feed_forward, masks, softmax, transformer
 from lingvo_moe.core.moe import layer as moe_layer
 from lingvo_moe.core.moe.registry import ROUTERS
@@ -245,7 +244,7 @@ class MtModel(MtTask):
         """
         y, _, _ = self._Decoded(theta, batch, None)
         logits = self.softmax.FProp(theta.target_embedding, y)[..., :vocab_size]
-        nll = xla.smoothed_cross_entropy(logits, batch.tgt.labels, 0.0)
+        nll = kernels.current().cross_entropy(logits, batch.tgt.labels, 0.0)
         return tf.where(batch.tgt.segment_ids > 0, -nll, 0.0)
 
     def _Decoded(
