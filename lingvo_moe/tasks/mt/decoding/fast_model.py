@@ -24,6 +24,7 @@ from lingvo_moe.core.layers.transformer import TransformerBlock, TransformerLaye
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
+from lingvo_moe.tasks.mt.decoding.decode_step import TranslationModel
 from lingvo_moe.tasks.mt.decoding.packed_attention import PackedCrossAttention, PackedSelfAttention
 from lingvo_moe.tasks.mt.decoding.packed_experts import PackedMoELayer
 from lingvo_moe.tasks.mt.decoding.packed_layers import (
@@ -42,8 +43,7 @@ class FastModel(tf.Module):
     """A model and its weights, for a search that TensorFlow's kernels run. The weights are its variables.
 
     Args:
-        model: an MtModel, or another one with `Encode`, `InitCache`, `ExtendStep` and `CacheLetters` as it has them,
-            which runs as it is.
+        model: an MtModel, or another one, which runs as it is.
         theta: its weights, arrays or tensors.
         kind: one of packed_weights.WEIGHTS: "float32", or "int8" for the weights of products.
 
@@ -51,7 +51,7 @@ class FastModel(tf.Module):
         ValueError: int8 for a model that is no MtModel.
     """
 
-    def __init__(self, model: Any, theta: NestedMap, kind: str = "float32"):
+    def __init__(self, model: TranslationModel, theta: NestedMap, kind: str = "float32"):
         super().__init__(name="fast_model")
         self._packs = _computes(model) == MtModel.COMPUTES
         if kind == "int8" and not self._packs:

@@ -24,7 +24,7 @@ from lingvo_moe.core.quiet import quiet
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.core.tensors import dim
 from lingvo_moe.tasks.mt.decoding import eight_bit
-from lingvo_moe.tasks.mt.decoding.decode_step import Decoder
+from lingvo_moe.tasks.mt.decoding.decode_step import Decoder, TranslationModel
 from lingvo_moe.tasks.mt.decoding.fast_decoder import FastDecoder
 from lingvo_moe.tasks.mt.decoding.fast_model import FastModel
 from lingvo_moe.tasks.mt.decoding.packed_weights import WEIGHTS
@@ -102,8 +102,7 @@ class Translator(tf.Module):
     """A model, its weights and its vocabularies as one function of strings, which can be exported.
 
     Args:
-        model: with `Encode`, `InitCache`, `ExtendStep` and `CacheLetters` as MtModel has them, and
-            `p.source_vocab_size`, `p.target_vocab_size`.
+        model: e.g. an MtModel.
         theta: NestedMap of arrays or tensors.
         source_vocab, target_vocab: serialised SentencePiece models, with ids 0 PAD, 1 BOS, 2 EOS, 3 UNK.
         options: see TranslateOptions.
@@ -118,7 +117,7 @@ class Translator(tf.Module):
 
     def __init__(
         self,
-        model: Any,
+        model: TranslationModel,
         theta: NestedMap,
         source_vocab: bytes,
         target_vocab: bytes,
@@ -378,7 +377,7 @@ class Translator(tf.Module):
 
 
 def _weights(
-    model: Any, theta: NestedMap, options: TranslateOptions, kind: str
+    model: TranslationModel, theta: NestedMap, options: TranslateOptions, kind: str
 ) -> SavedWeights | FastModel:
     """The weights as variables: theta as it is under XLA, else in a FastModel. Raises ValueError; see Translator."""
     checks.check_one_of("weights", kind, WEIGHTS)
