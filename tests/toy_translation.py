@@ -12,10 +12,10 @@ import numpy as np
 import sentencepiece
 import tensorflow as tf
 
-from lingvo_moe.core.decode.flat_beam_search import dim
 from lingvo_moe.core.engine.checkpoints import Checkpointer
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.tensors import dim
 from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, Translator
 from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir

@@ -18,6 +18,7 @@ from lingvo_moe.core.decode.ranges import BEAM_SIZE, LENGTH, LENGTH_ALPHA
 from lingvo_moe.core.directories import Kind, check_addable, check_replaceable
 from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.flags import names as names
+from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.paths import check_local
 from lingvo_moe.core.tensorflow_import import importing_tensorflow
 
@@ -200,6 +201,25 @@ def search_options(args: Flags, top_k: int = 1) -> Any:
 def checkpoint(args: Flags) -> tuple[int | None, int]:
     """Returns the checkpoint's step, None for the newest, and the number of checkpoints to average."""
     return args.checkpoint_step, args.average_last or 1
+
+
+def data_dir(args: Flags, inputs: Params) -> str:
+    """Returns --data_dir; without it the directory that a run trained on, which is printed on standard error.
+
+    Args:
+        args: with --data_dir and --logdir.
+        inputs: the run's Params of its input.
+
+    Raises:
+        ValueError: the run trained on no directory either.
+    """
+    if args.data_dir:
+        return args.data_dir
+    found = inputs.data_dir if "data_dir" in inputs else ""
+    if not found:
+        raise ValueError(f"--data_dir is needed: {args.logdir} trained on no directory of data")
+    say(f"data: {found}, which {args.logdir} trained on; --data_dir names another")
+    return found
 
 
 def load_from_run(args: Flags, options: Any) -> tuple[Any, dict[str, Any]]:

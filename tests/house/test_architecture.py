@@ -20,7 +20,7 @@ _HOUSES = (
 # own. Rooms of one line do not know each other.
 _ROOMS = (
     ("planner", "engine"),
-    ("inspect",),
+    ("inspect", "run_dir"),
     ("base_task",),
     ("base_input",),
     ("pipeline", "decode"),

@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 
 from lingvo_moe import trainer, trainer_flags
-from lingvo_moe.core import inspect, registry
+from lingvo_moe.core import inspect, registry, units
 from lingvo_moe.core.planner import report
 from lingvo_moe.core.planner.topology import CHIPS
 from lingvo_moe.core.sharding import Mesh
@@ -297,7 +297,7 @@ def test_sizes_in_tables_are_those_of_the_specs(page: str) -> None:
             held = [
                 sum(inspect.bytes_per_device(s, mesh) for s in specs) for specs in (theta, state)
             ]
-            assert cells[4:6] == [inspect.format_bytes(n) for n in held], name
+            assert cells[4:6] == [units.size(n, 1) for n in held], name
 
 
 def test_lines_of_inspect_model_are_what_it_prints() -> None:

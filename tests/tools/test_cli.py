@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.hyperparams import Params
 from tools import _cli, build_corpus, evaluate, export, prepare, train_vocab, translate
 
 
@@ -260,3 +262,17 @@ print([name for name in ("tensorflow", "jax") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_the_data_that_a_run_trained_on_is_named(capsys):
+    flags = Flags("command", "")
+    flags.DEFINE_path("logdir", None, "a run")
+    flags.DEFINE_path("data_dir", None, "a corpus")
+    inputs = Params()
+    with pytest.raises(ValueError, match="--data_dir is needed: RUN trained on no directory"):
+        _cli.data_dir(flags.Parse(["--logdir=RUN"]), inputs)
+    inputs.Define("data_dir", "CORPUS", "")
+    assert _cli.data_dir(flags.Parse(["--logdir=RUN"]), inputs) == "CORPUS"
+    assert "data: CORPUS, which RUN trained on; --data_dir" in capsys.readouterr().err
+    assert _cli.data_dir(flags.Parse(["--logdir=RUN", "--data_dir=OTHER"]), inputs) == "OTHER"
+    assert not capsys.readouterr().err

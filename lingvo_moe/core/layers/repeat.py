@@ -8,7 +8,7 @@ Letters: L layer (the repetitions).
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -31,6 +31,8 @@ class Repeat(BaseLayer):
     would, and repetition i sees the seed folded with i. Scanned or unrolled, the values, gradients
     and structures are the same.
     """
+
+    COMPUTES: ClassVar[str] = "repeat"
 
     @classmethod
     def Params(cls) -> InstantiableParams:

@@ -5,7 +5,7 @@ missing figures are None here and a dash in reports.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,7 +89,8 @@ def time_by_part(plan: Plan) -> list[PartTime]:
 
 def cells(parts: Sequence[PartTime], fields: Iterable[str] = tuple(TIMES)) -> list[str]:
     """Formats the fields of TIMES, summed over `parts`, with units; a dash for zero."""
-    show = dict.fromkeys(TIMES, units.duration) | {"flops": units.work, "num_bytes": units.size}
+    show: dict[str, Callable[[float | None], str]] = dict.fromkeys(TIMES, units.duration)
+    show |= {"flops": units.work, "num_bytes": units.size}
     sums = {figure: sum(getattr(part, figure) for part in parts) for figure in fields}
     return [show[figure](value or None) for figure, value in sums.items()]
 

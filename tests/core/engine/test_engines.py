@@ -74,7 +74,7 @@ def test_the_tf_engine_shows_its_hlo_and_checks_arguments():
 
 
 def test_unknown_engines_and_meshes():
-    with pytest.raises(EngineError, match=r"--engine='pjr'.*did you mean 'pjrt'"):
+    with pytest.raises(EngineError, match=r"--engine=pjr: must be .*did you mean 'pjrt'"):
         make_engine("pjr", sharding.single_device())
     for name in ("tf", "tf_graph"):
         with pytest.raises(

@@ -199,7 +199,7 @@ def test_padding_moves_no_number():
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"k": 5}, "must be 1 to 4"),
+        ({"k": 5}, "k=5: must be between 1 and the 4 experts"),
         ({"noise_epsilon": 0.0}, "noise_epsilon=0.0: must be a positive number"),
         ({"load_weight": -1.0}, "load_weight=-1.0: must be a number of at least 0"),
     ],

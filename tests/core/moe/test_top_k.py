@@ -254,7 +254,7 @@ def test_float32_whatever_the_activations():
     [
         ({"softmax_order": "befor"}, "did you mean 'before'"),
         ({"normalize_gates": "always"}, "must be one of never, before_drops, after_drops, or None"),
-        ({"k": 5}, "must be 1 to 4, the number of experts"),
+        ({"k": 5}, "k=5: must be between 1 and the 4 experts"),
         ({"k": 0}, "k=0: must be an integer of at least 1"),
         ({"k": 1, "normalize_gates": "before_drops"}, "make every gate 1, which trains nothing"),
         ({"k": 1, "softmax_order": "after"}, "make every gate 1"),

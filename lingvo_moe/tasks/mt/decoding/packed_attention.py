@@ -21,12 +21,16 @@ from lingvo_moe.tasks.mt.decoding.packed_weights import Packed, pack, pack_block
 _MASKED = -1e9
 
 
-class PackedSelfAttention:
-    """A MultiHeadAttention to its own positions, over packed weights: qkv [N+2A,M,K] and o [N K,M]."""
+class _PackedAttention:
+    """A MultiHeadAttention and its sizes."""
 
     def __init__(self, layer: MultiHeadAttention):
         self._layer = layer
         self._sizes = _Sizes(layer)
+
+
+class PackedSelfAttention(_PackedAttention):
+    """A MultiHeadAttention to its own positions, over packed weights: qkv [N+2A,M,K] and o [N K,M]."""
 
     def Pack(self, theta: NestedMap, kind: str) -> NestedMap:
         """The layer's weights as FProp takes them; `kind` is one of packed_weights.WEIGHTS."""
@@ -78,12 +82,8 @@ class PackedSelfAttention:
         return tf.split(y, [s.heads, s.kv_heads, s.kv_heads], 0)
 
 
-class PackedCrossAttention:
+class PackedCrossAttention(_PackedAttention):
     """A MultiHeadAttention to a memory, over packed weights: q [N,M,K], kv [2A,M,K] and o [N K,M]."""
-
-    def __init__(self, layer: MultiHeadAttention):
-        self._layer = layer
-        self._sizes = _Sizes(layer)
 
     def Pack(self, theta: NestedMap, kind: str) -> NestedMap:
         """The layer's weights as FProp takes them; `kind` is one of packed_weights.WEIGHTS."""

@@ -30,10 +30,11 @@ class PackedMoELayer:
 
     @classmethod
     def Takes(cls, layer: MoELayer) -> bool:
-        """Whether the layer can be packed: its experts are `Experts`, at most 256, and dropless in inference."""
+        """Whether the layer can be packed: its experts compute what `Experts` do, at most 256, and it is dropless in
+        inference."""
         return (
-            type(layer.experts) is Experts
-            and type(layer.inference_dispatcher) is DroplessDispatcher
+            layer.experts.COMPUTES == Experts.COMPUTES
+            and layer.inference_dispatcher.COMPUTES == DroplessDispatcher.COMPUTES
             and layer.p.num_experts <= _MOST_EXPERTS
         )
 

@@ -106,6 +106,10 @@ class TwoFeedForwards(FeedForward):
         return y + 0.1 * tf.einsum("BTM,MH,HM->BTM", x, theta.wi, theta.wo), extras
 
 
+class RenamedFeedForward(FeedForward):
+    COMPUTES = FeedForward.COMPUTES
+
+
 class SharperAttention(MultiHeadAttention):
     def __init__(self, params):
         super().__init__(params)
@@ -155,9 +159,9 @@ def _attention(p):
         p.cross_atten_tpl.cls = SharperAttention
 
 
-def _ffn(p):
+def _ffn(p, cls=TwoFeedForwards):
     if p.ffn_tpl.cls is FeedForward:
-        p.ffn_tpl.cls = TwoFeedForwards
+        p.ffn_tpl.cls = cls
 
 
 def _layer(p):
@@ -239,6 +243,14 @@ def test_a_layer_of_one_s_own_runs_as_it_is(part, monkeypatch):
     np.testing.assert_array_equal(got.ids_BKT, want.ids_BKT[:, :, :steps])
     np.testing.assert_allclose(got.scores_BK, want.scores_BK, rtol=1e-4)
     assert got.lengths_BK.numpy().max() > 16  # caches grew
+
+
+@pytest.mark.parametrize("cls", [RenamedFeedForward, TwoFeedForwards])
+def test_a_derived_layer_is_packed_if_it_says_that_it_computes_the_same(cls, monkeypatch):
+    monkeypatch.setitem(PARTS, "derived", (lambda p: _ffn(p, cls), set()))
+    model, theta = _own(monkeypatch, "derived")
+    found = _kinds(FastModel(model, theta).form)
+    assert found == (ALL if cls is RenamedFeedForward else ALL - {PackedFeedForward})
 
 
 def test_what_another_model_cannot_have_is_refused():

@@ -126,7 +126,7 @@ def test_what_they_are_is_told(translator, saved_model):
 
 
 def test_where_they_cannot_be_it_is_told(logdir, translator, saved_model):
-    with pytest.raises(ValueError, match=r"'int4'; it must be one of float32, int8"):
+    with pytest.raises(ValueError, match="int4: must be one of float32, int8"):
         load_translator(logdir, OPTIONS, weights="int4")
     with pytest.raises(ValueError, match=r"TensorFlow's own kernels; XLA, .*leave it out"):
         load_translator(logdir, dataclasses.replace(OPTIONS, xla=True), weights="int8")

@@ -139,6 +139,13 @@ def test_scores_alone(run, caplog):
         run_report.gather(run, _NO_ROUTING)
 
 
+def test_a_missing_list_is_warned_of_once(run, caplog):
+    _add_scores(run, delta=False)
+    (run / "eval/report.sha256").unlink()
+    assert run_report.gather(run, _NO_ROUTING).samples["best"]
+    assert caplog.text.count("there is no report.sha256") == 1
+
+
 def test_samples_are_chosen(tmp_path):
     texts = {
         "de": [

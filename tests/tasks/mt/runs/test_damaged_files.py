@@ -29,7 +29,7 @@ from lingvo_moe.tasks.mt.input.records import Records, cached_records
 from lingvo_moe.tasks.mt.input.scan import scan
 from lingvo_moe.tasks.mt.input.vocab_cache import VocabOptions, cached_vocabularies, sample_pairs
 from lingvo_moe.tasks.mt.quality import scoring
-from lingvo_moe.tasks.mt.quality.baselines import add_baselines
+from lingvo_moe.tasks.mt.quality.baselines import add_baselines, read_baselines
 from lingvo_moe.tasks.mt.quality.kept_translations import KeptTranslations
 from tools import train_vocab
 
@@ -214,7 +214,7 @@ def _scores(tmp: Path) -> Kept:
 
     def read() -> Any:
         again = report()
-        add_baselines(again, tmp / "scores")
+        add_baselines(again, read_baselines(tmp / "scores", pairs.items()))
         translations = scoring.read_translations(tmp / "scores" / "de" / "texts", pairs.items())
         return again.ToDict()["languages"], translations
 

@@ -292,6 +292,12 @@ def test_a_run_of_an_older_version_is_read(run, vocabs):
     assert dict(run.vocabs) == vocabs and run.languages == ["de", "sw"]
 
 
+def test_a_run_of_another_task_is_no_translation_model(tmp_path):
+    RunDir(tmp_path).Write("image.Digits", "", RunArtifacts())
+    with pytest.raises(RunDirError, match=r"--logdir=.*: ImageClassifier is no translation model"):
+        RunDir(tmp_path).Task()
+
+
 def test_a_run_of_another_task_is_no_run_of_translation(run):
     _change(run, files=[], input={})
     with pytest.raises(RunDirError, match=r"keeps no vocab/source\.model: it is no run of a tran"):
