@@ -1,21 +1,17 @@
 """The main of every Bazel test: pytest over the files in argv, in a mostly read-only sandbox.
 
 Bazel shows that each BUILD file lists all that its tests need. So a target imports all of its test files, and runs the
-first two tests of each that are not marked slow; `make test` runs every test.
+first test of each that is not marked slow; `make test` runs every test.
 """
 
 import os
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
-_TESTS_OF_A_FILE = 2
-
-
 class _FirstTests:
-    """Selects the first tests of each file.
+    """Selects the first test of each file.
 
     Counts the others, to distinguish 'all were slow' from 'none were found'.
     """
@@ -27,14 +23,12 @@ class _FirstTests:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        seen: Counter[Path] = Counter()
-        chosen = []
+        first: dict[Path, pytest.Item] = {}
         for item in items:
-            seen[item.path] += 1
-            if seen[item.path] <= _TESTS_OF_A_FILE:
-                chosen.append(item)
+            first.setdefault(item.path, item)
+        chosen = set(first.values())
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = chosen
+        items[:] = first.values()
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
         self.deselected += len(items)
