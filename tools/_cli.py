@@ -20,7 +20,7 @@ from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.flags import names as names
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.paths import check_local
-from lingvo_moe.core.quiet import quiet
+from lingvo_moe.core.tensorflow_import import importing_tensorflow
 
 
 def check_output_file(path: str | os.PathLike, flag: str = "--output") -> None:
@@ -259,7 +259,7 @@ def quiet_imports() -> Iterator[None]:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     # Tools read checkpoints with JAX, which would look for a TPU first, with many lines.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    with quiet():
+    with importing_tensorflow():
         yield
 
 

@@ -181,7 +181,7 @@ def _translating(args: Flags) -> tuple[Any, dict[str, Any]]:
 
 
 def _rescored(output: Any, devset: Any) -> tuple[Any, dict[str, Any]]:
-    """As _translating, with the translations of an earlier evaluation."""
+    """Like _translating, with the translations of an earlier evaluation."""
     from lingvo_moe.tasks.mt.quality.scoring import read_translations, verify_scores
 
     if output is None:

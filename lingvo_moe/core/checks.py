@@ -265,7 +265,7 @@ def one_of(names: Iterable[str]) -> OneOf:
 
 
 def or_none(check: Check) -> AnyOf:
-    """What a check allows, or None."""
+    """The check that also allows None."""
     return AnyOf((check, NONE))
 
 

@@ -65,12 +65,12 @@ class RunDir:
 
     @property
     def checkpoint_dir(self) -> Path:
-        """Where the engine keeps the checkpoints."""
+        """The directory of the checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def summaries_dir(self) -> Path:
-        """Where the trainer writes what it measured, for TensorBoard and `read_metrics`."""
+        """The directory of the trainer's summaries, for TensorBoard and `read_metrics`."""
         return self.path / "train"
 
     @property

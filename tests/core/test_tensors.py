@@ -1,4 +1,4 @@
-"""Sizes of open dimensions; gradients of one's own are named as TensorFlow names its own."""
+"""Sizes of open dimensions; custom gradients have the names that TensorFlow gives to its own."""
 
 import tensorflow as tf
 

@@ -1,4 +1,4 @@
-"""The walls of docs/architecture.md: which room may import which, and how big a file may be."""
+"""docs/architecture.md is true: which directory may import which, and how long a file may be."""
 
 import pytest
 

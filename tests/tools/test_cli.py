@@ -1,4 +1,4 @@
-"""What the command lines share."""
+"""Helpers that the commands share."""
 
 import importlib
 import os
@@ -169,7 +169,7 @@ COMMANDS = [
 
 
 def _needed(flags):
-    """Values for the flags that a command cannot do without."""
+    """Values for the flags that a command requires."""
     names = (n for n in flags.Names() if "(required)" in flags[n].help or n == "saved_model")
     return dict.fromkeys(names, "x")
 
@@ -180,7 +180,7 @@ def test_the_commands_are_found():
 
 @pytest.mark.parametrize("name", COMMANDS[:-1])
 def test_every_flag_that_names_a_path_is_checked(name, capsys):
-    """The trainer checks its own with those in the parameters; see test_trainer_flags.py."""
+    """The trainer checks its own together with those in parameters; see test_trainer_flags.py."""
     define = importlib.import_module(name).define_flags
     for flag in filter(_PATHS.fullmatch, define().Names()):
         others = {**_needed(define()), flag: "s3://x/y"}

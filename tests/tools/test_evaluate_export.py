@@ -1,4 +1,4 @@
-"""python -m tools.export and tools.evaluate on a run: the exported model scores as the run does."""
+"""python -m tools.export and tools.evaluate: the exported model has the run's scores."""
 
 import gzip
 import json
@@ -36,7 +36,7 @@ def corpus(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def scored(logdir, corpus) -> Path:
-    """Where an evaluation of the run lies."""
+    """The directory of an evaluation of the run."""
     flags = [f"--data_dir={corpus}", "--batch_size=5", "--quiet", *_FLAGS]
     assert evaluate.main([f"--logdir={logdir}", *flags]) == 0
     return Path(logdir) / "eval"
@@ -81,7 +81,7 @@ def test_run_and_exported_model_score_the_same(logdir, scored, corpus, tmp_path,
 
 
 class _Shouts:
-    """In place of the translator: capitals, and Ctrl-C in call number `stop_at`, counted from Calls."""
+    """Replaces the translator: capitals, and Ctrl-C in call number `stop_at`, counted from Calls."""
 
     stop_at = 0
 
@@ -149,7 +149,7 @@ def test_what_another_file_of_that_name_made_is_not_reused(
 
 
 def test_against_baselines(logdir, scored, corpus, tmp_path, monkeypatch, caplog, capfd):
-    """Texts are scored again, without a model, beside what a run of one language got."""
+    """Scores translations without a model, beside the scores of a run of one language."""
     common = [f"--logdir={logdir}", f"--data_dir={corpus}"]
     assert evaluate.main([*common, "--rescore"]) == 0
     texts = tmp_path / "base/sw/texts"

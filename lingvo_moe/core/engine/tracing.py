@@ -66,13 +66,6 @@ def trace(
     return tf_function, signature
 
 
-def concrete_function(tf_function: Any, signature: Signature) -> Any:
-    """The ConcreteFunction that `trace` made of a function."""
-    return tf_function.get_concrete_function(
-        *[tf.TensorSpec(a.shape, a.dtype) for a in signature.args]
-    )
-
-
 class _FlatFunction:
     """`fn` as a function of flat tensors, traced under the mesh; remembers the structure of its results."""
 

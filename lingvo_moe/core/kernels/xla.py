@@ -7,7 +7,7 @@ They also run eagerly and in graphs without XLA, e.g. in tests. What each functi
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import tensorflow as tf
@@ -302,6 +302,22 @@ def adafactor(
     weight: tf.Tensor, grad: tf.Tensor, slots: NestedMap, recipe: AdafactorRecipe
 ) -> tuple[Delta, NestedMap]:
     """See `Kernels`."""
+    decay, rate, *numbers = (getattr(recipe, field.name) for field in fields(recipe))
+    update, new_slots = _adafactor(weight, grad, slots, decay, rate, tuple(numbers))
+    return DenseDelta(update), new_slots
+
+
+@tf.function(autograph=False)
+def _adafactor(
+    weight: tf.Tensor,
+    grad: tf.Tensor,
+    slots: NestedMap,
+    decay: tf.Tensor,
+    rate: tf.Tensor,
+    numbers: tuple,
+) -> tuple[tf.Tensor, NestedMap]:
+    """(update, new slots). A function of its own: a model has few shapes of variables, and each is traced once."""
+    recipe = AdafactorRecipe(decay, rate, *numbers)
     square = tf.square(grad) + recipe.epsilon1
     if recipe.dims is not None:
         first, second = recipe.dims
@@ -320,7 +336,7 @@ def adafactor(
         update *= tf.math.reciprocal(tf.maximum(excess, 1.0))
     if recipe.multiply_by_parameter_scale:
         update *= tf.maximum(_rms(weight, recipe.stack_dims), recipe.epsilon2)
-    return DenseDelta(update * recipe.rate), new_slots
+    return update * recipe.rate, new_slots
 
 
 def _rms(x: tf.Tensor, stack_dims: int) -> tf.Tensor:

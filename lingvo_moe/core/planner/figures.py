@@ -161,7 +161,7 @@ def unit(plan: Plan) -> str:
 
 
 def speed(plan: Plan) -> float | None:
-    """Units a second."""
+    """The units (tokens, images) a second of a plan; None if it has no times."""
     return get(plan, f"time.{unit(plan)}_per_second")
 
 
@@ -171,7 +171,7 @@ def budget(plan: Plan) -> float | None:
 
 
 def budgets(plans: Sequence[Plan]) -> list[float]:
-    """The budgets of several plans, each once."""
+    """The different budgets of several plans, in ascending order."""
     return sorted({found for plan in plans if (found := budget(plan)) is not None})
 
 

@@ -174,7 +174,7 @@ class MtModel(MtTask):
 
     @classmethod
     def NumTasks(cls, params: HyperParams) -> int:
-        """The most source languages that the routers which choose by them have room for."""
+        """The largest number of source languages that every router which chooses by language supports."""
         sides = [(_router_of(params, d)[1], cls.Needs(params, d)) for d in (False, True)]
         return min(router.num_tasks for router, needs in sides if "task_ids" in needs)
 

@@ -1,4 +1,4 @@
-"""The engines behind one interface: the same results; the devices they need; errors that say what to do."""
+"""The engines behind one interface: equal results, the devices they need, and errors with a remedy."""
 
 import os
 import subprocess

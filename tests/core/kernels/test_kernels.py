@@ -224,7 +224,7 @@ def test_rounding_does_not_depend_on_the_number_of_elements() -> None:
 
 @pytest.mark.parametrize("slots", [4, 100])
 def test_no_expert_s_weights_are_transposed(slots: int) -> None:
-    """Nor are their gradients; few rows go expert by expert."""
+    """Neither weights nor their gradients are transposed; with few rows, experts are computed one by one."""
 
     @tf.function(autograph=False)
     def step(*args: tf.Tensor) -> list[tf.Tensor]:

@@ -21,7 +21,7 @@ def _layer(**kwargs):
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 99), st.sampled_from([0.0, 0.1, 0.5]), st.sampled_from([1.0, 30.0]))
 def test_cross_entropy_and_its_gradient(seed, smoothing, scale):
-    """Against TensorFlow's dense cross-entropy of explicitly smoothed targets."""
+    """Compares with TensorFlow's dense cross-entropy of explicitly smoothed targets."""
     logits = normal(seed, 2, 3, 7) * scale
     labels = tf.constant(np.random.RandomState(seed).randint(0, 7, [2, 3]).astype("int32"))
     target = tf.one_hot(labels, 7) * (1 - smoothing) + smoothing / 7

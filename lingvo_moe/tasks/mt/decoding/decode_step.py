@@ -46,9 +46,10 @@ class Decoder:
 
     Args:
         model: e.g. an MtModel.
-        options: of the search.
+        options: those of the search.
         max_length: the most tokens of a translation, EOS included.
-        vocab_size: tokens that may come out, of the model's V; None: all. PAD, BOS and UNK never do.
+        vocab_size: translations contain only the first vocab_size of the model's V tokens, for a vocabulary with fewer
+            pieces than the model has embeddings; None: all V. PAD, BOS and UNK never occur in translations.
     """
 
     def __init__(
@@ -160,5 +161,5 @@ def decode_step(
 
 
 def _traced(fn: Callable[..., Any], *specs: Any) -> Any:
-    """What `fn` returns for arguments of these specs, without running it."""
+    """Traces `fn` for arguments of these specs and returns its symbolic results."""
     return tf.function(fn, autograph=False).get_concrete_function(*specs).structured_outputs

@@ -64,7 +64,7 @@ class FastModel(tf.Module):
         self._weights = SavedWeights(pack(theta))
 
     def Assign(self, theta: NestedMap) -> None:
-        """Other weights of the same model.
+        """Assigns other weights of the same model.
 
         Raises:
             ValueError: with weights of 8 bits, which TensorFlow packs when they are first used.
@@ -72,14 +72,16 @@ class FastModel(tf.Module):
         self._weights.Assign(self._pack(theta))
 
     def Tensors(self) -> NestedMap:
-        """The weights as tensors of the graph that is being traced, for the methods below. Read them once, outside of
-        the search's loop."""
+        """Reads the weights into the graph that is being traced, as the argument `weights` of the methods below.
+
+        Call it once, outside of the search's loop.
+        """
         return self._weights.Tensors()
 
     @property
     def form(self) -> Any:
-        """The model with other layers in the place of its own: its methods take `Tensors`, and are to be traced while
-        TensorFlow's kernels are in use."""
+        """The model with its layers replaced. Its methods take `Tensors` as theta and must be traced while TensorFlow's
+        kernels are in use."""
         return self._form()
 
     def Encode(self, weights: NestedMap, src: NestedMap) -> NestedMap:
@@ -102,16 +104,20 @@ class FastModel(tf.Module):
     def Step(
         self, weights: NestedMap, ids: tf.Tensor, cache: NestedMap, time: tf.Tensor, mask: tf.Tensor
     ) -> tuple[tf.Tensor, NestedMap]:
-        """See MtModel.ExtendStep. The cache's memory is overwritten: the old cache must not be used again."""
+        """Returns logits of the next token, float32 [B,J,V], and the cache with one more position.
+
+        Args as for MtModel.ExtendStep, with `weights` from `Tensors` for theta. The cache's memory is overwritten: the
+        old cache must not be used again.
+        """
         with _tensorflows_kernels():
             return self.form.ExtendStep(weights, ids, cache, time, mask)
 
     def OfTokens(self, weights: NestedMap, ids: tf.Tensor) -> NestedMap:
-        """The weights with which `Step` gives the logits of the target tokens `ids` alone: [B,J,U].
+        """Returns the weights with which `Step` computes the logits of the target tokens `ids` only: [B,J,U].
 
         Args:
             weights: from `Tensors`.
-            ids: int32 [U], U unknown when traced and a multiple of 64.
+            ids: int32 [U]. If U is unknown while tracing, it must be a multiple of 64.
 
         Raises:
             ValueError: the model is no MtModel.

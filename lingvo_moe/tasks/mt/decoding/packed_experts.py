@@ -23,15 +23,15 @@ _MISSING = FEWEST_ROWS - 1  # the most padding rows that an expert can need
 
 
 class PackedMoELayer:
-    """A MoELayer with `Experts`, in inference, over packed weights: lists wi and wo of each expert's."""
+    """A MoELayer with `Experts`, in inference, over packed weights: lists wi and wo with an entry for each expert."""
 
     def __init__(self, layer: MoELayer):
         self._layer = layer
 
     @classmethod
     def Takes(cls, layer: MoELayer) -> bool:
-        """Whether the layer is one of those: its experts compute what `Experts` do, dropless in inference, and are not
-        too many."""
+        """Whether the layer can be packed: its experts compute what `Experts` do, at most 256, and dropless in
+        inference."""
         return (
             layer.experts.COMPUTES == Experts.COMPUTES
             and layer.inference_dispatcher.COMPUTES == DroplessDispatcher.COMPUTES

@@ -106,9 +106,9 @@ class Translator(tf.Module):
         theta: NestedMap of arrays or tensors.
         source_vocab, target_vocab: serialised SentencePiece models, with ids 0 PAD, 1 BOS, 2 EOS, 3 UNK.
         options: see TranslateOptions.
-        languages: source languages by task id, for a model that routes by them; none for others.
-        shortlist: which tokens each line is scored for; None: all.
-        weights: "float32", or "int8" for the weights of products, with TensorFlow's kernels.
+        languages: source languages in the order of their task ids, for a model that routes by language; else empty.
+        shortlist: the tokens that each line is scored for; None: all.
+        weights: "float32", or "int8" for the weights of matrix products (with TensorFlow's kernels only).
 
     Raises:
         ValueError: a vocabulary with more pieces than the model has embeddings for, a shortlist for other
@@ -170,12 +170,12 @@ class Translator(tf.Module):
     def Translate(
         self, lines: Sequence[str | bytes], languages: str | Sequence[str] | None = None
     ) -> NestedMap:
-        """Translates; see `translations_of` for arguments and what comes back."""
+        """Translates lines; see `translations_of` for arguments and result."""
         return translations_of(self.translate, lines, languages, bool(self._languages))
 
     @property
     def languages(self) -> tuple[str, ...]:
-        """Source languages by task id, of a model that routes by them; none of others."""
+        """Source languages in the order of their task ids; empty for a model that does not route by language."""
         return tuple(self._languages)
 
     def SetTheta(self, theta: NestedMap) -> None:

@@ -61,7 +61,7 @@ def _router(cls, **params):
 
 
 def _whole_and_chosen(router):
-    """FProp's routing of some tokens, in inference, and ChooseExperts' choices."""
+    """FProp's routing of some tokens in inference, and the choices of ChooseExperts."""
     x, paddings = tf.constant(X[np.newaxis]), tf.constant([[0.0] * 10 + [1.0] * 2])
     needs = type(router).Needs(router.p)
     context = NestedMap({need: tf.range(N)[tf.newaxis] % 2 for need in needs})
@@ -90,7 +90,7 @@ VARIANTS = [
 
 @pytest.mark.parametrize("name, params", VARIANTS)
 def test_a_router_s_choices_are_those_of_its_routing(name, params):
-    """Each without computing what a search does not read."""
+    """ChooseExperts computes only what a search reads."""
     _assert_same_choices(*_whole_and_chosen(_router(ROUTERS[name], **params)))
     assert ROUTERS[name].ChooseExperts is not Router.ChooseExperts
 

@@ -1,4 +1,4 @@
-"""The page of a run: it shows what there is, names what is missing, loads nothing, and escapes what it is given."""
+"""The page of a run shows its files, names missing ones, loads nothing, and escapes all text."""
 
 import json
 import re
@@ -22,7 +22,7 @@ _VOID = {"meta", "br", "path", "rect", "use", "line", "image"}
 
 
 class _Checker(HTMLParser):
-    """Counts tags, and finds what does not close and what would be loaded."""
+    """Counts tags; finds unclosed tags and anything that would be loaded."""
 
     def __init__(self):
         super().__init__()
