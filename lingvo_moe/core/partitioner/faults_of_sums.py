@@ -34,11 +34,10 @@ class Sum:
     def sliced(self) -> tuple[int, ...] | None:
         """The dimensions of the result along which each group keeps its slice, as the partitioner searches them.
 
-        It compares two devices of the first group only. None if it finds none, or if it needs none because the result
-        has a copy for each part of the sum.
+        It compares two devices of the first group only. None if it finds none.
         """
         result, count = self.dot.result, len(self.groups)
-        if not result.is_sharded or result.copies % count == 0 or len(self.groups[0]) == 1:
+        if not result.is_sharded or len(self.groups[0]) == 1:
             return None
         where = _with_copies(result)
         first, second, *_ = (where[device] for device in self.groups[0])
@@ -77,7 +76,7 @@ class Sum:
         result = parts(dot.result, range(len(lhs)))
         if places(dot.lhs, lhs) != places(dot.rhs, rhs) or self._GroupsBatch():
             return False
-        if dot.result.copies % count == 0 or count in dot.own:
+        if count in dot.own:
             return False
         sliced = self.sliced
         if sliced is None:
@@ -142,7 +141,11 @@ class Sum:
 
 
 def sum_of(dot: Dot) -> Sum | None:
-    """Returns the sum over devices of a product; None if there is none or the operands disagree on it."""
+    """Returns the sum over devices of a product.
+
+    None if there is none, if the operands disagree on it, or if the result has a copy for each part of the sum: then
+    there is nothing to slice.
+    """
     left, right = dot.dims("lhs_contracting_dims"), dot.dims("rhs_contracting_dims")
     lhs, rhs = dot.summed
     if math.prod(lhs) != math.prod(rhs):
@@ -150,7 +153,8 @@ def sum_of(dot: Dot) -> Sum | None:
         left, right = tuple(left[i] for i in alike), tuple(right[i] for i in alike)
     elif lhs != rhs:
         return None
-    if math.prod(parts(dot.lhs, left)) == 1:
+    count = math.prod(parts(dot.lhs, left))
+    if count == 1 or dot.result.copies % count == 0:
         return None
     groups, others = _groups(dot.lhs, left), _groups(dot.rhs, right)
     if {frozenset(group) for group in groups} != {frozenset(group) for group in others}:
