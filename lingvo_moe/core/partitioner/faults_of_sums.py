@@ -25,10 +25,12 @@ class Sum:
     Attributes:
         dot: the product.
         groups: for each part of the sum, its devices in the order of the larger operand.
+        is_agreed: whether both operands have the same devices for each part. Otherwise XLA reshards the smaller one.
     """
 
     dot: Dot
     groups: tuple[tuple[int, ...], ...]
+    is_agreed: bool
 
     @functools.cached_property
     def sliced(self) -> tuple[int, ...] | None:
@@ -74,7 +76,9 @@ class Sum:
         dot, count = self.dot, len(self.groups)
         lhs, rhs = dot.dims("lhs_batch_dims"), dot.dims("rhs_batch_dims")
         result = parts(dot.result, range(len(lhs)))
-        if places(dot.lhs, lhs) != places(dot.rhs, rhs) or self._GroupsBatch():
+        if not self.is_agreed or places(dot.lhs, lhs) != places(dot.rhs, rhs):
+            return False
+        if self._GroupsBatch():
             return False
         if count in dot.own:
             return False
@@ -95,7 +99,13 @@ class Sum:
         return is_same and places(dot.lhs, dims[0]) == places(dot.rhs, dims[1])
 
     def _CanComeLater(self) -> bool:
-        """Whether the devices can be grouped by batch or free dimensions as they are."""
+        """Whether the devices can be grouped by batch or free dimensions as they are.
+
+        If the operands do not agree on the sum, whether they can be resharded so.
+        """
+        if not self.is_agreed:
+            left, right, result = self.dot.batch
+            return bool(self._MatchedDims()) or 1 < result in (left, right)
         if self._GroupsBatch():
             return True
         return any(
@@ -103,7 +113,7 @@ class Sum:
             for sharding, own, of_result in self._MatchedDims()
         )
 
-    def _MatchedDims(self) -> list[tuple[TensorSharding, Sequence[int], Sequence[int]]]:
+    def _MatchedDims(self) -> Sequence[tuple[TensorSharding, Sequence[int], Sequence[int]]]:
         """(sharding, dimensions, the result's): free dimensions with as many parts in an operand as in the result."""
         dot = self.dot
         pairs = [(dot.lhs, *dot.free[0]), (dot.rhs, *dot.free[1])]
@@ -143,8 +153,8 @@ class Sum:
 def sum_of(dot: Dot) -> Sum | None:
     """Returns the sum over devices of a product.
 
-    None if there is none, if the operands disagree on it, or if the result has a copy for each part of the sum: then
-    there is nothing to slice.
+    None if there is none, if the operands have different numbers of parts, or if the result has a copy for each part
+    of the sum: then there is nothing to slice.
     """
     left, right = dot.dims("lhs_contracting_dims"), dot.dims("rhs_contracting_dims")
     lhs, rhs = dot.summed
@@ -157,10 +167,9 @@ def sum_of(dot: Dot) -> Sum | None:
     if count == 1 or dot.result.copies % count == 0:
         return None
     groups, others = _groups(dot.lhs, left), _groups(dot.rhs, right)
-    if {frozenset(group) for group in groups} != {frozenset(group) for group in others}:
-        return None
+    is_agreed = set(map(frozenset, groups)) == set(map(frozenset, others))
     is_left = part_bytes(dot.left, dot.lhs) > part_bytes(dot.right, dot.rhs)
-    return Sum(dot, groups if is_left else others)
+    return Sum(dot, groups if is_left else others, is_agreed)
 
 
 def _groups(sharding: TensorSharding, dims: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -186,7 +195,8 @@ def exchanges_parts(dot: Dot) -> bool:
 
 def _with_copies(sharding: TensorSharding) -> dict[int, tuple[int, ...]]:
     """Maps each device to the indices of its part, and to its number among the copies of that part."""
-    found, seen = {}, {}
+    found: dict[int, tuple[int, ...]] = {}
+    seen: dict[tuple[int, ...], int] = {}
     for device, index in places(sharding, range(len(sharding.tiles))).items():
         seen[index] = seen.get(index, -1) + 1
         found[device] = (*index, seen[index])

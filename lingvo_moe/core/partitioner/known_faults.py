@@ -10,6 +10,7 @@ operation is wrong, but a program without reports may still be wrong. These case
 
 - SCATTER: updates that are sharded differently from the target along the window's dimensions;
 - COPIES and POOLING: windows that reach far beyond a neighbouring part;
+- COPIES: operands that XLA first groups by their batch or output features, outside a depthwise kernel's gradient;
 - PADDED_WINDOWS: windows of a part that do not cover exactly two parts of the image;
 - SUMS: sharded results, some of which are wrong;
 - ADDING_UP and EXCHANGED: other orders of devices, some of which are wrong, depending on sizes.

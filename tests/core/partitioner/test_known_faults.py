@@ -329,6 +329,21 @@ def test_batch_cut_anew(result, is_wrong):
     assert _kinds(module) == [kf.BATCH] * is_wrong
 
 
+@pytest.mark.parametrize(
+    "result, is_wrong",
+    [
+        ("{devices=[4,1,2]0,4,2,6,1,5,3,7}", True),
+        ("{devices=[4,1,2]0,4,1,5,2,6,3,7}", False),
+    ],
+)
+def test_result_over_the_devices_of_a_sum_on_which_the_operands_disagree(result, is_wrong):
+    """The larger operand decides which devices add up their parts."""
+    left = ("f32[8,16,24]", "{devices=[1,2,2,2]0,1,4,5,2,3,6,7 last_tile_dim_replicate}")
+    right = ("f32[24,16]", "{devices=[2,1,4]0,4,1,5,2,6,3,7 last_tile_dim_replicate}")
+    module = _dot(left, right, ("f32[8,16,16]", result), summed=((2,), (0,)))
+    assert _kinds(module) == [kf.EXCHANGED] * is_wrong
+
+
 def test_batch_that_is_grouped_first():
     """The result has as many parts of the batch as the operands, in another dimension over the sum's devices."""
     operand = ("f32[8,8,16]", "{devices=[2,1,2]<=[4]}")
