@@ -46,7 +46,10 @@ def _run(args: Flags) -> int:
     _cli.load_tensorflow()
     from lingvo_moe.tasks.image.evaluation import evaluate
 
-    scores = evaluate(args.logdir, args.data_dir or "", args.checkpoint_step, args.trust_run)
+    data_dir, inputs = args.data_dir or "", run.Params().input
+    if "data_dir" in inputs:  # digits are in no directory
+        data_dir = _cli.data_dir(args, inputs)
+    scores = evaluate(args.logdir, data_dir, args.checkpoint_step, args.trust_run)
     write_atomic(output, json.dumps(asdict(scores), indent=1).encode() + b"\n")
     print(
         f"step {scores.step}, {scores.images:,} held-out images: top-1 {scores.top1:.2%}, top-5 {scores.top5:.2%}, "

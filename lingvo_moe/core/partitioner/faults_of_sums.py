@@ -51,7 +51,7 @@ class Sum:
         return tuple(d for d in alike if (*result.tiles, result.copies)[d] > 1)
 
     def ExchangesParts(self) -> bool:
-        """Whether parts of the result are exchanged, since a group numbers its devices in another order.
+        """Whether XLA exchanges parts of the result, since a group numbers its devices in another order.
 
         False if XLA may group the devices by other dimensions before it groups them by the sum: whether it does is a
         question of costs.
@@ -67,7 +67,7 @@ class Sum:
         return len(found) == 1 and any(list(indices) != sorted(indices) for indices in found)
 
     def ReshardsBatch(self) -> bool:
-        """Whether the elements of a batch dimension come out in another order.
+        """Whether XLA returns the elements of a batch dimension in a wrong order.
 
         Both operands shard the batch dimension over some devices, and the slices are taken along it. Other batch
         dimensions do not matter. False if the result shards a free dimension of an operand into as many parts as the
@@ -182,13 +182,13 @@ def _groups(sharding: TensorSharding, dims: Sequence[int]) -> tuple[tuple[int, .
 
 
 def reshards_the_batch(dot: Dot) -> bool:
-    """Whether the elements of a batch dimension come out in another order: see `Sum.ReshardsBatch`."""
+    """Whether XLA returns the elements of a batch dimension in a wrong order: see `Sum.ReshardsBatch`."""
     found = sum_of(dot)
     return found is not None and found.ReshardsBatch()
 
 
 def exchanges_parts(dot: Dot) -> bool:
-    """Whether parts of the result are exchanged between devices: see `Sum.ExchangesParts`."""
+    """Whether XLA exchanges parts of the result between devices: see `Sum.ExchangesParts`."""
     found = sum_of(dot)
     return found is not None and found.ExchangesParts()
 

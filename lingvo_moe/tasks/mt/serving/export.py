@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from lingvo_moe.core.base_task import BaseTask
 from lingvo_moe.core.directories import EXPORTED, check_replaceable
 from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
 from lingvo_moe.core.files import not_written, replaced_directory, write_atomic
@@ -63,7 +64,7 @@ def load_translator(
 
 
 def load_theta(
-    run: RunDir, model: Any, step: int | None = None, average_last: int = 1
+    run: RunDir, model: BaseTask, step: int | None = None, average_last: int = 1
 ) -> tuple[NestedMap, dict[str, Any]]:
     """The weights of a run's model at a checkpoint, as NumPy arrays, and their description; see load_translator."""
     found = run.experiment
