@@ -13,19 +13,28 @@ _KERAS = "TF_USE_LEGACY_KERAS"
 
 @contextlib.contextmanager
 def importing_tensorflow() -> Iterator[None]:
-    """Inside, TensorFlow and what needs it can be imported silently, and without Keras.
+    """Imports TensorFlow silently and without Keras; inside, what needs TensorFlow can be imported silently.
 
-    TensorFlow imports Keras at once, and Keras imports what it can draw and fit with, in two seconds; nothing here
-    uses it. With the variable of an older Keras, which is not installed, that import is left out. Afterwards
-    `tf.keras` is there as usual, and is imported when it is used. If an import fails, what it wrote is shown.
+    TensorFlow imports Keras at once, and Keras imports what it can draw and fit with, in two seconds. With the variable
+    of an older Keras, which is not installed, that import is left out. Afterwards `tf.keras` is there as usual, and is
+    imported when it is used, as TensorFlow Text does. If an import fails, what it wrote is shown.
     """
+    with quiet(), paused_collection():
+        with _without_keras():
+            import tensorflow
+
+            del tensorflow
+        yield
+    # Modules stay: the collector need not visit them again.
+    gc.freeze()
+
+
+@contextlib.contextmanager
+def _without_keras() -> Iterator[None]:
     before = os.environ.get(_KERAS)
     os.environ.setdefault(_KERAS, "1")
     try:
-        with quiet(), paused_collection():
-            yield
+        yield
     finally:
         if before is None:
             del os.environ[_KERAS]
-    # Modules stay: the collector need not visit them again.
-    gc.freeze()
