@@ -12,6 +12,7 @@ from typing import Any
 
 from lingvo_moe.core import checks
 from lingvo_moe.core.class_names import TRUST_RUN_HELP
+from lingvo_moe.core.collection import paused_collection
 from lingvo_moe.core.command import run as run
 from lingvo_moe.core.command import say
 from lingvo_moe.core.decode.ranges import BEAM_SIZE, LENGTH, LENGTH_ALPHA
@@ -20,7 +21,8 @@ from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.flags import names as names
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.paths import check_local
-from lingvo_moe.core.tensorflow_import import importing_tensorflow
+from lingvo_moe.core.quiet import quiet
+from lingvo_moe.core.tensorflow_import import import_tensorflow
 
 
 def check_output_file(path: str | os.PathLike, flag: str = "--output") -> None:
@@ -259,7 +261,7 @@ def quiet_imports() -> Iterator[None]:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     # Tools read checkpoints with JAX, which would look for a TPU first, with many lines.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    with importing_tensorflow():
+    with quiet(), paused_collection():
         yield
 
 
@@ -267,10 +269,10 @@ def load_tensorflow() -> None:
     """Imports TensorFlow and its text ops silently; makes log records of ours appear as plain lines."""
     logging.basicConfig(format="%(message)s")
     with quiet_imports():
-        import tensorflow
+        import_tensorflow()
         import tensorflow_text  # registers the ops that SavedModels of ours need
 
-        del tensorflow, tensorflow_text
+        del tensorflow_text
 
 
 class Progress:
