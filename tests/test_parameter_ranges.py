@@ -17,7 +17,7 @@ from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.hyperparams import ParamError, Params
 from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.moe.registry import ROUTERS
-from lingvo_moe.core.optimizers.base import Optimizer
+from lingvo_moe.core.optimizers.base import BaseOptimizer
 from lingvo_moe.core.optimizers.schedules import Schedule
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.mt.input.order import PairOrder
@@ -152,7 +152,10 @@ def test_every_number_has_a_range_where_it_is_defined():
     for package in (layers, moe, optimizers):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
-    classes = {MtInput, *(c for base in (BaseLayer, Optimizer, Schedule) for c in subclasses(base))}
+    classes = {
+        MtInput,
+        *(c for base in (BaseLayer, BaseOptimizer, Schedule) for c in subclasses(base)),
+    }
     found = [c.Params() for c in classes if c.__module__.startswith("lingvo_moe.")]
     assert len(found) > 30
     everything = [leaf for p in [*found, registry.TrainParams()] for leaf in _leaves(p)]

@@ -26,6 +26,7 @@ def define_flags() -> Flags:
         "checkpoint_step", None, "the checkpoint of this step (default: the newest)", checks.COUNT
     )
     flags.DEFINE_path("output", None, "the file to write (default: RUN/scores.json)")
+    _cli.define_ema_flag(flags)
     _cli.define_trust_flag(flags)
     return flags
 
@@ -46,7 +47,8 @@ def _run(args: Flags) -> int:
     _cli.load_tensorflow()
     from lingvo_moe.tasks.image.evaluation import evaluate
 
-    scores = evaluate(args.logdir, args.data_dir or "", args.checkpoint_step, args.trust_run)
+    weights = args.checkpoint_step, args.use_ema
+    scores = evaluate(args.logdir, args.data_dir or "", *weights, args.trust_run)
     write_atomic(output, json.dumps(asdict(scores), indent=1).encode() + b"\n")
     print(
         f"step {scores.step}, {scores.images:,} held-out images: top-1 {scores.top1:.2%}, top-5 {scores.top5:.2%}, "
