@@ -34,6 +34,14 @@ SMALL = (
 # The other routers have parameters of their own.
 VARIANTS = ["", *(f"task.moe.router={name}" for name in ROUTERS if name != "expert_choice")]
 VARIANTS.append("task.moe.router=expert_choice;task.decoder_router=top2")
+# So have the other optimizers and schedules.
+RATE = "task.optimizer.learning_rate"
+OPTIMIZERS = [
+    f"task.optimizer=adam;{RATE}=transformer",
+    f"task.optimizer=adamw;{RATE}=cosine;{RATE}.total_steps=20;task.ema_decay=0.5",
+    f"task.optimizer=sgd;{RATE}=inverse_sqrt",
+]
+VARIANTS += OPTIMIZERS
 # What check_memory takes the machine's memory to be, so that a step stays small.
 MEMORY = 2**20
 
@@ -168,11 +176,12 @@ def test_every_number_has_a_range_where_it_is_defined():
     assert loose == {"body", "cross_atten_tpl"}
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.rpartition("=")[2] or "top2")
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.split("=")[1].split(";")[0] if v else "top2")
 def test_any_number_is_taken_or_refused_by_name(variant):
     paths = _numeric(variant)
     assert len(paths) > 35
-    for path in paths if not variant else (path for path in paths if "router." in path):
+    own = "optimizer." if variant in OPTIMIZERS else "router." if variant else ""
+    for path in (path for path in paths if own in path):
         for value in NASTY:
             _refusal(path, value, variant)
         p = registry.GetParams("mt.M4Tiny", _override(variant))
