@@ -176,7 +176,9 @@ def test_every_number_has_a_range_where_it_is_defined():
     assert loose == {"body", "cross_atten_tpl"}
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.split("=")[1].split(";")[0] if v else "top2")
+@pytest.mark.parametrize(
+    "variant", VARIANTS, ids=lambda v: v.split("=")[1].split(";")[0] if v else "top2"
+)
 def test_any_number_is_taken_or_refused_by_name(variant):
     paths = _numeric(variant)
     assert len(paths) > 35

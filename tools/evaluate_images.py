@@ -50,8 +50,9 @@ def _run(args: Flags) -> int:
     weights = args.checkpoint_step, args.use_ema
     scores = evaluate(args.logdir, args.data_dir or "", *weights, args.trust_run)
     write_atomic(output, json.dumps(asdict(scores), indent=1).encode() + b"\n")
+    which = f"step {scores.step}{', moving average' if scores.ema else ''}"
     print(
-        f"step {scores.step}, {scores.images:,} held-out images: top-1 {scores.top1:.2%}, top-5 {scores.top5:.2%}, "
+        f"{which}, {scores.images:,} held-out images: top-1 {scores.top1:.2%}, top-5 {scores.top5:.2%}, "
         f"{scores.nll:.4f} nats an image"
     )
     print(f"written: {output}")

@@ -129,6 +129,18 @@ def test_the_moving_average_follows_the_weights(name, devices):
     assert not np.array_equal(now.ema.w, now.theta.w)
 
 
+def test_a_moving_average_leaves_training_as_it_is():
+    weights = []
+    for decay in (0.0, 0.9):
+        task = _task(ema_decay=decay)
+        with _one_device():
+            state = task.InitState(tf.constant(1))
+            state, _ = task.TrainStep(state, _batch().Transform(tf.constant))
+        assert ("ema" in state) == bool(decay)
+        weights.append(state.theta.w)
+    np.testing.assert_array_equal(*weights)
+
+
 def test_the_moving_average_of_narrow_weights_is_wide_and_others_are_copied():
     specs = NestedMap(
         w=VariableSpec("w", (2,), "bfloat16", "M", WeightInit.Constant(1.0), (None,)),

@@ -23,12 +23,14 @@ class Scores:
 
     Attributes:
         step: of the checkpoint.
+        ema: whether the weights were their moving average.
         images: how many images were scored.
         nll: nats an image.
         top1, top5: the share of images whose class is the best-scored one, or one of the five.
     """
 
     step: int
+    ema: bool
     images: int
     nll: float
     top1: float
@@ -81,4 +83,4 @@ def evaluate(
         metrics = engine.Get(score(theta, batch))
         images += int(metrics.images)
         totals += metrics.images * np.array([metrics[name] for name in _METRICS])
-    return Scores(scored, images, *map(float, totals / images))
+    return Scores(scored, use_ema, images, *map(float, totals / images))

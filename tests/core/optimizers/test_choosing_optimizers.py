@@ -102,6 +102,15 @@ def test_inspecting_a_model_says_what_training_keeps(capsys):
     )
 
 
+@pytest.mark.parametrize(
+    "name, expected", [("adafactor", "0.4"), ("gshard", "0.4"), ("adam", "8"), ("sgd", "4")]
+)
+def test_bytes_of_state_are_those_of_the_page(name, expected, capsys):
+    task = registry.GetParams("mt.M4Demo", f"task.optimizer={name}").task.Instantiate()
+    print_optimizer(task, Mesh.parse("expert:8"))
+    assert f": {expected} bytes a parameter, " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "gshard"])
 def test_over_devices_it_is_that_of_one(name):
     """Sharded weights, gradients and slots; only the sums of squares cross between devices."""
