@@ -35,7 +35,7 @@ class Memory:
     after: int
 
     def Wrong(self) -> list[str]:
-        """What a server must not do, in words."""
+        """Sentences about violations by the server."""
         found = []
         if self.dropped != self.uploads:
             found.append(f"{self.dropped} of {self.uploads} broken uploads are in the metrics")

@@ -18,12 +18,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Contender:
-    """One of them, alone on so many cores while it is its turn.
+    """A process that is measured, alone on `threads` cores during its turn.
 
     Attributes:
-        name: of the contender.
-        answers: of all steps.
-        about: what it said of itself when it was ready.
+        name: its name.
+        answers: its answers, one for each step.
+        about: its description, printed when it was ready.
     """
 
     def __init__(self, name: str, command: Sequence[str], threads: int):

@@ -3,12 +3,12 @@
     python -m benchmarks.moe_layer --peers=PEERS/bin/python
 
 float32, 4096 tokens (G=4, S=1024), M=512, H=2048, top-2, capacity factor 2, E in 8, 32, 128: output, and
-gradients of inputs, router and experts. Beside it a feed-forward layer of as many FLOPs, and a matrix
-product of as many. Each contender is a process of its own on so many cores, which the others leave alone
-while it runs: they take steps in turn, and the table gives medians over the rounds. As many are alive at
-a time as fit into the memory; each such group has the reference, --reference, in it too.
+gradients of inputs, router and experts. Also measured: a feed-forward layer and a matrix product of equal FLOPs. Each
+contender is a separate process on --threads cores. They take steps in turn, so that only one runs at a time, and the
+table gives medians over the rounds. A group of contenders that fits into memory is alive at a time; the contender
+--reference is in each group.
 
-The fastest of the products in the run is what percentages are of. PEERS is the environment that
+Percentages are relative to the fastest product of the run. PEERS is the environment that
 benchmarks/install_peers.sh makes; without it only our own contenders run. --cost compares numbers of
 experts instead, at smaller M and H, since the weights of 2048 experts would not fit into the memory.
 --update writes tables and pictures into docs/speed.md.
@@ -185,7 +185,7 @@ def groups(args: Flags, size: dict[str, Any], names: list[str]) -> list[list[str
 
 
 def describe(contender: Contender, size: dict[str, Any]) -> dict[str, Any]:
-    """What is kept of one contender at one size."""
+    """Returns the figures of one contender at one size."""
     # Two experts a token, two products each, forward and twice as much backward.
     tokens = size["groups"] * size["group_size"]
     flops = 3 * 2 * 2 * 2 * tokens * size["model_dim"] * size["hidden_dim"]

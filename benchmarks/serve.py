@@ -3,11 +3,11 @@ some of them in the middle of a body.
 
     python -m benchmarks.serve --saved_model=demo/saved_model --data_dir=demo/corpus
 
-Each polite client sends one request after the other, of 1 to 8 lines of 1 to 8 held-out source lines joined. Their
-answers must have as many lines as were asked for and, line by line, the text that the same line had before in
-whatever company. The rude ones must get the status that is theirs. The server is a process of its own; its memory is
-read every second. After the load it gets --broken_uploads more uploads that do not come; its memory is read before and
-after, and may not grow by more than 50 MiB. --update writes the table into docs/serving.md.
+Each polite client sends one request after the other, of 1 to 8 lines; a line is 1 to 8 held-out source lines joined. An
+answer must have N lines for N lines, and each line the same text in every batch. A rude client must get the right
+status. The server is a separate process; its memory is read every second. After the load it gets --broken_uploads
+incomplete uploads; its memory is read before and after, and may not grow by more than 50 MiB. --update writes the table
+into docs/serving.md.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ def _run(args: Flags) -> int:
 
 @dataclass
 class Log:
-    """What clients saw, from all of their threads."""
+    """The answers that all client threads got."""
 
     seconds: list[float] = field(default_factory=list)
     lines: int = 0
@@ -84,7 +84,7 @@ class Log:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def Answered(self, seconds: float, asked: list[str], got: list[str]) -> None:
-        """An answer to a polite request."""
+        """Records an answer to a polite request."""
         with self.lock:
             self.seconds.append(seconds)
             self.lines += len(asked)
@@ -95,7 +95,7 @@ class Log:
                     self.wrong["another text than before"] += 1
 
     def Rude(self, name: str, got: object, want: object) -> None:
-        """What a rude client got."""
+        """Records the answer to a rude client."""
         with self.lock:
             self.rude[f"{name}: {got}"] += 1
             if got != want:
@@ -105,7 +105,7 @@ class Log:
 def run(
     saved_model: str, data_dir: str, clients: int, seconds: float, uploads: int
 ) -> dict[str, Any]:
-    """Figures of `seconds` of load, and then of so many broken uploads."""
+    """Measures `seconds` of load, and then `uploads` broken uploads."""
     lines = _lines(data_dir)
     busy = os.getloadavg()[0]
     with _server(saved_model) as (process, port, ready_after):

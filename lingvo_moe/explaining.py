@@ -70,7 +70,7 @@ def explain(
     if program.mesh.size == 1:
         raise ExplainError(
             f"explain: program {program.name!r} is for one device, mesh {program.mesh}: nothing is "
-            f"cut and nothing sent"
+            f"sharded and nothing sent"
         )
     from lingvo_moe.core.engine.partitioning import partition  # the door to JAX
 

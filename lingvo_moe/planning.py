@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.core import registry
+from lingvo_moe.core import checks, registry, units
 from lingvo_moe.core.base_task import BaseTask
 from lingvo_moe.core.engine import aot, checking
 from lingvo_moe.core.engine.aot_cache import cached
@@ -68,8 +68,7 @@ def make_plan(
         ValueError: of some subclass, with one line that names the flag: an experiment, override,
             topology or mesh that cannot be; no TPU compiler; a known fault of XLA's partitioner.
     """
-    if request.what not in WHATS:
-        raise PlanError(f"--what={request.what}: must be one of {', '.join(WHATS)}")
+    checks.check_one_of("--what", request.what, WHATS, PlanError)
     check_action(request.known_faults, "--known_faults")
     topology = Topology.parse(request.topology)
     num_devices = len(aot.devices_of(topology.name))
@@ -193,7 +192,7 @@ def smallest_slice(
         made = make_plan(replace(request, topology=name), cache_dir, say)
         if made["memory"]["fits"]:
             return made
-        say(f"{name}: misses by {made['memory']['misses_by'] / 2**30:.1f} GiB")
+        say(f"{name}: misses by {units.size(made['memory']['misses_by'], 1)}")
     raise FitsNone(request, tried)
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from lingvo_moe.core import registry
 from lingvo_moe.core.base_input import BaseInput
-from lingvo_moe.core.collection import paused_collection
 from lingvo_moe.core.command import run as run_command
 from lingvo_moe.core.command import say
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES, Compiled, Engine
@@ -23,6 +22,7 @@ from lingvo_moe.core.run_description import ProgramAbout
 from lingvo_moe.core.run_dir import RunDir
 from lingvo_moe.core.run_lock import RunLock
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.tensorflow_import import importing_tensorflow
 from lingvo_moe.trainer_checks import (
     UsageError,
     check_began_from,
@@ -95,7 +95,7 @@ def import_tensorflow(engine: str | None) -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     if "tensorflow" in sys.modules:
         return
-    with quiet(), paused_collection():
+    with importing_tensorflow():
         import tensorflow as tf
 
         # Where programs run through PJRT, TensorFlow only traces: no GPU memory for it.

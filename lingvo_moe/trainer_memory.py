@@ -3,12 +3,13 @@
 import os
 from pathlib import Path
 
+from lingvo_moe.core import units
 from lingvo_moe.core.base_input import BaseInput
 from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.base_task import BaseTask
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.hyperparams import Params
-from lingvo_moe.core.inspect import bytes_per_device, format_bytes
+from lingvo_moe.core.inspect import bytes_per_device
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.trainer_checks import UsageError
 
@@ -74,16 +75,16 @@ def check_memory(
         return
     if state > batch:
         largest = max(task.VariableSpecs().Flatten(), key=lambda s: bytes_per_device(s, mesh))
-        size = format_bytes(devices * bytes_per_device(largest, mesh))
+        size = units.size(devices * bytes_per_device(largest, mesh), 1)
         what = f"{size} of it for {largest.path}, {'x'.join(map(str, largest.shape))}"
         paths = _sizes_of(params, task, largest)[:2]
     else:
-        what = f"{format_bytes(batch)} of it for one batch and its activations"
+        what = f"{units.size(batch, 1)} of it for one batch and its activations"
         paths = [f"input.{name}" for name in inputs.BATCH_SIZES]
     settings = ", ".join(f"{path}={params.Get(path)}" for path in paths)
     raise UsageError(
-        f"the run needs at least {format_bytes(state + batch)} of memory, and this machine has "
-        f"{format_bytes(available)}; {what}; reduce {settings or 'the model'}"
+        f"the run needs at least {units.size(state + batch, 1)} of memory, and this machine has "
+        f"{units.size(available, 1)}; {what}; reduce {settings or 'the model'}"
     )
 
 

@@ -214,7 +214,7 @@ def _ratio(parts: Mapping[int, Mapping[str, float]], key: str, few: int, many: i
 
 
 def _exchanges(plan: Plan, moe_layers: int) -> str:
-    """What the compiled program sends for each MoE layer."""
+    """The collectives of the compiled program for each MoE layer."""
     each = measures.exchanges(plan) / moe_layers
     gathers = measures.gathers_of_experts(plan)
     return (

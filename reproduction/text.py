@@ -4,6 +4,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from lingvo_moe.core import units
+
 DASH = "–"
 
 
@@ -75,7 +77,7 @@ def listed(items: Sequence[str]) -> str:
 
 
 def gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"
+    return units.size(num_bytes, 1)
 
 
 def figure(value: float, digits: int = 3) -> str:

@@ -19,13 +19,16 @@ import pytest
 NUM_DEVICES = 8
 _MOST_BYTES = 2 << 30  # held by a test process before it collects garbage between files
 _DEVICE_FLAG = "--xla_force_host_platform_device_count"
-# What is compiled here is run a few times: machine code need not be fast, only soon there. The HLO is the same.
+# Tests run each compiled program a few times, so short compile times matter more than speed. The HLO is the same.
 _SOON_FLAG = "--xla_backend_optimization_level"
 
 
 def _set_environment() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault(
+        "TF_USE_LEGACY_KERAS", "1"
+    )  # not installed, so no Keras is imported: two seconds
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     flags = os.environ.get("XLA_FLAGS", "")
     for flag, value in ((_DEVICE_FLAG, NUM_DEVICES), (_SOON_FLAG, 0)):
@@ -52,18 +55,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _forget_what_was_compiled() -> Iterator[None]:
-    """Hundreds of compiled programs would otherwise fill the memory of the process that runs all tests."""
+    """Frees compiled programs. Hundreds of them would otherwise fill the memory of the process that runs all tests."""
     yield
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
     if _resident_bytes() > _MOST_BYTES:
         gc.collect()
-        # What was freed in small pieces stays with the process otherwise.
+        # Returns freed memory to the system; small pieces stay with the process otherwise.
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _resident_bytes() -> int:
-    """The memory that this process holds now."""
+    """The resident memory of this process in bytes."""
     pages = Path("/proc/self/statm").read_text().split()[1]
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 

@@ -42,7 +42,7 @@ class Damage:
     )
 
     def Apply(self) -> None:
-        """Damages the file. Times of last change stay, as when a disk fails."""
+        """Damages the file. Its modification time stays, as when a disk fails."""
         for path in (self.path, self.other) if self.other else (self.path,):
             self._before[path] = path.read_bytes(), path.stat()
         content, stat = self._before[self.path]
@@ -61,7 +61,7 @@ class Damage:
             _write(self.other, content, other_stat)
 
     def Undo(self) -> None:
-        """Restores bytes, mode and times, whatever was done to the files since Apply."""
+        """Restores bytes, mode and times, whatever happened to the files since Apply."""
         for path, (content, stat) in self._before.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             _write(path, content, stat)
@@ -109,7 +109,7 @@ def damages(files: Sequence[Path], count: int, seed: int) -> Iterator[Damage]:
 
 @contextlib.contextmanager
 def full_disk(free: int) -> Iterator[None]:
-    """Lets no file of this process grow beyond `free` bytes: as on a full disk, but for the error's number (EFBIG)."""
+    """Lets no file of this process grow beyond `free` bytes: like a full disk, except for the error number (EFBIG)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (free, hard))
     try:

@@ -1,4 +1,4 @@
-"""Chromium without a window, told what to do over its debugging protocol."""
+"""Runs Chromium without a window, controlled through its debugging protocol."""
 
 import asyncio
 import base64
@@ -96,7 +96,7 @@ class Tab:
 async def opened_tab(width: int = 1000, height: int = 700) -> AsyncIterator[Tab]:
     """A new browser's only tab."""
     assert _PROGRAM
-    # It puts a socket there, whose path may have about 100 characters: fewer than the place that Bazel gives tests.
+    # Its socket there may have a path of about 100 characters, which Bazel's test directories exceed.
     with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as profile:
         process = subprocess.Popen(
             [
@@ -132,7 +132,7 @@ async def opened_tab(width: int = 1000, height: int = 700) -> AsyncIterator[Tab]
 
 
 def _address(process: subprocess.Popen) -> str:
-    """Where it can be reached, as it says when it starts."""
+    """The address of the debugging protocol, which Chromium prints when it starts."""
     said = []
     for line in process.stderr or ():
         said.append(line)

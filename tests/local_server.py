@@ -1,4 +1,4 @@
-"""A translation server in a thread, a translator that answers at once, and a client that shows all."""
+"""A translation server in a thread, a translator that answers at once, and a client that returns whole replies."""
 
 import asyncio
 import contextlib
@@ -51,7 +51,7 @@ class Capitals:
 
 @dataclass
 class Reply:
-    """What came back."""
+    """The status, headers and body of a reply."""
 
     status: int
     headers: dict[str, str]
@@ -59,13 +59,13 @@ class Reply:
 
     @property
     def content(self) -> Any:
-        """Of JSON."""
+        """The body, parsed as JSON."""
         return json.loads(self.body)
 
 
 @dataclass
 class Running:
-    """A server that runs."""
+    """A server that runs, and a client of it."""
 
     port: int
     service: Service
@@ -73,7 +73,7 @@ class Running:
     status: list[int]
 
     def Ask(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
-        """One request; a body that is no bytes is sent as JSON."""
+        """Sends one request; a body that is not bytes is sent as JSON."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         with contextlib.closing(connection):
             data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
@@ -82,13 +82,13 @@ class Running:
             return Reply(response.status, dict(response.getheaders()), response.read())
 
     def Translate(self, text: Any, **more: Any) -> list[str]:
-        """The translations of a text, which must come."""
+        """Returns the translations of a text; fails unless the status is 200."""
         reply = self.Ask("POST", "/translate", {"text": text, **more})
         assert reply.status == 200, reply
         return reply.content["translations"]
 
     def Until(self, condition: Callable[[], Any]) -> None:
-        """Waits for something, up to 20 seconds."""
+        """Waits up to 20 seconds until a condition holds."""
         end = time.monotonic() + 20
         while not condition():
             assert time.monotonic() < end

@@ -1,4 +1,4 @@
-"""A plain beam search to check the flat one against: lists, whole prefixes, no early stop."""
+"""A plain beam search, the reference for the flat one: lists, whole prefixes, no early stop."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ def beam_search(
     length_alpha: float,
     allowed: np.ndarray | None = None,
 ) -> list[Hypothesis]:
-    """At most `top_k` hypotheses that end in EOS, best first, scores normalised."""
+    """Returns at most `top_k` hypotheses that end in EOS, best first, with normalised scores."""
     live = [Hypothesis((), np.float32(0.0))]
     finished: list[Hypothesis] = []
     for length in range(1, max_length + 1):

@@ -1,21 +1,21 @@
-"""The main of every Bazel test: pytest over the files in argv, in a sandbox that is mostly read-only.
+"""The main of every Bazel test: pytest over the files in argv, in a mostly read-only sandbox.
 
-Bazel shows that each BUILD file names all that its tests need. So a target imports all of its test files, and runs
-the first two tests of each that are not marked slow; `make test` runs every test.
+Bazel shows that each BUILD file lists all that its tests need. So a target imports all of its test files, and runs the
+first test of each that is not marked slow; `make test` runs every test.
 """
 
 import os
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
-_TESTS_OF_A_FILE = 2
-
 
 class _FirstTests:
-    """Selects the first tests of each file; counts the others, to tell 'all were slow' from 'none were found'."""
+    """Selects the first test of each file.
+
+    Counts the others, to distinguish 'all were slow' from 'none were found'.
+    """
 
     def __init__(self) -> None:
         self.deselected = 0
@@ -24,21 +24,19 @@ class _FirstTests:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        seen: Counter[Path] = Counter()
-        chosen = []
+        first: dict[Path, pytest.Item] = {}
         for item in items:
-            seen[item.path] += 1
-            if seen[item.path] <= _TESTS_OF_A_FILE:
-                chosen.append(item)
+            first.setdefault(item.path, item)
+        chosen = set(first.values())
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = chosen
+        items[:] = first.values()
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
         self.deselected += len(items)
 
 
 def _prepare_environment() -> None:
-    """Bazel gives one writable directory; point everything that writes at it."""
+    """Points everything that writes at the one writable directory that Bazel provides."""
     scratch = os.environ.get("TEST_TMPDIR")
     if scratch is None:
         return
@@ -49,7 +47,7 @@ def _prepare_environment() -> None:
 
 
 def main(files: list[str]) -> int:
-    """Returns pytest's exit status, with 0 where every test of the files is a slow one."""
+    """Returns pytest's exit status; 0 if all tests of the files are slow ones."""
     _prepare_environment()
     args = ["-m", "not slow", "-p", "no:cacheprovider", "--durations=5", *files]
     if report := os.environ.get("XML_OUTPUT_FILE"):

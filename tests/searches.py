@@ -1,4 +1,4 @@
-"""A model whose random weights search variedly, lines for it, and a check that a line's result is its own.
+"""A model whose random weights give varied searches, lines for it, and a check that rows do not affect each other.
 
 Letters: B row, S source token.
 """
@@ -36,7 +36,7 @@ def make_model(vocab_size: int, **sizes: Any) -> tuple[Any, NestedMap]:
 
 
 class Lines:
-    """Lines of random tokens, of these lengths."""
+    """Returns lines of random tokens of these lengths."""
 
     def __init__(self, lengths: Sequence[int], vocab_size: int):
         rng = np.random.default_rng(1)
@@ -49,7 +49,7 @@ class Lines:
         return iter(self._lines)
 
     def Rows(self, rows: Sequence[int | None], size: int) -> tuple[np.ndarray, np.ndarray]:
-        """ids [B,S] and lengths [B] of lines by number, None an empty one."""
+        """Returns ids [B,S] and lengths [B] of lines by number; None is an empty line."""
         ids = np.zeros((len(rows), size), np.int32)
         lengths = np.array([0 if i is None else len(self._lines[i]) for i in rows], np.int32)
         for row, i in zip(ids, rows, strict=True):
@@ -85,7 +85,7 @@ class Lines:
 
 
 def source(ids: tf.Tensor, lengths: tf.Tensor, longest: int) -> tuple[NestedMap, tf.Tensor]:
-    """What Decoder.Search takes of Rows: the source, and the most tokens of each translation."""
+    """Returns arguments of Decoder.Search for Rows: the source, and the maximum length of each translation."""
     at = tf.range(tf.shape(ids)[1])[tf.newaxis]
     real = tf.cast(at < lengths[:, tf.newaxis], tf.int32)
     src = NestedMap(ids=ids * real, segment_ids=real, segment_pos=at * real)

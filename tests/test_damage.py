@@ -1,4 +1,4 @@
-"""Damages are what they say, come again with their seed, and are undone without a trace."""
+"""Damages: the described change, repeatable by seed, undone without a trace."""
 
 import os
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""Random single damages to runs and exported models: each is said, by a message that names the file, and none kills.
+"""Random single damages to runs and exported models: an error names the file, and no process crashes.
 
-What reads them is a process of its own, so that one that a signal ends is noticed. To damage a run and an export of
-your own, many times: `make damage RUN=... EXPORT=... EXAMPLES=1000`.
+The reader is a separate process, so that a crash is noticed. To damage a run and an export of your own, many times:
+`make damage RUN=... EXPORT=... EXAMPLES=1000`.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _NOT_READ = ("/.trainer.lock", "/events.out.tfevents", "/comet/")
 
 
 def _read_run(path: str) -> list[str]:
-    """Reads all that a run holds, each checkpoint too; returns what was found missing on the way."""
+    """Reads all files of a run, including each checkpoint; returns warnings about missing ones."""
     from lingvo_moe.tasks.mt.reports.run_report import Missing, gather
     from lingvo_moe.tasks.mt.runs.run_dir import RunDir
     from lingvo_moe.tasks.mt.serving.export import load_theta
@@ -46,7 +46,7 @@ def _read_export(path: str) -> list[str]:
 
 
 def _answer_requests() -> None:
-    """For each line of standard input, `run PATH` or `export PATH`, prints what reading it says, as a line of JSON."""
+    """For each line `run PATH` or `export PATH` of standard input, prints the result of reading it as JSON."""
     for line in sys.stdin:
         kind, path = line.rstrip("\n").split(" ", 1)
         said = io.StringIO()
@@ -64,13 +64,13 @@ def _answer_requests() -> None:
 
 
 class Reader:
-    """A process that reads runs and exports, started again when it dies."""
+    """A process that reads runs and exports, started again after a crash."""
 
     def __init__(self):
         self._process: subprocess.Popen | None = None
 
     def Read(self, kind: str, path: Path) -> list[str]:
-        """What it said; the name of the signal that ended it."""
+        """Returns the answer, or the name of the signal that ended the process."""
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, __file__],
@@ -142,7 +142,7 @@ def test_no_damage_is_silent_and_none_ends_the_process(run_and_export, kind):
     reader, wrong = Reader(), []
     try:
         assert reader.Read(kind, path) == []  # nothing is said of what is whole
-        # Each file is as likely as another: most of the bytes are in a few of them.
+        # Files are drawn with equal probability: most of the bytes are in a few of them.
         for damage in damages(files, _COUNT // 2, _SEED):
             damage.Apply()
             try:
@@ -158,7 +158,7 @@ def test_no_damage_is_silent_and_none_ends_the_process(run_and_export, kind):
 
 
 def test_a_reader_that_a_signal_ends_is_noticed(monkeypatch, tmp_path):
-    """Else the test above could not fail."""
+    """Otherwise the test above could not fail."""
     program = tmp_path / "program"
     program.write_text("#!/bin/sh\nkill -SEGV $$\n")
     program.chmod(0o755)

@@ -1,7 +1,6 @@
-"""Explanations: shardings after propagation, the partitioner's communication, and the lines behind both.
+"""Explanations: shardings after propagation, the partitioner's communication, and the lines that cause both.
 
-Each function under test is lowered and compiled for eight virtual devices; lines are looked up in
-this very file.
+Each function under test is lowered and compiled for eight virtual devices; lines are looked up in this very file.
 """
 
 import inspect
@@ -36,7 +35,7 @@ def _by_rows(*shape):
 
 
 def _line(function, text):
-    """'file:line' of the line of a function that holds a text."""
+    """Returns 'file:line' of the line of a function that contains a text."""
     lines, first = inspect.getsourcelines(function)
     (number,) = (i for i, line in enumerate(lines) if text in line)
     return f"{re.sub('.*/tests/', 'tests/', __file__)}:{first + number}"
@@ -68,7 +67,7 @@ def moe_gradients(*args):
 MOE_SPECS = [
     _by_rows(*shape) for shape in ((G, S, M), (G, S, E, C), (G, S, E, C), (E, M, H), (E, H, M))
 ]
-SLOTS_BYTES = 4 * E * G * C * M // 8  # What one device holds of [E, G, C, M].
+SLOTS_BYTES = 4 * E * G * C * M // 8  # The part of [E, G, C, M] on one device.
 
 
 @pytest.fixture(scope="module")
@@ -293,7 +292,7 @@ def test_two_axes_are_named_and_devices_can_be_permuted():
     explanation = explain(turned, [_spec(16, 16)], GRID)
     assert [t.mapping for t in explanation.tensors] == [("x", "y"), ("y", "x"), None]
     assert explanation.tensors[2].sharding.DeviceOf((0, 0)) == (7,)
-    # tanh is computed already cut in the second way, so what is sent is its operand.
+    # tanh is computed already sharded in the second way, so what is sent is its operand.
     first = explanation.reshards[0].what
     assert (first.source.OnMesh(GRID), first.target.OnMesh(GRID)) == (("x", "y"), ("y", "x"))
     assert "collective-permute" in {e.what.kind for e in explanation.reshards}
@@ -364,7 +363,7 @@ def test_what_cannot_be_explained(call, message):
         call()
 
 
-# --- what is shown
+# --- printed and drawn
 
 
 def test_the_text_is_aligned_and_complete(backward):
@@ -425,7 +424,7 @@ def test_what_the_partitioner_gets_wrong_is_named_with_its_line():
 
 
 def test_what_is_wrong_is_named_for_a_tpu_slice_too():
-    """As a plan for it is refused (tests/core/engine/test_checking.py)."""
+    """A plan for it is refused likewise (tests/core/engine/test_checking.py)."""
 
     def sum_by_ids(x, ids):
         return tf.math.unsorted_segment_sum(sharding.split(x, 0, 8) + 5.0, ids, 4)

@@ -1,4 +1,4 @@
-"""Every numeric parameter of mt.M4Tiny, with any number: an error that names it, or a training step."""
+"""Every numeric parameter of mt.M4Tiny with any number gives an error that names it, or a training step."""
 
 import functools
 import importlib
@@ -42,7 +42,7 @@ OPTIMIZERS = [
     f"task.optimizer=sgd;{RATE}=inverse_sqrt",
 ]
 VARIANTS += OPTIMIZERS
-# What check_memory takes the machine's memory to be, so that a step stays small.
+# The machine's memory that check_memory assumes, so that a step stays small.
 MEMORY = 2**20
 
 NASTY = (0, 1, 2, 3, 7, -1, 2**31 - 1, 2**31, -(2**31), 10**12, 10**400, 0.5, 1.0, 1.5, -0.5)
@@ -77,12 +77,12 @@ def _override(*parts):
 
 
 def _text(value):
-    """As a user writes it."""
+    """The value as a user writes it."""
     return str(value).replace("inf", "1e999")
 
 
 def _checked(variant, path, value):
-    """Params, task and input with one more value, after all that the trainer checks; raises ValueError."""
+    """Returns Params, task and input with one value changed, after all checks of the trainer; raises ValueError."""
     p = registry.GetParams("mt.M4Tiny", _override(variant, f"{path}={_text(value)}"))
     task, inputs = p.task.Instantiate(), p.input.Instantiate()
     check_divisible(p, task, single_device())
@@ -92,7 +92,7 @@ def _checked(variant, path, value):
 
 
 def _refusal(path, value, variant=""):
-    """The message that refuses a value, which names the parameter; '' for one that is taken."""
+    """Returns the message that refuses a value and names the parameter; '' for an accepted value."""
     try:
         _checked(variant, path, value)
         return ""
@@ -104,7 +104,7 @@ def _refusal(path, value, variant=""):
 
 
 def _key(task, inputs):
-    """What the step of a task is made from: the Params of its layers as they are, and the batch."""
+    """Identifies the step of a task: the Params of its layers, and the batch."""
     own = [(name, value) for name, value in task.p.IterParams() if not isinstance(value, Params)]
     layers = [task.optimizer.p.ToText()]
 
@@ -150,7 +150,7 @@ def _step(p, task, inputs):
 
 
 def test_every_number_has_a_range_where_it_is_defined():
-    """No parameter of a layer, router, optimiser, schedule, input or run is only 'an integer' or 'a number'."""
+    """No numeric parameter of a layer, router, optimizer, schedule, input or run accepts every number."""
 
     def subclasses(cls):
         for sub in cls.__subclasses__():

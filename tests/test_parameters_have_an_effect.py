@@ -1,4 +1,4 @@
-"""Every parameter that can be set changes what is built, and one that would change nothing is refused."""
+"""Every parameter that can be set changes what is built; one without effect is refused."""
 
 import inspect
 import re
@@ -27,7 +27,7 @@ def _leaves(value: Params, path: str = "") -> Iterator[tuple[str, Params, str]]:
 
 
 def _settable() -> dict[str, str]:
-    """The experiment in which each parameter of a task or an input is tried, by path and class."""
+    """The experiment in which each parameter of a task or an input is set, by path and class."""
     found: dict[tuple[str, type], tuple[str, str]] = {}
     for name in sorted(registry.AllNames(), key=lambda n: n != "mt.M4Tiny"):
         p = registry.GetParams(name)
@@ -38,7 +38,7 @@ def _settable() -> dict[str, str]:
 
 
 def _others(p: Params, path: str) -> Iterator[Any]:
-    """Other values that a parameter may have."""
+    """Other values that a parameter accepts."""
     value, check = p.Get(path), p.Range(path)
     names = [*getattr(check, "names", ()), *(p._param(path).choices or ())]
     candidates = [*names, True, False, 1, 2, 4, 0.25, 0.75, "bfloat16", "float32"]
@@ -51,7 +51,7 @@ def _others(p: Params, path: str) -> Iterator[Any]:
 
 
 def _built(p: Params) -> str:
-    """What the parts of a task are made with: the parameters of each, without the templates among them."""
+    """The parameters of each part of a task, without the templates among them."""
     task = p.task.Instantiate()
     parts = [task.optimizer.p.ToText()]
 
@@ -66,7 +66,7 @@ def _built(p: Params) -> str:
 
 
 def _is_read(cls: type, name: str) -> bool:
-    """Whether the code of a class, or of one that it derives from, names a parameter where it does not define it."""
+    """Whether the code of a class, or of a base class, names a parameter apart from its definition."""
     for each in cls.__mro__:
         if each.__module__.startswith(("lingvo_moe.", "params.")):
             code = inspect.getsource(sys.modules[each.__module__])

@@ -1,8 +1,7 @@
-"""Plans of a small model, from the real TPU compiler: golden, exact where they claim to be, and telling on a layer
-that is no longer cut.
+"""Plans of a small model, from the real TPU compiler: equal to recorded ones, exact where they claim to be.
 
-Compiling for eight TPU cores that are not there takes about half a minute, so all tests share two
-plans. `tests/plans/` is written anew by
+A layer that is no longer sharded is named. Compiling for eight TPU cores takes about half a minute, so all tests share
+two plans. This writes `tests/plans/` again:
 
     python -m tools.plan --model=mt.M4Tiny --topology=v3:2x2 --output=tests/plans/M4Tiny-v3_2x2.json \\
         --model_params_override='task.num_encoder_layers=4;task.num_decoder_layers=4;task.dropout=0.1'
@@ -56,7 +55,7 @@ def _flops(plan, phase, *parts):
     )
 
 
-# --- the plan is what it was, and what it says
+# --- the plan equals the recorded one, and its figures are right
 
 
 def test_the_step_keeps_its_promises(tiny):
@@ -91,8 +90,12 @@ def test_memory_is_the_compiler_s_and_arguments_are_the_state_and_the_batch(tiny
 
 
 def test_operations_are_a_hand_count_of_the_einsums(tiny):
-    """Forward: what the layers say of themselves. Backward: twice that, but for the dispatch mask, which is no
-    function of a weight. Recomputed: all but a block's last product."""
+    """Forward: what the layers report.
+
+    Backward: twice that, without the dispatch mask, which is no function of a weight.
+
+    Recomputed: all but a block's last product.
+    """
     params = _params()
     data = params.input
     shapes = [(data.batch_size, n) for n in (data.source_length, data.target_length)]
@@ -109,7 +112,7 @@ def test_operations_are_a_hand_count_of_the_einsums(tiny):
 
 
 def test_a_layer_that_loses_its_cut_is_named(tiny, cache):
-    """Experts' slots that stay with their groups: every device then needs every expert."""
+    """If experts' slots stay sharded by groups, every device needs every expert."""
     uncut = LAYERS + ';task.activation_split={"B": "expert", "G": "expert"}'
     plan = planning.make_plan(planning.Request("mt.M4Tiny", "v3:2x2", uncut), cache)
     told = differences(tiny, plan)
@@ -178,7 +181,7 @@ def test_the_smallest_slice_skips_what_cannot_hold_the_state(monkeypatch):
     assert planning.smallest_slice(request, None)["topology"] == "v5e:8x8"
     assert tried == ["v5e:4x8", "v5e:8x8"]
     dense = planning.slices_to_try(planning.Request("mt.T96L", "v5p"))
-    assert next(dense) == "v5p:2x2x2"  # heads are cut over 8 devices
+    assert next(dense) == "v5p:2x2x2"  # heads are sharded over 8 devices
     with pytest.raises(planning.FitsNone, match=r"v5e.* none can hold its state"):
         planning.smallest_slice(planning.Request("mt.M4MoE2048E60L", "v5e"), None)
 

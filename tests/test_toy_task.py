@@ -36,7 +36,7 @@ print("IMPORTED", [m for m in sys.modules if m.startswith(("lingvo_moe.tasks", "
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """The run's directory, and what the process printed."""
+    """The run's directory, and the output of the process."""
     run = tmp_path_factory.mktemp("toy") / "run"
     tests = str(Path(toy_task.__file__).parent)
     path = os.pathsep.join([tests, os.getcwd(), os.environ.get("PYTHONPATH", "")])

@@ -1,4 +1,4 @@
-"""Which engine the trainer takes where no flag names one."""
+"""The engine that the trainer chooses without --engine."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""The trainer's flags and run directories: every mistake is one clear line and status 2, nothing half written."""
+"""The trainer's flags and run directories: a mistake is one clear line and status 2; nothing is half written."""
 
 import gzip
 import json
@@ -35,7 +35,7 @@ def _write(path, *lines):
 
 
 def _error(capfd, *flags):
-    """The one line that flags lead to."""
+    """Returns the one line of error for these flags."""
     assert trainer_testing.status(*flags) == 2
     out, err = capfd.readouterr()
     progress = ("reading ", "sampling ", "training ", "tokenising ")
@@ -290,7 +290,7 @@ def test_a_logdir_that_cannot_be_written_is_found_before_the_data_is_read(
     for logdir in ("file", "file/run"):
         flags = [TINY, f"--data_dir={data_dir}", f"--logdir={tmp_path / logdir}"]
         assert f"{tmp_path / 'file'} is not a directory" in _error(capfd, *flags)
-    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root can write anywhere
     flags = [TINY, f"--data_dir={data_dir}", f"--logdir={tmp_path / 'a/b'}"]
     assert f"no permission to write in {tmp_path}" in _error(capfd, *flags)
     assert not (tmp_path / "a").exists()
@@ -315,7 +315,7 @@ def _run(tmp_path, override="", model="mt.M4Tiny", begun=True):
 
 
 def _prepare(run_dir, model, override, restart):
-    """prepare_run_dir, with the directory's lock held, as the trainer holds it."""
+    """Calls prepare_run_dir with the directory's lock held, like the trainer."""
     with RunLock(run_dir.path) as lock:
         lock.Acquire()
         trainer.prepare_run_dir(run_dir, model, override, lock, restart)
@@ -342,7 +342,7 @@ def test_another_experiment_in_the_same_logdir_is_refused_with_the_difference(tm
 
 
 def test_a_run_of_before_a_parameter_was_there_goes_on(tmp_path):
-    """With the default, which changes nothing; not with another value."""
+    """A run older than a parameter resumes with the default, not with another value."""
     run_dir = _run(tmp_path)
     file = run_dir.path / "params.txt"
     line = "task.num_kv_heads : 0\n"
@@ -355,7 +355,7 @@ def test_a_run_of_before_a_parameter_was_there_goes_on(tmp_path):
 
 
 def test_an_experiment_that_was_changed_under_its_run_is_noticed(tmp_path):
-    """The flags are the same, but not what they mean."""
+    """The flags are the same, but the experiment's values have changed."""
     run_dir = _run(tmp_path)
     text = (run_dir.path / "params.txt").read_text()
     assert "task.aux_loss_weight : " in text
@@ -377,7 +377,7 @@ def test_the_same_run_may_be_longer_and_its_data_elsewhere(tmp_path):
 
 
 def test_a_run_that_never_began_gives_way(tmp_path):
-    """E.g. after a mistake that was noticed late: the flags may be put right."""
+    """E.g. after a mistake that was found late: the flags may be corrected."""
     run_dir = _run(tmp_path, "task.num_experts=16", begun=False)
     _prepare(run_dir, "mt.M4Tiny", "", restart=False)
     assert not trainer.has_begun(run_dir)
@@ -448,7 +448,7 @@ print(code, peak, resource.getrusage(resource.RUSAGE_SELF).ru_utime, file=sys.st
 
 
 def test_a_fresh_process_says_one_line(tmp_path):
-    """Neither TensorFlow nor JAX's search for accelerators is heard."""
+    """Neither TensorFlow nor JAX's search for accelerators prints anything."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     for name in ("TF_CPP_MIN_LOG_LEVEL", "JAX_PLATFORMS", "XLA_FLAGS"):
         env.pop(name, None)
@@ -464,7 +464,7 @@ def test_a_fresh_process_says_one_line(tmp_path):
 
 
 def test_the_600_billion_parameter_model_is_inspected_in_seconds():
-    """In the time of an import and some seconds, in less than 2 GB."""
+    """Within an import and some seconds, in less than 2 GB."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     env.pop("TF_CPP_MIN_LOG_LEVEL", None)
     done = subprocess.run(
@@ -472,7 +472,7 @@ def test_the_600_billion_parameter_model_is_inspected_in_seconds():
     )
     *noise, numbers = done.stderr.splitlines()
     code, megabytes, seconds = numbers.split()
-    assert noise == []  # not a word from TensorFlow
+    assert noise == []  # TensorFlow printed nothing
     assert (int(code), int(megabytes) < 2000, float(seconds) < 20) == (0, True, True), numbers
     assert "619,366,506,496 parameters (619.4 billion)" in done.stdout
     moe = next(

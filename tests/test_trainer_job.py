@@ -48,7 +48,7 @@ print("leaves with", trainer.main(flags))
 
 
 def _run_job(logdir, *what):
-    """The statuses and standard errors of both processes, and the seconds until the later one ended."""
+    """Returns status and standard error of both processes, and the seconds until the later one ended."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{s.getsockname()[1]}"

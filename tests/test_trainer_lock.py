@@ -1,4 +1,4 @@
-"""Nobody else writes into a run while its trainer lives: real processes, of one job and of two."""
+"""No other process writes into a run while its trainer lives: real processes, of one job and of two."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.run_lock import LOCK_FILE, RunLock
 from tools import build_corpus, evaluate, export, train_vocab
 
-# The trainer, but for the steps themselves: it works until it is killed.
+# The trainer without its steps: it runs until it is killed.
 _TRAINER = """
 import sys, time
 from lingvo_moe.core.engine.train_loop import TrainLoop
@@ -36,7 +36,7 @@ from lingvo_moe import trainer
 sys.exit(trainer.main(sys.argv[1:]))
 """
 
-# A process of a job of two, up to where the run is its own.
+# A process of a job of two, until it has the lock of the run.
 _JOB = """
 import sys, time
 from lingvo_moe import trainer
@@ -84,7 +84,7 @@ def test_a_mistyped_command_bars_no_directory(tmp_path, capfd):
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory):
-    """A trainer that is at work in tmp/run: the process, the run, its flags."""
+    """A trainer at work in tmp/run: the process, the run, its flags."""
     tmp = tmp_path_factory.mktemp("live")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp / "cache"))
@@ -102,7 +102,7 @@ def live(tmp_path_factory):
 
 @pytest.fixture
 def untouched(live):
-    """Checks that a test changed nothing in or around the run."""
+    """Checks that a test changes nothing in or around the run."""
     process, run, _ = live
     before = _contents(run.parent)
     yield
@@ -188,7 +188,7 @@ def test_two_jobs_of_two_processes(tmp_path):
 
 
 def test_after_a_kill_the_same_command_goes_on(live, capfd, monkeypatch):
-    """The last test of the live run, which ends it."""
+    """The last test with the live run, which it ends."""
     process, run, flags = live
     process.kill()
     process.wait()

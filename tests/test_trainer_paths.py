@@ -1,4 +1,4 @@
-"""Paths that are typed reach the experiment as they were typed, whatever characters are in them."""
+"""Paths reach the experiment exactly as typed, whatever characters they have."""
 
 import pytest
 

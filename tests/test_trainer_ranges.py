@@ -1,4 +1,4 @@
-"""Nonsense in parameters and flags of the trainer: one line with path, value and range, status 2, and nothing begun."""
+"""Bad values of parameters and flags: one line with path, value and range, status 2, and nothing started."""
 
 import pytest
 import trainer_testing
@@ -13,7 +13,7 @@ GiB = 2**30
 
 
 def _error(capfd, tmp_path, *flags):
-    """The one line that flags lead to."""
+    """Returns the one line of error for these flags."""
     places = [f"--data_dir={tmp_path / 'data'}", f"--logdir={tmp_path / 'run'}"]
     assert trainer_testing.status("--model=mt.M4Tiny", *places, *flags) == 2
     out, err = capfd.readouterr()
@@ -176,7 +176,7 @@ def test_the_largest_parameters_are_named(override, named):
 def test_devices_and_processes_share_the_memory():
     mesh = Mesh(("expert",), (8,))
     override = (
-        "task.num_experts=65536;input.batch_size=8"  # 1 GiB of weights, as much of statistics
+        "task.num_experts=65536;input.batch_size=8"  # 1 GiB of weights, and 1 GiB of statistics
     )
     _check(override, mesh, available=3 * GiB)
     with pytest.raises(UsageError, match="num_experts=65536"):

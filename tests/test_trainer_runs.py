@@ -1,6 +1,6 @@
-"""Whole runs of the trainer: the same on every machine, killed, stopped, resumed and damaged.
+"""Complete runs of the trainer: equal on every number of devices, killed, stopped, resumed and damaged.
 
-What is compiled is compiled once: eight devices in this process, the disk cache for others.
+Each program is compiled once: eight devices in this process, the disk cache for others.
 """
 
 import json
@@ -51,7 +51,7 @@ def _shared(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reference(data_dir, tmp_path_factory) -> Path:
-    """A run of 18 steps over eight devices that nothing disturbs."""
+    """An undisturbed run of 18 steps over eight devices."""
     run = tmp_path_factory.mktemp("runs") / "reference"
     assert trainer.main(flags(data_dir, run, STEPS)) == 0
     return run
@@ -130,7 +130,7 @@ def test_a_run_that_is_done_is_left_alone(reference, data_dir, capfd):
     assert len(losses(reference)) == STEPS
 
 
-# --- the same on any machine, from checkpoints of eight devices
+# --- equal on other devices, from checkpoints of eight devices
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_two_processes_of_four_devices_stop_together(reference, data_dir, tmp_pa
 
 
 def test_stopped_and_killed_it_ends_bit_equal(reference, data_dir, tmp_path):
-    """SIGTERM after step 4; resumed and killed (-9) some time after step 8; resumed again."""
+    """SIGTERM after step 4; resumed, killed (-9) some time after step 8, and resumed again."""
     delay = random.uniform(0.0, 0.4)
     run = tmp_path / "run"
     plan = [(signal.SIGTERM, 4, 0.0), (signal.SIGKILL, 8, delay)]
@@ -222,7 +222,7 @@ def test_a_damaged_checkpoint_is_an_error_and_is_left_as_it_is(
     reference, data_dir, tmp_path, capfd
 ):
     run = fork(reference, tmp_path / "run", 6, 12)
-    # All of them: a file may hold nothing but what was written over.
+    # All files: a single one may contain only data that later steps replaced.
     for file in (run / "checkpoints/12/state").rglob("d/*"):
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
@@ -261,7 +261,7 @@ def test_restart_begins_anew(reference, data_dir, tmp_path):
 def test_a_run_begins_with_the_weights_of_another(
     reference, data_dir, tmp_path, capfd, monkeypatch
 ):
-    """Stopped before its first checkpoint is there, it begins again; after that it goes on like any other."""
+    """Stopped before its first checkpoint it starts again; after that it resumes like any other."""
     run = tmp_path / "run"
     begin = [f"--init_from={reference}", "--init_from_step=12"]
     with monkeypatch.context() as patch:
@@ -287,7 +287,7 @@ def test_a_run_begins_with_the_weights_of_another(
     assert at_0["step"] == 0 and at_12["step"] == 12
     assert not any(value.any() for path, value in at_0.items() if path.startswith("slots."))
     assert losses(run)[1] < 0.8 * losses(reference)[1]
-    # The same command goes on; another beginning is refused, as is that of a run that began from nothing.
+    # The same command resumes; another --init_from is refused, also for a run that began without one.
     assert trainer.main(flags(data_dir, run, 3, *begin)) == 0
     assert "resuming at step 2" in capfd.readouterr().err
     for logdir, other in ((run, f"--init_from={tmp_path}"), (reference, f"--init_from={run}")):

@@ -1,4 +1,4 @@
-"""tools.verify and xs.verify: a program over a mesh is what it is on one device, or the first difference is named."""
+"""tools.verify and xs.verify: a program over a mesh equals one device, or the first difference is named."""
 
 import numpy as np
 import pytest

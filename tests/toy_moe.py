@@ -1,4 +1,4 @@
-"""A small MoE layer on eight devices, whose groups and experts are cut, for tests of what it communicates.
+"""A small MoE layer on eight devices, whose groups and experts are sharded, for tests of what it communicates.
 
 Letters: B batch, T time, M model, H hidden, E expert.
 """
@@ -15,7 +15,7 @@ ROWS = ("expert", None, None)
 
 
 def layer(**params) -> MoELayer:
-    """Eight groups; `params` are set over the others."""
+    """A layer with eight groups; `params` override the others."""
     p = MoELayer.Params().Set(
         name="moe",
         model_dim=M,
@@ -31,7 +31,7 @@ def layer(**params) -> MoELayer:
 
 
 def arguments(moe: MoELayer) -> tuple[list, list]:
-    """Theta, inputs [B,T,M], paddings [B,T] and a seed; and how they lie on the devices in training."""
+    """Theta, inputs [B,T,M], paddings [B,T] and a seed; and their shardings in training."""
     with use_mesh(single_device()):
         theta = moe.InitTheta(make_seed(0, 0))
     rng = np.random.default_rng(0)

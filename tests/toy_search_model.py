@@ -1,4 +1,4 @@
-"""A model small enough to be searched in plain NumPy, and whether a search found the same."""
+"""A model small enough to be searched in plain NumPy, and a comparison of two searches."""
 
 import numpy as np
 import tensorflow as tf
@@ -43,7 +43,7 @@ class ToyModel:
 
 
 def assert_plain(got, model, max_lengths, options, allowed=None) -> None:
-    """That a search found what the plain one finds."""
+    """Asserts that a search found the results of the plain one."""
     for row, max_length in enumerate(max_lengths):
         want = beam_search(
             lambda prefix, row=row: model.Score(row, prefix),

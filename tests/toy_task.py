@@ -1,4 +1,4 @@
-"""A whole task: a linear model, numbers to fit, and an experiment, `toy_task.Line`. B row, M feature."""
+"""A complete task: a linear model, numbers to fit, and an experiment, `toy_task.Line`. B row, M feature."""
 
 import numpy as np
 import tensorflow as tf

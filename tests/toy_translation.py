@@ -1,7 +1,7 @@
-"""A translation model of a few thousand numbers and vocabularies to go with it, for tests of what is around a model.
+"""A translation model of a few thousand parameters with vocabularies, for tests of the code around a model.
 
-Letters: B row, J hypothesis, S source token, T target time, M model, V vocabulary, F flat position (t * J + j),
-L step, X = J M.
+Letters: B row, J hypothesis, S source token, T target time, M model, V vocabulary, F flat position (t * J + j), L step,
+X = J M.
 """
 
 import io
@@ -12,10 +12,10 @@ import numpy as np
 import sentencepiece
 import tensorflow as tf
 
-from lingvo_moe.core.decode.flat_beam_search import dim
 from lingvo_moe.core.engine.checkpoints import Checkpointer
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.tensors import dim
 from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, Translator
 from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
@@ -26,13 +26,13 @@ _WORDS = ["red", "green", "house", "tree", "stone", "open", "close", "save", "fi
 
 
 def sentences(number: int, seed: int = 0, longest: int = 20) -> list[str]:
-    """Lines of 1 to `longest` random words."""
+    """Returns lines of 1 to `longest` random words."""
     rng = np.random.default_rng(seed)
     return [" ".join(rng.choice(_WORDS, rng.integers(1, longest + 1))) for _ in range(number)]
 
 
 def batch(specs: NestedMap, vocab_size: int) -> NestedMap:
-    """A batch of these specs: rows without padding, of random pieces."""
+    """Returns a batch of these specs: rows without padding, of random pieces."""
     rng = np.random.RandomState(0)
 
     def array(path: str, spec: TensorSpec) -> np.ndarray:
@@ -46,7 +46,7 @@ def batch(specs: NestedMap, vocab_size: int) -> NestedMap:
 
 
 def train_vocab(lines: Iterable[str], vocab_size: int = 320, bytes_too: bool = True) -> bytes:
-    """A serialised SentencePiece model with ids 0 PAD, 1 BOS, 2 EOS, 3 UNK, and a piece per byte."""
+    """Returns a serialised SentencePiece model with ids 0 PAD, 1 BOS, 2 EOS, 3 UNK, and a piece for each byte."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines),

@@ -1,7 +1,7 @@
-"""Runs of the trainer for tests: a corpus, one compilation for many runs, and signals at chosen steps.
+"""Runs of the trainer for tests: a corpus, one compilation for many runs, and signals at given steps.
 
-Also a command, `python trainer_testing.py PLAN FLAG...`: PLAN is a JSON list with, for each run to do in
-this process, null or [signal, step, seconds after it]; prints `exit CODE` after each.
+Also a command, `python trainer_testing.py PLAN FLAG...`: PLAN is a JSON list with an entry for each run in this
+process, null or [signal, step, seconds after it]; prints `exit CODE` after each.
 """
 
 import json
@@ -28,7 +28,7 @@ OVERRIDE = ";".join(
 
 
 def status(*flags: str) -> int | str | None:
-    """The exit status of the trainer, run in this process; also where it ends while it reads flags."""
+    """Runs the trainer in this process and returns its exit status, also if it ends while it reads flags."""
     from lingvo_moe import trainer
 
     try:
@@ -38,7 +38,7 @@ def status(*flags: str) -> int | str | None:
 
 
 def write_corpus(directory: Path) -> Path:
-    """Three languages, 600 pairs; words spelled backwards, with each language's letter before them."""
+    """Writes three languages, 600 pairs: words spelled backwards, preceded by each language's letter."""
     rng = random.Random(0)
     syllables = [c + v for c in "bdfgklmnprst" for v in ("a", "e", "i", "o", "u", "an")]
     words = ["".join(rng.choices(syllables, k=rng.randint(1, 3))) for _ in range(300)]
@@ -53,7 +53,7 @@ def write_corpus(directory: Path) -> Path:
 
 
 def flags(data_dir: Path, logdir: Path, max_steps: int, *more: str) -> list[str]:
-    """The flags of mt.M4Tiny with random routing, and with dropout at few places: each takes long to trace."""
+    """The flags of mt.M4Tiny with random routing, and dropout at few places, since each takes long to trace."""
     return [
         "--model=mt.M4Tiny",
         f"--data_dir={data_dir}",
@@ -65,7 +65,7 @@ def flags(data_dir: Path, logdir: Path, max_steps: int, *more: str) -> list[str]
 
 
 def keep_compiled() -> None:
-    """From here on the trainers of this process compile each function of an engine and mesh once."""
+    """From here on the trainers of this process compile each function once for an engine and mesh."""
     from lingvo_moe.core.engine import base
 
     make_engine, engines = base.make_engine, {}
@@ -89,7 +89,7 @@ def keep_compiled() -> None:
 
 
 def fork(run: Path, to: Path, *steps: int) -> Path:
-    """Copies a run as it stood when these checkpoints were its only ones."""
+    """Copies a run as it was when these checkpoints were its only ones."""
     shutil.copytree(run / "vocab", to / "vocab")
     for name in ("experiment.json", "params.txt", "manifest.sha256"):
         shutil.copy(run / name, to)
@@ -99,14 +99,14 @@ def fork(run: Path, to: Path, *steps: int) -> Path:
 
 
 def losses(run: Path) -> dict[int, float]:
-    """By step, exactly as they were."""
+    """Returns the exact losses by step."""
     from lingvo_moe.core.engine.summaries import read_metrics
 
     return {row["step"]: row["loss"] for row in read_metrics(str(run / "train"))}
 
 
 def state(run: Path) -> dict[str, Any]:
-    """The newest checkpoint, by path."""
+    """Returns the newest checkpoint, by path."""
     from lingvo_moe.core.engine.checkpoints import Checkpointer
 
     with Checkpointer(str(run / "checkpoints"), read_only=True) as checkpointer:

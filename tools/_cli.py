@@ -18,8 +18,9 @@ from lingvo_moe.core.decode.ranges import BEAM_SIZE, LENGTH, LENGTH_ALPHA
 from lingvo_moe.core.directories import Kind, check_addable, check_replaceable
 from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.flags import names as names
+from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.paths import check_local
-from lingvo_moe.core.quiet import quiet
+from lingvo_moe.core.tensorflow_import import importing_tensorflow
 
 
 def check_output_file(path: str | os.PathLike, flag: str = "--output") -> None:
@@ -210,6 +211,25 @@ def checkpoint(args: Flags) -> tuple[int | None, int, bool]:
     return args.checkpoint_step, args.average_last or 1, args.use_ema
 
 
+def data_dir(args: Flags, inputs: Params) -> str:
+    """Returns --data_dir; without it the directory that a run trained on, which is printed on standard error.
+
+    Args:
+        args: with --data_dir and --logdir.
+        inputs: the run's Params of its input.
+
+    Raises:
+        ValueError: the run trained on no directory either.
+    """
+    if args.data_dir:
+        return args.data_dir
+    found = inputs.data_dir if "data_dir" in inputs else ""
+    if not found:
+        raise ValueError(f"--data_dir is needed: {args.logdir} trained on no directory of data")
+    say(f"data: {found}, which {args.logdir} trained on; --data_dir names another")
+    return found
+
+
 def load_from_run(args: Flags, options: Any) -> tuple[Any, dict[str, Any]]:
     """Calls `load_translator` for --logdir with the flags of define_search_flags. Raises ValueError, OSError."""
     from lingvo_moe.tasks.mt.serving.export import load_translator
@@ -249,7 +269,7 @@ def quiet_imports() -> Iterator[None]:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     # Tools read checkpoints with JAX, which would look for a TPU first, with many lines.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    with quiet():
+    with importing_tensorflow():
         yield
 
 

@@ -214,7 +214,7 @@ def _call(rule: str, name: str, srcs: str, data: str, deps: list[str]) -> str:
 
 
 def stale_files(root: Path = ROOT) -> dict[str, str | None]:
-    """What each BUILD file that is out of date should hold; None where there should be none."""
+    """Returns the right contents of each BUILD file that is out of date; None for one that should not exist."""
     wanted: dict[str, str | None] = dict(build_files(root))
     tops = {path.split("/")[0] for path in wanted}
     for top in tops:

@@ -92,19 +92,18 @@ def _run(args: Flags) -> int:
         if not args.output:
             RunDir(args.logdir).Inside(output.name)
         _cli.check_output_directory(output)
-    if args.baselines and not Path(args.baselines).is_dir():
-        raise ValueError(f"--baselines={args.baselines}: no such directory")
     from lingvo_moe.core.engine.progress import LineProgress
     from lingvo_moe.tasks.mt.input.dev_set import DevSet
     from lingvo_moe.tasks.mt.quality import scoring
-    from lingvo_moe.tasks.mt.quality.baselines import add_baselines
+    from lingvo_moe.tasks.mt.quality.baselines import add_baselines, read_baselines
     from lingvo_moe.tasks.mt.quality.kept_translations import KeptTranslations
 
-    data_dir = args.data_dir or _data_of_run(args.logdir, args.trust_run)
+    data_dir = args.data_dir or _data_of_run(args)
     devset = DevSet(data_dir, args.max_per_language, args.languages)
     pairs = scoring.count_train_pairs(data_dir, devset.languages)
     if args.resource_bounds and pairs is None:
         raise ValueError(f"--resource_bounds: {data_dir} has no training pairs to count")
+    baselines = read_baselines(args.baselines, devset.items()) if args.baselines else {}
     translate, about = _rescored(output, devset) if args.rescore else _translating(args)
     kept = KeptTranslations(translate)
     if output and not args.rescore:
@@ -121,14 +120,15 @@ def _run(args: Flags) -> int:
     report.seconds = kept.seconds
     report.info = {"model": about, "data_dir": str(data_dir)}
     if output:
-        report.Write(output)  # before the baselines, which may turn out to be unusable
+        report.Write(output)  # before the baselines, which may have been scored in another way
         kept.Clear()
-    missing = add_baselines(report, args.baselines) if args.baselines else []
+    add_baselines(report, baselines)
     if output and args.baselines:
         report.info["baselines"] = str(args.baselines)
         report.Write(output)
     _print_table(report)
-    if missing:
+    missing = [lang for lang in devset.languages if lang not in baselines]
+    if missing and args.baselines:
         print(f"no baseline: {', '.join(missing)}")
     if output:
         print(f"written: {output}/report.json, {output}/texts/, {output}/comet/")
@@ -181,7 +181,7 @@ def _translating(args: Flags) -> tuple[Any, dict[str, Any]]:
 
 
 def _rescored(output: Any, devset: Any) -> tuple[Any, dict[str, Any]]:
-    """As _translating, with the translations of an earlier evaluation."""
+    """Like _translating, with the translations of an earlier evaluation."""
     from lingvo_moe.tasks.mt.quality.scoring import read_translations, verify_scores
 
     if output is None:
@@ -190,7 +190,7 @@ def _rescored(output: Any, devset: Any) -> tuple[Any, dict[str, Any]]:
     before = Path(output) / "report.json"
     about = {}  # report.Write alone does not know what the model was
     if before.is_file():
-        verify_scores(output, [before.name])
+        verify_scores(output, [before.name], warn=False)  # read_translations did
         try:
             about = json.loads(before.read_text("utf-8")).get("model", {})
         except (ValueError, AttributeError) as e:
@@ -198,15 +198,16 @@ def _rescored(output: Any, devset: Any) -> tuple[Any, dict[str, Any]]:
     return lambda lines, langs: list(itertools.islice(rest, len(lines))), about
 
 
-def _data_of_run(logdir: str | None, trust_run: bool) -> str:
-    if not logdir:
+def _data_of_run(args: Flags) -> str:
+    if not args.logdir:
         raise ValueError(
             "--data_dir is needed with --saved_model: a directory with dev/<lang>.tsv.gz"
         )
     from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 
     with _cli.quiet_imports():  # the experiment's modules are TensorFlow's first users
-        return RunDir(logdir, trust_run=trust_run).Params().input.data_dir
+        inputs = RunDir(args.logdir, trust_run=args.trust_run).Params().input
+    return _cli.data_dir(args, inputs)
 
 
 def _print_table(report: Any) -> None:

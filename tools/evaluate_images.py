@@ -47,8 +47,11 @@ def _run(args: Flags) -> int:
     _cli.load_tensorflow()
     from lingvo_moe.tasks.image.evaluation import evaluate
 
+    data_dir, inputs = args.data_dir or "", run.Params().input
+    if "data_dir" in inputs:  # digits are in no directory
+        data_dir = _cli.data_dir(args, inputs)
     weights = args.checkpoint_step, args.use_ema
-    scores = evaluate(args.logdir, args.data_dir or "", *weights, args.trust_run)
+    scores = evaluate(args.logdir, data_dir, *weights, args.trust_run)
     write_atomic(output, json.dumps(asdict(scores), indent=1).encode() + b"\n")
     which = f"step {scores.step}{', moving average' if scores.ema else ''}"
     print(

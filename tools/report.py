@@ -94,7 +94,6 @@ def _routing(args: Flags, run: Any) -> Any:
     """The RoutingReport of the run's model, or why there is none."""
     from lingvo_moe.core.engine.progress import LineProgress
     from lingvo_moe.tasks.mt.input.dev_set import DevSet
-    from lingvo_moe.tasks.mt.input.errors import DataError
     from lingvo_moe.tasks.mt.reports import routing
     from lingvo_moe.tasks.mt.reports.run_report import Missing
 
@@ -103,10 +102,10 @@ def _routing(args: Flags, run: Any) -> Any:
         return Missing("the model was not run", command)
     if not run.Task().MetricLayers():
         return Missing("the model is dense, nothing is routed")
-    data_dir = args.data_dir or run.Params().input.data_dir
     try:
+        data_dir = _cli.data_dir(args, run.Params().input)
         devset = DevSet(data_dir, args.max_per_language, args.languages)
-    except DataError as e:
+    except ValueError as e:
         if args.data_dir or args.languages:  # which were asked for
             raise
         return Missing(str(e), f"{command} --data_dir=CORPUS")

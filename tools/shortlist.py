@@ -56,7 +56,7 @@ def _run(args: Flags) -> int:
     from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
 
     vocabs = NestedMap({side: Vocabulary(model) for side, model in run.vocabs.items()})
-    data_dir = args.data_dir or inputs.data_dir
+    data_dir = _cli.data_dir(args, inputs)
     options = ShortlistOptions(args.per_piece, args.frequent, args.max_pairs, inputs.temperature)
     with LineProgress() as show:
         say = (lambda text: None) if args.quiet else (lambda text: show(f"shortlist: {text}"))

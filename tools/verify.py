@@ -11,12 +11,15 @@ are compared; the first tensor that differs is named. The exit status is 0, 1 wh
 mistake, 2 for a mistake in flags, 130 after Ctrl-C.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from lingvo_moe.core import checks
 from lingvo_moe.core.flags import Flags
 from tools import _cli
+
+if TYPE_CHECKING:  # it imports NumPy
+    from lingvo_moe.core.sharding import Mesh
 
 _MOST_DEVICES = 64  # virtual devices, all of which run a step
 
@@ -54,7 +57,7 @@ def run(args: Flags) -> int:
     return 0
 
 
-def verified(args: Flags, say: Any) -> Any:
+def verified(args: Flags, say: Callable[[str], None]) -> "tuple[Mesh, list[str]]":
     """The mesh, and the names of what was compared on it."""
     _cli.load_tensorflow()
     from lingvo_moe import verifying

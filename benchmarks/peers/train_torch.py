@@ -71,7 +71,7 @@ class Experts(nn.Module):
         probs = self.wg(tokens).softmax(-1)
         gate, index = probs.topk(2, -1)
         gate = gate / gate.sum(-1, keepdim=True)
-        # First choices are seated before second ones, each in the order of the tokens.
+        # First choices get slots before second ones, each in the order of the tokens.
         flat = index.t().flatten()
         chosen = F.one_hot(flat, num)
         place = ((chosen.cumsum(0) - 1) * chosen).sum(-1)

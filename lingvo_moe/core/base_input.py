@@ -124,7 +124,7 @@ class BaseInput(abc.ABC):
         return self
 
     def Artifacts(self) -> RunArtifacts:
-        """What a run's directory is to keep, after Prepare."""
+        """Files and facts that a run's directory must keep; call it after Prepare."""
         return RunArtifacts()
 
     @abc.abstractmethod

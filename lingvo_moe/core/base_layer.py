@@ -4,7 +4,7 @@ before they are tensors."""
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -115,10 +115,19 @@ class BaseLayer:
     `FProp(theta, ...)`, where `theta` is a NestedMap of tensors that mirrors the children and
     variables. Nothing is allocated and no state is kept. In a compiled program, each operation's name holds the
     path of the layer that made it: see `scoped`.
+
+    Attributes:
+        COMPUTES: the name of the function of (theta, inputs) that the class computes in inference, e.g.
+            'feed_forward', for code with another implementation of that function. It is not inherited, because a
+            subclass may compute something else: one that computes the same states the name itself.
     """
+
+    COMPUTES: ClassVar[str] = ""
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
+        if "COMPUTES" not in vars(cls):
+            cls.COMPUTES = ""
         for name, method in list(vars(cls).items()):
             overridden = getattr(super(cls, cls), name, None)
             if getattr(overridden, "scoped", False) and not getattr(method, "scoped", False):

@@ -6,7 +6,7 @@ NestedMap(theta, slots, step, skipped), and `ema` where `ema_decay` is set.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import tensorflow as tf
@@ -285,7 +285,9 @@ class BaseTask(BaseLayer):
         """Returns the metrics of FProp with nothing random and no token dropped."""
         return self.FProp(theta, batch, seed=None)[1]
 
-    def _Gradients(self, theta: NestedMap, grads: Sequence[Any]) -> NestedMap:
+    def _Gradients(
+        self, theta: NestedMap, grads: Sequence[tf.Tensor | tf.IndexedSlices | None]
+    ) -> NestedMap:
         """Packs the tape's gradients into theta's structure, as dense tensors; None for non-trainable variables."""
         out: list[tf.Tensor | None] = []
         rest = iter(grads)

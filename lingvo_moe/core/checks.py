@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
-from lingvo_moe.core.suggest import did_you_mean
+from lingvo_moe.core.suggest import did_you_mean, nearest
 
 # Sizes, steps and seeds are int32 in every program; numbers with a fraction are float32.
 LARGEST_INTEGER = 2**31 - 1
@@ -137,8 +137,7 @@ class OneOf(Check):
         return isinstance(value, str) and value in self.names
 
     def Hint(self, value: Any) -> str:
-        hint = did_you_mean(str(value), self.names)
-        return hint if "did you mean" in hint else ""
+        return nearest(str(value), self.names)
 
     def __str__(self) -> str:
         return f"one of {', '.join(self.names)}"
@@ -212,7 +211,7 @@ class Letters(Check):
         if not isinstance(value, Mapping):
             return ""
         if unknown := self._unknown(value):
-            return f"; unknown letter {unknown[0]!r} (known: {', '.join(sorted(self.known))})"
+            return f"; unknown letter {unknown[0]!r}{did_you_mean(str(unknown[0]), self.known)}"
         key = self._no_axes(value)[0]
         return f"; {value[key]!r}, for {key!r}, is no axis, tuple of different axes or None"
 
@@ -226,6 +225,15 @@ def _is_axis(axis: Any) -> bool:
     return all(isinstance(a, str) and a.isidentifier() for a in axes) and len(set(axes)) == len(
         axes
     )
+
+
+def check_one_of(
+    name: str, value: str, names: Iterable[str], error: type[ValueError] = ValueError
+) -> None:
+    """Raises `error`, which says the flag or argument `name`, the value and what would be right, unless the value is
+    one of the names."""
+    if why := one_of(names)(value):
+        raise error(f"{name}={value}: {why}")
 
 
 def check_fields(options: Any, ranges: Mapping[str, Check]) -> None:
@@ -257,7 +265,7 @@ def one_of(names: Iterable[str]) -> OneOf:
 
 
 def or_none(check: Check) -> AnyOf:
-    """What a check allows, or None."""
+    """The check that also allows None."""
     return AnyOf((check, NONE))
 
 

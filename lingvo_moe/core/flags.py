@@ -288,7 +288,7 @@ class Flags(flags.FlagValues):
         flags.register_validator(name, validate, flag_values=self)
 
     def _Spellings(self, flag: str) -> list[str]:
-        """What a flag like this one may have been meant for."""
+        """Existing flags that a misspelt one may mean."""
         own = self.Names()
         known = [f"--{name}" for name in (*own, *_COMMON)]
         if flag.startswith("--no"):

@@ -48,7 +48,7 @@ class _Param:
         self.check = check or _check_for(default, choices)
 
     def WhyNot(self, value: Any) -> str:
-        """What the value would have to be; '' if it is allowed."""
+        """The range or choices that a value violates, as a phrase for errors; '' if it is allowed."""
         why = self.check(value)
         is_default = why and type(value) is type(self.default) and value == self.default
         return "" if is_default else why

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
-from lingvo_moe.core import randomness
+from lingvo_moe.core import checks, randomness
 
 _METHODS = ("constant", "uniform", "gaussian", "truncated_gaussian", "geo_mean_xavier")
 
@@ -26,8 +26,7 @@ class WeightInit:
     scale: float
 
     def __post_init__(self) -> None:
-        if self.method not in _METHODS:
-            raise ValueError(f"initializer {self.method!r}: known are {', '.join(_METHODS)}")
+        checks.check_one_of("WeightInit: method", self.method, _METHODS)
 
     @classmethod
     def Constant(cls, value: float = 0.0) -> "WeightInit":

@@ -46,14 +46,14 @@ def print_variables(
             spec.letters,
             spec.dtype,
             describe_split(spec),
-            format_bytes(bytes_per_device(spec, mesh)),
+            units.size(bytes_per_device(spec, mesh), 1),
         )
     console.print(table)
     total = sum(bytes_per_device(spec, mesh) for spec in specs)
     count = count_parameters(specs)
     console.print(
         f"total: {len(specs)} variables, {count:,} parameters ({count / 1e9:.1f} billion); "
-        f"{format_bytes(total)} on each of {mesh.size} devices (mesh {mesh})"
+        f"{units.size(total, 1)} on each of {mesh.size} devices (mesh {mesh})"
     )
 
 
@@ -75,7 +75,7 @@ def print_optimizer(task: BaseTask, mesh: Mesh, console: Console | None = None) 
     def size(part: NestedMap) -> str:
         held = sum(bytes_per_device(spec, mesh) for spec in part.Flatten())
         total = sum(math.prod(s.shape) * _BYTES[s.dtype] for s in part.Flatten())
-        return f"{total / count:.2g} bytes a parameter, {format_bytes(held)} on each device"
+        return f"{total / count:.2g} bytes a parameter, {units.size(held, 1)} on each device"
 
     lines = [f"optimizer {type(task.optimizer).__name__}: {size(state.slots)}"]
     if task.optimizer.p.weight_decay:
@@ -131,12 +131,3 @@ def describe_split(spec: VariableSpec) -> str:
         if axis is not None
     ]
     return " ".join(cut) or "replicated"
-
-
-def format_bytes(count: float) -> str:
-    """'4.1 GiB'."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"

@@ -193,7 +193,7 @@ def _cannot_be_listed(path: Path) -> str:
 
 
 def _difference(directory: Path, listed: Mapping[str, str], path: str) -> str:
-    """What is wrong with an existing file, as a phrase that the list's name completes; '' if nothing is."""
+    """Returns a phrase about a file that differs from the list, before the list's name; '' if it does not."""
     if wrong := _cannot_be_listed(directory / path):
         return f"{wrong} (it is in"
     kind = _BY_LENGTH[len(listed[path])]

@@ -15,7 +15,7 @@ from pathlib import Path
 from lingvo_moe.core import checks
 from lingvo_moe.core.class_names import any_class
 from lingvo_moe.core.hyperparams import InstantiableParams, ParamError, Params
-from lingvo_moe.core.suggest import did_you_mean
+from lingvo_moe.core.suggest import did_you_mean, nearest
 
 _ROOT = "params"
 _registry: dict[str, type["Experiment"]] = {}
@@ -104,8 +104,7 @@ def GetExperiment(name: str) -> type[Experiment]:
         return _registry[name]
     task = name.split(".")[0]
     if "." not in name or not name.replace(".", "").isidentifier():
-        hint = _hint(re.sub(r"[^\w.]", "", name))
-        example = hint if "did you mean" in hint else ", e.g. 'mt.M4MoE2048E36L'"
+        example = _hint(re.sub(r"[^\w.]", "", name)) or ", e.g. 'mt.M4MoE2048E36L'"
         raise RegistryError(f"--model={name!r}: expected task.Experiment{example}")
     _import_task(task)
     if name not in _registry:
@@ -188,12 +187,9 @@ def _split_override(text: str) -> Iterator[tuple[str, str]]:
 def _hint(name: str) -> str:
     """The experiments whose names are nearest to a name with a task, or without one."""
     if "." in name:
-        return did_you_mean(name, AllNames())
-    for task in _tasks():
-        hint = did_you_mean(f"{task}.{name}", AllNames(task))
-        if "did you mean" in hint:
-            return hint
-    return ""
+        return nearest(name, AllNames())
+    hints = (nearest(f"{task}.{name}", AllNames(task)) for task in _tasks())
+    return next(filter(None, hints), "")
 
 
 def _import_task(task: str) -> None:

@@ -18,7 +18,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lingvo_moe.core import registry
 from lingvo_moe.core.artifacts import RunArtifacts
@@ -36,6 +36,9 @@ from lingvo_moe.core.run_description import (
     read_program,
     write_program,
 )
+
+if TYPE_CHECKING:  # it imports TensorFlow
+    from lingvo_moe.core.base_task import BaseTask
 
 MANIFEST = "manifest.sha256"
 _FILE, _PARAMS, _PROGRAM = "experiment.json", "params.txt", "program.json"
@@ -62,12 +65,12 @@ class RunDir:
 
     @property
     def checkpoint_dir(self) -> Path:
-        """Where the engine keeps the checkpoints."""
+        """The directory of the checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def summaries_dir(self) -> Path:
-        """Where the trainer writes what it measured, for TensorBoard and `read_metrics`."""
+        """The directory of the trainer's summaries, for TensorBoard and `read_metrics`."""
         return self.path / "train"
 
     @property
@@ -256,8 +259,8 @@ class RunDir:
         except registry.RegistryError as e:
             raise RunDirError(f"{self.path / _FILE}: {e}") from None
 
-    def Task(self) -> Any:
-        """The model of the run, instantiated. Raises as Params."""
+    def Task(self) -> "BaseTask":
+        """The task of the run, instantiated. Raises as Params."""
         return self.Params().task.Instantiate()
 
 

@@ -275,7 +275,7 @@ def _lies_at(handle: int, path: Path) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What a lock's file says; nothing where it is missing, half written or damaged."""
+    """Returns the contents of a lock's file; an empty dict if it is missing, half written or damaged."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -3,15 +3,15 @@
 DASH = "–"
 
 
-def size(num_bytes: float | None) -> str:
-    """Bytes: '11.00 GiB', '512 B'."""
+def size(num_bytes: float | None, digits: int = 2) -> str:
+    """Bytes: '11.00 GiB', '512 B'; GiB with so many digits after the point."""
     if num_bytes is None:
         return DASH
     for unit in ("B", "KiB", "MiB"):
         if abs(num_bytes) < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
-    return f"{num_bytes:,.2f} GiB"
+    return f"{num_bytes:,.{digits}f} GiB"
 
 
 def gib(num_bytes: float | None) -> str:

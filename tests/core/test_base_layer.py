@@ -58,6 +58,20 @@ def test_children_inherit_what_they_leave_open():
     assert y.dtype == tf.bfloat16
 
 
+def test_what_a_layer_computes_is_not_inherited():
+    class Named(Leaf):
+        COMPUTES = "leaf"
+
+    class Derived(Named):
+        pass
+
+    class Same(Named):
+        COMPUTES = Named.COMPUTES
+
+    found = {cls.__name__: cls.COMPUTES for cls in (Leaf, Named, Derived, Same)}
+    assert found == {"Leaf": "", "Named": "leaf", "Derived": "", "Same": "leaf"}
+
+
 def test_initial_values_depend_on_seed_and_path_alone():
     tree = _tree()
     seed = randomness.make_seed(1, 0)

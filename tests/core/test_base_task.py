@@ -24,7 +24,7 @@ NAMES = [("tf", 1), ("pjrt", 8)]
 
 
 class Regression(BaseTask):
-    """y from x [B,M] by experts' weights [E,M], with noise; the loss is scaled by the batch."""
+    """Predicts y from x [B,M] with experts' weights [E,M] and noise; the loss is scaled by the batch."""
 
     def __init__(self, params):
         super().__init__(params)
@@ -88,7 +88,7 @@ def test_training_lowers_the_loss_and_counts_steps(built):
 
 @pytest.mark.parametrize("scale", [np.nan, np.inf, -np.inf, 3e38])
 def test_steps_that_are_not_finite_change_nothing(built, scale):
-    """3e38: the loss is finite, but the gradient's norm overflows."""
+    """With 3e38 the loss is finite, but the gradient's norm overflows."""
     engine, init, step = built
     state, _ = step(init(np.int32(2)), _batch(0))
     before = engine.Get(state)
@@ -101,7 +101,7 @@ def test_steps_that_are_not_finite_change_nothing(built, scale):
         for (path, old), new in zip(before[name].FlattenItems(), after[name].Flatten()):
             np.testing.assert_array_equal(old, new, err_msg=path)
             assert np.isfinite(new).all()
-    # Training goes on, as if the bad batches had never been, but for their numbers.
+    # Training continues as if there had been no bad batches, except for their step numbers.
     state, metrics = step(state, _batch(3))
     assert np.isfinite(engine.Get(metrics).loss)
     went_on = engine.Get(state)
@@ -171,7 +171,7 @@ def test_one_device_and_eight_agree():
 
 
 def test_every_step_draws_other_random_numbers_and_the_same_ones_again():
-    """The same batch and weights at another step: another loss, from dropout; the seed decides."""
+    """With the same batch and weights, another step has another loss, from dropout; the seed determines it."""
 
     def loss_at(step, seed):
         task = _task(seed=seed)
@@ -195,7 +195,7 @@ def test_evaluation_is_without_chance_and_without_change():
 
 
 def test_clipping_scales_the_gradient_to_the_norm():
-    """Adafactor cares little for scale, so clipping is seen where it stops an overflow in its slots."""
+    """Adafactor hardly depends on scale, so the test looks at an overflow in its slots that clipping prevents."""
     losses = {}
     for clip in (0.0, 1.0):
         task = _task(clip_gradient_norm=clip)

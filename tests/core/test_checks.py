@@ -1,4 +1,4 @@
-"""Checks: each range allows what is in it, refuses what is not, and says what would be right."""
+"""Each range accepts its values, refuses others, and states the range in the error."""
 
 import math
 

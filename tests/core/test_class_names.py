@@ -1,4 +1,4 @@
-"""Classes by name: any for who typed the text, those of this package for a run; nothing else is imported."""
+"""Classes by name: any class for a user who types the name, only classes of this package for a run."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ TOP2 = "type/lingvo_moe.core.moe.routers.top2/Top2Router"
 
 @pytest.fixture
 def marker(tmp_path, monkeypatch):
-    """A module that leaves a file when it is imported, and that Python finds."""
+    """A module on Python's path that writes a file when it is imported."""
     marker = tmp_path / "was_imported"
     code = f"open({str(marker)!r}, 'w').close()\nclass Thing:\n    pass\n"
     (tmp_path / "leaves_a_file.py").write_text(code)

@@ -1,4 +1,4 @@
-"""A command whose reader goes away ends quietly, whatever it writes with and whatever it catches."""
+"""A command ends quietly if the reader of its output goes away, whatever it writes with and catches."""
 
 import os
 import subprocess
@@ -72,7 +72,7 @@ def test_somebody_reads() -> None:
 
 
 def test_logging_stays_as_python_has_it() -> None:
-    """Warnings are plain lines, and what absl logs below them is not shown."""
+    """Warnings are plain lines; absl's messages below them are not printed."""
     body = (
         "import logging; from absl import logging as absl_logging; "
         "logging.basicConfig(format='%(message)s'); "

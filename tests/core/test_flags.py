@@ -70,7 +70,7 @@ def test_values(argv, changed):
 
 
 def test_a_file_of_flags(tmp_path: Path):
-    """With comments, another file inside, and what follows on the command line coming later."""
+    """A flag file may have comments and include another; flags after it on the command line override it."""
     (tmp_path / "more").write_text("--noquiet\n")
     (tmp_path / "flags").write_text(
         f"# of the house\n--house=H 2\n\n--coats=7\n--flagfile={tmp_path}/more\n--share=0.5\n"
@@ -159,7 +159,7 @@ def test_help_as_xml(capsys):
 
 
 def test_tables_do_not_share_values():
-    """Nor does one process-wide table change."""
+    """No process-wide table of flags changes either."""
     before = set(absl_flags.FLAGS)
     first, second = _define(), _define()
     first.Parse(["--house=A", "--brush=a"])

@@ -1,4 +1,4 @@
-"""Params: definitions, dotted paths, text, copies, and errors that teach."""
+"""Params: definitions, dotted paths, text, copies, and errors with suggestions."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""A directory is as it was listed, or the file that is not is named."""
+"""A directory equals its list of files, or the error names the file that differs."""
 
 import hashlib
 import os

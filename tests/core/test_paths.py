@@ -1,4 +1,4 @@
-"""Every path is one that all libraries can work with, or is refused before anything is written."""
+"""Every path either works with all libraries or is refused before anything is written."""
 
 import os
 import string
@@ -81,7 +81,7 @@ def test_the_working_directory_counts(tmp_path, monkeypatch):
 
 @given(st.text(alphabet=st.characters(exclude_categories=()), max_size=20))
 def test_names_are_refused_for_what_libraries_misread_and_nothing_else(name):
-    """Accepted is all but what a library was found to misread."""
+    """All names are accepted except those that some library misread."""
     path = f"/data/{name}"
     bad = set(name) & set("[]\\\0") or any("\ud800" <= c <= "\udfff" for c in name)
     if bad or any(part.endswith(":") for part in os.path.abspath(path).split("/")):
@@ -130,7 +130,7 @@ def test_what_is_accepted_is_written_and_read_again(tmp_path, name):
 
 
 def test_a_link_leads_to_what_cannot_be_named(tmp_path):
-    """The way out that the error advises."""
+    """A symbolic link is the remedy that the error suggests."""
     (tmp_path / "[x]\\").mkdir()
     (tmp_path / "link").symlink_to("[x]\\")
     _round_trip(tmp_path / "link")

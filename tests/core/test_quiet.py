@@ -1,4 +1,4 @@
-"""quiet: nothing on standard error, from C either, unless the block fails."""
+"""quiet: nothing on standard error, not even from C, unless the block fails."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Random numbers: their statistics, and independence of seeds and places."""
+"""Random numbers: statistics, and independence of seeds and of the layers' order."""
 
 import numpy as np
 import pytest
@@ -116,7 +116,7 @@ def test_numbers_compile_and_need_a_static_shape():
 
 
 def test_dropout_by_the_numbers_of_rows():
-    """Rows that lie elsewhere keep what they drew."""
+    """Rows at other positions keep their draws."""
     seed, rows = randomness.make_seed(5, 6), tf.constant([[6, 0], [3, 3]])
     whole = kernels.dropout(tf.ones([7, 40]), 0.4, seed)
     some = kernels.dropout(tf.ones([2, 2, 40]), 0.4, seed, rows)

@@ -1,4 +1,4 @@
-"""The registry: both names of an experiment, overrides, and errors that teach."""
+"""The registry: both names of an experiment, overrides, and errors with suggestions."""
 
 import hypothesis
 import hypothesis.strategies as st

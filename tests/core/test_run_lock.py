@@ -1,4 +1,4 @@
-"""The lock of a run's directory: of one trainer, for as long as it lives, and of no child that outlives it."""
+"""The lock of a run's directory belongs to one trainer while it lives, and to no child process that outlives it."""
 
 import errno
 import fcntl
@@ -83,7 +83,7 @@ def test_the_file_of_a_run_stays(tmp_path: Path, name: str) -> None:
 def test_one_that_waits_takes_no_file_that_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between opening the file and locking it, the trainer that made it gives up."""
+    """Between opening and locking the file, the trainer that made it removes it."""
     run, flock = tmp_path / "run", fcntl.flock
     first = RunLock(run)
     first.Acquire()
@@ -102,7 +102,7 @@ def test_one_that_waits_takes_no_file_that_is_removed(
 
 
 def test_another_trainers_file_is_not_removed(tmp_path: Path) -> None:
-    """The directory was moved, as --restart moves it, and another trainer took the new one."""
+    """--restart moves the directory, and another trainer locks the new one."""
     run = tmp_path / "run"
     with RunLock(run) as other, RunLock(run) as third:
         with RunLock(run) as first:
@@ -152,7 +152,7 @@ def test_one_that_was_refused_takes_nothing_away(tmp_path: Path) -> None:
 
 
 def test_the_lock_goes_with_the_name_when_the_directory_is_moved(tmp_path: Path) -> None:
-    """As --restart moves it: the new directory is locked, and so is the old one until then."""
+    """When --restart moves the directory, both the new and the old one are locked until it ends."""
     run = tmp_path / "run"
     with RunLock(run) as first, RunLock(run) as second, RunLock(tmp_path / "old") as old:
         first.Acquire()
@@ -168,7 +168,7 @@ def test_the_lock_goes_with_the_name_when_the_directory_is_moved(tmp_path: Path)
 def test_a_lock_file_that_is_replaced_meanwhile_is_not_mistaken_for_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between opening the file and locking it, the directory is moved away and another trainer begins there."""
+    """Between opening and locking the file, the directory is moved and another trainer starts there."""
     run = tmp_path / "run"
     run.mkdir()
     other, flock = RunLock(run), fcntl.flock
@@ -246,7 +246,7 @@ def test_a_file_system_without_locks_is_said(
 def test_a_lock_that_fails_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """A second trainer must not go on because of it."""
+    """Without a lock a second trainer could run."""
 
     def fail(*_: object) -> None:
         raise OSError(number, os.strerror(number))

@@ -1,4 +1,4 @@
-"""Operations carry the path of the layer that made them: every method of a layer that computes is scoped."""
+"""Operations carry the path of their layer: every method of a layer that computes is scoped."""
 
 import importlib
 import inspect
@@ -20,7 +20,7 @@ for _room in (layers, moe, routers):
 
 
 def _layers(of: type = BaseLayer) -> set[type]:
-    """The layers of the library, models included."""
+    """The layers of the library, including models."""
     found = {cls for cls in of.__subclasses__() if cls.__module__.startswith("lingvo_moe.")}
     return found.union(*(_layers(cls) for cls in of.__subclasses__()))
 

@@ -1,4 +1,4 @@
-"""The BUILD files say what the sources import, and every test is in a Bazel target."""
+"""The BUILD files list the imports of the sources, and every test is in a Bazel target."""
 
 import ast
 from pathlib import Path

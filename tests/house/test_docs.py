@@ -1,6 +1,6 @@
-"""README and docs say what is so: examples run, commands parse, links and files exist, figures are the code's.
+"""README and docs are true: examples run, commands parse, links and files exist, figures equal the code's.
 
-Here and not in Bazel, since it looks at the whole source tree.
+Not in Bazel, since it reads the whole source tree.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 
 from lingvo_moe import trainer, trainer_flags
-from lingvo_moe.core import inspect, registry
+from lingvo_moe.core import inspect, registry, units
 from lingvo_moe.core.planner import report
 from lingvo_moe.core.planner.topology import CHIPS
 from lingvo_moe.core.sharding import Mesh
@@ -28,7 +28,7 @@ from tools import plan
 from tools.import_graph import PACKAGES, ROOT
 
 PAGES = sorted(["README.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))])
-# Their Python examples run, in order, in one namespace. Elsewhere examples name files of the reader's.
+# The Python examples of these pages run, in order, in one namespace. Other pages name files of the reader.
 RUNNABLE = [
     "README.md",
     "docs/data.md",
@@ -57,7 +57,7 @@ def _blocks(page: str, language: str) -> list[str]:
 
 
 def _said(block: str) -> Iterator[str]:
-    """What a block says that it prints: the comment behind a print, or on the lines below it."""
+    """Yields the output that a block states: the comment after a print, or on the lines below it."""
     lines = block.splitlines()
     for i, line in enumerate(lines):
         if not re.match(r"\s*print\(", line):
@@ -72,7 +72,7 @@ def _said(block: str) -> Iterator[str]:
 
 
 def _write_corpus(directory: Path) -> None:
-    """The reader's data: enough made-up words for the vocabularies of mt.M4Tiny."""
+    """Writes a corpus with enough made-up words for the vocabularies of mt.M4Tiny."""
     rng = random.Random(0)
     words = ["".join(rng.choices("bdfgklmnprstaeiou", k=rng.randint(2, 6))) for _ in range(300)]
     directory.mkdir()
@@ -213,7 +213,7 @@ def _tree() -> frozenset[str]:
     return frozenset(found)
 
 
-# What commands make, and what readers bring.
+# Files that commands write, and files of the reader.
 _MADE = re.compile(
     r"(demo|run|saved_model|cache|RUN|CORPUS|DATA|TEXTS|records|BILINGUAL|MODEL|DIR|corpus|dev|vocab|texts|comet|eval|checkpoints|compiled|train|assets\.extra)/"
     r"|(report|experiment|program|plan|corpus|translator|manifest|metrics|comet|prepared)\.json|params\.txt|lines\.txt"
@@ -226,7 +226,7 @@ def test_files_that_are_named_exist(page: str) -> None:
     for name in _CODE.findall(_BLOCK.sub("", _text(page))):
         if not _FILE.match(name) or _MADE.match(name):
             continue
-        # A page on one package names its files as they are named there.
+        # A page about one package names files relative to it.
         if not any(path == name or path.endswith(f"/{name}") for path in _tree()):
             missing.append(name)
     assert not missing, f"{page}: {missing}"
@@ -261,7 +261,7 @@ def test_the_readmes_layer_has_two_all_to_alls_and_nothing_else() -> None:
     groups, tokens, experts, slots = 8, 16, 8, 16
 
     def first_choice(gates_GSE: tf.Tensor) -> tuple:
-        """Top-1, with room for all: how tokens are chosen is not what is looked at here."""
+        """Top-1 with capacity for all tokens; this test is not about the choice."""
         hot_GSE = tf.one_hot(tf.argmax(gates_GSE, -1, output_type=tf.int32), experts)
         place_GS = tf.reduce_sum(tf.cumsum(hot_GSE, 1, exclusive=True) * hot_GSE, -1)
         hot_GSC = tf.one_hot(tf.cast(place_GS, tf.int32), slots)
@@ -297,7 +297,7 @@ def test_sizes_in_tables_are_those_of_the_specs(page: str) -> None:
             held = [
                 sum(inspect.bytes_per_device(s, mesh) for s in specs) for specs in (theta, state)
             ]
-            assert cells[4:6] == [inspect.format_bytes(n) for n in held], name
+            assert cells[4:6] == [units.size(n, 1) for n in held], name
 
 
 def test_lines_of_inspect_model_are_what_it_prints() -> None:
@@ -377,6 +377,19 @@ def test_modules_are_as_light_as_the_page_on_architecture_says(absent: str, modu
     imports = ", ".join(f"lingvo_moe.{module}" for module in modules.split())
     code = f"import sys, {imports}; sys.exit(bool({set(absent.split())!r} & sys.modules.keys()))"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_the_page_on_architecture_names_every_directory() -> None:
+    named = set(re.findall(r"`([^`\n]*)/`", _text("docs/architecture.md")))
+    found = {str(Path(name).parent) for name in _tree() if name.endswith(".py")}
+    # Those of tests mirror the others; two hold nothing but directories.
+    found = {name for name in found if not name.startswith("tests")} - {
+        ".",
+        "params",
+        "lingvo_moe/tasks",
+    }
+    assert len(found) > 25
+    assert not {name for name in found if not {name, name.removeprefix("lingvo_moe/")} & named}
 
 
 def test_every_tool_is_named_in_the_readme() -> None:

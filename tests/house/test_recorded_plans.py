@@ -1,4 +1,4 @@
-"""What every recorded plan of the paper's models has to show: its parameters to the unit, its exchanges, its fit."""
+"""What every recorded plan of the paper's models must show: exact parameters, collectives, and whether it fits."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ TRAINED = {
 
 
 def _moe_layers(plan):
-    """In each of the two stacks: every second layer of half of all."""
+    """MoE layers in each of the two stacks: every second layer of half of all layers."""
     return int(re.search(r"E(\d+)L", plan["model"]).group(1)) // 4
 
 

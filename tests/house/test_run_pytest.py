@@ -1,4 +1,4 @@
-"""Bazel's test main must not turn 'nothing ran' or 'something failed' into a pass."""
+"""Bazel's test main must not report 'nothing ran' or 'something failed' as a pass."""
 
 import os
 import subprocess

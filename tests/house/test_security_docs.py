@@ -1,4 +1,4 @@
-"""docs/security.md says what is so: its commands work, and the tools that it names are those that have the flag."""
+"""docs/security.md is true: its commands work, and the tools that it names have the flag."""
 
 import importlib
 import re
@@ -48,7 +48,7 @@ def test_every_tool_with_the_flag_is_on_the_page_and_no_other():
 
 
 def test_every_tool_that_opens_a_run_has_the_flag():
-    """All that take a run as --logdir."""
+    """All tools that take a run as --logdir."""
     for path in (ROOT / "tools").glob("*.py"):
         text = path.read_text("utf-8")
         if re.search(r"define_(logdir|model)_flags?\(", text) and not path.stem.startswith("_"):

@@ -1,4 +1,4 @@
-"""docs/serving.md says what tools.serve does: every flag with its default, every path, every curl."""
+"""docs/serving.md is true for tools.serve: every flag with its default, every path, every curl."""
 
 import re
 import shlex

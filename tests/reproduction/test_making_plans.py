@@ -1,4 +1,4 @@
-"""Making the plans of the page on reproduction, without compiling any."""
+"""Making the plans of the reproduction page, without compiling any."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The page on reproduction: made from hand-made plans, and the committed one from the recorded plans."""
+"""The reproduction page: one made from invented plans, and the committed one from the recorded plans."""
 
 import contextlib
 import json
@@ -46,7 +46,7 @@ def _talk(kind: str, part: str, seconds: float, phase: str = "forward") -> dict[
 def _plan(
     wanted: Wanted, step: float = 1.0, talk: float = 0.1, held: float = 10.0, fits: bool = True
 ) -> dict[str, Any]:
-    """A plan with 0.4 s of experts, 0.2 s of attention and `talk` s of all-to-all forward."""
+    """An invented plan with 0.4 s of experts, 0.2 s of attention and `talk` s of forward all-to-all."""
     generation, _, dims = wanted.topology.partition(":")
     torus = [int(n) for n in (dims or "4x4x4").split("x")]
     chips = 1
@@ -154,7 +154,7 @@ def compiling() -> dict[str, Any]:
 
 
 def _words(markdown: str) -> str:
-    """Without line breaks and quotation marks."""
+    """The text without line breaks and quotation marks."""
     return " ".join(markdown.replace("\n> ", "\n").split())
 
 

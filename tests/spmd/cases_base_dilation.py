@@ -20,8 +20,8 @@ class Window:
     """The settings of appendix A.4's list, and the sizes that they are applied to.
 
     Attributes:
-        size: of the input's cut dimension.
-        parts: that it is cut into.
+        size: of the input's sharded dimension.
+        parts: that it is sharded into.
         kernel: the window's size.
         stride, low, high, base, window: stride, paddings (negative ones cut off), base dilation and
             window dilation.
@@ -38,13 +38,13 @@ class Window:
 
     @property
     def results(self) -> int:
-        """The number of windows."""
+        """Returns the number of windows."""
         reach = (self.kernel - 1) * self.window + 1
         return ((self.size - 1) * self.base + 1 + self.low + self.high - reach) // self.stride + 1
 
     @property
     def figure_13(self) -> int:
-        """Which of the figure's cases this is."""
+        """Returns which of the figure's cases this is."""
         per_part = -(-self.results // self.parts)
         if self.stride * per_part % self.base == 0:
             return 1
@@ -161,7 +161,7 @@ FIGURE_13 = [
 
 
 def transposed(stride: int, padding: str, *cut_dims: str | None, mesh: str):
-    """tf.nn.conv2d_transpose: stride as base dilation; input and result cut along the spatial
+    """tf.nn.conv2d_transpose: stride as base dilation; input and result sharded along the spatial
     dimensions that are given a mesh axis."""
     cut = over(mesh, None, *cut_dims, None)
 

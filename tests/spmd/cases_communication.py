@@ -32,7 +32,7 @@ def recut(name: str, first: tuple, second: tuple, mesh: str = "d:8", **options: 
 
 
 def contracted(axes: Any) -> Callable[..., tf.Tensor]:
-    """A product of [16, 8] and [8, 4] whose contracted dimension is cut along `axes`."""
+    """A product of [16, 8] and [8, 4] whose contracted dimension is sharded along `axes`."""
 
     def fn(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
         a = mesh_split(a + 1.0, current_mesh(), (None, axes))
@@ -42,7 +42,7 @@ def contracted(axes: Any) -> Callable[..., tf.Tensor]:
 
 
 def among(kind: str, *wanted: list[list[int]]) -> Callable[[Collectives], None]:
-    """For `Case.inspect`: the groups of devices of each collective of a kind, in order of appearance."""
+    """For `Case.inspect`: the replica groups of each collective of a kind, in order of appearance."""
 
     def inspect(found: Collectives) -> None:
         lines = [line for line in found.hlo.splitlines() if f" {kind}(" in line]
@@ -78,7 +78,7 @@ def pairs(*wanted: tuple[int, int]) -> Callable[[Collectives], None]:
 
 
 def each(*inspections: Callable[[Collectives], None]) -> Callable[[Collectives], None]:
-    """All of these."""
+    """Combines several `Case.inspect` functions."""
 
     def inspect(found: Collectives) -> None:
         for inspection in inspections:
@@ -90,7 +90,7 @@ def each(*inspections: Callable[[Collectives], None]) -> Callable[[Collectives],
 _ROWS, _COLUMNS = ("d", None), (None, "d")
 
 GATHERS = [
-    # Cut -> whole: every device gets all of it, over whatever number of devices.
+    # Sharded to replicated: every device gets the complete tensor, for any number of devices.
     *[
         recut(
             f"gather_over_{n}",
@@ -136,7 +136,7 @@ GATHERS = [
             moves(("all-gather", 128)), among("all-gather", [[0, 1], [2, 3], [4, 5], [6, 7]])
         ),
     ),
-    # The parts that a device needs lie apart, so they are first brought together.
+    # The parts that a device needs are on several devices, so they are collected first.
     recut(
         "gather_major_of_two_axes",
         (("x", "y"), None),
@@ -162,15 +162,15 @@ GATHERS = [
         splits=(None,),
         inspect=among("all-gather", [[3, 1, 7, 5, 2, 0, 6, 4]]),
     ),
-    # 15 rows go as 16, the padding is dropped afterwards.
+    # 15 rows are sent as 16; the padding is removed afterwards.
     Case(
         "gather_uneven",
         lambda a: 3.0 * replicate(split(2 * a + 1, 0, 8)),
         (floats(15, 4),),
         inspect=moves(("all-gather", 256)),
     ),
-    # At the very end of a program whose results may lie as the partitioner likes (results=AUTO) an
-    # annotation directly upon another is not carried out: nothing uses the tensor so. Ask for results.
+    # At the very end of a program whose result shardings the partitioner chooses (results=AUTO), an annotation
+    # directly after another has no effect, since nothing uses the tensor. Set the results' shardings.
     Case(
         "gather_that_nothing_needs",
         lambda a: replicate(split(2 * a + 1, 0, 8)),
@@ -190,7 +190,7 @@ REDUCTIONS = [
             mesh=f"d:{n}",
             splits=(_COLUMNS, _ROWS),
             inspect=each(moves(("all-reduce", 256)), among("all-reduce", [list(range(n))])),
-            gradient_collectives={},  # whole cotangent, operands cut: local
+            gradient_collectives={},  # whole cotangent, operands sharded: local
             gradients=(0, 1) if n == 8 else (),
             several_processes=n == 8,
         )
@@ -256,7 +256,7 @@ REDUCTIONS = [
         (A, floats(16, 4)),
         inspect=moves(("all-reduce", 32), ("all-reduce", 16)),
     ),
-    # The result is wanted cut: XLA for CPUs sums all of it and keeps a slice, no reduce-scatter. The
+    # The result is annotated as sharded: XLA for CPUs sums all of it and keeps a slice, no reduce-scatter. The
     # gradient's whole cotangent is gathered.
     Case(
         "reduce_then_cut",
@@ -269,7 +269,7 @@ REDUCTIONS = [
 ]
 
 ALL_TO_ALLS = [
-    # From one dimension to another: a device keeps 1/n, so bytes fall as devices are added.
+    # From one dimension to another: a device keeps 1/n, so bytes fall with the number of devices.
     *[
         recut(
             f"all_to_all_over_{n}",
@@ -311,7 +311,7 @@ ALL_TO_ALLS = [
         XY,
         inspect=each(moves(("all-to-all", 64)), among("all-to-all", [list(range(8))])),
     ),
-    # Copies along y take part in groups of their own.
+    # Copies along y are in separate groups.
     recut(
         "all_to_all_of_copies",
         ("x", None),
@@ -381,7 +381,7 @@ PERMUTES = [
         splits=(_ROWS,),
         inspect=each(moves(("collective-permute", 128)), pairs((0, 1), (1, 2), (2, 3), (3, 0))),
     ),
-    # From one arrangement of figure 10 to the other.
+    # From one device assignment of figure 10 to the other.
     Case(
         "permute_figure_10",
         lambda a: shard(
@@ -411,7 +411,7 @@ PERMUTES = [
         "x:2,y:2",
         inspect=each(moves(("collective-permute", 256)), pairs((0, 0), (1, 2), (2, 1), (3, 3))),
     ),
-    # Two parts become four: a device cuts its own and sends it; back, parts are gathered.
+    # Two parts become four: a device splits its own and sends half; back, parts are gathered.
     recut(
         "permute_x_to_finer_y",
         ("x", None),

@@ -1,4 +1,4 @@
-"""Cases: loops, conditionals, dynamic slices and functions over cut tensors (section 3.2: the cut is
+"""Cases: loops, conditionals, dynamic slices and functions over sharded tensors (section 3.2: the sharding is
 carried by whatever the program is made of; section 3.3.1: all devices run the same program, so that a
 collective within a loop or a branch is met by all of them).
 """
@@ -18,7 +18,7 @@ ROWS = ("d", None)
 
 
 def within(kind: str, name: str) -> Callable[[Collectives], None]:
-    """For `Case.inspect`: every collective of the kind is in the part of the model that is named."""
+    """For `Case.inspect`: every collective of the kind is in the named part of the model."""
 
     def inspect(found: Collectives) -> None:
         names = [c.op_name for c in parse_collectives(found.hlo) if c.kind == kind]
@@ -28,7 +28,7 @@ def within(kind: str, name: str) -> Callable[[Collectives], None]:
 
 
 def has(instruction: str) -> Callable[[Collectives], None]:
-    """For `Case.inspect`: the compiled program has it still."""
+    """For `Case.inspect`: the compiled program still contains the operation."""
 
     def inspect(found: Collectives) -> None:
         assert f" {instruction}(" in found.hlo, instruction
@@ -37,7 +37,7 @@ def has(instruction: str) -> Callable[[Collectives], None]:
 
 
 def repeat(times: int, body: Callable, *state: tf.Tensor):
-    """tf.while_loop with a number of iterations that is known, as its gradient wants it."""
+    """A tf.while_loop with a known number of iterations, as its gradient requires."""
     start = (tf.constant(0), *state)
     out = tf.while_loop(
         lambda i, *_: i < times,
@@ -168,7 +168,7 @@ LOOPS = [
         gradients=(),
         inspect=within("all-reduce", "while"),
     ),
-    # How often is decided by a sum over all parts: every device comes to the same decision.
+    # A sum over all parts decides the number of iterations, so that all devices agree.
     Case(
         "reducing_condition",
         reducing_condition,
@@ -202,7 +202,7 @@ LOOPS = [
         collectives={},
         gradient_collectives={},
     ),
-    # A loop over the dimension that is cut: its element is on one device each time. XLA gathers the
+    # A loop over the dimension that is sharded: its element is on one device each time. XLA gathers the
     # whole once; a vectorised map is what stays local.
     Case(
         "scan_along_cut",
@@ -377,7 +377,7 @@ SLICES = [
         gradient_collectives={},
     ),
     # Differs: where a slice begins is known when the program runs, so a halo cannot be; XLA gathers
-    # what it is cut from.
+    # the tensor.
     *[
         Case(
             f"slice_along_cut_from_{i}",
@@ -442,7 +442,7 @@ FUNCTIONS = [
         collectives={},
         gradient_collectives={"all-reduce": 1},
     ),
-    # Each call is cut as its operands are. The second product is contracted along the cut, and XLA
+    # Each call is sharded as its operands are. The second product is contracted along the sharding, and XLA
     # makes its operand whole instead of summing parts of the result and cutting that.
     Case(
         "function_cut_two_ways",

@@ -1,6 +1,6 @@
 """Operators that only move data (section 3.3.3, figure 5): what has to cross from device to device.
 
-The operand is a computed tensor, 2a + 1, cut by rows, and the result is wanted cut too. Rows that come to
+The operand is a computed tensor, 2a + 1, sharded by rows, and the result is annotated as sharded too. Rows that come to
 lie on another device go there by collective-permute, as a halo; where XLA does otherwise than the paper
 leads one to expect, a comment says so.
 """
@@ -34,7 +34,7 @@ def formatted(
     gradient: Any = None,
     **options: Any,
 ) -> Case:
-    """The first argument is cut by rows, the result along dimension `to`, or as the partitioner likes.
+    """The first argument is sharded by rows, the result along dimension `to`, or as the partitioner chooses.
 
     `gradient`: as gradient_collectives.
     """
@@ -114,7 +114,7 @@ RESHAPES = [
         collectives=permutes(1),
         gradient=permutes(1),
     ),
-    # Differs: 15 over 8 becomes 3 x 5, of which neither can be cut in 8: gathered.
+    # Differs: 15 over 8 becomes 3 x 5, of which neither can be sharded in 8: gathered.
     formatted(
         "reshape_divide_into_less",
         lambda a: tf.reshape(a, [3, 5, 4]),
@@ -129,7 +129,7 @@ RESHAPES = [
         ODD,
         collectives=ONE_GATHER,
     ),
-    # The cut dimension becomes the minor one of the merged, so numbers of a part lie far apart.
+    # The sharded dimension becomes the minor one of the merged, so numbers of a part lie far apart.
     formatted(
         "reshape_merge_as_minor",
         lambda a: tf.reshape(tf.transpose(a), [64]),

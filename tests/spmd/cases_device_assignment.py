@@ -28,17 +28,17 @@ WIRED = np.arange(8).reshape(4, 2)
 
 
 def hops(source: int, target: int) -> int:
-    """Between two devices of `WIRED`, along its wires."""
+    """Links of `WIRED` between two devices."""
     return abs(source // 2 - target // 2) + abs(source % 2 - target % 2)
 
 
 def pairs(now: np.ndarray, then: np.ndarray) -> list[tuple[int, int]]:
-    """What a permutation from one assignment to another has to be."""
+    """Returns the permutation from one assignment to another."""
     return sorted((int(a), int(b)) for a, b in zip(now.flat, then.flat, strict=True))
 
 
 def permutes(*wanted: Sequence[tuple[int, int]]) -> Callable[[Collectives], None]:
-    """For `Case.inspect`: these are the permutations, in any order."""
+    """For `Case.inspect`: the collective-permutes are exactly these, in any order."""
 
     def inspect(found: Collectives) -> None:
         have = [sorted(p) for p in permutations(found.hlo)]
@@ -78,7 +78,7 @@ REASSIGNED = [
         _reassigned_case(f"random_{i}", _permutation(i, *shape), _permutation(i + 100, *shape))
         for i, shape in enumerate([(2, 4), (4, 2), (1, 8), (2, 4)])
     ],
-    # The same parts on the same devices, only their places in the tensor change.
+    # The same parts stay on the same devices; only their positions in the tensor change.
     Case(
         "transposed",
         lambda x: shard(tf.transpose(shard(x, RINGS)), RINGS.T),
@@ -91,7 +91,7 @@ REASSIGNED = [
 
 
 def row_halos(assignment: np.ndarray) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
-    """A convolution along the rows of parts: each speaks with those beside it."""
+    """A convolution along the rows of parts: each part exchanges halos with its neighbours."""
     parts = assignment[..., np.newaxis]
     return lambda x, w: shard(tf.nn.conv1d(shard(x, parts), w, 1, "SAME"), parts)
 
@@ -138,7 +138,7 @@ OPERANDS = [
         gradient_collectives={"collective-permute": 1},
         whole=True,
     ),
-    # The parts of one operand go to where those of the other are; then as ever.
+    # The parts of one operand move to the devices of the other's; then the product is local.
     Case(
         "contracted_over_two_assignments",
         contracted,
@@ -167,7 +167,7 @@ TALL = Mesh(("a", "b"), (4, 2))
 
 
 def between(first: Mesh, now: tuple, second: Mesh, then: tuple) -> Callable[[tf.Tensor], tf.Tensor]:
-    """A tensor over one mesh, and then over another of the same devices."""
+    """A tensor sharded over one mesh, and then over another of the same devices."""
     return lambda x: mesh_split(mesh_split(x, first, now) * 2, second, then)
 
 
@@ -193,7 +193,7 @@ MESHES = [
         ONE,
         permutes(pairs(MESH.device_array(), RING_MESH.device_array())),
     ),
-    # Each part is held twice, and each copy moves to one of the two that shall hold it.
+    # Each part has two copies, and each copy moves to one of its two new devices.
     _mesh_case(
         "mesh_to_mesh_with_copies",
         between(MESH, ("b", None), BACKWARDS, ("b", None)),
@@ -230,7 +230,7 @@ def held(assignment: np.ndarray) -> Callable[[tf.Tensor], tf.Tensor]:
     """x -> [devices, elements of a part]: row d is what device d holds of x under the assignment.
 
     In a manual region each device takes its part as it is, and what it returns is row d of a tensor
-    that is cut row by row over devices in order.
+    that is sharded row by row over devices in order.
     """
 
     def fn(x: tf.Tensor) -> tf.Tensor:

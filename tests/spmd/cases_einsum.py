@@ -1,4 +1,4 @@
-"""Einsum (section 3.3.2): every way to cut batch, contracting and non-contracting dimensions.
+"""Einsum (section 3.3.2): every way to shard batch, contracting and non-contracting dimensions.
 
 Letters of the mixture of experts: G group, S token in group, E expert, C capacity slot, M model, H hidden.
 Others are b batch, i and k non-contracting, j contracting. Where a case differs from what the paper leads
@@ -67,7 +67,7 @@ def small_integers(*shape: int) -> np.ndarray:
 
 
 BATCH = [
-    # The same cut of the batch in both operands and the result: nothing is sent, forward or backward.
+    # The same sharding of the batch in both operands and the result: nothing is sent, forward or backward.
     einsum(
         "batch",
         "bij,bjk->bik",
@@ -96,7 +96,7 @@ BATCH = [
         collectives={},
         gradient_collectives={"all-gather": 1},
     ),
-    # The operands disagree: one is brought to the other's cut.
+    # The operands disagree: one is brought to the other's sharding.
     einsum(
         "batch_against_columns",
         "bij,bjk->bik",
@@ -107,7 +107,7 @@ BATCH = [
 ]
 
 CONTRACTING = [
-    # Figure 4b. All that is summed is the result.
+    # Figure 4b: one all-reduce, of the result.
     matrices(
         "contracting",
         (N, D),
@@ -116,7 +116,7 @@ CONTRACTING = [
         gradient_collectives={},
         several_processes=True,
     ),
-    # One operand is cut and the other whole. A large one is contracted where it lies; differs: one that
+    # One operand is sharded and the other whole. A large one is contracted where it lies; differs: one that
     # is smaller than the result is gathered instead.
     einsum(
         "contracting_of_one_large_operand",
@@ -141,7 +141,7 @@ CONTRACTING = [
         collectives={"all-reduce": 2},
         gradient_collectives={},
     ),
-    # Differs: a result that is wanted cut could be reduce-scattered; XLA for CPUs sums it all everywhere.
+    # Differs: a result that is annotated as sharded could be reduce-scattered; XLA for CPUs sums it all everywhere.
     matrices(
         "contracting_wanted_by_rows",
         (N, D),
@@ -175,7 +175,7 @@ CONTRACTING = [
         (floats(6, 4, 8), floats(4, 5)),
         inspect=moves(("all-reduce", 6 * 4 * 4)),
     ),
-    # Partial sums over x of a result that is cut along y.
+    # Partial sums over x of a result that is sharded along y.
     matrices(
         "contracting_x_result_by_y",
         (Y, X),
@@ -198,7 +198,7 @@ CONTRACTING = [
 
 NON_CONTRACTING = [
     matrices("rows_of_lhs", (D, N), (N, N), collectives={}, gradient_collectives={"all-gather": 1}),
-    # The gradient of the whole operand sums over the cut dimension.
+    # The gradient of the whole operand sums over the sharded dimension.
     matrices(
         "columns_of_rhs", (N, N), (N, D), collectives={}, gradient_collectives={"all-reduce": 1}
     ),
@@ -238,9 +238,9 @@ NON_CONTRACTING = [
         (N, D),
         inspect=moves(("all-gather", 512)),
     ),
-    # Left alone it gathers the smaller one.
+    # Without annotations XLA gathers the smaller operand.
     matrices("rows_and_columns_1d_free", (D, N), (N, D), inspect=moves(("all-gather", 512))),
-    # Both operands and the result cut both ways: a row and a column of parts are gathered.
+    # Both operands and the result sharded both ways: a row and a column of parts are gathered.
     matrices(
         "everything_2d",
         (X, Y),
@@ -281,7 +281,7 @@ MIXTURE_OF_EXPERTS = [
         collectives={},
         gradient_collectives={},
     ),
-    # And back from experts to groups.
+    # Back from experts to groups.
     moe(
         "moe_expert_out",
         "EGCH,EHM->GECM",

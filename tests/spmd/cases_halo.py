@@ -1,4 +1,4 @@
-"""Cases: convolutions over cut dimensions (section 3.3.3, "Halo exchange"; appendix A.4).
+"""Cases: convolutions over sharded dimensions (section 3.3.3, "Halo exchange"; appendix A.4).
 
 What is promised: parts exchange the edges that their windows share, the halos, by collective-permute;
 no device ever has the image. A kernel's gradient is a sum over parts: an all-reduce.
@@ -23,17 +23,17 @@ Counts = dict[str, int]
 
 
 def rows(parts: int = 8) -> Cut:
-    """Cuts the first spatial dimension."""
+    """Shards the first spatial dimension."""
     return lambda x: split(x, 1, parts)
 
 
 def over(mesh: str, *mapping: str | None) -> Cut:
-    """Cuts as `mesh_split` does, by a mapping of all dimensions."""
+    """Shards as `mesh_split` does, by a mapping of all dimensions."""
     return lambda x: mesh_split(x, Mesh.parse(mesh), mapping)
 
 
 def uncut(x: tf.Tensor) -> tf.Tensor:
-    """As the partitioner likes."""
+    """Leaves the result's sharding to the partitioner."""
     return x
 
 
@@ -45,7 +45,7 @@ def conv(
     kernel: Cut = uncut,
     result: Cut | None = None,
 ) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
-    """A convolution of (input, kernel) by their rank; the result is cut as the input unless said."""
+    """A convolution of (input, kernel) by their rank; the result is sharded as the input unless said."""
 
     def fn(x: tf.Tensor, w: tf.Tensor) -> tf.Tensor:
         x, w = cut(x), kernel(w)
@@ -74,7 +74,7 @@ def case(
     gradient: Counts,
     **rest: Any,
 ) -> Case:
-    """Of an input and a kernel; the input's rows lie on the devices from the start if they divide."""
+    """A case with an input and a kernel; the input arrives sharded by rows if they divide."""
     devices = Mesh.parse(rest.get("mesh", "d:8"))
     first = len(devices.shape) == 1 and shape[1] % devices.size == 0
     splits = [(None, "d", *[None] * (len(shape) - 2)), None] if first else None
@@ -93,8 +93,11 @@ def case(
 
 
 def halo(permutes: int) -> dict[str, Counts]:
-    """So many permutations forward; backward the halos of the input again, those of the result's
-    gradient, and the sum over parts of the kernel's."""
+    """The collectives of a convolution with halos.
+
+    Forward, so many collective-permutes; backward, those for the input and for the gradient of the result, and an
+    all-reduce of the gradient of the kernel.
+    """
     if not permutes:
         return {"forward": {}, "gradient": {"all-reduce": 1}}
     return {
@@ -104,7 +107,7 @@ def halo(permutes: int) -> dict[str, Counts]:
 
 
 def neighbours(*distances: int) -> Callable[[Collectives], None]:
-    """For `Case.inspect`: each permutation moves everything by one distance, and they are these."""
+    """For `Case.inspect`: each collective-permute shifts all parts by one distance, and the distances are these."""
 
     def inspect(found: Collectives) -> None:
         moved = [{target - source for source, target in p} for p in permutations(found.hlo)]
@@ -288,7 +291,7 @@ DIMENSIONS = [
 
 
 def last(x: tf.Tensor) -> tf.Tensor:
-    """Cuts the last dimension."""
+    """Shards the last dimension."""
     return split(x, x.shape.rank - 1, 8)
 
 
@@ -355,7 +358,7 @@ FEATURES = [
         mesh="d:4",
         jit_reference=True,
     ),
-    # Differs: with space and the contracted feature cut together, the kernel's gradient is made of
+    # Differs: with space and the contracted feature sharded together, the kernel's gradient is made of
     # gathered rows, not summed over parts.
     case(
         "input_feature_and_rows",
@@ -370,7 +373,7 @@ FEATURES = [
         {"collective-permute": 2, "all-gather": 2},
         mesh=YX,
     ),
-    # A kernel cut along space is made whole, not the image.
+    # A kernel sharded along space is made whole, not the image.
     case(
         "kernel_cut_too",
         (2, 16, 2),
@@ -382,10 +385,10 @@ FEATURES = [
     ),
 ]
 
-# "GShard will then propagate the sharding": differs. With the input alone annotated, XLA carries the cut
+# "GShard will then propagate the sharding": differs. With the input alone annotated, XLA carries the sharding
 # through a SAME convolution of stride 1; before any other (or one along a dimension beside which the
 # other spatial ones are of size 1) it gathers the image. It also gathers it for the kernel's gradient,
-# since the gradient that comes from behind is not cut.
+# since the gradient that comes from behind is not sharded.
 INPUT_ONLY = [
     case(
         "input_only_same",
@@ -438,7 +441,7 @@ def _fault(name: str, shape, kernel, fn, mesh: str) -> Case:
 
 # XLA's partitioner adds up the parts of a kernel's gradient over all devices. Where a mesh axis is idle,
 # so that each part of the image is held more than once, the sum is too large by the number of copies.
-# Right, and the way round it: cut anything else along that axis, the batch ("batch_and_rows") or the
+# Right, and the way round it: shard anything else along that axis, the batch ("batch_and_rows") or the
 # kernel's output features ("rows_and_output_feature"); the input's features, last, are not enough. It is
 # the partitioner's doing: the same convolution written in JAX has the same fault, as has `_PADDED`.
 _IDLE = [
@@ -458,7 +461,7 @@ _IDLE = [
 ]
 
 # Explicit padding after which the last window lies in padding alone, and which makes one result more
-# than parts: the part behind is counted from what it does not have. SAME and VALID have no such windows.
+# than parts: the first window of the next part starts past its own shard. SAME and VALID have no such windows.
 _PADDED = _fault(
     "stride_3_last_window_padded",
     (1, 12, 1, 1),

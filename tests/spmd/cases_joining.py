@@ -1,6 +1,7 @@
-"""Operators that join, repeat or rearrange (section 3.3.3), and those that only look at single elements.
+"""Cases: operators that join, repeat or rearrange tensors (section 3.3.3), and those that read single elements.
 
-As in cases_data_formatting: a computed tensor cut by rows, a result that is wanted cut too.
+As in cases_data_formatting, the operand is a computed tensor sharded by rows, and the result is annotated as sharded
+too.
 """
 
 import tensorflow as tf
@@ -9,7 +10,7 @@ from spmd_case import floats, moves
 
 from lingvo_moe.core.sharding import split
 
-# Differs: pieces that meet along the cut dimension are gathered, and so is what is made of them. To move
+# Differs: pieces that meet along the sharded dimension are gathered, and so is what is made of them. To move
 # rows on by some, slice and pad: that is a halo.
 CONCATENATIONS = [
     formatted(
@@ -71,7 +72,7 @@ CONCATENATIONS = [
     formatted(
         "stack_minor", lambda a: tf.stack([a, a + 1], 1), ODD, collectives=LOCAL, gradient=LOCAL
     ),
-    # Row by row from its device to one place, nine times; better written as a product with a vector.
+    # Nine rows, each sent to one device; a product with a vector is better.
     formatted(
         "unstack",
         lambda a: tf.add_n([b * (i + 1.0) for i, b in enumerate(tf.unstack(a))]),

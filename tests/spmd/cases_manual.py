@@ -1,4 +1,4 @@
-"""Manual regions: paper, section 3.2, and what lies around it.
+"""Cases: manual regions (section 3.2) and the program around them.
 
 Letters: G group, E expert, C capacity slot, S token, M model.
 """
@@ -72,7 +72,7 @@ def _row_numbers(x):
 
 
 def _normalised(x):
-    """By sums over all rows, which are on other devices."""
+    """Normalises by sums over all rows, which are on several devices."""
     total = all_reduce(tf.reduce_sum(x * x, 0, keepdims=True), "a")
     return x / (1.0 + total)
 
@@ -290,7 +290,7 @@ CASES = [
 
 
 def _looped_with_index(x):
-    """The counter has to be taken into the region, as all tensors."""
+    """Passes the loop counter into the region, like all tensors."""
 
     def body(i, x):
         step = lambda x, i: x * x + tf.cast(i, x.dtype)  # noqa: E731

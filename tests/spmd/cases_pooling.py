@@ -1,7 +1,7 @@
-"""Cases: pooling over cut dimensions (appendix A.4: reduce-window, and select-and-scatter backward).
+"""Cases: pooling over sharded dimensions (appendix A.4: reduce-window, and select-and-scatter backward).
 
 The gradient of max pooling is WRONG where windows overlap by their stride or more (window >= 2 *
-stride) along a cut dimension: see `WRONG`, and `max_of_shifts`, which is right.
+stride) along a sharded dimension: see `WRONG`, and `max_of_shifts`, which is right.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,13 @@ YX = "y:2,x:4"
 def pool(
     kind: str, size: int, stride: int, padding: str, cut: Cut, result: Cut | None = None
 ) -> Callable[[tf.Tensor], tf.Tensor]:
-    """tf.nn's max or average pooling of [N, H, W, C]; the result is cut as the input unless said."""
+    """tf.nn's max or average pooling of [N, H, W, C]; the result is sharded as the input unless given."""
     op = {"max": tf.nn.max_pool2d, "avg": tf.nn.avg_pool2d}[kind]
     return lambda x: (result or cut)(op(cut(x), size, stride, padding))
 
 
 def max_of_shifts(size: int, cut: Cut) -> Callable[[tf.Tensor], tf.Tensor]:
-    """Max pooling of stride 1 and VALID padding along rows, spelled out: what is right when cut."""
+    """Max pooling of stride 1 and VALID padding along rows, spelled out: what is right when sharded."""
 
     def fn(x: tf.Tensor) -> tf.Tensor:
         x = cut(x)
@@ -70,7 +70,7 @@ CASES = [
         collectives={"collective-permute": 2},
         gradient_collectives={"collective-permute": 6},
     ),
-    # Unlike convolutions (`cases_halo.INPUT_ONLY`), pooling carries the input's cut on by itself.
+    # Unlike convolutions (`cases_halo.INPUT_ONLY`), pooling propagates the input's sharding by itself.
     Case(
         "max_input_only",
         pool("max", 3, 2, "SAME", rows(8), uncut),

@@ -1,4 +1,4 @@
-"""Cases: random numbers that are the same however they are cut (section 3.3: a partitioned program
+"""Cases: random numbers that are the same however they are sharded (section 3.3: a partitioned program
 computes what the program of one device does)."""
 
 from collections.abc import Callable
@@ -17,12 +17,12 @@ PARTS = 8
 
 
 def within_a_part(found: Collectives) -> None:
-    """For `Case.inspect`: no device has more than its part of anything."""
+    """For `Case.inspect`: no device holds more than its part of any tensor."""
     assert largest_array(found.hlo) == np.prod(SHAPE) // PARTS
 
 
 def whole_everywhere(found: Collectives) -> None:
-    """For `Case.inspect`: every device makes all of it."""
+    """For `Case.inspect`: every device computes the complete tensor."""
     assert largest_array(found.hlo) == np.prod(SHAPE)
 
 

@@ -1,4 +1,4 @@
-"""Cases of redistribution; every pair of shardings is in test_redistribute."""
+"""Cases of redistribution; test_redistribute covers every pair of shardings."""
 
 from spmd_case import Case, floats, ints
 

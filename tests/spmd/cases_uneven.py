@@ -1,8 +1,8 @@
 """Uneven partitions (section 3.3.3): 15 elements over 2, 4 and 8 devices, 9 over 8 (three hold nothing).
 
-What lies in the padding is arbitrary, so every operator that mixes elements of the cut dimension has
+What lies in the padding is arbitrary, so every operator that mixes elements of the sharded dimension has
 to put in its identity. The numbers are such that another identity, or none, would show: the padding of
-a tensor that is cut holds zeros, and here zero is the largest of negative numbers, the smallest of
+a tensor that is sharded holds zeros, and here zero is the largest of negative numbers, the smallest of
 positive ones, it makes a product nothing and a quotient infinite, and it is five after adding five.
 """
 
@@ -36,13 +36,13 @@ KINDS: dict[str, tuple[Callable[[tf.Tensor, Any], tf.Tensor], np.ndarray]] = {
 
 
 def rows(name: str, fn: Callable[..., Any], *args: np.ndarray, n: int = 8, **options: Any) -> Case:
-    """The first argument is cut unevenly by rows over n devices."""
+    """The first argument is sharded unevenly by rows over n devices."""
     options.setdefault("whole", True)
     return Case(name, lambda a, *rest: fn(split(a, 0, n), *rest), args, mesh=f"d:{n}", **options)
 
 
 def reduction(kind: str, n: int) -> Case:
-    """Over the cut dimension, over the other one, and over both."""
+    """Reduces over the sharded dimension, over the other one, and over both."""
     fn, numbers = KINDS[kind]
     return rows(
         f"{kind}_15_over_{n}",
@@ -201,7 +201,7 @@ NORMALIZATIONS = [
     ),
 ]
 
-# Differs: a prefix sum along the cut dimension is computed on every device, from a gathered operand.
+# Differs: a prefix sum along the sharded dimension is computed on every device, from a gathered operand.
 PREFIXES = [
     rows("cumsum", lambda a: tf.cumsum(a + 5.0, 0), A, collectives=ONE_GATHER),
     rows(
@@ -235,7 +235,7 @@ PREFIXES = [
     rows("cumsum_along_the_other", lambda a: tf.cumsum(a + 5.0, 1), A, collectives={}),
 ]
 
-# A dimension that has to be in one piece is exchanged for one that can be cut, by all-to-all, or else
+# A dimension that has to be in one piece is exchanged for one that can be sharded, by all-to-all, or else
 # gathered: here the other dimension has 6 elements, fewer than devices, but where the name says 8.
 ORDERS = [
     rows("sort", lambda a: tf.sort(a, 0), NEGATIVE, collectives=ONE_GATHER),

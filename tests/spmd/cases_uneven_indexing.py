@@ -1,6 +1,6 @@
 """Uneven partitions (section 3.3.3) of operators with indices: one-hot, gather, scatter, segments, slices.
 
-15 elements over 8 devices. The operand's rows, the indices or the updates are cut; see cases_uneven for
+15 elements over 8 devices. The operand's rows, the indices or the updates are sharded; see cases_uneven for
 how the numbers are chosen.
 """
 
@@ -26,13 +26,13 @@ BOTH = {"all-gather": 1, "all-reduce": 1}
 
 
 def rows(name: str, fn: Callable[..., Any], *args: np.ndarray, **options: Any) -> Case:
-    """The first argument is cut unevenly by rows."""
+    """The first argument is sharded unevenly by rows."""
     options.setdefault("whole", True)
     return Case(name, lambda a, *rest: fn(split(a, 0, 8), *rest), args, **options)
 
 
 def both(name: str, fn: Callable[..., Any], *args: np.ndarray, **options: Any) -> Case:
-    """The first argument and the second, its indices, are cut unevenly by rows."""
+    """The first argument and the second, its indices, are sharded unevenly by rows."""
     return rows(name, lambda a, i, *rest: fn(a, split(i, 0, 8), *rest), *args, **options)
 
 
@@ -46,7 +46,7 @@ ONE_HOT = [
     ),
 ]
 
-# Along the cut dimension each device takes the rows that it has, zeros for others, and all are summed.
+# Along the sharded dimension each device takes the rows that it has, zeros for others, and all are summed.
 GATHERS = [
     rows("gather", tf.gather, A, ROWS, collectives=ONE_REDUCE),
     rows(
@@ -87,7 +87,7 @@ GATHERS = [
     ),
 ]
 
-# Into a cut operand: each device applies the updates to the rows that it has.
+# Into a sharded operand: each device applies the updates to the rows that it has.
 SCATTERS = [
     rows(
         "scatter_add",
@@ -123,7 +123,7 @@ SCATTERS = [
     ),
 ]
 
-# Kind -> the segment reduction, updates, and what to add once they are cut.
+# Kind -> the segment reduction, updates, and what to add once they are sharded.
 KINDS = {
     "sum": (tf.math.unsorted_segment_sum, A, 5.0),
     "mean": (tf.math.unsorted_segment_mean, A, 5.0),
@@ -134,11 +134,11 @@ KINDS = {
 
 
 def embedding(table: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:
-    """Rows of a whole table for unevenly cut positions, down to a loss per column."""
+    """Looks up rows of a replicated table at unevenly sharded positions; a loss per column."""
     return tf.reduce_sum(tf.math.softplus(split(tf.gather(table, ids), 0, 8)), 0)
 
 
-# Updates are cut and so are their indices: XLA pads the indices with -1, which no scatter writes, and
+# Updates are sharded and so are their indices: XLA pads the indices with -1, which no scatter writes, and
 # reduces the partial results.
 CUT_UPDATES = [
     *[
@@ -175,7 +175,7 @@ CUT_UPDATES = [
         gradient_collectives=BOTH,
         whole=True,
     ),
-    # Or leave nothing to be padded: segment -1 belongs to no one.
+    # Or pad explicitly, with segment -1, which no result has.
     Case(
         "segment_sum_padded_by_hand",
         lambda a, i: tf.math.unsorted_segment_sum(
@@ -188,10 +188,10 @@ CUT_UPDATES = [
     ),
 ]
 
-# WRONG in XLA (jaxlib 0.10.2): where the updates are cut unevenly and the indices are whole, the indices
+# WRONG in XLA (jaxlib 0.10.2): where the updates are sharded unevenly and the indices are whole, the indices
 # of the padding are 0 and the padding is not masked, so it lands in row 0. Whole means that the indices
-# are an argument that nothing cuts, or annotated `replicate`. Annotate the indices as the updates are
-# cut, as in CUT_UPDATES, and the result is right.
+# are an argument that nothing shards, or annotated `replicate`. Annotate the indices as the updates are
+# sharded, as in CUT_UPDATES, and the result is right.
 WRONG = [
     *[
         rows(
@@ -222,11 +222,11 @@ WRONG = [
         SEGMENTS[:, None],
         NEGATIVE[:4] - 1.0,
     ),
-    # Its value is right, its gradient is not.
+    # The value is right, the gradient is wrong.
     Case("embedding_by_whole_ids", embedding, (floats(4, 6), SEGMENTS), whole=True),
 ]
 
-# Where a slice begins is known only when the program runs. Differs: the cut operand is gathered.
+# Where a slice begins is known only when the program runs. Differs: the sharded operand is gathered.
 RUNTIME_SLICES = [
     rows(
         "slice_from_runtime_start",

@@ -63,7 +63,7 @@ Cut = Replicate | Split | MeshSplit | Shard | None
 
 @dataclass(frozen=True)
 class Operand:
-    """A float32 argument; `arrives` is the dimension that is cut over all devices already, or None."""
+    """A float32 argument; `arrives` is the dimension that is sharded over all devices already, or None."""
 
     shape: Shape
     cut: Cut = None
@@ -72,14 +72,14 @@ class Operand:
 
 @dataclass(frozen=True)
 class Einsum:
-    """Of the value so far (if there is one) and further operands; the number of terms scales it back."""
+    """An einsum of the value so far (if there is one) and further operands, scaled by the number of terms."""
 
     equation: str
     terms: int = 1
 
     @property
     def further(self) -> int:
-        """How many operands it has besides its first."""
+        """The number of operands besides the first."""
         return self.equation.count(",")
 
     def __call__(self, *operands: tf.Tensor) -> tf.Tensor:
@@ -179,7 +179,7 @@ class Group:
         object.__setattr__(self, "mesh", Mesh(("d",), (self.devices,)))
 
     def Args(self) -> list[np.ndarray]:
-        """Normal float32 numbers for all operands, the same ones every time."""
+        """Returns normal float32 numbers for all operands, the same in every call."""
         rng = np.random.RandomState(self.devices)
         return [
             rng.standard_normal(o.shape).astype(np.float32)
@@ -204,14 +204,14 @@ class Group:
             with tf.GradientTape() as tape:
                 tape.watch(args)
                 y = e(*args, annotated=annotated)
-                # A cotangent that differs everywhere, and is no constant that XLA could fold.
+                # A cotangent with different elements that is no constant, so that XLA cannot fold it.
                 loss = tf.reduce_sum(tf.sin(y + 1.0))
             grads = tape.gradient(loss, args, unconnected_gradients=tf.UnconnectedGradients.ZERO)
             out += [y, *grads]
         return out
 
     def Parts(self, results: Sequence[Any]) -> Iterator[tuple[Expression, Any, Sequence[Any]]]:
-        """(expression, value, gradients), from results in the order of __call__."""
+        """Yields (expression, value, gradients), from results in the order of __call__."""
         rest = list(results)
         for e in self.expressions:
             count = 1 + len(e.operands)
@@ -220,7 +220,7 @@ class Group:
 
 
 def simpler(whole: Expression) -> Iterator[Expression]:
-    """An expression with a little less to it, in every way; what still fails says more."""
+    """Yields expressions with one part removed, to find the smallest that still fails."""
     for count in range(1, len(whole.steps)):
         taken = 1 + sum(s.op.further for s in whole.steps[:count] if isinstance(s.op, Einsum))
         yield Expression(whole.operands[:taken], whole.steps[:count])
@@ -268,13 +268,13 @@ def random_group(seed: int, count: int) -> Group:
 
 
 def expression(rng: random.Random, devices: int) -> Expression:
-    """An einsum of one to three operands, then up to three steps; cut in one of three manners.
+    """An einsum of one to three operands, then up to three steps; sharded in one of three manners.
 
-    'rows': tensors are cut along one dimension each, any tensor along any, or not at all. 'grid': one
-    tensor is cut along several. 'letters': one einsum, whose letters have mesh axes of their own, and
-    every tensor is cut by its letters.
+    'rows': tensors are sharded along one dimension each, any tensor along any, or not at all. 'grid': one
+    tensor is sharded along several. 'letters': one einsum, whose letters have mesh axes of their own, and
+    every tensor is sharded by its letters.
 
-    What is left out is an einsum that has two tensors cut along several dimensions each, not alike, and
+    What is left out is an einsum that has two tensors sharded along several dimensions each, not alike, and
     a grid whose rows have their devices in different orders: XLA partitions some of those wrongly. See
     the strict xfails of test_fuzz.py, which say when.
     """
@@ -362,7 +362,7 @@ def _draw_op(rng: random.Random, shape: Shape) -> tuple[Any, Shape, list[Shape]]
 
 
 def _reshapes(shape: Shape) -> list[Shape]:
-    """Neighbours joined, a dimension cut in two, or all in one."""
+    """Reshapes: joins neighbours, splits a dimension, or joins all."""
     found = [(math.prod(shape),)]
     for d, n in enumerate(shape):
         if d + 1 < len(shape):
@@ -373,7 +373,7 @@ def _reshapes(shape: Shape) -> list[Shape]:
 
 
 def _draw_cut(rng: random.Random, shape: Shape, devices: int) -> Cut:
-    """None, replicate, or any way to cut one dimension, over devices in any order."""
+    """Draws None, replicate, or any way to shard one dimension over devices in any order."""
     kind = rng.choice(("none", "split", "mesh", "shard", "replicate"))
     if kind == "none":
         return None
@@ -400,7 +400,7 @@ def _draw_cut(rng: random.Random, shape: Shape, devices: int) -> Cut:
 
 
 def _draw_grid(rng: random.Random, shape: Shape, devices: int) -> Cut:
-    """Any way to cut several dimensions, the devices in order along axes that come in any order."""
+    """Draws any way to shard several dimensions, with the mesh axes in any order."""
     if rng.random() < 0.5:
         fits = _assignments(shape, devices)
         if not fits:
@@ -426,7 +426,7 @@ def _draw_grid(rng: random.Random, shape: Shape, devices: int) -> Cut:
 def _draw_letters(
     rng: random.Random, equation: str, shapes: Sequence[Shape], devices: int
 ) -> list[Cut]:
-    """Some letters have an axis each; every operand and the result is cut by its letters."""
+    """Draws a mesh axis for some letters; every operand and the result is sharded by its letters."""
     terms = equation.replace("->", ",").split(",")
     axes = rng.choice(_factorisations(devices))
     mesh, names = _mesh(axes)
@@ -453,7 +453,7 @@ def _draw_order(rng: random.Random, devices: int) -> tuple[int, ...]:
 
 
 def _mesh(axes: Shape) -> tuple[str, str]:
-    """The text of a mesh, and its axes' names, a letter each."""
+    """Returns the text of a mesh, and its axes' names, a letter each."""
     names = "xyz"[: len(axes)]
     return ",".join(f"{name}:{size}" for name, size in zip(names, axes)), names
 
@@ -468,7 +468,7 @@ def _divisors(n: int) -> list[int]:
 
 
 def _factorisations(n: int, most: int = 3) -> list[Shape]:
-    """All meshes of n devices of up to `most` axes of two devices or more, and that of one."""
+    """Returns all meshes of n devices of up to `most` axes of two devices or more, and the mesh of one device."""
     found = [(n,)]
     if most > 1:
         found += [

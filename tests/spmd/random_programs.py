@@ -45,7 +45,7 @@ class RandomProgram:
     choices: tuple[tuple[str, str], ...] = ()
 
     def Args(self) -> list[np.ndarray]:
-        """The same numbers every time."""
+        """Returns the arguments, the same in every call."""
         rng = np.random.RandomState(7)
         sizes, found = dict(self.sizes), []
         for name, letters in KINDS[self.kind].arguments:
@@ -122,7 +122,7 @@ def _attention(at: _At, x, wq, wk, wv, wo) -> tf.Tensor:
 
 
 def _moe(at: _At, x, mask, wg, wi, wo) -> tf.Tensor:
-    """Algorithm 2 with a mask in place of the gating's: mask_BTEC says who may be in which slot."""
+    """Algorithm 2 with a given mask in place of gating: mask_BTEC assigns tokens to slots."""
     x, mask, wg = at("x", x), at("mask", mask), at("wg", wg)
     wi, wo = at("wi", wi), at("wo", wo)
     gates = at("gates", tf.nn.softmax(tf.einsum("BTM,ME->BTE", x, wg)))
@@ -222,7 +222,7 @@ KINDS: dict[str, Kind] = {
         (("tied", ("no", "yes")),),
     ),
 }
-# Often drawn are those that models are made of.
+# The kinds of layers that models contain are drawn more often.
 _DRAWN = (
     *("attention",) * 5,
     *("moe",) * 5,
@@ -236,7 +236,7 @@ _SPACE = {"Y": (8, 12, 16), "X": (8, 12)}
 
 
 def random_program(seed: int) -> RandomProgram:
-    """One program, the same for the same seed."""
+    """Returns the program of a seed."""
     rng = random.Random(seed)
     kind = rng.choice(_DRAWN)
     mesh = rng.choice(MESHES)

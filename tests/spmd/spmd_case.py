@@ -41,15 +41,14 @@ class Case:
         fn: TensorFlow, of tensors, annotated; returns a tensor or a tuple of them.
         args: NumPy arrays; see `floats` and `ints`.
         mesh: as `Mesh.parse` reads it.
-        splits: for each argument how it lies on the devices when the program begins, e.g. ('d', None);
-            None: every device has all of it.
-        collectives: exactly what the forward program has to communicate; None: not promised.
-        gradient_collectives: the same of the program that gives values and gradients.
-        gradients: numbers of the arguments to differentiate; None: all that are floating point.
-        whole: results are wanted whole on every device, and the gathering of them is not counted. For
-            results that cannot be cut evenly; others stay as the partitioner leaves them.
-        reference: on one device instead of `fn`, where TensorFlow cannot run that by itself.
-        jit_reference: XLA compiles the reference too, for what TensorFlow has no kernels of its own for.
+        splits: for each argument its sharding when the program begins, e.g. ('d', None); None: replicated.
+        collectives: exactly the collectives of the forward program; None: not checked.
+        gradient_collectives: the same for the program that computes values and gradients.
+        gradients: numbers of the arguments to differentiate; None: all floating-point ones.
+        whole: results are replicated, and gathering them is not counted. For results that do not divide evenly; the
+            partitioner chooses the sharding of others.
+        reference: runs on one device instead of `fn`, if TensorFlow cannot run `fn`.
+        jit_reference: XLA compiles the reference too, for operations without a kernel of TensorFlow's.
         inspect: further assertions about the forward program (its text, its memory).
         several_processes: also run over two and four processes.
     """
@@ -73,20 +72,22 @@ class Case:
 
 
 def floats(*shape: int, seed: int = 0) -> np.ndarray:
-    """Normal float32 numbers, the same ones every time; different for different shapes."""
+    """Returns normal float32 numbers, the same in every call, different for different shapes."""
     key = zlib.crc32(repr((shape, seed)).encode())
     return np.random.RandomState(key).standard_normal(shape).astype(np.float32)
 
 
 def ints(*shape: int, below: int, seed: int = 0) -> np.ndarray:
-    """int32 numbers of 0..below-1, the same ones every time."""
+    """Returns int32 numbers of 0..below-1, the same in every call."""
     key = zlib.crc32(repr((shape, below, seed)).encode())
     return np.random.RandomState(key).randint(0, below, shape).astype(np.int32)
 
 
 def moves(*wanted: tuple[str, int]) -> Callable[[Collectives], None]:
-    """For `Case.inspect`: exactly these (kind, bytes on one device), in any order, but for those that
-    only bring results into the form that was asked for."""
+    """For `Case.inspect`: the collectives are exactly these (kind, bytes on one device), in any order.
+
+    Those that only bring results into the requested form do not count.
+    """
 
     def inspect(found: Collectives) -> None:
         have = sorted((c.kind, c.num_bytes) for c in _inner(found.hlo))
@@ -96,7 +97,7 @@ def moves(*wanted: tuple[str, int]) -> Callable[[Collectives], None]:
 
 
 def check(case: Case) -> None:
-    """Values, gradients and collectives of a case, by assertion."""
+    """Asserts the values, gradients and collectives of a case."""
     mesh = Mesh.parse(case.mesh)
     results = None if case.whole else AUTO
     reference = case.reference or case.fn
@@ -131,7 +132,7 @@ def check(case: Case) -> None:
 
 
 def assert_close(what: str, got: Any, want: Any, tolerance: float) -> None:
-    """Equal up to `tolerance` times the largest magnitude of what is wanted; integers exactly."""
+    """Asserts equality up to `tolerance` times the largest expected magnitude; integers exactly."""
     got, want = _tuple(got), _tuple(want)
     assert len(got) == len(want), what
     for i, (g, w) in enumerate(zip(got, want)):
@@ -147,20 +148,22 @@ def assert_close(what: str, got: Any, want: Any, tolerance: float) -> None:
 
 
 def _assert_cut(case: Case, mesh: Mesh, hlo: str) -> None:
-    """That the case is about partitioning: of a program whose annotations came to nothing the values would
-    be right too, and nothing sent. In one that is cut, arguments come in parts or a device asks which
-    part is its own, if only backward. And only where results are wanted whole are any gathered."""
+    """Asserts that the program is partitioned: without effective annotations the values would be right too.
+
+    In a partitioned program (forward or backward) arguments are sharded, or a device asks for its own number. Only
+    where replicated results are requested may any be gathered.
+    """
     comes_cut = any(
         mesh.axis_size(axis) > 1 for split in case.splits or () for axis in split or () if axis
     )
     is_cut = comes_cut or "partition-id(" in hlo or case.gradient_collectives
-    assert is_cut, f"{case.name}: nothing is cut"
+    assert is_cut, f"{case.name}: nothing is sharded"
     if not case.whole:
         assert len(_inner(hlo)) == len(parse_collectives(hlo)), f"{case.name}: gathers results"
 
 
 def count_inner(hlo: str) -> dict[str, int]:
-    """Collectives by kind, but for those that only bring results into the form that was asked for."""
+    """Counts collectives by kind, without those that only bring results into the requested form."""
     counts: dict[str, int] = {}
     for collective in _inner(hlo):
         counts[collective.kind] = counts.get(collective.kind, 0) + 1
@@ -178,7 +181,7 @@ def permutations(hlo: str) -> list[list[tuple[int, int]]]:
 
 
 def largest_array(hlo: str) -> int:
-    """Elements of the largest array in a compiled program, as each device has it."""
+    """Returns the number of elements of the largest array that a device holds in a compiled program."""
     shapes = re.findall(r"\b[a-z]+[0-9]+\[([0-9,]+)\]", hlo)
     return max(math.prod(int(n) for n in shape.split(",")) for shape in shapes)
 
@@ -194,7 +197,7 @@ def _differentiable(case: Case) -> list[int]:
 
 
 def _gradients(fn: Callable[..., Any], case: Case, wanted: Sequence[int]) -> Callable[..., Any]:
-    """Of sum(fn(args) * cotangents) by the wanted arguments; takes args and cotangents."""
+    """Returns the gradients of sum(fn(args) * cotangents) by the requested arguments, as a function of both."""
     count = len(case.args)
 
     def gradients(*values: tf.Tensor) -> tuple[tf.Tensor, ...]:

@@ -1,5 +1,7 @@
-"""Convolutions with a dilated base over cut dimensions: figure 13's three cases, transposed convolutions,
-and random settings of everything at once, against gathers and an einsum on one device."""
+"""Convolutions with a dilated base over sharded dimensions, compared with gathers and an einsum on one device.
+
+Figure 13's three cases, transposed convolutions, and random settings of everything at once.
+"""
 
 import pytest
 from cases_base_dilation import CASES, FIGURE_13

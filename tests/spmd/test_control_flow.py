@@ -1,4 +1,4 @@
-"""Loops, conditionals, dynamic slices and functions over cut tensors are those of one device."""
+"""Loops, conditionals, dynamic slices and functions over sharded tensors are those of one device."""
 
 import pytest
 from cases_control_flow import CASES

@@ -1,4 +1,4 @@
-"""`shard` with any assignment, and meshes that number their devices in any order."""
+"""`shard` with any device assignment, and meshes that number their devices in any order."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The dispatchers without slots of C over eight devices: the one-device numbers, and what is sent.
+"""Dispatchers without capacity slots over eight devices: the numbers of one device, and the collectives.
 
 Letters: B batch, T time, G group, S token in group, k choice rank, E expert, M model.
 """
@@ -55,14 +55,14 @@ def _compare(got: NestedMap, want: NestedMap) -> None:
 
 
 def _sent(hlo: str) -> list[tuple[str, int]]:
-    """Kinds and bytes of all that crosses but sums."""
+    """Kinds and bytes of all collectives except sums."""
     found = [(c.kind, c.num_bytes) for c in parse_collectives(hlo) if c.kind != "all-reduce"]
     return sorted(found)
 
 
 @pytest.mark.parametrize("k", [1, 2, E])
 def test_dropless_equals_the_einsum_dispatcher(k):
-    """Values and gradients, and all-to-alls of nothing but rows and their numbers."""
+    """Values and gradients are equal; all-to-alls carry only rows and their numbers."""
     layer, einsum = _layer("dropless", k), _layer("einsum", k, **ROOMY)
     args, splits = toy_moe.arguments(layer)
     want = _eagerly(_train(einsum), args)
@@ -87,7 +87,7 @@ def test_forward_sends_rows_twice():
 
 
 def test_dropout_in_the_experts_is_drawn_by_choice_not_by_device():
-    """On one device and on eight, on which rows lie elsewhere."""
+    """Equal on one device and on eight, where rows are at other positions."""
     layer = _layer("dropless", **{"experts.relu_dropout_prob": 0.5})
     args, splits = toy_moe.arguments(layer)
 
@@ -131,7 +131,7 @@ def test_other_meshes(mesh, split):
 
 
 def test_bounded_room_drops_what_does_not_fit_and_says_so():
-    """A device has room for as many rows as the mean times a factor; rows go by expert and token."""
+    """The buffer of a device has the mean number of rows times a factor; rows are ordered by expert and token."""
     factor = 1.25
     bounded = DroplessDispatcher.Params().Set(device_capacity_factor=factor)
     layer, free = _layer(bounded), _layer("dropless")
@@ -155,7 +155,7 @@ def test_bounded_room_drops_what_does_not_fit_and_says_so():
     wi, wo = theta.experts.wi.numpy(), theta.experts.wo.numpy()
     want, dropped = np.zeros((8, TOKENS, M), np.float32), 0
     for device in range(8):
-        taken = np.zeros(8, int)  # of the rooms at the eight devices
+        taken = np.zeros(8, int)  # of the buffers of the eight devices
         for e in range(E):
             for s, r in np.ndindex(TOKENS, 2):
                 if not kept[device, s, r] or index[device, s, r] != e:
@@ -172,7 +172,7 @@ def test_bounded_room_drops_what_does_not_fit_and_says_so():
 
 
 def test_masked_over_devices():
-    """All tokens at all experts: E S slots a group, there and back."""
+    """Every expert gets all tokens: E S slots a group, there and back."""
     layer, einsum = _layer("masked", **ROOMY), _layer("einsum", **ROOMY)
     args, splits = toy_moe.arguments(layer)
     want = _eagerly(_train(einsum), args)
@@ -200,7 +200,7 @@ def test_what_cannot_be_cut_raises(params, message):
 
 
 def test_inference_on_tokens_that_cannot_be_cut_says_what_can_cut_them():
-    """A decoding step of 12 rows on 8 devices: the einsums take what XLA pads."""
+    """A decoding step of 12 rows on 8 devices; the einsum dispatcher accepts it, since XLA pads."""
     layer, einsum = _layer("einsum"), _layer("einsum", inference_dispatcher="einsum")
     (theta, x, paddings, _), _ = toy_moe.arguments(layer)
     args = [theta, x[:12, :1], paddings[:12, :1]]

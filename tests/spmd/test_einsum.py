@@ -1,4 +1,4 @@
-"""Section 3.3.2: einsum, however it is cut, and what that costs."""
+"""Section 3.3.2: einsum in every sharding, with its collectives."""
 
 import pytest
 from cases_einsum import CASES

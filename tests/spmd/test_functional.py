@@ -1,4 +1,4 @@
-"""The functional form: eager code around a function that runs as one SPMD program, as if it were not."""
+"""The functional form: a function in eager code that runs as one SPMD program."""
 
 import collections
 import gc
@@ -67,7 +67,7 @@ def test_a_function_from_eager_code_with_its_gradients_of_two_orders():
     _close(everything(sharded), want, 2e-4)
     _close(everything(sharded), want, 2e-4)  # the programs are there by now
     assert sharded.NumPrograms() == 1
-    # The tensor-parallel half: one all-reduce of partial sums, and no gathering of what is asked for cut.
+    # The tensor-parallel half: one all-reduce of partial sums; a result annotated as sharded is not gathered.
     assert _kinds(sharded.Compiled(*args)) == {"all-reduce": 1}
     # Backward: of x over `model`, of both weights over `data`.
     assert _kinds(sharded.CompiledGradient(*args))["all-reduce"] >= 2
@@ -239,7 +239,7 @@ def test_programs_are_kept_by_signature_and_forgotten_in_turn():
 
     for size in (8, 16, 8, 24, 8, 16):
         np.testing.assert_array_equal(double(tf.ones([size])), np.full(size, 2.0, np.float32))
-    # 16 was dropped for 24 and traced anew; each is traced for its graph, and to be lowered.
+    # 24 evicted 16, which is traced again; each trace is once for the graph and once for lowering.
     assert [s[0] for s in traced] == [8, 8, 16, 16, 24, 24, 16, 16]
     assert double.NumPrograms() == 2
 
@@ -296,7 +296,7 @@ WATCHED = tf.constant(floats(8, 16))
         ({"in_shardings": {"wi": ("data",)}}, r"in_shardings: wi: a mapping of 1 dimensions"),
         (
             {"in_shardings": {"x": ("data", "data")}},
-            "x: mesh axis 'data' cuts both dimension 0 and",
+            "x: mesh axis 'data' shards both dimension 0 and",
         ),
         (
             {"in_shardings": {"x": (("data", "model"), None)}},

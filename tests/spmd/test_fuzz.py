@@ -1,7 +1,7 @@
 """Random annotated expressions over random meshes are the same functions as on one device.
 
 A case is one expression with annotations of its own; a few of them share a program. Continuous builds
-run the same 380 every time, of which 300 and more are cut; `make fuzz` runs as many others as it is asked for.
+run the same 380 every time, of which 300 and more are sharded; `make fuzz` runs as many others as it is asked for.
 """
 
 import os
@@ -46,13 +46,13 @@ def run(group: Group) -> list[np.ndarray]:
 
 
 def reference(group: Group) -> list[np.ndarray]:
-    """The same in float64 by TensorFlow, operation by operation, without annotations."""
+    """The same in float64 by TensorFlow, one operation after another, without annotations."""
     values = [tf.constant(a, tf.float64) for a in group.Args()]
     return [np.asarray(r) for r in group(*values, annotated=False)]
 
 
 def mismatches(group: Group) -> dict[int, str]:
-    """For each expression that differs, how."""
+    """For each expression that differs, a description of the difference."""
     found = {}
     pairs = zip(group.Parts(run(group)), group.Parts(reference(group)))
     for number, ((_, value, grads), (_, wanted, wanted_grads)) in enumerate(pairs):
@@ -85,7 +85,7 @@ def _off(
 
 
 def check(group: Group) -> None:
-    """Raises AssertionError naming each expression that differs, and the least of it that still does."""
+    """Raises AssertionError that names each expression that differs, and a smallest one that still does."""
     found = mismatches(group)
     lines = []
     for number, how in found.items():
@@ -99,7 +99,7 @@ def check(group: Group) -> None:
 
 
 def shrunk(group: Group) -> Group:
-    """The simplest that still differs, of one expression that does."""
+    """The simplest expression, derived from one that differs, that still does."""
     for less in simpler(group.expressions[0]):
         smaller = Group(group.devices, (less,))
         if mismatches(smaller):
@@ -118,7 +118,7 @@ def test_the_cases_differ_and_cover_what_they_are_drawn_from():
     cases = [(g.devices, e) for g in drawn for e in g.expressions]
     assert len(set(cases)) == len(cases) == 380
     assert {devices for devices, _ in cases} == set(range(1, 9))
-    # The others are for one device, or have no annotation that cuts anything.
+    # The others are for one device, or have no annotation that shards anything.
     assert sum(devices > 1 and _is_cut(e) for devices, e in cases) >= 300
     steps = [s for _, e in cases for s in e.steps]
     cuts = [x.cut for _, e in cases for x in (*e.operands, *e.steps)]
@@ -145,7 +145,7 @@ def _is_cut(e: Expression) -> bool:
 
 
 def test_a_difference_is_found_named_and_made_small(monkeypatch):
-    """The reference of sums is spoilt, as if a partial sum were missing."""
+    """The reference of sums is changed as if a partial sum were missing."""
     cut = MeshSplit("x:2,y:2", (2, 3, 0, 1), ("x", "y"))
     chain = Expression(
         (Operand((4, 6), cut), Operand((6, 8), Split(0, 4), 1)),
@@ -179,7 +179,7 @@ _SQUARE = MeshSplit("x:2,y:2", (), ("x", "y", None))
 # wrong without a word. Strict: an XLA that has been mended says so. (libtpu's compiler adds up the right
 # devices in the first and in the last.)
 KNOWN = {
-    # The vector is cut over the rows of [[3, 1], [0, 2]] and each row's devices hold a copy of its part.
+    # The vector is sharded over the rows of [[3, 1], [0, 2]] and each row's devices hold a copy of its part.
     # XLA writes copies in ascending order, [1, 3] and [0, 2], and takes the groups that add up the partial
     # sums from there, {1, 0} and {3, 2}, if the vector is the left operand; the matrix says {3, 0}, {1, 2}.
     "rows whose devices come in different orders": Group(
@@ -206,7 +206,7 @@ KNOWN = {
     ),
     # f is a batch dimension in 2 parts, a is summed over 4; the result is wanted in 4 parts, each held
     # twice. The elements come out in another order. In 8 parts, or in 2 and then in 4, they do not.
-    "a batch dimension cut finer in the result": Group(
+    "a batch dimension sharded finer in the result": Group(
         8,
         (
             Expression(
@@ -232,9 +232,9 @@ KNOWN = {
             ),
         ),
     ),
-    # c, d and b are summed, d cut along y in both operands, c along x in one and b in the other. One of
-    # them is cut as the other is, by an all-to-all, but then only the sum over y is done.
-    "a sum over dimensions that the operands cut differently": Group(
+    # c, d and b are summed, d sharded along y in both operands, c along x in one and b in the other. One of
+    # them is sharded as the other is, by an all-to-all, but then only the sum over y is done.
+    "a sum over dimensions that the operands shard differently": Group(
         4,
         (
             Expression(
@@ -258,7 +258,7 @@ def test_pattern_that_xla_partitions_wrongly(pattern):
 
 
 def test_cutting_the_result_as_the_operands_first_helps():
-    (wrong,) = KNOWN["a batch dimension cut finer in the result"].expressions
+    (wrong,) = KNOWN["a batch dimension sharded finer in the result"].expressions
     first = Step(wrong.steps[0].op, _grid(("data",)))
     check(
         Group(
@@ -268,5 +268,5 @@ def test_cutting_the_result_as_the_operands_first_helps():
 
 
 def test_cutting_the_operands_alike_helps():
-    (wrong,) = KNOWN["a sum over dimensions that the operands cut differently"].expressions
+    (wrong,) = KNOWN["a sum over dimensions that the operands shard differently"].expressions
     check(Group(4, (Expression((Operand((12, 4, 8), _SQUARE),) * 2, wrong.steps),)))

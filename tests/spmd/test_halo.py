@@ -1,4 +1,4 @@
-"""Convolutions over cut dimensions: one device's values and gradients, and halos by permutation."""
+"""Convolutions over sharded dimensions: one device's values and gradients, and halos by permutation."""
 
 import dataclasses
 import os
@@ -36,7 +36,7 @@ def test_gradient_that_does_not_compile():
 
 
 def test_negative_low_padding_ends_the_process():
-    """So that nobody takes it for a fault of ours, and we hear when it is mended."""
+    """Documents that this is XLA's fault, and fails when XLA fixes it."""
     program = "import cases_halo, spmd_case; spmd_case.check(cases_halo.ABORTED)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     check(dataclasses.replace(ABORTED, gradients=(1,)))

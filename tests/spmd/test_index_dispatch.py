@@ -89,7 +89,7 @@ def test_equals_the_einsum_dispatcher(params):
 
 
 def _num_slots(layer: MoELayer) -> int:
-    """E G C, in all."""
+    """E G C, the number of all slots."""
     p = layer.p
     size = B * T // p.num_groups
     capacity = min(max(-int(-p.capacity_factor * size // p.num_experts), 1), size)
@@ -126,7 +126,7 @@ def test_inference_over_devices():
 
 
 def test_a_model_dimension_that_is_cut_too():
-    """On a mesh of two axes the gather works on slices of M, and the gates' gradient is a sum over them."""
+    """On a mesh of two axes the gather works on shards of M, and the gates' gradient is a sum over them."""
     split = {"B": "data", "G": "data", "E": "data", "M": "model"}
     layer, einsum = (
         toy_moe.layer(dispatcher=d, activation_split=split, weight_split={})

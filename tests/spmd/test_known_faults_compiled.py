@@ -1,7 +1,7 @@
-"""What XLA's partitioner gets wrong is told beforehand: every such case of this suite, and nothing else.
+"""The detector names every case of this suite that XLA's partitioner computes wrongly, and nothing else.
 
-Programs are compiled and not run, but for a few wrong ones that are here alone. If one of these passes,
-XLA has been mended, and its condition in lingvo_moe/core/planner can go.
+Programs are compiled and not run, except for a few wrong ones that are only here. If one of these passes, XLA has fixed
+the fault, and its condition in lingvo_moe/core/partitioner can go.
 """
 
 import cases_halo
@@ -37,7 +37,7 @@ def _forward(case):
 
 
 def _gradient(case):
-    """Of a sum whose summands' derivatives differ and are nowhere zero."""
+    """The gradient of a sum whose terms have different derivatives, nowhere zero."""
 
     def gradients(*args):
         floating = [a for a in args if a.dtype.is_floating]
@@ -89,9 +89,9 @@ def test_pooling(case):
 KINDS = {
     "rows whose devices come in different orders": (kf.ADDING_UP, "Einsum_1"),
     "operands that number a row's devices differently": (kf.ROWS, "Einsum"),
-    "a batch dimension cut finer in the result": (kf.BATCH, "Einsum"),
+    "a batch dimension sharded finer in the result": (kf.BATCH, "Einsum"),
     "a batch dimension that takes the sum's devices from another": (kf.BATCH, "Einsum"),
-    "a sum over dimensions that the operands cut differently": (kf.SUMS, "Einsum"),
+    "a sum over dimensions that the operands shard differently": (kf.SUMS, "Einsum"),
 }
 
 
@@ -101,7 +101,7 @@ def test_products(pattern):
 
 
 def _features(inputs, outputs, mesh, rows=16):
-    """Rows over x and the kernel's output features over y."""
+    """Shards rows over x and the kernel's output features over y."""
     return case(
         f"{inputs}_to_{outputs}_features_{mesh}",
         (4, rows, 4, inputs),

@@ -1,4 +1,4 @@
-"""Figure 4(c): both operands cut along dimensions that are not contracted, the result slice by slice."""
+"""Figure 4(c): both operands sharded along dimensions that are not contracted, the result slice by slice."""
 
 import re
 
@@ -14,7 +14,7 @@ from lingvo_moe.core.sharding.looped_einsum import looped_einsum
 
 MESH = Mesh.parse("d:8")
 LOOP = {"collective-permute": 1}
-# One for the slices of the right operand, one for those of its gradient.
+# One permute for the slices of the right operand, one for those of its gradient.
 TWO = {"collective-permute": 2}
 
 
@@ -133,7 +133,7 @@ def test_the_gradients_keep_the_promise():
 
 
 def _second_gradients(fn):
-    """Of the squares of the gradients: loops whose bodies are functions, with tensors of both kinds."""
+    """Gradients of the squares of the gradients: loops whose bodies are functions, with tensors of both kinds."""
 
     def gradients(a, b):
         with tf.GradientTape() as outer:

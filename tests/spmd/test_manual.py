@@ -1,4 +1,4 @@
-"""Manual regions compute, differentiate and communicate as the functions that they stand for."""
+"""Manual regions: values, gradients and collectives equal those of the functions that they replace."""
 
 import pytest
 from cases_manual import CASES

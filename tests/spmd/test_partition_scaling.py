@@ -1,4 +1,4 @@
-"""The benchmark of figure 2, for as few partitions as show that one form grows and the other does not."""
+"""The benchmark of figure 2, for the fewest partitions that show which form grows."""
 
 import json
 

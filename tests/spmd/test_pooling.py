@@ -1,4 +1,4 @@
-"""Pooling over cut dimensions: one device's values and gradients, and halos by permutation."""
+"""Pooling over sharded dimensions: one device's values and gradients, and halos by permutation."""
 
 import dataclasses
 

@@ -23,9 +23,9 @@ D = 8
 G, S, E, C, M, H = 8, 24, 16, 2, 8, 24
 MESH = Mesh.parse(f"d:{D}")
 
-# The paper's, by the names that `algorithm_2` gives to its annotations.
+# The paper's annotations, by the names that `algorithm_2` gives them.
 THREE = ("inputs 0", "wg", "dispatched 0")
-# Its dispatch einsum, cut along G before it is cut along E, and what the combining einsum takes.
+# Its dispatch einsum, sharded along G before it is sharded along E, and what the combining einsum takes.
 TWO_MORE = ("dispatched 1", "outputs 0")
 # Also where the experts leave their outputs, if nothing says how the weights lie.
 ONE_MORE = ("outputs 1",)
@@ -49,7 +49,7 @@ def layer() -> MoELayer:
 
 
 def _args(layer: MoELayer) -> tuple[list, list]:
-    """Arguments, and how they lie on the devices in training."""
+    """Returns the arguments, and their shardings in training."""
     with use_mesh(single_device()):
         theta = layer.InitTheta(make_seed(0, 0))
     rng = np.random.default_rng(0)
@@ -119,7 +119,7 @@ def full(layer):
 
 @pytest.fixture
 def bare(monkeypatch):
-    """No layer annotates anything by itself."""
+    """Disables all annotations of layers."""
     monkeypatch.setattr(BaseLayer, "Shard", lambda self, x, letters: x)
 
 
@@ -147,11 +147,11 @@ def test_the_annotated_layer_moves_slots_and_sums_the_gating_gradient(full):
 def test_the_papers_three_annotations_do_not_suffice(layer, full, bare):
     """They give the right numbers, but other communication than the paper's figure 4a.
 
-    XLA takes the cut along E of the dispatched tokens back through the einsum that makes them: every
+    XLA takes the sharding along E of the dispatched tokens back through the einsum that makes them: every
     device gathers all tokens and its experts' part of the mask, and nothing is left to be sent
-    all-to-all. The combining einsum then contracts over E, as its operand is cut, and the parts are
-    added up: the whole of the tokens in an all-reduce. In the paper's compiler the einsum takes the cut
-    of its operands, and is recut after.
+    all-to-all. The combining einsum then contracts over E, as its operand is sharded, and the parts are
+    added up: the whole of the tokens in an all-reduce. In the paper's compiler the einsum takes the sharding
+    of its operands, and is resharded after.
     """
     forward, backward = compare(layer, full, THREE)
     tokens = 4 * G * S * M
@@ -166,8 +166,8 @@ FIVE = (*THREE, *TWO_MORE)
 
 
 def test_five_annotations_suffice(layer, full, bare):
-    """Beside the paper's three: the dispatch einsum is cut along G, where it is computed, before it is
-    cut along E; and the experts' outputs along G, before they are combined. Then XLA finds all the
+    """Beside the paper's three: the dispatch einsum is sharded along G, where it is computed, before it is
+    sharded along E; and the experts' outputs along G, before they are combined. Then XLA finds all the
     rest, backward too.
     """
     assert compare(layer, full, FIVE) == [None, None]
@@ -183,9 +183,9 @@ def test_neither_of_the_two_can_be_spared(layer, full, bare, left_out):
 
 
 def test_weights_that_lie_nowhere_take_a_sixth(layer, full, bare):
-    """If arguments come whole to every device, nothing says that weights are cut along E. XLA then
+    """If arguments come whole to every device, nothing says that weights are sharded along E. XLA then
     brings the hidden layer to G instead of the outputs, three times as wide here, unless the outputs
-    are cut along E first."""
+    are sharded along E first."""
     args, _, programs = full
     whole = (args, [None] * 4, programs)
     forward, backward = compare(layer, whole, FIVE)
@@ -206,7 +206,7 @@ def _floats(*shape):
 
 
 def test_from_an_operand_to_its_users():
-    """One annotation on the first operand: everything after it is done on a row of 16 / D."""
+    """One annotation on the first operand: everything after it is computed on 16 / D rows."""
 
     def fn(x, w):
         return tf.tanh(split(x, 0, D) @ w) + tf.reduce_mean(x)
@@ -217,7 +217,7 @@ def test_from_an_operand_to_its_users():
 
 
 def test_from_a_result_to_its_operands():
-    """One annotation on the result: everything before it is done on a row of 16 / D."""
+    """One annotation on the result: everything before it is computed on 16 / D rows."""
 
     def fn(x, w):
         return split(tf.tanh(tf.tanh(x * 2.0) @ w), 0, D)
@@ -228,7 +228,7 @@ def test_from_a_result_to_its_operands():
 
 
 def test_into_the_backward_pass():
-    """One annotation, forward: gradients of activations are cut as these are, that of the weight is
+    """One annotation, forward: gradients of activations are sharded as these are, that of the weight is
     summed over devices."""
 
     def fn(x, w):
@@ -244,7 +244,7 @@ def test_into_the_backward_pass():
 
 
 def test_neighbours_are_cut_alike():
-    """A sum of a tensor that is cut and one that is not, and what becomes of both, is cut as the first:
+    """A sum of a tensor that is sharded and one that is not, and what becomes of both, is sharded as the first:
     the other loses what a device does not need, and nothing is sent."""
 
     def fn(x, y):
@@ -259,7 +259,7 @@ def test_neighbours_are_cut_alike():
 
 
 def test_two_cuts_that_disagree_are_recut_once():
-    """Between rows and columns there is one all-to-all, not one at each of the operations between."""
+    """Between rows and columns there is one all-to-all, not one at each of the operations in between."""
 
     def fn(x):
         x = tf.exp(tf.tanh(split(x, 0, D)) * 2.0)

@@ -1,4 +1,4 @@
-"""Random numbers are the same on any number of devices, however they are cut, and are drawn locally."""
+"""Random numbers are the same on any number of devices, for any sharding, and each device draws its own part."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def test_random(case):
     ],
 )
 def test_numbers_do_not_depend_on_devices(mesh, mapping, shape):
-    """Bits and uniform numbers exactly; what is computed from them as far as the compiler rounds alike."""
+    """Bits and uniform numbers are equal exactly; functions of them up to the compiler's rounding."""
     mesh = Mesh.parse(mesh)
 
     def fn(seed):

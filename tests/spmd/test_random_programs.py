@@ -1,6 +1,6 @@
-"""Random annotated programs: where XLA's partitioner computes something wrong, and only there, the detector names it.
+"""Random annotated programs: the detector names XLA's partitioner where it computes wrongly, and only there.
 
-Continuous builds run the same few every time; `make fuzz` runs as many others as it is asked for.
+Continuous builds run the same few every time; `make fuzz` runs as many others as requested.
 """
 
 import os
@@ -22,7 +22,7 @@ from lingvo_moe.core.sharding import Mesh
 TOLERANCE = 2e-4
 CASES = int(os.environ.get("FUZZ_PROGRAMS", "16"))
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
-# Nothing runs twice: machine code need not be fast.
+# Each program runs once, so short compile times matter more than speed.
 _SOON = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 
 
@@ -67,7 +67,7 @@ def test_programs_differ_and_cover_what_they_are_drawn_from():
     assert all(random_program(number) == drawn[number] for number in (0, 7))
 
 
-# Found here, each with what the detector has to name.
+# Programs that this test found, each with the faults that the detector must name.
 WRONG = {
     "attention whose heads and scores are sharded differently": (
         RandomProgram(

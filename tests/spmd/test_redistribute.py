@@ -1,7 +1,7 @@
-"""Redistribution: the plan is the cheapest there is, and the compiled program does what the plan says.
+"""Redistribution: the plan is the cheapest possible, and the compiled program follows it.
 
-Several redistributions share a program, each under a name of its own by which its collectives are
-known, so that every pair of shardings is compiled.
+Several redistributions share a program, each under a name that identifies its collectives, so that every pair of
+shardings is compiled.
 """
 
 import itertools
@@ -30,7 +30,7 @@ from lingvo_moe.core.sharding.redistribution_plan import plan_redistribution, to
 MESH = Mesh.parse("x:2,y:4")
 CUBE = Mesh.parse("x:2,y:2,z:2")
 LINE = Mesh.parse("d:8")
-# The same eight devices, arranged otherwise; the last shares no axis with MESH.
+# The same eight devices in other meshes; the last shares no axis with MESH.
 ARRANGEMENTS = {
     "transposed": Mesh(("a", "b"), (4, 2), (0, 4, 1, 5, 2, 6, 3, 7)),
     "reversed": Mesh(("d",), (8,), (7, 6, 5, 4, 3, 2, 1, 0)),
@@ -49,7 +49,7 @@ def _mappings(mesh, rank):
     return found
 
 
-# --- the compiled program does what the plan says
+# --- the compiled program follows the plan
 
 
 def _planned(plan):
@@ -66,7 +66,7 @@ def _found(hlo):
     found = defaultdict(list)
     for collective in parse_collectives(hlo):
         pair = re.search(r"/pair(\d+)/redistribute(/gradient)?/", collective.op_name)
-        if pair is None:  # what brings results into the form that was asked for
+        if pair is None:  # collectives that bring results into the requested form
             assert collective.op_name.endswith("call_exported"), collective
             continue
         found[int(pair[1]), bool(pair[2])].append((collective.kind, collective.num_bytes))
@@ -161,7 +161,7 @@ def test_the_gradient_of_the_gradient_comes_back_too():
 
 
 def _jump_bytes(shape, source, target):
-    """What a device receives where two annotations behind each other leave the way to the partitioner."""
+    """Bytes that a device receives if two adjacent annotations leave the way to the partitioner."""
 
     def jump(x):
         return 3.0 * mesh_split(mesh_split(2.0 * x, MESH, source), MESH, target)
@@ -190,7 +190,7 @@ def test_of_all_pairs_the_plan_never_receives_more_than_the_partitioner_s_own_wa
 
 
 def test_what_the_partitioner_does_in_one_jump_is_never_less():
-    """Two annotations behind each other leave the way to XLA, which at times gathers everything."""
+    """Two adjacent annotations leave the way to XLA, which sometimes gathers everything."""
     source, target = (("x", "y"), None), (None, "x")
     plan = plan_redistribution((16, 16), 4, (MESH, source), (MESH, target))
     assert [s.kind for s in plan] == ["all-to-all", "all-gather"] and total_bytes(plan) == 112 + 384
@@ -293,7 +293,7 @@ def test_plans_lead_there_and_count_right(problem):
 @settings(max_examples=20)
 @given(_problems([4, 8], [16, 24]))
 def test_no_sequence_of_moves_is_cheaper(problem):
-    """By any order of the moves over all the shardings that factors of the two meshes can name."""
+    """Compares with all orders of moves over all shardings that factors of the two meshes can express."""
     shape, source, target = problem
     here = _regions(shape, tile_devices(source[1], source[0]))
     there = _regions(shape, tile_devices(target[1], target[0]))
@@ -327,7 +327,7 @@ def _overlap(first, second):
 
 
 def _move_bytes(kind, shape, before, after):
-    """What a device receives by a move, from the boxes alone; None where the move is no such one."""
+    """Bytes that a device receives by a move, from the boxes alone; None if there is no such move."""
     (old_tiles, old), (new_tiles, new) = before, after
     old_part = math.prod(-(-n // t) for n, t in zip(shape, old_tiles))
     changed = [d for d, (a, b) in enumerate(zip(old_tiles, new_tiles)) if a != b]
@@ -350,7 +350,7 @@ def _move_bytes(kind, shape, before, after):
             new_tiles[up],
         ):
             return None
-        # The i-th of those that hold a box together gets the i-th piece of it, cut the other way.
+        # The i-th of those that hold a box together gets the i-th piece of it, sharded the other way.
         sizes = [-(-n // t) for n, t in zip(shape, old_tiles)]
         piece = -(-shape[up] // new_tiles[up])
         for o, n in zip(old, new):
@@ -364,7 +364,7 @@ def _move_bytes(kind, shape, before, after):
 
 
 def _swapped(old, new, up):
-    """What a device keeps in an all-to-all: the old box, along `up` cut to the new one."""
+    """What a device keeps in an all-to-all: the old box, split along `up` like the new one."""
     return tuple(n if d == up else o for d, (o, n) in enumerate(zip(old, new)))
 
 
@@ -384,7 +384,7 @@ def _cheapest(states, shape, here, there):
 
 
 def _shardings(shape, mesh):
-    """All that the prime factors of a mesh's axes can name; all of them are 2 here."""
+    """All shardings that the prime factors of a mesh's axes can express; all factors are 2 here."""
     primes = (2,) * int(math.log2(mesh.size))
     mesh = Mesh("pqr"[: len(primes)], primes, mesh.device_ids)
     return {_regions(shape, tile_devices(m, mesh)) for m in _mappings(mesh, len(shape))}

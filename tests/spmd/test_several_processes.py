@@ -40,7 +40,7 @@ def work(names: list[str]) -> None:
         problem = ""
         try:
             _check(cases[name])
-        except Exception as e:  # told by name, so that the other cases are run too
+        except Exception as e:  # reported by name, so that the other cases run too
             problem = f"{type(e).__name__}: {str(e)[:500]}"
         print(json.dumps({"case": name, "problem": problem}), flush=True)
 
@@ -51,7 +51,7 @@ def _check(case) -> None:
     try:
         check(case)
     except TypeError as e:
-        # JAX cannot fetch from other processes what no axis of a mesh names, such as a cut over devices
+        # JAX cannot fetch from other processes what no axis of a mesh names, such as a sharding over devices
         # in another order. Then the program itself has to bring its results together.
         if "GSPMDSharding" not in str(e):
             raise
@@ -71,7 +71,7 @@ def chosen() -> dict:
 
 
 def _run(processes: int, names: list[str]) -> list[list[dict]]:
-    """What each process printed."""
+    """Returns the lines that each process printed."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{s.getsockname()[1]}"

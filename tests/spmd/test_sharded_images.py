@@ -1,6 +1,6 @@
-"""A small image model cut along the height of its images, trained for a few steps (appendix A.4).
+"""A small image model sharded along the height of its images, trained for a few steps (appendix A.4).
 
-Promised is that the cut of the input spreads to the other layers and to the backward pass. It does, but
+Promised is that the sharding of the input spreads to the other layers and to the backward pass. It does, but
 for one gradient that XLA gathers; where the results of the layers that change the height are annotated
 too, halos and sums are all that is sent. The numbers are one device's either way.
 """
@@ -68,7 +68,7 @@ def step(every_height: bool, images: tf.Tensor, labels: tf.Tensor, *weights: tf.
 
 
 def _train(run) -> list[list[np.ndarray]]:
-    """What each step gives."""
+    """Returns the results of each step."""
     history = [[np.float32(0), *_weights()]]
     for _ in range(STEPS):
         history.append([np.asarray(t) for t in run(IMAGES, LABELS, *history[-1][1:])])
@@ -89,7 +89,7 @@ def one_device():
 @pytest.mark.parametrize(
     ("every_height", "collectives"),
     [
-        # The gather is in the transposed convolution's gradient, where nothing beyond says how to cut.
+        # The gather is in the transposed convolution's gradient, where nothing beyond says how to shard.
         (False, {"all-gather": 1, "all-reduce": 5, "collective-permute": 13}),
         (True, {"all-reduce": 5, "collective-permute": 14}),
     ],

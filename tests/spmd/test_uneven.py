@@ -1,4 +1,4 @@
-"""Section 3.3.3: uneven partitions, with every operator's identity in the padding."""
+"""Section 3.3.3: uneven partitions, with every operator's identity element in the padding."""
 
 import cases_uneven
 import cases_uneven_indexing as indexing
@@ -32,7 +32,7 @@ def test_scatter_of_cut_updates_by_whole_indices(case):
 
 
 def test_what_whole_indices_get_wrong():
-    """Row 0 gets the one row of padding, zeros plus five; all else is right."""
+    """Row 0 also gets the row of padding, zeros plus five; all other rows are right."""
     rows, ids = np.ones((15, 2), np.float32), (np.arange(15) % 4).astype(np.int32)
 
     def segments(rows, ids):

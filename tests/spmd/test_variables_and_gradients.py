@@ -84,7 +84,7 @@ def _gradient_collectives(gradient):
 
 
 def test_the_gradient_of_an_annotated_tensor_stays_cut():
-    """w [16, 8] is cut four ways: a device gets 16 x 2 of its gradient, and sends no more."""
+    """w [16, 8] is sharded four ways: a device computes 16 x 2 of its gradient and sends no more."""
     shapes, found = _gradient_collectives(
         _loss_gradient(lambda w: xs.mesh_split(w, MESH, (None, "model")))
     )
@@ -114,7 +114,7 @@ def test_a_gradient_can_be_annotated_by_itself():
 
 
 def test_the_gradient_of_gathering_comes_back_cut():
-    """A weight that lies cut and is used whole: all-gather, and back a sum that each keeps a part of."""
+    """A sharded weight that is used replicated is gathered; each device keeps its part of the gradient's sum."""
     gather = _loss_gradient(lambda w: xs.redistribute(w, ("data", None), (None, None)))
     shapes, found = _gradient_collectives(gather)
     assert shapes == {(8, 8)}
@@ -190,7 +190,7 @@ def test_subgroups_keep_their_gradient_and_do_not_move_what_is_there():
 
 
 def test_arrays_go_from_one_mesh_to_another_of_the_same_devices():
-    """What one engine returned is put for another: cut otherwise, devices in another order."""
+    """The result of one engine becomes the argument of another, sharded differently, devices in another order."""
     first = PjrtEngine(MESH)
     second = PjrtEngine(LINE, list(reversed(jax.devices()[:8])))
     x = floats(16, 8)

@@ -107,11 +107,11 @@ WRONG = {
     ),
     "axis-twice": (
         lambda x: xs.mesh_split(x, MESH, ("model", "model")),
-        r"^mesh_split\(x:0, .*: mesh axis 'model' cuts both dimension 0 and dimension 1; use it once$",
+        r"^mesh_split\(x:0, .*: mesh axis 'model' shards both dimension 0 and dimension 1; use it once$",
     ),
     "axis-twice-on-one-dimension": (
         lambda x: xs.mesh_split(x, MESH, (("model", "model"), None)),
-        "mesh axis 'model' cuts both dimension 0 and dimension 0",
+        "mesh axis 'model' shards both dimension 0 and dimension 0",
     ),
     "fewer-elements-than-an-axis-has-devices": (
         lambda x: xs.mesh_split(x, MESH, (None, ("data", "model"))),
@@ -214,7 +214,7 @@ def test_a_result_that_the_mesh_cannot_name_is_named():
 
     x = floats(16, 4)
     with pytest.raises(
-        ShardingError, match=r"program 'fn': the partitioner cuts result\.halves in a"
+        ShardingError, match=r"program 'fn': the partitioner shards result\.halves in a"
     ):
         run_sharded(fn, [x], line, results=AUTO)
     got, _ = run_sharded(fn, [x], line, results=None)

@@ -1,4 +1,4 @@
-"""What the command lines share."""
+"""Helpers that the commands share."""
 
 import importlib
 import os
@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.hyperparams import Params
 from tools import _cli, build_corpus, evaluate, export, prepare, train_vocab, translate
 
 
@@ -167,7 +169,7 @@ COMMANDS = [
 
 
 def _needed(flags):
-    """Values for the flags that a command cannot do without."""
+    """Values for the flags that a command requires."""
     names = (n for n in flags.Names() if "(required)" in flags[n].help or n == "saved_model")
     return dict.fromkeys(names, "x")
 
@@ -178,7 +180,7 @@ def test_the_commands_are_found():
 
 @pytest.mark.parametrize("name", COMMANDS[:-1])
 def test_every_flag_that_names_a_path_is_checked(name, capsys):
-    """The trainer checks its own with those in the parameters; see test_trainer_flags.py."""
+    """The trainer checks its own together with those in parameters; see test_trainer_flags.py."""
     define = importlib.import_module(name).define_flags
     for flag in filter(_PATHS.fullmatch, define().Names()):
         others = {**_needed(define()), flag: "s3://x/y"}
@@ -260,3 +262,17 @@ print([name for name in ("tensorflow", "jax") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_the_data_that_a_run_trained_on_is_named(capsys):
+    flags = Flags("command", "")
+    flags.DEFINE_path("logdir", None, "a run")
+    flags.DEFINE_path("data_dir", None, "a corpus")
+    inputs = Params()
+    with pytest.raises(ValueError, match="--data_dir is needed: RUN trained on no directory"):
+        _cli.data_dir(flags.Parse(["--logdir=RUN"]), inputs)
+    inputs.Define("data_dir", "CORPUS", "")
+    assert _cli.data_dir(flags.Parse(["--logdir=RUN"]), inputs) == "CORPUS"
+    assert "data: CORPUS, which RUN trained on; --data_dir" in capsys.readouterr().err
+    assert _cli.data_dir(flags.Parse(["--logdir=RUN", "--data_dir=OTHER"]), inputs) == "OTHER"
+    assert not capsys.readouterr().err

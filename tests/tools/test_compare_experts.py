@@ -1,4 +1,4 @@
-"""python -m tools.compare_experts: trains its variants, measures them on held-out pairs, goes on where it stopped."""
+"""python -m tools.compare_experts trains its variants, measures them on held-out pairs, and resumes."""
 
 import json
 import shutil
@@ -114,7 +114,7 @@ def test_trains_measures_and_goes_on(tmp_path, capfd, monkeypatch):
 
 
 def _by_hand(run, corpus, monkeypatch):
-    """Minus the mean log probability of the target tokens of two batches, from logits."""
+    """Computes minus the mean log probability of the target tokens of two batches, from logits."""
     from lingvo_moe.core.engine.checkpoints import Checkpointer
 
     task, run = RunDir(run).Task(), RunDir(run)

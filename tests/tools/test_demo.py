@@ -1,4 +1,4 @@
-"""The demo, whole, at its smallest: what it leaves behind and what it says."""
+"""The complete demo at its smallest: its files and its output."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def test_demo_leaves_a_scored_exported_model_and_its_report(tmp_path, capfd, mon
     for part in ("BLEU", "untrained", "reference", str(tmp_path / "saved_model")):
         assert part in told
 
-    # Run again it builds no corpus and trains no more; what comes after was seen above.
+    # A second run builds no corpus and trains no more; the later parts were tested above.
     def stop(self):
         raise ValueError("trained")
 
@@ -61,7 +61,7 @@ def test_demo_leaves_a_scored_exported_model_and_its_report(tmp_path, capfd, mon
     told = capfd.readouterr()
     assert "exists already" in told.out and "demo: trained" in told.err
     assert "train.max_steps=6 is reached" in told.err
-    # Nor does it train on other languages than are asked for.
+    # It trains only on the requested languages.
     other = [flag.replace("de,sw,ja", "de,fr") for flag in flags]
     assert demo.main([f"--output={tmp_path}", *other]) == 1
     told = capfd.readouterr().err
@@ -69,7 +69,7 @@ def test_demo_leaves_a_scored_exported_model_and_its_report(tmp_path, capfd, mon
 
 
 def test_other_languages_are_another_corpus(tmp_path, monkeypatch):
-    """Where nothing was trained on the one that is there."""
+    """If nothing was trained on the existing one."""
 
     def stop(self):
         raise ValueError("far enough")

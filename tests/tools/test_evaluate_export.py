@@ -1,4 +1,4 @@
-"""python -m tools.export and tools.evaluate on a run: the exported model scores as the run does."""
+"""python -m tools.export and tools.evaluate: the exported model has the run's scores."""
 
 import gzip
 import json
@@ -36,7 +36,7 @@ def corpus(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def scored(logdir, corpus) -> Path:
-    """Where an evaluation of the run lies."""
+    """The directory of an evaluation of the run."""
     flags = [f"--data_dir={corpus}", "--batch_size=5", "--quiet", *_FLAGS]
     assert evaluate.main([f"--logdir={logdir}", *flags]) == 0
     return Path(logdir) / "eval"
@@ -81,7 +81,7 @@ def test_run_and_exported_model_score_the_same(logdir, scored, corpus, tmp_path,
 
 
 class _Shouts:
-    """In place of the translator: capitals, and Ctrl-C in call number `stop_at`, counted from Calls."""
+    """Replaces the translator: capitals, and Ctrl-C in call number `stop_at`, counted from Calls."""
 
     stop_at = 0
 
@@ -148,8 +148,8 @@ def test_what_another_file_of_that_name_made_is_not_reused(
     assert sum(shouts.Calls()) == 36
 
 
-def test_against_baselines(logdir, scored, corpus, tmp_path, capfd):
-    """Texts are scored again, without a model, beside what a run of one language got."""
+def test_against_baselines(logdir, scored, corpus, tmp_path, monkeypatch, caplog, capfd):
+    """Scores translations without a model, beside the scores of a run of one language."""
     common = [f"--logdir={logdir}", f"--data_dir={corpus}"]
     assert evaluate.main([*common, "--rescore"]) == 0
     texts = tmp_path / "base/sw/texts"
@@ -161,7 +161,9 @@ def test_against_baselines(logdir, scored, corpus, tmp_path, capfd):
     assert evaluate.main([*common, *sw]) == 1
     assert "report.json: no report of tools.evaluate, or damaged" in capfd.readouterr().err
     (texts.parent / "report.json").write_text("{}")  # EvalReport.Write alone names no model
+    caplog.clear()
     assert evaluate.main([*common, *sw]) == 0
+    assert caplog.text.count("there is no report.sha256") == 1
     again = ["--rescore", f"--baselines={tmp_path}/base", "--resource_bounds=10,9"]
     again.append(f"--output={scored}")
     capfd.readouterr()
@@ -179,8 +181,11 @@ def test_against_baselines(logdir, scored, corpus, tmp_path, capfd):
         "low",
     ]
     assert (scored / "comet/hyp.txt").read_text().count("\n") == 36
-    assert evaluate.main([*common, *again, "--max_per_language=5"]) == 1
+    assert evaluate.main([*common, "--rescore", "--max_per_language=5"]) == 1
     assert "does not have the 5 requested sources" in capfd.readouterr().err
+    monkeypatch.setattr(_cli, "open_translator", lambda args: pytest.fail("before the baselines"))
+    assert evaluate.main([*common, again[1], "--max_per_language=5"]) == 1
+    assert "'sw' was scored on other pairs (12 of them, here 5)" in capfd.readouterr().err
     with pytest.raises(SystemExit):
         evaluate.main([*common, "--resource_bounds=5,7"])
     assert "HIGH must be more than MID" in capfd.readouterr().err

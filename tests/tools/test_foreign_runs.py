@@ -1,4 +1,4 @@
-"""A run by somebody else is data: nothing that it carries is executed, by any command, unless the user says so."""
+"""A run by somebody else is data: no command executes anything in it unless the user allows it."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def marker(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path, vocab: bytes, marker: Path) -> Iterator[Path]:
-    """A run that carries a package with a router; its override is changed by `name_class`."""
+    """A run that contains a package with a router; `name_class` changes its override."""
     path = tmp_path / "given"
     RunDir(path).Write("mt.M4Tiny", "", mt_artifacts({"source": vocab, "target": vocab}, ["de"]))
     (path / "checkpoints" / "5").mkdir(parents=True)
@@ -57,7 +57,7 @@ def _name_class(run: Path, module: str) -> None:
     RunDir(run).ListFiles()
 
 
-# By the working directory: what the code is called there. RUN alone is a package without an __init__.py.
+# Names of the code relative to the working directory. RUN alone is a package without an __init__.py.
 PLACES = {"the parent of the run": ("..", "given.mischief"), "the run": (".", "mischief")}
 
 

@@ -1,4 +1,4 @@
-"""A disk without space, while a tool writes data: one line that names the file, and nothing half written."""
+"""A full disk while a tool writes data: one line that names the file, and nothing half written."""
 
 import itertools
 from pathlib import Path

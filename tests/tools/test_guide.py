@@ -1,7 +1,7 @@
 """docs/guide.md as a newcomer follows it: every command, in order, in one directory.
 
-Three things are other than on the page: the experiment is the tiny one, as the page itself says to try first; the
-longer run is of a few steps; the server takes a free port.
+Three things differ from the page: the experiment is the tiny one, as the page itself suggests for a first try; the
+longer run has few steps; the server takes a free port.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ def _write_texts(directory: Path) -> None:
 
 @contextlib.contextmanager
 def _serving(argv: list[str]) -> Iterator[str]:
-    """Where the server of these flags listens. Stopped as the page says, by Ctrl-C, it ends well."""
+    """Starts the server of these flags and yields its address; Ctrl-C must end it with status 0."""
     command = [sys.executable, "-m", "tools.serve", *argv, "--port=0"]
     env = {**os.environ, "PYTHONPATH": str(_ROOT)}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as process:
@@ -76,7 +76,7 @@ def _serving(argv: list[str]) -> Iterator[str]:
 
 
 def _ask(words: list[str]) -> dict:
-    """What `curl URL --json DATA` does."""
+    """Does what `curl URL --json DATA` does."""
     _, url, flag, data = words
     assert flag == "--json"
     headers = {"Content-Type": "application/json"}
@@ -119,7 +119,7 @@ def test_the_commands_of_the_guide(tmp_path, monkeypatch, capfd) -> None:
     assert "mean of 2" in said["tools.evaluate"]
     assert Path("RUN/report.html").stat().st_size > 10_000
     assert Path("RUN/checkpoints/22").is_dir()
-    # A language more does not change what is held out of the others.
+    # Another language does not change the held-out pairs of the others.
     before, after = dict(DevSet("DATA").items()), dict(DevSet("DATA2").items())
     assert {**after, **before} == after and after.keys() - before.keys() == {"cy"}
     begun = json.loads(Path("RUN2/experiment.json").read_text())
@@ -127,7 +127,7 @@ def test_the_commands_of_the_guide(tmp_path, monkeypatch, capfd) -> None:
     assert begun["began_from"]["step"] == 22
     assert len(Path("MEDICAL/scores/texts/de.hyp").read_text().splitlines()) == 5
     assert len(Path("MEDICAL/likely.tsv").read_text().splitlines()) == 5
-    # What the page says of going on with other data.
+    # Resuming with other data, as on the page.
     train = ["--model=mt.M4Tiny", "--data_dir=DATA2", "--logdir=RUN"]
     assert importlib.import_module("lingvo_moe.trainer").main([*train, "--max_steps=30"]) == 2
     assert "the saved position of the input is of other data" in capfd.readouterr().err

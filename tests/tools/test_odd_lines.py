@@ -1,7 +1,7 @@
-"""Lines in odd shapes: as many come out as go in, and the same text wherever they are translated.
+"""Unusual lines: N lines in, N lines out, and the same text by every way.
 
-The ways in: Python, the SavedModel alone, tools.translate from a file, a pipe and a terminal, tools.serve, tools.score
-and tools.evaluate.
+The ways: Python, the SavedModel alone, tools.translate from a file, a pipe and a terminal, tools.serve, tools.score and
+tools.evaluate.
 """
 
 import base64
@@ -53,7 +53,7 @@ _WIDE = Limits(
 
 @dataclass
 class Toy:
-    """A model that translates at random, but surely: in Python, and exported."""
+    """A model with random but repeatable translations: in Python, and exported."""
 
     translator: Translator
     saved_model: Path
@@ -61,14 +61,14 @@ class Toy:
     texts: dict[str, bytes]
 
     def Text(self, name: str) -> bytes:
-        """What the Translator makes of a text of the matrix, 32 lines at a time."""
+        """Returns the Translator's result for a text of the matrix, 32 lines at a time."""
         if name not in self.texts:
             self.texts[name] = in_python(self.translator, _MATRIX[name], 32)
         return self.texts[name]
 
 
 def _count(data: bytes) -> int:
-    """Lines: what newlines end, and what follows the last."""
+    """Counts lines: each newline ends one, and bytes after the last newline are one."""
     return data.count(b"\n") + (data != b"" and not data.endswith(b"\n"))
 
 
@@ -88,7 +88,7 @@ def in_python(translator: Translator | SavedTranslator, data: bytes, batch_lines
 
 @pytest.mark.parametrize("name", _MATRIX)
 def test_lines_out_are_lines_in(name, model):
-    """To readers that know newlines only, and to those that know every end of a line."""
+    """For readers that know newlines only, and for those that know every line end."""
     data, out = _MATRIX[name], model.Text(name)
     assert out.count(b"\n") == data.count(b"\n")
     bom_alone = name == "BOM and no more"  # a line without text and without newline is no line
@@ -100,7 +100,7 @@ def test_lines_out_are_lines_in(name, model):
 
 
 def _few(name: str, batch_lines: int, model: Toy) -> tuple[bytes, bytes]:
-    """The text and what it becomes; one at a time, 1,000 blank lines show what 10,000 would."""
+    """The text and its translation with fewer lines: 1,000 blank lines test the same as 10,000."""
     if (name, batch_lines) == ("10,000 blank", 1):
         return b"\n" * 1000, b"\n" * 1000
     return _MATRIX[name], model.Text(name)
@@ -115,7 +115,7 @@ def test_in_python_in_other_batches(name, batch_lines, model):
 
 @pytest.mark.parametrize("name", _MATRIX)
 def test_the_saved_model_alone(name, model):
-    """By its signature, all lines at once; a reader of lines would have left out a BOM, and CR before a newline."""
+    """By its signature, all lines at once. A reader of lines would remove a BOM, and CR before a newline."""
     data = _MATRIX[name].removeprefix(b"\xef\xbb\xbf")
     lines = [line.removesuffix(b"\r") for line in data.split(b"\n")]
     translate_ = model.opened._loaded.signatures["predict"]
@@ -127,7 +127,7 @@ def test_the_saved_model_alone(name, model):
     "spelled", [b"red \xff green", "red \ud800 green"], ids=["a byte", "half a pair"]
 )
 def test_what_is_no_text_is_one_unknown_character(spelled, model, server):
-    """An invalid byte and half of a surrogate pair are U+FFFD, to the tokenizer's normalization as well."""
+    """An invalid byte and half of a surrogate pair become U+FFFD, also for the tokenizer's normalization."""
     (want,) = model.translator.Translate(["red \ufffd green"]).translations[0]
     assert want != model.translator.Translate(["red ? green"]).translations[0][0]
     for translator in (model.translator, model.opened):
@@ -143,7 +143,7 @@ def test_what_is_no_text_is_one_unknown_character(spelled, model, server):
 
 @pytest.fixture
 def tool(monkeypatch, model, tmp_path, capfd) -> Callable[..., tuple[bytes, str]]:
-    """Runs tools.translate in this process, with a model that is loaded already."""
+    """Runs tools.translate in this process, with a loaded model."""
     monkeypatch.setattr(translate._cli, "open_translator", lambda args: (model.opened, {}))
 
     def run(data: bytes, *flags: str, by_file: bool = False) -> tuple[bytes, str]:
@@ -179,7 +179,7 @@ def test_blank_stays_blank_and_text_does_not(model, tool):
 
 
 def test_a_real_process_in_a_pipe(model):
-    """The command itself, with all of the matrix: text on stdout, the rest on stderr, no other output."""
+    """The command with the complete matrix: text on stdout, all else on stderr."""
     names = ["BOM", *(n for n in _MATRIX if "BOM" not in n and n != "no newline at the end")]
     names.append("no newline at the end")
     done = subprocess.run(
@@ -196,7 +196,7 @@ def test_a_real_process_in_a_pipe(model):
 
 
 def test_at_a_terminal(model):
-    """What can be typed there; a terminal's own line has no NUL, and ends with CR or newline."""
+    """Lines that can be typed; a terminal's line has no NUL and ends with CR or newline."""
     lines = [b"red", b"", b"   ", b"\xff\xfe", "red\u2028green".encode(), b"red " * 300]
     want = [row[0] for row in model.opened.Translate(lines).translations]
     ours, theirs = pty.openpty()
@@ -239,7 +239,7 @@ def server(model) -> Iterator[Running]:
 
 @pytest.mark.parametrize("name", _MATRIX)
 def test_tools_serve(name, model, server):
-    """A text as a whole; its lines, as bytes; by the dozen, and alone."""
+    """As one text; as lines, which are bytes; by the dozen, and alone."""
     data = _MATRIX[name]
     want = model.Text(name).decode().split("\n")
     if name != "not UTF-8":
@@ -285,7 +285,7 @@ def test_tools_score(name, scorer, monkeypatch, tmp_path, capfd):
 
 
 def test_tools_evaluate(model, monkeypatch, tmp_path, capfd):
-    """Held-out pairs with such sources: four files stay in step, whatever ends a line to whom."""
+    """Held-out pairs with such sources: four files stay in step, whichever line ends a reader knows."""
     sources = [line for data in _MATRIX.values() for line in data.split(b"\n") if b"\0" not in line]
     pairs = [(s.decode().strip(), "green\u2028tree\x0b") for s in sources if _is_pair(s)]
     assert len(pairs) > 10
@@ -316,7 +316,7 @@ def _is_pair(source: bytes) -> bool:
 
 
 def _peak_mb(do: Callable[[], object]) -> float:
-    """By how much this process was larger at its largest, while something ran, than before."""
+    """The increase of this process's peak memory while a function ran, in MB."""
     Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
 
     def kb(field: str) -> int:
@@ -328,7 +328,7 @@ def _peak_mb(do: Callable[[], object]) -> float:
 
 
 class _Endless(io.RawIOBase):
-    """So many bytes without a newline, made as they are read."""
+    """A stream of so many bytes without a newline, generated on reading."""
 
     def __init__(self, parts: int):
         self._parts = itertools.repeat(_LONG, parts)
@@ -346,7 +346,7 @@ class _Endless(io.RawIOBase):
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's /proc")
 def test_memory_is_bounded(model, tool, monkeypatch):
-    """A million tokens on a line, and sixteen times as many; of neither more than a megabyte is kept."""
+    """Lines of a million tokens and of sixteen times as many; at most a megabyte of either is kept."""
     tool(b"red " * 5 + b"\n")
 
     def run(parts: int) -> None:

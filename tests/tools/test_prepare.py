@@ -39,7 +39,7 @@ def _russian(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every form of file, with something wrong in each."""
+    """Every form of file, with a mistake in each."""
     directory = tmp_path_factory.mktemp("prepare") / "texts"
     directory.mkdir()
     good = [f"{_sentence(i)[::-1]}\t{_sentence(i)}" for i in range(1500)]
@@ -254,10 +254,10 @@ import os, signal, sys
 from lingvo_moe.tasks.mt.input.preparing import read_stage
 from tools import prepare
 run = read_stage._Reader.Run
-def stopped(self, told):
+def stopped(self, report):
     if os.path.basename(self._job.output) == "00001":
         os.kill(os.getpid(), signal.SIGINT)
-    run(self, told)
+    run(self, report)
 read_stage._Reader.Run = stopped
 sys.exit(prepare.main(sys.argv[1:]))
 """

@@ -1,4 +1,4 @@
-"""python -m tools.report on a run: its counts are those of the model run pair by pair."""
+"""python -m tools.report on a run: its counts equal those of the model run pair by pair."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def vocab() -> bytes:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, vocab) -> Path:
-    """Two MoE layers in the encoder, one in the decoder; of random weights."""
+    """Two MoE layers in the encoder, one in the decoder; random weights."""
     path = tmp_path_factory.mktemp("run")
     toy.save_run(path, vocab, step=3, more="task.num_encoder_layers=4")
     (path / "train").mkdir()
@@ -57,9 +57,9 @@ def run(tmp_path_factory, vocab) -> Path:
 
 
 def _pair_by_pair(run: Path, monkeypatch) -> dict[str, list[NestedMap]]:
-    """What the routers chose in each language, by call: index [S,2] and probabilities [S,E] of its real tokens.
+    """The routers' choices in each language, by call: index [S,2] and probabilities [S,E] of its real tokens.
 
-    Op by op, a pair at a time, without rows that are filled up.
+    Computed with TensorFlow's kernels, a pair at a time, without padding rows.
     """
     params = RunDir(run).Params()
     task = params.task.Copy().Set(repeat=False).Instantiate()

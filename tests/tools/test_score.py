@@ -19,7 +19,7 @@ def scorer(tmp_path_factory):
 
 @pytest.fixture
 def run(monkeypatch, scorer, tmp_path, capfd):
-    """Runs the command in this process, loading the model once for all tests."""
+    """Runs the command in this process; loads the model once for all tests."""
     monkeypatch.setattr(score, "_open", lambda args: scorer)
 
     def call(data: bytes, *flags: str) -> tuple[str, str]:

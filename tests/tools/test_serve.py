@@ -1,4 +1,4 @@
-"""python -m tools.serve from start to end; test_odd_lines.py compares what it says with tools.translate."""
+"""python -m tools.serve from start to end; test_odd_lines.py compares its answers with tools.translate."""
 
 import os
 import re
@@ -45,7 +45,7 @@ def test_scores_and_cuts_are_the_model_s(opened, server):
 
 
 def test_the_command(saved_model, opened):
-    """From its start to the end that SIGTERM asks for: ready after warm-up, one line a request, exit 0."""
+    """From start to SIGTERM: ready after warm-up, one log line a request, exit status 0."""
     with subprocess.Popen(
         [sys.executable, "-m", "tools.serve", f"--saved_model={saved_model}", "--port=0"],
         stderr=subprocess.PIPE,

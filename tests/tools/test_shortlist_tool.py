@@ -1,4 +1,4 @@
-"""python -m tools.shortlist, and what uses the file: a run's translator, and the model that is exported from both."""
+"""python -m tools.shortlist, and users of its file: a run's translator, and the model exported with both."""
 
 import gzip
 import json
@@ -33,7 +33,7 @@ def logdir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
-    """Whose translations are the sources themselves."""
+    """A corpus whose translations equal its sources."""
     path = tmp_path_factory.mktemp("corpus")
     (path / "dev").mkdir()
     for name, seed in (("de.tsv.gz", 1), ("dev/de.tsv.gz", 2)):

@@ -1,4 +1,4 @@
-"""python -m tools.translate: where its lines go; test_odd_lines.py says which lines."""
+"""python -m tools.translate: where its output goes; test_odd_lines.py tests the lines themselves."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ from tools import translate
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-# The command with a translator that turns letters to capitals, to start at once.
+# The command with a translator that returns capitals, so that it starts at once.
 _WITH_STUB = """
 import sys
 from types import SimpleNamespace

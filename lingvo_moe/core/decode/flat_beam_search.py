@@ -27,6 +27,7 @@ import tensorflow as tf
 from lingvo_moe.core import checks
 from lingvo_moe.core.decode.ranges import BEAM_SIZE, LENGTH_ALPHA
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.tensors import dim
 
 # The score of what must not be chosen. Finite, because inf - inf and 0 * inf are NaN.
 NEVER = -1e9
@@ -292,9 +293,3 @@ class FlatBeamSearch:
             scores_BK=state.ended_scores_BJ[:, :K],
             steps=state.time,
         )
-
-
-def dim(x: tf.Tensor, axis: int) -> Any:
-    """A dimension's size, an int where it is known."""
-    size = x.shape[axis]
-    return tf.shape(x)[axis] if size is None else size

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
+from lingvo_moe.core import units
 from lingvo_moe.core.engine import xla
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.partition_dump import dump_options, read_before
@@ -70,9 +71,9 @@ class OutOfMemory(EngineError):
         self.holders = _holders(compiler_message)
         self.compiler_message = compiler_message
         super().__init__(
-            f"program {program!r} does not fit {topology}: it needs {_gib(self.needed_bytes)} on each"
-            f" device, which has {_gib(self.limit_bytes)}; it misses by"
-            f" {_gib(self.needed_bytes - self.limit_bytes)}"
+            f"program {program!r} does not fit {topology}: it needs {units.size(self.needed_bytes)} on each"
+            f" device, which has {units.size(self.limit_bytes)}; it misses by"
+            f" {units.size(self.needed_bytes - self.limit_bytes)}"
         )
 
 
@@ -259,10 +260,6 @@ def _holders(message: str) -> list[Holder]:
 
 def _bytes(number: str, unit: str) -> int:
     return round(float(number) * _UNITS[unit])
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"
 
 
 def _first_line(text: str) -> str:

@@ -13,8 +13,8 @@ import abc
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lingvo_moe.core import checks
 from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.core.suggest import did_you_mean
 
 ENGINES = ("pjrt", "tf", "tf_graph", "tpu_strategy")
 ONE_DEVICE_ENGINES = ("tf", "tf_graph")
@@ -89,6 +89,7 @@ def make_engine(name: str, mesh: Mesh, known_faults: str = "error") -> Engine:
     Raises:
         EngineError: there is none, or its devices do not fit the mesh.
     """
+    checks.check_one_of("--engine", name, ENGINES, EngineError)
     if name == "pjrt":
         from lingvo_moe.core.engine.pjrt import PjrtEngine
 
@@ -97,10 +98,6 @@ def make_engine(name: str, mesh: Mesh, known_faults: str = "error") -> Engine:
         from lingvo_moe.core.engine.tf_engine import TfEngine
 
         return TfEngine(mesh, jit_compile=name == "tf")
-    if name == "tpu_strategy":
-        from lingvo_moe.core.engine.tpu_strategy import TpuStrategyEngine
+    from lingvo_moe.core.engine.tpu_strategy import TpuStrategyEngine
 
-        return TpuStrategyEngine(mesh)
-    raise EngineError(
-        f"--engine={name!r}: no such engine{did_you_mean(name, ENGINES)}; there are {', '.join(ENGINES)}"
-    )
+    return TpuStrategyEngine(mesh)

@@ -1,23 +1,33 @@
 """Cheaper operations for TensorFlow's bridge to XLA, which give the same HLO.
 
 The bridge has two kinds of kernels. Most write HLO directly, in some 0.05 ms. The others set up a pipeline of MLIR
-passes for each operation, which takes 5 ms; a training step has hundreds of them. `cheaper_kernels` replaces Einsum
-and Reciprocal of a traced function by operations of the first kind while the function is lowered.
+passes for each operation, which takes 4 to 6 ms; a training step has hundreds of them. While a function is lowered,
+`cheaper_kernels` replaces those that are frequent by operations of the first kind:
+
+* Reciprocal by a quotient;
+* matrix products (Einsum) and roots by custom calls, as stand-ins. `without_stand_ins` puts the HLO operations that
+  are meant in their place.
 """
 
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-# Private: TensorFlow has no public way to change a function's definition.
+# Private: TensorFlow has no public way to change a function's definition, nor the messages of HLO.
+from tensorflow.compiler.xla import xla_data_pb2
+from tensorflow.compiler.xla.service import hlo_pb2
 from tensorflow.python.eager import context
 
 _LARGEST_CONSTANT = 4096  # elements: a literal of the program
-# The types that the definition of XlaEinsum allows.
+_STAND_IN = "lingvo_moe."  # before the name of a TensorFlow operation
+_PRODUCT = "/product"  # after the name of an Einsum: its product, before the transposition
+_ROOTS = {"Sqrt": "sqrt", "Rsqrt": "rsqrt"}  # by operation, the HLO opcode
+# The types whose products the bridge writes as one operation.
 _EINSUM_TYPES = (tf.float32, tf.bfloat16, tf.complex64)
 # The definitions are those of the process, and two functions that are lowered may call a third.
 _lock = threading.RLock()
@@ -27,7 +37,7 @@ _lock = threading.RLock()
 def cheaper_kernels(concrete: Any) -> Iterator[None]:
     """Inside, the runtime's definition of a ConcreteFunction, and of the functions that it calls, has the cheaper
     operations. Its Python graph stays as it is. Afterwards the definitions are the original ones, since functions
-    that the user decorated with `tf.function` may be among them, and TensorFlow's executor lacks XlaEinsum.
+    that the user decorated with `tf.function` may be among them, and TensorFlow's executor lacks the stand-ins.
 
     Other threads that lower a function wait."""
     runtime = context.context()
@@ -42,6 +52,16 @@ def cheaper_kernels(concrete: Any) -> Iterator[None]:
                 runtime.add_function_def(cheaper)
                 stack.callback(runtime.remove_function, name)
         yield
+
+
+def without_stand_ins(hlo: bytes) -> bytes:
+    """A serialised HloModuleProto of cheaper kernels, with the operations that its stand-ins stand for."""
+    module = hlo_pb2.HloModuleProto.FromString(hlo)
+    for computation in module.computations:
+        for instruction in computation.instructions:
+            if instruction.custom_call_target.startswith(_STAND_IN):
+                _put_in_place(instruction)
+    return module.SerializeToString()
 
 
 def _functions(concrete: Any) -> list[Any]:
@@ -60,12 +80,20 @@ def _replace_all(definition: Any, function: Any) -> bool:
     """Replaces what can be replaced in the FunctionDef of an AtomicFunction; whether there was any."""
     results: dict[str, str] = {}  # names of results, old -> new
     for node in list(definition.node_def):
-        if node.op == "Einsum" and node.attr["N"].i == 2 and _dtype(node) in _EINSUM_TYPES:
-            results.update(_replace_einsum(node))
-        elif node.op == "Reciprocal":
-            shape = function.graph.get_operation_by_name(node.name).outputs[0].shape
-            if shape.is_fully_defined() and shape.num_elements() <= _LARGEST_CONSTANT:
-                results.update(_replace_reciprocal(definition, node, shape.as_list()))
+        if node.op not in ("Einsum", "Reciprocal", *_ROOTS):
+            continue
+        op = function.graph.get_operation_by_name(node.name)
+        shapes = [t.shape for t in (*op.inputs, *op.outputs)]
+        if not all(shape.is_fully_defined() for shape in shapes):
+            continue
+        if node.op in _ROOTS:
+            results.update(_replace_root(node, op))
+        elif node.op == "Reciprocal" and shapes[0].num_elements() <= _LARGEST_CONSTANT:
+            results.update(_replace_reciprocal(definition, node, shapes[0].as_list()))
+        elif node.op == "Einsum" and _dtype(node) in _EINSUM_TYPES:
+            product = _product(node.attr["equation"].s.decode(), shapes)
+            if product is not None:
+                results.update(_replace_einsum(definition, node, product))
     if not results:
         return False
     for node in definition.node_def:
@@ -81,19 +109,128 @@ def _dtype(node: Any) -> tf.DType:
     return tf.as_dtype(node.attr["T"].type)
 
 
-def _replace_einsum(node: Any) -> dict[str, str]:
-    node.op = "XlaEinsum"
-    del node.attr["N"]
-    return {f"{node.name}:output:0": f"{node.name}:product:0"}
-
-
 def _replace_reciprocal(definition: Any, node: Any, shape: list[int]) -> dict[str, str]:
     """1 / x, with a constant of x's shape, as the other kernel writes it."""
     dtype = _dtype(node)
-    one = definition.node_def.add(name=f"{node.name}/one", op="Const")
-    one.attr["dtype"].type = dtype.as_datatype_enum
-    ones = np.ones(shape, dtype.as_numpy_dtype)
-    one.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(ones))
+    _add_constant(definition, f"{node.name}/one", np.ones(shape, dtype.as_numpy_dtype), dtype)
     node.op = "RealDiv"
-    node.input.insert(0, f"{one.name}:output:0")
+    node.input.insert(0, f"{node.name}/one:output:0")
     return {f"{node.name}:y:0": f"{node.name}:z:0"}
+
+
+def _replace_root(node: Any, op: Any) -> dict[str, str]:
+    _stand_in(node, [_dtype(node)], op.outputs[0].shape)
+    return {f"{node.name}:y:0": f"{node.name}:results:0"}
+
+
+@dataclass(frozen=True)
+class _Product:
+    """An Einsum of two tensors as one product and a transposition.
+
+    Attributes:
+        letters: of both operands and of the product: what both have and the result keeps, then what only the first
+            has, then what only the second has.
+        shape: of the product.
+        permutation: from the product to the result; None where they are the same.
+    """
+
+    letters: tuple[str, str, str]
+    shape: list[int]
+    permutation: list[int] | None
+
+
+def _product(equation: str, shapes: list[tf.TensorShape]) -> _Product | None:
+    """None if the Einsum of these shapes (of operands and of the result) is more than that."""
+    operands, _, result = equation.partition("->")
+    first, _, second = operands.partition(",")
+    known = set(first) | set(second)
+    both = set(first) & set(second)
+    once = all(len(set(letters)) == len(letters) for letters in (first, second, result))
+    summed = known - set(result)
+    if not (
+        once
+        and second
+        and "->" in equation
+        and equation.replace("->", "").replace(",", "").isalpha()
+    ):
+        return None
+    if not (summed <= both and set(result) <= known):
+        return None
+    out = [c for c in first if c in both - summed]
+    out += [c for c in first + second if c not in both]
+    sizes = dict(zip(first, shapes[0].as_list())) | dict(zip(second, shapes[1].as_list()))
+    if [sizes[c] for c in first] != shapes[0].as_list():  # a dimension of 1 that is repeated
+        return None
+    permutation = [out.index(c) for c in result]
+    identity = permutation == list(range(len(out)))
+    letters = (first, second, "".join(out))
+    return _Product(letters, [sizes[c] for c in out], None if identity else permutation)
+
+
+def _replace_einsum(definition: Any, node: Any, product: _Product) -> dict[str, str]:
+    name, dtype = node.name, _dtype(node)
+    _stand_in(node, [dtype, dtype], tf.TensorShape(product.shape), ",".join(product.letters))
+    if product.permutation is None:
+        return {f"{name}:output:0": f"{name}:results:0"}
+    node.name = f"{name}{_PRODUCT}"
+    permutation = np.array(product.permutation, np.int32)
+    _add_constant(definition, f"{name}/permutation", permutation, tf.int32)
+    inputs = [f"{node.name}:results:0", f"{name}/permutation:output:0"]
+    transposed = definition.node_def.add(name=name, op="Transpose", input=inputs)
+    transposed.attr["T"].type = dtype.as_datatype_enum
+    transposed.attr["Tperm"].type = tf.int32.as_datatype_enum
+    return {f"{name}:output:0": f"{name}:y:0"}
+
+
+def _add_constant(definition: Any, name: str, value: np.ndarray, dtype: tf.DType) -> None:
+    node = definition.node_def.add(name=name, op="Const")
+    node.attr["dtype"].type = dtype.as_datatype_enum
+    node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value))
+
+
+def _stand_in(node: Any, operands: list[tf.DType], shape: tf.TensorShape, config: str = "") -> None:
+    """Makes a node a custom call that stands for its operation; `config` says which."""
+    node.attr.clear()
+    node.attr["call_target_name"].s = f"{_STAND_IN}{node.op}".encode()
+    node.attr["backend_config"].s = config.encode()
+    node.attr["has_side_effect"].b = False
+    node.attr["operand_dtypes"].list.type.extend(d.as_datatype_enum for d in operands)
+    node.attr["result_dtypes"].list.type.append(operands[0].as_datatype_enum)
+    node.attr["result_shapes"].list.shape.append(shape.as_proto())
+    node.op = "XlaCustomCallV2"
+
+
+def _put_in_place(instruction: Any) -> None:
+    """Makes a stand-in the HLO operation that it stands for."""
+    op, config = instruction.custom_call_target.removeprefix(_STAND_IN), instruction.backend_config
+    for field in (
+        "custom_call_target",
+        "backend_config",
+        "constrain_layout",
+        "operand_shapes_with_layout",
+        "custom_call_api_version",
+        "feature_group_count",
+        "batch_group_count",
+        "precision_config",
+    ):
+        instruction.ClearField(field)
+    instruction.metadata.op_type = op
+    if op in _ROOTS:
+        instruction.opcode = _ROOTS[op]
+        return
+    instruction.opcode = "dot"
+    instruction.metadata.op_name = instruction.metadata.op_name.removesuffix(_PRODUCT)
+    first, second, out = config.decode().split(",")
+    numbers = instruction.dot_dimension_numbers
+    numbers.SetInParent()  # also where there are none
+    for letter in first:
+        if letter in second:
+            batch = letter in out
+            left = numbers.lhs_batch_dimensions if batch else numbers.lhs_contracting_dimensions
+            right = numbers.rhs_batch_dimensions if batch else numbers.rhs_contracting_dimensions
+            left.append(first.index(letter))
+            right.append(second.index(letter))
+    default = xla_data_pb2.PrecisionConfig.DEFAULT
+    instruction.precision_config.operand_precision.extend([default, default])
+    for name in ("grad_x", "grad_y"):  # as the bridge writes them
+        instruction.frontend_attributes.map[name] = "false"

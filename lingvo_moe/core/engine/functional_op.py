@@ -174,7 +174,7 @@ class Operation:
         )
 
     def _SplitsOfResults(self) -> list[Any]:
-        """How each result is cut, where that was asked for; else ()."""
+        """The requested sharding of each result; () where the partitioner chooses."""
         if self._splits is AUTO:
             return [()] * len(self.results)
         splits = iter(self._splits)

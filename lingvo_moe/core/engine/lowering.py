@@ -4,18 +4,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import tensorflow as tf
 from jax import export
-from jax.experimental import jax2tf
-from jax.experimental.jax2tf.call_tf import _get_concrete_function_tf  # private: a cache
 
 from lingvo_moe.core.collection import paused_collection
-from lingvo_moe.core.engine.bridge_kernels import cheaper_kernels
+from lingvo_moe.core.engine.embedding import embedded
 from lingvo_moe.core.engine.program import Program
 from lingvo_moe.core.engine.regions import isolate_regions
 from lingvo_moe.core.engine.signature import Signature
 from lingvo_moe.core.engine.sources import record
 from lingvo_moe.core.engine.specs import AUTO, TensorSpec, numpy_dtype
-from lingvo_moe.core.engine.tracing import LoweringError, concrete_function, trace
+from lingvo_moe.core.engine.tracing import LoweringError, trace
 from lingvo_moe.core.sharding import Mesh, ShardingError
 
 __all__ = ["AUTO", "LoweringError", "lower"]
@@ -68,23 +67,24 @@ def _lower(tf_function: Any, signature: Signature) -> Program:
             return None
         return jax.sharding.NamedSharding(abstract, jax.sharding.PartitionSpec(*spec.split))
 
+    specs = [tf.TensorSpec(a.shape, a.dtype) for a in signature.args]
     jitted = jax.jit(
-        jax2tf.call_tf(tf_function, has_side_effects=False),
+        embedded(tf_function, specs),
         out_shardings=tuple(sharding(spec) for spec in signature.results),
     )
     # TensorFlow lowers for the platform that it has; what it emits is plain StableHLO for any.
     exporter = export.export(
         jitted, platforms=["cpu"], disabled_checks=[export.DisabledSafetyCheck.platform()]
     )
-    concrete = concrete_function(tf_function, signature)
-    with cheaper_kernels(concrete):
-        exported = exporter(
-            *[
-                jax.ShapeDtypeStruct(spec.shape, numpy_dtype(spec.dtype), sharding=sharding(spec))
-                for spec in signature.args
-            ]
-        )
-    # Else this cache would keep the graphs of the last 128 functions, tens of megabytes each.
-    _get_concrete_function_tf.cache_clear()
+    exported = exporter(
+        *[
+            jax.ShapeDtypeStruct(spec.shape, numpy_dtype(spec.dtype), sharding=sharding(spec))
+            for spec in signature.args
+        ]
+    )
     exported = isolate_regions(exported)
-    return Program(signature, bytes(exported.serialize()), record(concrete.graph))
+    return Program(
+        signature,
+        bytes(exported.serialize()),
+        record(tf_function.get_concrete_function(*specs).graph),
+    )

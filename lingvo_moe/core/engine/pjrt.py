@@ -177,7 +177,7 @@ class CompiledProgram(Compiled):
         return self._compiled.as_text()
 
     def Collectives(self) -> list[Collective]:
-        """What it communicates."""
+        """The collectives of the compiled program."""
         return parse_collectives(self.HloText())
 
     def Memory(self) -> dict[str, int]:
@@ -209,7 +209,7 @@ def _misfit(mesh: Mesh, devices: Sequence[Any]) -> str:
 
 
 def _suggest(mesh: Mesh, count: int) -> str:
-    """The mesh with its last axis cut or grown to `count` devices, or one axis when that does not divide."""
+    """The mesh with its last axis resized to `count` devices in all, or one axis if that does not divide."""
     rest = mesh.size // mesh.shape[-1]
     if count % rest == 0:
         return str(Mesh(mesh.axis_names, (*mesh.shape[:-1], count // rest)))

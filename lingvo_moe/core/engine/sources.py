@@ -62,7 +62,7 @@ class SourceLine:
 
 
 class _Entry(NamedTuple):
-    traceback: Any
+    line: SourceLine | None  # not the traceback, which lives no longer than its graph
     type: str
     reads: str
     forward: str
@@ -87,7 +87,7 @@ class Sources:
     def Line(self, name: str) -> SourceLine | None:
         """The user's source line of operation `name`, or, for a gradient, of its forward operation."""
         entry = self._entries.get(name)
-        return None if entry is None or entry.traceback is None else _user_line(entry.traceback)
+        return None if entry is None else entry.line
 
     def Same(self, name: str) -> list[str]:
         """`name`, followed by the operations whose value it forwards, e.g. through tf.identity."""
@@ -122,9 +122,9 @@ def record(graph: tf.Graph) -> Sources:
             reads = ""
             if op.type in _READING and len(op.inputs) == 1:
                 reads = op.inputs[0].op.name
-            traceback = (op if original is None else original).traceback
+            line = _user_line((op if original is None else original).traceback)
             forward = "" if original is None else original.name
-            entries.setdefault(op.name, _Entry(traceback, op.type, reads, forward))
+            entries.setdefault(op.name, _Entry(line, op.type, reads, forward))
         for function in getattr(graph, "_functions", {}).values():
             inner = getattr(function, "graph", None)
             if inner is not None and id(inner) not in seen:
@@ -212,7 +212,7 @@ def _annotations_of_gradients(operations: list[Any]) -> dict[str, Any]:
 
 
 def _user_line(traceback: Any) -> SourceLine | None:
-    for place in range(len(traceback) - 1, -1, -1):
+    for place in range(len(traceback or ()) - 1, -1, -1):
         frame = traceback[place]
         if _is_user(frame.filename):
             return SourceLine(frame.filename, frame.lineno, frame.name)

@@ -22,7 +22,7 @@ class Auto:
     """The type of AUTO."""
 
 
-# For `results` of lower and Build: the partitioner chooses how results are cut.
+# For `results` of lower and Build: the partitioner chooses the shardings of results.
 AUTO = Auto()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_moe.core import kernels
+from lingvo_moe.core.collection import paused_collection
 from lingvo_moe.core.engine.signature import Signature
 from lingvo_moe.core.engine.sources import remembering_forward
 from lingvo_moe.core.engine.specs import AUTO, TensorSpec
@@ -49,7 +50,8 @@ def trace(
     _check_dtypes(name, args)
     flat_fn = _FlatFunction(fn, arg_specs, args, mesh)
     tf_function = tf.function(flat_fn, jit_compile=jit_compile, autograph=False)
-    with remembering_forward(), kernels.using(xla if jit_compile else tensorflow):
+    chosen = kernels.using(xla if jit_compile else tensorflow)
+    with paused_collection(), remembering_forward(), chosen:
         concrete = tf_function.get_concrete_function(
             *[tf.TensorSpec(a.shape, a.dtype) for a in args]
         )
@@ -64,13 +66,6 @@ def trace(
         donated=tuple(i for i, a in enumerate(args) if _root(a.name, names) in donate),
     )
     return tf_function, signature
-
-
-def concrete_function(tf_function: Any, signature: Signature) -> Any:
-    """The ConcreteFunction that `trace` made of a function."""
-    return tf_function.get_concrete_function(
-        *[tf.TensorSpec(a.shape, a.dtype) for a in signature.args]
-    )
 
 
 class _FlatFunction:

@@ -72,7 +72,7 @@ class TrainLoop:
         """
         batches = iter(self._inputs)
         first = self._checkpointer.LatestStep()
-        state: Any = None
+        state: NestedMap
         with StopRequest() as stop:
             if first is not None:
                 state = self._restore(first, batches)
@@ -97,14 +97,14 @@ class TrainLoop:
             on_compiled(step_fn)
         return step_fn
 
-    def _restore(self, step: int, batches: BatchIterator) -> Any:
+    def _restore(self, step: int, batches: BatchIterator) -> NestedMap:
         """The state to go on from; sets the input to where it stood."""
         state, extra = self._checkpointer.Restore(self._state_specs, self._engine, step)
         batches.SetState(extra["input"])
         say(f"resuming at step {step} from {self._checkpointer.directory}")
         return state
 
-    def _begin(self, batches: BatchIterator) -> Any:
+    def _begin(self, batches: BatchIterator) -> NestedMap:
         """The state before step 0, saved at once, so that the run can be resumed."""
         init = self._engine.Build(
             self._task.InitState,
@@ -123,21 +123,21 @@ class TrainLoop:
         self._checkpointer.Wait()
         return state
 
-    def _save(self, step: int, state: Any, batches: BatchIterator) -> None:
+    def _save(self, step: int, state: NestedMap, batches: BatchIterator) -> None:
         self._checkpointer.Save(step, state, {"input": batches.GetState()})
 
     def _steps(
         self,
         step_fn: Compiled,
-        state: Any,
+        state: NestedMap,
         first: int,
         batches: BatchIterator,
         progress: StepProgress,
         stop: StopRequest,
     ) -> NestedMap:
         train, unit = self._train, self._task.UNIT
-        units: list[Any] = []
-        metrics: Any = None
+        units: list[Any] = []  # arrays of the engine's
+        metrics: NestedMap | None = None
         step = first
         stopped = False
         while step < train.max_steps and not (stopped := self._stops(stop, step)):

@@ -87,9 +87,9 @@ def compile_for(
         if not names:
             raise
         raise ShardingError(
-            f"program {program.name!r}: the partitioner cuts {' or '.join(names)} in a way that the "
-            f"axes of mesh {program.mesh} cannot name ({e}); ask for it whole (results=None), or with "
-            "a split of its own, or annotate it with a mapping of the mesh (mesh_split) before it is "
+            f"program {program.name!r}: the partitioner shards {' or '.join(names)} in a way that the "
+            f"axes of mesh {program.mesh} cannot name ({e}); request it replicated (results=None) or with "
+            "a sharding, or annotate it with a mapping of the mesh (mesh_split) before it is "
             "returned"
         ) from e
 

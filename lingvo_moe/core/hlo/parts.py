@@ -1,7 +1,7 @@
 """Derives the part of the model that an instruction belongs to from its `op_name`.
 
 Each layer runs in a TensorFlow name scope equal to its path. So an `op_name` consists of the program's
-wrapper, a scope and an operation: `jit(f)/call_tf/m4/encoder/blocks/body/layers_1/ffn/router/Softmax`.
+wrapper, a scope and an operation: `jit(f)/call_tensorflow/m4/encoder/blocks/body/layers_1/ffn/router/Softmax`.
 The rules below use the names of layers (attention, router, a norm), never the name of a model.
 """
 
@@ -31,7 +31,7 @@ PARTS = (
 PHASES = ("forward", "recompute", "backward", "optimizer")
 
 _WRAPPER = re.compile(
-    r"^(?:(?:Stateful)?PartitionedCall(?:_\d+)?|call_tf|call_exported|call(?:\.\d+)?|jit\(.*\))$"
+    r"^(?:(?:Stateful)?PartitionedCall(?:_\d+)?|call_tensorflow|call_exported|call(?:\.\d+)?|jit\(.*\))$"
 )
 _LAYER = re.compile(r"^layers_\d+$")
 _LOOP = re.compile(r"^while(?:_\d+)?$")

@@ -87,6 +87,11 @@ class Kernels(Protocol):
     def logits(self, x: tf.Tensor, table_VM: tf.Tensor, shard: Shard) -> tf.Tensor:
         """x [B,T,M] times each row of the table: float32 [B,T,V]."""
 
+    def cross_entropy(
+        self, logits: tf.Tensor, labels: tf.Tensor, label_smoothing: float
+    ) -> tf.Tensor:
+        """The `xent` of `token_losses` without weights: float32 logits [...,V], int32 labels [...] to float32 [...]."""
+
     def token_losses(
         self,
         x: tf.Tensor,

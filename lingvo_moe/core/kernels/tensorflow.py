@@ -16,6 +16,7 @@ from lingvo_moe.core.kernels import grouped_matmul as grouped
 from lingvo_moe.core.kernels import xla
 from lingvo_moe.core.kernels.xla import AdafactorRecipe, Delta, Drop, Shard
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.tensors import shape_of
 
 _MASKED = -1e9  # added to a masked logit: beside it a float32 logit vanishes
 
@@ -24,6 +25,7 @@ _FEW_ROWS = 128
 _MANY_EXPERTS = 256  # with more, a product for each would be a large graph
 
 logits = xla.logits
+cross_entropy = xla.cross_entropy
 
 
 def fused(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,7 +67,7 @@ def experts_feed_forward(
     layer, but not for the weights' gradients, which would have to be joined.
     """
     del shard
-    experts, groups, slots, width = _shape(x_EGCM)
+    experts, groups, slots, width = shape_of(x_EGCM)
     if drop is None and wi_EMH.shape[0] <= _MANY_EXPERTS and _is_few(groups * slots):
         y_ERM = _each_expert(tf.reshape(x_EGCM, [experts, groups * slots, width]), wi_EMH, wo_EHM)
         return tf.reshape(y_ERM, [experts, groups, slots, width])
@@ -75,7 +77,7 @@ def experts_feed_forward(
 
 def _expert_product(x_EGCM: tf.Tensor, w_EMH: tf.Tensor) -> tf.Tensor:
     """Each expert's slots times its matrix, [E,G,C,H]."""
-    experts, groups, slots, width = _shape(x_EGCM)
+    experts, groups, slots, width = shape_of(x_EGCM)
     y_ERH = _batched(tf.reshape(x_EGCM, [experts, groups * slots, width]), w_EMH)
     return tf.reshape(y_ERH, [experts, groups, slots, w_EMH.shape[-1]])
 
@@ -159,7 +161,7 @@ def project_heads(
 
 def _project(x: tf.Tensor, weights: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """x [B,T,M] by each of the weights [M,N,K]: a list of [B,N,T,K]."""
-    batch, time = _shape(x)[:2]
+    batch, time = shape_of(x)[:2]
     dim, heads, size = weights[0].shape
     num = len(weights)
     joined = tf.reshape(tf.concat(weights, axis=1), [dim, num * heads * size])
@@ -179,7 +181,7 @@ def combine_heads(probs: tf.Tensor, v: tf.Tensor, o_NKM: tf.Tensor) -> tf.Tensor
     """See `Kernels`."""
     heads, size, dim = o_NKM.shape
     y = tf.transpose(_by_kv_head(probs, v), [0, 2, 1, 3])
-    batch, time = _shape(y)[:2]
+    batch, time = shape_of(y)[:2]
     o = tf.reshape(tf.cast(o_NKM, probs.dtype), [heads * size, dim])
     return tf.reshape(tf.matmul(tf.reshape(y, [-1, heads * size]), o), [batch, time, dim])
 
@@ -443,8 +445,3 @@ def slices(stacks: Sequence[tf.Tensor], num: int) -> list[list[tf.Tensor]]:
 def select(condition: tf.Tensor, new: list[tf.Tensor], old: list[tf.Tensor]) -> list[tf.Tensor]:
     """See `Kernels`; a branch, which copies nothing."""
     return list(tf.cond(condition, lambda: new, lambda: old))
-
-
-def _shape(x: tf.Tensor) -> list:
-    """The shape, static where it is known."""
-    return [tf.shape(x)[i] if n is None else n for i, n in enumerate(x.shape)]

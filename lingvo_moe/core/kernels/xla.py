@@ -7,16 +7,16 @@ They also run eagerly and in graphs without XLA, e.g. in tests. What each functi
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
 from lingvo_moe.core import randomness
-from lingvo_moe.core.gradients import custom_gradient
 from lingvo_moe.core.kernels import grouped_matmul as grouped
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.tensors import custom_gradient, dim, shape_of
 
 Shard = Callable[[tf.Tensor, str], tf.Tensor]
 Drop = Callable[[tf.Tensor], tf.Tensor]
@@ -83,7 +83,7 @@ def stable_order(key: tf.Tensor) -> tf.Tensor:
         del i, j
         return a < b
 
-    at = tf.range(tf.shape(key)[0] if key.shape[0] is None else key.shape[0])
+    at = tf.range(dim(key, 0))
     comparator = before.get_concrete_function(*[tf.TensorSpec([], tf.int32)] * 4)
     sort = gen_xla_ops.xla_variadic_sort
     return sort([key, at], tf.constant(0), comparator=comparator, is_stable=True)[1]
@@ -155,19 +155,11 @@ def by_head(equation: str, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         return tf.einsum(equation, x, y)
     x_letters, out_shared = (letters.replace("N", "AR") for letters in (x_letters, out))
     y_letters = y_letters.replace("N", "A")
-    sizes = _sizes(x)
+    sizes = shape_of(x)
     shape = [*sizes[:axis], kv_heads, x.shape[axis] // kv_heads, *sizes[axis + 1 :]]
     z = tf.einsum(f"{x_letters},{y_letters}->{out_shared}", tf.reshape(x, shape), y)
-    axis, sizes = out.index("N"), _sizes(z)
+    axis, sizes = out.index("N"), shape_of(z)
     return tf.reshape(z, [*sizes[:axis], z.shape[axis] * z.shape[axis + 1], *sizes[axis + 2 :]])
-
-
-def _sizes(x: tf.Tensor) -> list:
-    """The sizes of the dimensions, ints where they are known."""
-    if x.shape.is_fully_defined():
-        return list(x.shape)
-    known, found = x.shape.as_list(), tf.shape(x)
-    return [found[i] if size is None else size for i, size in enumerate(known)]
 
 
 # --- normalization and dropout
@@ -216,20 +208,14 @@ def token_losses(
     weights = tf.cast(weights, tf.float32)
     best = tf.argmax(scores, axis=-1, output_type=tf.int32)
     correct = tf.cast(tf.equal(best, tf.cast(labels, tf.int32)), tf.float32)
-    xent = smoothed_cross_entropy(scores, labels, label_smoothing) * weights
+    xent = cross_entropy(scores, labels, label_smoothing) * weights
     correct = correct * weights
-    nll = smoothed_cross_entropy(tf.stop_gradient(scores), labels, 0.0)
+    nll = cross_entropy(tf.stop_gradient(scores), labels, 0.0)
     return xent, nll * weights, correct
 
 
-def smoothed_cross_entropy(
-    logits: tf.Tensor, labels: tf.Tensor, label_smoothing: float
-) -> tf.Tensor:
-    """The `xent` of `Kernels.token_losses` without weights: logits float32 [B,T,V], labels int32 [B,T] to float32
-    [B,T].
-
-    The gradient keeps the logits and one number for each token, and rebuilds the rest elementwise.
-    """
+def cross_entropy(logits: tf.Tensor, labels: tf.Tensor, label_smoothing: float) -> tf.Tensor:
+    """See `Kernels`; the gradient keeps the logits and one number for each label, and rebuilds the rest elementwise."""
     num = logits.shape[-1]
     on, off = 1.0 - label_smoothing, label_smoothing / num
 
@@ -316,6 +302,22 @@ def adafactor(
     weight: tf.Tensor, grad: tf.Tensor, slots: NestedMap, recipe: AdafactorRecipe
 ) -> tuple[Delta, NestedMap]:
     """See `Kernels`."""
+    decay, rate, *numbers = (getattr(recipe, field.name) for field in fields(recipe))
+    update, new_slots = _adafactor(weight, grad, slots, decay, rate, tuple(numbers))
+    return DenseDelta(update), new_slots
+
+
+@tf.function(autograph=False)
+def _adafactor(
+    weight: tf.Tensor,
+    grad: tf.Tensor,
+    slots: NestedMap,
+    decay: tf.Tensor,
+    rate: tf.Tensor,
+    numbers: tuple,
+) -> tuple[tf.Tensor, NestedMap]:
+    """(update, new slots). A function of its own: a model has few shapes of variables, and each is traced once."""
+    recipe = AdafactorRecipe(decay, rate, *numbers)
     square = tf.square(grad) + recipe.epsilon1
     if recipe.dims is not None:
         first, second = recipe.dims
@@ -334,7 +336,7 @@ def adafactor(
         update *= tf.math.reciprocal(tf.maximum(excess, 1.0))
     if recipe.multiply_by_parameter_scale:
         update *= tf.maximum(_rms(weight, recipe.stack_dims), recipe.epsilon2)
-    return DenseDelta(update * recipe.rate), new_slots
+    return update * recipe.rate, new_slots
 
 
 def _rms(x: tf.Tensor, stack_dims: int) -> tf.Tensor:

@@ -6,6 +6,7 @@ hypothesis, L decoding step (in caches).
 
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import tensorflow as tf
 
@@ -16,6 +17,7 @@ from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.kernels import xla
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.tensors import dim
 
 
 class MultiHeadAttention(BaseLayer):
@@ -27,6 +29,8 @@ class MultiHeadAttention(BaseLayer):
 
     Caches have one layout, that of XLA's kernels, so the cached steps call these whichever kernels are in use.
     """
+
+    COMPUTES: ClassVar[str] = "multi_head_attention"
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -150,7 +154,7 @@ class MultiHeadAttention(BaseLayer):
             v=tf.tensor_scatter_nd_update(cache.v, index, new.v[tf.newaxis]),
         )
         num_hyps, batch = cache.k.shape[2], tf.shape(x)[0]
-        steps = cache.k.shape[0] or tf.shape(cache.k)[0]
+        steps = dim(cache.k, 0)
         heads = self.p.num_heads
         q = xla.queries(x, theta, self._scale, self.Shard)
         logits = xla.by_head("BJNK,LBINK->BNJLI", q, cache.k)

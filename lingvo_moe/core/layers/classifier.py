@@ -4,12 +4,11 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks
+from lingvo_moe.core import checks, kernels
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.kernels.xla import smoothed_cross_entropy
 from lingvo_moe.core.nested_map import NestedMap
 
 
@@ -49,8 +48,9 @@ class Classifier(BaseLayer):
     def Losses(self, logits: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Two cross-entropies in nats of logits float32 [B, V] and labels int32 [B]: with label smoothing,
         and without (which has no gradient); float32 [B]."""
-        smoothed = smoothed_cross_entropy(logits, labels, self.p.label_smoothing)
-        return smoothed, smoothed_cross_entropy(tf.stop_gradient(logits), labels, 0.0)
+        cross_entropy = kernels.current().cross_entropy
+        smoothed = cross_entropy(logits, labels, self.p.label_smoothing)
+        return smoothed, cross_entropy(tf.stop_gradient(logits), labels, 0.0)
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:

@@ -1,6 +1,7 @@
 """The dense feed-forward layer. Letters: B batch, T time, M model, H hidden."""
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import tensorflow as tf
 
@@ -14,6 +15,8 @@ from lingvo_moe.core.nested_map import NestedMap
 
 class FeedForward(BaseLayer):
     """y = wo . dropout(relu(wi . x)), the same interface as the mixture-of-experts layer's."""
+
+    COMPUTES: ClassVar[str] = "feed_forward"
 
     @classmethod
     def Params(cls) -> InstantiableParams:

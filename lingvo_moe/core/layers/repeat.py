@@ -8,7 +8,7 @@ Letters: L layer (the repetitions).
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -31,6 +31,8 @@ class Repeat(BaseLayer):
     would, and repetition i sees the seed folded with i. Scanned or unrolled, the values, gradients
     and structures are the same.
     """
+
+    COMPUTES: ClassVar[str] = "repeat"
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -142,15 +144,15 @@ def _scan(
     """See Repeat.FProp; `shard_carry(x, prefix letters)` annotates a carry or a stack of them."""
     seeds = [] if seed is None else [seed]
     structure = (theta, shared, seeds)
-    extras_specs = _extras_specs(body, theta, carry, shared, seed)
-    extras_flat = flatten(extras_specs)
     # Carries of unknown size (serving) are not kept: there is nothing to differentiate.
     keep = carry.shape.is_fully_defined()
 
-    def call(i: tf.Tensor, theta_i: list, x: tf.Tensor, flat_rest: list) -> tuple[tf.Tensor, list]:
+    def call(i: tf.Tensor, theta_i: list, x: tf.Tensor, flat_rest: list) -> tuple[tf.Tensor, Any]:
         theta_, shared_, seeds_ = pack_as(structure, [*theta_i, *flat_rest])
-        y, extras = body(i, theta_, x, shared_, seeds_[0] if seeds_ else None)
-        return y, flatten(extras)
+        return body(i, theta_, x, shared_, seeds_[0] if seeds_ else None)
+
+    forward, extras_specs = _traced(call, theta, carry, (shared, seeds))
+    extras_flat = flatten(extras_specs)
 
     num_theta = len(flatten(theta))
 
@@ -159,7 +161,7 @@ def _scan(
         weights, rest = list(flat[:num_theta]), list(flat[num_theta:])
 
         def step(i: tf.Tensor, x: tf.Tensor, inputs: list, extras: list) -> tuple:
-            y, values = call(i, [tf.gather(w, i) for w in weights], x, rest)
+            y, *values = forward(i, x, *(tf.gather(w, i) for w in weights), *rest)
             extras = [ta.write(i, v) for ta, v in zip(extras, values, strict=True)]
             return i + 1, y, [ta.write(i, x) for ta in inputs], extras
 
@@ -203,7 +205,9 @@ def _backward(
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(sources)
             y, extras = call(i, slices, x, rest)
-        grads = tape.gradient([y, *extras], sources, [dx, *(tf.gather(d, i) for d in dextras)])
+        grads = tape.gradient(
+            [y, *flatten(extras)], sources, [dx, *(tf.gather(d, i) for d in dextras)]
+        )
         dx, *grads = [None if g is None else tf.convert_to_tensor(g) for g in grads]
         dslices, dfloating = grads[: len(weights)], grads[len(weights) :]
         dslices = [
@@ -237,23 +241,29 @@ def _backward(
     return [dx, *stacks, *(by_index.get(k) for k in range(len(rest)))]
 
 
-def _extras_specs(
-    body: Body, theta: NestedMap, carry: tf.Tensor, shared: NestedMap, seed: tf.Tensor | None
-) -> Any:
-    """The specs of the body's extras, from a trace that is discarded; checks the carry."""
+def _traced(
+    call: Callable, theta: NestedMap, carry: tf.Tensor, rest: tuple
+) -> tuple[Callable[..., list[tf.Tensor]], NestedMap]:
+    """The body as a function (i, carry, *one repetition's theta, *rest) -> [carry, *extras], which is traced once, and
+    the specs of its extras. Raises as Repeat.FProp."""
+    extras = NestedMap()
+    num_theta = len(flatten(theta))
 
     def spec(t: tf.Tensor) -> tf.TensorSpec:
         return tf.TensorSpec(t.shape, t.dtype)
 
-    def traced(*args: Any) -> tuple:
-        return body(tf.constant(0), *args)
+    def run(i: tf.Tensor, x: tf.Tensor, *flat: tf.Tensor) -> list[tf.Tensor]:
+        nonlocal extras
+        y, extras = call(i, flat[:num_theta], x, flat[num_theta:])
+        return [y, *flatten(extras)]
 
-    one = map_structure(lambda w: tf.TensorSpec(w.shape[1:], w.dtype), theta)
-    args = (one, spec(carry), map_structure(spec, shared))
-    concrete = tf.function(traced, autograph=False).get_concrete_function(
-        *args, None if seed is None else spec(seed)
+    concrete = tf.function(run, autograph=False).get_concrete_function(
+        tf.TensorSpec([], tf.int32),
+        spec(carry),
+        *(tf.TensorSpec(w.shape[1:], w.dtype) for w in flatten(theta)),
+        *(spec(t) for t in flatten(rest)),
     )
-    y, extras = concrete.structured_outputs
+    y = concrete.outputs[0]
     if y.dtype != carry.dtype or not carry.shape.is_compatible_with(y.shape):
         raise ValueError(
             f"repeat: the body turns a carry of {carry.dtype.name} {carry.shape} into "
@@ -262,7 +272,7 @@ def _extras_specs(
     for e in flatten(extras):
         if not e.dtype.is_floating:
             raise TypeError(f"repeat: extras must be floating point, got {e.dtype.name} {e.shape}")
-    return map_structure(spec, extras)
+    return concrete, map_structure(spec, extras)
 
 
 def _slice(theta: NestedMap, i: int) -> NestedMap:

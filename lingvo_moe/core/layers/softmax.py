@@ -1,6 +1,7 @@
 """Logits and their cross-entropy. Letters: B batch, T time, M model, V vocabulary."""
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import tensorflow as tf
 
@@ -18,6 +19,8 @@ class Softmax(BaseLayer):
     With `p.tied` the layer has no variable: the model passes the target embedding's table as
     `theta=NestedMap(table=theta.target_embedding.table)`.
     """
+
+    COMPUTES: ClassVar[str] = "softmax"
 
     @classmethod
     def Params(cls) -> InstantiableParams:

@@ -11,6 +11,7 @@ Layers share `aux`, a NestedMap:
 """
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import tensorflow as tf
 
@@ -27,6 +28,8 @@ from lingvo_moe.core.nested_map import NestedMap
 
 class TransformerLayer(BaseLayer):
     """x plus self-attention, cross-attention (if any) and feed-forward in turn, pre-LN."""
+
+    COMPUTES: ClassVar[str] = "transformer_layer"
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -170,6 +173,8 @@ class TransformerLayer(BaseLayer):
 class TransformerBlock(BaseLayer):
     """A sequence of different layers, the unit that a stack repeats, e.g. a dense layer and then a MoE layer."""
 
+    COMPUTES: ClassVar[str] = "transformer_block"
+
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
@@ -205,6 +210,8 @@ class TransformerBlock(BaseLayer):
 
 class TransformerStack(BaseLayer):
     """`num_blocks` times a block of layers, then a normalization: an encoder or a decoder."""
+
+    COMPUTES: ClassVar[str] = "transformer_stack"
 
     @classmethod
     def Params(cls) -> InstantiableParams:

@@ -10,9 +10,9 @@ import tensorflow as tf
 
 from lingvo_moe.core.base_layer import BaseLayer, scoped
 from lingvo_moe.core.moe.experts import Rows
-from lingvo_moe.core.moe.packing import shape_of
 from lingvo_moe.core.moe.routers.base import Routing
 from lingvo_moe.core.sharding import Axis, ShardingError, dims_mapping
+from lingvo_moe.core.tensors import shape_of
 
 
 class Dispatcher(BaseLayer):

@@ -23,7 +23,6 @@ from lingvo_moe.core.moe.experts import Rows
 from lingvo_moe.core.moe.packing import (
     Places,
     of_slots,
-    shape_of,
     sorted_places,
     to_slots,
     weigh_slots,
@@ -34,6 +33,7 @@ from lingvo_moe.core.sharding import Axis, ShardingError, dims_mapping
 from lingvo_moe.core.sharding.annotate import mesh_of, mesh_split
 from lingvo_moe.core.sharding.letters import axes_of
 from lingvo_moe.core.sharding.manual import manual_region
+from lingvo_moe.core.tensors import shape_of
 
 _OTHERWISE = (
     "as the dropless dispatcher requires; use dispatcher='einsum' and, for inference, "
@@ -52,6 +52,7 @@ class DroplessDispatcher(Dispatcher):
     which must be among the tokens' own.
     """
 
+    COMPUTES: ClassVar[str] = "dropless_dispatch"
     LIMITED: ClassVar[bool] = False
     GIVES_ROWS: ClassVar[bool] = True
 

@@ -12,9 +12,10 @@ X = E C (the slots of a group), M model.
 import tensorflow as tf
 
 from lingvo_moe.core.moe.dispatch import Dispatcher, has_slot_for_all, per_token
-from lingvo_moe.core.moe.packing import Places, places_of, shape_of, to_slots, weigh_slots
+from lingvo_moe.core.moe.packing import Places, places_of, to_slots, weigh_slots
 from lingvo_moe.core.moe.routers.base import Routing
 from lingvo_moe.core.sharding.manual import manual_region
+from lingvo_moe.core.tensors import shape_of
 
 
 class IndexDispatcher(Dispatcher):

@@ -99,6 +99,7 @@ class BaseExperts(BaseLayer):
 class Experts(BaseExperts):
     """relu(x wi) wo, each expert on its own tokens. No biases: an empty slot stays zero."""
 
+    COMPUTES: ClassVar[str] = "experts"
     TAKES_ROWS: ClassVar[bool] = True
 
     @classmethod

@@ -4,6 +4,7 @@ Letters: B batch, T time, G group, S token in group, E expert, C capacity slot, 
 """
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import tensorflow as tf
 
@@ -28,6 +29,8 @@ class MoELayer(BaseLayer):
     group; the output of a token that finds none is zeros. Inference (seed None) drops no token and draws
     nothing at random, so that a token's result depends on that token alone.
     """
+
+    COMPUTES: ClassVar[str] = "mixture_of_experts"
 
     @classmethod
     def Params(cls) -> InstantiableParams:

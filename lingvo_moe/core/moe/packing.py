@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from lingvo_moe.core import kernels
-from lingvo_moe.core.gradients import custom_gradient
+from lingvo_moe.core.tensors import custom_gradient, shape_of
 
 _MOST_UNROLLED = 4  # choices of a token that are gathered one after another
 
@@ -126,11 +126,6 @@ def of_slots(values_gSk: tf.Tensor, places: Places) -> tf.Tensor:
     flat = tf.reshape(values_gSk, [groups, size * ranks])
     values = tf.gather(flat, tf.maximum(places.source_gX, 0), batch_dims=1)
     return tf.where(places.source_gX < 0, tf.zeros([], values.dtype), values)
-
-
-def shape_of(x: tf.Tensor) -> list:
-    """The shape, static where it is known: a served program may leave the batch open."""
-    return [tf.shape(x)[i] if n is None else n for i, n in enumerate(x.shape)]
 
 
 def _sum_of_slots(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from lingvo_moe.core import kernels
-from lingvo_moe.core.gradients import custom_gradient
+from lingvo_moe.core.tensors import custom_gradient, shape_of
 
 
 def expert_capacity(
@@ -143,7 +143,7 @@ def count_choices(
 def _queue(expert_index_GSk: tf.Tensor, wanted_GSk: tf.Tensor) -> tf.Tensor:
     """int32 [G,Q,R]: the choices in the order in which they get slots, -1 for those that ask for none."""
     index_GSk = tf.where(wanted_GSk > 0, expert_index_GSk, -1)
-    groups, size, ranks = _shape(index_GSk)
+    groups, size, ranks = shape_of(index_GSk)
     queue_GkS = tf.transpose(index_GSk, [0, 2, 1])
     queue_GkS = tf.pad(queue_GkS, [[0, 0], [0, 0], [0, -size % _BLOCK]], constant_values=-1)
     return tf.reshape(queue_GkS, [groups, ranks * ((size + _BLOCK - 1) // _BLOCK), _BLOCK])
@@ -151,7 +151,7 @@ def _queue(expert_index_GSk: tf.Tensor, wanted_GSk: tf.Tensor) -> tf.Tensor:
 
 def _unqueue(values_GQR: tf.Tensor, like_GSk: tf.Tensor) -> tf.Tensor:
     """The inverse of `_queue`."""
-    groups, size, ranks = _shape(like_GSk)
+    groups, size, ranks = shape_of(like_GSk)
     values_GkS = tf.reshape(values_GQR, [groups, ranks, size + -size % _BLOCK])
     return tf.transpose(values_GkS[:, :, :size], [0, 2, 1])
 
@@ -185,8 +185,3 @@ def _earlier_in_block(queue_GQR: tf.Tensor) -> tf.Tensor:
     place = tf.range(_BLOCK)
     earlier_RR = place[tf.newaxis, :] < place[:, tf.newaxis]
     return tf.reduce_sum(tf.cast(tf.logical_and(same_GQRR, earlier_RR), tf.float32), -1)
-
-
-def _shape(x: tf.Tensor) -> list:
-    """The shape, static where it is known: a served program may leave the batch open."""
-    return [tf.shape(x)[i] if n is None else n for i, n in enumerate(x.shape)]

@@ -331,7 +331,7 @@ def dims(shape: Sequence[int]) -> str:
 
 
 def short(name: str) -> str:
-    """A name without 'gradient_tape/', shortened to its end if it is long."""
+    """Drops the prefix 'gradient_tape/'. Of a name that is still longer than 46 characters, keeps '…' and the end."""
     name = name.removeprefix("gradient_tape/")
     return name if len(name) <= _WIDEST else "…" + name[1 - _WIDEST :]
 

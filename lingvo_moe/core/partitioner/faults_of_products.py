@@ -99,14 +99,14 @@ class Dot:
 
 
 def reshards_the_batch(dot: Dot) -> bool:
-    """Whether the elements of a batch dimension come out in another order.
+    """Whether XLA returns the elements of a batch dimension in a wrong order.
 
     Both operands shard the batch dimension over some devices and the summed dimensions over others. The result shards
-    the batch dimension into as many parts as the sum has, so that XLA gives it the devices of the sum. Other batch
-    dimensions do not matter.
+    the batch dimension into as many parts as the sum has, and XLA wrongly takes the devices of the sum for those of the
+    batch. Other batch dimensions do not matter.
 
-    False if the result has a copy for each part of the sum, or shards a free dimension of an operand into as many
-    parts: XLA then uses these for the sum.
+    False if the number of the result's copies is a multiple of the number of parts of the sum, or if the result shards
+    the free dimensions of an operand into as many parts: XLA then takes those devices for the sum.
     """
     summed, same = dot.summed
     count = math.prod(summed)
@@ -174,7 +174,7 @@ def adds_up_other_devices(dot: Dot) -> bool:
 
 
 def numbers_rows_differently(dot: Dot) -> bool:
-    """Whether rows of the result come out exchanged, because the operands order the devices differently.
+    """Whether XLA exchanges rows of the result, because the operands order the devices differently.
 
     The right operand is sharded along the batch and the summed dimensions. The result is sharded along the batch and
     the left operand's free dimension, with the same order of devices. The left operand is sharded along its free

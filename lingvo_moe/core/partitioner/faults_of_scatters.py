@@ -72,15 +72,16 @@ def padding_is_zero(
     is_uneven: Callable[[Instruction], bool],
     far: int = _SEARCH_LIMIT,
 ) -> bool:
-    """Whether the padding of an unevenly sharded tensor is zero, or may be.
+    """Whether the padding of an unevenly sharded tensor is zero.
 
-    It is zero after an unsharded tensor was split, and stays zero through operations that keep zeros.
+    It is zero after an unsharded tensor was split, and stays zero through operations that keep zeros. After any other
+    operation it counts as not zero.
 
     Args:
         instruction: the instruction that produces the tensor.
         inside: its computation.
-        is_uneven: says whether an instruction's result has padded parts.
-        far: how many operations to follow; beyond that limit the answer is true.
+        is_uneven: whether an instruction's result has padded parts.
+        far: how many operations to follow; True if the producers lie farther away.
     """
     if not is_uneven(instruction):
         return True

@@ -131,11 +131,12 @@ class Convolution:
         )
 
     def SumsDifferentlyCutDims(self) -> bool:
-        """Whether XLA adds partial sums along only some of the sharded summed dimensions.
+        """Whether XLA leaves out partial sums: it adds them along only some of the sharded summed dimensions.
 
         This is the fault of `faults_of_products.sums_differently_sharded_dims`, in a convolution that is a matrix
-        product because each window covers the complete image. The operands shard one summed dimension alike and the
-        others differently, into as many parts in all.
+        product because each window covers the complete image. The summed dimensions are rows, columns and features.
+        The operands shard one of them into the same number of parts, and another one into different numbers. The
+        product of the numbers of parts is the same for both.
         """
         left = parts(self._lhs, [self._summed[0], *self._left])
         right = parts(self._rhs, [self._summed[1], *self._right])

@@ -20,6 +20,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from lingvo_moe.core import checks
 from lingvo_moe.core.hlo.module import Computation, Instruction, Module
 from lingvo_moe.core.hlo.sharding import TensorSharding, parse_sharding
 from lingvo_moe.core.partitioner import faults_of_products as products
@@ -28,7 +29,6 @@ from lingvo_moe.core.partitioner import faults_of_windows as windows
 from lingvo_moe.core.partitioner.faults_of_products import Dot
 from lingvo_moe.core.partitioner.spmd import operation_of
 from lingvo_moe.core.sharding import ShardingError
-from lingvo_moe.core.suggest import did_you_mean
 
 # What to do with a program that has a fault.
 ERROR, WARN, OFF = "error", "warn", "off"
@@ -131,10 +131,7 @@ class Fault:
 
 def check_action(action: str, name: str = "known_faults") -> None:
     """Raises ShardingError, naming the flag or argument `name`, unless `action` is one of ACTIONS."""
-    if action not in ACTIONS:
-        raise ShardingError(
-            f"{name}={action}: must be one of {', '.join(ACTIONS)}{did_you_mean(action, ACTIONS)}"
-        )
+    checks.check_one_of(name, action, ACTIONS, ShardingError)
 
 
 def known_faults(module: Module) -> list[Fault]:

@@ -97,9 +97,13 @@ class _Site:
 
 
 class Placer:
-    """Assigns executed instructions to layers.
+    """Finds the `Place` of an executed instruction: its layer, part of the model, and phase.
 
-    An instruction whose own name does not say is assigned by its producers or its consumers.
+    The place follows from the name scope of the layer that traced the instruction. An instruction without such a scope
+    gets the place of its nearest producer, else that of its nearest consumer.
+
+    Args:
+        module: the compiled module that contains the instructions.
     """
 
     def __init__(self, module: Module):

@@ -5,7 +5,7 @@ missing figures are None here and a dash in reports.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,7 +89,8 @@ def time_by_part(plan: Plan) -> list[PartTime]:
 
 def cells(parts: Sequence[PartTime], fields: Iterable[str] = tuple(TIMES)) -> list[str]:
     """Formats the fields of TIMES, summed over `parts`, with units; a dash for zero."""
-    show = dict.fromkeys(TIMES, units.duration) | {"flops": units.work, "num_bytes": units.size}
+    show: dict[str, Callable[[float | None], str]] = dict.fromkeys(TIMES, units.duration)
+    show |= {"flops": units.work, "num_bytes": units.size}
     sums = {figure: sum(getattr(part, figure) for part in parts) for figure in fields}
     return [show[figure](value or None) for figure, value in sums.items()]
 
@@ -160,7 +161,7 @@ def unit(plan: Plan) -> str:
 
 
 def speed(plan: Plan) -> float | None:
-    """Units a second."""
+    """The units (tokens, images) a second of a plan; None if it has no times."""
     return get(plan, f"time.{unit(plan)}_per_second")
 
 
@@ -170,7 +171,7 @@ def budget(plan: Plan) -> float | None:
 
 
 def budgets(plans: Sequence[Plan]) -> list[float]:
-    """The budgets of several plans, each once."""
+    """The different budgets of several plans, in ascending order."""
     return sorted({found for plan in plans if (found := budget(plan)) is not None})
 
 

@@ -50,7 +50,14 @@ class Signature(Protocol):
 
 
 class Misfit(Protocol):
-    """The compiler's report on a program that is too large, e.g. an `aot.OutOfMemory`."""
+    """The compiler's report on a program that is too large, e.g. an `aot.OutOfMemory`.
+
+    Attributes:
+        needed_bytes: bytes that the program needs on a device.
+        limit_bytes: HBM capacity of a device in bytes.
+        hlo_text: the scheduled module as text; '' if the compiler left none.
+        holders: the largest buffers that the compiler lists, each with `op_name` and `bytes`.
+    """
 
     needed_bytes: int
     limit_bytes: int

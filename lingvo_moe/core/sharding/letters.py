@@ -109,7 +109,7 @@ def check_mapping(name: str, shape: Sequence[int | None], mapping: DimsMapping, 
                 )
             if a in seen:
                 raise ShardingError(
-                    f"{name}: mesh axis {a!r} cuts both dimension {seen[a]} and dimension {dim}; use it once"
+                    f"{name}: mesh axis {a!r} shards both dimension {seen[a]} and dimension {dim}; use it once"
                 )
             seen[a] = dim
         parts = mesh.axis_size(axes)

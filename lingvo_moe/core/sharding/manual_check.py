@@ -119,7 +119,7 @@ class _Walk:
                 )
             return [inputs[0] if isinstance(inputs[0], ShardingError) else FULL]
         if op.type == _ANNOTATE:
-            self._NotLocal(op, inputs[0], "be annotated: the partitioner does not cut it")
+            self._NotLocal(op, inputs[0], "be annotated: the partitioner does not shard it")
         if op.type in _PAIRWISE:
             return inputs
         if op.type in _STATIC:

@@ -248,7 +248,7 @@ class _Search:
     def _Cuts(
         self, grid: _Grid, dim: int, atoms: tuple[int, ...], free: list[int]
     ) -> Iterator[tuple[int, ...]]:
-        # From the whole any cut is free, also one whose borders a coarser one would not share.
+        # Any sharding of a replicated dimension is free, also one whose borders a coarser one would not share.
         longest = len(free) if not atoms and self._shape[dim] % math.prod(grid.sizes) else 1
         for count in range(1, longest + 1):
             for more in itertools.permutations(free, count):

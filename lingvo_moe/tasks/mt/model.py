@@ -5,6 +5,7 @@ Letters: B batch, T target time, S source time, J hypotheses, M model, V vocabul
 """
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import tensorflow as tf
 
@@ -14,11 +15,11 @@ from lingvo_moe.core.base_layer import scoped
 from lingvo_moe.core.base_task import TaskError, updates_of
 from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.hyperparams import Params as HyperParams
-from lingvo_moe.core.kernels import xla
 from lingvo_moe.core.layers import attention, embedding, feed_forward, masks, softmax, transformer
 from lingvo_moe.core.moe import layer as moe_layer
 from lingvo_moe.core.moe.registry import ROUTERS
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.tensors import dim
 from lingvo_moe.tasks.mt.task import MtTask
 
 
@@ -30,6 +31,8 @@ class MtModel(MtTask):
     the training loss and float32 metrics. Where a router needs them (`Needs`), both sides also have
     `task_ids`, the number of each token's source language.
     """
+
+    COMPUTES: ClassVar[str] = "translation_transformer"
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -179,7 +182,7 @@ class MtModel(MtTask):
 
     @classmethod
     def NumTasks(cls, params: HyperParams) -> int:
-        """The most source languages that the routers which choose by them have room for."""
+        """The largest number of source languages that every router which chooses by language supports."""
         sides = [(_router_of(params, d)[1], cls.Needs(params, d)) for d in (False, True)]
         return min(router.num_tasks for router, needs in sides if "task_ids" in needs)
 
@@ -249,7 +252,7 @@ class MtModel(MtTask):
         """
         y, _, _ = self._Decoded(theta, batch, None)
         logits = self.softmax.FProp(theta.target_embedding, y)[..., :vocab_size]
-        nll = xla.smoothed_cross_entropy(logits, batch.tgt.labels, 0.0)
+        nll = kernels.current().cross_entropy(logits, batch.tgt.labels, 0.0)
         return tf.where(batch.tgt.segment_ids > 0, -nll, 0.0)
 
     def _Decoded(
@@ -328,9 +331,7 @@ class MtModel(MtTask):
     ) -> NestedMap:
         """The decoder's keys and values: empty ones for `beam_size * max_length` positions, and
         those of the memory."""
-        batch = encoded.memory.shape[0]
-        if batch is None:
-            batch = tf.shape(encoded.memory)[0]
+        batch = dim(encoded.memory, 0)
         first = tf.fill([batch, 1], 1)
         tasks = {"task_ids": encoded.task_ids} if "task_ids" in encoded else {}
         return NestedMap(

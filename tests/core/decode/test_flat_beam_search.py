@@ -1,4 +1,4 @@
-"""Flat beam search against the plain one, over models that depend on the whole prefix."""
+"""Flat beam search compared with a plain one, over models that depend on the whole prefix."""
 
 import numpy as np
 import pytest
@@ -76,7 +76,7 @@ def test_greedy_takes_the_best_token_each_time():
 
 
 def test_early_stop_saves_steps_and_changes_nothing():
-    """Nothing that a longer search would find is lost (the reference never stops early)"""
+    """The reference never stops early and finds nothing more."""
     max_lengths = [30, 30, 30]
     model = ToyModel(5, 3, 9, 30, scale=3.0)
     for top_k in (1, 2, 4):
@@ -110,7 +110,7 @@ def test_only_allowed_tokens_come_out():
 
 
 def test_rows_do_not_disturb_each_other():
-    """A row among others, some of them left alone, gives what it gives by itself, to the bit."""
+    """A row gives bit-identical results alone and among others, also if some of those are skipped."""
     options = SearchOptions(beam_size=3, top_k=2)
     model = ToyModel(9, 4, 15, 12)
     together = run(model, [12, 0, 5, 12], options)
@@ -124,7 +124,7 @@ def test_rows_do_not_disturb_each_other():
 
 
 def test_a_model_that_breaks_still_ends():
-    """NaN logits: no hypothesis, no endless loop, no NaN score."""
+    """NaN logits give no hypothesis, no endless loop and no NaN score."""
     model = ToyModel(1, 2, 8, 6)
 
     def step(ids_BJ, cache, time, mask_BJS):

@@ -1,4 +1,4 @@
-"""Programs compiled for TPUs that are not there, by the real compiler."""
+"""Programs compiled by the real TPU compiler for TPUs that this machine does not have."""
 
 import importlib.util
 
@@ -45,7 +45,7 @@ Total hbm usage >= 19.24G:
 
 
 def _gram(rows, devices=8):
-    """x x^T of x [rows, 512], cut by rows, whole on every device."""
+    """Computes x x^T of x [rows, 512], sharded by rows; the result is replicated."""
     return lower(
         lambda x: sharding.replicate(tf.matmul(x, x, transpose_b=True)),
         [TensorSpec((rows, 512), "float32", ROWS)],
@@ -114,7 +114,7 @@ def test_a_program_that_does_not_fit():
     assert e.value.limit_bytes == pytest.approx(15.48 * 2**30, rel=1e-3)
     assert "\n" not in str(e.value)
     assert "RESOURCE_EXHAUSTED" in e.value.compiler_message
-    # What was refused can be looked into.
+    # The refused program can be inspected.
     assert "is_scheduled=true" in e.value.hlo_text
     assert "f32[262144,262144]" in e.value.hlo_text
 

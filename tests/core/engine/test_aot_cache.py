@@ -1,4 +1,4 @@
-"""Compiled programs on disk: read back whole, by program, names, machine and compiler; damage means compiling again."""
+"""Compiled programs on disk: the key has program, names, machine and compiler; a damaged file means compiling again."""
 
 import pytest
 
@@ -34,7 +34,7 @@ def test_an_entry_is_read_back_for_the_same_program_machine_and_compiler(tmp_pat
     other = _result("HloModule other")
     assert cached(_Program(), "v3:4x4", "libtpu-1", cache, lambda: other) == other
     assert cached(_Program(), "v3:2x2", "libtpu-2", cache, lambda: other) == other
-    # Whose operations have other names: layers are told by them.
+    # The same program with other names of operations, from which layers are derived.
     assert cached(_Program("0" * 64), "v3:2x2", "libtpu-1", cache, lambda: other) == other
     assert len(list(cache.iterdir())) == 4
 

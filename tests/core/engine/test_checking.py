@@ -61,7 +61,7 @@ def test_functions_called_from_eager_code_are_checked_and_their_gradients():
     xs.shard_function(wrong, mesh=MESH, known_faults="off")(x, y)
 
     def backward_only(x, y):
-        """Its forward program is fine: the wrong one is in the gradient."""
+        """Its forward program is right; its gradient is computed wrongly."""
 
         @tf.custom_gradient
         def fn(x, y):
@@ -102,7 +102,7 @@ def test_a_cache_of_compiled_programs_keeps_right_ones_alone(cache, monkeypatch)
         PjrtEngine(MESH).Build(wrong, SPECS)
     PjrtEngine(MESH).Build(right, SPECS)
     assert kept() == 1
-    # What was compiled unchecked is no answer for a checked compile.
+    # A program that was compiled without the check does not serve a compile with it.
     PjrtEngine(MESH, known_faults="off").Build(wrong, SPECS)
     with pytest.raises(ShardingError, match=REFUSED):
         PjrtEngine(MESH).Build(wrong, SPECS)
@@ -114,7 +114,7 @@ def test_a_cache_of_compiled_programs_keeps_right_ones_alone(cache, monkeypatch)
 
 @pytest.mark.filterwarnings("error")
 def test_a_compile_that_writes_nothing_down_is_an_error_and_is_not_kept(cache, monkeypatch):
-    """With the cache of compiled programs, which the trainer always has: an empty dump is no hit."""
+    """An empty dump is an error, also with the cache of compiled programs, which the trainer always has."""
     monkeypatch.setattr(checking, "dump_options", lambda _: {})
     for _ in range(2):
         with pytest.raises(EngineError, match=r"'right' cannot be checked.*known_faults=off"):
@@ -141,7 +141,7 @@ def test_a_module_that_cannot_be_read_is_an_error_with_the_remedy(monkeypatch):
 
 
 def test_code_of_the_check_is_in_the_key_of_the_cache():
-    """A program that was found right by older code is checked again."""
+    """A program that older code of the check found right is checked again."""
     core = Path(checking.__file__).parents[1]
     code = {str(path.relative_to(core)) for path in checking._files()}
     waiting = ["engine/partition_dump.py", "partitioner/known_faults.py", "hlo/module.py"]

@@ -1,4 +1,4 @@
-"""Checkpoints: exact, restored anywhere, atomic, and clear about what is wrong."""
+"""Checkpoints: exact, restored on any mesh, atomic; errors name the damaged file."""
 
 import os
 import shutil
@@ -205,7 +205,7 @@ def _flip(path):
     ids=["flip", "cut", "remove"],
 )
 def test_damage_to_any_file_is_an_error_that_names_it(saved, tmp_path, damage, what):
-    """A flipped bit of a tensor's data came out as another weight when only Orbax looked."""
+    """Orbax alone returned another weight after a flipped bit of a tensor's data."""
     engine = PjrtEngine(MESH)
     names = _files(os.path.join(saved, "9"))
     assert len(names) >= 8
@@ -357,7 +357,7 @@ def test_the_mean_of_several_steps(tmp_path):
 
 
 def test_what_is_whole_and_cannot_be_restored_is_not_called_damaged(saved, monkeypatch):
-    """Whoever lacks memory or a permission must not be told to delete a checkpoint."""
+    """A user who lacks memory or a permission must not be advised to delete a checkpoint."""
 
     def without_memory(*args, **kwargs):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")

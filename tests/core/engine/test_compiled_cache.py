@@ -1,4 +1,4 @@
-"""Compiled programs are kept where only this user can write, and a damaged one is never run."""
+"""Compiled programs are stored where only this user can write, and a damaged one never runs."""
 
 import os
 from pathlib import Path

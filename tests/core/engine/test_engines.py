@@ -1,4 +1,4 @@
-"""The engines behind one interface: the same results; the devices they need; errors that say what to do."""
+"""The engines behind one interface: equal results, the devices they need, and errors with a remedy."""
 
 import os
 import subprocess
@@ -74,7 +74,7 @@ def test_the_tf_engine_shows_its_hlo_and_checks_arguments():
 
 
 def test_unknown_engines_and_meshes():
-    with pytest.raises(EngineError, match=r"--engine='pjr'.*did you mean 'pjrt'"):
+    with pytest.raises(EngineError, match=r"--engine=pjr: must be .*did you mean 'pjrt'"):
         make_engine("pjr", sharding.single_device())
     for name in ("tf", "tf_graph"):
         with pytest.raises(

@@ -1,4 +1,4 @@
-"""Signals become a request to stop; the second Ctrl-C is Ctrl-C."""
+"""Signals request a stop; the second Ctrl-C raises KeyboardInterrupt."""
 
 import os
 import signal
@@ -37,7 +37,7 @@ def test_a_second_sigterm_is_patient():
 
 
 def test_a_handler_that_python_does_not_know_is_left_alone(monkeypatch):
-    """signal.signal returns None for a handler that C code has set."""
+    """signal.signal returns None for a handler that C code set."""
     set_handlers = []
 
     def fake(number, handler):

@@ -25,7 +25,7 @@ test_multiprocess.restore_damaged(directory, 5)
 
 
 def train(directory, first, last):
-    """Trains on all devices from step `first` (None: anew) to `last`, saves, and prints a JSON line."""
+    """Trains on all devices from step `first` (None: a new run) to `last`, saves, and prints a JSON line."""
     import jax
     import tensorflow as tf
 
@@ -85,7 +85,7 @@ def train(directory, first, last):
 
 
 def restore_damaged(directory, step):
-    """Flips a bit of each file of a step in turn; prints, as a JSON line, how restoring it ends on this process."""
+    """Flips a bit of each file of a step in turn. Prints, as a JSON line, how restoring it ends on this process."""
     import jax
 
     from lingvo_moe.core import sharding
@@ -147,7 +147,7 @@ def test_two_processes_of_four_devices_are_one_of_eight(tmp_path, capsys):
     assert lines[0] == lines[1]
     damage = [worker.pop(-1)["damage_found"] for worker in lines]
     assert len(damage[0]) >= 8 and all(all(found) for found in damage)
-    # The same with one process; then on from what two have saved.
+    # The same with one process; then one process resumes what two have saved.
     train(str(tmp_path / "one"), None, 3)
     train(str(tmp_path / "one"), 3, 5)
     train(shared, 5, 7)
@@ -157,7 +157,7 @@ def test_two_processes_of_four_devices_are_one_of_eight(tmp_path, capsys):
     for mine, theirs in zip([one[0], one[1], one[3]], [*lines[0], one[2]], strict=True):
         np.testing.assert_allclose(mine["losses"], theirs["losses"], rtol=1e-6)
         np.testing.assert_allclose(mine["w"], theirs["w"], rtol=1e-5, atol=1e-6)
-    # Stopped and restored is, bit for bit, never stopped.
+    # A resumed run equals an uninterrupted one bit for bit.
     train(str(tmp_path / "straight"), None, 5)
     straight = json.loads(capsys.readouterr().out)
     assert straight["losses"] == one[0]["losses"] + one[1]["losses"]

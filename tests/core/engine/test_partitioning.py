@@ -1,4 +1,4 @@
-"""What XLA writes down about partitioning, and the record of who wrote an operation."""
+"""The files that XLA dumps about partitioning, and the record of the source line of each operation."""
 
 import os
 import tempfile
@@ -95,7 +95,7 @@ def test_a_slice_that_is_not_there():
         partition(_program(), topology="v3:4x4")
 
 
-# --- who wrote what
+# --- source lines
 
 
 def _text(sources, name):

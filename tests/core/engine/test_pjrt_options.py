@@ -1,4 +1,4 @@
-"""XLA's options for programs on CPUs, which the engine sets in one place."""
+"""XLA's options for programs on CPUs."""
 
 import numpy as np
 import pytest

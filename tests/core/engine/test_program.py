@@ -1,4 +1,4 @@
-"""Programs as files: the same program again, in any process, without TensorFlow; damage is noticed."""
+"""Programs as files: the same program in any process, without TensorFlow; damage is an error."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Progress: what is shown at a terminal and elsewhere, and how often."""
+"""Progress: what is printed at a terminal and elsewhere, and how often."""
 
 import io
 

@@ -20,7 +20,7 @@ def _text(fn) -> str:
 
 
 def test_a_constant_that_both_sides_use_enters_the_region():
-    """The zero that sums begin with: a value of the region of its own, whole on every device."""
+    """The zero that sums start from becomes a constant of the region, replicated."""
 
     def fn(x):
         return tf.reduce_sum(manual_region(lambda x: x + tf.reduce_sum(x), [ROWS], ROWS)(x))

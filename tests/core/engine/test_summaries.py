@@ -98,7 +98,7 @@ def test_a_line_cut_by_a_kill_takes_nothing_with_it(tmp_path, caplog):
 
 
 def test_no_flipped_bit_goes_unseen(tmp_path, caplog):
-    """Each bit of the second of three lines, its end included; the others are read, unless it joins them."""
+    """Flips each bit of the second of three lines. The others are read, unless the flip joins them with it."""
     _write(tmp_path, (10, 3.0), (20, 2.0), (30, 1.0))
     path = tmp_path / METRICS_FILE
     lines = path.read_bytes().splitlines(keepends=True)
@@ -128,7 +128,7 @@ def test_lines_of_older_runs_have_no_checksum(tmp_path, caplog):
 
 @pytest.mark.parametrize("file", ["events", METRICS_FILE])
 def test_a_full_disk_is_named(file, tmp_path):
-    """Event files are written now and then; each line of metrics.jsonl at once."""
+    """Event files are flushed now and then, lines of metrics.jsonl at once."""
     size, said = 100, f"{tmp_path}: TensorBoard's files cannot be written"
     if file == METRICS_FILE:
         _write(tmp_path, *((step, 1.0) for step in range(10)))

@@ -1,4 +1,4 @@
-"""Parsing of compiled programs' text, and how often its instructions run."""
+"""Parsing of compiled programs' text, and how often each instruction runs."""
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +19,7 @@ FileNames
   %two = s32[] constant(2)
   %next.1 = s32[] add(%i.1, %two)
   %x.1 = f32[8]{0} get-tuple-element(%p.1), index=1
-  %twice = f32[8]{0} add(%x.1, %x.1), metadata={op_name="jit(f)/call_tf/gradient_tape/m/a/mul"}
+  %twice = f32[8]{0} add(%x.1, %x.1), metadata={op_name="jit(f)/call_tensorflow/gradient_tape/m/a/mul"}
   ROOT %t.1 = (s32[], f32[8]{0}) tuple(%next.1, /*index=1*/%twice)
 }
 
@@ -127,7 +127,7 @@ def test_instructions_keep_what_they_say():
     assert [a.dtype for a in loop.arrays] == ["s32", "f32"]
     twice = module.computation("inner_body").by_name["twice"]
     assert twice.operands == ("x.1", "x.1")
-    assert twice.op_name == "jit(f)/call_tf/gradient_tape/m/a/mul"
+    assert twice.op_name == "jit(f)/call_tensorflow/gradient_tape/m/a/mul"
     root = module.computation("inner_body").root
     assert root.operands == ("next.1", "twice") and root.is_root
     assert [u.name for u in body.users["while.3"]] == ["x.4"]
@@ -220,9 +220,9 @@ def test_unequal_groups_are_refused():
 
 def test_a_loop_whose_length_data_decide_may_tell_what_it_expects():
     text = LOOPS.replace("%eight = s32[] constant(START)", "%eight = s32[] custom-call(%x)")
-    name = 'metadata={op_name="jit(f)/call_tf/m4/experts/about_7_trips/while"}'
+    name = 'metadata={op_name="jit(f)/call_tensorflow/m4/experts/about_7_trips/while"}'
     times = _times(text.replace("body=%outer_body", f"body=%outer_body, {name}"))
     assert (times["while.3"], times["twice"], times["ge"]) == (7, 7 * 3, 8)
-    # What can be told from the text is.
+    # The trip count is derived where the text determines it.
     known = LOOPS.replace("START", "8").replace("body=%outer_body", f"body=%outer_body, {name}")
     assert _times(known)["while.3"] == 9

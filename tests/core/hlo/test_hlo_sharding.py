@@ -1,4 +1,4 @@
-"""Shardings as HLO prints them: read, written, named by the axes of a mesh, and laid over tensors."""
+"""Shardings as HLO prints them: parsed, printed, expressed by mesh axes, and applied to tensors."""
 
 import itertools
 import math

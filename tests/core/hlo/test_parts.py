@@ -1,10 +1,10 @@
-"""Which part of the model an operation's name says it is of."""
+"""The part of the model that an operation's name belongs to."""
 
 import pytest
 
 from lingvo_moe.core.hlo import parts
 
-WRAPPER = "jit(call)/call_exported/jit(<unnamed function>)/call_tf/"
+WRAPPER = "jit(call)/call_exported/jit(<unnamed function>)/call_tensorflow/"
 PAIR = "m4/encoder/blocks/body/layers_1/"
 RESNET = "resnet/network/"
 MOE = frozenset({"m4.encoder.blocks.body.layers_1"})
@@ -108,10 +108,10 @@ def test_a_layer_with_a_router_is_a_mixture_of_experts():
 @pytest.mark.parametrize(
     "op_name, operations",
     [
-        ("jit(f)/call_tf/m4/ffn/einsum/Einsum", ("m4/ffn/einsum/Einsum",)),
-        ("jit(f)/call_tf/big/Einsum;PartitionedCall/big/Einsum", ("big/Einsum",)),
-        ("jit(f)/call_tf/a/Mul;PartitionedCall/a/Add", ("a/Mul", "a/Add")),
-        ("jit(call)/call_exported/jit(<unnamed function>)/call_tf", ()),
+        ("jit(f)/call_tensorflow/m4/ffn/einsum/Einsum", ("m4/ffn/einsum/Einsum",)),
+        ("jit(f)/call_tensorflow/big/Einsum;PartitionedCall/big/Einsum", ("big/Einsum",)),
+        ("jit(f)/call_tensorflow/a/Mul;PartitionedCall/a/Add", ("a/Mul", "a/Add")),
+        ("jit(call)/call_exported/jit(<unnamed function>)/call_tensorflow", ()),
         ("args[2]", ("args[2]",)),
         ("", ()),
     ],

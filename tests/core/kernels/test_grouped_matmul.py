@@ -1,4 +1,4 @@
-"""Ragged products against one product a row, in both forms: tiles for XLA, a product for each group elsewhere.
+"""Ragged products compared with one product a row, in both forms: tiles for XLA, a product for each group otherwise.
 
 Letters: N rows, E expert, M and H the dimensions of a product.
 """
@@ -22,7 +22,7 @@ def _case(sizes: list[int], rows: int, seed: int = 0) -> list[np.ndarray]:
 
 
 def _by_row(x, w, sizes, dy) -> tuple:
-    """Values and gradients, one row after another."""
+    """Values and gradients, computed row by row."""
     y, dx, dw = np.zeros_like(dy), np.zeros_like(x), np.zeros_like(w)
     for n, e in enumerate(np.repeat(np.arange(len(sizes)), sizes)):
         y[n], dx[n] = x[n] @ w[e], w[e] @ dy[n]
@@ -39,7 +39,7 @@ def _product(x, w, sizes, dy) -> tuple:
 
 @pytest.mark.parametrize("xla", [True, False], ids=["tiles", "groups"])
 def test_any_sizes(xla):
-    """One program for all: its shapes are static, the sizes are data."""
+    """One program computes all sizes: its shapes are static, group sizes are data."""
     run = tf.function(_product, jit_compile=xla)
     for sizes in (
         [9, 0, 17, 3, 1],  # some rows belong to no expert
@@ -62,7 +62,7 @@ def test_a_tile_is_about_a_group(rows, experts, tile):
 
 
 def test_rows_without_an_expert_have_no_effect():
-    """Rows past the groups change nothing, whatever values they hold, and have no gradient."""
+    """Rows after the last group change nothing, whatever values they hold, and have no gradient."""
     x, w, sizes, dy = _case([3, 0, 2], 8)
     x[5:], dy[5:] = np.nan, np.nan
     for got in run_single(_product, [x, w, sizes, dy]):
@@ -81,14 +81,14 @@ def test_bfloat16_sums_weights_gradients_in_float32(xla):
 
 
 def test_the_loop_is_as_long_as_the_groups():
-    """No tile is multiplied for an expert without rows, nor for rows without one."""
+    """The loop multiplies no tile for an expert without rows, nor for rows without an expert."""
     for sizes, tiles in (([9, 0, 17, 3, 1], 2 + 3 + 1 + 1), ([0, 0, 0, 0, 0], 0)):
         form = gm._Tiles(tf.constant(sizes), 40, None)
         assert form._tile == 8 and int(form._last_E[-1]) == tiles
 
 
 def test_group_sizes_are_arguments_of_the_compiled_program():
-    """They are not constants of it: other sizes need no other program."""
+    """Group sizes are arguments: other sizes need no other program."""
     product = tf.function(lambda x, w, sizes: gm.by_tiles(x, w, sizes), jit_compile=True)
     args = tf.ones([6, 3]), tf.ones([2, 3, 4]), tf.constant([4, 1])
     hlo = product.experimental_get_compiler_ir(*args)(stage="hlo")

@@ -132,6 +132,10 @@ CASES: dict[str, tuple[Callable, list[tf.Tensor]]] = {
         lambda ops, x, table: ops.logits(x, table, _as_is),
         [_normal(0, 2, 3, 4), _normal(1, 7, 4)],
     ),
+    "cross_entropy": (
+        lambda ops, x: ops.cross_entropy(x, tf.constant([[1, 6, 0], [3, 3, 2]]), 0.1),
+        [_normal(0, 2, 3, 7)],
+    ),
     "dropout": (_dropout, [1.0 + _normal(0, 20, 30) ** 2]),
     "dropout rows": (functools.partial(_dropout, rows=_ROWS), [1.0 + _normal(0, 2, 2, 30) ** 2]),
     "sum_of_squares": (lambda ops, x: ops.sum_of_squares(x), [_normal(0, 5, 7)]),
@@ -220,7 +224,7 @@ def test_rounding_does_not_depend_on_the_number_of_elements() -> None:
 
 @pytest.mark.parametrize("slots", [4, 100])
 def test_no_expert_s_weights_are_transposed(slots: int) -> None:
-    """Nor are their gradients; few rows go expert by expert."""
+    """Neither weights nor their gradients are transposed; with few rows, experts are computed one by one."""
 
     @tf.function(autograph=False)
     def step(*args: tf.Tensor) -> list[tf.Tensor]:

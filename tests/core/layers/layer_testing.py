@@ -1,4 +1,4 @@
-"""What the tests of layers share: small stacks and batches, values with gradients, eight devices."""
+"""Helpers for the tests of layers: small stacks and batches, values with gradients, eight devices."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,12 +22,12 @@ SPLITS = {
 
 
 def normal(seed: int, *shape: int) -> tf.Tensor:
-    """Fixed float32 normals."""
+    """Returns float32 normal numbers from a fixed seed."""
     return tf.constant(np.random.RandomState(seed).randn(*shape).astype("float32"))
 
 
 def init(layer: BaseLayer, seed: int = 0) -> NestedMap:
-    """The layer's theta."""
+    """Returns the layer's initial theta."""
     return layer.InitTheta(make_seed(seed, 0))
 
 
@@ -54,7 +54,7 @@ def value_and_grads(fn: Callable, *args: Any) -> NestedMap:
 
 
 def assert_close(a: Any, b: Any, tol: float = 1e-5) -> None:
-    """Equal structures of close values: `tol` absolute and relative; no NaN equals another."""
+    """Asserts that two structures have close values: `tol` absolute and relative; NaN never equals NaN."""
     tf.nest.assert_same_structure(a, b)
     for i, (x, y) in enumerate(zip(tf.nest.flatten(a), tf.nest.flatten(b), strict=True)):
         x, y = np.asarray(x, "float64"), np.asarray(y, "float64")
@@ -65,7 +65,7 @@ def assert_close(a: Any, b: Any, tol: float = 1e-5) -> None:
 def assert_sharded_equal(
     fn: Callable, args: list, splits: list | None = None, tol: float = 2e-5
 ) -> Collectives:
-    """fn -> (scalar, rest): the same values and gradients on one device and on eight."""
+    """Asserts that fn -> (scalar, rest) has the same values and gradients on one device and on eight."""
 
     def run(*args: Any) -> NestedMap:
         return value_and_grads(fn, *args)
@@ -77,7 +77,7 @@ def assert_sharded_equal(
 
 
 def wave(y: tf.Tensor) -> tf.Tensor:
-    """A scalar whose gradient differs from element to element."""
+    """Returns a scalar whose gradient differs from element to element."""
     x = tf.cast(y, tf.float32)
     return tf.reduce_sum(tf.sin(x + tf.cast(tf.range(x.shape[-1]), tf.float32)))
 
@@ -94,7 +94,7 @@ def stack_params(cross: bool = False, **kwargs: Any) -> Any:
 
 
 def set_dropout(p: Any, rate: float) -> Any:
-    """Every dropout of a stack at `rate`."""
+    """Sets every dropout rate of a stack to `rate`."""
     for layer in p.block:
         layer.residual_dropout_prob = rate
         layer.ffn_tpl.relu_dropout_prob = rate

@@ -82,7 +82,7 @@ def test_steps_equal_the_whole_sequence():
 
 
 def test_flat_beam_equals_separate_sequences():
-    """Three hypotheses in one cache; at step 2, two of them go on from the first one's past."""
+    """Three hypotheses in one cache; at step 2, two of them continue the first one."""
     layer, length, j = _layer(), 4, 3
     theta, x = init(layer), normal(0, 2, length, j, 8)
     parents = [[0, 1, 2], [0, 1, 2], [0, 0, 2], [2, 1, 0]]
@@ -146,7 +146,7 @@ def test_sharded():
 
 
 def test_sharded_step():
-    """A step on rows cut over eight devices needs no communication at all."""
+    """A step on rows sharded over eight devices needs no communication at all."""
     layer = _layer()
     theta, x = init(layer), normal(0, 8, 2, 8)
     cache = NestedMap(k=normal(1, 3, 8, 2, 2, 3), v=normal(2, 3, 8, 2, 2, 3))

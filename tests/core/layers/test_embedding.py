@@ -74,7 +74,7 @@ def test_meta():
 
 
 def test_sharded():
-    """Ids cut along B against a whole table: nothing has to be gathered."""
+    """Ids are sharded along B, the table is replicated: nothing has to be gathered."""
     position = PositionalEmbedding.Params().Set(name="pos", model_dim=4).Instantiate()
 
     def fn(theta, ids):

@@ -181,9 +181,9 @@ def _train_program(length, batch, time, dim):
 
 
 def test_programs_do_not_grow_with_depth_or_size():
-    """One copy of the body for any depth, and no constant of the size of an activation, here 8 GiB.
+    """The program has one copy of the body for any depth, and no constant of the size of an activation, here 8 GiB.
 
-    What may grow is the index of a row that dropout counts with, 4 bytes for each of 2^15 rows.
+    Only the index of a row that dropout counts with may grow, 4 bytes for each of 2^15 rows.
     """
     small = len(_train_program(2, 8, 4, 4).exported)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -193,7 +193,7 @@ def test_programs_do_not_grow_with_depth_or_size():
 
 
 def test_sharded_with_split_weights():
-    """Batch and experts cut over eight devices: the same numbers, and stacked weights stay cut."""
+    """With batch and experts sharded over eight devices the numbers are the same, and stacked weights stay sharded."""
     layer = _layer(rate=0.3, length=3)
     fn = _loss(layer)
 

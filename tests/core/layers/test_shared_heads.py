@@ -1,5 +1,7 @@
-"""Heads that share keys and values: as many as heads are plain attention, fewer are attention whose keys and
-values are repeated; in training, in steps, op by op and sharded.
+"""Heads that share keys and values, in training, in steps, with TensorFlow's kernels and sharded.
+
+With as many heads of keys as queries this is plain attention; with fewer, plain attention whose keys and values are
+repeated.
 
 Letters: B batch, T query, S key, M model, N head, A head of keys and values, K key dimension.
 """
@@ -27,7 +29,7 @@ def _layer(kv_heads, **kwargs):
 
 
 def _repeated(theta):
-    """Weights of plain attention that has for each head the keys and values which it shares."""
+    """Returns weights of plain attention: each head has a copy of the keys and values that it shares."""
     times = N // theta.k.shape[1]
     return NestedMap(theta, **{name: tf.repeat(theta[name], times, 1) for name in "kv"})
 
@@ -71,7 +73,7 @@ def test_values_and_gradients_are_those_of_repeated_keys_and_values(kv_heads, cr
 
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_steps_of_a_beam_over_a_smaller_cache(kv_heads):
-    """Two hypotheses, at step 2 both going on from the first one's past."""
+    """Two hypotheses; from step 2 both continue the first one."""
     few, plain = _layer(kv_heads), _layer(0)
     theta = init(few)
     whole = _repeated(theta)
@@ -103,7 +105,7 @@ def test_memory_of_shared_heads():
 
 
 def _sent(layer):
-    """A training step of a layer cut over eight devices: values and gradients as on one, and what is sent."""
+    """Runs a training step of a layer over eight devices and compares it with one; returns the collectives."""
 
     def run(theta, x, mask):
         def fn(theta, x):
@@ -123,7 +125,7 @@ def _sent(layer):
 
 @pytest.mark.parametrize("kv_heads, letters, gathers", [(1, "N", 0), (2, "N", 2), (4, "NA", 0)])
 def test_cut_by_heads_it_sends_no_more_than_plain_attention(kv_heads, letters, gathers):
-    """Two heads of keys over four devices: their gradients, which two devices each have a part of, are gathered."""
+    """Two heads of keys over four devices: the gradients, of which two devices each have a part, are gathered."""
     split = dict.fromkeys(letters, "model")
     cut = {"activation_split": {"B": "data", **split}, "weight_split": split}
     plain, few = (_sent(_layer(heads, **cut)) for heads in (0, kv_heads))

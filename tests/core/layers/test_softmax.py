@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_testing import SPLITS, assert_sharded_equal, init, normal, single
 
-from lingvo_moe.core.kernels.xla import smoothed_cross_entropy
+from lingvo_moe.core.kernels.xla import cross_entropy
 from lingvo_moe.core.layers.softmax import Softmax
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
@@ -20,15 +20,15 @@ def _layer(**kwargs):
 
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 99), st.sampled_from([0.0, 0.1, 0.5]), st.sampled_from([1.0, 30.0]))
-def test_smoothed_cross_entropy_and_its_gradient(seed, smoothing, scale):
-    """Against TensorFlow's dense cross-entropy of explicitly smoothed targets."""
+def test_cross_entropy_and_its_gradient(seed, smoothing, scale):
+    """Compares with TensorFlow's dense cross-entropy of explicitly smoothed targets."""
     logits = normal(seed, 2, 3, 7) * scale
     labels = tf.constant(np.random.RandomState(seed).randint(0, 7, [2, 3]).astype("int32"))
     target = tf.one_hot(labels, 7) * (1 - smoothing) + smoothing / 7
     weights = normal(seed + 1, 2, 3)
     with tf.GradientTape(persistent=True) as tape:
         tape.watch(logits)
-        got = smoothed_cross_entropy(logits, labels, smoothing)
+        got = cross_entropy(logits, labels, smoothing)
         want = tf.nn.softmax_cross_entropy_with_logits(target, logits)
         losses = [tf.reduce_sum(got * weights), tf.reduce_sum(want * weights)]
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)

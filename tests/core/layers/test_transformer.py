@@ -1,4 +1,4 @@
-"""Transformer layers and stacks: packing, padding, scan = unrolled, steps = whole, sharded = unsharded."""
+"""Transformer layers and stacks: packing, padding, scanned = unrolled, steps = full pass, sharded = unsharded."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def _moe_params(cross=True, **kwargs):
 
 
 def _batch(rows=2):
-    """Packed decoder rows: a segment of 4, one of 2, a padding; and their memory."""
+    """Packed decoder rows (segments of 4 and 2 tokens and a padding) with their memory."""
     segments = np.tile(np.array([[1, 1, 1, 1, 2, 2, 0]], "int32"), [rows, 1])
     pos = np.tile(np.array([[0, 1, 2, 3, 0, 1, 0]], "int32"), [rows, 1])
     memory_segments = np.tile(np.array([[1, 1, 2, 2, 0]], "int32"), [rows, 1])
@@ -73,7 +73,7 @@ def test_packed_rows_equal_separate_rows():
 
 
 def test_padding_never_matters():
-    """Neither in values nor in gradients, whatever stands there."""
+    """Padding affects neither values nor gradients, whatever it contains."""
     stack = _moe_params().Instantiate()
     theta, (x, aux) = init(stack), _batch()
     real = 1 - aux.paddings
@@ -113,7 +113,7 @@ def test_repeat_equals_unrolled(seed):
 
 
 def test_dropout_draws_differ_between_blocks_layers_and_places():
-    """With zero weights but for dropout's ones, each branch adds a mask; all must differ."""
+    """All weights are zero except those that show dropout, so that each branch adds its mask; all masks must differ."""
     p = set_dropout(stack_params(num_blocks=2), 0.5)
     stack = p.Instantiate()
     x = tf.ones([4, 50, 8])
@@ -154,7 +154,7 @@ def test_steps_equal_the_whole_sequence():
 
 
 def test_flat_steps_equal_separate_steps():
-    """Three hypotheses in one cache, each looking at its own past only; compiled."""
+    """Three hypotheses in one cache, each attending to its own past only; compiled."""
     stack = _moe_params(cross=False).Instantiate()
     theta, x = init(stack), normal(0, 2, 4, 3, 8)
 
@@ -230,7 +230,7 @@ def test_sharded_stack():
 
     args = [init(stack), x, aux, make_seed(1, 1)]
     splits = [stack.VariableSpecs(), ("expert", None, None), None, None]
-    # Gradients of weights: sums of many terms in another order.
+    # Gradients of weights are sums of many terms in another order.
     collectives = assert_sharded_equal(fn, args, splits, tol=1e-4)
     # Dispatch and combine, forward, recomputed and backward: once for all blocks.
     assert collectives["all-to-all"] == 6

@@ -1,4 +1,4 @@
-"""Algorithm 1 and the layer in plain NumPy loops, one token at a time: what the tests compare with.
+"""Algorithm 1 and the MoE layer in plain NumPy loops, one token at a time: the reference of the tests.
 
 Letters: G group, S token in group, k choice rank, E expert, M model, H hidden.
 """
@@ -25,7 +25,7 @@ def route(
     reading: str = "paper",
     threshold: float = 0.5,
 ) -> dict[str, np.ndarray]:
-    """Sequential top-2 gating. `rnd_GS` None: every second choice is wanted."""
+    """Sequential top-2 gating. With `rnd_GS` None every second choice is sent."""
     G, S, E = gates_GSE.shape
     limit = S + 1 if capacity is None else capacity
     index = np.zeros((G, S, 2), np.int32)
@@ -74,7 +74,7 @@ def route(
 
 
 def moe(x_GSM: np.ndarray, routed: dict, wi: np.ndarray, wo: np.ndarray) -> np.ndarray:
-    """Each token's experts, one after another."""
+    """Computes each token's experts, one after another."""
     y = np.zeros_like(x_GSM)
     for g, s, k in np.ndindex(*routed["gate"].shape):
         if routed["kept"][g, s, k]:

@@ -1,4 +1,4 @@
-"""What the tests of the routers share: making one, its answer as NumPy, and what every answer must be.
+"""Helpers for the tests of routers: making one, its routing as NumPy, and what every routing must satisfy.
 
 Letters: G group, S token in group, k choice rank, E expert, M model.
 """
@@ -37,7 +37,7 @@ def route(
 
 
 def check(routing: Routing, paddings_GS: Any) -> None:
-    """What a dispatcher relies on: see `Routing`."""
+    """Checks what dispatchers rely on; see `Routing`."""
     index, gate, kept = (v.numpy() for v in (routing.expert_index, routing.gate, routing.kept))
     position, real = routing.position.numpy(), 1 - np.asarray(paddings_GS)
     assert index.dtype == position.dtype == np.int32 and gate.dtype == kept.dtype == np.float32

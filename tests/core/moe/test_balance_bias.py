@@ -42,7 +42,7 @@ class Block(BaseLayer):
 
 
 class Fit(BaseTask):
-    """Blocks, in a loop or written out, whose output is to be 1."""
+    """A stack of blocks, in a loop or unrolled, trained to output 1."""
 
     @classmethod
     def Params(cls):
@@ -80,7 +80,7 @@ def _batch(step, target=1.0):
 
 
 def _states(task, steps=3):
-    """The states before the first step and after each, on one device, and the last metrics."""
+    """Returns the state before the first step and after each, on one device, and the last metrics."""
     step = tf.function(task.TrainStep, autograph=False)
     with use_mesh(single_device()):
         states = [task.InitState(tf.constant(1))]
@@ -134,7 +134,7 @@ def test_unrolled_is_the_same(run):
 
 
 def test_sharded_is_the_same(run):
-    """The last step again, from the same state, on eight devices."""
+    """Repeats the last step from the same state on eight devices."""
     task, rows = _task(), ("expert", None, None)
     splits = NestedMap(
         x=TensorSpec((B, T, M), "float32", rows),
@@ -148,7 +148,7 @@ def test_sharded_is_the_same(run):
         [task.StateSpecs(), splits],
     )
     _close(run[0][-1], state)
-    assert collectives["all-to-all"]  # it was cut
+    assert collectives["all-to-all"]  # it was sharded
 
 
 def test_a_skipped_step_leaves_it_and_nothing_else_holds_it(run):
@@ -225,7 +225,7 @@ def test_the_translation_model_passes_it_on():
 @pytest.mark.parametrize("num_experts", [7, 13, 28, 60])
 @pytest.mark.parametrize("load", [1, 3, 11, 1000])
 def test_an_expert_at_the_mean_gets_no_step(num_experts, load):
-    """1/E times the sum of E equal loads is not always one of them."""
+    """In floating point, 1/E times the sum of E equal loads does not always equal the load."""
     router = TopKRouter.Params().Set(
         name="router", model_dim=M, num_experts=num_experts, k=1, balance_bias=RATE
     )

@@ -1,4 +1,4 @@
-"""Dispatch and combine against loops over tokens."""
+"""Dispatch and combine compared with loops over tokens."""
 
 import moe_reference
 import numpy as np
@@ -44,7 +44,7 @@ def _dispatcher(name: str) -> Dispatcher:
 
 
 def _scaled(tokens: tf.Tensor | Rows, factors: list[float]) -> tf.Tensor | Rows:
-    """Each expert multiplies by its own number, so that a token in the wrong place would show."""
+    """Expert e multiplies by its own factor, so that a token at the wrong expert shows."""
     values = tokens.values if isinstance(tokens, Rows) else tokens
     factor_E = tf.constant(factors, values.dtype)
     if isinstance(tokens, Rows):

@@ -46,7 +46,7 @@ def _arguments(layer: MoELayer) -> list:
 
 
 def _train(layer: MoELayer):
-    """Of theta, tokens and paddings: results and the gradients of all of these."""
+    """Returns results and the gradients by theta, tokens and paddings."""
 
     def train(theta, x, paddings):
         weights = theta.Flatten()
@@ -85,7 +85,7 @@ def _routers() -> list:
 
 @pytest.mark.parametrize("router", _routers())
 def test_where_nothing_overflows_all_agree(router):
-    """Values to 1e-5, gradients of tokens, gating weights and experts to 1e-4."""
+    """Values agree to 1e-5, gradients of tokens, gating weights and experts to 1e-4."""
     args = _arguments(_layer("einsum", router=router))
     want = _eagerly(_layer("einsum", router=router), args)
     for path, gradient in want.grads.FlattenItems():
@@ -99,7 +99,7 @@ def test_where_nothing_overflows_all_agree(router):
     ("name", "xla"), [*((name, False) for name in sorted(DISPATCHERS)), ("dropless", True)]
 )
 def test_compiled_or_not(name, xla):
-    """As a plain tf.function, whose optimizer rewrites graphs, and by XLA, where rows go by tiles."""
+    """As a tf.function, whose optimizer rewrites graphs, and compiled by XLA, which computes rows in tiles."""
     router = TopKRouter.Params().Set(k=2)
     args = _arguments(_layer("masked", router=router))
     want = _eagerly(_layer("masked", router=router), args)
@@ -114,7 +114,7 @@ def test_compiled_or_not(name, xla):
     ],
 )
 def test_with_overflow_those_with_capacity_agree(router):
-    """As all do where experts choose: their capacity is a choice and no limit."""
+    """For expert choice all dispatchers agree: its capacity determines the choice and drops nothing."""
     params = {"router": router, "capacity_factor": 1.0}
     args = _arguments(_layer("einsum", **params))
     want = _eagerly(_layer("einsum", **params), args)

@@ -1,4 +1,4 @@
-"""Expert choice: by hand, against loops, ties and padding, gradients, inference.
+"""Expert choice: cases by hand, loops, ties and padding, gradients, inference.
 
 Letters: G group, S token in group, E expert, M model, C capacity slot.
 """
@@ -22,7 +22,7 @@ def _logits(gates) -> np.ndarray:
 
 
 def _route(logits_GSE, paddings_GS, capacity, **params):
-    """With the identity as gating network: tokens are their logits."""
+    """Routes with the identity as gating network: tokens are their own logits."""
     E = logits_GSE.shape[-1]
     layer = router("expert_choice", E, E, **params)
     theta = NestedMap(wg=tf.eye(E))
@@ -30,7 +30,7 @@ def _route(logits_GSE, paddings_GS, capacity, **params):
 
 
 def test_by_hand():
-    """Four tokens, two experts with two slots: token 1 is everybody's, token 3 nobody's."""
+    """Four tokens, two experts with two slots: both experts choose token 1, neither chooses token 3."""
     gates = [[[0.8, 0.2], [0.55, 0.45], [0.1, 0.9], [0.6, 0.4]]]
     # Expert 0 likes 0 (.8), 3 (.6), 1 (.55), 2; expert 1 likes 2 (.9), 1 (.45), 3 (.4), 0.
     routing = _route(_logits(gates), np.zeros((1, 4)), 2)
@@ -86,7 +86,7 @@ def test_the_kth_largest():
 
 
 def test_the_gradient_flows_through_the_gates_of_the_chosen():
-    """d/dlogits of sum_{s,e} kept weight softmax, by hand; none where the choice would change."""
+    """By hand: d/dlogits of sum_{s,e} kept weight softmax. The choice itself has no gradient."""
     rng = np.random.default_rng(1)
     logits = rng.normal(size=(1, 6, 3)).astype(np.float32)
     weight = rng.normal(size=(1, 6, 3)).astype(np.float32)

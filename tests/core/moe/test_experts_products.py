@@ -1,5 +1,4 @@
-"""The experts' products as XLA gets them: einsum's values and gradients, the weights first where they
-would be transposed."""
+"""The experts' products in the form for XLA: einsum's values and gradients, without transposed weights."""
 
 import re
 
@@ -44,7 +43,7 @@ def test_values_and_gradients_are_plain_einsums(compiled):
 
 
 def test_no_product_transposes_weights(compiled):
-    # [E,M,N] and [E,H,N] are what the rows' gradients come out as when the weights go first.
+    # With weights as the first operand, the rows' gradients have the shapes [E,M,N] and [E,H,N].
     made = set(re.findall(r"= f32\[([\d,]+)\]\S* dot\(", compiled.HloText()))
     rows = f"{E},{G * C},{H}", f"{E},{G * C},{M}"
     assert made == {*rows, f"{E},{M},{G * C}", f"{E},{H},{G * C}", f"{E},{M},{H}", f"{E},{H},{M}"}

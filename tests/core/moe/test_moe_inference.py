@@ -1,4 +1,4 @@
-"""Inference: no chance, no capacity, no expert computed for tokens that did not choose it; own experts.
+"""Inference: no randomness, no capacity, no expert computed for tokens that did not choose it; custom experts.
 
 Letters: B batch, T time, E expert, M model, H hidden.
 """
@@ -40,7 +40,7 @@ def _tokens(*shape: int) -> tf.Tensor:
 
 @pytest.fixture
 def routed(monkeypatch) -> list:
-    """The decisions that routers make from here on."""
+    """Records the decisions of routers from here on."""
     decisions = []
     route = LearnedRouter.FProp
 
@@ -54,7 +54,7 @@ def routed(monkeypatch) -> list:
 
 @pytest.mark.parametrize("router", ROUTERS)
 def test_a_cached_step_routes_as_the_full_pass(router, routed):
-    """The same experts with the same gates, token by token, and so the same outputs."""
+    """A cached step gives each token the same experts, gates and outputs as the full pass."""
     p = TransformerLayer.Params().Set(name="layer", model_dim=M, ffn_tpl=_params(router))
     p.self_atten_tpl.Set(num_heads=2, dim_per_head=4)
     layer = p.Instantiate()
@@ -80,7 +80,7 @@ def test_a_cached_step_routes_as_the_full_pass(router, routed):
 
 @pytest.mark.parametrize("xla", [True, False], ids=["xla", "plain"])
 def test_a_token_s_result_is_its_own_to_the_bit(xla):
-    """Whatever else is in the batch, however it is spread over experts."""
+    """A token's result is bit-identical whatever else is in the batch and however it is spread over experts."""
     layer = _params(TopKRouter.Params().Set(k=2)).Instantiate()
     with use_mesh(single_device()):
         theta = layer.InitTheta(make_seed(1, 0))
@@ -137,7 +137,7 @@ def test_experts_for_slots_alone_use_the_training_dispatcher_in_inference():
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_gates_are_the_same_to_the_bit_for_any_number_of_tokens(k):
-    """By TensorFlow's own kernels, which compute most functions 16 numbers at a time and the rest otherwise."""
+    """TensorFlow's own kernels compute most functions 16 numbers at a time and round the remainder differently."""
     router = TopKRouter.Params().Set(name="r", model_dim=M, num_experts=5, k=k).Instantiate()
     logits = 3 * _tokens(1, 40, 5)
     with kernels.using(tensorflow):
@@ -148,7 +148,7 @@ def test_gates_are_the_same_to_the_bit_for_any_number_of_tokens(k):
 
 
 class GatedExperts(Experts):
-    """silu(x wg) * (x wi) wo: experts of one's own, on slots and on rows."""
+    """A custom layer of experts, silu(x wg) * (x wi) wo, over slots and over rows."""
 
     def __init__(self, params):
         super().__init__(params)

@@ -1,4 +1,4 @@
-"""The MoE layer against a loop over tokens: values, gradients, overflow, padding, inference, cost."""
+"""The MoE layer compared with a loop over tokens: values, gradients, overflow, padding, inference, cost."""
 
 import moe_reference
 import numpy as np
@@ -33,7 +33,7 @@ def _inputs(seed: int = 0, padded: int = 2) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def _reference(layer: MoELayer, theta: NestedMap, x, paddings, groups, capacity, seed):
-    """The same by loops: (y, routing)."""
+    """Computes the layer by loops: (y, routing)."""
     x = x.numpy().reshape(groups, -1, M)
     real = 1 - paddings.numpy().reshape(groups, -1)
     gates = tf.nn.softmax(tf.einsum("GSM,ME->GSE", x, theta.router.wg)).numpy()
@@ -89,7 +89,7 @@ def test_gradients_equal_those_of_a_dense_mixture():
 
 
 def test_a_token_that_overflows_comes_out_as_zeros():
-    """So that the caller's residual connection alone carries it."""
+    """The caller's residual connection alone carries it."""
     layer, theta = _layer(num_groups=1, capacity_factor=0.2, min_capacity=1)
     x, paddings = _inputs(padded=0)
     y, extras = layer.FProp(theta, x, paddings, seed=tf.constant(SEED))
@@ -127,7 +127,7 @@ def test_inference_drops_nothing_and_ignores_other_tokens():
 
 
 def test_inference_with_an_open_batch():
-    """A served program leaves batch and time open."""
+    """A served program leaves batch size and time unknown."""
     layer, theta = _layer()
     x, paddings = _inputs()
     signature = [tf.TensorSpec([None, None, M]), tf.TensorSpec([None, None])]

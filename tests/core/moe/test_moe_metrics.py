@@ -1,4 +1,4 @@
-"""Routing metrics against counts made by hand and by loops."""
+"""Routing metrics compared with counts by hand and by loops."""
 
 import moe_reference
 import numpy as np
@@ -42,7 +42,7 @@ def test_by_hand():
 
 
 def test_where_every_expert_chooses_there_are_no_ranks():
-    # Three experts, each with room for two of four tokens; the last is padding, the third is nobody's.
+    # Three experts with two slots each, four tokens; the last token is padding, nobody chooses the third.
     kept = np.array([[[1, 0, 1], [1, 0, 0], [0, 0, 0], [0, 0, 0]]], np.float32)
     want = {
         "index": np.tile(np.arange(3, dtype=np.int32), (1, 4, 1)),

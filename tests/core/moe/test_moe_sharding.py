@@ -52,7 +52,7 @@ def test_values_gradients_and_collectives(params):
 
 
 def test_forward_crosses_twice_with_the_slots_alone():
-    """Each device sends E C M numbers of its group each way, and no weight moves."""
+    """Each device sends E C M numbers of its group each way, and no weights."""
     layer = toy_moe.layer()
     args, splits = toy_moe.arguments(layer)
 

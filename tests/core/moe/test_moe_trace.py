@@ -1,7 +1,7 @@
 """Lowering a layer at the paper's largest scale holds no large constant on the host.
 
-[G,S,E] has 2048^3 elements here, and the tokens [G,S,M] 4 billion: one of them folded while tracing
-would be 16 GB or more, where the whole process stays under 2.
+[G,S,E] has 2048^3 elements here, and the tokens [G,S,M] 4 billion. One such constant would take 16 GB or more, while
+the whole process stays under 2 GB.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Noisy top-k gating against cases worked by hand and against loops with the same noise."""
+"""Noisy top-k gating compared with cases by hand and with loops over the same noise."""
 
 import math
 
@@ -55,7 +55,7 @@ def test_by_hand_without_noise():
 
 
 def _reference(clean, noisy, deviation, real, k):
-    """(index, gates, load [E]) for each token on its own."""
+    """Computes (index, gates, load [E]) token by token."""
     G, S, E = clean.shape
     index, gate, load = np.zeros((G, S, k), int), np.zeros((G, S, k)), np.zeros(E)
     for g, s in np.ndindex(G, S):
@@ -112,7 +112,7 @@ def test_equals_loops_with_the_same_noise(shape, seed, data):
 
 
 def test_the_load_is_the_chance_to_be_chosen_when_ones_own_noise_is_drawn_anew():
-    """What the smooth estimate says of one token, against how often it happens in 40,000 draws."""
+    """Compares the smooth estimate for one token with the frequency in 40,000 draws."""
     rng = np.random.default_rng(1)
     clean, k, draws = np.array([1.0, 0.5, 0.0, -0.5]), 2, 40_000
     deviation = np.array([1.0, 0.5, 2.0, 0.3])
@@ -126,11 +126,13 @@ def test_the_load_is_the_chance_to_be_chosen_when_ones_own_noise_is_drawn_anew()
         share[e] = np.mean((again > again[:, [e]]).sum(1) < k)
     r = _route(_router(4, k=k), clean[None, None], None, None, seed, deviation[None, None])
     np.testing.assert_allclose(r.metrics.loss_load, np.var(share) / np.mean(share) ** 2, rtol=0.05)
-    assert np.sort(share)[-2] > 0.2  # a case that tells something: two have a real chance
+    assert (
+        np.sort(share)[-2] > 0.2
+    )  # an informative case: two experts have a considerable probability
 
 
 def test_noise_is_drawn_in_training_alone_and_starts_out_even():
-    """Zero weights: in training experts are drawn evenly, in inference ties go to the first."""
+    """With zero weights, training draws experts evenly; in inference ties go to the first expert."""
     router = _router(4, k=1)
     theta = router.InitTheta(SEED)
     assert not theta.wg.numpy().any() and not theta.wnoise.numpy().any()
@@ -197,7 +199,7 @@ def test_padding_moves_no_number():
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"k": 5}, "must be 1 to 4"),
+        ({"k": 5}, "k=5: must be between 1 and the 4 experts"),
         ({"noise_epsilon": 0.0}, "noise_epsilon=0.0: must be a positive number"),
         ({"load_weight": -1.0}, "load_weight=-1.0: must be a number of at least 0"),
     ],

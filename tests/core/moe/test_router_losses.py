@@ -1,4 +1,4 @@
-"""The routers' losses: by hand, by NumPy loops, and their gradients by finite differences."""
+"""The routers' losses compared with cases by hand and NumPy loops, their gradients with finite differences."""
 
 import math
 

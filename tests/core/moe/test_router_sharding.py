@@ -1,4 +1,4 @@
-"""Learned routers over eight devices: the same numbers and gradients, and nothing gathered."""
+"""Learned routers over eight devices: the same numbers and gradients, and nothing is gathered."""
 
 import numpy as np
 import pytest
@@ -54,5 +54,5 @@ def test_values_gradients_and_collectives(name, params):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4, err_msg=path)
     # Sums over the batch: losses, metrics, the weights' gradients.
     assert set(collectives) == {"all-reduce"}, dict(collectives)
-    # The best k are searched for; XLA falls back to sorting all experts easily: see moe/choice.py.
+    # Only the best k are searched for. XLA easily falls back to sorting all experts: see moe/choice.py.
     assert "TopK" in collectives.hlo and " sort(" not in collectives.hlo

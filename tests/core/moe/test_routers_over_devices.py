@@ -1,5 +1,4 @@
-"""Routers that choose otherwise, and the levels, over eight devices: the same numbers, and no token or
-gate leaves its device but in its slot.
+"""Further routers and the routing levels over eight devices: the same numbers; tokens and gates move only in slots.
 
 Letters: G group, S token in group, E expert, M model.
 """
@@ -25,7 +24,7 @@ ROUTED = {
 
 
 def _routers() -> dict[str, Router]:
-    """By name; all in one program, to compile once."""
+    """The routers by name, all in one program, which is compiled once."""
     dims = {"model_dim": M, "num_experts": E, "activation_split": {"G": "expert"}}
     return {
         key: ROUTERS[name].Params().Set(name=key, **dims, **params).Instantiate()
@@ -74,7 +73,7 @@ def test_values_gradients_and_nothing_gathered():
 
 
 def test_a_layer_whose_experts_choose_crosses_as_others_do():
-    """Slots to experts and back, and the same for the gradients."""
+    """Slots go to experts and back, and so do their gradients."""
     layer = toy_moe.layer(router=ROUTERS["expert_choice"].Params())
     args, splits = toy_moe.arguments(layer)
 

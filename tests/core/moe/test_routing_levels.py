@@ -1,4 +1,4 @@
-"""Routing by sentence and by task: what is shared, what differs, what it takes; the dense mixture.
+"""Routing by sentence and by task: what tokens share, what differs, which inputs it needs; the dense mixture.
 
 Letters: B batch, T time, G group, S token in group, E expert, M model, U task.
 """
@@ -28,7 +28,7 @@ def _layer(level: str, num_groups: int = 0, **router_params) -> MoELayer:
 
 
 def test_sentence_means_by_hand():
-    """Two sentences and padding, in which a number of the first sentence stands."""
+    """Two sentences and a padding that contains a sentence number of the first."""
     x = np.array([[[1.0], [3.0], [10.0], [20.0], [60.0], [7.0]]], np.float32)
     segments, paddings = [[1, 1, 2, 2, 2, 1]], np.array([[0, 0, 0, 0, 0, 1]], np.float32)
     means = sentence_means(x, tf.constant(segments), paddings)
@@ -36,7 +36,7 @@ def test_sentence_means_by_hand():
 
 
 def test_a_sentence_has_one_choice_and_packed_sentences_their_own():
-    """Experts are those of the mean, whatever shares the row or the group."""
+    """The experts of a sentence are those of its mean, whatever else is in the row or the group."""
     segments = np.array([[1, 1, 1, 2, 2, 0], [1, 2, 2, 3, 3, 3]], np.int32)
     paddings = (segments == 0).astype(np.float32)
     x = RNG.normal(size=(2, 6, M)).astype(np.float32)
@@ -80,7 +80,7 @@ def test_sentences_of_different_rows_are_different_in_a_group():
 
 
 def test_by_task():
-    """The vectors say nothing, the task all: experts of emb[task] wg, the same for all its tokens."""
+    """The task alone decides: all its tokens have the experts of emb[task] wg."""
     U = 3
     tasks = RNG.integers(0, U, (2, 8)).astype(np.int32)
     layer = router("top2", M, E, level="task", num_tasks=U, second_expert_policy="all")
@@ -141,7 +141,7 @@ def test_what_it_takes():
 
 @pytest.mark.parametrize("seed", [None, SEED], ids=["inference", "training"])
 def test_the_dense_mixture(seed):
-    """sum_e softmax_e FFN_e(x), in training too whatever the capacity; padding is zero."""
+    """It computes sum_e softmax_e FFN_e(x), in training too, whatever the capacity; padding gives zero."""
     B, T = 2, 5
     p = MoELayer.Params().Set(
         name="moe", model_dim=M, hidden_dim=H, num_experts=E, capacity_factor=0.5, min_capacity=1

@@ -1,4 +1,4 @@
-"""Padding moves no router's choices, metrics or losses: neither what it holds, nor how much of it there is.
+"""Padding changes no router's choices, metrics or losses: neither its contents nor its amount.
 
 Letters: G group, S token in group, E expert, M model.
 """
@@ -34,7 +34,7 @@ _every_router = pytest.mark.parametrize(
 
 
 class _Tokens:
-    """Tokens of G groups, with all that a router may ask for; `real_GS` says which are no padding."""
+    """Tokens of G groups with all inputs that a router may need; `real_GS` is false at padding."""
 
     def __init__(self, seed: int):
         rng = np.random.default_rng(seed)
@@ -47,7 +47,7 @@ class _Tokens:
         }
 
     def WithOtherPadding(self, seed: int) -> "_Tokens":
-        """The same tokens; what padding holds is anything else."""
+        """Returns the same tokens with other values at padding."""
         other, rng = _Tokens(seed + 1), np.random.default_rng(seed)
         other.x_GSM = np.where(self.real_GS[..., None], self.x_GSM, 100 * other.x_GSM)
         for name in ("ids", "task_ids"):
@@ -58,7 +58,7 @@ class _Tokens:
         return other
 
     def WithMorePadding(self, seed: int) -> "_Tokens":
-        """The same tokens in the same order, three more positions of padding strewn among them."""
+        """Returns the same tokens in the same order, with three more padding positions among them."""
         other, rng = _Tokens(seed), np.random.default_rng(seed)
         order = np.stack([np.sort(rng.permutation(S + 3)[:S]) for _ in range(G)])
 
@@ -84,10 +84,10 @@ class _Tokens:
         )
 
     def Of(self, routing: Routing) -> list[np.ndarray]:
-        """What was decided of each real token, in order."""
+        """Returns the decisions for each real token, in order."""
         kept = routing.kept.numpy()[self.real_GS]
         values = [v.numpy()[self.real_GS] for v in (routing.expert_index, routing.gate)]
-        if routing.capacity is None:  # slots without end: which one says nothing
+        if routing.capacity is None:  # unlimited slots: their numbers mean nothing
             return [*values, kept]
         return [*values, kept, np.where(kept > 0, routing.position.numpy()[self.real_GS], -1)]
 

@@ -1,4 +1,4 @@
-"""Seats against a case worked by hand and against taking them one at a time."""
+"""Slot assignment compared with a case by hand and with assigning slots one token at a time."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from lingvo_moe.core.sharding import Mesh
 
 
 def one_at_a_time(index_GSk, wanted_GSk, num_experts, capacity):
-    """(positions, -1 where no slot is asked for; kept)."""
+    """Returns (positions, kept); the position is -1 where no slot is requested."""
     G, S, ranks = index_GSk.shape
     position = np.full((G, S, ranks), -1)
     kept = np.zeros((G, S, ranks))
@@ -73,7 +73,7 @@ def test_equals_assigning_slots_one_at_a_time(shape, capacity, share, seed, data
 
 
 def test_groups_of_open_size_take_the_same_slots():
-    """As a served model may leave the length of its lines open."""
+    """A served model may leave the length of its lines unknown."""
     rng = np.random.default_rng(0)
     index = rng.random((2, 300, 5)).argsort(-1)[..., :2].astype(np.int32)
     wanted = np.ones(index.shape, np.float32)
@@ -89,7 +89,7 @@ def test_groups_without_tokens():
 
 
 def test_no_window_of_all_blocks_is_compiled():
-    """A TPU's compiler took a third of its time for them."""
+    """A window of all blocks took a third of the TPU compiler's time."""
     index = tf.zeros([1, 2048, 2], tf.int32)
     slots = tf.function(lambda i, w: assign_slots(i, w, 8, 9), jit_compile=True)
     text = slots.experimental_get_compiler_ir(index, tf.ones(index.shape))(stage="hlo")

@@ -1,4 +1,4 @@
-"""Top-2 gating against cases worked by hand and against the sequential algorithm."""
+"""Top-2 gating compared with cases by hand and with the sequential algorithm."""
 
 import moe_reference
 import numpy as np
@@ -46,7 +46,7 @@ def test_by_hand_with_room_for_all():
 def test_by_hand_overflow_of_first_choices():
     r = _route(_router(3), THREE, capacity=1)
     np.testing.assert_array_equal(r.kept[0], [[1, 1], [0, 1], [0, 0]])
-    # What is kept keeps its share; what is dropped is not made up for.
+    # Kept choices keep their gates; dropped ones are not compensated for.
     np.testing.assert_allclose(r.gate[0], [[2 / 3, 1 / 3], [0, 4 / 9], [0, 0]], 1e-6)
     # The loss counts first choices before drops.
     np.testing.assert_allclose(r.aux_loss, 0.2, 1e-6)
@@ -73,7 +73,9 @@ def test_the_readings_part_at_an_unsampled_second_choice():
     seed = tf.constant([0, 7])
     assert randomness.uniform(seed, [1, 3]).numpy().max() < 0.9996
     paper = _route(_router(3), logits, capacity=2, seed=seed)
-    np.testing.assert_array_equal(paper.kept[0, :, 1], [0, 1, 0])  # token 0 took a seat unused
+    np.testing.assert_array_equal(
+        paper.kept[0, :, 1], [0, 1, 0]
+    )  # token 0 took a slot that stays unused
     lingvo = _route(_router(3, reading="lingvo"), logits, capacity=2, seed=seed)
     np.testing.assert_array_equal(lingvo.kept[0, :, 1], [0, 1, 1])
     np.testing.assert_allclose(lingvo.aux_loss, 9 * paper.aux_loss, 1e-6)

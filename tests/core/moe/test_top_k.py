@@ -1,4 +1,4 @@
-"""Top-k routing against cases worked by hand and against choosing and seating one token at a time."""
+"""Top-k routing compared with cases by hand and with routing one token at a time."""
 
 import moe_reference
 import numpy as np
@@ -61,7 +61,7 @@ def test_switch_by_hand():
     ],
 )
 def test_top_2_by_hand(normalize, gates):
-    # Expert 0 seats tokens 0 and 1, so that token 2's second choice, 0, finds it full.
+    # Expert 0 has slots for tokens 0 and 1 only, so that token 2's second choice, expert 0, is dropped.
     r = _route(_router(3, k=2, normalize_gates=normalize), _log(GATES), capacity=2)
     np.testing.assert_array_equal(r.expert_index[0], [[0, 1], [0, 2], [1, 0]])
     np.testing.assert_array_equal(r.position[0], [[0, 1], [1, 0], [0, 2]])
@@ -94,7 +94,7 @@ def test_the_bias_is_a_variable_that_is_not_trained():
 
 
 def _reference(logits, real, k, order, normalize, capacity, bias):
-    """One token at a time; (index, gate, position or -1)."""
+    """Routes one token at a time; returns (index, gate, position or -1)."""
     G, S, E = logits.shape
     probabilities = moe_reference.softmax(logits.astype(np.float64))
     index = np.zeros((G, S, k), int)
@@ -168,7 +168,7 @@ def test_softmax_after_the_choice_is_that_before_it_normalised():
 
 @pytest.mark.parametrize("biased", [False, True])
 def test_gates_have_the_softmax_gradient_and_the_choice_none(biased):
-    """d p_i / d l_j = p_i (delta_ij - p_j), for the chosen i alone."""
+    """d p_i / d l_j = p_i (delta_ij - p_j), for chosen experts i only."""
     router = _router(3, k=2, normalize_gates="never")
     logits, weight = tf.constant(_log(GATES)), np.array([2.0, -1.0])
     bias = tf.constant([0.0, 0.0, 0.4]) if biased else None
@@ -254,7 +254,7 @@ def test_float32_whatever_the_activations():
     [
         ({"softmax_order": "befor"}, "did you mean 'before'"),
         ({"normalize_gates": "always"}, "must be one of never, before_drops, after_drops, or None"),
-        ({"k": 5}, "must be 1 to 4, the number of experts"),
+        ({"k": 5}, "k=5: must be between 1 and the 4 experts"),
         ({"k": 0}, "k=0: must be an integer of at least 1"),
         ({"k": 1, "normalize_gates": "before_drops"}, "make every gate 1, which trains nothing"),
         ({"k": 1, "softmax_order": "after"}, "make every gate 1"),

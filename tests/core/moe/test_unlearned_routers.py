@@ -1,4 +1,6 @@
-"""Routers without weights: hash of the token, hash of its vector, chance. By hand and against loops.
+"""Routers without weights: by a hash of the token, by a hash of its vector, and at random.
+
+Compared with cases by hand and with loops.
 
 Letters: G group, S token in group, k choice rank, E expert, M model, V vocabulary.
 """
@@ -18,7 +20,7 @@ RNG = np.random.default_rng(0)
 
 
 def test_modular_hash_by_hand():
-    """Token mod 4; the second is 1 + (token div 4) mod 3 further. Two slots; position 3 is padding."""
+    """First choice: token mod 4; second: 1 + (token div 4) mod 3 further. Two slots; position 3 is padding."""
     ids = [[5, 1, 9, 5, 2, 13]]
     paddings = [[0, 0, 0, 1, 0, 0]]
     layer = router("hash", 8, 4, table="modular", k=2)
@@ -27,7 +29,7 @@ def test_modular_hash_by_hand():
     index = routing.expert_index.numpy()[0]
     assert index.tolist() == [[1, 3], [1, 2], [1, 0], [1, 3], [2, 3], [1, 2]]
     # First choices: tokens 0 and 1 fill expert 1; tokens 2 and 5 find it full. Expert 2 has token 4.
-    # Second choices: expert 3 takes 0 and 4, expert 2 (one seat left) takes 1 and not 5, expert 0: 2.
+    # Second choices: expert 3 takes 0 and 4, expert 2 (one slot left) takes 1 and not 5, expert 0 takes 2.
     assert routing.kept.numpy()[0].tolist() == [[1, 1], [1, 1], [0, 1], [0, 0], [1, 1], [0, 0]]
     assert routing.position.numpy()[0, [0, 1, 2, 4]].tolist() == [[0, 0], [1, 1], [2, 0], [0, 1]]
     np.testing.assert_array_equal(routing.gate, routing.kept * 0.5)
@@ -74,7 +76,7 @@ def test_cross_polytope_against_a_loop():
 
 
 def test_hyperplanes_by_hand(monkeypatch):
-    """Projections are the coordinates: bits are their signs, and the nearest plane's flips next."""
+    """Projections are the coordinates; bits are their signs. The second choice flips the bit of the nearest plane."""
     layer = router("lsh", 3, 8, hash="hyperplanes", k=3)
     monkeypatch.setattr(layer, "Projections", lambda: tf.eye(3))
     x = [[[1.0, -2.0, 0.5], [-1.0, 0.1, 3.0]]]
@@ -130,7 +132,7 @@ def test_random_in_inference_is_decided_by_the_token():
 
 @pytest.mark.parametrize("name", ["hash", "lsh", "random"])
 def test_no_gradient_but_through_the_experts(name):
-    """The layer's gradient is that of the chosen experts with weight 1/k, and there are no weights."""
+    """The layer's gradient is that of the chosen experts with weight 1/k; there are no weights."""
     M, H, E, B, T = 4, 5, 4, 2, 3
     p = MoELayer.Params().Set(name="moe", model_dim=M, hidden_dim=H, num_experts=E, num_groups=1)
     p.SetFromText("router", name)

@@ -1,4 +1,4 @@
-"""Adafactor against NumPy, layer by layer, and as a state that is cut over devices."""
+"""Adafactor compared with NumPy, layer by layer, also with a state that is sharded over devices."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def _spec(shape, letters=None, name="w", dtype="float32") -> VariableSpec:
 
 
 def _reference(weight, grads, factored, rate=RATE, clip=1.0, beta2=0.99, scale=True):
-    """All updates of one variable, in float64, from the formulas of the paper."""
+    """Returns all updates of one variable, in float64, by the formulas of the paper."""
     weight, row, col, full = weight.astype(np.float64), 0.0, 0.0, 0.0
     for t, grad in enumerate(grads, start=1):
         decay = min(beta2, 1 - t**-0.8)
@@ -98,7 +98,7 @@ def test_equals_numpy(shape, factored, params):
 
 
 def test_experts_are_factored_one_by_one():
-    """wi [E,M,H]: an expert's moments are its own; the clipping is that of the variable."""
+    """wi [E,M,H]: each expert has its own moments; clipping is by the whole variable."""
     weight, grad = _normals(2, (3, 4, 6), 2)
     grad[1] *= 100
     theta, slots, _ = _run(
@@ -116,7 +116,7 @@ def test_experts_are_factored_one_by_one():
 
 
 def test_heads_are_factored_one_by_one():
-    """A query's MNK: over its two large dimensions, M and K."""
+    """A query MNK is factored over its two large dimensions, M and K."""
     weight, grad = _normals(4, (6, 3, 5), 2)
     grad[:, 1] *= 100
     theta, slots, _ = _run(
@@ -173,7 +173,7 @@ def test_stacked_layers_learn_as_separate_ones(shape):
 
 
 def test_a_stack_is_not_a_matrix():
-    """[L,M] holds L vectors: factoring would mix layers."""
+    """[L,M] holds L vectors; factoring would mix layers."""
     slots = _optimizer().SlotSpecs(NestedMap(w=_spec((8,)).Stacked(8)))
     assert sorted(slots.w) == ["full"]
 

@@ -1,4 +1,4 @@
-"""Sgd against the formulas in NumPy."""
+"""Sgd compared with the formulas in NumPy."""
 
 import numpy as np
 import pytest

@@ -1,7 +1,6 @@
-"""What XLA's partitioner gets wrong is told by the module before it: small modules, and what is near them.
+"""The detector names what XLA's partitioner computes wrongly in small modules, and nothing in similar ones.
 
-Whether the numbers are wrong, and right in the near misses, was found by running them on random numbers;
-tests/spmd/test_known_faults_compiled.py asks the compiler itself.
+Running these programs on random numbers showed which are wrong; tests/spmd/test_known_faults_compiled.py compiles them.
 """
 
 import dataclasses
@@ -14,11 +13,11 @@ from lingvo_moe.core.sharding import ShardingError
 
 WHOLE = "{replicated}"
 ROWS_2_OF_4 = "{devices=[2,1,2]0,1,2,3 last_tile_dim_replicate}"
-NAME = 'metadata={op_name="jit(call)/call_exported/jit(<unnamed function>)/call_tf/net/Op"}'
+NAME = 'metadata={op_name="jit(call)/call_exported/jit(<unnamed function>)/call_tensorflow/net/Op"}'
 
 
 def _module(devices, operands, result):
-    """One instruction of parameters; an operand is (type, sharding), the result (type, text, sharding)."""
+    """A module of one instruction. An operand is (type, sharding), the result (type, text, sharding)."""
     parameters = "".join(
         f"  %p{i} = {what} parameter({i}), sharding={sharding}\n"
         for i, (what, sharding) in enumerate(operands)
@@ -37,7 +36,7 @@ def _kinds(module):
 
 
 def _scatter(updates, of_updates, indices=WHOLE, target=WHOLE, devices=8, combine="add", made=""):
-    """`made`: an operation that makes the updates of what is cut already; '': they are cut."""
+    """A scatter. `made`: an operation that makes sharded updates; '': the updates are a sharded parameter."""
     attributes = (
         "update_window_dims={1}, inserted_window_dims={0}, scatter_dims_to_operand_dims={0}, "
         "index_vector_dim=1, to_apply=%combine"
@@ -86,7 +85,7 @@ IDS_8, IDS_4 = "{devices=[8]<=[8]}", "{devices=[4,2]<=[8] last_tile_dim_replicat
         (_scatter(16, ROWS_8, made=ONES), False),
         (_scatter(15, WHOLE, made=ONES), False),
         (_scatter(15, COLUMNS, made=ONES), False),
-        # What is cut here is padded with zeros: they may be added, not multiplied.
+        # A tensor that the program itself shards is padded with zeros: they may be added, not multiplied.
         (_scatter(15, ROWS_8), False),
         (_scatter(15, ROWS_8, made="multiply(%cut, %one)"), False),
         (_scatter(15, ROWS_8, made="tanh(%cut)"), False),
@@ -99,7 +98,7 @@ def test_scatter(module, is_wrong):
 
 
 def test_scatter_of_updates_that_are_sent_first_is_left_out():
-    """So that they are cut as the target is within a window; some are right, and it is not told which."""
+    """Updates that XLA reshards like the target: some of these are right, so the detector names none."""
     assert _kinds(_scatter(15, ROWS_2, target=COLUMNS, made=ONES)) == []
 
 
@@ -138,7 +137,7 @@ def test_gradient_of_max_pooling(module, is_wrong):
 
 
 def _kernel_gradient(image, of_image, results, of_results, padding, stride=1, devices=8, batch=2):
-    """Of a convolution of [batch, rows, features]; image and results are (rows, features)."""
+    """The kernel gradient of a convolution of [batch, rows, features]; image and results are (rows, features)."""
     kernel = padding[0] + image[0] + padding[1] - (results[0] - 1) * stride
     attributes = (
         f"window={{size={results[0]} pad={padding[0]}_{padding[1]} rhs_dilate={stride}}}, "
@@ -170,7 +169,7 @@ BATCH_ROWS_IDLE = "{devices=[2,2,1,2]<=[8] last_tile_dim_replicate}"
         (((16, 2), BATCH_ROWS_IDLE, (16, 2), BATCH_ROWS_IDLE), True),
         (((16, 2), IDLE, (16, 2), WHOLE), False),
         (((16, 2), WHOLE, (16, 2), IDLE), False),
-        # The larger operand decides, the image if they are alike: the results' features are cut over
+        # The larger operand decides, the image if they are alike: the results' features are sharded over
         # the other axis, then the input's are.
         (((16, 2), IDLE, (16, 4), WITH_FEATURES), False),
         (((16, 2), IDLE, (16, 2), WITH_FEATURES), True),
@@ -202,14 +201,14 @@ def test_kernel_gradient_of_depthwise_convolution_over_copies(cut, is_wrong):
 
 
 def test_kernel_gradient_that_is_a_product():
-    """A kernel of one element and stride 1: the rows are summed like features."""
+    """With a kernel of one element and stride 1, rows are summed like features."""
     module = _kernel_gradient((16, 2), IDLE, (16, 2), IDLE, (0, 0))
     assert _kinds(module) == []
 
 
 @pytest.mark.parametrize("parts, is_wrong", [(2, True), (4, False)])
 def test_forward_convolution_over_copies(parts, is_wrong):
-    """The kernel's features cut over the idle axis: only of two parts of rows the kernel is cut too."""
+    """The kernel's features are sharded over the idle axis. XLA shards the kernel too only for two parts of rows."""
     devices = 2 * parts
     grid = ",".join(str(p + k * parts) for p in range(parts) for k in range(2))
     features = ",".join(map(str, range(devices)))

@@ -1,4 +1,4 @@
-"""How products are cut without communication, and drawings of shards."""
+"""Shardings of products without communication, and drawings of shards."""
 
 import re
 
@@ -39,7 +39,7 @@ def _sharding(text):
 @pytest.mark.parametrize(
     "result, dims, lhs, rhs, mapping",
     [
-        # GSEC,GSM->GECM with both cut along the batch dimension G.
+        # GSEC,GSM->GECM with both sharded along the batch dimension G.
         (
             "f32[8,8,4,32]",
             DISPATCH,
@@ -47,7 +47,7 @@ def _sharding(text):
             "{devices=[8,1,1]<=[8]}",
             (("x", "y"), None, None, None),
         ),
-        # Of one operand's own dimension, wherever it stands.
+        # A free dimension of one operand, at any position.
         ("f32[8,16]", MATMUL, "{devices=[8,1]<=[8]}", WHOLE, (("x", "y"), None)),
         ("f32[8,16]", MATMUL, WHOLE, "{devices=[1,8]<=[8]}", (None, ("x", "y"))),
         (
@@ -57,7 +57,7 @@ def _sharding(text):
             WHOLE,
             ("y", None),
         ),
-        # Sums over parts, and two dimensions that are cut by the same devices, are not whole results.
+        # No sharding: sums over parts, and two dimensions that are sharded by the same devices.
         ("f32[8,16]", MATMUL, "{devices=[1,8]<=[8]}", "{devices=[8,1]<=[8]}", None),
         ("f32[8,16]", MATMUL, "{devices=[8,1]<=[8]}", "{devices=[1,8]<=[8]}", None),
         ("f32[8,16]", MATMUL, WHOLE, WHOLE, None),

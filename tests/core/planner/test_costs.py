@@ -1,4 +1,4 @@
-"""What executed instructions cost: products, traffic, collectives, and where they belong."""
+"""The cost of executed instructions: products, traffic, collectives, and the layer that each belongs to."""
 
 import math
 
@@ -226,8 +226,8 @@ _LOOP = """
   %f.0 = f32[4,8]{1,0} parameter(0)
   %f.1 = f32[8,8]{1,0} parameter(1)
   %d.1 = f32[4,8]{1,0} dot(%f.0, %f.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}, \
-metadata={op_name="call_tf/m/encoder/blocks/body/layers_1/ffn/experts/einsum/Einsum"}
-  ROOT %n.1 = f32[4,8]{1,0} negate(%d.1), metadata={op_name="call_tf/m/encoder/blocks/body/add"}
+metadata={op_name="call_tensorflow/m/encoder/blocks/body/layers_1/ffn/experts/einsum/Einsum"}
+  ROOT %n.1 = f32[4,8]{1,0} negate(%d.1), metadata={op_name="call_tensorflow/m/encoder/blocks/body/add"}
 }
 
 %body (p.3: (s32[], f32[4,8], f32[9,4,8])) -> (s32[], f32[4,8], f32[9,4,8]) {
@@ -238,12 +238,12 @@ metadata={op_name="call_tf/m/encoder/blocks/body/layers_1/ffn/experts/einsum/Ein
   %one.3 = s32[] constant(1)
   %next.3 = s32[] add(%i.3, %one.3)
   %scores.3 = f32[4,8]{1,0} exponential(%x.3), \
-metadata={op_name="call_tf/m/encoder/blocks/body/layers_1/ffn/router/Softmax"}
+metadata={op_name="call_tensorflow/m/encoder/blocks/body/layers_1/ffn/router/Softmax"}
   %copied.3 = f32[4,8]{0,1} copy(%scores.3)
   %w.3 = f32[8,8]{1,0} broadcast(%one.3)
   %y.3 = f32[4,8]{1,0} fusion(%copied.3, %w.3), kind=kOutput, calls=%product
   %set.3 = f32[9,4,8]{2,1,0} dynamic-update-slice(%kept.3, %y.3, %i.3, %i.3, %i.3), \
-metadata={op_name="call_tf/m/encoder/blocks/while/TensorArrayV2Write/TensorListSetItem"}
+metadata={op_name="call_tensorflow/m/encoder/blocks/while/TensorArrayV2Write/TensorListSetItem"}
   ROOT %t.3 = (s32[], f32[4,8]{1,0}, f32[9,4,8]{2,1,0}) tuple(%next.3, %y.3, %set.3)
 }
 
@@ -262,17 +262,20 @@ _MAIN = """  %x = f32[4,8]{1,0} parameter(0)
   %init = (s32[], f32[4,8]{1,0}, f32[9,4,8]{2,1,0}) tuple(%first, %laid, %empty)
   %while = (s32[], f32[4,8]{1,0}, f32[9,4,8]{2,1,0}) while(%init), condition=%condition, body=%body
   %out = f32[9,4,8]{2,1,0} get-tuple-element(%while), index=2
-  %gradient = f32[9,4,8]{2,1,0} negate(%out), metadata={op_name="call_tf/UnsortedSegmentSum"}
+  %gradient = f32[9,4,8]{2,1,0} negate(%out), metadata={op_name="call_tensorflow/UnsortedSegmentSum"}
   ROOT %new = f32[9,4,8]{2,1,0} negate(%gradient), \
-metadata={op_name="call_tf/optimizer/m/source_embedding/table/mul"}"""
+metadata={op_name="call_tensorflow/optimizer/m/source_embedding/table/mul"}"""
 
 
 def test_places_of_named_and_nameless_instructions():
     found = _costs(_MAIN, _LOOP)
     places = {name: (cost.place.part, cost.place.layer) for name, cost in found.items()}
-    assert places["y.3"] == ("experts", "encoder.moe")  # By its product, not by its end.
+    assert places["y.3"] == (
+        "experts",
+        "encoder.moe",
+    )  # The place of its product, not of its last operation.
     assert places["scores.3"] == places["copied.3"] == ("gating", "encoder.moe")
-    assert places["laid"] == ("gating", "encoder.moe")  # Who reads it, inside of the loop.
+    assert places["laid"] == ("gating", "encoder.moe")  # Its consumer inside the loop.
     assert places["set.3"] == places["empty"] == ("loop", "encoder")
     assert places["gradient"] == ("embedding", "source_embedding")
     assert places["new"] == ("optimizer", "source_embedding")

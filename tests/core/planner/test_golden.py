@@ -1,4 +1,4 @@
-"""Golden plans: a difference is told by layer; what only a machine's noise changes is none."""
+"""Golden plans: a difference is named by layer; figures that vary with the machine are not compared."""
 
 import copy
 

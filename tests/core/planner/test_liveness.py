@@ -133,7 +133,7 @@ def test_a_loop_carries_one_set_of_buffers_and_its_body_comes_on_top():
 
 
 def test_the_backward_pass_begins_with_the_first_loop_that_holds_gradients():
-    traced = _trace(_LOOP.replace("NAME", "call_tf/gradient_tape/m/x"))
+    traced = _trace(_LOOP.replace("NAME", "call_tensorflow/gradient_tape/m/x"))
     assert 0 < traced.backward < traced.length
     row = traced.buffers[traced.buffer_of["r.2"][0]]
     assert row.start > traced.backward and row.values[0].producer.in_backward_loop

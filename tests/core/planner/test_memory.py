@@ -92,13 +92,13 @@ ENTRY %main (p0: s32[], p1: f32[1,16,64], p2: f32[16,64], p3: f32[16], p4: s32[2
   %new = f32[16,64]{1,0} custom-call(%p2, %dq, %mean), metadata={op_name="@/optimizer/m/body/layers_0/self_atten/q/sub"}
   ROOT %out = (f32[16,64]{1,0}) tuple(%new)
 }
-""".replace("@", "jit(f)/call_tf")
+""".replace("@", "jit(f)/call_tensorflow")
 _ARGUMENTS = 4 + 4 * _KIB + 4 * _KIB + 64 + _KIB
 _REPORTED = {
     "arguments": _ARGUMENTS + 100,  # padded
     "outputs": 4 * _KIB,
     "aliased": 4 * _KIB,
-    "temporaries": 90 * _KIB,  # of which much is never in use at a time
+    "temporaries": 90 * _KIB,  # not all of it live at a time
     "code": 7,
     "peak": _ARGUMENTS + 100 + 44 * _KIB,
 }
@@ -166,7 +166,7 @@ def test_a_refused_module_is_traced_like_a_compiled_one():
 def test_a_refused_program_has_the_compilers_figures_and_holders():
     holder = SimpleNamespace(
         bytes=3 * _GIB,
-        op_name="jit(f)/call_tf/gradient_tape/m/layers_1/ffn/experts/x",
+        op_name="jit(f)/call_tensorflow/gradient_tape/m/layers_1/ffn/experts/x",
         shape="f32[1]",
     )
     error = SimpleNamespace(
@@ -195,7 +195,7 @@ def test_advice_is_computed_and_says_whether_it_is_enough():
     (bfloat16,) = [line for line in lines if "bfloat16" in line]
     assert "up to 2.00 GiB less" in bfloat16 and "That is enough: 2.00 GiB are missing." in bfloat16
     (twice,) = [line for line in lines if "Twice the devices" in line]
-    # 4 of 6 GiB are cut, and half as much again in gradients comes with them.
+    # 4 of 6 GiB are sharded; their gradients are half as large.
     assert "3.00 GiB less" in twice
     (sharding,) = [line for line in lines if "Sharding the replicated weights" in line]
     assert "1.50 GiB less" in sharding

@@ -1,4 +1,4 @@
-"""The interconnect model: its laws, the paper's scaling, and figures worked out by hand."""
+"""The interconnect model: its scaling, as in the paper, and figures worked out by hand."""
 
 import itertools
 import math
@@ -20,13 +20,13 @@ KINDS = st.sampled_from(network.KINDS)
 
 
 def _all(kind, name, num_bytes=32 * MB):
-    """Seconds among all devices of a slice."""
+    """Seconds of a collective among all devices of a slice."""
     topology = Topology.parse(name)
     return network.seconds(kind, num_bytes, topology.num_devices, topology)
 
 
 def _exponent(kind, small, large, num_bytes):
-    """p of time ~ devices^p."""
+    """Returns p of time ~ devices^p."""
     devices = [Topology.parse(name).num_devices for name in (small, large)]
     times = [_all(kind, name, num_bytes) for name in (small, large)]
     return math.log(times[1] / times[0]) / math.log(devices[1] / devices[0])
@@ -113,7 +113,7 @@ def test_a_group_of_the_two_cores_of_a_chip_uses_no_link():
 
 
 def test_a_part_of_a_ring_is_slower_than_a_ring():
-    """8x8 chips of 32x32 have ends; a slice of 8x8 closes."""
+    """An 8x8 box of 32x32 chips has ends; a slice of 8x8 closes to rings."""
     part = network.seconds("all-to-all", 32 * MB, 128, Topology.parse("v3:32x32"))
     assert part > 1.5 * _all("all-to-all", "v3:8x8")
 

@@ -1,4 +1,4 @@
-"""Peaks of devices by the names that JAX and TensorFlow give them."""
+"""Peaks of devices, looked up by the names that JAX and TensorFlow use."""
 
 import pytest
 
@@ -40,5 +40,5 @@ def test_a_device_has_the_peak_of_its_data_sheet(kind, peak):
 
 
 def test_a_cpu_is_measured():
-    """No machine multiplies fewer than 10 million or more than 10^15 numbers a second."""
+    """The measured peak lies between 10 million and 10^15 FLOP/s."""
     assert 1e7 < matmul_flops_per_second(0.05) < 1e15

@@ -1,4 +1,4 @@
-"""Plans: sums of what a compiler counted, times by the stated models, costs of a token budget."""
+"""Plans: sums of the compiler's figures, times by the models, costs of a token budget."""
 
 import dataclasses
 

@@ -140,7 +140,7 @@ def make_plan() -> dict:
 
 
 def make_plan_that_misses() -> dict:
-    """What is known of a program that the compiler refused."""
+    """A plan for a program that the compiler refused."""
     plan = copy.deepcopy(make_plan())
     plan["model"] = "mt.M4MoE2048E60L"
     plan["override"] = "task.<x>: 1"
@@ -269,7 +269,7 @@ def test_bars_are_as_long_as_their_figures():
 
 
 class _Checker(HTMLParser):
-    """Tags that close, and everything that a page could load."""
+    """Checks that tags close, and collects everything that a page could load."""
 
     _VOID = frozenset({"meta", "rect", "line", "br"})
 

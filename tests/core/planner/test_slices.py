@@ -1,4 +1,4 @@
-"""Slices to try: each one exists, and is twice the one before."""
+"""Slices to try: each exists, and has twice the chips of the one before."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""TPU slices by name, against what the TPU compiler counts and allows."""
+"""TPU slices by name, compared with what the TPU compiler counts and allows."""
 
 import pytest
 import tensorflow as tf

@@ -1,4 +1,4 @@
-"""Annotations: what they mean in the lowered graph, and wrong use raising before lowering."""
+"""Annotations: the shardings in the lowered graph, and errors for wrong use before lowering."""
 
 import numpy as np
 import pytest
@@ -103,7 +103,7 @@ def test_a_weights_own_key_wins_over_the_letter():
         (lambda x: sharding.shard(x, [[0, 1, 2, 3, 4, 5, 6, 6]]), [8, 8], "each of 0..7 once"),
         (lambda x: sharding.shard(x, [[0, 1, 2, 3]]), [8, 8], "each of 0..7 once"),
         (lambda x: sharding.mesh_split(x, MESH, ("x",)), [8, 8], "1 dimensions"),
-        (lambda x: sharding.mesh_split(x, MESH, ("x", "x")), [8, 8], "cuts both dimension 0 and"),
+        (lambda x: sharding.mesh_split(x, MESH, ("x", "x")), [8, 8], "shards both dimension 0 and"),
         (lambda x: sharding.mesh_split(x, MESH, ("z", None)), [8, 8], "no axis 'z'"),
         (
             lambda x: sharding.mesh_split(x, MESH, ("y", None)),
@@ -143,7 +143,7 @@ def test_on_one_device_letters_have_nothing_to_cut():
 
 
 def test_a_mesh_over_another_number_of_devices():
-    """The first axis changes, the others stay; one device has nothing to cut."""
+    """The first axis changes, the others stay; on one device there is nothing to shard."""
     mesh = Mesh.parse("data:256,model:8")
     assert str(mesh.over_devices(16)) == "data:2,model:8"
     assert str(mesh.over_devices(2048)) == str(mesh)

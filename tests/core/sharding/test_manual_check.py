@@ -130,7 +130,7 @@ ON_A = ("a", None)
 
 
 def _on_a(body):
-    """In a region of axis a alone, b automatic."""
+    """Runs a region that is manual along axis a and automatic along b."""
     return manual_region(body, [ON_A], ON_A, GRID, "a")
 
 
@@ -167,7 +167,7 @@ def _loop_s_gradient(x):
     ],
 )
 def test_a_region_of_one_axis_is_not_one_of_all(fn, message):
-    """Each would end the process in XLA."""
+    """In XLA, either mistake would end the process."""
     with pytest.raises(ShardingError, match=message):
         _trace(fn, (8, 4), mesh=GRID)
 
@@ -233,7 +233,11 @@ def test_time_grows_with_the_number_of_operations():
         ),
         (lambda x: auto_to_manual(x, ("d",)), (8, 4), "a mapping of 1 dimensions"),
         (lambda x: auto_to_manual(x, ("e", None)), (8, 4), "has no axis 'e'"),
-        (lambda x: auto_to_manual(x, ("d", "d")), (8, 8), "cuts both dimension 0 and dimension 1"),
+        (
+            lambda x: auto_to_manual(x, ("d", "d")),
+            (8, 8),
+            "shards both dimension 0 and dimension 1",
+        ),
         (
             lambda x: manual_to_auto(auto_to_manual(x, ROWS), ROWS, [15, 4]),
             (8, 4),
@@ -300,7 +304,7 @@ def test_no_mesh_in_force():
 
 
 def test_on_one_device_a_region_is_the_function():
-    """In the engine of TensorFlow alone, which cannot run a region."""
+    """With TensorFlow alone, which cannot run a region."""
     engine = TfEngine(Mesh.parse("d:1"))
     compiled = engine.Build(_good, [TensorSpec((8, 4), "float32")])
     assert "Spmd" not in compiled.HloText()

@@ -1,5 +1,4 @@
-"""The dense models' two-axis mesh: the gradients of one device, and next to nothing but sums between
-devices."""
+"""The dense models' two-axis mesh: one device's gradients, and almost only sums between devices."""
 
 import re
 from collections import Counter
@@ -90,5 +89,5 @@ def test_a_layer_sums_over_model_once_for_each_of_its_parts(cut):
         "decoder cross_atten": 2,
         "decoder ffn": 1,
     }
-    # The best of each part of the vocabulary, for the accuracy: one score and one id a token.
+    # For the accuracy: the best score and id of each part of the vocabulary, for each token.
     assert others == {("all-gather", "ArgMax")}

@@ -1,5 +1,4 @@
-"""The paper's family: the sizes that its docstrings state are the sizes of its specs, and those of a
-formula.
+"""The paper's models: the sizes in their docstrings equal those of the specs and of a closed formula.
 
 Letters: M model, H hidden, N head, K key, E expert, V vocabulary, L layer.
 """
@@ -62,7 +61,7 @@ def test_docstrings_state_the_exact_count(name):
 
 @pytest.mark.parametrize("name", _FAMILY)
 def test_the_size_in_billions_is_the_papers(name):
-    """Within 8%: the paper rounds, and says little of what it counts."""
+    """Within 8%: the paper rounds, and hardly says what it counts."""
     doc = registry.GetExperiment(name).__doc__
     number, unit = re.search(r": ([\d.]+)([BT]);", doc).groups()
     ours = _parameters(registry.GetParams(name).task)
@@ -81,7 +80,7 @@ def test_a_step_divides_over_the_cores(name):
     if name in _MOE:
         assert mesh.axis_names == ("expert",)
         assert params.task.num_groups == cores
-    # As many devices as there are: the first axis gives way.
+    # On fewer devices the first axis shrinks.
     eight = make_mesh(params, num_devices=8)
     assert eight.size == 8 and eight.shape[1:] == mesh.shape[1:]
     assert make_mesh(params) == mesh
@@ -89,7 +88,7 @@ def test_a_step_divides_over_the_cores(name):
 
 
 def test_the_papers_models_dispatch_as_in_algorithm_2_and_others_by_index():
-    """Plans and compiled programs are recorded of both: neither is to change unseen."""
+    """Recorded plans and programs exist for both dispatchers, so neither may change unnoticed."""
     found = {name: registry.GetParams(name).task.moe.dispatcher for name in [*_MOE, "mt.M4Tiny"]}
     assert found == dict.fromkeys(found, "einsum")
     assert registry.GetParams("mt.M4Demo").task.moe.dispatcher == "index"

@@ -83,7 +83,7 @@ def test_dropout_is_of_training_alone():
 
 
 def _value_grads_updates(task):
-    """theta, batch -> loss, gradients of trainable variables, next moving averages."""
+    """A function (theta, batch) -> loss, gradients of trainable variables, next moving averages."""
     trainable = [s.trainable for s in task.VariableSpecs().Flatten()]
 
     def run(theta, batch):
@@ -102,7 +102,7 @@ def _value_grads_updates(task):
     [("rows:4", {"Y": "rows"}, 128), ("data:2,rows:2", {"B": "data", "Y": "rows"}, 64)],
 )
 def test_sharded_along_height(mesh, split, height):
-    """Values, gradients and moving averages are one device's; halos and sums are all that is sent."""
+    """Values, gradients and moving averages equal one device's; only halos and sums are sent."""
     task, batch = _tiny(activation_split=split), _batch(4, height)
     theta = task.InitTheta(SEED)
     run = _value_grads_updates(task)
@@ -121,7 +121,7 @@ def test_sharded_along_height(mesh, split, height):
 
 
 def test_classes_sharded_while_images_are():
-    """Every device scores its part of the classes for all images: features are gathered, logits never."""
+    """Every device computes the logits of its classes for all images: features are gathered, logits never."""
     over_classes = {"activation_split": {"V": "data"}, "weight_split": {"V": "data"}}
     task = _tiny(
         network=ConvNet.Params().Set(channels=[4]),

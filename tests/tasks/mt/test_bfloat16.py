@@ -1,4 +1,4 @@
-"""Activations, or weights too, in bfloat16: what stays float32, and that a step trains."""
+"""Activations, or weights too, in bfloat16: what stays float32, and a training step."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def _task_and_step(override):
     [("task.fprop_dtype=bfloat16", "float32"), ("task.dtype=bfloat16", "bfloat16")],
 )
 def test_a_step_trains(override, theta_dtype, monkeypatch):
-    """Slots are float32 always; the loss is that of float32, to a bfloat16's digits."""
+    """Slots are always float32; the loss equals that of float32 to bfloat16's precision."""
     traced = []
     monkeypatch.setattr(
         lowering, "trace", lambda *a, **k: traced.append(trace(*a, **k)) or traced[0]
@@ -73,7 +73,7 @@ def _check_which_operations_are_in_which_type(function, signature):
         assert types(op, "", but="/router/") == {"bfloat16"}, op
     assert types("Transpose", "/dispatcher/") == {"bfloat16"}  # on its way to the experts and back
     assert types("XlaSharding", "/experts/", but="gradient_tape") == {"bfloat16"}
-    for op in ("Einsum", "AddN"):  # gates, and the counts that seats are taken by
+    for op in ("Einsum", "AddN"):  # gates, and the counts that assign slots
         assert types(op, "/router/") == {"float32"}, op
     for op in ("Softmax", "Exp", "Log", "Rsqrt", "UnsortedSegmentSum"):
         assert types(op) == {"float32"}, op

@@ -1,4 +1,4 @@
-"""A translation model whose router was chosen by name: trained a step, decoded step by step, read back from its run.
+"""A translation model whose router is chosen by name: a training step, decoding steps, and loading from its run.
 
 Letters: B row, S source time, T target time, V vocabulary, J hypothesis.
 """
@@ -107,7 +107,7 @@ def _batch(rng, tasks=(2, 0)):
 
 
 def _logits(model, theta, batch):
-    """[B,T,V] of the whole pass in inference."""
+    """[B,T,V] of a full pass in inference."""
     seen, shard = [], model.softmax.Shard
     model.softmax.Shard = lambda x, letters: seen.append(x) or shard(x, letters)
     try:

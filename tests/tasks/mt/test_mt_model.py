@@ -1,4 +1,4 @@
-"""The translation model: scanned and unrolled, packed and alone, padded, step by step, and counted by hand.
+"""The translation model: scanned and unrolled, packed and unpacked, padded, step by step, and counted by hand.
 
 Letters: B row, S source time, T target time, V vocabulary, L layer, J hypothesis, M model.
 """
@@ -57,13 +57,13 @@ def theta(model):
 
 @pytest.fixture(scope="module")
 def trained(model, theta):
-    """What a training step's forward and backward give for the usual batch: (path, value) pairs."""
+    """Returns results and gradients of a training step on the usual batch, as (path, value) pairs."""
     with use_mesh(single_device()):
         return _loss_and_grads(model, theta, _batch(), STEP)
 
 
 def _side(vocab, seed, segments):
-    """Ids of given segments, int32 [B,T], and positions that restart with each."""
+    """Ids of the given segments, int32 [B,T], and positions that restart with each segment."""
     segments = np.array(segments, np.int32)
     ids = np.random.RandomState(seed).randint(4, vocab, segments.shape).astype(np.int32)
     pos = np.zeros_like(segments)
@@ -83,7 +83,7 @@ def _batch(src=None, tgt=None):
 
 
 def _logits(model, theta, batch, seed=None):
-    """The logits [B,T,V] on the way to FProp's loss; and what it returns."""
+    """Returns the logits [B,T,V] inside FProp, and FProp's results."""
     batch, seen, shard = batch.Transform(tf.constant), [], model.softmax.Shard
     model.softmax.Shard = lambda x, letters: seen.append(x) or shard(x, letters)
     try:
@@ -111,7 +111,7 @@ def _assert_close(got, want, tol=1e-5):
 
 
 def test_the_scan_equals_the_layers_written_out(theta, trained):
-    """Loss, metrics and gradients, with everything random on."""
+    """Loss, metrics and gradients are equal, with all randomness on."""
     unrolled = _params(repeat=False).Instantiate()
     assert [p for p, _ in unrolled.VariableSpecs().FlattenItems()] == [
         p for p, _ in theta.FlattenItems()
@@ -143,7 +143,7 @@ def test_the_loss_is_made_of_its_parts(model, theta):
 
 
 def test_packed_rows_equal_separate_rows(model, theta):
-    """In inference: each example's logits, to the token."""
+    """In inference each example has the same logits, token by token."""
     packed = _batch(src=[[1, 1, 1, 2, 2, 0]], tgt=[[1, 1, 2, 2, 2]])
     together = _logits(model, theta, packed)[0]
     for number in (1, 2):

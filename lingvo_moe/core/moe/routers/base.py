@@ -176,8 +176,15 @@ class Router(BaseLayer):
         return Routing(expert_index, gate, position, kept, E, capacity, aux_loss, metrics)
 
 
+def check_choices(path: str, name: str, number: int, num_experts: int) -> None:
+    """Raises ValueError, naming the parameter, where a token cannot have so many different experts."""
+    if not 1 <= number <= num_experts:
+        raise ValueError(f"{path}.{name}={number}: must be between 1 and the {num_experts} experts")
+
+
 class LearnedRouter(Router):
-    """A router with a gating network, wg [M,E]. Subclasses implement `Route`, or `RouteInputs`.
+    """A router with a gating network, wg [M,E]. Subclasses implement `Route`, or `RouteInputs`; and `ChooseByLogits`,
+    if decoding is to leave out what it does not read.
 
     The network's input is each token or, by `level`, its sentence's mean or its task's embedding (then
     there is a weight task_emb [U,M], U the number of tasks).
@@ -250,6 +257,29 @@ class LearnedRouter(Router):
         else:
             x_GSM = inputs.task_vectors(theta.task_emb, context.task_ids)
         return self.Shard(x_GSM, "GSM")
+
+    def __init_subclass__(cls, **kwargs: Any):
+        """A subclass that says how it chooses by logits chooses so."""
+        own = vars(cls)
+        by_logits = "ChooseByLogits" in own and "ChooseExperts" not in own
+        super().__init_subclass__(**kwargs)
+        if by_logits:
+            cls.ChooseExperts = LearnedRouter.ChooseExperts  # type: ignore[method-assign]
+
+    def ChooseExperts(
+        self,
+        theta: NestedMap,
+        x_GSM: tf.Tensor,
+        paddings_GS: tf.Tensor,
+        context: NestedMap | None = None,
+    ) -> Chosen:
+        """See `Router`."""
+        logits_GSE = self.Logits(theta, self.Seen(theta, x_GSM, paddings_GS, context))
+        return self.ChooseByLogits(theta, logits_GSE, inputs.real_tokens(paddings_GS))
+
+    def ChooseByLogits(self, theta: NestedMap, logits_GSE: tf.Tensor, real_GS: tf.Tensor) -> Chosen:
+        """The choices of `ChooseExperts` from the logits, and `real_GS`, float32, 1 for tokens and 0 for padding."""
+        raise NotImplementedError(f"{type(self).__name__}.ChooseByLogits")
 
     @scoped
     def RouteInputs(

@@ -12,7 +12,14 @@ import tensorflow as tf
 from lingvo_moe.core import checks
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
-from lingvo_moe.core.moe.routers.base import Chosen, LearnedRouter, Routing, all_experts
+from lingvo_moe.core.moe.routers.base import (
+    Chosen,
+    LearnedRouter,
+    Routing,
+    all_experts,
+    check_choices,
+)
+from lingvo_moe.core.moe.routers.inputs import real_tokens
 from lingvo_moe.core.moe.routers.kth_largest import kth_largest_bits
 from lingvo_moe.core.moe.slots import assign_slots, top_k
 from lingvo_moe.core.nested_map import NestedMap
@@ -55,11 +62,7 @@ class ExpertChoiceRouter(LearnedRouter):
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
         p = self.p
-        if not 1 <= p.inference_k <= p.num_experts:
-            raise ValueError(
-                f"{self.path}.inference_k={p.inference_k}: must be between 1 and the "
-                f"{p.num_experts} experts"
-            )
+        check_choices(self.path, "inference_k", p.inference_k, p.num_experts)
 
     def Route(
         self,
@@ -69,7 +72,7 @@ class ExpertChoiceRouter(LearnedRouter):
         seed: tf.Tensor | None = None,
     ) -> Routing:
         """See `LearnedRouter`; without a capacity tokens choose."""
-        real_GS = 1.0 - tf.cast(paddings_GS, tf.float32)
+        real_GS = real_tokens(paddings_GS)
         gates_GSE = tf.nn.softmax(logits_GSE)
         if capacity is None:
             return self._TokensChoose(gates_GSE, real_GS)
@@ -88,16 +91,9 @@ class ExpertChoiceRouter(LearnedRouter):
             best.expert_index, best.gate, position, best.kept, best.kept, real_GS, None, gates_GSE
         )
 
-    def ChooseExperts(
-        self,
-        theta: NestedMap,
-        x_GSM: tf.Tensor,
-        paddings_GS: tf.Tensor,
-        context: NestedMap | None = None,
-    ) -> Chosen:
-        """See `Router`."""
-        logits_GSE = self.Logits(theta, self.Seen(theta, x_GSM, paddings_GS, context))
-        return self._Best(tf.nn.softmax(logits_GSE), 1.0 - tf.cast(paddings_GS, tf.float32))
+    def ChooseByLogits(self, theta: NestedMap, logits_GSE: tf.Tensor, real_GS: tf.Tensor) -> Chosen:
+        """See `LearnedRouter`."""
+        return self._Best(tf.nn.softmax(logits_GSE), real_GS)
 
     def _Best(self, gates_GSE: tf.Tensor, real_GS: tf.Tensor) -> Chosen:
         """Each token's own best experts."""

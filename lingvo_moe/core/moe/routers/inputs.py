@@ -94,6 +94,11 @@ def context_for(p: Params) -> tuple[str, ...]:
     return _NEEDS[p.level]
 
 
+def real_tokens(paddings_GS: tf.Tensor) -> tf.Tensor:
+    """float32 [G,S], 1 for tokens and 0 for padding."""
+    return 1.0 - tf.cast(paddings_GS, tf.float32)
+
+
 def sentence_means(
     x_GSM: tf.Tensor, segment_ids_GS: tf.Tensor, paddings_GS: tf.Tensor
 ) -> tf.Tensor:
@@ -104,7 +109,7 @@ def sentence_means(
         segment_ids_GS: int32; tokens of a group with the same number are one sentence.
         paddings_GS: bool or float, 1 for padding.
     """
-    real_GS = 1.0 - tf.cast(paddings_GS, tf.float32)
+    real_GS = real_tokens(paddings_GS)
     same_GSZ = tf.equal(segment_ids_GS[:, :, tf.newaxis], segment_ids_GS[:, tf.newaxis, :])
     pairs_GSZ = real_GS[:, :, tf.newaxis] * real_GS[:, tf.newaxis, :]
     same_GSZ = tf.cast(same_GSZ, tf.float32) * pairs_GSZ

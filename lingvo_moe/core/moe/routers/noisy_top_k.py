@@ -11,8 +11,8 @@ from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.moe.losses_and_metrics import cv_squared, importance, smooth_load
-from lingvo_moe.core.moe.routers.base import Chosen, LearnedRouter, Routing
-from lingvo_moe.core.moe.routers.top_k import check_k
+from lingvo_moe.core.moe.routers.base import Chosen, LearnedRouter, Routing, check_choices
+from lingvo_moe.core.moe.routers.inputs import real_tokens
 from lingvo_moe.core.moe.slots import assign_slots, count_choices, top_k
 from lingvo_moe.core.nested_map import NestedMap
 
@@ -60,7 +60,7 @@ class NoisyTopKRouter(LearnedRouter):
         params.weight_split = {"wnoise.E": None, **(params.weight_split or {})}
         super().__init__(params)
         p = self.p
-        check_k(self.path, p)
+        check_choices(self.path, "k", p.k, p.num_experts)
         self.CreateVariable(
             "wnoise", WeightParams((p.model_dim, p.num_experts), "ME", WeightInit.Constant(0.0))
         )
@@ -97,7 +97,7 @@ class NoisyTopKRouter(LearnedRouter):
         """See `LearnedRouter`. `deviation_GSE`: the noise's standard deviations, float32; None, or no
         seed: no noise."""
         p = self.p
-        real_GS = 1.0 - tf.cast(paddings_GS, tf.float32)
+        real_GS = real_tokens(paddings_GS)
         noisy_GSE = logits_GSE
         if seed is not None and deviation_GSE is not None:
             noise_GSE = randomness.normal(self.FoldSeed(seed, "noise"), logits_GSE.shape)
@@ -129,18 +129,10 @@ class NoisyTopKRouter(LearnedRouter):
             losses=losses,
         )
 
-    def ChooseExperts(
-        self,
-        theta: NestedMap,
-        x_GSM: tf.Tensor,
-        paddings_GS: tf.Tensor,
-        context: NestedMap | None = None,
-    ) -> Chosen:
-        """See `Router`."""
-        logits_GSE = self.Logits(theta, self.Seen(theta, x_GSM, paddings_GS, context))
-        kept_GS = 1.0 - tf.cast(paddings_GS, tf.float32)
-        _, index_GSk, gate_GSk = self._Best(logits_GSE, kept_GS)
-        kept_GSk = tf.stack([kept_GS] * self.p.k, -1)
+    def ChooseByLogits(self, theta: NestedMap, logits_GSE: tf.Tensor, real_GS: tf.Tensor) -> Chosen:
+        """See `LearnedRouter`."""
+        _, index_GSk, gate_GSk = self._Best(logits_GSE, real_GS)
+        kept_GSk = tf.stack([real_GS] * self.p.k, -1)
         return Chosen(index_GSk, gate_GSk * kept_GSk, kept_GSk)
 
     def _Best(

@@ -9,6 +9,7 @@ Letters: G group, S token in group, k choice rank (k = E here), E expert.
 import tensorflow as tf
 
 from lingvo_moe.core.moe.routers.base import Chosen, LearnedRouter, Routing, all_experts
+from lingvo_moe.core.moe.routers.inputs import real_tokens
 from lingvo_moe.core.nested_map import NestedMap
 
 
@@ -33,7 +34,7 @@ class SoftRouter(LearnedRouter):
         seed: tf.Tensor | None = None,
     ) -> Routing:
         """See `LearnedRouter`; the capacity is ignored."""
-        real_GS = 1.0 - tf.cast(paddings_GS, tf.float32)
+        real_GS = real_tokens(paddings_GS)
         gates_GSE = tf.nn.softmax(logits_GSE)
         expert_index = all_experts(logits_GSE)
         kept = _kept(gates_GSE, real_GS)
@@ -52,17 +53,10 @@ class SoftRouter(LearnedRouter):
             ranked=False,
         )
 
-    def ChooseExperts(
-        self,
-        theta: NestedMap,
-        x_GSM: tf.Tensor,
-        paddings_GS: tf.Tensor,
-        context: NestedMap | None = None,
-    ) -> Chosen:
-        """See `Router`."""
-        logits_GSE = self.Logits(theta, self.Seen(theta, x_GSM, paddings_GS, context))
+    def ChooseByLogits(self, theta: NestedMap, logits_GSE: tf.Tensor, real_GS: tf.Tensor) -> Chosen:
+        """See `LearnedRouter`."""
         gates_GSE = tf.nn.softmax(logits_GSE)
-        kept = _kept(gates_GSE, 1.0 - tf.cast(paddings_GS, tf.float32))
+        kept = _kept(gates_GSE, real_GS)
         return Chosen(all_experts(logits_GSE), gates_GSE * kept, kept)
 
 

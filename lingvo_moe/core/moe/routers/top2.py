@@ -10,6 +10,7 @@ from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.moe.losses_and_metrics import load_balance
 from lingvo_moe.core.moe.routers.base import Chosen, LearnedRouter, Routing
+from lingvo_moe.core.moe.routers.inputs import real_tokens
 from lingvo_moe.core.moe.slots import assign_slots, count_choices, normalize, pick
 from lingvo_moe.core.nested_map import NestedMap
 
@@ -104,7 +105,7 @@ class Top2Router(LearnedRouter):
     ) -> Routing:
         """Algorithm 1. See `Router.FProp` for the arguments."""
         p = self.p
-        real_GS = 1.0 - tf.cast(paddings_GS, tf.float32)
+        real_GS = real_tokens(paddings_GS)
         gates_GSE = tf.nn.softmax(logits_GSE)
         index_GSk, gate_GSk = self._Best(gates_GSE, self._Drawn(logits_GSE, seed))
         wanted_GSk = tf.stack([real_GS, real_GS * self._Sampled(gate_GSk[:, :, 1], seed)], -1)
@@ -131,17 +132,10 @@ class Top2Router(LearnedRouter):
             losses=losses,
         )
 
-    def ChooseExperts(
-        self,
-        theta: NestedMap,
-        x_GSM: tf.Tensor,
-        paddings_GS: tf.Tensor,
-        context: NestedMap | None = None,
-    ) -> Chosen:
-        """See `Router`."""
-        logits_GSE = self.Logits(theta, self.Seen(theta, x_GSM, paddings_GS, context))
+    def ChooseByLogits(self, theta: NestedMap, logits_GSE: tf.Tensor, real_GS: tf.Tensor) -> Chosen:
+        """See `LearnedRouter`."""
         index_GSk, gate_GSk = self._Best(tf.nn.softmax(logits_GSE), None)
-        kept_GSk = tf.stack([1.0 - tf.cast(paddings_GS, tf.float32)] * 2, -1)
+        kept_GSk = tf.stack([real_GS] * 2, -1)
         return Chosen(index_GSk, self._Kept(gate_GSk, kept_GSk), kept_GSk)
 
     def _Best(

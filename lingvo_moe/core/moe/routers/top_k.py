@@ -13,7 +13,8 @@ from lingvo_moe.core.base_layer import WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.moe.losses_and_metrics import load_balance, log_partition, z_loss
-from lingvo_moe.core.moe.routers.base import Chosen, LearnedRouter, Routing
+from lingvo_moe.core.moe.routers.base import Chosen, LearnedRouter, Routing, check_choices
+from lingvo_moe.core.moe.routers.inputs import real_tokens
 from lingvo_moe.core.moe.slots import assign_slots, count_choices, normalize, pick, top_k
 from lingvo_moe.core.nested_map import NestedMap
 
@@ -102,7 +103,7 @@ class TopKRouter(LearnedRouter):
 
     def _Check(self) -> None:
         p = self.p
-        check_k(self.path, p)
+        check_choices(self.path, "k", p.k, p.num_experts)
         if p.k == 1 and (p.softmax_order, p.normalize_gates) != ("before", "never"):
             raise ValueError(
                 f"{self.path}: with k=1, softmax_order={p.softmax_order!r} and normalize_gates="
@@ -138,7 +139,7 @@ class TopKRouter(LearnedRouter):
         """See `LearnedRouter`. `bias_E`, float32, is added to the probabilities for the choice; in
         training its next value is among the routing's updates."""
         p = self.p
-        real_GS = 1.0 - tf.cast(paddings_GS, tf.float32)
+        real_GS = real_tokens(paddings_GS)
         log_z_GS = functools.cache(lambda: log_partition(logits_GSE))
         probabilities_GSE, index_GSk, gate_GSk = self._Best(
             logits_GSE, bias_E, None if seed is None else log_z_GS
@@ -171,18 +172,11 @@ class TopKRouter(LearnedRouter):
             routing.updates.Set(f"{self.path}.balance_bias", next_E)
         return routing
 
-    def ChooseExperts(
-        self,
-        theta: NestedMap,
-        x_GSM: tf.Tensor,
-        paddings_GS: tf.Tensor,
-        context: NestedMap | None = None,
-    ) -> Chosen:
-        """See `Router`."""
-        logits_GSE = self.Logits(theta, self.Seen(theta, x_GSM, paddings_GS, context))
+    def ChooseByLogits(self, theta: NestedMap, logits_GSE: tf.Tensor, real_GS: tf.Tensor) -> Chosen:
+        """See `LearnedRouter`."""
         bias_E = theta.balance_bias if self.p.balance_bias else None
         _, index_GSk, gate_GSk = self._Best(logits_GSE, bias_E, None)
-        kept_GSk = tf.stack([1.0 - tf.cast(paddings_GS, tf.float32)] * self.p.k, -1)
+        kept_GSk = tf.stack([real_GS] * self.p.k, -1)
         return Chosen(index_GSk, self._Kept(gate_GSk, kept_GSk), kept_GSk)
 
     def _Best(
@@ -230,9 +224,3 @@ class TopKRouter(LearnedRouter):
         # All times E: 1/E times the sum would be rounded, and an expert exactly at the mean would get a step.
         missing_E = tf.reduce_sum(load_E) - self.p.num_experts * load_E
         return bias_E + self.p.balance_bias * tf.sign(missing_E)
-
-
-def check_k(path: str, p: InstantiableParams) -> None:
-    """Raises ValueError where a token cannot have k different experts."""
-    if p.k > p.num_experts:
-        raise ValueError(f"{path}.k={p.k}: must be 1 to {p.num_experts}, the number of experts")

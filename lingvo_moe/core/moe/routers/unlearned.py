@@ -7,7 +7,8 @@ import tensorflow as tf
 
 from lingvo_moe.core import checks
 from lingvo_moe.core.hyperparams import InstantiableParams
-from lingvo_moe.core.moe.routers.base import Chosen, Router, Routing
+from lingvo_moe.core.moe.routers.base import Chosen, Router, Routing, check_choices
+from lingvo_moe.core.moe.routers.inputs import real_tokens
 from lingvo_moe.core.moe.slots import assign_slots
 from lingvo_moe.core.nested_map import NestedMap
 
@@ -28,10 +29,7 @@ class UnlearnedRouter(Router):
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
         p = self.p
-        if not 1 <= p.k <= p.num_experts:
-            raise ValueError(
-                f"{self.path}.k={p.k}: must be between 1 and the {p.num_experts} experts"
-            )
+        check_choices(self.path, "k", p.k, p.num_experts)
 
     def FProp(
         self,
@@ -46,7 +44,7 @@ class UnlearnedRouter(Router):
         del theta
         p = self.p
         expert_index = self.Choose(x_GSM, seed, context)
-        real_GS = 1.0 - tf.cast(paddings_GS, tf.float32)
+        real_GS = real_tokens(paddings_GS)
         wanted = tf.stack([real_GS] * p.k, -1)
         position, kept = assign_slots(expert_index, wanted, p.num_experts, capacity)
         gate = kept * (1.0 / p.k)
@@ -61,7 +59,7 @@ class UnlearnedRouter(Router):
     ) -> Chosen:
         """See `Router`; theta is empty."""
         del theta
-        real_GS = 1.0 - tf.cast(paddings_GS, tf.float32)
+        real_GS = real_tokens(paddings_GS)
         kept = tf.stack([real_GS] * self.p.k, -1)
         return Chosen(self.Choose(x_GSM, None, context), kept * (1.0 / self.p.k), kept)
 

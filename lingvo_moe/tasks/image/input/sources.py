@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from lingvo_moe.core.permutation import permute
+from lingvo_moe.core.suggest import did_you_mean
 from lingvo_moe.tasks.image.input.errors import ImageDataError
 
 SUFFIXES = (".jpeg", ".jpg", ".png")
@@ -109,10 +110,8 @@ def folder_splits(
     there = sorted(path.name for path in root.iterdir() if path.is_dir())
     for name in filter(None, (train, held_out)):
         if name not in there:
-            others = f"; it has {', '.join(there)}" if there else ""
-            raise ImageDataError(
-                f"{data_dir}: has no directory {name!r}{others}; expected {_LAYOUT}"
-            )
+            hint = did_you_mean(name, there)
+            raise ImageDataError(f"{data_dir}: has no directory {name!r}{hint}; expected {_LAYOUT}")
     held_out = held_out or next((name for name in HELD_OUT_SPLITS if name in there), "")
     found = {name: _by_class(root / name) for name in filter(None, (train, held_out))}
     classes = sorted({label for each in found.values() for label in each})

@@ -7,32 +7,54 @@ Letters: B row, S source token, J hypothesis, V vocabulary.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
 
 from lingvo_moe.core.decode.flat_beam_search import FlatBeamSearch, SearchOptions, StepFn
 from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.core.sharding import dims_mapping, single_device, use_mesh
 from lingvo_moe.core.step import Step
 from lingvo_moe.tasks.mt.input.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 
 
+class TranslationModel(Protocol):
+    """What a search asks of a model. `MtModel` says what each method takes and returns."""
+
+    @property
+    def p(self) -> Params:
+        """With `source_vocab_size` and `target_vocab_size`."""
+
+    def Encode(self, theta: NestedMap, src: NestedMap) -> NestedMap: ...
+
+    def InitCache(
+        self, theta: NestedMap, encoded: NestedMap, beam_size: int, max_length: int
+    ) -> NestedMap: ...
+
+    def CacheLetters(self) -> NestedMap: ...
+
+    def ExtendStep(
+        self, theta: NestedMap, ids: tf.Tensor, cache: NestedMap, time: tf.Tensor, mask: tf.Tensor
+    ) -> tuple[tf.Tensor, NestedMap]: ...
+
+
 class Decoder:
     """A model and a search over its translations.
 
     Args:
-        model: with `Encode`, `InitCache` and `ExtendStep` as MtModel has them.
+        model: e.g. an MtModel.
         options: of the search.
         max_length: the most tokens of a translation, EOS included.
-        vocab_size: tokens that may come out, of the model's V; None: all. PAD, BOS and UNK never do.
+        vocab_size: translations contain only the first vocab_size of the model's V tokens, for a vocabulary with fewer
+            pieces than the model has embeddings; None: all V. PAD, BOS and UNK never occur in translations.
     """
 
     def __init__(
         self,
-        model: Any,
+        model: TranslationModel,
         options: SearchOptions,
         max_length: int,
         vocab_size: int | None = None,
@@ -96,23 +118,23 @@ class DecodeSpecs:
     """
 
     def __init__(self, decoder: Decoder, rows: int, source_length: int):
-        p = decoder.model.p
-        self._split = p.activation_split
+        model: Any = decoder.model
+        self._split = model.p.activation_split
         with use_mesh(single_device()):
             state = _traced(decoder.search.Start, tf.TensorSpec([rows], tf.int32))
-            memory = tf.TensorSpec([rows, source_length, p.model_dim], decoder.model.fprop_dtype)
+            memory = tf.TensorSpec([rows, source_length, model.p.model_dim], model.fprop_dtype)
             segment_ids = tf.TensorSpec([rows, source_length], tf.int32)
             encoded = NestedMap(memory=memory, segment_ids=segment_ids)
-            if "task_ids" in decoder.model.Needs(p, decoder=True):
+            if "task_ids" in model.Needs(model.p, decoder=True):
                 encoded.task_ids = tf.TensorSpec([rows], tf.int32)
-            self.theta = decoder.model.VariableSpecs()
+            self.theta = model.VariableSpecs()
             cache = _traced(
                 decoder.InitCache,
                 self.theta.Transform(lambda s: tf.TensorSpec(s.shape, s.dtype)),
                 encoded,
             )
         self.state = map_structure(self._Spec, state, decoder.search.STATE_LETTERS)
-        self.cache = map_structure(self._Spec, cache, decoder.model.CacheLetters())
+        self.cache = map_structure(self._Spec, cache, model.CacheLetters())
 
     def _Spec(self, value: tf.Tensor, letters: str) -> TensorSpec:
         split = dims_mapping(letters, self._split)
@@ -139,5 +161,5 @@ def decode_step(
 
 
 def _traced(fn: Callable[..., Any], *specs: Any) -> Any:
-    """What `fn` returns for arguments of these specs, without running it."""
+    """Traces `fn` for arguments of these specs and returns its symbolic results."""
     return tf.function(fn, autograph=False).get_concrete_function(*specs).structured_outputs

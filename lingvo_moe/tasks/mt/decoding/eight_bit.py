@@ -45,8 +45,10 @@ class EightBit:
 
     @classmethod
     def Of(cls, w_MN: tf.Tensor | np.ndarray, width: int) -> "EightBit":
-        """Rounds a float weight, with values (no tensor of a graph). Products with a column that holds NaN or infinity
-        are NaN."""
+        """Rounds a float weight, an array or an eager tensor [M,N].
+
+        Products with a column that contains NaN or infinity are NaN.
+        """
         w_MN = np.asarray(w_MN, np.float32)
         most_N = np.max(np.abs(w_MN), 0)
         finite_N = np.isfinite(most_N)
@@ -58,11 +60,11 @@ class EightBit:
 
     @property
     def tensors(self) -> tuple[Any, ...]:
-        """What a module must hold of it, in the order that `With` takes."""
+        """The tensors that a module must keep as variables, in the order of the arguments of `With`."""
         return self.int8_MN, self.scale_N, self.bias_N
 
     def With(self, int8_MN: Any, scale_N: Any, bias_N: Any) -> "EightBit":
-        """The same weight from other tensors, e.g. variables' values."""
+        """The same weight over other tensors of the same shapes, e.g. the values of variables that hold `tensors`."""
         return EightBit(int8_MN, scale_N, bias_N, self.width)
 
     def ProductByBlock(self, x_RM: tf.Tensor) -> tf.Tensor:
@@ -74,7 +76,7 @@ class EightBit:
         return tf.transpose(tf.reshape(self.Product(x_RM), [-1, blocks, self.width]), [1, 0, 2])
 
     def Product(self, x_RM: tf.Tensor) -> tf.Tensor:
-        """[R,M] by the weight: [R,N], in the type of the rows."""
+        """Multiplies rows [R,M] by the weight and returns [R,N], in the type of the rows."""
         if not tf.inside_function():  # the operation exists in graphs only
             return tf.function(self.Product, autograph=False)(x_RM)
         kind, x_RM = x_RM.dtype, tf.cast(x_RM, tf.float32)

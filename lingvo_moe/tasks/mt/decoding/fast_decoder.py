@@ -26,11 +26,11 @@ class FastDecoder:
     """A FastModel and a search over its translations.
 
     Args:
-        model: with its weights.
-        options: of the search.
+        model: the model with its weights.
+        options: those of the search.
         max_length: the most tokens of a translation, EOS included.
-        vocab_size: tokens that may come out, of the model's V. PAD, BOS and UNK never do.
-        shortlist: which tokens a row is scored for, by its source; None: all.
+        vocab_size: translations contain only the first vocab_size of the model's V tokens, never PAD, BOS and UNK.
+        shortlist: the tokens that a row is scored for, by its source; None: all.
     """
 
     def __init__(
@@ -47,12 +47,15 @@ class FastDecoder:
         self._search = GrowingBeamSearch(max_length, options, allowed_V)
 
     def Search(self, src: NestedMap, max_lengths_B: tf.Tensor) -> NestedMap:
-        """The whole search; see `GrowingBeamSearch.Run`. To be traced: B and S may be unknown.
+        """Encodes the sources and runs the complete search, inside of a tf.function; B and S may be unknown.
 
         Args:
-            src: int32 `ids`, `segment_ids` (1, or 0 at padding) and `segment_pos`, [B,S] each; and `task_ids`, where
-                the model routes by them.
-            max_lengths_B: int32, the most tokens of each row's translations, 0 for none.
+            src: int32 `ids`, `segment_ids` (1, or 0 at padding) and `segment_pos`, [B,S] each; and `task_ids`, if the
+                model routes by them.
+            max_lengths_B: int32, the maximum length of each row's translations, EOS included; 0 skips the row.
+
+        Returns:
+            NestedMap(ids_BKT, lengths_BK, scores_BK, steps); see `GrowingBeamSearch.Run`.
         """
         weights = self._model.Tensors()
         encoded = self._model.Encode(weights, src)

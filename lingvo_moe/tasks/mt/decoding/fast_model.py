@@ -1,9 +1,9 @@
 """A translation model arranged once for TensorFlow's kernels: `Encode`, `InitCache` and `Step` of a search on a CPU.
 
 `FastModel` walks the layers of an MtModel and puts others in their place, which compute the same over pre-packed
-weights. Which ones is written down in `_FORMS`, by exact class. A layer of another class, e.g. one derived from these,
-stays as it is, with its own weights and everything below it; so does another model. What the layers between compute
-(residual connections, normalizations, embeddings) is stated in core and in model.py alone.
+weights. `_FORMS` lists them by what a layer says that it computes (`BaseLayer.COMPUTES`). A layer that says nothing,
+e.g. one derived from these, stays as it is, with its own weights and everything below it; so does another model. What
+the layers between compute (residual connections, normalizations, embeddings) is stated in core and in model.py alone.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from lingvo_moe.core.layers.transformer import TransformerBlock, TransformerLaye
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
+from lingvo_moe.tasks.mt.decoding.decode_step import TranslationModel
 from lingvo_moe.tasks.mt.decoding.packed_attention import PackedCrossAttention, PackedSelfAttention
 from lingvo_moe.tasks.mt.decoding.packed_experts import PackedMoELayer
 from lingvo_moe.tasks.mt.decoding.packed_layers import (
@@ -42,8 +43,7 @@ class FastModel(tf.Module):
     """A model and its weights, for a search that TensorFlow's kernels run. The weights are its variables.
 
     Args:
-        model: an MtModel, or another one with `Encode`, `InitCache`, `ExtendStep` and `CacheLetters` as it has them,
-            which runs as it is.
+        model: an MtModel, or another one, which runs as it is.
         theta: its weights, arrays or tensors.
         kind: one of packed_weights.WEIGHTS: "float32", or "int8" for the weights of products.
 
@@ -51,9 +51,9 @@ class FastModel(tf.Module):
         ValueError: int8 for a model that is no MtModel.
     """
 
-    def __init__(self, model: Any, theta: NestedMap, kind: str = "float32"):
+    def __init__(self, model: TranslationModel, theta: NestedMap, kind: str = "float32"):
         super().__init__(name="fast_model")
-        self._packs = type(model) is MtModel
+        self._packs = _computes(model) == MtModel.COMPUTES
         if kind == "int8" and not self._packs:
             raise ValueError(
                 f"weights=int8 is for mt.MtModel itself; {type(model).__name__} runs as it is: take float32"
@@ -64,7 +64,7 @@ class FastModel(tf.Module):
         self._weights = SavedWeights(pack(theta))
 
     def Assign(self, theta: NestedMap) -> None:
-        """Other weights of the same model.
+        """Assigns other weights of the same model.
 
         Raises:
             ValueError: with weights of 8 bits, which TensorFlow packs when they are first used.
@@ -72,14 +72,16 @@ class FastModel(tf.Module):
         self._weights.Assign(self._pack(theta))
 
     def Tensors(self) -> NestedMap:
-        """The weights as tensors of the graph that is being traced, for the methods below. Read them once, outside of
-        the search's loop."""
+        """Reads the weights into the graph that is being traced, as the argument `weights` of the methods below.
+
+        Call it once, outside of the search's loop.
+        """
         return self._weights.Tensors()
 
     @property
     def form(self) -> Any:
-        """The model with other layers in the place of its own: its methods take `Tensors`, and are to be traced while
-        TensorFlow's kernels are in use."""
+        """The model with its layers replaced. Its methods take `Tensors` as theta and must be traced while TensorFlow's
+        kernels are in use."""
         return self._form()
 
     def Encode(self, weights: NestedMap, src: NestedMap) -> NestedMap:
@@ -102,16 +104,20 @@ class FastModel(tf.Module):
     def Step(
         self, weights: NestedMap, ids: tf.Tensor, cache: NestedMap, time: tf.Tensor, mask: tf.Tensor
     ) -> tuple[tf.Tensor, NestedMap]:
-        """See MtModel.ExtendStep. The cache's memory is overwritten: the old cache must not be used again."""
+        """Returns logits of the next token, float32 [B,J,V], and the cache with one more position.
+
+        Args as for MtModel.ExtendStep, with `weights` from `Tensors` for theta. The cache's memory is overwritten: the
+        old cache must not be used again.
+        """
         with _tensorflows_kernels():
             return self.form.ExtendStep(weights, ids, cache, time, mask)
 
     def OfTokens(self, weights: NestedMap, ids: tf.Tensor) -> NestedMap:
-        """The weights with which `Step` gives the logits of the target tokens `ids` alone: [B,J,U].
+        """Returns the weights with which `Step` computes the logits of the target tokens `ids` only: [B,J,U].
 
         Args:
             weights: from `Tensors`.
-            ids: int32 [U], U unknown when traced and a multiple of 64.
+            ids: int32 [U]. If U is unknown while tracing, it must be a multiple of 64.
 
         Raises:
             ValueError: the model is no MtModel.
@@ -129,9 +135,14 @@ def _tensorflows_kernels() -> Iterator[None]:
         yield
 
 
+def _computes(layer: Any) -> str:
+    """What a layer says that it computes; '' for an object that is no layer of core."""
+    return layer.COMPUTES if isinstance(layer, BaseLayer) else ""
+
+
 def _form(layer: Any, kind: str) -> tuple[Any, _Pack]:
     """What stands in the layer's place, and how its weights are packed; the layer itself where `_FORMS` has none."""
-    make = _FORMS.get(type(layer))
+    make = _FORMS.get(_computes(layer))
     return make(layer, kind) if make else (layer, lambda theta: theta)
 
 
@@ -176,7 +187,7 @@ def _layer(layer: TransformerLayer, kind: str) -> tuple[Any, _Pack]:
     attentions = {"self_atten": PackedSelfAttention, "cross_atten": PackedCrossAttention}
     for name, form in attentions.items():
         child = layer.children.get(name)
-        if type(child) is MultiHeadAttention:
+        if _computes(child) == MultiHeadAttention.COMPUTES:
             forms[name] = _packed(form)(child, kind)
     return _of_children(layer, forms)
 
@@ -188,7 +199,7 @@ def _stack(layer: TransformerStack, kind: str) -> tuple[Any, _Pack]:
 def _model(model: MtModel, kind: str) -> tuple[Any, _Pack]:
     forms = {name: _form(model.children[name], kind) for name in ("encoder", "decoder")}
     form, pack = _of_children(model, forms)
-    assert type(model.softmax) is Softmax  # MtModel makes no other
+    assert model.softmax.COMPUTES == Softmax.COMPUTES  # MtModel makes no other
     softmax = PackedSoftmax(model.softmax)
 
     def all_of_it(theta: NestedMap) -> NestedMap:
@@ -197,15 +208,15 @@ def _model(model: MtModel, kind: str) -> tuple[Any, _Pack]:
     return _with_children(form, softmax=softmax), all_of_it
 
 
-# By exact class: (layer, kind of weights) -> (what stands in its place, how its weights are packed).
-_FORMS: dict[type, Callable[[Any, str], tuple[Any, _Pack]]] = {
-    FeedForward: _packed(PackedFeedForward),
-    MoELayer: _moe,
-    TransformerLayer: _layer,
-    TransformerBlock: _block,
-    Repeat: _repeat,
-    TransformerStack: _stack,
-    MtModel: _model,
+# By what a layer computes: (layer, kind of weights) -> (what stands in its place, how its weights are packed).
+_FORMS: dict[str, Callable[[Any, str], tuple[Any, _Pack]]] = {
+    FeedForward.COMPUTES: _packed(PackedFeedForward),
+    MoELayer.COMPUTES: _moe,
+    TransformerLayer.COMPUTES: _layer,
+    TransformerBlock.COMPUTES: _block,
+    Repeat.COMPUTES: _repeat,
+    TransformerStack.COMPUTES: _stack,
+    MtModel.COMPUTES: _model,
 }
 
 

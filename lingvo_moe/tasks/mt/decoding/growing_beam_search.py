@@ -20,10 +20,10 @@ from lingvo_moe.core.decode.flat_beam_search import (
     NEVER,
     FlatBeamSearch,
     StepFn,
-    dim,
 )
 from lingvo_moe.core.kernels.tensorflow import batch_independent
 from lingvo_moe.core.nested_map import NestedMap, map_structure
+from lingvo_moe.core.tensors import dim
 from lingvo_moe.tasks.mt.decoding.packed_weights import FEWEST_ROWS
 
 BLOCK = 16  # steps
@@ -41,17 +41,20 @@ class GrowingBeamSearch(FlatBeamSearch):
         max_lengths_B: tf.Tensor,
         letters: NestedMap | None = None,
     ) -> NestedMap:
-        """See `flat_beam_search`.
+        """Runs the complete search, like `flat_beam_search`, over caches that grow.
 
         Args:
-            step_fn: takes caches of any number of rows and steps. V may be unknown: then it is 2 J and as many as
-                `allowed_V` forbids at least, and `allowed_V` is about the first of them.
+            step_fn: must accept caches of any number of rows and steps. V may be unknown while tracing. Then V must be
+                at least 2 J plus the number of tokens that may not be emitted (PAD, BOS and those that `allowed_V`
+                forbids), and tokens beyond the end of `allowed_V` are allowed.
             cache: with a capacity of BLOCK steps.
-            max_lengths_B: see there.
-            letters: those of each tensor of the cache, in its structure: B is the row, L the step.
+            max_lengths_B: int32 [B], the maximum length of each row's results, EOS included; 0 skips the row.
+            letters: a string for each tensor of the cache, in the cache's structure, with a letter for each dimension:
+                B is the row, L the step.
 
         Returns:
-            As there; T is the longest of max_lengths_B.
+            NestedMap(ids_BKT, lengths_BK, scores_BK, steps) as of `flat_beam_search`; T is the largest of
+            max_lengths_B.
 
         Raises:
             ValueError: no letters, or letters of another structure than the cache's.
@@ -232,11 +235,14 @@ class GrowingBeamSearch(FlatBeamSearch):
 
 
 def largest(x_RV: tf.Tensor, count: int) -> tuple[tf.Tensor, tf.Tensor]:
-    """tf.math.top_k: values and their places, float32 and int32 [R, count], largest first, of equals the
-    first. All of them, where V is known to be smaller than `count`.
+    """Computes tf.math.top_k(x_RV, count), faster if V is large.
 
-    One pass over all finds the maximum of each group of tokens. Those among the `count` largest are in the
-    `count` groups of the largest maxima, so that only these are sorted.
+    One pass finds the maximum of each group of 64 tokens. The `count` largest values are in the `count` groups with the
+    largest maxima, so that only these are sorted.
+
+    Returns:
+        Values, float32, and their indices in V, int32, [R, count] each, the largest value first; among equal values the
+        one with the smallest index first. [R, V] each if V is known and smaller than `count`.
     """
     V = x_RV.shape[1]
     if V is None:

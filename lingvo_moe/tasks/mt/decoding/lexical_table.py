@@ -29,7 +29,7 @@ _EVENTS = 2**21  # looked at at once
 
 @dataclass(frozen=True)
 class TokenPairs:
-    """Tokenised pairs, joined.
+    """Tokenised pairs; the ids of all sources are one array, and so are those of all targets.
 
     Attributes:
         sources, targets: int32 ids; a source ends in EOS, a target does not.
@@ -43,7 +43,7 @@ class TokenPairs:
 
     @classmethod
     def Join(cls, sources: Sequence[Ids], targets: Sequence[Ids]) -> "TokenPairs":
-        """From the ids of each side, without EOS."""
+        """Joins the ids of each source and each target, both without EOS; appends EOS to the sources."""
         ended = ((*ids, EOS_ID) for ids in sources)
         return cls(
             np.fromiter(itertools.chain.from_iterable(ended), np.int32),
@@ -61,8 +61,9 @@ class LexicalTable:
     """The likeliest translations of each source piece.
 
     Attributes:
-        starts: int64 [source pieces + 1], where each one's begin.
-        ids: int32, target pieces, the likeliest first.
+        starts: int64 [source pieces + 1]; entries starts[f] to starts[f + 1] of `ids` and `probs` belong to source
+            piece f.
+        ids: int32, target pieces; of each source piece the likeliest first.
         probs: float32, t(e|f).
     """
 
@@ -71,7 +72,7 @@ class LexicalTable:
     probs: np.ndarray
 
     def Of(self, piece: int) -> tuple[np.ndarray, np.ndarray]:
-        """The ids and probabilities of a source piece."""
+        """Returns the target pieces of a source piece, the likeliest first, and their probabilities."""
         own = slice(self.starts[piece], self.starts[piece + 1])
         return self.ids[own], self.probs[own]
 
@@ -84,7 +85,7 @@ def lexical_table(
     rounds: int = 5,
     progress: Callable[[str], None] = lambda text: None,
 ) -> LexicalTable:
-    """Model 1 of the pairs.
+    """Estimates model 1 from pairs.
 
     Args:
         pairs: one or more.
@@ -129,8 +130,11 @@ class _Rows:
     def Events(
         self, first: int, last: int, target_size: int
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """For the source pieces from `first` to `last`, some at a time: int64 places in an [F,E] that lies in one
-        piece, and tokens."""
+        """Yields the events of the source pieces from `first` to `last`, about _EVENTS at a time.
+
+        Yields:
+            For each event its index in an [F,E], flattened, int64, and its target token.
+        """
         row, end = np.searchsorted(self._ids, [first, last])
         while row < end:
             before = self._ends[row - 1] if row else 0
@@ -184,7 +188,7 @@ def _sums(
 
 
 def _best(sums_FE: np.ndarray, keep: int) -> LexicalTable:
-    """The `keep` largest of each row, as probabilities among themselves."""
+    """Keeps the `keep` largest of each row and normalises them to probabilities."""
     row, target = np.nonzero(sums_FE)
     sums = sums_FE[row, target]
     order = np.lexsort((target, -sums, row))
@@ -198,7 +202,7 @@ def _best(sums_FE: np.ndarray, keep: int) -> LexicalTable:
 
 
 def _dense(table: LexicalTable, first: int, last: int, target_size: int) -> np.ndarray:
-    """The rows from `first` to `last` as float32 [F,E], in one piece."""
+    """The probabilities of the source pieces from `first` to `last` as float32 [F,E], flattened."""
     starts = table.starts[first : last + 1]
     own = slice(starts[0], starts[-1])
     dense = np.zeros((last - first) * target_size, np.float32)

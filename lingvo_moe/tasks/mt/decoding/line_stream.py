@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-# Far more than any model translates; of longer lines only the start is kept.
+# Far more than any model translates. Of a longer line only the start is kept.
 MAX_LINE_BYTES = 1 << 20
 WARNINGS = 10
 
 
 @dataclass(frozen=True)
 class Line:
-    """What a stream has up to a newline.
+    """A line of a stream.
 
     Attributes:
-        text: without the newline, and a carriage return before it.
-        has_newline: False only for what follows the last newline.
-        is_cut: whether it was longer than MAX_LINE_BYTES and its end was left out.
+        text: its bytes, without the newline and a carriage return before it.
+        has_newline: False only for a last line without a newline.
+        is_cut: whether it was longer than MAX_LINE_BYTES, so that its end was left out.
     """
 
     text: bytes
@@ -29,7 +29,7 @@ class Line:
 
 @dataclass
 class Counts:
-    """What went through."""
+    """The lines answered so far, those with a warning, and the seconds since the start."""
 
     lines: int = 0
     warned: int = 0
@@ -37,7 +37,7 @@ class Counts:
 
 
 def read_lines(source: BinaryIO) -> Iterator[Line]:
-    """The lines of a stream. Only b'\\n' ends one; a byte order mark at the very start is left out."""
+    """Yields the lines of a stream. Only b'\\n' ends a line; a byte order mark at the very start is left out."""
     is_first = True
     while text := source.readline(MAX_LINE_BYTES):
         is_cut = False
@@ -54,7 +54,7 @@ def read_lines(source: BinaryIO) -> Iterator[Line]:
         yield Line(text.removesuffix(b"\n").removesuffix(b"\r"), has_newline, is_cut)
 
 
-# For each line, its answer, and a warning for the user ('' for none).
+# From lines to (answer, warning for the user) of each; '' is no warning.
 Answer = Callable[[list[Line]], Sequence[tuple[str, str]]]
 
 
@@ -66,15 +66,18 @@ def answer_stream(
     warn: Callable[[str], None],
     progress: Callable[[Counts], None],
 ) -> Counts:
-    """Answers `source` line by line to `sink`; a last line without newline stays without one.
+    """Writes the answer to each line of `source` as a line of `sink`; a last line without newline stays without one.
 
     Args:
-        answer: lines -> (text, warning) of each.
-        source: to read.
-        sink: to write; flushed after each batch.
-        batch_lines: lines in memory and in the model's hands at once.
-        warn: called with the first warnings, and at the end with their number.
+        answer: returns (text, warning) for each of a batch of lines.
+        source: the stream to read.
+        sink: the stream to write; flushed after each batch.
+        batch_lines: lines of a batch; no more are in memory.
+        warn: called with the first WARNINGS warnings and, if there are more, at the end with their number.
         progress: called after each batch.
+
+    Raises:
+        RuntimeError: `answer` returned another number of answers than lines.
     """
     counts = Counts()
     start = time.monotonic()
@@ -100,10 +103,16 @@ def answer_stream(
 
 
 def translation_of(translate: Callable[[list[bytes]], Any]) -> Answer:
-    """What a translator answers: its best translation of each line.
+    """Makes the `Answer` of a translator for `answer_stream`: the best translation of each line.
+
+    The warning of a line says that its end is not translated, if the line was longer than MAX_LINE_BYTES or than the
+    model's limit.
 
     Args:
-        translate: lines -> NestedMap(translations, scores, truncated), as a Translator's.
+        translate: lines -> NestedMap(translations, scores, truncated), as a Translator's `Translate`.
+
+    Returns:
+        A function that raises RuntimeError if `translate` returns another number of translations than lines.
     """
 
     def answer(lines: list[Line]) -> list[tuple[str, str]]:
@@ -120,14 +129,14 @@ def translation_of(translate: Callable[[list[bytes]], Any]) -> Answer:
 
 
 def utf8_of(text: str) -> bytes:
-    """A line as UTF-8, which every way to a translator uses.
+    """Encodes a line as UTF-8, for every caller of a translator.
 
     Half of a surrogate pair, which Python and JSON can spell and UTF-8 cannot, becomes U+FFFD. A translator replaces
-    bytes that are not UTF-8 by the same.
+    bytes that are not UTF-8 by U+FFFD too.
     """
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace").encode()
 
 
 def one_line(text: str) -> str:
-    """The text with whatever ends a line, to whichever reader, turned into a space."""
+    """Replaces each character that ends a line (as str.splitlines has them) by a space."""
     return " ".join(text.splitlines())

@@ -1,4 +1,4 @@
-"""Makes a shortlist from pairs, and says how much of the held-out references is within it."""
+"""Makes a shortlist from pairs, and measures how many tokens of the held-out references it contains."""
 
 import os
 import re
@@ -25,13 +25,13 @@ _KEPT_BETWEEN = 4
 
 @dataclass(frozen=True)
 class ShortlistOptions:
-    """What goes into a shortlist.
+    """The size of a shortlist, and the pairs that it is made from.
 
     Attributes:
-        per_piece: the most target pieces of a source piece, the likeliest by model 1.
-        frequent: the most frequent target pieces, for every line.
-        max_pairs: pairs that it is made from, drawn by temperature.
-        temperature: of the draw, as in training.
+        per_piece: the largest number of target pieces for a source piece, the likeliest by model 1.
+        frequent: how many of the most frequent target pieces are in every line's list.
+        max_pairs: the largest number of pairs to draw.
+        temperature: that of the draw, as in training.
     """
 
     per_piece: int = 100
@@ -66,13 +66,13 @@ def make_shortlist(
 ) -> Shortlist:
     """Makes a shortlist from the training pairs in a directory, by model 1 and counts.
 
-    The pieces of single bytes are in every line's list, so that anything can be spelt.
+    The pieces of single bytes are in every line's list, so that any text can be spelt.
 
     Args:
         vocabs: NestedMap(source, target) of Vocabulary.
         data_dir: holds <lang>.tsv.gz, prepared or not.
-        languages: which to use; none means all.
-        options: see there.
+        languages: the languages to use; empty for all.
+        options: None for the defaults.
         progress: called with a line of text now and then.
 
     Raises:
@@ -103,10 +103,10 @@ def coverage(
     held_out: Iterable[tuple[str, Sequence[tuple[str, str]]]],
     progress: Progress = lambda text: None,
 ) -> Coverage:
-    """How much of the references is within.
+    """Counts the tokens of held-out references that are in their line's shortlist.
 
     Args:
-        shortlist: what is looked at.
+        shortlist: made for these vocabularies.
         vocabs: NestedMap(source, target) of Vocabulary.
         held_out: `(language, pairs)`, as DevSet.items() gives them.
         progress: called with a line of text now and then.

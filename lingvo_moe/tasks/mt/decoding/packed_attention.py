@@ -17,16 +17,20 @@ from lingvo_moe.core.layers.attention import MultiHeadAttention, kv_letter
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.decoding.packed_weights import Packed, pack, pack_blocks
 
-# What is added to a masked logit: beside it a float32 logit vanishes.
+# Added to a masked logit, so that its probability is 0.
 _MASKED = -1e9
 
 
-class PackedSelfAttention:
-    """A MultiHeadAttention to its own positions, over packed weights: qkv [N+2A,M,K] and o [N K,M]."""
+class _PackedAttention:
+    """A MultiHeadAttention and its sizes."""
 
     def __init__(self, layer: MultiHeadAttention):
         self._layer = layer
         self._sizes = _Sizes(layer)
+
+
+class PackedSelfAttention(_PackedAttention):
+    """A MultiHeadAttention to its own positions, over packed weights: qkv [N+2A,M,K] and o [N K,M]."""
 
     def Pack(self, theta: NestedMap, kind: str) -> NestedMap:
         """The layer's weights as FProp takes them; `kind` is one of packed_weights.WEIGHTS."""
@@ -61,7 +65,10 @@ class PackedSelfAttention:
     def ExtendStep(
         self, theta: NestedMap, x: tf.Tensor, cache: NestedMap, time: tf.Tensor, mask: tf.Tensor
     ) -> tuple[tf.Tensor, NestedMap]:
-        """See MultiHeadAttention. The cache's memory is overwritten: the old cache must not be used again."""
+        """See MultiHeadAttention.ExtendStep, with a cache from `InitCache`.
+
+        The cache's memory is overwritten: the old cache must not be used again.
+        """
         with name_scope(self._layer.path):
             q, *new = self._Projected(theta, x)
             k, v = (write(old, one, time) for old, one in zip((cache.k, cache.v), new, strict=True))
@@ -75,12 +82,8 @@ class PackedSelfAttention:
         return tf.split(y, [s.heads, s.kv_heads, s.kv_heads], 0)
 
 
-class PackedCrossAttention:
+class PackedCrossAttention(_PackedAttention):
     """A MultiHeadAttention to a memory, over packed weights: q [N,M,K], kv [2A,M,K] and o [N K,M]."""
-
-    def __init__(self, layer: MultiHeadAttention):
-        self._layer = layer
-        self._sizes = _Sizes(layer)
 
     def Pack(self, theta: NestedMap, kind: str) -> NestedMap:
         """The layer's weights as FProp takes them; `kind` is one of packed_weights.WEIGHTS."""
@@ -142,7 +145,7 @@ def _by_head(layer: MultiHeadAttention, theta: NestedMap) -> tuple[tf.Tensor, ..
 
 
 def project(x_BTM: tf.Tensor, w_NMK: Packed, heads: int, size: int) -> tf.Tensor:
-    """[B,T,M] by each head's weights: [N,B,T,K], N = heads, K = size."""
+    """Multiplies x [B,T,M] by each head's weights and returns [N,B,T,K], with N = heads and K = size."""
     shape = tf.shape(x_BTM)
     y = w_NMK.ProductByBlock(tf.reshape(x_BTM, [-1, x_BTM.shape[2]]))
     y = tf.reshape(y, [heads, shape[0], shape[1], size])
@@ -153,7 +156,14 @@ def project(x_BTM: tf.Tensor, w_NMK: Packed, heads: int, size: int) -> tf.Tensor
 def attend(
     q_NBTK: tf.Tensor, k_ABSK: tf.Tensor, v_ABSK: tf.Tensor, mask: tf.Tensor, o: Packed
 ) -> tf.Tensor:
-    """softmax(q k^T) v where the mask, bool or 0/1 [B, T or 1, S], allows, projected by o [N K,M] to [B,T,M]."""
+    """Computes softmax(q k^T) v, projected by o [N K,M]: [B,T,M].
+
+    Args:
+        q_NBTK: queries, scaled by 1 / sqrt(K).
+        k_ABSK, v_ABSK: keys and values.
+        mask: bool or 0/1 [B, T or 1, S], the positions to attend to.
+        o: packed.
+    """
     heads, size = q_NBTK.shape[0], q_NBTK.shape[3]
     batch, time = tf.shape(q_NBTK)[1], tf.shape(q_NBTK)[2]
     bias = tf.where(tf.cast(mask, tf.bool), 0.0, _MASKED)
@@ -209,7 +219,7 @@ def empty_cache(
 
 
 def write(cache_ABLX: tf.Tensor, new_ABJK: tf.Tensor, time: tf.Tensor) -> tf.Tensor:
-    """The cache with a step's keys or values, written into its memory: the old cache must not be used again."""
+    """Writes the keys or values of step `time` into the cache's memory; the old cache must not be used again."""
     shape = tf.shape(cache_ABLX)
     rows, length, width = shape[0] * shape[1], shape[2], cache_ABLX.shape[3]
     at = tf.range(rows) * length + time
@@ -223,6 +233,6 @@ def write(cache_ABLX: tf.Tensor, new_ABJK: tf.Tensor, time: tf.Tensor) -> tf.Ten
 
 
 def by_position(cache_ABLX: tf.Tensor, size: int) -> tf.Tensor:
-    """[A,B,S,K], S = L J: position t J + j is hypothesis j at step t."""
+    """Reshapes a cache to [A,B,S,K], S = L J: position t J + j is hypothesis j at step t."""
     shape = tf.shape(cache_ABLX)
     return tf.reshape(cache_ABLX, [cache_ABLX.shape[0], shape[1], -1, size])

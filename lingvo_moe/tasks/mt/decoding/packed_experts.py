@@ -23,17 +23,18 @@ _MISSING = FEWEST_ROWS - 1  # the most padding rows that an expert can need
 
 
 class PackedMoELayer:
-    """A MoELayer with `Experts`, in inference, over packed weights: lists wi and wo of each expert's."""
+    """A MoELayer with `Experts`, in inference, over packed weights: lists wi and wo with an entry for each expert."""
 
     def __init__(self, layer: MoELayer):
         self._layer = layer
 
     @classmethod
     def Takes(cls, layer: MoELayer) -> bool:
-        """Whether the layer is one of those: with `Experts` as they are, dropless in inference, and not too many."""
+        """Whether the layer can be packed: its experts compute what `Experts` do, at most 256, and it is dropless in
+        inference."""
         return (
-            type(layer.experts) is Experts
-            and type(layer.inference_dispatcher) is DroplessDispatcher
+            layer.experts.COMPUTES == Experts.COMPUTES
+            and layer.inference_dispatcher.COMPUTES == DroplessDispatcher.COMPUTES
             and layer.p.num_experts <= _MOST_EXPERTS
         )
 

@@ -53,10 +53,13 @@ class PackedSoftmax:
         return NestedMap(theta, packed_table=self._Packed(theta.table, kind))
 
     def OfTokens(self, theta: NestedMap, ids: tf.Tensor) -> NestedMap:
-        """theta with which FProp gives the logits of the tokens `ids`, int32 [U], alone: float32 [B,T,U].
+        """Returns the theta with which FProp computes the logits of the tokens `ids` only: float32 [B,T,U].
 
-        U may be unknown when traced; it is then a multiple of packed_weights.WIDTH. The product is one of float
-        weights.
+        The table's rows of these tokens are copied and packed as float32, also if the other weights are int8.
+
+        Args:
+            theta: from `Pack`.
+            ids: int32 [U]. If U is unknown while tracing, it must be a multiple of packed_weights.WIDTH.
         """
         some = self._Packed(tf.gather(theta.table, ids), "float32")
         return NestedMap(theta, packed_table=some)
@@ -73,7 +76,7 @@ class PackedSoftmax:
 
 
 class UnrolledRepeat:
-    """A Repeat in inference, one repetition after the other: theta.body is a list of each one's weights."""
+    """A Repeat in inference, unrolled: theta.body is a list of the weights of each repetition."""
 
     def __init__(self, body: Any):
         self.body = body

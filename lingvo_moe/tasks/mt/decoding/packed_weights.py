@@ -5,8 +5,7 @@ product with a plain matrix of many columns first copies pieces of the matrix in
 in memory one after another need no copy. With many rows both are equally fast.
 
 A row's result is the same in every batch of two or more; a batch of one takes another kernel and rounds differently.
-Callers therefore pass at least two rows. Two or three rows take longer than four, which keep the processor's
-multipliers busy: the search has no fewer than four.
+Callers therefore pass at least two rows. Two or three rows take longer than four, so the search has at least four.
 
 Letters: R row, M and N the dimensions of a weight, P block, W column of a block.
 """
@@ -17,7 +16,7 @@ import tensorflow as tf
 
 from lingvo_moe.tasks.mt.decoding.eight_bit import EightBit
 
-WIDTH = 64  # W, where nothing else decides it
+WIDTH = 64  # the default of W
 FEWEST_ROWS = 4  # fewer take longer; a single one rounds differently
 WEIGHTS = ("float32", "int8")
 
@@ -35,7 +34,7 @@ class FloatBlocks:
 
     @classmethod
     def Of(cls, w_MN: tf.Tensor, width: int = WIDTH) -> "FloatBlocks":
-        """Packs a weight [M,N]. N may be unknown when traced; it is then a multiple of `width`."""
+        """Packs a weight [M,N]. If N is unknown while tracing, it must be a multiple of `width`."""
         rows, columns = w_MN.shape
         size = tf.shape(w_MN)[1] if columns is None else columns
         blocks = -(-size // width)
@@ -44,19 +43,19 @@ class FloatBlocks:
 
     @property
     def tensors(self) -> tuple[Any, ...]:
-        """What a module must hold of it, in the order that `With` takes."""
+        """The tensors that a module must keep as variables, in the order of the arguments of `With`."""
         return (self.blocks_PMW,)
 
     def With(self, blocks_PMW: Any) -> "FloatBlocks":
-        """The same weight from another tensor, e.g. a variable's value."""
+        """The same weight over another tensor of the same shape, e.g. the value of a variable."""
         return FloatBlocks(blocks_PMW, self.columns)
 
     def ProductByBlock(self, x_RM: tf.Tensor) -> tf.Tensor:
-        """[R,M] by each block: [P,R,W]."""
+        """Multiplies rows [R,M] by each block and returns [P,R,W]."""
         return tf.matmul(tf.expand_dims(x_RM, 0), self.blocks_PMW)
 
     def Product(self, x_RM: tf.Tensor) -> tf.Tensor:
-        """[R,M] by the weight: [R,N]."""
+        """Multiplies rows [R,M] by the weight and returns [R,N]."""
         blocks, _, width = self.blocks_PMW.shape
         blocks = tf.shape(self.blocks_PMW)[0] if blocks is None else blocks
         y_RPW = tf.transpose(self.ProductByBlock(x_RM), [1, 0, 2])
@@ -71,14 +70,14 @@ def pack(w_MN: tf.Tensor, kind: str) -> Packed:
     """Packs a weight [M,N].
 
     Args:
-        w_MN: in the type of the activations, with a value where `kind` is int8 (no tensor of a graph).
+        w_MN: in the type of the activations. For int8 it must have a value: an array or an eager tensor.
         kind: one of WEIGHTS.
     """
     return EightBit.Of(w_MN, WIDTH) if kind == "int8" else FloatBlocks.Of(w_MN)
 
 
 def pack_blocks(w_PMW: tf.Tensor, kind: str) -> Packed:
-    """Packs a weight whose blocks, e.g. the weights of each head, are given: [P,M,W]. Arguments as for `pack`."""
+    """Packs a weight that is given as blocks [P,M,W], e.g. one for each head. `kind` as for `pack`."""
     blocks, rows, width = w_PMW.shape
     if kind != "int8":
         return FloatBlocks(w_PMW, blocks * width)

@@ -29,14 +29,14 @@ _SIDES = ("source", "target")
 
 @dataclass(frozen=True)
 class Shortlist:
-    """A shortlist.
+    """The target pieces that a search scores: those for each source piece, and those for every line.
 
     Attributes:
-        candidates: int32 [source pieces, K], target pieces of each; EOS where there are fewer.
-        always: int32 [n], target pieces for every line, rising; among them PAD, BOS, EOS and UNK, which are scored as
-            the whole vocabulary's are (only EOS may come out).
-        digests: SHA-256, in hex, of the vocabularies by side, 'source' and 'target'.
-        name: what to call it in errors.
+        candidates: int32 [source pieces, K], the target pieces for each source piece, filled up with EOS.
+        always: int32 [n], the target pieces for every line, in ascending order. They begin with PAD, BOS, EOS and UNK,
+            of which a search emits EOS only.
+        digests: SHA-256, in hex, of the vocabularies, by side: 'source' and 'target'.
+        name: the name in error messages.
     """
 
     candidates: np.ndarray
@@ -62,12 +62,12 @@ class Shortlist:
         always: Sequence[int],
         vocabs: dict[str, bytes],
     ) -> "Shortlist":
-        """From lists of any lengths.
+        """Makes a shortlist from lists of any lengths.
 
         Args:
-            candidates: of each source piece.
-            always: besides 0 to 3.
-            vocabs: serialised SentencePiece models by side.
+            candidates: for each source piece, its target pieces; those for PAD are ignored.
+            always: target pieces for every line; 0 to 3 are added.
+            vocabs: serialised SentencePiece models, by side: 'source' and 'target'.
         """
         longest = max(1, *map(len, candidates))
         table = np.full((len(candidates), longest), EOS_ID, np.int32)
@@ -77,15 +77,15 @@ class Shortlist:
         return cls(table, every, {side: _digest(vocabs[side]) for side in _SIDES})
 
     def Of(self, source_ids: Sequence[int]) -> np.ndarray:
-        """What a line may be translated by: int32, rising, no piece twice.
+        """Returns the target pieces that a line is scored for: int32, in ascending order, each once.
 
         Args:
-            source_ids: its pieces, EOS among them.
+            source_ids: the line's source pieces, including EOS.
         """
         return np.union1d(self.always, self.candidates[list(source_ids)])
 
     def Save(self, path: str | os.PathLike) -> None:
-        """Writes the file atomically. Raises OSError, naming it."""
+        """Writes the file atomically. Raises OSError, which names the file."""
         ids = np.uint16 if max(self.candidates.max(), self.always.max()) < 2**16 else np.int32
         arrays: dict[str, Any] = {
             "format": np.int32(_FORMAT),
@@ -143,7 +143,15 @@ class Shortlist:
             ) from e
 
     def Check(self, vocabs: dict[str, bytes], sizes: dict[str, int]) -> None:
-        """Raises DataError unless it was made for these vocabularies, of so many pieces."""
+        """Checks that the shortlist was made for these vocabularies.
+
+        Args:
+            vocabs: serialised SentencePiece models, by side: 'source' and 'target'.
+            sizes: their numbers of pieces, by side.
+
+        Raises:
+            DataError: it was made for others, or contains ids that they do not have.
+        """
         for side in _SIDES:
             if self.digests[side] != _digest(vocabs[side]):
                 raise DataError(
@@ -158,7 +166,7 @@ class Shortlist:
             )
 
     def About(self) -> dict[str, Any]:
-        """For people and JSON."""
+        """Returns its sizes, for printing and JSON: `per_source_piece` (K) and `every_line` (n)."""
         return {"per_source_piece": self.candidates.shape[1], "every_line": len(self.always)}
 
 

@@ -1,9 +1,9 @@
-"""A shortlist in a search: which tokens each line is scored for, and where they are among those of its batch.
+"""A shortlist in a search: the tokens that each line is scored for, and their indices in the union of the batch.
 
-The search runs over places in its line's list, which rise with the token's id: the first four are PAD, BOS, EOS and
-UNK, so that EOS is where it is without a shortlist. The table's rows of all lists of the batch, their union, are
-multiplied once a step; a column's sum does not depend on the columns beside it (packed_weights.py), and each line
-picks its own. So neither its list nor a logit depends on the lines beside it.
+The hypotheses of a search hold places (indices in the line's list) instead of token ids. Lists are in ascending order
+and begin with PAD, BOS, EOS and UNK, so that the place of EOS is its id. Each step multiplies the table's rows of the
+union of all lists of the batch once, and each line takes its own logits. A column's sum does not depend on the other
+columns (packed_weights.py), so that neither a line's list nor its logits depend on the other lines.
 
 Letters: B row, S source token, K candidate of a source piece, V vocabulary, J hypothesis, C place in a line's list,
 U place in the union of the lists; T, of results, and K a result.
@@ -18,7 +18,7 @@ from lingvo_moe.tasks.mt.input.special_ids import PAD_ID, UNK_ID
 
 _MULTIPLE = 64  # of C and U: packed_weights.WIDTH; TensorFlow's softmax adds in fours of 16
 LETTERS = NestedMap(tokens="BC", at="BC", bias="BC")  # of a batch's lists, in a cache
-# In lists: which of the first tokens may come out (all that come after may). EOS may in any case.
+# Whether the first tokens of a list may be emitted; all later ones may. The search always allows EOS.
 ALLOWED = np.arange(UNK_ID + 1) != UNK_ID
 
 
@@ -26,9 +26,9 @@ class ShortlistColumns(tf.Module):
     """A shortlist as variables, which a SavedModel keeps.
 
     Args:
-        shortlist: see there.
-        vocab_size: V, tokens that may come out.
-        least: of C.
+        shortlist: made for the model's vocabularies.
+        vocab_size: V, the number of target tokens.
+        least: the smallest C.
     """
 
     def __init__(self, shortlist: Shortlist, vocab_size: int, least: int = 1):
@@ -41,11 +41,12 @@ class ShortlistColumns(tf.Module):
         self._vocab_size, self._least = vocab_size, least
 
     def Lists(self, ids_BS: tf.Tensor) -> tuple[NestedMap, tf.Tensor]:
-        """The lists of a batch of sources, int32 [B,S].
+        """Returns the lists for a batch of sources, int32 [B,S], and their union.
 
         Returns:
-            NestedMap of [B,C] each: tokens, int32, PAD where a list is shorter; at, int32, where each is in the union;
-            bias, float32, 0, or -inf where a list is shorter. And the union, int32 [U], rising, filled up with 0.
+            NestedMap of three tensors [B,C]: tokens, int32, with PAD after the end of a shorter list; at, int32, the
+            index of each token in the union; bias, float32, 0, or -inf after the end of a shorter list. And the union,
+            int32 [U], in ascending order, filled up with 0 to a multiple of 64.
         """
         V = self._vocab_size
         rows = tf.shape(ids_BS)[0]
@@ -71,16 +72,16 @@ class ShortlistColumns(tf.Module):
 
 
 def logits_of_lists(lists: NestedMap, logits_BJU: tf.Tensor) -> tf.Tensor:
-    """Each row's own of the union's logits: float32 [B,J,C]."""
+    """Selects the logits of each row's list from those of the union, [B,J,U]: float32 [B,J,C], -inf beyond its end."""
     logits_BJC = tf.gather(logits_BJU, lists.at, axis=2, batch_dims=1)
     return logits_BJC + lists.bias[:, tf.newaxis]
 
 
 def tokens_of_places(lists: NestedMap, places: tf.Tensor) -> tf.Tensor:
-    """The token at each place in its row's list: int32 [B,J], or results [B,K,T], to the same."""
+    """Maps places in each row's list to token ids: int32 [B,J], or [B,K,T] for results, to the same shape."""
     return tf.gather(lists.tokens, places, batch_dims=1)
 
 
 def _filled_up(size: tf.Tensor) -> tf.Tensor:
-    """The next multiple."""
+    """The size, rounded up to a multiple of _MULTIPLE."""
     return (size + (_MULTIPLE - 1)) // _MULTIPLE * _MULTIPLE

@@ -17,13 +17,14 @@ import tensorflow as tf
 import tensorflow_text as tf_text
 
 from lingvo_moe.core import checks
-from lingvo_moe.core.decode.flat_beam_search import SearchOptions, dim
+from lingvo_moe.core.decode.flat_beam_search import SearchOptions
 from lingvo_moe.core.decode.ranges import LENGTH
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.quiet import quiet
 from lingvo_moe.core.sharding import single_device, use_mesh
+from lingvo_moe.core.tensors import dim
 from lingvo_moe.tasks.mt.decoding import eight_bit
-from lingvo_moe.tasks.mt.decoding.decode_step import Decoder
+from lingvo_moe.tasks.mt.decoding.decode_step import Decoder, TranslationModel
 from lingvo_moe.tasks.mt.decoding.fast_decoder import FastDecoder
 from lingvo_moe.tasks.mt.decoding.fast_model import FastModel
 from lingvo_moe.tasks.mt.decoding.packed_weights import WEIGHTS
@@ -101,14 +102,13 @@ class Translator(tf.Module):
     """A model, its weights and its vocabularies as one function of strings, which can be exported.
 
     Args:
-        model: with `Encode`, `InitCache`, `ExtendStep` and `CacheLetters` as MtModel has them, and
-            `p.source_vocab_size`, `p.target_vocab_size`.
+        model: e.g. an MtModel.
         theta: NestedMap of arrays or tensors.
         source_vocab, target_vocab: serialised SentencePiece models, with ids 0 PAD, 1 BOS, 2 EOS, 3 UNK.
         options: see TranslateOptions.
-        languages: source languages by task id, for a model that routes by them; none for others.
-        shortlist: which tokens each line is scored for; None: all.
-        weights: "float32", or "int8" for the weights of products, with TensorFlow's kernels.
+        languages: source languages in the order of their task ids, for a model that routes by language; else empty.
+        shortlist: the tokens that each line is scored for; None: all.
+        weights: "float32", or "int8" for the weights of matrix products (with TensorFlow's kernels only).
 
     Raises:
         ValueError: a vocabulary with more pieces than the model has embeddings for, a shortlist for other
@@ -117,7 +117,7 @@ class Translator(tf.Module):
 
     def __init__(
         self,
-        model: Any,
+        model: TranslationModel,
         theta: NestedMap,
         source_vocab: bytes,
         target_vocab: bytes,
@@ -170,12 +170,12 @@ class Translator(tf.Module):
     def Translate(
         self, lines: Sequence[str | bytes], languages: str | Sequence[str] | None = None
     ) -> NestedMap:
-        """Translates; see `translations_of` for arguments and what comes back."""
+        """Translates lines; see `translations_of` for arguments and result."""
         return translations_of(self.translate, lines, languages, bool(self._languages))
 
     @property
     def languages(self) -> tuple[str, ...]:
-        """Source languages by task id, of a model that routes by them; none of others."""
+        """Source languages in the order of their task ids; empty for a model that does not route by language."""
         return tuple(self._languages)
 
     def SetTheta(self, theta: NestedMap) -> None:
@@ -377,11 +377,10 @@ class Translator(tf.Module):
 
 
 def _weights(
-    model: Any, theta: NestedMap, options: TranslateOptions, kind: str
+    model: TranslationModel, theta: NestedMap, options: TranslateOptions, kind: str
 ) -> SavedWeights | FastModel:
     """The weights as variables: theta as it is under XLA, else in a FastModel. Raises ValueError; see Translator."""
-    if kind not in WEIGHTS:
-        raise ValueError(f"weights is {kind!r}; it must be one of {', '.join(WEIGHTS)}")
+    checks.check_one_of("weights", kind, WEIGHTS)
     if kind == "int8":
         if options.xla:
             raise ValueError(

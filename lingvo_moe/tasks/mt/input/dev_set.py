@@ -6,10 +6,9 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lingvo_moe.core.suggest import did_you_mean
 from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.input.file_list import data_files
+from lingvo_moe.tasks.mt.input.file_list import check_languages, data_files
 
 _DEV = "dev"
 _log = logging.getLogger(__name__)
@@ -46,11 +45,8 @@ class DevSet:
         self._files, self._listed = data_files(data_dir, _DEV)
         self._max = max_per_language
         self._told: set[str] = set()  # languages that were read before
-        for lang in languages:
-            if lang not in self._files:
-                raise DataError(
-                    f"{directory} has no language {lang!r}{did_you_mean(lang, self._files)}"
-                )
+        self._directory = directory
+        check_languages(directory, languages, self._files)
         self.languages: list[str] = sorted(set(languages) or self._files)
 
     def __getitem__(self, lang: str) -> list[tuple[str, str]]:
@@ -59,8 +55,7 @@ class DevSet:
         Raises:
             DataError: there are none, or their file is damaged.
         """
-        if lang not in self._files:
-            raise DataError(f"no dev pairs for {lang!r}{did_you_mean(lang, self._files)}")
+        check_languages(self._directory, [lang], self._files)
         if self._listed and lang not in self._told:
             self._listed.Verify([self._files[lang]])
         warn = None if lang in self._told else _log.warning

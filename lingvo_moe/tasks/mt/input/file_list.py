@@ -15,6 +15,7 @@ from pathlib import Path
 
 from lingvo_moe.core import manifest
 from lingvo_moe.core.files import write_atomic
+from lingvo_moe.core.suggest import did_you_mean
 from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError
 
@@ -127,6 +128,16 @@ def data_files(
     return files, listed
 
 
+def check_languages(
+    directory: str | os.PathLike, languages: Iterable[str], files: Iterable[str]
+) -> None:
+    """Raises DataError for the first of the languages that is none of those with a file in the directory."""
+    files = list(files)
+    for lang in languages:
+        if lang not in files:
+            raise DataError(f"{directory} has no language {lang!r}{did_you_mean(lang, files)}")
+
+
 def write_listed(path: Path, data: bytes) -> None:
     """Writes a file atomically, and `<path>.sha256` beside it. Raises OSError."""
     write_atomic(path, data)
@@ -145,7 +156,11 @@ def verify_listed(path: Path, remedy: str) -> None:
 
 
 def verify_where_listed(
-    directory: str | os.PathLike, name: str, paths: Iterable[str], tool: str
+    directory: str | os.PathLike,
+    name: str,
+    paths: Iterable[str],
+    tool: str,
+    warn: bool = True,
 ) -> None:
     """Verifies files that may have been listed by a tool; without a list there is a warning.
 
@@ -154,19 +169,19 @@ def verify_where_listed(
         name: the list.
         paths: the files, as paths in the directory with slashes.
         tool: what writes such a list.
+        warn: whether a missing list is warned of; False for further files of a list that was looked for before.
 
     Raises:
         DataError: a file or the list is damaged; it is named.
     """
-    paths = list(paths)
     if not (Path(directory) / name).is_file():
-        _log.warning(
-            "%s: there is no %s, so damage to %s cannot be noticed; %s writes one",
-            directory,
-            name,
-            ", ".join(paths[:3]) + " ..." * (len(paths) > 3),
-            tool,
-        )
+        if warn:
+            _log.warning(
+                "%s: there is no %s, so damage to the files that it lists cannot be noticed; %s writes one",
+                directory,
+                name,
+                tool,
+            )
         return
     with _data_errors():
         manifest.verify_manifest(directory, name, paths, f"run {tool} again")

@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lingvo_moe.core.base_input import Progress, quiet
-from lingvo_moe.core.suggest import did_you_mean
 from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.input.file_list import data_files
+from lingvo_moe.tasks.mt.input.file_list import check_languages, data_files
 from lingvo_moe.tasks.mt.input.prepared import Prepared, content_digest, fingerprint
 
 _log = logging.getLogger(__name__)
@@ -58,9 +57,7 @@ def scan(
         DataError: see data_files, tsv.read_pairs and Prepared.Open; also an unknown language, or not one good pair.
     """
     files, listed = data_files(data_dir)
-    for lang in languages:
-        if lang not in files:
-            raise DataError(f"{data_dir} has no language {lang!r}{did_you_mean(lang, files)}")
+    check_languages(data_dir, languages, files)
     if languages:
         files = {lang: files[lang] for lang in sorted(set(languages))}
     if prepared := Prepared.Open(data_dir):

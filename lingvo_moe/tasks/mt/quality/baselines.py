@@ -2,49 +2,79 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.tasks.mt.quality.scoring import EvalReport, verify_scores
+from lingvo_moe.tasks.mt.quality.scoring import EvalReport, pairs_digest, verify_scores
 
 WINDOW = 10  # languages; the paper's
 _PLACES = ("{lang}/eval/report.json", "{lang}/report.json", "{lang}.json")
 
 
-def add_baselines(report: EvalReport, directory: str | os.PathLike) -> list[str]:
-    """Adds the scores of bilingual models to `report`.
+@dataclass(frozen=True)
+class Baseline:
+    """The scores of one language's bilingual model.
+
+    Attributes:
+        file: the report of tools.evaluate that they are from.
+        scores: its `bleu` and `chrf`.
+        signatures: sacreBLEU's, of both.
+    """
+
+    file: Path
+    scores: dict[str, float]
+    signatures: dict[str, str]
+
+
+def read_baselines(
+    directory: str | os.PathLike, devset: Iterable[tuple[str, Sequence[tuple[str, str]]]]
+) -> dict[str, Baseline]:
+    """Reads the scores of bilingual models.
 
     Args:
-        report: gets `baseline` for each language that has one.
         directory: holds the reports of tools.evaluate: <lang>/eval/report.json, where <lang>/ is a run, or
             <lang>/report.json, or <lang>.json.
+        devset: `(language, [(source, reference), ...])`, on which they were to be scored.
 
     Returns:
-        The languages without one.
+        The languages that have one.
 
     Raises:
-        ValueError: there is none at all, or one is damaged or was not scored on the same pairs in the same way.
+        ValueError: no such directory; there is none at all, or one is damaged or was scored on other pairs.
     """
     if not Path(directory).is_dir():
         raise ValueError(f"--baselines={directory}: no such directory")
-    missing = []
-    for lang, found in report.languages.items():
+    found, missing = {}, []
+    for lang, pairs in devset:
         file = _find(Path(directory), lang)
         if file is None:
             missing.append(lang)
-            continue
-        scores = _read(file, lang)
-        _check_same(file, lang, report, scores)
-        one = scores["languages"][lang]
-        found.baseline = {"bleu": one["bleu"], "chrf": one["chrf"]}
-    if len(missing) == len(report.languages):
+        else:
+            found[lang] = _read(file, lang, pairs)
+    if missing and not found:
         raise ValueError(
             f"--baselines={directory}: no scores of {', '.join(missing[:5])}{' ...' * (len(missing) > 5)}; for each "
             "language there must be <lang>/eval/report.json: python -m tools.evaluate "
             f"--logdir={directory}/{missing[0]} --languages={missing[0]}"
         )
-    return missing
+    return found
+
+
+def add_baselines(report: EvalReport, baselines: Mapping[str, Baseline]) -> None:
+    """Sets `baseline` of each language of the report that has one.
+
+    Raises:
+        ValueError: one was scored in another way.
+    """
+    for lang, baseline in baselines.items():
+        for kind, ours in report.signatures.items():
+            if (theirs := baseline.signatures.get(kind)) != ours:
+                raise ValueError(
+                    f"{baseline.file}: {kind} was computed as {theirs}, here as {ours}: score it again"
+                )
+        report.languages[lang].baseline = baseline.scores
 
 
 def delta_curve(scores: dict[str, Any], window: int = WINDOW) -> dict[str, Any]:
@@ -80,32 +110,22 @@ def _find(directory: Path, lang: str) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def _read(file: Path, lang: str) -> dict[str, Any]:
+def _read(file: Path, lang: str, pairs: Sequence[tuple[str, str]]) -> Baseline:
     if file.name == "report.json":  # another is a copy, which has no list
         verify_scores(file.parent, [file.name])
     try:
-        scores = json.loads(file.read_text("utf-8"))
-        _ = (
-            scores["languages"][lang]["bleu"],
-            scores["languages"][lang]["chrf"],
-            scores["signatures"],
+        report = json.loads(file.read_text("utf-8"))
+        found = report["languages"][lang]
+        baseline = Baseline(
+            file, {k: float(found[k]) for k in ("bleu", "chrf")}, dict(report["signatures"])
         )
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(
             f"{file}: not a report of tools.evaluate with scores of {lang!r} ({type(e).__name__}: {e})"
         ) from None
-    return scores
-
-
-def _check_same(file: Path, lang: str, report: EvalReport, scores: dict[str, Any]) -> None:
-    for kind, ours in report.signatures.items():
-        if scores["signatures"].get(kind) != ours:
-            raise ValueError(
-                f"{file}: {kind} was computed as {scores['signatures'].get(kind)}, here as {ours}: score it again"
-            )
-    theirs, mine = scores["languages"][lang], report.languages[lang]
-    if theirs.get("pairs_digest") != mine.pairs_digest:
+    if found.get("pairs_digest") != pairs_digest(*zip(*pairs)):
         raise ValueError(
-            f"{file}: {lang!r} was scored on other pairs ({theirs.get('lines')} of them, here {len(mine.references)}): "
+            f"{file}: {lang!r} was scored on other pairs ({found.get('lines')} of them, here {len(pairs)}): "
             "give both the same --data_dir and --max_per_language"
         )
+    return baseline

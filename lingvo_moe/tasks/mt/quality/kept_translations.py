@@ -34,7 +34,13 @@ class KeptTranslations:
         directory: str | Path | None = None,
         identity: Any = None,
     ):
-        """Args: what translates; where to keep, None for nowhere; what tells one translator from another, for JSON."""
+        """Wraps a translator.
+
+        Args:
+            translate: the translator.
+            directory: the directory of stored translations; None stores none.
+            identity: JSON data that differs between translators.
+        """
         self._translate, self._identity = translate, identity
         self._directory = Path(directory) if directory else None
         self.reused, self.translated, self.seconds = 0, 0, 0.0

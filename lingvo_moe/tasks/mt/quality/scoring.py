@@ -60,9 +60,8 @@ class LanguageReport:
 
     @property
     def pairs_digest(self) -> str:
-        """A digest of the lines, which shows whether two models were scored on the same lines."""
-        lines = "\n".join(map(one_line, (*self.sources, *self.references)))
-        return hashlib.sha256(lines.encode("utf-8", "replace")).hexdigest()[:16]
+        """See pairs_digest."""
+        return pairs_digest(self.sources, self.references)
 
     def ToDict(self) -> dict[str, Any]:
         """For JSON: without the texts."""
@@ -168,14 +167,21 @@ class EvalReport:
         write_atomic(directory / "lang.txt", _lines(langs))
 
 
-def verify_scores(directory: str | os.PathLike, paths: Iterable[str]) -> None:
+def verify_scores(directory: str | os.PathLike, paths: Iterable[str], warn: bool = True) -> None:
     """Raises DataError where files that EvalReport.Write wrote and listed are damaged; without a list it warns.
 
     Args:
         directory: that was written to.
         paths: of the files in it, with slashes.
+        warn: False for further files, where a missing list was warned of before.
     """
-    verify_where_listed(directory, LIST, paths, "tools.evaluate")
+    verify_where_listed(directory, LIST, paths, "tools.evaluate", warn)
+
+
+def pairs_digest(sources: Iterable[str], references: Iterable[str]) -> str:
+    """A digest of the lines, which shows whether two models were scored on the same lines."""
+    lines = "\n".join(map(one_line, (*sources, *references)))
+    return hashlib.sha256(lines.encode("utf-8", "replace")).hexdigest()[:16]
 
 
 def _texts(report: LanguageReport) -> dict[str, list[str]]:

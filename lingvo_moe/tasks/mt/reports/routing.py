@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from lingvo_moe.core.base_input import ArraySpec
+from lingvo_moe.core.base_task import BaseTask
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.engine.summaries import read_metrics
 from lingvo_moe.core.engine.tf_engine import TfEngine
@@ -210,7 +212,7 @@ def measure_routing(
 
 
 def _moe_metrics(
-    task: Any, theta: NestedMap, batch_specs: NestedMap
+    task: BaseTask, theta: NestedMap, batch_specs: NestedMap
 ) -> Callable[[NestedMap], NestedMap]:
     """A function from a batch to the metrics of the MoE layers, as arrays."""
     engine = TfEngine(jit_compile=False)  # a few batches are not worth a compilation
@@ -273,7 +275,7 @@ class _Tally:
         sums[name] = sums[name] + value if name in sums else value
 
 
-def _layers(task: Any, tallies: Sequence[_Tally], run: RunDir) -> list[LayerRouting]:
+def _layers(task: BaseTask, tallies: Sequence[_Tally], run: RunDir) -> list[LayerRouting]:
     """The layers of a model, from the sums of each language."""
     rows = read_metrics(str(run.summaries_dir))
     rows = rows[-max(len(rows) // 10, 1) :]
@@ -313,5 +315,5 @@ def _of_training(rows: Sequence[dict[str, Any]], prefix: str, layer: int) -> dic
     return out
 
 
-def _to_tensor_spec(spec: Any) -> TensorSpec:
+def _to_tensor_spec(spec: ArraySpec) -> TensorSpec:
     return TensorSpec(spec.shape, spec.dtype)

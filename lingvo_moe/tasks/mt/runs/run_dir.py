@@ -1,11 +1,16 @@
 """The run directory of a translation model. It adds vocabularies and languages to what core/run_dir.py has."""
 
+from typing import TYPE_CHECKING
+
 from lingvo_moe.core import run_dir
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.run_description import RunDirError
 from lingvo_moe.tasks.mt.input.artifacts import VOCAB_FILES, languages_of, vocabs_of
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
+
+if TYPE_CHECKING:  # it imports TensorFlow
+    from lingvo_moe.tasks.mt.model import MtModel
 
 
 class RunDir(run_dir.RunDir):
@@ -38,3 +43,19 @@ class RunDir(run_dir.RunDir):
             return languages_of(self.artifacts)
         except DataError as e:
             raise RunDirError(f"{self.path}: {e}") from None
+
+    def Task(self) -> "MtModel":
+        """The model of the run, instantiated.
+
+        Raises:
+            RunDirError: as Params, or the run is one of another task.
+        """
+        from lingvo_moe.tasks.mt.model import MtModel
+
+        task = super().Task()
+        if not isinstance(task, MtModel):
+            raise RunDirError(
+                f"--logdir={self.path}: {type(task).__name__} is no translation model; expected a run of one, "
+                "e.g. of mt.M4Demo"
+            )
+        return task

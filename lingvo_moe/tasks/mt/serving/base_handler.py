@@ -130,7 +130,7 @@ class BaseHandler(tornado.web.RequestHandler):
     # --- what Tornado calls for the answer
 
     def set_default_headers(self) -> None:
-        """On every answer."""
+        """Sets the headers of every answer."""
         self.set_header("Server", "lingvo_moe")
         self.set_header("X-Content-Type-Options", "nosniff")
         self.set_header("Cross-Origin-Resource-Policy", "same-origin")
@@ -155,7 +155,7 @@ class BaseHandler(tornado.web.RequestHandler):
         self.finish(json.dumps({"error": message}, ensure_ascii=False) + "\n")
 
     def _methods(self) -> list[str]:
-        """That this path has."""
+        """The HTTP methods that this path accepts."""
         plain = tornado.web.RequestHandler
         names = ("get", "head", "post")
         return [n.upper() for n in names if getattr(type(self), n) is not getattr(plain, n)]

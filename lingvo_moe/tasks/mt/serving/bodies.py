@@ -209,7 +209,7 @@ def _finite(scores: list[float]) -> list[float | None]:
 
 
 def _kind(value: Any) -> str:
-    """What a JSON value is, for messages."""
+    """The JSON type of a value, for messages."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     names = {"str": "a string", "list": "a list", "dict": "an object"}

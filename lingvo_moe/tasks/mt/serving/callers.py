@@ -49,7 +49,7 @@ def check_caller(request: tornado.httputil.HTTPServerRequest, names: Sequence[st
 
 
 def _split(url: str) -> SplitResult:
-    """What is no URL has no host."""
+    """Splits a URL; the result for anything else has no host."""
     try:
         return urlsplit(url)
     except ValueError:

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from lingvo_moe.core.base_task import BaseTask
 from lingvo_moe.core.directories import EXPORTED, check_replaceable
 from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
 from lingvo_moe.core.engine.run_weights import read_weights
@@ -67,7 +68,7 @@ def load_translator(
 
 def load_theta(
     run: RunDir,
-    model: Any,
+    model: BaseTask,
     step: int | None = None,
     average_last: int = 1,
     use_ema: bool = False,

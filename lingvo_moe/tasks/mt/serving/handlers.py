@@ -77,7 +77,7 @@ class _TranslatingHandler(BaseHandler):
             service.running -= 1
 
     def _wanted(self) -> bodies.Wanted:
-        """What the body asks for; the body itself is gone after this."""
+        """Parses the request from the body, and frees the body."""
         body = self.ReadBody()
         self.service.CheckReady()
         return type(self).parse(body, self.service.limits, self.service.translator.languages)

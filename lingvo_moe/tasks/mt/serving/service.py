@@ -15,7 +15,7 @@ WARMING_UP, READY, STOPPING = "warming up", "ready", "stopping"
 
 
 class ServedTranslator(Protocol):
-    """What is served: a Translator or a SavedTranslator."""
+    """The interface of a Translator and a SavedTranslator that the server uses."""
 
     options: Any
     languages: tuple[str, ...]
@@ -109,9 +109,9 @@ class Service:
 
 
 def warm_up_lines(max_source_length: int) -> Sequence[bytes]:
-    """Lines of so many lengths, each less than half as long again as the last, that every bucket has one.
+    """Lines for warm-up that reach every bucket: each is less than half as long again as the one before.
 
-    Buckets double, and a word has as many tokens wherever it stands in a line, so this holds for any vocabulary.
+    Buckets double, and a word has the same number of tokens anywhere in a line, so this holds for any vocabulary.
     """
     words, lines = 1, []
     while words < max_source_length:

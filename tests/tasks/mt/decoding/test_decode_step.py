@@ -1,4 +1,4 @@
-"""The step of the search as a program: run by a loop in Python it finds what the translator finds.
+"""The step of the search as a program: a Python loop over it finds the translator's results.
 
 Letters: B row, S source token, J hypothesis, K result.
 """
@@ -58,14 +58,14 @@ def src(task):
 
 @pytest.fixture(scope="module")
 def found(task, theta, src, vocab):
-    """(ids, lengths, scores) by the translator's own program."""
+    """(ids, lengths, scores) of the translator's own program."""
     translator = Translator(task, theta, vocab, vocab, OPTIONS)
     out = translator._search(S)(tf.constant(src.ids), tf.constant(LENGTHS))
     return [x.numpy() for x in out]
 
 
 def _loop(task, theta, src, mesh):
-    """The same by the step's program and a loop on the host; and the program."""
+    """Runs the step's program in a loop on the host; returns the results and the program."""
     decoder = Decoder(task, OPTIONS.Search(), OPTIONS.max_length)
     with use_mesh(single_device()):
         max_lengths = tf.where(LENGTHS > 0, OPTIONS.MaxTargetLength(tf.constant(LENGTHS)), 0)
@@ -114,7 +114,7 @@ def test_caches_and_state_are_donated(task):
 
 
 def test_nothing_is_made_while_the_papers_largest_is_described():
-    """The caches of 32,768 rows are arguments: of each layer, two tensors of 286 GB."""
+    """The caches of 32,768 rows are arguments, never allocated: for each layer two tensors of 286 GB."""
     params = registry.GetParams("mt.M4MoE2048E36L")
     task = params.task.Instantiate()
     step = decode_step(task, params.input.batch_size, 128, beam_size=4)
@@ -137,7 +137,7 @@ def test_heads_are_cut_where_training_cuts_them():
 
 @pytest.mark.parametrize("heads, split, axis", [(1, {}, None), (8, {"A": "model"}, "model")])
 def test_fewer_heads_of_keys_are_smaller_caches(heads, split, axis):
-    """Whole on each device of a row, or cut as queries are where the split names them."""
+    """Caches are replicated over the devices of a row, or sharded like queries if the split names their heads."""
     params = registry.GetParams("mt.T96L", f"task.num_kv_heads={heads};task.num_decoder_layers=2")
     params.task.activation_split.update(split)
     cache = decode_step(params.task.Instantiate(), 256, 8).arg_specs[1]

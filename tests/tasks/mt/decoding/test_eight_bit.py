@@ -1,4 +1,4 @@
-"""Weights of 8 bits: what a product rounds to, exactly, on any processor; and how modules save them.
+"""8-bit weights: the exact rounding of a product, on any processor; and how modules save them.
 
 Letters: R row, M and N the dimensions of a weight.
 """
@@ -93,14 +93,14 @@ def test_results_are_of_the_type_of_the_rows(kind):
 
 
 def test_sums_do_not_overflow_on_processors_without_instructions_for_them():
-    """oneDNN, told to use none younger than AVX2, adds two products in 16 bits, which hold no more than these."""
+    """With instructions up to AVX2 only, oneDNN adds two products in 16 bits, which hold no larger sums."""
     env = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "TF_CPP_MIN_LOG_LEVEL": "3"}
     done = subprocess.run([sys.executable, "-c", _EXTREMES], env=env, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()[-2000:]
 
 
 def test_both_kinds_of_packed_weights_are_used_alike():
-    """About the same products, of whole weights and by block; float ones are the plain product."""
+    """Both give about the same products, complete and by block; float weights give the plain product."""
     x_RM, w_MN = tf.constant(_numbers(5, 32)), tf.constant(_numbers(32, 100))
     w_PMW = tf.constant(_numbers(3, 32, 16))
     plain, ints = (pack(w_MN, kind) for kind in ("float32", "int8"))
@@ -117,7 +117,7 @@ def test_both_kinds_of_packed_weights_are_used_alike():
 
 
 def _saved(path, seed: int):
-    """A module that multiplies in a loop, as a search does; saved, its result, and the directory."""
+    """Saves a module that multiplies in a loop, as a search does; returns its result and the directory."""
     module = SavedWeights(
         NestedMap(layers=[NestedMap(w=EightBit.Of(_numbers(4, 5, seed=seed), 64))])
     )
@@ -146,7 +146,7 @@ def test_a_module_holds_them_as_variables(tmp_path):
 
 
 def test_models_in_one_process_have_weights_of_their_own(tmp_path):
-    """Of the same names, shapes and operations: what one has packed the other does not read."""
+    """Two models with equal names, shapes and operations do not share packed weights."""
     saved = [_saved(tmp_path / str(seed), seed)[1:] for seed in (1, 2)]
     assert np.abs(saved[0][0] - saved[1][0]).max() > 1
     loaded = [tf.saved_model.load(path) for _, path in saved]
@@ -164,7 +164,7 @@ def _has_avx512() -> bool:
     not _has_avx512(), reason="needs a CPU with AVX-512: oneDNN packs no weights elsewhere"
 )
 def test_they_are_packed_once():
-    """What makes the products fast: after the first one the variable is not read again."""
+    """After the first product the variable is not read again, which makes products fast."""
     theta = NestedMap(w=EightBit.Of(_numbers(32, 64), 64))
     module, x_RM = SavedWeights(theta), _numbers(4, 32)
     product = tf.function(lambda x_RM: module.Tensors().w.Product(x_RM))

@@ -1,5 +1,4 @@
-"""A FastModel's search: what XLA's finds, for each row the same bit for bit beside any other rows, and with layers of
-one's own.
+"""A FastModel's search equals XLA's, bit-identically for each row among any others, also with custom layers.
 
 Letters: B row, S source token, T target token, J hypothesis.
 """
@@ -38,7 +37,7 @@ class Searcher:
     def __init__(self, num_experts: int, beam_size: int, num_kv_heads: int = 0):
         self.model, self.theta = make_model(
             V,
-            hidden_dim=2048,  # rows of such products are rounded otherwise where they are alone
+            hidden_dim=2048,  # a single row of such products rounds differently
             num_kv_heads=num_kv_heads,
             num_encoder_layers=2,
             num_decoder_layers=2,
@@ -92,19 +91,23 @@ def test_it_finds_what_xla_finds(searcher, together):
 
 
 def test_a_row_is_bit_identical_alone_and_with_others(searcher, together):
-    """Other rows, another number of them, another padded length: same tokens, same scores."""
+    """With other rows, another number of rows, another padded length: equal tokens and scores."""
     more = [([2, 0, 1], 48), ([9, 8, 7, 6, 5], 64), ([3, None, 0, None], 32)]
     searcher.lines.CheckAlone(searcher.fast, together, more)
     assert searcher.traces == 1
 
 
-# --- layers of one's own
+# --- custom layers
 
 
 class TwoFeedForwards(FeedForward):
     def FProp(self, theta, x, paddings, seed=None, context=None):
         y, extras = super().FProp(theta, x, paddings)
         return y + 0.1 * tf.einsum("BTM,MH,HM->BTM", x, theta.wi, theta.wo), extras
+
+
+class RenamedFeedForward(FeedForward):
+    COMPUTES = FeedForward.COMPUTES
 
 
 class SharperAttention(MultiHeadAttention):
@@ -126,14 +129,14 @@ class HalvedMoELayer(MoELayer):
 
 
 class ReversedRouter(TopKRouter):
-    """Chooses the experts that like a token least."""
+    """Chooses the experts with the smallest gates."""
 
     def Route(self, logits_GSE, *args, **kwargs):
         return super().Route(-logits_GSE, *args, **kwargs)
 
 
 class ShortcutLayer(TransformerLayer):
-    """Whose feed-forward sees what the attention saw."""
+    """A layer whose feed-forward reads the input of the attention."""
 
     def FProp(self, theta, x, aux, seed=None):
         y, extras = super().FProp(theta, x, aux)
@@ -156,9 +159,9 @@ def _attention(p):
         p.cross_atten_tpl.cls = SharperAttention
 
 
-def _ffn(p):
+def _ffn(p, cls=TwoFeedForwards):
     if p.ffn_tpl.cls is FeedForward:
-        p.ffn_tpl.cls = TwoFeedForwards
+        p.ffn_tpl.cls = cls
 
 
 def _layer(p):
@@ -169,7 +172,7 @@ def _of_moe(change):
     return lambda p: change(p.ffn_tpl) if p.ffn_tpl.cls is MoELayer else None
 
 
-# What becomes of the Params of each layer, and what must not be replaced.
+# A change to the Params, and the layers that must not be replaced then.
 PARTS = {
     "attention": (_attention, {PackedSelfAttention, PackedCrossAttention}),
     "ffn": (_ffn, {PackedFeedForward}),
@@ -200,7 +203,7 @@ def _kinds(layer) -> set[type]:
 
 
 def _own(monkeypatch, part: str) -> tuple[Any, NestedMap]:
-    """A model with a part of its own, and its weights."""
+    """A model with one custom part, and its weights."""
     change, _ = PARTS[part]
     plain = MtModel._layer
 
@@ -217,7 +220,7 @@ def _own(monkeypatch, part: str) -> tuple[Any, NestedMap]:
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_layer_of_one_s_own_runs_as_it_is(part, monkeypatch):
-    """Beside layers over packed weights; the search grows caches of both."""
+    """It runs beside layers over packed weights, and the search grows the caches of both."""
     model, theta = _own(monkeypatch, part)
     fast = FastModel(model, theta)
     _, kept = PARTS[part]
@@ -242,6 +245,14 @@ def test_a_layer_of_one_s_own_runs_as_it_is(part, monkeypatch):
     assert got.lengths_BK.numpy().max() > 16  # caches grew
 
 
+@pytest.mark.parametrize("cls", [RenamedFeedForward, TwoFeedForwards])
+def test_a_derived_layer_is_packed_if_it_says_that_it_computes_the_same(cls, monkeypatch):
+    monkeypatch.setitem(PARTS, "derived", (lambda p: _ffn(p, cls), set()))
+    model, theta = _own(monkeypatch, "derived")
+    found = _kinds(FastModel(model, theta).form)
+    assert found == (ALL if cls is RenamedFeedForward else ALL - {PackedFeedForward})
+
+
 def test_what_another_model_cannot_have_is_refused():
     model, theta = make_model(
         V,
@@ -263,7 +274,7 @@ def test_what_another_model_cannot_have_is_refused():
 
 @pytest.mark.parametrize("kv_heads, letter", [(0, "N"), (1, "A")])
 def test_letters_are_those_of_the_tensors(kv_heads, letter):
-    """Of packed caches, of the model's own, and of the search's state."""
+    """The letters of packed caches, of the model's own, and of the search's state."""
     model, theta = make_model(
         V,
         hidden_dim=64,

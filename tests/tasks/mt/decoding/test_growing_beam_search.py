@@ -1,4 +1,4 @@
-"""The search in blocks of steps against the plain one, and its top-k against a sort."""
+"""The search in blocks of steps compared with the plain one, and its top-k with a sort."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ class GrowingToyModel(ToyModel):
 
 
 def run(model, max_lengths, options, allowed=None) -> NestedMap:
-    """With a number of rows that is not known when it is traced."""
+    """Runs the search with a number of rows that is unknown while tracing."""
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.int32)], autograph=False)
     def find(max_lengths_B):
@@ -60,7 +60,7 @@ def check(model, max_lengths, options, allowed=None) -> NestedMap:
 
 @pytest.mark.parametrize("beam_size, top_k", [(1, 1), (2, 1), (3, 3), (5, 2)])
 def test_equals_plain_beam_search_over_blocks(beam_size, top_k):
-    """Rows that end before, at and after the ends of blocks, and some that never begin."""
+    """Rows end before, at and after the ends of blocks; some have length 0."""
     max_lengths = [40, 3, 0, BLOCK - 1, 33, BLOCK, 12, 2 * BLOCK - 1, BLOCK + 1, 40]
     model = GrowingToyModel(3, len(max_lengths), 30, 40)
     got = check(model, max_lengths, SearchOptions(beam_size=beam_size, top_k=top_k))
@@ -83,7 +83,7 @@ def test_equals_plain_beam_search(seed, vocab, beam_size, max_lengths):
 
 @pytest.mark.parametrize("beam_size", [1, 3])
 def test_products_have_no_fewer_than_so_many_rows(beam_size):
-    """One row alone, and those that are left when others have ended."""
+    """With a single row, and with the rows that are left when others have ended."""
 
     class Counting(GrowingToyModel):
         def Logits(self, logits_BJV, cache):
@@ -121,7 +121,7 @@ def test_only_allowed_tokens_come_out(apart):
 
 
 def test_a_model_that_breaks_still_ends():
-    """NaN logits of a row: no hypothesis, no endless loop, no NaN score, and the other row is whole."""
+    """NaN logits of a row give no hypothesis, no endless loop and no NaN score; the other row is right."""
 
     class Breaks(GrowingToyModel):
         def Logits(self, logits_BJV, cache):
@@ -137,7 +137,7 @@ def test_a_model_that_breaks_still_ends():
 
 @pytest.mark.parametrize("mean", [0.2, 2.0, 1e6], ids=["many ties", "some ties", "hardly any"])
 def test_the_largest_of_groups_are_the_largest_of_all(mean):
-    """Few are large, so that groups differ in their largest and share lower ones."""
+    """Few values are large, so that groups differ in their maxima and have equal lower values."""
     x = np.random.default_rng(1).exponential(mean, [50, 64 * 48]).astype(np.int32)
     x = x.astype(np.float32)
     x[1] = -np.inf
@@ -150,7 +150,7 @@ def test_the_largest_of_groups_are_the_largest_of_all(mean):
 
 
 class Renamed(GrowingToyModel):
-    """The same under other names, which say nothing of the dimensions."""
+    """The same state under names that say nothing about dimensions."""
 
     LETTERS = NestedMap(keys_of_L="BLX", numbers="B")
 

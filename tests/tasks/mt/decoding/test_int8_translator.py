@@ -1,4 +1,4 @@
-"""A translator with weights of 8 bits: whole, exported, and line by line."""
+"""A translator with 8-bit weights: its graph, exported, and line by line."""
 
 import dataclasses
 import json
@@ -42,13 +42,13 @@ def saved_model(tmp_path_factory, translator):
 
 
 def _nodes(translator):
-    """Of the graph that translates and its functions."""
+    """The nodes of the translating graph and its functions."""
     graph = translator.translate.get_concrete_function().graph.as_graph_def()
     return [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
 
 
 def test_every_product_with_a_weight_is_one_of_8_bits(logdir, translator):
-    """Attention, experts and the softmax; tables, norms and routers stay float32."""
+    """Those of attention, experts and softmax; tables, norms and routers stay float32."""
     held = translator[0]._weights
     few = {v.name for v in held.variables if v.dtype == tf.int8}
     kept = ("table", "norm", "scale", "bias", "router")
@@ -126,7 +126,7 @@ def test_what_they_are_is_told(translator, saved_model):
 
 
 def test_where_they_cannot_be_it_is_told(logdir, translator, saved_model):
-    with pytest.raises(ValueError, match=r"'int4'; it must be one of float32, int8"):
+    with pytest.raises(ValueError, match="int4: must be one of float32, int8"):
         load_translator(logdir, OPTIONS, weights="int4")
     with pytest.raises(ValueError, match=r"TensorFlow's own kernels; XLA, .*leave it out"):
         load_translator(logdir, dataclasses.replace(OPTIONS, xla=True), weights="int8")

@@ -1,4 +1,4 @@
-"""Model 1 against itself written plainly, and on a language whose dictionary is known."""
+"""Model 1 compared with a plain implementation, and on a language whose dictionary is known."""
 
 from collections import defaultdict
 
@@ -21,7 +21,7 @@ def bitext(pairs: int, seed: int = 0) -> tuple[list[list[int]], list[list[int]],
 
 
 def plain(sources, targets, rounds: int) -> dict[int, dict[int, float]]:
-    """t(e|f) by the book."""
+    """t(e|f), by the formulas."""
     t: dict = defaultdict(lambda: 1.0)
     for _ in range(rounds):
         counts: dict = defaultdict(lambda: defaultdict(float))
@@ -63,7 +63,7 @@ def test_it_finds_the_dictionary():
     table = lt.lexical_table(pairs, 50, 50, keep=8)
     best = [table.Of(piece)[0][0] for piece in range(FIRST, FIRST + WORDS)]
     np.testing.assert_array_equal(best, dictionary)
-    assert table.Of(2)[0][0] == FIRST + WORDS  # the empty word's
+    assert table.Of(2)[0][0] == FIRST + WORDS  # of the empty word
     assert max(len(table.Of(piece)[0]) for piece in range(50)) == 8
     ids, probs = table.Of(49)
     assert len(ids) == len(probs) == 0  # never seen

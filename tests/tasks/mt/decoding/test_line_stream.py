@@ -13,7 +13,7 @@ from lingvo_moe.tasks.mt.decoding.line_stream import answer_stream, read_lines, 
 
 
 class Echo:
-    """Marks what it got; lines with 'long' count as cut."""
+    """Marks each line; lines with 'long' count as truncated."""
 
     def __init__(self):
         self.batches = []
@@ -67,7 +67,7 @@ def test_as_many_lines_out_as_in(parts, batch_lines):
     assert out.endswith(b"\n") == data.endswith(b"\n")
     ends = data.count(b"\n") + (not data.endswith(b"\n") and data != b"")
     assert counts.lines == ends
-    assert len(out.decode().splitlines()) == ends  # to readers that know more line ends, too
+    assert len(out.decode().splitlines()) == ends  # also for readers that know more line ends
 
 
 @pytest.mark.parametrize(

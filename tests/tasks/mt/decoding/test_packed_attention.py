@@ -1,4 +1,4 @@
-"""Attention over packed weights: what the layer computes, in a pass, in steps of a beam and over a memory.
+"""Attention over packed weights equals the layer: in a pass, in steps of a beam, and over a memory.
 
 Letters: B batch, T query, S key, M model, N head, A head of keys and values, K key dimension.
 """
@@ -35,7 +35,7 @@ def _mask(*shape: int) -> tf.Tensor:
 
 @pytest.mark.parametrize("kv_heads", [0, 1, 4])
 def test_steps_of_a_beam(kv_heads):
-    """Two hypotheses, at step 2 both going on from the first one's past; and the same in one pass."""
+    """Two hypotheses, which from step 2 both continue the first one; compared with one pass."""
     layer, theta = _layer(kv_heads)
     packed = PackedSelfAttention(layer)
     weights = packed.Pack(theta, "float32")

@@ -8,7 +8,7 @@ from lingvo_moe.core import kernels
 from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.moe.registry import ROUTERS
-from lingvo_moe.core.moe.routers.base import Router
+from lingvo_moe.core.moe.routers.base import LearnedRouter, Router
 from lingvo_moe.core.moe.routers.top_k import TopKRouter
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
@@ -61,7 +61,7 @@ def _router(cls, **params):
 
 
 def _whole_and_chosen(router):
-    """FProp's routing of some tokens, in inference, and ChooseExperts' choices."""
+    """FProp's routing of some tokens in inference, and the choices of ChooseExperts."""
     x, paddings = tf.constant(X[np.newaxis]), tf.constant([[0.0] * 10 + [1.0] * 2])
     needs = type(router).Needs(router.p)
     context = NestedMap({need: tf.range(N)[tf.newaxis] % 2 for need in needs})
@@ -90,7 +90,7 @@ VARIANTS = [
 
 @pytest.mark.parametrize("name, params", VARIANTS)
 def test_a_router_s_choices_are_those_of_its_routing(name, params):
-    """Each without computing what a search does not read."""
+    """ChooseExperts computes only what a search reads."""
     _assert_same_choices(*_whole_and_chosen(_router(ROUTERS[name], **params)))
     assert ROUTERS[name].ChooseExperts is not Router.ChooseExperts
 
@@ -104,9 +104,16 @@ class WorstFirstOfThree(WorstFirst):
     pass
 
 
-@pytest.mark.parametrize("cls", [WorstFirst, WorstFirstOfThree])
+class WorstByLogits(WorstFirst):
+    def ChooseByLogits(self, theta, logits_GSE, real_GS):
+        return super().ChooseByLogits(theta, -logits_GSE, real_GS)
+
+
+@pytest.mark.parametrize("cls", [WorstFirst, WorstFirstOfThree, WorstByLogits])
 def test_a_router_that_says_only_how_it_routes_chooses_so(cls):
     router = _router(cls)
+    by_logits = cls.ChooseExperts is LearnedRouter.ChooseExperts
+    assert by_logits == (cls is WorstByLogits)
     whole, chosen = _whole_and_chosen(router)
     _assert_same_choices(whole, chosen)
 

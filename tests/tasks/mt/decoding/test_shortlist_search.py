@@ -1,5 +1,6 @@
-"""MtModel's search with a shortlist: what a search over all tokens finds where the others are forbidden, and for each
-row the same bit for bit whatever rows it runs with.
+"""MtModel's search with a shortlist equals a search over all tokens in which the others are forbidden.
+
+Each row is bit-identical whatever rows it runs with.
 
 Letters: B row, S source token, V vocabulary.
 """
@@ -23,7 +24,7 @@ VOCABS = {"source": b"", "target": b""}
 
 
 def make_shortlist() -> Shortlist:
-    """Up to 12 candidates of a piece, some none; fewer tokens in all than a small beam's candidates for none."""
+    """Makes a shortlist of 0 to 12 candidates a piece; the list of a line may be smaller than the beam."""
     rng = np.random.default_rng(2)
     candidates = [rng.integers(4, V, rng.integers(0, 13)).tolist() for _ in range(V)]
     return Shortlist.Make(candidates, [7, 9, 700], VOCABS)
@@ -45,7 +46,7 @@ class Searcher:
         self.traces = 0
 
     def With(self, shortlist: Shortlist | None):
-        """A search of ids [B,S] and lengths [B]."""
+        """Searches ids [B,S] with lengths [B]."""
         columns = None
         if shortlist:
             columns = ShortlistColumns(shortlist, V, 2 * self.options.beam_size + 3)
@@ -59,7 +60,7 @@ class Searcher:
         return tf.function(search, input_signature=kinds, autograph=False)
 
     def Forbidding(self, shortlist: Shortlist, ids: np.ndarray, lengths: np.ndarray) -> NestedMap:
-        """The plain search, with logits of -1e9 where a row's list has no token."""
+        """The plain search, with logits of -1e9 for tokens outside a row's list."""
         own_BV = np.stack([np.isin(np.arange(V), shortlist.Of(row)) for row in ids])
         search = FlatBeamSearch(LONGEST, self.options, np.arange(V) != 3)
 
@@ -106,7 +107,7 @@ def test_only_a_row_s_own_tokens_come_out(searcher, together):
 
 
 def test_a_row_is_bit_identical_alone_and_with_others(searcher, search, together):
-    """Other rows, another number of them, another padded length: other unions, other lengths of lists."""
+    """With other rows, another number of rows, another padded length: other unions, other lengths of lists."""
     more = [([2, 0, 1], 48), ([7, 6, 5, 4], 64), ([3, None, 0, None], 32), ([0] * 32, 16)]
     searcher.lines.CheckAlone(search, together, more)
     assert searcher.traces == 1
@@ -124,7 +125,7 @@ def test_it_finds_what_forbidding_the_others_finds():
     searcher = Searcher(3)
     ids, lengths = searcher.lines.Rows([0, 4, 2, 3], 32)
     ids[3, 0] = 5
-    assert len(make_shortlist().Of(ids[3])) < 30  # fewer than the list's room
+    assert len(make_shortlist().Of(ids[3])) < 30  # fewer than the list holds
     got = searcher.With(make_shortlist())(ids, lengths)
     want = searcher.Forbidding(make_shortlist(), ids, lengths)
     steps = got.ids_BKT.shape[2]

@@ -1,4 +1,4 @@
-"""Half of a surrogate pair, which is no text: the same to a translator, however it gets there."""
+"""Half of a surrogate pair, which is no text, reaches a translator as the same bytes by every way."""
 
 import json
 
@@ -26,7 +26,7 @@ def server():
 
 
 def in_python(text: str) -> bytes:
-    """What a Translator's, or an exported model's, function gets."""
+    """The bytes that the function of a Translator, or of an exported model, gets."""
     got: list[bytes] = []
 
     def translate(lines: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -42,7 +42,7 @@ def in_python(text: str) -> bytes:
 
 
 def by_http(it: Running, path: str, content: object) -> bytes:
-    """What the translator behind a server gets."""
+    """The bytes that the translator behind a server gets."""
     it.service.translator.batches.clear()
     assert it.Ask("POST", path, json.dumps(content).encode()).status == 200
     return it.service.translator.batches[0][0]
@@ -60,7 +60,7 @@ def test_it_is_the_same_by_every_way(text, want, server):
 
 @given(st.text(st.sampled_from("a\ud800\udfff\ud83d\ude00\ufffd\U0001f600")))
 def test_all_else_stays(text):
-    """As JSON reads it, and nothing that UTF-8 can spell is changed."""
+    """JSON is read as usual, and text that UTF-8 can spell is unchanged."""
     want = "".join(
         "\ufffd" if "\ud800" <= c <= "\udfff" else c for c in json.loads(json.dumps(text))
     )

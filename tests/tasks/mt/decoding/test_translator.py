@@ -1,4 +1,4 @@
-"""Strings in, translations out: batches, buckets, odd lines, and the SavedModel's own graph."""
+"""Strings in, translations out: batches, buckets, unusual lines, and the graph that is saved."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ def vocab() -> bytes:
 
 def make(vocab: bytes, options: TranslateOptions = OPTIONS, seed: int = 0) -> Translator:
     size = sentencepiece.SentencePieceProcessor(model_proto=vocab).vocab_size()
-    model = toy.ToyModel(size + 3, size + 5)  # room to spare, as when a corpus is small
+    model = toy.ToyModel(size + 3, size + 5)  # larger than the vocabulary, as with a small corpus
     return Translator(model, model.InitTheta(seed), vocab, vocab, options)
 
 
@@ -63,9 +63,11 @@ def in_batches(translator: Translator, lines, size: int) -> NestedMap:
 
 
 def test_batch_size_changes_nothing(translator, lines):
-    """Scores included, and nothing is traced or compiled again. Bit for bit under XLA, whose programs have
-    as many rows always; with TensorFlow's kernels the toy's own products, of single rows too, are rounded in two
-    ways (those of MtModel are not: test_fast_model.py)."""
+    """Neither scores nor traces change with the batch size.
+
+    Bit-identical under XLA, whose programs always have the same number of rows. With TensorFlow's kernels the toy's own
+    products, also those of single rows, round in two ways (MtModel's do not: test_fast_model.py).
+    """
     whole = translator.Translate(lines)
     traces = translator.traces
     assert len(OPTIONS.Buckets()) == 2
@@ -82,12 +84,12 @@ def test_batch_size_changes_nothing(translator, lines):
 
 @pytest.fixture(scope="module")
 def short(lines) -> list[str]:
-    """Lines of the first bucket."""
+    """Lines of the smallest bucket."""
     return [line for line in lines if len(line) < 20 and line.isascii()]
 
 
 def test_rows_and_results(vocab, translator, short):
-    """Rows of a program are a matter of speed, results one of how many are shown."""
+    """The number of rows affects speed only; top_k sets how many results are returned."""
     want = translator.Translate(short)
     options = replace(translator.options, top_k=1, max_source_length=8, rows=7)
     got = make(vocab, options).Translate(short)
@@ -97,7 +99,7 @@ def test_rows_and_results(vocab, translator, short):
 
 
 def test_padding_changes_nothing(vocab, translator, short):
-    """A line in a longer bucket than it needs gives the same text."""
+    """A line in a longer bucket than necessary gives the same text."""
     options = replace(OPTIONS, max_source_length=40)
     object.__setattr__(options, "Buckets", lambda: [40])
     other = make(vocab, options)
@@ -117,7 +119,7 @@ def test_blank_lines_are_empty_translations(translator):
 
 
 def test_whatever_a_line_holds_it_is_one_line(translator):
-    """Bytes that are no UTF-8 and a thousand random byte lines: translations hold no line ends, no controls."""
+    """Invalid UTF-8 and a thousand lines of random bytes: translations have no line ends and no controls."""
     rng = np.random.default_rng(0)
     lines = [bytes(rng.integers(0, 256, rng.integers(0, 40), np.uint8)) for _ in range(300)]
     got = translator.Translate(lines)
@@ -138,7 +140,7 @@ def test_long_lines_are_cut_and_reported(translator):
 
 
 def test_other_weights_in_the_same_programs(vocab, translator, short):
-    """Weights that are set give what a translator made with them gives, and back."""
+    """After SetTheta the results equal those of a translator made with these weights, and back."""
     traces = translator.traces
     size = sentencepiece.SentencePieceProcessor(model_proto=vocab).vocab_size()
     model = toy.ToyModel(size + 3, size + 5)
@@ -182,7 +184,7 @@ def test_program_sees_the_tokens(vocab):
 
 
 def test_translations_are_in_the_target_vocabulary(vocab, short):
-    """Another target vocabulary, another text: ids are detokenised with it."""
+    """Another target vocabulary gives another text: it detokenises the ids."""
     words = ["eins zwei drei vier acht neun zehn elf"] * 20
     target = toy.train_vocab(words, 290)
     sizes = [
@@ -216,7 +218,7 @@ def test_buckets():
 
 
 def test_byte_pieces_become_characters(vocab):
-    """The tokenizer in the graph spells characters outside the vocabulary as the trainer's does."""
+    """The tokenizer in the graph spells characters outside the vocabulary like the trainer's."""
     import tensorflow_text as tf_text
 
     processor = sentencepiece.SentencePieceProcessor(model_proto=vocab)

@@ -9,7 +9,7 @@ from lingvo_moe.tasks.mt.input.clean import clean_text, sentence_key, usable
         ("&File", "File"),
         ("ファイル(&F)", "ファイル"),
         ("Save &amp; close", "Save & close"),
-        ("R&D", "RD"),  # a mnemonic cannot be told from this; both sides lose it alike
+        ("R&D", "RD"),  # looks like a mnemonic; both sides lose it alike
         ("Salt & pepper", "Salt & pepper"),
         ('Read <a href="%s">the guide</a>.', "Read the guide."),
         ("1 < 2 and 3 > 2", "1 < 2 and 3 > 2"),

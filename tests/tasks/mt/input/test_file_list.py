@@ -1,4 +1,4 @@
-"""Which data directories are listed, and so verified before they are read."""
+"""The data directories whose files are listed, and so verified before they are read."""
 
 from pathlib import Path
 

@@ -8,7 +8,7 @@ from lingvo_moe.tasks.mt.input.packing import Shape, fill_batch, to_batch
 
 
 def _unpack(batch: NestedMap) -> list[tuple[list[int], list[int]]]:
-    """The pairs of a batch, read back through segments and positions, which it checks."""
+    """Returns the pairs of a batch, read through segments and positions, which it checks."""
     pairs = []
     src, tgt = batch.src, batch.tgt
     for row in range(src.ids.shape[0]):
@@ -64,7 +64,7 @@ def test_nothing_is_lost_doubled_or_misaligned(
 ) -> None:
     shape = Shape(rows, source_length, target_length, pack)
     stream = iter(pairs)
-    # After the pairs come endless fillers, told from them by their id.
+    # After the pairs come endless fillers with other ids.
     filler = ([3], [3])
     seen, waiting, batches = [], [], 0
     while len(seen) < len(pairs):

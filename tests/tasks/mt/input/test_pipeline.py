@@ -106,7 +106,7 @@ def test_resumes_exactly_wherever_it_stopped(ready: MtInput, steps: int, again: 
 
 
 class _Endless:
-    """Records of 120 languages of a thousand million pairs each, which take no room."""
+    """Records of 120 languages with 10^9 pairs each, computed and not stored."""
 
     languages = {f"{a}{b}": 10**9 for a in "abcdefghijkl" for b in "abcdefghij"}
     shards = {lang: [250_000] * 4000 for lang in languages}
@@ -157,7 +157,7 @@ def test_long_pairs_are_dropped_or_truncated_and_counted(params) -> None:
     assert truncating.counts["too_long"] > 0
     assert truncating.counts["batches"] == 20
     assert max(batch.src.segment_pos.max() for batch in batches) == 11
-    # A sentence that was cut still ends with eos.
+    # A truncated sentence still ends with eos.
     assert all((batch.src.ids == 2).sum() == (batch.tgt.labels == 2).sum() for batch in batches)
     state = truncating.GetState()
     expected = next(truncating)

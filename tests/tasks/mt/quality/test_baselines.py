@@ -5,7 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from lingvo_moe.tasks.mt.quality.baselines import add_baselines, delta_curve, sliding_mean
+from lingvo_moe.tasks.mt.quality.baselines import (
+    add_baselines,
+    delta_curve,
+    read_baselines,
+    sliding_mean,
+)
 from lingvo_moe.tasks.mt.quality.scoring import EvalReport, evaluate
 
 DATA = {
@@ -30,7 +35,9 @@ def test_deltas_and_the_curve(tmp_path):
     base = scored("open the house and close some windows")
     write(scored("open the house and close some windows", ["de"]), tmp_path / "de/eval/report.json")
     write(base, tmp_path / "sw.json")
-    assert add_baselines(report, tmp_path) == ["fi"]
+    baselines = read_baselines(tmp_path, DATA.items())
+    assert set(baselines) == {"de", "sw"}
+    add_baselines(report, baselines)
     delta = {lang: report.languages[lang].bleu - base.languages[lang].bleu for lang in DATA}
     assert report.languages["de"].delta["bleu"] == delta["de"] != 0
     mean = report.Average()
@@ -56,24 +63,25 @@ def test_sliding_mean():
 
 
 def test_what_cannot_be_compared(tmp_path):
-    report = scored("open the file", ["de"])
+    of_de = {"de": DATA["de"]}
     with pytest.raises(ValueError, match="--baselines=/nowhere: no such directory"):
-        add_baselines(report, "/nowhere")
+        read_baselines("/nowhere", of_de.items())
     with pytest.raises(ValueError, match=r"no scores of de; .* tools.evaluate --logdir=.*/de"):
-        add_baselines(report, tmp_path)
+        read_baselines(tmp_path, of_de.items())
     file = tmp_path / "de" / "report.json"
     other = {"de": [("de 0", "another reference")]}
     write(evaluate(lambda lines, _: lines, other.items()), file)
     with pytest.raises(ValueError, match=r"'de' was scored on other pairs \(1 of them, here 4\)"):
-        add_baselines(report, tmp_path)
+        read_baselines(tmp_path, of_de.items())
     good = scored("x", ["de"]).ToDict()
     good["signatures"]["bleu"] = "tok:char"
     file.write_text(json.dumps(good))
+    baselines = read_baselines(tmp_path, of_de.items())
     with pytest.raises(ValueError, match="bleu was computed as tok:char, here as nrefs:1"):
-        add_baselines(report, tmp_path)
+        add_baselines(scored("open the file", ["de"]), baselines)
     for broken in ("{", "[]", '{"languages": {}}'):
         file.write_text(broken)
         with pytest.raises(
             ValueError, match=r"not a report of tools\.evaluate with scores of 'de'"
         ):
-            add_baselines(report, tmp_path)
+            read_baselines(tmp_path, of_de.items())

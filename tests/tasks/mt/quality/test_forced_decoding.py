@@ -1,4 +1,4 @@
-"""Scores are those that the search reports for what it found, and what training calls the loss."""
+"""Scores of given translations equal the search's own scores of its results, and the training loss."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ TARGETS = toy.sentences(4, 2, 6)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> RunDir:
-    """A model with room for more target tokens than the vocabulary has."""
+    """A model with more target embeddings than the vocabulary has pieces."""
     path = tmp_path_factory.mktemp("run")
     vocab = toy.train_vocab(toy.sentences(200), bytes_too=False)
     size = sentencepiece.SentencePieceProcessor(model_proto=vocab).vocab_size()

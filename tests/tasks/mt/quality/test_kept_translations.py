@@ -1,4 +1,4 @@
-"""Translations that are kept on disk: what was damaged there is made again, as if it had never been."""
+"""Stored translations: damaged ones are made again."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Scores are sacreBLEU's, groups follow from the data, nothing is lost on the way."""
+"""Scores equal sacreBLEU's, groups follow from the data, and no line is lost."""
 
 import json
 

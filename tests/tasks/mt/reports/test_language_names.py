@@ -1,4 +1,4 @@
-"""English names of language codes, of every way in which corpora spell them."""
+"""English names of language codes, in all spellings of corpora."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is told of routing: the information in a choice, and the table of layers."""
+"""The routing report: the mutual information of expert and language, and the table of layers."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from lingvo_moe.tasks.mt.reports.routing_page import section, table_of
 
 
 def test_information_by_hand():
-    # Each language has two experts of its own: of three bits of experts, the language tells two.
+    # Each language has two experts of its own: of the three bits of an expert, the language determines two.
     own = 10_000 * np.kron(np.eye(4, dtype=int), [1, 1])
     assert mutual_information(own) == pytest.approx(2.0, abs=1e-3)
     assert mutual_information(np.full((4, 8), 10_000)) == pytest.approx(0.0, abs=1e-3)

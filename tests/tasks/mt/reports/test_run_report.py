@@ -1,4 +1,4 @@
-"""The page of a run: it shows what there is, names what is missing, loads nothing, and escapes what it is given."""
+"""The page of a run shows its files, names missing ones, loads nothing, and escapes all text."""
 
 import json
 import re
@@ -22,7 +22,7 @@ _VOID = {"meta", "br", "path", "rect", "use", "line", "image"}
 
 
 class _Checker(HTMLParser):
-    """Counts tags, and finds what does not close and what would be loaded."""
+    """Counts tags; finds unclosed tags and anything that would be loaded."""
 
     def __init__(self):
         super().__init__()
@@ -145,6 +145,13 @@ def test_scores_alone(run, caplog):
     (run / "eval/report.sha256").unlink()
     with pytest.raises(ValueError, match=r"report\.json: not a report of tools\.evaluate"):
         run_report.gather(run, _NO_ROUTING)
+
+
+def test_a_missing_list_is_warned_of_once(run, caplog):
+    _add_scores(run, delta=False)
+    (run / "eval/report.sha256").unlink()
+    assert run_report.gather(run, _NO_ROUTING).samples["best"]
+    assert caplog.text.count("there is no report.sha256") == 1
 
 
 def test_samples_are_chosen(tmp_path):

@@ -1,7 +1,7 @@
-"""Random damages to what tools write and read back: an error that names the file, or a cache that is made again.
+"""Random damages to files of the tools: an error that names the file, or a cache that is made again.
 
-Damages come by seed (tests/damage.py). What is read after one is either what was read before, with a warning, where the
-files are only a cache; or nothing, and an error says which file it is.
+Seeds determine the damages (tests/damage.py). Reading a damaged file returns what it returned before, with a warning,
+if the files are only a cache; otherwise it returns nothing, and the error names the file.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from lingvo_moe.tasks.mt.input.records import Records, cached_records
 from lingvo_moe.tasks.mt.input.scan import scan
 from lingvo_moe.tasks.mt.input.vocab_cache import VocabOptions, cached_vocabularies, sample_pairs
 from lingvo_moe.tasks.mt.quality import scoring
-from lingvo_moe.tasks.mt.quality.baselines import add_baselines
+from lingvo_moe.tasks.mt.quality.baselines import add_baselines, read_baselines
 from lingvo_moe.tasks.mt.quality.kept_translations import KeptTranslations
 from tools import train_vocab
 
@@ -53,7 +53,7 @@ class Kept:
 
 
 def _corpus(directory: Path) -> Path:
-    """Two languages of plain text, compressed not at all."""
+    """Writes two languages of plain text, uncompressed."""
     rng = np.random.default_rng(0)
     directory.mkdir(parents=True)
     for lang in ("de", "sw"):
@@ -214,7 +214,7 @@ def _scores(tmp: Path) -> Kept:
 
     def read() -> Any:
         again = report()
-        add_baselines(again, tmp / "scores")
+        add_baselines(again, read_baselines(tmp / "scores", pairs.items()))
         translations = scoring.read_translations(tmp / "scores" / "de" / "texts", pairs.items())
         return again.ToDict()["languages"], translations
 
@@ -270,7 +270,7 @@ def test_no_damage_is_silent(
         if found is not None or kept.is_cache:
             assert found == expected, f"{damage}: {told}"
         damaged = [path for path in (damage.path, damage.other) if path]
-        # What is not in a cache any more may never have been there.
+        # A file that is missing from a cache is no error.
         is_gone = kept.is_cache and damage.kind == "delete"
         assert is_gone or any(path.name in told for path in damaged), f"{damage}: {told!r}"
     assert kept.Read() == expected
@@ -278,7 +278,7 @@ def test_no_damage_is_silent(
 
 @pytest.mark.parametrize("start", [b"PK\x03\x04junk", b"PK\x03\x04"])
 def test_a_shortlist_of_junk_with_a_right_digest_is_refused(tmp_path, start):
-    """Whoever makes a file can make its digest."""
+    """Anybody who writes a file can compute its digest."""
     body = start + b"sha256 of the bytes before: "
     file = tmp_path / "shortlist.npz"
     file.write_bytes(body + hashlib.sha256(body).hexdigest().encode())

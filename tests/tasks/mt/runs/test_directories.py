@@ -1,4 +1,4 @@
-"""What may be written where: nothing over, into or around what it would damage."""
+"""Commands write nothing over, into or around directories that this would damage."""
 
 import os
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ _MARKS = {
 
 @pytest.fixture
 def tmp(tmp_path: Path) -> Iterator[Path]:
-    """One of each, a trainer that begins, an empty directory, one with notes, and a link to the run."""
+    """A directory of each kind, a trainer that begins, an empty directory, one with notes, and a link to the run."""
     for name, (_, mark) in _MARKS.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / mark).touch()
@@ -152,7 +152,7 @@ def _refusals(directory: Path) -> list[str]:
     ],
 )
 def test_a_run_is_known_by_what_only_a_run_has(tmp_path: Path, files, mark: str) -> None:
-    """Not by a lock file that nobody holds, nor by the experiment.json of another program."""
+    """A lock file that nobody holds and another program's experiment.json do not make a run."""
     for name in files:
         (tmp_path / name).touch()
     said = _refusals(tmp_path)
@@ -162,7 +162,7 @@ def test_a_run_is_known_by_what_only_a_run_has(tmp_path: Path, files, mark: str)
 
 @pytest.mark.parametrize("process", [0, 1])
 def test_a_held_lock_marks_a_run(tmp_path: Path, process: int) -> None:
-    """It is that of the trainer; or of its process 1, after process 0 was killed."""
+    """The lock is that of the trainer, or of its process 1 after process 0 was killed."""
     (tmp_path / LOCK_FILE).touch()
     with RunLock(tmp_path) as first, RunLock(tmp_path) as second:
         first.Acquire()

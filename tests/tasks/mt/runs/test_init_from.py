@@ -1,4 +1,4 @@
-"""A run that begins with the weights of another: rows go by their names, on any engine; what does not fit is told."""
+"""A run that begins with the weights of another: rows are matched by name, on any engine; misfits are errors."""
 
 import json
 
@@ -30,7 +30,7 @@ def vocab() -> bytes:
 
 @pytest.fixture(scope="module")
 def run(vocab, tmp_path_factory) -> RunDir:
-    """Checkpoint 7 of a model that routes by language, with room for one more than it knows."""
+    """Checkpoint 7 of a model that routes by language, with one more row than it has languages."""
     path = tmp_path_factory.mktemp("init_from") / "old"
     toy_translation.save_run(path, vocab, more=_BY_TASK.format(3), languages=_OLD_LANGUAGES)
     return RunDir(path)
@@ -38,7 +38,7 @@ def run(vocab, tmp_path_factory) -> RunDir:
 
 @pytest.fixture(scope="module")
 def new_vocabs() -> NestedMap:
-    """With other words, so that pieces are new, gone, and elsewhere."""
+    """Vocabularies of other words: pieces are new, gone, and at other ids."""
 
     def vocab(old: str, new: str) -> Vocabulary:
         lines = [line.replace(old, new) for line in toy_translation.sentences(200, seed=1)]

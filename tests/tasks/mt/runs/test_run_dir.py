@@ -1,4 +1,4 @@
-"""The description of a run is as it was written, or the file that is not is named."""
+"""The description of a run is unchanged since it was written, or the error names the file that changed."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def run(written, tmp_path) -> RunDir:
 
 
 def _describe(run: RunDir, content: str | bytes) -> None:
-    """Puts another experiment.json there, as whoever makes a run can."""
+    """Replaces experiment.json, as anybody who makes a run can."""
     content = content.encode() if isinstance(content, str) else content
     (run.path / "experiment.json").write_bytes(content)
     write_manifest(run.path, MANIFEST, DESCRIPTION)
@@ -65,11 +65,11 @@ def _change(run: RunDir, **values) -> None:
 
 
 def _read(run: RunDir) -> None:
-    """All that is read of a description."""
+    """Reads the whole description."""
     _ = run.experiment, run.params_text, run.vocabs, run.languages, run.began_from, run.program
 
 
-# --- what was written is read
+# --- reading what was written
 
 
 def test_what_was_written_is_read(run, vocabs):
@@ -101,7 +101,7 @@ def test_what_changes_in_a_run_is_not_listed(run):
 def test_killed_while_it_is_described_it_can_be_described_again(
     run, vocabs, monkeypatch, killed_at
 ):
-    """The files are of the run as it was, or nothing of it is used; never some of one and some of another."""
+    """The files are all of the old description, or none of them is used; never a mixture."""
     write, seen = files.atomic_file, []
 
     def killed(path):
@@ -206,7 +206,7 @@ def test_a_vocabulary_that_is_none_is_named(run):
         _ = run.vocabs
 
 
-# --- what somebody else may have written
+# --- files that somebody else wrote
 
 
 _WHOLE = {"model": "mt.M4Tiny", "params_override": "", "files": ["s", "t"], "input": {}}
@@ -290,6 +290,12 @@ def test_a_run_of_an_older_version_is_read(run, vocabs):
     _describe(run, json.dumps(old | {"languages": ["de", "sw"], "vocab": names}))
     assert run.experiment == new
     assert dict(run.vocabs) == vocabs and run.languages == ["de", "sw"]
+
+
+def test_a_run_of_another_task_is_no_translation_model(tmp_path):
+    RunDir(tmp_path).Write("image.Digits", "", RunArtifacts())
+    with pytest.raises(RunDirError, match=r"--logdir=.*: ImageClassifier is no translation model"):
+        RunDir(tmp_path).Task()
 
 
 def test_a_run_of_another_task_is_no_run_of_translation(run):

@@ -1,4 +1,4 @@
-"""Concurrent requests, one translator: what is put together, who waits for whom, and what a failure touches."""
+"""Concurrent requests to one translator: which lines share a batch, which requests wait, what a failure affects."""
 
 import asyncio
 import threading
@@ -12,7 +12,7 @@ from lingvo_moe.tasks.mt.serving.batcher import Batcher
 
 
 def run(work, translator, max_lines=4, max_wait=0.0, **more):
-    """`await work(batcher)` beside the batcher's own loop."""
+    """Runs `await work(batcher)` beside the batcher's own loop."""
 
     async def both():
         batcher = Batcher(translator.Translate, max_lines, max_wait, **more)
@@ -59,7 +59,7 @@ def test_what_waits_is_translated_together():
 
 
 def test_a_huge_request_takes_turns_with_small_ones():
-    """Of 40 lines and three requests that come after: the three are in the very next batch."""
+    """Three small requests after one of 40 lines are in the very next batch."""
     translator, order = Capitals(), []
 
     async def work(batcher):
@@ -77,7 +77,7 @@ def test_a_huge_request_takes_turns_with_small_ones():
 
 
 def test_long_lines_and_short_ones_are_not_mixed():
-    """The translator would run a program for each length; a short line need not wait for a long one's."""
+    """The translator would run a program for each length, and a short line would wait for a long one's."""
     translator = Capitals()
     long, short = b"l" * 500, b"s"
 

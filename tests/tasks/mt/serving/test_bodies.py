@@ -1,4 +1,4 @@
-"""JSON bodies: what is understood, what is refused and what the refusal says."""
+"""JSON bodies: which are accepted, which are refused, and the error messages."""
 
 import base64
 import contextlib

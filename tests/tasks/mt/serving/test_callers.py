@@ -1,4 +1,4 @@
-"""Requests that a browser sends for the page of another site are refused; those of programs and of its own page not."""
+"""Requests that a browser sends for another site's page are refused; programs and the own page are served."""
 
 import asyncio
 import http.client
@@ -19,14 +19,14 @@ _BODY = {"text": "a"}
 
 @pytest.fixture(scope="module")
 def server():
-    """As at 127.0.0.1."""
+    """A server that is reached as 127.0.0.1."""
     with running(Capitals()) as it:
         yield it
 
 
 @pytest.fixture(scope="module")
 def named():
-    """As behind a proxy that passes the name on."""
+    """A server behind a proxy that passes its name on."""
     with running(Capitals(), Limits(server_names=("mt.example.org",))) as it:
         yield it
 
@@ -49,7 +49,7 @@ def test_names_of_this_machine(server, host):
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8080", "localhost.evil.example"])
 def test_names_that_somebody_else_made_lead_here(server, named, host):
-    """DNS rebinding: to the browser the page and this server are one site then."""
+    """DNS rebinding: the browser takes the foreign page and this server for one site."""
     for method in ("GET", "POST"):
         for one in (server, named):
             reply = ask(one, host, method, Sec_Fetch_Site="same-origin")
@@ -69,7 +69,9 @@ def test_names_that_it_was_given(named):
     "headers",
     [
         {},
-        {"Content_Type": "application/x-www-form-urlencoded"},  # what curl -d says of any body
+        {
+            "Content_Type": "application/x-www-form-urlencoded"
+        },  # the type that curl -d gives to any body
         {"Sec_Fetch_Site": "same-origin", "Origin": "https://behind.a.proxy"},
         {"Sec_Fetch_Site": "none"},
         {"Origin": "http://localhost:8080"},
@@ -100,13 +102,13 @@ def test_pages_of_other_sites(server, headers):
 
 
 def test_an_origin_that_is_one_of_its_names(named):
-    """A proxy that calls it by its address, and a browser too old to say more."""
+    """A proxy that uses its address, and a browser too old to send more headers."""
     assert ask(named, Origin="https://mt.example.org").status == 200
     assert ask(named, Origin="https://evil.example").status == 403
 
 
 def test_a_refused_body_is_taken_first(server):
-    """Closed before that, the connection would break, and the answer could be lost."""
+    """Closing earlier would reset the connection, and the answer could be lost."""
     for _ in range(20):
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
         body = json.dumps({"text": "a" * 900_000}).encode()
@@ -125,7 +127,7 @@ def test_which_addresses_are_of_this_machine_alone():
 
 
 def count_refused(running_server) -> float:
-    """So far."""
+    """The number of refused requests so far."""
     name = b'lingvo_moe_requests_total{route="/translate",status="403"} '
     lines = running_server.service.metrics.Text().splitlines()
     return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
@@ -133,7 +135,7 @@ def count_refused(running_server) -> float:
 
 @needs_chromium
 def test_a_foreign_page_in_a_browser(server):
-    """A form and a fetch, as simple as they need no leave, from a page that another server sent."""
+    """A form and a fetch without preflight, from a page of another server."""
 
     async def work(foreign: str, target: str) -> None:
         calls, refused = len(server.service.translator.batches), count_refused(server)

@@ -1,4 +1,4 @@
-"""From a run's checkpoint to strings: the real model decoded, saved, and loaded where only TensorFlow is."""
+"""From a run's checkpoint to strings: the real model decodes, is saved, and is loaded with TensorFlow alone."""
 
 import json
 import os
@@ -90,7 +90,7 @@ def test_batch_size_changes_nothing(translator):
 
 
 def test_scores_are_the_training_model_s(logdir, translator):
-    """What the cached, masked, padded search says of its results is what the training forward pass says of them."""
+    """The scores of the cached, masked, padded search equal those of the training forward pass."""
     model = RunDir(logdir).Task()
     with Checkpointer(str(RunDir(logdir).checkpoint_dir), read_only=True) as checkpointer:
         theta, _ = checkpointer.RestoreToNumpy("theta")
@@ -150,7 +150,7 @@ def test_saved_translator(translator, saved_model):
 
 
 def test_a_bit_that_flips_is_found_before_anything_is_loaded(saved_model, tmp_path, monkeypatch):
-    """1,000 bits at random, each file as often as another: weights, graph, vocabularies, descriptions, the list."""
+    """1,000 random bits, spread evenly over the files: weights, graph, vocabularies, descriptions, the list."""
 
     def never(*_):
         raise AssertionError("loaded")
@@ -211,7 +211,7 @@ def test_signatures_are_what_tensorflow_serving_calls(saved_model, capsys):
 
 
 def test_two_vocabularies_stay_two_when_saved(tmp_path, vocab):
-    """TensorFlow merges tokenizers of one name when it loads them."""
+    """TensorFlow merges tokenizers of equal names when it loads them."""
     target = toy.train_vocab([line.upper() for line in toy.sentences(200)], bytes_too=False)
     toy.save_run(tmp_path / "run", vocab, target_vocab=target)
     translator, about = load_translator(tmp_path / "run", OPTIONS)
@@ -298,7 +298,7 @@ def test_checkpoints_that_do_not_fit(tmp_path, vocab):
 
 
 class _Plain(tf.Module):
-    """As much of a Translator as export needs, without a model."""
+    """The attributes of a Translator that export needs, without a model."""
 
     def __init__(self):
         super().__init__()

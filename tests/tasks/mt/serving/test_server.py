@@ -1,4 +1,4 @@
-"""The server on a real socket: paths, limits, slow and rude clients, and its end."""
+"""The server on a real socket: paths, limits, slow and rude clients, and shutdown."""
 
 import contextlib
 import gzip
@@ -26,13 +26,13 @@ def server():
 
 @pytest.fixture(scope="module")
 def quick():
-    """With a small limit for everything."""
+    """A server with a small value for every limit."""
     with running(Capitals(), QUICK) as it:
         yield it
 
 
 def raw(port: int, *parts: bytes, pause: float = 0.0, seconds: float = 10.0) -> bytes:
-    """What comes back until the server closes the connection, for pieces that are sent with pauses between."""
+    """Sends pieces with pauses in between; returns everything until the server closes the connection."""
     with socket.create_connection(("127.0.0.1", port), timeout=seconds) as client:
         with contextlib.suppress(ConnectionError):
             for part in parts:
@@ -181,7 +181,7 @@ def test_a_body_in_chunks_has_the_same_limit(quick):
     ids=["silent", "half a line", "slow headers", "half a body", "slow body", "slow chunks"],
 )
 def test_slow_clients_are_cut_off(quick, parts, answer):
-    """However they spread what they send; others are served meanwhile."""
+    """However they spread their bytes; others are served meanwhile."""
     start = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(raw, quick.port, *parts, pause=0.05)
@@ -193,7 +193,7 @@ def test_slow_clients_are_cut_off(quick, parts, answer):
 
 
 def test_a_client_that_does_not_take_its_answer_is_cut_off():
-    """It asks for far more than the kernel keeps for it, and reads nothing."""
+    """It requests far more than the kernel buffers for it, and reads nothing."""
 
     class Endless(Capitals):
         def Translate(self, lines, languages=None):
@@ -299,7 +299,7 @@ def test_a_client_that_leaves_takes_its_lines_along():
 
 
 def test_many_at_once_get_their_own_answers(server):
-    """And far fewer calls of the model than there were requests."""
+    """With far fewer calls of the model than requests."""
     calls = len(server.service.translator.batches)
     texts = [[f"t{i}", f"u{i}"] for i in range(100)]
     with ThreadPoolExecutor(16) as pool:
@@ -342,7 +342,7 @@ def test_the_log_has_a_line_for_each_request_and_no_text(server, caplog):
     ]
 
 
-# --- beginning and end
+# --- start and shutdown
 
 
 def test_it_is_ready_after_it_was_warmed_up():

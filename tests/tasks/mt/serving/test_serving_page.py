@@ -1,4 +1,4 @@
-"""The page to try a model, in a real browser."""
+"""The page for trying a model, in a real browser."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ TEXT = "größer\n\nשלום <b>עולם</b>\nيوم a\n\u2028 a long one"
 
 
 async def _lines(tab: Tab) -> list[list[str]]:
-    """Of the result: text, direction and class of each line."""
+    """Text, direction and class of each line of the result."""
     return await tab.Eval(
         "[...document.querySelectorAll('#result div')]"
         ".map(e => [e.textContent, getComputedStyle(e).direction, e.className])"
@@ -17,7 +17,7 @@ async def _lines(tab: Tab) -> list[list[str]]:
 
 
 async def _contrasts(tab: Tab) -> list[float]:
-    """Of the text of several elements with what lies behind it, as WCAG counts."""
+    """WCAG contrast ratios of the text of several elements with its background."""
     return await tab.Eval(
         """(() => {
           const light = (css) => {
@@ -39,7 +39,7 @@ async def _contrasts(tab: Tab) -> list[float]:
 
 
 async def _colours(tab: Tab, scheme: str) -> str:
-    """Of the background, where people prefer this; everything can be read there."""
+    """Background colour under a preferred colour scheme; also checks that all text is readable."""
     feature = {"name": "prefers-color-scheme", "value": scheme}
     await tab.Call("Emulation.setEmulatedMedia", features=[feature])
     assert min(await _contrasts(tab)) >= 4.5

@@ -1,4 +1,4 @@
-"""Uploads that do not come, and answers that are not taken: they end, they are counted, and nothing of them stays."""
+"""Uploads that do not arrive and answers that nobody reads: connections end, are counted, and leave no objects."""
 
 import contextlib
 import gc
@@ -21,7 +21,7 @@ _SIZED = _HEAD + b"Content-Length: 300000\r\n\r\n"
 _CHUNKED = _HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 _PIECE = b"x" * 200_000
 _CHUNK = b"%x\r\n%s\r\n" % (len(_PIECE), _PIECE)
-# What is sent, and why the server gives it up.
+# The bytes that are sent, and the reason for which the server drops the upload.
 _BROKEN = {
     "gone": (_SIZED + _PIECE, "closed"),
     "gone between chunks": (_CHUNKED + _CHUNK, "closed"),
@@ -43,14 +43,14 @@ def server() -> Iterator[Running]:
 
 
 def _of_requests() -> list[object]:
-    """Handlers, and what Tornado has for a connection."""
+    """Objects of handlers, and of Tornado's connections."""
     kinds = (BaseHandler, tornado.iostream.IOStream, tornado.http1connection.HTTP1Connection)
     return [o for o in gc.get_objects() if isinstance(o, kinds)]
 
 
 @pytest.fixture
 def left() -> Iterator[Callable[[], int]]:
-    """Counts what is left of the test's requests, while nobody collects garbage."""
+    """Counts the objects of the test's requests that are left, with garbage collection off."""
     gc.collect()
     gc.disable()
     before = _of_requests()  # of other tests
@@ -60,7 +60,7 @@ def left() -> Iterator[Callable[[], int]]:
 
 
 def dropped(it: Running) -> dict[str, int]:
-    """How many uploads were dropped, by the metrics."""
+    """Returns the number of dropped uploads from the metrics."""
     found = re.findall(
         rb'^lingvo_moe_uploads_dropped_total{reason="(\w+)"} (\d+)',
         it.service.metrics.Text(),
@@ -70,12 +70,12 @@ def dropped(it: Running) -> dict[str, int]:
 
 
 def more(it: Running, before: dict[str, int]) -> dict[str, int]:
-    """How many more there are than before, of those that have more."""
+    """Returns the increase of each count since before, where there is one."""
     return {name: n - before[name] for name, n in dropped(it).items() if n != before[name]}
 
 
 def upload(port: int, data: bytes, wait: bool = True) -> bytes:
-    """Sends that, and leaves: after what comes back, or at once."""
+    """Sends these bytes, then closes the connection: after the answer, or at once."""
     got = b""
     with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
         with contextlib.suppress(ConnectionError):
@@ -87,7 +87,7 @@ def upload(port: int, data: bytes, wait: bool = True) -> bytes:
 
 @pytest.mark.parametrize("name", _BROKEN)
 def test_broken_uploads_leave_nothing(name, server, left):
-    """Of 400 with 200 kB each, though nobody collects garbage; the server goes on."""
+    """400 uploads of 200 kB each, with garbage collection off; the server goes on."""
     data, reason = _BROKEN[name]
     before = dropped(server)
 
@@ -107,7 +107,7 @@ def test_broken_uploads_leave_nothing(name, server, left):
 
 
 def test_a_reset_connection_leaves_nothing(server, left):
-    """A client that ends by RST, as one that was killed: its error must not hold what it was raised in."""
+    """A client ends with RST, like a killed one; the exception must not keep its frames alive."""
     before = dropped(server)
     for data, _ in _BROKEN.values():
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
@@ -142,7 +142,7 @@ def test_refused_uploads_are_counted_once(data, status, reason, left):
 
 
 def test_whole_uploads_are_not_counted(server):
-    """Those that are refused for what they say, nor a client that leaves while it is translated."""
+    """Neither refused requests nor a client that leaves while it is translated count as dropped uploads."""
     before = dropped(server)
     translator = server.service.translator
     assert server.Ask("POST", "/translate", b"{").status == 400
@@ -191,7 +191,7 @@ def test_a_client_that_asks_before_it_sends(server):
     ids=["page", "404", "405", "400", "413", "no chunk", "no HTTP"],
 )
 def test_answers_that_nobody_takes(request_, left, monkeypatch):
-    """When the kernel keeps no more for a client, whichever answer is in the way, the connection ends."""
+    """When the kernel's buffer for a client is full, whichever answer it is, the connection ends."""
     begun = []
     monkeypatch.setattr(
         tornado.iostream.IOStream, "write_to_fd", lambda self, data: begun.append(1) or 0

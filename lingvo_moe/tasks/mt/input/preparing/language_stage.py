@@ -115,7 +115,7 @@ def _write_dev(job: LanguageJob, directory: Path) -> int:
 
 
 def _drawn(job: LanguageJob) -> list[bytes]:
-    """At most `max_dev` held-out pairs, one a sentence, drawn and ordered by hash."""
+    """Draws at most `max_dev` held-out pairs, one for each sentence, ordered by hash."""
     best: dict[int, bytes] = {}
 
     def cut() -> list[tuple[int, bytes]]:

@@ -280,7 +280,7 @@ class _Preparation:
     def _Summary(
         self, directories: Mapping[str, str], records: Mapping[str, str]
     ) -> dict[str, Any]:
-        """What prepared.json says."""
+        """The contents of prepared.json."""
         kept, options = self._scan.pairs, self._options
         shares = {t: temperature_weights(kept, t) for t in (1.0, options.vocab.temperature)}
         about: dict[str, dict[str, Any]] = {}
@@ -360,7 +360,7 @@ def _place(path: Path, target: Path) -> None:
 
 
 def _described(source: Source) -> dict[str, Any]:
-    """What changes when a source does."""
+    """Identifies a source: the result changes when its files or options do."""
     stats = [(p.stat().st_size, p.stat().st_mtime_ns) for p in source.files]
     paths = [str(p.resolve()) for p in source.files]
     return {**dataclasses.asdict(source), "paths": paths, "stats": stats}

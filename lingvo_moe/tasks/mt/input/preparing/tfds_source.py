@@ -3,12 +3,14 @@
 tensorflow_datasets is imported when a builder is named, and not before.
 """
 
+import contextlib
 import os
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from lingvo_moe.core.quiet import quiet
 from lingvo_moe.core.suggest import did_you_mean
+from lingvo_moe.core.tensorflow_import import importing_tensorflow
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.preparing.formats import Line, pairs_of_item
 from lingvo_moe.tasks.mt.input.preparing.sources import TFDS_FOLDER, Fields, Source
@@ -53,7 +55,7 @@ def read_builder(name: str, fields: Fields) -> Iterator[Line]:
 def _builder(name: str) -> Any:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
-        with quiet():
+        with importing_tensorflow():
             import tensorflow_datasets as tfds
     except ImportError as e:
         raise DataError(
@@ -66,18 +68,33 @@ def _builder(name: str) -> Any:
                 f"--tfds={name}: there is no directory {folder!r}; it holds <lang>.train.txt and en.train.txt"
             )
         try:
-            return tfds.TranslateFolder(folder)
+            with _temporary_files_removed():
+                return tfds.TranslateFolder(folder)
         except Exception as e:
             raise DataError(
                 f"--tfds={name}: the directory must hold <lang>.train.txt and en.train.txt, of as many lines, and"
                 f" nothing else: {e}"
             ) from e
     try:
-        return tfds.builder(name)
+        with _temporary_files_removed():
+            return tfds.builder(name)
     except Exception as e:
         known = tfds.list_builders(with_community_datasets=False)
         near = did_you_mean(name.partition("/")[0], known) if name not in known else ""
         raise DataError(f"--tfds={name}: no such builder{near}: {str(e).splitlines()[0]}") from e
+
+
+@contextlib.contextmanager
+def _temporary_files_removed() -> Iterator[None]:
+    """Removes what the block leaves in the directory for temporary files: TFDS makes a directory there for each
+    builder without prepared data, and never removes it."""
+    before = tempfile.tempdir
+    with tempfile.TemporaryDirectory() as directory:
+        tempfile.tempdir = directory
+        try:
+            yield
+        finally:
+            tempfile.tempdir = before
 
 
 def _prepare(name: str, builder: Any) -> None:

@@ -1,4 +1,4 @@
-"""Four times the data take no more memory, in any stage of tools.prepare nor in reading what it made."""
+"""Four times the data take no more memory, in any stage of tools.prepare and in reading its output."""
 
 import multiprocessing
 import random
@@ -27,7 +27,7 @@ def vocabs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _prepare(lines: int, place: Path, vocabs: Path) -> dict[str, int]:
-    """Peak of each stage, bytes."""
+    """Returns the peak memory of each stage in bytes."""
     place.mkdir()
     rng = random.Random(0)
     with open(place / "de.tsv", "w") as file:
@@ -73,7 +73,7 @@ def _quiet(n: int) -> None:
 
 
 def _peaks(directory: Path, vocabs: Path) -> tuple[dict[str, int], dict[str, int]]:
-    """Of 2,000 lines and of 8,000."""
+    """Peak memory with 2,000 lines and with 8,000."""
     # What is held at once, scaled down as the data are.
     dedup.HASHES_AT_ONCE = dedup._READ_AT_ONCE = 500
     read_stage._WRITTEN_AT_ONCE = language_stage._WRITTEN_AT_ONCE = 100

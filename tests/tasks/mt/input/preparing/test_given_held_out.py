@@ -1,4 +1,4 @@
-"""Held-out pairs that are given: what they keep out of training, and what is said of lines that cannot be used."""
+"""Held-out pairs that the user gives: which training pairs they exclude, and reports about unusable lines."""
 
 import unicodedata
 from pathlib import Path

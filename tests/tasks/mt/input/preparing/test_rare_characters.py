@@ -1,4 +1,4 @@
-"""Characters that the sample for the vocabularies lacks become pieces too, however many they are."""
+"""Characters that are missing from the vocabularies' sample become pieces too, however many they are."""
 
 import random
 from pathlib import Path
@@ -19,7 +19,7 @@ def test_more_characters_than_a_sentence_may_hold(
     words = ["".join(rng.choices(parts, k=3)) for _ in range(1500)]
     sample = [" ".join(rng.choices(words, k=6)) for _ in range(1500)]
     unseen = [chr(0x4E00 + i) for i in range(1060)]
-    # SentencePiece passes over so long a line, and what is in it alone.
+    # SentencePiece skips so long a line, and characters that occur only there.
     sample.append(" ".join(unseen[:1050]))
     monkeypatch.setattr(token_stages, "sample_pairs", lambda *_: {"target": sample})
     job = token_stages.VocabularyJob(

@@ -1,6 +1,8 @@
 """With the real TensorFlow Datasets; nothing is downloaded."""
 
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,8 +21,13 @@ def _read(name: str, **fields: str) -> list[tuple]:
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "tfds"))
+def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator:
+    """Directories for TFDS; none of its temporary files may stay."""
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path_factory.mktemp("tfds")))
+    temporary = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    yield
+    assert not list(temporary.iterdir())
 
 
 def test_a_folder_of_translations(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Worker processes end with the one that started them, however it ends."""
+"""Worker processes end with the process that started them, however it ends."""
 
 import os
 import signal
@@ -13,11 +13,11 @@ import sys
 sys.path.insert(0, {directory!r})
 import test_workers_end as here
 from lingvo_moe.tasks.mt.input.preparing.workers import run_jobs
-run_jobs(here.wait_long, [{place!r} + "/1", {place!r} + "/2"], 2, lambda done, told, seconds: None)
+run_jobs(here.wait_long, [{place!r} + "/1", {place!r} + "/2"], 2, lambda done, message, seconds: None)
 """
 
 
-def wait_long(place: str, told: Callable[[int], None]) -> None:
+def wait_long(place: str, report: Callable[[int], None]) -> None:
     Path(f"{place}.new").write_text(str(os.getpid()))
     os.rename(f"{place}.new", place)
     time.sleep(300)

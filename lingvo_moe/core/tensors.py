@@ -1,10 +1,25 @@
-"""Custom gradients whose operations have names like those of TensorFlow's own gradients."""
+"""Helpers for functions of tensors: sizes of dimensions, and custom gradients whose operations have names."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+
+
+def shape_of(x: tf.Tensor) -> list[int | tf.Tensor]:
+    """The sizes of all dimensions of x, whose rank is known: ints, or int32 scalars where a served program leaves them
+    open."""
+    if x.shape.is_fully_defined():
+        return x.shape.as_list()
+    found = tf.shape(x)
+    return [found[i] if size is None else size for i, size in enumerate(x.shape)]
+
+
+def dim(x: tf.Tensor, axis: int) -> int | tf.Tensor:
+    """The size of one dimension: an int, or an int32 scalar where a served program leaves it open."""
+    size = x.shape[axis]
+    return tf.shape(x)[axis] if size is None else size
 
 
 def custom_gradient(fn: Callable[..., tuple[Any, Callable]]) -> Callable[..., Any]:

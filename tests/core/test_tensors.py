@@ -1,8 +1,8 @@
-"""Gradients of one's own are named as TensorFlow names its own."""
+"""Sizes of open dimensions; custom gradients have the names that TensorFlow gives to its own."""
 
 import tensorflow as tf
 
-from lingvo_moe.core.gradients import custom_gradient
+from lingvo_moe.core.tensors import custom_gradient, dim, shape_of
 
 
 def test_operations_of_the_gradient_stand_in_the_scope_of_the_call():
@@ -27,3 +27,16 @@ def test_operations_of_the_gradient_stand_in_the_scope_of_the_call():
         tape.watch(x)
         y = cube(x)
     assert tape.gradient(y, x) == 12.0
+
+
+def test_sizes_are_ints_where_they_are_known():
+    found = []
+
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec([None, 3])])
+    def run(x):
+        found.append((shape_of(x)[1], dim(x, 1), dim(x[:2, :1], 1)))
+        return tf.stack([shape_of(x)[0], dim(x, 0)])
+
+    assert run(tf.zeros([5, 3])).numpy().tolist() == [5, 5]
+    assert found == [(3, 3, 1)]
+    assert shape_of(tf.zeros([5, 3])) == [5, 3]
