@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-
 class _FirstTests:
     """Selects the first test of each file.
 
