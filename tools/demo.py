@@ -19,9 +19,12 @@ from typing import Any
 
 from lingvo_moe.core import checks, files, registry
 from lingvo_moe.core.flags import Flags
+from lingvo_moe.tasks.mt.quality.intervals import ENOUGH_LINES, footnote, with_margin
 from tools import _cli
 
 _DEVICES = 8
+# An untrained model translates nothing, and its beams end late: a few lines of each language show it.
+_UNTRAINED_LINES = 4
 
 
 def define_flags() -> Flags:
@@ -35,7 +38,9 @@ def define_flags() -> Flags:
         "max_steps", None, "training steps (default: the experiment's)", checks.COUNT
     )
     flags.DEFINE_list("languages", (), "e.g. de,sw (default: all that the packages hold)")
-    flags.DEFINE_integer("max_per_language", 8, "dev pairs scored of each language", checks.SIZE)
+    flags.DEFINE_integer(
+        "max_per_language", ENOUGH_LINES, "dev pairs scored of each language", checks.SIZE
+    )
     return flags
 
 
@@ -119,7 +124,7 @@ class Demo:
         return program["collectives"] if program else {}
 
     def _evaluate(self) -> tuple[Any, Any]:
-        """Exports the trained model; returns the scores of the untrained and of the trained one on the same lines."""
+        """Exports the trained model; returns the scores of the untrained one (on few lines) and of the trained one."""
         from lingvo_moe.tasks.mt.decoding import translator
         from lingvo_moe.tasks.mt.input.dev_set import DevSet
         from lingvo_moe.tasks.mt.quality import scoring
@@ -133,7 +138,7 @@ class Demo:
         self._say("exporting")
         export.export(model, self._saved_model, about)
 
-        def score(name: str) -> Any:
+        def score(name: str, devset: DevSet) -> Any:
             self._say(f"translating {len(devset.languages)} languages with the {name} model")
             report = scoring.evaluate(
                 lambda lines, langs: [row[0] for row in model.Translate(lines, langs).translations],
@@ -143,10 +148,11 @@ class Demo:
             self._say(f"{name}: chrF {report.Average()['chrf']:.1f}")
             return report
 
-        trained = score("trained")
+        trained = score("trained", devset)
         trained.info = {"model": {"logdir": str(self._run), **about}, "data_dir": str(self._corpus)}
         model.SetTheta(_initial_theta(RunDir(self._run, trust_run=self._args.trust_run).Task()))
-        return score("untrained"), trained
+        most = min(_UNTRAINED_LINES, self._args.max_per_language)
+        return score("untrained", DevSet(self._corpus, most)), trained
 
     def _report(self, untrained: Any, trained: Any) -> dict[str, Any]:
         from lingvo_moe.core import inspect
@@ -154,6 +160,7 @@ class Demo:
         from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 
         rows = read_metrics(str(self._run / "train"))
+        mean, before = trained.Average(), untrained.Average()
         task = RunDir(self._run, trust_run=self._args.trust_run).Task()
         collectives = self._collectives()
         report = {
@@ -164,10 +171,9 @@ class Demo:
             "steps": rows[-1]["step"],
             "first_loss": rows[0]["loss"],
             "last_loss": rows[-1]["loss"],
-            "dev_bleu": trained.Average()["bleu"],
-            "dev_chrf": trained.Average()["chrf"],
-            "untrained_bleu": untrained.Average()["bleu"],
-            "untrained_chrf": untrained.Average()["chrf"],
+            **{f"dev_{k}": mean[k] for k in ("bleu", "bleu_margin", "chrf", "chrf_margin")},
+            "untrained_bleu": before["bleu"],
+            "untrained_chrf": before["chrf"],
             "languages": len(trained.languages),
             "all_to_all_ops": collectives["all-to-all"],
             "collectives": collectives,
@@ -199,7 +205,7 @@ class Demo:
         found.extra += [
             (
                 "untrained",
-                f"BLEU {before['bleu']:.1f}, chrF {before['chrf']:.1f} on the same lines",
+                f"BLEU {before['bleu']:.1f}, chrF {before['chrf']:.1f} on {before['lines']:,} of the lines",
             ),
             ("exported", str(self._saved_model)),
         ]
@@ -215,6 +221,7 @@ class Demo:
         for row in _group_rows(trained, untrained):
             table.add_row(*row)
         console.print(table)
+        print(footnote())
         table = Table("", "translation", "reference", title="Translations", show_lines=True)
         for lang, _, hypothesis, reference in _samples(trained, 8):
             table.add_row(lang, hypothesis, reference)
@@ -235,8 +242,12 @@ def _group_rows(trained: Any, untrained: Any) -> list[list[str]]:
     for group in (*trained.groups, ""):
         mean, before = trained.Average(group), untrained.Average(group)
         name = f"{group or 'all'} ({mean['languages']} languages)"
-        scores = [x[kind] for kind in ("bleu", "chrf") for x in (mean, before)]
-        out.append([name, *(f"{score:.1f}" for score in scores)])
+        scores = [
+            cell
+            for kind in ("bleu", "chrf")
+            for cell in (with_margin(mean[kind], mean[f"{kind}_margin"]), f"{before[kind]:.1f}")
+        ]
+        out.append([name, *scores])
     return out
 
 

@@ -6,7 +6,8 @@
 
 CORPUS holds <lang>.tsv.gz and dev/<lang>.tsv.gz. The output directory gets the scores, report.json; the lines for other
 scorers, texts/<lang>.src, .ref and .hyp; and the same lines of all languages for comet-score, comet/. Groups are
-thirds of the languages by their training pairs, or have the bounds of --resource_bounds. --baselines compares with
+thirds of the languages by their training pairs, or have the bounds of --resource_bounds. Scores have 95 % confidence
+intervals, and those of languages with few lines are marked. --baselines compares with
 bilingual models: BILINGUAL/<lang>/ is the run of one, scored by this command on the same pairs.
 After Ctrl-C or another interruption the same command resumes.
 """
@@ -21,6 +22,7 @@ from lingvo_moe.core import checks
 from lingvo_moe.core.flags import Flags
 from tools import _cli
 
+_STYLES = {"high": "blue", "mid": "cyan", "low": "yellow"}  # of resource groups
 # Flags on which no translation depends.
 _NO_TRANSLATORS = [
     "data_dir",
@@ -214,30 +216,48 @@ def _print_table(report: Any) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from lingvo_moe.tasks.mt.quality import intervals
+
     table = Table(title="Scores per language", title_justify="left")
-    for name in ("language", "group"):
+    for name in ("\nlanguage", "\ngroup"):
         table.add_column(name)
-    for name in ("training pairs", "dev pairs", "BLEU", "chrF"):
-        table.add_column(name, justify="right")
-    mean = report.Average()
-    compared = "delta_bleu" in mean
+    for name in ("training\npairs", "dev\npairs", "\nBLEU", "\nchrF"):
+        table.add_column(name, justify="right", no_wrap=True)
+    compared = "delta_bleu" in report.Average()
     if compared:
-        table.add_column("delta BLEU", justify="right")
-    for lang in report.ByResource():
+        table.add_column("delta\nBLEU", justify="right", no_wrap=True)
+    above = ""
+    for lang in report.InOrder():
         r = report.languages[lang]
+        if r.group != above:
+            table.add_section()
+        above, is_few = r.group, intervals.has_few(len(r.references))
         cells = [lang, r.group, f"{r.train_pairs:,}", f"{len(r.references):,}"]
-        cells += [f"{r.bleu:.1f}", f"{r.chrf:.1f}"]
-        table.add_row(*cells, *([_signed(r.delta and r.delta["bleu"])] * compared))
+        cells[-1] += intervals.FEW * is_few
+        cells += _scores(r.bleu, r.bleu_margin, r.chrf, r.chrf_margin)
+        delta = [_signed(r.delta and r.delta["bleu"])] * compared
+        style = f"{'dim ' * is_few}{_STYLES.get(r.group, '')}".strip()
+        table.add_row(*cells, *delta, style=style or None)
     table.add_section()
     for group in (*report.groups, ""):
         mean = report.Average(group)
-        cells = [f"mean of {mean['languages']}", group or "all", "", ""]
-        cells += [f"{mean['bleu']:.1f}", f"{mean['chrf']:.1f}"]
-        table.add_row(*cells, *([_signed(mean.get("delta_bleu"))] * compared))
+        cells = [f"mean of {mean['languages']}", group or "all", "", f"{mean['lines']:,}"]
+        cells += _scores(*(mean[k] for k in ("bleu", "bleu_margin", "chrf", "chrf_margin")))
+        delta = [_signed(mean.get("delta_bleu"))] * compared
+        table.add_row(*cells, *delta, style=_STYLES.get(group))
     console = Console()
     console.print(table)
+    console.print(intervals.footnote(), soft_wrap=True, highlight=False)
     for signature in report.signatures.values():
         console.print(signature, soft_wrap=True, highlight=False)
+
+
+def _scores(
+    bleu: float, bleu_margin: float | None, chrf: float, chrf_margin: float | None
+) -> list[str]:
+    from lingvo_moe.tasks.mt.quality.intervals import with_margin
+
+    return [with_margin(bleu, bleu_margin), with_margin(chrf, chrf_margin)]
 
 
 def _signed(value: float | None) -> str:

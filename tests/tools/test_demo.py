@@ -17,7 +17,9 @@ _REPORTED = {
     "first_loss": float,
     "last_loss": float,
     "dev_bleu": float,
+    "dev_bleu_margin": float,
     "dev_chrf": float,
+    "dev_chrf_margin": float,
     "languages": int,
     "all_to_all_ops": int,
     "tokens_per_s": float,
@@ -47,9 +49,9 @@ def test_demo_leaves_a_scored_exported_model_and_its_report(tmp_path, capfd, mon
     page = (tmp_path / "report.html").read_text()
     assert page.count("<figure class='drawing'><svg") == 2  # loss, learning rate
     assert page.count("<figure class='drawing wide'><svg") == 2  # who is routed where
-    assert "untrained" in page and "By language" in page
+    assert "untrained" in page and "By language" in page and "on 6 of the lines" in page
     assert os.path.isfile(tmp_path / "saved_model" / "saved_model.pb")
-    for part in ("BLEU", "untrained", "reference", str(tmp_path / "saved_model")):
+    for part in ("BLEU", "±", "untrained", "reference", str(tmp_path / "saved_model")):
         assert part in told
 
     # A second run builds no corpus and trains no more; the later parts were tested above.

@@ -50,14 +50,15 @@ def test_run_and_exported_model_score_the_same(logdir, scored, corpus, tmp_path,
         of_run = json.load(file)
     assert of_run["model"]["step"] == 3
     assert list(of_run["languages"]) == ["de", "fi", "sw"]
-    zero = {"bleu": 0, "chrf": 0, "pairs_digest": ""}
+    zero = dict.fromkeys(("bleu", "chrf", "bleu_margin", "chrf_margin"), 0) | {"pairs_digest": ""}
     assert of_run["languages"]["fi"] | zero == {
         **zero,
         "lines": 12,
+        "few_lines": True,
         "train_pairs": 9,
         "group": "mid",
     }
-    for text in ("de", "mean of 3", "BLEU", "nrefs:1", f"{logdir}/eval/report.json"):
+    for text in ("de", "12*", "±", "mean of 3", "BLEU", "nrefs:1", f"{logdir}/eval/report.json"):
         assert text in table.replace("\n", "")
     assert "evaluate: 36 of 36 lines" in err
     hypotheses = (scored / "texts/sw.hyp").read_text()
@@ -169,7 +170,7 @@ def test_against_baselines(logdir, scored, corpus, tmp_path, monkeypatch, caplog
     capfd.readouterr()
     assert evaluate.main([*common, *again]) == 0
     out = capfd.readouterr().out
-    assert "delta BLEU" in out and "no baseline: de, fi" in out
+    assert " delta " in out and "no baseline: de, fi" in out
     report = json.loads((scored / "report.json").read_text())
     base = json.loads((tmp_path / "base/sw/report.json").read_text())
     found = report["languages"]["sw"]

@@ -19,6 +19,7 @@ from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.file_list import FileList, verify_where_listed
 from lingvo_moe.tasks.mt.input.prepared import Prepared
+from lingvo_moe.tasks.mt.quality import intervals
 from lingvo_moe.tasks.mt.quality.kept_translations import TranslateLines
 
 # (lines that are done, all lines).
@@ -35,6 +36,7 @@ class LanguageReport:
 
     Attributes:
         train_pairs: in training.
+        bleu_margin, chrf_margin: of the scores; see intervals.margin.
         group: of GROUPS, or ''.
         baseline: bleu and chrf of another model on the same lines; see baselines.py.
     """
@@ -45,6 +47,8 @@ class LanguageReport:
     sources: list[str]
     references: list[str]
     hypotheses: list[str]
+    bleu_margin: float | None = None
+    chrf_margin: float | None = None
     group: str = ""
     baseline: dict[str, float] | None = None
 
@@ -68,7 +72,10 @@ class LanguageReport:
         out = {
             "bleu": self.bleu,
             "chrf": self.chrf,
+            "bleu_margin": self.bleu_margin,
+            "chrf_margin": self.chrf_margin,
             "lines": len(self.references),
+            "few_lines": intervals.has_few(len(self.references)),
             "pairs_digest": self.pairs_digest,
             "train_pairs": self.train_pairs,
             "group": self.group,
@@ -93,14 +100,21 @@ class EvalReport:
     seconds: float = 0.0
     info: dict[str, Any] = field(default_factory=dict)
 
-    def Average(self, group: str = "") -> dict[str, float]:
-        """The unweighted mean over the languages (of a group): bleu, chrf and how many languages; and, where there are
-        baselines, delta_bleu, delta_chrf and of how many languages these are."""
+    def Average(self, group: str = "") -> dict[str, Any]:
+        """The unweighted mean over the languages (of a group).
+
+        Returns:
+            bleu and chrf; bleu_margin and chrf_margin, None where a language has none; how many languages and lines;
+            and, where there are baselines, delta_bleu, delta_chrf and of how many languages these are.
+        """
         chosen = [r for r in self.languages.values() if not group or r.group == group]
-        out = {
+        out: dict[str, Any] = {
             "bleu": _mean([r.bleu for r in chosen]),
             "chrf": _mean([r.chrf for r in chosen]),
+            "bleu_margin": intervals.margin_of_mean(r.bleu_margin for r in chosen),
+            "chrf_margin": intervals.margin_of_mean(r.chrf_margin for r in chosen),
             "languages": len(chosen),
+            "lines": sum(len(r.references) for r in chosen),
         }
         deltas = [r.delta for r in chosen if r.delta is not None]
         if deltas:
@@ -116,9 +130,16 @@ class EvalReport:
         """The resource groups that some language is of."""
         return [g for g in GROUPS if any(r.group == g for r in self.languages.values())]
 
-    def ByResource(self) -> list[str]:
-        """The languages, those with the most training pairs first."""
-        return sorted(self.languages, key=lambda lang: -self.languages[lang].train_pairs)
+    def InOrder(self) -> list[str]:
+        """The languages in the order of `reading_order`."""
+        return sorted(
+            self.languages,
+            key=lambda lang: reading_order(
+                self.languages[lang].group,
+                len(self.languages[lang].references),
+                self.languages[lang].train_pairs,
+            ),
+        )
 
     def ToDict(self) -> dict[str, Any]:
         """For JSON: scores without the texts."""
@@ -128,6 +149,11 @@ class EvalReport:
             "groups": {g: self.Average(g) | self._range(g) for g in self.groups},
             "languages": {lang: r.ToDict() for lang, r in self.languages.items()},
             "signatures": self.signatures,
+            "intervals": {
+                "confidence": 0.95,
+                "resamples": intervals.RESAMPLES,
+                "enough_lines": intervals.ENOUGH_LINES,
+            },
             "seconds": self.seconds,
         }
 
@@ -165,6 +191,13 @@ class EvalReport:
             write_atomic(directory / f"{suffix}.txt", _lines(lines))
         langs = [lang for lang, r in self.languages.items() for _ in r.references]
         write_atomic(directory / "lang.txt", _lines(langs))
+
+
+def reading_order(group: str, lines: int, train_pairs: int) -> tuple[int, bool, int]:
+    """A key that sorts languages by group, high first; within it those with enough lines first, then by training pairs,
+    most first."""
+    rank = GROUPS.index(group) if group in GROUPS else len(GROUPS)
+    return rank, intervals.has_few(lines), -train_pairs
 
 
 def verify_scores(directory: str | os.PathLike, paths: Iterable[str], warn: bool = True) -> None:
@@ -244,6 +277,8 @@ def evaluate(
             sources=[source for source, _ in pairs],
             references=references,
             hypotheses=hypotheses,
+            bleu_margin=intervals.margin(bleu, hypotheses, references),
+            chrf_margin=intervals.margin(chrf, hypotheses, references),
         )
     languages = dict(sorted(languages.items()))
     if train_pairs is not None:

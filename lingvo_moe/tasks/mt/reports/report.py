@@ -1,13 +1,15 @@
 """Writes the page about a run: one HTML file without scripts or external files."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 from lingvo_moe.core.pages import drawing, markup
 from lingvo_moe.core.pages.markup import Html
+from lingvo_moe.tasks.mt.quality import intervals
 from lingvo_moe.tasks.mt.quality.baselines import delta_curve
-from lingvo_moe.tasks.mt.quality.scoring import GROUPS
+from lingvo_moe.tasks.mt.quality.scoring import GROUPS, reading_order
 from lingvo_moe.tasks.mt.reports import report_figures, routing_page
 from lingvo_moe.tasks.mt.reports.language_names import english_name, name_and_code
 from lingvo_moe.tasks.mt.reports.run_report import Missing, RunReport
@@ -16,8 +18,9 @@ from lingvo_moe.tasks.mt.reports.samples import Sample
 _STYLE = """
 dl.figures { grid-template-columns: repeat(auto-fit, minmax(min(8.2rem, 44%), 1fr)) }
 .scores td, .scores th { padding: .2rem .8rem .2rem 0 } .scores .b { display: grid; align-items: center; gap: .5rem;
-  grid-template-columns: minmax(2.2rem, 1fr) 2.3rem; text-align: right } .scores .bar { height: .62rem }
-.scores td:nth-child(4), .scores td:nth-child(5) { width: 32% } .scores th.n:nth-child(n+4) { text-align: left }
+  grid-template-columns: minmax(2.2rem, 1fr) 5.2rem; text-align: right } .scores .bar { height: .62rem }
+.scores td:nth-child(5), .scores td:nth-child(6) { width: 28% } .scores th.n:nth-child(n+5) { text-align: left }
+.scores .few { color: var(--soft) } .scores .few .bar { opacity: .35 } .scores .swatch { margin-right: .5rem }
 .code { color: var(--soft); margin-left: .25rem }
 nav { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; margin-top: .8rem }
 .samples { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 19rem), 1fr)); gap: 0 2rem }
@@ -32,8 +35,10 @@ nav { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; margin-top: .8rem }
 @media print { nav { display: none } }
 @media (max-width: 36rem) { .scores td, .scores th { padding-right: .5rem; white-space: normal }
   .by-language td:nth-child(2), .by-language th:nth-child(2) { display: none }
-  .scores .b { grid-template-columns: minmax(1rem, 1fr) 2rem; gap: .3rem } }
+  .scores .b { grid-template-columns: minmax(1rem, 1fr) 4.6rem; gap: .3rem } }
 """
+# Colours of the resource groups; '' is all languages, or those of no group.
+_COLOURS = {"high": "first", "mid": "third", "low": "fourth", "": "second"}
 _KINDS = {
     "best": "Best by chrF",
     "worst": "Worst by chrF",
@@ -73,7 +78,10 @@ def _headline(report: RunReport) -> list[tuple[str, str, str]]:
     if not isinstance(report.scores, Missing):
         mean = report.scores["average"]
         below = f"mean of {mean['languages']} languages"
-        out += [("BLEU", f"{mean['bleu']:.1f}", below), ("chrF", f"{mean['chrf']:.1f}", below)]
+        for kind, name in (("bleu", "BLEU"), ("chrf", "chrF")):
+            margin = mean.get(f"{kind}_margin")
+            sure = "" if margin is None else f"± {margin:.1f}, "
+            out.append((name, f"{mean[kind]:.1f}", sure + below))
         if "delta_bleu" in mean:
             below = f"over {mean['baselines']} bilingual models"
             out.append(("delta BLEU", f"{mean['delta_bleu']:+.1f}", below))
@@ -88,35 +96,74 @@ def _missing(missing: Missing) -> Html:
 # --- scores
 
 
+@dataclass(frozen=True)
+class _Row:
+    """A row of a table of scores: its first two cells as HTML, and the scores of a language or a mean as in JSON."""
+
+    first: Html
+    second: Html
+    pairs: str
+    group: str
+    scores: Mapping[str, Any]
+    delta: float | None
+    is_few: bool = False
+
+    def Score(self, kind: str) -> str:
+        """The score with its margin; reports of older versions have none."""
+        return intervals.with_margin(self.scores[kind], self.scores.get(f"{kind}_margin"))
+
+
 def _quality(report: RunReport) -> Html:
     scores = report.scores
     if isinstance(scores, Missing):
         return _missing(scores)
-    groups = [(g, scores["groups"][g]) for g in GROUPS if g in scores["groups"]]
     parts = []
+    groups = {g: scores["groups"][g] for g in GROUPS if g in scores["groups"]}
     if groups:
+        ranges = {g: _range(one) for g, one in groups.items()}
         rows = [
-            (name, str(one["languages"]), _range(one), one, one.get("delta_bleu"))
-            for name, one in groups
+            _Row(
+                f"{_swatch(g)}{g or 'all'}",
+                str(one["languages"]),
+                ranges.get(g, ""),
+                g,
+                one | {"lines": _lines_of(scores, g)},
+                one.get("delta_bleu"),
+            )
+            for g, one in (groups | {"": scores["average"]}).items()
         ]
-        mean = scores["average"]
-        rows.append(("all", str(mean["languages"]), "", mean, mean.get("delta_bleu")))
         parts += ["<h3>By training data</h3>", _table(("group", "languages"), rows)]
-    languages = sorted(scores["languages"].items(), key=lambda item: -item[1]["train_pairs"])
     rows = [
-        (
-            _language(lang),
-            r["group"],
+        _Row(
+            f"{_swatch(r['group'])}{_language(lang)}",
+            escape(r["group"]),
             f"{r['train_pairs']:,}",
+            r["group"],
             r,
             (r.get("delta") or {}).get("bleu"),
+            intervals.has_few(r["lines"]),
         )
-        for lang, r in languages
+        for lang, r in sorted(scores["languages"].items(), key=lambda item: _order(item[1]))
     ]
     parts += ["<h3>By language</h3>", _table(("language", "group"), rows, "by-language")]
     said = "; ".join(scores["signatures"].values())
-    parts.append("<p class='note'>The longest bar of a column is its largest score.</p>")
+    note = f"The longest bar of a column is its largest score. {intervals.footnote()}"
+    parts.append(f"<p class='note'>{escape(note)}</p>")
     return "".join(parts) + f"<p class='note signature'>sacreBLEU: {escape(said)}.</p>"
+
+
+def _order(language: Mapping[str, Any]) -> tuple[int, bool, int]:
+    return reading_order(language["group"], language["lines"], language["train_pairs"])
+
+
+def _lines_of(scores: Mapping[str, Any], group: str) -> int:
+    """The lines of a group's languages; '' is all."""
+    languages = scores["languages"].values()
+    return sum(one["lines"] for one in languages if not group or one["group"] == group)
+
+
+def _swatch(group: str) -> Html:
+    return f"<i class='swatch' style='background:var(--{_COLOURS[group]})'></i>"
 
 
 def _language(code: str) -> Html:
@@ -130,26 +177,25 @@ def _range(group: Mapping[str, Any]) -> str:
     return f"{group['min_train_pairs']:,} to\u00a0{group['max_train_pairs']:,}"
 
 
-def _table(
-    names: tuple[str, str],
-    rows: Sequence[tuple[str, str, str, Mapping[str, float], Any]],
-    cls: str = "",
-) -> Html:
-    """Rows of two columns by these names (the first is HTML), training pairs, scores, delta BLEU."""
-    heads = [(name, False, False) for name in names] + [("training pairs", True, False)]
-    heads += [("BLEU", True, False), ("chrF", True, False)]
-    compared = any(delta is not None for *_, delta in rows)
+def _table(names: tuple[str, str], rows: Sequence[_Row], cls: str = "") -> Html:
+    """Rows of two columns by these names, training pairs, lines, scores in their group's colour, delta BLEU."""
+    heads = [(name, False, False) for name in names]
+    heads += [(name, True, False) for name in ("training pairs", "lines", "BLEU", "chrF")]
+    compared = any(row.delta is not None for row in rows)
     if compared:
         heads.append(("delta BLEU", True, False))
-    most = {kind: max(r[3][kind] for r in rows) or 1.0 for kind in ("bleu", "chrf")}
+    most = {kind: max(row.scores[kind] for row in rows) or 1.0 for kind in ("bleu", "chrf")}
     cells = []
-    for first, second, pairs, scores, delta in rows:
-        row = [first, escape(second), pairs]
-        for kind, colour in (("bleu", "first"), ("chrf", "third")):
-            value = f"{scores[kind]:.1f}"
-            drawn = markup.bar([(kind, colour, scores[kind] / most[kind], value)])
-            row.append(f"<span class='b'>{drawn}<span>{value}</span></span>")
-        cells.append(row + [("" if delta is None else f"{delta:+.1f}")] * compared)
+    for row in rows:
+        few = " few" * row.is_few
+        lines = f"{row.scores['lines']:,}{intervals.FEW * row.is_few}"
+        cell = [row.first, row.second, row.pairs, lines]
+        for kind in ("bleu", "chrf"):
+            said = row.Score(kind)
+            share = row.scores[kind] / most[kind]
+            drawn = markup.bar([(kind, _COLOURS[row.group], share, said)])
+            cell.append(f"<span class='b{few}'>{drawn}<span>{said}</span></span>")
+        cells.append(cell + [("" if row.delta is None else f"{row.delta:+.1f}")] * compared)
     return f"<div class='scores {cls}'>{markup.table(heads, cells)}</div>"
 
 

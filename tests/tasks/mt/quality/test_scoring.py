@@ -111,7 +111,7 @@ def test_groups_by_bounds():
     assert resource_groups(pairs, (100, 10)) == {"a": "high", "b": "mid", "c": "mid", "d": "low"}
     data = {lang: [("x", "open the file")] for lang in pairs}
     report = evaluate(lambda lines, _: lines, data.items(), pairs, bounds=(1000, 50))
-    assert report.groups == ["mid", "low"] and report.ByResource() == ["a", "b", "c", "d"]
+    assert report.groups == ["mid", "low"] and report.InOrder() == ["a", "b", "c", "d"]
 
 
 def test_texts_are_scored_again_and_comet_has_them_all(tmp_path):

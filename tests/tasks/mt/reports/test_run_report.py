@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import toy_translation as toy
 
+from lingvo_moe.tasks.mt.quality import intervals
 from lingvo_moe.tasks.mt.quality.scoring import evaluate
 from lingvo_moe.tasks.mt.reports import report, run_report, samples
 from lingvo_moe.tasks.mt.reports.run_report import Missing
@@ -70,10 +71,10 @@ def _add_metrics(run: Path) -> None:
     (run / "train/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _add_scores(run: Path, delta: bool, ema: float = 0.0) -> None:
+def _add_scores(run: Path, delta: bool, ema: float = 0.0, data: dict = _DATA) -> None:
     found = evaluate(
         lambda lines, _: [f"reference <b> {line[-2]}" for line in lines],
-        _DATA.items(),
+        data.items(),
         {"de": 7000, "ar": 20},
     )
     if delta:
@@ -130,6 +131,27 @@ def test_a_page_with_everything(run):
     assert "prefers-color-scheme: dark" in page and "@media print" in page
     # The same run, the same page.
     assert report.html_report(run_report.gather(run, _NO_ROUTING, number=2)) == page
+
+
+def test_scores_have_margins_and_few_lines_are_marked(run):
+    many = [(f"source {i}", f"reference <b> {i % 7}") for i in range(intervals.ENOUGH_LINES)]
+    _add_scores(run, delta=False, data={"de": _DATA["de"], "ar": many})
+    found = run_report.gather(run, _NO_ROUTING)
+    page = report.html_report(found)
+    text = _checked(page).text
+    german, arabic = found.scores["languages"]["de"], found.scores["languages"]["ar"]
+    assert german["few_lines"] and not arabic["few_lines"]
+    row = page[page.index("Arabic <span") :].partition("</tr>")[0]
+    assert f">{arabic['chrf']:.1f} ± {arabic['chrf_margin']:.1f}<" in row
+    assert "<td class=n>50</td>" in row and "few" not in row and "var(--third)" in row
+    row = page[page.index("German <span") :].partition("</tr>")[0]
+    assert "<td class=n>5*</td>" in row and "class='b few'" in row and "var(--first)" in row
+    assert f"± {found.scores['average']['bleu_margin']:.1f}, mean of 2 languages" in text
+    assert intervals.footnote() in text
+    # A report of an older version has no margins.
+    for one in (*found.scores["languages"].values(), found.scores["average"]):
+        del one["bleu_margin"], one["chrf_margin"]
+    assert f">{arabic['chrf']:.1f}<" in report.html_report(found)
 
 
 def test_scores_alone(run, caplog):
