@@ -3,19 +3,62 @@
     python -m tools.score --logdir=RUN <pairs.tsv >scores.tsv
     python -m tools.score --logdir=RUN --input=pairs.tsv --output=scores.tsv --tokens
 
-An input line is source<TAB>target; further columns are ignored. An output line has, separated by tabs, the
-log-probability of the target (nats), the number of its tokens (the end of the sentence is one), and the mean per token;
-with --tokens also each token as piece:log-probability. Every input line gets an output line: one without a TAB gets
-nan, 0, nan.
+An input line is source<TAB>target; of further columns only that of --language_column is used. An output line has,
+separated by tabs, the log-probability of the target (nats), the number of its tokens (the end of the sentence is one),
+and the mean per token; with --tokens also each token as piece:log-probability. Every input line gets an output line:
+one without a TAB gets nan, 0, nan. At the end, standard error gets the mean loss (nats a target token) and the
+perplexity of each language.
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from lingvo_moe.core import checks
+from lingvo_moe.core.command import say
 from lingvo_moe.core.decode.ranges import LENGTH
 from lingvo_moe.core.flags import Flags
 from lingvo_moe.tasks.mt.decoding.line_stream import Line
+from lingvo_moe.tasks.mt.quality.intervals import ENOUGH_LINES, FEW, has_few
 from tools import _cli, _lines
+
+_MOST_LANGUAGES = 1000
+
+
+@dataclass
+class Losses:
+    """Sums over scored pairs, by language ('' where none was named): pairs, tokens, log-probability in nats."""
+
+    sums: dict[str, tuple[int, int, float]] = field(default_factory=dict)
+
+    def Add(self, language: str, log_prob: float, tokens: int) -> None:
+        """Adds a pair. Raises ValueError for more names than there are languages in any data."""
+        pairs, before, total = self.sums.get(language, (0, 0, 0.0))
+        self.sums[language] = pairs + 1, before + tokens, total + log_prob
+        if len(self.sums) > _MOST_LANGUAGES:
+            raise ValueError(
+                f"--language_column: more than {_MOST_LANGUAGES:,} different languages, the last one "
+                f"{language!r}: name the column of the source language"
+            )
+
+    def Lines(self) -> list[str]:
+        """A line for each language, and one for all where they are several."""
+        named = {name or "all": sums for name, sums in sorted(self.sums.items())}
+        if len(named) > 1:
+            pairs, tokens, totals = zip(*named.values(), strict=True)
+            named["all"] = sum(pairs), sum(tokens), sum(totals)
+        few = [name for name, (pairs, *_) in named.items() if has_few(pairs)]
+        lines = [
+            f"{name}{FEW * (name in few)}: {pairs:,} pairs, {tokens:,} tokens, mean loss "
+            f"{-total / tokens:.3f} nats a token, perplexity {_exp(-total / tokens):,.2f}"
+            for name, (pairs, tokens, total) in named.items()
+        ]
+        return lines + [f"{FEW} marks fewer than {ENOUGH_LINES} pairs"] * bool(few)
+
+
+def _exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 def define_flags() -> Flags:
@@ -27,6 +70,12 @@ def define_flags() -> Flags:
     truncated = "longer ones are truncated"
     flags.DEFINE_integer("max_source_length", 256, f"tokens of a source; {truncated}", LENGTH)
     flags.DEFINE_integer("max_length", 256, f"tokens of a target; {truncated}", LENGTH)
+    flags.DEFINE_integer(
+        "language_column",
+        None,
+        "the column of the input that has each pair's source language, 3 or more (default: --language for all)",
+        checks.Integer(3),
+    )
     _lines.define_flags(flags, "pairs to score")
     return flags
 
@@ -37,14 +86,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Flags) -> int:
+    if args.language and args.language_column:
+        raise ValueError("--language and --language_column: give one of them")
+    losses = Losses()
     with _lines.opened(args) as (source, sink):
         _cli.load_tensorflow()
         scorer = _open(args)
 
         def answer(lines: list[Line]) -> list[tuple[str, str]]:
-            return _answer(scorer, lines, args.language, args.tokens)
+            return _answer(scorer, lines, args, losses)
 
-        return _lines.answer_all("score", args, answer, source, sink)
+        status = _lines.answer_all("score", args, answer, source, sink)
+    if status == 0 and not args.quiet:
+        for line in losses.Lines():
+            say(f"score: {line}")
+    return status
 
 
 def _open(args: Flags) -> Any:
@@ -54,28 +110,45 @@ def _open(args: Flags) -> Any:
     return Scorer(args.logdir, options, *_cli.checkpoint(args), args.trust_run)
 
 
-def _answer(
-    scorer: Any, lines: list[Line], language: str | None, tokens: bool
-) -> list[tuple[str, str]]:
-    """(text, warning) of each line."""
+def _answer(scorer: Any, lines: list[Line], args: Flags, losses: Losses) -> list[tuple[str, str]]:
+    """(text, warning) of each line; adds the scores to `losses`."""
     columns = [line.text.decode("utf-8", "replace").split("\t") for line in lines]
-    pairs = [column for column in columns if len(column) > 1]
-    scores = iter(scorer.Score([c[0] for c in pairs], [c[1] for c in pairs], language))
-    answers = []
-    for line, column in zip(lines, columns):
-        if len(column) < 2:
-            is_blank = not column[0].strip()
-            answers.append(("nan\t0\tnan", "" if is_blank else "is not scored: it has no TAB"))
-            continue
-        score = next(scores)
-        cells = [f"{score.log_prob:.6f}", str(len(score.pieces))]
-        cells.append(f"{score.log_prob / len(score.pieces):.6f}")
-        if tokens:
-            each = zip(score.pieces, score.token_log_probs)
-            cells.append(" ".join(f"{piece}:{value:.6f}" for piece, value in each))
-        is_cut = line.is_cut or score.truncated
-        answers.append(("\t".join(cells), "is too long: its end is not scored" if is_cut else ""))
-    return answers
+    warnings = [_warning(column, args.language_column) for column in columns]
+    pairs = [column for column, warning in zip(columns, warnings) if warning is None]
+    languages: Any = args.language
+    if args.language_column:
+        languages = [column[args.language_column - 1].strip() for column in pairs]
+    scores = scorer.Score([c[0] for c in pairs], [c[1] for c in pairs], languages)
+    names = languages if args.language_column else [args.language or ""] * len(pairs)
+    for name, score in zip(names, scores, strict=True):
+        losses.Add(name, score.log_prob, len(score.pieces))
+    rest = iter(scores)
+    return [
+        ("nan\t0\tnan", warning)
+        if warning is not None
+        else _scored(next(rest), line.is_cut, args.tokens)
+        for line, warning in zip(lines, warnings)
+    ]
+
+
+def _warning(column: list[str], language_column: int | None) -> str | None:
+    """Why a line is not scored, '' for a blank line; None if it is."""
+    if len(column) < 2:
+        return "is not scored: it has no TAB" if column[0].strip() else ""
+    if language_column and not "".join(column[language_column - 1 : language_column]).strip():
+        return f"is not scored: it has no language in column {language_column}"
+    return None
+
+
+def _scored(score: Any, is_cut: bool, tokens: bool) -> tuple[str, str]:
+    """(text, warning) of a line that is scored."""
+    cells = [f"{score.log_prob:.6f}", str(len(score.pieces))]
+    cells.append(f"{score.log_prob / len(score.pieces):.6f}")
+    if tokens:
+        each = zip(score.pieces, score.token_log_probs)
+        cells.append(" ".join(f"{piece}:{value:.6f}" for piece, value in each))
+    warning = "is too long: its end is not scored" if is_cut or score.truncated else ""
+    return "\t".join(cells), warning
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """python -m tools.score: numbers that add up; test_odd_lines.py has lines in odd shapes."""
 
 import io
+import math
 import sys
 
 import pytest
 import toy_translation as toy
 
 from lingvo_moe.tasks.mt.quality.forced_decoding import ScoreOptions, Scorer
+from lingvo_moe.tasks.mt.quality.intervals import ENOUGH_LINES
 from tools import score
 
 
@@ -44,9 +46,45 @@ def test_the_columns(run, scorer):
     assert "line 2 is not scored: it has no TAB" in err and "line 3" not in err
 
 
+def test_it_ends_with_the_loss_of_each_language(run, scorer):
+    data = b"red\tgreen\tde\nhouse\ttree\tfi\nstone\tgreen tree\tde\nsave\tfile\n"
+    out, err = run(data, "--language_column=3")
+    first, second, third = scorer.Score(["red", "house", "stone"], ["green", "tree", "green tree"])
+    assert out.endswith("nan\t0\tnan\n")
+    assert "line 4 is not scored: it has no language in column 3" in err
+    for name, scores in (
+        ("de", [first, third]),
+        ("fi", [second]),
+        ("all", [first, second, third]),
+    ):
+        tokens = sum(len(score.pieces) for score in scores)
+        loss = -sum(score.log_prob for score in scores) / tokens
+        assert (
+            f"score: {name}*: {len(scores)} pairs, {tokens} tokens, mean loss {loss:.3f} nats a token, perplexity "
+            f"{math.exp(loss):,.2f}\n"
+        ) in err
+    assert f"* marks fewer than {ENOUGH_LINES} pairs" in err
+    many = b"red\tgreen\n" * ENOUGH_LINES
+    _, err = run(many, "--language=de")
+    assert f"score: de: {ENOUGH_LINES} pairs, " in err and "*" not in err
+    assert "perplexity" not in run(many, "--quiet")[1]
+
+
+def test_a_wrong_column_is_named():
+    losses = score.Losses()
+    with pytest.raises(
+        ValueError, match="more than 1,000 different languages, the last one '1000'"
+    ):
+        for number in range(2000):
+            losses.Add(str(number), -1.0, 1)
+
+
 def test_mistakes(tmp_path, capfd):
     assert score.main([f"--logdir={tmp_path}/none", "--input=/dev/null"]) == 1
     assert f"--logdir={tmp_path}/none: no such directory" in capfd.readouterr().err
+    flags = [f"--logdir={tmp_path}", "--input=/dev/null", "--language=de", "--language_column=3"]
+    assert score.main(flags) == 1
+    assert "--language and --language_column: give one of them" in capfd.readouterr().err
     with pytest.raises(SystemExit) as stop:
         score.main([f"--logdir={tmp_path}", "--input=/dev/null", "--average_last=0"])
     assert stop.value.code == 2
