@@ -69,7 +69,7 @@ class LanguageReport:
 
     def ToDict(self) -> dict[str, Any]:
         """For JSON: without the texts."""
-        out = {
+        out: dict[str, Any] = {
             "bleu": self.bleu,
             "chrf": self.chrf,
             "bleu_margin": self.bleu_margin,

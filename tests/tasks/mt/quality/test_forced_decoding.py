@@ -74,6 +74,27 @@ def test_equals_the_loss(run):
     np.testing.assert_allclose(-tf.reduce_sum(found_BT) / wanted.tokens, wanted.nll, rtol=1e-5)
 
 
+def test_one_program_has_the_capacities_of_each_length(tmp_path):
+    """How many tokens an expert chooses follows from the tokens of the batch."""
+    vocab = toy.train_vocab(toy.sentences(50), bytes_too=False)
+    more = "task.moe.router=expert_choice;task.decoder_router=top2;task.moe.dispatcher=einsum"
+    toy.save_run(tmp_path, vocab, more=more)
+    scorer = Scorer(tmp_path, ScoreOptions(max_source_length=32, max_length=32, rows=4))
+    run = RunDir(tmp_path)
+    task, theta = run.Task(), load_theta(run, run.Task())[0].Transform(tf.constant)
+    rng = np.random.default_rng(0)
+    for length in (8, 32):
+        pairs = [(rng.integers(4, 30, length - 1), rng.integers(4, 30, 5), 0) for _ in range(4)]
+        batch = to_batch([[pair] for pair in pairs], Shape(4, length, length, pack=False))
+        with use_mesh(single_device()):
+            wanted_BT = task.LogProbs(
+                theta, batch.Transform(tf.constant), scorer._vocabs.target.size
+            )
+        found_BT = scorer._run((length, length), pairs)
+        np.testing.assert_allclose(found_BT, wanted_BT, rtol=1e-4, atol=1e-4)
+    assert scorer.programs == 1
+
+
 def test_a_score_is_its_pairs_own(scorer):
     scores = scorer.Score(SOURCES, TARGETS)
     alone = [scorer.Score([s], [t])[0] for s, t in zip(SOURCES, TARGETS)]
