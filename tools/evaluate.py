@@ -242,6 +242,7 @@ def _print_table(report: Any) -> None:
     for group in (*report.groups, ""):
         mean = report.Average(group)
         cells = [f"mean of {mean['languages']}", group or "all", "", f"{mean['lines']:,}"]
+        cells[-1] += intervals.FEW * intervals.has_few(mean["lines"])
         cells += _scores(*(mean[k] for k in ("bleu", "bleu_margin", "chrf", "chrf_margin")))
         delta = [_signed(mean.get("delta_bleu"))] * compared
         table.add_row(*cells, *delta, style=_STYLES.get(group))

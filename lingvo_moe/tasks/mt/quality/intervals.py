@@ -66,5 +66,5 @@ def footnote() -> str:
     """What the margins and the mark in a table of scores mean."""
     return (
         f"± is half of the 95 % confidence interval, from {RESAMPLES:,} bootstrap resamples of the lines. "
-        f"{FEW} marks languages of fewer than {ENOUGH_LINES} lines: read the mean of their group instead."
+        f"{FEW} marks scores of fewer than {ENOUGH_LINES} lines, which say little; the mean of the group says more."
     )

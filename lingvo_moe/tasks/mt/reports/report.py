@@ -129,6 +129,7 @@ def _quality(report: RunReport) -> Html:
                 g,
                 one | {"lines": _lines_of(scores, g)},
                 one.get("delta_bleu"),
+                intervals.has_few(_lines_of(scores, g)),
             )
             for g, one in (groups | {"": scores["average"]}).items()
         ]

@@ -141,6 +141,10 @@ def test_scores_have_margins_and_few_lines_are_marked(run):
     text = _checked(page).text
     german, arabic = found.scores["languages"]["de"], found.scores["languages"]["ar"]
     assert german["few_lines"] and not arabic["few_lines"]
+    row = page[page.index("</i>mid<") :].partition("</tr>")[0]
+    assert "<td class=n>50</td>" in row and "few" not in row
+    row = page[page.index("</i>high<") :].partition("</tr>")[0]
+    assert "<td class=n>5*</td>" in row and "class='b few'" in row
     row = page[page.index("Arabic <span") :].partition("</tr>")[0]
     assert f">{arabic['chrf']:.1f} ± {arabic['chrf_margin']:.1f}<" in row
     assert "<td class=n>50</td>" in row and "few" not in row and "var(--third)" in row
