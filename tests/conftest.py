@@ -26,7 +26,9 @@ _SOON_FLAG = "--xla_backend_optimization_level"
 def _set_environment() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")  # not installed, so no Keras is imported: two seconds
+    os.environ.setdefault(
+        "TF_USE_LEGACY_KERAS", "1"
+    )  # not installed, so no Keras is imported: two seconds
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     flags = os.environ.get("XLA_FLAGS", "")
     for flag, value in ((_DEVICE_FLAG, NUM_DEVICES), (_SOON_FLAG, 0)):

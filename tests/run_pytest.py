@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+
 class _FirstTests:
     """Selects the first test of each file.
 
