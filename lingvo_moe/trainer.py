@@ -72,7 +72,7 @@ def run(args: Flags) -> int:
     check_data_dir(args)
     params = registry.GetParams(args.model, override)
     if args.mode == "inspect_params":
-        print(params.ToText(), end="")
+        print(params.ToText(with_help=True), end="")
         return 0
     if args.mode == "inspect_model":
         from lingvo_moe.core import inspect
