@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from lingvo_moe.core.run_description import ProgramAbout
 from lingvo_moe.core.run_dir import RunDir
 from lingvo_moe.core.run_lock import RunLock
 from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.core.tensorflow_import import importing_tensorflow
+from lingvo_moe.core.tensorflow_import import import_tensorflow
 from lingvo_moe.trainer_checks import (
     UsageError,
     check_began_from,
@@ -68,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: Flags) -> int:
     """Like main, but lets exceptions through."""
     override = full_override(args)
-    import_tensorflow(args.engine)
+    load_tensorflow(args.engine)
     check_data_dir(args)
     params = registry.GetParams(args.model, override)
     if args.mode == "inspect_params":
@@ -81,6 +80,7 @@ def run(args: Flags) -> int:
         mesh = make_mesh(params, args.mesh, args.num_devices)
         check_divisible(params, task, mesh)
         inspect.print_variables(task.VariableSpecs().Flatten(), mesh)
+        inspect.print_optimizer(task, mesh)
         inspect.print_flops(task, params.input.Instantiate().BatchSpec())
         return 0
     check_flags(args, params)
@@ -89,12 +89,11 @@ def run(args: Flags) -> int:
     return train(args, params, override)
 
 
-def import_tensorflow(engine: str | None) -> None:
+def load_tensorflow(engine: str | None) -> None:
     """Imports TensorFlow and silences its messages about the CPU and missing GPUs."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    if "tensorflow" in sys.modules:
-        return
-    with importing_tensorflow():
+    import_tensorflow()
+    with quiet():
         import tensorflow as tf
 
         # Where programs run through PJRT, TensorFlow only traces: no GPU memory for it.

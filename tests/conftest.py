@@ -26,9 +26,6 @@ _SOON_FLAG = "--xla_backend_optimization_level"
 def _set_environment() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    os.environ.setdefault(
-        "TF_USE_LEGACY_KERAS", "1"
-    )  # not installed, so no Keras is imported: two seconds
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     flags = os.environ.get("XLA_FLAGS", "")
     for flag, value in ((_DEVICE_FLAG, NUM_DEVICES), (_SOON_FLAG, 0)):
@@ -45,6 +42,14 @@ hypothesis.settings.register_profile(
     "lingvo_moe", deadline=None, database=None, derandomize=True, max_examples=25
 )
 hypothesis.settings.load_profile("lingvo_moe")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Imports TensorFlow quickly, except in the process that only gives tests to others."""
+    if not session.config.getoption("numprocesses", None):
+        from lingvo_moe.core.tensorflow_import import import_tensorflow
+
+        import_tensorflow()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

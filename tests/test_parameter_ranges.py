@@ -17,7 +17,7 @@ from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.hyperparams import ParamError, Params
 from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.moe.registry import ROUTERS
-from lingvo_moe.core.optimizers.base import Optimizer
+from lingvo_moe.core.optimizers.base import BaseOptimizer
 from lingvo_moe.core.optimizers.schedules import Schedule
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.mt.input.order import PairOrder
@@ -34,6 +34,14 @@ SMALL = (
 # The other routers have parameters of their own.
 VARIANTS = ["", *(f"task.moe.router={name}" for name in ROUTERS if name != "expert_choice")]
 VARIANTS.append("task.moe.router=expert_choice;task.decoder_router=top2")
+# So have the other optimizers and schedules.
+RATE = "task.optimizer.learning_rate"
+OPTIMIZERS = [
+    f"task.optimizer=adam;{RATE}=transformer",
+    f"task.optimizer=adamw;{RATE}=cosine;{RATE}.total_steps=20;task.ema_decay=0.5",
+    f"task.optimizer=sgd;{RATE}=inverse_sqrt",
+]
+VARIANTS += OPTIMIZERS
 # The machine's memory that check_memory assumes, so that a step stays small.
 MEMORY = 2**20
 
@@ -152,7 +160,10 @@ def test_every_number_has_a_range_where_it_is_defined():
     for package in (layers, moe, optimizers):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
-    classes = {MtInput, *(c for base in (BaseLayer, Optimizer, Schedule) for c in subclasses(base))}
+    classes = {
+        MtInput,
+        *(c for base in (BaseLayer, BaseOptimizer, Schedule) for c in subclasses(base)),
+    }
     found = [c.Params() for c in classes if c.__module__.startswith("lingvo_moe.")]
     assert len(found) > 30
     everything = [leaf for p in [*found, registry.TrainParams()] for leaf in _leaves(p)]
@@ -165,11 +176,14 @@ def test_every_number_has_a_range_where_it_is_defined():
     assert loose == {"body", "cross_atten_tpl"}
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.rpartition("=")[2] or "top2")
+@pytest.mark.parametrize(
+    "variant", VARIANTS, ids=lambda v: v.split("=")[1].split(";")[0] if v else "top2"
+)
 def test_any_number_is_taken_or_refused_by_name(variant):
     paths = _numeric(variant)
     assert len(paths) > 35
-    for path in paths if not variant else (path for path in paths if "router." in path):
+    own = "optimizer." if variant in OPTIMIZERS else "router." if variant else ""
+    for path in (path for path in paths if own in path):
         for value in NASTY:
             _refusal(path, value, variant)
         p = registry.GetParams("mt.M4Tiny", _override(variant))

@@ -7,20 +7,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import toy_task
+
+from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
+from lingvo_moe.core.engine.run_weights import read_weights
 
 _DRIVER = """
 import json, sys, toy_task
 from lingvo_moe import planning, trainer
 run, common = sys.argv[1], ["--model=toy_task.Line", "--mesh=data:8"]
-override = "train.summary_interval_steps=1;task.optimizer.learning_rate.warmup_steps=1"
+override = "train.summary_interval_steps=1;task.optimizer.learning_rate.constant_steps=1"
 train = [*common, f"--logdir={run}", "--num_devices=8", f"--model_params_override={override}"]
 for mode in ("inspect_params", "inspect_model"):
     assert trainer.main([*common, f"--mode={mode}"]) == 0
 assert trainer.main([*train, "--max_steps=4"]) == 0
 assert trainer.main([*train, "--max_steps=6"]) == 0
 assert trainer.main([*train, "--max_steps=6", "--data_dir=here"]) == 2
+averaged = [*train[:-1], f"--model_params_override={override};task.ema_decay=0.5"]
+averaged += [f"--logdir={run}_averaged", f"--init_from={run}", "--max_steps=2"]
+assert trainer.main(averaged) == 0
 plan = planning.make_plan(planning.Request("toy_task.Line", "v3:2x2", mesh="data:8"), None)
 print("PLAN", json.dumps(plan))
 print("IMPORTED", [m for m in sys.modules if m.startswith(("lingvo_moe.tasks", "params"))])
@@ -70,6 +77,25 @@ def test_it_trains_and_resumes(done):
     assert "resuming at step 4" in errors and " examples/s" in errors
     assert json.loads((run / "experiment.json").read_text())["files"] == []
     assert "--data_dir=here: toy_task.Line reads no directory of data" in errors
+
+
+def test_a_run_with_a_moving_average_begins_from_it(done):
+    """The average starts with the weights that the run begins with, and is read in their place."""
+    run = done[0]
+    with Checkpointer(str(run / "checkpoints"), read_only=True) as saved:
+        before = saved.RestoreToNumpy("theta")[0].w
+        task = toy_task.Line().Task().Set(ema_decay=0.5).Instantiate()
+        with pytest.raises(CheckpointError, match="'ema'"):
+            read_weights(saved, task, use_ema=True)
+        with pytest.raises(CheckpointError, match=r"--use_ema: the run in .* keeps no moving aver"):
+            read_weights(saved, toy_task.Line().Task().Instantiate(), use_ema=True)
+    with Checkpointer(f"{run}_averaged/checkpoints", read_only=True) as saved:
+        for use_ema in (False, True):
+            np.testing.assert_array_equal(read_weights(saved, task, 0, use_ema).w, before)
+        after = read_weights(saved, task).w
+        average = read_weights(saved, task, use_ema=True).w
+    # After the first update the average is the weights; the second one moves it by nine tenths.
+    assert 0 < np.abs(average - after).max() < np.abs(after - before).max()
 
 
 def test_it_is_planned(done):

@@ -142,7 +142,7 @@ def _check(override, mesh=None, model="mt.M4Tiny", **kwargs):
 
 def test_a_batch_that_cannot_fit_is_refused_before_the_data_is_read(capfd, tmp_path):
     error = _error(capfd, tmp_path, "--model_params_override=input.batch_size=1000000000")
-    assert error.startswith("the run needs at least 3129.2 GiB of memory, and this machine has ")
+    assert error.startswith("the run needs at least 3,129.2 GiB of memory, and this machine has ")
     assert error.endswith(
         "for one batch and its activations; reduce input.batch_size=1000000000, input.source_length=24, "
         "input.target_length=24"

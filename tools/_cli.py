@@ -12,6 +12,7 @@ from typing import Any
 
 from lingvo_moe.core import checks
 from lingvo_moe.core.class_names import TRUST_RUN_HELP
+from lingvo_moe.core.collection import paused_collection
 from lingvo_moe.core.command import run as run
 from lingvo_moe.core.command import say
 from lingvo_moe.core.decode.ranges import BEAM_SIZE, LENGTH, LENGTH_ALPHA
@@ -20,7 +21,8 @@ from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.flags import names as names
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.paths import check_local
-from lingvo_moe.core.tensorflow_import import importing_tensorflow
+from lingvo_moe.core.quiet import quiet
+from lingvo_moe.core.tensorflow_import import import_tensorflow
 
 
 def check_output_file(path: str | os.PathLike, flag: str = "--output") -> None:
@@ -170,8 +172,15 @@ def define_trust_flag(flags: Flags) -> None:
     flags.DEFINE_boolean("trust_run", False, TRUST_RUN_HELP)
 
 
+def define_ema_flag(flags: Flags) -> None:
+    """Defines --use_ema, for a command that reads a run's weights."""
+    flags.DEFINE_boolean(
+        "use_ema", False, "use the moving average of the weights, of a run with task.ema_decay"
+    )
+
+
 def define_run_flags(flags: Flags) -> None:
-    """Defines --checkpoint_step and --average_last, None where not given, and --trust_run."""
+    """Defines --checkpoint_step and --average_last, None where not given, --use_ema and --trust_run."""
     define_trust_flag(flags)
     flags.DEFINE_integer(
         "checkpoint_step", None, "the checkpoint of this step (default: the newest)", checks.COUNT
@@ -182,6 +191,7 @@ def define_run_flags(flags: Flags) -> None:
         "average the weights of this many checkpoints, up to that one (default: 1)",
         checks.SIZE,
     )
+    define_ema_flag(flags)
 
 
 _SEARCH_FLAGS = ("beam_size", "max_length", "max_source_length", "length_alpha")
@@ -198,9 +208,9 @@ def search_options(args: Flags, top_k: int = 1) -> Any:
         raise ValueError(f"--{e}") from None
 
 
-def checkpoint(args: Flags) -> tuple[int | None, int]:
-    """Returns the checkpoint's step, None for the newest, and the number of checkpoints to average."""
-    return args.checkpoint_step, args.average_last or 1
+def checkpoint(args: Flags) -> tuple[int | None, int, bool]:
+    """Returns the checkpoint's step, None for the newest, how many to average, and whether --use_ema is given."""
+    return args.checkpoint_step, args.average_last or 1, args.use_ema
 
 
 def data_dir(args: Flags, inputs: Params) -> str:
@@ -239,8 +249,10 @@ def open_translator(args: Flags) -> tuple[Any, dict[str, Any]]:
         ValueError: nothing there, a damaged checkpoint, or a flag that does not go with --saved_model.
     """
     if args.saved_model:
-        for name in ("checkpoint_step", "average_last", "shortlist", "weights", *_SEARCH_FLAGS):
-            if getattr(args, name) is not None:
+        of_runs = "checkpoint_step", "average_last", "use_ema", "shortlist", "weights"
+        for name in (*of_runs, *_SEARCH_FLAGS):
+            value = getattr(args, name)
+            if value is not None and value is not False:
                 raise ValueError(
                     f"--{name} was fixed when {args.saved_model} was exported; use it with --logdir"
                 )
@@ -259,7 +271,7 @@ def quiet_imports() -> Iterator[None]:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     # Tools read checkpoints with JAX, which would look for a TPU first, with many lines.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    with importing_tensorflow():
+    with quiet(), paused_collection():
         yield
 
 
@@ -267,10 +279,10 @@ def load_tensorflow() -> None:
     """Imports TensorFlow and its text ops silently; makes log records of ours appear as plain lines."""
     logging.basicConfig(format="%(message)s")
     with quiet_imports():
-        import tensorflow
+        import_tensorflow()
         import tensorflow_text  # registers the ops that SavedModels of ours need
 
-        del tensorflow, tensorflow_text
+        del tensorflow_text
 
 
 class Progress:

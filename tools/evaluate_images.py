@@ -26,6 +26,7 @@ def define_flags() -> Flags:
         "checkpoint_step", None, "the checkpoint of this step (default: the newest)", checks.COUNT
     )
     flags.DEFINE_path("output", None, "the file to write (default: RUN/scores.json)")
+    _cli.define_ema_flag(flags)
     _cli.define_trust_flag(flags)
     return flags
 
@@ -49,10 +50,12 @@ def _run(args: Flags) -> int:
     data_dir, inputs = args.data_dir or "", run.Params().input
     if "data_dir" in inputs:  # digits are in no directory
         data_dir = _cli.data_dir(args, inputs)
-    scores = evaluate(args.logdir, data_dir, args.checkpoint_step, args.trust_run)
+    weights = args.checkpoint_step, args.use_ema
+    scores = evaluate(args.logdir, data_dir, *weights, args.trust_run)
     write_atomic(output, json.dumps(asdict(scores), indent=1).encode() + b"\n")
+    which = f"step {scores.step}{', moving average' if scores.ema else ''}"
     print(
-        f"step {scores.step}, {scores.images:,} held-out images: top-1 {scores.top1:.2%}, top-5 {scores.top5:.2%}, "
+        f"{which}, {scores.images:,} held-out images: top-1 {scores.top1:.2%}, top-5 {scores.top5:.2%}, "
         f"{scores.nll:.4f} nats an image"
     )
     print(f"written: {output}")

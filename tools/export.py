@@ -51,7 +51,8 @@ def _run(args: Flags) -> int:
     export(translator, args.output, about)
     print(
         f"{args.output}: {about['model']} at step {about['step']}, beam {options.beam_size},"
-        f" weights {about['weights']}{', with a shortlist' if args.shortlist else ''}"
+        f" weights {about['weights']}{', their moving average' if args.use_ema else ''}"
+        f"{', with a shortlist' if args.shortlist else ''}"
     )
     return 0
 

@@ -1,7 +1,7 @@
 """BaseTask: a model with a loss, and the training step that is lowered, planned and run.
 
 The step is one pure function, `(state, batch) -> (state, metrics)`. The state is explicit:
-NestedMap(theta, slots, step, skipped).
+NestedMap(theta, slots, step, skipped), and `ema` where `ema_decay` is set.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,13 @@ from lingvo_moe.core import checks, kernels, randomness
 from lingvo_moe.core.artifacts import RunArtifacts
 from lingvo_moe.core.base_input import BaseInput
 from lingvo_moe.core.base_layer import BaseLayer, VariableSpec, name_scope, scoped
-from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.optimizers import moving_average
 from lingvo_moe.core.optimizers.adafactor import Adafactor
+from lingvo_moe.core.optimizers.registry import OPTIMIZERS
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.step import Step
 
@@ -67,7 +69,14 @@ class BaseTask(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("optimizer", Adafactor.Params(), "How gradients change theta.")
+        p.Define("optimizer", Adafactor.Params(), "How gradients change theta.", choices=OPTIMIZERS)
+        p.Define(
+            "ema_decay",
+            0.0,
+            "The share that an exponential moving average of the weights keeps at a step, e.g. 0.999, for evaluation "
+            "and export; 0: no average.",
+            check=checks.SHARE,
+        )
         p.Define(
             "clip_gradient_norm",
             0.0,
@@ -84,13 +93,21 @@ class BaseTask(BaseLayer):
 
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
-        self.optimizer = self.p.optimizer.Instantiate()
+        try:
+            self.optimizer = self.OptimizerParams(self.p).Instantiate()
+        except ParamError as e:
+            raise e.Within(f"{self.path}.optimizer") from None
 
     # --- the contract: what trainer and planner ask of a task beside its step
 
     @classmethod
     def ConfigureInput(cls, task: HyperParams, inputs: HyperParams) -> None:
         """Sets the input's Params that follow from the task's Params. Called after all overrides are applied."""
+
+    @classmethod
+    def OptimizerParams(cls, task: HyperParams) -> InstantiableParams:
+        """Returns Params of the optimizer, with what follows in them from other Params of the task."""
+        return task.optimizer
 
     @classmethod
     def CheckInput(cls, task: HyperParams, inputs: HyperParams) -> None:
@@ -184,12 +201,21 @@ class BaseTask(BaseLayer):
     def StateSpecs(self) -> NestedMap:
         """VariableSpecs of the complete state, in its structure."""
         theta = self.VariableSpecs()
-        return NestedMap(
+        specs = NestedMap(
             theta=theta,
-            slots=self.optimizer.SlotSpecs(theta),
+            slots=self._SlotSpecs(theta),
             step=_counter("step"),
             skipped=_counter("skipped"),
         )
+        if self.p.ema_decay:
+            specs.ema = moving_average.average_specs(theta)
+        return specs
+
+    def _SlotSpecs(self, theta: NestedMap) -> NestedMap:
+        try:
+            return self.optimizer.SlotSpecs(theta)
+        except ParamError as e:
+            raise e.Within(f"{self.path}.optimizer") from None
 
     def InitState(self, global_seed: tf.Tensor) -> NestedMap:
         """The state before step 0. `global_seed` is an int32 scalar; engines compile this,
@@ -197,11 +223,15 @@ class BaseTask(BaseLayer):
         seed = randomness.make_seed(global_seed, 0)
         return self.StateSpecs().Transform(lambda spec: spec.Init(seed))
 
+    def InitEma(self, theta: NestedMap) -> NestedMap:
+        """The moving average of a run that begins with these weights; for a task with `ema_decay`."""
+        return moving_average.first_average(theta, self.VariableSpecs())
+
     def TrainStep(self, state: NestedMap, batch: NestedMap) -> tuple[NestedMap, NestedMap]:
         """One step of training.
 
-        If the loss or the gradient norm is not finite, theta and slots keep their values and `skipped`
-        is incremented. The step counter is incremented anyway, so that the next step has another batch
+        If the loss or the gradient norm is not finite, theta, slots and ema keep their values and
+        `skipped` is incremented. The step counter is incremented anyway, so that the next step has another batch
         and another seed.
 
         Returns:
@@ -237,19 +267,18 @@ class BaseTask(BaseLayer):
             self.p.clip_gradient_norm,
         )
         theta = self._WithUpdates(theta, updates)
+        new = NestedMap(theta=theta, slots=slots)
+        if self.p.ema_decay:
+            updates_before = state.step - state.skipped
+            new.ema = moving_average.next_average(
+                state.ema, theta, self.VariableSpecs(), self.p.ema_decay, updates_before
+            )
         finite = tf.math.is_finite(loss) & tf.math.is_finite(optimizer_metrics.grad_norm)
-        kept = _where(finite, NestedMap(theta=theta, slots=slots), state)
-        skipped = state.skipped + tf.cast(~finite, tf.int32)
-        metrics.update(optimizer_metrics, skipped=tf.cast(skipped, tf.float32))
-        return (
-            NestedMap(
-                theta=kept.theta,
-                slots=kept.slots,
-                step=state.step + 1,
-                skipped=skipped,
-            ),
-            metrics,
-        )
+        kept = _where(finite, new, state)
+        kept.step = state.step + 1
+        kept.skipped = state.skipped + tf.cast(~finite, tf.int32)
+        metrics.update(optimizer_metrics, skipped=tf.cast(kept.skipped, tf.float32))
+        return kept, metrics
 
     @scoped
     def EvalStep(self, theta: NestedMap, batch: NestedMap) -> NestedMap:
@@ -303,8 +332,8 @@ def updates_of(*extras: NestedMap) -> NestedMap:
 
 
 def _where(finite: tf.Tensor, new: NestedMap, old: NestedMap) -> NestedMap:
-    """Selects theta and slots: those of `new` if `finite`, else those of `old`."""
-    old = NestedMap(theta=old.theta, slots=old.slots)
+    """Selects the parts of the state that `new` holds: from `new` if `finite`, else from `old`."""
+    old = NestedMap({name: old[name] for name in new})
     return new.Pack(kernels.current().select(finite, new.Flatten(), old.Flatten()))
 
 

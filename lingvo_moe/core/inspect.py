@@ -58,6 +58,42 @@ def print_variables(
     )
 
 
+def print_optimizer(task: BaseTask, mesh: Mesh, console: Console | None = None) -> None:
+    """Prints the state that training keeps beside the weights, and how many variables decay.
+
+    Args:
+        task: of which.
+        mesh: the mesh that it is sharded over.
+        console: where to.
+
+    Raises:
+        ParamError: a pattern of the weight decay that matches no variable.
+    """
+    console = console or Console(width=140)
+    state, decays = task.StateSpecs(), task.optimizer.Decays(task.VariableSpecs())
+    count = count_parameters(s for s in state.theta.Flatten() if s.trainable)
+
+    def size(part: NestedMap) -> str:
+        held = sum(bytes_per_device(spec, mesh) for spec in part.Flatten())
+        total = sum(math.prod(s.shape) * _BYTES[s.dtype] for s in part.Flatten())
+        return f"{total / count:.2g} bytes a parameter, {units.size(held, 1)} on each device"
+
+    lines = [f"optimizer {type(task.optimizer).__name__}: {size(state.slots)}"]
+    if task.optimizer.p.weight_decay:
+        lines.append(
+            f"weight decay {task.optimizer.p.weight_decay:g} on {sum(decays.values())} of {len(decays)} variables: "
+            f"{_ends(path for path, does in decays.items() if does)}"
+        )
+    if "ema" in state:
+        lines.append(f"moving average of the weights: {size(state.ema)}")
+    console.print("\n".join(lines), soft_wrap=True, highlight=False)
+
+
+def _ends(paths: Iterable[str]) -> str:
+    """The different last parts of paths, e.g. '*.wi, *.wo'."""
+    return ", ".join(sorted({f"*.{path.rpartition('.')[2]}" for path in paths})) or "none"
+
+
 def print_flops(task: BaseTask, batch: NestedMap, console: Console | None = None) -> None:
     """Prints the forward FLOPs per token or image by part of the model, and those of a training step.
 

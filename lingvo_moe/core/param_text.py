@@ -41,9 +41,10 @@ def chosen(text: str, choices: Mapping[str, type], by_name: bool) -> Any:
     if name == "None":
         return None
     if name not in choices:
+        near = did_you_mean(name, choices)
+        known = "" if "known: " in near else f"; known: {', '.join(sorted(choices))}"
         raise ValueError(
-            f"no such choice: {name!r}{did_you_mean(name, choices)}; a class of your own goes to .cls, as "
-            "type/module/Class"
+            f"no such choice: {name!r}{near}{known}; a class of your own goes to .cls, as type/module/Class"
         )
     return name if by_name else choices[name].Params()  # type: ignore[attr-defined]
 

@@ -2,7 +2,7 @@
 
 from lingvo_moe.core import registry
 from lingvo_moe.core.hyperparams import InstantiableParams, Params
-from lingvo_moe.core.optimizers.schedules import WarmupThenCosine
+from lingvo_moe.core.optimizers.schedules import Cosine
 from lingvo_moe.core.optimizers.sgd import Sgd
 from lingvo_moe.tasks.image.input.pipeline import DigitsInput
 from lingvo_moe.tasks.image.model import ImageClassifier
@@ -16,7 +16,7 @@ class Digits(registry.Experiment):
     """Two convolutions with batch normalization on scikit-learn's handwritten digits."""
 
     def Task(self) -> InstantiableParams:
-        rate = WarmupThenCosine.Params().Set(value=0.1, warmup_steps=20, total_steps=_STEPS)
+        rate = Cosine.Params().Set(value=0.1, warmup_steps=20, total_steps=_STEPS)
         return ImageClassifier.Params().Set(
             name="digits",
             num_classes=10,

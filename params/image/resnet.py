@@ -2,7 +2,7 @@
 
 from lingvo_moe.core import registry
 from lingvo_moe.core.hyperparams import InstantiableParams, Params
-from lingvo_moe.core.optimizers.schedules import WarmupThenCosine
+from lingvo_moe.core.optimizers.schedules import Cosine
 from lingvo_moe.core.optimizers.sgd import Sgd
 from lingvo_moe.tasks.image.input.pipeline import FolderInput
 from lingvo_moe.tasks.image.model import ImageClassifier
@@ -22,7 +22,7 @@ class ResNet50(registry.Experiment):
             "total_steps": _EPOCHS * _STEPS_AN_EPOCH,
         }
         # 0.1 for each 256 images (Goyal et al. 2017).
-        rate = WarmupThenCosine.Params().Set(value=0.1 * _BATCH / 256, **steps)
+        rate = Cosine.Params().Set(value=0.1 * _BATCH / 256, **steps)
         return ImageClassifier.Params().Set(
             name="resnet",
             num_classes=1000,

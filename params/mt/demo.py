@@ -30,7 +30,7 @@ class M4Demo(registry.Experiment):
             # The demo sees less than one epoch: there is nothing to regularise.
             dropout=0.0,
             optimizer=Adafactor.Params().Set(
-                learning_rate=SqrtDecay.Params().Set(multiplier=1.0, warmup_steps=1000)
+                learning_rate=SqrtDecay.Params().Set(multiplier=1.0, constant_steps=1000)
             ),
         )
         return SplitOverExperts(p)

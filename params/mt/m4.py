@@ -8,8 +8,7 @@ these models with this code.
 
 from lingvo_moe.core import registry
 from lingvo_moe.core.hyperparams import InstantiableParams, Params
-from lingvo_moe.core.optimizers.adafactor import Adafactor
-from lingvo_moe.core.optimizers.schedules import SqrtDecay
+from lingvo_moe.core.optimizers.adafactor import GShardAdafactor
 from lingvo_moe.tasks.mt.input.pipeline import MtInput
 from lingvo_moe.tasks.mt.model import MtModel
 
@@ -41,7 +40,7 @@ class M4Base(registry.Experiment):
             num_groups=self.CORES,
             dropout=0.1,
             aux_loss_weight=0.01,
-            optimizer=Adafactor.Params().Set(learning_rate=SqrtDecay.Params()),
+            optimizer=GShardAdafactor.Params(),
         )
         p.moe.dispatcher = "einsum"  # Algorithm 2's, of which the recorded plans are
         return SplitOverExperts(p)

@@ -106,7 +106,7 @@ def test_misuse_is_named():
         _ = _tree().two
     with pytest.raises(ValueError, match=r"fprop_dtype='bf16'.*bfloat16"):
         _tree(fprop_dtype="bf16")
-    with pytest.raises(ValueError, match="initializer"):
+    with pytest.raises(ValueError, match="method=xavier: must be one of constant, uniform"):
         WeightInit("xavier", 1.0)
 
 

@@ -5,13 +5,18 @@ import pytest
 import tensorflow as tf
 
 from lingvo_moe.core import kernels, randomness
-from lingvo_moe.core.base_layer import WeightParams
+from lingvo_moe.core.base_layer import VariableSpec, WeightParams
 from lingvo_moe.core.base_task import BaseTask
 from lingvo_moe.core.engine.base import make_engine
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.adafactor import Adafactor
+from lingvo_moe.core.optimizers.moving_average import (
+    average_specs,
+    first_average,
+    next_average,
+)
 from lingvo_moe.core.optimizers.schedules import SqrtDecay
 from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
 
@@ -40,7 +45,7 @@ def _task(**kwargs):
         activation_split={"B": "expert", "E": "expert"},
         weight_split={"E": "expert"},
         optimizer=Adafactor.Params().Set(
-            learning_rate=SqrtDecay.Params().Set(multiplier=0.3, warmup_steps=1)
+            learning_rate=SqrtDecay.Params().Set(multiplier=0.3, constant_steps=1)
         ),
     )
     return p.Set(**kwargs).Instantiate()
@@ -102,6 +107,54 @@ def test_steps_that_are_not_finite_change_nothing(built, scale):
     went_on = engine.Get(state)
     assert (went_on.step, went_on.skipped) == (4, 2)
     assert not np.array_equal(went_on.theta.w, after.theta.w)
+
+
+@pytest.mark.parametrize(("name", "devices"), NAMES, ids=["tf", "eight devices"])
+def test_the_moving_average_follows_the_weights(name, devices):
+    """Against NumPy; a step that is not finite leaves it alone and counts as no update."""
+    engine, init, step = _build(_task(ema_decay=0.2), name, devices)
+    state = init(np.int32(3))
+    want = engine.Get(state).theta.w
+    np.testing.assert_array_equal(engine.Get(state).ema.w, want)
+    updates = 0
+    for i, scale in enumerate([np.nan, 1.0, 1.0, np.inf, 1.0, 1.0, 1.0]):
+        state, _ = step(state, _batch(i, scale))
+        now = engine.Get(state)
+        if np.isfinite(scale):
+            keep = min(0.2, updates / (updates + 9))
+            want = keep * want + (1 - keep) * now.theta.w
+            updates += 1
+        np.testing.assert_allclose(now.ema.w, want, rtol=1e-5, atol=1e-7)
+    assert updates / (updates + 9) > 0.2  # the largest share was reached
+    assert not np.array_equal(now.ema.w, now.theta.w)
+
+
+def test_a_moving_average_leaves_training_as_it_is():
+    weights = []
+    for decay in (0.0, 0.9):
+        task = _task(ema_decay=decay)
+        with _one_device():
+            state = task.InitState(tf.constant(1))
+            state, _ = task.TrainStep(state, _batch().Transform(tf.constant))
+        assert ("ema" in state) == bool(decay)
+        weights.append(state.theta.w)
+    np.testing.assert_array_equal(*weights)
+
+
+def test_the_moving_average_of_narrow_weights_is_wide_and_others_are_copied():
+    specs = NestedMap(
+        w=VariableSpec("w", (2,), "bfloat16", "M", WeightInit.Constant(1.0), (None,)),
+        count=VariableSpec("c", (), "int32", "", WeightInit.Constant(3), (), trainable=False),
+    )
+    kept = average_specs(specs)
+    assert (kept.w.dtype, kept.count.dtype, kept.w.path) == ("float32", "int32", "w")
+    theta = NestedMap(w=tf.constant([1.0, 2.0], tf.bfloat16), count=tf.constant(3))
+    average = first_average(theta, specs)
+    assert average.w.dtype == tf.float32
+    new = NestedMap(w=tf.constant([2.0, 4.0], tf.bfloat16), count=tf.constant(4))
+    average = next_average(average, new, specs, 0.75, tf.constant(1000))
+    np.testing.assert_allclose(average.w, [1.25, 2.5])
+    assert average.count == 4
 
 
 def test_one_device_and_eight_agree():

@@ -245,6 +245,8 @@ def random_program(seed: int) -> RandomProgram:
     is_even = rng.random() < 0.7
     letters = sorted({letter for _, tensor in named for letter in tensor})
     sizes = {letter: _size(rng, letter, is_even) for letter in letters}
+    if kind == "depthwise":  # Some kernels of one element end the process in XLA's compiler.
+        sizes["K"] = max(sizes["K"], 2)
     choices = tuple((name, rng.choice(values)) for name, values in what.choices)
     axes = [(name, size) for name, size in _axes(mesh) if size > 1]
     # Either one mapping of letters, of which some tensors get an annotation, or each tensor its own.

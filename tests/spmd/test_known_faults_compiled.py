@@ -88,7 +88,7 @@ def test_pooling(case):
 
 KINDS = {
     "rows whose devices come in different orders": (kf.ADDING_UP, "Einsum_1"),
-    "operands that number a row's devices differently": (kf.ROWS, "Einsum"),
+    "operands that number a row's devices differently": (kf.EXCHANGED, "Einsum"),
     "a batch dimension sharded finer in the result": (kf.BATCH, "Einsum"),
     "a batch dimension that takes the sum's devices from another": (kf.BATCH, "Einsum"),
     "a sum over dimensions that the operands shard differently": (kf.SUMS, "Einsum"),

@@ -113,6 +113,8 @@ def test_flags_that_make_no_sense(flags, message, capsys):
         (["--saved_model=/nowhere"], "/nowhere: no SavedModel there"),
         (["--logdir=/nowhere"], "--logdir=/nowhere: no such directory"),
         (["--saved_model=x", "--beam_size=2"], "--beam_size was fixed when x was exported"),
+        (["--saved_model=x", "--length_alpha=0"], "--length_alpha was fixed when x was exported"),
+        (["--saved_model=x", "--use_ema"], "--use_ema was fixed when x was exported"),
         (["--saved_model=x", "--port=99999"], "--port=99999: at most 65535"),
         (["--saved_model=x", "--host=no.such.host.invalid"], "--host=no.such.host.invalid: "),
     ],

@@ -116,6 +116,10 @@ class TrainLoop:
         state = init(np.int32(self._task.p.seed))
         if self._initial is not None:
             state = self._initial.Into(state, self._state_specs.theta, self._engine)
+            if "ema" in state:
+                specs = self._state_specs
+                average = self._engine.Build(self._task.InitEma, [specs.theta], results=specs.ema)
+                state.ema = average(state.theta)
         self._save(0, state, batches)
         self._checkpointer.Wait()
         return state

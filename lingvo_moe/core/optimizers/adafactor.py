@@ -10,11 +10,12 @@ from lingvo_moe.core import checks, kernels
 from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.optimizers.base import Optimizer, slot_spec
+from lingvo_moe.core.optimizers.base import BaseOptimizer, slot_spec
+from lingvo_moe.core.optimizers.schedules import SqrtDecay
 
 
-class Adafactor(Optimizer):
-    """The paper's optimizer, with the recipe of its M4 experiments as defaults.
+class Adafactor(BaseOptimizer):
+    """Adafactor without a first moment.
 
     For a gradient g at update t = 1, 2, ...:
 
@@ -66,6 +67,13 @@ class Adafactor(Optimizer):
         )
         return p
 
+    def __init__(self, params: InstantiableParams):
+        super().__init__(params)
+        p = self.p
+        if not p.multiply_by_parameter_scale and not p.IsDefault("epsilon2"):
+            why = "has no effect with multiply_by_parameter_scale=False; leave it out"
+            raise checks.ParamError("epsilon2", str(p.epsilon2), why)
+
     def _Factored(self, spec: VariableSpec) -> tuple[int, int] | None:
         """The two factored dimensions, in order; None where the second moment is kept in full."""
         own = [d for d in range(spec.stack_dims, len(spec.shape)) if spec.letters[d] != "E"]
@@ -105,3 +113,25 @@ class Adafactor(Optimizer):
             spec.stack_dims,
         )
         return kernels.current().adafactor(weight, grad, slot, recipe)
+
+
+class GShardAdafactor(Adafactor):
+    """The recipe of GShard's M4 experiments, each number of it: other defaults may change, these do not."""
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        return (
+            super()
+            .Params()
+            .Set(
+                learning_rate=SqrtDecay.Params().Set(multiplier=1.0, constant_steps=10_000),
+                weight_decay=0.0,
+                beta2=0.99,
+                decay_exponent=0.8,
+                clip_threshold=1.0,
+                multiply_by_parameter_scale=True,
+                epsilon1=1e-30,
+                epsilon2=1e-3,
+                min_dim_size_to_factor=128,
+            )
+        )

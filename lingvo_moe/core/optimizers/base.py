@@ -1,39 +1,77 @@
-"""Optimizer: new weights and slots from old ones and gradients, as a pure function.
+"""BaseOptimizer: new weights and slots from old ones and gradients, as a pure function.
 
 Letters in slot specs are those of the variables; a slot is sharded like its variable.
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
 from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import VariableSpec, name_scope
-from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.clipping import clip_by_global_norm
+from lingvo_moe.core.optimizers.registry import SCHEDULES
 from lingvo_moe.core.optimizers.schedules import SqrtDecay
+from lingvo_moe.core.optimizers.weight_decay import (
+    DecayedDelta,
+    check_weight_decay,
+    decays,
+    define_weight_decay,
+)
 
 
-class Optimizer:
-    """The base of optimizers. Subclasses implement `_SlotSpecs` and `_UpdateOne` for one variable."""
+class BaseOptimizer:
+    """The base of optimizers. Subclasses implement `_SlotSpecs` and `_UpdateOne` for one variable.
+
+    Weight decay is decoupled (Loshchilov and Hutter 2019): beside its update, a weight loses
+    rate * weight_decay * weight. Where DECOUPLED is False, weight_decay * weight is added to the gradient instead, so
+    that the optimizer's statistics see it. `weight_decay.py` says which variables decay.
+    """
+
+    DECOUPLED: ClassVar[bool] = True
 
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = InstantiableParams(cls)
-        p.Define("learning_rate", SqrtDecay.Params(), "The schedule of the learning rate.")
+        p.Define(
+            "learning_rate",
+            SqrtDecay.Params(),
+            "The schedule of the learning rate.",
+            choices=SCHEDULES,
+        )
+        how = (
+            "Each step takes this share of a weight, times the learning rate; 0: none."
+            if cls.DECOUPLED
+            else "Times the weight, added to its gradient; 0: none."
+        )
+        define_weight_decay(p, how)
         return p
 
     def __init__(self, params: InstantiableParams):
         self.p = params.Copy().Freeze()
-        self.learning_rate = self.p.learning_rate.Instantiate()
+        check_weight_decay(self.p)
+        try:
+            self.learning_rate = self.p.learning_rate.Instantiate()
+        except ParamError as e:
+            raise e.Within("learning_rate") from None
 
     def SlotSpecs(self, specs: NestedMap) -> NestedMap:
         """The optimizer's state for variables of these specs: a NestedMap of float32 slots for each,
-        empty for those that are not trainable."""
+        empty for those that are not trainable.
+
+        Raises:
+            ParamError: a pattern of `decay_include` or `decay_exclude` that matches no variable.
+        """
+        self.Decays(specs)
         return specs.Transform(self._SlotsFor)
+
+    def Decays(self, specs: NestedMap) -> dict[str, bool]:
+        """Says of each trainable variable, by its spec's path, whether it decays. Raises ParamError as SlotSpecs."""
+        return decays(specs, self.p)
 
     def InitSlots(self, specs: NestedMap, seed: tf.Tensor) -> NestedMap:
         """Slots before the first step. Pure, as InitTheta is; `seed` is int32 [2]."""
@@ -61,9 +99,9 @@ class Optimizer:
 
         Returns:
             New theta (each weight in its own type; weights that are not trainable unchanged), new slots
-            (float32), and NestedMap(learning_rate, update_norm, grad_norm) of float32 scalars; grad_norm is
-            the global norm of `grads` as given. Where a gradient is not finite the new state is not either:
-            the caller decides which state to keep.
+            (float32), and NestedMap(learning_rate, update_norm, grad_norm) of float32 scalars; update_norm
+            leaves out a decoupled weight decay, and grad_norm is the global norm of `grads` as given. Where a
+            gradient is not finite the new state is not either: the caller decides which state to keep.
 
         Raises:
             ValueError: a trainable variable without a gradient, by its path.
@@ -77,7 +115,7 @@ class Optimizer:
         deltas, new_slots = self._Deltas(theta, grads, slots, step, specs, rate)
         changed = [d for d in deltas if d is not None]
         if not max_grad_norm:
-            known = [d.grad_square for d in changed]
+            known = [d.grad_square if self.DECOUPLED else None for d in changed]
             sums = [s if k is None else k for k, s in zip(known, squares, strict=True)]
             grad_norm = tf.sqrt(tf.add_n(sums))
         update_norm = tf.sqrt(tf.add_n([d.SumOfSquares() for d in changed]))
@@ -100,14 +138,19 @@ class Optimizer:
         """The change of each variable, None where it is not trainable, and the new slots."""
         deltas: list[kernels.Delta | None] = []
         new_slots: list[tf.Tensor] = []
+        decayed = self.Decays(specs)
         for spec, weight, grad, slot in zip(
             specs.Flatten(), theta.Flatten(), grads.Flatten(), self._SlotsOf(specs, slots)
         ):
             delta = None
             if spec.trainable:
                 with name_scope(f"optimizer.{spec.path}"):
-                    wide = tf.cast(weight, tf.float32), tf.cast(grad, tf.float32)
-                    delta, slot = self._UpdateOne(spec, *wide, slot, rate, step)
+                    weight, grad = tf.cast(weight, tf.float32), tf.cast(grad, tf.float32)
+                    if decayed[spec.path] and not self.DECOUPLED:
+                        grad += self.p.weight_decay * weight
+                    delta, slot = self._UpdateOne(spec, weight, grad, slot, rate, step)
+                    if decayed[spec.path] and self.DECOUPLED:
+                        delta = DecayedDelta(delta, rate * self.p.weight_decay)
             deltas.append(delta)
             new_slots += slot.Flatten()
         return deltas, slots.Pack(new_slots)

@@ -1,4 +1,7 @@
-"""Learning-rate schedules: a step in, a rate out."""
+"""Learning-rate schedules: a step in, a rate out. docs/optimizers.md says what to choose when.
+
+`registry.py` names them for the command line.
+"""
 
 import math
 
@@ -23,58 +26,20 @@ class Schedule:
         raise NotImplementedError(f"{type(self).__name__}.Value")
 
 
-class Constant(Schedule):
-    """Always the same rate."""
+class WarmupSchedule(Schedule):
+    """The base of schedules that rise linearly to `value` and then decay, as the subclass says.
 
-    @classmethod
-    def Params(cls) -> InstantiableParams:
-        p = super().Params()
-        p.Define("value", 1.0, "The rate.", check=checks.NOT_NEGATIVE)
-        return p
-
-    def Value(self, step: tf.Tensor) -> tf.Tensor:
-        del step
-        return tf.constant(self.p.value, tf.float32)
-
-
-class SqrtDecay(Schedule):
-    """multiplier / sqrt(max(step, warmup_steps)): constant at first, then a square-root decay.
-
-    This is how Lingvo reads "learning rate 1.0 with square-root decay after 10k steps", the paper's
-    recipe: the 1.0 is the multiplier, and the rate starts at 1 / sqrt(10000) = 0.01. Adafactor's rate
-    is relative to the size of a weight, so that a literal 1.0 would replace the weights at each of the
-    first steps. `ConstantThenSqrtDecay` takes the sentence literally.
+    Step t < warmup_steps has the rate value * (t + 1) / warmup_steps: the first is not 0.
     """
 
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("multiplier", 1.0, "Over the square root.", check=checks.NOT_NEGATIVE)
+        p.Define("value", 0.1, "The highest rate.", check=checks.NOT_NEGATIVE)
         p.Define(
             "warmup_steps",
-            10_000,
-            "The rate is constant for so many steps; 1 or more.",
-            check=checks.SIZE,
-        )
-        return p
-
-    def Value(self, step: tf.Tensor) -> tf.Tensor:
-        clock = tf.maximum(tf.cast(step, tf.float32), float(self.p.warmup_steps))
-        return self.p.multiplier * tf.math.rsqrt(clock)
-
-
-class ConstantThenSqrtDecay(Schedule):
-    """value * sqrt(constant_steps / max(step, constant_steps)), after an optional linear rise."""
-
-    @classmethod
-    def Params(cls) -> InstantiableParams:
-        p = super().Params()
-        p.Define("value", 1.0, "The rate before the decay.", check=checks.NOT_NEGATIVE)
-        p.Define("constant_steps", 10_000, "The decay starts here; 1 or more.", check=checks.SIZE)
-        p.Define(
-            "rise_steps",
             0,
-            "The rate rises linearly over so many steps; 0: it starts in full.",
+            "The rate rises linearly over so many steps; 0: it starts at its highest.",
             check=checks.COUNT,
         )
         return p
@@ -82,38 +47,149 @@ class ConstantThenSqrtDecay(Schedule):
     def Value(self, step: tf.Tensor) -> tf.Tensor:
         p = self.p
         now = tf.cast(step, tf.float32)
-        decay = tf.math.rsqrt(tf.maximum(now / float(p.constant_steps), 1.0))
-        rise = tf.minimum((now + 1.0) / float(max(p.rise_steps, 1)), 1.0)
-        return p.value * decay * rise
+        rate = tf.constant(p.value, tf.float32)
+        if p.warmup_steps:
+            rate = p.value * tf.minimum((now + 1.0) / float(p.warmup_steps), 1.0)
+        return self._Decay(rate, now)
+
+    def _Decay(self, rate: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
+        """The rate at step `now`, from the one that the warm-up alone would have; float32 scalars.
+
+        It is the same until the warm-up is over.
+        """
+        raise NotImplementedError(f"{type(self).__name__}._Decay")
 
 
-class WarmupThenCosine(Schedule):
-    """A linear rise to `value` over `warmup_steps`, then half a cosine down to 0 at `total_steps`."""
+class Constant(WarmupSchedule):
+    """`value`, after the warm-up."""
+
+    def _Decay(self, rate: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
+        del now
+        return rate
+
+
+class InverseSqrt(WarmupSchedule):
+    """value * sqrt(decay_start / step) from step decay_start on, by default from the end of the warm-up."""
 
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("value", 0.1, "The highest rate.", check=checks.NOT_NEGATIVE)
-        p.Define("warmup_steps", 0, "Steps of the rise; 0: none.", check=checks.COUNT)
         p.Define(
-            "total_steps",
-            100_000,
-            "The rate is 0 from here on; more than warmup_steps.",
-            check=checks.SIZE,
+            "decay_start",
+            0,
+            "The rate is `value` up to this step, then it decays; 0: the end of the warm-up.",
+            check=checks.COUNT,
         )
         return p
 
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
         p = self.p
+        if p.decay_start and p.decay_start < p.warmup_steps:
+            why = f"must be 0, or at least warmup_steps={p.warmup_steps}: the rate cannot rise and decay at once"
+            raise checks.ParamError("decay_start", str(p.decay_start), why)
+
+    def _Decay(self, rate: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
+        start = float(self.p.decay_start or max(self.p.warmup_steps, 1))
+        return rate * tf.math.rsqrt(tf.maximum(now / start, 1.0))
+
+
+class _ToTheEnd(WarmupSchedule):
+    """The base of schedules that decay from the end of the warm-up to `total_steps`, down to a share of `value`."""
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define(
+            "total_steps",
+            0,
+            "The decay ends at this step, e.g. train.max_steps; more than warmup_steps.",
+            check=checks.COUNT,
+        )
+        p.Define("final_share", 0.0, "The last rate, as a share of `value`.", check=checks.SHARE)
+        return p
+
+    def __init__(self, params: InstantiableParams):
+        super().__init__(params)
+        p = self.p
         if p.total_steps <= p.warmup_steps:
-            why = f"must be more than warmup_steps={p.warmup_steps}"
+            why = f"must be more than warmup_steps={p.warmup_steps}; set it to the run's train.max_steps"
             raise checks.ParamError("total_steps", str(p.total_steps), why)
+
+    def _Decay(self, rate: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
+        p = self.p
+        done = (now - p.warmup_steps) / float(p.total_steps - p.warmup_steps)
+        falling = self._Fall(rate, tf.clip_by_value(done, 0.0, 1.0))
+        return p.final_share * rate + (1.0 - p.final_share) * falling if p.final_share else falling
+
+    def _Fall(self, rate: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
+        """From `rate` at done = 0 to 0 at done = 1."""
+        raise NotImplementedError(f"{type(self).__name__}._Fall")
+
+
+class Cosine(_ToTheEnd):
+    """Half a cosine from `value` to final_share * value (Loshchilov and Hutter 2017, without restarts)."""
+
+    def _Fall(self, rate: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
+        return rate * 0.5 * (1.0 + tf.cos(math.pi * done))
+
+
+class Linear(_ToTheEnd):
+    """A straight line from `value` to final_share * value."""
+
+    def _Fall(self, rate: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
+        return rate * (1.0 - done)
+
+
+class Transformer(Schedule):
+    """multiplier / sqrt(model_dim) * min(1 / sqrt(t), t / warmup_steps^1.5), t = step + 1 (Vaswani et al. 2017)."""
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define("multiplier", 1.0, "Times the rate of the paper.", check=checks.NOT_NEGATIVE)
+        p.Define(
+            "warmup_steps",
+            4000,
+            "The rate rises linearly over so many steps, then it decays.",
+            check=checks.SIZE,
+        )
+        p.Define(
+            "model_dim",
+            0,
+            "M, the width of the model; a translation model sets it.",
+            check=checks.SIZE,
+        )
+        return p
 
     def Value(self, step: tf.Tensor) -> tf.Tensor:
         p = self.p
-        now = tf.cast(step, tf.float32)
-        rise = tf.minimum((now + 1.0) / float(max(p.warmup_steps, 1)), 1.0)
-        done = (now - p.warmup_steps) / float(p.total_steps - p.warmup_steps)
-        done = tf.clip_by_value(done, 0.0, 1.0)
-        return p.value * rise * 0.5 * (1.0 + tf.cos(math.pi * done))
+        t = tf.cast(step, tf.float32) + 1.0
+        shape = tf.minimum(tf.math.rsqrt(t), t * float(p.warmup_steps) ** -1.5)
+        return p.multiplier * float(p.model_dim) ** -0.5 * shape
+
+
+class SqrtDecay(Schedule):
+    """multiplier / sqrt(max(step, constant_steps)): constant at first, then a square-root decay. No warm-up.
+
+    This is how Lingvo reads "learning rate 1.0 with square-root decay after 10k steps", GShard's
+    recipe: the 1.0 is the multiplier, and the rate starts at 1 / sqrt(10000) = 0.01. Adafactor's rate
+    is relative to the size of a weight, so that a literal 1.0 would replace the weights at each of the
+    first steps. `InverseSqrt` with value=1.0, decay_start=10000 takes the sentence literally.
+    """
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define("multiplier", 1.0, "Over the square root.", check=checks.NOT_NEGATIVE)
+        p.Define(
+            "constant_steps",
+            10_000,
+            "The rate is constant for so many steps; 1 or more.",
+            check=checks.SIZE,
+        )
+        return p
+
+    def Value(self, step: tf.Tensor) -> tf.Tensor:
+        clock = tf.maximum(tf.cast(step, tf.float32), float(self.p.constant_steps))
+        return self.p.multiplier * tf.math.rsqrt(clock)

@@ -6,18 +6,20 @@ from lingvo_moe.core import checks, kernels
 from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.optimizers.base import Optimizer, slot_spec
+from lingvo_moe.core.optimizers.base import BaseOptimizer, slot_spec
 
 
-class Sgd(Optimizer):
+class Sgd(BaseOptimizer):
     """Gradient descent, with the recipe of residual networks as defaults.
 
     For a gradient g of a weight w:
 
-    * g' = g + weight_decay * w, where w has two dimensions or more: scales and biases do not decay.
+    * g' = g + weight_decay * w, where w decays.
     * velocity v = momentum * v + g'.
     * the weight loses rate * v, or with `nesterov` rate * (momentum * v + g').
     """
+
+    DECOUPLED = False
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -26,13 +28,13 @@ class Sgd(Optimizer):
             "momentum", 0.9, "The share of the velocity that a step keeps.", check=checks.SHARE
         )
         p.Define("nesterov", False, "Whether the step looks ahead along the velocity.")
-        p.Define(
-            "weight_decay",
-            1e-4,
-            "Times the weight, added to its gradient.",
-            check=checks.NOT_NEGATIVE,
-        )
-        return p
+        return p.Set(weight_decay=1e-4)
+
+    def __init__(self, params: InstantiableParams):
+        super().__init__(params)
+        if self.p.nesterov and not self.p.momentum:
+            why = "has no effect without momentum; set momentum, or leave it out"
+            raise checks.ParamError("nesterov", "True", why)
 
     def _SlotSpecs(self, spec: VariableSpec) -> NestedMap:
         return NestedMap(velocity=slot_spec(spec, "velocity")) if self.p.momentum else NestedMap()
@@ -46,10 +48,8 @@ class Sgd(Optimizer):
         rate: tf.Tensor,
         step: tf.Tensor,
     ) -> tuple[kernels.Delta, NestedMap]:
-        del step
+        del spec, weight, step
         p = self.p
-        if p.weight_decay and len(spec.shape) - spec.stack_dims > 1:
-            grad += p.weight_decay * weight
         if not p.momentum:
             return kernels.DenseDelta(rate * grad), NestedMap()
         velocity = p.momentum * slot.velocity + grad

@@ -1,9 +1,9 @@
 """Detects matrix products that XLA's SPMD partitioner (of jaxlib 0.10.2) computes wrongly.
 
 The partitioner groups the devices of a dot: those that hold the same part of the summed dimensions, of the
-batch, and so on. If the three tensors disagree on the groups, it has four faults. Each function below
-detects one of them from the shardings of operands and result. It is narrow: true only if the numbers are
-wrong, but not for every wrong dot.
+batch, and so on. If the three tensors disagree on the groups, it has several faults. Each function below
+detects one of them from the shardings of operands and result; faults_of_sums.py has more. It is narrow: true only if
+the numbers are wrong, but not for every wrong dot.
 """
 
 import dataclasses
@@ -34,6 +34,9 @@ def places(sharding: TensorSharding, dims: Sequence[int]) -> dict[int, tuple[int
     return found
 
 
+_Kept = tuple[tuple[int, ...], tuple[int, ...]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Dot:
     """A dot, the roles of its dimensions, and the shardings of its operands and its result.
@@ -59,17 +62,28 @@ class Dot:
         return lhs, parts(self.rhs, self.dims("rhs_contracting_dims"))
 
     @property
-    def further(self) -> tuple[int, ...]:
-        """Dimensions of the right operand that are not summed: batch dimensions first, then free ones."""
-        batch, summed = self.dims("rhs_batch_dims"), self.dims("rhs_contracting_dims")
-        rank = len(self.right.arrays[0].dims)
-        return (*batch, *(d for d in range(rank) if d not in (*batch, *summed)))
+    def kept(self) -> tuple[_Kept, _Kept]:
+        """For each operand the dimensions that are not summed, and those of the result that correspond to them.
+
+        Batch dimensions come first, then free ones.
+        """
+        rank = len(self.instruction.arrays[0].dims)
+        found = []
+        for side, operand in (("lhs", self.left), ("rhs", self.right)):
+            batch, summed = self.dims(f"{side}_batch_dims"), self.dims(f"{side}_contracting_dims")
+            dims = range(len(operand.arrays[0].dims))
+            free = [d for d in dims if d not in (*batch, *summed)]
+            first = len(batch) if side == "lhs" else rank - len(free)
+            result = (*range(len(batch)), *range(first, first + len(free)))
+            found.append(((*batch, *free), result))
+        return found[0], found[1]
 
     @property
-    def further_in_result(self) -> tuple[int, ...]:
-        """The dimensions of the result that correspond to those of `further`, in the same order."""
-        rank, batch = len(self.instruction.arrays[0].dims), len(self.dims("rhs_batch_dims"))
-        return (*range(batch), *range(rank - len(self.further) + batch, rank))
+    def free(self) -> tuple[_Kept, _Kept]:
+        """Those of `kept` that are no batch dimensions."""
+        batch = len(self.dims("lhs_batch_dims"))
+        left, right = self.kept
+        return (left[0][batch:], left[1][batch:]), (right[0][batch:], right[1][batch:])
 
     @property
     def batch(self) -> tuple[int, int, int]:
@@ -90,37 +104,8 @@ class Dot:
 
         Each is the product over those dimensions.
         """
-        rank, batch = len(self.instruction.arrays[0].dims), len(self.dims("lhs_batch_dims"))
-        left = len(self.left.arrays[0].dims) - len(self.dims("lhs_contracting_dims"))
-        return (
-            math.prod(parts(self.result, range(batch, left))),
-            math.prod(parts(self.result, range(left, rank))),
-        )
-
-
-def reshards_the_batch(dot: Dot) -> bool:
-    """Whether XLA returns the elements of a batch dimension in a wrong order.
-
-    Both operands shard the batch dimension over some devices and the summed dimensions over others. The result shards
-    the batch dimension into as many parts as the sum has, and XLA wrongly takes the devices of the sum for those of the
-    batch. Other batch dimensions do not matter.
-
-    False if the number of the result's copies is a multiple of the number of parts of the sum, or if the result shards
-    the free dimensions of an operand into as many parts: XLA then takes those devices for the sum.
-    """
-    summed, same = dot.summed
-    count = math.prod(summed)
-    lhs = parts(dot.lhs, dot.dims("lhs_batch_dims"))
-    rhs = parts(dot.rhs, dot.dims("rhs_batch_dims"))
-    result = parts(dot.result, range(len(lhs)))
-    return (
-        count > 1
-        and summed == same
-        and lhs == rhs
-        and any(before > 1 and after == count for before, after in zip(lhs, result))
-        and count not in dot.own
-        and dot.result.copies % count != 0
-    )
+        (_, left), (_, right) = self.free
+        return math.prod(parts(self.result, left)), math.prod(parts(self.result, right))
 
 
 def sums_differently_sharded_dims(dot: Dot) -> bool:
@@ -154,15 +139,15 @@ def adds_up_other_devices(dot: Dot) -> bool:
     count = math.prod(lhs)
     if count == 1 or lhs != rhs or dot.lhs.copies == 1 or math.prod(dot.lhs.tiles) != count:
         return False
-    if _part_bytes(dot.left, dot.lhs) > _part_bytes(dot.right, dot.rhs):
+    if part_bytes(dot.left, dot.lhs) > part_bytes(dot.right, dot.rhs):
         return False
     if dot.left.num_bytes >= dot.instruction.num_bytes:
         return False
     dims = dot.dims("rhs_contracting_dims")
-    summed, others = places(dot.rhs, dims), places(dot.rhs, dot.further)
+    summed, others = places(dot.rhs, dims), places(dot.rhs, dot.kept[1][0])
     if places(dot.lhs, dot.dims("lhs_contracting_dims")) != summed or not dot.result.is_sharded:
         return False
-    if places(dot.result, dot.further_in_result) != others:
+    if places(dot.result, dot.kept[1][1]) != others:
         return False
     groups: dict[tuple[int, ...], list[int]] = {}
     for device in sorted(summed):
@@ -173,49 +158,8 @@ def adds_up_other_devices(dot: Dot) -> bool:
     )
 
 
-def numbers_rows_differently(dot: Dot) -> bool:
-    """Whether XLA exchanges rows of the result, because the operands order the devices differently.
-
-    The right operand is sharded along the batch and the summed dimensions. The result is sharded along the batch and
-    the left operand's free dimension, with the same order of devices. The left operand is sharded along its free
-    dimension and the summed ones; among the devices with the same part of the sum it has another order. XLA reshards
-    the left operand along the batch in the left operand's order, and the right one to match. But it takes the result
-    to be in the right operand's order.
-    """
-    lhs, rhs = dot.summed
-    in_lhs, in_rhs, in_result = dot.batch
-    if math.prod(lhs) == 1 or lhs != rhs or not 1 == in_lhs < in_rhs == in_result:
-        return False
-    own = [d for d in range(len(dot.lhs.tiles)) if d not in dot.dims("lhs_contracting_dims")]
-    if max(dot.lhs.copies, dot.rhs.copies, dot.result.copies) > 1:
-        return False
-    if math.prod(parts(dot.lhs, own)) != in_rhs:
-        return False
-    batch = len(dot.dims("lhs_batch_dims"))
-    summed = _flat(dot.rhs, dot.dims("rhs_contracting_dims"))
-    of_batch = _flat(dot.rhs, dot.dims("rhs_batch_dims"))
-    if _flat(dot.lhs, dot.dims("lhs_contracting_dims")) != summed:
-        return False
-    if _flat(dot.result, range(batch)) != of_batch:
-        return False
-    if _flat(dot.result, range(batch, len(dot.result.tiles))) != summed:
-        return False
-    of_own = _flat(dot.lhs, own)
-    pairs = {(of_own[device], of_batch[device]) for device in summed}
-    return len(pairs) == in_rhs and any(left != right for left, right in pairs)
-
-
-def _flat(sharding: TensorSharding, dims: Sequence[int]) -> dict[int, int]:
-    """Maps each device to the index of its part along `dims`, flattened in row-major order."""
-    counts, found = parts(sharding, dims), {}
-    for device, place in places(sharding, dims).items():
-        found[device] = 0
-        for index, count in zip(place, counts):
-            found[device] = found[device] * count + index
-    return found
-
-
-def _part_bytes(instruction: Instruction, sharding: TensorSharding) -> int:
+def part_bytes(instruction: Instruction, sharding: TensorSharding) -> int:
+    """Returns the bytes of one device's part of an instruction's result."""
     array = instruction.arrays[0]
     size = array.num_bytes // max(math.prod(array.dims), 1)
     return math.prod(sharding.PartShape(array.dims)) * size

@@ -29,7 +29,7 @@ class Convolution:
         shardings: Sequence[TensorSharding],
     ):
         self._operands = operands
-        self._lhs, self._rhs = shardings
+        self._lhs, self._rhs, self._result = shardings
         dims = convolution_dims(instruction)
         self._own = (dims.lhs["b"], dims.rhs["o"])
         self._summed = (dims.lhs["f"], dims.rhs["i"])
@@ -37,13 +37,15 @@ class Convolution:
         self._left = [dims.lhs[label] for label in labels]
         self._right = [dims.rhs[label] for label in labels]
         self._windows = window(instruction)
+        self._sizes = [operands[0].arrays[0].dims[d] for d in self._left]
+        self._of_own = (dims.output["b"], dims.output["f"])
+        self._outer = [dims.output[label] for label in labels]
         self._counts = [instruction.arrays[0].dims[dims.output[label]] for label in labels]
         self._is_plain = "rhs_reversal" not in instruction.attributes and all(
             w.lhs_dilate == 1 for w in self._windows
         )
-        self._has_feature_groups, self._has_batch_groups = (
-            instruction.attribute(f"{what}_group_count") not in ("", "1")
-            for what in ("feature", "batch")
+        self._feature_groups, self._batch_groups = (
+            int(instruction.attribute(f"{what}_group_count") or 1) for what in ("feature", "batch")
         )
 
     @property
@@ -52,20 +54,34 @@ class Convolution:
         left, right = self._operands
         return 1 if left.arrays[0].num_bytes < right.arrays[0].num_bytes else 0
 
-    def _cut_windows(self) -> list[int]:
-        """Indices of the window dimensions along which the reference operand is sharded.
+    @property
+    def _has_groups(self) -> bool:
+        return max(self._feature_groups, self._batch_groups) > 1
 
-        A window that covers the image exactly once does not count: it is only a sum.
-        """
-        dims, cut = (self._left, self._right)[self._reference], self._cut
-        whole = [
-            w.size == self._operands[0].arrays[0].dims[d]
-            and count == 1
-            and (w.pad_low, w.rhs_dilate) == (0, 1)
-            for w, d, count in zip(self._windows, self._left, self._counts)
+    @property
+    def _sums(self) -> list[int]:
+        """Indices of the window dimensions whose window covers the image exactly once: they are only sums."""
+        return [
+            i
+            for i, w in enumerate(self._windows)
+            if (w.size, w.pad_low, w.rhs_dilate) == (self._sizes[i], 0, 1) and self._counts[i] == 1
         ]
+
+    @property
+    def _convolved(self) -> list[int]:
+        """Indices of the window dimensions that are no sums, and whose windows have several elements or a stride."""
+        return [
+            i
+            for i, w in enumerate(self._windows)
+            if i not in self._sums
+            and (w.size, w.pad_low, self._counts[i]) != (1, 0, self._sizes[i])
+        ]
+
+    def _cut_windows(self) -> list[int]:
+        """Indices of the window dimensions along which the reference operand is sharded, but for sums."""
+        dims, cut = (self._left, self._right)[self._reference], self._cut
         found = [i for i, n in enumerate(parts(cut, dims)) if n > 1]
-        return [i for i in found if not whole[i]]
+        return [i for i in found if i not in self._sums]
 
     @property
     def _cut(self) -> TensorSharding:
@@ -79,56 +95,66 @@ class Convolution:
     def AddsUpCopies(self) -> bool:
         """Whether XLA adds partial sums over all devices, although several devices hold the same part.
 
-        The partial sums are those over sharded windows; the result is too large. If both operands also shard the
-        summed features (in a gradient: the batch), XLA groups the devices by them first. Then the result is wrong only
-        if no other dimension of the operands is sharded. With feature or batch groups, as in a depthwise convolution's
-        gradient, it is also wrong if only the batch is sharded.
+        XLA shards both operands like the reference operand, and each device sums over its part; the result is too
+        large. It does so if the windows' dimensions of any of the three tensors are sharded, or with feature or batch
+        groups, as in a depthwise convolution; not if the reference operand's own dimension is sharded.
+
+        If both operands shard the summed features (in a gradient: the batch), XLA groups the devices by them first, and
+        adds the copies within a group. It may group the devices by an operand's own dimension next if the result shards
+        it alike, and then add no copies; such a convolution is not reported.
         """
-        if not self._is_plain or self._cut.copies == 1:
+        if not self._is_plain or self._cut.copies == 1 or not self._exchanges():
             return False
-        shardings = (self._lhs, self._rhs)
-        summed = [parts(s, [d])[0] for s, d in zip(shardings, self._summed)]
-        own = [parts(s, [d])[0] for s, d in zip(shardings, self._own)]
-        if self._has_feature_groups or self._has_batch_groups:
-            if own[self._reference] > 1:
-                return False
-            if self._has_feature_groups:
-                per_group = self._operands[1].arrays[0].dims[self._summed[1]]
-                return per_group == 1 == summed[self._reference] and self._exchanges()
-            if self._cut_windows():
-                return self._exchanges()
-            return min(summed) > 1 or max(parts(self._lhs, self._left)) > 1
-        if self._follows_copies(summed, own):
-            return True
-        if not self._exchanges():
+        own = [parts(s, [d])[0] for s, d in zip((self._lhs, self._rhs), self._own)]
+        is_alone = own[self._reference] == 1  # Whether XLA may shard the other operand alike.
+        if self._has_groups:
+            return self._adds_in_groups() if is_alone else self._adds_within_groups(own)
+        sides = ((self._lhs, self._left), (self._rhs, self._right))
+        windows = [parts(s, [dims[i] for i in self._convolved]) for s, dims in sides]
+        outer = parts(self._result, [self._outer[i] for i in self._convolved])
+        if max((*windows[0], *windows[1], *outer), default=1) == 1:
             return False
+        summed = [
+            math.prod(parts(s, [d, *(dims[i] for i in self._sums)]))
+            for (s, dims), d in zip(sides, self._summed)
+        ]
         if min(summed) > 1:
-            alike = (
-                self._lhs.copies == self._rhs.copies and summed[0] == summed[1] and max(own) == 1
-            )
-            left, right = parts(self._lhs, self._left), parts(self._rhs, self._right)
-            return alike and (left == right or max(right) > 1)
-        return own[self._reference] == 1
+            rest = [math.prod(s.tiles) // n for (s, _), n in zip(sides, summed)]
+            wanted = [parts(self._result, [d])[0] for d in self._of_own]
+            is_next = all(n != count or n == 1 for n, count in zip(own, wanted))
+            return is_alone and summed[0] == summed[1] and min(rest) > 1 and is_next
+        return is_alone
 
-    def _follows_copies(self, summed: Sequence[int], own: Sequence[int]) -> bool:
-        """Whether XLA reshards the image like the window, and then adds the copies.
-
-        The image is sharded along the summed features alone. The window is sharded along rows or columns, into as many
-        parts and with as many copies of each.
+    def _adds_within_groups(self, own: Sequence[int]) -> bool:
+        """Whether XLA first groups the devices by the batch groups, which the reference operand and the result shard.
 
         Args:
-            summed: into how many parts (image, window) shard the summed features.
-            own: into how many parts the image's batch and the window's output features are sharded.
+            own: into how many parts each operand shards its own dimension.
         """
-        left, right = parts(self._lhs, self._left), parts(self._rhs, self._right)
+        count, beside = own[self._reference], own[1 - self._reference]
+        sides = (self._lhs, self._rhs)
+        other = sides[1 - self._reference]
         return (
-            summed[0] > 1 == summed[1]
-            and max(own) == 1
-            and max(left) == 1
-            and math.prod(right) == summed[0]
-            and self._lhs.copies == self._rhs.copies
-            and max(self._counts) > 1
+            self._batch_groups > 1
+            and parts(self._result, [self._of_own[1]])[0] == count
+            and (beside == count or (beside == 1 and other.copies % count == 0))
+            and all(math.prod(s.tiles) > n for s, n in zip(sides, own))
         )
+
+    def _adds_in_groups(self) -> bool:
+        """Whether XLA shards a convolution with feature or batch groups like the reference operand.
+
+        Not if the groups are sharded over all devices: then each device computes its groups.
+        """
+        devices = len(self._cut.devices)
+        of_groups = (self._own[0], self._summed[0])[self._feature_groups > 1]
+        over_all = devices in (*parts(self._lhs, [of_groups]), *parts(self._rhs, [self._own[1]]))
+        if over_all and max(self._feature_groups, self._batch_groups) % devices == 0:
+            return False
+        if self._batch_groups > 1:
+            return True
+        per_group = self._operands[1].arrays[0].dims[self._summed[1]]
+        return per_group == 1 == parts(self._cut, [self._summed[self._reference]])[0]
 
     def SumsDifferentlyCutDims(self) -> bool:
         """Whether XLA leaves out partial sums: it adds them along only some of the sharded summed dimensions.
@@ -142,51 +168,50 @@ class Convolution:
         right = parts(self._rhs, [self._summed[1], *self._right])
         return (
             self._is_plain
-            and not (self._has_feature_groups or self._has_batch_groups)
+            and not self._has_groups
             and all(count == 1 for count in self._counts)
             and left != right
             and math.prod(left) == math.prod(right)
             and any(a == b > 1 for a, b in zip(left, right))
         )
 
-    def LosesBatch(self) -> bool:
-        """Whether parts of the batch are lost, since XLA reshards the image like the kernel, which is larger.
+    def ShardsGroups(self) -> bool:
+        """Whether XLA shards the channels of the image alone in a depthwise kernel's gradient.
 
-        The kernel is sharded along the summed features and has at least one copy for each part of the batch. The image
-        is sharded along the batch and the windows' dimensions.
+        It does so if the result is sharded along its dimension of one element. XLA takes that for a sharding of the
+        left operand's batch, and there the channels are. False if both operands are sharded beside the channels: XLA
+        then sums over their parts.
         """
-        summed = parts(self._lhs, [self._summed[0]])[0], parts(self._rhs, [self._summed[1]])[0]
-        return (
-            self._is_plain
-            and not (self._has_feature_groups or self._has_batch_groups)
-            and self._reference == 1
-            and summed[0] == 1 < summed[1]
-            and max(parts(self._lhs, self._left)) > 1
-            and 1 < parts(self._lhs, [self._own[0]])[0] <= self._rhs.copies
-        )
+        is_depthwise = self._batch_groups == self._operands[0].arrays[0].dims[self._own[0]]
+        if not is_depthwise or parts(self._result, [self._of_own[0]])[0] == 1:
+            return False
+        groups = parts(self._result, [self._of_own[1]])[0]
+        sides = (self._lhs, self._rhs)
+        own = [parts(s, [d])[0] for s, d in zip(sides, self._own)]
+        beside = [s.is_sharded and math.prod(s.tiles) > n for s, n in zip(sides, own)]
+        fits = (n == groups or (n == 1 and s.copies % groups == 0) for s, n in zip(sides, own))
+        is_known = all(fits) and max(own) == groups
+        return is_known and not (all(beside) and self._exchanges())
 
     def _exchanges(self) -> bool:
-        """Whether XLA does a halo exchange: each part of the left operand is close enough to its windows.
+        """Whether each part of the left operand is close enough to its windows for a halo exchange.
 
-        Otherwise XLA gathers an operand, and the result is right.
+        Otherwise XLA gathers an operand, and the result is right. True also if there is nothing to exchange.
         """
-        cut = self._cut_windows()
-        if not cut:
-            return False
         dims = (self._left, self._right)[self._reference]
-        for i in cut:
+        for i in self._cut_windows():
             count = parts(self._cut, [dims[i]])[0]
             before, after = _halos(
                 self._windows[i], *self._part_sizes(i, count), self._counts[i], count
             )
             size = self._part_sizes(i, count)[0]
             parts_away = -(-max(before, 0) // size) - (-max(after, 0) // size)
-            if self._windows[i].size < count or parts_away >= max(count, 3):
+            if parts_away > 2:
                 return False
         return True
 
     def _part_sizes(self, i: int, count: int) -> tuple[int, int]:
-        left = self._operands[0].arrays[0].dims[self._left[i]]
+        left = self._sizes[i]
         right = self._operands[1].arrays[0].dims[self._right[i]]
         return -(-left // count), -(-right // count)
 
@@ -198,7 +223,7 @@ class Convolution:
         its first window starts past its own shard, so it reads out of range. Padding "SAME" and "VALID"
         have no such window. The condition was found by trials.
         """
-        if not self._is_plain or self._has_feature_groups or self._has_batch_groups:
+        if not self._is_plain or self._has_groups:
             return False
         for i in self._cut_windows():
             w, count = self._windows[i], parts(self._lhs, [self._left[i]])[0]
@@ -209,7 +234,7 @@ class Convolution:
             in_padding = (w.size - 1) * w.rhs_dilate - w.pad_low
             begin = last * windows * w.rhs_dilate - w.pad_low
             if (
-                in_padding >= self._operands[0].arrays[0].dims[self._left[i]]
+                in_padding >= self._sizes[i]
                 and last < count - 1
                 and windows * w.rhs_dilate == 2 * size
                 and begin - self._counts[i] > (last + 1) * size

@@ -10,9 +10,10 @@ operation is wrong, but a program without reports may still be wrong. These case
 
 - SCATTER: updates that are sharded differently from the target along the window's dimensions;
 - COPIES and POOLING: windows that reach far beyond a neighbouring part;
+- COPIES: operands that XLA first groups by their batch or output features, outside a depthwise kernel's gradient;
 - PADDED_WINDOWS: windows of a part that do not cover exactly two parts of the image;
 - SUMS: sharded results, some of which are wrong;
-- ADDING_UP and ROWS: other orders of devices, some of which are wrong, depending on sizes.
+- ADDING_UP and EXCHANGED: other orders of devices, some of which are wrong, depending on sizes.
 """
 
 import dataclasses
@@ -25,6 +26,7 @@ from lingvo_moe.core.hlo.module import Computation, Instruction, Module
 from lingvo_moe.core.hlo.sharding import TensorSharding, parse_sharding
 from lingvo_moe.core.partitioner import faults_of_products as products
 from lingvo_moe.core.partitioner import faults_of_scatters as scatters
+from lingvo_moe.core.partitioner import faults_of_sums as sums
 from lingvo_moe.core.partitioner import faults_of_windows as windows
 from lingvo_moe.core.partitioner.faults_of_products import Dot
 from lingvo_moe.core.partitioner.spmd import operation_of
@@ -40,13 +42,13 @@ FLAG_HELP = (
 
 SCATTER = "scatter of unevenly sharded updates"
 COPIES = "convolution summed over copies"
-LOST_BATCH = "convolution by a kernel sharded along its input features"
+GROUPS = "depthwise kernel's gradient sharded along its dimension of one element"
 PADDED_WINDOWS = "kernel gradient of windows in padding"
 POOLING = "gradient of overlapping max pooling"
 BATCH = "product with a resharded batch"
+EXCHANGED = "product scattered in another order of devices"
 SUMS = "sum over differently sharded dimensions"
 ADDING_UP = "sum over devices in another order"
-ROWS = "product of differently ordered rows"
 
 # What goes wrong, and the remedy.
 _TEXTS = {
@@ -57,15 +59,15 @@ _TEXTS = {
         "of the parts, with indices of -1",
     ),
     COPIES: (
-        "each device sums over its part of the windows, and the sums are added over all devices "
+        "each device sums over its part of the operands, and the sums are added over all devices "
         "though {copies} hold the same part: the result is too large",
         "shard the batch along the unused mesh axis, or split the operands into as many parts as "
         "there are devices",
     ),
-    LOST_BATCH: (
-        "the image, sharded along rows or columns and the batch, is sharded as the larger kernel, along the "
-        "input features, and parts of the batch are lost",
-        "shard the image along its features too, or replicate the kernel",
+    GROUPS: (
+        "this gradient of a depthwise kernel is sharded along its dimension of one element, and XLA then shards the "
+        "image's channels and not those of the result's gradient",
+        "annotate the gradient as replicated, or sharded along channels alone",
     ),
     PADDED_WINDOWS: (
         "the kernel's gradient reads the last windows, which cover only padding, out of range",
@@ -82,6 +84,12 @@ _TEXTS = {
         "annotate the result with the sharding of the operands' batch, and reshard it after an operation "
         "in between",
     ),
+    EXCHANGED: (
+        "the result is sharded over the devices of the sum, and over the others in another order than in the "
+        "operands: devices get each other's parts",
+        "name the mesh axes of the result in the order in which the operands use them, or do not shard the result "
+        "over the axes of the sum",
+    ),
     SUMS: (
         "the operands agree on the sharding of one summed dimension and not on that of another: the parts "
         "of the former are not added",
@@ -92,17 +100,13 @@ _TEXTS = {
         "columns are added",
         "use a mesh whose devices are in ascending order",
     ),
-    ROWS: (
-        "the operands number the devices of a row differently, and the result's rows are exchanged",
-        "use the same order of devices for both operands",
-    ),
 }
 _PARTITIONS = re.compile(r"num_partitions=(\d+)")
 _DOTS: Sequence[tuple[str, Callable[[Dot], bool]]] = (
-    (BATCH, products.reshards_the_batch),
+    (BATCH, sums.reshards_the_batch),
+    (EXCHANGED, sums.exchanges_parts),
     (SUMS, products.sums_differently_sharded_dims),
     (ADDING_UP, products.adds_up_other_devices),
-    (ROWS, products.numbers_rows_differently),
 )
 _MOST_NAMED = 5
 
@@ -225,15 +229,15 @@ def _in_dot(at: _At) -> _Found:
 
 
 def _in_convolution(at: _At) -> _Found:
+    what = windows.Convolution(at.instruction, at.operands, at.shardings)
+    if what.ShardsGroups():
+        yield GROUPS, {}
     if not all(s.is_sharded for s in at.shardings[:2]):
         return
-    what = windows.Convolution(at.instruction, at.operands, at.shardings[:2])
     if what.AddsUpCopies():
         yield COPIES, {"copies": what.copies}
     elif what.SumsDifferentlyCutDims() and not at.shardings[2].is_sharded:
         yield SUMS, {}
-    elif what.LosesBatch():
-        yield LOST_BATCH, {}
     elif what.SkipsPadding():
         yield PADDED_WINDOWS, {}
 

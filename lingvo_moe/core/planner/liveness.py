@@ -85,10 +85,6 @@ class Liveness:
                 best, place = held, at
         return place, best
 
-    def LiveAt(self, place: int) -> Iterator[Buffer]:
-        """The buffers that are live at a position of the schedule."""
-        return (b for b in self.buffers if b.start <= place <= b.end)
-
 
 def liveness(module: Module) -> Liveness:
     """Traces a scheduled module.

@@ -186,7 +186,7 @@ def argument_bytes(signature: Signature) -> dict[str, int]:
 
 def _kind_of_argument(name: str) -> str:
     heads = name.split(".")[:2]
-    return "weights" if "theta" in heads else "slots" if "slots" in heads else "inputs"
+    return "weights" if "theta" in heads else "slots" if {"slots", "ema"} & {*heads} else "inputs"
 
 
 def _bytes(spec: Argument, mesh: Mesh) -> int:
@@ -336,7 +336,7 @@ class _Attribution:
 
 def _scope(name: str) -> str:
     """Turns an argument's path into the name that an operation in its layer's scope would have."""
-    path = [p for p in name.split(".")[1:] if p not in ("theta", "slots")]
+    path = [p for p in name.split(".")[1:] if p not in ("theta", "slots", "ema")]
     return "/".join(["model", *path, "x"]).replace("[", "_").replace("]", "")
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.inspect import bytes_per_device, count_parameters
+from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.planner import network
 from lingvo_moe.core.planner.costs import Cost
 from lingvo_moe.core.planner.topology import Topology
@@ -53,12 +54,12 @@ def parameters(state_specs: Any, mesh: Mesh) -> dict[str, int]:
     """Returns the plan's `parameters`: number of weights, bytes of weights and slots.
 
     Args:
-        state_specs: a NestedMap of VariableSpecs: a training state with `theta` and maybe `slots`, or
-            weights alone.
+        state_specs: a NestedMap of VariableSpecs: a training state with `theta` and maybe `slots` and `ema`, whose
+            bytes count as slots, or weights alone.
         mesh: the mesh that the specs are sharded over.
     """
     theta = state_specs.theta.Flatten() if "theta" in state_specs else state_specs.Flatten()
-    slots = state_specs.slots.Flatten() if "slots" in state_specs else []
+    slots = [s for part in ("slots", "ema") for s in state_specs.get(part, NestedMap()).Flatten()]
     return {
         "count": count_parameters(theta),
         "bytes_total": sum(bytes_per_device(replace(s, split=_replicated(s)), mesh) for s in theta),

@@ -7,6 +7,7 @@ import numpy as np
 
 from lingvo_moe.core.engine.base import make_engine
 from lingvo_moe.core.engine.checkpoints import Checkpointer
+from lingvo_moe.core.engine.run_weights import read_weights
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.run_dir import RunDir
 from lingvo_moe.core.sharding import single_device
@@ -22,12 +23,14 @@ class Scores:
 
     Attributes:
         step: of the checkpoint.
+        ema: whether the weights were their moving average.
         images: how many images were scored.
         nll: nats an image.
         top1, top5: the share of images whose class is the best-scored one, or one of the five.
     """
 
     step: int
+    ema: bool
     images: int
     nll: float
     top1: float
@@ -38,6 +41,7 @@ def evaluate(
     logdir: str | os.PathLike,
     data_dir: str = "",
     step: int | None = None,
+    use_ema: bool = False,
     trust_run: bool = False,
 ) -> Scores:
     """Scores all held-out images on one device, without anything random.
@@ -46,10 +50,11 @@ def evaluate(
         logdir: the run.
         data_dir: a folder of images with the run's classes; '': the data that the run trained on.
         step: of the checkpoint; None for the newest.
+        use_ema: whether to score the moving average of the weights, of a run with task.ema_decay.
         trust_run: see RunDir.
 
     Raises:
-        RunDirError: no run. CheckpointError: no readable checkpoint.
+        RunDirError: no run. CheckpointError: no readable checkpoint, or no moving average in it.
         ImageDataError: a run of another task; nothing is held out, an image cannot be read, or other classes.
     """
     run = RunDir(logdir, trust_run=trust_run)
@@ -68,7 +73,7 @@ def evaluate(
     theta_specs = task.VariableSpecs()
     with Checkpointer(str(run.checkpoint_dir), read_only=True) as checkpointer:
         scored = checkpointer.LatestStep() if step is None else step  # a trainer may add steps
-        theta, _ = checkpointer.RestoreToNumpy("theta", scored)
+        theta = read_weights(checkpointer, task, scored, use_ema)
         assert scored is not None  # without a checkpoint, nothing can be restored
     batch_specs = inputs.BatchSpec().Transform(lambda s: TensorSpec(s.shape, s.dtype))
     score = engine.Build(task.EvalStep, (theta_specs, batch_specs), name="evaluate")
@@ -78,4 +83,4 @@ def evaluate(
         metrics = engine.Get(score(theta, batch))
         images += int(metrics.images)
         totals += metrics.images * np.array([metrics[name] for name in _METRICS])
-    return Scores(scored, images, *map(float, totals / images))
+    return Scores(scored, use_ema, images, *map(float, totals / images))

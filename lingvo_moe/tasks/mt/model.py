@@ -71,6 +71,14 @@ class MtModel(MtTask):
         p.Derive("moe.experts.relu_dropout_prob", "dropout")
         for name in ("model_dim", "num_experts"):
             p.Derive(f"decoder_router.{name}", name)
+        p.Derive("optimizer.learning_rate.model_dim", "model_dim")
+        return p
+
+    @classmethod
+    def OptimizerParams(cls, task: HyperParams) -> InstantiableParams:
+        p = super().OptimizerParams(task).Copy()
+        if "model_dim" in p.learning_rate:
+            p.learning_rate.model_dim = task.model_dim
         return p
 
     def __init__(self, params: InstantiableParams):

@@ -8,8 +8,8 @@ from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.engine.testing import run_sharded, run_single
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.optimizers.adafactor import Adafactor
-from lingvo_moe.core.optimizers.schedules import Constant
+from lingvo_moe.core.optimizers.adafactor import Adafactor, GShardAdafactor
+from lingvo_moe.core.optimizers.schedules import Constant, SqrtDecay
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import Mesh, dims_mapping
 
@@ -235,6 +235,31 @@ def test_a_variable_without_a_gradient_is_named():
 def test_errors_name_the_parameter(params):
     with pytest.raises(ValueError, match=f"{next(iter(params))}=.*: must be a"):
         _optimizer(**params)
+
+
+def test_a_least_size_without_steps_relative_to_it_is_refused():
+    with pytest.raises(ValueError, match=r"epsilon2=0\.5: has no effect with multiply_by_param"):
+        _optimizer(multiply_by_parameter_scale=False, epsilon2=0.5)
+
+
+def test_gshard_s_recipe_is_all_its_own():
+    """Its numbers are written out, so that other defaults of Adafactor leave them alone."""
+    p = GShardAdafactor.Params()
+    found = {name: value for name, value in p.IterParams() if name not in ("cls", "learning_rate")}
+    assert found == {
+        "beta2": 0.99,
+        "clip_threshold": 1.0,
+        "decay_exclude": [],
+        "decay_exponent": 0.8,
+        "decay_include": [],
+        "decay_min_dims": 2,
+        "epsilon1": 1e-30,
+        "epsilon2": 1e-3,
+        "min_dim_size_to_factor": 128,
+        "multiply_by_parameter_scale": True,
+        "weight_decay": 0.0,
+    }
+    assert p.learning_rate == SqrtDecay.Params().Set(multiplier=1.0, constant_steps=10_000)
 
 
 def test_over_devices_only_scalars_cross():

@@ -1,16 +1,29 @@
-"""Learning-rate schedules at chosen steps."""
+"""Learning-rate schedules against formulas in plain Python, at the steps where they bend."""
+
+import math
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from lingvo_moe.core.hyperparams import ParamError
+from lingvo_moe.core.optimizers.registry import SCHEDULES
 from lingvo_moe.core.optimizers.schedules import (
     Constant,
-    ConstantThenSqrtDecay,
+    Cosine,
+    InverseSqrt,
+    Linear,
     SqrtDecay,
-    WarmupThenCosine,
+    Transformer,
 )
+
+STEPS = [0, 1, 4, 9, 10, 11, 19, 20, 25, 29, 30, 31, 100, 10**6]
+# What a schedule cannot do without.
+NEEDED = {
+    "cosine": {"total_steps": 30},
+    "linear": {"total_steps": 30},
+    "transformer": {"model_dim": 64},
+}
 
 
 def _values(params, steps) -> np.ndarray:
@@ -20,39 +33,104 @@ def _values(params, steps) -> np.ndarray:
     return np.array(values)
 
 
-def test_constant():
-    np.testing.assert_allclose(_values(Constant.Params().Set(value=0.3), [0, 10**6]), 0.3)
+def _rise(step, warmup_steps):
+    return min((step + 1) / warmup_steps, 1.0) if warmup_steps else 1.0
 
 
-def test_sqrt_decay_is_the_paper_s_recipe_by_default():
+def _falling(share, warmup_steps, shape):
+    """From 1 to `share` between the end of the warm-up and step 30."""
+
+    def at(step):
+        done = min(max(step - warmup_steps, 0) / (30 - warmup_steps), 1.0)
+        return _rise(step, warmup_steps) * (share + (1 - share) * shape(done))
+
+    return at
+
+
+def _half_cosine(done):
+    return (1 + math.cos(math.pi * done)) / 2
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 10])
+@pytest.mark.parametrize("share", [0.0, 0.1])
+@pytest.mark.parametrize(
+    "cls, shape",
+    [(Cosine, _half_cosine), (Linear, lambda done: 1 - done)],
+    ids=["cosine", "linear"],
+)
+def test_decay_to_the_end(cls, shape, share, warmup_steps):
+    params = cls.Params().Set(
+        value=0.4, warmup_steps=warmup_steps, total_steps=30, final_share=share
+    )
+    at = _falling(share, warmup_steps, shape)
+    want = [0.4 * at(step) for step in STEPS]
+    np.testing.assert_allclose(_values(params, STEPS), want, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 10])
+def test_constant(warmup_steps):
+    params = Constant.Params().Set(value=0.3, warmup_steps=warmup_steps)
+    want = [0.3 * _rise(step, warmup_steps) for step in STEPS]
+    np.testing.assert_allclose(_values(params, STEPS), want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("warmup_steps, start", [(0, 0), (0, 20), (10, 0), (10, 10), (10, 20)])
+def test_inverse_sqrt(warmup_steps, start):
+    params = InverseSqrt.Params().Set(value=0.5, warmup_steps=warmup_steps, decay_start=start)
+    begins = start or warmup_steps or 1
+    want = [0.5 * _rise(t, warmup_steps) * math.sqrt(begins / max(t, begins)) for t in STEPS]
+    np.testing.assert_allclose(_values(params, STEPS), want, rtol=1e-6)
+
+
+def test_transformer_s_is_that_of_vaswani():
+    params = Transformer.Params().Set(multiplier=2.0, warmup_steps=10, model_dim=64)
+    want = [2 * 64**-0.5 * min((t + 1) ** -0.5, (t + 1) * 10**-1.5) for t in STEPS]
+    np.testing.assert_allclose(_values(params, STEPS), want, rtol=1e-6)
+
+
+def test_gshard_s_is_constant_and_then_decays():
     values = _values(SqrtDecay.Params(), [0, 5_000, 10_000, 40_000, 1_000_000])
     np.testing.assert_allclose(values, [0.01, 0.01, 0.01, 0.005, 0.001], rtol=1e-6)
-
-
-def test_sqrt_decay_parameters():
-    params = SqrtDecay.Params().Set(multiplier=2.0, warmup_steps=100)
+    params = SqrtDecay.Params().Set(multiplier=2.0, constant_steps=100)
     np.testing.assert_allclose(_values(params, [0, 100, 400]), [0.2, 0.2, 0.1], rtol=1e-6)
 
 
-def test_constant_then_sqrt_decay():
-    params = ConstantThenSqrtDecay.Params().Set(value=0.5, constant_steps=100)
-    np.testing.assert_allclose(_values(params, [0, 100, 400]), [0.5, 0.5, 0.25], rtol=1e-6)
-    params.rise_steps = 10
-    np.testing.assert_allclose(
-        _values(params, [0, 4, 9, 100, 400]), [0.05, 0.25, 0.5, 0.5, 0.25], rtol=1e-6
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_steps_may_be_traced(name):
+    params = (
+        SCHEDULES[name].Params().Set(warmup_steps=4) if name != "gshard" else SqrtDecay.Params()
     )
-
-
-def test_warmup_then_cosine():
-    params = WarmupThenCosine.Params().Set(value=0.4, warmup_steps=10, total_steps=30)
-    values = _values(params, [0, 4, 10, 20, 30, 10**6])
-    np.testing.assert_allclose(values, [0.04, 0.2, 0.4, 0.2, 0, 0], rtol=1e-6, atol=1e-7)
-    with pytest.raises(ParamError, match="total_steps=10: must be more than warmup_steps=10"):
-        params.Set(total_steps=10).Instantiate()
-
-
-@pytest.mark.parametrize("cls", [Constant, SqrtDecay, ConstantThenSqrtDecay, WarmupThenCosine])
-def test_steps_may_be_traced(cls):
-    schedule = cls.Params().Instantiate()
+    schedule = params.Set(**NEEDED.get(name, {})).Instantiate()
     traced = tf.function(schedule.Value)
-    np.testing.assert_allclose(traced(tf.constant(7)), schedule.Value(tf.constant(7)))
+    np.testing.assert_allclose(traced(tf.constant(7)), schedule.Value(tf.constant(7)), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "params, message",
+    [
+        (Cosine.Params(), "total_steps=0: must be more than warmup_steps=0; set it to .*max_steps"),
+        (Linear.Params().Set(total_steps=9, warmup_steps=9), "total_steps=9: must be more than"),
+        (
+            InverseSqrt.Params().Set(decay_start=3, warmup_steps=9),
+            "decay_start=3: must be 0, or at",
+        ),
+        (Transformer.Params(), "model_dim=0: must be an integer of at least 1"),
+    ],
+)
+def test_schedules_that_cannot_be(params, message):
+    with pytest.raises(ParamError, match=message):
+        params.Instantiate()
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_ranges(name):
+    params = SCHEDULES[name].Params()
+    for key, value in {
+        "value": -0.1,
+        "multiplier": -1.0,
+        "warmup_steps": -1,
+        "final_share": 1.0,
+    }.items():
+        if key in params:
+            with pytest.raises(ParamError, match=f"{key}=.*: must be"):
+                params.Set(**{key: value})

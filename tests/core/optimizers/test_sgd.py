@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_moe.core.base_layer import VariableSpec
+from lingvo_moe.core.hyperparams import ParamError
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.schedules import Constant
@@ -47,3 +48,8 @@ def test_three_steps(momentum, nesterov):
     spec = optimizer.SlotSpecs(specs).kernel.get("velocity")
     assert (spec is not None) == bool(momentum)
     assert spec is None or (spec.shape, spec.split) == ((4, 3), ("expert", None))
+
+
+def test_looking_ahead_without_momentum_is_refused():
+    with pytest.raises(ParamError, match="nesterov=True: has no effect without momentum"):
+        Sgd.Params().Set(momentum=0.0, nesterov=True).Instantiate()

@@ -200,6 +200,67 @@ def test_kernel_gradient_of_depthwise_convolution_over_copies(cut, is_wrong):
     assert _kinds(module) == [kf.COPIES] * is_wrong
 
 
+DEPTHWISE = "window={size=16 pad=1_1}, dim_labels=f0b_i0o->0bf, batch_group_count=4"
+
+
+@pytest.mark.parametrize(
+    "image, results, kernel, is_wrong",
+    [
+        # Grouped by channels first: the image's other devices hold copies.
+        ("[1,2,2,2]", "[1,2,1,4]", "[1,1,2,4]", True),
+        ("[2,2,2]", "[2,2,1,2]", "[1,1,2,4]", False),
+        ("[1,2,2,2]", "[1,2,1,4]", "", False),  # The gradient is not sharded along channels.
+        ("[2,1,1,4]", "[1,1,2,4]", "[1,1,2,4]", True),  # Of different dimensions.
+    ],
+)
+def test_kernel_gradient_of_depthwise_convolution_by_channels(image, results, kernel, is_wrong):
+    cuts = [
+        f"{{devices={tiles}<=[8]{' last_tile_dim_replicate' * (tiles.count(',') == 3)}}}"
+        for tiles in (image, results, kernel)
+    ]
+    operands = [("f32[4,16,4]", cuts[0]), ("f32[4,16,4]", cuts[1])]
+    result = ("f32[3,1,4]", "convolution", DEPTHWISE, cuts[2] if kernel else WHOLE)
+    assert _kinds(_module(8, operands, result)) == [kf.COPIES] * is_wrong
+
+
+@pytest.mark.parametrize(
+    "image, kernel, is_wrong",
+    [
+        (WHOLE, "{devices=[1,2,1,4]<=[8] last_tile_dim_replicate}", True),
+        ("{devices=[1,1,2,4]<=[8] last_tile_dim_replicate}", "{devices=[1,4,2]<=[8]}", True),
+        (WHOLE, "{devices=[1,1,2,4]<=[8] last_tile_dim_replicate}", False),
+        (WITH_BATCH, "{devices=[1,2,1,4]<=[8] last_tile_dim_replicate}", False),  # It is summed.
+    ],
+)
+def test_kernel_gradient_of_depthwise_convolution_sharded_along_one_element(
+    image, kernel, is_wrong
+):
+    operands = [("f32[4,16,4]", image), ("f32[4,16,4]", image)]
+    module = _module(8, operands, ("f32[3,1,4]", "convolution", DEPTHWISE, kernel))
+    assert _kinds(module) == [kf.GROUPS] * is_wrong
+
+
+@pytest.mark.parametrize(
+    "image, kernel, result, is_wrong",
+    [
+        # Only the result is sharded along rows; the image's features are summed over devices with copies.
+        ("[1,1,2,4]", "[1,2,1,4]", "[4,2,1]", True),
+        ("[1,1,2,4]", "[1,2,1,4]", "[8,1,1]", False),
+        ("[2,1,2,2]", "[1,2,1,4]", "[4,2,1]", False),  # The image's batch is sharded.
+        ("[1,1,8]", "[1,8,1]", "[4,2,1]", False),
+    ],
+)
+def test_convolution_with_a_result_sharded_along_rows(image, kernel, result, is_wrong):
+    cuts = [
+        f"{{devices={tiles}<=[8]{' last_tile_dim_replicate' * (tiles.count(',') == 3)}}}"
+        for tiles in (image, kernel, result)
+    ]
+    operands = [("f32[8,16,8]", cuts[0]), ("f32[5,16,8]", cuts[1])]
+    attributes = "window={size=5 pad=2_2}, dim_labels=b0f_0oi->b0f"
+    module = _module(8, operands, ("f32[8,16,16]", "convolution", attributes, cuts[2]))
+    assert _kinds(module) == [kf.COPIES] * is_wrong
+
+
 def test_kernel_gradient_that_is_a_product():
     """With a kernel of one element and stride 1, rows are summed like features."""
     module = _kernel_gradient((16, 2), IDLE, (16, 2), IDLE, (0, 0))
@@ -267,10 +328,51 @@ def test_batch_cut_anew(result, is_wrong):
     assert _kinds(module) == [kf.BATCH] * is_wrong
 
 
+@pytest.mark.parametrize(
+    "result, is_wrong",
+    [
+        ("{devices=[4,1,2]0,4,2,6,1,5,3,7}", True),
+        ("{devices=[4,1,2]0,4,1,5,2,6,3,7}", False),
+    ],
+)
+def test_result_over_the_devices_of_a_sum_on_which_the_operands_disagree(result, is_wrong):
+    """The larger operand decides which devices add up their parts."""
+    left = ("f32[8,16,24]", "{devices=[1,2,2,2]0,1,4,5,2,3,6,7 last_tile_dim_replicate}")
+    right = ("f32[24,16]", "{devices=[2,1,4]0,4,1,5,2,6,3,7 last_tile_dim_replicate}")
+    module = _dot(left, right, ("f32[8,16,16]", result), summed=((2,), (0,)))
+    assert _kinds(module) == [kf.EXCHANGED] * is_wrong
+
+
+def test_batch_that_is_grouped_first():
+    """The result has as many parts of the batch as the operands, in another dimension over the sum's devices."""
+    operand = ("f32[8,8,16]", "{devices=[2,1,2]<=[4]}")
+    rows = {"batch": ((0, 1), (0, 1)), "summed": ((2,), (2,))}
+    result = ("f32[8,8]", "{devices=[2,2]<=[4]}")
+    assert _kinds(_dot(operand, operand, result, **rows, devices=4)) == []
+
+
 def test_batch_cut_anew_where_only_one_operand_is_cut_along_it():
     other = ("f32[16,16]", "{devices=[1,4,2]0,4,1,5,2,6,3,7 last_tile_dim_replicate}")
     result = ("f32[16]", "{devices=[4,2]0,4,1,5,2,6,3,7 last_tile_dim_replicate}")
     assert _kinds(_dot(GRID, other, result, **ROWS_ALIKE)) == []
+
+
+@pytest.mark.parametrize(
+    "result, is_wrong",
+    [
+        ("{devices=[1,2,4]0,2,4,6,1,3,5,7 last_tile_dim_replicate}", False),
+        ("{devices=[4,2]0,4,2,6,1,5,3,7}", True),  # Rows over the axes c and b, columns over a.
+        ("{devices=[4,2]0,4,1,5,2,6,3,7}", False),  # Rows over b and c, like the left operand's.
+        ("{devices=[4,1,2]0,4,2,6,1,5,3,7 last_tile_dim_replicate}", False),  # Columns whole.
+        ("{devices=[8,1]<=[8]}", False),
+    ],
+)
+def test_result_over_the_devices_of_the_sum(result, is_wrong):
+    """On a mesh a:2,b:2,c:2, the left operand over b and a, the right one over a and b; the sum is over a."""
+    left = ("f32[16,8]", "{devices=[2,2,2]0,1,4,5,2,3,6,7 last_tile_dim_replicate}")
+    right = ("f32[8,24]", "{devices=[2,2,2]<=[8] last_tile_dim_replicate}")
+    module = _dot(left, right, ("f32[16,24]", result.replace("[1,2,4]", "[2,1,4]")))
+    assert _kinds(module) == [kf.EXCHANGED] * is_wrong
 
 
 @pytest.mark.parametrize(
@@ -319,7 +421,7 @@ def test_rows_in_different_orders(right, result, is_wrong):
     dims = {"batch": ((2,), (0,)), "summed": ((0,), (1,))}
     cut = [f"{{devices=[4,2]{order}}}" for order in (right, result)]
     module = _dot(left, ("f32[8,2]", cut[0]), ("f32[8,12]", cut[1]), **dims)
-    assert _kinds(module) == [kf.ROWS] * is_wrong
+    assert _kinds(module) == [kf.EXCHANGED] * is_wrong
 
 
 def test_manual_parts_and_one_device_are_left_alone():

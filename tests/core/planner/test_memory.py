@@ -108,6 +108,8 @@ def test_arguments_are_those_of_the_signature_to_the_byte():
     kinds = argument_bytes(_SIGNATURE)
     assert kinds == {"weights": 8 * _KIB, "slots": 64, "inputs": 4 + _KIB}
     assert sum(kinds.values()) == _ARGUMENTS
+    average = _signature(TensorSpec((16, 64), "float32", (None, None), "state.ema.m.w"))
+    assert argument_bytes(average) == {"weights": 0, "slots": 4 * _KIB, "inputs": 0}
 
 
 def test_what_is_held_at_the_peak_is_told_apart():

@@ -98,6 +98,8 @@ def test_parameters_are_counted_whole_and_by_device():
     alone = plan.parameters(task.VariableSpecs(), mesh)
     assert alone == counted | {"slot_bytes": 0}
     assert isinstance(task.VariableSpecs(), NestedMap)
+    averaged = plan.parameters(p.Set(ema_decay=0.9).Instantiate().StateSpecs(), mesh)
+    assert averaged == counted | {"slot_bytes": counted["slot_bytes"] + counted["bytes"]}
 
 
 def test_a_plan_that_contradicts_itself_is_refused():

@@ -9,7 +9,7 @@ import pytest
 
 from lingvo_moe.core import inspect, registry
 from lingvo_moe.core.moe.layer import MoELayer
-from lingvo_moe.core.optimizers.adafactor import Adafactor
+from lingvo_moe.core.optimizers.adafactor import GShardAdafactor
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.trainer import make_mesh
 from lingvo_moe.trainer_checks import check_divisible
@@ -102,7 +102,7 @@ def test_the_recipe_is_the_papers(name):
     assert sizes == (64000, 32000, 1024, 8192, 16)
     assert p.key_dim == (128 if name in _MOE else 64)
     assert (p.dropout, p.aux_loss_weight, p.label_smoothing) == (0.1, 0.01, 0.1)
-    assert p.optimizer.cls is Adafactor
+    assert p.optimizer.cls is GShardAdafactor
     rate = p.Instantiate().optimizer.learning_rate.Value(40_000)
     assert float(rate) == pytest.approx(1 / 200)
     assert {s.dtype for s in p.Instantiate().VariableSpecs().Flatten()} == {"float32"}

@@ -86,7 +86,7 @@ def test_resnet_on_a_folder_trains_resumes_and_is_scored(folder, tmp_path, capsy
         f"--logdir={run}",
         "--mesh=data:2",
         "--engine=pjrt",
-        f"--model_params_override={OVERRIDE}",
+        f"--model_params_override={OVERRIDE};task.ema_decay=0.9",
     ]
     assert status(*train, "--max_steps=2") == 0
     assert status(*train, "--max_steps=3") == 0
@@ -108,7 +108,11 @@ def test_resnet_on_a_folder_trains_resumes_and_is_scored(folder, tmp_path, capsy
     assert "step 3, 10 held-out images: top-1" in capsys.readouterr().out
     scores = json.loads((run / "scores.json").read_bytes())
     assert (scores["step"], scores["images"], scores["top5"]) == (3, 10, 1.0)
-    assert 0 <= scores["top1"] <= 1
+    assert 0 <= scores["top1"] <= 1 and not scores["ema"]
+    assert evaluate_images.main([f"--logdir={run}", "--use_ema", "--checkpoint_step=3"]) == 0
+    assert "step 3, moving average, 10 held-out images: top-1" in capsys.readouterr().out
+    averaged = json.loads((run / "scores.json").read_bytes())
+    assert averaged["ema"] and averaged["nll"] != scores["nll"]
 
 
 def test_parameters_that_do_not_fit_or_have_no_effect_are_refused(folder, tmp_path, capsys):

@@ -183,7 +183,7 @@ def check_choices(path: str, name: str, number: int, num_experts: int) -> None:
 
 
 class LearnedRouter(Router):
-    """A router with a gating network, wg [M,E]. Subclasses implement `Route`, or `RouteInputs`; and `ChooseByLogits`,
+    """A router with a gating network, wg [M,E]. Subclasses implement `Route`, or `RouteInputs`; and `_ChooseByLogits`,
     if decoding is to leave out what it does not read.
 
     The network's input is each token or, by `level`, its sentence's mean or its task's embedding (then
@@ -261,7 +261,7 @@ class LearnedRouter(Router):
     def __init_subclass__(cls, **kwargs: Any):
         """A subclass that says how it chooses by logits chooses so."""
         own = vars(cls)
-        by_logits = "ChooseByLogits" in own and "ChooseExperts" not in own
+        by_logits = "_ChooseByLogits" in own and "ChooseExperts" not in own
         super().__init_subclass__(**kwargs)
         if by_logits:
             cls.ChooseExperts = LearnedRouter.ChooseExperts  # type: ignore[method-assign]
@@ -275,11 +275,13 @@ class LearnedRouter(Router):
     ) -> Chosen:
         """See `Router`."""
         logits_GSE = self.Logits(theta, self.Seen(theta, x_GSM, paddings_GS, context))
-        return self.ChooseByLogits(theta, logits_GSE, inputs.real_tokens(paddings_GS))
+        return self._ChooseByLogits(theta, logits_GSE, inputs.real_tokens(paddings_GS))
 
-    def ChooseByLogits(self, theta: NestedMap, logits_GSE: tf.Tensor, real_GS: tf.Tensor) -> Chosen:
+    def _ChooseByLogits(
+        self, theta: NestedMap, logits_GSE: tf.Tensor, real_GS: tf.Tensor
+    ) -> Chosen:
         """The choices of `ChooseExperts` from the logits, and `real_GS`, float32, 1 for tokens and 0 for padding."""
-        raise NotImplementedError(f"{type(self).__name__}.ChooseByLogits")
+        raise NotImplementedError(f"{type(self).__name__}._ChooseByLogits")
 
     @scoped
     def RouteInputs(

@@ -91,7 +91,9 @@ class ExpertChoiceRouter(LearnedRouter):
             best.expert_index, best.gate, position, best.kept, best.kept, real_GS, None, gates_GSE
         )
 
-    def ChooseByLogits(self, theta: NestedMap, logits_GSE: tf.Tensor, real_GS: tf.Tensor) -> Chosen:
+    def _ChooseByLogits(
+        self, theta: NestedMap, logits_GSE: tf.Tensor, real_GS: tf.Tensor
+    ) -> Chosen:
         """See `LearnedRouter`."""
         return self._Best(tf.nn.softmax(logits_GSE), real_GS)
 

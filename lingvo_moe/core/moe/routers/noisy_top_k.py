@@ -129,7 +129,9 @@ class NoisyTopKRouter(LearnedRouter):
             losses=losses,
         )
 
-    def ChooseByLogits(self, theta: NestedMap, logits_GSE: tf.Tensor, real_GS: tf.Tensor) -> Chosen:
+    def _ChooseByLogits(
+        self, theta: NestedMap, logits_GSE: tf.Tensor, real_GS: tf.Tensor
+    ) -> Chosen:
         """See `LearnedRouter`."""
         _, index_GSk, gate_GSk = self._Best(logits_GSE, real_GS)
         kept_GSk = tf.stack([real_GS] * self.p.k, -1)

@@ -53,7 +53,9 @@ class SoftRouter(LearnedRouter):
             ranked=False,
         )
 
-    def ChooseByLogits(self, theta: NestedMap, logits_GSE: tf.Tensor, real_GS: tf.Tensor) -> Chosen:
+    def _ChooseByLogits(
+        self, theta: NestedMap, logits_GSE: tf.Tensor, real_GS: tf.Tensor
+    ) -> Chosen:
         """See `LearnedRouter`."""
         gates_GSE = tf.nn.softmax(logits_GSE)
         kept = _kept(gates_GSE, real_GS)

@@ -132,7 +132,9 @@ class Top2Router(LearnedRouter):
             losses=losses,
         )
 
-    def ChooseByLogits(self, theta: NestedMap, logits_GSE: tf.Tensor, real_GS: tf.Tensor) -> Chosen:
+    def _ChooseByLogits(
+        self, theta: NestedMap, logits_GSE: tf.Tensor, real_GS: tf.Tensor
+    ) -> Chosen:
         """See `LearnedRouter`."""
         index_GSk, gate_GSk = self._Best(tf.nn.softmax(logits_GSE), None)
         kept_GSk = tf.stack([real_GS] * 2, -1)

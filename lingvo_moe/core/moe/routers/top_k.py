@@ -172,7 +172,9 @@ class TopKRouter(LearnedRouter):
             routing.updates.Set(f"{self.path}.balance_bias", next_E)
         return routing
 
-    def ChooseByLogits(self, theta: NestedMap, logits_GSE: tf.Tensor, real_GS: tf.Tensor) -> Chosen:
+    def _ChooseByLogits(
+        self, theta: NestedMap, logits_GSE: tf.Tensor, real_GS: tf.Tensor
+    ) -> Chosen:
         """See `LearnedRouter`."""
         bias_E = theta.balance_bias if self.p.balance_bias else None
         _, index_GSk, gate_GSk = self._Best(logits_GSE, bias_E, None)

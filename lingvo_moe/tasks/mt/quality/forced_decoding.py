@@ -83,6 +83,7 @@ class Scorer:
         options: see ScoreOptions.
         step: which checkpoint; None for the newest.
         average_last: how many checkpoints, this one the last, to take the mean of.
+        use_ema: whether to take the moving average of the weights, of a run with task.ema_decay.
         trust_run: see RunDir.
 
     Attributes:
@@ -98,6 +99,7 @@ class Scorer:
         options: ScoreOptions | None = None,
         step: int | None = None,
         average_last: int = 1,
+        use_ema: bool = False,
         trust_run: bool = False,
     ):
         run = RunDir(logdir, trust_run=trust_run)
@@ -106,7 +108,7 @@ class Scorer:
         self._by_language = self._task.RoutesByTask(self._task.p)
         self._languages = run.languages
         self._vocabs = run.vocabs.Transform(Vocabulary)
-        theta, self.about = load_theta(run, self._task, step, average_last)
+        theta, self.about = load_theta(run, self._task, step, average_last, use_ema)
         self._engine = TfEngine()
         self._specs = self._task.VariableSpecs()
         self._theta = self._engine.Put(theta, self._specs)

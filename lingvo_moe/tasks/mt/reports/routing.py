@@ -156,6 +156,7 @@ def measure_routing(
     devset: DevSet,
     step: int | None = None,
     average_last: int = 1,
+    use_ema: bool = False,
     rows: int = 16,
     progress: Progress = lambda done, all_: None,
     trust_run: bool = False,
@@ -170,6 +171,7 @@ def measure_routing(
         devset: the pairs.
         step: of the checkpoint; None for the newest.
         average_last: how many checkpoints, this one the last, to take the mean of.
+        use_ema: whether to take the moving average of the weights, of a run with task.ema_decay.
         rows: B.
         progress: called after each language.
         trust_run: see RunDir.
@@ -189,7 +191,7 @@ def measure_routing(
         )
     vocabs = run.vocabs.Transform(Vocabulary)
     inputs = params.input.Copy().Set(batch_size=rows, pack=True).Instantiate()
-    theta, about = load_theta(run, task, step, average_last)
+    theta, about = load_theta(run, task, step, average_last, use_ema)
     metrics_of = _moe_metrics(task, theta, inputs.BatchSpec().Transform(_to_tensor_spec))
     tallies = []
     pairs: dict[str, int] = {}

@@ -200,6 +200,8 @@ def _scored(scores: dict[str, Any]) -> str:
     what = f"step {model['step']}" if "step" in model else model.get("saved_model", "a model")
     if model.get("averaged_steps"):
         what = f"the mean of steps {', '.join(map(str, model['averaged_steps']))}"
+    if model.get("ema"):
+        what += ", the moving average of the weights"
     lines = sum(one["lines"] for one in scores["languages"].values())
     return f"{what}, {lines:,} lines of {len(scores['languages'])} languages; " + "; ".join(
         scores["signatures"].values()

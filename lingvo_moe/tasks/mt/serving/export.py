@@ -10,6 +10,7 @@ import tensorflow as tf
 from lingvo_moe.core.base_task import BaseTask
 from lingvo_moe.core.directories import EXPORTED, check_replaceable
 from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
+from lingvo_moe.core.engine.run_weights import read_weights
 from lingvo_moe.core.files import not_written, replaced_directory, write_atomic
 from lingvo_moe.core.manifest import write_manifest
 from lingvo_moe.core.nested_map import NestedMap
@@ -25,6 +26,7 @@ def load_translator(
     options: TranslateOptions | None = None,
     step: int | None = None,
     average_last: int = 1,
+    use_ema: bool = False,
     shortlist: str | os.PathLike | None = None,
     weights: str = "float32",
     trust_run: bool = False,
@@ -36,25 +38,26 @@ def load_translator(
         options: how to translate.
         step: which checkpoint; None for the newest.
         average_last: how many checkpoints, this one the last, to take the mean of.
+        use_ema: whether to take the moving average of the weights, of a run with task.ema_decay.
         shortlist: a file of tools.shortlist; None to score all tokens.
         weights: see Translator.
         trust_run: see RunDir.
 
     Returns:
-        The translator, and what it is: model, params_override, step, weights; averaged_steps, of a mean; and
-        shortlist.
+        The translator, and what it is: model, params_override, step, weights; averaged_steps, of a mean; ema,
+        of a moving average; and shortlist.
 
     Raises:
         RunDirError: no run there, or a damaged one, or one that names a class outside lingvo_moe.
         DataError: no shortlist there, or one for other vocabularies.
         CheckpointError: no such checkpoint, fewer than asked for, a damaged one, or one that is not of the run's
-            model.
+            model; or the run keeps no moving average.
         ValueError: weights that are not, or not here.
     """
     run = RunDir(logdir, trust_run=trust_run)
     model, vocabs = run.Task(), run.vocabs
     some = Shortlist.Load(shortlist) if shortlist else None
-    theta, about = load_theta(run, model, step, average_last)
+    theta, about = load_theta(run, model, step, average_last, use_ema)
     about["weights"] = weights
     if some:
         about["shortlist"] = some.About()
@@ -64,18 +67,28 @@ def load_translator(
 
 
 def load_theta(
-    run: RunDir, model: BaseTask, step: int | None = None, average_last: int = 1
+    run: RunDir,
+    model: BaseTask,
+    step: int | None = None,
+    average_last: int = 1,
+    use_ema: bool = False,
 ) -> tuple[NestedMap, dict[str, Any]]:
     """The weights of a run's model at a checkpoint, as NumPy arrays, and their description; see load_translator."""
     found = run.experiment
     about: dict[str, Any] = {"model": found["model"], "params_override": found["params_override"]}
+    if use_ema and average_last > 1:
+        raise CheckpointError(
+            f"--use_ema: a moving average is not averaged again; leave --average_last={average_last} out"
+        )
     with Checkpointer(str(run.checkpoint_dir), read_only=True) as checkpointer:
         about["step"] = step = checkpointer.LatestStep() if step is None else step
         if average_last == 1:
-            theta, _ = checkpointer.RestoreToNumpy("theta", step)
+            theta = read_weights(checkpointer, model, step, use_ema)
         else:
             about["averaged_steps"] = steps = _last_steps(checkpointer, step, average_last)
             theta = checkpointer.RestoreMeanToNumpy("theta", steps)
+    if use_ema:
+        about["ema"] = model.p.ema_decay
     _check_theta(f"{run.checkpoint_dir}, step {step}", theta, model.VariableSpecs())
     return theta, about
 

@@ -105,8 +105,8 @@ class WorstFirstOfThree(WorstFirst):
 
 
 class WorstByLogits(WorstFirst):
-    def ChooseByLogits(self, theta, logits_GSE, real_GS):
-        return super().ChooseByLogits(theta, -logits_GSE, real_GS)
+    def _ChooseByLogits(self, theta, logits_GSE, real_GS):
+        return super()._ChooseByLogits(theta, -logits_GSE, real_GS)
 
 
 @pytest.mark.parametrize("cls", [WorstFirst, WorstFirstOfThree, WorstByLogits])

@@ -70,7 +70,7 @@ def _add_metrics(run: Path) -> None:
     (run / "train/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _add_scores(run: Path, delta: bool) -> None:
+def _add_scores(run: Path, delta: bool, ema: float = 0.0) -> None:
     found = evaluate(
         lambda lines, _: [f"reference <b> {line[-2]}" for line in lines],
         _DATA.items(),
@@ -79,6 +79,8 @@ def _add_scores(run: Path, delta: bool) -> None:
     if delta:
         found.languages["ar"].baseline = {"bleu": 1.0, "chrf": 3.0}
     found.info = {"model": {"logdir": str(run), "step": 7, "averaged_steps": [5, 7]}}
+    if ema:
+        found.info = {"model": {"logdir": str(run), "step": 7, "ema": ema}}
     found.Write(run / "eval")
 
 
@@ -91,6 +93,12 @@ def test_an_empty_run_says_what_is_missing(run):
         assert f"python -m {command}" in text
     assert found.ToDict()["scores"] is None and found.ToDict()["routing"] is None
     assert "task.num_experts : 8" in text  # all parameters
+
+
+def test_scores_of_a_moving_average_say_so(run):
+    _add_scores(run, delta=False, ema=0.9)
+    scored = dict(run_report.gather(run, _NO_ROUTING).settings)["scored"]
+    assert scored.startswith("step 7, the moving average of the weights, 10 lines of 2 languages")
 
 
 def test_what_a_run_began_from_is_told(run):

@@ -9,8 +9,8 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+from lingvo_moe.core.quiet import quiet
 from lingvo_moe.core.suggest import did_you_mean
-from lingvo_moe.core.tensorflow_import import importing_tensorflow
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.preparing.formats import Line, pairs_of_item
 from lingvo_moe.tasks.mt.input.preparing.sources import TFDS_FOLDER, Fields, Source
@@ -55,7 +55,7 @@ def read_builder(name: str, fields: Fields) -> Iterator[Line]:
 def _builder(name: str) -> Any:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
-        with importing_tensorflow():
+        with quiet():
             import tensorflow_datasets as tfds
     except ImportError as e:
         raise DataError(

@@ -1,0 +1,138 @@
+"""Weight decay: which variables decay, and how a decoupled decay joins an update.
+
+Letters: E expert, U task, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import tensorflow as tf
+
+from lingvo_moe.core import checks, kernels
+from lingvo_moe.core.base_layer import VariableSpec
+from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.param_text import shown
+from lingvo_moe.core.suggest import did_you_mean
+
+_MASK = ("decay_min_dims", "decay_include", "decay_exclude")
+# The first letter of tables with a row for each id: embeddings.
+_TABLES = "UV"
+
+
+def define_weight_decay(p: InstantiableParams, how: str) -> None:
+    """Defines `weight_decay` and the parameters of its mask.
+
+    Args:
+        p: an optimizer's Params.
+        how: the help of `weight_decay`: how it enters the update.
+    """
+    patterns = checks.ListOf(checks.TEXT, "a list of patterns")
+    p.Define("weight_decay", 0.0, how, check=checks.NOT_NEGATIVE)
+    p.Define(
+        "decay_min_dims",
+        2,
+        "Variables of fewer dimensions do not decay: with 2, no bias and no scale of a normalization.",
+        check=checks.COUNT,
+    )
+    p.Define(
+        "decay_include",
+        [],
+        "Variables that decay in any case, e.g. ['*embedding*']: patterns of their names.",
+        check=patterns,
+    )
+    p.Define(
+        "decay_exclude",
+        [],
+        "Variables that do not decay, e.g. ['*.router.*']: patterns of their names.",
+        check=patterns,
+    )
+
+
+def check_weight_decay(p: InstantiableParams) -> None:
+    """Raises ParamError for a mask without a weight decay, which would have no effect."""
+    for name in _MASK:
+        if not p.weight_decay and not p.IsDefault(name):
+            why = "has no effect without a weight decay; set weight_decay, or leave it out"
+            raise checks.ParamError(name, shown(p.Get(name)), why)
+
+
+def decays(specs: NestedMap, p: InstantiableParams) -> dict[str, bool]:
+    """Says of each trainable variable, by `VariableSpec.path`, whether it decays.
+
+    A variable decays if it has at least `decay_min_dims` dimensions and is no embedding table. Dimensions that count
+    the layers of a `repeat`, and a leading one that counts experts, do not count. `decay_include` adds variables,
+    `decay_exclude` removes some: patterns such as '*.wi' of whole paths, in which * stands for any characters.
+
+    Args:
+        specs: VariableSpecs of theta.
+        p: Params with those of define_weight_decay.
+
+    Raises:
+        ParamError: a pattern that matches no trainable variable, or one of both lists matches the same variable.
+    """
+    trained = [spec for spec in specs.Flatten() if spec.trainable]
+    if not p.weight_decay:
+        return {spec.path: False for spec in trained}
+    included = _matched("decay_include", p.decay_include, trained)
+    excluded = _matched("decay_exclude", p.decay_exclude, trained)
+    both = sorted(included & excluded)
+    if both:
+        why = f"matches {both[0]}, which decay_include={p.decay_include} matches too"
+        raise checks.ParamError("decay_exclude", shown(p.decay_exclude), why)
+    return {
+        spec.path: spec.path in included
+        or (spec.path not in excluded and _decays_by_itself(spec, p.decay_min_dims))
+        for spec in trained
+    }
+
+
+def _decays_by_itself(spec: VariableSpec, min_dims: int) -> bool:
+    own = spec.letters[spec.stack_dims :]
+    if len(own) > 1 and own[0] in _TABLES:
+        return False
+    return len(own.removeprefix("E")) >= min_dims
+
+
+def _matched(name: str, patterns: Sequence[str], specs: Sequence[VariableSpec]) -> set[str]:
+    """The paths that some pattern matches. Raises ParamError for a pattern that matches none."""
+    paths = {spec.path for spec in specs}
+    found = set()
+    for pattern in patterns:
+        matched = {path for path in paths if fnmatchcase(path, pattern)}
+        if not matched:
+            ends = {f"*.{path.rpartition('.')[2]}" for path in paths}
+            near = did_you_mean(pattern, paths | ends)
+            why = (
+                f"{pattern!r} matches no variable that is trained{near}; --mode=inspect_model lists them, and * "
+                "stands for any characters"
+            )
+            raise checks.ParamError(name, shown(list(patterns)), why)
+        found |= matched
+    return found
+
+
+@dataclass(frozen=True)
+class DecayedDelta:
+    """A `kernels.Delta` after which the weight shrinks too: w - update - amount * w.
+
+    Attributes:
+        update: the optimizer's.
+        amount: learning rate times weight decay, float32 scalar.
+    """
+
+    update: kernels.Delta
+    amount: tf.Tensor
+
+    @property
+    def grad_square(self) -> tf.Tensor | None:
+        return self.update.grad_square
+
+    def SumOfSquares(self) -> tf.Tensor:
+        """The sum of the squares of the update alone, without the decay."""
+        return self.update.SumOfSquares()
+
+    def SubtractFrom(self, weight: tf.Tensor) -> tf.Tensor:
+        wide = tf.cast(weight, tf.float32)
+        return tf.cast(self.update.SubtractFrom(wide) - self.amount * wide, weight.dtype)

@@ -1,0 +1,133 @@
+"""Optimizers and schedules by name on the command line, and each of them over devices."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_moe.core import registry
+from lingvo_moe.core.base_layer import VariableSpec
+from lingvo_moe.core.engine.testing import run_sharded, run_single
+from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.inspect import print_optimizer
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.optimizers.adafactor import GShardAdafactor
+from lingvo_moe.core.optimizers.adam import Adam
+from lingvo_moe.core.optimizers.registry import OPTIMIZERS
+from lingvo_moe.core.optimizers.schedules import Cosine, Transformer
+from lingvo_moe.core.randomness import make_seed
+from lingvo_moe.core.sharding import Mesh
+
+
+def _optimizer(override):
+    return registry.GetParams("mt.M4Tiny", override).task.Instantiate().optimizer
+
+
+def test_both_are_chosen_by_name_in_any_order():
+    rate = "task.optimizer.learning_rate"
+    optimizer = _optimizer(
+        f"task.optimizer=adam;{rate}=cosine;{rate}.total_steps=20;{rate}.value=0.5;task.optimizer.beta2=0.98"
+    )
+    assert (type(optimizer), type(optimizer.learning_rate)) == (Adam, Cosine)
+    assert (optimizer.p.beta2, optimizer.p.learning_rate.value) == (0.98, 0.5)
+
+
+def test_the_paper_s_recipe_has_a_name_and_is_that_of_its_models():
+    assert registry.GetParams("mt.M4MoE2048E36L").task.optimizer.cls is GShardAdafactor
+    named = registry.GetParams("mt.M4Tiny", "task.optimizer=gshard").task.optimizer
+    assert named == registry.GetParams("mt.M4MoE2048E36L").task.optimizer
+
+
+def test_transformer_s_schedule_takes_the_model_s_width():
+    override = "task.optimizer=adam;task.optimizer.learning_rate=transformer;task.model_dim=64"
+    rate = _optimizer(override).learning_rate
+    assert isinstance(rate, Transformer) and rate.p.model_dim == 64
+    with pytest.raises(registry.RegistryError, match=r"the model sets it from task\.model_dim"):
+        registry.GetParams("mt.M4Tiny", override + ";task.optimizer.learning_rate.model_dim=3")
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        (
+            "task.optimizer=adan",
+            r"'adan' \(did you mean 'adam' or 'adamw'\?\); known: adafactor, adam, adamw, gshard, sgd;",
+        ),
+        ("task.optimizer=Lion", r"'Lion' \(known: adafactor, adam, adamw, gshard, sgd\)"),
+        (
+            "task.optimizer.learning_rate=cosin",
+            r"'cosin' \(did you mean 'cosine'\?\); known: constant, cosine, gshard, inverse_sqrt, linear, transf",
+        ),
+        ("task.optimizer=None", "must be one of adafactor, adam, adamw, gshard, sgd"),
+        ("task.ema_decay=1", r"task\.ema_decay=1: must be a number in \[0, 1\)"),
+    ],
+)
+def test_mistakes_in_names(override, message):
+    with pytest.raises(registry.RegistryError, match=message):
+        registry.GetParams("mt.M4Tiny", override)
+
+
+def test_a_mistake_in_an_optimizer_is_named_by_its_place():
+    p = registry.GetParams("mt.M4Tiny", "task.optimizer.learning_rate=linear").task
+    with pytest.raises(ValueError, match=r"^m4\.optimizer\.learning_rate\.total_steps=0: must be"):
+        p.Instantiate()
+    override = "task.optimizer=adamw;task.optimizer.decay_exclude=['*.router']"
+    task = registry.GetParams("mt.M4Tiny", override).task.Instantiate()
+    with pytest.raises(ValueError, match=r"^m4\.optimizer\.decay_exclude=.*matches no variable"):
+        task.StateSpecs()
+
+
+def test_the_state_of_a_trillion_parameters_is_only_described():
+    override = "task.optimizer=adamw;task.ema_decay=0.999;train.mesh=expert:2048"
+    specs = registry.GetParams("mt.M4MoE2048E60L", override).task.Instantiate().StateSpecs()
+
+    def count(part):
+        return sum(int(np.prod(s.shape, dtype=np.int64)) for s in specs[part].Flatten())
+
+    assert count("theta") > 1e12
+    assert (count("slots"), count("ema")) == (2 * count("theta"), count("theta"))
+    of_weights, of_ema = ([s.split for s in specs[part].Flatten()] for part in ("theta", "ema"))
+    assert of_weights == of_ema
+
+
+def test_inspecting_a_model_says_what_training_keeps(capsys):
+    override = (
+        "task.optimizer=adamw;task.ema_decay=0.999;task.optimizer.decay_exclude=['*.router.wg']"
+    )
+    task = registry.GetParams("mt.M4Demo", override).task.Instantiate()
+    print_optimizer(task, Mesh.parse("expert:1"))
+    assert capsys.readouterr().out == (
+        "optimizer AdamW: 8 bytes a parameter, 32.8 MiB on each device\n"
+        "weight decay 0.01 on 32 of 60 variables: *.k, *.o, *.q, *.v, *.wi, *.wo\n"
+        "moving average of the weights: 4 bytes a parameter, 16.4 MiB on each device\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "name, expected", [("adafactor", "0.4"), ("gshard", "0.4"), ("adam", "8"), ("sgd", "4")]
+)
+def test_bytes_of_state_are_those_of_the_page(name, expected, capsys):
+    task = registry.GetParams("mt.M4Demo", f"task.optimizer={name}").task.Instantiate()
+    print_optimizer(task, Mesh.parse("expert:8"))
+    assert f": {expected} bytes a parameter, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "gshard"])
+def test_over_devices_it_is_that_of_one(name):
+    """Sharded weights, gradients and slots; only the sums of squares cross between devices."""
+    optimizer = OPTIMIZERS[name].Params().Set(weight_decay=0.1).Instantiate()
+    init, split = WeightInit.Gaussian(), (None, "expert", None, None)
+    specs = NestedMap(wi=VariableSpec("wi", (2, 8, 4, 6), "float32", "LEMH", init, split, 1))
+    theta, grads = (specs.Transform(lambda s, i=i: s.Init(make_seed(i, 0)).numpy()) for i in (1, 2))
+    slots = optimizer.InitSlots(specs, make_seed(0, 0)).Transform(lambda x: x.numpy() + 0.5)
+
+    def update(theta, grads, slots, step):
+        return optimizer.Update(theta, grads, slots, step, specs)
+
+    args = [theta, grads, slots, np.int32(3)]
+    splits = [specs, specs, optimizer.SlotSpecs(specs), None]
+    got, collectives = run_sharded(update, args, Mesh.parse("expert:8"), splits)
+    for a, b in zip(got, run_single(update, args), strict=True):
+        for (path, x), y in zip(a.FlattenItems(), b.Flatten(), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7, err_msg=path)
+    assert set(collectives) == {"all-reduce"}
+    assert not tf.reduce_all(got[0].wi == theta.wi)

@@ -1,0 +1,133 @@
+"""Which variables decay, and the decoupled decay beside each optimizer's update."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_moe.core import kernels
+from lingvo_moe.core.base_layer import VariableSpec
+from lingvo_moe.core.hyperparams import ParamError
+from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.kernels import tensorflow, xla
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.optimizers.adafactor import Adafactor
+from lingvo_moe.core.optimizers.adam import AdamW
+from lingvo_moe.core.optimizers.schedules import Constant
+from lingvo_moe.core.optimizers.weight_decay import decays
+from lingvo_moe.core.randomness import make_seed
+
+RATE = Constant.Params().Set(value=0.25)
+
+
+def _spec(path, letters, dtype="float32", trainable=True):
+    shape = tuple(range(8, 8 + len(letters)))
+    init, split = WeightInit.Gaussian(), (None,) * len(letters)
+    return VariableSpec(path, shape, dtype, letters, init, split, trainable=trainable)
+
+
+SPECS = NestedMap(
+    ffn=NestedMap(
+        wi=_spec("m.ffn.wi", "MH").Stacked(2),
+        bias=_spec("m.ffn.bias", "H").Stacked(2),
+        experts=_spec("m.ffn.experts.wi", "EMH").Stacked(2),
+        expert_bias=_spec("m.ffn.experts.bias", "EH"),
+    ),
+    norm=_spec("m.norm.scale", "M"),
+    table=_spec("m.embedding.table", "VM"),
+    task=_spec("m.router.task_emb", "UM"),
+    router=_spec("m.router.wg", "ME"),
+    head=_spec("m.head.w", "MV"),
+    head_bias=_spec("m.head.b", "V"),
+    moving=_spec("m.moving.mean", "MH", trainable=False),
+)
+MATRICES = {"m.ffn.wi", "m.ffn.experts.wi", "m.router.wg", "m.head.w"}
+
+
+def _decaying(**params):
+    p = AdamW.Params().Set(**{"weight_decay": 0.5, **params})
+    return {path for path, does in decays(SPECS, p).items() if does}
+
+
+def test_matrices_decay_and_vectors_and_embeddings_do_not():
+    assert _decaying() == MATRICES
+    assert _decaying(weight_decay=0.0) == set()
+
+
+def test_by_dimension():
+    trained = {s.path for s in SPECS.Flatten() if s.trainable}
+    assert _decaying(decay_min_dims=1) == trained - {"m.embedding.table", "m.router.task_emb"}
+    assert _decaying(decay_min_dims=3) == set()
+
+
+def test_by_name():
+    assert _decaying(decay_include=["*embedding*", "*.scale"]) == MATRICES | {
+        "m.embedding.table",
+        "m.norm.scale",
+    }
+    assert _decaying(decay_exclude=["m.router.*", "*.head.?"]) == {"m.ffn.wi", "m.ffn.experts.wi"}
+    only = {"decay_min_dims": 9, "decay_include": ["*.wi"]}
+    assert _decaying(**only) == {"m.ffn.wi", "m.ffn.experts.wi"}
+
+
+@pytest.mark.parametrize(
+    "params, message",
+    [
+        ({"decay_include": ["*.tabel"]}, r"decay_include=.*matches no variable.*mean '\*\.table'"),
+        (
+            {"decay_exclude": ["m.norm"]},
+            r"decay_exclude=\['m.norm'\]: 'm.norm' matches no variable",
+        ),
+        ({"decay_exclude": ["*moving*"]}, "matches no variable that is trained"),
+        (
+            {"decay_include": ["*.wi"], "decay_exclude": ["*.wi"]},
+            "decay_exclude=.* matches m.ffn.experts.wi, which decay_include=.* matches too",
+        ),
+    ],
+)
+def test_patterns_that_cannot_be(params, message):
+    with pytest.raises(ParamError, match=message):
+        AdamW.Params().Set(**params).Instantiate().SlotSpecs(SPECS)
+
+
+@pytest.mark.parametrize("name, value", [("decay_min_dims", 1), ("decay_exclude", ["*.wg"])])
+def test_a_mask_without_a_decay_is_refused(name, value):
+    with pytest.raises(ParamError, match=f"{name}=.*: has no effect without a weight decay"):
+        AdamW.Params().Set(weight_decay=0.0, **{name: value}).Instantiate()
+    with pytest.raises(ParamError, match="must be a list of patterns"):
+        AdamW.Params().Set(decay_include="*.wi")
+
+
+@pytest.mark.parametrize("used", [xla, tensorflow], ids=["xla", "tensorflow"])
+@pytest.mark.parametrize("cls", [Adafactor, AdamW])
+def test_decoupled_decay_is_beside_the_update(cls, used):
+    """new weight = the one without decay - rate * decay * old weight, and slots do not see it."""
+    specs = NestedMap(w=_spec("w", "MH"), b=_spec("b", "H"))
+    theta, grads = (specs.Transform(lambda s, i=i: s.Init(make_seed(i, 0))) for i in (1, 2))
+    new = {}
+    for decay in (0.0, 0.5):
+        p = cls.Params().Set(learning_rate=RATE, weight_decay=decay)
+        if cls is Adafactor:
+            p.min_dim_size_to_factor = 8
+        optimizer = p.Instantiate()
+        slots = optimizer.InitSlots(specs, make_seed(0, 0))
+        with kernels.using(used):
+            new[decay] = optimizer.Update(theta, grads, slots, tf.constant(3), specs)
+    (plain, slots, metrics), (decayed, slots_2, metrics_2) = new[0.0], new[0.5]
+    np.testing.assert_allclose(decayed.w, plain.w - 0.25 * 0.5 * theta.w, rtol=1e-5, atol=1e-7)
+    np.testing.assert_array_equal(decayed.b, plain.b)
+    for a, b in zip((slots, metrics), (slots_2, metrics_2), strict=True):
+        for x, y in zip(a.Flatten(), b.Flatten(), strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_a_small_decay_of_a_bfloat16_weight_is_rounded_once():
+    specs = NestedMap(w=_spec("w", "MH", "bfloat16"))
+    theta = specs.Transform(lambda s: s.Init(make_seed(1, 0)))
+    grads = theta.Transform(lambda w: tf.ones(w.shape, tf.bfloat16))
+    optimizer = AdamW.Params().Set(learning_rate=RATE, weight_decay=0.1).Instantiate()
+    slots = optimizer.InitSlots(specs, make_seed(0, 0))
+    new, _, _ = optimizer.Update(theta, grads, slots, tf.constant(0), specs)
+    wide = tf.cast(theta.w, tf.float32)
+    want = tf.cast(wide - 0.25 - 0.025 * wide, tf.bfloat16)
+    np.testing.assert_allclose(tf.cast(new.w, tf.float32), tf.cast(want, tf.float32), rtol=1e-2)
+    assert new.w.dtype == tf.bfloat16
