@@ -161,6 +161,16 @@ def test_sizes_that_do_not_match_name_both_numbers(
         MtInput.Params().Set(data_dir=str(data), **sizes).Instantiate().Prepare()
 
 
+def test_sizes_that_do_not_match_are_reported_together(data: Path) -> None:
+    message = (
+        r"source.model has 420 ids, .* is 64000; .*target.model has 330 ids, .* is 32000: set --model_params_override="
+        r"'input.source_vocab_size=420;.*task.target_vocab_size=330', or run tools.prepare with"
+        r" --source_vocab_size=64000 --target_vocab_size=32000$"
+    )
+    with pytest.raises(DataError, match=message):
+        MtInput.Params().Set(data_dir=str(data)).Instantiate().Prepare()
+
+
 def test_other_vocabularies_than_the_prepared_ones(data: Path, tmp_path: Path) -> None:
     models = load_vocabularies(data / "vocab")
     given = {"source": models.target.model_bytes, "target": models.source.model_bytes}

@@ -244,8 +244,8 @@ class MtInput(BaseInput):
         return BatchIterator(self)
 
     def _check_sizes(self, vocabs: NestedMap, found: Scan) -> None:
-        wanted = {side: self.p.Get(f"{side}_vocab_size") for side in vocabs}
-        wrong = {side: v for side, v in vocabs.items() if v.size != wanted[side]}
+        wanted = {side: self.p.Get(f"{side}_vocab_size") for side in ("source", "target")}
+        wrong = {side: vocabs[side] for side, size in wanted.items() if vocabs[side].size != size}
         if not wrong:
             return
         mismatches = [
@@ -253,7 +253,7 @@ class MtInput(BaseInput):
             f" {self.p.name}.{side}_vocab_size is {wanted[side]}"
             for side, vocabulary in wrong.items()
         ]
-        settings = (_VOCAB_SETTING.format(side=side, most=v.size) for side, v in wrong.items())
+        settings = [_VOCAB_SETTING.format(side=side, most=v.size) for side, v in wrong.items()]
         remedy = f"set {_VOCAB_REMEDY.format(settings=';'.join(settings))}"
         own = found.prepared.vocab_dir if found.prepared else None
         if all(v.path and own in v.path.parents for v in wrong.values()):
