@@ -71,7 +71,7 @@ def run(args: Flags) -> int:
     check_data_dir(args)
     params = registry.GetParams(args.model, override)
     if args.mode == "inspect_params":
-        print(params.ToText(), end="")
+        print(params.ToText(with_help=True), end="")
         return 0
     if args.mode == "inspect_model":
         from lingvo_moe.core import inspect
@@ -308,6 +308,8 @@ def prepare(run: Run, lock: RunLock) -> None:
         check_began_from(args, run_dir)
     with LineProgress() as progress:
         inputs.Prepare(progress, run_dir.artifacts if goes_on else None)
+    for warning in inputs.Warnings():
+        say(f"warning: {warning}")
     run.task.CheckData(inputs)
     if goes_on:
         return

@@ -33,7 +33,7 @@ def define_flags() -> Flags:
         "mode",
         "sync",
         MODES,
-        "train or resume (sync), print all variables, or print all parameters",
+        "train or resume (sync), print all variables, or print all parameters with their help",
     )
     flags.DEFINE_string(
         "model_params_override",

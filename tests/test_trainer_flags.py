@@ -10,6 +10,7 @@ import pytest
 import trainer_testing
 
 from lingvo_moe import trainer
+from lingvo_moe.core import registry
 from lingvo_moe.core.directories import check_logdir
 from lingvo_moe.core.run_lock import LOCK_FILE, RunLock
 from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
@@ -432,8 +433,23 @@ def test_restart_leaves_a_run_where_its_beginning_would_be_another_model_s(
 def test_inspect_params_reads_back(capfd):
     flags = [TINY, "--mode=inspect_params", "--max_steps=7", "--model_params_override=task.seed=5"]
     assert trainer.main(flags) == 0
-    lines = capfd.readouterr().out.splitlines()
+    text = capfd.readouterr().out
+    lines = text.splitlines()
     assert "task.seed : 5" in lines and "train.max_steps : 7" in lines
+    plain = registry.GetParams(TINY.removeprefix("--model="))
+    assert plain.FromText(text).ToText(with_help=True) == text
+
+
+def test_inspect_params_shows_the_help_of_each_parameter(capfd):
+    assert trainer.main([TINY, "--mode=inspect_params"]) == 0
+    for part in capfd.readouterr().out.split("\n\n"):
+        *help_lines, line = part.strip().splitlines()
+        assert help_lines and all(part.startswith("# ") for part in help_lines), part
+        assert " : " in line and len(max(help_lines, key=len)) <= 100
+        if line.startswith("task.num_heads :"):
+            assert help_lines == ["# N, attention heads. (an integer of at least 1)"]
+        if line.startswith("task.optimizer.cls :"):  # what the part is for
+            assert help_lines[0].startswith("# How gradients change theta.")
 
 
 _INSPECT = """

@@ -103,7 +103,7 @@ def test_the_run_is_of_the_very_program_that_is_planned(reference):
 def test_tensorboard_shows_what_is_asked_of_it(reference):
     events = EventAccumulator(str(reference / "train"), size_guidance={"tensors": 0}).Reload()
     tags = set(events.Tags()["tensors"])
-    plain = "loss nll aux_loss accuracy grad_norm learning_rate skipped tokens tokens_per_second"
+    plain = "loss nll aux_loss accuracy grad_norm learning_rate skipped tokens tokens_per_second input_wait"
     layer = (
         "over_capacity_1_ratio over_capacity_2_ratio dispatch_0 dispatch_1 dispatch_2 "
         "over_capacity_ratio experts_per_token dead_experts gate_entropy effective_capacity loss_load_balance "

@@ -8,9 +8,9 @@ files such as Europarl.de-en.de and Europarl.de-en.en; each plain, .gz or .zst. 
 otherwise some pairs are held out. After Ctrl-C or another interruption the same command resumes.
 """
 
-import json
 import logging
 import os
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,16 +19,24 @@ from typing import Any
 from lingvo_moe.core import checks
 from lingvo_moe.core.directories import PREPARED
 from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.tasks.mt.input.lengths import Loss
 from lingvo_moe.tasks.mt.input.preparing.filters import Rules
 from lingvo_moe.tasks.mt.input.preparing.prepare import PrepareOptions, prepare
 from lingvo_moe.tasks.mt.input.preparing.sources import Fields
-from lingvo_moe.tasks.mt.input.preparing.table import all_languages, format_examples, format_table
+from lingvo_moe.tasks.mt.input.preparing.table import (
+    all_languages,
+    format_examples,
+    format_lengths,
+    format_table,
+)
 from lingvo_moe.tasks.mt.input.shards import PAIRS_PER_SHARD
 from lingvo_moe.tasks.mt.input.vocab_cache import MIN_SENTENCES, VocabOptions
 from lingvo_moe.tasks.mt.input.vocabulary import MIN_SIZE
 from tools import _cli
 
 _SIZES = {"source": 64_000, "target": 32_000}
+_TRY = "mt.M4Tiny"  # what finds problems of data and machine in a minute
 
 
 def define_flags() -> Flags:
@@ -155,22 +163,30 @@ def _run(args: Flags) -> int:
 
     start = time.monotonic()
     _cli.check_output_directory(args.output, replaces=PREPARED)
-    options = _options(args)
+    experiment = _experiment(args.model) if args.model else None
+    options = _options(args, experiment)
     with LineProgress() as progress:
         summary = prepare(args.input, args.output, options, progress)
     _report(args, summary, time.monotonic() - start)
+    if experiment is not None:
+        _print_next(args, summary, experiment)
     return 0
 
 
-def _options(args: Flags) -> PrepareOptions:
-    sizes, temperature, sentences = dict(_SIZES), 5.0, 500_000
-    if args.model:
-        with _cli.quiet_imports():
-            from lingvo_moe.core import registry
+def _experiment(model: str) -> Params:
+    """The parameters of the input of an experiment."""
+    with _cli.quiet_imports():
+        from lingvo_moe.core import registry
 
-            p = registry.GetParams(args.model).input
-        sizes = {side: p.Get(f"{side}_vocab_size") for side in _SIZES}
-        temperature, sentences = p.temperature, p.vocab_sentences
+        return registry.GetParams(model).input
+
+
+def _options(args: Flags, experiment: Params | None) -> PrepareOptions:
+    sizes, temperature, sentences, rows = dict(_SIZES), 5.0, 500_000, None
+    if experiment is not None:
+        sizes = {side: experiment.Get(f"{side}_vocab_size") for side in _SIZES}
+        temperature, sentences = experiment.temperature, experiment.vocab_sentences
+        rows = experiment.source_length, experiment.target_length
     given = {side: getattr(args, f"{side}_vocab_size") for side in _SIZES}
     sizes |= {side: size for side, size in given.items() if size}
     fields = Fields(columns=args.columns, target_lang=args.target_lang)
@@ -192,11 +208,12 @@ def _options(args: Flags) -> PrepareOptions:
         args.pairs_per_shard,
         args.workers,
         tuple(args.tfds),
+        rows,
     )
 
 
 def _report(args: Flags, summary: dict[str, Any], seconds: float) -> None:
-    print(format_table(summary))
+    print(f"{format_table(summary)}\n\n{format_lengths(summary)}")
     if examples := format_examples(summary):
         print(f"\n{examples}")
     kept = sum(about["kept"] for about in summary["languages"].values())
@@ -210,18 +227,36 @@ def _report(args: Flags, summary: dict[str, Any], seconds: float) -> None:
             f"no pairs are held out of {', '.join(unscored)}, so they cannot be scored: give a larger --dev_share,"
             " or pairs in a directory dev/ of the input"
         )
-    sizes = summary["vocabularies"]
-    if args.model:
-        override = [
-            f"{part}.{side}_vocab_size={sizes[side]}"
-            for side in _SIZES
-            if getattr(args, f"{side}_vocab_size")
-            for part in ("input", "task")
-        ]
-        extra = f" --model_params_override={json.dumps(';'.join(override))}" if override else ""
-        print(
-            f"next: python -m lingvo_moe.trainer --model={args.model} --data_dir={args.output} --logdir=RUN{extra}"
-        )
+
+
+def _print_next(args: Flags, summary: dict[str, Any], experiment: Params) -> None:
+    """Prints the trainer's command, with what was given here and differs from the experiment, and one for a try."""
+    loss = Loss(**summary["row_lengths"]["loss"])
+    if loss.matters:
+        print(f"warning: of {args.model}'s rows: {loss}")
+    print(f"next: {_trainer_command(args, summary, args.model, experiment, 'RUN')}")
+    if args.model.startswith("mt.") and args.model != _TRY:
+        command = _trainer_command(args, summary, _TRY, _experiment(_TRY), "TRY")
+        print(f"or first, in a minute or two, to find problems: {command}")
+
+
+def _trainer_command(
+    args: Flags, summary: dict[str, Any], model: str, experiment: Params, logdir: str
+) -> str:
+    """The command that trains an experiment on the prepared data."""
+    override = [
+        f"{part}.{side}_vocab_size={size}"
+        for side, size in summary["vocabularies"].items()
+        if size != experiment.Get(f"{side}_vocab_size")
+        for part in ("input", "task")
+    ]
+    if args.temperature and args.temperature != experiment.temperature:
+        override.append(f"input.temperature={args.temperature:g}")
+    flags = {"model": model, "data_dir": args.output, "logdir": logdir}
+    if override:
+        flags["model_params_override"] = ";".join(override)
+    values = " ".join(f"--{name}={shlex.quote(value)}" for name, value in flags.items())
+    return f"python -m lingvo_moe.trainer {values}"
 
 
 if __name__ == "__main__":

@@ -127,6 +127,10 @@ class BaseInput(abc.ABC):
         """Files and facts that a run's directory must keep; call it after Prepare."""
         return RunArtifacts()
 
+    def Warnings(self) -> list[str]:
+        """What a user should know of the data before a run begins, one line each, with the remedy; after Prepare."""
+        return []
+
     @abc.abstractmethod
     def __iter__(self) -> BatchIterator:
         """Batches from the beginning, after Prepare; each call starts again."""

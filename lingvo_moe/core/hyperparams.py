@@ -16,6 +16,7 @@ from lingvo_moe.core import checks
 from lingvo_moe.core.checks import ParamError as ParamError
 from lingvo_moe.core.class_names import any_class
 from lingvo_moe.core.param_text import (
+    as_comment,
     chosen,
     from_text,
     item_at,
@@ -232,10 +233,22 @@ class Params:
 
     # --- text
 
-    def ToText(self) -> str:
-        """One `path : value` line per parameter that can be set, sorted; FromText reads it back."""
+    def ToText(self, with_help: bool = False) -> str:
+        """One `path : value` line per parameter that can be set, sorted; FromText reads it back.
+
+        Args:
+            with_help: before each line, its help and its range as a comment, and after it an empty line.
+        """
         leaves = [leaf for leaf in sorted(_leaves(self, "")) if self._sources(leaf[0]) is None]
-        return "".join(f"{path} : {to_text(value)}\n" for path, value in leaves)
+        lines = [(path, f"{path} : {to_text(value)}\n") for path, value in leaves]
+        if with_help:
+            return "\n".join(self._comment(path) + line for path, line in lines)
+        return "".join(line for _, line in lines)
+
+    def _comment(self, path: str) -> str:
+        """The help and the range of a parameter; for the class of a part, those of the part."""
+        path = path.removesuffix(".cls")
+        return as_comment(f"{self.Help(path)} ({self.Range(path)})")
 
     def FromText(self, text: str) -> Self:
         """Sets values from `path : value` (or `path = value`) lines; `#` starts a comment line.

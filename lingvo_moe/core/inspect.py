@@ -51,8 +51,9 @@ def print_variables(
     console.print(table)
     total = sum(bytes_per_device(spec, mesh) for spec in specs)
     count = count_parameters(specs)
+    words = units.in_words(count)
     console.print(
-        f"total: {len(specs)} variables, {count:,} parameters ({count / 1e9:.1f} billion); "
+        f"total: {len(specs)} variables, {count:,} parameters{f' ({words})' if words else ''}; "
         f"{units.size(total, 1)} on each of {mesh.size} devices (mesh {mesh})"
     )
 

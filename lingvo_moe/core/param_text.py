@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +24,11 @@ def to_text(value: Any) -> str:
     if isinstance(value, dict):
         return repr(dict(value))
     return repr(value)
+
+
+def as_comment(text: str) -> str:
+    """Comment lines, which FromText passes over."""
+    return textwrap.fill(text, 100, initial_indent="# ", subsequent_indent="# ") + "\n"
 
 
 def chosen(text: str, choices: Mapping[str, type], by_name: bool) -> Any:

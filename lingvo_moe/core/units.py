@@ -53,6 +53,14 @@ def quantity(value: float | None) -> str:
     return f"{value:g}"
 
 
+def in_words(value: int) -> str:
+    """A count of at least a million with its unit, '619.4 billion' or '4.3 million'; '' for a smaller one."""
+    for name, scale in (("billion", 1e9), ("million", 1e6)):
+        if round(value / scale, 1) >= 1:
+            return f"{value / scale:,.1f} {name}"
+    return ""
+
+
 def number(value: float | None) -> str:
     """Three figures or all digits before the point, thousands separated: '2,312', '0.571'."""
     return DASH if value is None else _three(value)

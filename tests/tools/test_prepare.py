@@ -161,6 +161,16 @@ def test_sizes_that_do_not_match_name_both_numbers(
         MtInput.Params().Set(data_dir=str(data), **sizes).Instantiate().Prepare()
 
 
+def test_sizes_that_do_not_match_are_reported_together(data: Path) -> None:
+    message = (
+        r"source.model has 420 ids, .* is 64000; .*target.model has 330 ids, .* is 32000: set --model_params_override="
+        r"'input.source_vocab_size=420;.*task.target_vocab_size=330', or run tools.prepare with"
+        r" --source_vocab_size=64000 --target_vocab_size=32000$"
+    )
+    with pytest.raises(DataError, match=message):
+        MtInput.Params().Set(data_dir=str(data)).Instantiate().Prepare()
+
+
 def test_other_vocabularies_than_the_prepared_ones(data: Path, tmp_path: Path) -> None:
     models = load_vocabularies(data / "vocab")
     given = {"source": models.target.model_bytes, "target": models.source.model_bytes}
@@ -416,14 +426,55 @@ def test_sizes_are_those_of_the_experiment(
     monkeypatch.setattr("lingvo_moe.core.registry.GetParams", lambda name: experiment)
     output = f"--output={tmp_path / 'data'}"
     arguments = [f"--input={texts / 'web.ee'}", output, "--model=mt.Some", "--dev_share=0"]
-    assert prepare.main([*arguments, "--target_vocab_size=320"]) == 0
+    assert prepare.main([*arguments, "--target_vocab_size=320", "--source_vocab_size=420"]) == 0
     about = _summary(tmp_path / "data")
     assert about["vocabularies"] == {"source": 420, "target": 320}
     assert about["temperature"] == 2.0
     assert not (tmp_path / "data" / "dev").exists()
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert "--model=mt.Some" in last
-    assert last.endswith('"input.target_vocab_size=320;task.target_vocab_size=320"')
+    out = capsys.readouterr().out
+    assert "share T=1  share T=2\n" in out
+    following, trying = out.splitlines()[-2:]
+    # Only what differs from the experiment; the same data serves for a try with the tiny one.
+    override = "--model_params_override='input.target_vocab_size=320;task.target_vocab_size=320'"
+    command = f"python -m lingvo_moe.trainer --model={{}} --data_dir={tmp_path}/data --logdir={{}} {override}"
+    assert following == "next: " + command.format("mt.Some", "RUN")
+    assert trying.endswith("to find problems: " + command.format("mt.M4Tiny", "TRY"))
+
+
+def test_a_temperature_goes_to_the_trainer_and_long_pairs_are_a_warning(
+    texts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = {"source_vocab_size": 420, "target_vocab_size": 330, "source_length": 12}
+    experiment = NestedMap(input=MtInput.Params().Set(**sizes))
+    monkeypatch.setattr("lingvo_moe.core.registry.GetParams", lambda name: experiment)
+    data = tmp_path / "my data"
+    arguments = [f"--input={texts / 'web.ee'}", f"--output={data}", "--model=mt.M4Tiny"]
+    assert prepare.main([*arguments, "--temperature=1"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].endswith("target tokens  share T=1")  # and no second such column
+    assert out.splitlines()[-1] == (
+        f"next: python -m lingvo_moe.trainer --model=mt.M4Tiny --data_dir='{data}' --logdir=RUN"
+        " --model_params_override=input.temperature=1"
+    )
+    inputs = experiment.input.Set(data_dir=str(data)).Instantiate().Prepare()
+    needed = np.array(
+        [len(inputs.records.Read(0, i)[0]) + 1 for i in range(inputs.languages["ee"])]
+    )
+    about = _summary(data)["row_lengths"]
+    ordered = np.sort(needed)
+    shares = {50: 0.5, 90: 0.9, 95: 0.95, 99: 0.99, 100: 1}
+    at = [ordered[int(np.ceil(share * len(ordered))) - 1] for share in shares.values()]
+    assert about["percentiles"]["source"] == at
+    assert about["loss"]["share"] == np.mean(needed > 12) > 0.01
+    (enough, same) = about["loss"]["enough"]
+    assert np.mean(needed <= enough) >= 0.99 > np.mean(needed <= enough - 8) and same == 64
+    warning = f"{np.mean(needed > 12):.1%} of the pairs are longer than a row (input.source_length=12, input.target_"
+    remedy = f"--model_params_override='input.source_length={enough}' keeps 99%"
+    assert f"warning: of mt.M4Tiny's rows: {warning}" in out and remedy in out
+    assert [warning in line and remedy in line for line in inputs.Warnings()] == [True]
 
 
 def _die(job: int, told: Callable[[int], None]) -> None:

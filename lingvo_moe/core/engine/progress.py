@@ -11,6 +11,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lingvo_moe.core import units as formats
 
+_WAIT_TO_SHOW = 0.01  # of the time; less does not matter
+
 
 class Work(NamedTuple):
     """The arithmetic of a training step.
@@ -31,11 +33,13 @@ class Speed(NamedTuple):
         units: units a second.
         flops: model FLOPs a second; None where the task does not say.
         utilisation: `flops` as a share of the peak; None where either is not known.
+        input_wait: the share of the time in which the next step waited for its batch.
     """
 
     units: float
     flops: float | None
     utilisation: float | None
+    input_wait: float = 0.0
 
 
 class StepProgress:
@@ -59,7 +63,7 @@ class StepProgress:
     ):
         self._stream, self._unit, self._work = stream or sys.stderr, unit, work or Work()
         self._first, self._last = first, last
-        self._seen, self._seen_at = first, time.monotonic()
+        self._seen, self._seen_at, self._waited = first, time.monotonic(), 0.0
         self._seconds_a_step = 0.0
         self._bar: Progress | None = None
         if self._stream.isatty():
@@ -80,6 +84,7 @@ class StepProgress:
         units: float,
         skipped: int = 0,
         note: str = "",
+        waited: float = 0.0,
     ) -> Speed:
         """Shows a step's loss.
 
@@ -89,13 +94,15 @@ class StepProgress:
             units: how many were processed since the last call, padding left out.
             skipped: steps that changed nothing so far, because they were not finite.
             note: more text to show.
+            waited: seconds in which steps waited for their batches, since the start. They are shown where they are
+                more than 1% of the time.
 
         Returns:
             The speed since the last call.
         """
         now = time.monotonic()
         elapsed = max(now - self._seen_at, 1e-9)
-        speed = self._speed(units, step - self._seen, elapsed)
+        speed = self._speed(units, step - self._seen, elapsed, waited - self._waited)
         # A first step alone also traces, compiles or warms up: it says nothing of the others.
         if step > self._seen and step > self._first + 1:
             latest = elapsed / (step - self._seen)
@@ -103,7 +110,7 @@ class StepProgress:
             # down.
             past = self._seconds_a_step or latest
             self._seconds_a_step = 0.5 * past + 0.5 * latest
-        self._seen, self._seen_at = step, now
+        self._seen, self._seen_at, self._waited = step, now, waited
         text = f"loss {loss:.4f}  {speed.units:,.0f} {self._unit}/s"
         if speed.flops is not None:
             text += f"  {formats.rate(speed.flops, 'FLOP')}"
@@ -111,6 +118,8 @@ class StepProgress:
             text += f"  {speed.utilisation:.1%} of peak"
         if self._seconds_a_step:
             text += f"  {format_seconds(self._seconds_a_step * (self._last - step))} left"
+        if speed.input_wait > _WAIT_TO_SHOW:
+            text += f"  {speed.input_wait:.0%} waiting for input"
         if note:
             text += f"  {note}"
         if skipped:
@@ -121,11 +130,12 @@ class StepProgress:
             print(f"step {step}/{self._last}  {text}", file=self._stream, flush=True)
         return speed
 
-    def _speed(self, units: float, steps: int, elapsed: float) -> Speed:
-        """The speed of so many units and steps in so many seconds."""
+    def _speed(self, units: float, steps: int, elapsed: float, waited: float) -> Speed:
+        """The speed of so many units and steps in so many seconds, `waited` of them without a batch."""
         flops = self._work.flops * steps / elapsed if self._work.flops else None
         peak = self._work.peak
-        return Speed(units / elapsed, flops, flops / peak if flops is not None and peak else None)
+        utilisation = flops / peak if flops is not None and peak else None
+        return Speed(units / elapsed, flops, utilisation, waited / elapsed)
 
     def Close(self) -> None:
         """Leaves the terminal in order."""

@@ -4,6 +4,7 @@ For debugging, serving, and as the reference in tests. On a CPU `tf_graph` is al
 its matrix products are oneDNN's, which are faster than XLA:CPU's (docs/speed.md).
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from lingvo_moe.core.engine.signature import Signature
 from lingvo_moe.core.engine.specs import TensorSpec, map_with_specs
 from lingvo_moe.core.engine.tracing import trace
 from lingvo_moe.core.nested_map import flatten_items, pack, skeleton
+from lingvo_moe.core.quiet import quiet
 from lingvo_moe.core.sharding import Mesh, single_device
 
 
@@ -23,6 +25,7 @@ class TfEngine(Engine):
 
     def __init__(self, mesh: Mesh | None = None, jit_compile: bool = True):
         """`jit_compile`: by XLA. Raises EngineError for a mesh of more than one device."""
+        _report_fallback_silently()
         self.mesh = mesh or single_device()
         self._jit_compile = jit_compile
         if self.mesh.size != 1:
@@ -81,6 +84,17 @@ class CompiledTfFunction(Compiled):
             )
         specs = [tf.TensorSpec(s.shape, s.dtype) for s in self.signature.args]
         return self.function.experimental_get_compiler_ir(*specs)(stage="optimized_hlo")
+
+
+@functools.cache
+def _report_fallback_silently() -> None:
+    """Lets TensorFlow say, where nobody reads it, that oneDNN does not transpose integers.
+
+    It logs that once in a process, as an error (`E0000 ... oneDNN supports DT_INT32 only on ...`), and uses another
+    kernel, as it should. Real errors stay visible.
+    """
+    with quiet(), tf.device("CPU:0"):
+        tf.function(tf.transpose)(tf.ones([2, 2], tf.int32))
 
 
 def _to_tensor(value: Any, spec: TensorSpec) -> tf.Tensor:

@@ -18,6 +18,7 @@ from lingvo_moe.core.engine.base import Compiled, Engine
 from lingvo_moe.core.engine.checkpoints import Checkpointer
 from lingvo_moe.core.engine.initial_weights import InitialWeights
 from lingvo_moe.core.engine.interrupt import StopRequest
+from lingvo_moe.core.engine.prefetch import Prefetched
 from lingvo_moe.core.engine.progress import Speed, StepProgress, Work
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.engine.steps import build_step, train_step
@@ -70,10 +71,10 @@ class TrainLoop:
         Raises:
             CheckpointError: the run's checkpoints cannot be read. Nothing has been written then.
         """
-        batches = iter(self._inputs)
+        batches = Prefetched(iter(self._inputs))
         first = self._checkpointer.LatestStep()
         state: NestedMap
-        with StopRequest() as stop:
+        with StopRequest() as stop, batches:
             if first is not None:
                 state = self._restore(first, batches)
                 if first >= self._train.max_steps:
@@ -131,7 +132,7 @@ class TrainLoop:
         step_fn: Compiled,
         state: NestedMap,
         first: int,
-        batches: BatchIterator,
+        batches: Prefetched,
         progress: StepProgress,
         stop: StopRequest,
     ) -> NestedMap:
@@ -141,6 +142,8 @@ class TrainLoop:
         step = first
         stopped = False
         while step < train.max_steps and not (stopped := self._stops(stop, step)):
+            if not batches.ready:  # what the devices still have to compute is not waiting for input
+                self._engine.Get(units[-1:])
             state, device_metrics = step_fn(state, next(batches))
             step += 1
             units.append(device_metrics[unit])
@@ -152,6 +155,7 @@ class TrainLoop:
                     self._sum(units),
                     int(metrics.skipped),
                     self._task.ProgressNote(metrics),
+                    batches.waited,
                 )
                 units = []
                 metrics.update(_speeds(unit, speed))
@@ -189,5 +193,6 @@ def _speeds(unit: str, speed: Speed) -> NestedMap:
         f"{unit}_per_second": speed.units,
         "model_flops_per_second": speed.flops,
         "utilisation": speed.utilisation,
+        "input_wait": speed.input_wait,
     }
     return NestedMap({k: np.float32(v) for k, v in found.items() if v is not None})

@@ -90,6 +90,23 @@ def test_tensorflows_own_kernels_have_no_hlo_text():
         compiled.HloText()
 
 
+_TRANSPOSED = """
+from lingvo_moe.core.tensorflow_import import importing_tensorflow
+with importing_tensorflow():
+    import tensorflow as tf
+from lingvo_moe.core.engine.tf_engine import TfEngine
+TfEngine(jit_compile=False)
+print(tf.function(tf.transpose)(tf.ones([2, 3], tf.int32)).shape)
+"""
+
+
+def test_a_fallback_of_onednn_is_not_logged_as_an_error():
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TF_CPP_MIN_LOG_LEVEL": "2"}
+    command = [sys.executable, "-c", _TRANSPOSED]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
+    assert (done.stdout, done.stderr) == ("(3, 2)\n", "")
+
+
 def test_tpu_strategy_without_a_tpu():
     with pytest.raises(EngineError, match=r"finds no TPU.*--engine=pjrt"):
         make_engine("tpu_strategy", Mesh.parse("expert:8"))

@@ -54,7 +54,7 @@ def test_steps_elsewhere(monkeypatch):
     out = io.StringIO()
     progress = StepProgress(100, 200, "tokens", stream=out)
     clock.now = 10.0
-    assert progress.Update(110, 2.5, 5000.0) == (500, None, None)
+    assert progress.Update(110, 2.5, 5000.0) == (500, None, None, 0.0)
     clock.now = 40.0  # slower: 3 s a step, 2 on average
     assert (
         progress.Update(120, float("nan"), 3000.0, skipped=2, note="3.1% dropped at worst")[0]
@@ -92,8 +92,20 @@ def test_model_flops_and_utilisation(monkeypatch, peak, utilisation, text):
     monkeypatch.setattr("time.monotonic", clock)
     progress = StepProgress(0, 20, "images", Work(2 * 10**9, peak), stream=out)
     clock.now = 5.0
-    assert progress.Update(10, 1.0, 50.0) == (10.0, 4e9, utilisation)
+    assert progress.Update(10, 1.0, 50.0) == (10.0, 4e9, utilisation, 0.0)
     assert f"10 images/s  {text}" in out.getvalue()
+
+
+def test_waiting_for_input_is_shown_where_it_matters(monkeypatch):
+    clock, out = Clock(), io.StringIO()
+    monkeypatch.setattr("time.monotonic", clock)
+    progress = StepProgress(0, 30, "tokens", stream=out)
+    for step, waited in ((10, 0.05), (20, 2.05)):
+        clock.now += 10.0
+        speed = progress.Update(step, 1.0, 50.0, waited=waited)
+    assert speed.input_wait == pytest.approx(0.2)
+    first, second = out.getvalue().splitlines()
+    assert "waiting" not in first and "20% waiting for input" in second
 
 
 def test_steps_at_a_terminal():

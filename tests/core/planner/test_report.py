@@ -201,6 +201,8 @@ def test_quantities_of_work_and_counts():
     assert units.work(8.24e13) == "82.4 TFLOP"
     assert units.rate(9e11, "B") == "900 GB/s"
     assert units.quantity(619.3e9) == "619.3B" and units.quantity(1e12) == "1T"
+    words = [units.in_words(n) for n in (619_366_506_496, 999_960_000, 4_293_632, 36_416)]
+    assert words == ["619.4 billion", "1.0 billion", "4.3 million", ""]
     assert units.number(2311.6) == "2,312" and units.number(0.5714) == "0.571"
     assert units.share(0.3621) == "36.2%"
 

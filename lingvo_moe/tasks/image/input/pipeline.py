@@ -175,13 +175,12 @@ class DigitsInput(ImageInput):
 
 
 class ImageIterator(base_input.BatchIterator):
-    """Batches of shuffled images, without end. The next batch is read while this one is used."""
+    """Batches of shuffled images, without end."""
 
     def __init__(self, params: HyperParams, split: Split):
         self._p, self._split = params, split
         self._reader = _Reader(params, split)
         self._position = 0  # examples before the next batch
-        self._begun: list[Future] | None = None
 
     def __next__(self) -> NestedMap:
         """See BatchIterator.
@@ -189,9 +188,8 @@ class ImageIterator(base_input.BatchIterator):
         Raises:
             ImageDataError: an image that cannot be read.
         """
-        begun = self._begun or self._Begin()
+        begun = self._Begin()
         self._position += self._p.batch_size
-        self._begun = self._Begin()
         return _batch(self._p, begun)
 
     def _Begin(self) -> list[Future]:
@@ -222,7 +220,7 @@ class ImageIterator(base_input.BatchIterator):
                 f"the saved position is of other images: expected {self._identity}, saved {state['identity']}; "
                 "go on with the data and the input parameters that the run began with, or begin a new run"
             )
-        self._position, self._begun = int(state["position"]), None
+        self._position = int(state["position"])
 
     @functools.cached_property  # it reads every path of the split
     def _identity(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.user_cache import user_cache_dir
 from lingvo_moe.tasks.mt.input.artifacts import languages_of, mt_artifacts, vocabs_of
 from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.lengths import Loss, measure
 from lingvo_moe.tasks.mt.input.order import PairOrder
 from lingvo_moe.tasks.mt.input.packing import Shape, fill_batch
 from lingvo_moe.tasks.mt.input.records import Records, cached_records, prepared_records
@@ -50,7 +51,7 @@ class MtInput(BaseInput):
     Attributes, after Prepare():
         vocabs: NestedMap(source, target) of Vocabulary.
         languages: `{lang: pairs}`.
-        dropped: lines and pairs of the data that are not trained on, by reason.
+        dropped: lines and pairs of the data that are not trained on, by reason; pairs longer than a row are not in it.
     """
 
     READS: ClassVar[tuple[str, ...]] = ("data_dir", "vocab_dir")
@@ -102,6 +103,7 @@ class MtInput(BaseInput):
         self._records: Records | None = None
         self._vocabs: NestedMap | None = None
         self._task_of: list[int] | None = None
+        self._loss: Loss | None = None
         self.dropped: dict[str, int] = {}
 
     @classmethod
@@ -163,8 +165,26 @@ class MtInput(BaseInput):
         self.dropped = dict(dropped)
         skipped = f"{dropped.total():,} skipped ({reasons(dropped)})" if dropped else "none skipped"
         kept = self._records.languages
-        progress(f"{sum(kept.values()):,} pairs of {len(kept)} languages, {skipped}")
+        progress(
+            f"{sum(kept.values()):,} pairs of {len(kept)} languages, {skipped}{self._TooLong()}"
+        )
         return self
+
+    def _TooLong(self) -> str:
+        """The end of a line that counts the pairs longer than a row; '' if there are none."""
+        lengths = measure(self.records)
+        self._loss = lengths.Loss(self.p.source_length, self.p.target_length)
+        if not self._loss.share:
+            return ""
+        count = (
+            f"{'about ' if lengths.is_sample else ''}{round(self._loss.share * lengths.pairs):,}"
+        )
+        done = "left out" if self.p.too_long == "drop" else "truncated"
+        return f"; {count} ({self._loss.share:.1%}) are longer than a row and {done}"
+
+    def Warnings(self) -> list[str]:
+        """See BaseInput: whether more than 1% of the pairs are longer than a row."""
+        return [str(self._loss)] if self._loss and self._loss.matters else []
 
     def Artifacts(self) -> RunArtifacts:
         """See BaseInput: the vocabularies, and the languages by task id."""
@@ -224,21 +244,22 @@ class MtInput(BaseInput):
         return BatchIterator(self)
 
     def _check_sizes(self, vocabs: NestedMap, found: Scan) -> None:
-        for side, vocabulary in vocabs.items():
-            wanted = self.p.Get(f"{side}_vocab_size")
-            if vocabulary.size != wanted:
-                where = vocabulary.path or f"the {side} vocabulary of the run"
-                setting = _VOCAB_SETTING.format(side=side, most=vocabulary.size)
-                remedy = f"set {_VOCAB_REMEDY.format(settings=setting)}"
-                if (
-                    found.prepared
-                    and vocabulary.path
-                    and found.prepared.vocab_dir in vocabulary.path.parents
-                ):
-                    remedy += f", or run tools.prepare with --{side}_vocab_size={wanted}"
-                raise DataError(
-                    f"{where} has {vocabulary.size} ids, but {self.p.name}.{side}_vocab_size is {wanted}: {remedy}"
-                )
+        wanted = {side: self.p.Get(f"{side}_vocab_size") for side in ("source", "target")}
+        wrong = {side: vocabs[side] for side, size in wanted.items() if vocabs[side].size != size}
+        if not wrong:
+            return
+        mismatches = [
+            f"{vocabulary.path or f'the {side} vocabulary of the run'} has {vocabulary.size} ids, but"
+            f" {self.p.name}.{side}_vocab_size is {wanted[side]}"
+            for side, vocabulary in wrong.items()
+        ]
+        settings = [_VOCAB_SETTING.format(side=side, most=v.size) for side, v in wrong.items()]
+        remedy = f"set {_VOCAB_REMEDY.format(settings=';'.join(settings))}"
+        own = found.prepared.vocab_dir if found.prepared else None
+        if all(v.path and own in v.path.parents for v in wrong.values()):
+            flags = " ".join(f"--{side}_vocab_size={wanted[side]}" for side in wrong)
+            remedy += f", or run tools.prepare with {flags}"
+        raise DataError(f"{'; '.join(mismatches)}: {remedy}")
 
 
 class BatchIterator(base_input.BatchIterator):

@@ -31,6 +31,7 @@ from lingvo_moe.tasks.mt.input.order import WINDOW
 from lingvo_moe.tasks.mt.input.prepared import fingerprint
 from lingvo_moe.tasks.mt.input.scan import Scan
 from lingvo_moe.tasks.mt.input.shards import (
+    GROUP_SIZE,
     PAIRS_PER_SHARD,
     LanguageShards,
     id_dtype,
@@ -44,6 +45,7 @@ _AGAIN = "start again: it is made again"
 # there are so many languages that a process could not have so many files open (1,024 is a common limit).
 _OPEN_SHARDS = 2 * WINDOW
 _OPEN_IN_ALL = 512
+_READ_AT_ONCE = 8192
 _READER_OPTIONS = "readahead_buffer_size:0"
 _log = logging.getLogger(__name__)
 
@@ -127,6 +129,33 @@ class Records:
         end = int(ids[0]) + 1
         return ids[1:end], ids[end:]
 
+    def Lengths(self, language: int, every: int = 1) -> np.ndarray:
+        """The numbers of source and target ids of a language's records, in their order.
+
+        Args:
+            language: its index.
+            every: read one in so many groups of records that are stored together, in each shard.
+
+        Returns:
+            int32 [2, N].
+
+        Raises:
+            DataError: a shard is damaged.
+        """
+        found = []
+        for shard, count in enumerate(self.shards[self._names[language]]):
+            numbers = np.arange(count)
+            numbers = numbers[numbers // GROUP_SIZE % every == 0]
+            try:
+                reader = self._open[language].get(shard) or self._Open(language, shard)
+                for start in range(0, len(numbers), _READ_AT_ONCE):
+                    data = reader.read(numbers[start : start + _READ_AT_ONCE].tolist())
+                    found.append(_lengths(data, self._dtype))
+            except (RuntimeError, ValueError, IndexError) as e:
+                path = shard_file(self.directory, self._names[language], shard)
+                raise DataError(f"{path}: damaged ({e}); {self._remedy}") from e
+        return np.concatenate(found, axis=1)
+
     def _Open(self, language: int, shard: int) -> ArrayRecordReader:
         is_open, lang = self._open[language], self._names[language]
         reader = ArrayRecordReader(str(shard_file(self.directory, lang, shard)), _READER_OPTIONS)
@@ -136,6 +165,14 @@ class Records:
             is_open.popitem(last=False)[1].close()
         is_open[shard] = reader
         return reader
+
+
+def _lengths(data: Sequence[bytes], dtype: np.dtype) -> np.ndarray:
+    """int32 [2, N], the numbers of source and target ids of records."""
+    width = dtype.itemsize
+    source = np.frombuffer(b"".join(record[:width] for record in data), dtype).astype(np.int32)
+    ids = np.fromiter(map(len, data), np.int32, len(data)) // width
+    return np.stack([source, ids - 1 - source])
 
 
 def records_key(fingerprint: str, vocabs: NestedMap) -> str:

@@ -15,6 +15,7 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
 from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.lengths import Lengths, measure
 from lingvo_moe.tasks.mt.input.packing import MAX_WAITING
 from lingvo_moe.tasks.mt.input.pipeline import MtInput
 
@@ -186,7 +187,8 @@ def test_one_pair_a_row(params) -> None:
 def test_skipped_lines_are_reported(params, tmp_path: Path) -> None:
     data = write_corpus(tmp_path / "data", {"aa": 100})
     (data / "bb.tsv").write_bytes(b"fine\tfine too\nno tab\n\xff\tx\n\xe2\x96\x81\tempty\n")
-    generator = params.Copy().Set(data_dir=str(data), source_vocab_size=330).Instantiate()
+    changed = {"data_dir": str(data), "source_vocab_size": 330, "target_length": 64}
+    generator = params.Copy().Set(**changed).Instantiate()
     said: list[str] = []
     generator.Prepare(said.append)
     assert generator.dropped == {"no_tab": 1, "invalid_utf8": 1, "empty_after_tokenising": 1}
@@ -194,6 +196,56 @@ def test_skipped_lines_are_reported(params, tmp_path: Path) -> None:
     assert said[-1] == (
         "101 pairs of 2 languages, 3 skipped (1 no tab, 1 invalid utf8, 1 empty after tokenising)"
     )
+
+
+@pytest.mark.parametrize("too_long, done", [("drop", "left out"), ("truncate", "truncated")])
+def test_pairs_longer_than_a_row_are_counted(params, too_long: str, done: str) -> None:
+    short = params.Copy().Set(source_length=12, target_length=16, too_long=too_long)
+    inputs, said = short.Instantiate(), []
+    inputs.Prepare(said.append)
+    pairs = [
+        inputs.records.Read(i, position)
+        for i, count in enumerate(inputs.languages.values())
+        for position in range(count)
+    ]
+    count = sum(len(source) >= 12 or len(target) >= 16 for source, target in pairs)
+    assert 0 < count < len(pairs)
+    share = f"{count / len(pairs):.1%}"
+    assert said[-1].endswith(f"none skipped; {count:,} ({share}) are longer than a row and {done}")
+    (warning,) = inputs.Warnings()
+    assert warning.startswith(f"{share} of the pairs are longer than a row")
+    long = params.Copy().Set(source_length=64, target_length=64).Instantiate().Prepare(said.append)
+    assert said[-1].endswith("none skipped") and long.Warnings() == []
+
+
+def test_lengths_of_a_sample(ready: MtInput) -> None:
+    every, some = measure(ready.records), measure(ready.records, most=sum(SIZES.values()) // 2 + 1)
+    assert not every.is_sample and some.is_sample and some.pairs == every.pairs
+    for i, (lang, size) in enumerate(SIZES.items()):
+        read = [ready.records.Read(i, position) for position in range(size)]
+        needed = np.array([[len(side) + 1 for side in pair] for pair in read]).T
+        assert np.array_equal(every.of[lang], needed)
+        assert np.array_equal(some.of[lang], needed[:, np.arange(size) // 32 % 2 == 0])
+
+
+@given(
+    st.lists(st.tuples(st.integers(2, 90), st.integers(2, 90)), min_size=1, max_size=200),
+    st.sampled_from([(1, 1), (20, 30)]),
+)
+@settings(deadline=None)
+def test_row_lengths_are_the_shortest_that_keep_the_share(pairs, least) -> None:
+    lengths = Lengths({"aa": np.array(pairs, np.int32).T}, len(pairs))
+    source, target = lengths.RowLengths(least, kept=0.9)
+    needed = -(-int(0.9 * 1000) * len(pairs) // 1000)  # pairs, rounded up
+
+    def kept(source: int, target: int) -> int:
+        return sum(s <= source and t <= target for s, t in pairs)
+
+    assert kept(source, target) >= needed and source >= least[0] and target >= least[1]
+    round_numbers = [8, 16, 24, 32, 40, 48, 56, 64, 80, 96]
+    choices = [[low, *(n for n in round_numbers if n > low)] for low in least]
+    best = min(s + t for s in choices[0] for t in choices[1] if kept(s, t) >= needed)
+    assert source + target == best
 
 
 def test_goes_on_with_the_vocabularies_of_the_run(

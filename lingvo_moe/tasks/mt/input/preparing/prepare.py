@@ -27,6 +27,7 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.input import prepared, split
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.file_list import PREPARED_LIST, list_of
+from lingvo_moe.tasks.mt.input.lengths import measure
 from lingvo_moe.tasks.mt.input.mixing import temperature_weights
 from lingvo_moe.tasks.mt.input.preparing import language_stage as languages
 from lingvo_moe.tasks.mt.input.preparing import read_stage as reading
@@ -35,7 +36,7 @@ from lingvo_moe.tasks.mt.input.preparing.filters import Rules
 from lingvo_moe.tasks.mt.input.preparing.sources import Fields, Found, Source, find_sources
 from lingvo_moe.tasks.mt.input.preparing.table import all_languages
 from lingvo_moe.tasks.mt.input.preparing.workers import run_jobs
-from lingvo_moe.tasks.mt.input.records import records_key, write_contents
+from lingvo_moe.tasks.mt.input.records import Records, records_key, write_contents
 from lingvo_moe.tasks.mt.input.scan import Progress, Scan, quiet
 from lingvo_moe.tasks.mt.input.shards import PAIRS_PER_SHARD, shard_file
 from lingvo_moe.tasks.mt.input.vocab_cache import VocabOptions, load_vocabularies
@@ -59,6 +60,7 @@ class PrepareOptions:
         pairs_per_shard: the most pairs in a shard.
         workers: processes.
         tfds: names of TFDS builders to read too.
+        rows: the source and target lengths of the experiment's rows, whose loss is reported; None: not known.
     """
 
     vocab: VocabOptions
@@ -69,6 +71,7 @@ class PrepareOptions:
     pairs_per_shard: int = PAIRS_PER_SHARD
     workers: int = 1
     tfds: tuple[str, ...] = ()
+    rows: tuple[int, int] | None = None
 
 
 def prepare(
@@ -318,7 +321,7 @@ class _Preparation:
         output: Path,
         directories: Mapping[str, str],
         records: Mapping[str, str],
-        summary: Mapping[str, Any],
+        summary: dict[str, Any],
     ) -> None:
         with files.replaced_directory(output) as temp:
             for name in ("dev", "vocab", "records"):
@@ -340,9 +343,21 @@ class _Preparation:
                     shard = shard_file(Path(records[lang]), lang, i)
                     _place(shard, temp / "records" / shard.name)
             write_contents(temp / "records", summary["records"], self._vocabs, entries)
+            summary["row_lengths"] = self._RowLengths(Records(temp / "records", summary["records"]))
             text = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
             files.write_atomic(temp / PREPARED_LIST.summary, text.encode())
             PREPARED_LIST.Write(temp)
+
+    def _RowLengths(self, records: Records) -> dict[str, Any]:
+        """The contents of prepared.json about the lengths of pairs in tokens."""
+        lengths, rows = measure(records), self._options.rows
+        enough = lengths.RowLengths()
+        return {
+            "percentiles": lengths.Percentiles(),
+            "enough": enough,
+            "kept_by_enough": 1 - lengths.Loss(*enough).share,
+            "loss": dataclasses.asdict(lengths.Loss(*rows)) if rows else None,
+        }
 
 
 def _summary(directory: str) -> dict[str, Any]:

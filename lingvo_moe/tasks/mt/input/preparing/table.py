@@ -1,13 +1,14 @@
 """Formats the table of a prepared data set: one row a language, and the dropped pairs with examples."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lingvo_moe.tasks.mt.input.lengths import PERCENTILES
 from lingvo_moe.tasks.mt.input.preparing.filters import REASONS
 
 _COLUMNS = ("read", "kept", "dev")
-_LAST = ("source tokens", "target tokens", "share T=1", "share T={}")
+_TOKENS = ("source_tokens", "target_tokens")
 
 
 def all_languages(summary: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -22,12 +23,33 @@ def format_table(summary: Mapping[str, Any]) -> str:
     for about in languages.values():
         dropped.update(about["dropped"])
     reasons = [reason for reason in REASONS if dropped[reason]]
-    last = [name.format(f"{summary['temperature']:g}") for name in _LAST]
-    rows = [["", *_COLUMNS, *(reason.replace("_", " ") for reason in reasons), *last]]
+    shares = {"share T=1": "share_at_1"}  # one column where both temperatures are 1
+    shares[f"share T={summary['temperature']:g}"] = "share"
+    names = [name.replace("_", " ") for name in (*reasons, *_TOKENS)]
+    rows = [["", *_COLUMNS, *names, *shares]]
     for lang, about in sorted(languages.items()):
-        rows.append([lang, *_numbers(about, reasons), *_shares(about)])
+        parts = [f"{about[name]:.2%}" for name in shares.values() if name in about]
+        rows.append([lang, *_numbers(about, reasons), *parts])
     total = {name: sum(a[name] for a in languages.values()) for name in (*_COLUMNS, *_TOKENS)}
     rows.append(["all", *_numbers({**total, "dropped": dropped}, reasons)])
+    return _aligned(rows)
+
+
+def format_lengths(summary: Mapping[str, Any]) -> str:
+    """The percentiles of prepared.json's row lengths, and the lengths that hold nearly all pairs."""
+    about = summary["row_lengths"]
+    titles = [f"{p}%" for p in PERCENTILES[:-1]]
+    rows = [["row length", *titles, "longest"]]
+    rows += [[side, *map(str, found)] for side, found in about["percentiles"].items()]
+    source, target = about["enough"]
+    return (
+        f"{_aligned(rows)}\nrows of input.source_length={source}, input.target_length={target} hold "
+        f"{about['kept_by_enough']:.1%} of the pairs"
+    )
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A table, its first column left-aligned; the last cells of a row may be missing."""
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join(
@@ -53,14 +75,7 @@ def format_examples(summary: Mapping[str, Any]) -> str:
     return "\n".join(["dropped:", *lines]) if lines else ""
 
 
-_TOKENS = ("source_tokens", "target_tokens")
-
-
 def _numbers(about: Mapping[str, Any], reasons: list[str]) -> list[str]:
     numbers = [about[name] for name in _COLUMNS]
     numbers += [about["dropped"].get(reason, 0) for reason in reasons]
     return [f"{n:,}" for n in [*numbers, *(about[name] for name in _TOKENS)]]
-
-
-def _shares(about: Mapping[str, Any]) -> list[str]:
-    return [f"{about[name]:.2%}" for name in ("share_at_1", "share") if name in about]

@@ -1,0 +1,137 @@
+"""Lengths of pairs in tokens: percentiles, the pairs that do not fit into a row, and row lengths that keep nearly all.
+
+A row holds a pair if it has a position for each of its ids and one more, for eos or bos.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from lingvo_moe.tasks.mt.input.records import Records
+
+# A greater loss is worth a warning, which names row lengths that keep this share.
+KEPT = 0.99
+PERCENTILES = (50, 90, 95, 99, 100)
+_MOST_READ = 500_000  # pairs; about 0.3 s of CPU
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The pairs that rows do not hold.
+
+    Attributes:
+        share: of all pairs.
+        worst, worst_share: the language that loses the largest share of its pairs, and that share.
+        rows: the source and target lengths.
+        enough: no smaller ones, which hold KEPT of the pairs.
+    """
+
+    share: float
+    worst: str
+    worst_share: float
+    rows: tuple[int, int]
+    enough: tuple[int, int]
+
+    @property
+    def matters(self) -> bool:
+        """Whether it is worth a warning."""
+        return self.share > 1 - KEPT
+
+    def __str__(self) -> str:
+        """The share, the parameters, and the values that would keep nearly all, as the trainer takes them."""
+        names = [f"input.{side}_length" for side in ("source", "target")]
+        now = ", ".join(f"{name}={n}" for name, n in zip(names, self.rows))
+        changed = zip(names, self.rows, self.enough)
+        settings = ";".join(f"{name}={more}" for name, n, more in changed if more != n)
+        return (
+            f"{self.share:.1%} of the pairs are longer than a row ({now}), {self.worst_share:.1%} of {self.worst}: "
+            f"--model_params_override='{settings}' keeps {KEPT:.0%}, for longer steps and more memory"
+        )
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The positions that pairs need in a row.
+
+    Attributes:
+        of: int32 [2, N] by language, for source and target.
+        pairs: all pairs. Of more than some 500,000, `of` is a sample.
+    """
+
+    of: Mapping[str, np.ndarray]
+    pairs: int
+
+    @property
+    def all(self) -> np.ndarray:
+        """int32 [2, N], those of all languages."""
+        return np.concatenate(list(self.of.values()), axis=1)
+
+    @property
+    def is_sample(self) -> bool:
+        """Whether shares of pairs are estimates."""
+        return self.all.shape[1] < self.pairs
+
+    def Percentiles(self) -> dict[str, list[int]]:
+        """PERCENTILES of both sides; the last is the longest."""
+        found = np.percentile(self.all, PERCENTILES, axis=1, method="inverted_cdf")
+        return {
+            side: found[:, i].astype(int).tolist() for i, side in enumerate(("source", "target"))
+        }
+
+    def Loss(self, source_length: int, target_length: int) -> "Loss":
+        """What rows of these lengths do not hold."""
+        rows = source_length, target_length
+        shares = {lang: _too_long(needed, rows) for lang, needed in self.of.items()}
+        worst = max(shares, key=lambda lang: shares[lang])
+        share = _too_long(self.all, rows)
+        return Loss(share, worst, shares[worst], rows, self.RowLengths(least=rows))
+
+    def RowLengths(self, least: tuple[int, int] = (1, 1), kept: float = KEPT) -> tuple[int, int]:
+        """The source and target lengths of the shortest rows, in sum, that hold a share of the pairs.
+
+        Args:
+            least: neither is below its own; besides these, lengths are round numbers.
+            kept: the share.
+        """
+        needed = self.all
+        source, target = (
+            np.array([low, *_round_numbers(low, int(most))])
+            for low, most in zip(least, needed.max(axis=1))
+        )
+        fits = np.zeros((len(source), len(target)), np.int64)
+        at = (np.searchsorted(lengths, side) for lengths, side in zip((source, target), needed))
+        np.add.at(fits, tuple(at), 1)
+        fits = fits.cumsum(0).cumsum(1)
+        total = np.where(
+            fits >= kept * needed.shape[1], source[:, None] + target, np.iinfo(np.int64).max
+        )
+        i, j = np.unravel_index(total.argmin(), total.shape)
+        return int(source[i]), int(target[j])
+
+
+def measure(records: Records, most: int = _MOST_READ) -> Lengths:
+    """The lengths of all pairs, or of an even sample of about `most`.
+
+    Raises:
+        DataError: a record is damaged.
+    """
+    pairs = sum(records.languages.values())
+    every = -(-pairs // most)
+    found = {lang: records.Lengths(i, every) + 1 for i, lang in enumerate(records.languages)}
+    return Lengths(found, pairs)
+
+
+def _too_long(needed: np.ndarray, rows: tuple[int, int]) -> float:
+    return float(np.mean((needed > np.array(rows)[:, None]).any(axis=0)))
+
+
+def _round_numbers(above: int, most: int) -> Iterator[int]:
+    """8, 16, ..., 64, then four in each doubling: those above a number, up to the first that is at least `most`."""
+    length = 8
+    while above < most:
+        if length > above:
+            yield length
+        if length >= most:
+            return
+        length += max(8, 1 << (length.bit_length() - 3))
