@@ -223,6 +223,7 @@ class BaseTask(BaseLayer):
         seed = randomness.make_seed(global_seed, 0)
         return self.StateSpecs().Transform(lambda spec: spec.Init(seed))
 
+    @scoped
     def InitEma(self, theta: NestedMap) -> NestedMap:
         """The moving average of a run that begins with these weights; for a task with `ema_decay`."""
         return moving_average.first_average(theta, self.VariableSpecs())

@@ -261,6 +261,7 @@ def test_what_is_of_others_is_not_deleted(
 
 _STOPPED_AT_THE_SECOND = """
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from lingvo_moe.tasks.mt.input.preparing import read_stage
 from tools import prepare
 run = read_stage._Reader.Run

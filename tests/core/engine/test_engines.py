@@ -91,9 +91,9 @@ def test_tensorflows_own_kernels_have_no_hlo_text():
 
 
 _TRANSPOSED = """
-from lingvo_moe.core.tensorflow_import import importing_tensorflow
-with importing_tensorflow():
-    import tensorflow as tf
+from lingvo_moe.core.tensorflow_import import import_tensorflow
+import_tensorflow()
+import tensorflow as tf
 from lingvo_moe.core.engine.tf_engine import TfEngine
 TfEngine(jit_compile=False)
 print(tf.function(tf.transpose)(tf.ones([2, 3], tf.int32)).shape)
