@@ -4,7 +4,7 @@ The step is one pure function, `(state, batch) -> (state, metrics)`. The state i
 NestedMap(theta, slots, step, skipped), and `ema` where `ema_decay` is set.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -47,6 +47,19 @@ class NamedRows:
     sized_by: str
 
 
+@dataclass(frozen=True)
+class CheckpointScores:
+    """Scores of a checkpoint besides the held-out loss.
+
+    Attributes:
+        metrics: numbers by name, for TensorBoard and JSON.
+        text: the main ones, for a line.
+    """
+
+    metrics: NestedMap
+    text: str
+
+
 class BaseTask(BaseLayer):
     """A layer whose `FProp(theta, batch, seed)` returns `(loss, metrics)`.
 
@@ -65,6 +78,8 @@ class BaseTask(BaseLayer):
     SIZES: ClassVar[Mapping[str, tuple[str, ...]]] = {"B": ("input.batch_size",)}
     # Letters of SIZES whose sizes must be divisible by the mesh axis that shards them.
     DIVIDED: ClassVar[str] = "B"
+    # The metrics of held-out batches, means over UNITs. The best checkpoint has the lowest value of the first one.
+    HELD_OUT_METRICS: ClassVar[tuple[str, ...]] = ("loss",)
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -187,6 +202,19 @@ class BaseTask(BaseLayer):
         """
         raise TaskError(f"{self.path}: {type(self).__name__} decodes nothing")
 
+    def CheckpointScorer(
+        self, inputs: BaseInput, artifacts: RunArtifacts, lines: int | None
+    ) -> Callable[[NestedMap], CheckpointScores] | None:
+        """Returns a function of weights (NumPy) that scores them, for `--mode=eval`; None for no further scores.
+
+        Args:
+            inputs: prepared, with held-out data.
+            artifacts: those of the run.
+            lines: held-out examples of each kind, e.g. of a language; None for the task's own number.
+        """
+        del inputs, artifacts, lines
+        return None
+
     def ProgressNote(self, metrics: NestedMap) -> str:
         """Returns text about a step's metrics (NumPy) for the progress line, besides loss and speed; '' for none."""
         del metrics
@@ -285,6 +313,20 @@ class BaseTask(BaseLayer):
     def EvalStep(self, theta: NestedMap, batch: NestedMap) -> NestedMap:
         """Returns the metrics of FProp with nothing random and no token dropped."""
         return self.FProp(theta, batch, seed=None)[1]
+
+    def HeldOutStep(self, weights: NestedMap, batch: NestedMap) -> NestedMap:
+        """Returns the HELD_OUT_METRICS of a held-out batch, and how many UNITs it has.
+
+        Args:
+            weights: theta, or its moving average, whose types may be wider.
+            batch: of HeldOutBatch.
+        """
+        specs = self.VariableSpecs().Flatten()
+        theta = weights.Pack(
+            [tf.cast(w, spec.dtype) for w, spec in zip(weights.Flatten(), specs, strict=True)]
+        )
+        metrics = self.EvalStep(theta, batch)
+        return NestedMap({name: metrics[name] for name in (*self.HELD_OUT_METRICS, self.UNIT)})
 
     def _Gradients(
         self, theta: NestedMap, grads: Sequence[tf.Tensor | tf.IndexedSlices | None]
