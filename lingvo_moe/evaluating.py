@@ -6,14 +6,13 @@ a checkpoint is scored again unless its line was written.
 
 import itertools
 import time
-from collections.abc import Callable
 
 from lingvo_moe.core.base_input import HeldOutBatch, NoHeldOutError
-from lingvo_moe.core.base_task import BaseTask, CheckpointScores
+from lingvo_moe.core.base_task import BaseCheckpointScorer, BaseTask, CheckpointScores
+from lingvo_moe.core.class_names import any_class
 from lingvo_moe.core.command import say
 from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.hyperparams import Params
-from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.run_dir import RunDir
 from lingvo_moe.core.sharding import single_device
 from lingvo_moe.trainer_checks import UsageError, check_same_run, has_begun
@@ -90,7 +89,7 @@ class _Scorer:
     Args:
         run_dir: of the run.
         params: its parameters.
-        lines: see BaseTask.CheckpointScorer.
+        lines: see BaseCheckpointScorer.
     """
 
     def __init__(self, run_dir: RunDir, params: Params, lines: int | None):
@@ -107,8 +106,9 @@ class _Scorer:
         except NoHeldOutError as e:
             raise UsageError(f"--mode=eval: there is nothing to evaluate on: {e}") from None
         self._evaluator = Evaluator(self._task, inputs, make_engine("tf_graph", single_device()))
-        self._scores: Callable[[NestedMap], CheckpointScores] | None
-        self._scores = self._task.CheckpointScorer(inputs, artifacts, lines)
+        self._scorer: BaseCheckpointScorer | None = None
+        if name := self._task.CHECKPOINT_SCORER:
+            self._scorer = any_class(name)(self._task, inputs, artifacts, lines)
 
     def Score(self, step: int) -> CheckpointScores | None:
         """The held-out loss and further scores of a checkpoint; None, which is said, if it cannot be read."""
@@ -125,9 +125,9 @@ class _Scorer:
             return None
         metrics = self._evaluator(theta, self._batches)
         text = f"held-out loss {metrics[self._task.HELD_OUT_METRICS[0]]:.4f}"
-        if self._scores is None:
+        if self._scorer is None:
             return CheckpointScores(metrics, text)
-        scores = self._scores(theta)
+        scores = self._scorer(theta)
         for path, value in scores.metrics.FlattenItems():
             metrics.Set(path, value)
         return CheckpointScores(metrics, f"{text}, {scores.text}")

@@ -4,7 +4,8 @@ The step is one pure function, `(state, batch) -> (state, metrics)`. The state i
 NestedMap(theta, slots, step, skipped), and `ema` where `ema_decay` is set.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import abc
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -60,6 +61,26 @@ class CheckpointScores:
     text: str
 
 
+class BaseCheckpointScorer(abc.ABC):
+    """Scores weights of one run in the way of its task, for `--mode=eval`; see BaseTask.CHECKPOINT_SCORER."""
+
+    @abc.abstractmethod
+    def __init__(
+        self, task: "BaseTask", inputs: BaseInput, artifacts: RunArtifacts, lines: int | None
+    ):
+        """
+        Args:
+            task: of the run.
+            inputs: prepared, with held-out data.
+            artifacts: those of the run.
+            lines: held-out examples of each kind, e.g. of a language, at most; None for the task's own number.
+        """
+
+    @abc.abstractmethod
+    def __call__(self, theta: NestedMap) -> CheckpointScores:
+        """Scores weights, NumPy arrays."""
+
+
 class BaseTask(BaseLayer):
     """A layer whose `FProp(theta, batch, seed)` returns `(loss, metrics)`.
 
@@ -80,6 +101,8 @@ class BaseTask(BaseLayer):
     DIVIDED: ClassVar[str] = "B"
     # The metrics of held-out batches, means over UNITs. The best checkpoint has the lowest value of the first one.
     HELD_OUT_METRICS: ClassVar[tuple[str, ...]] = ("loss",)
+    # A BaseCheckpointScorer, 'type/module/Class', by name since it imports the task; '' for the held-out loss alone.
+    CHECKPOINT_SCORER: ClassVar[str] = ""
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -201,19 +224,6 @@ class BaseTask(BaseLayer):
             TaskError: the task has no decoder.
         """
         raise TaskError(f"{self.path}: {type(self).__name__} decodes nothing")
-
-    def CheckpointScorer(
-        self, inputs: BaseInput, artifacts: RunArtifacts, lines: int | None
-    ) -> Callable[[NestedMap], CheckpointScores] | None:
-        """Returns a function of weights (NumPy) that scores them, for `--mode=eval`; None for no further scores.
-
-        Args:
-            inputs: prepared, with held-out data.
-            artifacts: those of the run.
-            lines: held-out examples of each kind, e.g. of a language; None for the task's own number.
-        """
-        del inputs, artifacts, lines
-        return None
 
     def ProgressNote(self, metrics: NestedMap) -> str:
         """Returns text about a step's metrics (NumPy) for the progress line, besides loss and speed; '' for none."""

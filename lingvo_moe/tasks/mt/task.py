@@ -3,14 +3,14 @@
 Letters: B batch, S source time, T target time, V vocabulary, U task (language).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
 
 from lingvo_moe.core.artifacts import RunArtifacts
 from lingvo_moe.core.base_input import BaseInput
-from lingvo_moe.core.base_task import BaseTask, CheckpointScores, NamedRows, TaskError
+from lingvo_moe.core.base_task import BaseTask, NamedRows, TaskError
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Mesh
@@ -39,6 +39,7 @@ class MtTask(BaseTask):
     }
     DIVIDED = "BGEHNAV"
     HELD_OUT_METRICS = ("nll", "accuracy")
+    CHECKPOINT_SCORER = "type/lingvo_moe.tasks.mt.quality.checkpoint_scores/CheckpointScorer"
 
     @classmethod
     def CheckInput(cls, task: HyperParams, inputs: HyperParams) -> None:
@@ -97,14 +98,6 @@ class MtTask(BaseTask):
         from lingvo_moe.tasks.mt.decoding.decode_step import decode_step  # which imports engines
 
         return decode_step(self, inputs.p.batch_size, inputs.p.source_length)
-
-    def CheckpointScorer(
-        self, inputs: BaseInput, artifacts: RunArtifacts, lines: int | None
-    ) -> Callable[[NestedMap], CheckpointScores]:
-        """See BaseTask: BLEU and chrF of so many held-out lines of each language."""
-        from lingvo_moe.tasks.mt.quality.checkpoint_scores import CheckpointScorer  # and sacreBLEU
-
-        return CheckpointScorer(self, inputs, artifacts, lines)
 
     def ProgressNote(self, metrics: NestedMap) -> str:
         """See BaseTask: the overflow rate of the worst MoE layer."""

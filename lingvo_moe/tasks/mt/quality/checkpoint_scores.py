@@ -4,7 +4,7 @@ from typing import Any
 
 from lingvo_moe.core.artifacts import RunArtifacts
 from lingvo_moe.core.base_input import BaseInput
-from lingvo_moe.core.base_task import BaseTask, CheckpointScores
+from lingvo_moe.core.base_task import BaseCheckpointScorer, BaseTask, CheckpointScores
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.decoding.translator import Translator
 from lingvo_moe.tasks.mt.input.artifacts import languages_of, vocabs_of
@@ -17,23 +17,20 @@ from lingvo_moe.tasks.mt.quality.intervals import ENOUGH_LINES, with_margin
 _SCORES = ("bleu", "chrf")
 
 
-class CheckpointScorer:
+class CheckpointScorer(BaseCheckpointScorer):
     """Translates held-out lines with the weights that it is called with, by the translator for CPUs, and scores them.
 
-    Args:
-        model: of the run.
-        inputs: prepared; names the data.
-        artifacts: those of the run.
-        lines: of each language, at most; None for ENOUGH_LINES.
+    `lines` are those of each language at most; None for ENOUGH_LINES.
     """
 
     def __init__(
-        self, model: BaseTask, inputs: BaseInput, artifacts: RunArtifacts, lines: int | None
+        self, task: BaseTask, inputs: BaseInput, artifacts: RunArtifacts, lines: int | None
     ):
-        assert isinstance(model, MtModel) and isinstance(inputs, MtInput)
-        self._model, self._train_pairs = model, inputs.languages
+        """See BaseCheckpointScorer."""
+        assert isinstance(task, MtModel) and isinstance(inputs, MtInput)
+        self._model, self._train_pairs = task, inputs.languages
         self._vocabs = vocabs_of(artifacts)
-        by_language = model.RoutesByTask(model.p)
+        by_language = task.RoutesByTask(task.p)
         self._languages = (languages_of(artifacts) or ()) if by_language else ()
         data_dir = inputs.p.data_dir
         known = [lang for lang in DevSet(data_dir).languages if lang in self._train_pairs]
@@ -41,7 +38,7 @@ class CheckpointScorer:
         self._translator: Translator | None = None
 
     def __call__(self, theta: NestedMap) -> CheckpointScores:
-        """See BaseTask.CheckpointScorer: bleu and chrf with their margins, as means over all languages and by group."""
+        """See BaseCheckpointScorer: bleu and chrf with their margins, as means over all languages and by group."""
         if self._translator is None:
             sides = self._vocabs.source, self._vocabs.target
             self._translator = Translator(self._model, theta, *sides, languages=self._languages)
