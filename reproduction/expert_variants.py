@@ -1,12 +1,14 @@
-"""The variants of mt.M4Experts that tools.compare_experts trains.
+"""The variants that tools.compare_experts trains.
 
-A token's feed-forward layers cost 4 M H multiplications and additions in each, H = 256 altogether: two experts
-of 128, one of 256, or sixteen of 16.
+'experts' and 'routers' are variants of mt.M4Experts. A token's feed-forward layers cost 4 M H multiplications and
+additions in each, H = 256 altogether: two experts of 128, one of 256, or sixteen of 16. 'recipes' are variants of
+mt.M4Demo: each changes one thing of its recipe.
 """
 
 from dataclasses import dataclass
 
-GROUPS = ("experts", "routers")
+GROUPS = ("experts", "routers", "recipes")
+STEPS = {"experts": 1000, "routers": 300, "recipes": 300}
 
 
 @dataclass(frozen=True)
@@ -14,16 +16,23 @@ class Variant:
     """One model of the comparison.
 
     Attributes:
-        group: 'experts' (more and more of them) or 'routers' (at 16 experts), or both, space-separated.
+        group: 'experts' (more and more of them), 'routers' (at 16 experts) or 'recipes', or several, space-separated.
         experts: E; 1 for the dense model.
         says: a short description.
         override: as --model_params_override.
+        model: the experiment that it is a variant of.
     """
 
     group: str
     experts: int
     says: str
     override: str = ""
+    model: str = "mt.M4Experts"
+
+    @property
+    def steps(self) -> int:
+        """The training steps, by default; the most of its groups."""
+        return max(STEPS[group] for group in self.group.split())
 
 
 def _top2(experts: int, group: str = "experts") -> Variant:
