@@ -4,6 +4,7 @@ A contender prints `ready {...}` once it has warmed up; each line on its standar
 step, which it answers by a line of JSON.
 """
 
+import contextlib
 import json
 import os
 import statistics
@@ -12,21 +13,26 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-class Contender:
-    """A process that is measured, alone on `threads` cores during its turn.
+class Process:
+    """A process that is measured, on `threads` cores.
 
-    Attributes:
-        name: its name.
-        answers: its answers, one for each step.
-        about: its description, printed when it was ready.
+    Usage:
+        with Process("peer", command, threads=1) as process:  # killed at the end of the block
+            line = process.Line("ready ")
+
+    Args:
+        name: for errors.
+        command: the program and its arguments.
+        threads: how many cores.
+        log: the file for its standard error, for a process that runs long; None to keep it in memory.
     """
 
-    def __init__(self, name: str, command: Sequence[str], threads: int):
+    def __init__(self, name: str, command: Sequence[str], threads: int, log: Path | None = None):
         environment = {
             **os.environ,
             "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # read when a process starts, never later
@@ -36,47 +42,74 @@ class Contender:
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false" if threads == 1 else "",
         }
-        self.name, self.answers = name, list[dict[str, float]]()
-        self.about: dict[str, Any] = {}
-        self._process = subprocess.Popen(
-            list(command),
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        self.name, self._log = name, log
+        with open(log, "wb") if log else contextlib.nullcontext(subprocess.PIPE) as stderr:
+            self._process = subprocess.Popen(
+                list(command),
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+            )
         # One thread is one core: what a runtime does in helper threads counts too.
         os.sched_setaffinity(self._process.pid, sorted(os.sched_getaffinity(0))[-threads:])
 
-    def WaitUntilReady(self) -> None:
-        """Raises ChildProcessError, with what it complained of, where it ends instead."""
-        self.about = json.loads(self._Line("ready ").removeprefix("ready "))
+    def __enter__(self) -> Self:
+        return self
 
-    def Step(self) -> None:
-        """One step, whose answer is kept."""
+    def __exit__(self, *_: object) -> None:
+        self.Stop()
+
+    def Send(self, line: str) -> None:
+        """Writes a line to its standard input."""
         assert self._process.stdin is not None
-        self._process.stdin.write("\n")
+        self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
-        self.answers.append(json.loads(self._Line("{")))
 
-    def Median(self, key: str) -> float:
-        """Over all steps."""
-        return statistics.median(answer[key] for answer in self.answers)
+    def Line(self, start: str) -> str:
+        """The next line that begins with `start`. Raises ChildProcessError, with what it complained of, if it ends."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(start):
+                return line
+        errors = self._process.communicate()[1]
+        if self._log:
+            errors = self._log.read_text(errors="replace")
+        raise ChildProcessError(f"{self.name} ended: {errors.strip()[-2000:]}")
 
     def Stop(self) -> None:
         """Ends the process."""
         self._process.kill()
         self._process.communicate()
 
-    def _Line(self, start: str) -> str:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(start):
-                return line
-        errors = self._process.communicate()[1].strip()
-        raise ChildProcessError(f"{self.name} ended: {errors[-2000:]}")
+
+class Contender(Process):
+    """A process that takes steps, alone on `threads` cores during its turn.
+
+    Attributes:
+        name: its name.
+        answers: its answers, one for each step.
+        about: its description, printed when it was ready.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], threads: int):
+        super().__init__(name, command, threads)
+        self.answers, self.about = list[dict[str, float]](), dict[str, Any]()
+
+    def WaitUntilReady(self) -> None:
+        """Raises ChildProcessError, with what it complained of, where it ends instead."""
+        self.about = json.loads(self.Line("ready ").removeprefix("ready "))
+
+    def Step(self) -> None:
+        """One step, whose answer is kept."""
+        self.Send("")
+        self.answers.append(json.loads(self.Line("{")))
+
+    def Median(self, key: str) -> float:
+        """Over all steps."""
+        return statistics.median(answer[key] for answer in self.answers)
 
 
 def take_turns(

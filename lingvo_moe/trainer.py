@@ -327,7 +327,7 @@ def prepare(run: Run, lock: RunLock) -> None:
         check_began_from(args, run_dir)
     with LineProgress() as progress:
         inputs.Prepare(progress, run_dir.artifacts if goes_on else None)
-    for warning in inputs.Warnings():
+    for warning in [*inputs.Warnings(), *run.task.Warnings(run.params.train.max_steps)]:
         say(f"warning: {warning}")
     run.task.CheckData(inputs)
     if goes_on:

@@ -261,6 +261,12 @@ class BaseTask(BaseLayer):
         seed = randomness.make_seed(global_seed, 0)
         return self.StateSpecs().Transform(lambda spec: spec.Init(seed))
 
+    def Warnings(self, max_steps: int) -> list[str]:
+        """What the user of a run of so many steps should know before it begins, with the parameters to change."""
+        mismatch = self.optimizer.learning_rate.Mismatch(max_steps)
+        where = f"{self.path}.optimizer.learning_rate"
+        return [f"{where}.{mismatch}; train.max_steps={max_steps}"] if mismatch else []
+
     @scoped
     def InitEma(self, theta: NestedMap) -> NestedMap:
         """The moving average of a run that begins with these weights; for a task with `ema_decay`."""

@@ -46,7 +46,7 @@ def test_table_has_a_row_for_each_variant_of_a_group():
         "params": 1234,
         "held_out_nll": 3.0,
         "says": "A",
-        "group": "experts routers",
+        "group": "experts routers recipes",
         "experts": 1,
     }
     two = {
@@ -78,14 +78,14 @@ def test_a_damaged_result_is_measured_again(tmp_path, capsys):
     args = compare_experts.define_flags().Parse([f"--output={tmp_path}", "--steps=20"])
     comparison = compare_experts.Comparison(args)
     result = tmp_path / "dense" / "result.json"
-    assert not comparison._is_done(result)
+    assert not comparison._is_done(result, 20)
     result.parent.mkdir()
     file_list.write_listed(result, json.dumps({"steps": 20, "held_out_nll": 3.25}).encode())
-    assert comparison._is_done(result)
+    assert comparison._is_done(result, 20)
     assert comparison._results()["dense"]["held_out_nll"] == 3.25
     assert capsys.readouterr().out == ""
     result.write_text(result.read_text().replace("3.25", "2.25"))
-    assert not comparison._is_done(result)
+    assert not comparison._is_done(result, 20)
     assert "result.json was changed or damaged" in capsys.readouterr().out
     with pytest.raises(DataError, match=r"result\.json was changed .*; measure it .*--only=dense"):
         comparison._results()

@@ -122,6 +122,20 @@ def test_schedules_that_cannot_be(params, message):
         params.Instantiate()
 
 
+@pytest.mark.parametrize(
+    "max_steps, message",
+    [
+        (30, ""),
+        (20, "total_steps=30: the run ends at step 20, before the rate has decayed"),
+        (40, "total_steps=30: from that step to 40 the rate stays at 0.1"),
+    ],
+)
+def test_a_decay_that_does_not_end_with_the_run(max_steps, message):
+    schedule = Linear.Params().Set(value=0.2, total_steps=30, final_share=0.5).Instantiate()
+    assert schedule.Mismatch(max_steps) == message
+    assert Constant.Params().Instantiate().Mismatch(max_steps) == ""
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_ranges(name):
     params = SCHEDULES[name].Params()

@@ -1,0 +1,283 @@
+"""Trains our models with and without experts and JoeyNMT for equal CPU seconds, and compares their quality.
+
+    python -m benchmarks.quality_peers --corpus=CORPUS --peers=PEERS/bin/python
+    python -m benchmarks.quality_peers --corpus=CORPUS --only=experts,dense --cpu_seconds=6000 --output=long
+    python -m benchmarks.quality_peers --corpus=CORPUS --peers=PEERS/bin/python --only=joeynmt --cpu_seconds=150 \
+        --rates=0.0005,0.001,0.002 --output=rates
+
+CORPUS is what tools.build_corpus makes; PEERS is the environment that benchmarks/install_peers.sh --joeynmt makes.
+All contenders train on the same pairs in the same SentencePiece pieces, each in a process of its own on one core. CPU
+seconds count from the end of the first step, without those of scoring. The held-out loss is measured at 1/8, 1/4, 1/2
+and all of them, on the same pairs; BLEU and chrF at the end. After an interruption the same command keeps the
+contenders that were finished and begins the others again. Writes OUTPUT/results.json and OUTPUT/table.md.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import quality_report
+from benchmarks.compile_time import host
+from benchmarks.contenders import ROOT, Process, update_page
+from lingvo_moe.core import checks, files, registry
+from lingvo_moe.core.decode.ranges import BEAM_SIZE
+from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.suggest import did_you_mean
+from tools import _cli
+
+PAGE = ROOT / "docs" / "quality.md"
+# Ten languages of the demo's corpus that have the most pairs, 8,000 each.
+LANGUAGES = ("cs", "de", "es", "fr", "it", "ja", "ko", "ru", "tr", "zh")
+MODEL = "mt.M4Demo"
+# 4+4 layers of 256; an expert is half as wide as the dense layer, and a token has two.
+RECIPE = (
+    "task.model_dim=256;task.hidden_dim=1024;task.num_heads=8;task.key_dim=32;"
+    "task.num_encoder_layers=4;task.num_decoder_layers=4;"
+    "task.num_experts=8;task.expert_hidden_dim=512;task.repeat=False"
+)
+OURS = {
+    "experts": ("here, top-2 of 8 experts", ""),
+    "dense": ("here, no experts", "task.num_experts=0"),
+}
+JOEYNMT = "joeynmt"
+KINDS = (*OURS, JOEYNMT)
+# Steps of warm-up, padded tokens a side of a batch.
+_JOEYNMT_SETTINGS = {"warmup": 200, "batch_tokens": 1024}
+_SIZES = ("model_dim", "hidden_dim", "num_heads", "num_encoder_layers", "num_decoder_layers")
+POINTS = (1 / 8, 1 / 4, 1 / 2, 1)
+_LENGTH_ALPHA = 0.6
+
+
+def define_flags() -> Flags:
+    """The command's flags."""
+    flags = Flags("python -m benchmarks.quality_peers", __doc__)
+    flags.DEFINE_path("corpus", None, "the directory of tools.build_corpus", required=True)
+    flags.DEFINE_path("output", "quality_peers", "directory for everything", portable=True)
+    flags.DEFINE_string("peers", "", "the Python of JoeyNMT's environment")
+    flags.DEFINE_list("only", (), f"contenders: some of {', '.join(KINDS)}")
+    flags.DEFINE_list("languages", LANGUAGES, "the source languages")
+    flags.DEFINE_float("cpu_seconds", 1500.0, "of training, for each", checks.POSITIVE)
+    flags.DEFINE_list("seeds", ("1",), "each contender trains with each of them")
+    flags.DEFINE_list("rates", ("0.001",), "JoeyNMT's peak learning rates, a contender each")
+    flags.DEFINE_string("model", MODEL, "our experiment")
+    flags.DEFINE_string("model_params_override", RECIPE, "its parameters, as for the trainer")
+    flags.DEFINE_integer("pairs", 100, "held-out pairs of each language at most", checks.SIZE)
+    flags.DEFINE_integer("beam_size", 4, "hypotheses of the search, for all", BEAM_SIZE)
+    flags.DEFINE_boolean("update", False, f"write the table into {PAGE.relative_to(ROOT)}")
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = define_flags().Parse(argv)
+    for name in args.only:
+        if name not in KINDS:
+            args.Fail(f"--only={name}: no such contender{did_you_mean(name, KINDS)}")
+    if JOEYNMT in args.only and not args.peers:
+        args.Fail(f"--only={JOEYNMT} needs --peers, JoeyNMT's Python (install_peers.sh --joeynmt)")
+    for name, convert, kind in (("seeds", int, "an integer"), ("rates", float, "a number")):
+        for value in args.Values()[name]:
+            if not _is(convert, value):
+                args.Fail(f"--{name}={value}: must be {kind} above 0")
+    interrupted = "stopped; the same command keeps the contenders that were finished"
+    return _cli.attempt("quality_peers", lambda: Comparison(args).Run(), interrupted)
+
+
+def _is(convert: type[int] | type[float], text: str) -> bool:
+    try:
+        return 0 < convert(text) < 2**31
+    except ValueError:
+        return False
+
+
+class Comparison:
+    """The steps of the comparison, in order."""
+
+    def __init__(self, args: Flags):
+        self._args, self._out = args, Path(args.output).resolve()
+
+    def Run(self) -> int:
+        _cli.check_output_directory(self._out)
+        self._out.mkdir(parents=True, exist_ok=True)
+        _cli.load_tensorflow()
+        from benchmarks.quality_data import write_data
+        from lingvo_moe.core.engine.progress import LineProgress
+
+        self._params = registry.GetParams(self._args.model, self._override())
+        inputs = self._params.input.Instantiate()
+        with LineProgress() as show:
+            inputs.Prepare(show)
+        self._data = write_data(self._out / "data", inputs, self._args.pairs)
+        self._target = inputs.vocabs.target
+        results = []
+        runs = list(self._runs())
+        for number, (name, says, setup) in enumerate(runs, 1):
+            print(f"[{number}/{len(runs)}] {name}: {says}", file=sys.stderr, flush=True)
+            results.append(self._result(name, says, setup))
+        about = self._about()
+        content = {"about": about, "results": results}
+        files.write_atomic(
+            self._out / "results.json", json.dumps(content, indent=2).encode() + b"\n"
+        )
+        text = quality_report.table(about, results)
+        files.write_atomic(self._out / "table.md", text.encode() + b"\n")
+        print(text)
+        if self._args.update:
+            update_page(PAGE, "benchmarks.quality_peers", f"{text}\n\nMeasured on {host()}.")
+        return 0
+
+    def _override(self, *more: str) -> str:
+        a = self._args
+        corpus = registry.escape(str(Path(a.corpus).resolve()))
+        languages = ",".join(f"'{language}'" for language in a.languages)
+        own = (f"input.data_dir={corpus}", f"input.languages=[{languages}]")
+        return ";".join(part for part in (a.model_params_override, *own, *more) if part)
+
+    def _about(self) -> dict[str, Any]:
+        data, a = self._data, self._args
+        return {
+            "cpu_seconds": a.cpu_seconds,
+            "languages": list(a.languages),
+            "train_pairs": sum(data.train_pairs.values()),
+            "held_out_pairs": sum(map(len, data.held_out.values())),
+            "held_out_tokens": data.tokens,
+            "too_long": list(data.too_long),
+            "beam_size": a.beam_size,
+            "model": a.model,
+            "override": a.model_params_override,
+            "host": host(),
+        }
+
+    def _runs(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """(name, description, setup) of each run."""
+        a = self._args
+        kinds = a.only or (KINDS if a.peers else tuple(OURS))
+        shared = {
+            "points": [a.cpu_seconds * part for part in POINTS],
+            "beam_size": a.beam_size,
+            "length_alpha": _LENGTH_ALPHA,
+            "max_length": self._params.input.target_length,
+            "pairs": a.pairs,
+        }
+        for seed in a.seeds:
+            for kind in kinds:
+                if kind == JOEYNMT:
+                    for rate in a.rates:
+                        says = f"JoeyNMT, learning rate {float(rate):g}"
+                        yield f"{kind}_{rate}_seed{seed}", says, shared | self._joeynmt(rate, seed)
+                else:
+                    says, override = OURS[kind]
+                    yield f"{kind}_seed{seed}", says, shared | self._ours(override, seed)
+
+    def _ours(self, override: str, seed: str) -> dict[str, Any]:
+        return {
+            "model": self._args.model,
+            "override": self._override(override, f"task.seed={seed}", f"input.seed={seed}"),
+            "use_ema": bool(self._params.task.ema_decay),
+        }
+
+    def _joeynmt(self, rate: str, seed: str) -> dict[str, Any]:
+        task = self._params.task
+        return {
+            **_JOEYNMT_SETTINGS,
+            "sizes": {name: task.Get(name) for name in _SIZES},
+            "learning_rate": float(rate),
+            "label_smoothing": task.label_smoothing,
+            "dropout": task.dropout,
+            "seed": int(seed),
+        }
+
+    def _result(self, name: str, says: str, setup: dict[str, Any]) -> dict[str, Any]:
+        """The result of a run: that of an earlier command, or a new one."""
+        directory = self._out / name
+        file = directory / "result.json"
+        # As JSON has it, to compare with a file.
+        setup = json.loads(json.dumps({**setup, "train_pairs": self._data.train_pairs}))
+        if file.is_file():
+            result = json.loads(file.read_text())
+            if result["setup"] == setup:
+                print(f"{name}: done before", file=sys.stderr, flush=True)
+                return result
+            other = [k for k in setup if setup[k] != result["setup"].get(k)]
+            raise ValueError(
+                f"{file} has results of another {', '.join(other)}; give another --output or delete {directory}"
+            )
+        answers = self._train(directory, setup)
+        result = {"name": name, "says": says, "setup": setup, **self._scores(name, answers)}
+        files.write_atomic(file, json.dumps(result, indent=2, ensure_ascii=False).encode() + b"\n")
+        return result
+
+    def _train(self, directory: Path, setup: dict[str, Any]) -> list[dict[str, Any]]:
+        """Runs a contender's process; returns what it reported."""
+        import shutil
+
+        from lingvo_moe.core.engine.progress import LineProgress
+
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir()
+        data = self._data.directory
+        paths = {
+            "run": str(directory / "run"),
+            "directory": str(directory),
+            "data": str(data),
+            "held_out": str(data / "held_out.json"),
+        }
+        file = directory / "setup.json"
+        files.write_atomic(file, json.dumps({**setup, **paths}).encode())
+        if "learning_rate" in setup:
+            command = [self._args.peers, str(ROOT / "benchmarks" / "peers" / "train_joeynmt.py")]
+        else:
+            command = [sys.executable, "-m", "benchmarks.quality_worker"]
+        answers: list[dict[str, Any]] = []
+        log = directory / "log.txt"
+        with (
+            LineProgress() as show,
+            Process(directory.name, [*command, str(file)], threads=1, log=log) as process,
+        ):
+            while not answers or answers[-1]["kind"] != "end":
+                answer = json.loads(process.Line("{"))
+                if answer["kind"] != "progress":
+                    answers.append(answer)
+                if answer["kind"] != "end":
+                    show(quality_report.progress(directory.name, answer, setup["points"][-1]))
+        return answers
+
+    def _scores(self, name: str, answers: list[dict[str, Any]]) -> dict[str, Any]:
+        """The curve, BLEU and chrF of what a contender reported.
+
+        Raises:
+            ValueError: its loss is of another number of tokens.
+        """
+        from benchmarks.quality_data import decode_pieces
+        from lingvo_moe.tasks.mt.quality import scoring
+
+        *points, end = answers
+        for point in points:
+            if point["tokens"] != self._data.tokens:
+                raise ValueError(
+                    f"{name}: its loss is of {point['tokens']} target tokens, not of {self._data.tokens}"
+                )
+        if "pieces" in end:
+            lines = decode_pieces(self._target, end["pieces"])
+        else:
+            lines = end["hypotheses"]
+        rest = iter(lines)
+        report = scoring.evaluate(
+            lambda sources, _: [next(rest) for _ in sources],
+            self._data.held_out.items(),
+            self._data.train_pairs,
+        )
+        report.Write(self._out / name / "eval")
+        return {
+            "curve": [quality_report.point(p) for p in points],
+            "parameters": end["parameters"],
+            "version": end["version"],
+            "average": report.Average(),
+            "languages": {k: r.ToDict() for k, r in report.languages.items()},
+            "signatures": report.signatures,
+        }
+
+
+if __name__ == "__main__":
+    _cli.run(main)

@@ -1,0 +1,78 @@
+"""The progress lines and the table of benchmarks/quality_peers.py."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lingvo_moe.tasks.mt.quality.intervals import with_margin
+
+
+def point(answer: Mapping[str, Any]) -> dict[str, float]:
+    """A point of the curve, of what a contender reported: its loss is in nats a target token."""
+    kept = {k: answer[k] for k in ("step", "cpu_seconds", "trained_tokens")}
+    return {**kept, "loss": -answer["log_prob"] / answer["tokens"]}
+
+
+def progress(name: str, answer: Mapping[str, Any], seconds: float) -> str:
+    """A line about what a contender reported.
+
+    Args:
+        name: of the contender.
+        answer: a progress or a point, see peers/budget.py.
+        seconds: that it trains.
+    """
+    begin = f"{name}: step {answer['step']:,}, {answer['cpu_seconds']:,.0f} of {seconds:,.0f} CPU s"
+    if answer["kind"] == "progress":
+        return f"{begin}, loss {answer['loss']:.3f}"
+    return f"{begin}, held-out loss {point(answer)['loss']:.4f}"
+
+
+def table(about: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown: a row for each contender, the mean of its seeds, in the order of the results."""
+    by_says: dict[str, list[Mapping[str, Any]]] = {}
+    for result in results:
+        by_says.setdefault(result["says"], []).append(result)
+    parts = [p / results[0]["setup"]["points"][-1] for p in results[0]["setup"]["points"]]
+    heads = [f"loss at {about['cpu_seconds'] * part:,.0f} s" for part in parts]
+    too_long = " and ".join(f"{n:,}" for n in about["too_long"])
+    lines = [
+        f"{len(about['languages'])} languages ({', '.join(about['languages'])}) into English,"
+        f" {about['train_pairs']:,} training pairs, {about['held_out_pairs']:,} held-out pairs of"
+        f" {about['held_out_tokens']:,} target tokens; {too_long} longer pairs are left out for all."
+        f" One core, {about['cpu_seconds']:,.0f} CPU seconds of training each. Loss in nats a target token, without"
+        f" label smoothing; BLEU and chrF are means over the languages, beam {about['beam_size']}.",
+        "",
+        f"| | parameters | steps | target tokens seen | {' | '.join(heads)} | BLEU | chrF |",
+        "| --- |" + " ---: |" * (len(heads) + 5),
+    ]
+    return "\n".join([*lines, *(_row(says, runs) for says, runs in by_says.items())])
+
+
+def _row(says: str, runs: Sequence[Mapping[str, Any]]) -> str:
+    last = [run["curve"][-1] for run in runs]
+    losses = [[run["curve"][i]["loss"] for run in runs] for i in range(len(runs[0]["curve"]))]
+    cells = [
+        says if len(runs) == 1 else f"{says}, {len(runs)} seeds",
+        f"{runs[0]['parameters'] / 1e6:.1f} M",
+        f"{statistics.mean(p['step'] for p in last):,.0f}",
+        f"{statistics.mean(p['trained_tokens'] for p in last) / 1e6:.2f} M",
+        *map(_mean, losses),
+        *(_score(runs, name) for name in ("bleu", "chrf")),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _mean(losses: Sequence[float]) -> str:
+    """The mean over seeds, and how far the farthest is from it."""
+    mean = statistics.mean(losses)
+    if len(losses) == 1:
+        return f"{mean:.3f}"
+    return f"{mean:.3f} ± {max(abs(loss - mean) for loss in losses):.3f}"
+
+
+def _score(runs: Sequence[Mapping[str, Any]], name: str) -> str:
+    """The mean over seeds; of one seed with its confidence interval."""
+    if len(runs) == 1:
+        average = runs[0]["average"]
+        return with_margin(average[name], average[f"{name}_margin"])
+    return f"{statistics.mean(run['average'][name] for run in runs):.1f}"
