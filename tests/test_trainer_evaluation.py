@@ -107,6 +107,8 @@ def test_the_best_checkpoint_stays_and_training_stops_early(tmp_path, given_loss
     assert _train(run, 28, override="train.early_stopping_evals=4") == 0
     assert RunDir(run).steps == [24, 28] and RunDir(run).BestStep("--checkpoint_step") == 24
     assert len(read_metrics(str(run / "train"))) == 28
+    assert _train(run, 36, override="train.eval_interval_steps=0") == 0  # evaluated no more
+    assert RunDir(run).steps == [24, 32, 36]
 
 
 def test_a_best_step_is_saved_although_no_checkpoint_is_due(tmp_path, given_losses):
