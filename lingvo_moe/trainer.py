@@ -242,6 +242,7 @@ def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
     initial = job.together(lambda: initial_weights(run))
     if not run.args["engine"].present:
         say(f"--engine={run.args.engine}, the default for these devices")
+    task = trained_task(run, engine.mesh)
     started = time.monotonic()
     with (
         Checkpointer(str(run_dir.checkpoint_dir), keep=params.train.save_max_to_keep) as saved,
@@ -253,13 +254,29 @@ def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
             summaries.Text("began_from", init_from.describe(run_dir.began_from))
         peak = job_peak(run.args.engine, engine.mesh.size)
         kept = saved, summaries, params.train
-        loop = TrainLoop(run.task, run.inputs, engine, *kept, initial, peak)
+        loop = TrainLoop(task, run.inputs, engine, *kept, initial, peak)
         result = loop.Run(
             on_compiled=lambda step: (
                 report_program(step, run_dir, started) if first_process else None
             )
         )
     return 128 + result.signal if result.signal else 0
+
+
+def trained_task(run: Run, mesh: Mesh) -> "BaseTask":
+    """Returns the task in the form that is trained; prints which one if the parameters leave that open.
+
+    See recomputing.py. Called on every process: all choose the same.
+    """
+    from lingvo_moe.recomputing import chosen_form
+    from lingvo_moe.trainer_memory import memory_of
+
+    args = run.args
+    memory = memory_of(args.engine, mesh, args.num_processes)
+    form, line = chosen_form(run.params, mesh, memory, args.engine)
+    if line and args.process_id == 0:
+        say(line)
+    return form.Instantiate()
 
 
 def share_run(lock: RunLock, begin: Callable[[], None], follow: Callable[[], object]) -> None:

@@ -47,6 +47,25 @@ class NamedRows:
     sized_by: str
 
 
+@dataclass(frozen=True)
+class Forms:
+    """Two forms of a task, whose results are equal up to rounding, but which differ in memory and speed.
+
+    Attributes:
+        parameter: the path of the parameter that chooses one, e.g. 'task.repeat'.
+        recomputing: Params of the task that recomputes blocks of layers in the backward pass.
+        keeping: Params of the task that keeps their activations, and whose blocks are unrolled.
+        one_block: like `keeping`, but with one block in each stack.
+        num_blocks: how many blocks each stack of `keeping` has, by their path, e.g. 'm4.encoder.blocks'.
+    """
+
+    parameter: str
+    recomputing: InstantiableParams
+    keeping: InstantiableParams
+    one_block: InstantiableParams
+    num_blocks: Mapping[str, int]
+
+
 class BaseTask(BaseLayer):
     """A layer whose `FProp(theta, batch, seed)` returns `(loss, metrics)`.
 
@@ -65,6 +84,8 @@ class BaseTask(BaseLayer):
     SIZES: ClassVar[Mapping[str, tuple[str, ...]]] = {"B": ("input.batch_size",)}
     # Letters of SIZES whose sizes must be divisible by the mesh axis that shards them.
     DIVIDED: ClassVar[str] = "B"
+    # Parameters that may change while a run goes on: results, weights and slots stay the same up to rounding.
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -137,6 +158,15 @@ class BaseTask(BaseLayer):
         del inputs, rng
         name = type(self).__name__
         raise TaskError(f"{name} cannot be verified: it has no SampleBatch(inputs, rng)")
+
+    @classmethod
+    def OpenForms(cls, task: InstantiableParams) -> Forms | None:
+        """Returns two forms of the task if its Params leave open which one is trained; None if they do not.
+
+        An instance made from Params that leave it open is of the recomputing form.
+        """
+        del task
+        return None
 
     def CheckData(self, inputs: BaseInput) -> None:
         """Raises TaskError if the input's data does not suit the task. Called after the input's `Prepare`."""

@@ -37,6 +37,7 @@ class M4Demo(registry.Experiment):
             num_decoder_layers=2,
             num_experts=8,
             num_groups=8,
+            repeat="auto",
             # The demo sees less than one epoch: there is nothing to regularise.
             dropout=0.0,
             optimizer=Adafactor.Params().Set(learning_rate=self.LearningRate()),
@@ -108,6 +109,7 @@ class M4Tiny(M4Demo):
         p.moe.dispatcher = "einsum"
         p.moe.router.reading = "paper"
         return p.Set(
+            repeat=True,  # as there
             source_vocab_size=400,
             target_vocab_size=300,
             model_dim=16,
