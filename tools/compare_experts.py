@@ -146,9 +146,9 @@ class Comparison:
         return {
             "steps": held_out.step,
             "params": inspect.count_parameters(RunDir(run).Task().VariableSpecs().Flatten()),
-            "held_out_nll": held_out.nll,
-            "held_out_accuracy": held_out.accuracy,
-            "held_out_tokens": held_out.tokens,
+            "held_out_nll": float(held_out.nll),
+            "held_out_accuracy": float(held_out.accuracy),
+            "held_out_tokens": int(held_out.tokens),
             "train_nll": rows[-1]["nll"],
             **expert_comparison.routing(rows[-5:]),
             **expert_comparison.worst_routing(rows),

@@ -4,6 +4,7 @@ The step is one pure function, `(state, batch) -> (state, metrics)`. The state i
 NestedMap(theta, slots, step, skipped), and `ema` where `ema_decay` is set.
 """
 
+import abc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -66,6 +67,39 @@ class Forms:
     num_blocks: Mapping[str, int]
 
 
+@dataclass(frozen=True)
+class CheckpointScores:
+    """Scores of a checkpoint besides the held-out loss.
+
+    Attributes:
+        metrics: numbers by name, for TensorBoard and JSON.
+        text: the main ones, for a line.
+    """
+
+    metrics: NestedMap
+    text: str
+
+
+class BaseCheckpointScorer(abc.ABC):
+    """Scores weights of one run in the way of its task, for `--mode=eval`; see BaseTask.CHECKPOINT_SCORER."""
+
+    @abc.abstractmethod
+    def __init__(
+        self, task: "BaseTask", inputs: BaseInput, artifacts: RunArtifacts, lines: int | None
+    ):
+        """
+        Args:
+            task: of the run.
+            inputs: prepared, with held-out data.
+            artifacts: those of the run.
+            lines: held-out examples of each kind, e.g. of a language, at most; None for the task's own number.
+        """
+
+    @abc.abstractmethod
+    def __call__(self, theta: NestedMap) -> CheckpointScores:
+        """Scores weights, NumPy arrays."""
+
+
 class BaseTask(BaseLayer):
     """A layer whose `FProp(theta, batch, seed)` returns `(loss, metrics)`.
 
@@ -86,6 +120,10 @@ class BaseTask(BaseLayer):
     DIVIDED: ClassVar[str] = "B"
     # Parameters that may change while a run goes on: results, weights and slots stay the same up to rounding.
     MAY_CHANGE: ClassVar[tuple[str, ...]] = ()
+    # The metrics of held-out batches, means over UNITs. The best checkpoint has the lowest value of the first one.
+    HELD_OUT_METRICS: ClassVar[tuple[str, ...]] = ("loss",)
+    # A BaseCheckpointScorer, 'type/module/Class', by name since it imports the task; '' for the held-out loss alone.
+    CHECKPOINT_SCORER: ClassVar[str] = ""
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -321,6 +359,20 @@ class BaseTask(BaseLayer):
     def EvalStep(self, theta: NestedMap, batch: NestedMap) -> NestedMap:
         """Returns the metrics of FProp with nothing random and no token dropped."""
         return self.FProp(theta, batch, seed=None)[1]
+
+    def HeldOutStep(self, weights: NestedMap, batch: NestedMap) -> NestedMap:
+        """Returns the HELD_OUT_METRICS of a held-out batch, and how many UNITs it has.
+
+        Args:
+            weights: theta, or its moving average, whose types may be wider.
+            batch: of HeldOutBatch.
+        """
+        specs = self.VariableSpecs().Flatten()
+        theta = weights.Pack(
+            [tf.cast(w, spec.dtype) for w, spec in zip(weights.Flatten(), specs, strict=True)]
+        )
+        metrics = self.EvalStep(theta, batch)
+        return NestedMap({name: metrics[name] for name in (*self.HELD_OUT_METRICS, self.UNIT)})
 
     def _Gradients(
         self, theta: NestedMap, grads: Sequence[tf.Tensor | tf.IndexedSlices | None]

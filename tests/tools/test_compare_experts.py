@@ -118,8 +118,8 @@ def _by_hand(run, corpus, monkeypatch):
     from lingvo_moe.core.engine.checkpoints import Checkpointer
 
     task, run = RunDir(run).Task(), RunDir(run)
-    p = run.Params().input.Copy().Set(data_dir=str(corpus / "dev"), temperature=1.0)
-    batches = iter(p.Instantiate().Prepare(artifacts=run.artifacts))
+    p = run.Params().input.Copy().Set(data_dir=str(corpus))
+    batches = p.Instantiate().Prepare(artifacts=run.artifacts).HeldOut()
     with Checkpointer(str(run.checkpoint_dir), read_only=True) as checkpointer:
         theta, _ = checkpointer.RestoreToNumpy("theta", 2)
     theta = theta.Transform(tf.constant)
@@ -130,7 +130,7 @@ def _by_hand(run, corpus, monkeypatch):
     losses = []
     with sharding.use_mesh(sharding.single_device()):
         for _ in range(2):
-            batch = next(batches).Transform(tf.constant)
+            batch = next(batches).batch.Transform(tf.constant)
             task.EvalStep(theta, batch)
             labels, real = batch.tgt.labels.numpy(), batch.tgt.segment_ids.numpy() > 0
             logp = tf.nn.log_softmax(logits[-1]).numpy()
