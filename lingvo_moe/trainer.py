@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lingvo_moe.core import registry
-from lingvo_moe.core.base_input import BaseInput
+from lingvo_moe.core.base_input import BaseInput, HeldOutBatch
 from lingvo_moe.core.command import run as run_command
 from lingvo_moe.core.command import say
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES, Compiled, Engine
+from lingvo_moe.core.engine.interrupt import TimeLimit
 from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.quiet import quiet
@@ -66,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: Flags) -> int:
     """Like main, but lets exceptions through."""
+    limit = TimeLimit(args.max_minutes)
     override = full_override(args)
     load_tensorflow(args.engine)
     check_data_dir(args)
@@ -84,9 +86,15 @@ def run(args: Flags) -> int:
         inspect.print_flops(task, params.input.Instantiate().BatchSpec())
         return 0
     check_flags(args, params)
+    if args.mode == "eval":
+        from lingvo_moe.evaluating import evaluate_run
+
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # accelerators are the trainer's
+        find_devices()
+        return evaluate_run(args, params)
     if args.engine is None:
         args["engine"].value = fastest_engine(args)
-    return train(args, params, override)
+    return train(args, params, override, limit)
 
 
 def load_tensorflow(engine: str | None) -> None:
@@ -136,8 +144,9 @@ def full_override(args: Flags) -> str:
     return ";".join(parts)
 
 
-def train(args: Flags, params: Params, override: str) -> int:
-    """Runs mode `sync`: trains to the last step or until stopped. Resumes the run in --logdir, if there is one.
+def train(args: Flags, params: Params, override: str, limit: TimeLimit) -> int:
+    """Runs mode `sync`: trains to the last step or until stopped, at the latest at `limit`. Resumes the run in
+    --logdir, if there is one.
 
     Returns the exit status.
     """
@@ -148,7 +157,7 @@ def train(args: Flags, params: Params, override: str) -> int:
         devices.request_cpu_devices(args.num_devices)
     devices.initialize_distributed(args.coordinator_address, args.num_processes, args.process_id)
     with job.watching():
-        return train_in_job(args, params, override)
+        return train_in_job(args, params, override, limit)
 
 
 @dataclass(frozen=True)
@@ -161,6 +170,7 @@ class Run:
         override: the overrides applied to them, as text.
         task, inputs: instantiated from `params`.
         run_dir: the directory --logdir.
+        time_limit: --max_minutes, from the start of the command.
     """
 
     args: Flags
@@ -169,9 +179,10 @@ class Run:
     task: "BaseTask"
     inputs: BaseInput
     run_dir: RunDir
+    time_limit: TimeLimit
 
 
-def train_in_job(args: Flags, params: Params, override: str) -> int:
+def train_in_job(args: Flags, params: Params, override: str, limit: TimeLimit) -> int:
     """Like train, after the processes of the job have connected to each other."""
     from lingvo_moe.core.engine import devices
     from lingvo_moe.core.engine.base import make_engine
@@ -192,7 +203,7 @@ def train_in_job(args: Flags, params: Params, override: str) -> int:
         verify_step(args, mesh, on_cpu)
     check_memory(params, task, inputs, mesh, args.num_processes, holds_state=on_cpu)
 
-    run = Run(args, params, override, task, inputs, RunDir(args.logdir))
+    run = Run(args, params, override, task, inputs, RunDir(args.logdir), limit)
     # Held until the last checkpoint is complete.
     with RunLock(args.logdir) as lock:
         return train_locked(run, engine, lock)
@@ -228,11 +239,12 @@ def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
     """Like train; locks the run directory with `lock`, which the caller releases."""
     from lingvo_moe.core.engine import init_from, job
     from lingvo_moe.core.engine.checkpoints import Checkpointer
+    from lingvo_moe.core.engine.held_out import HeldOutWatch
     from lingvo_moe.core.engine.summaries import Summaries
     from lingvo_moe.core.engine.train_loop import TrainLoop
     from lingvo_moe.trainer_peak import job_peak
 
-    run_dir, params = run.run_dir, run.params
+    run_dir, params, inputs = run.run_dir, run.params, run.inputs
     first_process = run.args.process_id == 0
     share_run(
         lock,
@@ -240,26 +252,50 @@ def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
         follow=lambda: run.inputs.Prepare(artifacts=run_dir.artifacts),
     )
     initial = job.together(lambda: initial_weights(run))
+    held_out = job.together(lambda: held_out_batches(run))
     if not run.args["engine"].present:
         say(f"--engine={run.args.engine}, the default for these devices")
+    task = trained_task(run, engine.mesh)
     started = time.monotonic()
     with (
         Checkpointer(str(run_dir.checkpoint_dir), keep=params.train.save_max_to_keep) as saved,
         Summaries(str(run_dir.summaries_dir), enabled=first_process) as summaries,
+        contextlib.ExitStack() as stack,
         job.announcing(),
     ):
         summaries.Text("params", params.ToText())
         if run_dir.began_from:
             summaries.Text("began_from", init_from.describe(run_dir.began_from))
+        watch = None
+        if held_out:
+            kept = params.train, held_out, saved, run_dir
+            watch = HeldOutWatch(task, inputs, engine, *kept, writes=first_process)
+            stack.enter_context(watch)
         peak = job_peak(run.args.engine, engine.mesh.size)
-        kept = saved, summaries, params.train
-        loop = TrainLoop(run.task, run.inputs, engine, *kept, initial, peak)
+        more = initial, peak, watch, run.time_limit
+        loop = TrainLoop(task, inputs, engine, saved, summaries, params.train, *more)
         result = loop.Run(
             on_compiled=lambda step: (
                 report_program(step, run_dir, started) if first_process else None
             )
         )
     return 128 + result.signal if result.signal else 0
+
+
+def trained_task(run: Run, mesh: Mesh) -> "BaseTask":
+    """Returns the task in the form that is trained; prints which one if the parameters leave that open.
+
+    See recomputing.py. Called on every process: all choose the same.
+    """
+    from lingvo_moe.recomputing import chosen_form
+    from lingvo_moe.trainer_memory import memory_of
+
+    args = run.args
+    memory = memory_of(args.engine, mesh, args.num_processes)
+    form, line = chosen_form(run.params, mesh, memory, args.engine)
+    if line and args.process_id == 0:
+        say(line)
+    return form.Instantiate()
 
 
 def share_run(lock: RunLock, begin: Callable[[], None], follow: Callable[[], object]) -> None:
@@ -308,7 +344,7 @@ def prepare(run: Run, lock: RunLock) -> None:
         check_began_from(args, run_dir)
     with LineProgress() as progress:
         inputs.Prepare(progress, run_dir.artifacts if goes_on else None)
-    for warning in inputs.Warnings():
+    for warning in [*inputs.Warnings(), *run.task.Warnings(run.params.train.max_steps)]:
         say(f"warning: {warning}")
     run.task.CheckData(inputs)
     if goes_on:
@@ -331,6 +367,14 @@ def initial_weights(run: Run) -> "InitialWeights | None":
         return None
     other = about["logdir"], about["step"], run.params.task, run.inputs.Artifacts()
     return init_from.begin_from(*other, run.args.trust_run).weights
+
+
+def held_out_batches(run: Run) -> list[HeldOutBatch]:
+    """Returns the batches to evaluate on while the run trains; none if it is not evaluated. Called on every process."""
+    from lingvo_moe.core.engine.held_out import read_batches
+
+    train = run.params.train
+    return read_batches(run.inputs, train) if train.eval_interval_steps else []
 
 
 def make_mesh(params: Params, text: str = "", num_devices: int = 0) -> Mesh:

@@ -9,7 +9,7 @@ from lingvo_moe.core import registry
 from lingvo_moe.core.command import say
 from lingvo_moe.core.directories import check_addable, check_logdir
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES
-from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.flags import BEST, Flags
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.partitioner.known_faults import ERROR
 from lingvo_moe.core.paths import check_local, check_portable
@@ -29,9 +29,11 @@ class UsageError(ValueError):
 
 
 def check_flags(args: Flags, params: Params) -> None:
-    """Raises UsageError for flags that --mode=sync cannot work with, before anything slow starts."""
+    """Raises UsageError for flags that the modes with a run cannot work with, before anything slow starts."""
     if not args.logdir:
-        raise UsageError("--logdir is needed to train: the directory of the run")
+        what = "evaluate" if args.mode == "eval" else "train"
+        raise UsageError(f"--logdir is needed to {what}: the directory of the run")
+    check_evaluation(args, params)
     params.input.cls.CheckSource(params.input)
     check_paths(args, params)
     if args.engine not in (None, "pjrt") and args.num_processes > 1:
@@ -65,6 +67,21 @@ def check_flags(args: Flags, params: Params) -> None:
         raise UsageError(f"--logdir={args.logdir}: {place} is not a directory")
     if not os.access(place, os.W_OK | os.X_OK):
         raise UsageError(f"--logdir={args.logdir}: no permission to write in {place}")
+
+
+def check_evaluation(args: Flags, params: Params) -> None:
+    """Raises UsageError for flags of another mode, and for early stopping without evaluations."""
+    train = params.train
+    if train.early_stopping_evals and not train.eval_interval_steps:
+        raise UsageError(
+            f"train.early_stopping_evals={train.early_stopping_evals}: nothing is evaluated while "
+            "train.eval_interval_steps=0; set it, e.g. to 100"
+        )
+    of_mode = {"eval": ("eval_lines", "once"), "sync": ("max_minutes", "restart")}
+    for mode, names in of_mode.items():
+        for name in names:
+            if args.mode != mode and args[name].value != args[name].default:
+                raise UsageError(f"--{name}: goes with --mode={mode}, not with --mode={args.mode}")
 
 
 def check_paths(args: Flags, params: Params) -> None:
@@ -196,7 +213,7 @@ def prepare_run_dir(
         path.rename(aside)
         lock.Acquire()
         say(f"--restart: the run that was in {path} is now in {aside}")
-    for name in ("train", "checkpoints"):  # into which it writes
+    for name in ("train", "checkpoints", "eval"):  # into which it writes
         run_dir.Inside(name)
     if not has_begun(run_dir):
         if read_metrics(str(run_dir.summaries_dir)):
@@ -211,13 +228,18 @@ def prepare_run_dir(
             f"--logdir={run_dir.path} holds checkpoints, but does not say of what (experiment.json is missing); "
             "give another --logdir, or --restart to start over"
         )
+    remedy = "give another --logdir, or --restart to start over"
+    check_same_run(run_dir, registry.GetParams(model, override), remedy)
+
+
+def check_same_run(run_dir: RunDir, params: Params, remedy: str) -> None:
+    """Raises UsageError unless the run has these `task.` and `input.` parameters; see run_difference."""
     # The text, not the experiment evaluated again: its definition may have changed since.
-    difference = run_difference(run_dir.params_text, registry.GetParams(model, override))
+    difference = run_difference(run_dir.params_text, params)
     if difference:
         raise UsageError(
-            f"--logdir={run_dir.path} holds a run of {run_dir.experiment['model']} with other parameters; give "
-            f"another --logdir, or --restart to start over. '>' is the run there, '<' is what would run now:\n"
-            f"{difference}"
+            f"--logdir={run_dir.path} holds a run of {run_dir.experiment['model']} with other parameters; {remedy}. "
+            f"'>' is the run there, '<' is what would run now:\n{difference}"
         )
 
 
@@ -227,7 +249,7 @@ def check_began_from(args: Flags, run_dir: RunDir) -> None:
     if not args.init_from or (
         about
         and os.path.realpath(args.init_from) == os.path.realpath(about["logdir"])
-        and args.init_from_step in (None, about["step"])
+        and args.init_from_step in (None, BEST, about["step"])
     ):
         return
     how = f"from {about['logdir']} at step {about['step']}" if about else "from nothing"
@@ -246,6 +268,7 @@ def run_difference(was: str, now: Params) -> str:
     """
 
     places = {f"input.{name}" for name in now.input.cls.MAY_CHANGE}
+    places |= {f"task.{name}" for name in now.task.cls.MAY_CHANGE}
 
     def lines(text: str) -> set[str]:
         return {

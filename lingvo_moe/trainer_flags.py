@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from lingvo_moe.core import checks
 from lingvo_moe.core.class_names import TRUST_RUN_HELP
 from lingvo_moe.core.engine.base import ENGINES
-from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.flags import BEST_HELP, Flags
 from lingvo_moe.core.partitioner import known_faults
 
 _ABOUT = """Trains an experiment, resumes a run, or shows what an experiment is.
@@ -18,7 +18,7 @@ The first runs on all GPUs or TPUs, or on the CPU; the second uses a CPU as eigh
 command resumes. DATA is a directory that tools.prepare wrote, docs/experiments.md lists the experiments, and
 docs/guide.md explains every step from data to a server.
 """
-MODES = ("sync", "inspect_model", "inspect_params")
+MODES = ("sync", "eval", "inspect_model", "inspect_params")
 # Starting takes JAX 2 s with 4096 virtual devices, and 10 s with 10,000; most jobs have 8.
 MOST_DEVICES = 4096
 
@@ -33,7 +33,8 @@ def define_flags() -> Flags:
         "mode",
         "sync",
         MODES,
-        "train or resume (sync), print all variables, or print all parameters with their help",
+        "train or resume (sync), score the checkpoints of --logdir while a trainer writes them (eval; it runs on the "
+        "CPU and takes the trainer's flags), print all variables, or print all parameters with their help",
     )
     flags.DEFINE_string(
         "model_params_override",
@@ -63,10 +64,21 @@ def _define_run_flags(flags: Flags) -> None:
         "begin with the weights of another run's newest checkpoint. Embedding rows are matched by vocabulary piece; "
         "new rows and the optimizer state start fresh. Vocabularies may differ, sizes of layers may not",
     )
-    flags.DEFINE_integer(
-        "init_from_step", None, "another checkpoint of that run, by its step", checks.COUNT
-    )
+    flags.DEFINE_step("init_from_step", f"another checkpoint of that run, by its step; {BEST_HELP}")
     flags.DEFINE_boolean("trust_run", False, f"with --init_from: {TRUST_RUN_HELP}")
+    flags.DEFINE_float(
+        "max_minutes",
+        None,
+        "stop after so many minutes since the start of this command, as after Ctrl-C but with status 0",
+        checks.POSITIVE,
+    )
+    flags.DEFINE_integer(
+        "eval_lines",
+        None,
+        "with --mode=eval: held-out lines of each language to translate (default: 50)",
+        checks.SIZE,
+    )
+    flags.DEFINE_boolean("once", False, "with --mode=eval: score the newest checkpoint and stop")
 
 
 def _define_machine_flags(flags: Flags) -> None:

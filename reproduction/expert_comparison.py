@@ -12,6 +12,13 @@ from reproduction import figures
 from reproduction.expert_variants import GROUPS
 
 _STACKS = ("encoder", "decoder")
+_HEADS = {"experts": "experts", "routers": "router, 16 experts", "recipes": "recipe"}
+_BASES = {
+    "experts": "dense",
+    "routers": "dense",
+    "recipes": "default",
+}  # what losses are compared with
+_SETTLED = 50  # from this step on a router should lose few choices, and no expert should be dead
 
 
 def routing(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -35,19 +42,40 @@ def routing(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
+def worst_routing(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The worst of any layer in the rows of a run's metrics.jsonl from step 50 on; nothing for a dense model.
+
+    Returns:
+        worst_dropped: the largest share of choices that found their expert full; worst_dead: the largest share
+        of experts without a token.
+    """
+    rows = [row for row in rows if row["step"] >= _SETTLED]
+    if not rows or not any(name.startswith("moe/") for name in rows[-1]):
+        return {}
+
+    def worst(name: str) -> float:
+        return float(max(np.max(row[f"moe/{stack}/{name}"]) for row in rows for stack in _STACKS))
+
+    return {"worst_dropped": worst("over_capacity_ratio"), "worst_dead": worst("dead_experts")}
+
+
 def groups(results: Mapping[str, Any]) -> list[str]:
     """The groups that results are of: each has a variant that is in no other."""
     return [group for group in GROUPS if any(r["group"] == group for r in results.values())]
 
 
 def table(results: Mapping[str, Any], group: str) -> str:
-    """A Markdown table of a group."""
-    head = {"experts": "experts", "routers": "router, 16 experts"}[group]
-    lines = [
-        f"| {head} | parameters | held-out loss | against dense | dropped | without expert | busiest / mean |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    """A Markdown table of a group. The worst layer's shares are those from step 50 on."""
+    base = _BASES[group]
+    columns = [
+        *("parameters", "held-out loss", f"against {base}", "dropped", "without expert"),
+        *("busiest / mean", "most dropped", "most dead"),
     ]
-    lines += [_row(r, results.get("dense")) for r in _of(results, group)]
+    lines = [
+        f"| {_HEADS[group]} | {' | '.join(columns)} |",
+        f"| --- |{' ---: |' * len(columns)}",
+    ]
+    lines += [_row(r, results.get(base)) for r in _of(results, group)]
     return "\n".join(lines) + "\n"
 
 
@@ -55,11 +83,17 @@ def _of(results: Mapping[str, Any], group: str) -> list[Mapping[str, Any]]:
     return [r for r in results.values() if group in r["group"].split()]
 
 
-def _row(r: Mapping[str, Any], dense: Mapping[str, Any] | None) -> str:
-    gain = f"{r['held_out_nll'] - dense['held_out_nll']:+.3f}" if dense else ""
-    share = [f"{100 * r[k]:.1f} %" if k in r else "" for k in ("dropped", "without_expert")]
-    imbalance = f"{r['imbalance']:.1f}" if "imbalance" in r else ""
-    cells = (r["says"], f"{r['params']:,}", f"{r['held_out_nll']:.3f}", gain, *share, imbalance)
+def _row(r: Mapping[str, Any], base: Mapping[str, Any] | None) -> str:
+    def share(name: str) -> str:
+        return f"{100 * r[name]:.1f} %" if name in r else ""
+
+    cells = (
+        *(r["says"], f"{r['params']:,}", f"{r['held_out_nll']:.3f}"),
+        f"{r['held_out_nll'] - base['held_out_nll']:+.3f}" if base else "",
+        *(share("dropped"), share("without_expert")),
+        f"{r['imbalance']:.1f}" if "imbalance" in r else "",
+        *(share("worst_dropped"), share("worst_dead")),
+    )
     return f"| {' | '.join(cells)} |"
 
 

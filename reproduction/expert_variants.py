@@ -1,12 +1,14 @@
-"""The variants of mt.M4Experts that tools.compare_experts trains.
+"""The variants that tools.compare_experts trains.
 
-A token's feed-forward layers cost 4 M H multiplications and additions in each, H = 256 altogether: two experts
-of 128, one of 256, or sixteen of 16.
+'experts' and 'routers' are variants of mt.M4Experts. A token's feed-forward layers cost 4 M H multiplications and
+additions in each, H = 256 altogether: two experts of 128, one of 256, or sixteen of 16. 'recipes' are variants of
+mt.M4Demo: each changes one thing of its recipe.
 """
 
 from dataclasses import dataclass
 
-GROUPS = ("experts", "routers")
+GROUPS = ("experts", "routers", "recipes")
+STEPS = {"experts": 1000, "routers": 300, "recipes": 300}
 
 
 @dataclass(frozen=True)
@@ -14,16 +16,23 @@ class Variant:
     """One model of the comparison.
 
     Attributes:
-        group: 'experts' (more and more of them) or 'routers' (at 16 experts), or both, space-separated.
+        group: 'experts' (more and more of them), 'routers' (at 16 experts) or 'recipes', or several, space-separated.
         experts: E; 1 for the dense model.
         says: a short description.
         override: as --model_params_override.
+        model: the experiment that it is a variant of.
     """
 
     group: str
     experts: int
     says: str
     override: str = ""
+    model: str = "mt.M4Experts"
+
+    @property
+    def steps(self) -> int:
+        """The training steps, by default; the most of its groups."""
+        return max(STEPS[group] for group in self.group.split())
 
 
 def _top2(experts: int, group: str = "experts") -> Variant:
@@ -37,6 +46,22 @@ def _router(name: str, says: str, *settings: str, hidden_dim: int = 128) -> Vari
         parts.append(f"task.expert_hidden_dim={hidden_dim}")
     return Variant("routers", 16, says, ";".join(parts))
 
+
+_RATE = "task.optimizer.learning_rate"
+
+
+def _recipe(says: str, *settings: str, experts: int = 8) -> Variant:
+    """A variant of mt.M4Demo in 300 steps, at the end of which the rate has decayed where it decays to an end."""
+    schedule = () if any(f"{_RATE}=" in s for s in settings) else (f"{_RATE}.total_steps=300",)
+    override = ";".join((*settings, *schedule))
+    return Variant("recipes", experts, says, override, model="mt.M4Demo")
+
+
+def _schedule(name: str, **values: float) -> str:
+    return ";".join([f"{_RATE}={name}", *(f"{_RATE}.{k}={v}" for k, v in values.items())])
+
+
+_WIDE = "task.expert_hidden_dim=256"  # two of them cost what the dense layer of H = 512 does
 
 VARIANTS: dict[str, Variant] = {
     "dense": Variant("experts routers", 1, "dense, H = 256", "task.num_experts=0"),
@@ -58,4 +83,30 @@ VARIANTS: dict[str, Variant] = {
     "lsh": _router("lsh", "locality-sensitive hash, H = 256", hidden_dim=256),
     "random": _router("random", "random, H = 256", hidden_dim=256),
     "soft": _router("soft", "all 16 experts, H = 16", hidden_dim=16),
+    "default": _recipe("as it is: top-2 of 8, H = 512"),
+    "constant_rate": _recipe(
+        "no warm-up, constant rate 0.032", _schedule("gshard", constant_steps=1000)
+    ),
+    "inverse_sqrt": _recipe(
+        "inverse square root instead of linear decay",
+        _schedule("inverse_sqrt", value=0.06, warmup_steps=30, decay_start=60),
+    ),
+    "half_rate": _recipe("half the rate", f"{_RATE}.value=0.03"),
+    "double_rate": _recipe("twice the rate", f"{_RATE}.value=0.12"),
+    "adam": _recipe(
+        "Adam, rate 0.006",
+        "task.optimizer=adam",
+        _schedule("linear", value=0.006, warmup_steps=30, total_steps=300),
+    ),
+    "papers_balance": _recipe("the paper's balance loss, 1/64", "task.moe.router.reading=paper"),
+    "equal_cost": _recipe("top-2 of 8, H = 256", _WIDE),
+    "equal_cost_e32": _recipe("top-2 of 32, H = 256", "task.num_experts=32", _WIDE, experts=32),
+    "hash_e8": _recipe("hash of the token, 8 of H = 512", "task.moe.router=hash"),
+    "hash_e32": _recipe(
+        "hash of the token, 32 of H = 512",
+        "task.moe.router=hash",
+        "task.num_experts=32",
+        experts=32,
+    ),
+    "dense_demo": _recipe("dense, H = 512", "task.num_experts=0", experts=1),
 }

@@ -17,11 +17,12 @@ from lingvo_moe.core.command import run as run
 from lingvo_moe.core.command import say
 from lingvo_moe.core.decode.ranges import BEAM_SIZE, LENGTH, LENGTH_ALPHA
 from lingvo_moe.core.directories import Kind, check_addable, check_replaceable
-from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.flags import BEST, BEST_HELP, Flags
 from lingvo_moe.core.flags import names as names
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.paths import check_local
 from lingvo_moe.core.quiet import quiet
+from lingvo_moe.core.run_dir import RunDir
 from lingvo_moe.core.tensorflow_import import import_tensorflow
 
 
@@ -172,6 +173,12 @@ def define_trust_flag(flags: Flags) -> None:
     flags.DEFINE_boolean("trust_run", False, TRUST_RUN_HELP)
 
 
+def define_step_flag(flags: Flags) -> None:
+    """Defines --checkpoint_step, None where it is not given."""
+    help = f"the checkpoint of this step (default: the newest); {BEST_HELP}"
+    flags.DEFINE_step("checkpoint_step", help)
+
+
 def define_ema_flag(flags: Flags) -> None:
     """Defines --use_ema, for a command that reads a run's weights."""
     flags.DEFINE_boolean(
@@ -182,9 +189,7 @@ def define_ema_flag(flags: Flags) -> None:
 def define_run_flags(flags: Flags) -> None:
     """Defines --checkpoint_step and --average_last, None where not given, --use_ema and --trust_run."""
     define_trust_flag(flags)
-    flags.DEFINE_integer(
-        "checkpoint_step", None, "the checkpoint of this step (default: the newest)", checks.COUNT
-    )
+    define_step_flag(flags)
     flags.DEFINE_integer(
         "average_last",
         None,
@@ -210,7 +215,18 @@ def search_options(args: Flags, top_k: int = 1) -> Any:
 
 def checkpoint(args: Flags) -> tuple[int | None, int, bool]:
     """Returns the checkpoint's step, None for the newest, how many to average, and whether --use_ema is given."""
-    return args.checkpoint_step, args.average_last or 1, args.use_ema
+    return checkpoint_step(args), args.average_last or 1, args.use_ema
+
+
+def checkpoint_step(args: Flags) -> int | None:
+    """Returns the step that --checkpoint_step names in --logdir, None for the newest.
+
+    Raises:
+        RunDirError: the best one of a run that was not evaluated while it trained.
+    """
+    if args.checkpoint_step != BEST:
+        return args.checkpoint_step
+    return RunDir(args.logdir).BestStep("--checkpoint_step")
 
 
 def data_dir(args: Flags, inputs: Params) -> str:

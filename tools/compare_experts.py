@@ -23,7 +23,7 @@ from lingvo_moe.core.suggest import did_you_mean
 from lingvo_moe.tasks.mt.input import file_list
 from lingvo_moe.tasks.mt.input.errors import DataError
 from reproduction import expert_comparison
-from reproduction.expert_variants import GROUPS, VARIANTS, Variant
+from reproduction.expert_variants import GROUPS, STEPS, VARIANTS, Variant
 from tools import _cli
 
 
@@ -35,8 +35,11 @@ def define_flags() -> Flags:
     flags.DEFINE_list(
         "only", (), f"groups ({', '.join(GROUPS)}) or variants: {', '.join(VARIANTS)}"
     )
-    flags.DEFINE_string("model", "mt.M4Experts", "the experiment to vary")
-    flags.DEFINE_integer("steps", 1000, "training steps of each variant", checks.SIZE)
+    flags.DEFINE_string("model", "", "the experiment to vary (default: the variant's own)")
+    most = ", ".join(f"{group} {steps}" for group, steps in STEPS.items())
+    flags.DEFINE_integer(
+        "steps", None, f"training steps of each variant (default: {most})", checks.SIZE
+    )
     flags.DEFINE_integer("batches", 60, "held-out batches", checks.SIZE)
     flags.DEFINE_string("engine", "tf", "the trainer's --engine")
     return flags
@@ -102,15 +105,16 @@ class Comparison:
 
     def _variant(self, name: str, variant: Variant) -> None:
         run, result = self._out / name, self._out / name / "result.json"
-        if self._is_done(result):
+        model, steps = self._args.model or variant.model, self._args.steps or variant.steps
+        if self._is_done(result, steps):
             self._say(f"{name}: done before")
             return
         cache = registry.escape(str((self._corpus.parent / "cache").resolve()))
         override = ";".join(part for part in (variant.override, f"input.cache_dir={cache}") if part)
         command = [
-            *(sys.executable, "-m", "lingvo_moe.trainer", f"--model={self._args.model}"),
+            *(sys.executable, "-m", "lingvo_moe.trainer", f"--model={model}"),
             *(f"--data_dir={self._corpus}", f"--logdir={run}", f"--engine={self._args.engine}"),
-            *(f"--max_steps={self._args.steps}", f"--model_params_override={override}"),
+            *(f"--max_steps={steps}", f"--model_params_override={override}"),
         ]
         subprocess.run(command, check=True)
         measured = self._measure(run)
@@ -119,8 +123,8 @@ class Comparison:
         file_list.write_listed(result, content)
         self._say(f"{name}: held-out loss {measured['held_out_nll']:.3f}")
 
-    def _is_done(self, result: Path) -> bool:
-        """Whether a variant was already measured after --steps steps; reports a damaged result, and ignores it."""
+    def _is_done(self, result: Path, steps: int) -> bool:
+        """Whether a variant was already measured after so many steps; reports a damaged result, and ignores it."""
         if not result.is_file():
             return False
         try:
@@ -128,7 +132,7 @@ class Comparison:
         except DataError as e:
             self._say(str(e))
             return False
-        return json.loads(result.read_text())["steps"] == self._args.steps
+        return json.loads(result.read_text())["steps"] == steps
 
     def _measure(self, run: Path) -> dict[str, Any]:
         _cli.load_tensorflow()
@@ -142,11 +146,12 @@ class Comparison:
         return {
             "steps": held_out.step,
             "params": inspect.count_parameters(RunDir(run).Task().VariableSpecs().Flatten()),
-            "held_out_nll": held_out.nll,
-            "held_out_accuracy": held_out.accuracy,
-            "held_out_tokens": held_out.tokens,
+            "held_out_nll": float(held_out.nll),
+            "held_out_accuracy": float(held_out.accuracy),
+            "held_out_tokens": int(held_out.tokens),
             "train_nll": rows[-1]["nll"],
             **expert_comparison.routing(rows[-5:]),
+            **expert_comparison.worst_routing(rows),
         }
 
     def _results(self) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from lingvo_moe.core import checks
 from lingvo_moe.core.flags import Flags
 from tools import _cli
 
@@ -22,9 +21,7 @@ def define_flags() -> Flags:
     flags = Flags("python -m tools.evaluate_images", __doc__)
     _cli.define_logdir_flag(flags)
     flags.DEFINE_path("data_dir", None, "the folder of images (default: what RUN trained on)")
-    flags.DEFINE_integer(
-        "checkpoint_step", None, "the checkpoint of this step (default: the newest)", checks.COUNT
-    )
+    _cli.define_step_flag(flags)
     flags.DEFINE_path("output", None, "the file to write (default: RUN/scores.json)")
     _cli.define_ema_flag(flags)
     _cli.define_trust_flag(flags)
@@ -50,7 +47,7 @@ def _run(args: Flags) -> int:
     data_dir, inputs = args.data_dir or "", run.Params().input
     if "data_dir" in inputs:  # digits are in no directory
         data_dir = _cli.data_dir(args, inputs)
-    weights = args.checkpoint_step, args.use_ema
+    weights = _cli.checkpoint_step(args), args.use_ema
     scores = evaluate(args.logdir, data_dir, *weights, args.trust_run)
     write_atomic(output, json.dumps(asdict(scores), indent=1).encode() + b"\n")
     which = f"step {scores.step}{', moving average' if scores.ema else ''}"

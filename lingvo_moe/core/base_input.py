@@ -45,6 +45,23 @@ class ArraySpec:
             raise ValueError(f"ArraySpec: letters {self.letters!r} for shape {self.shape}")
 
 
+class NoHeldOutError(ValueError):
+    """There are no held-out examples. The message says where they could be."""
+
+
+@dataclass(frozen=True)
+class HeldOutBatch:
+    """A batch of held-out examples.
+
+    Attributes:
+        batch: looks as BatchSpec says.
+        group: the group that all its examples belong to, e.g. of languages, whose loss is also reported; '' for none.
+    """
+
+    batch: NestedMap
+    group: str = ""
+
+
 class BatchIterator(abc.ABC):
     """Batches without end. `GetState()` after a batch, then `SetState()` on a new iterator: the same batches follow."""
 
@@ -135,12 +152,13 @@ class BaseInput(abc.ABC):
     def __iter__(self) -> BatchIterator:
         """Batches from the beginning, after Prepare; each call starts again."""
 
-    def HeldOut(self) -> Iterator[NestedMap]:
-        """Batches of held-out examples, each once, for `BaseTask.EvalStep`; after Prepare.
+    def HeldOut(self) -> Iterator[HeldOutBatch]:
+        """Batches of held-out examples, each example once, for `BaseTask.HeldOutStep`; after Prepare.
 
-        They look as BatchSpec says. The last one is padded, in a way that the task's metrics leave out.
+        Each call gives the same batches, in an order in which the first ones represent all. Incomplete batches are
+        padded, in a way that the task's metrics leave out.
 
         Raises:
-            ValueError: this input has none.
+            NoHeldOutError: there are none.
         """
-        raise ValueError(f"{self.p.name}: {type(self).__name__} has no held-out examples")
+        raise NoHeldOutError(f"{type(self).__name__} has no held-out examples")

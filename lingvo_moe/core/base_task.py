@@ -4,6 +4,7 @@ The step is one pure function, `(state, batch) -> (state, metrics)`. The state i
 NestedMap(theta, slots, step, skipped), and `ema` where `ema_decay` is set.
 """
 
+import abc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -47,6 +48,58 @@ class NamedRows:
     sized_by: str
 
 
+@dataclass(frozen=True)
+class Forms:
+    """Two forms of a task, whose results are equal up to rounding, but which differ in memory and speed.
+
+    Attributes:
+        parameter: the path of the parameter that chooses one, e.g. 'task.repeat'.
+        recomputing: Params of the task that recomputes blocks of layers in the backward pass.
+        keeping: Params of the task that keeps their activations, and whose blocks are unrolled.
+        one_block: like `keeping`, but with one block in each stack.
+        num_blocks: how many blocks each stack of `keeping` has, by their path, e.g. 'm4.encoder.blocks'.
+    """
+
+    parameter: str
+    recomputing: InstantiableParams
+    keeping: InstantiableParams
+    one_block: InstantiableParams
+    num_blocks: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class CheckpointScores:
+    """Scores of a checkpoint besides the held-out loss.
+
+    Attributes:
+        metrics: numbers by name, for TensorBoard and JSON.
+        text: the main ones, for a line.
+    """
+
+    metrics: NestedMap
+    text: str
+
+
+class BaseCheckpointScorer(abc.ABC):
+    """Scores weights of one run in the way of its task, for `--mode=eval`; see BaseTask.CHECKPOINT_SCORER."""
+
+    @abc.abstractmethod
+    def __init__(
+        self, task: "BaseTask", inputs: BaseInput, artifacts: RunArtifacts, lines: int | None
+    ):
+        """
+        Args:
+            task: of the run.
+            inputs: prepared, with held-out data.
+            artifacts: those of the run.
+            lines: held-out examples of each kind, e.g. of a language, at most; None for the task's own number.
+        """
+
+    @abc.abstractmethod
+    def __call__(self, theta: NestedMap) -> CheckpointScores:
+        """Scores weights, NumPy arrays."""
+
+
 class BaseTask(BaseLayer):
     """A layer whose `FProp(theta, batch, seed)` returns `(loss, metrics)`.
 
@@ -65,6 +118,12 @@ class BaseTask(BaseLayer):
     SIZES: ClassVar[Mapping[str, tuple[str, ...]]] = {"B": ("input.batch_size",)}
     # Letters of SIZES whose sizes must be divisible by the mesh axis that shards them.
     DIVIDED: ClassVar[str] = "B"
+    # Parameters that may change while a run goes on: results, weights and slots stay the same up to rounding.
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = ()
+    # The metrics of held-out batches, means over UNITs. The best checkpoint has the lowest value of the first one.
+    HELD_OUT_METRICS: ClassVar[tuple[str, ...]] = ("loss",)
+    # A BaseCheckpointScorer, 'type/module/Class', by name since it imports the task; '' for the held-out loss alone.
+    CHECKPOINT_SCORER: ClassVar[str] = ""
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -137,6 +196,15 @@ class BaseTask(BaseLayer):
         del inputs, rng
         name = type(self).__name__
         raise TaskError(f"{name} cannot be verified: it has no SampleBatch(inputs, rng)")
+
+    @classmethod
+    def OpenForms(cls, task: InstantiableParams) -> Forms | None:
+        """Returns two forms of the task if its Params leave open which one is trained; None if they do not.
+
+        An instance made from Params that leave it open is of the recomputing form.
+        """
+        del task
+        return None
 
     def CheckData(self, inputs: BaseInput) -> None:
         """Raises TaskError if the input's data does not suit the task. Called after the input's `Prepare`."""
@@ -223,6 +291,12 @@ class BaseTask(BaseLayer):
         seed = randomness.make_seed(global_seed, 0)
         return self.StateSpecs().Transform(lambda spec: spec.Init(seed))
 
+    def Warnings(self, max_steps: int) -> list[str]:
+        """What the user of a run of so many steps should know before it begins, with the parameters to change."""
+        mismatch = self.optimizer.learning_rate.Mismatch(max_steps)
+        where = f"{self.path}.optimizer.learning_rate"
+        return [f"{where}.{mismatch}; train.max_steps={max_steps}"] if mismatch else []
+
     @scoped
     def InitEma(self, theta: NestedMap) -> NestedMap:
         """The moving average of a run that begins with these weights; for a task with `ema_decay`."""
@@ -285,6 +359,20 @@ class BaseTask(BaseLayer):
     def EvalStep(self, theta: NestedMap, batch: NestedMap) -> NestedMap:
         """Returns the metrics of FProp with nothing random and no token dropped."""
         return self.FProp(theta, batch, seed=None)[1]
+
+    def HeldOutStep(self, weights: NestedMap, batch: NestedMap) -> NestedMap:
+        """Returns the HELD_OUT_METRICS of a held-out batch, and how many UNITs it has.
+
+        Args:
+            weights: theta, or its moving average, whose types may be wider.
+            batch: of HeldOutBatch.
+        """
+        specs = self.VariableSpecs().Flatten()
+        theta = weights.Pack(
+            [tf.cast(w, spec.dtype) for w, spec in zip(weights.Flatten(), specs, strict=True)]
+        )
+        metrics = self.EvalStep(theta, batch)
+        return NestedMap({name: metrics[name] for name in (*self.HELD_OUT_METRICS, self.UNIT)})
 
     def _Gradients(
         self, theta: NestedMap, grads: Sequence[tf.Tensor | tf.IndexedSlices | None]

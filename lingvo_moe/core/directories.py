@@ -84,6 +84,7 @@ RUN = Kind(
     (
         "params.txt",
         "program.json",
+        "evaluations.json",
         "manifest.sha256",
         "vocab",
         CHECKPOINTS,

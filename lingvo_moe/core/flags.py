@@ -19,6 +19,7 @@ ends it with status 0.
 """
 
 import contextlib
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Self
@@ -32,6 +33,10 @@ from lingvo_moe.core.suggest import did_you_mean
 _HELP = "help"  # the section of the flags that every command has
 _COMMON = ("flagfile", "help", "helpfull")  # what one may look for in every command
 _KINDS = {int: "int", float: "float"}
+
+# Names the checkpoint with the lowest held-out loss, where a flag takes a step.
+BEST = "best"
+BEST_HELP = f"'{BEST}': the one with the lowest held-out loss while it trained"
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -131,6 +136,17 @@ class Flags(flags.FlagValues):
         """Defines a flag that takes one of some values; with the default "" also "", which leaves the choice open."""
         parser = _checked(str, checks.one_of(enum_values), may_be_empty=default == "")
         self._Define(name, default, help, parser, required)
+
+    def DEFINE_step(self, name: str, help: str) -> None:
+        """Defines a flag that takes the step of a checkpoint, an integer, or BEST; None where it is not given."""
+        allowed = f"{checks.COUNT}, or {BEST!r}"
+
+        def read(given: str) -> int | str:
+            if given != BEST and not re.fullmatch("[0-9]{1,18}", given):
+                raise ValueError(f"must be {allowed}")
+            return BEST if given == BEST else int(given)
+
+        self.DEFINE_parsed(name, None, help, read, allowed)
 
     def DEFINE_list(self, name: str, default: Sequence[str] | None, help: str) -> None:
         """Defines a flag that takes comma-separated names; its value is a tuple."""

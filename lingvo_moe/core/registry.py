@@ -52,12 +52,30 @@ def TrainParams() -> Params:
     )
     p.Define("max_steps", 1_000_000, "The step at which training ends.", check=checks.COUNT)
     p.Define("save_interval_steps", 1000, "Steps between checkpoints.", check=checks.SIZE)
-    p.Define("save_max_to_keep", 3, "Checkpoints kept, the newest ones.", check=checks.SIZE)
+    p.Define(
+        "save_max_to_keep",
+        3,
+        "Checkpoints kept, the newest ones; the best is kept too.",
+        check=checks.SIZE,
+    )
     p.Define(
         "summary_interval_steps",
         10,
         "Steps between summaries and progress lines.",
         check=checks.SIZE,
+    )
+    p.Define(
+        "eval_interval_steps",
+        0,
+        "Steps between evaluations on held-out data; one more follows the last step. 0: never.",
+        check=checks.COUNT,
+    )
+    p.Define("eval_batches", 8, "Held-out batches of an evaluation.", check=checks.SIZE)
+    p.Define(
+        "early_stopping_evals",
+        0,
+        "Training ends after so many evaluations without a lower held-out loss; 0: never.",
+        check=checks.COUNT,
     )
     return p
 

@@ -5,8 +5,11 @@ params.txt                  all of its parameters, to read and to compare
 ...                         the files that its input keeps here: of translation, vocab/source.model and target.model
 manifest.sha256             the list of these files with their digests, by which each is checked before it is used
 program.json                the compiled training step; written again whenever the trainer starts
+evaluations.json            the held-out losses by step, which say what the best checkpoint is
 checkpoints/<step>/         written by the engine
 train/                      what the trainer measured
+eval/held_out/              what it measured on held-out data
+eval/scores/                what `--mode=eval` measured
 
 A run is data. Whoever made it may have written anything there, so nothing in it is executed, and this module reads and
 writes no file outside it. The run's parameters also name directories outside, as those of every experiment do. Of these
@@ -23,6 +26,8 @@ from typing import TYPE_CHECKING, Any
 from lingvo_moe.core import registry
 from lingvo_moe.core.artifacts import RunArtifacts
 from lingvo_moe.core.class_names import any_class, own_class
+from lingvo_moe.core.evaluations import FILE as _EVALUATIONS
+from lingvo_moe.core.evaluations import Evaluations, read_evaluations
 from lingvo_moe.core.files import write_atomic
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.manifest import ManifestError, read_listed, write_manifest
@@ -42,7 +47,7 @@ if TYPE_CHECKING:  # it imports TensorFlow
 
 MANIFEST = "manifest.sha256"
 _FILE, _PARAMS, _PROGRAM = "experiment.json", "params.txt", "program.json"
-_TAKEN = (_FILE, _PARAMS, _PROGRAM, MANIFEST, "checkpoints", "train")
+_TAKEN = (_FILE, _PARAMS, _PROGRAM, MANIFEST, _EVALUATIONS, "checkpoints", "train", "eval")
 _REMEDY = "copy the run again from where it is whole; or begin it again with --restart"
 
 
@@ -72,6 +77,16 @@ class RunDir:
     def summaries_dir(self) -> Path:
         """The directory of the trainer's summaries, for TensorBoard and `read_metrics`."""
         return self.path / "train"
+
+    @property
+    def held_out_dir(self) -> Path:
+        """The directory of the summaries of evaluations while it trains. Raises RunDirError as Inside."""
+        return self.Inside("eval") / "held_out"
+
+    @property
+    def scores_dir(self) -> Path:
+        """The directory of the summaries of `--mode=eval`. Raises RunDirError as Inside."""
+        return self.Inside("eval") / "scores"
 
     @property
     def exists(self) -> bool:
@@ -179,6 +194,34 @@ class RunDir:
         """
         file = self.Inside(_PROGRAM)
         return read_program(file, file.read_bytes()) if file.is_file() else None
+
+    @property
+    def evaluations(self) -> Evaluations | None:
+        """The evaluations while it trained; None if there were none. Raises RunDirError: changed or damaged."""
+        file = self.Inside(_EVALUATIONS)
+        return read_evaluations(file, file.read_bytes()) if file.is_file() else None
+
+    def WriteEvaluations(self, evaluations: Evaluations) -> None:
+        """Writes `evaluations.json`, in place of an earlier one. Raises RunDirError: it is a link out of the run."""
+        write_atomic(self.Inside(_EVALUATIONS), evaluations.ToBytes())
+
+    def BestStep(self, flag: str) -> int:
+        """The step of the checkpoint with the lowest held-out loss.
+
+        Args:
+            flag: what asked for it, for errors.
+
+        Raises:
+            RunDirError: no checkpoint that is there was evaluated.
+        """
+        evaluations = self.evaluations
+        best = evaluations.BestOf(self.steps) if evaluations else None
+        if best is None:
+            raise RunDirError(
+                f"{flag}=best: no checkpoint of {self.path} has a held-out loss: train with "
+                "train.eval_interval_steps=100, or name a step"
+            )
+        return best.step
 
     @property
     def experiment(self) -> Experiment:

@@ -1,18 +1,33 @@
-"""Small experiments: the demo, and one for tests and development."""
+"""Small experiments: the demo, a model of a useful size, and two for tests and comparisons.
+
+Their recipes are the best of docs/expert_comparison.md.
+"""
 
 from lingvo_moe.core import registry
 from lingvo_moe.core.hyperparams import InstantiableParams, Params
+from lingvo_moe.core.moe.routers.hash import HashRouter
 from lingvo_moe.core.optimizers.adafactor import Adafactor
-from lingvo_moe.core.optimizers.schedules import SqrtDecay
+from lingvo_moe.core.optimizers.schedules import InverseSqrt, Linear, SqrtDecay
 from lingvo_moe.tasks.mt.input.pipeline import MtInput
 from lingvo_moe.tasks.mt.model import MtModel
 from params.mt.m4 import SplitOverExperts
+
+
+def _with_papers_balance(p: InstantiableParams) -> InstantiableParams:
+    p.moe.router.reading = "paper"
+    return p.Set(aux_loss_weight=0.01)
 
 
 @registry.Register
 class M4Demo(registry.Experiment):
     """The family's shape at a size that two CPU cores train in minutes: 4 layers, 8 experts over 8
     devices."""
+
+    STEPS = 500
+
+    def LearningRate(self) -> InstantiableParams:
+        """The schedule, of a short run with a known end: Adafactor's rate is relative to a weight's size."""
+        return Linear.Params().Set(value=0.06, warmup_steps=30, total_steps=self.STEPS)
 
     def Task(self) -> InstantiableParams:
         p = MtModel.Params().Set(
@@ -27,12 +42,14 @@ class M4Demo(registry.Experiment):
             num_decoder_layers=2,
             num_experts=8,
             num_groups=8,
+            repeat="auto",
             # The demo sees less than one epoch: there is nothing to regularise.
             dropout=0.0,
-            optimizer=Adafactor.Params().Set(
-                learning_rate=SqrtDecay.Params().Set(multiplier=1.0, constant_steps=1000)
-            ),
+            optimizer=Adafactor.Params().Set(learning_rate=self.LearningRate()),
         )
+        # The paper's balance loss is 1/320 of this at 8 experts: too weak for a router's first steps.
+        p.moe.router.reading = "lingvo"
+        p.aux_loss_weight = 0.05
         return SplitOverExperts(p)
 
     def Input(self) -> InstantiableParams:
@@ -47,17 +64,57 @@ class M4Demo(registry.Experiment):
         )
 
     def Train(self) -> Params:
-        return registry.TrainParams().Set(mesh="expert:8", max_steps=500, save_interval_steps=100)
+        return registry.TrainParams().Set(
+            mesh="expert:8", max_steps=self.STEPS, save_interval_steps=100
+        )
+
+
+@registry.Register
+class M4Small(M4Demo):
+    """A useful size: 58.7M parameters, 8 layers, 24 experts.
+
+    A hash of each token chooses its expert. That pays from the first steps on: no router has to learn before the
+    experts can. A token costs what it does in the dense model of the same sizes.
+    """
+
+    STEPS = 20_000
+
+    def LearningRate(self) -> InstantiableParams:
+        return InverseSqrt.Params().Set(value=0.06, warmup_steps=100, decay_start=300)
+
+    def Task(self) -> InstantiableParams:
+        p = super().Task()
+        p.moe.Set(router=HashRouter.Params(), dispatcher="dropless")
+        return p.Set(
+            model_dim=256,
+            hidden_dim=1024,
+            num_heads=4,
+            key_dim=64,
+            num_encoder_layers=4,
+            num_decoder_layers=4,
+            num_experts=24,
+            dropout=0.1,  # its runs are of several epochs
+        )
+
+    def Train(self) -> Params:
+        return super().Train().Set(save_interval_steps=500)
 
 
 @registry.Register
 class M4Tiny(M4Demo):
     """Seconds, not minutes: for tests and for trying things out."""
 
+    STEPS = 20
+
+    def LearningRate(self) -> InstantiableParams:
+        return SqrtDecay.Params().Set(multiplier=1.0, constant_steps=1000)
+
     def Task(self) -> InstantiableParams:
-        p = super().Task()
-        p.moe.dispatcher = "einsum"  # as in the paper's models, which it stands for
+        # As in the paper's models, which it stands for.
+        p = _with_papers_balance(super().Task())
+        p.moe.dispatcher = "einsum"
         return p.Set(
+            repeat=True,  # as there
             source_vocab_size=400,
             target_vocab_size=300,
             model_dim=16,
@@ -70,7 +127,7 @@ class M4Tiny(M4Demo):
         return super().Input().Set(source_length=24, target_length=24, batch_size=8)
 
     def Train(self) -> Params:
-        return super().Train().Set(max_steps=20, save_interval_steps=5, summary_interval_steps=1)
+        return super().Train().Set(save_interval_steps=5, summary_interval_steps=1)
 
 
 @registry.Register
@@ -78,24 +135,25 @@ class M4Experts(M4Demo):
     """For comparing experts and routers on the demo's data, in minutes each: 16 experts, of which a token's
     two cost what one dense layer does."""
 
+    STEPS = 1000
+
+    def LearningRate(self) -> InstantiableParams:
+        return SqrtDecay.Params().Set(multiplier=1.0, constant_steps=1000)
+
     def Task(self) -> InstantiableParams:
-        return (
-            super()
-            .Task()
-            .Set(
-                source_vocab_size=4000,
-                target_vocab_size=2000,
-                model_dim=64,
-                hidden_dim=256,
-                expert_hidden_dim=128,
-                num_heads=4,
-                key_dim=16,
-                num_experts=16,
-                # Large groups: with small ones chance alone overflows 64 experts.
-                num_groups=2,
-                repeat=False,
-            )
+        return _with_papers_balance(super().Task()).Set(
+            source_vocab_size=4000,
+            target_vocab_size=2000,
+            model_dim=64,
+            hidden_dim=256,
+            expert_hidden_dim=128,
+            num_heads=4,
+            key_dim=16,
+            num_experts=16,
+            # Large groups: with small ones chance alone overflows 64 experts.
+            num_groups=2,
+            repeat=False,
         )
 
     def Train(self) -> Params:
-        return super().Train().Set(mesh="expert:1", max_steps=1000, save_interval_steps=500)
+        return super().Train().Set(mesh="expert:1", save_interval_steps=500)

@@ -46,7 +46,7 @@ def test_table_has_a_row_for_each_variant_of_a_group():
         "params": 1234,
         "held_out_nll": 3.0,
         "says": "A",
-        "group": "experts routers",
+        "group": "experts routers recipes",
         "experts": 1,
     }
     two = {
@@ -78,14 +78,14 @@ def test_a_damaged_result_is_measured_again(tmp_path, capsys):
     args = compare_experts.define_flags().Parse([f"--output={tmp_path}", "--steps=20"])
     comparison = compare_experts.Comparison(args)
     result = tmp_path / "dense" / "result.json"
-    assert not comparison._is_done(result)
+    assert not comparison._is_done(result, 20)
     result.parent.mkdir()
     file_list.write_listed(result, json.dumps({"steps": 20, "held_out_nll": 3.25}).encode())
-    assert comparison._is_done(result)
+    assert comparison._is_done(result, 20)
     assert comparison._results()["dense"]["held_out_nll"] == 3.25
     assert capsys.readouterr().out == ""
     result.write_text(result.read_text().replace("3.25", "2.25"))
-    assert not comparison._is_done(result)
+    assert not comparison._is_done(result, 20)
     assert "result.json was changed or damaged" in capsys.readouterr().out
     with pytest.raises(DataError, match=r"result\.json was changed .*; measure it .*--only=dense"):
         comparison._results()
@@ -118,8 +118,8 @@ def _by_hand(run, corpus, monkeypatch):
     from lingvo_moe.core.engine.checkpoints import Checkpointer
 
     task, run = RunDir(run).Task(), RunDir(run)
-    p = run.Params().input.Copy().Set(data_dir=str(corpus / "dev"), temperature=1.0)
-    batches = iter(p.Instantiate().Prepare(artifacts=run.artifacts))
+    p = run.Params().input.Copy().Set(data_dir=str(corpus))
+    batches = p.Instantiate().Prepare(artifacts=run.artifacts).HeldOut()
     with Checkpointer(str(run.checkpoint_dir), read_only=True) as checkpointer:
         theta, _ = checkpointer.RestoreToNumpy("theta", 2)
     theta = theta.Transform(tf.constant)
@@ -130,7 +130,7 @@ def _by_hand(run, corpus, monkeypatch):
     losses = []
     with sharding.use_mesh(sharding.single_device()):
         for _ in range(2):
-            batch = next(batches).Transform(tf.constant)
+            batch = next(batches).batch.Transform(tf.constant)
             task.EvalStep(theta, batch)
             labels, real = batch.tgt.labels.numpy(), batch.tgt.segment_ids.numpy() > 0
             logp = tf.nn.log_softmax(logits[-1]).numpy()

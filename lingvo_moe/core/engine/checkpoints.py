@@ -38,6 +38,24 @@ class CheckpointError(ValueError):
     """A checkpoint is missing, damaged, or of another model."""
 
 
+class _NewestAndBest:
+    """Orbax's policy of what stays: the newest steps, and the best one.
+
+    Attributes:
+        best: its step, or None.
+    """
+
+    def __init__(self, newest: int):
+        self._newest = newest
+        self.best: int | None = None
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
+        """For each checkpoint, oldest first, whether it stays."""
+        del context
+        newest = len(checkpoints) - self._newest
+        return [i >= newest or info.step == self.best for i, info in enumerate(checkpoints)]
+
+
 class Checkpointer:
     """Saves and restores the states of one run. In a job of several processes all of them make each call.
 
@@ -63,8 +81,9 @@ class Checkpointer:
             raise CheckpointError(f"{self.directory}: there is no such directory of checkpoints")
         # Orbax logs at length, and each error several times over; errors come as exceptions too.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
+        self._kept = _NewestAndBest(keep)
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=None if read_only else keep,
+            preservation_policy=None if read_only else self._kept,
             create=not read_only,
             read_only=read_only,
             cleanup_tmp_directories=not read_only,
@@ -91,6 +110,10 @@ class Checkpointer:
         """The newest complete step, or None."""
         steps = self.Steps()
         return steps[-1] if steps else None
+
+    def KeepBest(self, step: int | None) -> None:
+        """Keeps this step beside the newest ones from the next Save on; the one that was best goes then."""
+        self._kept.best = step
 
     def Save(self, step: int, state: Any, extra: Mapping[str, Any] | None = None) -> None:
         """Starts to save; the state may be donated as soon as this returns. A step that is there already is left alone.

@@ -17,6 +17,7 @@ import numpy as np
 from lingvo_moe.core.artifacts import RunArtifacts
 from lingvo_moe.core.base_task import BaseTask, NamedRows
 from lingvo_moe.core.engine.initial_weights import InitialWeights, Places
+from lingvo_moe.core.flags import BEST
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.run_dir import RunDir
@@ -51,11 +52,11 @@ def describe(about: Mapping[str, Any]) -> str:
     )
 
 
-def find_step(logdir: str | os.PathLike, step: int | None = None) -> int:
-    """The newest checkpoint of a run, or `step`. Reads no checkpoint.
+def find_step(logdir: str | os.PathLike, step: int | str | None = None) -> int:
+    """The newest checkpoint of a run, or `step`, which may be BEST. Reads no checkpoint.
 
     Raises:
-        RunDirError: no run there.
+        RunDirError: no run there, or no best step.
         InitFromError: no checkpoint, or not that one.
     """
     run = RunDir(logdir, flag=_FLAG)
@@ -63,11 +64,13 @@ def find_step(logdir: str | os.PathLike, step: int | None = None) -> int:
     steps = run.steps
     if not steps:
         raise InitFromError(f"{_FLAG}={logdir}: the run there has no checkpoint yet")
+    if step == BEST:
+        return run.BestStep("--init_from_step")
     if step is not None and step not in steps:
         raise InitFromError(
             f"--init_from_step={step}: {logdir} has no such checkpoint; there are {steps}"
         )
-    return steps[-1] if step is None else step
+    return steps[-1] if step is None else int(step)
 
 
 def check_model(logdir: str | os.PathLike, task: Params, trust_run: bool = False) -> None:

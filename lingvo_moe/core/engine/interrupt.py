@@ -1,7 +1,9 @@
-"""Turns Ctrl-C and SIGTERM into a request to stop at the next step, so that work is saved."""
+"""What asks a run to stop at the next step, so that work is saved: Ctrl-C, SIGTERM, a limit of the time."""
 
+import math
 import os
 import signal
+import time
 from types import FrameType
 from typing import Any
 
@@ -36,3 +38,20 @@ class StopRequest:
         line = f"{name}: stopping after this step and saving; Ctrl-C again to stop now\n"
         # Not print: the signal may come while something else is being printed.
         os.write(2, line.encode())
+
+
+class TimeLimit:
+    """A limit of the wall clock, from when it is made.
+
+    Attributes:
+        minutes: None for no limit.
+    """
+
+    def __init__(self, minutes: float | None = None):
+        self.minutes = minutes
+        self._end = time.monotonic() + 60 * minutes if minutes is not None else math.inf
+
+    @property
+    def over(self) -> bool:
+        """Whether it is reached."""
+        return time.monotonic() >= self._end

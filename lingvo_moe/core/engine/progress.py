@@ -130,6 +130,10 @@ class StepProgress:
             print(f"step {step}/{self._last}  {text}", file=self._stream, flush=True)
         return speed
 
+    def Exclude(self, seconds: float) -> None:
+        """Leaves so many seconds since the last Update out of the speed: something else was done in them."""
+        self._seen_at += seconds
+
     def _speed(self, units: float, steps: int, elapsed: float, waited: float) -> Speed:
         """The speed of so many units and steps in so many seconds, `waited` of them without a batch."""
         flops = self._work.flops * steps / elapsed if self._work.flops else None

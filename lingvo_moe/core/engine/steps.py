@@ -6,15 +6,33 @@ from lingvo_moe.core.base_input import BaseInput
 from lingvo_moe.core.base_task import BaseTask
 from lingvo_moe.core.engine.base import Compiled, Engine
 from lingvo_moe.core.engine.program import Program
+from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Mesh, dims_mapping
 from lingvo_moe.core.step import Step
 
 
 def train_step(task: BaseTask, inputs: BaseInput) -> Step:
     """(state, batch) -> (state, metrics) of a task that is fed by an input."""
+    args = task.StateSpecs(), _batch_specs(task, inputs)
+    return Step("train_step", task.TrainStep, args, donate=(0,))
+
+
+def held_out_step(task: BaseTask, inputs: BaseInput, average: bool) -> Step:
+    """(weights, batch) -> metrics of a held-out batch; see BaseTask.HeldOutStep.
+
+    Args:
+        task: what is evaluated.
+        inputs: its input.
+        average: whether the weights are the moving average of a state, instead of theta.
+    """
+    specs = task.StateSpecs()
+    weights = specs.ema if average else specs.theta
+    return Step("held_out_step", task.HeldOutStep, (weights, _batch_specs(task, inputs)))
+
+
+def _batch_specs(task: BaseTask, inputs: BaseInput) -> NestedMap:
     split = task.p.activation_split
-    batch = inputs.BatchSpec().Transform(lambda s: replace(s, split=dims_mapping(s.letters, split)))
-    return Step("train_step", task.TrainStep, (task.StateSpecs(), batch), donate=(0,))
+    return inputs.BatchSpec().Transform(lambda s: replace(s, split=dims_mapping(s.letters, split)))
 
 
 def build_step(step: Step, engine: Engine) -> Compiled:

@@ -5,6 +5,7 @@ a restart needs (state, the input's position) goes into one checkpoint.
 """
 
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,9 @@ from lingvo_moe.core.command import say
 from lingvo_moe.core.engine import devices
 from lingvo_moe.core.engine.base import Compiled, Engine
 from lingvo_moe.core.engine.checkpoints import Checkpointer
+from lingvo_moe.core.engine.held_out import HeldOutWatch
 from lingvo_moe.core.engine.initial_weights import InitialWeights
-from lingvo_moe.core.engine.interrupt import StopRequest
+from lingvo_moe.core.engine.interrupt import StopRequest, TimeLimit
 from lingvo_moe.core.engine.prefetch import Prefetched
 from lingvo_moe.core.engine.progress import Speed, StepProgress, Work
 from lingvo_moe.core.engine.specs import TensorSpec
@@ -39,6 +41,8 @@ class TrainLoop:
         train: registry.TrainParams.
         initial: weights to begin with, instead of initial values; a run that goes on has no use for them.
         peak: floating-point operations that the engine's devices do in a second at most; None: not known.
+        watch: evaluates on held-out data; None: never.
+        time_limit: stops the loop on time; None: never.
     """
 
     def __init__(
@@ -51,21 +55,24 @@ class TrainLoop:
         train: Params,
         initial: InitialWeights | None = None,
         peak: float | None = None,
+        watch: HeldOutWatch | None = None,
+        time_limit: TimeLimit | None = None,
     ):
         self._task, self._inputs, self._engine = task, inputs, engine
         self._checkpointer, self._summaries, self._train = checkpointer, summaries, train
-        self._initial = initial
+        self._initial, self._watch = initial, watch
+        self._time_limit = time_limit or TimeLimit()
         self._work = Work(task.StepFlops(inputs.BatchSpec()), peak)
         self._state_specs = task.StateSpecs()
 
     def Run(self, on_compiled: Callable[[Compiled], None] | None = None) -> NestedMap:
-        """Trains until `train.max_steps`, or until it is asked to stop.
+        """Trains until `train.max_steps`, or until it is asked to stop, by a signal, the time or the held-out loss.
 
         Args:
             on_compiled: called with the compiled step before the first one.
 
         Returns:
-            NestedMap(first_step, last_step, signal, metrics): the signal that stopped it early, or 0;
+            NestedMap(first_step, last_step, signal, metrics): the signal that stopped it, or 0;
             the last step's metrics, NumPy, or None if no step was left to do.
 
         Raises:
@@ -77,8 +84,13 @@ class TrainLoop:
         with StopRequest() as stop, batches:
             if first is not None:
                 state = self._restore(first, batches)
-                if first >= self._train.max_steps:
-                    say(f"step {first}: train.max_steps={self._train.max_steps} is reached")
+            if self._watch:
+                self._watch.Begin(first)
+            if first is not None:
+                self._evaluate(first, state, batches)  # if it was killed before that was done
+                if done := self._why_done(first):
+                    say(f"step {first}: {done}")
+                    self._checkpointer.Wait()
                     return NestedMap(first_step=first, last_step=first, signal=0, metrics=None)
             # Before a new run is begun: what cannot be compiled leaves nothing behind.
             step_fn = self._build_step(on_compiled)
@@ -124,6 +136,20 @@ class TrainLoop:
         self._checkpointer.Wait()
         return state
 
+    def _why_done(self, step: int) -> str:
+        """Why there is nothing left to train after a step; '' if there is."""
+        if self._watch and self._watch.why_stopped:
+            return self._watch.why_stopped
+        most = self._train.max_steps
+        return f"train.max_steps={most} is reached" if step >= most else ""
+
+    def _evaluate(self, step: int, state: NestedMap, batches: BatchIterator) -> float:
+        """Evaluates the state on held-out data if that is due, and saves a new best one; returns the seconds spent."""
+        start = time.monotonic()
+        if self._watch and self._watch.Due(step) and self._watch.Evaluate(step, state):
+            self._save(step, state, batches)
+        return time.monotonic() - start
+
     def _save(self, step: int, state: NestedMap, batches: BatchIterator) -> None:
         self._checkpointer.Save(step, state, {"input": batches.GetState()})
 
@@ -141,7 +167,7 @@ class TrainLoop:
         metrics: NestedMap | None = None
         step = first
         stopped = False
-        while step < train.max_steps and not (stopped := self._stops(stop, step)):
+        while not self._why_done(step) and not (stopped := self._stops(stop, step)):
             if not batches.ready:  # what the devices still have to compute is not waiting for input
                 self._engine.Get(units[-1:])
             state, device_metrics = step_fn(state, next(batches))
@@ -162,26 +188,32 @@ class TrainLoop:
                 self._summaries.Write(step, metrics, self._task.MetricLayers())
             if step % train.save_interval_steps == 0 or step == train.max_steps:
                 self._save(step, state, batches)
-        if stopped:
+            progress.Exclude(self._evaluate(step, state, batches))
+        signalled = stopped and self._engine.AnyProcess(stop.requested)
+        if stopped or step < train.max_steps:
             self._save(step, state, batches)
             self._checkpointer.Wait()
-            say(f"stopped and saved at step {step}; the same command goes on from there")
+        if stopped:
+            why = "" if signalled else f"--max_minutes={self._time_limit.minutes:g} is over: "
+            say(f"{why}stopped and saved at step {step}; the same command goes on from there")
+        elif step < train.max_steps:
+            say(f"step {step}: {self._why_done(step)}")
         return NestedMap(
             first_step=first,
             last_step=step,
-            signal=(stop.signal or signal.SIGTERM) if stopped else 0,
+            signal=(stop.signal or signal.SIGTERM) if signalled else 0,
             metrics=metrics,
         )
 
     def _stops(self, stop: StopRequest, step: int) -> bool:
         """Whether to stop before the next step.
 
-        A signal may reach one process of a job only, and all have to stop at the same step. So they
-        ask each other, and only where a summary makes them wait anyway.
+        A signal may reach one process of a job only, and clocks differ, and all have to stop at the same step. So
+        they ask each other, and only where a summary makes them wait anyway.
         """
         if devices.process_count() > 1 and step % self._train.summary_interval_steps:
             return False
-        return self._engine.AnyProcess(stop.requested)
+        return self._engine.AnyProcess(stop.requested or self._time_limit.over)
 
     def _sum(self, units: list[Any]) -> float:
         return float(sum(float(n) for n in self._engine.Get(units)))

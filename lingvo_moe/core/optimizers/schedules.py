@@ -25,6 +25,11 @@ class Schedule:
         """The rate (float32 scalar) of the update that turns state `step` (0 is the first) into the next."""
         raise NotImplementedError(f"{type(self).__name__}.Value")
 
+    def Mismatch(self, max_steps: int) -> str:
+        """What is wrong with this schedule for a run of so many steps; '' where nothing is."""
+        del max_steps
+        return ""
+
 
 class WarmupSchedule(Schedule):
     """The base of schedules that rise linearly to `value` and then decay, as the subclass says.
@@ -121,6 +126,18 @@ class _ToTheEnd(WarmupSchedule):
         done = (now - p.warmup_steps) / float(p.total_steps - p.warmup_steps)
         falling = self._Fall(rate, tf.clip_by_value(done, 0.0, 1.0))
         return p.final_share * rate + (1.0 - p.final_share) * falling if p.final_share else falling
+
+    def Mismatch(self, max_steps: int) -> str:
+        """See Schedule: the run and the decay should end together."""
+        p = self.p
+        if p.total_steps == max_steps:
+            return ""
+        if p.total_steps > max_steps:
+            return f"total_steps={p.total_steps}: the run ends at step {max_steps}, before the rate has decayed"
+        rate = p.value * p.final_share
+        return (
+            f"total_steps={p.total_steps}: from that step to {max_steps} the rate stays at {rate:g}"
+        )
 
     def _Fall(self, rate: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
         """From `rate` at done = 0 to 0 at done = 1."""

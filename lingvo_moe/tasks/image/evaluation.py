@@ -3,18 +3,14 @@
 import os
 from dataclasses import dataclass
 
-import numpy as np
-
 from lingvo_moe.core.engine.base import make_engine
 from lingvo_moe.core.engine.checkpoints import Checkpointer
+from lingvo_moe.core.engine.evaluation import Evaluator
 from lingvo_moe.core.engine.run_weights import read_weights
-from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.run_dir import RunDir
 from lingvo_moe.core.sharding import single_device
 from lingvo_moe.tasks.image.input.errors import ImageDataError
 from lingvo_moe.tasks.image.model import ImageClassifier
-
-_METRICS = ("nll", "top1", "top5")
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,8 @@ def evaluate(
 
     Raises:
         RunDirError: no run. CheckpointError: no readable checkpoint, or no moving average in it.
-        ImageDataError: a run of another task; nothing is held out, an image cannot be read, or other classes.
+        NoHeldOutError: nothing is held out.
+        ImageDataError: a run of another task; an image cannot be read, or other classes.
     """
     run = RunDir(logdir, trust_run=trust_run)
     params = run.Params()
@@ -69,18 +66,11 @@ def evaluate(
         params.input.data_dir = data_dir
     task = params.task.Instantiate()
     inputs = params.input.Instantiate().Prepare(artifacts=run.artifacts)
-    engine = make_engine("tf_graph", single_device())
-    theta_specs = task.VariableSpecs()
     with Checkpointer(str(run.checkpoint_dir), read_only=True) as checkpointer:
         scored = checkpointer.LatestStep() if step is None else step  # a trainer may add steps
         theta = read_weights(checkpointer, task, scored, use_ema)
         assert scored is not None  # without a checkpoint, nothing can be restored
-    batch_specs = inputs.BatchSpec().Transform(lambda s: TensorSpec(s.shape, s.dtype))
-    score = engine.Build(task.EvalStep, (theta_specs, batch_specs), name="evaluate")
-    theta = engine.Put(theta, theta_specs)
-    images, totals = 0, np.zeros(len(_METRICS))
-    for batch in inputs.HeldOut():
-        metrics = engine.Get(score(theta, batch))
-        images += int(metrics.images)
-        totals += metrics.images * np.array([metrics[name] for name in _METRICS])
-    return Scores(scored, use_ema, images, *map(float, totals / images))
+    evaluate_on = Evaluator(task, inputs, make_engine("tf_graph", single_device()))
+    found = evaluate_on(theta, inputs.HeldOut())
+    means = (float(found[name]) for name in task.HELD_OUT_METRICS)
+    return Scores(scored, use_ema, int(found.images), *means)

@@ -36,6 +36,7 @@ class ImageClassifier(BaseTask):
         "V": ("task.num_classes",),
     }
     DIVIDED: ClassVar[str] = "BYXV"
+    HELD_OUT_METRICS: ClassVar[tuple[str, ...]] = ("nll", "top1", "top5")
 
     @classmethod
     def Params(cls) -> InstantiableParams:

@@ -38,6 +38,8 @@ class MtTask(BaseTask):
         "K": ("task.key_dim",),
     }
     DIVIDED = "BGEHNAV"
+    HELD_OUT_METRICS = ("nll", "accuracy")
+    CHECKPOINT_SCORER = "type/lingvo_moe.tasks.mt.quality.checkpoint_scores/CheckpointScorer"
 
     @classmethod
     def CheckInput(cls, task: HyperParams, inputs: HyperParams) -> None:

@@ -101,7 +101,7 @@ def test_steps_may_be_traced(name):
         SCHEDULES[name].Params().Set(warmup_steps=4) if name != "gshard" else SqrtDecay.Params()
     )
     schedule = params.Set(**NEEDED.get(name, {})).Instantiate()
-    traced = tf.function(schedule.Value)
+    traced = tf.function(schedule.Value, autograph=False)
     np.testing.assert_allclose(traced(tf.constant(7)), schedule.Value(tf.constant(7)), rtol=1e-6)
 
 
@@ -120,6 +120,20 @@ def test_steps_may_be_traced(name):
 def test_schedules_that_cannot_be(params, message):
     with pytest.raises(ParamError, match=message):
         params.Instantiate()
+
+
+@pytest.mark.parametrize(
+    "max_steps, message",
+    [
+        (30, ""),
+        (20, "total_steps=30: the run ends at step 20, before the rate has decayed"),
+        (40, "total_steps=30: from that step to 40 the rate stays at 0.1"),
+    ],
+)
+def test_a_decay_that_does_not_end_with_the_run(max_steps, message):
+    schedule = Linear.Params().Set(value=0.2, total_steps=30, final_share=0.5).Instantiate()
+    assert schedule.Mismatch(max_steps) == message
+    assert Constant.Params().Instantiate().Mismatch(max_steps) == ""
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

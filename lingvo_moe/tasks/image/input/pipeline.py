@@ -18,7 +18,14 @@ import numpy as np
 
 from lingvo_moe.core import base_input, checks
 from lingvo_moe.core.artifacts import RunArtifacts
-from lingvo_moe.core.base_input import ArraySpec, BaseInput, Progress, quiet
+from lingvo_moe.core.base_input import (
+    ArraySpec,
+    BaseInput,
+    HeldOutBatch,
+    NoHeldOutError,
+    Progress,
+    quiet,
+)
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.nested_map import NestedMap
@@ -113,20 +120,25 @@ class ImageInput(BaseInput):
         assert self._train is not None
         return ImageIterator(self.p, self._train)
 
-    def HeldOut(self) -> Iterator[NestedMap]:
+    def HeldOut(self) -> Iterator[HeldOutBatch]:
         """See BaseInput: the middle of each image. Rows without an image have the label -1.
 
         Raises:
-            ImageDataError: nothing is held out, or an image cannot be read.
+            NoHeldOutError: nothing is held out.
+            ImageDataError: an image cannot be read.
         """
         self.Prepare()
         if self._held_out is None:
-            raise ImageDataError(f"{self.p.name}: no images are held out")
+            raise NoHeldOutError(f"{self.p.name}: no images are held out")
         reader = _Reader(self.p, self._held_out)
+        numbers = np.arange(len(self._held_out))
+        # Files are sorted by class; a keyed order lets the first batches represent all.
+        order = permute(numbers, len(numbers), "held out").tolist()
         size = self.p.batch_size
-        for first in range(0, len(self._held_out), size):
-            numbers = range(first, min(first + size, len(self._held_out)))
-            yield _batch(self.p, reader.Begin([(i, None) for i in numbers]))
+        for first in range(0, len(order), size):
+            examples: list[tuple[int, int | None]]
+            examples = [(i, None) for i in order[first : first + size]]
+            yield HeldOutBatch(_batch(self.p, reader.Begin(examples)))
 
 
 class FolderInput(ImageInput):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lingvo_moe.tasks.mt.input import tsv
-from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.errors import DataError, NoDevSetError
 from lingvo_moe.tasks.mt.input.file_list import check_languages, data_files
 
 _DEV = "dev"
@@ -30,16 +30,17 @@ class DevSet:
         """Finds the files of `<data_dir>/dev`.
 
         Raises:
-            DataError: there are none, a language is not among them, or they are not those that a tool has listed.
+            NoDevSetError: there is no such directory.
+            DataError: there are none in it, a language is not among them, or they are not those that a tool has listed.
         """
         directory = Path(data_dir) / _DEV
         if Path(data_dir).is_dir() and not directory.is_dir():
             if Path(data_dir).resolve().name == "dev":
-                raise DataError(
+                raise NoDevSetError(
                     f"{str(data_dir)!r} has no dev directory, but seems to be one: give the directory that it"
                     f" is in, {str(Path(data_dir).resolve().parent)!r}"
                 )
-            raise DataError(
+            raise NoDevSetError(
                 f"{str(data_dir)!r} has no dev directory; put held-out pairs into {directory}/<lang>.tsv.gz"
             )
         self._files, self._listed = data_files(data_dir, _DEV)

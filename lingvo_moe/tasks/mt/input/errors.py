@@ -1,5 +1,11 @@
 """The exception for data that is missing, broken or too small."""
 
+from lingvo_moe.core.base_input import NoHeldOutError
+
 
 class DataError(ValueError):
     """Data cannot be used. The message names the path (and line), what is wrong and what would be right."""
+
+
+class NoDevSetError(DataError, NoHeldOutError):
+    """Data without held-out pairs. The message says where to put them."""

@@ -89,15 +89,15 @@ class RowFiller:
 def fill_batch(
     shape: Shape,
     waiting: Sequence[tuple],
-    draw: Callable[[], tuple],
+    draw: Callable[[], tuple | None],
 ) -> tuple[NestedMap, list[tuple]]:
     """Makes one batch.
 
     Args:
         shape: of the batch.
         waiting: pairs left over by the batch before, which are placed first.
-        draw: gives the next pair. Pairs are tuples that begin with source and target ids, each of which fits, and
-            end with the task, if the shape has tasks.
+        draw: gives the next pair; None when there are no more. Pairs are tuples that begin with source and target
+            ids, each of which fits, and end with the task, if the shape has tasks.
 
     Returns:
         The batch (see `to_batch`) and the pairs that now wait for the next one.
@@ -105,7 +105,8 @@ def fill_batch(
     filler = RowFiller(shape)
     left = [pair for pair in waiting if not filler.Add(*pair)]
     while not filler.full and (not shape.pack or len(left) < shape.max_waiting):
-        pair = draw()
+        if (pair := draw()) is None:
+            break
         if not filler.Add(*pair):
             left.append(pair)
     return to_batch(filler.rows, shape), left

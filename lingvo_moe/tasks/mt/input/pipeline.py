@@ -9,23 +9,26 @@ a pair where this takes about 10, and its packing does not resume bit for bit.)
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from lingvo_moe.core import base_input, checks
 from lingvo_moe.core.artifacts import RunArtifacts
-from lingvo_moe.core.base_input import ArraySpec, BaseInput, Progress, quiet
+from lingvo_moe.core.base_input import ArraySpec, BaseInput, HeldOutBatch, Progress, quiet
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.user_cache import user_cache_dir
 from lingvo_moe.tasks.mt.input.artifacts import languages_of, mt_artifacts, vocabs_of
-from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.dev_set import DevSet
+from lingvo_moe.tasks.mt.input.errors import DataError, NoDevSetError
+from lingvo_moe.tasks.mt.input.held_out import LanguagePairs, held_out_batches
 from lingvo_moe.tasks.mt.input.lengths import Loss, measure
 from lingvo_moe.tasks.mt.input.order import PairOrder
 from lingvo_moe.tasks.mt.input.packing import Shape, fill_batch
 from lingvo_moe.tasks.mt.input.records import Records, cached_records, prepared_records
+from lingvo_moe.tasks.mt.input.resource_groups import GROUPS, resource_groups
 from lingvo_moe.tasks.mt.input.scan import Scan, scan
 from lingvo_moe.tasks.mt.input.tasks import task_numbers
 from lingvo_moe.tasks.mt.input.tsv import reasons
@@ -242,6 +245,27 @@ class MtInput(BaseInput):
     def __iter__(self) -> "BatchIterator":
         """Endless batches from the beginning; each call starts from the beginning."""
         return BatchIterator(self)
+
+    def HeldOut(self) -> Iterator[HeldOutBatch]:
+        """See BaseInput: the pairs of data_dir/dev, packed, of the languages that are trained on.
+
+        Raises:
+            NoDevSetError: there are none.
+            DataError: they are damaged.
+        """
+        dev, known = DevSet(self.p.data_dir), self.languages
+        languages = [lang for lang in dev.languages if lang in known]
+        if not languages:
+            raise NoDevSetError(
+                f"{self.p.data_dir}/dev has pairs of {', '.join(dev.languages)}, but of none of the languages that are "
+                f"trained on: {', '.join(known)}"
+            )
+        tasks = dict(zip(known, self.task_of or (), strict=False))
+        groups: dict[str, list[LanguagePairs]] = {name: [] for name in GROUPS}
+        for lang, group in resource_groups({lang: known[lang] for lang in languages}).items():
+            groups[group].append((dev[lang], tasks.get(lang)))
+        encode = self.vocabs.source.Encode, self.vocabs.target.Encode
+        return held_out_batches(groups, encode, self.shape, self.p.too_long == "truncate")
 
     def _check_sizes(self, vocabs: NestedMap, found: Scan) -> None:
         wanted = {side: self.p.Get(f"{side}_vocab_size") for side in ("source", "target")}

@@ -19,6 +19,7 @@ from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.file_list import FileList, verify_where_listed
 from lingvo_moe.tasks.mt.input.prepared import Prepared
+from lingvo_moe.tasks.mt.input.resource_groups import GROUPS, resource_groups
 from lingvo_moe.tasks.mt.quality import intervals
 from lingvo_moe.tasks.mt.quality.kept_translations import TranslateLines
 
@@ -27,7 +28,6 @@ Progress = Callable[[int, int], None]
 
 LIST = "report.sha256"
 _SUFFIXES = ("src", "ref", "hyp")
-GROUPS = ("high", "mid", "low")
 
 
 @dataclass
@@ -310,26 +310,6 @@ def count_train_pairs(
     return {
         lang: sum(1 for _ in tsv.read_pairs(files[lang])) if lang in files else 0
         for lang in languages
-    }
-
-
-def resource_groups(
-    train_pairs: Mapping[str, int], bounds: tuple[int, int] | None = None
-) -> dict[str, str]:
-    """'high', 'mid' or 'low' for each language.
-
-    Args:
-        train_pairs: of each language.
-        bounds: the fewest training pairs of a high and of a mid one; None for thirds of the languages, where names
-            decide between equals.
-    """
-    ranked = sorted(train_pairs, key=lambda lang: (-train_pairs[lang], lang))
-    if bounds is None:
-        return {lang: GROUPS[i * len(GROUPS) // len(ranked)] for i, lang in enumerate(ranked)}
-    high, mid = bounds
-    return {
-        lang: "high" if train_pairs[lang] >= high else "mid" if train_pairs[lang] >= mid else "low"
-        for lang in ranked
     }
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from lingvo_moe.core.pages import drawing, markup
 from lingvo_moe.core.pages.markup import Html
+from lingvo_moe.tasks.mt.input.resource_groups import GROUPS
 from lingvo_moe.tasks.mt.quality import intervals
 from lingvo_moe.tasks.mt.quality.baselines import delta_curve
-from lingvo_moe.tasks.mt.quality.scoring import GROUPS, reading_order
+from lingvo_moe.tasks.mt.quality.scoring import reading_order
 from lingvo_moe.tasks.mt.reports import report_figures, routing_page
 from lingvo_moe.tasks.mt.reports.language_names import english_name, name_and_code
 from lingvo_moe.tasks.mt.reports.run_report import Missing, RunReport
@@ -259,12 +260,19 @@ def _sample(sample: Sample) -> Html:
 def _training(report: RunReport) -> Html:
     if isinstance(report.metrics, Missing):
         return _missing(report.metrics)
-    drawings = [drawing.svg(report_figures.losses(report.metrics), "loss by step")]
+    curves = report_figures.losses(report.metrics, report.held_out)
+    drawings = [drawing.svg(curves, "loss by step")]
     if report.metrics[-1].get("learning_rate") is not None:
         figure = report_figures.learning_rates(report.metrics)
         drawings.append(drawing.svg(figure, "learning rate by step"))
+    if report.scored:
+        for name, label in (("bleu", "BLEU"), ("chrf", "chrF")):
+            figure = report_figures.scores(report.scored, name, label)
+            drawings.append(drawing.svg(figure, f"{label} by step"))
     figures = "".join(f"<figure class='drawing'>{one}</figure>" for one in drawings)
     note = "The loss is of smoothed labels, with the auxiliary losses of the experts in it."
+    if report.held_out:
+        note += " The lowest held-out loss is marked: that of the best checkpoint."
     return f"<div class='pair'>{figures}</div><p class='note'>{note}</p>"
 
 

@@ -45,6 +45,8 @@ class RunReport:
         samples: by kind, or why there are none.
         routing: or why there is none.
         parameters: how many the model has.
+        held_out: rows of the evaluations while it trained, by step.
+        scored: rows of `--mode=eval`, by step.
         extra: more settings, shown after the others.
     """
 
@@ -56,14 +58,17 @@ class RunReport:
     samples: dict[str, list[Sample]] | Missing
     routing: RoutingReport | Missing
     parameters: int
+    held_out: list[dict[str, Any]] = field(default_factory=list)
+    scored: list[dict[str, Any]] = field(default_factory=list)
     extra: list[tuple[str, str]] = field(default_factory=list)
 
     def ToDict(self) -> dict[str, Any]:
-        """For JSON: settings, scores and routing; what is missing is None."""
+        """For JSON: settings, scores, routing and evaluations; what is missing is None."""
         routing = None if isinstance(self.routing, Missing) else self.routing.ToDict()
         scores = None if isinstance(self.scores, Missing) else self.scores
         settings = dict(self.settings) | {"parameters": self.parameters}
-        return {"model": self.name, "settings": settings, "scores": scores, "routing": routing}
+        out = {"model": self.name, "settings": settings, "scores": scores, "routing": routing}
+        return {**out, "held_out": self.held_out, "scored": self.scored}
 
 
 def gather(
@@ -104,6 +109,8 @@ def gather(
         samples=_samples(run, scores, directory, number, seed),
         routing=routing,
         parameters=parameters,
+        held_out=read_metrics(str(run.held_out_dir)),
+        scored=read_metrics(str(run.scores_dir)),
     )
 
 

@@ -8,6 +8,7 @@ from PIL import Image
 
 from lingvo_moe import trainer
 from lingvo_moe.core.artifacts import RunArtifacts
+from lingvo_moe.core.base_input import NoHeldOutError
 from lingvo_moe.tasks.image.input.crops import generator, middle_box, random_box, resized
 from lingvo_moe.tasks.image.input.errors import ImageDataError
 from lingvo_moe.tasks.image.input.pipeline import CLASSES_FILE, DigitsInput, FolderInput
@@ -103,10 +104,11 @@ def test_a_position_of_other_images_or_another_seed_is_refused(folder):
 
 
 def test_held_out_images_come_once_and_the_last_batch_is_padded(folder):
-    batches = list(_input(folder, batch_size=3).HeldOut())
-    assert [list(batch.labels) for batch in batches] == [[1, 1, 2], [2, -1, -1]]
+    batches = [one.batch for one in _input(folder, batch_size=3).HeldOut()]
+    labels = [list(batch.labels) for batch in batches]
+    assert sorted(labels[0] + labels[1][:1]) == [1, 1, 2, 2] and labels[1][1:] == [-1, -1]
     assert not np.any(batches[1].images[1:])
-    _assert_equal(batches, _input(folder, batch_size=3).HeldOut())
+    _assert_equal(batches, [one.batch for one in _input(folder, batch_size=3).HeldOut()])
 
 
 def test_digits_are_held_out_for_good():
@@ -114,9 +116,14 @@ def test_digits_are_held_out_for_good():
     assert (len(train), len(held_out), classes) == (1437, 360, [str(i) for i in range(10)])
     assert held_out.Key() == "42053f43b313d3e8859b4259fe13ebfd"
     assert np.bincount(held_out.labels).min() >= 25
-    batch = next(DigitsInput.Params().Instantiate().HeldOut())
-    np.testing.assert_array_equal(batch.images[0], held_out.Read(0, 1))
-    assert batch.images.max() == 255
+    inputs = DigitsInput.Params().Set(batch_size=64).Instantiate()
+    batches = [one.batch for one in inputs.HeldOut()]
+    images = np.concatenate([batch.images for batch in batches])
+    assert (images == held_out.Read(0, 1)).all(axis=(1, 2, 3)).any()
+    assert images.max() == 255
+    labels = np.concatenate([batch.labels for batch in batches])
+    assert sorted(labels[labels >= 0]) == sorted(held_out.labels)
+    assert set(batches[0].labels) == set(range(10))  # the first batch represents all
 
 
 def test_crops():
@@ -181,7 +188,7 @@ def test_no_images_and_nothing_held_out(folder):
     with pytest.raises(ImageDataError, match="empty: holds no images; expected <split>/<class>"):
         _input(folder, train_split="empty").Prepare()
     (folder / "val").rename(folder / "other")
-    with pytest.raises(ImageDataError, match="no images are held out"):
+    with pytest.raises(NoHeldOutError, match="no images are held out"):
         next(_input(folder).HeldOut())
 
 

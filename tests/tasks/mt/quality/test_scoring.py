@@ -8,8 +8,9 @@ import sacrebleu
 
 from lingvo_moe.tasks.mt.input.file_list import PREPARED_LIST
 from lingvo_moe.tasks.mt.input.prepared import FORMAT
+from lingvo_moe.tasks.mt.input.resource_groups import GROUPS, resource_groups
 from lingvo_moe.tasks.mt.quality import scoring
-from lingvo_moe.tasks.mt.quality.scoring import evaluate, resource_groups
+from lingvo_moe.tasks.mt.quality.scoring import evaluate
 
 _WORDS = ["open", "the", "file", "close", "all", "windows", "and", "save", "your", "work", "now"]
 
@@ -57,7 +58,7 @@ def test_groups_are_thirds_by_training_pairs():
     data = devset(7)
     pairs = {"la": 10, "lb": 70, "lc": 30, "ld": 40, "le": 50, "lf": 60, "lg": 20}
     report = evaluate(lambda lines, _: ["open the file"] * len(lines), data.items(), pairs)
-    groups = {g: {k for k, r in report.languages.items() if r.group == g} for g in scoring.GROUPS}
+    groups = {g: {k for k, r in report.languages.items() if r.group == g} for g in GROUPS}
     assert groups == {"high": {"lb", "lf", "le"}, "mid": {"ld", "lc"}, "low": {"lg", "la"}}
     found = report.ToDict()
     assert found["groups"]["mid"]["min_train_pairs"] == 30

@@ -1,0 +1,90 @@
+"""Packed batches of held-out pairs, each pair once.
+
+Letters: B row of the batch, T time.
+
+A batch holds pairs of one resource group, so that the loss of each group costs nothing extra. Groups take turns in
+proportion to their pairs, and within a group so do languages: the first batches represent all.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from lingvo_moe.core.base_input import HeldOutBatch
+from lingvo_moe.tasks.mt.input.packing import Shape, fill_batch
+
+# (source, target) texts of a language, and its task or None.
+LanguagePairs = tuple[Sequence[tuple[str, str]], int | None]
+Encode = Callable[[str], Sequence[int]]
+
+
+class _Group:
+    """The pairs of a group, spread evenly by language, and how many of them are in batches."""
+
+    def __init__(self, languages: Sequence[LanguagePairs]):
+        places = [
+            ((i + 0.5) / len(pairs), number, i)
+            for number, (pairs, _) in enumerate(languages)
+            for i in range(len(pairs))
+        ]
+        self._languages, self._places = languages, sorted(places)
+        self.drawn = 0
+        self.waiting: list[tuple] = []
+
+    @property
+    def share(self) -> float:
+        """The share of its pairs that were drawn."""
+        return self.drawn / len(self._places)
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left for another batch."""
+        return self.drawn == len(self._places) and not self.waiting
+
+    def Draw(self) -> tuple[str, str, int | None] | None:
+        """The next pair and its task; None after the last one."""
+        if self.drawn == len(self._places):
+            return None
+        _, number, i = self._places[self.drawn]
+        self.drawn += 1
+        pairs, task = self._languages[number]
+        return (*pairs[i], task)
+
+
+def held_out_batches(
+    groups: dict[str, list[LanguagePairs]],
+    encode: tuple[Encode, Encode],
+    shape: Shape,
+    truncate: bool,
+) -> Iterator[HeldOutBatch]:
+    """Batches of all pairs; see packing.to_batch. The last ones of a group have empty rows.
+
+    Args:
+        groups: languages with at least one pair each, by group.
+        encode: the ids of a source, and of a target.
+        shape: of the batches.
+        truncate: whether pairs longer than a row are truncated, instead of left out.
+    """
+    waiting = {name: _Group(languages) for name, languages in groups.items() if languages}
+    while waiting:
+        name = min(waiting, key=lambda name: waiting[name].share)
+        group = waiting[name]
+
+        def draw(group: _Group = group) -> tuple | None:
+            while (pair := group.Draw()) is not None:
+                texts = pair[:2]
+                source, target = (np.array(f(text), np.int32) for f, text in zip(encode, texts))
+                if truncate:
+                    source, target = (
+                        source[: shape.source_length - 1],
+                        target[: shape.target_length - 1],
+                    )
+                if source.size and target.size and shape.Fits(source, target):
+                    return source, target, pair[-1]
+            return None
+
+        batch, group.waiting = fill_batch(shape, group.waiting, draw)
+        if batch.tgt.segment_ids.any():
+            yield HeldOutBatch(batch, name)
+        if group.done:
+            del waiting[name]

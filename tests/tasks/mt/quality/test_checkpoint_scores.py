@@ -1,0 +1,62 @@
+"""`--mode=eval` of a translation model: the scores of tools.evaluate and the held-out loss, in the run and a line."""
+
+import json
+import re
+
+import pytest
+import sentencepiece
+import toy_translation as toy
+
+from lingvo_moe import trainer
+from lingvo_moe.core import registry
+from lingvo_moe.core.class_names import any_class
+from lingvo_moe.core.engine.summaries import read_metrics
+from lingvo_moe.tasks.mt.quality.checkpoint_scores import CheckpointScorer
+from lingvo_moe.tasks.mt.quality.held_out import held_out_loss
+from lingvo_moe.tasks.mt.runs.run_dir import RunDir
+from lingvo_moe.tasks.mt.task import MtTask
+from tools import evaluate
+
+_LINES = {"aa": 12, "bb": 8, "cc": 4}
+
+
+def _save_run(path, vocab, data):
+    """A run with one checkpoint, of step 7; returns the trainer's overrides."""
+    size = sentencepiece.SentencePieceProcessor(model_proto=vocab).vocab_size()
+    more = ";".join(f"input.{side}_vocab_size={size}" for side in ("source", "target"))
+    more += f";input.data_dir={registry.escape(str(data))}"
+    toy.save_run(path, vocab, more=more, languages=list(_LINES))
+    return RunDir(path).experiment["params_override"]
+
+
+def test_the_scores_of_tools_evaluate_and_the_held_out_loss(tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run, data = tmp_path / "run", tmp_path / "data"
+    (data / "dev").mkdir(parents=True)
+    for number, (lang, lines) in enumerate(_LINES.items()):
+        for directory, times in ((data, 3), (data / "dev", 1)):
+            texts = toy.sentences(lines * times, seed=number + times, longest=3)
+            (directory / f"{lang}.tsv").write_text("".join(f"{t}\t{t}\n" for t in texts))
+    override = _save_run(run, toy.train_vocab(toy.sentences(100), bytes_too=False), data)
+    flags = ["--model=mt.M4Tiny", f"--logdir={run}", f"--data_dir={data}", "--mode=eval", "--once"]
+    assert trainer.main([*flags, f"--model_params_override={override}", "--eval_lines=8"]) == 0
+    line = next(s for s in capfd.readouterr().err.splitlines() if s.startswith("step 7: "))
+    score = r"\d+\.\d ± \d+\.\d \(high \d+\.\d, mid \d+\.\d, low \d+\.\d\)"
+    wanted = rf"step 7: held-out loss \d+\.\d{{4}}, BLEU {score}, chrF {score} of 20 lines"
+    assert re.fullmatch(wanted, line), line
+
+    (row,) = read_metrics(str(RunDir(run).scores_dir))
+    assert evaluate.main([f"--logdir={run}", "--max_per_language=8", "--quiet"]) == 0
+    report = json.loads((run / "eval" / "report.json").read_text())
+    for name in ("bleu", "chrf", "bleu_margin", "chrf_margin"):
+        assert row[name] == pytest.approx(report["average"][name])
+        assert row[f"groups/low/{name}"] == pytest.approx(report["groups"]["low"][name])
+    found = held_out_loss(run, data, 8)
+    assert row["nll"] == pytest.approx(found.nll, rel=1e-5)
+    assert row["groups/high/nll"] == pytest.approx(found.groups.high.nll, rel=1e-5)
+    assert row["tokens"] == found.tokens
+
+
+def test_the_task_names_its_scorer():
+    """By name, since the scorer imports the model."""
+    assert any_class(MtTask.CHECKPOINT_SCORER) is CheckpointScorer

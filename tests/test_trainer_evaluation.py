@@ -1,0 +1,252 @@
+"""Evaluation while a run trains: the best checkpoint, early stopping, interruptions, `--max_minutes`, `--mode=eval`.
+
+On the toy task, within this process.
+"""
+
+import shutil
+
+import numpy as np
+import pytest
+import toy_held_out
+from trainer_testing import state
+
+from lingvo_moe import evaluating, trainer
+from lingvo_moe.core import registry
+from lingvo_moe.core.engine import train_loop
+from lingvo_moe.core.engine.checkpoints import Checkpointer
+from lingvo_moe.core.engine.evaluation import Evaluator
+from lingvo_moe.core.engine.interrupt import TimeLimit
+from lingvo_moe.core.engine.run_weights import read_weights
+from lingvo_moe.core.engine.summaries import read_metrics
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.run_dir import RunDir
+from lingvo_moe.core.run_lock import RunLock
+
+_OVERRIDE = "task.optimizer.learning_rate.constant_steps=5"
+
+
+def _train(run, max_steps, *more, override="", model="toy_held_out.Line"):
+    parameters = ";".join(filter(None, (_OVERRIDE, override)))
+    flags = [f"--model={model}", f"--logdir={run}", f"--max_steps={max_steps}"]
+    return trainer.main(
+        [*flags, "--engine=tf_graph", f"--model_params_override={parameters}", *more]
+    )
+
+
+def _steps_and_losses(run):
+    return [tuple(e) for e in RunDir(run).evaluations.done]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """A run of 10 steps, evaluated after 4, 8 and 10."""
+    run = tmp_path_factory.mktemp("evaluated") / "run"
+    assert _train(run, 10) == 0
+    return run
+
+
+@pytest.fixture
+def given_losses(monkeypatch):
+    """Returns a list; the next evaluations find its losses instead of real ones."""
+    losses: list[float] = []
+
+    def evaluated(self, weights, batches):
+        return NestedMap(loss=np.float32(losses.pop(0)), examples=np.float32(64))
+
+    monkeypatch.setattr(Evaluator, "__call__", evaluated)
+    return losses
+
+
+def test_the_loss_is_that_of_the_saved_weights_on_the_same_batches(reference):
+    """By the mean over all examples, and over those of each group."""
+    rows = read_metrics(str(RunDir(reference).held_out_dir))
+    assert [row["step"] for row in rows] == [4, 8, 10]
+    inputs = toy_held_out.Line().Input().Instantiate()
+    with Checkpointer(str(reference / "checkpoints"), read_only=True) as saved:
+        for row in rows[1:]:  # 4 has made place
+            w = saved.RestoreToNumpy("theta", row["step"])[0].w
+            losses = [np.mean((b.batch.x @ w - b.batch.y) ** 2) for b in inputs.HeldOut()]
+            assert row["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+            assert row["groups/odd/loss"] == pytest.approx(np.mean(losses[1::2]), rel=1e-4)
+            assert row["examples"] == 64 and row["groups/even/examples"] == 32
+    assert _steps_and_losses(reference) == [(row["step"], row["loss"]) for row in rows]
+    # Training knows nothing of it.
+    assert [row["step"] for row in read_metrics(str(reference / "train"))] == list(range(1, 11))
+
+
+def test_the_moving_average_is_evaluated_where_there_is_one(tmp_path):
+    run = tmp_path / "run"
+    assert _train(run, 4, override="task.ema_decay=0.5") == 0
+    task = toy_held_out.Line().Task().Set(ema_decay=0.5).Instantiate()
+    batches = list(toy_held_out.Line().Input().Instantiate().HeldOut())
+
+    def loss(use_ema):
+        with Checkpointer(str(run / "checkpoints"), read_only=True) as saved:
+            w = read_weights(saved, task, 4, use_ema).w
+        return np.mean([np.mean((b.batch.x @ w - b.batch.y) ** 2) for b in batches])
+
+    ((_, found),) = _steps_and_losses(run)
+    assert found == pytest.approx(loss(True), rel=1e-4) != pytest.approx(loss(False), rel=1e-2)
+
+
+def test_the_best_checkpoint_stays_and_training_stops_early(tmp_path, given_losses, capfd):
+    """Two newest checkpoints are kept, one every four steps."""
+    run, stop = tmp_path / "run", "train.early_stopping_evals=3"
+    given_losses += [3.0, 1.0, 2.0, 1.0, 2.0]
+    assert _train(run, 40, override=stop) == 0
+    err = capfd.readouterr().err
+    assert "step 8: held-out loss 1.0000, best so far" in err
+    assert "step 16: held-out loss 1.0000, best 1.0000 at step 8" in err
+    assert "step 20: the last 3 evaluations have no lower held-out loss than that of step 8" in err
+    assert RunDir(run).steps == [8, 16, 20] and RunDir(run).BestStep("--checkpoint_step") == 8
+    assert _train(run, 40, override=stop) == 0
+    assert "step 20: the last 3 evaluations" in capfd.readouterr().err
+    train = registry.GetParams("toy_held_out.Line", stop).train
+    assert "step 8" in evaluating._why_done(RunDir(run), train.Set(max_steps=40))
+    given_losses += [0.5, 0.75]
+    assert _train(run, 28, override="train.early_stopping_evals=4") == 0
+    assert RunDir(run).steps == [24, 28] and RunDir(run).BestStep("--checkpoint_step") == 24
+    assert len(read_metrics(str(run / "train"))) == 28
+
+
+def test_a_best_step_is_saved_although_no_checkpoint_is_due(tmp_path, given_losses):
+    run = tmp_path / "run"
+    given_losses += [2.0, 3.0, 1.0, 4.0]
+    assert _train(run, 10, override="train.eval_interval_steps=3") == 0
+    assert RunDir(run).steps == [9, 10] and RunDir(run).BestStep("--checkpoint_step") == 9
+
+
+@pytest.mark.parametrize("at", [8, 10])
+def test_killed_while_it_evaluates_nothing_is_lost(reference, tmp_path, monkeypatch, capfd, at):
+    """The checkpoint of the step is there, and the run ends with the same state and losses."""
+    run, evaluate = tmp_path / "run", Evaluator.__call__
+    with monkeypatch.context() as patch:
+        evaluated = iter([4, 8, 10])
+
+        def kill(self, weights, batches):
+            if next(evaluated) == at:
+                raise KeyboardInterrupt
+            return evaluate(self, weights, batches)
+
+        patch.setattr(Evaluator, "__call__", kill)
+        assert _train(run, 10) == 130
+    assert RunDir(run).steps[-1] == at
+    assert [step for step, _ in _steps_and_losses(run)] == [s for s in (4, 8) if s < at]
+    assert _train(run, 10) == 0
+    assert ("step 10: train.max_steps=10 is reached" in capfd.readouterr().err) == (at == 10)
+    name = "evaluations.json"
+    assert (run / name).read_bytes() == (reference / name).read_bytes()
+    wanted = state(reference)
+    for path, value in state(run).items():
+        np.testing.assert_array_equal(value, wanted[path], err_msg=path)
+
+
+def test_other_batches_begin_the_search_for_the_best_again(reference, tmp_path, capfd):
+    run = shutil.copytree(reference, tmp_path / "run")
+    assert _train(run, 12, override="train.eval_batches=2") == 0
+    assert (
+        "the held-out batches are not those of the run's evaluations so far"
+        in capfd.readouterr().err
+    )
+    assert [step for step, _ in _steps_and_losses(run)] == [12]
+
+
+def test_what_cannot_be_evaluated_is_said(tmp_path, capfd):
+    on = "train.eval_interval_steps=2"
+    assert _train(tmp_path / "run", 2, override=on, model="toy_task.Line") == 0
+    why = "train.eval_interval_steps=2: not evaluated, since Numbers has no held-out examples"
+    assert why in capfd.readouterr().err
+    assert not (tmp_path / "run" / "evaluations.json").exists()
+    stop = f"{on};train.early_stopping_evals=1"
+    assert _train(tmp_path / "other", 2, override=stop, model="toy_task.Line") == 2
+    assert "train.early_stopping_evals=1: needs held-out data" in capfd.readouterr().err
+
+
+def test_max_minutes(tmp_path, monkeypatch, capfd):
+    """With several processes, all look at the clock at the same steps: those with a summary."""
+    run, looks = tmp_path / "run", []
+
+    def over(self):
+        looks.append(self.minutes)
+        return len(looks) == 3
+
+    monkeypatch.setattr(TimeLimit, "over", property(over))
+    assert _train(run, 20, "--max_minutes=0.5") == 0
+    said = "--max_minutes=0.5 is over: stopped and saved at step 2; the same command goes on"
+    assert said in capfd.readouterr().err
+    assert RunDir(run).steps[-1] == 2 and looks == [0.5] * 3
+    looks.clear()
+    monkeypatch.setattr(train_loop.devices, "process_count", lambda: 2)
+    assert _train(run, 20, "--max_minutes=0.5", override="train.summary_interval_steps=3") == 0
+    assert "stopped and saved at step 9" in capfd.readouterr().err
+
+
+def test_time_passes():
+    assert not TimeLimit().over and not TimeLimit(60).over and TimeLimit(0).over
+
+
+@pytest.mark.parametrize(
+    "flags, override, why",
+    [
+        ([], "train.early_stopping_evals=2;train.eval_interval_steps=0", "nothing is evaluated"),
+        ([], "train.eval_interval_steps=-1", "train.eval_interval_steps=-1: must be an integer"),
+        ([], "train.eval_batches=0", "train.eval_batches=0: must be an integer of at least 1"),
+        (["--once"], "", "--once: goes with --mode=eval, not with --mode=sync"),
+        (["--eval_lines=5"], "", "--eval_lines: goes with --mode=eval"),
+        (["--mode=eval", "--max_minutes=5"], "", "--max_minutes: goes with --mode=sync"),
+        (["--mode=eval", "--once"], "", "holds no run with a checkpoint"),
+    ],
+)
+def test_wrong_use(tmp_path, capfd, flags, override, why):
+    assert _train(tmp_path / "run", 4, *flags, override=override) == 2
+    assert why in capfd.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+# --- --mode=eval
+
+
+def test_a_job_beside_the_trainer_scores_each_checkpoint(reference, tmp_path, monkeypatch, capfd):
+    """It waits for the run and for further steps, though the directory is locked, and ends after the last step."""
+    run, files = tmp_path / "run", []
+
+    def pass_time(seconds):
+        assert seconds == evaluating.POLL_SECONDS
+        files.append(_owned(run))
+        assert len(files) < 4
+        with RunLock(run) as lock:
+            lock.Acquire()
+        assert _train(run, 6 * len(files)) == 0
+
+    monkeypatch.setattr(evaluating.time, "sleep", pass_time)
+    assert _train(run, 12, "--mode=eval") == 0
+    err = capfd.readouterr().err
+    assert f"waiting for a run in {run}" in err
+    assert "scored step 12, the last one (train.max_steps=12)" in err
+    rows = read_metrics(str(RunDir(run).scores_dir))
+    assert [row["step"] for row in rows] == [4, 6, 8, 12]
+    trained = {row["step"]: row for row in read_metrics(str(RunDir(run).held_out_dir))}
+    for row in rows:
+        assert row == pytest.approx(trained[row["step"]], rel=1e-5)
+    before = _owned(run)
+    with RunLock(run) as lock:
+        lock.Acquire()
+        assert _train(run, 12, "--mode=eval", "--once") == 0
+    assert _owned(run) == before
+    assert len((RunDir(run).scores_dir / "metrics.jsonl").read_text().splitlines()) == len(rows)
+
+
+def _owned(run):
+    """What the trainer owns: all files but the scores."""
+    if not run.exists():
+        return {}
+    files = (p for p in run.rglob("*") if p.is_file() and "scores" not in p.parts)
+    return {p: p.read_bytes() for p in files if not p.name.startswith(".trainer.lock")}
+
+
+def test_it_takes_the_flags_of_the_trainer(reference, capfd):
+    assert _train(reference, 10, "--mode=eval", override="task.seed=5") == 2
+    err = capfd.readouterr().err
+    assert "with other parameters; give the flags of the trainer" in err and "task.seed : 5" in err
+    assert _train(reference, 10, "--mode=eval", model="toy_task.Line") == 2
+    assert not (reference / "eval" / "scores").exists()
