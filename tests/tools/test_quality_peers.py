@@ -6,7 +6,7 @@ import sys
 import pytest
 import trainer_testing
 
-from benchmarks import quality_data, quality_peers, quality_report
+from benchmarks import contenders, quality_data, quality_peers, quality_report
 from benchmarks.peers import budget
 from lingvo_moe.core import registry
 
@@ -125,6 +125,26 @@ def test_a_loss_of_other_tokens_is_refused(corpus, tmp_path, capsys):
     assert quality_peers.main([*flags, "--only=joeynmt"]) == 1
     assert "joeynmt_0.001_seed1: its loss is of" in capsys.readouterr().err
     assert not (tmp_path / "out" / "joeynmt_0.001_seed1" / "result.json").exists()
+
+
+def test_interrupted_it_keeps_what_was_finished(corpus, tmp_path, capsys, monkeypatch):
+    flags = _flags(corpus, tmp_path / "out", f"--peers={_peer(tmp_path / 'peer')}")
+    flags += ["--only=joeynmt", "--rates=0.001,0.002"]
+    with monkeypatch.context() as context:
+        line = contenders.Process.Line
+        interrupt = iter([False] * 6 + [True])  # in the second contender's first point
+        context.setattr(
+            contenders.Process, "Line", lambda *a: _raise() if next(interrupt) else line(*a)
+        )
+        assert quality_peers.main(flags) == 130
+    assert "quality_peers: stopped; the same command keeps" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "results.json").exists()
+    assert quality_peers.main(flags) == 0
+    assert "joeynmt_0.001_seed1: done before" in capsys.readouterr().err
+
+
+def _raise():
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(
