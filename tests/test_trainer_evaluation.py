@@ -102,7 +102,7 @@ def test_the_best_checkpoint_stays_and_training_stops_early(tmp_path, given_loss
     assert _train(run, 40, override=stop) == 0
     assert "step 20: the last 3 evaluations" in capfd.readouterr().err
     train = registry.GetParams("toy_held_out.Line", stop).train
-    assert "step 8" in evaluating._why_done(RunDir(run), train.Set(max_steps=40))
+    assert "step 8" in evaluating._why_done(RunDir(run), 20, train.Set(max_steps=40))
     given_losses += [0.5, 0.75]
     assert _train(run, 28, override="train.early_stopping_evals=4") == 0
     assert RunDir(run).steps == [24, 28] and RunDir(run).BestStep("--checkpoint_step") == 24

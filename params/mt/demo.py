@@ -65,7 +65,7 @@ class M4Demo(registry.Experiment):
 
     def Train(self) -> Params:
         return registry.TrainParams().Set(
-            mesh="expert:8", max_steps=self.STEPS, save_interval_steps=100
+            mesh="expert:8", max_steps=self.STEPS, save_interval_steps=100, eval_interval_steps=100
         )
 
 
@@ -97,7 +97,7 @@ class M4Small(M4Demo):
         )
 
     def Train(self) -> Params:
-        return super().Train().Set(save_interval_steps=500)
+        return super().Train().Set(save_interval_steps=500, eval_interval_steps=500)
 
 
 @registry.Register
@@ -127,7 +127,9 @@ class M4Tiny(M4Demo):
         return super().Input().Set(source_length=24, target_length=24, batch_size=8)
 
     def Train(self) -> Params:
-        return super().Train().Set(save_interval_steps=5, summary_interval_steps=1)
+        # Its runs are shorter than compiling an evaluation.
+        never = {"eval_interval_steps": 0}
+        return super().Train().Set(save_interval_steps=5, summary_interval_steps=1, **never)
 
 
 @registry.Register
@@ -156,4 +158,5 @@ class M4Experts(M4Demo):
         )
 
     def Train(self) -> Params:
-        return super().Train().Set(mesh="expert:1", save_interval_steps=500)
+        every = {"save_interval_steps": 500, "eval_interval_steps": 500}
+        return super().Train().Set(mesh="expert:1", **every)
