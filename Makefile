@@ -19,6 +19,8 @@ PARTS := tests/core tests/spmd tests/tasks tests/tools
 EXAMPLES ?= 2000
 # And a program with its gradients about half a second as well.
 PROGRAMS ?= 200
+# Or a number for a parameter, with a step of a model where it is accepted: a quarter of a second.
+NUMBERS ?= 400
 SEED ?= $(shell echo $$RANDOM$$RANDOM)
 ARGS ?=
 
@@ -71,12 +73,12 @@ test: lint ## Lint, types and every test; TESTS=PATH for some.
 	done
 	exit $$status
 
-fuzz: install ## EXAMPLES random expressions and PROGRAMS random programs, sharded and unsharded; SEED=... repeats.
+fuzz: install ## EXAMPLES random expressions, PROGRAMS random programs and NUMBERS parameters; SEED=... repeats.
 	@seed=$(SEED)
-	echo "to repeat: make fuzz EXAMPLES=$(EXAMPLES) PROGRAMS=$(PROGRAMS) SEED=$$seed"
-	FUZZ_EXAMPLES=$(EXAMPLES) FUZZ_PROGRAMS=$(PROGRAMS) FUZZ_SEED=$$seed \
-	  $(PY) -m pytest tests/spmd/test_fuzz.py tests/spmd/test_random_programs.py -v \
-	  -k "test_random_expressions or test_what_is_wrong_is_named" $(PYTEST_ARGS)
+	echo "to repeat: make fuzz EXAMPLES=$(EXAMPLES) PROGRAMS=$(PROGRAMS) NUMBERS=$(NUMBERS) SEED=$$seed"
+	FUZZ_EXAMPLES=$(EXAMPLES) FUZZ_PROGRAMS=$(PROGRAMS) FUZZ_NUMBERS=$(NUMBERS) FUZZ_SEED=$$seed \
+	  $(PY) -m pytest tests/spmd/test_fuzz.py tests/spmd/test_random_programs.py tests/test_parameter_ranges.py -v \
+	  -k "test_random_expressions or test_what_is_wrong_is_named or refused_by_name_or_trains" $(PYTEST_ARGS)
 
 damage: install ## EXAMPLES random damages to RUN and EXPORT, which are restored: each must be said. SEED=... repeats.
 	@if [[ -z "$(RUN)" || -z "$(EXPORT)" ]]; then

@@ -9,6 +9,7 @@ import numpy as np
 
 from lingvo_moe.core import files
 from lingvo_moe.tasks.mt.input.dev_set import DevSet
+from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.pipeline import MtInput
 from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
 
@@ -45,7 +46,7 @@ def write_data(directory: Path, inputs: MtInput, most: int) -> Data:
         most: dev pairs of each language at most.
 
     Raises:
-        DataError: no dev pairs.
+        DataError: a language has no dev pairs, or none that fits.
     """
     directory.mkdir(parents=True, exist_ok=True)
     vocabs = [inputs.vocabs[side] for side in SIDES]
@@ -67,6 +68,11 @@ def write_data(directory: Path, inputs: MtInput, most: int) -> Data:
         encoded = [tuple(v.Encode(t.strip()) for v, t in zip(vocabs, pair)) for pair in pairs]
         fitting = [i for i, pair in enumerate(encoded) if inputs.shape.Fits(*pair)]
         too_long[1] += len(pairs) - len(fitting)
+        if not fitting:
+            raise DataError(
+                f"{language}: none of its {len(pairs)} dev pairs fits into a row: make input.source_length and"
+                " input.target_length larger, or leave the language out"
+            )
         held_out[language] = [pairs[i] for i in fitting]
         ids += [encoded[i] for i in fitting]
     _write_pieces(directory / "dev", ids, vocabs)

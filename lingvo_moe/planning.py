@@ -28,6 +28,7 @@ from lingvo_moe.core.planner.slices import slices
 from lingvo_moe.core.planner.topology import Topology
 from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.core.step import Step
+from lingvo_moe.recomputing import Memory, chosen_form
 from lingvo_moe.trainer import make_mesh
 from lingvo_moe.trainer_checks import check_divisible
 
@@ -77,6 +78,11 @@ def make_plan(
     mesh = planned_mesh(params, num_devices, request.mesh)
     check_divisible(params, task, mesh)
     task.CheckInput(params.task, params.input)
+    if request.what == "train":
+        form, line = chosen_form(params, mesh, topology_memory(topology))
+        task = form.Instantiate()
+        if line:
+            say(line)
     step, job = describe_job(request, params, task)
     say(f"lowering the {job.what} step of {request.model} for mesh {mesh}")
     started = time.monotonic()
@@ -175,6 +181,11 @@ def planned_mesh(params: Params, num_devices: int, text: str = "") -> Mesh:
     if mesh.size != num_devices:
         raise PlanError(f"--mesh={text} has {mesh.size} devices, the topology {num_devices}")
     return mesh
+
+
+def topology_memory(topology: Topology) -> Memory:
+    """The memory of a described slice, as recomputing.chosen_form takes it."""
+    return Memory(topology.chip.hbm_bytes, "each device's")
 
 
 def smallest_slice(

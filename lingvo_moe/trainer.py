@@ -244,7 +244,7 @@ def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
     from lingvo_moe.core.engine.train_loop import TrainLoop
     from lingvo_moe.trainer_peak import job_peak
 
-    run_dir, params, task, inputs = run.run_dir, run.params, run.task, run.inputs
+    run_dir, params, inputs = run.run_dir, run.params, run.inputs
     first_process = run.args.process_id == 0
     share_run(
         lock,
@@ -255,6 +255,7 @@ def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
     held_out = job.together(lambda: held_out_batches(run))
     if not run.args["engine"].present:
         say(f"--engine={run.args.engine}, the default for these devices")
+    task = trained_task(run, engine.mesh)
     started = time.monotonic()
     with (
         Checkpointer(str(run_dir.checkpoint_dir), keep=params.train.save_max_to_keep) as saved,
@@ -281,6 +282,22 @@ def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
             )
         )
     return 128 + result.signal if result.signal else 0
+
+
+def trained_task(run: Run, mesh: Mesh) -> "BaseTask":
+    """Returns the task in the form that is trained; prints which one if the parameters leave that open.
+
+    See recomputing.py. Called on every process: all choose the same.
+    """
+    from lingvo_moe.recomputing import chosen_form
+    from lingvo_moe.trainer_memory import memory_of
+
+    args = run.args
+    memory = memory_of(args.engine, mesh, args.num_processes)
+    form, line = chosen_form(run.params, mesh, memory, args.engine)
+    if line and args.process_id == 0:
+        say(line)
+    return form.Instantiate()
 
 
 def share_run(lock: RunLock, begin: Callable[[], None], follow: Callable[[], object]) -> None:

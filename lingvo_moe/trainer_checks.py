@@ -268,6 +268,7 @@ def run_difference(was: str, now: Params) -> str:
     """
 
     places = {f"input.{name}" for name in now.input.cls.MAY_CHANGE}
+    places |= {f"task.{name}" for name in now.task.cls.MAY_CHANGE}
 
     def lines(text: str) -> set[str]:
         return {

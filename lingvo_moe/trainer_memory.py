@@ -1,4 +1,4 @@
-"""Refuses a run that cannot fit into this machine's memory, from a lower bound of what the run needs."""
+"""The memory of a job's devices; refuses a run that cannot fit into it, from a lower bound of what the run needs."""
 
 import os
 from pathlib import Path
@@ -7,16 +7,37 @@ from lingvo_moe.core import units
 from lingvo_moe.core.base_input import BaseInput
 from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.base_task import BaseTask
+from lingvo_moe.core.engine import devices
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.inspect import bytes_per_device
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.recomputing import Memory
 from lingvo_moe.trainer_checks import UsageError
 
 _CGROUP_LIMITS = (
     "/sys/fs/cgroup/memory.max",
     "/sys/fs/cgroup/memory/memory.limit_in_bytes",
 )
+
+
+def memory_of(engine: str, mesh: Mesh, num_processes: int = 1) -> Memory:
+    """The memory of the devices that an engine runs on: a CPU's devices share that of their machine, without swap.
+
+    In a job of several processes each returns what the first one found, so that they agree. All have to call it.
+
+    Args:
+        engine: the engine's name.
+        mesh: all devices of the job.
+        num_processes: processes of the job; each has an equal share of the devices.
+    """
+    on_cpu = devices.runs_on_cpu(engine)
+    size = machine_bytes() - _swap_bytes() if on_cpu else devices.accelerator_bytes(engine)
+    if num_processes > 1:
+        size = int(devices.from_first_process(f"{size or 0:020d}")) or None
+    if on_cpu:
+        return Memory(size, "this machine's", max(1, mesh.size // num_processes))
+    return Memory(size, "each device's")
 
 
 def machine_bytes() -> int:
@@ -68,14 +89,14 @@ def check_memory(
     batch = sum(TensorSpec.Of(spec, "").NumBytes() for spec in specs.Flatten())
     state = 0
     if holds_state:
-        devices = max(1, mesh.size // num_processes)
-        state = sum(devices * bytes_per_device(s, mesh) for s in task.StateSpecs().Flatten())
+        num_devices = max(1, mesh.size // num_processes)
+        state = sum(num_devices * bytes_per_device(s, mesh) for s in task.StateSpecs().Flatten())
         batch += task.LeastActivationBytes(specs) // num_processes
     if state + batch <= available:
         return
     if state > batch:
         largest = max(task.VariableSpecs().Flatten(), key=lambda s: bytes_per_device(s, mesh))
-        size = units.size(devices * bytes_per_device(largest, mesh), 1)
+        size = units.size(num_devices * bytes_per_device(largest, mesh), 1)
         what = f"{size} of it for {largest.path}, {'x'.join(map(str, largest.shape))}"
         paths = _sizes_of(params, task, largest)[:2]
     else:

@@ -28,6 +28,8 @@ from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.nested_map import NestedMap, flatten_items, pack, skeleton
 from lingvo_moe.core.partitioner.known_faults import OFF
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.recomputing import chosen_form
+from lingvo_moe.trainer_memory import memory_of
 
 # Relative to the largest magnitude of a tensor. Rounding in float32 stays two orders below; faults of the
 # partitioner are errors of several percent at least.
@@ -176,6 +178,7 @@ def shrunk(model: str, mesh: Mesh, override: str = "") -> Params:
         ValueError: of some subclass: no such experiment, or an override that cannot be.
     """
     params = registry.GetParams(model, override)
+    params.task, _ = chosen_form(params, mesh, memory_of("pjrt", mesh))
     params.task.cls.Shrink(params.task, params.input, mesh)
     params.task.cls.ConfigureInput(params.task, params.input)
     params.task.cls.CheckInput(params.task, params.input)

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import math
+import os
 import pkgutil
 
 import hypothesis
@@ -212,7 +213,9 @@ numbers = st.one_of(
 )
 
 
-@hypothesis.settings(max_examples=120)
+# Continuous builds draw the same 50 every time; `make fuzz` draws as many others as requested.
+@hypothesis.settings(max_examples=int(os.environ.get("FUZZ_NUMBERS", "50")))
+@hypothesis.seed(int(os.environ.get("FUZZ_SEED", "0")))
 @hypothesis.given(variant=st.sampled_from(VARIANTS), data=st.data())
 def test_any_number_is_refused_by_name_or_trains(variant, data):
     path = data.draw(st.sampled_from(_numeric(variant)))

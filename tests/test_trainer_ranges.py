@@ -48,7 +48,8 @@ def _error(capfd, tmp_path, *flags):
             "must be a number of at least 0, finite in float32",
         ),
         ("task.seed", "-1", "must be an integer of at least 0"),
-        ("task.repeat", "1", "is of type int, expected bool"),
+        ("task.repeat", "1", "must be True, False or auto"),
+        ("task.repeat", "atuo", "must be True, False or auto (did you mean 'auto'?)"),
         ("task.moe.router.level", "word", "must be one of token, sentence, task"),
         ("task.moe.capacity_factor", "0", "must be a positive number"),
         (

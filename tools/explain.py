@@ -105,8 +105,12 @@ def _lower(args: Flags, say: Any) -> Any:
     """The program of the experiment's training step."""
     from lingvo_moe.core import registry
     from lingvo_moe.core.engine.steps import lower_step, train_step
+    from lingvo_moe.core.planner.topology import Topology
+    from lingvo_moe.planning import topology_memory
+    from lingvo_moe.recomputing import chosen_form
     from lingvo_moe.trainer import make_mesh
     from lingvo_moe.trainer_checks import check_divisible
+    from lingvo_moe.trainer_memory import memory_of
 
     params = registry.GetParams(args.model, args.model_params_override)
     mesh = make_mesh(params, args.mesh, 0 if args.mesh else args.num_devices or 8)
@@ -114,8 +118,14 @@ def _lower(args: Flags, say: Any) -> Any:
     check_divisible(params, task, mesh)
     task.CheckInput(params.task, params.input)
     _cli.request_devices(mesh.size)
+    memory = (
+        topology_memory(Topology.parse(args.topology)) if args.topology else memory_of("pjrt", mesh)
+    )
+    form, line = chosen_form(params, mesh, memory)
+    if line:
+        say(line)
     say(f"lowering the train step of {args.model} for mesh {mesh}")
-    return lower_step(train_step(task, params.input.Instantiate()), mesh)
+    return lower_step(train_step(form.Instantiate(), params.input.Instantiate()), mesh)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from joeynmt.vocabulary import Vocabulary
 from stepping import keep_memory
 
 _POOL = 100  # batches whose pairs are sorted by length together
+_USUAL_LENGTH = 16
 _SCORED = 16  # pairs at once
 
 
@@ -73,7 +74,13 @@ class Pairs(BaseDataset):
 
 
 class Buckets:
-    """Batches of at most `batch_tokens` padded tokens a side; the longest pairs, and the order, are new each epoch."""
+    """Batches of pairs of similar lengths, in another order and composition each epoch.
+
+    Args:
+        pairs: see Pairs.
+        batch_tokens: of a batch at most: its pairs times the longest side.
+        seed: of the first epoch.
+    """
 
     def __init__(self, pairs, batch_tokens, seed):
         self._pairs, self._most = pairs, batch_tokens
@@ -94,7 +101,7 @@ class Buckets:
 
     def __iter__(self):
         order = self._Shuffled(range(len(self._pairs)))
-        pool = _POOL * self._most // 16
+        pool = _POOL * self._most // _USUAL_LENGTH
         for start in range(0, len(order), pool):
             by_length = sorted(order[start : start + pool], key=self._pairs.Length)
             yield from self._Shuffled(self._Cut(by_length))

@@ -49,6 +49,25 @@ class NamedRows:
 
 
 @dataclass(frozen=True)
+class Forms:
+    """Two forms of a task, whose results are equal up to rounding, but which differ in memory and speed.
+
+    Attributes:
+        parameter: the path of the parameter that chooses one, e.g. 'task.repeat'.
+        recomputing: Params of the task that recomputes blocks of layers in the backward pass.
+        keeping: Params of the task that keeps their activations, and whose blocks are unrolled.
+        one_block: like `keeping`, but with one block in each stack.
+        num_blocks: how many blocks each stack of `keeping` has, by their path, e.g. 'm4.encoder.blocks'.
+    """
+
+    parameter: str
+    recomputing: InstantiableParams
+    keeping: InstantiableParams
+    one_block: InstantiableParams
+    num_blocks: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class CheckpointScores:
     """Scores of a checkpoint besides the held-out loss.
 
@@ -99,6 +118,8 @@ class BaseTask(BaseLayer):
     SIZES: ClassVar[Mapping[str, tuple[str, ...]]] = {"B": ("input.batch_size",)}
     # Letters of SIZES whose sizes must be divisible by the mesh axis that shards them.
     DIVIDED: ClassVar[str] = "B"
+    # Parameters that may change while a run goes on: results, weights and slots stay the same up to rounding.
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = ()
     # The metrics of held-out batches, means over UNITs. The best checkpoint has the lowest value of the first one.
     HELD_OUT_METRICS: ClassVar[tuple[str, ...]] = ("loss",)
     # A BaseCheckpointScorer, 'type/module/Class', by name since it imports the task; '' for the held-out loss alone.
@@ -175,6 +196,15 @@ class BaseTask(BaseLayer):
         del inputs, rng
         name = type(self).__name__
         raise TaskError(f"{name} cannot be verified: it has no SampleBatch(inputs, rng)")
+
+    @classmethod
+    def OpenForms(cls, task: InstantiableParams) -> Forms | None:
+        """Returns two forms of the task if its Params leave open which one is trained; None if they do not.
+
+        An instance made from Params that leave it open is of the recomputing form.
+        """
+        del task
+        return None
 
     def CheckData(self, inputs: BaseInput) -> None:
         """Raises TaskError if the input's data does not suit the task. Called after the input's `Prepare`."""

@@ -158,6 +158,27 @@ class Kind(Check):
 
 
 @dataclass(frozen=True)
+class FlagOr(Check):
+    """True, False, or a word for a choice that is made later, e.g. 'auto'."""
+
+    word: str
+
+    def Allows(self, value: Any) -> bool:
+        return isinstance(value, bool) or (isinstance(value, str) and value == self.word)
+
+    def Read(self, text: str) -> bool | str:
+        """The value that a text means; the text itself where it means none."""
+        bare = text.strip("'\"")
+        return {"true": True, "false": False}.get(bare.lower(), bare)
+
+    def Hint(self, value: Any) -> str:
+        return nearest(str(value), ("True", "False", self.word))
+
+    def __str__(self) -> str:
+        return f"True, False or {self.word}"
+
+
+@dataclass(frozen=True)
 class AnyOf(Check):
     """A value that one of several checks allows."""
 

@@ -309,6 +309,8 @@ class Params:
             param = owner._params.get(name)
             if param is not None and param.choices is not None:
                 value = chosen(text, param.choices, isinstance(param.value, str))
+            elif param is not None and isinstance(param.check, checks.FlagOr):
+                value = param.check.Read(text)
             else:
                 value = from_text(text, self.Get(path), find_class)
             self._assign(path, value)

@@ -161,7 +161,7 @@ def test_an_open_batch_when_served():
     (theta, x, paddings, _), _ = toy_moe.arguments(layer)
     signature = [tf.TensorSpec([None, None, M]), tf.TensorSpec([None, None])]
 
-    @tf.function(input_signature=signature)
+    @tf.function(input_signature=signature, autograph=False)
     def serve(x, paddings):
         with use_mesh(single_device()):
             return layer.FProp(theta, x, paddings)[0]

@@ -123,6 +123,13 @@ def device_kind(engine: str) -> str:
     return "TPU" if tf.config.list_physical_devices("TPU") else ""
 
 
+def accelerator_bytes(engine: str) -> int | None:
+    """The bytes of memory that programs can use on one accelerator of an engine; None if they are not known."""
+    if engine != "pjrt":
+        return None
+    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+
+
 def process_count() -> int:
     """The number of processes of the job."""
     return jax.process_count()

@@ -12,7 +12,7 @@ import tensorflow as tf
 from lingvo_moe.core import checks, kernels
 from lingvo_moe.core.base_input import BaseInput
 from lingvo_moe.core.base_layer import scoped
-from lingvo_moe.core.base_task import TaskError, updates_of
+from lingvo_moe.core.base_task import Forms, TaskError, updates_of
 from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.layers import attention, embedding, feed_forward, masks, softmax, transformer
@@ -33,6 +33,7 @@ class MtModel(MtTask):
     """
 
     COMPUTES: ClassVar[str] = "translation_transformer"
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("repeat",)
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -64,7 +65,15 @@ class MtModel(MtTask):
             "Probability spread evenly over the vocabulary.",
             check=checks.SHARE,
         )
-        p.Define("repeat", True, "Layers are scanned over stacked weights and recomputed backward.")
+        p.Define(
+            "repeat",
+            True,
+            "True: a loop scans blocks of layers over their stacked weights, and the backward pass recomputes each "
+            "block. That takes less memory, and the size of the program does not grow with depth. False: blocks are "
+            "unrolled and nothing is recomputed, which is faster. auto: False if the step fits into memory that way, "
+            "else True; the trainer prints which. Weights and checkpoints are the same in both forms.",
+            check=checks.FlagOr("auto"),
+        )
         for name in ("model_dim", "num_experts", "num_groups"):
             p.Derive(f"moe.{name}", name)
         p.Derive("moe.hidden_dim", "expert_hidden_dim", "hidden_dim")
@@ -119,7 +128,7 @@ class MtModel(MtTask):
         return transformer.TransformerStack.Params().Set(
             num_blocks=num_layers // len(block),
             block=block,
-            repeat=p.repeat,
+            repeat=p.repeat is not False,  # also where the choice is open
             model_dim=p.model_dim,
         )
 
@@ -193,6 +202,26 @@ class MtModel(MtTask):
         """See BaseTask: batches hold task ids where a router asks for them."""
         if cls.RoutesByTask(task):
             inputs.task_ids = True
+
+    @classmethod
+    def OpenForms(cls, task: InstantiableParams) -> Forms | None:
+        """See BaseTask: task.repeat=auto leaves it open."""
+        if task.repeat != "auto":
+            return None
+        layers = 2 if task.num_experts else 1  # of a block
+        sides = ("encoder", "decoder")
+        keeping = task.Copy().Set(repeat=False)
+        return Forms(
+            parameter="task.repeat",
+            recomputing=task.Copy().Set(repeat=True),
+            keeping=keeping,
+            one_block=keeping.Copy().Set(**{f"num_{side}_layers": layers for side in sides}),
+            num_blocks={
+                f"{task.name or cls.__name__}.{side}.blocks": task.Get(f"num_{side}_layers")
+                // layers
+                for side in sides
+            },
+        )
 
     def CheckData(self, inputs: BaseInput) -> None:
         """See BaseTask: a router that chooses by language has a place for each."""

@@ -26,7 +26,7 @@ def run(model, max_lengths, options, allowed=None, step=None, compiled=True) -> 
         )
 
     if compiled:
-        search = tf.function(search, jit_compile=True)
+        search = tf.function(search, jit_compile=True, autograph=False)
     out = search(tf.constant(max_lengths, tf.int32))
     return NestedMap({k: v.numpy() for k, v in out.items()})
 

@@ -40,7 +40,7 @@ def _product(x, w, sizes, dy) -> tuple:
 @pytest.mark.parametrize("xla", [True, False], ids=["tiles", "groups"])
 def test_any_sizes(xla):
     """One program computes all sizes: its shapes are static, group sizes are data."""
-    run = tf.function(_product, jit_compile=xla)
+    run = tf.function(_product, jit_compile=xla, autograph=False)
     for sizes in (
         [9, 0, 17, 3, 1],  # some rows belong to no expert
         [8, 8, 8, 8, 8],
@@ -75,7 +75,7 @@ def test_bfloat16_sums_weights_gradients_in_float32(xla):
     ones = tf.ones([512, 1], tf.bfloat16)
     args = [ones, tf.ones([1, 1, 1], tf.bfloat16), tf.constant([512]), ones]
     # Tiles of a power of two: more rows than one.
-    y, dx, dw = tf.function(_product, jit_compile=xla)(*args)
+    y, dx, dw = tf.function(_product, jit_compile=xla, autograph=False)(*args)
     assert y.dtype == dx.dtype == dw.dtype == tf.bfloat16
     assert float(dw[0, 0, 0]) == 512
 
@@ -89,7 +89,9 @@ def test_the_loop_is_as_long_as_the_groups():
 
 def test_group_sizes_are_arguments_of_the_compiled_program():
     """Group sizes are arguments: other sizes need no other program."""
-    product = tf.function(lambda x, w, sizes: gm.by_tiles(x, w, sizes), jit_compile=True)
+    product = tf.function(
+        lambda x, w, sizes: gm.by_tiles(x, w, sizes), jit_compile=True, autograph=False
+    )
     args = tf.ones([6, 3]), tf.ones([2, 3, 4]), tf.constant([4, 1])
     hlo = product.experimental_get_compiler_ir(*args)(stage="hlo")
     layout = "{(f32[6,3]{1,0}, f32[2,3,4]{2,1,0}, s32[2]{0})->f32[6,4]{1,0}}"

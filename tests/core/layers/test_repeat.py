@@ -84,7 +84,9 @@ def test_scanned_equals_unrolled(seed, compiled):
         def fn(*args):
             return value_and_grads(_loss(_layer(unroll, rate=0.3)), *args)
 
-        return single(tf.function(fn, jit_compile=True) if compiled else fn, *args)
+        if compiled:
+            fn = tf.function(fn, jit_compile=True, autograph=False)
+        return single(fn, *args)
 
     scanned, unrolled = run(False), run(True)
     # The weight that nothing uses: no gradient when unrolled, zeros when scanned.
@@ -153,7 +155,7 @@ def test_carry_of_unknown_batch_size_in_inference():
     layer = _layer()
     theta, x, shared = init(layer), normal(0, 2, 3, 4), _shared()
 
-    @tf.function(input_signature=[tf.TensorSpec([None, 3, 4])])
+    @tf.function(input_signature=[tf.TensorSpec([None, 3, 4])], autograph=False)
     def run(x):
         return single(layer.FProp, theta, x, shared)[0]
 

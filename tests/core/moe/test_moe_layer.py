@@ -132,7 +132,7 @@ def test_inference_with_an_open_batch():
     x, paddings = _inputs()
     signature = [tf.TensorSpec([None, None, M]), tf.TensorSpec([None, None])]
 
-    @tf.function(input_signature=signature)
+    @tf.function(input_signature=signature, autograph=False)
     def serve(x, paddings):
         return layer.FProp(theta, x, paddings)[0]
 

@@ -78,7 +78,9 @@ def test_groups_of_open_size_take_the_same_slots():
     index = rng.random((2, 300, 5)).argsort(-1)[..., :2].astype(np.int32)
     wanted = np.ones(index.shape, np.float32)
     open_size = tf.TensorSpec([None, None, 2], tf.int32), tf.TensorSpec([None, None, 2])
-    slots = tf.function(lambda *args: assign_slots(*args, 5, 90), input_signature=open_size)
+    slots = tf.function(
+        lambda *args: assign_slots(*args, 5, 90), input_signature=open_size, autograph=False
+    )
     for got, want in zip(slots(index, wanted), _slots(index, wanted, 5, 90), strict=True):
         np.testing.assert_array_equal(got, want)
 
@@ -91,7 +93,7 @@ def test_groups_without_tokens():
 def test_no_window_of_all_blocks_is_compiled():
     """A window of all blocks took a third of the TPU compiler's time."""
     index = tf.zeros([1, 2048, 2], tf.int32)
-    slots = tf.function(lambda i, w: assign_slots(i, w, 8, 9), jit_compile=True)
+    slots = tf.function(lambda i, w: assign_slots(i, w, 8, 9), jit_compile=True, autograph=False)
     text = slots.experimental_get_compiler_ir(index, tf.ones(index.shape))(stage="hlo")
     assert "gather(" in text and "reduce-window(" not in text
 

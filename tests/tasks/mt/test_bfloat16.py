@@ -7,13 +7,12 @@ import toy_translation as toy
 
 from lingvo_moe.core import registry
 from lingvo_moe.core.engine import lowering
-from lingvo_moe.core.engine.pjrt import PjrtEngine
+from lingvo_moe.core.engine.base import make_engine
 from lingvo_moe.core.engine.steps import build_step, train_step
 from lingvo_moe.core.engine.tracing import trace
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
 
-MESH = Mesh.parse("expert:8")
 SMALL = ";task.source_vocab_size=50;task.target_vocab_size=50"
 
 
@@ -25,17 +24,20 @@ def _task_and_step(override):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "override, theta_dtype",
-    [("task.fprop_dtype=bfloat16", "float32"), ("task.dtype=bfloat16", "bfloat16")],
+    "override, theta_dtype, engine",
+    [
+        ("task.fprop_dtype=bfloat16", "float32", ("pjrt", "expert:8")),
+        ("task.dtype=bfloat16", "bfloat16", ("tf_graph", "expert:1")),  # compiles nothing
+    ],
 )
-def test_a_step_trains(override, theta_dtype, monkeypatch):
+def test_a_step_trains(override, theta_dtype, engine, monkeypatch):
     """Slots are always float32; the loss equals that of float32 to bfloat16's precision."""
     traced = []
     monkeypatch.setattr(
         lowering, "trace", lambda *a, **k: traced.append(trace(*a, **k)) or traced[0]
     )
     task, step = _task_and_step(override)
-    engine = PjrtEngine(MESH)
+    engine = make_engine(engine[0], Mesh.parse(engine[1]))
     with use_mesh(single_device()):
         before = task.InitState(tf.constant(1)).Transform(lambda x: x.numpy())
     batch = toy.batch(step.arg_specs[1], 50)

@@ -1,0 +1,174 @@
+"""Chooses whether a task recomputes activations in the backward pass, where its parameters leave that open.
+
+The choice follows from the parameters, the mesh, the engine and the total memory of the devices. What is free at the
+moment plays no part, so a run that is resumed on the same machine goes on with the same program, bit for bit.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import tensorflow as tf
+
+from lingvo_moe.core import randomness, units
+from lingvo_moe.core.base_task import BaseTask, Forms
+from lingvo_moe.core.engine.steps import train_step
+from lingvo_moe.core.engine.tracing import trace
+from lingvo_moe.core.hyperparams import InstantiableParams, Params
+from lingvo_moe.core.inspect import bytes_per_device
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.sharding.letters import parts_of
+
+# The blocks of all stacks that are unrolled at most: each adds to the time that the program takes to compile.
+MOST_BLOCKS = 8
+# The share of the memory that the step may need by the estimate: the rest is for what the estimate leaves out, and
+# for other programs.
+SHARE = 0.5
+# Operations whose result is their argument, or a view of it.
+_SAME = frozenset(
+    (
+        "ExpandDims",
+        "Identity",
+        "PreventGradient",
+        "Reshape",
+        "Squeeze",
+        "StopGradient",
+        "XlaSharding",
+    )
+)
+_GIVEN = frozenset(("Const", "Placeholder"))  # weights, batch and constants
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of a job's devices.
+
+    Attributes:
+        size: total bytes; None where they are not known.
+        whose: e.g. "this machine's".
+        devices: how many devices share it.
+    """
+
+    size: int | None
+    whose: str
+    devices: int = 1
+
+
+def chosen_form(
+    params: Params, mesh: Mesh, memory: Memory, engine: str = "pjrt"
+) -> tuple[InstantiableParams, str]:
+    """Returns Params of the task in the form that is trained, and a line that says why.
+
+    Activations are kept if the step then takes at most SHARE of the memory, by an estimate, and if it has at most
+    MOST_BLOCKS blocks to unroll. If not, they are recomputed, which is the form that always works.
+
+    Args:
+        params: the experiment's parameters, `task` and `input`.
+        mesh: all devices of the job.
+        memory: of the devices.
+        engine: the name of the engine that runs the step.
+
+    Returns:
+        (Params, line): `params.task` itself and '' if it leaves nothing open.
+    """
+    forms = params.task.cls.OpenForms(params.task)
+    if forms is None:
+        return params.task, ""
+    blocks = sum(forms.num_blocks.values())
+    why = ""
+    if blocks > MOST_BLOCKS:
+        why = f"unrolling {blocks} blocks of layers would take long to compile (at most {MOST_BLOCKS} are unrolled)"
+    elif memory.size is None:
+        why = f"it is not known how much memory there is ({memory.whose})"
+    else:
+        need = memory.devices * step_bytes(forms, params, mesh, engine)
+        of = f"{memory.whose} {units.size(memory.size, 1)}"
+        if need > SHARE * memory.size:
+            why = f"without recomputation the step needs about {units.size(need, 1)}, more than {SHARE:.0%} of {of}"
+    name = forms.parameter
+    if why:
+        return forms.recomputing, f"{name}: on, since {why}; {name}=False turns it off"
+    fits = f"the step needs about {units.size(need, 1)} of {of} without recomputation"
+    return forms.keeping, f"{name}: off, since {fits}; {name}=True recomputes"
+
+
+def step_bytes(forms: Forms, params: Params, mesh: Mesh, engine: str = "pjrt") -> int:
+    """Estimates the bytes that a training step without recomputation needs on one device.
+
+    They are the state, the gradients, and the activations. These count as sharded only where their rows are.
+
+    Args:
+        forms: of the task.
+        params: the experiment's parameters, of which `input` gives the batch.
+        mesh: all devices of the job.
+        engine: as for chosen_form.
+    """
+    task = forms.keeping.Instantiate()
+    state = sum(bytes_per_device(spec, mesh) for spec in task.StateSpecs().Flatten())
+    gradients = sum(
+        bytes_per_device(spec, mesh) for spec in task.VariableSpecs().Flatten() if spec.trainable
+    )
+    activations = activation_bytes(forms, params, mesh, engine)
+    return state + gradients + activations // parts_of("B", mesh, [task.p.activation_split])
+
+
+def activation_bytes(forms: Forms, params: Params, mesh: Mesh, engine: str = "pjrt") -> int:
+    """Estimates the bytes of activations in a step without recomputation, on all devices together.
+
+    They are the values that the backward pass takes from the forward pass, and twice the largest of these: while it is
+    differentiated, its gradient and one more value of that size are there. They are read from the traced forward and
+    backward pass of `forms.one_block`; what a block keeps counts once for each of its repetitions. Nothing is compiled.
+    Arguments are those of step_bytes.
+    """
+    task = forms.one_block.Instantiate()
+    state, batch = train_step(task, params.input.Instantiate()).arg_specs
+    forward: set[str] = set()
+
+    def gradients(theta: NestedMap, batch: NestedMap, step: tf.Tensor) -> list[tf.Tensor]:
+        leaves = _trainable(task, theta)
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(leaves)
+            loss, _ = task.FProp(theta, batch, seed=randomness.make_seed(task.p.seed, step))
+        forward.update(op.name for op in loss.graph.get_operations())
+        return [tf.convert_to_tensor(g) for g in tape.gradient(loss, leaves)]
+
+    specs = (state.theta, batch, state.step)
+    # As the engine will trace it: TensorFlow's kernels keep other values than XLA's.
+    traced, signature = trace(gradients, specs, mesh, jit_compile=engine != "tf_graph")
+    args = [tf.TensorSpec(a.shape, a.dtype) for a in signature.args]
+    graph = traced.get_concrete_function(*args).graph
+    kept = {
+        value.ref(): value
+        for op in graph.get_operations()
+        if op.name not in forward
+        for value in map(_origin, op.inputs)
+        if value.op.name in forward and value.op.type not in _GIVEN
+    }
+    sizes = {ref: _num_bytes(value) for ref, value in kept.items()}
+    counts = {ref: _repetitions(value.op.name, forms.num_blocks) for ref, value in kept.items()}
+    return sum(sizes[ref] * counts[ref] for ref in kept) + 2 * max(sizes.values(), default=0)
+
+
+def _trainable(task: BaseTask, theta: NestedMap) -> list[tf.Tensor]:
+    specs = task.VariableSpecs().Flatten()
+    return [w for w, spec in zip(theta.Flatten(), specs, strict=True) if spec.trainable]
+
+
+def _origin(value: tf.Tensor) -> tf.Tensor:
+    """The tensor whose memory a value shares."""
+    while value.op.type in _SAME:
+        value = value.op.inputs[0]
+    return value
+
+
+def _num_bytes(value: tf.Tensor) -> int:
+    if not value.shape.is_fully_defined():
+        return 0  # e.g. a resource; a step's own tensors have static shapes
+    return math.prod(value.shape) * value.dtype.size
+
+
+def _repetitions(name: str, num_blocks: Mapping[str, int]) -> int:
+    """How often the step makes what an operation of that name makes once."""
+    counts = (n for path, n in num_blocks.items() if name.startswith(path.replace(".", "/") + "/"))
+    return next(counts, 1)

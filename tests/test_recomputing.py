@@ -1,0 +1,131 @@
+"""Whether a step recomputes, where task.repeat=auto leaves it open: from sizes and memory, alike everywhere."""
+
+from dataclasses import replace
+
+import pytest
+
+from lingvo_moe import planning, recomputing, trainer_memory, verifying
+from lingvo_moe.core import registry
+from lingvo_moe.core.planner.topology import Topology
+from lingvo_moe.core.sharding import Mesh, single_device
+from lingvo_moe.recomputing import Memory, chosen_form
+from lingvo_moe.trainer_checks import run_difference
+
+MESH = Mesh.parse("expert:8")
+LARGE = Memory(2**40, "this machine's")
+SMALL = Memory(2**20, "this machine's")
+
+
+def _params(override=""):
+    """A model of seconds that leaves open whether it recomputes."""
+    sizes = "task.num_experts=2;task.num_groups=2;input.batch_size=2"
+    return registry.GetParams("mt.M4Tiny", f"task.repeat=auto;{sizes};{override}")
+
+
+def test_the_small_experiments_leave_it_open_and_the_paper_s_recompute():
+    assert registry.GetParams("mt.M4Demo").task.repeat == "auto"
+    for name in registry.AllNames("mt"):
+        if name.split(".")[1].startswith(("M4MoE", "T96L", "Bilingual")):
+            task = registry.GetParams(name).task
+            assert task.repeat is True
+            assert task.cls.OpenForms(task) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("auto", "auto"), ("'auto'", "auto"), ("true", True), ("True", True), ("False", False)],
+)
+def test_the_three_values_are_read_from_text_and_kept_in_it(text, value):
+    params = registry.GetParams("mt.M4Tiny", f"task.repeat={text}")
+    assert params.task.repeat == value
+    read = registry.GetParams("mt.M4Tiny").FromText(params.ToText())
+    assert read.task.repeat == value and type(read.task.repeat) is type(value)
+
+
+def test_a_stated_form_is_taken_and_nothing_is_said():
+    for value in (True, False):
+        params = _params(f"task.repeat={value}")
+        assert chosen_form(params, single_device(), SMALL) == (params.task, "")
+
+
+def test_memory_decides_and_the_line_says_how_to_change_it(monkeypatch):
+    params = _params()
+    forms = params.task.cls.OpenForms(params.task)
+    need = recomputing.step_bytes(forms, params, single_device())
+    assert 2**19 < need < 2**24
+    monkeypatch.setattr(recomputing, "step_bytes", lambda *_: need)
+    form, line = chosen_form(params, single_device(), LARGE)
+    assert form.repeat is False
+    assert line.startswith("task.repeat: off, since the step needs about ")
+    assert "of this machine's 1,024.0 GiB without recomputation; task.repeat=True" in line
+    form, line = chosen_form(params, single_device(), Memory(2**17, "this machine's"))
+    assert form.repeat is True
+    assert line.startswith("task.repeat: on, since without recomputation the step needs about ")
+    assert "more than 50% of this machine's 128.0 KiB; task.repeat=False turns it off" in line
+    assert params.task.repeat == "auto"  # what the run is described by
+
+
+def test_deep_models_and_unknown_memory_recompute_without_an_estimate(monkeypatch):
+    monkeypatch.delattr(recomputing, "step_bytes")
+    deep = f"task.num_encoder_layers={recomputing.MOST_BLOCKS * 2}"
+    form, line = chosen_form(_params(deep), single_device(), LARGE)
+    assert form.repeat is True and "9 blocks of layers would take long to compile" in line
+    form, line = chosen_form(_params(), single_device(), Memory(None, "each device's"))
+    assert form.repeat is True and "it is not known" in line
+
+
+def test_what_a_block_keeps_counts_for_each_of_its_repetitions():
+    """Traced once, it is the same as traced as often as it is there."""
+    params = _params("task.num_encoder_layers=4")
+    forms = params.task.cls.OpenForms(params.task)
+    every = replace(forms, one_block=forms.keeping, num_blocks={})
+    counted, traced = (
+        recomputing.activation_bytes(f, params, single_device()) for f in (forms, every)
+    )
+    assert counted == pytest.approx(traced, rel=0.01)
+    once = recomputing.activation_bytes(replace(forms, num_blocks={}), params, single_device())
+    assert counted > 1.2 * once
+
+
+def test_devices_share_the_activations_of_rows_that_are_sharded(monkeypatch):
+    kept = 2**30
+    monkeypatch.setattr(recomputing, "activation_bytes", lambda *_: kept)
+    params = registry.GetParams("mt.M4Tiny", "task.repeat=auto")
+    forms = params.task.cls.OpenForms(params.task)
+    one, eight = (recomputing.step_bytes(forms, params, mesh) for mesh in (single_device(), MESH))
+    assert kept < one < 1.01 * kept
+    assert kept / 8 < eight < 1.01 * kept / 8
+    # Virtual devices share their machine's memory: together they need what one device does, and what is replicated.
+    form, line = chosen_form(params, MESH, Memory(2 * 8 * eight - 16, "this machine's", 8))
+    assert form.repeat is True and "about 1.0 GiB" in line
+    form, _ = chosen_form(params, MESH, Memory(2 * 8 * eight, "this machine's", 8))
+    assert form.repeat is False
+
+
+def test_a_machine_s_memory_is_its_total_without_swap(monkeypatch):
+    monkeypatch.setattr(trainer_memory, "machine_bytes", lambda: 10 * 2**30)
+    monkeypatch.setattr(trainer_memory, "_swap_bytes", lambda: 2 * 2**30)
+    memory = trainer_memory.memory_of("pjrt", MESH)
+    assert memory == Memory(8 * 2**30, "this machine's", 8)
+
+
+def test_a_run_goes_on_in_another_form():
+    """The parameter is no difference between runs, whatever it is now."""
+    was = registry.GetParams("mt.M4Tiny", "task.repeat=auto").ToText()
+    for value in ("auto", "True", "False"):
+        now = registry.GetParams("mt.M4Tiny", f"task.repeat={value}")
+        assert run_difference(was, now) == ""
+    assert "task.seed" in run_difference(was, registry.GetParams("mt.M4Tiny", "task.seed=7"))
+
+
+def test_trainer_planner_and_verifier_choose_by_the_same_rule(monkeypatch):
+    """A step that fits both the machine and the slice is the same program on both; a verified one is as trained."""
+    params = _params()
+    monkeypatch.setattr(recomputing, "activation_bytes", lambda *_: 2**30)
+    slice_ = planning.topology_memory(Topology.parse("v3:2x2"))
+    forms = [chosen_form(params, single_device(), m)[0] for m in (slice_, LARGE)]
+    assert forms[0] == forms[1] and forms[0].repeat is False
+    for size, repeat in ((2**40, False), (2**30, True)):
+        monkeypatch.setattr(trainer_memory, "machine_bytes", lambda size=size: size)
+        monkeypatch.setattr(trainer_memory, "_swap_bytes", lambda: 0)
+        assert verifying.shrunk("mt.M4Tiny", MESH, "task.repeat=auto").task.repeat is repeat

@@ -1,0 +1,185 @@
+"""python -m benchmarks.quality_peers: equal data, equal CPU seconds and the same tokens for every contender."""
+
+import json
+import sys
+
+import pytest
+import trainer_testing
+
+from benchmarks import contenders, quality_data, quality_peers, quality_report
+from benchmarks.peers import budget
+from lingvo_moe.core import registry
+
+# In place of JoeyNMT: translates by heart, at log-probability -2 a token, after a warning.
+_PEER = """#!{python}
+import json, sys
+from pathlib import Path
+setup = json.loads(Path(sys.argv[2]).read_text())
+lines = (Path(setup["data"]) / "dev.target").read_text().split("\\n")[:-1]
+tokens = sum(len(line.split(" ")) + 1 for line in lines) + {more}
+print("a warning", flush=True)
+for step, seconds in enumerate(setup["points"], 1):
+    now = dict(step=step, cpu_seconds=seconds, trained_tokens=100 * step)
+    print(json.dumps(dict(kind="point", **now, log_prob=-2.0 * tokens, tokens=tokens)), flush=True)
+print(json.dumps(dict(kind="end", parameters=1000, version="by heart", pieces=lines)), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Two languages; the dev pairs are some that are trained on, and one longer than a row of mt.M4Tiny."""
+    directory = trainer_testing.write_corpus(tmp_path_factory.mktemp("quality") / "corpus")
+    (directory / "dev").mkdir()
+    for language in ("aa", "bb"):
+        lines = (directory / f"{language}.tsv").read_text().splitlines(keepends=True)[:6]
+        (directory / "dev" / f"{language}.tsv").write_text("".join(lines))
+    with open(directory / "dev" / "bb.tsv", "a") as file:
+        file.write(f"{'bka ' * 30}\t{'ka ' * 30}\n")
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "quality_cache"))
+
+
+def _peer(path, more=0):
+    path.write_text(_PEER.format(python=sys.executable, more=more))
+    path.chmod(0o700)
+    return str(path)
+
+
+def _flags(corpus, output, *more):
+    tiny = ("--model=mt.M4Tiny", "--model_params_override=", "--languages=aa,bb")
+    return [f"--corpus={corpus}", f"--output={output}", *tiny, *more]
+
+
+def test_a_budget_leaves_out_the_first_step_and_the_scoring():
+    now = [100.0]
+    found = budget.Budget([10.0, 20.0], clock=lambda: now[0])
+    assert not found.Due()  # the first step took until 100
+    now[0] = 109.0
+    assert not found.Due()
+    now[0] = 112.0
+    assert found.Due() and found.used == 12.0
+    with found.Scoring():
+        now[0] = 500.0
+    assert found.used == 12.0 and not found.done and not found.Due()
+    now[0] = 508.0
+    assert found.Due()
+    with found.Scoring():
+        now[0] = 900.0
+    assert found.done
+
+
+def test_other_systems_get_the_tokens_that_ours_reads(corpus, tmp_path):
+    override = f"input.data_dir={corpus};input.languages=['aa','bb']"
+    inputs = registry.GetParams("mt.M4Tiny", override).input.Instantiate().Prepare()
+    data = quality_data.write_data(tmp_path / "data", inputs, most=7)
+    pieces = json.loads((tmp_path / "data" / quality_data.VOCABULARIES).read_text())
+    read = {}
+    for side in quality_data.SIDES:
+        text = (tmp_path / "data" / f"train.{side}").read_bytes().decode()
+        ids = {piece: i for i, piece in enumerate(pieces[side])}
+        read[side] = [[ids[piece] for piece in line.split(" ")] for line in text.splitlines()]
+    shape, expected = inputs.shape, []
+    for number, count in enumerate(inputs.languages.values()):
+        pairs = [inputs.records.Read(number, i) for i in range(count)]
+        expected += [tuple(map(list, pair)) for pair in pairs if shape.Fits(*pair)]
+    assert list(zip(read["source"], read["target"], strict=True)) == expected
+    assert sum(data.train_pairs.values()) == len(expected)
+    targets = [target for pairs in data.held_out.values() for _, target in pairs]
+    assert data.too_long == (sum(inputs.languages.values()) - len(expected), 13 - len(targets))
+    assert targets and not any(target.startswith("ka ka ka") for target in targets)
+
+    lines = (tmp_path / "data" / "dev.target").read_bytes().decode().splitlines()
+    assert quality_data.decode_pieces(inputs.vocabs.target, lines) == targets
+    vocabulary = inputs.vocabs.target
+    assert data.tokens == sum(len(vocabulary.Encode(target)) + 1 for target in targets)
+
+
+def test_a_contender_is_scored_and_kept(corpus, tmp_path, capsys):
+    output, peer = tmp_path / "out", _peer(tmp_path / "peer")
+    flags = _flags(corpus, output, f"--peers={peer}", "--only=joeynmt", "--cpu_seconds=80")
+    assert quality_peers.main(flags) == 0
+    (result,) = json.loads((output / "results.json").read_text())["results"]
+    assert [p["cpu_seconds"] for p in result["curve"]] == [10.0, 20.0, 40.0, 80.0]
+    assert [p["loss"] for p in result["curve"]] == [2.0] * 4
+    assert result["average"]["chrf"] == pytest.approx(100.0)
+    row = capsys.readouterr().out.splitlines()[-1]
+    assert row.startswith("| JoeyNMT, learning rate 0.001 | 0.0 M | 4 | 0.00 M | 2.000 | 2.000 |")
+
+    assert quality_peers.main([*flags, "--seeds=1,2"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.count("done before") == 1
+    assert "2 seeds | 0.0 M | 4 | 0.00 M | 2.000 ± 0.000 |" in shown.out
+
+    assert quality_peers.main([*flags, "--cpu_seconds=160"]) == 1
+    assert "joeynmt_0.001_seed1/result.json has results of another points;" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_loss_of_other_tokens_is_refused(corpus, tmp_path, capsys):
+    flags = _flags(corpus, tmp_path / "out", f"--peers={_peer(tmp_path / 'peer', more=1)}")
+    assert quality_peers.main([*flags, "--only=joeynmt"]) == 1
+    assert "joeynmt_0.001_seed1: its loss is of" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "joeynmt_0.001_seed1" / "result.json").exists()
+
+
+def test_interrupted_it_keeps_what_was_finished(corpus, tmp_path, capsys, monkeypatch):
+    flags = _flags(corpus, tmp_path / "out", f"--peers={_peer(tmp_path / 'peer')}")
+    flags += ["--only=joeynmt", "--rates=0.001,0.002"]
+    with monkeypatch.context() as context:
+        line = contenders.Process.Line
+        interrupt = iter([False] * 6 + [True])  # in the second contender's first point
+        context.setattr(
+            contenders.Process, "Line", lambda *a: _raise() if next(interrupt) else line(*a)
+        )
+        assert quality_peers.main(flags) == 130
+    assert "quality_peers: stopped; the same command keeps" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "results.json").exists()
+    assert quality_peers.main(flags) == 0
+    assert "joeynmt_0.001_seed1: done before" in capsys.readouterr().err
+
+
+def _raise():
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "flag, message",
+    [
+        ("--only=expert", "--only=expert: no such contender (did you mean 'experts'?)"),
+        ("--only=joeynmt", "--only=joeynmt needs --peers"),
+        ("--seeds=1,x", "--seeds=x: must be an integer above 0"),
+        ("--rates=0", "--rates=0: must be a number above 0"),
+        ("--cpu_seconds=0", "cpu_seconds"),
+    ],
+)
+def test_wrong_flags(flag, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        quality_peers.main(["--corpus=x", f"--output={tmp_path / 'out'}", flag])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_line_of_progress_says_the_loss():
+    now = {"step": 1200, "cpu_seconds": 750.2, "trained_tokens": 9}
+    training = {"kind": "progress", **now, "loss": 4.5}
+    assert quality_report.progress("dense", training, 1500.0) == (
+        "dense: step 1,200, 750 of 1,500 CPU s, loss 4.500"
+    )
+    scored = {"kind": "point", **now, "log_prob": -9.0, "tokens": 2}
+    assert quality_report.progress("dense", scored, 1500.0).endswith("held-out loss 4.5000")
+
+
+@pytest.mark.slow
+def test_our_model_is_trained_and_scored(corpus, tmp_path, capsys):
+    flags = _flags(corpus, tmp_path / "out", "--only=dense", "--cpu_seconds=1", "--beam_size=1")
+    assert quality_peers.main(flags) == 0
+    (result,) = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
+    first, *_, last = result["curve"]
+    assert last["loss"] < first["loss"] and first["step"] < last["step"]
+    assert last["cpu_seconds"] >= 1.0
+    assert "| here, no experts |" in capsys.readouterr().out
