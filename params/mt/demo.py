@@ -25,7 +25,7 @@ class M4Demo(registry.Experiment):
     """The family's shape at a size that two CPU cores train in minutes: 4 layers, 8 experts over 8
     devices."""
 
-    STEPS = 500
+    STEPS = 600
 
     def LearningRate(self) -> InstantiableParams:
         """The schedule, of a short run with a known end: Adafactor's rate is relative to a weight's size."""
