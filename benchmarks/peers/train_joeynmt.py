@@ -57,7 +57,7 @@ class Pairs(BaseDataset):
         return (index, *self._pairs[index])
 
     def Length(self, index):
-        """Of the longer side, with the end of the sentence."""
+        """The length of the longer side, with the end of the sentence."""
         return 1 + max(map(len, self._pairs[index]))
 
     def Batch(self, indices):
