@@ -6,6 +6,8 @@ from typing import Any
 
 from lingvo_moe.tasks.mt.quality.intervals import with_margin
 
+_MOST_LISTED = 12
+
 
 def point(answer: Mapping[str, Any]) -> dict[str, float]:
     """A point of the curve, of what a contender reported: its loss is in nats a target token."""
@@ -36,7 +38,7 @@ def table(about: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> str
     heads = [f"loss at {about['cpu_seconds'] * part:,.0f} s" for part in parts]
     too_long = " and ".join(f"{n:,}" for n in about["too_long"])
     lines = [
-        f"{len(about['languages'])} languages ({', '.join(about['languages'])}) into English,"
+        f"{_languages(about['languages'])} into English,"
         f" {about['train_pairs']:,} training pairs, {about['held_out_pairs']:,} held-out pairs of"
         f" {about['held_out_tokens']:,} target tokens; {too_long} longer pairs are left out for all."
         f" One core, {about['cpu_seconds']:,.0f} CPU seconds of training each. Loss in nats a target token, without"
@@ -46,6 +48,11 @@ def table(about: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> str
         "| --- |" + " ---: |" * (len(heads) + 5),
     ]
     return "\n".join([*lines, *(_row(says, runs) for says, runs in by_says.items())])
+
+
+def _languages(names: Sequence[str]) -> str:
+    listed = f" ({', '.join(names)})" if len(names) <= _MOST_LISTED else ""
+    return f"{len(names)} languages{listed}"
 
 
 def _row(says: str, runs: Sequence[Mapping[str, Any]]) -> str:

@@ -55,7 +55,7 @@ def evaluate_run(args: Flags, params: Params) -> int:
                     say(f"step {step}: {found.text}")
             if new[1:]:
                 continue
-            if why := "--once" if args.once else _why_done(run_dir, params.train):
+            if why := "--once" if args.once else _why_done(run_dir, steps[-1], params.train):
                 say(f"scored step {max(done, default=0)}, the last one ({why}): {directory}")
                 return 0
             if not new:
@@ -64,17 +64,18 @@ def evaluate_run(args: Flags, params: Params) -> int:
 
 def _await_run(run_dir: RunDir, once: bool) -> None:
     """Waits until the run has a checkpoint. Raises UsageError: it has none, and the newest one is to be scored."""
+    if once and not (run_dir.exists and any(run_dir.steps)):
+        raise UsageError(
+            f"--once: --logdir={run_dir.path} holds no run with a checkpoint after step 0"
+        )
     if not (run_dir.exists and has_begun(run_dir)):
-        if once:
-            raise UsageError(f"--once: --logdir={run_dir.path} holds no run with a checkpoint")
         say(f"waiting for a run in {run_dir.path} ...")
     while not (run_dir.exists and has_begun(run_dir)):
         time.sleep(POLL_SECONDS)
 
 
-def _why_done(run_dir: RunDir, train: Params) -> str:
-    """Why no further checkpoint follows; '' if one may."""
-    last = max(run_dir.steps, default=0)
+def _why_done(run_dir: RunDir, last: int, train: Params) -> str:
+    """Why no further checkpoint follows that of step `last`; '' if one may."""
     if last >= train.max_steps:
         return f"train.max_steps={train.max_steps}"
     evaluations = run_dir.evaluations

@@ -271,6 +271,8 @@ def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
             kept = params.train, held_out, saved, run_dir
             watch = HeldOutWatch(task, inputs, engine, *kept, writes=first_process)
             stack.enter_context(watch)
+        elif (evaluations := run_dir.evaluations) and evaluations.best:
+            saved.KeepBest(evaluations.best.step)  # of a run that is evaluated no more
         peak = job_peak(run.args.engine, engine.mesh.size)
         more = initial, peak, watch, run.time_limit
         loop = TrainLoop(task, inputs, engine, saved, summaries, params.train, *more)

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import toy_task
 
 from lingvo_moe import planning
 from lingvo_moe.core import registry
@@ -113,7 +114,9 @@ def test_operations_are_a_hand_count_of_the_einsums(tiny):
 
 def test_a_layer_that_loses_its_cut_is_named(tiny, cache):
     """If experts' slots stay sharded by groups, every device needs every expert."""
-    uncut = LAYERS + ';task.activation_split={"B": "expert", "G": "expert"}'
+    # One block a stack, which compiles sooner.
+    uncut = LAYERS.replace("layers=4", "layers=2")
+    uncut += ';task.activation_split={"B": "expert", "G": "expert"}'
     plan = planning.make_plan(planning.Request("mt.M4Tiny", "v3:2x2", uncut), cache)
     told = differences(tiny, plan)
     assert any(line.startswith("encoder.moe") and "all-gather" in line for line in told), told
@@ -158,7 +161,9 @@ def test_a_model_that_does_not_fit_gives_a_plan_that_says_by_how_much(monkeypatc
         raise aot.OutOfMemory(program.name, topology, message)
 
     monkeypatch.setattr(aot, "compile_for_topology", refuse)
-    plan = planning.make_plan(planning.Request("mt.M4Tiny", "v3:2x2"), None)
+    plan = planning.make_plan(
+        planning.Request(f"toy_task.{toy_task.Line.__name__}", "v3:2x2", mesh="data:8"), None
+    )
     memory = plan["memory"]
     assert not memory["fits"]
     assert memory["misses_by"] == pytest.approx((18.45 - 15.48) * 2**30, rel=1e-3)

@@ -102,11 +102,13 @@ def test_the_best_checkpoint_stays_and_training_stops_early(tmp_path, given_loss
     assert _train(run, 40, override=stop) == 0
     assert "step 20: the last 3 evaluations" in capfd.readouterr().err
     train = registry.GetParams("toy_held_out.Line", stop).train
-    assert "step 8" in evaluating._why_done(RunDir(run), train.Set(max_steps=40))
+    assert "step 8" in evaluating._why_done(RunDir(run), 20, train.Set(max_steps=40))
     given_losses += [0.5, 0.75]
     assert _train(run, 28, override="train.early_stopping_evals=4") == 0
     assert RunDir(run).steps == [24, 28] and RunDir(run).BestStep("--checkpoint_step") == 24
     assert len(read_metrics(str(run / "train"))) == 28
+    assert _train(run, 36, override="train.eval_interval_steps=0") == 0  # evaluated no more
+    assert RunDir(run).steps == [24, 32, 36]
 
 
 def test_a_best_step_is_saved_although_no_checkpoint_is_due(tmp_path, given_losses):

@@ -32,5 +32,10 @@ class Digits(registry.Experiment):
 
     def Train(self) -> Params:
         return registry.TrainParams().Set(
-            mesh="data:8", max_steps=_STEPS, save_interval_steps=100, summary_interval_steps=50
+            mesh="data:8",
+            max_steps=_STEPS,
+            save_interval_steps=100,
+            summary_interval_steps=50,
+            eval_interval_steps=100,
+            eval_batches=6,  # all 360 images
         )

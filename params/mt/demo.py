@@ -13,8 +13,10 @@ from lingvo_moe.tasks.mt.model import MtModel
 from params.mt.m4 import SplitOverExperts
 
 
-def _with_papers_balance(p: InstantiableParams) -> InstantiableParams:
+def _as_in_the_paper(p: InstantiableParams) -> InstantiableParams:
+    """Sets the balance and the capacity of the paper's models."""
     p.moe.router.reading = "paper"
+    p.moe.capacity_factor = 2.0
     return p.Set(aux_loss_weight=0.01)
 
 
@@ -23,7 +25,7 @@ class M4Demo(registry.Experiment):
     """The family's shape at a size that two CPU cores train in minutes: 4 layers, 8 experts over 8
     devices."""
 
-    STEPS = 500
+    STEPS = 600
 
     def LearningRate(self) -> InstantiableParams:
         """The schedule, of a short run with a known end: Adafactor's rate is relative to a weight's size."""
@@ -50,6 +52,7 @@ class M4Demo(registry.Experiment):
         # The paper's balance loss is 1/320 of this at 8 experts: too weak for a router's first steps.
         p.moe.router.reading = "lingvo"
         p.aux_loss_weight = 0.05
+        p.moe.capacity_factor = 2.5  # a router of 50 steps is not balanced yet
         return SplitOverExperts(p)
 
     def Input(self) -> InstantiableParams:
@@ -65,7 +68,7 @@ class M4Demo(registry.Experiment):
 
     def Train(self) -> Params:
         return registry.TrainParams().Set(
-            mesh="expert:8", max_steps=self.STEPS, save_interval_steps=100
+            mesh="expert:8", max_steps=self.STEPS, save_interval_steps=100, eval_interval_steps=100
         )
 
 
@@ -97,7 +100,7 @@ class M4Small(M4Demo):
         )
 
     def Train(self) -> Params:
-        return super().Train().Set(save_interval_steps=500)
+        return super().Train().Set(save_interval_steps=500, eval_interval_steps=500)
 
 
 @registry.Register
@@ -111,7 +114,7 @@ class M4Tiny(M4Demo):
 
     def Task(self) -> InstantiableParams:
         # As in the paper's models, which it stands for.
-        p = _with_papers_balance(super().Task())
+        p = _as_in_the_paper(super().Task())
         p.moe.dispatcher = "einsum"
         return p.Set(
             repeat=True,  # as there
@@ -127,7 +130,9 @@ class M4Tiny(M4Demo):
         return super().Input().Set(source_length=24, target_length=24, batch_size=8)
 
     def Train(self) -> Params:
-        return super().Train().Set(save_interval_steps=5, summary_interval_steps=1)
+        # Its runs are shorter than compiling an evaluation.
+        never = {"eval_interval_steps": 0}
+        return super().Train().Set(save_interval_steps=5, summary_interval_steps=1, **never)
 
 
 @registry.Register
@@ -141,7 +146,7 @@ class M4Experts(M4Demo):
         return SqrtDecay.Params().Set(multiplier=1.0, constant_steps=1000)
 
     def Task(self) -> InstantiableParams:
-        return _with_papers_balance(super().Task()).Set(
+        return _as_in_the_paper(super().Task()).Set(
             source_vocab_size=4000,
             target_vocab_size=2000,
             model_dim=64,
@@ -156,4 +161,5 @@ class M4Experts(M4Demo):
         )
 
     def Train(self) -> Params:
-        return super().Train().Set(mesh="expert:1", save_interval_steps=500)
+        every = {"save_interval_steps": 500, "eval_interval_steps": 500}
+        return super().Train().Set(mesh="expert:1", **every)

@@ -11,6 +11,7 @@ from lingvo_moe.core.engine.base import make_engine
 from lingvo_moe.core.engine.checkpoints import Checkpointer
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.engine.steps import build_step, train_step
+from lingvo_moe.core.engine.summaries import read_metrics
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.tasks.image.evaluation import evaluate
 from params.image.digits import Digits
@@ -89,6 +90,7 @@ def test_resnet_on_a_folder_trains_resumes_and_is_scored(folder, tmp_path, capsy
         f"--model_params_override={OVERRIDE};task.ema_decay=0.9",
     ]
     assert status(*train, "--max_steps=2") == 0
+    train[-1] += ";train.eval_interval_steps=3"
     assert status(*train, "--max_steps=3") == 0
     lines = (run / "train" / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
@@ -109,10 +111,15 @@ def test_resnet_on_a_folder_trains_resumes_and_is_scored(folder, tmp_path, capsy
     scores = json.loads((run / "scores.json").read_bytes())
     assert (scores["step"], scores["images"], scores["top5"]) == (3, 10, 1.0)
     assert 0 <= scores["top1"] <= 1 and not scores["ema"]
-    assert evaluate_images.main([f"--logdir={run}", "--use_ema", "--checkpoint_step=3"]) == 0
+    assert evaluate_images.main([f"--logdir={run}", "--use_ema", "--checkpoint_step=best"]) == 0
     assert "step 3, moving average, 10 held-out images: top-1" in capsys.readouterr().out
     averaged = json.loads((run / "scores.json").read_bytes())
     assert averaged["ema"] and averaged["nll"] != scores["nll"]
+    # The trainer evaluated the average, over two devices.
+    (row,) = read_metrics(str(run / "eval" / "held_out"))
+    assert row["step"] == 3 and row["images"] == 10
+    for name in ("nll", "top1", "top5"):
+        assert row[name] == pytest.approx(averaged[name], rel=1e-4)
 
 
 def test_parameters_that_do_not_fit_or_have_no_effect_are_refused(folder, tmp_path, capsys):

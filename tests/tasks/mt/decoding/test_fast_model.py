@@ -202,29 +202,44 @@ def _kinds(layer) -> set[type]:
     return found.union(*(_kinds(child) for child in children.Flatten() if child is not None))
 
 
-def _own(monkeypatch, part: str) -> tuple[Any, NestedMap]:
-    """A model with one custom part, and its weights."""
-    change, _ = PARTS[part]
+def _own(monkeypatch, *parts: str) -> tuple[Any, NestedMap]:
+    """A model with these custom parts, and its weights."""
     plain = MtModel._layer
 
     def layer(self, moe, decoder):
         p = plain(self, moe, decoder)
-        change(p)
+        for part in parts:
+            PARTS[part][0](p)
         return p
 
     monkeypatch.setattr(MtModel, "_layer", layer)
-    cls = OtherWayModel if part == "model" else MtModel
+    cls = OtherWayModel if "model" in parts else MtModel
     sizes = {"num_encoder_layers": 2, "num_decoder_layers": 2, "num_experts": 4}
     return make_model(V, cls=cls, hidden_dim=64, **sizes)
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_layer_of_one_s_own_runs_as_it_is(part, monkeypatch):
-    """It runs beside layers over packed weights, and the search grows the caches of both."""
-    model, theta = _own(monkeypatch, part)
-    fast = FastModel(model, theta)
+def test_a_custom_layer_is_not_replaced(part, monkeypatch):
     _, kept = PARTS[part]
-    assert _kinds(fast.form) == (set() if part == "model" else ALL - kept)
+    found = _kinds(FastModel(*_own(monkeypatch, part)).form)
+    assert found == (set() if part == "model" else ALL - kept)
+
+
+# Each part changes the values in a way of its own, so those of a group are traced once.
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ("attention", "ffn", "router"),
+        ("experts", "moe"),
+        ("dispatcher", "layer"),
+        ("model",),
+    ],
+    ids="+".join,
+)
+def test_a_layer_of_one_s_own_runs_as_it_is(parts, monkeypatch):
+    """It runs beside layers over packed weights, and the search grows the caches of both."""
+    model, theta = _own(monkeypatch, *parts)
+    fast = FastModel(model, theta)
     options = SearchOptions(2, 1)
     lines = Lines([3, 24, 28, 12], V)
     ids, lengths = (tf.constant(x) for x in lines.Rows([0, 1, 2, 3], 32))

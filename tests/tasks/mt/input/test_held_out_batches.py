@@ -71,10 +71,11 @@ def test_pairs_longer_than_a_row_as_in_training():
 
 
 def test_the_pairs_of_the_languages_that_are_trained_on(tmp_path):
-    for lang, lines in (("aa", 40), ("bb", 30), ("cc", 20)):
-        pairs = "".join(f"{lang} one two {i}\tthree four {i}\n" for i in range(lines))
+    for lang, lines in (("aa", 300), ("bb", 200), ("cc", 100)):
+        texts = (f"{lang} one two {i}\tthree four {i * i} more {i}" for i in range(lines))
+        pairs = "".join(f"{text}\n" for text in texts)
         (tmp_path / f"{lang}.tsv").write_text(pairs)
-    sizes = {"source_vocab_size": 300, "target_vocab_size": 300}
+    sizes = {"source_vocab_size": 280, "target_vocab_size": 280}
     made = MtInput.Params().Set(
         data_dir=str(tmp_path), cache_dir=str(tmp_path / "cache"), batch_size=4, **sizes
     )

@@ -53,9 +53,8 @@ def left() -> Iterator[Callable[[], int]]:
     """Counts the objects of the test's requests that are left, with garbage collection off."""
     gc.collect()
     gc.disable()
-    before = _of_requests()  # of other tests
-    known = {id(o) for o in before}
-    yield lambda: sum(id(o) not in known for o in _of_requests())
+    gc.freeze()  # what was there before is not listed
+    yield lambda: len(_of_requests())
     gc.enable()
 
 
