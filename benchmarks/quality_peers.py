@@ -178,6 +178,7 @@ class Comparison:
             **_JOEYNMT_SETTINGS,
             "sizes": {name: task.Get(name) for name in _SIZES},
             "learning_rate": float(rate),
+            "temperature": self._params.input.temperature,
             "label_smoothing": task.label_smoothing,
             "dropout": task.dropout,
             "seed": int(seed),

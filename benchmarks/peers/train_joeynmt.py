@@ -35,9 +35,17 @@ class Finished(Exception):
 
 
 class Pairs(BaseDataset):
-    """Pairs of lists of pieces, in batches of similar lengths."""
+    """Pairs of lists of pieces, in batches of similar lengths.
 
-    def __init__(self, pairs, split, encoders):
+    Args:
+        pairs: sorted by language.
+        split: "train" or "dev".
+        encoders: from lists of pieces to ids, by side.
+        languages: how many of the pairs each language has; needed to train.
+        temperature: languages are drawn by n^(1/temperature), as by ours; needed to train.
+    """
+
+    def __init__(self, pairs, split, encoders, languages=(), temperature=1.0):
         super().__init__(
             path="",
             src_lang="source",
@@ -47,7 +55,8 @@ class Pairs(BaseDataset):
             has_prompt={"source": False, "target": False},
             sequence_encoder=encoders,
         )
-        self._pairs = pairs
+        self._pairs, self._languages, self._temperature = pairs, languages, temperature
+        assert not languages or sum(languages) == len(pairs)
         self.reset_indices()
 
     def __len__(self):
@@ -56,8 +65,24 @@ class Pairs(BaseDataset):
     def __getitem__(self, index):
         return (index, *self._pairs[index])
 
+    def Drawn(self, generator):
+        """As many indices as there are pairs, at random. All pairs of a language are drawn before one comes again."""
+        weights = torch.tensor(self._languages) ** (1 / self._temperature)
+        chosen = torch.multinomial(weights, len(self), replacement=True, generator=generator)
+        drawn, start = torch.empty_like(chosen), 0
+        for language, count in enumerate(self._languages):
+            places = (chosen == language).nonzero()[:, 0]
+            own = [
+                torch.randperm(count, generator=generator)
+                for _ in range(0, len(places), count or 1)
+            ]
+            if own:
+                drawn[places] = start + torch.cat(own)[: len(places)]
+            start += count
+        return drawn.tolist()
+
     def Length(self, index):
-        """The length of the longer side, with the end of the sentence."""
+        """The tokens of the longer side, with the end of the sentence."""
         return 1 + max(map(len, self._pairs[index]))
 
     def Batch(self, indices):
@@ -100,7 +125,7 @@ class Buckets:
         return [items[i] for i in order]
 
     def __iter__(self):
-        order = self._Shuffled(range(len(self._pairs)))
+        order = self._pairs.Drawn(self._generator)
         pool = _POOL * self._most // _USUAL_LENGTH
         for start in range(0, len(order), pool):
             by_length = sorted(order[start : start + pool], key=self._pairs.Length)
@@ -253,7 +278,8 @@ def main():
     encoders = {side: vocab.sentences_to_ids for side, vocab in vocabs.items()}
     model = build_model(args.model, vocabs["source"], vocabs["target"])
     model.loss_function = args.train.loss, args.train.label_smoothing
-    pairs = Pairs(read(data, "train"), "train", encoders)
+    languages = list(setup["train_pairs"].values())
+    pairs = Pairs(read(data, "train"), "train", encoders, languages, setup["temperature"])
     dev = Pairs(read(data, "dev"), "dev", encoders)
     trainer = Trainer(
         rank=0,
