@@ -24,10 +24,10 @@ from lingvo_moe.core.engine.specs import TensorSpec, numpy_dtype
 from lingvo_moe.core.engine.steps import train_step
 from lingvo_moe.core.engine.testing import run_sharded, run_single
 from lingvo_moe.core.engine.tf_engine import TfEngine
-from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.nested_map import NestedMap, flatten_items, pack, skeleton
 from lingvo_moe.core.partitioner.known_faults import OFF
-from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.sharding import Mesh, ShardingError, single_device
 from lingvo_moe.recomputing import chosen_form
 from lingvo_moe.trainer_memory import memory_of
 
@@ -178,11 +178,20 @@ def shrunk(model: str, mesh: Mesh, override: str = "") -> Params:
         ValueError: of some subclass: no such experiment, or an override that cannot be.
     """
     params = registry.GetParams(model, override)
-    params.task, _ = chosen_form(params, mesh, memory_of("pjrt", mesh))
+    params.task = _trained_form(params, mesh)
     params.task.cls.Shrink(params.task, params.input, mesh)
     params.task.cls.ConfigureInput(params.task, params.input)
     params.task.cls.CheckInput(params.task, params.input)
     return params
+
+
+def _trained_form(params: Params, mesh: Mesh) -> InstantiableParams:
+    """Params of the task as it is trained over a mesh, or over one device where the full sizes do not divide."""
+    try:
+        return chosen_form(params, mesh, memory_of("pjrt", mesh))[0]
+    except ShardingError:
+        alone = single_device()
+        return chosen_form(params, alone, memory_of("pjrt", alone))[0]
 
 
 def _record_gradients(task: BaseTask, into: dict[str, list[tf.Tensor]]) -> None:

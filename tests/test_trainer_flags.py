@@ -61,7 +61,7 @@ TINY = "--model=mt.M4Tiny"
         (["--model=mp.M4Tiny"], "no task 'mp' in params/ (known: image, mt)"),
         (
             [TINY, "--mode=snyc"],
-            "--mode=snyc: must be one of sync, inspect_model, inspect_params (did you mean 'sync",
+            "--mode=snyc: must be one of sync, eval, inspect_model, inspect_params (did you mean 'sync",
         ),
         (
             [TINY, "--engine=pjr"],

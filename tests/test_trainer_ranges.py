@@ -120,7 +120,7 @@ def test_splits_of_layers(override, expected):
         ("--num_devices=100000", f"must be an integer from 0 to {MOST_DEVICES}"),
         ("--num_devices=-1", f"must be an integer from 0 to {MOST_DEVICES}"),
         ("--max_steps=-1", "must be an integer of at least 0"),
-        ("--init_from_step=-1", "must be an integer of at least 0"),
+        ("--init_from_step=-1", "must be an integer of at least 0, or 'best'"),
         ("--num_processes=0", "must be an integer of at least 1"),
         ("--process_id=-1", "must be an integer of at least 0"),
         ("--model='mt.M4Tiny '", "expected task.Experiment (did you mean 'mt.M4Tiny'?)"),
