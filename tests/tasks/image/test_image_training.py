@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 from PIL import Image
-from trainer_testing import status
+from trainer_testing import keep_compiled, status
 
+from lingvo_moe.core.engine import base
 from lingvo_moe.core.engine.base import make_engine
 from lingvo_moe.core.engine.checkpoints import Checkpointer
 from lingvo_moe.core.engine.specs import TensorSpec
@@ -80,6 +81,8 @@ def folder(tmp_path_factory):
 
 
 def test_resnet_on_a_folder_trains_resumes_and_is_scored(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(base, "make_engine", base.make_engine)  # put back in the end
+    keep_compiled()
     run = tmp_path / "run"
     train = [
         "--model=image.ResNet50",

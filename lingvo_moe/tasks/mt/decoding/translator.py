@@ -152,9 +152,13 @@ class Translator(tf.Module):
         strings = tf.TensorSpec([None], tf.string, name="text")
         if languages:
             signature = [strings, tf.TensorSpec([None], tf.string, name="language")]
-            self.translate = tf.function(self._TranslateFrom, input_signature=signature)
+            self.translate = tf.function(
+                self._TranslateFrom, input_signature=signature, autograph=False
+            )
         else:
-            self.translate = tf.function(self._Translate, input_signature=[strings])
+            self.translate = tf.function(
+                self._Translate, input_signature=[strings], autograph=False
+            )
 
     def _ColumnsOf(self, shortlist: Shortlist, vocabs: dict[str, bytes]) -> ShortlistColumns:
         """A shortlist as the search takes it, checked; see __init__."""
