@@ -52,7 +52,11 @@ _RATE = "task.optimizer.learning_rate"
 
 def _recipe(says: str, *settings: str, experts: int = 8) -> Variant:
     """A variant of mt.M4Demo in 600 steps, at the end of which the rate has decayed where it decays to an end."""
-    schedule = () if any(f"{_RATE}=" in s for s in settings) else (f"{_RATE}.total_steps={STEPS['recipes']}",)
+    schedule = (
+        ()
+        if any(f"{_RATE}=" in s for s in settings)
+        else (f"{_RATE}.total_steps={STEPS['recipes']}",)
+    )
     override = ";".join((*settings, *schedule))
     return Variant("recipes", experts, says, override, model="mt.M4Demo")
 
