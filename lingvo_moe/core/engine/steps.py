@@ -11,10 +11,19 @@ from lingvo_moe.core.sharding import Mesh, dims_mapping
 from lingvo_moe.core.step import Step
 
 
-def train_step(task: BaseTask, inputs: BaseInput) -> Step:
-    """(state, batch) -> (state, metrics) of a task that is fed by an input."""
-    args = task.StateSpecs(), _batch_specs(task, inputs)
-    return Step("train_step", task.TrainStep, args, donate=(0,))
+def train_step(task: BaseTask, inputs: BaseInput, num_micro_batches: int = 1) -> Step:
+    """(state, batch) -> (state, metrics) of a task that is fed by an input.
+
+    Args:
+        task: what is trained.
+        inputs: its input.
+        num_micro_batches: train.num_micro_batches. Raises as BaseTask.AccumulatingStep.
+    """
+    batch = _batch_specs(task, inputs)
+    fn = task.TrainStep
+    if num_micro_batches > 1:
+        fn = task.AccumulatingStep(num_micro_batches, batch)
+    return Step("train_step", fn, (task.StateSpecs(), batch), donate=(0,))
 
 
 def held_out_step(task: BaseTask, inputs: BaseInput, average: bool) -> Step:

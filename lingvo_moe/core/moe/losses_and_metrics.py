@@ -7,6 +7,8 @@ Letters: G group, S token in group, k choice rank, E expert, C capacity slot.
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import tensorflow as tf
 
@@ -14,6 +16,24 @@ from lingvo_moe.core.moe.slots import effective_capacity_factor
 from lingvo_moe.core.nested_map import NestedMap
 
 _TINY = 1e-20  # the least squared mean, so that the variation of zeros is 0
+
+
+@dataclass(frozen=True)
+class AuxLoss:
+    """One term of a router's auxiliary loss.
+
+    Attributes:
+        name: in metrics, `loss_<name>`.
+        value: float32 scalar, unweighted.
+        weight: its factor in the auxiliary loss.
+        over: what the value is a mean over, 'groups' (those with a token) or 'tokens'. A micro-batch's term weighs as
+            much as its share of these; see micro_batches.py.
+    """
+
+    name: str
+    value: tf.Tensor
+    weight: float
+    over: str
 
 
 def load_balance(
@@ -167,11 +187,19 @@ def routing_metrics(
     return metrics.Transform(tf.stop_gradient)
 
 
-def add_losses(metrics: NestedMap, aux_loss: tf.Tensor, losses: dict[str, tf.Tensor]) -> None:
+def aux_loss_of(losses: Sequence[AuxLoss]) -> tf.Tensor:
+    """The auxiliary loss, float32 scalar: the weighted sum of its terms; 0 where there is none."""
+    if not losses:
+        return tf.constant(0.0)
+    first, *rest = [loss.value * loss.weight for loss in losses]
+    return sum(rest, first)
+
+
+def add_losses(metrics: NestedMap, aux_loss: tf.Tensor, losses: Sequence[AuxLoss]) -> None:
     """Into a router's metrics, without gradients: `aux_loss`, and each loss unweighted as `loss_<name>`."""
     metrics.aux_loss = tf.stop_gradient(aux_loss)
-    for name, loss in losses.items():
-        metrics[f"loss_{name}"] = tf.stop_gradient(loss)
+    for loss in losses:
+        metrics[f"loss_{loss.name}"] = tf.stop_gradient(loss.value)
 
 
 def _of_probabilities(

@@ -17,6 +17,7 @@ from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.layers import attention, embedding, feed_forward, masks, softmax, transformer
 from lingvo_moe.core.moe import layer as moe_layer
+from lingvo_moe.core.moe import micro_batches
 from lingvo_moe.core.moe.registry import ROUTERS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.tensors import dim
@@ -253,9 +254,33 @@ class MtModel(MtTask):
     ) -> tuple[tf.Tensor, NestedMap]:
         """Returns the loss (float32 scalar) and metrics: loss, nll, aux_loss, accuracy, tokens, `moe`
         by stack [L,...], and updates, where routers have some: see BaseTask."""
+        return self._Losses(theta, batch, seed, None)
+
+    def MicroBatchTerms(
+        self, theta: NestedMap, batch: NestedMap, seed: tf.Tensor | None, shares: NestedMap
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """See BaseTask: MoE layers weigh their losses and metrics by their own side's shares."""
+        return self._Losses(theta, batch, seed, shares)
+
+    def CombinedMetrics(self, sums: NestedMap) -> NestedMap:
+        """See BaseTask."""
+        if not self.p.num_experts:
+            return sums
+        moe = {name: micro_batches.combine(metrics) for name, metrics in sums.moe.items()}
+        return NestedMap(sums, moe=NestedMap(moe))
+
+    def _Losses(
+        self, theta: NestedMap, batch: NestedMap, seed: tf.Tensor | None, shares: NestedMap | None
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """FProp's results; with `shares` those of MicroBatchTerms."""
         p = self.p
-        y, encoder_extras, decoder_extras = self._Decoded(theta, batch, seed)
+        y, encoder_extras, decoder_extras = self._Decoded(theta, batch, seed, shares)
         loss, metrics = self._TokenLosses(theta, y, batch.tgt)
+        if shares is not None:
+            loss *= shares.tokens
+            metrics.update(
+                nll=metrics.nll * shares.tokens, accuracy=metrics.accuracy * shares.tokens
+            )
         if p.num_experts:
             moe = NestedMap(encoder=encoder_extras.layer_1, decoder=decoder_extras.layer_1)
             aux_loss = tf.reduce_sum(moe.encoder.aux_loss) + tf.reduce_sum(moe.decoder.aux_loss)
@@ -285,11 +310,15 @@ class MtModel(MtTask):
         return tf.where(batch.tgt.segment_ids > 0, -nll, 0.0)
 
     def _Decoded(
-        self, theta: NestedMap, batch: NestedMap, seed: tf.Tensor | None
+        self,
+        theta: NestedMap,
+        batch: NestedMap,
+        seed: tf.Tensor | None,
+        shares: NestedMap | None = None,
     ) -> tuple[tf.Tensor, NestedMap, NestedMap]:
         """The decoder's output [B,T,M], and the extras of both stacks."""
         src, tgt = batch.src, batch.tgt
-        memory, encoder_extras = self._encode(theta, src, self.FoldSeed(seed, "encoder"))
+        memory, encoder_extras = self._encode(theta, src, self.FoldSeed(seed, "encoder"), shares)
         x = self._embed(theta, "target_embedding", tgt, self.FoldSeed(seed, "target_embedding"))
         aux = NestedMap(
             self_mask=masks.causal_segment_mask(tgt.segment_ids, tgt.segment_pos),
@@ -297,6 +326,7 @@ class MtModel(MtTask):
             memory=memory,
             cross_mask=masks.segment_mask(tgt.segment_ids, src.segment_ids),
             **self._Context(tgt, decoder=True),
+            **_shares(shares, "target"),
         )
         y, decoder_extras = self.decoder.FProp(
             theta.decoder, x, aux, seed=self.FoldSeed(seed, "decoder")
@@ -327,13 +357,18 @@ class MtModel(MtTask):
         return self.Shard(kernels.dropout(x, self.p.dropout, seed), "BTM")
 
     def _encode(
-        self, theta: NestedMap, src: NestedMap, seed: tf.Tensor | None
+        self,
+        theta: NestedMap,
+        src: NestedMap,
+        seed: tf.Tensor | None,
+        shares: NestedMap | None = None,
     ) -> tuple[tf.Tensor, NestedMap]:
         x = self._embed(theta, "source_embedding", src, self.FoldSeed(seed, "embedding"))
         aux = NestedMap(
             self_mask=masks.segment_mask(src.segment_ids, src.segment_ids),
             paddings=masks.paddings(src.segment_ids),
             **self._Context(src, decoder=False),
+            **_shares(shares, "source"),
         )
         return self.encoder.FProp(theta.encoder, x, aux, seed=seed)
 
@@ -442,6 +477,13 @@ class MtModel(MtTask):
         (b, s), (_, t) = input_shapes
         flops = sum(params.cls(params).Flops((b, s), (b, t)).values())
         return NestedMap(flops=flops, out_shapes=((b, t, params.target_vocab_size),))
+
+
+def _shares(shares: NestedMap | None, side: str) -> dict[str, NestedMap]:
+    """`shares` for the layers of one side, 'source' or 'target'; none where the batch is not divided."""
+    if shares is None:
+        return {}
+    return {"shares": NestedMap({n: shares[f"{side}_{n}"] for n in ("tokens", "groups")})}
 
 
 def _router_of(p: HyperParams, decoder: bool) -> tuple[str, HyperParams]:

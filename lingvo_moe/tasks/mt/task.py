@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
+import tensorflow as tf
 
 from lingvo_moe.core.artifacts import RunArtifacts
 from lingvo_moe.core.base_input import BaseInput
@@ -92,6 +93,23 @@ class MtTask(BaseTask):
     def RowNames(self, kind: str, artifacts: RunArtifacts) -> list[str]:
         """See BaseTask."""
         return _row_names(kind, artifacts)
+
+    @classmethod
+    def MicroBatchSizes(cls, task: HyperParams) -> tuple[str, ...]:
+        """See BaseTask: the groups of MoE layers stay as they are."""
+        return ("num_groups",) if task.num_experts and task.num_groups else ()
+
+    def Units(self, batch: NestedMap) -> NestedMap:
+        """See BaseTask: tokens of the target, and by side, e.g. `source_tokens`, tokens and the groups with a token."""
+        units = NestedMap()
+        for side, row in (("source", batch.src), ("target", batch.tgt)):
+            real = tf.cast(row.segment_ids > 0, tf.float32)
+            groups = self.p.num_groups if self.p.num_experts else 0
+            in_groups = tf.reshape(real, [groups or real.shape[0], -1])
+            units[f"{side}_tokens"] = tf.reduce_sum(real)
+            units[f"{side}_groups"] = tf.reduce_sum(tf.reduce_max(in_groups, 1))
+        units.tokens = units.target_tokens
+        return units
 
     def DecodeStep(self, inputs: BaseInput) -> Step:
         """See BaseTask: one step of the beam search."""
