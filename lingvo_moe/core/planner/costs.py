@@ -5,7 +5,7 @@ interconnect model of network.py needs.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lingvo_moe.core.hlo import attributes, parts
 from lingvo_moe.core.hlo import module as hlo
@@ -13,7 +13,7 @@ from lingvo_moe.core.hlo.collectives import CollectiveUse, collective_use
 from lingvo_moe.core.hlo.module import Computation, Executed, Instruction, Module
 from lingvo_moe.core.hlo.parts import Place
 from lingvo_moe.core.planner import traffic
-from lingvo_moe.core.planner.flops import MatmulFlops
+from lingvo_moe.core.planner.flops import MatmulFlops, Product, number_format
 
 _SEARCH_LIMIT = 12  # How many neighbours to visit for an instruction without a name.
 _NO_CYCLES = ("while", "conditional", "call", "async-start", "async-done")
@@ -31,6 +31,7 @@ class Cost:
       bytes: HBM traffic of one execution.
       estimated_cycles: the compiler's own estimate of one execution, in clock cycles.
       collective: what it sends, if it is a collective.
+      formats: the FLOPs by number format, one of `flops.FORMATS`.
     """
 
     place: Place
@@ -41,6 +42,7 @@ class Cost:
     bytes: int
     estimated_cycles: int
     collective: CollectiveUse | None = None
+    formats: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def costs(module: Module, once: bool = False) -> list[Cost]:
@@ -65,18 +67,27 @@ def costs(module: Module, once: bool = False) -> list[Cost]:
                 opcode=instruction.opcode,
                 name=instruction.name,
                 times=executed.times,
-                flops=sum(count for count, _ in products),
+                flops=sum(product.flops for product in products),
                 bytes=traffic.hbm_bytes(module, inside, instruction),
                 estimated_cycles=_cycles(instruction),
                 collective=collective_use(instruction, inside, module.attributes),
+                formats=_by_format(products),
             )
         )
     return found
 
 
-def _by_weight(products: list[tuple[int, Instruction]]) -> list[str]:
+def _by_weight(products: list[Product]) -> list[str]:
     """Names of matrix products, the one with the most FLOPs first."""
-    return [i.op_name for _, i in sorted(products, key=lambda product: -product[0])]
+    return [p.instruction.op_name for p in sorted(products, key=lambda product: -product.flops)]
+
+
+def _by_format(products: list[Product]) -> dict[str, int]:
+    sums: dict[str, int] = {}
+    for product in products:
+        kind = number_format(product.instruction, product.inside)
+        sums[kind] = sums.get(kind, 0) + product.flops
+    return sums
 
 
 def _cycles(instruction: Instruction) -> int:
