@@ -10,7 +10,7 @@ they count both directions of a link or structured sparsity. Not from a data she
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.suggest import did_you_mean
@@ -45,7 +45,7 @@ class Card:
     label: str
     memory_bytes: int
     hbm_bandwidth: float
-    peak_flops: Mapping[str, float]
+    peak_flops: Mapping[str, float] = field(hash=False)
     nvlink_bandwidth: float
     pcie_bandwidth: float
     nic_bandwidth: float
