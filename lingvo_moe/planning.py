@@ -21,9 +21,10 @@ from lingvo_moe.core.hlo.errors import HloError
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.partitioner.known_faults import ERROR, OFF, check_action
-from lingvo_moe.core.planner import memory, plan
+from lingvo_moe.core.planner import memory, mesh_order, plan
 from lingvo_moe.core.planner.costs import costs as costs_of
 from lingvo_moe.core.planner.errors import PlanError
+from lingvo_moe.core.planner.gpu_cluster import Cluster
 from lingvo_moe.core.planner.slices import slices
 from lingvo_moe.core.planner.topology import Topology
 from lingvo_moe.core.sharding import Mesh, ShardingError
@@ -145,7 +146,10 @@ def _analyse(
     costs = costs_of(module)
     work = plan.work(costs, topology)
     collectives = plan.collectives(costs, topology)
-    return {
+    axes: dict[str, Any] = {}
+    if isinstance(topology, Cluster):
+        axes["mesh_axes"] = mesh_order.mesh_plan(costs, program.mesh, topology)
+    return axes | {
         "memory": memory.memory_plan(
             module, compiled.memory, program.signature, topology.chip.hbm_bytes
         ),

@@ -5,7 +5,8 @@ XLA prints groups in three notations:
 * lists, `{{0,1},{2,3}}`;
 * an iota, `[groups,devices]<=[all]`, maybe reshaped and transposed: `[8,2]<=[4,2,2]T(1,0,2)`;
 * a mesh with the axes that communicate, `mesh['x'=4,'y'=2] {'x'}`. Of a part of an axis the size of the parts before
-  it and its own follow the name: `{'x':(2)2}`.
+  it and its own follow the name: `{'x':(2)2}`. Devices that are not in order are listed, or given as a transposed
+  iota: `mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'x'}`.
 
 An empty list means all devices. A collective-permute has pairs instead; each counts as a group of two.
 """
@@ -23,8 +24,9 @@ Groups = tuple[tuple[int, ...], ...]
 
 _PARTITIONS = re.compile(r"num_partitions=(\d+)")
 _LIST = re.compile(r"\{([\d,\s]+)\}")
-_IOTA = re.compile(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?$")
-_MESH = re.compile(r"mesh\[([^\]]*)\] \{([^}]*)\}$")
+_IOTA = re.compile(r"\[(\d+),(\d+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)$")
+_MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}")
+_IN_ORDER = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?$")
 _AXIS = re.compile(r"'([^']+)'=(\d+)")
 _TALKING = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
@@ -42,6 +44,9 @@ def device_groups(instruction: Instruction, module_attributes: str = "") -> Grou
     if instruction.opcode.startswith("collective-permute"):
         return _lists(instruction.attribute("source_target_pairs"))
     text = instruction.attribute("replica_groups")
+    if text.startswith("mesh["):  # its list of devices follows a comma
+        mesh = _MESH.search(instruction.attributes)
+        text = mesh[0] if mesh else text
     groups = _read(text)
     partitions = _PARTITIONS.search(module_attributes)
     if not groups and text in ("", "{}", "{{}}") and partitions:
@@ -57,9 +62,9 @@ def device_groups(instruction: Instruction, module_attributes: str = "") -> Grou
 def _read(text: str) -> Groups:
     """The groups of a text in one of the three notations; () for any other."""
     if iota := _IOTA.match(text):
-        return _iota(*iota.groups())
+        return _rows(_ids(iota[3]), int(iota[1]), int(iota[2]))
     if mesh := _MESH.match(text):
-        return _along_axes(mesh[1], mesh[2])
+        return _along_axes(mesh[1], mesh[2], mesh[3])
     return _lists(text)
 
 
@@ -68,15 +73,17 @@ def _lists(text: str) -> Groups:
     return tuple(tuple(map(int, group.split(","))) for group in _LIST.findall(text))
 
 
-def _iota(groups: str, devices: str, dims_text: str, order: str | None) -> Groups:
-    dims = [int(n) for n in dims_text.split(",")]
+def _ids(text: str) -> np.ndarray:
+    """Device ids: an iota `[4,2]`, maybe transposed `[4,2]T(1,0)`, or a list `0,2,1,3`."""
+    iota = _IN_ORDER.match(text)
+    if not iota:
+        return np.array([int(n) for n in text.split(",")])
+    dims = [int(n) for n in iota[1].split(",")]
     ids = np.arange(math.prod(dims)).reshape(dims)
-    if order:
-        ids = ids.transpose([int(n) for n in order.split(",")])
-    return _rows(ids, int(groups), int(devices))
+    return ids.transpose([int(n) for n in iota[2].split(",")]) if iota[2] else ids
 
 
-def _along_axes(axes_text: str, talking_text: str) -> Groups:
+def _along_axes(axes_text: str, ids_text: str | None, talking_text: str) -> Groups:
     """Groups of devices that differ only along the named axes, or parts of axes, in the order of their names."""
     sizes = {name: int(size) for name, size in _AXIS.findall(axes_text)}
     wanted = [
@@ -94,7 +101,8 @@ def _along_axes(axes_text: str, talking_text: str) -> Groups:
         dims.append(size // done)
     talking = [place[name, before] for name, before, _ in wanted]
     silent = [i for i in range(len(dims)) if i not in talking]
-    ids = np.arange(math.prod(dims)).reshape(dims).transpose(silent + talking)
+    every = _ids(ids_text or f"[{math.prod(dims)}]")
+    ids = every.reshape(dims).transpose(silent + talking)
     devices = math.prod(dims[i] for i in talking)
     return _rows(ids, ids.size // devices, devices)
 

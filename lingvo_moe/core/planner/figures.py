@@ -205,6 +205,38 @@ def collectives(plan: Plan) -> list[Mapping[str, Any]]:
     return sorted(plan.get("collectives") or (), key=lambda c: -(c.get("seconds") or 0.0))
 
 
+def where(item: Mapping[str, Any]) -> str:
+    """How many nodes of a cluster each group of a collective spans; '' on a TPU slice."""
+    nodes = item.get("nodes")
+    if nodes is None:
+        return ""
+    return f"{nodes:,} nodes" if nodes > 1 else "in a node"
+
+
+# The columns of the tables by mesh axis and by order of the axes, after their first one.
+MOVED = ("a step", "sent inside nodes", "sent between nodes", "seconds")
+
+
+def mesh_rows(plan: Plan, table: str, first: str) -> list[list[str]]:
+    """Returns rows of cells from the plan's `mesh_axes`: one of its tables, which a cluster's plan has.
+
+    Args:
+        plan: a plan.
+        table: 'by_axis' or 'orders'.
+        first: the field of the first column, 'axes' or 'mesh'.
+    """
+    return [
+        [
+            row[first] or units.DASH,
+            f"{row['count']:,}",
+            units.size(row["sent_inside"]),
+            units.size(row["sent_between"]),
+            units.duration(row["seconds"]),
+        ]
+        for row in get(plan, f"mesh_axes.{table}") or ()
+    ]
+
+
 def collective_totals(plan: Plan) -> list[tuple[str, int, int, float]]:
     """Returns (kind, count a step, bytes a step, seconds) summed over layers, the slowest first."""
     sums: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0.0])
