@@ -51,7 +51,7 @@ def compiler_versions(topology_name: str) -> dict[str, str]:
 
 
 def compiler_identity(topology_name: str) -> str:
-    """Identifies everything besides program and topology's name that affects compiling: versions, flags, description."""
+    """Identifies what affects compiling besides program and topology's name: versions, flags, the card's description."""
     compiler = _compiler_of(topology_name)
     versions = "-".join(f"{name}-{version}" for name, version in compiler.Versions().items())
     flags, mark = compiler.Flags(), compiler.Mark(topology_name)
@@ -111,9 +111,7 @@ def compile_for_topology(program: Program, topology_name: str) -> AotResult:
     return result
 
 
-def _compiled(
-    compiler: Compiler, program: Program, topology: str, lowered: Any
-) -> tuple[Any, str]:
+def _compiled(compiler: Compiler, program: Program, topology: str, lowered: Any) -> tuple[Any, str]:
     """The compiled program, and the module that its partitioner was given."""
     refusal = ""
     with tempfile.TemporaryDirectory(prefix="lingvo_moe_") as dump:

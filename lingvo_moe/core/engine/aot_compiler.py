@@ -1,4 +1,4 @@
-"""The interface of a compiler that needs no device: it describes devices, compiles for them and says what does not fit."""
+"""The interface of a compiler that needs no device: it describes devices and says what does not fit them."""
 
 import abc
 import os
@@ -77,4 +77,3 @@ def first_line(text: str) -> str:
     """The first line of a compiler's message."""
     lines = text.strip().splitlines()
     return lines[0] if lines else ""
-

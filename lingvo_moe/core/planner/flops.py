@@ -14,13 +14,14 @@ from lingvo_moe.core.hlo import attributes
 from lingvo_moe.core.hlo.errors import HloError
 from lingvo_moe.core.hlo.module import Computation, Instruction, Module
 
-
 # Number formats of products. A GPU multiplies float32 in TF32 unless the program demands more.
 BFLOAT16, TF32, FLOAT32 = FORMATS = ("bfloat16", "tf32", "float32")
 _CUBLAS = re.compile(r'custom_call_target="__cublas\$[^"]*"')
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 _HIGH = re.compile(r"operand_precision=\{[^}]*highest|algorithm=dot_f32_f32_f32\b")
-_PRECISE_CALL = re.compile(r'"operand_precision":\[[^\]]*"HIGHEST"|"algorithm":"ALG_DOT_F32_F32_F32"')
+_PRECISE_CALL = re.compile(
+    r'"operand_precision":\[[^\]]*"HIGHEST"|"algorithm":"ALG_DOT_F32_F32_F32"'
+)
 
 
 def number_format(product: Instruction, inside: Computation) -> str:
@@ -95,9 +96,7 @@ class MatmulFlops:
         self._module = module
         self._inside: dict[str, list[Product]] = {}
 
-    def products(
-        self, instruction: Instruction, inside: Computation
-    ) -> list[Product]:
+    def products(self, instruction: Instruction, inside: Computation) -> list[Product]:
         """Returns each product in one execution of `instruction`.
 
         Args:

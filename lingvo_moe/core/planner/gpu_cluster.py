@@ -10,7 +10,7 @@ they count both directions of a link or structured sparsity. Not from a data she
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lingvo_moe.core.gpu_memory import usable_bytes
@@ -47,7 +47,7 @@ class Card:
     label: str
     memory_bytes: int
     hbm_bandwidth: float
-    peak_flops: Mapping[str, float]
+    peak_flops: Mapping[str, float] = field(hash=False)
     nvlink_bandwidth: float
     pcie_bandwidth: float
     nic_bandwidth: float
@@ -256,6 +256,7 @@ class Cluster:
             "name": self.name,
             "card": card.label,
             "devices": self.num_devices,
+            "chips": self.num_chips,
             "nodes": self.nodes,
             "gpus_per_node": self.gpus_per_node,
             "hbm_bytes": self.hbm_bytes,

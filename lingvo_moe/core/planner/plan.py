@@ -19,8 +19,9 @@ from typing import Any
 from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.inspect import bytes_per_device, count_parameters
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.planner import network
+from lingvo_moe.core.planner import cluster_network, network
 from lingvo_moe.core.planner.costs import Cost
+from lingvo_moe.core.planner.gpu_cluster import Cluster
 from lingvo_moe.core.planner.machine import Machine
 from lingvo_moe.core.sharding import DimsMapping, Mesh
 
@@ -125,30 +126,47 @@ _WORK = (
 def collectives(costs: Iterable[Cost], topology: Machine) -> list[dict[str, Any]]:
     """Returns the plan's `collectives`: one dict for each kind, place, size and group, the slowest first.
 
-    `bytes` is the size of one execution, `seconds` the time of all `count` executions.
+    `bytes` is the size of one execution, `seconds` the time of all `count` executions. On a cluster `nodes` and
+    `in_node` say how each group lies in the nodes, `sent_inside` and `sent_between` what one GPU sends each time.
     """
     counts: dict[tuple, int] = defaultdict(int)
     for cost in costs:
         if cost.collective is not None:
             use = cost.collective
             place = cost.place
-            key = (use.kind, place.layer, place.part, place.phase, use.bytes, use.participants)
+            lies = network.spread(use.devices, topology)
+            key = (
+                use.kind,
+                place.layer,
+                place.part,
+                place.phase,
+                use.bytes,
+                use.participants,
+                lies,
+            )
             counts[key] += cost.times
     table = []
-    for (kind, layer, part, phase, num_bytes, participants), count in counts.items():
-        one = network.seconds(kind, num_bytes, participants, topology)
-        table.append(
-            {
-                "kind": kind,
-                "layer": layer,
-                "part": part,
-                "phase": phase,
-                "count": count,
-                "bytes": num_bytes,
-                "participants": participants,
-                "seconds": count * one,
+    for (kind, layer, part, phase, num_bytes, participants, lies), count in counts.items():
+        one = network.seconds(kind, num_bytes, participants, topology, lies)
+        row = {
+            "kind": kind,
+            "layer": layer,
+            "part": part,
+            "phase": phase,
+            "count": count,
+            "bytes": num_bytes,
+            "participants": participants,
+            "seconds": count * one,
+        }
+        if isinstance(topology, Cluster):
+            sent = cluster_network.sent(kind, num_bytes, lies, topology)
+            row |= {
+                "nodes": lies.nodes,
+                "in_node": lies.inside,
+                "sent_inside": round(sent.inside),
+                "sent_between": round(sent.between),
             }
-        )
+        table.append(row)
     return sorted(table, key=lambda row: -row["seconds"])
 
 
