@@ -51,7 +51,7 @@ def compiler_versions(topology_name: str) -> dict[str, str]:
 
 
 def compiler_identity(topology_name: str) -> str:
-    """Identifies what affects compiling besides program and topology's name: versions, flags, the card's description."""
+    """Identifies what affects compiling besides program and topology: versions, flags, the description of a card."""
     compiler = _compiler_of(topology_name)
     versions = "-".join(f"{name}-{version}" for name, version in compiler.Versions().items())
     flags, mark = compiler.Flags(), compiler.Mark(topology_name)
