@@ -65,8 +65,9 @@ lint: install ## ruff (rules and format) and mypy.
 	echo "== ruff format" && $(VENV)/bin/ruff format --check .
 	echo "== mypy" && $(VENV)/bin/mypy
 
-test: lint ## Lint, types and every test; TESTS=PATH for some.
-	@parts=($(PARTS:%='%') "tests $(foreach part,$(PARTS),--ignore=$(part))")
+test: lint ## Lint, types and every test; TESTS=PATH for some, GPU=1 for those on GPUs too.
+	@export TEST_GPU=$(if $(filter-out 0,$(GPU)),1,0)
+	parts=($(PARTS:%='%') "tests $(foreach part,$(PARTS),--ignore=$(part))")
 	if [[ -n "$(TESTS)" ]]; then parts=("$(TESTS)"); fi
 	status=0
 	for part in "$${parts[@]}"; do
