@@ -38,6 +38,12 @@ class CollectiveUse:
     devices: Groups = dataclasses.field(default=(), repr=False)
 
 
+def collective_kind(instruction: Instruction) -> str | None:
+    """The kind of collective, of COLLECTIVES, that an instruction is or starts; None for any other."""
+    kind = instruction.opcode.removesuffix("-start")
+    return kind if kind in COLLECTIVES else None
+
+
 def collective_use(
     instruction: Instruction, inside: Computation, module_attributes: str = ""
 ) -> CollectiveUse | None:
@@ -53,8 +59,8 @@ def collective_use(
     Raises:
       HloError: its replica groups cannot be read.
     """
-    kind = instruction.opcode.removesuffix("-start")
-    if kind not in COLLECTIVES:
+    kind = collective_kind(instruction)
+    if kind is None:
         return None
     operands = [array for operand in inside.operands(instruction) for array in operand.arrays]
     results = list(instruction.arrays)

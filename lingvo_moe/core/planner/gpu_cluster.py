@@ -11,7 +11,9 @@ they count both directions of a link or structured sparsity. Not from a data she
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from lingvo_moe.core.gpu_memory import usable_bytes
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.suggest import did_you_mean
 
@@ -221,6 +223,51 @@ class Cluster:
     def num_devices(self) -> int:
         """The number of GPUs; each is one device."""
         return self.nodes * self.gpus_per_node
+
+    @property
+    def num_chips(self) -> int:
+        """The number of GPUs."""
+        return self.num_devices
+
+    @property
+    def hbm_bytes(self) -> int:
+        """Memory of a GPU that XLA's allocator has for programs."""
+        return usable_bytes(self.card.memory_bytes)
+
+    @property
+    def hbm_bandwidth(self) -> float:
+        """Bytes/s between a GPU and its memory."""
+        return self.card.hbm_bandwidth
+
+    @property
+    def peaks(self) -> Mapping[str, float]:
+        """FLOP/s of a GPU by number format."""
+        return self.card.peak_flops
+
+    @property
+    def clock_hz(self) -> float:
+        """0: the compiler counts no cycles."""
+        return 0.0
+
+    def Describe(self) -> dict[str, Any]:
+        """The figures of the cluster that go into a plan's `topology`."""
+        card = self.card
+        return {
+            "name": self.name,
+            "card": card.label,
+            "devices": self.num_devices,
+            "chips": self.num_chips,
+            "nodes": self.nodes,
+            "gpus_per_node": self.gpus_per_node,
+            "hbm_bytes": self.hbm_bytes,
+            "memory_bytes": card.memory_bytes,
+            "peak_flops": card.peak_flops["bfloat16"],
+            "peaks": dict(card.peak_flops),
+            "hbm_bandwidth": card.hbm_bandwidth,
+            "node_bandwidth": card.node_bandwidth,
+            "nic_bandwidth": card.nic_bandwidth,
+            "source": card.source,
+        }
 
     def node_of(self, device: int) -> int:
         """The node that has the device with this id."""

@@ -6,10 +6,8 @@ from lingvo_moe.core.planner import cluster_network, torus
 from lingvo_moe.core.planner.cluster_network import Spread
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.gpu_cluster import Cluster
-from lingvo_moe.core.planner.topology import Topology
+from lingvo_moe.core.planner.machine import Machine
 from lingvo_moe.core.suggest import did_you_mean
-
-Machine = Topology | Cluster
 
 
 def seconds(

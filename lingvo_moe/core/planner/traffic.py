@@ -98,6 +98,8 @@ def _read(module: Module, inside: Computation, name: str) -> int:
 
 def _results(module: Module, instruction: Instruction, operands: list[Instruction]) -> float:
     arrays = instruction.arrays
+    if '"__cublas$' in instruction.attributes:
+        arrays = arrays[:1]  # A workspace follows.
     if instruction.opcode.endswith(
         "-start"
     ):  # Its result is a tuple that begins with its operands.
