@@ -115,9 +115,9 @@ def _compiled(compiler: Compiler, program: Program, topology: str, lowered: Any)
     """The compiled program, and the module that its partitioner was given."""
     refusal = ""
     with tempfile.TemporaryDirectory(prefix="lingvo_moe_") as dump:
-        options = dump_options(dump) if program.mesh.size > 1 else None
+        options = compiler.Options() | (dump_options(dump) if program.mesh.size > 1 else {})
         try:
-            return lowered.compile(compiler_options=options), read_before(dump)
+            return lowered.compile(compiler_options=options or None), read_before(dump)
         except jax.errors.JaxRuntimeError as e:
             refusal = str(e)
     raise compiler.Refusal(program.name, topology, refusal, lowered)

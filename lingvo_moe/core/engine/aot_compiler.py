@@ -45,6 +45,10 @@ class Compiler(abc.ABC):
         """The flags that the environment sets for the compiler."""
         return "".join(os.environ.get(name, "") for name in self.environment)
 
+    def Options(self) -> dict[str, bool]:
+        """The options that programs get when they run on such devices; {} where it has its own."""
+        return {}
+
     @abc.abstractmethod
     def Refusal(self, program: str, topology: str, message: str, lowered: Any) -> EngineError:
         """The error for a program that the compiler refused.

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from lingvo_moe.core.engine import cuda_plugin
+from lingvo_moe.core.engine import cuda_plugin, gpu_settings
 from lingvo_moe.core.engine.aot_compiler import Compiler, first_line, use_cpu
 from lingvo_moe.core.engine.aot_result import AotResult, OutOfMemory
 from lingvo_moe.core.engine.base import EngineError
@@ -38,9 +38,14 @@ class GpuCompiler(Compiler):
     def Versions(self) -> dict[str, str]:
         return {cuda_plugin.PACKAGE: cuda_plugin.version()}
 
+    def Options(self) -> dict[str, bool]:
+        """Those that the trainer gives its programs on GPUs."""
+        return gpu_settings.compiler_options()
+
     def Mark(self, topology: str) -> str:
-        """A hash of the card's description: another one may compile to another program."""
-        return hashlib.sha256(TARGETS[_parse(topology)[0]].Text().encode()).hexdigest()[:8]
+        """A hash of the card's description and the options: others may compile to another program."""
+        described = f"{TARGETS[_parse(topology)[0]].Text()}{sorted(self.Options().items())}"
+        return hashlib.sha256(described.encode()).hexdigest()[:8]
 
     def Refusal(self, program: str, topology: str, message: str, lowered: Any) -> EngineError:
         del lowered

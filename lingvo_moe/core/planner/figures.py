@@ -209,12 +209,9 @@ def collectives(plan: Plan) -> list[Mapping[str, Any]]:
     return sorted(plan.get("collectives") or (), key=lambda c: -(c.get("seconds") or 0.0))
 
 
-def where(item: Mapping[str, Any]) -> str:
+def nodes(item: Mapping[str, Any]) -> str:
     """How many nodes of a cluster each group of a collective spans; '' on a TPU slice."""
-    nodes = item.get("nodes")
-    if nodes is None:
-        return ""
-    return f"{nodes:,} nodes" if nodes > 1 else "in a node"
+    return f"{item['nodes']:,}" if "nodes" in item else ""
 
 
 # The columns of the tables by mesh axis and by order of the axes, after their first one.

@@ -132,10 +132,13 @@ def _advice(by_order: dict[str, Moved], cluster: Cluster) -> str:
     best, then = min(others, key=lambda item: item[1].seconds)
     if now.seconds - then.seconds < _WORTH * now.seconds or not now.seconds:
         return f"No other order of the mesh's axes is faster than {given}."
-    sent = [units.size(round(moved.between)) for moved in (then, now)]
+    then_sends, now_sends = (
+        f"{units.size(round(moved.inside))} inside its node and {units.size(round(moved.between))} to others"
+        for moved in (then, now)
+    )
     takes = [units.duration(s) for s in (then.seconds, now.seconds, now.seconds - then.seconds)]
     return (
-        f"--mesh={best} is faster: each GPU would send {sent[0]} a step between nodes instead of {sent[1]}, and the "
+        f"--mesh={best} is faster: in a step each GPU would send {then_sends}, instead of {now_sends}, and the "
         f"collectives would take {takes[0]} instead of {takes[1]}, which saves {takes[2]}. This is an estimate for the "
         "same program with its devices in that order."
     )

@@ -214,15 +214,16 @@ def _collectives(plan: Plan) -> str:
     items = figures.collectives(plan)
     if not items:
         return ""
-    located = any(map(figures.where, items))
-    heads = [(h, False, False) for h in ("kind", "layer", "part", "phase", "where")[: 4 + located]]
+    located = any(map(figures.nodes, items))
+    heads = [(h, False, False) for h in ("kind", "layer", "part", "phase")]
+    heads += [("nodes", True, False)] * located
     heads += [(h, True, False) for h in ("a step", "bytes of one", "devices")]
     heads.append(("seconds", True, True))
     rows = [
         [
             escape(item["kind"]),
             *(escape(_words(item[key]) or units.DASH) for key in ("layer", "part", "phase")),
-            *([figures.where(item)] if located else []),
+            *([figures.nodes(item)] if located else []),
             f"{item['count']:,}",
             units.size(item["bytes"]),
             f"{item['participants']:,}",

@@ -194,7 +194,7 @@ def _collectives(plan: Plan, width: int) -> Group:
     )
     items = figures.collectives(plan)
     narrow = () if width >= _WIDE else ("part", "devices")
-    left_out = narrow if any(map(figures.where, items)) else (*narrow, "where")
+    left_out = narrow if any(map(figures.nodes, items)) else (*narrow, "nodes")
     shown = [c for c in columns if c not in left_out]
     table = _table(*shown)
 
@@ -205,7 +205,7 @@ def _collectives(plan: Plan, width: int) -> Group:
         add(
             [
                 *(item[key] or units.DASH for key in ("kind", "layer", "part", "phase")),
-                figures.where(item),
+                figures.nodes(item),
                 f"{item['count']:,}",
                 units.size(item["bytes"]),
                 f"{item['participants']:,}",
@@ -250,7 +250,7 @@ def bar(fraction: float, width: int) -> str:
 
 def _table(*headings: str) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    words = ("what", "layer", "part", "phase", "kind", "where", "axis", "order", "")
+    words = ("what", "layer", "part", "phase", "kind", "axis", "order", "")
     for heading in headings:
         table.add_column(heading, justify="left" if heading in words else "right")
     return table

@@ -265,20 +265,20 @@ def test_comparison_has_a_row_for_each_plan():
     assert "does not fit: it misses by 4.00 GiB" in _squeezed(said)
 
 
-def test_collectives_of_a_cluster_are_inside_nodes_or_span_some():
+def test_collectives_of_a_cluster_have_the_nodes_that_they_span():
     said = _squeezed(_printed(print_plan, make_plan_of_a_cluster()))
-    assert "all-to-all encoder.moe dispatch_combine forward 32 nodes 18 16.0 MiB" in said
-    assert "all-reduce encoder attention backward in a node 36" in said
+    assert "all-to-all encoder.moe dispatch_combine forward 32 18 16.0 MiB" in said
+    assert "all-reduce encoder attention backward 1 36" in said
     assert (
         "axis a step sent inside nodes sent between nodes seconds expert 54 3.0 MiB 5.00 GiB"
         in said
     )
     assert "data:8,expert:32 54 3.0 MiB 5.00 GiB 120 ms --mesh=data:8,expert:32 is faster." in said
     _, page = _page([make_plan_of_a_cluster()])
-    for cell in ("32 nodes", "in a node", "sent between nodes", "data:8,expert:32 is faster."):
+    for cell in (">nodes<", ">32<", "sent between nodes", "data:8,expert:32 is faster."):
         assert cell in page
     for other in (_printed(print_plan, make_plan()), _page([make_plan()])[1]):
-        assert "in a node" not in other and "Mesh axes" not in other and ">where<" not in other
+        assert "Mesh axes" not in other and " nodes " not in other and ">nodes<" not in other
 
 
 @pytest.mark.parametrize("width", [80, 100, 120, 160])
