@@ -3,7 +3,7 @@
 The TPU compiler turns every product into a convolution, a batched one into a convolution whose window
 has padding, strides and dilations. As in XLA's own cost analysis, only window positions that meet
 data count, not those that fall on padding or into holes. The GPU compiler keeps products as `dot`s inside fusions, or
-calls cuBLAS, whose calls state their dimensions.
+calls cuBLAS and cuDNN, whose calls state their dimensions.
 """
 
 import math
@@ -17,6 +17,7 @@ from lingvo_moe.core.hlo.module import Computation, Instruction, Module
 # Number formats of products. A GPU multiplies float32 in TF32 unless the program demands more.
 BFLOAT16, TF32, FLOAT32 = FORMATS = ("bfloat16", "tf32", "float32")
 _CUBLAS = re.compile(r'custom_call_target="__cublas\$[^"]*"')
+_CUDNN = re.compile(r'custom_call_target="__cudnn\$conv(\w+)"')
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 _HIGH = re.compile(r"operand_precision=\{[^}]*highest|algorithm=dot_f32_f32_f32\b")
 _PRECISE_CALL = re.compile(
@@ -40,16 +41,21 @@ def number_format(product: Instruction, inside: Computation) -> str:
 
 
 def matmul_flops(instruction: Instruction, inside: Computation) -> int:
-    """FLOPs of one execution of a `dot`, a `convolution` or a call of cuBLAS; 0 for any other instruction."""
+    """FLOPs of one execution of a `dot`, a `convolution` or a call of cuBLAS or cuDNN; 0 for any other instruction."""
     if instruction.opcode == "dot":
         lhs = inside.operands(instruction)[0].arrays[0].dims
         contracted = attributes.dims_list(instruction, "lhs_contracting_dims")
         multiplies = math.prod(lhs[d] for d in contracted)
         return 2 * math.prod(instruction.arrays[0].dims) * multiplies
     if instruction.opcode == "convolution":
-        return _convolution_flops(instruction, inside)
-    if instruction.opcode == "custom-call" and _CUBLAS.search(instruction.attributes):
+        lhs, output = inside.operands(instruction)[0], instruction
+        return _convolution_flops(instruction, lhs.arrays[0].dims, output.arrays[0].dims)
+    if instruction.opcode != "custom-call":
+        return 0
+    if _CUBLAS.search(instruction.attributes):
         return _cublas_flops(instruction, inside)
+    if call := _CUDNN.search(instruction.attributes):
+        return _cudnn_flops(instruction, inside, call[1])
     return 0
 
 
@@ -63,10 +69,21 @@ def _cublas_flops(instruction: Instruction, inside: Computation) -> int:
     return 2 * math.prod(instruction.arrays[0].dims) * multiplies
 
 
-def _convolution_flops(instruction: Instruction, inside: Computation) -> int:
+def _cudnn_flops(instruction: Instruction, inside: Computation, kind: str) -> int:
+    """FLOPs of a convolution or one of its gradients, whose attributes are those of the convolution."""
+    first, second = (operand.arrays[0].dims for operand in inside.operands(instruction)[:2])
+    result = instruction.arrays[0].dims  # a workspace follows
+    if kind == "BackwardInput":
+        return _convolution_flops(instruction, result, first)
+    if kind == "BackwardFilter":
+        return _convolution_flops(instruction, first, second)
+    return _convolution_flops(instruction, first, result)
+
+
+def _convolution_flops(
+    instruction: Instruction, lhs: tuple[int, ...], output: tuple[int, ...]
+) -> int:
     dims = attributes.convolution_dims(instruction)
-    lhs = inside.operands(instruction)[0].arrays[0].dims
-    output = instruction.arrays[0].dims
     count = output[dims.output["f"]]
     count *= lhs[dims.lhs["f"]] // _groups(instruction, "feature_group_count")
     count *= lhs[dims.lhs["b"]] // _groups(instruction, "batch_group_count")

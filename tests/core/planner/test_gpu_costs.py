@@ -93,6 +93,31 @@ def test_a_call_of_cublas(config, dtype, kind):
     assert cost.place.part == "experts"
 
 
+@pytest.mark.parametrize(
+    "kind, operands, result",
+    [
+        ("Forward", ("input", "filter"), "output"),
+        ("ForwardGraph", ("input", "filter"), "output"),
+        ("BackwardInput", ("output", "filter"), "input"),
+        ("BackwardFilter", ("input", "output"), "filter"),
+    ],
+)
+def test_a_convolution_and_its_gradients_count_the_same(kind, operands, result):
+    shapes = {"input": "f32[4,8,8,6]", "filter": "f32[10,3,3,6]", "output": "f32[4,4,4,10]"}
+    first, second = (shapes[name] for name in operands)
+    cost = _costs(
+        f"""  %a = {first}{{3,2,1,0}} parameter(0)
+  %b = {second}{{3,2,1,0}} parameter(1)
+  %conv = ({shapes[result]}{{3,2,1,0}}, u8[999]{{0}}) custom-call(%a, %b), window={{size=3x3 stride=2x2 pad=0_1x0_1}}, \
+dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$conv{kind}"
+  ROOT %y = {shapes[result]}{{3,2,1,0}} get-tuple-element(%conv), index=0"""
+    )["conv"]
+    # In each dimension the last of four windows has one of its three rows in the padding.
+    assert cost.flops == 2 * 4 * 10 * 6 * (3 * 4 - 1) ** 2
+    assert cost.formats == {"tf32": cost.flops}
+    assert cost.bytes == 4 * (4 * 8 * 8 * 6 + 10 * 3 * 3 * 6 + 4 * 4 * 4 * 10)
+
+
 def test_a_call_of_cublas_without_dimensions_is_an_error():
     with pytest.raises(HloError, match="call calls cuBLAS without saying which dimensions"):
         _costs(_cublas('"alpha_real":1'))
