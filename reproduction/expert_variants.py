@@ -8,7 +8,7 @@ mt.M4Demo: each changes one thing of its recipe.
 from dataclasses import dataclass
 
 GROUPS = ("experts", "routers", "recipes")
-STEPS = {"experts": 1000, "routers": 300, "recipes": 300}
+STEPS = {"experts": 1000, "routers": 300, "recipes": 600}
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,12 @@ _RATE = "task.optimizer.learning_rate"
 
 
 def _recipe(says: str, *settings: str, experts: int = 8) -> Variant:
-    """A variant of mt.M4Demo in 300 steps, at the end of which the rate has decayed where it decays to an end."""
-    schedule = () if any(f"{_RATE}=" in s for s in settings) else (f"{_RATE}.total_steps=300",)
+    """A variant of mt.M4Demo in 600 steps, at the end of which the rate has decayed where it decays to an end."""
+    schedule = (
+        ()
+        if any(f"{_RATE}=" in s for s in settings)
+        else (f"{_RATE}.total_steps={STEPS['recipes']}",)
+    )
     override = ";".join((*settings, *schedule))
     return Variant("recipes", experts, says, override, model="mt.M4Demo")
 
@@ -96,9 +100,9 @@ VARIANTS: dict[str, Variant] = {
     "adam": _recipe(
         "Adam, rate 0.006",
         "task.optimizer=adam",
-        _schedule("linear", value=0.006, warmup_steps=30, total_steps=300),
+        _schedule("linear", value=0.006, warmup_steps=30, total_steps=STEPS["recipes"]),
     ),
-    "papers_balance": _recipe("the paper's balance loss, 1/64", "task.moe.router.reading=paper"),
+    "papers_balance": _recipe("a balance loss of 1/64", "task.moe.router.reading=paper"),
     "equal_cost": _recipe("top-2 of 8, H = 256", _WIDE),
     "equal_cost_e32": _recipe("top-2 of 32, H = 256", "task.num_experts=32", _WIDE, experts=32),
     "hash_e8": _recipe("hash of the token, 8 of H = 512", "task.moe.router=hash"),

@@ -25,7 +25,7 @@ class M4Demo(registry.Experiment):
     """The family's shape at a size that two CPU cores train in minutes: 4 layers, 8 experts over 8
     devices."""
 
-    STEPS = 600
+    STEPS = 1800
 
     def LearningRate(self) -> InstantiableParams:
         """The schedule, of a short run with a known end: Adafactor's rate is relative to a weight's size."""
@@ -49,9 +49,9 @@ class M4Demo(registry.Experiment):
             dropout=0.0,
             optimizer=Adafactor.Params().Set(learning_rate=self.LearningRate()),
         )
-        # The paper's balance loss is 1/320 of this at 8 experts: too weak for a router's first steps.
+        # The paper's balance loss is 1/640 of this at 8 experts: too weak for a router's first steps.
         p.moe.router.reading = "lingvo"
-        p.aux_loss_weight = 0.05
+        p.aux_loss_weight = 0.1
         p.moe.capacity_factor = 2.5  # a router of 50 steps is not balanced yet
         return SplitOverExperts(p)
 
@@ -63,12 +63,12 @@ class M4Demo(registry.Experiment):
             vocab_sentences=60_000,
             source_length=64,
             target_length=40,
-            batch_size=32,
+            batch_size=16,
         )
 
     def Train(self) -> Params:
         return registry.TrainParams().Set(
-            mesh="expert:8", max_steps=self.STEPS, save_interval_steps=100, eval_interval_steps=100
+            mesh="expert:8", max_steps=self.STEPS, save_interval_steps=200, eval_interval_steps=200
         )
 
 
@@ -83,7 +83,7 @@ class M4Small(M4Demo):
     STEPS = 20_000
 
     def LearningRate(self) -> InstantiableParams:
-        return InverseSqrt.Params().Set(value=0.06, warmup_steps=100, decay_start=300)
+        return InverseSqrt.Params().Set(value=0.06, warmup_steps=30, decay_start=60)
 
     def Task(self) -> InstantiableParams:
         p = super().Task()
@@ -98,6 +98,9 @@ class M4Small(M4Demo):
             num_experts=24,
             dropout=0.1,  # its runs are of several epochs
         )
+
+    def Input(self) -> InstantiableParams:
+        return super().Input().Set(batch_size=32)
 
     def Train(self) -> Params:
         return super().Train().Set(save_interval_steps=500, eval_interval_steps=500)
@@ -159,6 +162,9 @@ class M4Experts(M4Demo):
             num_groups=2,
             repeat=False,
         )
+
+    def Input(self) -> InstantiableParams:
+        return super().Input().Set(batch_size=32)
 
     def Train(self) -> Params:
         every = {"save_interval_steps": 500, "eval_interval_steps": 500}
