@@ -267,7 +267,7 @@ def test_the_smallest_slice_skips_what_cannot_hold_the_state(monkeypatch):
     dense = planning.slices_to_try(planning.Request("mt.T96L", "v5p"))
     assert next(dense) == "v5p:2x2x2"  # heads are sharded over 8 devices
     gpus = planning.slices_to_try(planning.Request("mt.M4MoE128E36L", "a100-40"))
-    assert next(gpus) == "a100-40:1x8"  # as 8 devices of 36 GiB: a GPU alone cannot hold its state
+    assert next(gpus) == "a100-40:2x8"  # 48.8 GiB on each of 8 GPUs, 24.4 on 16, of 35.5
     with pytest.raises(planning.FitsNone, match=r"v5e.* none can hold its state"):
         planning.smallest_slice(planning.Request("mt.M4MoE2048E60L", "v5e"), None)
 
@@ -297,7 +297,7 @@ def test_the_command_compares_recorded_plans(tmp_path):
         ),
         (["--model=mt.M4Tiny", "--topology=v3", "--mesh=foo"], "--mesh='foo': 'foo' is not"),
         (["--model=mt.M4Tiny", "--topology=v8"], "no TPU generation"),
-        (["--model=mt.M4Tiny", "--topology=h10"], "no GPU; did you mean"),
+        (["--model=mt.M4Tiny", "--topology=h10"], "no GPU (did you mean 'h100'?)"),
         (["--compare=/nowhere.json"], "--compare=/nowhere.json: No such file"),
         ([f"--compare={__file__}"], "not JSON"),
         (["--topolgy=v3:2x2"], "did you mean '--topology'"),

@@ -14,6 +14,7 @@ from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.collectives import parse_collectives
 from lingvo_moe.core.engine.gpu_targets import TARGETS
 from lingvo_moe.core.engine.lowering import lower
+from lingvo_moe.core.engine.partition_dump import dump_options
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.gpu_memory import usable_bytes
 from lingvo_moe.core.hlo.module import parse_module
@@ -59,6 +60,17 @@ def test_compiling(dtype, size, kind):
     formats = number_formats(costs(parse_module(result.hlo_text)))
     assert set(formats) == {kind}
     assert formats[kind] in (2 * 1024 * 128 * 512, 2 * 1024 * 1024 * 512)
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("card", ["a100", "h100"])
+def test_the_machine_code_multiplies_float32_in_tf32(card, tmp_path):
+    lowered = aot.lower_for_topology(_gram(1024), f"{card}:1x8")
+    lowered.compile(compiler_options=dump_options(tmp_path))
+    products = [line for path in tmp_path.glob("*.ptx") for line in path.read_text().splitlines()]
+    products = [line for line in products if "mma." in line]
+    assert products
+    assert all("tf32" in line for line in products)
 
 
 @needs_gpu_compiler
