@@ -58,6 +58,7 @@ class PjrtEngine(Engine):
         """
         check_action(known_faults)
         self.mesh, self.known_faults = mesh, known_faults
+        gpu_settings.prepare()
         available = list(devices) if devices is not None else jax.devices()
         if mesh.size > len(available):
             raise EngineError(_misfit(mesh, available))

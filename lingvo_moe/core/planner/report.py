@@ -179,19 +179,8 @@ def _stack(part: figures.PartTime, longest: float, width: int) -> Text:
 
 
 def _collectives(plan: Plan, width: int) -> Group:
-    columns = (
-        *(
-            "kind",
-            "layer",
-            "part",
-            "phase",
-            "where",
-            "a step",
-            "bytes of one",
-            "devices",
-            "seconds",
-        ),
-    )
+    places = ("kind", "layer", "part", "phase", "nodes")
+    columns = (*places, "a step", "bytes of one", "devices", "seconds")
     items = figures.collectives(plan)
     narrow = () if width >= _WIDE else ("part", "devices")
     left_out = narrow if any(map(figures.nodes, items)) else (*narrow, "nodes")

@@ -1,5 +1,8 @@
 """GPU clusters by name, and the figures of their cards."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from lingvo_moe.core.planner.errors import PlanError
@@ -54,3 +57,16 @@ def test_the_figures_of_a_card_agree_with_each_other(card):
         assert (card.nvlink_domain, card.node_bandwidth) == (1, card.pcie_bandwidth)
     assert card.source.startswith("NVIDIA ")
     assert "network: assumed" in card.source
+
+
+def test_the_page_on_gpus_has_these_figures():
+    page = (Path(__file__).parents[3] / "docs" / "gpus.md").read_text("utf-8")
+    rows = re.findall(
+        r"^\| `([a-z0-9-]+)` \| ([^|`]+) \| ([^|]+) \| ([^|]+) \|$", page, re.MULTILINE
+    )
+    expected = [
+        (name, *(f"{v / 1e9:g}" if v else "–" for v in rates))
+        for name, card in CARDS.items()
+        for rates in [(card.nvlink_bandwidth, card.pcie_bandwidth, card.nic_bandwidth)]
+    ]
+    assert rows == expected

@@ -267,6 +267,7 @@ def test_comparison_has_a_row_for_each_plan():
 
 def test_collectives_of_a_cluster_have_the_nodes_that_they_span():
     said = _squeezed(_printed(print_plan, make_plan_of_a_cluster()))
+    assert "kind layer part phase nodes a step bytes of one" in said
     assert "all-to-all encoder.moe dispatch_combine forward 32 18 16.0 MiB" in said
     assert "all-reduce encoder attention backward 1 36" in said
     assert (
