@@ -48,8 +48,8 @@ def matmul_flops(instruction: Instruction, inside: Computation) -> int:
         multiplies = math.prod(lhs[d] for d in contracted)
         return 2 * math.prod(instruction.arrays[0].dims) * multiplies
     if instruction.opcode == "convolution":
-        lhs, output = inside.operands(instruction)[0], instruction
-        return _convolution_flops(instruction, lhs.arrays[0].dims, output.arrays[0].dims)
+        image = inside.operands(instruction)[0].arrays[0]
+        return _convolution_flops(instruction, image.dims, instruction.arrays[0].dims)
     if instruction.opcode != "custom-call":
         return 0
     if _CUBLAS.search(instruction.attributes):
