@@ -21,13 +21,14 @@ EXAMPLES ?= 2000
 PROGRAMS ?= 200
 # Or a number for a parameter, with a step of a model where it is accepted: a quarter of a second.
 NUMBERS ?= 400
+GPU ?=
 SEED ?= $(shell echo $$RANDOM$$RANDOM)
 ARGS ?=
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
 
-install: ## Make .venv with the pinned packages; does nothing when they have not changed.
+install: ## Make .venv with the pinned packages, once; GPU=1 adds JAX for NVIDIA GPUs.
 	@python=
 	for candidate in python3.11 python3.12 python3.13 python3; do
 	  if "$$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
@@ -39,29 +40,34 @@ install: ## Make .venv with the pinned packages; does nothing when they have not
 	  exit 1
 	fi
 	version=$$("$$python" --version)
-	wanted=$$({ cat $(LOCK); echo "$$version"; } | sha256sum | cut -d' ' -f1)
-	if [[ -x $(PY) && "$$(cat $(VENV)/installed 2>/dev/null)" == "$$wanted" ]]; then
-	  exit 0
-	fi
-	echo "Installing $$(grep -c == $(LOCK)) pinned packages into $(VENV) (about 4 GB; some minutes) ..."
-	if [[ "$$($(PY) --version 2>/dev/null)" != "$$version" ]]; then
-	  "$$python" -m venv --clear $(VENV)
-	fi
-	if ! $(PY) -m pip install --disable-pip-version-check --progress-bar on --no-deps -r $(LOCK); then
-	  echo "make install: pip could not install $(LOCK); its message is above." >&2
-	  echo "It needs a package index, 8 GB of disk and Linux on x86-64. Nothing is lost: run make install again." >&2
-	  exit 1
-	fi
-	echo "$$wanted" > $(VENV)/installed
-	echo "Installed into $(VENV)."
+	# Installs a requirements file, unless a stamp in .venv says that it is there: FILE STAMP SIZE PIP_ARGUMENTS...
+	install_once() {
+	  local file=$$1 stamp=$(VENV)/$$2 size=$$3; shift 3
+	  local wanted=$$({ cat "$$file"; echo "$$version"; } | sha256sum | cut -d' ' -f1)
+	  if [[ -x $(PY) && "$$(cat "$$stamp" 2>/dev/null)" == "$$wanted" ]]; then return; fi
+	  echo "Installing $$file into $(VENV) (about $$size; some minutes) ..."
+	  if [[ "$$($(PY) --version 2>/dev/null)" != "$$version" ]]; then
+	    "$$python" -m venv --clear $(VENV)
+	  fi
+	  if ! $(PY) -m pip install --disable-pip-version-check --progress-bar on "$$@" -r "$$file"; then
+	    echo "make install: pip could not install $$file; its message is above." >&2
+	    echo "It needs a package index, 8 GB of disk and Linux on x86-64. Nothing is lost: run make install again." >&2
+	    exit 1
+	  fi
+	  echo "$$wanted" > "$$stamp"
+	  echo "Installed into $(VENV)."
+	}
+	install_once $(LOCK) installed "4 GB" --no-deps
+	if [[ -n "$(filter-out 0,$(GPU))" ]]; then install_once requirements-cuda.txt installed-cuda "5 GB" --constraint $(LOCK); fi
 
 lint: install ## ruff (rules and format) and mypy.
 	@echo "== ruff check" && $(VENV)/bin/ruff check .
 	echo "== ruff format" && $(VENV)/bin/ruff format --check .
 	echo "== mypy" && $(VENV)/bin/mypy
 
-test: lint ## Lint, types and every test; TESTS=PATH for some.
-	@parts=($(PARTS:%='%') "tests $(foreach part,$(PARTS),--ignore=$(part))")
+test: lint ## Lint, types and every test; TESTS=PATH for some, GPU=1 for those on GPUs too.
+	@export TEST_GPU=$(if $(filter-out 0,$(GPU)),1,0)
+	parts=($(PARTS:%='%') "tests $(foreach part,$(PARTS),--ignore=$(part))")
 	if [[ -n "$(TESTS)" ]]; then parts=("$(TESTS)"); fi
 	status=0
 	for part in "$${parts[@]}"; do

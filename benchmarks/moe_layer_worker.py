@@ -22,9 +22,12 @@ def main() -> None:
     tf.config.threading.set_intra_op_parallelism_threads(size["threads"])
     tf.config.threading.set_inter_op_parallelism_threads(1)
     engine, _, kind = name.partition(".")
-    make = {"matmul": _matmul, "dense": _dense}.get(kind, _layer)
     # NumPy's arrays are not kept: they would count as the layer's memory.
-    serve(_step(engine, *make(kind, size)), version=tf.__version__)
+    if kind == "matmul":
+        serve(_step(engine, *_matmul(size)), version=tf.__version__)
+    else:
+        step = _step(engine, gradients_of(kind, size), arguments(kind, size))
+        serve(step, version=tf.__version__)
 
 
 def _step(engine_name: str, fn: Callable, args: tuple, repeat: int = 1) -> Callable[[], None]:
@@ -49,12 +52,42 @@ def _step(engine_name: str, fn: Callable, args: tuple, repeat: int = 1) -> Calla
     return step
 
 
-def _layer(dispatcher: str, size: dict[str, Any]) -> tuple[Callable, tuple]:
-    """An MoE layer's output, its loss, and the gradients of inputs, router and experts."""
-    from lingvo_moe.core.moe.layer import MoELayer
+def arguments(kind: str, size: dict[str, Any]) -> tuple[Any, Any]:
+    """Weights and data of an MoE layer, or of a feed-forward layer (kind 'dense'). Needs no TensorFlow.
+
+    Args:
+        kind: a dispatcher's name, or 'dense'.
+        size: num_experts, groups, group_size, model_dim, hidden_dim.
+
+    Returns:
+        NestedMaps of float32 arrays: theta, and x and dy [groups, group_size, model_dim].
+    """
     from lingvo_moe.core.nested_map import NestedMap
 
+    if kind == "dense":
+        size = _as_wide_as_two_experts(size)
     x, dy, wg, wi, wo = arrays(size)
+    shape = [size["groups"], size["group_size"], size["model_dim"]]
+    data = NestedMap(x=x.reshape(shape), dy=dy.reshape(shape))
+    if kind == "dense":
+        return NestedMap(wi=wi[0], wo=wo[0]), data
+    return NestedMap(router=NestedMap(wg=wg), experts=NestedMap(wi=wi, wo=wo)), data
+
+
+def gradients_of(kind: str, size: dict[str, Any]) -> Callable:
+    """The function of theta and data that a contender runs: a layer's output, and the gradients of inputs and weights.
+
+    Args:
+        kind: as `arguments`.
+        size: as `arguments`; `fprop_dtype` of the layer, by default float32.
+    """
+    return _gradients((_dense if kind == "dense" else _layer)(kind, size).Instantiate())
+
+
+def _layer(dispatcher: str, size: dict[str, Any]) -> Any:
+    """The parameters of an MoE layer."""
+    from lingvo_moe.core.moe.layer import MoELayer
+
     params = MoELayer.Params().Set(
         name="moe",
         model_dim=size["model_dim"],
@@ -62,28 +95,27 @@ def _layer(dispatcher: str, size: dict[str, Any]) -> tuple[Callable, tuple]:
         num_experts=size["num_experts"],
         min_capacity=1,
         dispatcher=dispatcher,
+        fprop_dtype=size.get("fprop_dtype", "float32"),
     )
     params.router.second_expert_policy = "all"
-    shape = [size["groups"], size["group_size"], size["model_dim"]]
-    theta = NestedMap(router=NestedMap(wg=wg), experts=NestedMap(wi=wi, wo=wo))
-    data = NestedMap(x=x.reshape(shape), dy=dy.reshape(shape))
-    return _gradients(params.Instantiate()), (theta, data)
+    return params
 
 
-def _dense(kind: str, size: dict[str, Any]) -> tuple[Callable, tuple]:
-    """A feed-forward layer of twice the width, which costs as much as two experts a token."""
+def _dense(kind: str, size: dict[str, Any]) -> Any:
+    """The parameters of a feed-forward layer of twice the width, which costs as much as two experts a token."""
     from lingvo_moe.core.layers.feed_forward import FeedForward
-    from lingvo_moe.core.nested_map import NestedMap
 
     del kind
-    wide = {**size, "num_experts": 1, "hidden_dim": 2 * size["hidden_dim"]}
-    x, dy, _, wi, wo = arrays(wide)
-    params = FeedForward.Params().Set(
-        name="ffn", model_dim=wide["model_dim"], hidden_dim=wide["hidden_dim"]
+    return FeedForward.Params().Set(
+        name="ffn",
+        model_dim=size["model_dim"],
+        hidden_dim=_as_wide_as_two_experts(size)["hidden_dim"],
+        fprop_dtype=size.get("fprop_dtype", "float32"),
     )
-    shape = [size["groups"], size["group_size"], size["model_dim"]]
-    data = NestedMap(x=x.reshape(shape), dy=dy.reshape(shape))
-    return _gradients(params.Instantiate()), (NestedMap(wi=wi[0], wo=wo[0]), data)
+
+
+def _as_wide_as_two_experts(size: dict[str, Any]) -> dict[str, Any]:
+    return {**size, "num_experts": 1, "hidden_dim": 2 * size["hidden_dim"]}
 
 
 def _gradients(layer: Any) -> Callable:
@@ -95,21 +127,21 @@ def _gradients(layer: Any) -> Callable:
         with tf.GradientTape() as tape:
             tape.watch([data.x, *theta.Flatten()])
             paddings = tf.zeros(data.x.shape[:2])
-            y, extras = layer.FProp(theta, data.x, paddings, seed=tf.constant([1, 2]))
-            loss = tf.reduce_sum(y * data.dy) + extras.get("aux_loss", 0.0)
+            x = tf.cast(data.x, layer.fprop_dtype)
+            y, extras = layer.FProp(theta, x, paddings, seed=tf.constant([1, 2]))
+            loss = tf.reduce_sum(tf.cast(y, tf.float32) * data.dy) + extras.get("aux_loss", 0.0)
         gradients = tape.gradient(loss, [data.x, *theta.Flatten()])
         return NestedMap(y=y, gradients=gradients)
 
     return fn
 
 
-def _matmul(kind: str, size: dict[str, Any]) -> tuple[Callable, tuple, int]:
+def _matmul(size: dict[str, Any]) -> tuple[Callable, tuple, int]:
     """One product of two rows a token, six times: forward and backward of two layers."""
     import tensorflow as tf
 
     from lingvo_moe.core.nested_map import NestedMap
 
-    del kind
     two = {**size, "groups": 2 * size["groups"], "num_experts": 1}
     x, _, _, wi, _ = arrays(two)
     return (

@@ -4,9 +4,9 @@
     print(explanation)
     print(explanation.Sharding("ffn/einsum"))
 
-The program is compiled for the devices of this process, or ahead of time for a TPU slice, and not
-run. The explanation describes what XLA's sharding propagation and its SPMD partitioner did. Operations that
-the partitioner is known to compute wrongly come first; `explanation.Check()` raises for them.
+The program is compiled for the devices of this process, or ahead of time for a TPU slice or a GPU
+cluster, and not run. The explanation describes what XLA's sharding propagation and its SPMD partitioner did.
+Operations that the partitioner is known to compute wrongly come first; `explanation.Check()` raises for them.
 """
 
 import re
@@ -52,7 +52,7 @@ def explain(
             here; the partitioner chooses the shardings of its results.
         arg_specs: for a function: for each argument a tree of TensorSpecs or VariableSpecs.
         mesh: for a function; by default the one in force.
-        topology: a TPU slice to compile for ahead of time, e.g. 'v3:2x2'; '' for this process's
+        topology: a TPU slice or GPU cluster to compile for ahead of time, e.g. 'v3:2x2'; '' for this process's
             devices.
 
     Raises:
@@ -78,7 +78,9 @@ def explain(
     module = parse_module(made.before)
     before, after = spmd.Propagated(module), parse_module(made.after)
     names = _Names(program, before)
-    faults = known_faults.known_faults(module)  # of a TPU slice too, as `tools.plan` does
+    faults = known_faults.known_faults(
+        module
+    )  # of a machine that is not here too, as `tools.plan` does
     annotations = before.Annotations()
     return Explanation(
         name=program.name,

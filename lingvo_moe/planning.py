@@ -1,4 +1,4 @@
-"""From an experiment and a topology to a plan: registry -> step -> program -> TPU compiler -> plan.
+"""From an experiment and a topology to a plan: registry -> step -> program -> TPU or GPU compiler -> plan.
 
 The sibling of trainer.py: the same step, lowered by the same path, is compiled for a machine that is
 not there instead of being run on one that is.
@@ -21,11 +21,12 @@ from lingvo_moe.core.hlo.errors import HloError
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.partitioner.known_faults import ERROR, OFF, check_action
-from lingvo_moe.core.planner import memory, plan
+from lingvo_moe.core.planner import memory, mesh_order, plan
 from lingvo_moe.core.planner.costs import costs as costs_of
 from lingvo_moe.core.planner.errors import PlanError
-from lingvo_moe.core.planner.slices import slices
-from lingvo_moe.core.planner.topology import Topology
+from lingvo_moe.core.planner.gpu_cluster import CARDS, Cluster
+from lingvo_moe.core.planner.machine import Machine, parse_machine
+from lingvo_moe.core.planner.slices import machines
 from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.core.step import Step
 from lingvo_moe.recomputing import Memory, chosen_form
@@ -42,7 +43,7 @@ class Request:
 
     Attributes:
         model: an experiment, e.g. 'mt.M4MoE2048E36L'.
-        topology: e.g. 'v3:32x32'.
+        topology: e.g. 'v3:32x32' or 'h100:32x8'.
         override: as --model_params_override.
         what: one of WHATS.
         mesh: 'axis:size,...'; '': the experiment's own, sized to the topology.
@@ -67,11 +68,11 @@ def make_plan(
 
     Raises:
         ValueError: of some subclass, with one line that names the flag: an experiment, override,
-            topology or mesh that cannot be; no TPU compiler; a known fault of XLA's partitioner.
+            topology or mesh that cannot be; no compiler; a known fault of XLA's partitioner.
     """
     checks.check_one_of("--what", request.what, WHATS, PlanError)
     check_action(request.known_faults, "--known_faults")
-    topology = Topology.parse(request.topology)
+    topology = parse_machine(request.topology)
     num_devices = len(aot.devices_of(topology.name))
     params = registry.GetParams(request.model, request.override)
     task = params.task.Instantiate()
@@ -99,7 +100,7 @@ def make_plan(
         "topology": plan.describe_topology(topology),
         "batch": job.batch,
         "parameters": plan.parameters(state, mesh),
-        "compiler": {"libtpu": aot.compiler_version(), "jax": version("jax")},
+        "compiler": aot.compiler_versions(topology.name) | {"jax": version("jax")},
         "compile": {"lower_seconds": lower_seconds, "program_bytes": len(program.exported)},
     }
     compiled = _compiled(program, topology, cache_dir, say)
@@ -119,7 +120,7 @@ def make_plan(
 
 
 def _compiled(
-    program: Program, topology: Topology, cache_dir: Path | None, say: Say
+    program: Program, topology: Machine, cache_dir: Path | None, say: Say
 ) -> aot.AotResult | aot.OutOfMemory:
     """What the compiler gives, from the cache where it is there, or why the program does not fit."""
     say(f"compiling for {topology.name}: {topology.num_devices} devices")
@@ -127,7 +128,7 @@ def _compiled(
         compiled = cached(
             program,
             topology.name,
-            aot.compiler_identity(),
+            aot.compiler_identity(topology.name),
             cache_dir,
             lambda: aot.compile_for_topology(program, topology.name),
         )
@@ -138,16 +139,20 @@ def _compiled(
 
 
 def _analyse(
-    compiled: aot.AotResult, program: Program, topology: Topology, job: plan.Job
+    compiled: aot.AotResult, program: Program, topology: Machine, job: plan.Job
 ) -> dict[str, Any]:
     """The part of a plan that comes from the compiled program."""
     module = parse_module(compiled.hlo_text)
     costs = costs_of(module)
     work = plan.work(costs, topology)
     collectives = plan.collectives(costs, topology)
-    return {
+    of_cluster: dict[str, Any] = {}
+    if isinstance(topology, Cluster):
+        of_cluster["mesh_axes"] = mesh_order.mesh_plan(costs, program.mesh, topology)
+        of_cluster["number_formats"] = plan.number_formats(costs)
+    return of_cluster | {
         "memory": memory.memory_plan(
-            module, compiled.memory, program.signature, topology.chip.hbm_bytes
+            module, compiled.memory, program.signature, topology.hbm_bytes
         ),
         "work": work,
         "collectives": collectives,
@@ -183,19 +188,19 @@ def planned_mesh(params: Params, num_devices: int, text: str = "") -> Mesh:
     return mesh
 
 
-def topology_memory(topology: Topology) -> Memory:
-    """The memory of a described slice, as recomputing.chosen_form takes it."""
-    return Memory(topology.chip.hbm_bytes, "each device's")
+def topology_memory(topology: Machine) -> Memory:
+    """The memory of a described machine, as recomputing.chosen_form takes it."""
+    return Memory(topology.hbm_bytes, "each device's")
 
 
 def smallest_slice(
     request: Request, cache_dir: Path | None, say: Say = lambda _: None
 ) -> dict[str, Any]:
-    """The plan for the smallest slice that the model fits, of the generation in `request.topology`.
+    """The plan for the smallest machine that the model fits, of the generation or card in `request.topology`.
 
     Raises:
-        FitsNone: it fits no slice of that generation.
-        PlanError: no such generation.
+        FitsNone: it fits no machine of that kind.
+        PlanError: no such generation or card.
     """
     tried = []
     for name in slices_to_try(request):
@@ -208,23 +213,26 @@ def smallest_slice(
 
 
 class FitsNone(PlanError):
-    """A model that is too large for every slice of a generation.
+    """A model that is too large for every slice of a generation, or every cluster of a card.
 
     Attributes:
-        tried: the slices for which it was compiled.
+        tried: the machines for which it was compiled.
     """
 
     def __init__(self, request: Request, tried: list[str]):
         self.tried = tried
+        kind = "cluster" if request.topology.strip().lower() in CARDS else "slice"
         compiled = f"compiled for {', '.join(tried)}" if tried else "none can hold its state"
         super().__init__(
-            f"{request.model} fits no slice of {request.topology} over which it divides: {compiled}"
+            f"{request.model} fits no {kind} of {request.topology} over which it divides: {compiled}"
         )
 
 
 def slices_to_try(request: Request) -> Iterator[str]:
-    """The slices of a generation over which the experiment divides, smallest first, without those that
-    cannot hold its weights and, to train it, slots and gradients at a time."""
+    """The slices of a generation, or clusters of a card, over which the experiment divides, smallest first.
+
+    Those are left out whose devices cannot hold its weights and, to train it, slots and gradients at a time.
+    """
     params = registry.GetParams(request.model, request.override)
     task = params.task.Instantiate()
     train = request.what == "train"
@@ -232,8 +240,8 @@ def slices_to_try(request: Request) -> Iterator[str]:
         Mesh.parse(request.mesh)  # a mistake is no reason to pass over every slice
     state = task.StateSpecs()
     narrow = params.task.fprop_dtype not in (None, "float32")
-    for name in slices(request.topology):
-        topology = Topology.parse(name)
+    for name in machines(request.topology):
+        topology = parse_machine(name)
         try:
             mesh = planned_mesh(params, topology.num_devices, request.mesh)
             check_divisible(params, task, mesh)
@@ -242,5 +250,5 @@ def slices_to_try(request: Request) -> Iterator[str]:
         held = plan.parameters(state, mesh)
         gradients = held["bytes"] // (2 if narrow else 1)
         least = held["bytes"] + (held["slot_bytes"] + gradients if train else 0)
-        if least <= topology.chip.hbm_bytes:
+        if least <= topology.hbm_bytes:
             yield name

@@ -111,8 +111,9 @@ def load_tensorflow(engine: str | None) -> None:
 
 def find_devices() -> None:
     """Lets JAX look for devices. Silences its warnings about TPUs unless the machine has some."""
-    from lingvo_moe.core.engine import devices
+    from lingvo_moe.core.engine import devices, gpu_settings
 
+    gpu_settings.prepare()
     has_tpu = bool([*Path("/dev").glob("accel*"), *Path("/dev").glob("vfio/*")])
     with contextlib.nullcontext() if has_tpu else quiet():
         devices.device_count()
@@ -184,7 +185,7 @@ class Run:
 
 def train_in_job(args: Flags, params: Params, override: str, limit: TimeLimit) -> int:
     """Like train, after the processes of the job have connected to each other."""
-    from lingvo_moe.core.engine import devices
+    from lingvo_moe.core.engine import devices, gpu_settings
     from lingvo_moe.core.engine.base import make_engine
     from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
     from lingvo_moe.trainer_memory import check_memory
@@ -199,6 +200,8 @@ def train_in_job(args: Flags, params: Params, override: str, limit: TimeLimit) -
     check_divisible(params, task, mesh)
     task.CheckInput(params.task, params.input)
     on_cpu = devices.runs_on_cpu(args.engine)
+    if on_cpu and not args.num_devices and (unused := gpu_settings.unused_gpus()):
+        say(unused)
     if args.verify:
         verify_step(args, mesh, on_cpu)
     check_memory(params, task, inputs, mesh, args.num_processes, holds_state=on_cpu)

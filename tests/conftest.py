@@ -2,7 +2,8 @@
 
 TensorFlow and JAX read these variables when they are first imported, so they are set here, before any
 test module is. A value that is already set wins, except that an accelerator is never used: tests must
-say the same thing on every machine.
+say the same thing on every machine. With TEST_GPU=1 (make test GPU=1) JAX sees NVIDIA GPUs beside the CPU,
+which stays the default; the tests that are for GPUs then run too.
 """
 
 import ctypes
@@ -30,8 +31,11 @@ _XLA_FLAGS = {
 
 def _set_environment() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if os.environ.get("TEST_GPU", "0") == "1":
+        os.environ["JAX_PLATFORMS"] = "cpu,cuda"
+    else:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     flags = os.environ.get("XLA_FLAGS", "")
     for flag, value in _XLA_FLAGS.items():
         if flag not in flags:

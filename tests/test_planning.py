@@ -1,7 +1,7 @@
-"""Plans of a small model, from the real TPU compiler: equal to recorded ones, exact where they claim to be.
+"""Plans of a small model, from the real TPU and GPU compilers: equal to recorded ones, exact where they claim to be.
 
-A layer that is no longer sharded is named. Compiling for eight TPU cores takes about half a minute, so all tests share
-two plans. This writes `tests/plans/` again:
+A layer that is no longer sharded is named. Compiling for eight devices takes about half a minute, so all tests share
+three plans. This writes `tests/plans/` again (likewise for h100:1x8):
 
     python -m tools.plan --model=mt.M4Tiny --topology=v3:2x2 --output=tests/plans/M4Tiny-v3_2x2.json \\
         --model_params_override='task.num_encoder_layers=4;task.num_decoder_layers=4;task.dropout=0.1'
@@ -11,15 +11,18 @@ import gzip
 import json
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import toy_task
+from gpu_compiler import needs_gpu_compiler
 
 from lingvo_moe import planning
 from lingvo_moe.core import registry
-from lingvo_moe.core.engine import aot
+from lingvo_moe.core.engine import aot, aot_tpu, cuda_plugin
 from lingvo_moe.core.engine.base import EngineError
+from lingvo_moe.core.engine.steps import lower_step, train_step
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.golden import differences
 from lingvo_moe.core.sealed import read_sealed
@@ -29,6 +32,7 @@ from tools import plan
 pytestmark = pytest.mark.slow
 
 GOLDEN = Path(__file__).parent / "plans" / "M4Tiny-v3_2x2.json"
+GOLDEN_GPU = GOLDEN.with_name("M4Tiny-h100_1x8.json")
 # Two blocks a stack: a loop of one is written out.
 LAYERS = "task.num_encoder_layers=4;task.num_decoder_layers=4;task.dropout=0.1"
 MOE_LAYERS = ("encoder.moe", "decoder.moe")
@@ -42,6 +46,11 @@ def cache(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tiny(cache):
     return planning.make_plan(planning.Request("mt.M4Tiny", "v3:2x2", LAYERS), cache)
+
+
+@pytest.fixture(scope="module")
+def on_gpus():
+    return planning.make_plan(planning.Request("mt.M4Tiny", "h100:1x8", LAYERS), None)
 
 
 def _params(override=LAYERS, model="mt.M4Tiny"):
@@ -61,6 +70,54 @@ def _flops(plan, phase, *parts):
 
 def test_the_step_keeps_its_promises(tiny):
     assert differences(json.loads(GOLDEN.read_text()), tiny) == []
+
+
+@needs_gpu_compiler
+def test_the_step_keeps_its_promises_on_gpus(on_gpus):
+    assert differences(json.loads(GOLDEN_GPU.read_text()), on_gpus) == []
+
+
+@needs_gpu_compiler
+def test_gpus_run_the_same_program_and_exchange_the_same_tokens(tiny, on_gpus):
+    params = _params()
+    mesh = planning.planned_mesh(params, 8)
+    step = train_step(params.task.Instantiate(), params.input.Instantiate())
+    on_cpus = lower_step(step, mesh).hash
+    assert on_gpus["program_hash"] == tiny["program_hash"] == on_cpus
+    assert _all_to_alls(on_gpus) == _all_to_alls(tiny)
+    assert {row["kind"] for row in on_gpus["collectives"]} == {"all-to-all", "all-reduce"}
+
+
+def _all_to_alls(plan):
+    counts = {}
+    for row in plan["collectives"]:
+        if row["kind"] == "all-to-all":
+            key = (row["layer"], row["part"], row["phase"])
+            counts[key] = counts.get(key, 0) + row["count"]
+    return counts
+
+
+@needs_gpu_compiler
+def test_a_gpu_plan_counts_the_model_s_operations_and_attributes_what_it_counts(tiny, on_gpus):
+    for phase in ("forward", "recompute", "backward"):
+        assert _flops(on_gpus, phase) == _flops(tiny, phase)  # whose count is that of the einsums
+    work = on_gpus["work"]
+    assert on_gpus["number_formats"] == {"tf32": sum(row["flops"] for row in work)}
+    for what in ("flops", "bytes"):
+        named = sum(row[what] for row in work if row["part"] not in ("loop", "other"))
+        assert named >= 0.95 * sum(row[what] for row in work), what
+    outside = {row["part"] for row in on_gpus["collectives"] if not row["layer"]}
+    assert outside <= {"loss", "optimizer"}
+
+
+@needs_gpu_compiler
+def test_memory_of_a_gpu_is_what_xla_allocates(on_gpus):
+    memory = on_gpus["memory"]
+    sizes = memory["arguments"] + memory["outputs"] - memory["aliased"] + memory["temporaries"]
+    assert memory["fits"] and memory["needed"] == sizes >= memory["peak"]
+    assert sum(memory["kinds"].values()) == memory["needed"]
+    assert memory["kinds"]["weights"] == on_gpus["parameters"]["bytes"]
+    assert memory["traced_peak"] == pytest.approx(memory["peak"], rel=0.1)
 
 
 def test_each_moe_layer_exchanges_tokens_twice_each_way_and_gathers_nothing(tiny):
@@ -132,6 +189,8 @@ def test_a_layer_that_loses_its_cut_is_named(tiny, cache):
         (("mt.M4Tiny", "v9:2x2"), PlanError, "no TPU generation 'v9'"),
         (("mt.M4Tiny", "v3:64x64"), PlanError, "largest slice of v3 is v3:32x32"),
         (("mt.M4Tiny", "v3:2y2"), PlanError, "expected the chips in each dimension"),
+        (("mt.M4Tiny", "h10:1x8"), PlanError, "no TPU generation and no GPU 'h10'"),
+        (("mt.M4Tiny", "h100:1x6"), PlanError, "a node of 6 GPUs; a node has 1, 2, 4 or 8"),
         (("mt.M4Tinny", "v3:2x2"), registry.RegistryError, r"did you mean.*mt\.M4Tiny"),
         (("mt.M4Tiny", "v3:4x4"), ShardingError, r"does not divide over the 32 devices"),
         (("mt.T96L", "v5e:2x2"), ShardingError, "cannot be laid over 4 devices"),
@@ -145,10 +204,30 @@ def test_a_mistake_is_told_before_anything_is_lowered(request_, error, told, cac
 
 
 def test_without_the_compiler_it_says_how_to_get_it(monkeypatch, cache):
-    monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: None)
-    aot._describe.cache_clear()
+    monkeypatch.setattr(aot_tpu.importlib.util, "find_spec", lambda name: None)
+    aot_tpu._describe.cache_clear()
     with pytest.raises(EngineError, match="pip install libtpu"):
         planning.make_plan(planning.Request("mt.M4Tiny", "v3:2x2"), cache)
+
+
+def test_without_the_gpu_compiler_it_says_how_to_get_it(monkeypatch, cache):
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(cuda_plugin.importlib.metadata, "version", missing)
+    with pytest.raises(EngineError, match=r"pip install --no-deps -r requirements-gpu\.txt"):
+        planning.make_plan(planning.Request("mt.M4Tiny", "h100:4x8"), cache)
+
+
+@needs_gpu_compiler
+def test_a_model_that_does_not_fit_a_gpu_says_by_how_much(monkeypatch):
+    from lingvo_moe.core.engine import aot_gpu
+
+    monkeypatch.setattr(aot_gpu, "usable_bytes", lambda memory_bytes: 1000)
+    request = planning.Request(f"toy_task.{toy_task.Line.__name__}", "l4:1x8", mesh="data:8")
+    memory = planning.make_plan(request, None)["memory"]
+    assert not memory["fits"]
+    assert memory["misses_by"] == memory["needed"] - 1000 > 0
 
 
 def test_a_model_that_does_not_fit_gives_a_plan_that_says_by_how_much(monkeypatch):
@@ -158,7 +237,7 @@ def test_a_model_that_does_not_fit_gives_a_plan_that_says_by_how_much(monkeypatc
     )
 
     def refuse(program, topology):
-        raise aot.OutOfMemory(program.name, topology, message)
+        raise aot_tpu.out_of_memory(program.name, topology, message)
 
     monkeypatch.setattr(aot, "compile_for_topology", refuse)
     plan = planning.make_plan(
@@ -187,6 +266,8 @@ def test_the_smallest_slice_skips_what_cannot_hold_the_state(monkeypatch):
     assert tried == ["v5e:4x8", "v5e:8x8"]
     dense = planning.slices_to_try(planning.Request("mt.T96L", "v5p"))
     assert next(dense) == "v5p:2x2x2"  # heads are sharded over 8 devices
+    gpus = planning.slices_to_try(planning.Request("mt.M4MoE128E36L", "a100-40"))
+    assert next(gpus) == "a100-40:2x8"  # 48.8 GiB on each of 8 GPUs, 24.4 on 16, of 35.5
     with pytest.raises(planning.FitsNone, match=r"v5e.* none can hold its state"):
         planning.smallest_slice(planning.Request("mt.M4MoE2048E60L", "v5e"), None)
 
@@ -216,6 +297,7 @@ def test_the_command_compares_recorded_plans(tmp_path):
         ),
         (["--model=mt.M4Tiny", "--topology=v3", "--mesh=foo"], "--mesh='foo': 'foo' is not"),
         (["--model=mt.M4Tiny", "--topology=v8"], "no TPU generation"),
+        (["--model=mt.M4Tiny", "--topology=h10"], "no GPU (did you mean 'h100'?)"),
         (["--compare=/nowhere.json"], "--compare=/nowhere.json: No such file"),
         ([f"--compare={__file__}"], "not JSON"),
         (["--topolgy=v3:2x2"], "did you mean '--topology'"),

@@ -33,7 +33,11 @@ def define_flags() -> Flags:
         "lay the experiment's mesh over this many devices (default: 8)",
         checks.Integer(2, MOST_DEVICES),
     )
-    flags.DEFINE_string("topology", "", "compile for a TPU slice, present or not, e.g. v3:2x2")
+    flags.DEFINE_string(
+        "topology",
+        "",
+        "compile for a TPU slice or a GPU cluster that need not be there, e.g. v3:2x2 or h100:1x8",
+    )
     flags.DEFINE_string("model_params_override", "", "path=value;path=value, as for the trainer")
     flags.DEFINE_list("tensor", (), "show only these tensors, layers or scopes")
     flags.DEFINE_path("html", "", "write a page with drawings to this file")
@@ -105,7 +109,7 @@ def _lower(args: Flags, say: Any) -> Any:
     """The program of the experiment's training step."""
     from lingvo_moe.core import registry
     from lingvo_moe.core.engine.steps import lower_step, train_step
-    from lingvo_moe.core.planner.topology import Topology
+    from lingvo_moe.core.planner.machine import parse_machine
     from lingvo_moe.planning import topology_memory
     from lingvo_moe.recomputing import chosen_form
     from lingvo_moe.trainer import make_mesh
@@ -119,7 +123,7 @@ def _lower(args: Flags, say: Any) -> Any:
     task.CheckInput(params.task, params.input)
     _cli.request_devices(mesh.size)
     memory = (
-        topology_memory(Topology.parse(args.topology)) if args.topology else memory_of("pjrt", mesh)
+        topology_memory(parse_machine(args.topology)) if args.topology else memory_of("pjrt", mesh)
     )
     form, line = chosen_form(params, mesh, memory)
     if line:

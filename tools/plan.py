@@ -1,12 +1,13 @@
-"""Prints what a training step needs on a TPU slice, and how long it should take, without any TPU.
+"""Prints what a training step needs on a TPU slice or a GPU cluster, and how long it should take, without either.
 
     python -m tools.plan --model=mt.M4MoE2048E36L --topology=v3:32x32
+    python -m tools.plan --model=mt.M4MoE2048E36L --topology=h100:64x8
     python -m tools.plan --model=mt.M4MoE2048E36L --topology=v5p --output=plan.json --html=plan.html
     python -m tools.plan --compare=plan.json,other.json
 
-The step is the trainer's own, compiled by the real TPU compiler; the TPU itself is not needed.
-Memory, operations and collectives are those of the compiled program; times are estimates. A generation
-without a size, e.g. --topology=v5p, looks for the smallest slice that the model fits. The exit status is
+The step is the trainer's own, compiled by the real TPU or GPU compiler; the device itself is not needed.
+Memory, operations and collectives are those of the compiled program; times are estimates. A topology without a size,
+e.g. --topology=v5p or --topology=h100, looks for the smallest machine that the model fits. The exit status is
 0, 1 or (in flags) 2 for a mistake, 3 where the model does not fit, 130 after Ctrl-C.
 """
 
@@ -26,7 +27,9 @@ def define_flags() -> Flags:
     flags = Flags("python -m tools.plan", __doc__)
     flags.DEFINE_string("model", "", "experiment, e.g. mt.M4MoE2048E36L")
     flags.DEFINE_string(
-        "topology", "", "e.g. v3:32x32, v5p:4x4x8, or v5p for the smallest slice that fits"
+        "topology",
+        "",
+        "e.g. v3:32x32, or h100:32x8 (32 nodes of 8 GPUs); v5p or h100 alone for the smallest one that fits",
     )
     flags.DEFINE_string("what", "train", "which program: train or decode")
     flags.DEFINE_string(

@@ -83,7 +83,7 @@ class M4Small(M4Demo):
     STEPS = 20_000
 
     def LearningRate(self) -> InstantiableParams:
-        return InverseSqrt.Params().Set(value=0.06, warmup_steps=30, decay_start=60)
+        return InverseSqrt.Params().Set(value=0.06, warmup_steps=100, decay_start=300)
 
     def Task(self) -> InstantiableParams:
         p = super().Task()

@@ -4,3 +4,7 @@ The only package that imports JAX, which is here as the door to PJRT and XLA's S
 model code is written in it. `program`, `pjrt`, `collectives`, `devices` and `checkpoints` do not
 import TensorFlow: a saved program runs without it.
 """
+
+from lingvo_moe.core.engine import cuda_plugin
+
+cuda_plugin.hide()  # before anything asks JAX for devices

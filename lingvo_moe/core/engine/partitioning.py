@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
-import numpy as np
 
 from lingvo_moe.core.engine import xla
 from lingvo_moe.core.engine.base import EngineError
@@ -34,7 +33,7 @@ def partition(
     Args:
         program: for any mesh.
         devices: of JAX; by default the first ones of this process.
-        topology: a TPU slice, e.g. 'v3:2x2', to compile for ahead of time instead.
+        topology: a TPU slice or a GPU cluster, e.g. 'v3:2x2', to compile for ahead of time instead.
 
     Raises:
         EngineError: too few devices; no such slice; the compiler refused the program before it was
@@ -73,15 +72,7 @@ def _lowered(
         return lowered, _CPU_OPTIONS if on_cpu else {}
     from lingvo_moe.core.engine import aot
 
-    found = aot.devices_of(topology)
-    if len(found) != program.mesh.size:
-        raise EngineError(
-            f"program {program.name!r} was lowered for mesh {program.mesh}, of {program.mesh.size} "
-            f"devices, but {topology} has {len(found)}"
-        )
-    grid = np.array(found).reshape(program.mesh.shape)
-    jax_mesh = jax.sharding.Mesh(grid, program.mesh.axis_names)
-    return xla.trace(program, jax_mesh).lower(lowering_platforms=("tpu",)), {}
+    return aot.lower_for_topology(program, topology), {}
 
 
 @contextmanager

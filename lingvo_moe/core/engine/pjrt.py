@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from lingvo_moe.core.engine import xla
+from lingvo_moe.core.engine import gpu_settings, xla
 from lingvo_moe.core.engine.base import Compiled, Engine, EngineError
 from lingvo_moe.core.engine.collectives import Collective, parse_collectives
 from lingvo_moe.core.engine.program import Program
@@ -58,6 +58,7 @@ class PjrtEngine(Engine):
         """
         check_action(known_faults)
         self.mesh, self.known_faults = mesh, known_faults
+        gpu_settings.prepare()
         available = list(devices) if devices is not None else jax.devices()
         if mesh.size > len(available):
             raise EngineError(_misfit(mesh, available))
@@ -156,9 +157,9 @@ class CompiledProgram(Compiled):
         self.program, self._engine = program, engine
         # Virtual devices share the cores: steps in flight would only queue while their collectives
         # wait on each other, and a device that computes for long is no reason to give up the run.
-        self._wait = engine.jax_mesh.devices.flat[0].platform == "cpu"
-        defaults = _CPU_OPTIONS if self._wait else {}
-        options = {**defaults, **(options or {})}
+        platform = engine.jax_mesh.devices.flat[0].platform
+        self._wait = platform == "cpu"
+        options = {**_default_options(platform), **(options or {})}
         self._compiled = xla.compile_for(program, engine.jax_mesh, options, engine.known_faults)
 
     def __call__(self, *args: Any) -> Any:
@@ -187,6 +188,13 @@ class CompiledProgram(Compiled):
     def Cost(self) -> dict[str, float]:
         """XLA's cost analysis for one device ('flops', 'bytes accessed', ...); a loop's body is counted once."""
         return xla.cost(self._compiled)
+
+
+def _default_options(platform: str) -> Mapping[str, Any]:
+    """XLA's options for programs on a kind of device, as JAX names it: 'cpu', 'gpu' or 'tpu'."""
+    if platform == "cpu":
+        return _CPU_OPTIONS
+    return gpu_settings.compiler_options() if platform == gpu_settings.PLATFORM else {}
 
 
 def _get(leaf: Any) -> np.ndarray:

@@ -131,5 +131,8 @@ def memory(compiled: Any) -> dict[str, int]:
 
 
 def cost(compiled: Any) -> dict[str, float]:
-    """XLA's cost analysis for one device ('flops', 'bytes accessed', ...); a loop's body is counted once."""
-    return dict(compiled.cost_analysis())
+    """XLA's cost analysis for one device ('flops', 'bytes accessed', ...); a loop's body is counted once.
+
+    Empty for a GPU program: its compiler keeps none.
+    """
+    return dict(compiled.cost_analysis() or {})

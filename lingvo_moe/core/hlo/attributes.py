@@ -1,15 +1,13 @@
-"""Parses an instruction's attributes: windows, dimension labels, replica groups, estimated cycles."""
+"""Parses an instruction's attributes: windows, dimension labels, estimated cycles."""
 
 import dataclasses
 import functools
-import math
 import re
 
 from lingvo_moe.core.hlo.errors import HloError
 from lingvo_moe.core.hlo.module import Instruction
 
 _CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
-_PARTITIONS = re.compile(r"num_partitions=(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,40 +85,3 @@ def estimated_cycles(instruction: Instruction) -> int:
     """The compiler's own estimate of one execution, in clock cycles; 0 without an estimate."""
     found = _CYCLES.search(instruction.attributes)
     return int(found[1]) if found else 0
-
-
-def replica_groups(instruction: Instruction, module_attributes: str = "") -> tuple[int, int]:
-    """Returns (devices in a replica group, number of groups) of a collective.
-
-    XLA prints groups in three notations: lists `{{0,1},{2,3}}`; iota `[groups,devices]<=[all]`,
-    transposed or not; and a mesh with the axes that communicate, `mesh['x'=4,'y'=2] {'x'}`. An empty
-    list means all devices. A collective-permute has `source_target_pairs` instead; each pair counts
-    as a group of two.
-
-    Args:
-      instruction: the collective.
-      module_attributes: `Module.attributes`, which holds the number of devices.
-
-    Raises:
-      HloError: the groups are of different sizes, or in none of these notations.
-    """
-    text = instruction.attribute("replica_groups")
-    if instruction.opcode.startswith("collective-permute"):
-        return 2, instruction.attribute("source_target_pairs").count("{") - 1
-    if text.startswith("mesh["):
-        sizes = {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", text)}
-        talking = re.findall(r"'([^']+)'", text.partition("]")[2])
-        participants = math.prod(sizes[axis] for axis in talking)
-        return participants, math.prod(sizes.values()) // participants
-    iota = re.match(r"\[(\d+),(\d+)\]<=", text)
-    if iota:
-        return int(iota[2]), int(iota[1])
-    lists = [group.count(",") + 1 for group in re.findall(r"\{([\d,\s]+)\}", text)]
-    if lists and len(set(lists)) == 1:
-        return lists[0], len(lists)
-    partitions = _PARTITIONS.search(module_attributes)
-    if text in ("", "{}", "{{}}") and partitions:
-        return int(partitions[1]), 1
-    raise HloError(
-        f"{instruction.opcode} {instruction.name}: cannot read replica_groups={text[:80]}"
-    )

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from lingvo_moe.core.hlo import attributes
+from lingvo_moe.core.hlo.groups import Groups, device_groups
 from lingvo_moe.core.hlo.module import Computation, Instruction
 
 COLLECTIVES = (
@@ -27,6 +27,7 @@ class CollectiveUse:
       participants: devices in one replica group.
       groups: number of replica groups.
       tensors: number of arrays that the compiler combined into this collective.
+      devices: the ids of the devices in each replica group; of a permute, each (source, target) pair.
     """
 
     kind: str
@@ -34,6 +35,13 @@ class CollectiveUse:
     participants: int
     groups: int
     tensors: int = 1
+    devices: Groups = dataclasses.field(default=(), repr=False)
+
+
+def collective_kind(instruction: Instruction) -> str | None:
+    """The kind of collective, of COLLECTIVES, that an instruction is or starts; None for any other."""
+    kind = instruction.opcode.removesuffix("-start")
+    return kind if kind in COLLECTIVES else None
 
 
 def collective_use(
@@ -51,13 +59,16 @@ def collective_use(
     Raises:
       HloError: its replica groups cannot be read.
     """
-    kind = instruction.opcode.removesuffix("-start")
-    if kind not in COLLECTIVES:
+    kind = collective_kind(instruction)
+    if kind is None:
         return None
     operands = [array for operand in inside.operands(instruction) for array in operand.arrays]
     results = list(instruction.arrays)
     if kind != instruction.opcode and len(results) > len(operands):
         results = results[len(operands) : 2 * len(operands)]  # (operands, results, contexts)
-    participants, groups = attributes.replica_groups(instruction, module_attributes)
+    groups = device_groups(instruction, module_attributes)
+    participants = 2 if kind == "collective-permute" else len(groups[0])
     sizes = [sum(array.num_bytes for array in arrays) for arrays in (operands, results)]
-    return CollectiveUse(kind, max(sizes), participants, groups, tensors=len(operands))
+    return CollectiveUse(
+        kind, max(sizes), participants, len(groups), tensors=len(operands), devices=groups
+    )

@@ -33,6 +33,7 @@ PHASES = ("forward", "recompute", "backward", "optimizer")
 _WRAPPER = re.compile(
     r"^(?:(?:Stateful)?PartitionedCall(?:_\d+)?|call_tensorflow|call_exported|call(?:\.\d+)?|jit\(.*\))$"
 )
+_LAST_CALL = re.compile(r"/(?:Stateful)?PartitionedCall(?:_\d+)?/(?=[^/]*$)")
 _LAYER = re.compile(r"^layers_\d+$")
 _LOOP = re.compile(r"^while(?:_\d+)?$")
 _MASK = re.compile(r"^Logical(?:And|Or|Not)(?:_\d+)?$")
@@ -122,6 +123,15 @@ def _unwrap(parts: list[str]) -> list[str]:
     """Drops everything up to the last part that belongs to the program's wrapper."""
     wrapped = [i for i, part in enumerate(parts) if _WRAPPER.match(part)]
     return parts[wrapped[-1] + 1 :] if wrapped else parts
+
+
+def scope_of_call(op_name: str) -> str:
+    """An operation's name without the call directly around it: `layer/PartitionedCall/Sum` becomes `layer/Sum`.
+
+    `place` takes a call for the program's wrapper. Where only the operation follows the call, what precedes it is the
+    layer's scope.
+    """
+    return _LAST_CALL.sub("/", op_name)
 
 
 def place(op_name: str, in_backward_loop: bool, moe: Collection[str] | None = None) -> Place:

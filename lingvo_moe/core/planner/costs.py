@@ -5,15 +5,15 @@ interconnect model of network.py needs.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lingvo_moe.core.hlo import attributes, parts
 from lingvo_moe.core.hlo import module as hlo
-from lingvo_moe.core.hlo.collectives import CollectiveUse, collective_use
+from lingvo_moe.core.hlo.collectives import CollectiveUse, collective_kind, collective_use
 from lingvo_moe.core.hlo.module import Computation, Executed, Instruction, Module
 from lingvo_moe.core.hlo.parts import Place
 from lingvo_moe.core.planner import traffic
-from lingvo_moe.core.planner.flops import MatmulFlops
+from lingvo_moe.core.planner.flops import MatmulFlops, Product, number_format
 
 _SEARCH_LIMIT = 12  # How many neighbours to visit for an instruction without a name.
 _NO_CYCLES = ("while", "conditional", "call", "async-start", "async-done")
@@ -31,6 +31,7 @@ class Cost:
       bytes: HBM traffic of one execution.
       estimated_cycles: the compiler's own estimate of one execution, in clock cycles.
       collective: what it sends, if it is a collective.
+      formats: the FLOPs by number format, one of `flops.FORMATS`.
     """
 
     place: Place
@@ -41,6 +42,7 @@ class Cost:
     bytes: int
     estimated_cycles: int
     collective: CollectiveUse | None = None
+    formats: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def costs(module: Module, once: bool = False) -> list[Cost]:
@@ -65,18 +67,27 @@ def costs(module: Module, once: bool = False) -> list[Cost]:
                 opcode=instruction.opcode,
                 name=instruction.name,
                 times=executed.times,
-                flops=sum(count for count, _ in products),
+                flops=sum(product.flops for product in products),
                 bytes=traffic.hbm_bytes(module, inside, instruction),
                 estimated_cycles=_cycles(instruction),
                 collective=collective_use(instruction, inside, module.attributes),
+                formats=_by_format(products),
             )
         )
     return found
 
 
-def _by_weight(products: list[tuple[int, Instruction]]) -> list[str]:
+def _by_weight(products: list[Product]) -> list[str]:
     """Names of matrix products, the one with the most FLOPs first."""
-    return [i.op_name for _, i in sorted(products, key=lambda product: -product[0])]
+    return [p.instruction.op_name for p in sorted(products, key=lambda product: -product.flops)]
+
+
+def _by_format(products: list[Product]) -> dict[str, int]:
+    sums: dict[str, int] = {}
+    for product in products:
+        kind = number_format(product.instruction, product.inside)
+        sums[kind] = sums.get(kind, 0) + product.flops
+    return sums
 
 
 def _cycles(instruction: Instruction) -> int:
@@ -130,6 +141,8 @@ class Placer:
         own = self.place_name(at.op_name, at.backward)
         if instruction.opcode in ("parameter", "constant", "tuple", "while"):
             return own
+        if combined := self._combined(executed):
+            return combined
         for op_name in [*products, at.op_name]:
             found = self.place_name(op_name, at.backward)
             if found.is_clear:
@@ -139,6 +152,47 @@ class Placer:
             near = self._by_neighbours(at)
         return near or own
 
+    def _combined(self, executed: Executed) -> Place | None:
+        """Place of the largest tensor in a collective that the GPU compiler combined from several; None for others.
+
+        That compiler joins the tensors of small collectives to one array first, which has no name.
+        """
+        instruction, inside = executed.instruction, executed.computation
+        if instruction.op_name or collective_kind(instruction) is None:
+            return None
+        joins = [o for o in inside.operands(instruction) if self._joins(o)]
+        if not joins:
+            return None
+        pieces = inside.operands(joins[0])
+        for piece in sorted(pieces, key=lambda i: -i.num_bytes):
+            found = self._of_piece(dataclasses.replace(executed, instruction=piece))
+            if found.is_clear:
+                site = _Site(inside, instruction, executed.in_backward_loop)
+                return self._named_piece(site, piece.num_bytes, found)
+        return None
+
+    def _named_piece(self, at: _Site, num_bytes: int, found: Place) -> Place:
+        """Finds the layer of a look-up's gradient in a combined collective: its slice of the result is as large."""
+        slices = (s for done in self._consumers(at) for s in self._consumers(done))
+        same = (s for s in slices if s.instruction.num_bytes == num_bytes)
+        named = (self._named_embedding(s, found) for s in same)
+        return next((place for place in named if place.layer), found)
+
+    def _joins(self, operand: Instruction) -> bool:
+        if operand.opcode == "fusion":
+            operand = self._module.computation(operand.called[0]).root
+        return operand.opcode == "concatenate"
+
+    def _of_piece(self, piece: Executed) -> Place:
+        while piece.instruction.opcode in ("bitcast", "copy", "reshape"):
+            (source,) = piece.computation.operands(piece.instruction)
+            piece = dataclasses.replace(piece, instruction=source)
+        found = self.place(piece)
+        if found.is_clear:
+            return found
+        scope = parts.scope_of_call(piece.instruction.op_name)
+        return self.place_name(scope, piece.in_backward_loop)
+
     def _named_embedding(self, at: _Site, found: Place) -> Place:
         """Finds the layer of a look-up's gradient, which has no scope of its own, from its consumers."""
         if found.part != "embedding" or found.layer:
@@ -146,9 +200,10 @@ class Placer:
         reached = [at]
         for here in reached:
             for user in self._consumers(here):
-                layer = self.place_name(user.op_name, user.backward).layer
-                if layer.endswith("embedding"):
-                    return dataclasses.replace(found, layer=layer)
+                for name in (user.op_name, parts.scope_of_call(user.op_name)):
+                    layer = self.place_name(name, user.backward).layer
+                    if layer.endswith("embedding"):
+                        return dataclasses.replace(found, layer=layer)
                 if len(reached) < _SEARCH_LIMIT:
                     reached.append(user)
         return found

@@ -188,10 +188,14 @@ def headline(plan: Plan) -> list[tuple[str, str, bool]]:
         whole = f"{units.quantity(budget(plan))} {unit(plan)}"
         out += [
             (f"days for {whole}", units.number(get(plan, "time.days")), True),
-            ("chip-days", units.number(get(plan, "time.chip_days")), True),
+            (_days(plan), units.number(get(plan, "time.chip_days")), True),
             (_years(plan), units.number(get(plan, "time.device_years")), True),
         ]
     return out
+
+
+def _days(plan: Plan) -> str:
+    return "GPU-days" if get(plan, "topology.card") else "chip-days"
 
 
 def _years(plan: Plan) -> str:
@@ -203,6 +207,35 @@ def _years(plan: Plan) -> str:
 def collectives(plan: Plan) -> list[Mapping[str, Any]]:
     """The plan's collectives, the slowest first."""
     return sorted(plan.get("collectives") or (), key=lambda c: -(c.get("seconds") or 0.0))
+
+
+def nodes(item: Mapping[str, Any]) -> str:
+    """How many nodes of a cluster each group of a collective spans; '' on a TPU slice."""
+    return f"{item['nodes']:,}" if "nodes" in item else ""
+
+
+# The columns of the tables by mesh axis and by order of the axes, after their first one.
+MOVED = ("a step", "sent inside nodes", "sent between nodes", "seconds")
+
+
+def mesh_rows(plan: Plan, table: str, first: str) -> list[list[str]]:
+    """Returns rows of cells from the plan's `mesh_axes`: one of its tables, which a cluster's plan has.
+
+    Args:
+        plan: a plan.
+        table: 'by_axis' or 'orders'.
+        first: the field of the first column, 'axes' or 'mesh'.
+    """
+    return [
+        [
+            row[first] or units.DASH,
+            f"{row['count']:,}",
+            units.size(row["sent_inside"]),
+            units.size(row["sent_between"]),
+            units.duration(row["seconds"]),
+        ]
+        for row in get(plan, f"mesh_axes.{table}") or ()
+    ]
 
 
 def collective_totals(plan: Plan) -> list[tuple[str, int, int, float]]:
@@ -301,17 +334,15 @@ def setting(plan: Plan) -> list[tuple[str, str]]:
     counts = {key.removesuffix(unit(plan)): n for key, n in plan.get("batch", {}).items() if n}
     parts = [f"{units.number(n)} {key.replace('_', ' ')}".strip() for key, n in counts.items()]
     batch = f"{' and '.join(parts)} {unit(plan)}"
-    chips, devices = get(plan, "topology.chips"), get(plan, "topology.devices")
-    torus = "×".join(str(n) for n in get(plan, "topology.torus") or ())
     count = get(plan, "parameters.count")
     return [
-        ("machine", f"{devices:,} devices, {chips:,} chips, torus {torus}"),
+        ("machine", _machine(plan)),
         ("mesh", str(plan.get("mesh") or units.DASH)),
         (
             "device",
             f"{units.size(get(plan, 'topology.hbm_bytes'))} of HBM at "
             f"{units.rate(get(plan, 'topology.hbm_bandwidth'), 'B')}, "
-            f"{units.rate(get(plan, 'topology.peak_flops'), 'FLOP')}",
+            f"{_peaks(plan)}",
         ),
         ("batch", f"{batch} a step"),
         (
@@ -321,3 +352,29 @@ def setting(plan: Plan) -> list[tuple[str, str]]:
             f"{units.size(get(plan, 'parameters.slot_bytes'))} of slots",
         ),
     ]
+
+
+def _machine(plan: Plan) -> str:
+    devices = get(plan, "topology.devices")
+    if card := get(plan, "topology.card"):
+        nodes, gpus = get(plan, "topology.nodes"), get(plan, "topology.gpus_per_node")
+        several = f"{nodes:,} nodes" if nodes > 1 else "a node"
+        return f"{devices:,} GPUs ({card}), {several} of {gpus}; compiled for, not run"
+    torus = "×".join(str(n) for n in get(plan, "topology.torus") or ())
+    return f"{devices:,} devices, {get(plan, 'topology.chips'):,} chips, torus {torus}"
+
+
+def _peaks(plan: Plan) -> str:
+    """A device's FLOP/s; of a GPU in each number format that the program multiplies in."""
+    formats = plan.get("number_formats") or {}
+    if not formats:
+        return units.rate(get(plan, "topology.peak_flops"), "FLOP")
+    whole = sum(formats.values())
+    return ", ".join(
+        f"{units.rate(get(plan, f'topology.peaks.{kind}'), 'FLOP')} in {_FORMATS[kind]}"
+        f" ({units.share(flops / whole)} of the operations)"
+        for kind, flops in sorted(formats.items(), key=lambda item: -item[1])
+    )
+
+
+_FORMATS = {"bfloat16": "bfloat16", "tf32": "TF32", "float32": "float32"}

@@ -1,32 +1,89 @@
-"""Counts the floating-point operations of matrix products: two for each multiply-add.
+"""Counts the floating-point operations of matrix products, two for each multiply-add, and finds their number format.
 
 The TPU compiler turns every product into a convolution, a batched one into a convolution whose window
 has padding, strides and dilations. As in XLA's own cost analysis, only window positions that meet
-data count, not those that fall on padding or into holes.
+data count, not those that fall on padding or into holes. The GPU compiler keeps products as `dot`s inside fusions, or
+calls cuBLAS and cuDNN, whose calls state their dimensions.
 """
 
 import math
+import re
+from typing import NamedTuple
 
 from lingvo_moe.core.hlo import attributes
+from lingvo_moe.core.hlo.errors import HloError
 from lingvo_moe.core.hlo.module import Computation, Instruction, Module
+
+# Number formats of products. A GPU multiplies float32 in TF32 unless the program demands more.
+BFLOAT16, TF32, FLOAT32 = FORMATS = ("bfloat16", "tf32", "float32")
+_CUBLAS = re.compile(r'custom_call_target="__cublas\$[^"]*"')
+_CUDNN = re.compile(r'custom_call_target="__cudnn\$conv(\w+)"')
+_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+_HIGH = re.compile(r"operand_precision=\{[^}]*highest|algorithm=dot_f32_f32_f32\b")
+_PRECISE_CALL = re.compile(
+    r'"operand_precision":\[[^\]]*"HIGHEST"|"algorithm":"ALG_DOT_F32_F32_F32"'
+)
+
+
+def number_format(product: Instruction, inside: Computation) -> str:
+    """The format, of FORMATS, in which a device multiplies: by the operands' dtypes and the precision demanded.
+
+    Args:
+        product: a product, as `MatmulFlops.products` returns it.
+        inside: the computation that contains it.
+    """
+    lhs, rhs = (operand.arrays[0] for operand in inside.operands(product)[:2])
+    bits = max(8 * array.num_bytes // max(1, math.prod(array.dims)) for array in (lhs, rhs))
+    if bits <= 16:
+        return BFLOAT16
+    precise = _HIGH.search(product.attributes) or _PRECISE_CALL.search(product.attributes)
+    return FLOAT32 if precise or bits > 32 else TF32
 
 
 def matmul_flops(instruction: Instruction, inside: Computation) -> int:
-    """FLOPs of one execution of a `dot` or a `convolution`; 0 for any other instruction."""
+    """FLOPs of one execution of a `dot`, a `convolution` or a call of cuBLAS or cuDNN; 0 for any other instruction."""
     if instruction.opcode == "dot":
         lhs = inside.operands(instruction)[0].arrays[0].dims
         contracted = attributes.dims_list(instruction, "lhs_contracting_dims")
         multiplies = math.prod(lhs[d] for d in contracted)
         return 2 * math.prod(instruction.arrays[0].dims) * multiplies
     if instruction.opcode == "convolution":
-        return _convolution_flops(instruction, inside)
+        image = inside.operands(instruction)[0].arrays[0]
+        return _convolution_flops(instruction, image.dims, instruction.arrays[0].dims)
+    if instruction.opcode != "custom-call":
+        return 0
+    if _CUBLAS.search(instruction.attributes):
+        return _cublas_flops(instruction, inside)
+    if call := _CUDNN.search(instruction.attributes):
+        return _cudnn_flops(instruction, inside, call[1])
     return 0
 
 
-def _convolution_flops(instruction: Instruction, inside: Computation) -> int:
-    dims = attributes.convolution_dims(instruction)
+def _cublas_flops(instruction: Instruction, inside: Computation) -> int:
+    contracted = _CONTRACTED.search(instruction.attributes)
+    if not contracted:
+        raise HloError(f"{instruction.name} calls cuBLAS without saying which dimensions it sums")
     lhs = inside.operands(instruction)[0].arrays[0].dims
-    output = instruction.arrays[0].dims
+    multiplies = math.prod(lhs[int(d)] for d in re.findall(r"\d+", contracted[1]))
+    # The first result is the product; a workspace may follow.
+    return 2 * math.prod(instruction.arrays[0].dims) * multiplies
+
+
+def _cudnn_flops(instruction: Instruction, inside: Computation, kind: str) -> int:
+    """FLOPs of a convolution or one of its gradients, whose attributes are those of the convolution."""
+    first, second = (operand.arrays[0].dims for operand in inside.operands(instruction)[:2])
+    result = instruction.arrays[0].dims  # a workspace follows
+    if kind == "BackwardInput":
+        return _convolution_flops(instruction, result, first)
+    if kind == "BackwardFilter":
+        return _convolution_flops(instruction, first, second)
+    return _convolution_flops(instruction, first, result)
+
+
+def _convolution_flops(
+    instruction: Instruction, lhs: tuple[int, ...], output: tuple[int, ...]
+) -> int:
+    dims = attributes.convolution_dims(instruction)
     count = output[dims.output["f"]]
     count *= lhs[dims.lhs["f"]] // _groups(instruction, "feature_group_count")
     count *= lhs[dims.lhs["b"]] // _groups(instruction, "batch_group_count")
@@ -41,17 +98,23 @@ def _groups(instruction: Instruction, key: str) -> int:
     return int(instruction.attribute(key) or 1)
 
 
+class Product(NamedTuple):
+    """A matrix product: its FLOPs, the instruction, and the computation that contains it."""
+
+    flops: int
+    instruction: Instruction
+    inside: Computation
+
+
 class MatmulFlops:
     """Counts the matrix products of a module, including those inside fusions."""
 
     def __init__(self, module: Module):
         self._module = module
-        self._inside: dict[str, list[tuple[int, Instruction]]] = {}
+        self._inside: dict[str, list[Product]] = {}
 
-    def products(
-        self, instruction: Instruction, inside: Computation
-    ) -> list[tuple[int, Instruction]]:
-        """Returns (FLOPs, the dot or convolution) for each product in one execution of `instruction`.
+    def products(self, instruction: Instruction, inside: Computation) -> list[Product]:
+        """Returns each product in one execution of `instruction`.
 
         Args:
           instruction: any instruction; a fusion is searched for products.
@@ -60,9 +123,9 @@ class MatmulFlops:
         if instruction.opcode == "fusion":
             return self._of_computation(instruction.called[0])
         flops = matmul_flops(instruction, inside)
-        return [(flops, instruction)] if flops else []
+        return [Product(flops, instruction, inside)] if flops else []
 
-    def _of_computation(self, name: str) -> list[tuple[int, Instruction]]:
+    def _of_computation(self, name: str) -> list[Product]:
         found = self._inside.get(name)
         if found is None:
             called = self._module.computation(name)

@@ -83,7 +83,8 @@ def memory_plan(
 
     Args:
         program: the scheduled module, or its text.
-        reported: the compiler's sizes in bytes: arguments, outputs, aliased, temporaries, code, peak.
+        reported: the compiler's sizes in bytes: arguments, outputs, aliased, temporaries, code, peak, and what the
+            program needs (`needed`; if missing, peak and code).
         signature: the program's arguments and mesh.
         hbm: HBM capacity of a device in bytes.
 
@@ -95,8 +96,8 @@ def memory_plan(
     at, traced_peak = traced.Peak()
     attribution = _Attribution(module, traced, signature)
     live = attribution.At(at)
-    # Not the sum of all sizes: if memory is plentiful, the compiler does not reuse it.
-    needed = reported["peak"] + reported["code"]
+    # For TPUs not the sum of all sizes: if memory is plentiful, the compiler does not reuse it.
+    needed = reported.get("needed", reported["peak"] + reported["code"])
     kinds = argument_bytes(signature) | dict.fromkeys(TRACED, 0)
     for item in live:
         if item.kind in TRACED:

@@ -214,13 +214,16 @@ def _collectives(plan: Plan) -> str:
     items = figures.collectives(plan)
     if not items:
         return ""
+    located = any(map(figures.nodes, items))
     heads = [(h, False, False) for h in ("kind", "layer", "part", "phase")]
+    heads += [("nodes", True, False)] * located
     heads += [(h, True, False) for h in ("a step", "bytes of one", "devices")]
     heads.append(("seconds", True, True))
     rows = [
         [
             escape(item["kind"]),
             *(escape(_words(item[key]) or units.DASH) for key in ("layer", "part", "phase")),
+            *([figures.nodes(item)] if located else []),
             f"{item['count']:,}",
             units.size(item["bytes"]),
             f"{item['participants']:,}",
@@ -230,9 +233,27 @@ def _collectives(plan: Plan) -> str:
     ]
     seconds = sum(item.get("seconds") or 0.0 for item in items)
     count = sum(item["count"] for item in items)
-    foot = ["in all", "", "", "", f"{count:,}", "", "", units.duration(seconds)]
+    blank = [""] * (3 + located)
+    foot = ["in all", *blank, f"{count:,}", "", "", units.duration(seconds)]
     model = figures.get(plan, "topology.model") or ""
-    return f"<h2>Collectives of a step</h2>{markup.table(heads, rows, foot)}<p class='note'>{escape(model)}</p>"
+    return (
+        f"<h2>Collectives of a step</h2>{markup.table(heads, rows, foot)}<p class='note'>{escape(model)}</p>"
+        + _mesh_axes(plan)
+    )
+
+
+def _mesh_axes(plan: Plan) -> str:
+    """What each GPU of a cluster sends by mesh axis and by order of the axes; '' for a TPU slice."""
+    if not plan.get("mesh_axes"):
+        return ""
+    parts = ["<h3>Mesh axes and nodes</h3>"]
+    orders = figures.mesh_rows(plan, "orders", "mesh")
+    tables = [("axis", figures.mesh_rows(plan, "by_axis", "axes"))]
+    for heading, rows in tables + ([("order", orders)] if len(orders) > 1 else []):
+        heads = [(heading, False, False), *((h, True, h == "seconds") for h in figures.MOVED)]
+        parts.append(markup.table(heads, [[escape(row[0]), *row[1:]] for row in rows]))
+    advice = escape(figures.get(plan, "mesh_axes.advice"))
+    return "".join(parts) + f"<p class='note'>{advice}</p>"
 
 
 def _compiling(plan: Plan) -> str:

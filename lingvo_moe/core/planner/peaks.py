@@ -1,11 +1,12 @@
 """Peak arithmetic of devices by name, from public data sheets: what utilisation is measured against.
 
-TPUs are those of topology.py. GPUs: NVIDIA's data sheets, dense bfloat16 products (float16 on those without
-bfloat16), without sparsity.
+TPUs are those of topology.py; GPUs are those of gpu_cluster.py and some more, from NVIDIA's data sheets: dense
+bfloat16 products (float16 on those without bfloat16), without sparsity.
 """
 
 import re
 
+from lingvo_moe.core.planner.gpu_cluster import CARDS
 from lingvo_moe.core.planner.topology import CHIPS
 
 # By words of the name that JAX or TensorFlow gives a device, the more special ones first.
@@ -20,15 +21,15 @@ _TPUS = (
     ("v3", "v3"),
 )
 _GPUS = (
-    ("B200", 2250e12),
+    ("B200", CARDS["b200"].peak_flops["bfloat16"]),
     ("H200 NVL", 835.5e12),
-    ("H200", 989.4e12),
+    ("H200", CARDS["h200"].peak_flops["bfloat16"]),
     ("H100 NVL", 835.5e12),
     ("H100 PCIe", 756e12),
-    ("H100", 989.4e12),
-    ("A100", 312e12),
-    ("L40S", 362e12),
-    ("L4", 121e12),
+    ("H100", CARDS["h100"].peak_flops["bfloat16"]),
+    ("A100", CARDS["a100"].peak_flops["bfloat16"]),
+    ("L40S", CARDS["l40s"].peak_flops["bfloat16"]),
+    ("L4", CARDS["l4"].peak_flops["bfloat16"]),
     ("A10", 125e12),
     ("V100 PCIe", 112e12),
     ("V100", 125e12),

@@ -19,9 +19,10 @@ from typing import Any
 from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.inspect import bytes_per_device, count_parameters
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.planner import network
+from lingvo_moe.core.planner import cluster_network, network
 from lingvo_moe.core.planner.costs import Cost
-from lingvo_moe.core.planner.topology import Topology
+from lingvo_moe.core.planner.gpu_cluster import Cluster
+from lingvo_moe.core.planner.machine import Machine
 from lingvo_moe.core.sharding import DimsMapping, Mesh
 
 VERSION = 1
@@ -68,35 +69,49 @@ def parameters(state_specs: Any, mesh: Mesh) -> dict[str, int]:
     }
 
 
-def work(costs: Iterable[Cost], topology: Topology) -> list[dict[str, Any]]:
+def work(costs: Iterable[Cost], topology: Machine) -> list[dict[str, Any]]:
     """Returns the plan's `work`: FLOPs, traffic and seconds by part and phase, without collectives.
 
     Args:
         costs: of every executed instruction.
-        topology: the slice, for its chip's peaks.
+        topology: the machine, for its devices' peaks.
 
     Returns:
         One dict for each part and phase, the slowest first.
     """
-    chip = topology.chip
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for cost in costs:
         if cost.collective is not None:
             continue
         key = (cost.place.part, cost.place.phase)
         row = rows.setdefault(key, dict.fromkeys(_WORK, 0.0) | {"flops": 0, "bytes": 0})
-        compute = cost.flops / chip.peak_flops
-        memory = cost.bytes / chip.hbm_bandwidth
+        compute = compute_seconds(cost, topology)
+        memory = cost.bytes / topology.hbm_bandwidth
         row["flops"] += cost.times * cost.flops
         row["bytes"] += cost.times * cost.bytes
         row["compute_seconds"] += cost.times * compute
         row["memory_seconds"] += cost.times * memory
-        compiler = cost.estimated_cycles / chip.clock_hz
+        compiler = cost.estimated_cycles / clock if (clock := topology.clock_hz) else 0.0
         row["roofline_seconds"] += cost.times * max(compute, memory)
         row["compiler_seconds"] += cost.times * compiler
         row["seconds"] += cost.times * max(compute, memory, compiler)
     table = [{"part": part, "phase": phase, **row} for (part, phase), row in rows.items()]
     return sorted(table, key=lambda row: -row["seconds"])
+
+
+def compute_seconds(cost: Cost, topology: Machine) -> float:
+    """Seconds of an instruction's matrix products, each at the peak of its number format."""
+    peaks = topology.peaks
+    return sum(flops / peaks.get(kind, peaks["bfloat16"]) for kind, flops in cost.formats.items())
+
+
+def number_formats(costs: Iterable[Cost]) -> dict[str, int]:
+    """Returns a GPU plan's `number_formats`: FLOPs of all products by the format in which they are multiplied."""
+    sums: dict[str, int] = defaultdict(int)
+    for cost in costs:
+        for kind, flops in cost.formats.items():
+            sums[kind] += cost.times * flops
+    return dict(sums)
 
 
 _WORK = (
@@ -108,39 +123,56 @@ _WORK = (
 )
 
 
-def collectives(costs: Iterable[Cost], topology: Topology) -> list[dict[str, Any]]:
+def collectives(costs: Iterable[Cost], topology: Machine) -> list[dict[str, Any]]:
     """Returns the plan's `collectives`: one dict for each kind, place, size and group, the slowest first.
 
-    `bytes` is the size of one execution, `seconds` the time of all `count` executions.
+    `bytes` is the size of one execution, `seconds` the time of all `count` executions. On a cluster `nodes` and
+    `in_node` say how each group lies in the nodes, `sent_inside` and `sent_between` what one GPU sends each time.
     """
     counts: dict[tuple, int] = defaultdict(int)
     for cost in costs:
         if cost.collective is not None:
             use = cost.collective
             place = cost.place
-            key = (use.kind, place.layer, place.part, place.phase, use.bytes, use.participants)
+            lies = network.spread(use.devices, topology)
+            key = (
+                use.kind,
+                place.layer,
+                place.part,
+                place.phase,
+                use.bytes,
+                use.participants,
+                lies,
+            )
             counts[key] += cost.times
     table = []
-    for (kind, layer, part, phase, num_bytes, participants), count in counts.items():
-        one = network.seconds(kind, num_bytes, participants, topology)
-        table.append(
-            {
-                "kind": kind,
-                "layer": layer,
-                "part": part,
-                "phase": phase,
-                "count": count,
-                "bytes": num_bytes,
-                "participants": participants,
-                "seconds": count * one,
+    for (kind, layer, part, phase, num_bytes, participants, lies), count in counts.items():
+        one = network.seconds(kind, num_bytes, participants, topology, lies)
+        row = {
+            "kind": kind,
+            "layer": layer,
+            "part": part,
+            "phase": phase,
+            "count": count,
+            "bytes": num_bytes,
+            "participants": participants,
+            "seconds": count * one,
+        }
+        if isinstance(topology, Cluster):
+            sent = cluster_network.sent(kind, num_bytes, lies, topology)
+            row |= {
+                "nodes": lies.nodes,
+                "in_node": lies.inside,
+                "sent_inside": round(sent.inside),
+                "sent_between": round(sent.between),
             }
-        )
+        table.append(row)
     return sorted(table, key=lambda row: -row["seconds"])
 
 
 def time(
     job: Job,
-    topology: Topology,
+    topology: Machine,
     work_rows: list[dict[str, Any]],
     collective_rows: list[dict[str, Any]],
 ) -> dict[str, Any]:
@@ -148,7 +180,7 @@ def time(
 
     Args:
         job: the job to plan.
-        topology: the slice.
+        topology: the machine.
         work_rows: what `work` returned.
         collective_rows: what `collectives` returned.
     """
@@ -158,7 +190,7 @@ def time(
     flops = sum(row["flops"] for row in work_rows)
     recomputed = sum(row["flops"] for row in work_rows if row["phase"] == "recompute")
     step = busy + network_seconds
-    peak = step * topology.chip.peak_flops
+    peak = step * topology.peaks["bfloat16"]
     speed = list(job.batch.values())[-1] / step
     out: dict[str, Any] = {
         "step_seconds": step,
@@ -180,22 +212,9 @@ def time(
     return out
 
 
-def describe_topology(topology: Topology) -> dict[str, Any]:
+def describe_topology(topology: Machine) -> dict[str, Any]:
     """Returns the plan's `topology`: the figures of the machine that its estimates use."""
-    chip = topology.chip
-    return {
-        "name": topology.name,
-        "generation": topology.generation,
-        "devices": topology.num_devices,
-        "chips": topology.num_chips,
-        "torus": list(topology.dims),
-        "hbm_bytes": chip.hbm_bytes,
-        "peak_flops": chip.peak_flops,
-        "hbm_bandwidth": chip.hbm_bandwidth,
-        "link_bandwidth": chip.link_bandwidth,
-        "clock_hz": chip.clock_hz,
-        "model": network.describe(topology),
-    }
+    return topology.Describe() | {"model": network.describe(topology)}
 
 
 def check(plan: dict[str, Any]) -> None:

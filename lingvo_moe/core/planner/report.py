@@ -59,6 +59,8 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         _section(
             console, "Collectives of a step (seconds estimated)", _collectives(plan, console.width)
         )
+    if plan.get("mesh_axes"):
+        _section(console, "Mesh axes and nodes (seconds estimated)", _mesh_axes(plan))
     _section(console, "Compiling", _pairs(figures.compile_figures(plan)))
 
 
@@ -177,10 +179,13 @@ def _stack(part: figures.PartTime, longest: float, width: int) -> Text:
 
 
 def _collectives(plan: Plan, width: int) -> Group:
-    columns = ("kind", "layer", "part", "phase", "a step", "bytes of one", "devices", "seconds")
-    shown = [c for c in columns if width >= _WIDE or c not in ("part", "devices")]
-    table = _table(*shown)
+    places = ("kind", "layer", "part", "phase", "nodes")
+    columns = (*places, "a step", "bytes of one", "devices", "seconds")
     items = figures.collectives(plan)
+    narrow = () if width >= _WIDE else ("part", "devices")
+    left_out = narrow if any(map(figures.nodes, items)) else (*narrow, "nodes")
+    shown = [c for c in columns if c not in left_out]
+    table = _table(*shown)
 
     def add(cells: Sequence[str], style: str | None = None) -> None:
         table.add_row(*(cell for c, cell in zip(columns, cells) if c in shown), style=style)
@@ -189,6 +194,7 @@ def _collectives(plan: Plan, width: int) -> Group:
         add(
             [
                 *(item[key] or units.DASH for key in ("kind", "layer", "part", "phase")),
+                figures.nodes(item),
                 f"{item['count']:,}",
                 units.size(item["bytes"]),
                 f"{item['participants']:,}",
@@ -199,12 +205,25 @@ def _collectives(plan: Plan, width: int) -> Group:
     if rest:
         count = f"{sum(item['count'] for item in rest):,}"
         seconds = units.duration(sum(item.get("seconds") or 0.0 for item in rest))
-        add([f"{len(rest)} more", "", "", "", count, "", "", seconds], "dim")
+        add([f"{len(rest)} more", "", "", "", "", count, "", "", seconds], "dim")
     totals = "; ".join(
         f"{count:,} {kind} of {units.size(held)} in {units.duration(seconds)}"
         for kind, count, held, seconds in figures.collective_totals(plan)
     )
     return Group(table, Text(f"In all: {totals}.", style="dim"))
+
+
+def _mesh_axes(plan: Plan) -> Group:
+    """What each GPU sends by mesh axis and, if there are several, by order of the axes; and the proposal."""
+    parts: list[Table | Text] = []
+    orders = figures.mesh_rows(plan, "orders", "mesh")
+    tables = [("axis", figures.mesh_rows(plan, "by_axis", "axes"))]
+    for heading, rows in tables + ([("order", orders)] if len(orders) > 1 else []):
+        table = _table(heading, *figures.MOVED)
+        for row in rows:
+            table.add_row(*row)
+        parts.append(table)
+    return Group(*parts, Text(figures.get(plan, "mesh_axes.advice")))
 
 
 def bar(fraction: float, width: int) -> str:
@@ -220,7 +239,7 @@ def bar(fraction: float, width: int) -> str:
 
 def _table(*headings: str) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    words = ("what", "layer", "part", "phase", "kind", "")
+    words = ("what", "layer", "part", "phase", "kind", "axis", "order", "")
     for heading in headings:
         table.add_column(heading, justify="left" if heading in words else "right")
     return table

@@ -9,6 +9,7 @@ specifications), except the memory that a program may use: that is the limit tha
 import math
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.suggest import did_you_mean
@@ -170,6 +171,41 @@ class Topology:
     def num_devices(self) -> int:
         """The number of devices as JAX counts them."""
         return self.num_chips * self.chip.devices_per_chip
+
+    @property
+    def hbm_bytes(self) -> int:
+        """Memory of a device that a program may use."""
+        return self.chip.hbm_bytes
+
+    @property
+    def hbm_bandwidth(self) -> float:
+        """Bytes/s between a device and its memory."""
+        return self.chip.hbm_bandwidth
+
+    @property
+    def peaks(self) -> dict[str, float]:
+        """FLOP/s of a device: TPUs multiply float32 matrices in bfloat16 by default."""
+        return {"bfloat16": self.chip.peak_flops}
+
+    @property
+    def clock_hz(self) -> float:
+        """The rate of the cycles that the compiler counts."""
+        return self.chip.clock_hz
+
+    def Describe(self) -> dict[str, Any]:
+        """The figures of the slice that go into a plan's `topology`."""
+        return {
+            "name": self.name,
+            "generation": self.generation,
+            "devices": self.num_devices,
+            "chips": self.num_chips,
+            "torus": list(self.dims),
+            "hbm_bytes": self.hbm_bytes,
+            "peak_flops": self.chip.peak_flops,
+            "hbm_bandwidth": self.hbm_bandwidth,
+            "link_bandwidth": self.chip.link_bandwidth,
+            "clock_hz": self.clock_hz,
+        }
 
     @property
     def wraps(self) -> tuple[bool, ...]:

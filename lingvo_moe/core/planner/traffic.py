@@ -18,6 +18,7 @@ FREE = frozenset(
     ]
 )
 _VIEWS = ("bitcast", "reshape", "convert", "copy", "transpose")
+_WITH_WORKSPACE = ("__cublas$", "__cudnn$conv")  # targets of a GPU program's calls
 _NO_TRAFFIC_TARGETS = ("AllocateBuffer", "AssumeGatherIndicesInBound")
 
 
@@ -98,6 +99,8 @@ def _read(module: Module, inside: Computation, name: str) -> int:
 
 def _results(module: Module, instruction: Instruction, operands: list[Instruction]) -> float:
     arrays = instruction.arrays
+    if any(f'"{library}' in instruction.attributes for library in _WITH_WORKSPACE):
+        arrays = arrays[:1]  # A workspace follows.
     if instruction.opcode.endswith(
         "-start"
     ):  # Its result is a tuple that begins with its operands.

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_moe.core import sharding
-from lingvo_moe.core.engine import aot
+from lingvo_moe.core.engine import aot, aot_tpu
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.collectives import parse_collectives
 from lingvo_moe.core.engine.lowering import lower
@@ -120,7 +120,7 @@ def test_a_program_that_does_not_fit():
 
 
 def test_what_the_compiler_says_of_large_buffers():
-    error = aot.OutOfMemory("step", "v3:2x2", PLACED)
+    error = aot_tpu.out_of_memory("step", "v3:2x2", PLACED)
     assert error.needed_bytes == round(18.71 * 2**30)
     assert error.limit_bytes == round(15.48 * 2**30)
     large, small = error.holders
@@ -138,4 +138,4 @@ def test_no_compiler_installed(monkeypatch):
         importlib.util, "find_spec", lambda name, *a: None if name == "libtpu" else find(name, *a)
     )
     with pytest.raises(EngineError, match="pip install libtpu"):
-        aot.compiler_version()
+        aot.compiler_versions("v3:2x2")

@@ -5,6 +5,7 @@ import tempfile
 
 import pytest
 import tensorflow as tf
+from gpu_compiler import needs_gpu_compiler
 
 from lingvo_moe.core import sharding
 from lingvo_moe.core.engine import aot, partitioning
@@ -93,6 +94,13 @@ def test_a_slice_that_is_not_there():
     assert len(aot.devices_of("v3:2x2")) == 8
     with pytest.raises(EngineError, match=r"mesh d:8, of 8 devices, but v3:4x4 has 32"):
         partition(_program(), topology="v3:4x4")
+
+
+@needs_gpu_compiler
+def test_a_cluster_that_is_not_there():
+    found = partition(_program(), topology="h100:1x8")
+    assert count_collectives(found.after) == count_collectives(found.final) == {"all-gather": 1}
+    assert "sharding={devices=[8,1]" in found.before
 
 
 # --- source lines

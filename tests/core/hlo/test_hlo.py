@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from lingvo_moe.core.hlo import attributes
 from lingvo_moe.core.hlo import module as hlo
 from lingvo_moe.core.hlo.errors import HloError
+from lingvo_moe.core.hlo.groups import device_groups
 
 LOOPS = """HloModule step, is_scheduled=true, num_partitions=4
 
@@ -189,13 +190,23 @@ def test_tuples_are_flattened():
 @pytest.mark.parametrize(
     ("groups", "expected"),
     [
-        ("{{0,1,2,3},{4,5,6,7}}", (4, 2)),
-        ("{{0}}", (1, 1)),
-        ("[2,8]<=[16]", (8, 2)),
-        ("[8,2]<=[4,2,2]T(1,0,2)", (2, 8)),
-        ("mesh['axis_0'=2048] {'axis_0'}", (2048, 1)),
-        ("mesh['a'=4,'b'=2,'c'=3] {'a','c'}", (12, 2)),
-        ("{}", (4, 1)),
+        ("{{0,1,2,3},{4,5,6,7}}", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("{{0}}", ((0,),)),
+        ("[2,4]<=[8]", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("[4,2]<=[2,2,2]T(1,0,2)", ((0, 1), (4, 5), (2, 3), (6, 7))),
+        ("[4,2]<=[2,4]T(1,0)", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("mesh['axis_0'=2048] {'axis_0'}", (tuple(range(2048)),)),
+        ("mesh['a'=2,'b'=2,'c'=2] {'a','c'}", ((0, 1, 4, 5), (2, 3, 6, 7))),
+        ("mesh['a'=8] {'a':(1)2}", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("mesh['a'=8] {'a':(4)2}", ((0, 1), (2, 3), (4, 5), (6, 7))),
+        ("mesh['b'=2,'a'=4] {'a':(2)2,'b'}", ((0, 4, 1, 5), (2, 6, 3, 7))),
+        ("mesh['a'=8] {'a':(1)2,'a':(4)2}", ((0, 1, 4, 5), (2, 3, 6, 7))),
+        (
+            "mesh['a'=2,'b'=1,'c'=4], device_ids=([4,2]T(1,0)) {'a'}",
+            ((0, 1), (2, 3), (4, 5), (6, 7)),
+        ),
+        ("mesh['a'=2,'b'=2], device_ids=(3,1,0,2) {'b'}", ((3, 1), (0, 2))),
+        ("{}", ((0, 1, 2, 3),)),
     ],
 )
 def test_replica_groups_in_every_notation(groups, expected):
@@ -207,7 +218,7 @@ ENTRY %main (x: f32[8]) -> f32[8] {{
 }}
 """
     module = hlo.parse_module(text)
-    assert attributes.replica_groups(module.entry.root, module.attributes) == expected
+    assert device_groups(module.entry.root, module.attributes) == expected
 
 
 def test_unequal_groups_are_refused():
@@ -215,7 +226,7 @@ def test_unequal_groups_are_refused():
         "get-tuple-element(%while), index=0", "all-reduce(%x), replica_groups={{0,1},{2}}"
     )
     with pytest.raises(HloError, match="all-reduce y: cannot read replica_groups"):
-        attributes.replica_groups(hlo.parse_module(text).entry.root, "")
+        device_groups(hlo.parse_module(text).entry.root, "")
 
 
 def test_a_loop_whose_length_data_decide_may_tell_what_it_expects():

@@ -210,10 +210,10 @@ def test_collectives():
     )
     uses = {name: cost.collective for name, cost in found.items() if cost.collective}
     assert uses == {
-        "sums": CollectiveUse("all-reduce", 8 * 4 * 4 + 4, 2, 2, tensors=2),
-        "start": CollectiveUse("all-gather", 32 * 4 * 4, 4, 2),
-        "exchange": CollectiveUse("all-to-all", 8 * 4 * 2, 8, 1),
-        "moved": CollectiveUse("collective-permute", 8 * 4 * 4, 2, 3),
+        "sums": CollectiveUse("all-reduce", 8 * 4 * 4 + 4, 2, 2, 2, ((0, 1), (2, 3))),
+        "start": CollectiveUse("all-gather", 32 * 4 * 4, 4, 2, 1, ((0, 1, 2, 3), (4, 5, 6, 7))),
+        "exchange": CollectiveUse("all-to-all", 8 * 4 * 2, 8, 1, 1, (tuple(range(8)),)),
+        "moved": CollectiveUse("collective-permute", 8 * 4 * 4, 2, 3, 1, ((0, 1), (1, 2), (2, 0))),
     }
     assert found["start"].bytes == (8 + 32) * 4 * 4
     assert found["done"].bytes == found["astart"].bytes == found["adone"].bytes == 0

@@ -21,7 +21,7 @@ from lingvo_moe.core.planner.topology import CHIPS
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA H100 80GB HBM3", 989.4e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L40S", 362.05e12),
         ("Tesla V100-SXM2-16GB", 125e12),
         ("Tesla V100-PCIE-32GB", 112e12),
         ("Tesla T4", 65e12),

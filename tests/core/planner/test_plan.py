@@ -9,6 +9,7 @@ from lingvo_moe.core.hlo.parts import Place
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.planner import network, plan
 from lingvo_moe.core.planner.costs import Cost
+from lingvo_moe.core.planner.gpu_cluster import Cluster
 from lingvo_moe.core.planner.topology import Topology
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.tasks.mt.model import MtModel
@@ -29,6 +30,7 @@ def _cost(place, times=1, flops=0, num_bytes=0, cycles=0, collective=None):
         "bytes": num_bytes,
         "estimated_cycles": cycles,
         "collective": collective,
+        "formats": {"bfloat16": flops},
     }
     return Cost(**{f.name: fields[f.name] for f in dataclasses.fields(Cost)})
 
@@ -68,6 +70,21 @@ def test_collectives_are_no_work_and_equal_ones_share_a_row():
     assert [(row["count"], row["bytes"]) for row in rows] == [(18, 1 << 20), (1, 8)]
     one = network.seconds("all-to-all", 1 << 20, 32, POD)
     assert rows[0]["seconds"] == pytest.approx(18 * one) and one > 0
+
+
+def test_collectives_inside_and_between_the_nodes_of_a_cluster_have_rows_of_their_own():
+    cluster = Cluster.parse("h100:2x4")
+    groups = {"inside": ((0, 1, 2, 3), (4, 5, 6, 7)), "between": ((0, 1, 4, 5), (2, 3, 6, 7))}
+    costs = [
+        _cost(DISPATCH, 3, collective=CollectiveUse("all-to-all", 1 << 20, 4, 2, 1, devices))
+        for devices in groups.values()
+    ]
+    between, inside = plan.collectives(costs, cluster)
+    assert (inside["nodes"], inside["in_node"], inside["sent_between"]) == (1, 4, 0)
+    assert (between["nodes"], between["in_node"], between["sent_between"]) == (2, 2, 1 << 19)
+    assert inside["sent_inside"] == 3 << 18
+    one = network.seconds("all-to-all", 1 << 20, 4, cluster, network.Spread(2, 2))
+    assert between["seconds"] == pytest.approx(3 * one)
 
 
 def test_a_budget_costs_its_tokens_at_the_step_s_rate():

@@ -139,6 +139,21 @@ def make_plan() -> dict:
     }
 
 
+def make_plan_of_a_cluster() -> dict:
+    """The same step on GPUs, with collectives inside nodes and between them."""
+    plan = copy.deepcopy(make_plan())
+    plan["topology"] |= {"name": "h100:32x8", "model": "h100:32x8 has 32 nodes of 8 GPUs."}
+    for row, nodes in zip(plan["collectives"], (32, 1), strict=True):
+        row |= {"nodes": nodes, "in_node": 8}
+    moved = {"count": 54, "sent_inside": 3 << 20, "sent_between": 5 << 30, "seconds": 0.12}
+    plan["mesh_axes"] = {
+        "by_axis": [{"axes": "expert"} | moved, {"axes": ""} | moved],
+        "orders": [{"mesh": "expert:32,data:8"} | moved, {"mesh": "data:8,expert:32"} | moved],
+        "advice": "--mesh=data:8,expert:32 is faster.",
+    }
+    return plan
+
+
 def make_plan_that_misses() -> dict:
     """A plan for a program that the compiler refused."""
     plan = copy.deepcopy(make_plan())
@@ -250,9 +265,27 @@ def test_comparison_has_a_row_for_each_plan():
     assert "does not fit: it misses by 4.00 GiB" in _squeezed(said)
 
 
+def test_collectives_of_a_cluster_have_the_nodes_that_they_span():
+    said = _squeezed(_printed(print_plan, make_plan_of_a_cluster()))
+    assert "kind layer part phase nodes a step bytes of one" in said
+    assert "all-to-all encoder.moe dispatch_combine forward 32 18 16.0 MiB" in said
+    assert "all-reduce encoder attention backward 1 36" in said
+    assert (
+        "axis a step sent inside nodes sent between nodes seconds expert 54 3.0 MiB 5.00 GiB"
+        in said
+    )
+    assert "data:8,expert:32 54 3.0 MiB 5.00 GiB 120 ms --mesh=data:8,expert:32 is faster." in said
+    _, page = _page([make_plan_of_a_cluster()])
+    for cell in (">nodes<", ">32<", "sent between nodes", "data:8,expert:32 is faster."):
+        assert cell in page
+    for other in (_printed(print_plan, make_plan()), _page([make_plan()])[1]):
+        assert "Mesh axes" not in other and " nodes " not in other and ">nodes<" not in other
+
+
 @pytest.mark.parametrize("width", [80, 100, 120, 160])
-def test_nothing_is_cut_off_in_a_narrow_terminal(width):
-    plan = make_plan()
+@pytest.mark.parametrize("make", [make_plan, make_plan_of_a_cluster])
+def test_nothing_is_cut_off_in_a_narrow_terminal(width, make):
+    plan = make()
     said = _printed(print_plan, plan, width=width)
     plans = [plan, make_plan_that_misses(), plan, plan]
     compared = _printed(print_comparison, plans, width=width)

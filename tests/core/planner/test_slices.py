@@ -3,7 +3,8 @@
 import pytest
 
 from lingvo_moe.core.planner.errors import PlanError
-from lingvo_moe.core.planner.slices import slices
+from lingvo_moe.core.planner.gpu_cluster import CARDS, Cluster
+from lingvo_moe.core.planner.slices import machines, slices
 from lingvo_moe.core.planner.topology import CHIPS, Topology
 
 
@@ -17,5 +18,13 @@ def test_they_double_up_to_the_pod(generation):
 
 
 def test_a_generation_that_is_none_is_told():
-    with pytest.raises(PlanError, match=r"no TPU generation.*did you mean.*v5p"):
-        next(slices("v5pp"))
+    with pytest.raises(PlanError, match=r"no TPU generation and no GPU.*did you mean.*v5p"):
+        machines("v5pp")
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_clusters_double_from_one_gpu_and_fill_nodes(card):
+    clusters = [Cluster.parse(name) for name in machines(card)]
+    assert [c.num_devices for c in clusters] == [2**i for i in range(len(clusters))]
+    assert all(c.nodes == 1 or c.gpus_per_node == 8 for c in clusters)
+    assert clusters[-1].num_devices >= 4096

@@ -1,0 +1,114 @@
+"""Writes the programs of benchmarks/moe_layer to files, for a GPU machine that has no TensorFlow.
+
+    python -m benchmarks.gpu.programs --output=PROGRAMS
+
+On that machine `python -m benchmarks.gpu.layer --programs=PROGRAMS` runs them. A file holds StableHLO, which is the
+same for every platform; a manifest beside them says what each one computes. Nothing is run here.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import moe_layer_worker
+from benchmarks.gpu.layer import FORMATS, MANIFEST, VERSION
+from benchmarks.moe_layer import SIZE
+from lingvo_moe.core import checks, files
+from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.suggest import did_you_mean
+from tools import _cli
+
+KINDS = ("index", "dropless", "einsum", "dense")
+
+
+def define_flags() -> Flags:
+    """The command's flags."""
+    flags = Flags("python -m benchmarks.gpu.programs", __doc__)
+    flags.DEFINE_path("output", None, "the directory to write to", required=True)
+    flags.DEFINE_parsed(
+        "kinds", KINDS, "dispatchers, and dense", _some_of(KINDS), "comma-separated"
+    )
+    flags.DEFINE_parsed("formats", FORMATS, "of activations", _some_of(FORMATS), "comma-separated")
+    experts = (8, 32, 128)
+    flags.DEFINE_parsed("experts", experts, "numbers of experts", _numbers, "comma-separated")
+    for name, value in SIZE.items():
+        flags.DEFINE_integer(name, value, "of the layer", checks.SIZE)
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = define_flags().Parse(argv)
+    size = {name: getattr(args, name) for name in SIZE}
+    wanted = size, args.kinds, args.formats, args.experts
+    return _cli.attempt("programs", lambda: write(Path(args.output), *wanted))
+
+
+def _some_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """Reads some of the known names, with commas between them."""
+
+    def read(text: str) -> tuple[str, ...]:
+        found = _cli.names(text)
+        for name in found:
+            if name not in known:
+                raise ValueError(f"no {name!r}{did_you_mean(name, known)}")
+        return tuple(found)
+
+    return read
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Reads numbers of experts, with commas between them; top-2 routing needs two or more."""
+    found = _cli.names(text)
+    if not found or not all(n.isdigit() and int(n) > 1 for n in found):
+        raise ValueError("must be numbers from 2, comma-separated")
+    return tuple(map(int, found))
+
+
+def write(
+    directory: Path,
+    size: dict[str, Any],
+    kinds: Sequence[str],
+    formats: Sequence[str],
+    experts: Sequence[int],
+) -> int:
+    """Lowers every program and writes it, and the manifest last. Returns the exit status, 0.
+
+    Args:
+        directory: is made if it is missing.
+        size: groups, group_size, model_dim, hidden_dim of the layer.
+        kinds: some of KINDS; 'dense' has no experts, so there is one program of it for each format.
+        formats: some of FORMATS.
+        experts: numbers of experts.
+    """
+    entries = []
+    for kind in kinds:
+        for number in experts[:1] if kind == "dense" else experts:
+            for number_format in formats:
+                whole = {**size, "num_experts": number}
+                name = f"{kind}-E{number}-{number_format}.program"
+                _lower(kind, {**whole, "fprop_dtype": number_format}).Save(str(directory / name))
+                entries.append(
+                    {"file": name, "kind": kind, "num_experts": number, "format": number_format}
+                )
+                print(f"wrote {name}", flush=True)
+    manifest = {"version": VERSION, "size": size, "programs": entries}
+    files.write_atomic(str(directory / MANIFEST), (json.dumps(manifest, indent=1) + "\n").encode())
+    return 0
+
+
+def _lower(kind: str, size: dict[str, Any]) -> Any:
+    from lingvo_moe.core.engine.lowering import lower
+    from lingvo_moe.core.engine.specs import TensorSpec
+    from lingvo_moe.core.sharding import Mesh
+
+    specs = [
+        tree.Transform(lambda v: TensorSpec(v.shape, "float32"))
+        for tree in moe_layer_worker.arguments(kind, size)
+    ]
+    function = moe_layer_worker.gradients_of(kind, size)
+    return lower(function, specs, Mesh.parse("expert:1"), name=kind)
+
+
+if __name__ == "__main__":
+    _cli.run(main)

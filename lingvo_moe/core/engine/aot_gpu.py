@@ -1,0 +1,108 @@
+"""Compiles for a described GPU cluster with XLA's own GPU compiler, which needs neither a GPU nor NVIDIA's libraries.
+
+The compiler comes with JAX's CUDA plugin. It does not refuse a program that is too large, so its figures are compared
+with the memory that a card has for programs. Nothing that it compiles here was ever run.
+"""
+
+import functools
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from lingvo_moe.core.engine import cuda_plugin, gpu_settings
+from lingvo_moe.core.engine.aot_compiler import Compiler, first_line, use_cpu
+from lingvo_moe.core.engine.aot_result import AotResult, OutOfMemory
+from lingvo_moe.core.engine.base import EngineError
+from lingvo_moe.core.engine.gpu_targets import TARGETS
+from lingvo_moe.core.gpu_memory import usable_bytes
+from lingvo_moe.core.quiet import quiet
+from lingvo_moe.core.suggest import did_you_mean
+
+_NAMES = "a name is a card, the nodes and the GPUs of a node, e.g. 'h100:32x8'"
+
+
+class GpuCompiler(Compiler):
+    """XLA's GPU compiler. A name is e.g. 'h100:32x8' (card, nodes, GPUs of a node)."""
+
+    label = "the GPU compiler"
+    platform = "cuda"
+    environment = ("XLA_FLAGS",)
+
+    def Devices(self, topology: str) -> tuple[Any, ...]:
+        return _describe(topology)
+
+    def Versions(self) -> dict[str, str]:
+        return {cuda_plugin.PACKAGE: cuda_plugin.version()}
+
+    def Options(self) -> dict[str, bool]:
+        """Those that the trainer gives its programs on GPUs."""
+        return gpu_settings.compiler_options()
+
+    def Mark(self, topology: str) -> str:
+        """A hash of the card's description and the options: others may compile to another program."""
+        described = f"{TARGETS[_parse(topology)[0]].Text()}{sorted(self.Options().items())}"
+        return hashlib.sha256(described.encode()).hexdigest()[:8]
+
+    def Refusal(self, program: str, topology: str, message: str, lowered: Any) -> EngineError:
+        del lowered
+        return EngineError(
+            f"the GPU compiler refuses program {program!r} for {topology}: {first_line(message)}"
+        )
+
+    def Needed(self, memory: Mapping[str, int]) -> int:
+        """As the base class. XLA allocates all temporaries at once, so their sum counts and not the live bytes."""
+        return memory["arguments"] + memory["outputs"] - memory["aliased"] + memory["temporaries"]
+
+    def Misfit(self, program: str, topology: str, result: AotResult) -> OutOfMemory | None:
+        limit = usable_bytes(TARGETS[_parse(topology)[0]].memory_bytes)
+        needed = result.memory["needed"]
+        if needed <= limit:
+            return None
+        return OutOfMemory(program, topology, needed, limit, hlo_text=result.hlo_text)
+
+
+def is_gpu(topology: str) -> bool:
+    """Whether a name is of GPUs, even if there is no such card; the other names are of TPU slices."""
+    card = topology.partition(":")[0]
+    return card in TARGETS or not re.fullmatch(r"(v\d{1,2}[a-z]?)?", card)
+
+
+def _parse(topology: str) -> tuple[str, int, int]:
+    """(card, nodes, GPUs of a node)."""
+    card, _, grid = topology.partition(":")
+    if card not in TARGETS:
+        raise EngineError(
+            f"topology {topology!r}: the GPU compiler has no description of a card"
+            f" {card!r}{did_you_mean(card, TARGETS)}; {_NAMES}"
+        )
+    sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", grid)
+    if not sizes:
+        raise EngineError(f"topology {topology!r}: {_NAMES}")
+    return card, int(sizes[1]), int(sizes[2])
+
+
+@functools.lru_cache(maxsize=8)
+def _describe(topology: str) -> tuple[Any, ...]:
+    card, nodes, gpus = _parse(topology)
+    cuda_plugin.version()  # raises if it is not installed
+    use_cpu()
+    refusal = ""
+    with quiet():  # the compiler says that it finds no driver
+        cuda_plugin.load()
+        try:
+            description = topologies.get_topology_desc(
+                platform="cuda",
+                target_config=TARGETS[card].Text(),
+                topology=f"1x{nodes}x{gpus}",
+            )
+        except jax.errors.JaxRuntimeError as e:
+            refusal = first_line(str(e))
+    if refusal:
+        raise EngineError(
+            f"topology {topology!r}: the GPU compiler refuses its description ({refusal})"
+        )
+    return tuple(description.devices)

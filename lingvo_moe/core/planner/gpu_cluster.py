@@ -1,0 +1,274 @@
+"""GPU clusters by name: their cards, nodes and links, with figures from NVIDIA's data sheets.
+
+A name is a card, the number of nodes and the GPUs of a node, e.g. 'h100:32x8'. Rates of data sheets are halved where
+they count both directions of a link or structured sparsity. Not from a data sheet, and marked so in `source`:
+
+* The memory. It is what the driver leaves to programs, from the device descriptions in XLA's repository
+  (xla/backends/gpu/target_config/specs); those of the L40S and the L4, which XLA lacks, from PyTorch's messages.
+* The network interface of a GPU. A card does not fix it; NVIDIA's own systems do where there is one.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lingvo_moe.core.gpu_memory import usable_bytes
+from lingvo_moe.core.planner.errors import PlanError
+from lingvo_moe.core.suggest import did_you_mean
+
+_GIB = 2**30
+# What one GPU's lanes of PCI Express carry in one direction, 16 lanes, before the packets' headers.
+_PCIE4 = 32e9
+_PCIE5 = 64e9
+# NVIDIA's baseboards and most servers take at most so many GPUs, in powers of two.
+NODE_SIZES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Card:
+    """The figures of one GPU model. Rates are per GPU; those of links are in one direction.
+
+    Attributes:
+        name: e.g. 'h100'.
+        label: NVIDIA's name.
+        memory_bytes: memory that the driver leaves to programs.
+        hbm_bandwidth: bytes/s between the GPU and its memory.
+        peak_flops: dense FLOP/s of products by dtype: 'bfloat16' and 'tf32' on tensor cores, 'float32' without them.
+            A multiply-add counts as two.
+        nvlink_bandwidth: bytes/s over NVLink; 0 for a card without it, which uses PCI Express inside a node.
+        pcie_bandwidth: bytes/s over PCI Express.
+        nic_bandwidth: bytes/s of the network interface that the GPU has for itself.
+        nvlink_domain: how many GPUs NVLink joins through switches, each with each at full rate; 1 without NVLink.
+        source: where the figures come from, with what is assumed.
+    """
+
+    name: str
+    label: str
+    memory_bytes: int
+    hbm_bandwidth: float
+    peak_flops: Mapping[str, float] = field(hash=False)
+    nvlink_bandwidth: float
+    pcie_bandwidth: float
+    nic_bandwidth: float
+    nvlink_domain: int
+    source: str
+
+    @property
+    def node_bandwidth(self) -> float:
+        """Bytes/s, one way, between a GPU and the others of its node: NVLink's, or else PCI Express's."""
+        return self.nvlink_bandwidth or self.pcie_bandwidth
+
+
+def _peaks(bfloat16: float, tf32: float, float32: float) -> Mapping[str, float]:
+    return {"bfloat16": bfloat16, "tf32": tf32, "float32": float32}
+
+
+# NVLink: 600, 900 and 1800 GB/s in both directions together (third, fourth and fifth generation).
+CARDS = {
+    card.name: card
+    for card in (
+        Card(
+            name="a100-40",
+            label="NVIDIA A100 SXM 40 GB",
+            memory_bytes=42_331_013_120,
+            hbm_bandwidth=1555e9,
+            peak_flops=_peaks(312e12, 156e12, 19.5e12),
+            nvlink_bandwidth=300e9,
+            pcie_bandwidth=_PCIE4,
+            nic_bandwidth=25e9,
+            nvlink_domain=8,
+            source=(
+                "NVIDIA A100 Tensor Core GPU data sheet; memory: XLA's a100_sxm_40.txtpb; network: assumed, one HDR "
+                "200 Gb/s interface a GPU as in the DGX A100"
+            ),
+        ),
+        Card(
+            name="a100",
+            label="NVIDIA A100 SXM 80 GB",
+            memory_bytes=85_100_068_864,
+            hbm_bandwidth=2039e9,
+            peak_flops=_peaks(312e12, 156e12, 19.5e12),
+            nvlink_bandwidth=300e9,
+            pcie_bandwidth=_PCIE4,
+            nic_bandwidth=25e9,
+            nvlink_domain=8,
+            source=(
+                "NVIDIA A100 Tensor Core GPU data sheet; memory: XLA's a100_sxm_80.txtpb; network: assumed, one HDR "
+                "200 Gb/s interface a GPU as in the DGX A100"
+            ),
+        ),
+        Card(
+            name="h100",
+            label="NVIDIA H100 SXM 80 GB",
+            memory_bytes=84_942_979_072,
+            hbm_bandwidth=3350e9,
+            peak_flops=_peaks(989.4e12, 494.7e12, 66.9e12),
+            nvlink_bandwidth=450e9,
+            pcie_bandwidth=_PCIE5,
+            nic_bandwidth=50e9,
+            nvlink_domain=8,
+            source=(
+                "NVIDIA H100 Tensor Core GPU data sheet, its peaks as in the architecture white paper; memory: XLA's "
+                "h100_sxm.txtpb; network: assumed, one NDR 400 Gb/s interface a GPU as in the DGX H100"
+            ),
+        ),
+        Card(
+            name="h200",
+            label="NVIDIA H200 SXM 141 GB",
+            memory_bytes=151_397_597_184,
+            hbm_bandwidth=4800e9,
+            peak_flops=_peaks(989.4e12, 494.7e12, 66.9e12),
+            nvlink_bandwidth=450e9,
+            pcie_bandwidth=_PCIE5,
+            nic_bandwidth=50e9,
+            nvlink_domain=8,
+            source=(
+                "NVIDIA H200 Tensor Core GPU data sheet, its peaks as the H100's; memory: XLA's h200.txtpb; network: "
+                "assumed, one NDR 400 Gb/s interface a GPU as in the DGX H200"
+            ),
+        ),
+        Card(
+            name="b200",
+            label="NVIDIA B200 SXM 180 GB",
+            memory_bytes=191_514_411_008,
+            hbm_bandwidth=7700e9,
+            peak_flops=_peaks(2250e12, 1100e12, 75e12),
+            nvlink_bandwidth=900e9,
+            pcie_bandwidth=_PCIE5,
+            nic_bandwidth=50e9,
+            nvlink_domain=8,
+            source=(
+                "NVIDIA HGX B200 data sheet, an eighth of the board's; memory: XLA's b200.txtpb; network: assumed, one "
+                "NDR 400 Gb/s interface a GPU as in the DGX B200"
+            ),
+        ),
+        Card(
+            name="l40s",
+            label="NVIDIA L40S 48 GB",
+            memory_bytes=int(44.39 * _GIB),
+            hbm_bandwidth=864e9,
+            peak_flops=_peaks(362.05e12, 183e12, 91.6e12),
+            nvlink_bandwidth=0.0,
+            pcie_bandwidth=_PCIE4,
+            nic_bandwidth=25e9,
+            nvlink_domain=1,
+            source=(
+                "NVIDIA L40S data sheet; memory: as PyTorch reports it; network: assumed, one 200 Gb/s interface a GPU"
+            ),
+        ),
+        Card(
+            name="l4",
+            label="NVIDIA L4 24 GB",
+            memory_bytes=int(22.03 * _GIB),
+            hbm_bandwidth=300e9,
+            peak_flops=_peaks(121e12, 60e12, 30.3e12),
+            nvlink_bandwidth=0.0,
+            pcie_bandwidth=_PCIE4,
+            nic_bandwidth=12.5e9,
+            nvlink_domain=1,
+            source=(
+                "NVIDIA L4 data sheet; memory: as PyTorch reports it; network: assumed, one 100 Gb/s interface a GPU"
+            ),
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of equal GPUs. The GPUs of a node have consecutive device ids: device i is in node i // gpus_per_node.
+
+    Attributes:
+        name: e.g. 'h100:32x8'.
+        card: what each GPU is.
+        nodes: the number of nodes.
+        gpus_per_node: one of NODE_SIZES.
+    """
+
+    name: str
+    card: Card
+    nodes: int
+    gpus_per_node: int
+
+    @classmethod
+    def parse(cls, name: str) -> "Cluster":
+        """Makes a cluster from a name such as 'h100:32x8' (32 nodes of 8 GPUs).
+
+        Raises:
+            PlanError: no such card, unreadable numbers, or a node that does not exist.
+        """
+        model, colon, text = name.strip().lower().partition(":")
+        if model not in CARDS:
+            raise PlanError(
+                f"topology {name!r}: no GPU {model!r}{did_you_mean(model, CARDS)}; a GPU cluster is e.g. h100:32x8"
+            )
+        numbers = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5})", text)
+        if not colon or not numbers:
+            raise PlanError(
+                f"topology {name!r}: expected nodes x GPUs of a node after the card, e.g. {model}:32x8"
+            )
+        nodes, gpus = int(numbers[1]), int(numbers[2])
+        if gpus not in NODE_SIZES:
+            known = f"{', '.join(map(str, NODE_SIZES[:-1]))} or {NODE_SIZES[-1]}"
+            swapped = (
+                f"; the nodes come first: {model}:{gpus}x{nodes}" if nodes in NODE_SIZES else ""
+            )
+            raise PlanError(
+                f"topology {name!r}: a node of {gpus} GPUs; a node has {known}{swapped}"
+            )
+        return cls(f"{model}:{text}", CARDS[model], nodes, gpus)
+
+    @property
+    def num_devices(self) -> int:
+        """The number of GPUs; each is one device."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def num_chips(self) -> int:
+        """The number of GPUs."""
+        return self.num_devices
+
+    @property
+    def hbm_bytes(self) -> int:
+        """Memory of a GPU that XLA's allocator has for programs."""
+        return usable_bytes(self.card.memory_bytes)
+
+    @property
+    def hbm_bandwidth(self) -> float:
+        """Bytes/s between a GPU and its memory."""
+        return self.card.hbm_bandwidth
+
+    @property
+    def peaks(self) -> Mapping[str, float]:
+        """FLOP/s of a GPU by number format."""
+        return self.card.peak_flops
+
+    @property
+    def clock_hz(self) -> float:
+        """0: the compiler counts no cycles."""
+        return 0.0
+
+    def Describe(self) -> dict[str, Any]:
+        """The figures of the cluster that go into a plan's `topology`."""
+        card = self.card
+        return {
+            "name": self.name,
+            "card": card.label,
+            "devices": self.num_devices,
+            "chips": self.num_chips,
+            "nodes": self.nodes,
+            "gpus_per_node": self.gpus_per_node,
+            "hbm_bytes": self.hbm_bytes,
+            "memory_bytes": card.memory_bytes,
+            "peak_flops": card.peak_flops["bfloat16"],
+            "peaks": dict(card.peak_flops),
+            "hbm_bandwidth": card.hbm_bandwidth,
+            "node_bandwidth": card.node_bandwidth,
+            "nic_bandwidth": card.nic_bandwidth,
+            "source": card.source,
+        }
+
+    def node_of(self, device: int) -> int:
+        """The node that has the device with this id."""
+        return device // self.gpus_per_node

@@ -1,0 +1,122 @@
+"""The MoE layer from program files, as a GPU machine would run it. No GPU was at hand: it runs on a CPU here."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from benchmarks import moe_layer_worker
+from benchmarks.gpu import layer, programs
+
+SIZE = {"groups": 2, "group_size": 8, "model_dim": 8, "hidden_dim": 16}
+# No TensorFlow: importing it fails.
+_WITHOUT_TENSORFLOW = """
+import sys
+sys.modules["tensorflow"] = None
+from benchmarks.gpu import layer
+sys.exit(layer.main(sys.argv[1:]))
+"""
+
+
+def test_programs_from_files_run_without_tensorflow(tmp_path):
+    sizes = [f"--{name}={value}" for name, value in SIZE.items()]
+    flags = ["--experts=4", "--kinds=index,dense", "--formats=bfloat16", *sizes]
+    assert programs.main([f"--output={tmp_path}", *flags]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "dense-E4-bfloat16.program",
+        "index-E4-bfloat16.program",
+        "manifest.json",
+    ]
+    flags = ["--rounds=2", "--steps=2", "--ceiling=32", f"--output={tmp_path / 'out.json'}"]
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_TENSORFLOW, f"--programs={tmp_path}", *flags],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Not run on a GPU." in done.stdout
+    points = json.loads((tmp_path / "out.json").read_text())["points"]
+    assert [p["kind"] for p in points] == ["matmul", "index", "dense"]
+    assert all(p["seconds"] > 0 and len(p["rounds"]) == 2 for p in points)
+    # Two experts a token cost as much as the dense layer, which is twice as wide.
+    assert points[1]["flops"] == points[2]["flops"] == 3 * 2 * 2 * 2 * 16 * 8 * 16
+    step = layer._program_step(
+        tmp_path / "dense-E4-bfloat16.program", "dense", SIZE | {"num_experts": 4}
+    )
+    theta, data = moe_layer_worker.arguments("dense", SIZE | {"num_experts": 4})
+    expected = np.maximum(data.x @ theta.wi, 0) @ theta.wo
+    closest = min(
+        np.abs(np.asarray(leaf, np.float32) - expected).max()
+        for leaf in step()
+        if leaf.shape == expected.shape
+    )
+    assert closest < 0.05 * np.abs(expected).max()
+
+
+def test_the_table_has_shares_of_the_fastest_product():
+    def point(kind, experts, seconds, flops):
+        entry = {"kind": kind, "num_experts": experts, "format": "bfloat16"}
+        return layer.point(entry, [seconds, 2 * seconds, seconds], flops)
+
+    points = [
+        point("matmul", 0, 1.0, 800e12),
+        point("torch_matmul", 0, 1.0, 700e12),
+        point("index", 8, 1e-3, 400e9),
+        point("index", 32, 2e-3, 400e9),
+        point("dense", 8, 1e-3, 600e9),
+        point("torch_grouped", 8, 1e-3, 200e9),
+    ]
+    device = {"kind": "NVIDIA H200", "platform": "gpu", "data_sheet_flops": 989.4e12}
+    said = layer.table({"device": device, "size": SIZE, "points": points}).splitlines()
+    assert said == [
+        "NVIDIA H200 (gpu), M=8, H=16, 2 groups of 8 tokens.",
+        "",
+        "bfloat16: 100% is 800 TFLOP/s, the fastest large product; the data sheet's peak is 989.",
+        "",
+        "| | ms, E=8 | ms, E=32 | %, E=8 | %, E=32 |",
+        "| --- | --- | --- | --- | --- |",
+        "| here, index | 1 | 2 | 50 | 25 |",
+        "| dense layer, here | 1 | 1 | 75 | 75 |",
+        "| product alone, here | 1e+03 | 1e+03 | 100 | 100 |",
+        "| PyTorch, grouped_mm | 1 | - | 25 | - |",
+        "| product alone, PyTorch | 1e+03 | 1e+03 | 87.5 | 87.5 |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "manifest.json: No such file"),
+        ("{", "manifest.json is not JSON"),
+        ('{"version": 2}', "manifest.json is not of version 1"),
+        ("[]", "manifest.json is not of version 1"),
+    ],
+)
+def test_a_directory_without_programs_is_named(tmp_path, text, message, capsys):
+    if text is not None:
+        (tmp_path / "manifest.json").write_text(text)
+    assert layer.main([f"--programs={tmp_path}"]) == 1
+    said = capsys.readouterr().err
+    assert f"--programs={tmp_path}" in said and message in said
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--kinds=indx", "kinds.*indx.*did you mean 'index'"),
+        ("--formats=float8", "formats.*no 'float8'"),
+        ("--experts=8,1", "experts.*must be numbers from 2"),
+        ("--experts=many", "experts.*must be numbers from 2"),
+    ],
+)
+def test_mistakes_in_flags_are_named(tmp_path, flag, message, capsys):
+    with pytest.raises(SystemExit) as e:
+        programs.main([f"--output={tmp_path}", flag])
+    assert e.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
