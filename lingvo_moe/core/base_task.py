@@ -5,7 +5,6 @@ NestedMap(theta, slots, step, skipped), and `ema` where `ema_decay` is set.
 """
 
 import abc
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 import tensorflow as tf
 
-from lingvo_moe.core import checks, kernels, micro_batches, randomness
+from lingvo_moe.core import checks, kernels, randomness
 from lingvo_moe.core.artifacts import RunArtifacts
 from lingvo_moe.core.base_input import BaseInput
 from lingvo_moe.core.base_layer import BaseLayer, VariableSpec, name_scope, scoped
@@ -351,85 +350,25 @@ class BaseTask(BaseLayer):
                 `skipped` (float32 scalars).
         """
         seed = randomness.make_seed(self.p.seed, state.step)
-        loss, metrics, grads = self._Differentiate(
+        loss, metrics, grads = self.Differentiate(
             state.theta, lambda: self.FProp(state.theta, batch, seed=seed)
         )
         updates = metrics.pop("updates", NestedMap())
         with name_scope("optimizer"):
-            return self._Apply(state, loss, metrics, grads, updates)
+            return self.Apply(state, loss, metrics, grads, updates)
 
-    def AccumulatingStep(
-        self, num_micro_batches: int, batch_specs: NestedMap
-    ) -> Callable[[NestedMap, NestedMap], tuple[NestedMap, NestedMap]]:
-        """Returns TrainStep for M micro-batches: one loop over them, then one update.
-
-        Where nothing is random, and FProp's `updates` do not depend on the batch, it is the step of the whole batch up
-        to rounding. An update is the mean of those of the micro-batches, each of which starts from the state. Seeds
-        are folded with the micro-batch's number. Gradients are summed in float32.
-
-        Args:
-            num_micro_batches: M, 2 or more.
-            batch_specs: ArraySpecs of the whole batch, with `split`.
-
-        Raises:
-            MicroBatchError: the batch does not divide into M parts, or its groups do not.
-        """
-        num, sizes = num_micro_batches, self.MicroBatchSizes(self.p)
-        rows = {self.SIZES["B"][0]: micro_batches.num_rows(batch_specs)}
-        divided = rows | {f"task.{name}": self.p.Get(name) for name in sizes}
-        micro_batches.check_divides(num, divided)
-        division = micro_batches.Division(num, math.gcd(*divided.values()) // num, batch_specs)
-        smaller = {name: self.p.Get(name) // num for name in sizes}
-        part = type(self)(self.p.Copy().Set(**smaller))  # the same variables
-
-        def step(state: NestedMap, batch: NestedMap) -> tuple[NestedMap, NestedMap]:
-            with name_scope(f"{self.path}.micro_batches"):
-                seed = randomness.make_seed(self.p.seed, state.step)
-                shared = NestedMap(theta=state.theta, seed=seed, units=self.Units(batch))
-                sums = micro_batches.accumulate(part._Terms, division, batch, shared, splits)
-                updates = sums.updates.Transform(lambda total: total * (1.0 / num))
-                metrics = self.CombinedMetrics(sums.metrics)
-            with name_scope("optimizer"):
-                grads = self._Gradients(state.theta, sums.gradients)
-                return self._Apply(state, sums.loss, metrics, grads, updates)
-
-        trainable = [spec for spec in self.VariableSpecs().Flatten() if spec.trainable]
-        splits = {f"gradients[{i}]": spec.split for i, spec in enumerate(trainable)}
-        return step
-
-    def _Terms(self, i: tf.Tensor, batch: NestedMap, shared: NestedMap) -> NestedMap:
-        """What micro-batch i adds to loss, metrics, updates and gradients (a list of the trainable ones).
-
-        Args:
-            i: int32 scalar.
-            batch: the micro-batch.
-            shared: theta; the step's seed; units, those of the whole batch.
-        """
-        weights = zip(shared.theta.Flatten(), self.VariableSpecs().Flatten(), strict=True)
-        theta = shared.theta.Pack([micro_batches.sharded(w, spec.split) for w, spec in weights])
-        shares = NestedMap(
-            {k: n / tf.maximum(shared.units[k], 1.0) for k, n in self.Units(batch).items()}
-        )
-        seed = randomness.fold_in(shared.seed, i)
-        loss, metrics, grads = self._Differentiate(
-            theta, lambda: self.MicroBatchTerms(theta, batch, seed, shares)
-        )
-        updates = metrics.pop("updates", NestedMap())
-        dense = [grad for grad in grads.Flatten() if grad is not None]
-        return NestedMap(loss=loss, metrics=metrics, updates=updates, gradients=dense)
-
-    def _Differentiate(
+    def Differentiate(
         self, theta: NestedMap, compute: Callable[[], tuple[tf.Tensor, NestedMap]]
     ) -> tuple[tf.Tensor, NestedMap, NestedMap]:
-        """Loss and metrics as `compute` returns them from theta, and the gradients, as _Gradients."""
+        """Loss and metrics as `compute` returns them from theta, and the gradients, as Gradients."""
         specs = self.VariableSpecs().Flatten()
         leaves = [w for w, spec in zip(theta.Flatten(), specs, strict=True) if spec.trainable]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(leaves)
             loss, metrics = compute()
-        return loss, metrics, self._Gradients(theta, tape.gradient(loss, leaves))
+        return loss, metrics, self.Gradients(theta, tape.gradient(loss, leaves))
 
-    def _Apply(
+    def Apply(
         self,
         state: NestedMap,
         loss: tf.Tensor,
@@ -479,7 +418,7 @@ class BaseTask(BaseLayer):
         metrics = self.EvalStep(theta, batch)
         return NestedMap({name: metrics[name] for name in (*self.HELD_OUT_METRICS, self.UNIT)})
 
-    def _Gradients(
+    def Gradients(
         self, theta: NestedMap, grads: Sequence[tf.Tensor | tf.IndexedSlices | None]
     ) -> NestedMap:
         """Packs the tape's gradients into theta's structure, as dense tensors; None for non-trainable variables."""

@@ -6,17 +6,23 @@ one micro-batch, with the tape inside, so that nothing is kept from one micro-ba
 Letters: B batch, M micro-batches, D blocks of rows.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import tensorflow as tf
 
+from lingvo_moe.core import randomness
 from lingvo_moe.core.base_input import ArraySpec
+from lingvo_moe.core.base_layer import name_scope
+from lingvo_moe.core.base_task import BaseTask
 from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.core.sharding import DimsMapping, current_mesh
 from lingvo_moe.core.sharding.annotate import mesh_split
 from lingvo_moe.core.tensors import runtime_zeros
+
+_SCOPE = "micro_batches"  # of the loop's name, by which core/hlo/module.py finds it
 
 
 class MicroBatchError(ValueError):
@@ -68,7 +74,7 @@ class Division:
         """Micro-batch i (int32 scalar) out of Stacked's result."""
 
         def part(x: tf.Tensor, spec: ArraySpec) -> tf.Tensor:
-            return sharded(tf.gather(x, i), spec.split) if _divided(spec) else x
+            return _sharded(tf.gather(x, i), spec.split) if _divided(spec) else x
 
         return map_structure(part, stacked, self.specs)
 
@@ -88,10 +94,74 @@ class Division:
         rows, *rest = spec.shape
         by_rows, *splits = spec.split or [None] * len(spec.shape)
         shape = [self.blocks, self.num, rows // (self.blocks * self.num), *rest]
-        x = sharded(tf.reshape(x, shape), (by_rows, None, None, *splits))
+        x = _sharded(tf.reshape(x, shape), (by_rows, None, None, *splits))
         x = tf.transpose(x, [1, 0, *range(2, len(shape))])
-        x = sharded(x, (None, by_rows, None, *splits))
-        return sharded(tf.reshape(x, [self.num, rows // self.num, *rest]), (None, *spec.split))
+        x = _sharded(x, (None, by_rows, None, *splits))
+        return _sharded(tf.reshape(x, [self.num, rows // self.num, *rest]), (None, *spec.split))
+
+
+def accumulating_step(
+    task: BaseTask, num: int, batch_specs: NestedMap
+) -> Callable[[NestedMap, NestedMap], tuple[NestedMap, NestedMap]]:
+    """Returns BaseTask.TrainStep for M micro-batches: one loop over them, then one update.
+
+    Where nothing is random, and FProp's `updates` do not depend on the batch, it is the step of the whole batch up to
+    rounding. An update is the mean of those of the micro-batches, each of which starts from the state. Seeds are folded
+    with the micro-batch's number. Gradients are summed in float32.
+
+    Args:
+        task: what is trained.
+        num: M, 2 or more.
+        batch_specs: ArraySpecs of the whole batch, with `split`.
+
+    Raises:
+        MicroBatchError: the batch does not divide into M parts, or its groups do not.
+    """
+    sizes = {name: task.p.Get(name) for name in task.MicroBatchSizes(task.p)}
+    rows = _num_rows(batch_specs)
+    check_divides(num, {task.SIZES["B"][0]: rows, **{f"task.{n}": s for n, s in sizes.items()}})
+    division = Division(num, math.gcd(rows, *sizes.values()) // num, batch_specs)
+    smaller = {name: size // num for name, size in sizes.items()}
+    part = type(task)(task.p.Copy().Set(**smaller))  # the same variables
+    trainable = [spec for spec in task.VariableSpecs().Flatten() if spec.trainable]
+    splits = {f"gradients[{i}]": spec.split for i, spec in enumerate(trainable)}
+
+    def step(state: NestedMap, batch: NestedMap) -> tuple[NestedMap, NestedMap]:
+        with name_scope(f"{task.path}.{_SCOPE}"):
+            seed = randomness.make_seed(task.p.seed, state.step)
+            shared = NestedMap(theta=state.theta, seed=seed, units=task.Units(batch))
+            terms = functools.partial(_terms, part)
+            sums = accumulate(terms, division, batch, shared, splits)
+            updates = sums.updates.Transform(lambda total: total * (1.0 / num))
+            metrics = task.CombinedMetrics(sums.metrics)
+        with name_scope("optimizer"):
+            grads = task.Gradients(state.theta, sums.gradients)
+            return task.Apply(state, sums.loss, metrics, grads, updates)
+
+    return step
+
+
+def _terms(task: BaseTask, i: tf.Tensor, batch: NestedMap, shared: NestedMap) -> NestedMap:
+    """What micro-batch i adds to loss, metrics, updates and gradients (a list of the trainable variables').
+
+    Args:
+        task: with the sizes of a micro-batch.
+        i: int32 scalar.
+        batch: the micro-batch.
+        shared: theta; the step's seed; units, those of the whole batch.
+    """
+    weights = zip(shared.theta.Flatten(), task.VariableSpecs().Flatten(), strict=True)
+    theta = shared.theta.Pack([_sharded(w, spec.split) for w, spec in weights])
+    shares = NestedMap(
+        {name: n / tf.maximum(shared.units[name], 1.0) for name, n in task.Units(batch).items()}
+    )
+    seed = randomness.fold_in(shared.seed, i)
+    loss, metrics, grads = task.Differentiate(
+        theta, lambda: task.MicroBatchTerms(theta, batch, seed, shares)
+    )
+    updates = metrics.pop("updates", NestedMap())
+    dense = [grad for grad in grads.Flatten() if grad is not None]
+    return NestedMap(loss=loss, metrics=metrics, updates=updates, gradients=dense)
 
 
 def accumulate(
@@ -138,21 +208,21 @@ def accumulate(
         now = NestedMap(part=division.Part(stacked, i), shared=shared)
         found = traced(i, *now.Flatten())
         sums = [
-            sharded(total + tf.cast(term, total.dtype), split)
+            _sharded(total + tf.cast(term, total.dtype), split)
             for total, term, split in zip(sums, found, kept, strict=True)
         ]
         return i + 1, sums
 
     floating = next(x for x in shared.Flatten() if x.dtype.is_floating)
     zeros = [
-        sharded(_zeros(name, term, floating), split)
+        _sharded(_zeros(name, term, floating), split)
         for name, term, split in zip(names, traced.outputs, kept, strict=True)
     ]
     _, sums = tf.while_loop(lambda i, _: i < division.num, body, (tf.constant(0), zeros))
     return structure.Pack(sums)
 
 
-def num_rows(specs: NestedMap) -> int:
+def _num_rows(specs: NestedMap) -> int:
     """B, the rows of a batch of these ArraySpecs.
 
     Raises:
@@ -167,7 +237,7 @@ def num_rows(specs: NestedMap) -> int:
     return rows.pop()
 
 
-def sharded(x: tf.Tensor, split: DimsMapping) -> tf.Tensor:
+def _sharded(x: tf.Tensor, split: DimsMapping) -> tf.Tensor:
     """Annotates x; where no dimension is sharded, XLA decides."""
     mesh = current_mesh()
     if mesh is None or mesh.size == 1 or not any(split):

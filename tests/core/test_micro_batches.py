@@ -19,7 +19,12 @@ from lingvo_moe.core.hlo.collectives import collective_use
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.kernels import tensorflow
-from lingvo_moe.core.micro_batches import Division, MicroBatchError, check_divides
+from lingvo_moe.core.micro_batches import (
+    Division,
+    MicroBatchError,
+    accumulating_step,
+    check_divides,
+)
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.schedules import Constant
 from lingvo_moe.core.optimizers.sgd import Sgd
@@ -131,7 +136,7 @@ def _after(task, batch, specs, num):
         return update(theta, gradients, *rest)
 
     task.optimizer.Update = recording
-    step = task.TrainStep if num == 1 else task.AccumulatingStep(num, specs)
+    step = task.TrainStep if num == 1 else accumulating_step(task, num, specs)
 
     def fn(state, batch):
         state, metrics = step(state, batch)

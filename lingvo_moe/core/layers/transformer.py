@@ -8,7 +8,7 @@ Layers share `aux`, a NestedMap:
     memory, cross_mask: [B, S, M] and bool [B, T or 1, S]; with cross-attention only.
     context: int32 [B, T] tensors that a MoE layer's router needs (see moe/routers/inputs.py); only if it
         needs some.
-    shares: float scalars, in a micro-batch only; see core/moe/micro_batches.py.
+    shares: float scalars, in a micro-batch only; see core/moe/layer.py.
 """
 
 from collections.abc import Sequence

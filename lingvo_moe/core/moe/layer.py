@@ -12,8 +12,8 @@ from lingvo_moe.core import checks
 from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
-from lingvo_moe.core.moe import micro_batches
 from lingvo_moe.core.moe.experts import Experts, Rows
+from lingvo_moe.core.moe.losses_and_metrics import micro_batch_terms
 from lingvo_moe.core.moe.registry import DISPATCHERS, ROUTERS, dispatcher_params
 from lingvo_moe.core.moe.routers import inputs as router_inputs
 from lingvo_moe.core.moe.routers.base import Routing
@@ -115,7 +115,7 @@ class MoELayer(BaseLayer):
             context: the entries that the router needs (`Needs`), int32 [B,T] each; other entries are
                 ignored.
             shares: of a micro-batch in its batch, float32 scalars `tokens` and `groups`; loss and metrics are
-                then terms that sum up over micro-batches (see moe/micro_batches.py). None for a whole batch.
+                then terms that sum up over micro-batches (see moe/losses_and_metrics.py). None for a whole batch.
 
         Returns:
             y_BTM in the activation type, and NestedMap(aux_loss: float32 scalar, unscaled by the
@@ -208,7 +208,7 @@ def _extras(routing: Routing, tokens: tf.Tensor | Rows, shares: NestedMap | None
         metrics = NestedMap({**metrics, **tokens.metrics})
         metrics.effective_capacity = metrics.experts_per_token
     if shares is not None:
-        aux_loss, metrics = micro_batches.terms(routing.aux_losses, metrics, shares)
+        aux_loss, metrics = micro_batch_terms(routing.aux_losses, metrics, shares)
     # Without an annotation XLA shards a vector of E numbers as it shards experts, and gathers it later.
     metrics = metrics.Transform(lambda x: replicate(x) if x.shape.rank else x)
     extras = NestedMap(aux_loss=aux_loss, metrics=metrics)

@@ -17,7 +17,7 @@ from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.layers import attention, embedding, feed_forward, masks, softmax, transformer
 from lingvo_moe.core.moe import layer as moe_layer
-from lingvo_moe.core.moe import micro_batches
+from lingvo_moe.core.moe.losses_and_metrics import combined_metrics
 from lingvo_moe.core.moe.registry import ROUTERS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.tensors import dim
@@ -39,7 +39,6 @@ class MtModel(MtTask):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        _define_sizes(p)
         p.Define("moe", moe_layer.MoELayer.Params(), "The MoE layer; sizes are set from above.")
         p.Define(
             "decoder_router",
@@ -266,7 +265,7 @@ class MtModel(MtTask):
         """See BaseTask."""
         if not self.p.num_experts:
             return sums
-        moe = {name: micro_batches.combine(metrics) for name, metrics in sums.moe.items()}
+        moe = {name: combined_metrics(metrics) for name, metrics in sums.moe.items()}
         return NestedMap(sums, moe=NestedMap(moe))
 
     def _Losses(
@@ -490,39 +489,3 @@ def _router_of(p: HyperParams, decoder: bool) -> tuple[str, HyperParams]:
     """The name and the Params of the router of one side."""
     own = decoder and p.decoder_router is not None
     return ("decoder_router", p.decoder_router) if own else ("moe.router", p.moe.router)
-
-
-def _define_sizes(p: InstantiableParams) -> None:
-    """The sizes of the model, and the numbers of layers, experts and groups."""
-    p.Define("source_vocab_size", 64000, "Source SentencePiece vocabulary.", check=checks.IDS)
-    p.Define("target_vocab_size", 32000, "Target SentencePiece vocabulary, V.", check=checks.IDS)
-    p.Define("model_dim", 1024, "M.", check=checks.SIZE)
-    p.Define(
-        "hidden_dim",
-        8192,
-        "H, of dense and, unless given, expert feed-forward layers.",
-        check=checks.SIZE,
-    )
-    p.Define("expert_hidden_dim", 0, "H of an expert; 0: hidden_dim.", check=checks.COUNT)
-    p.Define("num_heads", 16, "N, attention heads.", check=checks.SIZE)
-    p.Define(
-        "num_kv_heads",
-        0,
-        "A, heads of keys and values, each for num_heads / A heads; 1: multi-query attention; 0: num_heads.",
-        check=checks.COUNT,
-    )
-    p.Define("key_dim", 128, "K, per head.", check=checks.COUNT)
-    p.Define(
-        "num_encoder_layers",
-        18,
-        "Encoder layers, each attention + feed-forward.",
-        check=checks.LAYERS,
-    )
-    p.Define("num_decoder_layers", 18, "Decoder layers.", check=checks.LAYERS)
-    p.Define("num_experts", 2048, "E; 0: every feed-forward layer is dense.", check=checks.COUNT)
-    p.Define(
-        "num_groups",
-        2048,
-        "G: tokens are routed in G independent groups, in training.",
-        check=checks.COUNT,
-    )
