@@ -23,7 +23,8 @@ _BOUNDS = {
 }
 _OVERVIEW = (
     "**Compiled for GPUs, not run**: XLA's GPU compiler compiled the training step of each model, with the "
-    "paper's batch, for the smallest cluster of nodes of 8 GPUs that holds it. Sizes are powers of two. "
+    "paper's batch, for the smallest cluster of nodes of 8 GPUs that holds it. Sizes are powers of two: on half as "
+    "many GPUs each would need nearly twice the memory, which does not fit. "
     "Memory is the compiler's figure, of the nine tenths that [plans count with](planning.md#gpu-clusters). Times are "
     "estimated, with [the network model](gpus.md#the-network-model), which assumes a network interface for each "
     "GPU: kernels run at the peaks of data sheets, which real ones rarely reach, and nothing overlaps. Weights are "
