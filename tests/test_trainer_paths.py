@@ -40,3 +40,13 @@ def test_a_typed_override_may_end_in_a_backslash(tmp_path):
     override = trainer.full_override(trainer.parse_flags([typed, "--max_steps=3", TINY]))
     params = registry.GetParams("mt.M4Tiny", override)
     assert (params.input.cache_dir, params.train.max_steps) == ("/cache\\", 3)
+
+
+def test_overrides_given_several_times_all_apply():
+    """So a suggested flag can be pasted behind those of a command."""
+    typed = ("input.cache_dir=/cache\\", "task.seed=4;train.max_steps=9", "task.seed=5")
+    flags = [f"--model_params_override={text}" for text in typed]
+    override = trainer.full_override(trainer.parse_flags([*flags, TINY]))
+    params = registry.GetParams("mt.M4Tiny", override)
+    assert params.input.cache_dir == "/cache\\"
+    assert (params.train.max_steps, params.task.seed) == (9, 5)

@@ -44,6 +44,13 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
+def join_overrides(*overrides: str) -> str:
+    """Joins texts `path=value;path=value` to one; empty ones are dropped."""
+    # Otherwise a backslash at the end would escape the semicolon that follows.
+    spaced = [f"{text} " if text.endswith("\\") else text for text in overrides[:-1]]
+    return ";".join(text for text in (*spaced, *overrides[-1:]) if text)
+
+
 class Flags(flags.FlagValues):
     """The flags of one command: their definitions and, after `Parse`, their values as attributes.
 
@@ -151,6 +158,12 @@ class Flags(flags.FlagValues):
     def DEFINE_list(self, name: str, default: Sequence[str] | None, help: str) -> None:
         """Defines a flag that takes comma-separated names; its value is a tuple."""
         self.DEFINE_parsed(name, default, help, names, "comma-separated")
+
+    def DEFINE_override(self, help: str = "path=value;path=value, as for the trainer") -> None:
+        """Defines `--model_params_override`. Given several times, all of them apply, a later value of a path last."""
+        parser = _checked(str, checks.TEXT)
+        flag = _OverrideFlag(parser, _Serializer(), "model_params_override", "", help)
+        flags.DEFINE_flag(flag, self, self._section)
 
     def DEFINE_parsed(
         self,
@@ -360,6 +373,14 @@ class _Serializer(flags.ArgumentSerializer[Any]):
 
     def serialize(self, value: Any) -> str:
         return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+class _OverrideFlag(flags.Flag[str]):
+    """A flag whose texts are joined where it is given several times."""
+
+    def parse(self, argument: str) -> None:
+        before = self.value if self.present else ""
+        super().parse(join_overrides(before, argument))
 
 
 class _ShowFlag(flags.BooleanFlag):
