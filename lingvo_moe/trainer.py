@@ -15,7 +15,7 @@ from lingvo_moe.core.command import run as run_command
 from lingvo_moe.core.command import say
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES, Compiled, Engine
 from lingvo_moe.core.engine.interrupt import TimeLimit
-from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.flags import Flags, join_overrides
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.quiet import quiet
 from lingvo_moe.core.run_description import ProgramAbout
@@ -134,15 +134,12 @@ def fastest_engine(args: Flags) -> str:
 
 def full_override(args: Flags) -> str:
     """`--model_params_override` with the shorthand flags appended."""
-    typed = args.model_params_override
-    if typed.endswith("\\"):
-        typed += " "  # otherwise the backslash would escape the semicolon that follows
-    parts = [typed] if typed else []
+    parts = [args.model_params_override]
     if args.max_steps is not None:
         parts.append(f"train.max_steps={args.max_steps}")
     if args.data_dir:
         parts.append(f"input.data_dir={registry.escape(os.path.abspath(args.data_dir))}")
-    return ";".join(parts)
+    return join_overrides(*parts)
 
 
 def train(args: Flags, params: Params, override: str, limit: TimeLimit) -> int:
@@ -349,6 +346,8 @@ def prepare(run: Run, lock: RunLock) -> None:
         check_began_from(args, run_dir)
     with LineProgress() as progress:
         inputs.Prepare(progress, run_dir.artifacts if goes_on else None)
+    if not goes_on:
+        inputs.CheckNewRun()
     for warning in [*inputs.Warnings(), *run.task.Warnings(run.params.train.max_steps)]:
         say(f"warning: {warning}")
     run.task.CheckData(inputs)

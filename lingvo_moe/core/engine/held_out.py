@@ -135,6 +135,19 @@ class HeldOutWatch:
         return is_best
 
 
+def first_batches(inputs: BaseInput, count: int) -> list[HeldOutBatch]:
+    """The first `count` held-out batches, at least one; fewer where there are no more.
+
+    Raises:
+        NoHeldOutError: there are none.
+        ValueError: the data is damaged.
+    """
+    batches = list(itertools.islice(inputs.HeldOut(), count))
+    if not batches:
+        raise NoHeldOutError("none of the held-out examples fits into a batch")
+    return batches
+
+
 def read_batches(inputs: BaseInput, train: Params) -> list[HeldOutBatch]:
     """The first `train.eval_batches` held-out batches; none, which is said, where there is no held-out data.
 
@@ -143,7 +156,7 @@ def read_batches(inputs: BaseInput, train: Params) -> list[HeldOutBatch]:
         ValueError: the data is damaged.
     """
     try:
-        batches = list(itertools.islice(inputs.HeldOut(), train.eval_batches))
+        batches = first_batches(inputs, train.eval_batches)
     except NoHeldOutError as e:
         if train.early_stopping_evals:
             value = str(train.early_stopping_evals)
@@ -151,7 +164,10 @@ def read_batches(inputs: BaseInput, train: Params) -> list[HeldOutBatch]:
             raise ParamError("train.early_stopping_evals", value, why) from None
         say(f"train.eval_interval_steps={train.eval_interval_steps}: not evaluated, since {e}")
         return []
-    say(f"{len(batches)} held-out batches are evaluated every {train.eval_interval_steps} steps")
+    count = f"{len(batches)} held-out batches"
+    if len(batches) < train.eval_batches:
+        count = f"all {count} (train.eval_batches={train.eval_batches})"
+    say(f"{count} are evaluated every {train.eval_interval_steps} steps")
     return batches
 
 
