@@ -14,7 +14,7 @@ from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.run_dir import RunDir
 from lingvo_moe.core.sharding import single_device
-from lingvo_moe.trainer_checks import UsageError, check_same_run, has_begun
+from lingvo_moe.trainer_checks import UsageError, check_data_exists, check_same_run, has_begun
 
 POLL_SECONDS = 5.0  # between two looks at the directory of checkpoints
 
@@ -37,6 +37,7 @@ def evaluate_run(args: Flags, params: Params) -> int:
     """
     run_dir = RunDir(args.logdir)
     _await_run(run_dir, args.once)
+    check_data_exists(args, params)
     check_same_run(run_dir, params, "give the flags of the trainer")
     from lingvo_moe.core.engine.summaries import Summaries, read_metrics
 

@@ -27,6 +27,7 @@ from lingvo_moe.trainer_checks import (
     UsageError,
     check_began_from,
     check_data_dir,
+    check_data_exists,
     check_divisible,
     check_flags,
     has_begun,
@@ -337,6 +338,7 @@ def prepare(run: Run, lock: RunLock) -> None:
     from lingvo_moe.core.engine.progress import LineProgress
 
     args, run_dir, inputs = run.args, run.run_dir, run.inputs
+    check_data_exists(args, run.params)
     goes_on = has_begun(run_dir) and not args.restart
     if args.init_from and not goes_on:  # before a run is moved aside
         step = init_from.find_step(args.init_from, args.init_from_step)
