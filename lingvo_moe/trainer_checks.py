@@ -293,9 +293,7 @@ def run_difference(was: str, now: Params) -> str:
 
     def lines(text: str) -> set[str]:
         return {
-            line
-            for line in text.splitlines()
-            if _is_of_run(line) and _path(line) not in places
+            line for line in text.splitlines() if _is_of_run(line) and _path(line) not in places
         }
 
     before, after = lines(was), lines(now.ToText())

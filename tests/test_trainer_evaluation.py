@@ -136,7 +136,10 @@ def test_killed_while_it_evaluates_nothing_is_lost(reference, tmp_path, monkeypa
     assert RunDir(run).steps[-1] == at
     assert [step for step, _ in _steps_and_losses(run)] == [s for s in (4, 8) if s < at]
     assert _train(run, 10) == 0
-    assert ("step 10: train.max_steps=10 is reached" in capfd.readouterr().err) == (at == 10)
+    err = capfd.readouterr().err
+    assert ("step 10: train.max_steps=10 is reached" in err) == (at == 10)
+    (line,) = (line for line in err.splitlines() if line.startswith(f"step {at}: held-out loss"))
+    assert line.endswith(" s)")  # no share of a time in which nothing was trained
     name = "evaluations.json"
     assert (run / name).read_bytes() == (reference / name).read_bytes()
     wanted = state(reference)

@@ -300,6 +300,8 @@ def test_a_logdir_that_cannot_be_written_is_found_before_the_data_is_read(
 def test_unknown_flags(capfd):
     error = _error(capfd, "--modle=mt.M4Tiny", "--logdir=x", "extra")
     assert error.startswith("error: no flag --modle (did you mean '--mode' or '--model' or")
+    error = _error(capfd, TINY, "--learning_rate=0.1")
+    assert "no flag --learning_rate; a parameter" in error and "--model_params_override=" in error
     error = _error(capfd, TINY, "extra")
     assert error.startswith("error: unexpected argument 'extra'")
 
@@ -344,7 +346,10 @@ def test_another_experiment_in_the_same_logdir_is_refused_with_the_difference(tm
     assert f"--logdir={run_dir.path} holds a run of mt.M4Tiny with other parameters" in message
     assert "> task.num_experts : 16\n< task.num_experts : 8" in message
     assert "> task.model_dim : 16\n< task.model_dim : 32" in message
-    assert "The run began with --model=mt.M4Tiny --model_params_override=task.num_experts=16." in message
+    assert (
+        "The run began with --model=mt.M4Tiny --model_params_override=task.num_experts=16."
+        in message
+    )
     assert "max_steps" not in message
     with pytest.raises(UsageError, match=r"holds a run of mt\.M4Tiny"):
         _prepare(run_dir, "mt.M4Demo", "task.num_experts=16", restart=False)
@@ -485,7 +490,7 @@ def test_a_fresh_process_says_one_line(tmp_path):
         env=env,
     )
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-    assert done.stderr.startswith("error: data directory ")
+    assert done.stderr == f"error: --data_dir={tmp_path / 'none'} does not exist\n"
 
 
 def test_the_600_billion_parameter_model_is_inspected_in_seconds():

@@ -28,7 +28,7 @@ from absl import flags
 
 from lingvo_moe.core import checks
 from lingvo_moe.core.paths import PathError, check_local, check_portable
-from lingvo_moe.core.suggest import did_you_mean
+from lingvo_moe.core.suggest import did_you_mean, nearest
 
 _HELP = "help"  # the section of the flags that every command has
 _COMMON = ("flagfile", "help", "helpfull")  # what one may look for in every command
@@ -249,7 +249,7 @@ class Flags(flags.FlagValues):
             rest = self([self._command, *(sys.argv[1:] if argv is None else argv)])[1:]
         except flags.UnrecognizedFlagError as e:
             flag = str(e.flagvalue).partition("=")[0]
-            self.Fail(f"no flag {flag}{did_you_mean(flag, self._Spellings(flag))}")
+            self.Fail(f"no flag {flag}{self._Instead(flag)}")
         except flags.Error as e:
             self.Fail(str(e).removeprefix("flag ").removeprefix("ERROR:: "))
         except UnicodeDecodeError as e:
@@ -315,6 +315,16 @@ class Flags(flags.FlagValues):
             return True
 
         flags.register_validator(name, validate, flag_values=self)
+
+    def _Instead(self, flag: str) -> str:
+        """What to add to the error about a flag that does not exist."""
+        known = self._Spellings(flag)
+        if "model_params_override" in self.Names() and not nearest(flag, known):
+            return (
+                "; a parameter of the experiment is set by its path, --model_params_override='path=value': "
+                "python -m lingvo_moe.trainer --model=... --mode=inspect_params prints all paths"
+            )
+        return did_you_mean(flag, known)
 
     def _Spellings(self, flag: str) -> list[str]:
         """Existing flags that a misspelt one may mean."""

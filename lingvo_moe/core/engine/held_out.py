@@ -67,6 +67,7 @@ class HeldOutWatch:
         self._evaluations = Evaluations(_digest(batches))
         # Before anything is written: process 0 may be ahead of the others later.
         self._before = run_dir.evaluations
+        self._first: int | None = None
         self._done_at = time.monotonic()
         self.why_stopped = ""
 
@@ -78,7 +79,7 @@ class HeldOutWatch:
 
     def Begin(self, first: int | None) -> None:
         """Takes over what the run's evaluations were up to the step that it goes on from; None begins a run."""
-        before, self._done_at = self._before, time.monotonic()
+        before, self._first, self._done_at = self._before, first, time.monotonic()
         if first is None or before is None:
             return
         if before.batches != self._evaluations.batches:
@@ -121,7 +122,9 @@ class HeldOutWatch:
         self._Record(self._evaluations.With(step, loss))
         best = self._evaluations.best
         now = time.monotonic()
-        share = (now - start) / max(now - self._done_at, 1e-9)
+        share = f", {(now - start) / max(now - self._done_at, 1e-9):.0%} of the time"
+        if step == self._first:  # nothing was trained since the start
+            share = ""
         self._done_at = now
         is_best = best is not None and best.step == step
         if is_best:
@@ -130,7 +133,7 @@ class HeldOutWatch:
             what = f"best {best.loss:.4f} at step {best.step}" if best else "not finite"
         say(
             f"step {step}: held-out loss {loss:.4f}{_in_words(metrics, self._task)}, {what} "
-            f"({now - start:.1f} s, {share:.0%} of the time)"
+            f"({now - start:.1f} s{share})"
         )
         return is_best
 

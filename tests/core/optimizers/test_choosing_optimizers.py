@@ -57,6 +57,10 @@ def test_transformer_s_schedule_takes_the_model_s_width():
             "task.optimizer.learning_rate=cosin",
             r"'cosin' \(did you mean 'cosine'\?\); known: constant, cosine, gshard, inverse_sqrt, linear, transf",
         ),
+        (
+            "task.optimizer.momentum=0.9",
+            r"no parameter 'task\.optimizer\.momentum'; it needs task\.optimizer=sgd before it",
+        ),
         ("task.optimizer=None", "must be one of adafactor, adam, adamw, gshard, sgd"),
         ("task.ema_decay=1", r"task\.ema_decay=1: must be a number in \[0, 1\)"),
     ],
