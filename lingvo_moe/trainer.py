@@ -254,8 +254,8 @@ def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
     )
     initial = job.together(lambda: initial_weights(run))
     held_out = job.together(lambda: held_out_batches(run))
-    if not run.args["engine"].present:
-        say(f"--engine={run.args.engine}, the default for these devices")
+    if first_process:
+        say(machine_line(run.args, params, engine.mesh))
     task = trained_task(run, engine.mesh)
     started = time.monotonic()
     with (
@@ -283,6 +283,18 @@ def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
             )
         )
     return 128 + result.signal if result.signal else 0
+
+
+def machine_line(args: Flags, params: Params, mesh: Mesh) -> str:
+    """The engine and the mesh of a run, as one line, with the reasons for those that no flag names."""
+    engine, devices = f"--engine={args.engine}", f"mesh {mesh}"
+    if not args["engine"].present:
+        on_one = "on one CPU device without --mesh"
+        elsewhere = "for several devices, GPUs, TPUs and with --mesh"
+        engine += f", the default {on_one if args.engine == 'tf_graph' else elsewhere}"
+    if not args.mesh and str(mesh) != params.train.mesh:
+        devices += f" (train.mesh={params.train.mesh}, resized to the devices)"
+    return f"{engine}; {devices}"
 
 
 def trained_task(run: Run, mesh: Mesh) -> "BaseTask":
