@@ -389,7 +389,7 @@ class _OverrideFlag(flags.Flag[str]):
     """A flag whose texts are joined where it is given several times."""
 
     def parse(self, argument: str) -> None:
-        before = self.value if self.present else ""
+        before = (self.value or "") if self.present else ""
         super().parse(join_overrides(before, argument))
 
 
