@@ -4,10 +4,9 @@ It reads what the trainer writes and writes only to RUN/eval/scores, so it needs
 a checkpoint is scored again unless its line was written.
 """
 
-import itertools
 import time
 
-from lingvo_moe.core.base_input import HeldOutBatch, NoHeldOutError
+from lingvo_moe.core.base_input import NoHeldOutError
 from lingvo_moe.core.base_task import BaseCheckpointScorer, BaseTask, CheckpointScores
 from lingvo_moe.core.class_names import any_class
 from lingvo_moe.core.command import say
@@ -15,7 +14,7 @@ from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.run_dir import RunDir
 from lingvo_moe.core.sharding import single_device
-from lingvo_moe.trainer_checks import UsageError, check_same_run, has_begun
+from lingvo_moe.trainer_checks import UsageError, check_data_exists, check_same_run, has_begun
 
 POLL_SECONDS = 5.0  # between two looks at the directory of checkpoints
 
@@ -38,6 +37,7 @@ def evaluate_run(args: Flags, params: Params) -> int:
     """
     run_dir = RunDir(args.logdir)
     _await_run(run_dir, args.once)
+    check_data_exists(args, params)
     check_same_run(run_dir, params, "give the flags of the trainer")
     from lingvo_moe.core.engine.summaries import Summaries, read_metrics
 
@@ -96,14 +96,14 @@ class _Scorer:
     def __init__(self, run_dir: RunDir, params: Params, lines: int | None):
         from lingvo_moe.core.engine.base import make_engine
         from lingvo_moe.core.engine.evaluation import Evaluator
+        from lingvo_moe.core.engine.held_out import first_batches
 
         artifacts = run_dir.artifacts
         self._run_dir = run_dir
         self._task: BaseTask = params.task.Instantiate()
         inputs = params.input.Instantiate().Prepare(artifacts=artifacts)
         try:
-            held_out = itertools.islice(inputs.HeldOut(), params.train.eval_batches)
-            self._batches: list[HeldOutBatch] = list(held_out)
+            self._batches = first_batches(inputs, params.train.eval_batches)
         except NoHeldOutError as e:
             raise UsageError(f"--mode=eval: there is nothing to evaluate on: {e}") from None
         self._evaluator = Evaluator(self._task, inputs, make_engine("tf_graph", single_device()))

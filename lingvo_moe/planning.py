@@ -34,6 +34,9 @@ from lingvo_moe.trainer import make_mesh
 from lingvo_moe.trainer_checks import check_divisible
 
 WHATS = ("train", "decode")
+# By how many times a program must exceed a machine's memory to pass over that machine without compiling: the
+# compiler's figures are not exactly proportional.
+_WIDE_MARGIN = 1.1
 Say = Callable[[str], None]
 
 
@@ -198,17 +201,25 @@ def smallest_slice(
 ) -> dict[str, Any]:
     """The plan for the smallest machine that the model fits, of the generation or card in `request.topology`.
 
+    Machines that are far too small are passed over: all devices together need no less memory when they are more.
+
     Raises:
         FitsNone: it fits no machine of that kind.
         PlanError: no such generation or card.
     """
-    tried = []
+    tried: list[str] = []
+    needed = 0  # bytes of all devices together, on the machine tried last
     for name in slices_to_try(request):
+        machine = parse_machine(name)
+        if needed > _WIDE_MARGIN * machine.num_devices * machine.hbm_bytes:
+            continue
         tried.append(name)
         made = make_plan(replace(request, topology=name), cache_dir, say)
-        if made["memory"]["fits"]:
+        held = made["memory"]
+        if held["fits"]:
             return made
-        say(f"{name}: misses by {units.size(made['memory']['misses_by'], 1)}")
+        say(f"{name}: misses by {units.size(held['misses_by'], 1)}")
+        needed = machine.num_devices * held["needed"]
     raise FitsNone(request, tried)
 
 

@@ -15,7 +15,7 @@ from lingvo_moe.core.command import run as run_command
 from lingvo_moe.core.command import say
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES, Compiled, Engine
 from lingvo_moe.core.engine.interrupt import TimeLimit
-from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.flags import Flags, join_overrides
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.quiet import quiet
 from lingvo_moe.core.run_description import ProgramAbout
@@ -27,6 +27,7 @@ from lingvo_moe.trainer_checks import (
     UsageError,
     check_began_from,
     check_data_dir,
+    check_data_exists,
     check_divisible,
     check_flags,
     has_begun,
@@ -134,15 +135,12 @@ def fastest_engine(args: Flags) -> str:
 
 def full_override(args: Flags) -> str:
     """`--model_params_override` with the shorthand flags appended."""
-    typed = args.model_params_override
-    if typed.endswith("\\"):
-        typed += " "  # otherwise the backslash would escape the semicolon that follows
-    parts = [typed] if typed else []
+    parts = [args.model_params_override]
     if args.max_steps is not None:
         parts.append(f"train.max_steps={args.max_steps}")
     if args.data_dir:
         parts.append(f"input.data_dir={registry.escape(os.path.abspath(args.data_dir))}")
-    return ";".join(parts)
+    return join_overrides(*parts)
 
 
 def train(args: Flags, params: Params, override: str, limit: TimeLimit) -> int:
@@ -256,8 +254,8 @@ def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
     )
     initial = job.together(lambda: initial_weights(run))
     held_out = job.together(lambda: held_out_batches(run))
-    if not run.args["engine"].present:
-        say(f"--engine={run.args.engine}, the default for these devices")
+    if first_process:
+        say(machine_line(run.args, params, engine.mesh))
     task = trained_task(run, engine.mesh)
     started = time.monotonic()
     with (
@@ -285,6 +283,18 @@ def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
             )
         )
     return 128 + result.signal if result.signal else 0
+
+
+def machine_line(args: Flags, params: Params, mesh: Mesh) -> str:
+    """The engine and the mesh of a run, as one line, with the reasons for those that no flag names."""
+    engine, devices = f"--engine={args.engine}", f"mesh {mesh}"
+    if not args["engine"].present:
+        on_one = "on one CPU device without --mesh"
+        elsewhere = "for several devices, GPUs, TPUs and with --mesh"
+        engine += f", the default {on_one if args.engine == 'tf_graph' else elsewhere}"
+    if not args.mesh and str(mesh) != params.train.mesh:
+        devices += f" (train.mesh={params.train.mesh}, resized to the devices)"
+    return f"{engine}; {devices}"
 
 
 def trained_task(run: Run, mesh: Mesh) -> "BaseTask":
@@ -340,6 +350,7 @@ def prepare(run: Run, lock: RunLock) -> None:
     from lingvo_moe.core.engine.progress import LineProgress
 
     args, run_dir, inputs = run.args, run.run_dir, run.inputs
+    check_data_exists(args, run.params)
     goes_on = has_begun(run_dir) and not args.restart
     if args.init_from and not goes_on:  # before a run is moved aside
         step = init_from.find_step(args.init_from, args.init_from_step)
@@ -349,6 +360,8 @@ def prepare(run: Run, lock: RunLock) -> None:
         check_began_from(args, run_dir)
     with LineProgress() as progress:
         inputs.Prepare(progress, run_dir.artifacts if goes_on else None)
+    if not goes_on:
+        inputs.CheckNewRun()
     for warning in [*inputs.Warnings(), *run.task.Warnings(run.params.train.max_steps)]:
         say(f"warning: {warning}")
     run.task.CheckData(inputs)

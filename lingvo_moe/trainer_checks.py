@@ -1,6 +1,7 @@
 """Checks flags, paths and the run directory of a job, so that mistakes are found before anything slow starts."""
 
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -118,6 +119,15 @@ def check_data_dir(args: Flags) -> None:
             f"--data_dir={args.data_dir}: {args.model} reads no directory of data ({data.cls.__name__} has no "
             "data_dir); leave the flag out"
         )
+
+
+def check_data_exists(args: Flags, params: Params) -> None:
+    """Raises UsageError if what the input reads does not exist: before a run is moved aside or compared."""
+    for name in params.input.cls.READS:
+        place = params.input.Get(name)
+        if place and not os.path.exists(place):
+            flag = "--data_dir" if name == "data_dir" and args.data_dir else f"input.{name}"
+            raise UsageError(f"{flag}={place} does not exist")
 
 
 def check_divisible(params: Params, task: "BaseTask", mesh: Mesh) -> None:
@@ -271,11 +281,24 @@ def check_same_run(run_dir: RunDir, params: Params, remedy: str) -> None:
     """Raises UsageError unless the run has these `task.` and `input.` parameters; see run_difference."""
     # The text, not the experiment evaluated again: its definition may have changed since.
     difference = run_difference(run_dir.params_text, params)
-    if difference:
-        raise UsageError(
-            f"--logdir={run_dir.path} holds a run of {run_dir.experiment['model']} with other parameters; {remedy}. "
-            f"'>' is the run there, '<' is what would run now:\n{difference}"
-        )
+    if not difference:
+        return
+    began = run_dir.experiment
+    flags = f"--model={began['model']}"
+    if override := _part_of_run(began["params_override"], params):
+        flags += f" --model_params_override={shlex.quote(override)}"
+    raise UsageError(
+        f"--logdir={run_dir.path} holds a run of {began['model']} with other parameters; {remedy}. The run began with "
+        f"{flags}. '>' is the run there, '<' is what would run now:\n{difference}"
+    )
+
+
+def _part_of_run(override: str, params: Params) -> str:
+    """The part of a run's override that the run cannot change, as run_difference has it."""
+    places = _may_change(params)
+    parts = registry.split_override(override)
+    kept = [(path, value) for path, value in parts if _is_of_run(path) and path not in places]
+    return ";".join(f"{path}={value.replace(';', chr(92) + ';')}" for path, value in kept)
 
 
 def check_began_from(args: Flags, run_dir: RunDir) -> None:
@@ -301,15 +324,11 @@ def run_difference(was: str, now: Params) -> str:
     saved) are left out. So is a parameter that `was` lacks and that has its default in `now`: it did not exist when the
     run began.
     """
-
-    places = {f"input.{name}" for name in now.input.cls.MAY_CHANGE}
-    places |= {f"task.{name}" for name in now.task.cls.MAY_CHANGE}
+    places = _may_change(now)
 
     def lines(text: str) -> set[str]:
         return {
-            line
-            for line in text.splitlines()
-            if line.startswith(("task.", "input.")) and _path(line) not in places
+            line for line in text.splitlines() if _is_of_run(line) and _path(line) not in places
         }
 
     before, after = lines(was), lines(now.ToText())
@@ -320,6 +339,16 @@ def run_difference(was: str, now: Params) -> str:
         if _path(line) in known or not now.IsDefault(_path(line)):
             only.append((line, "<"))
     return "\n".join(f"{mark} {line}" for line, mark in sorted(only, key=_path_and_mark))
+
+
+def _may_change(params: Params) -> set[str]:
+    """The paths of `task.` and `input.` parameters that a run may change."""
+    places = {f"input.{name}" for name in params.input.cls.MAY_CHANGE}
+    return places | {f"task.{name}" for name in params.task.cls.MAY_CHANGE}
+
+
+def _is_of_run(path: str) -> bool:
+    return path.startswith(("task.", "input."))
 
 
 def _path(line: str) -> str:

@@ -36,10 +36,9 @@ def define_flags() -> Flags:
         "train or resume (sync), score the checkpoints of --logdir while a trainer writes them (eval; it runs on the "
         "CPU and takes the trainer's flags), print all variables, or print all parameters with their help",
     )
-    flags.DEFINE_string(
-        "model_params_override",
-        "",
-        "path=value;path=value, e.g. task.num_experts=16; --mode=inspect_params prints all paths",
+    flags.DEFINE_override(
+        "path=value;path=value, e.g. task.num_experts=16; may be given several times; --mode=inspect_params prints all "
+        "paths"
     )
     flags.DEFINE_integer("max_steps", None, "shorthand for train.max_steps", checks.COUNT)
     # The paths are checked with those in the parameters, once it is known that the job trains.

@@ -9,8 +9,8 @@ from lingvo_moe.core.planner.peaks import peak_flops
 def job_peak(engine: str, num_devices: int) -> float | None:
     """Returns the peak FLOP/s of all devices of a job together; None if it is unknown.
 
-    An accelerator's peak comes from its data sheet. A CPU's is measured with a matrix product of about 0.2 s; virtual
-    devices of one CPU share its peak.
+    An accelerator's peak comes from its data sheet. A CPU's is measured with matrix products of 0.2 CPU seconds;
+    virtual devices of one CPU share its peak.
 
     Args:
         engine: the engine's name.

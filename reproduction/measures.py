@@ -94,6 +94,21 @@ def gathers_of_experts(plan: Plan) -> int:
     return sum(r["count"] for r in rows if r["kind"] == "all-gather")
 
 
+def attributed(plan: Plan, what: str) -> float:
+    """The share of `what` of the step's work, 'flops' or 'bytes', that belongs to named parts of the model."""
+    named = sum(row[what] for row in plan["work"] if row["part"] not in ("loop", "other"))
+    return named / sum(row[what] for row in plan["work"])
+
+
+def without_layer(plan: Plan) -> dict[str, list[Mapping[str, Any]]]:
+    """By part: the collectives that belong to no layer."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for row in plan["collectives"]:
+        if not row["layer"]:
+            found.setdefault(row["part"], []).append(row)
+    return found
+
+
 def exponent(xs: Sequence[float], ys: Sequence[float]) -> float:
     """The exponent p of the least-squares fit y = c x^p on logarithmic axes."""
     log_x, log_y = [math.log(x) for x in xs], [math.log(y) for y in ys]

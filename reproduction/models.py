@@ -12,10 +12,10 @@ Plans = Mapping[str, Plan]
 
 
 def machine(plans: Plans) -> Section:
-    """The machines of the estimates, and the compiler."""
+    """The TPUs of the estimates, and all compilers."""
     tops: dict[str, Mapping[str, Any]] = {}
     for plan in plans.values():
-        if "fits_none" not in plan:
+        if "clock_hz" in plan["topology"]:  # no cluster, and not a record that no slice fits
             tops.setdefault(plan["topology"]["generation"], plan["topology"])
     shown = dict(sorted(tops.items()))
     per_device = {
@@ -28,7 +28,7 @@ def machine(plans: Plans) -> Section:
     rows = [[what, *(tell(top) for top in shown.values())] for what, tell in per_device.items()]
     compilers = sorted({_compiler(p) for p in plans.values() if "compiler" in p})
     lines = [
-        "The machines as the estimates take them, from public data sheets, for each device (a core of v3, "
+        "The TPUs as the estimates take them, from public data sheets, for each device (a core of v3, "
         "else a chip):",
         "",
         *text.table(["", *(f"TPU {generation}" for generation in shown)], rows),

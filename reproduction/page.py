@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from reproduction import models, paper, requests, scaling, text
+from reproduction import gpus, models, paper, requests, scaling, text
 from reproduction.goldens import COMPILE_TIME, MissingGoldens
 from reproduction.measures import Plan
 from reproduction.text import Section
@@ -19,10 +19,12 @@ _TITLES = {
     "figure9": "figure 9",
     "decode": "decoding",
     **{generation: f"today's TPU {generation}" for generation in requests.GENERATIONS},
+    "cluster": "MoE(2048E, 36L) on 256 GPUs",
+    **{card: f"{card.upper()} clusters" for card in requests.CARDS},
 }
 _KINDS = """\
 - **measured**: by the paper, on its machine;
-- **exact**: counted by us, or reported by the TPU compiler for the program that the trainer runs;
+- **exact**: counted by us, or reported by the compiler for the program that the trainer runs;
 - **timed**: by us, on the machine that compiled;
 - **estimated**: from the compiled program's operations, traffic, cycles and collectives, and data sheets;
 - **model**: from the interconnect model alone."""
@@ -30,8 +32,8 @@ _INTRODUCTION = f"""\
 # Reproduction
 
 This page compares the systems claims of [the paper]({paper.LINK}) ({paper.TITLE})
-with the memory that its models need here and their estimated times. Nothing on this page ran on a TPU:
-programs are compiled, by the real TPU compiler, without the machines. None of these models was
+with the memory that its models need here and their estimated times. Nothing on this page ran on a TPU or a
+GPU: programs are compiled, by the real compilers, without the machines. None of these models was
 trained, so there are no translation scores.
 
 {_KINDS}
@@ -86,9 +88,9 @@ def _missing(plans: Plans, compiling: Mapping[str, Any] | None) -> dict[str, lis
         group: [name for name in names if name not in plans]
         for group, names in requests.GROUPS.items()
     }
-    for generation in requests.GENERATIONS:  # shown for the models that are there
-        if len(missing[generation]) < len(requests.GROUPS[generation]):
-            missing[generation] = []
+    for group in requests.PARTLY:
+        if len(missing[group]) < len(requests.GROUPS[group]):
+            missing[group] = []
     if compiling is None:
         missing["figure2"].append(COMPILE_TIME)
     return {group: names for group, names in missing.items() if names}
@@ -129,6 +131,9 @@ def _sections(groups: list[str], plans: Plans, compiling: Any) -> list[Section]:
     generations = [group for group in groups if group in requests.GENERATIONS]
     if generations:
         sections.append(models.today(plans, generations))
+    cards = [group for group in groups if group in requests.CARDS]
+    if cards:
+        sections.append(gpus.section(plans, cards))
     return [models.machine(plans), *sections]
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 CORES = {128: "v3:8x8", 512: "v3:16x16", 2048: "v3:32x32"}  # by experts, one on each core
 LAYERS = (12, 36, 60)
 GENERATIONS = ("v4", "v5p", "v6e")
+CARDS = ("h100", "a100")
 BF16 = 'task.fprop_dtype="bfloat16"'
 # Rows of 128 tokens on a core that make the 2048 tokens of weak scaling.
 ROWS_A_CORE = 16
@@ -17,8 +18,8 @@ DENSE = "T96L"
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to plan: as planning.Request. A topology that is a generation alone, e.g. 'v5p', asks for
-    the smallest slice of it that the model fits."""
+    """What to plan: as planning.Request. A topology that is a generation or a card alone, e.g. 'v5p' or
+    'h100', asks for the smallest machine of that kind that the model fits."""
 
     model: str
     topology: str
@@ -52,6 +53,11 @@ def today(model: str, generation: str) -> str:
     return f"{model}-{generation}"
 
 
+def on_gpus(model: str, card: str, bf16: bool = False) -> str:
+    """The name of the plan for the smallest cluster of a card."""
+    return f"{model}-{card}" + ("-bf16" if bf16 else "")
+
+
 def _file(topology: str) -> str:
     return topology.replace(":", "_")
 
@@ -59,6 +65,10 @@ def _file(topology: str) -> str:
 TODAY_MODELS = (*(moe(e, n) for e in sorted(CORES, reverse=True) for n in LAYERS), DENSE)
 DENSE_NAME = f"{DENSE}-{_file(CORES[2048])}"
 DECODE = f"{real(2048, 36)}-decode"
+GPU_MODELS = (*(moe(experts, 36) for experts in sorted(CORES, reverse=True)), DENSE)
+# The paper's largest machine-trained model on 256 GPUs, whether or not they are the fewest.
+CLUSTER = "h100:32x8"
+ON_CLUSTER = f"{moe(2048, 36)}-{_file(CLUSTER)}"
 
 # Figure 2: as many experts, groups and times 2048 tokens as devices, in 36 layers.
 COMPILED = {
@@ -96,6 +106,11 @@ def _all() -> dict[str, Wanted]:
     for generation in GENERATIONS:
         for model in TODAY_MODELS:
             wanted[today(model, generation)] = Wanted(f"mt.{model}", generation, BF16)
+    wanted[ON_CLUSTER] = Wanted(f"mt.{moe(2048, 36)}", CLUSTER)
+    for card in CARDS:
+        for model in GPU_MODELS:
+            wanted[on_gpus(model, card)] = Wanted(f"mt.{model}", card)
+            wanted[on_gpus(model, card, bf16=True)] = Wanted(f"mt.{model}", card, BF16)
     return wanted
 
 
@@ -120,4 +135,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "figure9": (),
     "decode": (DECODE,),
     **{g: tuple(today(model, g) for model in TODAY_MODELS) for g in GENERATIONS},
+    "cluster": (ON_CLUSTER,),
+    **{c: tuple(on_gpus(m, c, bf16) for m in GPU_MODELS for bf16 in (False, True)) for c in CARDS},
 }
+# Groups that are shown for those of their plans that are recorded.
+PARTLY = (*GENERATIONS, *CARDS)

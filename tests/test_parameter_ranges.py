@@ -197,7 +197,7 @@ def test_any_number_is_taken_or_refused_by_name(variant):
 def test_a_router_s_table_holds_every_token():
     path = "task.moe.router.vocab_size"
     message = (
-        r"^m4\.moe\.router\.vocab_size=399: must be at least 400, the ids that it is asked for"
+        r"^task\.moe\.router\.vocab_size=399: must be at least 400, the ids that it is asked for"
     )
     with pytest.raises(ParamError, match=message):
         _checked("task.moe.router=hash", path, 399)

@@ -6,6 +6,8 @@ import jax
 import pytest
 
 from lingvo_moe import trainer
+from lingvo_moe.core import registry
+from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.trainer_flags import parse_flags
 
 
@@ -26,3 +28,35 @@ def test_the_fastest_engine(flags, devices, platform, engine, monkeypatch):
     one = SimpleNamespace(platform=platform)
     monkeypatch.setattr(jax, "devices", lambda: [one] * devices)
     assert trainer.fastest_engine(parse_flags(["--model=mt.M4Tiny", *flags])) == engine
+
+
+@pytest.mark.parametrize(
+    "engine, flags, mesh, line",
+    [
+        (
+            "tf_graph",
+            [],
+            "expert:1",
+            "--engine=tf_graph, the default on one CPU device without --mesh; "
+            "mesh expert:1 (train.mesh=expert:8, resized to the devices)",
+        ),
+        (
+            "pjrt",
+            ["--num_devices=8"],
+            "expert:8",
+            "--engine=pjrt, the default for several devices, GPUs, TPUs and with --mesh; mesh expert:8",
+        ),
+        (
+            "pjrt",
+            ["--engine=pjrt", "--mesh=data:2,expert:2"],
+            "data:2,expert:2",
+            "--engine=pjrt; mesh data:2,expert:2",
+        ),
+    ],
+)
+def test_the_engine_and_the_mesh_are_said_with_reasons(engine, flags, mesh, line):
+    args = parse_flags(["--model=mt.M4Demo", *flags])
+    if not args["engine"].present:
+        args["engine"].value = engine  # as run() does
+    params = registry.GetParams("mt.M4Demo")
+    assert trainer.machine_line(args, params, Mesh.parse(mesh)) == line

@@ -15,6 +15,7 @@ from lingvo_moe.core import registry
 from lingvo_moe.core.engine import train_loop
 from lingvo_moe.core.engine.checkpoints import Checkpointer
 from lingvo_moe.core.engine.evaluation import Evaluator
+from lingvo_moe.core.engine.held_out import read_batches
 from lingvo_moe.core.engine.interrupt import TimeLimit
 from lingvo_moe.core.engine.run_weights import read_weights
 from lingvo_moe.core.engine.summaries import read_metrics
@@ -135,7 +136,10 @@ def test_killed_while_it_evaluates_nothing_is_lost(reference, tmp_path, monkeypa
     assert RunDir(run).steps[-1] == at
     assert [step for step, _ in _steps_and_losses(run)] == [s for s in (4, 8) if s < at]
     assert _train(run, 10) == 0
-    assert ("step 10: train.max_steps=10 is reached" in capfd.readouterr().err) == (at == 10)
+    err = capfd.readouterr().err
+    assert ("step 10: train.max_steps=10 is reached" in err) == (at == 10)
+    (line,) = (line for line in err.splitlines() if line.startswith(f"step {at}: held-out loss"))
+    assert line.endswith(" s)")  # no share of a time in which nothing was trained
     name = "evaluations.json"
     assert (run / name).read_bytes() == (reference / name).read_bytes()
     wanted = state(reference)
@@ -162,6 +166,23 @@ def test_what_cannot_be_evaluated_is_said(tmp_path, capfd):
     stop = f"{on};train.early_stopping_evals=1"
     assert _train(tmp_path / "other", 2, override=stop, model="toy_task.Line") == 2
     assert "train.early_stopping_evals=1: needs held-out data" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "there, most, said",
+    [
+        (4, 3, "3 held-out batches are evaluated every 2 steps"),
+        (4, 60, "all 4 held-out batches (train.eval_batches=60) are evaluated every 2 steps"),
+        (0, 8, "not evaluated, since none of the held-out examples fits into a batch"),
+    ],
+)
+def test_how_much_is_evaluated_is_said(there, most, said, monkeypatch, capsys):
+    inputs = toy_held_out.Numbers.Params().Instantiate()
+    found = list(inputs.HeldOut())[:there]
+    monkeypatch.setattr(toy_held_out.Numbers, "HeldOut", lambda self: iter(found))
+    train = registry.TrainParams().Set(eval_interval_steps=2, eval_batches=most)
+    assert len(read_batches(inputs, train)) == min(there, most)
+    assert said in capsys.readouterr().err
 
 
 def test_max_minutes(tmp_path, monkeypatch, capfd):

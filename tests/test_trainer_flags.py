@@ -336,7 +336,7 @@ def test_another_experiment_in_the_same_logdir_is_refused_with_the_difference(tm
     assert f"--logdir={run_dir.path} holds a run of mt.M4Tiny with other parameters" in message
     assert "> task.num_experts : 16\n< task.num_experts : 8" in message
     assert "> task.model_dim : 16\n< task.model_dim : 32" in message
-    assert "max_steps" not in message
+    assert "--model_params_override=task.num_experts=16." in message and "max_s" not in message
     with pytest.raises(UsageError, match=r"holds a run of mt\.M4Tiny"):
         _prepare(run_dir, "mt.M4Demo", "task.num_experts=16", restart=False)
     assert _files(run_dir.path) == before
@@ -476,7 +476,7 @@ def test_a_fresh_process_says_one_line(tmp_path):
         env=env,
     )
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-    assert done.stderr.startswith("error: data directory ")
+    assert done.stderr == f"error: --data_dir={tmp_path / 'none'} does not exist\n"
 
 
 def test_the_600_billion_parameter_model_is_inspected_in_seconds():

@@ -4,6 +4,8 @@ import pytest
 
 from lingvo_moe import trainer
 from lingvo_moe.core import registry
+from lingvo_moe.core.run_dir import RunDir
+from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
 
 TINY = "--model=mt.M4Tiny"
 
@@ -40,3 +42,33 @@ def test_a_typed_override_may_end_in_a_backslash(tmp_path):
     override = trainer.full_override(trainer.parse_flags([typed, "--max_steps=3", TINY]))
     params = registry.GetParams("mt.M4Tiny", override)
     assert (params.input.cache_dir, params.train.max_steps) == ("/cache\\", 3)
+
+
+def test_overrides_given_several_times_all_apply():
+    """So a suggested flag can be pasted behind those of a command."""
+    typed = ("input.cache_dir=/cache\\", "task.seed=4;train.max_steps=9", "task.seed=5")
+    flags = [f"--model_params_override={text}" for text in typed]
+    override = trainer.full_override(trainer.parse_flags([*flags, TINY]))
+    params = registry.GetParams("mt.M4Tiny", override)
+    assert params.input.cache_dir == "/cache\\"
+    assert (params.train.max_steps, params.task.seed) == (9, 5)
+
+
+def test_data_that_is_missing_is_said_before_the_run_is_compared_or_moved(tmp_path, capsys):
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.Write(
+        "mt.M4Tiny", "task.num_experts=16", mt_artifacts({"source": b"s", "target": b"t"})
+    )
+    (run_dir.checkpoint_dir / "5").mkdir(parents=True)
+    flags = [TINY, f"--data_dir={tmp_path}/nowhere", f"--logdir={run_dir.path}"]
+    for mode in ((), ("--restart",), ("--mode=eval",)):
+        assert trainer.main([*flags, *mode]) == 2
+        assert f"--data_dir={tmp_path}/nowhere does not exist" in capsys.readouterr().err
+    assert run_dir.exists
+
+
+def test_a_parameter_given_as_a_flag(capsys):
+    with pytest.raises(SystemExit):
+        trainer.main([TINY, "--learning_rate=0.1"])
+    error = capsys.readouterr().err
+    assert "no flag --learning_rate; a parameter" in error and "--model_params_override=" in error

@@ -34,7 +34,7 @@ def define_flags() -> Flags:
     flags = Flags("python -m tools.demo", __doc__)
     flags.DEFINE_path("output", "demo", "directory for everything", portable=True)
     flags.DEFINE_string("model", "mt.M4Demo", "the experiment")
-    flags.DEFINE_string("model_params_override", "", "path=value;path=value, as for the trainer")
+    flags.DEFINE_override()
     _cli.define_trust_flag(flags)
     flags.DEFINE_integer(
         "max_steps", None, "training steps (default: the experiment's)", checks.COUNT

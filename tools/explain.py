@@ -38,7 +38,7 @@ def define_flags() -> Flags:
         "",
         "compile for a TPU slice or a GPU cluster that need not be there, e.g. v3:2x2 or h100:1x8",
     )
-    flags.DEFINE_string("model_params_override", "", "path=value;path=value, as for the trainer")
+    flags.DEFINE_override()
     flags.DEFINE_list("tensor", (), "show only these tensors, layers or scopes")
     flags.DEFINE_path("html", "", "write a page with drawings to this file")
     flags.DEFINE_path("json", "", "write the whole explanation to this file")

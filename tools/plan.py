@@ -35,7 +35,7 @@ def define_flags() -> Flags:
     flags.DEFINE_string(
         "mesh", "", "axis:size,... (default: the experiment's, sized to the topology)"
     )
-    flags.DEFINE_string("model_params_override", "", "path=value;path=value, as for the trainer")
+    flags.DEFINE_override()
     flags.DEFINE_float("token_budget", 1e12, "tokens of a whole run", checks.POSITIVE)
     flags.DEFINE_path("output", "", "write the plan to this file as JSON (docs/planning.md)")
     flags.DEFINE_path(

@@ -233,17 +233,27 @@ def _print_next(args: Flags, summary: dict[str, Any], experiment: Params) -> Non
     """Prints the trainer's command, with what was given here and differs from the experiment, and one for a try."""
     loss = Loss(**summary["row_lengths"]["loss"])
     if loss.matters:
-        print(f"warning: of {args.model}'s rows: {loss}")
-    print(f"next: {_trainer_command(args, summary, args.model, experiment, 'RUN')}")
+        print(f"warning: of {args.model}'s rows: {loss}; the next command has this setting")
+    rows = [loss.settings] if loss.matters else []
+    print(f"next: {_trainer_command(args, summary, args.model, experiment, 'RUN', rows)}")
     if args.model.startswith("mt.") and args.model != _TRY:
-        command = _trainer_command(args, summary, _TRY, _experiment(_TRY), "TRY")
+        tiny = _experiment(_TRY)
+        enough = zip(_SIZES, summary["row_lengths"]["enough"])
+        lengths = {f"{side}_length": length for side, length in enough}
+        rows = [f"input.{name}={n}" for name, n in lengths.items() if n > tiny.Get(name)]
+        command = _trainer_command(args, summary, _TRY, tiny, "TRY", rows)
         print(f"or first, in a minute or two, to find problems: {command}")
 
 
 def _trainer_command(
-    args: Flags, summary: dict[str, Any], model: str, experiment: Params, logdir: str
+    args: Flags,
+    summary: dict[str, Any],
+    model: str,
+    experiment: Params,
+    logdir: str,
+    rows: Sequence[str],
 ) -> str:
-    """The command that trains an experiment on the prepared data."""
+    """The command that trains an experiment on the prepared data; `rows` are overrides that make its rows longer."""
     override = [
         f"{part}.{side}_vocab_size={size}"
         for side, size in summary["vocabularies"].items()
@@ -252,6 +262,7 @@ def _trainer_command(
     ]
     if args.temperature and args.temperature != experiment.temperature:
         override.append(f"input.temperature={args.temperature:g}")
+    override += rows
     flags = {"model": model, "data_dir": args.output, "logdir": logdir}
     if override:
         flags["model_params_override"] = ";".join(override)

@@ -35,7 +35,7 @@ def define_flags() -> Flags:
         "lay the experiment's mesh over this many devices (default: 8)",
         checks.Integer(2, _MOST_DEVICES),
     )
-    flags.DEFINE_string("model_params_override", "", "path=value;path=value, as for the trainer")
+    flags.DEFINE_override()
     return flags
 
 

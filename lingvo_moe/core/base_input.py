@@ -140,6 +140,9 @@ class BaseInput(abc.ABC):
         del progress, artifacts
         return self
 
+    def CheckNewRun(self) -> None:  # noqa: B027
+        """Raises ValueError where the data and the parameters do not suit each other, for a new run; after Prepare."""
+
     def Artifacts(self) -> RunArtifacts:
         """Files and facts that a run's directory must keep; call it after Prepare."""
         return RunArtifacts()

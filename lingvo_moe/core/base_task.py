@@ -26,6 +26,8 @@ from lingvo_moe.core.optimizers.registry import OPTIMIZERS
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.step import Step
 
+_OPTIMIZER = "task.optimizer"  # where the user sets its parameters, whatever the task's name
+
 
 class TaskError(ValueError):
     """Raised if a task and its input do not match, or if a task does not support a request."""
@@ -156,7 +158,7 @@ class BaseTask(BaseLayer):
         try:
             self.optimizer = self.OptimizerParams(self.p).Instantiate()
         except ParamError as e:
-            raise e.Within(f"{self.path}.optimizer") from None
+            raise e.Within(_OPTIMIZER) from None
 
     # --- the contract: what trainer and planner ask of a task beside its step
 
@@ -319,7 +321,7 @@ class BaseTask(BaseLayer):
         try:
             return self.optimizer.SlotSpecs(theta)
         except ParamError as e:
-            raise e.Within(f"{self.path}.optimizer") from None
+            raise e.Within(_OPTIMIZER) from None
 
     def InitState(self, global_seed: tf.Tensor) -> NestedMap:
         """The state before step 0. `global_seed` is an int32 scalar; engines compile this,
@@ -329,9 +331,15 @@ class BaseTask(BaseLayer):
 
     def Warnings(self, max_steps: int) -> list[str]:
         """What the user of a run of so many steps should know before it begins, with the parameters to change."""
-        mismatch = self.optimizer.learning_rate.Mismatch(max_steps)
-        where = f"{self.path}.optimizer.learning_rate"
-        return [f"{where}.{mismatch}; train.max_steps={max_steps}"] if mismatch else []
+        found = self.optimizer.learning_rate.Mismatch(max_steps)
+        if found is None:
+            return []
+        where = f"{_OPTIMIZER}.learning_rate.{found.name}"
+        warning = f"{where}={found.value}: {found.why}"
+        if found.better is None:
+            return [warning]
+        remedy = f"--model_params_override='{where}={found.better}'"
+        return [f"{warning}; {remedy} ends both together"]
 
     @scoped
     def InitEma(self, theta: NestedMap) -> NestedMap:

@@ -28,7 +28,7 @@ from absl import flags
 
 from lingvo_moe.core import checks
 from lingvo_moe.core.paths import PathError, check_local, check_portable
-from lingvo_moe.core.suggest import did_you_mean
+from lingvo_moe.core.suggest import did_you_mean, nearest
 
 _HELP = "help"  # the section of the flags that every command has
 _COMMON = ("flagfile", "help", "helpfull")  # what one may look for in every command
@@ -42,6 +42,13 @@ BEST_HELP = f"'{BEST}': the one with the lowest held-out loss while it trained"
 def names(text: str) -> tuple[str, ...]:
     """Splits comma-separated names; spaces around them and empty ones are dropped."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def join_overrides(*overrides: str) -> str:
+    """Joins texts `path=value;path=value` to one; empty ones are dropped."""
+    # Otherwise a backslash at the end would escape the semicolon that follows.
+    spaced = [f"{text} " if text.endswith("\\") else text for text in overrides[:-1]]
+    return ";".join(text for text in (*spaced, *overrides[-1:]) if text)
 
 
 class Flags(flags.FlagValues):
@@ -152,6 +159,12 @@ class Flags(flags.FlagValues):
         """Defines a flag that takes comma-separated names; its value is a tuple."""
         self.DEFINE_parsed(name, default, help, names, "comma-separated")
 
+    def DEFINE_override(self, help: str = "path=value;path=value, as for the trainer") -> None:
+        """Defines `--model_params_override`. Given several times, all of them apply, a later value of a path last."""
+        parser = _checked(str, checks.TEXT)
+        flag = _OverrideFlag(parser, _Serializer(), "model_params_override", "", help)
+        flags.DEFINE_flag(flag, self, self._section)
+
     def DEFINE_parsed(
         self,
         name: str,
@@ -236,7 +249,7 @@ class Flags(flags.FlagValues):
             rest = self([self._command, *(sys.argv[1:] if argv is None else argv)])[1:]
         except flags.UnrecognizedFlagError as e:
             flag = str(e.flagvalue).partition("=")[0]
-            self.Fail(f"no flag {flag}{did_you_mean(flag, self._Spellings(flag))}")
+            self.Fail(f"no flag {flag}{self._Instead(flag)}")
         except flags.Error as e:
             self.Fail(str(e).removeprefix("flag ").removeprefix("ERROR:: "))
         except UnicodeDecodeError as e:
@@ -303,6 +316,16 @@ class Flags(flags.FlagValues):
 
         flags.register_validator(name, validate, flag_values=self)
 
+    def _Instead(self, flag: str) -> str:
+        """What to add to the error about a flag that does not exist."""
+        known = self._Spellings(flag)
+        if "model_params_override" in self.Names() and not nearest(flag, known):
+            return (
+                "; a parameter of the experiment is set by its path, --model_params_override='path=value': "
+                "python -m lingvo_moe.trainer --model=... --mode=inspect_params prints all paths"
+            )
+        return did_you_mean(flag, known)
+
     def _Spellings(self, flag: str) -> list[str]:
         """Existing flags that a misspelt one may mean."""
         own = self.Names()
@@ -360,6 +383,14 @@ class _Serializer(flags.ArgumentSerializer[Any]):
 
     def serialize(self, value: Any) -> str:
         return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+class _OverrideFlag(flags.Flag[str]):
+    """A flag whose texts are joined where it is given several times."""
+
+    def parse(self, argument: str) -> None:
+        before = (self.value or "") if self.present else ""
+        super().parse(join_overrides(before, argument))
 
 
 class _ShowFlag(flags.BooleanFlag):

@@ -20,12 +20,12 @@ from lingvo_moe.core.param_text import (
     chosen,
     from_text,
     item_at,
+    no_parameter,
     parse_indices,
     shown,
     to_text,
     with_item,
 )
-from lingvo_moe.core.suggest import did_you_mean
 
 
 class _Param:
@@ -366,7 +366,7 @@ class Params:
         return True
 
     def _unknown(self, name: str) -> str:
-        return f"no parameter {name!r}{did_you_mean(name, self._params)}"
+        return no_parameter(name, self._params)
 
     def _assign(self, path: str, value: Any) -> None:
         if why := self.WhyDerived(path):
@@ -410,15 +410,18 @@ class Params:
         """The Params that own the last part of a dotted path, and that part."""
         *parents, name = path.split(".")
         owner: Any = self
+        choices = None
         for i, part in enumerate(parents):
             bare, indices = parse_indices(part)
-            owner = item_at(getattr(owner, bare), indices, path)
+            inner = item_at(getattr(owner, bare), indices, path)
+            choices, owner = owner._params[bare].choices, inner
             if not isinstance(owner, Params):
                 raise AttributeError(
                     f"{'.'.join(parents[: i + 1])!r} in {path!r} holds no Params, but {owner!r}"
                 )
-        if parse_indices(name)[0] not in owner._params:
-            raise AttributeError(f"no parameter {path!r}{did_you_mean(name, owner._params)}")
+        bare = parse_indices(name)[0]
+        if bare not in owner._params:
+            raise AttributeError(no_parameter(path, owner._params, choices))
         return owner, name
 
 

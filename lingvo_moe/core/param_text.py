@@ -3,7 +3,7 @@
 import ast
 import contextlib
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from lingvo_moe.core.suggest import did_you_mean
@@ -75,6 +75,23 @@ def from_text(text: str, current: Any, find_class: Callable[[str], type]) -> Any
     if current is not None and type(value) is not type(current):
         raise ValueError(f"is of type {type(value).__name__}, expected {type(current).__name__}")
     return type(current)(value) if isinstance(current, dict) else value
+
+
+def no_parameter(path: str, known: Iterable[str], choices: Mapping[str, Any] | None = None) -> str:
+    """The message about a parameter that does not exist.
+
+    Args:
+        path: of the parameter; its last part may have indices.
+        known: the names that exist in its place.
+        choices: the classes that its parent may configure, by name; None where the parent has no choice.
+    """
+    parent, _, last = path.rpartition(".")
+    name = last.partition("[")[0]
+    having = [choice for choice, cls in (choices or {}).items() if name in cls.Params()]
+    if having:
+        needed = " or ".join(f"{parent}={choice}" for choice in having)
+        return f"no parameter {path!r}; it needs {needed} before it"
+    return f"no parameter {path!r}{did_you_mean(name, known)}"
 
 
 def parse_indices(part: str) -> tuple[str, list[int]]:

@@ -165,7 +165,7 @@ def GetParams(
     p.Define("task", experiment.Task(), "The model and its optimiser.")
     p.Define("input", experiment.Input(), "The data.")
     p.Define("train", experiment.Train(), "The run.")
-    for path, value in _split_override(override):
+    for path, value in split_override(override):
         if skip_derived and p.WhyDerived(path):
             continue
         try:
@@ -197,8 +197,12 @@ def escape(value: str) -> str:
     return repr(value).replace(";", "\\x3b")
 
 
-def _split_override(text: str) -> Iterator[tuple[str, str]]:
-    """The paths and values of an override, as SetFromText of hyperparams.py takes them."""
+def split_override(text: str) -> Iterator[tuple[str, str]]:
+    """The paths and values of an override, as SetFromText of hyperparams.py takes them.
+
+    Raises:
+        RegistryError: a part that is not of the form path=value.
+    """
     for part in re.split(r"(?<!\\)[;\n]", text):
         if not part.strip():
             continue

@@ -48,7 +48,7 @@ def test_escaping_a_value_is_undone_by_reading_it(value, other):
     p = Params()
     p.Define("a", "", "A text.")
     p.Define("b", "", "Another.")
-    for path, text in registry._split_override(
+    for path, text in registry.split_override(
         f"a={registry.escape(value)};b={registry.escape(other)}"
     ):
         p.SetFromText(path, text)

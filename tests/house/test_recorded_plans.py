@@ -7,7 +7,7 @@ import pytest
 
 from lingvo_moe.core import registry
 from lingvo_moe.core.inspect import count_parameters
-from reproduction import goldens
+from reproduction import goldens, measures, requests
 from reproduction.requests import REQUESTS
 
 DIRECTORY = Path(__file__).parents[2] / "docs" / "plans"
@@ -17,6 +17,8 @@ TRAINED = {
     for name, plan in PLANS.items()
     if plan["what"] == "train" and "M4MoE" in plan["model"] and plan.get("work")
 }
+
+ON_GPUS = {name: plan for name, plan in PLANS.items() if "card" in plan["topology"]}
 
 
 def _moe_layers(plan):
@@ -70,3 +72,33 @@ def test_what_fits_needs_no_more_than_there_is(name):
     memory = TRAINED[name]["memory"]
     assert memory["fits"] and memory["needed"] <= 1.001 * memory["hbm"]
     assert sum(memory["kinds"].values()) == pytest.approx(memory["needed"], rel=0.01)
+
+
+def test_the_papers_largest_model_is_recorded_for_gpus():
+    assert {requests.ON_CLUSTER} | {
+        requests.on_gpus(requests.moe(2048, 36), card) for card in requests.CARDS
+    } <= ON_GPUS.keys()
+
+
+@pytest.mark.parametrize("name", [n for n in ON_GPUS if n != requests.ON_CLUSTER])
+def test_half_of_the_gpus_would_not_hold_the_model(name):
+    """Everything doubles on half of the GPUs, except for what each holds of the replicated weights."""
+    plan = ON_GPUS[name]
+    gpus, held, memory = plan["topology"]["devices"], plan["parameters"], plan["memory"]
+    replicated = (held["bytes"] - held["bytes_total"] / gpus) / (1 - 1 / gpus)
+    fixed = 3 * replicated  # the weights, their gradients and casts
+    assert 2 * memory["needed"] - fixed > memory["hbm"]
+
+
+@pytest.mark.parametrize("name", ON_GPUS)
+def test_a_gpu_plan_attributes_its_work_and_every_collective(name):
+    plan = ON_GPUS[name]
+    mixture = name in TRAINED
+    assert measures.attributed(plan, "flops") == 1
+    # The dense model's loops over layers move more of the values that they carry.
+    assert measures.attributed(plan, "bytes") >= (0.95 if mixture else 0.93)
+    outside = measures.without_layer(plan)
+    assert outside.keys() <= {"loss", "optimizer"}
+    if mixture:
+        # Sums of up to four scalars: of losses and weights, and of the parts of the gradients' norm.
+        assert all(row["bytes"] <= 16 for rows in outside.values() for row in rows)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -43,36 +44,44 @@ def _talk(kind: str, part: str, seconds: float, phase: str = "forward") -> dict[
     }
 
 
+def _topology(text: str) -> dict[str, Any]:
+    """A slice, of 4x4x4 chips if the text does not say, or a cluster of 16 nodes."""
+    kind, _, size = text.partition(":")
+    of_gpus = kind in requests.CARDS
+    dims = [int(n) for n in (size or ("16x8" if of_gpus else "4x4x4")).split("x")]
+    chips = math.prod(dims)
+    common = {
+        "name": f"{kind}:{'x'.join(map(str, dims))}",
+        "devices": chips * (2 if kind == "v3" else 1),
+        "chips": chips,
+        "hbm_bytes": 16 * _GIB,
+        "peak_flops": 61.5e12,
+        "hbm_bandwidth": 450e9,
+        "model": "links and hops",
+    }
+    if of_gpus:
+        return common | {"card": kind, "nodes": dims[0], "gpus_per_node": dims[1]}
+    return common | {
+        "generation": kind,
+        "torus": dims,
+        "link_bandwidth": 70e9,
+        "clock_hz": 940e6,
+    }
+
+
 def _plan(
     wanted: Wanted, step: float = 1.0, talk: float = 0.1, held: float = 10.0, fits: bool = True
 ) -> dict[str, Any]:
     """An invented plan with 0.4 s of experts, 0.2 s of attention and `talk` s of forward all-to-all."""
-    generation, _, dims = wanted.topology.partition(":")
-    torus = [int(n) for n in (dims or "4x4x4").split("x")]
-    chips = 1
-    for n in torus:
-        chips *= n
-    devices = chips * (2 if generation == "v3" else 1)
+    topology = _topology(wanted.topology)
     plan: dict[str, Any] = {
         "version": 1,
         "model": wanted.model,
         "override": wanted.override,
         "what": wanted.what,
         "program_hash": "0" * 64,
-        "mesh": f"expert:{devices}",
-        "topology": {
-            "name": f"{generation}:{'x'.join(map(str, torus))}",
-            "generation": generation,
-            "devices": devices,
-            "chips": chips,
-            "torus": torus,
-            "hbm_bytes": 16 * _GIB,
-            "peak_flops": 61.5e12,
-            "hbm_bandwidth": 450e9,
-            "link_bandwidth": 70e9,
-            "clock_hz": 940e6,
-            "model": "links and hops",
-        },
+        "mesh": f"expert:{topology['devices']}",
+        "topology": topology,
         "batch": {"source_tokens": 2**22, "target_tokens": 2**22},
         "parameters": {"count": 619366506496, "bytes_total": 4, "bytes": 2, "slot_bytes": 1},
         "compiler": {"libtpu": "0.1", "jax": "0.2"},
@@ -102,6 +111,10 @@ def _plan(
             _talk("all-to-all", "dispatch_combine", talk),
             _talk("all-reduce", "softmax", 0.1, "backward"),
         ]
+        if "nodes" in topology:
+            plan["compile"]["host_peak_bytes"] = 2 * _GIB
+            for row in plan["collectives"]:
+                row["nodes"] = topology["nodes"]
         plan["time"] = {
             "step_seconds": step,
             "steps_per_second": 1 / step,
@@ -253,6 +266,43 @@ def test_a_generation_is_shown_for_the_models_that_are_recorded(plans: Any, comp
     text, _ = page.write(plans, compiling)
     assert text.count("Not recorded yet: `mt.T96L`.") == 1
     assert text.count("Not recorded yet: `mt.M4MoE2048E36L`.") == 1
+
+
+def test_clusters_are_shown_with_what_takes_most_of_a_step(plans: Any, compiling: Any) -> None:
+    model = requests.moe(2048, 36)
+    of_a100 = plans[requests.on_gpus(model, "a100")]
+    of_a100["collectives"][0]["seconds"] = 0.6
+    of_a100["time"]["step_seconds"] = 1.7
+    inside = plans[requests.on_gpus(model, "a100", bf16=True)]
+    inside["collectives"][0] |= {"seconds": 0.6, "nodes": 1}
+    inside["time"]["step_seconds"] = 1.7
+    del plans[requests.on_gpus(requests.DENSE, "a100", bf16=True)]
+    text = _words(page.write(plans, compiling)[0])
+    row = "`h100:16x8` | 128 | 10.0 GiB of 16.0 GiB | 1.00 s | 4,194,304 | 2.76 | 2,826 |"
+    assert f"| MoE(2048E, 36L) | float32 | {row}" in text
+    # Of 1.033 s of work a half is arithmetic, and a half is what traffic takes longer.
+    assert "| MoE(2048E, 36L) | float32 | 52% | 52% | 10% | 10% |" in text
+    assert "| MoE(2048E, 36L) | float32 | 30% | 30% | 35% | 6% |" in text
+    assert "| MoE(2048E, 36L) | bfloat16 | 30% | 30% | 0% | 41% |" in text
+    most = "all-to-alls between nodes for MoE(2048E, 36L) in float32; other collectives for"
+    assert f"What takes most of a step is {most} MoE(2048E, 36L) in bfloat16; arithmetic" in text
+    assert "Not compiled yet: T(96L) with bfloat16." in text
+    assert (
+        "| smallest A100 cluster for MoE(2048E, 36L) in bfloat16, and GPU-days for 1T tokens | – | `a100:16x8`, 2,826 |"
+        in text
+    )
+    beside = "| MoE(512E, 36L) | 2,826 (256) | 2,826 (64) | 2,826 (64) | 2,826 (64) | 2,826 (128) |"
+    assert beside in text
+
+
+def test_the_program_for_256_gpus_says_what_is_attributed(plans: Any, compiling: Any) -> None:
+    plan = plans[requests.ON_CLUSTER]
+    plan["work"].append(_work("other", "forward", 0.0) | {"flops": 0})  # 1 of 5 GB of traffic
+    plan["collectives"].append(_talk("all-reduce", "loss", 0.0) | {"layer": "", "count": 2})
+    text = _words(page.write(plans, compiling)[0])
+    assert "compiled in 60 s with 2.0 GiB of the host's memory" in text
+    assert "100.0% of the FLOPs and 80.0% of the bytes" in text
+    assert "except sums of a few scalars: 2 of the loss." in text
 
 
 def test_the_pictures_are_the_same_each_time_and_all_are_on_the_page(

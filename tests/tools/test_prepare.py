@@ -456,10 +456,6 @@ def test_a_temperature_goes_to_the_trainer_and_long_pairs_are_a_warning(
     assert prepare.main([*arguments, "--temperature=1"]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[0].endswith("target tokens  share T=1")  # and no second such column
-    assert out.splitlines()[-1] == (
-        f"next: python -m lingvo_moe.trainer --model=mt.M4Tiny --data_dir='{data}' --logdir=RUN"
-        " --model_params_override=input.temperature=1"
-    )
     inputs = experiment.input.Set(data_dir=str(data)).Instantiate().Prepare()
     needed = np.array(
         [len(inputs.records.Read(0, i)[0]) + 1 for i in range(inputs.languages["ee"])]
@@ -476,6 +472,11 @@ def test_a_temperature_goes_to_the_trainer_and_long_pairs_are_a_warning(
     remedy = f"--model_params_override='input.source_length={enough}' keeps 99%"
     assert f"warning: of mt.M4Tiny's rows: {warning}" in out and remedy in out
     assert [warning in line and remedy in line for line in inputs.Warnings()] == [True]
+    # The command has what the warning advises, with the rest of the overrides.
+    assert out.splitlines()[-1] == (
+        f"next: python -m lingvo_moe.trainer --model=mt.M4Tiny --data_dir='{data}' --logdir=RUN"
+        f" --model_params_override='input.temperature=1;input.source_length={enough}'"
+    )
 
 
 def _die(job: int, told: Callable[[int], None]) -> None:

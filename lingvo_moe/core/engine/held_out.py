@@ -67,6 +67,7 @@ class HeldOutWatch:
         self._evaluations = Evaluations(_digest(batches))
         # Before anything is written: process 0 may be ahead of the others later.
         self._before = run_dir.evaluations
+        self._first: int | None = None
         self._done_at = time.monotonic()
         self.why_stopped = ""
 
@@ -78,7 +79,7 @@ class HeldOutWatch:
 
     def Begin(self, first: int | None) -> None:
         """Takes over what the run's evaluations were up to the step that it goes on from; None begins a run."""
-        before, self._done_at = self._before, time.monotonic()
+        before, self._first, self._done_at = self._before, first, time.monotonic()
         if first is None or before is None:
             return
         if before.batches != self._evaluations.batches:
@@ -121,7 +122,9 @@ class HeldOutWatch:
         self._Record(self._evaluations.With(step, loss))
         best = self._evaluations.best
         now = time.monotonic()
-        share = (now - start) / max(now - self._done_at, 1e-9)
+        share = f", {(now - start) / max(now - self._done_at, 1e-9):.0%} of the time"
+        if step == self._first:  # nothing was trained since the start
+            share = ""
         self._done_at = now
         is_best = best is not None and best.step == step
         if is_best:
@@ -130,9 +133,22 @@ class HeldOutWatch:
             what = f"best {best.loss:.4f} at step {best.step}" if best else "not finite"
         say(
             f"step {step}: held-out loss {loss:.4f}{_in_words(metrics, self._task)}, {what} "
-            f"({now - start:.1f} s, {share:.0%} of the time)"
+            f"({now - start:.1f} s{share})"
         )
         return is_best
+
+
+def first_batches(inputs: BaseInput, count: int) -> list[HeldOutBatch]:
+    """The first `count` held-out batches, at least one; fewer where there are no more.
+
+    Raises:
+        NoHeldOutError: there are none.
+        ValueError: the data is damaged.
+    """
+    batches = list(itertools.islice(inputs.HeldOut(), count))
+    if not batches:
+        raise NoHeldOutError("none of the held-out examples fits into a batch")
+    return batches
 
 
 def read_batches(inputs: BaseInput, train: Params) -> list[HeldOutBatch]:
@@ -143,7 +159,7 @@ def read_batches(inputs: BaseInput, train: Params) -> list[HeldOutBatch]:
         ValueError: the data is damaged.
     """
     try:
-        batches = list(itertools.islice(inputs.HeldOut(), train.eval_batches))
+        batches = first_batches(inputs, train.eval_batches)
     except NoHeldOutError as e:
         if train.early_stopping_evals:
             value = str(train.early_stopping_evals)
@@ -151,7 +167,10 @@ def read_batches(inputs: BaseInput, train: Params) -> list[HeldOutBatch]:
             raise ParamError("train.early_stopping_evals", value, why) from None
         say(f"train.eval_interval_steps={train.eval_interval_steps}: not evaluated, since {e}")
         return []
-    say(f"{len(batches)} held-out batches are evaluated every {train.eval_interval_steps} steps")
+    count = f"{len(batches)} held-out batches"
+    if len(batches) < train.eval_batches:
+        count = f"all {count} (train.eval_batches={train.eval_batches})"
+    say(f"{count} are evaluated every {train.eval_interval_steps} steps")
     return batches
 
 

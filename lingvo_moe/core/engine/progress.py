@@ -32,7 +32,8 @@ class Speed(NamedTuple):
     Attributes:
         units: units a second.
         flops: model FLOPs a second; None where the task does not say.
-        utilisation: `flops` as a share of the peak; None where either is not known.
+        utilisation: `flops` as a share of the peak; None where either is not known, or where more was done than the
+            peak allows, so that the peak is wrong.
         input_wait: the share of the time in which the next step waited for its batch.
     """
 
@@ -104,18 +105,17 @@ class StepProgress:
         elapsed = max(now - self._seen_at, 1e-9)
         speed = self._speed(units, step - self._seen, elapsed, waited - self._waited)
         # A first step alone also traces, compiles or warms up: it says nothing of the others.
-        if step > self._seen and step > self._first + 1:
+        is_first = step <= self._first + 1
+        if step > self._seen and not is_first:
             latest = elapsed / (step - self._seen)
             # Half the newest figure, half the past: steady, yet it follows a machine that slows
             # down.
             past = self._seconds_a_step or latest
             self._seconds_a_step = 0.5 * past + 0.5 * latest
         self._seen, self._seen_at, self._waited = step, now, waited
-        text = f"loss {loss:.4f}  {speed.units:,.0f} {self._unit}/s"
-        if speed.flops is not None:
-            text += f"  {formats.rate(speed.flops, 'FLOP')}"
-        if speed.utilisation is not None:
-            text += f"  {speed.utilisation:.1%} of peak"
+        text = f"loss {loss:.4f}"
+        if not is_first:
+            text += self._speed_text(speed)
         if self._seconds_a_step:
             text += f"  {format_seconds(self._seconds_a_step * (self._last - step))} left"
         if speed.input_wait > _WAIT_TO_SHOW:
@@ -138,8 +138,19 @@ class StepProgress:
         """The speed of so many units and steps in so many seconds, `waited` of them without a batch."""
         flops = self._work.flops * steps / elapsed if self._work.flops else None
         peak = self._work.peak
-        utilisation = flops / peak if flops is not None and peak else None
+        utilisation = None
+        if flops is not None and peak is not None and flops <= peak:
+            utilisation = flops / peak
         return Speed(units / elapsed, flops, utilisation, waited / elapsed)
+
+    def _speed_text(self, speed: Speed) -> str:
+        """The known parts of a speed, each after two spaces."""
+        text = f"  {speed.units:,.0f} {self._unit}/s"
+        if speed.flops is not None:
+            text += f"  {formats.rate(speed.flops, 'FLOP')}"
+        if speed.utilisation is not None:
+            text += f"  {speed.utilisation:.1%} of peak"
+        return text
 
     def Close(self) -> None:
         """Leaves the terminal in order."""

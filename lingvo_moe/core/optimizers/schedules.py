@@ -4,11 +4,27 @@
 """
 
 import math
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from lingvo_moe.core import checks
 from lingvo_moe.core.hyperparams import InstantiableParams
+
+
+class Mismatch(NamedTuple):
+    """A parameter of a schedule that does not suit the length of a run.
+
+    Attributes:
+        name, value: the parameter's.
+        why: what is wrong, as a phrase.
+        better: a value with which the schedule and the run end together; None where there is none.
+    """
+
+    name: str
+    value: int
+    why: str
+    better: int | None
 
 
 class Schedule:
@@ -25,10 +41,10 @@ class Schedule:
         """The rate (float32 scalar) of the update that turns state `step` (0 is the first) into the next."""
         raise NotImplementedError(f"{type(self).__name__}.Value")
 
-    def Mismatch(self, max_steps: int) -> str:
-        """What is wrong with this schedule for a run of so many steps; '' where nothing is."""
+    def Mismatch(self, max_steps: int) -> Mismatch | None:
+        """What is wrong with this schedule for a run of so many steps; None where nothing is."""
         del max_steps
-        return ""
+        return None
 
 
 class WarmupSchedule(Schedule):
@@ -127,17 +143,18 @@ class _ToTheEnd(WarmupSchedule):
         falling = self._Fall(rate, tf.clip_by_value(done, 0.0, 1.0))
         return p.final_share * rate + (1.0 - p.final_share) * falling if p.final_share else falling
 
-    def Mismatch(self, max_steps: int) -> str:
+    def Mismatch(self, max_steps: int) -> Mismatch | None:
         """See Schedule: the run and the decay should end together."""
         p = self.p
         if p.total_steps == max_steps:
-            return ""
+            return None
         if p.total_steps > max_steps:
-            return f"total_steps={p.total_steps}: the run ends at step {max_steps}, before the rate has decayed"
-        rate = p.value * p.final_share
-        return (
-            f"total_steps={p.total_steps}: from that step to {max_steps} the rate stays at {rate:g}"
-        )
+            why = f"the run ends at step {max_steps}, before the rate has decayed"
+        else:
+            rate = p.value * p.final_share
+            why = f"from that step to {max_steps} the rate stays at {rate:g}"
+        better = max_steps if max_steps > p.warmup_steps else None
+        return Mismatch("total_steps", p.total_steps, why, better)
 
     def _Fall(self, rate: tf.Tensor, done: tf.Tensor) -> tf.Tensor:
         """From `rate` at done = 0 to 0 at done = 1."""

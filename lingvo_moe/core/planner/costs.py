@@ -187,11 +187,14 @@ class Placer:
         while piece.instruction.opcode in ("bitcast", "copy", "reshape"):
             (source,) = piece.computation.operands(piece.instruction)
             piece = dataclasses.replace(piece, instruction=source)
-        found = self.place(piece)
-        if found.is_clear:
+        op_name = piece.instruction.op_name
+        scope = parts.scope_of_call(op_name)
+        found = self.place_name(scope, piece.in_backward_loop)
+        if scope != op_name and found.is_clear and found.layer:
             return found
-        scope = parts.scope_of_call(piece.instruction.op_name)
-        return self.place_name(scope, piece.in_backward_loop)
+        # The instructions inside a fusion may decide here, which need not be those of its result.
+        near = self.place(piece)
+        return near if near.is_clear else found
 
     def _named_embedding(self, at: _Site, found: Place) -> Place:
         """Finds the layer of a look-up's gradient, which has no scope of its own, from its consumers."""

@@ -122,7 +122,7 @@ class MtModel(MtTask):
         side = "decoder" if decoder else "encoder"
         if num_layers % len(block):
             raise ValueError(
-                f"{self.path}.num_{side}_layers={num_layers}: with experts, layers come in "
+                f"task.num_{side}_layers={num_layers}: with experts, layers come in "
                 "pairs (dense, MoE); give an even number"
             )
         return transformer.TransformerStack.Params().Set(
@@ -161,8 +161,8 @@ class MtModel(MtTask):
         name, router = _router_of(p, decoder)
         if decoder and router.cls.LooksAhead(router):
             raise ValueError(
-                f"{self.path}.{name}: {router.cls.__name__} looks at later tokens, which a decoder does "
-                f"not have yet; choose another one for the decoder, e.g. {self.path}.decoder_router=top2"
+                f"task.{name}: {router.cls.__name__} looks at later tokens, which a decoder does "
+                f"not have yet; choose another one for the decoder, e.g. task.decoder_router=top2"
             )
         router = router.Copy()
         if "aux_loss_scale" in router and router.aux_loss_scale is None:
@@ -173,7 +173,7 @@ class MtModel(MtTask):
             vocab_size = p.target_vocab_size if decoder else p.source_vocab_size
             if 0 < router.vocab_size < vocab_size:
                 why = f"must be at least {vocab_size}, the ids that it is asked for, or 0, which takes that"
-                path = f"{self.path}.{name}.vocab_size"
+                path = f"task.{name}.vocab_size"
                 raise ParamError(path, str(router.vocab_size), why)
             router.vocab_size = router.vocab_size or vocab_size
         return router

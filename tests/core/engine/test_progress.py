@@ -78,14 +78,18 @@ def test_the_first_step_alone_tells_nothing_of_the_others(monkeypatch):
     progress.Update(6, 2.5, 100.0)
     progress.Close()
     assert out.getvalue().splitlines() == [
-        "step 1/11  loss 2.5000  1 tokens/s",
+        "step 1/11  loss 2.5000",
         "step 6/11  loss 2.5000  20 tokens/s  5s left",
     ]
 
 
 @pytest.mark.parametrize(
     "peak, utilisation, text",
-    [(None, None, "4.00 GFLOP/s  5s left"), (16e9, 0.25, "4.00 GFLOP/s  25.0% of peak  5s left")],
+    [
+        (None, None, "4.00 GFLOP/s  5s left"),
+        (16e9, 0.25, "4.00 GFLOP/s  25.0% of peak  5s left"),
+        (3e9, None, "4.00 GFLOP/s  5s left"),  # a peak that cannot be right
+    ],
 )
 def test_model_flops_and_utilisation(monkeypatch, peak, utilisation, text):
     clock, out = Clock(), io.StringIO()

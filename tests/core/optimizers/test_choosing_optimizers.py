@@ -57,6 +57,10 @@ def test_transformer_s_schedule_takes_the_model_s_width():
             "task.optimizer.learning_rate=cosin",
             r"'cosin' \(did you mean 'cosine'\?\); known: constant, cosine, gshard, inverse_sqrt, linear, transf",
         ),
+        (
+            "task.optimizer.momentum=0.9",
+            r"no parameter 'task\.optimizer\.momentum'; it needs task\.optimizer=sgd before it",
+        ),
         ("task.optimizer=None", "must be one of adafactor, adam, adamw, gshard, sgd"),
         ("task.ema_decay=1", r"task\.ema_decay=1: must be a number in \[0, 1\)"),
     ],
@@ -68,12 +72,24 @@ def test_mistakes_in_names(override, message):
 
 def test_a_mistake_in_an_optimizer_is_named_by_its_place():
     p = registry.GetParams("mt.M4Tiny", "task.optimizer.learning_rate=linear").task
-    with pytest.raises(ValueError, match=r"^m4\.optimizer\.learning_rate\.total_steps=0: must be"):
+    with pytest.raises(
+        ValueError, match=r"^task\.optimizer\.learning_rate\.total_steps=0: must be"
+    ):
         p.Instantiate()
     override = "task.optimizer=adamw;task.optimizer.decay_exclude=['*.router']"
     task = registry.GetParams("mt.M4Tiny", override).task.Instantiate()
-    with pytest.raises(ValueError, match=r"^m4\.optimizer\.decay_exclude=.*matches no variable"):
+    with pytest.raises(ValueError, match=r"^task\.optimizer\.decay_exclude=.*matches no variable"):
         task.StateSpecs()
+
+
+def test_a_warning_of_a_schedule_has_the_override_that_mends_it():
+    rate = "task.optimizer.learning_rate"
+    override = f"{rate}=linear;{rate}.total_steps=20"
+    warned = registry.GetParams("mt.M4Tiny", override).task.Instantiate().Warnings(max_steps=10)
+    assert warned == [
+        f"{rate}.total_steps=20: the run ends at step 10, before the rate has decayed; "
+        f"--model_params_override='{rate}.total_steps=10' ends both together"
+    ]
 
 
 def test_the_state_of_a_trillion_parameters_is_only_described():

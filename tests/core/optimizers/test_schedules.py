@@ -123,17 +123,25 @@ def test_schedules_that_cannot_be(params, message):
 
 
 @pytest.mark.parametrize(
-    "max_steps, message",
+    "max_steps, why",
     [
-        (30, ""),
-        (20, "total_steps=30: the run ends at step 20, before the rate has decayed"),
-        (40, "total_steps=30: from that step to 40 the rate stays at 0.1"),
+        (20, "the run ends at step 20, before the rate has decayed"),
+        (40, "from that step to 40 the rate stays at 0.1"),
     ],
 )
-def test_a_decay_that_does_not_end_with_the_run(max_steps, message):
+def test_a_decay_that_does_not_end_with_the_run(max_steps, why):
     schedule = Linear.Params().Set(value=0.2, total_steps=30, final_share=0.5).Instantiate()
-    assert schedule.Mismatch(max_steps) == message
-    assert Constant.Params().Instantiate().Mismatch(max_steps) == ""
+    assert schedule.Mismatch(max_steps) == ("total_steps", 30, why, max_steps)
+
+
+def test_no_decay_ends_with_a_run_that_ends_during_the_warm_up():
+    found = Linear.Params().Set(total_steps=30, warmup_steps=10).Instantiate().Mismatch(10)
+    assert found is not None and found.better is None
+
+
+def test_schedules_that_suit_every_length_of_a_run():
+    assert Linear.Params().Set(total_steps=30).Instantiate().Mismatch(30) is None
+    assert Constant.Params().Instantiate().Mismatch(30) is None
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -199,11 +199,22 @@ def test_an_asynchronous_all_to_all_counts_once_with_the_bytes_of_one_operand():
 _OPTIMIZER = "jit(call)/call_tensorflow/optimizer/m4/encoder/blocks/body/layers_1/ffn/experts/wi"
 
 
-def test_norms_that_are_summed_together_belong_to_the_optimizer():
-    joined = _ENTRY.replace(f"{_NORM}/add_1/Sum", f"{_OPTIMIZER}/PartitionedCall/Sum").replace(
-        "fusion(%norm, %flat)", "fusion(%norm, %norm)"
-    )
-    cost = _costs(joined, _COLLECTIVES)["sum"]
+_CHECKED = """
+%finite (v.0: f32[64]) -> f32[8] {
+  %v.0 = f32[64]{0} parameter(0)
+  %v.1 = f32[64]{0} abs(%v.0), metadata={op_name="jit(call)/call_tensorflow/backward/IsInf"}
+  ROOT %v.2 = f32[8]{0} slice(%v.1), slice={[0:8]}
+}
+"""
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["norms", "fused with a check of gradients"])
+def test_norms_that_are_summed_together_belong_to_the_optimizer(fused):
+    named = _ENTRY.replace(f"{_NORM}/add_1/Sum", f"{_OPTIMIZER}/PartitionedCall/Sum")
+    joined = named.replace("fusion(%norm, %flat)", "fusion(%norm, %norm)")
+    if fused:
+        joined = joined.replace("negate(%n),", "fusion(%n), kind=kInput, calls=%finite,")
+    cost = _costs(joined, _COLLECTIVES + _CHECKED)["sum"]
     assert (cost.place.part, cost.place.layer) == ("optimizer", "encoder.moe")
 
 

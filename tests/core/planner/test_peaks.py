@@ -1,5 +1,8 @@
 """Peaks of devices, looked up by the names that JAX and TensorFlow use."""
 
+import itertools
+import os
+
 import pytest
 
 from lingvo_moe.core.engine.measuring import matmul_flops_per_second
@@ -42,3 +45,12 @@ def test_a_device_has_the_peak_of_its_data_sheet(kind, peak):
 def test_a_cpu_is_measured():
     """The measured peak lies between 10 million and 10^15 FLOP/s."""
     assert 1e7 < matmul_flops_per_second(0.05) < 1e15
+
+
+def test_other_programs_do_not_lower_a_cpus_peak(monkeypatch):
+    """The peak follows from the CPU time of a product, not from the time that passes meanwhile."""
+    cpu_time = itertools.count()
+    monkeypatch.setattr("time.process_time", lambda: float(next(cpu_time)))
+    products, seconds = 2, 3
+    expected = products / seconds * 2 * 1024**3 * len(os.sched_getaffinity(0))
+    assert matmul_flops_per_second(2.5) == pytest.approx(expected)

@@ -12,6 +12,7 @@ from lingvo_moe.tasks.mt.input.records import Records
 
 # A greater loss is worth a warning, which names row lengths that keep this share.
 KEPT = 0.99
+_NAMES = ("input.source_length", "input.target_length")
 PERCENTILES = (50, 90, 95, 99, 100)
 _MOST_READ = 500_000  # pairs; about 0.3 s of CPU
 
@@ -38,15 +39,23 @@ class Loss:
         """Whether it is worth a warning."""
         return self.share > 1 - KEPT
 
+    @property
+    def is_most(self) -> bool:
+        """Whether more than half of the pairs are lost: hardly on purpose."""
+        return self.share > 0.5
+
+    @property
+    def settings(self) -> str:
+        """The override with which rows hold KEPT of the pairs."""
+        changed = zip(_NAMES, self.rows, self.enough)
+        return ";".join(f"{name}={more}" for name, n, more in changed if more != n)
+
     def __str__(self) -> str:
         """The share, the parameters, and the values that would keep nearly all, as the trainer takes them."""
-        names = [f"input.{side}_length" for side in ("source", "target")]
-        now = ", ".join(f"{name}={n}" for name, n in zip(names, self.rows))
-        changed = zip(names, self.rows, self.enough)
-        settings = ";".join(f"{name}={more}" for name, n, more in changed if more != n)
+        now = ", ".join(f"{name}={n}" for name, n in zip(_NAMES, self.rows))
         return (
             f"{self.share:.1%} of the pairs are longer than a row ({now}), {self.worst_share:.1%} of {self.worst}: "
-            f"--model_params_override='{settings}' keeps {KEPT:.0%}, for longer steps and more memory"
+            f"--model_params_override='{self.settings}' keeps {KEPT:.0%}, for longer steps and more memory"
         )
 
 

@@ -189,6 +189,11 @@ class MtInput(BaseInput):
         """See BaseInput: whether more than 1% of the pairs are longer than a row."""
         return [str(self._loss)] if self._loss and self._loss.matters else []
 
+    def CheckNewRun(self) -> None:
+        """See BaseInput. Raises DataError: rows leave out more than half of the pairs."""
+        if self.p.too_long == "drop" and self._loss and self._loss.is_most:
+            raise DataError(f"{self._loss}; input.too_long=truncate would use their beginnings")
+
     def Artifacts(self) -> RunArtifacts:
         """See BaseInput: the vocabularies, and the languages by task id."""
         vocabs = self.vocabs.Transform(lambda vocabulary: vocabulary.model_bytes)

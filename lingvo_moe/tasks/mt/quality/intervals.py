@@ -58,8 +58,9 @@ def margin_of_mean(margins: Iterable[float | None]) -> float | None:
 
 
 def with_margin(score: float, margin: float | None) -> str:
-    """'13.7 ± 1.2'; without a margin '13.7'."""
-    return f"{score:.1f}" if margin is None else f"{score:.1f} ± {margin:.1f}"
+    """'13.7 ± 1.2'; '13.7' without a margin, or where all resamples agree: that would look certain."""
+    agree = margin is not None and round(margin, 1) == 0
+    return f"{score:.1f}" if margin is None or agree else f"{score:.1f} ± {margin:.1f}"
 
 
 def footnote() -> str:

@@ -218,6 +218,18 @@ def test_pairs_longer_than_a_row_are_counted(params, too_long: str, done: str) -
     assert said[-1].endswith("none skipped") and long.Warnings() == []
 
 
+def test_a_new_run_that_leaves_out_most_pairs_is_refused(params) -> None:
+    short = params.Copy().Set(source_length=3)
+    message = (
+        r"^\d+\.\d% of the pairs are longer than a row \(input\.source_length=3, .*"
+        "--model_params_override='input.source_length=.*input.too_long=truncate"
+    )
+    with pytest.raises(DataError, match=message):
+        short.Instantiate().Prepare().CheckNewRun()
+    short.Copy().Set(too_long="truncate").Instantiate().Prepare().CheckNewRun()
+    params.Copy().Set(source_length=64).Instantiate().Prepare().CheckNewRun()
+
+
 def test_lengths_of_a_sample(ready: MtInput) -> None:
     every, some = measure(ready.records), measure(ready.records, most=sum(SIZES.values()) // 2 + 1)
     assert not every.is_sample and some.is_sample and some.pairs == every.pairs

@@ -51,6 +51,7 @@ def test_means_and_their_text():
     assert intervals.margin_of_mean([3.0, None]) is None and intervals.margin_of_mean([]) is None
     assert intervals.with_margin(13.66, 1.24) == "13.7 ± 1.2"
     assert intervals.with_margin(13.66, None) == "13.7"
+    assert intervals.with_margin(0.0, 0.0) == "0.0"  # every resample is as bad
 
 
 def test_languages_with_few_lines_follow_those_of_their_group():

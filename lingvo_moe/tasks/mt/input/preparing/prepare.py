@@ -276,7 +276,11 @@ class _Preparation:
         def show(done: int, count: int, seconds: float) -> None:
             text = doing.format(done, len(jobs))
             rate = count / max(seconds, 1e-9)
-            self._progress(f"{text}: {count:,} {unit}, {rate:,.0f} a second" if unit else text)
+            self._progress(
+                f"{text}: {count:,} {unit}, {rate:,.0f} a second"
+                if unit
+                else f"{text}: {seconds:.0f} s so far"
+            )
 
         return run_jobs(function, jobs, self._workers, show)
 
