@@ -168,7 +168,7 @@ def describe_job(request: Request, params: Params, task: BaseTask) -> tuple[Step
     inputs = params.input.Instantiate()
     counts = task.BatchCounts(inputs.BatchSpec())
     if request.what == "train":
-        step = train_step(task, inputs)
+        step = train_step(task, inputs, params.train.num_micro_batches)
         budget = request.token_budget if task.UNIT == "tokens" else 0.0
     else:
         step, budget = task.DecodeStep(inputs), 0.0

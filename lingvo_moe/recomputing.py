@@ -64,7 +64,7 @@ def chosen_form(
     MOST_BLOCKS blocks to unroll. If not, they are recomputed, which is the form that always works.
 
     Args:
-        params: the experiment's parameters, `task` and `input`.
+        params: the experiment's parameters.
         mesh: all devices of the job.
         memory: of the devices.
         engine: the name of the engine that runs the step.
@@ -100,7 +100,7 @@ def step_bytes(forms: Forms, params: Params, mesh: Mesh, engine: str = "pjrt") -
 
     Args:
         forms: of the task.
-        params: the experiment's parameters, of which `input` gives the batch.
+        params: the experiment's parameters: `input` gives the batch, `train` the number of its micro-batches.
         mesh: all devices of the job.
         engine: as for chosen_form.
     """
@@ -109,7 +109,10 @@ def step_bytes(forms: Forms, params: Params, mesh: Mesh, engine: str = "pjrt") -
     gradients = sum(
         bytes_per_device(spec, mesh) for spec in task.VariableSpecs().Flatten() if spec.trainable
     )
-    activations = activation_bytes(forms, params, mesh, engine)
+    num = params.train.num_micro_batches
+    if num > 1:
+        gradients *= 2  # of a micro-batch, and their sum
+    activations = activation_bytes(forms, params, mesh, engine) // num
     return state + gradients + activations // parts_of("B", mesh, [task.p.activation_split])
 
 
@@ -117,8 +120,9 @@ def activation_bytes(forms: Forms, params: Params, mesh: Mesh, engine: str = "pj
     """Estimates the bytes of activations in a step without recomputation, on all devices together.
 
     They are the values that the backward pass takes from the forward pass, and twice the largest of these: while it is
-    differentiated, its gradient and one more value of that size are there. They are read from the traced forward and
-    backward pass of `forms.one_block`; what a block keeps counts once for each of its repetitions. Nothing is compiled.
+    differentiated, its gradient and one more value of that size are there. They are of the whole batch, whatever
+    train.num_micro_batches is, and are read from the traced forward and backward pass of `forms.one_block`; what a
+    block keeps counts once for each of its repetitions. Nothing is compiled.
     Arguments are those of step_bytes.
     """
     task = forms.one_block.Instantiate()

@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -131,10 +131,18 @@ def check_data_exists(args: Flags, params: Params) -> None:
 
 
 def check_divisible(params: Params, task: "BaseTask", mesh: Mesh) -> None:
-    """Raises ShardingError if a sharding names an axis that the mesh lacks, or if a size is not divisible by its axis.
+    """Checks that the mesh divides what it shards, and that the batch divides into micro-batches.
 
-    It looks at the splits of the task and of every layer in it, and at every variable. The message names the parameter.
+    It looks at the splits of the task and of every layer in it, and at every variable. Messages name the parameter.
+
+    Raises:
+        ShardingError: a sharding names an axis that the mesh lacks, or a size is not divisible by its axis.
+        MicroBatchError: the batch, or its groups, are not divisible by train.num_micro_batches.
     """
+    from lingvo_moe.core.micro_batches import check_divides  # which imports TensorFlow
+
+    divided = _divided_sizes(params)
+    check_divides(params.train.num_micro_batches, divided)
     if mesh.size == 1:
         return
     layers = [("task", task), *_layers_of(task, "task")]
@@ -146,6 +154,8 @@ def check_divisible(params: Params, task: "BaseTask", mesh: Mesh) -> None:
         for letter in task.DIVIDED:
             for path in task.SIZES[letter]:
                 _check_size(path, params.Get(path), split.get(letter), mesh)
+                if path in divided:
+                    _check_part(path, params, split.get(letter), mesh)
     for path, spec in task.VariableSpecs().FlattenItems():
         for letter, size, axis in zip(spec.letters, spec.shape, spec.split, strict=True):
             sized_by = [p for p in task.SizeParams(path, letter) if params.Get(p) == size]
@@ -178,6 +188,31 @@ def _check_size(path: str, size: int, axis: Axis, mesh: Mesh) -> None:
     """Raises ShardingError if the parameter at `path` is not divisible by the axis that shards what it sizes."""
     hint = f", or --model_params_override='{path}=...'"
     _check_parts(f"{path}={size}", size, axis, mesh, hint)
+
+
+def _divided_sizes(params: Params) -> dict[str, int]:
+    """The sizes that a micro-batch has 1/M of, by the paths of their parameters."""
+    task = params.task
+    paths = [task.cls.SIZES["B"][0], *(f"task.{name}" for name in task.cls.MicroBatchSizes(task))]
+    return {path: params.Get(path) for path in paths}
+
+
+def _check_part(path: str, params: Params, axis: Axis, mesh: Mesh) -> None:
+    """Raises ShardingError if a micro-batch's part of a size is not divisible by the axis that shards it."""
+    num, size = params.train.num_micro_batches, params.Get(path)
+    parts = mesh.axis_size(axis) if axis else 1
+    if size // num % parts:
+        good = [n for n in range(1, num) if size % (n * parts) == 0]
+        raise ShardingError(
+            f"train.num_micro_batches={num}: a micro-batch has {path}={size} / {num} = {size // num}, which does not "
+            f"divide over the {parts} devices of axis {axis!r} of mesh {mesh}; set train.num_micro_batches to "
+            f"{_either(good)}, or {path} to a multiple of {num * parts}"
+        )
+
+
+def _either(numbers: Sequence[int]) -> str:
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _check_parts(what: str, size: int, axis: Axis, mesh: Mesh, hint: str = "") -> None:

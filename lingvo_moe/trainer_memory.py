@@ -91,7 +91,8 @@ def check_memory(
     if holds_state:
         num_devices = max(1, mesh.size // num_processes)
         state = sum(num_devices * bytes_per_device(s, mesh) for s in task.StateSpecs().Flatten())
-        batch += task.LeastActivationBytes(specs) // num_processes
+        parts = num_processes * params.train.num_micro_batches
+        batch += task.LeastActivationBytes(specs) // parts
     if state + batch <= available:
         return
     if state > batch:

@@ -143,7 +143,7 @@ def verify_model(
     batch = task.SampleBatch(inputs, np.random.RandomState(0))
     recorded: dict[str, list[tf.Tensor]] = {}
     _record_gradients(task, recorded)
-    step = train_step(task, inputs)
+    step = train_step(task, inputs, params.train.num_micro_batches)
 
     def with_gradients(state: NestedMap, batch: NestedMap) -> tuple[NestedMap, NestedMap]:
         state, metrics = step.fn(state, batch)
@@ -180,6 +180,10 @@ def shrunk(model: str, mesh: Mesh, override: str = "") -> Params:
     params = registry.GetParams(model, override)
     params.task = _trained_form(params, mesh)
     params.task.cls.Shrink(params.task, params.input, mesh)
+    num = params.train.num_micro_batches  # each of which has the smallest sizes
+    params.input.batch_size *= num
+    for name in params.task.cls.MicroBatchSizes(params.task):
+        params.task.Set(**{name: params.task.Get(name) * num})
     params.task.cls.ConfigureInput(params.task, params.input)
     params.task.cls.CheckInput(params.task, params.input)
     return params

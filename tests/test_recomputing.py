@@ -6,6 +6,7 @@ import pytest
 
 from lingvo_moe import planning, recomputing, trainer_memory, verifying
 from lingvo_moe.core import registry
+from lingvo_moe.core.inspect import bytes_per_device
 from lingvo_moe.core.planner.topology import Topology
 from lingvo_moe.core.sharding import Mesh, single_device
 from lingvo_moe.recomputing import Memory, chosen_form
@@ -100,6 +101,25 @@ def test_devices_share_the_activations_of_rows_that_are_sharded(monkeypatch):
     assert form.repeat is True and "about 1.0 GiB" in line
     form, _ = chosen_form(params, MESH, Memory(2 * 8 * eight, "this machine's", 8))
     assert form.repeat is False
+
+
+def test_a_micro_batch_keeps_its_part_and_gradients_have_a_sum(monkeypatch):
+    monkeypatch.setattr(recomputing, "activation_bytes", lambda *_: 2**30)
+    whole = registry.GetParams("mt.M4Tiny", "task.repeat=auto")
+    parts = registry.GetParams("mt.M4Tiny", "task.repeat=auto;train.num_micro_batches=4")
+    forms = whole.task.cls.OpenForms(whole.task)
+    one, four = (recomputing.step_bytes(forms, p, single_device()) for p in (whole, parts))
+    weights = forms.keeping.Instantiate().VariableSpecs().Flatten()
+    assert one - four == 3 * 2**28 - sum(
+        bytes_per_device(spec, single_device()) for spec in weights
+    )
+
+
+def test_the_number_of_micro_batches_may_change_while_a_run_goes_on():
+    whole, parts = (
+        registry.GetParams("mt.M4Tiny", f"train.num_micro_batches={num}") for num in (1, 4)
+    )
+    assert run_difference(whole.ToText(), parts) == ""
 
 
 def test_a_machine_s_memory_is_its_total_without_swap(monkeypatch):

@@ -115,6 +115,41 @@ def test_splits_of_layers(override, expected):
 
 
 @pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("input.batch_size=16", "task.num_groups=8 / 2 = 4"),
+        ("task.num_groups=16", "input.batch_size=8 / 2 = 4"),
+        ("input.batch_size=16;task.num_groups=16", None),
+        ("input.batch_size=16;task.num_groups=0", None),
+    ],
+)
+def test_a_micro_batch_divides_over_the_devices(override, expected):
+    params = registry.GetParams("mt.M4Tiny", f"{override};train.num_micro_batches=2")
+    task, mesh = params.task.Instantiate(), Mesh.parse("expert:8")
+    if expected is None:
+        check_divisible(params, task, mesh)
+        return
+    with pytest.raises(ShardingError) as error:
+        check_divisible(params, task, mesh)
+    assert str(error.value).startswith("train.num_micro_batches=2: a micro-batch has ")
+    assert expected in str(error.value)
+    assert "set train.num_micro_batches to 1, or " in str(error.value)
+    assert str(error.value).endswith(" to a multiple of 16")
+
+
+def test_a_batch_divides_into_micro_batches_on_one_device_too():
+    params = registry.GetParams("mt.M4Tiny", "train.num_micro_batches=3")
+    with pytest.raises(
+        ValueError, match=r"batch_size=8 and task.num_groups=8 .* choose 1, 2, 4 or 8"
+    ):
+        check_divisible(params, params.task.Instantiate(), Mesh.parse("expert:1"))
+    with pytest.raises(
+        registry.RegistryError, match="num_micro_batches=0: must be an integer of at"
+    ):
+        registry.GetParams("mt.M4Tiny", "train.num_micro_batches=0")
+
+
+@pytest.mark.parametrize(
     ("flag", "expected"),
     [
         ("--num_devices=100000", f"must be an integer from 0 to {MOST_DEVICES}"),

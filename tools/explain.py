@@ -129,7 +129,10 @@ def _lower(args: Flags, say: Any) -> Any:
     if line:
         say(line)
     say(f"lowering the train step of {args.model} for mesh {mesh}")
-    return lower_step(train_step(form.Instantiate(), params.input.Instantiate()), mesh)
+    step = train_step(
+        form.Instantiate(), params.input.Instantiate(), params.train.num_micro_batches
+    )
+    return lower_step(step, mesh)
 
 
 if __name__ == "__main__":

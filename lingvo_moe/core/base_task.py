@@ -5,7 +5,7 @@ NestedMap(theta, slots, step, skipped), and `ema` where `ema_decay` is set.
 """
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -106,7 +106,8 @@ class BaseTask(BaseLayer):
     """A layer whose `FProp(theta, batch, seed)` returns `(loss, metrics)`.
 
     `metrics` is a NestedMap of float32 tensors: scalars, [L] by layer, or [L,E] by layer and expert.
-    `metrics.<UNIT>` is the number of units in the batch that count.
+    `metrics.<UNIT>` is the number of units in the batch that count. The loss and the other metrics are means over these
+    units. A task for which this is not so, and that is trained in micro-batches, overrides MicroBatchTerms.
 
     Variables that are not trainable get no gradient. FProp may return their next values in `metrics.updates`, a
     NestedMap by variable path (`VariableSpec.path`). This is not a metric; TrainStep removes it.
@@ -249,6 +250,41 @@ class BaseTask(BaseLayer):
         """
         raise TaskError(f"{self.path}: no rows are named after {kind!r}")
 
+    @classmethod
+    def MicroBatchSizes(cls, task: HyperParams) -> tuple[str, ...]:
+        """Params of the task, besides the batch size, that a micro-batch has 1/M of, e.g. 'num_groups'."""
+        del task
+        return ()
+
+    def Units(self, batch: NestedMap) -> NestedMap:
+        """Counts in a batch, float32 scalars by name, that loss and metrics are means over; they add up over
+        micro-batches. One of them is UNIT."""
+        rows = batch.Flatten()[0].shape[0]
+        return NestedMap({self.UNIT: tf.constant(float(rows))})
+
+    @scoped
+    def MicroBatchTerms(
+        self, theta: NestedMap, batch: NestedMap, seed: tf.Tensor | None, shares: NestedMap
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """FProp of a micro-batch, whose loss and metrics are terms: over micro-batches they add up to the batch's.
+
+        Args:
+            theta: the weights.
+            batch: the micro-batch.
+            seed: int32 [2] or None, of this micro-batch.
+            shares: its Units divided by those of the batch, float32 scalars.
+        """
+        loss, metrics = self.FProp(theta, batch, seed=seed)
+        share, whole = shares[self.UNIT], (self.UNIT, "updates")
+        scaled = NestedMap({name: m for name, m in metrics.items() if name not in whole})
+        scaled = scaled.Transform(lambda metric: metric * share)
+        scaled.update({name: metrics[name] for name in whole if name in metrics})
+        return loss * share, scaled
+
+    def CombinedMetrics(self, sums: NestedMap) -> NestedMap:
+        """The metrics of a batch from the sums of its micro-batches' terms: metrics that are no such sums."""
+        return sums
+
     def DecodeStep(self, inputs: BaseInput) -> Step:
         """Returns the program of one decoding step for a batch of the input's size, for the planner.
 
@@ -322,17 +358,25 @@ class BaseTask(BaseLayer):
                 `skipped` (float32 scalars).
         """
         seed = randomness.make_seed(self.p.seed, state.step)
+        loss, metrics, grads = self.Differentiate(
+            state.theta, lambda: self.FProp(state.theta, batch, seed=seed)
+        )
+        updates = metrics.pop("updates", NestedMap())
+        with name_scope("optimizer"):
+            return self.Apply(state, loss, metrics, grads, updates)
+
+    def Differentiate(
+        self, theta: NestedMap, compute: Callable[[], tuple[tf.Tensor, NestedMap]]
+    ) -> tuple[tf.Tensor, NestedMap, NestedMap]:
+        """Loss and metrics as `compute` returns them from theta, and the gradients, as Gradients."""
         specs = self.VariableSpecs().Flatten()
-        leaves = [w for w, spec in zip(state.theta.Flatten(), specs, strict=True) if spec.trainable]
+        leaves = [w for w, spec in zip(theta.Flatten(), specs, strict=True) if spec.trainable]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(leaves)
-            loss, metrics = self.FProp(state.theta, batch, seed=seed)
-        updates = metrics.pop("updates", NestedMap())
-        grads = self._Gradients(state.theta, tape.gradient(loss, leaves))
-        with name_scope("optimizer"):
-            return self._Apply(state, loss, metrics, grads, updates)
+            loss, metrics = compute()
+        return loss, metrics, self.Gradients(theta, tape.gradient(loss, leaves))
 
-    def _Apply(
+    def Apply(
         self,
         state: NestedMap,
         loss: tf.Tensor,
@@ -382,7 +426,7 @@ class BaseTask(BaseLayer):
         metrics = self.EvalStep(theta, batch)
         return NestedMap({name: metrics[name] for name in (*self.HELD_OUT_METRICS, self.UNIT)})
 
-    def _Gradients(
+    def Gradients(
         self, theta: NestedMap, grads: Sequence[tf.Tensor | tf.IndexedSlices | None]
     ) -> NestedMap:
         """Packs the tape's gradients into theta's structure, as dense tensors; None for non-trainable variables."""

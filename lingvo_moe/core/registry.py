@@ -42,7 +42,7 @@ class Experiment:
 
 
 def TrainParams() -> Params:
-    """Parameters of a run: devices, length, checkpoints and summaries. None changes the results."""
+    """Parameters of a run: devices, length, checkpoints and summaries. None changes the results, but by rounding."""
     p = Params()
     p.Define(
         "mesh",
@@ -51,6 +51,13 @@ def TrainParams() -> Params:
         "first axis changes its size. --mesh is used instead.",
     )
     p.Define("max_steps", 1_000_000, "The step at which training ends.", check=checks.COUNT)
+    p.Define(
+        "num_micro_batches",
+        1,
+        "M: a step computes gradients of M equal parts of its batch, one after another, and updates the weights once. "
+        "Activations take less memory. M divides input.batch_size, and task.num_groups of a model with experts.",
+        check=checks.SIZE,
+    )
     p.Define("save_interval_steps", 1000, "Steps between checkpoints.", check=checks.SIZE)
     p.Define(
         "save_max_to_keep",

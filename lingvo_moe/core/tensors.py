@@ -22,6 +22,21 @@ def dim(x: tf.Tensor, axis: int) -> int | tf.Tensor:
     return tf.shape(x)[axis] if size is None else size
 
 
+def runtime_zeros(
+    given: tf.Tensor, dtype: tf.DType, shape: tf.TensorShape | None = None
+) -> tf.Tensor:
+    """Zeros that tracing cannot fold into a constant of that size.
+
+    Args:
+        given: any floating-point tensor, not empty, that is not a constant.
+        dtype: of the zeros.
+        shape: of the zeros; None: that of `given`.
+    """
+    first = tf.reshape(given, [-1])[0]
+    never = tf.logical_and(tf.math.is_nan(first), tf.math.is_inf(first))
+    return tf.fill(tf.shape(given) if shape is None else shape, tf.cast(never, dtype))
+
+
 def custom_gradient(fn: Callable[..., tuple[Any, Callable]]) -> Callable[..., Any]:
     """`tf.custom_gradient`, its gradient in the scope gradient_tape/<that of the call>.
 

@@ -21,6 +21,7 @@ _HOUSES = (
 _ROOMS = (
     ("planner", "engine"),
     ("inspect", "run_dir"),
+    ("micro_batches",),
     ("base_task",),
     ("base_input",),
     ("pipeline", "decode"),

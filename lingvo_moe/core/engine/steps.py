@@ -6,15 +6,24 @@ from lingvo_moe.core.base_input import BaseInput
 from lingvo_moe.core.base_task import BaseTask
 from lingvo_moe.core.engine.base import Compiled, Engine
 from lingvo_moe.core.engine.program import Program
+from lingvo_moe.core.micro_batches import accumulating_step
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Mesh, dims_mapping
 from lingvo_moe.core.step import Step
 
 
-def train_step(task: BaseTask, inputs: BaseInput) -> Step:
-    """(state, batch) -> (state, metrics) of a task that is fed by an input."""
-    args = task.StateSpecs(), _batch_specs(task, inputs)
-    return Step("train_step", task.TrainStep, args, donate=(0,))
+def train_step(task: BaseTask, inputs: BaseInput, num_micro_batches: int = 1) -> Step:
+    """(state, batch) -> (state, metrics) of a task that is fed by an input.
+
+    Args:
+        task: what is trained.
+        inputs: its input.
+        num_micro_batches: train.num_micro_batches. Raises as accumulating_step.
+    """
+    batch = _batch_specs(task, inputs)
+    accumulates = num_micro_batches > 1
+    fn = accumulating_step(task, num_micro_batches, batch) if accumulates else task.TrainStep
+    return Step("train_step", fn, (task.StateSpecs(), batch), donate=(0,))
 
 
 def held_out_step(task: BaseTask, inputs: BaseInput, average: bool) -> Step:

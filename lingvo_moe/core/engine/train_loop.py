@@ -104,8 +104,10 @@ class TrainLoop:
                 self._checkpointer.Wait()
 
     def _build_step(self, on_compiled: Callable[[Compiled], None] | None) -> Compiled:
-        say("compiling the training step ...")
-        step_fn = build_step(train_step(self._task, self._inputs), self._engine)
+        num = self._train.num_micro_batches
+        of = f" of {num} micro-batches (train.num_micro_batches)" if num > 1 else ""
+        say(f"compiling the training step{of} ...")
+        step_fn = build_step(train_step(self._task, self._inputs, num), self._engine)
         if on_compiled is not None:
             on_compiled(step_fn)
         return step_fn

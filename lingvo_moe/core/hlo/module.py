@@ -24,6 +24,7 @@ _CALLED = re.compile(
 )
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _MARK = re.compile(r"/\*.*?\*/")
+_MICRO_BATCHES = re.compile(r"/micro_batches/while(?:_\d+)?$")
 GRADIENT = "gradient_tape/"  # Appears in the op_name of operations that compute gradients.
 
 
@@ -165,7 +166,7 @@ class Module:
                 condition = self.computation(instruction.attribute("condition"))
                 tests = times * (1 if once else trips + 1)
                 yield from self._walk(condition, tests, backward, once, unknown)
-                in_backward = backward or is_backward(body)
+                in_backward = backward or is_backward(instruction, body)
                 yield from self._walk(body, times * trips, in_backward, once, unknown)
             elif instruction.opcode in ("call", "conditional", "async-start"):
                 for name in instruction.called:
@@ -195,8 +196,13 @@ class Module:
         return found
 
 
-def is_backward(body: Computation) -> bool:
-    """Whether a loop's body computes gradients; forward names in such a loop are recomputations."""
+def is_backward(loop: Instruction, body: Computation) -> bool:
+    """Whether a loop's body computes gradients, so that forward names in it are recomputations.
+
+    The loop over micro-batches is none: its body is a whole step, with a forward and a backward pass.
+    """
+    if _MICRO_BATCHES.search(loop.op_name):
+        return False
     return any(GRADIENT in instruction.op_name for instruction in body.instructions)
 
 

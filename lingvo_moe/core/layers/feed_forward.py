@@ -41,13 +41,14 @@ class FeedForward(BaseLayer):
         paddings: tf.Tensor,
         seed: tf.Tensor | None = None,
         context: NestedMap | None = None,
+        shares: NestedMap | None = None,
     ) -> tuple[tf.Tensor, NestedMap]:
         """Maps x [B, T, M] position by position to ([B, T, M], no extras).
 
-        `paddings` [B, T] and `context` are not needed: a position depends on no other, and nothing
-        is chosen. `seed` None means inference.
+        `paddings` [B, T], `context` and `shares` are not needed: a position depends on no other, and
+        nothing is chosen. `seed` None means inference.
         """
-        del paddings, context
+        del paddings, context, shares
         product = kernels.current().product
         h = self.Shard(tf.nn.relu(product(x, self.Cast(theta.wi))), "BTH")
         h = kernels.dropout(h, self.p.relu_dropout_prob, self.FoldSeed(seed, "relu"))

@@ -19,6 +19,7 @@ from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.nested_map import NestedMap, flatten, map_structure, pack_as
 from lingvo_moe.core.sharding import current_mesh
 from lingvo_moe.core.sharding.annotate import mesh_split, shard_letters
+from lingvo_moe.core.tensors import runtime_zeros
 
 # (index, theta of one repetition, carry, shared, seed or None) -> (carry, extras)
 Body = Callable[..., tuple[tf.Tensor, NestedMap]]
@@ -211,7 +212,7 @@ def _backward(
         dx, *grads = [None if g is None else tf.convert_to_tensor(g) for g in grads]
         dslices, dfloating = grads[: len(weights)], grads[len(weights) :]
         dslices = [
-            _runtime_zeros(s, s.dtype) if g is None else g
+            runtime_zeros(s, s.dtype) if g is None else g
             for g, s in zip(dslices, slices, strict=True)
         ]
         used.update(k for k, g in zip(floating, dfloating, strict=True) if g is not None)
@@ -229,7 +230,7 @@ def _backward(
     kinds = [dy.dtype if dy.dtype.size < w.dtype.size else w.dtype for w in weights]
     dweights = [_array(num, kind, w.shape[1:]) for kind, w in zip(kinds, weights, strict=True)]
     # Sums over L repetitions: in float32, even of bfloat16 terms.
-    drest = [_runtime_zeros(rest[k], tf.float32) for k in floating]
+    drest = [runtime_zeros(rest[k], tf.float32) for k in floating]
     start = (tf.constant(num - 1), dy, dweights, drest)
     _, dx, dweights, drest = tf.while_loop(lambda i, *_: i >= 0, step, start)
     by_index = {
@@ -288,12 +289,5 @@ def _array(num: int, dtype: tf.DType, shape: tf.TensorShape) -> tf.TensorArray:
     return tf.TensorArray(dtype, num, element_shape=shape, clear_after_read=False)
 
 
-def _runtime_zeros(like: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Zeros of the shape of `like` that tracing cannot fold into a constant of that size."""
-    first = tf.reshape(like, [-1])[0]
-    never = tf.logical_and(tf.math.is_nan(first), tf.math.is_inf(first))
-    return tf.fill(tf.shape(like), tf.cast(never, dtype))
-
-
 def _known(dx: tf.Tensor | None, x: tf.Tensor) -> tf.Tensor:
-    return _runtime_zeros(x, x.dtype) if dx is None else dx
+    return runtime_zeros(x, x.dtype) if dx is None else dx

@@ -8,6 +8,7 @@ Layers share `aux`, a NestedMap:
     memory, cross_mask: [B, S, M] and bool [B, T or 1, S]; with cross-attention only.
     context: int32 [B, T] tensors that a MoE layer's router needs (see moe/routers/inputs.py); only if it
         needs some.
+    shares: float scalars, in a micro-batch only; see core/moe/layer.py.
 """
 
 from collections.abc import Sequence
@@ -86,7 +87,7 @@ class TransformerLayer(BaseLayer):
             x = self._Add(x, h, self.FoldSeed(seed, "cross_residual"))
         h = self.ffn_norm.FProp(theta.ffn_norm, x)
         h, extras = self.ffn.FProp(
-            theta.ffn, h, aux.paddings, seed=self.FoldSeed(seed, "ffn"), **_context(aux)
+            theta.ffn, h, aux.paddings, seed=self.FoldSeed(seed, "ffn"), **_given(aux)
         )
         return self._Add(x, h, self.FoldSeed(seed, "ffn_residual")), extras
 
@@ -141,7 +142,7 @@ class TransformerLayer(BaseLayer):
             h = self.cross_norm.FProp(theta.cross_norm, x)
             x = x + self.cross_atten.AttendMemory(theta.cross_atten, h, memory, aux.cross_mask)
         h = self.ffn_norm.FProp(theta.ffn_norm, x)
-        h, _ = self.ffn.FProp(theta.ffn, h, aux.paddings, seed=None, **_context(aux))
+        h, _ = self.ffn.FProp(theta.ffn, h, aux.paddings, seed=None, **_given(aux))
         return x + h, cache
 
     def _Add(self, x: tf.Tensor, h: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:
@@ -340,9 +341,9 @@ def _repeat_params(p: HyperParams) -> InstantiableParams:
     return repeat
 
 
-def _context(aux: NestedMap) -> dict[str, NestedMap]:
-    """The feed-forward's argument of that name, where there is one."""
-    return {"context": aux.context} if "context" in aux else {}
+def _given(aux: NestedMap) -> dict[str, NestedMap]:
+    """The feed-forward's arguments `context` and `shares`, where there are any."""
+    return {name: aux[name] for name in ("context", "shares") if name in aux}
 
 
 def _with_dim(parent: HyperParams, tpl: HyperParams) -> HyperParams:

@@ -13,6 +13,7 @@ from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.moe.experts import Experts, Rows
+from lingvo_moe.core.moe.losses_and_metrics import micro_batch_terms
 from lingvo_moe.core.moe.registry import DISPATCHERS, ROUTERS, dispatcher_params
 from lingvo_moe.core.moe.routers import inputs as router_inputs
 from lingvo_moe.core.moe.routers.base import Routing
@@ -102,6 +103,7 @@ class MoELayer(BaseLayer):
         paddings_BT: tf.Tensor,
         seed: tf.Tensor | None = None,
         context: NestedMap | None = None,
+        shares: NestedMap | None = None,
     ) -> tuple[tf.Tensor, NestedMap]:
         """The layer's output, without the residual.
 
@@ -112,6 +114,8 @@ class MoELayer(BaseLayer):
             seed: int32 [2]; None means inference.
             context: the entries that the router needs (`Needs`), int32 [B,T] each; other entries are
                 ignored.
+            shares: of a micro-batch in its batch, float32 scalars `tokens` and `groups`; loss and metrics are
+                then terms that sum up over micro-batches (see moe/losses_and_metrics.py). None for a whole batch.
 
         Returns:
             y_BTM in the activation type, and NestedMap(aux_loss: float32 scalar, unscaled by the
@@ -146,7 +150,7 @@ class MoELayer(BaseLayer):
             routing, run(theta.experts, tokens, seed=self.FoldSeed(seed, "experts"))
         )
         y_BTM = y_GSM if seed is None else tf.reshape(y_GSM, x_BTM.shape)
-        return self.Shard(y_BTM, "BTM"), _extras(routing, tokens)
+        return self.Shard(y_BTM, "BTM"), _extras(routing, tokens, shares)
 
     def _InGroups(
         self, x_BTM: tf.Tensor, paddings_BT: tf.Tensor, context: NestedMap | None
@@ -195,17 +199,19 @@ class MoELayer(BaseLayer):
         return NestedMap(flops=gating + 2 * each_way + experts, out_shapes=((B, T, M),))
 
 
-def _extras(routing: Routing, tokens: tf.Tensor | Rows) -> NestedMap:
+def _extras(routing: Routing, tokens: tf.Tensor | Rows, shares: NestedMap | None) -> NestedMap:
     """FProp's second result."""
-    metrics = routing.metrics
+    aux_loss, metrics = routing.aux_loss, routing.metrics
     if isinstance(
         tokens, Rows
     ):  # the number of rows is that of the choices kept, whatever C would be
         metrics = NestedMap({**metrics, **tokens.metrics})
         metrics.effective_capacity = metrics.experts_per_token
+    if shares is not None:
+        aux_loss, metrics = micro_batch_terms(routing.aux_losses, metrics, shares)
     # Without an annotation XLA shards a vector of E numbers as it shards experts, and gathers it later.
     metrics = metrics.Transform(lambda x: replicate(x) if x.shape.rank else x)
-    extras = NestedMap(aux_loss=routing.aux_loss, metrics=metrics)
+    extras = NestedMap(aux_loss=aux_loss, metrics=metrics)
     if routing.updates:
         extras.updates = routing.updates
     return extras

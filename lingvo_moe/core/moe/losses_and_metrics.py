@@ -7,6 +7,8 @@ Letters: G group, S token in group, k choice rank, E expert, C capacity slot.
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import tensorflow as tf
 
@@ -14,6 +16,23 @@ from lingvo_moe.core.moe.slots import effective_capacity_factor
 from lingvo_moe.core.nested_map import NestedMap
 
 _TINY = 1e-20  # the least squared mean, so that the variation of zeros is 0
+
+
+@dataclass(frozen=True)
+class AuxLoss:
+    """One term of a router's auxiliary loss.
+
+    Attributes:
+        name: in metrics, `loss_<name>`.
+        value: float32 scalar, unweighted.
+        weight: its factor in the auxiliary loss.
+        over: what the value is a mean over, 'groups' (those with a token) or 'tokens'; see micro_batch_terms.
+    """
+
+    name: str
+    value: tf.Tensor
+    weight: float
+    over: str
 
 
 def load_balance(
@@ -167,11 +186,58 @@ def routing_metrics(
     return metrics.Transform(tf.stop_gradient)
 
 
-def add_losses(metrics: NestedMap, aux_loss: tf.Tensor, losses: dict[str, tf.Tensor]) -> None:
+def aux_loss_of(losses: Sequence[AuxLoss]) -> tf.Tensor:
+    """The auxiliary loss, float32 scalar: the weighted sum of its terms; 0 where there is none."""
+    if not losses:
+        return tf.constant(0.0)
+    first, *rest = [loss.value * loss.weight for loss in losses]
+    return sum(rest, first)
+
+
+def add_losses(metrics: NestedMap, aux_loss: tf.Tensor, losses: Sequence[AuxLoss]) -> None:
     """Into a router's metrics, without gradients: `aux_loss`, and each loss unweighted as `loss_<name>`."""
     metrics.aux_loss = tf.stop_gradient(aux_loss)
-    for name, loss in losses.items():
-        metrics[f"loss_{name}"] = tf.stop_gradient(loss)
+    for loss in losses:
+        metrics[f"loss_{loss.name}"] = tf.stop_gradient(loss.value)
+
+
+def micro_batch_terms(
+    losses: Sequence[AuxLoss], metrics: NestedMap, shares: NestedMap
+) -> tuple[tf.Tensor, NestedMap]:
+    """The auxiliary loss (float32 scalar) and the metrics of a micro-batch as terms: they add up to the batch's.
+
+    A mean over tokens, or over groups with a token, weighs as much as the micro-batch's share of the batch's. That is
+    exact, since groups are the same in both, but for two things, which are weighted by tokens too: losses that are
+    no such means (noisy top-k's), and overflow rates where chance decides how many second choices are sent.
+
+    Args:
+        losses: the terms of the router's auxiliary loss.
+        metrics: of the layer, for the micro-batch alone.
+        shares: of the micro-batch in its batch, float32 scalars `tokens` and `groups`.
+    """
+    shares = shares.Transform(tf.stop_gradient)
+    out = metrics.Transform(lambda metric: metric * shares.tokens)
+    out.expert_load *= metrics.experts_per_token  # filled slots of each expert for each token
+    scaled = [
+        AuxLoss(loss.name, loss.value * shares[loss.over], loss.weight, loss.over)
+        for loss in losses
+    ]
+    aux_loss = aux_loss_of(scaled)
+    add_losses(out, aux_loss, scaled)
+    return aux_loss, out
+
+
+def combined_metrics(sums: NestedMap) -> NestedMap:
+    """The metrics of a batch, [...] or by layer, from the sums of its micro_batch_terms.
+
+    `expert_load` and `dead_experts` are no means: both follow from the filled slots of each expert.
+    """
+    metrics = NestedMap(sums)
+    total = tf.reduce_sum(sums.expert_load, -1, keepdims=True)
+    metrics.expert_load = sums.expert_load / tf.where(total > 0, total, 1.0)
+    dead = tf.cast(tf.equal(sums.expert_load, 0.0), tf.float32)
+    metrics.dead_experts = tf.reduce_sum(dead, -1) * (1.0 / dead.shape[-1])
+    return metrics
 
 
 def _of_probabilities(

@@ -262,7 +262,7 @@ class Placer:
                 if loop.opcode != "while":
                     continue
                 body = self._module.computation(loop.attribute("body"))
-                backward = at.backward or hlo.is_backward(body)
+                backward = at.backward or hlo.is_backward(loop, body)
                 found += [
                     _Site(body, i, backward)
                     for i in body.users.get(body.parameters[0].name, ())

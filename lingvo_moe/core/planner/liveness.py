@@ -198,7 +198,7 @@ class _Tracer:
         self._carried.update(ids)
         condition = self._module.computation(instruction.attribute("condition"))
         body = self._module.computation(instruction.attribute("body"))
-        backward = backward or is_backward(body)
+        backward = backward or is_backward(instruction, body)
         if backward and self._backward < 0:
             self._backward = self._clock
         for called in (condition, body):

@@ -106,6 +106,10 @@ class ImageClassifier(BaseTask):
                 f"--model_params_override='task.num_classes={found}'"
             )
 
+    def Units(self, batch: NestedMap) -> NestedMap:
+        """See BaseTask: images that are not padding."""
+        return NestedMap(images=tf.reduce_sum(tf.cast(batch.labels >= 0, tf.float32)))
+
     def FProp(
         self, theta: NestedMap, batch: NestedMap, seed: tf.Tensor | None = None
     ) -> tuple[tf.Tensor, NestedMap]:

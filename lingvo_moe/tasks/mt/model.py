@@ -17,6 +17,7 @@ from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.layers import attention, embedding, feed_forward, masks, softmax, transformer
 from lingvo_moe.core.moe import layer as moe_layer
+from lingvo_moe.core.moe.losses_and_metrics import combined_metrics
 from lingvo_moe.core.moe.registry import ROUTERS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.tensors import dim
@@ -38,7 +39,6 @@ class MtModel(MtTask):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        _define_sizes(p)
         p.Define("moe", moe_layer.MoELayer.Params(), "The MoE layer; sizes are set from above.")
         p.Define(
             "decoder_router",
@@ -253,9 +253,33 @@ class MtModel(MtTask):
     ) -> tuple[tf.Tensor, NestedMap]:
         """Returns the loss (float32 scalar) and metrics: loss, nll, aux_loss, accuracy, tokens, `moe`
         by stack [L,...], and updates, where routers have some: see BaseTask."""
+        return self._Losses(theta, batch, seed, None)
+
+    def MicroBatchTerms(
+        self, theta: NestedMap, batch: NestedMap, seed: tf.Tensor | None, shares: NestedMap
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """See BaseTask: MoE layers weigh their losses and metrics by their own side's shares."""
+        return self._Losses(theta, batch, seed, shares)
+
+    def CombinedMetrics(self, sums: NestedMap) -> NestedMap:
+        """See BaseTask."""
+        if not self.p.num_experts:
+            return sums
+        moe = {name: combined_metrics(metrics) for name, metrics in sums.moe.items()}
+        return NestedMap(sums, moe=NestedMap(moe))
+
+    def _Losses(
+        self, theta: NestedMap, batch: NestedMap, seed: tf.Tensor | None, shares: NestedMap | None
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """FProp's results; with `shares` those of MicroBatchTerms."""
         p = self.p
-        y, encoder_extras, decoder_extras = self._Decoded(theta, batch, seed)
+        y, encoder_extras, decoder_extras = self._Decoded(theta, batch, seed, shares)
         loss, metrics = self._TokenLosses(theta, y, batch.tgt)
+        if shares is not None:
+            loss *= shares.tokens
+            metrics.update(
+                nll=metrics.nll * shares.tokens, accuracy=metrics.accuracy * shares.tokens
+            )
         if p.num_experts:
             moe = NestedMap(encoder=encoder_extras.layer_1, decoder=decoder_extras.layer_1)
             aux_loss = tf.reduce_sum(moe.encoder.aux_loss) + tf.reduce_sum(moe.decoder.aux_loss)
@@ -285,11 +309,15 @@ class MtModel(MtTask):
         return tf.where(batch.tgt.segment_ids > 0, -nll, 0.0)
 
     def _Decoded(
-        self, theta: NestedMap, batch: NestedMap, seed: tf.Tensor | None
+        self,
+        theta: NestedMap,
+        batch: NestedMap,
+        seed: tf.Tensor | None,
+        shares: NestedMap | None = None,
     ) -> tuple[tf.Tensor, NestedMap, NestedMap]:
         """The decoder's output [B,T,M], and the extras of both stacks."""
         src, tgt = batch.src, batch.tgt
-        memory, encoder_extras = self._encode(theta, src, self.FoldSeed(seed, "encoder"))
+        memory, encoder_extras = self._encode(theta, src, self.FoldSeed(seed, "encoder"), shares)
         x = self._embed(theta, "target_embedding", tgt, self.FoldSeed(seed, "target_embedding"))
         aux = NestedMap(
             self_mask=masks.causal_segment_mask(tgt.segment_ids, tgt.segment_pos),
@@ -297,6 +325,7 @@ class MtModel(MtTask):
             memory=memory,
             cross_mask=masks.segment_mask(tgt.segment_ids, src.segment_ids),
             **self._Context(tgt, decoder=True),
+            **_shares(shares, "target"),
         )
         y, decoder_extras = self.decoder.FProp(
             theta.decoder, x, aux, seed=self.FoldSeed(seed, "decoder")
@@ -327,13 +356,18 @@ class MtModel(MtTask):
         return self.Shard(kernels.dropout(x, self.p.dropout, seed), "BTM")
 
     def _encode(
-        self, theta: NestedMap, src: NestedMap, seed: tf.Tensor | None
+        self,
+        theta: NestedMap,
+        src: NestedMap,
+        seed: tf.Tensor | None,
+        shares: NestedMap | None = None,
     ) -> tuple[tf.Tensor, NestedMap]:
         x = self._embed(theta, "source_embedding", src, self.FoldSeed(seed, "embedding"))
         aux = NestedMap(
             self_mask=masks.segment_mask(src.segment_ids, src.segment_ids),
             paddings=masks.paddings(src.segment_ids),
             **self._Context(src, decoder=False),
+            **_shares(shares, "source"),
         )
         return self.encoder.FProp(theta.encoder, x, aux, seed=seed)
 
@@ -444,43 +478,14 @@ class MtModel(MtTask):
         return NestedMap(flops=flops, out_shapes=((b, t, params.target_vocab_size),))
 
 
+def _shares(shares: NestedMap | None, side: str) -> dict[str, NestedMap]:
+    """`shares` for the layers of one side, 'source' or 'target'; none where the batch is not divided."""
+    if shares is None:
+        return {}
+    return {"shares": NestedMap({n: shares[f"{side}_{n}"] for n in ("tokens", "groups")})}
+
+
 def _router_of(p: HyperParams, decoder: bool) -> tuple[str, HyperParams]:
     """The name and the Params of the router of one side."""
     own = decoder and p.decoder_router is not None
     return ("decoder_router", p.decoder_router) if own else ("moe.router", p.moe.router)
-
-
-def _define_sizes(p: InstantiableParams) -> None:
-    """The sizes of the model, and the numbers of layers, experts and groups."""
-    p.Define("source_vocab_size", 64000, "Source SentencePiece vocabulary.", check=checks.IDS)
-    p.Define("target_vocab_size", 32000, "Target SentencePiece vocabulary, V.", check=checks.IDS)
-    p.Define("model_dim", 1024, "M.", check=checks.SIZE)
-    p.Define(
-        "hidden_dim",
-        8192,
-        "H, of dense and, unless given, expert feed-forward layers.",
-        check=checks.SIZE,
-    )
-    p.Define("expert_hidden_dim", 0, "H of an expert; 0: hidden_dim.", check=checks.COUNT)
-    p.Define("num_heads", 16, "N, attention heads.", check=checks.SIZE)
-    p.Define(
-        "num_kv_heads",
-        0,
-        "A, heads of keys and values, each for num_heads / A heads; 1: multi-query attention; 0: num_heads.",
-        check=checks.COUNT,
-    )
-    p.Define("key_dim", 128, "K, per head.", check=checks.COUNT)
-    p.Define(
-        "num_encoder_layers",
-        18,
-        "Encoder layers, each attention + feed-forward.",
-        check=checks.LAYERS,
-    )
-    p.Define("num_decoder_layers", 18, "Decoder layers.", check=checks.LAYERS)
-    p.Define("num_experts", 2048, "E; 0: every feed-forward layer is dense.", check=checks.COUNT)
-    p.Define(
-        "num_groups",
-        2048,
-        "G: tokens are routed in G independent groups, in training.",
-        check=checks.COUNT,
-    )

@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
+import tensorflow as tf
 
+from lingvo_moe.core import checks
 from lingvo_moe.core.artifacts import RunArtifacts
 from lingvo_moe.core.base_input import BaseInput
 from lingvo_moe.core.base_task import BaseTask, NamedRows, TaskError
+from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Mesh
@@ -40,6 +43,12 @@ class MtTask(BaseTask):
     DIVIDED = "BGEHNAV"
     HELD_OUT_METRICS = ("nll", "accuracy")
     CHECKPOINT_SCORER = "type/lingvo_moe.tasks.mt.quality.checkpoint_scores/CheckpointScorer"
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        _define_sizes(p)
+        return p
 
     @classmethod
     def CheckInput(cls, task: HyperParams, inputs: HyperParams) -> None:
@@ -93,6 +102,23 @@ class MtTask(BaseTask):
         """See BaseTask."""
         return _row_names(kind, artifacts)
 
+    @classmethod
+    def MicroBatchSizes(cls, task: HyperParams) -> tuple[str, ...]:
+        """See BaseTask: the groups of MoE layers stay as they are."""
+        return ("num_groups",) if task.num_experts and task.num_groups else ()
+
+    def Units(self, batch: NestedMap) -> NestedMap:
+        """See BaseTask: tokens of the target, and by side, e.g. `source_tokens`, tokens and the groups with a token."""
+        units = NestedMap()
+        for side, row in (("source", batch.src), ("target", batch.tgt)):
+            real = tf.cast(row.segment_ids > 0, tf.float32)
+            groups = self.p.num_groups if self.p.num_experts else 0
+            in_groups = tf.reshape(real, [groups or real.shape[0], -1])
+            units[f"{side}_tokens"] = tf.reduce_sum(real)
+            units[f"{side}_groups"] = tf.reduce_sum(tf.reduce_max(in_groups, 1))
+        units.tokens = units.target_tokens
+        return units
+
     def DecodeStep(self, inputs: BaseInput) -> Step:
         """See BaseTask: one step of the beam search."""
         from lingvo_moe.tasks.mt.decoding.decode_step import decode_step  # which imports engines
@@ -134,3 +160,39 @@ def _row_names(kind: str, artifacts: RunArtifacts) -> list[str]:
     vocabs = vocabs_of(artifacts)
     vocabulary = Vocabulary(vocabs.source if kind == _SOURCE else vocabs.target)
     return vocabulary.Pieces(range(vocabulary.size))
+
+
+def _define_sizes(p: InstantiableParams) -> None:
+    """The sizes of the model, and the numbers of layers, experts and groups."""
+    p.Define("source_vocab_size", 64000, "Source SentencePiece vocabulary.", check=checks.IDS)
+    p.Define("target_vocab_size", 32000, "Target SentencePiece vocabulary, V.", check=checks.IDS)
+    p.Define("model_dim", 1024, "M.", check=checks.SIZE)
+    p.Define(
+        "hidden_dim",
+        8192,
+        "H, of dense and, unless given, expert feed-forward layers.",
+        check=checks.SIZE,
+    )
+    p.Define("expert_hidden_dim", 0, "H of an expert; 0: hidden_dim.", check=checks.COUNT)
+    p.Define("num_heads", 16, "N, attention heads.", check=checks.SIZE)
+    p.Define(
+        "num_kv_heads",
+        0,
+        "A, heads of keys and values, each for num_heads / A heads; 1: multi-query attention; 0: num_heads.",
+        check=checks.COUNT,
+    )
+    p.Define("key_dim", 128, "K, per head.", check=checks.COUNT)
+    p.Define(
+        "num_encoder_layers",
+        18,
+        "Encoder layers, each attention + feed-forward.",
+        check=checks.LAYERS,
+    )
+    p.Define("num_decoder_layers", 18, "Decoder layers.", check=checks.LAYERS)
+    p.Define("num_experts", 2048, "E; 0: every feed-forward layer is dense.", check=checks.COUNT)
+    p.Define(
+        "num_groups",
+        2048,
+        "G: tokens are routed in G independent groups, in training.",
+        check=checks.COUNT,
+    )

@@ -3,7 +3,7 @@
 Letters: G group, S token in group, k choice rank, E expert, C capacity slot, M model, U task.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -14,7 +14,12 @@ from lingvo_moe.core.base_layer import BaseLayer, WeightParams, scoped
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.moe.losses_and_metrics import add_losses, routing_metrics
+from lingvo_moe.core.moe.losses_and_metrics import (
+    AuxLoss,
+    add_losses,
+    aux_loss_of,
+    routing_metrics,
+)
 from lingvo_moe.core.moe.routers import inputs
 from lingvo_moe.core.nested_map import NestedMap
 
@@ -35,6 +40,7 @@ class Routing:
         aux_loss: float32 scalar.
         metrics: NestedMap of float32 tensors.
         updates: the next values of the router's variables that are not trainable, by their paths.
+        aux_losses: the terms of aux_loss.
     """
 
     expert_index: tf.Tensor
@@ -46,6 +52,7 @@ class Routing:
     aux_loss: tf.Tensor
     metrics: NestedMap
     updates: NestedMap = field(default_factory=NestedMap)
+    aux_losses: Sequence[AuxLoss] = ()
 
 
 @dataclass(frozen=True)
@@ -159,21 +166,24 @@ class Router(BaseLayer):
         capacity: int | None,
         probabilities_GSE: tf.Tensor | None = None,
         *,
-        losses: Callable[[], tuple[tf.Tensor, dict[str, tf.Tensor]]] | None = None,
+        losses: Callable[[], Sequence[AuxLoss]] | None = None,
         ranked: bool = True,
     ) -> Routing:
         """The routing of these tensors [G,S,k] (see `Routing`) with its metrics (see `routing_metrics`).
 
         Args as theirs, and:
-            losses: gives the auxiliary loss and its parts, for the metrics; None where there is none.
+            losses: gives the terms of the auxiliary loss; None where there is none.
         """
         E = self.p.num_experts
-        aux_loss, parts = losses() if losses else (tf.constant(0.0), {})
+        terms = losses() if losses else ()
+        aux_loss = aux_loss_of(terms)
         metrics = routing_metrics(
             expert_index, gate, wanted, kept, real_GS, E, capacity, probabilities_GSE, ranked
         )
-        add_losses(metrics, aux_loss, parts)
-        return Routing(expert_index, gate, position, kept, E, capacity, aux_loss, metrics)
+        add_losses(metrics, aux_loss, terms)
+        return Routing(
+            expert_index, gate, position, kept, E, capacity, aux_loss, metrics, aux_losses=terms
+        )
 
 
 def check_choices(path: str, name: str, number: int, num_experts: int) -> None:

@@ -10,7 +10,7 @@ from lingvo_moe.core.base_layer import WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.moe.losses_and_metrics import cv_squared, importance, smooth_load
+from lingvo_moe.core.moe.losses_and_metrics import AuxLoss, cv_squared, importance, smooth_load
 from lingvo_moe.core.moe.routers.base import Chosen, LearnedRouter, Routing, check_choices
 from lingvo_moe.core.moe.routers.inputs import real_tokens
 from lingvo_moe.core.moe.slots import assign_slots, count_choices, top_k
@@ -106,7 +106,7 @@ class NoisyTopKRouter(LearnedRouter):
         wanted_GSk = tf.stack([real_GS] * p.k, -1)
         position_GSk, kept_GSk = assign_slots(index_GSk, wanted_GSk, p.num_experts, capacity)
 
-        def losses() -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+        def losses() -> list[AuxLoss]:
             if noisy_GSE is logits_GSE or p.k == p.num_experts:
                 load_E = tf.reduce_sum(count_choices(index_GSk, wanted_GSk, p.num_experts), 0)
             else:
@@ -114,8 +114,10 @@ class NoisyTopKRouter(LearnedRouter):
                 load_E = smooth_load(logits_GSE, deviation_GSE, threshold_GSE, real_GS)
             even = cv_squared(importance(gate_GSk, index_GSk, p.num_experts))
             load = cv_squared(load_E)
-            aux_loss = even * p.importance_weight + load * p.load_weight
-            return aux_loss, {"importance": even, "load": load}
+            return [
+                AuxLoss("importance", even, p.importance_weight, "tokens"),
+                AuxLoss("load", load, p.load_weight, "tokens"),
+            ]
 
         return self.Decided(
             index_GSk,

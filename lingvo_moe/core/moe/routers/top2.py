@@ -8,7 +8,7 @@ import tensorflow as tf
 from lingvo_moe.core import checks, randomness
 from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.hyperparams import Params as HyperParams
-from lingvo_moe.core.moe.losses_and_metrics import load_balance
+from lingvo_moe.core.moe.losses_and_metrics import AuxLoss, load_balance
 from lingvo_moe.core.moe.routers.base import Chosen, LearnedRouter, Routing
 from lingvo_moe.core.moe.routers.inputs import real_tokens
 from lingvo_moe.core.moe.slots import assign_slots, count_choices, normalize, pick
@@ -115,10 +115,10 @@ class Top2Router(LearnedRouter):
         kept_GSk = wanted_GSk * fits_GSk
         gate_GSk = self._Kept(gate_GSk, kept_GSk)
 
-        def losses() -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+        def losses() -> list[AuxLoss]:
             first_GE = count_choices(index_GSk[:, :, :1], real_GS[:, :, tf.newaxis], p.num_experts)
             loss = load_balance(gates_GSE, first_GE, real_GS)  # as for other routers 1 at balance
-            return loss * self._AuxLossScale(), {"load_balance": loss}
+            return [AuxLoss("load_balance", loss, self._AuxLossScale(), "groups")]
 
         return self.Decided(
             index_GSk,

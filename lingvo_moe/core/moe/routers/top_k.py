@@ -12,7 +12,7 @@ from lingvo_moe.core import checks, randomness
 from lingvo_moe.core.base_layer import WeightParams
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.moe.losses_and_metrics import load_balance, log_partition, z_loss
+from lingvo_moe.core.moe.losses_and_metrics import AuxLoss, load_balance, log_partition, z_loss
 from lingvo_moe.core.moe.routers.base import Chosen, LearnedRouter, Routing, check_choices
 from lingvo_moe.core.moe.routers.inputs import real_tokens
 from lingvo_moe.core.moe.slots import assign_slots, count_choices, normalize, pick, top_k
@@ -150,11 +150,13 @@ class TopKRouter(LearnedRouter):
 
         count_GE = functools.cache(lambda: count_choices(index_GSk, wanted_GSk, p.num_experts))
 
-        def losses() -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+        def losses() -> list[AuxLoss]:
             balance = load_balance(probabilities_GSE, count_GE(), real_GS)
             z = z_loss(log_z_GS(), real_GS)
-            aux_loss = balance * p.load_balance_weight + z * p.z_loss_weight
-            return aux_loss, {"load_balance": balance, "z": z}
+            return [
+                AuxLoss("load_balance", balance, p.load_balance_weight, "groups"),
+                AuxLoss("z", z, p.z_loss_weight, "tokens"),
+            ]
 
         routing = self.Decided(
             index_GSk,
