@@ -18,12 +18,12 @@ from lingvo_moe.tasks.mt.reports.routing import LayerRouting, RoutingReport
 _NOTES = (
     "Counted over held-out sentences, with the decoder given the true translation; as in inference, nothing is "
     "dropped and nothing left to chance.",
-    "Experts a token: the mean number that it is sent to. Busiest expert: its load, times an even share. Entropy: of "
-    "a token's gate, in nats, with the largest there can be. Language: what the expert of a token tells of its "
-    "language, their mutual information in bits, each language weighing the same, with the largest there can be; 0 "
-    "where all languages use the experts alike.",
+    "Experts a token: the mean number that it is sent to. Busiest expert: its load, times an even share. Gate entropy: "
+    "of a token, in nats, with the largest there can be. Language: what the expert of a token tells of its language, "
+    "their mutual information in bits, each language weighing the same, with the largest there can be; 0 where all "
+    "languages use the experts alike.",
     "Dropped: what share of first + second ... choices found the expert full in training, the mean over the last "
-    "tenth of the run's summaries. E C / S: the capacity factor there, with C rounded.",
+    "tenth of the run's summaries. Capacity factor: E C / S there, with C rounded.",
 )
 _LARGEST_INCHES = 40.0
 
@@ -69,10 +69,10 @@ def table_of(report: RoutingReport) -> list[list[str]]:
         "experts\na token",
         "busiest\nexpert",
         "dead\nones",
-        f"entropy\nof {math.log(experts):.2f}",
-        f"language\nof {math.log2(min(experts, languages)):.2f}",
+        f"gate entropy\n(most {math.log(experts):.2f})",
+        f"language, bits\n(most {math.log2(min(experts, languages)):.2f})",
         "dropped\n%",
-        "E C\n/ S",
+        "capacity\nfactor",
     ]
     return [heads, *map(_row, report.layers)]
 

@@ -49,8 +49,8 @@ def test_the_table_and_the_section():
     report = RoutingReport(about, {"de": 3, "sw": 1}, [ranked, unranked])
     heads, *rows = table_of(report)
     assert [h.replace("\n", " ").strip() for h in heads[5:7]] == [
-        "entropy of 1.10",
-        "language of 1.00",
+        "gate entropy (most 1.10)",
+        "language, bits (most 1.00)",
     ]
     name, router, *figures = rows[0]
     assert (name, router) == ("encoder/layer_1", "Soft")
