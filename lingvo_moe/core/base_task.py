@@ -366,15 +366,15 @@ class BaseTask(BaseLayer):
             return self.Apply(state, loss, metrics, grads, updates)
 
     def Differentiate(
-        self, theta: NestedMap, compute: Callable[[], tuple[tf.Tensor, NestedMap]]
+        self, weights: NestedMap, compute: Callable[[], tuple[tf.Tensor, NestedMap]]
     ) -> tuple[tf.Tensor, NestedMap, NestedMap]:
-        """Loss and metrics as `compute` returns them from theta, and the gradients, as Gradients."""
+        """Loss and metrics as `compute` returns them from `weights` (theta), and the gradients, as Gradients."""
         specs = self.VariableSpecs().Flatten()
-        leaves = [w for w, spec in zip(theta.Flatten(), specs, strict=True) if spec.trainable]
+        leaves = [w for w, spec in zip(weights.Flatten(), specs, strict=True) if spec.trainable]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(leaves)
             loss, metrics = compute()
-        return loss, metrics, self.Gradients(theta, tape.gradient(loss, leaves))
+        return loss, metrics, self.Gradients(weights, tape.gradient(loss, leaves))
 
     def Apply(
         self,
@@ -427,13 +427,13 @@ class BaseTask(BaseLayer):
         return NestedMap({name: metrics[name] for name in (*self.HELD_OUT_METRICS, self.UNIT)})
 
     def Gradients(
-        self, theta: NestedMap, grads: Sequence[tf.Tensor | tf.IndexedSlices | None]
+        self, weights: NestedMap, grads: Sequence[tf.Tensor | tf.IndexedSlices | None]
     ) -> NestedMap:
         """Packs the tape's gradients into theta's structure, as dense tensors; None for non-trainable variables."""
         out: list[tf.Tensor | None] = []
         rest = iter(grads)
         for (path, _), spec in zip(
-            theta.FlattenItems(), self.VariableSpecs().Flatten(), strict=True
+            weights.FlattenItems(), self.VariableSpecs().Flatten(), strict=True
         ):
             if not spec.trainable:
                 out.append(None)
@@ -443,7 +443,7 @@ class BaseTask(BaseLayer):
                 raise ValueError(f"{self.path}: the loss does not depend on variable {path!r}")
             with name_scope(f"gradient_tape.{spec.path}"):  # where sparse rows are summed
                 out.append(tf.convert_to_tensor(grad))
-        return theta.Pack(out)
+        return weights.Pack(out)
 
     def _WithUpdates(self, theta: NestedMap, updates: NestedMap) -> NestedMap:
         """Returns theta with the values of non-trainable variables replaced by those in `updates`, by path."""
