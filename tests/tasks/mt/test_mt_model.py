@@ -289,5 +289,5 @@ def test_without_experts_every_layer_is_dense():
 @pytest.mark.parametrize("side", ["encoder", "decoder"])
 def test_an_odd_number_of_layers_with_experts(side):
     name = f"num_{side}_layers"
-    with pytest.raises(ValueError, match=rf"mt\.{name}=3: with experts, layers come in pairs"):
+    with pytest.raises(ValueError, match=rf"task\.{name}=3: with experts, layers come in pairs"):
         _params(**{name: 3}).Instantiate()
