@@ -40,9 +40,9 @@ class Loss:
         return self.share > 1 - KEPT
 
     @property
-    def is_most(self) -> bool:
-        """Whether more than half of the pairs are lost: hardly on purpose."""
-        return self.share > 0.5
+    def is_nearly_all(self) -> bool:
+        """Whether more than nine in ten pairs are lost: hardly on purpose."""
+        return self.share > 0.9
 
     @property
     def settings(self) -> str:

@@ -190,8 +190,8 @@ class MtInput(BaseInput):
         return [str(self._loss)] if self._loss and self._loss.matters else []
 
     def CheckNewRun(self) -> None:
-        """See BaseInput. Raises DataError: rows leave out more than half of the pairs."""
-        if self.p.too_long == "drop" and self._loss and self._loss.is_most:
+        """See BaseInput. Raises DataError: rows leave out more than nine in ten pairs."""
+        if self.p.too_long == "drop" and self._loss and self._loss.is_nearly_all:
             raise DataError(f"{self._loss}; input.too_long=truncate would use their beginnings")
 
     def Artifacts(self) -> RunArtifacts:

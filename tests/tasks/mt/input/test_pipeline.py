@@ -218,7 +218,7 @@ def test_pairs_longer_than_a_row_are_counted(params, too_long: str, done: str) -
     assert said[-1].endswith("none skipped") and long.Warnings() == []
 
 
-def test_a_new_run_that_leaves_out_most_pairs_is_refused(params) -> None:
+def test_a_new_run_that_leaves_out_nearly_all_pairs_is_refused(params) -> None:
     short = params.Copy().Set(source_length=3)
     message = (
         r"^\d+\.\d% of the pairs are longer than a row \(input\.source_length=3, .*"
