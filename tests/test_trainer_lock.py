@@ -76,7 +76,7 @@ def test_a_mistyped_command_bars_no_directory(tmp_path, capfd):
     for logdir in (runs, runs / "new"):
         flags = trainer_testing.flags(tmp_path / "no", logdir, 3, "--engine=tf_graph")
         assert trainer.main(flags) == 2
-        assert f"data directory '{tmp_path / 'no'}' does not exist" in capfd.readouterr().err
+        assert f"--data_dir={tmp_path / 'no'} does not exist" in capfd.readouterr().err
         assert not os.listdir(runs)
     (runs / LOCK_FILE).touch()  # of a trainer that was killed
     check_logdir(runs / "new", {})

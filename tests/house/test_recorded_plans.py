@@ -96,7 +96,7 @@ def test_a_gpu_plan_attributes_its_work_and_every_collective(name):
     mixture = name in TRAINED
     assert measures.attributed(plan, "flops") == 1
     # The dense model's loops over layers move more of the values that they carry.
-    assert measures.attributed(plan, "bytes") >= (0.95 if mixture else 0.93)
+    assert measures.attributed(plan, "bytes") >= (0.95 if mixture else 0.92)
     outside = measures.without_layer(plan)
     assert outside.keys() <= {"loss", "optimizer"}
     if mixture:
