@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from lingvo_moe.core.run_dir import RunDir
 from lingvo_moe.core.run_lock import RunLock
 from lingvo_moe.core.sharding import Axis, Mesh, ShardingError, SplitMap
 from lingvo_moe.core.sharding.letters import axes_of
-from lingvo_moe.core.suggest import did_you_mean
+from lingvo_moe.core.suggest import did_you_mean, either
 
 if TYPE_CHECKING:  # they import TensorFlow
     from lingvo_moe.core.base_layer import BaseLayer
@@ -206,13 +206,8 @@ def _check_part(path: str, params: Params, axis: Axis, mesh: Mesh) -> None:
         raise ShardingError(
             f"train.num_micro_batches={num}: a micro-batch has {path}={size} / {num} = {size // num}, which does not "
             f"divide over the {parts} devices of axis {axis!r} of mesh {mesh}; set train.num_micro_batches to "
-            f"{_either(good)}, or {path} to a multiple of {num * parts}"
+            f"{either(good)}, or {path} to a multiple of {num * parts}"
         )
-
-
-def _either(numbers: Sequence[int]) -> str:
-    *first, last = map(str, numbers)
-    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _check_parts(what: str, size: int, axis: Axis, mesh: Mesh, hint: str = "") -> None:

@@ -20,6 +20,7 @@ from lingvo_moe.core.base_task import BaseTask
 from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.core.sharding import DimsMapping, current_mesh
 from lingvo_moe.core.sharding.annotate import mesh_split
+from lingvo_moe.core.suggest import either
 from lingvo_moe.core.tensors import runtime_zeros
 
 _SCOPE = "micro_batches"  # of the loop's name, by which core/hlo/module.py finds it
@@ -39,11 +40,11 @@ def check_divides(num: int, sizes: Mapping[str, int]) -> None:
     if not any(size % num for size in sizes.values()):
         return
     common = math.gcd(*sizes.values())
-    good = [str(n) for n in range(1, common + 1) if common % n == 0]
+    good = [n for n in range(1, common + 1) if common % n == 0]
     given = " and ".join(f"{path}={size}" for path, size in sizes.items())
     raise MicroBatchError(
         f"train.num_micro_batches={num}: {given} do{'es' if len(sizes) == 1 else ''} not divide into that many equal "
-        f"parts; choose {' or '.join(filter(None, (', '.join(good[:-1]), good[-1])))}"
+        f"parts; choose {either(good)}"
     )
 
 

@@ -1,7 +1,13 @@
-"""Suggests the nearest known names in errors about an unknown name."""
+"""Words for errors: the known names nearest to an unknown one, and lists of choices."""
 
 import difflib
 from collections.abc import Iterable
+
+
+def either(choices: Iterable[object]) -> str:
+    """Returns '1', '1 or 2', or '1, 2 or 4'. There is at least one choice."""
+    *first, last = map(str, choices)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

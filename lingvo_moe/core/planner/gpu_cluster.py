@@ -15,7 +15,7 @@ from typing import Any
 
 from lingvo_moe.core.gpu_memory import usable_bytes
 from lingvo_moe.core.planner.errors import PlanError
-from lingvo_moe.core.suggest import did_you_mean
+from lingvo_moe.core.suggest import did_you_mean, either
 
 _GIB = 2**30
 # What one GPU's lanes of PCI Express carry in one direction, 16 lanes, before the packets' headers.
@@ -210,12 +210,11 @@ class Cluster:
             )
         nodes, gpus = int(numbers[1]), int(numbers[2])
         if gpus not in NODE_SIZES:
-            known = f"{', '.join(map(str, NODE_SIZES[:-1]))} or {NODE_SIZES[-1]}"
             swapped = (
                 f"; the nodes come first: {model}:{gpus}x{nodes}" if nodes in NODE_SIZES else ""
             )
             raise PlanError(
-                f"topology {name!r}: a node of {gpus} GPUs; a node has {known}{swapped}"
+                f"topology {name!r}: a node of {gpus} GPUs; a node has {either(NODE_SIZES)}{swapped}"
             )
         return cls(f"{model}:{text}", CARDS[model], nodes, gpus)
 
