@@ -10,7 +10,7 @@ from lingvo_moe.core import registry
 from lingvo_moe.core.command import say
 from lingvo_moe.core.directories import check_addable, check_logdir
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES
-from lingvo_moe.core.flags import BEST, Flags
+from lingvo_moe.core.flags import BEST, Flags, join_overrides
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.partitioner.known_faults import ERROR
 from lingvo_moe.core.paths import check_local, check_portable
@@ -292,8 +292,8 @@ def _part_of_run(override: str, params: Params) -> str:
     """The part of a run's override that the run cannot change, as run_difference has it."""
     places = _may_change(params)
     parts = registry.split_override(override)
-    kept = [(path, value) for path, value in parts if _is_of_run(path) and path not in places]
-    return ";".join(f"{path}={value.replace(';', chr(92) + ';')}" for path, value in kept)
+    kept = [f"{path}={value}" for path, value in parts if _is_of_run(path) and path not in places]
+    return join_overrides(*(part.replace(";", r"\;") for part in kept))
 
 
 def check_began_from(args: Flags, run_dir: RunDir) -> None:
