@@ -12,13 +12,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from lingvo_moe.core.engine import aot_gpu, xla
+from lingvo_moe.core.engine import xla
 from lingvo_moe.core.engine.aot_compiler import Compiler
+from lingvo_moe.core.engine.aot_gpu import GpuCompiler
 from lingvo_moe.core.engine.aot_result import AotResult, Holder, OutOfMemory
 from lingvo_moe.core.engine.aot_tpu import TpuCompiler
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.partition_dump import dump_options, read_before
 from lingvo_moe.core.engine.program import Program
+from lingvo_moe.core.topology_names import TopologyName
 
 __all__ = [
     "AotResult",
@@ -32,7 +34,7 @@ __all__ = [
 ]
 
 _TPU = TpuCompiler()
-_GPU = aot_gpu.GpuCompiler()
+_GPU = GpuCompiler()
 
 
 def devices_of(topology_name: str) -> tuple[Any, ...]:
@@ -124,7 +126,7 @@ def _compiled(compiler: Compiler, program: Program, topology: str, lowered: Any)
 
 
 def _compiler_of(topology: str) -> Compiler:
-    return _GPU if aot_gpu.is_gpu(topology.strip()) else _TPU
+    return _TPU if TopologyName.parse(topology).is_tpu else _GPU
 
 
 def _host_peak_bytes() -> int:

@@ -6,7 +6,6 @@ with the memory that a card has for programs. Nothing that it compiles here was 
 
 import functools
 import hashlib
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +20,7 @@ from lingvo_moe.core.engine.gpu_targets import TARGETS
 from lingvo_moe.core.gpu_memory import usable_bytes
 from lingvo_moe.core.quiet import quiet
 from lingvo_moe.core.suggest import did_you_mean
+from lingvo_moe.core.topology_names import TopologyName
 
 _NAMES = "a name is a card, the nodes and the GPUs of a node, e.g. 'h100:32x8'"
 
@@ -65,24 +65,19 @@ class GpuCompiler(Compiler):
         return OutOfMemory(program, topology, needed, limit, hlo_text=result.hlo_text)
 
 
-def is_gpu(topology: str) -> bool:
-    """Whether a name is of GPUs, even if there is no such card; the other names are of TPU slices."""
-    card = topology.partition(":")[0]
-    return card in TARGETS or not re.fullmatch(r"(v\d{1,2}[a-z]?)?", card)
-
-
 def _parse(topology: str) -> tuple[str, int, int]:
     """(card, nodes, GPUs of a node)."""
-    card, _, grid = topology.partition(":")
+    parsed = TopologyName.parse(topology)
+    card = parsed.kind
     if card not in TARGETS:
         raise EngineError(
             f"topology {topology!r}: the GPU compiler has no description of a card"
             f" {card!r}{did_you_mean(card, TARGETS)}; {_NAMES}"
         )
-    sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", grid)
-    if not sizes:
+    if len(parsed.sizes) != 2:
         raise EngineError(f"topology {topology!r}: {_NAMES}")
-    return card, int(sizes[1]), int(sizes[2])
+    nodes, gpus = parsed.sizes
+    return card, nodes, gpus
 
 
 @functools.lru_cache(maxsize=8)

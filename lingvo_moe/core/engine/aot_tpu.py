@@ -20,6 +20,7 @@ from lingvo_moe.core.engine.aot_compiler import Compiler, first_line, use_cpu
 from lingvo_moe.core.engine.aot_result import Holder, OutOfMemory
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.quiet import quiet
+from lingvo_moe.core.topology_names import TopologyName
 
 # libtpu reads these when it is loaded: do not ask a cloud's metadata server about the machine, and do not
 # claim the machine's TPUs, since several plans may be made at the same time.
@@ -83,11 +84,11 @@ def _describe(name: str) -> tuple[Any, ...]:
     use_cpu()
     if not name:  # libtpu would take a slice of its own choice
         raise EngineError(f"topology {name!r}: {_NAMES}")
-    generation, _, dims = name.partition(":")
+    parsed = TopologyName.parse(name)
     options: dict[str, Any] = {}
-    if generation in _CHIP_CONFIG:
-        options["chip_config_name"] = _CHIP_CONFIG[generation]
-    if re.fullmatch(r"1(x1)*", dims):  # by default hosts have 2x2 chips
+    if parsed.kind in _CHIP_CONFIG:
+        options["chip_config_name"] = _CHIP_CONFIG[parsed.kind]
+    if set(parsed.sizes) == {1}:  # by default hosts have 2x2 chips
         options["chips_per_host_bounds"] = [1, 1, 1]
     refusal = ""
     with quiet():

@@ -7,9 +7,9 @@ Sources of the figures:
   keeps.
 * Multiprocessors and L2 caches: NVIDIA's architecture white papers of Ampere, Hopper and Ada; the B200's from XLA's
   b200.txtpb.
-* Clocks (the highest), memory and its bandwidth: what the driver reports, as in XLA's repository
-  (xla/backends/gpu/target_config/specs). The L40S and the L4 are not there: clocks and bandwidth from their data
-  sheets, memory as PyTorch reports it.
+* Clocks (the highest) and the bandwidth of memory: what the driver reports, as in XLA's repository
+  (xla/backends/gpu/target_config/specs). The L40S and the L4 are not there: these are from their data sheets.
+* Memory: `core/gpu_memory.py`.
 
 Without a device there is no autotuning, so matrix products get default tile sizes. This changes how fast kernels are,
 not what they compute, store or send.
@@ -17,7 +17,8 @@ not what they compute, store or send.
 
 from dataclasses import dataclass
 
-_GIB = 2**30
+from lingvo_moe.core.gpu_memory import MEMORY_BYTES
+
 _KIB = 2**10
 _MIB = 2**20
 
@@ -111,10 +112,10 @@ def _hopper(label: str, memory_bytes: int, memory_bandwidth: int) -> GpuTarget:
 
 
 TARGETS = {
-    "a100-40": _ampere("NVIDIA A100-SXM4-40GB", 42_331_013_120, 1_555_200_000_000),
-    "a100": _ampere("NVIDIA A100-SXM4-80GB", 85_100_068_864, 2_039_040_000_000),
-    "h100": _hopper("NVIDIA H100 80GB HBM3", 84_942_979_072, 3_352_320_000_000),
-    "h200": _hopper("NVIDIA H200", 151_397_597_184, 4_800_000_000_000),
+    "a100-40": _ampere("NVIDIA A100-SXM4-40GB", MEMORY_BYTES["a100-40"], 1_555_200_000_000),
+    "a100": _ampere("NVIDIA A100-SXM4-80GB", MEMORY_BYTES["a100"], 2_039_040_000_000),
+    "h100": _hopper("NVIDIA H100 80GB HBM3", MEMORY_BYTES["h100"], 3_352_320_000_000),
+    "h200": _hopper("NVIDIA H200", MEMORY_BYTES["h200"], 4_800_000_000_000),
     "b200": GpuTarget(
         "NVIDIA B200",
         capability=(10, 0),
@@ -124,7 +125,7 @@ TARGETS = {
         shared_memory=228 * _KIB,
         l2_cache=132_644_864,
         clock_ghz=1.965,
-        memory_bytes=191_514_411_008,
+        memory_bytes=MEMORY_BYTES["b200"],
         memory_bandwidth=7_672_320_000_000,
     ),
     "l40s": GpuTarget(
@@ -136,7 +137,7 @@ TARGETS = {
         shared_memory=100 * _KIB,
         l2_cache=96 * _MIB,
         clock_ghz=2.52,
-        memory_bytes=int(44.39 * _GIB),
+        memory_bytes=MEMORY_BYTES["l40s"],
         memory_bandwidth=864_000_000_000,
     ),
     "l4": GpuTarget(
@@ -148,7 +149,7 @@ TARGETS = {
         shared_memory=100 * _KIB,
         l2_cache=48 * _MIB,
         clock_ghz=2.04,
-        memory_bytes=int(22.03 * _GIB),
+        memory_bytes=MEMORY_BYTES["l4"],
         memory_bandwidth=300_000_000_000,
     ),
 }

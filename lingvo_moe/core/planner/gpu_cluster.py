@@ -3,21 +3,19 @@
 A name is a card, the number of nodes and the GPUs of a node, e.g. 'h100:32x8'. Rates of data sheets are halved where
 they count both directions of a link or structured sparsity. Not from a data sheet, and marked so in `source`:
 
-* The memory. It is what the driver leaves to programs, from the device descriptions in XLA's repository
-  (xla/backends/gpu/target_config/specs); those of the L40S and the L4, which XLA lacks, from PyTorch's messages.
+* The memory; see `core/gpu_memory.py`.
 * The network interface of a GPU. A card does not fix it; NVIDIA's own systems do where there is one.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lingvo_moe.core.gpu_memory import usable_bytes
+from lingvo_moe.core.gpu_memory import MEMORY_BYTES, usable_bytes
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.suggest import did_you_mean, either
+from lingvo_moe.core.topology_names import TopologyName
 
-_GIB = 2**30
 # What one GPU's lanes of PCI Express carry in one direction, 16 lanes, before the packets' headers.
 _PCIE4 = 32e9
 _PCIE5 = 64e9
@@ -71,7 +69,7 @@ CARDS = {
         Card(
             name="a100-40",
             label="NVIDIA A100 SXM 40 GB",
-            memory_bytes=42_331_013_120,
+            memory_bytes=MEMORY_BYTES["a100-40"],
             hbm_bandwidth=1555e9,
             peak_flops=_peaks(312e12, 156e12, 19.5e12),
             nvlink_bandwidth=300e9,
@@ -86,7 +84,7 @@ CARDS = {
         Card(
             name="a100",
             label="NVIDIA A100 SXM 80 GB",
-            memory_bytes=85_100_068_864,
+            memory_bytes=MEMORY_BYTES["a100"],
             hbm_bandwidth=2039e9,
             peak_flops=_peaks(312e12, 156e12, 19.5e12),
             nvlink_bandwidth=300e9,
@@ -101,7 +99,7 @@ CARDS = {
         Card(
             name="h100",
             label="NVIDIA H100 SXM 80 GB",
-            memory_bytes=84_942_979_072,
+            memory_bytes=MEMORY_BYTES["h100"],
             hbm_bandwidth=3350e9,
             peak_flops=_peaks(989.4e12, 494.7e12, 66.9e12),
             nvlink_bandwidth=450e9,
@@ -116,7 +114,7 @@ CARDS = {
         Card(
             name="h200",
             label="NVIDIA H200 SXM 141 GB",
-            memory_bytes=151_397_597_184,
+            memory_bytes=MEMORY_BYTES["h200"],
             hbm_bandwidth=4800e9,
             peak_flops=_peaks(989.4e12, 494.7e12, 66.9e12),
             nvlink_bandwidth=450e9,
@@ -131,7 +129,7 @@ CARDS = {
         Card(
             name="b200",
             label="NVIDIA B200 SXM 180 GB",
-            memory_bytes=191_514_411_008,
+            memory_bytes=MEMORY_BYTES["b200"],
             hbm_bandwidth=7700e9,
             peak_flops=_peaks(2250e12, 1100e12, 75e12),
             nvlink_bandwidth=900e9,
@@ -146,7 +144,7 @@ CARDS = {
         Card(
             name="l40s",
             label="NVIDIA L40S 48 GB",
-            memory_bytes=int(44.39 * _GIB),
+            memory_bytes=MEMORY_BYTES["l40s"],
             hbm_bandwidth=864e9,
             peak_flops=_peaks(362.05e12, 183e12, 91.6e12),
             nvlink_bandwidth=0.0,
@@ -160,7 +158,7 @@ CARDS = {
         Card(
             name="l4",
             label="NVIDIA L4 24 GB",
-            memory_bytes=int(22.03 * _GIB),
+            memory_bytes=MEMORY_BYTES["l4"],
             hbm_bandwidth=300e9,
             peak_flops=_peaks(121e12, 60e12, 30.3e12),
             nvlink_bandwidth=0.0,
@@ -198,17 +196,17 @@ class Cluster:
         Raises:
             PlanError: no such card, unreadable numbers, or a node that does not exist.
         """
-        model, colon, text = name.strip().lower().partition(":")
+        parsed = TopologyName.parse(name.lower())
+        model = parsed.kind
         if model not in CARDS:
             raise PlanError(
                 f"topology {name!r}: no GPU {model!r}{did_you_mean(model, CARDS)}; a GPU cluster is e.g. h100:32x8"
             )
-        numbers = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5})", text)
-        if not colon or not numbers:
+        if len(parsed.sizes) != 2:
             raise PlanError(
                 f"topology {name!r}: expected nodes x GPUs of a node after the card, e.g. {model}:32x8"
             )
-        nodes, gpus = int(numbers[1]), int(numbers[2])
+        nodes, gpus = parsed.sizes
         if gpus not in NODE_SIZES:
             swapped = (
                 f"; the nodes come first: {model}:{gpus}x{nodes}" if nodes in NODE_SIZES else ""
@@ -216,7 +214,7 @@ class Cluster:
             raise PlanError(
                 f"topology {name!r}: a node of {gpus} GPUs; a node has {either(NODE_SIZES)}{swapped}"
             )
-        return cls(f"{model}:{text}", CARDS[model], nodes, gpus)
+        return cls(str(parsed), CARDS[model], nodes, gpus)
 
     @property
     def num_devices(self) -> int:

@@ -1,11 +1,10 @@
 """The machine that a plan is for: a TPU slice or a GPU cluster, by name."""
 
-import re
-
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.gpu_cluster import CARDS, Cluster
 from lingvo_moe.core.planner.topology import CHIPS, Topology
 from lingvo_moe.core.suggest import did_you_mean
+from lingvo_moe.core.topology_names import TopologyName
 
 # Both kinds have the same names for what a plan asks of them: `name`, `num_devices`, `num_chips`; of a device
 # `hbm_bytes` (that a program may use), `hbm_bandwidth`, `peaks` (FLOP/s of matrix products by number format, of which
@@ -19,11 +18,12 @@ def parse_machine(name: str) -> Machine:
     Raises:
         PlanError: no such generation or card, unreadable sizes, or a machine that does not exist.
     """
-    kind = name.strip().lower().partition(":")[0]
+    parsed = TopologyName.parse(name.lower())
+    kind = parsed.kind
+    if parsed.is_tpu:
+        return Topology.parse(name)
     if kind in CARDS:
         return Cluster.parse(name)
-    if kind in CHIPS or re.fullmatch(r"(v\d{1,2}[a-z]?)?", kind):
-        return Topology.parse(name)
     known = [*CHIPS, *CARDS]
     raise PlanError(
         f"topology {name!r}: no TPU generation and no GPU {kind!r}{did_you_mean(kind, known)}; a topology is e.g."

@@ -7,12 +7,12 @@ specifications), except the memory that a program may use: that is the limit tha
 """
 
 import math
-import re
 from dataclasses import dataclass
 from typing import Any
 
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.suggest import did_you_mean
+from lingvo_moe.core.topology_names import TopologyName
 
 _GIB = 2**30
 
@@ -141,7 +141,8 @@ class Topology:
         Raises:
             PlanError: no such generation, unreadable dimensions, or a slice that does not exist.
         """
-        generation, colon, text = name.strip().lower().partition(":")
+        parsed = TopologyName.parse(name.lower())
+        generation = parsed.kind
         if generation not in CHIPS:
             raise PlanError(
                 f"topology {name!r}: no TPU generation {generation!r}{did_you_mean(generation, CHIPS)}; "
@@ -149,13 +150,12 @@ class Topology:
             )
         chip = CHIPS[generation]
         example = f"{generation}:{'x'.join(str(n) for n in chip.max_dims)}"
-        if not colon or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text):
+        if not parsed.sizes:
             raise PlanError(
                 f"topology {name!r}: expected the chips in each dimension after the generation, e.g. {example}"
             )
-        dims = tuple(int(n) for n in text.split("x"))
-        _check_dims(name, chip, dims, example)
-        return cls(f"{generation}:{text}", chip, dims)
+        _check_dims(name, chip, parsed.sizes, example)
+        return cls(str(parsed), chip, parsed.sizes)
 
     @property
     def generation(self) -> str:

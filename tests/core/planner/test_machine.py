@@ -3,11 +3,12 @@
 import pytest
 
 from lingvo_moe.core.engine.gpu_targets import TARGETS
-from lingvo_moe.core.gpu_memory import XLA_SHARE
+from lingvo_moe.core.gpu_memory import MEMORY_BYTES, XLA_SHARE
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.gpu_cluster import CARDS, Cluster
 from lingvo_moe.core.planner.machine import parse_machine
-from lingvo_moe.core.planner.topology import Topology
+from lingvo_moe.core.planner.topology import CHIPS, Topology
+from lingvo_moe.core.topology_names import TopologyName
 
 
 def test_a_name_is_a_slice_or_a_cluster():
@@ -54,4 +55,9 @@ def test_the_compiler_is_told_of_the_same_card(name):
 
 
 def test_every_card_has_a_description():
-    assert TARGETS.keys() == CARDS.keys()
+    assert TARGETS.keys() == CARDS.keys() == MEMORY_BYTES.keys()
+
+
+@pytest.mark.parametrize("generation", CHIPS)
+def test_a_generation_is_written_like_a_tpu(generation):
+    assert TopologyName.parse(generation).is_tpu

@@ -1,0 +1,43 @@
+"""Names of machines taken apart, for the engine and the planner."""
+
+import pytest
+
+from lingvo_moe.core.gpu_memory import MEMORY_BYTES
+from lingvo_moe.core.topology_names import TopologyName
+
+
+@pytest.mark.parametrize(
+    "text, kind, sizes",
+    [
+        ("v3:32x32", "v3", (32, 32)),
+        ("v5p:4x4x8", "v5p", (4, 4, 8)),
+        ("h100:32x8", "h100", (32, 8)),
+        ("a100-40:1x8", "a100-40", (1, 8)),
+        ("h100:8", "h100", (8,)),
+    ],
+)
+def test_a_name_has_a_kind_and_sizes(text, kind, sizes):
+    name = TopologyName.parse(f" {text} ")
+    assert (name.kind, name.sizes) == (kind, sizes)
+    assert str(name) == text
+
+
+@pytest.mark.parametrize(
+    "sizes", ["", "8x", "x8", "0x8", "08x8", "onex8", "8x8x", "1234567x8", "-1x8"]
+)
+def test_sizes_that_cannot_be_read_are_none(sizes):
+    assert TopologyName.parse(f"h100:{sizes}") == TopologyName("h100", ())
+
+
+def test_a_name_may_have_no_sizes():
+    assert TopologyName.parse("h100") == TopologyName("h100", ())
+
+
+@pytest.mark.parametrize("text", ["v3:2x2", "v9:2x2", "v5p", "v12e:2x2", ""])
+def test_a_kind_like_a_tpu_generation(text):
+    assert TopologyName.parse(text).is_tpu
+
+
+@pytest.mark.parametrize("text", ["v100:1x8", "tpu:2x2", "3:2x2", "h10", *MEMORY_BYTES])
+def test_other_kinds_are_gpus(text):
+    assert not TopologyName.parse(text).is_tpu
