@@ -185,6 +185,17 @@ def test_how_much_is_evaluated_is_said(there, most, said, monkeypatch, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_a_run_of_no_steps_saves_its_initial_weights_and_compiles_no_step(tmp_path, capfd):
+    run = tmp_path / "run"
+    assert _train(run, 0) == 0
+    err = capfd.readouterr().err
+    assert "step 0: train.max_steps=0 is reached" in err and "compiling" not in err
+    assert RunDir(run).steps == [0]
+    assert _train(run, 2) == 0
+    assert "resuming at step 0" in capfd.readouterr().err
+    assert max(RunDir(run).steps) == 2
+
+
 def test_max_minutes(tmp_path, monkeypatch, capfd):
     """With several processes, all look at the clock at the same steps: those with a summary."""
     run, looks = tmp_path / "run", []

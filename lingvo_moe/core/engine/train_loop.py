@@ -88,10 +88,11 @@ class TrainLoop:
                 self._watch.Begin(first)
             if first is not None:
                 self._evaluate(first, state, batches)  # if it was killed before that was done
-                if done := self._why_done(first):
-                    say(f"step {first}: {done}")
-                    self._checkpointer.Wait()
-                    return NestedMap(first_step=first, last_step=first, signal=0, metrics=None)
+                if self._why_done(first):
+                    return self._done(first)
+            elif self._why_done(0):  # a run of no steps: its initial weights
+                self._begin(batches)
+                return self._done(0)
             # Before a new run is begun: what cannot be compiled leaves nothing behind.
             step_fn = self._build_step(on_compiled)
             if first is None:
@@ -144,6 +145,12 @@ class TrainLoop:
             return self._watch.why_stopped
         most = self._train.max_steps
         return f"train.max_steps={most} is reached" if step >= most else ""
+
+    def _done(self, step: int) -> NestedMap:
+        """Says why no step is left to do, waits for the checkpoints, and returns Run's result."""
+        say(f"step {step}: {self._why_done(step)}")
+        self._checkpointer.Wait()
+        return NestedMap(first_step=step, last_step=step, signal=0, metrics=None)
 
     def _evaluate(self, step: int, state: NestedMap, batches: BatchIterator) -> float:
         """Evaluates the state on held-out data if that is due, and saves a new best one; returns the seconds spent."""
