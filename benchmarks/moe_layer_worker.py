@@ -81,7 +81,8 @@ def gradients_of(kind: str, size: dict[str, Any]) -> Callable:
         kind: as `arguments`.
         size: as `arguments`; `fprop_dtype` of the layer, by default float32.
     """
-    return _gradients((_dense if kind == "dense" else _layer)(kind, size).Instantiate())
+    params = _dense(size) if kind == "dense" else _layer(kind, size)
+    return _gradients(params.Instantiate())
 
 
 def _layer(dispatcher: str, size: dict[str, Any]) -> Any:
@@ -101,11 +102,10 @@ def _layer(dispatcher: str, size: dict[str, Any]) -> Any:
     return params
 
 
-def _dense(kind: str, size: dict[str, Any]) -> Any:
+def _dense(size: dict[str, Any]) -> Any:
     """The parameters of a feed-forward layer of twice the width, which costs as much as two experts a token."""
     from lingvo_moe.core.layers.feed_forward import FeedForward
 
-    del kind
     return FeedForward.Params().Set(
         name="ffn",
         model_dim=size["model_dim"],

@@ -66,7 +66,7 @@ TODAY_MODELS = (*(moe(e, n) for e in sorted(CORES, reverse=True) for n in LAYERS
 DENSE_NAME = f"{DENSE}-{_file(CORES[2048])}"
 DECODE = f"{real(2048, 36)}-decode"
 GPU_MODELS = (*(moe(experts, 36) for experts in sorted(CORES, reverse=True)), DENSE)
-# The paper's largest machine-trained model on 256 GPUs, whether or not they are the fewest.
+# The paper's model of 600 billion parameters on 256 GPUs, which need not be the fewest that hold it.
 CLUSTER = "h100:32x8"
 ON_CLUSTER = f"{moe(2048, 36)}-{_file(CLUSTER)}"
 

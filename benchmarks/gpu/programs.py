@@ -52,7 +52,7 @@ def _some_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
         for name in found:
             if name not in known:
                 raise ValueError(f"no {name!r}{did_you_mean(name, known)}")
-        return tuple(found)
+        return found
 
     return read
 

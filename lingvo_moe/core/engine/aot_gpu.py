@@ -16,7 +16,7 @@ from lingvo_moe.core.engine import cuda_plugin, gpu_settings
 from lingvo_moe.core.engine.aot_compiler import Compiler, first_line, use_cpu
 from lingvo_moe.core.engine.aot_result import AotResult, OutOfMemory
 from lingvo_moe.core.engine.base import EngineError
-from lingvo_moe.core.engine.gpu_targets import TARGETS
+from lingvo_moe.core.engine.gpu_targets import TARGETS, GpuTarget
 from lingvo_moe.core.gpu_memory import usable_bytes
 from lingvo_moe.core.quiet import quiet
 from lingvo_moe.core.suggest import did_you_mean
@@ -44,7 +44,7 @@ class GpuCompiler(Compiler):
 
     def Mark(self, topology: str) -> str:
         """A hash of the card's description and the options: others may compile to another program."""
-        described = f"{TARGETS[_parse(topology)[0]].Text()}{sorted(self.Options().items())}"
+        described = f"{_target(topology).Text()}{sorted(self.Options().items())}"
         return hashlib.sha256(described.encode()).hexdigest()[:8]
 
     def Refusal(self, program: str, topology: str, message: str, lowered: Any) -> EngineError:
@@ -58,31 +58,30 @@ class GpuCompiler(Compiler):
         return memory["arguments"] + memory["outputs"] - memory["aliased"] + memory["temporaries"]
 
     def Misfit(self, program: str, topology: str, result: AotResult) -> OutOfMemory | None:
-        limit = usable_bytes(TARGETS[_parse(topology)[0]].memory_bytes)
+        limit = usable_bytes(_target(topology).memory_bytes)
         needed = result.memory["needed"]
         if needed <= limit:
             return None
         return OutOfMemory(program, topology, needed, limit, hlo_text=result.hlo_text)
 
 
-def _parse(topology: str) -> tuple[str, int, int]:
-    """(card, nodes, GPUs of a node)."""
-    parsed = TopologyName.parse(topology)
-    card = parsed.kind
+def _target(topology: str) -> GpuTarget:
+    """The description of a topology's card. Raises EngineError if there is none."""
+    card = TopologyName.parse(topology).kind
     if card not in TARGETS:
         raise EngineError(
             f"topology {topology!r}: the GPU compiler has no description of a card"
             f" {card!r}{did_you_mean(card, TARGETS)}; {_NAMES}"
         )
-    if len(parsed.sizes) != 2:
-        raise EngineError(f"topology {topology!r}: {_NAMES}")
-    nodes, gpus = parsed.sizes
-    return card, nodes, gpus
+    return TARGETS[card]
 
 
 @functools.lru_cache(maxsize=8)
 def _describe(topology: str) -> tuple[Any, ...]:
-    card, nodes, gpus = _parse(topology)
+    target, sizes = _target(topology), TopologyName.parse(topology).sizes
+    if len(sizes) != 2:
+        raise EngineError(f"topology {topology!r}: {_NAMES}")
+    nodes, gpus = sizes
     cuda_plugin.version()  # raises if it is not installed
     use_cpu()
     refusal = ""
@@ -91,7 +90,7 @@ def _describe(topology: str) -> tuple[Any, ...]:
         try:
             description = topologies.get_topology_desc(
                 platform="cuda",
-                target_config=TARGETS[card].Text(),
+                target_config=target.Text(),
                 topology=f"1x{nodes}x{gpus}",
             )
         except jax.errors.JaxRuntimeError as e:

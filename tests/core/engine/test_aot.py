@@ -3,17 +3,11 @@
 import importlib.util
 
 import pytest
-import tensorflow as tf
+from gram import gram
 
-from lingvo_moe.core import sharding
 from lingvo_moe.core.engine import aot, aot_tpu
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.collectives import parse_collectives
-from lingvo_moe.core.engine.lowering import lower
-from lingvo_moe.core.engine.specs import TensorSpec
-from lingvo_moe.core.sharding import Mesh
-
-ROWS = ("expert", None)
 
 # As libtpu words it once it has placed all buffers.
 PLACED = """RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. \
@@ -42,16 +36,6 @@ Total hbm usage >= 19.24G:
      Allocation type: HLO temp
      ==========================
 """
-
-
-def _gram(rows, devices=8):
-    """Computes x x^T of x [rows, 512], sharded by rows; the result is replicated."""
-    return lower(
-        lambda x: sharding.replicate(tf.matmul(x, x, transpose_b=True)),
-        [TensorSpec((rows, 512), "float32", ROWS)],
-        Mesh(("expert",), (devices,)),
-        name="gram",
-    )
 
 
 @pytest.mark.parametrize(
@@ -87,7 +71,7 @@ def test_no_topology():
 
 
 def test_compiling(capfd):
-    result = aot.compile_for_topology(_gram(1024), "v3:2x2")
+    result = aot.compile_for_topology(gram(1024), "v3:2x2")
     assert "is_scheduled=true" in result.hlo_text
     assert [c.kind for c in parse_collectives(result.hlo_text)] == ["all-gather"]
     # A device holds 1/8 of the argument and the whole result.
@@ -104,12 +88,12 @@ def test_compiling(capfd):
 
 def test_a_mesh_that_is_no_slice():
     with pytest.raises(EngineError, match="mesh expert:4, of 4 devices, but v3:2x2 has 8"):
-        aot.compile_for_topology(_gram(1024, devices=4), "v3:2x2")
+        aot.compile_for_topology(gram(1024, devices=4), "v3:2x2")
 
 
 def test_a_program_that_does_not_fit():
     with pytest.raises(aot.OutOfMemory, match="'gram' does not fit v3:2x2") as e:
-        aot.compile_for_topology(_gram(2**18), "v3:2x2")
+        aot.compile_for_topology(gram(2**18), "v3:2x2")
     assert e.value.needed_bytes > 2**18 * 2**18 * 4
     assert e.value.limit_bytes == pytest.approx(15.48 * 2**30, rel=1e-3)
     assert "\n" not in str(e.value)

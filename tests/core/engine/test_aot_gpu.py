@@ -5,32 +5,18 @@ import sys
 from importlib import metadata
 
 import pytest
-import tensorflow as tf
 from gpu_compiler import needs_gpu_compiler
+from gram import gram
 
-from lingvo_moe.core import sharding
 from lingvo_moe.core.engine import aot, cuda_plugin
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.collectives import parse_collectives
 from lingvo_moe.core.engine.gpu_targets import TARGETS
-from lingvo_moe.core.engine.lowering import lower
 from lingvo_moe.core.engine.partition_dump import dump_options
-from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.gpu_memory import usable_bytes
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.planner.costs import costs
 from lingvo_moe.core.planner.plan import number_formats
-from lingvo_moe.core.sharding import Mesh
-
-
-def _gram(rows, dtype="float32"):
-    """Computes x x^T of x [rows, 512], sharded by rows over 8 devices; the result is replicated."""
-    return lower(
-        lambda x: sharding.replicate(tf.matmul(x, x, transpose_b=True)),
-        [TensorSpec((rows, 512), dtype, ("expert", None))],
-        Mesh(("expert",), (8,)),
-        name="gram",
-    )
 
 
 @needs_gpu_compiler
@@ -45,7 +31,7 @@ def test_every_card_can_be_described(card, capfd):
 @needs_gpu_compiler
 @pytest.mark.parametrize("dtype, size, kind", [("float32", 4, "tf32"), ("bfloat16", 2, "bfloat16")])
 def test_compiling(dtype, size, kind):
-    result = aot.compile_for_topology(_gram(1024, dtype), "h100:1x8")
+    result = aot.compile_for_topology(gram(1024, dtype), "h100:1x8")
     assert "is_scheduled=true" in result.hlo_text
     assert "sharding=" in result.partitioner_input
     assert [c.kind for c in parse_collectives(result.hlo_text)] == ["all-gather"]
@@ -65,7 +51,7 @@ def test_compiling(dtype, size, kind):
 @needs_gpu_compiler
 @pytest.mark.parametrize("card", ["a100", "h100"])
 def test_the_machine_code_multiplies_float32_in_tf32(card, tmp_path):
-    lowered = aot.lower_for_topology(_gram(1024), f"{card}:1x8")
+    lowered = aot.lower_for_topology(gram(1024), f"{card}:1x8")
     lowered.compile(compiler_options=dump_options(tmp_path))
     products = [line for path in tmp_path.glob("*.ptx") for line in path.read_text().splitlines()]
     products = [line for line in products if "mma." in line]
@@ -76,7 +62,7 @@ def test_the_machine_code_multiplies_float32_in_tf32(card, tmp_path):
 @needs_gpu_compiler
 def test_a_program_that_does_not_fit_misses_by_what_xla_would_allocate():
     with pytest.raises(aot.OutOfMemory, match="'gram' does not fit l4:1x8") as e:
-        aot.compile_for_topology(_gram(2**17), "l4:1x8")
+        aot.compile_for_topology(gram(2**17), "l4:1x8")
     assert e.value.needed_bytes > 2**17 * 2**17 * 4
     assert e.value.limit_bytes == usable_bytes(TARGETS["l4"].memory_bytes)
     assert "f32[131072,131072]" in e.value.hlo_text
@@ -113,7 +99,7 @@ def test_a_cluster_that_cannot_be_described(name, told):
 @needs_gpu_compiler
 def test_a_mesh_of_another_size():
     with pytest.raises(EngineError, match="mesh expert:8, of 8 devices, but h100:2x8 has 16"):
-        aot.compile_for_topology(_gram(1024), "h100:2x8")
+        aot.compile_for_topology(gram(1024), "h100:2x8")
 
 
 def test_no_compiler_installed(monkeypatch):
