@@ -93,12 +93,10 @@ def test_half_of_the_gpus_would_not_hold_the_model(name):
 @pytest.mark.parametrize("name", ON_GPUS)
 def test_a_gpu_plan_attributes_its_work_and_every_collective(name):
     plan = ON_GPUS[name]
-    mixture = name in TRAINED
     assert measures.attributed(plan, "flops") == 1
-    # The dense model's loops over layers move more of the values that they carry.
-    assert measures.attributed(plan, "bytes") >= (0.95 if mixture else 0.92)
+    assert measures.attributed(plan, "bytes") >= 0.95
     outside = measures.without_layer(plan)
     assert outside.keys() <= {"loss", "optimizer"}
-    if mixture:
-        # Sums of up to four scalars: of losses and weights, and of the parts of the gradients' norm.
-        assert all(row["bytes"] <= 16 for rows in outside.values() for row in rows)
+    # Sums of scalars: of losses and weights, and of the parts of the gradients' norm.
+    most = 4 if name in TRAINED else 15
+    assert all(row["bytes"] <= 4 * most for rows in outside.values() for row in rows)

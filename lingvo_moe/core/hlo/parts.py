@@ -37,6 +37,7 @@ _LAST_CALL = re.compile(r"/(?:Stateful)?PartitionedCall(?:_\d+)?/(?=[^/]*$)")
 _LAYER = re.compile(r"^layers_\d+$")
 _LOOP = re.compile(r"^while(?:_\d+)?$")
 _MASK = re.compile(r"^Logical(?:And|Or|Not)(?:_\d+)?$")
+_SUM = re.compile(r"/(?:AddN|add)(?:_\d+)?$")
 _GATHER_GRADIENT = re.compile(r"^UnsortedSegmentSum(?:_\d+)?$")
 # Names of scopes, innermost first: the first that matches decides.
 _SCOPES = (
@@ -132,6 +133,11 @@ def scope_of_call(op_name: str) -> str:
     layer's scope.
     """
     return _LAST_CALL.sub("/", op_name)
+
+
+def is_sum(op_name: str) -> bool:
+    """Whether an operation is a sum of tensors of one shape."""
+    return _SUM.search(op_name) is not None
 
 
 def place(op_name: str, in_backward_loop: bool, moe: Collection[str] | None = None) -> Place:

@@ -111,7 +111,8 @@ class Placer:
     """Finds the `Place` of an executed instruction: its layer, part of the model, and phase.
 
     The place follows from the name scope of the layer that traced the instruction. An instruction without such a scope
-    gets the place of its nearest producer, else that of its nearest consumer.
+    gets the place of its nearest producer, else that of its nearest consumer. One in the scope of a loop over layers
+    stays the loop's, but a sum of gradients gets the place of its addends if they have the same.
 
     Args:
         module: the compiled module that contains the instructions.
@@ -148,8 +149,8 @@ class Placer:
             if found.is_clear:
                 return self._named_embedding(at, found)
         near = self._by_insides(instruction, at.backward)
-        if near is None and own.part != "loop":
-            near = self._by_neighbours(at)
+        if near is None:
+            near = self._of_sum(at) if own.part == "loop" else self._by_neighbours(at)
         return near or own
 
     def _combined(self, executed: Executed) -> Place | None:
@@ -184,9 +185,8 @@ class Placer:
         return operand.opcode == "concatenate"
 
     def _of_piece(self, piece: Executed) -> Place:
-        while piece.instruction.opcode in ("bitcast", "copy", "reshape"):
-            (source,) = piece.computation.operands(piece.instruction)
-            piece = dataclasses.replace(piece, instruction=source)
+        source = _uncopied(piece.computation, piece.instruction)
+        piece = dataclasses.replace(piece, instruction=source)
         op_name = piece.instruction.op_name
         scope = parts.scope_of_call(op_name)
         found = self.place_name(scope, piece.in_backward_loop)
@@ -211,6 +211,37 @@ class Placer:
                     reached.append(user)
         return found
 
+    def _of_sum(self, at: _Site) -> Place | None:
+        """Place of the addends of a sum of gradients in a loop's own scope, where they have the same; None for others.
+
+        The gradient of a value that a layer uses several times, e.g. for queries, keys and values, is summed outside of
+        the layer's scope. One addend may be the sum over the loop's earlier steps.
+        """
+        own = self.place_name(at.op_name, at.backward)
+        if (own.part, own.phase) != ("loop", "backward") or not parts.is_sum(at.op_name):
+            return None
+        addends = [_uncopied(at.inside, o) for o in at.inside.operands(at.instruction)]
+        found = {
+            dataclasses.replace(self.place_name(addend.op_name, at.backward), path=own.path)
+            for addend in addends
+            if not _carries(at.inside, addend, at.instruction)
+        }
+        place = found.pop() if len(found) == 1 else None
+        return place if place and place.is_clear else None
+
+    def _of_sum_over_loop(self, at: _Site) -> Place | None:
+        """Place of a sum of gradients that `at` extracts from the result of a loop; None for others."""
+        if at.instruction.opcode != "get-tuple-element":
+            return None
+        (loop,) = at.inside.operands(at.instruction)
+        if loop.opcode != "while":
+            return None
+        body = self._module.computation(loop.attribute("body"))
+        computed = _next_value(body, at.instruction)
+        if computed is None:
+            return None
+        return self._of_sum(_Site(body, computed, at.backward or hlo.is_backward(loop, body)))
+
     def _by_insides(self, instruction: Instruction, backward: bool) -> Place | None:
         """Source location of the largest intermediate result inside a fusion; None for other opcodes."""
         if instruction.opcode != "fusion":
@@ -232,6 +263,8 @@ class Placer:
                 if len(reached) > _SEARCH_LIMIT:
                     break
                 for neighbour in look(here):
+                    if summed := self._of_sum_over_loop(neighbour):
+                        return summed
                     found = self.place_name(neighbour.op_name, neighbour.backward)
                     if found.part != "other":
                         return found
@@ -269,3 +302,25 @@ class Placer:
                     if i.opcode == "get-tuple-element" and i.attribute("index") == index
                 ]
         return found
+
+
+def _uncopied(inside: Computation, instruction: Instruction) -> Instruction:
+    """The instruction that computes a value, behind those that only copy it or change its shape."""
+    while instruction.opcode in ("bitcast", "copy", "reshape"):
+        (instruction,) = inside.operands(instruction)
+    return instruction
+
+
+def _carries(body: Computation, value: Instruction, result: Instruction) -> bool:
+    """Whether a value in a loop's body is what `result` was in the loop's earlier step."""
+    if value.opcode != "get-tuple-element":
+        return False
+    (source,) = body.operands(value)
+    return source.opcode == "parameter" and _next_value(body, value) is result
+
+
+def _next_value(body: Computation, element: Instruction) -> Instruction | None:
+    """The instruction of a loop's body that computes an element of the loop's tuple; None if it is not to be seen."""
+    if body.root.opcode != "tuple":
+        return None
+    return _uncopied(body, body.by_name[body.root.operands[int(element.attribute("index"))]])

@@ -218,6 +218,67 @@ def test_norms_that_are_summed_together_belong_to_the_optimizer(fused):
     assert (cost.place.part, cost.place.layer) == ("optimizer", "encoder.moe")
 
 
+# --- sums of gradients in a loop
+
+_GRADIENTS = "jit(call)/call_tensorflow/gradient_tape/m4/decoder/blocks/body/layers_0"
+
+
+def _summing_loop(first, second):
+    """A backward loop that sums two gradients, and adds them up over its steps; the sum is reduced behind it."""
+    before = f"""
+%body (s: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {{
+  %s = (s32[], f32[8,8]{{1,0}}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %so_far = f32[8,8]{{1,0}} get-tuple-element(%s), index=1
+  %k = f32[8,8]{{1,0}} negate(%so_far), metadata={{op_name="{_GRADIENTS}/{first}/einsum_1/Einsum"}}
+  %v = f32[8,8]{{1,0}} negate(%so_far), metadata={{op_name="{_GRADIENTS}/{second}/einsum_2/Einsum"}}
+  %flat = f32[64]{{0}} bitcast(%v)
+  %back = f32[8,8]{{1,0}} bitcast(%flat)
+  %both = f32[8,8]{{1,0}} add(%k, %back), metadata={{op_name="call_tensorflow/backward/while/AddN_7"}}
+  %total = f32[8,8]{{1,0}} add(%so_far, %both), metadata={{op_name="call_tensorflow/backward/while/add_12"}}
+  %sum = f32[8,8]{{1,0}} add(%so_far, %k, %back), metadata={{op_name="call_tensorflow/backward/while/add_13"}}
+  ROOT %r = (s32[], f32[8,8]{{1,0}}) tuple(%i, %sum)
+}}
+
+%condition (t: (s32[], f32[8,8])) -> pred[] {{
+  %t = (s32[], f32[8,8]{{1,0}}) parameter(0)
+  ROOT %go = pred[] constant(true)
+}}
+"""
+    entry = """  %zero = s32[] constant(0)
+  %x = f32[8,8]{1,0} parameter(0)
+  %init = (s32[], f32[8,8]{1,0}) tuple(%zero, %x)
+  %loop = (s32[], f32[8,8]{1,0}) while(%init), condition=%condition, body=%body, \
+metadata={op_name="call_tensorflow/backward/while"}, backend_config={"known_trip_count":{"n":"7"}}
+  %summed = f32[8,8]{1,0} get-tuple-element(%loop), index=1
+  %reduced = f32[8,8]{1,0} all-reduce(%summed), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%condition
+  ROOT %y = f32[8,8]{1,0} negate(%reduced), metadata={op_name="call_tensorflow/backward/Cast"}"""
+    found = _costs(entry, before)
+    return {
+        name: (found[name].place.part, found[name].place.layer)
+        for name in ("both", "total", "sum", "reduced")
+    }
+
+
+def test_a_sum_of_gradients_of_one_layer_belongs_to_it():
+    place = ("attention", "decoder.dense")
+    assert _summing_loop("cross_atten", "cross_atten") == {
+        "both": place,
+        "total": (
+            "loop",
+            "",
+        ),  # what is added is not the sum of the earlier steps, and has no layer's scope
+        "sum": place,
+        "reduced": place,
+    }
+
+
+def test_a_sum_of_gradients_of_two_layers_belongs_to_neither():
+    found = _summing_loop("cross_atten", "ffn")
+    assert {found["both"], found["sum"]} == {("loop", "")}
+    assert found["reduced"][1] == ""
+
+
 # --- what runs how often
 
 _CALLS = """
