@@ -17,6 +17,7 @@ from lingvo_moe.core.engine.tracing import trace
 from lingvo_moe.core.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.inspect import bytes_per_device
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.pipeline.params import micro_batches_of
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.sharding.letters import parts_of
 
@@ -109,7 +110,7 @@ def step_bytes(forms: Forms, params: Params, mesh: Mesh, engine: str = "pjrt") -
     gradients = sum(
         bytes_per_device(spec, mesh) for spec in task.VariableSpecs().Flatten() if spec.trainable
     )
-    num = params.train.num_micro_batches
+    _, num = micro_batches_of(params)
     if num > 1:
         gradients *= 2  # of a micro-batch, and their sum
     activations = activation_bytes(forms, params, mesh, engine) // num

@@ -14,6 +14,7 @@ from lingvo_moe.core.flags import BEST, Flags, join_overrides
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.partitioner.known_faults import ERROR
 from lingvo_moe.core.paths import check_local, check_portable
+from lingvo_moe.core.pipeline.params import check_stages, micro_batches_of
 from lingvo_moe.core.run_dir import RunDir
 from lingvo_moe.core.run_lock import RunLock
 from lingvo_moe.core.sharding import Axis, Mesh, ShardingError, SplitMap
@@ -137,12 +138,17 @@ def check_divisible(params: Params, task: "BaseTask", mesh: Mesh) -> None:
 
     Raises:
         ShardingError: a sharding names an axis that the mesh lacks, or a size is not divisible by its axis.
-        MicroBatchError: the batch, or its groups, are not divisible by train.num_micro_batches.
+        MicroBatchError: the batch, or its groups, are not divisible by the number of micro-batches.
+        ScheduleError: what task.pipeline asks for does not go together, or not with the layers or the mesh.
     """
-    from lingvo_moe.core.micro_batches import check_divides  # which imports TensorFlow
+    from lingvo_moe.core.division import check_divides  # which imports TensorFlow
 
     divided = _divided_sizes(params)
-    check_divides(params.train.num_micro_batches, divided)
+    name, num = micro_batches_of(params)
+    check_divides(num, divided, name)
+    parts = task.PipelineParts()
+    if parts is not None:
+        check_stages(params.task.pipeline, [(s.name, s.num_blocks) for s in parts.stacks], mesh)
     if mesh.size == 1:
         return
     layers = [("task", task), *_layers_of(task, "task")]
@@ -199,13 +205,13 @@ def _divided_sizes(params: Params) -> dict[str, int]:
 
 def _check_part(path: str, params: Params, axis: Axis, mesh: Mesh) -> None:
     """Raises ShardingError if a micro-batch's part of a size is not divisible by the axis that shards it."""
-    num, size = params.train.num_micro_batches, params.Get(path)
+    (name, num), size = micro_batches_of(params), params.Get(path)
     parts = mesh.axis_size(axis) if axis else 1
     if size // num % parts:
         good = [n for n in range(1, num) if size % (n * parts) == 0]
         raise ShardingError(
-            f"train.num_micro_batches={num}: a micro-batch has {path}={size} / {num} = {size // num}, which does not "
-            f"divide over the {parts} devices of axis {axis!r} of mesh {mesh}; set train.num_micro_batches to "
+            f"{name}={num}: a micro-batch has {path}={size} / {num} = {size // num}, which does not "
+            f"divide over the {parts} devices of axis {axis!r} of mesh {mesh}; set {name} to "
             f"{either(good)}, or {path} to a multiple of {num * parts}"
         )
 

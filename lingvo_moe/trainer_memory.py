@@ -11,6 +11,7 @@ from lingvo_moe.core.engine import devices
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.inspect import bytes_per_device
+from lingvo_moe.core.pipeline.params import micro_batches_of
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.recomputing import Memory
 from lingvo_moe.trainer_checks import UsageError
@@ -91,7 +92,7 @@ def check_memory(
     if holds_state:
         num_devices = max(1, mesh.size // num_processes)
         state = sum(num_devices * bytes_per_device(s, mesh) for s in task.StateSpecs().Flatten())
-        parts = num_processes * params.train.num_micro_batches
+        parts = num_processes * micro_batches_of(params)[1]
         batch += task.LeastActivationBytes(specs) // parts
     if state + batch <= available:
         return

@@ -27,6 +27,7 @@ from lingvo_moe.core.engine.tf_engine import TfEngine
 from lingvo_moe.core.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.nested_map import NestedMap, flatten_items, pack, skeleton
 from lingvo_moe.core.partitioner.known_faults import OFF
+from lingvo_moe.core.pipeline.params import micro_batches_of
 from lingvo_moe.core.sharding import Mesh, ShardingError, single_device
 from lingvo_moe.recomputing import chosen_form
 from lingvo_moe.trainer_memory import memory_of
@@ -180,7 +181,7 @@ def shrunk(model: str, mesh: Mesh, override: str = "") -> Params:
     params = registry.GetParams(model, override)
     params.task = _trained_form(params, mesh)
     params.task.cls.Shrink(params.task, params.input, mesh)
-    num = params.train.num_micro_batches  # each of which has the smallest sizes
+    _, num = micro_batches_of(params)  # each of which has the smallest sizes
     params.input.batch_size *= num
     for name in params.task.cls.MicroBatchSizes(params.task):
         params.task.Set(**{name: params.task.Get(name) * num})

@@ -13,7 +13,7 @@ from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.sharding import DimsMapping, dims_mapping
+from lingvo_moe.core.sharding import Axis, DimsMapping, dims_mapping
 from lingvo_moe.core.sharding.annotate import shard_letters
 from lingvo_moe.core.sharding.letters import ACTIVATION_LETTERS, WEIGHT_LETTERS
 
@@ -87,13 +87,13 @@ class VariableSpec:
     stack_dims: int = 0
     trainable: bool = True
 
-    def Stacked(self, num: int) -> "VariableSpec":
-        """The spec of `num` such variables in one, along a new leading dimension L."""
+    def Stacked(self, num: int, axis: Axis = None) -> "VariableSpec":
+        """The spec of `num` such variables in one, along a new leading dimension L, which a mesh axis may shard."""
         return replace(
             self,
             shape=(num, *self.shape),
             letters="L" + self.letters,
-            split=(None, *self.split),
+            split=(axis, *self.split),
             stack_dims=self.stack_dims + 1,
         )
 

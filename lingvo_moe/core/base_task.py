@@ -23,6 +23,7 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers import moving_average
 from lingvo_moe.core.optimizers.adafactor import Adafactor
 from lingvo_moe.core.optimizers.registry import OPTIMIZERS
+from lingvo_moe.core.pipeline.parts import Parts
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.step import Step
 
@@ -280,6 +281,11 @@ class BaseTask(BaseLayer):
         scaled = scaled.Transform(lambda metric: metric * share)
         scaled.update({name: metrics[name] for name in whole if name in metrics})
         return loss * share, scaled
+
+    def PipelineParts(self) -> Parts | None:
+        """Returns the stacks of layers that core/pipelined_step.py trains by stages, as `p.pipeline` says
+        (core/pipeline/params.py); None if there is one stage."""
+        return None
 
     def CombinedMetrics(self, sums: NestedMap) -> NestedMap:
         """The metrics of a batch from the sums of its micro-batches' terms: metrics that are no such sums."""

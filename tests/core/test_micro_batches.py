@@ -12,6 +12,7 @@ from lingvo_moe.core import kernels, randomness, registry
 from lingvo_moe.core.base_input import ArraySpec
 from lingvo_moe.core.base_layer import WeightParams
 from lingvo_moe.core.base_task import BaseTask
+from lingvo_moe.core.division import Division, MicroBatchError, check_divides
 from lingvo_moe.core.engine import aot
 from lingvo_moe.core.engine.base import make_engine
 from lingvo_moe.core.engine.steps import lower_step, train_step
@@ -19,12 +20,7 @@ from lingvo_moe.core.hlo.collectives import collective_use
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.kernels import tensorflow
-from lingvo_moe.core.micro_batches import (
-    Division,
-    MicroBatchError,
-    accumulating_step,
-    check_divides,
-)
+from lingvo_moe.core.micro_batches import accumulating_step
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.schedules import Constant
 from lingvo_moe.core.optimizers.sgd import Sgd
@@ -66,15 +62,16 @@ def test_groups_stay_whole_and_rows_on_their_devices(rows, groups, num, devices)
 
 
 def test_a_number_that_does_not_divide_names_what_would():
-    check_divides(4, {"input.batch_size": 8, "task.num_groups": 16})
+    name = "train.num_micro_batches"
+    check_divides(4, {"input.batch_size": 8, "task.num_groups": 16}, name)
     with pytest.raises(
         MicroBatchError,
         match=r"^train.num_micro_batches=3: input.batch_size=16 and task.num_groups=8 do not divide into that many "
         r"equal parts; choose 1, 2, 4 or 8$",
     ):
-        check_divides(3, {"input.batch_size": 16, "task.num_groups": 8})
+        check_divides(3, {"input.batch_size": 16, "task.num_groups": 8}, name)
     with pytest.raises(MicroBatchError, match=r"input.batch_size=7 does not .* choose 1 or 7"):
-        check_divides(2, {"input.batch_size": 7})
+        check_divides(2, {"input.batch_size": 7}, name)
 
 
 # --- any task

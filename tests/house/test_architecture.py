@@ -21,10 +21,12 @@ _HOUSES = (
 _ROOMS = (
     ("planner", "engine"),
     ("inspect", "run_dir"),
+    ("pipelined_step",),
     ("micro_batches",),
     ("base_task",),
-    ("base_input",),
     ("pipeline", "decode"),
+    ("division",),
+    ("base_input",),
     ("moe",),
     ("layers", "optimizers"),
     ("base_layer",),

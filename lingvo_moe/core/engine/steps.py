@@ -1,5 +1,6 @@
 """The programs of a job, as the trainer runs them and the planner compiles them: one description for both."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from lingvo_moe.core.base_input import BaseInput
@@ -8,6 +9,7 @@ from lingvo_moe.core.engine.base import Compiled, Engine
 from lingvo_moe.core.engine.program import Program
 from lingvo_moe.core.micro_batches import accumulating_step
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.pipelined_step import pipelined_step
 from lingvo_moe.core.sharding import Mesh, dims_mapping
 from lingvo_moe.core.step import Step
 
@@ -18,11 +20,15 @@ def train_step(task: BaseTask, inputs: BaseInput, num_micro_batches: int = 1) ->
     Args:
         task: what is trained.
         inputs: its input.
-        num_micro_batches: train.num_micro_batches. Raises as accumulating_step.
+        num_micro_batches: train.num_micro_batches, where the task has no pipeline. Raises as accumulating_step and
+            pipelined_step.
     """
     batch = _batch_specs(task, inputs)
-    accumulates = num_micro_batches > 1
-    fn = accumulating_step(task, num_micro_batches, batch) if accumulates else task.TrainStep
+    fn: Callable[[NestedMap, NestedMap], tuple[NestedMap, NestedMap]] = task.TrainStep
+    if task.PipelineParts() is not None:
+        fn = pipelined_step(task, batch)
+    elif num_micro_batches > 1:
+        fn = accumulating_step(task, num_micro_batches, batch)
     return Step("train_step", fn, (task.StateSpecs(), batch), donate=(0,))
 
 

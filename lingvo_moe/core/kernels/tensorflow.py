@@ -442,6 +442,12 @@ def slices(stacks: Sequence[tf.Tensor], num: int) -> list[list[tf.Tensor]]:
     return [[layers[i] for layers in unstacked] for i in range(num)]
 
 
+def with_row(rows: tf.Tensor, i: tf.Tensor, row: tf.Tensor, axis: int = 0) -> tf.Tensor:
+    """See `Kernels`."""
+    here = tf.reshape(tf.range(rows.shape[axis]) == i, [-1] + [1] * (rows.shape.rank - axis - 1))
+    return tf.where(here, tf.expand_dims(row, axis), rows)
+
+
 def select(condition: tf.Tensor, new: list[tf.Tensor], old: list[tf.Tensor]) -> list[tf.Tensor]:
     """See `Kernels`; a branch, which copies nothing."""
     return list(tf.cond(condition, lambda: new, lambda: old))

@@ -356,6 +356,12 @@ def slices(stacks: Sequence[tf.Tensor], num: int) -> list[list[tf.Tensor]]:
     return [[stack[i] for stack in stacks] for i in range(num)]
 
 
+def with_row(rows: tf.Tensor, i: tf.Tensor, row: tf.Tensor, axis: int = 0) -> tf.Tensor:
+    """See `Kernels`."""
+    place = tf.pad(tf.reshape(i, [1]), [[axis, rows.shape.rank - axis - 1]])
+    return gen_xla_ops.xla_dynamic_update_slice(rows, tf.expand_dims(row, axis), place)
+
+
 def select(condition: tf.Tensor, new: list[tf.Tensor], old: list[tf.Tensor]) -> list[tf.Tensor]:
     """See `Kernels`."""
     return [tf.where(condition, a, b) for a, b in zip(new, old, strict=True)]

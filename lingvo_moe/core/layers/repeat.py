@@ -17,8 +17,9 @@ from lingvo_moe.core.base_layer import BaseLayer, scoped
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.nested_map import NestedMap, flatten, map_structure, pack_as
-from lingvo_moe.core.sharding import current_mesh
+from lingvo_moe.core.sharding import current_mesh, dims_mapping
 from lingvo_moe.core.sharding.annotate import mesh_split, shard_letters
+from lingvo_moe.core.sharding.mesh import traced_slices
 from lingvo_moe.core.tensors import runtime_zeros
 
 # (index, theta of one repetition, carry, shared, seed or None) -> (carry, extras)
@@ -50,7 +51,9 @@ class Repeat(BaseLayer):
 
     def VariableSpecs(self) -> NestedMap:
         """The body's specs, each with a leading dimension L."""
-        return super().VariableSpecs().Transform(lambda spec: spec.Stacked(self.p.num_repeats))
+        (axis,) = dims_mapping("L", self.p.weight_split)
+        specs = super().VariableSpecs()
+        return specs.Transform(lambda spec: spec.Stacked(self.p.num_repeats, axis))
 
     def FProp(
         self,
@@ -58,16 +61,18 @@ class Repeat(BaseLayer):
         carry: tf.Tensor,
         shared: NestedMap,
         seed: tf.Tensor | None = None,
+        first: tf.Tensor | None = None,
     ) -> tuple[tf.Tensor, NestedMap]:
-        """Runs all repetitions.
+        """Runs all repetitions, or some.
 
         Args:
-            theta: NestedMap(body=...) of stacked weights [L, ...].
+            theta: NestedMap(body=...) of stacked weights [L, ...]; or of some consecutive repetitions.
             carry: the tensor passed from repetition to repetition; its shape and type stay.
             shared: tensors that every repetition sees. Everything that the body uses beside theta
                 and carry must come through here: gradients do not reach tensors that the body
                 merely captures.
             seed: int32 [2] or None.
+            first: int32 scalar, the number of the first repetition in theta, for the seeds; None: 0.
 
         Returns:
             (carry, extras): the last carry, and the body's extras (floating point) stacked, [L,
@@ -78,8 +83,8 @@ class Repeat(BaseLayer):
                 are not floating point.
         """
         if self.p.unroll:
-            return self._Unrolled(theta, carry, shared, seed)
-        return _scan(self._Body, self.p.num_repeats, theta, carry, shared, seed, self._ShardCarry)
+            return self._Unrolled(theta, carry, shared, seed, first)
+        return _scan(self._Body, theta, carry, shared, seed, first, self._ShardCarry)
 
     @scoped
     def SliceTheta(self, theta: NestedMap, i: int) -> NestedMap:
@@ -87,12 +92,18 @@ class Repeat(BaseLayer):
         return self._ShardTheta(_slice(theta.body, i))
 
     def _Unrolled(
-        self, theta: NestedMap, carry: tf.Tensor, shared: NestedMap, seed: tf.Tensor | None
+        self,
+        theta: NestedMap,
+        carry: tf.Tensor,
+        shared: NestedMap,
+        seed: tf.Tensor | None,
+        first: tf.Tensor | None,
     ) -> tuple[tf.Tensor, NestedMap]:
         all_extras = []
-        thetas = _slices(theta, self.p.num_repeats)
+        thetas = _slices(theta, theta.Flatten()[0].shape[0])
         for i, theta_i in enumerate(thetas):
-            carry, extras = self._Body(tf.constant(i), theta_i, carry, shared, seed)
+            number = tf.constant(i) if first is None else first + i
+            carry, extras = self._Body(number, theta_i, carry, shared, seed)
             all_extras.append(extras)
         stacked = map_structure(lambda *values: tf.stack(values), *all_extras)
         return carry, stacked
@@ -135,24 +146,27 @@ class Repeat(BaseLayer):
 
 def _scan(
     body: Body,
-    num: int,
     theta: NestedMap,
     carry: tf.Tensor,
     shared: NestedMap,
     seed: tf.Tensor | None,
+    first: tf.Tensor | None,
     shard_carry: Callable[..., tf.Tensor],
 ) -> tuple[tf.Tensor, NestedMap]:
     """See Repeat.FProp; `shard_carry(x, prefix letters)` annotates a carry or a stack of them."""
+    num = theta.Flatten()[0].shape[0]
     seeds = [] if seed is None else [seed]
-    structure = (theta, shared, seeds)
+    firsts = [] if first is None else [first]
+    structure = (theta, shared, seeds, firsts)
     # Carries of unknown size (serving) are not kept: there is nothing to differentiate.
     keep = carry.shape.is_fully_defined()
 
     def call(i: tf.Tensor, theta_i: list, x: tf.Tensor, flat_rest: list) -> tuple[tf.Tensor, Any]:
-        theta_, shared_, seeds_ = pack_as(structure, [*theta_i, *flat_rest])
-        return body(i, theta_, x, shared_, seeds_[0] if seeds_ else None)
+        theta_, shared_, seeds_, firsts_ = pack_as(structure, [*theta_i, *flat_rest])
+        number = i + firsts_[0] if firsts_ else i
+        return body(number, theta_, x, shared_, seeds_[0] if seeds_ else None)
 
-    forward, extras_specs = _traced(call, theta, carry, (shared, seeds))
+    forward, extras_specs = _traced(call, theta, carry, (shared, seeds, firsts))
     extras_flat = flatten(extras_specs)
 
     num_theta = len(flatten(theta))
@@ -163,14 +177,14 @@ def _scan(
 
         def step(i: tf.Tensor, x: tf.Tensor, inputs: list, extras: list) -> tuple:
             y, *values = forward(i, x, *(tf.gather(w, i) for w in weights), *rest)
-            extras = [ta.write(i, v) for ta, v in zip(extras, values, strict=True)]
-            return i + 1, y, [ta.write(i, x) for ta in inputs], extras
+            extras = [_write(rows, i, v) for rows, v in zip(extras, values, strict=True)]
+            return i + 1, y, [_write(rows, i, x) for rows in inputs], extras
 
-        inputs = [_array(num, x.dtype, x.shape)] if keep else []
-        extras = [_array(num, spec.dtype, spec.shape) for spec in extras_flat]
+        inputs = [_rows(num, x.dtype, x.shape, x)] if keep else []
+        extras = [_rows(num, spec.dtype, spec.shape, x) for spec in extras_flat]
         start = (tf.constant(0), x, inputs, extras)
         _, y, inputs, extras = tf.while_loop(lambda i, *_: i < num, step, start)
-        kept = shard_carry(inputs[0].stack(), "L") if keep else None
+        kept = shard_carry(_stack(inputs[0]), "L") if keep else None
 
         def grad(dy: tf.Tensor, *dextras: tf.Tensor) -> list:
             if kept is None:
@@ -179,7 +193,7 @@ def _scan(
             with tf.name_scope("backward/"):
                 return _backward(call, num, weights, rest, kept, dy, list(dextras), shard_carry)
 
-        return [y, *(ta.stack() for ta in extras)], grad
+        return [y, *map(_stack, extras)], grad
 
     y, *extras = run(carry, *flatten(structure))
     return y, pack_as(extras_specs, extras)
@@ -221,16 +235,18 @@ def _backward(
             for total, g in zip(drest, dfloating, strict=True)
         ]
         dweights = [
-            ta.write(i, tf.cast(g, ta.dtype)) for ta, g in zip(dweights, dslices, strict=True)
+            _write(rows, i, tf.cast(g, rows.dtype))
+            for rows, g in zip(dweights, dslices, strict=True)
         ]
         return i - 1, shard_carry(_known(dx, x)), dweights, drest
 
     # In the type of the activations: where that is bfloat16, most of these gradients are sums of
     # bfloat16 products, and stacks of float32 would be the largest thing that a device holds.
     kinds = [dy.dtype if dy.dtype.size < w.dtype.size else w.dtype for w in weights]
-    dweights = [_array(num, kind, w.shape[1:]) for kind, w in zip(kinds, weights, strict=True)]
-    # Sums over L repetitions: in float32, even of bfloat16 terms.
-    drest = [runtime_zeros(rest[k], tf.float32) for k in floating]
+    dweights = [_rows(num, kind, w.shape[1:], dy) for kind, w in zip(kinds, weights, strict=True)]
+    # Sums over L repetitions: in float32 or wider, even of bfloat16 terms.
+    wide = [t.dtype if t.dtype.size > 4 else tf.float32 for t in rest]
+    drest = [runtime_zeros(rest[k], wide[k]) for k in floating]
     start = (tf.constant(num - 1), dy, dweights, drest)
     _, dx, dweights, drest = tf.while_loop(lambda i, *_: i >= 0, step, start)
     by_index = {
@@ -238,7 +254,7 @@ def _backward(
         for k, total in zip(floating, drest, strict=True)
         if k in used
     }
-    stacks = [tf.cast(ta.stack(), w.dtype) for ta, w in zip(dweights, weights, strict=True)]
+    stacks = [tf.cast(_stack(rows), w.dtype) for rows, w in zip(dweights, weights, strict=True)]
     return [dx, *stacks, *(by_index.get(k) for k in range(len(rest)))]
 
 
@@ -285,8 +301,25 @@ def _slices(theta: NestedMap, num: int) -> list[NestedMap]:
     return [theta.Pack(layer) for layer in layers]
 
 
-def _array(num: int, dtype: tf.DType, shape: tf.TensorShape) -> tf.TensorArray:
+def _rows(
+    num: int, dtype: tf.DType, shape: tf.TensorShape, given: tf.Tensor
+) -> tf.TensorArray | tf.Tensor:
+    """Room for what a loop collects, [num, *shape]: an array, or where slices are vectorized a tensor."""
+    if traced_slices():
+        return runtime_zeros(given, dtype, [num, *shape])
     return tf.TensorArray(dtype, num, element_shape=shape, clear_after_read=False)
+
+
+def _write(
+    rows: tf.TensorArray | tf.Tensor, i: tf.Tensor, x: tf.Tensor
+) -> tf.TensorArray | tf.Tensor:
+    if isinstance(rows, tf.TensorArray):
+        return rows.write(i, x)
+    return kernels.current().with_row(rows, i, x)
+
+
+def _stack(rows: tf.TensorArray | tf.Tensor) -> tf.Tensor:
+    return rows.stack() if isinstance(rows, tf.TensorArray) else rows
 
 
 def _known(dx: tf.Tensor | None, x: tf.Tensor) -> tf.Tensor:

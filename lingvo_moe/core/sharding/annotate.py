@@ -14,11 +14,12 @@ from tensorflow.python.compiler.xla.experimental import xla_sharding
 from lingvo_moe.core.sharding.letters import (
     DimsMapping,
     SplitMap,
+    axes_of,
     check_mapping,
     dims_mapping,
     tile_devices,
 )
-from lingvo_moe.core.sharding.mesh import Mesh, ShardingError, current_mesh
+from lingvo_moe.core.sharding.mesh import Mesh, ShardingError, current_mesh, traced_slices
 
 
 def replicate(tensor: tf.Tensor) -> tf.Tensor:
@@ -127,10 +128,20 @@ def mesh_split(tensor: tf.Tensor, mesh: Mesh, mapping: DimsMapping) -> tf.Tensor
     if mesh is None:
         raise ShardingError(f"{what}: the mesh is None; give a sharding.Mesh")
     mesh = mesh_of(what, mesh)
+    mapping = within_slice(mapping)
     check_mapping(what, static_shape(tensor, what), mapping, mesh)
     if mesh.size == 1:
         return tensor
     return tile(tensor, tile_devices(tuple(mapping), mesh), mesh)
+
+
+def within_slice(mapping: DimsMapping) -> DimsMapping:
+    """The mapping without the axes of which one slice is traced: a slice is not sharded along them."""
+    gone = [one.axis for one in traced_slices()]
+    if not gone or not isinstance(mapping, (tuple, list)):
+        return mapping
+    rest = [tuple(a for a in axes_of(axes) if a not in gone) for axes in mapping]
+    return tuple((axes[0] if len(axes) == 1 else axes) if axes else None for axes in rest)
 
 
 def shard_letters(

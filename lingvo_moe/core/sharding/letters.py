@@ -20,6 +20,7 @@ WEIGHT_LETTERS = {
     "H": "hidden units",
     "I": "channels that a convolution reads",
     "K": "units of a head",
+    "L": "layers of a stack",
     "M": "the model's width",
     "N": "heads",
     "O": "channels that a convolution makes",

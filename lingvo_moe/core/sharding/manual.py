@@ -32,6 +32,7 @@ from lingvo_moe.core.sharding.annotate import (
     name_of,
     static_shape,
     tile_sharding,
+    within_slice,
 )
 from lingvo_moe.core.sharding.letters import (
     Axis,
@@ -40,7 +41,7 @@ from lingvo_moe.core.sharding.letters import (
     check_mapping,
     tile_devices,
 )
-from lingvo_moe.core.sharding.mesh import Mesh, ShardingError, use_mesh
+from lingvo_moe.core.sharding.mesh import Mesh, ShardingError, traced_slices, use_mesh
 
 
 def manual_region(
@@ -77,6 +78,8 @@ def manual_region(
                 f"manual_region: {len(tensors)} tensors for {len(in_mappings)} in_mappings "
                 f"{in_mappings}, which is a list with one mapping for each tensor"
             )
+        if traced_slices():
+            return _of_each_slice(fn, in_mappings, out_mappings, own, tensors)
         local = [
             auto_to_manual(t, mapping, own, axis)
             for t, mapping in zip(tensors, in_mappings, strict=True)
@@ -92,6 +95,43 @@ def manual_region(
         return full[0] if single else tuple(full)
 
     return region
+
+
+def _of_each_slice(
+    fn: Callable[..., Any],
+    in_mappings: Sequence[DimsMapping],
+    out_mappings: Any,
+    mesh: Mesh,
+    tensors: Sequence[tf.Tensor],
+) -> Any:
+    """The region within a function that is vectorized over a mesh axis: see core/sharding/vectorized.py."""
+    single = False
+
+    def plain(*one: tf.Tensor) -> Sequence[tf.Tensor]:
+        nonlocal single
+        with use_mesh(Mesh(mesh.axis_names, (1,) * len(mesh.shape))):
+            results = fn(*one)
+        single = not isinstance(results, (tuple, list))
+        return [results] if single else list(results)
+
+    def mapped(over: str) -> Callable[..., Sequence[tf.Tensor]]:
+        def each(*local: tf.Tensor) -> list[tf.Tensor]:
+            slices = [fn(*one) for one in zip(*map(tf.unstack, local), strict=True)]
+            if single:
+                return [tf.stack(slices)]
+            return [tf.stack(results) for results in zip(*slices, strict=True)]
+
+        outs = [out_mappings] if single else out_mappings
+        region = manual_region(
+            each,
+            [(over, *within_slice(m)) for m in in_mappings],
+            [(over, *within_slice(m)) for m in outs],
+            mesh,
+        )
+        return lambda *stacked: list(region(*stacked))
+
+    results = traced_slices()[-1].call(plain, mapped, tensors)
+    return results[0] if single else tuple(results)
 
 
 def auto_to_manual(

@@ -6,8 +6,9 @@ Imports neither TensorFlow nor JAX: a saved program names its mesh, and loads wi
 import contextlib
 import contextvars
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -140,3 +141,47 @@ def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
 def current_mesh() -> Mesh | None:
     """The mesh in force, or None."""
     return _current.get()
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What is traced is one slice of tensors, for all of them: see core/sharding/vectorized.py.
+
+    Attributes:
+        axis: the mesh axis along which the slices lie.
+        count: how many there are.
+        call: vectorized.as_one_operation.
+    """
+
+    axis: str
+    count: int
+    call: Callable[..., Any]
+
+
+_slices: contextvars.ContextVar[tuple[Slice, ...]] = contextvars.ContextVar("slices", default=())
+
+
+@contextlib.contextmanager
+def tracing_slice(slice_: Slice) -> Iterator[None]:
+    """Says that what is traced is one slice, within the slice that is traced already, if there is one."""
+    token = _slices.set((*_slices.get(), slice_))
+    try:
+        yield
+    finally:
+        _slices.reset(token)
+
+
+@contextlib.contextmanager
+def tracing_all_slices() -> Iterator[Slice]:
+    """The opposite of the innermost `tracing_slice`, for what takes all slices at once."""
+    *outer, innermost = _slices.get()
+    token = _slices.set(tuple(outer))
+    try:
+        yield innermost
+    finally:
+        _slices.reset(token)
+
+
+def traced_slices() -> tuple[Slice, ...]:
+    """The slices that are being traced, the outermost first."""
+    return _slices.get()

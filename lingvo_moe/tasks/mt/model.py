@@ -13,14 +13,18 @@ from lingvo_moe.core import checks, kernels
 from lingvo_moe.core.base_input import BaseInput
 from lingvo_moe.core.base_layer import scoped
 from lingvo_moe.core.base_task import Forms, TaskError, updates_of
-from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
+from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.layers import attention, embedding, feed_forward, masks, softmax, transformer
 from lingvo_moe.core.moe import layer as moe_layer
 from lingvo_moe.core.moe.losses_and_metrics import combined_metrics
 from lingvo_moe.core.moe.registry import ROUTERS
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.pipeline.params import pipeline_params
+from lingvo_moe.core.pipeline.parts import Parts
+from lingvo_moe.core.pipeline.schedule import STAGE
 from lingvo_moe.core.tensors import dim
+from lingvo_moe.tasks.mt.routers import configured_router, router_of
 from lingvo_moe.tasks.mt.task import MtTask
 
 
@@ -65,6 +69,7 @@ class MtModel(MtTask):
             "Probability spread evenly over the vocabulary.",
             check=checks.SHARE,
         )
+        p.Define("pipeline", pipeline_params(), "Stages of layers one after the other on devices.")
         p.Define(
             "repeat",
             True,
@@ -91,6 +96,9 @@ class MtModel(MtTask):
         return p
 
     def __init__(self, params: InstantiableParams):
+        if params.pipeline.stages > 1:  # of whose layers each stage has its own
+            split = {"L": STAGE, **(params.weight_split or {})}
+            params = params.Copy().Set(weight_split=split)
         super().__init__(params)
         p = self.p
         for name in ("source_embedding", "target_embedding"):
@@ -138,7 +146,7 @@ class MtModel(MtTask):
         if moe:
             hidden_dim = p.expert_hidden_dim or p.hidden_dim
             ffn = p.moe.Copy().Set(num_experts=p.num_experts, num_groups=p.num_groups)
-            ffn.router = self._router(decoder)
+            ffn.router = configured_router(p, decoder)
             ffn.experts.relu_dropout_prob = p.dropout
         else:
             ffn = feed_forward.FeedForward.Params().Set(relu_dropout_prob=p.dropout)
@@ -155,33 +163,10 @@ class MtModel(MtTask):
             residual_dropout_prob=p.dropout,
         )
 
-    def _router(self, decoder: bool) -> HyperParams:
-        """The router of one side, with the parameters that the model sets."""
-        p = self.p
-        name, router = _router_of(p, decoder)
-        if decoder and router.cls.LooksAhead(router):
-            raise ValueError(
-                f"task.{name}: {router.cls.__name__} looks at later tokens, which a decoder does "
-                f"not have yet; choose another one for the decoder, e.g. task.decoder_router=top2"
-            )
-        router = router.Copy()
-        if "aux_loss_scale" in router and router.aux_loss_scale is None:
-            # Algorithm 1's loss is 1/E^2 when experts are balanced: times k it would have no force.
-            # Scaled by E^2, as in the authors' Lingvo, k means the same for any number of experts.
-            router.aux_loss_scale = float(p.num_experts**2)
-        if "vocab_size" in router:
-            vocab_size = p.target_vocab_size if decoder else p.source_vocab_size
-            if 0 < router.vocab_size < vocab_size:
-                why = f"must be at least {vocab_size}, the ids that it is asked for, or 0, which takes that"
-                path = f"task.{name}.vocab_size"
-                raise ParamError(path, str(router.vocab_size), why)
-            router.vocab_size = router.vocab_size or vocab_size
-        return router
-
     @classmethod
     def Needs(cls, params: HyperParams, decoder: bool) -> tuple[str, ...]:
         """What the router of one side needs to know of the tokens: see moe/routers/inputs.py."""
-        router = _router_of(params, decoder)[1]
+        router = router_of(params, decoder)[1]
         return router.cls.Needs(router) if params.num_experts else ()
 
     @classmethod
@@ -192,7 +177,7 @@ class MtModel(MtTask):
     @classmethod
     def NumTasks(cls, params: HyperParams) -> int:
         """The largest number of source languages that every router which chooses by language supports."""
-        sides = [(_router_of(params, d)[1], cls.Needs(params, d)) for d in (False, True)]
+        sides = [(router_of(params, d)[1], cls.Needs(params, d)) for d in (False, True)]
         return min(router.num_tasks for router, needs in sides if "task_ids" in needs)
 
     # --- the contract of BaseTask
@@ -261,6 +246,14 @@ class MtModel(MtTask):
         """See BaseTask: MoE layers weigh their losses and metrics by their own side's shares."""
         return self._Losses(theta, batch, seed, shares)
 
+    def PipelineParts(self) -> Parts | None:
+        """See BaseTask: the encoder, then the decoder."""
+        if self.p.pipeline.stages == 1:
+            return None
+        from lingvo_moe.tasks.mt.pipelining import parts_of  # which imports this module
+
+        return parts_of(self)
+
     def CombinedMetrics(self, sums: NestedMap) -> NestedMap:
         """See BaseTask."""
         if not self.p.num_experts:
@@ -272,23 +265,25 @@ class MtModel(MtTask):
         self, theta: NestedMap, batch: NestedMap, seed: tf.Tensor | None, shares: NestedMap | None
     ) -> tuple[tf.Tensor, NestedMap]:
         """FProp's results; with `shares` those of MicroBatchTerms."""
-        p = self.p
         y, encoder_extras, decoder_extras = self._Decoded(theta, batch, seed, shares)
-        loss, metrics = self._TokenLosses(theta, y, batch.tgt)
-        if shares is not None:
-            loss *= shares.tokens
-            metrics.update(
-                nll=metrics.nll * shares.tokens, accuracy=metrics.accuracy * shares.tokens
-            )
-        if p.num_experts:
-            moe = NestedMap(encoder=encoder_extras.layer_1, decoder=decoder_extras.layer_1)
-            aux_loss = tf.reduce_sum(moe.encoder.aux_loss) + tf.reduce_sum(moe.decoder.aux_loss)
-            loss += p.aux_loss_weight * aux_loss
-            metrics.aux_loss = aux_loss
-            metrics.moe = NestedMap(encoder=moe.encoder.metrics, decoder=moe.decoder.metrics)
-            metrics.update(updates_of(moe.encoder, moe.decoder))
-        metrics.loss = loss
-        return loss, metrics
+        loss, metrics = self.TokenLosses(theta, y, batch.tgt, shares)
+        if not self.p.num_experts:
+            return loss, NestedMap(metrics, loss=loss)
+        moe = NestedMap(encoder=encoder_extras.layer_1, decoder=decoder_extras.layer_1)
+        loss += self.AuxLoss(moe.encoder) + self.AuxLoss(moe.decoder)
+        return loss, NestedMap(metrics, loss=loss, **self.MoeMetrics(moe))
+
+    def AuxLoss(self, extras: NestedMap) -> tf.Tensor:
+        """What the MoE layers of a stack add to the loss."""
+        return self.p.aux_loss_weight * tf.reduce_sum(extras.aux_loss)
+
+    def MoeMetrics(self, moe: NestedMap) -> NestedMap:
+        """Metrics from the extras of the MoE layers, encoder and decoder, [L,...]: aux_loss, moe, and updates."""
+        return NestedMap(
+            aux_loss=tf.reduce_sum(moe.encoder.aux_loss) + tf.reduce_sum(moe.decoder.aux_loss),
+            moe=NestedMap(encoder=moe.encoder.metrics, decoder=moe.decoder.metrics),
+            **updates_of(moe.encoder, moe.decoder),
+        )
 
     @scoped
     def LogProbs(
@@ -316,44 +311,69 @@ class MtModel(MtTask):
         shares: NestedMap | None = None,
     ) -> tuple[tf.Tensor, NestedMap, NestedMap]:
         """The decoder's output [B,T,M], and the extras of both stacks."""
-        src, tgt = batch.src, batch.tgt
-        memory, encoder_extras = self._encode(theta, src, self.FoldSeed(seed, "encoder"), shares)
-        x = self._embed(theta, "target_embedding", tgt, self.FoldSeed(seed, "target_embedding"))
-        aux = NestedMap(
-            self_mask=masks.causal_segment_mask(tgt.segment_ids, tgt.segment_pos),
-            paddings=masks.paddings(tgt.segment_ids),
-            memory=memory,
-            cross_mask=masks.segment_mask(tgt.segment_ids, src.segment_ids),
-            **self._Context(tgt, decoder=True),
-            **_shares(shares, "target"),
+        memory, encoder_extras = self._encode(
+            theta, batch.src, self.FoldSeed(seed, "encoder"), shares
         )
+        x = self.EmbedTarget(theta, batch, seed)
+        aux = NestedMap(self.DecoderAux(batch, shares), memory=memory)
         y, decoder_extras = self.decoder.FProp(
             theta.decoder, x, aux, seed=self.FoldSeed(seed, "decoder")
         )
         return y, encoder_extras, decoder_extras
 
-    def _TokenLosses(
-        self, theta: NestedMap, y: tf.Tensor, tgt: NestedMap
+    def DecoderAux(self, batch: NestedMap, shares: NestedMap | None = None) -> NestedMap:
+        """What the decoder's layers share (see layers/transformer.py), without the memory."""
+        src, tgt = batch.src, batch.tgt
+        return NestedMap(
+            self_mask=masks.causal_segment_mask(tgt.segment_ids, tgt.segment_pos),
+            paddings=masks.paddings(tgt.segment_ids),
+            cross_mask=masks.segment_mask(tgt.segment_ids, src.segment_ids),
+            **self._Context(tgt, decoder=True),
+            **_shares(shares, "target"),
+        )
+
+    def EncoderAux(self, src: NestedMap, shares: NestedMap | None = None) -> NestedMap:
+        """What the encoder's layers share."""
+        return NestedMap(
+            self_mask=masks.segment_mask(src.segment_ids, src.segment_ids),
+            paddings=masks.paddings(src.segment_ids),
+            **self._Context(src, decoder=False),
+            **_shares(shares, "source"),
+        )
+
+    def TokenLosses(
+        self, theta: NestedMap, y: tf.Tensor, tgt: NestedMap, shares: NestedMap | None = None
     ) -> tuple[tf.Tensor, NestedMap]:
         """The label-smoothed cross-entropy a real token of the decoder's output y [B,T,M], and metrics: nll
-        (unsmoothed), accuracy, tokens."""
+        (unsmoothed), accuracy, tokens. With `shares` those of MicroBatchTerms."""
         real = tf.cast(tgt.segment_ids > 0, tf.float32)
         xent, nll, correct = self.softmax.Losses(theta.target_embedding, y, tgt.labels, real)
         tokens = tf.reduce_sum(real)
         per_token = 1.0 / tf.maximum(tokens, 1.0)
+        if shares is not None:
+            per_token *= shares.tokens
         return tf.reduce_sum(xent) * per_token, NestedMap(
             nll=tf.reduce_sum(nll) * per_token,
             accuracy=tf.reduce_sum(correct) * per_token,
             tokens=tokens,
         )
 
-    def _embed(
+    def _Embed(
         self, theta: NestedMap, table: str, row: NestedMap, seed: tf.Tensor | None
     ) -> tf.Tensor:
         """Token plus position embeddings [B,T,M], dropped out."""
         x = self.children[table].FProp(theta[table], self.Shard(row.ids, "BT"))
         x += self.position.FProp(theta.position, self.Shard(row.segment_pos, "BT"))
         return self.Shard(kernels.dropout(x, self.p.dropout, seed), "BTM")
+
+    def EmbedSource(self, theta: NestedMap, src: NestedMap, seed: tf.Tensor | None) -> tf.Tensor:
+        """What enters the encoder, [B,S,M]; `seed` is the encoder's."""
+        return self._Embed(theta, "source_embedding", src, self.FoldSeed(seed, "embedding"))
+
+    def EmbedTarget(self, theta: NestedMap, batch: NestedMap, seed: tf.Tensor | None) -> tf.Tensor:
+        """What enters the decoder, [B,T,M]."""
+        name = "target_embedding"
+        return self._Embed(theta, name, batch.tgt, self.FoldSeed(seed, name))
 
     def _encode(
         self,
@@ -362,14 +382,8 @@ class MtModel(MtTask):
         seed: tf.Tensor | None,
         shares: NestedMap | None = None,
     ) -> tuple[tf.Tensor, NestedMap]:
-        x = self._embed(theta, "source_embedding", src, self.FoldSeed(seed, "embedding"))
-        aux = NestedMap(
-            self_mask=masks.segment_mask(src.segment_ids, src.segment_ids),
-            paddings=masks.paddings(src.segment_ids),
-            **self._Context(src, decoder=False),
-            **_shares(shares, "source"),
-        )
-        return self.encoder.FProp(theta.encoder, x, aux, seed=seed)
+        x = self.EmbedSource(theta, src, seed)
+        return self.encoder.FProp(theta.encoder, x, self.EncoderAux(src, shares), seed=seed)
 
     def _Context(self, row: NestedMap, decoder: bool) -> dict[str, NestedMap]:
         """`context` for the layers, of a side's tensors, if its router needs any."""
@@ -483,9 +497,3 @@ def _shares(shares: NestedMap | None, side: str) -> dict[str, NestedMap]:
     if shares is None:
         return {}
     return {"shares": NestedMap({n: shares[f"{side}_{n}"] for n in ("tokens", "groups")})}
-
-
-def _router_of(p: HyperParams, decoder: bool) -> tuple[str, HyperParams]:
-    """The name and the Params of the router of one side."""
-    own = decoder and p.decoder_router is not None
-    return ("decoder_router", p.decoder_router) if own else ("moe.router", p.moe.router)

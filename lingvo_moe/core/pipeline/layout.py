@@ -1,0 +1,196 @@
+"""How a pipeline's tensors are sharded: the dimension of stages along the axis `stage`, the others as without it.
+
+Letters: K stages, V repeats, n blocks of a stage at a time, L = K V n, R ticks for which something is kept, M
+micro-batches.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import tensorflow as tf
+
+from lingvo_moe.core import kernels
+from lingvo_moe.core.base_input import ArraySpec
+from lingvo_moe.core.division import Division, sharded
+from lingvo_moe.core.nested_map import NestedMap, map_structure
+from lingvo_moe.core.pipeline.schedule import STAGE, Schedule
+from lingvo_moe.core.sharding import DimsMapping, current_mesh, dims_mapping
+from lingvo_moe.core.sharding.letters import SplitMap, axes_of
+from lingvo_moe.core.sharding.manual import manual_region
+from lingvo_moe.core.tensors import runtime_zeros
+
+
+class Layout:
+    """Annotates the tensors of a pipeline, and lays them out by stage."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        division: Division,
+        *,
+        carries: Sequence[NestedMap],
+        weights: Sequence[NestedMap],
+        splits: Sequence[Sequence[DimsMapping]],
+        rest_splits: Mapping[str, DimsMapping],
+    ):
+        """
+        Args:
+            schedule: of the stacks.
+            division: of the batch.
+            carries: for each stack, the mesh axes of what passes from stage to stage, by name.
+            weights: for each stack its weights [L, ...].
+            splits: for each of them the mesh axes of its dimensions but L.
+            rest_splits: the mesh axes of the other weights, by the names of their gradients (see stage.py).
+        """
+        self._K, self._V, self._division = schedule.stages, schedule.repeats, division
+        self._carries, self._splits, self._rest = carries, splits, rest_splits
+        self._weights = [
+            w.Pack([self._ByStage(x, s) for x, s in zip(w.Flatten(), each, strict=True)])
+            for w, each in zip(weights, splits, strict=True)
+        ]
+
+    # --- weights
+
+    def _ByStage(self, w: tf.Tensor, split: DimsMapping) -> tf.Tensor:
+        """[L, ...] as [K, V, n, ...]: blocks in order pass stages 0..K-1, V times."""
+        n = w.shape[0] // (self._K * self._V)
+        x = tf.reshape(w, [self._V, self._K, n, *w.shape[1:]])
+        x = tf.transpose(x, [1, 0, *range(2, x.shape.rank)])
+        return sharded(x, (STAGE, None, None, *split))
+
+    def InOrder(self, x: tf.Tensor) -> tf.Tensor:
+        """[K, V, n, ...] as [L, ...]."""
+        flat = tf.transpose(x, [1, 0, *range(2, x.shape.rank)])
+        return tf.reshape(flat, [-1, *x.shape[3:]])
+
+    def WeightsInOrder(
+        self, stack: int, trainable: Sequence[bool], sums: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Sums of gradients [K, V, n, ...] as [L, ...], sharded like the weights."""
+        splits = [s for s, t in zip(self._splits[stack], trainable, strict=True) if t]
+        return [
+            sharded(self.InOrder(x), (STAGE, *split)) for x, split in zip(sums, splits, strict=True)
+        ]
+
+    def Weights(self, stack: int, chunk: tf.Tensor) -> tuple[NestedMap, tf.Tensor]:
+        """The weights of each stage's blocks in chunk[stage], [K, n, ...], and the numbers of their first ones."""
+        weights = self._weights[stack]
+        n = weights.Flatten()[0].shape[2]
+        first = (chunk * self._K + tf.range(self._K)) * n
+        if self._V == 1:
+            chosen = [w[:, 0] for w in weights.Flatten()]
+        else:
+            chosen = [tf.gather(w, chunk, batch_dims=1) for w in weights.Flatten()]
+        splits = self._splits[stack]
+        annotated = [sharded(w, (STAGE, None, *s)) for w, s in zip(chosen, splits, strict=True)]
+        return weights.Pack(annotated), first
+
+    def WeightSums(
+        self, stack: int, trainable: Sequence[bool], sums: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Annotates sums of gradients [K, V, n, ...], of the weights that are trainable."""
+        splits = [s for s, t in zip(self._splits[stack], trainable, strict=True) if t]
+        return [
+            sharded(x, (STAGE, None, None, *split)) for x, split in zip(sums, splits, strict=True)
+        ]
+
+    def OfRest(self, path: str, x: tf.Tensor) -> tf.Tensor:
+        """Annotates a gradient of a weight outside of the stacks."""
+        return sharded(x, self._rest[path])
+
+    # --- what passes from stage to stage
+
+    def OfStages(self, stack: int, carry: NestedMap) -> NestedMap:
+        """Annotates a carry [K, ...] of all stages."""
+        splits = self._carries[stack]
+        return NestedMap({n: sharded(x, (STAGE, *splits[n])) for n, x in carry.items()})
+
+    def Rolled(self, stack: int, carry: NestedMap, by: int) -> NestedMap:
+        """Each stage's carry moved to the next stage (by=1) or to the one before it (by=-1), in a circle."""
+
+        def roll(x: tf.Tensor) -> tf.Tensor:
+            parts = [x[-1:], x[:-1]] if by == 1 else [x[1:], x[:1]]
+            return tf.concat(parts, 0)
+
+        return self.OfStages(stack, self.OfStages(stack, carry).Transform(roll))
+
+    def Room(self, stack: int, ticks: int, carry: NestedMap, given: tf.Tensor) -> NestedMap:
+        """Room for the carries [K, ...] of so many ticks: zeros [K, R, ...]."""
+
+        def room(x: tf.Tensor) -> tf.Tensor:
+            return runtime_zeros(given, x.dtype, [x.shape[0], ticks, *x.shape[1:]])
+
+        return self._Rows(stack, carry.Transform(room))
+
+    def Written(self, stack: int, rows: NestedMap, slot: tf.Tensor, carry: NestedMap) -> NestedMap:
+        """The rows [K, R, ...] with the carry of all stages in one slot."""
+
+        def write(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+            return kernels.current().with_row(x, slot, y, 1)
+
+        return self._Rows(stack, map_structure(write, rows, carry))
+
+    def Read(self, stack: int, rows: NestedMap, ticks: tf.Tensor) -> NestedMap:
+        """Reads for each stage the row of the tick in ticks[stage]: [K, ...]."""
+
+        def read(x_KR: tf.Tensor, slot_K: tf.Tensor) -> tf.Tensor:
+            return tf.gather(x_KR, slot_K, batch_dims=1)
+
+        found = NestedMap()
+        for name, x in rows.items():
+            # Each stage reads its own rows: the partitioner would not know it.
+            split = self._carries[stack][name]
+            ins = [(STAGE, None, *split), (STAGE,)]
+            slots = tf.math.floormod(ticks, x.shape[1])
+            found[name] = in_region(read, ins, (STAGE, *split))(x, slots)
+        return found
+
+    def WrittenOutputs(self, rows: NestedMap, slot: tf.Tensor, last: NestedMap) -> NestedMap:
+        """The rows [R, ...] of the last stage's outputs, which all stages share, with one more of them."""
+        written = map_structure(lambda x, y: kernels.current().with_row(x, slot, y), rows, last)
+        return self.Outputs(written)
+
+    def Outputs(self, rows: NestedMap) -> NestedMap:
+        """Annotates rows [R, ...] of outputs: each stage keeps some of the micro-batch's rows, if they divide."""
+
+        mesh = current_mesh()
+
+        def outputs(x: tf.Tensor, split: DimsMapping) -> tf.Tensor:
+            axes = (*axes_of(split[0]), STAGE)
+            if mesh is None or mesh.size == 1 or x.shape[1] % mesh.axis_size(axes):
+                axes = axes[:-1]
+            return sharded(x, (None, axes or None, *split[1:]))
+
+        return NestedMap({n: outputs(x, self._carries[-1][n]) for n, x in rows.items()})
+
+    def _Rows(self, stack: int, rows: NestedMap) -> NestedMap:
+        splits = self._carries[stack]
+        return NestedMap({n: sharded(x, (STAGE, None, *splits[n])) for n, x in rows.items()})
+
+    # --- the batch
+
+    def Part(self, batch: NestedMap, number: tf.Tensor) -> NestedMap:
+        """Micro-batch `number` of a stacked batch."""
+        return self._division.Part(batch, number)
+
+    def Parts(self, batch: NestedMap, numbers: tf.Tensor) -> NestedMap:
+        """Takes for each stage the micro-batch numbers[stage]: [K, ...]."""
+
+        def parts(x: tf.Tensor, spec: ArraySpec) -> tf.Tensor:
+            if not self._division.Divides(spec):
+                return tf.broadcast_to(x, [self._K, *x.shape])
+            return sharded(tf.gather(x, numbers), (STAGE, *spec.split))
+
+        return map_structure(parts, batch, self._division.specs)
+
+
+def dims_of(carry: Mapping[str, str], split: SplitMap) -> NestedMap:
+    """The mesh axes of tensors, by name, from their letters."""
+    return NestedMap({name: dims_mapping(letters, split) for name, letters in carry.items()})
+
+
+def in_region(
+    fn: Callable[..., tf.Tensor], ins: Sequence[DimsMapping], out: DimsMapping
+) -> Callable[..., tf.Tensor]:
+    """`fn` in a manual region, or as it is where there is no mesh."""
+    mesh = current_mesh()
+    return fn if mesh is None or mesh.size == 1 else manual_region(fn, ins, out)

@@ -1,0 +1,114 @@
+"""The parameters of a pipeline."""
+
+from collections.abc import Sequence
+
+from lingvo_moe.core import checks
+from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.pipeline.schedule import (
+    SCHEDULES,
+    STAGE,
+    Schedule,
+    ScheduleError,
+    make_schedule,
+)
+from lingvo_moe.core.sharding import Mesh
+
+
+def pipeline_params() -> Params:
+    """Params(stages, micro_batches, schedule, repeats)."""
+    p = Params()
+    p.Define(
+        "stages",
+        1,
+        "K: how many parts each stack of layers has, one after the other on the devices of mesh axis 'stage'. 1: no "
+        "pipeline.",
+        check=checks.SIZE,
+    )
+    p.Define(
+        "micro_batches",
+        1,
+        "M: how many parts of a batch pass through the stages one after the other. The share of time in which a stage "
+        "waits is (K - 1) / (M + K - 1).",
+        check=checks.SIZE,
+    )
+    p.Define(
+        "schedule",
+        "1f1b",
+        f"In which order stages work, one of {', '.join(SCHEDULES)}: see docs/pipelines.md.",
+        check=checks.one_of(SCHEDULES),
+    )
+    p.Define(
+        "repeats",
+        1,
+        "V: how often a micro-batch passes through all stages, for schedule=interleaved; each stage has V parts of a "
+        "stack.",
+        check=checks.SIZE,
+    )
+    return p
+
+
+def is_pipelined(task: Params) -> bool:
+    """Whether Params of a task ask for a pipeline."""
+    return "pipeline" in task and task.pipeline.stages > 1
+
+
+def micro_batches_of(params: Params) -> tuple[str, int]:
+    """M of an experiment and the path of the parameter that sets it: that of a pipeline, if there is one.
+
+    Raises:
+        ScheduleError: both are set.
+    """
+    num = params.train.num_micro_batches
+    if not is_pipelined(params.task):
+        return "train.num_micro_batches", num
+    if num > 1:
+        raise ScheduleError(
+            f"train.num_micro_batches={num}: a pipeline has micro-batches of its own; leave it at 1 and set "
+            "task.pipeline.micro_batches"
+        )
+    return "task.pipeline.micro_batches", params.task.pipeline.micro_batches
+
+
+def check_stages(p: Params, stacks: Sequence[tuple[str, int]], mesh: Mesh) -> None:
+    """Raises ScheduleError as schedule_of, or if the mesh has no axis for the stages.
+
+    Args:
+        p, stacks: as for schedule_of.
+        mesh: of one device, which has all stages; or with an axis 'stage' of as many devices as there are stages.
+    """
+    schedule_of(p, stacks)
+    if mesh.size > 1 and (STAGE not in mesh.axis_names or mesh.axis_size(STAGE) != p.stages):
+        raise ScheduleError(
+            f"task.pipeline.stages={p.stages}: mesh {mesh} has no axis {STAGE!r} of that size; e.g. "
+            f"--mesh={STAGE}:{p.stages},{mesh}"
+            if STAGE not in mesh.axis_names
+            else f"task.pipeline.stages={p.stages}: the axis {STAGE!r} of mesh {mesh} has "
+            f"{mesh.axis_size(STAGE)} devices, and needs one for each stage"
+        )
+
+
+def schedule_of(p: Params, stacks: Sequence[tuple[str, int]]) -> Schedule:
+    """The schedule that Params ask for.
+
+    Args:
+        p: pipeline_params.
+        stacks: the name of each stack and its number of blocks.
+
+    Raises:
+        ScheduleError: a schedule that does not exist, or layers that do not divide into stages; names task.pipeline's
+            parameter.
+    """
+    try:
+        schedule = make_schedule(p.schedule, p.stages, p.micro_batches, p.repeats, len(stacks))
+    except ScheduleError as e:
+        raise ScheduleError(f"task.pipeline.{e}") from None
+    parts = p.stages * p.repeats
+    for name, blocks in stacks:
+        if blocks % parts:
+            repeats = f" x task.pipeline.repeats={p.repeats}" if p.repeats > 1 else ""
+            good = [str(k) for k in range(1, blocks + 1) if blocks % (k * p.repeats) == 0]
+            raise ScheduleError(
+                f"task.pipeline.stages={p.stages}{repeats}: the {name} has {blocks} blocks, which do not divide into "
+                f"{parts} equal parts; choose stages from {', '.join(good) or 'none'}"
+            )
+    return schedule

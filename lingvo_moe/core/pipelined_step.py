@@ -1,0 +1,116 @@
+"""The training step of a pipelined task: BaseTask.TrainStep for M micro-batches that pass through K stages.
+
+Up to rounding it is the step of the same micro-batches without a pipeline (core/micro_batches.py): seeds are of the
+micro-batch and the layer, whichever stage has it.
+"""
+
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+
+from lingvo_moe.core import randomness
+from lingvo_moe.core.base_layer import name_scope
+from lingvo_moe.core.base_task import BaseTask, TaskError
+from lingvo_moe.core.micro_batches import divided
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.pipeline.layout import Layout, dims_of
+from lingvo_moe.core.pipeline.loops import Loops
+from lingvo_moe.core.pipeline.params import schedule_of
+from lingvo_moe.core.pipeline.parts import Parts
+from lingvo_moe.core.pipeline.stage import Programs
+
+Step = Callable[[NestedMap, NestedMap], tuple[NestedMap, NestedMap]]
+
+
+def pipelined_step(task: BaseTask, batch_specs: NestedMap) -> Step:
+    """Returns the step of a task whose `pipeline` has two stages or more.
+
+    Args:
+        task: what is trained; it has PipelineParts.
+        batch_specs: ArraySpecs of the whole batch, with `split`.
+
+    Raises:
+        MicroBatchError: the batch does not divide into micro-batches, or its groups do not.
+        ScheduleError: stages, micro-batches and repeats do not go together, or not with the layers.
+        TaskError: the task has no PipelineParts.
+    """
+    num = task.p.pipeline.micro_batches
+    division, part = divided(task, num, batch_specs, "task.pipeline.micro_batches")
+    parts = part.PipelineParts()
+    if parts is None:
+        raise TaskError(f"{task.path}: {type(task).__name__} has no stacks of layers to pipeline")
+    schedule = schedule_of(task.p.pipeline, [(s.name, s.num_blocks) for s in parts.stacks])
+    specs = task.VariableSpecs()
+    stack_specs = [specs.Get(stack.weights).Flatten() for stack in parts.stacks]
+    trainable = [[spec.trainable for spec in each] for each in stack_specs]
+    rest_splits = {
+        f"g{i}": spec.split for i, (_, spec) in enumerate(_rest(specs, parts).FlattenItems())
+    }
+
+    def step(state: NestedMap, batch: NestedMap) -> tuple[NestedMap, NestedMap]:
+        theta = state.theta
+        with name_scope(f"{task.path}.pipeline"):
+            shared = NestedMap(
+                rest=_rest(theta, parts),
+                seed=randomness.make_seed(task.p.seed, state.step),
+                units=task.Units(batch),
+            )
+            layout = Layout(
+                schedule,
+                division,
+                carries=[dims_of(stack.carry, task.p.activation_split) for stack in parts.stacks],
+                weights=[theta.Get(stack.weights) for stack in parts.stacks],
+                splits=[[spec.split[1:] for spec in each] for each in stack_specs],
+                rest_splits=rest_splits,
+            )
+            programs = Programs(part.path, part.Units, parts, trainable, shared)
+            given = tf.cast(state.step, tf.float32)
+            end = Loops(schedule, programs, layout, division.Stacked(batch), given).Run()
+            extras = {
+                stack.name: mine.extras.Transform(layout.InOrder)
+                for stack, mine in zip(parts.stacks, end.stacks, strict=True)
+            }
+            loss = end.loss + tf.add_n([tf.reduce_sum(mine.loss) for mine in end.stacks])
+            metrics = parts.metrics(end.metrics, loss, NestedMap(extras))
+            updates = metrics.pop("updates", NestedMap()).Transform(lambda x: x * (1.0 / num))
+            found = _gradients(theta, parts, layout, trainable, end)
+        with name_scope("optimizer"):
+            flat = [(path, spec.trainable) for path, spec in specs.FlattenItems()]
+            grads = task.Gradients(theta, [found.get(path) for path, trains in flat if trains])
+            return task.Apply(state, loss, metrics, grads, updates)
+
+    return step
+
+
+def _gradients(
+    theta: NestedMap,
+    parts: Parts,
+    layout: Layout,
+    trainable: Sequence[Sequence[bool]],
+    end: NestedMap,
+) -> dict[str, tf.Tensor]:
+    """The gradients by path in theta, from the state after all ticks."""
+    found: dict[str, tf.Tensor] = {}
+    for j, (stack, mine) in enumerate(zip(parts.stacks, end.stacks, strict=True)):
+        items = theta.Get(stack.weights).FlattenItems()
+        paths = [path for (path, _), t in zip(items, trainable[j], strict=True) if t]
+        sums = layout.WeightsInOrder(j, trainable[j], mine.weights)
+        found.update({f"{stack.weights}.{path}": g for path, g in zip(paths, sums, strict=True)})
+    for i, (path, _) in enumerate(_rest(theta, parts).FlattenItems()):
+        name = f"g{i}"
+        terms = [end.rest[name]] if name in end.rest else []
+        terms += [
+            tf.reduce_sum(mine.of_rest[name], 0) for mine in end.stacks if name in mine.of_rest
+        ]
+        if terms:
+            found[path] = tf.add_n(terms)
+    return found
+
+
+def _rest(tree: NestedMap, parts: Parts) -> NestedMap:
+    """A tree in theta's structure without the stacks' weights."""
+    rest = tree.Transform(lambda x: x)
+    for stack in parts.stacks:
+        parent, _, name = stack.weights.rpartition(".")
+        del (rest.Get(parent) if parent else rest)[name]
+    return rest

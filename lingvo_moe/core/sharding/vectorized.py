@@ -1,0 +1,273 @@
+"""One function for all positions along a mesh axis: each device runs it on its own slices of the arguments.
+
+`vectorized(fn, "stage", elems)` maps `fn` over the leading dimension of tensors, which the axis shards: what JAX calls
+vmap with `spmd_axis_name`. Each traced operation of `fn` gets a leading dimension (`tf.vectorized_map`). An annotation
+inside `fn` is for one slice, and shards the new dimension along the axis beside; a manual region inside is one for
+each slice.
+
+TensorFlow keeps the converters of operations in a private table. Four of them are replaced, in this file only.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+from tensorflow.compiler.xla import xla_data_pb2
+from tensorflow.python.ops.parallel_for import pfor
+
+from lingvo_moe.core.sharding.annotate import mesh_of, tile
+from lingvo_moe.core.sharding.mesh import (
+    Mesh,
+    ShardingError,
+    Slice,
+    tracing_all_slices,
+    tracing_slice,
+)
+
+# (axis) -> a function of tensors that have a leading dimension, which the axis shards.
+Mapped = Callable[[str], Callable[..., Sequence[tf.Tensor]]]
+
+
+def vectorized(
+    fn: Callable[..., Sequence[tf.Tensor]], axis: str, elems: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
+    """Maps `fn` over the leading dimension of tensors, of size K.
+
+    Args:
+        fn: (a slice of each of `elems`) -> a flat sequence of tensors. Other tensors that it uses are the same for
+            every slice. A loop in it runs equally often for every slice. Gradients are taken inside it, not through
+            it.
+        axis: the mesh axis that shards the leading dimension.
+        elems: tensors [K, ...]; the devices along the axis divide K.
+
+    Returns:
+        The results, [K, ...] each.
+
+    Raises:
+        ShardingError: no mesh is in force, it has no such axis, or its size does not divide K.
+        ValueError: `fn` uses an operation that cannot be mapped.
+    """
+    what = f"vectorized over axis {axis!r}"
+    mesh = mesh_of(what, None)
+    count = elems[0].shape[0]
+    if count % mesh.axis_size(axis):
+        raise ShardingError(f"{what} of mesh {mesh}: {count} slices are not a multiple of its size")
+    with tracing_slice(Slice(axis, count, as_one_operation)), _converters(mesh, axis, count):
+        return list(
+            tf.vectorized_map(
+                lambda slices: list(fn(*slices)),
+                list(elems),
+                fallback_to_while_loop=False,
+                warn=False,
+            )
+        )
+
+
+def as_one_operation(
+    plain: Callable[..., Sequence[tf.Tensor]], mapped: Mapped, tensors: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
+    """Calls a function, inside of another one that is vectorized, whose form for all slices is given.
+
+    Gradients are those of `mapped`.
+
+    Args:
+        plain: of one slice of `tensors`; tells shapes and types of the results, floating point, and is not run.
+        mapped: the same for all slices.
+        tensors: the arguments.
+    """
+    floating = [i for i, t in enumerate(tensors) if t.dtype.is_floating]
+    count = len(tensors)
+
+    @tf.custom_gradient
+    def run(*given: tf.Tensor) -> tuple[list[tf.Tensor], Callable]:
+        def grad(*upstream: tf.Tensor) -> list[tf.Tensor | None]:
+            def plain_gradients(*args: tf.Tensor) -> list[tf.Tensor]:
+                return [tf.identity(args[i]) for i in floating]
+
+            def mapped_gradients(axis: str) -> Callable[..., Sequence[tf.Tensor]]:
+                def gradients(*args: tf.Tensor) -> Sequence[tf.Tensor]:
+                    sources = [args[i] for i in floating]
+                    with tf.GradientTape(watch_accessed_variables=False) as tape:
+                        tape.watch(sources)
+                        results = list(mapped(axis)(*args[:count]))
+                    return tape.gradient(
+                        results, sources, args[count:], tf.UnconnectedGradients.ZERO
+                    )
+
+                return gradients
+
+            found = _operation(plain_gradients, mapped_gradients, [*given, *upstream])
+            by_index = dict(zip(floating, found, strict=True))
+            return [by_index.get(i) for i in range(count)]
+
+        return _operation(plain, mapped, given), grad
+
+    return list(run(*tensors))
+
+
+def _operation(
+    plain: Callable[..., Sequence[tf.Tensor]], mapped: Mapped, tensors: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
+    """A call of `plain` that becomes one of `mapped` when the function around it is converted."""
+    results = tf.function(lambda *args: list(plain(*args)), autograph=False)(*tensors)
+
+    def convert(given: Any) -> list[Any]:
+        with tracing_all_slices() as one:
+            args = [
+                tf.ensure_shape(_stacked(given.input(i), one.count), [one.count, *t.shape])
+                for i, t in enumerate(tensors)
+            ]
+            return [pfor.wrap(result, True) for result in mapped(one.axis)(*args)]
+
+    results[0].op.pfor_converter = convert
+    return results
+
+
+@contextlib.contextmanager
+def _converters(mesh: Mesh, axis: str, count: int) -> Iterator[None]:
+    """Replaces TensorFlow's converters of some operations."""
+    table = pfor._pfor_converter_registry
+    ours: dict[str, Callable[[Any], Any]] = {
+        "Bitcast": _bitcast,
+        "GatherV2": lambda given: _gather(given, before["GatherV2"]),
+        "PadV2": _pad,
+        "StatelessWhile": lambda given: _while(given, count),
+        "XlaDynamicUpdateSlice": lambda given: _update(given, count),
+        "XlaSharding": lambda given: _annotation(given, mesh, axis),
+    }
+    before = {name: table.get(name) for name in ours}
+    table.update(ours)
+    try:
+        yield
+    finally:
+        for name, converter in before.items():
+            if converter is None:
+                del table[name]
+            else:
+                table[name] = converter
+
+
+def _annotation(given: Any, mesh: Mesh, axis: str) -> Any:
+    x = given.stacked_input(0)
+    parts = _parts(given.get_attr("sharding"), x.shape.rank - 1, mesh)
+    return pfor.wrap(tile(x, _with_leading(parts, mesh, axis), mesh), True)
+
+
+def _parts(serialized: bytes, rank: int, mesh: Mesh) -> np.ndarray:
+    """The devices that hold each part of a tensor; the last dimension counts the copies of a part."""
+    proto = xla_data_pb2.OpSharding()
+    proto.ParseFromString(serialized)
+    if proto.type == xla_data_pb2.OpSharding.REPLICATED:
+        return mesh.device_array().reshape([1] * rank + [-1])
+    devices = np.array(proto.tile_assignment_devices)
+    devices = devices.reshape(list(proto.tile_assignment_dimensions))
+    return devices if proto.replicate_on_last_tile_dim else devices[..., np.newaxis]
+
+
+def _with_leading(parts: np.ndarray, mesh: Mesh, axis: str) -> np.ndarray:
+    """The same parts of each slice of a tensor with a leading dimension, which the axis shards."""
+    number = mesh.axis_names.index(axis)
+    position = np.empty(mesh.size, np.int64)
+    position[mesh.device_array()] = np.indices(mesh.shape)[number]
+    order = np.argsort(position[parts], axis=-1, kind="stable")
+    copies = np.take_along_axis(parts, order, axis=-1)
+    size = mesh.shape[number]
+    return np.moveaxis(copies.reshape([*parts.shape[:-1], size, -1]), -2, 0)
+
+
+def _pad(given: Any) -> Any:
+    """TensorFlow's own pads with zeros, whatever `constant_values` are."""
+    x, paddings = given.stacked_input(0), given.unstacked_input(1)
+    paddings = tf.concat([[[0, 0]], paddings], 0)
+    return pfor.wrap(tf.pad(x, paddings, constant_values=given.unstacked_input(2)), True)
+
+
+def _bitcast(given: Any) -> Any:
+    """TensorFlow has none."""
+    return pfor.wrap(tf.bitcast(given.stacked_input(0), given.get_attr("type")), True)
+
+
+def _gather(given: Any, otherwise: Callable[[Any], Any]) -> Any:
+    """Where all slices take the same places: TensorFlow's own would take each slice's apart."""
+    (x, stacked, _), (places, by_slice, _) = given.input(0), given.input(1)
+    axis = tf.get_static_value(given.unstacked_input(2))
+    if not stacked or by_slice or given.get_attr("batch_dims") or axis is None or axis < 0:
+        return otherwise(given)
+    return pfor.wrap(tf.gather(x, places, axis=int(axis) + 1), True)
+
+
+def _update(given: Any, count: int) -> Any:
+    """Takes one place for all slices; TensorFlow has none."""
+    x, part = (_stacked(given.input(i), count) for i in (0, 1))
+    place = tf.concat([[0], given.unstacked_input(2)], 0)
+    return pfor.wrap(gen_xla_ops.xla_dynamic_update_slice(x, part, place), True)
+
+
+def _while(given: Any, count: int) -> list[Any]:
+    """A loop that runs equally often for all slices: TensorFlow's own has none of static shapes."""
+    cond, body = (_function(given.op, attr) for attr in ("cond", "body"))
+    stacked = [x.is_stacked for x in given.inputs]
+    while (found := _depending(body, stacked)) != stacked:
+        stacked = found
+
+    def converted(function: Any, args: Sequence[tf.Tensor]) -> list[Any]:
+        inner = pfor.PFor(
+            loop_var=given.pfor.loop_var,
+            loop_len=count,
+            pfor_ops=function.graph.get_operations(),
+            fallback_to_while_loop=False,
+            all_indices=tf.range(count),
+        )
+        wrapped = [pfor.wrap(x, of_slice) for x, of_slice in zip(args, stacked, strict=True)]
+        return pfor._convert_function_call(function, inner, wrapped)
+
+    def again(*args: tf.Tensor) -> tf.Tensor:
+        (decision,) = converted(cond, args)
+        if decision.is_stacked:
+            raise ValueError(f"{given.op.name}: the loop's length differs between slices")
+        return decision.t
+
+    def step(*args: tf.Tensor) -> list[tf.Tensor]:
+        results = converted(body, args)
+        return [
+            _stacked(x, count) if of_slice else x.t
+            for x, of_slice in zip(results, stacked, strict=True)
+        ]
+
+    start = [
+        _stacked(x, count) if of_slice else x.t
+        for x, of_slice in zip(given.inputs, stacked, strict=True)
+    ]
+    results = tf.while_loop(again, step, start)
+    return [pfor.wrap(x, of_slice) for x, of_slice in zip(results, stacked, strict=True)]
+
+
+def _function(op: Any, attr: str) -> Any:
+    return op.graph._get_function(op.get_attr(attr).name.encode())
+
+
+def _depending(body: Any, stacked: list[bool]) -> list[bool]:
+    """Which loop variables are stacked after an iteration: those too that depend on one that is."""
+    graph = body.graph
+    known = {id(x): of_slice for x, of_slice in zip(graph.inputs, stacked, strict=False)}
+
+    def depends(tensor: Any) -> bool:
+        waiting, seen = [tensor], set()
+        while waiting:
+            x = waiting.pop()
+            if id(x) in seen:
+                continue
+            seen.add(id(x))
+            if known.get(id(x)):
+                return True
+            waiting += x.op.inputs
+        return False
+
+    return [before or depends(out) for before, out in zip(stacked, graph.outputs, strict=True)]
+
+
+def _stacked(x: Any, count: int) -> tf.Tensor:
+    return x.t if x.is_stacked else tf.broadcast_to(x.t, [count, *x.t.shape])

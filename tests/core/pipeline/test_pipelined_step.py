@@ -1,0 +1,160 @@
+"""A pipelined step is the step of the same micro-batches without one, for every schedule, sharded or not."""
+
+import collections
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_moe.core import kernels
+from lingvo_moe.core.engine.base import make_engine
+from lingvo_moe.core.engine.steps import build_step
+from lingvo_moe.core.hlo.collectives import collective_use
+from lingvo_moe.core.hlo.loops import trip_count
+from lingvo_moe.core.hlo.module import parse_module
+from lingvo_moe.core.kernels import tensorflow
+from lingvo_moe.core.micro_batches import accumulating_step
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.pipeline.loops import Loops
+from lingvo_moe.core.pipeline.schedule import make_schedule
+from lingvo_moe.core.pipelined_step import pipelined_step
+from lingvo_moe.core.sharding import Mesh, dims_mapping, single_device, use_mesh
+from lingvo_moe.core.step import Step
+from tests.core.pipeline.toy_stacks import LENGTH, WIDTH, toy
+
+
+def _sharded(task, specs):
+    split = task.p.activation_split
+    return specs.Transform(lambda s: replace(s, split=dims_mapping(s.letters, split)))
+
+
+def _after(step_of, task, batch, specs):
+    """Metrics, gradients and the loss's terms after a step on one device, by TensorFlow itself."""
+    grads = []
+    update = task.optimizer.Update
+
+    def recording(theta, gradients, *rest):
+        grads.append(gradients)
+        return update(theta, gradients, *rest)
+
+    task.optimizer.Update = recording
+    step = step_of(task, _sharded(task, specs))
+
+    def run(state, batch):
+        _, metrics = step(state, batch)
+        return NestedMap(metrics=metrics, gradients=grads[-1])
+
+    with use_mesh(Mesh(("stage", "data"), (1, 1))), kernels.using(tensorflow):
+        state = task.InitState(tf.constant(1))
+        return tf.function(run, autograph=False)(state, batch.Transform(tf.constant))
+
+
+def _same(found, wanted, tolerance):
+    assert [p for p, _ in found.FlattenItems()] == [p for p, _ in wanted.FlattenItems()]
+    for (path, x), (_, y) in zip(found.FlattenItems(), wanted.FlattenItems(), strict=True):
+        exact = tolerance if x.dtype == tf.float64 else max(tolerance, 1e-6)
+        np.testing.assert_allclose(x, y, exact, exact, err_msg=path)
+
+
+def _without_pipeline(num):
+    return lambda task, specs: accumulating_step(task, num, specs)
+
+
+def _pipeline(schedule, stages, micro_batches, repeats):
+    return {
+        "schedule": schedule,
+        "stages": stages,
+        "micro_batches": micro_batches,
+        "repeats": repeats,
+    }
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "micro_batches", "repeats"),
+    [
+        ("gpipe", 4, 3, 1),
+        ("1f1b", 2, 8, 1),
+        ("1f1b", 4, 1, 1),
+        ("zb_h1", 2, 4, 1),
+        ("interleaved", 2, 4, 2),
+        ("gpipe", 2, 2, 2),
+    ],
+)
+def test_every_schedule_gives_the_step_without_a_pipeline(schedule, stages, micro_batches, repeats):
+    rows = 6 if micro_batches == 3 else 16
+    want = _after(_without_pipeline(micro_batches), *toy(rows, "float64"))
+    asked = _pipeline(schedule, stages, micro_batches, repeats)
+    _same(_after(pipelined_step, *toy(rows, "float64", **asked)), want, 1e-10)
+
+
+def test_rubbish_in_the_bubble_changes_nothing(monkeypatch):
+    """The stages start with NaN, which they compute on until the first micro-batch comes."""
+    want = _after(_without_pipeline(2), *toy())
+    start = Loops._StackStart
+
+    def with_nan(self, j, carry):
+        found = start(self, j, carry)
+        for name in ("arriving", "upstream", "inputs"):
+            found[name] = found[name].Transform(lambda x: x + tf.constant(np.nan, x.dtype))
+        return found
+
+    monkeypatch.setattr(Loops, "_StackStart", with_nan)
+    asked = _pipeline("1f1b", 2, 2, 1)
+    _same(_after(pipelined_step, *toy(**asked)), want, 1e-6)
+
+
+@pytest.fixture(scope="module")
+def sharded():
+    """The step in four stages, each of two devices: the compiled program and what it gives."""
+    task, batch, specs = toy(stages=4, micro_batches=8, schedule="1f1b")
+    engine = make_engine("pjrt", Mesh.parse("stage:4,data:2"))
+    specs = _sharded(task, specs)
+    step = Step("step", pipelined_step(task, specs), (task.StateSpecs(), specs), donate=(0,))
+    program = build_step(step, engine)
+    with use_mesh(single_device()), kernels.using(tensorflow):
+        state = tf.function(task.InitState, autograph=False)(tf.constant(1))
+    state = engine.Put(state.Transform(lambda x: x.numpy()), step.arg_specs[0])
+    after, metrics = program(state, engine.Put(batch, step.arg_specs[1]))
+    return program, NestedMap(theta=engine.Get(after).theta, metrics=engine.Get(metrics))
+
+
+def test_a_sharded_pipeline_computes_the_same(sharded):
+    task, batch, specs = toy()
+    step = accumulating_step(task, 8, _sharded(task, specs))
+    with use_mesh(single_device()), kernels.using(tensorflow):
+        after, metrics = tf.function(step, autograph=False)(
+            task.InitState(tf.constant(1)), batch.Transform(tf.constant)
+        )
+    _same(sharded[1], NestedMap(theta=after.theta, metrics=metrics), 2e-6)
+
+
+BOUNDARY = 4 * 1 * LENGTH * WIDTH  # bytes on a device: a row of a micro-batch of two over `data:2`
+
+
+def test_stages_give_one_boundary_a_tick_and_no_weights(sharded):
+    """Two stacks give on three tensors: both their x, and the second what it reads of the first; each way."""
+    module = parse_module(sharded[0].HloText())
+    permuted: collections.Counter[int] = collections.Counter()
+    for executed in module.executions():
+        use = collective_use(executed.instruction, executed.computation, module.attributes)
+        if use is None:
+            continue
+        assert use.kind in ("collective-permute", "all-reduce") or use.bytes <= 4 * 4, executed
+        if use.kind == "collective-permute":
+            permuted[use.bytes] += executed.times
+    ticks = 8 + 4 - 1
+    assert permuted == {BOUNDARY: 2 * 3 * ticks}
+
+
+def test_loops_run_as_often_as_the_schedule_says(sharded):
+    module = parse_module(sharded[0].HloText())
+    loops = [
+        executed.instruction
+        for executed in module.executions()
+        if executed.instruction.opcode == "while" and executed.computation is module.entry
+    ]
+    phases = make_schedule("1f1b", 4, 8, 1, 2).Phases()
+    assert [trip_count(module, module.entry, loop) for loop in loops] == [
+        phase.stop - phase.start for phase in phases
+    ]
