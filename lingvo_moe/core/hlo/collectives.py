@@ -1,7 +1,12 @@
-"""Reads kind, size and replica groups of a collective from a compiled program."""
+"""Reads kind, size and replica groups of a collective from a compiled program.
+
+Between TPU slices the compiler sends what collectives exchange (megascale.py). Such a `send` counts as a collective
+among slices. Other collectives of the same program are listed for the devices of one slice.
+"""
 
 import dataclasses
 
+from lingvo_moe.core.hlo import megascale
 from lingvo_moe.core.hlo.groups import Groups, device_groups
 from lingvo_moe.core.hlo.module import Computation, Instruction
 
@@ -41,7 +46,7 @@ class CollectiveUse:
 def collective_kind(instruction: Instruction) -> str | None:
     """The kind of collective, of COLLECTIVES, that an instruction is or starts; None for any other."""
     kind = instruction.opcode.removesuffix("-start")
-    return kind if kind in COLLECTIVES else None
+    return kind if kind in COLLECTIVES else megascale.transfer_kind(instruction)
 
 
 def collective_use(
@@ -64,6 +69,8 @@ def collective_use(
         return None
     operands = [array for operand in inside.operands(instruction) for array in operand.arrays]
     results = list(instruction.arrays)
+    if instruction.opcode == "send":
+        return _transfer(kind, instruction, operands[0].num_bytes, module_attributes)
     if kind != instruction.opcode and len(results) > len(operands):
         results = results[len(operands) : 2 * len(operands)]  # (operands, results, contexts)
     groups = device_groups(instruction, module_attributes)
@@ -72,3 +79,12 @@ def collective_use(
     return CollectiveUse(
         kind, max(sizes), participants, len(groups), tensors=len(operands), devices=groups
     )
+
+
+def _transfer(
+    kind: str, instruction: Instruction, sent: int, module_attributes: str
+) -> CollectiveUse:
+    groups = device_groups(instruction, module_attributes)
+    participants = 2 if kind == "collective-permute" else len(groups[0])
+    gathered = participants if kind == "all-gather" else 1
+    return CollectiveUse(kind, sent * gathered, participants, len(groups), devices=groups)

@@ -8,7 +8,8 @@ XLA prints groups in three notations:
   it and its own follow the name: `{'x':(2)2}`. Devices that are not in order are listed, or given as a transposed
   iota: `mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'x'}`.
 
-An empty list means all devices. A collective-permute has pairs instead; each counts as a group of two.
+An empty list means all devices. A collective-permute has pairs instead; each counts as a group of two. Transfers
+between TPU slices have a notation of their own (megascale.py).
 """
 
 import functools
@@ -17,6 +18,7 @@ import re
 
 import numpy as np
 
+from lingvo_moe.core.hlo import megascale
 from lingvo_moe.core.hlo.errors import HloError
 from lingvo_moe.core.hlo.module import Instruction
 
@@ -36,19 +38,22 @@ def device_groups(instruction: Instruction, module_attributes: str = "") -> Grou
 
     Args:
       instruction: the collective.
-      module_attributes: `Module.attributes`, which holds the number of devices.
+      module_attributes: `Module.attributes`, which holds the number of devices; of a machine of several TPU slices,
+        those of one slice.
 
     Raises:
       HloError: the groups are of different sizes, or in none of these notations.
     """
     if instruction.opcode.startswith("collective-permute"):
         return _lists(instruction.attribute("source_target_pairs"))
+    partitions = _PARTITIONS.search(module_attributes)
+    if instruction.opcode == "send":
+        return megascale.transfer_groups(instruction, int(partitions[1]) if partitions else 1)
     text = instruction.attribute("replica_groups")
     if text.startswith("mesh["):  # its list of devices follows a comma
         mesh = _MESH.search(instruction.attributes)
         text = mesh[0] if mesh else text
     groups = _read(text)
-    partitions = _PARTITIONS.search(module_attributes)
     if not groups and text in ("", "{}", "{{}}") and partitions:
         groups = (tuple(range(int(partitions[1]))),)
     if not groups or len({len(group) for group in groups}) != 1:

@@ -5,27 +5,15 @@ NVLink, and the other nodes through a network interface of its own. The network 
 bisection: the interfaces of equal rank in their nodes share a rail, and no link above them is a bottleneck. NCCL sends
 pieces over both levels at the same time, so the slower level sets the pace.
 
-A group has p GPUs in each of n nodes. B is what a GPU has before or after (num_bytes), whichever is more:
-
-    collective                      inside a node     between nodes
-    all-gather, reduce-scatter      B (p-1)/p         B/p (n-1)/n
-    all-reduce                      twice that        twice that
-    all-to-all                      B (p-1)/p         B (n-1)/n
-    permute (one pair)              B, if n = 1       B, if n = 2
-    broadcast                       B, if p > 1       B/p, if n > 1
-
-All-gather, reduce-scatter and all-reduce are hierarchical: a GPU exchanges between nodes only its 1/p of the node's
-data, along its rail. In an all-to-all, data for another node first goes over NVLink to the GPU whose rail leads there;
+What a GPU sends inside its node and between nodes is in two_levels.py. Hierarchical operations exchange between nodes
+along the rails. In an all-to-all, data for another node first goes over NVLink to the GPU whose rail leads there;
 without NVLink a GPU sends to each of the others directly, and its lanes of PCI Express carry what leaves the node too.
 """
 
-import functools
-import math
-from collections import Counter
-from dataclasses import dataclass
-
 from lingvo_moe.core.hlo.groups import Groups
+from lingvo_moe.core.planner import two_levels
 from lingvo_moe.core.planner.gpu_cluster import Cluster
+from lingvo_moe.core.planner.two_levels import DIRECT, PASSES, Sent, Spread
 
 # What NCCL itself assumes when it picks an algorithm (src/graph/tuning.cc, ring, protocol "Simple"): the latency of an
 # operation, and of each step over NVLink, PCI Express and the network.
@@ -34,90 +22,26 @@ SECONDS_PER_NVLINK_STEP = 3.4e-6
 SECONDS_PER_PCIE_STEP = 5.7e-6
 SECONDS_PER_NETWORK_STEP = 14e-6
 
-# Operations that pass each part of the data on once, or twice.
-_PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
-_DIRECT = ("all-to-all", "ragged-all-to-all", "collective-permute")
 
-
-@dataclass(frozen=True, order=True)
-class Spread:
-    """How the devices of one group lie in the nodes.
-
-    Attributes:
-        nodes: how many nodes they are in.
-        inside: how many of them are in each of these.
-    """
-
-    nodes: int
-    inside: int
-
-
-@dataclass(frozen=True)
-class Sent:
-    """Bytes that one GPU sends during one collective.
-
-    Attributes:
-        inside: to other GPUs of its node.
-        between: to other nodes.
-    """
-
-    inside: float
-    between: float
-
-
-@functools.lru_cache(maxsize=1024)
 def spread(groups: Groups, cluster: Cluster) -> Spread:
-    """How the groups of a collective lie in the nodes; of groups that lie differently, the slowest.
-
-    A group with more devices in one node than in another counts as having one in each, which is slower than it is.
-
-    Args:
-        groups: the ids of the devices in each replica group, or (source, target) pairs.
-        cluster: device i is in its node i // gpus_per_node.
-    """
-    return max(
-        (_spread(group, cluster) for group in groups),
-        key=lambda lies: (lies.nodes, -lies.inside),
-        default=Spread(1, 1),
-    )
-
-
-def _spread(group: tuple[int, ...], cluster: Cluster) -> Spread:
-    devices = set(group)
-    counts = set(Counter(map(cluster.node_of, devices)).values())
-    if len(counts) > 1:
-        return Spread(len(devices), 1)
-    (inside,) = counts
-    return Spread(len(devices) // inside, inside)
+    """How the groups of a collective lie in the nodes; see two_levels.spread."""
+    return two_levels.spread(groups, cluster.gpus_per_node)
 
 
 def compact(participants: int, cluster: Cluster) -> Spread:
     """How a group lies in as few nodes as can be, with equally many devices in each."""
-    inside = math.gcd(participants, cluster.gpus_per_node)
-    return Spread(participants // inside, inside)
+    return two_levels.compact(participants, cluster.gpus_per_node)
 
 
 def sent(kind: str, num_bytes: int, lies: Spread, cluster: Cluster) -> Sent:
-    """Returns the bytes that one GPU sends inside its node and between nodes, as the table above says.
+    """Returns the bytes that one GPU sends inside its node and between nodes; see two_levels.sent.
 
-    Args:
-        kind: as in network.seconds.
-        num_bytes: bytes on one device.
-        lies: how each group lies in the nodes.
-        cluster: decides, by its NVLink, which way data for other nodes takes.
+    Without NVLink an all-to-all sends only what is for its own node inside the node.
     """
-    inside, nodes = lies.inside, lies.nodes
-    others_inside, others_between = (inside - 1) / inside, (nodes - 1) / nodes
-    if kind in _PASSES:
-        once = _PASSES[kind] * num_bytes
-        return Sent(once * others_inside, once * others_between / inside)
-    if kind == "collective-permute":
-        across = nodes > 1
-        return Sent(num_bytes * (inside > 1 and not across), num_bytes * across)
-    if kind == "collective-broadcast":
-        return Sent(num_bytes * (inside > 1), num_bytes * (nodes > 1) / inside)
-    over_rails = 1 if cluster.card.nvlink_bandwidth else nodes
-    return Sent(num_bytes * others_inside / over_rails, num_bytes * others_between)
+    found = two_levels.sent(kind, num_bytes, lies)
+    if cluster.card.nvlink_bandwidth or kind not in ("all-to-all", "ragged-all-to-all"):
+        return found
+    return Sent(found.inside / lies.nodes, found.between)
 
 
 def seconds(kind: str, num_bytes: int, lies: Spread, cluster: Cluster) -> float:
@@ -133,10 +57,10 @@ def seconds(kind: str, num_bytes: int, lies: Spread, cluster: Cluster) -> float:
 def _latency(kind: str, lies: Spread, cluster: Cluster) -> float:
     """The steps in sequence: a ring inside a node, then a tree between nodes; a single one where GPUs send directly."""
     in_node = SECONDS_PER_NVLINK_STEP if cluster.card.nvlink_bandwidth else SECONDS_PER_PCIE_STEP
-    if kind in _DIRECT:
+    if kind in DIRECT:
         return SECONDS_PER_NETWORK_STEP if lies.nodes > 1 else in_node
-    between = math.ceil(math.log2(lies.nodes)) * SECONDS_PER_NETWORK_STEP
-    return _PASSES.get(kind, 1) * ((lies.inside - 1) * in_node + between)
+    between = two_levels.steps_between(kind, lies) * SECONDS_PER_NETWORK_STEP
+    return PASSES.get(kind, 1) * (lies.inside - 1) * in_node + between
 
 
 def describe(cluster: Cluster) -> str:

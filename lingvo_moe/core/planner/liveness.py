@@ -160,6 +160,8 @@ class _Tracer:
             self._call(instruction, ids, operands, backward)
         elif opcode.endswith("-start"):
             self._start(instruction, ids, flat)
+        elif opcode == "send":  # its result begins with its operand
+            self._forward_value(ids[0], flat[0])
         else:
             for out, operand in _updated_in_place(self._module, inside, instruction):
                 self._join(ids[out], self._ids[operand][0])
@@ -179,9 +181,8 @@ class _Tracer:
             sources = operands[0][index : index + 1] if flat else operands[0][: len(ids)]
         elif instruction.opcode.endswith("-done"):
             start = inside.by_name[instruction.operands[0]]
-            skipped = (
-                0 if start.opcode in ("copy-start", "all-reduce-start") else len(start.operands)
-            )
+            bare = ("copy-start", "all-reduce-start", "recv")  # their results begin with the value
+            skipped = 0 if start.opcode in bare else len(start.operands)
             sources = operands[0][skipped : skipped + len(ids)] or operands[0]
             for value in operands[0]:
                 self._read[value] = self._clock

@@ -15,6 +15,7 @@ FREE = frozenset(
         *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "add-dependency"),
         *("while", "conditional", "call", "async-start", "async-update", "after-all", "domain"),
         *("opt-barrier", "partition-id", "replica-id"),
+        *("send", "recv"),  # between TPU slices: part of a collective
     ]
 )
 _VIEWS = ("bitcast", "reshape", "convert", "copy", "transpose")

@@ -176,3 +176,27 @@ def test_a_call_adds_what_it_holds_inside():
         )
         == (4 + 4 + 8) * _KIB
     )
+
+
+def test_what_is_sent_to_another_slice_lives_until_it_is_sent():
+    # x is sent from where it lies; what arrives has a buffer of its own.
+    text = """
+        ENTRY %main (p: f32[1024]) -> f32[1024] {
+          %p = f32[1024]{0} parameter(0)
+          %token = token[] after-all()
+          %x = f32[1024]{0} reverse(%p), dimensions={0}
+          %send = (f32[1024]{0}, u32[], token[]) send(%x, %token), channel_id=1
+          %recv = (f32[1024]{0}, u32[], token[]) recv(%token), channel_id=2
+          %sent = token[] send-done(%send), channel_id=1
+          %received = (f32[1024]{0}, token[]) recv-done(%recv), channel_id=2
+          %y = f32[1024]{0} get-tuple-element(%received), index=0
+          %z = f32[1024]{0} reverse(%y), dimensions={0}
+          ROOT %q = f32[1024]{0} reverse(%z), dimensions={0}
+        }
+        """
+    found = _trace(text)
+    assert found.buffer_of["send"][0] == found.buffer_of["x"][0]
+    assert found.buffer_of["y"] == found.buffer_of["received"][:1] == found.buffer_of["recv"][:1]
+    assert found.buffers[found.buffer_of["x"][0]].end < found.buffers[found.buffer_of["z"][0]].start
+    # p, and at most two more, besides two counters of four bytes.
+    assert 12 * _KIB <= found.Peak()[1] <= 12 * _KIB + 8
