@@ -2,11 +2,11 @@
 
 from lingvo_moe.core.hlo.collectives import COLLECTIVES
 from lingvo_moe.core.hlo.groups import Groups
-from lingvo_moe.core.planner import cluster_network, torus
-from lingvo_moe.core.planner.cluster_network import Spread
+from lingvo_moe.core.planner import cluster_network, slices_network, torus, two_levels
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.gpu_cluster import Cluster
 from lingvo_moe.core.planner.machine import Machine
+from lingvo_moe.core.planner.two_levels import Sent, Spread
 from lingvo_moe.core.suggest import did_you_mean
 
 
@@ -20,8 +20,8 @@ def seconds(
         num_bytes: bytes on one device, of its operand or its result, whichever is larger.
         participants: devices in one replica group. All groups work at the same time.
         machine: the slice or the cluster.
-        spread: how each group lies in a cluster's nodes; None: in as few nodes as can be. On a slice each group is a
-            box of neighbouring chips.
+        spread: how each group lies in a cluster's nodes, or in several slices; None: in as few of them as can be. Inside
+            a slice each group is a box of neighbouring chips.
 
     Returns:
         Seconds; 0 for one participant.
@@ -42,15 +42,29 @@ def seconds(
     if isinstance(machine, Cluster):
         lies = spread or cluster_network.compact(participants, machine)
         return cluster_network.seconds(kind, num_bytes, lies, machine)
+    if machine.slices > 1:
+        lies = spread or slices_network.compact(participants, machine)
+        return slices_network.seconds(kind, num_bytes, lies, machine)
     return torus.seconds(kind, num_bytes, participants, machine)
 
 
 def spread(groups: Groups, machine: Machine) -> Spread | None:
-    """How groups of device ids lie in the nodes of a cluster; None on a slice, which has no nodes."""
-    return cluster_network.spread(groups, machine) if isinstance(machine, Cluster) else None
+    """How groups of device ids lie in the nodes of a cluster, or in several slices; None on a single slice."""
+    if isinstance(machine, Cluster):
+        return cluster_network.spread(groups, machine)
+    return slices_network.spread(groups, machine) if machine.slices > 1 else None
+
+
+def sent(kind: str, num_bytes: int, lies: Spread, machine: Machine) -> Sent:
+    """Returns the bytes that one device sends inside its node or slice, and to others, during one collective."""
+    if isinstance(machine, Cluster):
+        return cluster_network.sent(kind, num_bytes, lies, machine)
+    return two_levels.sent(kind, num_bytes, lies)
 
 
 def describe(machine: Machine) -> str:
     """Explains the model and its figures for a machine, in sentences for the reader of a plan."""
-    model = cluster_network if isinstance(machine, Cluster) else torus
-    return model.describe(machine)
+    if isinstance(machine, Cluster):
+        return cluster_network.describe(machine)
+    between = slices_network.describe(machine) if machine.slices > 1 else ""
+    return between + torus.describe(machine)

@@ -19,7 +19,7 @@ from typing import Any
 from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.inspect import bytes_per_device, count_parameters
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.planner import cluster_network, network
+from lingvo_moe.core.planner import network
 from lingvo_moe.core.planner.costs import Cost
 from lingvo_moe.core.planner.gpu_cluster import Cluster
 from lingvo_moe.core.planner.machine import Machine
@@ -127,7 +127,8 @@ def collectives(costs: Iterable[Cost], topology: Machine) -> list[dict[str, Any]
     """Returns the plan's `collectives`: one dict for each kind, place, size and group, the slowest first.
 
     `bytes` is the size of one execution, `seconds` the time of all `count` executions. On a cluster `nodes` and
-    `in_node` say how each group lies in the nodes, `sent_inside` and `sent_between` what one GPU sends each time.
+    `in_node` say how each group lies in the nodes, `sent_inside` and `sent_between` what one GPU sends each time; on
+    several TPU slices `slices` and `in_slice` say how it lies in these.
     """
     counts: dict[tuple, int] = defaultdict(int)
     for cost in costs:
@@ -158,11 +159,12 @@ def collectives(costs: Iterable[Cost], topology: Machine) -> list[dict[str, Any]
             "participants": participants,
             "seconds": count * one,
         }
-        if isinstance(topology, Cluster):
-            sent = cluster_network.sent(kind, num_bytes, lies, topology)
+        if lies is not None:
+            sent = network.sent(kind, num_bytes, lies, topology)
+            part = "node" if isinstance(topology, Cluster) else "slice"
             row |= {
-                "nodes": lies.nodes,
-                "in_node": lies.inside,
+                f"{part}s": lies.nodes,
+                f"in_{part}": lies.inside,
                 "sent_inside": round(sent.inside),
                 "sent_between": round(sent.between),
             }

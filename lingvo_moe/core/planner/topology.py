@@ -1,6 +1,7 @@
 """TPU slices by name: their chips, devices and links, with figures from public data sheets.
 
-A name is a generation and the number of chips in each dimension, e.g. 'v3:32x32'. Figures are from
+A name is a generation and the number of chips in each dimension, e.g. 'v3:32x32'; 'v5p:4x4x4*2' are two equal slices,
+joined by the data-centre network. Figures are from
 the Google Cloud documents "TPU v3", "TPU v4", "TPU v5e", "TPU v5p" and "TPU v6e" (key
 specifications), except the memory that a program may use: that is the limit that the TPU compiler
 (libtpu 0.0.42) prints when it refuses a program, a little below the chip's memory.
@@ -33,6 +34,8 @@ class Chip:
         max_dims: chips in each dimension of the largest slice; a 3-D slice may have another shape
             with the same number of chips.
         source: where the figures come from.
+        dcn_bandwidth: bytes/s per chip to other slices over the data-centre network, in one direction: its share of its
+            host's network interfaces. 0 where no figure is published.
     """
 
     generation: str
@@ -45,8 +48,11 @@ class Chip:
     clock_hz: float
     max_dims: tuple[int, ...]
     source: str
+    dcn_bandwidth: float = 0.0
 
 
+# The data-centre network: "DCN bandwidth per chip" of v5p (50 Gbit/s); that of a pod over its chips for v5e (6.4 Tbit/s
+# over 256) and v6e (25.6 Tbit/s over 256), which is also that of the interfaces of a host over its eight chips.
 # Links: v3's 656 Gbit/s are from Jouppi et al. 2020, "A Domain-Specific Supercomputer for Training
 # Deep Neural Networks"; v4's follow from the pod's all-reduce bandwidth (1.1 PB/s over 4096 chips of
 # six links); the others are half of the bidirectional bandwidth per chip, over the chip's links.
@@ -91,6 +97,7 @@ CHIPS = {
             clock_hz=1500e6,
             max_dims=(16, 16),
             source="Google Cloud, TPU v5e",
+            dcn_bandwidth=6.4e12 / 8 / 256,
         ),
         Chip(
             generation="v5p",
@@ -103,6 +110,7 @@ CHIPS = {
             clock_hz=1750e6,
             max_dims=(16, 16, 24),
             source="Google Cloud, TPU v5p",
+            dcn_bandwidth=50e9 / 8,
         ),
         Chip(
             generation="v6e",
@@ -115,6 +123,7 @@ CHIPS = {
             clock_hz=1750e6,
             max_dims=(16, 16),
             source="Google Cloud, TPU v6e",
+            dcn_bandwidth=25.6e12 / 8 / 256,
         ),
     )
 }
@@ -122,17 +131,21 @@ CHIPS = {
 
 @dataclass(frozen=True)
 class Topology:
-    """A slice: chips in a grid of two or three dimensions, some of which close to rings.
+    """A slice, or several equal ones: chips in a grid of two or three dimensions, some of which close to rings.
+
+    Device i is in slice i // slice_devices.
 
     Attributes:
-        name: as the TPU compiler takes it, e.g. 'v3:32x32'.
+        name: e.g. 'v3:32x32', or 'v5p:4x4x4*2' for two slices.
         chip: what each chip has.
-        dims: chips in each dimension.
+        dims: chips of a slice in each dimension.
+        slices: the number of slices, which the data-centre network joins.
     """
 
     name: str
     chip: Chip
     dims: tuple[int, ...]
+    slices: int = 1
 
     @classmethod
     def parse(cls, name: str) -> "Topology":
@@ -163,14 +176,29 @@ class Topology:
         return self.chip.generation
 
     @property
-    def num_chips(self) -> int:
-        """The number of chips."""
+    def slice_chips(self) -> int:
+        """The number of chips of a slice."""
         return math.prod(self.dims)
+
+    @property
+    def slice_devices(self) -> int:
+        """The number of devices of a slice."""
+        return self.slice_chips * self.chip.devices_per_chip
+
+    @property
+    def num_chips(self) -> int:
+        """The number of chips of all slices."""
+        return self.slice_chips * self.slices
 
     @property
     def num_devices(self) -> int:
         """The number of devices as JAX counts them."""
-        return self.num_chips * self.chip.devices_per_chip
+        return self.slice_devices * self.slices
+
+    @property
+    def dcn_bandwidth(self) -> float:
+        """Bytes/s, one way, that a device sends to other slices."""
+        return self.chip.dcn_bandwidth / self.chip.devices_per_chip
 
     @property
     def hbm_bytes(self) -> int:
@@ -194,6 +222,7 @@ class Topology:
 
     def Describe(self) -> dict[str, Any]:
         """The figures of the slice that go into a plan's `topology`."""
+        several = {"slices": self.slices, "dcn_bandwidth": self.dcn_bandwidth}
         return {
             "name": self.name,
             "generation": self.generation,
@@ -205,7 +234,7 @@ class Topology:
             "hbm_bandwidth": self.hbm_bandwidth,
             "link_bandwidth": self.chip.link_bandwidth,
             "clock_hz": self.clock_hz,
-        }
+        } | (several if self.slices > 1 else {})
 
     @property
     def wraps(self) -> tuple[bool, ...]:

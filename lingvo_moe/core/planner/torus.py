@@ -42,7 +42,7 @@ def seconds(kind: str, num_bytes: int, participants: int, topology: Topology) ->
     """
     group = _group(participants, topology)
     bandwidth = topology.chip.link_bandwidth
-    if group.chips == 1 and (kind != "collective-permute" or topology.num_chips == 1):
+    if group.chips == 1 and (kind != "collective-permute" or topology.slice_chips == 1):
         # All participants are on one chip, so the data goes through its memory and over no link. Not
         # for a permute: its group is a pair, and most pairs lie on two chips.
         return SECONDS_PER_OPERATION + num_bytes / topology.chip.hbm_bandwidth
@@ -60,8 +60,9 @@ def describe(topology: Topology) -> str:
         if chip.devices_per_chip > 1
         else ""
     )
+    subject = "a slice" if topology.slices > 1 else topology.name
     return (
-        f"{topology.name} is a grid of {dims} chips; {rings}; a link carries"
+        f"{subject} is a grid of {dims} chips; {rings}; a link carries"
         f" {chip.link_bandwidth / 1e9:g} GB/s each way.{shared}"
         " All-reduce, all-gather and reduce-scatter run pipelined rings in all dimensions at once, so"
         " the chip with the fewest links sets their pace, whatever the number of chips."
