@@ -1,11 +1,13 @@
 """Reads the names of machines: 'v3:32x32' is a TPU slice of 32x32 chips, 'h100:32x8' a cluster of 32 nodes of 8 GPUs.
 
+'v5p:4x4x4*2' are two TPU slices, joined by the data-centre network.
+
 Engine and planner both take such names, and do not import each other. Each knows which machines exist for it, and says
 itself what is wrong with a name.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 _SIZE = r"[1-9]\d{0,5}"
@@ -21,17 +23,29 @@ class TopologyName:
         kind: what precedes the colon, a TPU generation or a GPU card, e.g. 'v3' or 'h100'.
         sizes: of a slice, its chips in each dimension; of a cluster, its nodes and the GPUs of a node. Empty where they
             are missing or unreadable.
+        slices: the number of equal TPU slices, after the '*'; 1 without it; 0 where it is unreadable.
     """
 
     kind: str
     sizes: tuple[int, ...]
+    slices: int = 1
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Takes a name apart, without the spaces around it. Every text has parts."""
-        kind, _, sizes = text.strip().partition(":")
+        machine, star, slices = text.strip().partition("*")
+        kind, _, sizes = machine.partition(":")
         readable = _SIZES.fullmatch(sizes)
-        return cls(kind, tuple(map(int, sizes.split("x"))) if readable else ())
+        return cls(
+            kind,
+            tuple(map(int, sizes.split("x"))) if readable else (),
+            (int(slices) if re.fullmatch(_SIZE, slices) else 0) if star else 1,
+        )
+
+    @property
+    def one_slice(self) -> Self:
+        """The name of one of its slices."""
+        return replace(self, slices=1)
 
     @property
     def is_tpu(self) -> bool:
@@ -39,5 +53,6 @@ class TopologyName:
         return _TPU.fullmatch(self.kind) is not None
 
     def __str__(self) -> str:
-        """The name, e.g. 'v3:32x32'."""
-        return f"{self.kind}:{'x'.join(map(str, self.sizes))}"
+        """The name, e.g. 'v3:32x32' or 'v5p:4x4x4*2'."""
+        several = f"*{self.slices}" if self.slices > 1 else ""
+        return f"{self.kind}:{'x'.join(map(str, self.sizes))}{several}"

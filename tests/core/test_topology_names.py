@@ -41,3 +41,21 @@ def test_a_kind_like_a_tpu_generation(text):
 @pytest.mark.parametrize("text", ["v100:1x8", "tpu:2x2", "3:2x2", "h10", *MEMORY_BYTES])
 def test_other_kinds_are_gpus(text):
     assert not TopologyName.parse(text).is_tpu
+
+
+@pytest.mark.parametrize(
+    "text, slices", [("v5p:4x4x4*2", 2), ("v5e:16x16*300", 300), ("v5p:4x4x4", 1)]
+)
+def test_a_machine_of_several_slices(text, slices):
+    name = TopologyName.parse(text)
+    assert (name.slices, str(name)) == (slices, text)
+    assert str(name.one_slice) == text.partition("*")[0]
+
+
+def test_one_slice_needs_no_number():
+    assert str(TopologyName.parse("v5e:4x4*1")) == "v5e:4x4"
+
+
+@pytest.mark.parametrize("slices", ["", "0", "two", "-2", "02", "2*2", "2x", "1234567", " 2"])
+def test_a_number_of_slices_that_cannot_be_read_is_0(slices):
+    assert TopologyName.parse(f"v5p:4x4x4*{slices}") == TopologyName("v5p", (4, 4, 4), 0)

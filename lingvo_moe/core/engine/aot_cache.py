@@ -47,7 +47,7 @@ def cached(
     """
     if cache_dir is None:
         return compile_program()
-    machine = topology_name.replace(":", "-")
+    machine = topology_name.replace(":", "-").replace("*", "_")
     hashes = f"{program.hash[:32]}-{program.names_hash[:16]}"
     path = cache_dir / f"{hashes}-{machine}-{compiler}.aot"
     result = _read(path)

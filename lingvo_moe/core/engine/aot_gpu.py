@@ -78,10 +78,10 @@ def _target(topology: str) -> GpuTarget:
 
 @functools.lru_cache(maxsize=8)
 def _describe(topology: str) -> tuple[Any, ...]:
-    target, sizes = _target(topology), TopologyName.parse(topology).sizes
-    if len(sizes) != 2:
+    target, parsed = _target(topology), TopologyName.parse(topology)
+    if len(parsed.sizes) != 2 or parsed.slices != 1:
         raise EngineError(f"topology {topology!r}: {_NAMES}")
-    nodes, gpus = sizes
+    nodes, gpus = parsed.sizes
     cuda_plugin.version()  # raises if it is not installed
     use_cpu()
     refusal = ""

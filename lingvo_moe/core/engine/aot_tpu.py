@@ -27,7 +27,7 @@ from lingvo_moe.core.topology_names import TopologyName
 _ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 # The two cores of a v4 chip work as one, as JAX runs them; those of a v2 or v3 chip cannot.
 _CHIP_CONFIG = {"v4": "megacore"}
-_NAMES = "a name is a generation and the chips in each dimension, e.g. 'v3:32x32' or 'v4:4x4x8'"
+_NAMES = "a name is a generation and the chips in each dimension, e.g. 'v3:32x32', and '*2' for two such slices"
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([KMGT]?)B?"
 # The compiler reports either that the live bytes exceed HBM, before allocation, or the bytes used after it.
@@ -35,7 +35,10 @@ _LIMITS = re.compile(rf"\({_SIZE}\) exceeds available HBM \({_SIZE}\)|Used {_SIZ
 
 
 class TpuCompiler(Compiler):
-    """libtpu's compiler. A name is e.g. 'v3:32x32' (generation, chips in each dimension)."""
+    """libtpu's compiler. A name is e.g. 'v3:32x32' (generation, chips in each dimension) or 'v5p:4x4x4*2' (two slices).
+
+    Devices of several slices are ordered by slice, so that the first axis of a mesh crosses slices.
+    """
 
     label = "the TPU compiler"
     platform = "tpu"
@@ -82,10 +85,10 @@ def _describe(name: str) -> tuple[Any, ...]:
     for variable, value in _ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     use_cpu()
-    if not name:  # libtpu would take a slice of its own choice
-        raise EngineError(f"topology {name!r}: {_NAMES}")
     parsed = TopologyName.parse(name)
-    options: dict[str, Any] = {}
+    if not name or not parsed.slices:  # without a name libtpu would take a slice of its own choice
+        raise EngineError(f"topology {name!r}: {_NAMES}")
+    options: dict[str, Any] = {"num_slices": parsed.slices} if parsed.slices > 1 else {}
     if parsed.kind in _CHIP_CONFIG:
         options["chip_config_name"] = _CHIP_CONFIG[parsed.kind]
     if set(parsed.sizes) == {1}:  # by default hosts have 2x2 chips
@@ -94,7 +97,7 @@ def _describe(name: str) -> tuple[Any, ...]:
     with quiet():
         try:
             description = topologies.get_topology_desc(
-                platform="tpu", topology_name=name, **options
+                platform="tpu", topology_name=name.partition("*")[0], **options
             )
         except jax.errors.JaxRuntimeError as e:
             refusal = first_line(str(e))
@@ -102,7 +105,9 @@ def _describe(name: str) -> tuple[Any, ...]:
         raise EngineError(
             f"topology {name!r}: the TPU compiler knows no such slice ({refusal}); {_NAMES}"
         )
-    return tuple(description.devices)
+    return tuple(
+        sorted(description.devices, key=lambda device: device.id)
+    )  # a slice's ids are consecutive
 
 
 def _check_installed() -> None:

@@ -1,8 +1,8 @@
 """Reads transfers between TPU slices from a compiled program.
 
-Slices are joined by the data-centre network. The TPU compiler splits a collective whose devices lie in several slices: a
-part inside each slice, and a `send` with its `recv`, which the hosts carry out (XLA calls their runtime Megascale). The
-attributes of both say what is done between the slices:
+Slices are joined by the data-centre network. The TPU compiler splits a collective whose devices lie in several slices
+into a part inside each slice, and a `send` with its `recv`, which the hosts carry out (XLA calls their runtime
+Megascale). The attributes of both say what is done between the slices:
 
     _xla_megascale_transfer_type="ALL_REDUCE", _xla_megascale_target="{1,2}x{0:3}"
 
@@ -50,7 +50,9 @@ def transfer_kind(instruction: Instruction) -> str | None:
     return _KINDS[found[1]]
 
 
-def transfer_groups(instruction: Instruction, devices_per_slice: int) -> tuple[tuple[int, ...], ...]:
+def transfer_groups(
+    instruction: Instruction, devices_per_slice: int
+) -> tuple[tuple[int, ...], ...]:
     """The devices of each group of a transfer, or each (source, target) pair, numbered over all slices.
 
     Args:

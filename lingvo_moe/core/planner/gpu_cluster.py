@@ -207,6 +207,11 @@ class Cluster:
                 f"topology {name!r}: expected nodes x GPUs of a node after the card, e.g. {model}:32x8"
             )
         nodes, gpus = parsed.sizes
+        if parsed.slices != 1:
+            raise PlanError(
+                f"topology {name!r}: only TPUs have slices; a larger GPU cluster has more nodes, e.g."
+                f" {model}:{2 * nodes}x{gpus}"
+            )
         if gpus not in NODE_SIZES:
             swapped = (
                 f"; the nodes come first: {model}:{gpus}x{nodes}" if nodes in NODE_SIZES else ""

@@ -13,7 +13,7 @@ Machine = Topology | Cluster
 
 
 def parse_machine(name: str) -> Machine:
-    """Makes a machine from a name: 'v3:32x32' is a TPU slice, 'h100:32x8' a GPU cluster.
+    """Makes a machine from a name: 'v3:32x32' is a TPU slice, 'v5p:4x4x4*2' are two, 'h100:32x8' is a GPU cluster.
 
     Raises:
         PlanError: no such generation or card, unreadable sizes, or a machine that does not exist.

@@ -20,8 +20,8 @@ def seconds(
         num_bytes: bytes on one device, of its operand or its result, whichever is larger.
         participants: devices in one replica group. All groups work at the same time.
         machine: the slice or the cluster.
-        spread: how each group lies in a cluster's nodes, or in several slices; None: in as few of them as can be. Inside
-            a slice each group is a box of neighbouring chips.
+        spread: how each group lies in a cluster's nodes, or in several slices; None: in as few of them as can be.
+            Inside a slice each group is a box of neighbouring chips.
 
     Returns:
         Seconds; 0 for one participant.

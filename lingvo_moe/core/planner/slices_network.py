@@ -53,6 +53,6 @@ def describe(topology: Topology) -> str:
         f"{topology.name} has {topology.slices} slices, joined by the data-centre network: a chip's share of its host's"
         f" interfaces carries {chip.dcn_bandwidth / 1e9:g} GB/s each way (data sheet, not measured). All-reduce,"
         " all-gather and reduce-scatter are hierarchical: between slices a device sends only its share of its slice's"
-        f" data, after or before the part inside the slice. Each step between slices adds {SECONDS_PER_STEP * 1e6:g} us,"
-        " which is an assumption. Inside a slice: "
+        " data, after or before the part inside the slice. Each step between slices adds"
+        f" {SECONDS_PER_STEP * 1e6:g} us, which is an assumption. Inside a slice: "
     )

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from lingvo_moe.core.planner.errors import PlanError
-from lingvo_moe.core.suggest import did_you_mean
+from lingvo_moe.core.suggest import did_you_mean, either
 from lingvo_moe.core.topology_names import TopologyName
 
 _GIB = 2**30
+_MOST_SLICES = 256  # more would be a slip
 
 
 @dataclass(frozen=True)
@@ -149,10 +150,11 @@ class Topology:
 
     @classmethod
     def parse(cls, name: str) -> "Topology":
-        """Makes a topology from a name such as 'v3:32x32' or 'v4:4x4x8'.
+        """Makes a topology from a name such as 'v3:32x32', 'v4:4x4x8' or 'v5p:4x4x4*2'.
 
         Raises:
-            PlanError: no such generation, unreadable dimensions, or a slice that does not exist.
+            PlanError: no such generation, unreadable dimensions, a slice that does not exist, or several slices of a
+                generation for which no figure of the network between them is published.
         """
         parsed = TopologyName.parse(name.lower())
         generation = parsed.kind
@@ -168,7 +170,8 @@ class Topology:
                 f"topology {name!r}: expected the chips in each dimension after the generation, e.g. {example}"
             )
         _check_dims(name, chip, parsed.sizes, example)
-        return cls(str(parsed), chip, parsed.sizes)
+        _check_slices(name, chip, parsed)
+        return cls(str(parsed), chip, parsed.sizes, parsed.slices)
 
     @property
     def generation(self) -> str:
@@ -259,9 +262,11 @@ def _check_dims(name: str, chip: Chip, dims: tuple[int, ...], example: str) -> N
             f"topology {name!r}: {chip.generation} has two dimensions; leave out the last, which is 1"
         )
     if len(dims) != count:
+        first = "x".join(map(str, dims[:count]))
+        several = f"; several slices are written {chip.generation}:{first}*{dims[-1]}"
         raise PlanError(
             f"topology {name!r}: {chip.generation} slices have {count} dimensions, not {len(dims)}; "
-            f"the largest is {example}"
+            f"the largest is {example}{several if len(dims) == count + 1 and dims[-1] > 1 else ''}"
         )
     # 3-D slices are cubes of 4x4x4 chips joined by switches, so only the number of chips is limited.
     too_large = math.prod(dims) > math.prod(most) if count == 3 else max(dims) > max(most)
@@ -270,4 +275,18 @@ def _check_dims(name: str, chip: Chip, dims: tuple[int, ...], example: str) -> N
     if math.prod(dims) > 1 and (dims[0] % 2 or dims[1] % 2):
         raise PlanError(
             f"topology {name!r}: hosts have 2x2 chips, so the first two dimensions have to be even"
+        )
+
+
+def _check_slices(name: str, chip: Chip, parsed: TopologyName) -> None:
+    if not 1 <= parsed.slices <= _MOST_SLICES:
+        raise PlanError(
+            f"topology {name!r}: expected a number of slices from 1 to {_MOST_SLICES} after the *, e.g."
+            f" {parsed.one_slice}*2"
+        )
+    if parsed.slices > 1 and not chip.dcn_bandwidth:
+        known = [c.generation for c in CHIPS.values() if c.dcn_bandwidth]
+        raise PlanError(
+            f"topology {name!r}: no rate of the data-centre network between slices of {chip.generation} is published;"
+            f" several slices can be of {either(known)}"
         )

@@ -1,7 +1,7 @@
-"""What a device sends during a collective on a machine of two levels: nodes with a fast network inside, a slower one between.
+"""The bytes that a device sends during a collective on a machine of two levels: inside its node, and between nodes.
 
-A node is one of a GPU cluster, or a TPU slice among several. A group has p devices in each of n nodes. B is what a
-device has before or after, whichever is more:
+A node is one of a GPU cluster, or a TPU slice among several. It has a faster network inside than between. A group has
+p devices in each of n nodes. B is what a device has before or after, whichever is more:
 
     collective                      inside a node     between nodes
     all-gather, reduce-scatter      B (p-1)/p         B/p (n-1)/n

@@ -10,11 +10,11 @@ _PAIRS = "{{100001->200000},{200001->100000}}"
 
 
 def _use(target, transfer="ALL_REDUCE"):
-    attributes = (
+    frontend = (
         f'_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_megascale_target={target},'
         f'_xla_megascale_transfer_type="{transfer}"'
     )
-    return _read(f"frontend_attributes={{{attributes}}}, backend_config={{}}")
+    return _read(f"frontend_attributes={{{frontend}}}, backend_config={{}}")
 
 
 def _read(attributes):
@@ -23,7 +23,7 @@ def _read(attributes):
 ENTRY %main (x: f32[16,8]) -> token[] {{
   %x = f32[16,8]{{1,0:T(8,128)}} parameter(0)
   %after-all = token[] after-all()
-  %send = (f32[16,8]{{1,0:T(8,128)}}, u32[], token[]) send(%x, %after-all), channel_id=4, is_host_transfer=true, {attributes}
+  %send = (f32[16,8]{{1,0:T(8,128)}}, u32[], token[]) send(%x, %after-all), channel_id=4, {attributes}
   ROOT %send-done = token[] send-done(%send), channel_id=4, is_host_transfer=true
 }}
 """)
@@ -73,7 +73,10 @@ def test_other_sends_are_no_collectives():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (('"{1,2}x{0:3}"', "BROADCAST"), "send send: unknown type .* 'BROADCAST'; known are ALL_REDUCE"),
+        (
+            ('"{1,2}x{0:3}"', "BROADCAST"),
+            "send send: unknown type .* 'BROADCAST'; known are ALL_REDUCE",
+        ),
         (('"every device"',), "send send: cannot read the devices of .*every device"),
         (("{{100000,200000},{100001}}",), "cannot read the devices of"),
     ],
@@ -83,14 +86,15 @@ def test_unreadable_transfers(arguments, message):
         _use(*arguments)
 
 
-def test_a_done_is_no_collective():
-    module = parse_module("""HloModule m
+def test_only_the_send_of_a_transfer_counts():
+    transfer = 'frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}'
+    module = parse_module(f"""HloModule m
 
-ENTRY %main (x: f32[16,8]) -> f32[16,8] {
+ENTRY %main (x: f32[16,8]) -> f32[16,8] {{
   %after-all = token[] after-all()
-  %recv = (f32[16,8]{1,0}, u32[], token[]) recv(%after-all), channel_id=4, frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
-  %recv-done = (f32[16,8]{1,0}, token[]) recv-done(%recv), channel_id=4
-  ROOT %y = f32[16,8]{1,0} get-tuple-element(%recv-done), index=0
-}
+  %recv = (f32[16,8]{{1,0}}, u32[], token[]) recv(%after-all), channel_id=4, {transfer}
+  %recv-done = (f32[16,8]{{1,0}}, token[]) recv-done(%recv), channel_id=4, {transfer}
+  ROOT %y = f32[16,8]{{1,0}} get-tuple-element(%recv-done), index=0
+}}
 """)
     assert not any(map(collective_kind, module.entry.instructions))

@@ -33,6 +33,8 @@ def test_a_name_is_a_slice_or_a_cluster():
         ("h100:8", "expected nodes x GPUs"),
         ("h100:1x6", "a node of 6 GPUs; a node has 1, 2, 4 or 8"),
         ("h100:8x16", "a node of 16 GPUs; .*the nodes come first: h100:16x8"),
+        ("h100:2x8*2", "only TPUs have slices; .* e.g. h100:4x8"),
+        ("v5p:4x4x4*x", "a number of slices"),
         ("v9:2x2", "no TPU generation 'v9'"),
         ("v3:3x3", "hosts have 2x2 chips"),
         ("", "no TPU generation ''"),

@@ -32,6 +32,28 @@ def test_a_whole_v3_pod():
     assert pod.chip.peak_flops * pod.num_devices == pytest.approx(126e15, rel=0.01)
 
 
+def test_several_slices():
+    pods = Topology.parse(" V5P:4x4x4*2 ")
+    assert (pods.name, pods.dims, pods.slices) == ("v5p:4x4x4*2", (4, 4, 4), 2)
+    assert (pods.slice_chips, pods.slice_devices) == (64, 64)
+    assert (pods.num_chips, pods.num_devices) == (128, 128)
+    assert pods.wraps == (True, True, True)
+    assert pods.Describe()["slices"] == 2 and pods.Describe()["chips"] == 128
+    # Google Cloud, TPU v5p: 50 Gbit/s a chip
+    assert pods.Describe()["dcn_bandwidth"] == pods.dcn_bandwidth == 6.25e9
+    assert "slices" not in Topology.parse("v5p:4x4x4").Describe()
+    assert Topology.parse("v5p:4x4x4*1") == Topology.parse("v5p:4x4x4")
+
+
+@pytest.mark.parametrize("name", ["v5p:4x4x4*2", "v5e:4x4*3", "v6e:2x2*12", "v5e:1x1*2"])
+def test_devices_of_several_slices_are_those_of_the_compiler(name):
+    topology = Topology.parse(name)
+    devices = aot.devices_of(name)
+    slices = [device.slice_index for device in devices]
+    size = topology.slice_devices
+    assert slices == [i // size for i in range(topology.num_devices)]
+
+
 @pytest.mark.parametrize("name", [*SMALLEST.values(), *map(_largest, CHIPS), "v5e:1x1", "v4:4x4x8"])
 def test_devices_are_those_of_the_compiler(name):
     assert Topology.parse(name).num_devices == len(aot.devices_of(name))
@@ -80,6 +102,14 @@ def test_which_dimensions_are_rings(name, wraps):
         ("v3:2x2x1", "v3 has two dimensions; leave out the last"),
         ("v3:2x2x2", "v3 slices have 2 dimensions, not 3"),
         ("v4:4x4", "v4 slices have 3 dimensions, not 2; the largest is v4:16x16x16"),
+        ("v5p:4x4x4x2", r"not 4; .* several slices are written v5p:4x4x4\*2"),
+        ("v5p:4x4x4*", r"a number of slices from 1 to 256 after the \*, e.g. v5p:4x4x4\*2"),
+        ("v5p:4x4x4*0", "a number of slices from 1 to 256"),
+        ("v5p:4x4x4*257", "a number of slices from 1 to 256"),
+        ("v5p:4x4x4*two", "a number of slices from 1 to 256"),
+        ("v3:4x4*2", "between slices of v3 is published; several slices can be of v5e, v5p or v6e"),
+        ("v55p:4x4x4*2", r"no TPU generation 'v55p' \(did you mean 'v5p'"),
+        ("v5p*2", "expected the chips in each dimension"),
         ("v3:64x32", "the largest slice of v3 is v3:32x32"),
         ("v5p:24x24x24", "the largest slice of v5p is v5p:16x16x24"),
         ("v3:3x2", "the first two dimensions have to be even"),
