@@ -341,6 +341,7 @@ def test_the_page_on_planning_has_the_data_sheets_figures() -> None:
             f"{chip.peak_flops / 1e12:g}",
             f"{chip.hbm_bandwidth / 1e9:g}",
             f"{chip.link_bandwidth / 1e9:g}",
+            f"{chip.dcn_bandwidth / 1e9:g}" if chip.dcn_bandwidth else "–",
         ]
 
 

@@ -142,6 +142,8 @@ class Placer:
         own = self.place_name(at.op_name, at.backward)
         if instruction.opcode in ("parameter", "constant", "tuple", "while"):
             return own
+        if instruction.opcode == "send" and (sent := self._of_sent(executed)):
+            return sent
         if combined := self._combined(executed):
             return combined
         for op_name in [*products, at.op_name]:
@@ -152,6 +154,29 @@ class Placer:
         if near is None:
             near = self._of_sum(at) if own.part == "loop" else self._by_neighbours(at)
         return near or own
+
+    def _of_sent(self, executed: Executed) -> Place | None:
+        """Place of the value that is sent to another TPU slice: that of its nearest named producer.
+
+        The compiler leaves out the names of what it sends, and may have combined it with other values before.
+        """
+        inside, piece = executed.computation, executed.instruction
+        nearest = None
+        for _ in range(_SEARCH_LIMIT):
+            sources = inside.operands(piece)
+            if not sources:
+                break
+            index = int(piece.attribute("index") or 0)
+            piece = max(sources, key=lambda source: source.num_bytes)
+            if collective_kind(piece) is not None and len(piece.operands) > index:
+                piece = inside.operands(piece)[index]
+            found = self.place_name(piece.op_name, executed.in_backward_loop)
+            if not found.is_clear:  # inside a fusion an index may have another's name
+                found = self._by_insides(piece, executed.in_backward_loop) or found
+                nearest = nearest or (found if found.is_clear else None)
+            if found.is_clear and (found.layer or piece.op_name):
+                return found
+        return nearest
 
     def _combined(self, executed: Executed) -> Place | None:
         """Place of the largest tensor in a collective that the GPU compiler combined from several; None for others.

@@ -209,9 +209,57 @@ def collectives(plan: Plan) -> list[Mapping[str, Any]]:
     return sorted(plan.get("collectives") or (), key=lambda c: -(c.get("seconds") or 0.0))
 
 
-def nodes(item: Mapping[str, Any]) -> str:
-    """How many nodes of a cluster each group of a collective spans; '' on a TPU slice."""
-    return f"{item['nodes']:,}" if "nodes" in item else ""
+def spans(item: Mapping[str, Any]) -> str:
+    """How many nodes of a cluster, or TPU slices, each group of a collective spans; '' on a single slice."""
+    count = item.get("nodes") or item.get("slices")
+    return f"{count:,}" if count else ""
+
+
+def spanned(plan: Plan) -> str:
+    """What `spans` counts: 'slices' or 'nodes'."""
+    return "slices" if get(plan, "topology.slices") else "nodes"
+
+
+# The columns of the table of what crosses slices.
+BETWEEN = ("kind", "layer", "part", "phase", "a step", "sent by one", "sent a step", "seconds")
+
+
+def between_slices(plan: Plan) -> list[list[str]]:
+    """Returns rows of cells for the collectives that cross TPU slices, the slowest first; see BETWEEN.
+
+    Bytes are those that a device sends to other slices, by one execution and by all of a step.
+    """
+    return [
+        [
+            *(item[key] or units.DASH for key in ("kind", "layer", "part", "phase")),
+            f"{item['count']:,}",
+            units.size(item["sent_between"]),
+            units.size(item["count"] * item["sent_between"]),
+            units.duration(item["seconds"]),
+        ]
+        for item in _crossing(plan)
+    ]
+
+
+def between_slices_in_all(plan: Plan) -> str:
+    """One sentence that sums up what crosses TPU slices; '' for a plan of a single slice."""
+    if not get(plan, "topology.slices") or not plan.get("time"):
+        return ""
+    items = _crossing(plan)
+    if not items:
+        return "No collective crosses slices."
+    count = sum(item["count"] for item in items)
+    sent = sum(item["count"] * item["sent_between"] for item in items)
+    seconds = sum(item["seconds"] for item in items)
+    return (
+        f"In all {count:,} a step: each device sends {units.size(sent)} to other slices in {units.duration(seconds)},"
+        f" {units.share(seconds / plan['time']['step_seconds'])} of the step. The rate is the data sheet's, not"
+        " measured."
+    )
+
+
+def _crossing(plan: Plan) -> list[Mapping[str, Any]]:
+    return [item for item in collectives(plan) if item.get("slices", 1) > 1]
 
 
 # The columns of the tables by mesh axis and by order of the axes, after their first one.
@@ -361,7 +409,9 @@ def _machine(plan: Plan) -> str:
         several = f"{nodes:,} nodes" if nodes > 1 else "a node"
         return f"{devices:,} GPUs ({card}), {several} of {gpus}; compiled for, not run"
     torus = "×".join(str(n) for n in get(plan, "topology.torus") or ())
-    return f"{devices:,} devices, {get(plan, 'topology.chips'):,} chips, torus {torus}"
+    slices = get(plan, "topology.slices")
+    grid = f"{slices:,} slices, each a torus {torus}" if slices else f"torus {torus}"
+    return f"{devices:,} devices, {get(plan, 'topology.chips'):,} chips, {grid}"
 
 
 def _peaks(plan: Plan) -> str:

@@ -214,16 +214,16 @@ def _collectives(plan: Plan) -> str:
     items = figures.collectives(plan)
     if not items:
         return ""
-    located = any(map(figures.nodes, items))
+    located = any(map(figures.spans, items))
     heads = [(h, False, False) for h in ("kind", "layer", "part", "phase")]
-    heads += [("nodes", True, False)] * located
+    heads += [(figures.spanned(plan), True, False)] * located
     heads += [(h, True, False) for h in ("a step", "bytes of one", "devices")]
     heads.append(("seconds", True, True))
     rows = [
         [
             escape(item["kind"]),
             *(escape(_words(item[key]) or units.DASH) for key in ("layer", "part", "phase")),
-            *([figures.nodes(item)] if located else []),
+            *([figures.spans(item)] if located else []),
             f"{item['count']:,}",
             units.size(item["bytes"]),
             f"{item['participants']:,}",
@@ -238,8 +238,20 @@ def _collectives(plan: Plan) -> str:
     model = figures.get(plan, "topology.model") or ""
     return (
         f"<h2>Collectives of a step</h2>{markup.table(heads, rows, foot)}<p class='note'>{escape(model)}</p>"
+        + _between_slices(plan)
         + _mesh_axes(plan)
     )
+
+
+def _between_slices(plan: Plan) -> str:
+    """The collectives that cross TPU slices; '' for a plan of a single slice."""
+    in_all = figures.between_slices_in_all(plan)
+    if not in_all:
+        return ""
+    rows = [[escape(_words(cell)) for cell in row] for row in figures.between_slices(plan)]
+    heads = [(h, i > 3, h == "seconds") for i, h in enumerate(figures.BETWEEN)]
+    table = markup.table(heads, rows) if rows else ""
+    return f"<h3>Between slices, over the data-centre network</h3>{table}<p class='note'>{escape(in_all)}</p>"
 
 
 def _mesh_axes(plan: Plan) -> str:

@@ -59,6 +59,12 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         _section(
             console, "Collectives of a step (seconds estimated)", _collectives(plan, console.width)
         )
+    if in_all := figures.between_slices_in_all(plan):
+        _section(
+            console,
+            "Between slices, over the data-centre network (seconds estimated)",
+            _between_slices(plan, in_all, console.width),
+        )
     if plan.get("mesh_axes"):
         _section(console, "Mesh axes and nodes (seconds estimated)", _mesh_axes(plan))
     _section(console, "Compiling", _pairs(figures.compile_figures(plan)))
@@ -179,11 +185,12 @@ def _stack(part: figures.PartTime, longest: float, width: int) -> Text:
 
 
 def _collectives(plan: Plan, width: int) -> Group:
-    places = ("kind", "layer", "part", "phase", "nodes")
+    spanned = figures.spanned(plan)
+    places = ("kind", "layer", "part", "phase", spanned)
     columns = (*places, "a step", "bytes of one", "devices", "seconds")
     items = figures.collectives(plan)
     narrow = () if width >= _WIDE else ("part", "devices")
-    left_out = narrow if any(map(figures.nodes, items)) else (*narrow, "nodes")
+    left_out = narrow if any(map(figures.spans, items)) else (*narrow, spanned)
     shown = [c for c in columns if c not in left_out]
     table = _table(*shown)
 
@@ -194,7 +201,7 @@ def _collectives(plan: Plan, width: int) -> Group:
         add(
             [
                 *(item[key] or units.DASH for key in ("kind", "layer", "part", "phase")),
-                figures.nodes(item),
+                figures.spans(item),
                 f"{item['count']:,}",
                 units.size(item["bytes"]),
                 f"{item['participants']:,}",
@@ -211,6 +218,18 @@ def _collectives(plan: Plan, width: int) -> Group:
         for kind, count, held, seconds in figures.collective_totals(plan)
     )
     return Group(table, Text(f"In all: {totals}.", style="dim"))
+
+
+def _between_slices(plan: Plan, in_all: str, width: int) -> Group:
+    rows = figures.between_slices(plan)
+    narrow = () if width >= _WIDE else ("part", "sent by one")
+    shown = [i for i, heading in enumerate(figures.BETWEEN) if heading not in narrow]
+    table = _table(*(figures.BETWEEN[i] for i in shown))
+    for row in rows[:_COLLECTIVES]:
+        table.add_row(*(row[i] for i in shown))
+    if len(rows) > _COLLECTIVES:
+        table.add_row(f"{len(rows) - _COLLECTIVES} more", style="dim")
+    return Group(*([table] if rows else []), Text(in_all, style="dim"))
 
 
 def _mesh_axes(plan: Plan) -> Group:

@@ -50,13 +50,16 @@ Total hbm usage >= 19.24G:
         ("v5e:1x1", 1),
         ("v5e:16x16", 256),
         ("v6e:4x4", 16),
+        ("v5p:2x2x1*2", 8),
+        ("v4:2x2x1*3", 12),
+        ("v3:2x2*2", 16),
     ],
 )
 def test_devices(name, count):
     assert len(aot.devices_of(name)) == count
 
 
-@pytest.mark.parametrize("name", ["v9:2x2", "v3:3x3", "v3:7", "v3:axb", "v3"])
+@pytest.mark.parametrize("name", ["v9:2x2", "v9:2x2*2", "v3:3x3", "v3:7", "v3:axb", "v3"])
 def test_a_topology_that_the_compiler_does_not_know(name, capfd):
     with pytest.raises(EngineError, match=r"the TPU compiler knows no such slice .*v3:32x32") as e:
         aot.devices_of(name)
@@ -68,6 +71,22 @@ def test_a_topology_that_the_compiler_does_not_know(name, capfd):
 def test_no_topology():
     with pytest.raises(EngineError, match="topology '': a name is a generation"):
         aot.devices_of("")
+
+
+@pytest.mark.parametrize("name", ["v5p:2x2x1*", "v5p:2x2x1*0", "v5p:2x2x1*two"])
+def test_no_number_of_slices(name):
+    with pytest.raises(EngineError, match=r"a name is a generation .*'\*2' for two such slices"):
+        aot.devices_of(name)
+
+
+def test_compiling_for_two_slices(capfd):
+    result = aot.compile_for_topology(_gram(1024), "v5p:2x2x1*2")
+    assert "num_partitions=4" in result.hlo_text  # of one slice
+    assert '_xla_megascale_transfer_type="ALL_GATHER"' in result.hlo_text
+    # As in one slice of eight.
+    assert result.memory["arguments"] == 1024 // 8 * 512 * 4
+    assert result.memory["outputs"] == 1024 * 1024 * 4
+    assert capfd.readouterr().err == ""
 
 
 def test_compiling(capfd):

@@ -281,3 +281,36 @@ def test_places_of_named_and_nameless_instructions():
     assert places["new"] == ("optimizer", "source_embedding")
     assert found["y.3"].times == 9
     assert found["y.3"].flops == 2 * 4 * 8 * 8
+
+
+def test_what_is_sent_to_another_slice_belongs_to_the_layer_that_computed_it():
+    # The compiler combined two sums before it sends one of them, and names neither.
+    transfer = 'frontend_attributes={_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}'
+    product = "dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    scope = (
+        "call_tensorflow/gradient_tape/m/decoder/blocks/body/layers_0/cross_atten/einsum_1/Einsum"
+    )
+    found = _costs(
+        f"""  %x = f32[8,8]{{1,0}} parameter(0)
+  %w = f32[8,8]{{1,0}} parameter(1)
+  %i = s32[] parameter(2)
+  %token = token[] after-all()
+  %other = f32[8,8]{{1,0}} {product}, metadata={{op_name="{scope.replace("decoder", "encoder")}"}}
+  %dw = f32[8,8]{{1,0}} {product}, metadata={{op_name="{scope}"}}
+  %laid = f32[8,8]{{0,1}} copy(%dw)
+  %sums = (f32[8,8]{{1,0}}, f32[8,8]{{0,1}}) all-reduce(%other, %laid), replica_groups={{{{0,1,2,3}}}}, to_apply=%add
+  %sum = f32[8,8]{{0,1}} get-tuple-element(%sums), index=1
+  %share = f32[2,8]{{0,1}} dynamic-slice(%sum, %i, %i), dynamic_slice_sizes={{2,8}}
+  %flat = f32[16]{{0}} bitcast(%share)
+  %send = (f32[16]{{0}}, u32[], token[]) send(%flat, %token), channel_id=5, {transfer}
+  %sent = token[] send-done(%send), channel_id=5
+  ROOT %y = f32[8,8]{{0,1}} negate(%sum)"""
+    )
+    sent = found["send"]
+    assert (sent.place.layer, sent.place.part, sent.place.phase) == (
+        "decoder.dense",
+        "attention",
+        "backward",
+    )
+    assert sent.collective.kind == "all-reduce" and sent.collective.bytes == 16 * 4
+    assert sent.bytes == found["sent"].bytes == 0

@@ -282,8 +282,42 @@ def test_collectives_of_a_cluster_have_the_nodes_that_they_span():
         assert "Mesh axes" not in other and " nodes " not in other and ">nodes<" not in other
 
 
+def make_plan_of_slices() -> dict:
+    """The first plan on two slices; its first collective crosses them."""
+    plan = make_plan()
+    plan["topology"] |= {"name": "v5p:4x4x4*2", "slices": 2, "dcn_bandwidth": 6.25e9}
+    first, *others = plan["collectives"]
+    first |= {"slices": 2, "in_slice": 1, "sent_inside": 0, "sent_between": 8 * 2**20}
+    for item in others:
+        item |= {"slices": 1, "in_slice": 4, "sent_inside": 2**20, "sent_between": 0}
+    return plan
+
+
+def test_what_crosses_slices_has_a_table_of_its_own():
+    plan = make_plan_of_slices()
+    first = plan["collectives"][0]
+    said = _squeezed(_printed(print_plan, plan, width=160))
+    seconds = units.duration(first["seconds"])
+    sent = units.size(8 * 2**20 * first["count"])
+    assert "2 slices, each a torus 32×32" in said
+    assert "kind layer part phase slices a step bytes of one" in said
+    assert "kind layer part phase a step sent by one sent a step seconds" in said
+    place = f"{first['kind']} {first['layer']} {first['part']} {first['phase']}"
+    assert f"{place} {first['count']} 8.0 MiB {sent} {seconds}" in said
+    share = units.share(first["seconds"] / plan["time"]["step_seconds"])
+    total = f"In all {first['count']} a step: each device sends {sent} to other slices in {seconds}, {share}"
+    assert total in said
+    _, page = _page([plan])
+    for cell in (">slices<", "Between slices, over the data-centre network", sent, total):
+        assert cell in page
+    for other in (_printed(print_plan, make_plan()), _page([make_plan()])[1]):
+        assert "Between slices" not in other and "slices" not in other
+    first["slices"] = 1
+    assert "No collective crosses slices." in _printed(print_plan, plan)
+
+
 @pytest.mark.parametrize("width", [80, 100, 120, 160])
-@pytest.mark.parametrize("make", [make_plan, make_plan_of_a_cluster])
+@pytest.mark.parametrize("make", [make_plan, make_plan_of_a_cluster, make_plan_of_slices])
 def test_nothing_is_cut_off_in_a_narrow_terminal(width, make):
     plan = make()
     said = _printed(print_plan, plan, width=width)
