@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from lingvo_moe.core.hlo import loops
+from lingvo_moe.core.hlo import loops, pipelines
 from lingvo_moe.core.hlo.errors import HloError
 
 _ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([^\]]*)\](?:\{([^}]*)\})?")
@@ -79,6 +79,9 @@ class Instruction:
         return sum(array.padded_bytes for array in self.arrays)
 
 
+_NOTHING = Instruction("", "", (), (), "", (), "")
+
+
 @dataclasses.dataclass
 class Computation:
     """A computation: its instructions in schedule order. Their names are unique in the module."""
@@ -122,12 +125,14 @@ class Executed:
       computation: the computation that contains it.
       times: executions in one run.
       in_backward_loop: whether it runs in a loop that computes gradients.
+      loops: the names of the `while` instructions in whose bodies it runs, outermost first.
     """
 
     instruction: Instruction
     computation: Computation
     times: int
     in_backward_loop: bool
+    loops: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass
@@ -153,25 +158,31 @@ class Module:
         Raises:
           HloError: the trip count of a loop cannot be determined, and `unknown` is None.
         """
-        yield from self._walk(self.entry, 1, False, once, unknown)
+        yield from self._walk(self.entry, Executed(_NOTHING, self.entry, 1, False), once, unknown)
 
     def _walk(
-        self, inside: Computation, times: int, backward: bool, once: bool, unknown: int | None
+        self, inside: Computation, at: Executed, once: bool, unknown: int | None
     ) -> Iterator[Executed]:
+        """Yields the instructions of a computation; `at` has how often it runs, and in which loops."""
         for instruction in inside.instructions:
-            yield Executed(instruction, inside, times, backward)
+            here = dataclasses.replace(at, instruction=instruction, computation=inside)
+            yield here
             if instruction.opcode == "while":
                 trips = 1 if once else self._trips(inside, instruction, unknown)
                 body = self.computation(instruction.attribute("body"))
                 condition = self.computation(instruction.attribute("condition"))
-                tests = times * (1 if once else trips + 1)
-                yield from self._walk(condition, tests, backward, once, unknown)
-                in_backward = backward or is_backward(instruction, body)
-                yield from self._walk(body, times * trips, in_backward, once, unknown)
+                tests = dataclasses.replace(here, times=here.times * (1 if once else trips + 1))
+                yield from self._walk(condition, tests, once, unknown)
+                trip = dataclasses.replace(
+                    here,
+                    times=here.times * trips,
+                    in_backward_loop=here.in_backward_loop or is_backward(instruction, body),
+                    loops=(*here.loops, instruction.name),
+                )
+                yield from self._walk(body, trip, once, unknown)
             elif instruction.opcode in ("call", "conditional", "async-start"):
                 for name in instruction.called:
-                    called = self.computation(name)
-                    yield from self._walk(called, times, backward, once, unknown)
+                    yield from self._walk(self.computation(name), here, once, unknown)
 
     def _trips(self, inside: Computation, loop: Instruction, unknown: int | None) -> int:
         try:
@@ -199,9 +210,13 @@ class Module:
 def is_backward(loop: Instruction, body: Computation) -> bool:
     """Whether a loop's body computes gradients, so that forward names in it are recomputations.
 
-    The loop over micro-batches is none: its body is a whole step, with a forward and a backward pass.
+    The loop over micro-batches is none: its body is a whole step, with a forward and a backward pass. Nor is a
+    pipeline's loop whose ticks have both.
     """
     if _MICRO_BATCHES.search(loop.op_name):
+        return False
+    ticks = pipelines.pipeline_loop(loop.op_name)
+    if ticks is not None and ticks.phase == pipelines.FORWARD_BACKWARD:
         return False
     return any(GRADIENT in instruction.op_name for instruction in body.instructions)
 

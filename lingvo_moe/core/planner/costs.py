@@ -32,6 +32,7 @@ class Cost:
       estimated_cycles: the compiler's own estimate of one execution, in clock cycles.
       collective: what it sends, if it is a collective.
       formats: the FLOPs by number format, one of `flops.FORMATS`.
+      loops: the names of the loops in whose bodies it runs, outermost first.
     """
 
     place: Place
@@ -43,6 +44,7 @@ class Cost:
     estimated_cycles: int
     collective: CollectiveUse | None = None
     formats: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    loops: tuple[str, ...] = ()
 
 
 def costs(module: Module, once: bool = False) -> list[Cost]:
@@ -72,6 +74,7 @@ def costs(module: Module, once: bool = False) -> list[Cost]:
                 estimated_cycles=_cycles(instruction),
                 collective=collective_use(instruction, inside, module.attributes),
                 formats=_by_format(products),
+                loops=executed.loops,
             )
         )
     return found

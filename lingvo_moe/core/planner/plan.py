@@ -91,10 +91,9 @@ def work(costs: Iterable[Cost], topology: Machine) -> list[dict[str, Any]]:
         row["bytes"] += cost.times * cost.bytes
         row["compute_seconds"] += cost.times * compute
         row["memory_seconds"] += cost.times * memory
-        compiler = cost.estimated_cycles / clock if (clock := topology.clock_hz) else 0.0
         row["roofline_seconds"] += cost.times * max(compute, memory)
-        row["compiler_seconds"] += cost.times * compiler
-        row["seconds"] += cost.times * max(compute, memory, compiler)
+        row["compiler_seconds"] += cost.times * _compiler_seconds(cost, topology)
+        row["seconds"] += cost.times * execution_seconds(cost, topology)
     table = [{"part": part, "phase": phase, **row} for (part, phase), row in rows.items()]
     return sorted(table, key=lambda row: -row["seconds"])
 
@@ -103,6 +102,22 @@ def compute_seconds(cost: Cost, topology: Machine) -> float:
     """Seconds of an instruction's matrix products, each at the peak of its number format."""
     peaks = topology.peaks
     return sum(flops / peaks.get(kind, peaks["bfloat16"]) for kind, flops in cost.formats.items())
+
+
+def _compiler_seconds(cost: Cost, topology: Machine) -> float:
+    return cost.estimated_cycles / topology.clock_hz if topology.clock_hz else 0.0
+
+
+def execution_seconds(cost: Cost, topology: Machine) -> float:
+    """Estimates the seconds of one execution of an instruction: of its work or, for a collective, on the network."""
+    if use := cost.collective:
+        lies = network.spread(use.devices, topology)
+        return network.seconds(use.kind, use.bytes, use.participants, topology, lies)
+    return max(
+        compute_seconds(cost, topology),
+        cost.bytes / topology.hbm_bandwidth,
+        _compiler_seconds(cost, topology),
+    )
 
 
 def number_formats(costs: Iterable[Cost]) -> dict[str, int]:

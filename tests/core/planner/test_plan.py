@@ -31,6 +31,7 @@ def _cost(place, times=1, flops=0, num_bytes=0, cycles=0, collective=None):
         "estimated_cycles": cycles,
         "collective": collective,
         "formats": {"bfloat16": flops},
+        "loops": (),
     }
     return Cost(**{f.name: fields[f.name] for f in dataclasses.fields(Cost)})
 

@@ -1,0 +1,281 @@
+"""What pipelines of a compiled program do: ticks by phase, their seconds, the bubble, and what stages pass on.
+
+A tick is one iteration of a pipeline's loop (core/hlo/pipelines.py); all stages take part in each. There are three
+kinds of work: the forward pass F, the backward pass B, and the gradients of weights W where the schedule has them
+apart. The loops' trip counts say for how many ticks the program does each kind; a stage has V M ticks' worth of each to
+do, for M micro-batches and V chunks of layers a stage. It is idle in the others. The share of idle ticks, each weighted
+by the seconds of its kind, is the bubble.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lingvo_moe.core.hlo.module import Computation, Executed, Instruction, Module
+from lingvo_moe.core.hlo.pipelines import (
+    BACKWARD,
+    FORWARD,
+    FORWARD_BACKWARD,
+    PHASES,
+    WEIGHT_GRADIENTS,
+    PipelineLoop,
+    loop_of_operation,
+    pipeline_loop,
+)
+from lingvo_moe.core.planner.costs import Cost
+from lingvo_moe.core.planner.errors import PlanError
+from lingvo_moe.core.planner.machine import Machine
+from lingvo_moe.core.planner.plan import execution_seconds
+
+_PERMUTE = "collective-permute"
+_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
+# The phases whose ticks do each kind of work.
+_KINDS = {
+    FORWARD: (FORWARD, FORWARD_BACKWARD),
+    BACKWARD: (BACKWARD, FORWARD_BACKWARD),
+    WEIGHT_GRADIENTS: (WEIGHT_GRADIENTS,),
+}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The schedule of a model's pipelines, as its parameters have it.
+
+    Attributes:
+        name: e.g. '1f1b'.
+        stages: K.
+        micro_batches: M.
+        repeats: V, chunks of layers that each stage has.
+    """
+
+    name: str
+    stages: int
+    micro_batches: int
+    repeats: int = 1
+
+
+@dataclass
+class Loop:
+    """A loop over ticks.
+
+    Attributes:
+        phase: one of PHASES.
+        ticks: its trip count.
+        runs: how often a run of the program enters it.
+        seconds: of one tick, estimated: work and collectives, which are taken not to overlap. None for a single tick
+            whose loop the compiler removed.
+        permutes: what a tick sends from stage to stage.
+    """
+
+    phase: str
+    ticks: int
+    runs: int
+    seconds: float | None
+    permutes: list[dict[str, Any]] = field(default_factory=list)
+
+
+def pipelines(
+    module: Module, costs: Sequence[Cost], machine: Machine, schedule: Schedule | None = None
+) -> list[dict[str, Any]]:
+    """Returns the plan's `pipelines`: one dict for each pipeline of a program, in the order of their loops.
+
+    Args:
+        module: the compiled program.
+        costs: of its executed instructions.
+        machine: for seconds.
+        schedule: None: unknown, so that there is no bubble.
+
+    Raises:
+        PlanError: the loops have fewer ticks than the schedule's micro-batches need.
+    """
+    reader = _Reader(module, costs, machine)
+    found: dict[str, list[Loop]] = defaultdict(list)
+    for loop in reader.loops:
+        name = pipeline_loop(loop.instruction.op_name)
+        assert name is not None
+        found[name.pipeline].append(reader.Read(loop, name.phase))
+    for name, runs in reader.Removed().items():
+        if name.phase not in {loop.phase for loop in found[name.pipeline]}:
+            found[name.pipeline].append(Loop(name.phase, 1, runs, None))
+    return [_describe(name, loops, schedule) for name, loops in found.items()]
+
+
+def _describe(name: str, loops: list[Loop], schedule: Schedule | None) -> dict[str, Any]:
+    loops = sorted(loops, key=lambda loop: PHASES.index(loop.phase))
+    out: dict[str, Any] = {
+        "name": name,
+        "loops": [
+            {
+                "phase": loop.phase,
+                "ticks": loop.ticks,
+                "runs": loop.runs,
+                "tick_seconds": loop.seconds,
+                "seconds": None if loop.seconds is None else loop.runs * loop.ticks * loop.seconds,
+                "permutes": loop.permutes,
+            }
+            for loop in loops
+        ],
+    }
+    out["seconds"] = sum(loop["seconds"] or 0.0 for loop in out["loops"])
+    if schedule is None:
+        return out
+    return out | {
+        "schedule": schedule.name,
+        "stages": schedule.stages,
+        "micro_batches": schedule.micro_batches,
+        "repeats": schedule.repeats,
+        "bubble": bubble(name, loops, schedule),
+    }
+
+
+def bubble(name: str, loops: Iterable[Loop], schedule: Schedule) -> float:
+    """The share of a stage's time in a pipeline's loops in which it is idle.
+
+    Args:
+        name: the pipeline's, for messages.
+        loops: those of one pipeline.
+        schedule: says how many ticks' worth of each kind of work a stage has.
+
+    Raises:
+        PlanError: there are fewer ticks than that, so that the loops are not of this schedule.
+    """
+    ticks: dict[str, int] = defaultdict(int)
+    seconds: dict[str, float] = {}
+    for loop in loops:
+        ticks[loop.phase] += loop.ticks
+        if loop.seconds is not None:
+            seconds[loop.phase] = loop.seconds
+    useful = schedule.micro_batches * schedule.repeats
+    counts = {kind: sum(ticks[p] for p in phases) for kind, phases in _KINDS.items()}
+    for kind in (FORWARD, BACKWARD):
+        if 0 < counts[kind] < useful:
+            raise PlanError(
+                f"pipeline {name!r} has {counts[kind]} {kind} ticks, too few for micro_batches="
+                f"{schedule.micro_batches} and repeats={schedule.repeats}: its loops are not of this schedule"
+            )
+    counts = {kind: count for kind, count in counts.items() if count}
+    if len(set(counts.values())) == 1:  # each kind weighs as much as the others
+        total = next(iter(counts.values()))
+        return (total - useful) / total
+    weights = _weights(seconds)
+    total_seconds = sum(count * weights[kind] for kind, count in counts.items())
+    idle = sum((count - useful) * weights[kind] for kind, count in counts.items())
+    return idle / total_seconds
+
+
+def _weights(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of a tick by kind of work. A tick that does both F and B has the seconds of both."""
+    both = seconds.get(FORWARD_BACKWARD, 0.0)
+    forward = seconds.get(FORWARD, max(both - seconds.get(BACKWARD, both / 2), 0.0))
+    backward = seconds.get(BACKWARD, max(both - forward, 0.0))
+    weights = seconds.get(WEIGHT_GRADIENTS, 0.0)
+    return {FORWARD: forward, BACKWARD: backward, WEIGHT_GRADIENTS: weights}
+
+
+class _Reader:
+    """Reads the loops over ticks.
+
+    Args:
+        module, costs, machine: as in `pipelines`.
+    """
+
+    def __init__(self, module: Module, costs: Sequence[Cost], machine: Machine):
+        self._module = module
+        self._costs = costs
+        self._one = {cost.name: execution_seconds(cost, machine) for cost in costs}
+        self._collectives = {cost.name for cost in costs if cost.collective is not None}
+        self._times: dict[str, int] = {}
+        self.loops: list[Executed] = []
+        for executed in module.executions():
+            self._times[executed.instruction.name] = executed.times
+            if executed.instruction.opcode == "while" and pipeline_loop(
+                executed.instruction.op_name
+            ):
+                self.loops.append(executed)
+        self._inside = {
+            i.name: computation
+            for computation in module.computations.values()
+            for i in computation.instructions
+        }
+
+    def Removed(self) -> dict[PipelineLoop, int]:
+        """The loops that the compiler removed, since they have a single tick, and how often this tick runs.
+
+        It is known by the names of what it computes or sends.
+        """
+        within = {loop.instruction.name for loop in self.loops}
+        found: dict[PipelineLoop, int] = {}
+        for cost in self._costs:
+            if (cost.flops or cost.collective is not None) and not within & set(cost.loops):
+                name = loop_of_operation(self._inside[cost.name].by_name[cost.name].op_name)
+                if name is not None:
+                    found[name] = cost.times
+        return found
+
+    def Read(self, executed: Executed, phase: str) -> Loop:
+        """Reads one loop."""
+        loop = executed.instruction
+        body = self._module.computation(loop.attribute("body"))
+        in_all = self._times.get(body.root.name, 0)  # ticks in one run of the program
+        found = Loop(phase, in_all // max(executed.times, 1), executed.times, 0.0)
+        if not in_all:
+            return found
+        inside = [cost for cost in self._costs if loop.name in cost.loops]
+        found.seconds = sum(cost.times * self._one[cost.name] for cost in inside) / in_all
+        rows: dict[int, dict[str, Any]] = {}
+        for cost in inside:
+            if cost.collective is None or cost.collective.kind != _PERMUTE:
+                continue
+            use, one, count = cost.collective, self._one[cost.name], cost.times / in_all
+            row = rows.setdefault(
+                use.bytes,
+                {"bytes": use.bytes, "count": 0, "seconds": 0.0, "overlapped_seconds": 0.0},
+            )
+            row["count"] += count
+            row["seconds"] += count * one
+            row["overlapped_seconds"] += count * min(one, self._meanwhile(cost.name))
+        found.permutes = sorted(rows.values(), key=lambda row: -row["seconds"])
+        return found
+
+    def _meanwhile(self, name: str) -> float:
+        """Seconds of the work that is scheduled between the start and the end of a transfer; 0 if it has no start."""
+        inside = self._inside[name]
+        start = inside.by_name[name]
+        received = _received(start, inside)
+        if received is None:
+            return 0.0
+        order = {i.name: at for at, i in enumerate(inside.instructions)}
+        begins = max(order[name], order[received.name])
+        dones = [i for i in inside.users.get(received.name, ()) if i.opcode.endswith("-done")]
+        ends = min((order[done.name] for done in dones), default=begins)
+        between = inside.instructions[begins + 1 : ends]
+        return sum(self._work(instruction) for instruction in between)
+
+    def _work(self, instruction: Instruction) -> float:
+        """Seconds of an instruction's work without collectives; of a loop's, what its body does in all."""
+        if instruction.opcode == "while":
+            own = self._times.get(instruction.name, 0)
+            nested = (
+                c for c in self._costs if instruction.name in c.loops and c.collective is None
+            )
+            return sum(c.times * self._one[c.name] for c in nested) / max(own, 1)
+        return (
+            0.0 if instruction.name in self._collectives else self._one.get(instruction.name, 0.0)
+        )
+
+
+def _received(start: Instruction, inside: Computation) -> Instruction | None:
+    """The instruction whose -done ends a transfer: a start itself, or of a `send` the `recv` with the same name."""
+    if start.opcode.endswith("-start"):
+        return start
+    sent = _RENDEZVOUS.search(start.attributes)
+    if start.opcode != "send" or sent is None:
+        return None
+    for instruction in inside.instructions:
+        if instruction.opcode == "recv":
+            found = _RENDEZVOUS.search(instruction.attributes)
+            if found is not None and found[1] == sent[1]:
+                return instruction
+    return None

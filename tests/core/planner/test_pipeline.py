@@ -1,0 +1,229 @@
+"""Pipelines of compiled programs: the bubble from trip counts equals the law of each schedule."""
+
+import jax
+import numpy as np
+import pytest
+
+from lingvo_moe.core.engine import aot
+from lingvo_moe.core.hlo.module import Module, parse_module
+from lingvo_moe.core.hlo.pipelines import loop_of_operation, pipeline_loop
+from lingvo_moe.core.planner.costs import costs
+from lingvo_moe.core.planner.errors import PlanError
+from lingvo_moe.core.planner.machine import parse_machine
+from lingvo_moe.core.planner.pipeline import Loop, Schedule, bubble, pipelines
+from lingvo_moe.core.planner.slices_network import SECONDS_PER_STEP
+from tests.core.planner.pipelines_in_jax import DIM, ROWS, SCOPE, Pipeline
+
+BOUNDARY = ROWS * DIM * 4  # bytes of a micro-batch between stages
+
+
+def _program(schedule, stages, num, topology="", repeats=1):
+    devices = np.array(aot.devices_of(topology) if topology else jax.devices("cpu"))[:stages]
+    mesh = jax.sharding.Mesh(devices.reshape(stages), ("stage",))
+    text = Pipeline(mesh, stages, num).compiled_text(
+        schedule, repeats, lower_for="tpu" if topology else "cpu"
+    )
+    return parse_module(text)
+
+
+def _read(module: Module, schedule, machine="v5p:2x2x1"):
+    (found,) = pipelines(module, costs(module), parse_machine(machine), schedule)
+    return found
+
+
+def _ticks(found):
+    return {loop["phase"]: loop["ticks"] for loop in found["loops"]}
+
+
+@pytest.mark.parametrize(("stages", "num"), [(4, 4), (4, 8), (4, 16), (2, 4)])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_bubble_of_gpipe_and_1f1b(schedule, stages, num):
+    found = _read(_program(schedule, stages, num), Schedule(schedule, stages, num))
+    assert (found["name"], found["stages"], found["micro_batches"]) == (SCOPE, stages, num)
+    assert found["bubble"] == pytest.approx((stages - 1) / (num + stages - 1))
+    if schedule == "gpipe":
+        assert _ticks(found) == {"forward": num + stages - 1, "backward": num + stages - 1}
+    else:
+        ends = {"forward": stages - 1, "backward": stages - 1}
+        assert _ticks(found) == ends | {"forward_backward": num}
+
+
+@pytest.mark.parametrize("repeats", [2, 3])
+def test_bubble_of_interleaved_chunks(repeats):
+    stages, num = 4, 8
+    found = _read(
+        _program("interleaved", stages, num, repeats=repeats),
+        Schedule("interleaved", stages, num, repeats),
+    )
+    assert found["repeats"] == repeats
+    assert found["bubble"] == pytest.approx((stages - 1) / (repeats * num + stages - 1))
+
+
+def test_bubble_with_weight_gradients_apart():
+    stages, num = 4, 8
+    found = _read(_program("zb_h1", stages, num), Schedule("zb_h1", stages, num))
+    assert _ticks(found)["weight_gradients"] == num - stages + 1
+    tick = {loop["phase"]: loop["tick_seconds"] for loop in found["loops"]}
+    f, b, w = (tick[phase] for phase in ("forward", "backward", "weight_gradients"))
+    idle = (stages - 1) * (f + b - w)
+    assert found["bubble"] == pytest.approx(idle / (num * (f + b + w) + idle))
+    assert 0 < found["bubble"] < (stages - 1) / (num + stages - 1)
+
+
+def test_seconds_are_those_of_the_loops():
+    module = _program("1f1b", 4, 8)
+    found = _read(module, None)
+    assert "bubble" not in found
+    assert found["seconds"] == pytest.approx(
+        sum(loop["ticks"] * loop["tick_seconds"] for loop in found["loops"])
+    )
+    tick = {loop["phase"]: loop["tick_seconds"] for loop in found["loops"]}
+    assert all(seconds > 0 for seconds in tick.values())
+    # The middle tick does what the others do.
+    assert tick["forward_backward"] == pytest.approx(tick["forward"] + tick["backward"], rel=0.2)
+
+
+def test_each_tick_passes_one_boundary_each_way():
+    found = _read(_program("1f1b", 4, 8), None)
+    sent = {loop["phase"]: sum(row["count"] for row in loop["permutes"]) for loop in found["loops"]}
+    assert sent == {"forward": 1, "forward_backward": 2, "backward": 1}
+    for loop in found["loops"]:
+        (row,) = loop["permutes"]
+        assert row["bytes"] == BOUNDARY and row["seconds"] > 0
+        assert row["overlapped_seconds"] == 0  # CPU programs have no starts
+
+
+@pytest.fixture(scope="module")
+def on_tpus():
+    """1F1B of four stages: on four chips of a slice, and on four slices of one chip."""
+    return {name: _program("1f1b", 4, 8, name) for name in ("v5p:2x2x1", "v5e:1x1*4")}
+
+
+def test_the_tpu_compiler_keeps_the_loops(on_tpus):
+    found = _read(on_tpus["v5p:2x2x1"], Schedule("1f1b", 4, 8))
+    assert _ticks(found) == {"forward": 3, "forward_backward": 8, "backward": 3}
+    assert found["bubble"] == pytest.approx(3 / 11)
+    rows = [row for loop in found["loops"] for row in loop["permutes"]]
+    assert {row["bytes"] for row in rows} == {BOUNDARY}
+    assert all(0 <= row["overlapped_seconds"] <= row["seconds"] for row in rows)
+
+
+def test_stages_on_two_slices_pass_on_over_the_data_centre_network(on_tpus):
+    found = _read(on_tpus["v5e:1x1*4"], Schedule("1f1b", 4, 8), "v5e:1x1*4")
+    assert _ticks(found) == {"forward": 3, "forward_backward": 8, "backward": 3}
+    assert found["bubble"] == pytest.approx(3 / 11)
+    one = BOUNDARY / 3.125e9 + SECONDS_PER_STEP
+    for loop in found["loops"]:
+        (row,) = loop["permutes"]
+        assert row["count"] == (2 if loop["phase"] == "forward_backward" else 1)
+        assert row["bytes"] == BOUNDARY
+        assert row["seconds"] == pytest.approx(row["count"] * one)
+
+
+# --- overlap, on text
+
+
+def _overlap(between):
+    pairs = "{{0,1},{1,0}}"
+    module = parse_module(f"""HloModule m, num_partitions=2
+
+%body (p: (s32[], f32[64,128])) -> (s32[], f32[64,128]) {{
+  %p = (s32[], f32[64,128]{{1,0}}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = f32[64,128]{{1,0}} get-tuple-element(%p), index=1
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %start = (f32[64,128]{{1,0}}, f32[64,128]{{1,0}}) collective-permute-start(%x), source_target_pairs={pairs}
+  {between}
+  %done = f32[64,128]{{1,0}} collective-permute-done(%start)
+  ROOT %t = (s32[], f32[64,128]{{1,0}}) tuple(%next, %done)
+}}
+
+%condition (p.1: (s32[], f32[64,128])) -> pred[] {{
+  %p.1 = (s32[], f32[64,128]{{1,0}}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%p.1), index=0
+  %n = s32[] constant(5)
+  ROOT %less = pred[] compare(%i.1, %n), direction=LT
+}}
+
+ENTRY %main (a: f32[64,128]) -> (s32[], f32[64,128]) {{
+  %a = f32[64,128]{{1,0}} parameter(0)
+  %zero = s32[] constant(0)
+  %init = (s32[], f32[64,128]{{1,0}}) tuple(%zero, %a)
+  ROOT %while = (s32[], f32[64,128]{{1,0}}) while(%init), condition=%condition, body=%body, \
+metadata={{op_name="jit(f)/call_tensorflow/m4/decoder/pipeline.forward/while"}}
+}}
+""")
+    found = _read(module, None, "v5e:2x2")
+    assert found["name"] == "m4/decoder" and found["loops"][0]["ticks"] == 5
+    (row,) = found["loops"][0]["permutes"]
+    return row
+
+
+def test_a_permute_is_hidden_behind_work_between_its_start_and_its_end():
+    assert _overlap("")["overlapped_seconds"] == 0
+    little = _overlap("%y = f32[64,128]{1,0} negate(%x)")
+    moved = 2 * 64 * 128 * 4 / parse_machine("v5e:2x2").hbm_bandwidth
+    assert little["overlapped_seconds"] == pytest.approx(moved)
+    assert little["overlapped_seconds"] < little["seconds"]
+    cycles = 'backend_config={"estimated_cycles":"1000000"}'
+    much = _overlap(f"%y = f32[64,128]{{1,0}} negate(%x), {cycles}")
+    assert much["overlapped_seconds"] == much["seconds"] == little["seconds"]
+
+
+# --- names and schedules that do not fit
+
+
+@pytest.mark.parametrize(
+    ("op_name", "expected"),
+    [
+        ("jit(f)/call_tensorflow/m4/encoder/pipeline.forward/while", ("m4/encoder", "forward")),
+        ("a/jit(call)/call_tensorflow/m4/pipeline.backward/while_1", ("m4", "backward")),
+        ("call_tensorflow/gradient_tape/m4/x/pipeline.backward/while", ("m4/x", "backward")),
+        (
+            "jit(f)/while/body/closed_call/m/pipeline.weight_gradients/while",
+            ("m", "weight_gradients"),
+        ),
+        (
+            "jit(f)/micro_batches/while/body/m/pipeline.forward_backward/while",
+            ("m", "forward_backward"),
+        ),
+        ("jit(f)/pipeline.forward/while", ("", "forward")),
+        ("jit(f)/m4/encoder/pipeline.forward/while/body/blocks/while", None),
+        ("jit(f)/m4/encoder/pipeline.sideways/while", None),
+        ("jit(f)/m4/encoder/while", None),
+        ("", None),
+    ],
+)
+def test_names_of_loops(op_name, expected):
+    assert pipeline_loop(op_name) == expected
+
+
+def test_names_of_operations_in_ticks():
+    name = "jit(f)/call_tensorflow/m4/encoder/pipeline.forward/while"
+    assert loop_of_operation(name) is None
+    for operation in ("/body/closed_call/jit(_roll_static)/concatenate", "/CollectivePermute"):
+        assert loop_of_operation(name + operation) == ("m4/encoder", "forward")
+        assert pipeline_loop(name + operation) is None
+
+
+def test_loops_of_another_schedule_are_refused():
+    loops = [Loop("forward", 7, 1, 1.0), Loop("backward", 7, 1, 2.0)]
+    with pytest.raises(PlanError, match="'m4' has 7 forward ticks, too few for micro_batches=8"):
+        bubble("m4", loops, Schedule("gpipe", 4, 8))
+
+
+def test_one_stage_has_no_bubble():
+    assert bubble("m4", [Loop("forward_backward", 8, 1, 3.0)], Schedule("1f1b", 1, 8)) == 0.0
+
+
+def test_a_tick_of_weight_gradients_weighs_its_seconds():
+    # By hand: 3 (F + B) of 11 (F + B) and 8 W, with F = 1, B = 1.5, W = 0.5.
+    loops = [
+        Loop("forward", 3, 1, 1.0),
+        Loop("forward_backward", 8, 1, 2.5),
+        Loop("backward", 3, 1, 1.5),
+        Loop("weight_gradients", 8, 1, 0.5),
+    ]
+    found = bubble("m4", loops, Schedule("zb_h1", 4, 8))
+    assert found == pytest.approx(3 * 2.5 / (11 * 2.5 + 8 * 0.5))
