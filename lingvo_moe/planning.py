@@ -21,7 +21,7 @@ from lingvo_moe.core.hlo.errors import HloError
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.partitioner.known_faults import ERROR, OFF, check_action
-from lingvo_moe.core.planner import memory, mesh_order, plan
+from lingvo_moe.core.planner import memory, mesh_order, pipeline, plan
 from lingvo_moe.core.planner.costs import costs as costs_of
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.gpu_cluster import CARDS, Cluster
@@ -117,7 +117,7 @@ def make_plan(
         "compile_seconds": compiled.compile_seconds,
         "host_peak_bytes": compiled.host_peak_bytes,
     }
-    out |= _analyse(compiled, program, topology, job)
+    out |= _analyse(compiled, program, topology, job, pipeline_schedule(params))
     plan.check(out)
     return out
 
@@ -142,18 +142,24 @@ def _compiled(
 
 
 def _analyse(
-    compiled: aot.AotResult, program: Program, topology: Machine, job: plan.Job
+    compiled: aot.AotResult,
+    program: Program,
+    topology: Machine,
+    job: plan.Job,
+    schedule: pipeline.Schedule | None,
 ) -> dict[str, Any]:
     """The part of a plan that comes from the compiled program."""
     module = parse_module(compiled.hlo_text)
     costs = costs_of(module)
     work = plan.work(costs, topology)
     collectives = plan.collectives(costs, topology)
-    of_cluster: dict[str, Any] = {}
+    some: dict[str, Any] = {}
+    if found := pipeline.pipelines(module, costs, topology, schedule):
+        some["pipelines"] = found
     if isinstance(topology, Cluster):
-        of_cluster["mesh_axes"] = mesh_order.mesh_plan(costs, program.mesh, topology)
-        of_cluster["number_formats"] = plan.number_formats(costs)
-    return of_cluster | {
+        some["mesh_axes"] = mesh_order.mesh_plan(costs, program.mesh, topology)
+        some["number_formats"] = plan.number_formats(costs)
+    return some | {
         "memory": memory.memory_plan(
             module, compiled.memory, program.signature, topology.hbm_bytes
         ),
@@ -161,6 +167,14 @@ def _analyse(
         "collectives": collectives,
         "time": plan.time(job, topology, work, collectives),
     }
+
+
+def pipeline_schedule(params: Params) -> pipeline.Schedule | None:
+    """The schedule of a model's pipelines, from task.pipeline of an experiment; None for a model without them."""
+    p = params.task.pipeline if "pipeline" in params.task else None
+    if p is None:
+        return None
+    return pipeline.Schedule(p.schedule, p.stages, p.micro_batches, p.repeats)
 
 
 def describe_job(request: Request, params: Params, task: BaseTask) -> tuple[Step, plan.Job]:

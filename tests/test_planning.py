@@ -23,8 +23,10 @@ from lingvo_moe.core import registry
 from lingvo_moe.core.engine import aot, aot_tpu, cuda_plugin
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.steps import lower_step, train_step
+from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.golden import differences
+from lingvo_moe.core.planner.pipeline import Schedule
 from lingvo_moe.core.sealed import read_sealed
 from lingvo_moe.core.sharding import ShardingError
 from reproduction import measures
@@ -298,6 +300,43 @@ def test_the_command_compares_recorded_plans(tmp_path):
     assert "<html" in page.read_text()
 
 
+def test_variants_are_planned_and_compared_in_one_table(tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def make(request, cache, say):
+        asked.append((request.override, str(cache)))
+        made = json.loads(GOLDEN.read_text()) | {"override": request.override}
+        made["memory"]["fits"] = "bfloat16" not in request.override
+        return made
+
+    monkeypatch.setattr(planning, "make_plan", make)
+    flags = ["--model=mt.M4Tiny", "--topology=v3:2x2", f"--cache_dir={tmp_path}"]
+    flags += ["--model_params_override=task.dropout=0.1", f"--output={tmp_path / 'plan.json'}"]
+    assert plan.main([*flags, "--variants=|task.num_kv_heads=1"]) == 0
+    overrides = ["task.dropout=0.1", "task.dropout=0.1;task.num_kv_heads=1"]
+    assert asked == [(override, str(tmp_path)) for override in overrides]
+    written = [json.loads((tmp_path / f"plan-{i}.json").read_text()) for i in (1, 2)]
+    assert [made["override"] for made in written] == overrides
+    printed = capsys.readouterr().out
+    assert "memory of HBM" in printed and "num_kv_heads" in printed
+    assert "What is live at the peak" not in printed  # the table alone
+    assert plan.main([*flags, "--variants=|task.fprop_dtype='bfloat16'"]) == 3
+
+
+def test_the_schedule_of_pipelines_is_that_of_the_parameters():
+    params = _params()
+    assert planning.pipeline_schedule(params) is None
+    p = Params()
+    for name, value in (("schedule", "interleaved"), ("stages", 4), ("micro_batches", 16)):
+        p.Define(name, value, "")
+    p.Define("repeats", 2, "")
+    task = Params()
+    task.Define("pipeline", p, "")
+    whole = Params()
+    whole.Define("task", task, "")
+    assert planning.pipeline_schedule(whole) == Schedule("interleaved", 4, 16, 2)
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
@@ -312,6 +351,13 @@ def test_the_command_compares_recorded_plans(tmp_path):
         (["--model=mt.M4Tiny", "--topology=v3", "--mesh=foo"], "--mesh='foo': 'foo' is not"),
         (["--model=mt.M4Tiny", "--topology=v8"], "no TPU generation"),
         (["--model=mt.M4Tiny", "--topology=h10"], "no GPU (did you mean 'h100'?)"),
+        ([f"--compare={GOLDEN}", "--variants=|a=1"], "--variants are of a new plan"),
+        (
+            ["--model=mt.M4Tiny", "--topology=v5p:2x2x1", "--variants=|task.droput=0.1"],
+            "did you mean 'dropout'",
+        ),
+        (["--model=mt.M4Tiny", "--topology=v3:2x2*2"], "between slices of v3 is published"),
+        (["--model=mt.M4Tiny", "--topology=v5p*2"], "no TPU generation and no GPU (did you mean"),
         (["--compare=/nowhere.json"], "--compare=/nowhere.json: No such file"),
         ([f"--compare={__file__}"], "not JSON"),
         (["--topolgy=v3:2x2"], "did you mean '--topology'"),

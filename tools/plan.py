@@ -4,6 +4,7 @@
     python -m tools.plan --model=mt.M4MoE2048E36L --topology=h100:64x8
     python -m tools.plan --model=mt.M4MoE2048E36L --topology=v5p --output=plan.json --html=plan.html
     python -m tools.plan --compare=plan.json,other.json
+    python -m tools.plan --model=mt.M4MoE512E36L --topology=v3:16x16 --variants='|task.fprop_dtype="bfloat16"'
 
 The step is the trainer's own, compiled by the real TPU or GPU compiler; the device itself is not needed.
 Memory, operations and collectives are those of the compiled program; times are estimates. A topology without a size,
@@ -13,11 +14,12 @@ e.g. --topology=v5p or --topology=h100, looks for the smallest machine that the 
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lingvo_moe.core import checks
-from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.flags import Flags, join_overrides
 from lingvo_moe.core.partitioner import known_faults
 from tools import _cli
 
@@ -44,6 +46,11 @@ def define_flags() -> Flags:
     flags.DEFINE_path(
         "compare", "", "JSON plans, comma-separated, to show in one table with the new one"
     )
+    flags.DEFINE_string(
+        "variants",
+        "",
+        "overrides separated by |: plans each, added to --model_params_override, and shows all in one table",
+    )
     flags.DEFINE_enum(
         "known_faults", known_faults.ERROR, known_faults.ACTIONS, known_faults.FLAG_HELP
     )
@@ -59,35 +66,47 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.Fail("nothing to do: give --model and --topology, or --compare")
     if args.output and not args.model:
         args.Fail("--output is for a new plan: it goes with --model and --topology")
+    if args.variants and not args.model:
+        args.Fail("--variants are of a new plan: they go with --model and --topology")
     return _cli.attempt_compiling("plan", lambda: run(args))
 
 
 def run(args: Flags) -> int:
     """Plans, prints and writes what the flags ask for; returns the exit status."""
-    for flag in ("output", "html"):
-        if path := getattr(args, flag):
+    variants = args.variants.split("|") if args.variants else [""]
+    outputs = output_files(args.output, len(variants)) if args.output else []
+    for flag, path in [*(("output", path) for path in outputs), ("html", args.html)]:
+        if path:
             _cli.check_output_file(path, f"--{flag}")
     if args.cache_dir:
         _cli.check_output_directory(args.cache_dir, "--cache_dir")
-    plans = [read_plan(path) for path in _cli.names(args.compare)]
-    if args.model:
-        plans.insert(0, planned(args))
+    old = [read_plan(path) for path in _cli.names(args.compare)]
+    new = planned(args, variants) if args.model else []
+    plans = new + old
     from rich.console import Console
 
     from lingvo_moe.core import files
     from lingvo_moe.core.planner import report
 
     # Files first: minutes of work must not be lost because the terminal is gone.
-    if args.output:
-        files.write_atomic(args.output, (json.dumps(plans[0], indent=1) + "\n").encode())
+    for path, plan in zip(outputs, new):
+        files.write_atomic(path, (json.dumps(plan, indent=1) + "\n").encode())
     if args.html:
         files.write_atomic(args.html, report.html_report(plans).encode())
     console = Console()
-    if args.model:
+    if len(new) == 1:
         report.print_plan(plans[0], console)
     if len(plans) > 1 or not args.model:
         report.print_comparison(plans, console)
-    return 0 if not args.model or plans[0]["memory"]["fits"] else 3
+    return 0 if all(plan["memory"]["fits"] for plan in new) else 3
+
+
+def output_files(path: str, count: int) -> list[str]:
+    """Where the plans go: `path` or, for several variants, plan-1.json, plan-2.json, ... for plan.json."""
+    if count == 1:
+        return [path]
+    file = Path(path)
+    return [str(file.with_name(f"{file.stem}-{i + 1}{file.suffix}")) for i in range(count)]
 
 
 def read_plan(path: str) -> dict[str, Any]:
@@ -103,14 +122,14 @@ def read_plan(path: str) -> dict[str, Any]:
     return plan
 
 
-def planned(args: Flags) -> dict[str, Any]:
-    """Makes the plan that the flags ask for, with progress on standard error."""
+def planned(args: Flags, variants: Sequence[str]) -> list[dict[str, Any]]:
+    """Makes the plans that the flags ask for, one for each variant, with progress on standard error."""
     with _cli.Progress() as progress:
         progress("loading TensorFlow and the compiler")
-        return progress.Watch(lambda: make(args, progress))
+        return [progress.Watch(partial(make, args, variant, progress)) for variant in variants]
 
 
-def make(args: Flags, say: Any) -> dict[str, Any]:
+def make(args: Flags, variant: str, say: Any) -> dict[str, Any]:
     _cli.load_tensorflow()
     from lingvo_moe import planning
     from lingvo_moe.core.engine import aot_cache
@@ -121,7 +140,7 @@ def make(args: Flags, say: Any) -> dict[str, Any]:
     request = planning.Request(
         model=args.model,
         topology=args.topology,
-        override=args.model_params_override,
+        override=join_overrides(args.model_params_override, variant.strip()),
         what=args.what,
         mesh=args.mesh,
         token_budget=args.token_budget,

@@ -322,10 +322,35 @@ COMPARED = (
     ("device-years", True),
     ("compile", False),
 )
+_AFTER_NETWORK = 1 + [heading for heading, _ in COMPARED].index("network")
+
+
+_BUBBLE = ("bubble", False)
+
+
+def compared_columns(plans: Sequence[Plan]) -> list[tuple[str, bool]]:
+    """The columns of a comparison: those of COMPARED, with the bubble after the network if any plan has one."""
+    columns = list(COMPARED)
+    if any(bubble(plan) is not None for plan in plans):
+        columns.insert(_AFTER_NETWORK, _BUBBLE)
+    return columns
+
+
+def bubble(plan: Plan) -> float | None:
+    """The share of a stage's time in pipelines in which it is idle; None without pipelines or their schedule.
+
+    Several pipelines count by the seconds of their loops.
+    """
+    found = [p for p in plan.get("pipelines") or () if p.get("bubble") is not None]
+    whole = sum(p["seconds"] for p in found)
+    if not whole:
+        return max((p["bubble"] for p in found), default=None)
+    return sum(p["seconds"] * p["bubble"] for p in found) / whole
 
 
 def compared(plans: Sequence[Plan]) -> list[list[str]]:
-    """Returns one row of cells for each plan, in the columns of COMPARED."""
+    """Returns one row of cells for each plan, in the columns of `compared_columns`."""
+    has_bubble = _BUBBLE in compared_columns(plans)
     rows = []
     for plan in plans:
         step = get(plan, "time.step_seconds")
@@ -349,6 +374,7 @@ def compared(plans: Sequence[Plan]) -> list[list[str]]:
                 _speed_cell(plan),
                 units.share(get(plan, "time.utilization")),
                 units.share(collective_share(plan)),
+                *([units.share(bubble(plan))] if has_bubble else []),
                 days,
                 chip_days,
                 years,

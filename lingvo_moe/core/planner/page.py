@@ -6,7 +6,7 @@ from html import escape
 from lingvo_moe.core import units
 from lingvo_moe.core.pages import markup
 from lingvo_moe.core.pages.colours import COLOURS
-from lingvo_moe.core.planner import figures
+from lingvo_moe.core.planner import figures, pipeline_figures
 from lingvo_moe.core.planner.figures import Plan
 
 _HOLDERS = 16
@@ -43,7 +43,8 @@ def html_report(plans: Sequence[Plan]) -> str:
 
 
 def _comparison(plans: Sequence[Plan]) -> str:
-    heads = [(h, i > 2, estimated) for i, (h, estimated) in enumerate(figures.COMPARED)]
+    columns = figures.compared_columns(plans)
+    heads = [(h, i > 2, estimated) for i, (h, estimated) in enumerate(columns)]
     rows = [
         [f"<a href='#plan-{i}'>{escape(row[0])}</a>", *map(escape, row[1:])]
         for i, row in enumerate(figures.compared(plans))
@@ -129,7 +130,7 @@ def _plan(plan: Plan, number: int, tag: str) -> str:
         _memory(plan),
         _time(plan),
     ]
-    parts += [_collectives(plan), _compiling(plan), "</article>"]
+    parts += [_pipelines(plan), _collectives(plan), _compiling(plan), "</article>"]
     return "".join(parts)
 
 
@@ -208,6 +209,18 @@ def _time(plan: Plan) -> str:
         "compiler's own count of cycles, without network. In all: for each instruction the longer of roofline and "
         "compiler, plus network.</p>"
     )
+
+
+def _pipelines(plan: Plan) -> str:
+    """The loops over ticks of the plan's pipelines; '' without any."""
+    if not plan.get("pipelines"):
+        return ""
+    heads = [
+        (h, i > 1, h in pipeline_figures.ESTIMATED) for i, h in enumerate(pipeline_figures.LOOPS)
+    ]
+    rows = [list(map(escape, row)) for row in pipeline_figures.loop_rows(plan)]
+    notes = "".join(f"<p class='note'>{escape(s)}</p>" for s in pipeline_figures.sentences(plan))
+    return f"<h2>Pipelines</h2>{markup.table(heads, rows)}{notes}"
 
 
 def _collectives(plan: Plan) -> str:

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lingvo_moe.core import units
-from lingvo_moe.core.planner import figures
+from lingvo_moe.core.planner import figures, pipeline_figures
 from lingvo_moe.core.planner.figures import Plan
 from lingvo_moe.core.planner.page import html_report
 
@@ -55,6 +55,8 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         _section(console, "What would help", Group(*(Text(f"• {line}") for line in advice)))
     if figures.time_by_part(plan):
         _section(console, "Time of a step by part (estimated)", _time(plan, console.width))
+    if plan.get("pipelines"):
+        _section(console, "Pipelines (seconds estimated)", _pipelines(plan, console.width))
     if plan.get("collectives"):
         _section(
             console, "Collectives of a step (seconds estimated)", _collectives(plan, console.width)
@@ -78,7 +80,7 @@ def print_comparison(plans: Sequence[Plan], console: Console | None = None) -> N
     else:
         many = max((console.width - 16) // 24, 1)
         for first in range(0, len(plans), many):
-            console.print(_down(plans[first : first + many]))
+            console.print(_down(plans[first : first + many], plans))
     budgets = figures.budgets(plans)
     if budgets:
         budget = " or ".join(units.quantity(b) for b in budgets)
@@ -94,7 +96,7 @@ def print_comparison(plans: Sequence[Plan], console: Console | None = None) -> N
 def _across(plans: Sequence[Plan]) -> Table:
     """A table with one row for each plan."""
     table = _table()
-    for i, (heading, estimated) in enumerate(figures.COMPARED):
+    for i, (heading, estimated) in enumerate(figures.compared_columns(plans)):
         style = "bold italic" if estimated else "bold"
         justify: Literal["left", "right"] = "left" if i < 3 else "right"
         table.add_column(heading, justify=justify, header_style=style, overflow="fold")
@@ -103,11 +105,12 @@ def _across(plans: Sequence[Plan]) -> Table:
     return table
 
 
-def _down(plans: Sequence[Plan]) -> Table:
-    """A table with one column for each plan, for narrow terminals."""
+def _down(plans: Sequence[Plan], every: Sequence[Plan]) -> Table:
+    """A table with one column for each of some plans, for narrow terminals; `every` decides the rows."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    rows = figures.compared(plans)
-    for i, (heading, estimated) in enumerate(figures.COMPARED):
+    rows = figures.compared(every)
+    rows = [rows[every.index(plan)] for plan in plans]
+    for i, (heading, estimated) in enumerate(figures.compared_columns(every)):
         style = "italic dim" if estimated else "dim"
         table.add_row(Text(heading, style=style), *(Text(row[i], overflow="fold") for row in rows))
     table.add_row()
@@ -220,6 +223,16 @@ def _collectives(plan: Plan, width: int) -> Group:
     return Group(table, Text(f"In all: {totals}.", style="dim"))
 
 
+def _pipelines(plan: Plan, width: int) -> Group:
+    """The loops over ticks; a narrow terminal leaves out their permutes."""
+    shown = len(pipeline_figures.LOOPS) if width >= _WIDE else pipeline_figures.PERMUTES
+    table = _table(*pipeline_figures.LOOPS[:shown])
+    for row in pipeline_figures.loop_rows(plan):
+        if any(row[:shown]):
+            table.add_row(*row[:shown])
+    return Group(table, *(Text(line) for line in pipeline_figures.sentences(plan)))
+
+
 def _between_slices(plan: Plan, in_all: str, width: int) -> Group:
     rows = figures.between_slices(plan)
     narrow = () if width >= _WIDE else ("part", "sent by one")
@@ -258,7 +271,7 @@ def bar(fraction: float, width: int) -> str:
 
 def _table(*headings: str) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    words = ("what", "layer", "part", "phase", "kind", "axis", "order", "")
+    words = ("what", "layer", "part", "phase", "kind", "axis", "order", "pipeline", "")
     for heading in headings:
         table.add_column(heading, justify="left" if heading in words else "right")
     return table

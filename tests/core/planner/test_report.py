@@ -316,8 +316,84 @@ def test_what_crosses_slices_has_a_table_of_its_own():
     assert "No collective crosses slices." in _printed(print_plan, plan)
 
 
+def make_plan_of_pipelines(bubble=3 / 11) -> dict:
+    """The first plan with a pipeline of the encoder, one loop of which the compiler removed."""
+    permutes = [
+        {"bytes": 2**20, "count": 2.0, "seconds": 4e-3, "overlapped_seconds": 1e-3},
+        {"bytes": 2**10, "count": 1.0, "seconds": 2e-3, "overlapped_seconds": 0.0},
+    ]
+    loops = [
+        ("forward", 1, None, []),
+        ("forward_backward", 8, 0.05, permutes),
+        ("backward", 3, 0.03, permutes[:1]),
+    ]
+    pipeline = {
+        "name": "m4/encoder",
+        "schedule": "1f1b",
+        "stages": 4,
+        "micro_batches": 8,
+        "repeats": 1,
+        "bubble": bubble,
+        "seconds": 0.49,
+        "loops": [
+            {
+                "phase": phase,
+                "ticks": ticks,
+                "runs": 1,
+                "tick_seconds": seconds,
+                "seconds": seconds and ticks * seconds,
+                "permutes": found,
+            }
+            for phase, ticks, seconds, found in loops
+        ],
+    }
+    return make_plan() | {"pipelines": [pipeline]}
+
+
+def test_pipelines_have_their_ticks_and_their_bubble():
+    plan = make_plan_of_pipelines()
+    said = _squeezed(_printed(print_plan, plan))
+    heads = "pipeline phase ticks a tick in all permutes a tick bytes of one seconds overlapped"
+    rows = (
+        "m4/encoder forward 1 – – – – – –",
+        "forward backward 8 50.0 ms 400 ms 2 1.0 MiB 4.00 ms 25.0%",
+        "1 1.0 KiB 2.00 ms 0.0%",
+        "backward 3 30.0 ms 90.0 ms 2 1.0 MiB",
+    )
+    assert " ".join((heads, *rows)) in said
+    told = "m4/encoder: 1f1b of 4 stages and 8 micro-batches. The bubble is 27.3% of a stage's time"
+    assert told in said
+    narrow = _squeezed(_printed(print_plan, plan, width=90))
+    assert "pipeline phase ticks a tick in all m4/encoder forward 1" in narrow and told in narrow
+    checker, _ = _page([plan])
+    text = _squeezed(" ".join(checker.text))
+    assert "Pipelines" in text and told in text and "forward backward 8" in text
+    unknown = make_plan_of_pipelines()
+    del unknown["pipelines"][0]["bubble"]
+    assert "m4/encoder: its schedule is not known" in _printed(print_plan, unknown)
+    for other in (_printed(print_plan, make_plan()), _page([make_plan()])[1]):
+        assert "ipelines" not in other
+
+
+def test_comparison_of_schedules_has_a_bubble():
+    other = make_plan_of_pipelines(3 / 19) | {"override": "schedule='interleaved'"}
+    plans = [make_plan_of_pipelines(), other, make_plan()]
+    said = _printed(print_comparison, plans)
+    lines = [line for line in said.splitlines() if line.startswith("mt.M4MoE2048E36L")]
+    assert "27.3%" in lines[0] and "15.8%" in lines[1]
+    assert "12.98 / 16 GiB" in lines[0] and "570 ms" in lines[0]
+    assert not any("%" in line and "27.3" in line for line in lines[1:])
+    narrow = _printed(print_comparison, plans, width=80)
+    rows = re.findall(r"^bubble .*", narrow, re.MULTILINE)  # two plans in a table
+    assert [row.split()[1:] for row in rows] == [["27.3%", "15.8%"], ["–"]]
+    assert ">bubble<" in _page(plans)[1]
+    assert "bubble" not in _printed(print_comparison, [make_plan(), make_plan()])
+
+
 @pytest.mark.parametrize("width", [80, 100, 120, 160])
-@pytest.mark.parametrize("make", [make_plan, make_plan_of_a_cluster, make_plan_of_slices])
+@pytest.mark.parametrize(
+    "make", [make_plan, make_plan_of_a_cluster, make_plan_of_slices, make_plan_of_pipelines]
+)
 def test_nothing_is_cut_off_in_a_narrow_terminal(width, make):
     plan = make()
     said = _printed(print_plan, plan, width=width)

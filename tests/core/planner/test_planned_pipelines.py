@@ -3,8 +3,12 @@
 import jax
 import numpy as np
 import pytest
+import tensorflow as tf
 
+from lingvo_moe.core import sharding
 from lingvo_moe.core.engine import aot
+from lingvo_moe.core.engine.lowering import lower
+from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.hlo.module import Module, parse_module
 from lingvo_moe.core.hlo.pipelines import loop_of_operation, pipeline_loop
 from lingvo_moe.core.planner.costs import costs
@@ -12,6 +16,7 @@ from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.machine import parse_machine
 from lingvo_moe.core.planner.pipeline import Loop, Schedule, bubble, pipelines
 from lingvo_moe.core.planner.slices_network import SECONDS_PER_STEP
+from lingvo_moe.core.sharding import Mesh
 from tests.core.planner.pipelines_in_jax import DIM, ROWS, SCOPE, Pipeline
 
 BOUNDARY = ROWS * DIM * 4  # bytes of a micro-batch between stages
@@ -118,6 +123,27 @@ def test_stages_on_two_slices_pass_on_over_the_data_centre_network(on_tpus):
         assert row["count"] == (2 if loop["phase"] == "forward_backward" else 1)
         assert row["bytes"] == BOUNDARY
         assert row["seconds"] == pytest.approx(row["count"] * one)
+
+
+@pytest.mark.parametrize("ticks", [5, 1])
+def test_a_loop_of_tensorflow(ticks):
+    """The compiler removes a loop of one tick; the names of what it sends tell of it."""
+    mesh, rows = Mesh(("stage",), (4,)), ("stage", None, None)
+
+    def step(w, x):
+        def tick(t, x):
+            with tf.name_scope("m4/encoder/blocks/ffn/"):
+                y = tf.tanh(tf.einsum("kbd,kde->kbe", x, w))
+            return t + 1, tf.roll(sharding.mesh_split(y, mesh, rows), 1, 0)
+
+        with tf.name_scope("m4/encoder/pipeline.forward/"):
+            return tf.while_loop(lambda t, _: t < ticks, tick, (tf.constant(0), x))[1]
+
+    specs = [TensorSpec(shape, "float32", rows) for shape in ((4, 64, 64), (4, 8, 64))]
+    module = parse_module(aot.compile_for_topology(lower(step, specs, mesh), "v5p:2x2x1").hlo_text)
+    found = _read(module, None)
+    assert (found["name"], _ticks(found)) == ("m4/encoder", {"forward": ticks})
+    assert (found["loops"][0]["tick_seconds"] is None) == (ticks == 1)
 
 
 # --- overlap, on text
