@@ -46,7 +46,7 @@ class Request:
 
     Attributes:
         model: an experiment, e.g. 'mt.M4MoE2048E36L'.
-        topology: e.g. 'v3:32x32' or 'h100:32x8'.
+        topology: e.g. 'v3:32x32', 'v5p:4x4x4*2' (two slices) or 'h100:32x8'.
         override: as --model_params_override.
         what: one of WHATS.
         mesh: 'axis:size,...'; '': the experiment's own, sized to the topology.

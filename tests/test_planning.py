@@ -96,6 +96,20 @@ def test_gpus_run_the_same_program_and_exchange_the_same_tokens(tiny, on_gpus):
     assert {row["kind"] for row in on_gpus["collectives"]} == {"all-to-all", "all-reduce"}
 
 
+def test_two_slices_run_the_same_program_and_exchange_the_same_tokens(tiny):
+    on_slices = planning.make_plan(planning.Request("mt.M4Tiny", "v5p:2x2x1*2", LAYERS), None)
+    assert on_slices["topology"]["slices"] == 2 and on_slices["mesh"] == tiny["mesh"]
+    assert on_slices["program_hash"] == tiny["program_hash"]
+    assert _all_to_alls(on_slices) == _all_to_alls(tiny)
+    for row in on_slices["collectives"]:
+        if row["kind"] == "all-to-all":  # experts lie in both slices
+            assert (row["slices"], row["sent_between"]) == (2, row["bytes"] // 2)
+    # Each crossing sum was reduced inside its slice first.
+    sums = [r for r in on_slices["collectives"] if r["kind"] == "all-reduce" and r["slices"] == 2]
+    assert sums and all(row["in_slice"] == 1 for row in sums)
+    assert 0.5 < on_slices["memory"]["traced_peak"] / on_slices["memory"]["peak"] < 1.25
+
+
 def _all_to_alls(plan):
     counts = {}
     for row in plan["collectives"]:

@@ -31,7 +31,8 @@ def define_flags() -> Flags:
     flags.DEFINE_string(
         "topology",
         "",
-        "e.g. v3:32x32, or h100:32x8 (32 nodes of 8 GPUs); v5p or h100 alone for the smallest one that fits",
+        "e.g. v3:32x32, v5p:4x4x4*2 (two slices) or h100:32x8 (32 nodes of 8 GPUs); v5p or h100 alone for the smallest "
+        "one that fits",
     )
     flags.DEFINE_string("what", "train", "which program: train or decode")
     flags.DEFINE_string(

@@ -38,7 +38,9 @@ _GPU = GpuCompiler()
 
 
 def devices_of(topology_name: str) -> tuple[Any, ...]:
-    """The devices of a slice, e.g. 'v3:32x32', or of a cluster, e.g. 'h100:32x8', as JAX lists them.
+    """The devices of a slice, e.g. 'v3:32x32', of several, e.g. 'v5p:4x4x4*2', or of a cluster, e.g. 'h100:32x8'.
+
+    They are in the order of the mesh: those of the first slice or node come first.
 
     Raises:
         EngineError: the compiler is not installed, or knows no such machine.

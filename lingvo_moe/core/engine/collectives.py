@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lingvo_moe.core.hlo.megascale import count_transfers
+
 KINDS = (
     "all-gather",
     "all-reduce",
@@ -52,8 +54,9 @@ def parse_collectives(hlo_text: str) -> list[Collective]:
 
 
 def count_collectives(hlo_text: str) -> dict[str, int]:
-    """Kind -> number of operations, for the kinds that occur."""
-    return dict(sorted(Counter(c.kind for c in _parse(hlo_text)).items()))
+    """Kind -> number of operations, for the kinds that occur; transfers between TPU slices are such operations too."""
+    counts = Counter(c.kind for c in _parse(hlo_text)) + count_transfers(hlo_text)
+    return dict(sorted(counts.items()))
 
 
 def _parse(text: str) -> Iterator[Collective]:

@@ -13,6 +13,7 @@ slices 1 and 2.
 
 import functools
 import re
+from collections import Counter
 
 from lingvo_moe.core.hlo.errors import HloError
 from lingvo_moe.core.hlo.module import Instruction
@@ -48,6 +49,13 @@ def transfer_kind(instruction: Instruction) -> str | None:
             f" {', '.join(_KINDS)}"
         )
     return _KINDS[found[1]]
+
+
+def count_transfers(hlo_text: str) -> Counter[str]:
+    """Kind of collective -> the transfers between slices in a program's text, each counted once."""
+    sends = (line for line in hlo_text.splitlines() if " send(" in line)
+    found = (_TYPE.search(line) for line in sends)
+    return Counter(_KINDS.get(match[1], match[1].lower()) for match in found if match)
 
 
 def transfer_groups(

@@ -7,7 +7,7 @@ from gram import gram
 
 from lingvo_moe.core.engine import aot, aot_tpu
 from lingvo_moe.core.engine.base import EngineError
-from lingvo_moe.core.engine.collectives import parse_collectives
+from lingvo_moe.core.engine.collectives import count_collectives, parse_collectives
 
 # As libtpu words it once it has placed all buffers.
 PLACED = """RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. \
@@ -80,9 +80,11 @@ def test_no_number_of_slices(name):
 
 
 def test_compiling_for_two_slices(capfd):
-    result = aot.compile_for_topology(_gram(1024), "v5p:2x2x1*2")
+    result = aot.compile_for_topology(gram(1024), "v5p:2x2x1*2")
     assert "num_partitions=4" in result.hlo_text  # of one slice
     assert '_xla_megascale_transfer_type="ALL_GATHER"' in result.hlo_text
+    # Gathered between slices, then inside.
+    assert count_collectives(result.hlo_text) == {"all-gather": 2}
     # As in one slice of eight.
     assert result.memory["arguments"] == 1024 // 8 * 512 * 4
     assert result.memory["outputs"] == 1024 * 1024 * 4
