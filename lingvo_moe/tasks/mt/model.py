@@ -20,7 +20,7 @@ from lingvo_moe.core.moe import layer as moe_layer
 from lingvo_moe.core.moe.losses_and_metrics import combined_metrics
 from lingvo_moe.core.moe.registry import ROUTERS
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.pipeline.params import pipeline_params
+from lingvo_moe.core.pipeline.params import PARAMETERS, pipeline_params
 from lingvo_moe.core.pipeline.parts import Parts
 from lingvo_moe.core.pipeline.schedule import STAGE
 from lingvo_moe.core.tensors import dim
@@ -38,7 +38,7 @@ class MtModel(MtTask):
     """
 
     COMPUTES: ClassVar[str] = "translation_transformer"
-    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("repeat",)
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("repeat", *PARAMETERS)
 
     @classmethod
     def Params(cls) -> InstantiableParams:

@@ -110,6 +110,14 @@ def _adafactor(ops, weight, *, dims, stack_dims, clip=1.0, scaled=True):
     return [tf.constant(r.numpy()) + 0.0 * tf.reduce_sum(weight) for r in results]
 
 
+def _with_row(ops, rows, row, axis):
+    """Its operation is XLA's, and has no gradient: no layer differentiates it."""
+    run = tf.function(functools.partial(ops.with_row, axis=axis), jit_compile=True)
+    stopped = run(tf.stop_gradient(rows), tf.constant(1), tf.stop_gradient(row))
+    assert np.array_equal(tf.gather(stopped, 1, axis=axis), row)
+    return stopped + 0.0 * (tf.reduce_sum(rows) + tf.reduce_sum(row))
+
+
 _ROWS = tf.constant([[6, 0], [3, 3]])
 _SORTED = tf.constant([3, 1, 3, 0, 1, 1, 7, 3])
 _SIZES = tf.constant([4, 0, 3])
@@ -144,6 +152,11 @@ CASES: dict[str, tuple[Callable, list[tf.Tensor]]] = {
         [_normal(0, 3, 2, 4), _normal(1, 3, 5)],
     ),
     "slices none": (lambda ops, x: [x, tf.constant(len(ops.slices([], 3)))], [_normal(0, 3)]),
+    "with_row": (functools.partial(_with_row, axis=0), [_normal(0, 3, 2, 4), _normal(1, 2, 4)]),
+    "with_row second": (
+        functools.partial(_with_row, axis=1),
+        [_normal(0, 3, 2, 4), _normal(1, 3, 4)],
+    ),
     "select new": (
         lambda ops, x, y: ops.select(tf.constant(True), [x, y], [y, x]),
         [_normal(0, 3), _normal(1, 3)],
