@@ -1,0 +1,1 @@
+"""Pipelines: layers in stages, which work on different micro-batches at the same time."""
