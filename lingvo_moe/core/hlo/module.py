@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from lingvo_moe.core.hlo import loops
 from lingvo_moe.core.hlo.errors import HloError
@@ -130,6 +130,10 @@ class Executed:
     in_backward_loop: bool
 
 
+# once, unknown and branches of Module.executions.
+_Counting = tuple[bool, int | None, Callable[[Instruction], Sequence[str]] | None]
+
+
 @dataclasses.dataclass
 class Module:
     """A compiled program; `attributes` is the rest of its first line as text."""
@@ -139,25 +143,34 @@ class Module:
     computations: dict[str, Computation]
     attributes: str = ""
 
-    def executions(self, once: bool = False, unknown: int | None = None) -> Iterator[Executed]:
+    def executions(
+        self,
+        once: bool = False,
+        unknown: int | None = None,
+        branches: Callable[[Instruction], Sequence[str]] | None = None,
+        start: Computation | None = None,
+    ) -> Iterator[Executed]:
         """Yields every scheduled instruction in order; instructions inside fusions are left out.
 
-        A loop's condition runs once more than its body. Each branch of a conditional counts as run
-        once.
+        A loop's condition runs once more than its body.
 
         Args:
           once: count a loop's body once, as XLA's own cost analysis does.
           unknown: trip count to assume for a loop whose trip count cannot be determined; with 0, the
             instructions of such a loop are recognised by `times == 0`.
+          branches: names the branches of a conditional that count as run, once each; None: all of them.
+          start: the computation that is run; None: the program's.
 
         Raises:
           HloError: the trip count of a loop cannot be determined, and `unknown` is None.
         """
-        yield from self._walk(self.entry, 1, False, once, unknown)
+        counting = (once, unknown, branches)
+        yield from self._walk(start or self.entry, 1, False, counting)
 
     def _walk(
-        self, inside: Computation, times: int, backward: bool, once: bool, unknown: int | None
+        self, inside: Computation, times: int, backward: bool, counting: _Counting
     ) -> Iterator[Executed]:
+        once, unknown, branches = counting
         for instruction in inside.instructions:
             yield Executed(instruction, inside, times, backward)
             if instruction.opcode == "while":
@@ -165,13 +178,16 @@ class Module:
                 body = self.computation(instruction.attribute("body"))
                 condition = self.computation(instruction.attribute("condition"))
                 tests = times * (1 if once else trips + 1)
-                yield from self._walk(condition, tests, backward, once, unknown)
+                yield from self._walk(condition, tests, backward, counting)
                 in_backward = backward or is_backward(instruction, body)
-                yield from self._walk(body, times * trips, in_backward, once, unknown)
+                yield from self._walk(body, times * trips, in_backward, counting)
+            elif instruction.opcode == "conditional" and branches is not None:
+                for name in branches(instruction):
+                    yield from self._walk(self.computation(name), times, backward, counting)
             elif instruction.opcode in ("call", "conditional", "async-start"):
                 for name in instruction.called:
                     called = self.computation(name)
-                    yield from self._walk(called, times, backward, once, unknown)
+                    yield from self._walk(called, times, backward, counting)
 
     def _trips(self, inside: Computation, loop: Instruction, unknown: int | None) -> int:
         try:
