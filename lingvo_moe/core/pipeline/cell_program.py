@@ -119,22 +119,19 @@ class CellProgram:
         seed: tf.Tensor | None,
         upstream: Vectors,
         dextras: tf.Tensor | None,
-        dweights: Vectors,
     ) -> tuple[Any, Vectors]:
-        """The gradients of the inputs (None for integers), and those of the weights added to `dweights`.
+        """The gradients of the inputs (None for integers), and rows [1, P] of those of the packed variables that are
+        trained and of which the cell has a part, by name.
 
         Args:
             weights, given, seed: as Forward's.
             upstream: the gradients of the outputs, packed, by floating-point dtype.
             dextras: [1, X], those of the extras; None if no cell has extras.
-            dweights: sums of gradients [1, P], by the names of the packed variables.
         """
         theta = self._Weights(weights)
         leaves = [theta[spec.path] for spec in self.cell.specs.Flatten()]
         args = [x for x in flatten(self.inputs.Unpack(given)) if x is not None]
-        trained = [
-            k for k, spec in enumerate(self.cell.specs.Flatten()) if self._IsTrained(spec, dweights)
-        ]
+        trained = [k for k, spec in enumerate(self.cell.specs.Flatten()) if spec.trainable]
         floating = [k for k, x in enumerate(args) if x.dtype.is_floating]
         sources = [leaves[k] for k in trained] + [args[k] for k in floating]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -154,17 +151,12 @@ class CellProgram:
         specs = self.cell.specs.Flatten()
         by_path = {specs[k].path: g for k, g in zip(trained, grads)}
         dargs = dict(zip(floating, grads[len(trained) :]))
-        return self._InTree(dargs), self._Added(dweights, by_path)
-
-    def _Added(self, dweights: Vectors, by_path: Mapping[str, tf.Tensor]) -> Vectors:
-        added = dict(dweights)
-        for name in dweights.keys() & self._Groups().keys():
-            row = packed_row(self.weights[name], self.number, by_path)
-            added[name] = dweights[name] + tf.cast(row, dweights[name].dtype)
-        return added
-
-    def _IsTrained(self, spec: VariableSpec, dweights: Vectors) -> bool:
-        return spec.trainable and tf.as_dtype(spec.dtype).is_floating and bool(dweights)
+        rows = {
+            name: packed_row(spec, self.number, by_path)[tf.newaxis]
+            for name, spec in self._Groups().items()
+            if spec.trainable
+        }
+        return self._InTree(dargs), {name: tf.cast(x, wide(x.dtype)) for name, x in rows.items()}
 
     def _Groups(self) -> dict[str, VariableSpec]:
         """The packed variables of which this cell has a part."""

@@ -146,13 +146,13 @@ class Loops:
 
         def tick(t: tf.Tensor, dstate: Vectors, dweights: Vectors, arrays: Any) -> tuple:
             own = {"weights": weights, "state": self._At(kept, t), "upstream": dstate}
-            own |= {"dweights": dweights, "dextras": dextras}
+            own |= {"dextras": dextras}
             first = t - (len(self._programs) - 1)
             shared = {"t": t, "given": self._At(given, t), "seeds": seeds}
             shared |= {"upstream": self._At(dfinal, first)}
-            dstate, (dgiven, dweights) = self._stages.Tick(
-                t, self._num, work, idle, own, shared, -1
-            )
+            # Sums stay out of the conditional, which would copy them.
+            dstate, (dgiven, rows) = self._stages.Tick(t, self._num, work, idle, own, shared, -1)
+            dweights = {name: x + rows[name] for name, x in dweights.items()}
             arrays = {name: array.write(t, dgiven[name]) for name, array in arrays.items()}
             return t - 1, dstate, dweights, arrays
 
@@ -160,7 +160,10 @@ class Loops:
             return self._BackwardStage(k, block, own, shared, lengths)
 
         def idle(own: Any, shared: Any) -> tuple:
-            return own["upstream"], (self._Unused(lengths, shared["t"]), own["dweights"])
+            return own["upstream"], (
+                self._Unused(lengths, shared["t"]),
+                self._ZeroRows(shared["t"]),
+            )
 
         start = (
             tf.constant(self._ticks - 1),
@@ -184,18 +187,18 @@ class Loops:
     ) -> tuple[Vectors, tuple[Vectors, Vectors]]:
         program = self._programs[k]
         is_last = program is self._programs[-1]
-        dargs, dweights = program.Backward(
+        dargs, rows = program.Backward(
             own["weights"],
             own["state"] if k else shared["given"],
             self._Seed(k, block, shared),
             shared["upstream"] if is_last else own["upstream"],
             own["dextras"].get(EXTRAS),
-            own["dweights"],
         )
+        rows = self._ZeroRows(shared["t"]) | rows
         unused = self._Unused(lengths, shared["t"])
         if k == 0:
-            return own["upstream"], (program.inputs.Pack(dargs, unused), dweights)
-        return program.inputs.Pack(dargs, own["upstream"]), (unused, dweights)
+            return own["upstream"], (program.inputs.Pack(dargs, unused), rows)
+        return program.inputs.Pack(dargs, own["upstream"]), (unused, rows)
 
     def _Seed(self, k: int, block: tf.Tensor, shared: Any) -> tf.Tensor | None:
         """The seed of stage k's micro-batch and of the device's rows."""
@@ -249,6 +252,16 @@ class Loops:
         """[K, D, P] for each packed variable that is trained."""
         return {
             name: self._Zeros(scalar, tf.as_dtype(spec.dtype), spec.shape[1])
+            for name, spec in self._specs.items()
+            if spec.trainable
+        }
+
+    def _ZeroRows(self, t: tf.Tensor) -> Vectors:
+        """[1, P] for each packed variable that is trained: what a stage adds that has no micro-batch."""
+        return {
+            name: tf.fill(
+                [1, spec.shape[1]], tf.cast(tf.minimum(t, 0), wide(tf.as_dtype(spec.dtype)))
+            )
             for name, spec in self._specs.items()
             if spec.trainable
         }
