@@ -98,6 +98,25 @@ def _check_collectives(collectives, mesh):
     assert not [line for line in packed if "/while/" in line]
 
 
+@pytest.mark.parametrize("rows", [("data", "model"), "model"])
+def test_rows_over_two_axes_or_copies_along_one(rows):
+    two = {"cell_tpl": cells(sizes=(5, 4, 2))}
+    seq = make(SeqLayer, **two)
+    theta = run_single(seq.InitTheta, [SEED])
+    want = _run(seq, theta, [X, MASK])[0]
+    splits = {"weight_split": {"Z": "stage"}, "activation_split": {"B": rows}}
+    layer = make(PipeliningLayer, num_micro_batches=4, **two, **splits)
+    args = [SimpleNamespace(split=(rows, None)), SimpleNamespace(split=(rows,))]
+    found, collectives = run_sharded(
+        step(layer),
+        [_moved(seq, layer, theta), [X, MASK]],
+        Mesh.parse("stage:2,data:2,model:2"),
+        [layer.VariableSpecs(), args],
+    )
+    _assert_equal(layer, found, (seq, theta, want))
+    _check_collectives(collectives, "stage")
+
+
 def test_float64_agrees_to_rounding():
     x = RNG.randn(ROWS, 5)
     layer = make(SeqLayer, dtype="float64")

@@ -5,6 +5,9 @@ import pytest
 
 from lingvo_moe.core.base_input import ArraySpec
 from lingvo_moe.core.checks import ParamError
+from lingvo_moe.core.engine.base import make_engine
+from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.engine.steps import build_step, train_step
 from lingvo_moe.core.engine.testing import run_sharded, run_single
 from lingvo_moe.core.micro_batches import accumulating_step
 from lingvo_moe.core.nested_map import NestedMap
@@ -15,6 +18,7 @@ from lingvo_moe.core.pipeline.packing import by_path, from_paths
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.tasks.image.model import ImageClassifier
 from lingvo_moe.tasks.image.networks import ConvNet, ResNet
+from params.image.digits import Digits
 from params.image.resnet import ResNet50, ResNet50Pipe4
 
 ROWS, NUM, SIZE = 8, 2, 32
@@ -101,6 +105,29 @@ def test_inference_is_the_same(plain, batch):
     found = run_single(pipelined.EvalStep, [theta, batch])
     for name, value in want.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
+
+
+def _losses(mesh, accumulated=1, **pipeline):
+    """The losses and gradient norms of the first steps of image.Digits."""
+    p = Digits().Task().Set(weight_split={"Z": "stage"} if pipeline else {})
+    p.pipeline.Set(**pipeline)
+    task = p.Instantiate()
+    inputs = Digits().Input().Set(batch_size=32).Instantiate().Prepare()
+    engine = make_engine("pjrt", Mesh.parse(mesh))
+    init = engine.Build(task.InitState, [TensorSpec((), "int32")], results=task.StateSpecs())
+    step = build_step(train_step(task, inputs, accumulated), engine)
+    state, found = init(np.int32(5)), []
+    for _, batch in zip(range(6), inputs, strict=False):
+        state, metrics = step(state, batch)
+        found.append([metrics.loss, metrics.grad_norm])
+    return np.array(engine.Get(found))
+
+
+def test_a_run_on_stages_and_data_has_the_losses_of_micro_batches():
+    want = _losses("data:1", accumulated=4)
+    found = _losses("stage:3,data:2", stages=3, micro_batches=4, image_size=8)
+    np.testing.assert_allclose(found, want, rtol=1e-5)
+    assert want[-1, 0] < want[0, 0]
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
