@@ -1,6 +1,7 @@
 """BaseLayer: a pure function of (theta, inputs) with named children and variables that are specs
 before they are tensors."""
 
+import abc
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -64,6 +65,14 @@ class WeightParams:
     trainable: bool = True
 
 
+class InitOfVariable(WeightInit, abc.ABC):
+    """A WeightInit that needs to know the variable."""
+
+    @abc.abstractmethod
+    def OfVariable(self, spec: "VariableSpec", seed: tf.Tensor) -> tf.Tensor:
+        """The initial value of a variable, of its shape and type; `seed` is int32 [2], not yet folded with its path."""
+
+
 @dataclass(frozen=True)
 class VariableSpec:
     """A variable that has not been allocated.
@@ -76,6 +85,8 @@ class VariableSpec:
         split: the mesh axis, axes or None of each dimension.
         stack_dims: how many leading dimensions count layers (`repeat`).
         trainable: whether gradients change it.
+        packs: the specs of the variables that this one packs; () for other variables. Row k of such a variable, whose
+            shape is [K, P], holds the elements of those of packs[k] one after another, then zeros.
     """
 
     path: str
@@ -86,6 +97,7 @@ class VariableSpec:
     split: DimsMapping
     stack_dims: int = 0
     trainable: bool = True
+    packs: "tuple[tuple[VariableSpec, ...], ...]" = ()
 
     def Stacked(self, num: int, axis: Axis = None) -> "VariableSpec":
         """The spec of `num` such variables in one, along a new leading dimension L, which a mesh axis may shard."""
@@ -99,7 +111,9 @@ class VariableSpec:
 
     def Init(self, seed: tf.Tensor) -> tf.Tensor:
         """The initial value, keyed by the seed (int32 [2]) and the path; layer i of a stack folds
-        in i."""
+        in i. The parts of a packed variable start as they would on their own."""
+        if isinstance(self.init, InitOfVariable):
+            return self.init.OfVariable(self, seed)
         seed = randomness.fold_in(seed, self.path)
         if self.stack_dims > 1:
             raise ValueError(f"{self.path}: layers are stacked once, not {self.stack_dims} times")

@@ -222,6 +222,12 @@ class BaseTask(BaseLayer):
         del batch
         return {}
 
+    def StageFlops(self, batch: NestedMap) -> list[int]:
+        """FLOPs of a forward pass over a full batch (given as ArraySpecs), by stage of the task's pipeline; empty
+        without one."""
+        del batch
+        return []
+
     def StepFlops(self, batch: NestedMap) -> int:
         """Model FLOPs of a training step over a full batch: three times those of the forward pass.
 

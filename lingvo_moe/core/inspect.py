@@ -122,6 +122,14 @@ def print_flops(task: BaseTask, batch: NestedMap, console: Console | None = None
         "the forward pass (what the backward pass computes again is not counted)",
         soft_wrap=True,
     )
+    if stages := task.StageFlops(batch):
+        each = ", ".join(units.work(flops / count) for flops in stages)
+        spread = max(stages) * len(stages) / sum(stages)
+        console.print(
+            f"a pipeline of {len(stages)} stages: forward FLOPs per {counted.removesuffix('s')} {each}; the largest is "
+            f"{spread:.3f} times their mean",
+            soft_wrap=True,
+        )
 
 
 def describe_split(spec: VariableSpec) -> str:

@@ -48,3 +48,19 @@ class ResNet50Classes130K(ResNet50):
         p.head.activation_split = {"V": "data"}
         p.head.weight_split = {"V": "data"}
         return p
+
+
+@registry.Register
+class ResNet50Pipe4(ResNet50):
+    """ResNet-50 in four stages of similar FLOPs, each on its own devices, with 16 micro-batches; see docs/pipelines.md.
+
+    BatchNorm's statistics are those of a micro-batch of 64 images.
+    """
+
+    def Task(self) -> InstantiableParams:
+        p = super().Task().Set(weight_split={"Z": "stage"})
+        p.pipeline.Set(stages=4, micro_batches=16)
+        return p
+
+    def Train(self) -> Params:
+        return super().Train().Set(mesh="data:8,stage:4")

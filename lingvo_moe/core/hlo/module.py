@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from lingvo_moe.core.hlo import loops, pipelines
 from lingvo_moe.core.hlo.errors import HloError
@@ -135,6 +135,10 @@ class Executed:
     loops: tuple[str, ...] = ()
 
 
+# once, unknown and branches of Module.executions.
+_Counting = tuple[bool, int | None, Callable[[Instruction], Sequence[str]] | None]
+
+
 @dataclasses.dataclass
 class Module:
     """A compiled program; `attributes` is the rest of its first line as text."""
@@ -144,26 +148,34 @@ class Module:
     computations: dict[str, Computation]
     attributes: str = ""
 
-    def executions(self, once: bool = False, unknown: int | None = None) -> Iterator[Executed]:
+    def executions(
+        self,
+        once: bool = False,
+        unknown: int | None = None,
+        branches: Callable[[Instruction], Sequence[str]] | None = None,
+        start: Computation | None = None,
+    ) -> Iterator[Executed]:
         """Yields every scheduled instruction in order; instructions inside fusions are left out.
 
-        A loop's condition runs once more than its body. Each branch of a conditional counts as run
-        once.
+        A loop's condition runs once more than its body.
 
         Args:
           once: count a loop's body once, as XLA's own cost analysis does.
           unknown: trip count to assume for a loop whose trip count cannot be determined; with 0, the
             instructions of such a loop are recognised by `times == 0`.
+          branches: names the branches of a conditional that count as run, once each; None: all of them.
+          start: the computation that is run; None: the program's.
 
         Raises:
           HloError: the trip count of a loop cannot be determined, and `unknown` is None.
         """
-        yield from self._walk(self.entry, Executed(_NOTHING, self.entry, 1, False), once, unknown)
+        counting = (once, unknown, branches)
+        inside = start or self.entry
+        yield from self._walk(inside, Executed(_NOTHING, inside, 1, False), counting)
 
-    def _walk(
-        self, inside: Computation, at: Executed, once: bool, unknown: int | None
-    ) -> Iterator[Executed]:
+    def _walk(self, inside: Computation, at: Executed, counting: _Counting) -> Iterator[Executed]:
         """Yields the instructions of a computation; `at` has how often it runs, and in which loops."""
+        once, unknown, branches = counting
         for instruction in inside.instructions:
             here = dataclasses.replace(at, instruction=instruction, computation=inside)
             yield here
@@ -172,17 +184,20 @@ class Module:
                 body = self.computation(instruction.attribute("body"))
                 condition = self.computation(instruction.attribute("condition"))
                 tests = dataclasses.replace(here, times=here.times * (1 if once else trips + 1))
-                yield from self._walk(condition, tests, once, unknown)
+                yield from self._walk(condition, tests, counting)
                 trip = dataclasses.replace(
                     here,
                     times=here.times * trips,
                     in_backward_loop=here.in_backward_loop or is_backward(instruction, body),
                     loops=(*here.loops, instruction.name),
                 )
-                yield from self._walk(body, trip, once, unknown)
+                yield from self._walk(body, trip, counting)
+            elif instruction.opcode == "conditional" and branches is not None:
+                for name in branches(instruction):
+                    yield from self._walk(self.computation(name), here, counting)
             elif instruction.opcode in ("call", "conditional", "async-start"):
                 for name in instruction.called:
-                    yield from self._walk(self.computation(name), here, once, unknown)
+                    yield from self._walk(self.computation(name), here, counting)
 
     def _trips(self, inside: Computation, loop: Instruction, unknown: int | None) -> int:
         try:

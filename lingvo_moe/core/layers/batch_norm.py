@@ -11,6 +11,7 @@ from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.layers.elementwise import elementwise_meta
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.sharding.row_parts import num_row_parts, sum_over_row_parts
 
 _FLOPS_PER_ELEMENT = 10  # approximately
 
@@ -19,7 +20,9 @@ class BatchNorm(BaseLayer):
     """y = (x - mean) / sqrt(variance + epsilon) * scale + bias for each channel.
 
     In training, mean and variance are those of the whole batch, however it is sharded: the sums over
-    its parts are added up over the devices. Inference uses moving averages of both, which are variables
+    its parts are added up over the devices, also where a manual region has its rows only (sharding/row_parts.py).
+    A pipeline gives it one micro-batch at a time, and so does gradient accumulation: then the batch is the micro-batch.
+    Inference uses moving averages of both, which are variables
     that no gradient changes: their next values are returned. Statistics and the result are computed in
     float32 whatever the activations' type, then rounded once.
     """
@@ -78,9 +81,10 @@ class BatchNorm(BaseLayer):
     def _Statistics(self, x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """The mean and the variance of each channel, [O]."""
         # Sums times 1/n: the gradient of tf.reduce_mean would make a constant as large as x.
-        per_element = self.p.channels / x.shape.num_elements()
-        mean = tf.reduce_sum(x, axis=[0, 1, 2]) * per_element
-        return mean, tf.reduce_sum(tf.square(x - mean), axis=[0, 1, 2]) * per_element
+        per_element = self.p.channels / (x.shape.num_elements() * num_row_parts())
+        mean = sum_over_row_parts(tf.reduce_sum(x, axis=[0, 1, 2])) * per_element
+        squares = tf.reduce_sum(tf.square(x - mean), axis=[0, 1, 2])
+        return mean, sum_over_row_parts(squares) * per_element
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:

@@ -24,6 +24,7 @@ class Adam(BaseOptimizer):
     """
 
     DECOUPLED = False
+    ELEMENTWISE = True
 
     @classmethod
     def Params(cls) -> InstantiableParams:

@@ -30,9 +30,15 @@ class BaseOptimizer:
     Weight decay is decoupled (Loshchilov and Hutter 2019): beside its update, a weight loses
     rate * weight_decay * weight. Where DECOUPLED is False, weight_decay * weight is added to the gradient instead, so
     that the optimizer's statistics see it. `weight_decay.py` says which variables decay.
+
+    Attributes:
+        DECOUPLED: see above.
+        ELEMENTWISE: whether the update of an element depends on no other element of its variable. Only such an
+            optimizer can update variables that pack others (VariableSpec.packs).
     """
 
     DECOUPLED: ClassVar[bool] = True
+    ELEMENTWISE: ClassVar[bool] = False
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -65,8 +71,15 @@ class BaseOptimizer:
 
         Raises:
             ParamError: a pattern of `decay_include` or `decay_exclude` that matches no variable.
+            ValueError: a variable packs others, but this optimizer is not ELEMENTWISE.
         """
         self.Decays(specs)
+        packed = next((spec for spec in specs.Flatten() if spec.packs and spec.trainable), None)
+        if packed is not None and not self.ELEMENTWISE:
+            raise ValueError(
+                f"optimizer {type(self).__name__}: {packed.path} packs the weights of a pipeline's stage into one "
+                "vector, and this optimizer's update depends on their shapes; choose Adam, AdamW or Sgd"
+            )
         return specs.Transform(self._SlotsFor)
 
     def Decays(self, specs: NestedMap) -> dict[str, bool]:
@@ -217,8 +230,10 @@ def slot_spec(spec: VariableSpec, name: str, without: int | None = None) -> Vari
             return values
         return values[:without] + values[without + 1 :]
 
+    packs = tuple(tuple(slot_spec(part, name) for part in row) for row in spec.packs)
     return replace(
         spec,
+        packs=packs,
         path=f"{spec.path}.{name}",
         shape=keep(spec.shape),
         letters=keep(spec.letters),

@@ -20,6 +20,7 @@ class Sgd(BaseOptimizer):
     """
 
     DECOUPLED = False
+    ELEMENTWISE = True
 
     @classmethod
     def Params(cls) -> InstantiableParams:

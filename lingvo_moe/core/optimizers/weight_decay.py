@@ -70,22 +70,45 @@ def decays(specs: NestedMap, p: InstantiableParams) -> dict[str, bool]:
         p: Params with those of define_weight_decay.
 
     Raises:
-        ParamError: a pattern that matches no trainable variable, or one of both lists matches the same variable.
+        ParamError: a pattern that matches no trainable variable, or one of both lists matches the same variable; or
+            only some of the variables that another one packs decay.
     """
     trained = [spec for spec in specs.Flatten() if spec.trainable]
     if not p.weight_decay:
         return {spec.path: False for spec in trained}
-    included = _matched("decay_include", p.decay_include, trained)
-    excluded = _matched("decay_exclude", p.decay_exclude, trained)
+    parts = [part for spec in trained for part in _parts(spec)]
+    included = _matched("decay_include", p.decay_include, parts)
+    excluded = _matched("decay_exclude", p.decay_exclude, parts)
     both = sorted(included & excluded)
     if both:
         why = f"matches {both[0]}, which decay_include={p.decay_include} matches too"
         raise checks.ParamError("decay_exclude", shown(p.decay_exclude), why)
-    return {
-        spec.path: spec.path in included
-        or (spec.path not in excluded and _decays_by_itself(spec, p.decay_min_dims))
-        for spec in trained
+    decayed = {
+        part.path: part.path in included
+        or (part.path not in excluded and _decays_by_itself(part, p.decay_min_dims))
+        for part in parts
     }
+    return {spec.path: _agreed(spec, decayed, p) for spec in trained}
+
+
+def _parts(spec: VariableSpec) -> list[VariableSpec]:
+    """The variables that a variable packs; itself if it packs none."""
+    return [part for row in spec.packs for part in row] or [spec]
+
+
+def _agreed(spec: VariableSpec, decayed: dict[str, bool], p: InstantiableParams) -> bool:
+    """Whether all parts of a variable decay. Raises ParamError if only some do."""
+    parts = [part.path for part in _parts(spec)]
+    kept = [path for path in parts if not decayed[path]]
+    if kept and len(kept) < len(parts):
+        name = "decay_exclude" if p.decay_exclude else "decay_include"
+        chosen = next(path for path in parts if decayed[path])
+        why = (
+            f"{chosen} decays and {kept[0]} does not, but a pipeline packs both into {spec.path}, which decays as a "
+            "whole; choose patterns that match all variables of as many dimensions, or none of them"
+        )
+        raise checks.ParamError(name, shown(p.Get(name)), why)
+    return not kept
 
 
 def _decays_by_itself(spec: VariableSpec, min_dims: int) -> bool:

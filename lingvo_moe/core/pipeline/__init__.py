@@ -1,1 +1,1 @@
-"""Pipelines: layers one after the other on groups of devices, which work on different micro-batches."""
+"""Pipelines: layers in stages on groups of devices, which work on different micro-batches at the same time."""

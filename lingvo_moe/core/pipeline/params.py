@@ -14,7 +14,9 @@ from lingvo_moe.core.pipeline.schedule import (
 from lingvo_moe.core.sharding import Mesh
 
 # Paths in a task's Params, for BaseTask.MAY_CHANGE.
-PARAMETERS = tuple(f"pipeline.{name}" for name in ("stages", "micro_batches", "schedule", "repeats"))
+PARAMETERS = tuple(
+    f"pipeline.{name}" for name in ("stages", "micro_batches", "schedule", "repeats")
+)
 
 
 def pipeline_params() -> Params:

@@ -50,6 +50,9 @@ class Cost:
 def costs(module: Module, once: bool = False) -> list[Cost]:
     """Returns the cost of every executed instruction, in schedule order.
 
+    Of a conditional's branches, that with the most FLOPs counts. Where devices take different branches at the same
+    time, e.g. the stages of a pipeline, the others wait for it.
+
     Args:
       module: a scheduled program for one device.
       once: count a loop's body once, as XLA's own cost analysis does.
@@ -60,7 +63,7 @@ def costs(module: Module, once: bool = False) -> list[Cost]:
     flops = MatmulFlops(module)
     placer = Placer(module)
     found = []
-    for executed in module.executions(once):
+    for executed in module.executions(once, branches=_LongestBranch(module, flops)):
         instruction, inside = executed.instruction, executed.computation
         products = flops.products(instruction, inside)
         found.append(
@@ -78,6 +81,29 @@ def costs(module: Module, once: bool = False) -> list[Cost]:
             )
         )
     return found
+
+
+@dataclasses.dataclass
+class _LongestBranch:
+    """Finds the branch of a conditional with the most FLOPs; of several, that with the most instructions."""
+
+    module: Module
+    flops: MatmulFlops
+    work: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+
+    def __call__(self, conditional: Instruction) -> list[str]:
+        return [max(conditional.called, key=self._Work)]
+
+    def _Work(self, name: str) -> tuple[int, int]:
+        if name not in self.work:
+            flops, count = 0, 0
+            start = self.module.computation(name)
+            for executed in self.module.executions(branches=self, start=start):
+                products = self.flops.products(executed.instruction, executed.computation)
+                flops += executed.times * sum(product.flops for product in products)
+                count += 1
+            self.work[name] = flops, count
+        return self.work[name]
 
 
 def _by_weight(products: list[Product]) -> list[str]:

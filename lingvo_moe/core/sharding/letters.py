@@ -28,6 +28,7 @@ WEIGHT_LETTERS = {
     "V": "vocabulary, or classes",
     "X": "columns of an image or a kernel",
     "Y": "rows of an image or a kernel",
+    "Z": "stages of a pipeline",
 }
 ACTIVATION_LETTERS = {
     **WEIGHT_LETTERS,

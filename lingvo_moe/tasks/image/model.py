@@ -9,13 +9,15 @@ import tensorflow as tf
 from lingvo_moe.core import checks
 from lingvo_moe.core.base_input import BaseInput
 from lingvo_moe.core.base_task import BaseTask, TaskError
-from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.layers.classifier import Classifier, in_top_k
 from lingvo_moe.core.layers.elementwise import Dropout
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.pipeline.partition import PartitionError
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.tasks.image.networks import ResNet
+from lingvo_moe.tasks.image.pipelined import pipeline_params
 from lingvo_moe.tasks.image.shrinking import sample_batch, shrink
 
 _TOP = 5
@@ -46,6 +48,7 @@ class ImageClassifier(BaseTask):
             "channels", 3, "Channels of the images: 3, or 1 for shades of grey.", check=checks.SIZE
         )
         p.Define("network", ResNet.Params(), "From images to features; see networks.py.")
+        p.Define("pipeline", pipeline_params(), "The network in stages on devices of their own.")
         p.Define("head", Classifier.Params(), "From features to classes; sizes are set from above.")
         p.Define("dropout", 0.0, "Rate on the features.", check=checks.SHARE)
         p.Define(
@@ -62,6 +65,8 @@ class ImageClassifier(BaseTask):
         )
         p.Define("pixel_deviation", 0.25, "Pixels are divided by it.", check=checks.POSITIVE)
         p.Derive("network.input_channels", "channels")
+        for name in ("stages", "micro_batches", "image_size"):
+            p.Derive(f"network.pipeline.{name}", f"pipeline.{name}")
         p.Derive("head.num_classes", "num_classes")
         p.Derive("head.model_dim", "network")
         p.Derive("head.label_smoothing", "label_smoothing")
@@ -70,7 +75,13 @@ class ImageClassifier(BaseTask):
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
         p = self.p
-        network = p.network.Copy().Set(input_channels=p.channels)
+        network = self._Network(p)
+        if p.pipeline.stages > 1 and not self.optimizer.ELEMENTWISE:
+            why = (
+                f"a pipeline packs weights of different shapes into vectors, but {type(self.optimizer).__name__}'s "
+                "update depends on shapes; set task.optimizer to Adam, AdamW or Sgd"
+            )
+            raise ParamError("task.pipeline.stages", str(p.pipeline.stages), why)
         self.CreateChild("network", network)
         self.CreateChild("dropout", Dropout.Params().Set(rate=p.dropout))
         head = p.head.Copy().Set(
@@ -81,12 +92,38 @@ class ImageClassifier(BaseTask):
         self.CreateChild("head", head)
 
     @classmethod
+    def _Network(cls, p: HyperParams) -> InstantiableParams:
+        """The network's Params, with what follows in them from the model's."""
+        return p.network.Copy().Set(input_channels=p.channels, pipeline=p.pipeline.Copy())
+
+    @classmethod
     def CheckInput(cls, task: HyperParams, inputs: HyperParams) -> None:
         """See BaseTask: images have the channels that the network reads."""
         if task.channels != inputs.channels:
             raise TaskError(
                 f"input.channels={inputs.channels}, but task.channels={task.channels}: set both to the same"
             )
+        num = task.pipeline.micro_batches
+        if inputs.batch_size % num:
+            raise TaskError(
+                f"task.pipeline.micro_batches={num} does not divide input.batch_size={inputs.batch_size}"
+            )
+        if task.pipeline.stages > 1:
+            cls.CheckStages(task)
+        elif num > 1:
+            raise TaskError(
+                f"task.pipeline.micro_batches={num} has no effect with task.pipeline.stages=1; set stages, or "
+                "train.num_micro_batches instead"
+            )
+
+    @classmethod
+    def CheckStages(cls, task: HyperParams) -> None:
+        """Raises TaskError if the network has fewer layers than the pipeline stages."""
+        network = cls._Network(task)
+        try:
+            network.cls.PipelineParts(network)
+        except PartitionError as e:
+            raise TaskError(f"task.pipeline.stages={task.pipeline.stages}: {e}") from None
 
     @classmethod
     def Shrink(cls, task: HyperParams, inputs: HyperParams, mesh: Mesh) -> None:
@@ -148,6 +185,14 @@ class ImageClassifier(BaseTask):
         flops = network.cls.FlopsByStage(network, shape)
         flops["head"] = Classifier.FPropMeta(head, (shape[0], head.model_dim)).flops
         return flops
+
+    def StageFlops(self, batch: NestedMap) -> list[int]:
+        """See BaseTask."""
+        if self.p.pipeline.stages == 1:
+            return []
+        network = self.network.p
+        costs = network.cls.PipelineParts(network).costs  # of one image of pipeline.image_size
+        return [batch.images.shape[0] * cost for cost in costs]
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:

@@ -1,5 +1,6 @@
 """Convolutional networks, from images to features. Letters: B batch, Y rows, X columns, M features."""
 
+import functools
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -12,6 +13,14 @@ from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.layers.batch_norm import BatchNorm
 from lingvo_moe.core.layers.pooling import GlobalAveragePool, Pool2D
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.pipeline.cells import sub_layers
+from lingvo_moe.core.pipeline.partition import (
+    Partition,
+    flattened,
+    optimal_partition,
+    sequence_costs,
+)
+from lingvo_moe.tasks.image.pipelined import NamedLayer, PipelinedLayers, at, pipeline_params
 from lingvo_moe.tasks.image.stages import Bottleneck, ConvNorm, ConvPool, Sequential
 
 _SIZES = checks.ListOf(checks.SIZE, "a list of integers of at least 1")
@@ -27,6 +36,7 @@ class Network(BaseLayer):
             "input_channels", 3, "Channels of the images; the model sets it.", check=checks.SIZE
         )
         p.Define("norm", BatchNorm.Params(), "The normalizations; channels are set from above.")
+        p.Define("pipeline", pipeline_params(), "Stages on devices of their own.")
         return p
 
     @classmethod
@@ -40,12 +50,13 @@ class Network(BaseLayer):
         raise NotImplementedError(f"{cls.__name__}.OutputChannels")
 
     @classmethod
-    def Shrink(cls, params: HyperParams, channels: int) -> None:
+    def Shrink(cls, params: HyperParams, channels: int, stages: int = 1) -> None:
         """Sets the smallest sizes that still have a layer of each kind, for `BaseTask.Shrink`.
 
         Args:
             params: the network's, which are changed.
             channels: all numbers of channels become multiples of it.
+            stages: of a pipeline, for each of which there is still a layer where the network had as many.
         """
         raise NotImplementedError(f"{cls.__name__}.Shrink")
 
@@ -55,6 +66,42 @@ class Network(BaseLayer):
             self.CreateChild(name, stage)
         self.CreateChild("average", GlobalAveragePool.Params())
 
+    @functools.cached_property
+    def _pipeline(self) -> PipelinedLayers | None:
+        """The layers in a pipeline, if Params ask for one; made when the path is known."""
+        if self.p.pipeline.stages == 1:
+            return None
+        layers = [NamedLayer(path, at(self.children, path)) for path in self._LayerPaths(self.p)]
+        return PipelinedLayers(self, layers, self.PipelineParts(self.p), self.p.pipeline)
+
+    @classmethod
+    def PipelineParts(cls, params: HyperParams) -> Partition:
+        """The layers' FLOPs for one image, divided into the stages of the pipeline. Raises PartitionError."""
+        size, layers = params.pipeline.image_size, cls._Layers(params)
+        costs = sequence_costs(layers, (1, size, size, params.input_channels))
+        return optimal_partition(costs, params.pipeline.stages)
+
+    @classmethod
+    def _Layers(cls, params: HyperParams) -> list[InstantiableParams]:
+        """The layers that a pipeline may divide."""
+        return [*flattened(list(cls.Stages(params).values())), GlobalAveragePool.Params()]
+
+    @classmethod
+    def _LayerPaths(cls, params: HyperParams) -> list[str]:
+        """Where theta and children have them."""
+        paths = []
+        for name, stage in cls.Stages(params).items():
+            count = len(flattened(stage))
+            is_one = sub_layers(stage) is None
+            paths += [name] if is_one else [f"{name}.stages[{i}]" for i in range(count)]
+        return [*paths, "average"]
+
+    def VariableSpecs(self) -> NestedMap:
+        """Those of the stages, which a pipeline packs; see core/pipeline/packing.py."""
+        if self._pipeline is None:
+            return super().VariableSpecs()
+        return self._pipeline.VariableSpecs()
+
     def FProp(
         self, theta: NestedMap, images: tf.Tensor, training: bool
     ) -> tuple[tf.Tensor, NestedMap]:
@@ -63,11 +110,14 @@ class Network(BaseLayer):
         Args:
             theta: the weights.
             images: [B, Y, X, channels], of a static shape.
-            training: see BatchNorm.
+            training: see BatchNorm. In a pipeline, statistics are those of a micro-batch, on all devices that its
+                rows are spread over, and the next moving averages are means over micro-batches.
 
         Returns:
             Features [B, M], and extras: in training the `updates` of all normalizations.
         """
+        if self._pipeline is not None:
+            return self._pipeline.FProp(theta, images, training)
         x, all_extras = images, []
         for name in self.Stages(self.p):
             x, extras = self.children[name].FProp(theta[name], x, training)
@@ -119,10 +169,11 @@ class ResNet(Network):
         return 4 * params.base_channels * 2 ** (len(params.blocks) - 1)
 
     @classmethod
-    def Shrink(cls, params: HyperParams, channels: int) -> None:
+    def Shrink(cls, params: HyperParams, channels: int, stages: int = 1) -> None:
         """See Network: blocks with and without stride and shortcut. Without zero_init_last_scale, which would make
         most gradients of the first step zero."""
-        blocks = [min(params.blocks[0], 2), *(1 for _ in params.blocks[1:2])]
+        first = max(min(params.blocks[0], 2), min(sum(params.blocks), stages) - 3)
+        blocks = [first, *(1 for _ in params.blocks[1:2])]
         params.Set(base_channels=channels, blocks=blocks, zero_init_last_scale=False)
 
     @classmethod
@@ -172,9 +223,10 @@ class ConvNet(Network):
         return params.channels[-1]
 
     @classmethod
-    def Shrink(cls, params: HyperParams, channels: int) -> None:
-        """See Network: two convolutions at most."""
-        params.channels = [channels, 2 * channels][: len(params.channels)]
+    def Shrink(cls, params: HyperParams, channels: int, stages: int = 1) -> None:
+        """See Network: two convolutions, or as many as stages beside the average."""
+        count = min(len(params.channels), max(2, stages - 1))
+        params.channels = [channels, *[2 * channels] * (count - 1)]
 
     @classmethod
     def Stages(cls, params: HyperParams) -> dict[str, InstantiableParams]:

@@ -31,9 +31,14 @@ def shrink(task: Params, inputs: Params, mesh: Mesh) -> None:
         return count * -(-least // count)
 
     task.Set(num_classes=size("V", 8), fprop_dtype="float32")
-    task.network.cls.Shrink(task.network, size("IOM", 4))
+    stages = task.pipeline.stages
+    task.network.cls.Shrink(task.network, size("IOM", 4), stages)
+    if stages > 1:
+        task.pipeline.Set(
+            micro_batches=min(task.pipeline.micro_batches, 2), image_size=_LARGEST_IMAGE
+        )
     inputs.Set(
-        batch_size=size("B", 4),
+        batch_size=size("B", 4) * task.pipeline.micro_batches,
         image_size=size("YX", min(inputs.image_size, _LARGEST_IMAGE)),
     )
 

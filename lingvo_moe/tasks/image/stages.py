@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import tensorflow as tf
 
 from lingvo_moe.core import checks
-from lingvo_moe.core.base_layer import BaseLayer
+from lingvo_moe.core.base_layer import BaseLayer, scoped
 from lingvo_moe.core.base_task import updates_of
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
@@ -18,11 +18,24 @@ from lingvo_moe.core.layers.convolution import Conv2D
 from lingvo_moe.core.layers.elementwise import ACTIVATIONS, Activation
 from lingvo_moe.core.layers.pooling import Pool2D
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.pipeline.cells import Args
 
 _EXPANSION = 4  # output channels of a bottleneck, in those of its 3x3 convolution
 
 
-class ConvNorm(BaseLayer):
+class Stage(BaseLayer):
+    """The base of stages: see above."""
+
+    @scoped
+    def FPropWithExtras(
+        self, theta: NestedMap, args: Args, seed: tf.Tensor | None
+    ) -> tuple[Args, NestedMap]:
+        """See core/pipeline/cells.py. Stages draw nothing: they train where there is a seed."""
+        y, extras = self.FProp(theta, *args, training=seed is not None)
+        return (y,), extras
+
+
+class ConvNorm(Stage):
     """A convolution without bias, batch normalization, an activation."""
 
     @classmethod
@@ -67,7 +80,7 @@ class ConvNorm(BaseLayer):
         return in_sequence(cls._Layers(params).values(), input_shapes[0])
 
 
-class Bottleneck(BaseLayer):
+class Bottleneck(Stage):
     """A residual block: 1x1, 3x3 and 1x1 convolutions beside a shortcut.
 
     The stride is that of the 3x3 convolution ("v1.5"; He et al. 2015 have it in the first one). Where
@@ -154,7 +167,7 @@ class Bottleneck(BaseLayer):
         return meta
 
 
-class ConvPool(BaseLayer):
+class ConvPool(Stage):
     """A ConvNorm and a pooling."""
 
     @classmethod
@@ -180,7 +193,7 @@ class ConvPool(BaseLayer):
         return in_sequence([params.conv, params.pool], input_shapes[0])
 
 
-class Sequential(BaseLayer):
+class Sequential(Stage):
     """Stages one after another."""
 
     @classmethod
@@ -192,6 +205,11 @@ class Sequential(BaseLayer):
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
         self.CreateChildren("stages", self.p.stages)
+
+    @classmethod
+    def SubLayers(cls, params: HyperParams) -> list[InstantiableParams]:
+        """See core/pipeline/cells.py."""
+        return list(params.stages)
 
     def FProp(self, theta: NestedMap, x: tf.Tensor, training: bool) -> tuple[tf.Tensor, NestedMap]:
         """See above."""

@@ -1,0 +1,190 @@
+"""Layers in sequence: what the stages of a pipeline are made of."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import tensorflow as tf
+
+from lingvo_moe.core import checks
+from lingvo_moe.core.base_layer import BaseLayer, scoped
+from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.nested_map import NestedMap
+
+# Arguments and results of cells: tensors, NestedMaps of them, None.
+Args = tuple[Any, ...]
+
+
+@runtime_checkable
+class HasExtras(Protocol):
+    """A layer in a sequence that draws random numbers, or returns more than its outputs.
+
+    Others compute FProp(theta, *args), which returns a tensor or a tuple.
+    """
+
+    def FPropWithExtras(
+        self, theta: NestedMap, args: Args, seed: tf.Tensor | None
+    ) -> tuple[Args, NestedMap]:
+        """The outputs, and extras: floating-point tensors.
+
+        Args:
+            theta: the weights.
+            args: of FProp.
+            seed: int32 [2]; None in inference.
+
+        Returns:
+            The outputs, and a NestedMap of losses and metrics, means over rows of the batch. `updates` in it has the
+            next values of variables that are not trainable, by their paths; see BaseTask.FProp.
+        """
+        ...
+
+
+def fprop_with_extras(
+    layer: BaseLayer, theta: NestedMap, args: Args, seed: tf.Tensor | None
+) -> tuple[Args, NestedMap]:
+    """What HasExtras.FPropWithExtras returns, for any layer."""
+    if isinstance(layer, HasExtras):
+        return layer.FPropWithExtras(theta, args, seed)
+    return as_tuple(layer.FProp(theta, *args)), NestedMap()
+
+
+def fprop_in_sequence(
+    layers: Sequence[tuple[str, BaseLayer]],
+    thetas: Sequence[NestedMap],
+    args: Args,
+    seed: tf.Tensor | None,
+) -> tuple[list[Args], NestedMap]:
+    """Applies layers one after another.
+
+    Args:
+        layers: names and layers. A layer's seed is folded with its name.
+        thetas: of each of them.
+        args: of the first one.
+        seed: int32 [2] or None.
+
+    Returns:
+        What each layer returns, and all extras: by the layer's name, and `updates` joined.
+    """
+    extras, outputs = NestedMap(), []
+    for (name, layer), theta in zip(layers, thetas, strict=True):
+        args, found = fprop_with_extras(layer, theta, args, layer.FoldSeed(seed, name))
+        outputs.append(args)
+        join_extras(extras, name, found)
+    return outputs, extras
+
+
+def join_extras(extras: NestedMap, name: str, found: NestedMap) -> None:
+    """Adds a layer's extras to those of a sequence: `updates` to its updates, the rest below the layer's name."""
+    rest = NestedMap({key: value for key, value in found.items() if key != "updates"})
+    if rest:
+        extras[name] = rest
+    for path, value in found.get("updates", NestedMap()).FlattenItems():
+        extras.Set(f"updates.{path}", value)
+
+
+def as_tuple(result: Any) -> Args:
+    """A layer's result as the arguments of the next layer."""
+    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+
+def sub_layers(params: InstantiableParams) -> list[InstantiableParams] | None:
+    """The Params of the layers that a sequence applies one after another; None for a layer that is no sequence.
+
+    A class of sequences has a class method `SubLayers(params)` that returns them.
+    """
+    found = getattr(params.cls, "SubLayers", None)
+    return None if found is None else found(params)
+
+
+class FeatureExtractionLayer(BaseLayer):
+    """Layers in sequence that also carries activations along, of this sequence and of earlier ones (Lingvo).
+
+    FProp's last `num_act_inputs` arguments are passed on unchanged. The first output of each layer in
+    `act_fetch_layers` follows them, so there are num_act_inputs + len(act_fetch_layers) such results.
+    """
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define("variable_name_prefix", "", "What the names of the layers begin with.")
+        p.Define("sub", [], "Params of the layers, each with a name.")
+        p.Define("num_act_inputs", 0, "Activations among the inputs.", check=checks.COUNT)
+        p.Define("num_act_outputs", 0, "Activations among the results.", check=checks.COUNT)
+        p.Define("act_fetch_layers", [], "Names of layers whose first output is carried along.")
+        return p
+
+    def __init__(self, params: InstantiableParams):
+        super().__init__(params)
+        p = self.p
+        names = [sub.name for sub in p.sub]
+        if "" in names:
+            raise ValueError(f"{p.name}: layer {names.index('')} of sub={names} has no name")
+        wanted = p.num_act_inputs + len(p.act_fetch_layers)
+        if p.num_act_outputs != wanted:
+            raise ValueError(
+                f"{p.name}: num_act_outputs={p.num_act_outputs}: must be {wanted}, the sum of num_act_inputs="
+                f"{p.num_act_inputs} and the {len(p.act_fetch_layers)} layers of act_fetch_layers"
+            )
+        if unknown := [name for name in p.act_fetch_layers if name not in names]:
+            raise ValueError(f"{p.name}: act_fetch_layers: {unknown[0]!r} is none of {names}")
+        for sub in p.sub:
+            self.CreateChild(p.variable_name_prefix + sub.name, sub)
+
+    @classmethod
+    def SubLayers(cls, params: HyperParams) -> list[InstantiableParams] | None:
+        """See `sub_layers`. A sequence that carries activations along is not opened."""
+        carries = params.num_act_inputs or params.act_fetch_layers
+        return None if carries else list(params.sub)
+
+    def FProp(self, theta: NestedMap, *args: Any) -> Any:
+        """Applies the layers, in inference.
+
+        Args:
+            theta: the weights.
+            args: of the first layer, then num_act_inputs activations.
+
+        Returns:
+            The last layer's outputs, then the activations: one tensor, or a tuple.
+
+        Raises:
+            ValueError: there are no more arguments than activations.
+        """
+        outputs, _ = self.FPropWithExtras(theta, args, None)
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    @scoped
+    def FPropWithExtras(
+        self, theta: NestedMap, args: Args, seed: tf.Tensor | None
+    ) -> tuple[Args, NestedMap]:
+        """See HasExtras."""
+        p = self.p
+        own, carried = _divided(p, args)
+        names = [p.variable_name_prefix + sub.name for sub in p.sub]
+        layers = [(name, self.children[name]) for name in names]
+        thetas = [theta[name] for name in names]
+        outputs, extras = fprop_in_sequence(layers, thetas, own, seed)
+        by_name = dict(zip([sub.name for sub in p.sub], outputs))
+        fetched = tuple(by_name[name][0] for name in p.act_fetch_layers)
+        return ((outputs or [own])[-1]) + carried + fetched, extras
+
+    @classmethod
+    def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
+        """The sum of the layers, and the shapes of all results."""
+        shapes, carried = _divided(params, input_shapes)
+        flops, fetched = 0, {}
+        for sub in params.sub:
+            meta = sub.cls.FPropMeta(sub, *shapes)
+            flops, shapes = flops + meta.flops, tuple(meta.out_shapes)
+            fetched[sub.name] = shapes[0]
+        fetches = tuple(fetched[name] for name in params.act_fetch_layers)
+        return NestedMap(flops=flops, out_shapes=shapes + carried + fetches)
+
+
+def _divided(p: HyperParams, args: Sequence[Any]) -> tuple[Args, Args]:
+    """The arguments of the first layer, and the activations to carry along."""
+    if len(args) <= p.num_act_inputs:
+        raise ValueError(
+            f"{p.name}: {len(args)} arguments, which must be more than num_act_inputs={p.num_act_inputs}"
+        )
+    own = len(args) - p.num_act_inputs
+    return tuple(args[:own]), tuple(args[own:])

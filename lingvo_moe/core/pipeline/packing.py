@@ -1,0 +1,301 @@
+"""Packs tensors of different shapes into vectors of one length, so that all stages of a pipeline look alike.
+
+Letters: Z stages, F elements of a packed vector, M micro-batches, D blocks of rows.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from lingvo_moe.core.base_layer import InitOfVariable, VariableSpec
+from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.nested_map import NestedMap, flatten, flatten_items, pack_as
+from lingvo_moe.core.sharding import SplitMap, dims_mapping
+from lingvo_moe.core.sharding.branches import stacked_rows
+
+PACKED_LETTERS = "ZF"
+_NUMPY = (np.stack, np.concatenate, np.pad)
+_TABLES = "UV"  # the first letter of embedding tables, which do not decay
+
+
+# --- weights
+
+
+class PackedInit(InitOfVariable):
+    """Each part of a packed variable starts as it would on its own, then come zeros."""
+
+    def __init__(self) -> None:
+        super().__init__("constant", 0.0)
+
+    def OfVariable(self, spec: VariableSpec, seed: tf.Tensor) -> tf.Tensor:
+        def row(parts: Sequence[VariableSpec], seed: tf.Tensor) -> tf.Tensor:
+            zeros = WeightInit.Constant()
+            padding = zeros(seed, (spec.shape[1] - _length(parts),), tf.as_dtype(spec.dtype))
+            return tf.concat([*(tf.reshape(part.Init(seed), [-1]) for part in parts), padding], 0)
+
+        rows = [functools.partial(row, parts) for parts in spec.packs]
+        return stacked_rows(rows, seed, spec.split[0])
+
+
+def packed_specs(path: str, cells: Sequence[NestedMap], weight_split: SplitMap) -> NestedMap:
+    """Specs of variables [K, P] that hold the variables of K cells, one row for each cell.
+
+    Variables of one dtype that an optimizer treats alike share a packed variable: those of as many dimensions, those
+    that are not trainable.
+
+    Args:
+        path: what the names of the packed variables begin with.
+        cells: the VariableSpecs of each cell.
+        weight_split: letter -> mesh axis; 'Z' shards the stages.
+
+    Raises:
+        ValueError: no cell has a variable.
+    """
+    rows: dict[str, list[list[VariableSpec]]] = {}
+    for k, cell in enumerate(cells):
+        for spec in cell.Flatten():
+            group = rows.setdefault(_group(spec), [[] for _ in cells])
+            group[k].append(spec)
+    if not rows:
+        raise ValueError(f"{path}: no cell of the pipeline has a variable")
+    specs = NestedMap()
+    for name, packs in rows.items():
+        first = next(spec for row in packs for spec in row)
+        specs[name] = VariableSpec(
+            path=f"{path}.{name}",
+            shape=(len(cells), max(_length(row) for row in packs)),
+            dtype=first.dtype,
+            letters=PACKED_LETTERS,
+            init=PackedInit(),
+            split=dims_mapping(PACKED_LETTERS, weight_split),
+            trainable=first.trainable,
+            packs=tuple(map(tuple, packs)),
+        )
+    return specs
+
+
+def _group(spec: VariableSpec) -> str:
+    if not spec.trainable:
+        return f"{spec.dtype}_state"
+    own = spec.letters[spec.stack_dims :]
+    if len(own) > 1 and own[0] in _TABLES:
+        return f"{spec.dtype}_tables"
+    return f"{spec.dtype}_{len(own.removeprefix('E'))}d"
+
+
+def _length(specs: Sequence[VariableSpec]) -> int:
+    return sum(math.prod(spec.shape) for spec in specs)
+
+
+def unpacked_row(spec: VariableSpec, k: int, row: tf.Tensor) -> dict[str, tf.Tensor]:
+    """The variables in row k of a packed variable, by their paths.
+
+    Args:
+        spec: of the packed variable.
+        k: the number of the row.
+        row: [P].
+    """
+    ends = itertools.accumulate(math.prod(part.shape) for part in spec.packs[k])
+    found = {}
+    for part, end in zip(spec.packs[k], ends):
+        found[part.path] = _reshaped(row[end - math.prod(part.shape) : end], part.shape)
+    return found
+
+
+def packed_row(spec: VariableSpec, k: int, values: Mapping[str, tf.Tensor]) -> tf.Tensor:
+    """Row k [P] of a packed variable, from its variables by their paths; it has at least one."""
+    joined = tf.concat([tf.reshape(values[part.path], [-1]) for part in spec.packs[k]], 0)
+    return tf.pad(joined, [[0, spec.shape[1] - joined.shape[0]]])
+
+
+def by_path(specs: NestedMap, values: NestedMap) -> dict[str, Any]:
+    """Values of a tree of variables by path, with packed variables opened.
+
+    Args:
+        specs: VariableSpecs, e.g. a task's StateSpecs, some of which may pack others.
+        values: NumPy arrays or tensors, in the structure of `specs`.
+    """
+    found: dict[str, Any] = {}
+    for (_, spec), (_, value) in zip(flatten_items(specs), flatten_items(values), strict=True):
+        if not spec.packs:
+            found[spec.path] = value
+        for k in range(len(spec.packs)):
+            found.update(unpacked_row(spec, k, value[k]))
+    return found
+
+
+def from_paths(specs: NestedMap, values: Mapping[str, Any]) -> NestedMap:
+    """The inverse of `by_path`, also for specs that pack the variables differently, or not at all.
+
+    `from_paths(to, by_path(of, values))` turns the state of one pipeline into that of another, or of none.
+
+    Raises:
+        KeyError: a variable of `specs` is not among the values.
+    """
+
+    def build(spec: VariableSpec) -> Any:
+        parts = [part for row in spec.packs for part in row] or [spec]
+        if missing := [part.path for part in parts if part.path not in values]:
+            raise KeyError(f"{missing[0]}: there is no value for this variable")
+        if not spec.packs:
+            return values[spec.path]
+        stack, concat, pad = (tf.stack, tf.concat, tf.pad) if tensors else _NUMPY
+        zeros = stack([0 * _reshaped(values[parts[0].path], [-1])[0]])[:0]
+        rows = []
+        for row in spec.packs:
+            joined = concat([zeros, *(_reshaped(values[part.path], [-1]) for part in row)], 0)
+            rows.append(pad(joined, [[0, spec.shape[1] - joined.shape[0]]]))
+        return stack(rows)
+
+    tensors = any(isinstance(value, tf.Tensor) for value in values.values())
+    return specs.Transform(build)
+
+
+def _reshaped(value: Any, shape: Sequence[int]) -> Any:
+    return tf.reshape(value, shape) if isinstance(value, tf.Tensor) else np.reshape(value, shape)
+
+
+# --- activations
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The tensors between two cells, for one micro-batch.
+
+    They are packed in D blocks of rows, one for each device that has other rows. Rows come first in a block, whatever
+    their dimension is.
+
+    Attributes:
+        tree: their structure: tf.TensorSpecs, and None where an argument is None.
+        batch_dim: the dimension of every tensor that counts rows.
+        blocks: D of these specs: 1 inside a manual region, where the specs are those of a device.
+    """
+
+    tree: Any
+    batch_dim: int
+    blocks: int = 1
+
+    def Specs(self) -> list[tf.TensorSpec]:
+        """The tensors, without None."""
+        return [spec for spec in flatten(self.tree) if spec is not None]
+
+    def Lengths(self, floating: bool = False) -> dict[str, int]:
+        """The elements of a block, by dtype's name; of all dtypes, or of floating-point ones only."""
+        lengths: dict[str, int] = {}
+        for spec in self.Specs():
+            if spec.dtype.is_floating or not floating:
+                count = spec.shape.num_elements() // self.blocks
+                lengths[spec.dtype.name] = lengths.get(spec.dtype.name, 0) + count
+        return lengths
+
+    def Pack(self, tree: Any, like: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Vectors [D, length] for each dtype in `like`.
+
+        Args:
+            tree: tensors in this structure; those of other dtypes may be None.
+            like: vectors of the wanted lengths. Where this boundary has no tensor of a dtype, the result is that
+                vector itself.
+        """
+        names = like.keys()
+        parts = self._ByDtype(
+            tree, lambda x: tf.reshape(self._RowsFirst(x), [self.blocks, -1]), names
+        )
+        packed = dict(like)
+        for name, vectors in parts.items():
+            joined = tf.concat(vectors, 1)
+            packed[name] = tf.pad(joined, [[0, 0], [0, like[name].shape[1] - joined.shape[1]]])
+        return packed
+
+    def Unpack(self, packed: Mapping[str, tf.Tensor]) -> Any:
+        """The inverse of Pack. Tensors of dtypes that are not in `packed` become None."""
+
+        def rows(x: tf.Tensor, shape: list[int]) -> tf.Tensor:
+            return tf.reshape(x, shape)
+
+        return self._Unpacked(packed, rows)
+
+    def PackBatch(self, tree: Any, num: int, devices: int) -> dict[str, tf.Tensor]:
+        """Vectors [M, D, length] by dtype: all micro-batches of a batch.
+
+        Micro-batch m has rows m, m + M, m + 2 M, ... So no row changes its device, and micro-batches are those of
+        core/micro_batches.py for a task without groups.
+
+        Args:
+            tree: tensors in this structure, with the rows of the batch.
+            num: M.
+            devices: D, the devices that have other rows.
+        """
+
+        def blocks(x: tf.Tensor) -> tf.Tensor:
+            x = self._RowsFirst(x)
+            per_device = x.shape[0] // (devices * num)
+            x = tf.reshape(x, [devices, per_device, num, -1])
+            return tf.reshape(moved(x, 2, 0), [num, devices, -1])
+
+        parts = self._ByDtype(tree, blocks, self.Lengths().keys())
+        return {name: tf.concat(vectors, 2) for name, vectors in parts.items()}
+
+    def UnpackBatch(self, packed: Mapping[str, tf.Tensor], num: int, devices: int) -> Any:
+        """The inverse of PackBatch."""
+
+        def rows(x: tf.Tensor, shape: list[int]) -> tf.Tensor:
+            per_device = shape[0] // self.blocks
+            x = moved(tf.reshape(x, [num, devices, per_device, -1]), 0, 2)
+            return tf.reshape(x, [devices * per_device * num, *shape[1:]])
+
+        return self._Unpacked(packed, rows)
+
+    def _RowsFirst(self, x: tf.Tensor) -> tf.Tensor:
+        return moved(x, self.batch_dim, 0)
+
+    def _ByDtype(
+        self, tree: Any, vector: Callable[[tf.Tensor], tf.Tensor], names: Collection[str]
+    ) -> dict[str, list[tf.Tensor]]:
+        parts: dict[str, list[tf.Tensor]] = {}
+        for spec, x in zip(flatten(self.tree), flatten(tree), strict=True):
+            if spec is not None and spec.dtype.name in names:
+                parts.setdefault(spec.dtype.name, []).append(vector(x))
+        return parts
+
+    def _Unpacked(
+        self,
+        packed: Mapping[str, tf.Tensor],
+        rows: Callable[[tf.Tensor, list[int]], tf.Tensor],
+    ) -> Any:
+        """The tree; `rows` makes a tensor whose rows come first from its part of a packed vector, and its shape."""
+        begins = dict.fromkeys(packed, 0)
+        leaves: list[tf.Tensor | None] = []
+        for spec in flatten(self.tree):
+            if spec is None or spec.dtype.name not in packed:
+                leaves.append(None)
+                continue
+            name, begin = spec.dtype.name, begins[spec.dtype.name]
+            begins[name] = end = begin + spec.shape.num_elements() // self.blocks
+            shape = spec.shape.as_list()
+            shape.insert(0, shape.pop(self.batch_dim))
+            leaves.append(moved(rows(packed[name][..., begin:end], shape), 0, self.batch_dim))
+        return pack_as(self.tree, leaves)
+
+
+def largest(boundaries: Sequence[Boundary], floating: bool = False) -> dict[str, int]:
+    """The most elements that a block of any of the boundaries has, by dtype; see Boundary.Lengths."""
+    lengths: dict[str, int] = {}
+    for boundary in boundaries:
+        for name, count in boundary.Lengths(floating).items():
+            lengths[name] = max(count, lengths.get(name, 0))
+    return dict(sorted(lengths.items()))
+
+
+def moved(x: tf.Tensor, source: int, target: int) -> tf.Tensor:
+    """x with one dimension moved to another place."""
+    if source == target:
+        return x
+    order = [d for d in range(x.shape.rank) if d != source]
+    order.insert(target, source)
+    return tf.transpose(x, order)

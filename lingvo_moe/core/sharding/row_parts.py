@@ -1,0 +1,44 @@
+"""Sums over a batch whose rows are spread over devices, inside a manual region.
+
+Outside of regions the partitioner adds the devices' sums. Inside, a layer such as BatchNorm sees its device's rows
+only, and asks here for the sum over all of them.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+from lingvo_moe.core.sharding.manual import all_reduce
+from lingvo_moe.core.sharding.mesh import Mesh, use_mesh
+
+_spread: contextvars.ContextVar[tuple[Mesh, tuple[str, ...]] | None] = contextvars.ContextVar(
+    "spread", default=None
+)
+
+
+@contextlib.contextmanager
+def rows_spread_over(mesh: Mesh, axes: tuple[str, ...]) -> Iterator[None]:
+    """Says that the rows of the batch are spread over these axes of a mesh, while a region over all axes is traced."""
+    token = _spread.set((mesh, axes))
+    try:
+        yield
+    finally:
+        _spread.reset(token)
+
+
+def num_row_parts() -> int:
+    """The number of devices over which the rows of a local batch are spread; 1 outside of `rows_spread_over`."""
+    found = _spread.get()
+    return 1 if found is None else found[0].axis_size(found[1])
+
+
+def sum_over_row_parts(local: tf.Tensor) -> tf.Tensor:
+    """The sum of a tensor over the devices that have other rows; the tensor itself outside of `rows_spread_over`."""
+    found = _spread.get()
+    if found is None or num_row_parts() == 1:
+        return local
+    mesh, axes = found
+    with use_mesh(mesh):
+        return all_reduce(local, axes, mesh)

@@ -1,0 +1,337 @@
+"""GPipe for cells of different shapes: values and gradients are those of the cells one after another."""
+
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from pipeline_toys import Dense, WithExtras, cells, make, step
+
+from lingvo_moe.core import randomness
+from lingvo_moe.core.engine.testing import run_sharded, run_single
+from lingvo_moe.core.hlo.module import parse_module
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.pipeline import gpipe_loops
+from lingvo_moe.core.pipeline.gpipe import PipelineError
+from lingvo_moe.core.pipeline.layers import PipeliningLayer, SeqLayer
+from lingvo_moe.core.pipeline.packing import by_path, from_paths
+from lingvo_moe.core.sharding import Mesh, ShardingError
+
+ROWS = 16
+SEED = np.array([3, 4], np.int32)
+RNG = np.random.RandomState(0)
+X = RNG.randn(ROWS, 5).astype(np.float32)
+MASK = (RNG.rand(ROWS) > 0.3).astype(np.int32)
+
+
+def _splits(mesh):
+    return {
+        "weight_split": {"Z": "stage"} if "stage" in mesh else {},
+        "activation_split": {"B": "data"} if "data" in mesh else {},
+    }
+
+
+def _pipelined(num, mesh="", cell=Dense, **params):
+    return make(PipeliningLayer, cell, num_micro_batches=num, **_splits(mesh), **params)
+
+
+def _moved(of, to, values):
+    """Values in the structure of one layer's variables in that of another's."""
+    return from_paths(to.VariableSpecs(), by_path(of.VariableSpecs(), values))
+
+
+def _run(layer, theta, args, mesh="", fn=step):
+    if not mesh:
+        return run_single(fn(layer), [theta, args]), None
+    rows = "data" if "data" in mesh else None
+    splits = [SimpleNamespace(split=(rows,) + (None,) * (x.ndim - 1)) for x in args]
+    specs = [layer.VariableSpecs(), splits]
+    return run_sharded(fn(layer), [theta, args], Mesh.parse(mesh), specs)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    layer = make(SeqLayer)
+    theta = run_single(layer.InitTheta, [SEED])
+    return layer, theta, _run(layer, theta, [X, MASK])[0]
+
+
+def _assert_equal(layer, found, plain, rtol=1e-5):
+    want = plain[2]
+    np.testing.assert_allclose(found.y, want.y, rtol=rtol, atol=rtol)
+    np.testing.assert_allclose(found.loss, want.loss, rtol=rtol)
+    np.testing.assert_allclose(found.dx, want.dx, rtol=rtol, atol=rtol)
+    grads = by_path(layer.VariableSpecs(), found.grads)
+    for path, grad in by_path(plain[0].VariableSpecs(), want.grads).items():
+        largest = np.abs(grad).max()
+        np.testing.assert_allclose(grads[path], grad, rtol=0, atol=rtol * largest, err_msg=path)
+
+
+@pytest.mark.parametrize(
+    "num, mesh",
+    [(1, ""), (16, ""), (1, "stage:4"), (16, "stage:4"), (8, "stage:4,data:2"), (4, "data:4")],
+)
+def test_values_and_gradients_are_those_of_the_layers_in_sequence(plain, num, mesh, monkeypatch):
+    # Whatever buffers hold where a stage has no micro-batch changes nothing.
+    monkeypatch.setattr(gpipe_loops, "_UNUSED", float("nan"))
+    layer = _pipelined(num, mesh)
+    found, collectives = _run(layer, _moved(plain[0], layer, plain[1]), [X, MASK], mesh)
+    _assert_equal(layer, found, plain)
+    if collectives is not None:
+        _check_collectives(collectives, mesh)
+
+
+def _check_collectives(collectives, mesh):
+    if "stage" not in mesh:
+        assert not collectives["collective-permute"]
+        return
+    # Forward one for activations and one for int32 masks, backward one; in the loops' bodies.
+    assert collectives["collective-permute"] == 3
+    lines = re.findall(r".* collective-permute\(.*", collectives.hlo)
+    assert all("/while/" in line for line in lines), lines
+    directions = [re.search(r"pipeline\.(\w+)", line)[1] for line in lines]
+    assert sorted(directions) == ["backward", "forward", "forward"]
+    assert not collectives["all-gather"] and not collectives["all-to-all"]
+    # Gradients of the packed weights are added up over rows once, after the loop.
+    packed = re.findall(r".* all-reduce\(.*", collectives.hlo)
+    assert not [line for line in packed if "/while/" in line]
+
+
+@pytest.mark.parametrize("rows", [("data", "model"), "model"])
+def test_rows_over_two_axes_or_copies_along_one(rows):
+    two = {"cell_tpl": cells(sizes=(5, 4, 2))}
+    seq = make(SeqLayer, **two)
+    theta = run_single(seq.InitTheta, [SEED])
+    want = _run(seq, theta, [X, MASK])[0]
+    splits = {"weight_split": {"Z": "stage"}, "activation_split": {"B": rows}}
+    layer = make(PipeliningLayer, num_micro_batches=4, **two, **splits)
+    args = [SimpleNamespace(split=(rows, None)), SimpleNamespace(split=(rows,))]
+    found, collectives = run_sharded(
+        step(layer),
+        [_moved(seq, layer, theta), [X, MASK]],
+        Mesh.parse("stage:2,data:2,model:2"),
+        [layer.VariableSpecs(), args],
+    )
+    _assert_equal(layer, found, (seq, theta, want))
+    _check_collectives(collectives, "stage")
+
+
+def test_float64_agrees_to_rounding():
+    x = RNG.randn(ROWS, 5)
+    layer = make(SeqLayer, dtype="float64")
+    theta = run_single(layer.InitTheta, [SEED])
+    want = _run(layer, theta, [x, MASK])[0]
+    pipelined = _pipelined(4, dtype="float64")
+    found = _run(pipelined, _moved(layer, pipelined, theta), [x, MASK])[0]
+    assert found.dx.dtype == np.float64
+    _assert_equal(pipelined, found, (layer, theta, want), rtol=1e-12)
+
+
+def test_one_stage_is_gradient_accumulation(plain):
+    seq = make(SeqLayer, cell_tpl=cells(sizes=(5, 2)))
+    theta = run_single(seq.InitTheta, [SEED])
+    want = _run(seq, theta, [X, MASK])[0]
+    layer = make(PipeliningLayer, cell_tpl=cells(sizes=(5, 2)), num_micro_batches=4)
+    found = _run(layer, _moved(seq, layer, theta), [X, MASK])[0]
+    _assert_equal(layer, found, (seq, theta, want))
+
+
+class _Nested(Dense):
+    """Takes and returns a NestedMap with a None in it, with rows in dimension 1."""
+
+    def FProp(self, theta, given):
+        y = tf.tanh(tf.einsum("TBI,IO->TBO", given.x, theta.w) + theta.b)
+        return NestedMap(x=y, none=given.none, ids=given.ids + 1)
+
+
+@pytest.mark.parametrize("mesh", ["", "stage:4,data:2"])
+def test_nested_maps_with_none_and_another_batch_dimension(mesh):
+    ids = RNG.randint(0, 9, (3, ROWS)).astype(np.int32)
+    x = RNG.randn(3, ROWS, 5).astype(np.float32)
+
+    def run(layer):
+        def fn(theta, x, ids):
+            with tf.GradientTape() as tape:
+                tape.watch([x, *theta.Flatten()])
+                out = layer.FProp(theta, NestedMap(x=x, ids=ids, none=None))
+                loss = tf.reduce_sum(tf.square(out.x))
+            assert out.none is None
+            *grads, dx = tape.gradient(loss, [*theta.Flatten(), x])
+            return NestedMap(x=out.x, ids=out.ids, dx=dx, grads=theta.Pack(grads))
+
+        return fn
+
+    seq = SeqLayer.Params().Set(name="seq", cell_tpl=cells(_Nested)).Instantiate()
+    theta = run_single(seq.InitTheta, [SEED])
+    want = run_single(run(seq), [theta, x, ids])
+    p = PipeliningLayer.Params().Set(name="seq", cell_tpl=cells(_Nested), batch_dim=1)
+    layer = p.Set(num_micro_batches=4, **_splits(mesh)).Instantiate()
+    theta = _moved(seq, layer, theta)
+    if mesh:
+        splits = [layer.VariableSpecs(), (None, "data", None), (None, "data")]
+        found, _ = run_sharded(run(layer), [theta, x, ids], Mesh.parse(mesh), splits)
+    else:
+        found = run_single(run(layer), [theta, x, ids])
+    np.testing.assert_array_equal(found.ids, ids + 4)
+    for name in ("x", "dx"):
+        np.testing.assert_allclose(found[name], want[name], rtol=1e-5, atol=1e-6)
+    grads = by_path(layer.VariableSpecs(), found.grads)
+    for path, grad in by_path(seq.VariableSpecs(), want.grads).items():
+        np.testing.assert_allclose(grads[path], grad, rtol=1e-5, atol=1e-5, err_msg=path)
+
+
+def _with_extras(layer):
+    """Outputs, extras and gradients of a loss with the extras in it."""
+
+    def run(theta, args):
+        seed = randomness.make_seed(7, 8)
+        trained = [
+            w for w, s in zip(theta.Flatten(), layer.VariableSpecs().Flatten()) if s.trainable
+        ]
+        with tf.GradientTape() as tape:
+            tape.watch(trained)
+            (y,), extras = layer.FPropWithExtras(theta, tuple(args), seed)
+            losses = [extras[f"c{i}"].loss for i in range(4)]
+            loss = tf.reduce_sum(tf.square(y)) + 3.0 * tf.add_n(losses)
+        return NestedMap(y=y, extras=extras, grads=tape.gradient(loss, trained))
+
+    return run
+
+
+def _by_micro_batch(layer, num):
+    """The same, one micro-batch after another."""
+
+    def run(theta, args):
+        seed = randomness.make_seed(7, 8)
+        trained = [
+            w for w, s in zip(theta.Flatten(), layer.VariableSpecs().Flatten()) if s.trainable
+        ]
+        with tf.GradientTape() as tape:
+            tape.watch(trained)
+            before = layer.before.FProp(theta.before, args[0])
+            loss, found = 0.0, []
+            for m in range(num):
+                x, losses, updates = before[m::num], [], NestedMap()
+                for name in ("c0", "c1", "c2", "c3"):
+                    folded = randomness.fold_in(randomness.fold_in(seed, m), name)
+                    (x,), extras = layer.children[name].FPropWithExtras(theta[name], (x,), folded)
+                    losses.append(extras.loss)
+                    updates[name] = extras.updates.Flatten()[0]
+                y = layer.after.FProp(theta.after, x)
+                loss += tf.reduce_sum(tf.square(y)) + 3.0 / num * tf.add_n(losses)
+                found.append(NestedMap(y=y, losses=tf.stack(losses), updates=updates))
+        return NestedMap(found=found, grads=tape.gradient(loss, trained))
+
+    return run
+
+
+@pytest.mark.parametrize("mesh", ["", "stage:4"])
+def test_extras_are_means_and_seeds_are_those_of_micro_batch_and_layer(mesh):
+    num = 4
+    seq = make(SeqLayer, WithExtras)
+    theta = run_single(seq.InitTheta, [SEED])
+    want = run_single(_by_micro_batch(seq, num), [theta, [X]])
+    layer = _pipelined(num, mesh, WithExtras)
+    found, _ = _run(layer, _moved(seq, layer, theta), [X], mesh, _with_extras)
+    for m, part in enumerate(want.found):
+        np.testing.assert_allclose(found.y[m::num], part.y, rtol=1e-5, atol=1e-6)
+    losses = np.mean([part.losses for part in want.found], 0)
+    got = [found.extras[f"c{i}"].loss for i in range(4)]
+    np.testing.assert_allclose(got, losses, rtol=1e-5)
+    spec = layer.VariableSpecs().cells.float32_state
+    updates = by_path(NestedMap(a=spec), NestedMap(a=found.extras.updates.GetItem(spec.path)))
+    for name in ("c0", "c1", "c2", "c3"):
+        mean = np.mean([part.updates[name] for part in want.found], 0)
+        np.testing.assert_allclose(updates[f"seq.{name}.average"], mean, rtol=1e-5)
+    specs = [
+        NestedMap(x=[s for s in of.VariableSpecs().Flatten() if s.trainable]) for of in (seq, layer)
+    ]
+    grads = by_path(specs[1], NestedMap(x=found.grads))
+    for path, grad in by_path(specs[0], NestedMap(x=want.grads)).items():
+        np.testing.assert_allclose(grads[path], grad, rtol=1e-4, atol=1e-5, err_msg=path)
+
+
+def test_the_program_does_not_grow_with_the_number_of_micro_batches(plain):
+    sizes, trips = [], []
+    for num in (4, 8):
+        layer = _pipelined(num, "stage:4")
+        _, collectives = _run(layer, _moved(plain[0], layer, plain[1]), [X, MASK], "stage:4")
+        module = parse_module(collectives.hlo)
+        loops = {
+            e.instruction.op_name: e.instruction
+            for e in module.executions()
+            if e.instruction.opcode == "while"
+        }
+        names = [name for name in loops if "pipeline." in name]
+        assert {re.search(r"/(seq/pipeline\.\w+)/", n)[1] for n in names} == {
+            "seq/pipeline.forward",
+            "seq/pipeline.backward",
+        }
+        bodies = [module.computation(loops[name].attribute("body")) for name in names]
+        times = {
+            e.times for e in module.executions() if any(e.computation is body for body in bodies)
+        }
+        trips.append(times)
+        sizes.append(sum(len(c.instructions) for c in module.computations.values()))
+    assert trips == [{4 + 3}, {8 + 3}]
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "params, mesh, message",
+    [
+        ({"num_micro_batches": 3}, "", r"num_micro_batches=3: a batch of 16 rows does not divide .* one of 1, 2, 4"),
+        ({"micro_batch_size": 5}, "", r"seq: micro_batch_size=5: does not divide the 16 rows"),
+        (
+            {"micro_batch_size": 8, "num_micro_batches": 4},
+            "",
+            r"micro_batch_size=8 and num_micro_batches=4: make 32 rows, but the batch has 16; set one",
+        ),
+        ({"num_micro_batches": 16}, "stage:4,data:2", r"1 rows of a micro-batch do not divide among the 2 devices"),
+    ],
+)  # fmt: skip
+def test_numbers_that_do_not_fit(plain, params, mesh, message):
+    layer = make(PipeliningLayer, **params, **_splits(mesh))
+    with pytest.raises(PipelineError, match=message):
+        _run(layer, _moved(plain[0], layer, plain[1]), [X, MASK], mesh)
+
+
+def test_a_mesh_axis_of_another_number_of_stages(plain):
+    layer = _pipelined(2, "stage:2")
+    with pytest.raises(ShardingError, match=r"has 2 devices along axis 'stage' .* has 4 stages"):
+        _run(layer, _moved(plain[0], layer, plain[1]), [X, MASK], "stage:2")
+
+
+def test_fewer_than_one_micro_batch_and_no_cell():
+    with pytest.raises(ValueError, match="num_micro_batches=0: must be an integer of at least 1"):
+        make(PipeliningLayer, num_micro_batches=0)
+    with pytest.raises(ValueError, match=r"cell_tpl=\[\]: must have at least one cell"):
+        make(PipeliningLayer, cell_tpl=[])
+
+
+def test_a_micro_batch_size_is_another_way_to_say_it(plain):
+    layer = make(PipeliningLayer, micro_batch_size=4)
+    found, _ = _run(layer, _moved(plain[0], layer, plain[1]), [X, MASK])
+    _assert_equal(layer, found, plain)
+
+
+class _LosesRows(Dense):
+    def FProp(self, theta, x, mask=None):
+        return super().FProp(theta, x[:1])
+
+
+def test_cells_keep_the_rows_in_their_dimension():
+    layer = PipeliningLayer.Params().Set(name="seq", cell_tpl=cells(_LosesRows)).Instantiate()
+    theta = run_single(layer.InitTheta, [SEED])
+    with pytest.raises(
+        PipelineError, match=r"cell 0 returns a tensor of shape \(1, 7\) for 16 rows"
+    ):
+        run_single(layer.FProp, [theta, X])
+
+
+def test_inputs_without_the_same_rows():
+    layer = PipeliningLayer.Params().Set(name="seq", cell_tpl=cells()).Instantiate()
+    theta = run_single(layer.InitTheta, [SEED])
+    with pytest.raises(PipelineError, match=r"inputs of shapes .* batch_dim=0 of all of them"):
+        run_single(layer.FProp, [theta, X, MASK[:4]])

@@ -1,0 +1,86 @@
+"""What the TPU compiler makes of a pipeline: its collectives, and its memory for more micro-batches."""
+
+import functools
+import importlib.util
+
+import pytest
+import tensorflow as tf
+from pipeline_toys import cells
+
+from lingvo_moe.core.engine import aot
+from lingvo_moe.core.engine.lowering import lower
+from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.hlo.collectives import collective_use
+from lingvo_moe.core.hlo.module import parse_module
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.pipeline.layers import PipeliningLayer
+from lingvo_moe.core.sharding import Mesh
+
+pytestmark = pytest.mark.skipif(
+    not importlib.util.find_spec("libtpu"), reason="no TPU compiler (libtpu)"
+)
+ROWS, WIDTH = 1024, 256  # of a micro-batch
+DEVICES = 2  # that its rows are spread over
+BOUNDARY = ROWS // DEVICES * WIDTH * 4  # bytes of a micro-batch between two stages, on a device
+
+
+@functools.cache
+def _compiled(num):
+    """Gradients of four cells for `num` micro-batches."""
+    layers = cells(sizes=(WIDTH, WIDTH, WIDTH, WIDTH, 8))
+    splits = {"weight_split": {"Z": "stage"}, "activation_split": {"B": "data"}}
+    p = PipeliningLayer.Params().Set(name="seq", cell_tpl=layers, num_micro_batches=num, **splits)
+    layer = p.Instantiate()
+    specs = layer.VariableSpecs()
+
+    def gradients(theta, x):
+        with tf.GradientTape() as tape:
+            tape.watch(theta.Flatten())
+            loss = tf.reduce_sum(tf.square(layer.FProp(theta, x)))
+        return NestedMap(grads=theta.Pack(tape.gradient(loss, theta.Flatten())))
+
+    args = [specs, TensorSpec((num * ROWS, WIDTH), "float32", ("data", None))]
+    mesh = Mesh.parse(f"stage:4,data:{DEVICES}")
+    program = lower(gradients, args, mesh, results=NestedMap(grads=specs))
+    return aot.compile_for_topology(program, "v5e:2x4")
+
+
+def _collectives(text):
+    """(kind, times a step, bytes) of each collective of more than a number."""
+    module = parse_module(text)
+    found = []
+    for executed in module.executions():
+        use = collective_use(executed.instruction, executed.computation, module.attributes)
+        if use is not None and use.bytes > 4:
+            found.append((use.kind, executed.times, use.bytes))
+    return found
+
+
+@pytest.mark.parametrize("num", [8, 16])
+def test_a_tick_has_one_permute_each_way_and_gradients_are_reduced_once(num):
+    found = _collectives(_compiled(num).hlo_text)
+    permutes = [c for c in found if c[0] == "collective-permute"]
+    assert permutes == [("collective-permute", num + 3, BOUNDARY)] * 2
+    reductions = [c for c in found if c[0] == "all-reduce"]
+    assert len(permutes) + len(reductions) == len(found)  # No weight is gathered.
+    # The outputs from the last stage, and the gradients of weights over rows; none in a loop.
+    assert [times for _, times, _ in reductions] == [1] * len(reductions)
+
+
+def test_reduced_bytes_of_gradients_do_not_depend_on_the_number_of_micro_batches():
+    weights = 4 * (WIDTH * WIDTH + WIDTH)
+
+    def reduced(num):
+        return sum(
+            b for kind, _, b in _collectives(_compiled(num).hlo_text) if kind == "all-reduce"
+        )
+
+    outputs = ROWS // DEVICES * 8 * 4  # of a micro-batch
+    assert [reduced(num) - num * outputs for num in (8, 16)] == [weights, weights]
+
+
+def test_a_micro_batch_more_takes_its_inputs_and_one_boundary():
+    """The inputs as they came (arguments) and as they are divided, and what a stage keeps for the backward pass."""
+    few, many = (_compiled(num).memory for num in (8, 16))
+    more = (many["peak"] - many["arguments"]) - (few["peak"] - few["arguments"])
+    assert more / 8 == pytest.approx(2 * BOUNDARY, rel=0.1)

@@ -1,0 +1,186 @@
+"""Weights of different shapes in packed variables: initial values, optimizers, and the way back."""
+
+import itertools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from pipeline_toys import SIZES, WithExtras, cells, make
+
+from lingvo_moe.core.checks import ParamError
+from lingvo_moe.core.engine.testing import run_sharded, run_single
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.optimizers.adafactor import Adafactor
+from lingvo_moe.core.optimizers.adam import AdamW
+from lingvo_moe.core.optimizers.sgd import Sgd
+from lingvo_moe.core.pipeline.cells import FeatureExtractionLayer
+from lingvo_moe.core.pipeline.layers import PipeliningLayer, SeqLayer
+from lingvo_moe.core.pipeline.packing import Boundary, by_path, from_paths
+from lingvo_moe.core.sharding import Mesh
+
+SEED = np.array([1, 2], np.int32)
+STAGES = {"weight_split": {"Z": "stage"}}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return make(SeqLayer, WithExtras)
+
+
+@pytest.fixture(scope="module")
+def pipelined():
+    return make(PipeliningLayer, WithExtras, **STAGES)
+
+
+def test_a_stage_has_the_weights_of_its_cell_and_no_others(pipelined):
+    specs = pipelined.VariableSpecs()
+    assert sorted(specs) == ["after", "before", "cells"]
+    shapes = {name: spec.shape for name, spec in specs.cells.items()}
+    largest = max(a * b for a, b in itertools.pairwise(SIZES))
+    assert shapes == {
+        "float32_2d": (4, largest),
+        "float32_1d": (4, max(SIZES[1:])),
+        "float32_state": (4, max(SIZES[:-1])),
+    }
+    for spec in specs.cells.Flatten():
+        assert spec.letters == "ZF" and spec.split == ("stage", None)
+        for k, row in enumerate(spec.packs):
+            assert {part.path.split(".")[1] for part in row} == {f"c{k}"}
+    assert not specs.cells.float32_state.trainable
+
+
+@pytest.mark.parametrize("mesh", [None, "stage:4", "stage:4,data:2", "data:4"])
+def test_initial_values_are_those_without_a_pipeline(plain, pipelined, mesh):
+    want = by_path(plain.VariableSpecs(), run_single(plain.InitTheta, [SEED]))
+    layer = pipelined if mesh and "stage" in mesh else make(PipeliningLayer, WithExtras)
+    if mesh is None:
+        theta = run_single(layer.InitTheta, [SEED])
+    else:
+        theta, collectives = run_sharded(layer.InitTheta, [SEED], Mesh.parse(mesh))
+        assert not collectives["all-gather"]
+    found = by_path(layer.VariableSpecs(), theta)
+    assert sorted(found) == sorted(want)
+    for path, value in want.items():
+        np.testing.assert_array_equal(found[path], value, err_msg=path)
+
+
+def _as_two_stages(path):
+    """The path of a variable of four cells where two of them are a stage: seq.c3.w is seq.d1.c3.w."""
+    name = path.split(".")[1]
+    return path.replace(name, f"d{int(name[1]) // 2}.{name}") if name[0] == "c" else path
+
+
+@pytest.mark.parametrize("kind", [np.asarray, tf.constant])
+def test_theta_goes_from_one_pipeline_to_another_and_back(plain, pipelined, kind):
+    specs = plain.VariableSpecs()
+    theta = run_single(plain.InitTheta, [SEED]).Transform(kind)
+    packed = from_paths(pipelined.VariableSpecs(), by_path(specs, theta))
+    values = by_path(pipelined.VariableSpecs(), packed)
+    pairs = [
+        FeatureExtractionLayer.Params().Set(name=f"d{j}", sub=cells(WithExtras)[2 * j : 2 * j + 2])
+        for j in range(2)
+    ]
+    two = make(PipeliningLayer, cell_tpl=pairs)
+    other = from_paths(
+        two.VariableSpecs(), {_as_two_stages(path): value for path, value in values.items()}
+    )
+    assert other.cells.float32_2d.shape == (2, 35 + 21)
+    values = by_path(two.VariableSpecs(), other)
+    back = from_paths(specs, {path: values[_as_two_stages(path)] for path in by_path(specs, theta)})
+    for (path, found), (_, want) in zip(back.FlattenItems(), theta.FlattenItems()):
+        np.testing.assert_array_equal(found, want, err_msg=path)
+        assert isinstance(found, tf.Tensor) == (kind is tf.constant)
+
+
+def test_a_value_that_is_missing(pipelined):
+    with pytest.raises(KeyError, match=r"seq.after.b: there is no value for this variable"):
+        from_paths(pipelined.VariableSpecs(), {})
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        Sgd.Params().Set(weight_decay=0.1),
+        Sgd.Params().Set(weight_decay=0.1, decay_include=["*.b"], decay_exclude=["*.w"]),
+        AdamW.Params().Set(weight_decay=0.1, decay_min_dims=1),
+    ],
+    ids=["sgd", "sgd_patterns", "adamw"],
+)
+def test_optimizers_update_packed_weights_as_they_do_others(plain, pipelined, optimizer):
+    optimizer = optimizer.Instantiate()
+    rng = np.random.RandomState(0)
+    specs = plain.VariableSpecs()
+
+    def update(layer_specs, theta, grads):
+        slots = optimizer.InitSlots(layer_specs, tf.constant(SEED))
+        for step in range(2):
+            theta, slots, metrics = optimizer.Update(
+                theta, grads, slots, tf.constant(step), layer_specs, 1.0
+            )
+        return (
+            by_path(layer_specs, theta),
+            by_path(optimizer.SlotSpecs(layer_specs), slots),
+            metrics,
+        )
+
+    theta = plain.InitTheta(tf.constant(SEED))
+    grads = specs.Transform(lambda s: tf.constant(rng.randn(*s.shape), tf.float32))
+    want = update(specs, theta, grads)
+    packed_specs = pipelined.VariableSpecs()
+    packed = [from_paths(packed_specs, by_path(specs, tree)) for tree in (theta, grads)]
+    found = update(packed_specs, *packed)
+    for a, b in zip(found[:2], want[:2]):
+        assert sorted(a) == sorted(b)
+        for path, value in b.items():
+            np.testing.assert_allclose(a[path], value, rtol=1e-6, atol=1e-7, err_msg=path)
+    for a, b in zip(found[2].Flatten(), want[2].Flatten()):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_a_decay_of_some_of_what_is_packed_is_refused(pipelined):
+    optimizer = Sgd.Params().Set(decay_exclude=["seq.c1.w"]).Instantiate()
+    with pytest.raises(
+        ParamError, match=r"seq.c0.w decays and seq.c1.w does not, but .*float32_2d"
+    ):
+        optimizer.SlotSpecs(pipelined.VariableSpecs())
+
+
+def test_an_optimizer_that_sees_shapes_is_refused(pipelined):
+    with pytest.raises(
+        ValueError, match=r"optimizer Adafactor: seq.cells.* choose Adam, AdamW or Sgd"
+    ):
+        Adafactor.Params().Instantiate().SlotSpecs(pipelined.VariableSpecs())
+
+
+@pytest.mark.parametrize("batch_dim", [0, 1])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_batch_is_packed_in_micro_batches_and_back(batch_dim, devices):
+    rows, num = 12, 3
+    rng = np.random.RandomState(0)
+    shape = [rows, 4] if batch_dim == 0 else [4, rows]
+    tree = (
+        NestedMap(x=tf.constant(rng.randn(*shape, 2), tf.float32), none=None),
+        tf.constant(rng.randint(0, 9, shape)),
+        tf.constant(rng.rand(*shape) > 0.5),
+    )
+
+    def part(x):
+        return tf.gather(x, range(0, rows, num), axis=batch_dim)
+
+    def spec(x):
+        return tf.TensorSpec(part(x).shape, x.dtype)
+
+    specs = (NestedMap(x=spec(tree[0].x), none=None), spec(tree[1]), spec(tree[2]))
+    boundary = Boundary(specs, batch_dim, devices)
+    packed = boundary.PackBatch(tree, num, devices)
+    assert sorted(packed) == ["bool", "float32", "int64"]
+    assert packed["float32"].shape == [num, devices, 32 // devices]
+    back = boundary.UnpackBatch(packed, num, devices)
+    assert back[0].none is None
+    for found, want in zip((back[0].x, *back[1:]), (tree[0].x, *tree[1:])):
+        np.testing.assert_array_equal(found, want)
+    first = boundary.Unpack({name: x[0] for name, x in packed.items()})
+    np.testing.assert_array_equal(first[1], part(tree[1]))
+    wider = {name: tf.zeros([devices, x.shape[2] + 5], x.dtype) for name, x in packed.items()}
+    again = boundary.Unpack(boundary.Pack(first, wider))
+    np.testing.assert_array_equal(again[0].x, part(tree[0].x))

@@ -1,0 +1,182 @@
+"""ResNet in stages: training steps are those of the model in micro-batches, on any mesh."""
+
+import numpy as np
+import pytest
+
+from lingvo_moe.core.base_input import ArraySpec
+from lingvo_moe.core.checks import ParamError
+from lingvo_moe.core.engine.base import make_engine
+from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.engine.steps import build_step, train_step
+from lingvo_moe.core.engine.testing import run_sharded, run_single
+from lingvo_moe.core.micro_batches import accumulating_step
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.optimizers.adafactor import Adafactor
+from lingvo_moe.core.optimizers.sgd import Sgd
+from lingvo_moe.core.pipeline import gpipe_loops
+from lingvo_moe.core.pipeline.packing import by_path, from_paths
+from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.tasks.image.model import ImageClassifier
+from lingvo_moe.tasks.image.networks import ConvNet, ResNet
+from params.image.digits import Digits
+from params.image.resnet import ResNet50, ResNet50Pipe4
+
+ROWS, NUM, SIZE = 8, 2, 32
+# Bottlenecks with and without stride and shortcut.
+RESNET = ResNet.Params().Set(base_channels=4, blocks=[2, 1], zero_init_last_scale=False)
+
+
+def _task(stages, mesh="", network=RESNET, **kwargs):
+    p = ImageClassifier.Params().Set(name="image", network=network, num_classes=8)
+    p.Set(optimizer=Sgd.Params(), **kwargs)
+    if stages > 1:
+        p.pipeline.Set(stages=stages, micro_batches=NUM, image_size=SIZE)
+    if "stage" in mesh:
+        p.weight_split = {"Z": "stage"}
+    if "data" in mesh:
+        p.activation_split = {"B": "data"}
+    return p.Instantiate()
+
+
+def _specs(split=None):
+    images = ArraySpec((ROWS, SIZE, SIZE, 3), "uint8", "BYXI", (split, None, None, None))
+    return NestedMap(images=images, labels=ArraySpec((ROWS,), "int32", "B", (split,)))
+
+
+@pytest.fixture(scope="module")
+def batch():
+    rng = np.random.RandomState(0)
+    images = rng.randint(0, 256, (ROWS, SIZE, SIZE, 3)).astype(np.uint8)
+    labels = rng.randint(0, 8, ROWS).astype(np.int32)
+    labels[-1] = -1  # A row of padding.
+    return NestedMap(images=images, labels=labels)
+
+
+@pytest.fixture(scope="module")
+def plain(batch):
+    task = _task(1)
+    state = run_single(task.InitState, [np.int32(3)])
+    return task, state, run_single(accumulating_step(task, NUM, _specs()), [state, batch])
+
+
+@pytest.mark.parametrize(
+    "stages, mesh", [(2, ""), (2, "stage:2,data:2"), (4, "stage:4"), (5, "stage:5")]
+)
+def test_a_step_is_that_of_micro_batches(stages, mesh, plain, batch, monkeypatch):
+    monkeypatch.setattr(gpipe_loops, "_UNUSED", float("nan"))
+    task, state, (new, metrics) = plain
+    pipelined = _task(stages, mesh)
+    specs = pipelined.StateSpecs()
+    packed = from_paths(specs, by_path(task.StateSpecs(), state))
+    if mesh:
+        rows = "data" if "data" in mesh else None
+        splits = [specs, _specs(rows)]
+        (found, got), collectives = run_sharded(
+            pipelined.TrainStep, [packed, batch], Mesh.parse(mesh), splits
+        )
+        # One forward and one backward; no weights and no images leave their devices.
+        assert collectives["collective-permute"] == 2
+        assert not collectives["all-gather"] and not collectives["all-to-all"]
+    else:
+        found, got = run_single(pipelined.TrainStep, [packed, batch])
+    assert sorted(got) == sorted(metrics)
+    for name, value in metrics.items():
+        np.testing.assert_allclose(got[name], value, rtol=1e-5, err_msg=name)
+    found = by_path(specs, found)
+    for path, value in by_path(task.StateSpecs(), new).items():
+        # The first velocity is the gradient with the decay of weights.
+        largest = np.abs(value).max()
+        np.testing.assert_allclose(found[path], value, rtol=0, atol=1e-5 * largest, err_msg=path)
+
+
+def test_a_pipeline_starts_with_the_same_weights(plain):
+    pipelined = _task(4)
+    state = run_single(pipelined.InitState, [np.int32(3)])
+    found = by_path(pipelined.StateSpecs(), state)
+    for path, value in by_path(plain[0].StateSpecs(), plain[1]).items():
+        np.testing.assert_array_equal(found[path], value, err_msg=path)
+
+
+def test_inference_is_the_same(plain, batch):
+    task, state, _ = plain
+    pipelined = _task(3)
+    theta = from_paths(pipelined.VariableSpecs(), by_path(task.VariableSpecs(), state.theta))
+    want = run_single(task.EvalStep, [state.theta, batch])
+    found = run_single(pipelined.EvalStep, [theta, batch])
+    for name, value in want.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
+
+
+def _losses(mesh, accumulated=1, **pipeline):
+    """The losses and gradient norms of the first steps of image.Digits."""
+    p = Digits().Task().Set(weight_split={"Z": "stage"} if pipeline else {})
+    p.pipeline.Set(**pipeline)
+    task = p.Instantiate()
+    inputs = Digits().Input().Set(batch_size=32).Instantiate().Prepare()
+    engine = make_engine("pjrt", Mesh.parse(mesh))
+    init = engine.Build(task.InitState, [TensorSpec((), "int32")], results=task.StateSpecs())
+    step = build_step(train_step(task, inputs, accumulated), engine)
+    state, found = init(np.int32(5)), []
+    for _, batch in zip(range(6), inputs, strict=False):
+        state, metrics = step(state, batch)
+        found.append([metrics.loss, metrics.grad_norm])
+    return np.array(engine.Get(found))
+
+
+def test_a_run_on_stages_and_data_has_the_losses_of_micro_batches():
+    want = _losses("data:1", accumulated=4)
+    found = _losses("stage:3,data:2", stages=3, micro_batches=4, image_size=8)
+    np.testing.assert_allclose(found, want, rtol=1e-5)
+    assert want[-1, 0] < want[0, 0]
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_resnet_50_is_divided_by_flops(stages):
+    network = ResNet.Params()
+    network.pipeline.stages = stages
+    parts = ResNet.PipelineParts(network)
+    assert len(parts.costs) == stages and parts.imbalance < 1.17
+    assert sum(parts.costs) == ResNet.FPropMeta(network, (1, 224, 224, 3)).flops
+
+
+def test_the_experiment_has_the_weights_of_resnet_50():
+    plain = ResNet50().Task().Instantiate()
+    task = ResNet50Pipe4().Task().Instantiate()
+    packed = task.VariableSpecs().Flatten()
+    parts = [part for spec in packed for row in spec.packs for part in row]
+    own = [spec for spec in packed if not spec.packs]
+    assert sorted(s.path for s in [*parts, *own]) == sorted(
+        s.path for s in plain.VariableSpecs().Flatten()
+    )
+    flops = task.StageFlops(ResNet50Pipe4().Input().Instantiate().BatchSpec())
+    assert len(flops) == 4
+    mesh = Mesh.parse(ResNet50Pipe4().Train().mesh)
+    assert mesh.axis_size("stage") == 4
+
+
+def test_what_cannot_be():
+    with pytest.raises(ParamError, match=r"task.pipeline.stages=2: .*Adafactor.* AdamW or Sgd"):
+        _task(2).p.Copy().Set(optimizer=Adafactor.Params()).Instantiate()
+    inputs = ResNet50().Input()
+    for change, message in (
+        ({"stages": 99}, r"task.pipeline.stages=99: .* only 18 layers"),
+        (
+            {"stages": 2, "micro_batches": 3},
+            r"micro_batches=3 does not divide input.batch_size=1024",
+        ),
+        ({"micro_batches": 2}, r"micro_batches=2 has no effect with task.pipeline.stages=1"),
+    ):
+        task = ResNet50().Task()
+        task.pipeline.Set(**change)
+        with pytest.raises(ValueError, match=message):
+            ImageClassifier.CheckInput(task, inputs)
+
+
+def test_a_small_network_too(batch):
+    network = ConvNet.Params().Set(channels=[4, 8])
+    task, pipelined = _task(1, network=network), _task(3, network=network)
+    state = run_single(task.InitState, [np.int32(3)])
+    packed = from_paths(pipelined.StateSpecs(), by_path(task.StateSpecs(), state))
+    _, want = run_single(accumulating_step(task, NUM, _specs()), [state, batch])
+    _, found = run_single(pipelined.TrainStep, [packed, batch])
+    np.testing.assert_allclose(found.grad_norm, want.grad_norm, rtol=1e-5)
