@@ -5,6 +5,7 @@ micro-batch and the layer, whichever stage has it.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import tensorflow as tf
 
@@ -13,17 +14,21 @@ from lingvo_moe.core.base_layer import name_scope
 from lingvo_moe.core.base_task import BaseTask, TaskError
 from lingvo_moe.core.micro_batches import divided
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.pipeline.layout import Layout, dims_of
+from lingvo_moe.core.pipeline.layout import Layout, dims_of, without_data
 from lingvo_moe.core.pipeline.loops import Loops
-from lingvo_moe.core.pipeline.params import schedule_of
+from lingvo_moe.core.pipeline.params import replicas_of, schedule_of
 from lingvo_moe.core.pipeline.parts import Parts
 from lingvo_moe.core.pipeline.stage import Programs
+from lingvo_moe.core.sharding import current_mesh
 
 Step = Callable[[NestedMap, NestedMap], tuple[NestedMap, NestedMap]]
 
 
 def pipelined_step(task: BaseTask, batch_specs: NestedMap) -> Step:
     """Returns the step of a task whose `pipeline` has two stages or more.
+
+    Where the mesh has an axis `data`, which shards the rows, each of its D devices works on micro-batches of its own,
+    so that M / D of them pass through the stages one after the other.
 
     Args:
         task: what is trained; it has PipelineParts.
@@ -39,7 +44,11 @@ def pipelined_step(task: BaseTask, batch_specs: NestedMap) -> Step:
     parts = part.PipelineParts()
     if parts is None:
         raise TaskError(f"{task.path}: {type(task).__name__} has no stacks of layers to pipeline")
-    schedule = schedule_of(task.p.pipeline, [(s.name, s.num_blocks) for s in parts.stacks])
+    # Rows go to the device of `data` that has their micro-batch.
+    by_part = division.specs.Transform(lambda s: replace(s, split=without_data(s.split)))
+    division = replace(division, specs=by_part)
+    stacks = [(s.name, s.num_blocks) for s in parts.stacks]
+    schedule_of(task.p.pipeline, stacks)
     specs = task.VariableSpecs()
     stack_specs = [specs.Get(stack.weights).Flatten() for stack in parts.stacks]
     trainable = [[spec.trainable for spec in each] for each in stack_specs]
@@ -49,6 +58,8 @@ def pipelined_step(task: BaseTask, batch_specs: NestedMap) -> Step:
 
     def step(state: NestedMap, batch: NestedMap) -> tuple[NestedMap, NestedMap]:
         theta = state.theta
+        replicas = replicas_of(task.p.activation_split, current_mesh())
+        schedule = schedule_of(task.p.pipeline, stacks, replicas)
         with name_scope(f"{task.path}.pipeline"):
             shared = NestedMap(
                 rest=_rest(theta, parts),
@@ -70,8 +81,9 @@ def pipelined_step(task: BaseTask, batch_specs: NestedMap) -> Step:
                 stack.name: mine.extras.Transform(layout.InOrder)
                 for stack, mine in zip(parts.stacks, end.stacks, strict=True)
             }
-            loss = end.loss + tf.add_n([tf.reduce_sum(mine.loss) for mine in end.stacks])
-            metrics = parts.metrics(end.metrics, loss, NestedMap(extras))
+            loss = tf.add_n([tf.reduce_sum(x) for x in (end.loss, *(s.loss for s in end.stacks))])
+            sums = end.metrics.Transform(lambda x: tf.reduce_sum(x, 0))
+            metrics = parts.metrics(sums, loss, NestedMap(extras))
             updates = metrics.pop("updates", NestedMap()).Transform(lambda x: x * (1.0 / num))
             found = _gradients(theta, parts, layout, trainable, end)
         with name_scope("optimizer"):
@@ -98,9 +110,9 @@ def _gradients(
         found.update({f"{stack.weights}.{path}": g for path, g in zip(paths, sums, strict=True)})
     for i, (path, _) in enumerate(_rest(theta, parts).FlattenItems()):
         name = f"g{i}"
-        terms = [end.rest[name]] if name in end.rest else []
+        terms = [tf.reduce_sum(end.rest[name], 0)] if name in end.rest else []
         terms += [
-            tf.reduce_sum(mine.of_rest[name], 0) for mine in end.stacks if name in mine.of_rest
+            tf.reduce_sum(mine.of_rest[name], [0, 1]) for mine in end.stacks if name in mine.of_rest
         ]
         if terms:
             found[path] = tf.add_n(terms)

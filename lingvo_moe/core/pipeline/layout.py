@@ -1,7 +1,7 @@
 """How a pipeline's tensors are sharded: the dimension of stages along the axis `stage`, the others as without it.
 
-Letters: K stages, V repeats, n blocks of a stage at a time, L = K V n, R ticks for which something is kept, M
-micro-batches.
+Letters: K stages, V repeats, n blocks of a stage at a time, L = K V n, R ticks for which something is kept, D
+micro-batches at the same time, one for each device along axis `data`, M such sets of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from lingvo_moe.core import kernels
 from lingvo_moe.core.base_input import ArraySpec
 from lingvo_moe.core.division import Division, sharded
 from lingvo_moe.core.nested_map import NestedMap, map_structure
-from lingvo_moe.core.pipeline.schedule import STAGE, Schedule
+from lingvo_moe.core.pipeline.schedule import DATA, STAGE, Schedule
 from lingvo_moe.core.sharding import DimsMapping, current_mesh, dims_mapping
 from lingvo_moe.core.sharding.letters import SplitMap, axes_of
 from lingvo_moe.core.sharding.manual import manual_region
@@ -27,7 +27,7 @@ class Layout:
         schedule: Schedule,
         division: Division,
         *,
-        carries: Sequence[NestedMap],
+        carries: Sequence[Mapping[str, DimsMapping]],
         weights: Sequence[NestedMap],
         splits: Sequence[Sequence[DimsMapping]],
         rest_splits: Mapping[str, DimsMapping],
@@ -35,14 +35,20 @@ class Layout:
         """
         Args:
             schedule: of the stacks.
-            division: of the batch.
+            division: of the batch, whose specs have no axis `data`.
             carries: for each stack, the mesh axes of what passes from stage to stage, by name.
             weights: for each stack its weights [L, ...].
             splits: for each of them the mesh axes of its dimensions but L.
             rest_splits: the mesh axes of the other weights, by the names of their gradients (see stage.py).
         """
         self._K, self._V, self._division = schedule.stages, schedule.repeats, division
-        self._carries, self._splits, self._rest = carries, splits, rest_splits
+        self.D = division.num // schedule.micro_batches
+        self._data = DATA if self.D > 1 else None
+        self._carries = [
+            {name: (self._data, *without_data(split)) for name, split in carry.items()}
+            for carry in carries
+        ]
+        self._splits, self._rest = splits, rest_splits
         self._weights = [
             w.Pack([self._ByStage(x, s) for x, s in zip(w.Flatten(), each, strict=True)])
             for w, each in zip(weights, splits, strict=True)
@@ -58,14 +64,15 @@ class Layout:
         return sharded(x, (STAGE, None, None, *split))
 
     def InOrder(self, x: tf.Tensor) -> tf.Tensor:
-        """[K, V, n, ...] as [L, ...]."""
+        """Sums [K, D, V, n, ...] as [L, ...]: the sum over D."""
+        x = tf.reduce_sum(x, 1)
         flat = tf.transpose(x, [1, 0, *range(2, x.shape.rank)])
         return tf.reshape(flat, [-1, *x.shape[3:]])
 
     def WeightsInOrder(
         self, stack: int, trainable: Sequence[bool], sums: Sequence[tf.Tensor]
     ) -> list[tf.Tensor]:
-        """Sums of gradients [K, V, n, ...] as [L, ...], sharded like the weights."""
+        """Sums of gradients [K, D, V, n, ...] as [L, ...], sharded like the weights."""
         splits = [s for s, t in zip(self._splits[stack], trainable, strict=True) if t]
         return [
             sharded(self.InOrder(x), (STAGE, *split)) for x, split in zip(sums, splits, strict=True)
@@ -87,15 +94,16 @@ class Layout:
     def WeightSums(
         self, stack: int, trainable: Sequence[bool], sums: Sequence[tf.Tensor]
     ) -> list[tf.Tensor]:
-        """Annotates sums of gradients [K, V, n, ...], of the weights that are trainable."""
+        """Annotates sums of gradients [K, D, V, n, ...], of the weights that are trainable."""
         splits = [s for s, t in zip(self._splits[stack], trainable, strict=True) if t]
         return [
-            sharded(x, (STAGE, None, None, *split)) for x, split in zip(sums, splits, strict=True)
+            sharded(x, (STAGE, self._data, None, None, *split))
+            for x, split in zip(sums, splits, strict=True)
         ]
 
     def OfRest(self, path: str, x: tf.Tensor) -> tf.Tensor:
-        """Annotates a gradient of a weight outside of the stacks."""
-        return sharded(x, self._rest[path])
+        """Annotates a sum of gradients [D, ...] of a weight outside of the stacks."""
+        return sharded(x, (self._data, *self._rest[path]))
 
     # --- what passes from stage to stage
 
@@ -150,15 +158,20 @@ class Layout:
         return self.Outputs(written)
 
     def Outputs(self, rows: NestedMap) -> NestedMap:
-        """Annotates rows [R, ...] of outputs: each stage keeps some of the micro-batch's rows, if they divide."""
-
+        """Annotates rows [R, ...] of outputs: each stage keeps a part of each micro-batch, if it divides."""
         mesh = current_mesh()
 
         def outputs(x: tf.Tensor, split: DimsMapping) -> tf.Tensor:
-            axes = (*axes_of(split[0]), STAGE)
-            if mesh is None or mesh.size == 1 or x.shape[1] % mesh.axis_size(axes):
+            data, by_rows, *rest = split
+            axes = (*axes_of(by_rows), STAGE)
+            if (
+                mesh is None
+                or mesh.size == 1
+                or x.shape[0] == 1
+                or x.shape[2] % mesh.axis_size(axes)
+            ):
                 axes = axes[:-1]
-            return sharded(x, (None, axes or None, *split[1:]))
+            return sharded(x, (None, data, axes or None, *rest))
 
         return NestedMap({n: outputs(x, self._carries[-1][n]) for n, x in rows.items()})
 
@@ -168,24 +181,46 @@ class Layout:
 
     # --- the batch
 
+    def Sets(self, batch: NestedMap) -> NestedMap:
+        """The micro-batches of Division.Stacked, [M D, ...], as M sets: [M, D, ...]."""
+
+        def sets(x: tf.Tensor, spec: ArraySpec) -> tf.Tensor:
+            if not self._division.Divides(spec):
+                return x
+            shaped = tf.reshape(x, [-1, self.D, *x.shape[1:]])
+            return sharded(shaped, (None, self._data, *spec.split))
+
+        return map_structure(sets, batch, self._division.specs)
+
     def Part(self, batch: NestedMap, number: tf.Tensor) -> NestedMap:
-        """Micro-batch `number` of a stacked batch."""
-        return self._division.Part(batch, number)
+        """NestedMap(batch, number) of the micro-batches of a set, [D, ...]."""
+        return self._Taken(batch, number, ())
 
     def Parts(self, batch: NestedMap, numbers: tf.Tensor) -> NestedMap:
-        """Takes for each stage the micro-batch numbers[stage]: [K, ...]."""
+        """The same for the set numbers[stage] of each stage: [K, D, ...]."""
+        return self._Taken(batch, numbers, (STAGE,))
 
-        def parts(x: tf.Tensor, spec: ArraySpec) -> tf.Tensor:
+    def _Taken(self, batch: NestedMap, numbers: tf.Tensor, leading: tuple[str, ...]) -> NestedMap:
+        def taken(x: tf.Tensor, spec: ArraySpec) -> tf.Tensor:
             if not self._division.Divides(spec):
-                return tf.broadcast_to(x, [self._K, *x.shape])
-            return sharded(tf.gather(x, numbers), (STAGE, *spec.split))
+                return tf.broadcast_to(x, [*numbers.shape, self.D, *x.shape])
+            split = (*leading, self._data, *spec.split)
+            return sharded(tf.gather(x, numbers), split)
 
-        return map_structure(parts, batch, self._division.specs)
+        of_batch = map_structure(taken, batch, self._division.specs)
+        number = numbers[..., tf.newaxis] * self.D + tf.range(self.D)
+        return NestedMap(batch=of_batch, number=sharded(number, (*leading, self._data)))
 
 
-def dims_of(carry: Mapping[str, str], split: SplitMap) -> NestedMap:
+def dims_of(carry: Mapping[str, str], split: SplitMap) -> dict[str, DimsMapping]:
     """The mesh axes of tensors, by name, from their letters."""
-    return NestedMap({name: dims_mapping(letters, split) for name, letters in carry.items()})
+    return {name: dims_mapping(letters, split) for name, letters in carry.items()}
+
+
+def without_data(split: DimsMapping) -> DimsMapping:
+    """The mesh axes of one micro-batch of several along `data`."""
+    rest = [tuple(a for a in axes_of(axes) if a != DATA) for axes in split]
+    return tuple(axes or None for axes in rest)
 
 
 def in_region(

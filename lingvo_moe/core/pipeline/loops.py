@@ -3,8 +3,8 @@
 What a stage gives to the next one is rolled by one along the stages: one collective-permute a tick and direction. A
 stage keeps its input until its backward pass, which computes its blocks again.
 
-Letters: K stages, V repeats, M micro-batches, L blocks of a stack, n = L / (K V) of a stage at a time, R ticks for
-which something is kept.
+Letters: K stages, V repeats, D micro-batches at the same time, one for each device along axis `data`, M such sets of
+them, L blocks of a stack, n = L / (K V) of a stage at a time, R ticks for which something is kept.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class Unit:
     """What the stages work on in a tick, int32 or bool [K] each.
 
     Attributes:
-        number: of the micro-batch, in 0..M-1.
+        number: of the set of micro-batches, in 0..M-1.
         chunk: which of the stage's V parts.
         valid: false in the bubble.
 
@@ -42,9 +42,9 @@ class Loops:
     """The loops of one step.
 
     `state` is NestedMap(stacks, rest, loss, metrics, outputs); a stack's has `arriving` and `upstream`, the carry and
-    the gradients that each stage gets next, [K, ...]; `inputs` and, where gradients of weights come later, `gradients`,
-    those that are kept, [K, R, ...]; and sums: `weights` [K, V, n, ...], `of_rest` [K, ...], `loss` [K], `extras`
-    [K, V, n, ...]. Gradients of weights outside of the stacks are named as in stage.py.
+    the gradients that each stage gets next, [K, D, ...]; `inputs` and, where gradients of weights come later,
+    `gradients`, those that are kept, [K, R, D, ...]; and sums: `weights` and `extras` [K, D, V, n, ...], `of_rest` and
+    `loss` [K, D, ...]. Other sums are [D, ...]. Gradients of weights outside of the stacks are named as in stage.py.
     """
 
     def __init__(
@@ -64,7 +64,8 @@ class Loops:
             given: as for runtime_zeros.
         """
         self._float = given
-        self._schedule, self._do, self._layout, self._batch = schedule, programs, layout, batch
+        self._schedule, self._do, self._layout = schedule, programs, layout
+        self._batch = layout.Sets(batch)
         self._parts = programs.parts
         self._K, self._V, self._M = schedule.stages, schedule.repeats, schedule.micro_batches
         self._stages = tf.range(self._K)
@@ -104,7 +105,7 @@ class Loops:
         stack, mine = self._parts.stacks[work.stack], state.stacks[work.stack]
         unit = self._Unit(work, tick)
         number = self._Unit(work, tick, 0).number
-        entering = self._do.Enter(work.stack, self._Part(number), number)
+        entering = self._do.Enter(work.stack, self._layout.Part(self._batch, number))
         entering = entering.Transform(lambda x: x[tf.newaxis])
         for name, source in stack.takes.items():
             entering[name] = before.stacks[work.stack - 1].arriving[source]
@@ -130,7 +131,8 @@ class Loops:
         unit = self._Unit(work, tick, 0)
         slot = (tick - work.start) % self._schedule.outputs_kept
         carry = state.outputs.Transform(lambda rows: tf.gather(rows, slot))
-        found = self._do.Loss(self._Part(unit.number), unit.number, carry)
+        part = self._layout.Part(self._batch, unit.number)
+        found = self._do.Loss(NestedMap(part, carry=carry))
         state.loss += _if(unit.valid, found.loss)
         state.metrics = map_structure(
             lambda total, x: total + _if(unit.valid, x), state.metrics, found.metrics
@@ -159,7 +161,8 @@ class Loops:
         first = self._Unit(work, tick, 0)
         entries = self._do.entries[work.stack]
         entered = NestedMap({name: done.carry[name][0] for name in entries})
-        found = self._do.EnterGradients(work.stack, self._Part(first.number), first.number, entered)
+        part = self._layout.Part(self._batch, first.number)
+        found = self._do.EnterGradients(work.stack, NestedMap(part, upstream=entered))
         self._AddToRest(state, found.rest, first.valid & (first.chunk == 0))
         mine.upstream = self._layout.Rolled(work.stack, done.carry, -1)
 
@@ -217,20 +220,10 @@ class Loops:
     ) -> NestedMap:
         """The arguments of the stages' work: see stage.py."""
         weights, first = self._layout.Weights(work.stack, unit.chunk)
-        given = NestedMap(
-            weights=weights,
-            first=first,
-            valid=unit.valid,
-            carry=carry,
-            number=unit.number,
-            batch=self._layout.Parts(self._batch, unit.number),
-        )
+        parts = NestedMap(self._layout.Parts(self._batch, unit.number), carry=carry)
         if upstream is not None:
-            given.upstream = upstream
-        return given
-
-    def _Part(self, number: tf.Tensor) -> NestedMap:
-        return self._layout.Part(self._batch, number)
+            parts.upstream = upstream
+        return NestedMap(weights=weights, first=first, valid=unit.valid, parts=parts)
 
     def _Chosen(
         self, stack: int, where: tf.Tensor, there: NestedMap, elsewhere: NestedMap
@@ -243,12 +236,12 @@ class Loops:
         return self._layout.OfStages(stack, NestedMap({name: choose(name) for name in elsewhere}))
 
     def _InChunk(self, x: tf.Tensor, unit: Unit) -> tf.Tensor:
-        """x [K, ...] as [K, V, ...], zeros except in each stage's chunk."""
+        """x [K, D, ...] as [K, D, V, ...], zeros except in each stage's chunk."""
         if self._V == 1:
-            return x[:, tf.newaxis]
+            return x[:, :, tf.newaxis]
         here = tf.range(self._V) == unit.chunk[:, tf.newaxis]
-        here = tf.reshape(here, [self._K, self._V] + [1] * (x.shape.rank - 1))
-        return tf.where(here, x[:, tf.newaxis], tf.zeros([], x.dtype))
+        here = tf.reshape(here, [self._K, 1, self._V] + [1] * (x.shape.rank - 2))
+        return tf.where(here, x[:, :, tf.newaxis], tf.zeros([], x.dtype))
 
     def _AddGradients(self, stack: int, mine: NestedMap, found: NestedMap, unit: Unit) -> None:
         sums = [
@@ -267,20 +260,20 @@ class Loops:
     def _Start(self) -> NestedMap:
         """Sums are zeros; so is what the stages get in the first tick, which is in the bubble for all but the first."""
         state = NestedMap(stacks=[], rest=NestedMap())
-        number = tf.constant(0)
-        part = self._Part(number)
+        part = self._layout.Part(self._batch, tf.constant(0))
         for j, stack in enumerate(self._parts.stacks):
-            entering = self._do.Enter(j, part, number)
+            entering = self._do.Enter(j, part)
             carry = entering.Transform(lambda x: self._Zeros([self._K, *x.shape], x.dtype))
             for name, source in stack.takes.items():
                 carry[name] = state.stacks[-1].arriving[source]
             mine = self._StackStart(j, self._layout.OfStages(j, carry))
             state.stacks.append(mine)
-            self._RestStart(state, self._do.EnterGradients(j, part, number, entering))
+            found = self._do.EnterGradients(j, NestedMap(part, upstream=entering))
+            self._RestStart(state, found)
         last = NestedMap({name: mine.arriving[name][0] for name in self._parts.takes})
-        found = self._do.Loss(part, number, last)
+        found = self._do.Loss(NestedMap(part, carry=last))
         self._RestStart(state, found)
-        state.loss = self._Zeros([], _sum_type(found.loss))
+        state.loss = self._Zeros(found.loss.shape, _sum_type(found.loss))
         state.metrics = found.metrics.Transform(lambda x: self._Zeros(x.shape, _sum_type(x)))
         rows = self._schedule.outputs_kept
         state.outputs = self._layout.Outputs(
@@ -292,14 +285,14 @@ class Loops:
         work = self._schedule.Work(schedules.FORWARD, j)
         given = self._Given(work, self._Unit(work, tf.constant(0)), carry)
         done = self._do.Forward(j, given)
-        given.upstream = carry
+        given.parts.upstream = carry
         found = self._do.Gradients(j, given, carry=not self._schedule.splits_backward)
         room = self._layout.Room(j, self._schedule.InputsKept(j), carry, self._float)
         mine = NestedMap(
             arriving=carry,
             upstream=carry,
             inputs=room,
-            loss=self._Zeros([self._K], done.loss.dtype),
+            loss=self._Zeros(done.loss.shape, done.loss.dtype),
             extras=done.extras.Transform(lambda x: self._ChunkZeros(x)),
             weights=self._layout.WeightSums(
                 j, self._do.trainable[j], [self._ChunkZeros(g) for g in found.weights]
@@ -316,7 +309,7 @@ class Loops:
                 state.rest[name] = self._layout.OfRest(name, self._Zeros(g.shape, _sum_type(g)))
 
     def _ChunkZeros(self, x: tf.Tensor) -> tf.Tensor:
-        return self._Zeros([self._K, self._V, *x.shape[1:]], x.dtype)
+        return self._Zeros([*x.shape[:2], self._V, *x.shape[2:]], x.dtype)
 
     def _Zeros(self, shape: Sequence[int], dtype: tf.DType = tf.float32) -> tf.Tensor:
         return runtime_zeros(self._float, dtype, list(shape))

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from lingvo_moe.core import checks
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.pipeline.schedule import (
+    DATA,
     SCHEDULES,
     STAGE,
     Schedule,
@@ -12,6 +13,7 @@ from lingvo_moe.core.pipeline.schedule import (
     make_schedule,
 )
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.sharding.letters import SplitMap, axes_of
 
 # Paths in a task's Params, for BaseTask.MAY_CHANGE.
 PARAMETERS = tuple(
@@ -32,8 +34,8 @@ def pipeline_params() -> Params:
     p.Define(
         "micro_batches",
         1,
-        "M: how many parts of a batch pass through the stages one after the other. The share of time in which a stage "
-        "waits is (K - 1) / (M + K - 1).",
+        "M: how many parts a batch has, which pass through the stages one after the other; with a mesh axis 'data', "
+        "M / its size on each of its devices. The share of time in which a stage waits is (K - 1) / (M + K - 1).",
         check=checks.SIZE,
     )
     p.Define(
@@ -74,14 +76,17 @@ def micro_batches_of(params: Params) -> tuple[str, int]:
     return "task.pipeline.micro_batches", params.task.pipeline.micro_batches
 
 
-def check_stages(p: Params, stacks: Sequence[tuple[str, int]], mesh: Mesh) -> None:
+def check_stages(
+    p: Params, stacks: Sequence[tuple[str, int]], activation_split: SplitMap, mesh: Mesh
+) -> None:
     """Raises ScheduleError as schedule_of, or if the mesh has no axis for the stages.
 
     Args:
         p, stacks: as for schedule_of.
+        activation_split: of the task.
         mesh: of one device, which has all stages; or with an axis 'stage' of as many devices as there are stages.
     """
-    schedule_of(p, stacks)
+    schedule_of(p, stacks, replicas_of(activation_split, mesh))
     if mesh.size > 1 and (STAGE not in mesh.axis_names or mesh.axis_size(STAGE) != p.stages):
         raise ScheduleError(
             f"task.pipeline.stages={p.stages}: mesh {mesh} has no axis {STAGE!r} of that size; e.g. "
@@ -92,19 +97,33 @@ def check_stages(p: Params, stacks: Sequence[tuple[str, int]], mesh: Mesh) -> No
         )
 
 
-def schedule_of(p: Params, stacks: Sequence[tuple[str, int]]) -> Schedule:
+def replicas_of(activation_split: SplitMap, mesh: Mesh | None) -> int:
+    """D, how many micro-batches are worked on at the same time: the size of axis `data` if it shards the rows."""
+    if mesh is None or DATA not in mesh.axis_names:
+        return 1
+    return mesh.axis_size(DATA) if DATA in axes_of(activation_split.get("B")) else 1
+
+
+def schedule_of(p: Params, stacks: Sequence[tuple[str, int]], replicas: int = 1) -> Schedule:
     """The schedule that Params ask for.
 
     Args:
         p: pipeline_params.
         stacks: the name of each stack and its number of blocks.
+        replicas: D.
 
     Raises:
         ScheduleError: a schedule that does not exist, or layers that do not divide into stages; names task.pipeline's
             parameter.
     """
+    if p.micro_batches % replicas:
+        raise ScheduleError(
+            f"task.pipeline.micro_batches={p.micro_batches}: must be a multiple of {replicas}, since each of the "
+            f"{replicas} devices of axis {DATA!r} works on micro-batches of its own"
+        )
+    num = p.micro_batches // replicas
     try:
-        schedule = make_schedule(p.schedule, p.stages, p.micro_batches, p.repeats, len(stacks))
+        schedule = make_schedule(p.schedule, p.stages, num, p.repeats, len(stacks))
     except ScheduleError as e:
         raise ScheduleError(f"task.pipeline.{e}") from None
     parts = p.stages * p.repeats

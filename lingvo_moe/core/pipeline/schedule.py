@@ -13,7 +13,8 @@ import itertools
 from dataclasses import dataclass
 from enum import Enum
 
-STAGE = "stage"  # the mesh axis
+STAGE = "stage"  # the mesh axis of stages
+DATA = "data"  # that along which devices hold copies of a stage, each for a micro-batch of its own
 FORWARD, BACKWARD, WEIGHTS, LOSS = "forward", "backward", "weight_gradients", "loss"
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1")
 
@@ -34,13 +35,14 @@ class Order(Enum):
 class Work:
     """One kind of work.
 
-        Attributes:
-            kind: STAGE = "stage"  # the mesh axis
-    FORWARD, BACKWARD, WEIGHTS or LOSS.
-            stack: the number of the stack of layers.
-            start: the first tick, in which the first stage in order gets to the first micro-batch.
-            ticks: in how many ticks it exists.
-            order: of the stages.
+            Attributes:
+                kind: STAGE = "stage"  # the mesh axis of stages
+    DATA = "data"  # that along which devices hold copies of a stage, each for a micro-batch of its own
+        FORWARD, BACKWARD, WEIGHTS or LOSS.
+                stack: the number of the stack of layers.
+                start: the first tick, in which the first stage in order gets to the first micro-batch.
+                ticks: in how many ticks it exists.
+                order: of the stages.
     """
 
     kind: str

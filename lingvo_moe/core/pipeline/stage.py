@@ -5,7 +5,7 @@ The work of stages is a function of one stage, vectorized over them (core/shardi
 computes on rubbish; what it would add to a sum is selected away, never multiplied by zero, so that NaN there changes
 nothing.
 
-Letters: K stages, n blocks of a stage at a time.
+Letters: K stages, n blocks of a stage at a time, D micro-batches at the same time.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ import tensorflow as tf
 from lingvo_moe.core import randomness
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.parts import Context, Parts
-from lingvo_moe.core.pipeline.schedule import STAGE
+from lingvo_moe.core.pipeline.schedule import DATA, STAGE
 from lingvo_moe.core.sharding.vectorized import vectorized
 from lingvo_moe.core.tensors import runtime_zeros
 
@@ -53,12 +53,15 @@ class Traced:
 class Programs:
     """The programs of a task's parts.
 
-    `given`, of all stages' work, is a NestedMap of tensors [K, ...]: weights, [K, n, ...]; first, int32, the number of
-    the first block; valid, bool, false in the bubble; carry; batch, the stage's micro-batch; number, int32, of that;
-    and for gradients `upstream`, those of the carry afterwards.
+    `parts` has the D micro-batches that the devices along axis `data` work on at the same time, each on one: a
+    NestedMap of tensors [D, ...]: batch; number, int32; and where a function needs it carry, or upstream, the
+    gradients of the carry afterwards. `given`, of all stages' work, is a NestedMap of tensors [K, ...]: weights,
+    [K, n, ...]; first, int32, the number of the first block; valid, bool, false in the bubble; and parts,
+    [K, D, ...].
 
     Gradients of weights outside of the stacks are a NestedMap `rest`, of those that have any: 'g3' is that of the
-    fourth leaf of shared.rest.
+    fourth leaf of shared.rest. Gradients of weights have a dimension D: the sum over it is left to the end of the step,
+    so that devices along `data` exchange gradients once.
 
     Attributes:
         path: of the task.
@@ -86,83 +89,80 @@ class Programs:
         self.entries = [[n for n in s.carry if n not in s.takes] for s in parts.stacks]
         self._units, self._shared = units, shared
         count = range(len(parts.stacks))
-        self._forward = [Traced(self._OfStages(_Stage(self, j).Forward)) for j in count]
+        self._forward = [Traced(_of_stages(_Stage(self, j).Forward)) for j in count]
         kinds = ((True, True), (True, False), (False, True))
         self._backward = [
-            {kind: Traced(self._OfStages(_Stage(self, j, *kind).Backward)) for kind in kinds}
+            {kind: Traced(_of_stages(_Stage(self, j, *kind).Backward)) for kind in kinds}
             for j in count
         ]
-        self._enter = [Traced(_Entry(self, j).Forward) for j in count]
-        self._enter_backward = [Traced(_Entry(self, j).Backward) for j in count]
-        self._loss = Traced(self._LossAndGradients)
+        edges = [_Edge(self, j) for j in count]
+        self._enter = [Traced(_of_replicas(edge.Enter)) for edge in edges]
+        self._enter_backward = [Traced(_of_replicas(edge.EnterBackward)) for edge in edges]
+        self._loss = Traced(_of_replicas(edges[-1].LossAndGradients))
 
-    def Enter(self, stack: int, batch: NestedMap, number: tf.Tensor) -> NestedMap:
-        """What micro-batch `number` enters a stack with."""
-        return self._enter[stack](NestedMap(batch=batch, number=number, shared=self._shared))
+    def Enter(self, stack: int, parts: NestedMap) -> NestedMap:
+        """What micro-batches enter a stack with, [D, ...]."""
+        return self._enter[stack](NestedMap(given=parts, shared=self._shared))
 
-    def EnterGradients(
-        self, stack: int, batch: NestedMap, number: tf.Tensor, upstream: NestedMap
-    ) -> NestedMap:
-        """NestedMap(rest), from the gradients of what `Enter` gave."""
-        given = NestedMap(batch=batch, number=number, shared=self._shared, upstream=upstream)
-        return self._enter_backward[stack](given)
+    def EnterGradients(self, stack: int, parts: NestedMap) -> NestedMap:
+        """NestedMap(rest), from parts.upstream, the gradients of what `Enter` gave."""
+        return self._enter_backward[stack](NestedMap(given=parts, shared=self._shared))
 
-    def Loss(self, batch: NestedMap, number: tf.Tensor, carry: NestedMap) -> NestedMap:
-        """NestedMap(loss, metrics, carry, rest) of a micro-batch; `carry` and `rest` are gradients."""
-        given = NestedMap(batch=batch, number=number, shared=self._shared, carry=carry)
-        return self._loss(given)
+    def Loss(self, parts: NestedMap) -> NestedMap:
+        """NestedMap(loss, metrics, carry, rest) of micro-batches, [D, ...]; `carry` and `rest` are gradients."""
+        return self._loss(NestedMap(given=parts, shared=self._shared))
 
     def Forward(self, stack: int, given: NestedMap) -> NestedMap:
-        """NestedMap(carry, loss, extras): what stages give on, and what they add to sums, zeros in the bubble."""
+        """NestedMap(carry, loss, extras), [K, D, ...]: what stages give on, and what they add to sums, zeros in the
+        bubble."""
         return self._forward[stack](NestedMap(given=given, shared=self._shared))
 
     def Gradients(
         self, stack: int, given: NestedMap, carry: bool = True, weights: bool = True
     ) -> NestedMap:
         """NestedMap(carry, weights, rest): gradients of the carry, if asked for; and of weights, if asked for: a list,
-        of those that are trainable, [K, n, ...], and [K, ...], zeros in the bubble."""
+        of those that are trainable, [K, D, n, ...], and [K, D, ...], zeros in the bubble."""
         return self._backward[stack][carry, weights](NestedMap(given=given, shared=self._shared))
 
-    def Context(self, given: NestedMap, shared: NestedMap) -> Context:
-        """The context of a micro-batch: `given` has it, and its number."""
-        units = self._units(given.batch)
+    def Context(self, part: NestedMap, shared: NestedMap) -> Context:
+        """The context of a micro-batch."""
+        units = self._units(part.batch)
         shares = {name: n / tf.maximum(shared.units[name], 1.0) for name, n in units.items()}
-        seed = randomness.fold_in(shared.seed, given.number)
-        return Context(given.batch, seed, NestedMap(shares))
+        seed = randomness.fold_in(shared.seed, part.number)
+        return Context(part.batch, seed, NestedMap(shares))
 
-    def _LossAndGradients(self, given: NestedMap) -> NestedMap:
-        carry, rest = given.carry.Flatten(), given.shared.rest.Flatten()
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch([*carry, *rest])
-            context = self.Context(given, given.shared)
-            loss, metrics = self.parts.loss(given.shared.rest, given.carry, context)
-        found = tape.gradient(loss, [*carry, *rest])
-        of_carry = [_dense(g, x) for g, x in zip(found, carry, strict=False)]
-        return NestedMap(
-            loss=loss,
-            metrics=metrics,
-            carry=given.carry.Pack(of_carry),
-            rest=_present(found[len(carry) :]),
-        )
 
-    @staticmethod
-    def _OfStages(
-        fn: Callable[[NestedMap, NestedMap], NestedMap],
-    ) -> Callable[[NestedMap], NestedMap]:
-        """`fn(given, shared)` of one stage as a function of NestedMap(given, shared) of all stages."""
+# NestedMap(given, shared) -> results, all tensors [D, ...] or [K, ...] but those in shared.
+_OfAll = Callable[[NestedMap], NestedMap]
 
-        def of_all(both: NestedMap) -> NestedMap:
-            structure = NestedMap()
 
-            def flat(*slices: tf.Tensor) -> list[tf.Tensor]:
-                nonlocal structure
-                structure = fn(both.given.Pack(list(slices)), both.shared)
-                return structure.Flatten()
+def _of_stages(fn: Callable[[NestedMap, NestedMap], NestedMap]) -> _OfAll:
+    """`fn(given, shared)` of one stage, for all."""
+    return lambda both: _mapped(lambda given: fn(given, both.shared), STAGE, both.given)
 
-            results = vectorized(flat, STAGE, both.given.Flatten())
-            return structure.Pack(results)
 
-        return of_all
+def _of_replicas(fn: Callable[[NestedMap, NestedMap], NestedMap]) -> _OfAll:
+    """`fn(part, shared)` of one micro-batch, for D of them."""
+    return lambda both: _mapped_over_data(lambda part: fn(part, both.shared), both.given)
+
+
+def _mapped_over_data(fn: Callable[[NestedMap], NestedMap], parts: NestedMap) -> NestedMap:
+    if parts.number.shape[0] > 1:
+        return _mapped(fn, DATA, parts)
+    return fn(parts.Transform(lambda x: x[0])).Transform(lambda x: x[tf.newaxis])
+
+
+def _mapped(fn: Callable[[NestedMap], NestedMap], axis: str, elems: NestedMap) -> NestedMap:
+    """`fn` of one slice of `elems`, for all of them."""
+    structure = NestedMap()
+
+    def flat(*slices: tf.Tensor) -> list[tf.Tensor]:
+        nonlocal structure
+        structure = fn(elems.Pack(list(slices)))
+        return structure.Flatten()
+
+    results = vectorized(flat, axis, elems.Flatten())
+    return structure.Pack(results)
 
 
 class _Stage:
@@ -174,20 +174,28 @@ class _Stage:
         self._carry, self._weights = carry, weights
 
     def Forward(self, given: NestedMap, shared: NestedMap) -> NestedMap:
-        carry, loss, extras = self._Run(given, shared)
-        sums = NestedMap(loss=loss, extras=extras)
-        return NestedMap(carry=carry, **sums.Transform(lambda x: _if(given.valid, x)))
+        def forward(part: NestedMap) -> NestedMap:
+            carry, loss, extras = self._Run(part, given, shared)
+            sums = NestedMap(loss=loss, extras=extras)
+            return NestedMap(carry=carry, **sums.Transform(lambda x: _if(given.valid, x)))
+
+        return _mapped_over_data(forward, given.parts)
 
     def Backward(self, given: NestedMap, shared: NestedMap) -> NestedMap:
+        return _mapped_over_data(
+            lambda part: self._BackwardOfPart(part, given, shared), given.parts
+        )
+
+    def _BackwardOfPart(self, part: NestedMap, given: NestedMap, shared: NestedMap) -> NestedMap:
         trains = zip(given.weights.Flatten(), self._trainable, strict=True)
         weights = [w for w, trainable in trains if trainable] if self._weights else []
         rest = shared.rest.Flatten() if self._weights else []
-        inputs = given.carry.Flatten() if self._carry else []
+        inputs = part.carry.Flatten() if self._carry else []
         watched = [*inputs, *weights, *rest]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(watched)
-            after, loss, _ = self._Run(given, shared)
-        upstream = [*given.upstream.Flatten(), tf.ones_like(loss)]
+            after, loss, _ = self._Run(part, given, shared)
+        upstream = [*part.upstream.Flatten(), tf.ones_like(loss)]
         found = tape.gradient([*after.Flatten(), loss], watched, upstream)
         of_weights = found[len(inputs) : len(inputs) + len(weights)]
         of_rest = _present(found[len(inputs) + len(weights) :])
@@ -199,31 +207,47 @@ class _Stage:
         )
         if self._carry:
             dense = [_dense(g, x) for g, x in zip(found, inputs, strict=False)]
-            result.carry = given.carry.Pack(dense)
+            result.carry = part.carry.Pack(dense)
         return result
 
-    def _Run(self, given: NestedMap, shared: NestedMap) -> tuple[NestedMap, tf.Tensor, NestedMap]:
-        context = self._programs.Context(given, shared)
-        return self._stack.run(given.weights, shared.rest, given.carry, context, given.first)
+    def _Run(
+        self, part: NestedMap, given: NestedMap, shared: NestedMap
+    ) -> tuple[NestedMap, tf.Tensor, NestedMap]:
+        context = self._programs.Context(part, shared)
+        return self._stack.run(given.weights, shared.rest, part.carry, context, given.first)
 
 
-class _Entry:
-    """What is done before the first stage of a stack."""
+class _Edge:
+    """What is done for a micro-batch before the first stage of a stack, and after the last stage of the last one."""
 
     def __init__(self, programs: Programs, stack: int):
         self._programs, self._stack = programs, programs.parts.stacks[stack]
 
-    def Forward(self, given: NestedMap) -> NestedMap:
-        context = self._programs.Context(given, given.shared)
-        return self._stack.enter(given.shared.rest, context)
+    def Enter(self, part: NestedMap, shared: NestedMap) -> NestedMap:
+        return self._stack.enter(shared.rest, self._programs.Context(part, shared))
 
-    def Backward(self, given: NestedMap) -> NestedMap:
-        rest = given.shared.rest.Flatten()
+    def EnterBackward(self, part: NestedMap, shared: NestedMap) -> NestedMap:
+        rest = shared.rest.Flatten()
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(rest)
-            entered = self.Forward(given)
-        found = tape.gradient(entered.Flatten(), rest, given.upstream.Flatten())
+            entered = self.Enter(part, shared)
+        found = tape.gradient(entered.Flatten(), rest, part.upstream.Flatten())
         return NestedMap(rest=_present(found))
+
+    def LossAndGradients(self, part: NestedMap, shared: NestedMap) -> NestedMap:
+        carry, rest = part.carry.Flatten(), shared.rest.Flatten()
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch([*carry, *rest])
+            context = self._programs.Context(part, shared)
+            loss, metrics = self._programs.parts.loss(shared.rest, part.carry, context)
+        found = tape.gradient(loss, [*carry, *rest])
+        of_carry = [_dense(g, x) for g, x in zip(found, carry, strict=False)]
+        return NestedMap(
+            loss=loss,
+            metrics=metrics,
+            carry=part.carry.Pack(of_carry),
+            rest=_present(found[len(carry) :]),
+        )
 
 
 def _present(grads: Sequence[tf.Tensor | None]) -> NestedMap:

@@ -5,7 +5,7 @@ vmap with `spmd_axis_name`. Each traced operation of `fn` gets a leading dimensi
 inside `fn` is for one slice, and shards the new dimension along the axis beside; a manual region inside is one for
 each slice.
 
-TensorFlow keeps the converters of operations in a private table. Four of them are replaced, in this file only.
+TensorFlow keeps the converters of operations in a private table. Some of them are replaced, in this file only.
 """
 
 import contextlib
@@ -135,6 +135,8 @@ def _converters(mesh: Mesh, axis: str, count: int) -> Iterator[None]:
         "GatherV2": lambda given: _gather(given, before["GatherV2"]),
         "PadV2": _pad,
         "StatelessWhile": lambda given: _while(given, count),
+        "UnsortedSegmentSum": lambda given: _segment_sum(given, count),
+        "While": lambda given: _while(given, count),
         "XlaDynamicUpdateSlice": lambda given: _update(given, count),
         "XlaSharding": lambda given: _annotation(given, mesh, axis),
     }
@@ -199,6 +201,17 @@ def _gather(given: Any, otherwise: Callable[[Any], Any]) -> Any:
     return pfor.wrap(tf.gather(x, places, axis=int(axis) + 1), True)
 
 
+def _segment_sum(given: Any, count: int) -> Any:
+    """Sums within each slice; in TensorFlow's own, one sum over all, the partitioner would not see the slices."""
+    rows, places = (_stacked(given.input(i), count) for i in (0, 1))
+    num = tf.cast(given.unstacked_input(2), tf.int32)
+    kept = rows.shape[places.shape.rank :]
+    slices = tf.reshape(tf.range(count), [count] + [1] * (places.shape.rank - 1))
+    slices = tf.broadcast_to(slices, places.shape)
+    index = tf.stack([slices, tf.cast(places, tf.int32)], -1)
+    return pfor.wrap(tf.scatter_nd(index, rows, tf.stack([count, num, *kept])), True)
+
+
 def _update(given: Any, count: int) -> Any:
     """Takes one place for all slices; TensorFlow has none."""
     x, part = (_stacked(given.input(i), count) for i in (0, 1))
@@ -251,22 +264,42 @@ def _function(op: Any, attr: str) -> Any:
 
 def _depending(body: Any, stacked: list[bool]) -> list[bool]:
     """Which loop variables are stacked after an iteration: those too that depend on one that is."""
-    graph = body.graph
-    known = {id(x): of_slice for x, of_slice in zip(graph.inputs, stacked, strict=False)}
+    return [
+        before or any(stacked[i] for i in _inputs_of(body.graph, out) if i < len(stacked))
+        for before, out in zip(stacked, body.graph.outputs, strict=True)
+    ]
 
-    def depends(tensor: Any) -> bool:
-        waiting, seen = [tensor], set()
-        while waiting:
-            x = waiting.pop()
-            if id(x) in seen:
-                continue
-            seen.add(id(x))
-            if known.get(id(x)):
-                return True
-            waiting += x.op.inputs
-        return False
 
-    return [before or depends(out) for before, out in zip(stacked, graph.outputs, strict=True)]
+def _inputs_of(graph: Any, tensor: Any) -> set[int]:
+    """The inputs of a function's graph that a tensor in it depends on, by their numbers."""
+    numbers = {id(x): i for i, x in enumerate(graph.inputs)}
+    waiting, seen, found = [tensor], set(), set()
+    while waiting:
+        x = waiting.pop()
+        if id(x) in seen:
+            continue
+        seen.add(id(x))
+        if id(x) in numbers:
+            found.add(numbers[id(x)])
+            continue
+        inputs = set(range(len(x.op.inputs)))
+        if x.op.type in ("PartitionedCall", "StatefulPartitionedCall"):
+            called = _function(x.op, "f").graph
+            inputs = _inputs_of(called, called.outputs[x.value_index])
+        elif x.op.type in ("StatelessWhile", "While"):
+            inputs = _inputs_of_loop(_function(x.op, "body").graph, x.value_index)
+        waiting += [x.op.inputs[i] for i in inputs]
+    return found
+
+
+def _inputs_of_loop(body: Any, variable: int) -> set[int]:
+    """The variables whose start a loop's variable depends on, in a loop that runs equally often for all slices."""
+    found, waiting = {variable}, [variable]
+    while waiting:
+        new = _inputs_of(body, body.outputs[waiting.pop()]) - found
+        found |= new
+        waiting += new
+    return found
 
 
 def _stacked(x: Any, count: int) -> tf.Tensor:

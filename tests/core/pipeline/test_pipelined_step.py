@@ -1,6 +1,7 @@
 """A pipelined step is the step of the same micro-batches without one, for every schedule, sharded or not."""
 
 import collections
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +18,7 @@ from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.micro_batches import accumulating_step
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.loops import Loops
-from lingvo_moe.core.pipeline.schedule import make_schedule
+from lingvo_moe.core.pipeline.schedule import ScheduleError, make_schedule
 from lingvo_moe.core.pipelined_step import pipelined_step
 from lingvo_moe.core.sharding import Mesh, dims_mapping, single_device, use_mesh
 from lingvo_moe.core.step import Step
@@ -104,10 +105,11 @@ def test_rubbish_in_the_bubble_changes_nothing(monkeypatch):
     _same(_after(pipelined_step, *toy(**asked)), want, 1e-6)
 
 
-@pytest.fixture(scope="module")
-def sharded():
-    """The step in four stages, each of two devices: the compiled program and what it gives."""
-    task, batch, specs = toy(stages=4, micro_batches=8, schedule="1f1b")
+@functools.cache
+def _sharded_step(micro_batches):
+    """The step in four stages, each of two devices with micro-batches of their own: the compiled module and what it
+    gives."""
+    task, batch, specs = toy(32, stages=4, micro_batches=micro_batches, schedule="1f1b")
     engine = make_engine("pjrt", Mesh.parse("stage:4,data:2"))
     specs = _sharded(task, specs)
     step = Step("step", pipelined_step(task, specs), (task.StateSpecs(), specs), donate=(0,))
@@ -116,45 +118,71 @@ def sharded():
         state = tf.function(task.InitState, autograph=False)(tf.constant(1))
     state = engine.Put(state.Transform(lambda x: x.numpy()), step.arg_specs[0])
     after, metrics = program(state, engine.Put(batch, step.arg_specs[1]))
-    return program, NestedMap(theta=engine.Get(after).theta, metrics=engine.Get(metrics))
+    found = NestedMap(theta=engine.Get(after).theta, metrics=engine.Get(metrics))
+    return parse_module(program.HloText()), found
 
 
-def test_a_sharded_pipeline_computes_the_same(sharded):
-    task, batch, specs = toy()
+def test_a_sharded_pipeline_computes_the_same():
+    task, batch, specs = toy(32)
     step = accumulating_step(task, 8, _sharded(task, specs))
     with use_mesh(single_device()), kernels.using(tensorflow):
         after, metrics = tf.function(step, autograph=False)(
             task.InitState(tf.constant(1)), batch.Transform(tf.constant)
         )
-    _same(sharded[1], NestedMap(theta=after.theta, metrics=metrics), 2e-6)
+    _same(_sharded_step(8)[1], NestedMap(theta=after.theta, metrics=metrics), 2e-6)
 
 
-BOUNDARY = 4 * 1 * LENGTH * WIDTH  # bytes on a device: a row of a micro-batch of two over `data:2`
-
-
-def test_stages_give_one_boundary_a_tick_and_no_weights(sharded):
-    """Two stacks give on three tensors: both their x, and the second what it reads of the first; each way."""
-    module = parse_module(sharded[0].HloText())
-    permuted: collections.Counter[int] = collections.Counter()
+def _collectives(module):
     for executed in module.executions():
         use = collective_use(executed.instruction, executed.computation, module.attributes)
-        if use is None:
-            continue
-        assert use.kind in ("collective-permute", "all-reduce") or use.bytes <= 4 * 4, executed
+        if use is not None:
+            yield use, executed
+
+
+def test_stages_give_one_boundary_a_tick_and_no_weights():
+    """Two stacks give on three tensors: both their x, and the second what it reads of the first; each way."""
+    permuted: collections.Counter[int] = collections.Counter()
+    for use, executed in _collectives(_sharded_step(8)[0]):
         if use.kind == "collective-permute":
             permuted[use.bytes] += executed.times
-    ticks = 8 + 4 - 1
-    assert permuted == {BOUNDARY: 2 * 3 * ticks}
+        elif executed.loops:
+            assert use.kind == "all-reduce", executed
+    ticks, boundary = 8 // 2 + 4 - 1, 4 * (32 // 8) * LENGTH * WIDTH
+    assert permuted == {boundary: 2 * 3 * ticks}
 
 
-def test_loops_run_as_often_as_the_schedule_says(sharded):
-    module = parse_module(sharded[0].HloText())
+def test_replicas_exchange_gradients_once_whatever_the_number_of_micro_batches():
+    exchanged = []
+    for micro_batches in (8, 32):
+        total = 0
+        for use, executed in _collectives(_sharded_step(micro_batches)[0]):
+            stages = {{device // 2 for device in group} == {group[0] // 2} for group in use.devices}
+            if use.kind == "all-reduce" and stages == {True}:  # among the devices of one stage
+                assert not executed.loops, executed
+                total += use.bytes
+        exchanged.append(total)
+    gradients = 4 * (
+        2 * WIDTH * WIDTH + 2 * 10 * WIDTH
+    )  # of a block of each stack, and of both tables
+    assert exchanged[0] == exchanged[1] >= gradients
+
+
+def test_loops_run_as_often_as_the_schedule_says():
+    module = _sharded_step(8)[0]
     loops = [
         executed.instruction
         for executed in module.executions()
         if executed.instruction.opcode == "while" and executed.computation is module.entry
     ]
-    phases = make_schedule("1f1b", 4, 8, 1, 2).Phases()
+    phases = make_schedule("1f1b", 4, 4, 1, 2).Phases()
     assert [trip_count(module, module.entry, loop) for loop in loops] == [
-        phase.stop - phase.start for phase in phases
+        phase.stop - phase.start for phase in phases if phase.stop - phase.start > 1
     ]
+
+
+def test_micro_batches_that_do_not_fit_the_devices_are_refused():
+    task, batch, specs = toy(32, stages=4, micro_batches=8)
+    step = pipelined_step(task, _sharded(task, specs))
+    wrong = pytest.raises(ScheduleError, match=r"micro_batches=8: must be a multiple of 3, since")
+    with use_mesh(Mesh.parse("stage:1,data:3")), wrong:
+        step(task.StateSpecs(), batch)

@@ -16,7 +16,7 @@ from lingvo_moe.core.pipeline.params import pipeline_params
 from lingvo_moe.core.pipeline.parts import Parts, Stack
 from lingvo_moe.core.pipeline.schedule import STAGE
 
-WIDTH, LENGTH = 6, 3
+WIDTH, LENGTH = 6, 5
 
 
 class Block(BaseLayer):
