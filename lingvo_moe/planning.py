@@ -21,6 +21,7 @@ from lingvo_moe.core.hlo.errors import HloError
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.partitioner.known_faults import ERROR, OFF, check_action
+from lingvo_moe.core.pipeline.params import is_pipelined
 from lingvo_moe.core.planner import memory, mesh_order, pipeline, plan
 from lingvo_moe.core.planner.costs import costs as costs_of
 from lingvo_moe.core.planner.errors import PlanError
@@ -171,9 +172,9 @@ def _analyse(
 
 def pipeline_schedule(params: Params) -> pipeline.Schedule | None:
     """The schedule of a model's pipelines, from task.pipeline of an experiment; None for a model without them."""
-    p = params.task.pipeline if "pipeline" in params.task else None
-    if p is None:
+    if not is_pipelined(params.task):
         return None
+    p = params.task.pipeline
     return pipeline.Schedule(p.schedule, p.stages, p.micro_batches, p.repeats)
 
 

@@ -12,6 +12,7 @@ e.g. --topology=v5p or --topology=h100, looks for the smallest machine that the 
 0, 1 or (in flags) 2 for a mistake, 3 where the model does not fit, 130 after Ctrl-C.
 """
 
+import itertools
 import json
 from collections.abc import Sequence
 from functools import partial
@@ -82,7 +83,7 @@ def run(args: Flags) -> int:
     if args.cache_dir:
         _cli.check_output_directory(args.cache_dir, "--cache_dir")
     old = [read_plan(path) for path in _cli.names(args.compare)]
-    new = planned(args, variants) if args.model else []
+    new = planned(args, variants, outputs) if args.model else []
     plans = new + old
     from rich.console import Console
 
@@ -90,8 +91,6 @@ def run(args: Flags) -> int:
     from lingvo_moe.core.planner import report
 
     # Files first: minutes of work must not be lost because the terminal is gone.
-    for path, plan in zip(outputs, new):
-        files.write_atomic(path, (json.dumps(plan, indent=1) + "\n").encode())
     if args.html:
         files.write_atomic(args.html, report.html_report(plans).encode())
     console = Console()
@@ -123,11 +122,21 @@ def read_plan(path: str) -> dict[str, Any]:
     return plan
 
 
-def planned(args: Flags, variants: Sequence[str]) -> list[dict[str, Any]]:
-    """Makes the plans that the flags ask for, one for each variant, with progress on standard error."""
+def planned(args: Flags, variants: Sequence[str], outputs: Sequence[str]) -> list[dict[str, Any]]:
+    """Makes the plans that the flags ask for, one for each variant, with progress on standard error.
+
+    Each is written to its file of `outputs`, if there is one, before the next is made.
+    """
+    from lingvo_moe.core import files
+
+    plans = []
     with _cli.Progress() as progress:
         progress("loading TensorFlow and the compiler")
-        return [progress.Watch(partial(make, args, variant, progress)) for variant in variants]
+        for variant, path in itertools.zip_longest(variants, outputs):
+            plans.append(progress.Watch(partial(make, args, variant, progress)))
+            if path:
+                files.write_atomic(path, (json.dumps(plans[-1], indent=1) + "\n").encode())
+    return plans
 
 
 def make(args: Flags, variant: str, say: Any) -> dict[str, Any]:

@@ -226,12 +226,12 @@ def is_backward(loop: Instruction, body: Computation) -> bool:
     """Whether a loop's body computes gradients, so that forward names in it are recomputations.
 
     The loop over micro-batches is none: its body is a whole step, with a forward and a backward pass. Nor is a
-    pipeline's loop whose ticks have both.
+    pipeline's loop whose ticks have a forward pass.
     """
     if _MICRO_BATCHES.search(loop.op_name):
         return False
     ticks = pipelines.pipeline_loop(loop.op_name)
-    if ticks is not None and ticks.phase == pipelines.FORWARD_BACKWARD:
+    if ticks is not None and any(work.kind == pipelines.FORWARD for work in ticks.works):
         return False
     return any(GRADIENT in instruction.op_name for instruction in body.instructions)
 

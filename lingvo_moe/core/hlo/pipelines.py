@@ -1,7 +1,11 @@
 """Finds the loops of pipelines in a compiled program.
 
 A pipeline runs its stages in lockstep: one iteration of a loop is a tick, in which every stage does its work once, and
-then passes the result on. The name scope of each loop ends in `pipeline.PHASE`, e.g. m4/encoder/pipeline.forward.
+then passes the result on. The name scope of each loop says what its ticks do, in one of two forms:
+
+* `m4/pipeline/encoder_forward__decoder_backward`: the pipeline is m4; a tick does the forward pass of its stack
+  `encoder` and the backward pass of its stack `decoder`;
+* `m4/encoder/pipeline.forward_backward`: the pipeline is m4/encoder, of one stack without a name.
 """
 
 import re
@@ -9,13 +13,27 @@ from typing import NamedTuple
 
 from lingvo_moe.core.hlo import parts
 
-FORWARD, BACKWARD, WEIGHT_GRADIENTS = "forward", "backward", "weight_gradients"
-FORWARD_BACKWARD = "forward_backward"
-# In the order of a step.
-PHASES = (FORWARD, FORWARD_BACKWARD, BACKWARD, WEIGHT_GRADIENTS)
-_LOOP = re.compile(rf"^((?:.*/)?pipeline\.)({'|'.join(PHASES)})/while(?:_\d+)?(/.*)?$")
+FORWARD, BACKWARD, WEIGHT_GRADIENTS, LOSS = "forward", "backward", "weight_gradients", "loss"
+KINDS = (FORWARD, BACKWARD, WEIGHT_GRADIENTS, LOSS)
+_PHASES = {
+    "forward": (FORWARD,),
+    "forward_backward": (FORWARD, BACKWARD),
+    "backward": (BACKWARD,),
+    "weight_gradients": (WEIGHT_GRADIENTS,),
+}
+_WORK = rf"\w+?_(?:{'|'.join(KINDS)})"
+_LOOP = re.compile(
+    rf"^((?:.*/)?)(pipeline\.(?:{'|'.join(_PHASES)})|pipeline/{_WORK}(?:__{_WORK})*)/while(?:_\d+)?(/.*)?$"
+)
 # What may precede the pipeline's own scope: enclosing loops, and the scopes of gradients.
 _AROUND = re.compile(r"^(?:.*/body/)?(?:(?:closed_call|gradient_tape|optimizer)/)*")
+
+
+class Work(NamedTuple):
+    """What a tick does for one stack of layers: one of KINDS. The stack may have no name."""
+
+    stack: str
+    kind: str
 
 
 class PipelineLoop(NamedTuple):
@@ -23,11 +41,23 @@ class PipelineLoop(NamedTuple):
 
     Attributes:
         pipeline: the scope of the pipeline, e.g. 'm4/encoder'; '' without one.
-        phase: one of PHASES.
+        phase: what its scope says of its ticks, e.g. 'forward_backward'.
     """
 
     pipeline: str
     phase: str
+
+    @property
+    def works(self) -> tuple[Work, ...]:
+        """What a tick does."""
+        if self.phase in _PHASES:
+            return tuple(Work("", kind) for kind in _PHASES[self.phase])
+        return tuple(map(_work, self.phase.split("__")))
+
+
+def _work(text: str) -> Work:
+    kind = next(kind for kind in KINDS if text.endswith(f"_{kind}"))
+    return Work(text.removesuffix(f"_{kind}"), kind)
 
 
 def pipeline_loop(op_name: str) -> PipelineLoop | None:
@@ -51,8 +81,7 @@ def _match(op_name: str, inside: bool) -> PipelineLoop | None:
         found = _LOOP.match(joined)
         if found is None or bool(found[3]) != inside:
             continue
-        for scope in parts.operations(found[1] + found[2]):
-            return PipelineLoop(
-                _AROUND.sub("", scope).removesuffix(f"pipeline.{found[2]}").strip("/"), found[2]
-            )
+        phase = found[2].removeprefix("pipeline")[1:]
+        for scope in parts.operations(f"{found[1]}pipeline"):
+            return PipelineLoop(_AROUND.sub("", scope).removesuffix("pipeline").strip("/"), phase)
     return None

@@ -4,7 +4,8 @@ A tick is one iteration of a pipeline's loop (core/hlo/pipelines.py); all stages
 kinds of work: the forward pass F, the backward pass B, and the gradients of weights W where the schedule has them
 apart. The loops' trip counts say for how many ticks the program does each kind; a stage has V M ticks' worth of each to
 do, for M micro-batches and V chunks of layers a stage. It is idle in the others. The share of idle ticks, each weighted
-by the seconds of its kind, is the bubble.
+by the seconds of its kind, is the bubble. A loop's tick may do several kinds, of several stacks of layers; seconds of a
+kind are sums and differences of the loops' ticks.
 """
 
 import re
@@ -13,14 +14,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from lingvo_moe.core.hlo.module import Computation, Executed, Instruction, Module
 from lingvo_moe.core.hlo.pipelines import (
     BACKWARD,
     FORWARD,
-    FORWARD_BACKWARD,
-    PHASES,
-    WEIGHT_GRADIENTS,
+    LOSS,
     PipelineLoop,
+    Work,
     loop_of_operation,
     pipeline_loop,
 )
@@ -31,12 +33,6 @@ from lingvo_moe.core.planner.plan import execution_seconds
 
 _PERMUTE = "collective-permute"
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
-# The phases whose ticks do each kind of work.
-_KINDS = {
-    FORWARD: (FORWARD, FORWARD_BACKWARD),
-    BACKWARD: (BACKWARD, FORWARD_BACKWARD),
-    WEIGHT_GRADIENTS: (WEIGHT_GRADIENTS,),
-}
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,7 @@ class Loop:
     """A loop over ticks.
 
     Attributes:
-        phase: one of PHASES.
+        name: of the pipeline and of what its ticks do.
         ticks: its trip count.
         runs: how often a run of the program enters it.
         seconds: of one tick, estimated: work and collectives, which are taken not to overlap. None for a single tick
@@ -69,7 +65,7 @@ class Loop:
         permutes: what a tick sends from stage to stage.
     """
 
-    phase: str
+    name: PipelineLoop
     ticks: int
     runs: int
     seconds: float | None
@@ -95,20 +91,19 @@ def pipelines(
     for loop in reader.loops:
         name = pipeline_loop(loop.instruction.op_name)
         assert name is not None
-        found[name.pipeline].append(reader.Read(loop, name.phase))
+        found[name.pipeline].append(reader.Read(loop, name))
     for name, runs in reader.Removed().items():
-        if name.phase not in {loop.phase for loop in found[name.pipeline]}:
-            found[name.pipeline].append(Loop(name.phase, 1, runs, None))
+        if name not in {loop.name for loop in found[name.pipeline]}:
+            found[name.pipeline].append(Loop(name, 1, runs, None))
     return [_describe(name, loops, schedule) for name, loops in found.items()]
 
 
 def _describe(name: str, loops: list[Loop], schedule: Schedule | None) -> dict[str, Any]:
-    loops = sorted(loops, key=lambda loop: PHASES.index(loop.phase))
     out: dict[str, Any] = {
         "name": name,
         "loops": [
             {
-                "phase": loop.phase,
+                "phase": loop.name.phase,
                 "ticks": loop.ticks,
                 "runs": loop.runs,
                 "tick_seconds": loop.seconds,
@@ -130,7 +125,7 @@ def _describe(name: str, loops: list[Loop], schedule: Schedule | None) -> dict[s
     }
 
 
-def bubble(name: str, loops: Iterable[Loop], schedule: Schedule) -> float:
+def bubble(name: str, loops: Iterable[Loop], schedule: Schedule) -> float | None:
     """The share of a stage's time in a pipeline's loops in which it is idle.
 
     Args:
@@ -138,40 +133,46 @@ def bubble(name: str, loops: Iterable[Loop], schedule: Schedule) -> float:
         loops: those of one pipeline.
         schedule: says how many ticks' worth of each kind of work a stage has.
 
+    Returns:
+        None if it depends on seconds that do not follow from the loops, e.g. since the compiler removed some.
+
     Raises:
         PlanError: there are fewer ticks than that, so that the loops are not of this schedule.
     """
-    ticks: dict[str, int] = defaultdict(int)
-    seconds: dict[str, float] = {}
+    loops = list(loops)
+    ticks: dict[Work, int] = defaultdict(int)
     for loop in loops:
-        ticks[loop.phase] += loop.ticks
-        if loop.seconds is not None:
-            seconds[loop.phase] = loop.seconds
+        for work in loop.name.works:
+            if work.kind != LOSS:  # all stages share it, so none is idle
+                ticks[work] += loop.ticks
     useful = schedule.micro_batches * schedule.repeats
-    counts = {kind: sum(ticks[p] for p in phases) for kind, phases in _KINDS.items()}
-    for kind in (FORWARD, BACKWARD):
-        if 0 < counts[kind] < useful:
+    for work, count in ticks.items():
+        if work.kind in (FORWARD, BACKWARD) and count < useful:
             raise PlanError(
-                f"pipeline {name!r} has {counts[kind]} {kind} ticks, too few for micro_batches="
+                f"pipeline {name!r} has {count} {' '.join(work).strip()} ticks, too few for micro_batches="
                 f"{schedule.micro_batches} and repeats={schedule.repeats}: its loops are not of this schedule"
             )
-    counts = {kind: count for kind, count in counts.items() if count}
-    if len(set(counts.values())) == 1:  # each kind weighs as much as the others
-        total = next(iter(counts.values()))
+    if len(set(ticks.values())) == 1:  # each kind weighs as much as the others
+        total = next(iter(ticks.values()))
         return (total - useful) / total
-    weights = _weights(seconds)
-    total_seconds = sum(count * weights[kind] for kind, count in counts.items())
-    idle = sum((count - useful) * weights[kind] for kind, count in counts.items())
-    return idle / total_seconds
+    idle = _seconds({work: count - useful for work, count in ticks.items()}, loops)
+    in_all = _seconds(ticks, loops)
+    return None if idle is None or not in_all else idle / in_all
 
 
-def _weights(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of a tick by kind of work. A tick that does both F and B has the seconds of both."""
-    both = seconds.get(FORWARD_BACKWARD, 0.0)
-    forward = seconds.get(FORWARD, max(both - seconds.get(BACKWARD, both / 2), 0.0))
-    backward = seconds.get(BACKWARD, max(both - forward, 0.0))
-    weights = seconds.get(WEIGHT_GRADIENTS, 0.0)
-    return {FORWARD: forward, BACKWARD: backward, WEIGHT_GRADIENTS: weights}
+def _seconds(ticks: Mapping[Work, int], loops: Sequence[Loop]) -> float | None:
+    """Seconds of so many ticks of each kind of work; None if they do not follow from the seconds of the loops."""
+    timed = [loop for loop in loops if loop.seconds is not None]
+    works = sorted({*ticks, *(work for loop in timed for work in loop.name.works)})
+    does = np.array([[float(work in loop.name.works) for work in works] for loop in timed])
+    wanted = np.array([float(ticks.get(work, 0)) for work in works])
+    if not timed:
+        return None
+    # How often to add each loop's tick, so that these ticks do the wanted work.
+    times = np.linalg.lstsq(does.T, wanted, rcond=None)[0]
+    if not np.allclose(does.T @ times, wanted, atol=1e-6):
+        return None
+    return float(times @ np.array([loop.seconds for loop in timed], float))
 
 
 class _Reader:
@@ -208,18 +209,19 @@ class _Reader:
         within = {loop.instruction.name for loop in self.loops}
         found: dict[PipelineLoop, int] = {}
         for cost in self._costs:
-            if (cost.flops or cost.collective is not None) and not within & set(cost.loops):
+            works = cost.opcode == "fusion" or cost.flops or cost.collective is not None
+            if works and not within & set(cost.loops):
                 name = loop_of_operation(self._inside[cost.name].by_name[cost.name].op_name)
                 if name is not None:
                     found[name] = cost.times
         return found
 
-    def Read(self, executed: Executed, phase: str) -> Loop:
+    def Read(self, executed: Executed, name: PipelineLoop) -> Loop:
         """Reads one loop."""
         loop = executed.instruction
         body = self._module.computation(loop.attribute("body"))
         in_all = self._times.get(body.root.name, 0)  # ticks in one run of the program
-        found = Loop(phase, in_all // max(executed.times, 1), executed.times, 0.0)
+        found = Loop(name, in_all // max(executed.times, 1), executed.times, 0.0)
         if not in_all:
             return found
         inside = [cost for cost in self._costs if loop.name in cost.loops]

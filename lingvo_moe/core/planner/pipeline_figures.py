@@ -33,9 +33,15 @@ def _sentence(pipeline: Mapping[str, Any]) -> str:
     if "bubble" not in pipeline:
         return f"{name}: its schedule is not known, so neither is its bubble."
     repeats = f", {pipeline['repeats']} chunks a stage" if pipeline["repeats"] > 1 else ""
+    share = pipeline["bubble"]
+    found = (
+        "The bubble is not known: seconds of each kind of work do not follow from these loops."
+        if share is None
+        else f"The bubble is {units.share(share)} of a stage's time in these loops."
+    )
     return (
         f"{name}: {pipeline['schedule']} of {pipeline['stages']} stages and {pipeline['micro_batches']}"
-        f" micro-batches{repeats}. The bubble is {units.share(pipeline['bubble'])} of a stage's time in these loops."
+        f" micro-batches{repeats}. {found}"
     )
 
 
