@@ -303,6 +303,12 @@ def test_a_mesh_axis_of_another_number_of_stages(plain):
         _run(layer, _moved(plain[0], layer, plain[1]), [X, MASK], "stage:2")
 
 
+def test_stages_over_two_mesh_axes(plain):
+    layer = make(PipeliningLayer, weight_split={"Z": ("stage", "more")})
+    with pytest.raises(ShardingError, match=r"letter Z of the stages to .*; give it one mesh axis"):
+        _run(layer, _moved(plain[0], layer, plain[1]), [X, MASK], "stage:2,more:2")
+
+
 def test_fewer_than_one_micro_batch_and_no_cell():
     with pytest.raises(ValueError, match="num_micro_batches=0: must be an integer of at least 1"):
         make(PipeliningLayer, num_micro_batches=0)

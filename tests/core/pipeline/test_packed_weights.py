@@ -47,6 +47,7 @@ def test_a_stage_has_the_weights_of_its_cell_and_no_others(pipelined):
         for k, row in enumerate(spec.packs):
             assert {part.path.split(".")[1] for part in row} == {f"c{k}"}
     assert not specs.cells.float32_state.trainable
+    assert pipelined.SequentialSpecs() == make(SeqLayer, WithExtras, **STAGES).VariableSpecs()
 
 
 @pytest.mark.parametrize("mesh", [None, "stage:4", "stage:4,data:2", "data:4"])
