@@ -171,11 +171,15 @@ def _analyse(
 
 
 def pipeline_schedule(params: Params) -> pipeline.Schedule | None:
-    """The schedule of a model's pipelines, from task.pipeline of an experiment; None for a model without them."""
+    """The schedule of a model's pipelines, from task.pipeline of an experiment; None for a model without them.
+
+    Layers of different shapes have GPipe's, and no parameter for it.
+    """
     if not is_pipelined(params.task):
         return None
     p = params.task.pipeline
-    return pipeline.Schedule(p.schedule, p.stages, p.micro_batches, p.repeats)
+    name, repeats = (p.schedule, p.repeats) if "schedule" in p else ("gpipe", 1)
+    return pipeline.Schedule(name, p.stages, p.micro_batches, repeats)
 
 
 def describe_job(request: Request, params: Params, task: BaseTask) -> tuple[Step, plan.Job]:

@@ -349,6 +349,8 @@ def test_the_schedule_of_pipelines_is_that_of_the_parameters():
     whole = Params()
     whole.Define("task", task, "")
     assert planning.pipeline_schedule(whole) == Schedule("interleaved", 4, 16, 2)
+    images = planning.pipeline_schedule(_params("", "image.ResNet50Pipe4"))
+    assert images == Schedule("gpipe", 4, 16)
 
 
 @pytest.mark.parametrize(
