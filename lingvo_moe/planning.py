@@ -21,7 +21,7 @@ from lingvo_moe.core.hlo.errors import HloError
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.partitioner.known_faults import ERROR, OFF, check_action
-from lingvo_moe.core.pipeline.params import is_pipelined
+from lingvo_moe.core.pipeline.params import is_pipelined, replicas_of
 from lingvo_moe.core.planner import memory, mesh_order, pipeline, plan
 from lingvo_moe.core.planner.costs import costs as costs_of
 from lingvo_moe.core.planner.errors import PlanError
@@ -118,7 +118,7 @@ def make_plan(
         "compile_seconds": compiled.compile_seconds,
         "host_peak_bytes": compiled.host_peak_bytes,
     }
-    out |= _analyse(compiled, program, topology, job, pipeline_schedule(params))
+    out |= _analyse(compiled, program, topology, job, pipeline_schedule(params, program.mesh))
     plan.check(out)
     return out
 
@@ -170,16 +170,19 @@ def _analyse(
     }
 
 
-def pipeline_schedule(params: Params) -> pipeline.Schedule | None:
+def pipeline_schedule(params: Params, mesh: Mesh) -> pipeline.Schedule | None:
     """The schedule of a model's pipelines, from task.pipeline of an experiment; None for a model without them.
 
-    Layers of different shapes have GPipe's, and no parameter for it.
+    Layers of different shapes have GPipe's, and no parameter for it. Of equal stages each device along `data` has
+    micro-batches of its own.
     """
     if not is_pipelined(params.task):
         return None
     p = params.task.pipeline
-    name, repeats = (p.schedule, p.repeats) if "schedule" in p else ("gpipe", 1)
-    return pipeline.Schedule(name, p.stages, p.micro_batches, repeats)
+    if "schedule" not in p:
+        return pipeline.Schedule("gpipe", p.stages, p.micro_batches)
+    num = p.micro_batches // replicas_of(params.task.activation_split or {}, mesh)
+    return pipeline.Schedule(p.schedule, p.stages, num, p.repeats)
 
 
 def describe_job(request: Request, params: Params, task: BaseTask) -> tuple[Step, plan.Job]:
