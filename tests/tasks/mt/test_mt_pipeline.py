@@ -1,0 +1,111 @@
+"""The translation model in stages: its step is that without a pipeline, with experts beside."""
+
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_moe.core import registry
+from lingvo_moe.core.engine.pjrt import PjrtEngine
+from lingvo_moe.core.engine.steps import build_step, train_step
+from lingvo_moe.core.pipeline.schedule import ScheduleError
+from lingvo_moe.core.sharding import Mesh, use_mesh
+from lingvo_moe.trainer_checks import check_divisible
+
+SIZES = "task.num_encoder_layers=4;task.num_decoder_layers=4;input.batch_size=8;task.num_groups=8"
+STAGES = "task.pipeline.stages=2;task.pipeline.micro_batches=2"
+
+
+def _experiment(*overrides):
+    params = registry.GetParams("mt.M4Tiny", ";".join((SIZES, *overrides)))
+    return params, params.task.Instantiate(), params.input.Instantiate()
+
+
+def _after(step, mesh, state, batch):
+    engine = PjrtEngine(mesh)
+    program = build_step(step, engine)
+    put = [
+        engine.Put(tree, spec) for tree, spec in zip((state, batch), step.arg_specs, strict=True)
+    ]
+    return [engine.Get(tree) for tree in program(*put)]
+
+
+def test_a_step_in_stages_is_the_step_without():
+    """With dropout and random routing: seeds belong to micro-batches and layers. Experts are sharded beside."""
+    _, plain, inputs = _experiment()
+    _, staged, _ = _experiment(STAGES)
+    batch = plain.SampleBatch(inputs, np.random.RandomState(0))
+    one = Mesh.parse("stage:1,expert:1")
+    with use_mesh(one):
+        state = tf.function(plain.InitState, autograph=False)(tf.constant(3))
+    state = state.Transform(lambda x: x.numpy())
+    want = _after(train_step(plain, inputs, 2), one, state, batch)
+    got = _after(train_step(staged, inputs), Mesh.parse("stage:2,expert:2"), state, batch)
+    for have, wanted in zip(got, want, strict=True):
+        assert [p for p, _ in have.FlattenItems()] == [p for p, _ in wanted.FlattenItems()]
+        for (path, x), (_, y) in zip(have.FlattenItems(), wanted.FlattenItems(), strict=True):
+            np.testing.assert_allclose(x, y, 1e-5, 1e-5 * max(np.abs(y).max(), 1e-3), err_msg=path)
+
+
+def test_a_checkpoint_does_not_depend_on_stages():
+    states = [
+        {path: (s.shape, s.dtype) for path, s in task.StateSpecs().FlattenItems()}
+        for task in (_experiment()[1], _experiment(STAGES)[1])
+    ]
+    assert states[0] == states[1]
+
+
+@pytest.mark.parametrize(
+    ("override", "mesh", "message"),
+    [
+        (
+            "task.pipeline.stages=4",
+            "stage:4,expert:2",
+            "task.pipeline.stages=4: the encoder has 2 blocks, which do not divide into 4 equal parts; choose stages "
+            "from 1, 2",
+        ),
+        (
+            "task.pipeline.micro_batches=3",
+            "stage:2,expert:2",
+            "task.pipeline.micro_batches=3: input.batch_size=8 and task.num_groups=8 do not divide",
+        ),
+        (
+            "task.pipeline.micro_batches=4",
+            "stage:2,expert:4",
+            "task.pipeline.micro_batches=4: a micro-batch has input.batch_size=8 / 4 = 2, which does not divide over "
+            "the 4 devices",
+        ),
+        (
+            "",
+            "stage:4,expert:2",
+            "task.pipeline.stages=2: the axis 'stage' of mesh stage:4,expert:2 has 4 devices",
+        ),
+        ("", "expert:2", "task.pipeline.stages=2: mesh expert:2 has no axis 'stage' of that size"),
+        (
+            "task.pipeline.schedule=interleaved",
+            "stage:2,expert:2",
+            "task.pipeline.schedule=interleaved needs repeats=2 or more",
+        ),
+        (
+            "train.num_micro_batches=2",
+            "stage:2,expert:2",
+            "train.num_micro_batches=2: a pipeline has micro-batches of its own",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(override, mesh, message):
+    params, task, _ = _experiment(STAGES, override)
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        check_divisible(params, task, Mesh.parse(mesh))
+
+
+def test_numbers_below_one_are_refused():
+    for name in ("stages", "micro_batches", "repeats"):
+        with pytest.raises(ValueError, match=rf"task.pipeline.{name}=0"):
+            _experiment(f"task.pipeline.{name}=0")
+
+
+def test_a_schedule_that_does_not_exist_is_refused():
+    with pytest.raises((ValueError, ScheduleError), match=r"task\.pipeline\.schedule"):
+        _experiment("task.pipeline.schedule=gpip")
