@@ -40,7 +40,7 @@ def vectorized(
         fn: (a slice of each of `elems`) -> a flat sequence of tensors. Other tensors that it uses are the same for
             every slice. A loop in it runs equally often for every slice. Gradients are taken inside it, not through
             it.
-        axis: the mesh axis that shards the leading dimension.
+        axis: the mesh axis that shards the leading dimension; a mesh of one device need not have it.
         elems: tensors [K, ...]; the devices along the axis divide K.
 
     Returns:
@@ -53,7 +53,7 @@ def vectorized(
     what = f"vectorized over axis {axis!r}"
     mesh = mesh_of(what, None)
     count = elems[0].shape[0]
-    if count % mesh.axis_size(axis):
+    if mesh.size > 1 and count % mesh.axis_size(axis):
         raise ShardingError(f"{what} of mesh {mesh}: {count} slices are not a multiple of its size")
     with tracing_slice(Slice(axis, count, as_one_operation)), _converters(mesh, axis, count):
         return list(

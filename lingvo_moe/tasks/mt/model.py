@@ -20,7 +20,7 @@ from lingvo_moe.core.moe import layer as moe_layer
 from lingvo_moe.core.moe.losses_and_metrics import combined_metrics
 from lingvo_moe.core.moe.registry import ROUTERS
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.pipeline.params import PARAMETERS, pipeline_params
+from lingvo_moe.core.pipeline.params import PARAMETERS, is_pipelined, pipeline_params
 from lingvo_moe.core.pipeline.parts import Parts
 from lingvo_moe.core.pipeline.schedule import STAGE
 from lingvo_moe.core.tensors import dim
@@ -190,8 +190,8 @@ class MtModel(MtTask):
 
     @classmethod
     def OpenForms(cls, task: InstantiableParams) -> Forms | None:
-        """See BaseTask: task.repeat=auto leaves it open."""
-        if task.repeat != "auto":
+        """See BaseTask: task.repeat=auto leaves it open, where stages do not recompute anyway."""
+        if task.repeat != "auto" or is_pipelined(task):
             return None
         layers = 2 if task.num_experts else 1  # of a block
         sides = ("encoder", "decoder")

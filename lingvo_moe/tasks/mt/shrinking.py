@@ -32,6 +32,7 @@ def shrink(task: Params, inputs: Params, mesh: Mesh) -> None:
     unit = math.lcm(parts("N"), kv_heads or 1)
     heads = unit * -(-2 // unit)
     length = size("T", 8)
+    layers = 2 * task.pipeline.stages * task.pipeline.repeats
     task.Set(
         model_dim=size("M", 8),
         hidden_dim=size("H", 16),
@@ -39,8 +40,8 @@ def shrink(task: Params, inputs: Params, mesh: Mesh) -> None:
         num_heads=heads,
         num_kv_heads=kv_heads,
         key_dim=size("K", 4) if task.key_dim else 0,
-        num_encoder_layers=min(task.num_encoder_layers, 2),
-        num_decoder_layers=min(task.num_decoder_layers, 2),
+        num_encoder_layers=min(task.num_encoder_layers, layers),
+        num_decoder_layers=min(task.num_decoder_layers, layers),
         num_experts=size("E", 4) if task.num_experts else 0,
         num_groups=groups,
         source_vocab_size=size("V", 24),
