@@ -89,6 +89,23 @@ def test_every_schedule_gives_the_step_without_a_pipeline(schedule, stages, micr
     _same(_after(pipelined_step, *toy(rows, "float64", **asked)), want, 1e-10)
 
 
+def test_losses_of_twenty_steps_are_those_without_a_pipeline():
+    losses = []
+    for asked in ({}, _pipeline("1f1b", 2, 4, 1)):
+        task, batch, specs = toy(**asked)
+        specs = _sharded(task, specs)
+        step = pipelined_step(task, specs) if asked else accumulating_step(task, 4, specs)
+        with use_mesh(single_device()), kernels.using(tensorflow):
+            run = tf.function(step, autograph=False)
+            state, found = task.InitState(tf.constant(1)), []
+            for _ in range(20):
+                state, metrics = run(state, batch.Transform(tf.constant))
+                found.append(float(metrics.loss))
+        losses.append(found)
+    assert losses[0][-1] < losses[0][0]
+    np.testing.assert_allclose(losses[1], losses[0], 1e-5)
+
+
 def test_rubbish_in_the_bubble_changes_nothing(monkeypatch):
     """The stages start with NaN, which they compute on until the first micro-batch comes."""
     want = _after(_without_pipeline(2), *toy())

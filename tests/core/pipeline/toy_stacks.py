@@ -26,12 +26,13 @@ class Block(BaseLayer):
     def Params(cls):
         p = super().Params()
         p.Define("dropout", 0.0, "Rate.")
+        p.Define("width", WIDTH, "M.")
         return p
 
     def __init__(self, params):
         super().__init__(params)
-        init = WeightInit.Gaussian(0.5)
-        self.CreateVariable("w", WeightParams((WIDTH, WIDTH), "MH", init))
+        shape = (self.p.width, self.p.width)
+        self.CreateVariable("w", WeightParams(shape, "MH", WeightInit.Gaussian(0.5)))
 
     def FProp(self, theta, x, shared, seed=None):
         h = x + shared.memory if "memory" in shared else x
@@ -52,6 +53,7 @@ class TwoStacks(BaseTask):
         p = super().Params()
         p.Define("blocks", 4, "Of each stack.")
         p.Define("dropout", 0.0, "Rate.")
+        p.Define("width", WIDTH, "M.")
         p.Define("pipeline", pipeline_params(), "Stages.")
         return p.Set(
             optimizer=Sgd.Params().Set(momentum=0.0, learning_rate=Constant.Params().Set(value=0.1))
@@ -62,10 +64,11 @@ class TwoStacks(BaseTask):
             params = params.Copy().Set(weight_split={"L": STAGE, **(params.weight_split or {})})
         super().__init__(params)
         for name in ("low", "high"):
-            body = Block.Params().Set(dropout=self.p.dropout)
+            body = Block.Params().Set(dropout=self.p.dropout, width=self.p.width)
             self.CreateChild(name, Repeat.Params().Set(body=body, num_repeats=self.p.blocks))
         for name in ("embedding", "softmax", "scale"):
-            shape, letters = ((WIDTH,), "M") if name == "scale" else ((10, WIDTH), "VM")
+            width = self.p.width
+            shape, letters = ((width,), "M") if name == "scale" else ((10, width), "VM")
             self.CreateVariable(name, WeightParams(shape, letters, WeightInit.Gaussian(1.0)))
 
     def Units(self, batch):
@@ -138,18 +141,18 @@ class TwoStacks(BaseTask):
         return loss * tf.cast(shares.rows, y.dtype), NestedMap(rows=rows)
 
 
-def toy(rows=16, dtype="float32", **pipeline):
+def toy(rows=16, dtype="float32", width=WIDTH, length=LENGTH, **pipeline):
     """The task, a batch whose last rows do not count, and its specs."""
-    params = TwoStacks.Params().Set(name="toy", dtype=dtype, dropout=0.2)
+    params = TwoStacks.Params().Set(name="toy", dtype=dtype, dropout=0.2, width=width)
     params.activation_split = {"B": "data"}
     for name, value in pipeline.items():
         params.pipeline.Set(**{name: value})
     rng = np.random.RandomState(0)
     batch = NestedMap(
-        ids=rng.randint(10, size=(rows, LENGTH)).astype(np.int32),
+        ids=rng.randint(10, size=(rows, length)).astype(np.int32),
         real=(np.arange(rows) % 5 != 0) & (np.arange(rows) < rows - 2),
     )
     specs = NestedMap(
-        ids=ArraySpec((rows, LENGTH), "int32", "BT"), real=ArraySpec((rows,), "bool", "B")
+        ids=ArraySpec((rows, length), "int32", "BT"), real=ArraySpec((rows,), "bool", "B")
     )
     return params.Instantiate(), batch, specs
