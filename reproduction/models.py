@@ -81,6 +81,8 @@ def table3(plans: Plans) -> Section:
     entries = [(row, plans[name], "") for name, row in papers.items()]
     bf16 = plans[requests.weak(2048, 60, bf16=True)]
     entries.insert(1, (paper.MOE[2048, 60], bf16, ", bfloat16 activations"))
+    pipelined = plans[requests.PIPELINED_NAME]
+    entries.append((paper.DENSE, pipelined, ", in a pipeline"))
     rows = [_speed_row(row, plan, note) for row, plan, note in entries]
     measured = [
         (row, plans[name])
@@ -118,6 +120,7 @@ def table3(plans: Plans) -> Section:
         for row, plan in measured
     }
     lines += _speed_differences(ratios) + _dense_difference(plans[requests.DENSE_NAME])
+    lines += _pipelined(pipelined)
     lines += _sixty_layers(plans[requests.weak(2048, 60)], bf16)
     return Section("Table 3: speed and cost", lines, _speed_findings(measured))
 
@@ -196,6 +199,22 @@ def _dense_difference(plan: Plan) -> list[str]:
         return []
     what = f"{paper.DENSE.label} takes {1 / ratio:.2f} times the paper's core-years."
     return [reasons.line("dense", what), ""]
+
+
+def _pipelined(plan: Plan) -> list[str]:
+    """T(96L) in a pipeline, as the paper trained it."""
+    found = plan.get("pipelines")
+    if not measures.has_time(plan) or not found or not paper.DENSE.core_years:
+        return []
+    one = found[0]
+    return [
+        f"In a pipeline, {paper.DENSE.label} has {one['stages']} stages (schedule {one['schedule']}), and each core "
+        f"works on {one['micro_batches']} micro-batches; the paper states neither number. The bubble is "
+        f"{one['bubble']:.0%} of a stage's time, and the estimate "
+        f"{plan['time']['device_years'] / paper.DENSE.core_years:.2f} times the paper's core-years. "
+        "See [pipelines](pipelines.md#when-to-pipeline-and-when-not).",
+        "",
+    ]
 
 
 def _sixty_layers(fp32: Plan, bf16: Plan) -> list[str]:

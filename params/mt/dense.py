@@ -51,6 +51,26 @@ class T96L(DenseBase):
 
 
 @registry.Register
+class T96LPipe8(T96L):
+    """T(96L): 2.3B; 2,313,392,128 parameters here, in 8 stages.
+
+    2048 cores, 4M tokens. As the paper, it trains T(96L) with GPipe; the paper states neither stages nor
+    micro-batches. Here rows are sharded over 256 cores, each of which works on 32 micro-batches of 4 rows.
+    Stages hold 6 layers of each stack, and the vocabulary is sharded over the stages' cores.
+    """
+
+    MESH = "stage:8,data:256"
+
+    def Task(self) -> InstantiableParams:
+        p = super().Task()
+        p.pipeline.Set(stages=8, micro_batches=256 * 32, schedule="gpipe")
+        return p.Set(
+            activation_split={"B": "data", "V": "stage"},
+            weight_split={"V": "stage"},
+        )
+
+
+@registry.Register
 class Bilingual(DenseBase):
     """T(12L): 0.4B; 375,193,600 parameters here.
 

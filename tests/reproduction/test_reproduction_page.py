@@ -240,6 +240,18 @@ def test_a_difference_within_the_thresholds_is_none(plans: Any, compiling: Any) 
     assert all(reasons.REASONS[key] not in text for key in ("faster", "slower", "dense"))
 
 
+def test_the_dense_model_in_a_pipeline_is_shown_with_its_bubble(plans: Any, compiling: Any) -> None:
+    plan = plans[requests.PIPELINED_NAME]
+    plan["pipelines"] = [
+        {"schedule": "gpipe", "stages": 8, "micro_batches": 25, "bubble": 7 / 32, "loops": []}
+    ]
+    plan["time"]["device_years"] = 47.1
+    text = _words(page.write(plans, compiling)[0])
+    assert "| T(96L), in a pipeline | 2048 | 4M | – | 1.00 | 235.5 | 47.1 | 42.0 | 2.76 |" in text
+    assert "T(96L) has 8 stages (schedule gpipe), and each core works on 25 micro-batches" in text
+    assert "The bubble is 22% of a stage's time, and the estimate 0.20 times the paper's" in text
+
+
 def test_missing_plans_are_named(plans: Any, compiling: Any) -> None:
     gone = requests.DECODE
     del plans[gone]

@@ -11,6 +11,7 @@ import toy_translation as toy
 from lingvo_moe.core import registry
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.pipeline.params import replicas_of, schedule_of
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import Mesh, dims_mapping, single_device, use_mesh
 
@@ -91,3 +92,23 @@ def test_a_layer_sums_over_model_once_for_each_of_its_parts(cut):
     }
     # For the accuracy: the best score and id of each part of the vocabulary, for each token.
     assert others == {("all-gather", "ArgMax")}
+
+
+def test_the_pipeline_has_the_model_of_t96l_and_32_micro_batches_on_each_core():
+    """Same weights and batch; 8 stages of 6 layers of each stack; 4 rows in a micro-batch."""
+    whole, pipe = registry.GetParams("mt.T96L"), registry.GetParams("mt.T96LPipe8")
+    specs, ours = (p.task.Instantiate().VariableSpecs() for p in (whole, pipe))
+    assert [(path, s.shape) for path, s in specs.FlattenItems()] == [
+        (path, s.shape) for path, s in ours.FlattenItems()
+    ]
+    assert pipe.input.ToText() == whole.input.ToText()
+    mesh = Mesh.parse(pipe.train.mesh)
+    replicas = replicas_of(pipe.task.activation_split, mesh)
+    stacks = [
+        ("encoder", pipe.task.num_encoder_layers),
+        ("decoder", pipe.task.num_decoder_layers),
+    ]
+    schedule = schedule_of(pipe.task.pipeline, stacks, replicas)
+    assert (schedule.stages, schedule.micro_batches, replicas) == (8, 32, 256)
+    assert pipe.input.batch_size // pipe.task.pipeline.micro_batches == 4
+    assert [schedule.InputsKept(stack) for stack in (0, 1)] == [39, 39]

@@ -10,7 +10,8 @@ import pytest
 from lingvo_moe.core import inspect, registry
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.optimizers.adafactor import GShardAdafactor
-from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.pipeline.schedule import STAGE
+from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.trainer import make_mesh
 from lingvo_moe.trainer_checks import check_divisible
 from params.mt import dense, m4
@@ -42,7 +43,7 @@ def _parameters(p) -> int:
 def test_the_family_is_the_papers_table():
     sizes = {f"mt.M4MoE{E}E{L}L" for E in (128, 512, 2048) for L in (12, 36, 60)}
     assert set(_MOE) == sizes
-    assert set(_FAMILY) == sizes | {"mt.T96L", "mt.Bilingual"}
+    assert set(_FAMILY) == sizes | {"mt.T96L", "mt.T96LPipe8", "mt.Bilingual"}
 
 
 @pytest.mark.parametrize("name", _FAMILY)
@@ -80,9 +81,12 @@ def test_a_step_divides_over_the_cores(name):
     if name in _MOE:
         assert mesh.axis_names == ("expert",)
         assert params.task.num_groups == cores
-    # On fewer devices the first axis shrinks.
-    eight = make_mesh(params, num_devices=8)
-    assert eight.size == 8 and eight.shape[1:] == mesh.shape[1:]
+    if STAGE in mesh.axis_names:
+        with pytest.raises(ShardingError, match="need a multiple of 256 devices"):
+            make_mesh(params, num_devices=8)
+    else:  # On fewer devices the first axis shrinks.
+        eight = make_mesh(params, num_devices=8)
+        assert eight.size == 8 and eight.shape[1:] == mesh.shape[1:]
     assert make_mesh(params) == mesh
     assert make_mesh(params, "expert:4", 8) == Mesh.parse("expert:4")
 

@@ -1,0 +1,155 @@
+"""Draws the schedules of pipelines, docs/images/pipelines.svg, from the ticks of `make_schedule`.
+
+    python -m tools.draw_schedules
+
+A row is a stage and a column is a kind of work in a tick; the computation of the loss, which no stage has, is left out.
+Columns are equally wide, whatever their work takes.
+"""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lingvo_moe.core import files
+from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.pages import drawing
+from lingvo_moe.core.pipeline.schedule import (
+    BACKWARD,
+    FORWARD,
+    WEIGHTS,
+    Order,
+    Schedule,
+    Work,
+    make_schedule,
+)
+from tools import _cli
+
+STAGES, MICRO_BATCHES = 4, 8
+# Title, schedule, repeats.
+DRAWN = (
+    ("gpipe", "gpipe", 1),
+    ("1f1b", "1f1b", 1),
+    ("interleaved, 2 repeats", "interleaved", 2),
+    ("zb_h1", "zb_h1", 1),
+)
+_COLOURS = {FORWARD: drawing.FIRST, BACKWARD: drawing.SECOND, WEIGHTS: drawing.THIRD}
+_LABELS = {
+    FORWARD: "forward",
+    BACKWARD: "backward (with zb_h1, of inputs only)",
+    WEIGHTS: "gradients of weights (zb_h1)",
+}
+_INCHES = 0.17
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a stage does in a column; `micro_batch` is None in the bubble.
+
+    Attributes:
+        stage, column: its place in the picture.
+        kind: FORWARD, BACKWARD or WEIGHTS.
+        micro_batch: its number, or None.
+    """
+
+    stage: int
+    column: int
+    kind: str
+    micro_batch: int | None
+
+
+def micro_batch_of(schedule: Schedule, work: Work, tick: int, stage: int) -> int | None:
+    """The micro-batch of a stage in a tick in which a kind of work exists; None in the bubble."""
+    K, V = schedule.stages, schedule.repeats
+    behind = {Order.FROM_FIRST: stage, Order.FROM_LAST: K - 1 - stage, Order.TOGETHER: 0}
+    turn = tick - work.start - behind[work.order]
+    if not 0 <= turn < V * schedule.micro_batches:
+        return None
+    # K micro-batches pass V times before the next K do.
+    return turn // (V * K) * K + turn % K
+
+
+def cells_of(schedule: Schedule) -> list[Cell]:
+    """All cells of a picture."""
+    cells, column = [], 0
+    works = [work for work in schedule.works if work.kind in _COLOURS]
+    for tick in range(max(work.stop for work in works)):
+        for work in works:
+            if work.start <= tick < work.stop:
+                cells += [
+                    Cell(k, column, work.kind, micro_batch_of(schedule, work, tick, k))
+                    for k in range(schedule.stages)
+                ]
+                column += 1
+    return cells
+
+
+@drawing.styled
+def draw() -> drawing.Figure:
+    """The schedules of DRAWN below each other, with 4 stages and 8 micro-batches."""
+    drawn = [
+        (title, cells_of(make_schedule(name, STAGES, MICRO_BATCHES, repeats)))
+        for title, name, repeats in DRAWN
+    ]
+    widest = 1 + max(cell.column for _, cells in drawn for cell in cells)
+    figure, axes = drawing.plt.subplots(
+        len(drawn), 1, figsize=(0.8 + _INCHES * widest, 0.4 + len(drawn) * (0.4 + _INCHES * STAGES))
+    )
+    for axis, (title, cells) in zip(axes, drawn, strict=True):
+        axis.set(title=title, xlim=(0, widest), ylim=(STAGES, 0), xticks=[])
+        axis.set_yticks([k + 0.5 for k in range(STAGES)], [f"stage {k + 1}" for k in range(STAGES)])
+        axis.tick_params(length=0)
+        axis.grid(False)
+        axis.spines[:].set_visible(False)
+        for cell in cells:
+            _draw_cell(axis, cell)
+    patches = [drawing.plt.Rectangle((0, 0), 1, 1, color=_COLOURS[kind]) for kind in _COLOURS]
+    empty = drawing.plt.Rectangle((0, 0), 1, 1, facecolor=drawing.RULE)
+    labels = [*_LABELS.values(), "bubble"]
+    figure.legend([*patches, empty], labels, loc="outside lower center", ncols=len(labels))
+    return figure
+
+
+def _draw_cell(axis: drawing.plt.Axes, cell: Cell) -> None:
+    empty = cell.micro_batch is None
+    colour = drawing.RULE if empty else _COLOURS[cell.kind]
+    box = drawing.plt.Rectangle(
+        (cell.column + 0.04, cell.stage + 0.04), 0.92, 0.92, facecolor=colour, linewidth=0
+    )
+    axis.add_patch(box)
+    if cell.micro_batch is not None:
+        axis.text(
+            cell.column + 0.5,
+            cell.stage + 0.5,
+            str(cell.micro_batch + 1),
+            color=drawing.PAPER,
+            fontsize=5.5,
+            ha="center",
+            va="center",
+        )
+
+
+def define_flags() -> Flags:
+    """The command's flags."""
+    flags = Flags("python -m tools.draw_schedules", __doc__)
+    flags.DEFINE_path("output", "docs/images/pipelines.svg", "the picture to write")
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = define_flags().Parse(argv)
+    return _cli.attempt("draw_schedules", lambda: _write(Path(args.output)))
+
+
+def _write(path: Path) -> int:
+    _cli.check_output_file(path, "--output")
+    buffer = io.BytesIO()
+    metadata = {"Date": None, "Creator": None}
+    draw().savefig(buffer, format="svg", metadata=metadata, facecolor=drawing.PAPER)
+    files.write_atomic(path, buffer.getvalue())
+    print(f"wrote {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    _cli.run(main)
