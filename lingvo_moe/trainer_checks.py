@@ -208,7 +208,9 @@ def _divided_sizes(params: Params) -> dict[str, int]:
 def _check_part(path: str, params: Params, axis: Axis, mesh: Mesh) -> None:
     """Raises ShardingError if a micro-batch's part of a size is not divisible by the axis that shards it."""
     (name, num), size = micro_batches_of(params), params.Get(path)
-    if is_pipelined(params.task):  # which has other micro-batches on each device of `data`
+    if (
+        is_pipelined(params.task) and "schedule" in params.task.pipeline
+    ):  # which has other micro-batches on each device of `data`
         axis = tuple(a for a in axes_of(axis) if a != DATA)
     parts = mesh.axis_size(axis) if axis else 1
     if size // num % parts:

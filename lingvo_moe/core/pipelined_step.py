@@ -16,7 +16,7 @@ from lingvo_moe.core.micro_batches import divided
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.layout import Layout, dims_of, without_data
 from lingvo_moe.core.pipeline.loops import Loops
-from lingvo_moe.core.pipeline.params import replicas_of, schedule_of
+from lingvo_moe.core.pipeline.params import check_stages, replicas_of, schedule_of
 from lingvo_moe.core.pipeline.parts import Parts
 from lingvo_moe.core.pipeline.stage import Programs
 from lingvo_moe.core.sharding import current_mesh
@@ -36,7 +36,8 @@ def pipelined_step(task: BaseTask, batch_specs: NestedMap) -> Step:
 
     Raises:
         MicroBatchError: the batch does not divide into micro-batches, or its groups do not.
-        ScheduleError: stages, micro-batches and repeats do not go together, or not with the layers.
+        ScheduleError: stages, micro-batches and repeats do not go together, or not with the layers; and when the step is
+            traced, not with the mesh.
         TaskError: the task has no PipelineParts.
     """
     num = task.p.pipeline.micro_batches
@@ -58,7 +59,9 @@ def pipelined_step(task: BaseTask, batch_specs: NestedMap) -> Step:
 
     def step(state: NestedMap, batch: NestedMap) -> tuple[NestedMap, NestedMap]:
         theta = state.theta
-        replicas = replicas_of(task.p.activation_split, current_mesh())
+        if (mesh := current_mesh()) is not None:
+            check_stages(task.p.pipeline, stacks, task.p.activation_split, mesh)
+        replicas = replicas_of(task.p.activation_split, mesh)
         schedule = schedule_of(task.p.pipeline, stacks, replicas)
         with name_scope(f"{task.path}.pipeline"):
             shared = NestedMap(

@@ -33,6 +33,7 @@ from lingvo_moe.core.sharding import Axis, ShardingError, dims_mapping
 from lingvo_moe.core.sharding.annotate import mesh_of, mesh_split
 from lingvo_moe.core.sharding.letters import axes_of
 from lingvo_moe.core.sharding.manual import manual_region
+from lingvo_moe.core.sharding.mesh import traced_slices
 from lingvo_moe.core.tensors import shape_of
 
 _OTHERWISE = (
@@ -83,6 +84,11 @@ class DroplessDispatcher(Dispatcher):
         Raises:
             ShardingError: see the class.
         """
+        if traced_slices():
+            raise ShardingError(
+                f"{self.path}: the dropless dispatcher exchanges rows between devices itself, and cannot do so within "
+                "the stages of a pipeline; choose task.moe.dispatcher=index"
+            )
         layout = self._LayoutOf(routing)
         x_NM = _flat(x_GSM)
         # A row for each token: its experts, which of them are kept, and the ids of its choices.

@@ -97,13 +97,17 @@ class Layout:
         """Annotates sums of gradients [K, D, V, n, ...], of the weights that are trainable."""
         splits = [s for s, t in zip(self._splits[stack], trainable, strict=True) if t]
         return [
-            sharded(x, (STAGE, self._data, None, None, *split))
+            sharded(x, (STAGE, self._data, None, None, *self._Kept(split)))
             for x, split in zip(sums, splits, strict=True)
         ]
 
     def OfRest(self, path: str, x: tf.Tensor) -> tf.Tensor:
         """Annotates a sum of gradients [D, ...] of a weight outside of the stacks."""
-        return sharded(x, (self._data, *self._rest[path]))
+        return sharded(x, (self._data, *self._Kept(self._rest[path])))
+
+    def _Kept(self, split: DimsMapping) -> DimsMapping:
+        """The mesh axes of a weight's sum that has a dimension D, which takes axis `data`."""
+        return without_data(split) if self._data else split
 
     # --- what passes from stage to stage
 

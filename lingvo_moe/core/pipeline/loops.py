@@ -172,7 +172,9 @@ class Loops:
         zeros = mine.Transform(lambda x: self._Zeros(x.shape, x.dtype))
         if work.stack == len(self._parts.stacks) - 1:
             found = state.pop("from_loss", None)
-            return found and NestedMap(zeros, **found.Transform(lambda x: x[tf.newaxis]))
+            if found is None:
+                return None
+            return NestedMap(zeros, **found.Transform(lambda x: x[tf.newaxis]))
         takes = self._parts.stacks[work.stack + 1].takes
         above = before.stacks[work.stack + 1].upstream
         return NestedMap(zeros, **{source: above[name] for name, source in takes.items()})

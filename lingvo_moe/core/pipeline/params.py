@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from lingvo_moe.core import checks
-from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.pipeline.schedule import (
     DATA,
     SCHEDULES,
@@ -47,11 +47,25 @@ def pipeline_params() -> Params:
     p.Define(
         "repeats",
         1,
-        "V: how often a micro-batch passes through all stages, for schedule=interleaved; each stage has V parts of a "
+        "V: how often a micro-batch passes through all stages, for schedule=interleaved or gpipe; each has V parts of a "
         "stack.",
         check=checks.SIZE,
     )
     return p
+
+
+def with_stage_axes(task: InstantiableParams, **sizes: Sequence[int]) -> InstantiableParams:
+    """Params of a pipelined task whose layers, L, are sharded along the axis of stages, unless it says otherwise.
+
+    Args:
+        task: its Params.
+        sizes: for further letters of what lies outside of the stages, e.g. V, the sizes of their dimensions; they are
+            sharded likewise if the number of stages divides these.
+    """
+    others = [n for n, each in sizes.items() if not any(i % task.pipeline.stages for i in each)]
+    of_weights = {**dict.fromkeys(["L", *others], STAGE), **(task.weight_split or {})}
+    of_activations = {**dict.fromkeys(others, STAGE), **(task.activation_split or {})}
+    return task.Copy().Set(weight_split=of_weights, activation_split=of_activations)
 
 
 def is_pipelined(task: Params) -> bool:
@@ -87,13 +101,17 @@ def check_stages(
         mesh: of one device, which has all stages; or with an axis 'stage' of as many devices as there are stages.
     """
     schedule_of(p, stacks, replicas_of(activation_split, mesh))
-    if mesh.size > 1 and (STAGE not in mesh.axis_names or mesh.axis_size(STAGE) != p.stages):
+    if mesh.size == 1:
+        return
+    if STAGE not in mesh.axis_names:
         raise ScheduleError(
             f"task.pipeline.stages={p.stages}: mesh {mesh} has no axis {STAGE!r} of that size; e.g. "
             f"--mesh={STAGE}:{p.stages},{mesh}"
-            if STAGE not in mesh.axis_names
-            else f"task.pipeline.stages={p.stages}: the axis {STAGE!r} of mesh {mesh} has "
-            f"{mesh.axis_size(STAGE)} devices, and needs one for each stage"
+        )
+    if mesh.axis_size(STAGE) != p.stages:
+        raise ScheduleError(
+            f"task.pipeline.stages={p.stages}: the axis {STAGE!r} of mesh {mesh} has {mesh.axis_size(STAGE)} devices, "
+            "and needs one for each stage"
         )
 
 
@@ -125,7 +143,8 @@ def schedule_of(p: Params, stacks: Sequence[tuple[str, int]], replicas: int = 1)
     try:
         schedule = make_schedule(p.schedule, p.stages, num, p.repeats, len(stacks))
     except ScheduleError as e:
-        raise ScheduleError(f"task.pipeline.{e}") from None
+        among = f" (micro_batches are those of one of the {replicas} devices of axis {DATA!r})"
+        raise ScheduleError(f"task.pipeline.{e}{among if replicas > 1 else ''}") from None
     parts = p.stages * p.repeats
     for name, blocks in stacks:
         if blocks % parts:

@@ -35,14 +35,12 @@ class Order(Enum):
 class Work:
     """One kind of work.
 
-            Attributes:
-                kind: STAGE = "stage"  # the mesh axis of stages
-    DATA = "data"  # that along which devices hold copies of a stage, each for a micro-batch of its own
-        FORWARD, BACKWARD, WEIGHTS or LOSS.
-                stack: the number of the stack of layers.
-                start: the first tick, in which the first stage in order gets to the first micro-batch.
-                ticks: in how many ticks it exists.
-                order: of the stages.
+    Attributes:
+        kind: FORWARD, BACKWARD, WEIGHTS or LOSS.
+        stack: the number of the stack of layers.
+        start: the first tick, in which the first stage in order gets to the first micro-batch.
+        ticks: in how many ticks it exists.
+        order: of the stages.
     """
 
     kind: str
@@ -64,12 +62,6 @@ class Phase:
     start: int
     stop: int
     works: tuple[Work, ...]
-
-    @property
-    def name(self) -> str:
-        """What its stages compute: 'forward', 'forward_backward', 'backward' ..."""
-        kinds = {work.kind for work in self.works}
-        return "_".join(kind for kind in (FORWARD, BACKWARD) if kind in kinds)
 
 
 @dataclass(frozen=True)

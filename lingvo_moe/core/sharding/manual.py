@@ -79,6 +79,11 @@ def manual_region(
                 f"{in_mappings}, which is a list with one mapping for each tensor"
             )
         if traced_slices():
+            if axis is not None:
+                raise ShardingError(
+                    f"manual_region: a function that is mapped over axis {traced_slices()[-1].axis!r} (core/sharding/"
+                    f"vectorized.py) cannot have a region of axis {axis!r} alone; use one of all axes"
+                )
             return _of_each_slice(fn, in_mappings, out_mappings, own, tensors)
         local = [
             auto_to_manual(t, mapping, own, axis)
@@ -106,6 +111,7 @@ def _of_each_slice(
 ) -> Any:
     """The region within a function that is vectorized over a mesh axis: see core/sharding/vectorized.py."""
     single = False
+    ins = [within_slice(mapping) for mapping in in_mappings]
 
     def plain(*one: tf.Tensor) -> Sequence[tf.Tensor]:
         nonlocal single
@@ -121,15 +127,15 @@ def _of_each_slice(
                 return [tf.stack(slices)]
             return [tf.stack(results) for results in zip(*slices, strict=True)]
 
-        outs = [out_mappings] if single else out_mappings
-        region = manual_region(
-            each,
-            [(over, *within_slice(m)) for m in in_mappings],
-            [(over, *within_slice(m)) for m in outs],
-            mesh,
-        )
+        if mesh.size == 1:
+            return each
+        region = manual_region(each, [(over, *m) for m in ins], [(over, *m) for m in outs], mesh)
         return lambda *stacked: list(region(*stacked))
 
+    outs = [out_mappings]
+    if isinstance(out_mappings, list) or any(isinstance(m, (tuple, list)) for m in out_mappings):
+        outs = list(out_mappings)
+    outs = [within_slice(mapping) for mapping in outs]
     results = traced_slices()[-1].call(plain, mapped, tensors)
     return results[0] if single else tuple(results)
 

@@ -177,6 +177,13 @@ def _with_leading(parts: np.ndarray, mesh: Mesh, axis: str) -> np.ndarray:
     order = np.argsort(position[parts], axis=-1, kind="stable")
     copies = np.take_along_axis(parts, order, axis=-1)
     size = mesh.shape[number]
+    if not np.all(
+        np.sort(position[parts], axis=-1) == np.repeat(np.arange(size), parts.shape[-1] // size)
+    ):
+        raise ShardingError(
+            f"vectorized over axis {axis!r} of mesh {mesh}: an annotation of a slice gives the devices along that axis "
+            "different parts; shard it along the other axes"
+        )
     return np.moveaxis(copies.reshape([*parts.shape[:-1], size, -1]), -2, 0)
 
 

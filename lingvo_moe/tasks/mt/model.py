@@ -20,9 +20,13 @@ from lingvo_moe.core.moe import layer as moe_layer
 from lingvo_moe.core.moe.losses_and_metrics import combined_metrics
 from lingvo_moe.core.moe.registry import ROUTERS
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.pipeline.params import PARAMETERS, is_pipelined, pipeline_params
+from lingvo_moe.core.pipeline.params import (
+    PARAMETERS,
+    is_pipelined,
+    pipeline_params,
+    with_stage_axes,
+)
 from lingvo_moe.core.pipeline.parts import Parts
-from lingvo_moe.core.pipeline.schedule import STAGE
 from lingvo_moe.core.tensors import dim
 from lingvo_moe.tasks.mt.routers import configured_router, router_of
 from lingvo_moe.tasks.mt.task import MtTask
@@ -97,8 +101,7 @@ class MtModel(MtTask):
 
     def __init__(self, params: InstantiableParams):
         if params.pipeline.stages > 1:  # of whose layers each stage has its own
-            split = {"L": STAGE, **(params.weight_split or {})}
-            params = params.Copy().Set(weight_split=split)
+            params = with_stage_axes(params, V=(params.source_vocab_size, params.target_vocab_size))
         super().__init__(params)
         p = self.p
         for name in ("source_embedding", "target_embedding"):

@@ -56,7 +56,9 @@ class TwoStacks(BaseTask):
         p.Define("width", WIDTH, "M.")
         p.Define("pipeline", pipeline_params(), "Stages.")
         return p.Set(
-            optimizer=Sgd.Params().Set(momentum=0.0, learning_rate=Constant.Params().Set(value=0.1))
+            optimizer=Sgd.Params().Set(
+                momentum=0.0, learning_rate=Constant.Params().Set(value=0.005)
+            )
         )
 
     def __init__(self, params):
