@@ -36,8 +36,8 @@ def pipelined_step(task: BaseTask, batch_specs: NestedMap) -> Step:
 
     Raises:
         MicroBatchError: the batch does not divide into micro-batches, or its groups do not.
-        ScheduleError: stages, micro-batches and repeats do not go together, or not with the layers; and when the step is
-            traced, not with the mesh.
+        ScheduleError: stages, micro-batches and repeats do not go together, or not with the layers; and when the
+            step is traced, not with the mesh.
         TaskError: the task has no PipelineParts.
     """
     num = task.p.pipeline.micro_batches

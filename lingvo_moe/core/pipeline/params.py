@@ -47,8 +47,8 @@ def pipeline_params() -> Params:
     p.Define(
         "repeats",
         1,
-        "V: how often a micro-batch passes through all stages, for schedule=interleaved or gpipe; each has V parts of a "
-        "stack.",
+        "V: how often a micro-batch passes through all stages, with schedule=interleaved or gpipe; each has V parts of "
+        "a stack.",
         check=checks.SIZE,
     )
     return p

@@ -1,5 +1,5 @@
-"""The MoE Transformer that translates (paper section 2): encoder, decoder, and an MoE in every
-second feed-forward layer.
+"""The MoE Transformer that translates (paper section 2): encoder, decoder, and an MoE in every second feed-forward
+layer.
 
 Letters: B batch, T target time, S source time, J hypotheses, M model, V vocabulary.
 """
@@ -20,16 +20,11 @@ from lingvo_moe.core.moe import layer as moe_layer
 from lingvo_moe.core.moe.losses_and_metrics import combined_metrics
 from lingvo_moe.core.moe.registry import ROUTERS
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.pipeline.params import (
-    PARAMETERS,
-    is_pipelined,
-    pipeline_params,
-    with_stage_axes,
-)
+from lingvo_moe.core.pipeline import params as pipeline
 from lingvo_moe.core.pipeline.parts import Parts
 from lingvo_moe.core.tensors import dim
-from lingvo_moe.tasks.mt.routers import configured_router, router_of
-from lingvo_moe.tasks.mt.task import MtTask
+from lingvo_moe.tasks.mt.routers import configured_router
+from lingvo_moe.tasks.mt.task import MtTask, side_shares
 
 
 class MtModel(MtTask):
@@ -42,7 +37,7 @@ class MtModel(MtTask):
     """
 
     COMPUTES: ClassVar[str] = "translation_transformer"
-    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("repeat", *PARAMETERS)
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("repeat", *pipeline.PARAMETERS)
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -73,7 +68,11 @@ class MtModel(MtTask):
             "Probability spread evenly over the vocabulary.",
             check=checks.SHARE,
         )
-        p.Define("pipeline", pipeline_params(), "Stages of layers one after the other on devices.")
+        p.Define(
+            "pipeline",
+            pipeline.pipeline_params(),
+            "Stages of layers one after the other on devices.",
+        )
         p.Define(
             "repeat",
             True,
@@ -101,7 +100,9 @@ class MtModel(MtTask):
 
     def __init__(self, params: InstantiableParams):
         if params.pipeline.stages > 1:  # of whose layers each stage has its own
-            params = with_stage_axes(params, V=(params.source_vocab_size, params.target_vocab_size))
+            params = pipeline.with_stage_axes(
+                params, V=(params.source_vocab_size, params.target_vocab_size)
+            )
         super().__init__(params)
         p = self.p
         for name in ("source_embedding", "target_embedding"):
@@ -149,7 +150,7 @@ class MtModel(MtTask):
         if moe:
             hidden_dim = p.expert_hidden_dim or p.hidden_dim
             ffn = p.moe.Copy().Set(num_experts=p.num_experts, num_groups=p.num_groups)
-            ffn.router = configured_router(p, decoder)
+            ffn.router = configured_router(p, decoder, *_router_of(p, decoder))
             ffn.experts.relu_dropout_prob = p.dropout
         else:
             ffn = feed_forward.FeedForward.Params().Set(relu_dropout_prob=p.dropout)
@@ -169,7 +170,7 @@ class MtModel(MtTask):
     @classmethod
     def Needs(cls, params: HyperParams, decoder: bool) -> tuple[str, ...]:
         """What the router of one side needs to know of the tokens: see moe/routers/inputs.py."""
-        router = router_of(params, decoder)[1]
+        router = _router_of(params, decoder)[1]
         return router.cls.Needs(router) if params.num_experts else ()
 
     @classmethod
@@ -180,7 +181,7 @@ class MtModel(MtTask):
     @classmethod
     def NumTasks(cls, params: HyperParams) -> int:
         """The largest number of source languages that every router which chooses by language supports."""
-        sides = [(router_of(params, d)[1], cls.Needs(params, d)) for d in (False, True)]
+        sides = [(_router_of(params, d)[1], cls.Needs(params, d)) for d in (False, True)]
         return min(router.num_tasks for router, needs in sides if "task_ids" in needs)
 
     # --- the contract of BaseTask
@@ -193,8 +194,8 @@ class MtModel(MtTask):
 
     @classmethod
     def OpenForms(cls, task: InstantiableParams) -> Forms | None:
-        """See BaseTask: task.repeat=auto leaves it open, where stages do not recompute anyway."""
-        if task.repeat != "auto" or is_pipelined(task):
+        """See BaseTask: task.repeat=auto leaves it open; a pipeline scans blocks then."""
+        if task.repeat != "auto" or pipeline.is_pipelined(task):
             return None
         layers = 2 if task.num_experts else 1  # of a block
         sides = ("encoder", "decoder")
@@ -292,8 +293,7 @@ class MtModel(MtTask):
     def LogProbs(
         self, theta: NestedMap, batch: NestedMap, vocab_size: int | None = None
     ) -> tf.Tensor:
-        """The log-probability of each label, given what comes before it, as inference sees it: float32 [B,T], 0 at
-        padding.
+        """The log-probability of each label, given what comes before it, in inference: float32 [B,T], 0 at padding.
 
         Args:
             theta: the weights.
@@ -332,7 +332,7 @@ class MtModel(MtTask):
             paddings=masks.paddings(tgt.segment_ids),
             cross_mask=masks.segment_mask(tgt.segment_ids, src.segment_ids),
             **self._Context(tgt, decoder=True),
-            **_shares(shares, "target"),
+            **side_shares(shares, "target"),
         )
 
     def EncoderAux(self, src: NestedMap, shares: NestedMap | None = None) -> NestedMap:
@@ -341,7 +341,7 @@ class MtModel(MtTask):
             self_mask=masks.segment_mask(src.segment_ids, src.segment_ids),
             paddings=masks.paddings(src.segment_ids),
             **self._Context(src, decoder=False),
-            **_shares(shares, "source"),
+            **side_shares(shares, "source"),
         )
 
     def TokenLosses(
@@ -397,8 +397,8 @@ class MtModel(MtTask):
 
     @scoped
     def Encode(self, theta: NestedMap, src: NestedMap) -> NestedMap:
-        """The encoder's output for unpacked rows: NestedMap(memory [B,S,M], segment_ids int32
-        [B,S]); and task_ids int32 [B], where the decoder needs them."""
+        """The encoder's output for unpacked rows: memory [B,S,M], segment_ids int32 [B,S], and task_ids int32 [B],
+        where the decoder needs them."""
         memory, _ = self._encode(theta, src, None)
         encoded = NestedMap(memory=memory, segment_ids=src.segment_ids)
         if "task_ids" in self.Needs(self.p, decoder=True):
@@ -409,8 +409,7 @@ class MtModel(MtTask):
     def InitCache(
         self, theta: NestedMap, encoded: NestedMap, beam_size: int, max_length: int
     ) -> NestedMap:
-        """The decoder's keys and values: empty ones for `beam_size * max_length` positions, and
-        those of the memory."""
+        """The decoder's keys and values: empty ones for `beam_size * max_length` positions, and the memory's."""
         batch = dim(encoded.memory, 0)
         first = tf.fill([batch, 1], 1)
         tasks = {"task_ids": encoded.task_ids} if "task_ids" in encoded else {}
@@ -488,15 +487,13 @@ class MtModel(MtTask):
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
-        """Forward operations for source [B,S] and target [B,T] rows; out_shapes is that of the
-        logits."""
+        """Forward operations for source [B,S] and target [B,T] rows; out_shapes is that of the logits."""
         (b, s), (_, t) = input_shapes
         flops = sum(params.cls(params).Flops((b, s), (b, t)).values())
         return NestedMap(flops=flops, out_shapes=((b, t, params.target_vocab_size),))
 
 
-def _shares(shares: NestedMap | None, side: str) -> dict[str, NestedMap]:
-    """`shares` for the layers of one side, 'source' or 'target'; none where the batch is not divided."""
-    if shares is None:
-        return {}
-    return {"shares": NestedMap({n: shares[f"{side}_{n}"] for n in ("tokens", "groups")})}
+def _router_of(p: HyperParams, decoder: bool) -> tuple[str, HyperParams]:
+    """The name and the Params of the router of one side."""
+    own = decoder and p.decoder_router is not None
+    return ("decoder_router", p.decoder_router) if own else ("moe.router", p.moe.router)

@@ -3,20 +3,19 @@
 from lingvo_moe.core.hyperparams import ParamError, Params
 
 
-def router_of(p: Params, decoder: bool) -> tuple[str, Params]:
-    """The name and the Params of the router of one side."""
-    own = decoder and p.decoder_router is not None
-    return ("decoder_router", p.decoder_router) if own else ("moe.router", p.moe.router)
-
-
-def configured_router(p: Params, decoder: bool) -> Params:
+def configured_router(p: Params, decoder: bool, name: str, router: Params) -> Params:
     """The router of one side, with the parameters that the model sets.
+
+    Args:
+        p: of the model.
+        decoder: which side.
+        name: the router's parameter.
+        router: its Params.
 
     Raises:
         ValueError: a router that looks ahead, in the decoder.
         ParamError: a vocabulary that is too small.
     """
-    name, router = router_of(p, decoder)
     if decoder and router.cls.LooksAhead(router):
         raise ValueError(
             f"task.{name}: {router.cls.__name__} looks at later tokens, which a decoder does "

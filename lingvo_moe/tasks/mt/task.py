@@ -133,6 +133,13 @@ class MtTask(BaseTask):
         return f"{max(shares):.1%} dropped at worst" if shares else ""
 
 
+def side_shares(shares: NestedMap | None, side: str) -> dict[str, NestedMap]:
+    """`shares` for the layers of one side, 'source' or 'target', from those of Units; none for a whole batch."""
+    if shares is None:
+        return {}
+    return {"shares": NestedMap({n: shares[f"{side}_{n}"] for n in ("tokens", "groups")})}
+
+
 def _named_rows(specs: NestedMap) -> dict[str, NamedRows]:
     """The variables with named rows, in a tree of VariableSpecs; see BaseTask.NamedRows."""
     found = {}
