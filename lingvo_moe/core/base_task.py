@@ -122,7 +122,8 @@ class BaseTask(BaseLayer):
     SIZES: ClassVar[Mapping[str, tuple[str, ...]]] = {"B": ("input.batch_size",)}
     # Letters of SIZES whose sizes must be divisible by the mesh axis that shards them.
     DIVIDED: ClassVar[str] = "B"
-    # Parameters that may change while a run goes on: results, weights and slots stay the same up to rounding.
+    # Parameters that may change while a run goes on: up to rounding, and to what is drawn at random in a micro-batch,
+    # results stay the same, and so do the shapes of weights and slots.
     MAY_CHANGE: ClassVar[tuple[str, ...]] = ()
     # The metrics of held-out batches, means over UNITs. The best checkpoint has the lowest value of the first one.
     HELD_OUT_METRICS: ClassVar[tuple[str, ...]] = ("loss",)

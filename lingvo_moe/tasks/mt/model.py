@@ -317,7 +317,8 @@ class MtModel(MtTask):
         memory, encoder_extras = self._encode(
             theta, batch.src, self.FoldSeed(seed, "encoder"), shares
         )
-        x = self.EmbedTarget(theta, batch, seed)
+        name = "target_embedding"
+        x = self.Embed(theta, name, batch.tgt, self.FoldSeed(seed, name))
         aux = NestedMap(self.DecoderAux(batch, shares), memory=memory)
         y, decoder_extras = self.decoder.FProp(
             theta.decoder, x, aux, seed=self.FoldSeed(seed, "decoder")
@@ -344,6 +345,7 @@ class MtModel(MtTask):
             **side_shares(shares, "source"),
         )
 
+    @scoped
     def TokenLosses(
         self, theta: NestedMap, y: tf.Tensor, tgt: NestedMap, shares: NestedMap | None = None
     ) -> tuple[tf.Tensor, NestedMap]:
@@ -361,22 +363,14 @@ class MtModel(MtTask):
             tokens=tokens,
         )
 
-    def _Embed(
+    @scoped
+    def Embed(
         self, theta: NestedMap, table: str, row: NestedMap, seed: tf.Tensor | None
     ) -> tf.Tensor:
         """Token plus position embeddings [B,T,M], dropped out."""
         x = self.children[table].FProp(theta[table], self.Shard(row.ids, "BT"))
         x += self.position.FProp(theta.position, self.Shard(row.segment_pos, "BT"))
         return self.Shard(kernels.dropout(x, self.p.dropout, seed), "BTM")
-
-    def EmbedSource(self, theta: NestedMap, src: NestedMap, seed: tf.Tensor | None) -> tf.Tensor:
-        """What enters the encoder, [B,S,M]; `seed` is the encoder's."""
-        return self._Embed(theta, "source_embedding", src, self.FoldSeed(seed, "embedding"))
-
-    def EmbedTarget(self, theta: NestedMap, batch: NestedMap, seed: tf.Tensor | None) -> tf.Tensor:
-        """What enters the decoder, [B,T,M]."""
-        name = "target_embedding"
-        return self._Embed(theta, name, batch.tgt, self.FoldSeed(seed, name))
 
     def _encode(
         self,
@@ -385,7 +379,7 @@ class MtModel(MtTask):
         seed: tf.Tensor | None,
         shares: NestedMap | None = None,
     ) -> tuple[tf.Tensor, NestedMap]:
-        x = self.EmbedSource(theta, src, seed)
+        x = self.Embed(theta, "source_embedding", src, self.FoldSeed(seed, "embedding"))
         return self.encoder.FProp(theta.encoder, x, self.EncoderAux(src, shares), seed=seed)
 
     def _Context(self, row: NestedMap, decoder: bool) -> dict[str, NestedMap]:

@@ -19,7 +19,9 @@ def parts_of(model: MtModel) -> Parts:
 
     def enter_encoder(rest: NestedMap, context: Context) -> NestedMap:
         seed = model.FoldSeed(context.seed, "encoder")
-        return NestedMap(x=model.EmbedSource(rest, context.batch.src, seed))
+        name = "source_embedding"
+        seed = model.FoldSeed(seed, "embedding")
+        return NestedMap(x=model.Embed(rest, name, context.batch.src, seed))
 
     def run_encoder(
         weights: NestedMap, rest: NestedMap, carry: NestedMap, context: Context, first: tf.Tensor
@@ -32,7 +34,9 @@ def parts_of(model: MtModel) -> Parts:
         return NestedMap(x=x), loss, extras
 
     def enter_decoder(rest: NestedMap, context: Context) -> NestedMap:
-        return NestedMap(x=model.EmbedTarget(rest, context.batch, context.seed))
+        name = "target_embedding"
+        seed = model.FoldSeed(context.seed, name)
+        return NestedMap(x=model.Embed(rest, name, context.batch.tgt, seed))
 
     def run_decoder(
         weights: NestedMap, rest: NestedMap, carry: NestedMap, context: Context, first: tf.Tensor

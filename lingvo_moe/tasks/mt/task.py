@@ -53,6 +53,12 @@ class MtTask(BaseTask):
     @classmethod
     def CheckInput(cls, task: HyperParams, inputs: HyperParams) -> None:
         """See BaseTask: the model has an embedding for each id, and batches fall into equal groups."""
+        for name in ("micro_batches", "repeats"):
+            if task.pipeline.stages == 1 and task.pipeline.Get(name) > 1:
+                raise TaskError(
+                    f"task.pipeline.{name}={task.pipeline.Get(name)} has no effect with task.pipeline.stages=1; set "
+                    "stages, or train.num_micro_batches instead"
+                )
         for side in ("source", "target"):
             path = f"{side}_vocab_size"
             if inputs.Get(path) > task.Get(path):

@@ -7,10 +7,11 @@ import pytest
 import tensorflow as tf
 
 from lingvo_moe.core import registry
+from lingvo_moe.core.base_task import TaskError
 from lingvo_moe.core.engine.pjrt import PjrtEngine
-from lingvo_moe.core.engine.steps import build_step, train_step
+from lingvo_moe.core.engine.steps import build_step, lower_step, train_step
 from lingvo_moe.core.pipeline.schedule import ScheduleError
-from lingvo_moe.core.sharding import Mesh, use_mesh
+from lingvo_moe.core.sharding import Mesh, ShardingError, use_mesh
 from lingvo_moe.trainer_checks import check_divisible
 
 SIZES = "task.num_encoder_layers=4;task.num_decoder_layers=4;input.batch_size=8;task.num_groups=8"
@@ -98,6 +99,22 @@ def test_what_does_not_go_together_is_refused(override, mesh, message):
     params, task, _ = _experiment(STAGES, override)
     with pytest.raises(ValueError, match="^" + re.escape(message)):
         check_divisible(params, task, Mesh.parse(mesh))
+
+
+def test_numbers_without_stages_are_refused():
+    for name in ("micro_batches", "repeats"):
+        params, task, _ = _experiment(f"task.pipeline.{name}=2")
+        with pytest.raises(
+            TaskError, match=rf"task.pipeline.{name}=2 has no effect with task.pipeline.stages=1"
+        ):
+            type(task).CheckInput(params.task, params.input)
+
+
+def test_a_dispatcher_that_stages_cannot_use_is_refused():
+    _, task, inputs = _experiment(STAGES, "task.moe.dispatcher=dropless")
+    step = train_step(task, inputs)
+    with pytest.raises(ShardingError, match=r"choose task.moe.dispatcher=index"):
+        lower_step(step, Mesh.parse("stage:2,expert:2"))
 
 
 def test_numbers_below_one_are_refused():
