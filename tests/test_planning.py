@@ -23,12 +23,11 @@ from lingvo_moe.core import registry
 from lingvo_moe.core.engine import aot, aot_tpu, cuda_plugin
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.steps import lower_step, train_step
-from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.golden import differences
 from lingvo_moe.core.planner.pipeline import Schedule
 from lingvo_moe.core.sealed import read_sealed
-from lingvo_moe.core.sharding import ShardingError
+from lingvo_moe.core.sharding import Mesh, ShardingError
 from reproduction import measures
 from tools import plan
 
@@ -338,18 +337,14 @@ def test_variants_are_planned_and_compared_in_one_table(tmp_path, monkeypatch, c
 
 
 def test_the_schedule_of_pipelines_is_that_of_the_parameters():
-    params = _params()
-    assert planning.pipeline_schedule(params) is None
-    p = Params()
-    for name, value in (("schedule", "interleaved"), ("stages", 4), ("micro_batches", 16)):
-        p.Define(name, value, "")
-    p.Define("repeats", 2, "")
-    task = Params()
-    task.Define("pipeline", p, "")
-    whole = Params()
-    whole.Define("task", task, "")
-    assert planning.pipeline_schedule(whole) == Schedule("interleaved", 4, 16, 2)
-    images = planning.pipeline_schedule(_params("", "image.ResNet50Pipe4"))
+    mesh = Mesh.parse("stage:4,data:2,expert:2")
+    assert planning.pipeline_schedule(_params(), mesh) is None
+    asked = ["stages=4", "schedule=interleaved", "micro_batches=16", "repeats=2"]
+    whole = _params(";".join(f"task.pipeline.{part}" for part in asked))
+    assert planning.pipeline_schedule(whole, mesh) == Schedule("interleaved", 4, 16, 2)
+    whole.task.activation_split = {"B": ("data", "expert")}  # two micro-batches at the same time
+    assert planning.pipeline_schedule(whole, mesh) == Schedule("interleaved", 4, 8, 2)
+    images = planning.pipeline_schedule(_params("", "image.ResNet50Pipe4"), mesh)
     assert images == Schedule("gpipe", 4, 16)
 
 
