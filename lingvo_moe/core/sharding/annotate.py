@@ -19,7 +19,7 @@ from lingvo_moe.core.sharding.letters import (
     dims_mapping,
     tile_devices,
 )
-from lingvo_moe.core.sharding.mesh import Mesh, ShardingError, current_mesh, traced_slices
+from lingvo_moe.core.sharding.mesh import Mesh, ShardingError, Slice, current_mesh, traced_slices
 
 
 def replicate(tensor: tf.Tensor) -> tf.Tensor:
@@ -135,9 +135,14 @@ def mesh_split(tensor: tf.Tensor, mesh: Mesh, mapping: DimsMapping) -> tf.Tensor
     return tile(tensor, tile_devices(tuple(mapping), mesh), mesh)
 
 
-def within_slice(mapping: DimsMapping) -> DimsMapping:
-    """The mapping without the axes of which one slice is traced: a slice is not sharded along them."""
-    gone = [one.axis for one in traced_slices()]
+def within_slice(mapping: DimsMapping, slices: Sequence[Slice] | None = None) -> DimsMapping:
+    """The mapping without the axes of which one slice is traced: a slice is not sharded along them.
+
+    Args:
+        mapping: of a tensor.
+        slices: those that are meant; None: those that are being traced.
+    """
+    gone = [one.axis for one in (traced_slices() if slices is None else slices)]
     if not gone or not isinstance(mapping, (tuple, list)):
         return mapping
     rest = [tuple(a for a in axes_of(axes) if a not in gone) for axes in mapping]

@@ -111,7 +111,7 @@ def _of_each_slice(
 ) -> Any:
     """The region within a function that is vectorized over a mesh axis: see core/sharding/vectorized.py."""
     single = False
-    ins = [within_slice(mapping) for mapping in in_mappings]
+    slices = traced_slices()
 
     def plain(*one: tf.Tensor) -> Sequence[tf.Tensor]:
         nonlocal single
@@ -129,14 +129,15 @@ def _of_each_slice(
 
         if mesh.size == 1:
             return each
-        region = manual_region(each, [(over, *m) for m in ins], [(over, *m) for m in outs], mesh)
+        outs = [out_mappings] if single else out_mappings
+        ins, outs = (
+            [(over, *within_slice(mapping, slices)) for mapping in mappings]
+            for mappings in (in_mappings, outs)
+        )
+        region = manual_region(each, ins, outs, mesh)
         return lambda *stacked: list(region(*stacked))
 
-    outs = [out_mappings]
-    if isinstance(out_mappings, list) or any(isinstance(m, (tuple, list)) for m in out_mappings):
-        outs = list(out_mappings)
-    outs = [within_slice(mapping) for mapping in outs]
-    results = traced_slices()[-1].call(plain, mapped, tensors)
+    results = slices[-1].call(plain, mapped, tensors)
     return results[0] if single else tuple(results)
 
 

@@ -134,6 +134,30 @@ def test_one_mapping_lies_inside_another():
     np.testing.assert_allclose(found, want, 2e-6, 2e-6)
 
 
+def test_a_region_lies_inside_two_mappings():
+    """It names the axis of one of them, as the groups of experts do beside `data`."""
+
+    def inner(x):
+        axes = ("data", "expert")
+        return [manual_region(lambda x: tf.cumsum(x, 0), [(axes, None)], (axes, None))(x)]
+
+    def mapped(x):
+        halves = tf.reshape(x, [2, 2, 4, 6])
+        return vectorized(lambda x: vectorized(inner, "data", [x]), "stage", [halves])[0]
+
+    x = RNG.randn(2, 8, 6).astype(np.float32)
+    engine = PjrtEngine(Mesh.parse("stage:2,data:2,expert:2"))
+    found = engine.Build(mapped, [TensorSpec(x.shape, "float32", ())])(x)
+    want = x.reshape(2, 2, 2, 2, 6).cumsum(3).reshape(2, 2, 4, 6)  # over the rows of a device
+    np.testing.assert_allclose(found, want, 2e-6, 2e-6)
+
+
+def test_a_region_of_one_axis_is_refused():
+    region = manual_region(lambda x: x, [("data", None)], ("data", None), axis="data")
+    with use_mesh(MESH), pytest.raises(ShardingError, match="cannot have a region of axis 'data'"):
+        tf.function(lambda x: vectorized(lambda x: [region(x)], "stage", [x]))(tf.constant(X))
+
+
 def test_what_cannot_be_mapped_is_refused():
     x = tf.constant(X)
     with use_mesh(MESH), pytest.raises(ShardingError, match="3 slices are not a multiple"):
