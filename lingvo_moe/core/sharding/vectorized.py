@@ -55,15 +55,24 @@ def vectorized(
     count = elems[0].shape[0]
     if mesh.size > 1 and count % mesh.axis_size(axis):
         raise ShardingError(f"{what} of mesh {mesh}: {count} slices are not a multiple of its size")
+    failed: list[Exception] = []
+
+    def one(slices: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        try:
+            return list(fn(*slices))
+        except Exception as e:
+            failed.append(e)
+            raise
+
     with tracing_slice(Slice(axis, count, as_one_operation)), _converters(mesh, axis, count):
-        return list(
-            tf.vectorized_map(
-                lambda slices: list(fn(*slices)),
-                list(elems),
-                fallback_to_while_loop=False,
-                warn=False,
+        try:
+            return list(
+                tf.vectorized_map(one, list(elems), fallback_to_while_loop=False, warn=False)
             )
-        )
+        except Exception:
+            if failed:  # which TensorFlow would wrap
+                raise failed[0] from None
+            raise
 
 
 def as_one_operation(
