@@ -1,8 +1,9 @@
 """Maps einsum letters to mesh axes, so that mathematics and sharding share one vocabulary.
 
 A split map gives the mesh axis of each letter, e.g. {'G': 'expert', 'B': 'expert', 'E': 'expert'}. A
-tensor uses each mesh axis once; if several of its letters map to it, the leftmost wins. So GSEC is
-sharded along G, EGCM along E and GECM along G: the partitioning of the paper's Algorithm 2.
+tensor uses each mesh axis once; if several of its letters map to it, the leftmost takes it. So GSEC is
+sharded along G, EGCM along E and GECM along G: the partitioning of the paper's Algorithm 2. With
+{'G': ('data', 'expert'), 'E': 'expert'} EGCM is sharded along E over 'expert' and along G over 'data'.
 """
 
 import math
@@ -67,12 +68,9 @@ def dims_mapping(letters: str, split_map: SplitMap, name: str = "") -> DimsMappi
             if name
             else split_map.get(letter)
         )
-        axes = axes_of(axis)
-        if not axes or used & set(axes):
-            out.append(None)
-            continue
-        used |= set(axes)
-        out.append(axes[0] if len(axes) == 1 else axes)
+        axes = [a for a in axes_of(axis) if a not in used]
+        used.update(axes)
+        out.append(_axis(axes))
     return tuple(out)
 
 

@@ -86,6 +86,12 @@ def test_the_leftmost_letter_takes_the_axis(letters, expected):
     assert sharding.dims_mapping(letters, split) == expected
 
 
+def test_a_letter_takes_the_axes_that_are_left():
+    split = {"G": ("data", "expert"), "E": "expert"}
+    assert sharding.dims_mapping("EGCM", split) == ("expert", "data", None, None)
+    assert sharding.dims_mapping("GECM", split) == (("data", "expert"), None, None, None)
+
+
 def test_a_weights_own_key_wins_over_the_letter():
     split = {"H": None, "wi.H": "model", "E": ("x", "y")}
     assert sharding.dims_mapping("EMH", split, "wi") == (("x", "y"), None, "model")
