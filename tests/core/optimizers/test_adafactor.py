@@ -130,7 +130,7 @@ def test_heads_are_factored_one_by_one():
     size = np.sqrt((weight**2).mean())
     for n in range(3):
         alone = _reference(weight[:, n], [grad[:, n]], True, clip=0, scale=False, rate=RATE * size)
-        np.testing.assert_allclose(theta.w[:, n], alone, rtol=1e-5)
+        np.testing.assert_allclose(theta.w[:, n], alone, rtol=3e-5)
 
 
 def test_an_expert_without_tokens_stays_as_it_is():
