@@ -32,6 +32,7 @@ from lingvo_moe.trainer_checks import (
     check_flags,
     has_begun,
     prepare_run_dir,
+    strategy_override,
 )
 from lingvo_moe.trainer_flags import parse_flags
 
@@ -134,8 +135,8 @@ def fastest_engine(args: Flags) -> str:
 
 
 def full_override(args: Flags) -> str:
-    """`--model_params_override` with the shorthand flags appended."""
-    parts = [args.model_params_override]
+    """`--strategy` and `--model_params_override`, with the shorthand flags appended."""
+    parts = [strategy_override(args)]
     if args.max_steps is not None:
         parts.append(f"train.max_steps={args.max_steps}")
     if args.data_dir:
@@ -230,7 +231,7 @@ def verify_step(args: Flags, mesh: Mesh, on_cpu: bool) -> None:
             f"--verify: needs one process on a CPU; run python -m tools.verify --model={args.model} "
             f"--mesh={mesh} first"
         )
-    compared = verify_model(args.model, mesh, args.model_params_override)
+    compared = verify_model(args.model, mesh, strategy_override(args))
     say(
         f"verified: {len(compared)} tensors of a small step over mesh {mesh} are those of one device"
     )

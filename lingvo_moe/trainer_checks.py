@@ -20,6 +20,7 @@ from lingvo_moe.core.run_dir import RunDir
 from lingvo_moe.core.run_lock import RunLock
 from lingvo_moe.core.sharding import Axis, Mesh, ShardingError, SplitMap
 from lingvo_moe.core.sharding.letters import axes_of
+from lingvo_moe.core.strategies.strategy_file import read_overrides
 from lingvo_moe.core.suggest import did_you_mean, either
 
 if TYPE_CHECKING:  # they import TensorFlow
@@ -108,6 +109,13 @@ def check_paths(args: Flags, params: Params) -> None:
     check_logdir(args.logdir, {"--data_dir": data_dir} if data_dir else {})
 
 
+def strategy_override(args: Flags) -> str:
+    """`--strategy` with `--model_params_override` appended, which may change it. Raises StrategyError."""
+    if not args.strategy:
+        return args.model_params_override
+    return join_overrides(read_overrides(args.strategy), args.model_params_override)
+
+
 def check_data_dir(args: Flags) -> None:
     """Raises UsageError if --data_dir is given but the experiment's input reads no directory.
 
@@ -115,7 +123,7 @@ def check_data_dir(args: Flags) -> None:
     """
     if not args.data_dir:
         return
-    data = registry.GetParams(args.model, args.model_params_override).input
+    data = registry.GetParams(args.model, strategy_override(args)).input
     if "data_dir" not in data:
         raise UsageError(
             f"--data_dir={args.data_dir}: {args.model} reads no directory of data ({data.cls.__name__} has no "

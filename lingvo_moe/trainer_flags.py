@@ -18,6 +18,7 @@ The first runs on all GPUs or TPUs, or on the CPU; the second uses a CPU as eigh
 command resumes. DATA is a directory that tools.prepare wrote, docs/experiments.md lists the experiments, and
 docs/guide.md explains every step from data to a server.
 """
+STRATEGY_HELP = "a file that tools.parallelize wrote; --model_params_override may change it"
 MODES = ("sync", "eval", "inspect_model", "inspect_params")
 # Starting takes JAX 2 s with 4096 virtual devices, and 10 s with 10,000; most jobs have 8.
 MOST_DEVICES = 4096
@@ -94,6 +95,7 @@ def _define_machine_flags(flags: Flags) -> None:
         checks.Integer(0, MOST_DEVICES),
     )
     flags.DEFINE_string("mesh", "", "axis:size,... (default: train.mesh, over all devices)")
+    flags.DEFINE_string("strategy", "", STRATEGY_HELP)
     flags.DEFINE_enum(
         "known_faults", known_faults.ERROR, known_faults.ACTIONS, known_faults.FLAG_HELP
     )

@@ -22,6 +22,8 @@ from typing import Any
 from lingvo_moe.core import checks
 from lingvo_moe.core.flags import Flags, join_overrides
 from lingvo_moe.core.partitioner import known_faults
+from lingvo_moe.trainer_checks import strategy_override
+from lingvo_moe.trainer_flags import STRATEGY_HELP
 from tools import _cli
 
 
@@ -40,6 +42,7 @@ def define_flags() -> Flags:
         "mesh", "", "axis:size,... (default: the experiment's, sized to the topology)"
     )
     flags.DEFINE_override()
+    flags.DEFINE_string("strategy", "", STRATEGY_HELP)
     flags.DEFINE_float("token_budget", 1e12, "tokens of a whole run", checks.POSITIVE)
     flags.DEFINE_path("output", "", "write the plan to this file as JSON (docs/planning.md)")
     flags.DEFINE_path(
@@ -150,7 +153,7 @@ def make(args: Flags, variant: str, say: Any) -> dict[str, Any]:
     request = planning.Request(
         model=args.model,
         topology=args.topology,
-        override=join_overrides(args.model_params_override, variant.strip()),
+        override=join_overrides(strategy_override(args), variant.strip()),
         what=args.what,
         mesh=args.mesh,
         token_budget=args.token_budget,

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 from lingvo_moe.core import checks
 from lingvo_moe.core.flags import Flags
+from lingvo_moe.trainer_checks import strategy_override
+from lingvo_moe.trainer_flags import STRATEGY_HELP
 from tools import _cli
 
 if TYPE_CHECKING:  # it imports NumPy
@@ -36,6 +38,7 @@ def define_flags() -> Flags:
         checks.Integer(2, _MOST_DEVICES),
     )
     flags.DEFINE_override()
+    flags.DEFINE_string("strategy", "", STRATEGY_HELP)
     return flags
 
 
@@ -64,7 +67,7 @@ def verified(args: Flags, say: Callable[[str], None]) -> "tuple[Mesh, list[str]]
     from lingvo_moe.core import registry
     from lingvo_moe.trainer import make_mesh
 
-    params = registry.GetParams(args.model, args.model_params_override)
+    params = registry.GetParams(args.model, strategy_override(args))
     mesh = make_mesh(params, args.mesh, 0 if args.mesh else args.num_devices or 8)
     if not 1 < mesh.size <= _MOST_DEVICES:
         raise ValueError(
@@ -72,7 +75,7 @@ def verified(args: Flags, say: Callable[[str], None]) -> "tuple[Mesh, list[str]]
         )
     _cli.request_devices(mesh.size)
     say(f"running a small train step of {args.model} over mesh {mesh} and on one device")
-    return mesh, verifying.verify_model(args.model, mesh, args.model_params_override)
+    return mesh, verifying.verify_model(args.model, mesh, strategy_override(args))
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ class TransformerTask(BaseTask):
     }
     HELD_OUT_METRICS = ("nll", "accuracy")
     MAY_CHANGE: ClassVar[tuple[str, ...]] = (
+        "activation_split",
+        "weight_split",
         "dtype",
         "fprop_dtype",
         "repeat",

@@ -40,7 +40,7 @@ class ImageClassifier(BaseTask):
         "V": ("task.num_classes",),
     }
     DIVIDED: ClassVar[str] = "BYXV"
-    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("weight_split", *PIPELINE)
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("activation_split", "weight_split", *PIPELINE)
     HELD_OUT_METRICS: ClassVar[tuple[str, ...]] = ("nll", "top1", "top5")
 
     @classmethod

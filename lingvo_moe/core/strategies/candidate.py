@@ -1,0 +1,103 @@
+"""A candidate: a layout and all else that a strategy chooses, and the parameters that set it."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from lingvo_moe.core.checks import STATE_LEVELS
+from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.pipeline.schedule import DATA
+from lingvo_moe.core.strategies.layout import Layout
+
+# What a loop over blocks keeps, from the least memory to the most: see layers/kept.py.
+FULL, MOVED, DOTS = "full", "moved", "dots"
+_KEPT = {FULL: "full", MOVED: "['dispatched', 'returned']", DOTS: "dots"}
+# Micro-batches for each stage of a pipeline.
+_PER_STAGE = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy for a model on a machine.
+
+    Attributes:
+        layout: mesh and letters.
+        shard_state: of checks.STATE_LEVELS.
+        remat: FULL, MOVED (what all-to-alls moved is kept) or DOTS.
+        fprop_dtype: of activations; '' for the experiment's own.
+        micro_batches: of a pipeline, those that pass through each device of axis `data`; else those of a step.
+    """
+
+    layout: Layout
+    shard_state: str = "none"
+    remat: str = FULL
+    fprop_dtype: str = ""
+    micro_batches: int = 1
+
+    def Overrides(self) -> dict[str, str]:
+        """The parameters that set it, by path, as texts that an override takes."""
+        layout = self.layout
+        pipelined = layout.stages > 1
+        out = {
+            "train.mesh": str(layout.mesh),
+            "train.shard_state": self.shard_state,
+            "train.num_micro_batches": "1" if pipelined else str(self.micro_batches),
+            "task.activation_split": repr(dict(layout.activations)),
+            "task.weight_split": repr(dict(layout.weights)),
+            "task.repeat": "True",
+            "task.remat": _KEPT[self.remat],
+            "task.pipeline.stages": str(layout.stages),
+            "task.pipeline.micro_batches": str(
+                self.micro_batches * layout.size(DATA) if pipelined else 1
+            ),
+            "task.pipeline.schedule": "1f1b",
+            "task.pipeline.repeats": "1",
+            "task.pipeline.splits": "[]",
+        }
+        if self.fprop_dtype:
+            out["task.fprop_dtype"] = self.fprop_dtype
+        return out
+
+    def __str__(self) -> str:
+        """In one line, without what is as in the plainest strategy."""
+        letters = ", ".join(
+            f"{n} {axis if isinstance(axis, str) else '+'.join(axis or ())}"
+            for n, axis in self.layout.activations
+        )
+        more = [
+            "" if self.shard_state == "none" else f"shard_state={self.shard_state}",
+            "" if self.remat == FULL else f"remat={_KEPT[self.remat]}",
+            self.fprop_dtype,
+            "" if self.micro_batches == 1 else f"{self.micro_batches} micro-batches",
+        ]
+        return "; ".join([str(self.layout.mesh), letters, *filter(None, more)])
+
+
+def candidates(
+    layouts: Iterator[Layout], params: Params, dtypes: tuple[str, ...], rows: Mapping[str, int]
+) -> Iterator[Candidate]:
+    """All candidates with these layouts, in a fixed order.
+
+    Args:
+        layouts: that the sizes of the model divide over.
+        params: of the experiment.
+        dtypes: of activations that are allowed; '' is the experiment's own.
+        rows: the sizes that micro-batches divide: of the batch, and of the groups.
+    """
+    experts = "E" in params.task.cls.SIZES and params.task.num_experts > 0
+    kept = (FULL, MOVED, DOTS) if experts else (FULL, DOTS)
+    for layout in layouts:
+        levels = STATE_LEVELS if layout.mesh.size > 1 else STATE_LEVELS[:1]
+        for micro_batches in _micro_batches(layout, rows):
+            for level in levels:
+                for remat in kept:
+                    for dtype in dtypes:
+                        yield Candidate(layout, level, remat, dtype, micro_batches)
+
+
+def _micro_batches(layout: Layout, rows: Mapping[str, int]) -> list[int]:
+    if layout.stages > 1:
+        wanted = [layout.stages * n for n in _PER_STAGE]
+    else:
+        wanted = [1, 2, 4]
+    per_device = [size // layout.rows for size in rows.values()]
+    return [n for n in wanted if all(size % n == 0 for size in per_device)]

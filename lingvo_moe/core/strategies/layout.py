@@ -1,0 +1,130 @@
+"""How a model lies on the devices of a machine: a mesh, and the mesh axes of the letters of its tensors.
+
+A layout has at most four axes, of which the last lies closest together:
+
+* stage: stages of a pipeline;
+* data: rows of the batch and groups of tokens;
+* expert: these too, and experts;
+* model: some of heads, hidden units and vocabulary.
+"""
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from lingvo_moe.core.pipeline.schedule import DATA, STAGE
+from lingvo_moe.core.sharding import Axis, Mesh
+from lingvo_moe.core.sharding.letters import axes_of
+from lingvo_moe.core.strategies.workload import Workload
+
+EXPERT, MODEL = "expert", "model"
+_ROWS = "BG"
+# What axis `model` may shard: heads (with those of keys and values), hidden units, vocabulary.
+_MODEL_LETTERS = ("NA", "H", "V")
+# More stages than this only lengthen the search: a pipeline's idle time grows with them.
+_MOST_STAGES = 16
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh and the axes of letters.
+
+    Attributes:
+        mesh: of all devices.
+        activations: (letter, axis or axes) of activations.
+        weights: the same of weights.
+    """
+
+    mesh: Mesh
+    activations: tuple[tuple[str, Axis], ...]
+    weights: tuple[tuple[str, Axis], ...]
+
+    @property
+    def stages(self) -> int:
+        """Stages of a pipeline; 1 without one."""
+        return self.size(STAGE)
+
+    @property
+    def rows(self) -> int:
+        """How many devices have different rows of the batch."""
+        return self.mesh.axis_size(self.Axes("B"))
+
+    def Axes(self, letter: str) -> tuple[str, ...]:
+        """The mesh axes of a letter of activations."""
+        return tuple(a for a in axes_of(dict(self.activations).get(letter)) if self.size(a) > 1)
+
+    def size(self, axis: str) -> int:
+        """The size of an axis; 1 of one that the mesh lacks."""
+        return self.mesh.axis_size(axis) if axis in self.mesh.axis_names else 1
+
+
+def layouts(work: Workload, num_devices: int) -> Iterator[Layout]:
+    """All layouts over so many devices that the sizes of a model divide over, in a fixed order."""
+    sizes = letter_sizes(work)
+    least_blocks = min(work.blocks.values(), default=1)
+    groups = [letters for letters in _MODEL_LETTERS if letters[0] in sizes]
+    for stages in _divisors(num_devices):
+        if stages > min(least_blocks, _MOST_STAGES):
+            break
+        rest = num_devices // stages
+        for model in _divisors(rest):
+            for chosen in _chosen(groups, sizes, model):
+                for expert in _divisors(rest // model):
+                    rows = rest // model
+                    if _divides(rows, sizes, _ROWS) and _holds_experts(expert, sizes):
+                        yield _layout(
+                            {STAGE: stages, DATA: rows // expert, EXPERT: expert, MODEL: model},
+                            chosen,
+                            "E" in sizes,
+                        )
+
+
+def letter_sizes(work: Workload) -> dict[str, set[int]]:
+    """The sizes that the dimensions of a letter have."""
+    found: dict[str, set[int]] = defaultdict(set)
+    for product in work.products:
+        for letter, size in product.sizes:
+            found[letter].add(size)
+    return dict(found)
+
+
+def _layout(sizes: Mapping[str, int], inside: str, experts: bool) -> Layout:
+    names = [name for name, size in sizes.items() if size > 1] or [EXPERT if experts else DATA]
+    mesh = Mesh(tuple(names), tuple(sizes[name] for name in names))
+    rows = tuple(name for name in (DATA, EXPERT) if name in names)
+    model: dict[str, Axis] = dict.fromkeys(inside, MODEL)
+    with_experts: dict[str, Axis] = {"E": EXPERT} if EXPERT in names and experts else {}
+    row_axis: Axis = rows[0] if len(rows) == 1 else rows or None
+    row_letters = _ROWS if experts else "B"
+    of_rows: dict[str, Axis] = dict.fromkeys(row_letters, row_axis) if rows else {}
+    return Layout(
+        mesh,
+        tuple({**of_rows, **with_experts, **model}.items()),
+        tuple({**with_experts, **model}.items()),
+    )
+
+
+def _chosen(groups: Sequence[str], sizes: Mapping[str, set[int]], model: int) -> Iterator[str]:
+    """The letters that an axis of so many devices may shard: '' for one device, never for more."""
+    if model == 1:
+        yield ""
+        return
+    fit = [letters for letters in groups if _divides(model, sizes, letters)]
+    for count in range(1, len(fit) + 1):
+        for several in itertools.combinations(fit, count):
+            yield "".join(n for letters in several for n in letters if n in sizes)
+
+
+def _divides(parts: int, sizes: Mapping[str, set[int]], letters: str) -> bool:
+    return all(size % parts == 0 for n in letters for size in sizes.get(n, ()))
+
+
+def _holds_experts(parts: int, sizes: Mapping[str, set[int]]) -> bool:
+    return parts == 1 if "E" not in sizes else _divides(parts, sizes, "E")
+
+
+def _divisors(n: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})

@@ -1,0 +1,140 @@
+"""Which candidate to compile next, and what its plan teaches about the others."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lingvo_moe.core.strategies.candidate import Candidate
+from lingvo_moe.core.strategies.estimates import Correction, Estimate
+
+# Corrections outside of this range would rather be faults of an estimate than of a machine.
+_LEAST, _MOST = 0.25, 8.0
+
+
+@dataclass
+class Tried:
+    """A candidate that was compiled, or that could not be.
+
+    Attributes:
+        candidate: the candidate.
+        name: what the report calls it.
+        overrides: the parameters that set it, by path.
+        seconds: the estimate before it was compiled.
+        plan: of its program; None if there is none.
+        refused: why there is none, or why it was not taken in spite of it; ''.
+    """
+
+    candidate: Candidate
+    name: str
+    overrides: Mapping[str, str]
+    seconds: float
+    plan: dict[str, Any] | None = None
+    refused: str = ""
+
+    @property
+    def step_seconds(self) -> float:
+        """By the compiled program; infinite where it does not fit or was refused."""
+        if self.refused or self.plan is None or not self.plan["memory"]["fits"]:
+            return math.inf
+        return float(self.plan["time"]["step_seconds"])
+
+
+@dataclass
+class Ranking:
+    """Candidates in the order of their corrected estimates.
+
+    Attributes:
+        estimates: of every candidate that could fit.
+        memory: bytes that a program may use on a device.
+        tried: those that were compiled, in order.
+    """
+
+    estimates: Mapping[Candidate, Estimate]
+    memory: float
+    tried: list[Tried] = field(default_factory=list)
+    correction: Correction = field(default_factory=Correction)
+
+    def Next(self) -> Candidate | None:
+        """The best candidate that was not tried; None if none should beat the best that was."""
+        seen = {each.candidate for each in self.tried}
+        left = [c for c in self.estimates if c not in seen]
+        by = self.correction
+        fitting = [c for c in left if self.estimates[c].Bytes(by) <= self.memory]
+        best = min((each.step_seconds for each in self.tried), default=math.inf)
+        if not fitting and best == math.inf and left:
+            return min(left, key=lambda c: self.estimates[c].Bytes(by))
+        found = min(fitting, key=lambda c: self.estimates[c].Seconds(by), default=None)
+        return None if found is None or self.estimates[found].Seconds(by) >= best else found
+
+    def Add(self, tried: Tried) -> None:
+        """Takes note of a candidate; corrects the estimates of the others by its plan."""
+        self.tried.append(tried)
+        if tried.plan is None:
+            return
+        estimate = self.estimates[tried.candidate]
+        self.correction = corrected(self.correction, estimate, tried.plan)
+
+    @property
+    def best(self) -> Tried | None:
+        """The fastest that fits; the first of equals."""
+        found = min(self.tried, key=lambda each: each.step_seconds, default=None)
+        return found if found is not None and found.step_seconds < math.inf else None
+
+
+def corrected(before: Correction, estimate: Estimate, plan: Mapping[str, Any]) -> Correction:
+    """The correction after a plan: the one that makes its estimate right, where the plan has the figures."""
+    memory = (plan["memory"]["needed"] - estimate.state) / max(estimate.activations, 1.0)
+    out = Correction(dict(before.work), before.rest, before.network, _within(memory))
+    if plan["time"] is None:
+        out.memory = max(out.memory, before.memory)
+        return out
+    work: dict[str, float] = {}
+    for row in plan["work"]:
+        work[row["part"]] = work.get(row["part"], 0.0) + row["seconds"] / estimate.idle
+    for part, seconds in estimate.work.items():
+        if seconds > 0:
+            out.work[part] = _within(work.pop(part, 0.0) / seconds)
+    out.rest = _within(sum(work.values()) / estimate.rest)
+    if estimate.network > 0:
+        out.network = _within(plan["time"]["collective_seconds"] / estimate.network)
+    return out
+
+
+def _within(factor: float) -> float:
+    return min(max(factor, _LEAST), _MOST)
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's correlation of two lists of the same length: 1 where they have the same order."""
+    from scipy.stats import spearmanr
+
+    return float(spearmanr(first, second).statistic)
+
+
+def estimated(
+    candidates: Iterable[Candidate],
+    estimate: Callable[[Candidate], Estimate],
+    memory: float,
+) -> tuple[dict[Candidate, Estimate], tuple[Candidate, Estimate] | None, int]:
+    """Estimates candidates, and leaves out those that cannot fit.
+
+    Args:
+        candidates: all of them.
+        estimate: gives the estimate of one.
+        memory: bytes that a program may use on a device.
+
+    Returns:
+        (those that may fit, the one that needs the least memory, how many there were).
+    """
+    kept: dict[Candidate, Estimate] = {}
+    least: tuple[Candidate, Estimate] | None = None
+    count = 0
+    for candidate in candidates:
+        count += 1
+        found = estimate(candidate)
+        if least is None or found.least < least[1].least:
+            least = candidate, found
+        if found.least <= memory:
+            kept[candidate] = found
+    return kept, least, count

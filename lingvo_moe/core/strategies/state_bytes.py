@@ -1,0 +1,178 @@
+"""The bytes of a training state on one device under any layout, from the specs of one instance of the task."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lingvo_moe.core.base_layer import VariableSpec
+from lingvo_moe.core.base_task import BaseTask
+from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.inspect import bytes_of
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.pipeline.schedule import STAGE
+from lingvo_moe.core.sharding import Axis, DimsMapping, Mesh
+from lingvo_moe.core.sharding.letters import (
+    GRADIENTS,
+    NONE,
+    SLOTS,
+    WEIGHT_LETTERS,
+    WEIGHTS,
+    axes_of,
+    shards,
+    split_over_copies,
+)
+from lingvo_moe.core.strategies.layout import Layout
+
+PARTS = (WEIGHTS, GRADIENTS, SLOTS)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What decides how a variable is sharded.
+
+    Attributes:
+        sizes: of its dimensions.
+        letters: of these, '' for one that is never sharded.
+        stack_dims: how many leading dimensions count layers.
+    """
+
+    sizes: tuple[int, ...]
+    letters: tuple[str, ...]
+    stack_dims: int
+
+
+@dataclass(frozen=True)
+class _Variables:
+    """Equal variables of a state: which of PARTS, their shape, and the bytes of an element."""
+
+    part: str
+    shape: _Shape
+    itemsize: int
+
+
+@dataclass(frozen=True)
+class _Parted:
+    """A variable under a layout.
+
+    Attributes:
+        whole: its elements on one device where copies are held.
+        parts: those where no axis holds copies.
+        terms: the mesh axes along which devices have terms of its gradient.
+    """
+
+    whole: int
+    parts: int
+    terms: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes on one device.
+
+    Attributes:
+        weights, gradients, slots: of these; slots include the moving average.
+        gathered: of the weights that a step gathers, when they are whole.
+        synced: of gradients by the mesh axes along which devices have terms of their sums.
+    """
+
+    weights: int
+    gradients: int
+    slots: int
+    gathered: int
+    synced: Mapping[tuple[str, ...], int]
+
+    @property
+    def total(self) -> int:
+        """All that is there at one time at the least."""
+        return self.weights + self.gradients + self.slots
+
+
+class StateBytes:
+    """Counts the bytes of an experiment's state.
+
+    Args:
+        params: of the experiment.
+        narrow: whether gradients of stacks have two bytes an element, as with bfloat16 activations.
+    """
+
+    def __init__(self, params: Params, narrow: bool = False):
+        task = _with_letters_as_axes(params).Instantiate()
+        self._variables = Counter(_variables(part, spec, narrow) for part, spec in _parts(task))
+        self._shapes = {each.shape for each in self._variables}
+        self._layout: Layout | None = None
+        self._parted: dict[_Shape, _Parted] = {}
+
+    def On(self, layout: Layout, level: str) -> Held:
+        """The bytes under a layout and a level of train.shard_state."""
+        if layout != self._layout:
+            self._layout = layout
+            self._parted = {shape: _part(shape, layout) for shape in self._shapes}
+        sums = dict.fromkeys(PARTS, 0)
+        synced: Counter[tuple[str, ...]] = Counter()
+        gathered = 0
+        for each, count in self._variables.items():
+            parted, size = self._parted[each.shape], count * each.itemsize
+            sums[each.part] += size * (parted.parts if shards(level, each.part) else parted.whole)
+            if each.part == WEIGHTS and level != NONE and parted.parts < parted.whole:
+                gathered += size * parted.whole
+            if each.part == GRADIENTS:
+                synced[parted.terms] += size * parted.whole
+        return Held(sums[WEIGHTS], sums[GRADIENTS], sums[SLOTS], gathered, dict(synced))
+
+
+def _with_letters_as_axes(params: Params) -> Params:
+    """Params of the task whose weights are sharded along axes with the names of their letters."""
+    task = params.task.Copy()
+    task.Set(
+        weight_split={n: n for n in WEIGHT_LETTERS}, repeat=True, remat="full", shard_state="none"
+    )
+    task.pipeline.Set(stages=1, micro_batches=1, repeats=1, splits=[], schedule="1f1b")
+    return task
+
+
+def _parts(task: BaseTask) -> Sequence[tuple[str, VariableSpec]]:
+    state = task.StateSpecs()
+    kept = [*state.slots.Flatten(), *state.get("ema", NestedMap()).Flatten()]
+    return [
+        *((WEIGHTS, spec) for spec in state.theta.Flatten()),
+        *((GRADIENTS, spec) for spec in state.theta.Flatten() if spec.trainable),
+        *((SLOTS, spec) for spec in kept),
+    ]
+
+
+def _variables(part: str, spec: VariableSpec, narrow: bool) -> _Variables:
+    itemsize = bytes_of(spec) // math.prod(spec.shape)
+    if narrow and part == GRADIENTS and spec.stack_dims:
+        itemsize = min(itemsize, 2)
+    letters = ["".join(axes_of(axis)) for axis in spec.split]
+    if spec.stack_dims:
+        letters[0] = "L"
+    return _Variables(part, _Shape(spec.shape, tuple(letters), spec.stack_dims), itemsize)
+
+
+def _part(each: _Shape, layout: Layout) -> _Parted:
+    """The elements of a variable on one device."""
+    of_weights: dict[str, Axis] = dict(layout.weights)
+    if layout.stages > 1:
+        of_weights = {"V": STAGE, **of_weights, "L": STAGE}
+    used: set[str] = set()
+    out: list[Axis] = []
+    for letter in each.letters:
+        axes = [a for a in axes_of(of_weights.get(letter)) if a not in used]
+        used.update(axes)
+        out.append(None if not axes else axes[0] if len(axes) == 1 else tuple(axes))
+    split, free = tuple(out), range(each.stack_dims, len(each.sizes))
+    parts = split_over_copies(each.sizes, split, free, layout.mesh)
+    return _Parted(
+        _elements(each, split, layout.mesh),
+        _elements(each, parts, layout.mesh),
+        tuple(a for a in layout.Axes("B") if a not in used),
+    )
+
+
+def _elements(each: _Shape, split: DimsMapping, mesh: Mesh) -> int:
+    return math.prod(
+        size if axis is None else -(-size // mesh.axis_size(axis))
+        for size, axis in zip(each.sizes, split, strict=True)
+    )

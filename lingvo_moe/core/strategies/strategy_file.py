@@ -1,0 +1,59 @@
+"""Strategy files: the parameters of an experiment that say how it lies on devices, one `path=value` a line.
+
+    # mt.M4MoE128E36L on v5p:4x4x4: 0.612 s a step, 40.1 GiB of 95.7 GiB a device
+    train.mesh=data:2,expert:32
+    task.remat=dots
+
+Lines that begin with # are for the reader. Such a file comes before --model_params_override, which may change it.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lingvo_moe.core.strategies.paths import PATHS
+from lingvo_moe.core.suggest import did_you_mean
+
+
+class StrategyError(ValueError):
+    """A strategy that cannot be read or found. The message names the flag."""
+
+
+def to_text(overrides: Mapping[str, str], about: Sequence[str]) -> str:
+    """The text of a strategy file.
+
+    Args:
+        overrides: values by path, of PATHS.
+        about: lines for the reader.
+    """
+    lines = [f"# {line}" for line in about]
+    return "\n".join([*lines, *(f"{path}={value}" for path, value in overrides.items())]) + "\n"
+
+
+def read_overrides(path: str | Path) -> str:
+    """The contents of a strategy file as an override: see registry.GetParams.
+
+    Raises:
+        StrategyError: no such file, a line that is not `path=value`, or a parameter that is no part of a strategy.
+    """
+    try:
+        text = Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise StrategyError(f"--strategy={path}: {getattr(e, 'strerror', None) or e}") from None
+    found: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, equals, value = (part.strip() for part in line.partition("="))
+        where = f"--strategy={path}, line {number}"
+        if not equals or not value:
+            raise StrategyError(f"{where}: {line.strip()!r} is not of the form path=value")
+        if name not in PATHS:
+            raise StrategyError(
+                f"{where}: {name!r} is no part of a strategy{did_you_mean(name, PATHS)}; these are {', '.join(PATHS)}"
+            )
+        if name in found:
+            raise StrategyError(f"{where}: {name} has a value already")
+        found[name] = value.replace(";", r"\;")
+    if not found:
+        raise StrategyError(f"--strategy={path}: no line of the form path=value")
+    return ";".join(f"{name}={value}" for name, value in found.items())

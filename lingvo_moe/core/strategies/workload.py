@@ -1,0 +1,228 @@
+"""Reads the work of a training step from its forward pass: each product of tensors, by its einsum letters.
+
+The forward pass is traced once, for one device, with one block of each stack of layers; nothing is compiled. A product
+then has letters and sizes, so that its cost under any map from letters to mesh axes follows without tracing again.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import tensorflow as tf
+
+from lingvo_moe.core import randomness
+from lingvo_moe.core.base_layer import VariableSpec
+from lingvo_moe.core.base_task import Forms
+from lingvo_moe.core.engine.steps import train_step
+from lingvo_moe.core.engine.tracing import trace
+from lingvo_moe.core.hlo.parts import place
+from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.sharding.mesh import single_device
+
+# Operations whose result holds the elements of their first argument, or a part of them.
+_SAME = frozenset(
+    (
+        "Cast",
+        "ExpandDims",
+        "Identity",
+        "PreventGradient",
+        "Reshape",
+        "Squeeze",
+        "StopGradient",
+        "StridedSlice",
+        "Transpose",
+        "Unpack",
+        "XlaSharding",
+    )
+)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An operand or the result of a product.
+
+    Attributes:
+        letters: one for each dimension.
+        weight: whether it is a variable, whose letters are sharded as weights are.
+    """
+
+    letters: str
+    weight: bool = False
+
+
+@dataclass(frozen=True)
+class Product:
+    """An einsum of two operands, or a lookup of rows in a table.
+
+    Attributes:
+        part: one of hlo.parts.PARTS.
+        stack: the path of the stack of layers that it is in; '' outside of stacks.
+        operands: the two.
+        result: what it makes.
+        sizes: of each letter, ordered by letter.
+        readers: how many products with weights read the same activation, of which there is one gradient.
+        lookup: whether rows are looked up: no arithmetic.
+    """
+
+    part: str
+    stack: str
+    operands: tuple[Operand, Operand]
+    result: Operand
+    sizes: tuple[tuple[str, int], ...]
+    readers: int = 1
+    lookup: bool = False
+
+    @property
+    def of_weight(self) -> bool:
+        """Whether an operand is a weight."""
+        return any(operand.weight for operand in self.operands)
+
+    @property
+    def flops(self) -> int:
+        """Operations of the forward pass on all devices together: two for each multiply-add."""
+        return 0 if self.lookup else 2 * math.prod(size for _, size in self.sizes)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The work of a training step.
+
+    Attributes:
+        products: each with the number of times that a step computes it in the forward pass.
+        blocks: how many blocks each stack has, by path.
+        boundaries: elements of the input of one block of each stack, by path.
+    """
+
+    products: Mapping[Product, int]
+    blocks: Mapping[str, int]
+    boundaries: Mapping[str, int]
+
+
+def read_workload(params: Params) -> Workload:
+    """The work of an experiment's training step.
+
+    Raises:
+        WorkloadError: a task without stacks of equal blocks, or without a product that has letters.
+    """
+    forms = _forms(params)
+    task = forms.one_block.Instantiate()
+    state, batch = train_step(task, params.input.Instantiate()).arg_specs
+
+    def loss(theta: NestedMap, batch: NestedMap, step: tf.Tensor) -> tf.Tensor:
+        return task.FProp(theta, batch, seed=randomness.make_seed(task.p.seed, step))[0]
+
+    traced, signature = trace(loss, (state.theta, batch, state.step), single_device())
+    args = [tf.TensorSpec(a.shape, a.dtype) for a in signature.args]
+    graph = traced.get_concrete_function(*args).graph
+    specs = dict(zip((x.ref() for x in graph.inputs), state.theta.Flatten(), strict=False))
+    found = [
+        (product, read)
+        for op in graph.get_operations()
+        for product, read in _product(op, specs, forms.num_blocks)
+    ]
+    readers = Counter(read for product, read in found if product.of_weight)
+    products: Counter[Product] = Counter()
+    for product, read in found:
+        product = replace(product, readers=max(1, readers[read]))
+        products[product] += forms.num_blocks.get(product.stack, 1)
+    if not products:
+        raise WorkloadError(f"{task.path}: its forward pass has no einsum whose letters are known")
+    return Workload(products, forms.num_blocks, _boundaries(products, forms.num_blocks))
+
+
+class WorkloadError(ValueError):
+    """A task whose work cannot be read."""
+
+
+def _forms(params: Params) -> Forms:
+    task = params.task.Copy()
+    if "repeat" not in task:
+        raise WorkloadError(
+            f"{task.cls.__name__}: strategies are searched for tasks with stacks of equal blocks, which have a "
+            "parameter task.repeat; xs.auto_shard takes any function"
+        )
+    task.Set(repeat="auto", remat="full")
+    task.pipeline.Set(stages=1, micro_batches=1, repeats=1, splits=[], schedule="1f1b")
+    forms = task.cls.OpenForms(task)
+    assert forms is not None, "task.repeat=auto leaves the form open"
+    return forms
+
+
+def _product(
+    op: Any, specs: Mapping[Any, VariableSpec], stacks: Mapping[str, int]
+) -> Iterator[tuple[Product, str]]:
+    """The product that an operation of the graph is, if it is one, and the name of the activation that it reads."""
+    if op.type == "Einsum" and len(op.inputs) == 2:
+        inputs, result = op.get_attr("equation").decode().split("->")
+        letters = inputs.split(",")
+        weights = [_weight(x, specs) for x in op.inputs]
+        tensors = list(op.inputs)
+    elif op.type == "GatherV2" and (table := _weight(op.inputs[0], specs)) is not None:
+        rows = "BTSJ"[: op.inputs[1].shape.rank]
+        letters, weights = [table.letters, rows], [table, None]
+        result, tensors = rows + table.letters[1:], [op.inputs[0], op.inputs[1]]
+    else:
+        return
+    own = _own_letters(letters, weights)
+    operands = [
+        Operand("".join(own.get(n, n) for n in each), weight is not None)
+        for each, weight in zip(letters, weights, strict=True)
+    ]
+    sizes = {
+        own.get(n, n): size
+        for each, x in zip(letters, tensors, strict=True)
+        for n, size in zip(each, x.shape.as_list(), strict=True)
+    }
+    read = next((x for x, w in zip(tensors, weights, strict=True) if w is None), tensors[0])
+    product = Product(
+        part=place(op.name, in_backward_loop=False).part,
+        stack=next((p for p in stacks if op.name.startswith(p.replace(".", "/") + "/")), ""),
+        operands=(operands[0], operands[1]),
+        result=Operand("".join(own.get(n, n) for n in result)),
+        sizes=tuple(sorted(sizes.items())),
+        lookup=op.type == "GatherV2",
+    )
+    yield product, _origin(read).name
+
+
+def _own_letters(letters: Sequence[str], weights: Sequence[VariableSpec | None]) -> dict[str, str]:
+    """How an equation's letters are renamed, so that a weight in it has those of its spec.
+
+    A layer may compute products of different weights with one equation.
+    """
+    for each, weight in zip(letters, weights, strict=True):
+        if weight is not None:
+            own = weight.letters[weight.stack_dims :]
+            if len(own) == len(each):
+                return dict(zip(each, own, strict=True))
+    return {}
+
+
+def _weight(x: tf.Tensor, specs: Mapping[Any, VariableSpec]) -> VariableSpec | None:
+    """The variable whose elements a tensor holds."""
+    return specs.get(_origin(x).ref())
+
+
+def _origin(x: tf.Tensor) -> tf.Tensor:
+    while x.op.type in _SAME:
+        x = x.op.inputs[0]
+    return x
+
+
+def _boundaries(products: Mapping[Product, int], stacks: Mapping[str, int]) -> dict[str, int]:
+    """The elements of a block's input: the activation with letters B, T and M that a product of the stack reads."""
+    found: dict[str, int] = dict.fromkeys(stacks, 0)
+    for product in products:
+        for operand in _activations(product):
+            if product.stack and set(operand.letters) in ({"B", "T", "M"}, {"B", "S", "M"}):
+                sizes = dict(product.sizes)
+                size = math.prod(sizes[n] for n in operand.letters)
+                found[product.stack] = max(found[product.stack], size)
+    return found
+
+
+def _activations(product: Product) -> Iterator[Operand]:
+    return (operand for operand in product.operands if not operand.weight)

@@ -1,0 +1,428 @@
+"""Finds a strategy for a model on a machine: enumerate, estimate, compile the best few, verify the winner.
+
+The compiler that will run the program is the judge: a strategy's memory, collectives and seconds are those of its plan
+(planning.py). Estimates (core/strategies) only choose what is compiled.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lingvo_moe import planning
+from lingvo_moe.core import registry, units
+from lingvo_moe.core.engine import aot
+from lingvo_moe.core.flags import join_overrides
+from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.partitioner.known_faults import ERROR
+from lingvo_moe.core.planner.errors import PlanError
+from lingvo_moe.core.planner.machine import Machine, parse_machine
+from lingvo_moe.core.planner.slices import machines
+from lingvo_moe.core.sealed import SealError, read_sealed, write_sealed
+from lingvo_moe.core.sharding import Mesh, ShardingError
+from lingvo_moe.core.strategies.candidate import DOTS, FULL, MOVED, Candidate, candidates
+from lingvo_moe.core.strategies.estimates import Estimate, Estimator
+from lingvo_moe.core.strategies.layout import Layout, layouts, letter_sizes
+from lingvo_moe.core.strategies.ranking import Ranking, Tried, estimated
+from lingvo_moe.core.strategies.state_bytes import StateBytes
+from lingvo_moe.core.strategies.strategy_file import StrategyError, to_text
+from lingvo_moe.core.strategies.workload import Workload, read_workload
+from lingvo_moe.verifying import VerifyError, verify_model
+
+SPEED, SMALLEST, CHIP_DAYS = OBJECTIVES = ("speed", "smallest", "chip_days")
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Search:
+    """What to search for.
+
+    Attributes:
+        model: an experiment.
+        topology: as planning.Request; without sizes where the objective chooses the machine.
+        override: as --model_params_override.
+        dtypes: types of activations that are allowed beside the experiment's own.
+        objective: one of OBJECTIVES.
+        memory: bytes of a device that may be used; 0 for all.
+        compiles: at most so many programs are compiled.
+        seconds: after these no further program is begun.
+        known_faults: as planning.Request; a strategy that meets one is refused.
+        verify: whether the winner runs, shrunk, before it is handed out.
+    """
+
+    model: str
+    topology: str
+    override: str = ""
+    dtypes: tuple[str, ...] = ()
+    objective: str = SPEED
+    memory: int = 0
+    compiles: int = 6
+    seconds: float = 600.0
+    known_faults: str = ERROR
+    verify: bool = True
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        search: with the topology that was chosen.
+        machine: that topology.
+        best: the winner.
+        tried: all that was compiled, in order.
+        candidates: how many there were, and how many of them may fit.
+        estimate_seconds: how long estimating them took.
+        verified: the mesh on which the winner was run against one device; '' if it was not.
+    """
+
+    search: Search
+    machine: Machine
+    best: Tried
+    tried: list[Tried]
+    candidates: tuple[int, int]
+    estimate_seconds: float
+    verified: str
+
+    def ToText(self) -> str:
+        """The strategy file of the winner."""
+        plan = self.best.plan
+        assert plan is not None
+        held = plan["memory"]
+        about = [
+            f"{self.search.model} on {self.machine.name}: {units.duration(self.best.step_seconds)} a step (estimated), "
+            f"{units.size(held['needed'])} of {units.size(held['hbm'])} on each device",
+            *(
+                [f"beside --model_params_override='{self.search.override}'"]
+                if self.search.override
+                else []
+            ),
+        ]
+        return to_text(self.best.overrides, about)
+
+    def Ranked(self) -> list[tuple[Tried, str]]:
+        """What was compiled, the best first, each with why it was or was not taken."""
+        order = sorted(self.tried, key=lambda tried: (tried is not self.best, tried.step_seconds))
+        return [(tried, self._Why(tried)) for tried in order]
+
+    def _Why(self, tried: Tried) -> str:
+        if tried is self.best:
+            return f"best; verified over {self.verified}" if self.verified else "best; not verified"
+        if tried.refused:
+            return tried.refused
+        if tried.plan is None or not tried.plan["memory"]["fits"]:
+            missing = tried.plan["memory"]["misses_by"] if tried.plan else None
+            return f"misses by {units.size(missing)}"
+        return f"{tried.step_seconds / self.best.step_seconds:.2f} times as long"
+
+    def ToJson(self) -> dict[str, Any]:
+        """Everything, as plain data."""
+        return {
+            "version": 1,
+            "model": self.search.model,
+            "override": self.search.override,
+            "topology": self.machine.name,
+            "candidates": self.candidates[0],
+            "may_fit": self.candidates[1],
+            "verified": self.verified,
+            "ranking": [
+                {
+                    "strategy": tried.name,
+                    "overrides": dict(tried.overrides),
+                    "why": why,
+                    "estimated_seconds": tried.seconds,
+                    "plan": tried.plan,
+                }
+                for tried, why in self.Ranked()
+            ],
+        }
+
+
+class NoneFits(StrategyError):
+    """No strategy fits the machine."""
+
+
+def find(search: Search, cache_dir: Path | None, say: Say = lambda _: None) -> Found:
+    """The best strategy of a model on a machine.
+
+    Args:
+        search: what to search for.
+        cache_dir: of plans and compiled programs; None to cache nothing.
+        say: called with lines about the progress.
+
+    Raises:
+        NoneFits: with what lacks.
+        ValueError: of some subclass: an experiment, override or topology that cannot be.
+    """
+    params = registry.GetParams(search.model, search.override)
+    say(f"reading the work of a step of {search.model}")
+    work = read_workload(params)
+    names = _machines(search, params, work)
+    for name in names:
+        try:
+            return _Finder(replace(search, topology=name), params, work, cache_dir, say).Run()
+        except NoneFits as e:
+            if name == names[-1]:
+                raise
+            say(str(e))
+    raise NoneFits(f"{search.model} divides over no machine of {search.topology}")
+
+
+class _Finder:
+    """The search on one machine."""
+
+    def __init__(
+        self, search: Search, params: Params, work: Workload, cache_dir: Path | None, say: Say
+    ):
+        self._search, self._params, self._cache_dir, self._say = search, params, cache_dir, say
+        self._machine = parse_machine(search.topology)
+        self._memory = min(self._machine.hbm_bytes, search.memory or self._machine.hbm_bytes)
+        self._started = time.monotonic()
+        dtypes = _dtypes(search, params)
+        self._estimator = estimator(params, work, self._machine, dtypes)
+        sizes = letter_sizes(work)
+        rows = {n: max(sizes[n]) for n in "BG" if n in sizes}
+        found = candidates(layouts(work, self._machine.num_devices), params, dtypes, rows)
+        self._written = _as_written(params, self._machine.num_devices)
+        started = time.monotonic()
+        self._estimates, least, self._count = estimated(found, self._estimator.Of, self._memory)
+        self._estimate_seconds = time.monotonic() - started
+        self._may_fit = len(self._estimates)
+        say(
+            f"{self._count} candidates on {self._machine.name}, of which {self._may_fit} may fit, estimated in "
+            f"{self._estimate_seconds:.1f} s"
+        )
+        if not self._estimates:
+            raise NoneFits(_lacks(search, self._machine, self._memory, least))
+
+    def Run(self) -> Found:
+        ranking = Ranking(self._estimates, self._memory)
+        if self._written is not None:
+            self._estimates.setdefault(self._written, self._estimator.Of(self._written))
+            ranking.Add(self._Compiled(self._written, ranking))
+        while len(ranking.tried) < self._search.compiles and not self._IsLate(ranking):
+            following = ranking.Next()
+            if following is None:
+                break
+            ranking.Add(self._Compiled(following, ranking))
+        verified = ""
+        while (best := ranking.best) is not None and self._search.verify:
+            verified = self._Verified(best)
+            if verified:
+                break
+        if best is None:
+            raise NoneFits(_none_compiled(self._search, self._machine, ranking.tried))
+        return Found(
+            self._search,
+            self._machine,
+            best,
+            ranking.tried,
+            (self._count, self._may_fit),
+            self._estimate_seconds,
+            verified,
+        )
+
+    def _IsLate(self, ranking: Ranking) -> bool:
+        return bool(ranking.best) and time.monotonic() - self._started > self._search.seconds
+
+    def _Compiled(self, candidate: Candidate, ranking: Ranking) -> Tried:
+        """Compiles a candidate."""
+        name, overrides = str(candidate), candidate.Overrides()
+        if candidate == self._written:
+            name, overrides = "as written", {"train.mesh": str(candidate.layout.mesh)}
+        seconds = self._estimates[candidate].Seconds(ranking.correction)
+        self._say(f"compiling {name}: {units.duration(seconds)} a step by estimate")
+        tried = Tried(candidate, name, overrides, seconds)
+        request = planning.Request(
+            self._search.model,
+            self._search.topology,
+            override=_joined(self._search.override, overrides),
+            known_faults=self._search.known_faults,
+        )
+        try:
+            tried.plan = cached_plan(request, self._cache_dir, self._say)
+        except ValueError as e:  # a known fault, or what the step's own checks refuse
+            tried.refused = str(e)
+        if tried.plan is not None and tried.plan["memory"]["fits"]:
+            needed = tried.plan["memory"]["needed"]
+            if needed > self._memory:
+                tried.refused = f"needs {units.size(needed)} of {units.size(self._memory)}"
+        return tried
+
+    def _Verified(self, tried: Tried) -> str:
+        """The small mesh on which a strategy gives what one device gives; '' if it does not, and it is refused."""
+        mesh = small_mesh(tried.candidate.layout.mesh)
+        if mesh.size == 1:
+            return "one device"
+        self._say(f"verifying over mesh {mesh}: {tried.name}")
+        override = _joined(self._search.override, tried.overrides)
+        override = join_overrides(
+            override, f"train.mesh={mesh}", *_shrunk_pipeline(tried.candidate)
+        )
+        try:
+            verify_model(self._search.model, mesh, override)
+        except VerifyError as e:
+            tried.refused = f"computes something else than one device: {e}"
+            return ""
+        return str(mesh)
+
+
+def _joined(override: str, overrides: Mapping[str, str]) -> str:
+    return join_overrides(
+        override, ";".join(f"{path}={value}" for path, value in overrides.items())
+    )
+
+
+def estimator(
+    params: Params, work: Workload, machine: Machine, dtypes: tuple[str, ...]
+) -> Estimator:
+    """The estimator of an experiment's candidates on a machine."""
+    sizes = {d: _itemsize(d or params.task.fprop_dtype or params.task.dtype) for d in dtypes}
+    states = {d: StateBytes(params, narrow=size == 2) for d, size in sizes.items()}
+    return Estimator(work, states, machine, sizes)
+
+
+def small_mesh(mesh: Mesh) -> Mesh:
+    """A mesh with the same axes, of two devices each where there are more than one."""
+    return Mesh(mesh.axis_names, tuple(min(n, 2) for n in mesh.shape))
+
+
+def cached_plan(request: planning.Request, cache_dir: Path | None, say: Say) -> dict[str, Any]:
+    """The plan of a request, from the cache if nothing that it depends on has changed. Raises as make_plan."""
+    if cache_dir is None:
+        return planning.make_plan(request, None, say)
+    path = cache_dir / f"{_key(request)}.plan"
+    try:
+        body = read_sealed(path)
+    except SealError as e:
+        say(f"{e}; it is made again")
+        body = None
+    if body is not None:
+        return dict(json.loads(body))
+    plan = planning.make_plan(request, cache_dir, say)
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    write_sealed(path, json.dumps(plan).encode())
+    return plan
+
+
+def _key(request: planning.Request) -> str:
+    """A hash of all that a plan depends on: parameters, machine, compiler, and this package."""
+    params = registry.GetParams(request.model, request.override)
+    package = Path(planning.__file__).parent
+    digest = hashlib.sha256()
+    for part in (repr(request), params.ToText(), aot.compiler_identity(request.topology)):
+        digest.update(part.encode() + b"\0")
+    for source in sorted(package.rglob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:40]
+
+
+def _machines(search: Search, params: Params, work: Workload) -> list[str]:
+    """The machines to search on, in this order."""
+    if ":" in search.topology:
+        if search.objective != SPEED:
+            raise StrategyError(
+                f"--objective={search.objective}: chooses a machine; give --topology without sizes, e.g. "
+                f"{search.topology.split(':')[0]}"
+            )
+        return [search.topology]
+    if search.objective == SPEED:
+        raise StrategyError(
+            f"--topology={search.topology}: say how large it is, e.g. v5p:4x4x4, or choose --objective="
+            f"{SMALLEST} or {CHIP_DAYS}"
+        )
+    costs: dict[str, float] = {}
+    for name in machines(search.topology):
+        machine = parse_machine(name)
+        if seconds := _fastest(search, params, work, machine):
+            costs[name] = seconds * machine.num_chips
+    if search.objective == CHIP_DAYS:
+        return sorted(costs, key=lambda name: costs[name])
+    return list(costs)
+
+
+def _fastest(search: Search, params: Params, work: Workload, machine: Machine) -> float | None:
+    """The least seconds of a step by estimate; None where no candidate may fit."""
+    dtypes = _dtypes(search, params)
+    estimates = estimator(params, work, machine, dtypes)
+    sizes = letter_sizes(work)
+    rows = {n: max(sizes[n]) for n in "BG" if n in sizes}
+    memory = min(machine.hbm_bytes, search.memory or machine.hbm_bytes)
+    by = Ranking({}, 0).correction
+    found = (
+        estimates.Of(c)
+        for c in candidates(layouts(work, machine.num_devices), params, dtypes, rows)
+    )
+    return min((e.Seconds(by) for e in found if e.Bytes(by) <= memory), default=None)
+
+
+def _dtypes(search: Search, params: Params) -> tuple[str, ...]:
+    own = params.task.fprop_dtype or params.task.dtype or "float32"
+    return ("", *(d for d in search.dtypes if d != own))
+
+
+def _itemsize(dtype: str | None) -> int:
+    return 2 if dtype in ("bfloat16", "float16") else 4
+
+
+def _as_written(params: Params, num_devices: int) -> Candidate | None:
+    """The experiment's own strategy over so many devices; None if it cannot be laid over them."""
+    try:
+        mesh = planning.planned_mesh(params, num_devices)
+    except (PlanError, ShardingError):
+        return None
+    task = params.task
+    layout = Layout(
+        mesh,
+        tuple((task.activation_split or {}).items()),
+        tuple((task.weight_split or {}).items()),
+    )
+    remat = (
+        {"full": FULL, "dots": DOTS}.get(task.remat, MOVED)
+        if isinstance(task.remat, str)
+        else MOVED
+    )
+    micro_batches = params.train.num_micro_batches
+    if task.pipeline.stages > 1:
+        micro_batches = max(1, task.pipeline.micro_batches // layout.size("data"))
+    return Candidate(layout, params.train.shard_state, remat, "", micro_batches)
+
+
+def _shrunk_pipeline(candidate: Candidate) -> Iterator[str]:
+    """Overrides of a pipeline with two stages, as the small mesh has."""
+    if candidate.layout.stages > 1:
+        yield "task.pipeline.stages=2"
+        yield f"task.pipeline.micro_batches={4 * min(2, candidate.layout.size('data'))}"
+
+
+def _lacks(
+    search: Search, machine: Machine, memory: int, least: tuple[Candidate, Estimate] | None
+) -> str:
+    if least is None:
+        return (
+            f"{search.model} divides over the {machine.num_devices} devices of {machine.name} in no way: the batch and "
+            "the groups of tokens have to be multiples of the devices, but for those that shard heads, hidden units or "
+            "the vocabulary"
+        )
+    candidate, estimate = least
+    return (
+        f"{search.model} fits {machine.name} under no strategy: weights, slots and the inputs of blocks alone need "
+        f"{units.size(estimate.least)} of {units.size(memory)} on each device, where they need least ({candidate}), so "
+        f"{units.size(estimate.least - memory)} are missing"
+    )
+
+
+def _none_compiled(search: Search, machine: Machine, tried: list[Tried]) -> str:
+    misfits = [
+        t.plan["memory"] for t in tried if t.plan is not None and not t.plan["memory"]["fits"]
+    ]
+    if misfits:
+        least = min(misfits, key=lambda held: held["misses_by"])
+        return (
+            f"{search.model} fits {machine.name} under none of the {len(tried)} strategies that were compiled: the one "
+            f"that comes nearest misses by {units.size(least['misses_by'])}"
+        )
+    return f"{search.model} on {machine.name}: no strategy could be compiled; {tried[-1].refused if tried else ''}"

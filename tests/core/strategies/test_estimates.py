@@ -1,0 +1,135 @@
+"""What a model's work is, how it can lie on devices, and what that should cost: nothing is compiled."""
+
+import functools
+
+import pytest
+
+from lingvo_moe import parallelizing, planning
+from lingvo_moe.core import registry
+from lingvo_moe.core.checks import STATE_LEVELS
+from lingvo_moe.core.planner.machine import parse_machine
+from lingvo_moe.core.strategies.candidate import DOTS, FULL, MOVED, Candidate, candidates
+from lingvo_moe.core.strategies.estimates import Correction
+from lingvo_moe.core.strategies.layout import Layout, layouts, letter_sizes
+from lingvo_moe.core.strategies.state_bytes import StateBytes
+from lingvo_moe.core.strategies.workload import WorkloadError, read_workload
+
+_MODEL = "mt.M4MoE128E12L"
+
+
+@functools.cache
+def _work(model=_MODEL, override=""):
+    return read_workload(registry.GetParams(model, override))
+
+
+@functools.cache
+def _estimator(topology="v3:8x8"):
+    params = registry.GetParams(_MODEL)
+    return parallelizing.estimator(params, _work(), parse_machine(topology), ("", "bfloat16"))
+
+
+def _layout(mesh, experts=True):
+    (found,) = [each for each in layouts(_work(), 128) if str(each.mesh) == mesh]
+    return found
+
+
+def test_products_have_the_letters_of_the_weights():
+    found = {(p.part, *(x.letters for x in (*p.operands, p.result))) for p in _work().products}
+    assert ("dense_ffn", "BTM", "MH", "BTH") in found
+    assert ("dense_ffn", "BTH", "HM", "BTM") in found
+    assert ("experts", "EGCH", "EHM", "EGCM") in found
+    assert ("embedding", "VM", "BT", "BTM") in found
+
+
+def test_the_work_is_the_model_s():
+    params = registry.GetParams(_MODEL)
+    task, inputs = params.task.Instantiate(), params.input.Instantiate()
+    forward = sum(p.flops * times for p, times in _work().products.items())
+    assert 3 * forward == pytest.approx(task.StepFlops(inputs.BatchSpec()), rel=0.01)
+
+
+def test_a_dense_language_model_has_work_too():
+    work = _work("lm.Tiny")
+    assert {p.part for p in work.products} == {"embedding", "attention", "dense_ffn", "softmax"}
+    assert "E" not in letter_sizes(work)
+
+
+def test_a_model_without_stacks_is_refused():
+    with pytest.raises(WorkloadError, match="auto_shard"):
+        _work("image.ResNet50")
+
+
+def test_layouts_are_those_that_divide():
+    found = list(layouts(_work(), 128))
+    assert len(found) == len(set(found))
+    sizes = letter_sizes(_work())
+    for each in found:
+        assert each.mesh.size == 128
+        for letter, _ in each.activations:
+            parts = each.mesh.axis_size(each.Axes(letter))
+            assert all(size % parts == 0 for size in sizes[letter])
+    assert {each.stages for each in found} == {1, 2}  # of 3 blocks
+    assert list(layouts(_work(), 7)) == []  # 7 divides none of the sizes
+
+
+@pytest.mark.parametrize("level", STATE_LEVELS)
+@pytest.mark.parametrize("mesh", ["expert:128", "data:4,expert:32", "expert:16,model:8"])
+def test_the_state_is_that_of_the_specs(mesh, level):
+    layout = next(
+        each
+        for each in layouts(_work(), 128)
+        if str(each.mesh) == mesh and dict(each.weights).keys() in ({"E"}, {"E", "N", "H", "V"})
+    )
+    held = StateBytes(registry.GetParams(_MODEL)).On(layout, level)
+    pairs = Candidate(layout, level).Overrides().items()
+    override = ";".join(f"{path}={value}" for path, value in pairs)
+    task = registry.GetParams(_MODEL, override).task.Instantiate()
+    request = planning.Request(_MODEL, "v3:8x8", override)
+    rows = planning._state(request, task, layout.mesh)["state"]["parts"]
+    want = {row["part"]: 0 for row in rows}
+    for row in rows:
+        want[row["part"]] += row["bytes"]
+    assert (held.weights, held.gradients) == (want["weights"], want["gradients"])
+    assert held.slots == want["slots"]
+
+
+def test_more_is_kept_for_less_time():
+    layout = _layout("expert:128")
+    full, moved, dots = (
+        _estimator().Of(Candidate(layout, remat=each)) for each in (FULL, MOVED, DOTS)
+    )
+    by = Correction()
+    assert dots.Seconds(by) < moved.Seconds(by) < full.Seconds(by)
+    assert dots.Bytes(by) > moved.Bytes(by) > full.Bytes(by)
+
+
+def test_sixteen_bits_take_less():
+    wide, narrow = (
+        _estimator().Of(Candidate(_layout("expert:128"), fprop_dtype=each))
+        for each in ("", "bfloat16")
+    )
+    assert narrow.Seconds(Correction()) < wide.Seconds(Correction())
+    assert narrow.Bytes(Correction()) < wide.Bytes(Correction())
+
+
+def test_a_pipeline_waits_as_the_law_says():
+    layout = next(each for each in layouts(_work(), 128) if each.stages == 2)
+    assert _estimator().Of(Candidate(layout, micro_batches=4)).idle == 5 / 4
+
+
+def test_tokens_move_to_experts_on_other_devices_alone():
+    apart = _estimator().Of(Candidate(_layout("expert:128")))
+    here = Layout(apart_mesh := _layout("data:128").mesh, (("B", "data"), ("G", "data")), ())
+    together = _estimator().Of(Candidate(here))
+    assert apart_mesh.size == 128
+    # Without experts on other devices, their gradients are summed over all of them instead.
+    assert together.state > 10 * apart.state
+
+
+def test_ten_thousand_candidates_have_different_parameters():
+    params = registry.GetParams(_MODEL)
+    rows = {"B": 8192, "G": 128}
+    found = list(candidates(layouts(_work(), 128), params, ("", "bfloat16"), rows))
+    texts = {str(sorted(each.Overrides().items())) for each in found}
+    assert len(texts) == len(found)
+    assert len({str(each) for each in found}) == len(found)

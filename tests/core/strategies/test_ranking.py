@@ -1,0 +1,80 @@
+"""Which candidate is compiled next, and what is learnt from its plan."""
+
+import pytest
+
+from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.strategies.candidate import DOTS, FULL, MOVED, Candidate
+from lingvo_moe.core.strategies.estimates import Estimate
+from lingvo_moe.core.strategies.layout import Layout
+from lingvo_moe.core.strategies.ranking import Ranking, Tried
+from lingvo_moe.core.strategies.strategy_file import StrategyError, read_overrides, to_text
+
+_LAYOUT = Layout(Mesh(("data",), (8,)), (("B", "data"),), ())
+_FAST, _SLOW, _LARGE = (Candidate(_LAYOUT, remat=each) for each in (MOVED, FULL, DOTS))
+
+
+def _estimates():
+    return {
+        _FAST: Estimate({"experts": 2.0}, 1.0, 1.0, 4, 4, 4.0),
+        _SLOW: Estimate({"experts": 3.0}, 1.0, 1.0, 4, 4, 2.0),
+        _LARGE: Estimate({"experts": 1.0}, 1.0, 1.0, 4, 4, 8.0),
+    }
+
+
+def _plan(work, rest, network, needed, fits=True):
+    rows = [{"part": "experts", "seconds": work}, {"part": "loss", "seconds": rest}]
+    time = {"step_seconds": work + rest + network, "collective_seconds": network}
+    return {
+        "memory": {"fits": fits, "needed": needed},
+        "work": rows if fits else [],
+        "time": time if fits else None,
+    }
+
+
+def _tried(candidate, plan, refused=""):
+    return Tried(candidate, str(candidate), candidate.Overrides(), 1.0, plan, refused)
+
+
+def test_the_fastest_that_fits_is_compiled_first_and_its_plan_corrects_the_rest():
+    ranking = Ranking(_estimates(), memory=10)
+    assert ranking.Next() == _FAST
+    ranking.Add(_tried(_FAST, _plan(4.0, 1.0, 3.0, 6)))
+    assert ranking.correction.work == {"experts": 2.0}
+    assert ranking.correction.network == 3.0
+    assert ranking.correction.memory == 0.5  # 2 bytes beside the state instead of 4
+    assert ranking.Next() == _LARGE  # which now seems to fit
+    ranking.Add(_tried(_LARGE, _plan(2.0, 1.0, 3.0, 8)))
+    assert ranking.Next() is None  # what is left cannot be faster
+    assert ranking.best is not None and ranking.best.candidate == _LARGE
+
+
+def test_a_misfit_makes_others_seem_larger():
+    ranking = Ranking(_estimates(), memory=10)
+    ranking.Add(_tried(_FAST, _plan(0, 0, 0, 16, fits=False)))
+    assert ranking.correction.memory == 3.0
+    assert ranking.Next() == _SLOW  # all seem too large now; this is the smallest
+    assert ranking.best is None
+
+
+def test_what_was_refused_is_not_the_best():
+    ranking = Ranking(_estimates(), memory=10)
+    ranking.Add(_tried(_FAST, None, "XLA computes it wrongly"))
+    assert ranking.best is None
+    assert ranking.Next() == _SLOW
+
+
+@pytest.mark.parametrize(
+    "text", ["", "# nothing", "train.mesh", "train.mesh=", "input.batch_size=8"]
+)
+def test_a_strategy_file_holds_parameters_of_strategies(tmp_path, text):
+    path = tmp_path / "strategy.txt"
+    path.write_text(text)
+    with pytest.raises(StrategyError, match="--strategy="):
+        read_overrides(path)
+
+
+def test_a_strategy_file_is_read_as_it_was_written(tmp_path):
+    path = tmp_path / "strategy.txt"
+    path.write_text(to_text(_FAST.Overrides(), ["of a test"]))
+    expected = ";".join(f"{name}={value}" for name, value in _FAST.Overrides().items())
+    assert read_overrides(path) == expected

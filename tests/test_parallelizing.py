@@ -1,0 +1,140 @@
+"""The search for a strategy: what it hands out, what it refuses, and when it says that nothing fits."""
+
+import pytest
+
+from lingvo_moe import parallelizing, planning
+from lingvo_moe.core import registry
+from lingvo_moe.core.planner.errors import PlanError
+from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.strategies.strategy_file import StrategyError, read_overrides
+from lingvo_moe.parallelizing import NoneFits, Search
+from lingvo_moe.trainer import main as trainer
+from lingvo_moe.verifying import VerifyError
+from tools import parallelize
+
+_MODEL = "mt.M4Tiny"
+_GIB = 2**30
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """Plans whose seconds a test chooses, by the mesh; the requests in order."""
+    seconds, asked = {}, []
+
+    def plan(request, cache_dir, say):
+        del cache_dir, say
+        asked.append(request)
+        mesh = registry.GetParams(request.model, request.override).train.mesh
+        if mesh == "expert:8" and "refused" in seconds:
+            raise PlanError(seconds["refused"])
+        one = seconds.get(mesh, 1.0)
+        return {
+            "memory": {"fits": True, "needed": _GIB, "hbm": 16 * _GIB},
+            "work": [{"part": "experts", "seconds": one}],
+            "time": {"step_seconds": one, "collective_seconds": 0.0},
+        }
+
+    monkeypatch.setattr(parallelizing, "cached_plan", plan)
+    return seconds, asked
+
+
+def _find(**changes):
+    return parallelizing.find(
+        Search(**({"model": _MODEL, "topology": "v5e:2x4", "verify": False} | changes)), None
+    )
+
+
+def test_the_best_compiled_one_is_handed_out(plans, tmp_path):
+    seconds, asked = plans
+    seconds["expert:4"] = seconds["expert:8"] = 3.0
+    found = _find(compiles=4)
+    assert len(asked) == len(found.tried) <= 4
+    assert found.best.step_seconds == min(tried.step_seconds for tried in found.tried)
+    assert found.Ranked()[0] == (found.best, "best; not verified")
+    path = tmp_path / "strategy.txt"
+    path.write_text(found.ToText())
+    params = registry.GetParams(_MODEL, read_overrides(path))
+    assert params.train.mesh == found.best.overrides["train.mesh"]
+    assert found.ToText() == _find(compiles=4).ToText()
+
+
+def test_what_the_compiler_refuses_is_reported_and_not_taken(plans):
+    plans[0]["refused"] = "XLA computes this wrongly"
+    found = _find(compiles=3)
+    assert found.tried[0].refused == "XLA computes this wrongly"  # the experiment as it is written
+    assert found.best is not found.tried[0]
+    assert "XLA computes this wrongly" in [why for _, why in found.Ranked()]
+
+
+def test_a_winner_that_computes_something_else_is_refused(plans, monkeypatch):
+    meshes = []
+
+    def verify(model, mesh, override):
+        meshes.append(mesh)
+        registry.GetParams(model, override)
+        if len(meshes) == 1:
+            raise VerifyError("the gradient of wi differs")
+
+    monkeypatch.setattr(parallelizing, "verify_model", verify)
+    found = _find(verify=True, compiles=3)
+    assert any("the gradient of wi differs" in tried.refused for tried in found.tried)
+    assert not found.best.refused
+    assert found.verified == str(meshes[-1])
+    assert all(n <= 2 for mesh in meshes for n in mesh.shape)
+
+
+def test_nothing_fits_too_little_memory():
+    with pytest.raises(NoneFits, match=r"fits v5e:2x4 under no strategy: .* are missing"):
+        _find(memory=1000)
+
+
+def test_no_size_divides_over_a_prime_number_of_devices():
+    with pytest.raises(NoneFits, match="divides over the 7 devices of h100:7x1 in no way"):
+        _find(topology="h100:7x1")
+
+
+def test_an_objective_chooses_the_machine(plans):
+    found = _find(topology="v5e", objective="smallest", compiles=1)
+    assert found.machine.name == "v5e:2x2"
+    with pytest.raises(StrategyError, match="say how large it is"):
+        _find(topology="v5e")
+    with pytest.raises(StrategyError, match="give --topology without sizes"):
+        _find(objective="smallest")
+
+
+def test_small_meshes_keep_the_axes():
+    assert str(parallelizing.small_mesh(Mesh.parse("data:256,model:1"))) == "data:2,model:1"
+
+
+def test_a_plan_is_read_from_the_cache_until_a_parameter_changes(monkeypatch, tmp_path):
+    made = []
+    monkeypatch.setattr(
+        planning, "make_plan", lambda request, *_: made.append(request) or {"plan": len(made)}
+    )
+    request = planning.Request(_MODEL, "v5e:2x4")
+    other = planning.Request(_MODEL, "v5e:2x4", "task.hidden_dim=64")
+    for each in (request, request, other, request):
+        parallelizing.cached_plan(each, tmp_path, print)
+    assert made == [request, other]
+
+
+def test_the_command_says_what_lacks(capsys):
+    flags = [f"--model={_MODEL}", "--topology=v5e:2x4", "--memory=1e-6", "--noverify"]
+    assert parallelize.main(flags) == 3
+    assert "are missing" in capsys.readouterr().err
+
+
+def test_the_trainer_takes_a_strategy(tmp_path, capsys):
+    path = tmp_path / "strategy.txt"
+    path.write_text("# for a test\ntrain.mesh=data:2,expert:4\ntask.remat=dots\n")
+    flags = [f"--model={_MODEL}", "--mode=inspect_params", f"--strategy={path}"]
+    assert trainer(flags) == 0
+    shown = capsys.readouterr().out
+    assert "train.mesh : 'data:2,expert:4'" in shown
+    assert "task.remat : 'dots'" in shown
+    assert trainer([*flags, "--model_params_override=task.remat=full"]) == 0
+    assert "task.remat : 'full'" in capsys.readouterr().out
+    path.write_text("task.remta=dots\n")
+    assert trainer(flags) == 2
+    told = capsys.readouterr().err
+    assert "line 1: 'task.remta' is no part of a strategy" in told and "did you mean" in told

@@ -1,0 +1,163 @@
+"""Finds how a model should lie on the devices of a machine, and writes that down as a strategy file.
+
+    python -m tools.parallelize --model=mt.M4MoE128E36L --topology=v5p:4x4x4 --output=strategy.txt
+    python -m tools.parallelize --model=mt.T96L --topology=h100 --objective=smallest
+    python -m lingvo_moe.trainer --model=mt.M4MoE128E36L --strategy=strategy.txt ...
+
+Mesh, sharding of weights and activations, stages of a pipeline, sharded state, recomputation and, if it is allowed,
+the type of activations are searched: all combinations are estimated, the best few are compiled for the machine, and the
+winner is run, shrunk, against one device. The machine is not needed. The exit status is 0, 1 or (in flags) 2 for a
+mistake, 3 where no strategy fits, 130 after Ctrl-C.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lingvo_moe.core import checks
+from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.partitioner import known_faults
+from tools import _cli
+
+if TYPE_CHECKING:  # it imports TensorFlow
+    from lingvo_moe.parallelizing import Found
+
+# Virtual devices for the winner's run: two along each axis of a layout.
+_VERIFYING = 16
+
+
+def define_flags() -> Flags:
+    """The command's flags."""
+    flags = Flags("python -m tools.parallelize", __doc__)
+    flags.DEFINE_string("model", None, "experiment, e.g. mt.M4MoE2048E36L", required=True)
+    flags.DEFINE_string(
+        "topology",
+        None,
+        "e.g. v3:32x32, v5p:4x4x4*2 or h100:32x8; v5p or h100 alone where --objective chooses the machine",
+        required=True,
+    )
+    flags.DEFINE_enum(
+        "objective",
+        "speed",
+        ("speed", "smallest", "chip_days"),
+        "speed: the shortest step on the machine; smallest: the smallest machine that fits, and the shortest step "
+        "there; chip_days: the machine with the fewest chip-seconds a step. The batch is the experiment's",
+    )
+    flags.DEFINE_list(
+        "activations",
+        (),
+        "types of activations that are allowed beside the experiment's own, e.g. bfloat16",
+    )
+    flags.DEFINE_float(
+        "memory", 0.0, "GiB of a device that may be used (default: all)", checks.NOT_NEGATIVE
+    )
+    flags.DEFINE_integer("compiles", 6, "programs that are compiled at most", checks.SIZE)
+    flags.DEFINE_float("minutes", 10.0, "after these no further program is begun", checks.POSITIVE)
+    flags.DEFINE_boolean("verify", True, "whether the winner is run, shrunk, against one device")
+    flags.DEFINE_override()
+    flags.DEFINE_path("output", "", "write the strategy to this file")
+    flags.DEFINE_path("json", "", "write all that was compiled, with its plans, to this file")
+    flags.DEFINE_path("cache_dir", None, "directory for plans and compiled programs; '' keeps none")
+    flags.DEFINE_enum(
+        "known_faults", known_faults.ERROR, known_faults.ACTIONS, known_faults.FLAG_HELP
+    )
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = define_flags().Parse(argv)
+    return _cli.attempt_compiling("parallelize", lambda: run(args))
+
+
+def run(args: Flags) -> int:
+    """Searches, prints and writes what the flags ask for; returns the exit status."""
+    for flag in ("output", "json"):
+        if path := getattr(args, flag):
+            _cli.check_output_file(path, f"--{flag}")
+    if args.cache_dir:
+        _cli.check_output_directory(args.cache_dir, "--cache_dir")
+    with _cli.Progress() as progress:
+        progress("loading TensorFlow and the compiler")
+        _cli.load_tensorflow()
+        if args.verify:
+            _cli.request_devices(_VERIFYING)
+        from lingvo_moe.parallelizing import NoneFits
+
+        try:
+            found = progress.Watch(lambda: searched(args, progress))
+        except NoneFits as e:
+            _cli.say(f"parallelize: {e}")
+            return 3
+    write(args, found)
+    show(found)
+    return 0
+
+
+def searched(args: Flags, say: Any) -> "Found":
+    """The search that the flags ask for."""
+    from lingvo_moe import parallelizing
+    from lingvo_moe.core.engine import aot_cache
+
+    cache: Path | None = aot_cache.default_cache_dir()
+    if args.cache_dir is not None:
+        cache = Path(args.cache_dir) if args.cache_dir else None
+    search = parallelizing.Search(
+        model=args.model,
+        topology=args.topology,
+        override=args.model_params_override,
+        dtypes=args.activations,
+        objective=args.objective,
+        memory=round(args.memory * 2**30),
+        compiles=args.compiles,
+        seconds=60 * args.minutes,
+        known_faults=args.known_faults,
+        verify=args.verify,
+    )
+    return parallelizing.find(search, cache, say)
+
+
+def write(args: Flags, found: "Found") -> None:
+    """Writes the files that the flags ask for."""
+    from lingvo_moe.core import files
+
+    if args.output:
+        files.write_atomic(args.output, found.ToText().encode())
+    if args.json:
+        files.write_atomic(args.json, (json.dumps(found.ToJson(), indent=1) + "\n").encode())
+
+
+def show(found: "Found") -> None:
+    """Prints the ranking, then the strategy."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from lingvo_moe.core import units
+
+    table = Table(box=None, header_style="bold")
+    for title in ("strategy", "step", "memory", "network", "estimate", ""):
+        table.add_column(
+            title, overflow="fold", justify="left" if title in ("strategy", "") else "right"
+        )
+    for tried, why in found.Ranked():
+        plan = tried.plan
+        seconds = plan and plan["time"]
+        table.add_row(
+            tried.name,
+            units.duration(seconds["step_seconds"]) if seconds else units.DASH,
+            units.size(plan["memory"]["needed"]) if plan else units.DASH,
+            units.duration(seconds["collective_seconds"]) if seconds else units.DASH,
+            units.duration(tried.seconds),
+            why,
+        )
+    console = Console()
+    console.print(
+        f"{found.search.model} on {found.machine.name}: {found.candidates[0]} candidates, of which "
+        f"{found.candidates[1]} may fit; {len(found.tried)} compiled"
+    )
+    console.print(table)
+    print(found.ToText(), end="")
+
+
+if __name__ == "__main__":
+    _cli.run(main)
