@@ -25,14 +25,18 @@ from lingvo_moe.core.sealed import SealError, read_sealed, write_sealed
 from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.core.strategies.candidate import DOTS, FULL, MOVED, Candidate, candidates
 from lingvo_moe.core.strategies.estimates import Estimate, Estimator
+from lingvo_moe.core.strategies.host import Host
 from lingvo_moe.core.strategies.layout import Layout, layouts, letter_sizes
 from lingvo_moe.core.strategies.ranking import Ranking, Tried, estimated
 from lingvo_moe.core.strategies.state_bytes import StateBytes
 from lingvo_moe.core.strategies.strategy_file import StrategyError, to_text
 from lingvo_moe.core.strategies.workload import Workload, read_workload
+from lingvo_moe.measuring import measured_step
+from lingvo_moe.trainer_memory import memory_of
 from lingvo_moe.verifying import VerifyError, verify_model
 
 SPEED, SMALLEST, CHIP_DAYS = OBJECTIVES = ("speed", "smallest", "chip_days")
+_FEW = 8  # devices on which a winner is run as it is
 Say = Callable[[str], None]
 
 
@@ -42,7 +46,8 @@ class Search:
 
     Attributes:
         model: an experiment.
-        topology: as planning.Request; without sizes where the objective chooses the machine.
+        topology: as planning.Request; without sizes where the objective chooses the machine; '' for what is here.
+        devices: of this process, where `topology` is ''; the best few are measured on them.
         override: as --model_params_override.
         dtypes: types of activations that are allowed beside the experiment's own.
         objective: one of OBJECTIVES.
@@ -54,7 +59,8 @@ class Search:
     """
 
     model: str
-    topology: str
+    topology: str = ""
+    devices: int = 0
     override: str = ""
     dtypes: tuple[str, ...] = ()
     objective: str = SPEED
@@ -80,7 +86,7 @@ class Found:
     """
 
     search: Search
-    machine: Machine
+    machine: Machine | Host
     best: Tried
     tried: list[Tried]
     candidates: tuple[int, int]
@@ -93,8 +99,8 @@ class Found:
         assert plan is not None
         held = plan["memory"]
         about = [
-            f"{self.search.model} on {self.machine.name}: {units.duration(self.best.step_seconds)} a step (estimated), "
-            f"{units.size(held['needed'])} of {units.size(held['hbm'])} on each device",
+            f"{self.search.model} on {self.machine.name}: {units.duration(self.best.step_seconds)} a step "
+            f"({self._how}), {units.size(held['needed'])} of {units.size(held['hbm'])} on each device",
             *(
                 [f"beside --model_params_override='{self.search.override}'"]
                 if self.search.override
@@ -102,6 +108,10 @@ class Found:
             ),
         ]
         return to_text(self.best.overrides, about)
+
+    @property
+    def _how(self) -> str:
+        return "measured" if isinstance(self.machine, Host) else "estimated"
 
     def Ranked(self) -> list[tuple[Tried, str]]:
         """What was compiled, the best first, each with why it was or was not taken."""
@@ -178,7 +188,7 @@ class _Finder:
         self, search: Search, params: Params, work: Workload, cache_dir: Path | None, say: Say
     ):
         self._search, self._params, self._cache_dir, self._say = search, params, cache_dir, say
-        self._machine = parse_machine(search.topology)
+        self._machine = _machine(search)
         self._memory = min(self._machine.hbm_bytes, search.memory or self._machine.hbm_bytes)
         self._started = time.monotonic()
         dtypes = _dtypes(search, params)
@@ -236,14 +246,16 @@ class _Finder:
         seconds = self._estimates[candidate].Seconds(ranking.correction)
         self._say(f"compiling {name}: {units.duration(seconds)} a step by estimate")
         tried = Tried(candidate, name, overrides, seconds)
-        request = planning.Request(
-            self._search.model,
-            self._search.topology,
-            override=_joined(self._search.override, overrides),
-            known_faults=self._search.known_faults,
-        )
+        override, faults = _joined(self._search.override, overrides), self._search.known_faults
         try:
-            tried.plan = cached_plan(request, self._cache_dir, self._say)
+            if isinstance(self._machine, Host):
+                mesh = candidate.layout.mesh
+                tried.plan = measured_step(self._search.model, override, mesh, self._memory, faults)
+            else:
+                request = planning.Request(
+                    self._search.model, self._search.topology, override, known_faults=faults
+                )
+                tried.plan = cached_plan(request, self._cache_dir, self._say)
         except ValueError as e:  # a known fault, or what the step's own checks refuse
             tried.refused = str(e)
         if tried.plan is not None and tried.plan["memory"]["fits"]:
@@ -277,7 +289,7 @@ def _joined(override: str, overrides: Mapping[str, str]) -> str:
 
 
 def estimator(
-    params: Params, work: Workload, machine: Machine, dtypes: tuple[str, ...]
+    params: Params, work: Workload, machine: Machine | Host, dtypes: tuple[str, ...]
 ) -> Estimator:
     """The estimator of an experiment's candidates on a machine."""
     sizes = {d: _itemsize(d or params.task.fprop_dtype or params.task.dtype) for d in dtypes}
@@ -286,7 +298,9 @@ def estimator(
 
 
 def small_mesh(mesh: Mesh) -> Mesh:
-    """A mesh with the same axes, of two devices each where there are more than one."""
+    """A mesh with the same axes, of two devices each where there are more than one; the mesh itself, if it is small."""
+    if mesh.size <= _FEW:
+        return mesh
     return Mesh(mesh.axis_names, tuple(min(n, 2) for n in mesh.shape))
 
 
@@ -320,13 +334,20 @@ def _key(request: planning.Request) -> str:
     return digest.hexdigest()[:40]
 
 
+def _machine(search: Search) -> Machine | Host:
+    if search.topology:
+        return parse_machine(search.topology)
+    memory = memory_of("pjrt", Mesh(("data",), (search.devices,)))
+    return Host(search.devices, (memory.size or 0) // memory.devices)
+
+
 def _machines(search: Search, params: Params, work: Workload) -> list[str]:
     """The machines to search on, in this order."""
-    if ":" in search.topology:
+    if ":" in search.topology or not search.topology:
         if search.objective != SPEED:
             raise StrategyError(
                 f"--objective={search.objective}: chooses a machine; give --topology without sizes, e.g. "
-                f"{search.topology.split(':')[0]}"
+                f"{search.topology.split(':')[0] or 'v5p'}"
             )
         return [search.topology]
     if search.objective == SPEED:
@@ -399,7 +420,7 @@ def _shrunk_pipeline(candidate: Candidate) -> Iterator[str]:
 
 
 def _lacks(
-    search: Search, machine: Machine, memory: int, least: tuple[Candidate, Estimate] | None
+    search: Search, machine: Machine | Host, memory: int, least: tuple[Candidate, Estimate] | None
 ) -> str:
     if least is None:
         return (
@@ -415,7 +436,7 @@ def _lacks(
     )
 
 
-def _none_compiled(search: Search, machine: Machine, tried: list[Tried]) -> str:
+def _none_compiled(search: Search, machine: Machine | Host, tried: list[Tried]) -> str:
     misfits = [
         t.plan["memory"] for t in tried if t.plan is not None and not t.plan["memory"]["fits"]
     ]

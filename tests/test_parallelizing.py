@@ -7,6 +7,7 @@ from lingvo_moe.core import registry
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.strategies.strategy_file import StrategyError, read_overrides
+from lingvo_moe.measuring import measured_step
 from lingvo_moe.parallelizing import NoneFits, Search
 from lingvo_moe.trainer import main as trainer
 from lingvo_moe.verifying import VerifyError
@@ -80,7 +81,7 @@ def test_a_winner_that_computes_something_else_is_refused(plans, monkeypatch):
     assert any("the gradient of wi differs" in tried.refused for tried in found.tried)
     assert not found.best.refused
     assert found.verified == str(meshes[-1])
-    assert all(n <= 2 for mesh in meshes for n in mesh.shape)
+    assert all(mesh.size <= 8 for mesh in meshes)
 
 
 def test_nothing_fits_too_little_memory():
@@ -104,6 +105,7 @@ def test_an_objective_chooses_the_machine(plans):
 
 def test_small_meshes_keep_the_axes():
     assert str(parallelizing.small_mesh(Mesh.parse("data:256,model:1"))) == "data:2,model:1"
+    assert str(parallelizing.small_mesh(Mesh.parse("data:8"))) == "data:8"
 
 
 def test_a_plan_is_read_from_the_cache_until_a_parameter_changes(monkeypatch, tmp_path):
@@ -138,3 +140,27 @@ def test_the_trainer_takes_a_strategy(tmp_path, capsys):
     assert trainer(flags) == 2
     told = capsys.readouterr().err
     assert "line 1: 'task.remta' is no part of a strategy" in told and "did you mean" in told
+
+
+def test_strategies_for_the_devices_here_are_measured(monkeypatch):
+    """The search itself is the one of other machines; only a plan's place is taken by a run of the step."""
+    asked = []
+
+    def measured(model, override, mesh, memory, known_faults):
+        del model, known_faults
+        asked.append(registry.GetParams(_MODEL, override).train.mesh)
+        assert asked[-1] == str(mesh) and mesh.size == 8
+        memory = {"fits": True, "needed": 1, "hbm": memory, "misses_by": 0}
+        time = {"step_seconds": 1.0 / len(asked), "collective_seconds": None}
+        return {"memory": memory, "work": [], "time": time}
+
+    monkeypatch.setattr(parallelizing, "measured_step", measured)
+    found = _find(topology="", devices=8, compiles=3)
+    assert found.best is found.tried[-1]
+    assert "a step (measured)" in found.ToText()
+
+
+def test_a_measured_step_says_what_it_needs_and_how_long_it_takes():
+    found = measured_step("lm.Tiny", "", Mesh.parse("data:2"), 10**9, "error")
+    assert found["memory"]["fits"] and 0 < found["memory"]["needed"] < 10**9
+    assert found["time"]["step_seconds"] > 0

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # it imports TensorFlow
 
 # Virtual devices for the winner's run: two along each axis of a layout.
 _VERIFYING = 16
+_MOST_DEVICES = 64
 
 
 def define_flags() -> Flags:
@@ -33,9 +34,14 @@ def define_flags() -> Flags:
     flags.DEFINE_string("model", None, "experiment, e.g. mt.M4MoE2048E36L", required=True)
     flags.DEFINE_string(
         "topology",
-        None,
+        "",
         "e.g. v3:32x32, v5p:4x4x4*2 or h100:32x8; v5p or h100 alone where --objective chooses the machine",
-        required=True,
+    )
+    flags.DEFINE_integer(
+        "devices",
+        None,
+        "instead of --topology: devices of this machine, of a CPU virtual ones; the best strategies are measured there",
+        checks.Integer(1, _MOST_DEVICES),
     )
     flags.DEFINE_enum(
         "objective",
@@ -67,6 +73,8 @@ def define_flags() -> Flags:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = define_flags().Parse(argv)
+    if bool(args.topology) == (args.devices is not None):
+        args.Fail("give one of --topology and --devices")
     return _cli.attempt_compiling("parallelize", lambda: run(args))
 
 
@@ -80,8 +88,8 @@ def run(args: Flags) -> int:
     with _cli.Progress() as progress:
         progress("loading TensorFlow and the compiler")
         _cli.load_tensorflow()
-        if args.verify:
-            _cli.request_devices(_VERIFYING)
+        if args.devices or args.verify:
+            _cli.request_devices(max(args.devices or 0, _VERIFYING if args.verify else 0))
         from lingvo_moe.parallelizing import NoneFits
 
         try:
@@ -105,6 +113,7 @@ def searched(args: Flags, say: Any) -> "Found":
     search = parallelizing.Search(
         model=args.model,
         topology=args.topology,
+        devices=args.devices or 0,
         override=args.model_params_override,
         dtypes=args.activations,
         objective=args.objective,
@@ -141,12 +150,15 @@ def show(found: "Found") -> None:
         )
     for tried, why in found.Ranked():
         plan = tried.plan
-        seconds = plan and plan["time"]
+        seconds = (plan["time"] if plan else None) or {
+            "step_seconds": None,
+            "collective_seconds": None,
+        }
         table.add_row(
             tried.name,
-            units.duration(seconds["step_seconds"]) if seconds else units.DASH,
+            units.duration(seconds["step_seconds"]),
             units.size(plan["memory"]["needed"]) if plan else units.DASH,
-            units.duration(seconds["collective_seconds"]) if seconds else units.DASH,
+            units.duration(seconds["collective_seconds"]),
             units.duration(tried.seconds),
             why,
         )

@@ -17,6 +17,7 @@ from lingvo_moe.core.planner.machine import Machine
 from lingvo_moe.core.sharding import DimsMapping, Mesh, dims_mapping
 from lingvo_moe.core.sharding.letters import axes_of
 from lingvo_moe.core.strategies.candidate import DOTS, FULL, MOVED, Candidate
+from lingvo_moe.core.strategies.host import Host
 from lingvo_moe.core.strategies.layout import Layout
 from lingvo_moe.core.strategies.state_bytes import Held, StateBytes
 from lingvo_moe.core.strategies.workload import Operand, Product, Workload
@@ -126,7 +127,7 @@ class Estimator:
         self,
         work: Workload,
         states: Mapping[str, StateBytes],
-        machine: Machine,
+        machine: Machine | Host,
         itemsizes: Mapping[str, int],
     ):
         self._work, self._states, self._machine = work, states, machine
@@ -286,6 +287,8 @@ class Estimator:
             return 0.0
         key = (kind, int(size), axes, mesh)
         if key not in self._seconds:
+            if isinstance(self._machine, Host):
+                return self._machine.Collective(kind, size)
             lies = None
             if isinstance(self._machine, Cluster) or self._machine.slices > 1:
                 lies = network.spread((_first_group(mesh, axes),), self._machine)

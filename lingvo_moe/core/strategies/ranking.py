@@ -9,7 +9,7 @@ from lingvo_moe.core.strategies.candidate import Candidate
 from lingvo_moe.core.strategies.estimates import Correction, Estimate
 
 # Corrections outside of this range would rather be faults of an estimate than of a machine.
-_LEAST, _MOST = 0.25, 8.0
+_LEAST, _MOST = 0.1, 20.0
 
 
 @dataclass
@@ -89,6 +89,9 @@ def corrected(before: Correction, estimate: Estimate, plan: Mapping[str, Any]) -
     if plan["time"] is None:
         out.memory = max(out.memory, before.memory)
         return out
+    if not plan["work"]:  # measured as a whole
+        factor = _within(plan["time"]["step_seconds"] / estimate.Seconds(Correction()))
+        return Correction(dict.fromkeys(estimate.work, factor), factor, factor, _within(memory))
     work: dict[str, float] = {}
     for row in plan["work"]:
         work[row["part"]] = work.get(row["part"], 0.0) + row["seconds"] / estimate.idle

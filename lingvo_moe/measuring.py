@@ -1,0 +1,70 @@
+"""Measures a training step of an experiment on the devices of this process, on made-up data."""
+
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+
+from lingvo_moe.core import registry
+from lingvo_moe.core.engine.pjrt import PjrtEngine
+from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.engine.steps import lower_step, train_step
+from lingvo_moe.core.engine.tf_engine import TfEngine
+from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.trainer_checks import check_divisible
+
+_STEPS = 5
+
+
+def measured_step(
+    model: str, override: str, mesh: Mesh, memory: int, known_faults: str
+) -> dict[str, Any]:
+    """Runs a few steps of an experiment.
+
+    Args:
+        model: the experiment.
+        override: as --model_params_override.
+        mesh: of as many devices as there are at most.
+        memory: bytes of a device that a program may use. A program that needs more is not run.
+        known_faults: as PjrtEngine.
+
+    Returns:
+        `memory` and `time` of a plan (planning.py), as far as they are known here; `work` is empty. The seconds of a
+        step are the median.
+
+    Raises:
+        ValueError: of some subclass: an override or mesh that cannot be, or a known fault.
+    """
+    params = registry.GetParams(model, override)
+    task, inputs = params.task.Instantiate(), params.input.Instantiate()
+    check_divisible(params, task, mesh)
+    task.CheckInput(params.task, params.input)
+    engine = PjrtEngine(mesh, known_faults=known_faults)
+    step = train_step(task, inputs, params.train.num_micro_batches)
+    run = engine.Compile(lower_step(step, mesh))
+    held = run.Memory()
+    needed = held["arguments"] + held["outputs"] - held["aliased"] + held["temporaries"]
+    fits = needed <= memory
+    found: dict[str, Any] = {
+        "memory": {
+            "fits": fits,
+            "needed": needed,
+            "hbm": memory,
+            "misses_by": max(0, needed - memory),
+        },
+        "work": [],
+        "time": None,
+    }
+    if fits:
+        batch = task.SampleBatch(inputs, np.random.RandomState(0))
+        init = TfEngine(jit_compile=False).Build(task.InitState, [TensorSpec((), "int32")])
+        state, _ = run(init(np.int32(1)), batch)
+        seconds = []
+        for _ in range(_STEPS):
+            began = time.perf_counter()
+            state, metrics = run(state, batch)
+            engine.Get(metrics)  # waits for the step
+            seconds.append(time.perf_counter() - began)
+        found["time"] = {"step_seconds": statistics.median(seconds), "collective_seconds": None}
+    return found
