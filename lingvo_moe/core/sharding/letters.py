@@ -93,8 +93,10 @@ def split_over_copies(
     """A tensor's mapping with the axes added that it leaves out, along which devices would hold copies.
 
     All of them shard the first dimension that they divide together: parts of a leading dimension lie one behind the
-    other in memory, so that gathering them moves nothing else. If there is none, the larger axes come first, each for
-    itself; an axis that divides no dimension still holds copies.
+    other in memory, so that gathering them moves nothing else. Dimensions that `split` leaves whole come before those
+    that it shards: where the gradient's sum is to be sharded further along a sharded dimension, as of experts, XLA gathers
+    the operands of the product. If no dimension divides, the larger axes come first, each for itself; an axis that
+    divides no dimension still holds copies.
 
     Args:
         shape: of the tensor.
@@ -110,9 +112,10 @@ def split_over_copies(
     copies = tuple(a for a in mesh.axis_names if a not in used and mesh.axis_size(a) > 1)
     by_size = sorted(copies, key=lambda a: -mesh.axis_size(a))
     together = any(held[d] % mesh.axis_size(copies) == 0 for d in free_dims)
+    order = sorted(free_dims, key=lambda d: (bool(axes[d]), d))
     for more in [copies] if together else [(axis,) for axis in by_size]:
         parts = mesh.axis_size(more)
-        dim = next((d for d in sorted(free_dims) if held[d] % parts == 0), None)
+        dim = next((d for d in order if held[d] % parts == 0), None)
         if dim is not None:
             axes[dim] += more
             held[dim] //= parts

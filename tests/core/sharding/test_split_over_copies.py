@@ -17,7 +17,8 @@ from lingvo_moe.core.sharding.letters import axes_of, split_over_copies
         ((4, 4), (None, None), (0, 1), ("expert", "data")),  # the larger axis first
         ((6, 5), (None, None), (0, 1), ("data", None)),  # nothing divides by 4
         ((5, 7), (None, None), (0, 1), (None, None)),
-        ((8, 64, 8), ("expert", None, None), (0, 1, 2), (("expert", "data"), None, None)),
+        ((8, 64, 8), ("expert", None, None), (0, 1, 2), ("expert", "data", None)),  # a whole one
+        ((8, 5, 7), ("expert", None, None), (0, 1, 2), (("expert", "data"), None, None)),
         ((4, 3, 6), ("expert", None, None), (0, 1, 2), ("expert", None, "data")),
         ((64, 8), (None, None), (1,), (None, ("data", "expert"))),  # a stack of 64 layers
         ((64, 8), (None, None), (), (None, None)),
