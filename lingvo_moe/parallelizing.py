@@ -246,7 +246,7 @@ class _Finder:
         seconds = self._estimates[candidate].Seconds(ranking.correction)
         self._say(f"compiling {name}: {units.duration(seconds)} a step by estimate")
         tried = Tried(candidate, name, overrides, seconds)
-        override, faults = _joined(self._search.override, overrides), self._search.known_faults
+        override, faults = joined(self._search.override, overrides), self._search.known_faults
         try:
             if isinstance(self._machine, Host):
                 mesh = candidate.layout.mesh
@@ -270,7 +270,7 @@ class _Finder:
         if mesh.size == 1:
             return "one device"
         self._say(f"verifying over mesh {mesh}: {tried.name}")
-        override = _joined(self._search.override, tried.overrides)
+        override = joined(self._search.override, tried.overrides)
         override = join_overrides(
             override, f"train.mesh={mesh}", *_shrunk_pipeline(tried.candidate)
         )
@@ -282,7 +282,8 @@ class _Finder:
         return str(mesh)
 
 
-def _joined(override: str, overrides: Mapping[str, str]) -> str:
+def joined(override: str, overrides: Mapping[str, str]) -> str:
+    """An override with the parameters of a strategy after it."""
     return join_overrides(
         override, ";".join(f"{path}={value}" for path, value in overrides.items())
     )

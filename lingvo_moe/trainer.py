@@ -35,6 +35,7 @@ from lingvo_moe.trainer_checks import (
     strategy_override,
 )
 from lingvo_moe.trainer_flags import parse_flags
+from lingvo_moe.trainer_strategy import with_found_strategy
 
 if TYPE_CHECKING:  # they import TensorFlow and JAX
     from lingvo_moe.core.base_task import BaseTask
@@ -70,8 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: Flags) -> int:
     """Like main, but lets exceptions through."""
     limit = TimeLimit(args.max_minutes)
-    override = full_override(args)
     load_tensorflow(args.engine)
+    with_found_strategy(args)
+    override = full_override(args)
     check_data_dir(args)
     params = registry.GetParams(args.model, override)
     if args.mode == "inspect_params":

@@ -19,6 +19,7 @@ command resumes. DATA is a directory that tools.prepare wrote, docs/experiments.
 docs/guide.md explains every step from data to a server.
 """
 STRATEGY_HELP = "a file that tools.parallelize wrote; --model_params_override may change it"
+_AUTO_HELP = "auto: search one for the devices here, by measuring, and keep it in --logdir"
 MODES = ("sync", "eval", "inspect_model", "inspect_params")
 # Starting takes JAX 2 s with 4096 virtual devices, and 10 s with 10,000; most jobs have 8.
 MOST_DEVICES = 4096
@@ -95,7 +96,7 @@ def _define_machine_flags(flags: Flags) -> None:
         checks.Integer(0, MOST_DEVICES),
     )
     flags.DEFINE_string("mesh", "", "axis:size,... (default: train.mesh, over all devices)")
-    flags.DEFINE_string("strategy", "", STRATEGY_HELP)
+    flags.DEFINE_string("strategy", "", f"{STRATEGY_HELP}. {_AUTO_HELP}")
     flags.DEFINE_enum(
         "known_faults", known_faults.ERROR, known_faults.ACTIONS, known_faults.FLAG_HELP
     )

@@ -3,6 +3,7 @@
 import pytest
 
 from lingvo_moe import parallelizing, planning
+from lingvo_moe import trainer as trainer_module
 from lingvo_moe.core import registry
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.sharding import Mesh
@@ -164,3 +165,37 @@ def test_a_measured_step_says_what_it_needs_and_how_long_it_takes():
     found = measured_step("lm.Tiny", "", Mesh.parse("data:2"), 10**9, "error")
     assert found["memory"]["fits"] and 0 < found["memory"]["needed"] < 10**9
     assert found["time"]["step_seconds"] > 0
+
+
+def test_a_run_keeps_the_strategy_that_was_searched_for_it(tmp_path, monkeypatch, plans):
+    found = _find(compiles=1)
+    searches = []
+    monkeypatch.setattr(parallelizing, "find", lambda search, *_: searches.append(search) or found)
+    trained = []
+    monkeypatch.setattr(trainer_module, "train", lambda args, *rest: trained.append(rest[1]) or 0)
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "de.tsv").write_text("ein Haus\ta house\n" * 40)
+    logdir = tmp_path / "run"
+    flags = [f"--model={_MODEL}", f"--data_dir={corpus}", f"--logdir={logdir}", "--strategy=auto"]
+    assert [trainer(flags), trainer(flags)] == [0, 0]
+    assert (logdir / "strategy.txt").read_text() == found.ToText()
+    assert [search.devices for search in searches] == [8]
+    assert (
+        trained == [trained[0]] * 2
+        and f"train.mesh={found.best.overrides['train.mesh']}" in trained[0]
+    )
+
+
+@pytest.mark.parametrize(
+    "flags, told",
+    [
+        (["--logdir=x", "--mesh=expert:8"], "chooses the mesh"),
+        (["--logdir=x", "--engine=tf"], "goes with --engine=pjrt"),
+        (["--mode=inspect_model"], "goes with --mode=sync"),
+        ([], "--logdir is needed"),
+    ],
+)
+def test_what_does_not_go_with_a_search_is_told(flags, told, capsys):
+    assert trainer([f"--model={_MODEL}", "--strategy=auto", *flags]) == 2
+    assert told in capsys.readouterr().err

@@ -94,6 +94,15 @@ def request_devices(count: int) -> None:
             raise
 
 
+def plan_cache(args: Flags) -> Path | None:
+    """The directory of plans and compiled programs that --cache_dir chooses; None for none."""
+    if args.cache_dir is not None:
+        return Path(args.cache_dir) if args.cache_dir else None
+    from lingvo_moe.core.engine import aot_cache
+
+    return aot_cache.default_cache_dir()
+
+
 def check_output_directory(
     path: str | os.PathLike, flag: str = "--output", replaces: Kind | None = None
 ) -> None:

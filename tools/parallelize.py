@@ -12,7 +12,6 @@ mistake, 3 where no strategy fits, 130 after Ctrl-C.
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lingvo_moe.core import checks
@@ -105,11 +104,7 @@ def run(args: Flags) -> int:
 def searched(args: Flags, say: Any) -> "Found":
     """The search that the flags ask for."""
     from lingvo_moe import parallelizing
-    from lingvo_moe.core.engine import aot_cache
 
-    cache: Path | None = aot_cache.default_cache_dir()
-    if args.cache_dir is not None:
-        cache = Path(args.cache_dir) if args.cache_dir else None
     search = parallelizing.Search(
         model=args.model,
         topology=args.topology,
@@ -123,7 +118,7 @@ def searched(args: Flags, say: Any) -> "Found":
         known_faults=args.known_faults,
         verify=args.verify,
     )
-    return parallelizing.find(search, cache, say)
+    return parallelizing.find(search, _cli.plan_cache(args), say)
 
 
 def write(args: Flags, found: "Found") -> None:

@@ -145,11 +145,8 @@ def planned(args: Flags, variants: Sequence[str], outputs: Sequence[str]) -> lis
 def make(args: Flags, variant: str, say: Any) -> dict[str, Any]:
     _cli.load_tensorflow()
     from lingvo_moe import planning
-    from lingvo_moe.core.engine import aot_cache
 
-    cache: Path | None = aot_cache.default_cache_dir()
-    if args.cache_dir is not None:
-        cache = Path(args.cache_dir) if args.cache_dir else None
+    cache = _cli.plan_cache(args)
     request = planning.Request(
         model=args.model,
         topology=args.topology,

@@ -94,8 +94,8 @@ def split_over_copies(
 
     All of them shard the first dimension that they divide together: parts of a leading dimension lie one behind the
     other in memory, so that gathering them moves nothing else. Dimensions that `split` leaves whole come before those
-    that it shards: where the gradient's sum is to be sharded further along a sharded dimension, as of experts, XLA gathers
-    the operands of the product. If no dimension divides, the larger axes come first, each for itself; an axis that
+    that it shards: where a gradient is to be sharded further along a sharded dimension, as that of experts, XLA gathers
+    the operands of its product. If no dimension divides, the larger axes come first, each for itself; an axis that
     divides no dimension still holds copies.
 
     Args:

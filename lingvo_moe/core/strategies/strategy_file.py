@@ -13,6 +13,8 @@ from pathlib import Path
 from lingvo_moe.core.strategies.paths import PATHS
 from lingvo_moe.core.suggest import did_you_mean
 
+AUTO = "auto"  # in place of a file's name: search
+
 
 class StrategyError(ValueError):
     """A strategy that cannot be read or found. The message names the flag."""

@@ -1,0 +1,118 @@
+"""Is the strategy that tools.parallelize would find the best one? Compiles, and runs, every layout of a tiny model.
+
+    python -m benchmarks.strategies --model=mt.M4Tiny --topology=v5e:2x4
+
+Every layout of the model over the machine's devices is compiled for it, with the whole state on each device and full
+recomputation; --run also runs each on as many virtual CPU devices. Prints the rank correlations of estimates, compiled
+and measured seconds, and by how much the layout with the best estimate, and the best of the first few, miss the best
+compiled one.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lingvo_moe.core import checks
+from lingvo_moe.core.flags import Flags
+from tools import _cli
+
+# A layout's name, and its seconds by estimate, by the compiled program, and measured.
+_Row = tuple[str, float, float, float | None]
+
+
+def define_flags() -> Flags:
+    """The command's flags."""
+    flags = Flags("python -m benchmarks.strategies", __doc__)
+    flags.DEFINE_string("model", "mt.M4Tiny", "the experiment")
+    flags.DEFINE_override()
+    flags.DEFINE_string("topology", "v5e:2x4", "the machine that is compiled for")
+    flags.DEFINE_boolean("run", False, "whether each layout also runs on virtual CPU devices")
+    flags.DEFINE_integer(
+        "first", 6, "the best estimates, of which the best is also shown", checks.SIZE
+    )
+    flags.DEFINE_path("cache_dir", None, "directory for plans and compiled programs; '' keeps none")
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = define_flags().Parse(argv)
+    return _cli.attempt_compiling("strategies", lambda: _run(args))
+
+
+def _run(args: Flags) -> int:
+    from lingvo_moe.core.planner.machine import parse_machine
+
+    machine = parse_machine(args.topology)
+    with _cli.Progress() as progress:
+        _cli.load_tensorflow()
+        _cli.request_devices(machine.num_devices)
+        rows = progress.Watch(lambda: _rows(args, machine, progress))
+    _show(args, rows)
+    return 0
+
+
+def _rows(args: Flags, machine: Any, say: Any) -> list[_Row]:
+    """Every layout that can be compiled."""
+    from lingvo_moe import parallelizing, planning
+    from lingvo_moe.core import registry
+    from lingvo_moe.core.strategies.candidate import Candidate
+    from lingvo_moe.core.strategies.estimates import Correction
+    from lingvo_moe.core.strategies.layout import layouts
+    from lingvo_moe.core.strategies.workload import read_workload
+    from lingvo_moe.measuring import measured_step
+
+    params = registry.GetParams(args.model, args.model_params_override)
+    work = read_workload(params)
+    estimates = parallelizing.estimator(params, work, machine, ("",))
+    found = []
+    for layout in layouts(work, machine.num_devices):
+        candidate = Candidate(layout, micro_batches=layout.stages)
+        override = parallelizing.joined(args.model_params_override, candidate.Overrides())
+        say(f"{len(found) + 1}: {candidate}")
+        request = planning.Request(args.model, args.topology, override)
+        try:
+            plan = parallelizing.cached_plan(request, _cli.plan_cache(args), say)
+        except ValueError as e:
+            _cli.say(f"{candidate}: {e}")
+            continue
+        seconds = None
+        if args.run:
+            one = measured_step(args.model, override, layout.mesh, 2**34, "error")
+            seconds = one["time"] and one["time"]["step_seconds"]
+        estimate = estimates.Of(candidate).Seconds(Correction())
+        found.append((str(candidate), estimate, plan["time"]["step_seconds"], seconds))
+    return found
+
+
+def _show(args: Flags, rows: list[_Row]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from lingvo_moe.core import units
+    from lingvo_moe.core.strategies.ranking import rank_correlation
+
+    table = Table(box=None, header_style="bold")
+    for title in ("layout", "estimate", "compiled", "measured"):
+        table.add_column(title, overflow="fold")
+    for name, *seconds in sorted(rows, key=lambda row: row[2]):
+        table.add_row(name, *map(units.duration, seconds))
+    console = Console()
+    console.print(table)
+    by_estimate = sorted(rows, key=lambda row: row[1])
+    best = min(row[2] for row in rows)
+    print(f"layouts: {len(rows)}")
+    print(f"best estimate, compiled: {by_estimate[0][2] / best:.3f} times the best")
+    few = min(row[2] for row in by_estimate[: args.first])
+    print(f"best of the first {args.first} estimates, compiled: {few / best:.3f} times the best")
+    _, estimated, compiled, measured = zip(*rows, strict=True)
+    print(f"rank correlation, estimated and compiled: {rank_correlation(estimated, compiled):.3f}")
+    if args.run:
+        print(
+            f"rank correlation, compiled and measured: {rank_correlation(compiled, measured):.3f}"
+        )
+        print(
+            f"rank correlation, estimated and measured: {rank_correlation(estimated, measured):.3f}"
+        )
+
+
+if __name__ == "__main__":
+    _cli.run(main)
