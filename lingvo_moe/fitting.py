@@ -25,7 +25,8 @@ _NARROW = "bfloat16"
 _STATE = tuple(("train.shard_state", level) for level in checks.STATE_LEVELS[1:])
 _OFFLOAD = (("train.offload", "slots"), ("train.offload", "master"))
 _TYPES = (("task.fprop_dtype", _NARROW), ("task.dtype", _NARROW))
-_UNCHANGED = ("", "")
+_UNCHANGED = ("", None)
+Change = tuple[str, Any]  # the path of a parameter, and its value
 
 
 def advice(
@@ -51,26 +52,26 @@ def advice(
     return remedies(memory, _choice({}, planned, params, mesh), others)
 
 
-def _remat(task: InstantiableParams) -> tuple[tuple[str, str], ...]:
+def _remat(task: InstantiableParams) -> tuple[Change, ...]:
     """What recomputes as much as possible; () where a task does, or has no such parameter, or a pipeline."""
     if "remat" not in task or settings_of(task):
         return ()
     if task.repeat is False:
-        return (("task.repeat", "True"),)
+        return (("task.repeat", True),)
     return () if task.remat == kept.FULL else (("task.remat", "full"),)
 
 
 def _changed(
-    task: InstantiableParams, planned: BaseTask, changes: Mapping[str, str]
+    task: InstantiableParams, planned: BaseTask, changes: Mapping[str, Any]
 ) -> BaseTask | None:
     """The task with these changes; None where they do not go together, or one changes nothing."""
     p = task.Copy()
     for path, value in changes.items():
         name = path.partition(".")[2]
-        now, new = planned.p.Get(name), True if value == "True" else value
-        if now == new or (name == "shard_state" and shards(now, value)):
+        now = planned.p.Get(name)
+        if now == value or (name == "shard_state" and shards(now, value)):
             return None
-        p.Set(**{name: new})
+        p.Set(**{name: value})
     try:
         changed = p.Instantiate()
         changed.StateSpecs()
@@ -79,13 +80,13 @@ def _changed(
     return changed
 
 
-def _choice(changes: Mapping[str, str], task: BaseTask, params: Params, mesh: Mesh) -> Choice:
+def _choice(changes: Mapping[str, Any], task: BaseTask, params: Params, mesh: Mesh) -> Choice:
     state, level = task.StateSpecs(), task.p.shard_state
     theta = state.theta.Flatten()
     narrow = task.p.fprop_dtype == _NARROW
     rest = [s for part in ("slots", "ema") for s in state.get(part, NestedMap()).Flatten()]
-    held = {spec.path: bytes_per_device(spec, mesh) for spec in theta}
-    parts = {spec.path: bytes_per_device(spec.OverCopies(), mesh) for spec in theta}
+    held = {spec.path: _on_device(spec, mesh) for spec in theta}
+    parts = {spec.path: _on_device(spec.OverCopies(), mesh) for spec in theta}
     written = gathered = 0
     if shards(level, WEIGHTS):
         gathered = sum(_gathered(spec, mesh) for spec in theta)
@@ -93,9 +94,9 @@ def _choice(changes: Mapping[str, str], task: BaseTask, params: Params, mesh: Me
         written = sum(n for path, n in held.items() if parts[path] < n)
     recomputes = {"task.remat", "task.repeat"} & set(changes)
     return Choice(
-        changes=changes,
+        changes={name: str(value) for name, value in changes.items()},
         weights=sum(held.values()),
-        slots=sum(bytes_per_device(spec, mesh) for spec in rest if spec.memory == DEVICE),
+        slots=sum(_on_device(spec, mesh) for spec in rest),
         gradients=sum(_gradient(spec, mesh, narrow) for spec in task.GradientSpecs().Flatten()),
         written=written,
         gathered=gathered,
@@ -105,11 +106,16 @@ def _choice(changes: Mapping[str, str], task: BaseTask, params: Params, mesh: Me
     )
 
 
+def _on_device(spec: VariableSpec, mesh: Mesh) -> int:
+    """Bytes of a variable in the memory of a device."""
+    return bytes_per_device(spec, mesh) if spec.memory == DEVICE else 0
+
+
 def _gradient(spec: VariableSpec, mesh: Mesh, narrow: bool) -> int:
     """Bytes of a variable's gradient on a device; that of a stack has the type of the activations."""
     if not spec.trainable:
         return 0
-    held = bytes_per_device(spec, mesh)
+    held = _on_device(spec, mesh)
     return held // 2 if narrow and spec.stack_dims and spec.dtype == "float32" else held
 
 
