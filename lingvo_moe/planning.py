@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from lingvo_moe import fitting
 from lingvo_moe.core import checks, registry, units
 from lingvo_moe.core.base_task import BaseTask
 from lingvo_moe.core.engine import aot, checking
@@ -80,7 +81,8 @@ def make_plan(
     topology = parse_machine(request.topology)
     num_devices = len(aot.devices_of(topology.name))
     params = registry.GetParams(request.model, request.override)
-    task = params.task.Instantiate()
+    form = params.task
+    task = form.Instantiate()
     mesh = planned_mesh(params, num_devices, request.mesh)
     check_divisible(params, task, mesh)
     task.CheckInput(params.task, params.input)
@@ -112,6 +114,10 @@ def make_plan(
     compiled = _compiled(program, topology, cache_dir, say)
     if isinstance(compiled, aot.OutOfMemory):
         out["memory"] = memory.misfit_plan(compiled, program.signature)
+        if request.what == "train":
+            hosts = not isinstance(topology, Cluster)  # of GPUs, whose programs cannot use them yet
+            found = fitting.advice(out["memory"], form, params, mesh, hosts)
+            out["memory"]["advice"] = [*found, *out["memory"]["advice"]]
         return out | {"work": [], "collectives": [], "time": None}
     if mesh.size > 1 and request.known_faults != OFF:
         faults = checking.find_faults(compiled.partitioner_input, program)

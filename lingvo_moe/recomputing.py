@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from lingvo_moe.core import randomness, units
-from lingvo_moe.core.base_task import BaseTask, Forms
+from lingvo_moe.core.base_task import BaseTask
 from lingvo_moe.core.engine.steps import train_step
 from lingvo_moe.core.engine.tracing import trace
+from lingvo_moe.core.forms import Forms
 from lingvo_moe.core.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.inspect import bytes_per_device
 from lingvo_moe.core.nested_map import NestedMap

@@ -9,6 +9,7 @@ three plans. This writes `tests/plans/` again (likewise for h100:1x8):
 
 import gzip
 import json
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -270,6 +271,9 @@ def test_a_model_that_does_not_fit_gives_a_plan_that_says_by_how_much(monkeypatc
     assert not memory["fits"]
     assert memory["misses_by"] == pytest.approx((18.45 - 15.48) * 2**30, rel=1e-3)
     assert plan["time"] is None and plan["work"] == plan["collectives"] == []
+    assert re.match(
+        "None of task.dtype, .* makes it fit, nor do they together", memory["advice"][0]
+    )
 
 
 def test_the_smallest_slice_skips_what_cannot_hold_the_state(monkeypatch):
@@ -325,13 +329,13 @@ def test_variants_are_planned_and_compared_in_one_table(tmp_path, monkeypatch, c
     monkeypatch.setattr(planning, "make_plan", make)
     flags = ["--model=mt.M4Tiny", "--topology=v3:2x2", f"--cache_dir={tmp_path}"]
     flags += ["--model_params_override=task.dropout=0.1", f"--output={tmp_path / 'plan.json'}"]
-    assert plan.main([*flags, "--variants=|task.num_kv_heads=1"]) == 0
-    overrides = ["task.dropout=0.1", "task.dropout=0.1;task.num_kv_heads=1"]
+    assert plan.main([*flags, '--variants=|task.remat=["hidden","query"]']) == 0
+    overrides = ["task.dropout=0.1", 'task.dropout=0.1;task.remat=["hidden","query"]']
     assert asked == [(override, str(tmp_path)) for override in overrides]
     written = [json.loads((tmp_path / f"plan-{i}.json").read_text()) for i in (1, 2)]
     assert [made["override"] for made in written] == overrides
     printed = capsys.readouterr().out
-    assert "memory of HBM" in printed and "num_kv_heads" in printed
+    assert "memory of HBM" in printed and "task.remat" in printed
     assert "What is live at the peak" not in printed  # the table alone
     assert plan.main([*flags, "--variants=|task.fprop_dtype='bfloat16'"]) == 3
 

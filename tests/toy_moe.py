@@ -12,6 +12,10 @@ from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
 B, T, M, H, E = 16, 12, 8, 24, 16
 MESH = Mesh.parse("expert:8")
 ROWS = ("expert", None, None)
+SPLITS = {
+    "activation_split": {"B": "expert", "G": "expert", "E": "expert"},
+    "weight_split": {"E": "expert"},
+}
 
 
 def layer(**params) -> MoELayer:
@@ -24,8 +28,7 @@ def layer(**params) -> MoELayer:
         num_groups=8,
         capacity_factor=1.0,
         min_capacity=1,
-        activation_split={"B": "expert", "G": "expert", "E": "expert"},
-        weight_split={"E": "expert"},
+        **SPLITS,
     )
     return p.Set(**params).Instantiate()
 

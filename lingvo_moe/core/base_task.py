@@ -15,6 +15,7 @@ from lingvo_moe.core import checks, kernels, randomness
 from lingvo_moe.core.artifacts import RunArtifacts
 from lingvo_moe.core.base_input import BaseInput
 from lingvo_moe.core.base_layer import BaseLayer, VariableSpec, name_scope, scoped
+from lingvo_moe.core.forms import Forms
 from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
@@ -50,25 +51,6 @@ class NamedRows:
     kind: str
     dim: int
     sized_by: str
-
-
-@dataclass(frozen=True)
-class Forms:
-    """Two forms of a task, whose results are equal up to rounding, but which differ in memory and speed.
-
-    Attributes:
-        parameter: the path of the parameter that chooses one, e.g. 'task.repeat'.
-        recomputing: Params of the task that recomputes blocks of layers in the backward pass.
-        keeping: Params of the task that keeps their activations, and whose blocks are unrolled.
-        one_block: like `keeping`, but with one block in each stack.
-        num_blocks: how many blocks each stack of `keeping` has, by their path, e.g. 'm4.encoder.blocks'.
-    """
-
-    parameter: str
-    recomputing: InstantiableParams
-    keeping: InstantiableParams
-    one_block: InstantiableParams
-    num_blocks: Mapping[str, int]
 
 
 class BaseTask(BaseLayer):
@@ -262,6 +244,13 @@ class BaseTask(BaseLayer):
         """Returns the stacks of layers that core/pipelined_step.py trains by stages, as `p.pipeline` says
         (core/pipeline/params.py); None if there is one stage."""
         return None
+
+    def CheckMarks(self, marks: Collection[str]) -> None:
+        """Called when a step was traced, with the names of the activations that its loops can keep (core/tensors.py).
+
+        Raises:
+            ParamError: the task's parameters name others.
+        """
 
     def CombinedMetrics(self, sums: NestedMap) -> NestedMap:
         """The metrics of a batch from the sums of its micro-batches' terms: metrics that are no such sums."""

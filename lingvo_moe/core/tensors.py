@@ -113,11 +113,26 @@ class _Loop:
 
 _NOTHING = _Loop(())
 _loop: contextvars.ContextVar[_Loop] = contextvars.ContextVar("kept", default=_NOTHING)
+_marks: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("marks", default=None)
 
 
 def keeps(name: str) -> bool:
     """Whether the loop that is being traced keeps the activations of that name."""
-    return name in _loop.get().names
+    loop, found = _loop.get(), _marks.get()
+    if found is not None and loop.collected is not None:
+        found.add(name)
+    return name in loop.names
+
+
+@contextlib.contextmanager
+def marks() -> Iterator[set[str]]:
+    """Inside, finds the names of all marks in loops that are traced, whether or not the loops keep them."""
+    found: set[str] = set()
+    token = _marks.set(found)
+    try:
+        yield found
+    finally:
+        _marks.reset(token)
 
 
 def keep(x: tf.Tensor, name: str, annotate: Annotate) -> tf.Tensor:

@@ -3,21 +3,23 @@
 Letters: B batch, T time, L layers, M model, H hidden, N heads, A heads of keys and values, K key, V vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import ClassVar
 
 import tensorflow as tf
 
 from lingvo_moe.core import checks, kernels, param_text
 from lingvo_moe.core.base_layer import scoped
-from lingvo_moe.core.base_task import BaseTask, Forms, TaskError
+from lingvo_moe.core.base_task import BaseTask, TaskError
 from lingvo_moe.core.checks import ParamError
+from lingvo_moe.core.forms import Forms
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.layers import attention, embedding, feed_forward, kept, softmax, transformer
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline import params as pipeline
 from lingvo_moe.core.pipeline.unused_params import unused_params
+from lingvo_moe.core.suggest import nearest
 
 
 class TransformerTask(BaseTask):
@@ -77,6 +79,18 @@ class TransformerTask(BaseTask):
         """See BaseTask: the numbers of a pipeline come with stages."""
         if why := unused_params(task):
             raise TaskError(why)
+
+    def CheckMarks(self, marks: Collection[str]) -> None:
+        """See BaseTask: layers mark what a list in task.remat names."""
+        remat = () if isinstance(self.p.remat, str) else self.p.remat
+        if lacking := [name for name in remat if name not in marks]:
+            name = lacking[0]
+            known = [each for each in kept.NAMES if each in marks]
+            raise ParamError(
+                "task.remat",
+                param_text.shown(remat),
+                f"no layer of this model has {name!r}{nearest(name, known)}; the model's names are {', '.join(known)}",
+            )
 
     @classmethod
     def LayersOfBlock(cls, task: HyperParams) -> int:

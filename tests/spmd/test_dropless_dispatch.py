@@ -13,10 +13,13 @@ from toy_moe import MESH, B, E, M, T
 
 from lingvo_moe.core.engine.collectives import parse_collectives
 from lingvo_moe.core.engine.testing import run_sharded
+from lingvo_moe.core.layers import masks
+from lingvo_moe.core.layers.transformer import TransformerLayer, TransformerStack
 from lingvo_moe.core.moe.dispatch_dropless import DroplessDispatcher
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.moe.routers.top_k import TopKRouter
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import Mesh, ShardingError, single_device, use_mesh
 
 ROOMY = {"capacity_factor": 15.0}  # 23 slots for 24 tokens: with padding nothing overflows
@@ -128,6 +131,48 @@ def test_other_meshes(mesh, split):
     want = _eagerly(_train(einsum), args)
     got, _ = run_sharded(_train(dropless), args, Mesh.parse(mesh))
     _compare(got, want)
+
+
+def _stack(remat=()) -> TransformerStack:
+    """A loop over two layers of attention and experts, with dropout."""
+    moe = _layer("dropless", **{"experts.relu_dropout_prob": 0.2}).p.Copy()
+    layer = TransformerLayer.Params().Set(ffn_tpl=moe.Set(weight_split=None, activation_split=None))
+    layer.self_atten_tpl.num_heads = 2
+    p = TransformerStack.Params().Set(name="stack", model_dim=M, num_blocks=2, block=[layer])
+    return p.Set(remat=remat, **toy_moe.SPLITS).Instantiate()
+
+
+def _rows_sent(remat, args: list) -> tuple[NestedMap, int, int]:
+    """Loss and gradients of a stack over four devices; its all-to-alls of rows; its products."""
+    stack = _stack(remat)
+
+    def train(theta, x):
+        weights = theta.Flatten()
+        ones = tf.ones_like(x[:, :, 0])
+        aux = NestedMap(self_mask=masks.segment_mask(ones, ones), paddings=1 - ones)
+        with tf.GradientTape() as tape:
+            tape.watch([x, *weights])
+            y, _ = stack.FProp(theta, x, aux, seed=tf.constant([3, 4]))
+            loss = tf.reduce_sum(y * tf.sin(x))
+        return NestedMap(loss=loss, grads=tape.gradient(loss, [x, *weights]))
+
+    splits = [stack.VariableSpecs(), toy_moe.ROWS]
+    got, collectives = run_sharded(train, args, Mesh.parse("expert:4"), splits)
+    found = parse_collectives(collectives.hlo)
+    sent = sum(c.kind == "all-to-all" and c.shapes[0][0] == "f32" for c in found)
+    return got, sent, collectives.hlo.count(" dot(")
+
+
+def test_rows_that_are_kept_are_neither_sent_nor_computed_again():
+    _, x, *_ = toy_moe.arguments(_layer("dropless"))[0]
+    with use_mesh(single_device()):
+        args = [_stack().InitTheta(make_seed(0, 0)), x]
+    want, sent, products = _rows_sent((), args)
+    got, sent_less, products_less = _rows_sent(("dispatched", "experts_hidden", "returned"), args)
+    _compare(got, want)
+    # There and back: in the forward pass, in what is computed again, and in the backward pass.
+    assert (sent, sent_less) == (6, 4)
+    assert products - products_less == 2
 
 
 def test_bounded_room_drops_what_does_not_fit_and_says_so():

@@ -12,6 +12,7 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipelined_step import pipelined_step
 from lingvo_moe.core.sharding import Mesh, dims_mapping
 from lingvo_moe.core.step import Step
+from lingvo_moe.core.tensors import marks
 
 
 def train_step(task: BaseTask, inputs: BaseInput, num_micro_batches: int = 1) -> Step:
@@ -20,8 +21,10 @@ def train_step(task: BaseTask, inputs: BaseInput, num_micro_batches: int = 1) ->
     Args:
         task: what is trained.
         inputs: its input.
-        num_micro_batches: train.num_micro_batches, where the task has no pipeline. Raises as accumulating_step and
-            pipelined_step.
+        num_micro_batches: train.num_micro_batches, where the task has no pipeline.
+
+    Raises:
+        ValueError: as accumulating_step and pipelined_step; when the step is traced, also as BaseTask.CheckMarks.
     """
     batch = _batch_specs(task, inputs)
     fn: Callable[[NestedMap, NestedMap], tuple[NestedMap, NestedMap]] = task.TrainStep
@@ -29,7 +32,14 @@ def train_step(task: BaseTask, inputs: BaseInput, num_micro_batches: int = 1) ->
         fn = pipelined_step(task, batch)
     elif num_micro_batches > 1:
         fn = accumulating_step(task, num_micro_batches, batch)
-    return Step("train_step", fn, (task.StateSpecs(), batch), donate=(0,))
+
+    def step(state: NestedMap, batch: NestedMap) -> tuple[NestedMap, NestedMap]:
+        with marks() as found:
+            results = fn(state, batch)
+        task.CheckMarks(found)
+        return results
+
+    return Step("train_step", step, (task.StateSpecs(), batch), donate=(0,))
 
 
 def held_out_step(task: BaseTask, inputs: BaseInput, average: bool) -> Step:

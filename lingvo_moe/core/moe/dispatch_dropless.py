@@ -19,7 +19,7 @@ import tensorflow as tf
 from lingvo_moe.core import checks
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.moe.dispatch import Dispatcher
-from lingvo_moe.core.moe.experts import Rows
+from lingvo_moe.core.moe.experts import ROWS, Rows
 from lingvo_moe.core.moe.packing import (
     Places,
     of_slots,
@@ -120,6 +120,7 @@ class DroplessDispatcher(Dispatcher):
         ins = [(devices, layout.model), *[(devices, None)] * 3]
         region = manual_region(pack, ins, [(devices, None, layout.model), *[(devices, None)] * 4])
         rows_DRM, sizes_DE, number_DR, *notes = region(x_NM, *choices_Nk)
+        rows_DRM = self.Keep(rows_DRM, "dispatched", ROWS)
         return Rows(rows_DRM, sizes_DE, number_DR, devices, layout.experts, expected, tuple(notes))
 
     def _Send(
@@ -167,6 +168,7 @@ class DroplessDispatcher(Dispatcher):
         rows_DRM, sizes_De, number_DR, *more = region(
             *(layout.Exchange(x) for x in (sent_DQBM, sizes_DQe, number_DQB))
         )
+        rows_DRM = self.Keep(rows_DRM, "dispatched", ROWS)
         notes = (*notes, *more)
         return Rows(
             rows_DRM, sizes_De, number_DR, devices, layout.experts, expected, notes, metrics
@@ -192,6 +194,7 @@ class DroplessDispatcher(Dispatcher):
             region = manual_region(send, [(devices, None, model), narrow, narrow], wide)
             back_DQBM = layout.Exchange(region(rows_DXM, *received))
             rows_DXM = tf.reshape(back_DQBM, [layout.num_devices, -1, back_DQBM.shape[-1]])
+        rows_DXM = self.Keep(rows_DXM, "returned", ROWS)
 
         def weigh(
             rows_1XM: tf.Tensor, gate_nk: tf.Tensor, slot_nk: tf.Tensor, source_1X: tf.Tensor

@@ -19,6 +19,9 @@ from lingvo_moe.core.sharding.letters import axes_of
 from lingvo_moe.core.sharding.manual import all_reduce, manual_region
 from lingvo_moe.core.tensors import keeps
 
+# The letters that shard rows [D,N,M]: devices as groups are; the rows of a device are together, as those of a group.
+ROWS = "GSM"
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -138,6 +141,7 @@ class Experts(BaseExperts):
     def GroupedFProp(self, theta: NestedMap, x: Rows, seed: tf.Tensor | None = None) -> Rows:
         """Rows [D,N,M] in, rows [D,N,M] out, in groups of any size, sharded along D: a device has its own experts."""
         h = x.MatMul(self.Cast(theta.wi), self._Mapping("wi", "EMH"))
+        h = h.With(self.Keep(h.values, "experts_hidden", "GSH"))
         rate = self.p.relu_dropout_prob
         h = h.With(kernels.dropout(tf.nn.relu(h.values), rate, seed, h.choices))
         return h.MatMul(self.Cast(theta.wo), self._Mapping("wo", "EHM"))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lingvo_moe.core import units
 
@@ -21,28 +21,30 @@ class Held:
         divisible: bytes of weights and slots that are sharded and could be sharded twice as far.
         scaling: bytes that grow with the number of tokens a device: inputs (batch, caches),
             activations and temporaries.
-        float32: bytes of `scaling` that are float32.
+        float32: bytes by kind of activations and temporaries that are float32.
     """
 
     by_kind: Mapping[str, int]
     replicated: int
     divisible: int
     scaling: int
-    float32: int = 0
+    float32: Mapping[str, int] = field(default_factory=dict)
 
 
 def advise(held: Held, needed: int, hbm: int) -> list[str]:
     """Returns suggestions as sentences, the largest saving first.
 
-    If the program does not fit, each sentence says whether it would fit after that change alone.
+    If the program does not fit, each sentence says whether it would fit after that change alone. Of a training step,
+    whose gradients shrink with the type of activations too, remedies.py says what parameters could do then.
 
     Args:
         held: what the device holds at the peak.
         needed: bytes that the program needs on a device.
         hbm: HBM capacity of a device in bytes.
     """
-    found = [s for s in (_bfloat16(held), *_sharding(held)) if s[0] >= _WORTH * hbm]
     missing = needed - hbm
+    types = [] if missing > 0 and held.by_kind.get("gradients") else [_bfloat16(held)]
+    found = [s for s in (*types, *_sharding(held)) if s[0] >= _WORTH * hbm]
     tokens = _tokens(held, missing)
     if tokens:
         found.append(tokens)
@@ -63,10 +65,10 @@ def _verdict(saving: int, missing: int) -> str:
 
 
 def _bfloat16(held: Held) -> tuple[int, str]:
-    saving = held.float32 // 2
-    return saving, (
-        f"Activations in bfloat16 throughout would take up to {units.size(saving)} less: at the peak "
-        f"{units.size(held.float32)} of them are float32."
+    float32 = sum(held.float32.values())
+    return float32 // 2, (
+        f"Activations in bfloat16 throughout would take up to {units.size(float32 // 2)} less: at the peak "
+        f"{units.size(float32)} of them are float32."
     )
 
 

@@ -110,6 +110,7 @@ def memory_plan(
     if rest < 0:  # the trace finds more than the compiler keeps: reduce what it cannot attribute
         kinds["temporaries"] = max(kinds["temporaries"] + rest, 0)
     kinds["padding"] = max(needed - sum(kinds.values()), 0)
+    float32 = _float32(live)
     return {
         **{key: int(reported[key]) for key in reported},
         "needed": needed,
@@ -117,10 +118,11 @@ def memory_plan(
         "fits": True,  # the compiler refuses a program that does not fit
         "misses_by": 0,
         "kinds": kinds,
+        "float32": float32,
         "traced_peak": traced_peak,
         "kept_for_backward": attribution.KeptForBackward(),
         "holders": _grouped(live),
-        "advice": advise(_held(signature, kinds, live), needed, hbm),
+        "advice": advise(_held(signature, kinds, float32), needed, hbm),
     }
 
 
@@ -385,13 +387,17 @@ def _replicated_and_divisible(signature: Signature) -> tuple[int, int]:
     return replicated, divisible
 
 
-def _held(signature: Signature, kinds: Mapping[str, int], live: Iterable[_Live]) -> Held:
-    float32 = sum(
-        item.buffer.num_bytes
-        for item in live
-        if item.kind in ("activations", "temporaries")
-        and item.buffer.values[0].instruction.arrays[item.buffer.values[0].index].dtype == "f32"
-    )
+def _float32(live: Iterable[_Live]) -> dict[str, int]:
+    """Bytes of activations and of temporaries that are float32."""
+    found = dict.fromkeys(("activations", "temporaries"), 0)
+    for item in live:
+        first = item.buffer.values[0]
+        if item.kind in found and first.instruction.arrays[first.index].dtype == "f32":
+            found[item.kind] += item.buffer.num_bytes
+    return found
+
+
+def _held(signature: Signature, kinds: Mapping[str, int], float32: Mapping[str, int]) -> Held:
     replicated, divisible = _replicated_and_divisible(signature)
     return Held(
         kinds,

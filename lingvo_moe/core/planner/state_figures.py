@@ -23,20 +23,9 @@ def part_rows(plan: Plan) -> list[list[str]]:
 
 
 def sentences(plan: Plan) -> list[str]:
-    """What each level of train.shard_state would hold on a device; for a plan that does not fit, whether it would."""
-    state, memory = plan["state"], plan["memory"]
+    """What each level of train.shard_state would hold on a device."""
+    state = plan["state"]
     held = {row["shard_state"]: row["bytes"] for row in state["levels"]}
     now = state["shard_state"]
     parts = [f"{units.size(n)} with {level}" for level, n in held.items() if level != now]
-    found = [f"train.shard_state={now} holds {units.size(held[now])}; {', '.join(parts)}."]
-    missing = memory.get("misses_by") or 0
-    if memory.get("fits") or not missing:
-        return found
-    enough = [level for level, n in held.items() if held[now] - n >= missing]
-    if enough:
-        found.append(
-            f"train.shard_state={enough[0]} would make it fit, by these bytes: {units.size(missing)} are missing."
-        )
-    else:
-        found.append(f"No train.shard_state makes it fit: {units.size(missing)} are missing.")
-    return found
+    return [f"train.shard_state={now} holds {units.size(held[now])}; {', '.join(parts)}."]

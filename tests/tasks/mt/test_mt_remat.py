@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_moe.core import registry
-from lingvo_moe.core.engine.steps import train_step
+from lingvo_moe.core.engine.steps import lower_step, train_step
 from lingvo_moe.core.engine.testing import run_sharded
 from lingvo_moe.core.layers import kept
 from lingvo_moe.core.nested_map import NestedMap
@@ -75,6 +75,24 @@ def test_what_is_no_choice_is_refused():
         r"task.remat='dots': has no effect with task.repeat=False, .*; set task.repeat=True, or task.remat=full",
         unrolled,
     )
+
+
+def test_names_that_no_layer_of_the_model_has_are_refused_when_the_step_is_traced():
+    """mt.M4Tiny without experts has none of the names of theirs."""
+
+    def lowered(remat):
+        params = registry.GetParams("mt.M4Tiny", f"task.num_experts=0;task.remat={remat}")
+        return lower_step(
+            train_step(params.task.Instantiate(), params.input.Instantiate()), single_device()
+        )
+
+    with pytest.raises(ValueError) as e:
+        lowered(["hidden", "returned"])
+    assert str(e.value) == (
+        "task.remat=['hidden', 'returned']: no layer of this model has 'returned'; the model's names are query, key, "
+        "value, attention, hidden, feed_forward"
+    )
+    lowered(["hidden"])
 
 
 def test_a_list_is_read_from_text():
