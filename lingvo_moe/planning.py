@@ -22,7 +22,7 @@ from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.partitioner.known_faults import ERROR, OFF, check_action
 from lingvo_moe.core.pipeline.params import settings_of
-from lingvo_moe.core.planner import memory, mesh_order, pipeline, plan
+from lingvo_moe.core.planner import host_link, memory, mesh_order, pipeline, plan
 from lingvo_moe.core.planner.costs import costs as costs_of
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.gpu_cluster import CARDS, Cluster
@@ -177,13 +177,16 @@ def _analyse(
     if isinstance(topology, Cluster):
         some["mesh_axes"] = mesh_order.mesh_plan(costs, program.mesh, topology)
         some["number_formats"] = plan.number_formats(costs)
+    host = host_link.host_plan(module, costs, topology, compiled.memory)
+    if host:
+        some["host"] = host
     return some | {
         "memory": memory.memory_plan(
             module, compiled.memory, program.signature, topology.hbm_bytes
         ),
         "work": work,
         "collectives": collectives,
-        "time": plan.time(job, topology, work, collectives),
+        "time": plan.time(job, topology, work, collectives, host.get("waiting_seconds", 0.0)),
     }
 
 

@@ -97,13 +97,16 @@ def compile_for_topology(program: Program, topology_name: str) -> AotResult:
     compiled, before = _compiled(compiler, program, topology_name, lowered)
     seconds = time.perf_counter() - start
     stats = compiled.memory_analysis()
+    on_host = {
+        "host_arguments": int(stats.host_argument_size_in_bytes),
+        "host_temporaries": int(stats.host_temp_size_in_bytes),
+    }
     memory = xla.memory(compiled) | {
         "code": int(stats.generated_code_size_in_bytes),
         # libtpu's peak counts what is in the memory of the host too.
-        "peak": int(stats.peak_memory_in_bytes) - int(stats.host_argument_size_in_bytes),
+        "peak": int(stats.peak_memory_in_bytes) - on_host["host_arguments"],
     }
-    if stats.host_argument_size_in_bytes:
-        memory["host_arguments"] = int(stats.host_argument_size_in_bytes)
+    memory |= {name: size for name, size in on_host.items() if size}
     result = AotResult(
         hlo_text=compiled.as_text(),
         memory=memory | {"needed": compiler.Needed(memory)},
