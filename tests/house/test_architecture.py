@@ -30,7 +30,7 @@ _ROOMS = (
     ("base_input",),
     ("moe",),
     ("layers", "optimizers"),
-    ("state_sharding",),
+    ("state_sharding", "offload"),
     ("base_layer",),
     ("kernels",),
     ("partitioner",),
