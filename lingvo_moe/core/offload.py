@@ -38,6 +38,11 @@ def of_slot(offload: Offload, weight: VariableSpec, is_master: bool) -> bool:
     return weight.memory == HOST or SLOTS in items or (MASTER in items and is_master)
 
 
+def of_activations(offload: Offload) -> bool:
+    """Whether what a loop over layers keeps for its backward pass is the hosts'."""
+    return ACTIVATIONS in items_of(offload)
+
+
 def _patterns(offload: Offload) -> list[str]:
     found = [_EXPERTS if item == EXPERTS else item for item in items_of(offload)]
     return [item for item in found if "*" in item]

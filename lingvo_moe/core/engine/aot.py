@@ -7,6 +7,7 @@ memory that the program needs, in bytes; a program that does not fit is an error
 import hashlib
 import tempfile
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -101,11 +102,8 @@ def compile_for_topology(program: Program, topology_name: str) -> AotResult:
         "host_arguments": int(stats.host_argument_size_in_bytes),
         "host_temporaries": int(stats.host_temp_size_in_bytes),
     }
-    memory = xla.memory(compiled) | {
-        "code": int(stats.generated_code_size_in_bytes),
-        # libtpu's peak counts what is in the memory of the host too.
-        "peak": int(stats.peak_memory_in_bytes) - on_host["host_arguments"],
-    }
+    memory = xla.memory(compiled) | {"code": int(stats.generated_code_size_in_bytes)}
+    memory["peak"] = _peak(int(stats.peak_memory_in_bytes), memory, on_host)
     memory |= {name: size for name, size in on_host.items() if size}
     result = AotResult(
         hlo_text=compiled.as_text(),
@@ -119,6 +117,20 @@ def compile_for_topology(program: Program, topology_name: str) -> AotResult:
     if misfit is not None:
         raise misfit
     return result
+
+
+def _peak(reported: int, memory: Mapping[str, int], on_host: Mapping[str, int]) -> int:
+    """The most bytes that are live on a device at a time.
+
+    libtpu's figure counts what is in the memory of the host too. The host's arguments are always there; which of its
+    temporaries are live at that time is not known, so that this may be more than the device needs. But it never needs
+    more than all of its arguments, results and temporaries.
+    """
+    found = reported - on_host["host_arguments"]
+    if not on_host["host_temporaries"]:
+        return found
+    whole = memory["arguments"] + memory["outputs"] - memory["aliased"] + memory["temporaries"]
+    return min(found, whole)
 
 
 def _compiled(compiler: Compiler, program: Program, topology: str, lowered: Any) -> tuple[Any, str]:

@@ -20,7 +20,7 @@ from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.layers.kept import NAMES
 from lingvo_moe.core.nested_map import NestedMap, flatten, map_structure, pack_as
-from lingvo_moe.core.offload import of_weight
+from lingvo_moe.core.offload import of_activations, of_weight
 from lingvo_moe.core.sharding import DimsMapping, Mesh, current_mesh, dims_mapping
 from lingvo_moe.core.sharding.annotate import mesh_split, shard_letters
 from lingvo_moe.core.sharding.letters import GRADIENTS, HOST, shards
@@ -127,7 +127,9 @@ class Repeat(BaseLayer):
             numbers.count = count
         if self.p.unroll:
             return self._Unrolled(theta, carry, shared, seed, numbers)
-        loop = _Loop(self._Body, self._ShardCarry, tuple(self.p.remat), self._OnHost())
+        kept = tuple(self.p.remat)
+        stored_there = of_activations(self.p.offload)
+        loop = _Loop(self._Body, self._ShardCarry, kept, self._OnHost(), stored_there)
         return _scan(loop, theta, carry, shared, seed, numbers)
 
     @scoped
@@ -201,12 +203,14 @@ class Repeat(BaseLayer):
 @dataclass(frozen=True)
 class _Loop:
     """What is repeated: the body; `shard_carry(x, prefix letters)`, which annotates a carry or a stack of them; the
-    names of the activations that are kept; and of each weight whether it is in the memory of the host."""
+    names of the activations that are kept; of each weight whether it is in the memory of the host; and whether what the
+    forward pass stores for the backward pass is."""
 
     body: Body
     shard_carry: Callable[..., tf.Tensor]
     names: tuple[str, ...]
     on_host: tuple[bool, ...]
+    stored_there: bool
 
     def Slices(self, weights: list[tf.Tensor], i: tf.Tensor) -> list[tf.Tensor]:
         """The weights of repetition i, on the device."""
@@ -230,7 +234,7 @@ def _scan(
     structure = (theta, shared, seeds, numbers)
     # Of carries of unknown size (serving) nothing is kept: there is nothing to differentiate.
     keep = carry.shape.is_fully_defined()
-    names = loop.names if keep and seeds else ()
+    names, stored_there = (loop.names, loop.stored_there) if keep and seeds else ((), False)
 
     def call(i: tf.Tensor, theta_i: list, x: tf.Tensor, flat_rest: list) -> tuple[tf.Tensor, Any]:
         theta_, shared_, seeds_, numbers_ = pack_as(structure, [*theta_i, *flat_rest])
@@ -245,17 +249,24 @@ def _scan(
 
         def step(i: tf.Tensor, x: tf.Tensor, inputs: list, outputs: list) -> tuple:
             y, *values = forward(i, x, *loop.Slices(weights, i), *rest)
-            outputs = [_write(rows, i, v) for rows, v in zip(outputs, values, strict=True)]
-            return i + 1, y, [_write(rows, i, x) for rows in inputs], outputs
+            items = zip(outputs, values, there, strict=True)
+            outputs = [_write(rows, i, v, host) for rows, v, host in items]
+            return i + 1, y, [_write(rows, i, x, stored_there) for rows in inputs], outputs
 
-        inputs = [_rows(num, x.dtype, x.shape, x)] if keep else []
-        outputs = [_rows(num, out.dtype, out.shape, x) for out in forward.outputs[1:]]
+        there = [k >= num_extras and stored_there for k in range(len(forward.outputs) - 1)]
+        inputs = [_rows(num, x.dtype, x.shape, x, stored_there)] if keep else []
+        outputs = [
+            _rows(num, out.dtype, out.shape, x, host)
+            for out, host in zip(forward.outputs[1:], there, strict=True)
+        ]
         start = (tf.constant(0), x, inputs, outputs)
         _, y, inputs, outputs = tf.while_loop(lambda i, *_: i < num, step, start)
         extras = [_stack(rows) for rows in outputs[:num_extras]]
         stacks = [_stack(rows) for rows in (*inputs, *outputs[num_extras:])]
         annotations = [loop.shard_carry, *annotate] if keep else []
-        stored = [_Stored(a(s, "L"), a) for s, a in zip(stacks, annotations, strict=True)]
+        stored = [
+            _Stored(a(s, "L"), a, stored_there) for s, a in zip(stacks, annotations, strict=True)
+        ]
 
         def grad(dy: tf.Tensor, *dextras: tf.Tensor) -> list:
             if not stored:
@@ -272,14 +283,15 @@ def _scan(
 
 @dataclass(frozen=True)
 class _Stored:
-    """An activation of all repetitions, [L, ...]; `annotate(x)` annotates that of one."""
+    """An activation of all repetitions, [L, ...]; `annotate(x)` annotates that of one; whether it is on the host."""
 
     rows: tf.Tensor
     annotate: Callable[..., tf.Tensor]
+    on_host: bool
 
     def Of(self, i: tf.Tensor) -> tf.Tensor:
         """That of repetition i."""
-        return self.annotate(tf.gather(self.rows, i))
+        return self.annotate(_fetched(tf.gather(self.rows, i), self.on_host))
 
 
 def _backward(
