@@ -332,9 +332,7 @@ class BaseTask(BaseLayer):
         except ParamError as e:
             raise e.Within(_OPTIMIZER) from None
         averaged, pipelined = bool(self.p.ema_decay), self.PipelineParts() is not None
-        check_offload(
-            self.p.offload, self, theta.Flatten(), slots.Flatten(), averaged, pipelined
-        )
+        check_offload(self.p.offload, self, theta.Flatten(), slots.Flatten(), averaged, pipelined)
         return slots
 
     def InitState(self, global_seed: tf.Tensor) -> NestedMap:

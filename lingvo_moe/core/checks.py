@@ -270,7 +270,7 @@ class NamesOr(Check):
 
 @dataclass(frozen=True)
 class NamesOrPatterns(NamesOr):
-    """As NamesOr, but that the list may also have patterns of variables' paths, in which * stands for any characters."""
+    """As NamesOr, but the list may also have patterns of variables' paths, in which * stands for any characters."""
 
     def _Unknown(self, value: Iterable[Any]) -> list[Any]:
         return [item for item in super()._Unknown(value) if not _is_pattern(item)]

@@ -72,7 +72,7 @@ def check_offload(
     """
     theta, there = list(theta), [spec for spec in slots if spec.memory == HOST]
     for item in items_of(offload):
-        of_layers = item == ACTIVATIONS or "*" in item or item == EXPERTS
+        of_layers = item in (ACTIVATIONS, EXPERTS) or "*" in item
         if of_layers and pipelined:
             raise OffloadError(
                 f"train.offload={item}: the stages of a pipeline keep weights and activations on the devices; offload "

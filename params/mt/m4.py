@@ -210,7 +210,7 @@ class M4MoE128E60L(M4Base):
 
 @registry.Register
 class M4MoE200E60LOneHost(M4Base):
-    """MoE(200E, 60L): 102,022,467,584 parameters here, for one host of eight devices.
+    """MoE(200E, 60L): 102,026,346,496 parameters here, for one host of eight devices.
 
     Not the paper's: 256k tokens, bfloat16 weights with float32 master weights. The experts, their gradients and master
     weights are in the host's memory; a device holds those of a layer or two.

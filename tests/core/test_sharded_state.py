@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 from toy_stack import (
-    H,
-    L,
-    M,
     MESH,
     PARAMETERS,
     ROWS,
+    H,
+    L,
+    M,
     batch_of,
     begun,
     compiled_step,

@@ -21,6 +21,7 @@ from lingvo_moe.core.engine.aot_tpu import TpuCompiler
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.partition_dump import dump_options, read_before
 from lingvo_moe.core.engine.program import Program
+from lingvo_moe.core.sharding.letters import HOST
 from lingvo_moe.core.topology_names import TopologyName
 
 __all__ = [
@@ -82,7 +83,10 @@ def lower_for_topology(program: Program, topology_name: str) -> Any:
         )
     jax_mesh = jax.sharding.Mesh(np.array(devices).reshape(mesh.shape), mesh.axis_names)
     platform = _compiler_of(topology_name).platform
-    return xla.trace(program, jax_mesh).lower(lowering_platforms=(platform,))
+    lowered = xla.trace(program, jax_mesh).lower(lowering_platforms=(platform,))
+    if any(spec.memory == HOST for spec in program.signature.args):
+        xla.place_arguments(lowered, program)
+    return lowered
 
 
 def compile_for_topology(program: Program, topology_name: str) -> AotResult:

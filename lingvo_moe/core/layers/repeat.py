@@ -215,8 +215,7 @@ class _Loop:
     def Slices(self, weights: list[tf.Tensor], i: tf.Tensor) -> list[tf.Tensor]:
         """The weights of repetition i, on the device."""
         return [
-            _fetched(tf.gather(w, i), there)
-            for w, there in zip(weights, self.on_host, strict=True)
+            _fetched(tf.gather(w, i), there) for w, there in zip(weights, self.on_host, strict=True)
         ]
 
 

@@ -203,9 +203,7 @@ class BaseOptimizer:
         ):
             delta: kernels.Delta | None = None
             if spec.trainable:
-                of_one = functools.partial(
-                    self._Delta, decays=decayed[spec.path], numbers=numbers
-                )
+                of_one = functools.partial(self._Delta, decays=decayed[spec.path], numbers=numbers)
                 slot_specs = self._SlotsFor(spec)
                 with name_scope(f"optimizer.{spec.path}"):
                     if is_by_layer(spec, slot_specs):

@@ -7,7 +7,7 @@ a plain copy, is waited for at once. A move inside a loop takes as long each tim
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from lingvo_moe.core.hlo.module import Array, Computation, Instruction, Module
 from lingvo_moe.core.planner.costs import Cost
 from lingvo_moe.core.planner.machine import Machine
 from lingvo_moe.core.planner.plan import execution_seconds
+from lingvo_moe.core.planner.traffic import FREE
 
 HOST_SPACE = 5  # the memory space of the host in a compiled program's text
 IN, OUT = "to device", "to host"
@@ -69,28 +70,51 @@ def host_plan(
 
 
 def move_of(inside: Computation, instruction: Instruction) -> Move | None:
-    """The transfer that an instruction begins, or does at once; None for other instructions."""
-    kind = instruction.opcode.removesuffix("-start")
-    if kind not in ("copy", "dynamic-slice", "dynamic-update-slice"):
+    """The transfer that an instruction begins, or does at once; None for other instructions.
+
+    From the host the whole result is moved, e.g. a slice. To the host it is the largest operand that is on the device,
+    e.g. the update of a slice. An instruction that computes with operands on the host counts as a transfer of its
+    result, at least.
+    """
+    kind = instruction.opcode
+    if kind in FREE or kind.endswith("-done") or not (instruction.operands and instruction.arrays):
         return None
     operands = inside.operands(instruction)
-    source = operands[1 if kind == "dynamic-update-slice" else 0].arrays[0]
-    target = _target(instruction, operands)
-    if (source.memory_space == HOST_SPACE) == (target.memory_space == HOST_SPACE):
-        return None
-    moved = source if kind == "dynamic-update-slice" else target
-    direction = IN if source.memory_space == HOST_SPACE else OUT
-    return Move(direction, moved.padded_bytes)
+    given = [array for operand in operands for array in operand.arrays]
+    target = _target(instruction, given)
+    from_host = any(array.memory_space == HOST_SPACE for array in given)
+    if target.memory_space == HOST_SPACE:
+        sources = [array.padded_bytes for array in given if array.memory_space != HOST_SPACE]
+        return Move(OUT, max(sources, default=target.padded_bytes))
+    return Move(IN, target.padded_bytes) if from_host else None
 
 
-def _target(instruction: Instruction, operands: Iterable[Instruction]) -> Array:
+def _target(instruction: Instruction, given: Sequence[Array]) -> Array:
     """The array that is written; the results of most starts begin with their operands."""
-    given = sum(len(operand.arrays) for operand in operands)
-    skipped = given if instruction.opcode in _STARTS else 0
-    return instruction.arrays[skipped]
+    arrays = instruction.arrays
+    if instruction.opcode.endswith("-start") and instruction.opcode != "copy-start":
+        arrays = arrays[len(given) :] or arrays  # an all-reduce-start has results alone
+    return arrays[0]
 
 
-_STARTS = ("dynamic-slice-start", "dynamic-update-slice-start")
+class _Link:
+    """One direction of a link: one move at a time, in the order in which they begin."""
+
+    def __init__(self) -> None:
+        self._taken: list[tuple[str, float, float]] = []  # name, from, to
+
+    def Begin(self, name: str, now: float, seconds: float) -> None:
+        """A move is begun now, and takes so long."""
+        start = max(now, self._taken[-1][2]) if self._taken else now
+        self._taken.append((name, start, start + seconds))
+
+    def Wait(self, name: str, now: float) -> Iterator[tuple[str, float]]:
+        """The moves that are carried from now on until that one is done, and their seconds in that time."""
+        for each, start, end in self._taken:
+            if end > now:
+                yield each, end - max(start, now)
+            if each == name:
+                return
 
 
 class _Reader:
@@ -105,7 +129,9 @@ class _Reader:
         self._costs = {cost.name: cost for cost in costs}
         self._machine = machine
         self._moves: dict[str, Move] = {}
-        self._waits: dict[str, float] = defaultdict(float)  # by the name of a move, in one execution
+        self._waits: dict[str, float] = defaultdict(
+            float
+        )  # by the name of a move, in one execution
 
     def Waiting(self) -> float:
         """Seconds of one run of the program in which the device waits for moves."""
@@ -140,8 +166,8 @@ class _Reader:
     def _Follow(self, inside: Computation) -> tuple[float, float]:
         """(seconds of one execution of a computation, those of them that are spent waiting)."""
         now, waited = 0.0, 0.0
-        free = {IN: 0.0, OUT: 0.0}
-        ends: dict[str, float] = {}
+        links = {IN: _Link(), OUT: _Link()}
+        begun: dict[str, Move] = {}
         for instruction in inside.instructions:
             name = instruction.name
             cost = self._costs.get(name)
@@ -149,14 +175,13 @@ class _Reader:
                 continue
             move = move_of(inside, instruction)
             if move is not None:
-                self._moves[name] = move
-                free[move.direction] = max(now, free[move.direction]) + self._Seconds(move)
-                ends[name] = free[move.direction]
-            begun = name if move is not None else (instruction.operands or ("",))[0]
-            if begun in ends and not instruction.opcode.endswith("-start"):
-                wait = max(ends.pop(begun) - now, 0.0)
-                self._waits[begun] += wait
-                now, waited = now + wait, waited + wait
+                self._moves[name] = begun[name] = move
+                links[move.direction].Begin(name, now, self._Seconds(move))
+            ended = name if move is not None else (instruction.operands or ("",))[0]
+            if ended in begun and not instruction.opcode.endswith("-start"):
+                for each, wait in links[begun.pop(ended).direction].Wait(ended, now):
+                    self._waits[each] += wait
+                    now, waited = now + wait, waited + wait
                 continue
             took, of_it = self._Work(instruction, cost)
             now, waited = now + took, waited + of_it

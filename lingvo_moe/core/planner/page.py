@@ -15,8 +15,8 @@ _METHOD = (
     "Memory, operation counts and collectives come from the compiled program; the buffers live at the peak are traced "
     "through its schedule. Times are estimates, not measurements. Each instruction takes the longest of three: its "
     "arithmetic at the chip's peak, its traffic at the memory's bandwidth, and the compiler's own count of cycles. "
-    "Collectives take what the interconnect model stated with the plan gives. Nothing overlaps, but moves from and to the "
-    "hosts' memory."
+    "Collectives take what the interconnect model stated with the plan gives. Nothing overlaps, but moves from and to "
+    "the hosts' memory."
 )
 
 
