@@ -4,6 +4,7 @@ The sibling of trainer.py: the same step, lowered by the same path, is compiled 
 not there instead of being run on one that is.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,8 @@ from lingvo_moe.core.engine.steps import lower_step, train_step
 from lingvo_moe.core.hlo.errors import HloError
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.inspect import bytes_on_device
+from lingvo_moe.core.offload import EXPERTS, SLOTS, OffloadError
 from lingvo_moe.core.partitioner.known_faults import ERROR, OFF, check_action
 from lingvo_moe.core.pipeline.params import settings_of
 from lingvo_moe.core.planner import host_link, memory, mesh_order, pipeline, plan
@@ -137,7 +140,17 @@ def _state(request: Request, task: BaseTask, mesh: Mesh) -> dict[str, Any]:
     states = {
         level: State(each.StateSpecs(), each.GradientSpecs()) for level, each in levels.items()
     }
-    return {"state": state_plan(states, task.p.shard_state, mesh)}
+    offloads = dict(_offloaded(task))
+    return {"state": state_plan(states, task.p.shard_state, mesh, offloads)}
+
+
+def _offloaded(task: BaseTask) -> Iterator[tuple[str, State]]:
+    """The states with slots, experts or both in the hosts' memory, where these would free memory."""
+    for offload in (SLOTS, EXPERTS, [EXPERTS, SLOTS]):
+        other = type(task)(task.p.Copy().Set(offload=offload))
+        with contextlib.suppress(OffloadError):
+            name = offload if isinstance(offload, str) else str(offload).replace("'", '"')
+            yield name, State(other.StateSpecs(), other.GradientSpecs())
 
 
 def _compiled(
@@ -306,8 +319,8 @@ def slices_to_try(request: Request) -> Iterator[str]:
             check_divisible(params, task, mesh)
         except (HloError, PlanError, ShardingError):
             continue
-        held = plan.parameters(state, mesh)
-        gradients = held["bytes"] // (2 if narrow else 1)
-        least = held["bytes"] + (held["slot_bytes"] + gradients if train else 0)
+        least = weights = bytes_on_device(state.theta.Flatten(), mesh)
+        if train:
+            least = bytes_on_device(state.Flatten(), mesh) + weights // (2 if narrow else 1)
         if least <= topology.hbm_bytes:
             yield name

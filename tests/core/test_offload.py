@@ -4,6 +4,7 @@ import functools
 
 import numpy as np
 import pytest
+from gpu_compiler import needs_gpu_compiler
 from toy_stack import (
     MESH,
     ROWS,
@@ -110,6 +111,22 @@ def test_a_plan_counts_each_move_of_a_layer_and_the_seconds_that_a_device_waits(
     assert 0.5 * 20 * layers <= moved[host_link.IN] <= 2 * 24 * layers
     assert 0 < host["waiting_seconds"] <= host["seconds"]
     assert host["hidden_seconds"] == pytest.approx(host["seconds"] - host["waiting_seconds"])
+
+
+@needs_gpu_compiler
+def test_the_gpu_compiler_keeps_it_out_of_the_device_too():
+    """By its text, where the memory of the host is S(5), and by its own figures."""
+    step = train_step(stack_task("none", dtype="bfloat16", offload=("*.wi", "slots")), Rows())
+    compiled = aot.compile_for_topology(lower_step(step, MESH), "h100:1x8")
+    assert compiled.memory["host_arguments"] == L * M * H * (12 + 14)
+    assert compiled.memory["host_temporaries"] == L * M * H * 2  # gradients of wi
+    module = parse_module(compiled.hlo_text)
+    there = [p for p in module.entry.parameters if p.arrays[0].memory_space == host_link.HOST_SPACE]
+    assert sum(p.num_bytes for p in there) == compiled.memory["host_arguments"]
+    host = host_link.host_plan(module, costs_of(module), parse_machine("h100:1x8"), compiled.memory)
+    out = [row for row in host["moves"] if row["direction"] == host_link.OUT]
+    layers = sum(row["count"] * row["bytes"] for row in out)
+    assert layers == L * M * H * (12 + 2 + 12 + 2)  # slots; the weight and gradient of wi
 
 
 _SCHEDULE = """HloModule m, is_scheduled=true

@@ -39,4 +39,12 @@ def sentences(plan: Plan) -> list[str]:
         )
     else:
         found.append(f"No train.shard_state makes it fit: {units.size(missing)} are missing.")
+    offloads = {row["offload"]: held[now] - row["bytes"] for row in state.get("offloads") or ()}
+    freeing = [name for name, freed in offloads.items() if freed >= missing]
+    if freeing:
+        freed = units.size(offloads[freeing[0]])
+        found.append(
+            f"train.offload={freeing[0]} would make it fit, by these bytes: it moves {freed} to the hosts, but for "
+            "those of a layer or two."
+        )
     return found
