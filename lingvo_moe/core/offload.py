@@ -104,7 +104,8 @@ def _why_no_weights(item: str, theta: Sequence[VariableSpec]) -> str:
     if matched:
         names = ", ".join(spec.path for spec in matched[:3])
         return f"it would have moved {names}, which no loop over layers reads (task.repeat=True makes one of a stack)"
-    near = did_you_mean(item, [spec.path for spec in theta])
+    ends = {f"*.{spec.path.rpartition('.')[2]}" for spec in theta}
+    near = did_you_mean(item, ends | {spec.path for spec in theta})
     return f"no variable matches{near} (--mode=inspect_model lists them)"
 
 
