@@ -106,7 +106,7 @@ def _why_no_weights(item: str, theta: Sequence[VariableSpec]) -> str:
         return f"it would have moved {names}, which no loop over layers reads (task.repeat=True makes one of a stack)"
     ends = {f"*.{spec.path.rpartition('.')[2]}" for spec in theta}
     near = did_you_mean(item, ends | {spec.path for spec in theta})
-    return f"no variable matches{near} (--mode=inspect_model lists them)"
+    return f"no variable matches{near}, as --mode=inspect_model lists them"
 
 
 def _loops(layer: BaseLayer) -> Iterator[BaseLayer]:

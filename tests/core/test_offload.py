@@ -169,7 +169,7 @@ def test_a_program_without_anything_on_a_host_has_no_such_part():
         ("master", {}, "train.offload=master: no stack of layers has such slots"),
         ("experts", {}, "train.offload=experts: no variable matches"),
         (("*.scale",), {}, r"it would have moved stack.scale, which no loop over layers reads"),
-        (("slots", "*.wx"), {}, r"train.offload=\*.wx: no variable matches, did you mean"),
+        (("slots", "*.wx"), {}, r"offload=\*.wx: no variable matches \(did you mean '\*.w"),
         (("*.wi",), {"ema_decay": 0.9}, "the moving average reads these weights on the devices"),
     ],
     ids=str,
