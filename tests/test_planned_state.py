@@ -53,8 +53,11 @@ def test_the_copies_of_each_part(level, copies):
 def test_what_would_make_it_fit():
     plan = {"state": _state("none"), "memory": {"fits": False, "misses_by": 30 * 10**9}}
     assert "train.shard_state=slots would make it fit" in state_figures.sentences(plan)[1]
+    # 12 of 16 bytes of a parameter, but for the embeddings'.
+    assert "train.offload=slots would make it fit" in state_figures.sentences(plan)[2]
     plan["memory"]["misses_by"] = 119 * 10**9
-    assert "No train.shard_state makes it fit" in state_figures.sentences(plan)[1]
+    (_, alone) = state_figures.sentences(plan)
+    assert "No train.shard_state makes it fit" in alone
     plan["memory"] = {"fits": True, "misses_by": 0}
     (only,) = state_figures.sentences(plan)
     assert only.startswith("train.shard_state=none holds 111.") and "1.75 GiB with weights" in only

@@ -14,7 +14,9 @@ GRADS = NestedMap(a=tf.constant([3.0, 0.0]), b=NestedMap(c=tf.constant([[4.0]]))
 
 
 def _spec(path, x, dtype="float32"):
-    return VariableSpec(path, tuple(x.shape), dtype, "MH"[: x.shape.rank], WeightInit.Constant(0), ())
+    return VariableSpec(
+        path, tuple(x.shape), dtype, "MH"[: x.shape.rank], WeightInit.Constant(0), ()
+    )
 
 
 def _updated(grads, limit):
