@@ -256,25 +256,6 @@ def test_terminal_gives_the_reason_where_there_is_no_time():
     assert "step – (estimated)" not in said
 
 
-def test_what_is_in_the_hosts_memory_and_what_moves():
-    plan = make_plan()
-    move = {"direction": "to device", "layer": "encoder.moe", "part": "experts", "phase": "forward"}
-    move |= {"bytes": _GIB, "count": 6, "seconds": 0.4, "waiting_seconds": 0.1}
-    plan["host"] = {"needed": 3 * _GIB, "host_devices": 4, "needed_by_host": 12 * _GIB}
-    plan["host"] |= {"host_memory": 10 * _GIB, "link_bandwidth": 15e9, "link_source": "assumed"}
-    plan["host"] |= {"moves": [move], "seconds": 0.4, "waiting_seconds": 0.1, "hidden_seconds": 0.3}
-    shown = io.StringIO()
-    print_plan(plan, Console(file=shown, width=200))
-    for text in (shown.getvalue(), html_report([plan])):
-        assert "Memory of the hosts" in text and "encoder.moe" in text
-        assert "a host of 4 devices 12.00 GiB of 10.00 GiB" in text
-        assert "A host does not have that much: 2.00 GiB are missing" in text
-        assert "waits for 100 ms of it" in text and "75.0% is hidden" in text
-    shown = io.StringIO()
-    print_plan(make_plan(), Console(file=shown, width=200))
-    assert "Memory of the hosts" not in shown.getvalue()
-
-
 def test_comparison_has_a_row_for_each_plan():
     said = _printed(print_comparison, [make_plan(), make_plan_that_misses()])
     (first,) = re.findall(r"^mt\.M4MoE2048E36L .*", said, re.MULTILINE)
