@@ -4,11 +4,12 @@ core/planner/remedies.py estimates their memory.
 """
 
 import itertools
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lingvo_moe.core import checks
+from lingvo_moe.core import checks, offload
 from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.base_task import BaseTask
 from lingvo_moe.core.hyperparams import InstantiableParams, Params
@@ -23,14 +24,17 @@ from lingvo_moe.core.sharding.letters import DEVICE, SLOTS, WEIGHTS, parts_of, s
 _NARROW = "bfloat16"
 # The parameters, each with its values, weaker ones first. Of task.dtype and task.fprop_dtype one is enough.
 _STATE = tuple(("train.shard_state", level) for level in checks.STATE_LEVELS[1:])
-_OFFLOAD = (("train.offload", "slots"), ("train.offload", "master"))
+_OFFLOAD = tuple(
+    ("train.offload", what)
+    for what in (offload.SLOTS, offload.MASTER, offload.EXPERTS, [offload.EXPERTS, offload.SLOTS])
+)
 _TYPES = (("task.fprop_dtype", _NARROW), ("task.dtype", _NARROW))
 _UNCHANGED = ("", None)
 Change = tuple[str, Any]  # the path of a parameter, and its value
 
 
 def advice(
-    memory: Mapping[str, Any], task: InstantiableParams, params: Params, mesh: Mesh, hosts: bool
+    memory: Mapping[str, Any], task: InstantiableParams, params: Params, mesh: Mesh
 ) -> list[str]:
     """Sentences for a training step that does not fit: see core/planner/remedies.py.
 
@@ -39,10 +43,9 @@ def advice(
         task: Params of the task that was planned.
         params: the experiment's parameters.
         mesh: that it was planned for.
-        hosts: whether programs for the machine can use the memory of hosts.
     """
     planned = task.Instantiate()
-    groups = [_STATE if mesh.size > 1 else (), _OFFLOAD if hosts else (), _remat(task), _TYPES]
+    groups = [_STATE if mesh.size > 1 else (), _OFFLOAD, _remat(task), _TYPES]
     others = []
     for changes in itertools.product(*((_UNCHANGED, *group) for group in groups)):
         chosen = dict(change for change in changes if change != _UNCHANGED)
@@ -94,7 +97,7 @@ def _choice(changes: Mapping[str, Any], task: BaseTask, params: Params, mesh: Me
         written = sum(n for path, n in held.items() if parts[path] < n)
     recomputes = {"task.remat", "task.repeat"} & set(changes)
     return Choice(
-        changes={name: str(value) for name, value in changes.items()},
+        changes={name: _text(value) for name, value in changes.items()},
         weights=sum(held.values()),
         slots=sum(_on_device(spec, mesh) for spec in rest),
         gradients=sum(_gradient(spec, mesh, narrow) for spec in task.GradientSpecs().Flatten()),
@@ -104,6 +107,11 @@ def _choice(changes: Mapping[str, Any], task: BaseTask, params: Params, mesh: Me
         narrow=narrow,
         carries=_carries(task, params, mesh) if recomputes else None,
     )
+
+
+def _text(value: Any) -> str:
+    """A value as a flag takes it."""
+    return json.dumps(value) if isinstance(value, list) else str(value)
 
 
 def _on_device(spec: VariableSpec, mesh: Mesh) -> int:

@@ -4,6 +4,7 @@ The sibling of trainer.py: the same step, lowered by the same path, is compiled 
 not there instead of being run on one that is.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,9 +22,11 @@ from lingvo_moe.core.engine.steps import lower_step, train_step
 from lingvo_moe.core.hlo.errors import HloError
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.inspect import bytes_on_device
+from lingvo_moe.core.offload import EXPERTS, SLOTS, OffloadError
 from lingvo_moe.core.partitioner.known_faults import ERROR, OFF, check_action
 from lingvo_moe.core.pipeline.params import settings_of
-from lingvo_moe.core.planner import memory, mesh_order, pipeline, plan
+from lingvo_moe.core.planner import host_link, memory, mesh_order, pipeline, plan
 from lingvo_moe.core.planner.costs import costs as costs_of
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.gpu_cluster import CARDS, Cluster
@@ -115,8 +118,7 @@ def make_plan(
     if isinstance(compiled, aot.OutOfMemory):
         out["memory"] = memory.misfit_plan(compiled, program.signature)
         if request.what == "train":
-            hosts = not isinstance(topology, Cluster)  # of GPUs, whose programs cannot use them yet
-            found = fitting.advice(out["memory"], form, params, mesh, hosts)
+            found = fitting.advice(out["memory"], form, params, mesh)
             out["memory"]["advice"] = [*found, *out["memory"]["advice"]]
         return out | {"work": [], "collectives": [], "time": None}
     if mesh.size > 1 and request.known_faults != OFF:
@@ -143,7 +145,17 @@ def _state(request: Request, task: BaseTask, mesh: Mesh) -> dict[str, Any]:
     states = {
         level: State(each.StateSpecs(), each.GradientSpecs()) for level, each in levels.items()
     }
-    return {"state": state_plan(states, task.p.shard_state, mesh)}
+    offloads = dict(_offloaded(task))
+    return {"state": state_plan(states, task.p.shard_state, mesh, offloads)}
+
+
+def _offloaded(task: BaseTask) -> Iterator[tuple[str, State]]:
+    """The states with slots, experts or both in the hosts' memory, where these would free memory."""
+    for offload in (SLOTS, EXPERTS, [EXPERTS, SLOTS]):
+        other = type(task)(task.p.Copy().Set(offload=offload))
+        with contextlib.suppress(OffloadError):
+            name = offload if isinstance(offload, str) else str(offload).replace("'", '"')
+            yield name, State(other.StateSpecs(), other.GradientSpecs())
 
 
 def _compiled(
@@ -183,13 +195,16 @@ def _analyse(
     if isinstance(topology, Cluster):
         some["mesh_axes"] = mesh_order.mesh_plan(costs, program.mesh, topology)
         some["number_formats"] = plan.number_formats(costs)
+    host = host_link.host_plan(module, costs, topology, compiled.memory)
+    if host:
+        some["host"] = host
     return some | {
         "memory": memory.memory_plan(
             module, compiled.memory, program.signature, topology.hbm_bytes
         ),
         "work": work,
         "collectives": collectives,
-        "time": plan.time(job, topology, work, collectives),
+        "time": plan.time(job, topology, work, collectives, host.get("waiting_seconds", 0.0)),
     }
 
 
@@ -309,8 +324,8 @@ def slices_to_try(request: Request) -> Iterator[str]:
             check_divisible(params, task, mesh)
         except (HloError, PlanError, ShardingError):
             continue
-        held = plan.parameters(state, mesh)
-        gradients = held["bytes"] // (2 if narrow else 1)
-        least = held["bytes"] + (held["slot_bytes"] + gradients if train else 0)
+        least = weights = bytes_on_device(state.theta.Flatten(), mesh)
+        if train:
+            least = bytes_on_device(state.Flatten(), mesh) + weights // (2 if narrow else 1)
         if least <= topology.hbm_bytes:
             yield name

@@ -16,7 +16,7 @@ from lingvo_moe.core.engine.steps import train_step
 from lingvo_moe.core.engine.tracing import trace
 from lingvo_moe.core.forms import Forms
 from lingvo_moe.core.hyperparams import InstantiableParams, Params
-from lingvo_moe.core.inspect import bytes_per_device
+from lingvo_moe.core.inspect import bytes_on_device
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.params import micro_batches_of
 from lingvo_moe.core.sharding import Mesh
@@ -107,10 +107,9 @@ def step_bytes(forms: Forms, params: Params, mesh: Mesh, engine: str = "pjrt") -
         engine: as for chosen_form.
     """
     task = forms.keeping.Instantiate()
-    state = sum(bytes_per_device(spec, mesh) for spec in task.StateSpecs().Flatten())
-    gradients = sum(
-        bytes_per_device(spec, mesh) for spec in task.VariableSpecs().Flatten() if spec.trainable
-    )
+    state = bytes_on_device(task.StateSpecs().Flatten(), mesh)
+    trained = (spec for spec in task.VariableSpecs().Flatten() if spec.trainable)
+    gradients = bytes_on_device(trained, mesh)
     _, num = micro_batches_of(params)
     if num > 1:
         gradients *= 2  # of a micro-batch, and their sum

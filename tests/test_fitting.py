@@ -16,7 +16,7 @@ SIZES = (
 CARRIES = 2 * 4 * 128 * 32 * 4
 
 
-def _advice(override="", missing=1.0, activations=0, hosts=True, mesh="expert:8"):
+def _advice(override="", missing=1.0, activations=0, mesh="expert:8"):
     """The sentences for M4Tiny, whose peak has its state, all gradients, and so many bytes of float32 activations.
 
     `missing`: the share of these that does not fit.
@@ -34,7 +34,7 @@ def _advice(override="", missing=1.0, activations=0, hosts=True, mesh="expert:8"
         "float32": {"activations": activations, "temporaries": 0},
         "misses_by": int(missing * sum(kinds.values())),
     }
-    return fitting.advice(memory, params.task, params, on, hosts)
+    return fitting.advice(memory, params.task, params, on)
 
 
 def test_one_parameter_is_enough():

@@ -50,6 +50,10 @@ def test_the_copies_of_each_part(level, copies):
     assert tuple(row["copies"] for row in rows) == copies
 
 
-def test_what_the_levels_hold():
-    (only,) = state_figures.sentences({"state": _state("none")})
-    assert only.startswith("train.shard_state=none holds 111.") and "1.75 GiB with weights" in only
+def test_what_the_levels_and_offloads_hold():
+    levels, offloads = state_figures.sentences({"state": _state("none")})
+    assert (
+        levels.startswith("train.shard_state=none holds 111.") and "1.75 GiB with weights" in levels
+    )
+    # 12 of 16 bytes of a parameter are those of slots, but for the embeddings'.
+    assert "28." in offloads and "with slots" in offloads

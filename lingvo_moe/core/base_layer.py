@@ -30,7 +30,7 @@ from lingvo_moe.core.tensors import keep
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 # Parameters that a child takes from its parent where its own Params leave them open.
-_INHERITED = ("dtype", "fprop_dtype", "activation_split", "weight_split", "shard_state")
+_INHERITED = ("dtype", "fprop_dtype", "activation_split", "weight_split", "shard_state", "offload")
 
 
 def scoped(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -225,6 +225,13 @@ class BaseLayer:
             check=checks.or_none(checks.one_of(checks.STATE_LEVELS)),
             parent_sets="all parts of a model take it from train.shard_state",
         )
+        p.Define(
+            "offload",
+            None,
+            "What is in the memory of the hosts: see core/offload.py.",
+            check=checks.or_none(checks.OFFLOAD),
+            parent_sets="all parts of a model take it from train.offload",
+        )
         return p
 
     def __init__(self, params: InstantiableParams):
@@ -234,6 +241,7 @@ class BaseLayer:
             ("activation_split", {}),
             ("weight_split", {}),
             ("shard_state", NONE),
+            ("offload", checks.NO_OFFLOAD),
         ):
             if getattr(params, name) is None:
                 setattr(params, name, root)

@@ -20,12 +20,13 @@ from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.offload import check_offload, items_of
 from lingvo_moe.core.optimizers import moving_average
 from lingvo_moe.core.optimizers.adafactor import Adafactor
 from lingvo_moe.core.optimizers.registry import OPTIMIZERS
 from lingvo_moe.core.pipeline.parts import Parts
 from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.core.sharding.letters import GRADIENTS, HOST, SLOTS, shards
+from lingvo_moe.core.sharding.letters import GRADIENTS, SLOTS, shards
 from lingvo_moe.core.state_sharding import weights_in_use
 from lingvo_moe.core.step import Step
 
@@ -85,7 +86,6 @@ class BaseTask(BaseLayer):
     def Params(cls) -> InstantiableParams:
         p = super().Params()
         p.Define("optimizer", Adafactor.Params(), "How gradients change theta.", choices=OPTIMIZERS)
-        p.Define("offload", "none", "As train.offload.", check=checks.one_of(checks.OFFLOADS))
         p.Define(
             "ema_decay",
             0.0,
@@ -123,7 +123,7 @@ class BaseTask(BaseLayer):
     @classmethod
     def OptimizerParams(cls, task: HyperParams) -> InstantiableParams:
         """Returns Params of the optimizer, with what follows in them from other Params of the task."""
-        return task.optimizer.Copy().Set(offload=task.offload)
+        return task.optimizer.Copy().Set(offload=task.offload or checks.NO_OFFLOAD)
 
     @classmethod
     def CheckInput(cls, task: HyperParams, inputs: HyperParams) -> None:
@@ -320,11 +320,8 @@ class BaseTask(BaseLayer):
             slots = self.optimizer.SlotSpecs(theta)
         except ParamError as e:
             raise e.Within(_OPTIMIZER) from None
-        if self.p.offload != "none" and not any(s.memory == HOST for s in slots.Flatten()):
-            raise TaskError(
-                f"train.offload={self.p.offload}: no stack of layers has such slots, so that this would free no "
-                "memory; leave it at none"
-            )
+        averaged, pipelined = bool(self.p.ema_decay), self.PipelineParts() is not None
+        check_offload(self.p.offload, self, theta.Flatten(), slots.Flatten(), averaged, pipelined)
         return slots
 
     def InitState(self, global_seed: tf.Tensor) -> NestedMap:
@@ -400,7 +397,7 @@ class BaseTask(BaseLayer):
             state.step,
             self._UpdatedSpecs(),
             self.p.clip_gradient_norm,
-            None if self.p.offload == "none" else tf.math.is_finite(loss),
+            tf.math.is_finite(loss) if items_of(self.p.offload) else None,
         )
         theta = self._WithUpdates(theta, updates)
         new = NestedMap(theta=theta, slots=slots)

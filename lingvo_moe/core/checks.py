@@ -269,6 +269,26 @@ class NamesOr(Check):
 
 
 @dataclass(frozen=True)
+class NamesOrPatterns(NamesOr):
+    """As NamesOr, but the list may also have patterns of variables' paths, in which * stands for any characters."""
+
+    def _Unknown(self, value: Iterable[Any]) -> list[Any]:
+        return [item for item in super()._Unknown(value) if not _is_pattern(item)]
+
+    def Hint(self, value: Any) -> str:
+        if _is_pattern(value):
+            return f", e.g. {[value]}"
+        return f"{super().Hint(value)}, or a pattern of variables' paths with a *"
+
+    def __str__(self) -> str:
+        return either((*self.words, "a list of names and patterns"))
+
+
+def _is_pattern(value: Any) -> bool:
+    return isinstance(value, str) and "*" in value
+
+
+@dataclass(frozen=True)
 class Letters(Check):
     """A map from letters to mesh axes. `known` holds the letters with what each means; it may grow."""
 
@@ -335,7 +355,11 @@ POSITIVE = Number(0, open_low=True)
 NOT_NEGATIVE = Number(0)
 # What of a training state is sharded (sharding/letters.py says how); each includes those before it.
 STATE_LEVELS = ("none", "slots", "gradients", "weights")
-OFFLOADS = ("none", "slots", "master")  # what of the state is in the memory of the host
+# What is in the memory of the hosts (offload.py says how); patterns of variables' paths are more.
+NO_OFFLOAD, OFFLOADS = "none", ("slots", "master", "experts", "activations")
+
+
+OFFLOAD = NamesOrPatterns((NO_OFFLOAD, *OFFLOADS), OFFLOADS)
 
 
 def one_of(names: Iterable[str]) -> OneOf:

@@ -3,6 +3,8 @@
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
+from lingvo_moe.core.tensors import in_xla
+
 # The custom call that XLA takes for a move; lowering writes its backend_config as XLA expects it (engine/embedding.py).
 PLACEMENT = "annotate_device_placement"
 _ON_DEVICE, _ON_HOST = "device", "pinned_host"
@@ -19,6 +21,8 @@ def to_host(x: tf.Tensor) -> tf.Tensor:
 
 
 def _placed(x: tf.Tensor, memory: str) -> tf.Tensor:
+    if not in_xla():
+        return x  # TensorFlow's own kernels have one memory
     (placed,) = gen_xla_ops.xla_custom_call_v2(
         operands=[x],
         call_target_name=PLACEMENT,

@@ -11,7 +11,9 @@ from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.base_task import BaseTask
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.sharding.letters import DEVICE, HOST
 
+_PLACES = {DEVICE: "", HOST: ", in the host's memory"}
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int32": 4, "int64": 8}
 
 
@@ -34,6 +36,11 @@ def bytes_per_device(spec: VariableSpec, mesh: Mesh) -> int:
     return math.prod(shape) * _BYTES[spec.dtype]
 
 
+def bytes_on_device(specs: Iterable[VariableSpec], mesh: Mesh) -> int:
+    """The bytes of variables in the memory of one device: of those that are not in its host's memory."""
+    return sum(bytes_per_device(spec, mesh) for spec in specs if spec.memory == DEVICE)
+
+
 def print_variables(
     specs: Iterable[VariableSpec], mesh: Mesh, console: Console | None = None
 ) -> None:
@@ -50,7 +57,7 @@ def print_variables(
             "x".join(map(str, spec.shape)) or "scalar",
             spec.letters,
             spec.dtype,
-            describe_split(spec, mesh),
+            describe_split(spec, mesh) + _PLACES[spec.memory],
             units.size(bytes_per_device(spec, mesh), 1),
         )
     console.print(table)
@@ -59,8 +66,14 @@ def print_variables(
     words = units.in_words(count)
     console.print(
         f"total: {len(specs)} variables, {count:,} parameters{f' ({words})' if words else ''}; "
-        f"{units.size(total, 1)} on each of {mesh.size} devices (mesh {mesh})"
+        f"{units.size(total, 1)} on each of {mesh.size} devices (mesh {mesh}){_of_hosts(specs, mesh)}"
     )
+
+
+def _of_hosts(specs: Iterable[VariableSpec], mesh: Mesh) -> str:
+    """How many bytes of a device's variables are in its host's memory; '' for none."""
+    held = sum(bytes_per_device(spec, mesh) for spec in specs if spec.memory == HOST)
+    return f", {units.size(held, 1)} of them in the memory of its host" if held else ""
 
 
 def print_optimizer(task: BaseTask, mesh: Mesh, console: Console | None = None) -> None:
@@ -81,7 +94,8 @@ def print_optimizer(task: BaseTask, mesh: Mesh, console: Console | None = None) 
     def size(part: NestedMap) -> str:
         held = sum(bytes_per_device(spec, mesh) for spec in part.Flatten())
         total = sum(map(bytes_of, part.Flatten()))
-        return f"{total / count:.2g} bytes a parameter, {units.size(held, 1)} on each device"
+        there = _of_hosts(part.Flatten(), mesh)
+        return f"{total / count:.2g} bytes a parameter, {units.size(held, 1)} on each device{there}"
 
     lines = [f"optimizer {type(task.optimizer).__name__}: {size(state.slots)}"]
     if task.optimizer.p.weight_decay:

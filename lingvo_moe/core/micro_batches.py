@@ -15,10 +15,11 @@ import tensorflow as tf
 from lingvo_moe.core import randomness
 from lingvo_moe.core.base_layer import name_scope
 from lingvo_moe.core.base_task import BaseTask
-from lingvo_moe.core.division import Division, check_divides, num_rows, shares_of
+from lingvo_moe.core.division import Division, MicroBatchError, check_divides, num_rows, shares_of
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import DimsMapping
 from lingvo_moe.core.sharding.annotate import mesh_of, sharded
+from lingvo_moe.core.sharding.letters import HOST
 from lingvo_moe.core.tensors import runtime_zeros, sum_type
 
 _SCOPE = "micro_batches"  # of the loop's name, by which core/hlo/module.py finds it
@@ -66,6 +67,12 @@ def accumulating_step(
     """
     division, part = divided(task, num, batch_specs, "train.num_micro_batches")
     trainable = [spec for spec in task.GradientSpecs().Flatten() if spec.trainable]
+    there = next((spec.path for spec in trainable if spec.memory == HOST), None)
+    if there is not None:
+        raise MicroBatchError(
+            f"train.num_micro_batches={num}: the gradients of {there} are in the hosts' memory (train.offload), where "
+            "those of micro-batches cannot be added up; set train.num_micro_batches=1, or offload slots alone"
+        )
 
     def step(state: NestedMap, batch: NestedMap) -> tuple[NestedMap, NestedMap]:
         with name_scope(f"{task.path}.{_SCOPE}"):

@@ -69,9 +69,11 @@ def TrainParams() -> Params:
     p.Define(
         "offload",
         "none",
-        "What of the training state of stacks of layers is in the hosts' memory, and moves to the devices layer by "
-        "layer: slots (those of the optimizer) or master (the float32 values of bfloat16 weights).",
-        check=checks.one_of(checks.OFFLOADS),
+        "What of stacks of layers is in the hosts' memory, and moves to the devices layer by layer: slots (those of "
+        "the optimizer), master (the float32 values of bfloat16 weights), experts (their weights, gradients and "
+        "slots), activations (the inputs of blocks, kept for the backward pass), or a list of these and of patterns "
+        "of variables' paths, e.g. ['*.ffn.w?'] (as experts).",
+        check=checks.OFFLOAD,
     )
     p.Define("save_interval_steps", 1000, "Steps between checkpoints.", check=checks.SIZE)
     p.Define(

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
 
 
 def shape_of(x: tf.Tensor) -> list[int | tf.Tensor]:
@@ -45,6 +46,13 @@ def runtime_zeros(
     first = tf.reshape(given, [-1])[0]
     never = tf.logical_and(tf.math.is_nan(first), tf.math.is_inf(first))
     return tf.fill(tf.shape(given) if shape is None else shape, tf.cast(never, dtype))
+
+
+def in_xla() -> bool:
+    """Whether the graph that is being traced goes to XLA, which wants static shapes."""
+    if tf.executing_eagerly():
+        return False
+    return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
 def sum_type(dtype: tf.DType) -> tf.DType:

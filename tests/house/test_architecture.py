@@ -31,7 +31,7 @@ _ROOMS = (
     ("base_input",),
     ("moe",),
     ("layers", "optimizers"),
-    ("state_sharding",),
+    ("state_sharding", "offload"),
     ("base_layer",),
     ("kernels",),
     ("partitioner",),

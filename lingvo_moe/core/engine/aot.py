@@ -7,6 +7,7 @@ memory that the program needs, in bytes; a program that does not fit is an error
 import hashlib
 import tempfile
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from lingvo_moe.core.engine.aot_tpu import TpuCompiler
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.partition_dump import dump_options, read_before
 from lingvo_moe.core.engine.program import Program
+from lingvo_moe.core.sharding.letters import HOST
 from lingvo_moe.core.topology_names import TopologyName
 
 __all__ = [
@@ -81,7 +83,10 @@ def lower_for_topology(program: Program, topology_name: str) -> Any:
         )
     jax_mesh = jax.sharding.Mesh(np.array(devices).reshape(mesh.shape), mesh.axis_names)
     platform = _compiler_of(topology_name).platform
-    return xla.trace(program, jax_mesh).lower(lowering_platforms=(platform,))
+    lowered = xla.trace(program, jax_mesh).lower(lowering_platforms=(platform,))
+    if any(spec.memory == HOST for spec in program.signature.args):
+        xla.place_arguments(lowered, program)
+    return lowered
 
 
 def compile_for_topology(program: Program, topology_name: str) -> AotResult:
@@ -97,13 +102,13 @@ def compile_for_topology(program: Program, topology_name: str) -> AotResult:
     compiled, before = _compiled(compiler, program, topology_name, lowered)
     seconds = time.perf_counter() - start
     stats = compiled.memory_analysis()
-    memory = xla.memory(compiled) | {
-        "code": int(stats.generated_code_size_in_bytes),
-        # libtpu's peak counts what is in the memory of the host too.
-        "peak": int(stats.peak_memory_in_bytes) - int(stats.host_argument_size_in_bytes),
+    on_host = {
+        "host_arguments": int(stats.host_argument_size_in_bytes),
+        "host_temporaries": int(stats.host_temp_size_in_bytes),
     }
-    if stats.host_argument_size_in_bytes:
-        memory["host_arguments"] = int(stats.host_argument_size_in_bytes)
+    memory = xla.memory(compiled) | {"code": int(stats.generated_code_size_in_bytes)}
+    memory["peak"] = _peak(int(stats.peak_memory_in_bytes), memory, on_host)
+    memory |= {name: size for name, size in on_host.items() if size}
     result = AotResult(
         hlo_text=compiled.as_text(),
         memory=memory | {"needed": compiler.Needed(memory)},
@@ -116,6 +121,20 @@ def compile_for_topology(program: Program, topology_name: str) -> AotResult:
     if misfit is not None:
         raise misfit
     return result
+
+
+def _peak(reported: int, memory: Mapping[str, int], on_host: Mapping[str, int]) -> int:
+    """The most bytes that are live on a device at a time.
+
+    libtpu's figure counts what is in the memory of the host too. The host's arguments are always there; which of its
+    temporaries are live at that time is not known, so that this may be more than the device needs. But it never needs
+    more than all of its arguments, results and temporaries.
+    """
+    found = reported - on_host["host_arguments"]
+    if not on_host["host_temporaries"]:
+        return found
+    whole = memory["arguments"] + memory["outputs"] - memory["aliased"] + memory["temporaries"]
+    return min(found, whole)
 
 
 def _compiled(compiler: Compiler, program: Program, topology: str, lowered: Any) -> tuple[Any, str]:

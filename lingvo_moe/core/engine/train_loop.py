@@ -28,6 +28,7 @@ from lingvo_moe.core.engine.steps import build_step, train_step
 from lingvo_moe.core.engine.summaries import Summaries
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.offload import items_of
 from lingvo_moe.core.pipeline.blocks import describe_padding
 from lingvo_moe.core.pipeline.params import settings_of
 
@@ -117,7 +118,7 @@ class TrainLoop:
             padding = describe_padding(parts.sizes, p.stages, p.repeats, p.splits) if parts else ""
             if padding:
                 say(padding)
-        if self._task.p.offload != "none" and not self._engine.has_host_memory:
+        if items_of(self._task.p.offload) and not self._engine.has_host_memory:
             say(
                 f"train.offload={self._task.p.offload}: CPU devices have one memory, so it frees none here"
             )

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 from jax import export
+from jaxlib.mlir import ir
 
 from lingvo_moe.core.engine import checking
 from lingvo_moe.core.engine.base import EngineError
@@ -74,6 +75,27 @@ def trace(program: Program, jax_mesh: Any) -> Any:
             for spec, sharding in zip(signature.args, args)
         )
     )
+
+
+def place_arguments(lowered: Any, program: Program) -> None:
+    """Writes into a lowered program in which memory its arguments and results are.
+
+    JAX does so itself where the devices can be asked for their memories, which described GPUs cannot.
+
+    Args:
+        lowered: a `jax.stages.Lowered` of the program; it is changed.
+        program: what was lowered.
+    """
+    module, signature = lowered.compiler_ir(), program.signature
+    with module.context:
+        main = ir.SymbolTable(module.operation)["main"]
+        for name, specs in (("arg_attrs", signature.args), ("res_attrs", signature.results)):
+            placed = []
+            for attributes, spec in zip(main.attributes[name], specs, strict=True):
+                found = {each.name: each.attr for each in ir.DictAttr(attributes)}
+                found["mhlo.memory_kind"] = ir.StringAttr.get(memory_kind(spec) or "device")
+                placed.append(ir.DictAttr.get(found))
+            main.attributes[name] = ir.ArrayAttr.get(placed)
 
 
 def compile_for(

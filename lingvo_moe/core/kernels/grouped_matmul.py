@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
-from tensorflow.python.ops import control_flow_util
 
 _MOST_ROWS = 256  # a tile of this many rows is no faster a product with more
 
@@ -64,13 +63,6 @@ def _multiply(form: "_Tiles | _Pieces", rows_NM: tf.Tensor, weights_EMH: tf.Tens
         return form.products(rows_NM, weights_EMH), grad
 
     return multiply(rows_NM, weights_EMH)
-
-
-def in_xla() -> bool:
-    """Whether the graph that is being traced goes to XLA, which wants static shapes."""
-    if tf.executing_eagerly():
-        return False
-    return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
 class _Pieces:

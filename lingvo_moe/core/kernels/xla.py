@@ -16,7 +16,7 @@ from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from lingvo_moe.core import randomness
 from lingvo_moe.core.kernels import grouped_matmul as grouped
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.tensors import custom_gradient, dim, shape_of
+from lingvo_moe.core.tensors import custom_gradient, dim, in_xla, shape_of
 
 Shard = Callable[[tf.Tensor, str], tf.Tensor]
 Drop = Callable[[tf.Tensor], tf.Tensor]
@@ -77,13 +77,13 @@ def grouped_matmul(
     rows_expected: int | None,
 ) -> tf.Tensor:
     """See `Kernels`; without XLA the static shapes that it needs would gain nothing."""
-    form = grouped.by_tiles if grouped.in_xla() else grouped.by_group
+    form = grouped.by_tiles if in_xla() else grouped.by_group
     return form(rows_RM, weights_EMH, group_sizes_E, rows_expected)
 
 
 def stable_order(key: tf.Tensor) -> tf.Tensor:
     """See `Kernels`."""
-    if not grouped.in_xla():
+    if not in_xla():
         return tf.argsort(key, stable=True)
 
     # tf.argsort is a top-k to XLA, of a size that the TPU compiler takes for dynamic in a region.

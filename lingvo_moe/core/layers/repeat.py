@@ -8,20 +8,22 @@ Letters: L layer (the repetitions).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import tensorflow as tf
 
 from lingvo_moe.core import checks, kernels
 from lingvo_moe.core.base_layer import BaseLayer, VariableSpec, scoped
+from lingvo_moe.core.host_memory import to_device, to_host
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.layers.kept import NAMES
 from lingvo_moe.core.nested_map import NestedMap, flatten, map_structure, pack_as
+from lingvo_moe.core.offload import of_activations, of_weight
 from lingvo_moe.core.sharding import DimsMapping, Mesh, current_mesh, dims_mapping
 from lingvo_moe.core.sharding.annotate import mesh_split, shard_letters
-from lingvo_moe.core.sharding.letters import GRADIENTS, shards
+from lingvo_moe.core.sharding.letters import GRADIENTS, HOST, shards
 from lingvo_moe.core.sharding.mesh import traced_slices
 from lingvo_moe.core.state_sharding import in_use
 from lingvo_moe.core.tensors import (
@@ -79,12 +81,15 @@ class Repeat(BaseLayer):
         self.CreateChild("body", self.p.body)
 
     def VariableSpecs(self) -> NestedMap:
-        """The body's specs, each with a leading dimension L."""
+        """The body's specs, each with a leading dimension L, in the memory that `offload` says."""
         (axis,) = dims_mapping("L", self.p.weight_split)
-        specs = super().VariableSpecs()
-        return specs.Transform(
-            lambda spec: spec.Stacked(self.p.num_repeats, axis, parts=self.p.parts)
-        )
+
+        def stacked(spec: VariableSpec) -> VariableSpec:
+            there = spec.trainable and not self.p.unroll and of_weight(self.p.offload, spec.path)
+            spec = spec.Stacked(self.p.num_repeats, axis, parts=self.p.parts)
+            return replace(spec, memory=HOST) if there else spec
+
+        return super().VariableSpecs().Transform(stacked)
 
     def FProp(
         self,
@@ -122,13 +127,20 @@ class Repeat(BaseLayer):
             numbers.count = count
         if self.p.unroll:
             return self._Unrolled(theta, carry, shared, seed, numbers)
-        loop = _Loop(self._Body, self._ShardCarry, tuple(self.p.remat))
+        kept = tuple(self.p.remat)
+        stored_there = of_activations(self.p.offload)
+        loop = _Loop(self._Body, self._ShardCarry, kept, self._OnHost(), stored_there)
         return _scan(loop, theta, carry, shared, seed, numbers)
 
     @scoped
     def SliceTheta(self, theta: NestedMap, i: int) -> NestedMap:
-        """The theta of repetition i's body, for use outside of FProp (e.g. decoding)."""
-        return self._ShardTheta(_slice(theta.body, i))
+        """The theta of repetition i's body, on the device, for use outside of FProp (e.g. decoding)."""
+        found = [_fetched(w[i], there) for w, there in zip(theta.Flatten(), self._OnHost())]
+        return self._ShardTheta(theta.Pack(found).body)
+
+    def _OnHost(self) -> tuple[bool, ...]:
+        """Of each weight, in the order of theta: whether it is in the memory of the host."""
+        return tuple(spec.memory == HOST for spec in self.VariableSpecs().Flatten())
 
     def _Unrolled(
         self,
@@ -190,12 +202,21 @@ class Repeat(BaseLayer):
 
 @dataclass(frozen=True)
 class _Loop:
-    """What is repeated: the body; `shard_carry(x, prefix letters)`, which annotates a carry or a stack of them; and the
-    names of the activations that are kept."""
+    """What is repeated: the body; `shard_carry(x, prefix letters)`, which annotates a carry or a stack of them; the
+    names of the activations that are kept; of each weight whether it is in the memory of the host; and whether what the
+    forward pass stores for the backward pass is."""
 
     body: Body
     shard_carry: Callable[..., tf.Tensor]
     names: tuple[str, ...]
+    on_host: tuple[bool, ...]
+    stored_there: bool
+
+    def Slices(self, weights: list[tf.Tensor], i: tf.Tensor) -> list[tf.Tensor]:
+        """The weights of repetition i, on the device."""
+        return [
+            _fetched(tf.gather(w, i), there) for w, there in zip(weights, self.on_host, strict=True)
+        ]
 
 
 def _scan(
@@ -212,7 +233,7 @@ def _scan(
     structure = (theta, shared, seeds, numbers)
     # Of carries of unknown size (serving) nothing is kept: there is nothing to differentiate.
     keep = carry.shape.is_fully_defined()
-    names = loop.names if keep and seeds else ()
+    names, stored_there = (loop.names, loop.stored_there) if keep and seeds else ((), False)
 
     def call(i: tf.Tensor, theta_i: list, x: tf.Tensor, flat_rest: list) -> tuple[tf.Tensor, Any]:
         theta_, shared_, seeds_, numbers_ = pack_as(structure, [*theta_i, *flat_rest])
@@ -226,25 +247,32 @@ def _scan(
         weights, rest = list(flat[:num_theta]), list(flat[num_theta:])
 
         def step(i: tf.Tensor, x: tf.Tensor, inputs: list, outputs: list) -> tuple:
-            y, *values = forward(i, x, *(tf.gather(w, i) for w in weights), *rest)
-            outputs = [_write(rows, i, v) for rows, v in zip(outputs, values, strict=True)]
-            return i + 1, y, [_write(rows, i, x) for rows in inputs], outputs
+            y, *values = forward(i, x, *loop.Slices(weights, i), *rest)
+            items = zip(outputs, values, there, strict=True)
+            outputs = [_write(rows, i, v, host) for rows, v, host in items]
+            return i + 1, y, [_write(rows, i, x, stored_there) for rows in inputs], outputs
 
-        inputs = [_rows(num, x.dtype, x.shape, x)] if keep else []
-        outputs = [_rows(num, out.dtype, out.shape, x) for out in forward.outputs[1:]]
+        there = [k >= num_extras and stored_there for k in range(len(forward.outputs) - 1)]
+        inputs = [_rows(num, x.dtype, x.shape, x, stored_there)] if keep else []
+        outputs = [
+            _rows(num, out.dtype, out.shape, x, host)
+            for out, host in zip(forward.outputs[1:], there, strict=True)
+        ]
         start = (tf.constant(0), x, inputs, outputs)
         _, y, inputs, outputs = tf.while_loop(lambda i, *_: i < num, step, start)
         extras = [_stack(rows) for rows in outputs[:num_extras]]
         stacks = [_stack(rows) for rows in (*inputs, *outputs[num_extras:])]
         annotations = [loop.shard_carry, *annotate] if keep else []
-        stored = [_Stored(a(s, "L"), a) for s, a in zip(stacks, annotations, strict=True)]
+        stored = [
+            _Stored(a(s, "L"), a, stored_there) for s, a in zip(stacks, annotations, strict=True)
+        ]
 
         def grad(dy: tf.Tensor, *dextras: tf.Tensor) -> list:
             if not stored:
                 raise ValueError(f"no gradient through a carry of unknown size, {x.shape}")
             # What the loop recomputes has the names of the forward pass, but within this one.
             with tf.name_scope("backward/"):
-                return _backward(call, num, weights, rest, stored, names, dy, list(dextras))
+                return _backward(loop, call, num, weights, rest, stored, names, dy, list(dextras))
 
         return [y, *extras], grad
 
@@ -254,17 +282,19 @@ def _scan(
 
 @dataclass(frozen=True)
 class _Stored:
-    """An activation of all repetitions, [L, ...]; `annotate(x)` annotates that of one."""
+    """An activation of all repetitions, [L, ...]; `annotate(x)` annotates that of one; whether it is on the host."""
 
     rows: tf.Tensor
     annotate: Callable[..., tf.Tensor]
+    on_host: bool
 
     def Of(self, i: tf.Tensor) -> tf.Tensor:
         """That of repetition i."""
-        return self.annotate(tf.gather(self.rows, i))
+        return self.annotate(_fetched(tf.gather(self.rows, i), self.on_host))
 
 
 def _backward(
+    loop: _Loop,
     call: Callable,
     num: int,
     weights: list[tf.Tensor],
@@ -281,7 +311,7 @@ def _backward(
 
     def step(i: tf.Tensor, dx: tf.Tensor, dweights: list, drest: list) -> tuple:
         x, *activations = [each.Of(i) for each in stored]
-        slices = [tf.gather(w, i) for w in weights]
+        slices = loop.Slices(weights, i)
         sources = [x, *slices, *(rest[k] for k in floating)]
         with (
             tf.GradientTape(watch_accessed_variables=False) as tape,
@@ -304,15 +334,22 @@ def _backward(
             for total, g in zip(drest, dfloating, strict=True)
         ]
         dweights = [
-            _write(rows, i, tf.cast(g, rows.dtype))
-            for rows, g in zip(dweights, dslices, strict=True)
+            _write(rows, i, tf.cast(g, rows.dtype), there)
+            for rows, g, there in zip(dweights, dslices, loop.on_host, strict=True)
         ]
         return i - 1, stored[0].annotate(_known(dx, x)), dweights, drest
 
     # In the type of the activations: where that is bfloat16, most of these gradients are sums of
     # bfloat16 products, and stacks of float32 would be the largest thing that a device holds.
-    kinds = [dy.dtype if dy.dtype.size < w.dtype.size else w.dtype for w in weights]
-    dweights = [_rows(num, kind, w.shape[1:], dy) for kind, w in zip(kinds, weights, strict=True)]
+    # Those in the host's memory have the weights' type, since no operation may read the stack to cast it.
+    kinds = [
+        dy.dtype if dy.dtype.size < w.dtype.size and not there else w.dtype
+        for w, there in zip(weights, loop.on_host, strict=True)
+    ]
+    dweights = [
+        _rows(num, kind, w.shape[1:], dy, there)
+        for kind, w, there in zip(kinds, weights, loop.on_host, strict=True)
+    ]
     # Sums over L repetitions: in float32 or wider, even of bfloat16 terms.
     drest = [runtime_zeros(rest[k], sum_type(rest[k].dtype)) for k in floating]
     start = (tf.constant(num - 1), dy, dweights, drest)
@@ -387,30 +424,30 @@ def _numbered(
     return tf.where(applied, y, carry), none
 
 
-def _slice(theta: NestedMap, i: int) -> NestedMap:
-    return theta.Transform(lambda w: w[i])
-
-
 def _slices(theta: NestedMap, num: int) -> list[NestedMap]:
     layers = kernels.current().slices(theta.Flatten(), num)
     return [theta.Pack(layer) for layer in layers]
 
 
+def _fetched(x: tf.Tensor, on_host: bool) -> tf.Tensor:
+    return to_device(x) if on_host else x
+
+
 def _rows(
-    num: int, dtype: tf.DType, shape: tf.TensorShape, given: tf.Tensor
+    num: int, dtype: tf.DType, shape: tf.TensorShape, given: tf.Tensor, on_host: bool = False
 ) -> tf.TensorArray | tf.Tensor:
     """Room for what a loop collects, [num, *shape]: an array, or where slices are vectorized a tensor."""
-    if traced_slices():
+    if traced_slices() or on_host:
         return runtime_zeros(given, dtype, [num, *shape])
     return tf.TensorArray(dtype, num, element_shape=shape, clear_after_read=False)
 
 
 def _write(
-    rows: tf.TensorArray | tf.Tensor, i: tf.Tensor, x: tf.Tensor
+    rows: tf.TensorArray | tf.Tensor, i: tf.Tensor, x: tf.Tensor, on_host: bool = False
 ) -> tf.TensorArray | tf.Tensor:
     if isinstance(rows, tf.TensorArray):
         return rows.write(i, x)
-    return kernels.current().with_row(rows, i, x)
+    return kernels.current().with_row(rows, i, to_host(x) if on_host else x)
 
 
 def _stack(rows: tf.TensorArray | tf.Tensor) -> tf.Tensor:

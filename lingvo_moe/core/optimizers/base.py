@@ -6,7 +6,7 @@ Letters in slot specs are those of the variables; a slot is sharded like its var
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import tensorflow as tf
@@ -16,8 +16,14 @@ from lingvo_moe.core.base_layer import VariableSpec, name_scope
 from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.optimizers.by_layer import Applied, is_by_layer, update_by_layer
-from lingvo_moe.core.optimizers.clipping import clip_by_global_norm
+from lingvo_moe.core.offload import of_slot
+from lingvo_moe.core.optimizers.by_layer import (
+    Applied,
+    is_by_layer,
+    squares_by_layer,
+    update_by_layer,
+)
+from lingvo_moe.core.optimizers.clipping import clip_scale
 from lingvo_moe.core.optimizers.registry import SCHEDULES
 from lingvo_moe.core.optimizers.schedules import SqrtDecay
 from lingvo_moe.core.optimizers.weight_decay import (
@@ -26,7 +32,7 @@ from lingvo_moe.core.optimizers.weight_decay import (
     decays,
     define_weight_decay,
 )
-from lingvo_moe.core.sharding.letters import HOST
+from lingvo_moe.core.sharding.letters import DEVICE, HOST
 from lingvo_moe.core.state_sharding import in_parts
 
 MASTER = "master"  # the slot with the float32 value of a narrower weight
@@ -70,8 +76,8 @@ class BaseOptimizer:
         p.Define(
             "offload",
             "none",
-            "The slots of stacks of layers that are in the host's memory.",
-            check=checks.one_of(checks.OFFLOADS),
+            "What is in the memory of the hosts: see core/offload.py.",
+            check=checks.OFFLOAD,
             parent_sets="the model sets it from train.offload",
         )
         return p
@@ -152,16 +158,17 @@ class BaseOptimizer:
         """
         grads = _dense(grads, specs)
         theta = _in_parts(theta, specs)
+        squares = _squares(grads, specs)
+        scale: tf.Tensor | None = None
         if max_grad_norm:
-            grads, grad_norm = clip_by_global_norm(grads, max_grad_norm)
-        else:
-            squares = _squares(grads)
+            grad_norm = tf.sqrt(tf.add_n(squares))
+            scale = clip_scale(grad_norm, max_grad_norm)
         rate = self.learning_rate.Value(step)
         slots_of = self._SlotsOf(specs, slots)
         if finite is not None:
-            norm = grad_norm if max_grad_norm else tf.sqrt(tf.add_n(squares))
-            finite &= tf.math.is_finite(norm)
-        deltas, new_slots = self._Deltas(theta, grads, slots_of, step, specs, rate, finite)
+            finite &= tf.math.is_finite(tf.add_n(squares))
+        numbers = _Numbers(rate, step, scale, finite)
+        deltas, new_slots = self._Deltas(theta, grads, slots_of, specs, numbers)
         changed = [d for d in deltas if d is not None]
         if not max_grad_norm:
             known = [d.grad_square if self.DECOUPLED else None for d in changed]
@@ -184,10 +191,8 @@ class BaseOptimizer:
         theta: NestedMap,
         grads: NestedMap,
         slots: list[NestedMap],
-        step: tf.Tensor,
         specs: NestedMap,
-        rate: tf.Tensor,
-        finite: tf.Tensor | None,
+        numbers: "_Numbers",
     ) -> tuple[list[kernels.Delta | None], list[NestedMap]]:
         """The change of each variable, None where it is not trainable, and its new slots, MASTER only if Applied."""
         deltas: list[kernels.Delta | None] = []
@@ -198,12 +203,11 @@ class BaseOptimizer:
         ):
             delta: kernels.Delta | None = None
             if spec.trainable:
-                of_one = functools.partial(
-                    self._Delta, decays=decayed[spec.path], rate=rate, step=step
-                )
+                of_one = functools.partial(self._Delta, decays=decayed[spec.path], numbers=numbers)
                 slot_specs = self._SlotsFor(spec)
                 with name_scope(f"optimizer.{spec.path}"):
-                    if is_by_layer(slot_specs):
+                    if is_by_layer(spec, slot_specs):
+                        finite = numbers.finite
                         assert finite is not None
                         update = functools.partial(_layer, of_one)
                         delta, slot = update_by_layer(
@@ -223,23 +227,25 @@ class BaseOptimizer:
         slot: NestedMap,
         *,
         decays: bool,
-        rate: tf.Tensor,
-        step: tf.Tensor,
+        numbers: "_Numbers",
     ) -> tuple[kernels.Delta, NestedMap]:
         """The change of one variable, and its new slots but for MASTER."""
+        rate = numbers.rate
         weight = tf.cast(slot.get(MASTER, weight), tf.float32)
+        if numbers.scale is not None:
+            grad *= tf.cast(numbers.scale, grad.dtype)
         grad = tf.cast(grad, tf.float32)
         if decays and not self.DECOUPLED:
             grad += self.p.weight_decay * weight
-        delta, slot = self._UpdateOne(spec, weight, grad, slot, rate, step)
+        delta, slot = self._UpdateOne(spec, weight, grad, slot, rate, numbers.step)
         if decays and self.DECOUPLED:
             delta = DecayedDelta(delta, rate * self.p.weight_decay)
         return delta, slot
 
     def Settled(self, specs: NestedMap) -> frozenset[str]:
         """The paths in NestedMap(theta, slots) of what Update leaves alone itself where the step is not finite."""
-        found = {path: self._SlotsFor(spec) for path, spec in specs.FlattenItems()}
-        of_host = {path: slots for path, slots in found.items() if is_by_layer(slots)}
+        found = {path: (spec, self._SlotsFor(spec)) for path, spec in specs.FlattenItems()}
+        of_host = {path: slots for path, (spec, slots) in found.items() if is_by_layer(spec, slots)}
         of_slots = {f"slots.{path}.{name}" for path, slots in of_host.items() for name in slots}
         return frozenset({f"theta.{path}" for path in of_host} | of_slots)
 
@@ -258,13 +264,12 @@ class BaseOptimizer:
         slots = self._SlotSpecs(spec)
         if tf.as_dtype(spec.dtype).size < 4:
             slots[MASTER] = slot_spec(spec, MASTER)
-        return slots.Transform(self._Placed) if spec.stack_dims else slots
-
-    def _Placed(self, slot: VariableSpec) -> VariableSpec:
-        """The spec of a slot of a stack of layers, in the memory that `offload` says."""
-        is_master = slot.path.endswith(f".{MASTER}")
-        there = self.p.offload == "slots" or (self.p.offload == "master" and is_master)
-        return replace(slot, memory=HOST) if there else slot
+        if not spec.stack_dims:
+            return slots
+        there = {name: of_slot(self.p.offload, spec, name == MASTER) for name in slots}
+        return NestedMap(
+            {name: replace(s, memory=HOST if there[name] else DEVICE) for name, s in slots.items()}
+        )
 
     def _SlotSpecs(self, spec: VariableSpec) -> NestedMap:
         """The slots of one trainable variable."""
@@ -281,6 +286,23 @@ class BaseOptimizer:
     ) -> tuple[kernels.Delta, NestedMap]:
         """(the change of the weight, new slots); weight and gradient are float32."""
         raise NotImplementedError(f"{type(self).__name__}._UpdateOne")
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """What the updates of all variables of a step have in common, scalars.
+
+    Attributes:
+        rate: the learning rate.
+        step: the number of the step.
+        scale: the factor of the gradients; None: 1.
+        finite: see BaseOptimizer.Update.
+    """
+
+    rate: tf.Tensor
+    step: tf.Tensor
+    scale: tf.Tensor | None
+    finite: tf.Tensor | None
 
 
 def _layer(
@@ -319,10 +341,16 @@ def _in_parts(tree: NestedMap, specs: NestedMap) -> NestedMap:
     return tree.Pack([x if x is None else in_parts(x, spec) for x, spec in items])
 
 
-def _squares(grads: NestedMap) -> list[tf.Tensor]:
+def _squares(grads: NestedMap, specs: NestedMap) -> list[tf.Tensor]:
     """The sum of squares of each gradient."""
-    wide = [tf.cast(g, tf.float32) for g in grads.Flatten() if g is not None]
-    return [kernels.current().sum_of_squares(g) for g in wide]
+    items = zip(grads.Flatten(), specs.Flatten(), strict=True)
+    return [
+        squares_by_layer(g, spec)
+        if spec.memory == HOST
+        else kernels.current().sum_of_squares(tf.cast(g, tf.float32))
+        for g, spec in items
+        if g is not None
+    ]
 
 
 def slot_spec(spec: VariableSpec, name: str, without: int | None = None) -> VariableSpec:

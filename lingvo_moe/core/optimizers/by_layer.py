@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import tensorflow as tf
 
 from lingvo_moe.core import kernels
-from lingvo_moe.core.base_layer import VariableSpec
+from lingvo_moe.core.base_layer import VariableSpec, name_scope
 from lingvo_moe.core.host_memory import to_device, to_host
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import DimsMapping, current_mesh
@@ -45,9 +45,22 @@ class Applied:
         return tf.cast(self.weight, weight.dtype)
 
 
-def is_by_layer(slot_specs: NestedMap) -> bool:
-    """Whether slots of a variable are in the host's memory."""
-    return any(spec.memory == HOST for spec in slot_specs.Flatten())
+def is_by_layer(spec: VariableSpec, slot_specs: NestedMap) -> bool:
+    """Whether a variable or slots of it are in the host's memory."""
+    return any(each.memory == HOST for each in (spec, *slot_specs.Flatten()))
+
+
+def squares_by_layer(grad: tf.Tensor, spec: VariableSpec) -> tf.Tensor:
+    """The sum of squares of the gradient of a stack [L, ...] that is in the host's memory, a float32 scalar."""
+    split = _split(spec)
+
+    def body(i: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        found = tf.cast(_row(grad, i, split, True), tf.float32)
+        return i + 1, total + kernels.current().sum_of_squares(found)
+
+    start = (tf.constant(0), tf.constant(0.0))
+    with name_scope(f"optimizer.{spec.path}"):
+        return tf.while_loop(lambda i, _: i < spec.shape[0], body, start)[1]
 
 
 def update_by_layer(
@@ -63,13 +76,14 @@ def update_by_layer(
 
     Args:
         update: of one layer.
-        spec: of the stack.
+        spec: of the stack, and of its gradient.
         weight, grad: [L, ...].
         slots, slot_specs: of the stack.
         finite: bool scalar; False: weight and slots keep their values.
     """
     num = spec.shape[0]
     on_host = [s.memory == HOST for s in slot_specs.Flatten()]
+    weight_there = spec.memory == HOST
     splits = [_split(s) for s in (spec, *slot_specs.Flatten())]
     layer = replace(
         spec,
@@ -80,15 +94,11 @@ def update_by_layer(
         free_dims=tuple(d - 1 for d in spec.free_dims),
     )
 
-    def row(x: tf.Tensor, i: tf.Tensor, split: DimsMapping, host: bool) -> tf.Tensor:
-        found = tf.gather(x, i)
-        return sharded(to_device(found) if host else found, split)
-
     def body(
         i: tf.Tensor, weight: tf.Tensor, rows: list[tf.Tensor], square: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor], tf.Tensor]:
-        w, g = row(weight, i, splits[0], False), row(grad, i, splits[0], False)
-        before = [row(*each) for each in zip(rows, [i] * len(rows), splits[1:], on_host)]
+        w, g = (_row(x, i, splits[0], weight_there) for x in (weight, grad))
+        before = [_row(*each) for each in zip(rows, [i] * len(rows), splits[1:], on_host)]
         new, after, found = update(layer, w, g, slots.Pack(before))
         new = tf.cast(new, weight.dtype)
         new, *kept = kernels.current().select(finite, [new, *after.Flatten()], [w, *before])
@@ -96,11 +106,19 @@ def update_by_layer(
         placed = [to_host(x) if host else x for x, host in zip(kept, on_host, strict=True)]
         with_row = kernels.current().with_row
         rows = [with_row(x, i, one) for x, one in zip(rows, placed, strict=True)]
-        return i + 1, with_row(weight, i, sharded(new, splits[0])), rows, square + found
+        new = sharded(new, splits[0])
+        new = to_host(new) if weight_there else new
+        return i + 1, with_row(weight, i, new), rows, square + found
 
     start = (tf.constant(0), weight, slots.Flatten(), tf.constant(0.0))
     _, weight, rows, square = tf.while_loop(lambda i, *_: i < num, body, start)
     return Applied(weight, square), slots.Pack(rows)
+
+
+def _row(x: tf.Tensor, i: tf.Tensor, split: DimsMapping, host: bool) -> tf.Tensor:
+    """Layer i of a stack, on the device."""
+    found = tf.gather(x, i)
+    return sharded(to_device(found) if host else found, split)
 
 
 def _split(spec: VariableSpec) -> DimsMapping:

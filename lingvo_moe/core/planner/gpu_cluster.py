@@ -237,6 +237,26 @@ class Cluster:
         return usable_bytes(self.card.memory_bytes)
 
     @property
+    def host_devices(self) -> int:
+        """The number of GPUs of a node."""
+        return self.gpus_per_node
+
+    @property
+    def host_memory_bytes(self) -> int:
+        """0: a card does not say how much memory its node has."""
+        return 0
+
+    @property
+    def host_bandwidth(self) -> float:
+        """Bytes/s, one way, between a GPU and its node over PCI Express."""
+        return self.card.pcie_bandwidth
+
+    @property
+    def host_source(self) -> str:
+        """Where host_bandwidth comes from."""
+        return "PCI Express's raw rate of 16 lanes, as the card's data sheet states"
+
+    @property
     def hbm_bandwidth(self) -> float:
         """Bytes/s between a GPU and its memory."""
         return self.card.hbm_bandwidth

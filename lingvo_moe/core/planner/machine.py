@@ -8,7 +8,8 @@ from lingvo_moe.core.topology_names import TopologyName
 
 # Both kinds have the same names for what a plan asks of them: `name`, `num_devices`, `num_chips`; of a device
 # `hbm_bytes` (that a program may use), `hbm_bandwidth`, `peaks` (FLOP/s of matrix products by number format, of which
-# 'bfloat16' is one) and `clock_hz` (of the cycles that the compiler counts; 0 if it counts none); and `Describe()`.
+# 'bfloat16' is one) and `clock_hz` (of the cycles that the compiler counts; 0 if it counts none); of a host
+# `host_devices`, `host_memory_bytes`, and its `host_bandwidth` to each device, with `host_source`; and `Describe()`.
 Machine = Topology | Cluster
 
 

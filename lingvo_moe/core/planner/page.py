@@ -6,7 +6,7 @@ from html import escape
 from lingvo_moe.core import units
 from lingvo_moe.core.pages import markup
 from lingvo_moe.core.pages.colours import COLOURS
-from lingvo_moe.core.planner import figures, pipeline_figures, state_figures
+from lingvo_moe.core.planner import figures, host_figures, pipeline_figures, state_figures
 from lingvo_moe.core.planner.figures import Plan
 
 _HOLDERS = 16
@@ -15,7 +15,8 @@ _METHOD = (
     "Memory, operation counts and collectives come from the compiled program; the buffers live at the peak are traced "
     "through its schedule. Times are estimates, not measurements. Each instruction takes the longest of three: its "
     "arithmetic at the chip's peak, its traffic at the memory's bandwidth, and the compiler's own count of cycles. "
-    "Collectives take what the interconnect model stated with the plan gives. Nothing overlaps."
+    "Collectives take what the interconnect model stated with the plan gives. Nothing overlaps, but moves from and to "
+    "the hosts' memory."
 )
 
 
@@ -129,6 +130,7 @@ def _plan(plan: Plan, number: int, tag: str) -> str:
         markup.facts(figures.setting(plan)),
         _memory(plan),
         _state(plan),
+        _host(plan),
         _time(plan),
     ]
     parts += [_pipelines(plan), _collectives(plan), _compiling(plan), "</article>"]
@@ -220,6 +222,16 @@ def _state(plan: Plan) -> str:
     rows = [list(map(escape, row)) for row in state_figures.part_rows(plan)]
     notes = "".join(f"<p class='note'>{escape(s)}</p>" for s in state_figures.sentences(plan))
     return f"<h2>Training state</h2>{markup.table(heads, rows)}{notes}"
+
+
+def _host(plan: Plan) -> str:
+    """What is in the hosts' memory, and what moves from and to it; '' for a plan without."""
+    if not plan.get("host"):
+        return ""
+    heads = [(h, i > 3, h in host_figures.ESTIMATED) for i, h in enumerate(host_figures.MOVES)]
+    rows = [[escape(_words(cell)) for cell in row] for row in host_figures.move_rows(plan)]
+    notes = "".join(f"<p class='note'>{escape(s)}</p>" for s in host_figures.sentences(plan))
+    return f"<h2>Memory of the hosts</h2>{markup.table(heads, rows)}{notes}"
 
 
 def _pipelines(plan: Plan) -> str:

@@ -7,7 +7,7 @@ Times are estimates:
 * An instruction takes the longest of its arithmetic at peak FLOP/s, its traffic at full memory
   bandwidth, and the cycles that the compiler counts for it.
 * A collective takes what the interconnect model of network.py gives.
-* Nothing overlaps.
+* Nothing overlaps but moves from and to the hosts' memory: see host_link.py.
 """
 
 import math
@@ -191,6 +191,7 @@ def time(
     topology: Machine,
     work_rows: list[dict[str, Any]],
     collective_rows: list[dict[str, Any]],
+    waiting: float = 0.0,
 ) -> dict[str, Any]:
     """Returns the plan's `time`: seconds of one run, and what the budget costs.
 
@@ -199,13 +200,14 @@ def time(
         topology: the machine.
         work_rows: what `work` returned.
         collective_rows: what `collectives` returned.
+        waiting: seconds in which a device waits for its host's memory.
     """
     roofline = sum(row["roofline_seconds"] for row in work_rows)
     busy = sum(row["seconds"] for row in work_rows)
     network_seconds = sum(row["seconds"] for row in collective_rows)
     flops = sum(row["flops"] for row in work_rows)
     recomputed = sum(row["flops"] for row in work_rows if row["phase"] == "recompute")
-    step = busy + network_seconds
+    step = busy + network_seconds + waiting
     peak = step * topology.peaks["bfloat16"]
     speed = list(job.batch.values())[-1] / step
     out: dict[str, Any] = {
@@ -213,6 +215,7 @@ def time(
         "roofline_seconds": roofline,
         "work_seconds": busy,
         "collective_seconds": network_seconds,
+        **({"host_seconds": waiting} if waiting else {}),
         "steps_per_second": 1 / step,
         f"{job.unit}_per_second": speed,
         "utilization": (flops - recomputed) / peak,

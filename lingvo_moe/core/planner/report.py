@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lingvo_moe.core import units
-from lingvo_moe.core.planner import figures, pipeline_figures, state_figures
+from lingvo_moe.core.planner import figures, host_figures, pipeline_figures, state_figures
 from lingvo_moe.core.planner.figures import Plan
 from lingvo_moe.core.planner.page import html_report
 
@@ -47,6 +47,8 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     _section(console, "Memory of a device", _memory(plan))
     if plan.get("state"):
         _section(console, "Training state", _state(plan))
+    if plan.get("host"):
+        _section(console, "Memory of the hosts (seconds estimated)", _host(plan, console.width))
     holders = _holders(plan)
     if holders.row_count:
         _section(
@@ -232,6 +234,18 @@ def _state(plan: Plan) -> Group:
     return Group(table, *(Text(line) for line in state_figures.sentences(plan)))
 
 
+def _host(plan: Plan, width: int) -> Group:
+    """What is moved from and to the hosts; a narrow terminal leaves out the part."""
+    shown = [i for i, h in enumerate(host_figures.MOVES) if width >= _WIDE or h != "part"]
+    table = _table(*(host_figures.MOVES[i] for i in shown))
+    rows = host_figures.move_rows(plan)
+    for row in rows[:_COLLECTIVES]:
+        table.add_row(*(row[i] for i in shown))
+    if len(rows) > _COLLECTIVES:
+        table.add_row(f"{len(rows) - _COLLECTIVES} more", style="dim")
+    return Group(table, *(Text(line) for line in host_figures.sentences(plan)))
+
+
 def _pipelines(plan: Plan, width: int) -> Group:
     """The loops over ticks; a narrow terminal leaves out their permutes."""
     shown = len(pipeline_figures.LOOPS) if width >= _WIDE else pipeline_figures.PERMUTES
@@ -280,7 +294,7 @@ def bar(fraction: float, width: int) -> str:
 
 def _table(*headings: str) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    words = ("what", "layer", "part", "phase", "kind", "axis", "order", "pipeline", "")
+    words = ("what", "layer", "part", "phase", "kind", "axis", "order", "pipeline", "move", "")
     for heading in headings:
         table.add_column(heading, justify="left" if heading in words else "right")
     return table

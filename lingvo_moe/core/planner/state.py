@@ -10,6 +10,7 @@ from lingvo_moe.core.inspect import bytes_of, bytes_per_device
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.base import MASTER
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.sharding.letters import DEVICE
 
 # The parts of a state, in the order of a plan.
 PARTS = ("weights", "gradients", "master weights", "slots", "moving average")
@@ -28,27 +29,39 @@ class State:
     gradients: NestedMap
 
 
-def state_plan(states: Mapping[str, State], level: str, mesh: Mesh) -> dict[str, Any]:
+def state_plan(
+    states: Mapping[str, State], level: str, mesh: Mesh, offloads: Mapping[str, State]
+) -> dict[str, Any]:
     """Returns the plan's `state`.
 
     Args:
         states: the state of each level of train.shard_state.
         level: the one that is planned.
         mesh: the mesh that it is sharded over.
+        offloads: the state of each train.offload that would free memory, at that level.
 
     Returns:
         `shard_state`, the level; `parts`, a dict for each part of the state, type and memory, with `part`, `dtype`,
         `memory` (device or host), `bytes_total` (of one copy), `bytes` (of one device) and `copies` (for how many
-        devices an element is kept, on average); and `levels`, the `bytes` of all parts of a device for each level.
+        devices an element is kept, on average); `levels`, the `bytes` of all parts in a device's memory for each level;
+        and `offloads`, the same for each offload.
     """
     return {
         "shard_state": level,
         "parts": _rows(states[level], mesh),
         "levels": [
-            {"shard_state": each, "bytes": sum(row["bytes"] for row in _rows(state, mesh))}
+            {"shard_state": each, "bytes": _on_device(state, mesh)}
             for each, state in states.items()
         ],
+        "offloads": [
+            {"offload": each, "bytes": _on_device(state, mesh)} for each, state in offloads.items()
+        ],
     }
+
+
+def _on_device(state: State, mesh: Mesh) -> int:
+    """Bytes of all parts in the memory of one device."""
+    return sum(row["bytes"] for row in _rows(state, mesh) if row["memory"] == DEVICE)
 
 
 def _rows(state: State, mesh: Mesh) -> list[dict[str, Any]]:

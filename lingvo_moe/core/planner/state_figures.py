@@ -23,9 +23,15 @@ def part_rows(plan: Plan) -> list[list[str]]:
 
 
 def sentences(plan: Plan) -> list[str]:
-    """What each level of train.shard_state would hold on a device."""
+    """What each level of train.shard_state, and each train.offload, would hold on a device."""
     state = plan["state"]
     held = {row["shard_state"]: row["bytes"] for row in state["levels"]}
     now = state["shard_state"]
     parts = [f"{units.size(n)} with {level}" for level, n in held.items() if level != now]
-    return [f"train.shard_state={now} holds {units.size(held[now])}; {', '.join(parts)}."]
+    found = [f"train.shard_state={now} holds {units.size(held[now])}; {', '.join(parts)}."]
+    offloads = [
+        f"{units.size(row['bytes'])} with {row['offload']}" for row in state.get("offloads", ())
+    ]
+    if offloads:
+        found.append(f"With train.offload a device holds {', '.join(offloads)}.")
+    return found

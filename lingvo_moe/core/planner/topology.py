@@ -35,8 +35,11 @@ class Chip:
         max_dims: chips in each dimension of the largest slice; a 3-D slice may have another shape
             with the same number of chips.
         source: where the figures come from.
+        host_bandwidth: bytes/s per chip from or to its host over PCI Express, in one direction.
+        host_memory: bytes of main memory of a host with four chips; 0 where no figure is published.
         dcn_bandwidth: bytes/s per chip to other slices over the data-centre network, in one direction: its share of its
             host's network interfaces. 0 where no figure is published.
+        host_of_eight: whether a slice of 2x4 chips has one host, with twice the memory.
     """
 
     generation: str
@@ -49,11 +52,17 @@ class Chip:
     clock_hz: float
     max_dims: tuple[int, ...]
     source: str
+    host_bandwidth: float
+    host_memory: int = 0
     dcn_bandwidth: float = 0.0
+    host_of_eight: bool = False
 
 
 # The data-centre network: "DCN bandwidth per chip" of v5p (50 Gbit/s); that of a pod over its chips for v5e (6.4 Tbit/s
 # over 256) and v6e (25.6 Tbit/s over 256), which is also that of the interfaces of a host over its eight chips.
+# The way to the host: Google's data sheets do not state it. "How to Scale Your Model" (Austin et al. 2025, chapter 2)
+# has 16 GB/s each way for v4, 32 GB/s for v6e, and about 15 GB/s for chips in general: assumed for the others.
+# Hosts: machine types ct4p-hightpu-4t, ct5lp-hightpu-4t, ct5p-hightpu-4t and ct6e-standard-4t, in decimal gigabytes.
 # Links: v3's 656 Gbit/s are from Jouppi et al. 2020, "A Domain-Specific Supercomputer for Training
 # Deep Neural Networks"; v4's follow from the pod's all-reduce bandwidth (1.1 PB/s over 4096 chips of
 # six links); the others are half of the bidirectional bandwidth per chip, over the chip's links.
@@ -74,6 +83,7 @@ CHIPS = {
             clock_hz=940e6,
             max_dims=(32, 32),
             source="Google Cloud, TPU v3; links: Jouppi et al. 2020",
+            host_bandwidth=15e9,
         ),
         Chip(
             generation="v4",
@@ -86,6 +96,8 @@ CHIPS = {
             clock_hz=1050e6,
             max_dims=(16, 16, 16),
             source="Google Cloud, TPU v4",
+            host_bandwidth=16e9,
+            host_memory=407 * 10**9,
         ),
         Chip(
             generation="v5e",
@@ -98,6 +110,9 @@ CHIPS = {
             clock_hz=1500e6,
             max_dims=(16, 16),
             source="Google Cloud, TPU v5e",
+            host_bandwidth=15e9,
+            host_memory=192 * 10**9,
+            host_of_eight=True,
             dcn_bandwidth=6.4e12 / 8 / 256,
         ),
         Chip(
@@ -111,6 +126,8 @@ CHIPS = {
             clock_hz=1750e6,
             max_dims=(16, 16, 24),
             source="Google Cloud, TPU v5p",
+            host_bandwidth=15e9,
+            host_memory=448 * 10**9,
             dcn_bandwidth=50e9 / 8,
         ),
         Chip(
@@ -124,6 +141,9 @@ CHIPS = {
             clock_hz=1750e6,
             max_dims=(16, 16),
             source="Google Cloud, TPU v6e",
+            host_bandwidth=32e9,
+            host_memory=720 * 10**9,
+            host_of_eight=True,
             dcn_bandwidth=25.6e12 / 8 / 256,
         ),
     )
@@ -202,6 +222,32 @@ class Topology:
     def dcn_bandwidth(self) -> float:
         """Bytes/s, one way, that a device sends to other slices."""
         return self.chip.dcn_bandwidth / self.chip.devices_per_chip
+
+    @property
+    def host_devices(self) -> int:
+        """The number of devices of a host."""
+        chips = 8 if self._one_host_of_eight else min(4, self.slice_chips)
+        return chips * self.chip.devices_per_chip
+
+    @property
+    def _one_host_of_eight(self) -> bool:
+        return self.chip.host_of_eight and sorted(self.dims) == [2, 4]
+
+    @property
+    def host_memory_bytes(self) -> int:
+        """Main memory of a host; 0: no figure is published."""
+        return self.chip.host_memory * (2 if self._one_host_of_eight else 1)
+
+    @property
+    def host_bandwidth(self) -> float:
+        """Bytes/s, one way, between a device and its host."""
+        return self.chip.host_bandwidth / self.chip.devices_per_chip
+
+    @property
+    def host_source(self) -> str:
+        """Where host_bandwidth comes from."""
+        stated = self.generation in ("v4", "v6e")
+        return f"{'stated' if stated else 'assumed'}, after How to Scale Your Model (2025); no data sheet has it"
 
     @property
     def hbm_bytes(self) -> int:

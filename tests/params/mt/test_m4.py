@@ -17,7 +17,9 @@ from lingvo_moe.trainer_checks import check_divisible
 from params.mt import dense, m4
 
 _FAMILY = sorted(
-    name for name in registry.AllNames("mt") if issubclass(registry.GetExperiment(name), m4.M4Base)
+    name
+    for name in registry.AllNames("mt")
+    if registry.GetExperiment(name).__module__ in (m4.__name__, dense.__name__)
 )
 _MOE = [n for n in _FAMILY if not issubclass(registry.GetExperiment(n), dense.DenseBase)]
 
