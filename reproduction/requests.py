@@ -72,6 +72,9 @@ UNEQUAL_NAME = f"{UNEQUAL}-{_file(CORES[2048])}"
 # No figure shows it: a trillion float32 parameters without copies, for docs/state.md.
 SHARDED = f"{moe(2048, 60)}Sharded"
 SHARDED_NAME = f"{SHARDED}-{_file(CORES[2048])}"
+# No figure shows it: a hundred billion parameters on one host, for docs/state.md.
+ONE_HOST, HOST = "M4MoE200E60LOneHost", "v6e:2x4"
+HOST_NAME = f"{ONE_HOST}-{_file(HOST)}"
 DECODE = f"{real(2048, 36)}-decode"
 GPU_MODELS = (*(moe(experts, 36) for experts in sorted(CORES, reverse=True)), DENSE)
 # The paper's model of 600 billion parameters on 256 GPUs, which need not be the fewest that hold it.
@@ -111,6 +114,7 @@ def _all() -> dict[str, Wanted]:
     wanted[PIPELINED_NAME] = Wanted(f"mt.{PIPELINED}", CORES[2048])
     wanted[UNEQUAL_NAME] = Wanted(f"mt.{UNEQUAL}", CORES[2048])
     wanted[SHARDED_NAME] = Wanted(f"mt.{SHARDED}", CORES[2048])
+    wanted[HOST_NAME] = Wanted(f"mt.{ONE_HOST}", HOST)
     wanted[COMPILED[8]] = _few_devices(8, "v3:2x2")
     wanted[COMPILED[32]] = _few_devices(32, "v3:4x4")
     wanted[DECODE] = Wanted(f"mt.{moe(2048, 36)}", CORES[2048], what="decode")
@@ -147,7 +151,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "decode": (DECODE,),
     **{g: tuple(today(model, g) for model in TODAY_MODELS) for g in GENERATIONS},
     "stages": (UNEQUAL_NAME,),
-    "state": (SHARDED_NAME,),
+    "state": (SHARDED_NAME, HOST_NAME),
     "cluster": (ON_CLUSTER,),
     **{c: tuple(on_gpus(m, c, bf16) for m in GPU_MODELS for bf16 in (False, True)) for c in CARDS},
 }

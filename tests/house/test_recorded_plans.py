@@ -16,7 +16,7 @@ TRAINED = {
     name: plan
     for name, plan in PLANS.items()
     if plan["what"] == "train" and "M4MoE" in plan["model"] and plan.get("work")
-    if name != requests.UNEQUAL_NAME
+    if name not in (requests.UNEQUAL_NAME, requests.HOST_NAME)
 }
 
 ON_GPUS = {name: plan for name, plan in PLANS.items() if "card" in plan["topology"]}
@@ -54,7 +54,8 @@ def test_parameters_are_those_of_the_experiment_to_the_unit(name):
     task = registry.GetParams(plan["model"], plan["override"]).task.Instantiate()
     count = count_parameters(task.VariableSpecs().Flatten())
     assert plan["parameters"]["count"] == count
-    assert plan["parameters"]["bytes_total"] == 4 * count
+    size = 2 if task.p.dtype == "bfloat16" else 4
+    assert plan["parameters"]["bytes_total"] == size * count
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -111,6 +112,24 @@ def test_a_trillion_float32_parameters_without_copies_fit_as_fast_as_with_bfloat
     matrix = 2 * model.model_dim * model.hidden_dim  # in bfloat16, in which the products read it
     assert max(row["bytes"] for row in in_loops) == matrix
     assert sum(row["count"] for row in in_loops if row["bytes"] == matrix) == 4 * 30
+
+
+def test_a_hundred_billion_parameters_fit_one_host_whose_link_takes_half_of_the_step():
+    plan = PLANS[requests.HOST_NAME]
+    host, time = plan["host"], plan["time"]
+    assert plan["parameters"]["count"] > 1e11 and plan["topology"]["devices"] == 8
+    assert host["host_devices"] == 8 and host["needed_by_host"] < 0.6 * host["host_memory"]
+    assert plan["memory"]["needed"] < plan["memory"]["hbm"] < host["needed"] / 2
+    parts = time["work_seconds"] + time["collective_seconds"] + time["host_seconds"]
+    assert time["step_seconds"] == pytest.approx(parts, rel=1e-4)
+    assert time["host_seconds"] == pytest.approx(host["waiting_seconds"], rel=1e-4)
+    assert 0.4 < time["host_seconds"] / time["step_seconds"] < 0.6
+    # What moves is at least what the state in the host's memory says: weights to the device twice and back once,
+    # gradients out and twice in, master weights in and out.
+    moved = sum(row["count"] * row["bytes"] for row in host["moves"])
+    there = {row["part"]: row["bytes"] for row in plan["state"]["parts"] if row["memory"] == "host"}
+    least = 3 * there["weights"] + 3 * there["gradients"] + 2 * there["master weights"]
+    assert least <= moved < 1.2 * least
 
 
 def test_the_papers_largest_model_is_recorded_for_gpus():

@@ -139,7 +139,7 @@ class Repeat(BaseLayer):
         return self._ShardTheta(theta.Pack(found).body)
 
     def _OnHost(self) -> tuple[bool, ...]:
-        """Of each weight, in the order of theta: whether it is in the memory of the host."""
+        """Whether each weight, in the order of theta, is in the memory of the host."""
         return tuple(spec.memory == HOST for spec in self.VariableSpecs().Flatten())
 
     def _Unrolled(
