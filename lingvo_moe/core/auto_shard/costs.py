@@ -1,0 +1,268 @@
+"""What the choices of operators cost: seconds of a device, and bytes in its memory.
+
+An operator's own cost is its products, its memory traffic, the sums over devices of letters that it reduces, and, where
+gradients are wanted, the same of its gradients: each product has one for each operand, and the gradient of a tensor is
+summed over the axes along which its copies lie. Between two operators the cost is that of bringing a tensor from one
+sharding to the other, and its gradient back.
+"""
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lingvo_moe.core.auto_shard import exchanges
+from lingvo_moe.core.auto_shard.exchanges import Layout
+from lingvo_moe.core.auto_shard.machine import MeshMachine, product_seconds
+from lingvo_moe.core.auto_shard.operators import Letters, Member, Operator, Operators, Value
+
+# Reading a weight and its gradient and writing the weight: an update, which a device makes of its part.
+_UPDATE_PASSES = 3
+
+# The letter that each mesh axis shards; None: it holds copies.
+Choice = tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """One operator's.
+
+    Attributes:
+        choices: the shardings.
+        seconds: of each.
+        kept: bytes on a device of each: arguments, their gradients, and what the gradient needs.
+        working: bytes of its own operands and results.
+    """
+
+    choices: tuple[Choice, ...]
+    seconds: np.ndarray
+    kept: np.ndarray
+    working: np.ndarray
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Two operators that exchange tensors.
+
+    Attributes:
+        ends: the numbers of both.
+        classes: for each choice of each end, which row or column it is.
+        seconds: [rows, columns].
+    """
+
+    ends: tuple[int, int]
+    classes: tuple[np.ndarray, np.ndarray]
+    seconds: np.ndarray
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A tensor that an operation of one operator reads from another.
+
+    Attributes:
+        value: the tensor.
+        producer, consumer: numbers of the operators.
+        member: the operation that reads it.
+        operand: the number of the operand.
+        held, used: its letters there and here.
+        summed: letters of the operation that the operand lacks.
+    """
+
+    value: Value
+    producer: int
+    consumer: int
+    member: Member
+    operand: int
+    held: Letters
+    used: Letters
+    summed: tuple[int, ...]
+
+
+class Costs:
+    """The costs of a function's operators over a mesh.
+
+    Attributes:
+        axes: the axes of the mesh that have more than one device.
+        choices: of each operator.
+        crossings: between operators.
+        edges: their costs.
+    """
+
+    def __init__(self, operators: Operators, on: MeshMachine):
+        self._on = on
+        self.axes = [a for a, n in zip(on.mesh.axis_names, on.mesh.shape) if n > 1]
+        self._sizes = [on.mesh.axis_size(a) for a in self.axes]
+        self._operators = operators.operators
+        number = {id(operator): i for i, operator in enumerate(self._operators)}
+        self._number = {v: number[id(op)] for v, op in operators.home.items()}
+        self.crossings = list(self._Crossings())
+        self._read: dict[int, set[Value]] = defaultdict(set)
+        self._leaves: dict[int, set[Value]] = defaultdict(set)
+        for crossing in self.crossings:
+            self._read[crossing.consumer].add(crossing.value)
+            self._leaves[crossing.producer].add(crossing.value)
+        self.choices = [self._Choices(i, op) for i, op in enumerate(self._operators)]
+        self.edges = self._Edges()
+
+    def Layout(self, letters: Letters, choice: Choice) -> Layout:
+        """The mesh axes of each dimension."""
+        return tuple(
+            tuple(a for a, c in zip(self.axes, choice) if c == letter) if letter is not None else ()
+            for letter in letters
+        )
+
+    def ExchangesOf(self, crossing: Crossing, producer: Choice, consumer: Choice):
+        """The collectives of a crossing: forward, and of the gradient."""
+        mesh = self._on.mesh
+        held, used = self.Layout(crossing.held, producer), self.Layout(crossing.used, consumer)
+        forward = exchanges.exchanges(mesh, held, used)
+        if not (crossing.value.has_gradient and crossing.member.has_gradient):
+            return forward, ()
+        partial = self._Along(crossing.summed, consumer)
+        return forward, exchanges.gradient_exchanges(mesh, used, held, partial, self._on.scatters)
+
+    def _Crossings(self):
+        for i, operator in enumerate(self._operators):
+            for member in operator.members:
+                for operand, value, used in member.uses:
+                    producer = self._number[value.number]
+                    if producer != i:
+                        held = self._operators[producer].holds[value]
+                        summed = tuple(sorted(member.letters.difference(used)))
+                        yield Crossing(value, producer, i, member, operand, held, used, summed)
+
+    def _Choices(self, number: int, operator: Operator) -> Choices:
+        choices = tuple(self._Enumerate(operator))
+        figures = [self._Own(number, operator, choice) for choice in choices]
+        seconds, kept, working = (np.array(column, float) for column in zip(*figures))
+        return Choices(choices, seconds, kept, working)
+
+    def _Enumerate(self, operator: Operator):
+        if operator.fixed is not None:
+            by_axis = {a: letter for letter, axes in operator.fixed.items() for a in axes}
+            yield tuple(by_axis.get(a) for a in self.axes)
+            return
+        for choice in itertools.product((None, *operator.sizes), repeat=len(self.axes)):
+            if all(n % self._Parts((letter,), choice) == 0 for letter, n in operator.sizes.items()):
+                yield choice
+
+    def _Parts(self, letters: Sequence[int | None], choice: Choice) -> int:
+        return math.prod(n for n, c in zip(self._sizes, choice) if c is not None and c in letters)
+
+    def _Along(self, letters: Sequence[int], choice: Choice) -> tuple[str, ...]:
+        return tuple(a for a, c in zip(self.axes, choice) if c is not None and c in letters)
+
+    def _Bytes(self, value: Value, letters: Letters, choice: Choice) -> float:
+        return value.num_bytes / self._Parts(letters, choice)
+
+    def _Own(self, number: int, operator: Operator, choice: Choice) -> tuple[float, float, float]:
+        """Seconds, bytes that are kept, bytes at work."""
+        total = 0.0
+        traffic = sum(self._Bytes(v, operator.holds[v], choice) for v in self._leaves[number])
+        gradients = False
+        seen: set[tuple[int, Letters]] = set()
+        for member in operator.members:
+            total += self._Sums(member, choice)
+            backward = sum(v.has_gradient for _, v, _ in member.uses) if member.has_gradient else 0
+            gradients |= backward > 0
+            moved = 0.0
+            for _, value, used in member.uses:
+                here = self._number[value.number] == number
+                if (
+                    member.flops
+                    or member.reduced
+                    or (not here and (value.number, used) not in seen)
+                ):
+                    seen.add((value.number, used))
+                    moved += self._Bytes(value, used, choice)
+                if here:
+                    total += self._Inside(operator, member, value, used, choice)
+            flops = member.flops / self._Parts(tuple(member.letters), choice)
+            if member.flops:
+                moved += sum(self._Bytes(v, d, choice) for v, d in member.makes)
+            total += (1 + backward) * product_seconds(self._on, flops, moved)
+        passes = 3 if gradients else 1
+        total += passes * traffic / self._on.memory_bandwidth
+        held = sum(self._Bytes(v, operator.holds[v], choice) for v in operator.arguments)
+        wanted = sum(
+            self._Bytes(v, operator.holds[v], choice) for v in operator.arguments if v.has_gradient
+        )
+        # Also so that of equal choices one is taken that stores less.
+        total += (_UPDATE_PASSES * wanted + 0.01 * held) / self._on.memory_bandwidth
+        kept = held + wanted + (traffic if gradients else 0.0)
+        working = self._Working(operator, choice)
+        return total, kept, working
+
+    def _Working(self, operator: Operator, choice: Choice) -> float:
+        sizes = [
+            sum(self._Bytes(v, d, choice) for _, v, d in m.uses)
+            + sum(self._Bytes(v, d, choice) for v, d in m.makes)
+            for m in operator.members
+        ]
+        return max(sizes, default=0.0)
+
+    def _Sums(self, member: Member, choice: Choice) -> float:
+        """Seconds to add up (or reduce otherwise) the parts of an operation's results."""
+        axes = self._Along(tuple(member.reduced), choice)
+        if not axes:
+            return 0.0
+        return sum(
+            self._on.Seconds("all-reduce", self._Bytes(v, d, choice), axes) for v, d in member.makes
+        )
+
+    def _Inside(
+        self, operator: Operator, member: Member, value: Value, used: Letters, choice: Choice
+    ) -> float:
+        """Seconds of what an operation reads from its own operator."""
+        held = operator.holds[value]
+        gradient = value.has_gradient and member.has_gradient
+        summed = tuple(member.letters.difference(used)) if gradient else ()
+        partial = self._Along(summed, choice)
+        if held == used and not partial:
+            return 0.0
+        mesh = self._on.mesh
+        before, after = self.Layout(held, choice), self.Layout(used, choice)
+        steps = exchanges.exchanges(mesh, before, after)
+        if gradient:
+            scatters = self._on.scatters
+            steps += exchanges.gradient_exchanges(mesh, after, before, partial, scatters)
+        return exchanges.seconds(self._on, steps, value.num_bytes)
+
+    def _Edges(self) -> list[Edge]:
+        """One for each pair of operators; a tensor that an operator reads twice alike is brought once."""
+        pairs: dict[tuple[int, int], dict[tuple, Crossing]] = defaultdict(dict)
+        for c in self.crossings:
+            key = (c.value.number, c.used, c.summed, c.member.has_gradient)
+            pairs[c.producer, c.consumer].setdefault(key, c)
+        return [self._Edge(ends, list(found.values())) for ends, found in pairs.items()]
+
+    def _Edge(self, ends: tuple[int, int], crossings: Sequence[Crossing]) -> Edge:
+        rows: dict[tuple, int] = {}
+        columns: dict[tuple, int] = {}
+        first, second = (self.choices[i].choices for i in ends)
+        row_of, column_of = [], []
+        examples: tuple[list[Choice], list[Choice]] = ([], [])
+        for choice in first:
+            key = tuple(self.Layout(c.held, choice) for c in crossings)
+            if key not in rows:
+                rows[key] = len(rows)
+                examples[0].append(choice)
+            row_of.append(rows[key])
+        for choice in second:
+            read: tuple = tuple(
+                (self.Layout(c.used, choice), self._Along(c.summed, choice)) for c in crossings
+            )
+            if read not in columns:
+                columns[read] = len(columns)
+                examples[1].append(choice)
+            column_of.append(columns[read])
+        table = np.zeros((len(rows), len(columns)))
+        for i, a in enumerate(examples[0]):
+            for j, b in enumerate(examples[1]):
+                for c in crossings:
+                    for steps in self.ExchangesOf(c, a, b):
+                        table[i, j] += exchanges.seconds(self._on, steps, c.value.num_bytes)
+        return Edge(ends, (np.array(row_of), np.array(column_of)), table)
