@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -99,15 +100,15 @@ class Costs:
         number = {id(operator): i for i, operator in enumerate(self._operators)}
         self._number = {v: number[id(op)] for v, op in operators.home.items()}
         self.crossings = list(self._Crossings())
-        self._read: dict[int, set[Value]] = defaultdict(set)
         self._leaves: dict[int, set[Value]] = defaultdict(set)
         for crossing in self.crossings:
-            self._read[crossing.consumer].add(crossing.value)
             self._leaves[crossing.producer].add(crossing.value)
+        self._known_choices: dict[tuple, Choices] = {}
+        self._known_tables: dict[tuple, tuple[tuple[np.ndarray, np.ndarray], np.ndarray]] = {}
         self.choices = [self._Choices(i, op) for i, op in enumerate(self._operators)]
         self.edges = self._Edges()
 
-    def Layout(self, letters: Letters, choice: Choice) -> Layout:
+    def LayoutOf(self, letters: Letters, choice: Choice) -> Layout:
         """The mesh axes of each dimension."""
         return tuple(
             tuple(a for a, c in zip(self.axes, choice) if c == letter) if letter is not None else ()
@@ -117,7 +118,7 @@ class Costs:
     def ExchangesOf(self, crossing: Crossing, producer: Choice, consumer: Choice):
         """The collectives of a crossing: forward, and of the gradient."""
         mesh = self._on.mesh
-        held, used = self.Layout(crossing.held, producer), self.Layout(crossing.used, consumer)
+        held, used = self.LayoutOf(crossing.held, producer), self.LayoutOf(crossing.used, consumer)
         forward = exchanges.exchanges(mesh, held, used)
         if not (crossing.value.has_gradient and crossing.member.has_gradient):
             return forward, ()
@@ -135,10 +136,40 @@ class Costs:
                         yield Crossing(value, producer, i, member, operand, held, used, summed)
 
     def _Choices(self, number: int, operator: Operator) -> Choices:
-        choices = tuple(self._Enumerate(operator))
-        figures = [self._Own(number, operator, choice) for choice in choices]
-        seconds, kept, working = (np.array(column, float) for column in zip(*figures))
-        return Choices(choices, seconds, kept, working)
+        key = self._Look(number, operator)
+        if key not in self._known_choices:
+            choices = tuple(self._Enumerate(operator))
+            figures = [self._Own(number, operator, choice) for choice in choices]
+            seconds, kept, working = (np.array(column, float) for column in zip(*figures))
+            self._known_choices[key] = Choices(choices, seconds, kept, working)
+        return self._known_choices[key]
+
+    def _Look(self, number: int, operator: Operator) -> tuple:
+        """All that the costs of an operator depend on: those of equal layers are computed once."""
+
+        def look(value: Value, letters: Letters) -> tuple:
+            home = self._number[value.number]
+            here = operator.holds[value] if home == number else None
+            return value.num_bytes, value.has_gradient, letters, here
+
+        members = tuple(
+            (
+                *(m.letters, m.reduced, m.flops, m.has_gradient),
+                tuple(look(v, d) for _, v, d in m.uses),
+                tuple(look(v, d) for v, d in m.makes),
+            )
+            for m in operator.members
+        )
+        leaves = sorted(self._leaves[number], key=lambda v: v.number)
+        numbers = [v.number for m in operator.members for _, v, _ in m.uses]
+        return (
+            tuple(operator.sizes.values()),
+            None if operator.fixed is None else tuple(operator.fixed.items()),
+            members,
+            tuple(look(v, operator.holds[v]) for v in leaves),
+            tuple(look(v, operator.holds[v]) for v in operator.arguments),
+            tuple(numbers.index(n) for n in numbers),
+        )
 
     def _Enumerate(self, operator: Operator):
         if operator.fixed is not None:
@@ -221,15 +252,8 @@ class Costs:
         gradient = value.has_gradient and member.has_gradient
         summed = tuple(member.letters.difference(used)) if gradient else ()
         partial = self._Along(summed, choice)
-        if held == used and not partial:
-            return 0.0
-        mesh = self._on.mesh
-        before, after = self.Layout(held, choice), self.Layout(used, choice)
-        steps = exchanges.exchanges(mesh, before, after)
-        if gradient:
-            scatters = self._on.scatters
-            steps += exchanges.gradient_exchanges(mesh, after, before, partial, scatters)
-        return exchanges.seconds(self._on, steps, value.num_bytes)
+        before, after = self.LayoutOf(held, choice), self.LayoutOf(used, choice)
+        return self._Bring(before, after, partial, value.num_bytes, gradient)
 
     def _Edges(self) -> list[Edge]:
         """One for each pair of operators; a tensor that an operator reads twice alike is brought once."""
@@ -240,29 +264,47 @@ class Costs:
         return [self._Edge(ends, list(found.values())) for ends, found in pairs.items()]
 
     def _Edge(self, ends: tuple[int, int], crossings: Sequence[Crossing]) -> Edge:
-        rows: dict[tuple, int] = {}
-        columns: dict[tuple, int] = {}
         first, second = (self.choices[i].choices for i in ends)
-        row_of, column_of = [], []
-        examples: tuple[list[Choice], list[Choice]] = ([], [])
-        for choice in first:
-            key = tuple(self.Layout(c.held, choice) for c in crossings)
-            if key not in rows:
-                rows[key] = len(rows)
-                examples[0].append(choice)
-            row_of.append(rows[key])
-        for choice in second:
-            read: tuple = tuple(
-                (self.Layout(c.used, choice), self._Along(c.summed, choice)) for c in crossings
+        looks = tuple(
+            (
+                c.value.num_bytes,
+                c.held,
+                c.used,
+                c.summed,
+                c.value.has_gradient and c.member.has_gradient,
             )
-            if read not in columns:
-                columns[read] = len(columns)
-                examples[1].append(choice)
-            column_of.append(columns[read])
-        table = np.zeros((len(rows), len(columns)))
-        for i, a in enumerate(examples[0]):
-            for j, b in enumerate(examples[1]):
-                for c in crossings:
-                    for steps in self.ExchangesOf(c, a, b):
-                        table[i, j] += exchanges.seconds(self._on, steps, c.value.num_bytes)
-        return Edge(ends, (np.array(row_of), np.array(column_of)), table)
+            for c in crossings
+        )
+        key = (first, second, looks)
+        if key not in self._known_tables:
+            rows = [tuple(self.LayoutOf(c.held, a) for c in crossings) for a in first]
+            columns = [
+                tuple((self.LayoutOf(c.used, b), self._Along(c.summed, b)) for c in crossings)
+                for b in second
+            ]
+            row_of, column_of = _numbered(rows), _numbered(columns)
+            table = np.zeros((len(row_of), len(column_of)))
+            for row, i in row_of.items():
+                for column, j in column_of.items():
+                    for look, held, (used, partial) in zip(looks, row, column):
+                        table[i, j] += self._Bring(held, used, partial, look[0], look[-1])
+            classes = [row_of[row] for row in rows], [column_of[column] for column in columns]
+            self._known_tables[key] = (np.array(classes[0]), np.array(classes[1])), table
+        return Edge(ends, *self._known_tables[key])
+
+    def _Bring(
+        self, held: Layout, used: Layout, partial: tuple[str, ...], num_bytes: int, gradient: bool
+    ) -> float:
+        """Seconds to bring a tensor from one layout to another, and its gradient back."""
+        if held == used and not partial:
+            return 0.0
+        mesh = self._on.mesh
+        total = exchanges.seconds(self._on, exchanges.exchanges(mesh, held, used), num_bytes)
+        if gradient:
+            back = exchanges.gradient_exchanges(mesh, used, held, partial, self._on.scatters)
+            total += exchanges.seconds(self._on, back, num_bytes)
+        return total
+
+
+def _numbered(items: Sequence[Any]) -> dict[Any, int]:
+    return {item: i for i, item in enumerate(dict.fromkeys(items))}

@@ -42,10 +42,14 @@ def exchanges(mesh: Mesh, source: Layout, target: Layout) -> tuple[Exchange, ...
     for axis in {a for axes in source for a in axes} | (coming.keys() - leaving.keys()):
         share /= mesh.axis_size(axis)
     steps = []
-    moved = [axis for axis in leaving if axis in coming]
-    for axis in moved:
-        kind = "collective-permute" if leaving[axis] == coming[axis] else "all-to-all"
-        steps.append(Exchange(kind, share, (axis,)))
+    moved: dict[tuple[int, int], tuple[str, ...]] = {}  # axes that move together are one collective
+    for axis, dim in leaving.items():
+        if axis in coming:
+            way = dim, coming[axis]
+            moved[way] = (*moved.get(way, ()), axis)
+    for (start, end), axes in moved.items():
+        kind = "collective-permute" if start == end else "all-to-all"
+        steps.append(Exchange(kind, share, axes))
     gone: dict[int, tuple[str, ...]] = {}
     for axis, dim in leaving.items():
         if axis not in coming:

@@ -25,7 +25,7 @@ from lingvo_moe.core.auto_shard.machine import mesh_machine
 from lingvo_moe.core.auto_shard.search import Search, Traced
 from lingvo_moe.core.engine.functional import ShardedFunction, tensor_items
 from lingvo_moe.core.engine.specs import TensorSpec, dtype_name
-from lingvo_moe.core.nested_map import flatten_items, map_structure, pack_as
+from lingvo_moe.core.nested_map import flatten, flatten_items, map_structure, pack_as
 from lingvo_moe.core.partitioner.known_faults import ERROR, check_action
 from lingvo_moe.core.sharding import Mesh, ShardingError, current_mesh
 from lingvo_moe.core.suggest import did_you_mean
@@ -120,9 +120,7 @@ class AutoSharded(ShardedFunction):
 
         In place of a tensor a TensorSpec does.
         """
-        bound = self._parameters.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return self._Find(dict(bound.arguments))[0]
+        return self._Find(self._Bind(args, kwargs))[0]
 
     def NumPrograms(self) -> int:
         """How many signatures are kept."""
@@ -135,17 +133,13 @@ class AutoSharded(ShardedFunction):
         return self._Find(arguments)[1]._Inline(arguments)
 
     def _Find(self, arguments: dict[str, Any]) -> tuple[strategies.Strategy, ShardedFunction]:
-        mesh = self._mesh or current_mesh()
-        if mesh is None:
-            raise ShardingError(
-                f"{self._name}: no mesh; give auto_shard one, or call it under sharding.use_mesh(mesh)"
-            )
+        mesh = self._MeshInForce()
         wanted = self._Wanted(arguments)
         key = (self.Key(arguments, mesh), tuple(wanted))
         if key in self._found:
             self._found[key] = self._found.pop(key)  # the last one used
         else:
-            strategy, structure = self._Search(arguments, mesh, wanted)
+            strategy, structure = self._Strategy(arguments, mesh, wanted)
             self._found[key] = strategy, self._Annotated(arguments, strategy, structure)
         while len(self._found) > self._max_programs:
             del self._found[next(iter(self._found))]
@@ -164,34 +158,64 @@ class AutoSharded(ShardedFunction):
         variables = [isinstance(leaf, tf.Variable) for _, leaf in leaves]
         return variables if any(variables) else [True] * len(leaves)
 
-    def _Search(
+    def Searched(self, *args: Any, **kwargs: Any) -> Search:
+        """The search for such arguments, not yet run: its operators, their choices and costs."""
+        arguments = self._Bind(args, kwargs)
+        return self._Search(arguments, self._MeshInForce(), self._Wanted(arguments))[0]
+
+    def _Bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        bound = self._parameters.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+    def _MeshInForce(self) -> Mesh:
+        mesh = self._mesh or current_mesh()
+        if mesh is None:
+            raise ShardingError(
+                f"{self._name}: no mesh; give auto_shard one, or call it under sharding.use_mesh(mesh)"
+            )
+        return mesh
+
+    def _Strategy(
         self, arguments: dict[str, Any], mesh: Mesh, wanted: Sequence[bool]
     ) -> tuple[strategies.Strategy, Any]:
         """The strategy, and the structure of the results."""
-        leaves = tensor_items(arguments)
-        specs = [
-            TensorSpec(tuple(int(n) for n in leaf.shape), dtype_name(leaf.dtype), (), path)
-            for path, leaf in leaves
-        ]
-        structure: Any = None
-        paths: list[str] = []
-
-        def call(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-            nonlocal structure, paths
-            out = self.Call(arguments, tensors)
-            structure = map_structure(lambda _: 0, out)
-            paths = [path for path, _ in flatten_items(out, "result")]
-            return [tf.convert_to_tensor(y) for _, y in flatten_items(out, "result")]
-
-        traced = Traced(call, specs, mesh)
-        splits = self.InSplits(arguments, mesh)
-        results = pack_as(structure, [TensorSpec.Of(y, "") for y in traced.results])
-        given = (
-            self.OutSplits(results, mesh) if self._out_shardings is not None else [()] * len(paths)
-        )
         if self._given is not None:
+            traced, specs, structure = self._Trace(arguments, mesh)
             _check(self._given, self._name, mesh, specs, traced)
             return self._given, structure
+        search, structure = self._Search(arguments, mesh, wanted)
+        found = search.Run(self._memory_limit)
+        for note in found.notes:
+            warnings.warn(f"auto_shard: {self._name}: {note}", stacklevel=6)
+        return found, structure
+
+    def _Trace(self, arguments: dict[str, Any], mesh: Mesh) -> tuple[Traced, list[TensorSpec], Any]:
+        """The operations, the arguments' specs, and the structure of the results."""
+        specs = [
+            TensorSpec(tuple(int(n) for n in leaf.shape), dtype_name(leaf.dtype), (), path)
+            for path, leaf in tensor_items(arguments)
+        ]
+        structure: Any = None
+
+        def call(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+            nonlocal structure
+            out = self.Call(arguments, tensors)
+            structure = map_structure(lambda _: 0, out)
+            return [tf.convert_to_tensor(y) for y in flatten(out)]
+
+        return Traced(call, specs, mesh), specs, structure
+
+    def _Search(
+        self, arguments: dict[str, Any], mesh: Mesh, wanted: Sequence[bool]
+    ) -> tuple[Search, Any]:
+        traced, specs, structure = self._Trace(arguments, mesh)
+        paths = [path for path, _ in flatten_items(structure, "result")]
+        splits = self.InSplits(arguments, mesh)
+        results = pack_as(structure, [TensorSpec.Of(y, "") for y in traced.results])
+        given = [()] * len(paths)
+        if self._out_shardings is not None:
+            given = self.OutSplits(results, mesh)
         search = Search(
             self._name,
             traced,
@@ -201,10 +225,7 @@ class AutoSharded(ShardedFunction):
             [(path, split or None) for path, split in zip(paths, given, strict=True)],
             mesh_machine(mesh, self._topology),
         )
-        found = search.Run(self._memory_limit)
-        for note in found.notes:
-            warnings.warn(f"auto_shard: {self._name}: {note}", stacklevel=6)
-        return found, structure
+        return search, structure
 
     def _Annotated(
         self, arguments: dict[str, Any], strategy: strategies.Strategy, structure: Any

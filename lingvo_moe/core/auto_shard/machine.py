@@ -75,6 +75,14 @@ class MeshMachine:
             return _rings(kind, num_bytes, count)
         return _on_machine(self, kind, int(num_bytes), axes)
 
+    def SecondsAmong(self, kind: str, num_bytes: int, count: int) -> float:
+        """The same for `count` devices that are as near to each other as can be."""
+        if count == 1 or not num_bytes:
+            return 0.0
+        if self.machine is None:
+            return _rings(kind, num_bytes, count)
+        return network.seconds(kind, num_bytes, count, self.machine)
+
 
 def mesh_machine(mesh: Mesh, topology: str) -> MeshMachine:
     """A mesh over the machine of that name; '' for one of round figures.

@@ -307,6 +307,8 @@ class Operators:
         makes = [(v, named(dims)) for v, dims in zip(made, rule.outputs, strict=True)]
         own = tuple(letters[letter] for letter in rule.sizes)
         reduced = tuple(letters[letter] for letter in rule.reduced)
+        if reduced:  # worth a sharding of its own, as a normalization of the function's argument is
+            self._pending.discard(id(operator))
         self._Append(operator, number, kind, own, uses, makes, reduced, rule.flops)
 
     def _Append(
@@ -383,14 +385,19 @@ class Operators:
                 operator.fixed[letter] = axes_of(axis)
 
     def _Finish(self) -> None:
-        """Writes each letter as the one that stands for it."""
-
-        def now(letters: Letters) -> Letters:
-            return tuple(self._Find(d) for d in letters)
-
+        """Numbers the letters of each operator from 0, so that equal layers look alike."""
         for operator in self.operators:
-            operator.sizes = {d: self._sizes[d] for d in operator.sizes if self._Find(d) == d}
+            kept = [d for d in operator.sizes if self._Find(d) == d]
+            number: dict[int | None, int | None] = {d: i for i, d in enumerate(kept)} | {None: None}
+
+            def now(letters: Letters, number=number) -> Letters:
+                return tuple(number[self._Find(d)] for d in letters)
+
+            operator.sizes = {i: self._sizes[d] for i, d in enumerate(kept)}
             operator.holds = {v: now(d) for v, d in operator.holds.items()}
+            if operator.fixed is not None:
+                numbers = zip(now(tuple(operator.fixed)), operator.fixed.values(), strict=True)
+                operator.fixed = {d: axes for d, axes in numbers if d is not None}
             operator.members = [
                 replace(
                     m,

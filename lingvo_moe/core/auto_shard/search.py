@@ -185,7 +185,7 @@ class Search:
         operator = self.operators.home[value.number]
         number = self._Numbers()[id(operator)]
         choice = self.costs.choices[number].choices[found.chosen[number]]
-        return mapping_of(self.costs.Layout(operator.holds[value], choice))
+        return mapping_of(self.costs.LayoutOf(operator.holds[value], choice))
 
     def _Numbers(self) -> dict[int, int]:
         return {id(op): i for i, op in enumerate(self.operators.operators)}
@@ -211,8 +211,8 @@ class Search:
             ends = [
                 self.costs.choices[n].choices[found.chosen[n]] for n in (c.producer, c.consumer)
             ]
-            held = self.costs.Layout(c.held, ends[0])
-            used = self.costs.Layout(c.used, ends[1])
+            held = self.costs.LayoutOf(c.held, ends[0])
+            used = self.costs.LayoutOf(c.used, ends[1])
             forward, backward = self.costs.ExchangesOf(c, *ends)
             if c.member.op < 0 or not c.value.shape or (held == used and not backward):
                 continue
