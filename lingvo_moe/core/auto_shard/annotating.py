@@ -5,10 +5,11 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
+from tensorflow.python.eager import record
 
-from lingvo_moe.core.auto_shard.recording import rewriting
+from lingvo_moe.core.auto_shard.recording import Rewriting
 from lingvo_moe.core.auto_shard.strategy import Strategy
-from lingvo_moe.core.sharding import Mesh, ShardingError, mesh_split
+from lingvo_moe.core.sharding import ShardingError, mesh_split
 from lingvo_moe.core.sharding.annotate import free_letters
 from lingvo_moe.core.sharding.letters import DimsMapping
 
@@ -24,17 +25,15 @@ def annotated(call: Callable[[], Any], strategy: Strategy, name: str) -> Any:
     Raises:
         ShardingError: the function makes other operations than when the strategy was found.
     """
-    with free_letters():
-        rewrite = _Rewrite(strategy, name)
-        with rewriting(rewrite) as rewrite.operations:
-            return call()
+    with free_letters(), _Annotating(strategy, name):
+        return call()
 
 
-class _Rewrite:
+class _Annotating(Rewriting):
     """What each operation reads."""
 
     def __init__(self, strategy: Strategy, name: str):
-        self.operations: list[Any] = []
+        super().__init__(self._Inputs)
         self._strategy, self._name = strategy, name
         self._reads = {(r.op, r.operand): r for r in strategy.reads}
         self._types = {r.op: r.type for r in strategy.reads}
@@ -44,7 +43,7 @@ class _Rewrite:
         self._places: dict[Any, tuple[int, int]] = {}
         self._versions: dict[tuple[Any, DimsMapping], Any] = {}
 
-    def __call__(self, number: int, kind: str, inputs: Sequence[Any]) -> list[Any]:
+    def _Inputs(self, number: int, kind: str, inputs: Sequence[Any]) -> list[Any]:
         if self._types.get(number, kind) != kind:
             raise ShardingError(
                 f"{self._name}: operation {number} is a {kind}, but was a {self._types[number]} when the strategy "
@@ -69,7 +68,6 @@ class _Rewrite:
 
     def _Version(self, x: Any, shape: Sequence[int], mapping: DimsMapping) -> Any:
         """The tensor with an annotation; each is made once."""
-        mesh: Mesh = self._strategy.mesh
         if tuple(x.shape) != tuple(shape):
             raise ShardingError(
                 f"{self._name}: {x.name} has shape {list(x.shape)}, but had {list(shape)} when the strategy was found"
@@ -79,8 +77,23 @@ class _Rewrite:
         key = (x.ref(), mapping)
         # A tape that began to watch the tensor after it was annotated would not see the annotated one.
         if key not in self._versions or _tapes(x) > _tapes(self._versions[key]):
-            self._versions[key] = mesh_split(x, mesh, mapping)
+            self._versions[key] = self._Annotated(x, mapping)
         return self._versions[key]
+
+    def _Annotated(self, x: Any, mapping: DimsMapping) -> Any:
+        """An annotation whose gradient, which annotates likewise, is no operation of the function either."""
+        mesh = self._strategy.mesh
+        with record.stop_recording():
+            y = mesh_split(x, mesh, mapping)
+        scope = y.op.name.rpartition("/")[0]
+
+        def gradient(dy: Any) -> list[Any]:
+            # As TensorFlow names gradients, so that explain finds what they belong to.
+            with self.Uncounted(), tf.name_scope(f"gradient_tape/{scope}/".replace("//", "/")):
+                return [mesh_split(dy, mesh, mapping)]
+
+        record.record_operation("XlaSharding", [y], [x], gradient)
+        return y
 
 
 def _tapes(x: Any) -> int:

@@ -1,6 +1,6 @@
-"""What a compiled program costs on the machine of a search: the truth that the search's own costs are checked against."""
+"""What a compiled program costs on the machine of a search, to check the search's own costs."""
 
-from lingvo_moe.core.auto_shard.machine import MeshMachine, product_seconds
+from lingvo_moe.core.auto_shard.machine import MeshMachine
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.planner.costs import costs
 
@@ -14,9 +14,7 @@ def compiled_seconds(text: str, on: MeshMachine) -> float:
     """
     total = 0.0
     for cost in costs(parse_module(text)):
-        total += cost.times * product_seconds(
-            on, cost.flops, cost.bytes if not cost.collective else 0
-        )
+        total += cost.times * on.Computing(cost.flops, cost.bytes if not cost.collective else 0)
         if cost.collective is not None:
             use = cost.collective
             total += cost.times * on.SecondsAmong(use.kind, use.bytes, use.participants)

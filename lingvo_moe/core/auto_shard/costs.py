@@ -17,11 +17,18 @@ import numpy as np
 
 from lingvo_moe.core.auto_shard import exchanges
 from lingvo_moe.core.auto_shard.exchanges import Layout
-from lingvo_moe.core.auto_shard.machine import MeshMachine, product_seconds
-from lingvo_moe.core.auto_shard.operators import Letters, Member, Operator, Operators, Value
+from lingvo_moe.core.auto_shard.machine import MeshMachine
+from lingvo_moe.core.auto_shard.operators import (
+    ANNOTATION,
+    Letters,
+    Member,
+    Operator,
+    Operators,
+    Value,
+)
 
-# Reading a weight and its gradient and writing the weight: an update, which a device makes of its part.
-_UPDATE_PASSES = 3
+# An update reads a weight, its gradient and a slot, and writes weight and slot: a device does so for its part.
+_UPDATE_PASSES = 5
 
 # The letter that each mesh axis shards; None: it holds copies.
 Choice = tuple[int | None, ...]
@@ -138,11 +145,35 @@ class Costs:
     def _Choices(self, number: int, operator: Operator) -> Choices:
         key = self._Look(number, operator)
         if key not in self._known_choices:
-            choices = tuple(self._Enumerate(operator))
+            choices = self._AsAnnotated(operator, tuple(self._Enumerate(operator)))
             figures = [self._Own(number, operator, choice) for choice in choices]
             seconds, kept, working = (np.array(column, float) for column in zip(*figures))
             self._known_choices[key] = Choices(choices, seconds, kept, working)
         return self._known_choices[key]
+
+    def _Annotated(self, operator: Operator) -> list[tuple[Letters, Layout]]:
+        """What annotations say of the operands of a product; empty unless all of them are annotated."""
+        found = []
+        for member in operator.members:
+            for _, value, used in member.uses if member.flops else ():
+                home = self._operators[self._number[value.number]]
+                if home.kind != ANNOTATION or home.fixed is None:
+                    return []
+                held = home.holds[value]
+                found.append((used, tuple(home.fixed.get(d, ()) for d in held if d is not None)))
+                if None in held:
+                    return []
+        return found
+
+    def _AsAnnotated(self, operator: Operator, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
+        """Those in which a product reads its operands as they are annotated; all if there is none."""
+        wanted = self._Annotated(operator)
+        kept = tuple(
+            choice
+            for choice in choices
+            if all(self.LayoutOf(used, choice) == layout for used, layout in wanted)
+        )
+        return kept or choices
 
     def _Look(self, number: int, operator: Operator) -> tuple:
         """All that the costs of an operator depend on: those of equal layers are computed once."""
@@ -164,6 +195,7 @@ class Costs:
         numbers = [v.number for m in operator.members for _, v, _ in m.uses]
         return (
             tuple(operator.sizes.values()),
+            tuple(self._Annotated(operator)),
             None if operator.fixed is None else tuple(operator.fixed.items()),
             members,
             tuple(look(v, operator.holds[v]) for v in leaves),
@@ -193,6 +225,7 @@ class Costs:
         """Seconds, bytes that are kept, bytes at work."""
         total = 0.0
         traffic = sum(self._Bytes(v, operator.holds[v], choice) for v in self._leaves[number])
+        base = self._Base(operator, choice)
         gradients = False
         seen: set[tuple[int, Letters]] = set()
         for member in operator.members:
@@ -208,13 +241,15 @@ class Costs:
                     or (not here and (value.number, used) not in seen)
                 ):
                     seen.add((value.number, used))
-                    moved += self._Bytes(value, used, choice)
+                    # What was computed element by element is computed again from the operator's own result.
+                    size = self._Bytes(value, used, choice)
+                    moved += min(size, base) if here and not member.flops else size
                 if here:
                     total += self._Inside(operator, member, value, used, choice)
             flops = member.flops / self._Parts(tuple(member.letters), choice)
             if member.flops:
                 moved += sum(self._Bytes(v, d, choice) for v, d in member.makes)
-            total += (1 + backward) * product_seconds(self._on, flops, moved)
+            total += (1 + backward) * self._on.Computing(flops, moved)
         passes = 3 if gradients else 1
         total += passes * traffic / self._on.memory_bandwidth
         held = sum(self._Bytes(v, operator.holds[v], choice) for v in operator.arguments)
@@ -226,6 +261,12 @@ class Costs:
         kept = held + wanted + (traffic if gradients else 0.0)
         working = self._Working(operator, choice)
         return total, kept, working
+
+    def _Base(self, operator: Operator, choice: Choice) -> float:
+        """Bytes of the result that an operator's other tensors follow."""
+        made = operator.members[0].makes if operator.members else ()
+        first = next((m.makes for m in operator.members if m.flops), made)
+        return sum(self._Bytes(v, d, choice) for v, d in first) or np.inf
 
     def _Working(self, operator: Operator, choice: Choice) -> float:
         sizes = [

@@ -56,8 +56,8 @@ def auto_shard(
         out_shardings: the same for results.
         differentiate: the arguments whose gradients count, by name. None: the tf.Variables; if there are none, all of
             floating-point numbers.
-        topology: the machine that the strategy is for, as `tools.plan` names it, e.g. 'v5e:2x4' or 'h100:1x8'; ''
-            for an accelerator of round figures.
+        topology: the machine that the strategy is for, as `tools.plan` names it, e.g. 'v5e:2x4' or 'h100:1x8'; 'cpu'
+            for virtual devices of this machine, '' for an accelerator, in round figures both.
         memory_limit: bytes on a device that the strategy may use, by the search's estimate: arguments, their gradients,
             what the gradient keeps, and what one operator has at work. None: any.
         strategy: one that was found before, its text, or a file of it: nothing is searched for.

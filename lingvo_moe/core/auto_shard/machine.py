@@ -1,12 +1,11 @@
 """The machine that a strategy is searched for: what a device computes, and how long a collective over mesh axes takes.
 
-`simple` machines have round figures of one accelerator and rings between devices. With a name, figures and network
-are those of the planner (TPU slices, GPU clusters).
+By a name of the planner's (a TPU slice, a GPU cluster) figures and network are the planner's. Without a name they are
+round figures of one accelerator in a ring of such; 'cpu' has round figures of the virtual devices of one machine.
 """
 
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lingvo_moe.core.planner import machine as machines
@@ -16,12 +15,39 @@ from lingvo_moe.core.planner.gpu_cluster import Cluster
 from lingvo_moe.core.planner.machine import Machine
 from lingvo_moe.core.sharding.mesh import Mesh
 
-# Where no machine is named: one accelerator and one link to the next, in round numbers of recent ones.
-_FLOPS = 1e14  # FLOP/s
-_MEMORY_BANDWIDTH = 1e12  # bytes/s
-_LINK_BANDWIDTH = 1e11  # bytes/s, one way
-_SECONDS_PER_OPERATION = 2e-6
-_SECONDS_PER_HOP = 1e-6
+CPU = "cpu"
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Equal devices in a ring, in round figures.
+
+    Attributes:
+        name: for people.
+        flops: FLOP/s of a device.
+        memory_bandwidth, link_bandwidth: bytes/s of its memory, and to the next device.
+        operation, hop: seconds that a collective takes beside its bytes, and those of each device on the way.
+    """
+
+    name: str
+    flops: float
+    memory_bandwidth: float
+    link_bandwidth: float
+    operation: float
+    hop: float
+
+
+_ACCELERATOR = Ring("an accelerator of round figures", 1e14, 1e12, 1e11, 2e-6, 1e-6)
+# Eight virtual devices share the cores, and exchange through the memory of the machine.
+_VIRTUAL_CPU = Ring("virtual CPU devices of round figures", 1e10, 2e9, 5e8, 2e-5, 5e-6)
+# Of a ring: how often the bytes pass a link, and hops, for shares (n-1)/n of n devices. In an all-to-all half of the
+# bytes go each way.
+_PASSES = {
+    "all-reduce": (2.0, 2),
+    "all-gather": (1.0, 1),
+    "reduce-scatter": (1.0, 1),
+    "all-to-all": (0.5, 1),
+}
 
 
 @dataclass(frozen=True)
@@ -30,35 +56,40 @@ class MeshMachine:
 
     Attributes:
         mesh: whose axes collectives go along.
-        machine: None for one of round figures.
-        name: of the machine, for people.
+        machine: of the planner, or a ring.
     """
 
     mesh: Mesh
-    machine: Machine | None
+    machine: Machine | Ring
 
     @property
     def name(self) -> str:
         """Of the machine."""
-        return self.machine.name if self.machine else "an accelerator of round figures"
+        return self.machine.name
 
     @property
     def flops(self) -> float:
         """FLOP/s of a device's products."""
-        if self.machine is None:
-            return _FLOPS
+        if isinstance(self.machine, Ring):
+            return self.machine.flops
         return self.machine.peaks.get("tf32", self.machine.peaks["bfloat16"])
 
     @property
     def memory_bandwidth(self) -> float:
         """Bytes/s of a device's memory."""
-        return self.machine.hbm_bandwidth if self.machine else _MEMORY_BANDWIDTH
+        if isinstance(self.machine, Ring):
+            return self.machine.memory_bandwidth
+        return self.machine.hbm_bandwidth
 
     @property
     def scatters(self) -> bool:
         """Whether the compiler makes a sum of which each device keeps a part a reduce-scatter: the GPU's does. That for
         TPUs and CPUs sums everything everywhere and takes a slice (docs/spmd_conformance.md)."""
         return isinstance(self.machine, Cluster)
+
+    def Computing(self, flops: float, num_bytes: float) -> float:
+        """Seconds of a computation: of its products or of its memory traffic, whichever is longer."""
+        return max(flops / self.flops, num_bytes / self.memory_bandwidth)
 
     def Seconds(self, kind: str, num_bytes: float, axes: tuple[str, ...]) -> float:
         """How long a collective takes.
@@ -71,27 +102,27 @@ class MeshMachine:
         count = self.mesh.axis_size(axes)
         if count == 1 or not num_bytes:
             return 0.0
-        if self.machine is None:
-            return _rings(kind, num_bytes, count)
-        return _on_machine(self, kind, int(num_bytes), axes)
+        if isinstance(self.machine, Ring):
+            return _in_ring(self.machine, kind, num_bytes, count)
+        return _on_machine(self.machine, self.mesh, kind, int(num_bytes), axes)
 
     def SecondsAmong(self, kind: str, num_bytes: int, count: int) -> float:
         """The same for `count` devices that are as near to each other as can be."""
         if count == 1 or not num_bytes:
             return 0.0
-        if self.machine is None:
-            return _rings(kind, num_bytes, count)
+        if isinstance(self.machine, Ring):
+            return _in_ring(self.machine, kind, num_bytes, count)
         return network.seconds(kind, num_bytes, count, self.machine)
 
 
 def mesh_machine(mesh: Mesh, topology: str) -> MeshMachine:
-    """A mesh over the machine of that name; '' for one of round figures.
+    """A mesh over the machine of that name: of the planner's, CPU, or '' for an accelerator of round figures.
 
     Raises:
         PlanError: no such machine, or one with fewer devices than the mesh.
     """
-    if not topology:
-        return MeshMachine(mesh, None)
+    if topology in ("", CPU):
+        return MeshMachine(mesh, _VIRTUAL_CPU if topology else _ACCELERATOR)
     machine = machines.parse_machine(topology)
     if machine.num_devices < mesh.size:
         raise PlanError(
@@ -100,26 +131,21 @@ def mesh_machine(mesh: Mesh, topology: str) -> MeshMachine:
     return MeshMachine(mesh, machine)
 
 
-def _rings(kind: str, num_bytes: float, count: int) -> float:
-    """All devices in a ring that sends one way."""
-    share = (count - 1) / count
-    times, hops = {
-        "all-reduce": (2 * share, 2 * (count - 1)),
-        "all-gather": (share, count - 1),
-        "reduce-scatter": (share, count - 1),
-        # In a torus half of the bytes go each way, and a quarter of the ring far on average.
-        "all-to-all": (share / 2, count - 1),
-        "collective-permute": (1.0, 1),
-    }[kind]
-    return _SECONDS_PER_OPERATION + times * num_bytes / _LINK_BANDWIDTH + hops * _SECONDS_PER_HOP
+def _in_ring(ring: Ring, kind: str, num_bytes: float, count: int) -> float:
+    if kind == "collective-permute":
+        return ring.operation + num_bytes / ring.link_bandwidth + ring.hop
+    passes, rounds = _PASSES[kind]
+    sent = passes * num_bytes * (count - 1) / count
+    return ring.operation + sent / ring.link_bandwidth + rounds * (count - 1) * ring.hop
 
 
 @functools.lru_cache(maxsize=65536)
-def _on_machine(on: MeshMachine, kind: str, num_bytes: int, axes: tuple[str, ...]) -> float:
-    assert on.machine is not None
-    groups = groups_along(on.mesh, axes)
+def _on_machine(
+    machine: Machine, mesh: Mesh, kind: str, num_bytes: int, axes: tuple[str, ...]
+) -> float:
+    groups = groups_along(mesh, axes)
     return network.seconds(
-        kind, num_bytes, len(groups[0]), on.machine, network.spread(groups, on.machine)
+        kind, num_bytes, len(groups[0]), machine, network.spread(groups, machine)
     )
 
 
@@ -131,13 +157,3 @@ def groups_along(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ..
     count = math.prod(mesh.shape[i] for i in places)
     rows = mesh.device_array().transpose([*rest, *places]).reshape(-1, count)
     return tuple(tuple(int(d) for d in row) for row in rows)
-
-
-def product_seconds(on: MeshMachine, flops: float, num_bytes: float) -> float:
-    """The time of a computation: of its products or of its memory traffic, whichever is longer."""
-    return max(flops / on.flops, num_bytes / on.memory_bandwidth)
-
-
-def axes_text(axes: Sequence[str]) -> str:
-    """Axes for people: 'data' or 'data+model'."""
-    return "+".join(axes)

@@ -18,8 +18,8 @@ from lingvo_moe.core.auto_shard.rules import Rule, shape_of
 from lingvo_moe.core.sharding.letters import DimsMapping, axes_of
 from lingvo_moe.core.sharding.mesh import Mesh
 
-_RULES = {**rules.RULES, **rules_of_products.RULES, **rules_of_shapes.RULES}
-_ANNOTATION = "XlaSharding"
+RULES = {**rules.RULES, **rules_of_products.RULES, **rules_of_shapes.RULES}
+ANNOTATION = "XlaSharding"
 _NO_GRADIENT = frozenset({"OneHot", "OnesLike", "StopGradient", "ZerosLike"})
 _STATIC = frozenset({"Rank", "Shape", "ShapeN", "Size"})  # shapes are static
 
@@ -212,10 +212,10 @@ class Operators:
                 else:
                     del self._by_tensor[op.outputs[y.index].ref()]
             return
-        if op.type == _ANNOTATION:
+        if op.type == ANNOTATION:
             self._Annotation(number, op, used, made)
             return
-        rule_of = _RULES.get(op.type)
+        rule_of = RULES.get(op.type)
         rule = rule_of(op) if rule_of else None
         if rule is None:
             self._WithoutRule(number, op, used, made)
@@ -226,7 +226,7 @@ class Operators:
             self._Follow(number, op, rule, used, made)
 
     def _Annotation(self, number: int, op: Any, used: Sequence[Any], made: Sequence[Value]) -> None:
-        operator = self._NewOperator(op.name, _ANNOTATION)
+        operator = self._NewOperator(op.name, ANNOTATION)
         letters = self._NewLetters(operator, made[0].shape)
         mapping = self._mapping_of(op)
         self._Fix(operator, letters, mapping)

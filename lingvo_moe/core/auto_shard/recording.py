@@ -37,32 +37,49 @@ def recorded() -> Iterator[list[Any]]:
         yield operations
 
 
-@contextlib.contextmanager
-def rewriting(rewrite: Rewrite) -> Iterator[list[Any]]:
-    """Inside, each operation reads what `rewrite` says; what `rewrite` itself makes is not counted.
+class Rewriting:
+    """Inside, each operation reads what `rewrite` says.
 
-    Gives the list of operations, as `recorded` does.
+    Attributes:
+        operations: those made so far, in order, without those of `rewrite` and of `Uncounted`.
     """
-    operations: list[Any] = []
-    busy = False
 
-    def create(
-        make: Callable[..., Any], op_type: str, inputs: Sequence[Any], *rest: Any, **named: Any
-    ):
-        nonlocal busy
-        if busy or op_type in _UNCOUNTED:
-            return make(op_type, inputs, *rest, **named)
-        busy = True
+    def __init__(self, rewrite: Rewrite):
+        self._rewrite, self._busy = rewrite, False
+        self.operations: list[Any] = []
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "Rewriting":
+        self._stack.enter_context(_creating(self._Create))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    @contextlib.contextmanager
+    def Uncounted(self) -> Iterator[None]:
+        """Operations made inside are no part of the function."""
+        before, self._busy = self._busy, True
         try:
-            inputs = list(rewrite(len(operations), op_type, inputs))
+            yield
         finally:
-            busy = False
-        op = make(op_type, inputs, *rest, **named)
-        operations.append(op)
-        return op
+            self._busy = before
 
-    with _creating(create):
-        yield operations
+    def _Create(
+        self,
+        make: Callable[..., Any],
+        op_type: str,
+        inputs: Sequence[Any],
+        *rest: Any,
+        **named: Any,
+    ) -> Any:
+        if self._busy or op_type in _UNCOUNTED:
+            return make(op_type, inputs, *rest, **named)
+        with self.Uncounted():
+            inputs = list(self._rewrite(len(self.operations), op_type, inputs))
+        op = make(op_type, inputs, *rest, **named)
+        self.operations.append(op)
+        return op
 
 
 @contextlib.contextmanager

@@ -10,8 +10,8 @@ import tensorflow as tf
 from lingvo_moe.core.auto_shard import solver
 from lingvo_moe.core.auto_shard.costs import Costs
 from lingvo_moe.core.auto_shard.exchanges import Exchange
-from lingvo_moe.core.auto_shard.machine import MeshMachine, axes_text
-from lingvo_moe.core.auto_shard.operators import Argument, Operator, Operators, Value
+from lingvo_moe.core.auto_shard.machine import MeshMachine
+from lingvo_moe.core.auto_shard.operators import ANNOTATION, Argument, Operator, Operators, Value
 from lingvo_moe.core.auto_shard.recording import recorded
 from lingvo_moe.core.auto_shard.strategy import Annotation, Strategy, Tensor, mapping_of
 from lingvo_moe.core.engine.specs import TensorSpec
@@ -196,7 +196,7 @@ class Search:
         for c in self.costs.crossings:
             crossing[c.producer].add(c.value)
         for i, operator in enumerate(self.operators.operators):
-            if operator.kind == "XlaSharding":
+            if operator.kind == ANNOTATION:
                 continue
             made = {v for v in crossing[i] if v.op >= 0}
             made |= {v for v, _ in _root(operator)}
@@ -258,4 +258,4 @@ def _root(operator: Operator) -> Sequence[tuple[Value, Any]]:
 
 
 def _texts(steps: Sequence[Exchange]) -> tuple[str, ...]:
-    return tuple(f"{step.kind} over {axes_text(step.axes)}" for step in steps)
+    return tuple(f"{step.kind} over {'+'.join(step.axes)}" for step in steps)
