@@ -278,7 +278,7 @@ def _check(
         raise ShardingError(f"{what} is for other arguments: here {text}")
     placed: list[strategies.Tensor | strategies.Annotation] = [
         *strategy.operators,
-        *strategy.reads,
+        *(read for read in strategy.reads if read.op >= 0),
     ]
     for t in placed:
         op = traced.operations[t.op] if t.op < len(traced.operations) else None

@@ -64,7 +64,7 @@ class MeshMachine:
 
     @property
     def name(self) -> str:
-        """Of the machine."""
+        """The machine's name."""
         return self.machine.name
 
     @property

@@ -49,7 +49,7 @@ class Value:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole tensor."""
+        """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.itemsize
 
 

@@ -15,7 +15,7 @@ from lingvo_moe.core.auto_shard.rules import (
 
 
 def reshape(op: Any) -> Rule | None:
-    """Of dimensions that are joined or split, the major one keeps its parts."""
+    """Joins or splits dimensions, of which the major one keeps its parts."""
     before, after = shape_of(op.inputs[0]), shape_of(op.outputs[0])
     inputs: list[str | None] = [None] * len(before)
     outputs: list[str | None] = [None] * len(after)

@@ -214,11 +214,12 @@ class Search:
             held = self.costs.LayoutOf(c.held, ends[0])
             used = self.costs.LayoutOf(c.used, ends[1])
             forward, backward = self.costs.ExchangesOf(c, *ends)
-            if c.member.op < 0 or not c.value.shape or (held == used and not backward):
+            if not c.value.shape or (held == used and not backward):
                 continue
+            path = self.operators.operators[c.consumer].name
             yield Annotation(
                 op=c.member.op,
-                name=self._traced.operations[c.member.op].name,
+                name=path if c.member.op < 0 else self._traced.operations[c.member.op].name,
                 type=c.member.type,
                 operand=c.operand,
                 shape=c.value.shape,

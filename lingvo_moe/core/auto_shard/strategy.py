@@ -21,7 +21,7 @@ class Annotation:
     """The sharding of a tensor as one operation reads it.
 
     Attributes:
-        op: the number of the operation.
+        op: the number of the operation; -1 for a result of the function, which is wanted in this sharding.
         name: its name; of an argument or a result its path.
         type: of the operation.
         operand: which of its operands.
@@ -112,8 +112,9 @@ class Strategy:
         lines.append(f"redistributions: {len(moved) or 'none'}")
         for r in moved:
             ways = f"{', '.join(r.collectives) or 'slice'}; gradient: {', '.join(r.backward) or 'slice'}"
+            what = r.name if r.op < 0 else f"operand {r.operand} of {r.name}"
             lines.append(
-                f"  operand {r.operand} of {r.name}{list(r.shape)}: {mapping_text(r.made)} to "
+                f"  {what}{list(r.shape)}: {mapping_text(r.made)} to "
                 f"{mapping_text(r.mapping)} ({ways})"
             )
         lines += [f"note: {note}" for note in self.notes]
