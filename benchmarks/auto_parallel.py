@@ -43,7 +43,7 @@ def define_flags() -> Flags:
     flags.DEFINE_list("topologies", ("v3:2x2", "v5e:2x4", "h100:1x8"), "machines of the estimate")
     flags.DEFINE_integer("small_channels", 8, "of the measured network's stem", checks.SIZE)
     flags.DEFINE_integer("small_batch", 64, "images of the measured steps", checks.SIZE)
-    flags.DEFINE_integer("small_pixels", 32, "of their rows and columns", checks.SIZE)
+    flags.DEFINE_integer("small_pixels", 64, "of their rows and columns", checks.SIZE)
     flags.DEFINE_integer("steps", 5, "measured steps of each strategy; 0: none", checks.COUNT)
     return flags
 
@@ -55,16 +55,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: Flags) -> int:
     request_cpu_devices(_MESH.size)
-    print("| machine | operations | search | data parallel | found | ratio | head |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print(
+        "| machine | operations | search | data parallel | found | ratio | head | convolutions by batch |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for topology in args.topologies:
         sizes = args.classes, args.batch, 224, 64, "bfloat16"
         found, plain = (estimate(by, *sizes, topology) for by in (_FOUND, _DATA_PARALLEL))
         searched = found.search["costs_seconds"] + found.search["solving_seconds"]
-        head = next(t for t in found.arguments if t.name == "theta.head.w")
         print(
             f"| {found.machine} | {found.search['operations']} | {searched:.2f} s | {plain.seconds * 1e3:.1f} ms | "
-            f"{found.seconds * 1e3:.1f} ms | {plain.seconds / found.seconds:.1f} | {mapping_text(head.mapping)} |"
+            f"{found.seconds * 1e3:.1f} ms | {plain.seconds / found.seconds:.1f} | {_sharded(found)} |"
         )
     if args.steps:
         sizes = args.classes, args.small_batch, args.small_pixels, args.small_channels, "float32"
@@ -74,6 +75,14 @@ def _run(args: Flags) -> int:
             print(f"{by}: {seconds * 1e3:.0f} ms")
         print(f"ratio: {times[_DATA_PARALLEL] / times[_FOUND]:.2f}")
     return 0
+
+
+def _sharded(found: Strategy) -> str:
+    """The head's weights, and how many convolutions have their batch sharded."""
+    head = next(t for t in found.arguments if t.name == "theta.head.w")
+    convolutions = [t.mapping for t in found.operators if t.type == "Conv2D"]
+    by_batch = sum(mapping == ("data", None, None, None) for mapping in convolutions)
+    return f"{mapping_text(head.mapping)} | {by_batch} of {len(convolutions)}"
 
 
 class Loss:
@@ -152,6 +161,7 @@ def _compiled(
     if by == _FOUND:
         call = xs.auto_shard(loss.__call__, _MESH, differentiate=["theta"], topology=CPU)
         strategy = call.Strategy(loss.theta, loss.images, loss.labels)
+        print(f"found: head and convolutions by batch: {_sharded(strategy)}", file=sys.stderr)
         by_path = {t.name: t for t in strategy.arguments}
         leaves = [
             TensorSpec(t.shape, "float32", t.mapping)

@@ -143,14 +143,14 @@ def _in_ring(ring: Ring, kind: str, num_bytes: float, count: int) -> float:
 def _on_machine(
     machine: Machine, mesh: Mesh, kind: str, num_bytes: int, axes: tuple[str, ...]
 ) -> float:
-    groups = groups_along(mesh, axes)
+    groups = _groups_along(mesh, axes)
     return network.seconds(
         kind, num_bytes, len(groups[0]), machine, network.spread(groups, machine)
     )
 
 
 @functools.lru_cache(maxsize=256)
-def groups_along(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+def _groups_along(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
     """The devices that exchange in a collective along axes: a group for each position along the others."""
     places = [mesh.axis_names.index(a) for a in axes]
     rest = [i for i in range(len(mesh.shape)) if i not in places]

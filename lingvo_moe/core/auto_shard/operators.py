@@ -90,7 +90,6 @@ class Operator:
         holds: the tensors that it makes or stores, with their letters.
         arguments: those of the function that it stores.
         fixed: the mesh axes of each letter where an annotation says so.
-        ruled: False for an operation without a rule.
     """
 
     name: str
@@ -100,7 +99,6 @@ class Operator:
     holds: dict[Value, Letters] = field(default_factory=dict)
     arguments: list[Value] = field(default_factory=list)
     fixed: dict[int, tuple[str, ...]] | None = None
-    ruled: bool = True
 
 
 @dataclass(frozen=True)
@@ -251,7 +249,6 @@ class Operators:
     ) -> None:
         self.without_rule.setdefault(op.type, op.name)
         operator = self._NewOperator(op.name, op.type)
-        operator.ruled = False
         uses = [(i, v, (None,) * len(v.shape)) for i, v in enumerate(used) if v is not None]
         makes = [(v, (None,) * len(v.shape)) for v in made]
         self._Append(operator, number, op.type, (), uses, makes)

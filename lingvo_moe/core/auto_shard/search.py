@@ -255,7 +255,11 @@ class Search:
 
 
 def _root(operator: Operator) -> Sequence[tuple[Value, Any]]:
-    return operator.members[0].makes if operator.members and operator.kind != "result" else ()
+    """The result that an operator's other tensors follow."""
+    if operator.kind == "result":
+        return ()
+    products = (m.makes for m in operator.members if m.flops)
+    return next(products, operator.members[0].makes if operator.members else ())
 
 
 def _texts(steps: Sequence[Exchange]) -> tuple[str, ...]:

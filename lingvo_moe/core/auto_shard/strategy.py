@@ -42,11 +42,6 @@ class Annotation:
     collectives: tuple[str, ...] = ()
     backward: tuple[str, ...] = ()
 
-    @property
-    def moves(self) -> bool:
-        """Whether something is sent forward."""
-        return bool(self.collectives)
-
 
 @dataclass(frozen=True)
 class Tensor:
