@@ -32,7 +32,7 @@ from tools import _cli
 
 _MESH = Mesh(("data",), (8,))
 _LEARNING_RATE = 1e-3
-_FOUND, _DATA_PARALLEL = "found", "data parallel"
+_FOUND, _BY_HAND, _DATA_PARALLEL = "found", "head by classes", "data parallel"
 
 
 def define_flags() -> Flags:
@@ -91,14 +91,18 @@ class Loss:
     def __init__(
         self, by: str, classes: int, batch: int, pixels: int, channels: int, dtype: str
     ) -> None:
-        """Args: `by` is `_FOUND` (no annotations) or `_DATA_PARALLEL` (the batch is sharded in every layer)."""
+        """Args: `by` is `_FOUND` (no annotations), `_DATA_PARALLEL` (the batch is sharded in every layer), or
+        `_BY_HAND` (as `image.ResNet50Classes130K`: the same, but for the head, whose classes are)."""
         task = ImageClassifier.Params().Set(name="resnet", num_classes=classes, fprop_dtype=dtype)
         task.network.base_channels = channels
-        if by == _DATA_PARALLEL:
+        if by != _FOUND:
             task.activation_split = {"B": "data"}
+        if by == _BY_HAND:
+            task.head.activation_split = {"V": "data"}
+            task.head.weight_split = {"V": "data"}
         self._task = task.Instantiate()
         self.theta = map_structure(
-            lambda v: TensorSpec(v.shape, v.dtype), self._task.VariableSpecs()
+            lambda v: TensorSpec(v.shape, v.dtype, v.split), self._task.VariableSpecs()
         )
         self.images = TensorSpec((batch, pixels, pixels, 3), "uint8", ("data", None, None, None))
         self.labels = TensorSpec((batch,), "int32", ("data",))
@@ -135,7 +139,7 @@ def _given(loss: Loss, by: str) -> Any:
 def measure(sizes: tuple[int, int, int, int, str], steps: int) -> dict[str, float]:
     """Seconds of a step by each strategy, medians."""
     engine = PjrtEngine(_MESH)
-    times: dict[str, list[float]] = {by: [] for by in (_FOUND, _DATA_PARALLEL)}
+    times: dict[str, list[float]] = {by: [] for by in (_FOUND, _BY_HAND, _DATA_PARALLEL)}
     for by, taken in times.items():
         compiled, theta, images, labels = _compiled(by, engine, sizes)
         kinds = [c.kind for c in compiled.Collectives()]
