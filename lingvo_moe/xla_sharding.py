@@ -18,6 +18,7 @@
 | `device_index`, `all_reduce`, `rotate` | inside such code: a device's position, sums, a neighbour's tensor | |
 | `looped_einsum` | two large operands, neither of them gathered | 3.3.2, figure 4c |
 | `shard(fn, ...)`, `shard_function` | a function called from eager code as one program | |
+| `auto_shard(fn, mesh, ...)` | the same, whose sharding is searched for | |
 | `explain`, `get_sharding` | the shardings and the communication of a program | |
 | `verify` | whether a function over a mesh is what it is on one device | |
 
@@ -50,6 +51,7 @@ __all__ = [
     "Mesh",
     "ShardingError",
     "all_reduce",
+    "auto_shard",
     "auto_to_manual",
     "current_mesh",
     "device_index",
@@ -94,6 +96,13 @@ def shard_function(fn: Callable[..., Any] | None = None, *args: Any, **kwargs: A
     from lingvo_moe.core.engine.functional import shard_function
 
     return shard_function(fn, *args, **kwargs)
+
+
+def auto_shard(fn: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+    """`core.auto_shard.function.auto_shard`: a function as one SPMD program whose sharding is searched for."""
+    from lingvo_moe.core.auto_shard.function import auto_shard
+
+    return auto_shard(fn, *args, **kwargs)
 
 
 def explain(program: Any, *args: Any, **kwargs: Any) -> "Explanation":

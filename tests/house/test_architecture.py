@@ -19,7 +19,7 @@ _HOUSES = (
 # The same inside lingvo_moe/core, where '' is its own modules but for those that have a line of their
 # own. Rooms of one line do not know each other.
 _ROOMS = (
-    ("strategies",),
+    ("auto_shard", "strategies"),
     ("planner", "engine"),
     ("inspect", "run_dir"),
     ("pipelined_step",),

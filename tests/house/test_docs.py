@@ -31,6 +31,7 @@ PAGES = sorted(["README.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*
 # The Python examples of these pages run, in order, in one namespace. Other pages name files of the reader.
 RUNNABLE = [
     "README.md",
+    "docs/auto_parallel.md",
     "docs/data.md",
     "docs/experiments.md",
     "docs/moe.md",

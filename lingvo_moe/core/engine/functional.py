@@ -147,6 +147,11 @@ class ShardedFunction:
         """How many signatures are kept."""
         return len(self._programs)
 
+    def Key(self, arguments: Mapping[str, Any], mesh: Mesh) -> tuple[Any, ...]:
+        """What tells one signature of arguments from another."""
+        kinds = (_kind(path, leaf) for path, leaf in _items(arguments))
+        return (mesh, *kinds, _types(arguments))
+
     def _Arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         try:
             bound = self._parameters.bind(*args, **kwargs)
@@ -170,7 +175,7 @@ class ShardedFunction:
                 f"{self._name}: no mesh; give shard_function one, or call it under "
                 "sharding.use_mesh(mesh)"
             )
-        key = (mesh, *(_kind(path, leaf) for path, leaf in _items(arguments)), _types(arguments))
+        key = self.Key(arguments, mesh)
         if key in self._programs:
             self._programs.move_to_end(key)
             return self._programs[key]
@@ -192,7 +197,7 @@ class ShardedFunction:
         splits = self.InSplits(arguments, mesh)
         tensors = [
             mesh_split(x, mesh, splits[path] or (None,) * x.shape.rank)
-            for x, (path, leaf) in zip(_tensors(arguments), _tensor_items(arguments))
+            for x, (path, leaf) in zip(_tensors(arguments), tensor_items(arguments))
         ]
         out = self.Call(arguments, tensors)
         if self._out_shardings is None or self._out_shardings is AUTO:
@@ -264,10 +269,10 @@ class _Bound:
             name: map_structure(lambda leaf: leaf if isinstance(leaf, _STATIC) else _TENSOR, value)
             for name, value in arguments.items()
         }
-        names = _identifiers([path for path, _ in _tensor_items(arguments)])
+        names = _identifiers([path for path, _ in tensor_items(arguments)])
         specs = [
             TensorSpec(_shape(leaf), dtype_name(leaf.dtype), splits[path] or (), name)
-            for (path, leaf), name in zip(_tensor_items(arguments), names)
+            for (path, leaf), name in zip(tensor_items(arguments), names)
         ]
         name = function.__name__ if hasattr(function, "__name__") else type(function).__name__
         self._structure: Any = None
@@ -305,13 +310,14 @@ def _items(arguments: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [item for name, value in arguments.items() for item in flatten_items(value, name)]
 
 
-def _tensor_items(arguments: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def tensor_items(arguments: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The tensors, variables and arrays among bound arguments, as (path, leaf)."""
     return [(path, leaf) for path, leaf in _items(arguments) if not isinstance(leaf, _STATIC)]
 
 
 def _tensors(arguments: Mapping[str, Any]) -> list[tf.Tensor]:
     # A variable's value is read here, so that a tape sees it.
-    return [tf.convert_to_tensor(leaf) for _, leaf in _tensor_items(arguments)]
+    return [tf.convert_to_tensor(leaf) for _, leaf in tensor_items(arguments)]
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__fil
 _PLUMBING = tuple(
     os.path.join(_PACKAGE, *names)
     for names in (
+        ("core", "auto_shard", ""),
         ("core", "sharding", ""),
         ("core", "engine", ""),
         ("core", "base_layer.py"),

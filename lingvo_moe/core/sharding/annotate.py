@@ -5,10 +5,14 @@ tensor over the devices of the mesh in force, and applies to the gradient too. E
 while they trace a function. Without a mesh an annotation could have no effect, and raises an error.
 """
 
-from collections.abc import Sequence
+import contextlib
+import contextvars
+import itertools
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.compiler.xla import xla_data_pb2
 from tensorflow.python.compiler.xla.experimental import xla_sharding
 
 from lingvo_moe.core.sharding.letters import (
@@ -154,7 +158,7 @@ def shard_letters(
 ) -> tf.Tensor:
     """`mesh_split` on the mesh in force, by einsum letters (see `letters.dims_mapping`).
 
-    On a mesh of one device it returns the tensor unchanged.
+    On a mesh of one device it returns the tensor unchanged, and under `free_letters` where no letter has an axis.
 
     Raises:
         ShardingError: as `mesh_split`.
@@ -162,7 +166,23 @@ def shard_letters(
     mesh = mesh_in_force("shard_letters", tensor)
     if mesh.size == 1:
         return tensor
-    return mesh_split(tensor, mesh, dims_mapping(letters, split_map, name))
+    mapping = dims_mapping(letters, split_map, name)
+    if _letters_are_free.get() and not any(mapping):
+        return tensor
+    return mesh_split(tensor, mesh, mapping)
+
+
+@contextlib.contextmanager
+def free_letters() -> Iterator[None]:
+    """Inside, layers leave a tensor open none of whose letters has an axis; outside, they replicate it."""
+    token = _letters_are_free.set(True)
+    try:
+        yield
+    finally:
+        _letters_are_free.reset(token)
+
+
+_letters_are_free: contextvars.ContextVar[bool] = contextvars.ContextVar("free", default=False)
 
 
 def sharded(tensor: tf.Tensor, mapping: DimsMapping) -> tf.Tensor:
@@ -214,6 +234,39 @@ def tile(tensor: tf.Tensor, devices: np.ndarray, mesh: Mesh) -> tf.Tensor:
     if mesh.size == 1:
         return tensor
     return _apply(tile_sharding(devices), tensor)
+
+
+def read_mapping(op: tf.Operation, mesh: Mesh) -> DimsMapping | None:
+    """The mapping that an annotation's operation says; None where no axes of the mesh say it.
+
+    Args:
+        op: an XlaSharding operation, whose tensor is of known rank.
+        mesh: whose axes are looked for.
+    """
+    proto = xla_data_pb2.OpSharding()
+    proto.ParseFromString(op.get_attr("sharding"))
+    rank = op.outputs[0].shape.rank
+    if proto.type == xla_data_pb2.OpSharding.REPLICATED:
+        return (None,) * rank
+    if proto.type != xla_data_pb2.OpSharding.OTHER:
+        return None
+    devices = np.array(proto.tile_assignment_devices)
+    devices = devices.reshape(list(proto.tile_assignment_dimensions))
+    if not proto.replicate_on_last_tile_dim:
+        devices = devices[..., np.newaxis]
+    wanted = np.sort(devices, axis=-1)
+    axes = [a for a, n in zip(mesh.axis_names, mesh.shape) if n > 1]
+    for places in itertools.product(range(-1, rank), repeat=len(axes)):
+        for order in itertools.permutations(axes):
+            place = dict(zip(axes, places))
+            split = [tuple(a for a in order if place[a] == d) for d in range(rank)]
+            parts = tuple(mesh.axis_size(each) for each in split)
+            if parts != wanted.shape[:-1]:
+                continue
+            mapping = tuple(None if not s else s[0] if len(s) == 1 else s for s in split)
+            if np.array_equal(np.sort(tile_devices(mapping, mesh), axis=-1), wanted):
+                return mapping
+    return None
 
 
 def tile_sharding(devices: np.ndarray) -> xla_sharding.Sharding:

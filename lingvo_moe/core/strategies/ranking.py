@@ -10,6 +10,8 @@ from lingvo_moe.core.strategies.estimates import Correction, Estimate
 
 # Corrections outside of this range would rather be faults of an estimate than of a machine.
 _LEAST, _MOST = 0.1, 20.0
+# After each program that did not fit, candidates are to leave this share more of the memory free, by estimate.
+_CAUTION = 0.9
 
 
 @dataclass
@@ -60,7 +62,9 @@ class Ranking:
         seen = {each.candidate for each in self.tried}
         left = [c for c in self.estimates if c not in seen]
         by = self.correction
-        fitting = [c for c in left if self.estimates[c].Bytes(by) <= self.memory]
+        misfits = sum(not t.plan["memory"]["fits"] for t in self.tried if t.plan is not None)
+        memory = self.memory * _CAUTION**misfits
+        fitting = [c for c in left if self.estimates[c].Bytes(by) <= memory]
         best = min((each.step_seconds for each in self.tried), default=math.inf)
         if not fitting and best == math.inf and left:
             return min(left, key=lambda c: self.estimates[c].Bytes(by))

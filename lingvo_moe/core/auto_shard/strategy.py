@@ -1,0 +1,173 @@
+"""What a search found: the sharding of arguments, results and the tensors between operators, as text.
+
+A strategy is bound to the operations of the function that it was found for, by their numbers and types. Read for
+another function, or for the same function of other shapes, it is refused.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lingvo_moe.core.sharding.letters import DimsMapping, axes_of
+from lingvo_moe.core.sharding.mesh import Mesh, ShardingError
+from lingvo_moe.core.units import size
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Annotation:
+    """The sharding of a tensor as one operation reads it.
+
+    Attributes:
+        op: the number of the operation; -1 for a result of the function, which is wanted in this sharding.
+        name: its name; of an argument or a result its path.
+        type: of the operation.
+        operand: which of its operands.
+        shape: of the tensor.
+        mapping: a mesh axis, axes or None for each dimension.
+        made: the mapping in which the tensor was made.
+        collectives: what brings the one to the other, forward.
+        backward: the same for its gradient.
+    """
+
+    op: int
+    name: str
+    type: str
+    operand: int
+    shape: tuple[int, ...]
+    mapping: DimsMapping
+    made: DimsMapping = ()
+    collectives: tuple[str, ...] = ()
+    backward: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An argument, a result, or an operation's result: its sharding.
+
+    Attributes:
+        name: path of an argument or a result, else the operation's name.
+        shape: global.
+        mapping: a mesh axis, axes or None for each dimension.
+        op, index: the operation that makes it and which of its results; -1 for arguments and results of the function.
+        type: of that operation.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    mapping: DimsMapping
+    op: int = -1
+    index: int = 0
+    type: str = ""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A found strategy.
+
+    Attributes:
+        mesh: which it is for.
+        machine: on which the seconds are estimated.
+        seconds: estimated, of the function, and of its gradient if it was wanted.
+        num_bytes: estimated, on a device.
+        arguments, results: of the function.
+        operators: the result of each operator.
+        reads: tensors that an operation reads otherwise than they were made.
+        notes: what is not as one might expect, e.g. operations without a rule.
+        search: how large the search was and how long it took; no part of the text.
+    """
+
+    mesh: Mesh
+    machine: str
+    seconds: float
+    num_bytes: int
+    arguments: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+    operators: tuple[Tensor, ...]
+    reads: tuple[Annotation, ...]
+    notes: tuple[str, ...] = ()
+    search: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    def __str__(self) -> str:
+        lines = [
+            f"over mesh {self.mesh} on {self.machine}: {self.seconds * 1e3:.4g} ms, "
+            f"{size(self.num_bytes)} on a device (estimates)"
+        ]
+        parts = {
+            "arguments": self.arguments,
+            "operators": self.operators,
+            "results": self.results,
+        }
+        for title, tensors in parts.items():
+            lines.append(f"{title}:")
+            lines += [f"  {t.name}{list(t.shape)}: {mapping_text(t.mapping)}" for t in tensors]
+        moved = [r for r in self.reads if r.collectives or r.backward]
+        lines.append(f"redistributions: {len(moved) or 'none'}")
+        for r in moved:
+            ways = f"{', '.join(r.collectives) or 'slice'}; gradient: {', '.join(r.backward) or 'slice'}"
+            what = r.name if r.op < 0 else f"operand {r.operand} of {r.name}"
+            lines.append(
+                f"  {what}{list(r.shape)}: {mapping_text(r.made)} to "
+                f"{mapping_text(r.mapping)} ({ways})"
+            )
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def Text(self) -> str:
+        """As JSON, the same bytes in every run."""
+        found = {
+            "version": _VERSION,
+            "mesh": str(self.mesh),
+            "device_ids": list(self.mesh.device_ids),
+            **{
+                name: value
+                for name, value in asdict(self).items()
+                if name not in ("mesh", "search")
+            },
+        }
+        return json.dumps(found, indent=1) + "\n"
+
+    @classmethod
+    def FromText(cls, text: str, what: str = "strategy") -> "Strategy":
+        """Reads what `Text` wrote.
+
+        Raises:
+            ShardingError: any other text.
+        """
+        try:
+            found = json.loads(text)
+            version = found.pop("version")
+            if version != _VERSION:
+                raise ShardingError(f"{what}: is of version {version}; this reads {_VERSION}")
+            mesh = Mesh.parse(found.pop("mesh"), what)
+            mesh = Mesh(mesh.axis_names, mesh.shape, tuple(found.pop("device_ids")))
+            rest: dict[str, Any] = {
+                name: tuple(Tensor(**_tuples(t)) for t in found.pop(name))
+                for name in ("arguments", "results", "operators")
+            }
+            reads = tuple(Annotation(**_tuples(r)) for r in found.pop("reads"))
+            notes = tuple(found.pop("notes"))
+            return cls(mesh=mesh, reads=reads, notes=notes, **rest, **found)
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as e:
+            raise ShardingError(f"{what}: is no text of a strategy ({e!r})") from None
+
+
+def _tuples(entry: Mapping[str, Any]) -> dict[str, Any]:
+    def change(value: Any) -> Any:
+        return tuple(map(change, value)) if isinstance(value, list) else value
+
+    return {name: change(value) for name, value in entry.items()}
+
+
+def mapping_text(mapping: DimsMapping) -> str:
+    """For people: 'data,-' is sharded by rows over the axis data; 'whole' is not sharded."""
+    if not any(mapping):
+        return "whole"
+    return ",".join("+".join(axes_of(axis)) or "-" for axis in mapping)
+
+
+def mapping_of(layout: Sequence[tuple[str, ...]]) -> DimsMapping:
+    """A layout as `mesh_split` takes it."""
+    return tuple(None if not axes else axes[0] if len(axes) == 1 else axes for axes in layout)

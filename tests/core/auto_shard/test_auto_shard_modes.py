@@ -1,0 +1,235 @@
+"""auto_shard as a user meets it: annotations that are kept, strategies as text, notes and errors."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import auto_shard_functions as functions
+import numpy as np
+import pytest
+import tensorflow as tf
+from auto_shard_functions import spec
+
+from lingvo_moe import xla_sharding as xs
+from lingvo_moe.core.auto_shard import machine
+from lingvo_moe.core.auto_shard.strategy import Strategy
+from lingvo_moe.core.partitioner.spmd import RESHARD
+from lingvo_moe.core.planner.errors import PlanError
+from lingvo_moe.core.sharding import Mesh, ShardingError
+
+_FOUR = Mesh.parse("device:4")
+_EIGHT = Mesh.parse("model:8")
+
+
+def _random(*shape: int) -> np.ndarray:
+    return np.random.RandomState(0).randn(*shape).astype(np.float32)
+
+
+def _batch_norm(x_BM: tf.Tensor) -> tf.Tensor:
+    mean = tf.reduce_mean(x_BM, 0)
+    variance = tf.reduce_mean(tf.square(x_BM - mean), 0)
+    return (x_BM - mean) * tf.math.rsqrt(variance + 1e-5)
+
+
+def _submodel(x_BM: tf.Tensor, w_MV: tf.Tensor) -> tf.Tensor:
+    """MindSpore's example: BatchNorm().shard(((4, 1),)), then MatMul().shard(((1, 1), (1, 4)))."""
+    y = _batch_norm(xs.mesh_split(x_BM, _FOUR, ("device", None)))
+    return tf.matmul(xs.replicate(y), xs.mesh_split(w_MV, _FOUR, (None, "device")))
+
+
+def _plain(x_BM: tf.Tensor, w_MV: tf.Tensor) -> tf.Tensor:
+    return tf.matmul(_batch_norm(x_BM), w_MV)
+
+
+def _with_gradients(fn: Any, x: tf.Tensor, w: tf.Variable) -> list[tf.Tensor]:
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = fn(x, w)
+        loss = tf.reduce_sum(y**3)
+    return [y, *tape.gradient(loss, [x, w])]
+
+
+def test_mindspore_s_example_has_one_redistribution_and_its_gradient() -> None:
+    sharded = xs.auto_shard(_submodel, _FOUR)
+    x, w = tf.constant(_random(64, 32)), tf.Variable(_random(32, 128))
+    found = sharded.Strategy(x, w)
+    assert {t.name: t.mapping for t in found.arguments} == {
+        "x_BM": ("device", None),
+        "w_MV": (None, "device"),
+    }
+    (moved,) = [r for r in found.reads if r.collectives]
+    assert (moved.made, moved.mapping) == (("device", None), (None, None))
+    assert moved.collectives == ("all-gather over device",)
+    for got, want in zip(
+        _with_gradients(sharded, x, w), _with_gradients(_plain, x, w), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3 * float(np.max(np.abs(want))))
+    # Forward, the program has that all-gather, and the two sums over rows of the normalization.
+    explanation = xs.explain(sharded.Program(x, w))
+    (exchange,) = [e for e in explanation.exchanges if e.what.reason == RESHARD]
+    assert exchange.what.kind == "all-gather" and "xs.replicate(y)" in exchange.line.text
+    # What was found is shown beside what the user said.
+    (product,) = explanation.Sharding("MatMul")
+    assert product.mapping == (None, "device")
+    assert found.results[0].mapping == (None, "device")
+
+
+def test_the_gradient_of_that_redistribution_is_a_sum_of_which_each_keeps_its_rows() -> None:
+    sharded = xs.auto_shard(_submodel, _FOUR)
+    x, w = tf.constant(_random(64, 32)), tf.constant(_random(32, 128))
+    product = next(r for r in sharded.Strategy(x, w).reads if r.type == "MatMul" and not r.operand)
+    assert product.backward == ("all-reduce over device",)  # the slice that follows is free
+    explanation = xs.explain(sharded.CompiledGradient(x, w).program)
+    backward = [e.what for e in explanation.exchanges if e.what.num_bytes == 64 * 32 * 4]
+    # The all-gather again, as the gradient computes the function again, and its adjoint.
+    assert sorted(e.kind for e in backward) in (
+        ["all-gather", "all-reduce"],
+        ["all-gather", "reduce-scatter"],
+    )
+
+
+def test_annotations_inside_are_kept() -> None:
+    """The search would shard the rows."""
+
+    def annotated(x: tf.Tensor, w1: tf.Tensor, w2: tf.Tensor) -> tf.Tensor:
+        return functions.perceptron(x, xs.mesh_split(w1, _EIGHT, (None, "model")), w2)
+
+    free, held = (
+        xs.auto_shard(fn, _EIGHT).Strategy(spec(65536, 1024), spec(1024, 1024), spec(1024, 1024))
+        for fn in (functions.perceptron, annotated)
+    )
+    assert free.arguments[1].mapping == (None, None)
+    assert held.arguments[1].mapping == (None, "model")
+    assert held.seconds > free.seconds
+
+
+def test_given_shardings_of_arguments_and_results_are_kept() -> None:
+    sharded = xs.auto_shard(
+        lambda x: tf.nn.relu(x) * 2,
+        _EIGHT,
+        in_shardings=[("model", None)],
+        out_shardings=(None, "model"),
+    )
+    found = sharded.Strategy(spec(1024, 1024))
+    assert (found.arguments[0].mapping, found.results[0].mapping) == (
+        ("model", None),
+        (None, "model"),
+    )
+    x = _random(16, 16)
+    np.testing.assert_allclose(sharded(x), np.maximum(x, 0) * 2)
+    assert Counter(c.kind for c in sharded.Compiled(x).Collectives()) == {"all-to-all": 1}
+
+
+def test_a_strategy_is_written_down_and_taken_back(tmp_path: Path) -> None:
+    sizes = spec(1024, 8192), spec(8192, 32768), spec(32768, 8192)
+    found = xs.auto_shard(functions.perceptron, _EIGHT).Strategy(*sizes)
+    assert "w1_MH[8192, 32768]: -,model" in str(found)
+    file = tmp_path / "strategy.json"
+    file.write_text(found.Text(), encoding="utf-8")
+    again = xs.auto_shard(functions.perceptron, _EIGHT, strategy=file)
+    assert again.Strategy(*sizes) == found == Strategy.FromText(found.Text())
+    assert again.Strategy(*sizes).Text() == found.Text()
+    with pytest.raises(ShardingError, match=r"here x_BM has shape \[8, 8192\]"):
+        again.Strategy(spec(8, 8192), *sizes[1:])
+    other = xs.auto_shard(
+        lambda x_BM, w1_MH, w2_HM: tf.nn.relu(x_BM @ w1_MH) + 1.0, _EIGHT, strategy=found.Text()
+    )
+    with pytest.raises(ShardingError, match=r"for another function: operation 2 was MatMul"):
+        other.Strategy(*sizes)
+    with pytest.raises(ShardingError, match="is for mesh model:8, not device:4"):
+        xs.auto_shard(functions.perceptron, _FOUR, strategy=found).Strategy(*sizes)
+    with pytest.raises(ShardingError, match="is no text of a strategy"):
+        xs.auto_shard(functions.perceptron, _EIGHT, strategy='{"a": 1}')
+    with pytest.raises(ShardingError, match="No such file"):
+        xs.auto_shard(functions.perceptron, _EIGHT, strategy="nowhere.json")
+
+
+def test_a_limit_of_memory_is_kept_or_what_lacks_is_said() -> None:
+    """Copies of the weights are fastest for many rows; with less memory some have to be sharded."""
+
+    def layers(x: tf.Tensor, weights: list[tf.Tensor]) -> tf.Tensor:
+        for w in weights:
+            x = tf.nn.relu(x @ w)
+        return x
+
+    sizes = spec(16384, 4096), [spec(4096, 4096)] * 8
+    shardings = {"x": ("model", None)}
+    free, tight = (
+        xs.auto_shard(layers, _EIGHT, in_shardings=shardings, memory_limit=limit).Strategy(*sizes)
+        for limit in (None, 1300 << 20)
+    )
+    assert not any(axis for t in free.arguments[1:] for axis in t.mapping)
+    assert tight.num_bytes <= 1300 << 20 < free.num_bytes
+    assert tight.seconds > free.seconds
+    with pytest.raises(
+        ShardingError,
+        match=r"no strategy over mesh model:8 keeps memory_limit=1\.0 MiB on a device; every one needs at least .* MiB "
+        r"\(of which .*\), .* MiB more",
+    ):
+        xs.auto_shard(layers, _EIGHT, memory_limit=1 << 20).Strategy(*sizes)
+    with pytest.raises(ShardingError, match="memory_limit=0 has to be a number of bytes above 0"):
+        xs.auto_shard(functions.perceptron, _EIGHT, memory_limit=0)
+
+
+def test_over_a_prime_number_of_devices_everything_is_whole_and_that_is_said() -> None:
+    sharded = xs.auto_shard(functions.perceptron, Mesh.parse("model:7"))
+    x, w1, w2 = _random(8, 16), _random(16, 32), _random(32, 16)
+    with pytest.warns(UserWarning, match="nothing is sharded: over mesh model:7 no dimension"):
+        found = sharded.Strategy(x, w1, w2)
+    assert not any(axis for t in found.arguments for axis in t.mapping)
+    np.testing.assert_allclose(sharded(x, w1, w2), functions.perceptron(x, w1, w2), rtol=1e-4)
+
+
+def test_an_operation_without_a_rule_is_whole_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ring = machine.Ring("no latency", 1e12, 1e12, 1e11, 0.0, 0.0)
+    monkeypatch.setattr(machine, "_ACCELERATOR", ring)
+
+    def fn(x: tf.Tensor, w: tf.Tensor) -> tf.Tensor:
+        return tf.roll(x @ w, 1, axis=0) @ w
+
+    sharded = xs.auto_shard(fn, _EIGHT)
+    x, w = _random(64, 32), _random(32, 32)
+    with pytest.warns(UserWarning, match="Roll: no rule for Roll; its tensors are replicated"):
+        found = sharded.Strategy(x, w)
+    rolled = next(t for t in found.operators if t.type == "Roll")
+    assert rolled.mapping == (None, None)
+    assert any(axis for t in found.operators for axis in t.mapping)
+    np.testing.assert_allclose(sharded(x, w), fn(x, w), atol=1e-4)
+
+
+def test_a_tape_inside_sees_annotated_tensors() -> None:
+    """A tensor that a tape begins to watch after another operation has read it, annotated."""
+
+    def slope(x: tf.Tensor, w: tf.Tensor) -> tf.Tensor:
+        h = x @ w
+        before = tf.reduce_sum(h @ w)
+        with tf.GradientTape() as tape:
+            tape.watch(h)
+            y = tf.reduce_sum(tf.square(h @ w))
+        return tape.gradient(y, h) + before
+
+    x, w = tf.constant(_random(16, 16)), tf.constant(_random(16, 16))
+    sharded = xs.auto_shard(slope, _FOUR, topology="cpu", in_shardings=[("device", None), None])
+    np.testing.assert_allclose(sharded(x, w), slope(x, w), rtol=1e-4, atol=1e-3)
+
+
+def test_wrong_input_is_refused() -> None:
+    x = spec(64, 64)
+    with pytest.raises(ShardingError, match=r"has no argument 'w1_M' \(did you mean 'w1_MH'"):
+        xs.auto_shard(functions.perceptron, _EIGHT, differentiate=["w1_M"])
+    with pytest.raises(ShardingError, match="has to be a list of names"):
+        xs.auto_shard(functions.perceptron, _EIGHT, differentiate="w1_MH")
+    with pytest.raises(ShardingError, match="no mesh; give auto_shard one"):
+        xs.auto_shard(tf.nn.relu).Strategy(x)
+    with pytest.raises(ShardingError, match="is no function"):
+        xs.auto_shard(x, _EIGHT)
+    with pytest.raises(PlanError, match="fewer than mesh model:8 of 8"):
+        xs.auto_shard(functions.perceptron, _EIGHT, topology="v5e:2x2").Strategy(x, x, x)
+
+    def manual(x: tf.Tensor) -> tf.Tensor:
+        return xs.manual_region(tf.nn.relu, [("model", None)], ("model", None))(x)
+
+    with pytest.raises(ShardingError, match="has a manual region"):
+        xs.auto_shard(manual, _EIGHT).Strategy(x)
