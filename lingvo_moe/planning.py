@@ -6,7 +6,7 @@ not there instead of being run on one that is.
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -23,7 +23,7 @@ from lingvo_moe.core.hlo.errors import HloError
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.inspect import bytes_on_device
-from lingvo_moe.core.offload import EXPERTS, SLOTS, OffloadError
+from lingvo_moe.core.offload import EXPERTS, SLOTS, Offload, OffloadError, items_of
 from lingvo_moe.core.partitioner.known_faults import ERROR, OFF, check_action
 from lingvo_moe.core.pipeline.params import settings_of
 from lingvo_moe.core.planner import host_link, memory, mesh_order, pipeline, plan
@@ -121,6 +121,8 @@ def make_plan(
             found = fitting.advice(out["memory"], form, params, mesh)
             out["memory"]["advice"] = [*found, *out["memory"]["advice"]]
         return out | {"work": [], "collectives": [], "time": None}
+    if request.what == "train":
+        check_offloaded(task.p.offload, compiled.memory, topology.name)
     if mesh.size > 1 and request.known_faults != OFF:
         faults = checking.find_faults(compiled.partitioner_input, program)
         checking.act_on(faults, program.name, request.known_faults)
@@ -133,6 +135,16 @@ def make_plan(
     out |= _analyse(compiled, program, topology, job, schedule)
     plan.check(out)
     return out
+
+
+def check_offloaded(offload: Offload, reported: Mapping[str, int], topology: str) -> None:
+    """Raises PlanError if a train.offload frees nothing by the compiler's own figures, AotResult.memory."""
+    there = sum(reported.get(f"host_{part}", 0) for part in ("arguments", "temporaries"))
+    if items_of(offload) and not there:
+        raise PlanError(
+            f"train.offload={offload}: frees nothing on {topology}. The compiler leaves nothing in the hosts' memory, "
+            f"and needs {units.size(reported['needed'])} on each device; set it to none"
+        )
 
 
 def _state(request: Request, task: BaseTask, mesh: Mesh) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from lingvo_moe import planning
 from lingvo_moe.core import registry
 from lingvo_moe.core.checks import STATE_LEVELS
 from lingvo_moe.core.planner import state_figures
+from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.sharding import Mesh
 
 # 7.5 billion parameters, the example of ZeRO's figure 1: Adam in mixed precision on 64 devices.
@@ -57,3 +58,12 @@ def test_what_the_levels_and_offloads_hold():
     )
     # 12 of 16 bytes of a parameter are those of slots, but for the embeddings'.
     assert "28." in offloads and "with slots" in offloads
+
+
+def test_an_offload_that_the_compiler_does_not_carry_out_is_refused():
+    moved = {"needed": 3 * 2**30, "host_arguments": 2**20}
+    planning.check_offloaded("slots", moved, "v5p:2x2x1")
+    planning.check_offloaded("none", {"needed": 1}, "v5p:2x2x1")
+    told = r"train.offload=slots: frees nothing on v5p:2x2x1.* 3.00 GiB on each device"
+    with pytest.raises(PlanError, match=told):
+        planning.check_offloaded("slots", moved | {"host_arguments": 0}, "v5p:2x2x1")
