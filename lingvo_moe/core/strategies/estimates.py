@@ -15,7 +15,7 @@ from lingvo_moe.core.planner import network
 from lingvo_moe.core.planner.gpu_cluster import Cluster
 from lingvo_moe.core.planner.machine import Machine
 from lingvo_moe.core.sharding import DimsMapping, Mesh, dims_mapping
-from lingvo_moe.core.sharding.letters import axes_of
+from lingvo_moe.core.sharding.letters import WEIGHTS, axes_of
 from lingvo_moe.core.strategies.candidate import DOTS, FULL, MOVED, Candidate
 from lingvo_moe.core.strategies.host import Host
 from lingvo_moe.core.strategies.layout import Layout
@@ -171,9 +171,17 @@ class Estimator:
             kept /= parts
         bandwidth = self._machine.hbm_bandwidth
         rest = (_PASSES * sums.boundaries + 3 * held.total) / bandwidth
-        least = held.weights + held.slots + (0 if stages > 1 or parts > 1 else int(sums.boundaries))
+        whole = self._Gathered(candidate, held)
+        least = held.weights + held.slots + whole
+        least += 0 if stages > 1 or parts > 1 else int(sums.boundaries)
         return Estimate(
-            work, rest, collectives, held.total, least, kept + _LIVE * sums.block / parts, idle
+            work,
+            rest,
+            collectives,
+            held.total,
+            least,
+            whole + kept + _LIVE * sums.block / parts,
+            idle,
         )
 
     def _Recomputed(self, remat: str, sums: _Sums) -> dict[str, float]:
@@ -181,6 +189,13 @@ class Estimator:
             return dict(sums.work)
         less = sums.of_weights if remat == DOTS else sums.of_moves
         return {part: seconds - less.get(part, 0.0) for part, seconds in sums.work.items()}
+
+    def _Gathered(self, candidate: Candidate, held: Held) -> int:
+        """Bytes of the sharded weights that are whole at a time: those of a stage, else those of a block."""
+        if candidate.shard_state != WEIGHTS:
+            return 0
+        blocks = sum(self._work.blocks.values())
+        return held.gathered if candidate.layout.stages > 1 else held.gathered // max(blocks, 1)
 
     def _OfState(self, candidate: Candidate, held: Held) -> float:
         """Seconds to sum gradients and to gather weights."""

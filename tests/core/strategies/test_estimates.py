@@ -117,6 +117,16 @@ def test_a_pipeline_waits_as_the_law_says():
     assert _estimator().Of(Candidate(layout, micro_batches=4)).idle == 5 / 4
 
 
+def test_a_stage_gathers_all_its_weights_at_a_time():
+    """As docs/state.md says; a loop over blocks gathers those of one block."""
+    for layout in layouts(_work(), 128):
+        if str(layout.mesh) in ("stage:2,data:64", "data:128"):
+            copies = _estimator().Of(Candidate(layout, "none"))
+            parts = _estimator().Of(Candidate(layout, "weights"))
+            share = parts.least / copies.least
+            assert share > 0.9 if layout.stages > 1 else share < 0.4
+
+
 def test_tokens_move_to_experts_on_other_devices_alone():
     apart = _estimator().Of(Candidate(_layout("expert:128")))
     here = Layout(apart_mesh := _layout("data:128").mesh, (("B", "data"), ("G", "data")), ())
