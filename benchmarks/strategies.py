@@ -46,6 +46,9 @@ def _run(args: Flags) -> int:
         _cli.load_tensorflow()
         _cli.request_devices(machine.num_devices)
         rows = progress.Watch(lambda: _rows(args, machine, progress))
+    if not rows:
+        _cli.say(f"strategies: no layout of {args.model} could be compiled for {args.topology}")
+        return 1
     _show(args, rows)
     return 0
 
@@ -59,6 +62,7 @@ def _rows(args: Flags, machine: Any, say: Any) -> list[_Row]:
     from lingvo_moe.core.strategies.layout import layouts
     from lingvo_moe.core.strategies.workload import read_workload
     from lingvo_moe.measuring import measured_step
+    from lingvo_moe.plan_cache import cached_plan
 
     params = registry.GetParams(args.model, args.model_params_override)
     work = read_workload(params)
@@ -70,14 +74,17 @@ def _rows(args: Flags, machine: Any, say: Any) -> list[_Row]:
         say(f"{len(found) + 1}: {candidate}")
         request = planning.Request(args.model, args.topology, override)
         try:
-            plan = parallelizing.cached_plan(request, _cli.plan_cache(args), say)
+            plan = cached_plan(request, _cli.plan_cache(args), say)
+            seconds = None
+            if args.run:
+                one = measured_step(args.model, override, layout.mesh, 2**34, "error")
+                seconds = one["time"] and one["time"]["step_seconds"]
         except ValueError as e:
             _cli.say(f"{candidate}: {e}")
             continue
-        seconds = None
-        if args.run:
-            one = measured_step(args.model, override, layout.mesh, 2**34, "error")
-            seconds = one["time"] and one["time"]["step_seconds"]
+        if plan["time"] is None:
+            _cli.say(f"{candidate}: does not fit {args.topology}")
+            continue
         estimate = estimates.Of(candidate).Seconds(Correction())
         found.append((str(candidate), estimate, plan["time"]["step_seconds"], seconds))
     return found

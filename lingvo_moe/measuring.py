@@ -10,9 +10,10 @@ from lingvo_moe.core import registry
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.engine.steps import lower_step, train_step
-from lingvo_moe.core.engine.tf_engine import TfEngine
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.recomputing import chosen_form
 from lingvo_moe.trainer_checks import check_divisible
+from lingvo_moe.trainer_memory import memory_of
 
 _STEPS = 5
 
@@ -37,7 +38,8 @@ def measured_step(
         ValueError: of some subclass: an override or mesh that cannot be, or a known fault.
     """
     params = registry.GetParams(model, override)
-    task, inputs = params.task.Instantiate(), params.input.Instantiate()
+    form, _ = chosen_form(params, mesh, memory_of("pjrt", mesh))  # as the trainer would run it
+    task, inputs = form.Instantiate(), params.input.Instantiate()
     check_divisible(params, task, mesh)
     task.CheckInput(params.task, params.input)
     engine = PjrtEngine(mesh, known_faults=known_faults)
@@ -58,7 +60,9 @@ def measured_step(
     }
     if fits:
         batch = task.SampleBatch(inputs, np.random.RandomState(0))
-        init = TfEngine(jit_compile=False).Build(task.InitState, [TensorSpec((), "int32")])
+        init = engine.Build(
+            task.InitState, [TensorSpec((), "int32")], results=task.StateSpecs(), name="init_state"
+        )
         state, _ = run(init(np.int32(1)), batch)
         seconds = []
         for _ in range(_STEPS):

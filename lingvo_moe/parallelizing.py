@@ -4,8 +4,6 @@ The compiler that will run the program is the judge: a strategy's memory, collec
 (planning.py). Estimates (core/strategies) only choose what is compiled.
 """
 
-import hashlib
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,16 +12,17 @@ from typing import Any
 
 from lingvo_moe import planning
 from lingvo_moe.core import registry, units
-from lingvo_moe.core.engine import aot
 from lingvo_moe.core.flags import join_overrides
 from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.offload import items_of
 from lingvo_moe.core.partitioner.known_faults import ERROR
+from lingvo_moe.core.pipeline.schedule import DATA, STAGE
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.machine import Machine, parse_machine
 from lingvo_moe.core.planner.slices import machines
-from lingvo_moe.core.sealed import SealError, read_sealed, write_sealed
 from lingvo_moe.core.sharding import Mesh, ShardingError
-from lingvo_moe.core.strategies.candidate import DOTS, FULL, MOVED, Candidate, candidates
+from lingvo_moe.core.sharding.letters import axes_of
+from lingvo_moe.core.strategies.candidate import CHOSEN, DOTS, FULL, MOVED, Candidate, candidates
 from lingvo_moe.core.strategies.estimates import Estimate, Estimator
 from lingvo_moe.core.strategies.host import Host
 from lingvo_moe.core.strategies.layout import Layout, layouts, letter_sizes
@@ -31,11 +30,14 @@ from lingvo_moe.core.strategies.ranking import Ranking, Tried, estimated
 from lingvo_moe.core.strategies.state_bytes import StateBytes
 from lingvo_moe.core.strategies.strategy_file import StrategyError, to_text
 from lingvo_moe.core.strategies.workload import Workload, read_workload
+from lingvo_moe.core.suggest import did_you_mean, either
 from lingvo_moe.measuring import measured_step
+from lingvo_moe.plan_cache import cached_plan
 from lingvo_moe.trainer_memory import memory_of
 from lingvo_moe.verifying import VerifyError, verify_model
 
 SPEED, SMALLEST, CHIP_DAYS = OBJECTIVES = ("speed", "smallest", "chip_days")
+_DTYPES = ("float32", "bfloat16", "float16")  # of activations
 _FEW = 8  # devices on which a winner is run as it is
 Say = Callable[[str], None]
 
@@ -168,6 +170,7 @@ def find(search: Search, cache_dir: Path | None, say: Say = lambda _: None) -> F
         ValueError: of some subclass: an experiment, override or topology that cannot be.
     """
     params = registry.GetParams(search.model, search.override)
+    check_override(search.override)
     say(f"reading the work of a step of {search.model}")
     work = read_workload(params)
     names = _machines(search, params, work)
@@ -178,7 +181,18 @@ def find(search: Search, cache_dir: Path | None, say: Say = lambda _: None) -> F
             if name == names[-1]:
                 raise
             say(str(e))
-    raise NoneFits(f"{search.model} divides over no machine of {search.topology}")
+    raise NoneFits(
+        f"{search.model} divides over no machine of {search.topology} whose devices can hold its state"
+    )
+
+
+def check_override(override: str) -> None:
+    """Raises StrategyError for a parameter that the search chooses: a run would apply it after the strategy."""
+    for path, _ in registry.split_override(override):
+        if path in CHOSEN:
+            raise StrategyError(
+                f"--model_params_override: {path} is what the search chooses; leave it out"
+            )
 
 
 class _Finder:
@@ -193,9 +207,7 @@ class _Finder:
         self._started = time.monotonic()
         dtypes = _dtypes(search, params)
         self._estimator = estimator(params, work, self._machine, dtypes)
-        sizes = letter_sizes(work)
-        rows = {n: max(sizes[n]) for n in "BG" if n in sizes}
-        found = candidates(layouts(work, self._machine.num_devices), params, dtypes, rows)
+        found = _candidates(work, params, self._machine, dtypes)
         self._written = _as_written(params, self._machine.num_devices)
         started = time.monotonic()
         self._estimates, least, self._count = estimated(found, self._estimator.Of, self._memory)
@@ -205,7 +217,8 @@ class _Finder:
             f"{self._count} candidates on {self._machine.name}, of which {self._may_fit} may fit, estimated in "
             f"{self._estimate_seconds:.1f} s"
         )
-        if not self._estimates:
+        # Estimates know nothing of the memory of hosts, which the experiment's own strategy may use.
+        if not self._estimates and not items_of(params.train.offload):
             raise NoneFits(_lacks(search, self._machine, self._memory, least))
 
     def Run(self) -> Found:
@@ -236,7 +249,7 @@ class _Finder:
         )
 
     def _IsLate(self, ranking: Ranking) -> bool:
-        return bool(ranking.best) and time.monotonic() - self._started > self._search.seconds
+        return bool(ranking.tried) and time.monotonic() - self._started > self._search.seconds
 
     def _Compiled(self, candidate: Candidate, ranking: Ranking) -> Tried:
         """Compiles a candidate."""
@@ -271,13 +284,14 @@ class _Finder:
             return "one device"
         self._say(f"verifying over mesh {mesh}: {tried.name}")
         override = joined(self._search.override, tried.overrides)
-        override = join_overrides(
-            override, f"train.mesh={mesh}", *_shrunk_pipeline(tried.candidate)
-        )
+        override = join_overrides(override, f"train.mesh={mesh}", *_pipeline_over(mesh))
         try:
             verify_model(self._search.model, mesh, override)
         except VerifyError as e:
             tried.refused = f"computes something else than one device: {e}"
+            return ""
+        except ValueError as e:
+            tried.refused = f"cannot be run over mesh {mesh}: {e}"
             return ""
         return str(mesh)
 
@@ -305,41 +319,13 @@ def small_mesh(mesh: Mesh) -> Mesh:
     return Mesh(mesh.axis_names, tuple(min(n, 2) for n in mesh.shape))
 
 
-def cached_plan(request: planning.Request, cache_dir: Path | None, say: Say) -> dict[str, Any]:
-    """The plan of a request, from the cache if nothing that it depends on has changed. Raises as make_plan."""
-    if cache_dir is None:
-        return planning.make_plan(request, None, say)
-    path = cache_dir / f"{_key(request)}.plan"
-    try:
-        body = read_sealed(path)
-    except SealError as e:
-        say(f"{e}; it is made again")
-        body = None
-    if body is not None:
-        return dict(json.loads(body))
-    plan = planning.make_plan(request, cache_dir, say)
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    write_sealed(path, json.dumps(plan).encode())
-    return plan
-
-
-def _key(request: planning.Request) -> str:
-    """A hash of all that a plan depends on: parameters, machine, compiler, and this package."""
-    params = registry.GetParams(request.model, request.override)
-    package = Path(planning.__file__).parent
-    digest = hashlib.sha256()
-    for part in (repr(request), params.ToText(), aot.compiler_identity(request.topology)):
-        digest.update(part.encode() + b"\0")
-    for source in sorted(package.rglob("*.py")):
-        digest.update(source.read_bytes())
-    return digest.hexdigest()[:40]
-
-
 def _machine(search: Search) -> Machine | Host:
     if search.topology:
         return parse_machine(search.topology)
     memory = memory_of("pjrt", Mesh(("data",), (search.devices,)))
-    return Host(search.devices, (memory.size or 0) // memory.devices)
+    if not memory.size and not search.memory:
+        raise StrategyError("the memory of the devices here is not known; give --memory in GiB")
+    return Host(search.devices, (memory.size or search.memory) // memory.devices)
 
 
 def _machines(search: Search, params: Params, work: Workload) -> list[str]:
@@ -370,18 +356,26 @@ def _fastest(search: Search, params: Params, work: Workload, machine: Machine) -
     """The least seconds of a step by estimate; None where no candidate may fit."""
     dtypes = _dtypes(search, params)
     estimates = estimator(params, work, machine, dtypes)
-    sizes = letter_sizes(work)
-    rows = {n: max(sizes[n]) for n in "BG" if n in sizes}
     memory = min(machine.hbm_bytes, search.memory or machine.hbm_bytes)
     by = Ranking({}, 0).correction
-    found = (
-        estimates.Of(c)
-        for c in candidates(layouts(work, machine.num_devices), params, dtypes, rows)
-    )
-    return min((e.Seconds(by) for e in found if e.Bytes(by) <= memory), default=None)
+    found = (estimates.Of(c) for c in _candidates(work, params, machine, dtypes))
+    return min((e.Seconds(by) for e in found if e.least <= memory), default=None)
+
+
+def _candidates(
+    work: Workload, params: Params, machine: Machine | Host, dtypes: tuple[str, ...]
+) -> Iterator[Candidate]:
+    sizes = letter_sizes(work)
+    rows = {n: max(sizes[n]) for n in "BG" if n in sizes}
+    return candidates(layouts(work, machine.num_devices), params, dtypes, rows)
 
 
 def _dtypes(search: Search, params: Params) -> tuple[str, ...]:
+    for dtype in search.dtypes:
+        if dtype not in _DTYPES:
+            raise StrategyError(
+                f"--activations={dtype}: must be {either(_DTYPES)}{did_you_mean(dtype, _DTYPES)}"
+            )
     own = params.task.fprop_dtype or params.task.dtype or "float32"
     return ("", *(d for d in search.dtypes if d != own))
 
@@ -397,6 +391,9 @@ def _as_written(params: Params, num_devices: int) -> Candidate | None:
     except (PlanError, ShardingError):
         return None
     task = params.task
+    named = [*(task.activation_split or {}).values(), *(task.weight_split or {}).values()]
+    if not {a for axis in named for a in axes_of(axis)} <= set(mesh.axis_names):
+        return None
     layout = Layout(
         mesh,
         tuple((task.activation_split or {}).items()),
@@ -413,11 +410,14 @@ def _as_written(params: Params, num_devices: int) -> Candidate | None:
     return Candidate(layout, params.train.shard_state, remat, "", micro_batches)
 
 
-def _shrunk_pipeline(candidate: Candidate) -> Iterator[str]:
-    """Overrides of a pipeline with two stages, as the small mesh has."""
-    if candidate.layout.stages > 1:
-        yield "task.pipeline.stages=2"
-        yield f"task.pipeline.micro_batches={4 * min(2, candidate.layout.size('data'))}"
+def _pipeline_over(mesh: Mesh) -> Iterator[str]:
+    """Overrides of a pipeline with as many stages as a small mesh has; none where it has no axis of stages."""
+    if STAGE in mesh.axis_names:
+        stages = mesh.axis_size(STAGE)
+        replicas = mesh.axis_size(DATA) if DATA in mesh.axis_names else 1
+        yield f"task.pipeline.stages={stages}"
+        yield f"task.pipeline.micro_batches={2 * stages * replicas}"
+        yield "task.pipeline.splits=[]"
 
 
 def _lacks(
@@ -447,4 +447,5 @@ def _none_compiled(search: Search, machine: Machine | Host, tried: list[Tried]) 
             f"{search.model} fits {machine.name} under none of the {len(tried)} strategies that were compiled: the one "
             f"that comes nearest misses by {units.size(least['misses_by'])}"
         )
-    return f"{search.model} on {machine.name}: no strategy could be compiled; {tried[-1].refused if tried else ''}"
+    why = tried[-1].refused if tried else "the time was over before"
+    return f"{search.model} on {machine.name}: no strategy is left; of the last one: {why}"

@@ -116,16 +116,11 @@ def make_plan(
     }
     compiled = _compiled(program, topology, cache_dir, say)
     if isinstance(compiled, aot.OutOfMemory):
-        out["memory"] = memory.misfit_plan(compiled, program.signature)
+        held = memory.misfit_plan(compiled, program.signature)
         if request.what == "train":
-            found = fitting.advice(out["memory"], form, params, mesh)
-            out["memory"]["advice"] = [*found, *out["memory"]["advice"]]
-        return out | {"work": [], "collectives": [], "time": None}
-    if request.what == "train":
-        check_offloaded(task.p.offload, compiled.memory, topology.name)
-    if mesh.size > 1 and request.known_faults != OFF:
-        faults = checking.find_faults(compiled.partitioner_input, program)
-        checking.act_on(faults, program.name, request.known_faults)
+            held["advice"] = [*fitting.advice(held, form, params, mesh), *held["advice"]]
+        return out | {"memory": held, "work": [], "collectives": [], "time": None}
+    _check_compiled(compiled, program, request, task, topology)
     out["compile"] |= {
         "compile_seconds": compiled.compile_seconds,
         "host_peak_bytes": compiled.host_peak_bytes,
@@ -135,6 +130,17 @@ def make_plan(
     out |= _analyse(compiled, program, topology, job, schedule)
     plan.check(out)
     return out
+
+
+def _check_compiled(
+    compiled: aot.AotResult, program: Program, request: Request, task: BaseTask, topology: Machine
+) -> None:
+    """Refuses an offload that frees nothing, and a known fault of the partitioner."""
+    if request.what == "train":
+        check_offloaded(task.p.offload, compiled.memory, topology.name)
+    if program.mesh.size > 1 and request.known_faults != OFF:
+        faults = checking.find_faults(compiled.partitioner_input, program)
+        checking.act_on(faults, program.name, request.known_faults)
 
 
 def check_offloaded(offload: Offload, reported: Mapping[str, int], topology: str) -> None:

@@ -19,7 +19,9 @@ command resumes. DATA is a directory that tools.prepare wrote, docs/experiments.
 docs/guide.md explains every step from data to a server.
 """
 STRATEGY_HELP = "a file that tools.parallelize wrote; --model_params_override may change it"
-_AUTO_HELP = "auto: search one for the devices here, by measuring, and keep it in --logdir"
+_AUTO_HELP = (
+    "auto: search one for the devices here, by measuring; a run that is resumed keeps its own"
+)
 MODES = ("sync", "eval", "inspect_model", "inspect_params")
 # Starting takes JAX 2 s with 4096 virtual devices, and 10 s with 10,000; most jobs have 8.
 MOST_DEVICES = 4096

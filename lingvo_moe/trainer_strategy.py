@@ -1,42 +1,48 @@
-"""--strategy=auto: searches a strategy for the devices here before a run begins, and keeps it with the run."""
+"""--strategy=auto: searches a strategy for the devices here before a run begins; a resumed run keeps its own."""
 
-from pathlib import Path
-
-from lingvo_moe.core import files
+from lingvo_moe.core import registry
 from lingvo_moe.core.command import say
-from lingvo_moe.core.flags import Flags
-from lingvo_moe.core.strategies.strategy_file import AUTO
-from lingvo_moe.trainer_checks import UsageError
-
-_FILE = "strategy.txt"
+from lingvo_moe.core.flags import Flags, join_overrides
+from lingvo_moe.core.run_dir import RunDir
+from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.strategies.paths import PATHS
+from lingvo_moe.core.strategies.strategy_file import AUTO, as_override
+from lingvo_moe.trainer_checks import UsageError, check_data_dir, check_flags, has_begun
 
 
 def with_found_strategy(args: Flags) -> None:
-    """Puts the file of a strategy that is found in the place of --strategy=auto.
+    """Puts the parameters of a strategy before --model_params_override, in the place of --strategy=auto.
 
-    The file is in --logdir. A run that is resumed takes the one that is there.
+    They are those of the run in --logdir, if it has begun and its mesh has as many devices as there are; else those of
+    a search.
 
     Raises:
-        UsageError: flags that do not go with a search.
+        UsageError: flags that do not go with a search, or with a run.
         StrategyError: nothing fits.
     """
     if args.strategy != AUTO:
         return
+    from lingvo_moe.core.engine import devices
+    from lingvo_moe.parallelizing import check_override
+    from lingvo_moe.trainer import find_devices, full_override
+
     _check(args)
-    path = Path(args.logdir) / _FILE
-    if not path.exists():
-        _search(args, path)
-    args["strategy"].value = str(path)
+    check_override(args.model_params_override)
+    args["strategy"].value = ""
+    check_data_dir(args)
+    check_flags(args, registry.GetParams(args.model, full_override(args)))
+    if args.num_devices:
+        devices.request_cpu_devices(args.num_devices)
+    find_devices()
+    count = devices.device_count()
+    found = _of_run(args, count) or _searched(args, count)
+    args["model_params_override"].value = join_overrides(found, args.model_params_override)
 
 
 def _check(args: Flags) -> None:
     given = f"--strategy={AUTO}"
     if args.mode != "sync":
-        raise UsageError(
-            f"{given}: goes with --mode=sync; give {args.logdir or '--logdir'}/{_FILE} otherwise"
-        )
-    if not args.logdir:
-        raise UsageError(f"{given}: --logdir is needed, where the strategy is kept")
+        raise UsageError(f"{given}: goes with --mode=sync, not {args.mode}")
     if args.mesh:
         raise UsageError(f"{given}: chooses the mesh; leave out --mesh={args.mesh}")
     if args.num_processes > 1:
@@ -47,24 +53,32 @@ def _check(args: Flags) -> None:
         raise UsageError(f"{given}: goes with --engine=pjrt, not {args.engine}")
 
 
-def _search(args: Flags, path: Path) -> None:
+def _of_run(args: Flags, num_devices: int) -> str:
+    """The strategy of the run in --logdir as an override; '' where there is none for so many devices."""
+    run_dir = RunDir(args.logdir)
+    if args.restart or not run_dir.exists or not has_begun(run_dir):
+        return ""
+    override = run_dir.experiment["params_override"]
+    found = {path: value for path, value in registry.split_override(override) if path in PATHS}
+    mesh = found.get("train.mesh")
+    if not mesh or Mesh.parse(mesh, "train.mesh").size != num_devices:
+        return ""
+    say(f"--strategy={AUTO}: that of the run, over mesh {mesh}")
+    return as_override(found, f"{run_dir.path}")
+
+
+def _searched(args: Flags, num_devices: int) -> str:
     from lingvo_moe.core.engine import devices
     from lingvo_moe.parallelizing import Search, find
-    from lingvo_moe.trainer import find_devices
 
-    if args.num_devices:
-        devices.request_cpu_devices(args.num_devices)
-    find_devices()
-    count = devices.device_count()
     search = Search(
         model=args.model,
-        devices=count,
+        devices=num_devices,
         override=args.model_params_override,
         known_faults=args.known_faults,
         # Other devices round differently than the one that the step would be compared with.
         verify=devices.runs_on_cpu("pjrt"),
     )
-    found = find(search, None, say)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_atomic(path, found.ToText().encode())
-    say(f"--strategy={AUTO}: {found.best.name}; see {path}")
+    best = find(search, None, say).best
+    say(f"--strategy={AUTO}: {best.name}")
+    return as_override(best.overrides, "the search")

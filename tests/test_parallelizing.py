@@ -2,15 +2,19 @@
 
 import pytest
 
-from lingvo_moe import parallelizing, planning
+from lingvo_moe import parallelizing, plan_cache, planning, trainer_strategy
 from lingvo_moe import trainer as trainer_module
 from lingvo_moe.core import registry
+from lingvo_moe.core.artifacts import RunArtifacts
 from lingvo_moe.core.planner.errors import PlanError
+from lingvo_moe.core.run_dir import RunDir
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.strategies.strategy_file import StrategyError, read_overrides
+from lingvo_moe.core.strategies.workload import WorkloadError
 from lingvo_moe.measuring import measured_step
 from lingvo_moe.parallelizing import NoneFits, Search
 from lingvo_moe.trainer import main as trainer
+from lingvo_moe.trainer_flags import parse_flags
 from lingvo_moe.verifying import VerifyError
 from tools import parallelize
 
@@ -104,6 +108,31 @@ def test_an_objective_chooses_the_machine(plans):
         _find(objective="smallest")
 
 
+def test_pipelines_are_verified_with_the_stages_of_the_small_mesh():
+    for text in ("stage:4,data:2", "stage:16,data:2", "stage:2,data:256"):
+        mesh = parallelizing.small_mesh(Mesh.parse(text))
+        override = dict(part.split("=") for part in parallelizing._pipeline_over(mesh))
+        assert override["task.pipeline.stages"] == str(mesh.axis_size("stage"))
+    assert list(parallelizing._pipeline_over(Mesh.parse("data:2"))) == []
+
+
+def test_wrong_types_of_activations_are_told():
+    with pytest.raises(StrategyError, match=r"--activations=bfloat: must be .*did you mean"):
+        _find(dtypes=("bfloat",))
+
+
+def test_what_cannot_be_read_is_told():
+    with pytest.raises(WorkloadError, match="dropless"):
+        _find(override="task.moe.dispatcher=dropless")
+
+
+def test_an_experiment_of_other_axes_is_not_tried_as_it_is_written(plans):
+    found = _find(model="lm.Tiny", override="", compiles=1, topology="v5e:2x2")
+    assert found.tried[0].name == "as written"
+    params = registry.GetParams("lm.Tiny", "train.mesh=expert:8")
+    assert parallelizing._as_written(params, 8) is None
+
+
 def test_small_meshes_keep_the_axes():
     assert str(parallelizing.small_mesh(Mesh.parse("data:256,model:1"))) == "data:2,model:1"
     assert str(parallelizing.small_mesh(Mesh.parse("data:8"))) == "data:8"
@@ -117,7 +146,7 @@ def test_a_plan_is_read_from_the_cache_until_a_parameter_changes(monkeypatch, tm
     request = planning.Request(_MODEL, "v5e:2x4")
     other = planning.Request(_MODEL, "v5e:2x4", "task.hidden_dim=64")
     for each in (request, request, other, request):
-        parallelizing.cached_plan(each, tmp_path, print)
+        plan_cache.cached_plan(each, tmp_path, print)
     assert made == [request, other]
 
 
@@ -167,7 +196,7 @@ def test_a_measured_step_says_what_it_needs_and_how_long_it_takes():
     assert found["time"]["step_seconds"] > 0
 
 
-def test_a_run_keeps_the_strategy_that_was_searched_for_it(tmp_path, monkeypatch, plans):
+def test_a_run_trains_with_the_strategy_that_was_searched_for_it(tmp_path, monkeypatch, plans):
     found = _find(compiles=1)
     searches = []
     monkeypatch.setattr(parallelizing, "find", lambda search, *_: searches.append(search) or found)
@@ -176,15 +205,22 @@ def test_a_run_keeps_the_strategy_that_was_searched_for_it(tmp_path, monkeypatch
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     (corpus / "de.tsv").write_text("ein Haus\ta house\n" * 40)
-    logdir = tmp_path / "run"
-    flags = [f"--model={_MODEL}", f"--data_dir={corpus}", f"--logdir={logdir}", "--strategy=auto"]
-    assert [trainer(flags), trainer(flags)] == [0, 0]
-    assert (logdir / "strategy.txt").read_text() == found.ToText()
+    flags = [f"--model={_MODEL}", f"--data_dir={corpus}", "--strategy=auto"]
+    assert trainer([*flags, f"--logdir={corpus}"]) == 2  # before anything is searched
+    assert not searches
+    assert trainer([*flags, f"--logdir={tmp_path / 'run'}"]) == 0
     assert [search.devices for search in searches] == [8]
-    assert (
-        trained == [trained[0]] * 2
-        and f"train.mesh={found.best.overrides['train.mesh']}" in trained[0]
-    )
+    assert f"train.mesh={found.best.overrides['train.mesh']}" in trained[0]
+
+
+def test_a_resumed_run_keeps_its_strategy(tmp_path):
+    logdir = tmp_path / "run"
+    (logdir / "checkpoints" / "3").mkdir(parents=True)
+    override = "train.mesh=data:2,expert:4;task.remat=dots;task.hidden_dim=64"
+    RunDir(logdir).Write(_MODEL, override, RunArtifacts())
+    args = parse_flags([f"--model={_MODEL}", f"--logdir={logdir}"])
+    assert trainer_strategy._of_run(args, 8) == "train.mesh=data:2,expert:4;task.remat=dots"
+    assert trainer_strategy._of_run(args, 4) == ""
 
 
 @pytest.mark.parametrize(
@@ -193,6 +229,10 @@ def test_a_run_keeps_the_strategy_that_was_searched_for_it(tmp_path, monkeypatch
         (["--logdir=x", "--mesh=expert:8"], "chooses the mesh"),
         (["--logdir=x", "--engine=tf"], "goes with --engine=pjrt"),
         (["--mode=inspect_model"], "goes with --mode=sync"),
+        (
+            ["--logdir=x", "--model_params_override=task.remat=dots"],
+            "task.remat is what the search chooses",
+        ),
         ([], "--logdir is needed"),
     ],
 )

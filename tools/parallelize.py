@@ -39,7 +39,7 @@ def define_flags() -> Flags:
     flags.DEFINE_integer(
         "devices",
         None,
-        "instead of --topology: devices of this machine, of a CPU virtual ones; the best strategies are measured there",
+        "instead of --topology: virtual devices of this machine's CPU; the best strategies are measured there",
         checks.Integer(1, _MOST_DEVICES),
     )
     flags.DEFINE_enum(

@@ -254,8 +254,9 @@ def _read(strategy: strategies.Strategy | str | os.PathLike | None) -> strategie
         return strategies.Strategy.FromText(strategy)
     try:
         text = Path(strategy).read_text(encoding="utf-8")
-    except OSError as e:
-        raise ShardingError(f"auto_shard: strategy={strategy!r}: {e.strerror}") from None
+    except (OSError, UnicodeDecodeError) as e:
+        why = getattr(e, "strerror", None) or e
+        raise ShardingError(f"auto_shard: strategy={strategy!r}: {why}") from None
     return strategies.Strategy.FromText(text, f"auto_shard: strategy={strategy!r}")
 
 

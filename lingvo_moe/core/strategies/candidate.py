@@ -15,6 +15,24 @@ _KEPT = {FULL: "full", MOVED: "['dispatched', 'returned']", DOTS: "dots"}
 _PER_STAGE = (1, 2, 4)
 
 
+# The parameters that every candidate sets.
+CHOSEN = (
+    "train.mesh",
+    "train.shard_state",
+    "train.offload",
+    "train.num_micro_batches",
+    "task.activation_split",
+    "task.weight_split",
+    "task.repeat",
+    "task.remat",
+    "task.pipeline.stages",
+    "task.pipeline.micro_batches",
+    "task.pipeline.schedule",
+    "task.pipeline.repeats",
+    "task.pipeline.splits",
+)
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A strategy for a model on a machine.
@@ -40,6 +58,7 @@ class Candidate:
         out = {
             "train.mesh": str(layout.mesh),
             "train.shard_state": self.shard_state,
+            "train.offload": "none",
             "train.num_micro_batches": "1" if pipelined else str(self.micro_batches),
             "task.activation_split": repr(dict(layout.activations)),
             "task.weight_split": repr(dict(layout.weights)),

@@ -1,4 +1,4 @@
-"""The parameters that make up a strategy: how a model lies on devices, never what it computes."""
+"""The parameters that make up a strategy: how a model lies on devices, and the types in which it computes."""
 
 PATHS = (
     "train.mesh",

@@ -125,7 +125,11 @@ def _with_letters_as_axes(params: Params) -> Params:
     """Params of the task whose weights are sharded along axes with the names of their letters."""
     task = params.task.Copy()
     task.Set(
-        weight_split={n: n for n in WEIGHT_LETTERS}, repeat=True, remat="full", shard_state="none"
+        weight_split={n: n for n in WEIGHT_LETTERS},
+        repeat=True,
+        remat="full",
+        shard_state="none",
+        offload="none",
     )
     task.pipeline.Set(stages=1, micro_batches=1, repeats=1, splits=[], schedule="1f1b")
     return task

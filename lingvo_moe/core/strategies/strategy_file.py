@@ -55,7 +55,20 @@ def read_overrides(path: str | Path) -> str:
             )
         if name in found:
             raise StrategyError(f"{where}: {name} has a value already")
-        found[name] = value.replace(";", r"\;")
+        found[name] = value
     if not found:
         raise StrategyError(f"--strategy={path}: no line of the form path=value")
-    return ";".join(f"{name}={value}" for name, value in found.items())
+    return as_override(found, f"--strategy={path}")
+
+
+def as_override(values: Mapping[str, str], source: str) -> str:
+    """Values of PATHS as an override.
+
+    Raises:
+        StrategyError: a value that no such parameter has, e.g. the name of a class, whose module would be imported;
+            `source` says where it comes from.
+    """
+    for path, value in values.items():
+        if value.startswith("type/") or value.endswith("\\"):
+            raise StrategyError(f"{source}: {path}={value} is no value of this parameter")
+    return ";".join(f"{path}={value}".replace(";", r"\;") for path, value in values.items())

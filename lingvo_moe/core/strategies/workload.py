@@ -128,6 +128,12 @@ def read_workload(params: Params) -> Workload:
     for product, read in found:
         product = replace(product, readers=max(1, readers[read]))
         products[product] += forms.num_blocks.get(product.stack, 1)
+    experts = "num_experts" in params.task and params.task.num_experts
+    if experts and not any(product.part == "experts" for product in products):
+        raise WorkloadError(
+            f"{task.path}: its experts compute no einsum whose letters are known, as with "
+            "task.moe.dispatcher=dropless; choose another dispatcher"
+        )
     if not products:
         raise WorkloadError(f"{task.path}: its forward pass has no einsum whose letters are known")
     return Workload(products, forms.num_blocks, _boundaries(products, forms.num_blocks))
@@ -144,7 +150,7 @@ def _forms(params: Params) -> Forms:
             f"{task.cls.__name__}: strategies are searched for tasks with stacks of equal blocks, which have a "
             "parameter task.repeat; xs.auto_shard takes any function"
         )
-    task.Set(repeat="auto", remat="full")
+    task.Set(repeat="auto", remat="full", offload="none")
     task.pipeline.Set(stages=1, micro_batches=1, repeats=1, splits=[], schedule="1f1b")
     forms = task.cls.OpenForms(task)
     assert forms is not None, "task.repeat=auto leaves the form open"

@@ -64,7 +64,15 @@ def test_what_was_refused_is_not_the_best():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "# nothing", "train.mesh", "train.mesh=", "input.batch_size=8"]
+    "text",
+    [
+        "",
+        "# nothing",
+        "train.mesh",
+        "train.mesh=",
+        "input.batch_size=8",
+        "train.mesh=type/this/Zen",
+    ],
 )
 def test_a_strategy_file_holds_parameters_of_strategies(tmp_path, text):
     path = tmp_path / "strategy.txt"
