@@ -1,15 +1,13 @@
 """What reports show of the hosts' memory."""
 
 import io
-import json
-from pathlib import Path
 
+from made_up_plans import make_plan
 from rich.console import Console
 
 from lingvo_moe.core.planner.report import html_report, print_plan
 
 _GIB = 2**30
-_PLAN = Path(__file__).parents[2] / "plans" / "M4Tiny-v3_2x2.json"
 
 
 def _printed(plan):
@@ -19,7 +17,7 @@ def _printed(plan):
 
 
 def test_what_is_in_the_hosts_memory_and_what_moves():
-    plan = json.loads(_PLAN.read_text(encoding="utf-8"))
+    plan = make_plan()
     assert "Memory of the hosts" not in _printed(plan)
     move = {"direction": "to device", "layer": "encoder.moe", "part": "experts", "phase": "forward"}
     move |= {"bytes": _GIB, "count": 6, "seconds": 0.4, "waiting_seconds": 0.1}
