@@ -172,6 +172,11 @@ class Estimator:
         bandwidth = self._machine.hbm_bandwidth
         rest = (_PASSES * sums.boundaries + 3 * held.total) / bandwidth
         whole = self._Gathered(candidate, held)
+        if stages == 1 and parts > 1:
+            # The sum of gradients beside those of a micro-batch. XLA casts weights before the loop over these, all at
+            # once and in several layouts: 1.5 times their bytes in a plan of MoE(2048E, 36L) for v5p:4x4x4.
+            narrow = self._itemsizes[candidate.fprop_dtype] == 2
+            kept += held.gradients + (1.5 * held.weights if narrow else 0)
         least = held.weights + held.slots + whole
         least += 0 if stages > 1 or parts > 1 else int(sums.boundaries)
         return Estimate(
