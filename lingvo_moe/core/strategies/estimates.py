@@ -162,7 +162,11 @@ class Estimator:
         kept = sums.boundaries + {FULL: 0.0, MOVED: sums.moved, DOTS: sums.dots}[candidate.remat]
         idle, parts = 1.0, candidate.micro_batches
         if stages > 1:
-            idle = (parts + stages - 1) / parts
+            # A stage's loop over blocks computes them once more in the backward pass, and shorter stages wait.
+            work = {part: work[part] + seconds for part, seconds in sums.work.items()}
+            blocks = self._work.blocks.values()
+            padded = max(stages * -(-n // stages) / n for n in blocks)
+            idle = padded * (parts + stages - 1) / parts
             in_flight = min(parts, 2 * stages - 1)
             kept = (
                 sums.boundaries / len(self._work.blocks) / parts * in_flight + kept / stages / parts
