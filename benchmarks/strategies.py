@@ -93,9 +93,9 @@ def _rows(args: Flags, machine: Any, say: Any) -> list[_Row]:
 def _show(args: Flags, rows: list[_Row]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from scipy.stats import spearmanr
 
     from lingvo_moe.core import units
-    from lingvo_moe.core.strategies.ranking import rank_correlation
 
     table = Table(box=None, header_style="bold")
     for title in ("layout", "estimate", "compiled", "measured"):
@@ -111,13 +111,15 @@ def _show(args: Flags, rows: list[_Row]) -> None:
     few = min(row[2] for row in by_estimate[: args.first])
     print(f"best of the first {args.first} estimates, compiled: {few / best:.3f} times the best")
     _, estimated, compiled, measured = zip(*rows, strict=True)
-    print(f"rank correlation, estimated and compiled: {rank_correlation(estimated, compiled):.3f}")
+    print(
+        f"rank correlation, estimated and compiled: {spearmanr(estimated, compiled).statistic:.3f}"
+    )
     if args.run:
         print(
-            f"rank correlation, compiled and measured: {rank_correlation(compiled, measured):.3f}"
+            f"rank correlation, compiled and measured: {spearmanr(compiled, measured).statistic:.3f}"
         )
         print(
-            f"rank correlation, estimated and measured: {rank_correlation(estimated, measured):.3f}"
+            f"rank correlation, estimated and measured: {spearmanr(estimated, measured).statistic:.3f}"
         )
 
 

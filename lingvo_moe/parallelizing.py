@@ -22,13 +22,14 @@ from lingvo_moe.core.planner.machine import Machine, parse_machine
 from lingvo_moe.core.planner.slices import machines
 from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.core.sharding.letters import axes_of
-from lingvo_moe.core.strategies.candidate import CHOSEN, DOTS, FULL, MOVED, Candidate, candidates
-from lingvo_moe.core.strategies.estimates import Estimate, Estimator
+from lingvo_moe.core.strategies.candidate import DOTS, FULL, MOVED, Candidate, candidates
+from lingvo_moe.core.strategies.estimates import Correction, Estimate, Estimator
 from lingvo_moe.core.strategies.host import Host
 from lingvo_moe.core.strategies.layout import Layout, layouts, letter_sizes
+from lingvo_moe.core.strategies.paths import CHOSEN
 from lingvo_moe.core.strategies.ranking import Ranking, Tried, estimated
 from lingvo_moe.core.strategies.state_bytes import StateBytes
-from lingvo_moe.core.strategies.strategy_file import StrategyError, to_text
+from lingvo_moe.core.strategies.strategy_file import StrategyError, as_override, to_text
 from lingvo_moe.core.strategies.workload import Workload, read_workload
 from lingvo_moe.core.suggest import did_you_mean, either
 from lingvo_moe.measuring import measured_step
@@ -201,7 +202,7 @@ class _Finder:
     def __init__(
         self, search: Search, params: Params, work: Workload, cache_dir: Path | None, say: Say
     ):
-        self._search, self._params, self._cache_dir, self._say = search, params, cache_dir, say
+        self._search, self._cache_dir, self._say = search, cache_dir, say
         self._machine = _machine(search)
         self._memory = min(self._machine.hbm_bytes, search.memory or self._machine.hbm_bytes)
         self._started = time.monotonic()
@@ -298,9 +299,7 @@ class _Finder:
 
 def joined(override: str, overrides: Mapping[str, str]) -> str:
     """An override with the parameters of a strategy after it."""
-    return join_overrides(
-        override, ";".join(f"{path}={value}" for path, value in overrides.items())
-    )
+    return join_overrides(override, as_override(overrides, "the search"))
 
 
 def estimator(
@@ -357,9 +356,8 @@ def _fastest(search: Search, params: Params, work: Workload, machine: Machine) -
     dtypes = _dtypes(search, params)
     estimates = estimator(params, work, machine, dtypes)
     memory = min(machine.hbm_bytes, search.memory or machine.hbm_bytes)
-    by = Ranking({}, 0).correction
     found = (estimates.Of(c) for c in _candidates(work, params, machine, dtypes))
-    return min((e.Seconds(by) for e in found if e.least <= memory), default=None)
+    return min((e.Seconds(Correction()) for e in found if e.least <= memory), default=None)
 
 
 def _candidates(
@@ -399,14 +397,10 @@ def _as_written(params: Params, num_devices: int) -> Candidate | None:
         tuple((task.activation_split or {}).items()),
         tuple((task.weight_split or {}).items()),
     )
-    remat = (
-        {"full": FULL, "dots": DOTS}.get(task.remat, MOVED)
-        if isinstance(task.remat, str)
-        else MOVED
-    )
+    remat = task.remat if task.remat in (FULL, DOTS) else MOVED
     micro_batches = params.train.num_micro_batches
     if task.pipeline.stages > 1:
-        micro_batches = max(1, task.pipeline.micro_batches // layout.size("data"))
+        micro_batches = max(1, task.pipeline.micro_batches // layout.size(DATA))
     return Candidate(layout, params.train.shard_state, remat, "", micro_batches)
 
 

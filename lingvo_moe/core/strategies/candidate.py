@@ -15,24 +15,6 @@ _KEPT = {FULL: "full", MOVED: "['dispatched', 'returned']", DOTS: "dots"}
 _PER_STAGE = (1, 2, 4)
 
 
-# The parameters that every candidate sets.
-CHOSEN = (
-    "train.mesh",
-    "train.shard_state",
-    "train.offload",
-    "train.num_micro_batches",
-    "task.activation_split",
-    "task.weight_split",
-    "task.repeat",
-    "task.remat",
-    "task.pipeline.stages",
-    "task.pipeline.micro_batches",
-    "task.pipeline.schedule",
-    "task.pipeline.repeats",
-    "task.pipeline.splits",
-)
-
-
 @dataclass(frozen=True)
 class Candidate:
     """A strategy for a model on a machine.

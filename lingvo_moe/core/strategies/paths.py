@@ -1,6 +1,7 @@
 """The parameters that make up a strategy: how a model lies on devices, and the types in which it computes."""
 
-PATHS = (
+# Those that a search always sets.
+CHOSEN = (
     "train.mesh",
     "train.shard_state",
     "train.offload",
@@ -9,11 +10,10 @@ PATHS = (
     "task.weight_split",
     "task.repeat",
     "task.remat",
-    "task.dtype",
-    "task.fprop_dtype",
     "task.pipeline.stages",
     "task.pipeline.micro_batches",
     "task.pipeline.schedule",
     "task.pipeline.repeats",
     "task.pipeline.splits",
 )
+PATHS = (*CHOSEN, "task.dtype", "task.fprop_dtype")

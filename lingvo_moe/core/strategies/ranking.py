@@ -1,7 +1,7 @@
 """Which candidate to compile next, and what its plan teaches about the others."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,13 +110,6 @@ def corrected(before: Correction, estimate: Estimate, plan: Mapping[str, Any]) -
 
 def _within(factor: float) -> float:
     return min(max(factor, _LEAST), _MOST)
-
-
-def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's correlation of two lists of the same length: 1 where they have the same order."""
-    from scipy.stats import spearmanr
-
-    return float(spearmanr(first, second).statistic)
 
 
 def estimated(

@@ -11,6 +11,7 @@ from lingvo_moe.core.planner.machine import parse_machine
 from lingvo_moe.core.strategies.candidate import DOTS, FULL, MOVED, Candidate, candidates
 from lingvo_moe.core.strategies.estimates import Correction
 from lingvo_moe.core.strategies.layout import Layout, layouts, letter_sizes
+from lingvo_moe.core.strategies.paths import CHOSEN, PATHS
 from lingvo_moe.core.strategies.state_bytes import StateBytes
 from lingvo_moe.core.strategies.workload import WorkloadError, read_workload
 
@@ -135,6 +136,12 @@ def test_tokens_move_to_experts_on_other_devices_alone():
     assert apart_mesh.size == 128
     # Without experts on other devices, their gradients are summed over all of them instead.
     assert together.state > 10 * apart.state
+
+
+def test_a_candidate_sets_what_a_search_chooses():
+    found = Candidate(_layout("expert:128"), fprop_dtype="bfloat16").Overrides()
+    assert tuple(found) == (*CHOSEN, "task.fprop_dtype")
+    assert set(found) <= set(PATHS)
 
 
 def test_ten_thousand_candidates_have_different_parameters():
