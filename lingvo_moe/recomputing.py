@@ -21,24 +21,13 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.params import micro_batches_of
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.sharding.letters import parts_of
+from lingvo_moe.core.tensors import origin
 
 # The blocks of all stacks that are unrolled at most: each adds to the time that the program takes to compile.
 MOST_BLOCKS = 8
 # The share of the memory that the step may need by the estimate: the rest is for what the estimate leaves out, and
 # for other programs.
 SHARE = 0.5
-# Operations whose result is their argument, or a view of it.
-_SAME = frozenset(
-    (
-        "ExpandDims",
-        "Identity",
-        "PreventGradient",
-        "Reshape",
-        "Squeeze",
-        "StopGradient",
-        "XlaSharding",
-    )
-)
 _GIVEN = frozenset(("Const", "Placeholder"))  # weights, batch and constants
 
 
@@ -147,7 +136,7 @@ def activation_bytes(forms: Forms, params: Params, mesh: Mesh, engine: str = "pj
         value.ref(): value
         for op in graph.get_operations()
         if op.name not in forward
-        for value in map(_origin, op.inputs)
+        for value in map(origin, op.inputs)
         if value.op.name in forward and value.op.type not in _GIVEN
     }
     sizes = {ref: _num_bytes(value) for ref, value in kept.items()}
@@ -158,13 +147,6 @@ def activation_bytes(forms: Forms, params: Params, mesh: Mesh, engine: str = "pj
 def _trainable(task: BaseTask, theta: NestedMap) -> list[tf.Tensor]:
     specs = task.VariableSpecs().Flatten()
     return [w for w, spec in zip(theta.Flatten(), specs, strict=True) if spec.trainable]
-
-
-def _origin(value: tf.Tensor) -> tf.Tensor:
-    """The tensor whose memory a value shares."""
-    while value.op.type in _SAME:
-        value = value.op.inputs[0]
-    return value
 
 
 def _num_bytes(value: tf.Tensor) -> int:

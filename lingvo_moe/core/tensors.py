@@ -33,6 +33,27 @@ def dim(x: tf.Tensor, axis: int) -> int | tf.Tensor:
     return tf.shape(x)[axis] if size is None else size
 
 
+# Operations whose result is their first argument, or a view of it.
+VIEWS = frozenset(
+    (
+        "ExpandDims",
+        "Identity",
+        "PreventGradient",
+        "Reshape",
+        "Squeeze",
+        "StopGradient",
+        "XlaSharding",
+    )
+)
+
+
+def origin(value: tf.Tensor, through: Collection[str] = VIEWS) -> tf.Tensor:
+    """The tensor of a graph that a value comes from through operations of some types alone."""
+    while value.op.type in through:
+        value = value.op.inputs[0]
+    return value
+
+
 def runtime_zeros(
     given: tf.Tensor, dtype: tf.DType, shape: tf.TensorShape | None = None
 ) -> tf.Tensor:

@@ -11,7 +11,7 @@ from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.inspect import bytes_of
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.schedule import STAGE
-from lingvo_moe.core.sharding import Axis, DimsMapping, Mesh
+from lingvo_moe.core.sharding import Axis, DimsMapping, Mesh, dims_mapping
 from lingvo_moe.core.sharding.letters import (
     GRADIENTS,
     NONE,
@@ -23,8 +23,10 @@ from lingvo_moe.core.sharding.letters import (
     split_over_copies,
 )
 from lingvo_moe.core.strategies.layout import Layout
+from lingvo_moe.core.strategies.workload import without_strategy
 
 PARTS = (WEIGHTS, GRADIENTS, SLOTS)
+_WHOLE = "-"
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,12 @@ class _Shape:
 
     Attributes:
         sizes: of its dimensions.
-        letters: of these, '' for one that is never sharded.
+        letters: of these, _WHOLE for one that is never sharded.
         stack_dims: how many leading dimensions count layers.
     """
 
     sizes: tuple[int, ...]
-    letters: tuple[str, ...]
+    letters: str
     stack_dims: int
 
 
@@ -97,7 +99,9 @@ class StateBytes:
     """
 
     def __init__(self, params: Params, narrow: bool = False):
-        task = _with_letters_as_axes(params).Instantiate()
+        # Axes with the names of letters tell which dimensions follow which letter.
+        letters = {n: n for n in WEIGHT_LETTERS}
+        task = without_strategy(params.task).Set(weight_split=letters).Instantiate()
         self._variables = Counter(_variables(part, spec, narrow) for part, spec in _parts(task))
         self._shapes = {each.shape for each in self._variables}
         self._layout: Layout | None = None
@@ -121,20 +125,6 @@ class StateBytes:
         return Held(sums[WEIGHTS], sums[GRADIENTS], sums[SLOTS], gathered, dict(synced))
 
 
-def _with_letters_as_axes(params: Params) -> Params:
-    """Params of the task whose weights are sharded along axes with the names of their letters."""
-    task = params.task.Copy()
-    task.Set(
-        weight_split={n: n for n in WEIGHT_LETTERS},
-        repeat=True,
-        remat="full",
-        shard_state="none",
-        offload="none",
-    )
-    task.pipeline.Set(stages=1, micro_batches=1, repeats=1, splits=[], schedule="1f1b")
-    return task
-
-
 def _parts(task: BaseTask) -> Sequence[tuple[str, VariableSpec]]:
     state = task.StateSpecs()
     kept = [*state.slots.Flatten(), *state.get("ema", NestedMap()).Flatten()]
@@ -149,10 +139,10 @@ def _variables(part: str, spec: VariableSpec, narrow: bool) -> _Variables:
     itemsize = bytes_of(spec) // math.prod(spec.shape)
     if narrow and part == GRADIENTS and spec.stack_dims:
         itemsize = min(itemsize, 2)
-    letters = ["".join(axes_of(axis)) for axis in spec.split]
+    letters = "".join("".join(axes_of(axis)) or _WHOLE for axis in spec.split)
     if spec.stack_dims:
-        letters[0] = "L"
-    return _Variables(part, _Shape(spec.shape, tuple(letters), spec.stack_dims), itemsize)
+        letters = "L" + letters[1:]
+    return _Variables(part, _Shape(spec.shape, letters, spec.stack_dims), itemsize)
 
 
 def _part(each: _Shape, layout: Layout) -> _Parted:
@@ -160,13 +150,9 @@ def _part(each: _Shape, layout: Layout) -> _Parted:
     of_weights: dict[str, Axis] = dict(layout.weights)
     if layout.stages > 1:
         of_weights = {"V": STAGE, **of_weights, "L": STAGE}
-    used: set[str] = set()
-    out: list[Axis] = []
-    for letter in each.letters:
-        axes = [a for a in axes_of(of_weights.get(letter)) if a not in used]
-        used.update(axes)
-        out.append(None if not axes else axes[0] if len(axes) == 1 else tuple(axes))
-    split, free = tuple(out), range(each.stack_dims, len(each.sizes))
+    split = dims_mapping(each.letters, of_weights)
+    used = {a for axis in split for a in axes_of(axis)}
+    free = range(each.stack_dims, len(each.sizes))
     parts = split_over_copies(each.sizes, split, free, layout.mesh)
     return _Parted(
         _elements(each, split, layout.mesh),

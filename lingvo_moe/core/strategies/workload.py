@@ -18,26 +18,13 @@ from lingvo_moe.core.base_task import Forms
 from lingvo_moe.core.engine.steps import train_step
 from lingvo_moe.core.engine.tracing import trace
 from lingvo_moe.core.hlo.parts import place
-from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding.mesh import single_device
+from lingvo_moe.core.tensors import VIEWS, origin
 
-# Operations whose result holds the elements of their first argument, or a part of them.
-_SAME = frozenset(
-    (
-        "Cast",
-        "ExpandDims",
-        "Identity",
-        "PreventGradient",
-        "Reshape",
-        "Squeeze",
-        "StopGradient",
-        "StridedSlice",
-        "Transpose",
-        "Unpack",
-        "XlaSharding",
-    )
-)
+# Operations through which a weight, or an activation, is followed to where it comes from.
+_SAME = VIEWS | {"Cast", "StridedSlice", "Transpose", "Unpack"}
 
 
 @dataclass(frozen=True)
@@ -144,17 +131,22 @@ class WorkloadError(ValueError):
 
 
 def _forms(params: Params) -> Forms:
-    task = params.task.Copy()
+    task = params.task
     if "repeat" not in task:
         raise WorkloadError(
             f"{task.cls.__name__}: strategies are searched for tasks with stacks of equal blocks, which have a "
             "parameter task.repeat; xs.auto_shard takes any function"
         )
-    task.Set(repeat="auto", remat="full", offload="none")
-    task.pipeline.Set(stages=1, micro_batches=1, repeats=1, splits=[], schedule="1f1b")
-    forms = task.cls.OpenForms(task)
+    forms = task.cls.OpenForms(without_strategy(task).Set(repeat="auto"))
     assert forms is not None, "task.repeat=auto leaves the form open"
     return forms
+
+
+def without_strategy(task: InstantiableParams) -> InstantiableParams:
+    """Params of a task without what a strategy sets beside letters: its state is whole on the devices, in no stages."""
+    plain = task.Copy().Set(repeat=True, remat="full", shard_state="none", offload="none")
+    plain.pipeline.Set(stages=1, micro_batches=1, repeats=1, splits=[], schedule="1f1b")
+    return plain
 
 
 def _product(
@@ -191,7 +183,7 @@ def _product(
         sizes=tuple(sorted(sizes.items())),
         lookup=op.type == "GatherV2",
     )
-    yield product, _origin(read).name
+    yield product, origin(read, _SAME).name
 
 
 def _own_letters(letters: Sequence[str], weights: Sequence[VariableSpec | None]) -> dict[str, str]:
@@ -209,13 +201,7 @@ def _own_letters(letters: Sequence[str], weights: Sequence[VariableSpec | None])
 
 def _weight(x: tf.Tensor, specs: Mapping[Any, VariableSpec]) -> VariableSpec | None:
     """The variable whose elements a tensor holds."""
-    return specs.get(_origin(x).ref())
-
-
-def _origin(x: tf.Tensor) -> tf.Tensor:
-    while x.op.type in _SAME:
-        x = x.op.inputs[0]
-    return x
+    return specs.get(origin(x, _SAME).ref())
 
 
 def _boundaries(products: Mapping[Product, int], stacks: Mapping[str, int]) -> dict[str, int]:
