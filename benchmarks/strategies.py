@@ -62,7 +62,7 @@ def _rows(args: Flags, machine: Any, say: Any) -> list[_Row]:
     from lingvo_moe.core.strategies.layout import layouts
     from lingvo_moe.core.strategies.workload import read_workload
     from lingvo_moe.measuring import measured_step
-    from lingvo_moe.plan_cache import cached_plan
+    from lingvo_moe.result_cache import cached_plan
 
     params = registry.GetParams(args.model, args.model_params_override)
     work = read_workload(params)

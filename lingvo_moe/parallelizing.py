@@ -33,9 +33,9 @@ from lingvo_moe.core.strategies.strategy_file import StrategyError, as_override,
 from lingvo_moe.core.strategies.workload import Workload, read_workload
 from lingvo_moe.core.suggest import did_you_mean, either
 from lingvo_moe.measuring import measured_step
-from lingvo_moe.plan_cache import cached_plan
+from lingvo_moe.result_cache import cached_plan, cached_verification
 from lingvo_moe.trainer_memory import memory_of
-from lingvo_moe.verifying import VerifyError, verify_model
+from lingvo_moe.verifying import VerifyError
 
 SPEED, SMALLEST, CHIP_DAYS = OBJECTIVES = ("speed", "smallest", "chip_days")
 _DTYPES = ("float32", "bfloat16", "float16")  # of activations
@@ -287,7 +287,7 @@ class _Finder:
         override = joined(self._search.override, tried.overrides)
         override = join_overrides(override, f"train.mesh={mesh}", *_pipeline_over(mesh))
         try:
-            verify_model(self._search.model, mesh, override)
+            cached_verification(self._search.model, mesh, override, self._cache_dir, self._say)
         except VerifyError as e:
             tried.refused = f"computes something else than one device: {e}"
             return ""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lingvo_moe import parallelizing, plan_cache, planning, trainer_strategy
+from lingvo_moe import parallelizing, planning, result_cache, trainer_strategy
 from lingvo_moe import trainer as trainer_module
 from lingvo_moe.core import registry
 from lingvo_moe.core.artifacts import RunArtifacts
@@ -75,13 +75,14 @@ def test_what_the_compiler_refuses_is_reported_and_not_taken(plans):
 def test_a_winner_that_computes_something_else_is_refused(plans, monkeypatch):
     meshes = []
 
-    def verify(model, mesh, override):
+    def verify(model, mesh, override, cache_dir, say):
+        del cache_dir, say
         meshes.append(mesh)
         registry.GetParams(model, override)
         if len(meshes) == 1:
             raise VerifyError("the gradient of wi differs")
 
-    monkeypatch.setattr(parallelizing, "verify_model", verify)
+    monkeypatch.setattr(parallelizing, "cached_verification", verify)
     found = _find(verify=True, compiles=3)
     assert any("the gradient of wi differs" in tried.refused for tried in found.tried)
     assert not found.best.refused
@@ -146,8 +147,25 @@ def test_a_plan_is_read_from_the_cache_until_a_parameter_changes(monkeypatch, tm
     request = planning.Request(_MODEL, "v5e:2x4")
     other = planning.Request(_MODEL, "v5e:2x4", "task.hidden_dim=64")
     for each in (request, request, other, request):
-        plan_cache.cached_plan(each, tmp_path, print)
+        result_cache.cached_plan(each, tmp_path, print)
     assert made == [request, other]
+
+
+def test_a_step_is_verified_until_it_changes(monkeypatch, tmp_path):
+    seen = []
+
+    def verify(model, mesh, override):
+        seen.append(override)
+        if "dots" in override:
+            raise VerifyError("the gradient of wi differs")
+
+    monkeypatch.setattr(result_cache, "verify_model", verify)
+    mesh, full, dots = Mesh.parse("expert:2"), "train.mesh=expert:2", "task.remat=dots"
+    for _ in range(2):
+        result_cache.cached_verification(_MODEL, mesh, full, tmp_path, print)
+        with pytest.raises(VerifyError):
+            result_cache.cached_verification(_MODEL, mesh, dots, tmp_path, print)
+    assert seen == [full, dots, dots]
 
 
 def test_the_command_says_what_lacks(capsys):
