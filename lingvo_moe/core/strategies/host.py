@@ -1,10 +1,9 @@
-"""The devices of this process as a machine. Nobody has measured them, so its figures only order candidates; what counts
-is measured afterwards."""
+"""The devices of this process as a machine: virtual CPU devices, in round figures (planner/ring.py). These only order
+candidates; what counts is measured afterwards."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-_PASSES = {"all-reduce": 2}
+from lingvo_moe.core.planner.ring import VIRTUAL_CPU
 
 
 @dataclass(frozen=True)
@@ -18,10 +17,6 @@ class Host:
 
     num_devices: int
     hbm_bytes: int
-    # Round figures of one of eight virtual devices of a small CPU, whose exchanges are copies in memory.
-    peaks: ClassVar[dict[str, float]] = {"bfloat16": 2e10, "tf32": 2e10}
-    hbm_bandwidth: ClassVar[float] = 5e9
-    _LATENCY: ClassVar[float] = 2e-4
 
     @property
     def name(self) -> str:
@@ -33,6 +28,12 @@ class Host:
         """As many as devices."""
         return self.num_devices
 
-    def Collective(self, kind: str, num_bytes: float) -> float:
-        """Seconds of a collective of so many bytes on a device."""
-        return self._LATENCY + _PASSES.get(kind, 1) * num_bytes / self.hbm_bandwidth
+    @property
+    def peaks(self) -> dict[str, float]:
+        """FLOP/s by the type of operands."""
+        return {"bfloat16": VIRTUAL_CPU.flops}
+
+    @property
+    def hbm_bandwidth(self) -> float:
+        """Bytes/s of a device's memory."""
+        return VIRTUAL_CPU.memory_bandwidth

@@ -22,7 +22,7 @@ _EIGHT = Mesh.parse("model:8")
 def no_latency(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small functions are sharded like large ones."""
     ring = machine.Ring("no latency", 1e12, 1e12, 1e11, 0.0, 0.0)
-    monkeypatch.setattr(machine, "_ACCELERATOR", ring)
+    monkeypatch.setattr(machine, "ACCELERATOR", ring)
 
 
 def _mappings(strategy: Any) -> dict[str, Any]:
