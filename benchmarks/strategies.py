@@ -60,14 +60,15 @@ def _rows(args: Flags, machine: Any, say: Any) -> list[_Row]:
     from lingvo_moe.core.strategies.candidate import Candidate
     from lingvo_moe.core.strategies.estimates import Correction
     from lingvo_moe.core.strategies.layout import layouts
+    from lingvo_moe.core.strategies.space import Space
     from lingvo_moe.core.strategies.workload import read_workload
     from lingvo_moe.measuring import measured_step
     from lingvo_moe.result_cache import cached_plan
 
     params = registry.GetParams(args.model, args.model_params_override)
     work = read_workload(params)
-    estimates = parallelizing.estimator(params, work, machine, ("",))
-    found = []
+    estimates = Space(params, work, machine).estimator
+    found: list[_Row] = []
     for layout in layouts(work, machine.num_devices):
         candidate = Candidate(layout, micro_batches=layout.stages)
         override = parallelizing.joined(args.model_params_override, candidate.Overrides())

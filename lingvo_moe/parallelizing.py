@@ -22,13 +22,13 @@ from lingvo_moe.core.planner.machine import Machine, parse_machine
 from lingvo_moe.core.planner.slices import machines
 from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.core.sharding.letters import axes_of
-from lingvo_moe.core.strategies.candidate import DOTS, FULL, MOVED, Candidate, candidates
-from lingvo_moe.core.strategies.estimates import Correction, Estimate, Estimator
+from lingvo_moe.core.strategies.candidate import DOTS, FULL, MOVED, Candidate
+from lingvo_moe.core.strategies.estimates import Estimate
 from lingvo_moe.core.strategies.host import Host
-from lingvo_moe.core.strategies.layout import Layout, layouts, letter_sizes
+from lingvo_moe.core.strategies.layout import Layout
 from lingvo_moe.core.strategies.paths import CHOSEN
-from lingvo_moe.core.strategies.ranking import Ranking, Tried, estimated
-from lingvo_moe.core.strategies.state_bytes import StateBytes
+from lingvo_moe.core.strategies.ranking import Ranking, Tried
+from lingvo_moe.core.strategies.space import Space
 from lingvo_moe.core.strategies.strategy_file import StrategyError, as_override, to_text
 from lingvo_moe.core.strategies.workload import Workload, read_workload
 from lingvo_moe.core.suggest import did_you_mean, either
@@ -100,10 +100,11 @@ class Found:
         """The strategy file of the winner."""
         plan = self.best.plan
         assert plan is not None
-        held = plan["memory"]
+        held, hosted = plan["memory"], plan.get("host")
         about = [
             f"{self.search.model} on {self.machine.name}: {units.duration(self.best.step_seconds)} a step "
-            f"({self._how}), {units.size(held['needed'])} of {units.size(held['hbm'])} on each device",
+            f"({self._how}), {units.size(held['needed'])} of {units.size(held['hbm'])} on each device"
+            + (f", {units.size(hosted['needed'])} of its host's memory" if hosted else ""),
             *(
                 [f"beside --model_params_override='{self.search.override}'"]
                 if self.search.override
@@ -207,25 +208,23 @@ class _Finder:
         self._memory = min(self._machine.hbm_bytes, search.memory or self._machine.hbm_bytes)
         self._started = time.monotonic()
         dtypes = _dtypes(search, params)
-        self._estimator = estimator(params, work, self._machine, dtypes)
-        found = _candidates(work, params, self._machine, dtypes)
+        space = Space(params, work, self._machine, dtypes)
+        self._estimator = space.estimator
         self._written = _as_written(params, self._machine.num_devices)
-        started = time.monotonic()
-        self._estimates, least, self._count = estimated(found, self._estimator.Of, self._memory)
-        self._estimate_seconds = time.monotonic() - started
-        self._may_fit = len(self._estimates)
+        self._found = space.Estimated(self._memory)
         say(
-            f"{self._count} candidates on {self._machine.name}, of which {self._may_fit} may fit, estimated in "
-            f"{self._estimate_seconds:.1f} s"
+            f"{self._found.count} candidates on {self._machine.name}, of which {len(self._found.kept)} may fit, "
+            f"estimated in {self._found.seconds:.1f} s"
         )
-        # Estimates know nothing of the memory of hosts, which the experiment's own strategy may use.
-        if not self._estimates and not items_of(params.train.offload):
-            raise NoneFits(_lacks(search, self._machine, self._memory, least))
+        # The experiment's own strategy may offload otherwise than any candidate.
+        if not self._found.kept and not items_of(params.train.offload):
+            raise NoneFits(_lacks(search, self._machine, self._memory, self._found.least))
 
     def Run(self) -> Found:
-        ranking = Ranking(self._estimates, self._memory)
+        count = self._found.count, len(self._found.kept)
+        ranking = Ranking(self._found.kept, self._memory)
         if self._written is not None:
-            self._estimates.setdefault(self._written, self._estimator.Of(self._written))
+            self._found.kept.setdefault(self._written, self._estimator.Of(self._written))
             ranking.Add(self._Compiled(self._written, ranking))
         while len(ranking.tried) < self._search.compiles and not self._IsLate(ranking):
             following = ranking.Next()
@@ -244,8 +243,8 @@ class _Finder:
             self._machine,
             best,
             ranking.tried,
-            (self._count, self._may_fit),
-            self._estimate_seconds,
+            count,
+            self._found.seconds,
             verified,
         )
 
@@ -257,7 +256,7 @@ class _Finder:
         name, overrides = str(candidate), candidate.Overrides()
         if candidate == self._written:
             name, overrides = "as written", {"train.mesh": str(candidate.layout.mesh)}
-        seconds = self._estimates[candidate].Seconds(ranking.correction)
+        seconds = self._found.kept[candidate].Seconds(ranking.correction)
         self._say(f"compiling {name}: {units.duration(seconds)} a step by estimate")
         tried = Tried(candidate, name, overrides, seconds)
         override, faults = joined(self._search.override, overrides), self._search.known_faults
@@ -302,15 +301,6 @@ def joined(override: str, overrides: Mapping[str, str]) -> str:
     return join_overrides(override, as_override(overrides, "the search"))
 
 
-def estimator(
-    params: Params, work: Workload, machine: Machine | Host, dtypes: tuple[str, ...]
-) -> Estimator:
-    """The estimator of an experiment's candidates on a machine."""
-    sizes = {d: _itemsize(d or params.task.fprop_dtype or params.task.dtype) for d in dtypes}
-    states = {d: StateBytes(params, narrow=size == 2) for d, size in sizes.items()}
-    return Estimator(work, states, machine, sizes)
-
-
 def small_mesh(mesh: Mesh) -> Mesh:
     """A mesh with the same axes, of two devices each where there are more than one; the mesh itself, if it is small."""
     if mesh.size <= _FEW:
@@ -353,19 +343,8 @@ def _machines(search: Search, params: Params, work: Workload) -> list[str]:
 
 def _fastest(search: Search, params: Params, work: Workload, machine: Machine) -> float | None:
     """The least seconds of a step by estimate; None where no candidate may fit."""
-    dtypes = _dtypes(search, params)
-    estimates = estimator(params, work, machine, dtypes)
     memory = min(machine.hbm_bytes, search.memory or machine.hbm_bytes)
-    found = (estimates.Of(c) for c in _candidates(work, params, machine, dtypes))
-    return min((e.Seconds(Correction()) for e in found if e.least <= memory), default=None)
-
-
-def _candidates(
-    work: Workload, params: Params, machine: Machine | Host, dtypes: tuple[str, ...]
-) -> Iterator[Candidate]:
-    sizes = letter_sizes(work)
-    rows = {n: max(sizes[n]) for n in "BG" if n in sizes}
-    return candidates(layouts(work, machine.num_devices), params, dtypes, rows)
+    return Space(params, work, machine, _dtypes(search, params)).Estimated(memory).Fastest()
 
 
 def _dtypes(search: Search, params: Params) -> tuple[str, ...]:
@@ -376,10 +355,6 @@ def _dtypes(search: Search, params: Params) -> tuple[str, ...]:
             )
     own = params.task.fprop_dtype or params.task.dtype or "float32"
     return ("", *(d for d in search.dtypes if d != own))
-
-
-def _itemsize(dtype: str | None) -> int:
-    return 2 if dtype in ("bfloat16", "float16") else 4
 
 
 def _as_written(params: Params, num_devices: int) -> Candidate | None:
@@ -401,7 +376,8 @@ def _as_written(params: Params, num_devices: int) -> Candidate | None:
     micro_batches = params.train.num_micro_batches
     if task.pipeline.stages > 1:
         micro_batches = max(1, task.pipeline.micro_batches // layout.size(DATA))
-    return Candidate(layout, params.train.shard_state, remat, "", micro_batches)
+    offload = items_of(params.train.offload)
+    return Candidate(layout, params.train.shard_state, remat, "", micro_batches, offload)
 
 
 def _pipeline_over(mesh: Mesh) -> Iterator[str]:

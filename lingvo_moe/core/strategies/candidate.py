@@ -1,10 +1,12 @@
 """A candidate: a layout and all else that a strategy chooses, and the parameters that set it."""
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lingvo_moe.core.checks import STATE_LEVELS
 from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.offload import ACTIVATIONS, EXPERTS, SLOTS
 from lingvo_moe.core.pipeline.schedule import DATA
 from lingvo_moe.core.strategies.layout import Layout
 
@@ -13,6 +15,15 @@ FULL, MOVED, DOTS = "full", "moved", "dots"
 _KEPT = {FULL: "full", MOVED: "['dispatched', 'returned']", DOTS: "dots"}
 # Micro-batches for each stage of a pipeline.
 _PER_STAGE = (1, 2, 4)
+# What may be in the memory of the hosts: see core/offload.py.
+OFFLOADS = (
+    (SLOTS,),
+    (ACTIVATIONS,),
+    (SLOTS, ACTIVATIONS),
+    (EXPERTS,),
+    (EXPERTS, SLOTS),
+    (EXPERTS, SLOTS, ACTIVATIONS),
+)
 
 
 @dataclass(frozen=True)
@@ -25,6 +36,7 @@ class Candidate:
         remat: FULL, MOVED (what all-to-alls moved is kept) or DOTS.
         fprop_dtype: of activations; '' for the experiment's own.
         micro_batches: of a pipeline, those that pass through each device of axis `data`; else those of a step.
+        offload: what is in the memory of the hosts, () or one of OFFLOADS.
     """
 
     layout: Layout
@@ -32,6 +44,7 @@ class Candidate:
     remat: str = FULL
     fprop_dtype: str = ""
     micro_batches: int = 1
+    offload: tuple[str, ...] = ()
 
     def Overrides(self) -> dict[str, str]:
         """The parameters that set it, by path, as texts that an override takes."""
@@ -40,7 +53,7 @@ class Candidate:
         out = {
             "train.mesh": str(layout.mesh),
             "train.shard_state": self.shard_state,
-            "train.offload": "none",
+            "train.offload": repr(list(self.offload)) if self.offload else "none",
             "train.num_micro_batches": "1" if pipelined else str(self.micro_batches),
             "task.activation_split": repr(dict(layout.activations)),
             "task.weight_split": repr(dict(layout.weights)),
@@ -69,12 +82,17 @@ class Candidate:
             "" if self.remat == FULL else f"remat={_KEPT[self.remat]}",
             self.fprop_dtype,
             "" if self.micro_batches == 1 else f"{self.micro_batches} micro-batches",
+            f"offload={', '.join(self.offload)}" if self.offload else "",
         ]
         return "; ".join([str(self.layout.mesh), letters, *filter(None, more)])
 
 
 def candidates(
-    layouts: Iterator[Layout], params: Params, dtypes: tuple[str, ...], rows: Mapping[str, int]
+    layouts: Iterable[Layout],
+    params: Params,
+    dtypes: Sequence[str],
+    rows: Mapping[str, int],
+    offloads: Sequence[tuple[str, ...]] = ((),),
 ) -> Iterator[Candidate]:
     """All candidates with these layouts, in a fixed order.
 
@@ -83,16 +101,23 @@ def candidates(
         params: of the experiment.
         dtypes: of activations that are allowed; '' is the experiment's own.
         rows: the sizes that micro-batches divide: of the batch, and of the groups.
+        offloads: what may be in the memory of the hosts.
     """
     experts = "E" in params.task.cls.SIZES and params.task.num_experts > 0
     kept = (FULL, MOVED, DOTS) if experts else (FULL, DOTS)
     for layout in layouts:
         levels = STATE_LEVELS if layout.mesh.size > 1 else STATE_LEVELS[:1]
         for micro_batches in _micro_batches(layout, rows):
-            for level in levels:
-                for remat in kept:
-                    for dtype in dtypes:
-                        yield Candidate(layout, level, remat, dtype, micro_batches)
+            allowed = [each for each in offloads if _goes_with(each, layout, micro_batches)]
+            for level, remat, dtype, offload in itertools.product(levels, kept, dtypes, allowed):
+                yield Candidate(layout, level, remat, dtype, micro_batches, offload)
+
+
+def _goes_with(offload: tuple[str, ...], layout: Layout, micro_batches: int) -> bool:
+    """Whether the trainer takes it: stages keep weights and activations, and sums of gradients are on the devices."""
+    if layout.stages > 1:
+        return not {EXPERTS, ACTIVATIONS} & set(offload)
+    return micro_batches == 1 or EXPERTS not in offload
 
 
 def _micro_batches(layout: Layout, rows: Mapping[str, int]) -> list[int]:

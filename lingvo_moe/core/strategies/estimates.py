@@ -4,12 +4,13 @@ What XLA makes of a program is unknown here, so these figures only order candida
 correct them: see Correction.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from lingvo_moe.core.offload import ACTIVATIONS
 from lingvo_moe.core.pipeline.schedule import STAGE
 from lingvo_moe.core.planner.machine import Machine
-from lingvo_moe.core.sharding.letters import WEIGHTS
+from lingvo_moe.core.sharding.letters import GRADIENTS, SLOTS, WEIGHTS
 from lingvo_moe.core.strategies.candidate import DOTS, FULL, MOVED, Candidate
 from lingvo_moe.core.strategies.forward import Forward, collective_seconds, forward
 from lingvo_moe.core.strategies.host import Host
@@ -32,12 +33,14 @@ class Correction:
         rest: of the seconds of all else on the devices.
         network: of the seconds of collectives.
         memory: of the bytes of activations and temporaries.
+        waiting: of the seconds of moves from and to the hosts.
     """
 
     work: dict[str, float] = field(default_factory=dict)
     rest: float = 1.0
     network: float = 1.0
     memory: float = 1.0
+    waiting: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class Estimate:
         least: bytes that the program cannot do without.
         activations: bytes of what is kept for the backward pass, and of temporaries.
         idle: by how much a pipeline's idle time lengthens the work of its stages.
+        hosted: bytes in the memory of the device's host.
+        moves: seconds of the moves from and to it.
     """
 
     work: Mapping[str, float]
@@ -61,11 +66,14 @@ class Estimate:
     least: int
     activations: float
     idle: float = 1.0
+    hosted: float = 0.0
+    moves: float = 0.0
 
     def Seconds(self, by: Correction) -> float:
         """The time of a step."""
         work = sum(seconds * by.work.get(part, 1.0) for part, seconds in self.work.items())
-        return self.idle * (work + by.rest * self.rest) + by.network * self.network
+        computing = self.idle * (work + by.rest * self.rest)
+        return computing + by.network * self.network + by.waiting * self.moves
 
     def Bytes(self, by: Correction) -> float:
         """That one device needs."""
@@ -77,7 +85,7 @@ class Estimator:
 
     Args:
         work: of the experiment's step.
-        states: counts the state, by the type of activations.
+        states: gives what counts the state, for a type of activations and what is offloaded.
         machine: the machine.
         itemsizes: bytes of an element of activations, by their type.
     """
@@ -85,14 +93,14 @@ class Estimator:
     def __init__(
         self,
         work: Workload,
-        states: Mapping[str, StateBytes],
+        states: Callable[[str, tuple[str, ...]], StateBytes],
         machine: Machine | Host,
         itemsizes: Mapping[str, int],
     ):
         self._work, self._states, self._machine = work, states, machine
         self._itemsizes = itemsizes
         self._forward: dict[tuple[Layout, str], Forward] = {}
-        self._held: dict[tuple[Layout, str, str], Held] = {}
+        self._held: dict[tuple[Layout, str, str, tuple[str, ...]], Held] = {}
 
     def Of(self, candidate: Candidate) -> Estimate:
         """The estimate of a candidate, uncorrected."""
@@ -101,26 +109,33 @@ class Estimator:
         if key not in self._forward:
             itemsize = self._itemsizes[dtype]
             self._forward[key] = forward(self._work, layout, itemsize, self._machine)
-        state = (layout, dtype, candidate.shard_state)
+        state = (layout, dtype, candidate.shard_state, candidate.offload)
         if state not in self._held:
-            self._held[state] = self._states[dtype].On(layout, candidate.shard_state)
+            counted = self._states(dtype, candidate.offload)
+            self._held[state] = counted.On(layout, candidate.shard_state)
         return self._Combined(candidate, self._forward[key], self._held[state])
 
     def _Combined(self, candidate: Candidate, once: Forward, held: Held) -> Estimate:
         rest = (_PASSES * once.boundaries + 3 * held.total) / self._machine.hbm_bandwidth
         whole = self._Gathered(candidate, held)
         least = held.weights + held.slots + whole
+        kept, moved = self._Kept(candidate, once, held), _moved(held)
+        hosted: float = sum(held.hosted.values())
         alone = candidate.layout.stages == 1 and candidate.micro_batches == 1
+        if ACTIVATIONS in candidate.offload:
+            alone, hosted, moved, kept = False, hosted + kept, moved + 2 * kept, 0.0
+        # One block is on its way in and one on its way out.
+        kept += 2 * hosted / max(sum(self._work.blocks.values()), 1)
         return Estimate(
             work=_work(candidate, once),
             rest=rest,
             network=_moved_again(candidate, once) + self._OfState(candidate, held),
             state=held.total,
             least=least + (int(once.boundaries) if alone else 0),
-            activations=whole
-            + self._Kept(candidate, once, held)
-            + _LIVE * once.block / candidate.micro_batches,
+            activations=whole + kept + _LIVE * once.block / candidate.micro_batches,
             idle=self._Idle(candidate),
+            hosted=hosted,
+            moves=moved / self._machine.host_bandwidth,
         )
 
     def _Idle(self, candidate: Candidate) -> float:
@@ -177,6 +192,16 @@ def _work(candidate: Candidate, once: Forward) -> dict[str, float]:
         part: passes * seconds + (seconds - kept.get(part, 0.0))
         for part, seconds in once.work.items()
     }
+
+
+def _moved(held: Held) -> float:
+    """Bytes of the state that a step moves from and to the host, as docs/state.md says.
+
+    Weights come for the forward pass, for the backward pass and for the update, and go back after this; gradients go
+    once, and come for their norm and for the update; slots come and go.
+    """
+    there = held.hosted
+    return 4 * there[WEIGHTS] + 3 * there[GRADIENTS] + 2 * there[SLOTS]
 
 
 def _moved_again(candidate: Candidate, once: Forward) -> float:

@@ -37,3 +37,8 @@ class Host:
     def hbm_bandwidth(self) -> float:
         """Bytes/s of a device's memory."""
         return VIRTUAL_CPU.memory_bandwidth
+
+    @property
+    def host_bandwidth(self) -> float:
+        """Bytes/s from and to the memory of the host, which is the devices' own."""
+        return VIRTUAL_CPU.memory_bandwidth

@@ -1,8 +1,8 @@
 """Which candidate to compile next, and what its plan teaches about the others."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lingvo_moe.core.strategies.candidate import Candidate
@@ -89,7 +89,7 @@ class Ranking:
 def corrected(before: Correction, estimate: Estimate, plan: Mapping[str, Any]) -> Correction:
     """The correction after a plan: the one that makes its estimate right, where the plan has the figures."""
     memory = (plan["memory"]["needed"] - estimate.state) / max(estimate.activations, 1.0)
-    out = Correction(dict(before.work), before.rest, before.network, _within(memory))
+    out = replace(before, work=dict(before.work), memory=_within(memory))
     if plan["time"] is None:
         out.memory = max(out.memory, before.memory)
         return out
@@ -105,36 +105,10 @@ def corrected(before: Correction, estimate: Estimate, plan: Mapping[str, Any]) -
     out.rest = _within(sum(work.values()) / estimate.rest)
     if estimate.network > 0:
         out.network = _within(plan["time"]["collective_seconds"] / estimate.network)
+    if estimate.moves > 0:
+        out.waiting = _within(plan["host"]["waiting_seconds"] / estimate.moves)
     return out
 
 
 def _within(factor: float) -> float:
     return min(max(factor, _LEAST), _MOST)
-
-
-def estimated(
-    candidates: Iterable[Candidate],
-    estimate: Callable[[Candidate], Estimate],
-    memory: float,
-) -> tuple[dict[Candidate, Estimate], tuple[Candidate, Estimate] | None, int]:
-    """Estimates candidates, and leaves out those that cannot fit.
-
-    Args:
-        candidates: all of them.
-        estimate: gives the estimate of one.
-        memory: bytes that a program may use on a device.
-
-    Returns:
-        (those that may fit, the one that needs the least memory, how many there were).
-    """
-    kept: dict[Candidate, Estimate] = {}
-    least: tuple[Candidate, Estimate] | None = None
-    count = 0
-    for candidate in candidates:
-        count += 1
-        found = estimate(candidate)
-        if least is None or found.least < least[1].least:
-            least = candidate, found
-        if found.least <= memory:
-            kept[candidate] = found
-    return kept, least, count

@@ -14,6 +14,7 @@ from lingvo_moe.core.pipeline.schedule import STAGE
 from lingvo_moe.core.sharding import Axis, DimsMapping, Mesh, dims_mapping
 from lingvo_moe.core.sharding.letters import (
     GRADIENTS,
+    HOST,
     NONE,
     SLOTS,
     WEIGHT_LETTERS,
@@ -46,11 +47,12 @@ class _Shape:
 
 @dataclass(frozen=True)
 class _Variables:
-    """Equal variables of a state: which of PARTS, their shape, and the bytes of an element."""
+    """Equal variables of a state: which of PARTS, their shape, bytes of an element, and whether they are the hosts'."""
 
     part: str
     shape: _Shape
     itemsize: int
+    hosted: bool
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ class Held:
     """Bytes on one device.
 
     Attributes:
-        weights, gradients, slots: of these; slots include the moving average.
+        weights, gradients, slots: of these in its memory; slots include the moving average.
+        hosted: of each of these in its host's memory, by PARTS.
         gathered: of the weights that a step gathers, when they are whole.
         synced: of gradients by the mesh axes along which devices have terms of their sums.
     """
@@ -81,6 +84,7 @@ class Held:
     weights: int
     gradients: int
     slots: int
+    hosted: Mapping[str, int]
     gathered: int
     synced: Mapping[tuple[str, ...], int]
 
@@ -96,12 +100,17 @@ class StateBytes:
     Args:
         params: of the experiment.
         narrow: whether gradients of stacks have two bytes an element, as with bfloat16 activations.
+        offload: what is in the memory of the hosts.
+
+    Raises:
+        OffloadError: `offload` would free nothing.
     """
 
-    def __init__(self, params: Params, narrow: bool = False):
+    def __init__(self, params: Params, narrow: bool = False, offload: Sequence[str] = ()):
         # Axes with the names of letters tell which dimensions follow which letter.
         letters = {n: n for n in WEIGHT_LETTERS}
-        task = without_strategy(params.task).Set(weight_split=letters).Instantiate()
+        plain = without_strategy(params.task).Set(weight_split=letters)
+        task = (plain.Set(offload=list(offload)) if offload else plain).Instantiate()
         self._variables = Counter(_variables(part, spec, narrow) for part, spec in _parts(task))
         self._shapes = {each.shape for each in self._variables}
         self._layout: Layout | None = None
@@ -112,17 +121,18 @@ class StateBytes:
         if layout != self._layout:
             self._layout = layout
             self._parted = {shape: _part(shape, layout) for shape in self._shapes}
-        sums = dict.fromkeys(PARTS, 0)
+        sums, hosted = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)
         synced: Counter[tuple[str, ...]] = Counter()
         gathered = 0
         for each, count in self._variables.items():
             parted, size = self._parted[each.shape], count * each.itemsize
-            sums[each.part] += size * (parted.parts if shards(level, each.part) else parted.whole)
+            there = hosted if each.hosted else sums
+            there[each.part] += size * (parted.parts if shards(level, each.part) else parted.whole)
             if each.part == WEIGHTS and level != NONE and parted.parts < parted.whole:
                 gathered += size * parted.whole
             if each.part == GRADIENTS:
                 synced[parted.terms] += size * parted.whole
-        return Held(sums[WEIGHTS], sums[GRADIENTS], sums[SLOTS], gathered, dict(synced))
+        return Held(sums[WEIGHTS], sums[GRADIENTS], sums[SLOTS], hosted, gathered, dict(synced))
 
 
 def _parts(task: BaseTask) -> Sequence[tuple[str, VariableSpec]]:
@@ -142,7 +152,8 @@ def _variables(part: str, spec: VariableSpec, narrow: bool) -> _Variables:
     letters = "".join("".join(axes_of(axis)) or _WHOLE for axis in spec.split)
     if spec.stack_dims:
         letters = "L" + letters[1:]
-    return _Variables(part, _Shape(spec.shape, letters, spec.stack_dims), itemsize)
+    shape = _Shape(spec.shape, letters, spec.stack_dims)
+    return _Variables(part, shape, itemsize, spec.memory == HOST)
 
 
 def _part(each: _Shape, layout: Layout) -> _Parted:

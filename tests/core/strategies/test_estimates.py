@@ -4,14 +4,22 @@ import functools
 
 import pytest
 
-from lingvo_moe import parallelizing, planning
+from lingvo_moe import planning
 from lingvo_moe.core import registry
 from lingvo_moe.core.checks import STATE_LEVELS
 from lingvo_moe.core.planner.machine import parse_machine
-from lingvo_moe.core.strategies.candidate import DOTS, FULL, MOVED, Candidate, candidates
+from lingvo_moe.core.strategies.candidate import (
+    DOTS,
+    FULL,
+    MOVED,
+    OFFLOADS,
+    Candidate,
+    candidates,
+)
 from lingvo_moe.core.strategies.estimates import Correction
 from lingvo_moe.core.strategies.layout import Layout, layouts, letter_sizes
 from lingvo_moe.core.strategies.paths import CHOSEN, PATHS
+from lingvo_moe.core.strategies.space import Space
 from lingvo_moe.core.strategies.state_bytes import StateBytes
 from lingvo_moe.core.strategies.workload import WorkloadError, read_workload
 
@@ -26,7 +34,7 @@ def _work(model=_MODEL, override=""):
 @functools.cache
 def _estimator(topology="v3:8x8"):
     params = registry.GetParams(_MODEL)
-    return parallelizing.estimator(params, _work(), parse_machine(topology), ("", "bfloat16"))
+    return Space(params, _work(), parse_machine(topology), ("", "bfloat16")).estimator
 
 
 def _layout(mesh, experts=True):
@@ -151,3 +159,27 @@ def test_ten_thousand_candidates_have_different_parameters():
     texts = {str(sorted(each.Overrides().items())) for each in found}
     assert len(texts) == len(found)
     assert len({str(each) for each in found}) == len(found)
+
+
+def test_what_does_not_fit_is_offloaded():
+    params = registry.GetParams(_MODEL, "input.batch_size=256;task.num_groups=16")
+    work = read_workload(params)
+    for topology, offloads in (("v5p:2x2x1", {()}), ("v5e:2x2", {(), *OFFLOADS})):
+        machine = parse_machine(topology)
+        found = Space(params, work, machine).Estimated(machine.hbm_bytes)
+        assert {each.offload for each in found.kept} <= offloads
+        fit = [e for e in found.kept.values() if e.Bytes(Correction()) <= machine.hbm_bytes]
+        assert all(bool(each.hosted) == (len(offloads) > 1) for each in fit)
+        assert fit
+
+
+def test_moves_are_those_of_a_compiled_plan():
+    """mt.M4MoE200E60LOneHost, planned for v6e:2x4 (docs/state.md): 93.9 GiB on the host, a link busy for 8.51 s."""
+    params = registry.GetParams("mt.M4MoE200E60LOneHost")
+    machine = parse_machine("v6e:2x4")
+    work = read_workload(params)
+    space = Space(params, work, machine)
+    (layout,) = [each for each in layouts(work, 8) if str(each.mesh) == "expert:8"]
+    estimate = space.estimator.Of(Candidate(layout, offload=("experts",)))
+    assert estimate.hosted == pytest.approx(93.9 * 2**30, rel=0.01)
+    assert estimate.moves == pytest.approx(8.51, rel=0.02)
