@@ -376,8 +376,8 @@ def _as_written(params: Params, num_devices: int) -> Candidate | None:
     micro_batches = params.train.num_micro_batches
     if task.pipeline.stages > 1:
         micro_batches = max(1, task.pipeline.micro_batches // layout.size(DATA))
-    offload = items_of(params.train.offload)
-    return Candidate(layout, params.train.shard_state, remat, "", micro_batches, offload)
+    offload, repeats = items_of(params.train.offload), task.pipeline.repeats
+    return Candidate(layout, params.train.shard_state, remat, "", micro_batches, offload, repeats)
 
 
 def _pipeline_over(mesh: Mesh) -> Iterator[str]:

@@ -1,14 +1,15 @@
 """A candidate: a layout and all else that a strategy chooses, and the parameters that set it."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lingvo_moe.core.checks import STATE_LEVELS
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.offload import ACTIVATIONS, EXPERTS, SLOTS
 from lingvo_moe.core.pipeline.schedule import DATA
-from lingvo_moe.core.strategies.layout import Layout
+from lingvo_moe.core.strategies.layout import Layout, letter_sizes
+from lingvo_moe.core.strategies.workload import Workload
 
 # What a loop over blocks keeps, from the least memory to the most: see layers/kept.py.
 FULL, MOVED, DOTS = "full", "moved", "dots"
@@ -37,6 +38,7 @@ class Candidate:
         fprop_dtype: of activations; '' for the experiment's own.
         micro_batches: of a pipeline, those that pass through each device of axis `data`; else those of a step.
         offload: what is in the memory of the hosts, () or one of OFFLOADS.
+        repeats: of a pipeline, how many parts of a stack each stage has: 1 (1F1B) or 2 (interleaved).
     """
 
     layout: Layout
@@ -45,6 +47,7 @@ class Candidate:
     fprop_dtype: str = ""
     micro_batches: int = 1
     offload: tuple[str, ...] = ()
+    repeats: int = 1
 
     def Overrides(self) -> dict[str, str]:
         """The parameters that set it, by path, as texts that an override takes."""
@@ -63,8 +66,8 @@ class Candidate:
             "task.pipeline.micro_batches": str(
                 self.micro_batches * layout.size(DATA) if pipelined else 1
             ),
-            "task.pipeline.schedule": "1f1b",
-            "task.pipeline.repeats": "1",
+            "task.pipeline.schedule": "1f1b" if self.repeats == 1 else "interleaved",
+            "task.pipeline.repeats": str(self.repeats),
             "task.pipeline.splits": "[]",
         }
         if self.fprop_dtype:
@@ -82,35 +85,45 @@ class Candidate:
             "" if self.remat == FULL else f"remat={_KEPT[self.remat]}",
             self.fprop_dtype,
             "" if self.micro_batches == 1 else f"{self.micro_batches} micro-batches",
+            "" if self.repeats == 1 else "interleaved",
             f"offload={', '.join(self.offload)}" if self.offload else "",
         ]
         return "; ".join([str(self.layout.mesh), letters, *filter(None, more)])
 
 
 def candidates(
-    layouts: Iterable[Layout],
+    each_layout: Iterable[Layout],
     params: Params,
-    dtypes: Sequence[str],
-    rows: Mapping[str, int],
+    work: Workload,
+    dtypes: Sequence[str] = ("",),
     offloads: Sequence[tuple[str, ...]] = ((),),
 ) -> Iterator[Candidate]:
     """All candidates with these layouts, in a fixed order.
 
     Args:
-        layouts: that the sizes of the model divide over.
+        each_layout: those that the sizes of the model divide over.
         params: of the experiment.
+        work: of its step.
         dtypes: of activations that are allowed; '' is the experiment's own.
-        rows: the sizes that micro-batches divide: of the batch, and of the groups.
         offloads: what may be in the memory of the hosts.
     """
+    sizes = letter_sizes(work)
+    rows = [max(sizes[n]) for n in "BG" if n in sizes]
     experts = "E" in params.task.cls.SIZES and params.task.num_experts > 0
     kept = (FULL, MOVED, DOTS) if experts else (FULL, DOTS)
-    for layout in layouts:
+    for layout in each_layout:
         levels = STATE_LEVELS if layout.mesh.size > 1 else STATE_LEVELS[:1]
         for micro_batches in _micro_batches(layout, rows):
-            allowed = [each for each in offloads if _goes_with(each, layout, micro_batches)]
-            for level, remat, dtype, offload in itertools.product(levels, kept, dtypes, allowed):
-                yield Candidate(layout, level, remat, dtype, micro_batches, offload)
+            rest = itertools.product(levels, kept, dtypes, offloads, _repeats(layout, work))
+            for level, remat, dtype, offload, repeats in rest:
+                if _goes_with(offload, layout, micro_batches):
+                    yield Candidate(layout, level, remat, dtype, micro_batches, offload, repeats)
+
+
+def _repeats(layout: Layout, work: Workload) -> tuple[int, ...]:
+    """How many parts of a stack a stage can have."""
+    both = layout.stages > 1 and 2 * layout.stages <= min(work.blocks.values())
+    return (1, 2) if both else (1,)
 
 
 def _goes_with(offload: tuple[str, ...], layout: Layout, micro_batches: int) -> bool:
@@ -120,10 +133,10 @@ def _goes_with(offload: tuple[str, ...], layout: Layout, micro_batches: int) -> 
     return micro_batches == 1 or EXPERTS not in offload
 
 
-def _micro_batches(layout: Layout, rows: Mapping[str, int]) -> list[int]:
+def _micro_batches(layout: Layout, rows: Sequence[int]) -> list[int]:
     if layout.stages > 1:
         wanted = [layout.stages * n for n in _PER_STAGE]
     else:
         wanted = [1, 2, 4]
-    per_device = [size // layout.rows for size in rows.values()]
+    per_device = [size // layout.rows for size in rows]
     return [n for n in wanted if all(size % n == 0 for size in per_device)]

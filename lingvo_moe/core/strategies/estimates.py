@@ -140,20 +140,23 @@ class Estimator:
 
     def _Idle(self, candidate: Candidate) -> float:
         """By how much a pipeline's idle time lengthens the work of its stages: of these, shorter ones wait too."""
-        stages, parts = candidate.layout.stages, candidate.micro_batches
+        stages, ticks = candidate.layout.stages, candidate.repeats * candidate.micro_batches
         if stages == 1:
             return 1.0
-        padded = max(stages * -(-n // stages) / n for n in self._work.blocks.values())
-        return padded * (parts + stages - 1) / parts
+        parts = stages * candidate.repeats
+        padded = max(parts * -(-n // parts) / n for n in self._work.blocks.values())
+        return padded * (ticks + stages - 1) / ticks
 
     def _Kept(self, candidate: Candidate, once: Forward, held: Held) -> float:
         """Bytes that are there from the forward to the backward pass of a micro-batch, and between micro-batches."""
         stages, parts = candidate.layout.stages, candidate.micro_batches
         results = {FULL: 0.0, MOVED: once.moved, DOTS: once.dots}[candidate.remat]
         if stages > 1:
-            in_flight = min(parts, 2 * stages - 1)
+            repeats = candidate.repeats
+            in_flight = min(repeats * parts, 2 * repeats * stages - 1)
             inputs = once.boundaries / len(self._work.blocks) / parts * in_flight
-            return inputs + (once.boundaries + results) / stages / parts
+            copy = held.weights + held.gradients if repeats > 1 else 0  # where their parts are
+            return inputs + (once.boundaries + results) / stages / parts + copy
         kept = (once.boundaries + results) / parts
         if parts > 1:
             # The sum of gradients beside those of a micro-batch. XLA casts weights before the loop over these, all at
@@ -180,7 +183,11 @@ class Estimator:
         gathers = {"none": 0, "slots": 1, "gradients": 1, "weights": 2 * times}
         copies = tuple(a for a in layout.mesh.axis_names if a != STAGE)
         one = collective_seconds("all-gather", held.gathered, copies, layout, machine)
-        return total * times + gathers[candidate.shard_state] * one
+        seconds = total * times + gathers[candidate.shard_state] * one
+        if candidate.repeats > 1:  # weights move to the stages of their parts, and gradients back
+            size = held.weights + held.gradients
+            seconds += collective_seconds("all-to-all", size, (STAGE,), layout, machine)
+        return seconds
 
 
 def _work(candidate: Candidate, once: Forward) -> dict[str, float]:
@@ -189,7 +196,8 @@ def _work(candidate: Candidate, once: Forward) -> dict[str, float]:
     # The loop of a stage over its blocks computes them once more in the backward pass.
     passes = 4 if candidate.layout.stages > 1 else 3
     return {
-        part: passes * seconds + (seconds - kept.get(part, 0.0))
+        part: (passes * seconds + (seconds - kept.get(part, 0.0)))
+        * (candidate.repeats if part == "softmax" else 1)  # of an interleaved schedule's loss
         for part, seconds in once.work.items()
     }
 

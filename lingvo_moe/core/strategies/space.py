@@ -1,7 +1,7 @@
 """The candidates of an experiment on a machine, with their estimates."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lingvo_moe.core.hyperparams import Params
@@ -10,7 +10,7 @@ from lingvo_moe.core.planner.machine import Machine
 from lingvo_moe.core.strategies.candidate import OFFLOADS, Candidate, candidates
 from lingvo_moe.core.strategies.estimates import Correction, Estimate, Estimator
 from lingvo_moe.core.strategies.host import Host
-from lingvo_moe.core.strategies.layout import layouts, letter_sizes
+from lingvo_moe.core.strategies.layout import layouts
 from lingvo_moe.core.strategies.state_bytes import StateBytes
 from lingvo_moe.core.strategies.workload import Workload
 
@@ -87,10 +87,8 @@ class Space:
         return True
 
     def _Candidates(self, offloads: Sequence[tuple[str, ...]]) -> Iterator[Candidate]:
-        sizes = letter_sizes(self._work)
-        rows: Mapping[str, int] = {n: max(sizes[n]) for n in "BG" if n in sizes}
         each = layouts(self._work, self._machine.num_devices)
-        return candidates(each, self._params, tuple(self._itemsizes), rows, offloads)
+        return candidates(each, self._params, self._work, tuple(self._itemsizes), offloads)
 
     def _Add(self, to: Estimates, found: Iterator[Candidate], memory: int) -> None:
         for candidate in found:

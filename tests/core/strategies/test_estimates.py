@@ -125,6 +125,8 @@ def test_a_pipeline_waits_as_the_law_says():
     layout = next(each for each in layouts(_work(), 128) if each.stages == 2)
     # 3 blocks of each stack are two and one, of which the second stage waits for the first.
     assert _estimator().Of(Candidate(layout, micro_batches=4)).idle == pytest.approx(4 / 3 * 5 / 4)
+    interleaved = _estimator().Of(Candidate(layout, micro_batches=4, repeats=2))
+    assert interleaved.idle == pytest.approx(4 / 3 * 9 / 8)
 
 
 def test_a_stage_gathers_all_its_weights_at_a_time():
@@ -154,8 +156,7 @@ def test_a_candidate_sets_what_a_search_chooses():
 
 def test_ten_thousand_candidates_have_different_parameters():
     params = registry.GetParams(_MODEL)
-    rows = {"B": 8192, "G": 128}
-    found = list(candidates(layouts(_work(), 128), params, ("", "bfloat16"), rows))
+    found = list(candidates(layouts(_work(), 128), params, _work(), ("", "bfloat16")))
     texts = {str(sorted(each.Overrides().items())) for each in found}
     assert len(texts) == len(found)
     assert len({str(each) for each in found}) == len(found)
