@@ -14,6 +14,7 @@ from lingvo_moe import planning
 from lingvo_moe.core import registry, units
 from lingvo_moe.core.flags import join_overrides
 from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.layers.kept import names_of
 from lingvo_moe.core.offload import items_of
 from lingvo_moe.core.partitioner.known_faults import ERROR
 from lingvo_moe.core.pipeline.schedule import DATA, STAGE
@@ -22,7 +23,7 @@ from lingvo_moe.core.planner.machine import Machine, parse_machine
 from lingvo_moe.core.planner.slices import machines
 from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.core.sharding.letters import axes_of
-from lingvo_moe.core.strategies.candidate import DOTS, FULL, MOVED, Candidate
+from lingvo_moe.core.strategies.candidate import Candidate
 from lingvo_moe.core.strategies.estimates import Estimate
 from lingvo_moe.core.strategies.host import Host
 from lingvo_moe.core.strategies.layout import Layout
@@ -372,7 +373,7 @@ def _as_written(params: Params, num_devices: int) -> Candidate | None:
         tuple((task.activation_split or {}).items()),
         tuple((task.weight_split or {}).items()),
     )
-    remat = task.remat if task.remat in (FULL, DOTS) else MOVED
+    remat = names_of(task.remat)
     micro_batches = params.train.num_micro_batches
     if task.pipeline.stages > 1:
         micro_batches = max(1, task.pipeline.micro_batches // layout.size(DATA))
@@ -411,11 +412,14 @@ def _none_compiled(search: Search, machine: Machine | Host, tried: list[Tried]) 
     misfits = [
         t.plan["memory"] for t in tried if t.plan is not None and not t.plan["memory"]["fits"]
     ]
+    refused = [t for t in tried if t.refused]
+    if refused:
+        last = refused[-1]
+        return f"{search.model} on {machine.name}: no strategy is left; of the last one, {last.name}: {last.refused}"
     if misfits:
         least = min(misfits, key=lambda held: held["misses_by"])
         return (
             f"{search.model} fits {machine.name} under none of the {len(tried)} strategies that were compiled: the one "
             f"that comes nearest misses by {units.size(least['misses_by'])}"
         )
-    why = tried[-1].refused if tried else "the time was over before"
-    return f"{search.model} on {machine.name}: no strategy is left; of the last one: {why}"
+    return f"{search.model} on {machine.name}: no strategy is left; the time was over before"

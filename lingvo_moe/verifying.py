@@ -9,7 +9,7 @@ first tensor that differs is named.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from lingvo_moe.core import registry
 from lingvo_moe.core.base_task import BaseTask
+from lingvo_moe.core.checks import NO_OFFLOAD
 from lingvo_moe.core.engine.base import Engine
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.engine.specs import TensorSpec, numpy_dtype
@@ -29,6 +30,7 @@ from lingvo_moe.core.nested_map import NestedMap, flatten_items, pack, skeleton
 from lingvo_moe.core.partitioner.known_faults import OFF
 from lingvo_moe.core.pipeline.params import micro_batches_of
 from lingvo_moe.core.sharding import Mesh, ShardingError, single_device
+from lingvo_moe.core.step import Step
 from lingvo_moe.recomputing import chosen_form
 from lingvo_moe.trainer_memory import memory_of
 
@@ -142,21 +144,19 @@ def verify_model(
     task = params.task.Instantiate()
     inputs = params.input.Instantiate()
     batch = task.SampleBatch(inputs, np.random.RandomState(0))
-    recorded: dict[str, list[tf.Tensor]] = {}
-    _record_gradients(task, recorded)
-    step = train_step(task, inputs, params.train.num_micro_batches)
-
-    def with_gradients(state: NestedMap, batch: NestedMap) -> tuple[NestedMap, NestedMap]:
-        state, metrics = step.fn(state, batch)
-        return state, NestedMap(metrics=metrics, gradients=recorded["gradients"])
-
+    # The memory of hosts changes no result, and TensorFlow's own programs have none.
+    alone = params.task.Copy().Set(offload=NO_OFFLOAD).Instantiate()
     one_device = TfEngine(jit_compile=False)
-    init = one_device.Build(task.InitState, [TensorSpec((), "int32")])
+    init = one_device.Build(alone.InitState, [TensorSpec((), "int32")])
     start = one_device.Get(init(np.int32(1234)))
     found = []
-    engines: Sequence[Engine] = (PjrtEngine(mesh, known_faults=OFF), TfEngine(jit_compile=True))
-    for engine in engines:
-        run = engine.Build(with_gradients, step.arg_specs, donate=step.donate, name=step.name)
+    engines: Sequence[tuple[Engine, BaseTask]] = (
+        (PjrtEngine(mesh, known_faults=OFF), task),
+        (TfEngine(jit_compile=True), alone),
+    )
+    for engine, each in engines:
+        step = _with_gradients(each, train_step(each, inputs, params.train.num_micro_batches))
+        run = engine.Build(step.fn, step.arg_specs, donate=step.donate, name=step.name)
         state, rest = (engine.Get(tree) for tree in run(start, batch))
         found.append(dict(_in_order(task, state, rest)))
     got, want = found
@@ -199,15 +199,20 @@ def _trained_form(params: Params, mesh: Mesh) -> InstantiableParams:
         return chosen_form(params, alone, memory_of("pjrt", alone))[0]
 
 
-def _record_gradients(task: BaseTask, into: dict[str, list[tf.Tensor]]) -> None:
-    """Lets the task's optimizer put down the gradients that it is given, those of trainable variables."""
-    update = task.optimizer.Update
+def _with_gradients(task: BaseTask, step: Step) -> Step:
+    """The step of a task, whose metrics become NestedMap(metrics, gradients): those of trainable variables."""
+    update, recorded = task.optimizer.Update, dict[str, list[tf.Tensor]]()
 
     def recording(theta: NestedMap, grads: NestedMap, *rest: Any) -> Any:
-        into["gradients"] = [g for g in grads.Flatten() if g is not None]
+        recorded["gradients"] = [g for g in grads.Flatten() if g is not None]
         return update(theta, grads, *rest)
 
+    def fn(state: NestedMap, batch: NestedMap) -> tuple[NestedMap, NestedMap]:
+        state, metrics = step.fn(state, batch)
+        return state, NestedMap(metrics=metrics, gradients=recorded["gradients"])
+
     task.optimizer.Update = recording
+    return replace(step, fn=fn)
 
 
 def _in_order(

@@ -79,6 +79,12 @@ def test_a_step_that_is_right(capsys, monkeypatch):
     assert {"new theta.q", "new step"} < set(compared)
 
 
+def test_a_step_whose_slots_are_in_the_memory_of_hosts(capsys):
+    override = "--model_params_override=train.offload=slots;task.num_layers=2"
+    assert verify.main(["--model=lm.Tiny", "--mesh=data:2", override]) == 0
+    assert "are those of one device" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "got, want, expected",
     [

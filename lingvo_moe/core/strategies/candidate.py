@@ -6,14 +6,18 @@ from dataclasses import dataclass
 
 from lingvo_moe.core.checks import STATE_LEVELS
 from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.layers import kept
 from lingvo_moe.core.offload import ACTIVATIONS, EXPERTS, SLOTS
 from lingvo_moe.core.pipeline.schedule import DATA
 from lingvo_moe.core.strategies.layout import Layout, letter_sizes
 from lingvo_moe.core.strategies.workload import Workload
 
-# What a loop over blocks keeps, from the least memory to the most: see layers/kept.py.
-FULL, MOVED, DOTS = "full", "moved", "dots"
-_KEPT = {FULL: "full", MOVED: "['dispatched', 'returned']", DOTS: "dots"}
+# What a loop over blocks keeps, from the least memory to the most: names of layers/kept.py. Outputs of layers save more
+# time for their bytes than what is inside of layers.
+FULL: tuple[str, ...] = ()
+MOVED = ("dispatched", "returned")
+OUTPUTS = ("attention", "feed_forward")
+DOTS = kept.PRODUCTS
 # Micro-batches for each stage of a pipeline.
 _PER_STAGE = (1, 2, 4)
 # What may be in the memory of the hosts: see core/offload.py.
@@ -34,7 +38,7 @@ class Candidate:
     Attributes:
         layout: mesh and letters.
         shard_state: of checks.STATE_LEVELS.
-        remat: FULL, MOVED (what all-to-alls moved is kept) or DOTS.
+        remat: the names of what a loop over blocks keeps.
         fprop_dtype: of activations; '' for the experiment's own.
         micro_batches: of a pipeline, those that pass through each device of axis `data`; else those of a step.
         offload: what is in the memory of the hosts, () or one of OFFLOADS.
@@ -43,7 +47,7 @@ class Candidate:
 
     layout: Layout
     shard_state: str = "none"
-    remat: str = FULL
+    remat: tuple[str, ...] = FULL
     fprop_dtype: str = ""
     micro_batches: int = 1
     offload: tuple[str, ...] = ()
@@ -61,7 +65,7 @@ class Candidate:
             "task.activation_split": repr(dict(layout.activations)),
             "task.weight_split": repr(dict(layout.weights)),
             "task.repeat": "True",
-            "task.remat": _KEPT[self.remat],
+            "task.remat": _kept_text(self.remat),
             "task.pipeline.stages": str(layout.stages),
             "task.pipeline.micro_batches": str(
                 self.micro_batches * layout.size(DATA) if pipelined else 1
@@ -82,13 +86,19 @@ class Candidate:
         )
         more = [
             "" if self.shard_state == "none" else f"shard_state={self.shard_state}",
-            "" if self.remat == FULL else f"remat={_KEPT[self.remat]}",
+            "" if self.remat == FULL else f"remat={_kept_text(self.remat)}",
             self.fprop_dtype,
             "" if self.micro_batches == 1 else f"{self.micro_batches} micro-batches",
             "" if self.repeats == 1 else "interleaved",
             f"offload={', '.join(self.offload)}" if self.offload else "",
         ]
         return "; ".join([str(self.layout.mesh), letters, *filter(None, more)])
+
+
+def _kept_text(names: tuple[str, ...]) -> str:
+    """A value of task.remat."""
+    words = {FULL: kept.FULL, DOTS: kept.DOTS}
+    return words.get(names, str(list(names)))
 
 
 def candidates(
@@ -110,11 +120,13 @@ def candidates(
     sizes = letter_sizes(work)
     rows = [max(sizes[n]) for n in "BG" if n in sizes]
     experts = "E" in params.task.cls.SIZES and params.task.num_experts > 0
-    kept = (FULL, MOVED, DOTS) if experts else (FULL, DOTS)
+    remats = [FULL, OUTPUTS, DOTS]
+    if experts:
+        remats = [FULL, MOVED, (*OUTPUTS, *MOVED), DOTS, (*DOTS, "dispatched")]
     for layout in each_layout:
         levels = STATE_LEVELS if layout.mesh.size > 1 else STATE_LEVELS[:1]
         for micro_batches in _micro_batches(layout, rows):
-            rest = itertools.product(levels, kept, dtypes, offloads, _repeats(layout, work))
+            rest = itertools.product(levels, remats, dtypes, offloads, _repeats(layout, work))
             for level, remat, dtype, offload, repeats in rest:
                 if _goes_with(offload, layout, micro_batches):
                     yield Candidate(layout, level, remat, dtype, micro_batches, offload, repeats)

@@ -11,7 +11,7 @@ from lingvo_moe.core.offload import ACTIVATIONS
 from lingvo_moe.core.pipeline.schedule import STAGE
 from lingvo_moe.core.planner.machine import Machine
 from lingvo_moe.core.sharding.letters import GRADIENTS, SLOTS, WEIGHTS
-from lingvo_moe.core.strategies.candidate import DOTS, FULL, MOVED, Candidate
+from lingvo_moe.core.strategies.candidate import Candidate
 from lingvo_moe.core.strategies.forward import Forward, collective_seconds, forward
 from lingvo_moe.core.strategies.host import Host
 from lingvo_moe.core.strategies.layout import Layout
@@ -129,7 +129,7 @@ class Estimator:
         return Estimate(
             work=_work(candidate, once),
             rest=rest,
-            network=_moved_again(candidate, once) + self._OfState(candidate, held),
+            network=_network(candidate, once) + self._OfState(candidate, held),
             state=held.total,
             least=least + (int(once.boundaries) if alone else 0),
             activations=whole + kept + _LIVE * once.block / candidate.micro_batches,
@@ -150,7 +150,7 @@ class Estimator:
     def _Kept(self, candidate: Candidate, once: Forward, held: Held) -> float:
         """Bytes that are there from the forward to the backward pass of a micro-batch, and between micro-batches."""
         stages, parts = candidate.layout.stages, candidate.micro_batches
-        results = {FULL: 0.0, MOVED: once.moved, DOTS: once.dots}[candidate.remat]
+        results = sum(kept.bytes for kept in once.Kept(candidate.remat))
         if stages > 1:
             repeats = candidate.repeats
             in_flight = min(repeats * parts, 2 * repeats * stages - 1)
@@ -191,15 +191,20 @@ class Estimator:
 
 
 def _work(candidate: Candidate, once: Forward) -> dict[str, float]:
-    """Seconds of products, by part: forward, twice that backward, and what is computed again."""
-    kept = {FULL: {}, MOVED: once.of_moves, DOTS: once.of_weights}[candidate.remat]
+    """Seconds of products, by part: forward, twice that backward, and what blocks compute again."""
+    work = {part: 3 * seconds for part, seconds in once.work.items()}
     # The loop of a stage over its blocks computes them once more in the backward pass.
-    passes = 4 if candidate.layout.stages > 1 else 3
-    return {
-        part: (passes * seconds + (seconds - kept.get(part, 0.0)))
-        * (candidate.repeats if part == "softmax" else 1)  # of an interleaved schedule's loss
-        for part, seconds in once.work.items()
-    }
+    again = 2 if candidate.layout.stages > 1 else 1
+    for part, seconds in once.of_blocks.items():
+        work[part] += again * seconds
+    for kept in once.Kept(candidate.remat):
+        for part, seconds in kept.seconds.items():
+            work[part] -= seconds
+    if "softmax" in work:
+        work["softmax"] *= (
+            candidate.repeats
+        )  # an interleaved schedule computes the loss of each part
+    return work
 
 
 def _moved(held: Held) -> float:
@@ -212,8 +217,7 @@ def _moved(held: Held) -> float:
     return 4 * there[WEIGHTS] + 3 * there[GRADIENTS] + 2 * there[SLOTS]
 
 
-def _moved_again(candidate: Candidate, once: Forward) -> float:
-    """Seconds of the collectives of activations: forward, backward, and of what is computed again."""
-    moves = once.sent + once.returned
-    again = {FULL: once.sums + moves, MOVED: once.sums, DOTS: once.sent}[candidate.remat]
-    return once.sums + 2 * moves + again + once.backward_sums
+def _network(candidate: Candidate, once: Forward) -> float:
+    """Seconds of the collectives of activations: forward, backward, and of what blocks compute again."""
+    again = once.network_of_blocks - sum(kept.network for kept in once.Kept(candidate.remat))
+    return once.network + once.moves + again + once.backward_sums

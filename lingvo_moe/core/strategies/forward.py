@@ -5,7 +5,7 @@ Products count at the machine's peak, or as their traffic if that takes longer; 
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lingvo_moe.core.planner.machine import Machine
@@ -17,35 +17,62 @@ from lingvo_moe.core.strategies.host import Host
 from lingvo_moe.core.strategies.layout import Layout
 from lingvo_moe.core.strategies.workload import Operand, Product, Workload
 
+DISPATCHED, RETURNED = "dispatched", "returned"
+# Names of products with weights in layers/kept.py, by part: of those inside of a layer, and of its output.
+_NAMES = {
+    "attention": ("value", "attention"),
+    "dense_ffn": ("hidden", "feed_forward"),
+    "experts": ("experts_hidden", RETURNED),
+    "gating": ("router", ""),
+}
+
+
+@dataclass
+class Kept:
+    """What the backward pass need not repeat if a loop over blocks keeps the activations of a name.
+
+    Attributes:
+        seconds: of products, by part.
+        network: seconds of collectives.
+        bytes: of these activations.
+    """
+
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    network: float = 0.0
+    bytes: float = 0.0
+
 
 @dataclass
 class Forward:
-    """What one device does and keeps in a forward pass.
+    """What one device does in a forward pass, and can keep of it.
 
     Attributes:
         work: seconds of products, by part.
-        of_weights: of these, seconds of products with weights, by part.
-        of_moves: of these, seconds of what makes the tensors that all-to-alls move, by part.
-        sums: seconds of the all-reduces of results.
-        sent, returned: seconds of the all-to-alls to the experts, and back.
+        of_blocks: of these, the seconds of products in blocks, by part.
+        network: seconds of collectives: all-reduces of partial results, and all-to-alls to the experts and back.
+        network_of_blocks: of these, the seconds in blocks.
+        moves: of these, the seconds of all-to-alls.
         backward_sums: seconds of the all-reduces of gradients of activations.
         boundaries: bytes of the inputs of all blocks.
-        dots: bytes of what all blocks' products with weights give.
-        moved: bytes of what all-to-alls move.
+        results: bytes of what all blocks' products with weights give.
         block: bytes of the activations of one block.
+        kept: what can be kept, by its name in layers/kept.py.
     """
 
     work: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    of_weights: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    of_moves: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    sums: float = 0.0
-    sent: float = 0.0
-    returned: float = 0.0
+    of_blocks: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    network: float = 0.0
+    network_of_blocks: float = 0.0
+    moves: float = 0.0
     backward_sums: float = 0.0
     boundaries: float = 0.0
-    dots: float = 0.0
-    moved: float = 0.0
+    results: float = 0.0
     block: float = 0.0
+    kept: dict[str, Kept] = field(default_factory=lambda: defaultdict(Kept))
+
+    def Kept(self, names: Sequence[str]) -> list[Kept]:
+        """What can be kept of these names."""
+        return [self.kept[name] for name in names if name in self.kept]
 
 
 @dataclass(frozen=True)
@@ -84,7 +111,7 @@ def forward(work: Workload, layout: Layout, itemsize: int, machine: Machine | Ho
     for elements in work.boundaries.values():
         found.boundaries += elements * itemsize / layout.rows
     stacks, blocks = max(len(work.blocks), 1), sum(work.blocks.values())
-    found.block = found.dots / max(blocks, 1) + found.boundaries / stacks
+    found.block = found.results / max(blocks, 1) + found.boundaries / stacks
     found.boundaries *= blocks / stacks
     return found
 
@@ -111,15 +138,33 @@ def _add(
     itemsize: int,
     machine: Machine | Host,
 ) -> None:
-    """Adds `count` executions of a product."""
+    """Adds `count` executions of a product, and its collectives."""
     here = _local(product, count, layout, itemsize, machine)
     found.work[product.part] += here.seconds
-    if product.of_weight:
-        found.of_weights[product.part] += here.seconds
-        if product.stack:
-            found.dots += here.times * here.tensors[2][1]
-    _add_sums(found, here, layout, machine)
-    _add_moves(found, here, layout, machine)
+    if product.stack:
+        found.of_blocks[product.part] += here.seconds
+        if product.of_weight:
+            found.results += here.times * here.tensors[2][1]
+    summed = _add_sums(found, here, layout, machine)
+    name = _name(product)
+    if name:
+        kept = found.kept[name]
+        kept.seconds[product.part] += here.seconds
+        kept.network += summed
+        if name != DISPATCHED:
+            kept.bytes += here.times * here.tensors[2][1]
+    if product.part == "experts":
+        _add_moves(found, here, layout, machine)
+
+
+def _name(product: Product) -> str:
+    """The name of a product's result in layers/kept.py, "value" for queries and keys too; '' if it has none."""
+    if product.part == "dispatch_combine" and product.result.letters.startswith("GE"):
+        return DISPATCHED
+    if not (product.of_weight and product.stack):
+        return ""
+    inner, outer = _NAMES.get(product.part, ("", ""))
+    return outer if "M" in product.result.letters else inner
 
 
 def _local(
@@ -137,39 +182,38 @@ def _local(
     return _Local(product, times, seconds, tuple(zip(tensors, held, strict=True)), axes)
 
 
-def _add_sums(found: Forward, here: _Local, layout: Layout, machine: Machine | Host) -> None:
-    """Adds the all-reduces of partial sums: of the result, and of the gradient of an activation."""
+def _add_sums(found: Forward, here: _Local, layout: Layout, machine: Machine | Host) -> float:
+    """Adds the all-reduces of partial results and of activations' gradients; returns the seconds of the former."""
     product, inside = here.product, here.product.result.letters
     over = here.AxesWithout(inside)
-    found.sums += here.times * collective_seconds(
-        "all-reduce", here.tensors[2][1], over, layout, machine
-    )
-    if product.lookup or not product.of_weight:
-        return
-    for operand, size in here.tensors[:2]:
-        if not operand.weight:
-            over = here.AxesWithout(operand.letters, among=inside)
-            one = collective_seconds("all-reduce", size, over, layout, machine)
-            found.backward_sums += here.times * one / product.readers
+    size = here.tensors[2][1]
+    seconds = here.times * collective_seconds("all-reduce", size, over, layout, machine)
+    found.network += seconds
+    if product.stack:
+        found.network_of_blocks += seconds
+    if product.of_weight and not product.lookup:
+        for operand, size in here.tensors[:2]:
+            if not operand.weight:
+                over = here.AxesWithout(operand.letters, among=inside)
+                one = collective_seconds("all-reduce", size, over, layout, machine)
+                found.backward_sums += here.times * one / product.readers
+    return seconds
 
 
 def _add_moves(found: Forward, here: _Local, layout: Layout, machine: Machine | Host) -> None:
-    """Adds the all-to-alls of tokens to their experts and back."""
-    product = here.product
-    if product.part == "dispatch_combine" and product.result.letters.startswith("GE"):
-        found.of_moves[product.part] += here.seconds
-    if product.part != "experts":
-        return
+    """Adds the all-to-alls of a product of the experts: of tokens to them, or back."""
     for tensor, size in here.tensors:
         if tensor.weight or "M" not in tensor.letters:
             continue
-        one = here.times * collective_seconds("all-to-all", size, layout.Axes("E"), layout, machine)
-        found.moved += here.times * size
-        if tensor is product.result:
-            found.returned += one
-            found.of_moves[product.part] += here.seconds
-        else:
-            found.sent += one
+        one = collective_seconds("all-to-all", size, layout.Axes("E"), layout, machine)
+        seconds = here.times * one
+        found.network += seconds
+        found.network_of_blocks += seconds
+        found.moves += seconds
+        kept = found.kept[RETURNED if tensor is here.product.result else DISPATCHED]
+        kept.network += seconds
+        if tensor is not here.product.result:
+            kept.bytes += here.times * size
 
 
 def _axes_of_letters(product: Product, layout: Layout) -> dict[str, tuple[str, ...]]:

@@ -1,22 +1,26 @@
 """What a model's work is, how it can lie on devices, and what that should cost: nothing is compiled."""
 
 import functools
+import itertools
 
 import pytest
 
 from lingvo_moe import planning
 from lingvo_moe.core import registry
 from lingvo_moe.core.checks import STATE_LEVELS
+from lingvo_moe.core.layers.kept import names_of
 from lingvo_moe.core.planner.machine import parse_machine
 from lingvo_moe.core.strategies.candidate import (
     DOTS,
     FULL,
     MOVED,
     OFFLOADS,
+    OUTPUTS,
     Candidate,
     candidates,
 )
 from lingvo_moe.core.strategies.estimates import Correction
+from lingvo_moe.core.strategies.forward import forward
 from lingvo_moe.core.strategies.layout import Layout, layouts, letter_sizes
 from lingvo_moe.core.strategies.paths import CHOSEN, PATHS
 from lingvo_moe.core.strategies.space import Space
@@ -104,12 +108,26 @@ def test_the_state_is_that_of_the_specs(mesh, level):
 
 def test_more_is_kept_for_less_time():
     layout = _layout("expert:128")
-    full, moved, dots = (
-        _estimator().Of(Candidate(layout, remat=each)) for each in (FULL, MOVED, DOTS)
-    )
     by = Correction()
-    assert dots.Seconds(by) < moved.Seconds(by) < full.Seconds(by)
-    assert dots.Bytes(by) > moved.Bytes(by) > full.Bytes(by)
+    order = (FULL, OUTPUTS, (*OUTPUTS, *MOVED), DOTS, (*DOTS, "dispatched"))
+    found = [_estimator().Of(Candidate(layout, remat=each)) for each in order]
+    for less, more in itertools.pairwise(found):
+        assert more.Seconds(by) < less.Seconds(by)
+        assert more.Bytes(by) > less.Bytes(by)
+
+
+@pytest.mark.parametrize("model", [_MODEL, "lm.Tiny"])
+def test_what_is_kept_has_the_names_of_the_layers(model):
+    params = registry.GetParams(model)
+    work = _work(model)
+    names = set(forward(work, next(layouts(work, 1)), 4, parse_machine("v3:2x2")).kept)
+    for each in candidates(layouts(work, 1), params, work):
+        override = f"task.remat={each.Overrides()['task.remat']}"
+        task = registry.GetParams(
+            model, override
+        ).task.Instantiate()  # refuses a name that it lacks
+        marked = {*names, *({"query", "key"} if "value" in names else ())}
+        assert set(names_of(task.p.remat)) <= marked | set(DOTS)
 
 
 def test_sixteen_bits_take_less():
