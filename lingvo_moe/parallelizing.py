@@ -27,6 +27,7 @@ from lingvo_moe.core.strategies.candidate import Candidate
 from lingvo_moe.core.strategies.estimates import Estimate
 from lingvo_moe.core.strategies.host import Host
 from lingvo_moe.core.strategies.layout import Layout
+from lingvo_moe.core.strategies.objectives import CHIP_DAYS, SMALLEST, SPEED
 from lingvo_moe.core.strategies.paths import CHOSEN
 from lingvo_moe.core.strategies.ranking import Ranking, Tried
 from lingvo_moe.core.strategies.space import Space
@@ -38,7 +39,6 @@ from lingvo_moe.result_cache import cached_plan, cached_verification
 from lingvo_moe.trainer_memory import memory_of
 from lingvo_moe.verifying import VerifyError
 
-SPEED, SMALLEST, CHIP_DAYS = OBJECTIVES = ("speed", "smallest", "chip_days")
 _DTYPES = ("float32", "bfloat16", "float16")  # of activations
 _FEW = 8  # devices on which a winner is run as it is
 Say = Callable[[str], None]
@@ -54,7 +54,7 @@ class Search:
         devices: of this process, where `topology` is ''; the best few are measured on them.
         override: as --model_params_override.
         dtypes: types of activations that are allowed beside the experiment's own.
-        objective: one of OBJECTIVES.
+        objective: one of objectives.OBJECTIVES.
         memory: bytes of a device that may be used; 0 for all.
         compiles: at most so many programs are compiled.
         seconds: after these no further program is begun.
@@ -227,13 +227,12 @@ class _Finder:
         if self._written is not None:
             self._found.kept.setdefault(self._written, self._estimator.Of(self._written))
             ranking.Add(self._Compiled(self._written, ranking))
-        while len(ranking.tried) < self._search.compiles and not self._IsLate(ranking):
-            following = ranking.Next()
-            if following is None:
-                break
-            ranking.Add(self._Compiled(following, ranking))
         verified = ""
-        while (best := ranking.best) is not None and self._search.verify:
+        while True:
+            self._CompileMore(ranking)
+            best = ranking.best
+            if best is None or not self._search.verify:
+                break
             verified = self._Verified(best)
             if verified:
                 break
@@ -248,6 +247,14 @@ class _Finder:
             self._found.seconds,
             verified,
         )
+
+    def _CompileMore(self, ranking: Ranking) -> None:
+        """Compiles candidates until none should beat the best, or the search is over."""
+        while len(ranking.tried) < self._search.compiles and not self._IsLate(ranking):
+            following = ranking.Next()
+            if following is None:
+                break
+            ranking.Add(self._Compiled(following, ranking))
 
     def _IsLate(self, ranking: Ranking) -> bool:
         return bool(ranking.tried) and time.monotonic() - self._started > self._search.seconds

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lingvo_moe.core import checks
 from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.partitioner import known_faults
+from lingvo_moe.core.strategies.objectives import OBJECTIVES, SPEED
 from tools import _cli
 
 if TYPE_CHECKING:  # it imports TensorFlow
@@ -44,8 +45,8 @@ def define_flags() -> Flags:
     )
     flags.DEFINE_enum(
         "objective",
-        "speed",
-        ("speed", "smallest", "chip_days"),
+        SPEED,
+        OBJECTIVES,
         "speed: the shortest step on the machine; smallest: the smallest machine that fits, and the shortest step "
         "there; chip_days: the machine with the fewest chip-seconds a step. The batch is the experiment's",
     )
