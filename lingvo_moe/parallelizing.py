@@ -264,7 +264,7 @@ class _Finder:
         name, overrides = str(candidate), candidate.Overrides()
         if candidate == self._written:
             name, overrides = "as written", {"train.mesh": str(candidate.layout.mesh)}
-        seconds = self._found.kept[candidate].Seconds(ranking.correction)
+        seconds = self._found.kept[candidate].Seconds(ranking.Correction(candidate))
         self._say(f"compiling {name}: {units.duration(seconds)} a step by estimate")
         tried = Tried(candidate, name, overrides, seconds)
         override, faults = joined(self._search.override, overrides), self._search.known_faults

@@ -116,7 +116,9 @@ class Estimator:
         return self._Combined(candidate, self._forward[key], self._held[state])
 
     def _Combined(self, candidate: Candidate, once: Forward, held: Held) -> Estimate:
-        rest = (_PASSES * once.boundaries + 3 * held.total) / self._machine.hbm_bandwidth
+        # The update reads and writes the state, and each further micro-batch the sum of gradients.
+        touched = 3 * (held.total + (candidate.micro_batches - 1) * held.gradients)
+        rest = (_PASSES * once.boundaries + touched) / self._machine.hbm_bandwidth
         whole = self._Gathered(candidate, held)
         least = held.weights + held.slots + whole
         kept, moved = self._Kept(candidate, once, held), _moved(held)

@@ -50,40 +50,58 @@ class Ranking:
         estimates: of every candidate that could fit.
         memory: bytes that a program may use on a device.
         tried: those that were compiled, in order.
+        learnt: the corrections by their plans.
     """
 
     estimates: Mapping[Candidate, Estimate]
     memory: float
     tried: list[Tried] = field(default_factory=list)
-    correction: Correction = field(default_factory=Correction)
+    learnt: dict[Candidate, Correction] = field(default_factory=dict)
+
+    def Correction(self, candidate: Candidate) -> Correction:
+        """The correction of a candidate: what was learnt of the one that is most like it, of equals the last one."""
+        alike = max(reversed(self.learnt), key=lambda c: likeness(c, candidate), default=None)
+        return Correction() if alike is None else self.learnt[alike]
 
     def Next(self) -> Candidate | None:
         """The best candidate that was not tried; None if none should beat the best that was."""
         seen = {each.candidate for each in self.tried}
         left = [c for c in self.estimates if c not in seen]
-        by = self.correction
+        by = {c: self.Correction(c) for c in left}
         misfits = sum(not t.plan["memory"]["fits"] for t in self.tried if t.plan is not None)
         memory = self.memory * _CAUTION**misfits
-        fitting = [c for c in left if self.estimates[c].Bytes(by) <= memory]
+        fitting = [c for c in left if self.estimates[c].Bytes(by[c]) <= memory]
         best = min((each.step_seconds for each in self.tried), default=math.inf)
         if not fitting and best == math.inf and left:
-            return min(left, key=lambda c: self.estimates[c].Bytes(by))
-        found = min(fitting, key=lambda c: self.estimates[c].Seconds(by), default=None)
-        return None if found is None or self.estimates[found].Seconds(by) >= best else found
+            return min(left, key=lambda c: self.estimates[c].Bytes(by[c]))
+        found = min(fitting, key=lambda c: self.estimates[c].Seconds(by[c]), default=None)
+        return None if found is None or self.estimates[found].Seconds(by[found]) >= best else found
 
     def Add(self, tried: Tried) -> None:
-        """Takes note of a candidate; corrects the estimates of the others by its plan."""
+        """Takes note of a candidate; corrects the estimates of others like it by its plan."""
         self.tried.append(tried)
-        if tried.plan is None:
-            return
-        estimate = self.estimates[tried.candidate]
-        self.correction = corrected(self.correction, estimate, tried.plan)
+        if tried.plan is not None:
+            before, estimate = self.Correction(tried.candidate), self.estimates[tried.candidate]
+            self.learnt[tried.candidate] = corrected(before, estimate, tried.plan)
 
     @property
     def best(self) -> Tried | None:
         """The fastest that fits; the first of equals."""
         found = min(self.tried, key=lambda each: each.step_seconds, default=None)
         return found if found is not None and found.step_seconds < math.inf else None
+
+
+def likeness(one: Candidate, other: Candidate) -> tuple[bool, ...]:
+    """How far two candidates are alike, for comparison: what changes most of a program comes first."""
+    return (
+        one.layout.stages == other.layout.stages,
+        one.micro_batches == other.micro_batches,
+        one.offload == other.offload,
+        one.fprop_dtype == other.fprop_dtype,
+        one.layout == other.layout,
+        one.remat == other.remat,
+        one.shard_state == other.shard_state,
+    )
 
 
 def corrected(before: Correction, estimate: Estimate, plan: Mapping[str, Any]) -> Correction:

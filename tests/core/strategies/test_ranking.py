@@ -39,9 +39,9 @@ def test_the_fastest_that_fits_is_compiled_first_and_its_plan_corrects_the_rest(
     ranking = Ranking(_estimates(), memory=10)
     assert ranking.Next() == _FAST
     ranking.Add(_tried(_FAST, _plan(4.0, 1.0, 3.0, 6)))
-    assert ranking.correction.work == {"experts": 2.0}
-    assert ranking.correction.network == 3.0
-    assert ranking.correction.memory == 0.5  # 2 bytes beside the state instead of 4
+    assert ranking.Correction(_SLOW).work == {"experts": 2.0}
+    assert ranking.Correction(_SLOW).network == 3.0
+    assert ranking.Correction(_SLOW).memory == 0.5  # 2 bytes beside the state instead of 4
     assert ranking.Next() == _LARGE  # which now seems to fit
     ranking.Add(_tried(_LARGE, _plan(2.0, 1.0, 3.0, 8)))
     assert ranking.Next() is None  # what is left cannot be faster
@@ -51,9 +51,20 @@ def test_the_fastest_that_fits_is_compiled_first_and_its_plan_corrects_the_rest(
 def test_a_misfit_makes_others_seem_larger():
     ranking = Ranking(_estimates(), memory=10)
     ranking.Add(_tried(_FAST, _plan(0, 0, 0, 16, fits=False)))
-    assert ranking.correction.memory == 3.0
+    assert ranking.Correction(_SLOW).memory == 3.0
     assert ranking.Next() == _SLOW  # all seem too large now; this is the smallest
     assert ranking.best is None
+
+
+def test_a_plan_corrects_first_of_all_the_candidates_that_are_like_it():
+    parted = Candidate(_LAYOUT, remat=MOVED, micro_batches=4)
+    like_it = Candidate(_LAYOUT, remat=DOTS, micro_batches=4)
+    ranking = Ranking({**_estimates(), parted: _estimates()[_FAST]}, memory=10)
+    ranking.Add(_tried(_SLOW, _plan(3.0, 1.0, 1.0, 6)))
+    ranking.Add(_tried(parted, _plan(8.0, 1.0, 1.0, 6)))
+    assert ranking.Correction(like_it).work == {"experts": 4.0}
+    assert ranking.Correction(_FAST).work == {"experts": 1.0}
+    assert ranking.Next() == _FAST
 
 
 def test_what_was_refused_is_not_the_best():
