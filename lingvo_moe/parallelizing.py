@@ -165,7 +165,7 @@ def find(search: Search, cache_dir: Path | None, say: Say = lambda _: None) -> F
 
     Args:
         search: what to search for.
-        cache_dir: of plans and compiled programs; None to cache nothing.
+        cache_dir: of plans, verified steps and compiled programs; None to cache nothing.
         say: called with lines about the progress.
 
     Raises:
@@ -209,12 +209,11 @@ class _Finder:
         self._memory = min(self._machine.hbm_bytes, search.memory or self._machine.hbm_bytes)
         self._started = time.monotonic()
         dtypes = _dtypes(search, params)
-        space = Space(params, work, self._machine, dtypes)
-        self._estimator = space.estimator
+        self._space = Space(params, work, self._machine, dtypes)
         self._written = _as_written(params, self._machine.num_devices)
-        self._found = space.Estimated(self._memory)
+        self._found = self._space.Estimated(self._memory)
         say(
-            f"{self._found.count} candidates on {self._machine.name}, of which {len(self._found.kept)} may fit, "
+            f"{self._found.count} candidates on {self._machine.name}, of which {self._found.may_fit} may fit, "
             f"estimated in {self._found.seconds:.1f} s"
         )
         # The experiment's own strategy may offload otherwise than any candidate.
@@ -222,10 +221,9 @@ class _Finder:
             raise NoneFits(_lacks(search, self._machine, self._memory, self._found.least))
 
     def Run(self) -> Found:
-        count = self._found.count, len(self._found.kept)
         ranking = Ranking(self._found.kept, self._memory)
         if self._written is not None:
-            self._found.kept.setdefault(self._written, self._estimator.Of(self._written))
+            self._found.kept.setdefault(self._written, self._space.estimator.Of(self._written))
             ranking.Add(self._Compiled(self._written, ranking))
         verified = ""
         while True:
@@ -243,7 +241,7 @@ class _Finder:
             self._machine,
             best,
             ranking.tried,
-            count,
+            (self._found.count, self._found.may_fit),
             self._found.seconds,
             verified,
         )
@@ -251,6 +249,8 @@ class _Finder:
     def _CompileMore(self, ranking: Ranking) -> None:
         """Compiles candidates until none should beat the best, or the search is over."""
         while len(ranking.tried) < self._search.compiles and not self._IsLate(ranking):
+            if ranking.NothingFits():
+                self._space.AddOffloads(self._found, self._memory)
             following = ranking.Next()
             if following is None:
                 break
@@ -352,7 +352,7 @@ def _machines(search: Search, params: Params, work: Workload) -> list[str]:
 def _fastest(search: Search, params: Params, work: Workload, machine: Machine) -> float | None:
     """The least seconds of a step by estimate; None where no candidate may fit."""
     memory = min(machine.hbm_bytes, search.memory or machine.hbm_bytes)
-    return Space(params, work, machine, _dtypes(search, params)).Estimated(memory).Fastest()
+    return Space(params, work, machine, _dtypes(search, params)).Estimated(memory).Fastest(memory)
 
 
 def _dtypes(search: Search, params: Params) -> tuple[str, ...]:
@@ -416,17 +416,17 @@ def _lacks(
 
 
 def _none_compiled(search: Search, machine: Machine | Host, tried: list[Tried]) -> str:
-    misfits = [
-        t.plan["memory"] for t in tried if t.plan is not None and not t.plan["memory"]["fits"]
+    said = [
+        f"{search.model} fits {machine.name} under none of the {len(tried)} strategies that were tried"
     ]
+    misfits = [
+        t.plan["memory"]["misses_by"] for t in tried if t.plan and not t.plan["memory"]["fits"]
+    ]
+    if misfits:
+        said.append(f"the one that comes nearest misses by {units.size(min(misfits))}")
     refused = [t for t in tried if t.refused]
     if refused:
-        last = refused[-1]
-        return f"{search.model} on {machine.name}: no strategy is left; of the last one, {last.name}: {last.refused}"
-    if misfits:
-        least = min(misfits, key=lambda held: held["misses_by"])
-        return (
-            f"{search.model} fits {machine.name} under none of the {len(tried)} strategies that were compiled: the one "
-            f"that comes nearest misses by {units.size(least['misses_by'])}"
-        )
-    return f"{search.model} on {machine.name}: no strategy is left; the time was over before"
+        said.append(f"of the last one that was refused, {refused[-1].name}: {refused[-1].refused}")
+    if len(tried) == search.compiles:
+        said.append(f"--compiles={search.compiles} ended the search")
+    return "; ".join(said)

@@ -59,7 +59,7 @@ def cached_verification(
         verify_model(model, mesh, override)
         return
     params = shrunk(model, mesh, override)
-    path = cache_dir / f"{_key(params, (str(mesh), version('jaxlib')))}.verified"
+    path = cache_dir / f"{_key(params, (str(mesh), version('jax'), version('jaxlib')))}.verified"
     if _read(path, say) is None:
         verify_model(model, mesh, override)
         _write(path, {"mesh": str(mesh)})

@@ -6,6 +6,7 @@ from lingvo_moe import parallelizing, planning, result_cache, trainer_strategy
 from lingvo_moe import trainer as trainer_module
 from lingvo_moe.core import registry
 from lingvo_moe.core.artifacts import RunArtifacts
+from lingvo_moe.core.offload import items_of
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.run_dir import RunDir
 from lingvo_moe.core.sharding import Mesh
@@ -90,6 +91,25 @@ def test_a_winner_that_computes_something_else_is_refused(plans, monkeypatch):
     assert not found.best.refused
     assert found.verified == str(meshes[-1])
     assert all(mesh.size <= 8 for mesh in meshes)
+
+
+def test_programs_that_do_not_fit_are_offloaded(monkeypatch):
+    def plan(request, cache_dir, say):
+        del cache_dir, say
+        fits = bool(items_of(registry.GetParams(request.model, request.override).train.offload))
+        needed = 2**18 if fits else 16 * 2**20
+        return {
+            "memory": {"fits": fits, "needed": needed, "hbm": 2**20, "misses_by": 15 * 2**20},
+            "work": [],
+            "time": {"step_seconds": 1.0, "collective_seconds": 0.0} if fits else None,
+        }
+
+    monkeypatch.setattr(parallelizing, "cached_plan", plan)
+    found = _find(compiles=3, memory=2**19)
+    assert not found.tried[0].candidate.offload
+    assert found.best.candidate.offload
+    with pytest.raises(NoneFits, match=r"misses by 15.0 MiB; --compiles=1 ended the search"):
+        _find(compiles=1, memory=2**19)
 
 
 def test_nothing_fits_too_little_memory():

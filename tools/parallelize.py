@@ -64,7 +64,11 @@ def define_flags() -> Flags:
     flags.DEFINE_override()
     flags.DEFINE_path("output", "", "write the strategy to this file")
     flags.DEFINE_path("json", "", "write all that was compiled, with its plans, to this file")
-    flags.DEFINE_path("cache_dir", None, "directory for plans and compiled programs; '' keeps none")
+    flags.DEFINE_path(
+        "cache_dir",
+        None,
+        "directory for plans, verified steps and compiled programs; '' keeps none",
+    )
     flags.DEFINE_enum(
         "known_faults", known_faults.ERROR, known_faults.ACTIONS, known_faults.FLAG_HELP
     )

@@ -5,17 +5,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lingvo_moe.core.checks import STATE_LEVELS
-from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.layers import kept
 from lingvo_moe.core.offload import ACTIVATIONS, EXPERTS, SLOTS
 from lingvo_moe.core.pipeline.schedule import DATA
 from lingvo_moe.core.strategies.layout import Layout, letter_sizes
-from lingvo_moe.core.strategies.workload import Workload
+from lingvo_moe.core.strategies.workload import DISPATCHED, RETURNED, Workload
 
 # What a loop over blocks keeps, from the least memory to the most: names of layers/kept.py. Outputs of layers save more
 # time for their bytes than what is inside of layers.
 FULL: tuple[str, ...] = ()
-MOVED = ("dispatched", "returned")
+MOVED = (DISPATCHED, RETURNED)
 OUTPUTS = ("attention", "feed_forward")
 DOTS = kept.PRODUCTS
 # Micro-batches for each stage of a pipeline.
@@ -103,7 +102,6 @@ def _kept_text(names: tuple[str, ...]) -> str:
 
 def candidates(
     each_layout: Iterable[Layout],
-    params: Params,
     work: Workload,
     dtypes: Sequence[str] = ("",),
     offloads: Sequence[tuple[str, ...]] = ((),),
@@ -112,17 +110,13 @@ def candidates(
 
     Args:
         each_layout: those that the sizes of the model divide over.
-        params: of the experiment.
-        work: of its step.
+        work: of the experiment's step.
         dtypes: of activations that are allowed; '' is the experiment's own.
         offloads: what may be in the memory of the hosts.
     """
     sizes = letter_sizes(work)
     rows = [max(sizes[n]) for n in "BG" if n in sizes]
-    experts = "E" in params.task.cls.SIZES and params.task.num_experts > 0
-    remats = [FULL, OUTPUTS, DOTS]
-    if experts:
-        remats = [FULL, MOVED, (*OUTPUTS, *MOVED), DOTS, (*DOTS, "dispatched")]
+    remats = _remats(work)
     for layout in each_layout:
         levels = STATE_LEVELS if layout.mesh.size > 1 else STATE_LEVELS[:1]
         for micro_batches in _micro_batches(layout, rows):
@@ -132,6 +126,14 @@ def candidates(
                     yield Candidate(layout, level, remat, dtype, micro_batches, offload, repeats)
 
 
+def _remats(work: Workload) -> list[tuple[str, ...]]:
+    """What a loop over blocks may keep; lists have only names that the model has."""
+    lists: list[tuple[str, ...]] = [OUTPUTS]
+    if RETURNED in work.names:
+        lists += [MOVED, (*OUTPUTS, *MOVED), (*DOTS, DISPATCHED)]
+    return [FULL, DOTS, *(tuple(n for n in each if n in work.names) for each in lists)]
+
+
 def _repeats(layout: Layout, work: Workload) -> tuple[int, ...]:
     """How many parts of a stack a stage can have."""
     both = layout.stages > 1 and 2 * layout.stages <= min(work.blocks.values())
@@ -139,10 +141,14 @@ def _repeats(layout: Layout, work: Workload) -> tuple[int, ...]:
 
 
 def _goes_with(offload: tuple[str, ...], layout: Layout, micro_batches: int) -> bool:
-    """Whether the trainer takes it: stages keep weights and activations, and sums of gradients are on the devices."""
-    if layout.stages > 1:
-        return not {EXPERTS, ACTIVATIONS} & set(offload)
-    return micro_batches == 1 or EXPERTS not in offload
+    """Whether an offload is worth trying.
+
+    The trainer refuses experts with micro-batches, and experts and activations with stages. With stages, the update of
+    offloaded slots would gather each layer on all stages.
+    """
+    if not offload:
+        return True
+    return layout.stages == 1 and (micro_batches == 1 or EXPERTS not in offload)
 
 
 def _micro_batches(layout: Layout, rows: Sequence[int]) -> list[int]:

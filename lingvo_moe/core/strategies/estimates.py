@@ -116,26 +116,28 @@ class Estimator:
         return self._Combined(candidate, self._forward[key], self._held[state])
 
     def _Combined(self, candidate: Candidate, once: Forward, held: Held) -> Estimate:
+        parts, idle = candidate.micro_batches, self._Idle(candidate)
         # The update reads and writes the state, and each further micro-batch the sum of gradients.
-        touched = 3 * (held.total + (candidate.micro_batches - 1) * held.gradients)
-        rest = (_PASSES * once.boundaries + touched) / self._machine.hbm_bandwidth
+        touched = 3 * (held.total + (parts - 1) * held.gradients)
         whole = self._Gathered(candidate, held)
         least = held.weights + held.slots + whole
-        kept, moved = self._Kept(candidate, once, held), _moved(held)
-        hosted: float = sum(held.hosted.values())
-        alone = candidate.layout.stages == 1 and candidate.micro_batches == 1
+        activations = self._Activations(candidate, once)
+        hosted, moved = float(sum(held.hosted.values())), _moved(held)
         if ACTIVATIONS in candidate.offload:
-            alone, hosted, moved, kept = False, hosted + kept, moved + 2 * kept, 0.0
+            hosted, moved, activations = hosted + activations, moved + 2 * parts * activations, 0.0
+        elif candidate.layout.stages == 1 and parts == 1:
+            least += int(once.boundaries)
         # One block is on its way in and one on its way out.
-        kept += 2 * hosted / max(sum(self._work.blocks.values()), 1)
+        passing = 2 * hosted / max(sum(self._work.blocks.values()), 1)
+        kept = activations + self._Copies(candidate, held) + passing
         return Estimate(
             work=_work(candidate, once),
-            rest=rest,
-            network=_network(candidate, once) + self._OfState(candidate, held),
+            rest=(_PASSES * once.boundaries + touched) / self._machine.hbm_bandwidth,
+            network=_network(candidate, once, idle) + self._OfState(candidate, held),
             state=held.total,
-            least=least + (int(once.boundaries) if alone else 0),
-            activations=whole + kept + _LIVE * once.block / candidate.micro_batches,
-            idle=self._Idle(candidate),
+            least=least,
+            activations=whole + kept + _LIVE * once.block / parts,
+            idle=idle,
             hosted=hosted,
             moves=moved / self._machine.host_bandwidth,
         )
@@ -149,23 +151,34 @@ class Estimator:
         padded = max(parts * -(-n // parts) / n for n in self._work.blocks.values())
         return padded * (ticks + stages - 1) / ticks
 
-    def _Kept(self, candidate: Candidate, once: Forward, held: Held) -> float:
-        """Bytes that are there from the forward to the backward pass of a micro-batch, and between micro-batches."""
-        stages, parts = candidate.layout.stages, candidate.micro_batches
-        results = sum(kept.bytes for kept in once.Kept(candidate.remat))
-        if stages > 1:
-            repeats = candidate.repeats
-            in_flight = min(repeats * parts, 2 * repeats * stages - 1)
-            inputs = once.boundaries / len(self._work.blocks) / parts * in_flight
-            copy = held.weights + held.gradients if repeats > 1 else 0  # where their parts are
-            return inputs + (once.boundaries + results) / stages / parts + copy
-        kept = (once.boundaries + results) / parts
-        if parts > 1:
-            # The sum of gradients beside those of a micro-batch. XLA casts weights before the loop over these, all at
-            # once and in several layouts: 1.5 times their bytes in a plan of MoE(2048E, 36L) for v5p:4x4x4.
-            narrow = self._itemsizes[candidate.fprop_dtype] == 2
-            kept += held.gradients + (1.5 * held.weights if narrow else 0)
-        return kept
+    def _Activations(self, candidate: Candidate, once: Forward) -> float:
+        """Bytes that are kept from the forward to the backward pass of a micro-batch, or of those in a pipeline."""
+        stages, parts, repeats = candidate.layout.stages, candidate.micro_batches, candidate.repeats
+        kept = once.boundaries + sum(saved.bytes for saved in once.Saved(candidate.remat))
+        if stages == 1:
+            return kept / parts
+        # A stage keeps inputs of its own, and of each stack before another one for the ticks of that one too.
+        one = once.boundaries / max(sum(self._work.blocks.values()), 1) / parts
+        ticks = [2 * repeats * stages * (i + 1) - 1 for i in range(len(self._work.blocks))]
+        inputs = one * sum(min(each, repeats * parts + stages - 1) for each in ticks)
+        return inputs + kept / stages / parts
+
+    def _Copies(self, candidate: Candidate, held: Held) -> float:
+        """Bytes of copies of the state that micro-batches and pipelines need beside it."""
+        if candidate.layout.stages > 1:
+            return held.weights + held.gradients if self._Exchanges(candidate) else 0
+        if candidate.micro_batches == 1:
+            return 0.0
+        # The sum of gradients beside those of a micro-batch. XLA casts weights before the loop over these, all at once
+        # and in several layouts: 1.5 times their bytes in a plan of MoE(2048E, 36L) for v5p:4x4x4.
+        narrow = self._itemsizes[candidate.fprop_dtype] == 2
+        return held.gradients + (1.5 * held.weights if narrow else 0)
+
+    def _Exchanges(self, candidate: Candidate) -> bool:
+        """Whether a step begins by moving weights to the stages that need them: of interleaved and uneven stages."""
+        stages = candidate.layout.stages
+        uneven = any(n % stages for n in self._work.blocks.values())
+        return stages > 1 and (candidate.repeats > 1 or uneven)
 
     def _Gathered(self, candidate: Candidate, held: Held) -> int:
         """Bytes of the sharded weights that are whole at a time: those of a stage, else those of a block."""
@@ -186,26 +199,29 @@ class Estimator:
         copies = tuple(a for a in layout.mesh.axis_names if a != STAGE)
         one = collective_seconds("all-gather", held.gathered, copies, layout, machine)
         seconds = total * times + gathers[candidate.shard_state] * one
-        if candidate.repeats > 1:  # weights move to the stages of their parts, and gradients back
+        if self._Exchanges(candidate):  # and gradients move back
             size = held.weights + held.gradients
             seconds += collective_seconds("all-to-all", size, (STAGE,), layout, machine)
         return seconds
 
 
+def _again(candidate: Candidate) -> int:
+    """How often blocks are computed again: the loop of a stage over its blocks does it once more."""
+    return 2 if candidate.layout.stages > 1 else 1
+
+
 def _work(candidate: Candidate, once: Forward) -> dict[str, float]:
     """Seconds of products, by part: forward, twice that backward, and what blocks compute again."""
     work = {part: 3 * seconds for part, seconds in once.work.items()}
-    # The loop of a stage over its blocks computes them once more in the backward pass.
-    again = 2 if candidate.layout.stages > 1 else 1
     for part, seconds in once.of_blocks.items():
-        work[part] += again * seconds
-    for kept in once.Kept(candidate.remat):
-        for part, seconds in kept.seconds.items():
+        work[part] += _again(candidate) * seconds
+    for saved in once.Saved(candidate.remat):
+        for part, seconds in saved.seconds.items():
             work[part] -= seconds
-    if "softmax" in work:
-        work["softmax"] *= (
-            candidate.repeats
-        )  # an interleaved schedule computes the loss of each part
+    if "softmax" in work and candidate.repeats > 1:
+        # An interleaved schedule has V M - (V - 1) K ticks with a loss instead of M.
+        repeats, stages = candidate.repeats, candidate.layout.stages
+        work["softmax"] *= repeats - (repeats - 1) * stages / candidate.micro_batches
     return work
 
 
@@ -219,7 +235,9 @@ def _moved(held: Held) -> float:
     return 4 * there[WEIGHTS] + 3 * there[GRADIENTS] + 2 * there[SLOTS]
 
 
-def _network(candidate: Candidate, once: Forward) -> float:
+def _network(candidate: Candidate, once: Forward, idle: float) -> float:
     """Seconds of the collectives of activations: forward, backward, and of what blocks compute again."""
-    again = once.network_of_blocks - sum(kept.network for kept in once.Kept(candidate.remat))
-    return once.network + once.moves + again + once.backward_sums
+    again = _again(candidate) * once.network_of_blocks
+    again -= sum(saved.network for saved in once.Saved(candidate.remat))
+    outside = once.network - once.network_of_blocks
+    return outside + idle * (once.network_of_blocks + once.moves + again + once.backward_sums)

@@ -15,20 +15,17 @@ from lingvo_moe.core.sharding import dims_mapping
 from lingvo_moe.core.sharding.letters import axes_of
 from lingvo_moe.core.strategies.host import Host
 from lingvo_moe.core.strategies.layout import Layout
-from lingvo_moe.core.strategies.workload import Operand, Product, Workload
-
-DISPATCHED, RETURNED = "dispatched", "returned"
-# Names of products with weights in layers/kept.py, by part: of those inside of a layer, and of its output.
-_NAMES = {
-    "attention": ("value", "attention"),
-    "dense_ffn": ("hidden", "feed_forward"),
-    "experts": ("experts_hidden", RETURNED),
-    "gating": ("router", ""),
-}
+from lingvo_moe.core.strategies.workload import (
+    DISPATCHED,
+    RETURNED,
+    Operand,
+    Product,
+    Workload,
+)
 
 
 @dataclass
-class Kept:
+class Saved:
     """What the backward pass need not repeat if a loop over blocks keeps the activations of a name.
 
     Attributes:
@@ -56,7 +53,7 @@ class Forward:
         boundaries: bytes of the inputs of all blocks.
         results: bytes of what all blocks' products with weights give.
         block: bytes of the activations of one block.
-        kept: what can be kept, by its name in layers/kept.py.
+        saved: what is saved by keeping a name of layers/kept.py.
     """
 
     work: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -68,11 +65,11 @@ class Forward:
     boundaries: float = 0.0
     results: float = 0.0
     block: float = 0.0
-    kept: dict[str, Kept] = field(default_factory=lambda: defaultdict(Kept))
+    saved: dict[str, Saved] = field(default_factory=lambda: defaultdict(Saved))
 
-    def Kept(self, names: Sequence[str]) -> list[Kept]:
-        """What can be kept of these names."""
-        return [self.kept[name] for name in names if name in self.kept]
+    def Saved(self, names: Sequence[str]) -> list[Saved]:
+        """What is saved by keeping these names."""
+        return [self.saved[name] for name in names if name in self.saved]
 
 
 @dataclass(frozen=True)
@@ -146,25 +143,14 @@ def _add(
         if product.of_weight:
             found.results += here.times * here.tensors[2][1]
     summed = _add_sums(found, here, layout, machine)
-    name = _name(product)
-    if name:
-        kept = found.kept[name]
-        kept.seconds[product.part] += here.seconds
-        kept.network += summed
-        if name != DISPATCHED:
-            kept.bytes += here.times * here.tensors[2][1]
+    if product.name:
+        saved = found.saved[product.name]
+        saved.seconds[product.part] += here.seconds
+        saved.network += summed
+        if product.name != DISPATCHED:
+            saved.bytes += here.times * here.tensors[2][1]
     if product.part == "experts":
         _add_moves(found, here, layout, machine)
-
-
-def _name(product: Product) -> str:
-    """The name of a product's result in layers/kept.py, "value" for queries and keys too; '' if it has none."""
-    if product.part == "dispatch_combine" and product.result.letters.startswith("GE"):
-        return DISPATCHED
-    if not (product.of_weight and product.stack):
-        return ""
-    inner, outer = _NAMES.get(product.part, ("", ""))
-    return outer if "M" in product.result.letters else inner
 
 
 def _local(
@@ -210,10 +196,10 @@ def _add_moves(found: Forward, here: _Local, layout: Layout, machine: Machine | 
         found.network += seconds
         found.network_of_blocks += seconds
         found.moves += seconds
-        kept = found.kept[RETURNED if tensor is here.product.result else DISPATCHED]
-        kept.network += seconds
+        saved = found.saved[RETURNED if tensor is here.product.result else DISPATCHED]
+        saved.network += seconds
         if tensor is not here.product.result:
-            kept.bytes += here.times * size
+            saved.bytes += here.times * size
 
 
 def _axes_of_letters(product: Product, layout: Layout) -> dict[str, tuple[str, ...]]:

@@ -77,6 +77,13 @@ class Ranking:
         found = min(fitting, key=lambda c: self.estimates[c].Seconds(by[c]), default=None)
         return None if found is None or self.estimates[found].Seconds(by[found]) >= best else found
 
+    def NothingFits(self) -> bool:
+        """Whether nothing that was compiled fits, nor anything else by its corrected estimate."""
+        estimates = self.estimates.items()
+        return self.best is None and not any(
+            e.Bytes(self.Correction(c)) <= self.memory for c, e in estimates
+        )
+
     def Add(self, tried: Tried) -> None:
         """Takes note of a candidate; corrects the estimates of others like it by its plan."""
         self.tried.append(tried)
@@ -95,6 +102,7 @@ def likeness(one: Candidate, other: Candidate) -> tuple[bool, ...]:
     """How far two candidates are alike, for comparison: what changes most of a program comes first."""
     return (
         one.layout.stages == other.layout.stages,
+        one.repeats == other.repeats,
         one.micro_batches == other.micro_batches,
         one.offload == other.offload,
         one.fprop_dtype == other.fprop_dtype,

@@ -1,7 +1,7 @@
 """The candidates of an experiment on a machine, with their estimates."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lingvo_moe.core.hyperparams import Params
@@ -25,17 +25,21 @@ class Estimates:
         kept: those that may fit, in a fixed order.
         least: the one that needs the least memory, and its estimate; None if there was none.
         count: how many there were.
+        may_fit: how many of them may fit.
         seconds: how long estimating them took.
     """
 
     kept: dict[Candidate, Estimate]
     least: tuple[Candidate, Estimate] | None
-    count: int
-    seconds: float
+    count: int = 0
+    may_fit: int = 0
+    seconds: float = 0.0
 
-    def Fastest(self) -> float | None:
-        """The least seconds of a step, uncorrected; None where nothing may fit."""
-        return min((each.Seconds(Correction()) for each in self.kept.values()), default=None)
+    def Fastest(self, memory: int) -> float | None:
+        """The least seconds of those that fit by their estimate, or else of those that may fit; None where none may."""
+        by = Correction()
+        fit = [each for each in self.kept.values() if each.Bytes(by) <= memory]
+        return min((each.Seconds(by) for each in fit or self.kept.values()), default=None)
 
 
 class Space:
@@ -70,14 +74,17 @@ class Space:
         Args:
             memory: bytes that a program may use on a device.
         """
-        started = time.monotonic()
-        found = Estimates({}, None, 0, 0.0)
-        self._Add(found, self._Candidates((NO_OFFLOAD,)), memory)
-        fit = any(each.Bytes(Correction()) <= memory for each in found.kept.values())
-        if not fit and not isinstance(self._machine, Host):
-            self._Add(found, self._Candidates(list(filter(self._Frees, OFFLOADS))), memory)
-        found.seconds = time.monotonic() - started
+        found = Estimates({}, None)
+        self._Add(found, (NO_OFFLOAD,), memory)
+        if not any(each.Bytes(Correction()) <= memory for each in found.kept.values()):
+            self.AddOffloads(found, memory)
         return found
+
+    def AddOffloads(self, to: Estimates, memory: int) -> None:
+        """Adds the candidates that offload, if the machine has hosts; changes nothing the second time."""
+        offloaded = any(candidate.offload in OFFLOADS for candidate in to.kept)
+        if not offloaded and not isinstance(self._machine, Host):
+            self._Add(to, list(filter(self._Frees, OFFLOADS)), memory)
 
     def _Frees(self, offload: tuple[str, ...]) -> bool:
         try:
@@ -86,18 +93,20 @@ class Space:
             return False
         return True
 
-    def _Candidates(self, offloads: Sequence[tuple[str, ...]]) -> Iterator[Candidate]:
-        each = layouts(self._work, self._machine.num_devices)
-        return candidates(each, self._params, self._work, tuple(self._itemsizes), offloads)
-
-    def _Add(self, to: Estimates, found: Iterator[Candidate], memory: int) -> None:
-        for candidate in found:
+    def _Add(self, to: Estimates, offloads: Sequence[tuple[str, ...]], memory: int) -> None:
+        started = time.monotonic()
+        each_layout = layouts(self._work, self._machine.num_devices)
+        for candidate in candidates(each_layout, self._work, tuple(self._itemsizes), offloads):
             to.count += 1
             estimate = self.estimator.Of(candidate)
+            if not self._HostHolds(estimate):
+                continue
             if to.least is None or estimate.least < to.least[1].least:
                 to.least = candidate, estimate
-            if estimate.least <= memory and self._HostHolds(estimate):
+            if estimate.least <= memory:
+                to.may_fit += 1
                 to.kept[candidate] = estimate
+        to.seconds += time.monotonic() - started
 
     def _HostHolds(self, estimate: Estimate) -> bool:
         """Whether a host can hold what its devices offload; it can, where its memory is not known."""

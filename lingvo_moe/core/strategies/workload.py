@@ -27,6 +27,16 @@ from lingvo_moe.core.tensors import VIEWS, origin
 _SAME = VIEWS | {"Cast", "StridedSlice", "Transpose", "Unpack"}
 
 
+DISPATCHED, RETURNED = "dispatched", "returned"
+# Names of products with weights in layers/kept.py, by part: of those inside of a layer, and of its output.
+_NAMES = {
+    "attention": ("value", "attention"),
+    "dense_ffn": ("hidden", "feed_forward"),
+    "experts": ("experts_hidden", RETURNED),
+    "gating": ("router", ""),
+}
+
+
 @dataclass(frozen=True)
 class Operand:
     """An operand or the result of a product.
@@ -68,6 +78,16 @@ class Product:
         return any(operand.weight for operand in self.operands)
 
     @property
+    def name(self) -> str:
+        """The name of the result in layers/kept.py, "value" for queries and keys too; '' if a loop cannot keep it."""
+        if self.part == "dispatch_combine" and self.result.letters.startswith("GE"):
+            return DISPATCHED
+        if not (self.of_weight and self.stack):
+            return ""
+        inner, outer = _NAMES.get(self.part, ("", ""))
+        return outer if "M" in self.result.letters else inner
+
+    @property
     def flops(self) -> int:
         """Operations of the forward pass on all devices together: two for each multiply-add."""
         return 0 if self.lookup else 2 * math.prod(size for _, size in self.sizes)
@@ -86,6 +106,16 @@ class Workload:
     products: Mapping[Product, int]
     blocks: Mapping[str, int]
     boundaries: Mapping[str, int]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of layers/kept.py of what this model's loops over blocks can keep."""
+        found = {product.name for product in self.products}
+        if RETURNED in found:
+            found.add(DISPATCHED)
+        if "value" in found:
+            found |= {"query", "key"}
+        return frozenset(found - {""})
 
 
 def read_workload(params: Params) -> Workload:
@@ -143,7 +173,7 @@ def _forms(params: Params) -> Forms:
 
 
 def without_strategy(task: InstantiableParams) -> InstantiableParams:
-    """Params of a task without what a strategy sets beside letters: its state is whole on the devices, in no stages."""
+    """Params of a task without what a strategy sets beside letters: stages, sharded state, offload, what is kept."""
     plain = task.Copy().Set(repeat=True, remat="full", shard_state="none", offload="none")
     plain.pipeline.Set(stages=1, micro_batches=1, repeats=1, splits=[], schedule="1f1b")
     return plain

@@ -8,8 +8,11 @@ import pytest
 from lingvo_moe import planning
 from lingvo_moe.core import registry
 from lingvo_moe.core.checks import STATE_LEVELS
-from lingvo_moe.core.layers.kept import names_of
+from lingvo_moe.core.engine.steps import train_step
+from lingvo_moe.core.engine.tracing import trace
+from lingvo_moe.core.layers.kept import NAMES
 from lingvo_moe.core.planner.machine import parse_machine
+from lingvo_moe.core.sharding import single_device
 from lingvo_moe.core.strategies.candidate import (
     DOTS,
     FULL,
@@ -20,7 +23,6 @@ from lingvo_moe.core.strategies.candidate import (
     candidates,
 )
 from lingvo_moe.core.strategies.estimates import Correction
-from lingvo_moe.core.strategies.forward import forward
 from lingvo_moe.core.strategies.layout import Layout, layouts, letter_sizes
 from lingvo_moe.core.strategies.paths import CHOSEN, PATHS
 from lingvo_moe.core.strategies.space import Space
@@ -116,18 +118,25 @@ def test_more_is_kept_for_less_time():
         assert more.Bytes(by) > less.Bytes(by)
 
 
-@pytest.mark.parametrize("model", [_MODEL, "lm.Tiny"])
-def test_what_is_kept_has_the_names_of_the_layers(model):
-    params = registry.GetParams(model)
-    work = _work(model)
-    names = set(forward(work, next(layouts(work, 1)), 4, parse_machine("v3:2x2")).kept)
-    for each in candidates(layouts(work, 1), params, work):
-        override = f"task.remat={each.Overrides()['task.remat']}"
-        task = registry.GetParams(
-            model, override
-        ).task.Instantiate()  # refuses a name that it lacks
-        marked = {*names, *({"query", "key"} if "value" in names else ())}
-        assert set(names_of(task.p.remat)) <= marked | set(DOTS)
+@pytest.mark.parametrize(
+    "model, override, lacks",
+    [
+        ("mt.M4Tiny", "", set()),
+        ("mt.M4Tiny", "task.moe.router=hash", {"router"}),
+        ("lm.Tiny", "", {"router", "experts_hidden", "dispatched", "returned"}),
+    ],
+)
+def test_what_is_kept_has_the_names_of_the_layers(model, override, lacks):
+    """As the trainer finds them when it traces a step, which refuses other names in a list."""
+    params = registry.GetParams(model, override)
+    work = read_workload(params)
+    names = set(NAMES) - {"combined"} - lacks
+    assert work.names == names
+    task = params.task.Copy().Set(remat=sorted(names)).Instantiate()
+    step = train_step(task, params.input.Instantiate())
+    trace(step.fn, step.arg_specs, single_device())
+    for each in candidates(layouts(work, 1), work):
+        assert each.remat == DOTS or set(each.remat) <= names
 
 
 def test_sixteen_bits_take_less():
@@ -173,8 +182,7 @@ def test_a_candidate_sets_what_a_search_chooses():
 
 
 def test_ten_thousand_candidates_have_different_parameters():
-    params = registry.GetParams(_MODEL)
-    found = list(candidates(layouts(_work(), 128), params, _work(), ("", "bfloat16")))
+    found = list(candidates(layouts(_work(), 128), _work(), ("", "bfloat16")))
     texts = {str(sorted(each.Overrides().items())) for each in found}
     assert len(texts) == len(found)
     assert len({str(each) for each in found}) == len(found)
@@ -202,3 +210,28 @@ def test_moves_are_those_of_a_compiled_plan():
     estimate = space.estimator.Of(Candidate(layout, offload=("experts",)))
     assert estimate.hosted == pytest.approx(93.9 * 2**30, rel=0.01)
     assert estimate.moves == pytest.approx(8.51, rel=0.02)
+
+
+def test_a_machine_costs_what_fits_it():
+    """Where only an offload fits, the time of what does not fit says nothing."""
+    params = registry.GetParams(_MODEL, "input.batch_size=256;task.num_groups=16")
+    work = read_workload(params)
+    seconds = []
+    for topology in ("v5e:2x2", "v5e:2x4"):
+        machine = parse_machine(topology)
+        found = Space(params, work, machine).Estimated(machine.hbm_bytes)
+        seconds.append(found.Fastest(machine.hbm_bytes))
+    offloaded, whole = seconds
+    assert offloaded is not None and whole is not None
+    assert offloaded > 10 * whole
+
+
+def test_offloaded_activations_leave_the_sums_of_gradients_on_the_device():
+    layout = _layout("expert:128")
+    one, four = (
+        _estimator().Of(Candidate(layout, micro_batches=n, offload=("activations",)))
+        for n in (1, 4)
+    )
+    assert four.hosted == pytest.approx(one.hosted / 4)
+    assert four.moves == pytest.approx(one.moves)
+    assert four.activations > four.state / 4
