@@ -235,7 +235,8 @@ class _Finder:
             if verified:
                 break
         if best is None:
-            raise NoneFits(_none_compiled(self._search, self._machine, ranking.tried))
+            late = self._IsLate(ranking)
+            raise NoneFits(_none_compiled(self._search, self._machine, ranking.tried, late))
         return Found(
             self._search,
             self._machine,
@@ -415,7 +416,7 @@ def _lacks(
     )
 
 
-def _none_compiled(search: Search, machine: Machine | Host, tried: list[Tried]) -> str:
+def _none_compiled(search: Search, machine: Machine | Host, tried: list[Tried], late: bool) -> str:
     said = [
         f"{search.model} fits {machine.name} under none of the {len(tried)} strategies that were tried"
     ]
@@ -429,4 +430,6 @@ def _none_compiled(search: Search, machine: Machine | Host, tried: list[Tried]) 
         said.append(f"of the last one that was refused, {refused[-1].name}: {refused[-1].refused}")
     if len(tried) == search.compiles:
         said.append(f"--compiles={search.compiles} ended the search")
+    elif late:
+        said.append(f"--minutes={search.seconds / 60:g} ended the search")
     return "; ".join(said)

@@ -4,10 +4,10 @@
     python -m tools.parallelize --model=mt.T96L --topology=h100 --objective=smallest
     python -m lingvo_moe.trainer --model=mt.M4MoE128E36L --strategy=strategy.txt ...
 
-Mesh, sharding of weights and activations, stages of a pipeline, sharded state, recomputation and, if it is allowed,
-the type of activations are searched: all combinations are estimated, the best few are compiled for the machine, and the
-winner is run, shrunk, against one device. The machine is not needed. The exit status is 0, 1 or (in flags) 2 for a
-mistake, 3 where no strategy fits, 130 after Ctrl-C.
+Mesh, sharding of weights and activations, stages of a pipeline, sharded state, recomputation, offload where nothing
+else fits, and, if it is allowed, the type of activations are searched: all combinations are estimated, the best few are
+compiled for the machine, and the winner is run, shrunk, against one device. The machine is not needed. The exit status
+is 0, 1 or (in flags) 2 for a mistake, 3 where no strategy fits, 130 after Ctrl-C.
 """
 
 import json

@@ -41,6 +41,7 @@ def _on_machine(
 @functools.lru_cache(maxsize=4096)
 def _spread(axes: tuple[str, ...], mesh: Mesh, machine: Machine) -> Spread | None:
     """How the groups that exchange lie on the machine; None on a single slice, where a group is a box of neighbours."""
+    # As network.spread says; but a search asks for thousands of meshes, so groups are listed only where they count.
     if not isinstance(machine, Cluster) and machine.slices == 1:
         return None
     places = [mesh.axis_names.index(a) for a in axes]

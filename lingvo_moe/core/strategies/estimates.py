@@ -154,7 +154,7 @@ class Estimator:
     def _Activations(self, candidate: Candidate, once: Forward) -> float:
         """Bytes that are kept from the forward to the backward pass of a micro-batch, or of those in a pipeline."""
         stages, parts, repeats = candidate.layout.stages, candidate.micro_batches, candidate.repeats
-        kept = once.boundaries + sum(saved.bytes for saved in once.Saved(candidate.remat))
+        kept = once.boundaries + sum(saved.bytes for saved in once.SavedBy(candidate.remat))
         if stages == 1:
             return kept / parts
         # A stage keeps inputs of its own, and of each stack before another one for the ticks of that one too.
@@ -215,7 +215,7 @@ def _work(candidate: Candidate, once: Forward) -> dict[str, float]:
     work = {part: 3 * seconds for part, seconds in once.work.items()}
     for part, seconds in once.of_blocks.items():
         work[part] += _again(candidate) * seconds
-    for saved in once.Saved(candidate.remat):
+    for saved in once.SavedBy(candidate.remat):
         for part, seconds in saved.seconds.items():
             work[part] -= seconds
     if "softmax" in work and candidate.repeats > 1:
@@ -238,6 +238,6 @@ def _moved(held: Held) -> float:
 def _network(candidate: Candidate, once: Forward, idle: float) -> float:
     """Seconds of the collectives of activations: forward, backward, and of what blocks compute again."""
     again = _again(candidate) * once.network_of_blocks
-    again -= sum(saved.network for saved in once.Saved(candidate.remat))
+    again -= sum(saved.network for saved in once.SavedBy(candidate.remat))
     outside = once.network - once.network_of_blocks
     return outside + idle * (once.network_of_blocks + once.moves + again + once.backward_sums)

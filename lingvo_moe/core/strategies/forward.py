@@ -67,7 +67,7 @@ class Forward:
     block: float = 0.0
     saved: dict[str, Saved] = field(default_factory=lambda: defaultdict(Saved))
 
-    def Saved(self, names: Sequence[str]) -> list[Saved]:
+    def SavedBy(self, names: Sequence[str]) -> list[Saved]:
         """What is saved by keeping these names."""
         return [self.saved[name] for name in names if name in self.saved]
 
@@ -116,7 +116,7 @@ def forward(work: Workload, layout: Layout, itemsize: int, machine: Machine | Ho
 def collective_seconds(
     kind: str,
     size: float,
-    axes: tuple[str, ...] | list[str],
+    axes: Sequence[str],
     layout: Layout,
     machine: Machine | Host,
 ) -> float:

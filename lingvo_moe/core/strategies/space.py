@@ -27,6 +27,7 @@ class Estimates:
         count: how many there were.
         may_fit: how many of them may fit.
         seconds: how long estimating them took.
+        offloads: whether those that offload are among them.
     """
 
     kept: dict[Candidate, Estimate]
@@ -34,6 +35,7 @@ class Estimates:
     count: int = 0
     may_fit: int = 0
     seconds: float = 0.0
+    offloads: bool = False
 
     def Fastest(self, memory: int) -> float | None:
         """The least seconds of those that fit by their estimate, or else of those that may fit; None where none may."""
@@ -82,8 +84,8 @@ class Space:
 
     def AddOffloads(self, to: Estimates, memory: int) -> None:
         """Adds the candidates that offload, if the machine has hosts; changes nothing the second time."""
-        offloaded = any(candidate.offload in OFFLOADS for candidate in to.kept)
-        if not offloaded and not isinstance(self._machine, Host):
+        if not to.offloads and not isinstance(self._machine, Host):
+            to.offloads = True
             self._Add(to, list(filter(self._Frees, OFFLOADS)), memory)
 
     def _Frees(self, offload: tuple[str, ...]) -> bool:

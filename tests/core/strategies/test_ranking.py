@@ -2,8 +2,9 @@
 
 import pytest
 
+from lingvo_moe.core import registry
 from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.core.strategies.candidate import DOTS, FULL, MOVED, Candidate
+from lingvo_moe.core.strategies.candidate import DOTS, FULL, MOVED, OUTPUTS, Candidate
 from lingvo_moe.core.strategies.estimates import Estimate
 from lingvo_moe.core.strategies.layout import Layout
 from lingvo_moe.core.strategies.ranking import Ranking, Tried
@@ -90,6 +91,24 @@ def test_a_strategy_file_holds_parameters_of_strategies(tmp_path, text):
     path.write_text(text)
     with pytest.raises(StrategyError, match="--strategy="):
         read_overrides(path)
+
+
+def test_every_choice_in_a_strategy_file_reaches_the_experiment(tmp_path):
+    """Lists have commas and quotes, which overrides are divided at."""
+    layout = Layout(Mesh(("stage", "data"), (2, 4)), (("B", "data"),), ())
+    chosen = Candidate(
+        layout, "weights", (*OUTPUTS, *MOVED), "bfloat16", 8, ("experts", "slots"), repeats=2
+    )
+    path = tmp_path / "strategy.txt"
+    path.write_text(to_text(chosen.Overrides(), []))
+    params = registry.GetParams("mt.M4Tiny", read_overrides(path))
+    assert params.train.offload == ["experts", "slots"]
+    assert params.train.shard_state == "weights"
+    assert tuple(params.task.remat) == (*OUTPUTS, *MOVED)
+    assert params.task.fprop_dtype == "bfloat16"
+    pipeline = params.task.pipeline
+    assert (pipeline.schedule, pipeline.repeats, pipeline.stages) == ("interleaved", 2, 2)
+    assert pipeline.micro_batches == 8 * 4  # of all devices along `data`
 
 
 def test_a_strategy_file_is_read_as_it_was_written(tmp_path):
