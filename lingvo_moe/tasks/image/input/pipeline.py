@@ -10,7 +10,7 @@ import abc
 import functools
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ClassVar, Self
 
@@ -67,8 +67,12 @@ class ImageInput(BaseInput):
         self._held_out: Split | None = None
 
     @abc.abstractmethod
-    def _Splits(self) -> tuple[list[str], Split, Split | None]:
-        """The classes, the images to train on, the held-out ones if there are any."""
+    def _Splits(self, began: Collection[str]) -> tuple[list[str], Split, Split | None]:
+        """The classes, the images to train on, the held-out ones if there are any.
+
+        Args:
+            began: the classes of the run that goes on; none of a new one.
+        """
 
     def BatchSpec(self) -> NestedMap:
         """See BaseInput."""
@@ -86,13 +90,14 @@ class ImageInput(BaseInput):
         """
         if self._train is not None:
             return self
-        self._classes, self._train, self._held_out = self._Splits()
+        began = json.loads(artifacts.files[CLASSES_FILE]) if artifacts is not None else []
+        self._classes, self._train, self._held_out = self._Splits(began)
         held_out = len(self._held_out) if self._held_out is not None else 0
         progress(
             f"{len(self._train):,} images of {len(self._classes):,} classes to train on, {held_out:,} held out"
         )
         if artifacts is not None:
-            self._CheckClasses(json.loads(artifacts.files[CLASSES_FILE]))
+            self._CheckClasses(began)
         return self
 
     def _CheckClasses(self, began: list[str]) -> None:
@@ -169,9 +174,9 @@ class FolderInput(ImageInput):
                 "--data_dir is needed to train: a directory of <split>/<class>/<name>.jpg, with the split 'train'"
             )
 
-    def _Splits(self) -> tuple[list[str], Split, Split | None]:
+    def _Splits(self, began: Collection[str]) -> tuple[list[str], Split, Split | None]:
         p = self.p
-        return folder_splits(p.data_dir, p.train_split, p.held_out_split)
+        return folder_splits(p.data_dir, p.train_split, p.held_out_split, began)
 
 
 class DigitsInput(ImageInput):
@@ -182,7 +187,7 @@ class DigitsInput(ImageInput):
         p = super().Params()
         return p.Set(image_size=8, channels=1, random_crop=False, random_flip=False, middle=1.0)
 
-    def _Splits(self) -> tuple[list[str], Split, Split | None]:
+    def _Splits(self, began: Collection[str]) -> tuple[list[str], Split, Split | None]:
         return digits_splits()
 
 

@@ -2,8 +2,10 @@
 
 import abc
 import hashlib
-from collections.abc import Sequence
+import logging
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,10 +13,15 @@ from lingvo_moe.core.permutation import permute
 from lingvo_moe.core.suggest import did_you_mean
 from lingvo_moe.tasks.image.input.errors import ImageDataError
 
-SUFFIXES = (".jpeg", ".jpg", ".png")
+if TYPE_CHECKING:  # it takes a while to import
+    from PIL import Image as PillowImage
+
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 HELD_OUT_SPLITS = ("validation", "val", "test")
 _DIGITS_HELD_OUT = 360  # of 1,797
-_LAYOUT = "<split>/<class>/<name>.jpg (or .jpeg, .png), with the split 'train'"
+_LAYOUT = f"<split>/<class>/<name> with {', '.join(SUFFIXES)}, and the split 'train'"
+_BITS_PER_SAMPLE = 258  # TIFF's tag
+_log = logging.getLogger(__name__)
 
 
 class Split(abc.ABC):
@@ -56,11 +63,11 @@ class FolderSplit(Split):
         path = self._paths[i]
         try:
             with Image.open(path) as image:
-                pixels = np.asarray(image.convert("RGB" if channels == 3 else "L"))
+                pixels = np.asarray(_in_8_bits(image).convert("RGB" if channels == 3 else "L"))
         # What Pillow raises for damaged files is of many kinds.
         except Exception as e:
             raise ImageDataError(
-                f"{path}: cannot be read as an image ({e or type(e).__name__}); replace it or remove it"
+                f"{path}: cannot be read as an image ({str(e) or type(e).__name__}); replace it or remove it"
             ) from e
         return pixels.reshape(*pixels.shape[:2], channels)
 
@@ -88,8 +95,36 @@ class DigitsSplit(Split):
         return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
+def _in_8_bits(image: "PillowImage.Image") -> "PillowImage.Image":
+    """An image whose shades, where they have more bits than 8, are scaled by the range that black to white has.
+
+    That is 0 to 65535 for 16 bits, of which the high byte is kept, as Pillow does for colours; and 0 to 1 for floats.
+
+    Raises:
+        ValueError: integers of 32 bits or with a sign, whose white is not known; or floats outside of 0 to 1.
+    """
+    from PIL import Image
+
+    if image.mode.startswith("I;16"):
+        bits = getattr(image, "tag_v2", {}).get(_BITS_PER_SAMPLE, (16,))[0]  # TIFFs may have 12
+        return Image.fromarray((np.asarray(image) >> (bits - 8)).astype(np.uint8))
+    if image.mode == "I":
+        raise ValueError(
+            "mode I, integers of 32 bits or with a sign: which of them is white is not known; scale them to 8 bits, or"
+            " to 16 without a sign"
+        )
+    if image.mode == "F":
+        shades = np.asarray(image)
+        if not (shades.min() >= 0 and shades.max() <= 1):  # nor NaN
+            raise ValueError(
+                f"mode F, floats from {shades.min():g} to {shades.max():g}: black must be 0 and white 1; scale them"
+            )
+        return Image.fromarray(np.round(shades * 255).astype(np.uint8))
+    return image
+
+
 def folder_splits(
-    data_dir: str, train: str, held_out: str
+    data_dir: str, train: str, held_out: str, began: Collection[str] = ()
 ) -> tuple[list[str], FolderSplit, FolderSplit | None]:
     """The images of a folder in the layout of TensorFlow Datasets' ImageFolder.
 
@@ -97,12 +132,13 @@ def folder_splits(
         data_dir: a directory of <split>/<class>/<name>, where the name ends in one of SUFFIXES.
         train: the split to train on.
         held_out: the split to evaluate on; '' for the first of HELD_OUT_SPLITS that is there, if any.
+        began: the classes of a run that goes on. Names that begin with a dot are no classes, unless they are there.
 
     Returns:
         The classes, sorted: those of both splits. The training images, and the held-out ones or None.
 
     Raises:
-        ImageDataError: a directory or a split that is missing or empty, naming it.
+        ImageDataError: a split or a class that is missing or has no image, or a name that is not UTF-8; it is named.
     """
     root = Path(data_dir)
     if not root.is_dir():
@@ -113,22 +149,60 @@ def folder_splits(
             hint = did_you_mean(name, there)
             raise ImageDataError(f"{data_dir}: has no directory {name!r}{hint}; expected {_LAYOUT}")
     held_out = held_out or next((name for name in HELD_OUT_SPLITS if name in there), "")
-    found = {name: _by_class(root / name) for name in filter(None, (train, held_out))}
+    found = {name: _by_class(root / name, began) for name in filter(None, (train, held_out))}
     classes = sorted({label for each in found.values() for label in each})
     splits = {name: _split(each, classes, root) for name, each in found.items()}
     return classes, splits[train], splits.get(held_out)
 
 
-def _by_class(directory: Path) -> dict[str, list[Path]]:
-    """The image files of a split by class, sorted."""
-    found = {}
-    for folder in sorted(path for path in directory.iterdir() if path.is_dir()):
-        files = sorted(p for p in folder.iterdir() if p.name.lower().endswith(SUFFIXES))
-        if files:
-            found[folder.name] = files
+def _by_class(directory: Path, began: Collection[str]) -> dict[str, list[Path]]:
+    """The image files of a split by class, sorted. Logs how many other files there are."""
+    found, others = dict[str, list[Path]](), list[Path]()
+    for folder in _listed(directory, began):
+        if not folder.is_dir():
+            continue
+        paths = _listed(folder)
+        files = [path for path in paths if path.name.lower().endswith(SUFFIXES)]
+        if not files:
+            raise ImageDataError(
+                f"{folder}: a class without images: it holds {_some(paths)}; remove it, or put images there:"
+                f" expected {_LAYOUT}"
+            )
+        found[folder.name] = files
+        others += [path for path in paths if not path.name.lower().endswith(SUFFIXES)]
     if not found:
         raise ImageDataError(f"{directory}: holds no images; expected {_LAYOUT}")
+    if others:
+        _log.warning(
+            "%s: %d files or directories beside the images are not read, e.g. %s",
+            directory,
+            len(others),
+            others[0].relative_to(directory),
+        )
     return found
+
+
+def _listed(directory: Path, hidden: Collection[str] = ()) -> list[Path]:
+    """What is in a directory, sorted, without names that begin with a dot except those in `hidden`.
+
+    Raises:
+        ImageDataError: a name is not UTF-8, so that no run could list it.
+    """
+    found = sorted(p for p in directory.iterdir() if p.name[0] != "." or p.name in hidden)
+    for path in found:
+        try:
+            path.name.encode()
+        except UnicodeEncodeError:
+            raise ImageDataError(
+                f"{directory}: the name {bytes(Path(path.name))!r} is not UTF-8; rename it"
+            ) from None
+    return found
+
+
+def _some(paths: Sequence[Path]) -> str:
+    """The first few names, as a message has them."""
+    names = [f"{path.name}/" if path.is_dir() else path.name for path in paths[:3]]
+    return ", ".join([*names, "..."] if len(paths) > 3 else names) or "nothing"
 
 
 def _split(by_class: dict[str, list[Path]], classes: list[str], root: Path) -> FolderSplit:

@@ -1,5 +1,9 @@
 """Images: the layout of folders, crops, batches that resume, held-out images, and clear errors."""
 
+import json
+import os
+import shutil
+import struct
 import tempfile
 
 import numpy as np
@@ -141,8 +145,8 @@ def test_crops():
 
 
 def test_flips_are_drawn_for_each_image_and_epoch(folder):
-    for path in folder.glob("train/*/*"):
-        path.unlink()
+    shutil.rmtree(folder / "train")
+    (folder / "train" / "red").mkdir(parents=True)
     half = np.zeros((20, 20, 3), np.uint8)
     half[:, :10] = 255
     for i in range(8):
@@ -160,6 +164,91 @@ def test_a_broken_image_is_named(folder):
     broken.write_bytes(broken.read_bytes()[:200])
     with pytest.raises(ImageDataError, match=r"train/green/2\.jpg: cannot be read as an image"):
         _take(iter(_input(folder)), 3)
+
+
+def test_shades_of_more_than_8_bits_are_scaled_by_their_range(folder):
+    shades = np.array([[0, 256, 32767], [32768, 65280, 65535]], np.uint16)
+    want = np.array([[0, 1, 127], [128, 255, 255]], np.uint8)
+    red = folder / "train" / "red"
+    Image.fromarray(shades).save(red / "0.png")
+    Image.fromarray(shades).save(red / "1.tif")
+    Image.fromarray((want / 255).astype(np.float32)).save(red / "2.tiff")
+    for channels in (1, 3):
+        split = FolderSplit([red / "0.png", red / "1.tif", red / "2.tiff"], [0] * 3, folder)
+        for i in range(3):
+            expected = np.repeat(want[..., None], channels, -1)
+            np.testing.assert_array_equal(split.Read(i, channels), expected)
+
+
+def test_a_tiff_of_12_bits_is_scaled_by_12_bits(tmp_path):
+    """Its 2 x 2 shades are 0, 128, 2048 and 4095; Pillow reads such files and writes none."""
+    tags = {256: 2, 257: 2, 258: 12, 259: 1, 262: 1, 273: 8, 277: 1, 278: 2, 279: 6}
+    content = b"II*\0" + struct.pack("<I", 14) + bytes.fromhex("000080800fff")
+    content += struct.pack("<H", len(tags))
+    content += b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    (tmp_path / "1.tif").write_bytes(content + bytes(4))
+    pixels = FolderSplit([tmp_path / "1.tif"], [0], tmp_path).Read(0, 1)
+    assert pixels[..., 0].tolist() == [[0, 8], [128, 255]]
+
+
+@pytest.mark.parametrize(
+    "shades, message",
+    [
+        (np.full((2, 2), 70_000, np.int32), "mode I, integers of 32 bits or with a sign"),
+        (np.full((2, 2), 1.5, np.float32), "mode F, floats from 1.5 to 1.5: black must be 0"),
+        (np.full((2, 2), np.nan, np.float32), "mode F, floats from nan to nan: black must be 0"),
+    ],
+)
+def test_shades_of_an_unknown_range_are_refused(shades, message, tmp_path):
+    path = tmp_path / "1.tif"
+    Image.fromarray(shades).save(path)
+    with pytest.raises(ImageDataError, match=rf"1\.tif: cannot be read as an image .{message}"):
+        FolderSplit([path], [0], tmp_path).Read(0, 1)
+
+
+@pytest.mark.parametrize("suffix", [".bmp", ".gif", ".tif", ".tiff", ".webp", ".WEBP"])
+def test_every_format_makes_a_class(suffix, folder):
+    (folder / "train" / "white").mkdir()
+    Image.new("RGB", (9, 9), "white").save(folder / "train" / "white" / f"1{suffix}")
+    classes, train, _ = folder_splits(str(folder), "train", "")
+    assert classes == ["blue", "green", "red", "white"]
+    assert train.Read(len(train) - 1, 3).min() == 255
+
+
+def test_hidden_names_are_no_classes_but_those_of_a_run_that_goes_on(folder):
+    hidden = folder / "train" / ".ipynb_checkpoints"
+    hidden.mkdir()
+    Image.new("RGB", (9, 9)).save(hidden / "1-checkpoint.png")
+    (folder / "train" / "red" / "._1.png").write_bytes(b"of a Mac")
+    assert _input(folder).Prepare().classes == ["blue", "green", "red"]
+    assert len(folder_splits(str(folder), "train", "")[1]) == 12
+    began = [hidden.name, "blue", "green", "red"]
+    artifacts = RunArtifacts(files={CLASSES_FILE: json.dumps(began).encode()})
+    assert _input(folder).Prepare(artifacts=artifacts).classes == began
+
+
+def test_a_class_without_images_is_refused(folder):
+    empty = folder / "train" / "white"
+    (empty / "1999").mkdir(parents=True)
+    with pytest.raises(ImageDataError, match="white: a class without images: it holds 1999/; "):
+        _input(folder).Prepare()
+    (empty / "1999").rmdir()
+    with pytest.raises(ImageDataError, match="white: a class without images: it holds nothing; "):
+        _input(folder).Prepare()
+
+
+def test_files_that_are_no_images_are_counted(folder, caplog):
+    _input(folder).Prepare()
+    message = "train: 1 files or directories beside the images are not read, e.g. red/notes.txt"
+    assert message in caplog.text
+
+
+@pytest.mark.parametrize("name", [b"red/\xff.png", b"\xff"])
+def test_a_name_that_is_not_utf8_is_named(name, folder):
+    os.mkdir(path := os.fsencode(folder / "train") + b"/" + name)
+    with pytest.raises(ImageDataError, match=r"the name b'\\xff(.png)?' is not UTF-8; rename it"):
+        _input(folder).Prepare()
+    os.rmdir(path)
 
 
 def test_the_images_are_identified_once(folder, monkeypatch):
