@@ -60,10 +60,9 @@ def measured_step(
     }
     if fits:
         batch = task.SampleBatch(inputs, np.random.RandomState(0))
-        init = engine.Build(
-            task.InitState, [TensorSpec((), "int32")], results=task.StateSpecs(), name="init_state"
-        )
-        state, _ = run(init(np.int32(1)), batch)
+        seed, spec, specs = np.int32(1), TensorSpec((), "int32"), task.StateSpecs()
+        start = engine.Once(task.InitState, [seed], [spec], results=specs, name="init_state")
+        state, _ = run(start, batch)
         seconds = []
         for _ in range(_STEPS):
             began = time.perf_counter()

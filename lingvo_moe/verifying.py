@@ -147,8 +147,10 @@ def verify_model(
     # The memory of hosts changes no result, and TensorFlow's own programs have none.
     alone = params.task.Copy().Set(offload=NO_OFFLOAD).Instantiate()
     one_device = TfEngine(jit_compile=False)
-    init = one_device.Build(alone.InitState, [TensorSpec((), "int32")])
-    start = one_device.Get(init(np.int32(1234)))
+    seed, spec, specs = np.int32(1234), TensorSpec((), "int32"), alone.StateSpecs()
+    start = one_device.Get(
+        one_device.Once(alone.InitState, [seed], [spec], results=specs, name="init_state")
+    )
     found = []
     engines: Sequence[tuple[Engine, BaseTask]] = (
         (PjrtEngine(mesh, known_faults=OFF), task),

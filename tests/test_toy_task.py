@@ -54,6 +54,15 @@ def test_the_framework_imports_no_task(done):
     assert "IMPORTED []" in done[1]
 
 
+def test_what_a_run_does_before_its_first_step_is_shown(done):
+    words = r"^(compiling the|compiled the|initialising|making|running|step [0-9]+)"
+    shown = re.findall(words, done[2], re.MULTILINE)
+    compiled, first = ["compiling the", "compiled the"], ["making", "running"]
+    new = [*compiled, "initialising", *first, *(f"step {i}" for i in (1, 2, 3, 4))]
+    resumed = [*compiled, *first, "step 5", "step 6"]
+    assert shown[: len(new) + len(resumed)] == new + resumed
+
+
 def test_it_is_a_whole_task_of_at_most_sixty_lines():
     assert len(Path(toy_task.__file__).read_text(encoding="utf-8").splitlines()) <= 60
 

@@ -5,7 +5,6 @@ import logging
 import os
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -314,23 +313,22 @@ class Progress:
     """Shows the current activity and its duration; the work runs in a thread, so that Ctrl-C takes effect at once."""
 
     def __init__(self) -> None:
-        from lingvo_moe.core.engine.progress import LineProgress
+        from lingvo_moe.core.engine.progress import Waiting
 
-        self._lines = LineProgress()
-        self._doing, self._since = "", time.monotonic()
+        self._waiting = Waiting(interval=5.0)
 
     def __enter__(self) -> "Progress":
+        self._waiting.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._lines.Close()
+        self._waiting.__exit__()
 
     def __call__(self, doing: str) -> None:
-        self._doing, self._since = doing, time.monotonic()
-        self._lines(f"{doing} ...")
+        self._waiting(doing)
 
     def Watch(self, work: Any) -> Any:
-        """Runs `work` in a thread, with progress; returns its result or raises its error."""
+        """Runs `work` in a thread; returns its result or raises its error."""
         result: dict[str, Any] = {}
 
         def run() -> None:
@@ -343,8 +341,6 @@ class Progress:
         thread.start()
         while thread.is_alive():
             thread.join(timeout=1.0)
-            if thread.is_alive():
-                self._lines(f"{self._doing} ... {time.monotonic() - self._since:.0f} s")
         if "error" in result:
             raise result["error"]
         return result["value"]

@@ -151,11 +151,12 @@ class VariableSpec:
         in i. The parts of a packed variable start as they would on their own."""
         if isinstance(self.init, InitOfVariable):
             return self.init.OfVariable(self, seed)
-        seed = randomness.fold_in(seed, self.path)
         if self.stack_dims > 1:
             raise ValueError(f"{self.path}: layers are stacked once, not {self.stack_dims} times")
-        if self.stack_dims:
-            seed = randomness.fold_in(seed, tf.range(self.shape[0]))
+        if self.init.is_random:  # most values of a state are constants
+            seed = randomness.fold_in(seed, self.path)
+            if self.stack_dims:
+                seed = randomness.fold_in(seed, tf.range(self.shape[0]))
         return self.init(seed, self.shape, tf.as_dtype(self.dtype))
 
 

@@ -28,6 +28,11 @@ class WeightInit:
     def __post_init__(self) -> None:
         checks.check_one_of("WeightInit: method", self.method, _METHODS)
 
+    @property
+    def is_random(self) -> bool:
+        """Whether the value depends on the seed."""
+        return self.method != "constant"
+
     @classmethod
     def Constant(cls, value: float = 0.0) -> "WeightInit":
         return cls("constant", value)

@@ -10,7 +10,8 @@ Usage:
 """
 
 import abc
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from lingvo_moe.core import checks
@@ -29,7 +30,12 @@ class Compiled(abc.ABC):
 
     Arguments may be NumPy arrays or tensors that the engine's functions returned; results stay on
     the devices.
+
+    Attributes:
+        first_call: what the first call does besides running the function, as a phrase; '' for nothing.
     """
+
+    first_call: str = ""
 
     @abc.abstractmethod
     def __call__(self, *args: Any) -> Any:
@@ -46,10 +52,21 @@ class Engine(abc.ABC):
     Attributes:
         mesh: the mesh that functions are traced under.
         has_host_memory: whether the devices have memory of their own beside that of their host.
+        doing: called with a phrase when Build does something else that may take long.
     """
 
     mesh: Mesh
     has_host_memory: bool = False
+    doing: Callable[[str], None] = staticmethod(lambda doing: None)
+
+    @contextlib.contextmanager
+    def Showing(self, show: Callable[[str], None]) -> Iterator[None]:
+        """Inside the block, `show` is called with what Build does."""
+        before, self.doing = self.doing, show
+        try:
+            yield
+        finally:
+            self.doing = before
 
     @abc.abstractmethod
     def Build(
@@ -62,6 +79,18 @@ class Engine(abc.ABC):
         name: str = "",
     ) -> Compiled:
         """Lowers and compiles `fn`; the arguments are those of `lowering.lower`."""
+
+    def Once(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        arg_specs: Sequence[Any],
+        *,
+        results: Any,
+        name: str,
+    ) -> Any:
+        """The results of a function that is called only once, on these arguments; the other arguments are Build's."""
+        return self.Build(fn, arg_specs, results=results, name=name)(*args)
 
     @abc.abstractmethod
     def Put(self, tree: Any, specs: Any) -> Any:

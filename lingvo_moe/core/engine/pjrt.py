@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from lingvo_moe.core import units
 from lingvo_moe.core.engine import gpu_settings, xla
 from lingvo_moe.core.engine.base import Compiled, Engine, EngineError
 from lingvo_moe.core.engine.collectives import Collective, parse_collectives
@@ -96,7 +97,10 @@ class PjrtEngine(Engine):
         donate: Sequence[int] = (),
         name: str = "",
     ) -> "CompiledProgram":
-        return self.Compile(self.Lower(fn, arg_specs, results=results, donate=donate, name=name))
+        self.doing(f"lowering {name}")
+        program = self.Lower(fn, arg_specs, results=results, donate=donate, name=name)
+        self.doing(f"compiling {name}, {units.size(len(program.exported))} of StableHLO")
+        return self.Compile(program)
 
     def Compile(
         self, program: Program, options: Mapping[str, Any] | None = None

@@ -42,12 +42,20 @@ class Prefetched(BatchIterator):
 
     def __next__(self) -> NestedMap:
         """See BatchIterator."""
-        while len(self._begun) <= _AHEAD:
-            self._begun.append(self._thread.submit(self._Make))
+        self._Begin()
         start = time.monotonic()
         batch, self._state = self._begun.popleft().result()
         self.waited += time.monotonic() - start
         return batch
+
+    def Await(self) -> None:
+        """Waits until the next batch is there, or its error."""
+        self._Begin()
+        self._begun[0].exception()
+
+    def _Begin(self) -> None:
+        while len(self._begun) <= _AHEAD:
+            self._begun.append(self._thread.submit(self._Make))
 
     def _Make(self) -> tuple[NestedMap, dict[str, Any]]:
         return next(self._batches), self._batches.GetState()

@@ -2,9 +2,10 @@
 
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple, TextIO
+from typing import NamedTuple, Self, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -12,6 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from lingvo_moe.core import units as formats
 
 _WAIT_TO_SHOW = 0.01  # of the time; less does not matter
+_TICK = 1.0  # seconds between two looks at the clock while something is waited for
 
 
 class Work(NamedTuple):
@@ -51,6 +53,7 @@ class StepProgress:
         last: the step at which it ends.
         unit: what the speed counts, e.g. 'tokens'.
         work: the arithmetic of a step.
+        doing: what is shown until the first step is done.
         stream: where to, standard error by default.
     """
 
@@ -60,6 +63,7 @@ class StepProgress:
         last: int,
         unit: str,
         work: Work | None = None,
+        doing: str = "running the first step",
         stream: TextIO | None = None,
     ):
         self._stream, self._unit, self._work = stream or sys.stderr, unit, work or Work()
@@ -67,6 +71,7 @@ class StepProgress:
         self._seen, self._seen_at, self._waited = first, time.monotonic(), 0.0
         self._seconds_a_step = 0.0
         self._bar: Progress | None = None
+        self._waiting: Waiting | None = None
         if self._stream.isatty():
             self._bar = Progress(
                 TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
@@ -76,7 +81,9 @@ class StepProgress:
                 console=Console(file=self._stream),
             )
             self._bar.start()
-            self._task = self._bar.add_task("compiling", total=last, completed=first)
+            self._task = self._bar.add_task(doing, total=last, completed=first)
+        else:
+            self._waiting = Waiting(doing, self._stream).__enter__()
 
     def Update(
         self,
@@ -101,6 +108,7 @@ class StepProgress:
         Returns:
             The speed since the last call.
         """
+        self._StopWaiting()
         now = time.monotonic()
         elapsed = max(now - self._seen_at, 1e-9)
         speed = self._speed(units, step - self._seen, elapsed, waited - self._waited)
@@ -154,8 +162,14 @@ class StepProgress:
 
     def Close(self) -> None:
         """Leaves the terminal in order."""
+        self._StopWaiting()
         if self._bar is not None:
             self._bar.stop()
+
+    def _StopWaiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.__exit__()
+            self._waiting = None
 
 
 class LineProgress:
@@ -195,17 +209,64 @@ class LineProgress:
             self._write(f"{line}\n")
         self._shown_at, self._held = now, ""
 
-    def Close(self) -> None:
-        """Shows the last line where it was held back, and ends it."""
+    def Close(self, last: bool = True) -> None:
+        """Ends the line at a terminal. Elsewhere shows the last line if it was held back, unless `last` is false."""
         if self._terminal and self._shown_at is not None:
             self._write("\n")
-        elif self._held:
+        elif self._held and last:
             self._write(f"{self._held}\n")
         self._shown_at, self._held = None, ""
 
     def _write(self, text: str) -> None:
         self._stream.write(text)
         self._stream.flush()
+
+
+class Waiting:
+    """Shows what a command is doing and for how many seconds: call it with a phrase when it does something else.
+
+    A thread shows it, since a compiler does not return before it is done. Elsewhere than at a terminal there is a line
+    at the beginning, and then one in `interval` seconds.
+
+    Usage:
+        with Waiting("lowering train_step") as waiting:
+            ...
+            waiting("compiling train_step")
+    """
+
+    def __init__(
+        self,
+        doing: str = "",
+        stream: TextIO | None = None,
+        interval: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._lines, self._clock = LineProgress(stream, interval, clock), clock
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._Run, name="waiting", daemon=True)
+        self._doing = ""
+        if doing:
+            self(doing)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self._lines.Close(last=False)
+
+    def __call__(self, doing: str) -> None:
+        with self._lock:
+            self._doing, self._since = doing, self._clock()
+            self._lines(f"{doing} ...")
+
+    def _Run(self) -> None:
+        while not self._over.wait(_TICK):
+            with self._lock:
+                if self._doing:
+                    self._lines(f"{self._doing} ... {self._clock() - self._since:.0f} s")
 
 
 def format_seconds(seconds: float) -> str:

@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from lingvo_moe.core import kernels
 from lingvo_moe.core.engine.base import Compiled, Engine, EngineError
 from lingvo_moe.core.engine.signature import Signature
 from lingvo_moe.core.engine.specs import TensorSpec, map_with_specs
 from lingvo_moe.core.engine.tracing import trace
+from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.nested_map import flatten_items, pack, skeleton
 from lingvo_moe.core.quiet import quiet
-from lingvo_moe.core.sharding import Mesh, single_device
+from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
 from lingvo_moe.core.sharding.letters import HOST
 
 
@@ -44,6 +46,7 @@ class TfEngine(Engine):
         donate: Sequence[int] = (),
         name: str = "",
     ) -> "CompiledTfFunction":
+        self.doing(f"tracing {name}")
         function, signature = trace(
             fn,
             arg_specs,
@@ -58,6 +61,22 @@ class TfEngine(Engine):
                 "--engine: TensorFlow's own programs have one memory; train.offload takes --engine=pjrt"
             )
         return CompiledTfFunction(function, signature, self._jit_compile)
+
+    def Once(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        arg_specs: Sequence[Any],
+        *,
+        results: Any,
+        name: str,
+    ) -> Any:
+        if self._jit_compile:
+            return super().Once(fn, args, arg_specs, results=results, name=name)
+        # Eagerly: to trace a graph and to optimise it takes TensorFlow ten times as long as to run its operations once.
+        given = [self.Put(tree, specs) for tree, specs in zip(args, arg_specs, strict=True)]
+        with use_mesh(self.mesh), kernels.using(tensorflow):
+            return self.Put(fn(*given), results)
 
     def Put(self, tree: Any, specs: Any) -> Any:
         return map_with_specs(_to_tensor, tree, specs)
@@ -76,6 +95,7 @@ class CompiledTfFunction(Compiled):
 
     def __init__(self, function: Any, signature: Signature, jit_compile: bool):
         self.function, self.signature, self._jit_compile = function, signature, jit_compile
+        self.first_call = "XLA compiles it" if jit_compile else "TensorFlow optimises its graph"
 
     def __call__(self, *args: Any) -> Any:
         leaves = self.signature.FlattenArgs(*args)

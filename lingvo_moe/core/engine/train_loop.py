@@ -4,9 +4,10 @@ The loop owns no numbers: the state is the engine's, the batches are the input's
 a restart needs (state, the input's position) goes into one checkpoint.
 """
 
+import contextlib
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from lingvo_moe.core.engine.initial_weights import InitialWeights
 from lingvo_moe.core.engine.interrupt import StopRequest, TimeLimit
 from lingvo_moe.core.engine.packed_tensors import Packing
 from lingvo_moe.core.engine.prefetch import Prefetched
-from lingvo_moe.core.engine.progress import Speed, StepProgress, Work
+from lingvo_moe.core.engine.progress import Speed, StepProgress, Waiting, Work
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.engine.steps import build_step, train_step
 from lingvo_moe.core.engine.summaries import Summaries
@@ -102,7 +103,13 @@ class TrainLoop:
             step_fn = self._build_step(on_compiled)
             if first is None:
                 first, state = 0, self._begin(batches)
-            progress = StepProgress(first, self._train.max_steps, self._task.UNIT, self._work)
+            with Waiting("making the first batch"):
+                batches.Await()
+            doing = "running the first step"
+            if step_fn.first_call:
+                doing += f", for which {step_fn.first_call}"
+            unit, last = self._task.UNIT, self._train.max_steps
+            progress = StepProgress(first, last, unit, self._work, doing)
             try:
                 return self._steps(step_fn, state, first, batches, progress, stop)
             finally:
@@ -122,8 +129,8 @@ class TrainLoop:
             say(
                 f"train.offload={self._task.p.offload}: CPU devices have one memory, so it frees none here"
             )
-        say(f"compiling the training step{of} ...")
-        step_fn = build_step(train_step(self._task, self._inputs, num), self._engine)
+        with self._Waiting(f"compiling the training step{of}"):
+            step_fn = build_step(train_step(self._task, self._inputs, num), self._engine)
         if on_compiled is not None:
             on_compiled(step_fn)
         return step_fn
@@ -139,23 +146,25 @@ class TrainLoop:
 
     def _begin(self, batches: BatchIterator) -> NestedMap:
         """The state before step 0, saved at once, so that the run can be resumed."""
-        init = self._engine.Build(
-            self._task.InitState,
-            [TensorSpec((), "int32")],
-            results=self._state_specs,
-            name="init_state",
-        )
-        state = init(np.int32(self._task.p.seed))
-        if self._initial is not None:
-            specs = self._state_specs
-            state = self._initial.Into(state, specs.theta, self._engine, self._packing)
-            copy = self._engine.Build(
-                self._task.WithCopies, [specs], donate=(0,), name="with_copies"
-            )
-            state = copy(state)
-        self._save(0, state, batches)
-        self._checkpointer.Wait()
+        specs, engine = self._state_specs, self._engine
+        with self._Waiting(f"initialising {len(specs.theta.Flatten())} variables") as waiting:
+            seed, spec = np.int32(self._task.p.seed), TensorSpec((), "int32")
+            init = self._task.InitState
+            state = engine.Once(init, [seed], [spec], results=specs, name="init_state")
+            if self._initial is not None:
+                state = self._initial.Into(state, specs.theta, engine, self._packing)
+                copy = engine.Build(self._task.WithCopies, [specs], donate=(0,), name="with_copies")
+                state = copy(state)
+            waiting("saving the state before the first step")
+            self._save(0, state, batches)
+            self._checkpointer.Wait()
         return state
+
+    @contextlib.contextmanager
+    def _Waiting(self, doing: str) -> Iterator[Waiting]:
+        """Shows what is done inside the block, also by the engine."""
+        with Waiting(doing) as waiting, self._engine.Showing(waiting):
+            yield waiting
 
     def _why_done(self, step: int) -> str:
         """Why there is nothing left to train after a step; '' if there is."""

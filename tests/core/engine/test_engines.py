@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_moe.core import sharding
+from lingvo_moe.core.engine import tf_engine
 from lingvo_moe.core.engine.base import EngineError, make_engine
 from lingvo_moe.core.engine.devices import initialize_distributed, request_cpu_devices
 from lingvo_moe.core.engine.lowering import LoweringError, lower
@@ -36,9 +37,13 @@ def _step(state, batch):
 
 
 def _losses(engine):
-    init = engine.Build(_init, [TensorSpec((), "int32")], results=STATE)
-    step = engine.Build(_step, [STATE, BATCH], donate=(0,))
-    state = init(np.int32(1))
+    shown = []
+    with engine.Showing(shown.append):
+        state = engine.Once(
+            _init, [np.int32(1)], [TensorSpec((), "int32")], results=STATE, name="init"
+        )
+        step = engine.Build(_step, [STATE, BATCH], donate=(0,), name="step")
+    assert any(line.endswith("ing step") for line in shown)  # lowering or tracing
     batch = NestedMap(x=np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4))
     losses = []
     for _ in range(4):
@@ -55,6 +60,20 @@ def test_tensorflow_alone_and_eight_devices_train_alike():
     np.testing.assert_allclose(losses, tf_losses, rtol=1e-6)
     np.testing.assert_allclose(graph_losses, tf_losses, rtol=1e-6)
     assert losses[-1] < losses[0]
+
+
+def test_tf_graph_traces_nothing_that_is_called_once(monkeypatch):
+    def trace(*args, **kwargs):
+        raise AssertionError("traced")
+
+    monkeypatch.setattr(tf_engine, "trace", trace)
+    engine, spec = make_engine("tf_graph", sharding.single_device()), [TensorSpec((), "int32")]
+    state = engine.Once(_init, [np.int32(1)], spec, results=STATE, name="init")
+    np.testing.assert_array_equal(state.w, _init(1).w)
+    with pytest.raises(SpecError):
+        engine.Once(_init, [np.float32(1)], spec, results=STATE, name="init")
+    with pytest.raises(SpecError):
+        engine.Once(lambda x: x, [np.int32(1)], spec, results=TensorSpec((2,), "int32"), name="x")
 
 
 def test_the_tf_engine_shows_its_hlo_and_checks_arguments():

@@ -52,6 +52,17 @@ def test_the_next_batches_are_made_while_nobody_waits():
         assert next(batches) == 1
 
 
+def test_the_first_batch_is_awaited_without_being_taken():
+    with Prefetched(Counting()) as batches:
+        batches.Await()
+        assert batches.ready and batches.GetState() == {"position": 0}
+        assert next(batches) == 0
+    with Prefetched(Counting(fails_at=0)) as batches:
+        batches.Await()
+        with pytest.raises(ValueError, match="batch 0 is damaged"):
+            next(batches)
+
+
 def test_an_error_is_raised_when_its_batch_is_asked_for():
     with Prefetched(Counting(fails_at=2)) as batches:
         assert [next(batches), next(batches)] == [0, 1]

@@ -1,10 +1,18 @@
 """Progress: what is printed at a terminal and elsewhere, and how often."""
 
 import io
+import threading
 
 import pytest
 
-from lingvo_moe.core.engine.progress import LineProgress, StepProgress, Work, format_seconds
+from lingvo_moe.core.engine import progress as progress_module
+from lingvo_moe.core.engine.progress import (
+    LineProgress,
+    StepProgress,
+    Waiting,
+    Work,
+    format_seconds,
+)
 
 
 class Terminal(io.StringIO):
@@ -48,6 +56,26 @@ def test_at_a_terminal_lines_take_each_others_place(monkeypatch):
     assert out.getvalue() == "\r\x1b[2Kfirst\r\x1b[2Kthe second\n"
 
 
+def test_what_takes_long_is_shown_with_its_seconds_while_it_does_not_return(monkeypatch):
+    shown, clock = threading.Event(), Clock()
+
+    class Log(io.StringIO):
+        def write(self, text):
+            if "..." in text and text.endswith(" s\n"):
+                shown.set()
+            return super().write(text)
+
+    monkeypatch.setattr(progress_module, "_TICK", 0.001)
+    out = Log()
+    with Waiting("lowering", out, interval=10.0, clock=clock) as waiting:
+        clock.now = 1.0
+        waiting("compiling")  # too soon for another line
+        clock.now = 13.0
+        assert shown.wait(60)
+        waiting("loading")  # which takes no time
+    assert out.getvalue().splitlines() == ["lowering ...", "compiling ... 12 s"]
+
+
 def test_steps_elsewhere(monkeypatch):
     clock = Clock()
     monkeypatch.setattr("time.monotonic", clock)
@@ -62,6 +90,7 @@ def test_steps_elsewhere(monkeypatch):
     )
     progress.Close()
     assert out.getvalue().splitlines() == [
+        "running the first step ...",
         "step 110/200  loss 2.5000  500 tokens/s  1m30s left",
         "step 120/200  loss nan  100 tokens/s  2m40s left  3.1% dropped at worst  (2 not finite, skipped)",
     ]
@@ -78,6 +107,7 @@ def test_the_first_step_alone_tells_nothing_of_the_others(monkeypatch):
     progress.Update(6, 2.5, 100.0)
     progress.Close()
     assert out.getvalue().splitlines() == [
+        "running the first step ...",
         "step 1/11  loss 2.5000",
         "step 6/11  loss 2.5000  20 tokens/s  5s left",
     ]
@@ -108,7 +138,7 @@ def test_waiting_for_input_is_shown_where_it_matters(monkeypatch):
         clock.now += 10.0
         speed = progress.Update(step, 1.0, 50.0, waited=waited)
     assert speed.input_wait == pytest.approx(0.2)
-    first, second = out.getvalue().splitlines()
+    _, first, second = out.getvalue().splitlines()
     assert "waiting" not in first and "20% waiting for input" in second
 
 
