@@ -5,7 +5,7 @@ The compiler that will run the program is the judge: a strategy's memory, collec
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from lingvo_moe.core.planner.machine import Machine, parse_machine
 from lingvo_moe.core.planner.slices import machines
 from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.core.sharding.letters import axes_of
+from lingvo_moe.core.strategies.budget import Budget
 from lingvo_moe.core.strategies.candidate import Candidate
 from lingvo_moe.core.strategies.estimates import Estimate
 from lingvo_moe.core.strategies.host import Host
@@ -57,7 +58,7 @@ class Search:
         objective: one of objectives.OBJECTIVES.
         memory: bytes of a device that may be used; 0 for all.
         compiles: at most so many programs are compiled.
-        seconds: after these no further program is begun.
+        seconds: no program is begun that should end after these; the first one always is.
         known_faults: as planning.Request; a strategy that meets one is refused.
         verify: whether the winner runs, shrunk, before it is handed out.
     """
@@ -87,6 +88,8 @@ class Found:
         candidates: how many there were, and how many of them may fit.
         estimate_seconds: how long estimating them took.
         verified: the mesh on which the winner was run against one device; '' if it was not.
+        ended: the limit that ended the search, how much was left, and flags that try more of it; '' if nothing else
+            should beat the winner.
     """
 
     search: Search
@@ -96,6 +99,7 @@ class Found:
     candidates: tuple[int, int]
     estimate_seconds: float
     verified: str
+    ended: str = ""
 
     def ToText(self) -> str:
         """The strategy file of the winner."""
@@ -143,6 +147,7 @@ class Found:
             "candidates": self.candidates[0],
             "may_fit": self.candidates[1],
             "verified": self.verified,
+            "ended": self.ended,
             "ranking": [
                 {
                     "strategy": tried.name,
@@ -160,18 +165,25 @@ class NoneFits(StrategyError):
     """No strategy fits the machine."""
 
 
-def find(search: Search, cache_dir: Path | None, say: Say = lambda _: None) -> Found:
+def find(
+    search: Search,
+    cache_dir: Path | None,
+    say: Say = lambda _: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Found:
     """The best strategy of a model on a machine.
 
     Args:
         search: what to search for.
         cache_dir: of plans, verified steps and compiled programs; None to cache nothing.
         say: called with lines about the progress.
+        clock: returns seconds.
 
     Raises:
         NoneFits: with what lacks.
         ValueError: of some subclass: an experiment, override or topology that cannot be.
     """
+    budget = Budget(search.compiles, search.seconds, search.verify, clock)
     params = registry.GetParams(search.model, search.override)
     check_override(search.override)
     say(f"reading the work of a step of {search.model}")
@@ -179,9 +191,13 @@ def find(search: Search, cache_dir: Path | None, say: Say = lambda _: None) -> F
     names = _machines(search, params, work)
     for name in names:
         try:
-            return _Finder(replace(search, topology=name), params, work, cache_dir, say).Run()
+            on_it = replace(search, topology=name)
+            return _Finder(on_it, params, work, budget, cache_dir, say).Run()
         except NoneFits as e:
-            if name == names[-1]:
+            left = len(names) - 1 - names.index(name)
+            if left and budget.elapsed > search.seconds:
+                raise NoneFits(f"{e}. {left} more machines were not tried") from None
+            if not left:
                 raise
             say(str(e))
     raise NoneFits(
@@ -202,12 +218,18 @@ class _Finder:
     """The search on one machine."""
 
     def __init__(
-        self, search: Search, params: Params, work: Workload, cache_dir: Path | None, say: Say
+        self,
+        search: Search,
+        params: Params,
+        work: Workload,
+        budget: Budget,
+        cache_dir: Path | None,
+        say: Say,
     ):
         self._search, self._cache_dir, self._say = search, cache_dir, say
+        self._budget, self._ended = budget, ""
         self._machine = _machine(search)
         self._memory = min(self._machine.hbm_bytes, search.memory or self._machine.hbm_bytes)
-        self._started = time.monotonic()
         dtypes = _dtypes(search, params)
         self._space = Space(params, work, self._machine, dtypes)
         self._written = _as_written(params, self._machine.num_devices)
@@ -235,8 +257,7 @@ class _Finder:
             if verified:
                 break
         if best is None:
-            late = self._IsLate(ranking)
-            raise NoneFits(_none_compiled(self._search, self._machine, ranking.tried, late))
+            raise NoneFits(_none_compiled(self._search, self._machine, ranking.tried, self._ended))
         return Found(
             self._search,
             self._machine,
@@ -245,20 +266,30 @@ class _Finder:
             (self._found.count, self._found.may_fit),
             self._found.seconds,
             verified,
+            self._ended,
         )
 
     def _CompileMore(self, ranking: Ranking) -> None:
         """Compiles candidates until none should beat the best, or the search is over."""
-        while len(ranking.tried) < self._search.compiles and not self._IsLate(ranking):
+        while True:
             if ranking.NothingFits():
                 self._space.AddOffloads(self._found, self._memory)
             following = ranking.Next()
-            if following is None:
-                break
-            ranking.Add(self._Compiled(following, ranking))
+            limit = self._budget.Limit(len(ranking.tried))
+            self._ended = self._WhyEnded(limit, ranking, following) if limit and following else ""
+            if limit or not following:
+                return
+            ranking.Add(self._Compiled(following[0], ranking))
 
-    def _IsLate(self, ranking: Ranking) -> bool:
-        return bool(ranking.tried) and time.monotonic() - self._started > self._search.seconds
+    def _WhyEnded(self, limit: str, ranking: Ranking, left: Sequence[Candidate]) -> str:
+        """Says that a limit ended the search although these candidates are left."""
+        tried, first = len(ranking.tried), left[0]
+        seconds = self._found.kept[first].Seconds(ranking.Correction(first))
+        return (
+            f"{limit} ended the search after {units.duration(self._budget.elapsed)} and {tried} of "
+            f"{self._found.count:,} candidates. By estimate {len(left):,} of the others should be faster, first of all "
+            f"{first} ({units.duration(seconds)} a step): {self._budget.Advice(tried)} tries more"
+        )
 
     def _Compiled(self, candidate: Candidate, ranking: Ranking) -> Tried:
         """Compiles a candidate."""
@@ -268,16 +299,9 @@ class _Finder:
         seconds = self._found.kept[candidate].Seconds(ranking.Correction(candidate))
         self._say(f"compiling {name}: {units.duration(seconds)} a step by estimate")
         tried = Tried(candidate, name, overrides, seconds)
-        override, faults = joined(self._search.override, overrides), self._search.known_faults
         try:
-            if isinstance(self._machine, Host):
-                mesh = candidate.layout.mesh
-                tried.plan = measured_step(self._search.model, override, mesh, self._memory, faults)
-            else:
-                request = planning.Request(
-                    self._search.model, self._search.topology, override, known_faults=faults
-                )
-                tried.plan = cached_plan(request, self._cache_dir, self._say)
+            with self._budget.Working():
+                tried.plan = self._Plan(candidate, joined(self._search.override, overrides))
         except ValueError as e:  # a known fault, or what the step's own checks refuse
             tried.refused = str(e)
         if tried.plan is not None and tried.plan["memory"]["fits"]:
@@ -285,6 +309,14 @@ class _Finder:
             if needed > self._memory:
                 tried.refused = f"needs {units.size(needed)} of {units.size(self._memory)}"
         return tried
+
+    def _Plan(self, candidate: Candidate, override: str) -> dict[str, Any]:
+        """The plan of a candidate, or its measured step. Raises as these do."""
+        model, faults = self._search.model, self._search.known_faults
+        if isinstance(self._machine, Host):
+            return measured_step(model, override, candidate.layout.mesh, self._memory, faults)
+        request = planning.Request(model, self._search.topology, override, known_faults=faults)
+        return cached_plan(request, self._cache_dir, self._say)
 
     def _Verified(self, tried: Tried) -> str:
         """The small mesh on which a strategy gives what one device gives; '' if it does not, and it is refused."""
@@ -295,7 +327,8 @@ class _Finder:
         override = joined(self._search.override, tried.overrides)
         override = join_overrides(override, f"train.mesh={mesh}", *_pipeline_over(mesh))
         try:
-            cached_verification(self._search.model, mesh, override, self._cache_dir, self._say)
+            with self._budget.Working():
+                cached_verification(self._search.model, mesh, override, self._cache_dir, self._say)
         except VerifyError as e:
             tried.refused = f"computes something else than one device: {e}"
             return ""
@@ -416,7 +449,7 @@ def _lacks(
     )
 
 
-def _none_compiled(search: Search, machine: Machine | Host, tried: list[Tried], late: bool) -> str:
+def _none_compiled(search: Search, machine: Machine | Host, tried: list[Tried], ended: str) -> str:
     said = [
         f"{search.model} fits {machine.name} under none of the {len(tried)} strategies that were tried"
     ]
@@ -428,8 +461,6 @@ def _none_compiled(search: Search, machine: Machine | Host, tried: list[Tried], 
     refused = [t for t in tried if t.refused]
     if refused:
         said.append(f"of the last one that was refused, {refused[-1].name}: {refused[-1].refused}")
-    if len(tried) == search.compiles:
-        said.append(f"--compiles={search.compiles} ended the search")
-    elif late:
-        said.append(f"--minutes={search.seconds / 60:g} ended the search")
+    if ended:
+        said.append(ended)
     return "; ".join(said)

@@ -15,7 +15,7 @@ from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.partitioner.known_faults import ERROR
 from lingvo_moe.core.paths import check_local, check_portable
 from lingvo_moe.core.pipeline.params import micro_batches_of, schedule_on, settings_of
-from lingvo_moe.core.pipeline.schedule import DATA
+from lingvo_moe.core.pipeline.schedule import DATA, STAGE
 from lingvo_moe.core.run_dir import RunDir
 from lingvo_moe.core.run_lock import RunLock
 from lingvo_moe.core.sharding import Axis, Mesh, ShardingError, SplitMap
@@ -110,10 +110,10 @@ def check_paths(args: Flags, params: Params) -> None:
 
 
 def strategy_override(args: Flags) -> str:
-    """`--strategy` with `--model_params_override` appended, which may change it. Raises StrategyError."""
+    """`--strategy` with `--model_params_override` appended, which may change it. Raises as read_overrides."""
     if not args.strategy:
         return args.model_params_override
-    return join_overrides(read_overrides(args.strategy), args.model_params_override)
+    return join_overrides(read_overrides(args.strategy, args.model), args.model_params_override)
 
 
 def check_data_dir(args: Flags) -> None:
@@ -149,6 +149,7 @@ def check_divisible(params: Params, task: "BaseTask", mesh: Mesh) -> None:
         ShardingError: a sharding names an axis that the mesh lacks, or a size is not divisible by its axis.
         MicroBatchError: the batch, or its groups, are not divisible by the number of micro-batches.
         ScheduleError: what task.pipeline asks for does not go together, or not with the layers or the mesh.
+        UsageError: stages on one device.
     """
     from lingvo_moe.core.division import check_divides  # which imports TensorFlow
 
@@ -156,6 +157,11 @@ def check_divisible(params: Params, task: "BaseTask", mesh: Mesh) -> None:
     name, num = micro_batches_of(params)
     check_divides(num, divided, name)
     settings, parts = settings_of(params.task), task.PipelineParts()
+    if settings is not None and mesh.size == 1 and STAGE not in mesh.axis_names:
+        raise UsageError(
+            f"task.pipeline.stages={settings.stages}: there is one device (mesh {mesh}), and each stage needs its own; "
+            f"give --mesh={STAGE}:{settings.stages},{mesh} and, on a CPU, --num_devices={settings.stages}"
+        )
     if settings is not None and parts is not None:
         schedule_on(settings, parts.sizes, task.p.activation_split, mesh)
     if mesh.size == 1:

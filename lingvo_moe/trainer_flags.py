@@ -7,6 +7,7 @@ from lingvo_moe.core.class_names import TRUST_RUN_HELP
 from lingvo_moe.core.engine.base import ENGINES
 from lingvo_moe.core.flags import BEST_HELP, Flags
 from lingvo_moe.core.partitioner import known_faults
+from lingvo_moe.core.strategies.strategy_file import AUTO
 
 _ABOUT = """Trains an experiment, resumes a run, or shows what an experiment is.
 
@@ -18,7 +19,7 @@ The first runs on all GPUs or TPUs, or on the CPU; the second uses a CPU as eigh
 command resumes. DATA is a directory that tools.prepare wrote, docs/experiments.md lists the experiments, and
 docs/guide.md explains every step from data to a server.
 """
-STRATEGY_HELP = "a file that tools.parallelize wrote; --model_params_override may change it"
+_STRATEGY_HELP = "a file that tools.parallelize wrote; --model_params_override may change it"
 _AUTO_HELP = (
     "auto: search one for the devices here, by measuring; a run that is resumed keeps its own"
 )
@@ -54,6 +55,20 @@ def define_flags() -> Flags:
     with flags.Section("the machine"):
         _define_machine_flags(flags)
     return flags
+
+
+def define_strategy_flag(flags: Flags) -> None:
+    """Defines --strategy for a command that takes a strategy file and does not search."""
+
+    def read(given: str) -> str:
+        if given == AUTO:
+            raise ValueError(
+                "only the trainer searches, for the devices that it runs on; run python -m tools.parallelize "
+                "--model=... --topology=... --output=FILE, then give --strategy=FILE"
+            )
+        return given
+
+    flags.DEFINE_parsed("strategy", "", _STRATEGY_HELP, read)
 
 
 def _define_run_flags(flags: Flags) -> None:
@@ -98,7 +113,7 @@ def _define_machine_flags(flags: Flags) -> None:
         checks.Integer(0, MOST_DEVICES),
     )
     flags.DEFINE_string("mesh", "", "axis:size,... (default: train.mesh, over all devices)")
-    flags.DEFINE_string("strategy", "", f"{STRATEGY_HELP}. {_AUTO_HELP}")
+    flags.DEFINE_string("strategy", "", f"{_STRATEGY_HELP}. {_AUTO_HELP}")
     flags.DEFINE_enum(
         "known_faults", known_faults.ERROR, known_faults.ACTIONS, known_faults.FLAG_HELP
     )

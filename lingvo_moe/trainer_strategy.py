@@ -7,7 +7,13 @@ from lingvo_moe.core.run_dir import RunDir
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.strategies.paths import PATHS
 from lingvo_moe.core.strategies.strategy_file import AUTO, as_override
-from lingvo_moe.trainer_checks import UsageError, check_data_dir, check_flags, has_begun
+from lingvo_moe.trainer_checks import (
+    UsageError,
+    check_data_dir,
+    check_data_exists,
+    check_flags,
+    has_begun,
+)
 
 
 def with_found_strategy(args: Flags) -> None:
@@ -30,7 +36,9 @@ def with_found_strategy(args: Flags) -> None:
     check_override(args.model_params_override)
     args["strategy"].value = ""
     check_data_dir(args)
-    check_flags(args, registry.GetParams(args.model, full_override(args)))
+    params = registry.GetParams(args.model, full_override(args))
+    check_flags(args, params)
+    check_data_exists(args, params)
     if args.num_devices:
         devices.request_cpu_devices(args.num_devices)
     find_devices()
@@ -79,6 +87,9 @@ def _searched(args: Flags, num_devices: int) -> str:
         # Other devices round differently than the one that the step would be compared with.
         verify=devices.runs_on_cpu("pjrt"),
     )
-    best = find(search, None, say).best
+    found = find(search, None, say)
+    best = found.best
     say(f"--strategy={AUTO}: {best.name}")
+    if found.ended:
+        say(f"{found.ended}, as flags of tools.parallelize, whose file --strategy takes")
     return as_override(best.overrides, "the search")

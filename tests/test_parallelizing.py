@@ -17,7 +17,7 @@ from lingvo_moe.parallelizing import NoneFits, Search
 from lingvo_moe.trainer import main as trainer
 from lingvo_moe.trainer_flags import parse_flags
 from lingvo_moe.verifying import VerifyError
-from tools import parallelize
+from tools import parallelize, plan, verify
 
 _MODEL = "mt.M4Tiny"
 _GIB = 2**30
@@ -60,7 +60,7 @@ def test_the_best_compiled_one_is_handed_out(plans, tmp_path):
     assert found.Ranked()[0] == (found.best, "best; not verified")
     path = tmp_path / "strategy.txt"
     path.write_text(found.ToText())
-    params = registry.GetParams(_MODEL, read_overrides(path))
+    params = registry.GetParams(_MODEL, read_overrides(path, _MODEL))
     assert params.train.mesh == found.best.overrides["train.mesh"]
     assert found.ToText() == _find(compiles=4).ToText()
 
@@ -108,8 +108,46 @@ def test_programs_that_do_not_fit_are_offloaded(monkeypatch):
     found = _find(compiles=3, memory=2**19)
     assert not found.tried[0].candidate.offload
     assert found.best.candidate.offload
-    with pytest.raises(NoneFits, match=r"misses by 15.0 MiB; --compiles=1 ended the search"):
+    with pytest.raises(NoneFits, match=r"misses by 15.0 MiB; --compiles=1 ended the search after"):
         _find(compiles=1, memory=2**19)
+
+
+def test_a_search_keeps_its_minutes_and_says_what_it_left(plans, monkeypatch):
+    """A program takes 100 s to compile, and the winner 50 s to verify."""
+    now, (seconds, asked) = [0.0], plans
+    compile_it = parallelizing.cached_plan
+
+    def plan(*args):
+        now[0] += 100.0
+        return compile_it(*args)
+
+    def verify(*_):
+        now[0] += 50.0
+
+    monkeypatch.setattr(parallelizing, "cached_plan", plan)
+    monkeypatch.setattr(parallelizing, "cached_verification", verify)
+    seconds["expert:8"] = 1000.0
+
+    def search(minutes, **changes):
+        now[0] = 0.0
+        asked.clear()
+        what = {"model": _MODEL, "topology": "v5e:2x4", "seconds": 60 * minutes} | changes
+        return parallelizing.find(Search(**what), None, clock=lambda: now[0])
+
+    for minutes, compiled in ((0.1, 1), (4.9, 1), (5, 2)):
+        found = search(minutes)
+        assert len(asked) == len(found.tried) == compiled
+        assert now[0] <= max(60 * minutes, 150)
+        assert found.ended.startswith(f"--minutes={minutes:g} ended the search after ")
+        assert f" {compiled} of {found.candidates[0]:,} candidates. By estimate " in found.ended
+        # For three more programs and the verification.
+        more = -(-(now[0] - 50 + 400) // 60)
+        assert found.ended.endswith(f"--minutes={more:.0f} tries more")
+    with pytest.raises(NoneFits, match=r"[0-9]+ more machines were not tried"):
+        search(0.1, topology="v5e", objective="smallest", memory=2**20)
+    assert search(60, compiles=1).ended.endswith(": --compiles=4 tries more")
+    seconds["expert:8"] = 1e-9  # which nothing should beat
+    assert search(60).ended == ""
 
 
 def test_nothing_fits_too_little_memory():
@@ -206,10 +244,23 @@ def test_the_trainer_takes_a_strategy(tmp_path, capsys):
     assert "task.remat : 'dots'" in shown
     assert trainer([*flags, "--model_params_override=task.remat=full"]) == 0
     assert "task.remat : 'full'" in capsys.readouterr().out
-    path.write_text("task.remta=dots\n")
-    assert trainer(flags) == 2
-    told = capsys.readouterr().err
-    assert "line 1: 'task.remta' is no part of a strategy" in told and "did you mean" in told
+    for text, expected in (
+        ("task.remta=dots", "'task.remta' is no part of a strategy (did you mean"),
+        ("task.remat=dost", "task.remat=dost: must be"),
+        ("task.pipeline.stages=two", "task.pipeline.stages=two: does not read as int"),
+        ("train.num_micro_batches=0", "train.num_micro_batches=0: must be"),
+    ):
+        path.write_text(f"# for a test\n{text}\n")
+        assert trainer(flags) == 2
+        assert f"--strategy={path}, line 2: {expected}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [plan, verify])
+def test_only_the_trainer_searches_for_its_devices(command, capsys):
+    with pytest.raises(SystemExit):
+        command.main([f"--model={_MODEL}", "--strategy=auto"])
+    shown = capsys.readouterr().err
+    assert "only the trainer searches" in shown and "run python -m tools.parallelize" in shown
 
 
 def test_strategies_for_the_devices_here_are_measured(monkeypatch):
@@ -246,9 +297,11 @@ def test_a_run_trains_with_the_strategy_that_was_searched_for_it(tmp_path, monke
     corpus.mkdir()
     (corpus / "de.tsv").write_text("ein Haus\ta house\n" * 40)
     flags = [f"--model={_MODEL}", f"--data_dir={corpus}", "--strategy=auto"]
+    logdir = f"--logdir={tmp_path / 'run'}"
     assert trainer([*flags, f"--logdir={corpus}"]) == 2  # before anything is searched
+    assert trainer([*flags, logdir, f"--data_dir={tmp_path / 'none'}"]) == 2
     assert not searches
-    assert trainer([*flags, f"--logdir={tmp_path / 'run'}"]) == 0
+    assert trainer([*flags, logdir]) == 0
     assert [search.devices for search in searches] == [8]
     assert f"train.mesh={found.best.overrides['train.mesh']}" in trained[0]
 

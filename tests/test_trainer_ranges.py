@@ -137,6 +137,16 @@ def test_a_micro_batch_divides_over_the_devices(override, expected):
     assert str(error.value).endswith(" to a multiple of 16")
 
 
+def test_stages_need_more_than_one_device():
+    params = registry.GetParams("lm.Tiny", "task.pipeline.stages=2;task.pipeline.micro_batches=4")
+    task = params.task.Instantiate()
+    with pytest.raises(
+        UsageError, match=r"there is one device .* --mesh=stage:2,data:1 and, on a CPU, --num_dev"
+    ):
+        check_divisible(params, task, Mesh.parse("data:1"))
+    check_divisible(params, task, Mesh.parse("stage:2,data:1"))
+
+
 def test_a_batch_divides_into_micro_batches_on_one_device_too():
     params = registry.GetParams("mt.M4Tiny", "train.num_micro_batches=3")
     with pytest.raises(

@@ -18,7 +18,8 @@ from lingvo_moe.core import checks
 from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.partitioner import known_faults
 from lingvo_moe.core.strategies.objectives import OBJECTIVES, SPEED
-from tools import _cli
+
+from . import _cli
 
 if TYPE_CHECKING:  # it imports TensorFlow
     from lingvo_moe.parallelizing import Found
@@ -59,7 +60,12 @@ def define_flags() -> Flags:
         "memory", 0.0, "GiB of a device that may be used (default: all)", checks.NOT_NEGATIVE
     )
     flags.DEFINE_integer("compiles", 6, "programs that are compiled at most", checks.SIZE)
-    flags.DEFINE_float("minutes", 10.0, "after these no further program is begun", checks.POSITIVE)
+    flags.DEFINE_float(
+        "minutes",
+        10.0,
+        "no program is begun that should end, and be verified, after these; the first one always is",
+        checks.POSITIVE,
+    )
     flags.DEFINE_boolean("verify", True, "whether the winner is run, shrunk, against one device")
     flags.DEFINE_override()
     flags.DEFINE_path("output", "", "write the strategy to this file")
@@ -168,6 +174,8 @@ def show(found: "Found") -> None:
         f"{found.candidates[1]} may fit; {len(found.tried)} compiled"
     )
     console.print(table)
+    if found.ended:
+        console.print(f"{found.ended}.")
     print(found.ToText(), end="")
 
 

@@ -23,8 +23,9 @@ from lingvo_moe.core import checks
 from lingvo_moe.core.flags import Flags, join_overrides
 from lingvo_moe.core.partitioner import known_faults
 from lingvo_moe.trainer_checks import strategy_override
-from lingvo_moe.trainer_flags import STRATEGY_HELP
-from tools import _cli
+from lingvo_moe.trainer_flags import define_strategy_flag
+
+from . import _cli
 
 
 def define_flags() -> Flags:
@@ -42,7 +43,7 @@ def define_flags() -> Flags:
         "mesh", "", "axis:size,... (default: the experiment's, sized to the topology)"
     )
     flags.DEFINE_override()
-    flags.DEFINE_string("strategy", "", STRATEGY_HELP)
+    define_strategy_flag(flags)
     flags.DEFINE_float("token_budget", 1e12, "tokens of a whole run", checks.POSITIVE)
     flags.DEFINE_path("output", "", "write the plan to this file as JSON (docs/planning.md)")
     flags.DEFINE_path(

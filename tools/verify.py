@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 from lingvo_moe.core import checks
 from lingvo_moe.core.flags import Flags
 from lingvo_moe.trainer_checks import strategy_override
-from lingvo_moe.trainer_flags import STRATEGY_HELP
-from tools import _cli
+from lingvo_moe.trainer_flags import define_strategy_flag
+
+from . import _cli
 
 if TYPE_CHECKING:  # it imports NumPy
     from lingvo_moe.core.sharding import Mesh
@@ -38,7 +39,7 @@ def define_flags() -> Flags:
         checks.Integer(2, _MOST_DEVICES),
     )
     flags.DEFINE_override()
-    flags.DEFINE_string("strategy", "", STRATEGY_HELP)
+    define_strategy_flag(flags)
     return flags
 
 

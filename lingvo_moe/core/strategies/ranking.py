@@ -63,8 +63,11 @@ class Ranking:
         alike = max(reversed(self.learnt), key=lambda c: likeness(c, candidate), default=None)
         return Correction() if alike is None else self.learnt[alike]
 
-    def Next(self) -> Candidate | None:
-        """The best candidate that was not tried; None if none should beat the best that was."""
+    def Next(self) -> list[Candidate]:
+        """Those candidates that were not tried and should beat the best that was, the best of them first.
+
+        Where nothing fits, neither of those that were tried nor by estimate, it is the smallest that was not tried.
+        """
         seen = {each.candidate for each in self.tried}
         left = [c for c in self.estimates if c not in seen]
         by = {c: self.Correction(c) for c in left}
@@ -73,9 +76,9 @@ class Ranking:
         fitting = [c for c in left if self.estimates[c].Bytes(by[c]) <= memory]
         best = min((each.step_seconds for each in self.tried), default=math.inf)
         if not fitting and best == math.inf and left:
-            return min(left, key=lambda c: self.estimates[c].Bytes(by[c]))
-        found = min(fitting, key=lambda c: self.estimates[c].Seconds(by[c]), default=None)
-        return None if found is None or self.estimates[found].Seconds(by[found]) >= best else found
+            return [min(left, key=lambda c: self.estimates[c].Bytes(by[c]))]
+        seconds = {c: self.estimates[c].Seconds(by[c]) for c in fitting}
+        return sorted((c for c in fitting if seconds[c] < best), key=lambda c: seconds[c])
 
     def NothingFits(self) -> bool:
         """Whether nothing that was compiled fits, nor anything else by its corrected estimate."""

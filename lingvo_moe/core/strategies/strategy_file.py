@@ -10,6 +10,7 @@ Lines that begin with # are for the reader. Such a file comes before --model_par
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from lingvo_moe.core import registry
 from lingvo_moe.core.strategies.paths import PATHS
 from lingvo_moe.core.suggest import did_you_mean
 
@@ -31,17 +32,22 @@ def to_text(overrides: Mapping[str, str], about: Sequence[str]) -> str:
     return "\n".join([*lines, *(f"{path}={value}" for path, value in overrides.items())]) + "\n"
 
 
-def read_overrides(path: str | Path) -> str:
+def read_overrides(path: str | Path, model: str) -> str:
     """The contents of a strategy file as an override: see registry.GetParams.
+
+    Args:
+        path: of the file.
+        model: the experiment that it is for.
 
     Raises:
         StrategyError: no such file, a line that is not `path=value`, or a parameter that is no part of a strategy.
+        RegistryError: no such experiment; a parameter that it lacks, or a value that the parameter cannot have.
     """
     try:
         text = Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise StrategyError(f"--strategy={path}: {getattr(e, 'strerror', None) or e}") from None
-    found: dict[str, str] = {}
+    params, found = registry.GetParams(model), dict[str, str]()
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
@@ -55,6 +61,8 @@ def read_overrides(path: str | Path) -> str:
             )
         if name in found:
             raise StrategyError(f"{where}: {name} has a value already")
+        as_override({name: value}, where)
+        registry.set_from_text(params, name, value, where)
         found[name] = value
     if not found:
         raise StrategyError(f"--strategy={path}: no line of the form path=value")

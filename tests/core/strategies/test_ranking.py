@@ -10,6 +10,7 @@ from lingvo_moe.core.strategies.layout import Layout
 from lingvo_moe.core.strategies.ranking import Ranking, Tried
 from lingvo_moe.core.strategies.strategy_file import StrategyError, read_overrides, to_text
 
+_MODEL = "mt.M4Tiny"
 _LAYOUT = Layout(Mesh(("data",), (8,)), (("B", "data"),), ())
 _FAST, _SLOW, _LARGE = (Candidate(_LAYOUT, remat=each) for each in (MOVED, FULL, DOTS))
 
@@ -38,14 +39,14 @@ def _tried(candidate, plan, refused=""):
 
 def test_the_fastest_that_fits_is_compiled_first_and_its_plan_corrects_the_rest():
     ranking = Ranking(_estimates(), memory=10)
-    assert ranking.Next() == _FAST
+    assert ranking.Next()[0] == _FAST
     ranking.Add(_tried(_FAST, _plan(4.0, 1.0, 3.0, 6)))
     assert ranking.Correction(_SLOW).work == {"experts": 2.0}
     assert ranking.Correction(_SLOW).network == 3.0
     assert ranking.Correction(_SLOW).memory == 0.5  # 2 bytes beside the state instead of 4
-    assert ranking.Next() == _LARGE  # which now seems to fit
+    assert ranking.Next()[0] == _LARGE  # which now seems to fit
     ranking.Add(_tried(_LARGE, _plan(2.0, 1.0, 3.0, 8)))
-    assert ranking.Next() is None  # what is left cannot be faster
+    assert not ranking.Next()  # what is left cannot be faster
     assert ranking.best is not None and ranking.best.candidate == _LARGE
 
 
@@ -53,7 +54,7 @@ def test_a_misfit_makes_others_seem_larger():
     ranking = Ranking(_estimates(), memory=10)
     ranking.Add(_tried(_FAST, _plan(0, 0, 0, 16, fits=False)))
     assert ranking.Correction(_SLOW).memory == 3.0
-    assert ranking.Next() == _SLOW  # all seem too large now; this is the smallest
+    assert ranking.Next()[0] == _SLOW  # all seem too large now; this is the smallest
     assert ranking.best is None
 
 
@@ -65,14 +66,14 @@ def test_a_plan_corrects_first_of_all_the_candidates_that_are_like_it():
     ranking.Add(_tried(parted, _plan(8.0, 1.0, 1.0, 6)))
     assert ranking.Correction(like_it).work == {"experts": 4.0}
     assert ranking.Correction(_FAST).work == {"experts": 1.0}
-    assert ranking.Next() == _FAST
+    assert ranking.Next()[0] == _FAST
 
 
 def test_what_was_refused_is_not_the_best():
     ranking = Ranking(_estimates(), memory=10)
     ranking.Add(_tried(_FAST, None, "XLA computes it wrongly"))
     assert ranking.best is None
-    assert ranking.Next() == _SLOW
+    assert ranking.Next()[0] == _SLOW
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,7 @@ def test_a_strategy_file_holds_parameters_of_strategies(tmp_path, text):
     path = tmp_path / "strategy.txt"
     path.write_text(text)
     with pytest.raises(StrategyError, match="--strategy="):
-        read_overrides(path)
+        read_overrides(path, _MODEL)
 
 
 def test_every_choice_in_a_strategy_file_reaches_the_experiment(tmp_path):
@@ -101,7 +102,7 @@ def test_every_choice_in_a_strategy_file_reaches_the_experiment(tmp_path):
     )
     path = tmp_path / "strategy.txt"
     path.write_text(to_text(chosen.Overrides(), []))
-    params = registry.GetParams("mt.M4Tiny", read_overrides(path))
+    params = registry.GetParams(_MODEL, read_overrides(path, _MODEL))
     assert params.train.offload == ["experts", "slots"]
     assert params.train.shard_state == "weights"
     assert tuple(params.task.remat) == (*OUTPUTS, *MOVED)
@@ -115,4 +116,4 @@ def test_a_strategy_file_is_read_as_it_was_written(tmp_path):
     path = tmp_path / "strategy.txt"
     path.write_text(to_text(_FAST.Overrides(), ["of a test"]))
     expected = ";".join(f"{name}={value}" for name, value in _FAST.Overrides().items())
-    assert read_overrides(path) == expected
+    assert read_overrides(path, _MODEL) == expected
