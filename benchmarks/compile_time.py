@@ -19,8 +19,8 @@ from typing import Any
 
 from lingvo_moe.core import checks, files
 from lingvo_moe.core.flags import Flags
-from reproduction import goldens, making
-from reproduction.requests import COMPILED, REQUESTS
+from lingvo_moe.reproduction import goldens, making
+from lingvo_moe.reproduction.requests import COMPILED, REQUESTS
 from tools import _cli
 
 PLANS = Path(__file__).resolve().parent.parent / "docs" / "plans"

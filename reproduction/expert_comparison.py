@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from reproduction import figures
-from reproduction.expert_variants import GROUPS
+from . import figures
+from .expert_variants import GROUPS
 
 _STACKS = ("encoder", "decoder")
 _HEADS = {"experts": "experts", "routers": "router, 16 experts", "recipes": "recipe"}

@@ -13,8 +13,9 @@ from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from lingvo_moe.core.planner import figures as plan_figures
-from reproduction import measures
-from reproduction.measures import Plan
+
+from . import measures
+from .measures import Plan
 
 _INK, _GRID, _PAPER = "#24292f", "#d8dee4", "#6e7781"
 # Told apart with any colour vision, and on paper: the neighbours of a stack differ in lightness.

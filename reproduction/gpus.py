@@ -4,9 +4,10 @@ from collections.abc import Mapping
 
 from lingvo_moe.core.planner import figures as plan_figures
 from lingvo_moe.core.planner.gpu_cluster import CARDS
-from reproduction import measures, paper, requests, text
-from reproduction.measures import Plan
-from reproduction.text import DASH, Finding, Section
+
+from . import measures, paper, requests, text
+from .measures import Plan
+from .text import DASH, Finding, Section
 
 Plans = Mapping[str, Plan]
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from reproduction.requests import Wanted
+from .requests import Wanted
 
 Say = Callable[[str], None]
 

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from reproduction import gpus, models, paper, requests, scaling, text
-from reproduction.goldens import COMPILE_TIME, MissingGoldens
-from reproduction.measures import Plan
-from reproduction.text import Section
+from . import gpus, models, paper, requests, scaling, text
+from .goldens import COMPILE_TIME, MissingGoldens
+from .measures import Plan
+from .text import Section
 
 Plans = Mapping[str, Plan]
 Pictures = Callable[[], dict[str, bytes]]
@@ -146,7 +146,7 @@ def _summary(sections: list[Section]) -> str:
 
 
 def _pictures(groups: list[str], plans: Plans, compiling: Any) -> dict[str, bytes]:
-    from reproduction import figures
+    from . import figures
 
     out = {}
     if "table3" in groups and (speeds := models.speeds(plans))[0]:

@@ -6,9 +6,10 @@ from typing import Any
 from lingvo_moe.core.planner import figures as plan_figures
 from lingvo_moe.core.planner import network
 from lingvo_moe.core.planner.topology import Topology
-from reproduction import measures, paper, reasons, requests, text
-from reproduction.measures import Plan
-from reproduction.text import DASH, Finding, Section
+
+from . import measures, paper, reasons, requests, text
+from .measures import Plan
+from .text import DASH, Finding, Section
 
 Plans = Mapping[str, Plan]
 

@@ -68,7 +68,7 @@ def _built(p: Params) -> str:
 def _is_read(cls: type, name: str) -> bool:
     """Whether the code of a class, or of a base class, names a parameter apart from its definition."""
     for each in cls.__mro__:
-        if each.__module__.startswith(("lingvo_moe.", "params.")):
+        if each.__module__.startswith("lingvo_moe."):
             code = inspect.getsource(sys.modules[each.__module__])
             own = each.__dict__.get("Params")
             if own is not None:

@@ -29,7 +29,7 @@ from lingvo_moe.core.planner.golden import differences
 from lingvo_moe.core.planner.pipeline import Schedule
 from lingvo_moe.core.sealed import read_sealed
 from lingvo_moe.core.sharding import Mesh, ShardingError
-from reproduction import measures
+from lingvo_moe.reproduction import measures
 from tools import plan
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,8 @@ from lingvo_moe.core.engine.progress import LineProgress
 from lingvo_moe.core.files import atomic_file
 from lingvo_moe.core.flags import Flags
 from lingvo_moe.tasks.mt.decoding.line_stream import Answer, Counts, answer_stream
-from tools import _cli
+
+from . import _cli
 
 _SECONDS_BETWEEN_NOTES = 2.0
 

@@ -11,7 +11,8 @@ from lingvo_moe.core import checks
 from lingvo_moe.core.directories import CORPUS
 from lingvo_moe.core.flags import Flags
 from lingvo_moe.tasks.mt.input.corpus import CorpusOptions, build_corpus
-from tools import _cli
+
+from . import _cli
 
 
 def define_flags() -> Flags:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from lingvo_moe.core.command import run
 from lingvo_moe.core.flags import Flags
-from tools.import_graph import ROOT, TESTS, ImportGraph
+
+from .import_graph import ROOT, TESTS, ImportGraph
 
 _HEADER = "# Written by `make build-files` from the imports of the sources.\n"
 _NOT_TESTED_BY_BAZEL = "tests/house"

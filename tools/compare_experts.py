@@ -20,11 +20,12 @@ from typing import Any
 from lingvo_moe.core import checks, files, registry
 from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.suggest import did_you_mean
+from lingvo_moe.reproduction import expert_comparison
+from lingvo_moe.reproduction.expert_variants import GROUPS, STEPS, VARIANTS, Variant
 from lingvo_moe.tasks.mt.input import file_list
 from lingvo_moe.tasks.mt.input.errors import DataError
-from reproduction import expert_comparison
-from reproduction.expert_variants import GROUPS, STEPS, VARIANTS, Variant
-from tools import _cli
+
+from . import _cli
 
 
 def define_flags() -> Flags:

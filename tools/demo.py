@@ -20,7 +20,8 @@ from typing import Any
 from lingvo_moe.core import checks, files, registry
 from lingvo_moe.core.flags import Flags
 from lingvo_moe.tasks.mt.quality.intervals import ENOUGH_LINES, footnote, with_margin
-from tools import _cli
+
+from . import _cli
 
 _DEVICES = 8
 # An untrained model translates nothing, and its beams end late: a few lines of each language show it.

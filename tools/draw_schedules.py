@@ -23,7 +23,8 @@ from lingvo_moe.core.pipeline.schedule import (
     Work,
     make_schedule,
 )
-from tools import _cli
+
+from . import _cli
 
 STAGES, MICRO_BATCHES = 4, 8
 # Title, schedule, repeats.

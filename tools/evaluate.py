@@ -20,7 +20,8 @@ from typing import Any
 
 from lingvo_moe.core import checks
 from lingvo_moe.core.flags import Flags
-from tools import _cli
+
+from . import _cli
 
 _STYLES = {"high": "blue", "mid": "cyan", "low": "yellow"}  # of resource groups
 # Flags on which no translation depends.

@@ -13,7 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from lingvo_moe.core.flags import Flags
-from tools import _cli
+
+from . import _cli
 
 
 def define_flags() -> Flags:

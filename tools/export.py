@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from lingvo_moe.core import checks
 from lingvo_moe.core.directories import EXPORTED
 from lingvo_moe.core.flags import Flags
-from tools import _cli
+
+from . import _cli
 
 
 def define_flags() -> Flags:

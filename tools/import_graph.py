@@ -15,7 +15,9 @@ TESTS = "tests"
 _MODULE_IN_TEXT = re.compile(rf"\b(?:{'|'.join(PACKAGES)})(?:\.\w+)+")
 _EXPERIMENT_IN_TEXT = re.compile(r"\b(mt|lm)\.\w+")
 _REGISTRY = "lingvo_moe.core.registry"
-_LOOKED_UP_BY_NAME = "params.mt"
+_LOOKED_UP_BY_NAME = "lingvo_moe.params.mt"
+# Directories beside lingvo_moe whose packages are in it: see lingvo_moe/__init__.py.
+_INSIDE = ("params", "reproduction", "tools")
 
 
 class ImportGraph:
@@ -24,7 +26,7 @@ class ImportGraph:
     def __init__(self, root: Path = ROOT):
         self.root = root
         self.files = sorted(_python_files(root))
-        self._modules = {_module_name(path): path for path in self.files}
+        self._modules = {name: path for path in self.files for name in _module_names(path)}
 
     @functools.cache  # noqa: B019 - a graph lives as long as its process
     def Syntax(self, path: str) -> ast.Module:
@@ -81,7 +83,7 @@ class ImportGraph:
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     names.update(_MODULE_IN_TEXT.findall(node.value))
                     tasks = _EXPERIMENT_IN_TEXT.findall(node.value)
-                    names.update(f"params.{task}" for task in tasks)
+                    names.update(f"lingvo_moe.params.{task}" for task in tasks)
         return {self._modules[n] for n in names if n in self._modules}
 
 
@@ -94,8 +96,10 @@ def _python_files(root: Path) -> Iterator[str]:
                     yield (Path(directory) / name).relative_to(root).as_posix()
 
 
-def _module_name(path: str) -> str:
-    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+def _module_names(path: str) -> list[str]:
+    """The names under which a file can be imported."""
+    name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return [name, f"lingvo_moe.{name}"] if name.partition(".")[0] in _INSIDE else [name]
 
 
 def _absolute(path: str, node: ast.ImportFrom) -> str:

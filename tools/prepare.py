@@ -33,7 +33,8 @@ from lingvo_moe.tasks.mt.input.preparing.table import (
 from lingvo_moe.tasks.mt.input.shards import PAIRS_PER_SHARD
 from lingvo_moe.tasks.mt.input.vocab_cache import MIN_SENTENCES, VocabOptions
 from lingvo_moe.tasks.mt.input.vocabulary import MIN_SIZE
-from tools import _cli
+
+from . import _cli
 
 _SIZES = {"source": 64_000, "target": 32_000}
 _TRY = "mt.M4Tiny"  # what finds problems of data and machine in a minute

@@ -16,7 +16,8 @@ from typing import Any
 
 from lingvo_moe.core import checks
 from lingvo_moe.core.flags import Flags
-from tools import _cli
+
+from . import _cli
 
 
 def define_flags() -> Flags:

@@ -18,9 +18,10 @@ from typing import Any
 from lingvo_moe.core import files
 from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.suggest import did_you_mean
-from reproduction import goldens, making
-from reproduction.requests import GROUPS, REQUESTS
-from tools import _cli
+from lingvo_moe.reproduction import goldens, making
+from lingvo_moe.reproduction.requests import GROUPS, REQUESTS
+
+from . import _cli
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -82,7 +83,7 @@ def show_list(directory: Path) -> int:
 
 def write_page(args: Flags) -> int:
     """The page and its pictures."""
-    from reproduction import page
+    from lingvo_moe.reproduction import page
 
     docs = Path(args.docs)
     recorded = goldens.read_all(docs / "plans", REQUESTS)

@@ -21,7 +21,8 @@ from lingvo_moe.core.decode.ranges import LENGTH
 from lingvo_moe.core.flags import Flags
 from lingvo_moe.tasks.mt.decoding.line_stream import Line
 from lingvo_moe.tasks.mt.quality.intervals import ENOUGH_LINES, FEW, has_few
-from tools import _cli, _lines
+
+from . import _cli, _lines
 
 _MOST_LANGUAGES = 1000
 

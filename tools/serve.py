@@ -24,7 +24,8 @@ from typing import NoReturn
 
 from lingvo_moe.core import checks
 from lingvo_moe.core.flags import Flags
-from tools import _cli
+
+from . import _cli
 
 _CONNECTIONS = checks.Integer(1, 2**16)  # each is an open file
 

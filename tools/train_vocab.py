@@ -15,7 +15,8 @@ from lingvo_moe.tasks.mt.input.file_list import write_listed
 from lingvo_moe.tasks.mt.input.scan import scan
 from lingvo_moe.tasks.mt.input.vocab_cache import MIN_SENTENCES, VocabOptions, cached_vocabularies
 from lingvo_moe.tasks.mt.input.vocabulary import MIN_SIZE
-from tools import _cli
+
+from . import _cli
 
 
 def define_flags() -> Flags:

@@ -18,7 +18,8 @@ from typing import Any
 from lingvo_moe.core.command import say
 from lingvo_moe.core.flags import Flags
 from lingvo_moe.tasks.mt.decoding.line_stream import translation_of
-from tools import _cli, _lines
+
+from . import _cli, _lines
 
 
 def define_flags() -> Flags:

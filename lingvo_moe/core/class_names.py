@@ -13,7 +13,8 @@ TRUST_RUN_HELP = (
 )
 
 _OWN = __name__.partition(".")[0]
-_OWN_MODULE = re.compile(rf"{_OWN}(\.[A-Za-z_][A-Za-z0-9_]*)+")
+# Packages inside lingvo_moe in a wheel and in a checkout; there, others are directories of the repository.
+_OWN_MODULE = re.compile(rf"{_OWN}\.(core|tasks)(\.[A-Za-z_][A-Za-z0-9_]*)+")
 
 
 class ClassesByName(Mapping[str, type]):

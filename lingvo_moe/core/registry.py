@@ -1,23 +1,21 @@
-"""The registry of experiments: `mt.M4MoE2048E36L` names a class in the package `params.mt`.
+"""The registry of experiments: `mt.M4MoE2048E36L` names a class in the package `lingvo_moe.params.mt`.
 
 An experiment is a class with three methods, each returning Params: `Task()` (the model and how it
 is optimised), `Input()` (the data) and `Train()` (the length of the run, its checkpoints and
 summaries).
 """
 
-import importlib.util
-import os
+import importlib
 import pkgutil
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from lingvo_moe.core import checks
 from lingvo_moe.core.class_names import any_class
 from lingvo_moe.core.hyperparams import InstantiableParams, ParamError, Params
 from lingvo_moe.core.suggest import did_you_mean, nearest
 
-_ROOT = "params"
+_ROOT = "lingvo_moe.params"
 _registry: dict[str, type["Experiment"]] = {}
 
 
@@ -110,9 +108,7 @@ def Register(cls: type[Experiment]) -> type[Experiment]:
     Raises:
         RegistryError: the name is taken by another class.
     """
-    parts = cls.__module__.split(".")
-    if parts[0] == _ROOT:
-        parts = parts[1:]
+    parts = cls.__module__.removeprefix(f"{_ROOT}.").split(".")
     for name in {f"{'.'.join(parts)}.{cls.__name__}", f"{parts[0]}.{cls.__name__}"}:
         other = _registry.get(name)
         if other is not None and (other.__module__, other.__name__) != (
@@ -187,12 +183,7 @@ def GetParams(
     for path, value in split_override(override):
         if skip_derived and p.WhyDerived(path):
             continue
-        try:
-            p.SetFromText(path, value, find_class=find_class)
-        except ParamError as e:
-            raise RegistryError(f"--model_params_override: {e}") from None
-        except (AttributeError, ValueError) as e:
-            raise RegistryError(f"--model_params_override: {path}={value}: {e}") from None
+        set_from_text(p, path, value, "--model_params_override", find_class)
     try:
         p.task.cls.ConfigureInput(p.task, p.input)
         p.task.shard_state, p.task.offload = p.train.shard_state, p.train.offload
@@ -201,6 +192,33 @@ def GetParams(
             f"--model_params_override: task or input is of a class that cannot be: {e}"
         ) from None
     return p
+
+
+def set_from_text(
+    p: Params,
+    path: str,
+    value: str,
+    source: str,
+    find_class: Callable[[str], type] = any_class,
+) -> None:
+    """Sets a parameter of an experiment.
+
+    Args:
+        p: as GetParams returns it; it is changed.
+        path: of the parameter.
+        value: its text, as in an override.
+        source: the flag, or the file and line, that the value comes from; messages begin with it.
+        find_class: as for GetParams.
+
+    Raises:
+        RegistryError: an unknown path, or a value that the parameter cannot have.
+    """
+    try:
+        p.SetFromText(path, value, find_class=find_class)
+    except ParamError as e:
+        raise RegistryError(f"{source}: {e}") from None
+    except (AttributeError, ValueError) as e:
+        raise RegistryError(f"{source}: {path}={value}: {e}") from None
 
 
 def escape(value: str) -> str:
@@ -246,31 +264,13 @@ def _import_task(task: str) -> None:
     """Imports every module of `params.<task>`, which registers its experiments."""
     tasks = _tasks()
     if task not in tasks:
-        raise RegistryError(f"--model: no task {task!r} in {_ROOT}/{did_you_mean(task, tasks)}")
+        raise RegistryError(f"--model: no task {task!r} in params/{did_you_mean(task, tasks)}")
     package = importlib.import_module(f"{_ROOT}.{task}")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{_ROOT}.{task}.{module.name}")
 
 
 def _tasks() -> list[str]:
-    """The packages in `params`. Raises RegistryError as _check_root."""
-    _check_root()
+    """The packages in `lingvo_moe.params`."""
     root = importlib.import_module(_ROOT)
     return [m.name for m in pkgutil.iter_modules(root.__path__) if m.ispkg]
-
-
-def _check_root() -> None:
-    """Raises RegistryError unless the package of the experiments is beside `lingvo_moe`; imports nothing.
-
-    With `python -m`, the working directory comes first where Python looks for packages. It may hold a `params` by
-    somebody else.
-    """
-    spec = importlib.util.find_spec(_ROOT)
-    found = [Path(place).parent for place in (spec and spec.submodule_search_locations) or ()]
-    own = Path(__file__).parents[2]
-    if not found or not all(os.path.samefile(place, own) for place in found):
-        where = (spec and (spec.origin or ", ".join(map(str, found)))) or "nowhere"
-        raise RegistryError(
-            f"the package {_ROOT!r} is to lie in {own}, beside lingvo_moe, but Python finds {where}: "
-            "run the command in another directory"
-        )

@@ -10,7 +10,8 @@ from lingvo_moe.core.optimizers.adafactor import Adafactor
 from lingvo_moe.core.optimizers.schedules import InverseSqrt, Linear, SqrtDecay
 from lingvo_moe.tasks.mt.input.pipeline import MtInput
 from lingvo_moe.tasks.mt.model import MtModel
-from params.mt.m4 import SplitOverExperts
+
+from .m4 import SplitOverExperts
 
 
 def _as_in_the_paper(p: InstantiableParams) -> InstantiableParams:

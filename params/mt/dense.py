@@ -8,7 +8,8 @@ come out with heads of 64, M / N, and not of the MoE models' 128: 2.31 billion p
 
 from lingvo_moe.core import registry
 from lingvo_moe.core.hyperparams import InstantiableParams, Params
-from params.mt.m4 import M4Base
+
+from .m4 import M4Base
 
 
 class DenseBase(M4Base):

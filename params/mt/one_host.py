@@ -2,7 +2,8 @@
 
 from lingvo_moe.core import registry
 from lingvo_moe.core.hyperparams import InstantiableParams, Params
-from params.mt import m4
+
+from . import m4
 
 
 @registry.Register

@@ -7,8 +7,8 @@ import pytest
 
 from lingvo_moe.core import registry
 from lingvo_moe.core.inspect import count_parameters
-from reproduction import goldens, measures, requests
-from reproduction.requests import REQUESTS
+from lingvo_moe.reproduction import goldens, measures, requests
+from lingvo_moe.reproduction.requests import REQUESTS
 
 DIRECTORY = Path(__file__).parents[2] / "docs" / "plans"
 PLANS = goldens.read_all(DIRECTORY, REQUESTS)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from lingvo_moe import planning
-from reproduction import making, requests
-from reproduction.requests import Wanted
+from lingvo_moe.reproduction import making, requests
+from lingvo_moe.reproduction.requests import Wanted
 
 
 def test_a_plan_is_made_in_a_process_of_its_own(tmp_path: Path, capfd: Any) -> None:

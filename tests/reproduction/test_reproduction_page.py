@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from reproduction import goldens, measures, page, paper, reasons, requests
-from reproduction.requests import REQUESTS, Wanted
+from lingvo_moe.reproduction import goldens, measures, page, paper, reasons, requests
+from lingvo_moe.reproduction.requests import REQUESTS, Wanted
 from tools import reproduce
 from tools.import_graph import ROOT
 

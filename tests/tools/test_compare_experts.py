@@ -9,11 +9,11 @@ import tensorflow as tf
 import trainer_testing
 
 from lingvo_moe.core import sharding
+from lingvo_moe.reproduction import expert_comparison
+from lingvo_moe.reproduction.expert_variants import GROUPS, VARIANTS
 from lingvo_moe.tasks.mt.input import file_list
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
-from reproduction import expert_comparison
-from reproduction.expert_variants import GROUPS, VARIANTS
 from tools import compare_experts
 
 

@@ -17,10 +17,10 @@ from lingvo_moe.core.optimizers.sgd import Sgd
 from lingvo_moe.core.pipeline import gpipe_loops
 from lingvo_moe.core.pipeline.packing import by_path, from_paths
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.params.image.digits import Digits
+from lingvo_moe.params.image.resnet import ResNet50, ResNet50Pipe4
 from lingvo_moe.tasks.image.model import ImageClassifier
 from lingvo_moe.tasks.image.networks import ConvNet, ResNet
-from params.image.digits import Digits
-from params.image.resnet import ResNet50, ResNet50Pipe4
 
 ROWS, NUM, SIZE = 8, 2, 32
 # Bottlenecks with and without stride and shortcut.

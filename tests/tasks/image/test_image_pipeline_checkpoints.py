@@ -15,8 +15,8 @@ from lingvo_moe.core.engine.run_weights import read_weights
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.packing import by_path, from_paths
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.params.image.digits import Digits
 from lingvo_moe.tasks.image.evaluation import evaluate
-from params.image.digits import Digits
 
 MESHES = {1: "data:2", 2: "stage:2,data:2", 3: "stage:3,data:2"}
 

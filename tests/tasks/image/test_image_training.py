@@ -14,8 +14,8 @@ from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.engine.steps import build_step, train_step
 from lingvo_moe.core.engine.summaries import read_metrics
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.params.image.digits import Digits
 from lingvo_moe.tasks.image.evaluation import evaluate
-from params.image.digits import Digits
 from tools import evaluate_images
 
 STEPS = 4
