@@ -12,7 +12,6 @@ from lingvo_moe.core.directories import check_addable, check_logdir
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES
 from lingvo_moe.core.flags import BEST, Flags, join_overrides
 from lingvo_moe.core.hyperparams import Params
-from lingvo_moe.core.partitioner.known_faults import ERROR
 from lingvo_moe.core.paths import check_local, check_portable
 from lingvo_moe.core.pipeline.params import micro_batches_of, schedule_on, settings_of
 from lingvo_moe.core.pipeline.schedule import DATA, STAGE
@@ -37,28 +36,13 @@ def check_flags(args: Flags, params: Params) -> None:
     if not args.logdir:
         what = "evaluate" if args.mode == "eval" else "train"
         raise UsageError(f"--logdir is needed to {what}: the directory of the run")
-    check_evaluation(args, params)
+    check_evaluation(params)
     params.input.cls.CheckSource(params.input)
     check_paths(args, params)
-    if args.engine not in (None, "pjrt") and args.num_processes > 1:
-        raise UsageError(
-            f"--num_processes={args.num_processes}: only --engine=pjrt runs as several"
-        )
     if args.engine in ONE_DEVICE_ENGINES and args.num_devices > 1:
         raise UsageError(
             f"--num_devices={args.num_devices}: --engine={args.engine} runs on one device; use --engine=pjrt"
         )
-    if args.engine not in (None, "pjrt") and args.known_faults != ERROR:
-        raise UsageError(
-            f"--known_faults={args.known_faults}: --engine={args.engine} does not look for faults; leave the flag "
-            "out, or use --engine=pjrt"
-        )
-    if args.init_from_step is not None and not args.init_from:
-        raise UsageError(
-            f"--init_from_step={args.init_from_step}: --init_from=RUN is needed, the run that it is a step of"
-        )
-    if args.trust_run and not args.init_from:
-        raise UsageError("--trust_run: --init_from=RUN is needed, the run that is trusted")
     if args.init_from and os.path.realpath(args.init_from) == os.path.realpath(args.logdir):
         raise UsageError(
             f"--init_from={args.init_from} is --logdir itself: a run that goes on needs no --init_from, and one that "
@@ -73,19 +57,14 @@ def check_flags(args: Flags, params: Params) -> None:
         raise UsageError(f"--logdir={args.logdir}: no permission to write in {place}")
 
 
-def check_evaluation(args: Flags, params: Params) -> None:
-    """Raises UsageError for flags of another mode, and for early stopping without evaluations."""
+def check_evaluation(params: Params) -> None:
+    """Raises UsageError for early stopping without evaluations."""
     train = params.train
     if train.early_stopping_evals and not train.eval_interval_steps:
         raise UsageError(
             f"train.early_stopping_evals={train.early_stopping_evals}: nothing is evaluated while "
             "train.eval_interval_steps=0; set it, e.g. to 100"
         )
-    of_mode = {"eval": ("eval_lines", "once"), "sync": ("max_minutes", "restart")}
-    for mode, names in of_mode.items():
-        for name in names:
-            if args.mode != mode and args[name].value != args[name].default:
-                raise UsageError(f"--{name}: goes with --mode={mode}, not with --mode={args.mode}")
 
 
 def check_paths(args: Flags, params: Params) -> None:

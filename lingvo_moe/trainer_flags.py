@@ -54,7 +54,22 @@ def define_flags() -> Flags:
         _define_run_flags(flags)
     with flags.Section("the machine"):
         _define_machine_flags(flags)
+    _declare_effects(flags)
     return flags
+
+
+def _declare_effects(flags: Flags) -> None:
+    """Declares which flags go with which mode; --mode=eval takes those of the trainer whose run it scores."""
+    flags.OnlyWith("eval_lines once", mode="eval")
+    flags.OnlyWith("max_minutes restart", mode="sync")
+    flags.OnlyWith("init_from_step trust_run", init_from=True)
+    flags.OnlyWith(
+        "logdir init_from engine known_faults verify coordinator_address num_processes process_id",
+        mode=("sync", "eval"),
+    )
+    flags.OnlyWith("num_devices mesh", mode=("sync", "eval", "inspect_model"))
+    flags.OnlyWith("max_steps data_dir", mode=("sync", "eval", "inspect_params"))
+    flags.OnlyWith("known_faults num_processes", engine=(None, "pjrt"))
 
 
 def define_strategy_flag(flags: Flags) -> None:

@@ -50,7 +50,7 @@ def with_found_strategy(args: Flags) -> None:
 def _check(args: Flags) -> None:
     given = f"--strategy={AUTO}"
     if args.mode != "sync":
-        raise UsageError(f"{given}: goes with --mode=sync, not {args.mode}")
+        raise UsageError(f"{given}: goes with --mode=sync, not with --mode={args.mode}")
     if args.mesh:
         raise UsageError(f"{given}: chooses the mesh; leave out --mesh={args.mesh}")
     if args.num_processes > 1:

@@ -360,7 +360,7 @@ def test_the_schedule_of_pipelines_is_that_of_the_parameters():
         (["--model=mt.M4Tiny"], "--model and --topology go together"),
         ([], "nothing to do"),
         (["--model=mt.M4Tiny", "--topology=v3:2x2", "--what=x"], "must be one of train, decode"),
-        ([f"--compare={GOLDEN}", "--output=x.json"], "--output is for a new plan"),
+        ([f"--compare={GOLDEN}", "--output=x.json"], "--output=x.json goes with --model"),
         (
             ["--model=mt.M4Tiny", "--topology=v3:2x2", "--token_budget=inf"],
             "must be a positive number",
@@ -368,7 +368,10 @@ def test_the_schedule_of_pipelines_is_that_of_the_parameters():
         (["--model=mt.M4Tiny", "--topology=v3", "--mesh=foo"], "--mesh='foo': 'foo' is not"),
         (["--model=mt.M4Tiny", "--topology=v8"], "no TPU generation"),
         (["--model=mt.M4Tiny", "--topology=h10"], "no GPU (did you mean 'h100'?)"),
-        ([f"--compare={GOLDEN}", "--variants=|a=1"], "--variants are of a new plan"),
+        (
+            [f"--compare={GOLDEN}", "--variants=|a=1"],
+            "--variants=|a=1 goes with --model, which is not given: it is of a new plan",
+        ),
         (
             ["--model=mt.M4Tiny", "--topology=v5p:2x2x1", "--variants=|task.droput=0.1"],
             "did you mean 'dropout'",

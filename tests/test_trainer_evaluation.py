@@ -225,14 +225,18 @@ def test_time_passes():
         ([], "train.early_stopping_evals=2;train.eval_interval_steps=0", "nothing is evaluated"),
         ([], "train.eval_interval_steps=-1", "train.eval_interval_steps=-1: must be an integer"),
         ([], "train.eval_batches=0", "train.eval_batches=0: must be an integer of at least 1"),
-        (["--once"], "", "--once: goes with --mode=eval, not with --mode=sync"),
-        (["--eval_lines=5"], "", "--eval_lines: goes with --mode=eval"),
-        (["--mode=eval", "--max_minutes=5"], "", "--max_minutes: goes with --mode=sync"),
+        (["--once"], "", "--once goes with --mode=eval, not with --mode=sync"),
+        (["--eval_lines=5"], "", "--eval_lines=5 goes with --mode=eval"),
+        (["--mode=eval", "--max_minutes=5"], "", "--max_minutes=5.0 goes with --mode=sync"),
         (["--mode=eval", "--once"], "", "holds no run with a checkpoint"),
     ],
 )
 def test_wrong_use(tmp_path, capfd, flags, override, why):
-    assert _train(tmp_path / "run", 4, *flags, override=override) == 2
+    try:
+        status = _train(tmp_path / "run", 4, *flags, override=override)
+    except SystemExit as e:
+        status = e.code
+    assert status == 2
     assert why in capfd.readouterr().err
     assert not (tmp_path / "run").exists()
 

@@ -85,7 +85,7 @@ TINY = "--model=mt.M4Tiny"
             "train.mesh='expert': 'expert' is not of the form axis:size",
         ),
         (
-            ["--model=mt.T96L", "--mode=inspect_model", "--num_devices=12"],
+            ["--model=mt.T96L", "--mode=inspect_model", "--data_dir=", "--num_devices=12"],
             "mesh data:256,model:8 cannot be laid over 12 devices",
         ),
         ([TINY, "--mesh=experts:8", "--logdir=RUN"], "experts"),
@@ -120,14 +120,14 @@ TINY = "--model=mt.M4Tiny"
         ),
         (
             [TINY, "--engine=tf", "--num_processes=2", "--logdir=RUN"],
-            "--num_processes=2: only --engine=pjrt runs as several",
+            "--num_processes=2 goes with --engine=pjrt, not with --engine=tf",
         ),
         (
             [TINY, "--engine=tf_graph", "--known_faults=warn", "--logdir=RUN"],
-            "--known_faults=warn: --engine=tf_graph does not look for faults",
+            "--known_faults=warn goes with --engine=pjrt, not with --engine=tf_graph",
         ),
         (
-            [TINY, "--mode=inspect_model", "--num_devices=3"],
+            [TINY, "--mode=inspect_model", "--data_dir=", "--num_devices=3"],
             "does not divide over the 3 devices",
         ),
         ([TINY, "--process_id=1", "--logdir=RUN"], "--process_id=1, --num_processes=1"),

@@ -302,13 +302,13 @@ def test_a_run_does_not_begin_from_what_is_none(reference, data_dir, tmp_path, c
     for logdir, more, message in (
         (run, [f"--init_from={run}", "--restart"], f"--init_from={run} is --logdir itself"),
         (run, [f"--init_from={data_dir}", "--restart"], f"--init_from={data_dir}: no run there"),
-        (tmp_path / "new", ["--init_from_step=6"], "--init_from=RUN is needed"),
+        (tmp_path / "new", ["--init_from_step=6"], "goes with --init_from, which is not given"),
         (
             tmp_path / "new",
             [f"--init_from={run}", "--init_from_step=7"],
             f"--init_from_step=7: {run} has no such checkpoint; there are [6]",
         ),
     ):
-        assert trainer.main(flags(data_dir, logdir, 30, *more)) == 2
+        assert trainer_testing.status(*flags(data_dir, logdir, 30, *more)) == 2
         assert message in capfd.readouterr().err
     assert (run / "checkpoints/6").is_dir() and not (tmp_path / "new" / "checkpoints").exists()

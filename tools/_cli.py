@@ -142,9 +142,14 @@ def define_logdir_flag(flags: Flags) -> None:
     flags.DEFINE_path("logdir", None, help, required=True, portable=True)
 
 
+_SEARCH_FLAGS = ("beam_size", "max_length", "max_source_length", "length_alpha")
+# The flags that an exported model does not take.
+OF_RUNS = " ".join((*_SEARCH_FLAGS, "shortlist weights checkpoint_step average_last use_ema"))
+
+
 def define_search_flags(flags: Flags) -> None:
-    """Defines the flags of a search: --beam_size, --max_length, --max_source_length, --length_alpha, --shortlist,
-    --weights, and those of define_run_flags. Those that are not given are None."""
+    """Defines the flags of a search, after --logdir: those of _SEARCH_FLAGS, --shortlist, --weights, and those of
+    define_run_flags. Those that are not given are None."""
     with flags.Section("with --logdir (an exported model has these inside)"):
         define_run_flags(flags)
         flags.DEFINE_integer(
@@ -174,6 +179,8 @@ def define_search_flags(flags: Flags) -> None:
             ("float32", "int8"),
             "int8 rounds the weights of matrix products to 8 bits: faster and smaller on a CPU (default: float32)",
         )
+    flags.OnlyWith(OF_RUNS, "it was fixed when the model was exported", logdir=True)
+    flags.OnlyWith("trust_run", "an exported model names no classes", logdir=True)
 
 
 def define_trust_flag(flags: Flags) -> None:
@@ -205,9 +212,6 @@ def define_run_flags(flags: Flags) -> None:
         checks.SIZE,
     )
     define_ema_flag(flags)
-
-
-_SEARCH_FLAGS = ("beam_size", "max_length", "max_source_length", "length_alpha")
 
 
 def search_options(args: Flags, top_k: int = 1) -> Any:
@@ -270,18 +274,9 @@ def open_translator(args: Flags) -> tuple[Any, dict[str, Any]]:
     """Returns the Translator of --logdir or the SavedTranslator of --saved_model, and a description of the model.
 
     Raises:
-        ValueError: nothing there, a damaged checkpoint, or a flag that does not go with --saved_model.
+        ValueError: nothing there, or a damaged checkpoint.
     """
     if args.saved_model:
-        of_runs = "checkpoint_step", "average_last", "use_ema", "shortlist", "weights"
-        for name in (*of_runs, *_SEARCH_FLAGS):
-            value = getattr(args, name)
-            if value is not None and value is not False:
-                raise ValueError(
-                    f"--{name} was fixed when {args.saved_model} was exported; use it with --logdir"
-                )
-        if args.trust_run:
-            raise ValueError("--trust_run goes with --logdir: an exported model names no classes")
         from lingvo_moe.tasks.mt.serving.saved_translator import SavedTranslator
 
         return SavedTranslator(args.saved_model), {"saved_model": str(args.saved_model)}

@@ -67,6 +67,7 @@ def define_flags() -> Flags:
     flags.DEFINE_integer("batch_size", 256, "lines translated at once", checks.SIZE)
     flags.DEFINE_boolean("quiet", False, "no progress on standard error")
     _cli.define_search_flags(flags)
+    flags.OnlyWith(f"{_cli.OF_RUNS} batch_size", "nothing is translated", rescore=False)
     return flags
 
 

@@ -11,7 +11,6 @@ line numbers. The exit status is 0, 1 or (in flags) 2 for a mistake, 130 after C
 """
 
 import json
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +42,10 @@ def define_flags() -> Flags:
     flags.DEFINE_list("tensor", (), "show only these tensors, layers or scopes")
     flags.DEFINE_path("html", "", "write a page with drawings to this file")
     flags.DEFINE_path("json", "", "write the whole explanation to this file")
+    flags.Distinct("html", "json")
+    fixed = "it was fixed when the program was made"
+    flags.OnlyWith("mesh num_devices model_params_override", fixed, model=True)
+    flags.OnlyWith("num_devices", "a mesh says how many devices there are", mesh=False)
     return flags
 
 
@@ -50,14 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = define_flags().Parse(argv)
     if bool(args.model) == bool(args.program):
         args.Fail("give either --model or --program")
-    if args.mesh and args.num_devices is not None:
-        args.Fail("--mesh says how many devices there are; leave out --num_devices")
-    if args.program:
-        for name in ("mesh", "num_devices", "model_params_override"):
-            if getattr(args, name):
-                args.Fail(f"--{name} was fixed when the program was made; use it with --model")
-    if args.html and args.json and os.path.realpath(args.html) == os.path.realpath(args.json):
-        args.Fail(f"--html and --json are both {args.html}; name two files")
     return _cli.attempt_compiling("explain", lambda: run(args))
 
 

@@ -78,6 +78,7 @@ def define_flags() -> Flags:
     flags.DEFINE_enum(
         "known_faults", known_faults.ERROR, known_faults.ACTIONS, known_faults.FLAG_HELP
     )
+    flags.Distinct("output", "json")
     return flags
 
 

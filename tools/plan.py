@@ -61,6 +61,9 @@ def define_flags() -> Flags:
         "known_faults", known_faults.ERROR, known_faults.ACTIONS, known_faults.FLAG_HELP
     )
     flags.DEFINE_path("cache_dir", None, "directory for compiled programs; '' keeps none")
+    flags.Distinct("output", "html")
+    of_new = "output variants what mesh model_params_override strategy token_budget known_faults"
+    flags.OnlyWith(f"{of_new} cache_dir", "it is of a new plan", model=True)
     return flags
 
 
@@ -70,10 +73,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.Fail("--model and --topology go together")
     if not args.model and not args.compare:
         args.Fail("nothing to do: give --model and --topology, or --compare")
-    if args.output and not args.model:
-        args.Fail("--output is for a new plan: it goes with --model and --topology")
-    if args.variants and not args.model:
-        args.Fail("--variants are of a new plan: they go with --model and --topology")
     return _cli.attempt_compiling("plan", lambda: run(args))
 
 

@@ -42,6 +42,10 @@ def define_flags() -> Flags:
     flags.DEFINE_path("png_dir", None, "also write a picture of each layer to this directory")
     flags.DEFINE_integer("batch_size", 16, "packed rows at once", checks.SIZE)
     flags.DEFINE_boolean("quiet", False, "no progress on standard error")
+    flags.Distinct("out", "png_dir")
+    measuring = "data_dir languages max_per_language batch_size png_dir"
+    checkpoint = "checkpoint_step average_last use_ema"
+    flags.OnlyWith(f"{measuring} {checkpoint} quiet", "the model is not run", no_routing=False)
     return flags
 
 

@@ -39,14 +39,14 @@ def define_flags() -> Flags:
     flags.DEFINE_boolean("missing", False, "with --plans: only those that are not recorded")
     flags.DEFINE_boolean("update", False, "with --plans: record the new plans")
     flags.DEFINE_path("cache_dir", None, "directory for compiled programs; '' keeps none")
+    flags.OnlyWith("only missing update cache_dir", plans=True)
+    flags.OnlyWith("partial", plans=False)
+    flags.OnlyWith("plans partial", list=False)
     return flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = define_flags().Parse(argv)
-    for flag in ("only", "missing", "update"):
-        if getattr(args, flag) and not args.plans:
-            args.Fail(f"--{flag} goes with --plans")
     interrupted = "interrupted; plans that were recorded are kept"
     return _cli.attempt("reproduce", lambda: _run(args), interrupted)
 

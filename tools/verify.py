@@ -40,13 +40,12 @@ def define_flags() -> Flags:
     )
     flags.DEFINE_override()
     define_strategy_flag(flags)
+    flags.OnlyWith("num_devices", "a mesh says how many devices there are", mesh=False)
     return flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = define_flags().Parse(argv)
-    if args.mesh and args.num_devices is not None:
-        args.Fail("--mesh says how many devices there are; leave out --num_devices")
     return _cli.attempt_compiling("verify", lambda: run(args))
 
 

@@ -19,6 +19,7 @@ ends it with status 0.
 """
 
 import contextlib
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ from absl import flags
 
 from lingvo_moe.core import checks
 from lingvo_moe.core.paths import PathError, check_local, check_portable
-from lingvo_moe.core.suggest import did_you_mean, nearest
+from lingvo_moe.core.suggest import did_you_mean, either, nearest
 
 _HELP = "help"  # the section of the flags that every command has
 _COMMON = ("flagfile", "help", "helpfull")  # what one may look for in every command
@@ -231,6 +232,67 @@ class Flags(flags.FlagValues):
             return True
 
         flags.register_multi_flags_validator(names, check, flag_values=self)
+
+    def Distinct(self, *names: str) -> None:
+        """Requires that no two of these flags name the same place to write to."""
+
+        def check(values: dict[str, Any]) -> bool:
+            flag_of: dict[str, str] = {}
+            for name, path in values.items():
+                other = flag_of.setdefault(os.path.realpath(path), name) if path else name
+                if other != name:
+                    raise flags.IllegalFlagValueError(
+                        f"--{other} and --{name} are both {path}; name two places"
+                    )
+            return True
+
+        flags.register_multi_flags_validator(names, check, flag_values=self)
+
+    def OnlyWith(self, names: str, because: str = "", **needed: Any) -> None:
+        """Declares that flags have an effect only with others; one that is given without these is refused.
+
+        Args:
+            names: of the flags, with spaces between them. Only a value other than the default counts as given.
+            because: a phrase that ends the message.
+            needed: by the name of another flag, whether it must be given, or its value, or a tuple of possible values.
+        """
+
+        def check(values: dict[str, Any]) -> bool:
+            for name in names.split():
+                if values[name] == self[name].default:
+                    continue
+                for other, wanted in needed.items():
+                    if why := self._Lacks(other, values[other], wanted):
+                        end = f": {because}" if because else ""
+                        raise flags.IllegalFlagValueError(f"{self._Shown(name)} {why}{end}")
+            return True
+
+        both = [*names.split(), *needed]
+        flags.register_multi_flags_validator(both, check, flag_values=self)
+
+    def _Lacks(self, name: str, value: Any, wanted: Any) -> str:
+        """Why a flag does not have what OnlyWith requires of it; '' if it does."""
+        given = value != self[name].default
+        if isinstance(wanted, bool):
+            if given is wanted:
+                return ""
+            return (
+                f"goes with --{name}, which is not given"
+                if wanted
+                else f"does not go with {self._Shown(name)}"
+            )
+        allowed = wanted if isinstance(wanted, tuple) else (wanted,)
+        if value in allowed:
+            return ""
+        shown = either(f"--{name}={one}" for one in allowed if one is not None)
+        return f"goes with {shown}, not with {self._Shown(name)}"
+
+    def _Shown(self, name: str) -> str:
+        """A flag with its value, as a user gives it."""
+        value = self[name].value
+        if self[name].boolean:
+            return f"--{'' if value else 'no'}{name}"
+        return f"--{name}={','.join(map(str, value)) if isinstance(value, list | tuple) else value}"
 
     def Parse(self, argv: Sequence[str] | None = None) -> Self:
         """Reads the flags' values; they are attributes afterwards.

@@ -130,6 +130,38 @@ def test_exactly_one_of_some_flags(capsys):
     assert flags.Parse(["--house=H", "--water=b"]).water == "b"
 
 
+@pytest.mark.parametrize(
+    "argv, why",
+    [
+        (["--coats=3"], ""),
+        (["--coats=3", "--colour=green"], ""),
+        (["--coats=2", "--quiet=false", "--finish=gloss"], ""),
+        (["--rooms=a,b"], "--rooms=a,b goes with --water, which is not given: walls are dusty"),
+        (["--rooms=a,b", "--water=w"], ""),
+        (["--size=z"], "--size=35 goes with --finish=matt, not with --finish="),
+        (["--size=z", "--finish=matt"], ""),
+        (["--coats=3", "--noquiet"], "--coats=3 does not go with --noquiet"),
+        (["--no_windows", "--thinner=x"], "--no_windows does not go with --thinner=x"),
+        (["--thinner=a", "--water=./a"], "--thinner and --water are both ./a; name two places"),
+        (["--thinner=a", "--water=b"], ""),
+    ],
+)
+def test_flags_that_go_with_others(argv, why, capsys):
+    flags = _define()
+    flags.OnlyWith("coats", quiet=False)
+    flags.OnlyWith("rooms brush", "walls are dusty", water=True)
+    flags.OnlyWith("size", finish=(None, "matt"))
+    flags.OnlyWith("no_windows", thinner=False)
+    flags.Distinct("thinner", "water")
+    if why:
+        with pytest.raises(SystemExit):
+            flags.Parse(["--house=H", *argv])
+    else:
+        flags.Parse(["--house=H", *argv])
+    said = capsys.readouterr().err
+    assert said == (f"paint: {why}\n" if why else "")
+
+
 def test_a_validator_of_absl(capsys):
     flags = _define()
     absl_flags.register_validator("coats", lambda n: n < 9, "the paint peels", flag_values=flags)

@@ -391,7 +391,7 @@ def test_a_slice_that_a_model_no_longer_fits_is_a_difference(plans: Any) -> None
 @pytest.mark.parametrize(
     "flags, complaint",
     [
-        (["--only=M4MoE"], "--only goes with --plans"),
+        (["--only=M4MoE"], "--only=M4MoE goes with --plans"),
         (["--plans", "--only=T96L-v6"], "--only=T96L-v6: no such plan (did you mean"),
     ],
 )

@@ -91,11 +91,6 @@ def test_flags_that_make_no_sense(tool, argv, message, capsys):
     [
         (translate, ["--saved_model={tmp}/none", "--input={tmp}/in"], "no SavedModel there"),
         (translate, ["--saved_model={tmp}", "--input={tmp}/none"], "No such file"),
-        (
-            translate,
-            ["--saved_model={tmp}", "--input={tmp}/in", "--beam_size=2"],
-            "--beam_size was fixed",
-        ),
         (translate, ["--logdir={tmp}/none", "--input={tmp}/in"], "no such directory"),
         (evaluate, ["--saved_model={tmp}/none"], "--data_dir is needed"),
         (evaluate, ["--logdir={tmp}"], "no run there"),

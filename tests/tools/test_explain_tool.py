@@ -88,9 +88,15 @@ def test_an_experiment(capsys, tmp_path):
     [
         ([], "give either --model or --program"),
         (["--model=mt.M4Tiny", "--program=x"], "give either --model or --program"),
-        (["--program=x", "--html=e", "--json=./e"], "--html and --json are both e; name two files"),
-        (["--program=x", "--mesh=expert:8"], "--mesh was fixed when the program was made"),
-        (["--model=mt.M4Tiny", "--mesh=expert:4", "--num_devices=4"], "leave out --num_devices"),
+        (["--program=x", "--html=e", "--json=./e"], "--html and --json are both ./e; name two"),
+        (
+            ["--program=x", "--mesh=expert:8"],
+            "--mesh=expert:8 goes with --model, which is not given: it was fixed when",
+        ),
+        (
+            ["--model=mt.M4Tiny", "--mesh=expert:4", "--num_devices=4"],
+            "does not go with --mesh=expert:4",
+        ),
         (["--model=mt.M4Tiny", "--num_devices=1"], "--num_devices=1: must be an integer from 2 to"),
         (["--modle=mt.M4Tiny"], "did you mean '--model'"),
     ],

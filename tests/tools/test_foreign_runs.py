@@ -173,10 +173,12 @@ def test_a_trainer_trusts_only_a_run_that_is_named(tmp_path, capfd):
         f"--logdir={tmp_path}/run",
         "--trust_run",
     ]
-    assert trainer.main(flags) == 2
-    assert "--trust_run: --init_from=RUN is needed" in capfd.readouterr().err
+    with pytest.raises(SystemExit):
+        trainer.main(flags)
+    assert "--trust_run goes with --init_from, which is not given" in capfd.readouterr().err
 
 
 def test_an_export_needs_no_trust(tmp_path, capfd):
-    assert translate.main([f"--saved_model={tmp_path}", "--trust_run"]) == 1
+    with pytest.raises(SystemExit):
+        translate.main([f"--saved_model={tmp_path}", "--trust_run"])
     assert "--trust_run goes with --logdir" in capfd.readouterr().err

@@ -116,8 +116,9 @@ def test_an_exported_model_has_it_inside(logdir, made, translator, tmp_path, cap
     np.testing.assert_array_equal(got.scores, want.scores)
     about = json.loads((tmp_path / "model" / ABOUT).read_text())
     assert about["shortlist"] == {"per_source_piece": 2, "every_line": 265}
-    assert translate.main([f"--saved_model={tmp_path / 'model'}", f"--shortlist={made}"]) == 1
-    assert "--shortlist was fixed when" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        translate.main([f"--saved_model={tmp_path / 'model'}", f"--shortlist={made}"])
+    assert f"--shortlist={made} goes with --logdir" in capsys.readouterr().err
 
 
 def test_files_that_do_not_fit_are_refused(logdir, made, tmp_path):
