@@ -67,6 +67,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in slow)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _user_without_a_key(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Gives the tests a directory of settings of their own: runs are marked with a key that lies there."""
+    os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("config"))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _forget_what_was_compiled() -> Iterator[None]:
     """Frees compiled programs. Hundreds of them would otherwise fill the memory of the process that runs all tests."""

@@ -19,8 +19,9 @@ from damage import Damage, damages
 
 _COUNT = int(os.environ.get("DAMAGES", "100"))
 _SEED = int(os.environ.get("DAMAGES_SEED", "0"))
-# Nothing of ours reads these: a lock, TensorBoard's files, which have checksums of their own, and texts for COMET.
-_NOT_READ = ("/.trainer.lock", "/events.out.tfevents", "/comet/")
+# Nothing of ours reads these: a lock, TensorBoard's files, which have checksums of their own, and texts for COMET. A
+# damaged mark makes the run one by somebody else, which is refused where it names code.
+_NOT_READ = ("/.trainer.lock", "/experiment.hmac", "/events.out.tfevents", "/comet/")
 
 
 def _read_run(path: str) -> list[str]:

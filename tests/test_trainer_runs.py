@@ -80,7 +80,7 @@ def test_the_run_learns_and_is_saved(reference):
     saved = sorted(int(p.name) for p in (reference / "checkpoints").iterdir())
     assert saved == [0, 6, 12, 18]
     held = {p.name for p in reference.iterdir()} - {".trainer.lock"}
-    described = {"experiment.json", "manifest.sha256", "params.txt", "vocab"}
+    described = {"experiment.json", "experiment.hmac", "manifest.sha256", "params.txt", "vocab"}
     assert held == described | {"checkpoints", "program.json", "train"}  # no machine code
 
 

@@ -9,10 +9,14 @@ import re
 from collections.abc import Iterator, Mapping
 
 TRUST_RUN_HELP = (
-    "import classes that the run names outside lingvo_moe; they are code by whoever made the run"
+    "import classes outside lingvo_moe that a run by somebody else names; they are their code"
 )
 
 _OWN = __name__.partition(".")[0]
+NOT_OWN = (
+    f"{{!r}} is not of {_OWN}, so it is not imported: it would be code by whoever made the run; "
+    "--trust_run imports it"
+)
 # Packages inside lingvo_moe in a wheel and in a checkout; there, others are directories of the repository.
 _OWN_MODULE = re.compile(rf"{_OWN}\.(core|tasks)(\.[A-Za-z_][A-Za-z0-9_]*)+")
 
@@ -60,10 +64,7 @@ def own_class(text: str) -> type:
     module, _ = _parts(text)
     # A package looks for its modules in its own directory, so none of these can come from elsewhere.
     if not _OWN_MODULE.fullmatch(module):
-        raise ValueError(
-            f"{text!r} is not of {_OWN}, so it is not imported: it would be code by whoever made the run; "
-            "--trust_run imports it"
-        )
+        raise ValueError(NOT_OWN.format(text))
     found = any_class(text)
     if not found.__module__.startswith(f"{_OWN}.") or not hasattr(found, "Params"):
         raise ValueError(f"{text!r} is no class of {_OWN} that has Params")

@@ -86,6 +86,7 @@ RUN = Kind(
         "program.json",
         "evaluations.json",
         "manifest.sha256",
+        "experiment.hmac",
         "vocab",
         CHECKPOINTS,
         "train",

@@ -1,5 +1,7 @@
 """The registry of experiments: `mt.M4MoE2048E36L` names a class in the package `lingvo_moe.params.mt`.
 
+`my.package.Mine` names a class of any other module, which need not be registered.
+
 An experiment is a class with three methods, each returning Params: `Task()` (the model and how it
 is optimised), `Input()` (the data) and `Train()` (the length of the run, its checkpoints and
 summaries).
@@ -8,10 +10,12 @@ summaries).
 import importlib
 import pkgutil
 import re
+import sys
+import traceback
 from collections.abc import Callable, Iterator
 
 from lingvo_moe.core import checks
-from lingvo_moe.core.class_names import any_class
+from lingvo_moe.core.class_names import NOT_OWN, any_class, own_class
 from lingvo_moe.core.hyperparams import InstantiableParams, ParamError, Params
 from lingvo_moe.core.suggest import did_you_mean, nearest
 
@@ -132,19 +136,25 @@ def AllNames(task: str = "") -> list[str]:
     )
 
 
-def GetExperiment(name: str) -> type[Experiment]:
-    """The class of `mt.Name` or `mt.module.Name`.
+def GetExperiment(name: str, trusted: bool = True) -> type[Experiment]:
+    """The class of `mt.Name` or `mt.module.Name`, or of `package.module.Name` outside of lingvo_moe.params.
+
+    Args:
+        name: where it begins with no task of lingvo_moe.params, the module before its last dot is imported.
+        trusted: whether the user typed it; else it may only name one of lingvo_moe.params, and imports nothing else.
 
     Raises:
-        RegistryError: there is none, with the nearest names.
+        RegistryError: there is none, with the nearest names; or one that is not trusted.
     """
-    if name in _registry:
-        return _registry[name]
-    task = name.split(".")[0]
-    if "." not in name or not name.replace(".", "").isidentifier():
+    parts = name.split(".")
+    if len(parts) < 2 or not all(map(str.isidentifier, parts)):
         example = _hint(re.sub(r"[^\w.]", "", name)) or ", e.g. 'mt.M4MoE2048E36L'"
         raise RegistryError(f"--model={name!r}: expected task.Experiment{example}")
-    _import_task(task)
+    if parts[0] not in _tasks():
+        if not trusted:
+            raise RegistryError(f"--model={NOT_OWN.format(name)}")
+        return _registry.get(name) or _of_module(name)
+    _import_task(parts[0])
     if name not in _registry:
         known = [n for n in _registry if n.count(".") == name.count(".")]
         raise RegistryError(f"--model={name!r}: no such experiment{did_you_mean(name, known)}")
@@ -154,7 +164,7 @@ def GetExperiment(name: str) -> type[Experiment]:
 def GetParams(
     name: str,
     override: str = "",
-    find_class: Callable[[str], type] = any_class,
+    trusted: bool = True,
     skip_derived: bool = False,
 ) -> Params:
     """The Params of an experiment: `task`, `input` and `train`, with overrides applied.
@@ -165,15 +175,16 @@ def GetParams(
             'task.num_experts=16;train.max_steps=100'; a semicolon in a value is written `\\;`. In
             order: a class chosen by name, e.g. 'task.moe.router=hash', before what is in it. A text with newlines,
             or with spaces at its ends, is written as a Python string literal.
-        find_class: gives the class that 'type/module/Class' in a value names; `own_class` of class_names.py for
-            text that the user did not type.
+        trusted: whether the user typed all this; else no name in it, of the experiment or 'type/module/Class' in a
+            value, imports code outside lingvo_moe.
         skip_derived: whether to pass over parameters that would have no effect, which older versions took, instead of
             refusing them.
 
     Raises:
         RegistryError: no such experiment, an unknown path, or a value of another type.
     """
-    experiment = GetExperiment(name)()
+    experiment = GetExperiment(name, trusted)()
+    find_class = any_class if trusted else own_class
     p = Params()
     p.Define("task", experiment.Task(), "The model and its optimiser.")
     p.Define("input", experiment.Input(), "The data.")
@@ -208,7 +219,8 @@ def set_from_text(
         path: of the parameter.
         value: its text, as in an override.
         source: the flag, or the file and line, that the value comes from; messages begin with it.
-        find_class: as for GetParams.
+        find_class: gives the class that 'type/module/Class' names; own_class of class_names.py for text that the user
+            did not type.
 
     Raises:
         RegistryError: an unknown path, or a value that the parameter cannot have.
@@ -260,11 +272,47 @@ def _hint(name: str) -> str:
     return next(filter(None, hints), "")
 
 
+def _of_module(name: str) -> type[Experiment]:
+    """The experiment `package.module.Name`, whose module is imported."""
+    path, _, cls = name.rpartition(".")
+    try:
+        module = importlib.import_module(path)
+    except Exception as e:
+        missing = e.name if isinstance(e, ModuleNotFoundError) else None
+        if missing and f"{path}.".startswith(f"{missing}."):
+            raise RegistryError(f"--model={name!r}: {_missing(missing)}") from None
+        at = traceback.extract_tb(e.__traceback__)[-1]
+        raise RegistryError(
+            f"--model={name!r}: importing {path} failed: {type(e).__name__}: {e} ({at.filename}:{at.lineno})"
+        ) from e
+    found = getattr(module, cls, None)
+    if isinstance(found, type) and issubclass(found, Experiment):
+        return found
+    wrong = (
+        "there is no" if found is None else "not derived from lingvo_moe.core.registry.Experiment:"
+    )
+    others = [
+        n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Experiment)
+    ]
+    raise RegistryError(
+        f"--model={name!r}: {wrong} {cls} in {getattr(module, '__file__', path)}{did_you_mean(cls, others)}"
+    )
+
+
+def _missing(module: str) -> str:
+    """Why an experiment's module is not found."""
+    package = sys.modules.get(module.rpartition(".")[0])
+    if package:
+        return f"no module {module!r} in {getattr(package, '__file__', None) or list(package.__path__)}"
+    tasks = _tasks()
+    return (
+        f"no task {module!r} in lingvo_moe.params{did_you_mean(module, tasks)}, and no module {module!r} where Python "
+        f"looks (first of all in {sys.path[0] or '.'})"
+    )
+
+
 def _import_task(task: str) -> None:
     """Imports every module of `params.<task>`, which registers its experiments."""
-    tasks = _tasks()
-    if task not in tasks:
-        raise RegistryError(f"--model: no task {task!r} in params/{did_you_mean(task, tasks)}")
     package = importlib.import_module(f"{_ROOT}.{task}")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{_ROOT}.{task}.{module.name}")

@@ -4,6 +4,7 @@ experiment.json             the experiment's name, its overrides, what its input
 params.txt                  all of its parameters, to read and to compare
 ...                         the files that its input keeps here: of translation, vocab/source.model and target.model
 manifest.sha256             the list of these files with their digests, by which each is checked before it is used
+experiment.hmac             the mark of the user who made the run, see own_runs.py
 program.json                the compiled training step; written again whenever the trainer starts
 evaluations.json            the held-out losses by step, which say what the best checkpoint is
 checkpoints/<step>/         written by the engine
@@ -12,8 +13,9 @@ eval/held_out/              what it measured on held-out data
 eval/scores/                what `--mode=eval` measured
 
 A run is data. Whoever made it may have written anything there, so nothing in it is executed, and this module reads and
-writes no file outside it. The run's parameters also name directories outside, as those of every experiment do. Of these
-the tools use one, `input.data_dir`: those that read pairs take them from there when the user names no other --data_dir.
+writes no file outside it but the user's key. The run's parameters also name directories outside, as those of every
+experiment do. Of these the tools use one, `input.data_dir`: those that read pairs take them from there when the user
+names no other --data_dir.
 """
 
 import json
@@ -25,12 +27,12 @@ from typing import TYPE_CHECKING, Any
 
 from lingvo_moe.core import registry
 from lingvo_moe.core.artifacts import RunArtifacts
-from lingvo_moe.core.class_names import any_class, own_class
 from lingvo_moe.core.evaluations import FILE as _EVALUATIONS
 from lingvo_moe.core.evaluations import Evaluations, read_evaluations
 from lingvo_moe.core.files import write_atomic
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.manifest import ManifestError, read_listed, write_manifest
+from lingvo_moe.core.own_runs import is_own, make_mark
 from lingvo_moe.core.paths import check_portable
 from lingvo_moe.core.run_description import (
     BeganFrom,
@@ -45,9 +47,9 @@ from lingvo_moe.core.run_description import (
 if TYPE_CHECKING:  # it imports TensorFlow
     from lingvo_moe.core.base_task import BaseTask
 
-MANIFEST = "manifest.sha256"
+MANIFEST, MARK = "manifest.sha256", "experiment.hmac"
 _FILE, _PARAMS, _PROGRAM = "experiment.json", "params.txt", "program.json"
-_TAKEN = (_FILE, _PARAMS, _PROGRAM, MANIFEST, _EVALUATIONS, "checkpoints", "train", "eval")
+_TAKEN = (_FILE, _PARAMS, _PROGRAM, MANIFEST, MARK, _EVALUATIONS, "checkpoints", "train", "eval")
 _REMEDY = "copy the run again from where it is whole; or begin it again with --restart"
 
 
@@ -60,7 +62,7 @@ class RunDir:
             path: the directory.
             flag: what named it, for errors.
             trust_run: whether to import classes outside lingvo_moe that the run names, which is to run code by
-                whoever made it.
+                whoever made it. Those that a run by this user names are always imported.
 
         Raises:
             PathError: a path below which checkpoints could not be read again.
@@ -143,7 +145,7 @@ class RunDir:
         params = registry.GetParams(model, override)
         for name in artifacts.files:
             _check_artifact(self.path, name)
-        for name in (*artifacts.files, _PARAMS, _FILE, MANIFEST):
+        for name in (*artifacts.files, _PARAMS, _FILE, MARK, MANIFEST):
             self.Inside(name)
         for name, content in artifacts.files.items():
             (self.path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -156,7 +158,10 @@ class RunDir:
             "files": list(artifacts.files),
             "input": dict(artifacts.about),
         } | ({"began_from": dict(began_from)} if began_from else {})
-        write_atomic(self.path / _FILE, json.dumps(description, indent=2).encode() + b"\n")
+        content = json.dumps(description, indent=2).encode() + b"\n"
+        write_atomic(self.path / _FILE, content)
+        if mark := make_mark(content):
+            write_atomic(self.path / MARK, mark)
         self.ListFiles()
 
     def CheckReplaceable(self) -> None:
@@ -291,16 +296,21 @@ class RunDir:
 
         Raises:
             RunDirError: no run; or the experiment, or a parameter of it, is not there any more; or it names a class
-                outside lingvo_moe, and is not trusted.
+                outside lingvo_moe, is not by this user, and is not trusted.
         """
-        found = self.experiment
-        find_class = any_class if self._trust_run else own_class
+        found, contents = self._Read()
+        trusted = self._trust_run or self._IsOwn(contents[_FILE])
         try:
             return registry.GetParams(
-                found["model"], found["params_override"], find_class, skip_derived=True
+                found["model"], found["params_override"], trusted, skip_derived=True
             )
         except registry.RegistryError as e:
             raise RunDirError(f"{self.path / _FILE}: {e}") from None
+
+    def _IsOwn(self, description: bytes) -> bool:
+        """Whether this user made the run, with this experiment.json. Raises RunDirError as Inside."""
+        file = self.Inside(MARK)
+        return file.is_file() and is_own(file.read_bytes(), description)
 
     def Task(self) -> "BaseTask":
         """The task of the run, instantiated. Raises as Params."""

@@ -45,7 +45,7 @@ def test_another_module_is_imported_only_where_any_may_be(marker):
 )
 def test_no_parameter_of_an_experiment_imports_another_module(marker, path):
     with pytest.raises(registry.RegistryError, match="is not of lingvo_moe"):
-        registry.GetParams("mt.M4Tiny", f"{path}=type/leaves_a_file/Thing", own_class)
+        registry.GetParams("mt.M4Tiny", f"{path}=type/leaves_a_file/Thing", trusted=False)
     assert not marker.exists()
 
 

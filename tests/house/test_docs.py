@@ -117,8 +117,23 @@ def _commands(page: str) -> list[str]:
 
 def _flag_files(page: str) -> dict[str, str]:
     """The files for --flagfile that a page shows, by the name in their first line."""
-    found = ((re.match(r"# (\S+\.flags)\n", body), body) for body in _blocks(page, "text"))
+    return _named_files(_blocks(page, "text"), ".flags")
+
+
+def _named_files(blocks: list[str], ending: str) -> dict[str, str]:
+    """The blocks that are files with this ending, by the name in their first line."""
+    found = ((re.match(rf"# (\S+{re.escape(ending)})\n", body), body) for body in blocks)
     return {match[1]: body for match, body in found if match}
+
+
+@pytest.fixture
+def files_of_reader(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes the files that a page shows into the working directory, where Python finds its modules."""
+    for name, body in (_flag_files(page) | _named_files(_blocks(page, "python"), ".py")).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(body, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
 
 
 _ALL_COMMANDS = [(page, command) for page in PAGES for command in _commands(page)]
@@ -128,13 +143,9 @@ def test_there_are_commands_to_check() -> None:
     assert {page for page, _ in _ALL_COMMANDS} >= {"README.md", "docs/training.md", "docs/data.md"}
 
 
+@pytest.mark.usefixtures("files_of_reader")
 @pytest.mark.parametrize("page, command", _ALL_COMMANDS)
-def test_commands_have_flags_that_exist(
-    page: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, body in _flag_files(page).items():
-        (tmp_path / name).write_text(body, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
+def test_commands_have_flags_that_exist(page: str, command: str) -> None:
     words = shlex.split(command, comments=True)
     words = [w for w in words if not re.match(r"\d?[<>]", w)]
     if "|" in words:
@@ -149,6 +160,14 @@ def test_commands_have_flags_that_exist(
         registry.GetParams(args.model, trainer.full_override(args))
     else:
         importlib.import_module(module).define_flags().Parse(argv)
+
+
+@pytest.mark.usefixtures("files_of_reader")
+@pytest.mark.parametrize("page", ["docs/experiments.md"])
+def test_the_experiment_of_a_package_of_ones_own(page: str, capsys: pytest.CaptureFixture) -> None:
+    (command,) = (c for c in _commands(page) if "M4Mine" in c and "inspect_model" in c)
+    assert trainer.main(shlex.split(command)[3:]) == 0
+    assert re.search(r"experts\.wi +1x16x", capsys.readouterr().out)
 
 
 def test_the_flag_file_of_the_page_on_training(tmp_path: Path) -> None:

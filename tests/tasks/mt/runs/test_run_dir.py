@@ -14,7 +14,7 @@ from lingvo_moe.core import files
 from lingvo_moe.core.artifacts import RunArtifacts
 from lingvo_moe.core.manifest import write_manifest
 from lingvo_moe.core.run_description import RunDirError
-from lingvo_moe.core.run_dir import MANIFEST
+from lingvo_moe.core.run_dir import MANIFEST, MARK
 from lingvo_moe.core.run_lock import RunLock
 from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
 from lingvo_moe.tasks.mt.input.errors import DataError
@@ -97,7 +97,7 @@ def test_what_changes_in_a_run_is_not_listed(run):
     assert run.program["mesh"] == "expert:4" and run.steps == [5]
 
 
-@pytest.mark.parametrize("killed_at", range(5))
+@pytest.mark.parametrize("killed_at", range(6))
 def test_killed_while_it_is_described_it_can_be_described_again(
     run, vocabs, monkeypatch, killed_at
 ):
@@ -116,7 +116,7 @@ def test_killed_while_it_is_described_it_can_be_described_again(
         with pytest.raises(KeyboardInterrupt):
             run.Write("mt.M4Tiny", "", mt_artifacts(swapped))
     assert [os.path.basename(path) for path in seen][killed_at:] == [
-        ["source.model", "target.model", "params.txt", "experiment.json", MANIFEST][killed_at]
+        ["source.model", "target.model", "params.txt", "experiment.json", MARK, MANIFEST][killed_at]
     ]
     if killed_at == 0:
         assert dict(run.vocabs) == vocabs
@@ -359,7 +359,7 @@ def test_a_description_names_only_files_that_are_listed(run):
 @pytest.mark.parametrize(
     "values, message",
     [
-        ({"model": "os.path"}, r"no task 'os' in params/"),
+        ({"model": "os.path"}, "'os.path' is not of lingvo_moe, so it is not imported"),
         ({"model": "mt.M4Tinny"}, "no such experiment"),
         ({"model": "../evil.X"}, "expected task.Experiment"),
         ({"params_override": "task.no_such=1"}, "no parameter"),
