@@ -1,7 +1,8 @@
 """`--mode=eval`: scores the checkpoints of a run as its trainer writes them, in a process of its own, on the CPU.
 
-It reads what the trainer writes and writes only to RUN/eval/scores, so it needs no lock. It can be stopped at any time:
-a checkpoint is scored again unless its line was written.
+It reads what the trainer writes and writes only to RUN/eval/scores. A lock of its own, which no trainer looks at, keeps
+a second evaluator out of there. It can be stopped at any time: a checkpoint is scored again unless its line was
+written.
 """
 
 import time
@@ -14,6 +15,7 @@ from lingvo_moe.core.command import say
 from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.run_dir import RunDir
+from lingvo_moe.core.run_lock import EVALUATOR, RunLock
 from lingvo_moe.core.sharding import single_device
 from lingvo_moe.trainer_checks import UsageError, check_data_exists, check_same_run, has_begun
 
@@ -23,7 +25,8 @@ POLL_SECONDS = 5.0  # between two looks at the directory of checkpoints
 def evaluate_run(args: Flags, params: Params) -> int:
     """Scores every checkpoint of --logdir but that of step 0, and those that follow, each once, oldest first.
 
-    Ends after the last step, where training stopped early, and with --once after the newest checkpoint.
+    Ends after the last step, where training stopped early, and with --once after the newest checkpoint. Where the
+    trainer begins another run in the directory (--restart), it goes on with that.
 
     Args:
         args: the trainer's flags.
@@ -34,33 +37,63 @@ def evaluate_run(args: Flags, params: Params) -> int:
 
     Raises:
         UsageError: another experiment's run, or no run with --once.
+        RunLockError: another evaluator is at work there.
         ValueError: nothing is held out, or it is damaged.
     """
     run_dir = RunDir(args.logdir)
-    _await_run(run_dir, args.once)
-    check_data_exists(args, params)
-    check_same_run(run_dir, params, "give the flags of the trainer")
+    while True:
+        _await_run(run_dir, args.once)
+        run = run_dir.identity
+        with RunLock(args.logdir, holder=EVALUATOR) as lock:
+            try:
+                lock.Acquire()
+                if _score_run(run_dir, run, args, params):
+                    return 0
+            except (OSError, ValueError):
+                if run_dir.identity == run:  # else it was moved while it was read
+                    raise
+        if run_dir.identity != run:
+            say(f"the run that was in {run_dir.path} is there no more; the next one is read afresh")
+
+
+def _score_run(run_dir: RunDir, run: tuple[int, int] | None, args: Flags, params: Params) -> bool:
+    """As evaluate_run, of the run with this RunDir.identity; False once it, or all its checkpoints, have gone."""
+    from lingvo_moe.core.engine.checkpoints import CheckpointError
+    from lingvo_moe.core.engine.run_weights import was_deleted
     from lingvo_moe.core.engine.summaries import Summaries, read_metrics
 
+    once = args.once
+    check_data_exists(args, params)
+    check_same_run(run_dir, params, "give the flags of the trainer")
     scorer = _Scorer(run_dir, params, args.eval_lines)
     directory = str(run_dir.scores_dir)
-    done = {row["step"] for row in read_metrics(directory)}
+    scored = {row["step"] for row in read_metrics(directory)}
+    tried = {0} | scored
     with Summaries(directory) as summaries:
-        while True:
-            steps = run_dir.steps
-            new = [s for s in (steps[-1:] if args.once else steps) if s and s not in done]
-            for step in new[:1]:  # the next look may find that others are gone
-                done.add(step)
-                if found := scorer.Score(step):
-                    summaries.Write(step, found.metrics)
-                    say(f"step {step}: {found.text}")
-            if new[1:]:
-                continue
-            if why := "--once" if args.once else _why_done(run_dir, steps[-1], params.train):
-                say(f"scored step {max(done, default=0)}, the last one ({why}): {directory}")
-                return 0
-            if not new:
-                time.sleep(POLL_SECONDS)
+        while run_dir.identity == run and (steps := run_dir.steps):
+            new = [s for s in (steps[-1:] if once else steps) if s not in tried]
+            if new:
+                tried.add(new[0])
+                try:
+                    step, found = scorer.Score(None if once else new[0])
+                except CheckpointError as e:
+                    if once or run_dir.identity != run:
+                        raise
+                    gone = was_deleted(run_dir.checkpoint_dir, new[0])
+                    why = "its checkpoint has made place for newer ones" if gone else str(e)
+                    say(f"step {new[0]}: {why}")
+                    continue
+                summaries.Write(step, found.metrics)
+                say(f"step {step}: {found.text}")
+                scored.add(step)
+                if not once:
+                    continue  # the next look may find that others are gone
+            if why := "--once" if once else _why_done(run_dir, steps[-1], params.train):
+                last = max(scored, default=0)
+                say(f"scored step {last}, the last one ({why}): {directory}")
+                return True
+            time.sleep(POLL_SECONDS)
+    return False
 
 
 def _await_run(run_dir: RunDir, once: bool) -> None:
@@ -112,24 +145,25 @@ class _Scorer:
         if name := self._task.CHECKPOINT_SCORER:
             self._scorer = any_class(name)(self._task, inputs, artifacts, lines)
 
-    def Score(self, step: int) -> CheckpointScores | None:
-        """The held-out loss and further scores of a checkpoint; None, which is said, if it cannot be read."""
-        from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
-        from lingvo_moe.core.engine.run_weights import read_weights
+    def Score(self, step: int | None) -> tuple[int, CheckpointScores]:
+        """The held-out loss and further scores of a checkpoint, None for the newest; and its step.
 
-        try:
-            with Checkpointer(str(self._run_dir.checkpoint_dir), read_only=True) as checkpointer:
-                average = bool(self._task.p.ema_decay)
-                theta = read_weights(checkpointer, self._task, step, use_ema=average)
-        except CheckpointError as e:
-            gone = step not in self._run_dir.steps
-            say(f"step {step}: {'its checkpoint has made place for newer ones' if gone else e}")
-            return None
+        Raises:
+            CheckpointError: it cannot be read, or was deleted.
+        """
+        from lingvo_moe.core.engine.run_weights import read_newest, read_weights
+
+        average = bool(self._task.p.ema_decay)
+        step, theta = read_newest(
+            self._run_dir.checkpoint_dir,
+            lambda saved, at: (at, read_weights(saved, self._task, at, use_ema=average)),
+            step,
+        )
         metrics = self._evaluator(theta, self._batches)
         text = f"held-out loss {metrics[self._task.HELD_OUT_METRICS[0]]:.4f}"
         if self._scorer is None:
-            return CheckpointScores(metrics, text)
+            return step, CheckpointScores(metrics, text)
         scores = self._scorer(theta)
         for path, value in scores.metrics.FlattenItems():
             metrics.Set(path, value)
-        return CheckpointScores(metrics, f"{text}, {scores.text}")
+        return step, CheckpointScores(metrics, f"{text}, {scores.text}")

@@ -3,6 +3,7 @@
 On the toy task, within this process.
 """
 
+import os
 import shutil
 
 import numpy as np
@@ -21,7 +22,7 @@ from lingvo_moe.core.engine.run_weights import read_weights
 from lingvo_moe.core.engine.summaries import read_metrics
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.run_dir import RunDir
-from lingvo_moe.core.run_lock import RunLock
+from lingvo_moe.core.run_lock import EVALUATOR, RunLock, is_lock_file
 
 _OVERRIDE = "task.optimizer.learning_rate.constant_steps=5"
 
@@ -279,7 +280,7 @@ def _owned(run):
     if not run.exists():
         return {}
     files = (p for p in run.rglob("*") if p.is_file() and "scores" not in p.parts)
-    return {p: p.read_bytes() for p in files if not p.name.startswith(".trainer.lock")}
+    return {p: p.read_bytes() for p in files if not is_lock_file(p.name)}
 
 
 def test_it_takes_the_flags_of_the_trainer(reference, capfd):
@@ -288,3 +289,97 @@ def test_it_takes_the_flags_of_the_trainer(reference, capfd):
     assert "with other parameters; give the flags of the trainer" in err and "task.seed : 5" in err
     assert _train(reference, 10, "--mode=eval", model="toy_task.Line") == 2
     assert not (reference / "eval" / "scores").exists()
+
+
+def test_a_second_evaluator_is_refused(reference, capfd):
+    before = _owned(reference)
+    with RunLock(reference, holder=EVALUATOR) as lock:
+        lock.Acquire()
+        for more in ([], ["--once"]):
+            assert _train(reference, 10, "--mode=eval", *more) == 2
+            said = f"--logdir={reference}: another evaluator (--mode=eval) is at work there (process {os.getpid()}"
+            assert said in capfd.readouterr().err
+    assert _owned(reference) == before and not (reference / "eval" / "scores").exists()
+
+
+def _evaluate_while(run, monkeypatch, *events):
+    """The status of an evaluator of 12 steps; at its polls these are called, one at each."""
+    left = iter(events)
+    monkeypatch.setattr(evaluating.time, "sleep", lambda seconds: next(left)())
+    status = _train(run, 12, "--mode=eval")
+    assert next(left, None) is None
+    return status
+
+
+def _scores(run):
+    return [row["step"] for row in read_metrics(str(RunDir(run).scores_dir))]
+
+
+def test_a_run_that_takes_the_place_of_another_is_read_afresh(
+    reference, tmp_path, monkeypatch, capfd
+):
+    """Steps that were scored in the old run are scored in the new one; parameters are compared again."""
+    run, old = shutil.copytree(reference, tmp_path / "run"), tmp_path / "run.before_restart_1"
+
+    def restart():
+        assert _train(run, 12, "--restart", override="train.save_interval_steps=5") == 0
+
+    assert _evaluate_while(run, monkeypatch, restart) == 0
+    assert _scores(old) == [8, 10] and _scores(run) == [8, 10, 12]
+    assert f"the run that was in {run} is there no more" in capfd.readouterr().err
+
+    def restart_with_another_seed():
+        assert _train(run, 4, "--restart", override="task.seed=5") == 0
+
+    shutil.rmtree(run / "checkpoints" / "12")  # so that it waits
+    assert _evaluate_while(run, monkeypatch, restart_with_another_seed) == 2
+    err = capfd.readouterr().err
+    assert "with other parameters; give the flags of the trainer" in err and "task.seed : 5" in err
+    assert not _scores(run)
+
+
+def test_a_run_whose_checkpoints_all_go_is_waited_for(reference, tmp_path, monkeypatch, capfd):
+    run = shutil.copytree(reference, tmp_path / "run")
+    saved, moved = run / "checkpoints", tmp_path / "moved"
+
+    def go():
+        saved.rename(moved)
+        saved.mkdir()
+
+    def come():
+        saved.rmdir()
+        moved.rename(saved)
+        (saved / "10").rename(saved / "12")
+
+    assert _evaluate_while(run, monkeypatch, go, come) == 0
+    assert f"waiting for a run in {run} ..." in capfd.readouterr().err
+    assert _scores(run) == [8, 10, 12]
+
+
+@pytest.mark.parametrize("once, lines", [(False, 2), (True, 1)])
+def test_a_checkpoint_that_goes_while_it_is_opened(
+    reference, tmp_path, monkeypatch, capfd, once, lines
+):
+    """Step 10 takes another name as it is opened, as if it had made place for step 12."""
+    run = shutil.copytree(reference, tmp_path / "run")
+    restore = Checkpointer.RestoreToNumpy
+
+    def gone(self, prefix="", step=None):
+        if step == 10:
+            (run / "checkpoints" / "10").rename(run / "checkpoints" / "12")
+        return restore(self, prefix, step)
+
+    monkeypatch.setattr(Checkpointer, "RestoreToNumpy", gone)
+    assert _train(run, 12, "--mode=eval", *(["--once"] if once else [])) == 0
+    err = capfd.readouterr().err
+    assert ("step 10: its checkpoint has made place for newer ones" in err) == (not once)
+    assert "scored step 12, the last one" in err
+    assert _scores(run) == [8, 12][-lines:]
+
+
+def test_the_newest_checkpoint_must_be_readable_to_be_scored_once(reference, tmp_path, capfd):
+    run = shutil.copytree(reference, tmp_path / "run")
+    (run / "checkpoints" / "10" / "files.xxh128").unlink()
+    assert _train(run, 10, "--mode=eval", "--once") == 2
+    assert "step 10: files.xxh128, the list of its files, is missing" in capfd.readouterr().err
+    assert not _scores(run)

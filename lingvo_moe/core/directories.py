@@ -13,7 +13,8 @@ from pathlib import Path
 from lingvo_moe.core.run_lock import (
     CHECKPOINTS,
     DESCRIPTION,
-    LOCK_FILE,
+    EVALUATOR,
+    TRAINER,
     find_held_lock,
     is_lock_file,
 )
@@ -90,7 +91,8 @@ RUN = Kind(
         "vocab",
         CHECKPOINTS,
         "train",
-        f"{LOCK_FILE}*",
+        f"{TRAINER.file}*",
+        EVALUATOR.file,
     ),
     beside=("manifest.sha256", CHECKPOINTS),
 )

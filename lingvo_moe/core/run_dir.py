@@ -96,13 +96,22 @@ class RunDir:
         return (self.path / _FILE).is_file()
 
     @property
+    def identity(self) -> tuple[int, int] | None:
+        """Tells the run here from one that was begun in its place later; None where no run was described."""
+        try:
+            found = os.stat(self.path / _FILE)
+        except FileNotFoundError:
+            return None
+        return found.st_ino, found.st_mtime_ns
+
+    @property
     def steps(self) -> list[int]:
         """The steps of the checkpoints, oldest first; they have their names only when they are complete."""
-        if not self.checkpoint_dir.is_dir():
+        try:
+            names = os.listdir(self.checkpoint_dir)
+        except (FileNotFoundError, NotADirectoryError):  # there is none, or --restart just moved it
             return []
-        return sorted(
-            int(p.name) for p in self.checkpoint_dir.iterdir() if re.fullmatch("[0-9]+", p.name)
-        )
+        return sorted(int(name) for name in names if re.fullmatch("[0-9]+", name))
 
     def Inside(self, name: str) -> Path:
         """The path of a file or directory in the run, to read or to write, whether it is there or not.

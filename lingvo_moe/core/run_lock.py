@@ -1,8 +1,8 @@
-"""Locks a run's directory, so that only one trainer at a time works there.
+"""Locks a run's directory, so that only one trainer at a time works there, and one evaluator (`--mode=eval`) beside it.
 
-Process 0 of a job holds `.trainer.lock` and writes its identity into it. The other processes of the job compare that
-with what process 0 sent them, so that all use the same directory. Each of them holds its own file,
-`.trainer.lock.<i>`: the directory is free when all of them have ended.
+Process 0 of a trainer's job holds `.trainer.lock` and writes its identity into it. The other processes of the job
+compare that with what process 0 sent them, so that all use the same directory. Each of them holds its own file,
+`.trainer.lock.<i>`: the directory is free when all of them have ended. An evaluator holds `.evaluator.lock`.
 
 The locks use flock. The kernel releases them when a process ends for any reason, so the file of a killed trainer locks
 nothing. On network file systems the locks hold between machines if the server supports them (NFS since
@@ -19,11 +19,30 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lingvo_moe.core.files import naming
 
-LOCK_FILE = ".trainer.lock"
+
+class Holder(NamedTuple):
+    """What holds a lock.
+
+    Attributes:
+        name: what errors call it.
+        file: the name of the lock file.
+    """
+
+    name: str
+    file: str
+
+    def Owns(self, name: str) -> bool:
+        """Whether a file of that name is its lock, or that of another process of its job."""
+        return name == self.file or name.startswith(f"{self.file}.")
+
+
+TRAINER = Holder("trainer", ".trainer.lock")
+EVALUATOR = Holder("evaluator (--mode=eval)", ".evaluator.lock")
+LOCK_FILE = TRAINER.file
 DESCRIPTION, CHECKPOINTS = "experiment.json", "checkpoints"  # what makes a directory a run
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 _PATIENCE = 0.5  # seconds: a trainer that was just killed may take a moment to end
@@ -42,12 +61,12 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class RunLockError(ValueError):
-    """Another trainer is at work in the directory, or the job's other processes use another directory."""
+    """Another holder is at work in the directory, or the job's other processes use another directory."""
 
 
 def is_lock_file(name: str) -> bool:
-    """Whether a file of that name is the lock of a trainer, or of another process of its job."""
-    return name == LOCK_FILE or name.startswith(f"{LOCK_FILE}.")
+    """Whether a file of that name is the lock of a trainer, of another process of its job, or of an evaluator."""
+    return TRAINER.Owns(name) or EVALUATOR.Owns(name)
 
 
 def find_held_lock(directory: str | os.PathLike) -> str | None:
@@ -61,7 +80,7 @@ def find_held_lock(directory: str | os.PathLike) -> str | None:
     if not os.path.isfile(os.path.join(directory, LOCK_FILE)):
         return None
     try:
-        names = sorted(filter(is_lock_file, os.listdir(directory)))
+        names = sorted(filter(TRAINER.Owns, os.listdir(directory)))
     except (
         FileNotFoundError,
         PermissionError,
@@ -92,7 +111,7 @@ def _is_held(path: str) -> bool:
 
 
 class RunLock:
-    """Keeps other trainers out of a run's directory until it is closed.
+    """Keeps other holders of its kind out of a run's directory until it is closed.
 
     Usage:
         with RunLock(logdir) as lock:
@@ -106,12 +125,12 @@ class RunLock:
         token: names this lock; sent to the job's other processes.
     """
 
-    def __init__(self, logdir: str | os.PathLike, flag: str = "--logdir"):
-        """Args: the directory; the flag that named it, for errors."""
+    def __init__(self, logdir: str | os.PathLike, flag: str = "--logdir", holder: Holder = TRAINER):
+        """Args: the directory; the flag that named it, for errors; what holds the lock."""
         self._said = f"{flag}={os.fspath(logdir)}"
         self._logdir, self._flag = Path(os.path.realpath(logdir)), flag
         self._handle: int | None = None
-        self._path = self._logdir / LOCK_FILE
+        self._holder, self._path = holder, self._logdir / holder.file
         self._made: list[Path] = []
         self.token = secrets.token_hex(16)
 
@@ -125,7 +144,7 @@ class RunLock:
         """Locks the directory, which is made when missing; again, when the directory was moved away.
 
         Raises:
-            RunLockError: another trainer is at work there; the message says which, if it is known.
+            RunLockError: another holder is at work there; the message says which, if it is known.
             OSError: no permission, a full disk, or a lock that cannot be tried; it names the file.
         """
         handle = self._lock(self._path)
@@ -133,7 +152,7 @@ class RunLock:
             raise self._refusal(self._path)
         self._take(handle)
         for other in self._logdir.iterdir():
-            if other != self._path and is_lock_file(other.name):
+            if other != self._path and self._holder.Owns(other.name):
                 self._check_free(other)
         _write(handle, self._path, {"token": self.token, **_me()})
 
@@ -234,7 +253,7 @@ class RunLock:
     def _warn(self, error: OSError) -> None:
         print(
             f"warning: {self._said}: its file system has no locks ({error.strerror}); nothing "
-            "keeps a second trainer out",
+            f"keeps a second {self._holder.name} out",
             file=sys.stderr,
         )
 
@@ -249,7 +268,7 @@ class RunLock:
         if who.keys() >= {"pid", "host", "since"}:
             by = f" (process {who['pid']} on {who['host']}, since {who['since']})"
         return RunLockError(
-            f"{self._said}: another trainer is at work there{by}; wait, stop it, or give another "
+            f"{self._said}: another {self._holder.name} is at work there{by}; wait, stop it, or give another "
             f"{self._flag}"
         )
 

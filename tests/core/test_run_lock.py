@@ -11,7 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from lingvo_moe.core.run_lock import LOCK_FILE, RunLock, RunLockError, find_held_lock
+from lingvo_moe.core.run_lock import (
+    EVALUATOR,
+    LOCK_FILE,
+    RunLock,
+    RunLockError,
+    find_held_lock,
+    is_lock_file,
+)
 
 # Holds the lock, with a forked child, until it is killed.
 _HOLDER = """
@@ -203,6 +210,23 @@ def test_other_processes_of_the_job(tmp_path: Path) -> None:
         with RunLock(run) as later:
             later.Acquire()
     assert not (run / f"{LOCK_FILE}.1").exists()
+
+
+def test_a_trainer_and_an_evaluator_work_beside_each_other(tmp_path: Path) -> None:
+    (tmp_path / "experiment.json").touch()
+    with RunLock(tmp_path, holder=EVALUATOR) as first, RunLock(tmp_path) as trainer:
+        first.Acquire()
+        assert find_held_lock(tmp_path) is None  # by a trainer
+        trainer.Acquire()
+        assert find_held_lock(tmp_path) == LOCK_FILE
+        with RunLock(tmp_path, holder=EVALUATOR) as second, pytest.raises(RunLockError) as e:
+            second.Acquire()
+        who = f"another evaluator (--mode=eval) is at work there (process {os.getpid()} on "
+        assert str(e.value).startswith(f"--logdir={tmp_path}: {who}")
+        assert [is_lock_file(name) for name in sorted(os.listdir(tmp_path))] == [True, True, False]
+    with RunLock(tmp_path, holder=EVALUATOR) as second:
+        second.Acquire()
+    assert sorted(os.listdir(tmp_path)) == [LOCK_FILE, "experiment.json"]
 
 
 def test_a_link_is_not_written_through(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from lingvo_moe.core.engine.checkpoint_digests import (
     NotListedError,
     verify_step,
 )
+from lingvo_moe.core.engine.checkpoint_rotation import Rotation
 from lingvo_moe.core.engine.number_formats import converted, is_master, sources
 from lingvo_moe.core.engine.packed_tensors import Packing, Stored
 from lingvo_moe.core.engine.pjrt import PjrtEngine
@@ -34,28 +35,11 @@ from lingvo_moe.core.paths import check_portable
 _FORMAT = 1
 _LEAST_BYTES_OF_REPLICA = 1 << 20
 _MOST_SHOWN = 400  # characters of another library's error
+_TRIES = 20  # of listing the steps while a trainer deletes some
 
 
 class CheckpointError(ValueError):
     """A checkpoint is missing, damaged, or of another model."""
-
-
-class _NewestAndBest:
-    """Orbax's policy of what stays: the newest steps, and the best one.
-
-    Attributes:
-        best: its step, or None.
-    """
-
-    def __init__(self, newest: int):
-        self._newest = newest
-        self.best: int | None = None
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
-        """For each checkpoint, oldest first, whether it stays."""
-        del context
-        newest = len(checkpoints) - self._newest
-        return [i >= newest or info.step == self.best for i, info in enumerate(checkpoints)]
 
 
 class Checkpointer:
@@ -79,11 +63,9 @@ class Checkpointer:
         """
         check_portable(directory, "the directory of checkpoints")
         self.directory = os.path.abspath(directory)
-        if read_only and not os.path.isdir(self.directory):
-            raise CheckpointError(f"{self.directory}: there is no such directory of checkpoints")
         # Orbax logs at length, and each error several times over; errors come as exceptions too.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
-        self._kept = _NewestAndBest(keep)
+        self._kept = Rotation(keep)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=None if read_only else self._kept,
             create=not read_only,
@@ -92,17 +74,32 @@ class Checkpointer:
             enable_async_checkpointing=not read_only,
             temporary_path_class=DigestedDirectory,
         )
-        handlers = {"state": _state_handler(), "about": ocp.JsonCheckpointHandler()}
         self._verified: set[int] = set()
-        self._manager = ocp.CheckpointManager(
-            self.directory, options=options, item_handlers=handlers
-        )
+        self._manager = self._open(options)
 
     def __enter__(self) -> "Checkpointer":
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.Close()
+
+    def _open(self, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
+        """Lists the steps; again, where a trainer deleted one while they were listed to be read."""
+        tries = _TRIES if options.read_only else 1
+        while True:
+            if options.read_only and not os.path.isdir(self.directory):
+                raise CheckpointError(
+                    f"{self.directory}: there is no such directory of checkpoints"
+                )
+            handlers = {"state": _state_handler(), "about": ocp.JsonCheckpointHandler()}
+            try:
+                return ocp.CheckpointManager(
+                    self.directory, options=options, item_handlers=handlers
+                )
+            except FileNotFoundError:
+                tries -= 1
+                if not tries:
+                    raise
 
     def Steps(self) -> list[int]:
         """The steps that are complete, oldest first."""

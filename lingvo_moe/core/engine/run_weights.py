@@ -1,11 +1,57 @@
 """The weights of a run at a checkpoint: as the last step left them, or their moving average."""
 
+import os
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
 import numpy as np
 
 from lingvo_moe.core.base_task import BaseTask
 from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
 from lingvo_moe.core.engine.specs import numpy_dtype
 from lingvo_moe.core.nested_map import NestedMap
+
+_PATIENCE = 5.0  # seconds that a trainer may take to delete the files of a checkpoint
+_T = TypeVar("_T")
+
+
+def read_newest(
+    directory: str | os.PathLike,
+    read: Callable[[Checkpointer, int], _T],
+    step: int | None = None,
+) -> _T:
+    """What `read` makes of a checkpoint, also while a trainer deletes old ones.
+
+    Args:
+        directory: of the checkpoints.
+        read: called with what reads them and the step; again with the next newest step if that one was deleted.
+        step: the one to read; None for the newest.
+
+    Raises:
+        CheckpointError: there is no checkpoint; or as `read`, also where `step` was deleted.
+    """
+    while True:
+        with Checkpointer(os.fspath(directory), read_only=True) as checkpointer:
+            found = checkpointer.LatestStep() if step is None else step
+            if found is None:
+                raise CheckpointError(f"{checkpointer.directory}: there is no checkpoint")
+            try:
+                return read(checkpointer, found)
+            except CheckpointError:
+                if step is not None or not was_deleted(directory, found):
+                    raise
+
+
+def was_deleted(directory: str | os.PathLike, step: int) -> bool:
+    """Whether a checkpoint has made place for newer ones; waits while its files are being deleted."""
+    until = time.monotonic() + _PATIENCE
+    while os.path.exists(os.path.join(directory, str(step))):
+        newer = (int(name) > step for name in os.listdir(directory) if name.isdigit())
+        if not any(newer) or time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def read_weights(

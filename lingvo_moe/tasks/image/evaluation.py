@@ -4,9 +4,8 @@ import os
 from dataclasses import dataclass
 
 from lingvo_moe.core.engine.base import make_engine
-from lingvo_moe.core.engine.checkpoints import Checkpointer
 from lingvo_moe.core.engine.evaluation import Evaluator
-from lingvo_moe.core.engine.run_weights import read_weights
+from lingvo_moe.core.engine.run_weights import read_newest, read_weights
 from lingvo_moe.core.run_dir import RunDir
 from lingvo_moe.core.sharding import single_device
 from lingvo_moe.tasks.image.input.errors import ImageDataError
@@ -66,10 +65,9 @@ def evaluate(
         params.input.data_dir = data_dir
     task = params.task.Instantiate().Unpacked()
     inputs = params.input.Instantiate().Prepare(artifacts=run.artifacts)
-    with Checkpointer(str(run.checkpoint_dir), read_only=True) as checkpointer:
-        scored = checkpointer.LatestStep() if step is None else step  # a trainer may add steps
-        theta = read_weights(checkpointer, task, scored, use_ema)
-        assert scored is not None  # without a checkpoint, nothing can be restored
+    scored, theta = read_newest(
+        run.checkpoint_dir, lambda saved, at: (at, read_weights(saved, task, at, use_ema)), step
+    )
     evaluate_on = Evaluator(task, inputs, make_engine("tf_graph", single_device()))
     found = evaluate_on(theta, inputs.HeldOut())
     means = (float(found[name]) for name in task.HELD_OUT_METRICS)

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from lingvo_moe.core.engine import checkpoints
 from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
 from lingvo_moe.core.engine.pjrt import PjrtEngine
+from lingvo_moe.core.engine.run_weights import read_newest
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.engine.tf_engine import TfEngine
 from lingvo_moe.core.nested_map import NestedMap
@@ -376,3 +378,47 @@ def test_what_is_whole_and_cannot_be_restored_is_not_called_damaged(saved, monke
         with pytest.raises(CheckpointError, match=r"cannot be read: .*Permission denied") as e:
             checkpointer.ReadExtra()
     assert "delete" not in str(e.value) and "damaged" not in str(e.value)
+
+
+def test_steps_that_are_deleted_while_they_are_listed(saved, monkeypatch):
+    """A trainer makes place for newer ones; one that writes finds no other at work."""
+    manager, left = checkpoints.ocp.CheckpointManager, [3]
+
+    def listed(*args, **kwargs):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise FileNotFoundError(2, "No such file or directory", f"{saved}/5")
+        return manager(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoints.ocp, "CheckpointManager", listed)
+    with Checkpointer(saved, read_only=True) as checkpointer:
+        assert checkpointer.Steps() == [7, 9]
+    left[0] = 1
+    with pytest.raises(FileNotFoundError):
+        Checkpointer(saved)
+    left[0] = 1000
+    with pytest.raises(FileNotFoundError):
+        Checkpointer(saved, read_only=True)
+
+
+def test_the_next_newest_is_read_where_the_newest_was_deleted(saved, tmp_path):
+    directory, tried = shutil.copytree(saved, tmp_path / "checkpoints"), []
+
+    def read(checkpointer, step):
+        tried.append(step)
+        if step == 9:
+            (directory / "9").rename(directory / "10")
+        return checkpointer.RestoreToNumpy("theta", step)[0]
+
+    _assert_equal(read_newest(directory, read), _values(9).theta)
+    assert tried == [9, 10]
+    _assert_equal(read_newest(directory, read, 7), _values(7).theta)
+    shutil.rmtree(directory / "7")
+    with pytest.raises(CheckpointError, match="step 7: there is no such checkpoint"):
+        read_newest(directory, read, 7)
+    (directory / "10" / "files.xxh128").unlink()
+    with pytest.raises(CheckpointError, match="the list of its files, is missing"):
+        read_newest(directory, read)
+    shutil.rmtree(directory / "10")
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        read_newest(directory, read)

@@ -4,9 +4,8 @@ import itertools
 import os
 from collections.abc import Callable
 
-from lingvo_moe.core.engine.checkpoints import Checkpointer
 from lingvo_moe.core.engine.evaluation import Evaluator
-from lingvo_moe.core.engine.run_weights import read_weights
+from lingvo_moe.core.engine.run_weights import read_newest, read_weights
 from lingvo_moe.core.engine.tf_engine import TfEngine
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
@@ -45,9 +44,9 @@ def held_out_loss(
     params, task = run.Params(), run.Task()
     inputs = params.input.Copy().Set(data_dir=str(data_dir)).Instantiate()
     batches = itertools.islice(inputs.Prepare(artifacts=run.artifacts).HeldOut(), num_batches)
-    with Checkpointer(str(run.checkpoint_dir), read_only=True) as checkpointer:
-        step = checkpointer.LatestStep() if step is None else step
-        theta = read_weights(checkpointer, task, step, use_ema)
+    step, theta = read_newest(
+        run.checkpoint_dir, lambda saved, at: (at, read_weights(saved, task, at, use_ema)), step
+    )
 
     def counted():
         for number, batch in enumerate(batches, 1):

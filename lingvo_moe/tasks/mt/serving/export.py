@@ -10,7 +10,7 @@ import tensorflow as tf
 from lingvo_moe.core.base_task import BaseTask
 from lingvo_moe.core.directories import EXPORTED, check_replaceable
 from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
-from lingvo_moe.core.engine.run_weights import read_weights
+from lingvo_moe.core.engine.run_weights import read_newest, read_weights
 from lingvo_moe.core.files import not_written, replaced_directory, write_atomic
 from lingvo_moe.core.manifest import write_manifest
 from lingvo_moe.core.nested_map import NestedMap
@@ -80,16 +80,18 @@ def load_theta(
         raise CheckpointError(
             f"--use_ema: a moving average is not averaged again; leave --average_last={average_last} out"
         )
-    with Checkpointer(str(run.checkpoint_dir), read_only=True) as checkpointer:
-        about["step"] = step = checkpointer.LatestStep() if step is None else step
+
+    def read(checkpointer: Checkpointer, at: int) -> NestedMap:
+        about["step"] = at
         if average_last == 1:
-            theta = read_weights(checkpointer, model, step, use_ema)
-        else:
-            about["averaged_steps"] = steps = _last_steps(checkpointer, step, average_last)
-            theta = checkpointer.RestoreMeanToNumpy("theta", steps)
+            return read_weights(checkpointer, model, at, use_ema)
+        about["averaged_steps"] = steps = _last_steps(checkpointer, at, average_last)
+        return checkpointer.RestoreMeanToNumpy("theta", steps)
+
+    theta = read_newest(run.checkpoint_dir, read, step)
     if use_ema:
         about["ema"] = model.p.ema_decay
-    _check_theta(f"{run.checkpoint_dir}, step {step}", theta, model.VariableSpecs())
+    _check_theta(f"{run.checkpoint_dir}, step {about['step']}", theta, model.VariableSpecs())
     return theta, about
 
 
