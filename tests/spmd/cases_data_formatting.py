@@ -270,7 +270,7 @@ SLICES = [
         lambda a: a[::3],
         floats(31, 4),
         collectives=permutes(2),
-        gradient=permutes(2),
+        gradient=permutes(4),
     ),
 ]
 

@@ -59,8 +59,13 @@ def compile_checked(lowered: Any, options: dict[str, Any], program: Program, act
             except EngineError:  # Raised again below, where JAX does not make a warning of it.
                 return False
 
-        with keeping_if(has_no_fault) as cache:
-            compiled = lowered.compile(compiler_options=options | _dump(directory))
+        try:
+            with keeping_if(has_no_fault) as cache:
+                compiled = lowered.compile(compiler_options=options | _dump(directory))
+        except Exception:  # XLA's own checks refuse some of what its partitioner got wrong.
+            if read_before(directory):
+                act_on(find(), program.name, ERROR)
+            raise
         if not cache.hit:  # The cache holds no program with a fault.
             act_on(find(), program.name, action)
     return compiled

@@ -18,6 +18,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func
 
 from lingvo_moe.core.engine.bridge_kernels import cheaper_kernels, without_stand_ins
+from lingvo_moe.core.engine.interior_padding import without_interior_padding
 from lingvo_moe.core.host_memory import PLACEMENT
 
 _embedded = Primitive("call_tensorflow")
@@ -61,6 +62,7 @@ def _lower(
         )
     module = ir.Module.parse(_jax.mlir.hlo_to_stablehlo(without_stand_ins(hlo)))
     module.operation.walk(_as_xla_reads_placements)
+    without_interior_padding(module)
     main = ir.SymbolTable(module.operation)["main"]
     results = main.type.results
     context = ctx.module_context

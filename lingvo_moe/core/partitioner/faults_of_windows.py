@@ -1,7 +1,7 @@
 """Detects operations over windows that XLA's SPMD partitioner (of jaxlib 0.10.2) computes wrongly.
 
 These are gradients of convolutions by their kernels, and of max pooling, if the windows' dimensions are
-sharded. Each function detects a fault from the window and the shardings of the operands.
+sharded, and padding between elements. Each function detects a fault from the window and the shardings of the operands.
 """
 
 import math
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from lingvo_moe.core.hlo.attributes import WindowDim, convolution_dims, window
 from lingvo_moe.core.hlo.module import Instruction
 from lingvo_moe.core.hlo.sharding import TensorSharding
-from lingvo_moe.core.partitioner.faults_of_products import parts
+from lingvo_moe.core.partitioner.faults_of_products import parts, places
 
 
 class Convolution:
@@ -272,3 +272,34 @@ def overlaps_by_its_stride(instruction: Instruction, sharding: TensorSharding) -
         count > 1 and 2 * w.stride <= w.size - w.pad_low and w.size <= -(-size // count)
         for count, size, w in zip(sharding.tiles, instruction.arrays[0].dims, window(instruction))
     )
+
+
+def spread_dim(
+    instruction: Instruction, operand: Instruction, before: TensorSharding, after: TensorSharding
+) -> int | None:
+    """Returns a dimension of a Pad whose padding between elements XLA gets wrong; None if there is none.
+
+    The result is sharded along it and the operand is not; the operand is replicated, or its sharded dimensions are
+    neither padded nor sharded differently in the result.
+
+    Args:
+        instruction: the Pad.
+        operand: the padded tensor.
+        before, after: the shardings of operand and result.
+    """
+    sizes = operand.arrays[0].dims
+    padding = [
+        tuple(map(int, dim.split("_"))) for dim in instruction.attribute("padding").split("x")
+    ]
+    for dim, (size, (low, _, *interior)) in enumerate(zip(sizes, padding, strict=True)):
+        if not any(interior) or (size == 1 and low == 0):
+            continue
+        if parts(before, [dim]) != (1,) or parts(after, [dim]) == (1,):
+            continue
+        others = [d for d in range(len(sizes)) if d != dim]
+        if not before.is_sharded or (
+            places(before, others) == places(after, others)
+            and not any(any(padding[d]) for d in others if before.tiles[d] > 1)
+        ):
+            return dim
+    return None

@@ -45,6 +45,7 @@ COPIES = "convolution summed over copies"
 GROUPS = "depthwise kernel's gradient sharded along its dimension of one element"
 PADDED_WINDOWS = "kernel gradient of windows in padding"
 POOLING = "gradient of overlapping max pooling"
+SPREAD = "padding between elements of an unsharded dimension"
 BATCH = "product with a resharded batch"
 EXCHANGED = "product scattered in another order of devices"
 SUMS = "sum over differently sharded dimensions"
@@ -77,6 +78,12 @@ _TEXTS = {
         "the gradient of max pooling, along a sharded dimension with windows of two strides or more, "
         "is off by one element in the first part",
         "do not shard this dimension, or write the pooling as a maximum of shifted slices",
+    ),
+    SPREAD: (
+        "dimension {dim} is padded between its elements, and sharded in the result (in {count} parts) but not in the "
+        "operand: each device pads as if it held other elements",
+        "annotate the operand with the result's sharding, or lower the function again, which writes such padding "
+        "as reshapes",
     ),
     BATCH: (
         "the batch is sharded over other devices in the result than in the operands, namely over those "
@@ -248,6 +255,13 @@ def _in_select_and_scatter(at: _At) -> _Found:
         yield POOLING, {}
 
 
+def _in_pad(at: _At) -> _Found:
+    before, _, after = at.shardings
+    dim = windows.spread_dim(at.instruction, at.operands[0], before, after)
+    if dim is not None:
+        yield SPREAD, {"dim": dim, "count": after.tiles[dim]}
+
+
 def _in_scatter(at: _At) -> _Found:
     if len(at.operands) != 3:
         return
@@ -266,5 +280,6 @@ _CHECKS: Mapping[str, Callable[[_At], _Found]] = {
     "dot": _in_dot,
     "convolution": _in_convolution,
     "select-and-scatter": _in_select_and_scatter,
+    "pad": _in_pad,
     "scatter": _in_scatter,
 }

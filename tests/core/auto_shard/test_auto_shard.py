@@ -163,3 +163,18 @@ def test_inside_another_program_it_becomes_a_part_of_it() -> None:
     args = _values([spec(8, 16), spec(16, 32), spec(32, 16)])
     outer = xs.shard_function(lambda *args: 2 * sharded(*args), mesh=_EIGHT)
     np.testing.assert_allclose(outer(*args), 2 * sharded(*args), rtol=1e-5)
+
+
+def test_the_gradient_of_a_strided_slice_is_right(no_latency: None) -> None:
+    """Rows are sharded and the slice is not: as TensorFlow writes this gradient, XLA computes it wrongly."""
+
+    def every_third(x_BM: tf.Tensor, w_MH: tf.Tensor) -> tf.Tensor:
+        return tf.nn.relu(x_BM @ w_MH)[::3]
+
+    sharded = xs.auto_shard(every_third, Mesh.parse("model:4"))
+    args = _check(every_third, sharded, [spec(64, 16), spec(16, 8)])
+    found = sharded.Strategy(*args)
+    assert [t.mapping for t in (*found.operators, *found.results)] == [
+        ("model", None),
+        (None, None),
+    ]

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from lingvo_moe import trainer
 from lingvo_moe import xla_sharding as xs
-from lingvo_moe.core.engine import aot, checking, xla
+from lingvo_moe.core.engine import aot, checking, embedding, xla
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
 from lingvo_moe.core.engine.pjrt import PjrtEngine
@@ -43,6 +43,20 @@ def test_a_known_fault_is_an_error_with_line_and_remedy():
         engine.Build(wrong, SPECS)
     assert "known_faults=warn runs it" in str(error.value)
     assert engine.Build(right, SPECS)(*ARGS).shape == (16,)
+
+
+def test_a_program_that_xla_itself_then_refuses_is_named_too(monkeypatch):
+    """The gradient of a strided slice, as TensorFlow writes it."""
+
+    def strided(x, y):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            z = xs.replicate(xs.split(x, 0, 8)[::2])
+        return tape.gradient(z, x, y[:8])
+
+    monkeypatch.setattr(embedding, "without_interior_padding", lambda module: None)
+    with pytest.raises(ShardingError, match="StridedSliceGrad: dimension 0 is padded between"):
+        PjrtEngine(MESH).Build(strided, SPECS)
 
 
 def test_a_warning_is_printed_and_off_does_not_look(capfd):

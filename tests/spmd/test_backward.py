@@ -1,0 +1,43 @@
+"""Operations forward and backward, under every pair of shardings of an operand and of the result."""
+
+import pytest
+import tensorflow as tf
+from sharding_pairs import check_pairs
+from spmd_case import floats
+
+from lingvo_moe.core.engine import embedding
+
+pytestmark = pytest.mark.slow  # in all
+
+X, ODD = floats(12, 8), floats(13, 9)
+
+
+def _bfloat16(x: tf.Tensor) -> tf.Tensor:
+    return tf.cast(tf.cast(x, tf.bfloat16)[1::3], tf.float32)
+
+
+# XLA's partitioner computes the gradients of these wrongly, unless lowering writes them in another way.
+STRIDED = {
+    "by_2": (lambda x: x[::2], X),
+    "by_3_unevenly": (lambda x: x[1::3], ODD),
+    "along_columns": (lambda x: x[:, 0:4:2], X),
+    "along_both": (lambda x: x[1::2, ::3], ODD),
+    "backwards": (lambda x: x[::-2], X),
+    "backwards_along_both": (lambda x: x[10:2:-3, ::-2], ODD),
+    "of_bfloat16": (_bfloat16, floats(12, 8).round()),
+    "average_pooling": (lambda x: tf.nn.avg_pool2d(x, 3, 2, "SAME"), floats(1, 12, 8, 1)),
+}
+
+
+@pytest.mark.parametrize("name", STRIDED)
+def test_strided_slices(name):
+    fn, x = STRIDED[name]
+    check_pairs(fn, [x])
+
+
+def test_strided_slices_as_tensorflow_writes_their_gradients(monkeypatch):
+    """If this fails, XLA has been mended, and lowering need not write them in another way."""
+    monkeypatch.setattr(embedding, "without_interior_padding", lambda module: None)
+    check_pairs(lambda x: x[::3], [floats(13, 1)])
+    with pytest.raises(Exception, match=r"Failed after spmd-partitioning"):
+        check_pairs(lambda x: x[::2], [floats(12, 1)])
