@@ -340,6 +340,25 @@ def test_variants_are_planned_and_compared_in_one_table(tmp_path, monkeypatch, c
     assert plan.main([*flags, "--variants=|task.fprop_dtype='bfloat16'"]) == 3
 
 
+def test_several_machines_are_planned_and_compared_in_one_table(tmp_path, monkeypatch, capsys):
+    def make(request, cache, say):
+        if request.topology == "v5p:2x2x1":
+            raise planning.PlanError("does not divide")
+        made = json.loads(GOLDEN.read_text())
+        made["topology"] |= {"name": request.topology}
+        return made
+
+    monkeypatch.setattr(planning, "make_plan", make)
+    flags = ["--model=mt.M4Tiny", f"--cache_dir={tmp_path}", f"--output={tmp_path / 'plan.json'}"]
+    assert plan.main([*flags, "--topology=v3:2x2,v3:4x4", "--price=v3:2"]) == 0
+    printed = capsys.readouterr().out
+    assert "v3:2x2" in printed and "v3:4x4" in printed and "cost in all" in printed
+    assert json.loads((tmp_path / "plan-2.json").read_text())["time"]["price"] == 2
+    assert plan.main([*flags, "--topology=v3:2x2,v5p:2x2x1"]) == 1
+    said = capsys.readouterr()
+    assert "plan: v5p:2x2x1: does not divide" in said.err and "v3:2x2" in said.out
+
+
 def test_the_schedule_of_pipelines_is_that_of_the_parameters():
     mesh = Mesh.parse("stage:4,data:2,expert:2")
     assert planning.pipeline_schedule(_params(), mesh) is None
@@ -367,6 +386,8 @@ def test_the_schedule_of_pipelines_is_that_of_the_parameters():
         ),
         (["--model=mt.M4Tiny", "--topology=v3", "--mesh=foo"], "--mesh='foo': 'foo' is not"),
         (["--model=mt.M4Tiny", "--topology=v8"], "no TPU generation"),
+        (["--model=mt.M4Tiny", "--topology=v3:2x2", "--price=v4:2"], "no plan is for v4"),
+        (["--model=mt.M4Tiny", "--topology=v3:2x2", "--price=v3"], "'v3' is no price"),
         (["--model=mt.M4Tiny", "--topology=h10"], "no GPU (did you mean 'h100'?)"),
         (
             [f"--compare={GOLDEN}", "--variants=|a=1"],

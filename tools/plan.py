@@ -1,7 +1,7 @@
 """Prints what a training step needs on a TPU slice or a GPU cluster, and how long it should take, without either.
 
     python -m tools.plan --model=mt.M4MoE2048E36L --topology=v3:32x32
-    python -m tools.plan --model=mt.M4MoE2048E36L --topology=h100:64x8
+    python -m tools.plan --model=mt.M4MoE2048E36L --topology=v3:32x32,v5p:8x8x8,h100:32x8 --price=v5p:4.2,h100:3
     python -m tools.plan --model=mt.M4MoE2048E36L --topology=v5p --output=plan.json --html=plan.html
     python -m tools.plan --compare=plan.json,other.json
     python -m tools.plan --model=mt.M4MoE512E36L --topology=v3:16x16 --variants='|task.fprop_dtype="bfloat16"'
@@ -20,10 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from lingvo_moe.core import checks
+from lingvo_moe.core.command import say
 from lingvo_moe.core.flags import Flags, join_overrides
 from lingvo_moe.core.partitioner import known_faults
+from lingvo_moe.core.planner.machine import parse_machine
+from lingvo_moe.core.planner.prices import check_prices, kind_of, priced, read_prices
+from lingvo_moe.core.planner.slices import machines
+from lingvo_moe.core.topology_names import TopologyName
 from lingvo_moe.trainer_checks import strategy_override
-from lingvo_moe.trainer_flags import define_strategy_flag
+from lingvo_moe.trainer_flags import define_experiment_flag, define_strategy_flag
 
 from . import _cli
 
@@ -31,12 +36,18 @@ from . import _cli
 def define_flags() -> Flags:
     """The command's flags."""
     flags = Flags("python -m tools.plan", __doc__)
-    flags.DEFINE_string("model", "", "experiment, e.g. mt.M4MoE2048E36L")
-    flags.DEFINE_string(
+    define_experiment_flag(flags, "experiment, e.g. mt.M4MoE2048E36L", required=False)
+    flags.DEFINE_list(
         "topology",
-        "",
+        (),
         "e.g. v3:32x32, v5p:4x4x4*2 (two slices) or h100:32x8 (32 nodes of 8 GPUs); v5p or h100 alone for the smallest "
-        "one that fits",
+        "one that fits; several, comma-separated, are shown in one table",
+    )
+    flags.DEFINE_parsed(
+        "price",
+        (),
+        "of a chip-hour, e.g. v5p:4.2,h100:3: shows what steps and the budget cost",
+        read_prices,
     )
     flags.DEFINE_string("what", "train", "which program: train or decode")
     flags.DEFINE_string(
@@ -79,15 +90,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: Flags) -> int:
     """Plans, prints and writes what the flags ask for; returns the exit status."""
     variants = args.variants.split("|") if args.variants else [""]
-    outputs = output_files(args.output, len(variants)) if args.output else []
+    cases = list(itertools.product(check_topologies(args.topology), variants))
+    outputs = output_files(args.output, len(cases)) if args.output else []
     for flag, path in [*(("output", path) for path in outputs), ("html", args.html)]:
         if path:
             _cli.check_output_file(path, f"--{flag}")
     if args.cache_dir:
         _cli.check_output_directory(args.cache_dir, "--cache_dir")
-    old = [read_plan(path) for path in _cli.names(args.compare)]
-    new = planned(args, variants, outputs) if args.model else []
-    plans = new + old
+    prices, old = dict(args.price), [read_plan(path) for path in _cli.names(args.compare)]
+    kinds = [TopologyName.parse(name.lower()).kind for name in args.topology]
+    check_prices(prices, [*kinds, *map(kind_of, old)])
+    new, failed = planned(args, cases, outputs) if args.model else ([], {})
+    plans = [*new, *(priced(plan, prices) for plan in old)]
     from rich.console import Console
 
     from lingvo_moe.core import files
@@ -101,7 +115,24 @@ def run(args: Flags) -> int:
         report.print_plan(plans[0], console)
     if len(plans) > 1 or not args.model:
         report.print_comparison(plans, console)
+    written = [path for case, path in zip(cases, outputs) if case not in failed]
+    if written or args.html:
+        _cli.made(*written, *filter(None, [args.html]))
+    for (topology, _), error in failed.items():
+        say(f"plan: {topology}: {error}")
+    if failed:
+        return 1
     return 0 if all(plan["memory"]["fits"] for plan in new) else 3
+
+
+def check_topologies(names: Sequence[str]) -> Sequence[str]:
+    """The names, each of a machine or of a kind of machines. Raises PlanError before anything is compiled."""
+    for name in names:
+        if ":" in name:
+            parse_machine(name)
+        else:
+            machines(name)
+    return names
 
 
 def output_files(path: str, count: int) -> list[str]:
@@ -125,38 +156,59 @@ def read_plan(path: str) -> dict[str, Any]:
     return plan
 
 
-def planned(args: Flags, variants: Sequence[str], outputs: Sequence[str]) -> list[dict[str, Any]]:
-    """Makes the plans that the flags ask for, one for each variant, with progress on standard error.
+def planned(
+    args: Flags, cases: Sequence[tuple[str, str]], outputs: Sequence[str]
+) -> tuple[list[dict[str, Any]], dict[tuple[str, str], ValueError]]:
+    """Makes the plans that the flags ask for, with progress on standard error.
 
-    Each is written to its file of `outputs`, if there is one, before the next is made.
+    Args:
+        args: the flags.
+        cases: the topology and the override of each plan.
+        outputs: a file for each, or none: a plan is written before the next is made.
+
+    Returns:
+        The plans, and the cases of those machines among several that cannot be planned for, with the reason.
+
+    Raises:
+        ValueError: none can be planned.
     """
     from lingvo_moe.core import files
 
-    plans = []
+    plans, failed = list[dict[str, Any]](), dict[tuple[str, str], ValueError]()
     with _cli.Progress() as progress:
         progress("loading TensorFlow and the compiler")
-        for variant, path in itertools.zip_longest(variants, outputs):
-            plans.append(progress.Watch(partial(make, args, variant, progress)))
+        for case, path in zip(cases, outputs or itertools.repeat("")):
+            try:
+                plan = progress.Watch(partial(make, args, *case, progress))
+            except ValueError as e:
+                if len(args.topology) == 1:
+                    raise
+                failed[case] = e
+                continue
+            plans.append(priced(plan, dict(args.price)))
             if path:
                 files.write_atomic(path, (json.dumps(plans[-1], indent=1) + "\n").encode())
-    return plans
+    if not plans:
+        reasons = dict.fromkeys(f"{topology}: {e}" for (topology, _), e in failed.items())
+        raise ValueError(f"no machine can be planned for: {'; '.join(reasons)}")
+    return plans, failed
 
 
-def make(args: Flags, variant: str, say: Any) -> dict[str, Any]:
+def make(args: Flags, topology: str, variant: str, say: Any) -> dict[str, Any]:
     _cli.load_tensorflow()
     from lingvo_moe import planning
 
     cache = _cli.plan_cache(args)
     request = planning.Request(
         model=args.model,
-        topology=args.topology,
+        topology=topology,
         override=join_overrides(strategy_override(args), variant.strip()),
         what=args.what,
         mesh=args.mesh,
         token_budget=args.token_budget,
         known_faults=args.known_faults,
     )
-    if ":" in args.topology:
+    if ":" in topology:
         return planning.make_plan(request, cache, say)
     return planning.smallest_slice(request, cache, say)
 

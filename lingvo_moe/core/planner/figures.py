@@ -191,6 +191,10 @@ def headline(plan: Plan) -> list[tuple[str, str, bool]]:
             (_days(plan), units.number(get(plan, "time.chip_days")), True),
             (_years(plan), units.number(get(plan, "time.device_years")), True),
         ]
+    if get(plan, "time.price"):
+        step_cost, cost = costs(plan)
+        out.append(("cost of a step", step_cost, True))
+        out += [(f"cost of {whole}", cost, True)] if budget(plan) else []
     return out
 
 
@@ -326,11 +330,15 @@ _AFTER_NETWORK = 1 + [heading for heading, _ in COMPARED].index("network")
 
 
 _BUBBLE = ("bubble", False)
+_COSTS = (("cost of a step", True), ("cost in all", True))
 
 
 def compared_columns(plans: Sequence[Plan]) -> list[tuple[str, bool]]:
-    """The columns of a comparison: those of COMPARED, with the bubble after the network if any plan has one."""
-    columns = list(COMPARED)
+    """The columns of a comparison: those of COMPARED, with the bubble after the network if any plan has one.
+
+    If any has a price, what a step and the budget cost follow.
+    """
+    columns = [*COMPARED, *(_COSTS if any(get(plan, "time.price") for plan in plans) else ())]
     if any(bubble(plan) is not None for plan in plans):
         columns.insert(_AFTER_NETWORK, _BUBBLE)
     return columns
@@ -350,7 +358,7 @@ def bubble(plan: Plan) -> float | None:
 
 def compared(plans: Sequence[Plan]) -> list[list[str]]:
     """Returns one row of cells for each plan, in the columns of `compared_columns`."""
-    has_bubble = _BUBBLE in compared_columns(plans)
+    columns = compared_columns(plans)
     rows = []
     for plan in plans:
         step = get(plan, "time.step_seconds")
@@ -374,14 +382,21 @@ def compared(plans: Sequence[Plan]) -> list[list[str]]:
                 _speed_cell(plan),
                 units.share(get(plan, "time.utilization")),
                 units.share(collective_share(plan)),
-                *([units.share(bubble(plan))] if has_bubble else []),
+                *([units.share(bubble(plan))] if _BUBBLE in columns else []),
                 days,
                 chip_days,
                 years,
                 units.duration(get(plan, "compile.compile_seconds")),
+                *(costs(plan) if _COSTS[0] in columns else ()),
             ]
         )
     return rows
+
+
+def costs(plan: Plan) -> list[str]:
+    """What a step and the budget cost, in the unit of the plan's price."""
+    found = [get(plan, f"time.{figure}") for figure in ("step_cost", "budget_cost")]
+    return [f"{c:.2g}" if c is not None and c < 0.1 else units.number(c) for c in found]
 
 
 def _speed_cell(plan: Plan) -> str:

@@ -8,6 +8,7 @@ from lingvo_moe.core.pages import markup
 from lingvo_moe.core.pages.colours import COLOURS
 from lingvo_moe.core.planner import figures, host_figures, pipeline_figures, state_figures
 from lingvo_moe.core.planner.figures import Plan
+from lingvo_moe.core.planner.suggestions import suggestions
 
 _HOLDERS = 16
 _STACKED = (*figures.PHASES, "network")
@@ -165,8 +166,8 @@ def _memory(plan: Plan) -> str:
             f"<figure>{markup.bar(pieces, hbm / scale, 'whole')}{markup.rows(rows)}"
             f"<figcaption>{escape(caption)}</figcaption></figure>"
         )
-    if memory.get("advice"):
-        lines = "".join(f"<li>{escape(line)}</li>" for line in memory["advice"])
+    if advice := suggestions(plan):
+        lines = "".join(f"<li>{escape(line)}</li>" for line in advice)
         parts.append(f"<h3>What would help</h3><ul>{lines}</ul>")
     if memory.get("holders"):
         parts += ["<h3>What is live at the peak</h3>", _holders(memory["holders"])]

@@ -12,6 +12,7 @@ from lingvo_moe.core import units
 from lingvo_moe.core.planner import figures, host_figures, pipeline_figures, state_figures
 from lingvo_moe.core.planner.figures import Plan
 from lingvo_moe.core.planner.page import html_report
+from lingvo_moe.core.planner.suggestions import suggestions
 
 __all__ = ["html_report", "print_comparison", "print_plan"]
 
@@ -54,8 +55,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         _section(
             console, "What is live at the peak (traced through the compiled schedule)", holders
         )
-    advice = (plan["memory"].get("advice")) or ()
-    if advice:
+    if advice := suggestions(plan):
         _section(console, "What would help", Group(*(Text(f"• {line}") for line in advice)))
     if figures.time_by_part(plan):
         _section(console, "Time of a step by part (estimated)", _time(plan, console.width))
@@ -88,7 +88,10 @@ def print_comparison(plans: Sequence[Plan], console: Console | None = None) -> N
     budgets = figures.budgets(plans)
     if budgets:
         budget = " or ".join(units.quantity(b) for b in budgets)
-        console.print(f"Days, chip-days and device-years are for {budget} tokens.", style="dim")
+        counted = "Days, chip-days and device-years"
+        if any(figures.get(plan, "time.price") for plan in plans):
+            counted = "Cost in all, days, chip-days and device-years"
+        console.print(f"{counted} are for {budget} tokens.", style="dim")
     console.print("Figures in italics are estimated.", style="dim")
     for plan in plans:
         reason = figures.why_no_time(plan)
