@@ -69,10 +69,9 @@ def html_report(report: RunReport) -> Html:
 
 
 def _headline(report: RunReport) -> list[tuple[str, str, str]]:
-    out = [("parameters", f"{report.parameters:,}", "")]
+    out = [("parameters", f"{report.parameters:,}", ""), ("steps", f"{report.steps:,}", "")]
     if not isinstance(report.metrics, Missing):
         last = report.metrics[-1]
-        out.append(("steps", f"{last['step']:,}", ""))
         out.append(
             ("last loss", f"{last['loss']:.2f}" if last.get("loss") else "-", "nats a token")
         )
@@ -149,7 +148,7 @@ def _quality(report: RunReport) -> Html:
     ]
     parts += ["<h3>By language</h3>", _table(("language", "group"), rows, "by-language")]
     said = "; ".join(scores["signatures"].values())
-    note = f"The longest bar of a column is its largest score. {intervals.footnote()}"
+    note = f"A full bar is a score of 100. {intervals.footnote()}"
     parts.append(f"<p class='note'>{escape(note)}</p>")
     return "".join(parts) + f"<p class='note signature'>sacreBLEU: {escape(said)}.</p>"
 
@@ -186,7 +185,6 @@ def _table(names: tuple[str, str], rows: Sequence[_Row], cls: str = "") -> Html:
     compared = any(row.delta is not None for row in rows)
     if compared:
         heads.append(("delta BLEU", True, False))
-    most = {kind: max(row.scores[kind] for row in rows) or 1.0 for kind in ("bleu", "chrf")}
     cells = []
     for row in rows:
         few = " few" * row.is_few
@@ -194,8 +192,7 @@ def _table(names: tuple[str, str], rows: Sequence[_Row], cls: str = "") -> Html:
         cell = [row.first, row.second, row.pairs, lines]
         for kind in ("bleu", "chrf"):
             said = row.Score(kind)
-            share = row.scores[kind] / most[kind]
-            drawn = markup.bar([(kind, _COLOURS[row.group], share, said)])
+            drawn = markup.bar([(kind, _COLOURS[row.group], row.scores[kind] / 100, said)])
             cell.append(f"<span class='b{few}'>{drawn}<span>{said}</span></span>")
         cells.append(cell + [("" if row.delta is None else f"{row.delta:+.1f}")] * compared)
     return f"<div class='scores {cls}'>{markup.table(heads, cells)}</div>"

@@ -45,6 +45,7 @@ class RunReport:
         samples: by kind, or why there are none.
         routing: or why there is none.
         parameters: how many the model has.
+        steps: the run's: of its newest checkpoint or of its last line of metrics.
         held_out: rows of the evaluations while it trained, by step.
         scored: rows of `--mode=eval`, by step.
         extra: more settings, shown after the others.
@@ -58,6 +59,7 @@ class RunReport:
     samples: dict[str, list[Sample]] | Missing
     routing: RoutingReport | Missing
     parameters: int
+    steps: int
     held_out: list[dict[str, Any]] = field(default_factory=list)
     scored: list[dict[str, Any]] = field(default_factory=list)
     extra: list[tuple[str, str]] = field(default_factory=list)
@@ -109,6 +111,7 @@ def gather(
         samples=_samples(run, scores, directory, number, seed),
         routing=routing,
         parameters=parameters,
+        steps=max([0, *run.steps, *(row["step"] for row in metrics)]),
         held_out=read_metrics(str(run.held_out_dir)),
         scored=read_metrics(str(run.scores_dir)),
     )

@@ -102,6 +102,16 @@ def test_scores_of_a_moving_average_say_so(run):
     assert scored.startswith("step 7, the moving average of the weights, 10 lines of 2 languages")
 
 
+def test_the_steps_are_those_of_the_run_and_bars_are_shares_of_100(run):
+    _add_metrics(run)  # up to step 4
+    _add_scores(run, delta=False)
+    found = run_report.gather(run, _NO_ROUTING)
+    page = report.html_report(found)
+    assert found.steps == 7  # of its checkpoint
+    bleu = found.scores["average"]["bleu"]
+    assert 0 < bleu < 50 and f"width='{bleu:.3f}%'" in page
+
+
 def test_what_a_run_began_from_is_told(run):
     described = json.loads((run / "experiment.json").read_text())
     described["began_from"] = {"logdir": "/old", "step": 5, "kept": {"source pieces": [3100, 3200]}}
