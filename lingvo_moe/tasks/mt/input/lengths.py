@@ -128,6 +128,11 @@ def target_loss(lengths: Lengths, target_length: int) -> Loss:
     return replace(loss, rows=loss.rows[1:], enough=loss.enough[1:], names=_NAMES[1:])
 
 
+def loss_of(lengths: Lengths, rows: tuple[int, ...]) -> Loss:
+    """What rows of these source and target lengths do not hold, or of a single length, that of the target."""
+    return lengths.Loss(*rows) if len(rows) == 2 else target_loss(lengths, *rows)
+
+
 def measure(records: Records, most: int = _MOST_READ) -> Lengths:
     """The lengths of all pairs, or of an even sample of about `most`.
 

@@ -46,8 +46,11 @@ class Rules:
     check_script: bool = True
     target_lang: str = "en"
 
-    def Reason(self, lang: str, source: str, target: str) -> str:
-        """Why a pair of cleaned texts is dropped: a key of REASONS; '' for a good pair."""
+    def Reason(self, lang: str, source: str, target: str, one_text: bool = False) -> str:
+        """Why a pair of cleaned texts is dropped: a key of REASONS; '' for a good pair.
+
+        `one_text` says that both sides are the same text without a translation.
+        """
         if not source or not target:
             return "empty"
         if not any(map(str.isalpha, source)) or not any(map(str.isalpha, target)):
@@ -60,11 +63,11 @@ class Rules:
             shorter, longer = sorted((len(source.encode()), len(target.encode())))
             if longer > self.max_ratio * shorter:
                 return "length_ratio"
-        if source.casefold() == target.casefold():
+        if not one_text and source.casefold() == target.casefold():
             return "equal_sides"
         if self.check_script:
             if not in_script(source, scripts_of(lang)):
                 return "wrong_script"
-            if not in_script(target, scripts_of(self.target_lang)):
+            if not one_text and not in_script(target, scripts_of(self.target_lang)):
                 return "wrong_target_script"
         return ""

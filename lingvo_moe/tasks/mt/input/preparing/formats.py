@@ -40,8 +40,8 @@ def read_source(source: Source, fields: Fields) -> Iterator[Line]:
         from lingvo_moe.tasks.mt.input.preparing.tfds_source import read_builder
 
         return read_builder(source.path, fields)
-    reader = {"tsv": _read_tsv, "jsonl": _read_json, "lines": _read_two_files}[source.form]
-    return reader(source, fields)
+    readers = {"tsv": _read_tsv, "jsonl": _read_json, "lines": _read_two_files, "txt": _read_texts}
+    return readers[source.form](source, fields)
 
 
 def _read_tsv(source: Source, fields: Fields) -> Iterator[Line]:
@@ -76,6 +76,15 @@ def _read_two_files(source: Source, fields: Fields) -> Iterator[Line]:
             yield _bad(number, source.lang, reason or theirs[2])
         else:
             yield _pair(number, source.lang, text, theirs[1])
+
+
+def _read_texts(source: Source, fields: Fields) -> Iterator[Line]:
+    del fields
+    for number, text, reason in read_lines(source.path):
+        if text is None:
+            yield _bad(number, source.lang, reason)
+        else:
+            yield _pair(number, source.lang, text, text)
 
 
 def _read_json(source: Source, fields: Fields) -> Iterator[Line]:

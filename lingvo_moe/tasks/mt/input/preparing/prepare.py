@@ -27,7 +27,7 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.input import prepared, split
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.file_list import PREPARED_LIST, list_of
-from lingvo_moe.tasks.mt.input.lengths import measure
+from lingvo_moe.tasks.mt.input.lengths import loss_of, measure
 from lingvo_moe.tasks.mt.input.mixing import temperature_weights
 from lingvo_moe.tasks.mt.input.preparing import language_stage as languages
 from lingvo_moe.tasks.mt.input.preparing import read_stage as reading
@@ -60,7 +60,8 @@ class PrepareOptions:
         pairs_per_shard: the most pairs in a shard.
         workers: processes.
         tfds: names of TFDS builders to read too.
-        rows: the source and target lengths of the experiment's rows, whose loss is reported; None: not known.
+        rows: the source and target lengths of the experiment's rows, or those of the target alone, whose loss is
+            reported; none: not known.
     """
 
     vocab: VocabOptions
@@ -71,7 +72,7 @@ class PrepareOptions:
     pairs_per_shard: int = PAIRS_PER_SHARD
     workers: int = 1
     tfds: tuple[str, ...] = ()
-    rows: tuple[int, int] | None = None
+    rows: tuple[int, ...] = ()
 
 
 def prepare(
@@ -360,7 +361,7 @@ class _Preparation:
             "percentiles": lengths.Percentiles(),
             "enough": enough,
             "kept_by_enough": 1 - lengths.Loss(*enough).share,
-            "loss": dataclasses.asdict(lengths.Loss(*rows)) if rows else None,
+            "loss": dataclasses.asdict(loss_of(lengths, rows)) if rows else None,
         }
 
 

@@ -133,7 +133,8 @@ class _Reader:
             tidy_text(line.source),
             tidy_text(line.target),
         )
-        reason = self._job.rules.Reason(lang, source, target)
+        one_text = self._job.source.form == "txt"
+        reason = self._job.rules.Reason(lang, source, target, one_text)
         if not reason and not tsv.fits(source, target):
             reason = "too_long_line"
         if reason:

@@ -3,6 +3,7 @@
     de.tsv  de.jsonl                one language, named by the file
     pairs.jsonl                     mixed: each line names its language
     Europarl.de-en.de  .en          two files, line by line, as Moses and OPUS have them
+    en.txt                          texts without a translation, one a line, for a language model
     dev/...                         held-out pairs, in any of these forms
 
 Each may be compressed: .gz or .zst.
@@ -44,7 +45,10 @@ _NO_LANGUAGES = (
     "xz",
     "zip",
 )
-_FORMS = "known are <lang>.tsv, <lang>.jsonl and pairs <name>.<lang> + <name>.{target}, plain, .gz or .zst"
+_FORMS = (
+    "known are <lang>.tsv, <lang>.jsonl and pairs <name>.<lang> + <name>.{target}, plain, .gz or .zst; and <lang>.txt, "
+    "texts alone, with --model of a language model"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +59,7 @@ class Fields:
         columns: what the columns of TSVs are: source, target, lang, or _ for one that says nothing.
         source, target, lang: names of JSON fields, the first of which that is there counts.
         target_lang: the code of the target language.
+        texts: whether <lang>.txt may hold texts without a translation. Each becomes both sides of a pair.
     """
 
     columns: tuple[str, ...] = ("source", "target")
@@ -62,6 +67,7 @@ class Fields:
     target: tuple[str, ...] = ("target", "tgt")
     lang: tuple[str, ...] = ("lang", "language")
     target_lang: str = "en"
+    texts: bool = False
 
     def __post_init__(self) -> None:
         for column in self.columns:
@@ -77,7 +83,7 @@ class Source:
     """Something to read pairs from.
 
     Attributes:
-        form: 'tsv', 'jsonl', 'lines' (two files) or 'tfds'.
+        form: 'tsv', 'jsonl', 'lines' (two files), 'txt' (texts alone) or 'tfds'.
         path: the file (with sources), or the builder's name.
         lang: the language of all its pairs; None where each line names its own.
         target: the file with the targets, of 'lines'.
@@ -172,6 +178,8 @@ def _classify(paths: list[Path], directory: Path, fields: Fields) -> list[Source
             stem = stem.removesuffix(ending)
         base, _, extension = stem.rpartition(".")
         form = "tsv" if extension == "tsv" else "jsonl" if f".{extension}" in _JSON else "lines"
+        if fields.texts and extension == "txt":
+            form = "txt"
         if form == "lines" and extension == fields.target_lang:
             targets.append(path)
             continue
@@ -187,10 +195,10 @@ def _classify(paths: list[Path], directory: Path, fields: Fields) -> list[Source
         code = base if is_language(base) else None
         if form == "tsv" and "lang" in fields.columns:
             code = None
-        elif form == "tsv" and code is None:
+        elif form in ("tsv", "txt") and code is None:
+            columns = ", or, where a column of each line names the language, say --columns=lang,source,target"
             raise DataError(
-                f"{path}: {base!r} is no code of a language; name the file such as de.tsv, or, where a column"
-                " of each line names the language, say --columns=lang,source,target"
+                f"{path}: {base!r} is no code of a language; name the file such as de.{form}{columns * (form == 'tsv')}"
             )
         sources.append(Source(form, str(path), code))
     if targets and not any(source.form == "lines" for source in sources) and len(paths) > 1:
