@@ -1,5 +1,6 @@
 """The trainer's flags."""
 
+import os
 from collections.abc import Sequence
 
 from lingvo_moe.core import checks
@@ -8,6 +9,7 @@ from lingvo_moe.core.engine.base import ENGINES
 from lingvo_moe.core.flags import BEST_HELP, Flags
 from lingvo_moe.core.partitioner import known_faults
 from lingvo_moe.core.strategies.strategy_file import AUTO
+from lingvo_moe.core.tensorflow_import import import_tensorflow
 
 _ABOUT = """Trains an experiment, resumes a run, or shows what an experiment is.
 
@@ -31,9 +33,7 @@ MOST_DEVICES = 4096
 def define_flags() -> Flags:
     """Returns the trainer's flags, to be parsed."""
     flags = Flags("python -m lingvo_moe.trainer", _ABOUT, prefix="error")
-    flags.DEFINE_string(
-        "model", None, "the experiment, e.g. mt.M4Demo or mt.M4MoE2048E36L", required=True
-    )
+    define_experiment_flag(flags, "the experiment, e.g. mt.M4Demo or mt.M4MoE2048E36L")
     flags.DEFINE_enum(
         "mode",
         "sync",
@@ -70,6 +70,25 @@ def _declare_effects(flags: Flags) -> None:
     flags.OnlyWith("num_devices mesh", mode=("sync", "eval", "inspect_model"))
     flags.OnlyWith("max_steps data_dir", mode=("sync", "eval", "inspect_params"))
     flags.OnlyWith("known_faults num_processes", engine=(None, "pjrt"))
+
+
+def define_experiment_flag(flags: Flags, help: str, required: bool = True) -> None:
+    """Defines --model, which lists the experiments where it is given without a value."""
+    default = None if required else ""
+    flags.DEFINE_string("model", default, f"{help}; --model alone lists them", required=required)
+    flags.WhenAlone("model", show_experiments)
+
+
+def show_experiments() -> None:
+    """Prints the name of each experiment, with a sentence about it."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    import_tensorflow()
+    from lingvo_moe.core import registry
+
+    names = registry.AllNames()
+    width = max(map(len, names))
+    for name in names:
+        print(f"{name:<{width}}  {registry.About(name)}")
 
 
 def define_strategy_flag(flags: Flags) -> None:

@@ -41,6 +41,13 @@ def check_output_file(path: str | os.PathLike, flag: str = "--output") -> None:
     check_addable(path, flag)
 
 
+def made(*files: str | os.PathLike, next: str = "") -> None:
+    """Prints which files a command wrote and, where one command uses them best, that command."""
+    print(f"written: {', '.join(map(str, files))}")
+    if next:
+        print(f"next: {next}")
+
+
 def attempt(name: str, work: Callable[[], int], interrupted: str = "") -> int:
     """Runs the work of a command; mistakes and Ctrl-C end it with one line instead of a traceback.
 

@@ -77,7 +77,8 @@ def answer_all(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     if not args.quiet:
-        say(f"{name}: {counts.lines} lines in {counts.seconds:.1f} s")
+        written = f"; written: {args.output}" if args.output else ""
+        say(f"{name}: {counts.lines} lines in {counts.seconds:.1f} s{written}")
     return 0
 
 

@@ -69,8 +69,11 @@ def _run(args: Flags) -> int:
     counts = build_corpus(args.output, options, progress)
     total, dev = (sum(column) for column in zip(*counts.values()))
     print(
-        f"{args.output}: {len(counts)} languages, {total} pairs and {dev} dev pairs,"
-        f" in {time.monotonic() - start:.0f} s"
+        f"{len(counts)} languages, {total} pairs and {dev} dev pairs, in {time.monotonic() - start:.0f} s"
+    )
+    _cli.made(
+        args.output,
+        next=f"python -m lingvo_moe.trainer --model=mt.M4Demo --data_dir={args.output} --logdir=RUN",
     )
     return 0
 

@@ -91,7 +91,7 @@ class Comparison:
             files.write_atomic(self._out / f"{group}.md", table.encode())
             files.write_atomic(self._out / f"{group}.svg", picture)
             print(table)
-        self._say(f"written: {self._out}/results.json, tables and pictures")
+        _cli.made(self._out)
         return 0
 
     def _say(self, text: str) -> None:

@@ -235,10 +235,8 @@ class Demo:
             f"loss {report['first_loss']:.2f} -> {report['last_loss']:.2f} in {report['steps']} "
             f"steps; {report['all_to_all_ops']} all-to-alls in the compiled step"
         )
-        print(
-            f"SavedModel: {self._saved_model}   try: python -m tools.translate --saved_model={self._saved_model}"
-        )
-        print(f"report: {self._out / 'report.html'}, {self._out / 'report.json'}")
+        files = self._saved_model, self._out / "report.html", self._out / "report.json"
+        _cli.made(*files, next=f"python -m tools.translate --saved_model={self._saved_model}")
 
 
 def _group_rows(trained: Any, untrained: Any) -> list[list[str]]:

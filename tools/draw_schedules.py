@@ -148,7 +148,7 @@ def _write(path: Path) -> int:
     metadata = {"Date": None, "Creator": None}
     draw().savefig(buffer, format="svg", metadata=metadata, facecolor=drawing.PAPER)
     files.write_atomic(path, buffer.getvalue())
-    print(f"wrote {path}")
+    _cli.made(path)
     return 0
 
 

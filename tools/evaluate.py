@@ -135,7 +135,9 @@ def _run(args: Flags) -> int:
     if missing and args.baselines:
         print(f"no baseline: {', '.join(missing)}")
     if output:
-        print(f"written: {output}/report.json, {output}/texts/, {output}/comet/")
+        command = f"python -m tools.report --logdir={args.logdir} --eval_dir={output}"
+        files = (Path(output) / name for name in ("report.json", "texts", "comet"))
+        _cli.made(*files, next=command if args.logdir else "")
     return 0
 
 

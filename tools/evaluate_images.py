@@ -56,7 +56,7 @@ def _run(args: Flags) -> int:
         f"{which}, {scores.images:,} held-out images: top-1 {scores.top1:.2%}, top-5 {scores.top5:.2%}, "
         f"{scores.nll:.4f} nats an image"
     )
-    print(f"written: {output}")
+    _cli.made(output)
     return 0
 
 

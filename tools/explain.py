@@ -16,7 +16,7 @@ from typing import Any
 
 from lingvo_moe.core import checks
 from lingvo_moe.core.flags import Flags
-from lingvo_moe.trainer_flags import MOST_DEVICES
+from lingvo_moe.trainer_flags import MOST_DEVICES, define_experiment_flag
 
 from . import _cli
 
@@ -24,7 +24,9 @@ from . import _cli
 def define_flags() -> Flags:
     """The command's flags."""
     flags = Flags("python -m tools.explain", __doc__)
-    flags.DEFINE_string("model", "", "experiment whose training step to explain, e.g. mt.M4Tiny")
+    define_experiment_flag(
+        flags, "experiment whose training step to explain, e.g. mt.M4Tiny", required=False
+    )
     flags.DEFINE_path("program", "", "a program file to explain instead")
     flags.DEFINE_string("mesh", "", "axis:size,... (default: the experiment's own)")
     flags.DEFINE_integer(
@@ -79,6 +81,8 @@ def run(args: Flags) -> int:
         for tensor in tensors:
             where = f"  {tensor.line}" if tensor.line else ""
             print(f"  {tensor}{where}{f' ({tensor.phase})' * (tensor.phase != 'forward')}")
+    if args.html or args.json:
+        _cli.made(*filter(None, (args.html, args.json)))
     explanation.Check()
     return 0
 

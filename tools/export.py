@@ -51,10 +51,11 @@ def _run(args: Flags) -> int:
     translator, about = _cli.load_from_run(args, options)
     export(translator, args.output, about)
     print(
-        f"{args.output}: {about['model']} at step {about['step']}, beam {options.beam_size},"
+        f"{about['model']} at step {about['step']}, beam {options.beam_size},"
         f" weights {about['weights']}{', their moving average' if args.use_ema else ''}"
         f"{', with a shortlist' if args.shortlist else ''}"
     )
+    _cli.made(args.output, next=f"python -m tools.serve --saved_model={args.output}")
     return 0
 
 

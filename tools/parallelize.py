@@ -18,6 +18,7 @@ from lingvo_moe.core import checks
 from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.partitioner import known_faults
 from lingvo_moe.core.strategies.objectives import OBJECTIVES, SPEED
+from lingvo_moe.trainer_flags import define_experiment_flag
 
 from . import _cli
 
@@ -32,7 +33,7 @@ _MOST_DEVICES = 64
 def define_flags() -> Flags:
     """The command's flags."""
     flags = Flags("python -m tools.parallelize", __doc__)
-    flags.DEFINE_string("model", None, "experiment, e.g. mt.M4MoE2048E36L", required=True)
+    define_experiment_flag(flags, "experiment, e.g. mt.M4MoE2048E36L")
     flags.DEFINE_string(
         "topology",
         "",
@@ -110,6 +111,9 @@ def run(args: Flags) -> int:
             return 3
     write(args, found)
     show(found)
+    if args.output or args.json:
+        command = f"python -m lingvo_moe.trainer --model={args.model} --strategy={args.output}"
+        _cli.made(*filter(None, (args.output, args.json)), next=command if args.output else "")
     return 0
 
 

@@ -33,10 +33,12 @@ from lingvo_moe.tasks.mt.input.preparing.table import (
 from lingvo_moe.tasks.mt.input.shards import PAIRS_PER_SHARD
 from lingvo_moe.tasks.mt.input.vocab_cache import MIN_SENTENCES, VocabOptions
 from lingvo_moe.tasks.mt.input.vocabulary import MIN_SIZE
+from lingvo_moe.trainer_flags import define_experiment_flag
 
 from . import _cli
 
 _SIZES = {"source": 64_000, "target": 32_000}
+_ROWS = "source_length", "target_length"  # those that an experiment's input has
 _TRY = "mt.M4Tiny"  # what finds problems of data and machine in a minute
 
 
@@ -47,11 +49,10 @@ def define_flags() -> Flags:
     flags.DEFINE_path(
         "output", None, "the directory to make; give it to the trainer as --data_dir", required=True
     )
-    flags.DEFINE_string(
-        "model",
-        None,
-        "the experiment to train, e.g. mt.M4Demo, whose vocabulary sizes and temperature are used",
+    help = (
+        "the experiment to train, e.g. mt.M4Demo, whose vocabulary sizes and temperature are used"
     )
+    define_experiment_flag(flags, help, required=False)
     with flags.Section("reading"):
         _define_reading_flags(flags)
     with flags.Section("filters (besides those for empty, equal and duplicate pairs)"):
@@ -183,17 +184,17 @@ def _experiment(model: str) -> Params:
 
 
 def _options(args: Flags, experiment: Params | None) -> PrepareOptions:
-    sizes, temperature, sentences, rows = dict(_SIZES), 5.0, 500_000, None
+    sizes, temperature, sentences = dict(_SIZES), 5.0, 500_000
+    rows, texts = tuple[int, ...](), False
     if experiment is not None:
         sizes = {side: experiment.Get(f"{side}_vocab_size") for side in _SIZES}
         temperature, sentences = experiment.temperature, experiment.vocab_sentences
-        rows = experiment.source_length, experiment.target_length
+        rows = tuple(experiment.Get(name) for name in _ROWS if name in experiment)
+        texts = len(rows) == 1
     given = {side: getattr(args, f"{side}_vocab_size") for side in _SIZES}
     sizes |= {side: size for side, size in given.items() if size}
-    fields = Fields(columns=args.columns, target_lang=args.target_lang)
-    if args.json_fields:
-        names = dict(zip(("source", "target", "lang"), ((name,) for name in args.json_fields)))
-        fields = Fields(columns=args.columns, target_lang=args.target_lang, **names)
+    names = dict(zip(("source", "target", "lang"), ((name,) for name in args.json_fields)))
+    fields = Fields(columns=args.columns, target_lang=args.target_lang, texts=texts, **names)
     return PrepareOptions(
         VocabOptions(
             sizes["source"],
@@ -220,7 +221,7 @@ def _report(args: Flags, summary: dict[str, Any], seconds: float) -> None:
     kept = sum(about["kept"] for about in summary["languages"].values())
     read = sum(about["read"] for about in all_languages(summary).values())
     print(
-        f"\n{args.output}: {kept:,} of {read:,} lines, {len(summary['languages'])} languages,"
+        f"\n{kept:,} of {read:,} lines, {len(summary['languages'])} languages,"
         f" in {seconds:.0f} s; all of this, and more examples, in {Path(args.output) / 'prepared.json'}"
     )
     if unscored := [lang for lang, about in summary["languages"].items() if not about["dev"]]:
@@ -236,7 +237,8 @@ def _print_next(args: Flags, summary: dict[str, Any], experiment: Params) -> Non
     if loss.matters:
         print(f"warning: of {args.model}'s rows: {loss}; the next command has this setting")
     rows = [loss.settings] if loss.matters else []
-    print(f"next: {_trainer_command(args, summary, args.model, experiment, 'RUN', rows)}")
+    command = _trainer_command(args, summary, args.model, experiment, "RUN", rows)
+    _cli.made(args.output, next=command)
     if args.model.startswith("mt.") and args.model != _TRY:
         tiny = _experiment(_TRY)
         enough = zip(_SIZES, summary["row_lengths"]["enough"])
@@ -256,10 +258,9 @@ def _trainer_command(
 ) -> str:
     """The command that trains an experiment on the prepared data; `rows` are overrides that make its rows longer."""
     override = [
-        f"{part}.{side}_vocab_size={size}"
+        experiment.cls.VOCAB_SETTINGS[side].format(most=size)
         for side, size in summary["vocabularies"].items()
         if size != experiment.Get(f"{side}_vocab_size")
-        for part in ("input", "task")
     ]
     if args.temperature and args.temperature != experiment.temperature:
         override.append(f"input.temperature={args.temperature:g}")

@@ -91,7 +91,7 @@ def _run(args: Flags) -> int:
         missing = getattr(found, what)
         if isinstance(missing, Missing):
             print(f"no {what}: {missing.why}; {missing.command}".removesuffix("; "))
-    print(f"written: {', '.join(map(str, written))}")
+    _cli.made(*written, next=f"python -m tools.serve --logdir={args.logdir}")
     return 0
 
 

@@ -93,7 +93,7 @@ def write_page(args: Flags) -> int:
     for name, data in pictures().items():
         files.write_atomic(docs / "images" / name, data)
     files.write_atomic(docs / "reproduction.md", text.encode())
-    print(f"wrote {docs / 'reproduction.md'}")
+    _cli.made(docs / "reproduction.md")
     return 0
 
 

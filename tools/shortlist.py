@@ -70,7 +70,7 @@ def _run(args: Flags) -> int:
         of = held_out and coverage(shortlist, vocabs, held_out.items(), say)
     about = shortlist.About()
     print(
-        f"{args.output}: {about['per_source_piece']} of {vocabs.target.size:,} target pieces for each of"
+        f"{about['per_source_piece']} of {vocabs.target.size:,} target pieces for each of"
         f" {vocabs.source.size:,} source pieces, {about['every_line']} for every line"
     )
     if of:
@@ -80,6 +80,8 @@ def _run(args: Flags) -> int:
         )
     else:
         print(f"coverage was not measured: {why}")
+    command = f"python -m tools.translate --logdir={args.logdir} --shortlist={args.output}"
+    _cli.made(args.output, next=command)
     return 0
 
 

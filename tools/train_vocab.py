@@ -64,8 +64,11 @@ def _run(args: Flags) -> int:
     output.mkdir(parents=True, exist_ok=True)
     for side, vocabulary in vocabularies.items():
         write_listed(output / f"{side}.model", vocabulary.model_bytes)
-    print(
-        f"{args.output}: source.model ({args.source_size} ids), target.model ({args.target_size} ids)"
+    print(f"source.model has {args.source_size} ids, target.model {args.target_size}")
+    _cli.made(
+        args.output,
+        next=f"python -m lingvo_moe.trainer --model=mt.M4Demo --data_dir={args.data_dir} --logdir=RUN "
+        f"--model_params_override=input.vocab_dir={args.output}",
     )
     return 0
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from lingvo_moe.core import checks
 from lingvo_moe.core.flags import Flags
 from lingvo_moe.trainer_checks import strategy_override
-from lingvo_moe.trainer_flags import define_strategy_flag
+from lingvo_moe.trainer_flags import define_experiment_flag, define_strategy_flag
 
 from . import _cli
 
@@ -30,7 +30,7 @@ _MOST_DEVICES = 64  # virtual devices, all of which run a step
 def define_flags() -> Flags:
     """The command's flags."""
     flags = Flags("python -m tools.verify", __doc__)
-    flags.DEFINE_string("model", None, "experiment, e.g. mt.M4Tiny", required=True)
+    define_experiment_flag(flags, "experiment, e.g. mt.M4Tiny")
     flags.DEFINE_string("mesh", "", "axis:size,... (default: the experiment's own)")
     flags.DEFINE_integer(
         "num_devices",

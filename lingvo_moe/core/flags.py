@@ -63,6 +63,7 @@ class Flags(flags.FlagValues):
     _about: str
     _prefix: str
     _section: str
+    _alone: dict[str, Callable[[], None]]
 
     def __init__(self, command: str, about: str | None, prefix: str = ""):
         """Makes a table with the help flags alone.
@@ -77,6 +78,7 @@ class Flags(flags.FlagValues):
         self.__dict__["_about"] = (about or "").strip("\n")
         self.__dict__["_prefix"] = prefix or command.rpartition(".")[2]
         self.__dict__["_section"] = _HELP
+        self.__dict__["_alone"] = {}
         for name, short, text, show in (
             ("help", "h", "show this help", self._ShowHelp),
             ("helpshort", "?", "the same as --help", self._ShowHelp),
@@ -294,6 +296,10 @@ class Flags(flags.FlagValues):
             return f"--{'' if value else 'no'}{name}"
         return f"--{name}={','.join(map(str, value)) if isinstance(value, list | tuple) else value}"
 
+    def WhenAlone(self, name: str, show: Callable[[], None]) -> None:
+        """Makes `--name` without a value, as the last argument, call `show`, and end the process with status 0."""
+        self.__dict__["_alone"] = {**self._alone, f"--{name}": show}
+
     def Parse(self, argv: Sequence[str] | None = None) -> Self:
         """Reads the flags' values; they are attributes afterwards.
 
@@ -307,8 +313,12 @@ class Flags(flags.FlagValues):
             SystemExit: with status 2 after one line on standard error, for a flag that does not exist, a value that a
                 flag cannot have, or an argument that is no flag; with status 0 after --help.
         """
+        given = sys.argv[1:] if argv is None else argv
+        if given and (show := self._alone.get(given[-1])):
+            show()
+            raise SystemExit(0)
         try:
-            rest = self([self._command, *(sys.argv[1:] if argv is None else argv)])[1:]
+            rest = self([self._command, *given])[1:]
         except flags.UnrecognizedFlagError as e:
             flag = str(e.flagvalue).partition("=")[0]
             self.Fail(f"no flag {flag}{self._Instead(flag)}")
@@ -360,7 +370,8 @@ class Flags(flags.FlagValues):
 
         def check(value: Any) -> bool:
             if value is None:
-                raise flags.IllegalFlagValueError(f"--{name} is required")
+                alone = f"; --{name} alone lists all" * (f"--{name}" in self._alone)
+                raise flags.IllegalFlagValueError(f"--{name} is required{alone}")
             return True
 
         flags.register_validator(name, check, flag_values=self)

@@ -136,6 +136,12 @@ def AllNames(task: str = "") -> list[str]:
     )
 
 
+def About(name: str) -> str:
+    """The first sentence about an experiment."""
+    text = " ".join((GetExperiment(name).__doc__ or "").split())
+    return re.split(r"(?<=\.) (?=[A-Z])", text, maxsplit=1)[0]
+
+
 def GetExperiment(name: str, trusted: bool = True) -> type[Experiment]:
     """The class of `mt.Name` or `mt.module.Name`, or of `package.module.Name` outside of lingvo_moe.params.
 

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from lingvo_moe.core import registry
 from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.hyperparams import Params
-from tools import _cli, build_corpus, evaluate, export, prepare, train_vocab, translate
+from tools import _cli, build_corpus, evaluate, export, prepare, train_vocab, translate, verify
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("tool", [translate, evaluate, export, build_corpus, train_vocab])
@@ -271,3 +274,34 @@ def test_the_data_that_a_run_trained_on_is_named(capsys):
     assert "data: CORPUS, which RUN trained on; --data_dir" in capsys.readouterr().err
     assert _cli.data_dir(flags.Parse(["--logdir=RUN", "--data_dir=OTHER"]), inputs) == "OTHER"
     assert not capsys.readouterr().err
+
+
+# Commands that write to standard output, or nothing at all.
+_MAKE_NO_FILES = {"build_files", "import_graph", "score", "serve", "translate", "verify"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tools").glob("[a-z]*.py")), ids=lambda p: p.stem)
+def test_a_command_ends_with_what_it_made(path):
+    text = path.read_text("utf-8")
+    assert ("_cli.made(" in text) != (path.stem in _MAKE_NO_FILES)
+
+
+def test_what_was_made_and_the_next_command_are_lines(capsys):
+    _cli.made("a.json", Path("b.html"))
+    _cli.made("c", next="python -m tools.x")
+    lines = ["written: a.json, b.html", "written: c", "next: python -m tools.x"]
+    assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_a_model_flag_alone_lists_the_experiments(capsys):
+    with pytest.raises(SystemExit) as stop:
+        verify.main(["--num_devices=2", "--model"])
+    assert stop.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == registry.AllNames()
+    assert all(len(line.split(maxsplit=1)) == 2 for line in lines)
+    (tiny,) = (line for line in lines if line.startswith("mt.M4Tiny "))
+    assert tiny.endswith("Seconds, not minutes: for tests and for trying things out.")
+    with pytest.raises(SystemExit):
+        verify.main([])
+    assert "--model is required; --model alone lists all" in capsys.readouterr().err

@@ -69,7 +69,8 @@ def test_it_says_what_it_covers(logdir, corpus, tmp_path, capsys):
     flags = [f"--logdir={logdir}", "--per_piece=2", "--frequent=0", "--quiet"]
     flags.append(f"--output={tmp_path / 'some.npz'}")
     assert shortlist.main([*flags, f"--data_dir={corpus}"]) == 0
-    first, last = capsys.readouterr().out.splitlines()
+    first, last, written, command = capsys.readouterr().out.splitlines()
+    assert written == f"written: {tmp_path / 'some.npz'}" and "--shortlist=" in command
     assert "2 of" in first and "260 for every line" in first
     assert "of 150 held-out references 100.0% are within their line's shortlist" in last
     bare = tmp_path / "bare"
