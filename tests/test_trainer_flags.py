@@ -58,7 +58,7 @@ TINY = "--model=mt.M4Tiny"
             "--model='mt.M4Tinny': no such experiment (did you mean 'mt.M4Tiny",
         ),
         (["--model=M4Tiny"], "--model='M4Tiny': expected task.Experiment"),
-        (["--model=mp.M4Tiny"], "no task 'mp' in params/ (known: image, lm, mt)"),
+        (["--model=mp.M4Tiny"], "no task 'mp' in lingvo_moe.params (known: image, lm, mt)"),
         (
             [TINY, "--mode=snyc"],
             "--mode=snyc: must be one of sync, eval, inspect_model, inspect_params (did you mean 'sync",

@@ -43,6 +43,7 @@ _SETTABLE = {
         "compare": "plan.json",
     },
     **{"strategy": "strategy.txt", "model": "mt.M4Demo", "mesh": "expert:4", "topology": "v3:2x2"},
+    "price": "v3:2",
     **{
         "model_params_override": "task.hidden_dim=64",
         "variants": "|task.hidden_dim=64",
