@@ -3,7 +3,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help install test lint format fuzz build-files damage demo experiments plans reproduction lock clean
+.PHONY: help install test lint format fuzz build-files damage wheel ends demo experiments plans reproduction lock clean dist
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -21,6 +21,9 @@ EXAMPLES ?= 2000
 PROGRAMS ?= 200
 # Or a number for a parameter, with a step of a model where it is accepted: a quarter of a second.
 NUMBERS ?= 400
+# For make ends: files that use every package whose version has a range. Those of the highest versions need no list.
+END ?= low
+ENDS := tests/core/test_registry.py
 GPU ?=
 SEED ?= $(shell echo $$RANDOM$$RANDOM)
 ARGS ?=
@@ -101,6 +104,37 @@ format: install ## Rewrite the sources as ruff formats them.
 build-files: install ## Rewrite the BUILD files after files or imports have changed.
 	@$(PY) -m tools.build_files
 
+# The wheel, made of a copy of the sources that git lists; other files here are left out.
+dist: install
+	@sources=$$(mktemp -d)
+	trap 'rm -rf "$$sources"' EXIT
+	git ls-files -z pyproject.toml setup.py README.md lingvo_moe params reproduction tools \
+	  | xargs -0 cp --parents --target-directory="$$sources"
+	rm -rf dist
+	$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir=dist "$$sources"
+
+wheel: dist ## Build dist/*.whl, install it into an empty environment, and plan with it from an empty directory.
+	@fresh=$$(mktemp -d)
+	trap 'rm -rf "$$fresh"' EXIT
+	wheel=$$(realpath dist/*.whl)
+	$(PY) -m venv "$$fresh/env"
+	"$$fresh/env/bin/pip" install --quiet --disable-pip-version-check --no-compile "$$wheel[tpu]"
+	mkdir "$$fresh/empty" && cd "$$fresh/empty"
+	[[ "$$(cat "$$fresh"/env/lib/python3*/site-packages/lingvo_moe-*.dist-info/top_level.txt)" == lingvo_moe ]]
+	"$$fresh/env/bin/lingvo-moe"
+	"$$fresh/env/bin/lingvo-moe" plan --model=mt.M4Tiny --topology=v3:2x2 --cache_dir= >plan.txt
+	head -4 plan.txt
+	echo "$$wheel ($$(du -h "$$wheel" | cut -f1)) was installed and has made a plan"
+
+ends: dist ## Test END=low or END=high of the ranges of versions in pyproject.toml, in an environment of its own.
+	@fresh=$$(mktemp -d)
+	trap 'rm -rf "$$fresh"' EXIT
+	limits=(); if [[ $(END) == low ]]; then limits=(--constraint requirements-low.txt); fi
+	$(PY) -m venv "$$fresh"
+	"$$fresh/bin/pip" install --quiet --disable-pip-version-check --no-compile "$${limits[@]}" \
+	  "$$(realpath dist/*.whl)[tpu,serve]" pytest hypothesis
+	"$$fresh/bin/python" -m pytest -p no:cacheprovider $(ENDS)
+
 demo: install ## Train, score and export a small translator on real text; writes demo/.
 	@$(PY) -m tools.demo
 
@@ -125,5 +159,5 @@ lock: install ## Pin again all that the other requirements files need, after cha
 	  "$$fresh/bin/pip" freeze --exclude pip --exclude setuptools; } > $(LOCK)
 
 clean: ## Remove what was generated (not .venv).
-	@rm -rf demo compare .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf demo compare dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf

@@ -1,4 +1,4 @@
-"""The one entry point for jobs: flags -> registry -> engine."""
+"""Trains an experiment, scores its checkpoints, or shows what it is: flags -> registry -> engine."""
 
 import contextlib
 import os

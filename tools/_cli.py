@@ -12,8 +12,8 @@ from typing import Any
 from lingvo_moe.core import checks
 from lingvo_moe.core.class_names import TRUST_RUN_HELP
 from lingvo_moe.core.collection import paused_collection
+from lingvo_moe.core.command import as_typed, say
 from lingvo_moe.core.command import run as run
-from lingvo_moe.core.command import say
 from lingvo_moe.core.decode.ranges import BEAM_SIZE, LENGTH, LENGTH_ALPHA
 from lingvo_moe.core.directories import Kind, check_addable, check_replaceable
 from lingvo_moe.core.flags import BEST, BEST_HELP, Flags
@@ -45,7 +45,7 @@ def made(*files: str | os.PathLike, next: str = "") -> None:
     """Prints which files a command wrote and, where one command uses them best, that command."""
     print(f"written: {', '.join(map(str, files))}")
     if next:
-        print(f"next: {next}")
+        print(f"next: {as_typed(next)}")
 
 
 def attempt(name: str, work: Callable[[], int], interrupted: str = "") -> int:
@@ -63,6 +63,11 @@ def attempt(name: str, work: Callable[[], int], interrupted: str = "") -> int:
         return work()
     except subprocess.CalledProcessError as e:
         say(f"{name}: training ended with status {e.returncode}; see above")
+        return 1
+    except ModuleNotFoundError as e:
+        if e.name != "tornado":
+            raise
+        say(f"{name}: {e.name} is not installed: pip install 'lingvo_moe[serve]'")
         return 1
     except (ValueError, OSError) as e:
         say(f"{name}: {e}")

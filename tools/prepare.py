@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lingvo_moe.core import checks
+from lingvo_moe.core.command import as_typed
 from lingvo_moe.core.directories import PREPARED
 from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.hyperparams import Params
@@ -269,7 +270,7 @@ def _trainer_command(
     if override:
         flags["model_params_override"] = ";".join(override)
     values = " ".join(f"--{name}={shlex.quote(value)}" for name, value in flags.items())
-    return f"python -m lingvo_moe.trainer {values}"
+    return as_typed(f"python -m lingvo_moe.trainer {values}")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lingvo_moe.core import checks
+from lingvo_moe.core.command import as_typed
 from lingvo_moe.core.flags import Flags
 
 from . import _cli
@@ -90,7 +91,7 @@ def _run(args: Flags) -> int:
     for what in ("metrics", "scores", "routing"):
         missing = getattr(found, what)
         if isinstance(missing, Missing):
-            print(f"no {what}: {missing.why}; {missing.command}".removesuffix("; "))
+            print(as_typed(f"no {what}: {missing.why}; {missing.command}").removesuffix("; "))
     _cli.made(*written, next=f"python -m tools.serve --logdir={args.logdir}")
     return 0
 

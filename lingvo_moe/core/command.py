@@ -2,16 +2,34 @@
 
 import io
 import logging
+import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 _SIGPIPE_STATUS = 141  # 128 + 13, as shells give for a process that SIGPIPE ended
+_IN_CHECKOUT = not (Path(__file__).parents[1] / "tools").is_dir()
+_TOOL = re.compile(r"(?:python -m )?(?<![\w./])tools\.([a-z_]+)")
+_AS_INSTALLED = {
+    "python -m lingvo_moe.trainer": "lingvo-moe train",
+    "pip install --no-deps -r requirements-gpu.txt": "pip install 'lingvo_moe[gpu-plan]'",
+    "pip install --no-deps -r requirements-corpus.txt": "pip install 'lingvo_moe[corpus]'",
+}
+
+
+def as_typed(text: str) -> str:
+    """A text with its commands as this user types them: an installed package has `lingvo-moe plan` for tools.plan."""
+    if _IN_CHECKOUT:
+        return text
+    for command, installed in _AS_INSTALLED.items():
+        text = text.replace(command, installed)
+    return _TOOL.sub(r"lingvo-moe \1", text)
 
 
 def say(line: str) -> None:
-    """Prints a line to standard error at once: progress, a warning or an error."""
-    print(line, file=sys.stderr, flush=True)
+    """Prints a line to standard error at once: progress, a warning or an error. Its commands are as typed."""
+    print(as_typed(line), file=sys.stderr, flush=True)
 
 
 def run(main: Callable[[], int]) -> NoReturn:

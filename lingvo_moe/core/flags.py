@@ -28,6 +28,7 @@ from typing import Any, NoReturn, Self
 from absl import flags
 
 from lingvo_moe.core import checks
+from lingvo_moe.core.command import as_typed, say
 from lingvo_moe.core.paths import PathError, check_local, check_portable
 from lingvo_moe.core.suggest import did_you_mean, either, nearest
 
@@ -334,7 +335,7 @@ class Flags(flags.FlagValues):
 
     def Fail(self, message: str) -> NoReturn:
         """Ends the process with status 2 and this line: flags that do not go together."""
-        print(f"{self._prefix}: {message}", file=sys.stderr, flush=True)
+        say(f"{self._prefix}: {message}")
         raise SystemExit(2)
 
     def Values(self) -> dict[str, Any]:
@@ -347,12 +348,13 @@ class Flags(flags.FlagValues):
         return [flag.name for section, own in sections if section != _HELP for flag in own]
 
     def Help(self, full: bool = False) -> str:
-        """Returns what --help prints or, where `full`, --helpfull."""
+        """Returns what --help prints or, where `full`, --helpfull, with commands as typed."""
         if full:
-            return f"{self._about}\n{self.get_help()}"
+            return as_typed(f"{self._about}\n{self.get_help()}")
         sections = [name for name in self.flags_by_module_dict() if name != _HELP]
         text = "\n".join(self.module_help(section) for section in sections)
-        return f"{self._about}\n{text}\n\n--helpfull also shows --flagfile and what else every command takes."
+        text = f"{self._about}\n{text}\n\n--helpfull also shows --flagfile and what else every command takes."
+        return as_typed(text)
 
     def _ShowHelp(self) -> None:
         print(self.Help())

@@ -113,8 +113,8 @@ def _describe(name: str) -> tuple[Any, ...]:
 def _check_installed() -> None:
     if importlib.util.find_spec("libtpu") is None:
         raise EngineError(
-            "the TPU compiler is not installed: pip install libtpu (requirements.txt names the version "
-            "as jax[tpu]; it needs no TPU, and only Linux on x86-64 has it)"
+            "the TPU compiler is not installed: pip install 'jax[tpu]' (it needs no TPU, and only "
+            "Linux on x86-64 has it)"
         )
 
 

@@ -142,5 +142,5 @@ def test_no_compiler_installed(monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == "libtpu" else find(name, *a)
     )
-    with pytest.raises(EngineError, match="pip install libtpu"):
+    with pytest.raises(EngineError, match=r"pip install 'jax\[tpu\]'"):
         aot.compiler_versions("v3:2x2")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from lingvo_moe.core.command import as_typed
 from lingvo_moe.core.pages import drawing, markup
 from lingvo_moe.core.pages.markup import Html
 from lingvo_moe.tasks.mt.input.resource_groups import GROUPS
@@ -89,7 +90,8 @@ def _headline(report: RunReport) -> list[tuple[str, str, str]]:
 
 
 def _missing(missing: Missing) -> Html:
-    command = f" It is made by <code>{escape(missing.command)}</code>." if missing.command else ""
+    command = escape(as_typed(missing.command))
+    command = command and f" It is made by <code>{command}</code>."
     return f"<p class='note missing'>Not shown: {escape(missing.why)}.{command}</p>"
 
 
