@@ -43,7 +43,9 @@ if TYPE_CHECKING:  # they import TensorFlow and JAX
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one job; returns the exit status: 0 done, 2 a mistake in flags or data, 128 + n stopped by signal n.
+    """Runs one job; returns the exit status.
+
+    0: done; 1: too many steps in a row were skipped; 2: a mistake in flags or data; 128 + n: stopped by signal n.
 
     If this process is one of several and fails, it does not return: it exits, and so do the others.
     """
@@ -285,7 +287,7 @@ def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
                 report_program(step, run_dir, started) if first_process else None
             )
         )
-    return 128 + result.signal if result.signal else 0
+    return int(result.status)
 
 
 def machine_line(args: Flags, params: Params, mesh: Mesh) -> str:

@@ -81,8 +81,15 @@ def TrainParams() -> Params:
     p.Define(
         "save_max_to_keep",
         3,
-        "Checkpoints kept, the newest ones; the best is kept too.",
+        "Checkpoints kept, the newest ones; the best is kept too, and the newest from which a step succeeded.",
         check=checks.SIZE,
+    )
+    p.Define(
+        "max_skipped_steps",
+        8,
+        "Training ends after so many steps in a row whose loss or gradient is not finite, which change nothing; it is "
+        "looked for at summaries and checkpoints. 0: never.",
+        check=checks.COUNT,
     )
     p.Define(
         "summary_interval_steps",

@@ -96,7 +96,7 @@ class Checkpointer:
                 return ocp.CheckpointManager(
                     self.directory, options=options, item_handlers=handlers
                 )
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 tries -= 1
                 if not tries:
                     raise
@@ -113,6 +113,10 @@ class Checkpointer:
     def KeepBest(self, step: int | None) -> None:
         """Keeps this step beside the newest ones from the next Save on; the one that was best goes then."""
         self._kept.best = step
+
+    def KeepBefore(self, step: int) -> None:
+        """Keeps the newest checkpoint before this step beside the newest ones from the next Save on."""
+        self._kept.before = step
 
     def Save(
         self,

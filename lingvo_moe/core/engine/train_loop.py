@@ -24,6 +24,7 @@ from lingvo_moe.core.engine.interrupt import StopRequest, TimeLimit
 from lingvo_moe.core.engine.packed_tensors import Packing
 from lingvo_moe.core.engine.prefetch import Prefetched
 from lingvo_moe.core.engine.progress import Speed, StepProgress, Waiting, Work
+from lingvo_moe.core.engine.skipped_steps import SkippedSteps
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.engine.steps import build_step, train_step
 from lingvo_moe.core.engine.summaries import Summaries
@@ -66,20 +67,21 @@ class TrainLoop:
         self._task, self._inputs, self._engine = task, inputs, engine
         self._checkpointer, self._summaries, self._train = checkpointer, summaries, train
         self._initial, self._watch = initial, watch
+        self._skipped = SkippedSteps(engine, checkpointer, train.max_skipped_steps)
         self._time_limit = time_limit or TimeLimit()
         self._work = Work(task.StepFlops(inputs.BatchSpec()), peak)
         self._state_specs = task.StateSpecs()
         self._packing = Packing.Of(self._state_specs, task.Unpacked().StateSpecs())
 
     def Run(self, on_compiled: Callable[[Compiled], None] | None = None) -> NestedMap:
-        """Trains until `train.max_steps`, or until it is asked to stop, by a signal, the time or the held-out loss.
+        """Trains until `train.max_steps`, or until a signal, the time, the held-out loss or skipped steps end it.
 
         Args:
             on_compiled: called with the compiled step before the first one.
 
         Returns:
-            NestedMap(first_step, last_step, signal, metrics): the signal that stopped it, or 0;
-            the last step's metrics, NumPy, or None if no step was left to do.
+            NestedMap(first_step, last_step, status, metrics): the exit status, 1 after too many skipped steps and
+            128 + n after signal n, else 0; the last step's metrics, NumPy, or None if no step was left to do.
 
         Raises:
             CheckpointError: the run's checkpoints cannot be read. Nothing has been written then.
@@ -177,7 +179,7 @@ class TrainLoop:
         """Says why no step is left to do, waits for the checkpoints, and returns Run's result."""
         say(f"step {step}: {self._why_done(step)}")
         self._checkpointer.Wait()
-        return NestedMap(first_step=step, last_step=step, signal=0, metrics=None)
+        return NestedMap(first_step=step, last_step=step, status=0, metrics=None)
 
     def _evaluate(self, step: int, state: NestedMap, batches: BatchIterator) -> float:
         """Evaluates the state on held-out data if that is due, and saves a new best one; returns the seconds spent."""
@@ -201,46 +203,67 @@ class TrainLoop:
     ) -> NestedMap:
         train, unit = self._train, self._task.UNIT
         units: list[Any] = []  # arrays of the engine's
+        skipped = self._skipped
+        skipped.Begin(first, state.skipped)
         metrics: NestedMap | None = None
         step = first
-        stopped = False
+        stopped = to_save = False
         while not self._why_done(step) and not (stopped := self._stops(stop, step)):
             if not batches.ready:  # what the devices still have to compute is not waiting for input
                 self._engine.Get(units[-1:])
             state, device_metrics = step_fn(state, next(batches))
             step += 1
             units.append(device_metrics[unit])
+            skipped.Add(device_metrics.skipped)
             if step % train.summary_interval_steps == 0 or step in (first + 1, train.max_steps):
                 metrics = self._engine.Get(device_metrics)
+                skipped.Read()
                 speed = progress.Update(
                     step,
                     float(metrics.loss),
                     self._sum(units),
-                    int(metrics.skipped),
+                    skipped.total,
                     self._task.ProgressNote(metrics),
                     batches.waited,
                 )
                 units = []
                 metrics.update(_speeds(unit, speed))
                 self._summaries.Write(step, metrics, self._task.MetricLayers())
-            if step % train.save_interval_steps == 0 or step == train.max_steps:
+            to_save = to_save or step % train.save_interval_steps == 0
+            if to_save:
+                skipped.Read()
+            if skipped.too_many:
+                break
+            if (to_save and not skipped.in_row) or step == train.max_steps:
                 self._save(step, state, batches)
+                to_save = False
             progress.Exclude(self._evaluate(step, state, batches))
         signalled = stopped and self._engine.AnyProcess(stop.requested)
-        if stopped or step < train.max_steps:
+        skipped.Read()
+        if (stopped or step < train.max_steps) and not skipped.too_many:
             self._save(step, state, batches)
             self._checkpointer.Wait()
-        if stopped:
-            why = "" if signalled else f"--max_minutes={self._time_limit.minutes:g} is over: "
-            say(f"{why}stopped and saved at step {step}; the same command goes on from there")
-        elif step < train.max_steps:
-            say(f"step {step}: {self._why_done(step)}")
+        self._say_end(step, stopped, signalled)
+        status = 128 + (stop.signal or signal.SIGTERM) if signalled else 0
         return NestedMap(
             first_step=first,
             last_step=step,
-            signal=(stop.signal or signal.SIGTERM) if signalled else 0,
+            status=1 if skipped.too_many else status,
             metrics=metrics,
         )
+
+    def _say_end(self, step: int, stopped: bool, signalled: bool) -> None:
+        """Says why training ended at a step, where that is not the last one, and how many steps were skipped."""
+        skipped = self._skipped
+        if skipped.too_many:
+            say(f"error: {skipped.Why()}")
+        elif stopped:
+            why = "" if signalled else f"--max_minutes={self._time_limit.minutes:g} is over: "
+            say(f"{why}stopped and saved at step {step}; the same command goes on from there")
+        elif step < self._train.max_steps:
+            say(f"step {step}: {self._why_done(step)}")
+        if skipped.total:
+            say(f"{skipped.total} of the {step} steps of the run were not finite, and were skipped")
 
     def _stops(self, stop: StopRequest, step: int) -> bool:
         """Whether to stop before the next step.
