@@ -229,7 +229,7 @@ class _Finder:
         self._search, self._cache_dir, self._say = search, cache_dir, say
         self._budget, self._ended = budget, ""
         self._machine = _machine(search)
-        self._memory = min(self._machine.hbm_bytes, search.memory or self._machine.hbm_bytes)
+        self._memory = _memory(search, self._machine)
         dtypes = _dtypes(search, params)
         self._space = Space(params, work, self._machine, dtypes)
         self._written = _as_written(params, self._machine.num_devices)
@@ -356,7 +356,17 @@ def _machine(search: Search) -> Machine | Host:
     memory = memory_of("pjrt", Mesh(("data",), (search.devices,)))
     if not memory.size and not search.memory:
         raise StrategyError("the memory of the devices here is not known; give --memory in GiB")
-    return Host(search.devices, (memory.size or search.memory) // memory.devices)
+    return Host(search.devices, (memory.size or 0) // memory.devices or search.memory)
+
+
+def _memory(search: Search, machine: Machine | Host) -> int:
+    """Bytes of a device that may be used. Raises StrategyError: it has fewer."""
+    if search.memory > machine.hbm_bytes:
+        raise StrategyError(
+            f"--memory={search.memory / 2**30:g}: a device of {machine.name} has {units.size(machine.hbm_bytes)}, so "
+            "this limits nothing; leave it out, or give less"
+        )
+    return search.memory or machine.hbm_bytes
 
 
 def _machines(search: Search, params: Params, work: Workload) -> list[str]:
@@ -385,7 +395,7 @@ def _machines(search: Search, params: Params, work: Workload) -> list[str]:
 
 def _fastest(search: Search, params: Params, work: Workload, machine: Machine) -> float | None:
     """The least seconds of a step by estimate; None where no candidate may fit."""
-    memory = min(machine.hbm_bytes, search.memory or machine.hbm_bytes)
+    memory = _memory(search, machine)
     return Space(params, work, machine, _dtypes(search, params)).Estimated(memory).Fastest(memory)
 
 

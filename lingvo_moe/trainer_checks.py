@@ -3,12 +3,11 @@
 import os
 import shlex
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lingvo_moe.core import registry
 from lingvo_moe.core.command import say
-from lingvo_moe.core.directories import check_addable, check_logdir
+from lingvo_moe.core.directories import check_addable, check_logdir, check_writable
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES
 from lingvo_moe.core.flags import BEST, Flags, join_overrides
 from lingvo_moe.core.hyperparams import Params
@@ -25,6 +24,10 @@ from lingvo_moe.core.suggest import did_you_mean, either
 if TYPE_CHECKING:  # they import TensorFlow
     from lingvo_moe.core.base_layer import BaseLayer
     from lingvo_moe.core.base_task import BaseTask
+
+
+# Flags that set a parameter of the experiment.
+_SHORT_FOR = {"mesh": "train.mesh", "max_steps": "train.max_steps", "data_dir": "input.data_dir"}
 
 
 class UsageError(ValueError):
@@ -48,13 +51,7 @@ def check_flags(args: Flags, params: Params) -> None:
             f"--init_from={args.init_from} is --logdir itself: a run that goes on needs no --init_from, and one that "
             "begins from its weights another --logdir"
         )
-    place = Path(args.logdir).resolve()
-    while not place.exists() and not place.is_symlink():
-        place = place.parent
-    if not place.is_dir():
-        raise UsageError(f"--logdir={args.logdir}: {place} is not a directory")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise UsageError(f"--logdir={args.logdir}: no permission to write in {place}")
+    check_writable(args.logdir, f"--logdir={args.logdir}")
 
 
 def check_evaluation(params: Params) -> None:
@@ -88,11 +85,28 @@ def check_paths(args: Flags, params: Params) -> None:
     check_logdir(args.logdir, {"--data_dir": data_dir} if data_dir else {})
 
 
-def strategy_override(args: Flags) -> str:
-    """`--strategy` with `--model_params_override` appended, which may change it. Raises as read_overrides."""
-    if not args.strategy:
-        return args.model_params_override
-    return join_overrides(read_overrides(args.strategy, args.model), args.model_params_override)
+def strategy_override(args: Flags, more: str = "") -> str:
+    """`--strategy` with `--model_params_override` appended, which may change it, and `more`.
+
+    Raises:
+        StrategyError, RegistryError: as read_overrides.
+        UsageError: one of these sets a parameter that a flag of its own sets, too.
+    """
+    strategy = getattr(args, "strategy", "")
+    texts = {
+        f"--strategy={strategy}": read_overrides(strategy, args.model) if strategy else "",
+        "--model_params_override": args.model_params_override,
+        "--variants": more,
+    }
+    for where, text in texts.items():
+        given = dict(registry.split_override(text))
+        for flag, path in _SHORT_FOR.items():
+            if path in given and flag in args and args[flag].value != args[flag].default:
+                raise UsageError(
+                    f"--{flag}={args[flag].value}: {where} has {path}={given[path]}, which would have no effect; "
+                    "leave one of them out"
+                )
+    return join_overrides(*texts.values())
 
 
 def check_data_dir(args: Flags) -> None:

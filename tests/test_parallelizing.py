@@ -232,6 +232,8 @@ def test_the_command_says_what_lacks(capsys):
     flags = [f"--model={_MODEL}", "--topology=v5e:2x4", "--memory=1e-6", "--noverify"]
     assert parallelize.main(flags) == 3
     assert "are missing" in capsys.readouterr().err
+    assert parallelize.main([*flags[:2], "--noverify", "--memory=1000"]) == 1
+    assert "--memory=1000: a device of v5e:2x4 has 15.75 GiB, so" in capsys.readouterr().err
 
 
 def test_the_trainer_takes_a_strategy(tmp_path, capsys):
@@ -253,6 +255,16 @@ def test_the_trainer_takes_a_strategy(tmp_path, capsys):
         path.write_text(f"# for a test\n{text}\n")
         assert trainer(flags) == 2
         assert f"--strategy={path}, line 2: {expected}" in capsys.readouterr().err
+    path.write_text("train.mesh=data:2,expert:4\n")
+    flags[1] = "--mode=inspect_model"
+    assert trainer([*flags, "--mesh=expert:8"]) == 2
+    expected = (
+        f"--mesh=expert:8: --strategy={path} has train.mesh=data:2,expert:4, which would have"
+    )
+    assert expected in capsys.readouterr().err
+    flags = [*flags[:1], "--mode=inspect_params", "--max_steps=5"]
+    assert trainer([*flags, "--model_params_override=train.max_steps=7"]) == 2
+    assert "--max_steps=5: --model_params_override has train.max_ste" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [plan, verify])

@@ -385,6 +385,19 @@ def test_the_schedule_of_pipelines_is_that_of_the_parameters():
             "must be a positive number",
         ),
         (["--model=mt.M4Tiny", "--topology=v3", "--mesh=foo"], "--mesh='foo': 'foo' is not"),
+        (
+            ["--model=mt.M4Tiny", "--topology=v3:2x2", "--cache_dir=/proc/x"],
+            "--cache_dir=/proc/x: no permission to write in /proc",
+        ),
+        (
+            [
+                "--model=mt.M4Tiny",
+                "--topology=v3",
+                "--mesh=expert:4",
+                "--variants=train.mesh=expert:2",
+            ],
+            "--mesh=expert:4: --variants has train.mesh=expert:2",
+        ),
         (["--model=mt.M4Tiny", "--topology=v8"], "no TPU generation"),
         (["--model=mt.M4Tiny", "--topology=v3:2x2", "--price=v4:2"], "no plan is for v4"),
         (["--model=mt.M4Tiny", "--topology=v3:2x2", "--price=v3"], "'v3' is no price"),

@@ -15,7 +15,7 @@ from lingvo_moe.core.collection import paused_collection
 from lingvo_moe.core.command import as_typed, say
 from lingvo_moe.core.command import run as run
 from lingvo_moe.core.decode.ranges import BEAM_SIZE, LENGTH, LENGTH_ALPHA
-from lingvo_moe.core.directories import Kind, check_addable, check_replaceable
+from lingvo_moe.core.directories import Kind, check_addable, check_replaceable, check_writable
 from lingvo_moe.core.flags import BEST, BEST_HELP, Flags
 from lingvo_moe.core.flags import names as names
 from lingvo_moe.core.hyperparams import Params
@@ -36,8 +36,8 @@ def check_output_file(path: str | os.PathLike, flag: str = "--output") -> None:
             raise ValueError(f"{flag}={path}: no permission to write to it")
     elif not parent.is_dir():
         raise ValueError(f"{flag}={path}: there is no directory {parent}")
-    elif not os.access(parent, os.W_OK | os.X_OK):
-        raise ValueError(f"{flag}={path}: no permission to write in {parent}")
+    else:
+        check_writable(parent, f"{flag}={path}")
     check_addable(path, flag)
 
 
@@ -129,12 +129,7 @@ def check_output_directory(
     place = Path(os.path.realpath(path))
     if place.exists() and not place.is_dir():
         raise ValueError(f"{flag}={path} is a file; name a directory")
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    if not place.is_dir():
-        raise ValueError(f"{flag}={path}: {place} is not a directory")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise ValueError(f"{flag}={path}: no permission to write in {place}")
+    check_writable(path, f"{flag}={path}")
     if replaces is not None:
         check_replaceable(path, replaces, flag)
     else:

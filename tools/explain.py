@@ -113,10 +113,10 @@ def _lower(args: Flags, say: Any) -> Any:
     from lingvo_moe.planning import topology_memory
     from lingvo_moe.recomputing import chosen_form
     from lingvo_moe.trainer import make_mesh
-    from lingvo_moe.trainer_checks import check_divisible
+    from lingvo_moe.trainer_checks import check_divisible, strategy_override
     from lingvo_moe.trainer_memory import memory_of
 
-    params = registry.GetParams(args.model, args.model_params_override)
+    params = registry.GetParams(args.model, strategy_override(args))
     mesh = make_mesh(params, args.mesh, 0 if args.mesh else args.num_devices or 8)
     task = params.task.Instantiate()
     check_divisible(params, task, mesh)

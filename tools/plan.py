@@ -21,7 +21,7 @@ from typing import Any
 
 from lingvo_moe.core import checks
 from lingvo_moe.core.command import say
-from lingvo_moe.core.flags import Flags, join_overrides
+from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.partitioner import known_faults
 from lingvo_moe.core.planner.machine import parse_machine
 from lingvo_moe.core.planner.prices import check_prices, kind_of, priced, read_prices
@@ -202,7 +202,7 @@ def make(args: Flags, topology: str, variant: str, say: Any) -> dict[str, Any]:
     request = planning.Request(
         model=args.model,
         topology=topology,
-        override=join_overrides(strategy_override(args), variant.strip()),
+        override=strategy_override(args, variant.strip()),
         what=args.what,
         mesh=args.mesh,
         token_budget=args.token_budget,

@@ -24,7 +24,7 @@ from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.tasks.mt.input.lengths import Loss
 from lingvo_moe.tasks.mt.input.preparing.filters import Rules
 from lingvo_moe.tasks.mt.input.preparing.prepare import PrepareOptions, prepare
-from lingvo_moe.tasks.mt.input.preparing.sources import Fields
+from lingvo_moe.tasks.mt.input.preparing.sources import Fields, is_language
 from lingvo_moe.tasks.mt.input.preparing.table import (
     all_languages,
     format_examples,
@@ -66,7 +66,9 @@ def define_flags() -> Flags:
 
 
 def _define_reading_flags(flags: Flags) -> None:
-    flags.DEFINE_string("target_lang", "en", "the language that everything is translated into")
+    flags.DEFINE_parsed(
+        "target_lang", "en", "the language that everything is translated into", _language
+    )
     flags.DEFINE_list(
         "columns",
         ("source", "target"),
@@ -85,6 +87,13 @@ def _define_reading_flags(flags: Flags) -> None:
         "a TensorFlow Datasets builder to read (its split train), e.g. opus/medical,"
         " or TranslateFolder:DIR for DIR/de.train.txt and DIR/en.train.txt",
     )
+
+
+def _language(text: str) -> str:
+    """Reads the code of a language."""
+    if not is_language(text):
+        raise ValueError("must be the code of a language, e.g. en, zh-TW or sr_Latn")
+    return text
 
 
 def _json_fields(text: str) -> tuple[str, ...]:

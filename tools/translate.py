@@ -40,6 +40,10 @@ def _run(args: Flags) -> int:
     with _lines.opened(args) as (source, sink):
         _cli.load_tensorflow()
         translator, _ = _cli.open_translator(args)
+        if args.language and not translator.languages:
+            raise ValueError(
+                f"--language={args.language} has no effect: this model does not route by language; leave it out"
+            )
         if not args.input and not args.output and sys.stdin.isatty():
             return _converse(translator, args.language)
         answer = translation_of(lambda lines: translator.Translate(lines, args.language))

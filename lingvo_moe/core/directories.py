@@ -5,6 +5,7 @@ data is known by the files that are there. Errors name the file by which a direc
 """
 
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -139,6 +140,30 @@ def recognise(directory: str | os.PathLike) -> Found | None:
         if why := kind.FindMark(directory):
             return Found(kind, why)
     return None
+
+
+def check_writable(directory: str | os.PathLike, what: str) -> None:
+    """Accepts a directory in which a file can be made, or that can be made.
+
+    Args:
+        directory: it need not be there.
+        what: what named it, for the message: '--output=DIR'.
+
+    Raises:
+        OutputError: nothing can be written there, e.g. in /proc.
+    """
+    place = Path(os.path.realpath(directory))
+    while not place.exists() and not place.is_symlink() and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        raise OutputError(f"{what}: {place} is not a directory")
+    try:
+        if os.access(place, os.W_OK | os.X_OK):
+            tempfile.TemporaryFile(dir=place).close()
+            return
+    except OSError:
+        pass
+    raise OutputError(f"{what}: no permission to write in {place}")
 
 
 def check_replaceable(output: str | os.PathLike, kind: Kind, flag: str = "--output") -> None:

@@ -64,6 +64,11 @@ def test_help_shows_a_command_and_every_flag_s_meaning(tool, capsys):
         (build_corpus, ["--out=x"], "no flag --out"),
         (build_corpus, ["--output=x", "--max_per_language=-1"], "--max_per_language=-1: must be"),
         (build_corpus, ["--output=x", "--packages=,"], "--packages is empty"),
+        (
+            prepare,
+            ["--input=x", "--output=y", "--target_lang=../x"],
+            "--target_lang=../x: must be the code of a language, e.g. en",
+        ),
         (train_vocab, ["--outptu=x"], "did you mean '--output'"),
         (
             train_vocab,

@@ -6,6 +6,7 @@ import pty
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 from lingvo_moe.core.nested_map import NestedMap
 from tools import translate
@@ -86,6 +87,15 @@ def test_output_is_whole_or_not_there(tmp_path, monkeypatch, capfd):
     assert "disk full" in capfd.readouterr().err
     assert (tmp_path / "out").read_bytes() == b"older\n"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
+
+
+def test_a_language_needs_a_model_that_routes_by_it(tmp_path, monkeypatch, capfd):
+    translator = SimpleNamespace(languages=())
+    monkeypatch.setattr(translate._cli, "open_translator", lambda args: (translator, {}))
+    assert translate.main(["--saved_model=x", f"--input={__file__}", "--language=klingon"]) == 1
+    assert (
+        "--language=klingon has no effect: this model does not route by" in capfd.readouterr().err
+    )
 
 
 def test_an_output_that_is_no_file_is_written_in_place(tmp_path):
