@@ -60,21 +60,32 @@ class RandomProgram:
 
     def __call__(self, *args: tf.Tensor, annotated: bool = True) -> list[tf.Tensor]:
         """The value and the gradients of a weighted sum of it by all arguments that are learnt."""
-        at = _At(self, annotated)
-        names = [name for name, _ in KINDS[self.kind].arguments]
-        learnt = [i for i, name in enumerate(names) if name not in ("ids", "mask")]
-        with tf.GradientTape() as tape:
-            tape.watch([args[i] for i in learnt])
-            value = KINDS[self.kind].fn(at, *args)
-            count = int(np.prod(value.shape))
-            weights = tf.cos(tf.cast(tf.range(count), value.dtype))
-            loss = tf.reduce_sum(value * tf.reshape(weights, value.shape))
-        found = tape.gradient(loss, [args[i] for i in learnt])
-        return [value, *(tf.convert_to_tensor(g) for g in found)]
+        at, fn = _At(self, annotated), KINDS[self.kind].fn
+        return value_and_gradients(lambda *xs: fn(at, *xs), args, self._Learnt())
 
     def ResultNames(self) -> list[str]:
-        names = [name for name, _ in KINDS[self.kind].arguments if name not in ("ids", "mask")]
-        return ["value", *(f"gradient of {name}" for name in names)]
+        names = [name for name, _ in KINDS[self.kind].arguments]
+        return ["value", *(f"gradient of {names[i]}" for i in self._Learnt())]
+
+    def _Learnt(self) -> list[int]:
+        names = [name for name, _ in KINDS[self.kind].arguments]
+        return [i for i, name in enumerate(names) if name not in ("ids", "mask")]
+
+
+def value_and_gradients(
+    fn: Callable[..., tf.Tensor], args: Sequence[tf.Tensor], learnt: Sequence[int]
+) -> list[tf.Tensor]:
+    """A function's value, and the gradients of a weighted sum of it by the arguments of these numbers."""
+    with tf.GradientTape() as tape:
+        tape.watch([args[i] for i in learnt])
+        value = fn(*args)
+        count = int(np.prod(value.shape))
+        weights = tf.cos(tf.cast(tf.range(count), value.dtype))
+        loss = tf.reduce_sum(value * tf.reshape(weights, value.shape))
+    found = tape.gradient(
+        loss, [args[i] for i in learnt], unconnected_gradients=tf.UnconnectedGradients.ZERO
+    )
+    return [value, *(tf.convert_to_tensor(g) for g in found)]
 
 
 @dataclass(frozen=True)
@@ -248,17 +259,17 @@ def random_program(seed: int) -> RandomProgram:
     if kind == "depthwise":  # Some kernels of one element end the process in XLA's compiler.
         sizes["K"] = max(sizes["K"], 2)
     choices = tuple((name, rng.choice(values)) for name, values in what.choices)
-    axes = [(name, size) for name, size in _axes(mesh) if size > 1]
+    axes = [(name, size) for name, size in mesh_axes(mesh) if size > 1]
     # Either one mapping of letters, of which some tensors get an annotation, or each tensor its own.
     by_letters = rng.random() < 0.4
     least = {letter: _least(letter, sizes, dict(choices)) for letter in letters}
-    mapping = _mapping(rng, "".join(letters), axes, least) if by_letters else {}
+    mapping = mapping_of(rng, "".join(letters), axes, least) if by_letters else {}
     share = rng.choice((0.25, 0.5, 0.8))
     cuts = []
     for name, tensor in named:
         if rng.random() > share:
             continue
-        own = mapping if by_letters else _mapping(rng, tensor, axes, least)
+        own = mapping if by_letters else mapping_of(rng, tensor, axes, least)
         seen: set[str] = set()
         cut = []
         for letter in tensor:
@@ -275,7 +286,7 @@ def random_program(seed: int) -> RandomProgram:
     return RandomProgram(kind, mesh, tuple(sizes.items()), tuple(cuts), choices)
 
 
-def _axes(mesh: str) -> list[tuple[str, int]]:
+def mesh_axes(mesh: str) -> list[tuple[str, int]]:
     return [(name, int(size)) for name, size in (axis.split(":") for axis in mesh.split(","))]
 
 
@@ -296,7 +307,7 @@ def _least(letter: str, sizes: dict[str, int], choices: dict[str, str]) -> int:
     return size // int(choices["stride"]) // (1 if choices.get("pool", "no") == "no" else 2)
 
 
-def _mapping(
+def mapping_of(
     rng: random.Random, letters: str, axes: list[tuple[str, int]], sizes: dict[str, int]
 ) -> dict[str, Axis]:
     """Letters to mesh axes, each axis used at most once; `sizes` limits the number of parts."""

@@ -140,7 +140,31 @@ DEPTHWISE = case(
 )
 
 
-@pytest.mark.parametrize("case", [KERNEL_GRADIENT, FORWARD, IN_COPIES, DEPTHWISE], ids=str)
+XYZ = "x:2,y:2,z:2"
+BY_BATCH = case(
+    "batch_and_rows_beside_an_idle_axis_features_over_it",
+    (8, 8, 4, 8),
+    (3, 3, 8, 8),
+    conv(
+        over(XYZ, "x", "y", None, None),
+        kernel=over(XYZ, None, None, "z", None),
+        result=over(XYZ, "x", None, None, "z"),
+    ),
+    None,
+    None,
+    mesh=XYZ,
+)
+ONE_INDEX = Case(
+    "one_row_into_a_tensor_that_was_just_sharded",
+    lambda a, u: tf.tensor_scatter_nd_update(split(a, 0, 8), [[12]], u),
+    (floats(16, 6), floats(1, 6)),
+    gradients=(),
+)
+
+
+@pytest.mark.parametrize(
+    "case", [KERNEL_GRADIENT, FORWARD, IN_COPIES, DEPTHWISE, BY_BATCH, ONE_INDEX], ids=str
+)
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason="XLA's partitioner")
 def test_further_wrong_numbers(case):
     check(case)
@@ -152,6 +176,8 @@ def test_further_wrong_numbers_are_told():
     assert _told(_forward(FORWARD)) == [(kf.COPIES, "Conv2D")]
     assert _told(_forward(DEPTHWISE)) == []
     assert _told(_gradient(DEPTHWISE)) == [(kf.COPIES, "DepthwiseConv2dNativeBackpropFilter")]
+    assert _told(_forward(BY_BATCH)) == [(kf.COPIES, "Conv2D")]
+    assert _told(_forward(ONE_INDEX)) == [(kf.ONE_INDEX, "TensorScatterUpdate")]
     assert _told(_forward(IN_COPIES)) == [(kf.SCATTER, "UnsortedSegmentSum")]
 
 

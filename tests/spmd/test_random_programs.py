@@ -1,6 +1,6 @@
-"""Random annotated programs: the detector names XLA's partitioner where it computes wrongly, and only there.
+"""Random annotated programs and chains: the detector names XLA's partitioner where it computes wrongly, and only there.
 
-Continuous builds run the same few every time; `make fuzz` runs as many others as requested.
+Continuous builds run the same few every time; `make fuzz` runs as many others as requested, half of them chains.
 """
 
 import os
@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from jax.errors import JaxRuntimeError
+from random_chains import OPERATIONS, RandomChain, random_chain
 from random_programs import KINDS, RandomProgram, random_program
 
+from lingvo_moe import xla_sharding as xs
 from lingvo_moe.core.engine.partition_dump import dump_options, read_before
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.partitioner import known_faults as kf
-from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.sharding import Mesh, ShardingError
 
 TOLERANCE = 2e-4
 CASES = int(os.environ.get("FUZZ_PROGRAMS", "16"))
@@ -27,7 +29,7 @@ SEED = int(os.environ.get("FUZZ_SEED", "0"))
 _SOON = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 
 
-def examine(program: RandomProgram) -> tuple[dict[str, float], list[tuple[str, str]]]:
+def examine(program: RandomProgram | RandomChain) -> tuple[dict[str, float], list[tuple[str, str]]]:
     """Compiles and runs a program over its mesh, and by TensorFlow in float64 on one device.
 
     Returns:
@@ -35,31 +37,57 @@ def examine(program: RandomProgram) -> tuple[dict[str, float], list[tuple[str, s
         detector names, as (kind, operation).
     """
     args = program.Args()
+    is_searched = isinstance(program, RandomChain) and program.is_searched
+    results, faults = (_searched if is_searched else _annotated)(program, args)
+    double = [tf.constant(a, tf.float64 if a.dtype == np.float32 else a.dtype) for a in args]
+    differing = {}
+    wanted = program(*double, annotated=False)
+    for name, got, want in zip(program.ResultNames(), results, wanted, strict=True):
+        error = np.max(np.abs(np.asarray(got) - want)) / max(np.max(np.abs(want)), 1e-2)
+        if not error <= TOLERANCE:
+            differing[name] = float(error)
+    return differing, faults
+
+
+def _annotated(program, args):
     engine = PjrtEngine(Mesh.parse(program.mesh), known_faults="off")
     specs = [TensorSpec(a.shape, a.dtype.name) for a in args]
     lowered = engine.Lower(program, specs, name="program")
     with tempfile.TemporaryDirectory() as directory:
         compiled = engine.Compile(lowered, _SOON | dump_options(directory))
         faults = kf.known_faults(parse_module(read_before(Path(directory))))
-    double = [tf.constant(a, tf.float64 if a.dtype == np.float32 else a.dtype) for a in args]
-    differing = {}
-    wanted = program(*double, annotated=False)
-    for name, got, want in zip(program.ResultNames(), compiled(*args), wanted, strict=True):
-        error = np.max(np.abs(np.asarray(got) - want)) / max(np.max(np.abs(want)), 1e-2)
-        if not error <= TOLERANCE:
-            differing[name] = float(error)
-    return differing, [(fault.kind, fault.op.rpartition("/")[2]) for fault in faults]
+    return compiled(*args), [(fault.kind, fault.op.rpartition("/")[2]) for fault in faults]
 
 
-@pytest.mark.slow  # in all
-@pytest.mark.parametrize("number", range(CASES))
-def test_what_is_wrong_is_named_and_nothing_else(number):
-    program = random_program(SEED + number)
+def _searched(program, args):
+    """The same in eager code under `xs.auto_shard`, whose refusal stands for the faults."""
+    tensors, mesh = [tf.constant(a) for a in args], Mesh.parse(program.mesh)
+    try:
+        return program.Differentiated(xs.auto_shard(program.Value, mesh), tensors), []
+    except ShardingError as e:
+        fn = xs.auto_shard(program.Value, mesh, known_faults="off")
+        return program.Differentiated(fn, tensors), [("refused", str(e))]
+
+
+def _examine_one(program: RandomProgram | RandomChain) -> None:
     try:
         differing, faults = examine(program)
     except JaxRuntimeError as e:
         pytest.skip(f"XLA does not compile it: {e}")
     assert bool(differing) == bool(faults), f"{differing} differ, {faults} named in\n{program!r}"
+
+
+@pytest.mark.slow  # in all
+@pytest.mark.parametrize("number", range(CASES // 2))
+def test_what_is_wrong_is_named_and_nothing_else(number):
+    _examine_one(random_program(SEED + number))
+
+
+@pytest.mark.slow  # in all
+@pytest.mark.filterwarnings("ignore:auto_shard")
+@pytest.mark.parametrize("number", range(CASES // 2))
+def test_what_is_wrong_is_named_in_chains(number):
+    _examine_one(random_chain(SEED + number))
 
 
 def test_programs_differ_and_cover_what_they_are_drawn_from():
@@ -69,6 +97,14 @@ def test_programs_differ_and_cover_what_they_are_drawn_from():
     assert {len(Mesh.parse(p.mesh).axis_names) for p in drawn} == {1, 2, 3}
     assert sum(any(any(cut) for _, cut in p.cuts) for p in drawn) >= 160
     assert all(random_program(number) == drawn[number] for number in (0, 7))
+
+
+def test_chains_differ_and_have_all_operations():
+    drawn = [random_chain(number) for number in range(100)]
+    assert len({repr(p) for p in drawn}) == len(drawn)
+    assert {step.op for p in drawn for step in p.steps} == set(OPERATIONS)
+    assert 5 <= sum(p.is_searched for p in drawn) <= 20
+    assert random_chain(7) == drawn[7]
 
 
 # Programs that this test found, each with the faults that the detector must name.

@@ -229,7 +229,7 @@ class Operators:
         mapping = self._mapping_of(op)
         self._Fix(operator, letters, mapping)
         argument = self.home[used[0].number]
-        if id(argument) in self._pending and _is_even(used[0].shape, mapping, self._mesh):
+        if id(argument) in self._pending and is_even(used[0].shape, mapping, self._mesh):
             self._Absorb(operator, argument, self._dims[used[0].number], letters)
         self._Append(
             operator, number, op.type, letters, [(0, used[0], letters)], [(made[0], letters)]
@@ -411,7 +411,7 @@ def _some(letters: Letters) -> frozenset[int]:
     return frozenset(d for d in letters if d is not None)
 
 
-def _is_even(shape: Sequence[int], mapping: DimsMapping, mesh: Mesh) -> bool:
+def is_even(shape: Sequence[int], mapping: DimsMapping, mesh: Mesh) -> bool:
     return all(
         n % mesh.axis_size(axes_of(axis)) == 0 for n, axis in zip(shape, mapping, strict=True)
     )

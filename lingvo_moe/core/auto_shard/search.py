@@ -11,7 +11,14 @@ from lingvo_moe.core.auto_shard import solver
 from lingvo_moe.core.auto_shard.costs import Costs
 from lingvo_moe.core.auto_shard.exchanges import Exchange
 from lingvo_moe.core.auto_shard.machine import MeshMachine
-from lingvo_moe.core.auto_shard.operators import ANNOTATION, Argument, Operator, Operators, Value
+from lingvo_moe.core.auto_shard.operators import (
+    ANNOTATION,
+    Argument,
+    Operator,
+    Operators,
+    Value,
+    is_even,
+)
 from lingvo_moe.core.auto_shard.recording import recorded
 from lingvo_moe.core.auto_shard.strategy import Annotation, Strategy, Tensor, mapping_of
 from lingvo_moe.core.engine.specs import TensorSpec
@@ -147,7 +154,7 @@ class Search:
         if not found.optimal:
             notes.append("the solver ran out of time: a better strategy may exist")
         arguments = tuple(
-            Tensor(v.name, v.shape, self._Mapping(v, found))
+            Tensor(v.name, v.shape, self._AtBorder(v, found))
             for v in self.operators.values
             if v.op == -1
         )
@@ -186,6 +193,12 @@ class Search:
         number = self._Numbers()[id(operator)]
         choice = self.costs.choices[number].choices[found.chosen[number]]
         return mapping_of(self.costs.LayoutOf(operator.holds[value], choice))
+
+    def _AtBorder(self, value: Value, found: solver.Solution) -> DimsMapping:
+        """The sharding of an argument or a result; replicated where an annotation inside shards it unevenly."""
+        mapping = self._Mapping(value, found)
+        even = is_even(value.shape, mapping, self._on.mesh)
+        return mapping if even else (None,) * len(value.shape)
 
     def _Numbers(self) -> dict[int, int]:
         return {id(op): i for i, op in enumerate(self.operators.operators)}
@@ -234,7 +247,7 @@ class Search:
             value = self.operators.ValueOf(x)
             shape = tuple(x.shape.as_list())
             if mapping is None:
-                mapping = self._Mapping(value, found) if value else (None,) * len(shape)
+                mapping = self._AtBorder(value, found) if value else (None,) * len(shape)
             yield Tensor(path, shape, mapping)
 
     def _Lacking(self, limit: float) -> str:

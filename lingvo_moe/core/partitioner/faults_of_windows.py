@@ -97,7 +97,7 @@ class Convolution:
 
         XLA shards both operands like the reference operand, and each device sums over its part; the result is too
         large. It does so if the windows' dimensions of any of the three tensors are sharded, or with feature or batch
-        groups, as in a depthwise convolution; not if the reference operand's own dimension is sharded.
+        groups, as in a depthwise convolution; mostly not if the reference operand's own dimension is sharded.
 
         If both operands shard the summed features (in a gradient: the batch), XLA groups the devices by them first, and
         adds the copies within a group. It may group the devices by an operand's own dimension next if the result shards
@@ -123,7 +123,27 @@ class Convolution:
             wanted = [parts(self._result, [d])[0] for d in self._of_own]
             is_next = all(n != count or n == 1 for n, count in zip(own, wanted))
             return is_alone and summed[0] == summed[1] and min(rest) > 1 and is_next
-        return is_alone
+        return is_alone or (summed[self._reference] == 1 and self._adds_within_own(own))
+
+    def _adds_within_own(self, own: Sequence[int]) -> bool:
+        """Whether XLA first groups the devices by the reference operand's own dimension, which the result shards alike.
+
+        Within a group that operand's own dimension is no longer sharded. It has to be the larger operand there too.
+        False if the result is not sharded along the other operand's own dimension, or that operand over all devices:
+        many of those are right.
+
+        Args:
+            own: into how many parts each operand shards its own dimension.
+        """
+        at, other = self._reference, 1 - self._reference
+        wanted = [parts(self._result, [d])[0] for d in self._of_own]
+        size, beside = (self._operands[i].arrays[0].num_bytes for i in (at, other))
+        return (
+            own[at] == wanted[at]
+            and wanted[other] > 1
+            and (self._lhs, self._rhs)[other].copies > 1
+            and size // own[at] > beside
+        )
 
     def _adds_within_groups(self, own: Sequence[int]) -> bool:
         """Whether XLA first groups the devices by the batch groups, which the reference operand and the result shard.

@@ -10,7 +10,8 @@ operation is wrong, but a program without reports may still be wrong. These case
 
 - SCATTER: updates that are sharded differently from the target along the window's dimensions;
 - COPIES and POOLING: windows that reach far beyond a neighbouring part;
-- COPIES: operands that XLA first groups by their batch or output features, outside a depthwise kernel's gradient;
+- COPIES: most operands that XLA first groups by their batch or output features;
+- ONE_INDEX: targets that operations which XLA leaves out, or that only pad, divide from the unsharded tensor;
 - PADDED_WINDOWS: windows of a part that do not cover exactly two parts of the image;
 - SUMS: sharded results, some of which are wrong;
 - ADDING_UP and EXCHANGED: other orders of devices, some of which are wrong, depending on sizes.
@@ -41,6 +42,7 @@ FLAG_HELP = (
 )
 
 SCATTER = "scatter of unevenly sharded updates"
+ONE_INDEX = "scatter of one index into slices of an unsharded tensor"
 COPIES = "convolution summed over copies"
 GROUPS = "depthwise kernel's gradient sharded along its dimension of one element"
 PADDED_WINDOWS = "kernel gradient of windows in padding"
@@ -58,6 +60,12 @@ _TEXTS = {
         "padding lands in row 0, since the indices are not sharded over all devices",
         "shard the indices like the updates, over all devices, or pad the updates to a multiple "
         "of the parts, with indices of -1",
+    ),
+    ONE_INDEX: (
+        "the target is unsharded until just before it is sharded along the scattered dimensions, and devices whose "
+        "part does not have the one index write a wrong row",
+        "let the target enter the program sharded, do not shard these dimensions, or scatter two rows, the second "
+        "with an index of -1",
     ),
     COPIES: (
         "each device sums over its part of the operands, and the sums are added over all devices "
@@ -265,10 +273,14 @@ def _in_pad(at: _At) -> _Found:
 def _in_scatter(at: _At) -> _Found:
     if len(at.operands) != 3:
         return
+    if scatters.reads_another_row(at.instruction, at.operands, at.inside, at.Sharding):
+        yield ONE_INDEX, {}
     dim = scatters.padded_dim(at.instruction, at.operands, at.shardings[:3])
     if dim is None:
         return
-    updates = at.operands[2]
+    _, indices, updates = at.operands
+    if not scatters.padding_is_zero(indices, at.inside, at.IsUneven):
+        return
     combine = [at.module.computation(name).root.opcode for name in at.instruction.called]
     if combine == ["add"] and scatters.padding_is_zero(updates, at.inside, at.IsUneven):
         return

@@ -120,6 +120,17 @@ def test_given_shardings_of_arguments_and_results_are_kept() -> None:
     assert Counter(c.kind for c in sharded.Compiled(x).Collectives()) == {"all-to-all": 1}
 
 
+def test_an_uneven_annotation_inside_leaves_arguments_and_results_whole() -> None:
+    """What crosses a program's border divides evenly."""
+    sharded = xs.auto_shard(
+        lambda x, y: xs.mesh_split(tf.where(x > 0, x, y), _FOUR, ("device",)), _FOUR
+    )
+    x, y = _random(15), _random(30)[15:]
+    found = sharded.Strategy(x, y)
+    assert [t.mapping for t in (*found.arguments, *found.results)] == [(None,)] * 3
+    np.testing.assert_array_equal(sharded(x, y), np.where(x > 0, x, y))
+
+
 def test_a_strategy_is_written_down_and_taken_back(tmp_path: Path) -> None:
     sizes = spec(1024, 8192), spec(8192, 32768), spec(32768, 8192)
     found = xs.auto_shard(functions.perceptron, _EIGHT).Strategy(*sizes)

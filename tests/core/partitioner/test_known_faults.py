@@ -283,6 +283,25 @@ def test_forward_convolution_over_copies(parts, is_wrong):
 
 
 @pytest.mark.parametrize(
+    "kernel, result, is_wrong",
+    [
+        ("[1,2,1,4]", "[2,1,2,2]", True),
+        ("[1,2,4]", "[2,1,2,2]", False),  # The kernel is sharded over all devices.
+        ("[1,2,1,4]", "[4,1,2]", False),  # Into another number of parts of the batch.
+    ],
+)
+def test_forward_convolution_that_is_grouped_by_its_batch(kernel, result, is_wrong):
+    image, *rest = (
+        f"{{devices={tiles}<=[8]{' last_tile_dim_replicate' * (tiles.count(',') == 3)}}}"
+        for tiles in ("[2,2,1,2]", kernel, result)
+    )
+    operands = [("f32[8,16,8]", image), ("f32[3,8,8]", rest[0])]
+    attributes = "window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f"
+    module = _module(8, operands, ("f32[8,16,8]", "convolution", attributes, rest[1]))
+    assert _kinds(module) == [kf.COPIES] * is_wrong
+
+
+@pytest.mark.parametrize(
     "rows, results, padding, stride, is_wrong",
     [
         (12, 5, (0, 1), 3, True),
