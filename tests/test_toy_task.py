@@ -20,8 +20,8 @@ from lingvo_moe import planning, trainer
 run, common = sys.argv[1], ["--model=toy_task.Line", "--mesh=data:8"]
 override = "train.summary_interval_steps=1;task.optimizer.learning_rate.constant_steps=1"
 train = [*common, f"--logdir={run}", "--num_devices=8", f"--model_params_override={override}"]
-for mode in ("inspect_params", "inspect_model"):
-    assert trainer.main([*common, f"--mode={mode}"]) == 0
+assert trainer.main([common[0], "--mode=inspect_params"]) == 0
+assert trainer.main([*common, "--mode=inspect_model"]) == 0
 assert trainer.main([*train, "--max_steps=4"]) == 0
 assert trainer.main([*train, "--max_steps=6"]) == 0
 assert trainer.main([*train, "--max_steps=6", "--data_dir=here"]) == 2
