@@ -44,7 +44,7 @@ def scored(logdir, corpus) -> Path:
 
 def test_run_and_exported_model_score_the_same(logdir, scored, corpus, tmp_path, capfd):
     common = [f"--data_dir={corpus}", "--batch_size=5"]
-    assert evaluate.main([f"--logdir={logdir}", *common, "--rescore"]) == 0
+    assert evaluate.main([f"--logdir={logdir}", common[0], "--rescore"]) == 0
     table, err = capfd.readouterr()
     with open(f"{logdir}/eval/report.json") as file:
         of_run = json.load(file)
