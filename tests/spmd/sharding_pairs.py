@@ -1,12 +1,12 @@
-"""An operation, forward and backward, under every pair of shardings of an operand and of its result.
+"""Operations forward and backward, under every pair of shardings of an operand and of the result.
 
-The result's cotangent is sharded like the result, and the operand's gradient like the operand. All pairs are parts of
-one program, which takes a second or two:
+The result's cotangent is sharded like the result, and the operand's gradient like the operand:
 
-    check_pairs(lambda x: x[::3], [floats(12, 8)])
+    check_pairs(lambda x: x[::3], floats(12, 8))
 """
 
 import itertools
+import math
 import re
 import tempfile
 from collections.abc import Callable, Sequence
@@ -24,89 +24,108 @@ from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.partitioner.known_faults import OFF, known_faults
 from lingvo_moe.core.sharding import DimsMapping, Mesh, mesh_split
 
-MESH = Mesh.parse("a:2,b:2")
+ROW, GRID = Mesh.parse("a:4"), Mesh.parse("a:2,b:2")
 _OPTIONS = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-Pair = tuple[DimsMapping, DimsMapping]
+_TOLERANCE = 2e-5  # relative to the largest magnitude
 
 
-def shardings(shape: Sequence[int]) -> list[DimsMapping]:
-    """Every mapping of a tensor to the axes of the mesh that leaves no part of a dimension empty by itself."""
+def shardings(shape: Sequence[int], mesh: Mesh) -> list[DimsMapping]:
+    """Every mapping to the axes of a mesh that shards no dimension into more parts than it has elements."""
+    names = mesh.axis_names
+    choices = [axes for n in range(len(names) + 1) for axes in itertools.permutations(names, n)]
     found = []
-    for mapping in itertools.product(
-        [(), ("a",), ("b",), ("a", "b"), ("b", "a")], repeat=len(shape)
-    ):
+    for mapping in itertools.product(choices, repeat=len(shape)):
         used = [axis for axes in mapping for axis in axes]
-        if len(set(used)) == len(used) and all(2 ** len(m) <= n for m, n in zip(mapping, shape)):
+        parts = [math.prod(map(mesh.axis_size, axes)) for axes in mapping]
+        if len(set(used)) == len(used) and all(n <= size for n, size in zip(parts, shape)):
             found.append(tuple(axes or None for axes in mapping))
     return found
 
 
-def check_pairs(fn: Callable[..., Any], args: Sequence[np.ndarray], number: int = 0) -> None:
-    """Asserts that results and gradients under each pair are those of one device, or that a known fault is named.
+def check_pairs(fn: Callable[..., Any], *args: np.ndarray, mesh: Mesh = ROW) -> None:
+    """Asserts that known faults name the pairs whose results or gradients are not those of one device, and no others.
 
     Args:
         fn: of tensors to one tensor, without annotations.
-        args: the first ones; the cotangent is drawn here.
-        number: of the argument that is sharded, while the others are replicated.
+        args: each is sharded in turn, while the others are replicated.
+        mesh: of one axis, or of two that are alike.
     """
-    result = run_single(fn, args, MESH, jit_compile=False)
-    pairs = list(
-        itertools.product(
-            [s for s in shardings(args[number].shape) if next(filter(None, s), "a")[0] == "a"],
-            shardings(result.shape),
-        )
-    )
+    (result,) = run_single(lambda *tensors: [fn(*tensors)], args, mesh, jit_compile=False)
     values = [*args, floats(*result.shape, seed=7)]
-
-    def program(*tensors: tf.Tensor) -> list[list[tf.Tensor]]:
-        return [_under(pair, i, fn, tensors, number) for i, pair in enumerate(pairs)]
-
-    (want,) = run_single(lambda *t: [_under(pairs[0], 0, fn, t, number)], values, MESH, False)
-    got, named = _run(program, values)
-    wrong = {i for i, found in enumerate(got) if not _equal(found, want)}
-    assert not (wrong ^ named), [(pairs[i], i in wrong) for i in sorted(wrong ^ named)]
-
-
-def _under(
-    pair: Pair, i: int, fn: Callable[..., Any], tensors: Sequence[tf.Tensor], number: int
-) -> list[tf.Tensor]:
-    """The result, and the gradients by all floating-point arguments.
-
-    Numbers are computed after they were sharded, so that the padding of uneven parts is not zero.
-    """
-    *args, cotangent = tensors
-    with tf.name_scope(f"pair_{i}_"), tf.GradientTape() as tape:
-        tape.watch([a for a in args if a.dtype.is_floating])
-        given = list(args)
-        given[number] = _dirty(mesh_split(args[number], MESH, pair[0]))
-        y = mesh_split(fn(*given), MESH, pair[1])
-    if not y.dtype.is_floating:
-        return [y]
-    by = [a for a in args if a.dtype.is_floating]
-    sent = _dirty(mesh_split(cotangent, MESH, pair[1]))
-    found = tape.gradient(y, by, sent, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-    return [y, *map(tf.convert_to_tensor, found)]
+    first = mesh.axis_names[0]
+    for number, arg in enumerate(args):
+        want = None
+        for operand in shardings(arg.shape, mesh):
+            if next(filter(None, operand), first)[0] == first:  # The other half is alike.
+                pairs = _Pairs(fn, number, operand, shardings(result.shape, mesh), mesh)
+                want = want or run_single(pairs.Unsharded, values, mesh, jit_compile=False)
+                wrong, named = pairs.Wrong(values, want)
+                assert wrong == named, f"argument {number} sharded as {operand}"
 
 
-def _dirty(x: tf.Tensor) -> tf.Tensor:
-    return 2.0 * x + 1.0 if x.dtype.is_floating else x
+class _Pairs:
+    """An operation whose operand is sharded in one way and its result in several, each time on its own."""
 
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        number: int,
+        operand: DimsMapping,
+        results: Sequence[DimsMapping],
+        mesh: Mesh,
+    ):
+        """Args: `number` is that of the argument which is sharded as `operand`."""
+        self._fn, self._number, self._mesh = fn, number, mesh
+        self._operand, self._results = operand, results
 
-def _run(program: Callable[..., Any], values: Sequence[np.ndarray]) -> tuple[Any, set[int]]:
-    """The results of a program, and the numbers of the pairs in which a fault is named."""
-    engine = PjrtEngine(MESH, known_faults=OFF)
-    specs = [TensorSpec(v.shape, v.dtype.name, ()) for v in values]
-    with tempfile.TemporaryDirectory() as directory:
-        compiled = engine.Compile(engine.Lower(program, specs), _OPTIONS | dump_options(directory))
-        before = read_before(directory)
-    faults = known_faults(parse_module(before))
-    named = {int(n) for f in faults for n in re.findall(r"pair_(\d+)_", f.op)}
-    return engine.Get(compiled(*values)), named
+    def Wrong(
+        self, values: Sequence[np.ndarray], want: Sequence[np.ndarray]
+    ) -> tuple[list[DimsMapping], list[DimsMapping]]:
+        """The shardings of the result with which numbers are wrong, and those with which a fault is named.
+
+        Args:
+            values: the arguments and the cotangent.
+            want: the result and the gradients of one device.
+        """
+        engine = PjrtEngine(self._mesh, known_faults=OFF)
+        program = engine.Lower(self, [TensorSpec(v.shape, v.dtype.name, ()) for v in values])
+        with tempfile.TemporaryDirectory() as directory:
+            compiled = engine.Compile(program, _OPTIONS | dump_options(directory))
+            faults = known_faults(parse_module(read_before(directory)))
+        named = {int(n) for fault in faults for n in re.findall(r"pair_(\d+)_", fault.op)}
+        wrong = {i for i, got in enumerate(engine.Get(compiled(*values))) if not _equal(got, want)}
+        return [self._results[i] for i in sorted(wrong)], [self._results[i] for i in sorted(named)]
+
+    def Unsharded(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
+        """The result and the gradients, for a run on one device."""
+        return self._Under(0, tensors)
+
+    def __call__(self, *tensors: tf.Tensor) -> list[list[tf.Tensor]]:
+        return [self._Under(i, tensors) for i in range(len(self._results))]
+
+    def _Under(self, i: int, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The result, sharded in the way number i, and the gradients by all floating-point arguments."""
+        *args, cotangent = tensors
+        by = [a for a in args if a.dtype.is_floating]
+        with tf.name_scope(f"pair_{i}_"), tf.GradientTape() as tape:
+            tape.watch(by)
+            args[self._number] = self._Sharded(args[self._number], self._operand)
+            y = mesh_split(self._fn(*args), self._mesh, self._results[i])
+        if not by or not y.dtype.is_floating:
+            return [y]
+        sent = self._Sharded(cotangent, self._results[i])
+        found = tape.gradient(y, by, sent, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        return [y, *map(tf.convert_to_tensor, found)]
+
+    def _Sharded(self, x: tf.Tensor, mapping: DimsMapping) -> tf.Tensor:
+        """A sharded tensor, computed after it was sharded: so the padding of uneven parts is not zero."""
+        x = mesh_split(x, self._mesh, mapping)
+        return 2.0 * x + 1.0 if x.dtype.is_floating else x
 
 
 def _equal(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> bool:
     try:
-        assert_close("", got, want, 1e-5)
+        assert_close("", got, want, _TOLERANCE)
     except AssertionError:
         return False
     return True

@@ -2,7 +2,8 @@
 
 import pytest
 import tensorflow as tf
-from sharding_pairs import check_pairs
+from cases_backward import OPERATIONS
+from sharding_pairs import GRID, check_pairs
 from spmd_case import floats
 
 from lingvo_moe.core.engine import embedding
@@ -25,19 +26,23 @@ STRIDED = {
     "backwards": (lambda x: x[::-2], X),
     "backwards_along_both": (lambda x: x[10:2:-3, ::-2], ODD),
     "of_bfloat16": (_bfloat16, floats(12, 8).round()),
-    "average_pooling": (lambda x: tf.nn.avg_pool2d(x, 3, 2, "SAME"), floats(1, 12, 8, 1)),
 }
 
 
 @pytest.mark.parametrize("name", STRIDED)
 def test_strided_slices(name):
     fn, x = STRIDED[name]
-    check_pairs(fn, [x])
+    check_pairs(fn, x, mesh=GRID)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations(name):
+    check_pairs(*OPERATIONS[name])
 
 
 def test_strided_slices_as_tensorflow_writes_their_gradients(monkeypatch):
     """If this fails, XLA has been mended, and lowering need not write them in another way."""
     monkeypatch.setattr(embedding, "without_interior_padding", lambda module: None)
-    check_pairs(lambda x: x[::3], [floats(13, 1)])
+    check_pairs(lambda x: x[::3], floats(13, 1))
     with pytest.raises(Exception, match=r"Failed after spmd-partitioning"):
-        check_pairs(lambda x: x[::2], [floats(12, 1)])
+        check_pairs(lambda x: x[::2], floats(12, 1), mesh=GRID)

@@ -123,6 +123,14 @@ _DOTS: Sequence[tuple[str, Callable[[Dot], bool]]] = (
     (SUMS, products.sums_differently_sharded_dims),
     (ADDING_UP, products.adds_up_other_devices),
 )
+_REDUCED = (
+    "add",
+    "multiply",
+    "maximum",
+    "minimum",
+    "and",
+    "or",
+)  # Opcodes that an all-reduce may have.
 _MOST_NAMED = 5
 
 
@@ -282,6 +290,8 @@ def _in_scatter(at: _At) -> _Found:
     if not scatters.padding_is_zero(indices, at.inside, at.IsUneven):
         return
     combine = [at.module.computation(name).root.opcode for name in at.instruction.called]
+    if not set(combine) <= set(_REDUCED):  # XLA gathers the updates.
+        return
     if combine == ["add"] and scatters.padding_is_zero(updates, at.inside, at.IsUneven):
         return
     size, count = updates.arrays[0].dims[dim], at.shardings[2].tiles[dim]

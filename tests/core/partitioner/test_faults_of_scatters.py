@@ -24,6 +24,7 @@ def _scatter(
     shardings: tuple[str, str, str],
     ids: str = "copy(%i)",
     source: str = WHOLE,
+    combine: str = "add(%x, %y)",
 ) -> Module:
     """A scatter of vectors into one of 12 elements; the shardings are of target, indices and updates."""
     target, of_ids, of_updates = shardings
@@ -33,7 +34,7 @@ def _scatter(
 %combine (x: f32[], y: f32[]) -> f32[] {{
   %x = f32[] parameter(0)
   %y = f32[] parameter(1)
-  ROOT %c = f32[] add(%x, %y)
+  ROOT %c = f32[] {combine}
 }}
 
 ENTRY %main (a: f32[12], i: s32[{updates}], u: {what}) -> f32[12] {{
@@ -106,3 +107,9 @@ def test_padding_of_indices(ids: str, is_wrong: bool) -> None:
 def test_one_index(updates: int, target: str, source: str, is_wrong: bool) -> None:
     module = _scatter(updates, "copy(%cut)", (target, WHOLE, WHOLE), source=source)
     assert _kinds(module) == [kf.ONE_INDEX] * is_wrong
+
+
+@pytest.mark.parametrize("combine, is_wrong", [("maximum(%x, %y)", True), ("copy(%y)", False)])
+def test_updates_that_no_all_reduce_combines_are_gathered(combine: str, is_wrong: bool) -> None:
+    module = _scatter(5, "copy(%cut)", (WHOLE, B, B), combine=combine)
+    assert _kinds(module) == [kf.SCATTER] * is_wrong
