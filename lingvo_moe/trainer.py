@@ -30,6 +30,7 @@ from lingvo_moe.trainer_checks import (
     check_data_exists,
     check_divisible,
     check_flags,
+    check_state_is_sharded,
     has_begun,
     prepare_run_dir,
     strategy_override,
@@ -201,6 +202,7 @@ def train_in_job(args: Flags, params: Params, override: str, limit: TimeLimit) -
     task = params.task.Instantiate()
     inputs = params.input.Instantiate()
     check_divisible(params, task, mesh)
+    check_state_is_sharded(override, mesh)
     task.CheckInput(params.task, params.input)
     on_cpu = devices.runs_on_cpu(args.engine)
     if on_cpu and not args.num_devices and (unused := gpu_settings.unused_gpus()):

@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from lingvo_moe.core import registry
@@ -13,11 +13,11 @@ from lingvo_moe.core.flags import BEST, Flags, join_overrides
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.paths import check_local, check_portable
 from lingvo_moe.core.pipeline.params import micro_batches_of, schedule_on, settings_of
-from lingvo_moe.core.pipeline.schedule import DATA, STAGE
+from lingvo_moe.core.pipeline.schedule import DATA, STAGE, ScheduleError
 from lingvo_moe.core.run_dir import RunDir
 from lingvo_moe.core.run_lock import RunLock
 from lingvo_moe.core.sharding import Axis, Mesh, ShardingError, SplitMap
-from lingvo_moe.core.sharding.letters import axes_of
+from lingvo_moe.core.sharding.letters import NONE, axes_of
 from lingvo_moe.core.strategies.strategy_file import read_overrides
 from lingvo_moe.core.suggest import did_you_mean, either
 
@@ -139,7 +139,8 @@ def check_divisible(params: Params, task: "BaseTask", mesh: Mesh) -> None:
     It looks at the splits of the task and of every layer in it, and at every variable. Messages name the parameter.
 
     Raises:
-        ShardingError: a sharding names an axis that the mesh lacks, or a size is not divisible by its axis.
+        ShardingError: a sharding names an axis that the mesh lacks, a size is not divisible by its axis, or nothing is
+            sharded along an axis.
         MicroBatchError: the batch, or its groups, are not divisible by the number of micro-batches.
         ScheduleError: what task.pipeline asks for does not go together, or not with the layers or the mesh.
         UsageError: stages on one device.
@@ -159,6 +160,8 @@ def check_divisible(params: Params, task: "BaseTask", mesh: Mesh) -> None:
         schedule_on(settings, parts.sizes, task.p.activation_split, mesh)
     if mesh.size == 1:
         return
+    if settings is not None and parts is None:
+        _check_stage_axis(settings.stages, task.p.weight_split.get("Z"), mesh)
     layers = [("task", task), *_layers_of(task, "task")]
     for path, layer in layers:
         for name in ("weight_split", "activation_split"):
@@ -177,6 +180,53 @@ def check_divisible(params: Params, task: "BaseTask", mesh: Mesh) -> None:
                 _check_size(sized_by[0], size, axis, mesh)
             else:
                 _check_parts(f"variable {path}: {letter}={size}", size, axis, mesh)
+    _check_axes_are_used(params, task, [layer for _, layer in layers], mesh)
+
+
+def check_state_is_sharded(override: str, mesh: Mesh) -> None:
+    """Raises UsageError if an override, on one device, asks for state that is sharded over devices."""
+    path = "train.shard_state"
+    level = dict(registry.split_override(override)).get(path, NONE)
+    if mesh.size == 1 and level != NONE:
+        raise UsageError(
+            f"{path}={level}: has no effect on one device (mesh {mesh}), which holds all of the state; leave it out or "
+            "train on several (--engine=pjrt, --num_devices)"
+        )
+
+
+def _check_stage_axis(stages: int, axis: Axis, mesh: Mesh) -> None:
+    """Raises ScheduleError unless each stage of cells of different shapes has devices of its own."""
+    lacking = [name for name in axes_of(axis) if name not in mesh.axis_names]
+    if not axis or (not lacking and mesh.axis_size(axis) != stages):
+        raise ScheduleError(
+            f"task.pipeline.stages={stages}: mesh {mesh} has no axis with a device for each stage; e.g. --mesh={STAGE}:"
+            f"{stages},{DATA}:{max(1, mesh.size // stages)} and task.weight_split={{'Z': '{STAGE}'}}"
+        )
+
+
+def _check_axes_are_used(
+    params: Params, task: "BaseTask", layers: Sequence["BaseLayer"], mesh: Mesh
+) -> None:
+    """Raises ShardingError for an axis along which the devices hold the same and compute the same."""
+    splits = [spec.StoredSplit(mesh) for spec in task.StateSpecs().Flatten()]
+    for layer in layers:
+        for letter, axis in layer.p.activation_split.items():
+            sizes = [params.Get(path) for path in task.SIZES.get(letter, ())]
+            if any(sizes) or not sizes:  # with 0 experts there is no dimension E
+                splits.append((axis,))
+    used = {name for split in splits for axis in split for name in axes_of(axis)}
+    if settings_of(params.task) is not None:
+        used.add(STAGE)
+    for name, size in zip(mesh.axis_names, mesh.shape, strict=True):
+        if size > 1 and name not in used:
+            rest = ",".join(f"{a}:{n}" for a, n in zip(mesh.axis_names, mesh.shape) if a != name)
+            remedy = f"name {name!r} in task.activation_split or task.weight_split"
+            if name == STAGE:
+                remedy = f"set task.pipeline.stages={size}"
+            raise ShardingError(
+                f"mesh {mesh}: nothing is sharded along {name!r}, so its {size} devices would compute the same; "
+                f"{f'use --mesh={rest}, or ' if rest else ''}{remedy}"
+            )
 
 
 def _layers_of(layer: "BaseLayer", path: str) -> Iterator[tuple[str, "BaseLayer"]]:

@@ -5,7 +5,7 @@ import trainer_testing
 
 from lingvo_moe.core import registry
 from lingvo_moe.core.sharding import Mesh, ShardingError, single_device
-from lingvo_moe.trainer_checks import UsageError, check_divisible
+from lingvo_moe.trainer_checks import UsageError, check_divisible, check_state_is_sharded
 from lingvo_moe.trainer_flags import MOST_DEVICES
 from lingvo_moe.trainer_memory import check_memory, machine_bytes
 
@@ -114,6 +114,11 @@ def test_splits_of_layers(override, expected):
     assert str(error.value).startswith(expected)
 
 
+# Three stages of a network of images, and where they are.
+_CELLS = "task.pipeline.stages=3;task.pipeline.micro_batches=2;task.optimizer=adam"
+_STAGES = "task.weight_split={'Z': 'stage'}"
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
@@ -135,6 +140,42 @@ def test_a_micro_batch_divides_over_the_devices(override, expected):
     assert expected in str(error.value)
     assert "set train.num_micro_batches to 1, or " in str(error.value)
     assert str(error.value).endswith(" to a multiple of 16")
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "override", "expected"),
+    [
+        ("lm.Tiny", "stage:2,data:4", "", "along 'stage', so its 2 devices would compute the same"),
+        ("lm.Tiny", "stage:2,data:4", "", "use --mesh=data:4, or set task.pipeline.stages=2"),
+        ("lm.Tiny", "data:2,model:4", "", "use --mesh=data:2, or name 'model' in task.activation_"),
+        ("lm.Tiny", "data:2,model:4", "train.shard_state=slots", ""),
+        ("lm.Tiny", "data:2,model:4", "task.weight_split={'H': 'model'}", ""),
+        ("lm.Tiny", "data:8,model:1", "", ""),
+        ("mt.M4Tiny", "expert:8", "task.num_experts=0;task.activation_split={'E': 'expert'}", "'exp"),
+        ("image.Digits", "data:2", _CELLS, "task.pipeline.stages=3: mesh data:2 has no axis with a dev"),
+        ("image.Digits", "data:2,stage:2", f"{_CELLS};{_STAGES}", "stages=3: mesh data:2,stage:2 has"),
+        ("image.Digits", "data:2,stage:3", f"{_CELLS};{_STAGES}", ""),
+    ],
+)  # fmt: skip
+def test_an_axis_along_which_devices_compute_the_same(model, mesh, override, expected):
+    params = registry.GetParams(model, override)
+    task = params.task.Instantiate()
+    if not expected:
+        check_divisible(params, task, Mesh.parse(mesh))
+        return
+    with pytest.raises(ValueError, match="mesh") as error:
+        check_divisible(params, task, Mesh.parse(mesh))
+    assert expected in str(error.value)
+
+
+def test_one_device_has_no_state_to_shard():
+    override = "train.shard_state=weights;train.max_steps=5"
+    with pytest.raises(
+        UsageError, match=r"^train\.shard_state=weights: has no effect on one device"
+    ):
+        check_state_is_sharded(override, Mesh.parse("data:1"))
+    check_state_is_sharded(override, Mesh.parse("data:2"))
+    check_state_is_sharded("train.shard_state=none", Mesh.parse("data:1"))
 
 
 def test_stages_need_more_than_one_device():
