@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import tensorflow as tf
 
 from lingvo_moe.core import registry
+from lingvo_moe.core.engine.steps import train_step
 from lingvo_moe.core.hyperparams import InstantiableParams, Params
+from lingvo_moe.core.sharding import single_device, use_mesh
 
 # Read only where another parameter has a certain value.
 CONDITIONAL = {
@@ -78,6 +81,98 @@ def _is_read(cls: type, name: str) -> bool:
             ):
                 return True
     return False
+
+
+def _read_by_a_step(p: Params, monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, str]]:
+    """The class and the name of each parameter that is read while a training step is made and traced."""
+    reads, get = set(), Params.__getattr__
+
+    def read(self: Params, name: str) -> Any:
+        if not name.startswith("_"):
+            reads.add((_kind(self), name))
+        return get(self, name)
+
+    with monkeypatch.context() as patch, use_mesh(single_device()):
+        patch.setattr(Params, "__getattr__", read)
+        inputs = p.input.Instantiate()
+        step = train_step(p.task.Instantiate(), inputs, p.train.num_micro_batches)
+        trees = [
+            tree.Transform(lambda s: tf.TensorSpec(s.shape, s.dtype)) for tree in step.arg_specs
+        ]
+
+        def flat(*tensors: tf.Tensor) -> list[tf.Tensor]:
+            rest = iter(tensors)
+            return step.fn(*(tree.Transform(lambda _: next(rest)) for tree in trees))[0].Flatten()
+
+        specs = [spec for tree in trees for spec in tree.Flatten()]
+        tf.function(flat, autograph=False).get_concrete_function(*specs)
+    return reads
+
+
+def _kind(p: Params) -> Any:
+    own = dict(p.IterParams())
+    return own.get("cls", frozenset(own))
+
+
+@pytest.mark.parametrize(
+    ("experiment", "override"),
+    [
+        ("mt.M4Tiny", ""),
+        ("mt.M4Tiny", "task.num_experts=0"),
+        (
+            "mt.M4Tiny",
+            "task.moe.dispatcher=dropless;task.moe.router=hash;task.moe.router.table=modular",
+        ),
+        ("lm.Tiny", ""),
+        ("image.Digits", ""),
+    ],
+)
+def test_what_a_step_does_not_read_is_refused(
+    experiment: str, override: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = registry.GetParams(experiment, override)
+    reads, ignored = _read_by_a_step(p, monkeypatch), []
+    for path, owner, name in _leaves(p.task, "task"):
+        if (_kind(owner), name) not in reads and not p.WhyDerived(path) and not p.WhyUnused(path):
+            ignored += [path] * all(_is_taken(p, path, other) for other in _others(p, path))
+    assert ignored == []
+
+
+def _is_taken(p: Params, path: str, value: Any) -> bool:
+    try:
+        p.Copy().Set(**{path: value}).task.Instantiate()
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("task.pipeline.schedule=gpipe", "has no effect with task.pipeline.stages=1; set that, or"),
+        ("task.pipeline.splits=[1, 2]", "has no effect with task.pipeline.stages=1"),
+        ("task.pipeline.micro_batches=2", "has no effect with task.pipeline.stages=1"),
+        ("task.num_experts=0;task.num_groups=4", "has no effect with task.num_experts=0"),
+        (
+            "task.num_experts=0;task.moe.router.level=sentence",
+            "has no effect with task.num_experts=0",
+        ),
+        ("task.moe.dispatcher=dropless;task.moe.min_capacity=8", "task.moe.dispatcher=dropless"),
+        (
+            "task.moe.router=hash;task.moe.router.table=modular;task.moe.router.table_seed=3",
+            "table=mod",
+        ),
+    ],
+)
+def test_an_override_without_effect_is_refused(override: str, why: str) -> None:
+    path, _, value = override.rpartition(";")[2].partition("=")
+    with pytest.raises(registry.RegistryError, match=re.escape(f"{path}={value}: has no")) as error:
+        registry.GetParams("mt.M4Tiny", override)
+    assert why in str(error.value)
+    p = registry.GetParams("mt.M4Tiny", override, skip_derived=True)  # of an older run
+    own = f"{path}={registry.GetParams('mt.M4Tiny', override.rpartition(';')[0]).Get(path)}"
+    registry.GetParams("mt.M4Tiny", f"{override.rpartition(';')[0]};{own}")  # it stays as it is
+    assert p.WhyUnused(path)
 
 
 @pytest.fixture(scope="module")

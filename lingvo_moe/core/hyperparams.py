@@ -18,8 +18,11 @@ from lingvo_moe.core.class_names import any_class
 from lingvo_moe.core.param_text import (
     as_comment,
     chosen,
+    classes_first,
     from_text,
     item_at,
+    leaves,
+    nested_params,
     no_parameter,
     parse_indices,
     shown,
@@ -68,6 +71,7 @@ class Params:
     def __init__(self) -> None:
         self.__dict__["_params"] = {}
         self.__dict__["_derived"] = {}
+        self.__dict__["_conditions"] = {}
         self.__dict__["_frozen"] = False
 
     # --- defining and reading
@@ -114,6 +118,29 @@ class Params:
             sources: names of the parameters that it is set from.
         """
         self._derived[path] = sources
+
+    def OnlyWith(self, names: str, why_not: Callable[["Params"], str]) -> None:
+        """Declares that parameters have an effect only with some values of others.
+
+        An override that sets one of them without effect is refused; an experiment may leave it as it is.
+
+        Args:
+            names: of the parameters, with spaces between them. Those of a part stand for all within.
+            why_not: returns the others' values without which they have none, e.g. 'stages=1', or ''. Its argument are
+                these Params.
+        """
+        self._conditions.update(dict.fromkeys(names.split(), why_not))
+
+    def WhyUnused(self, path: str) -> str:
+        """Why a parameter has no effect as the others are, as a phrase; '' if OnlyWith says nothing against it."""
+        parts = path.split(".")
+        for i, part in enumerate(parts):
+            prefix = ".".join(parts[:i])
+            owner = self.Get(prefix) if prefix else self
+            why_not = owner._conditions.get(parse_indices(part)[0])
+            if why_not is not None and (why := why_not(owner)):
+                return f"has no effect with {prefix}{'.' if prefix else ''}{why}"
+        return ""
 
     def WhyDerived(self, path: str) -> str:
         """Why a parameter cannot be set from here, as a phrase; '' for one that can."""
@@ -199,12 +226,10 @@ class Params:
         out = copy.copy(self)
         out.__dict__["_params"] = {}
         out.__dict__["_derived"] = dict(self._derived)
+        out.__dict__["_conditions"] = dict(self._conditions)
         out.__dict__["_frozen"] = False
         for name, param in self._params.items():
-            fresh = _Param.__new__(_Param)
-            fresh.default, fresh.description = param.default, param.description
-            fresh.choices, fresh.check = param.choices, param.check
-            fresh.parent_sets = param.parent_sets
+            fresh = copy.copy(param)
             fresh.value = _copy_value(param.value)
             out._params[name] = fresh
         return out
@@ -222,7 +247,7 @@ class Params:
         """Forbids any further change, here and in nested Params. Returns self."""
         self.__dict__["_frozen"] = True
         for _, value in self.IterParams():
-            for inner in _nested_params(value):
+            for inner in nested_params(value):
                 inner.Freeze()
         return self
 
@@ -239,8 +264,8 @@ class Params:
         Args:
             with_help: before each line, its help and its range as a comment, and after it an empty line.
         """
-        leaves = [leaf for leaf in sorted(_leaves(self, "")) if self._sources(leaf[0]) is None]
-        lines = [(path, f"{path} : {to_text(value)}\n") for path, value in leaves]
+        found = [leaf for leaf in sorted(leaves(self, "")) if self._sources(leaf[0]) is None]
+        lines = [(path, f"{path} : {to_text(value)}\n") for path, value in found]
         if with_help:
             return "\n".join(self._comment(path) + line for path, line in lines)
         return "".join(line for _, line in lines)
@@ -272,7 +297,7 @@ class Params:
                 raise ValueError(f"line {number}: expected 'path : value', got {raw!r}")
             path, value = line[:cut].strip(), line[cut + 1 :].strip()
             values.append((path, value, f"line {number}: "))
-        for path, value, where in sorted(values, key=lambda v: _classes_first(v[0])):
+        for path, value, where in sorted(values, key=lambda v: classes_first(v[0])):
             self.SetFromText(path, value, where)
         return self
 
@@ -470,30 +495,3 @@ def _copy_value(value: Any) -> Any:
     if isinstance(value, dict):
         return type(value)({k: _copy_value(v) for k, v in value.items()})
     return value if isinstance(value, type) else copy.deepcopy(value)
-
-
-def _nested_params(value: Any) -> Iterator[Params]:
-    if isinstance(value, Params):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _nested_params(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _nested_params(item)
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Parameters as text sees them: nested Params opened, lists that hold Params opened too."""
-    if isinstance(value, Params):
-        for name, inner in value.IterParams():
-            yield from _leaves(inner, f"{path}.{name}" if path else name)
-    elif isinstance(value, (list, tuple)) and any(isinstance(v, Params) for v in value):
-        for i, item in enumerate(value):
-            yield from _leaves(item, f"{path}[{i}]")
-    else:
-        yield path, value
-
-
-def _classes_first(path: str) -> tuple[bool, int]:
-    return not path.endswith(".cls"), path.count(".") if path.endswith(".cls") else 0

@@ -3,7 +3,7 @@
 import ast
 import contextlib
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from lingvo_moe.core.suggest import did_you_mean
@@ -119,3 +119,33 @@ def with_item(value: Any, indices: list[int], item: Any) -> Any:
     items = list(value)
     items[indices[0]] = with_item(items[indices[0]], indices[1:], item)
     return type(value)(items)
+
+
+def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Parameters as text sees them: nested Params opened, lists that hold Params opened too."""
+    if _is_params(value):
+        for name, inner in value.IterParams():
+            yield from leaves(inner, f"{path}.{name}" if path else name)
+    elif isinstance(value, (list, tuple)) and any(map(_is_params, value)):
+        for i, item in enumerate(value):
+            yield from leaves(item, f"{path}[{i}]")
+    else:
+        yield path, value
+
+
+def nested_params(value: Any) -> Iterator[Any]:
+    """The Params that a value is or holds."""
+    if _is_params(value):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from nested_params(item)
+
+
+def _is_params(value: Any) -> bool:
+    return hasattr(type(value), "IterParams")
+
+
+def classes_first(path: str) -> tuple[bool, int]:
+    """A key by which classes sort before what is in them, the outermost first."""
+    return not path.endswith(".cls"), path.count(".") if path.endswith(".cls") else 0

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from lingvo_moe.core import checks
 from lingvo_moe.core.class_names import NOT_OWN, any_class, own_class
 from lingvo_moe.core.hyperparams import InstantiableParams, ParamError, Params
+from lingvo_moe.core.param_text import leaves
 from lingvo_moe.core.suggest import did_you_mean, nearest
 
 _ROOT = "lingvo_moe.params"
@@ -204,10 +205,13 @@ def GetParams(
     p.Define("train", experiment.Train(), "The run.")
     p.Derive("task.shard_state", "train.shard_state")
     p.Derive("task.offload", "train.offload")
+    own = p.Copy()
     for path, value in split_override(override):
         if skip_derived and p.WhyDerived(path):
             continue
         set_from_text(p, path, value, "--model_params_override", find_class)
+    if not skip_derived:
+        _check_effects(own, p, override)
     try:
         p.task.cls.ConfigureInput(p.task, p.input)
         p.task.shard_state, p.task.offload = p.train.shard_state, p.train.offload
@@ -216,6 +220,18 @@ def GetParams(
             f"--model_params_override: task or input is of a class that cannot be: {e}"
         ) from None
     return p
+
+
+def _check_effects(own: Params, p: Params, override: str) -> None:
+    """Raises RegistryError for a parameter that an override sets without effect to another value than its own."""
+    was = dict(leaves(own, ""))
+    for path, value in split_override(override):
+        if p.IsDefault(path) or (path in was and was[path] == p.Get(path)):
+            continue
+        if why := p.WhyUnused(path):
+            raise RegistryError(
+                f"--model_params_override: {path}={value}: {why}; set that, or leave this out"
+            )
 
 
 def set_from_text(

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from lingvo_moe.core import checks, kernels, param_text
 from lingvo_moe.core.base_layer import scoped
-from lingvo_moe.core.base_task import BaseTask, TaskError
+from lingvo_moe.core.base_task import BaseTask
 from lingvo_moe.core.checks import ParamError
 from lingvo_moe.core.forms import Forms
 from lingvo_moe.core.hyperparams import InstantiableParams
@@ -18,7 +18,6 @@ from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.layers import attention, embedding, feed_forward, kept, softmax, transformer
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline import params as pipeline
-from lingvo_moe.core.pipeline.unused_params import unused_params
 from lingvo_moe.core.suggest import nearest
 
 
@@ -73,12 +72,6 @@ class TransformerTask(BaseTask):
         if "model_dim" in p.learning_rate:
             p.learning_rate.model_dim = task.model_dim
         return p
-
-    @classmethod
-    def CheckInput(cls, task: HyperParams, inputs: HyperParams) -> None:
-        """See BaseTask: the numbers of a pipeline come with stages."""
-        if why := unused_params(task):
-            raise TaskError(why)
 
     def CheckMarks(self, marks: Collection[str]) -> None:
         """See BaseTask: layers mark what a list in task.remat names."""

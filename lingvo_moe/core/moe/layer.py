@@ -53,6 +53,7 @@ class MoELayer(BaseLayer):
             check=checks.POSITIVE,
         )
         p.Define("min_capacity", 4, "The least C, S allowing.", check=checks.SIZE)
+        p.OnlyWith("capacity_factor min_capacity", _without_capacity)
         p.Define("router", Top2Router.Params(), "Chooses the experts.", choices=ROUTERS)
         p.Define("experts", Experts.Params(), "The experts.")
         p.Define(
@@ -198,6 +199,15 @@ class MoELayer(BaseLayer):
         each_way = dispatcher.Flops(G, S, E, C, M)
         experts = 4 * dispatcher.ExpertRows(G, S, E, C, router.cls.Choices(router)) * M * H
         return NestedMap(flops=gating + 2 * each_way + experts, out_shapes=((B, T, M),))
+
+
+def _without_capacity(p: HyperParams) -> str:
+    """For Params.OnlyWith: neither the dispatcher nor the router needs a capacity."""
+    if dispatcher_params(p.dispatcher).cls.LIMITED or p.router.cls.CHOOSES_BY_CAPACITY:
+        return ""
+    return (
+        f"dispatcher={p.dispatcher if isinstance(p.dispatcher, str) else p.dispatcher.cls.__name__}"
+    )
 
 
 def _extras(routing: Routing, tokens: tf.Tensor | Rows, shares: NestedMap | None) -> NestedMap:

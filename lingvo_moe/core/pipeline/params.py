@@ -59,7 +59,13 @@ def pipeline_params() -> Params:
         "layers. []: stages as equal as can be. Each stage takes the time of the largest.",
         check=checks.ListOf(checks.SIZE, "a list of numbers of blocks"),
     )
+    p.OnlyWith("micro_batches schedule repeats splits", one_stage)
     return p
+
+
+def one_stage(p: Params) -> str:
+    """For Params.OnlyWith: a pipeline of one stage is none."""
+    return "stages=1" if p.stages == 1 else ""
 
 
 def with_stage_axes(task: InstantiableParams, **sizes: Sequence[int]) -> InstantiableParams:

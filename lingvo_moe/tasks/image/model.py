@@ -15,7 +15,6 @@ from lingvo_moe.core.layers.classifier import Classifier, in_top_k
 from lingvo_moe.core.layers.elementwise import Dropout
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.partition import PartitionError
-from lingvo_moe.core.pipeline.unused_params import unused_params
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.tasks.image.networks import ResNet
 from lingvo_moe.tasks.image.pipelined import PARAMETERS as PIPELINE
@@ -114,8 +113,6 @@ class ImageClassifier(BaseTask):
             raise TaskError(
                 f"input.channels={inputs.channels}, but task.channels={task.channels}: set both to the same"
             )
-        if why := unused_params(task):
-            raise TaskError(why)
         num = task.pipeline.micro_batches
         if inputs.batch_size % num:
             raise TaskError(

@@ -13,6 +13,7 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.cell_program import Cell
 from lingvo_moe.core.pipeline.cells import Args, fprop_in_sequence
 from lingvo_moe.core.pipeline.gpipe import GPipe
+from lingvo_moe.core.pipeline.params import one_stage
 from lingvo_moe.core.pipeline.partition import Partition
 
 _PACKED = "pipeline"
@@ -42,6 +43,7 @@ def pipeline_params() -> Params:
         "Rows and columns of the images for which FLOPs of stages are balanced; it may differ from input.image_size.",
         check=checks.SIZE,
     )
+    p.OnlyWith("micro_batches image_size", one_stage)
     return p
 
 

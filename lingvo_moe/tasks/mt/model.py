@@ -54,6 +54,8 @@ class MtModel(MtTask):
             "k: loss = nll + k * (sum of the MoE layers' auxiliary losses).",
             check=checks.NOT_NEGATIVE,
         )
+        of_experts = "moe decoder_router aux_loss_weight expert_hidden_dim num_groups"
+        p.OnlyWith(of_experts, lambda p: "" if p.num_experts else "num_experts=0")
         for name in ("model_dim", "num_experts", "num_groups"):
             p.Derive(f"moe.{name}", name)
         p.Derive("moe.hidden_dim", "expert_hidden_dim", "hidden_dim")

@@ -174,7 +174,6 @@ def test_what_cannot_be():
             {"stages": 2, "micro_batches": 3},
             r"micro_batches=3 does not divide input.batch_size=1024",
         ),
-        ({"micro_batches": 2}, r"micro_batches=2 has no effect with task.pipeline.stages=1"),
     ):
         task = ResNet50().Task()
         task.pipeline.Set(**change)

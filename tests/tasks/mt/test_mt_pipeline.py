@@ -7,7 +7,6 @@ import pytest
 import tensorflow as tf
 
 from lingvo_moe.core import registry
-from lingvo_moe.core.base_task import TaskError
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.engine.steps import build_step, lower_step, train_step
 from lingvo_moe.core.pipeline.schedule import ScheduleError
@@ -106,15 +105,6 @@ def test_what_does_not_go_together_is_refused(override, mesh, message):
     params, task, _ = _experiment(STAGES, override)
     with pytest.raises(ValueError, match="^" + re.escape(message)):
         check_divisible(params, task, Mesh.parse(mesh))
-
-
-def test_numbers_without_stages_are_refused():
-    for name in ("micro_batches", "repeats"):
-        params, task, _ = _experiment(f"task.pipeline.{name}=2")
-        with pytest.raises(
-            TaskError, match=rf"task.pipeline.{name}=2 has no effect with task.pipeline.stages=1"
-        ):
-            type(task).CheckInput(params.task, params.input)
 
 
 def test_a_dispatcher_that_stages_cannot_use_is_refused():

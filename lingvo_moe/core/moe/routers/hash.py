@@ -40,6 +40,7 @@ class HashRouter(UnlearnedRouter):
             check=checks.one_of(TABLES),
         )
         p.Define("table_seed", 0, "Seed of the random table.", check=checks.SEED)
+        p.OnlyWith("table_seed", lambda p: "" if p.table == "random" else f"table={p.table}")
         p.Define(
             "vocab_size",
             0,
