@@ -332,7 +332,9 @@ def _missing(module: str) -> str:
     """Why an experiment's module is not found."""
     package = sys.modules.get(module.rpartition(".")[0])
     if package:
-        return f"no module {module!r} in {getattr(package, '__file__', None) or list(package.__path__)}"
+        return (
+            f"no module {module!r} in {', '.join(getattr(package, '__path__', [package.__name__]))}"
+        )
     tasks = _tasks()
     return (
         f"no task {module!r} in lingvo_moe.params{did_you_mean(module, tasks)}, and no module {module!r} where Python "

@@ -61,7 +61,7 @@ def test_an_experiment_of_the_users_own_package():
     [
         ("user_models.deep.Mime", r"there is no Mime in .*deep\.py \(did you mean 'Mine'\?\)"),
         ("user_models.deep.NoExperiment", r"not derived from .*registry\.Experiment: NoExperiment"),
-        ("user_models.deap.Mine", r"no module 'user_models\.deap' in .*user_models"),
+        ("user_models.deap.Mine", r"no module 'user_models\.deap' in /.*/user_models$"),
         ("user_modles.deep.Mine", r"no module 'user_modles' where Python looks"),
         ("user_models.broken.Mine", r"importing .* failed: .*'no_such_module' \(.*broken\.py:2\)"),
         ("user_models..Mine", r"expected task\.Experiment"),

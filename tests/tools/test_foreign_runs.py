@@ -114,6 +114,19 @@ def test_a_user_may_trust_a_run(command, run, marker, tmp_path, monkeypatch):
     assert marker.exists()
 
 
+@pytest.mark.parametrize("command", ["evaluate", "trainer"])
+def test_a_run_that_this_user_made_needs_no_trust(command, run, marker, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(str(run))
+    override = "task.moe.router.cls=type/mischief/Router"
+    RunDir(run).Write("mt.M4Tiny", override, RunDir(run).artifacts)
+    marker.unlink()
+    del sys.modules["mischief"]
+    main, flags = _commands(run, tmp_path)[command]
+    main(flags)
+    assert marker.exists()
+
+
 def test_as_a_process_in_the_run_itself(run, marker):
     _name_class(run, "mischief")
     done = subprocess.run(
