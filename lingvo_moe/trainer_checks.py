@@ -395,12 +395,22 @@ def run_difference(was: str, now: Params) -> str:
 
     before, after = lines(was), lines(now.ToText())
     known = {_path(line) for line in before}
-    # Older versions listed parameters that have no effect.
-    only = [(line, ">") for line in before - after if not now.WhyDerived(_path(line))]
+    # Older versions listed, and took, parameters that have no effect.
+    only = [(line, ">") for line in before - after if _has_effect(now, _path(line))]
     for line in after - before:
-        if _path(line) in known or not now.IsDefault(_path(line)):
+        if _has_effect(now, _path(line)) and (
+            _path(line) in known or not now.IsDefault(_path(line))
+        ):
             only.append((line, "<"))
     return "\n".join(f"{mark} {line}" for line, mark in sorted(only, key=_path_and_mark))
+
+
+def _has_effect(params: Params, path: str) -> bool:
+    """Whether a parameter does something, as the others are; True for one that is not there."""
+    try:
+        return not (params.WhyDerived(path) or params.WhyUnused(path))
+    except AttributeError:
+        return True
 
 
 def _may_change(params: Params) -> set[str]:

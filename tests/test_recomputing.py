@@ -138,6 +138,13 @@ def test_a_run_goes_on_in_another_form():
     assert "task.seed" in run_difference(was, registry.GetParams("mt.M4Tiny", "task.seed=7"))
 
 
+def test_a_run_may_have_set_what_has_no_effect():
+    now = registry.GetParams("mt.M4Tiny", "task.num_experts=0")
+    was = now.ToText().replace("task.num_groups : 8\n", "task.num_groups : 4\n")
+    assert was != now.ToText()
+    assert run_difference(was, now) == ""
+
+
 def test_trainer_planner_and_verifier_choose_by_the_same_rule(monkeypatch):
     """A step that fits both the machine and the slice is the same program on both; a verified one is as trained."""
     params = _params()

@@ -193,9 +193,9 @@ def scanned():
     them. Where experts have room for all, so that dropless dispatch drops no less."""
 
     def model(dispatcher):
-        override = (
-            f"task.moe.dispatcher={dispatcher};task.num_encoder_layers=4;task.moe.capacity_factor=8"
-        )
+        override = f"task.moe.dispatcher={dispatcher};task.num_encoder_layers=4"
+        if dispatcher != "dropless":
+            override += ";task.moe.capacity_factor=8"
         small = "task.source_vocab_size=50;task.target_vocab_size=50"
         return registry.GetParams("mt.M4Tiny", f"{override};{small}").task.Instantiate()
 
