@@ -154,6 +154,15 @@ BY_BATCH = case(
     None,
     mesh=XYZ,
 )
+IN_BATCHES = Case(
+    "gather_in_batches_over_two_and_over_three_devices",
+    lambda a, i: tf.gather(
+        over("a:2,b:3", "b", None)(a), over("a:2,b:3", "a", None)(i), batch_dims=1
+    ),
+    (floats(12, 15), ints(12, 7, below=15)),
+    mesh="a:2,b:3",
+    whole=True,
+)
 ONE_INDEX = Case(
     "one_row_into_a_tensor_that_was_just_sharded",
     lambda a, u: tf.tensor_scatter_nd_update(split(a, 0, 8), [[12]], u),
@@ -163,7 +172,9 @@ ONE_INDEX = Case(
 
 
 @pytest.mark.parametrize(
-    "case", [KERNEL_GRADIENT, FORWARD, IN_COPIES, DEPTHWISE, BY_BATCH, ONE_INDEX], ids=str
+    "case",
+    [KERNEL_GRADIENT, FORWARD, IN_COPIES, DEPTHWISE, BY_BATCH, IN_BATCHES, ONE_INDEX],
+    ids=str,
 )
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason="XLA's partitioner")
 def test_further_wrong_numbers(case):
@@ -177,6 +188,7 @@ def test_further_wrong_numbers_are_told():
     assert _told(_forward(DEPTHWISE)) == []
     assert _told(_gradient(DEPTHWISE)) == [(kf.COPIES, "DepthwiseConv2dNativeBackpropFilter")]
     assert _told(_forward(BY_BATCH)) == [(kf.COPIES, "Conv2D")]
+    assert _told(_forward(IN_BATCHES)) == [(kf.BATCHES, "GatherV2")]
     assert _told(_forward(ONE_INDEX)) == [(kf.ONE_INDEX, "TensorScatterUpdate")]
     assert _told(_forward(IN_COPIES)) == [(kf.SCATTER, "UnsortedSegmentSum")]
 

@@ -25,19 +25,11 @@ _KEEPING = (  # Opcodes that map zero to zero.
     "tanh",
     "sine",
     "transpose",
+    "reshape",  # An operand that is sharded otherwise is padded with zeros again.
     "floor",
 )
 _OF_ALL = ("add", "subtract", "maximum", "minimum")  # Zero if all operands are zero.
-_SENDING = (  # XLA computes them unsharded or realigns their result: some results are then padded with zeros.
-    "concatenate",
-    "gather",
-    "pad",
-    "reduce-window",
-    "reverse",
-    "scatter",
-    "slice",
-    "sort",
-)
+_DEALT_OUT = ("concatenate", "reverse", "sort")  # Along their dimensions XLA pads the result again.
 
 
 def padded_dim(
@@ -87,13 +79,21 @@ def _is_sent(
     target: TensorSharding,
     updates: TensorSharding,
 ) -> bool:
-    """Whether target and updates are sharded differently along the window's dimensions."""
+    """Whether target and updates are sharded differently along the window's dimensions, so that updates are sent.
+
+    Updates that only need to be sliced are not sent.
+    """
     inserted = dims_list(scatter, "inserted_window_dims")
     window = [d for d in range(len(target.tiles)) if d not in inserted]
     inner = dims_list(scatter, "update_window_dims")
     if math.prod(parts(target, window)) == 1:
         return math.prod(parts(updates, inner)) > 1 and _is_sliced(scatter, operands, target)
-    return places(target, window) != places(updates, inner)
+    of_target = places(target, window)
+    if math.prod(parts(updates, inner)) > 1:
+        return of_target != places(updates, inner)
+    held = places(updates, range(len(updates.tiles)))
+    slices = {(held[device], part) for device, part in of_target.items()}
+    return len(slices) < math.prod(updates.tiles) * math.prod(parts(target, window))
 
 
 def reads_another_row(
@@ -128,36 +128,29 @@ def reads_another_row(
 def padding_is_zero(
     instruction: Instruction,
     inside: Computation,
-    is_uneven: Callable[[Instruction], bool],
+    uneven_dims: Callable[[Instruction], Sequence[int]],
     far: int = _SEARCH_LIMIT,
 ) -> bool:
     """Whether the padding of an unevenly sharded tensor is zero.
 
-    It is zero after an unsharded tensor was split, and stays zero through operations that keep zeros. It counts as zero
-    after operations that XLA may compute unsharded, and as not zero after any other.
+    It is zero after an unsharded tensor was split, and stays zero through operations that keep zeros. After any other
+    operation it counts as not zero.
 
     Args:
         instruction: the instruction that produces the tensor.
         inside: its computation.
-        is_uneven: whether an instruction's result has padded parts.
+        uneven_dims: the dimensions along which an instruction's result has padded parts.
         far: how many operations to follow; True if the producers lie farther away.
     """
-    if not is_uneven(instruction) or instruction.opcode in _SENDING:
+    uneven = uneven_dims(instruction)
+    if not uneven:
         return True
-    if instruction.opcode == "reshape":
-        return _realigns(instruction, inside) or padding_is_zero(
-            inside.operands(instruction)[0], inside, is_uneven, far - 1
-        )
+    if instruction.opcode in _DEALT_OUT:
+        return set(uneven) <= set(dims_list(instruction, "dimensions"))
     if instruction.opcode not in (*_KEEPING, *_OF_ALL, "multiply", "select") or not far:
         return not far
     operands = inside.operands(instruction)
     if instruction.opcode == "select":
         operands = operands[1:]
-    zeros = (padding_is_zero(i, inside, is_uneven, far - 1) for i in operands)
+    zeros = (padding_is_zero(i, inside, uneven_dims, far - 1) for i in operands)
     return any(zeros) if instruction.opcode == "multiply" else all(zeros)
-
-
-def _realigns(reshape: Instruction, inside: Computation) -> bool:
-    """Whether a reshape does more than to add or remove dimensions of one element."""
-    shapes = (i.arrays[0].dims for i in (reshape, *inside.operands(reshape)))
-    return len({tuple(size for size in shape if size > 1) for shape in shapes}) > 1

@@ -11,7 +11,7 @@ operation is wrong, but a program without reports may still be wrong. These case
 - SCATTER: updates that are sharded differently from the target along the window's dimensions;
 - COPIES and POOLING: windows that reach far beyond a neighbouring part;
 - COPIES: most operands that XLA first groups by their batch or output features;
-- ONE_INDEX: targets that operations which XLA leaves out, or that only pad, divide from the unsharded tensor;
+- ONE_INDEX: targets that other operations, or shardings into fewer parts, divide from the unsharded tensor;
 - PADDED_WINDOWS: windows of a part that do not cover exactly two parts of the image;
 - SUMS: sharded results, some of which are wrong;
 - ADDING_UP and EXCHANGED: other orders of devices, some of which are wrong, depending on sizes.
@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from lingvo_moe.core import checks
 from lingvo_moe.core.hlo.module import Computation, Instruction, Module
 from lingvo_moe.core.hlo.sharding import TensorSharding, parse_sharding
+from lingvo_moe.core.partitioner import faults_of_gathers as gathers
 from lingvo_moe.core.partitioner import faults_of_products as products
 from lingvo_moe.core.partitioner import faults_of_scatters as scatters
 from lingvo_moe.core.partitioner import faults_of_sums as sums
@@ -42,6 +43,7 @@ FLAG_HELP = (
 )
 
 SCATTER = "scatter of unevenly sharded updates"
+BATCHES = "gather in differently sharded batches"
 ONE_INDEX = "scatter of one index into slices of an unsharded tensor"
 COPIES = "convolution summed over copies"
 GROUPS = "depthwise kernel's gradient sharded along its dimension of one element"
@@ -60,6 +62,11 @@ _TEXTS = {
         "padding lands in row 0, since the indices are not sharded over all devices",
         "shard the indices like the updates, over all devices, or pad the updates to a multiple "
         "of the parts, with indices of -1",
+    ),
+    BATCHES: (
+        "the batch is sharded differently in the operand and in the indices, into numbers of parts of which neither "
+        "divides the other: devices take elements of each other's batches",
+        "shard the batch alike in operand and indices",
     ),
     ONE_INDEX: (
         "the target is unsharded until just before it is sharded along the scattered dimensions, and devices whose "
@@ -227,10 +234,12 @@ class _At:
         known = [s for s in found if s is not None and s.kind in ("replicated", "tiled")]
         return known if len(known) == len(found) and all(s.manual == 1 for s in known) else []
 
-    def IsUneven(self, instruction: Instruction) -> bool:
-        """Whether some parts of an instruction's result are padded."""
+    def UnevenDims(self, instruction: Instruction) -> list[int]:
+        """The dimensions along which some parts of an instruction's result are padded."""
         sharding = self.Sharding(instruction)
-        return sharding is not None and any(sharding.Padding(instruction.arrays[0].dims))
+        if sharding is None:
+            return []
+        return [d for d, n in enumerate(sharding.Padding(instruction.arrays[0].dims)) if n]
 
     def Faults(self) -> Iterator[Fault]:
         if not self.shardings:
@@ -278,6 +287,11 @@ def _in_pad(at: _At) -> _Found:
         yield SPREAD, {"dim": dim, "count": after.tiles[dim]}
 
 
+def _in_gather(at: _At) -> _Found:
+    if gathers.disagree_on_batch(at.instruction, at.operands, at.shardings[:2], at.inside):
+        yield BATCHES, {}
+
+
 def _in_scatter(at: _At) -> _Found:
     if len(at.operands) != 3:
         return
@@ -287,12 +301,12 @@ def _in_scatter(at: _At) -> _Found:
     if dim is None:
         return
     _, indices, updates = at.operands
-    if not scatters.padding_is_zero(indices, at.inside, at.IsUneven):
+    if not scatters.padding_is_zero(indices, at.inside, at.UnevenDims):
         return
     combine = [at.module.computation(name).root.opcode for name in at.instruction.called]
     if not set(combine) <= set(_REDUCED):  # XLA gathers the updates.
         return
-    if combine == ["add"] and scatters.padding_is_zero(updates, at.inside, at.IsUneven):
+    if combine == ["add"] and scatters.padding_is_zero(updates, at.inside, at.UnevenDims):
         return
     size, count = updates.arrays[0].dims[dim], at.shardings[2].tiles[dim]
     yield SCATTER, {"dim": dim, "size": size, "count": count}
@@ -303,5 +317,6 @@ _CHECKS: Mapping[str, Callable[[_At], _Found]] = {
     "convolution": _in_convolution,
     "select-and-scatter": _in_select_and_scatter,
     "pad": _in_pad,
+    "gather": _in_gather,
     "scatter": _in_scatter,
 }

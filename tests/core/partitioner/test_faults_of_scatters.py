@@ -81,7 +81,8 @@ def test_updates_are_gathered_where_the_sharded_target_has_no_copies_for_their_p
         ("cosine(%cut)", True),
         ("reshape(%cut)", False),
         ("constant({1, 2, 3, 4, 5})", False),
-        ("reverse(%cut), dimensions={0}", False),  # Computed unsharded, or not: not known.
+        ("reverse(%one), dimensions={0}", False),
+        ("sort(%one), dimensions={0}", False),
     ],
 )
 def test_padding_of_updates(made: str, is_wrong: bool) -> None:
