@@ -90,7 +90,7 @@ def strategy_override(args: Flags, more: str = "") -> str:
 
     Raises:
         StrategyError, RegistryError: as read_overrides.
-        UsageError: one of these sets a parameter that a flag of its own sets, too.
+        UsageError: one of these sets a parameter to another value than a flag of its own does.
     """
     strategy = getattr(args, "strategy", "")
     texts = {
@@ -101,10 +101,10 @@ def strategy_override(args: Flags, more: str = "") -> str:
     for where, text in texts.items():
         given = dict(registry.split_override(text))
         for flag, path in _SHORT_FOR.items():
-            if path in given and flag in args and args[flag].value != args[flag].default:
+            value = args[flag].value if flag in args else None
+            if value not in (None, "") and given.get(path, str(value)) != str(value):
                 raise UsageError(
-                    f"--{flag}={args[flag].value}: {where} has {path}={given[path]}, which would have no effect; "
-                    "leave one of them out"
+                    f"--{flag}={value}: {where} has {path}={given[path]}, which would have no effect; leave one out"
                 )
     return join_overrides(*texts.values())
 

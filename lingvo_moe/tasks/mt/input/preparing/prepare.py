@@ -90,14 +90,18 @@ def prepare(
         progress: called with a line of text now and then.
 
     Raises:
-        DataError: an input is missing, damaged or of no known form, nothing is left of it, or a vocabulary is too
-            large for it.
+        DataError: an input is missing, damaged or of no known form, nothing is left of it, a vocabulary is too large
+            for it, or a share is to be held out of inputs that have held-out pairs.
         OutputError: `output` holds other files, or lies inside a run, data or a model.
         OSError: a file cannot be written; it is named. The same command then resumes.
     """
     check_replaceable(output, PREPARED)
     output = Path(os.path.realpath(output))
     found = find_sources(inputs, options.fields)
+    if found.dev and options.dev_share is not None:
+        raise DataError(
+            f"--dev_share={options.dev_share:g}: has no effect, since an input has pairs in dev/; leave it out"
+        )
     found.train += [Source("tfds", name, None) for name in options.tfds]
     for note in found.notes:
         _log.warning("%s", note)

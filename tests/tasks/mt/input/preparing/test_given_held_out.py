@@ -8,8 +8,10 @@ import pytest
 
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.preparing.filters import Rules
+from lingvo_moe.tasks.mt.input.preparing.prepare import PrepareOptions, prepare
 from lingvo_moe.tasks.mt.input.preparing.read_stage import GivenHeldOut, ReadJob, read_stage
 from lingvo_moe.tasks.mt.input.preparing.sources import Fields, Source
+from lingvo_moe.tasks.mt.input.vocab_cache import VocabOptions
 
 
 def _tsv(path: Path, *lines: str) -> Source:
@@ -58,3 +60,15 @@ def test_pairs_that_no_reader_would_take_are_counted(tmp_path: Path) -> None:
     made = Path(read_stage(job, lambda n: None))
     assert '"dropped": {"too_long_line": 1}' in (made / "summary.json").read_text()
     assert len((made / "de.tsv").read_bytes().splitlines()) == 1
+
+
+def test_a_share_of_inputs_with_held_out_pairs_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "texts" / "dev").mkdir(parents=True)
+    for name in ("texts/de.tsv", "texts/dev/de.tsv"):
+        _tsv(tmp_path / name, "eins\tone")
+    options = PrepareOptions(VocabOptions(300, 300), dev_share=0.1)
+    with pytest.raises(
+        DataError, match=r"^--dev_share=0\.1: has no effect, since an input has pairs"
+    ):
+        prepare([tmp_path / "texts"], tmp_path / "data", options)
+    assert not (tmp_path / "data").exists()
