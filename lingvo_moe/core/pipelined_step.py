@@ -87,6 +87,7 @@ def pipelined_step(task: BaseTask, batch_specs: NestedMap) -> Step:
             sums = end.metrics.Transform(lambda x: tf.reduce_sum(x, 0))
             metrics = parts.metrics(sums, loss, NestedMap(extras))
             updates = metrics.pop("updates", NestedMap()).Transform(lambda x: x * (1.0 / num))
+            metrics = task.CombinedMetrics(metrics)
             found = _gradients(theta, parts, layout, trainable, end)
         with name_scope("optimizer"):
             flat = [(path, spec.trainable) for path, spec in specs.FlattenItems()]

@@ -18,13 +18,15 @@ from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.layers import attention, embedding, feed_forward, kept, softmax, transformer
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline import params as pipeline
+from lingvo_moe.core.pipeline.parts import Context, Parts
 from lingvo_moe.core.suggest import nearest
 
 
 class TransformerTask(BaseTask):
     """What the translation model and the language model share: sizes, layers, embeddings and the loss.
 
-    A subclass creates the children `position` and `softmax`, its embeddings and its stacks.
+    A subclass creates the children `position` and `softmax`, its embeddings and its stacks, and says with `Forward` how
+    they are run: `FProp` runs them in order, and a pipeline in stages.
     """
 
     UNIT = "tokens"
@@ -173,6 +175,26 @@ class TransformerTask(BaseTask):
         )
 
     # --- training
+
+    def Forward(self) -> Parts:
+        """The forward pass: its stacks, and what stands before and after them."""
+        raise NotImplementedError(f"{type(self).__name__}.Forward")
+
+    def PipelineParts(self) -> Parts | None:
+        """See BaseTask."""
+        return None if self.p.pipeline.stages == 1 else self.Forward()
+
+    def FProp(
+        self, theta: NestedMap, batch: NestedMap, seed: tf.Tensor | None = None
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """Returns the training loss (float32 scalar) and metrics: loss, nll, accuracy, tokens."""
+        return self.Forward().Terms(theta, Context(batch, seed))
+
+    def MicroBatchTerms(
+        self, theta: NestedMap, batch: NestedMap, seed: tf.Tensor | None, shares: NestedMap
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """See BaseTask: the parts weigh what they return by their own shares."""
+        return self.Forward().Terms(theta, Context(batch, seed, shares))
 
     @scoped
     def Embed(

@@ -39,6 +39,23 @@ from lingvo_moe.core.tensors import (
 Body = Callable[..., tuple[tf.Tensor, NestedMap]]
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive repetitions, e.g. those that a stage of a pipeline computes in a tick.
+
+    Attributes:
+        first: int32 scalar, the number of the first one, for the seeds; None: 0.
+        count: int32 scalar, how many of those in theta are applied. The others are computed too, but whatever comes of
+            it, even NaN, changes nothing: they pass the carry on, and their extras and gradients are zeros. None: all.
+    """
+
+    first: tf.Tensor | None = None
+    count: tf.Tensor | None = None
+
+
+ALL = Chunk()
+
+
 class Repeat(BaseLayer):
     """Applies `p.body` L times: body.FProp(theta_i, carry, shared, seed=seed_i) -> (carry, extras).
 
@@ -97,8 +114,7 @@ class Repeat(BaseLayer):
         carry: tf.Tensor,
         shared: NestedMap,
         seed: tf.Tensor | None = None,
-        first: tf.Tensor | None = None,
-        count: tf.Tensor | None = None,
+        chunk: Chunk = ALL,
     ) -> tuple[tf.Tensor, NestedMap]:
         """Runs all repetitions, or some.
 
@@ -109,10 +125,7 @@ class Repeat(BaseLayer):
                 and carry must come through here: gradients do not reach tensors that the body
                 merely captures.
             seed: int32 [2] or None.
-            first: int32 scalar, the number of the first repetition in theta, for the seeds; None: 0.
-            count: int32 scalar, how many repetitions in theta are applied. The others are computed too, but whatever
-                comes of it, even NaN, changes nothing: they pass the carry on, and their extras and gradients are
-                zeros. None: all.
+            chunk: which repetitions theta holds.
 
         Returns:
             (carry, extras): the last carry, and the body's extras (floating point) stacked, [L,
@@ -122,9 +135,7 @@ class Repeat(BaseLayer):
             ValueError: the body returns a carry of another shape or type. TypeError: extras that
                 are not floating point.
         """
-        numbers = NestedMap({"first": first} if first is not None else {})
-        if count is not None:
-            numbers.count = count
+        numbers = NestedMap({n: v for n, v in vars(chunk).items() if v is not None})
         if self.p.unroll:
             return self._Unrolled(theta, carry, shared, seed, numbers)
         kept = tuple(self.p.remat)

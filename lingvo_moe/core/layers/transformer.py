@@ -24,7 +24,7 @@ from lingvo_moe.core.layers import kept
 from lingvo_moe.core.layers.attention import MultiHeadAttention
 from lingvo_moe.core.layers.feed_forward import FeedForward
 from lingvo_moe.core.layers.normalization import LayerNorm
-from lingvo_moe.core.layers.repeat import Repeat
+from lingvo_moe.core.layers.repeat import ALL, Chunk, Repeat
 from lingvo_moe.core.nested_map import NestedMap
 
 
@@ -258,8 +258,20 @@ class TransformerStack(BaseLayer):
             ([B, T, M], extras): `extras.layer_<i>` holds the extras of layer i of each block, stacked:
             [L, ...].
         """
-        x, extras = self.blocks.FProp(theta.blocks, x, aux, seed=self.FoldSeed(seed, "blocks"))
+        x, extras = self.RunBlocks(theta.blocks, x, aux, seed)
         return self.final_norm.FProp(theta.final_norm, x), extras
+
+    def RunBlocks(
+        self,
+        theta: NestedMap,
+        x: tf.Tensor,
+        aux: NestedMap,
+        seed: tf.Tensor | None = None,
+        chunk: Chunk = ALL,
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """FProp without the last normalization, for the weights of all blocks or of a chunk of them."""
+        seed = self.FoldSeed(seed, "blocks")
+        return self.blocks.FProp(theta, x, aux, seed, chunk)
 
     @scoped
     def InitCache(self, batch: int, length: int, num_hyps: int = 1) -> list[list[NestedMap]]:

@@ -1,4 +1,6 @@
-"""What a task hands over to be pipelined: its stacks of equal blocks, and what stands before, between and after them.
+"""The parts of a task: its stacks of equal blocks, and what stands before, between and after them.
+
+A task runs them in order, and a pipeline in stages.
 
 Letters: K stages, M micro-batches, L blocks of a stack, B rows of a micro-batch.
 """
@@ -8,6 +10,7 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
+from lingvo_moe.core.layers.repeat import ALL, Chunk
 from lingvo_moe.core.nested_map import NestedMap
 
 # Weights outside of the stacks: theta without them.
@@ -21,26 +24,13 @@ class Context:
     Attributes:
         batch: the micro-batch.
         seed: int32 [2], of the micro-batch; None: nothing is random.
-        shares: its Units divided by those of the whole batch (see BaseTask.MicroBatchTerms).
+        shares: its Units divided by those of the whole batch (see BaseTask.MicroBatchTerms); None: it is all
+            of it.
     """
 
     batch: NestedMap
-    seed: tf.Tensor | None
-    shares: NestedMap
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Consecutive blocks of a stack, which a stage computes in a tick.
-
-    Attributes:
-        first: int32 scalar, the number of the first one.
-        count: int32 scalar, how many there are; what follows in the weights is padding, and must change nothing. None:
-            as many as the weights have.
-    """
-
-    first: tf.Tensor
-    count: tf.Tensor | None
+    seed: tf.Tensor | None = None
+    shares: NestedMap | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +62,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Parts:
-    """A task as a pipeline.
+    """A task, as its stacks, its loss and its metrics.
 
     Attributes:
         stacks: in order; the first takes nothing.
@@ -87,6 +77,31 @@ class Parts:
     takes: tuple[str, ...]
     loss: Callable[[Rest, NestedMap, Context], tuple[tf.Tensor, NestedMap]]
     metrics: Callable[[NestedMap, tf.Tensor, NestedMap], NestedMap]
+
+    def Run(
+        self, theta: NestedMap, context: Context
+    ) -> tuple[NestedMap, list[tf.Tensor], NestedMap]:
+        """Runs all blocks of all stacks.
+
+        Returns:
+            The carry after the last stack; the loss that each stack adds; what else each returns, by its name.
+        """
+        carry, losses, extras = NestedMap(), list[tf.Tensor](), NestedMap()
+        for stack in self.stacks:
+            taken = {name: carry[before] for name, before in stack.takes.items()}
+            carry = NestedMap(stack.enter(theta, context), **taken)
+            weights = theta.Get(stack.weights)
+            carry, loss, extras[stack.name] = stack.run(weights, theta, carry, context, ALL)
+            losses.append(loss)
+        return carry, losses, extras
+
+    def Terms(self, theta: NestedMap, context: Context) -> tuple[tf.Tensor, NestedMap]:
+        """The loss and the metrics of a batch, or the terms of a micro-batch (see BaseTask.MicroBatchTerms)."""
+        carry, losses, extras = self.Run(theta, context)
+        left = NestedMap({name: carry[name] for name in self.takes})
+        loss, metrics = self.loss(theta, left, context)
+        loss += tf.add_n(losses)
+        return loss, self.metrics(metrics, loss, extras)
 
     @property
     def sizes(self) -> list[tuple[str, int]]:

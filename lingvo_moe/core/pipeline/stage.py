@@ -15,8 +15,9 @@ import tensorflow as tf
 
 from lingvo_moe.core import randomness
 from lingvo_moe.core.division import shares_of
+from lingvo_moe.core.layers.repeat import Chunk
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.pipeline.parts import Chunk, Context, Parts
+from lingvo_moe.core.pipeline.parts import Context, Parts
 from lingvo_moe.core.pipeline.schedule import DATA, STAGE
 from lingvo_moe.core.sharding.vectorized import vectorized
 from lingvo_moe.core.tensors import runtime_zeros, term_if

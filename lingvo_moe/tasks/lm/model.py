@@ -15,9 +15,10 @@ from lingvo_moe.core.base_task import TaskError
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.layers import masks, softmax, transformer
+from lingvo_moe.core.layers.repeat import Chunk
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline import params as pipeline
-from lingvo_moe.core.pipeline.parts import Parts
+from lingvo_moe.core.pipeline.parts import Context, Parts, Stack
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.tasks.transformer_shrinking import parts, sample_rows, shrink_layers
 from lingvo_moe.tasks.transformer_task import TransformerTask
@@ -104,28 +105,43 @@ class LmModel(TransformerTask):
         """See BaseTask: tokens that are not padding."""
         return NestedMap(tokens=tf.reduce_sum(tf.cast(batch.segment_ids > 0, tf.float32)))
 
-    def PipelineParts(self) -> Parts | None:
-        """See BaseTask: one stack."""
-        if self.p.pipeline.stages == 1:
-            return None
-        from lingvo_moe.tasks.lm.pipelining import parts_of  # which imports this module
-
-        return parts_of(self)
-
     # --- training
 
-    def FProp(
-        self, theta: NestedMap, batch: NestedMap, seed: tf.Tensor | None = None
-    ) -> tuple[tf.Tensor, NestedMap]:
-        """Returns the loss (float32 scalar) and metrics: loss, nll, accuracy, tokens."""
-        y, _ = self.decoder.FProp(
-            theta.decoder,
-            self.Embed(theta, "embedding", batch, self.FoldSeed(seed, "embedding")),
-            self.Aux(batch),
-            seed=self.FoldSeed(seed, "decoder"),
+    def Forward(self) -> Parts:
+        """See TransformerTask: one stack. Embedding and softmax are in no stage."""
+        stack = Stack(
+            name="decoder",
+            weights="decoder.blocks",
+            num_blocks=self.decoder.p.num_blocks,
+            carry={"x": "BTM"},
+            takes={},
+            enter=self._Enter,
+            run=self._RunBlocks,
         )
-        loss, metrics = self.TokenLosses(self.SoftmaxTable(theta), y, batch)
-        return loss, NestedMap(metrics, loss=loss)
+        return Parts(
+            stacks=(stack,),
+            takes=("x",),
+            loss=self._Loss,
+            metrics=lambda sums, loss, extras: NestedMap(sums, loss=loss),
+        )
+
+    def _Enter(self, theta: NestedMap, context: Context) -> NestedMap:
+        seed = self.FoldSeed(context.seed, "embedding")
+        return NestedMap(x=self.Embed(theta, "embedding", context.batch, seed))
+
+    def _RunBlocks(
+        self, weights: NestedMap, theta: NestedMap, carry: NestedMap, context: Context, chunk: Chunk
+    ) -> tuple[NestedMap, tf.Tensor, NestedMap]:
+        del theta
+        seed, aux = self.FoldSeed(context.seed, "decoder"), self.Aux(context.batch)
+        x, _ = self.decoder.RunBlocks(weights, carry.x, aux, seed, chunk)
+        return NestedMap(x=x), tf.constant(0.0), NestedMap()
+
+    def _Loss(
+        self, theta: NestedMap, carry: NestedMap, context: Context
+    ) -> tuple[tf.Tensor, NestedMap]:
+        y = self.decoder.final_norm.FProp(theta.decoder.final_norm, carry.x)
+        return self.TokenLosses(self.SoftmaxTable(theta), y, context.batch, context.shares)
 
     def SoftmaxTable(self, theta: NestedMap) -> NestedMap:
         """The weights of the softmax: those of the embedding, or its own."""

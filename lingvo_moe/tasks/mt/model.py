@@ -16,12 +16,13 @@ from lingvo_moe.core.base_task import TaskError
 from lingvo_moe.core.hyperparams import InstantiableParams
 from lingvo_moe.core.hyperparams import Params as HyperParams
 from lingvo_moe.core.layers import masks, softmax, transformer
+from lingvo_moe.core.layers.repeat import Chunk
 from lingvo_moe.core.moe import layer as moe_layer
 from lingvo_moe.core.moe.losses_and_metrics import combined_metrics
 from lingvo_moe.core.moe.registry import ROUTERS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline import params as pipeline
-from lingvo_moe.core.pipeline.parts import Parts
+from lingvo_moe.core.pipeline.parts import Context, Parts, Stack
 from lingvo_moe.core.tensors import dim
 from lingvo_moe.tasks.mt.routers import configured_router
 from lingvo_moe.tasks.mt.task import MtTask, side_shares
@@ -156,26 +157,83 @@ class MtModel(MtTask):
 
     # --- training
 
-    def FProp(
-        self, theta: NestedMap, batch: NestedMap, seed: tf.Tensor | None = None
+    def Forward(self) -> Parts:
+        """See TransformerTask: the encoder's blocks, then the decoder's.
+
+        Embeddings and softmax are in no stage: all devices compute them together for each micro-batch. The encoder's
+        output passes through the decoder's stages with its micro-batch, and each normalizes it.
+        """
+        encoder = Stack(
+            name="encoder",
+            weights="encoder.blocks",
+            num_blocks=self.encoder.p.num_blocks,
+            carry={"x": "BTM"},
+            takes={},
+            enter=self._EnterEncoder,
+            run=self._RunEncoder,
+        )
+        decoder = Stack(
+            name="decoder",
+            weights="decoder.blocks",
+            num_blocks=self.decoder.p.num_blocks,
+            carry={"memory": "BSM", "x": "BTM"},
+            takes={"memory": "x"},
+            enter=self._EnterDecoder,
+            run=self._RunDecoder,
+        )
+        return Parts((encoder, decoder), takes=("x",), loss=self._Loss, metrics=self._Metrics)
+
+    def _EnterEncoder(self, theta: NestedMap, context: Context) -> NestedMap:
+        seed = self.FoldSeed(self.FoldSeed(context.seed, "encoder"), "embedding")
+        return NestedMap(x=self.Embed(theta, "source_embedding", context.batch.src, seed))
+
+    def _RunEncoder(
+        self, weights: NestedMap, theta: NestedMap, carry: NestedMap, context: Context, chunk: Chunk
+    ) -> tuple[NestedMap, tf.Tensor, NestedMap]:
+        del theta
+        aux = self._EncoderAux(context.batch.src, context.shares)
+        seed = self.FoldSeed(context.seed, "encoder")
+        x, extras = self.encoder.RunBlocks(weights, carry.x, aux, seed, chunk)
+        return NestedMap(x=x), *self._Added(extras)
+
+    def _EnterDecoder(self, theta: NestedMap, context: Context) -> NestedMap:
+        name = "target_embedding"
+        seed = self.FoldSeed(context.seed, name)
+        return NestedMap(x=self.Embed(theta, name, context.batch.tgt, seed))
+
+    def _RunDecoder(
+        self, weights: NestedMap, theta: NestedMap, carry: NestedMap, context: Context, chunk: Chunk
+    ) -> tuple[NestedMap, tf.Tensor, NestedMap]:
+        memory = self.encoder.final_norm.FProp(theta.encoder.final_norm, carry.memory)
+        aux = NestedMap(self._DecoderAux(context.batch, context.shares), memory=memory)
+        seed = self.FoldSeed(context.seed, "decoder")
+        x, extras = self.decoder.RunBlocks(weights, carry.x, aux, seed, chunk)
+        return NestedMap(x=x, memory=carry.memory), *self._Added(extras)
+
+    def _Added(self, extras: NestedMap) -> tuple[tf.Tensor, NestedMap]:
+        """What the MoE layers of blocks add to the loss, and their extras [n,...]."""
+        if not self.p.num_experts:
+            return tf.constant(0.0), NestedMap()
+        moe = extras.layer_1
+        return self.p.aux_loss_weight * tf.reduce_sum(moe.aux_loss), moe
+
+    def _Loss(
+        self, theta: NestedMap, carry: NestedMap, context: Context
     ) -> tuple[tf.Tensor, NestedMap]:
-        """Returns the loss (float32 scalar) and metrics: loss, nll, aux_loss, accuracy, tokens, `moe`
-        by stack [L,...], and updates, where routers have some: see BaseTask."""
-        return self._Losses(theta, batch, seed, None)
+        y = self.decoder.final_norm.FProp(theta.decoder.final_norm, carry.x)
+        return self.TokenLosses(theta.target_embedding, y, context.batch.tgt, context.shares)
 
-    def MicroBatchTerms(
-        self, theta: NestedMap, batch: NestedMap, seed: tf.Tensor | None, shares: NestedMap
-    ) -> tuple[tf.Tensor, NestedMap]:
-        """See BaseTask: MoE layers weigh their losses and metrics by their own side's shares."""
-        return self._Losses(theta, batch, seed, shares)
-
-    def PipelineParts(self) -> Parts | None:
-        """See BaseTask: the encoder, then the decoder."""
-        if self.p.pipeline.stages == 1:
-            return None
-        from lingvo_moe.tasks.mt.pipelining import parts_of  # which imports this module
-
-        return parts_of(self)
+    def _Metrics(self, sums: NestedMap, loss: tf.Tensor, moe: NestedMap) -> NestedMap:
+        """With experts aux_loss, `moe` by stack [L,...], and updates, where routers have some: see BaseTask."""
+        metrics = NestedMap(sums, loss=loss)
+        if not self.p.num_experts:
+            return metrics
+        return NestedMap(
+            metrics,
+            aux_loss=tf.reduce_sum(moe.encoder.aux_loss) + tf.reduce_sum(moe.decoder.aux_loss),
+            moe=NestedMap(encoder=moe.encoder.metrics, decoder=moe.decoder.metrics),
+            **updates_of(moe.encoder, moe.decoder),
+        )
 
     def CombinedMetrics(self, sums: NestedMap) -> NestedMap:
         """See BaseTask."""
@@ -183,30 +241,6 @@ class MtModel(MtTask):
             return sums
         moe = {name: combined_metrics(metrics) for name, metrics in sums.moe.items()}
         return NestedMap(sums, moe=NestedMap(moe))
-
-    def _Losses(
-        self, theta: NestedMap, batch: NestedMap, seed: tf.Tensor | None, shares: NestedMap | None
-    ) -> tuple[tf.Tensor, NestedMap]:
-        """FProp's results; with `shares` those of MicroBatchTerms."""
-        y, encoder_extras, decoder_extras = self._Decoded(theta, batch, seed, shares)
-        loss, metrics = self.TokenLosses(theta.target_embedding, y, batch.tgt, shares)
-        if not self.p.num_experts:
-            return loss, NestedMap(metrics, loss=loss)
-        moe = NestedMap(encoder=encoder_extras.layer_1, decoder=decoder_extras.layer_1)
-        loss += self.AuxLoss(moe.encoder) + self.AuxLoss(moe.decoder)
-        return loss, NestedMap(metrics, loss=loss, **self.MoeMetrics(moe))
-
-    def AuxLoss(self, extras: NestedMap) -> tf.Tensor:
-        """What the MoE layers of a stack add to the loss."""
-        return self.p.aux_loss_weight * tf.reduce_sum(extras.aux_loss)
-
-    def MoeMetrics(self, moe: NestedMap) -> NestedMap:
-        """Metrics from the extras of the MoE layers, encoder and decoder, [L,...]: aux_loss, moe, and updates."""
-        return NestedMap(
-            aux_loss=tf.reduce_sum(moe.encoder.aux_loss) + tf.reduce_sum(moe.decoder.aux_loss),
-            moe=NestedMap(encoder=moe.encoder.metrics, decoder=moe.decoder.metrics),
-            **updates_of(moe.encoder, moe.decoder),
-        )
 
     @scoped
     def LogProbs(
@@ -220,31 +254,13 @@ class MtModel(MtTask):
             vocab_size: how many ids of the model's V the target vocabulary has: the others get no probability, as in
                 the search; None for all.
         """
-        y, _, _ = self._Decoded(theta, batch, None)
+        carry, _, _ = self.Forward().Run(theta, Context(batch))
+        y = self.decoder.final_norm.FProp(theta.decoder.final_norm, carry.x)
         logits = self.softmax.FProp(theta.target_embedding, y)[..., :vocab_size]
         nll = kernels.current().cross_entropy(logits, batch.tgt.labels, 0.0)
         return tf.where(batch.tgt.segment_ids > 0, -nll, 0.0)
 
-    def _Decoded(
-        self,
-        theta: NestedMap,
-        batch: NestedMap,
-        seed: tf.Tensor | None,
-        shares: NestedMap | None = None,
-    ) -> tuple[tf.Tensor, NestedMap, NestedMap]:
-        """The decoder's output [B,T,M], and the extras of both stacks."""
-        memory, encoder_extras = self._encode(
-            theta, batch.src, self.FoldSeed(seed, "encoder"), shares
-        )
-        name = "target_embedding"
-        x = self.Embed(theta, name, batch.tgt, self.FoldSeed(seed, name))
-        aux = NestedMap(self.DecoderAux(batch, shares), memory=memory)
-        y, decoder_extras = self.decoder.FProp(
-            theta.decoder, x, aux, seed=self.FoldSeed(seed, "decoder")
-        )
-        return y, encoder_extras, decoder_extras
-
-    def DecoderAux(self, batch: NestedMap, shares: NestedMap | None = None) -> NestedMap:
+    def _DecoderAux(self, batch: NestedMap, shares: NestedMap | None = None) -> NestedMap:
         """What the decoder's layers share (see layers/transformer.py), without the memory."""
         src, tgt = batch.src, batch.tgt
         return NestedMap(
@@ -255,7 +271,7 @@ class MtModel(MtTask):
             **side_shares(shares, "target"),
         )
 
-    def EncoderAux(self, src: NestedMap, shares: NestedMap | None = None) -> NestedMap:
+    def _EncoderAux(self, src: NestedMap, shares: NestedMap | None = None) -> NestedMap:
         """What the encoder's layers share."""
         return NestedMap(
             self_mask=masks.segment_mask(src.segment_ids, src.segment_ids),
@@ -263,16 +279,6 @@ class MtModel(MtTask):
             **self._Context(src, decoder=False),
             **side_shares(shares, "source"),
         )
-
-    def _encode(
-        self,
-        theta: NestedMap,
-        src: NestedMap,
-        seed: tf.Tensor | None,
-        shares: NestedMap | None = None,
-    ) -> tuple[tf.Tensor, NestedMap]:
-        x = self.Embed(theta, "source_embedding", src, self.FoldSeed(seed, "embedding"))
-        return self.encoder.FProp(theta.encoder, x, self.EncoderAux(src, shares), seed=seed)
 
     def _Context(self, row: NestedMap, decoder: bool) -> dict[str, NestedMap]:
         """`context` for the layers, of a side's tensors, if its router needs any."""
@@ -285,7 +291,8 @@ class MtModel(MtTask):
     def Encode(self, theta: NestedMap, src: NestedMap) -> NestedMap:
         """The encoder's output for unpacked rows: memory [B,S,M], segment_ids int32 [B,S], and task_ids int32 [B],
         where the decoder needs them."""
-        memory, _ = self._encode(theta, src, None)
+        x = self._EnterEncoder(theta, Context(NestedMap(src=src))).x
+        memory, _ = self.encoder.FProp(theta.encoder, x, self._EncoderAux(src))
         encoded = NestedMap(memory=memory, segment_ids=src.segment_ids)
         if "task_ids" in self.Needs(self.p, decoder=True):
             encoded.task_ids = src.task_ids[:, 0]  # a row holds one sentence

@@ -107,7 +107,7 @@ class TwoStacks(BaseTask):
                     shared.memory = carry.memory * rest.scale
                 seed = self.FoldSeed(context.seed, name)
                 layers = self.children[name]
-                x, extras = layers.FProp(weights, carry.x, shared, seed, chunk.first, chunk.count)
+                x, extras = layers.FProp(weights, carry.x, shared, seed, chunk)
                 return NestedMap(carry, x=x), 0.1 * tf.reduce_sum(extras.square), extras
 
             return Stack(
