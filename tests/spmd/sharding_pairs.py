@@ -105,17 +105,18 @@ class _Pairs:
 
     def _Under(self, i: int, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The result, sharded in the way number i, and the gradients by all floating-point arguments."""
-        *args, cotangent = tensors
-        by = [a for a in args if a.dtype.is_floating]
-        with tf.name_scope(f"pair_{i}_"), tf.GradientTape() as tape:
-            tape.watch(by)
-            args[self._number] = self._Sharded(args[self._number], self._operand)
-            y = mesh_split(self._fn(*args), self._mesh, self._results[i])
-        if not by or not y.dtype.is_floating:
-            return [y]
-        sent = self._Sharded(cotangent, self._results[i])
-        found = tape.gradient(y, by, sent, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-        return [y, *map(tf.convert_to_tensor, found)]
+        with tf.name_scope(f"pair_{i}_"):
+            *args, cotangent = tensors
+            by = [a for a in args if a.dtype.is_floating]
+            with tf.GradientTape() as tape:
+                tape.watch(by)
+                args[self._number] = self._Sharded(args[self._number], self._operand)
+                y = mesh_split(self._fn(*args), self._mesh, self._results[i])
+            if not by or not y.dtype.is_floating:
+                return [y]
+            sent = self._Sharded(cotangent, self._results[i])
+            found = tape.gradient(y, by, sent, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+            return [y, *map(tf.convert_to_tensor, found)]
 
     def _Sharded(self, x: tf.Tensor, mapping: DimsMapping) -> tf.Tensor:
         """A sharded tensor, computed after it was sharded: so the padding of uneven parts is not zero."""

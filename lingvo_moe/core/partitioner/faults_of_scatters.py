@@ -34,18 +34,24 @@ _DEALT_OUT = ("concatenate", "reverse", "sort")  # Along their dimensions XLA pa
 
 def padded_dim(
     scatter: Instruction, operands: Sequence[Instruction], shardings: Sequence[TensorSharding]
-) -> int | None:
+) -> dict[str, object] | None:
     """Returns the dimension of the updates whose padding lands in row 0 of the target; None if there is none.
 
-    It is the first dimension outside the update window that is sharded unevenly. None if the indices are sharded over
-    all devices. None if target and updates are sharded differently along window dimensions: XLA reshards those updates
-    first, and some results are right. None also if the target is larger than the updates, is sharded along scattered
-    dimensions, and the updates' parts cannot be dealt out to its copies: XLA then gathers the updates.
+    It is the first dimension outside the update window that is sharded unevenly, in the updates, or in the indices if
+    the updates are not sharded: XLA then shards the updates like the indices, and pads them with zeros.
+
+    None if the indices are sharded over all devices. None if target and updates are sharded differently along window
+    dimensions: XLA reshards those updates first, and some results are right. None also if the target is larger than the
+    updates, is sharded along scattered dimensions, and the updates' parts cannot be dealt out to its copies: XLA then
+    gathers the updates.
 
     Args:
         scatter: the instruction.
         operands: target, indices and updates.
         shardings: those of the three operands.
+
+    Returns:
+        `what` is sharded, 'updates' or 'indices', the `dim` and `size` of the updates, and the `count` of its parts.
     """
     target, of_indices, of_updates = shardings
     shape = operands[2].arrays[0].dims
@@ -54,15 +60,17 @@ def padded_dim(
     (vector,) = dims_list(scatter, "index_vector_dim")
     rank = len(operands[1].arrays[0].dims)
     index_dims = [d for d in range(rank) if d != vector]
-    uneven = [d for d, n in zip(outer, parts(of_updates, outer)) if shape[d] % n]
+    what = "updates" if of_updates.is_sharded else "indices"
+    counts = parts(of_updates, outer) if of_updates.is_sharded else parts(of_indices, index_dims)
+    uneven = [(d, n) for d, n in zip(outer, counts) if shape[d] % n]
     if not uneven or (target.is_sharded and _is_sent(scatter, operands, target, of_updates)):
         return None
-    count = math.prod(parts(of_updates, outer))
-    if _is_sliced(scatter, operands, target) and math.gcd(target.copies, count) == 1:
+    if _is_sliced(scatter, operands, target) and math.gcd(target.copies, math.prod(counts)) == 1:
         return None
     if of_indices.copies == 1 and math.prod(parts(of_indices, index_dims)) > 1:
         return None
-    return uneven[0]
+    dim, count = uneven[0]
+    return {"what": what, "dim": dim, "size": shape[dim], "count": count}
 
 
 def _is_sliced(
@@ -88,6 +96,8 @@ def _is_sent(
     inner = dims_list(scatter, "update_window_dims")
     if math.prod(parts(target, window)) == 1:
         return math.prod(parts(updates, inner)) > 1 and _is_sliced(scatter, operands, target)
+    if not updates.is_sharded:  # Indices are sharded: some results are right.
+        return True
     of_target = places(target, window)
     if math.prod(parts(updates, inner)) > 1:
         return of_target != places(updates, inner)

@@ -58,7 +58,7 @@ ADDING_UP = "sum over devices in another order"
 # What goes wrong, and the remedy.
 _TEXTS = {
     SCATTER: (
-        "the updates are sharded unevenly along dimension {dim} ({size} in {count} parts), and their "
+        "the {what} are sharded unevenly along dimension {dim} ({size} in {count} parts), and their "
         "padding lands in row 0, since the indices are not sharded over all devices",
         "shard the indices like the updates, over all devices, or pad the updates to a multiple "
         "of the parts, with indices of -1",
@@ -250,7 +250,7 @@ class _At:
             yield Fault(kind, op, self.instruction.name, message.format(**more), remedy)
 
 
-_Found = Iterator[tuple[str, dict[str, int]]]
+_Found = Iterator[tuple[str, dict[str, object]]]
 
 
 def _in_dot(at: _At) -> _Found:
@@ -297,8 +297,8 @@ def _in_scatter(at: _At) -> _Found:
         return
     if scatters.reads_another_row(at.instruction, at.operands, at.inside, at.Sharding):
         yield ONE_INDEX, {}
-    dim = scatters.padded_dim(at.instruction, at.operands, at.shardings[:3])
-    if dim is None:
+    found = scatters.padded_dim(at.instruction, at.operands, at.shardings[:3])
+    if found is None:
         return
     _, indices, updates = at.operands
     if not scatters.padding_is_zero(indices, at.inside, at.UnevenDims):
@@ -308,8 +308,7 @@ def _in_scatter(at: _At) -> _Found:
         return
     if combine == ["add"] and scatters.padding_is_zero(updates, at.inside, at.UnevenDims):
         return
-    size, count = updates.arrays[0].dims[dim], at.shardings[2].tiles[dim]
-    yield SCATTER, {"dim": dim, "size": size, "count": count}
+    yield SCATTER, found
 
 
 _CHECKS: Mapping[str, Callable[[_At], _Found]] = {

@@ -114,3 +114,20 @@ def test_one_index(updates: int, target: str, source: str, is_wrong: bool) -> No
 def test_updates_that_no_all_reduce_combines_are_gathered(combine: str, is_wrong: bool) -> None:
     module = _scatter(5, "copy(%cut)", (WHOLE, B, B), combine=combine)
     assert _kinds(module) == [kf.SCATTER] * is_wrong
+
+
+@pytest.mark.parametrize(
+    "shardings, combine, is_wrong",
+    [
+        ((WHOLE, B, WHOLE), "maximum(%x, %y)", True),
+        ((A, B, WHOLE), "maximum(%x, %y)", True),
+        ((B, B, WHOLE), "maximum(%x, %y)", False),
+        ((WHOLE, WHOLE, WHOLE), "maximum(%x, %y)", False),
+        ((WHOLE, B, WHOLE), "add(%x, %y)", False),
+    ],
+)
+def test_unsharded_updates_are_padded_with_zeros_like_uneven_indices(
+    shardings: tuple[str, str, str], combine: str, is_wrong: bool
+) -> None:
+    module = _scatter(5, "copy(%cut)", shardings, combine=combine)
+    assert _kinds(module) == [kf.SCATTER] * is_wrong
