@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from lingvo_moe.core.base_layer import name_scope
 from lingvo_moe.core.layers.feed_forward import FeedForward
+from lingvo_moe.core.layers.repeat import ALL, Chunk
 from lingvo_moe.core.layers.softmax import Softmax
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.decoding.packed_weights import Packed, pack
@@ -82,10 +83,15 @@ class UnrolledRepeat:
         self.body = body
 
     def FProp(
-        self, theta: NestedMap, carry: tf.Tensor, shared: NestedMap, seed: None = None
+        self,
+        theta: NestedMap,
+        carry: tf.Tensor,
+        shared: NestedMap,
+        seed: None = None,
+        chunk: Chunk = ALL,
     ) -> tuple[tf.Tensor, NestedMap]:
-        """See Repeat; there is no seed, and there are no extras."""
-        del seed
+        """See Repeat; there is no seed, all repetitions are run, and there are no extras."""
+        del seed, chunk
         for one in theta.body:
             carry, _ = self.body.FProp(one, carry, shared)
         return carry, NestedMap()
