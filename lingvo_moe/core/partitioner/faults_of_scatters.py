@@ -135,6 +135,13 @@ def reads_another_row(
     return found is not None and not found.is_sharded and target.opcode != "broadcast"
 
 
+def count_on(indices: Instruction, inside: Computation) -> bool:
+    """Whether indices are counted, so that their padding may lie past the target. None of those tried were wrong."""
+    while indices.opcode in ("copy", "reshape"):
+        indices = inside.operands(indices)[0]
+    return indices.opcode in ("add", "concatenate", "iota")
+
+
 def padding_is_zero(
     instruction: Instruction,
     inside: Computation,

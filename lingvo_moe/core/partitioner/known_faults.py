@@ -301,7 +301,7 @@ def _in_scatter(at: _At) -> _Found:
     if found is None:
         return
     _, indices, updates = at.operands
-    if not scatters.padding_is_zero(indices, at.inside, at.UnevenDims):
+    if scatters.count_on(indices, at.inside):
         return
     combine = [at.module.computation(name).root.opcode for name in at.instruction.called]
     if not set(combine) <= set(_REDUCED):  # XLA gathers the updates.

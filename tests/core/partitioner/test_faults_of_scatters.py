@@ -91,7 +91,7 @@ def test_padding_of_updates(made: str, is_wrong: bool) -> None:
 
 @pytest.mark.parametrize("ids, is_wrong", [("copy(%i)", True), ("iota(), iota_dimension=0", False)])
 def test_padding_of_indices(ids: str, is_wrong: bool) -> None:
-    """Indices that are made in parts go on in the padding, past the target."""
+    """Indices that are counted go on in the padding, past the target."""
     module = _scatter(5, "add(%cut, %one)", (WHOLE, B, B), ids)
     assert _kinds(module) == [kf.SCATTER] * is_wrong
 
