@@ -289,6 +289,9 @@ def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
                 report_program(step, run_dir, started) if first_process else None
             )
         )
+    if first_process and not result.status:
+        say(f"written: {run.args.logdir}, up to step {result.last_step}")
+        say(f"next: {task.NEXT.format(run.args.logdir)}")
     return int(result.status)
 
 

@@ -61,6 +61,7 @@ def test_what_a_run_does_before_its_first_step_is_shown(done):
     new = [*compiled, "initialising", *first, *(f"step {i}" for i in (1, 2, 3, 4))]
     resumed = [*compiled, *first, "step 5", "step 6"]
     assert shown[: len(new) + len(resumed)] == new + resumed
+    assert f"written: {done[0]}, up to step 4\nnext: tensorboard --logdir={done[0]}\n" in done[2]
 
 
 def test_it_is_a_whole_task_of_at_most_sixty_lines():

@@ -78,6 +78,8 @@ class BaseTask(BaseLayer):
     MAY_CHANGE: ClassVar[tuple[str, ...]] = ()
     # The metrics of held-out batches, means over UNITs. The best checkpoint has the lowest value of the first one.
     HELD_OUT_METRICS: ClassVar[tuple[str, ...]] = ("loss",)
+    # The command for a run, {}, that has ended.
+    NEXT: ClassVar[str] = "tensorboard --logdir={}"
     # A BaseCheckpointScorer (checkpoint_scorer.py), 'type/module/Class', by name since it imports the task; '' for the
     # held-out loss alone.
     CHECKPOINT_SCORER: ClassVar[str] = ""

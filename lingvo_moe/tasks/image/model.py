@@ -41,6 +41,7 @@ class ImageClassifier(BaseTask):
     DIVIDED: ClassVar[str] = "BYXV"
     MAY_CHANGE: ClassVar[tuple[str, ...]] = ("activation_split", "weight_split", *PIPELINE)
     HELD_OUT_METRICS: ClassVar[tuple[str, ...]] = ("nll", "top1", "top5")
+    NEXT = "python -m tools.evaluate_images --logdir={}"
 
     @classmethod
     def Params(cls) -> InstantiableParams:

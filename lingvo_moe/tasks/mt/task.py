@@ -41,6 +41,7 @@ class MtTask(TransformerTask):
         "encoder": "num_encoder_layers",
         "decoder": "num_decoder_layers",
     }
+    NEXT = "python -m tools.evaluate --logdir={}"
     CHECKPOINT_SCORER = "type/lingvo_moe.tasks.mt.quality.checkpoint_scores/CheckpointScorer"
 
     @classmethod
