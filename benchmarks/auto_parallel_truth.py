@@ -1,8 +1,8 @@
-"""How well the search's costs order strategies: against compiled programs, and against times measured here.
+"""Compares the search's order of strategies with that of compiled programs, and of times measured here.
 
     python -m benchmarks.auto_parallel_truth
 
-Of each of some small functions, strategies are drawn at random; the found one is among them. Each is compiled, and run
+For each of some small functions, strategies are drawn at random; the found one is among them. Each is compiled, and run
 over virtual CPU devices: the function and its gradient, the shortest of some runs. The table gives Spearman's rank
 correlations, and by how much the found strategy is worse than the best of those drawn.
 """

@@ -70,7 +70,7 @@ SIZE: dict[str, Any] = {"groups": 4, "group_size": 1024, "model_dim": 512, "hidd
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure.
+    """The layers to measure.
 
     Attributes:
         names: of the contenders.
@@ -141,7 +141,7 @@ def _run(args: Flags, wanted: Request) -> int:
 
 
 def request(args: Flags) -> Request:
-    """What the flags ask for. Ends the process where they do not go together."""
+    """Reads the request from the flags. Ends the process where they do not go together."""
     experts = args.experts or _sizes(COST_EXPERTS if args.cost else "8,32,128")
     if min(experts) < 2:
         args.Fail("--experts: top-2 routing needs two or more")
@@ -161,7 +161,7 @@ def request(args: Flags) -> Request:
 
 
 def measure(args: Flags, size: dict[str, Any], names: list[str]) -> list[dict[str, Any]]:
-    """These contenders at one size."""
+    """Measures these contenders at one size."""
     points = []
     for group in groups(args, size, names):
         print(f"E={size['num_experts']}, {size['threads']} threads: {', '.join(group)}", flush=True)

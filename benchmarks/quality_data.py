@@ -19,7 +19,7 @@ VOCABULARIES, HELD_OUT = "vocabularies.json", "held_out.json"
 
 @dataclass(frozen=True)
 class Data:
-    """What was written to a directory.
+    """Data that was written to a directory.
 
     Attributes:
         directory: train.source, train.target, dev.source and dev.target, a pair a line, its pieces separated by

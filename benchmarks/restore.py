@@ -1,4 +1,4 @@
-"""What do the digests of a checkpoint cost? Restores one, and times verifying it beside that.
+"""Measures what the digests of a checkpoint cost: restores one, and times verifying it beside that.
 
     python -m benchmarks.restore --megabytes=400
 

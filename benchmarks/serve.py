@@ -249,7 +249,7 @@ def _oversized(log: Log, end: float, port: int) -> None:
 
 
 def _drip(port: int, head: bytes, drops: bytes) -> bytes:
-    """What comes back from sending a piece ten times a second."""
+    """Sends `head`, then `drops` ten times a second; returns the answer when the server closes the connection."""
     got = b""
     with socket.create_connection(("127.0.0.1", port), timeout=0.1) as client:
         client.sendall(head)

@@ -35,7 +35,7 @@ def read(directory: Path, name: str) -> dict[str, Any] | None:
 
 
 def read_all(directory: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Those of `names` that are recorded."""
+    """Reads the recorded plans among `names`, by name; a name without one is left out."""
     found = {name: read(directory, name) for name in dict.fromkeys(names)}
     return {name: plan for name, plan in found.items() if plan is not None}
 

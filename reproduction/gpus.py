@@ -122,7 +122,7 @@ def bounds(plan: Plan) -> dict[str, float]:
 
 
 def _bounds(plans: Plans) -> list[str]:
-    """What the steps of a card's plans take their time for, as a table and as a sentence."""
+    """A table of the shares of a step (`bounds`) for each plan of a card, and a sentence on the largest ones."""
     timed = {name: plan for name, plan in plans.items() if measures.has_time(plan)}
     shares = {name: bounds(plan) for name, plan in timed.items()}
     head = ["share of a step", "activations", "arithmetic", "memory traffic beyond it"]
@@ -176,7 +176,7 @@ def _days(plan: Plan | None) -> str:
 
 
 def _on_cluster(plan: Plan) -> list[str]:
-    """How the program for 256 H100s was made, and how much of it is attributed to layers."""
+    """The section on the program for 256 H100s: how it was compiled, and the share attributed to layers."""
     took, top = plan["compile"], plan["topology"]
     outside = measures.without_layer(plan)
     parts = text.listed(

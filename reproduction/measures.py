@@ -75,7 +75,7 @@ def forward_roofline(plan: Plan) -> float:
 
 
 def collective_counts(plan: Plan) -> dict[str, int]:
-    """How many collectives of each kind a step runs."""
+    """Number of collectives of each kind in a step."""
     counts: dict[str, int] = {}
     for row in plan["collectives"]:
         counts[row["kind"]] = counts.get(row["kind"], 0) + row["count"]
@@ -83,13 +83,13 @@ def collective_counts(plan: Plan) -> dict[str, int]:
 
 
 def exchanges(plan: Plan) -> int:
-    """How many all-to-alls the forward pass runs."""
+    """Number of all-to-alls in the forward pass."""
     rows = [r for r in plan["collectives"] if r["phase"] == "forward"]
     return sum(r["count"] for r in rows if r["kind"] == "all-to-all")
 
 
 def gathers_of_experts(plan: Plan) -> int:
-    """How many all-gathers a step runs for the experts."""
+    """Number of all-gathers in a step that serve the experts."""
     rows = [r for r in plan["collectives"] if r["part"] == "experts"]
     return sum(r["count"] for r in rows if r["kind"] == "all-gather")
 

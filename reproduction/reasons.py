@@ -1,4 +1,4 @@
-"""Why our figures and the paper's differ, and from which difference on the page says so."""
+"""Reasons why our figures and the paper's differ, and the difference from which the page states them."""
 
 # Ratios from which, and differences of shares (of 1) or exponents from which, a line is printed.
 RATIO = 1.25
@@ -70,7 +70,7 @@ CAPACITY = (
 
 
 def times_apart(ratio: float) -> float:
-    """How many times one of two is the other, at least 1."""
+    """The factor between two numbers whose ratio is `ratio`: the larger divided by the smaller, at least 1."""
     return max(ratio, 1 / ratio)
 
 

@@ -18,7 +18,7 @@ DENSE = "T96L"
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to plan: as planning.Request. A topology that is a generation or a card alone, e.g. 'v5p' or
+    """A plan to make: as planning.Request. A topology that is a generation or a card alone, e.g. 'v5p' or
     'h100', asks for the smallest machine of that kind that the model fits."""
 
     model: str
@@ -98,7 +98,7 @@ def _few_devices(devices: int, topology: str) -> Wanted:
 
 
 def _all() -> dict[str, Wanted]:
-    """Those of the large machines first."""
+    """All plans by name, those of the large machines first."""
     wanted = {}
     for experts in sorted(CORES, reverse=True):
         for layers in LAYERS:

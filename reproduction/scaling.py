@@ -225,7 +225,7 @@ def _exchanges(plan: Plan, moe_layers: int) -> str:
 
 
 def _capacity(ratio: float, few: int, many: int) -> list[str]:
-    """Why the experts' time grows with their number, if it does."""
+    """Explains why the experts' time grows with their number; empty if it does not."""
     if ratio <= reasons.RATIO:
         return []
     return [

@@ -45,7 +45,7 @@ _INCHES = 0.17
 
 @dataclass(frozen=True)
 class Cell:
-    """What a stage does in a column; `micro_batch` is None in the bubble.
+    """The work of one stage in one column; `micro_batch` is None in the bubble.
 
     Attributes:
         stage, column: its place in the picture.

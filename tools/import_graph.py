@@ -1,4 +1,4 @@
-"""Which Python file of this repository imports which, read from the sources without running them."""
+"""The graph of imports among this repository's Python files, read from the sources without running them."""
 
 import ast
 import functools

@@ -136,7 +136,7 @@ def check_topologies(names: Sequence[str]) -> Sequence[str]:
 
 
 def output_files(path: str, count: int) -> list[str]:
-    """Where the plans go: `path` or, for several variants, plan-1.json, plan-2.json, ... for plan.json."""
+    """The files for the plans: `path` or, for several variants, plan-1.json, plan-2.json, ... for plan.json."""
     if count == 1:
         return [path]
     file = Path(path)

@@ -133,7 +133,7 @@ def _answer(scorer: Any, lines: list[Line], args: Flags, losses: Losses) -> list
 
 
 def _warning(column: list[str], language_column: int | None) -> str | None:
-    """Why a line is not scored, '' for a blank line; None if it is."""
+    """The reason why a line is not scored, '' for a blank line; None if it is scored."""
     if len(column) < 2:
         return "is not scored: it has no TAB" if column[0].strip() else ""
     if language_column and not "".join(column[language_column - 1 : language_column]).strip():

@@ -1,4 +1,4 @@
-"""What every contender's process does beside its own step; free of any framework.
+"""The work of every contender's process beside its own step; free of any framework.
 
 Copies of the weights and inputs are the same for all contenders: drawn from one seed, by NumPy.
 

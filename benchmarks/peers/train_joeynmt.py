@@ -90,7 +90,7 @@ class Pairs(BaseDataset):
         return self.collate_fn([self[i] for i in indices], pad_index=1, eos_index=3)
 
     def make_iter(self, batch_size, seed=0, **_kwargs):
-        """What TrainManager takes its batches from."""
+        """The data loader from which TrainManager takes its batches."""
         return torch.utils.data.DataLoader(
             dataset=self,
             batch_sampler=Buckets(self, batch_size, seed),

@@ -18,7 +18,7 @@ _FIRST_ID = 3  # those before it are padding and marks
 
 
 def parts(task: Params, letter: str, mesh: Mesh) -> int:
-    """How many parts the mesh divides a letter's dimension into."""
+    """The number of parts into which the mesh divides a letter's dimension."""
     return parts_of(letter, mesh, (task.weight_split, task.activation_split))
 
 

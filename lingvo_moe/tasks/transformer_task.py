@@ -23,7 +23,7 @@ from lingvo_moe.core.suggest import nearest
 
 
 class TransformerTask(BaseTask):
-    """What the translation model and the language model share: sizes, layers, embeddings and the loss.
+    """Base of the translation model and the language model: sizes, layers, embeddings and the loss.
 
     A subclass creates the children `position` and `softmax`, its embeddings and its stacks, and says with `Forward` how
     they are run: `FProp` runs them in order, and a pipeline in stages.
@@ -89,7 +89,7 @@ class TransformerTask(BaseTask):
 
     @classmethod
     def LayersOfBlock(cls, task: HyperParams) -> int:
-        """How many different layers a block of a stack has."""
+        """Number of different layers in a block of a stack."""
         del task
         return 1
 

@@ -14,7 +14,7 @@ from lingvo_moe.tasks.image.model import ImageClassifier
 
 @dataclass(frozen=True)
 class Scores:
-    """What a checkpoint makes of held-out images.
+    """The scores of one checkpoint on held-out images.
 
     Attributes:
         step: of the checkpoint.

@@ -87,7 +87,7 @@ class Network(BaseLayer):
 
     @classmethod
     def _LayerPaths(cls, params: HyperParams) -> list[str]:
-        """Where theta and children have them."""
+        """Paths in theta and `children` of the layers, in the order of `_Layers`."""
         paths = []
         for name, stage in cls.Stages(params).items():
             count = len(flattened(stage))
@@ -96,7 +96,7 @@ class Network(BaseLayer):
         return [*paths, "average"]
 
     def VariableSpecs(self) -> NestedMap:
-        """Those of the stages, which a pipeline packs; see core/pipeline/packing.py."""
+        """Specs of the stages' variables, which a pipeline packs; see core/pipeline/packing.py."""
         if self._pipeline is None:
             return super().VariableSpecs()
         return self._pipeline.VariableSpecs()

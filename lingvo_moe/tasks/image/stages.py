@@ -225,7 +225,7 @@ class Sequential(Stage):
 
 
 def in_sequence(layers: Iterable[InstantiableParams], shape: Sequence[int]) -> NestedMap:
-    """What FPropMeta returns for layers one after another, the first of which reads an input of a shape."""
+    """FPropMeta's result for layers that run one after another; the first reads an input of `shape`."""
     flops = 0
     for layer in layers:
         meta = layer.cls.FPropMeta(layer, shape)

@@ -148,7 +148,7 @@ class LmModel(TransformerTask):
         return theta.embedding if self.p.tied_softmax else theta.softmax
 
     def Aux(self, batch: NestedMap) -> NestedMap:
-        """What the layers share (see layers/transformer.py)."""
+        """Masks and paddings, which all layers read (see layers/transformer.py)."""
         return NestedMap(
             self_mask=masks.causal_segment_mask(batch.segment_ids, batch.segment_pos),
             paddings=masks.paddings(batch.segment_ids),

@@ -14,8 +14,8 @@ from lingvo_moe.tasks.mt.input.pipeline import BatchIterator, MtInput
 class LmInput(MtInput):
     """The input of a language model: the target side of MtInput's data.
 
-    Texts are packed as pairs of the text with itself, of which a batch has the second one. Vocabularies are those of
-    the data, so that one data directory serves both tasks; that of the source is not used.
+    Each text is packed as a pair with itself, and the batch takes the second copy. The vocabularies are those of the
+    data, so that one data directory serves both tasks; that of the source is not used.
     """
 
     BATCH_SIZES: ClassVar[tuple[str, ...]] = ("batch_size", "target_length")

@@ -109,7 +109,7 @@ class MtModel(MtTask):
 
     @classmethod
     def Needs(cls, params: HyperParams, decoder: bool) -> tuple[str, ...]:
-        """What the router of one side needs to know of the tokens: see moe/routers/inputs.py."""
+        """Facts about the tokens that the router of one side reads: see moe/routers/inputs.py."""
         router = _router_of(params, decoder)[1]
         return router.cls.Needs(router) if params.num_experts else ()
 
@@ -211,7 +211,7 @@ class MtModel(MtTask):
         return NestedMap(x=x, memory=carry.memory), *self._Added(extras)
 
     def _Added(self, extras: NestedMap) -> tuple[tf.Tensor, NestedMap]:
-        """What the MoE layers of blocks add to the loss, and their extras [n,...]."""
+        """The auxiliary loss of the blocks' MoE layers, weighted, and their extras [n,...]."""
         if not self.p.num_experts:
             return tf.constant(0.0), NestedMap()
         moe = extras.layer_1
@@ -261,7 +261,7 @@ class MtModel(MtTask):
         return tf.where(batch.tgt.segment_ids > 0, -nll, 0.0)
 
     def _DecoderAux(self, batch: NestedMap, shares: NestedMap | None = None) -> NestedMap:
-        """What the decoder's layers share (see layers/transformer.py), without the memory."""
+        """Masks, paddings and context, which all decoder layers read (see layers/transformer.py); not the memory."""
         src, tgt = batch.src, batch.tgt
         return NestedMap(
             self_mask=masks.causal_segment_mask(tgt.segment_ids, tgt.segment_pos),
@@ -272,7 +272,7 @@ class MtModel(MtTask):
         )
 
     def _EncoderAux(self, src: NestedMap, shares: NestedMap | None = None) -> NestedMap:
-        """What the encoder's layers share."""
+        """Masks, paddings and context, which all encoder layers read."""
         return NestedMap(
             self_mask=masks.segment_mask(src.segment_ids, src.segment_ids),
             paddings=masks.paddings(src.segment_ids),

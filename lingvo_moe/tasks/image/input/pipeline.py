@@ -106,7 +106,7 @@ class ImageInput(BaseInput):
         different = sorted(set(began) ^ set(self._classes))
         raise ImageDataError(
             f"{self.p.name}: the run began with {len(began)} classes, the data has {len(self._classes)}; in one "
-            f"of the two only: {', '.join(different[:5])}; labels would mean other classes: give the first data"
+            f"of the two only: {', '.join(different[:5])}; labels would mean other classes: train on the original data"
         )
 
     def Artifacts(self) -> RunArtifacts:

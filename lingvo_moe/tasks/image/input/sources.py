@@ -1,4 +1,4 @@
-"""Where images come from: a folder of files, or scikit-learn's digits. A source reads an image by its number."""
+"""Sources of images: a folder of files, or scikit-learn's digits. A source reads an image by its number."""
 
 import abc
 import hashlib
@@ -183,7 +183,7 @@ def _by_class(directory: Path, began: Collection[str]) -> dict[str, list[Path]]:
 
 
 def _listed(directory: Path, hidden: Collection[str] = ()) -> list[Path]:
-    """What is in a directory, sorted, without names that begin with a dot except those in `hidden`.
+    """Lists a directory, sorted, without names that begin with a dot except those in `hidden`.
 
     Raises:
         ImageDataError: a name is not UTF-8, so that no run could list it.

@@ -22,7 +22,7 @@ from lingvo_moe.tasks.mt.input.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 
 
 class TranslationModel(Protocol):
-    """What a search asks of a model. `MtModel` says what each method takes and returns."""
+    """The methods of a model that a search calls. `MtModel` documents their arguments and results."""
 
     @property
     def p(self) -> Params:

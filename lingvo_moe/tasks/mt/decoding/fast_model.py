@@ -136,12 +136,12 @@ def _tensorflows_kernels() -> Iterator[None]:
 
 
 def _computes(layer: Any) -> str:
-    """What a layer says that it computes; '' for an object that is no layer of core."""
+    """The layer's COMPUTES, which names its computation; '' for an object that is no layer of core."""
     return layer.COMPUTES if isinstance(layer, BaseLayer) else ""
 
 
 def _form(layer: Any, kind: str) -> tuple[Any, _Pack]:
-    """What stands in the layer's place, and how its weights are packed; the layer itself where `_FORMS` has none."""
+    """The fast form of a layer, and a function that packs its weights; the layer itself where `_FORMS` has none."""
     make = _FORMS.get(_computes(layer))
     return make(layer, kind) if make else (layer, lambda theta: theta)
 

@@ -42,7 +42,7 @@ class ShortlistOptions:
 
 @dataclass(frozen=True)
 class Coverage:
-    """How much of the held-out references is in the shortlists.
+    """Counts of the held-out references' tokens that the shortlists contain.
 
     Attributes:
         lines: number of references.

@@ -44,7 +44,7 @@ _NOT_IN_A_LINE = "[\\x{00}-\\x{1f}\\x{7f}\\x{85}\\x{2028}\\x{2029}]+"
 
 @dataclass(frozen=True)
 class TranslateOptions:
-    """How to translate.
+    """Settings of a Translator: its search, its limits of length, and the way it runs.
 
     Attributes:
         beam_size: hypotheses of the beam; 1 is greedy search.
@@ -292,7 +292,7 @@ class Translator(tf.Module):
     def _texts(
         self, ids_RKT: tf.Tensor, lengths_RK: tf.Tensor, scores_RK: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """What a search found as strings [R,K], and the scores."""
+        """Detokenizes the translations of a search into strings [R,K]; returns them with their scores."""
         flat = tf.reshape(ids_RKT, [-1, tf.shape(ids_RKT)[2]])
         without_eos = tf.maximum(tf.reshape(lengths_RK, [-1]) - 1, 0)
         text = self._target.detokenize(tf.RaggedTensor.from_tensor(flat, without_eos))
@@ -417,7 +417,7 @@ class _Part:
 
     @classmethod
     def Empty(cls, top_k: int) -> "_Part":
-        """What stands for blank lines: one row that belongs to no line."""
+        """The result of blank lines: one empty row that belongs to no line."""
         return cls(tf.constant([-1]), tf.fill([1, top_k], ""), tf.zeros([1, top_k]))
 
     @staticmethod

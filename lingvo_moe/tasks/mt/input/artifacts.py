@@ -1,4 +1,4 @@
-"""What a run of translation keeps of its input: two vocabularies, and the languages by task id."""
+"""Artifacts of a translation run's input: two vocabularies, and the languages by task id."""
 
 from collections.abc import Mapping, Sequence
 

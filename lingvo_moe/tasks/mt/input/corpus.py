@@ -28,7 +28,7 @@ MAX_SOURCES_PER_ENGLISH = 2
 
 @dataclasses.dataclass(frozen=True)
 class CorpusOptions:
-    """What goes into a corpus.
+    """Selects the languages, the packages and the number of pairs of a corpus.
 
     Attributes:
         langs: languages to build; empty means every one with at least `min_pairs` pairs.

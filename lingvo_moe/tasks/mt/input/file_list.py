@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ListKind:
-    """How a kind of data directory is listed.
+    """The list of files that one kind of data directory has.
 
     Attributes:
         summary: the file that describes it; `"list"` there names the list.

@@ -91,7 +91,7 @@ class Lengths:
         }
 
     def Loss(self, source_length: int, target_length: int) -> "Loss":
-        """What rows of these lengths do not hold."""
+        """The pairs too long for rows of these lengths."""
         rows = source_length, target_length
         shares = {lang: _too_long(needed, rows) for lang, needed in self.of.items()}
         worst = max(shares, key=lambda lang: shares[lang])
@@ -122,14 +122,14 @@ class Lengths:
 
 
 def target_loss(lengths: Lengths, target_length: int) -> Loss:
-    """What rows do not hold that have the target sides alone."""
+    """The pairs whose target is too long for rows that hold the target side alone."""
     alone = {lang: needed * np.array([[0], [1]]) for lang, needed in lengths.of.items()}
     loss = Lengths(alone, lengths.pairs).Loss(1, target_length)
     return replace(loss, rows=loss.rows[1:], enough=loss.enough[1:], names=_NAMES[1:])
 
 
 def loss_of(lengths: Lengths, rows: tuple[int, ...]) -> Loss:
-    """What rows of these source and target lengths do not hold, or of a single length, that of the target."""
+    """The pairs too long for rows of a source and a target length; a single length is that of the target."""
     return lengths.Loss(*rows) if len(rows) == 2 else target_loss(lengths, *rows)
 
 

@@ -40,7 +40,7 @@ class Shape:
 
     @property
     def max_waiting(self) -> int:
-        """How many pairs wait for the next batch before this one is done: at most a row each."""
+        """Number of pairs that may wait for the next batch before this one is closed: at most one for each row."""
         return max(1, min(self.rows, MAX_WAITING)) if self.pack else 0
 
 

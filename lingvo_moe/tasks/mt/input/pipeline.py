@@ -198,7 +198,7 @@ class MtInput(BaseInput):
         return Shape(p.batch_size, p.source_length, p.target_length, p.pack, p.task_ids)
 
     def _LossOf(self, lengths: Lengths) -> Loss:
-        """What rows of this shape do not hold."""
+        """The pairs too long for rows of this input's shape."""
         return lengths.Loss(self.shape.source_length, self.shape.target_length)
 
     def OfSides(self, pair: tuple[_Text, _Text]) -> tuple[_Text, _Text]:
@@ -416,7 +416,7 @@ def _usable(cache_dir: Path) -> Path:
 
 
 def _define_rows(p: InstantiableParams) -> None:
-    """How pairs are drawn and laid into the rows of a batch."""
+    """Defines the parameters that draw pairs and put them into the rows of a batch."""
     p.Define(
         "source_length",
         64,

@@ -21,7 +21,7 @@ _LAYOUT = "expected files such as de.tsv.gz with lines of source<TAB>english"
 
 @dataclasses.dataclass
 class LineCounts:
-    """How many lines were read and how many were skipped, by reason."""
+    """Counts of the lines that were read, and of those that were skipped, by reason."""
 
     good: int = 0
     no_tab: int = 0

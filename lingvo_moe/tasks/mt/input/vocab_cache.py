@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class VocabOptions:
-    """What is trained.
+    """Settings of the two vocabularies that are trained.
 
     Attributes:
         source_size, target_size: numbers of ids.

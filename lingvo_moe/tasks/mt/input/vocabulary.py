@@ -80,7 +80,7 @@ class Vocabulary:
         return self._processor.Encode(list(texts), out_type=int, num_threads=1)
 
     def Pieces(self, ids: Sequence[int]) -> list[str]:
-        """How the vocabulary spells each id."""
+        """The piece of text that each id stands for."""
         return self._processor.IdToPiece(list(ids))
 
     def Decode(self, ids: Iterable[int]) -> str:

@@ -33,7 +33,7 @@ _LONGEST_PIECE = 64  # bytes of a SentencePiece: 16 characters of UTF-8
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """How to score.
+    """Settings of a scorer.
 
     Attributes:
         max_source_length, max_length: tokens of a source and of a target, EOS included; the rest is cut off.

@@ -1,4 +1,4 @@
-"""How sure a score is: confidence intervals from bootstrap resampling, and how many lines are enough."""
+"""Confidence intervals of scores from bootstrap resampling, and the number of lines that are enough."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -64,7 +64,7 @@ def with_margin(score: float, margin: float | None) -> str:
 
 
 def footnote() -> str:
-    """What the margins and the mark in a table of scores mean."""
+    """Explains the margins and the mark in a table of scores."""
     return (
         f"± is half of the 95 % confidence interval, from {RESAMPLES:,} bootstrap resamples of the lines. "
         f"{FEW} marks scores of fewer than {ENOUGH_LINES} lines, which say little; the mean of the group says more."

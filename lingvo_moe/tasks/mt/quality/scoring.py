@@ -54,7 +54,7 @@ class LanguageReport:
 
     @property
     def delta(self) -> dict[str, float] | None:
-        """How much better than the baseline, bleu and chrf."""
+        """The gain over the baseline in `bleu` and `chrf`; None without a baseline."""
         if self.baseline is None:
             return None
         return {

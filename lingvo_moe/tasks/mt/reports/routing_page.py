@@ -148,7 +148,7 @@ def plot_layer(layer: LayerRouting, report: RoutingReport) -> plt.Figure:
 
 
 def _parts(layer: LayerRouting) -> dict[str, np.ndarray]:
-    """What is drawn side by side: [U,E] by title."""
+    """The matrices [U,E] that are drawn side by side, by title."""
     if layer.first_UE is not None:
         return {"first choices": layer.first_UE, "all choices": layer.chosen_UE}
     if layer.probability_UE is not None:

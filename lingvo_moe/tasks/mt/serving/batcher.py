@@ -120,7 +120,7 @@ class Batcher:
                 await self._serve(batch)
 
     async def Call(self, work: Callable[[], Any]) -> Any:
-        """What `work()` gives in the translator's thread, after what runs there now."""
+        """Runs `work()` in the translator's thread after the work that runs there now, and returns its result."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def _quiet(self) -> None:

@@ -19,7 +19,7 @@ _ENTRY = np.dtype([("hash", "<u8"), ("place", "<u8")])
 
 
 def keep_first(hashes: Sequence[Path], directory: Path, at_once: int | None = None) -> np.ndarray:
-    """Which of N pairs are the first with their hash.
+    """Marks each of N pairs that is the first with its hash.
 
     Args:
         hashes: files of little-endian uint64, one after the other.

@@ -47,7 +47,7 @@ class Rules:
     target_lang: str = "en"
 
     def Reason(self, lang: str, source: str, target: str, one_text: bool = False) -> str:
-        """Why a pair of cleaned texts is dropped: a key of REASONS; '' for a good pair.
+        """The reason to drop a pair of cleaned texts: a key of REASONS; '' for a good pair.
 
         `one_text` says that both sides are the same text without a translation.
         """

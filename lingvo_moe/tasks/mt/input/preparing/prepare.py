@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class PrepareOptions:
-    """How data is prepared.
+    """Settings of tools.prepare: the sources it reads, and the vocabularies and shards it writes.
 
     Attributes:
         vocab: sizes of the vocabularies, the sample and its temperature, which is the table's T too.

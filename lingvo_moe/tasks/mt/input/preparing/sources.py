@@ -53,7 +53,7 @@ _FORMS = (
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """Where a line has its parts.
+    """The columns or JSON fields of a line that hold source, target and language.
 
     Attributes:
         columns: what the columns of TSVs are: source, target, lang, or _ for one that says nothing.

@@ -115,5 +115,5 @@ def records_stage(job: RecordsJob, report: Callable[[int], None]) -> str:
 
 
 def shards_of(directory: str) -> LanguageShards:
-    """What records_stage wrote into a directory."""
+    """Reads the summary that records_stage wrote into a directory."""
     return LanguageShards(**json.loads((Path(directory) / SUMMARY).read_text()))
