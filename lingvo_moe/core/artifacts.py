@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RunArtifacts:
-    """What an input gives to a run's directory and takes back from it.
+    """The files and facts that an input stores in a run's directory and later reads back.
 
     Attributes:
         files: contents by path in the directory, with slashes, e.g. 'vocab/source.model'.

@@ -148,7 +148,7 @@ class BaseInput(abc.ABC):
         return RunArtifacts()
 
     def Warnings(self) -> list[str]:
-        """What a user should know of the data before a run begins, one line each, with the remedy; after Prepare."""
+        """Returns warnings about the data before a run begins, one line each, with the remedy; after Prepare."""
         return []
 
     @abc.abstractmethod

@@ -332,7 +332,7 @@ class BaseTask(BaseLayer):
         return self.WithCopies(self.StateSpecs().Transform(lambda spec: spec.Init(seed)))
 
     def Warnings(self, max_steps: int) -> list[str]:
-        """What the user of a run of so many steps should know before it begins, with the parameters to change."""
+        """Returns warnings about parameters that do not suit a run of so many steps, and how to change them."""
         found = self.optimizer.learning_rate.Mismatch(max_steps)
         if found is None:
             return []
@@ -345,7 +345,7 @@ class BaseTask(BaseLayer):
 
     @scoped
     def WithCopies(self, state: NestedMap) -> NestedMap:
-        """The state before step 0 of a run that begins with its weights, `state.theta`: what copies them follows."""
+        """Returns the state before step 0, with its master weights and moving averages copied from `state.theta`."""
         specs = self._UpdatedSpecs()
         slots = self.optimizer.WithMasters(state.slots, state.theta, specs)
         new = NestedMap(state, slots=slots)

@@ -50,7 +50,7 @@ class Check:
         raise NotImplementedError(f"{type(self).__name__}.Allows")
 
     def Hint(self, value: Any) -> str:
-        """What to add to the message about a value that is not in the range."""
+        """A hint that is added to the message about a value outside the range; '' for none."""
         del value
         return ""
 

@@ -1,4 +1,4 @@
-"""How a command begins and ends as a process, and how it reports to its user."""
+"""Begins and ends the process of a command, and reports to its user."""
 
 import io
 import logging

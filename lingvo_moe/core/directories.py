@@ -1,4 +1,4 @@
-"""What a directory is, and so whether something may be written over it, into it or around it.
+"""Recognises the kind of a directory, and so whether something may be written over it, into it or around it.
 
 Every command asks here before it writes: a run is its trainer's, a manifest lists all files of an exported model, and
 data is known by the files that are there. Errors name the file by which a directory was recognised.
@@ -46,7 +46,7 @@ class Kind:
     beside: tuple[str, ...] = ()
 
     def FindMark(self, directory: str | os.PathLike) -> str:
-        """Why a directory is one of these, e.g. 'it holds corpus.json'; '' where it is none.
+        """The evidence that a directory is of this kind, e.g. 'it holds corpus.json'; '' where it is not.
 
         Raises:
             OSError: as find_held_lock.
@@ -115,7 +115,7 @@ _KINDS = (RUN, PREPARED, CORPUS, EXPORTED)
 
 @dataclass(frozen=True)
 class Found:
-    """What a directory is.
+    """The kind of a directory, and the reason for saying so.
 
     Attributes:
         kind: which kind of directory.
@@ -131,7 +131,7 @@ class Found:
 
 
 def recognise(directory: str | os.PathLike) -> Found | None:
-    """What a directory is; None for one of no kind, and for a path that is no directory.
+    """Recognises the kind of a directory; None for one of no kind, and for a path that is no directory.
 
     Raises:
         OSError: as Kind.FindMark.

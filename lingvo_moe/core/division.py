@@ -1,4 +1,4 @@
-"""How a batch is divided into micro-batches.
+"""Divides a batch into micro-batches.
 
 Letters: B batch, M micro-batches, D blocks of rows.
 """
@@ -40,7 +40,7 @@ def check_divides(num: int, sizes: Mapping[str, int], name: str) -> None:
 
 @dataclass(frozen=True)
 class Division:
-    """How a batch falls into micro-batches.
+    """The division of a batch into micro-batches.
 
     The rows are D equal blocks, and each block is M equal parts; micro-batch m has part m of every block. Where D is a
     multiple of the devices that shard the batch, no row changes its device. Where D divides the groups of a

@@ -47,12 +47,12 @@ class Evaluations:
 
     @property
     def without_best(self) -> int:
-        """How many evaluations have followed the best one."""
+        """The number of evaluations since the best one."""
         best = self.best
         return sum(best is None or e.step > best.step for e in self.done)
 
     def UpTo(self, step: int) -> "Evaluations":
-        """Those of the first `step` steps."""
+        """The evaluations of the first `step` steps."""
         return replace(self, done=tuple(e for e in self.done if e.step <= step))
 
     def With(self, step: int, loss: float) -> "Evaluations":
@@ -60,7 +60,7 @@ class Evaluations:
         return replace(self, done=(*self.UpTo(step - 1).done, Evaluation(step, loss)))
 
     def WhyStopped(self, evaluations: int) -> str:
-        """Why training ends where `evaluations` in a row may be without a new best; '' if it goes on.
+        """The reason that training ends where `evaluations` in a row may be without a new best; '' if it goes on.
 
         Args:
             evaluations: train.early_stopping_evals; 0 for any number.

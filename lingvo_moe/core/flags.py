@@ -274,7 +274,7 @@ class Flags(flags.FlagValues):
         flags.register_multi_flags_validator(both, check, flag_values=self)
 
     def _Lacks(self, name: str, value: Any, wanted: Any) -> str:
-        """Why a flag does not have what OnlyWith requires of it; '' if it does."""
+        """Says how a flag fails the requirement of OnlyWith; '' if it meets it."""
         given = value != self[name].default
         if isinstance(wanted, bool):
             if given is wanted:
@@ -392,7 +392,7 @@ class Flags(flags.FlagValues):
         flags.register_validator(name, validate, flag_values=self)
 
     def _Instead(self, flag: str) -> str:
-        """What to add to the error about a flag that does not exist."""
+        """A hint that is added to the error about a flag that does not exist."""
         known = self._Spellings(flag)
         if "model_params_override" in self.Names() and not nearest(flag, known):
             return (

@@ -1,4 +1,4 @@
-"""Forms: what a task says of a choice that its parameters leave open (lingvo_moe/recomputing.py makes it)."""
+"""Forms: two ways to build a task whose parameters leave the choice open (lingvo_moe/recomputing.py chooses)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -132,7 +132,7 @@ class Params:
         self._conditions.update(dict.fromkeys(names.split(), why_not))
 
     def WhyUnused(self, path: str) -> str:
-        """Why a parameter has no effect as the others are, as a phrase; '' if OnlyWith says nothing against it."""
+        """Says in a phrase why a parameter has no effect beside the others; '' if OnlyWith says nothing against it."""
         parts = path.split(".")
         for i, part in enumerate(parts):
             prefix = ".".join(parts[:i])
@@ -143,7 +143,7 @@ class Params:
         return ""
 
     def WhyDerived(self, path: str) -> str:
-        """Why a parameter cannot be set from here, as a phrase; '' for one that can."""
+        """Says in a phrase why a parameter cannot be set from here; '' for one that can."""
         sources = self._sources(path)
         if sources is None:
             return ""

@@ -13,7 +13,7 @@ _METHODS = ("constant", "uniform", "gaussian", "truncated_gaussian", "geo_mean_x
 
 @dataclass(frozen=True)
 class WeightInit:
-    """How a variable starts.
+    """The distribution of a variable's initial values.
 
     Attributes:
         method: one of constant, uniform (in [-scale, scale]), gaussian and truncated_gaussian

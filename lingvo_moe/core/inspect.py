@@ -1,4 +1,4 @@
-"""What a model is made of, counted from specs: nothing is allocated."""
+"""Lists and counts a model's variables from their specs: nothing is allocated."""
 
 import math
 from collections.abc import Iterable
@@ -71,7 +71,7 @@ def print_variables(
 
 
 def _of_hosts(specs: Iterable[VariableSpec], mesh: Mesh) -> str:
-    """How many bytes of a device's variables are in its host's memory; '' for none."""
+    """Says how many bytes of a device's variables are in its host's memory; '' for none."""
     held = sum(bytes_per_device(spec, mesh) for spec in specs if spec.memory == HOST)
     return f", {units.size(held, 1)} of them in the memory of its host" if held else ""
 

@@ -182,7 +182,7 @@ def _files(directory: Path) -> set[str]:
 
 
 def _cannot_be_listed(path: Path) -> str:
-    """Why not; '' for a file and for a directory."""
+    """Says why a manifest cannot list a path; '' for a file and for a directory."""
     if path.is_symlink() and path.is_dir():
         return "is a symbolic link to a directory; put the directory itself there"
     if path.is_symlink() and not path.exists():

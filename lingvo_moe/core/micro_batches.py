@@ -92,7 +92,7 @@ def accumulating_step(
 
 
 def _terms(task: BaseTask, i: tf.Tensor, batch: NestedMap, shared: NestedMap) -> NestedMap:
-    """What micro-batch i adds to loss, metrics, updates and gradients (a list of the trainable variables').
+    """The terms that micro-batch i adds to loss, metrics, updates and gradients (a list of the trainable variables').
 
     Args:
         task: with the sizes of a micro-batch.

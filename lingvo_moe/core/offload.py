@@ -97,7 +97,7 @@ def check_offload(
 
 
 def _why_no_weights(item: str, theta: Sequence[VariableSpec]) -> str:
-    """Why a pattern moves no weights; '' if it does."""
+    """Says why a pattern moves no weights; '' if it does."""
     matched = [spec for spec in theta if of_weight(item, spec.path)]
     if any(spec.memory == HOST for spec in matched):
         return ""

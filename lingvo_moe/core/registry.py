@@ -329,7 +329,7 @@ def _of_module(name: str) -> type[Experiment]:
 
 
 def _missing(module: str) -> str:
-    """Why an experiment's module is not found."""
+    """Says why an experiment's module is not found."""
     package = sys.modules.get(module.rpartition(".")[0])
     if package:
         return (

@@ -239,7 +239,7 @@ class RunDir:
 
     @property
     def experiment(self) -> Experiment:
-        """What `experiment.json` says. Checks all files of the description.
+        """The content of `experiment.json`. Checks all files of the description.
 
         Raises:
             RunDirError: no run, or a damaged description.
@@ -256,7 +256,7 @@ class RunDir:
 
     @property
     def artifacts(self) -> RunArtifacts:
-        """What the input keeps here.
+        """The files and facts that the input keeps here.
 
         Raises:
             RunDirError: no run, or a damaged one.

@@ -25,7 +25,7 @@ from lingvo_moe.core.files import naming
 
 
 class Holder(NamedTuple):
-    """What holds a lock.
+    """The kind of command that holds a lock.
 
     Attributes:
         name: what errors call it.

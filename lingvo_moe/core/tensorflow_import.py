@@ -1,4 +1,4 @@
-"""How a command imports TensorFlow: silently, and in half the time."""
+"""Imports TensorFlow for a command: silently, and in half the time."""
 
 import gc
 import os

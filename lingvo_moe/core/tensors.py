@@ -133,7 +133,7 @@ class Collected:
 
 @dataclass(frozen=True)
 class _Loop:
-    """What marks do inside a loop: they collect, or they take the next of the stored values."""
+    """The task of marks inside a loop: to collect values, or to take the next of the stored ones."""
 
     names: Collection[str]
     collected: Collected | None = None

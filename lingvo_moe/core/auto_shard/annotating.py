@@ -30,7 +30,7 @@ def annotated(call: Callable[[], Any], strategy: Strategy, name: str) -> Any:
 
 
 class _Annotating(Rewriting):
-    """What each operation reads."""
+    """Annotates the tensors that each operation reads, as a strategy says."""
 
     def __init__(self, strategy: Strategy, name: str):
         super().__init__(self._Inputs)
@@ -97,5 +97,5 @@ class _Annotating(Rewriting):
 
 
 def _tapes(x: Any) -> int:
-    """How many tapes watch a tensor: 0, 1 or more."""
+    """Says whether 0, 1 or more tapes watch a tensor."""
     return pywrap_tfe.TFE_Py_TapeSetPossibleGradientTypes([x])

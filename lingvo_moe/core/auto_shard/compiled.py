@@ -1,4 +1,4 @@
-"""What a compiled program costs on the machine of a search, to check the search's own costs."""
+"""Reads the cost of a compiled program on the machine of a search, to check the search's own costs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

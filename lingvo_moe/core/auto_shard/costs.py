@@ -1,4 +1,4 @@
-"""What the choices of operators cost: seconds of a device, and bytes in its memory.
+"""The costs of the operators' choices: seconds of a device, and bytes in its memory.
 
 An operator's own cost is its products, its memory traffic, the sums over devices of letters that it reduces, and, where
 gradients are wanted, the same of its gradients: each product has one for each operand, and the gradient of a tensor is
@@ -152,7 +152,7 @@ class Costs:
         return self._known_choices[key]
 
     def _Annotated(self, operator: Operator) -> list[tuple[Letters, Layout]]:
-        """What annotations say of the operands of a product; empty unless all of them are annotated."""
+        """The annotated layout of each operand of a product; empty unless all of them are annotated."""
         found = []
         for member in operator.members:
             for _, value, used in member.uses if member.flops else ():
@@ -166,7 +166,7 @@ class Costs:
         return found
 
     def _AsAnnotated(self, operator: Operator, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
-        """Those in which a product reads its operands as they are annotated; all if there is none."""
+        """Keeps the choices that read a product's operands in their annotated layouts; all choices if none does."""
         wanted = self._Annotated(operator)
         kept = tuple(
             choice

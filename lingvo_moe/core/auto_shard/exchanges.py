@@ -1,4 +1,4 @@
-"""How many bytes the partitioner moves between two shardings of a tensor, and how long that takes.
+"""The bytes that the partitioner moves between two shardings of a tensor, and the seconds that it takes.
 
 `plan_redistribution` finds the best steps of one tensor; a search compares many thousands. Here each mesh axis is
 looked at once: it stays, it moves from one dimension to another (all-to-all), it goes (all-gather), or it comes (a
@@ -96,7 +96,7 @@ def gradient_exchanges(
 
 
 def seconds(on: MeshMachine, steps: tuple[Exchange, ...], num_bytes: int) -> float:
-    """How long they take for a tensor of `num_bytes` in all."""
+    """The seconds that `steps` take for a tensor of `num_bytes` in all."""
     return sum(on.Seconds(step.kind, step.share * num_bytes, step.axes) for step in steps)
 
 

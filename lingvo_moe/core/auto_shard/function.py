@@ -123,7 +123,7 @@ class AutoSharded(ShardedFunction):
         return self._Find(self._Bind(args, kwargs))[0]
 
     def NumPrograms(self) -> int:
-        """How many signatures are kept."""
+        """The number of signatures that are kept."""
         return len(self._found)
 
     def _Bound(self, arguments: dict[str, Any]) -> Any:

@@ -59,7 +59,7 @@ class MeshMachine:
         return max(flops / self.flops, num_bytes / self.memory_bandwidth)
 
     def Seconds(self, kind: str, num_bytes: float, axes: tuple[str, ...]) -> float:
-        """How long a collective along mesh axes takes: see seconds_along."""
+        """The seconds that a collective along mesh axes takes: see seconds_along."""
         return seconds_along(kind, num_bytes, axes, self.mesh, self.machine)
 
     def SecondsAmong(self, kind: str, num_bytes: int, count: int) -> float:

@@ -1,4 +1,4 @@
-"""What an operation does to the dimensions of its tensors, in letters.
+"""The rules by which operations map the dimensions of their operands to those of their results, in letters.
 
 An operation runs over an iteration space whose dimensions have letters, as an einsum's do. Each dimension of an
 operand or a result is one letter, or None where it cannot be sharded. A letter that the results lack is summed (or

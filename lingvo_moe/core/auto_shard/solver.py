@@ -64,7 +64,7 @@ def solve(
 
 
 def cost(choices: Sequence[Choices], edges: Sequence[Edge], chosen: Sequence[int]) -> Solution:
-    """What given choices cost."""
+    """Adds up the seconds and bytes of given choices."""
     seconds = sum(float(c.seconds[k]) for c, k in zip(choices, chosen))
     for edge in edges:
         (a, b), (rows, columns) = edge.ends, edge.classes
@@ -223,7 +223,7 @@ def _limit_memory(
     limit: float,
     rows: _Rows,
 ) -> None:
-    """What is kept, and what any one operator has at work beside, fit together."""
+    """Requires that the kept tensors and the working memory of any one operator fit into the limit together."""
     kept = [
         (start + i, c.kept[k] / limit)
         for c, left, start in zip(choices, alive, first)

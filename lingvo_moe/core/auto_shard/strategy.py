@@ -1,4 +1,4 @@
-"""What a search found: the sharding of arguments, results and the tensors between operators, as text.
+"""The result of a search, as text: the sharding of arguments, results and the tensors between operators.
 
 A strategy is bound to the operations of the function that it was found for, by their numbers and types. Read for
 another function, or for the same function of other shapes, it is refused.

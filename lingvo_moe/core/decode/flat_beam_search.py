@@ -38,7 +38,7 @@ StepFn = Callable[[tf.Tensor, Any, tf.Tensor, tf.Tensor], tuple[tf.Tensor, Any]]
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """How to search.
+    """The options of a beam search.
 
     Attributes:
         beam_size: J, live hypotheses a row; 1 is greedy search.

@@ -1,4 +1,4 @@
-"""What the options of a search may be, for the search and for the command lines that set them.
+"""The values that the options of a search may have, for the search and for the command lines that set them.
 
 Free of TensorFlow, so that a command refuses a flag before it loads anything.
 """

@@ -37,7 +37,7 @@ class Compiler(abc.ABC):
         """The versions of the packages that hold the compiler. Raises EngineError without them."""
 
     def Mark(self, topology: str) -> str:
-        """What identifies the description of a machine besides its name; '' where the compiler has its own."""
+        """A text that identifies the description of a machine besides its name; '' where the compiler has its own."""
         del topology
         return ""
 

@@ -39,7 +39,7 @@ class GpuCompiler(Compiler):
         return {cuda_plugin.PACKAGE: cuda_plugin.version()}
 
     def Options(self) -> dict[str, bool]:
-        """Those that the trainer gives its programs on GPUs."""
+        """The compiler options that the trainer gives its programs on GPUs."""
         return gpu_settings.compiler_options()
 
     def Mark(self, topology: str) -> str:

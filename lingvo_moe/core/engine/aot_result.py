@@ -1,4 +1,4 @@
-"""What compiling ahead of time gives: the compiler's results for a program, or why it does not fit."""
+"""The result of compiling ahead of time: the compiler's results for a program, or why it does not fit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -95,7 +95,7 @@ def enable_compilation_cache(directory: str | os.PathLike | None = None) -> str:
 
 @dataclass
 class CacheUse:
-    """How the compiles inside a `keeping_if` use JAX's cache.
+    """The use of JAX's cache by the compiles inside a `keeping_if`.
 
     Attributes:
         may_keep: whether the cache may keep the program that was just compiled.

@@ -115,7 +115,7 @@ class ShardedFunction:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The results as eager tensors.
+        """Returns the results as eager tensors.
 
         Raises:
             ShardingError: a sharding that does not fit its argument, naming it; no mesh; a program that
@@ -144,11 +144,11 @@ class ShardedFunction:
         return self._Bound(self._Arguments(args, kwargs)).operation.Gradient().compiled
 
     def NumPrograms(self) -> int:
-        """How many signatures are kept."""
+        """The number of signatures that are kept."""
         return len(self._programs)
 
     def Key(self, arguments: Mapping[str, Any], mesh: Mesh) -> tuple[Any, ...]:
-        """What tells one signature of arguments from another."""
+        """A key that is the same for two calls exactly if their arguments have the same signature."""
         kinds = (_kind(path, leaf) for path, leaf in _items(arguments))
         return (mesh, *kinds, _types(arguments))
 

@@ -58,11 +58,11 @@ class Operation:
         self._splits = choose_splits([r for r in self.results if r is not None])
 
     def __call__(self, *tensors: tf.Tensor, placed: Sequence[Any] = ()) -> list[tf.Tensor | None]:
-        """The results as eager tensors.
+        """Returns the results as eager tensors.
 
         Args:
             tensors: eager, as `args` says.
-            placed: the first of them once more, as they lie on the devices already.
+            placed: the first of these tensors, where the devices hold them already.
         """
         if not any(self.results):
             return self.results

@@ -1,4 +1,4 @@
-"""What NVIDIA GPUs need beside the program: XLA's options, and the memory that JAX takes. docs/gpus.md explains both.
+"""The settings for NVIDIA GPUs: XLA's options, and the memory that JAX takes. docs/gpus.md explains both.
 
 Whatever the user has set already, in XLA_FLAGS or in JAX's own variables, wins.
 

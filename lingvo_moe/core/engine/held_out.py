@@ -78,7 +78,7 @@ class HeldOutWatch:
         self._summaries.__exit__(error, *rest)
 
     def Begin(self, first: int | None) -> None:
-        """Takes over what the run's evaluations were up to the step that it goes on from; None begins a run."""
+        """Restores the run's evaluations up to step `first`, from which it resumes; None begins a run."""
         before, self._first, self._done_at = self._before, first, time.monotonic()
         if first is None or before is None:
             return

@@ -1,4 +1,4 @@
-"""How a run begins with the weights of another.
+"""Begins a run with the weights of another.
 
 It takes over all weights, and of each table with named rows the rows that both have.
 
@@ -32,7 +32,7 @@ class InitFromError(ValueError):
 
 @dataclass(frozen=True)
 class Beginning:
-    """How a run begins from another.
+    """The weights that a run takes over from another, and a record of that.
 
     Attributes:
         weights: what to load.
@@ -85,7 +85,7 @@ def begin_from(
     artifacts: RunArtifacts,
     trust_run: bool = False,
 ) -> Beginning:
-    """How a run begins from a checkpoint of another.
+    """Reads the weights with which a run begins from a checkpoint of another.
 
     Args:
         logdir: the other run's.

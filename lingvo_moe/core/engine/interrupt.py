@@ -1,4 +1,4 @@
-"""What asks a run to stop at the next step, so that work is saved: Ctrl-C, SIGTERM, a limit of the time."""
+"""Asks a run to stop at the next step, so that work is saved: on Ctrl-C, SIGTERM, or at a limit of the time."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""How fast this machine multiplies matrices: the peak that a CPU's utilisation is measured against."""
+"""Measures how fast this machine multiplies matrices: the peak that a CPU's utilisation is measured against."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Where a checkpoint has the values of a state whose number formats are others, since `task.dtype` has changed.
+"""Finds the values of a state in a checkpoint with other number formats, after `task.dtype` has changed.
 
 A weight in bfloat16 has its float32 value in the slot `master` (optimizers/base.py). A float32 weight is restored from
 it, and both from a float32 weight.

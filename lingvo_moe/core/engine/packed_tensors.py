@@ -1,4 +1,4 @@
-"""Where a checkpoint has the variables that a run packs, e.g. those of a pipeline's stages (VariableSpec.packs).
+"""Finds in a checkpoint the variables that a run packs, e.g. those of a pipeline's stages (VariableSpec.packs).
 
 A checkpoint shows the variables as they are without packing, by the same names whatever the packing was. Its files have
 the packed tensors [K, P] as the run had them, so that each device writes what it holds. Letters: K rows, P elements.
@@ -17,7 +17,7 @@ from lingvo_moe.core.nested_map import flatten_items
 
 @dataclass(frozen=True)
 class Packing:
-    """How a tree of tensors packs variables.
+    """The variables in each packed tensor of a tree.
 
     Attributes:
         unpacked: the tree without packing; its leaves have shape and dtype.
@@ -83,7 +83,7 @@ class Packing:
 
 
 class Stored:
-    """Which tensors of a checkpoint have its variables.
+    """Finds the place of each variable in the tensors of a checkpoint.
 
     Args:
         about: the checkpoint's JSON. `variables` has name, shape and dtype of each; `packed`, which it may lack, the

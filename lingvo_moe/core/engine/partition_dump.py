@@ -1,4 +1,4 @@
-"""What XLA writes down of a compile: the module before and after its SPMD partitioner."""
+"""Reads the files that XLA writes in a compile: the module before and after its SPMD partitioner."""
 
 from dataclasses import dataclass
 from pathlib import Path

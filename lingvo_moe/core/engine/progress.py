@@ -29,7 +29,7 @@ class Work(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """How fast steps were done.
+    """The speed of the steps that were done.
 
     Attributes:
         units: units a second.

@@ -21,7 +21,7 @@ def read_newest(
     read: Callable[[Checkpointer, int], _T],
     step: int | None = None,
 ) -> _T:
-    """What `read` makes of a checkpoint, also while a trainer deletes old ones.
+    """Returns the result of `read` for a checkpoint, also while a trainer deletes old ones.
 
     Args:
         directory: of the checkpoints.

@@ -62,7 +62,7 @@ class SkippedSteps:
         return bool(self._most) and self.in_row >= self._most
 
     def Why(self) -> str:
-        """Why training ends, and what to do."""
+        """Says why training ends, and what to do."""
         first, last = self.updated + 1, self.updated + self.in_row
         run = os.path.dirname(self._checkpointer.directory)
         good = [step for step in self._checkpointer.Steps() if step < self.updated]

@@ -181,7 +181,7 @@ def _flatten(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 def _layer_names(
     name: str, value: np.ndarray, layers: Mapping[str, Sequence[str]]
 ) -> Sequence[str]:
-    """What the rows of an [L,...] metric are called."""
+    """The names of the rows of an [L,...] metric."""
     for prefix, names in layers.items():
         if name.startswith(f"{prefix}/"):
             return names

@@ -169,7 +169,7 @@ class TrainLoop:
             yield waiting
 
     def _why_done(self, step: int) -> str:
-        """Why there is nothing left to train after a step; '' if there is."""
+        """The reason that training is over after a step; '' if it goes on."""
         if self._watch and self._watch.why_stopped:
             return self._watch.why_stopped
         most = self._train.max_steps

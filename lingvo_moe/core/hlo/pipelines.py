@@ -30,7 +30,7 @@ _AROUND = re.compile(r"^(?:.*/body/)?(?:(?:closed_call|gradient_tape|optimizer)/
 
 
 class Work(NamedTuple):
-    """What a tick does for one stack of layers: one of KINDS. The stack may have no name."""
+    """The work of a tick for one stack of layers: one of KINDS. The stack may have no name."""
 
     stack: str
     kind: str
@@ -49,7 +49,7 @@ class PipelineLoop(NamedTuple):
 
     @property
     def works(self) -> tuple[Work, ...]:
-        """What a tick does."""
+        """The work of a tick, one for each stack of layers and kind."""
         if self.phase in _PHASES:
             return tuple(Work("", kind) for kind in _PHASES[self.phase])
         return tuple(map(_work, self.phase.split("__")))

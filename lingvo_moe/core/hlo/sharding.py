@@ -62,14 +62,14 @@ class TensorSharding:
 
     @property
     def copies(self) -> int:
-        """How many devices hold each part."""
+        """The number of devices that hold each part."""
         if self.kind == "tiled":
             return math.prod(count for what, count in self.subgroups if what == REPLICATED)
         return len(self.devices) if self.kind == REPLICATED else 1
 
     @property
     def manual(self) -> int:
-        """How many devices share a part in a way that the program itself decides; 1 if none."""
+        """The number of devices that share a part in a way that the program itself decides; 1 if none."""
         return math.prod(count for what, count in self.subgroups if what == MANUAL)
 
     @property

@@ -103,7 +103,7 @@ class Kernels(Protocol):
         label_smoothing: float,
         shard: Shard,
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """What training needs of the logits of x [B,T,M].
+        """Computes the losses of the logits of x [B,T,M].
 
         Args:
             x, table_VM, shard: as for `logits`.
@@ -161,7 +161,7 @@ _current: contextvars.ContextVar[Kernels] = contextvars.ContextVar("kernels", de
 
 @contextlib.contextmanager
 def using(kernels: Kernels) -> Iterator[None]:
-    """What is traced inside calls these kernels. Engines enter it."""
+    """Code that is traced inside calls these kernels. Engines enter it."""
     token = _current.set(kernels)
     try:
         yield

@@ -251,7 +251,7 @@ def cross_entropy(logits: tf.Tensor, labels: tf.Tensor, label_smoothing: float) 
 
 
 class Delta(Protocol):
-    """What an update subtracts from one weight.
+    """The value that an update subtracts from one weight.
 
     Attributes:
         grad_square: the sum of the squares of the gradient, where the update computed it anyway; else None.

@@ -64,5 +64,5 @@ class Dropout(BaseLayer):
 
 
 def elementwise_meta(flops_per_element: int, shape: Sequence[int]) -> NestedMap:
-    """What FPropMeta returns for a layer whose output has its input's shape."""
+    """The result of FPropMeta for a layer whose output has its input's shape."""
     return NestedMap(flops=math.prod(shape) * flops_per_element, out_shapes=(tuple(shape),))

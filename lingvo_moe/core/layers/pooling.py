@@ -63,7 +63,7 @@ class Pool2D(BaseLayer):
         return pooled
 
     def _Padding(self, size: int) -> tuple[int, int]:
-        """How many elements of padding lie before and after `size` elements."""
+        """The number of elements of padding before and after `size` elements."""
         p = self.p
         count = num_windows(size, p.window, p.stride, p.padding)
         missing = max((count - 1) * p.stride + p.window - size, 0)

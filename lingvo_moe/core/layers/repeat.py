@@ -213,9 +213,9 @@ class Repeat(BaseLayer):
 
 @dataclass(frozen=True)
 class _Loop:
-    """What is repeated: the body; `shard_carry(x, prefix letters)`, which annotates a carry or a stack of them; the
-    names of the activations that are kept; of each weight whether it is in the memory of the host; and whether what the
-    forward pass stores for the backward pass is."""
+    """A body to repeat: with `shard_carry(x, prefix letters)`, which annotates a carry or a stack of them; the names of
+    the activations that are kept; for each weight, whether it is in the host's memory; and whether the activations
+    that the forward pass stores for the backward pass are there too."""
 
     body: Body
     shard_carry: Callable[..., tf.Tensor]

@@ -227,7 +227,7 @@ class DroplessDispatcher(Dispatcher):
         return min(most, max(1, math.ceil(factor * tokens * ranks / layout.parts - 1e-9)))
 
     def _LayoutOf(self, routing: Routing) -> "_Layout":
-        """How tokens and experts are sharded. Raises ShardingError where this dispatcher cannot."""
+        """The sharding of tokens and experts. Raises ShardingError where this dispatcher cannot follow it."""
         mesh = mesh_of(self.path, None)
         group, model = self.GroupAxes()
         experts = dims_mapping("E", self.p.activation_split or {})[0]
@@ -264,7 +264,7 @@ class DroplessDispatcher(Dispatcher):
 
 @dataclass(frozen=True)
 class _Layout:
-    """How tokens and experts are sharded over the mesh.
+    """The mesh axes over which tokens and experts are sharded.
 
     Attributes:
         devices: the axes of the tokens.

@@ -34,7 +34,7 @@ class MaskedDispatcher(Dispatcher):
 
     @classmethod
     def Flops(cls, G: int, S: int, E: int, C: int, M: int) -> int:
-        """Those of one of the two einsums."""
+        """The FLOPs of one of the two einsums."""
         return 2 * G * S * E * M
 
     @classmethod

@@ -19,7 +19,7 @@ _MOST_UNROLLED = 4  # choices of a token that are gathered one after another
 
 @dataclass(frozen=True)
 class Places:
-    """Which choice has which slot, both ways, on one device.
+    """The slot of each choice, and the choice in each slot, on one device.
 
     Attributes:
         slot_gSk: int32 in 0..X-1, the slot of each choice, or -1.

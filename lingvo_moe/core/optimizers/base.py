@@ -290,7 +290,7 @@ class BaseOptimizer:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """What the updates of all variables of a step have in common, scalars.
+    """The scalars that the updates of all variables share in a step.
 
     Attributes:
         rate: the learning rate.

@@ -42,7 +42,7 @@ class Schedule:
         raise NotImplementedError(f"{type(self).__name__}.Value")
 
     def Mismatch(self, max_steps: int) -> Mismatch | None:
-        """What is wrong with this schedule for a run of so many steps; None where nothing is."""
+        """Finds the value of this schedule that does not suit a run of so many steps; None where all do."""
         del max_steps
         return None
 

@@ -80,7 +80,7 @@ class Dot:
 
     @property
     def free(self) -> tuple[_Kept, _Kept]:
-        """Those of `kept` that are no batch dimensions."""
+        """The dimensions of `kept` without the batch dimensions."""
         batch = len(self.dims("lhs_batch_dims"))
         left, right = self.kept
         return (left[0][batch:], left[1][batch:]), (right[0][batch:], right[1][batch:])

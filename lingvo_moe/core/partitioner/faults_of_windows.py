@@ -89,7 +89,7 @@ class Convolution:
 
     @property
     def copies(self) -> int:
-        """How many devices hold each part of the reference operand, whose sharding XLA imposes on the other."""
+        """The number of devices with each part of the reference operand, whose sharding XLA imposes on the other."""
         return self._cut.copies
 
     def AddsUpCopies(self) -> bool:

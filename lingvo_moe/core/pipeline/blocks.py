@@ -1,4 +1,4 @@
-"""How the blocks of a stack are divided into the parts that the stages of a pipeline work on.
+"""Divides the blocks of a stack into the parts that the stages of a pipeline work on.
 
 Letters: L blocks, K stages, V repeats, P = K V parts, n blocks of the largest part.
 """
@@ -45,7 +45,7 @@ class Blocks:
 
     @property
     def num_largest(self) -> int:
-        """How many parts, the first ones, have n blocks, where `ends` is ()."""
+        """The number of parts, the first ones, that have n blocks, where `ends` is ()."""
         return self.num % self.parts or self.parts
 
     @property
@@ -72,7 +72,7 @@ def padding(stacks: Sequence[Blocks]) -> float:
 def describe_padding(
     stacks: Sequence[tuple[str, int]], stages: int, repeats: int, ends: tuple[int, ...] = ()
 ) -> str:
-    """What is padding, e.g. '2 stages of 5 blocks have the 9 blocks of the encoder: 10% of their work is padding'.
+    """Says what is padding, e.g. '2 stages of 5 blocks have the 9 blocks of the encoder: 10% of their work is padding'.
 
     Args:
         stacks: the name of each stack and its number of blocks.

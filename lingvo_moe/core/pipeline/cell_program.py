@@ -1,4 +1,4 @@
-"""What one cell of a pipeline computes on packed tensors: forward, and the gradient of a recomputed forward."""
+"""Runs one cell of a pipeline on packed tensors: forward, and the gradient of a recomputed forward."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence

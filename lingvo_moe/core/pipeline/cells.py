@@ -42,7 +42,7 @@ class HasExtras(Protocol):
 def fprop_with_extras(
     layer: BaseLayer, theta: NestedMap, args: Args, seed: tf.Tensor | None
 ) -> tuple[Args, NestedMap]:
-    """What HasExtras.FPropWithExtras returns, for any layer."""
+    """Runs FPropWithExtras of a layer that has it; any other layer's FProp, with no extras."""
     if isinstance(layer, HasExtras):
         return layer.FPropWithExtras(theta, args, seed)
     return as_tuple(layer.FProp(theta, *args)), NestedMap()

@@ -117,7 +117,7 @@ class GPipe:
             return outs, self._Extras(programs, means, stages)
 
     def _Stages(self) -> Stages:
-        """How the stages run on the mesh in force. Raises ShardingError as Run."""
+        """Assigns the stages to the mesh in force. Raises ShardingError as Run."""
         mesh, count, axes = current_mesh(), len(self.cells), axes_of(self._stage_axis)
         if mesh is None or mesh.size == 1:
             return Stages(count)

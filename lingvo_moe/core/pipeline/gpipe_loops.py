@@ -218,7 +218,7 @@ class Loops:
         return found
 
     def _OfStage(self, k: int, stack: tf.Tensor) -> tf.Tensor:
-        """What stage k has of a stack [.., K, D, A]: [.., D, A]. Others may hold anything."""
+        """Takes stage k's part [.., D, A] of a stack [.., K, D, A]. Other stages' parts may hold anything."""
         is_own = tf.reshape(tf.equal(tf.range(self._stages.count), k), [1, -1, 1, 1])
         own = tf.where(is_own, stack, tf.zeros([], stack.dtype))
         total = tf.reduce_any(own, 1) if stack.dtype == tf.bool else tf.reduce_sum(own, 1)
@@ -288,7 +288,7 @@ class Loops:
 
 
 def _filled(scalar: tf.Tensor, dtype: str, shape: Sequence[int]) -> tf.Tensor:
-    """What unused parts hold; `scalar` is a zero that is no constant."""
+    """A tensor for unused parts; `scalar` is a zero that is no constant."""
     value = tf.cast(scalar, tf.as_dtype(dtype))
     if value.dtype.is_floating:
         value += tf.cast(_UNUSED, value.dtype)

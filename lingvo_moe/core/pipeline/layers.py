@@ -114,7 +114,7 @@ class PipeliningLayer(SeqLayer):
         return run
 
     def VariableSpecs(self) -> NestedMap:
-        """Those of the layers before and after, and the packed ones of the cells."""
+        """The specs of the layers before and after, and the packed specs of the cells."""
         specs = super().VariableSpecs()
         for cell in self.p.cell_tpl:
             del specs[cell.name]

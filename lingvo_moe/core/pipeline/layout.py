@@ -1,4 +1,4 @@
-"""How a pipeline's tensors are sharded: the dimension of stages along the axis `stage`, the others as without it.
+"""The sharding of a pipeline's tensors: the dimension of stages along the axis `stage`, the others as without it.
 
 Letters: K stages, V repeats, P = K V parts of a stack, n blocks of the largest part, L blocks in all, R ticks for which
 something is kept, D micro-batches at the same time, one for each device along axis `data`, M such sets of them.

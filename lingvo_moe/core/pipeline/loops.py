@@ -23,7 +23,7 @@ from lingvo_moe.core.tensors import runtime_zeros, sum_type, term_if
 
 @dataclass(frozen=True)
 class Unit:
-    """What the stages work on in a tick, int32 or bool [K] each.
+    """The micro-batches and chunks that the stages work on in a tick, int32 or bool [K] each.
 
     Attributes:
         number: of the set of micro-batches, in 0..M-1.
@@ -196,7 +196,7 @@ class Loops:
     # --- helpers
 
     def _Unit(self, work: Work, tick: tf.Tensor, stage: int | None = None) -> Unit:
-        """What all stages work on, or one."""
+        """The unit of work of all stages in a tick, or of one stage."""
         stages = self._stages if stage is None else tf.constant(stage)
         late = {
             Order.FROM_FIRST: stages,

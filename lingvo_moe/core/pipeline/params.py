@@ -84,7 +84,7 @@ def with_stage_axes(task: InstantiableParams, **sizes: Sequence[int]) -> Instant
 
 @dataclass(frozen=True)
 class Settings:
-    """What the Params of a task ask of its pipeline.
+    """The settings of a pipeline, as the Params of a task have them.
 
     Attributes:
         stages: K.
@@ -110,7 +110,7 @@ class Settings:
 
 
 def settings_of(task: Params) -> Settings | None:
-    """What Params of a task ask of its pipeline; None if they ask for none."""
+    """Reads the settings of a pipeline from Params of a task; None if they ask for none."""
     if "pipeline" not in task or task.pipeline.stages == 1:
         return None
     p = task.pipeline

@@ -159,7 +159,7 @@ def PartitionSequentialLayers(
 
 
 def partition_of(cells: Sequence[InstantiableParams], *shapes: Shape | None) -> Partition:
-    """What each of some cells costs for inputs of given shapes, e.g. those of PartitionSequentialLayers."""
+    """Finds the cost of each of some cells for inputs of given shapes, e.g. those of PartitionSequentialLayers."""
     costs = sequence_costs(cells, *shapes)
     return Partition(tuple(range(len(cells) + 1)), tuple(costs))
 

@@ -19,7 +19,7 @@ Rest = NestedMap
 
 @dataclass(frozen=True)
 class Context:
-    """What a function of a micro-batch knows beside weights and activations.
+    """The arguments that a function of a micro-batch gets beside weights and activations.
 
     Attributes:
         batch: the micro-batch.

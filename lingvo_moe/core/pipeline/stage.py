@@ -1,4 +1,4 @@
-"""What is computed in a tick: the work of all stages at once, and what is done for one micro-batch before the first
+"""The computation of a tick: the work of all stages at once, and that for one micro-batch before the first
 stage and after the last.
 
 The work of stages is a function of one stage, vectorized over them (core/sharding/vectorized.py). In the bubble a stage
@@ -103,7 +103,7 @@ class Programs:
         self._loss = Traced(_of_replicas(edges[-1].LossAndGradients))
 
     def Enter(self, stack: int, parts: NestedMap) -> NestedMap:
-        """What micro-batches enter a stack with, [D, ...]."""
+        """Computes the activations with which micro-batches enter a stack, [D, ...]."""
         return self._enter[stack](NestedMap(given=parts, shared=self._shared))
 
     def EnterGradients(self, stack: int, parts: NestedMap) -> NestedMap:
@@ -220,7 +220,7 @@ class _Stage:
 
 
 class _Edge:
-    """What is done for a micro-batch before the first stage of a stack, and after the last stage of the last one."""
+    """The work for a micro-batch before the first stage of a stack, and after the last stage of the last one."""
 
     def __init__(self, programs: Programs, stack: int):
         self._programs, self._stack = programs, programs.parts.stacks[stack]

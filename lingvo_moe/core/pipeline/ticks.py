@@ -26,7 +26,7 @@ STAGE, ROWS = "stage", "rows"  # in the mappings of Stages.Sharded
 
 @dataclass(frozen=True)
 class Stages:
-    """How the stages of a pipeline run: each on its own devices, or one after another on all of them.
+    """The stages of a pipeline: each on its own devices, or one after another on all of them.
 
     Attributes:
         count: K.
@@ -47,12 +47,12 @@ class Stages:
 
     @property
     def sum_blocks(self) -> int:
-        """How many sums over rows there are: one for each of D devices where each stage has its own."""
+        """The number of sums over rows: one for each of D devices where each stage has its own."""
         return self.devices if self.axis is not None else 1
 
     @contextlib.contextmanager
     def Inside(self) -> Iterator[None]:
-        """What is in force where a stage's layers run."""
+        """Enters the mesh with which a stage's layers run."""
         if self.mesh is None or self.axis is None:
             yield
             return

@@ -24,12 +24,12 @@ SECONDS_PER_NETWORK_STEP = 14e-6
 
 
 def spread(groups: Groups, cluster: Cluster) -> Spread:
-    """How the groups of a collective lie in the nodes; see two_levels.spread."""
+    """Counts the nodes that each group of a collective spans; see two_levels.spread."""
     return two_levels.spread(groups, cluster.gpus_per_node)
 
 
 def compact(participants: int, cluster: Cluster) -> Spread:
-    """How a group lies in as few nodes as can be, with equally many devices in each."""
+    """Places a group in as few nodes as can be, with equally many devices in each."""
     return two_levels.compact(participants, cluster.gpus_per_node)
 
 

@@ -108,7 +108,7 @@ def name(plan: Plan) -> str:
 
 
 def why_no_time(plan: Plan) -> str:
-    """Why a plan has no times; '' if it has a step time."""
+    """Says why a plan has no times; '' if it has a step time."""
     if get(plan, "time.step_seconds") is not None:
         return ""
     if get(plan, "memory.fits") is False:
@@ -155,7 +155,7 @@ def get(plan: Plan, path: str) -> Any:
 
 
 def unit(plan: Plan) -> str:
-    """What a plan's speed counts: 'tokens', 'images'."""
+    """The unit in which a plan's speed is counted: 'tokens', 'images'."""
     counted = list(plan.get("batch") or ("tokens",))[-1]
     return counted.removeprefix("target_")
 
@@ -214,13 +214,13 @@ def collectives(plan: Plan) -> list[Mapping[str, Any]]:
 
 
 def spans(item: Mapping[str, Any]) -> str:
-    """How many nodes of a cluster, or TPU slices, each group of a collective spans; '' on a single slice."""
+    """The number of nodes, or of TPU slices, that each group of a collective spans; '' on a single slice."""
     count = item.get("nodes") or item.get("slices")
     return f"{count:,}" if count else ""
 
 
 def spanned(plan: Plan) -> str:
-    """What `spans` counts: 'slices' or 'nodes'."""
+    """The unit in which `spans` counts: 'slices' or 'nodes'."""
     return "slices" if get(plan, "topology.slices") else "nodes"
 
 
@@ -394,7 +394,7 @@ def compared(plans: Sequence[Plan]) -> list[list[str]]:
 
 
 def costs(plan: Plan) -> list[str]:
-    """What a step and the budget cost, in the unit of the plan's price."""
+    """The costs of a step and of the budget, in the unit of the plan's price."""
     found = [get(plan, f"time.{figure}") for figure in ("step_cost", "budget_cost")]
     return [f"{c:.2g}" if c is not None and c < 0.1 else units.number(c) for c in found]
 

@@ -253,7 +253,7 @@ class Cluster:
 
     @property
     def host_source(self) -> str:
-        """Where host_bandwidth comes from."""
+        """The source of host_bandwidth."""
         return "PCI Express's raw rate of 16 lanes, as the card's data sheet states"
 
     @property

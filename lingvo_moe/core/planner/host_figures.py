@@ -25,7 +25,7 @@ def move_rows(plan: Plan) -> list[list[str]]:
 
 
 def sentences(plan: Plan) -> list[str]:
-    """What a host needs to hold, and what its link costs."""
+    """Says how much memory a host needs, and how many seconds its link costs."""
     host = plan["host"]
     has = f" of {units.size(host['host_memory'])}" if host["host_memory"] else ""
     found = [

@@ -1,4 +1,4 @@
-"""What a compiled program keeps in the memory of the hosts, and the seconds that moving it takes.
+"""The bytes that a compiled program keeps in the memory of the hosts, and the seconds that moving them takes.
 
 The compiler writes each move as a start and an end, between which it schedules other work. The program is followed in
 the order of its schedule: a move begins when its link is free, and the device waits at the end of a move that is not

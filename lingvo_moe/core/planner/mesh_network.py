@@ -1,4 +1,4 @@
-"""How long a collective along mesh axes takes on a machine whose devices the mesh has in their order."""
+"""The seconds of a collective along mesh axes, on a machine whose devices the mesh has in their order."""
 
 import functools
 import math
@@ -14,7 +14,7 @@ from lingvo_moe.core.sharding import Mesh
 def seconds_along(
     kind: str, num_bytes: float, axes: tuple[str, ...], mesh: Mesh, machine: Machine | Ring
 ) -> float:
-    """How long a collective takes.
+    """Estimates the seconds that a collective takes.
 
     Args:
         kind: e.g. 'all-reduce'.
@@ -40,7 +40,7 @@ def _on_machine(
 
 @functools.lru_cache(maxsize=4096)
 def _spread(axes: tuple[str, ...], mesh: Mesh, machine: Machine) -> Spread | None:
-    """How the groups that exchange lie on the machine; None on a single slice, where a group is a box of neighbours."""
+    """Counts the nodes that each group spans; None on a single slice, where a group is a box of neighbours."""
     # As network.spread says; but a search asks for thousands of meshes, so groups are listed only where they count.
     if not isinstance(machine, Cluster) and machine.slices == 1:
         return None

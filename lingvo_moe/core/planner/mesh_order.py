@@ -1,4 +1,4 @@
-"""Which mesh axes lie inside the nodes of a GPU cluster, and whether another order of the axes would be faster.
+"""Finds the mesh axes inside the nodes of a GPU cluster, and whether another order of the axes would be faster.
 
 Device i of a mesh is number i in row-major order, so the last axis changes fastest and is the first to lie inside a
 node. For another order of the axes the same program is taken, with its devices renumbered: it is not compiled again.
@@ -27,7 +27,7 @@ _WORTH = 0.01
 
 @dataclass
 class Moved:
-    """What some collectives of a step send, and how long they take.
+    """The bytes that some collectives of a step send, and the seconds that they take.
 
     Attributes:
         count: executions.

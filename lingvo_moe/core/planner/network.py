@@ -1,4 +1,4 @@
-"""How long a collective takes on a machine: the door to the interconnect models of TPU slices and GPU clusters."""
+"""Estimates how long a collective takes, by the interconnect model of the machine: TPU slices or GPU cluster."""
 
 from lingvo_moe.core.hlo.collectives import COLLECTIVES
 from lingvo_moe.core.hlo.groups import Groups
@@ -49,7 +49,7 @@ def seconds(
 
 
 def spread(groups: Groups, machine: Machine) -> Spread | None:
-    """How groups of device ids lie in the nodes of a cluster, or in several slices; None on a single slice."""
+    """Counts the nodes of a cluster, or the slices, that each group of device ids spans; None on a single slice."""
     if isinstance(machine, Cluster):
         return cluster_network.spread(groups, machine)
     return slices_network.spread(groups, machine) if machine.slices > 1 else None

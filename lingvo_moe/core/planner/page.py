@@ -226,7 +226,7 @@ def _state(plan: Plan) -> str:
 
 
 def _host(plan: Plan) -> str:
-    """What is in the hosts' memory, and what moves from and to it; '' for a plan without."""
+    """Renders the bytes in the hosts' memory and the moves from and to it; '' for a plan without."""
     if not plan.get("host"):
         return ""
     heads = [(h, i > 3, h in host_figures.ESTIMATED) for i, h in enumerate(host_figures.MOVES)]
@@ -292,7 +292,7 @@ def _between_slices(plan: Plan) -> str:
 
 
 def _mesh_axes(plan: Plan) -> str:
-    """What each GPU of a cluster sends by mesh axis and by order of the axes; '' for a TPU slice."""
+    """Renders the bytes that each GPU of a cluster sends, by mesh axis and by order of the axes; '' for a TPU slice."""
     if not plan.get("mesh_axes"):
         return ""
     parts = ["<h3>Mesh axes and nodes</h3>"]

@@ -1,4 +1,4 @@
-"""What pipelines of a compiled program do: ticks by phase, their seconds, the bubble, and what stages pass on.
+"""The figures of a compiled program's pipelines: ticks by phase, their seconds, the bubble, and the bytes passed on.
 
 A tick is one iteration of a pipeline's loop (core/hlo/pipelines.py); all stages take part in each. There are three
 kinds of work: the forward pass F, the backward pass B, and the gradients of weights W where the schedule has them
@@ -132,7 +132,7 @@ def _describe(name: str, loops: list[Loop], schedule: Schedule | None) -> dict[s
 
 
 def _blocks(schedule: Schedule) -> dict[str, Any]:
-    """How many blocks each stack has, and how much of what the stages compute is padding."""
+    """The number of blocks of each stack, and the share of padding in the stages' work."""
     if not schedule.stacks:
         return {}
     of = schedule.stages, schedule.repeats, schedule.splits

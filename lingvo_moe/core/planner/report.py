@@ -238,7 +238,7 @@ def _state(plan: Plan) -> Group:
 
 
 def _host(plan: Plan, width: int) -> Group:
-    """What is moved from and to the hosts; a narrow terminal leaves out the part."""
+    """Renders the moves from and to the hosts; a narrow terminal leaves out the part."""
     shown = [i for i, h in enumerate(host_figures.MOVES) if width >= _WIDE or h != "part"]
     table = _table(*(host_figures.MOVES[i] for i in shown))
     rows = host_figures.move_rows(plan)
@@ -272,7 +272,7 @@ def _between_slices(plan: Plan, in_all: str, width: int) -> Group:
 
 
 def _mesh_axes(plan: Plan) -> Group:
-    """What each GPU sends by mesh axis and, if there are several, by order of the axes; and the proposal."""
+    """Renders the bytes that each GPU sends by mesh axis and by order of the axes, if several, and the proposal."""
     parts: list[Table | Text] = []
     orders = figures.mesh_rows(plan, "orders", "mesh")
     tables = [("axis", figures.mesh_rows(plan, "by_axis", "axes"))]

@@ -34,7 +34,7 @@ class Ring:
     hop: float
 
     def Seconds(self, kind: str, num_bytes: float, count: int) -> float:
-        """How long a collective of `count` devices takes; `num_bytes` as in network.seconds."""
+        """The seconds that a collective of `count` devices takes; `num_bytes` as in network.seconds."""
         if kind == "collective-permute":
             return self.operation + num_bytes / self.link_bandwidth + self.hop
         passes, rounds = _PASSES[kind]

@@ -19,12 +19,12 @@ SECONDS_PER_STEP = 50e-6
 
 
 def spread(groups: Groups, topology: Topology) -> Spread:
-    """How groups of device ids lie in the slices; see two_levels.spread."""
+    """Counts the slices that each group of device ids spans; see two_levels.spread."""
     return two_levels.spread(groups, topology.slice_devices)
 
 
 def compact(participants: int, topology: Topology) -> Spread:
-    """How a group lies in as few slices as can be, with equally many devices in each."""
+    """Places a group in as few slices as can be, with equally many devices in each."""
     return two_levels.compact(participants, topology.slice_devices)
 
 

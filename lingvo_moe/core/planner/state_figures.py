@@ -23,7 +23,7 @@ def part_rows(plan: Plan) -> list[list[str]]:
 
 
 def sentences(plan: Plan) -> list[str]:
-    """What each level of train.shard_state, and each train.offload, would hold on a device."""
+    """Says how many bytes a device would hold with each level of train.shard_state, and each train.offload."""
     state = plan["state"]
     held = {row["shard_state"]: row["bytes"] for row in state["levels"]}
     now = state["shard_state"]

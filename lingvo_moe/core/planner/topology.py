@@ -245,7 +245,7 @@ class Topology:
 
     @property
     def host_source(self) -> str:
-        """Where host_bandwidth comes from."""
+        """The source of host_bandwidth."""
         stated = self.generation in ("v4", "v6e")
         return f"{'stated' if stated else 'assumed'}, after How to Scale Your Model (2025); no data sheet has it"
 

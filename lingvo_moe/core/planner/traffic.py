@@ -127,7 +127,7 @@ def _scattered(arrays: tuple[Array, ...], num_operands: int, updates: Instructio
 
 
 def _fusion_results(module: Module, called: Computation) -> list[int]:
-    """How many elements of each array of a fusion's result it writes."""
+    """The number of elements that a fusion writes of each array of its result."""
     root = called.root
     results = called.operands(root) if root.opcode == "tuple" else [root]
     return [elements for result in results for elements in _written(module, called, result)]

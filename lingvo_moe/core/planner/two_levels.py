@@ -28,7 +28,7 @@ DIRECT = ("all-to-all", "ragged-all-to-all", "collective-permute")
 
 @dataclass(frozen=True, order=True)
 class Spread:
-    """How the devices of one group lie in the nodes.
+    """The number of nodes that a group of devices spans, and of its devices in each.
 
     Attributes:
         nodes: how many nodes (or slices) they are in.
@@ -54,7 +54,7 @@ class Sent:
 
 @functools.lru_cache(maxsize=1024)
 def spread(groups: Groups, node_size: int) -> Spread:
-    """How the groups of a collective lie in the nodes; of groups that lie differently, the slowest.
+    """Counts the nodes that each group of a collective spans; of groups that differ, takes the slowest.
 
     A group with more devices in one node than in another counts as having one in each, which is slower than it is.
 
@@ -79,7 +79,7 @@ def _spread(group: tuple[int, ...], node_size: int) -> Spread:
 
 
 def compact(participants: int, node_size: int) -> Spread:
-    """How a group lies in as few nodes as can be, with equally many devices in each."""
+    """Places a group in as few nodes as can be, with equally many devices in each."""
     inside = math.gcd(participants, node_size)
     return Spread(participants // inside, inside)
 

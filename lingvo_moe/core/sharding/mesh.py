@@ -145,7 +145,7 @@ def current_mesh() -> Mesh | None:
 
 @dataclass(frozen=True)
 class Slice:
-    """What is traced is one slice of tensors, for all of them: see core/sharding/vectorized.py.
+    """The slices of tensors that one traced slice stands for: see core/sharding/vectorized.py.
 
     Attributes:
         axis: the mesh axis along which the slices lie.

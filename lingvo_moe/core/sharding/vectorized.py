@@ -209,7 +209,7 @@ def _bitcast(given: Any) -> Any:
 
 
 def _gather(given: Any, otherwise: Callable[[Any], Any]) -> Any:
-    """Where all slices take the same places: TensorFlow's own would take each slice's apart."""
+    """Gathers once if all slices take the same places; TensorFlow's own conversion gathers for each slice."""
     (x, stacked, _), (places, by_slice, _) = given.input(0), given.input(1)
     axis = tf.get_static_value(given.unstacked_input(2))
     if not stacked or by_slice or given.get_attr("batch_dims") or axis is None or axis < 0:
@@ -279,7 +279,7 @@ def _function(op: Any, attr: str) -> Any:
 
 
 def _depending(body: Any, stacked: list[bool]) -> list[bool]:
-    """Which loop variables are stacked after an iteration: those too that depend on one that is."""
+    """Says of each loop variable whether it is stacked after an iteration: so are those that depend on one that is."""
     return [
         before or any(stacked[i] for i in _inputs_of(body.graph, out) if i < len(stacked))
         for before, out in zip(stacked, body.graph.outputs, strict=True)

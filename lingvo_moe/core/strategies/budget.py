@@ -1,4 +1,4 @@
-"""How many programs a search compiles, and how long it takes: a compiler that has begun cannot be stopped."""
+"""Limits a search's programs and time, before each compile: a compiler that has begun cannot be stopped."""
 
 import contextlib
 import math
@@ -66,5 +66,5 @@ class Budget:
         return self._clock() - self._started
 
     def _After(self, programs: int) -> float:
-        """When so many more programs, and the verification, should be over."""
+        """Estimates when so many more programs, and the verification, are over."""
         return self.elapsed + (programs + self._verifies) * self._longest

@@ -127,7 +127,7 @@ def candidates(
 
 
 def _remats(work: Workload) -> list[tuple[str, ...]]:
-    """What a loop over blocks may keep; lists have only names that the model has."""
+    """The lists of activations that a loop over blocks may keep; they have only names that the model has."""
     lists: list[tuple[str, ...]] = [OUTPUTS]
     if RETURNED in work.names:
         lists += [MOVED, (*OUTPUTS, *MOVED), (*DOTS, DISPATCHED)]
@@ -135,7 +135,7 @@ def _remats(work: Workload) -> list[tuple[str, ...]]:
 
 
 def _repeats(layout: Layout, work: Workload) -> tuple[int, ...]:
-    """How many parts of a stack a stage can have."""
+    """The numbers of parts of a stack that a stage can have."""
     both = layout.stages > 1 and 2 * layout.stages <= min(work.blocks.values())
     return (1, 2) if both else (1,)
 

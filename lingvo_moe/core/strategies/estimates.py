@@ -45,7 +45,7 @@ class Correction:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a candidate should need.
+    """The seconds and bytes that a candidate should need.
 
     Attributes:
         work: seconds of products, by part.
@@ -206,7 +206,7 @@ class Estimator:
 
 
 def _again(candidate: Candidate) -> int:
-    """How often blocks are computed again: the loop of a stage over its blocks does it once more."""
+    """The number of times that blocks are computed again: the loop of a stage over its blocks does it once more."""
     return 2 if candidate.layout.stages > 1 else 1
 
 

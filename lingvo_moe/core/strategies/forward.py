@@ -26,7 +26,7 @@ from lingvo_moe.core.strategies.workload import (
 
 @dataclass
 class Saved:
-    """What the backward pass need not repeat if a loop over blocks keeps the activations of a name.
+    """The work that the backward pass need not repeat if a loop over blocks keeps the activations of a name.
 
     Attributes:
         seconds: of products, by part.
@@ -41,7 +41,7 @@ class Saved:
 
 @dataclass
 class Forward:
-    """What one device does in a forward pass, and can keep of it.
+    """The work of one device in a forward pass, and the activations that it can keep.
 
     Attributes:
         work: seconds of products, by part.
@@ -68,7 +68,7 @@ class Forward:
     saved: dict[str, Saved] = field(default_factory=lambda: defaultdict(Saved))
 
     def SavedBy(self, names: Sequence[str]) -> list[Saved]:
-        """What is saved by keeping these names."""
+        """The work that is saved by keeping these names."""
         return [self.saved[name] for name in names if name in self.saved]
 
 

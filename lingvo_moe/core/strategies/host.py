@@ -20,7 +20,7 @@ class Host:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name of these devices in messages."""
         return f"the {self.num_devices} devices here"
 
     @property

@@ -1,4 +1,4 @@
-"""How a model lies on the devices of a machine: a mesh, and the mesh axes of the letters of its tensors.
+"""The layout of a model on the devices of a machine: a mesh, and the mesh axes of the letters of its tensors.
 
 A layout has at most four axes, of which the last lies closest together:
 
@@ -48,7 +48,7 @@ class Layout:
 
     @property
     def rows(self) -> int:
-        """How many devices have different rows of the batch."""
+        """The number of devices that have different rows of the batch."""
         return self.mesh.axis_size(self.Axes("B"))
 
     def Axes(self, letter: str) -> tuple[str, ...]:

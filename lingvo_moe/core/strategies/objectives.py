@@ -1,4 +1,4 @@
-"""What a search is for: the fastest strategy on a machine, or the machine."""
+"""The goal of a search: the fastest strategy on a machine, or the machine."""
 
 SPEED = "speed"  # the fastest on the machine that is given
 SMALLEST = "smallest"  # the smallest machine that fits, and the fastest there

@@ -1,4 +1,4 @@
-"""Which candidate to compile next, and what its plan teaches about the others."""
+"""Chooses the candidate to compile next, and learns from its plan about the others."""
 
 import math
 from collections.abc import Mapping
@@ -64,7 +64,7 @@ class Ranking:
         return Correction() if alike is None else self.learnt[alike]
 
     def Next(self) -> list[Candidate]:
-        """Those candidates that were not tried and should beat the best that was, the best of them first.
+        """The candidates that were not tried and should beat the best one so far, the most promising first.
 
         Where nothing fits, neither of those that were tried nor by estimate, it is the smallest that was not tried.
         """
@@ -102,7 +102,7 @@ class Ranking:
 
 
 def likeness(one: Candidate, other: Candidate) -> tuple[bool, ...]:
-    """How far two candidates are alike, for comparison: what changes most of a program comes first."""
+    """Says in which choices two candidates agree; those that change most of a program come first."""
     return (
         one.layout.stages == other.layout.stages,
         one.repeats == other.repeats,

@@ -32,7 +32,7 @@ _WHOLE = "-"
 
 @dataclass(frozen=True)
 class _Shape:
-    """What decides how a variable is sharded.
+    """The properties of a variable that decide how it is sharded.
 
     Attributes:
         sizes: of its dimensions.

@@ -217,7 +217,7 @@ def _product(
 
 
 def _own_letters(letters: Sequence[str], weights: Sequence[VariableSpec | None]) -> dict[str, str]:
-    """How an equation's letters are renamed, so that a weight in it has those of its spec.
+    """Maps an equation's letters to new ones, so that a weight in it has those of its spec.
 
     A layer may compute products of different weights with one equation.
     """
