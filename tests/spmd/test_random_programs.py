@@ -74,7 +74,10 @@ def _examine_one(program: RandomProgram | RandomChain) -> None:
         differing, faults = examine(program)
     except JaxRuntimeError as e:
         pytest.skip(f"XLA does not compile it: {e}")
-    assert bool(differing) == bool(faults), f"{differing} differ, {faults} named in\n{program!r}"
+    # Of the scatters that are named, a few come to no harm.
+    harmless = {kf.SCATTER, "refused"} if isinstance(program, RandomChain) else set()
+    right = not differing and {kind for kind, _ in faults} <= harmless
+    assert right or (differing and faults), f"{differing} differ, {faults} named in\n{program!r}"
 
 
 @pytest.mark.slow  # in all

@@ -6,7 +6,8 @@
 The faults are those of the partitioner in jaxlib 0.10.2 that the conformance suite (tests/spmd) found.
 They are detected in the module after sharding propagation and before partitioning, where every instruction
 has its sharding. The conditions were found by comparing with one device. They are narrow: every reported
-operation is wrong, but a program without reports may still be wrong. These cases are not detected:
+operation is wrong, but for scatters whose wrong elements may come to no harm; and a program without reports may
+still be wrong. These cases are not detected:
 
 - SCATTER: updates that are sharded differently from the target along the window's dimensions;
 - COPIES and POOLING: windows that reach far beyond a neighbouring part;
