@@ -32,7 +32,7 @@ def main() -> None:
 
 def _step(engine_name: str, fn: Callable, args: tuple, repeat: int = 1) -> Callable[[], None]:
     """`fn(*args)`, that many times, as the engine runs it."""
-    from lingvo_moe.core.engine.base import make_engine
+    from lingvo_moe.core.engine.engines import make_engine
     from lingvo_moe.core.engine.specs import TensorSpec
     from lingvo_moe.core.sharding import Mesh
 

@@ -41,8 +41,8 @@ def main() -> None:
 def train(setup: dict[str, Any], pairs: list[list[str]]) -> tuple[int, int]:
     """Trains, and reports the scores at each point; returns the number of parameters and of steps."""
     from lingvo_moe.core import inspect, registry
-    from lingvo_moe.core.engine.base import make_engine
     from lingvo_moe.core.engine.checkpoints import Checkpointer
+    from lingvo_moe.core.engine.engines import make_engine
     from lingvo_moe.core.engine.prefetch import Prefetched
     from lingvo_moe.core.engine.specs import TensorSpec
     from lingvo_moe.core.engine.steps import build_step, train_step

@@ -36,7 +36,7 @@ def build(kind: str, size: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
     """(engine, the compiled step, its state, a batch) for an engine's name, with '_dense' behind it for
     the model without experts."""
     from lingvo_moe.core import registry
-    from lingvo_moe.core.engine.base import make_engine
+    from lingvo_moe.core.engine.engines import make_engine
     from lingvo_moe.core.engine.specs import TensorSpec
     from lingvo_moe.core.engine.steps import build_step, train_step
     from lingvo_moe.core.sharding import Mesh

@@ -128,7 +128,7 @@ class _Scorer:
     """
 
     def __init__(self, run_dir: RunDir, params: Params, lines: int | None):
-        from lingvo_moe.core.engine.base import make_engine
+        from lingvo_moe.core.engine.engines import make_engine
         from lingvo_moe.core.engine.evaluation import Evaluator
         from lingvo_moe.core.engine.held_out import first_batches
 

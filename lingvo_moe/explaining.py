@@ -18,13 +18,8 @@ from lingvo_moe.core.engine.program import Program
 from lingvo_moe.core.engine.specs import AUTO
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.partitioner import known_faults, spmd
-from lingvo_moe.core.partitioner.explanation import (
-    Exchange,
-    Explanation,
-    Line,
-    ShardedTensor,
-    WrongNumbers,
-)
+from lingvo_moe.core.partitioner.explained import Exchange, Line, ShardedTensor, WrongNumbers
+from lingvo_moe.core.partitioner.explanation import Explanation
 from lingvo_moe.core.sharding import Mesh, current_mesh
 from lingvo_moe.core.suggest import did_you_mean
 

@@ -35,8 +35,8 @@ from lingvo_moe.core.planner.slices import machines
 from lingvo_moe.core.planner.state import State, state_plan
 from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.core.step import Step
+from lingvo_moe.meshes import make_mesh
 from lingvo_moe.recomputing import Memory, chosen_form
-from lingvo_moe.trainer import make_mesh
 from lingvo_moe.trainer_checks import check_divisible
 
 WHATS = ("train", "decode")

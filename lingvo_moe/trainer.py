@@ -6,7 +6,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lingvo_moe.core import registry
@@ -15,7 +14,7 @@ from lingvo_moe.core.command import run as run_command
 from lingvo_moe.core.command import say
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES, Compiled, Engine
 from lingvo_moe.core.engine.interrupt import TimeLimit
-from lingvo_moe.core.flags import Flags, join_overrides
+from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.quiet import quiet
 from lingvo_moe.core.run_description import ProgramAbout
@@ -23,6 +22,7 @@ from lingvo_moe.core.run_dir import RunDir
 from lingvo_moe.core.run_lock import RunLock
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.tensorflow_import import import_tensorflow
+from lingvo_moe.meshes import make_mesh
 from lingvo_moe.trainer_checks import (
     UsageError,
     check_began_from,
@@ -31,6 +31,7 @@ from lingvo_moe.trainer_checks import (
     check_divisible,
     check_flags,
     check_state_is_sharded,
+    full_override,
     has_begun,
     prepare_run_dir,
     strategy_override,
@@ -94,10 +95,11 @@ def run(args: Flags) -> int:
         return 0
     check_flags(args, params)
     if args.mode == "eval":
+        from lingvo_moe.core.engine import devices
         from lingvo_moe.evaluating import evaluate_run
 
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # accelerators are the trainer's
-        find_devices()
+        devices.find_devices()
         return evaluate_run(args, params)
     if args.engine is None:
         args["engine"].value = fastest_engine(args)
@@ -116,16 +118,6 @@ def load_tensorflow(engine: str | None) -> None:
             tf.config.set_visible_devices([], "GPU")
 
 
-def find_devices() -> None:
-    """Lets JAX look for devices. Silences its warnings about TPUs unless the machine has some."""
-    from lingvo_moe.core.engine import devices, gpu_settings
-
-    gpu_settings.prepare()
-    has_tpu = bool([*Path("/dev").glob("accel*"), *Path("/dev").glob("vfio/*")])
-    with contextlib.nullcontext() if has_tpu else quiet():
-        devices.device_count()
-
-
 def fastest_engine(args: Flags) -> str:
     """Returns the engine to use without --engine: tf_graph on one CPU device without --mesh, else pjrt."""
     if args.num_devices > 1 or args.mesh or args.num_processes > 1:
@@ -134,19 +126,9 @@ def fastest_engine(args: Flags) -> str:
         return "tf_graph"
     from lingvo_moe.core.engine import devices
 
-    find_devices()
+    devices.find_devices()
     alone = devices.device_count() == 1 and devices.runs_on_cpu("pjrt")
     return "tf_graph" if alone else "pjrt"
-
-
-def full_override(args: Flags) -> str:
-    """`--strategy` and `--model_params_override`, with the shorthand flags appended."""
-    parts = [strategy_override(args)]
-    if args.max_steps is not None:
-        parts.append(f"train.max_steps={args.max_steps}")
-    if args.data_dir:
-        parts.append(f"input.data_dir={registry.escape(os.path.abspath(args.data_dir))}")
-    return join_overrides(*parts)
 
 
 def train(args: Flags, params: Params, override: str, limit: TimeLimit) -> int:
@@ -190,11 +172,11 @@ class Run:
 def train_in_job(args: Flags, params: Params, override: str, limit: TimeLimit) -> int:
     """Like train, after the processes of the job have connected to each other."""
     from lingvo_moe.core.engine import devices, gpu_settings
-    from lingvo_moe.core.engine.base import make_engine
     from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
+    from lingvo_moe.core.engine.engines import make_engine
     from lingvo_moe.trainer_memory import check_memory
 
-    find_devices()
+    devices.find_devices()
     enable_compilation_cache()  # before anything is compiled
     there_are = 1 if args.engine in ONE_DEVICE_ENGINES else devices.device_count()
     mesh = make_mesh(params, args.mesh, there_are)
@@ -403,23 +385,6 @@ def held_out_batches(run: Run) -> list[HeldOutBatch]:
 
     train = run.params.train
     return read_batches(run.inputs, train) if train.eval_interval_steps else []
-
-
-def make_mesh(params: Params, text: str = "", num_devices: int = 0) -> Mesh:
-    """Parses `--mesh`, or takes the experiment's `train.mesh` and resizes it to the devices.
-
-    Args:
-        params: the experiment's parameters.
-        text: the value of `--mesh`; '' takes `train.mesh`.
-        num_devices: devices to fit `train.mesh` to; 0 keeps its own size.
-
-    Raises:
-        ShardingError: the text is not a mesh, or the mesh does not fit the number of devices.
-    """
-    if text:
-        return Mesh.parse(text)
-    mesh = Mesh.parse(params.train.mesh, "train.mesh")
-    return mesh.over_devices(num_devices) if num_devices else mesh
 
 
 def report_program(step: Compiled, run_dir: RunDir, started: float) -> None:

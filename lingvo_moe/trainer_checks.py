@@ -109,6 +109,16 @@ def strategy_override(args: Flags, more: str = "") -> str:
     return join_overrides(*texts.values())
 
 
+def full_override(args: Flags) -> str:
+    """`--strategy` and `--model_params_override`, with the shorthand flags appended."""
+    parts = [strategy_override(args)]
+    if args.max_steps is not None:
+        parts.append(f"train.max_steps={args.max_steps}")
+    if args.data_dir:
+        parts.append(f"input.data_dir={registry.escape(os.path.abspath(args.data_dir))}")
+    return join_overrides(*parts)
+
+
 def check_data_dir(args: Flags) -> None:
     """Raises UsageError if --data_dir is given but the experiment's input reads no directory.
 

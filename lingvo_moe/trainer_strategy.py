@@ -12,6 +12,7 @@ from lingvo_moe.trainer_checks import (
     check_data_dir,
     check_data_exists,
     check_flags,
+    full_override,
     has_begun,
 )
 
@@ -30,7 +31,6 @@ def with_found_strategy(args: Flags) -> None:
         return
     from lingvo_moe.core.engine import devices
     from lingvo_moe.parallelizing import check_override
-    from lingvo_moe.trainer import find_devices, full_override
 
     _check(args)
     check_override(args.model_params_override)
@@ -41,7 +41,7 @@ def with_found_strategy(args: Flags) -> None:
     check_data_exists(args, params)
     if args.num_devices:
         devices.request_cpu_devices(args.num_devices)
-    find_devices()
+    devices.find_devices()
     count = devices.device_count()
     found = _of_run(args, count) or _searched(args, count)
     args["model_params_override"].value = join_overrides(found, args.model_params_override)

@@ -6,6 +6,7 @@ from lingvo_moe import trainer
 from lingvo_moe.core import registry
 from lingvo_moe.core.run_dir import RunDir
 from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
+from lingvo_moe.trainer_checks import full_override
 
 TINY = "--model=mt.M4Tiny"
 
@@ -31,7 +32,7 @@ TINY = "--model=mt.M4Tiny"
 def test_any_data_dir_is_read_as_it_was_typed(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     args = trainer.parse_flags([f"--data_dir={name}", "--max_steps=3", TINY])
-    override = trainer.full_override(args)
+    override = full_override(args)
     params = registry.GetParams("mt.M4Tiny", f"{override};task.seed=5")
     assert params.input.data_dir == f"{tmp_path}/{name}"
     assert (params.train.max_steps, params.task.seed) == (3, 5)
@@ -39,7 +40,7 @@ def test_any_data_dir_is_read_as_it_was_typed(tmp_path, monkeypatch, name):
 
 def test_a_typed_override_may_end_in_a_backslash(tmp_path):
     typed = "--model_params_override=input.cache_dir=/cache\\"
-    override = trainer.full_override(trainer.parse_flags([typed, "--max_steps=3", TINY]))
+    override = full_override(trainer.parse_flags([typed, "--max_steps=3", TINY]))
     params = registry.GetParams("mt.M4Tiny", override)
     assert (params.input.cache_dir, params.train.max_steps) == ("/cache\\", 3)
 
@@ -48,7 +49,7 @@ def test_overrides_given_several_times_all_apply():
     """So a suggested flag can be pasted behind those of a command."""
     typed = ("input.cache_dir=/cache\\", "task.seed=4;train.max_steps=9", "task.seed=5")
     flags = [f"--model_params_override={text}" for text in typed]
-    override = trainer.full_override(trainer.parse_flags([*flags, TINY]))
+    override = full_override(trainer.parse_flags([*flags, TINY]))
     params = registry.GetParams("mt.M4Tiny", override)
     assert params.input.cache_dir == "/cache\\"
     assert (params.train.max_steps, params.task.seed) == (9, 5)

@@ -42,9 +42,9 @@ def _shared(tmp_path_factory):
         cache = tmp_path_factory.mktemp("cache")
         patch.setenv("XDG_CACHE_HOME", str(cache))
         enable_compilation_cache()
-        from lingvo_moe.core.engine import base
+        from lingvo_moe.core.engine import engines
 
-        patch.setattr(base, "make_engine", base.make_engine)  # put back at the end
+        patch.setattr(engines, "make_engine", engines.make_engine)  # put back at the end
         trainer_testing.keep_compiled()
         yield
 

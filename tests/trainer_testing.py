@@ -66,13 +66,14 @@ def flags(data_dir: Path, logdir: Path, max_steps: int, *more: str) -> list[str]
 
 def keep_compiled() -> None:
     """From here on the trainers of this process compile each function once for an engine and mesh."""
-    from lingvo_moe.core.engine import base
 
-    make_engine, engines = base.make_engine, {}
+    from lingvo_moe.core.engine import engines
+
+    make_engine, kept = engines.make_engine, dict[Any, Any]()
 
     def make_once(name: str, mesh: Any, known_faults: str = "error") -> Any:
         key = (name, str(mesh), known_faults)
-        if key not in engines:
+        if key not in kept:
             engine, built = make_engine(name, mesh, known_faults), {}
             build = engine.Build
 
@@ -82,10 +83,10 @@ def keep_compiled() -> None:
                 return built[name]
 
             engine.Build = build_once
-            engines[key] = engine
-        return engines[key]
+            kept[key] = engine
+        return kept[key]
 
-    base.make_engine = make_once
+    engines.make_engine = make_once
 
 
 def fork(run: Path, to: Path, *steps: int) -> Path:

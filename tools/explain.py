@@ -110,9 +110,9 @@ def _lower(args: Flags, say: Any) -> Any:
     from lingvo_moe.core import registry
     from lingvo_moe.core.engine.steps import lower_step, train_step
     from lingvo_moe.core.planner.machine import parse_machine
+    from lingvo_moe.meshes import make_mesh
     from lingvo_moe.planning import topology_memory
     from lingvo_moe.recomputing import chosen_form
-    from lingvo_moe.trainer import make_mesh
     from lingvo_moe.trainer_checks import check_divisible, strategy_override
     from lingvo_moe.trainer_memory import memory_of
 

@@ -73,6 +73,24 @@ class ImportGraph:
             todo.extend(new)
         return frozenset(seen)
 
+    def Circle(self) -> list[str]:
+        """Files that import each other in a circle, also in functions, from one back to itself; [] if none do."""
+        done: set[str] = set()
+
+        def search(path: str, way: dict[str, None]) -> list[str]:
+            if path in way:
+                found = list(way)
+                return [*found[found.index(path) :], path]
+            if path in done:
+                return []
+            for imported in sorted(self.Imports(path)):
+                if found := search(imported, way | {path: None}):
+                    return found
+            done.add(path)
+            return []
+
+        return next(filter(None, (search(path, {}) for path in self.files)), [])
+
     def _NeededByName(self, path: str) -> set[str]:
         names: set[str] = set()
         inner = path.startswith(("lingvo_moe/core/", "lingvo_moe/tasks/", "params/"))

@@ -65,7 +65,7 @@ def verified(args: Flags, say: Callable[[str], None]) -> "tuple[Mesh, list[str]]
     _cli.load_tensorflow()
     from lingvo_moe import verifying
     from lingvo_moe.core import registry
-    from lingvo_moe.trainer import make_mesh
+    from lingvo_moe.meshes import make_mesh
 
     params = registry.GetParams(args.model, strategy_override(args))
     mesh = make_mesh(params, args.mesh, 0 if args.mesh else args.num_devices or 8)

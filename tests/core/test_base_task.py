@@ -7,7 +7,7 @@ import tensorflow as tf
 from lingvo_moe.core import kernels, randomness
 from lingvo_moe.core.base_layer import VariableSpec, WeightParams
 from lingvo_moe.core.base_task import BaseTask
-from lingvo_moe.core.engine.base import make_engine
+from lingvo_moe.core.engine.engines import make_engine
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap

@@ -14,7 +14,7 @@ from lingvo_moe.core.base_layer import WeightParams
 from lingvo_moe.core.base_task import BaseTask
 from lingvo_moe.core.division import Division, MicroBatchError, check_divides
 from lingvo_moe.core.engine import aot
-from lingvo_moe.core.engine.base import make_engine
+from lingvo_moe.core.engine.engines import make_engine
 from lingvo_moe.core.engine.steps import lower_step, train_step
 from lingvo_moe.core.hlo.collectives import collective_use
 from lingvo_moe.core.hlo.module import parse_module

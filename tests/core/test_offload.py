@@ -22,7 +22,8 @@ from toy_stack import (
 from lingvo_moe.core.checks import OFFLOAD
 from lingvo_moe.core.division import MicroBatchError
 from lingvo_moe.core.engine import aot
-from lingvo_moe.core.engine.base import EngineError, make_engine
+from lingvo_moe.core.engine.base import EngineError
+from lingvo_moe.core.engine.engines import make_engine
 from lingvo_moe.core.engine.steps import build_step, lower_step, train_step
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.nested_map import NestedMap

@@ -100,6 +100,15 @@ def test_the_rule_sees_a_wrong_way(path: str, imported: str) -> None:
     assert not _wrong_way(imported, path)
 
 
+def test_no_files_import_each_other_in_a_circle(tmp_path) -> None:
+    assert not GRAPH.Circle()
+    (tmp_path / "tools").mkdir()
+    for name, other in (("a", "b"), ("b", "c"), ("c", "a"), ("d", "a")):
+        text = f"def f():\n    from tools import {other}\n"
+        (tmp_path / "tools" / f"{name}.py").write_text(text)
+    assert ImportGraph(tmp_path).Circle() == [f"tools/{name}.py" for name in "abca"]
+
+
 def test_trainer_and_tasks_do_not_know_each_other() -> None:
     assert _wrong_way("lingvo_moe/planning.py", "lingvo_moe/tasks/mt/model.py")
     assert _wrong_way("lingvo_moe/tasks/mt/model.py", "lingvo_moe/planning.py")

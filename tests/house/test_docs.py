@@ -24,6 +24,7 @@ from lingvo_moe.core import inspect, registry, units
 from lingvo_moe.core.planner import report
 from lingvo_moe.core.planner.topology import CHIPS
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.trainer_checks import full_override
 from tools import plan
 from tools.import_graph import PACKAGES, ROOT
 
@@ -157,7 +158,7 @@ def test_commands_have_flags_that_exist(page: str, command: str) -> None:
     module, argv = words[2], [w for w in words[3:] if w != "&"]
     if module == "lingvo_moe.trainer":
         args = trainer_flags.parse_flags(argv)
-        registry.GetParams(args.model, trainer.full_override(args))
+        registry.GetParams(args.model, full_override(args))
     else:
         importlib.import_module(module).define_flags().Parse(argv)
 
@@ -176,7 +177,7 @@ def test_the_flag_file_of_the_page_on_training(tmp_path: Path) -> None:
     (tmp_path / name).write_text(body, encoding="utf-8")
     args = trainer_flags.parse_flags([f"--flagfile={tmp_path / name}", "--num_devices=4"])
     assert (args.model, args.num_devices) == ("mt.M4Demo", 4)
-    params = registry.GetParams(args.model, trainer.full_override(args))
+    params = registry.GetParams(args.model, full_override(args))
     assert (params.task.dropout, params.train.save_interval_steps) == (0.2, 100)
 
 

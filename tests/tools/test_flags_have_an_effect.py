@@ -159,7 +159,7 @@ _TRAINER = {
     "lingvo_moe.core.engine.devices:request_cpu_devices": None,
     "lingvo_moe.core.engine.devices:initialize_distributed": None,
     "lingvo_moe.core.engine.compiled_cache:enable_compilation_cache": None,
-    "lingvo_moe.core.engine.base:make_engine": anything(),
+    "lingvo_moe.core.engine.engines:make_engine": anything(),
     "lingvo_moe.core.engine.init_from:find_step": 5,
     "lingvo_moe.core.engine.init_from:check_model": None,
     "lingvo_moe.core.engine.init_from:begin_from": anything(about=None),

@@ -22,7 +22,7 @@ import pytest
 import trainer_testing
 
 from lingvo_moe import trainer
-from lingvo_moe.core.engine import base
+from lingvo_moe.core.engine import engines
 from lingvo_moe.tasks.mt.input.dev_set import DevSet
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -89,7 +89,7 @@ def _ask(words: list[str]) -> dict:
 def test_the_commands_of_the_guide(tmp_path, monkeypatch, capfd) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(base, "make_engine", base.make_engine)  # put back in the end
+    monkeypatch.setattr(engines, "make_engine", engines.make_engine)  # put back in the end
     # As on a machine that shows its CPU as one device.
     monkeypatch.setattr(trainer, "fastest_engine", lambda args: "tf_graph")
     trainer_testing.keep_compiled()

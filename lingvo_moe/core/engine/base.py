@@ -14,7 +14,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from lingvo_moe.core import checks
 from lingvo_moe.core.sharding import Mesh
 
 ENGINES = ("pjrt", "tf", "tf_graph", "tpu_strategy")
@@ -106,29 +105,3 @@ class Engine(abc.ABC):
     def AnyProcess(self, flag: bool) -> bool:
         """Whether `flag` is true on any process of the job (all processes have to call it)."""
         return flag
-
-
-def make_engine(name: str, mesh: Mesh, known_faults: str = "error") -> Engine:
-    """The engine of that name.
-
-    Args:
-        name: one of ENGINES.
-        mesh: that functions are traced under.
-        known_faults: 'error', 'warn' or 'off': what `pjrt` does with a program that XLA's partitioner is
-            known to compute wrongly; the others do not look for any.
-
-    Raises:
-        EngineError: there is none, or its devices do not fit the mesh.
-    """
-    checks.check_one_of("--engine", name, ENGINES, EngineError)
-    if name == "pjrt":
-        from lingvo_moe.core.engine.pjrt import PjrtEngine
-
-        return PjrtEngine(mesh, known_faults=known_faults)
-    if name in ONE_DEVICE_ENGINES:
-        from lingvo_moe.core.engine.tf_engine import TfEngine
-
-        return TfEngine(mesh, jit_compile=name == "tf")
-    from lingvo_moe.core.engine.tpu_strategy import TpuStrategyEngine
-
-    return TpuStrategyEngine(mesh)

@@ -3,19 +3,31 @@
 Both must happen before JAX initialises its devices.
 """
 
+import contextlib
 import os
 import re
 import socket
 import sys
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from lingvo_moe.core.engine import gpu_settings
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES, EngineError
+from lingvo_moe.core.quiet import quiet
 
 _FLAG = "--xla_force_host_platform_device_count"
+
+
+def find_devices() -> None:
+    """Lets JAX look for devices. Silences its warnings about TPUs unless the machine has some."""
+    gpu_settings.prepare()
+    has_tpu = bool([*Path("/dev").glob("accel*"), *Path("/dev").glob("vfio/*")])
+    with contextlib.nullcontext() if has_tpu else quiet():
+        device_count()
 
 
 def request_cpu_devices(count: int) -> None:

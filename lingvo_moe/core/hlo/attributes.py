@@ -5,7 +5,7 @@ import functools
 import re
 
 from lingvo_moe.core.hlo.errors import HloError
-from lingvo_moe.core.hlo.module import Instruction
+from lingvo_moe.core.hlo.instructions import Instruction
 
 _CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
 

@@ -8,7 +8,8 @@ import dataclasses
 
 from lingvo_moe.core.hlo import megascale
 from lingvo_moe.core.hlo.groups import Groups, device_groups
-from lingvo_moe.core.hlo.module import Computation, Instruction, Module
+from lingvo_moe.core.hlo.instructions import Computation, Instruction
+from lingvo_moe.core.hlo.module import Module
 
 COLLECTIVES = (
     "all-reduce",

@@ -20,7 +20,7 @@ import numpy as np
 
 from lingvo_moe.core.hlo import megascale
 from lingvo_moe.core.hlo.errors import HloError
-from lingvo_moe.core.hlo.module import Instruction
+from lingvo_moe.core.hlo.instructions import Instruction
 
 Groups = tuple[tuple[int, ...], ...]
 

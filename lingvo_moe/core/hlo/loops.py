@@ -9,12 +9,9 @@ import functools
 import operator
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from lingvo_moe.core.hlo.errors import HloError
-
-if TYPE_CHECKING:
-    from lingvo_moe.core.hlo.module import Computation, Instruction, Module
+from lingvo_moe.core.hlo.instructions import Computation, Instruction
 
 _MOST_TRIPS = 1_000_000
 _KNOWN = re.compile(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)')
@@ -53,13 +50,14 @@ _Value = int | None
 # A computation's parameter, as a function from the index of a tuple element (None for a parameter
 # that is no tuple) to a value.
 _Parameter = Callable[[int | None], _Value]
+_Computations = Callable[[str], Computation]
 
 
-def trip_count(module: "Module", inside: "Computation", loop: "Instruction") -> int:
+def trip_count(computation: _Computations, inside: Computation, loop: Instruction) -> int:
     """Returns how often a loop runs its body.
 
     Args:
-      module: the program.
+      computation: gives a computation of the program by its name.
       inside: the computation that contains the loop.
       loop: a `while` instruction.
 
@@ -69,36 +67,38 @@ def trip_count(module: "Module", inside: "Computation", loop: "Instruction") -> 
     known = _KNOWN.search(loop.attributes)
     if known:
         return int(known[1])
-    condition = module.computation(loop.attribute("condition"))
-    body = module.computation(loop.attribute("body"))
+    condition = computation(loop.attribute("condition"))
+    body = computation(loop.attribute("body"))
     state: dict[int | None, _Value] = {}
 
     def initial(element: int | None) -> _Value:
         if element not in state:
-            state[element] = _evaluate(module, inside, loop.operands[0], element, _NO_PARAMETERS)
+            state[element] = _evaluate(
+                computation, inside, loop.operands[0], element, _NO_PARAMETERS
+            )
         return state[element]
 
-    _evaluate(module, condition, condition.root.name, None, [initial])
+    _evaluate(computation, condition, condition.root.name, None, [initial])
     seen = 0
     while seen < len(state):  # The elements that the condition reads, and those their updates read.
         for element in list(state)[seen:]:
             seen += 1
-            _evaluate(module, body, body.root.name, element, [initial])
+            _evaluate(computation, body, body.root.name, element, [initial])
     for trips in range(_MOST_TRIPS):
         at = [state.get]
-        goes_on = _evaluate(module, condition, condition.root.name, None, at)
+        goes_on = _evaluate(computation, condition, condition.root.name, None, at)
         if goes_on is None:
             break
         if not goes_on:
             return trips
-        state = {e: _evaluate(module, body, body.root.name, e, at) for e in state}
+        state = {e: _evaluate(computation, body, body.root.name, e, at) for e in state}
     raise HloError(
         f"loop {loop.name} ({loop.op_name or 'unnamed'}): its trip count is unknown, because its condition"
         f" {condition.name} does not compare a counter that starts at a constant with a constant"
     )
 
 
-def expected_trips(loop: "Instruction") -> int | None:
+def expected_trips(loop: Instruction) -> int | None:
     """The trip count that the program's name scope `about_N_trips` states for a loop; None without one."""
     stated = _EXPECTED.findall(f"{loop.op_name}/")
     return int(stated[-1]) if stated else None
@@ -108,8 +108,8 @@ _NO_PARAMETERS: Sequence[_Parameter] = ()
 
 
 def _evaluate(
-    module: "Module",
-    inside: "Computation",
+    computation: _Computations,
+    inside: Computation,
     name: str,
     element: int | None,
     parameters: Sequence[_Parameter],
@@ -119,7 +119,7 @@ def _evaluate(
     opcode, operands = instruction.opcode, instruction.operands
 
     def value(index: int, of: int | None = None) -> _Value:
-        return _evaluate(module, inside, operands[index], of, parameters)
+        return _evaluate(computation, inside, operands[index], of, parameters)
 
     if opcode == "parameter":
         number = int(instruction.literal)
@@ -131,9 +131,9 @@ def _evaluate(
     if opcode == "tuple":
         return None if element is None else value(element)
     if opcode in ("fusion", "call"):
-        called = module.computation(instruction.called[0])
+        called = computation(instruction.called[0])
         inner: list[_Parameter] = [functools.partial(value, i) for i in range(len(operands))]
-        return _evaluate(module, called, called.root.name, element, inner)
+        return _evaluate(computation, called, called.root.name, element, inner)
     if opcode in _SAME or opcode == "opt-barrier":
         return value(0, element)
     return (
@@ -147,7 +147,7 @@ def _is_known(opcode: str) -> bool:
     return opcode in _ARITHMETIC or opcode in ("compare", "select", "and", "or")
 
 
-def _scalar(instruction: "Instruction", values: list[_Value]) -> _Value:
+def _scalar(instruction: Instruction, values: list[_Value]) -> _Value:
     opcode = instruction.opcode
     if opcode == "and" and 0 in values:
         return 0

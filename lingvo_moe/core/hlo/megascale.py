@@ -16,7 +16,7 @@ import re
 from collections import Counter
 
 from lingvo_moe.core.hlo.errors import HloError
-from lingvo_moe.core.hlo.module import Instruction
+from lingvo_moe.core.hlo.instructions import Instruction
 
 _KINDS = {
     "ALL_REDUCE": "all-reduce",

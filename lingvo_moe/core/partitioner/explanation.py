@@ -1,183 +1,27 @@
 """Explanation: the sharding of a program's tensors, the collectives, and the source lines behind them."""
 
-import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lingvo_moe.core import units
-from lingvo_moe.core.hlo.sharding import TensorSharding
-from lingvo_moe.core.partitioner import known_faults, spmd
-from lingvo_moe.core.sharding import DimsMapping, Mesh
+from lingvo_moe.core.partitioner import known_faults
+from lingvo_moe.core.partitioner.explained import (
+    Explained,
+    ShardedTensor,
+    axes_text,
+    dims,
+    exchange_row,
+    short,
+    tensor_type,
+)
+from lingvo_moe.core.partitioner.sharding_page import html_page
 
 VERSION = 1
 _MOST_ROWS = 40
-_WIDEST = 46
-_DTYPES = {"pred": "bool"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """A line of the user's code: its place, e.g. 'file.py:12', and its text."""
-
-    place: str
-    text: str = ""
-
-    def __str__(self) -> str:
-        return self.place
-
-
-@dataclasses.dataclass(frozen=True)
-class ShardedTensor:
-    """A tensor of the program after sharding propagation.
-
-    Attributes:
-        name: the TensorFlow operation that produces it, or the path of an argument.
-        dtype: HLO's element type, e.g. 'f32'.
-        shape: the global shape.
-        sharding: which part each device holds.
-        mesh: the program's mesh.
-        phase: forward, recompute, backward or optimizer.
-        in_loop: whether it is computed in the body of a loop.
-        annotates: for an annotation, the operation or argument that it annotates.
-        line: the source line that created it, if known.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    sharding: TensorSharding
-    mesh: Mesh
-    phase: str = "forward"
-    in_loop: bool = False
-    annotates: str = ""
-    line: Line | None = None
-
-    @property
-    def mapping(self) -> DimsMapping | None:
-        """The mesh axis, axes or None of each dimension, as `mesh_split` takes them.
-
-        None if axes of the mesh cannot express the sharding.
-        """
-        found = self.sharding.OnMesh(self.mesh)
-        return (None,) * len(self.shape) if found == () else found
-
-    @property
-    def part_shape(self) -> tuple[int, ...]:
-        """The shape of one device's part, including padding."""
-        return self.sharding.PartShape(self.shape)
-
-    @property
-    def padding(self) -> tuple[int, ...]:
-        """For each dimension, how many elements the parts together have beyond the tensor's own."""
-        return self.sharding.Padding(self.shape)
-
-    def ToJson(self) -> dict[str, Any]:
-        """Returns a plain dict; `Explanation.ToJson` describes its fields."""
-        mapping = self.mapping
-        return {
-            "name": self.name,
-            "annotates": self.annotates,
-            "dtype": self.dtype,
-            "shape": list(self.shape),
-            "sharding": self.sharding.Text(),
-            "mapping": None if mapping is None else [_axes(axis) for axis in mapping],
-            "part_shape": list(self.part_shape),
-            "padding": list(self.padding),
-            "phase": self.phase,
-            "in_loop": self.in_loop,
-            "line": self.line and self.line.place,
-        }
-
-    def __str__(self) -> str:
-        return (
-            f"{self.name}: {tensor_type(self.dtype, self.shape)}, {axes_text(self.sharding, self.mesh)}; "
-            f"{dims(self.part_shape)} on a device"
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Exchange:
-    """A collective that the partitioner inserted, and the source lines that caused it.
-
-    Attributes:
-        what: the collective.
-        tensor: the name of the moved tensor.
-        line: the line that caused it: the annotation that requests the new sharding, else the
-            annotation that set the old one, else the operation itself.
-        op_line: the line of the operation that it was inserted for.
-    """
-
-    what: spmd.Communication
-    tensor: str = ""
-    line: Line | None = None
-    op_line: Line | None = None
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes in one run of the program; in one execution if the number of executions is unknown."""
-        return self.what.num_bytes * (1 if self.what.times is None else self.what.times)
-
-    def ToJson(self) -> dict[str, Any]:
-        """Returns a plain dict; `Explanation.ToJson` describes its fields."""
-        out = dataclasses.asdict(self.what)
-        for key in ("source", "target"):
-            found = getattr(self.what, key)
-            out[key] = found and found.Text()
-        out["shape"] = list(self.what.shape)
-        out["tensor"] = self.tensor
-        for key in ("line", "op_line"):
-            out[key] = getattr(self, key) and getattr(self, key).place
-        return out
-
-
-@dataclasses.dataclass(frozen=True)
-class WrongNumbers:
-    """An operation for which XLA's partitioner computes wrong numbers.
-
-    Attributes:
-        fault: what goes wrong, and the remedy.
-        line: the operation's source line; for a gradient, the line of the forward operation.
-    """
-
-    fault: known_faults.Fault
-    line: Line | None = None
-
-    def ToJson(self) -> dict[str, Any]:
-        """Returns a plain dict; `Explanation.ToJson` describes its fields."""
-        return dataclasses.asdict(self.fault) | {"line": self.line and self.line.place}
-
-    def __str__(self) -> str:
-        return f"{self.line.place}: {self.fault}" if self.line else str(self.fault)
-
-
-@dataclasses.dataclass(frozen=True)
-class Explanation:
-    """The shardings and the communication of one program.
-
-    Attributes:
-        name: the program's name.
-        mesh: its mesh.
-        tensors: the annotated tensors, in program order.
-        exchanges: the collectives that the partitioner inserted, in program order.
-        compiled: kind -> number of collectives in the compiled program, where XLA has joined, moved or
-            removed some after partitioning.
-        wrong: operations for which the partitioner is known to compute other values than one device;
-            known_faults.py describes what it detects.
-        find: the function behind `Sharding`.
-    """
-
-    name: str
-    mesh: Mesh
-    tensors: Sequence[ShardedTensor]
-    exchanges: Sequence[Exchange]
-    compiled: dict[str, int]
-    wrong: Sequence[WrongNumbers]
-    find: Callable[[str], list[ShardedTensor]] = dataclasses.field(repr=False, compare=False)
-
-    @property
-    def reshards(self) -> list[Exchange]:
-        """The exchanges that change the sharding of a tensor."""
-        return [e for e in self.exchanges if e.what.reason == spmd.RESHARD]
+class Explanation(Explained):
+    """What `Explained` holds, with names to look up, and as text, JSON and a page."""
 
     def Sharding(self, name: str) -> list[ShardedTensor]:
         """Returns the sharding of any tensor of the program, annotated or not.
@@ -207,10 +51,6 @@ class Explanation:
         """
         known_faults.refuse(self.wrong, self.name)
 
-    def Bytes(self, *reasons: str) -> int:
-        """Bytes that one device exchanges in one run, for the given reasons (spmd.REASONS) or for all."""
-        return sum(e.total_bytes for e in self.exchanges if not reasons or e.what.reason in reasons)
-
     def ToJson(self) -> dict[str, Any]:
         """Returns a plain dict: `version`, `program`, `mesh`, `annotated`, `exchanges`, `compiled`, `wrong`.
 
@@ -230,8 +70,6 @@ class Explanation:
 
     def ToHtml(self) -> str:
         """Returns one self-contained HTML page."""
-        from lingvo_moe.core.partitioner.sharding_page import html_page
-
         return html_page(self)
 
     def __str__(self) -> str:
@@ -294,48 +132,6 @@ class Explanation:
         return [f"In the compiled program XLA has joined or removed some: {', '.join(changed)}"]
 
 
-def exchange_row(exchange: Exchange, mesh: Mesh) -> tuple[str, ...]:
-    """The cells of one row in a table of exchanges; `Explanation._exchanges_text` has the headings."""
-    what = exchange.what
-    return (
-        units.size(what.num_bytes),
-        "?" if what.times is None else f"{what.times:,}",
-        f"{what.participants}",
-        what.kind,
-        what.reason + (f", {what.phase}" if what.phase != "forward" else ""),
-        short(exchange.tensor),
-        axes_text(what.source, mesh) if what.source else "",
-        axes_text(what.target, mesh) if what.target else "",
-        str(exchange.line or ""),
-    )
-
-
-def axes_text(sharding: TensorSharding, mesh: Mesh) -> str:
-    """The mesh axis of each dimension, e.g. 'expert,-,-'; words if axes cannot express the sharding."""
-    mapping = sharding.OnMesh(mesh)
-    if mapping is None:
-        return str(sharding)
-    if not any(mapping):
-        return "replicated"
-    return ",".join("-" if a is None else a if isinstance(a, str) else "+".join(a) for a in mapping)
-
-
-def tensor_type(dtype: str, shape: Sequence[int]) -> str:
-    """Element type and shape, e.g. 'f32[8,16]'."""
-    return f"{_DTYPES.get(dtype, dtype)}[{','.join(map(str, shape))}]"
-
-
-def dims(shape: Sequence[int]) -> str:
-    """A shape, e.g. '8x16', or 'scalar'."""
-    return "x".join(map(str, shape)) or "scalar"
-
-
-def short(name: str) -> str:
-    """Drops the prefix 'gradient_tape/'. Of a name that is still longer than 46 characters, keeps '…' and the end."""
-    name = name.removeprefix("gradient_tape/")
-    return name if len(name) <= _WIDEST else "…" + name[1 - _WIDEST :]
-
-
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], right: int = 0) -> list[str]:
     """Formats rows as aligned lines; the first `right` columns are right-aligned, empty columns left out."""
     rows = list(rows)
@@ -346,7 +142,3 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], right: int = 0) -
         cells = [row[i].rjust(widths[i]) if i < right else row[i].ljust(widths[i]) for i in kept]
         lines.append(("  " + "  ".join(cells)).rstrip())
     return lines
-
-
-def _axes(axis: Any) -> Any:
-    return list(axis) if isinstance(axis, tuple) else axis

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from lingvo_moe.core.hlo.attributes import dims_list
-from lingvo_moe.core.hlo.module import Computation, Instruction
+from lingvo_moe.core.hlo.instructions import Computation, Instruction
 from lingvo_moe.core.hlo.sharding import TensorSharding
 from lingvo_moe.core.partitioner.faults_of_products import parts
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from lingvo_moe.core.hlo.attributes import dims_list
-from lingvo_moe.core.hlo.module import Instruction
+from lingvo_moe.core.hlo.instructions import Instruction
 from lingvo_moe.core.hlo.sharding import TensorSharding
 
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 
 from lingvo_moe.core.hlo.attributes import WindowDim, convolution_dims, window
-from lingvo_moe.core.hlo.module import Instruction
+from lingvo_moe.core.hlo.instructions import Instruction
 from lingvo_moe.core.hlo.sharding import TensorSharding
 from lingvo_moe.core.partitioner.faults_of_products import parts, places
 

@@ -24,7 +24,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from lingvo_moe.core import checks
-from lingvo_moe.core.hlo.module import Computation, Instruction, Module
+from lingvo_moe.core.hlo.instructions import Computation, Instruction
+from lingvo_moe.core.hlo.module import Module
 from lingvo_moe.core.hlo.sharding import TensorSharding, parse_sharding
 from lingvo_moe.core.partitioner import faults_of_gathers as gathers
 from lingvo_moe.core.partitioner import faults_of_products as products

@@ -2,16 +2,21 @@
 
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
 from lingvo_moe.core import units
 from lingvo_moe.core.pages import markup
 from lingvo_moe.core.pages.colours import COLOURS
 from lingvo_moe.core.partitioner import spmd
+from lingvo_moe.core.partitioner.explained import (
+    Exchange,
+    Explained,
+    ShardedTensor,
+    axes_text,
+    dims,
+    exchange_row,
+    tensor_type,
+)
 from lingvo_moe.core.partitioner.sharding_figure import figure
-
-if TYPE_CHECKING:
-    from lingvo_moe.core.partitioner.explanation import Exchange, Explanation, ShardedTensor
 
 _MOST_FLOWS, _MOST_CARDS, _MOST_ROWS = 24, 120, 400
 _COLOURS = {
@@ -51,7 +56,7 @@ _METHOD = (
 )
 
 
-def html_page(explanation: "Explanation") -> str:
+def html_page(explanation: Explained) -> str:
     """Returns the HTML page for an explanation."""
     title = f"{explanation.name} on {explanation.mesh}"
     body = [
@@ -67,7 +72,7 @@ def html_page(explanation: "Explanation") -> str:
     return markup.document(title, f"{_PATTERN}\n{''.join(body)}", _METHOD, COLOURS + _STYLE)
 
 
-def _headline(explanation: "Explanation") -> str:
+def _headline(explanation: Explained) -> str:
     pairs = [
         ("devices", f"{explanation.mesh.size:,}"),
         ("annotated tensors", f"{len(explanation.tensors):,}"),
@@ -79,14 +84,14 @@ def _headline(explanation: "Explanation") -> str:
     return markup.figures((name, value, "") for name, value in pairs)
 
 
-def _wrong(explanation: "Explanation") -> str:
+def _wrong(explanation: Explained) -> str:
     found = "".join(f"<li>{escape(str(wrong))}</li>" for wrong in explanation.wrong)
     if not found:
         return ""
     return f"<p class='verdict no'>Wrong numbers will come out of:</p><ul>{found}</ul>"
 
 
-def _reasons(explanation: "Explanation") -> str:
+def _reasons(explanation: Explained) -> str:
     held = {reason: explanation.Bytes(reason) for reason in spmd.REASONS}
     held = {reason: count for reason, count in held.items() if count}
     if not held:
@@ -107,7 +112,7 @@ def _reasons(explanation: "Explanation") -> str:
     )
 
 
-def _flows(explanation: "Explanation") -> str:
+def _flows(explanation: Explained) -> str:
     found = [e for e in explanation.reshards if e.what.shape]
     if not found:
         return ""
@@ -123,9 +128,7 @@ def _flows(explanation: "Explanation") -> str:
     return f"<h2>Reshards</h2><div class='flows'>{flows}</div>{note}"
 
 
-def _flow(group: Sequence["Exchange"], explanation: "Explanation") -> str:
-    from lingvo_moe.core.partitioner.explanation import axes_text, tensor_type
-
+def _flow(group: Sequence[Exchange], explanation: Explained) -> str:
     what, size = group[-1].what, explanation.mesh.size
     sides = []
     for sharding in (what.source, what.target):
@@ -152,16 +155,14 @@ def _flow(group: Sequence["Exchange"], explanation: "Explanation") -> str:
     )
 
 
-def _line(exchange: "Exchange") -> str:
+def _line(exchange: Exchange) -> str:
     line = exchange.line
     if line is None:
         return ""
     return f"{escape(line.place)} <code>{escape(line.text)}</code>"
 
 
-def _table(explanation: "Explanation") -> str:
-    from lingvo_moe.core.partitioner.explanation import exchange_row
-
+def _table(explanation: Explained) -> str:
     if not explanation.exchanges:
         return ""
     heads = ("bytes", "times", "devices", "collective", "why", "tensor", "from", "to", "line")
@@ -173,7 +174,7 @@ def _table(explanation: "Explanation") -> str:
     return f"<h2>All communication</h2>{table}"
 
 
-def _cards(explanation: "Explanation") -> str:
+def _cards(explanation: Explained) -> str:
     shown = [t for t in explanation.tensors if t.phase == "forward"] or list(explanation.tensors)
     rest = len(explanation.tensors) - len(shown)
     cards = "".join(_card(t, explanation) for t in shown[:_MOST_CARDS])
@@ -186,9 +187,7 @@ def _cards(explanation: "Explanation") -> str:
     return f"<h2>Annotated tensors</h2>{note}<div class='cards'>{cards}</div>"
 
 
-def _card(tensor: "ShardedTensor", explanation: "Explanation") -> str:
-    from lingvo_moe.core.partitioner.explanation import axes_text, dims, tensor_type
-
+def _card(tensor: ShardedTensor, explanation: Explained) -> str:
     padding = ", ".join(f"{n} of dimension {d}" for d, n in enumerate(tensor.padding) if n)
     lines = [
         f"<b>{escape(tensor.annotates or tensor.name)}</b>",

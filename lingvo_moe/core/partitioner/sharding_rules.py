@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from lingvo_moe.core.hlo.attributes import dims_list
-from lingvo_moe.core.hlo.module import Instruction
+from lingvo_moe.core.hlo.instructions import Instruction
 from lingvo_moe.core.hlo.sharding import TensorSharding
 
 _DOT_DIMS = ("lhs_batch_dims", "lhs_contracting_dims", "rhs_batch_dims", "rhs_contracting_dims")

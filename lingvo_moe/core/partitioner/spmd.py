@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 from lingvo_moe.core.hlo import parts
 from lingvo_moe.core.hlo.collectives import collective_use
-from lingvo_moe.core.hlo.module import Computation, Executed, Instruction, Module
+from lingvo_moe.core.hlo.instructions import Computation, Instruction
+from lingvo_moe.core.hlo.module import Executed, Module
 from lingvo_moe.core.hlo.sharding import REPLICATED, TensorSharding, parse_sharding
 from lingvo_moe.core.partitioner.sharding_rules import product_sharding, transposed_back
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from lingvo_moe.core.hlo import attributes, parts
 from lingvo_moe.core.hlo import module as hlo
 from lingvo_moe.core.hlo.collectives import CollectiveUse, collective_kind, executed_collective
-from lingvo_moe.core.hlo.module import Computation, Executed, Instruction, Module
+from lingvo_moe.core.hlo.instructions import Computation, Instruction
+from lingvo_moe.core.hlo.module import Executed, Module
 from lingvo_moe.core.hlo.parts import Place
 from lingvo_moe.core.planner import traffic
 from lingvo_moe.core.planner.flops import MatmulFlops, Product, number_format

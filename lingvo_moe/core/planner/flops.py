@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from lingvo_moe.core.hlo import attributes
 from lingvo_moe.core.hlo.errors import HloError
-from lingvo_moe.core.hlo.module import Computation, Instruction, Module
+from lingvo_moe.core.hlo.instructions import Computation, Instruction
+from lingvo_moe.core.hlo.module import Module
 
 # Number formats of products. A GPU multiplies float32 in TF32 unless the program demands more.
 BFLOAT16, TF32, FLOAT32 = FORMATS = ("bfloat16", "tf32", "float32")

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lingvo_moe.core.hlo.module import Array, Computation, Instruction, Module
+from lingvo_moe.core.hlo.instructions import Array, Computation, Instruction
+from lingvo_moe.core.hlo.module import Module
 from lingvo_moe.core.planner.costs import Cost
 from lingvo_moe.core.planner.machine import Machine
 from lingvo_moe.core.planner.plan import execution_seconds

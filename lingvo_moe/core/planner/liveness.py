@@ -14,7 +14,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from lingvo_moe.core.hlo.module import Computation, Executed, Instruction, Module, is_backward
+from lingvo_moe.core.hlo.instructions import Computation, Instruction
+from lingvo_moe.core.hlo.module import Executed, Module, is_backward
 
 _FORWARDED = ("async-update", "bitcast", "get-tuple-element", "tuple", "optimization-barrier")
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")

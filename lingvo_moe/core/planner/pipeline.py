@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from lingvo_moe.core.hlo.module import Computation, Executed, Instruction, Module
+from lingvo_moe.core.hlo.instructions import Computation, Instruction
+from lingvo_moe.core.hlo.module import Executed, Module
 from lingvo_moe.core.hlo.pipelines import (
     BACKWARD,
     FORWARD,

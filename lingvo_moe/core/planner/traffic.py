@@ -7,7 +7,8 @@ that they touch, also inside fusions.
 
 import math
 
-from lingvo_moe.core.hlo.module import Array, Computation, Instruction, Module
+from lingvo_moe.core.hlo.instructions import Array, Computation, Instruction
+from lingvo_moe.core.hlo.module import Module
 
 # Opcodes that only name, group or forward memory. Computations that they call are counted separately.
 FREE = frozenset(

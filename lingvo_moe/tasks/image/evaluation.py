@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 
-from lingvo_moe.core.engine.base import make_engine
+from lingvo_moe.core.engine.engines import make_engine
 from lingvo_moe.core.engine.evaluation import Evaluator
 from lingvo_moe.core.engine.run_weights import read_newest, read_weights
 from lingvo_moe.core.run_dir import RunDir

@@ -10,8 +10,9 @@ import tensorflow as tf
 
 from lingvo_moe.core import sharding
 from lingvo_moe.core.engine import tf_engine
-from lingvo_moe.core.engine.base import EngineError, make_engine
+from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.devices import initialize_distributed, request_cpu_devices
+from lingvo_moe.core.engine.engines import make_engine
 from lingvo_moe.core.engine.lowering import LoweringError, lower
 from lingvo_moe.core.engine.specs import SpecError, TensorSpec
 from lingvo_moe.core.engine.tpu_strategy import device_assignment

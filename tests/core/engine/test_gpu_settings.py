@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lingvo_moe import trainer
-from lingvo_moe.core.engine import gpu_settings, pjrt
+from lingvo_moe.core.engine import devices, gpu_settings, pjrt
 from lingvo_moe.core.gpu_memory import XLA_SHARE
 
 HIDING = "xla_gpu_enable_latency_hiding_scheduler"
@@ -54,7 +53,7 @@ def test_the_trainer_sets_them_before_jax_looks_for_devices(monkeypatch):
         "lingvo_moe.core.engine.devices.device_count",
         lambda: found.append(gpu_settings.environment()),
     )
-    trainer.find_devices()
+    devices.find_devices()
     assert found == [{}]
 
 

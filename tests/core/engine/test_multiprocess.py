@@ -30,8 +30,8 @@ def train(directory, first, last):
     import tensorflow as tf
 
     from lingvo_moe.core import sharding
-    from lingvo_moe.core.engine.base import make_engine
     from lingvo_moe.core.engine.checkpoints import Checkpointer
+    from lingvo_moe.core.engine.engines import make_engine
     from lingvo_moe.core.engine.specs import TensorSpec
     from lingvo_moe.core.nested_map import NestedMap
 
@@ -89,8 +89,8 @@ def restore_damaged(directory, step):
     import jax
 
     from lingvo_moe.core import sharding
-    from lingvo_moe.core.engine.base import make_engine
     from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
+    from lingvo_moe.core.engine.engines import make_engine
     from lingvo_moe.core.engine.specs import TensorSpec
     from lingvo_moe.core.nested_map import NestedMap
 

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_moe.core import kernels
-from lingvo_moe.core.engine.base import make_engine
+from lingvo_moe.core.engine.engines import make_engine
 from lingvo_moe.core.engine.steps import build_step
 from lingvo_moe.core.hlo.collectives import collective_use
 from lingvo_moe.core.hlo.loops import trip_count

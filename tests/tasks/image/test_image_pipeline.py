@@ -6,7 +6,7 @@ from trainer_testing import status
 
 from lingvo_moe.core.base_input import ArraySpec
 from lingvo_moe.core.checks import ParamError
-from lingvo_moe.core.engine.base import make_engine
+from lingvo_moe.core.engine.engines import make_engine
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.engine.steps import build_step, train_step
 from lingvo_moe.core.engine.testing import run_sharded, run_single

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from trainer_testing import losses, state, status
 
-from lingvo_moe.core.engine.base import make_engine
 from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
+from lingvo_moe.core.engine.engines import make_engine
 from lingvo_moe.core.engine.init_from import InitFromError, check_model
 from lingvo_moe.core.engine.initial_weights import InitialWeights
 from lingvo_moe.core.engine.packed_tensors import Packing

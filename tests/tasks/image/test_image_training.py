@@ -7,9 +7,9 @@ import pytest
 from PIL import Image
 from trainer_testing import keep_compiled, status
 
-from lingvo_moe.core.engine import base
-from lingvo_moe.core.engine.base import make_engine
+from lingvo_moe.core.engine import engines
 from lingvo_moe.core.engine.checkpoints import Checkpointer
+from lingvo_moe.core.engine.engines import make_engine
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.engine.steps import build_step, train_step
 from lingvo_moe.core.engine.summaries import read_metrics
@@ -81,7 +81,7 @@ def folder(tmp_path_factory):
 
 
 def test_resnet_on_a_folder_trains_resumes_and_is_scored(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(base, "make_engine", base.make_engine)  # put back in the end
+    monkeypatch.setattr(engines, "make_engine", engines.make_engine)  # put back in the end
     keep_compiled()
     run = tmp_path / "run"
     train = [

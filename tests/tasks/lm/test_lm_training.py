@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from trainer_testing import keep_compiled, losses, state, status, write_corpus
 
-from lingvo_moe.core.engine import base
+from lingvo_moe.core.engine import engines
 
 # Micro-batches draw numbers of their own.
 PLAIN = "task.dropout=0.0"
@@ -21,7 +21,7 @@ def train(tmp_path_factory):
     (data / "dev" / "aa.tsv").write_text((data / "aa.tsv").read_text())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
-        patch.setattr(base, "make_engine", base.make_engine)  # put back at the end
+        patch.setattr(engines, "make_engine", engines.make_engine)  # put back at the end
         keep_compiled()
 
         def run(name, steps, override=PLAIN, *more):

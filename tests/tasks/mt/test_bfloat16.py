@@ -7,7 +7,7 @@ import toy_translation as toy
 
 from lingvo_moe.core import registry
 from lingvo_moe.core.engine import lowering
-from lingvo_moe.core.engine.base import make_engine
+from lingvo_moe.core.engine.engines import make_engine
 from lingvo_moe.core.engine.steps import build_step, train_step
 from lingvo_moe.core.engine.tracing import trace
 from lingvo_moe.core.randomness import make_seed

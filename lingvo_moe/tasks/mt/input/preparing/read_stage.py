@@ -19,7 +19,8 @@ from lingvo_moe.tasks.mt.input.clean import sentence_key, tidy_text
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.made_once import is_made, making
 from lingvo_moe.tasks.mt.input.preparing.filters import REASONS, Rules
-from lingvo_moe.tasks.mt.input.preparing.formats import Line, read_source
+from lingvo_moe.tasks.mt.input.preparing.formats import read_source
+from lingvo_moe.tasks.mt.input.preparing.lines import Line
 from lingvo_moe.tasks.mt.input.preparing.sources import Fields, Source
 
 SUMMARY = "summary.json"

@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.input.preparing.formats import Line, read_source
+from lingvo_moe.tasks.mt.input.preparing.formats import read_source
+from lingvo_moe.tasks.mt.input.preparing.lines import Line
 from lingvo_moe.tasks.mt.input.preparing.sources import Fields, Source
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.preparing import tfds_source
-from lingvo_moe.tasks.mt.input.preparing.formats import pairs_of_item, read_source
+from lingvo_moe.tasks.mt.input.preparing.formats import read_source
+from lingvo_moe.tasks.mt.input.preparing.lines import pairs_of_item
 from lingvo_moe.tasks.mt.input.preparing.sources import Fields, Source
 
 PAIRS = {"de": ["Haus", "Bäume"], "sw": ["nyumba", "miti"], "en": ["house", "trees"]}
