@@ -2,7 +2,7 @@
 
 import pytest
 import tensorflow as tf
-from cases_backward import OPERATIONS
+from backward_operations import OPERATIONS
 from sharding_pairs import GRID, check_pairs
 from spmd_case import floats, ints
 

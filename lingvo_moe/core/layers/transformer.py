@@ -261,6 +261,7 @@ class TransformerStack(BaseLayer):
         x, extras = self.RunBlocks(theta.blocks, x, aux, seed)
         return self.final_norm.FProp(theta.final_norm, x), extras
 
+    @scoped
     def RunBlocks(
         self,
         theta: NestedMap,

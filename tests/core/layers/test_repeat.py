@@ -13,7 +13,7 @@ from lingvo_moe.core.engine.lowering import lower
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.engine.testing import run_sharded
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.layers.repeat import Repeat
+from lingvo_moe.core.layers.repeat import Chunk, Repeat
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import Mesh
@@ -104,7 +104,7 @@ def test_repetitions_beyond_the_count_change_nothing_even_with_nan(unroll):
 
     def run(count, theta):
         def fn(theta, x, shared):
-            y, extras = _layer(unroll).FProp(theta, x, shared, count=count)
+            y, extras = _layer(unroll).FProp(theta, x, shared, chunk=Chunk(count=count))
             return wave(y) + tf.reduce_sum(extras.aux), extras.aux
 
         return single(value_and_grads, fn, theta, x, shared)
