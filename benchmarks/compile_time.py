@@ -82,16 +82,16 @@ def run(devices: list[int], rounds: int) -> dict[str, Any]:
 def measure(path: Path, name: str) -> None:
     """Writes the figures of one lowering and compilation to `path`; runs in a process of its own."""
     _cli.load_tensorflow()
-    from lingvo_moe import planning
     from lingvo_moe.core import registry
     from lingvo_moe.core.engine import aot
     from lingvo_moe.core.engine.steps import lower_step
+    from lingvo_moe.planning import plans
 
-    request = planning.Request(**asdict(REQUESTS[name]))
+    request = plans.Request(**asdict(REQUESTS[name]))
     devices = aot.devices_of(request.topology)  # loads the compiler
     params = registry.GetParams(request.model, request.override)
-    step, _ = planning.describe_job(request, params, params.task.Instantiate())
-    mesh = planning.planned_mesh(params, len(devices))
+    step, _ = plans.describe_job(request, params, params.task.Instantiate())
+    mesh = plans.planned_mesh(params, len(devices))
     started = time.monotonic()
     program = lower_step(step, mesh)
     lower_seconds = time.monotonic() - started

@@ -55,15 +55,15 @@ def _run(args: Flags) -> int:
 
 def _rows(args: Flags, machine: Any, say: Any) -> list[_Row]:
     """Every layout that can be compiled."""
-    from lingvo_moe import parallelizing, planning
     from lingvo_moe.core import registry
     from lingvo_moe.core.strategies.candidate import Candidate
     from lingvo_moe.core.strategies.estimates import Correction
     from lingvo_moe.core.strategies.layout import layouts
     from lingvo_moe.core.strategies.space import Space
     from lingvo_moe.core.strategies.workload import read_workload
-    from lingvo_moe.measuring import measured_step
-    from lingvo_moe.result_cache import cached_plan
+    from lingvo_moe.planning import parallelizing, plans
+    from lingvo_moe.planning.measuring import measured_step
+    from lingvo_moe.planning.result_cache import cached_plan
 
     params = registry.GetParams(args.model, args.model_params_override)
     work = read_workload(params)
@@ -73,7 +73,7 @@ def _rows(args: Flags, machine: Any, say: Any) -> list[_Row]:
         candidate = Candidate(layout, micro_batches=layout.stages)
         override = parallelizing.joined(args.model_params_override, candidate.Overrides())
         say(f"{len(found) + 1}: {candidate}")
-        request = planning.Request(args.model, args.topology, override)
+        request = plans.Request(args.model, args.topology, override)
         try:
             plan = cached_plan(request, _cli.plan_cache(args), say)
             seconds = None

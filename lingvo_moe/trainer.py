@@ -22,8 +22,8 @@ from lingvo_moe.core.run_dir import RunDir
 from lingvo_moe.core.run_lock import RunLock
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.tensorflow_import import import_tensorflow
-from lingvo_moe.meshes import make_mesh
-from lingvo_moe.trainer_checks import (
+from lingvo_moe.planning.found_strategy import with_found_strategy
+from lingvo_moe.training.checks import (
     UsageError,
     check_began_from,
     check_data_dir,
@@ -36,8 +36,8 @@ from lingvo_moe.trainer_checks import (
     prepare_run_dir,
     strategy_override,
 )
-from lingvo_moe.trainer_flags import parse_flags
-from lingvo_moe.trainer_strategy import with_found_strategy
+from lingvo_moe.training.flags import parse_flags
+from lingvo_moe.training.meshes import make_mesh
 
 if TYPE_CHECKING:  # they import TensorFlow and JAX
     from lingvo_moe.core.base_task import BaseTask
@@ -96,7 +96,7 @@ def run(args: Flags) -> int:
     check_flags(args, params)
     if args.mode == "eval":
         from lingvo_moe.core.engine import devices
-        from lingvo_moe.evaluating import evaluate_run
+        from lingvo_moe.training.evaluating import evaluate_run
 
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # accelerators are the trainer's
         devices.find_devices()
@@ -174,7 +174,7 @@ def train_in_job(args: Flags, params: Params, override: str, limit: TimeLimit) -
     from lingvo_moe.core.engine import devices, gpu_settings
     from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
     from lingvo_moe.core.engine.engines import make_engine
-    from lingvo_moe.trainer_memory import check_memory
+    from lingvo_moe.training.memory import check_memory
 
     devices.find_devices()
     enable_compilation_cache()  # before anything is compiled
@@ -207,7 +207,7 @@ def verify_step(args: Flags, mesh: Mesh, on_cpu: bool) -> None:
         UsageError: the mesh has one device, or the devices are not those of one CPU process. Other devices round
             differently.
     """
-    from lingvo_moe.verifying import verify_model
+    from lingvo_moe.inspecting.verifying import verify_model
 
     if mesh.size == 1:
         raise UsageError(
@@ -232,7 +232,7 @@ def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
     from lingvo_moe.core.engine.held_out import HeldOutWatch
     from lingvo_moe.core.engine.summaries import Summaries
     from lingvo_moe.core.engine.train_loop import TrainLoop
-    from lingvo_moe.trainer_peak import job_peak
+    from lingvo_moe.training.peak import job_peak
 
     run_dir, params, inputs = run.run_dir, run.params, run.inputs
     first_process = run.args.process_id == 0
@@ -294,8 +294,8 @@ def trained_task(run: Run, mesh: Mesh) -> "BaseTask":
 
     See recomputing.py. Called on every process: all choose the same.
     """
-    from lingvo_moe.recomputing import chosen_form
-    from lingvo_moe.trainer_memory import memory_of
+    from lingvo_moe.training.memory import memory_of
+    from lingvo_moe.training.recomputing import chosen_form
 
     args = run.args
     memory = memory_of(args.engine, mesh, args.num_processes)

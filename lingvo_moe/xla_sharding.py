@@ -107,7 +107,7 @@ def auto_shard(fn: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) 
 
 def explain(program: Any, *args: Any, **kwargs: Any) -> "Explanation":
     """`explaining.explain`: shardings and communication of a program, with the source lines behind them."""
-    from lingvo_moe.explaining import explain
+    from lingvo_moe.inspecting.explaining import explain
 
     return explain(program, *args, **kwargs)
 
@@ -115,13 +115,13 @@ def explain(program: Any, *args: Any, **kwargs: Any) -> "Explanation":
 def verify(fn: Callable[..., Any], mesh: Mesh, *args: Any, **kwargs: Any) -> None:
     """`verifying.verify`: raises where an annotated function over a mesh of virtual CPU devices, or a gradient
     of it, is not what it is on one device."""
-    from lingvo_moe.verifying import verify
+    from lingvo_moe.inspecting.verifying import verify
 
     verify(fn, mesh, *args, **kwargs)
 
 
 def get_sharding(program: Any, tensor_name: str) -> Any:
     """`explaining.get_sharding`: the sharding of a tensor after propagation."""
-    from lingvo_moe.explaining import get_sharding
+    from lingvo_moe.inspecting.explaining import get_sharding
 
     return get_sharding(program, tensor_name)

@@ -56,16 +56,16 @@ def make_plan(wanted: Wanted, cache_dir: Path | None, say: Say) -> dict[str, Any
     the slices that were tried.
 
     Raises:
-        ValueError: as planning.make_plan.
+        ValueError: as plans.make_plan.
     """
-    from lingvo_moe import planning
+    from lingvo_moe.planning import plans
 
-    request = planning.Request(**asdict(wanted))
+    request = plans.Request(**asdict(wanted))
     if ":" in wanted.topology:
-        return planning.make_plan(request, cache_dir, say)
+        return plans.make_plan(request, cache_dir, say)
     try:
-        return planning.smallest_slice(request, cache_dir, say)
-    except planning.FitsNone as e:
+        return plans.smallest_slice(request, cache_dir, say)
+    except plans.FitsNone as e:
         return {
             "version": 1,
             "model": wanted.model,

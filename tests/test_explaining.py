@@ -19,7 +19,7 @@ from lingvo_moe.core.engine.program import Program
 from lingvo_moe.core.engine.specs import AUTO, TensorSpec
 from lingvo_moe.core.partitioner import spmd
 from lingvo_moe.core.sharding import Mesh, ShardingError
-from lingvo_moe.explaining import ExplainError, explain, get_sharding
+from lingvo_moe.inspecting.explaining import ExplainError, explain, get_sharding
 
 MESH = Mesh.parse("expert:8")
 GRID = Mesh.parse("x:2,y:4")

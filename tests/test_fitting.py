@@ -2,10 +2,10 @@
 
 import pytest
 
-from lingvo_moe import fitting
 from lingvo_moe.core import registry
 from lingvo_moe.core.inspect import bytes_per_device
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.planning import fitting
 
 MIB = 2**20
 # 4 blocks; 64 x 16 tokens on either side, 128 of them on each of 8 devices, of 32 numbers.

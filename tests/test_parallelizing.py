@@ -2,7 +2,6 @@
 
 import pytest
 
-from lingvo_moe import parallelizing, planning, result_cache, trainer_strategy
 from lingvo_moe import trainer as trainer_module
 from lingvo_moe.core import registry
 from lingvo_moe.core.artifacts import RunArtifacts
@@ -12,11 +11,13 @@ from lingvo_moe.core.run_dir import RunDir
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.strategies.strategy_file import StrategyError, read_overrides
 from lingvo_moe.core.strategies.workload import WorkloadError
-from lingvo_moe.measuring import measured_step
-from lingvo_moe.parallelizing import NoneFits, Search
+from lingvo_moe.inspecting.verifying import VerifyError
+from lingvo_moe.planning import found_strategy, parallelizing, result_cache
+from lingvo_moe.planning import plans as planning
+from lingvo_moe.planning.measuring import measured_step
+from lingvo_moe.planning.parallelizing import NoneFits, Search
 from lingvo_moe.trainer import main as trainer
-from lingvo_moe.trainer_flags import parse_flags
-from lingvo_moe.verifying import VerifyError
+from lingvo_moe.training.flags import parse_flags
 from tools import parallelize, plan, verify
 
 _MODEL = "mt.M4Tiny"
@@ -324,8 +325,8 @@ def test_a_resumed_run_keeps_its_strategy(tmp_path):
     override = "train.mesh=data:2,expert:4;task.remat=dots;task.hidden_dim=64"
     RunDir(logdir).Write(_MODEL, override, RunArtifacts())
     args = parse_flags([f"--model={_MODEL}", f"--logdir={logdir}"])
-    assert trainer_strategy._of_run(args, 8) == "train.mesh=data:2,expert:4;task.remat=dots"
-    assert trainer_strategy._of_run(args, 4) == ""
+    assert found_strategy._of_run(args, 8) == "train.mesh=data:2,expert:4;task.remat=dots"
+    assert found_strategy._of_run(args, 4) == ""
 
 
 @pytest.mark.parametrize(

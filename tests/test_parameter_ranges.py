@@ -23,8 +23,8 @@ from lingvo_moe.core.optimizers.schedules import Schedule
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.mt.input.order import PairOrder
 from lingvo_moe.tasks.mt.input.pipeline import MtInput
-from lingvo_moe.trainer_checks import check_divisible
-from lingvo_moe.trainer_memory import check_memory
+from lingvo_moe.training.checks import check_divisible
+from lingvo_moe.training.memory import check_memory
 
 # Small batches and no loop: a step of TensorFlow's own kernels then takes half a second, run eagerly.
 SMALL = (

@@ -8,7 +8,7 @@ import pytest
 from lingvo_moe import trainer
 from lingvo_moe.core import registry
 from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.trainer_flags import parse_flags
+from lingvo_moe.training.flags import parse_flags
 
 
 @pytest.mark.parametrize(

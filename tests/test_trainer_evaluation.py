@@ -11,7 +11,7 @@ import pytest
 import toy_held_out
 from trainer_testing import state
 
-from lingvo_moe import evaluating, trainer
+from lingvo_moe import trainer
 from lingvo_moe.core import registry
 from lingvo_moe.core.engine import train_loop
 from lingvo_moe.core.engine.checkpoints import Checkpointer
@@ -23,6 +23,7 @@ from lingvo_moe.core.engine.summaries import read_metrics
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.run_dir import RunDir
 from lingvo_moe.core.run_lock import EVALUATOR, RunLock, is_lock_file
+from lingvo_moe.training import evaluating
 
 _OVERRIDE = "task.optimizer.learning_rate.constant_steps=5"
 

@@ -15,7 +15,7 @@ from lingvo_moe.core.directories import check_logdir
 from lingvo_moe.core.run_lock import LOCK_FILE, RunLock
 from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
-from lingvo_moe.trainer_checks import UsageError
+from lingvo_moe.training.checks import UsageError
 
 
 @pytest.fixture(autouse=True)

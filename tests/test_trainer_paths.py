@@ -6,7 +6,7 @@ from lingvo_moe import trainer
 from lingvo_moe.core import registry
 from lingvo_moe.core.run_dir import RunDir
 from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
-from lingvo_moe.trainer_checks import full_override
+from lingvo_moe.training.checks import full_override
 
 TINY = "--model=mt.M4Tiny"
 

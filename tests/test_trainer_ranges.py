@@ -5,9 +5,9 @@ import trainer_testing
 
 from lingvo_moe.core import registry
 from lingvo_moe.core.sharding import Mesh, ShardingError, single_device
-from lingvo_moe.trainer_checks import UsageError, check_divisible, check_state_is_sharded
-from lingvo_moe.trainer_flags import MOST_DEVICES
-from lingvo_moe.trainer_memory import check_memory, machine_bytes
+from lingvo_moe.training.checks import UsageError, check_divisible, check_state_is_sharded
+from lingvo_moe.training.flags import MOST_DEVICES
+from lingvo_moe.training.memory import check_memory, machine_bytes
 
 GiB = 2**30
 

@@ -5,13 +5,15 @@ import pytest
 import tensorflow as tf
 import toy_attention
 
-from lingvo_moe import trainer, trainer_flags, verifying
+from lingvo_moe import trainer
 from lingvo_moe import xla_sharding as xs
 from lingvo_moe.core import registry
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.trainer_checks import UsageError, check_divisible
-from lingvo_moe.verifying import VerifyError
+from lingvo_moe.inspecting import verifying
+from lingvo_moe.inspecting.verifying import VerifyError
+from lingvo_moe.training import flags as trainer_flags
+from lingvo_moe.training.checks import UsageError, check_divisible
 from tools import verify
 
 MESH = xs.Mesh.parse("a:4,b:2")

@@ -16,7 +16,7 @@ from typing import Any
 
 from lingvo_moe.core import checks
 from lingvo_moe.core.flags import Flags
-from lingvo_moe.trainer_flags import MOST_DEVICES, define_experiment_flag
+from lingvo_moe.training.flags import MOST_DEVICES, define_experiment_flag
 
 from . import _cli
 
@@ -90,7 +90,7 @@ def run(args: Flags) -> int:
 def make(args: Flags, say: Any) -> Any:
     """The explanation that the flags ask for; `say` receives progress."""
     _cli.load_tensorflow()
-    from lingvo_moe import explaining
+    from lingvo_moe.inspecting import explaining
 
     program = _load(args) if args.program else _lower(args, say)
     if not args.topology:
@@ -110,11 +110,11 @@ def _lower(args: Flags, say: Any) -> Any:
     from lingvo_moe.core import registry
     from lingvo_moe.core.engine.steps import lower_step, train_step
     from lingvo_moe.core.planner.machine import parse_machine
-    from lingvo_moe.meshes import make_mesh
-    from lingvo_moe.planning import topology_memory
-    from lingvo_moe.recomputing import chosen_form
-    from lingvo_moe.trainer_checks import check_divisible, strategy_override
-    from lingvo_moe.trainer_memory import memory_of
+    from lingvo_moe.planning.plans import topology_memory
+    from lingvo_moe.training.checks import check_divisible, strategy_override
+    from lingvo_moe.training.memory import memory_of
+    from lingvo_moe.training.meshes import make_mesh
+    from lingvo_moe.training.recomputing import chosen_form
 
     params = registry.GetParams(args.model, strategy_override(args))
     mesh = make_mesh(params, args.mesh, 0 if args.mesh else args.num_devices or 8)

@@ -18,12 +18,12 @@ from lingvo_moe.core import checks
 from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.partitioner import known_faults
 from lingvo_moe.core.strategies.objectives import OBJECTIVES, SPEED
-from lingvo_moe.trainer_flags import define_experiment_flag
+from lingvo_moe.training.flags import define_experiment_flag
 
 from . import _cli
 
 if TYPE_CHECKING:  # it imports TensorFlow
-    from lingvo_moe.parallelizing import Found
+    from lingvo_moe.planning.parallelizing import Found
 
 # Virtual devices for the winner's run: two along each axis of a layout.
 _VERIFYING = 16
@@ -102,7 +102,7 @@ def run(args: Flags) -> int:
         _cli.load_tensorflow()
         if args.devices or args.verify:
             _cli.request_devices(max(args.devices or 0, _VERIFYING if args.verify else 0))
-        from lingvo_moe.parallelizing import NoneFits
+        from lingvo_moe.planning.parallelizing import NoneFits
 
         try:
             found = progress.Watch(lambda: searched(args, progress))
@@ -119,7 +119,7 @@ def run(args: Flags) -> int:
 
 def searched(args: Flags, say: Any) -> "Found":
     """The search that the flags ask for."""
-    from lingvo_moe import parallelizing
+    from lingvo_moe.planning import parallelizing
 
     search = parallelizing.Search(
         model=args.model,

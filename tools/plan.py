@@ -27,8 +27,8 @@ from lingvo_moe.core.planner.machine import parse_machine
 from lingvo_moe.core.planner.prices import check_prices, kind_of, priced, read_prices
 from lingvo_moe.core.planner.slices import machines
 from lingvo_moe.core.topology_names import TopologyName
-from lingvo_moe.trainer_checks import strategy_override
-from lingvo_moe.trainer_flags import define_experiment_flag, define_strategy_flag
+from lingvo_moe.training.checks import strategy_override
+from lingvo_moe.training.flags import define_experiment_flag, define_strategy_flag
 
 from . import _cli
 
@@ -196,10 +196,10 @@ def planned(
 
 def make(args: Flags, topology: str, variant: str, say: Any) -> dict[str, Any]:
     _cli.load_tensorflow()
-    from lingvo_moe import planning
+    from lingvo_moe.planning import plans
 
     cache = _cli.plan_cache(args)
-    request = planning.Request(
+    request = plans.Request(
         model=args.model,
         topology=topology,
         override=strategy_override(args, variant.strip()),
@@ -209,8 +209,8 @@ def make(args: Flags, topology: str, variant: str, say: Any) -> dict[str, Any]:
         known_faults=args.known_faults,
     )
     if ":" in topology:
-        return planning.make_plan(request, cache, say)
-    return planning.smallest_slice(request, cache, say)
+        return plans.make_plan(request, cache, say)
+    return plans.smallest_slice(request, cache, say)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from lingvo_moe.tasks.mt.input.preparing.table import (
 from lingvo_moe.tasks.mt.input.shards import PAIRS_PER_SHARD
 from lingvo_moe.tasks.mt.input.vocab_cache import MIN_SENTENCES, VocabOptions
 from lingvo_moe.tasks.mt.input.vocabulary import MIN_SIZE
-from lingvo_moe.trainer_flags import define_experiment_flag
+from lingvo_moe.training.flags import define_experiment_flag
 
 from . import _cli
 

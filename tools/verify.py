@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from lingvo_moe.core import checks
 from lingvo_moe.core.flags import Flags
-from lingvo_moe.trainer_checks import strategy_override
-from lingvo_moe.trainer_flags import define_experiment_flag, define_strategy_flag
+from lingvo_moe.training.checks import strategy_override
+from lingvo_moe.training.flags import define_experiment_flag, define_strategy_flag
 
 from . import _cli
 
@@ -63,9 +63,9 @@ def run(args: Flags) -> int:
 def verified(args: Flags, say: Callable[[str], None]) -> "tuple[Mesh, list[str]]":
     """The mesh, and the names of what was compared on it."""
     _cli.load_tensorflow()
-    from lingvo_moe import verifying
     from lingvo_moe.core import registry
-    from lingvo_moe.meshes import make_mesh
+    from lingvo_moe.inspecting import verifying
+    from lingvo_moe.training.meshes import make_mesh
 
     params = registry.GetParams(args.model, strategy_override(args))
     mesh = make_mesh(params, args.mesh, 0 if args.mesh else args.num_devices or 8)

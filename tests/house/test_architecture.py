@@ -1,5 +1,8 @@
 """docs/architecture.md is true: which directory may import which, and how long a file may be."""
 
+import subprocess
+import sys
+
 import pytest
 
 from tools.import_graph import ROOT, ImportGraph
@@ -109,9 +112,20 @@ def test_no_files_import_each_other_in_a_circle(tmp_path) -> None:
     assert ImportGraph(tmp_path).Circle() == [f"tools/{name}.py" for name in "abca"]
 
 
+def test_the_trainer_is_imported_without_search_and_planner() -> None:
+    """They come in when they are asked for; so do engines, TensorFlow and JAX."""
+    names = "[m for m in sys.modules if m.partition('.')[0] == 'lingvo_moe']"
+    code = f"import sys; import lingvo_moe.trainer; print(*{names})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    found = done.stdout.split()
+    assert 40 < len(found) <= 80, done.stderr
+    late = ("planning.plans", "planning.parallelizing", "core.planner", "inspecting")
+    assert not [m for m in found if m.removeprefix("lingvo_moe.").startswith(late)]
+
+
 def test_trainer_and_tasks_do_not_know_each_other() -> None:
-    assert _wrong_way("lingvo_moe/planning.py", "lingvo_moe/tasks/mt/model.py")
-    assert _wrong_way("lingvo_moe/tasks/mt/model.py", "lingvo_moe/planning.py")
+    assert _wrong_way("lingvo_moe/planning/plans.py", "lingvo_moe/tasks/mt/model.py")
+    assert _wrong_way("lingvo_moe/tasks/mt/model.py", "lingvo_moe/planning/plans.py")
 
 
 def test_jax_is_behind_the_engines_door() -> None:

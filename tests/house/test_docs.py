@@ -19,12 +19,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lingvo_moe import trainer, trainer_flags
+from lingvo_moe import trainer
 from lingvo_moe.core import inspect, registry, units
 from lingvo_moe.core.planner import report
 from lingvo_moe.core.planner.topology import CHIPS
 from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.trainer_checks import full_override
+from lingvo_moe.training import flags as trainer_flags
+from lingvo_moe.training.checks import full_override
 from tools import plan
 from tools.import_graph import PACKAGES, ROOT
 

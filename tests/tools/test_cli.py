@@ -168,7 +168,7 @@ COMMANDS = [
     for folder in ("tools", "benchmarks")
     for path in sorted((Path(__file__).parents[2] / folder).glob("*.py"))
     if "def main(argv" in path.read_text()
-] + ["lingvo_moe.trainer_flags"]
+] + ["lingvo_moe.training.flags"]
 
 
 def _needed(flags):

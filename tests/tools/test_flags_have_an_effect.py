@@ -153,8 +153,8 @@ _TRAINER = {
     "lingvo_moe.trainer:RunLock": anything(),
     "lingvo_moe.trainer:prepare_run_dir": None,
     "lingvo_moe.trainer:train_locked": Through(_begun),
-    "lingvo_moe.trainer_memory:check_memory": None,
-    "lingvo_moe.verifying:verify_model": ["loss"],
+    "lingvo_moe.training.memory:check_memory": None,
+    "lingvo_moe.inspecting.verifying:verify_model": ["loss"],
     "lingvo_moe.core.engine.job:watching": Through(contextlib.nullcontext),
     "lingvo_moe.core.engine.devices:request_cpu_devices": None,
     "lingvo_moe.core.engine.devices:initialize_distributed": None,
@@ -170,7 +170,7 @@ _TRAINER = {
     "lingvo_moe.tasks.mt.input.pipeline:MtInput.CheckNewRun": None,
     "lingvo_moe.tasks.mt.input.pipeline:MtInput.Artifacts": None,
     "lingvo_moe.tasks.mt.model:MtModel.CheckData": None,
-    "lingvo_moe.evaluating:_Scorer": SimpleNamespace(
+    "lingvo_moe.training.evaluating:_Scorer": SimpleNamespace(
         Score=lambda step: (step or 6, anything(text="scored"))
     ),
     "lingvo_moe.core.engine.summaries:Summaries": anything(),
@@ -254,7 +254,7 @@ COMMANDS += [
         "explain",
         {
             **_COMPILING,
-            "lingvo_moe.explaining:explain": _EXPLANATION,
+            "lingvo_moe.inspecting.explaining:explain": _EXPLANATION,
             "lingvo_moe.core.engine.steps:train_step": None,
             "lingvo_moe.core.engine.steps:lower_step": _PROGRAM,
             "lingvo_moe.core.engine.program:Program.Load": _PROGRAM,
@@ -263,15 +263,15 @@ COMMANDS += [
     ),
     Command(
         "parallelize",
-        {**_COMPILING, "lingvo_moe.parallelizing:find": _FOUND},
+        {**_COMPILING, "lingvo_moe.planning.parallelizing:find": _FOUND},
         [_MACHINE, ["--model=mt.M4Tiny", "--devices=8"]],
     ),
     Command(
         "plan",
         {
             **_CLI,
-            "lingvo_moe.planning:make_plan": _PLAN,
-            "lingvo_moe.planning:smallest_slice": _PLAN,
+            "lingvo_moe.planning.plans:make_plan": _PLAN,
+            "lingvo_moe.planning.plans:smallest_slice": _PLAN,
             "lingvo_moe.core.planner.report:html_report": "page",
             "lingvo_moe.core.planner.report:print_plan": None,
         },
@@ -343,7 +343,7 @@ COMMANDS += [
     ),
     Command(
         "verify",
-        {**_COMPILING, "lingvo_moe.verifying:verify_model": ["loss"]},
+        {**_COMPILING, "lingvo_moe.inspecting.verifying:verify_model": ["loss"]},
         [["--model=mt.M4Tiny"]],
     ),
     Command("build_corpus", {"tools.build_corpus:build_corpus": {"aa": (1, 1)}}, [["--output=o"]]),
@@ -454,7 +454,7 @@ def test_every_flag_has_an_effect_or_is_refused(
     command: Command, files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if command.module == "trainer":
-        module, flags = trainer, importlib.import_module("lingvo_moe.trainer_flags").define_flags()
+        module, flags = trainer, importlib.import_module("lingvo_moe.training.flags").define_flags()
     else:
         module = importlib.import_module(f"tools.{command.module}")
         flags = module.define_flags()

@@ -5,7 +5,6 @@ import itertools
 
 import pytest
 
-from lingvo_moe import planning
 from lingvo_moe.core import registry
 from lingvo_moe.core.checks import STATE_LEVELS
 from lingvo_moe.core.engine.steps import train_step
@@ -28,6 +27,7 @@ from lingvo_moe.core.strategies.paths import CHOSEN, PATHS
 from lingvo_moe.core.strategies.space import Space
 from lingvo_moe.core.strategies.state_bytes import StateBytes
 from lingvo_moe.core.strategies.workload import WorkloadError, read_workload
+from lingvo_moe.planning import plans
 
 _MODEL = "mt.M4MoE128E12L"
 
@@ -99,8 +99,8 @@ def test_the_state_is_that_of_the_specs(mesh, level):
     pairs = Candidate(layout, level).Overrides().items()
     override = ";".join(f"{path}={value}" for path, value in pairs)
     task = registry.GetParams(_MODEL, override).task.Instantiate()
-    request = planning.Request(_MODEL, "v3:8x8", override)
-    rows = planning._state(request, task, layout.mesh)["state"]["parts"]
+    request = plans.Request(_MODEL, "v3:8x8", override)
+    rows = plans._state(request, task, layout.mesh)["state"]["parts"]
     want = {row["part"]: 0 for row in rows}
     for row in rows:
         want[row["part"]] += row["bytes"]

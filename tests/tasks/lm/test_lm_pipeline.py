@@ -11,7 +11,7 @@ from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.engine.steps import build_step, train_step
 from lingvo_moe.core.engine.testing import run_sharded
 from lingvo_moe.core.sharding import Mesh, use_mesh
-from lingvo_moe.trainer_checks import check_divisible
+from lingvo_moe.training.checks import check_divisible
 
 STAGES = "task.pipeline.stages=2;task.pipeline.micro_batches=4"
 SIZES = "task.vocab_size=40;input.target_vocab_size=40;input.target_length=8"

@@ -11,7 +11,7 @@ from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.engine.steps import build_step, lower_step, train_step
 from lingvo_moe.core.pipeline.schedule import ScheduleError
 from lingvo_moe.core.sharding import Mesh, ShardingError, use_mesh
-from lingvo_moe.trainer_checks import check_divisible
+from lingvo_moe.training.checks import check_divisible
 
 SIZES = "task.num_encoder_layers=4;task.num_decoder_layers=4;input.batch_size=8;task.num_groups=8"
 STAGES = "task.pipeline.stages=2;task.pipeline.micro_batches=2"

@@ -19,7 +19,7 @@ from lingvo_moe.core.run_lock import RunLock
 from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
-from lingvo_moe.trainer_checks import prepare_run_dir
+from lingvo_moe.training.checks import prepare_run_dir
 
 DESCRIPTION = ["experiment.json", "params.txt", "vocab/source.model", "vocab/target.model"]
 PROGRAM = {

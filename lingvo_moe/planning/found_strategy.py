@@ -7,7 +7,7 @@ from lingvo_moe.core.run_dir import RunDir
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.strategies.paths import PATHS
 from lingvo_moe.core.strategies.strategy_file import AUTO, as_override
-from lingvo_moe.trainer_checks import (
+from lingvo_moe.training.checks import (
     UsageError,
     check_data_dir,
     check_data_exists,
@@ -30,7 +30,7 @@ def with_found_strategy(args: Flags) -> None:
     if args.strategy != AUTO:
         return
     from lingvo_moe.core.engine import devices
-    from lingvo_moe.parallelizing import check_override
+    from lingvo_moe.planning.parallelizing import check_override
 
     _check(args)
     check_override(args.model_params_override)
@@ -77,7 +77,7 @@ def _of_run(args: Flags, num_devices: int) -> str:
 
 def _searched(args: Flags, num_devices: int) -> str:
     from lingvo_moe.core.engine import devices
-    from lingvo_moe.parallelizing import Search, find
+    from lingvo_moe.planning.parallelizing import Search, find
 
     search = Search(
         model=args.model,

@@ -13,8 +13,8 @@ from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.inspect import bytes_per_device
 from lingvo_moe.core.pipeline.params import micro_batches_of
 from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.recomputing import Memory
-from lingvo_moe.trainer_checks import UsageError
+from lingvo_moe.training.checks import UsageError
+from lingvo_moe.training.recomputing import Memory
 
 _CGROUP_LIMITS = (
     "/sys/fs/cgroup/memory.max",

@@ -1,7 +1,7 @@
 """Finds a strategy for a model on a machine: enumerate, estimate, compile the best few, verify the winner.
 
 The compiler that will run the program is the judge: a strategy's memory, collectives and seconds are those of its plan
-(planning.py). Estimates (core/strategies) only choose what is compiled.
+(plans.py). Estimates (core/strategies) only choose what is compiled.
 """
 
 import time
@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe import planning
 from lingvo_moe.core import registry, units
 from lingvo_moe.core.flags import join_overrides
 from lingvo_moe.core.hyperparams import Params
@@ -35,10 +34,11 @@ from lingvo_moe.core.strategies.space import Space
 from lingvo_moe.core.strategies.strategy_file import StrategyError, as_override, to_text
 from lingvo_moe.core.strategies.workload import Workload, read_workload
 from lingvo_moe.core.suggest import did_you_mean, either
-from lingvo_moe.measuring import measured_step
-from lingvo_moe.result_cache import cached_plan, cached_verification
-from lingvo_moe.trainer_memory import memory_of
-from lingvo_moe.verifying import VerifyError
+from lingvo_moe.inspecting.verifying import VerifyError
+from lingvo_moe.planning import plans
+from lingvo_moe.planning.measuring import measured_step
+from lingvo_moe.planning.result_cache import cached_plan, cached_verification
+from lingvo_moe.training.memory import memory_of
 
 _DTYPES = ("float32", "bfloat16", "float16")  # of activations
 _FEW = 8  # devices on which a winner is run as it is
@@ -51,7 +51,7 @@ class Search:
 
     Attributes:
         model: an experiment.
-        topology: as planning.Request; without sizes where the objective chooses the machine; '' for what is here.
+        topology: as plans.Request; without sizes where the objective chooses the machine; '' for what is here.
         devices: of this process, where `topology` is ''; the best few are measured on them.
         override: as --model_params_override.
         dtypes: types of activations that are allowed beside the experiment's own.
@@ -59,7 +59,7 @@ class Search:
         memory: bytes of a device that may be used; 0 for all.
         compiles: at most so many programs are compiled.
         seconds: no program is begun that should end after these; the first one always is.
-        known_faults: as planning.Request; a strategy that meets one is refused.
+        known_faults: as plans.Request; a strategy that meets one is refused.
         verify: whether the winner runs, shrunk, before it is handed out.
     """
 
@@ -315,7 +315,7 @@ class _Finder:
         model, faults = self._search.model, self._search.known_faults
         if isinstance(self._machine, Host):
             return measured_step(model, override, candidate.layout.mesh, self._memory, faults)
-        request = planning.Request(model, self._search.topology, override, known_faults=faults)
+        request = plans.Request(model, self._search.topology, override, known_faults=faults)
         return cached_plan(request, self._cache_dir, self._say)
 
     def _Verified(self, tried: Tried) -> str:
@@ -412,7 +412,7 @@ def _dtypes(search: Search, params: Params) -> tuple[str, ...]:
 def _as_written(params: Params, num_devices: int) -> Candidate | None:
     """The experiment's own strategy over so many devices; None if it cannot be laid over them."""
     try:
-        mesh = planning.planned_mesh(params, num_devices)
+        mesh = plans.planned_mesh(params, num_devices)
     except (PlanError, ShardingError):
         return None
     task = params.task

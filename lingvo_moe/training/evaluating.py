@@ -17,7 +17,7 @@ from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.run_dir import RunDir
 from lingvo_moe.core.run_lock import EVALUATOR, RunLock
 from lingvo_moe.core.sharding import single_device
-from lingvo_moe.trainer_checks import UsageError, check_data_exists, check_same_run, has_begun
+from lingvo_moe.training.checks import UsageError, check_data_exists, check_same_run, has_begun
 
 POLL_SECONDS = 5.0  # between two looks at the directory of checkpoints
 

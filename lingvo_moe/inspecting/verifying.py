@@ -31,8 +31,8 @@ from lingvo_moe.core.partitioner.known_faults import OFF
 from lingvo_moe.core.pipeline.params import micro_batches_of
 from lingvo_moe.core.sharding import Mesh, ShardingError, single_device
 from lingvo_moe.core.step import Step
-from lingvo_moe.recomputing import chosen_form
-from lingvo_moe.trainer_memory import memory_of
+from lingvo_moe.training.memory import memory_of
+from lingvo_moe.training.recomputing import chosen_form
 
 # Relative to the largest magnitude of a tensor. Rounding in float32 stays two orders below; faults of the
 # partitioner are errors of several percent at least.

@@ -12,19 +12,19 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe import planning
 from lingvo_moe.core import registry
 from lingvo_moe.core.engine import aot
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.sealed import SealError, read_sealed, write_sealed
 from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.verifying import shrunk, verify_model
+from lingvo_moe.inspecting.verifying import shrunk, verify_model
+from lingvo_moe.planning import plans
 
 _CLASS = re.compile(r"\btype/([\w.]+)/")
 Say = Callable[[str], None]
 
 
-def cached_plan(request: planning.Request, cache_dir: Path | None, say: Say) -> dict[str, Any]:
+def cached_plan(request: plans.Request, cache_dir: Path | None, say: Say) -> dict[str, Any]:
     """The plan of a request, from the cache if nothing that it depends on has changed. Raises as make_plan.
 
     Args:
@@ -33,13 +33,13 @@ def cached_plan(request: planning.Request, cache_dir: Path | None, say: Say) -> 
         say: called with lines about the progress.
     """
     if cache_dir is None:
-        return planning.make_plan(request, None, say)
+        return plans.make_plan(request, None, say)
     params = registry.GetParams(request.model, request.override)
     key = _key(params, (repr(request), aot.compiler_identity(request.topology)))
     path = cache_dir / f"{key}.plan"
     plan = _read(path, say)
     if plan is None:
-        plan = planning.make_plan(request, cache_dir, say)
+        plan = plans.make_plan(request, cache_dir, say)
         _write(path, plan)
     return dict(plan)
 
@@ -83,7 +83,7 @@ def _write(path: Path, result: dict[str, Any]) -> None:
 def _key(params: Params, more: Sequence[str]) -> str:
     """A hash of parameters, TensorFlow, this package, classes of the user's, and more."""
     text = params.ToText()
-    package = Path(planning.__file__).parent
+    package = Path(plans.__file__).parent
     digest = hashlib.sha256()
     for part in (*more, text, version("tensorflow")):
         digest.update(part.encode() + b"\0")

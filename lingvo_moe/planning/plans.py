@@ -12,7 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe import fitting
 from lingvo_moe.core import checks, registry, units
 from lingvo_moe.core.base_task import BaseTask
 from lingvo_moe.core.engine import aot, checking
@@ -35,9 +34,10 @@ from lingvo_moe.core.planner.slices import machines
 from lingvo_moe.core.planner.state import State, state_plan
 from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.core.step import Step
-from lingvo_moe.meshes import make_mesh
-from lingvo_moe.recomputing import Memory, chosen_form
-from lingvo_moe.trainer_checks import check_divisible
+from lingvo_moe.planning import fitting
+from lingvo_moe.training.checks import check_divisible
+from lingvo_moe.training.meshes import make_mesh
+from lingvo_moe.training.recomputing import Memory, chosen_form
 
 WHATS = ("train", "decode")
 # By how many times a program must exceed a machine's memory to pass over that machine without compiling: the

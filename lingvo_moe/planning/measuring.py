@@ -11,9 +11,9 @@ from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.engine.steps import lower_step, train_step
 from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.recomputing import chosen_form
-from lingvo_moe.trainer_checks import check_divisible
-from lingvo_moe.trainer_memory import memory_of
+from lingvo_moe.training.checks import check_divisible
+from lingvo_moe.training.memory import memory_of
+from lingvo_moe.training.recomputing import chosen_form
 
 _STEPS = 5
 
