@@ -23,7 +23,7 @@ def _steps(self: TrainLoop, on_compiled: object) -> NestedMap:
     """Writes the summaries of a run that trains nothing."""
     for step in range(1, _STEPS + 1):
         self._summaries.Write(step, {"loss": np.float32(step), "x": np.arange(20.0)})
-    return NestedMap(status=0)
+    return NestedMap(status=0, last_step=_STEPS)
 
 
 @pytest.fixture(scope="module")

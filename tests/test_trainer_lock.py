@@ -192,7 +192,7 @@ def test_after_a_kill_the_same_command_goes_on(live, capfd, monkeypatch):
     process, run, flags = live
     process.kill()
     process.wait()
-    monkeypatch.setattr(TrainLoop, "Run", lambda *_, **__: NestedMap(status=0))
+    monkeypatch.setattr(TrainLoop, "Run", lambda *_, **__: NestedMap(status=0, last_step=3))
     assert trainer.main(flags) == 0
     assert trainer.main(flags) == 0  # and lets go of it in the end
     assert (run / LOCK_FILE).exists()

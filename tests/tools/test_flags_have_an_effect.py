@@ -148,7 +148,7 @@ def _begun(run: Any, *_: Any) -> int:
 
 _TRAINER = {
     "lingvo_moe.trainer:load_tensorflow": None,
-    "lingvo_moe.trainer:find_devices": None,
+    "lingvo_moe.core.engine.devices:find_devices": None,
     "lingvo_moe.trainer:TimeLimit": anything(),
     "lingvo_moe.trainer:RunLock": anything(),
     "lingvo_moe.trainer:prepare_run_dir": None,
