@@ -21,7 +21,7 @@ _MOST_ROWS = 40
 
 
 class Explanation(Explained):
-    """What `Explained` holds, with names to look up, and as text, JSON and a page."""
+    """An `Explained` program whose tensors can be looked up by name, printed, and written as JSON or a page."""
 
     def Sharding(self, name: str) -> list[ShardedTensor]:
         """Returns the sharding of any tensor of the program, annotated or not.
