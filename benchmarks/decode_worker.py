@@ -99,9 +99,9 @@ def build(kind: Kind, size: dict[str, Any]) -> tuple[Any, int]:
 
 
 def shortlist(size: dict[str, Any]) -> Any:
-    """As long as tools.shortlist makes them: for each source token 100 tokens drawn by Zipf's law, and the first 460
-    for every line (200 frequent ones, bytes and what has a meaning). A line of 30 tokens then has about 1,550 of
-    32,000, and 32 lines together 16,000."""
+    """A shortlist of the length that tools.shortlist makes: for each source token 100 tokens drawn by Zipf's law, and
+    the first 460 for every line (200 frequent ones, bytes and special tokens). A line of 30 tokens then has about 1,550
+    of 32,000, and 32 lines together 16,000."""
     from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
     from lingvo_moe.tasks.mt.decoding.shortlist_columns import ShortlistColumns
 

@@ -101,7 +101,7 @@ def attributed(plan: Plan, what: str) -> float:
 
 
 def without_layer(plan: Plan) -> dict[str, list[Mapping[str, Any]]]:
-    """By part: the collectives that belong to no layer."""
+    """The collectives that belong to no layer, by part."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for row in plan["collectives"]:
         if not row["layer"]:

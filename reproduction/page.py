@@ -85,7 +85,7 @@ def write(
 
 
 def _missing(plans: Plans, compiling: Mapping[str, Any] | None) -> dict[str, list[str]]:
-    """By group: the plans that it lacks."""
+    """The plans that each group lacks."""
     missing = {
         group: [name for name in names if name not in plans]
         for group, names in requests.GROUPS.items()

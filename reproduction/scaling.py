@@ -75,7 +75,7 @@ def figure2(plans: Plans, compiling: Mapping[str, Any]) -> Section:
 
 
 def memory_bars(plans: Plans) -> dict[str, dict[str, Plan]]:
-    """By panel and label, as figures.memory takes them. 60 layers are those that fit, if any does."""
+    """Plans by panel and label, for figures.memory. 60 layers are those that fit, if any does."""
     bars = {}
     for layers in requests.LAYERS:
         bf16 = layers == 60 and not _all_fit(plans, layers)

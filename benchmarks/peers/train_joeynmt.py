@@ -66,7 +66,7 @@ class Pairs(BaseDataset):
         return (index, *self._pairs[index])
 
     def Drawn(self, generator):
-        """As many indices as there are pairs, at random. All pairs of a language are drawn before one comes again."""
+        """Draws one index for each pair, at random. All pairs of a language are drawn before one comes again."""
         weights = torch.tensor(self._languages) ** (1 / self._temperature)
         chosen = torch.multinomial(weights, len(self), replacement=True, generator=generator)
         drawn, start = torch.empty_like(chosen), 0
@@ -117,7 +117,7 @@ class Buckets:
         self._generator.manual_seed(seed)
 
     def get_state(self):
-        """For TrainManager's checkpoint."""
+        """The state that TrainManager writes into its checkpoint."""
         return self._generator.get_state()
 
     def _Shuffled(self, items):

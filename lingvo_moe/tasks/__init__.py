@@ -1,1 +1,1 @@
-"""Tasks: what the framework is used for."""
+"""Tasks: translation, language models and image classification."""

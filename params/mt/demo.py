@@ -141,8 +141,8 @@ class M4Tiny(M4Demo):
 
 @registry.Register
 class M4Experts(M4Demo):
-    """For comparing experts and routers on the demo's data, in minutes each: 16 experts, of which a token's
-    two cost what one dense layer does."""
+    """A model to compare experts and routers on the demo's data, in minutes each: 16 experts, of which a token's
+    two cost as much as one dense layer."""
 
     STEPS = 1000
 

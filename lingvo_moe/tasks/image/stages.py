@@ -112,7 +112,7 @@ class Bottleneck(Stage):
 
     @classmethod
     def _Convolutions(cls, p: HyperParams) -> dict[str, InstantiableParams]:
-        """In the order of the main path, then the shortcut, if it has one."""
+        """The convolutions by name: those of the main path in order, then the shortcut, if it has one."""
         conv = ConvNorm.Params().Set(norm=p.norm)
         last = p.norm.Copy().Set(initial_scale=0.0) if p.zero_init_last_scale else p.norm
         out = _EXPANSION * p.channels

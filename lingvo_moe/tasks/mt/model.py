@@ -224,7 +224,7 @@ class MtModel(MtTask):
         return self.TokenLosses(theta.target_embedding, y, context.batch.tgt, context.shares)
 
     def _Metrics(self, sums: NestedMap, loss: tf.Tensor, moe: NestedMap) -> NestedMap:
-        """With experts aux_loss, `moe` by stack [L,...], and updates, where routers have some: see BaseTask."""
+        """Metrics; with experts also aux_loss, `moe` by stack [L,...], and routers' updates, if any: see BaseTask."""
         metrics = NestedMap(sums, loss=loss)
         if not self.p.num_experts:
             return metrics

@@ -1,1 +1,1 @@
-"""From images on a disk to batches."""
+"""Reads images from a disk and makes batches of them."""

@@ -1,4 +1,4 @@
-"""From an image of any size to a square: at random for training, its middle for evaluation."""
+"""Crops an image of any size to a square: at random for training, its middle for evaluation."""
 
 import hashlib
 import math

@@ -271,7 +271,7 @@ class _Reader:
 
 
 def _batch(params: HyperParams, begun: list[Future]) -> NestedMap:
-    """A batch of what was begun, padded to the batch's size."""
+    """Waits for the images that are being read, and makes a batch of them, padded to the batch's size."""
     p = params
     images = np.zeros((p.batch_size, p.image_size, p.image_size, p.channels), np.uint8)
     labels = np.full(p.batch_size, _PADDING, np.int32)

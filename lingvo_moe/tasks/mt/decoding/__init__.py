@@ -1,1 +1,1 @@
-"""From a model and its weights to translations."""
+"""Translates text with a model and its weights."""

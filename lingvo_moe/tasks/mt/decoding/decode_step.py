@@ -26,7 +26,7 @@ class TranslationModel(Protocol):
 
     @property
     def p(self) -> Params:
-        """With `source_vocab_size` and `target_vocab_size`."""
+        """Parameters that include `source_vocab_size` and `target_vocab_size`."""
 
     def Encode(self, theta: NestedMap, src: NestedMap) -> NestedMap: ...
 

@@ -91,7 +91,7 @@ class GrowingBeamSearch(FlatBeamSearch):
         return NestedMap(found.Transform(lambda x: x[:given]), steps=state.time)
 
     def _Filled(self, max_lengths_B: tf.Tensor, cache: NestedMap, letters: NestedMap) -> tuple:
-        """With padding rows at the end, where there are too few rows: see `_least`."""
+        """Adds padding rows at the end where there are too few rows: see `_least`."""
         fill = tf.maximum(self._least - dim(max_lengths_B, 0), 0)
 
         def filled(x: tf.Tensor, letters: str) -> tf.Tensor:
@@ -129,7 +129,7 @@ class GrowingBeamSearch(FlatBeamSearch):
     def _Regrown(
         self, rows_B: tf.Tensor, state: NestedMap, cache: NestedMap, letters: NestedMap
     ) -> tuple:
-        """Without the rows that are done, and with the capacity of another block."""
+        """Drops the rows that are done, and gives the rest the capacity of another block."""
         stay_B = self._Staying(state.done_B)
         at = tf.where(stay_B)[:, 0]
         everyone = tf.reduce_all(stay_B)

@@ -68,7 +68,7 @@ class LanguageReport:
         return pairs_digest(self.sources, self.references)
 
     def ToDict(self) -> dict[str, Any]:
-        """For JSON: without the texts."""
+        """The fields for JSON, without the texts."""
         out: dict[str, Any] = {
             "bleu": self.bleu,
             "chrf": self.chrf,
@@ -142,7 +142,7 @@ class EvalReport:
         )
 
     def ToDict(self) -> dict[str, Any]:
-        """For JSON: scores without the texts."""
+        """The scores for JSON, without the texts."""
         return {
             **self.info,
             "average": self.Average(),

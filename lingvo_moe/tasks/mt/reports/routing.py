@@ -77,7 +77,7 @@ class LayerRouting:
         return mutual_information(self.chosen_UE if self.first_UE is None else self.first_UE)
 
     def ToDict(self, languages: Sequence[str]) -> dict[str, Any]:
-        """For JSON."""
+        """The layer's figures for JSON."""
 
         def by_language(values: np.ndarray | None) -> dict[str, Any] | None:
             return None if values is None else dict(zip(languages, values.tolist(), strict=True))
@@ -115,11 +115,11 @@ class RoutingReport:
 
     @property
     def languages(self) -> list[str]:
-        """In the order of the layers' U."""
+        """The languages, in the order of the layers' U."""
         return list(self.pairs)
 
     def ToDict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The report's fields for JSON."""
         layers = [layer.ToDict(self.languages) for layer in self.layers]
         return {**self.about, "pairs": self.pairs, "layers": layers}
 

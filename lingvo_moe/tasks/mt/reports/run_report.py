@@ -65,7 +65,7 @@ class RunReport:
     extra: list[tuple[str, str]] = field(default_factory=list)
 
     def ToDict(self) -> dict[str, Any]:
-        """For JSON: settings, scores, routing and evaluations; what is missing is None."""
+        """Settings, scores, routing and evaluations for JSON; None for each that is missing."""
         routing = None if isinstance(self.routing, Missing) else self.routing.ToDict()
         scores = None if isinstance(self.scores, Missing) else self.scores
         settings = dict(self.settings) | {"parameters": self.parameters}

@@ -86,8 +86,8 @@ def _builder(name: str) -> Any:
 
 @contextlib.contextmanager
 def _temporary_files_removed() -> Iterator[None]:
-    """Removes what the block leaves in the directory for temporary files: TFDS makes a directory there for each
-    builder without prepared data, and never removes it."""
+    """Removes the temporary files that the block leaves: TFDS makes a directory for each builder without
+    prepared data, and never removes it."""
     before = tempfile.tempdir
     with tempfile.TemporaryDirectory() as directory:
         tempfile.tempdir = directory
