@@ -149,7 +149,7 @@ def train(args: Flags, params: Params, override: str, limit: TimeLimit) -> int:
 
 @dataclass(frozen=True)
 class Run:
-    """What one process of a job trains, and where.
+    """The training of one process of a job, and its directory.
 
     Attributes:
         args: the flags.

@@ -220,7 +220,7 @@ def _with_gradients(task: BaseTask, step: Step) -> Step:
 def _in_order(
     task: BaseTask, state: NestedMap, rest: NestedMap
 ) -> Iterable[tuple[str, np.ndarray]]:
-    """What a step returned by name: what is computed first comes first."""
+    """The results of a step by name, in the order in which they are computed."""
     metrics = dict(rest.metrics.FlattenItems())
     late = {path: metrics.pop(path) for path in _OF_GRADIENTS if path in metrics}
     for path, value in metrics.items():

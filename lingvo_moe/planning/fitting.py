@@ -1,4 +1,4 @@
-"""Which parameters would make a training step fit that does not: the choices that a task has, and what they hold.
+"""Finds parameters that would make a training step fit that does not, among the choices that a task has.
 
 core/planner/remedies.py estimates their memory.
 """
@@ -56,7 +56,7 @@ def advice(
 
 
 def _remat(task: InstantiableParams) -> tuple[Change, ...]:
-    """What recomputes as much as possible; () where a task does, or has no such parameter, or a pipeline."""
+    """The choices that recompute as much as possible; () where a task does, or has no such parameter, or a pipeline."""
     if "remat" not in task or settings_of(task):
         return ()
     if task.repeat is False:

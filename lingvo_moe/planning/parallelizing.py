@@ -47,7 +47,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Search:
-    """What to search for.
+    """A search: the model, the machine and the limits.
 
     Attributes:
         model: an experiment.
@@ -78,7 +78,7 @@ class Search:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         search: with the topology that was chosen.
@@ -123,7 +123,7 @@ class Found:
         return "measured" if isinstance(self.machine, Host) else "estimated"
 
     def Ranked(self) -> list[tuple[Tried, str]]:
-        """What was compiled, the best first, each with why it was or was not taken."""
+        """All that was compiled, the best first, each with why it was or was not taken."""
         order = sorted(self.tried, key=lambda tried: (tried is not self.best, tried.step_seconds))
         return [(tried, self._Why(tried)) for tried in order]
 

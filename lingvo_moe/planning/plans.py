@@ -48,7 +48,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Request:
-    """What to plan.
+    """A step to plan, and its machine.
 
     Attributes:
         model: an experiment, e.g. 'mt.M4MoE2048E36L'.
@@ -179,7 +179,7 @@ def _offloaded(task: BaseTask) -> Iterator[tuple[str, State]]:
 def _compiled(
     program: Program, topology: Machine, cache_dir: Path | None, say: Say
 ) -> aot.AotResult | aot.OutOfMemory:
-    """What the compiler gives, from the cache where it is there, or why the program does not fit."""
+    """The compiled program, from the cache where it is there, or why it does not fit."""
     say(f"compiling for {topology.name}: {topology.num_devices} devices")
     try:
         compiled = cached(

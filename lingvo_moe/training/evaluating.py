@@ -109,7 +109,7 @@ def _await_run(run_dir: RunDir, once: bool) -> None:
 
 
 def _why_done(run_dir: RunDir, last: int, train: Params) -> str:
-    """Why no further checkpoint follows that of step `last`; '' if one may."""
+    """Says why no further checkpoint follows that of step `last`; '' if one may."""
     if last >= train.max_steps:
         return f"train.max_steps={train.max_steps}"
     evaluations = run_dir.evaluations

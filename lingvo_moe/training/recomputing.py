@@ -156,6 +156,6 @@ def _num_bytes(value: tf.Tensor) -> int:
 
 
 def _repetitions(name: str, num_blocks: Mapping[str, int]) -> int:
-    """How often the step makes what an operation of that name makes once."""
+    """The times that the step makes what an operation of that name makes once."""
     counts = (n for path, n in num_blocks.items() if name.startswith(path.replace(".", "/") + "/"))
     return next(counts, 1)

@@ -36,8 +36,7 @@ _OPENING = re.compile(r'\A[rRbBfFuU]*"""Of\b')
 _OPENING_INSTEAD = 'a docstring that begins with a verb or a noun, not with "Of"'
 _HEADLESS = re.compile(r'\A[rRbBfFuU]*"""(?:What|Where|How|Those|Which|Why)\b')
 _HEADLESS_INSTEAD = 'a subject or a verb: "The bytes that ...", "Returns ..."; of a bool "Whether"'
-# Not done yet: the tests, and the modules and small packages beside core and tasks.
-_MAY_BE_HEADLESS = re.compile(r"tests/|lingvo_moe/(?:\w+\.py|(?:inspecting|planning|training)/)")
+_MAY_BE_HEADLESS = re.compile("tests/")  # not done yet
 _PACKAGES = ("lingvo_moe", "params", "reproduction", "benchmarks", "tools", "tests")
 
 
@@ -103,7 +102,7 @@ def test_private_words_are_found_with_their_line(source: str, line: int) -> None
 def test_headless_docstrings_are_found_in_finished_packages_alone() -> None:
     lines = [(1, '"""Those of a step."""'), (2, '"""Whether it runs."""')]
     assert len(_complaints("lingvo_moe/core/planner/costs.py", iter(lines))) == 1
-    assert not _complaints("lingvo_moe/planning/plans.py", iter(lines))
+    assert not _complaints("tests/house/test_docs.py", iter(lines))
 
 
 def test_code_is_not_prose() -> None:
