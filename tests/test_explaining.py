@@ -271,6 +271,14 @@ def test_partial_results_are_told_from_reshards():
     assert explanation.Bytes(spmd.RESHARD) == 4 * 8 * 8
 
 
+def test_a_function_of_tensorflow_s_own_has_the_line_that_explains_it():
+    specs = [_by_rows(16, 8)]
+    explanation = explain(tf.reduce_sum, specs, MESH)  # here
+    (exchange,) = explanation.exchanges
+    this = test_a_function_of_tensorflow_s_own_has_the_line_that_explains_it
+    assert _place(exchange.line) == _line(this, "MESH)  # " + "here")
+
+
 def test_a_halo_is_no_reshard():
     def convolved(x, w):
         return tf.nn.conv2d(sharding.split(x, 1, 8), w, 1, "SAME")

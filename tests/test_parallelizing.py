@@ -1,5 +1,7 @@
 """The search for a strategy: what it hands out, what it refuses, and when it says that nothing fits."""
 
+from pathlib import Path
+
 import pytest
 
 from lingvo_moe import trainer as trainer_module
@@ -210,6 +212,25 @@ def test_a_plan_is_read_from_the_cache_until_a_parameter_changes(monkeypatch, tm
     for each in (request, request, other, request):
         result_cache.cached_plan(each, tmp_path, print)
     assert made == [request, other]
+
+
+@pytest.mark.parametrize(
+    "changed", ["core/planner/costs.py", "core/engine/steps.py", "planning/plans.py"]
+)
+def test_a_plan_is_made_again_after_any_file_of_the_package_has_changed(
+    changed, monkeypatch, tmp_path
+):
+    made, read = [], Path.read_bytes
+    monkeypatch.setattr(planning, "make_plan", lambda *_: made.append(1) or {"plan": len(made)})
+    request = planning.Request(_MODEL, "v5e:2x4")
+    result_cache.cached_plan(request, tmp_path, print)
+    with monkeypatch.context() as patch:
+        new = b"# changed"
+        patch.setattr(
+            Path, "read_bytes", lambda p: new if p.as_posix().endswith(f"/{changed}") else read(p)
+        )
+        result_cache.cached_plan(request, tmp_path, print)
+    assert len(made) == 2
 
 
 def test_a_step_is_verified_until_it_changes(monkeypatch, tmp_path):

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import lingvo_moe
 from lingvo_moe.core import registry
 from lingvo_moe.core.engine import aot
 from lingvo_moe.core.hyperparams import Params
@@ -83,7 +84,7 @@ def _write(path: Path, result: dict[str, Any]) -> None:
 def _key(params: Params, more: Sequence[str]) -> str:
     """A hash of parameters, TensorFlow, this package, classes of the user's, and more."""
     text = params.ToText()
-    package = Path(plans.__file__).parent
+    package = Path(lingvo_moe.__file__).parent
     digest = hashlib.sha256()
     for part in (*more, text, version("tensorflow")):
         digest.update(part.encode() + b"\0")

@@ -24,7 +24,7 @@ _PLUMBING = tuple(
         ("core", "sharding", ""),
         ("core", "engine", ""),
         ("core", "base_layer.py"),
-        ("explaining.py",),
+        ("inspecting", "explaining.py"),
         ("xla_sharding.py",),
     )
 )
