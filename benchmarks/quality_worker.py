@@ -11,8 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.peers.budget import Budget, report
 from benchmarks.peers.stepping import keep_memory
 
@@ -44,8 +42,7 @@ def train(setup: dict[str, Any], pairs: list[list[str]]) -> tuple[int, int]:
     from lingvo_moe.core.engine.checkpoints import Checkpointer
     from lingvo_moe.core.engine.engines import make_engine
     from lingvo_moe.core.engine.prefetch import Prefetched
-    from lingvo_moe.core.engine.specs import TensorSpec
-    from lingvo_moe.core.engine.steps import build_step, train_step
+    from lingvo_moe.core.engine.steps import build_step, initial_state, train_step
     from lingvo_moe.core.engine.summaries import Summaries
     from lingvo_moe.core.sharding import Mesh
     from lingvo_moe.tasks.mt.runs.run_dir import RunDir
@@ -58,10 +55,7 @@ def train(setup: dict[str, Any], pairs: list[list[str]]) -> tuple[int, int]:
     run.Write(setup["model"], setup["override"], inputs.Artifacts())
     engine = make_engine("tf_graph", Mesh.parse("expert:1"))
     step_fn = build_step(train_step(task, inputs), engine)
-    init = engine.Build(
-        task.InitState, [TensorSpec((), "int32")], results=task.StateSpecs(), name="init_state"
-    )
-    state = init(np.int32(params.task.seed))
+    state = initial_state(task, engine, params.task.seed)
     budget, step, seen = Budget(setup["points"]), 0, 0
     every = params.train.summary_interval_steps
     with (

@@ -22,7 +22,7 @@ from lingvo_moe.core.checks import NO_OFFLOAD
 from lingvo_moe.core.engine.base import Engine
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.engine.specs import TensorSpec, numpy_dtype
-from lingvo_moe.core.engine.steps import train_step
+from lingvo_moe.core.engine.steps import initial_state, train_step
 from lingvo_moe.core.engine.testing import run_sharded, run_single
 from lingvo_moe.core.engine.tf_engine import TfEngine
 from lingvo_moe.core.hyperparams import InstantiableParams, Params
@@ -147,10 +147,7 @@ def verify_model(
     # The memory of hosts changes no result, and TensorFlow's own programs have none.
     alone = params.task.Copy().Set(offload=NO_OFFLOAD).Instantiate()
     one_device = TfEngine(jit_compile=False)
-    seed, spec, specs = np.int32(1234), TensorSpec((), "int32"), alone.StateSpecs()
-    start = one_device.Get(
-        one_device.Once(alone.InitState, [seed], [spec], results=specs, name="init_state")
-    )
+    start = one_device.Get(initial_state(alone, one_device, 1234))
     found = []
     engines: Sequence[tuple[Engine, BaseTask]] = (
         (PjrtEngine(mesh, known_faults=OFF), task),

@@ -8,8 +8,7 @@ import numpy as np
 
 from lingvo_moe.core import registry
 from lingvo_moe.core.engine.pjrt import PjrtEngine
-from lingvo_moe.core.engine.specs import TensorSpec
-from lingvo_moe.core.engine.steps import lower_step, train_step
+from lingvo_moe.core.engine.steps import initial_state, lower_step, train_step
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.training.checks import check_divisible
 from lingvo_moe.training.memory import memory_of
@@ -31,7 +30,7 @@ def measured_step(
         known_faults: as PjrtEngine.
 
     Returns:
-        `memory` and `time` of a plan (planning.py), as far as they are known here; `work` is empty. The seconds of a
+        `memory` and `time` of a plan (plans.py), as far as they are known here; `work` is empty. The seconds of a
         step are the median.
 
     Raises:
@@ -60,9 +59,7 @@ def measured_step(
     }
     if fits:
         batch = task.SampleBatch(inputs, np.random.RandomState(0))
-        seed, spec, specs = np.int32(1), TensorSpec((), "int32"), task.StateSpecs()
-        start = engine.Once(task.InitState, [seed], [spec], results=specs, name="init_state")
-        state, _ = run(start, batch)
+        state, _ = run(initial_state(task, engine, 1), batch)
         seconds = []
         for _ in range(_STEPS):
             began = time.perf_counter()

@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
+
 from lingvo_moe.core.base_input import BaseInput
 from lingvo_moe.core.base_task import BaseTask
 from lingvo_moe.core.engine.base import Compiled, Engine
 from lingvo_moe.core.engine.program import Program
+from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.micro_batches import accumulating_step
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipelined_step import pipelined_step
@@ -63,6 +66,12 @@ def _batch_specs(task: BaseTask, inputs: BaseInput) -> NestedMap:
 def build_step(step: Step, engine: Engine) -> Compiled:
     """The step, ready to run on an engine. Raises as Engine.Build."""
     return engine.Build(step.fn, step.arg_specs, donate=step.donate, name=step.name)
+
+
+def initial_state(task: BaseTask, engine: Engine, seed: int) -> NestedMap:
+    """The state before step 0, on the engine's devices; see BaseTask.InitState. Raises as Engine.Build."""
+    spec, states = TensorSpec((), "int32"), task.StateSpecs()
+    return engine.Once(task.InitState, [np.int32(seed)], [spec], results=states, name="init_state")
 
 
 def lower_step(step: Step, mesh: Mesh) -> Program:

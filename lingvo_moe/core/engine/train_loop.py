@@ -25,8 +25,7 @@ from lingvo_moe.core.engine.packed_tensors import Packing
 from lingvo_moe.core.engine.prefetch import Prefetched
 from lingvo_moe.core.engine.progress import Speed, StepProgress, Waiting, Work
 from lingvo_moe.core.engine.skipped_steps import SkippedSteps
-from lingvo_moe.core.engine.specs import TensorSpec
-from lingvo_moe.core.engine.steps import build_step, train_step
+from lingvo_moe.core.engine.steps import build_step, initial_state, train_step
 from lingvo_moe.core.engine.summaries import Summaries
 from lingvo_moe.core.hyperparams import Params
 from lingvo_moe.core.nested_map import NestedMap
@@ -150,9 +149,7 @@ class TrainLoop:
         """The state before step 0, saved at once, so that the run can be resumed."""
         specs, engine = self._state_specs, self._engine
         with self._Waiting(f"initialising {len(specs.theta.Flatten())} variables") as waiting:
-            seed, spec = np.int32(self._task.p.seed), TensorSpec((), "int32")
-            init = self._task.InitState
-            state = engine.Once(init, [seed], [spec], results=specs, name="init_state")
+            state = initial_state(self._task, engine, self._task.p.seed)
             if self._initial is not None:
                 state = self._initial.Into(state, specs.theta, engine, self._packing)
                 copy = engine.Build(self._task.WithCopies, [specs], donate=(0,), name="with_copies")
