@@ -255,7 +255,7 @@ def _print_next(args: Flags, summary: dict[str, Any], experiment: Params) -> Non
         lengths = {f"{side}_length": length for side, length in enough}
         rows = [f"input.{name}={n}" for name, n in lengths.items() if n > tiny.Get(name)]
         command = _trainer_command(args, summary, _TRY, tiny, "TRY", rows)
-        print(f"or first, in a minute or two, to find problems: {command}")
+        print(as_typed(f"or first, in a minute or two, to find problems: {command}"))
 
 
 def _trainer_command(
@@ -279,7 +279,7 @@ def _trainer_command(
     if override:
         flags["model_params_override"] = ";".join(override)
     values = " ".join(f"--{name}={shlex.quote(value)}" for name, value in flags.items())
-    return as_typed(f"python -m lingvo_moe.trainer {values}")
+    return f"python -m lingvo_moe.trainer {values}"
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ def test_a_language_model_takes_texts_without_a_translation(
     assert about["dropped"] == {"empty": 1, "wrong_script": 1, "duplicate": 1}
     assert about["kept"] + about["dev"] == 900
     said = capsys.readouterr().out
+    assert "\nrows of input.target_length=" in said and "source_length" not in said
     command = said.split("next: python -m lingvo_moe.trainer ")[1].splitlines()[0]
     assert "--model=lm.Tiny" in command
     assert "input.target_vocab_size=330;task.vocab_size=330;input.target_length=" in command

@@ -12,7 +12,7 @@ from lingvo_moe.tasks.mt.input.records import Records
 
 # A greater loss is worth a warning, which names row lengths that keep this share.
 KEPT = 0.99
-_NAMES = ("input.source_length", "input.target_length")
+NAMES = ("input.source_length", "input.target_length")
 PERCENTILES = (50, 90, 95, 99, 100)
 _MOST_READ = 500_000  # pairs; about 0.3 s of CPU
 
@@ -34,7 +34,7 @@ class Loss:
     worst_share: float
     rows: tuple[int, ...]
     enough: tuple[int, ...]
-    names: tuple[str, ...] = _NAMES
+    names: tuple[str, ...] = NAMES
 
     @property
     def matters(self) -> bool:
@@ -121,11 +121,16 @@ class Lengths:
         return int(source[i]), int(target[j])
 
 
+def of_targets(lengths: Lengths) -> Lengths:
+    """The same pairs, of which rows hold the target side alone."""
+    alone = {lang: needed * np.array([[0], [1]]) for lang, needed in lengths.of.items()}
+    return Lengths(alone, lengths.pairs)
+
+
 def target_loss(lengths: Lengths, target_length: int) -> Loss:
     """The pairs whose target is too long for rows that hold the target side alone."""
-    alone = {lang: needed * np.array([[0], [1]]) for lang, needed in lengths.of.items()}
-    loss = Lengths(alone, lengths.pairs).Loss(1, target_length)
-    return replace(loss, rows=loss.rows[1:], enough=loss.enough[1:], names=_NAMES[1:])
+    loss = of_targets(lengths).Loss(1, target_length)
+    return replace(loss, rows=loss.rows[1:], enough=loss.enough[1:], names=NAMES[1:])
 
 
 def loss_of(lengths: Lengths, rows: tuple[int, ...]) -> Loss:

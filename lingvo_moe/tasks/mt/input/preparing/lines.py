@@ -59,18 +59,20 @@ def _first(item: dict[str, Any], names: Sequence[str]) -> Any:
 
 
 def _whole_pair(number: int, lang: str | None, source: str, target: str) -> Line:
-    """As _pair. JSON can spell halves of characters, and bytes of TFDS can be anything; no file of text holds such."""
+    """As pair. JSON can spell halves of characters, and bytes of TFDS can be anything; no file of text holds such."""
     half = _HALF_CHARACTER.search(source) or _HALF_CHARACTER.search(target)
     return bad(number, lang, "invalid_utf8") if half else pair(number, lang, source, target)
 
 
 def pair(number: int, lang: str | None, source: str, target: str) -> Line:
+    """A line that holds a pair; a bad one if the code of the language cannot be one."""
     if not lang or not is_language(lang):
         return bad(number, None, "no_language")
     return Line(number, lang, source, target)
 
 
 def bad(number: int, lang: str | None, reason: str) -> Line:
+    """A line that holds no pair, for a reason as Line has it or 'too_long'."""
     if lang is not None and not is_language(lang):
         lang = None  # files and directories are named by it
     return Line(number, lang, "", "", "too_long_line" if reason == "too_long" else reason)

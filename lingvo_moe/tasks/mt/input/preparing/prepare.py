@@ -27,7 +27,7 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.input import prepared, split
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.file_list import PREPARED_LIST, list_of
-from lingvo_moe.tasks.mt.input.lengths import loss_of, measure
+from lingvo_moe.tasks.mt.input.lengths import loss_of, measure, of_targets
 from lingvo_moe.tasks.mt.input.mixing import temperature_weights
 from lingvo_moe.tasks.mt.input.preparing import language_stage as languages
 from lingvo_moe.tasks.mt.input.preparing import read_stage as reading
@@ -360,11 +360,15 @@ class _Preparation:
     def _RowLengths(self, records: Records) -> dict[str, Any]:
         """The contents of prepared.json about the lengths of pairs in tokens."""
         lengths, rows = measure(records), self._options.rows
-        enough = lengths.RowLengths()
+        sides = slice(
+            -len(rows) if rows else None, None
+        )  # those that rows hold, the target being last
+        held = of_targets(lengths) if len(rows) == 1 else lengths
+        enough = held.RowLengths()
         return {
-            "percentiles": lengths.Percentiles(),
-            "enough": enough,
-            "kept_by_enough": 1 - lengths.Loss(*enough).share,
+            "percentiles": dict([*held.Percentiles().items()][sides]),
+            "enough": enough[sides],
+            "kept_by_enough": 1 - held.Loss(*enough).share,
             "loss": dataclasses.asdict(loss_of(lengths, rows)) if rows else None,
         }
 

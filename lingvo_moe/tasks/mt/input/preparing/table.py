@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lingvo_moe.tasks.mt.input.lengths import PERCENTILES
+from lingvo_moe.tasks.mt.input.lengths import NAMES, PERCENTILES
 from lingvo_moe.tasks.mt.input.preparing.filters import REASONS
 
 _COLUMNS = ("read", "kept", "dev")
@@ -41,11 +41,9 @@ def format_lengths(summary: Mapping[str, Any]) -> str:
     titles = [f"{p}%" for p in PERCENTILES[:-1]]
     rows = [["row length", *titles, "longest"]]
     rows += [[side, *map(str, found)] for side, found in about["percentiles"].items()]
-    source, target = about["enough"]
-    return (
-        f"{_aligned(rows)}\nrows of input.source_length={source}, input.target_length={target} hold "
-        f"{about['kept_by_enough']:.1%} of the pairs"
-    )
+    enough = about["enough"]
+    lengths = ", ".join(f"{name}={n}" for name, n in zip(NAMES[-len(enough) :], enough))
+    return f"{_aligned(rows)}\nrows of {lengths} hold {about['kept_by_enough']:.1%} of the pairs"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
