@@ -90,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: Flags) -> int:
     """Plans, prints and writes what the flags ask for; returns the exit status."""
     variants = args.variants.split("|") if args.variants else [""]
-    cases = list(itertools.product(check_topologies(args.topology), variants))
+    check_topologies(args.topology)
+    cases = list(itertools.product(args.topology, variants))
     outputs = output_files(args.output, len(cases)) if args.output else []
     for flag, path in [*(("output", path) for path in outputs), ("html", args.html)]:
         if path:
@@ -125,14 +126,13 @@ def run(args: Flags) -> int:
     return 0 if all(plan["memory"]["fits"] for plan in new) else 3
 
 
-def check_topologies(names: Sequence[str]) -> Sequence[str]:
-    """The names, each of a machine or of a kind of machines. Raises PlanError before anything is compiled."""
+def check_topologies(names: Sequence[str]) -> None:
+    """Raises PlanError for a name of no machine and no kind of machines, before anything is compiled."""
     for name in names:
         if ":" in name:
             parse_machine(name)
         else:
             machines(name)
-    return names
 
 
 def output_files(path: str, count: int) -> list[str]:

@@ -1,5 +1,8 @@
 """Says what would make a planned step fit, or its machine be used better."""
 
+import shlex
+from collections.abc import Iterator
+
 from lingvo_moe.core import units
 from lingvo_moe.core.planner import figures
 from lingvo_moe.core.planner.figures import Plan
@@ -14,15 +17,15 @@ _MUCH = 0.25  # of a step or of a stage's time
 def suggestions(plan: Plan) -> list[str]:
     """Sentences for a report, the most useful first.
 
-    A program that does not fit, or hardly, gets the plan's `memory.advice`. With memory to spare the machine may be
-    that is far too large, and a training step of which figures make it slow.
+    A program that does not fit, or only just fits, gets the plan's `memory.advice`. One with memory to spare may learn
+    that a smaller machine would do. A training step may learn why it is slow.
     """
     memory = plan["memory"]
     if not memory.get("fits"):
         return list(memory.get("advice") or ())
     found = [*_too_large(plan)]
     if plan["what"] == "train" and plan.get("time"):
-        slow = [*_network(plan), *_idle_stages(plan), *_hosts(plan)]
+        slow = list(_slow(plan))
         found += [*_low_utilisation(plan), *slow, *([_search(plan)] if slow else [])]
     if figures.needed(plan) >= _TIGHT * memory["hbm"]:
         found += memory.get("advice") or ()
@@ -54,37 +57,28 @@ def _low_utilisation(plan: Plan) -> list[str]:
     ]
 
 
-def _network(plan: Plan) -> list[str]:
-    share = figures.collective_share(plan) or 0.0
-    if share < _MUCH:
-        return []
-    kind, count, held, seconds = figures.collective_totals(plan)[0]
-    return [
-        f"The network takes {units.share(share)} of a step, most of it {count:,} {kind} of {units.size(held)} "
-        f"({units.duration(seconds)})."
-    ]
-
-
-def _idle_stages(plan: Plan) -> list[str]:
+def _slow(plan: Plan) -> Iterator[str]:
+    """Names each cause that takes much of a step: the network, idle stages, the hosts."""
+    network = figures.collective_share(plan) or 0.0
+    if network >= _MUCH:
+        kind, count, held, seconds = figures.collective_totals(plan)[0]
+        yield (
+            f"The network takes {units.share(network)} of a step, most of it {count:,} {kind} of {units.size(held)} "
+            f"({units.duration(seconds)})."
+        )
     idle = figures.bubble(plan) or 0.0
-    if idle < _MUCH:
-        return []
-    return [
-        f"The stages of pipelines are idle for {units.share(idle)} of their time: more micro-batches "
-        "(task.pipeline.micro_batches) or another task.pipeline.schedule shorten that."
-    ]
-
-
-def _hosts(plan: Plan) -> list[str]:
-    share = (plan["time"].get("host_seconds") or 0.0) / plan["time"]["step_seconds"]
-    if share < _MUCH:
-        return []
-    return [f"Devices wait for their hosts' memory for {units.share(share)} of a step."]
+    if idle >= _MUCH:
+        yield (
+            f"The stages of pipelines are idle for {units.share(idle)} of their time: more micro-batches "
+            "(task.pipeline.micro_batches) or another task.pipeline.schedule shorten that."
+        )
+    hosts = (plan["time"].get("host_seconds") or 0.0) / plan["time"]["step_seconds"]
+    if hosts >= _MUCH:
+        yield f"Devices wait for their hosts' memory for {units.share(hosts)} of a step."
 
 
 def _search(plan: Plan) -> str:
-    override = f" --model_params_override='{plan['override']}'" if plan.get("override") else ""
-    return (
-        f"tools.parallelize --model={plan['model']}{override} --topology={figures.get(plan, 'topology.name')} searches "
-        "for a faster layout."
-    )
+    flags = {"model": plan["model"], "model_params_override": plan.get("override")}
+    flags["topology"] = figures.get(plan, "topology.name")
+    given = " ".join(f"--{name}={shlex.quote(value)}" for name, value in flags.items() if value)
+    return f"tools.parallelize {given} searches for a faster layout."

@@ -1,6 +1,7 @@
 """What a report proposes for a plan."""
 
 import copy
+import shlex
 
 from lingvo_moe.core.planner.suggestions import suggestions
 from tests.made_up_plans import make_plan, make_plan_that_misses
@@ -49,4 +50,6 @@ def test_the_network_idle_stages_and_hosts_lead_to_the_search():
     idle = _changed(memory__needed=8 << 30, pipelines=[{"bubble": 0.4, "seconds": 1.0}])
     stages, _ = suggestions(idle | {"override": "task.dropout=0"})
     assert "idle for 40.0%" in stages and "task.pipeline.micro_batches" in stages
+    quoted = suggestions(idle | {"override": "task.activation_split={'B': 'data'}"})[-1]
+    assert shlex.split(quoted)[2] == "--model_params_override=task.activation_split={'B': 'data'}"
     assert suggestions(idle | {"what": "decode"}) == []  # the search is for training
