@@ -64,11 +64,6 @@ def attempt(name: str, work: Callable[[], int], interrupted: str = "") -> int:
     except subprocess.CalledProcessError as e:
         say(f"{name}: training ended with status {e.returncode}; see above")
         return 1
-    except ModuleNotFoundError as e:
-        if e.name != "tornado":
-            raise
-        say(f"{name}: {e.name} is not installed: pip install 'lingvo_moe[serve]'")
-        return 1
     except (ValueError, OSError) as e:
         say(f"{name}: {e}")
         return 1

@@ -20,6 +20,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import NoReturn
 
 from lingvo_moe.core import checks
@@ -114,6 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Flags) -> int:
+    if find_spec("tornado") is None:
+        raise ValueError("tornado is not installed: pip install 'lingvo_moe[serve]'")
     from lingvo_moe.tasks.mt.serving import server
     from lingvo_moe.tasks.mt.serving.limits import Limits
     from lingvo_moe.tasks.mt.serving.service import Service

@@ -125,3 +125,12 @@ def test_flags_that_make_no_sense(flags, message, capsys):
 def test_what_cannot_be_served_is_said(flags, message, capsys):
     assert serve.main(["--port=0", *flags]) == 1
     assert f"serve: {message}" in capsys.readouterr().err
+
+
+def test_without_tornado_it_says_how_to_get_it(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tornado", None)  # as if it were not there
+    assert serve.main(["--saved_model=x"]) == 1
+    assert (
+        "serve: tornado is not installed: pip install 'lingvo_moe[serve]'"
+        in capsys.readouterr().err
+    )
