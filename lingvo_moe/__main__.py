@@ -51,9 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"lingvo-moe: no command {name!r}{did_you_mean(name, known)}; lingvo-moe lists them")
         return 2
     if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(
-            os.getcwd()
-        )  # last: for experiments that the user names, not in place of a package
+        # Last: for experiments that the user names, and not in place of a package.
+        sys.path.append(os.getcwd())
     sys.argv = [name, *rest]
     runpy.run_module(known[name], run_name="__main__", alter_sys=True)
     return 0

@@ -1,5 +1,6 @@
 """Shows the progress of long work: a live bar at a terminal, occasional lines elsewhere."""
 
+import contextlib
 import shutil
 import sys
 import threading
@@ -71,7 +72,7 @@ class StepProgress:
         self._seen, self._seen_at, self._waited = first, time.monotonic(), 0.0
         self._seconds_a_step = 0.0
         self._bar: Progress | None = None
-        self._waiting: Waiting | None = None
+        self._waiting = contextlib.ExitStack()  # until the first step is done
         if self._stream.isatty():
             self._bar = Progress(
                 TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
@@ -83,7 +84,7 @@ class StepProgress:
             self._bar.start()
             self._task = self._bar.add_task(doing, total=last, completed=first)
         else:
-            self._waiting = Waiting(doing, self._stream).__enter__()
+            self._waiting.enter_context(Waiting(doing, self._stream))
 
     def Update(
         self,
@@ -108,7 +109,7 @@ class StepProgress:
         Returns:
             The speed since the last call.
         """
-        self._StopWaiting()
+        self._waiting.close()
         now = time.monotonic()
         elapsed = max(now - self._seen_at, 1e-9)
         speed = self._speed(units, step - self._seen, elapsed, waited - self._waited)
@@ -162,14 +163,9 @@ class StepProgress:
 
     def Close(self) -> None:
         """Leaves the terminal in order."""
-        self._StopWaiting()
+        self._waiting.close()
         if self._bar is not None:
             self._bar.stop()
-
-    def _StopWaiting(self) -> None:
-        if self._waiting is not None:
-            self._waiting.__exit__()
-            self._waiting = None
 
 
 class LineProgress:

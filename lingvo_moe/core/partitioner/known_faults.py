@@ -132,14 +132,8 @@ _DOTS: Sequence[tuple[str, Callable[[Dot], bool]]] = (
     (SUMS, products.sums_differently_sharded_dims),
     (ADDING_UP, products.adds_up_other_devices),
 )
-_REDUCED = (
-    "add",
-    "multiply",
-    "maximum",
-    "minimum",
-    "and",
-    "or",
-)  # Opcodes that an all-reduce may have.
+# Opcodes that an all-reduce may have.
+_REDUCED = ("add", "multiply", "maximum", "minimum", "and", "or")
 _MOST_NAMED = 5
 
 
