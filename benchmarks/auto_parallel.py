@@ -18,13 +18,13 @@ import tensorflow as tf
 
 from benchmarks.compile_time import host
 from lingvo_moe import xla_sharding as xs
-from lingvo_moe.core import checks
 from lingvo_moe.core.auto_shard.machine import CPU
 from lingvo_moe.core.auto_shard.strategy import Strategy, mapping_text
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.engine.devices import request_cpu_devices
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import CompiledProgram, PjrtEngine
-from lingvo_moe.core.engine.specs import TensorSpec
-from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.nested_map import NestedMap, flatten, map_structure, pack_as
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.tasks.image.model import ImageClassifier

@@ -19,14 +19,14 @@ from scipy.stats import spearmanr
 
 from benchmarks.compile_time import host
 from lingvo_moe import xla_sharding as xs
-from lingvo_moe.core import checks
 from lingvo_moe.core.auto_shard import solver
 from lingvo_moe.core.auto_shard.compiled import compile_step, compiled_seconds
 from lingvo_moe.core.auto_shard.machine import CPU, mesh_machine
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.engine.devices import request_cpu_devices
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine
-from lingvo_moe.core.engine.specs import TensorSpec
-from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.sharding import Mesh
 from tools import _cli
 

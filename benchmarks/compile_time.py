@@ -17,8 +17,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.core import checks, files
-from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.files import files
 from lingvo_moe.reproduction import goldens, making
 from lingvo_moe.reproduction.requests import COMPILED, REQUESTS
 from tools import _cli
@@ -82,9 +83,9 @@ def run(devices: list[int], rounds: int) -> dict[str, Any]:
 def measure(path: Path, name: str) -> None:
     """Writes the figures of one lowering and compilation to `path`; runs in a process of its own."""
     _cli.load_tensorflow()
-    from lingvo_moe.core import registry
-    from lingvo_moe.core.engine import aot
-    from lingvo_moe.core.engine.steps import lower_step
+    from lingvo_moe.core.config import registry
+    from lingvo_moe.core.engine.aot import aot
+    from lingvo_moe.core.engine.loop.steps import lower_step
     from lingvo_moe.planning import plans
 
     request = plans.Request(**asdict(REQUESTS[name]))

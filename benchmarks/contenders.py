@@ -160,7 +160,7 @@ def update_page(page: Path, name: str, text: str) -> None:
     Raises:
         ValueError: the page lacks them.
     """
-    from lingvo_moe.core import files
+    from lingvo_moe.core.files import files
 
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     head, found, rest = page.read_text(encoding="utf-8").partition(begin)

@@ -18,8 +18,8 @@ from typing import Any
 from benchmarks.compile_time import host
 from benchmarks.contenders import ROOT, Contender, take_turns, update_page
 from benchmarks.decode_kinds import NAMES, OURS, PEERS
-from lingvo_moe.core import checks
-from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.console.flags import Flags
 from tools import _cli
 
 PAGE = ROOT / "docs" / "speed.md"

@@ -114,7 +114,7 @@ def shortlist(size: dict[str, Any]) -> Any:
 
 
 def _model(kind: Kind, size: dict[str, Any]) -> Any:
-    from lingvo_moe.core import registry
+    from lingvo_moe.core.config import registry
 
     sizes = {
         "source_vocab_size": size["vocab_size"],

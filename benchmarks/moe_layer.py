@@ -23,8 +23,9 @@ from typing import Any
 
 from benchmarks.compile_time import host
 from benchmarks.contenders import ROOT, Contender, take_turns, update_page
-from lingvo_moe.core import checks, files
-from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.files import files
 from tools import _cli
 
 PAGE = ROOT / "docs" / "speed.md"

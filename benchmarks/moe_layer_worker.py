@@ -33,7 +33,7 @@ def main() -> None:
 def _step(engine_name: str, fn: Callable, args: tuple, repeat: int = 1) -> Callable[[], None]:
     """`fn(*args)`, that many times, as the engine runs it."""
     from lingvo_moe.core.engine.engines import make_engine
-    from lingvo_moe.core.engine.specs import TensorSpec
+    from lingvo_moe.core.engine.lowering.specs import TensorSpec
     from lingvo_moe.core.sharding import Mesh
 
     engine = make_engine(engine_name, Mesh.parse("expert:1"))

@@ -29,8 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compile_time import host
-from lingvo_moe.core import checks, files
-from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.files import files
 from tools import _cli
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -140,7 +141,7 @@ def measure(form: str, program: str, partitions: int) -> None:
     lowered, num_bytes = trace(program, partitions)
     traced = time.perf_counter()
     if form == "spmd_tpu":
-        from lingvo_moe.core.engine import aot
+        from lingvo_moe.core.engine.aot import aot
 
         aot.devices_of(TOPOLOGIES[partitions])  # loads the compiler
         compiled = aot.compile_for_topology(lowered, TOPOLOGIES[partitions])
@@ -165,8 +166,8 @@ def _spmd(program: str, partitions: int) -> tuple[Any, int]:
     _cli.load_tensorflow()
     import tensorflow as tf
 
-    from lingvo_moe.core.engine.lowering import lower
-    from lingvo_moe.core.engine.specs import TensorSpec
+    from lingvo_moe.core.engine.lowering.lowering import lower
+    from lingvo_moe.core.engine.lowering.specs import TensorSpec
     from lingvo_moe.core.sharding import Mesh, replicate, split
 
     def dot(a: Any, b: Any) -> Any:

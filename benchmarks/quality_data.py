@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lingvo_moe.core import files
+from lingvo_moe.core.files import files
 from lingvo_moe.tasks.mt.input.dev_set import DevSet
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.pipeline import MtInput

@@ -21,10 +21,11 @@ from typing import Any
 from benchmarks import quality_report
 from benchmarks.compile_time import host
 from benchmarks.contenders import ROOT, Process, update_page
-from lingvo_moe.core import checks, files, registry
+from lingvo_moe.core.config import checks, registry
+from lingvo_moe.core.config.suggest import did_you_mean
+from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.decode.ranges import BEAM_SIZE
-from lingvo_moe.core.flags import Flags
-from lingvo_moe.core.suggest import did_you_mean
+from lingvo_moe.core.files import files
 from tools import _cli
 
 PAGE = ROOT / "docs" / "quality.md"
@@ -100,7 +101,7 @@ class Comparison:
         self._out.mkdir(parents=True, exist_ok=True)
         _cli.load_tensorflow()
         from benchmarks.quality_data import write_data
-        from lingvo_moe.core.engine.progress import LineProgress
+        from lingvo_moe.core.engine.loop.progress import LineProgress
 
         self._params = registry.GetParams(self._args.model, self._override())
         inputs = self._params.input.Instantiate()
@@ -213,7 +214,7 @@ class Comparison:
         """Runs a contender's process; returns what it reported."""
         import shutil
 
-        from lingvo_moe.core.engine.progress import LineProgress
+        from lingvo_moe.core.engine.loop.progress import LineProgress
 
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir()

@@ -19,7 +19,7 @@ def main() -> None:
     setup = json.loads(Path(sys.argv[1]).read_text())
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     keep_memory()
-    from lingvo_moe.core.tensorflow_import import import_tensorflow
+    from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 
     import_tensorflow()
     import tensorflow as tf
@@ -38,13 +38,14 @@ def main() -> None:
 
 def train(setup: dict[str, Any], pairs: list[list[str]]) -> tuple[int, int]:
     """Trains, and reports the scores at each point; returns the number of parameters and of steps."""
-    from lingvo_moe.core import inspect, registry
-    from lingvo_moe.core.engine.checkpoints import Checkpointer
+    from lingvo_moe.core.config import registry
+    from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
     from lingvo_moe.core.engine.engines import make_engine
-    from lingvo_moe.core.engine.prefetch import Prefetched
-    from lingvo_moe.core.engine.steps import build_step, initial_state, train_step
-    from lingvo_moe.core.engine.summaries import Summaries
+    from lingvo_moe.core.engine.loop.prefetch import Prefetched
+    from lingvo_moe.core.engine.loop.steps import build_step, initial_state, train_step
+    from lingvo_moe.core.engine.loop.summaries import Summaries
     from lingvo_moe.core.sharding import Mesh
+    from lingvo_moe.core.task import inspect
     from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 
     params = registry.GetParams(setup["model"], setup["override"])

@@ -19,12 +19,12 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import numpy as np
 
-from lingvo_moe.core import checks
-from lingvo_moe.core.engine.checkpoint_digests import verify_step
-from lingvo_moe.core.engine.checkpoints import Checkpointer
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.engine.checkpoints.checkpoint_digests import verify_step
+from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine
-from lingvo_moe.core.engine.specs import TensorSpec
-from lingvo_moe.core.flags import Flags
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Mesh
 from tools import _cli

@@ -33,8 +33,8 @@ import psutil
 from benchmarks import broken_uploads
 from benchmarks.compile_time import host
 from benchmarks.contenders import ROOT, update_page
-from lingvo_moe.core import checks
-from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.tasks.mt.input.dev_set import DevSet
 from tools import _cli
 

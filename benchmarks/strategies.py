@@ -11,8 +11,8 @@ compiled one.
 from collections.abc import Sequence
 from typing import Any
 
-from lingvo_moe.core import checks
-from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.console.flags import Flags
 from tools import _cli
 
 # A layout's name, and its seconds by estimate, by the compiled program, and measured.
@@ -55,7 +55,7 @@ def _run(args: Flags) -> int:
 
 def _rows(args: Flags, machine: Any, say: Any) -> list[_Row]:
     """Every layout that can be compiled."""
-    from lingvo_moe.core import registry
+    from lingvo_moe.core.config import registry
     from lingvo_moe.core.strategies.candidate import Candidate
     from lingvo_moe.core.strategies.estimates import Correction
     from lingvo_moe.core.strategies.layout import layouts
@@ -96,7 +96,7 @@ def _show(args: Flags, rows: list[_Row]) -> None:
     from rich.table import Table
     from scipy.stats import spearmanr
 
-    from lingvo_moe.core import units
+    from lingvo_moe.core.console import units
 
     table = Table(box=None, header_style="bold")
     for title in ("layout", "estimate", "compiled", "measured"):

@@ -35,10 +35,10 @@ def main() -> None:
 def build(kind: str, size: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
     """(engine, the compiled step, its state, a batch) for an engine's name, with '_dense' behind it for
     the model without experts."""
-    from lingvo_moe.core import registry
+    from lingvo_moe.core.config import registry
     from lingvo_moe.core.engine.engines import make_engine
-    from lingvo_moe.core.engine.specs import TensorSpec
-    from lingvo_moe.core.engine.steps import build_step, train_step
+    from lingvo_moe.core.engine.loop.steps import build_step, train_step
+    from lingvo_moe.core.engine.lowering.specs import TensorSpec
     from lingvo_moe.core.sharding import Mesh
 
     params = registry.GetParams("mt.M4Demo", "")

@@ -14,8 +14,8 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from lingvo_moe.core.command import say
-from lingvo_moe.core.suggest import did_you_mean
+from lingvo_moe.core.config.suggest import did_you_mean
+from lingvo_moe.core.console.command import say
 
 _TOOLS = "lingvo_moe.tools"
 # They write files of the repository, or read its sources.

@@ -8,20 +8,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lingvo_moe.core import registry
-from lingvo_moe.core.base_input import BaseInput, HeldOutBatch
-from lingvo_moe.core.command import run as run_command
-from lingvo_moe.core.command import say
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.config.hyperparams import Params
+from lingvo_moe.core.console.command import run as run_command
+from lingvo_moe.core.console.command import say
+from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.console.quiet import quiet
+from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES, Compiled, Engine
-from lingvo_moe.core.engine.interrupt import TimeLimit
-from lingvo_moe.core.flags import Flags
-from lingvo_moe.core.hyperparams import Params
-from lingvo_moe.core.quiet import quiet
-from lingvo_moe.core.run_description import ProgramAbout
-from lingvo_moe.core.run_dir import RunDir
-from lingvo_moe.core.run_lock import RunLock
+from lingvo_moe.core.engine.loop.interrupt import TimeLimit
+from lingvo_moe.core.input.base_input import BaseInput, HeldOutBatch
+from lingvo_moe.core.runs.run_description import ProgramAbout
+from lingvo_moe.core.runs.run_dir import RunDir
+from lingvo_moe.core.runs.run_lock import RunLock
 from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.core.tensorflow_import import import_tensorflow
 from lingvo_moe.planning.found_strategy import with_found_strategy
 from lingvo_moe.training.checks import (
     UsageError,
@@ -40,8 +40,8 @@ from lingvo_moe.training.flags import parse_flags
 from lingvo_moe.training.meshes import make_mesh
 
 if TYPE_CHECKING:  # they import TensorFlow and JAX
-    from lingvo_moe.core.base_task import BaseTask
-    from lingvo_moe.core.engine.initial_weights import InitialWeights
+    from lingvo_moe.core.engine.checkpoints.initial_weights import InitialWeights
+    from lingvo_moe.core.task.base_task import BaseTask
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         status = 1
     if args.num_processes > 1:
-        from lingvo_moe.core.engine import job
+        from lingvo_moe.core.engine.loop import job
 
         job.leave(status)
     return status
@@ -84,7 +84,7 @@ def run(args: Flags) -> int:
         print(params.ToText(with_help=True), end="")
         return 0
     if args.mode == "inspect_model":
-        from lingvo_moe.core import inspect
+        from lingvo_moe.core.task import inspect
 
         task = params.task.Instantiate()
         mesh = make_mesh(params, args.mesh, args.num_devices)
@@ -138,7 +138,8 @@ def train(args: Flags, params: Params, override: str, limit: TimeLimit) -> int:
     Returns the exit status.
     """
     # Imported here, since inspecting a model should not wait for them.
-    from lingvo_moe.core.engine import devices, job
+    from lingvo_moe.core.engine import devices
+    from lingvo_moe.core.engine.loop import job
 
     if args.num_devices and args.engine == "pjrt":
         devices.request_cpu_devices(args.num_devices)
@@ -227,11 +228,12 @@ def verify_step(args: Flags, mesh: Mesh, on_cpu: bool) -> None:
 
 def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
     """Like train; locks the run directory with `lock`, which the caller releases."""
-    from lingvo_moe.core.engine import init_from, job
-    from lingvo_moe.core.engine.checkpoints import Checkpointer
-    from lingvo_moe.core.engine.held_out import HeldOutWatch
-    from lingvo_moe.core.engine.summaries import Summaries
-    from lingvo_moe.core.engine.train_loop import TrainLoop
+    from lingvo_moe.core.engine.checkpoints import init_from
+    from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
+    from lingvo_moe.core.engine.loop import job
+    from lingvo_moe.core.engine.loop.held_out import HeldOutWatch
+    from lingvo_moe.core.engine.loop.summaries import Summaries
+    from lingvo_moe.core.engine.loop.train_loop import TrainLoop
     from lingvo_moe.training.peak import job_peak
 
     run_dir, params, inputs = run.run_dir, run.params, run.inputs
@@ -317,7 +319,8 @@ def share_run(lock: RunLock, begin: Callable[[], None], follow: Callable[[], obj
         Exception: the error of `begin` or `follow` on this process.
         JobError: another process failed; all processes exit.
     """
-    from lingvo_moe.core.engine import devices, job
+    from lingvo_moe.core.engine import devices
+    from lingvo_moe.core.engine.loop import job
 
     def lock_and_begin() -> None:
         lock.Acquire()
@@ -338,8 +341,8 @@ def share_run(lock: RunLock, begin: Callable[[], None], follow: Callable[[], obj
 
 def prepare(run: Run, lock: RunLock) -> None:
     """Prepares the run directory, which is locked, and the data. Called on the job's first process."""
-    from lingvo_moe.core.engine import init_from
-    from lingvo_moe.core.engine.progress import LineProgress
+    from lingvo_moe.core.engine.checkpoints import init_from
+    from lingvo_moe.core.engine.loop.progress import LineProgress
 
     args, run_dir, inputs = run.args, run.run_dir, run.inputs
     check_data_exists(args, run.params)
@@ -370,7 +373,7 @@ def prepare(run: Run, lock: RunLock) -> None:
 
 def initial_weights(run: Run) -> "InitialWeights | None":
     """Returns the weights from --init_from for a run that has no checkpoint yet; else None. Called on every process."""
-    from lingvo_moe.core.engine import init_from
+    from lingvo_moe.core.engine.checkpoints import init_from
 
     about = run.run_dir.began_from
     if has_begun(run.run_dir) or not about:
@@ -381,7 +384,7 @@ def initial_weights(run: Run) -> "InitialWeights | None":
 
 def held_out_batches(run: Run) -> list[HeldOutBatch]:
     """Returns the batches to evaluate on while the run trains; none if it is not evaluated. Called on every process."""
-    from lingvo_moe.core.engine.held_out import read_batches
+    from lingvo_moe.core.engine.loop.held_out import read_batches
 
     train = run.params.train
     return read_batches(run.inputs, train) if train.eval_interval_steps else []

@@ -92,8 +92,8 @@ def shard(
 
 
 def shard_function(fn: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-    """`core.engine.functional.shard_function`: a function as one SPMD program, called from eager code."""
-    from lingvo_moe.core.engine.functional import shard_function
+    """`core.engine.eager.functional.shard_function`: a function as one SPMD program, called from eager code."""
+    from lingvo_moe.core.engine.eager.functional import shard_function
 
     return shard_function(fn, *args, **kwargs)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.core import files
+from lingvo_moe.core.files import files
 from lingvo_moe.core.planner import golden
 
 COMPILE_TIME = "compile_time"  # benchmarks/compile_time.py's, beside the plans

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from lingvo_moe.core import units
+from lingvo_moe.core.console import units
 
 DASH = "–"
 

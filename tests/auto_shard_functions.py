@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 
 
 def spec(*shape: int) -> TensorSpec:

@@ -56,7 +56,7 @@ hypothesis.settings.load_profile("lingvo_moe")
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Imports TensorFlow quickly, except in the process that only gives tests to others."""
     if not session.config.getoption("numprocesses", None):
-        from lingvo_moe.core.tensorflow_import import import_tensorflow
+        from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 
         import_tensorflow()
 

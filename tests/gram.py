@@ -3,8 +3,8 @@
 import tensorflow as tf
 
 from lingvo_moe.core import sharding
-from lingvo_moe.core.engine.lowering import lower
-from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.engine.lowering.lowering import lower
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.sharding import Mesh
 
 

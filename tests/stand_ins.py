@@ -18,8 +18,8 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from lingvo_moe.core.flags import Flags
-from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.config.hyperparams import Params
+from lingvo_moe.core.console.flags import Flags
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lingvo_moe import __main__ as console
-from lingvo_moe.core import command
-from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.console import command
+from lingvo_moe.core.console.flags import Flags
 
 
 def test_alone_it_lists_every_command_with_a_line(capsys):

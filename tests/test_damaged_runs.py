@@ -102,7 +102,7 @@ def run_and_export(tmp_path_factory) -> dict[str, Path]:
         return {kind: Path(os.environ[f"DAMAGED_{kind.upper()}"]) for kind in ("run", "export")}
     import toy_translation as toy
 
-    from lingvo_moe.core.engine.summaries import Summaries
+    from lingvo_moe.core.engine.loop.summaries import Summaries
     from lingvo_moe.core.nested_map import NestedMap
     from lingvo_moe.tasks.mt.quality import scoring
     from lingvo_moe.tasks.mt.runs.run_dir import RunDir

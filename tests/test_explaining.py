@@ -13,10 +13,10 @@ import pytest
 import tensorflow as tf
 
 from lingvo_moe.core import sharding
-from lingvo_moe.core.engine.lowering import lower
+from lingvo_moe.core.engine.lowering.lowering import lower
+from lingvo_moe.core.engine.lowering.program import Program
+from lingvo_moe.core.engine.lowering.specs import AUTO, TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine
-from lingvo_moe.core.engine.program import Program
-from lingvo_moe.core.engine.specs import AUTO, TensorSpec
 from lingvo_moe.core.partitioner import spmd
 from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.inspecting.explaining import ExplainError, explain, get_sharding

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from lingvo_moe import trainer as trainer_module
-from lingvo_moe.core import registry
-from lingvo_moe.core.artifacts import RunArtifacts
-from lingvo_moe.core.offload import items_of
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.planner.errors import PlanError
-from lingvo_moe.core.run_dir import RunDir
+from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.state.offload import items_of
 from lingvo_moe.core.strategies.strategy_file import StrategyError, read_overrides
 from lingvo_moe.core.strategies.workload import WorkloadError
 from lingvo_moe.inspecting.verifying import VerifyError
@@ -215,7 +215,7 @@ def test_a_plan_is_read_from_the_cache_until_a_parameter_changes(monkeypatch, tm
 
 
 @pytest.mark.parametrize(
-    "changed", ["core/planner/costs.py", "core/engine/steps.py", "planning/plans.py"]
+    "changed", ["core/planner/costs.py", "core/engine/loop/steps.py", "planning/plans.py"]
 )
 def test_a_plan_is_made_again_after_any_file_of_the_package_has_changed(
     changed, monkeypatch, tmp_path

@@ -13,9 +13,10 @@ import tensorflow as tf
 import toy_translation
 from hypothesis import strategies as st
 
-from lingvo_moe.core import checks, kernels, layers, moe, optimizers, registry
+from lingvo_moe.core import kernels, layers, moe, optimizers
 from lingvo_moe.core.base_layer import BaseLayer
-from lingvo_moe.core.hyperparams import ParamError, Params
+from lingvo_moe.core.config import checks, registry
+from lingvo_moe.core.config.hyperparams import ParamError, Params
 from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.moe.registry import ROUTERS
 from lingvo_moe.core.optimizers.base import BaseOptimizer

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from lingvo_moe.core import registry
-from lingvo_moe.core.engine.steps import train_step
-from lingvo_moe.core.hyperparams import InstantiableParams, Params
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
+from lingvo_moe.core.engine.loop.steps import train_step
 from lingvo_moe.core.sharding import single_device, use_mesh
 
 # Read only where another parameter has a certain value.

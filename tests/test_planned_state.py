@@ -2,8 +2,8 @@
 
 import pytest
 
-from lingvo_moe.core import registry
-from lingvo_moe.core.checks import STATE_LEVELS
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.config.checks import STATE_LEVELS
 from lingvo_moe.core.planner import state_figures
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.sharding import Mesh

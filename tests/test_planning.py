@@ -19,14 +19,15 @@ import pytest
 import toy_task
 from gpu_compiler import needs_gpu_compiler
 
-from lingvo_moe.core import registry
-from lingvo_moe.core.engine import aot, aot_tpu, cuda_plugin
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.engine import cuda_plugin
+from lingvo_moe.core.engine.aot import aot, aot_tpu
 from lingvo_moe.core.engine.base import EngineError
-from lingvo_moe.core.engine.steps import lower_step, train_step
+from lingvo_moe.core.engine.loop.steps import lower_step, train_step
+from lingvo_moe.core.files.sealed import read_sealed
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.golden import differences
 from lingvo_moe.core.planner.pipeline import Schedule
-from lingvo_moe.core.sealed import read_sealed
 from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.planning import plans
 from lingvo_moe.reproduction import measures
@@ -245,7 +246,7 @@ def test_without_the_gpu_compiler_it_says_how_to_get_it(monkeypatch, cache):
 
 @needs_gpu_compiler
 def test_a_model_that_does_not_fit_a_gpu_says_by_how_much(monkeypatch):
-    from lingvo_moe.core.engine import aot_gpu
+    from lingvo_moe.core.engine.aot import aot_gpu
 
     monkeypatch.setattr(aot_gpu, "usable_bytes", lambda memory_bytes: 1000)
     request = plans.Request(f"toy_task.{toy_task.Line.__name__}", "l4:1x8", mesh="data:8")

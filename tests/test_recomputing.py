@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from lingvo_moe.core import registry
-from lingvo_moe.core.inspect import bytes_per_device
+from lingvo_moe.core.config import registry
 from lingvo_moe.core.planner.topology import Topology
 from lingvo_moe.core.sharding import Mesh, single_device
+from lingvo_moe.core.task.inspect import bytes_per_device
 from lingvo_moe.inspecting import verifying
 from lingvo_moe.planning import plans
 from lingvo_moe.training import memory as trainer_memory

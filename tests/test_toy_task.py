@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import toy_task
 
-from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
-from lingvo_moe.core.engine.run_weights import read_weights
+from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, CheckpointError
+from lingvo_moe.core.engine.checkpoints.run_weights import read_weights
 
 _DRIVER = """
 import json, sys, toy_task

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from lingvo_moe import trainer
-from lingvo_moe.core import registry
+from lingvo_moe.core.config import registry
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.training.flags import parse_flags
 

@@ -12,17 +12,17 @@ import toy_held_out
 from trainer_testing import state
 
 from lingvo_moe import trainer
-from lingvo_moe.core import registry
-from lingvo_moe.core.engine import train_loop
-from lingvo_moe.core.engine.checkpoints import Checkpointer
-from lingvo_moe.core.engine.evaluation import Evaluator
-from lingvo_moe.core.engine.held_out import read_batches
-from lingvo_moe.core.engine.interrupt import TimeLimit
-from lingvo_moe.core.engine.run_weights import read_weights
-from lingvo_moe.core.engine.summaries import read_metrics
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
+from lingvo_moe.core.engine.checkpoints.run_weights import read_weights
+from lingvo_moe.core.engine.loop import train_loop
+from lingvo_moe.core.engine.loop.evaluation import Evaluator
+from lingvo_moe.core.engine.loop.held_out import read_batches
+from lingvo_moe.core.engine.loop.interrupt import TimeLimit
+from lingvo_moe.core.engine.loop.summaries import read_metrics
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.run_dir import RunDir
-from lingvo_moe.core.run_lock import EVALUATOR, RunLock, is_lock_file
+from lingvo_moe.core.runs.run_dir import RunDir
+from lingvo_moe.core.runs.run_lock import EVALUATOR, RunLock, is_lock_file
 from lingvo_moe.training import evaluating
 
 _OVERRIDE = "task.optimizer.learning_rate.constant_steps=5"

@@ -10,9 +10,9 @@ import pytest
 import trainer_testing
 
 from lingvo_moe import trainer
-from lingvo_moe.core import registry
-from lingvo_moe.core.directories import check_logdir
-from lingvo_moe.core.run_lock import LOCK_FILE, RunLock
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.runs.directories import check_logdir
+from lingvo_moe.core.runs.run_lock import LOCK_FILE, RunLock
 from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 from lingvo_moe.training.checks import UsageError

@@ -11,8 +11,8 @@ import trainer_testing
 from damage import full_disk
 
 from lingvo_moe import trainer
-from lingvo_moe.core.engine.summaries import read_metrics
-from lingvo_moe.core.engine.train_loop import TrainLoop
+from lingvo_moe.core.engine.loop.summaries import read_metrics
+from lingvo_moe.core.engine.loop.train_loop import TrainLoop
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 

@@ -15,8 +15,9 @@ _TRAINER = """
 import contextlib, sys, time
 from jax.experimental import multihost_utils
 from lingvo_moe import trainer
-from lingvo_moe.core.engine import devices, job
-from lingvo_moe.core.run_lock import RunLock
+from lingvo_moe.core.engine import devices
+from lingvo_moe.core.engine.loop import job
+from lingvo_moe.core.runs.run_lock import RunLock
 
 place, number, error, waits, *flags = sys.argv[1:]
 job._PATIENCE = 5.0

@@ -11,21 +11,21 @@ import pytest
 import trainer_testing
 
 from lingvo_moe import trainer
-from lingvo_moe.core.directories import (
+from lingvo_moe.core.engine.loop.train_loop import TrainLoop
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.runs.directories import (
     EXPORTED,
     OutputError,
     check_logdir,
     check_replaceable,
 )
-from lingvo_moe.core.engine.train_loop import TrainLoop
-from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.run_lock import LOCK_FILE, RunLock
+from lingvo_moe.core.runs.run_lock import LOCK_FILE, RunLock
 from tools import build_corpus, evaluate, export, train_vocab
 
 # The trainer without its steps: it runs until it is killed.
 _TRAINER = """
 import sys, time
-from lingvo_moe.core.engine.train_loop import TrainLoop
+from lingvo_moe.core.engine.loop.train_loop import TrainLoop
 
 def work(self, on_compiled):
     print("at work", flush=True)
@@ -41,7 +41,7 @@ _JOB = """
 import sys, time
 from lingvo_moe import trainer
 from lingvo_moe.core.engine import devices
-from lingvo_moe.core.run_lock import RunLock
+from lingvo_moe.core.runs.run_lock import RunLock
 
 args = trainer.parse_flags(sys.argv[1:])
 devices.request_cpu_devices(1)

@@ -3,8 +3,8 @@
 import pytest
 
 from lingvo_moe import trainer
-from lingvo_moe.core import registry
-from lingvo_moe.core.run_dir import RunDir
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
 from lingvo_moe.training.checks import full_override
 

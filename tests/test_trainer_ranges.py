@@ -3,7 +3,7 @@
 import pytest
 import trainer_testing
 
-from lingvo_moe.core import registry
+from lingvo_moe.core.config import registry
 from lingvo_moe.core.sharding import Mesh, ShardingError, single_device
 from lingvo_moe.training.checks import UsageError, check_divisible, check_state_is_sharded
 from lingvo_moe.training.flags import MOST_DEVICES

@@ -20,10 +20,10 @@ from tensorboard.util import tensor_util
 from trainer_testing import flags, fork, losses, state
 
 from lingvo_moe import trainer
-from lingvo_moe.core import registry
-from lingvo_moe.core.engine.checkpoints import Checkpointer
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
 from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
-from lingvo_moe.core.engine.steps import lower_step
+from lingvo_moe.core.engine.loop.steps import lower_step
 from lingvo_moe.planning import plans
 
 pytestmark = pytest.mark.slow

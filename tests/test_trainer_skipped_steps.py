@@ -5,9 +5,9 @@ import pytest
 import toy_task
 
 from lingvo_moe import trainer
-from lingvo_moe.core.engine.checkpoint_rotation import Rotation
-from lingvo_moe.core.engine.skipped_steps import SkippedSteps
-from lingvo_moe.core.run_dir import RunDir
+from lingvo_moe.core.engine.checkpoints.checkpoint_rotation import Rotation
+from lingvo_moe.core.engine.loop.skipped_steps import SkippedSteps
+from lingvo_moe.core.runs.run_dir import RunDir
 
 _RATE = "task.optimizer.learning_rate"
 _TOO_HIGH = f"{_RATE}=constant;{_RATE}.value=1e30"

@@ -7,8 +7,8 @@ import toy_attention
 
 from lingvo_moe import trainer
 from lingvo_moe import xla_sharding as xs
-from lingvo_moe.core import registry
-from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.inspecting import verifying
 from lingvo_moe.inspecting.verifying import VerifyError

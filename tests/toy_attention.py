@@ -7,12 +7,12 @@ B row, T and S token, M model, N head, H size of a head; P and R are N and H of 
 import numpy as np
 import tensorflow as tf
 
-from lingvo_moe.core import registry
-from lingvo_moe.core.base_input import ArraySpec, BaseInput
 from lingvo_moe.core.base_layer import WeightParams
-from lingvo_moe.core.base_task import BaseTask
+from lingvo_moe.core.config import registry
 from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.input.base_input import ArraySpec, BaseInput
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.task.base_task import BaseTask
 
 
 class AttentionModel(BaseTask):

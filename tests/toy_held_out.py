@@ -4,8 +4,8 @@ import itertools
 
 import toy_task
 
-from lingvo_moe.core import registry
-from lingvo_moe.core.base_input import HeldOutBatch
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.input.base_input import HeldOutBatch
 
 
 class Numbers(toy_task.Numbers):

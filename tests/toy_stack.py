@@ -5,17 +5,17 @@ import functools
 import numpy as np
 import tensorflow as tf
 
-from lingvo_moe.core.base_input import ArraySpec
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
-from lingvo_moe.core.base_task import BaseTask
+from lingvo_moe.core.engine.loop.steps import build_step, train_step
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine
-from lingvo_moe.core.engine.specs import TensorSpec
-from lingvo_moe.core.engine.steps import build_step, train_step
 from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.input.base_input import ArraySpec
 from lingvo_moe.core.layers.repeat import Repeat
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.adam import Adam
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.task.base_task import BaseTask
 
 M, H, L, ROWS = 16, 64, 3, 16
 MESH = Mesh.parse("data:4,expert:2")

@@ -12,8 +12,8 @@ import numpy as np
 import sentencepiece
 import tensorflow as tf
 
-from lingvo_moe.core.engine.checkpoints import Checkpointer
-from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.tensors import dim
 from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, Translator

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.core.engine.progress import StepProgress
+from lingvo_moe.core.engine.loop.progress import StepProgress
 
 SAVE_EVERY = 6
 OVERRIDE = ";".join(
@@ -101,14 +101,14 @@ def fork(run: Path, to: Path, *steps: int) -> Path:
 
 def losses(run: Path) -> dict[int, float]:
     """Returns the exact losses by step."""
-    from lingvo_moe.core.engine.summaries import read_metrics
+    from lingvo_moe.core.engine.loop.summaries import read_metrics
 
     return {row["step"]: row["loss"] for row in read_metrics(str(run / "train"))}
 
 
 def state(run: Path) -> dict[str, Any]:
     """Returns the newest checkpoint, by path."""
-    from lingvo_moe.core.engine.checkpoints import Checkpointer
+    from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
 
     with Checkpointer(str(run / "checkpoints"), read_only=True) as checkpointer:
         return dict(checkpointer.RestoreToNumpy()[0].FlattenItems())

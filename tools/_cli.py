@@ -9,20 +9,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.core import checks
-from lingvo_moe.core.class_names import TRUST_RUN_HELP
-from lingvo_moe.core.collection import paused_collection
-from lingvo_moe.core.command import as_typed, say
-from lingvo_moe.core.command import run as run
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.class_names import TRUST_RUN_HELP
+from lingvo_moe.core.config.hyperparams import Params
+from lingvo_moe.core.console.collection import paused_collection
+from lingvo_moe.core.console.command import as_typed, say
+from lingvo_moe.core.console.command import run as run
+from lingvo_moe.core.console.flags import BEST, BEST_HELP, Flags
+from lingvo_moe.core.console.flags import names as names
+from lingvo_moe.core.console.quiet import quiet
+from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 from lingvo_moe.core.decode.ranges import BEAM_SIZE, LENGTH, LENGTH_ALPHA
-from lingvo_moe.core.directories import Kind, check_addable, check_replaceable, check_writable
-from lingvo_moe.core.flags import BEST, BEST_HELP, Flags
-from lingvo_moe.core.flags import names as names
-from lingvo_moe.core.hyperparams import Params
-from lingvo_moe.core.paths import check_local
-from lingvo_moe.core.quiet import quiet
-from lingvo_moe.core.run_dir import RunDir
-from lingvo_moe.core.tensorflow_import import import_tensorflow
+from lingvo_moe.core.files.paths import check_local
+from lingvo_moe.core.runs.directories import Kind, check_addable, check_replaceable, check_writable
+from lingvo_moe.core.runs.run_dir import RunDir
 
 
 def check_output_file(path: str | os.PathLike, flag: str = "--output") -> None:
@@ -104,7 +104,7 @@ def plan_cache(args: Flags) -> Path | None:
     """The directory of plans and compiled programs that --cache_dir chooses; None for none."""
     if args.cache_dir is not None:
         return Path(args.cache_dir) if args.cache_dir else None
-    from lingvo_moe.core.engine import aot_cache
+    from lingvo_moe.core.engine.aot import aot_cache
 
     return aot_cache.default_cache_dir()
 
@@ -310,7 +310,7 @@ class Progress:
     """Shows the current activity and its duration; the work runs in a thread, so that Ctrl-C takes effect at once."""
 
     def __init__(self) -> None:
-        from lingvo_moe.core.engine.progress import Waiting
+        from lingvo_moe.core.engine.loop.progress import Waiting
 
         self._waiting = Waiting(interval=5.0)
 

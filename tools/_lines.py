@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, BinaryIO
 
-from lingvo_moe.core import checks
-from lingvo_moe.core.command import say
-from lingvo_moe.core.engine.progress import LineProgress
-from lingvo_moe.core.files import atomic_file
-from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.console.command import say
+from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.engine.loop.progress import LineProgress
+from lingvo_moe.core.files.files import atomic_file
 from lingvo_moe.tasks.mt.decoding.line_stream import Answer, Counts, answer_stream
 
 from . import _cli

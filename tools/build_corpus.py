@@ -7,10 +7,10 @@ python -m tools.build_corpus --output=small --languages=de,sw,ja --packages=Babe
 import time
 from collections.abc import Sequence
 
-from lingvo_moe.core import checks
-from lingvo_moe.core.directories import CORPUS
-from lingvo_moe.core.flags import Flags
-from lingvo_moe.tasks.mt.input.corpus import CorpusOptions, build_corpus
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.runs.directories import CORPUS
+from lingvo_moe.tasks.mt.input.corpus.corpus import CorpusOptions, build_corpus
 
 from . import _cli
 

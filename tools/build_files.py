@@ -13,8 +13,8 @@ import posixpath
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from lingvo_moe.core.command import run
-from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.console.command import run
+from lingvo_moe.core.console.flags import Flags
 
 from .import_graph import ROOT, TESTS, ImportGraph
 

@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.core import checks, files, registry
-from lingvo_moe.core.flags import Flags
-from lingvo_moe.core.suggest import did_you_mean
+from lingvo_moe.core.config import checks, registry
+from lingvo_moe.core.config.suggest import did_you_mean
+from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.files import files
 from lingvo_moe.reproduction import expert_comparison
 from lingvo_moe.reproduction.expert_variants import GROUPS, STEPS, VARIANTS, Variant
 from lingvo_moe.tasks.mt.input import file_list
@@ -98,7 +99,7 @@ class Comparison:
         print(f"[{time.monotonic() - self._start:4.0f} s] {text}", flush=True)
 
     def _build_corpus(self) -> None:
-        from lingvo_moe.tasks.mt.input.corpus import CorpusOptions, build_corpus
+        from lingvo_moe.tasks.mt.input.corpus.corpus import CorpusOptions, build_corpus
 
         if not self._corpus.exists():
             self._say("building the corpus from installed packages")
@@ -137,8 +138,8 @@ class Comparison:
 
     def _measure(self, run: Path) -> dict[str, Any]:
         _cli.load_tensorflow()
-        from lingvo_moe.core import inspect
-        from lingvo_moe.core.engine.summaries import read_metrics
+        from lingvo_moe.core.engine.loop.summaries import read_metrics
+        from lingvo_moe.core.task import inspect
         from lingvo_moe.tasks.mt.quality.held_out import held_out_loss
         from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 

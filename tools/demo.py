@@ -17,8 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.core import checks, files, registry
-from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.config import checks, registry
+from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.files import files
 from lingvo_moe.tasks.mt.quality.intervals import ENOUGH_LINES, footnote, with_margin
 
 from . import _cli
@@ -80,7 +81,7 @@ class Demo:
         print(f"[{seconds:4.0f} s] {text}", flush=True)
 
     def _build_corpus(self) -> None:
-        from lingvo_moe.tasks.mt.input.corpus import (
+        from lingvo_moe.tasks.mt.input.corpus.corpus import (
             CorpusOptions,
             build_corpus,
             languages_asked_for,
@@ -160,8 +161,8 @@ class Demo:
         return score("untrained", DevSet(self._corpus, most)), trained
 
     def _report(self, untrained: Any, trained: Any) -> dict[str, Any]:
-        from lingvo_moe.core import inspect
-        from lingvo_moe.core.engine.summaries import read_metrics
+        from lingvo_moe.core.engine.loop.summaries import read_metrics
+        from lingvo_moe.core.task import inspect
         from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 
         rows = read_metrics(str(self._run / "train"))

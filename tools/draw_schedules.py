@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lingvo_moe.core import files
-from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.files import files
 from lingvo_moe.core.pages import drawing
 from lingvo_moe.core.pipeline.schedule import (
     BACKWARD,

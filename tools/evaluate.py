@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.core import checks
-from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.console.flags import Flags
 
 from . import _cli
 
@@ -96,7 +96,7 @@ def _run(args: Flags) -> int:
         if not args.output:
             RunDir(args.logdir).Inside(output.name)
         _cli.check_output_directory(output)
-    from lingvo_moe.core.engine.progress import LineProgress
+    from lingvo_moe.core.engine.loop.progress import LineProgress
     from lingvo_moe.tasks.mt.input.dev_set import DevSet
     from lingvo_moe.tasks.mt.quality import scoring
     from lingvo_moe.tasks.mt.quality.baselines import add_baselines, read_baselines
@@ -165,7 +165,7 @@ def _identity(args: Flags, about: dict[str, Any]) -> list[Any]:
 
 def _progress(kept: Any, done: int, lines: int) -> str:
     """The progress: lines done, and the time left."""
-    from lingvo_moe.core.engine.progress import format_seconds
+    from lingvo_moe.core.engine.loop.progress import format_seconds
 
     text = f"evaluate: {done:,} of {lines:,} lines"
     if kept.reused:

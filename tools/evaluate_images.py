@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.console.flags import Flags
 
 from . import _cli
 
@@ -35,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Flags) -> int:
-    from lingvo_moe.core.files import write_atomic
-    from lingvo_moe.core.run_dir import RunDir
+    from lingvo_moe.core.files.files import write_atomic
+    from lingvo_moe.core.runs.run_dir import RunDir
 
     run = RunDir(args.logdir, trust_run=args.trust_run)
     _ = run.experiment  # before anything slow: is it there?

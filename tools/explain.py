@@ -14,8 +14,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from lingvo_moe.core import checks
-from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.training.flags import MOST_DEVICES, define_experiment_flag
 
 from . import _cli
@@ -66,7 +66,7 @@ def run(args: Flags) -> int:
     with _cli.Progress() as progress:
         progress("loading TensorFlow and the compiler")
         explanation = progress.Watch(lambda: make(args, progress))
-    from lingvo_moe.core import files
+    from lingvo_moe.core.files import files
 
     found = {name: explanation.Sharding(name) for name in args.tensor}
     if args.json:
@@ -100,15 +100,15 @@ def make(args: Flags, say: Any) -> Any:
 
 
 def _load(args: Flags) -> Any:
-    from lingvo_moe.core.engine.program import Program
+    from lingvo_moe.core.engine.lowering.program import Program
 
     return Program.Load(args.program)
 
 
 def _lower(args: Flags, say: Any) -> Any:
     """The program of the experiment's training step."""
-    from lingvo_moe.core import registry
-    from lingvo_moe.core.engine.steps import lower_step, train_step
+    from lingvo_moe.core.config import registry
+    from lingvo_moe.core.engine.loop.steps import lower_step, train_step
     from lingvo_moe.core.planner.machine import parse_machine
     from lingvo_moe.planning.plans import topology_memory
     from lingvo_moe.training.checks import check_divisible, strategy_override

@@ -11,9 +11,9 @@ To use it one needs tensorflow and tensorflow_text, not this package:
 
 from collections.abc import Sequence
 
-from lingvo_moe.core import checks
-from lingvo_moe.core.directories import EXPORTED
-from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.runs.directories import EXPORTED
 
 from . import _cli
 

@@ -14,8 +14,8 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lingvo_moe.core import checks
-from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.partitioner import known_faults
 from lingvo_moe.core.strategies.objectives import OBJECTIVES, SPEED
 from lingvo_moe.training.flags import define_experiment_flag
@@ -139,7 +139,7 @@ def searched(args: Flags, say: Any) -> "Found":
 
 def write(args: Flags, found: "Found") -> None:
     """Writes the files that the flags ask for."""
-    from lingvo_moe.core import files
+    from lingvo_moe.core.files import files
 
     if args.output:
         files.write_atomic(args.output, found.ToText().encode())
@@ -152,7 +152,7 @@ def show(found: "Found") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from lingvo_moe.core import units
+    from lingvo_moe.core.console import units
 
     table = Table(box=None, header_style="bold")
     for title in ("strategy", "step", "memory", "network", "estimate", ""):

@@ -19,9 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.core import checks
-from lingvo_moe.core.command import say
-from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.console.command import say
+from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.partitioner import known_faults
 from lingvo_moe.core.planner.machine import parse_machine
 from lingvo_moe.core.planner.prices import check_prices, kind_of, priced, read_prices
@@ -105,7 +105,7 @@ def run(args: Flags) -> int:
     plans = [*new, *(priced(plan, prices) for plan in old)]
     from rich.console import Console
 
-    from lingvo_moe.core import files
+    from lingvo_moe.core.files import files
     from lingvo_moe.core.planner import report
 
     # Files first: minutes of work must not be lost because the terminal is gone.
@@ -172,7 +172,7 @@ def planned(
     Raises:
         ValueError: none can be planned.
     """
-    from lingvo_moe.core import files
+    from lingvo_moe.core.files import files
 
     plans, failed = list[dict[str, Any]](), dict[tuple[str, str], ValueError]()
     with _cli.Progress() as progress:

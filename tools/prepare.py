@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.core import checks
-from lingvo_moe.core.command import as_typed
-from lingvo_moe.core.directories import PREPARED
-from lingvo_moe.core.flags import Flags
-from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import Params
+from lingvo_moe.core.console.command import as_typed
+from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.runs.directories import PREPARED
 from lingvo_moe.tasks.mt.input.lengths import Loss
 from lingvo_moe.tasks.mt.input.preparing.filters import Rules
 from lingvo_moe.tasks.mt.input.preparing.prepare import PrepareOptions, prepare
@@ -171,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Flags) -> int:
-    from lingvo_moe.core.engine.progress import LineProgress
+    from lingvo_moe.core.engine.loop.progress import LineProgress
 
     start = time.monotonic()
     _cli.check_output_directory(args.output, replaces=PREPARED)
@@ -188,7 +188,7 @@ def _run(args: Flags) -> int:
 def _experiment(model: str) -> Params:
     """The parameters of the input of an experiment."""
     with _cli.quiet_imports():
-        from lingvo_moe.core import registry
+        from lingvo_moe.core.config import registry
 
         return registry.GetParams(model).input
 

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.core import checks
-from lingvo_moe.core.command import as_typed
-from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.console.command import as_typed
+from lingvo_moe.core.console.flags import Flags
 
 from . import _cli
 
@@ -71,7 +71,7 @@ def _run(args: Flags) -> int:
     if args.eval_dir and not Path(args.eval_dir).is_dir():
         raise ValueError(f"--eval_dir={args.eval_dir}: no such directory")
     _cli.load_tensorflow()
-    from lingvo_moe.core.files import write_atomic
+    from lingvo_moe.core.files.files import write_atomic
     from lingvo_moe.core.pages import drawing
     from lingvo_moe.tasks.mt.reports import report, routing_page
     from lingvo_moe.tasks.mt.reports.run_report import Missing, gather
@@ -98,7 +98,7 @@ def _run(args: Flags) -> int:
 
 def _routing(args: Flags, run: Any) -> Any:
     """The RoutingReport of the run's model, or why there is none."""
-    from lingvo_moe.core.engine.progress import LineProgress
+    from lingvo_moe.core.engine.loop.progress import LineProgress
     from lingvo_moe.tasks.mt.input.dev_set import DevSet
     from lingvo_moe.tasks.mt.reports import routing
     from lingvo_moe.tasks.mt.reports.run_report import Missing

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.core import files
-from lingvo_moe.core.flags import Flags
-from lingvo_moe.core.suggest import did_you_mean
+from lingvo_moe.core.config.suggest import did_you_mean
+from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.files import files
 from lingvo_moe.reproduction import goldens, making
 from lingvo_moe.reproduction.requests import GROUPS, REQUESTS
 
@@ -134,7 +134,7 @@ def make_plans(args: Flags, names: list[str]) -> int:
 
 def make_one(path: Path, name: str, cache_dir: str | None) -> None:
     """Writes the plan of a request to `path`; runs in a process of its own."""
-    from lingvo_moe.core.engine import aot_cache
+    from lingvo_moe.core.engine.aot import aot_cache
 
     cache = Path(cache_dir) if cache_dir else None
     if cache_dir is None:

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lingvo_moe.core import checks
-from lingvo_moe.core.command import say
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.console.command import say
+from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.decode.ranges import LENGTH
-from lingvo_moe.core.flags import Flags
 from lingvo_moe.tasks.mt.decoding.line_stream import Line
 from lingvo_moe.tasks.mt.quality.intervals import ENOUGH_LINES, FEW, has_few
 

@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import NoReturn
 
-from lingvo_moe.core import checks
-from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.console.flags import Flags
 
 from . import _cli
 

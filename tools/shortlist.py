@@ -14,8 +14,8 @@ produced. A larger --per_piece covers more and is slower. tools.evaluate --short
 from collections.abc import Sequence
 from typing import Any
 
-from lingvo_moe.core import checks
-from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.console.flags import Flags
 
 from . import _cli
 
@@ -46,7 +46,7 @@ def _run(args: Flags) -> int:
 
         run = RunDir(args.logdir, trust_run=args.trust_run)
         inputs = run.Params().input
-    from lingvo_moe.core.engine.progress import LineProgress
+    from lingvo_moe.core.engine.loop.progress import LineProgress
     from lingvo_moe.core.nested_map import NestedMap
     from lingvo_moe.tasks.mt.decoding.making_shortlists import (
         ShortlistOptions,

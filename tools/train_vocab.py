@@ -9,8 +9,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from lingvo_moe.core import checks
-from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.tasks.mt.input.file_list import write_listed
 from lingvo_moe.tasks.mt.input.scan import scan
 from lingvo_moe.tasks.mt.input.vocab_cache import MIN_SENTENCES, VocabOptions, cached_vocabularies

@@ -15,8 +15,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from lingvo_moe.core.command import say
-from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.console.command import say
+from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.tasks.mt.decoding.line_stream import translation_of
 
 from . import _cli, _lines

@@ -14,8 +14,8 @@ mistake, 2 for a mistake in flags, 130 after Ctrl-C.
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from lingvo_moe.core import checks
-from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.training.checks import strategy_override
 from lingvo_moe.training.flags import define_experiment_flag, define_strategy_flag
 
@@ -63,7 +63,7 @@ def run(args: Flags) -> int:
 def verified(args: Flags, say: Callable[[str], None]) -> "tuple[Mesh, list[str]]":
     """The mesh, and the names of what was compared on it."""
     _cli.load_tensorflow()
-    from lingvo_moe.core import registry
+    from lingvo_moe.core.config import registry
     from lingvo_moe.inspecting import verifying
     from lingvo_moe.training.meshes import make_mesh
 

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import moe_layer_worker
-from lingvo_moe.core import checks, files
-from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.files import files
 from tools import _cli
 
 MANIFEST = "manifest.json"
@@ -215,9 +216,9 @@ def _device() -> dict[str, Any]:
 
 def _program_step(path: Path, kind: str, size: dict[str, Any]) -> Callable[[], Any]:
     """Compiles a program for the first device; returns a function that runs it once and does not wait."""
+    from lingvo_moe.core.engine.lowering.program import Program
+    from lingvo_moe.core.engine.lowering.specs import TensorSpec
     from lingvo_moe.core.engine.pjrt import PjrtEngine
-    from lingvo_moe.core.engine.program import Program
-    from lingvo_moe.core.engine.specs import TensorSpec
 
     program = Program.Load(str(path))
     engine = PjrtEngine(program.mesh)

@@ -14,9 +14,10 @@ from typing import Any
 from benchmarks import moe_layer_worker
 from benchmarks.gpu.layer import FORMATS, MANIFEST, VERSION
 from benchmarks.moe_layer import SIZE
-from lingvo_moe.core import checks, files
-from lingvo_moe.core.flags import Flags
-from lingvo_moe.core.suggest import did_you_mean
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.suggest import did_you_mean
+from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.files import files
 from tools import _cli
 
 KINDS = ("index", "dropless", "einsum", "dense")
@@ -98,8 +99,8 @@ def write(
 
 
 def _lower(kind: str, size: dict[str, Any]) -> Any:
-    from lingvo_moe.core.engine.lowering import lower
-    from lingvo_moe.core.engine.specs import TensorSpec
+    from lingvo_moe.core.engine.lowering.lowering import lower
+    from lingvo_moe.core.engine.lowering.specs import TensorSpec
     from lingvo_moe.core.sharding import Mesh
 
     specs = [

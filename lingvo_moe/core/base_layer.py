@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks, randomness
-from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
-from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core import randomness
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError
+from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Axis, DimsMapping, Mesh, dims_mapping
@@ -229,7 +230,7 @@ class BaseLayer:
         p.Define(
             "offload",
             None,
-            "What is in the memory of the hosts: see core/offload.py.",
+            "What is in the memory of the hosts: see core/state/offload.py.",
             check=checks.or_none(checks.OFFLOAD),
             parent_sets="all parts of a model take it from train.offload",
         )

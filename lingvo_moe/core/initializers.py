@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks, randomness
+from lingvo_moe.core import randomness
+from lingvo_moe.core.config import checks
 
 _METHODS = ("constant", "uniform", "gaussian", "truncated_gaussian", "geo_mean_xavier")
 

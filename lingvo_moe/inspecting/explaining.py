@@ -13,15 +13,15 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lingvo_moe.core.config.suggest import did_you_mean
 from lingvo_moe.core.engine.collectives import count_collectives
-from lingvo_moe.core.engine.program import Program
-from lingvo_moe.core.engine.specs import AUTO
+from lingvo_moe.core.engine.lowering.program import Program
+from lingvo_moe.core.engine.lowering.specs import AUTO
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.partitioner import known_faults, spmd
 from lingvo_moe.core.partitioner.explained import Exchange, Line, ShardedTensor, WrongNumbers
 from lingvo_moe.core.partitioner.explanation import Explanation
 from lingvo_moe.core.sharding import Mesh, current_mesh
-from lingvo_moe.core.suggest import did_you_mean
 
 __all__ = ["ExplainError", "Explanation", "explain", "get_sharding"]
 
@@ -67,7 +67,7 @@ def explain(
             f"explain: program {program.name!r} is for one device, mesh {program.mesh}: nothing is "
             f"sharded and nothing sent"
         )
-    from lingvo_moe.core.engine.partitioning import partition  # the door to JAX
+    from lingvo_moe.core.engine.aot.partitioning import partition  # the door to JAX
 
     made = partition(program, topology=topology)
     module = parse_module(made.before)
@@ -113,7 +113,7 @@ def _lowered(fn: Callable[..., Any], arg_specs: Sequence[Any] | None, mesh: Mesh
             "explain: arg_specs is a list with a tree of specs for each argument, and mesh a "
             f"sharding.Mesh, e.g. Mesh.parse('data:8'); got {found!r}"
         )
-    from lingvo_moe.core.engine.lowering import lower  # the door to TensorFlow
+    from lingvo_moe.core.engine.lowering.lowering import lower  # the door to TensorFlow
 
     return lower(fn, arg_specs, mesh, results=AUTO)
 

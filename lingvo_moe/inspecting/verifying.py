@@ -16,21 +16,21 @@ import ml_dtypes
 import numpy as np
 import tensorflow as tf
 
-from lingvo_moe.core import registry
-from lingvo_moe.core.base_task import BaseTask
-from lingvo_moe.core.checks import NO_OFFLOAD
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.config.checks import NO_OFFLOAD
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.engine.base import Engine
+from lingvo_moe.core.engine.eager.testing import run_sharded, run_single
+from lingvo_moe.core.engine.loop.steps import initial_state, train_step
+from lingvo_moe.core.engine.lowering.specs import TensorSpec, numpy_dtype
 from lingvo_moe.core.engine.pjrt import PjrtEngine
-from lingvo_moe.core.engine.specs import TensorSpec, numpy_dtype
-from lingvo_moe.core.engine.steps import initial_state, train_step
-from lingvo_moe.core.engine.testing import run_sharded, run_single
 from lingvo_moe.core.engine.tf_engine import TfEngine
-from lingvo_moe.core.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.nested_map import NestedMap, flatten_items, pack, skeleton
 from lingvo_moe.core.partitioner.known_faults import OFF
 from lingvo_moe.core.pipeline.params import micro_batches_of
 from lingvo_moe.core.sharding import Mesh, ShardingError, single_device
-from lingvo_moe.core.step import Step
+from lingvo_moe.core.task.base_task import BaseTask
+from lingvo_moe.core.task.step import Step
 from lingvo_moe.training.memory import memory_of
 from lingvo_moe.training.recomputing import chosen_form
 

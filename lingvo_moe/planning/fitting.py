@@ -9,17 +9,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lingvo_moe.core import checks, offload
 from lingvo_moe.core.base_layer import VariableSpec
-from lingvo_moe.core.base_task import BaseTask
-from lingvo_moe.core.hyperparams import InstantiableParams, Params
-from lingvo_moe.core.inspect import bytes_per_device
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.layers import kept
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.params import micro_batches_of, settings_of
 from lingvo_moe.core.planner.remedies import Choice, remedies
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.sharding.letters import DEVICE, SLOTS, WEIGHTS, parts_of, shards
+from lingvo_moe.core.state import offload
+from lingvo_moe.core.task.base_task import BaseTask
+from lingvo_moe.core.task.inspect import bytes_per_device
 
 _NARROW = "bfloat16"
 # The parameters, each with its values, weaker ones first. Of task.dtype and task.fprop_dtype one is enough.

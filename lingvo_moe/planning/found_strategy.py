@@ -1,9 +1,9 @@
 """--strategy=auto: searches a strategy for the devices here before a run begins; a resumed run keeps its own."""
 
-from lingvo_moe.core import registry
-from lingvo_moe.core.command import say
-from lingvo_moe.core.flags import Flags, join_overrides
-from lingvo_moe.core.run_dir import RunDir
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.console.command import say
+from lingvo_moe.core.console.flags import Flags, join_overrides
+from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.strategies.paths import PATHS
 from lingvo_moe.core.strategies.strategy_file import AUTO, as_override

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.core import registry, units
-from lingvo_moe.core.flags import join_overrides
-from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.config.hyperparams import Params
+from lingvo_moe.core.config.suggest import did_you_mean, either
+from lingvo_moe.core.console import units
+from lingvo_moe.core.console.flags import join_overrides
 from lingvo_moe.core.layers.kept import names_of
-from lingvo_moe.core.offload import items_of
 from lingvo_moe.core.partitioner.known_faults import ERROR
 from lingvo_moe.core.pipeline.schedule import DATA, STAGE
 from lingvo_moe.core.planner.errors import PlanError
@@ -22,6 +23,7 @@ from lingvo_moe.core.planner.machine import Machine, parse_machine
 from lingvo_moe.core.planner.slices import machines
 from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.core.sharding.letters import axes_of
+from lingvo_moe.core.state.offload import items_of
 from lingvo_moe.core.strategies.budget import Budget
 from lingvo_moe.core.strategies.candidate import Candidate
 from lingvo_moe.core.strategies.estimates import Estimate
@@ -33,7 +35,6 @@ from lingvo_moe.core.strategies.ranking import Ranking, Tried
 from lingvo_moe.core.strategies.space import Space
 from lingvo_moe.core.strategies.strategy_file import StrategyError, as_override, to_text
 from lingvo_moe.core.strategies.workload import Workload, read_workload
-from lingvo_moe.core.suggest import did_you_mean, either
 from lingvo_moe.inspecting.verifying import VerifyError
 from lingvo_moe.planning import plans
 from lingvo_moe.planning.measuring import measured_step

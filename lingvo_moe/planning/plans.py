@@ -12,17 +12,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.core import checks, registry, units
-from lingvo_moe.core.base_task import BaseTask
-from lingvo_moe.core.engine import aot, checking
-from lingvo_moe.core.engine.aot_cache import cached
-from lingvo_moe.core.engine.program import Program
-from lingvo_moe.core.engine.steps import lower_step, train_step
+from lingvo_moe.core.config import checks, registry
+from lingvo_moe.core.config.hyperparams import Params
+from lingvo_moe.core.console import units
+from lingvo_moe.core.engine import checking
+from lingvo_moe.core.engine.aot import aot
+from lingvo_moe.core.engine.aot.aot_cache import cached
+from lingvo_moe.core.engine.loop.steps import lower_step, train_step
+from lingvo_moe.core.engine.lowering.program import Program
 from lingvo_moe.core.hlo.errors import HloError
 from lingvo_moe.core.hlo.module import parse_module
-from lingvo_moe.core.hyperparams import Params
-from lingvo_moe.core.inspect import bytes_on_device
-from lingvo_moe.core.offload import EXPERTS, SLOTS, Offload, OffloadError, items_of
 from lingvo_moe.core.partitioner.known_faults import ERROR, OFF, check_action
 from lingvo_moe.core.pipeline.params import settings_of
 from lingvo_moe.core.planner import host_link, memory, mesh_order, pipeline, plan
@@ -33,7 +32,10 @@ from lingvo_moe.core.planner.machine import Machine, parse_machine
 from lingvo_moe.core.planner.slices import machines
 from lingvo_moe.core.planner.state import State, state_plan
 from lingvo_moe.core.sharding import Mesh, ShardingError
-from lingvo_moe.core.step import Step
+from lingvo_moe.core.state.offload import EXPERTS, SLOTS, Offload, OffloadError, items_of
+from lingvo_moe.core.task.base_task import BaseTask
+from lingvo_moe.core.task.inspect import bytes_on_device
+from lingvo_moe.core.task.step import Step
 from lingvo_moe.planning import fitting
 from lingvo_moe.training.checks import check_divisible
 from lingvo_moe.training.meshes import make_mesh

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import lingvo_moe
-from lingvo_moe.core import registry
-from lingvo_moe.core.engine import aot
-from lingvo_moe.core.hyperparams import Params
-from lingvo_moe.core.sealed import SealError, read_sealed, write_sealed
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.config.hyperparams import Params
+from lingvo_moe.core.engine.aot import aot
+from lingvo_moe.core.files.sealed import SealError, read_sealed, write_sealed
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.inspecting.verifying import shrunk, verify_model
 from lingvo_moe.planning import plans

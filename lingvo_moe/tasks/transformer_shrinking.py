@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.sharding.letters import parts_of

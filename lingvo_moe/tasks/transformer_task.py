@@ -8,18 +8,19 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks, kernels, param_text
+from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import scoped
-from lingvo_moe.core.base_task import BaseTask
-from lingvo_moe.core.checks import ParamError
-from lingvo_moe.core.forms import Forms
-from lingvo_moe.core.hyperparams import InstantiableParams
-from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.config import checks, param_text
+from lingvo_moe.core.config.checks import ParamError
+from lingvo_moe.core.config.hyperparams import InstantiableParams
+from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.suggest import nearest
 from lingvo_moe.core.layers import attention, embedding, feed_forward, kept, softmax, transformer
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline import params as pipeline
 from lingvo_moe.core.pipeline.parts import Context, Parts
-from lingvo_moe.core.suggest import nearest
+from lingvo_moe.core.task.base_task import BaseTask
+from lingvo_moe.core.task.forms import Forms
 
 
 class TransformerTask(BaseTask):

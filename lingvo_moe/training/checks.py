@@ -5,25 +5,25 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from lingvo_moe.core import registry
-from lingvo_moe.core.command import say
-from lingvo_moe.core.directories import check_addable, check_logdir, check_writable
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.config.hyperparams import Params
+from lingvo_moe.core.config.suggest import did_you_mean, either
+from lingvo_moe.core.console.command import say
+from lingvo_moe.core.console.flags import BEST, Flags, join_overrides
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES
-from lingvo_moe.core.flags import BEST, Flags, join_overrides
-from lingvo_moe.core.hyperparams import Params
-from lingvo_moe.core.paths import check_local, check_portable
+from lingvo_moe.core.files.paths import check_local, check_portable
 from lingvo_moe.core.pipeline.params import micro_batches_of, schedule_on, settings_of
 from lingvo_moe.core.pipeline.schedule import DATA, STAGE, ScheduleError
-from lingvo_moe.core.run_dir import RunDir
-from lingvo_moe.core.run_lock import RunLock
+from lingvo_moe.core.runs.directories import check_addable, check_logdir, check_writable
+from lingvo_moe.core.runs.run_dir import RunDir
+from lingvo_moe.core.runs.run_lock import RunLock
 from lingvo_moe.core.sharding import Axis, Mesh, ShardingError, SplitMap
 from lingvo_moe.core.sharding.letters import NONE, axes_of
 from lingvo_moe.core.strategies.strategy_file import read_overrides
-from lingvo_moe.core.suggest import did_you_mean, either
 
 if TYPE_CHECKING:  # they import TensorFlow
     from lingvo_moe.core.base_layer import BaseLayer
-    from lingvo_moe.core.base_task import BaseTask
+    from lingvo_moe.core.task.base_task import BaseTask
 
 
 # Flags that set a parameter of the experiment.
@@ -155,7 +155,7 @@ def check_divisible(params: Params, task: "BaseTask", mesh: Mesh) -> None:
         ScheduleError: what task.pipeline asks for does not go together, or not with the layers or the mesh.
         UsageError: stages on one device.
     """
-    from lingvo_moe.core.division import check_divides  # which imports TensorFlow
+    from lingvo_moe.core.input.division import check_divides  # which imports TensorFlow
 
     divided = _divided_sizes(params)
     name, num = micro_batches_of(params)
@@ -320,7 +320,7 @@ def prepare_run_dir(
         RunDirError: the run is damaged, links lead out of it, or experiment.json is another program's.
         RunLockError: another trainer took the new directory.
     """
-    from lingvo_moe.core.engine.summaries import read_metrics
+    from lingvo_moe.core.engine.loop.summaries import read_metrics
 
     if restart and (run_dir.exists or has_begun(run_dir)):
         path = run_dir.path.resolve()

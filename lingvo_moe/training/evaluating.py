@@ -7,16 +7,16 @@ written.
 
 import time
 
-from lingvo_moe.core.base_input import NoHeldOutError
-from lingvo_moe.core.base_task import BaseTask
-from lingvo_moe.core.checkpoint_scorer import BaseCheckpointScorer, CheckpointScores
-from lingvo_moe.core.class_names import any_class
-from lingvo_moe.core.command import say
-from lingvo_moe.core.flags import Flags
-from lingvo_moe.core.hyperparams import Params
-from lingvo_moe.core.run_dir import RunDir
-from lingvo_moe.core.run_lock import EVALUATOR, RunLock
+from lingvo_moe.core.config.class_names import any_class
+from lingvo_moe.core.config.hyperparams import Params
+from lingvo_moe.core.console.command import say
+from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.input.base_input import NoHeldOutError
+from lingvo_moe.core.runs.run_dir import RunDir
+from lingvo_moe.core.runs.run_lock import EVALUATOR, RunLock
 from lingvo_moe.core.sharding import single_device
+from lingvo_moe.core.task.base_task import BaseTask
+from lingvo_moe.core.task.checkpoint_scorer import BaseCheckpointScorer, CheckpointScores
 from lingvo_moe.training.checks import UsageError, check_data_exists, check_same_run, has_begun
 
 POLL_SECONDS = 5.0  # between two looks at the directory of checkpoints
@@ -58,9 +58,9 @@ def evaluate_run(args: Flags, params: Params) -> int:
 
 def _score_run(run_dir: RunDir, run: tuple[int, int] | None, args: Flags, params: Params) -> bool:
     """As evaluate_run, of the run with this RunDir.identity; False once it, or all its checkpoints, have gone."""
-    from lingvo_moe.core.engine.checkpoints import CheckpointError
-    from lingvo_moe.core.engine.run_weights import was_deleted
-    from lingvo_moe.core.engine.summaries import Summaries, read_metrics
+    from lingvo_moe.core.engine.checkpoints.checkpoints import CheckpointError
+    from lingvo_moe.core.engine.checkpoints.run_weights import was_deleted
+    from lingvo_moe.core.engine.loop.summaries import Summaries, read_metrics
 
     once = args.once
     check_data_exists(args, params)
@@ -129,8 +129,8 @@ class _Scorer:
 
     def __init__(self, run_dir: RunDir, params: Params, lines: int | None):
         from lingvo_moe.core.engine.engines import make_engine
-        from lingvo_moe.core.engine.evaluation import Evaluator
-        from lingvo_moe.core.engine.held_out import first_batches
+        from lingvo_moe.core.engine.loop.evaluation import Evaluator
+        from lingvo_moe.core.engine.loop.held_out import first_batches
 
         artifacts = run_dir.artifacts
         self._run_dir = run_dir
@@ -151,7 +151,7 @@ class _Scorer:
         Raises:
             CheckpointError: it cannot be read, or was deleted.
         """
-        from lingvo_moe.core.engine.run_weights import read_newest, read_weights
+        from lingvo_moe.core.engine.checkpoints.run_weights import read_newest, read_weights
 
         average = bool(self._task.p.ema_decay)
         step, theta = read_newest(

@@ -3,13 +3,13 @@
 import os
 from collections.abc import Sequence
 
-from lingvo_moe.core import checks
-from lingvo_moe.core.class_names import TRUST_RUN_HELP
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.class_names import TRUST_RUN_HELP
+from lingvo_moe.core.console.flags import BEST_HELP, Flags
+from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 from lingvo_moe.core.engine.base import ENGINES
-from lingvo_moe.core.flags import BEST_HELP, Flags
 from lingvo_moe.core.partitioner import known_faults
 from lingvo_moe.core.strategies.strategy_file import AUTO
-from lingvo_moe.core.tensorflow_import import import_tensorflow
 
 _ABOUT = """Trains an experiment, resumes a run, or shows what an experiment is.
 
@@ -83,7 +83,7 @@ def show_experiments() -> None:
     """Prints the name of each experiment, with a sentence about it."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     import_tensorflow()
-    from lingvo_moe.core import registry
+    from lingvo_moe.core.config import registry
 
     names = registry.AllNames()
     width = max(map(len, names))

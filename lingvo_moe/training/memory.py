@@ -3,16 +3,16 @@
 import os
 from pathlib import Path
 
-from lingvo_moe.core import units
-from lingvo_moe.core.base_input import BaseInput
 from lingvo_moe.core.base_layer import VariableSpec
-from lingvo_moe.core.base_task import BaseTask
+from lingvo_moe.core.config.hyperparams import Params
+from lingvo_moe.core.console import units
 from lingvo_moe.core.engine import devices
-from lingvo_moe.core.engine.specs import TensorSpec
-from lingvo_moe.core.hyperparams import Params
-from lingvo_moe.core.inspect import bytes_per_device
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
+from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.pipeline.params import micro_batches_of
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.task.base_task import BaseTask
+from lingvo_moe.core.task.inspect import bytes_per_device
 from lingvo_moe.training.checks import UsageError
 from lingvo_moe.training.recomputing import Memory
 

@@ -1,6 +1,6 @@
 """The mesh of an experiment."""
 
-from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.sharding import Mesh
 
 

@@ -1,6 +1,6 @@
 """Peak FLOP/s of a job's devices, from which training computes its utilisation (MFU)."""
 
-from lingvo_moe.core.command import say
+from lingvo_moe.core.console.command import say
 from lingvo_moe.core.engine import devices
 from lingvo_moe.core.engine.measuring import matmul_flops_per_second
 from lingvo_moe.core.planner.peaks import peak_flops

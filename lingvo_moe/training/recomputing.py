@@ -10,17 +10,18 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
-from lingvo_moe.core import randomness, units
-from lingvo_moe.core.base_task import BaseTask
-from lingvo_moe.core.engine.steps import train_step
-from lingvo_moe.core.engine.tracing import trace
-from lingvo_moe.core.forms import Forms
-from lingvo_moe.core.hyperparams import InstantiableParams, Params
-from lingvo_moe.core.inspect import bytes_on_device
+from lingvo_moe.core import randomness
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
+from lingvo_moe.core.console import units
+from lingvo_moe.core.engine.loop.steps import train_step
+from lingvo_moe.core.engine.lowering.tracing import trace
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.params import micro_batches_of
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.sharding.letters import parts_of
+from lingvo_moe.core.task.base_task import BaseTask
+from lingvo_moe.core.task.forms import Forms
+from lingvo_moe.core.task.inspect import bytes_on_device
 from lingvo_moe.core.tensors import origin
 
 # The blocks of all stacks that are unrolled at most: each adds to the time that the program takes to compile.

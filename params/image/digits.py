@@ -1,7 +1,7 @@
 """A network that two CPU cores train in seconds."""
 
-from lingvo_moe.core import registry
-from lingvo_moe.core.hyperparams import InstantiableParams, Params
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.optimizers.schedules import Cosine
 from lingvo_moe.core.optimizers.sgd import Sgd
 from lingvo_moe.tasks.image.input.pipeline import DigitsInput

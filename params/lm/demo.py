@@ -1,7 +1,7 @@
 """Small language models."""
 
-from lingvo_moe.core import registry
-from lingvo_moe.core.hyperparams import InstantiableParams, Params
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.optimizers.adam import Adam
 from lingvo_moe.core.optimizers.schedules import InverseSqrt
 from lingvo_moe.tasks.lm.model import LmModel

@@ -9,8 +9,8 @@ A docstring holds the parameters that the paper states, and those that `--mode=i
 fewer, since these layers have no biases. Nobody has trained these models with this code.
 """
 
-from lingvo_moe.core import registry
-from lingvo_moe.core.hyperparams import InstantiableParams, Params
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.optimizers.adam import Adam
 from lingvo_moe.tasks.lm.model import LmModel
 from lingvo_moe.tasks.lm.text_input import LmInput

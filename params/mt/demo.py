@@ -3,8 +3,8 @@
 Their recipes are the best of docs/expert_comparison.md.
 """
 
-from lingvo_moe.core import registry
-from lingvo_moe.core.hyperparams import InstantiableParams, Params
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.moe.routers.hash import HashRouter
 from lingvo_moe.core.optimizers.adafactor import Adafactor
 from lingvo_moe.core.optimizers.schedules import InverseSqrt, Linear, SqrtDecay

@@ -6,8 +6,8 @@ come out with heads of 64, M / N, and not of the MoE models' 128: 2.31 billion p
 2.92, and 0.38 against 0.45.
 """
 
-from lingvo_moe.core import registry
-from lingvo_moe.core.hyperparams import InstantiableParams, Params
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
 
 from .m4 import M4Base
 

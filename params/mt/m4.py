@@ -6,8 +6,8 @@ v3 cores; steps a second; tokens a batch; core-years and days for a trillion tok
 these models with this code.
 """
 
-from lingvo_moe.core import registry
-from lingvo_moe.core.hyperparams import InstantiableParams, Params
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.optimizers.adafactor import GShardAdafactor
 from lingvo_moe.tasks.mt.input.pipeline import MtInput
 from lingvo_moe.tasks.mt.model import MtModel

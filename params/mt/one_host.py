@@ -1,7 +1,7 @@
 """A model for one host of eight devices, whose memory holds most of the training state. It is not the paper's."""
 
-from lingvo_moe.core import registry
-from lingvo_moe.core.hyperparams import InstantiableParams, Params
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
 
 from . import m4
 

@@ -24,23 +24,20 @@ _HOUSES = (
 _ROOMS = (
     ("auto_shard", "strategies"),
     ("planner", "engine"),
-    ("inspect", "run_dir"),
-    ("pipelined_step",),
-    ("micro_batches",),
-    ("checkpoint_scorer",),
-    ("base_task",),
+    ("runs",),
+    ("task",),
     ("pipeline", "decode"),
-    ("division",),
-    ("base_input",),
     ("moe",),
     ("layers", "optimizers"),
-    ("state_sharding", "offload"),
-    ("base_layer",),
+    ("state",),
+    ("base_layer", "input"),
     ("kernels",),
     ("partitioner",),
     ("hlo",),
     ("sharding", "pages"),
     ("",),
+    ("console",),
+    ("config", "files"),
 )
 _ENGINE = "lingvo_moe/core/engine/"
 
@@ -88,9 +85,12 @@ def test_imports_run_one_way() -> None:
     "path, imported",
     [
         ("lingvo_moe/core/layers/attention.py", "lingvo_moe/core/moe/layer.py"),
-        ("lingvo_moe/core/decode/flat_beam_search.py", "lingvo_moe/core/engine/lowering.py"),
+        (
+            "lingvo_moe/core/decode/flat_beam_search.py",
+            "lingvo_moe/core/engine/lowering/lowering.py",
+        ),
         ("lingvo_moe/core/sharding/mesh.py", "lingvo_moe/core/base_layer.py"),
-        ("lingvo_moe/core/suggest.py", "lingvo_moe/core/sharding/mesh.py"),
+        ("lingvo_moe/core/config/suggest.py", "lingvo_moe/core/sharding/mesh.py"),
         ("lingvo_moe/core/base_layer.py", "lingvo_moe/tasks/mt/model.py"),
         ("lingvo_moe/tasks/mt/model.py", "params/mt/m4.py"),
         ("lingvo_moe/trainer.py", "params/mt/m4.py"),
@@ -140,8 +140,12 @@ def test_jax_is_behind_the_engines_door() -> None:
 
 
 def test_every_command_reads_its_flags_in_one_way() -> None:
-    """With lingvo_moe/core/flags.py, which alone defines absl flags."""
-    own = {"lingvo_moe/core/flags.py", "lingvo_moe/core/command.py", "tests/core/test_flags.py"}
+    """With lingvo_moe/core/console/flags.py, which alone defines absl flags."""
+    own = {
+        "lingvo_moe/core/console/flags.py",
+        "lingvo_moe/core/console/command.py",
+        "tests/core/console/test_flags.py",
+    }
     wrong = [
         f"{path} imports {name}"
         for path in GRAPH.files

@@ -20,10 +20,12 @@ import pytest
 from rich.console import Console
 
 from lingvo_moe import trainer
-from lingvo_moe.core import inspect, registry, units
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.console import units
 from lingvo_moe.core.planner import report
 from lingvo_moe.core.planner.topology import CHIPS
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.task import inspect
 from lingvo_moe.training import flags as trainer_flags
 from lingvo_moe.training.checks import full_override
 from tools import plan
@@ -278,7 +280,7 @@ def test_the_readmes_layer_has_two_all_to_alls_and_nothing_else() -> None:
     import numpy as np
     import tensorflow as tf
 
-    from lingvo_moe.core.engine.testing import run_sharded, run_single
+    from lingvo_moe.core.engine.eager.testing import run_sharded, run_single
 
     block = next(b for b in _blocks("README.md", "python") if "def moe_layer" in b)
     names: dict = {}
@@ -388,11 +390,14 @@ def test_the_page_on_training_lists_every_flag_and_train_parameter() -> None:
     "absent, modules",
     [
         ("tensorflow jax", "core.sharding.mesh core.sharding.letters"),
-        ("tensorflow jax", "core.engine.specs core.engine.signature"),
+        ("tensorflow jax", "core.engine.lowering.specs core.engine.lowering.signature"),
         ("tensorflow jax", "core.planner.costs core.planner.memory core.planner.report"),
         ("tensorflow jax", "core.planner.golden core.planner.network core.planner.topology"),
         ("tensorflow jax", "core.hlo.module core.hlo.parts core.partitioner.known_faults"),
-        ("tensorflow", "core.engine.program core.engine.pjrt core.engine.checkpoints"),
+        (
+            "tensorflow",
+            "core.engine.lowering.program core.engine.pjrt core.engine.checkpoints.checkpoints",
+        ),
         ("tensorflow", "core.engine.collectives core.engine.devices"),
     ],
 )

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lingvo_moe.core import registry
-from lingvo_moe.core.inspect import count_parameters
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.task.inspect import count_parameters
 from lingvo_moe.reproduction import goldens, measures, requests
 from lingvo_moe.reproduction.requests import REQUESTS
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import toy_translation as toy
 
-from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
+from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, CheckpointError
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.run_description import RunDirError
-from lingvo_moe.core.run_dir import MANIFEST
+from lingvo_moe.core.runs.run_description import RunDirError
+from lingvo_moe.core.runs.run_dir import MANIFEST
 from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 from lingvo_moe.training import flags as trainer_flags

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from local_server import Capitals, running
 
-from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.tasks.mt.serving.handlers import make_app
 from tools import _cli, serve
 from tools.import_graph import ROOT

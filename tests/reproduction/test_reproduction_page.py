@@ -178,7 +178,7 @@ def test_every_figure_reads_plans_that_are_requested() -> None:
 
 
 def test_the_plans_of_weak_scaling_have_2048_tokens_and_an_expert_on_each_core() -> None:
-    from lingvo_moe.core import registry
+    from lingvo_moe.core.config import registry
 
     for experts in requests.CORES:
         for layers in requests.LAYERS:

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 from spmd_case import Case, floats, moves, permutations
 
-from lingvo_moe.core.engine.testing import Collectives
+from lingvo_moe.core.engine.eager.testing import Collectives
 from lingvo_moe.core.sharding import current_mesh, mesh_split, replicate, shard, split
 
 XY, YX = "x:2,y:4", "x:4,y:2"

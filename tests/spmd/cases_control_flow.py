@@ -11,7 +11,7 @@ from spmd_case import Case, floats
 from tensorflow.compiler.tf2xla.python import xla
 
 from lingvo_moe.core.engine.collectives import parse_collectives
-from lingvo_moe.core.engine.testing import Collectives
+from lingvo_moe.core.engine.eager.testing import Collectives
 from lingvo_moe.core.sharding.annotate import split
 
 ROWS = ("d", None)

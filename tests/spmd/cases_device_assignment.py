@@ -11,7 +11,7 @@ import tensorflow as tf
 from spmd_case import Case, floats, permutations
 from tensorflow.python.compiler.xla.experimental import xla_sharding
 
-from lingvo_moe.core.engine.testing import Collectives
+from lingvo_moe.core.engine.eager.testing import Collectives
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.sharding.annotate import mesh_split, shard
 

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 from spmd_case import Case, floats, permutations
 
-from lingvo_moe.core.engine.testing import Collectives
+from lingvo_moe.core.engine.eager.testing import Collectives
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.sharding.annotate import mesh_split, split
 

@@ -8,7 +8,7 @@ import tensorflow as tf
 from spmd_case import Case, floats, largest_array
 
 from lingvo_moe.core import kernels, randomness
-from lingvo_moe.core.engine.testing import Collectives
+from lingvo_moe.core.engine.eager.testing import Collectives
 from lingvo_moe.core.sharding.annotate import split
 
 SEED = np.array([3, 5], np.int32)

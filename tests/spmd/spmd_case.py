@@ -24,8 +24,8 @@ import numpy as np
 import tensorflow as tf
 
 from lingvo_moe.core.engine.collectives import Collective, parse_collectives
-from lingvo_moe.core.engine.specs import AUTO
-from lingvo_moe.core.engine.testing import Collectives, run_sharded, run_single
+from lingvo_moe.core.engine.eager.testing import Collectives, run_sharded, run_single
+from lingvo_moe.core.engine.lowering.specs import AUTO
 from lingvo_moe.core.sharding import Mesh
 
 VALUE_TOLERANCE = 1e-5

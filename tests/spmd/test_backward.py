@@ -6,7 +6,7 @@ from backward_operations import OPERATIONS
 from sharding_pairs import GRID, check_pairs
 from spmd_case import floats, ints
 
-from lingvo_moe.core.engine import embedding
+from lingvo_moe.core.engine.lowering import embedding
 
 pytestmark = pytest.mark.slow  # in all
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from spmd_case import check, floats, permutations
 
-from lingvo_moe.core.engine.testing import run_sharded
+from lingvo_moe.core.engine.eager.testing import run_sharded
 from lingvo_moe.core.sharding import Mesh
 
 MESH = Mesh.parse("d:8")

@@ -12,7 +12,7 @@ import toy_moe
 from toy_moe import MESH, B, E, M, T
 
 from lingvo_moe.core.engine.collectives import parse_collectives
-from lingvo_moe.core.engine.testing import run_sharded
+from lingvo_moe.core.engine.eager.testing import run_sharded
 from lingvo_moe.core.layers import masks
 from lingvo_moe.core.layers.transformer import TransformerLayer, TransformerStack
 from lingvo_moe.core.moe.dispatch_dropless import DroplessDispatcher

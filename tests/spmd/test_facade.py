@@ -6,8 +6,8 @@ import tensorflow as tf
 from spmd_case import floats
 
 from lingvo_moe import xla_sharding as xs
-from lingvo_moe.core.engine.specs import TensorSpec
-from lingvo_moe.core.engine.testing import run_sharded
+from lingvo_moe.core.engine.eager.testing import run_sharded
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 
 MESH = xs.Mesh.parse("data:2,model:4")
 

@@ -10,10 +10,10 @@ import tensorflow as tf
 from spmd_case import floats, ints
 
 from lingvo_moe.core import sharding
-from lingvo_moe.core.engine.functional import ShardedFunction, shard_function
+from lingvo_moe.core.engine.eager.functional import ShardedFunction, shard_function
+from lingvo_moe.core.engine.lowering.specs import AUTO, TensorSpec
+from lingvo_moe.core.engine.lowering.tracing import LoweringError
 from lingvo_moe.core.engine.pjrt import PjrtEngine
-from lingvo_moe.core.engine.specs import AUTO, TensorSpec
-from lingvo_moe.core.engine.tracing import LoweringError
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Mesh, ShardingError, use_mesh
 

@@ -30,7 +30,7 @@ from random_einsum import (
     simpler,
 )
 
-from lingvo_moe.core.engine.testing import run_sharded
+from lingvo_moe.core.engine.eager.testing import run_sharded
 
 VALUE_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4

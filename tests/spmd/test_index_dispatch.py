@@ -8,10 +8,10 @@ import tensorflow as tf
 import toy_moe
 from toy_moe import MESH, B, E, M, T
 
-from lingvo_moe.core import registry
+from lingvo_moe.core.config import registry
 from lingvo_moe.core.engine.collectives import parse_collectives
-from lingvo_moe.core.engine.specs import TensorSpec
-from lingvo_moe.core.engine.testing import run_sharded
+from lingvo_moe.core.engine.eager.testing import run_sharded
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed

@@ -14,9 +14,9 @@ from random_einsum import Group
 from spmd_case import Case, check, floats, ints
 from test_fuzz import KNOWN
 
-from lingvo_moe.core.engine.partitioning import partition
+from lingvo_moe.core.engine.aot.partitioning import partition
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine
-from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.partitioner import known_faults as kf
 from lingvo_moe.core.sharding import Mesh, ShardingError, split

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 from spmd_case import Case, check, floats
 
-from lingvo_moe.core.engine.testing import Collectives, run_sharded, run_single
+from lingvo_moe.core.engine.eager.testing import Collectives, run_sharded, run_single
 from lingvo_moe.core.sharding import Mesh, ShardingError, use_mesh
 from lingvo_moe.core.sharding.annotate import replicate, split
 from lingvo_moe.core.sharding.looped_einsum import looped_einsum

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.engine.collectives import parse_collectives
-from lingvo_moe.core.engine.testing import run_sharded, run_single
+from lingvo_moe.core.engine.eager.testing import run_sharded, run_single
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed

@@ -5,7 +5,7 @@ import pytest
 from cases_random import CASES, SEED, draws
 from spmd_case import check
 
-from lingvo_moe.core.engine.testing import run_sharded, run_single
+from lingvo_moe.core.engine.eager.testing import run_sharded, run_single
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.sharding.annotate import mesh_split
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from spmd_case import check, floats
 
 from lingvo_moe.core.engine.collectives import parse_collectives
-from lingvo_moe.core.engine.specs import numpy_dtype
-from lingvo_moe.core.engine.testing import run_sharded
+from lingvo_moe.core.engine.eager.testing import run_sharded
+from lingvo_moe.core.engine.lowering.specs import numpy_dtype
 from lingvo_moe.core.hlo.collectives import collective_use
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.sharding import Mesh, mesh_split, use_mesh

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 from spmd_case import check
 
-from lingvo_moe.core.engine.testing import run_sharded
+from lingvo_moe.core.engine.eager.testing import run_sharded
 from lingvo_moe.core.sharding import Mesh, ShardingError, split
 
 pytestmark = pytest.mark.slow  # in all

@@ -10,9 +10,9 @@ from spmd_case import assert_close, floats
 
 from lingvo_moe import xla_sharding as xs
 from lingvo_moe.core.engine.collectives import parse_collectives
+from lingvo_moe.core.engine.eager.testing import run_sharded, run_single
+from lingvo_moe.core.engine.lowering.specs import AUTO, TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine
-from lingvo_moe.core.engine.specs import AUTO, TensorSpec
-from lingvo_moe.core.engine.testing import run_sharded, run_single
 from lingvo_moe.core.layers.feed_forward import FeedForward
 from lingvo_moe.core.nested_map import NestedMap, flatten_items
 from lingvo_moe.core.sharding import Mesh

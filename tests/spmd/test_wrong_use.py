@@ -6,9 +6,9 @@ import tensorflow as tf
 from spmd_case import floats
 
 from lingvo_moe import xla_sharding as xs
-from lingvo_moe.core.engine import lowering
-from lingvo_moe.core.engine.specs import AUTO, TensorSpec
-from lingvo_moe.core.engine.testing import run_sharded
+from lingvo_moe.core.engine.eager.testing import run_sharded
+from lingvo_moe.core.engine.lowering import lowering
+from lingvo_moe.core.engine.lowering.specs import AUTO, TensorSpec
 from lingvo_moe.core.sharding import Mesh, ShardingError, shard_letters
 
 MESH = Mesh.parse("data:2,model:4")

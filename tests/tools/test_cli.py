@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from lingvo_moe.core import registry
-from lingvo_moe.core.flags import Flags
-from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.config.hyperparams import Params
+from lingvo_moe.core.console.flags import Flags
 from tools import _cli, build_corpus, evaluate, export, prepare, train_vocab, translate, verify
 
 ROOT = Path(__file__).parents[2]

@@ -115,7 +115,7 @@ def test_trains_measures_and_goes_on(tmp_path, capfd, monkeypatch):
 
 def _by_hand(run, corpus, monkeypatch):
     """Computes minus the mean log probability of the target tokens of two batches, from logits."""
-    from lingvo_moe.core.engine.checkpoints import Checkpointer
+    from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
 
     task, run = RunDir(run).Task(), RunDir(run)
     p = run.Params().input.Copy().Set(data_dir=str(corpus))

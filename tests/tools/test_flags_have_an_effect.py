@@ -19,10 +19,10 @@ import toy_translation
 from stand_ins import Done, StandIns, Through, anything
 
 from lingvo_moe import trainer
-from lingvo_moe.core.artifacts import RunArtifacts
-from lingvo_moe.core.flags import Flags
+from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.run_dir import RunDir
+from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.tasks.image.evaluation import Scores
 from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
 from tools.import_graph import ROOT
@@ -155,16 +155,16 @@ _TRAINER = {
     "lingvo_moe.trainer:train_locked": Through(_begun),
     "lingvo_moe.training.memory:check_memory": None,
     "lingvo_moe.inspecting.verifying:verify_model": ["loss"],
-    "lingvo_moe.core.engine.job:watching": Through(contextlib.nullcontext),
+    "lingvo_moe.core.engine.loop.job:watching": Through(contextlib.nullcontext),
     "lingvo_moe.core.engine.devices:request_cpu_devices": None,
     "lingvo_moe.core.engine.devices:initialize_distributed": None,
     "lingvo_moe.core.engine.compiled_cache:enable_compilation_cache": None,
     "lingvo_moe.core.engine.engines:make_engine": anything(),
-    "lingvo_moe.core.engine.init_from:find_step": 5,
-    "lingvo_moe.core.engine.init_from:check_model": None,
-    "lingvo_moe.core.engine.init_from:begin_from": anything(about=None),
-    "lingvo_moe.core.engine.init_from:describe": "",
-    "lingvo_moe.core.run_dir:RunDir.Write": None,
+    "lingvo_moe.core.engine.checkpoints.init_from:find_step": 5,
+    "lingvo_moe.core.engine.checkpoints.init_from:check_model": None,
+    "lingvo_moe.core.engine.checkpoints.init_from:begin_from": anything(about=None),
+    "lingvo_moe.core.engine.checkpoints.init_from:describe": "",
+    "lingvo_moe.core.runs.run_dir:RunDir.Write": None,
     "lingvo_moe.tasks.mt.input.pipeline:MtInput.Prepare": None,
     "lingvo_moe.tasks.mt.input.pipeline:MtInput.Warnings": [],
     "lingvo_moe.tasks.mt.input.pipeline:MtInput.CheckNewRun": None,
@@ -173,7 +173,7 @@ _TRAINER = {
     "lingvo_moe.training.evaluating:_Scorer": SimpleNamespace(
         Score=lambda step: (step or 6, anything(text="scored"))
     ),
-    "lingvo_moe.core.engine.summaries:Summaries": anything(),
+    "lingvo_moe.core.engine.loop.summaries:Summaries": anything(),
 }
 _TRAINED = ["--model=mt.M4Tiny", "--data_dir=DATA", "--logdir=NEW"]
 
@@ -255,9 +255,9 @@ COMMANDS += [
         {
             **_COMPILING,
             "lingvo_moe.inspecting.explaining:explain": _EXPLANATION,
-            "lingvo_moe.core.engine.steps:train_step": None,
-            "lingvo_moe.core.engine.steps:lower_step": _PROGRAM,
-            "lingvo_moe.core.engine.program:Program.Load": _PROGRAM,
+            "lingvo_moe.core.engine.loop.steps:train_step": None,
+            "lingvo_moe.core.engine.loop.steps:lower_step": _PROGRAM,
+            "lingvo_moe.core.engine.lowering.program:Program.Load": _PROGRAM,
         },
         [["--model=mt.M4Tiny"], ["--program=lines.txt"]],
     ),
@@ -360,12 +360,12 @@ COMMANDS += [
         {
             **_CLI,
             "tools.compare_experts:subprocess.run": Through(_trained),
-            "lingvo_moe.tasks.mt.input.corpus:build_corpus": None,
+            "lingvo_moe.tasks.mt.input.corpus.corpus:build_corpus": None,
             "lingvo_moe.tasks.mt.quality.held_out:held_out_loss": anything(
                 step=9, nll=1, accuracy=1, tokens=1
             ),
-            "lingvo_moe.core.engine.summaries:read_metrics": [{"nll": 1}],
-            "lingvo_moe.core.inspect:count_parameters": 1,
+            "lingvo_moe.core.engine.loop.summaries:read_metrics": [{"nll": 1}],
+            "lingvo_moe.core.task.inspect:count_parameters": 1,
             "lingvo_moe.tasks.mt.runs.run_dir:RunDir.Task": anything(),
             "lingvo_moe.reproduction.expert_comparison:routing": {},
             "lingvo_moe.reproduction.expert_comparison:worst_routing": {},
@@ -382,7 +382,7 @@ COMMANDS += [
             "tools.demo:Demo._report": Through(lambda *_: None),
             "tools.demo:Demo._show": Through(lambda *_: None),
             "tools.demo:_initial_theta": None,
-            "lingvo_moe.tasks.mt.input.corpus:build_corpus": {"aa": (1, 1)},
+            "lingvo_moe.tasks.mt.input.corpus.corpus:build_corpus": {"aa": (1, 1)},
             "lingvo_moe.tasks.mt.input.dev_set:DevSet": anything(languages=["aa"]),
             "lingvo_moe.tasks.mt.quality.scoring:count_train_pairs": {},
             "lingvo_moe.tasks.mt.quality.scoring:evaluate": anything(Average=lambda: {"chrf": 1.0}),

@@ -11,8 +11,8 @@ import pytest
 import toy_translation as toy
 
 from lingvo_moe import trainer
-from lingvo_moe.core.run_description import RunDirError
-from lingvo_moe.core.run_lock import RunLock
+from lingvo_moe.core.runs.run_description import RunDirError
+from lingvo_moe.core.runs.run_lock import RunLock
 from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 from tools import evaluate, export, report, score, serve, shortlist, translate

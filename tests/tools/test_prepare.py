@@ -13,8 +13,9 @@ import pytest
 import zstandard
 
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.mt.input import split, tsv
+from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
+from lingvo_moe.tasks.mt.input.corpus import split
 from lingvo_moe.tasks.mt.input.dev_set import DevSet
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.pipeline import MtInput
@@ -424,7 +425,7 @@ def test_sizes_are_those_of_the_experiment(
 ) -> None:
     sizes = {"source_vocab_size": 420, "target_vocab_size": 330, "temperature": 2.0}
     experiment = NestedMap(input=MtInput.Params().Set(**sizes))
-    monkeypatch.setattr("lingvo_moe.core.registry.GetParams", lambda name: experiment)
+    monkeypatch.setattr("lingvo_moe.core.config.registry.GetParams", lambda name: experiment)
     output = f"--output={tmp_path / 'data'}"
     arguments = [f"--input={texts / 'web.ee'}", output, "--model=mt.Some", "--dev_share=0"]
     assert prepare.main([*arguments, "--target_vocab_size=320", "--source_vocab_size=420"]) == 0
@@ -450,7 +451,7 @@ def test_a_temperature_goes_to_the_trainer_and_long_pairs_are_a_warning(
 ) -> None:
     sizes = {"source_vocab_size": 420, "target_vocab_size": 330, "source_length": 12}
     experiment = NestedMap(input=MtInput.Params().Set(**sizes))
-    monkeypatch.setattr("lingvo_moe.core.registry.GetParams", lambda name: experiment)
+    monkeypatch.setattr("lingvo_moe.core.config.registry.GetParams", lambda name: experiment)
     data = tmp_path / "my data"
     arguments = [f"--input={texts / 'web.ee'}", f"--output={data}", "--model=mt.M4Tiny"]
     assert prepare.main([*arguments, "--temperature=1"]) == 0

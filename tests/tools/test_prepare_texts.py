@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lingvo_moe.core import registry
+from lingvo_moe.core.config import registry
 from tools import prepare
 
 

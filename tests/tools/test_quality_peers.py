@@ -8,7 +8,7 @@ import trainer_testing
 
 from benchmarks import contenders, quality_data, quality_peers, quality_report
 from benchmarks.peers import budget
-from lingvo_moe.core import registry
+from lingvo_moe.core.config import registry
 
 # In place of JoeyNMT: translates by heart, at log-probability -2 a token, after a warning.
 _PEER = """#!{python}

@@ -9,8 +9,8 @@ import tensorflow as tf
 from lingvo_moe.core.auto_shard.function import auto_shard
 from lingvo_moe.core.auto_shard.machine import MeshMachine
 from lingvo_moe.core.auto_shard.strategy import Strategy
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import CompiledProgram, PjrtEngine
-from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.partitioner.known_faults import OFF
 from lingvo_moe.core.planner.costs import costs

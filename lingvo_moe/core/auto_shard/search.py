@@ -21,11 +21,11 @@ from lingvo_moe.core.auto_shard.operators import (
 )
 from lingvo_moe.core.auto_shard.recording import recorded
 from lingvo_moe.core.auto_shard.strategy import Annotation, Strategy, Tensor, mapping_of
-from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.console.units import size
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.sharding import Mesh, ShardingError, use_mesh
 from lingvo_moe.core.sharding.annotate import free_letters, read_mapping
 from lingvo_moe.core.sharding.letters import DimsMapping
-from lingvo_moe.core.units import size
 
 _MANUAL = ("XlaSpmdFullToShardShape", "XlaSpmdShardToFullShape")
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lingvo_moe.core.console.units import size
 from lingvo_moe.core.sharding.letters import DimsMapping, axes_of
 from lingvo_moe.core.sharding.mesh import Mesh, ShardingError
-from lingvo_moe.core.units import size
 
 _VERSION = 1
 

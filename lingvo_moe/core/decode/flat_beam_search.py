@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks
+from lingvo_moe.core.config import checks
 from lingvo_moe.core.decode.ranges import BEAM_SIZE, LENGTH_ALPHA
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.tensors import dim

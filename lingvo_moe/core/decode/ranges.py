@@ -3,7 +3,7 @@
 Free of TensorFlow, so that a command refuses a flag before it loads anything.
 """
 
-from lingvo_moe.core import checks
+from lingvo_moe.core.config import checks
 
 # A beam of 1000 takes seconds a line with the smallest of models; masks grow with its square.
 BEAM_SIZE = checks.Integer(1, 1000)

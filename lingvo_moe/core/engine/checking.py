@@ -16,12 +16,12 @@ from typing import Any
 import jax
 
 from lingvo_moe.core import hlo, partitioner
-from lingvo_moe.core.command import say
-from lingvo_moe.core.engine import partition_dump
+from lingvo_moe.core.console.command import say
+from lingvo_moe.core.engine.aot import partition_dump
+from lingvo_moe.core.engine.aot.partition_dump import dump_options, read_before
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.compiled_cache import keeping_if
-from lingvo_moe.core.engine.partition_dump import dump_options, read_before
-from lingvo_moe.core.engine.program import Program
+from lingvo_moe.core.engine.lowering.program import Program
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.partitioner import known_faults
 from lingvo_moe.core.partitioner.explained import Line, WrongNumbers

@@ -21,10 +21,10 @@ import jax
 from jax._src import compilation_cache
 from jax._src.compilation_cache_interface import CacheInterface
 
-from lingvo_moe.core.command import say
-from lingvo_moe.core.paths import PathError, check_local
-from lingvo_moe.core.sealed import SealError, read_sealed, write_sealed
-from lingvo_moe.core.user_cache import user_cache_dir
+from lingvo_moe.core.console.command import say
+from lingvo_moe.core.files.paths import PathError, check_local
+from lingvo_moe.core.files.sealed import SealError, read_sealed, write_sealed
+from lingvo_moe.core.files.user_cache import user_cache_dir
 
 _VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 _SUFFIX = ".compiled"

@@ -15,9 +15,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.engine import gpu_settings
 from lingvo_moe.core.engine.base import ONE_DEVICE_ENGINES, EngineError
-from lingvo_moe.core.quiet import quiet
 
 _FLAG = "--xla_force_host_platform_device_count"
 

@@ -1,6 +1,6 @@
 """Makes the engine of a name."""
 
-from lingvo_moe.core import checks
+from lingvo_moe.core.config import checks
 from lingvo_moe.core.engine.base import ENGINES, ONE_DEVICE_ENGINES, Engine, EngineError
 from lingvo_moe.core.sharding import Mesh
 

@@ -11,12 +11,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from lingvo_moe.core import units
+from lingvo_moe.core.console import units
 from lingvo_moe.core.engine import gpu_settings, xla
 from lingvo_moe.core.engine.base import Compiled, Engine, EngineError
 from lingvo_moe.core.engine.collectives import Collective, parse_collectives
-from lingvo_moe.core.engine.program import Program
-from lingvo_moe.core.engine.specs import TensorSpec, map_with_specs
+from lingvo_moe.core.engine.lowering.program import Program
+from lingvo_moe.core.engine.lowering.specs import TensorSpec, map_with_specs
 from lingvo_moe.core.nested_map import flatten_items, pack, skeleton
 from lingvo_moe.core.partitioner.known_faults import ERROR, check_action
 from lingvo_moe.core.sharding import Mesh
@@ -84,7 +84,7 @@ class PjrtEngine(Engine):
         name: str = "",
     ) -> Program:
         """`lowering.lower` for this engine's mesh."""
-        from lingvo_moe.core.engine.lowering import lower  # the door to TensorFlow
+        from lingvo_moe.core.engine.lowering.lowering import lower  # the door to TensorFlow
 
         return lower(fn, arg_specs, self.mesh, results=results, donate=donate, name=name)
 

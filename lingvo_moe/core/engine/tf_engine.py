@@ -12,13 +12,13 @@ import numpy as np
 import tensorflow as tf
 
 from lingvo_moe.core import kernels
+from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.engine.base import Compiled, Engine, EngineError
-from lingvo_moe.core.engine.signature import Signature
-from lingvo_moe.core.engine.specs import TensorSpec, map_with_specs
-from lingvo_moe.core.engine.tracing import trace
+from lingvo_moe.core.engine.lowering.signature import Signature
+from lingvo_moe.core.engine.lowering.specs import TensorSpec, map_with_specs
+from lingvo_moe.core.engine.lowering.tracing import trace
 from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.nested_map import flatten_items, pack, skeleton
-from lingvo_moe.core.quiet import quiet
 from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
 from lingvo_moe.core.sharding.letters import HOST
 

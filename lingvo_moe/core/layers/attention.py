@@ -10,10 +10,11 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks, kernels
+from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams, scoped
-from lingvo_moe.core.hyperparams import InstantiableParams
-from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams
+from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.kernels import xla
 from lingvo_moe.core.nested_map import NestedMap

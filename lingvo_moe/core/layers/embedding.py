@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
-from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
-from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError
+from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
 

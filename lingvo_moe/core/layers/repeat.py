@@ -13,19 +13,20 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks, kernels
+from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import BaseLayer, VariableSpec, scoped
-from lingvo_moe.core.host_memory import to_device, to_host
-from lingvo_moe.core.hyperparams import InstantiableParams
-from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams
+from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.layers.kept import NAMES
 from lingvo_moe.core.nested_map import NestedMap, flatten, map_structure, pack_as
-from lingvo_moe.core.offload import of_activations, of_weight
 from lingvo_moe.core.sharding import DimsMapping, Mesh, current_mesh, dims_mapping
 from lingvo_moe.core.sharding.annotate import mesh_split, shard_letters
 from lingvo_moe.core.sharding.letters import GRADIENTS, HOST, shards
 from lingvo_moe.core.sharding.mesh import traced_slices
-from lingvo_moe.core.state_sharding import in_use
+from lingvo_moe.core.state.host_memory import to_device, to_host
+from lingvo_moe.core.state.offload import of_activations, of_weight
+from lingvo_moe.core.state.state_sharding import in_use
 from lingvo_moe.core.tensors import (
     Annotate,
     collecting,

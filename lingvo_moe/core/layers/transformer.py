@@ -16,10 +16,11 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks, kernels
+from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import BaseLayer, scoped
-from lingvo_moe.core.hyperparams import InstantiableParams
-from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams
+from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.layers import kept
 from lingvo_moe.core.layers.attention import MultiHeadAttention
 from lingvo_moe.core.layers.feed_forward import FeedForward

@@ -16,8 +16,8 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks
-from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.moe.dispatch import Dispatcher
 from lingvo_moe.core.moe.experts import ROWS, Rows
 from lingvo_moe.core.moe.packing import (

@@ -9,9 +9,10 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks, kernels
+from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams, scoped
-from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Axis, DimsMapping, dims_mapping

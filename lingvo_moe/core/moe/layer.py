@@ -8,10 +8,10 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks
 from lingvo_moe.core.base_layer import BaseLayer
-from lingvo_moe.core.hyperparams import InstantiableParams
-from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams
+from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.moe.experts import Experts, Rows
 from lingvo_moe.core.moe.losses_and_metrics import micro_batch_terms
 from lingvo_moe.core.moe.registry import DISPATCHERS, ROUTERS, dispatcher_params

@@ -1,7 +1,7 @@
 """Routers and dispatchers by the names that parameters may have; a class is imported when it is asked for."""
 
-from lingvo_moe.core.class_names import ClassesByName
-from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.config.class_names import ClassesByName
+from lingvo_moe.core.config.hyperparams import InstantiableParams
 
 _ROUTERS = "lingvo_moe.core.moe.routers"
 _MOE = "lingvo_moe.core.moe"

@@ -6,9 +6,10 @@ for a query's 'MNK' they are row 'MN' and col 'NK', a matrix for each head.
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks, kernels
+from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import VariableSpec
-from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.base import BaseOptimizer, slot_spec
 from lingvo_moe.core.optimizers.schedules import SqrtDecay

@@ -4,9 +4,10 @@ import math
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks, kernels
+from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import VariableSpec
-from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.base import BaseOptimizer, slot_spec
 from lingvo_moe.core.optimizers.schedules import InverseSqrt

@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks, kernels
+from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import VariableSpec, name_scope
-from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.offload import of_slot
 from lingvo_moe.core.optimizers.by_layer import (
     Applied,
     is_by_layer,
@@ -33,7 +33,8 @@ from lingvo_moe.core.optimizers.weight_decay import (
     define_weight_decay,
 )
 from lingvo_moe.core.sharding.letters import DEVICE, HOST
-from lingvo_moe.core.state_sharding import in_parts
+from lingvo_moe.core.state.offload import of_slot
+from lingvo_moe.core.state.state_sharding import in_parts
 
 MASTER = "master"  # the slot with the float32 value of a narrower weight
 
@@ -76,7 +77,7 @@ class BaseOptimizer:
         p.Define(
             "offload",
             "none",
-            "What is in the memory of the hosts: see core/offload.py.",
+            "What is in the memory of the hosts: see core/state/offload.py.",
             check=checks.OFFLOAD,
             parent_sets="the model sets it from train.offload",
         )

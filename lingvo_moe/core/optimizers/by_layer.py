@@ -13,11 +13,11 @@ import tensorflow as tf
 
 from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import VariableSpec, name_scope
-from lingvo_moe.core.host_memory import to_device, to_host
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import DimsMapping, current_mesh
 from lingvo_moe.core.sharding.annotate import sharded
 from lingvo_moe.core.sharding.letters import HOST
+from lingvo_moe.core.state.host_memory import to_device, to_host
 
 # (spec, weight, gradient, slots) of one layer -> its new weight, new slots, and the sum of squares of the update
 UpdateLayer = Callable[

@@ -1,6 +1,6 @@
 """Optimizers and schedules by the names that parameters may have; a class is imported when it is asked for."""
 
-from lingvo_moe.core.class_names import ClassesByName
+from lingvo_moe.core.config.class_names import ClassesByName
 
 _HERE = "lingvo_moe.core.optimizers"
 

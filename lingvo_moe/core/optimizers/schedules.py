@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks
-from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams
 
 
 class Mismatch(NamedTuple):

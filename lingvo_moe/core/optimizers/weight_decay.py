@@ -9,12 +9,13 @@ from fnmatch import fnmatchcase
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks, kernels
+from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import VariableSpec
-from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams
+from lingvo_moe.core.config.param_text import shown
+from lingvo_moe.core.config.suggest import did_you_mean
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.param_text import shown
-from lingvo_moe.core.suggest import did_you_mean
 
 _MASK = ("decay_min_dims", "decay_include", "decay_exclude")
 # The first letter of tables with a row for each id: embeddings.

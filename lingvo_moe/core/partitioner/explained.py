@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lingvo_moe.core import units
+from lingvo_moe.core.console import units
 from lingvo_moe.core.hlo.sharding import TensorSharding
 from lingvo_moe.core.partitioner import known_faults, spmd
 from lingvo_moe.core.sharding import DimsMapping, Mesh

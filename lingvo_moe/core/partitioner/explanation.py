@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lingvo_moe.core import units
+from lingvo_moe.core.console import units
 from lingvo_moe.core.partitioner import known_faults
 from lingvo_moe.core.partitioner.explained import (
     Explained,

@@ -23,7 +23,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from lingvo_moe.core import checks
+from lingvo_moe.core.config import checks
 from lingvo_moe.core.hlo.instructions import Computation, Instruction
 from lingvo_moe.core.hlo.module import Module
 from lingvo_moe.core.hlo.sharding import TensorSharding, parse_sharding

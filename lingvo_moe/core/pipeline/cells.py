@@ -5,10 +5,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks
 from lingvo_moe.core.base_layer import BaseLayer, scoped
-from lingvo_moe.core.hyperparams import InstantiableParams
-from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams
+from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.nested_map import NestedMap
 
 # Arguments and results of cells: tensors, NestedMaps of them, None.

@@ -5,10 +5,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks
 from lingvo_moe.core.base_layer import BaseLayer
-from lingvo_moe.core.hyperparams import InstantiableParams
-from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams
+from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.nested_map import NestedMap, flatten
 from lingvo_moe.core.pipeline.cell_program import Cell
 from lingvo_moe.core.pipeline.cells import (

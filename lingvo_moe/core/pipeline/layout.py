@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from lingvo_moe.core import kernels
-from lingvo_moe.core.base_input import ArraySpec
-from lingvo_moe.core.division import Division
+from lingvo_moe.core.input.base_input import ArraySpec
+from lingvo_moe.core.input.division import Division
 from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.core.pipeline.blocks import Blocks
 from lingvo_moe.core.pipeline.schedule import DATA, STAGE, Schedule

@@ -231,7 +231,7 @@ class Boundary:
         """Vectors [M, D, length] by dtype: all micro-batches of a batch.
 
         Micro-batch m has rows m, m + M, m + 2 M, ... So no row changes its device, and micro-batches are those of
-        core/micro_batches.py for a task without groups.
+        core/task/micro_batches.py for a task without groups.
 
         Args:
             tree: tensors in this structure, with the rows of the batch.

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lingvo_moe.core import checks
-from lingvo_moe.core.hyperparams import InstantiableParams, Params
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.pipeline.schedule import (
     DATA,
     SCHEDULES,

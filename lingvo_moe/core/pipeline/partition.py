@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from lingvo_moe.core import checks
-from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.pipeline.cells import FeatureExtractionLayer, sub_layers
 
 Shape = Sequence[int]

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_moe.core import randomness
-from lingvo_moe.core.division import shares_of
+from lingvo_moe.core.input.division import shares_of
 from lingvo_moe.core.layers.repeat import Chunk
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.parts import Context, Parts

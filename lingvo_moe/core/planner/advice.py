@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lingvo_moe.core import units
+from lingvo_moe.core.console import units
 
 # Savings below this share of the memory are not worth a sentence.
 _WORTH = 0.01

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lingvo_moe.core import units
+from lingvo_moe.core.console import units
 
 Plan = Mapping[str, Any]
 

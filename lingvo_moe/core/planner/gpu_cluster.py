@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lingvo_moe.core.config.suggest import did_you_mean, either
 from lingvo_moe.core.gpu_memory import MEMORY_BYTES, usable_bytes
 from lingvo_moe.core.planner.errors import PlanError
-from lingvo_moe.core.suggest import did_you_mean, either
 from lingvo_moe.core.topology_names import TopologyName
 
 # What one GPU's lanes of PCI Express carry in one direction, 16 lanes, before the packets' headers.

@@ -1,6 +1,6 @@
 """Derives what reports show of the hosts' memory from a plan's `host`."""
 
-from lingvo_moe.core import units
+from lingvo_moe.core.console import units
 from lingvo_moe.core.planner.figures import Plan
 
 # The columns of the table of moves.

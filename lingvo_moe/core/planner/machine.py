@@ -1,9 +1,9 @@
 """The machine that a plan is for: a TPU slice or a GPU cluster, by name."""
 
+from lingvo_moe.core.config.suggest import did_you_mean
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.gpu_cluster import CARDS, Cluster
 from lingvo_moe.core.planner.topology import CHIPS, Topology
-from lingvo_moe.core.suggest import did_you_mean
 from lingvo_moe.core.topology_names import TopologyName
 
 # Both kinds have the same names for what a plan asks of them: `name`, `num_devices`, `num_chips`; of a device

@@ -29,7 +29,7 @@ _OPTIMIZER = "optimizer/"
 
 
 class Argument(Protocol):
-    """One argument of a program, e.g. an `engine.specs.TensorSpec`."""
+    """One argument of a program, e.g. an `engine.lowering.specs.TensorSpec`."""
 
     @property
     def name(self) -> str: ...

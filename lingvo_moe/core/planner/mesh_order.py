@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lingvo_moe.core import units
+from lingvo_moe.core.console import units
 from lingvo_moe.core.hlo.collectives import CollectiveUse
 from lingvo_moe.core.hlo.groups import Groups
 from lingvo_moe.core.planner import cluster_network, network

@@ -1,5 +1,6 @@
 """Estimates how long a collective takes, by the interconnect model of the machine: TPU slices or GPU cluster."""
 
+from lingvo_moe.core.config.suggest import did_you_mean
 from lingvo_moe.core.hlo.collectives import COLLECTIVES
 from lingvo_moe.core.hlo.groups import Groups
 from lingvo_moe.core.planner import cluster_network, slices_network, torus, two_levels
@@ -7,7 +8,6 @@ from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.gpu_cluster import Cluster
 from lingvo_moe.core.planner.machine import Machine
 from lingvo_moe.core.planner.two_levels import Sent, Spread
-from lingvo_moe.core.suggest import did_you_mean
 
 
 def seconds(

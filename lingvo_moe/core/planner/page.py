@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from html import escape
 
-from lingvo_moe.core import units
+from lingvo_moe.core.console import units
 from lingvo_moe.core.pages import markup
 from lingvo_moe.core.pages.colours import COLOURS
 from lingvo_moe.core.planner import figures, host_figures, pipeline_figures, state_figures

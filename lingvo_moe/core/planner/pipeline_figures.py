@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lingvo_moe.core import units
+from lingvo_moe.core.console import units
 from lingvo_moe.core.pipeline.blocks import describe_padding
 from lingvo_moe.core.planner.figures import Plan
 

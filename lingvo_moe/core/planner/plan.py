@@ -16,13 +16,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from lingvo_moe.core.inspect import bytes_of, bytes_per_device, count_parameters
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.planner import network
 from lingvo_moe.core.planner.costs import Cost
 from lingvo_moe.core.planner.gpu_cluster import Cluster
 from lingvo_moe.core.planner.machine import Machine
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.task.inspect import bytes_of, bytes_per_device, count_parameters
 
 VERSION = 1
 _YEAR_DAYS = 365.25

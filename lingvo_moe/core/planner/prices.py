@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from lingvo_moe.core.config.suggest import did_you_mean
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.figures import Plan
-from lingvo_moe.core.suggest import did_you_mean
 from lingvo_moe.core.topology_names import TopologyName
 
 _SECONDS_AN_HOUR = 3600.0

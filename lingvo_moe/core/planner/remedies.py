@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lingvo_moe.core import units
-from lingvo_moe.core.suggest import either
+from lingvo_moe.core.config.suggest import either
+from lingvo_moe.core.console import units
 
 # Savings below this share of the missing bytes are not worth a word.
 _WORTH = 0.01

@@ -8,7 +8,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from lingvo_moe.core import units
+from lingvo_moe.core.console import units
 from lingvo_moe.core.planner import figures, host_figures, pipeline_figures, state_figures
 from lingvo_moe.core.planner.figures import Plan
 from lingvo_moe.core.planner.page import html_report

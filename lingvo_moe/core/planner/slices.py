@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
+from lingvo_moe.core.config.suggest import did_you_mean
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.gpu_cluster import CARDS, NODE_SIZES
 from lingvo_moe.core.planner.topology import CHIPS
-from lingvo_moe.core.suggest import did_you_mean
 
 _MOST_NODES = 512
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from lingvo_moe.core.base_layer import VariableSpec
-from lingvo_moe.core.inspect import bytes_of, bytes_per_device
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.base import MASTER
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.sharding.letters import DEVICE
+from lingvo_moe.core.task.inspect import bytes_of, bytes_per_device
 
 # The parts of a state, in the order of a plan.
 PARTS = ("weights", "gradients", "master weights", "slots", "moving average")

@@ -1,6 +1,6 @@
 """Derives what reports show of the training state from a plan's `state`."""
 
-from lingvo_moe.core import units
+from lingvo_moe.core.console import units
 from lingvo_moe.core.planner.figures import Plan
 
 # The columns of the table of its parts.

@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Iterator
 
-from lingvo_moe.core import units
+from lingvo_moe.core.console import units
 from lingvo_moe.core.planner import figures
 from lingvo_moe.core.planner.figures import Plan
 from lingvo_moe.core.planner.prices import kind_of

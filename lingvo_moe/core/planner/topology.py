@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from lingvo_moe.core.config.suggest import did_you_mean, either
 from lingvo_moe.core.planner.errors import PlanError
-from lingvo_moe.core.suggest import did_you_mean, either
 from lingvo_moe.core.topology_names import TopologyName
 
 _GIB = 2**30

@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from lingvo_moe.core.checks import STATE_LEVELS
+from lingvo_moe.core.config.checks import STATE_LEVELS
+from lingvo_moe.core.config.suggest import did_you_mean
 from lingvo_moe.core.sharding.mesh import Mesh, ShardingError
-from lingvo_moe.core.suggest import did_you_mean
 
 # The letters of the existing layers. A layer with a new letter adds it in its own file.
 WEIGHT_LETTERS = {

@@ -4,10 +4,10 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lingvo_moe.core.checks import STATE_LEVELS
+from lingvo_moe.core.config.checks import STATE_LEVELS
 from lingvo_moe.core.layers import kept
-from lingvo_moe.core.offload import ACTIVATIONS, EXPERTS, SLOTS
 from lingvo_moe.core.pipeline.schedule import DATA
+from lingvo_moe.core.state.offload import ACTIVATIONS, EXPERTS, SLOTS
 from lingvo_moe.core.strategies.layout import Layout, letter_sizes
 from lingvo_moe.core.strategies.workload import DISPATCHED, RETURNED, Workload
 
@@ -19,7 +19,7 @@ OUTPUTS = ("attention", "feed_forward")
 DOTS = kept.PRODUCTS
 # Micro-batches for each stage of a pipeline.
 _PER_STAGE = (1, 2, 4)
-# What may be in the memory of the hosts: see core/offload.py.
+# What may be in the memory of the hosts: see core/state/offload.py.
 OFFLOADS = (
     (SLOTS,),
     (ACTIVATIONS,),

@@ -7,10 +7,10 @@ correct them: see Correction.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from lingvo_moe.core.offload import ACTIVATIONS
 from lingvo_moe.core.pipeline.schedule import STAGE
 from lingvo_moe.core.planner.machine import Machine
 from lingvo_moe.core.sharding.letters import GRADIENTS, SLOTS, WEIGHTS
+from lingvo_moe.core.state.offload import ACTIVATIONS
 from lingvo_moe.core.strategies.candidate import Candidate
 from lingvo_moe.core.strategies.forward import Forward, collective_seconds, forward
 from lingvo_moe.core.strategies.host import Host

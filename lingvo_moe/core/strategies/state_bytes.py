@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lingvo_moe.core.base_layer import VariableSpec
-from lingvo_moe.core.base_task import BaseTask
-from lingvo_moe.core.hyperparams import Params
-from lingvo_moe.core.inspect import bytes_of
+from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.schedule import STAGE
 from lingvo_moe.core.sharding import Axis, DimsMapping, Mesh, dims_mapping
@@ -25,6 +23,8 @@ from lingvo_moe.core.sharding.letters import (
 )
 from lingvo_moe.core.strategies.layout import Layout
 from lingvo_moe.core.strategies.workload import without_strategy
+from lingvo_moe.core.task.base_task import BaseTask
+from lingvo_moe.core.task.inspect import bytes_of
 
 PARTS = (WEIGHTS, GRADIENTS, SLOTS)
 _WHOLE = "-"

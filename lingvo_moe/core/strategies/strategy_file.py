@@ -10,9 +10,9 @@ Lines that begin with # are for the reader. Such a file comes before --model_par
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lingvo_moe.core import registry
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.config.suggest import did_you_mean
 from lingvo_moe.core.strategies.paths import PATHS
-from lingvo_moe.core.suggest import did_you_mean
 
 AUTO = "auto"  # in place of a file's name: search
 

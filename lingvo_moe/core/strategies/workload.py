@@ -14,13 +14,13 @@ import tensorflow as tf
 
 from lingvo_moe.core import randomness
 from lingvo_moe.core.base_layer import VariableSpec
-from lingvo_moe.core.base_task import Forms
-from lingvo_moe.core.engine.steps import train_step
-from lingvo_moe.core.engine.tracing import trace
+from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
+from lingvo_moe.core.engine.loop.steps import train_step
+from lingvo_moe.core.engine.lowering.tracing import trace
 from lingvo_moe.core.hlo.parts import place
-from lingvo_moe.core.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding.mesh import single_device
+from lingvo_moe.core.task.base_task import Forms
 from lingvo_moe.core.tensors import VIEWS, origin
 
 # Operations through which a weight, or an activation, is followed to where it comes from.

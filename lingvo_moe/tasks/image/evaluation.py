@@ -3,10 +3,10 @@
 import os
 from dataclasses import dataclass
 
+from lingvo_moe.core.engine.checkpoints.run_weights import read_newest, read_weights
 from lingvo_moe.core.engine.engines import make_engine
-from lingvo_moe.core.engine.evaluation import Evaluator
-from lingvo_moe.core.engine.run_weights import read_newest, read_weights
-from lingvo_moe.core.run_dir import RunDir
+from lingvo_moe.core.engine.loop.evaluation import Evaluator
+from lingvo_moe.core.runs.run_dir import RunDir
 from lingvo_moe.core.sharding import single_device
 from lingvo_moe.tasks.image.input.errors import ImageDataError
 from lingvo_moe.tasks.image.model import ImageClassifier

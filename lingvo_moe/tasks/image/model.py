@@ -6,16 +6,16 @@ from typing import ClassVar
 import numpy as np
 import tensorflow as tf
 
-from lingvo_moe.core import checks
-from lingvo_moe.core.base_input import BaseInput
-from lingvo_moe.core.base_task import BaseTask, TaskError
-from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
-from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError
+from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.layers.classifier import Classifier, in_top_k
 from lingvo_moe.core.layers.elementwise import Dropout
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.partition import PartitionError
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.task.base_task import BaseTask, TaskError
 from lingvo_moe.tasks.image.networks import ResNet
 from lingvo_moe.tasks.image.pipelined import PARAMETERS as PIPELINE
 from lingvo_moe.tasks.image.pipelined import pipeline_params

@@ -6,9 +6,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks
 from lingvo_moe.core.base_layer import BaseLayer
-from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.cell_program import Cell
 from lingvo_moe.core.pipeline.cells import Args, fprop_in_sequence

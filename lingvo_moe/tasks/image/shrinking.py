@@ -7,8 +7,8 @@ import math
 
 import numpy as np
 
-from lingvo_moe.core.base_input import BaseInput
-from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.config.hyperparams import Params
+from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.sharding.letters import parts_of

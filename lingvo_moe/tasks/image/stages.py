@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks
 from lingvo_moe.core.base_layer import BaseLayer, scoped, updates_of
-from lingvo_moe.core.hyperparams import InstantiableParams
-from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams
+from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.layers.batch_norm import BatchNorm
 from lingvo_moe.core.layers.convolution import Conv2D
 from lingvo_moe.core.layers.elementwise import ACTIVATIONS, Activation

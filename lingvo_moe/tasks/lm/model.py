@@ -9,17 +9,17 @@ from typing import ClassVar
 import numpy as np
 import tensorflow as tf
 
-from lingvo_moe.core import checks
-from lingvo_moe.core.base_input import BaseInput
-from lingvo_moe.core.base_task import TaskError
-from lingvo_moe.core.hyperparams import InstantiableParams
-from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams
+from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.layers import masks, softmax, transformer
 from lingvo_moe.core.layers.repeat import Chunk
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline import params as pipeline
 from lingvo_moe.core.pipeline.parts import Context, Parts, Stack
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.task.base_task import TaskError
 from lingvo_moe.tasks.transformer_shrinking import parts, sample_rows, shrink_layers
 from lingvo_moe.tasks.transformer_task import TransformerTask
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
-from lingvo_moe.core.base_input import ArraySpec, HeldOutBatch
-from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.config.hyperparams import InstantiableParams
+from lingvo_moe.core.input.base_input import ArraySpec, HeldOutBatch
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.input.lengths import Lengths, Loss, target_loss
 from lingvo_moe.tasks.mt.input.packing import Shape

@@ -9,12 +9,12 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks, kernels
-from lingvo_moe.core.base_input import BaseInput
+from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import scoped, updates_of
-from lingvo_moe.core.base_task import TaskError
-from lingvo_moe.core.hyperparams import InstantiableParams
-from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams
+from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.layers import masks, softmax, transformer
 from lingvo_moe.core.layers.repeat import Chunk
 from lingvo_moe.core.moe import layer as moe_layer
@@ -23,6 +23,7 @@ from lingvo_moe.core.moe.registry import ROUTERS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline import params as pipeline
 from lingvo_moe.core.pipeline.parts import Context, Parts, Stack
+from lingvo_moe.core.task.base_task import TaskError
 from lingvo_moe.core.tensors import dim
 from lingvo_moe.tasks.mt.routers import configured_router
 from lingvo_moe.tasks.mt.task import MtTask, side_shares

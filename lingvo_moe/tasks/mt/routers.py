@@ -1,6 +1,6 @@
 """The routers of the encoder and the decoder, from the model's Params."""
 
-from lingvo_moe.core.hyperparams import ParamError, Params
+from lingvo_moe.core.config.hyperparams import ParamError, Params
 
 
 def configured_router(p: Params, decoder: bool, name: str, router: Params) -> Params:

@@ -9,15 +9,15 @@ from typing import ClassVar
 import numpy as np
 import tensorflow as tf
 
-from lingvo_moe.core import checks
-from lingvo_moe.core.artifacts import RunArtifacts
-from lingvo_moe.core.base_input import BaseInput
-from lingvo_moe.core.base_task import NamedRows, TaskError
-from lingvo_moe.core.hyperparams import InstantiableParams
-from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams
+from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.files.artifacts import RunArtifacts
+from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.core.step import Step
+from lingvo_moe.core.task.base_task import NamedRows, TaskError
+from lingvo_moe.core.task.step import Step
 from lingvo_moe.tasks.mt.input.artifacts import languages_of, vocabs_of
 from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
 from lingvo_moe.tasks.mt.shrinking import sample_batch, shrink

@@ -11,11 +11,13 @@ import tensorflow as tf
 
 from lingvo_moe import trainer
 from lingvo_moe import xla_sharding as xs
-from lingvo_moe.core.engine import aot, checking, embedding, xla
+from lingvo_moe.core.engine import checking, xla
+from lingvo_moe.core.engine.aot import aot
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
+from lingvo_moe.core.engine.lowering import embedding
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine
-from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.sharding import ShardingError
 
 MESH = xs.Mesh.parse("data:2,model:4")
@@ -158,7 +160,7 @@ def test_code_of_the_check_is_in_the_key_of_the_cache():
     """A program that older code of the check found right is checked again."""
     core = Path(checking.__file__).parents[1]
     code = {str(path.relative_to(core)) for path in checking._files()}
-    waiting = ["engine/partition_dump.py", "partitioner/known_faults.py", "hlo/module.py"]
+    waiting = ["engine/aot/partition_dump.py", "partitioner/known_faults.py", "hlo/module.py"]
     read = set()
     while waiting:
         name = waiting.pop()

@@ -13,8 +13,8 @@ from lingvo_moe.core.engine import tf_engine
 from lingvo_moe.core.engine.base import EngineError
 from lingvo_moe.core.engine.devices import initialize_distributed, request_cpu_devices
 from lingvo_moe.core.engine.engines import make_engine
-from lingvo_moe.core.engine.lowering import LoweringError, lower
-from lingvo_moe.core.engine.specs import SpecError, TensorSpec
+from lingvo_moe.core.engine.lowering.lowering import LoweringError, lower
+from lingvo_moe.core.engine.lowering.specs import SpecError, TensorSpec
 from lingvo_moe.core.engine.tpu_strategy import device_assignment
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Mesh
@@ -111,7 +111,7 @@ def test_tensorflows_own_kernels_have_no_hlo_text():
 
 
 _TRANSPOSED = """
-from lingvo_moe.core.tensorflow_import import import_tensorflow
+from lingvo_moe.core.console.tensorflow_import import import_tensorflow
 import_tensorflow()
 import tensorflow as tf
 from lingvo_moe.core.engine.tf_engine import TfEngine
@@ -169,7 +169,7 @@ import sys, jax, numpy as np
 from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
 from lingvo_moe.core.engine.devices import request_cpu_devices
 from lingvo_moe.core.engine.pjrt import PjrtEngine
-from lingvo_moe.core.engine.program import Program
+from lingvo_moe.core.engine.lowering.program import Program
 request_cpu_devices(8)
 enable_compilation_cache(sys.argv[2])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

@@ -30,9 +30,9 @@ def train(directory, first, last):
     import tensorflow as tf
 
     from lingvo_moe.core import sharding
-    from lingvo_moe.core.engine.checkpoints import Checkpointer
+    from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
     from lingvo_moe.core.engine.engines import make_engine
-    from lingvo_moe.core.engine.specs import TensorSpec
+    from lingvo_moe.core.engine.lowering.specs import TensorSpec
     from lingvo_moe.core.nested_map import NestedMap
 
     state_specs = NestedMap(
@@ -89,9 +89,9 @@ def restore_damaged(directory, step):
     import jax
 
     from lingvo_moe.core import sharding
-    from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
+    from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, CheckpointError
     from lingvo_moe.core.engine.engines import make_engine
-    from lingvo_moe.core.engine.specs import TensorSpec
+    from lingvo_moe.core.engine.lowering.specs import TensorSpec
     from lingvo_moe.core.nested_map import NestedMap
 
     engine = make_engine("pjrt", sharding.Mesh.parse("expert:8"))

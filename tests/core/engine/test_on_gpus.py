@@ -6,9 +6,9 @@ import pytest
 import tensorflow as tf
 
 from lingvo_moe.core import sharding
-from lingvo_moe.core.engine.lowering import lower
+from lingvo_moe.core.engine.lowering.lowering import lower
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine
-from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.sharding import Mesh
 

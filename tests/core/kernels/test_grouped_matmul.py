@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_moe.core.engine.testing import run_single
+from lingvo_moe.core.engine.eager.testing import run_single
 from lingvo_moe.core.kernels import grouped_matmul as gm
 from lingvo_moe.core.kernels import xla as xla_kernels
 

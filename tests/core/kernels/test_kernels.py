@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_moe.core import kernels, randomness, registry
+from lingvo_moe.core import kernels, randomness
+from lingvo_moe.core.config import registry
 from lingvo_moe.core.kernels import tensorflow, xla
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh

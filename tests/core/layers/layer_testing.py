@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from lingvo_moe.core.base_layer import BaseLayer
-from lingvo_moe.core.engine.testing import Collectives, run_sharded
+from lingvo_moe.core.engine.eager.testing import Collectives, run_sharded
 from lingvo_moe.core.layers import masks
 from lingvo_moe.core.layers.attention import MultiHeadAttention
 from lingvo_moe.core.layers.transformer import TransformerLayer, TransformerStack

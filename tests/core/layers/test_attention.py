@@ -5,8 +5,8 @@ import pytest
 import tensorflow as tf
 from layer_testing import SPLITS, assert_sharded_equal, init, normal, single, wave
 
-from lingvo_moe.core.engine.specs import TensorSpec
-from lingvo_moe.core.engine.testing import run_sharded
+from lingvo_moe.core.engine.eager.testing import run_sharded
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.layers import masks
 from lingvo_moe.core.layers.attention import MultiHeadAttention
 from lingvo_moe.core.nested_map import NestedMap

@@ -6,7 +6,7 @@ import tensorflow as tf
 from layer_testing import assert_close, init, normal, single, value_and_grads, wave
 
 from lingvo_moe.core.engine.collectives import parse_collectives
-from lingvo_moe.core.engine.testing import run_sharded
+from lingvo_moe.core.engine.eager.testing import run_sharded
 from lingvo_moe.core.layers.batch_norm import BatchNorm
 from lingvo_moe.core.layers.classifier import Classifier, in_top_k
 from lingvo_moe.core.layers.convolution import Conv2D

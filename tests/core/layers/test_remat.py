@@ -19,7 +19,7 @@ from layer_testing import (
 )
 
 from lingvo_moe.core import kernels, tensors
-from lingvo_moe.core.engine.testing import run_sharded
+from lingvo_moe.core.engine.eager.testing import run_sharded
 from lingvo_moe.core.kernels import tensorflow as tensorflow_kernels
 from lingvo_moe.core.layers import kept, repeat
 from lingvo_moe.core.randomness import make_seed

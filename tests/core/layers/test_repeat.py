@@ -9,9 +9,9 @@ from layer_testing import assert_close, init, normal, single, value_and_grads, w
 
 from lingvo_moe.core import kernels, randomness
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
-from lingvo_moe.core.engine.lowering import lower
-from lingvo_moe.core.engine.specs import TensorSpec
-from lingvo_moe.core.engine.testing import run_sharded
+from lingvo_moe.core.engine.eager.testing import run_sharded
+from lingvo_moe.core.engine.lowering.lowering import lower
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.layers.repeat import Chunk, Repeat
 from lingvo_moe.core.nested_map import NestedMap

@@ -12,8 +12,8 @@ import tensorflow as tf
 from layer_testing import SPLITS, assert_close, init, normal, single, value_and_grads, wave
 
 from lingvo_moe.core import kernels
-from lingvo_moe.core.engine.specs import TensorSpec
-from lingvo_moe.core.engine.testing import run_sharded
+from lingvo_moe.core.engine.eager.testing import run_sharded
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.kernels import tensorflow, xla
 from lingvo_moe.core.layers.attention import MultiHeadAttention
 from lingvo_moe.core.nested_map import NestedMap

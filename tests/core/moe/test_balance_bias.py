@@ -10,15 +10,15 @@ import pytest
 import tensorflow as tf
 
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams, updates_of
-from lingvo_moe.core.base_task import BaseTask
-from lingvo_moe.core.engine.specs import TensorSpec
-from lingvo_moe.core.engine.testing import run_sharded
+from lingvo_moe.core.engine.eager.testing import run_sharded
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.layers.repeat import Repeat
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.moe.routers.top_k import TopKRouter
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
+from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.tasks.mt.model import MtModel
 
 B, T, M, E, K, L = 8, 4, 6, 8, 2, 2

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_moe.core.engine.testing import run_single
+from lingvo_moe.core.engine.eager.testing import run_single
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.moe.registry import DISPATCHERS
 from lingvo_moe.core.moe.routers.expert_choice import ExpertChoiceRouter

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from lingvo_moe.core import registry
+from lingvo_moe.core.config import registry
 from lingvo_moe.core.randomness import make_seed
 from tests.core.moe.router_testing import check, route
 

@@ -7,7 +7,7 @@ import toy_moe
 from toy_moe import MESH, E, M
 
 from lingvo_moe.core.engine.collectives import parse_collectives
-from lingvo_moe.core.engine.testing import run_sharded, run_single
+from lingvo_moe.core.engine.eager.testing import run_sharded, run_single
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.nested_map import NestedMap
 

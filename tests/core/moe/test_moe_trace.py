@@ -11,8 +11,8 @@ from pathlib import Path
 
 PROGRAM = """
 import tensorflow as tf
-from lingvo_moe.core.engine.lowering import lower
-from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.engine.lowering.lowering import lower
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.optimizers.adafactor import Adafactor
 from lingvo_moe.core.sharding import Mesh

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_moe.core.engine.testing import run_sharded, run_single
+from lingvo_moe.core.engine.eager.testing import run_sharded, run_single
 from lingvo_moe.core.moe.registry import ROUTERS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Mesh

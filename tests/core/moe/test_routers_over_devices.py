@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 import toy_moe
 
-from lingvo_moe.core.engine.testing import run_sharded, run_single
+from lingvo_moe.core.engine.eager.testing import run_sharded, run_single
 from lingvo_moe.core.moe.registry import ROUTERS
 from lingvo_moe.core.moe.routers.base import Router
 from lingvo_moe.core.nested_map import NestedMap

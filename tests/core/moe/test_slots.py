@@ -6,7 +6,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lingvo_moe.core.engine.testing import run_sharded
+from lingvo_moe.core.engine.eager.testing import run_sharded
 from lingvo_moe.core.moe.slots import assign_slots
 from lingvo_moe.core.sharding import Mesh
 

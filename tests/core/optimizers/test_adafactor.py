@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_moe.core.base_layer import VariableSpec
-from lingvo_moe.core.engine.testing import run_sharded, run_single
+from lingvo_moe.core.engine.eager.testing import run_sharded, run_single
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.adafactor import Adafactor, GShardAdafactor

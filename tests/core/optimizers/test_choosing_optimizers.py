@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_moe.core import registry
 from lingvo_moe.core.base_layer import VariableSpec
-from lingvo_moe.core.engine.testing import run_sharded, run_single
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.engine.eager.testing import run_sharded, run_single
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.inspect import print_optimizer
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.adafactor import GShardAdafactor
 from lingvo_moe.core.optimizers.adam import Adam
@@ -16,6 +15,7 @@ from lingvo_moe.core.optimizers.registry import OPTIMIZERS
 from lingvo_moe.core.optimizers.schedules import Cosine, Transformer
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.task.inspect import print_optimizer
 
 
 def _optimizer(override):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_moe.core.hyperparams import ParamError
+from lingvo_moe.core.config.hyperparams import ParamError
 from lingvo_moe.core.optimizers.registry import SCHEDULES
 from lingvo_moe.core.optimizers.schedules import (
     Constant,

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_moe.core.base_layer import VariableSpec
-from lingvo_moe.core.hyperparams import ParamError
+from lingvo_moe.core.config.hyperparams import ParamError
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.schedules import Constant

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import VariableSpec
-from lingvo_moe.core.hyperparams import ParamError
+from lingvo_moe.core.config.hyperparams import ParamError
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.kernels import tensorflow, xla
 from lingvo_moe.core.nested_map import NestedMap

@@ -9,7 +9,7 @@ import tensorflow as tf
 from pipeline_toys import Dense, WithExtras, cells, make, step
 
 from lingvo_moe.core import randomness
-from lingvo_moe.core.engine.testing import run_sharded, run_single
+from lingvo_moe.core.engine.eager.testing import run_sharded, run_single
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline import gpipe_loops

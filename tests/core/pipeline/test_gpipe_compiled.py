@@ -7,9 +7,9 @@ import pytest
 import tensorflow as tf
 from pipeline_toys import cells
 
-from lingvo_moe.core.engine import aot
-from lingvo_moe.core.engine.lowering import lower
-from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.engine.aot import aot
+from lingvo_moe.core.engine.lowering.lowering import lower
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.hlo.collectives import collective_use
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.nested_map import NestedMap

@@ -7,8 +7,8 @@ import pytest
 import tensorflow as tf
 from pipeline_toys import SIZES, WithExtras, cells, make
 
-from lingvo_moe.core.checks import ParamError
-from lingvo_moe.core.engine.testing import run_sharded, run_single
+from lingvo_moe.core.config.checks import ParamError
+from lingvo_moe.core.engine.eager.testing import run_sharded, run_single
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.adafactor import Adafactor
 from lingvo_moe.core.optimizers.adam import AdamW

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from lingvo_moe.core.engine import aot
-from lingvo_moe.core.engine.steps import lower_step
+from lingvo_moe.core.engine.aot import aot
+from lingvo_moe.core.engine.loop.steps import lower_step
 from lingvo_moe.core.hlo.collectives import collective_use
 from lingvo_moe.core.hlo.module import parse_module
-from lingvo_moe.core.pipelined_step import pipelined_step
 from lingvo_moe.core.sharding import Mesh, dims_mapping
-from lingvo_moe.core.step import Step
+from lingvo_moe.core.task.pipelined_step import pipelined_step
+from lingvo_moe.core.task.step import Step
 from tests.core.pipeline.toy_stacks import toy
 
 pytestmark = pytest.mark.skipif(

@@ -10,21 +10,21 @@ import tensorflow as tf
 
 from lingvo_moe.core import kernels
 from lingvo_moe.core.engine.engines import make_engine
-from lingvo_moe.core.engine.steps import build_step
+from lingvo_moe.core.engine.loop.steps import build_step
 from lingvo_moe.core.hlo.collectives import collective_use
 from lingvo_moe.core.hlo.loops import trip_count
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.kernels import tensorflow
-from lingvo_moe.core.micro_batches import accumulating_step
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline import layout
 from lingvo_moe.core.pipeline.layout import padded
 from lingvo_moe.core.pipeline.loops import Loops
 from lingvo_moe.core.pipeline.params import Settings, schedule_on
 from lingvo_moe.core.pipeline.schedule import ScheduleError, make_schedule
-from lingvo_moe.core.pipelined_step import pipelined_step
 from lingvo_moe.core.sharding import Mesh, dims_mapping, single_device, use_mesh
-from lingvo_moe.core.step import Step
+from lingvo_moe.core.task.micro_batches import accumulating_step
+from lingvo_moe.core.task.pipelined_step import pipelined_step
+from lingvo_moe.core.task.step import Step
 from tests.core.pipeline.toy_stacks import LENGTH, WIDTH, toy
 
 

@@ -4,10 +4,9 @@ import numpy as np
 import tensorflow as tf
 
 from lingvo_moe.core import kernels
-from lingvo_moe.core.base_input import ArraySpec
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams
-from lingvo_moe.core.base_task import BaseTask
 from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.input.base_input import ArraySpec
 from lingvo_moe.core.layers.repeat import Repeat
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.schedules import Constant
@@ -15,6 +14,7 @@ from lingvo_moe.core.optimizers.sgd import Sgd
 from lingvo_moe.core.pipeline.params import pipeline_params
 from lingvo_moe.core.pipeline.parts import Parts, Stack
 from lingvo_moe.core.pipeline.schedule import STAGE
+from lingvo_moe.core.task.base_task import BaseTask
 
 WIDTH, LENGTH = 6, 5
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lingvo_moe.core.engine.gpu_targets import TARGETS
+from lingvo_moe.core.engine.aot.gpu_targets import TARGETS
 from lingvo_moe.core.gpu_memory import MEMORY_BYTES, XLA_SHARE
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.gpu_cluster import CARDS, Cluster

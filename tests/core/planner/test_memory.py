@@ -2,8 +2,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lingvo_moe.core.engine.signature import Signature
-from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.engine.lowering.signature import Signature
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.planner.advice import Held, advise
 from lingvo_moe.core.planner.memory import argument_bytes, memory_plan, misfit_plan
 from lingvo_moe.core.planner.topology import Topology

@@ -5,8 +5,8 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine
-from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.hlo.collectives import CollectiveUse
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.hlo.parts import Place

@@ -6,9 +6,9 @@ import pytest
 import tensorflow as tf
 
 from lingvo_moe.core import sharding
-from lingvo_moe.core.engine import aot
-from lingvo_moe.core.engine.lowering import lower
-from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.engine.aot import aot
+from lingvo_moe.core.engine.lowering.lowering import lower
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.hlo.module import Module, parse_module
 from lingvo_moe.core.hlo.pipelines import PipelineLoop, loop_of_operation, pipeline_loop
 from lingvo_moe.core.planner.costs import costs

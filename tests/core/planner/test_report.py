@@ -6,7 +6,7 @@ import pytest
 from made_up_plans import make_plan, make_plan_of_a_cluster, make_plan_that_misses
 from rich.console import Console
 
-from lingvo_moe.core import units
+from lingvo_moe.core.console import units
 from lingvo_moe.core.planner import figures
 from lingvo_moe.core.planner.report import bar, html_report, print_comparison, print_plan
 

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lingvo_moe.core import sharding
-from lingvo_moe.core.engine import aot
-from lingvo_moe.core.engine.lowering import lower
-from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.engine.aot import aot
+from lingvo_moe.core.engine.lowering.lowering import lower
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.hlo.collectives import COLLECTIVES
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.planner import network, plan, slices_network

@@ -3,9 +3,9 @@
 import pytest
 import tensorflow as tf
 
-from lingvo_moe.core.engine import aot
-from lingvo_moe.core.engine.lowering import lower
-from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.engine.aot import aot
+from lingvo_moe.core.engine.lowering.lowering import lower
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.topology import CHIPS, Topology
 from lingvo_moe.core.sharding import Mesh

@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 from lingvo_moe.core import sharding
-from lingvo_moe.core.engine.lowering import lower
-from lingvo_moe.core.engine.specs import TensorSpec
+from lingvo_moe.core.engine.lowering.lowering import lower
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.tf_engine import TfEngine
 from lingvo_moe.core.sharding import Mesh, ShardingError, use_mesh
 from lingvo_moe.core.sharding.manual import (

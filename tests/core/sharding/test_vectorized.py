@@ -5,8 +5,8 @@ import pytest
 import tensorflow as tf
 
 from lingvo_moe.core import randomness
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine
-from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.layers.repeat import Repeat
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Mesh, ShardingError, current_mesh, use_mesh

@@ -5,10 +5,10 @@ import itertools
 
 import pytest
 
-from lingvo_moe.core import registry
-from lingvo_moe.core.checks import STATE_LEVELS
-from lingvo_moe.core.engine.steps import train_step
-from lingvo_moe.core.engine.tracing import trace
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.config.checks import STATE_LEVELS
+from lingvo_moe.core.engine.loop.steps import train_step
+from lingvo_moe.core.engine.lowering.tracing import trace
 from lingvo_moe.core.layers.kept import NAMES
 from lingvo_moe.core.planner.machine import parse_machine
 from lingvo_moe.core.sharding import single_device

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lingvo_moe.core import registry
+from lingvo_moe.core.config import registry
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.strategies.candidate import DOTS, FULL, MOVED, OUTPUTS, Candidate
 from lingvo_moe.core.strategies.estimates import Estimate

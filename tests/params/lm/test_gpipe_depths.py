@@ -2,9 +2,9 @@
 
 import pytest
 
-from lingvo_moe.core import registry
-from lingvo_moe.core.inspect import bytes_per_device, count_parameters
+from lingvo_moe.core.config import registry
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.task.inspect import bytes_per_device, count_parameters
 
 # The paper's table: experiment, layers, cores, parameters in millions, their last digit, bytes a parameter.
 TABLE = [

@@ -8,9 +8,9 @@ import pytest
 import tensorflow as tf
 import toy_translation as toy
 
-from lingvo_moe.core import registry
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine
-from lingvo_moe.core.engine.specs import TensorSpec
 from lingvo_moe.core.pipeline.params import schedule_on, settings_of
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import Mesh, dims_mapping, single_device, use_mesh

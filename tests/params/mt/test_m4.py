@@ -7,11 +7,12 @@ import re
 
 import pytest
 
-from lingvo_moe.core import inspect, registry
+from lingvo_moe.core.config import registry
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.optimizers.adafactor import GShardAdafactor
 from lingvo_moe.core.pipeline.schedule import STAGE
 from lingvo_moe.core.sharding import Mesh, ShardingError
+from lingvo_moe.core.task import inspect
 from lingvo_moe.params.mt import dense, m4
 from lingvo_moe.training.checks import check_divisible
 from lingvo_moe.training.meshes import make_mesh

@@ -7,8 +7,8 @@ import pytest
 import tensorflow as tf
 
 from lingvo_moe.core.engine.collectives import parse_collectives
-from lingvo_moe.core.engine.specs import TensorSpec
-from lingvo_moe.core.engine.testing import run_sharded, run_single
+from lingvo_moe.core.engine.eager.testing import run_sharded, run_single
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.layers.classifier import Classifier
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed

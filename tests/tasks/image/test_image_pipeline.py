@@ -4,19 +4,19 @@ import numpy as np
 import pytest
 from trainer_testing import status
 
-from lingvo_moe.core.base_input import ArraySpec
-from lingvo_moe.core.checks import ParamError
+from lingvo_moe.core.config.checks import ParamError
+from lingvo_moe.core.engine.eager.testing import run_sharded, run_single
 from lingvo_moe.core.engine.engines import make_engine
-from lingvo_moe.core.engine.specs import TensorSpec
-from lingvo_moe.core.engine.steps import build_step, train_step
-from lingvo_moe.core.engine.testing import run_sharded, run_single
-from lingvo_moe.core.micro_batches import accumulating_step
+from lingvo_moe.core.engine.loop.steps import build_step, train_step
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
+from lingvo_moe.core.input.base_input import ArraySpec
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.adafactor import Adafactor
 from lingvo_moe.core.optimizers.sgd import Sgd
 from lingvo_moe.core.pipeline import gpipe_loops
 from lingvo_moe.core.pipeline.packing import by_path, from_paths
 from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.task.micro_batches import accumulating_step
 from lingvo_moe.params.image.digits import Digits
 from lingvo_moe.params.image.resnet import ResNet50, ResNet50Pipe4
 from lingvo_moe.tasks.image.model import ImageClassifier

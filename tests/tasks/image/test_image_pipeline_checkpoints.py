@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from trainer_testing import losses, state, status
 
-from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
+from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, CheckpointError
+from lingvo_moe.core.engine.checkpoints.init_from import InitFromError, check_model
+from lingvo_moe.core.engine.checkpoints.initial_weights import InitialWeights
+from lingvo_moe.core.engine.checkpoints.packed_tensors import Packing
+from lingvo_moe.core.engine.checkpoints.run_weights import read_weights
 from lingvo_moe.core.engine.engines import make_engine
-from lingvo_moe.core.engine.init_from import InitFromError, check_model
-from lingvo_moe.core.engine.initial_weights import InitialWeights
-from lingvo_moe.core.engine.packed_tensors import Packing
-from lingvo_moe.core.engine.run_weights import read_weights
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.packing import by_path, from_paths
 from lingvo_moe.core.sharding import Mesh

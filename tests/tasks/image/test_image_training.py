@@ -8,11 +8,11 @@ from PIL import Image
 from trainer_testing import keep_compiled, status
 
 from lingvo_moe.core.engine import engines
-from lingvo_moe.core.engine.checkpoints import Checkpointer
+from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
 from lingvo_moe.core.engine.engines import make_engine
-from lingvo_moe.core.engine.specs import TensorSpec
-from lingvo_moe.core.engine.steps import build_step, train_step
-from lingvo_moe.core.engine.summaries import read_metrics
+from lingvo_moe.core.engine.loop.steps import build_step, train_step
+from lingvo_moe.core.engine.loop.summaries import read_metrics
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.params.image.digits import Digits
 from lingvo_moe.tasks.image.evaluation import evaluate

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_moe.core import registry
-from lingvo_moe.core.base_task import TaskError
-from lingvo_moe.core.engine.specs import TensorSpec
-from lingvo_moe.core.engine.testing import run_sharded, run_single
-from lingvo_moe.core.inspect import count_parameters
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.engine.eager.testing import run_sharded, run_single
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
+from lingvo_moe.core.task.base_task import TaskError
+from lingvo_moe.core.task.inspect import count_parameters
 from lingvo_moe.tasks.lm.model import LmModel
 
 V, M, H, N, K, L = 12, 8, 16, 2, 4, 3

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_moe.core import registry
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.engine.eager.testing import run_sharded
+from lingvo_moe.core.engine.loop.steps import build_step, train_step
 from lingvo_moe.core.engine.pjrt import PjrtEngine
-from lingvo_moe.core.engine.steps import build_step, train_step
-from lingvo_moe.core.engine.testing import run_sharded
 from lingvo_moe.core.sharding import Mesh, use_mesh
 from lingvo_moe.training.checks import check_divisible
 

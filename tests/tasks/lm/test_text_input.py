@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from trainer_testing import write_corpus
 
-from lingvo_moe.core import registry
+from lingvo_moe.core.config import registry
 from lingvo_moe.tasks.lm.text_input import LmInput
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.special_ids import BOS_ID, EOS_ID

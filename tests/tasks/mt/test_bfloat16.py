@@ -5,11 +5,11 @@ import pytest
 import tensorflow as tf
 import toy_translation as toy
 
-from lingvo_moe.core import registry
-from lingvo_moe.core.engine import lowering
+from lingvo_moe.core.config import registry
 from lingvo_moe.core.engine.engines import make_engine
-from lingvo_moe.core.engine.steps import build_step, train_step
-from lingvo_moe.core.engine.tracing import trace
+from lingvo_moe.core.engine.loop.steps import build_step, train_step
+from lingvo_moe.core.engine.lowering import lowering
+from lingvo_moe.core.engine.lowering.tracing import trace
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import Mesh, single_device, use_mesh
 

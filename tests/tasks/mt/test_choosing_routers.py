@@ -8,14 +8,14 @@ import pytest
 import tensorflow as tf
 import toy_translation as toy
 
-from lingvo_moe.core import registry
-from lingvo_moe.core.artifacts import RunArtifacts
-from lingvo_moe.core.base_task import TaskError
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.moe.registry import ROUTERS
 from lingvo_moe.core.moe.routers.hash import HashRouter
 from lingvo_moe.core.moe.routers.top_k import TopKRouter
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
+from lingvo_moe.core.task.base_task import TaskError
 from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.pipeline import MtInput
@@ -58,7 +58,7 @@ def test_params_text_reads_back_whatever_is_chosen(name):
         ("task.moe.router=top_2", r"no such choice: 'top_2' \(did you mean 'top2'"),
         ("task.moe.router=Switch", r"known: expert_choice, hash, lsh"),
         ("task.moe.router=hash;task.moe.router.kk=1", r"no parameter .*did you mean 'k'"),
-        ("task.moe.router.cls=type/lingvo_moe.core.files/only_one", "is no class"),
+        ("task.moe.router.cls=type/lingvo_moe.core.files.files/only_one", "is no class"),
     ],
 )
 def test_mistakes_in_names(override, message):

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_moe.core import registry
-from lingvo_moe.core.inspect import count_parameters
+from lingvo_moe.core.config import registry
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import single_device, use_mesh
+from lingvo_moe.core.task.inspect import count_parameters
 from lingvo_moe.tasks.mt.model import MtModel
 
 V_SOURCE, V, M, H, N, K, E, G = 11, 13, 8, 16, 2, 4, 4, 3

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_moe.core import registry
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.engine.loop.steps import build_step, lower_step, train_step
 from lingvo_moe.core.engine.pjrt import PjrtEngine
-from lingvo_moe.core.engine.steps import build_step, lower_step, train_step
 from lingvo_moe.core.pipeline.schedule import ScheduleError
 from lingvo_moe.core.sharding import Mesh, ShardingError, use_mesh
 from lingvo_moe.training.checks import check_divisible

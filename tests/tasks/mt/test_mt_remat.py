@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from lingvo_moe.core import registry
-from lingvo_moe.core.engine.steps import lower_step, train_step
-from lingvo_moe.core.engine.testing import run_sharded
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.engine.eager.testing import run_sharded
+from lingvo_moe.core.engine.loop.steps import lower_step, train_step
 from lingvo_moe.core.layers import kept
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed

@@ -9,9 +9,9 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks
-from lingvo_moe.core.hyperparams import InstantiableParams
-from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams
+from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.moe.routers.base import (
     Chosen,
     LearnedRouter,

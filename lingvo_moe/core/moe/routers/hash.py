@@ -9,9 +9,9 @@ Letters: G group, S token in group, k choice rank, E expert, M model, V vocabula
 import numpy as np
 import tensorflow as tf
 
-from lingvo_moe.core import checks
-from lingvo_moe.core.hyperparams import InstantiableParams
-from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams
+from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.moe.routers.unlearned import UnlearnedRouter, spread
 from lingvo_moe.core.nested_map import NestedMap
 

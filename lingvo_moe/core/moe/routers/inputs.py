@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks, kernels
-from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core import kernels
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.nested_map import NestedMap
 
 CONTEXT = {

@@ -5,10 +5,11 @@ Letters: G group, S token in group, k choice rank, E expert, M model.
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks, randomness
+from lingvo_moe.core import randomness
 from lingvo_moe.core.base_layer import WeightParams
-from lingvo_moe.core.hyperparams import InstantiableParams
-from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams
+from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.moe.losses_and_metrics import AuxLoss, cv_squared, importance, smooth_load
 from lingvo_moe.core.moe.routers.base import Chosen, LearnedRouter, Routing, check_choices

@@ -9,7 +9,7 @@ Letters: G group, S token in group, k choice rank, E expert, M model.
 import tensorflow as tf
 
 from lingvo_moe.core import randomness
-from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.moe.routers.unlearned import UnlearnedRouter, spread
 from lingvo_moe.core.moe.slots import top_k
 from lingvo_moe.core.nested_map import NestedMap

@@ -5,9 +5,10 @@ Letters: G group, S token in group, k choice rank (2 here), E expert, C capacity
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks, randomness
-from lingvo_moe.core.hyperparams import InstantiableParams, ParamError
-from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core import randomness
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError
+from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.moe.losses_and_metrics import AuxLoss, load_balance
 from lingvo_moe.core.moe.routers.base import Chosen, LearnedRouter, Routing
 from lingvo_moe.core.moe.routers.inputs import real_tokens

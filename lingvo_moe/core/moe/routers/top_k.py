@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks, randomness
+from lingvo_moe.core import randomness
 from lingvo_moe.core.base_layer import WeightParams
-from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.moe.losses_and_metrics import AuxLoss, load_balance, log_partition, z_loss
 from lingvo_moe.core.moe.routers.base import Chosen, LearnedRouter, Routing, check_choices

@@ -5,8 +5,8 @@ Letters: G group, S token in group, k choice rank, E expert, C capacity slot, M 
 
 import tensorflow as tf
 
-from lingvo_moe.core import checks
-from lingvo_moe.core.hyperparams import InstantiableParams
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.moe.routers.base import Chosen, Router, Routing, check_choices
 from lingvo_moe.core.moe.routers.inputs import real_tokens
 from lingvo_moe.core.moe.slots import assign_slots

@@ -16,9 +16,12 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from lingvo_moe.core import base_input, checks
-from lingvo_moe.core.artifacts import RunArtifacts
-from lingvo_moe.core.base_input import (
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams
+from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.files.artifacts import RunArtifacts
+from lingvo_moe.core.input import base_input
+from lingvo_moe.core.input.base_input import (
     ArraySpec,
     BaseInput,
     HeldOutBatch,
@@ -26,10 +29,8 @@ from lingvo_moe.core.base_input import (
     Progress,
     quiet,
 )
-from lingvo_moe.core.hyperparams import InstantiableParams
-from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.input.permutation import permute
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.permutation import permute
 from lingvo_moe.tasks.image.input.crops import generator, middle_box, random_box, resized
 from lingvo_moe.tasks.image.input.errors import ImageDataError
 from lingvo_moe.tasks.image.input.sources import SUFFIXES, Split, digits_splits, folder_splits

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lingvo_moe.core.permutation import permute
-from lingvo_moe.core.suggest import did_you_mean
+from lingvo_moe.core.config.suggest import did_you_mean
+from lingvo_moe.core.input.permutation import permute
 from lingvo_moe.tasks.image.input.errors import ImageDataError
 
 if TYPE_CHECKING:  # it takes a while to import

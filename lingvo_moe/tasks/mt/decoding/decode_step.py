@@ -12,12 +12,12 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
+from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.decode.flat_beam_search import FlatBeamSearch, SearchOptions, StepFn
-from lingvo_moe.core.engine.specs import TensorSpec
-from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.nested_map import NestedMap, map_structure
 from lingvo_moe.core.sharding import dims_mapping, single_device, use_mesh
-from lingvo_moe.core.step import Step
+from lingvo_moe.core.task.step import Step
 from lingvo_moe.tasks.mt.input.special_ids import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 
 

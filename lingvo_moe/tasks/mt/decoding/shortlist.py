@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from lingvo_moe.core.files import write_atomic
+from lingvo_moe.core.files.files import write_atomic
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.special_ids import EOS_ID, PAD_ID, UNK_ID
 

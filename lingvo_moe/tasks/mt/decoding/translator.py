@@ -16,11 +16,11 @@ from typing import Any
 import tensorflow as tf
 import tensorflow_text as tf_text
 
-from lingvo_moe.core import checks
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.decode.flat_beam_search import SearchOptions
 from lingvo_moe.core.decode.ranges import LENGTH
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.quiet import quiet
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.core.tensors import dim
 from lingvo_moe.tasks.mt.decoding import eight_bit

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from lingvo_moe.core.artifacts import RunArtifacts
+from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.input.errors import DataError
 

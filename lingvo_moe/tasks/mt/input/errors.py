@@ -1,6 +1,6 @@
 """The exception for data that is missing, broken or too small."""
 
-from lingvo_moe.core.base_input import NoHeldOutError
+from lingvo_moe.core.input.base_input import NoHeldOutError
 
 
 class DataError(ValueError):

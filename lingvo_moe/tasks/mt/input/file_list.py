@@ -1,4 +1,4 @@
-"""Verifies files that tools wrote against the list of SHA-256 beside them (core/manifest.py).
+"""Verifies files that tools wrote against the list of SHA-256 beside them (core/files/manifest.py).
 
 tools.prepare lists its data set in `prepared.sha256` and tools.build_corpus its corpus in `corpus.sha256`; a vocabulary
 that lies by itself has `<file>.sha256`. Files of such a directory are verified before they are read. A
@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lingvo_moe.core import manifest
-from lingvo_moe.core.files import write_atomic
-from lingvo_moe.core.suggest import did_you_mean
+from lingvo_moe.core.config.suggest import did_you_mean
+from lingvo_moe.core.files import manifest
+from lingvo_moe.core.files.files import write_atomic
 from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from lingvo_moe.core.base_input import HeldOutBatch
+from lingvo_moe.core.input.base_input import HeldOutBatch
 from lingvo_moe.tasks.mt.input.packing import Shape, fill_batch
 
 # (source, target) texts of a language, and its task or None.

@@ -8,8 +8,8 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-from lingvo_moe.core import files
-from lingvo_moe.core.manifest import ManifestError, verify_manifest, write_manifest
+from lingvo_moe.core.files import files
+from lingvo_moe.core.files.manifest import ManifestError, verify_manifest, write_manifest
 
 _LIST = "files.sha256"
 _log = logging.getLogger(__name__)

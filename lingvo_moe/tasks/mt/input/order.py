@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lingvo_moe.core.permutation import permute
+from lingvo_moe.core.input.permutation import permute
 from lingvo_moe.tasks.mt.input.mixing import draw_languages, temperature_weights
 
 _BLOCK = 4096

@@ -13,13 +13,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
-from lingvo_moe.core import base_input, checks
-from lingvo_moe.core.artifacts import RunArtifacts
-from lingvo_moe.core.base_input import ArraySpec, BaseInput, HeldOutBatch, Progress, quiet
-from lingvo_moe.core.hyperparams import InstantiableParams
-from lingvo_moe.core.hyperparams import Params as HyperParams
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams
+from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.files.artifacts import RunArtifacts
+from lingvo_moe.core.files.user_cache import user_cache_dir
+from lingvo_moe.core.input import base_input
+from lingvo_moe.core.input.base_input import ArraySpec, BaseInput, HeldOutBatch, Progress, quiet
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.user_cache import user_cache_dir
 from lingvo_moe.tasks.mt.input.artifacts import languages_of, mt_artifacts, vocabs_of
 from lingvo_moe.tasks.mt.input.dev_set import DevSet
 from lingvo_moe.tasks.mt.input.errors import DataError, NoDevSetError

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader
 
-from lingvo_moe.core import files
-from lingvo_moe.core.base_input import Progress, quiet
-from lingvo_moe.core.manifest import ManifestError
+from lingvo_moe.core.files import files
+from lingvo_moe.core.files.manifest import ManifestError
+from lingvo_moe.core.input.base_input import Progress, quiet
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.made_once import making, verify_made

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lingvo_moe.core.base_input import Progress, quiet
+from lingvo_moe.core.input.base_input import Progress, quiet
 from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.file_list import check_languages, data_files

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from lingvo_moe.core.files import not_written
+from lingvo_moe.core.files.files import not_written
 from lingvo_moe.core.nested_map import NestedMap
 
 # Some 25 MB of short sentences. Reading a record takes longer the more groups a shard has.

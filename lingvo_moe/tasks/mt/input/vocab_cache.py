@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from lingvo_moe.core import files
-from lingvo_moe.core.base_input import Progress, quiet
+from lingvo_moe.core.files import files
+from lingvo_moe.core.input.base_input import Progress, quiet
+from lingvo_moe.core.input.permutation import permute
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.permutation import permute
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.file_list import (
     list_of,

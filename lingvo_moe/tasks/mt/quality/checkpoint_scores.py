@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from lingvo_moe.core.artifacts import RunArtifacts
-from lingvo_moe.core.base_input import BaseInput
-from lingvo_moe.core.base_task import BaseTask
-from lingvo_moe.core.checkpoint_scorer import BaseCheckpointScorer, CheckpointScores
+from lingvo_moe.core.files.artifacts import RunArtifacts
+from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.task.base_task import BaseTask
+from lingvo_moe.core.task.checkpoint_scorer import BaseCheckpointScorer, CheckpointScores
 from lingvo_moe.tasks.mt.decoding.translator import Translator
 from lingvo_moe.tasks.mt.input.artifacts import languages_of, vocabs_of
 from lingvo_moe.tasks.mt.input.dev_set import DevSet

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import tensorflow as tf
 
-from lingvo_moe.core import checks, kernels
-from lingvo_moe.core.collection import paused_collection
+from lingvo_moe.core import kernels
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.console.collection import paused_collection
 from lingvo_moe.core.decode.ranges import LENGTH
 from lingvo_moe.core.kernels import tensorflow as tensorflow_kernels
 from lingvo_moe.core.nested_map import NestedMap

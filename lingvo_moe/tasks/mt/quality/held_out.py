@@ -4,8 +4,8 @@ import itertools
 import os
 from collections.abc import Callable
 
-from lingvo_moe.core.engine.evaluation import Evaluator
-from lingvo_moe.core.engine.run_weights import read_newest, read_weights
+from lingvo_moe.core.engine.checkpoints.run_weights import read_newest, read_weights
+from lingvo_moe.core.engine.loop.evaluation import Evaluator
 from lingvo_moe.core.engine.tf_engine import TfEngine
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir

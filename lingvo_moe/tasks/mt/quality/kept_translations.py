@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.core.sealed import SealError, read_sealed, write_sealed
+from lingvo_moe.core.files.sealed import SealError, read_sealed, write_sealed
 
 _log = logging.getLogger(__name__)
 # Lines, and the language of each -> one translation each.

@@ -12,8 +12,8 @@ from typing import Any
 
 from sacrebleu.metrics import BLEU, CHRF
 
-from lingvo_moe.core.files import write_atomic
-from lingvo_moe.core.manifest import write_manifest
+from lingvo_moe.core.files.files import write_atomic
+from lingvo_moe.core.files.manifest import write_manifest
 from lingvo_moe.tasks.mt.decoding.line_stream import one_line
 from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.errors import DataError

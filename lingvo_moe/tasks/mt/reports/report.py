@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from lingvo_moe.core.command import as_typed
+from lingvo_moe.core.console.command import as_typed
 from lingvo_moe.core.pages import drawing, markup
 from lingvo_moe.core.pages.markup import Html
 from lingvo_moe.tasks.mt.input.resource_groups import GROUPS

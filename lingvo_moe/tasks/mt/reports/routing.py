@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from lingvo_moe.core.base_input import ArraySpec
-from lingvo_moe.core.base_task import BaseTask
-from lingvo_moe.core.engine.specs import TensorSpec
-from lingvo_moe.core.engine.summaries import read_metrics
+from lingvo_moe.core.engine.loop.summaries import read_metrics
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.tf_engine import TfEngine
+from lingvo_moe.core.input.base_input import ArraySpec
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.tasks.mt.input.dev_set import DevSet
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.packing import RowFiller, Shape, to_batch

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.core import inspect
-from lingvo_moe.core.engine import init_from
-from lingvo_moe.core.engine.summaries import read_metrics
-from lingvo_moe.core.hyperparams import Params
+from lingvo_moe.core.config.hyperparams import Params
+from lingvo_moe.core.engine.checkpoints import init_from
+from lingvo_moe.core.engine.loop.summaries import read_metrics
+from lingvo_moe.core.task import inspect
 from lingvo_moe.tasks.mt.quality.scoring import verify_scores
 from lingvo_moe.tasks.mt.reports import samples
 from lingvo_moe.tasks.mt.reports.routing import RoutingReport

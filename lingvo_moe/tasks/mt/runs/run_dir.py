@@ -1,10 +1,10 @@
-"""The run directory of a translation model. It adds vocabularies and languages to what core/run_dir.py has."""
+"""The run directory of a translation model. It adds vocabularies and languages to what core/runs/run_dir.py has."""
 
 from typing import TYPE_CHECKING
 
-from lingvo_moe.core import run_dir
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.run_description import RunDirError
+from lingvo_moe.core.runs import run_dir
+from lingvo_moe.core.runs.run_description import RunDirError
 from lingvo_moe.tasks.mt.input.artifacts import VOCAB_FILES, languages_of, vocabs_of
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # it imports TensorFlow
 
 
 class RunDir(run_dir.RunDir):
-    """The description of a translation model's run; see core/run_dir.py."""
+    """The description of a translation model's run; see core/runs/run_dir.py."""
 
     @property
     def vocabs(self) -> NestedMap:

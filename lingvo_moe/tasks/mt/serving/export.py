@@ -7,14 +7,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from lingvo_moe.core.base_task import BaseTask
-from lingvo_moe.core.directories import EXPORTED, check_replaceable
-from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
-from lingvo_moe.core.engine.run_weights import read_newest, read_weights
-from lingvo_moe.core.files import not_written, replaced_directory, write_atomic
-from lingvo_moe.core.manifest import write_manifest
+from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, CheckpointError
+from lingvo_moe.core.engine.checkpoints.run_weights import read_newest, read_weights
+from lingvo_moe.core.files.files import not_written, replaced_directory, write_atomic
+from lingvo_moe.core.files.manifest import write_manifest
+from lingvo_moe.core.files.paths import check_portable
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.paths import check_portable
+from lingvo_moe.core.runs.directories import EXPORTED, check_replaceable
+from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
 from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions, Translator
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir

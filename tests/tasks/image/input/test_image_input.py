@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from lingvo_moe import trainer
-from lingvo_moe.core.artifacts import RunArtifacts
-from lingvo_moe.core.base_input import NoHeldOutError
+from lingvo_moe.core.files.artifacts import RunArtifacts
+from lingvo_moe.core.input.base_input import NoHeldOutError
 from lingvo_moe.tasks.image.input.crops import generator, middle_box, random_box, resized
 from lingvo_moe.tasks.image.input.errors import ImageDataError
 from lingvo_moe.tasks.image.input.pipeline import CLASSES_FILE, DigitsInput, FolderInput

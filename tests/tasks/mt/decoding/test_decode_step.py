@@ -9,10 +9,10 @@ import sentencepiece
 import tensorflow as tf
 import toy_translation as toy
 
-from lingvo_moe.core import registry
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.engine.loop.steps import build_step, lower_step
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.pjrt import PjrtEngine
-from lingvo_moe.core.engine.specs import TensorSpec
-from lingvo_moe.core.engine.steps import build_step, lower_step
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import Mesh, single_device, use_mesh

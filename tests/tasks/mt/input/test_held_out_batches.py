@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from lingvo_moe.core.base_input import NoHeldOutError
+from lingvo_moe.core.input.base_input import NoHeldOutError
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.held_out import held_out_batches
 from lingvo_moe.tasks.mt.input.packing import Shape

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lingvo_moe.core.permutation import permute
+from lingvo_moe.core.input.permutation import permute
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.mixing import draw_languages, quotas, temperature_weights
 from lingvo_moe.tasks.mt.input.order import WINDOW, PairOrder, shuffled

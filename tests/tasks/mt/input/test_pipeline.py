@@ -354,7 +354,7 @@ def test_errors_teach(params, values: dict, message: str) -> None:
 
 def test_neither_jax_nor_tensorflow_is_imported() -> None:
     code = (
-        "import sys, lingvo_moe.tasks.mt.input.pipeline, lingvo_moe.tasks.mt.input.corpus;"
+        "import sys, lingvo_moe.tasks.mt.input.pipeline, lingvo_moe.tasks.mt.input.corpus.corpus;"
         "sys.exit(bool({'jax', 'tensorflow'} & set(sys.modules)))"
     )
     root = Path(__file__).parents[4]

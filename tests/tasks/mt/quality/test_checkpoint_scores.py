@@ -8,9 +8,9 @@ import sentencepiece
 import toy_translation as toy
 
 from lingvo_moe import trainer
-from lingvo_moe.core import registry
-from lingvo_moe.core.class_names import any_class
-from lingvo_moe.core.engine.summaries import read_metrics
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.config.class_names import any_class
+from lingvo_moe.core.engine.loop.summaries import read_metrics
 from lingvo_moe.tasks.mt.quality.checkpoint_scores import CheckpointScorer
 from lingvo_moe.tasks.mt.quality.held_out import held_out_loss
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir

@@ -7,7 +7,7 @@ import tensorflow as tf
 import toy_translation as toy
 
 from lingvo_moe.core.decode.flat_beam_search import SearchOptions
-from lingvo_moe.core.engine.checkpoints import Checkpointer
+from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.mt.decoding.decode_step import Decoder

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from damage import damages
 
-from lingvo_moe.core.engine.aot import AotResult
-from lingvo_moe.core.engine.aot_cache import cached
+from lingvo_moe.core.engine.aot.aot import AotResult
+from lingvo_moe.core.engine.aot.aot_cache import cached
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
-from lingvo_moe.tasks.mt.input.corpus import CorpusOptions, build_corpus, languages_asked_for
+from lingvo_moe.tasks.mt.input.corpus.corpus import CorpusOptions, build_corpus, languages_asked_for
 from lingvo_moe.tasks.mt.input.dev_set import DevSet
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.pipeline import MtInput

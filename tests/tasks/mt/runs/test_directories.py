@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lingvo_moe.core.directories import (
+from lingvo_moe.core.files.paths import PathError
+from lingvo_moe.core.runs.directories import (
     CORPUS,
     EXPORTED,
     PREPARED,
@@ -18,8 +19,7 @@ from lingvo_moe.core.directories import (
     check_replaceable,
     recognise,
 )
-from lingvo_moe.core.paths import PathError
-from lingvo_moe.core.run_lock import LOCK_FILE, RunLock
+from lingvo_moe.core.runs.run_lock import LOCK_FILE, RunLock
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 
 _MARKS = {

@@ -6,13 +6,18 @@ import numpy as np
 import pytest
 import toy_translation
 
-from lingvo_moe.core import registry
-from lingvo_moe.core.artifacts import RunArtifacts
-from lingvo_moe.core.engine.init_from import InitFromError, begin_from, describe, find_step
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.engine.checkpoints.init_from import (
+    InitFromError,
+    begin_from,
+    describe,
+    find_step,
+)
 from lingvo_moe.core.engine.pjrt import PjrtEngine
 from lingvo_moe.core.engine.tf_engine import TfEngine
+from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.run_description import RunDirError
+from lingvo_moe.core.runs.run_description import RunDirError
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
 from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary

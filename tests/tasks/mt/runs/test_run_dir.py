@@ -10,12 +10,12 @@ import subprocess
 import pytest
 import toy_translation as toy
 
-from lingvo_moe.core import files
-from lingvo_moe.core.artifacts import RunArtifacts
-from lingvo_moe.core.manifest import write_manifest
-from lingvo_moe.core.run_description import RunDirError
-from lingvo_moe.core.run_dir import MANIFEST, MARK
-from lingvo_moe.core.run_lock import RunLock
+from lingvo_moe.core.files import files
+from lingvo_moe.core.files.artifacts import RunArtifacts
+from lingvo_moe.core.files.manifest import write_manifest
+from lingvo_moe.core.runs.run_description import RunDirError
+from lingvo_moe.core.runs.run_dir import MANIFEST, MARK
+from lingvo_moe.core.runs.run_lock import RunLock
 from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
@@ -186,7 +186,7 @@ def test_the_list_of_another_run_does_not_fit(run, tmp_path, vocabs):
 
 @pytest.mark.parametrize("lost", DESCRIPTION)
 def test_a_list_that_lacks_a_file_is_refused(run, lost):
-    from lingvo_moe.core.manifest import write_manifest
+    from lingvo_moe.core.files.manifest import write_manifest
 
     write_manifest(run.path, MANIFEST, set(DESCRIPTION) - {lost})
     with pytest.raises(RunDirError, match=f"{re.escape(lost)} is not in {MANIFEST}"):

@@ -16,11 +16,11 @@ from damage import full_disk
 from numpy.testing import assert_allclose, assert_array_equal
 from tensorflow.python.tools import saved_model_cli
 
-from lingvo_moe.core.directories import OutputError
-from lingvo_moe.core.engine.checkpoints import Checkpointer, CheckpointError
-from lingvo_moe.core.manifest import ManifestError, verify_manifest
+from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, CheckpointError
+from lingvo_moe.core.files.manifest import ManifestError, verify_manifest
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.run_description import RunDirError
+from lingvo_moe.core.runs.directories import OutputError
+from lingvo_moe.core.runs.run_description import RunDirError
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions
 from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lingvo_moe.core.files import open_to_write, reserve
+from lingvo_moe.core.files.files import open_to_write, reserve
 
 HASHES_AT_ONCE = 2_000_000  # some 150 MB while they are sorted
 _READ_AT_ONCE = 1_000_000

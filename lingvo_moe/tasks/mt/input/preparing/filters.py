@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from lingvo_moe.tasks.mt.input.clean import MAX_LENGTH_RATIO
-from lingvo_moe.tasks.mt.input.scripts import in_script, scripts_of
+from lingvo_moe.tasks.mt.input.corpus.clean import MAX_LENGTH_RATIO
+from lingvo_moe.tasks.mt.input.preparing.scripts import in_script, scripts_of
 
 # Below so many characters lengths differ by chance.
 _SHORT = 20

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.core import files
-from lingvo_moe.tasks.mt.input import split
-from lingvo_moe.tasks.mt.input.clean import sentence_key
+from lingvo_moe.core.files import files
+from lingvo_moe.tasks.mt.input.corpus import split
+from lingvo_moe.tasks.mt.input.corpus.clean import sentence_key
 from lingvo_moe.tasks.mt.input.made_once import is_made, making
 from lingvo_moe.tasks.mt.input.prepared import content_digest
 from lingvo_moe.tasks.mt.input.preparing.dedup import keep_first

@@ -21,10 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from lingvo_moe.core import files
-from lingvo_moe.core.directories import PREPARED, check_replaceable
+from lingvo_moe.core.files import files
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.mt.input import prepared, split
+from lingvo_moe.core.runs.directories import PREPARED, check_replaceable
+from lingvo_moe.tasks.mt.input import prepared
+from lingvo_moe.tasks.mt.input.corpus import split
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.file_list import PREPARED_LIST, list_of
 from lingvo_moe.tasks.mt.input.lengths import loss_of, measure, of_targets

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from lingvo_moe.core import files
-from lingvo_moe.tasks.mt.input import split, tsv
-from lingvo_moe.tasks.mt.input.clean import sentence_key, tidy_text
+from lingvo_moe.core.files import files
+from lingvo_moe.tasks.mt.input import tsv
+from lingvo_moe.tasks.mt.input.corpus import split
+from lingvo_moe.tasks.mt.input.corpus.clean import sentence_key, tidy_text
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.made_once import is_made, making
 from lingvo_moe.tasks.mt.input.preparing.filters import REASONS, Rules

@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
-from lingvo_moe.core import files
+from lingvo_moe.core.files import files
 from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.file_list import write_listed
 from lingvo_moe.tasks.mt.input.made_once import is_made, making

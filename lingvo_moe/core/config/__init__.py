@@ -1,0 +1,1 @@
+"""Params, checks of their values, classes and experiments by name."""

@@ -1,0 +1,1 @@
+"""The process of a command: its flags, its messages, its imports."""

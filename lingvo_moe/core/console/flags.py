@@ -1,0 +1,482 @@
+"""Command-line flags, with absl: each command has a table of its own.
+
+absl keeps the flags of a process in one global table. Here several commands run in one process (in tests, in a demo),
+and many of them have a flag of the same name. So each command defines its flags in a `Flags`, an absl `FlagValues`:
+
+    def define_flags() -> Flags:
+        flags = Flags("python -m tools.export", __doc__)
+        flags.DEFINE_path("logdir", None, "the run to export", required=True)
+        flags.DEFINE_integer("top_k", 1, "translations of each line", checks.SIZE)
+        return flags
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        args = define_flags().Parse(argv)
+        print(args.logdir, args.top_k)
+
+What users of absl know works: `--top_k=4` and `--top_k 4`, `--quiet` and `--noquiet`, `--flagfile=FILE`, `--undefok`,
+`--help`, `--helpfull`, `--helpxml`, and validators. A mistake ends the process with one line and status 2; `--help`
+ends it with status 0.
+"""
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, Self
+
+from absl import flags
+
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.suggest import did_you_mean, either, nearest
+from lingvo_moe.core.console.command import as_typed, say
+from lingvo_moe.core.files.paths import PathError, check_local, check_portable
+
+_HELP = "help"  # the section of the flags that every command has
+_COMMON = ("flagfile", "help", "helpfull")  # what one may look for in every command
+_KINDS = {int: "int", float: "float"}
+
+# Names the checkpoint with the lowest held-out loss, where a flag takes a step.
+BEST = "best"
+BEST_HELP = f"'{BEST}': the one with the lowest held-out loss while it trained"
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Splits comma-separated names; spaces around them and empty ones are dropped."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def join_overrides(*overrides: str) -> str:
+    """Joins texts `path=value;path=value` to one; empty ones are dropped."""
+    # Otherwise a backslash at the end would escape the semicolon that follows.
+    spaced = [f"{text} " if text.endswith("\\") else text for text in overrides[:-1]]
+    return ";".join(text for text in (*spaced, *overrides[-1:]) if text)
+
+
+class Flags(flags.FlagValues):
+    """The flags of one command: their definitions and, after `Parse`, their values as attributes.
+
+    The DEFINE methods take absl's arguments: the name without dashes, the default (None: no value), and the help text.
+    """
+
+    # FlagValues sends assignments to attributes to flags, so these are set in __dict__.
+    _command: str
+    _about: str
+    _prefix: str
+    _section: str
+    _alone: dict[str, Callable[[], None]]
+
+    def __init__(self, command: str, about: str | None, prefix: str = ""):
+        """Makes a table with the help flags alone.
+
+        Args:
+            command: how to call it, e.g. "python -m tools.export".
+            about: what --help shows above the flags; the docstring of the command's module.
+            prefix: the first word of error messages; by default the last part of the module's name.
+        """
+        super().__init__()
+        self.__dict__["_command"] = command
+        self.__dict__["_about"] = (about or "").strip("\n")
+        self.__dict__["_prefix"] = prefix or command.rpartition(".")[2]
+        self.__dict__["_section"] = _HELP
+        self.__dict__["_alone"] = {}
+        for name, short, text, show in (
+            ("help", "h", "show this help", self._ShowHelp),
+            ("helpshort", "?", "the same as --help", self._ShowHelp),
+            ("helpfull", "", "also show the flags that every command has", self._ShowFullHelp),
+            ("helpxml", "", "show all flags as XML", self.write_help_in_xml_format),
+        ):
+            flags.DEFINE_flag(_ShowFlag(name, text, show, short), self, _HELP)
+        self.__dict__["_section"] = "flags"
+
+    @contextlib.contextmanager
+    def Section(self, title: str) -> Iterator[None]:
+        """Flags that are defined inside appear under this title in the help."""
+        before = self._section
+        self.__dict__["_section"] = title
+        try:
+            yield
+        finally:
+            self.__dict__["_section"] = before
+
+    def DEFINE_string(
+        self,
+        name: str,
+        default: str | None,
+        help: str,
+        check: checks.Check | None = None,
+        required: bool = False,
+    ) -> None:
+        """Defines a flag that takes any text, or text that `check` allows."""
+        self._Define(name, default, help, _checked(str, check or checks.TEXT), required)
+
+    def DEFINE_integer(
+        self,
+        name: str,
+        default: int | None,
+        help: str,
+        check: checks.Check | None = None,
+        required: bool = False,
+    ) -> None:
+        """Defines a flag that takes an integer in the range of `check`."""
+        self._Define(name, default, help, _checked(int, check or checks.Integer()), required)
+
+    def DEFINE_float(
+        self,
+        name: str,
+        default: float | None,
+        help: str,
+        check: checks.Check | None = None,
+        required: bool = False,
+    ) -> None:
+        """Defines a flag that takes a number in the range of `check`."""
+        self._Define(name, default, help, _checked(float, check or checks.Number()), required)
+
+    def DEFINE_boolean(self, name: str, default: bool, help: str) -> None:
+        """Defines a switch: `--name`, `--noname`, `--name=true`."""
+        flags.DEFINE(_Boolean(), name, default, help, self, None, self._section, boolean=True)
+
+    def DEFINE_enum(
+        self,
+        name: str,
+        default: str | None,
+        enum_values: Sequence[str],
+        help: str,
+        required: bool = False,
+    ) -> None:
+        """Defines a flag that takes one of some values; with the default "" also "", which leaves the choice open."""
+        parser = _checked(str, checks.one_of(enum_values), may_be_empty=default == "")
+        self._Define(name, default, help, parser, required)
+
+    def DEFINE_step(self, name: str, help: str) -> None:
+        """Defines a flag that takes the step of a checkpoint, an integer, or BEST; None where it is not given."""
+        allowed = f"{checks.COUNT}, or {BEST!r}"
+
+        def read(given: str) -> int | str:
+            if given != BEST and not re.fullmatch("[0-9]{1,18}", given):
+                raise ValueError(f"must be {allowed}")
+            return BEST if given == BEST else int(given)
+
+        self.DEFINE_parsed(name, None, help, read, allowed)
+
+    def DEFINE_list(self, name: str, default: Sequence[str] | None, help: str) -> None:
+        """Defines a flag that takes comma-separated names; its value is a tuple."""
+        self.DEFINE_parsed(name, default, help, names, "comma-separated")
+
+    def DEFINE_override(self, help: str = "path=value;path=value, as for the trainer") -> None:
+        """Defines `--model_params_override`. Given several times, all of them apply, a later value of a path last."""
+        parser = _checked(str, checks.TEXT)
+        flag = _OverrideFlag(parser, _Serializer(), "model_params_override", "", help)
+        flags.DEFINE_flag(flag, self, self._section)
+
+    def DEFINE_parsed(
+        self,
+        name: str,
+        default: Any,
+        help: str,
+        parse: Callable[[str], Any],
+        syntax: str = "",
+        required: bool = False,
+    ) -> None:
+        """Defines a flag with a syntax of its own.
+
+        Args:
+            name: of the flag.
+            default: the value itself, not its text; None for no value.
+            help: what it means.
+            parse: returns the value of a text; raises ValueError with what would be right.
+            syntax: a phrase for the help.
+            required: whether the command cannot do without it.
+        """
+
+        def read(given: Any) -> Any:
+            return parse(given) if isinstance(given, str) else tuple(given)
+
+        self._Define(name, default, help, _Parser(read=read, syntax=syntax), required)
+
+    def DEFINE_path(
+        self,
+        name: str,
+        default: str | None,
+        help: str,
+        required: bool = False,
+        portable: bool = False,
+    ) -> None:
+        """Defines a flag that names a file or a directory, checked by lingvo_moe.core.files.paths.
+
+        Args:
+            name: of the flag.
+            default: a path, "" or None.
+            help: what it means.
+            required: whether the command cannot do without it.
+            portable: True for a run or an exported model, which Orbax and TensorFlow read and write.
+        """
+        self._Define(name, default, help, _checked(str, checks.TEXT), required)
+        self._CheckPaths(name, check_portable if portable else check_local)
+
+    def DEFINE_multi_path(self, name: str, help: str) -> None:
+        """Defines a flag that names a file or a directory each time it is given; its value is a list."""
+        self.DEFINE_multi_string(name, help)
+        self._CheckPaths(name, check_local)
+
+    def DEFINE_multi_string(self, name: str, help: str) -> None:
+        """Defines a flag that may be given several times; its value is a list of texts."""
+        parser = _checked(str, checks.TEXT)
+        serializer = flags.ArgumentSerializer[str]()
+        flags.DEFINE_multi(parser, serializer, name, [], help, self, self._section)
+
+    def ExactlyOne(self, *names: str) -> None:
+        """Requires that exactly one of these flags has a value."""
+
+        def check(values: dict[str, Any]) -> bool:
+            if sum(value is not None for value in values.values()) != 1:
+                shown = " and ".join(f"--{name}" for name in names)
+                raise flags.IllegalFlagValueError(f"give exactly one of {shown}")
+            return True
+
+        flags.register_multi_flags_validator(names, check, flag_values=self)
+
+    def Distinct(self, *names: str) -> None:
+        """Requires that no two of these flags name the same place to write to."""
+
+        def check(values: dict[str, Any]) -> bool:
+            flag_of: dict[str, str] = {}
+            for name, path in values.items():
+                other = flag_of.setdefault(os.path.realpath(path), name) if path else name
+                if other != name:
+                    raise flags.IllegalFlagValueError(
+                        f"--{other} and --{name} are both {path}; name two places"
+                    )
+            return True
+
+        flags.register_multi_flags_validator(names, check, flag_values=self)
+
+    def OnlyWith(self, names: str, because: str = "", **needed: Any) -> None:
+        """Declares that flags have an effect only with others; one that is given without these is refused.
+
+        Args:
+            names: of the flags, with spaces between them. Only a value other than the default counts as given.
+            because: a phrase that ends the message.
+            needed: by the name of another flag, whether it must be given, or its value, or a tuple of possible values.
+        """
+
+        def check(values: dict[str, Any]) -> bool:
+            for name in names.split():
+                if values[name] == self[name].default:
+                    continue
+                for other, wanted in needed.items():
+                    if why := self._Lacks(other, values[other], wanted):
+                        end = f": {because}" if because else ""
+                        raise flags.IllegalFlagValueError(f"{self._Shown(name)} {why}{end}")
+            return True
+
+        both = [*names.split(), *needed]
+        flags.register_multi_flags_validator(both, check, flag_values=self)
+
+    def _Lacks(self, name: str, value: Any, wanted: Any) -> str:
+        """Says how a flag fails the requirement of OnlyWith; '' if it meets it."""
+        given = value != self[name].default
+        if isinstance(wanted, bool):
+            if given is wanted:
+                return ""
+            return (
+                f"goes with --{name}, which is not given"
+                if wanted
+                else f"does not go with {self._Shown(name)}"
+            )
+        allowed = wanted if isinstance(wanted, tuple) else (wanted,)
+        if value in allowed:
+            return ""
+        shown = either(f"--{name}={one}" for one in allowed if one is not None)
+        return f"goes with {shown}, not with {self._Shown(name)}"
+
+    def _Shown(self, name: str) -> str:
+        """A flag with its value, as a user gives it."""
+        value = self[name].value
+        if self[name].boolean:
+            return f"--{'' if value else 'no'}{name}"
+        return f"--{name}={','.join(map(str, value)) if isinstance(value, list | tuple) else value}"
+
+    def WhenAlone(self, name: str, show: Callable[[], None]) -> None:
+        """Makes `--name` without a value, as the last argument, call `show`, and end the process with status 0."""
+        self.__dict__["_alone"] = {**self._alone, f"--{name}": show}
+
+    def Parse(self, argv: Sequence[str] | None = None) -> Self:
+        """Reads the flags' values; they are attributes afterwards.
+
+        Args:
+            argv: the arguments after the command's name; None for those of this process.
+
+        Returns:
+            This object.
+
+        Raises:
+            SystemExit: with status 2 after one line on standard error, for a flag that does not exist, a value that a
+                flag cannot have, or an argument that is no flag; with status 0 after --help.
+        """
+        given = sys.argv[1:] if argv is None else argv
+        if given and (show := self._alone.get(given[-1])):
+            show()
+            raise SystemExit(0)
+        try:
+            rest = self([self._command, *given])[1:]
+        except flags.UnrecognizedFlagError as e:
+            flag = str(e.flagvalue).partition("=")[0]
+            self.Fail(f"no flag {flag}{self._Instead(flag)}")
+        except flags.Error as e:
+            self.Fail(str(e).removeprefix("flag ").removeprefix("ERROR:: "))
+        except UnicodeDecodeError as e:
+            self.Fail(f"--flagfile names a file that is no text: {e}")
+        except ValueError as e:  # absl's, for --noname=value
+            self.Fail(str(e))
+        if rest:
+            self.Fail(f"unexpected argument {rest[0]!r}: values are given as --flag=value")
+        return self
+
+    def Fail(self, message: str) -> NoReturn:
+        """Ends the process with status 2 and this line: flags that do not go together."""
+        say(f"{self._prefix}: {message}")
+        raise SystemExit(2)
+
+    def Values(self) -> dict[str, Any]:
+        """Returns the values of the command's own flags by name, without those of the help."""
+        return {name: self[name].value for name in self.Names()}
+
+    def Names(self) -> list[str]:
+        """Returns the names of the command's own flags, in the order of their definition."""
+        sections = self.flags_by_module_dict().items()
+        return [flag.name for section, own in sections if section != _HELP for flag in own]
+
+    def Help(self, full: bool = False) -> str:
+        """Returns what --help prints or, where `full`, --helpfull, with commands as typed."""
+        if full:
+            return as_typed(f"{self._about}\n{self.get_help()}")
+        sections = [name for name in self.flags_by_module_dict() if name != _HELP]
+        text = "\n".join(self.module_help(section) for section in sections)
+        text = f"{self._about}\n{text}\n\n--helpfull also shows --flagfile and what else every command takes."
+        return as_typed(text)
+
+    def _ShowHelp(self) -> None:
+        print(self.Help())
+
+    def _ShowFullHelp(self) -> None:
+        print(self.Help(full=True))
+
+    def _Define(
+        self, name: str, default: Any, help: str, parser: "_Parser", required: bool
+    ) -> None:
+        text = f"{help} (required)" if required else help
+        flags.DEFINE(parser, name, default, text, self, _Serializer(), self._section)
+        if not required:
+            return
+
+        def check(value: Any) -> bool:
+            if value is None:
+                alone = f"; --{name} alone lists all" * (f"--{name}" in self._alone)
+                raise flags.IllegalFlagValueError(f"--{name} is required{alone}")
+            return True
+
+        flags.register_validator(name, check, flag_values=self)
+
+    def _CheckPaths(self, name: str, check: Callable[[str, str], None]) -> None:
+        """Checks the value, or each of them, once all flags are known: a default may be unsuitable too."""
+
+        def validate(value: Any) -> bool:
+            try:
+                for path in [value] if isinstance(value, str) else value or ():
+                    check(path, f"--{name}")
+            except PathError as e:
+                raise flags.IllegalFlagValueError(str(e)) from None
+            return True
+
+        flags.register_validator(name, validate, flag_values=self)
+
+    def _Instead(self, flag: str) -> str:
+        """A hint that is added to the error about a flag that does not exist."""
+        known = self._Spellings(flag)
+        if "model_params_override" in self.Names() and not nearest(flag, known):
+            return (
+                "; a parameter of the experiment is set by its path, --model_params_override='path=value': "
+                "python -m lingvo_moe.trainer --model=... --mode=inspect_params prints all paths"
+            )
+        return did_you_mean(flag, known)
+
+    def _Spellings(self, flag: str) -> list[str]:
+        """Existing flags that a misspelt one may mean."""
+        own = self.Names()
+        known = [f"--{name}" for name in (*own, *_COMMON)]
+        if flag.startswith("--no"):
+            known += [f"--no{name}" for name in own if self[name].boolean]
+        return known
+
+
+class _Parser(flags.ArgumentParser[Any]):
+    """Reads a flag's text with a function, which raises ValueError with what would be right."""
+
+    # Given by name, or absl would keep every parser for ever.
+    def __init__(self, *, read: Callable[[Any], Any], syntax: str = "", kind: str = "string"):
+        self._read, self._kind = read, kind
+        self.syntactic_help = syntax
+
+    def parse(self, argument: Any) -> Any:
+        return self._read(argument)
+
+    def flag_type(self) -> str:
+        return self._kind
+
+
+def _checked(convert: type, check: checks.Check, may_be_empty: bool = False) -> _Parser:
+    """The parser of one value of a type, in a range."""
+
+    def read(given: Any) -> Any:
+        if may_be_empty and given == "":
+            return given
+        try:
+            value = convert(given)
+        except (ValueError, OverflowError):
+            raise ValueError(f"must be {check}") from None
+        if why := check(value):
+            raise ValueError(why)
+        return value
+
+    syntax = "" if check is checks.TEXT else str(check)
+    return _Parser(read=read, syntax=syntax, kind=_KINDS.get(convert, "string"))
+
+
+class _Boolean(flags.BooleanParser):
+    """As absl's, with a message in the words of the others."""
+
+    def parse(self, argument: str | int | bool) -> bool:
+        try:
+            return super().parse(argument)
+        except ValueError:
+            raise ValueError("must be true or false") from None
+
+
+class _Serializer(flags.ArgumentSerializer[Any]):
+    """Writes a value as a user would: names with commas between them."""
+
+    def serialize(self, value: Any) -> str:
+        return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+class _OverrideFlag(flags.Flag[str]):
+    """A flag whose texts are joined where it is given several times."""
+
+    def parse(self, argument: str) -> None:
+        before = (self.value or "") if self.present else ""
+        super().parse(join_overrides(before, argument))
+
+
+class _ShowFlag(flags.BooleanFlag):
+    """A switch that prints something and ends the process with status 0."""
+
+    def __init__(self, name: str, help: str, show: Callable[[], None], short_name: str = ""):
+        self._show = show
+        super().__init__(name, False, help, short_name=short_name or None)
+
+    def parse(self, argument: str | bool) -> None:
+        super().parse(argument)
+        if self.value:
+            self._show()
+            raise SystemExit(0)

@@ -1,0 +1,1 @@
+"""Compiles programs ahead of time for machines that are not there."""

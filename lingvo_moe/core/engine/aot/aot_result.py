@@ -1,0 +1,78 @@
+"""The result of compiling ahead of time: the compiler's results for a program, or why it does not fit."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lingvo_moe.core.console import units
+from lingvo_moe.core.engine.base import EngineError
+
+
+class Holder(NamedTuple):
+    """A large buffer, live at the peak, of a program that does not fit.
+
+    Attributes:
+        bytes: its size, including padding.
+        op_name: the operation that it comes from, as far as the compiler knows; may be empty.
+        shape: HLO's, e.g. 'f32[512,1024]{1,0:T(8,128)}'.
+    """
+
+    bytes: int
+    op_name: str
+    shape: str
+
+
+class OutOfMemory(EngineError):
+    """A program that needs more memory than a device has.
+
+    Attributes:
+        needed_bytes: bytes that it needs on one device, as exact as the compiler says it.
+        limit_bytes: bytes that a device has for a program, likewise.
+        holders: the largest buffers, largest first; empty if the compiler listed none, as when it
+            rejects a program at once.
+        compiler_message: the compiler's message.
+        hlo_text: the scheduled module that did not fit; '' if the compiler left none.
+    """
+
+    def __init__(
+        self,
+        program: str,
+        topology: str,
+        needed_bytes: int,
+        limit_bytes: int,
+        *,
+        holders: Sequence[Holder] = (),
+        compiler_message: str = "",
+        hlo_text: str = "",
+    ):
+        self.needed_bytes, self.limit_bytes = needed_bytes, limit_bytes
+        self.holders = list(holders)
+        self.compiler_message = compiler_message
+        self.hlo_text = hlo_text
+        super().__init__(
+            f"program {program!r} does not fit {topology}: it needs {units.size(needed_bytes)} on each"
+            f" device, which has {units.size(limit_bytes)}; it misses by"
+            f" {units.size(needed_bytes - limit_bytes)}"
+        )
+
+
+@dataclass(frozen=True)
+class AotResult:
+    """The compiler's results for a program, for one device.
+
+    Attributes:
+        hlo_text: the scheduled module.
+        memory: bytes of arguments, outputs, aliased, temporaries, code, peak (the compiler's figure
+            for the most live bytes of arguments, outputs and temporaries), and needed (on a device, by all of it).
+        cost: XLA's cost analysis; a loop's body is counted once. Empty if the compiler gives none.
+        compile_seconds: time to compile.
+        host_peak_bytes: peak memory of this process so far.
+        partitioner_input: the module that the SPMD partitioner was given; '' for one device.
+    """
+
+    hlo_text: str
+    memory: dict[str, int]
+    cost: dict[str, float]
+    compile_seconds: float
+    host_peak_bytes: int
+    partitioner_input: str = ""

@@ -1,0 +1,1 @@
+"""Checkpoints, and the weights of other runs."""

@@ -1,0 +1,490 @@
+"""Checkpoints by Orbax, one directory a step: sharded, written in the background, complete or absent.
+
+A step holds the state as a flat map from path to tensor, and a JSON file with the structure of the
+state and everything else that a run needs to resume (the input's position, the experiment's text). It
+can be restored on any mesh, device count, process count or engine, and with any packing of variables
+(packed_tensors.py), after its files have been compared with their digests. Imports no TensorFlow.
+"""
+
+import contextlib
+import logging
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from lingvo_moe.core.engine.base import Engine
+from lingvo_moe.core.engine.checkpoints.checkpoint_digests import (
+    DigestedDirectory,
+    NotListedError,
+    verify_step,
+)
+from lingvo_moe.core.engine.checkpoints.checkpoint_rotation import Rotation
+from lingvo_moe.core.engine.checkpoints.number_formats import converted, is_master, sources
+from lingvo_moe.core.engine.checkpoints.packed_tensors import Packing, Stored
+from lingvo_moe.core.engine.lowering.specs import TensorSpec, numpy_dtype
+from lingvo_moe.core.engine.pjrt import PjrtEngine
+from lingvo_moe.core.files.manifest import ManifestError
+from lingvo_moe.core.files.paths import check_portable
+from lingvo_moe.core.nested_map import NestedMap, first_difference, flatten_items, pack, skeleton
+
+_FORMAT = 1
+_LEAST_BYTES_OF_REPLICA = 1 << 20
+_MOST_SHOWN = 400  # characters of another library's error
+_TRIES = 20  # of listing the steps while a trainer deletes some
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is missing, damaged, or of another model."""
+
+
+class Checkpointer:
+    """Saves and restores the states of one run. In a job of several processes all of them make each call.
+
+    Usage:
+        with Checkpointer(os.path.join(logdir, "checkpoints"), keep=3) as checkpointer:
+            checkpointer.Save(step, state, {"input": ...})
+            state, extra = checkpointer.Restore(state_specs, engine)
+    """
+
+    def __init__(self, directory: str, keep: int = 3, read_only: bool = False):
+        """Args: the directory, made when missing; how many of the newest steps stay; whether to leave it untouched.
+
+        Only one writer at a time may use a directory: a new one deletes the incomplete files of a
+        killed writer.
+
+        Raises:
+            CheckpointError: reading only, and there is no such directory.
+            PathError: a path below which checkpoints could not be read again.
+        """
+        check_portable(directory, "the directory of checkpoints")
+        self.directory = os.path.abspath(directory)
+        # Orbax logs at length, and each error several times over; errors come as exceptions too.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        self._kept = Rotation(keep)
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=None if read_only else self._kept,
+            create=not read_only,
+            read_only=read_only,
+            cleanup_tmp_directories=not read_only,
+            enable_async_checkpointing=not read_only,
+            temporary_path_class=DigestedDirectory,
+        )
+        self._verified: set[int] = set()
+        self._manager = self._open(options)
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.Close()
+
+    def _open(self, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
+        """Lists the steps; again, where a trainer deleted one while they were listed to be read."""
+        tries = _TRIES if options.read_only else 1
+        while True:
+            if options.read_only and not os.path.isdir(self.directory):
+                raise CheckpointError(
+                    f"{self.directory}: there is no such directory of checkpoints"
+                )
+            handlers = {"state": _state_handler(), "about": ocp.JsonCheckpointHandler()}
+            try:
+                return ocp.CheckpointManager(
+                    self.directory, options=options, item_handlers=handlers
+                )
+            except (FileNotFoundError, NotADirectoryError):
+                tries -= 1
+                if not tries:
+                    raise
+
+    def Steps(self) -> list[int]:
+        """The steps that are complete, oldest first."""
+        return sorted(self._manager.all_steps())
+
+    def LatestStep(self) -> int | None:
+        """The newest complete step, or None."""
+        steps = self.Steps()
+        return steps[-1] if steps else None
+
+    def KeepBest(self, step: int | None) -> None:
+        """Keeps this step beside the newest ones from the next Save on; the one that was best goes then."""
+        self._kept.best = step
+
+    def KeepBefore(self, step: int) -> None:
+        """Keeps the newest checkpoint before this step beside the newest ones from the next Save on."""
+        self._kept.before = step
+
+    def Save(
+        self,
+        step: int,
+        state: Any,
+        extra: Mapping[str, Any] | None = None,
+        packing: Packing | None = None,
+    ) -> None:
+        """Starts to save; the state may be donated as soon as this returns. A step that is there already is left alone.
+
+        Args:
+            step: its number.
+            state: a tree of the engine's tensors.
+            extra: anything that JSON can hold.
+            packing: of the state; None: it packs nothing.
+
+        Raises:
+            CheckpointError: this step, or the one before it, could not be written.
+        """
+        if step in self._manager.all_steps():
+            return
+        items = flatten_items(state)
+        tensors = {path: _savable(leaf) for path, leaf in items}
+        packing = packing or Packing(state, {})
+        about = {
+            "format": _FORMAT,
+            **packing.About(tensors),
+            "structure": skeleton(packing.unpacked),
+            "extra": dict(extra or {}),
+        }
+        args = ocp.args.Composite(
+            state=ocp.args.PyTreeSave(tensors), about=ocp.args.JsonSave(about)
+        )
+        with self._writing():
+            self._manager.save(step, args=args)
+
+    def Restore(
+        self,
+        state_specs: Any,
+        engine: Engine,
+        step: int | None = None,
+        packing: Packing | None = None,
+    ) -> tuple[Any, dict[str, Any]]:
+        """Restores the state on the engine's devices, sharded as the specs say, and the `extra` of Save.
+
+        Tensors that the checkpoint packs differently pass through the memory of every process, one at a time. Those
+        that it has in another number format are converted.
+
+        Args:
+            state_specs: a tree of specs of the whole state, or of a part such as
+                NestedMap(theta=...).
+            engine: the engine that will hold the tensors.
+            step: by default the newest.
+            packing: of `state_specs`; None: they pack nothing.
+
+        Raises:
+            CheckpointError: no such step; a damaged one; or one of another model (the message names
+                the first variable that differs).
+        """
+        step, about = self._about(step, engine)
+        packing, stored = packing or Packing(state_specs, {}), Stored(about)
+        self._check_model(step, about, packing)
+        specs = [TensorSpec.Of(spec, path) for path, spec in flatten_items(state_specs)]
+        there = sources(specs, stored.types)
+        tensors = self._read_onto(step, stored, there, engine, packing)
+        if there != specs:
+            tensors = converted(tensors, specs, engine)
+        return pack(skeleton(state_specs), tensors), about["extra"]
+
+    def RestoreTensors(
+        self,
+        specs: Sequence[TensorSpec],
+        engine: Engine,
+        step: int | None = None,
+        packing: Packing | None = None,
+    ) -> list[Any]:
+        """Restores some tensors of the state, named by their paths, on the devices with their specs' sharding.
+
+        Args: as those of Restore; `packing` is that of a tree that has these tensors.
+
+        Raises:
+            CheckpointError: as Restore.
+        """
+        step, about = self._about(step, engine)
+        stored, packing = Stored(about), packing or Packing({}, {})
+        self._check_tensors(step, stored, packing.Unpacked(specs))
+        return self._read_onto(step, stored, specs, engine, packing)
+
+    def RestoreToNumpy(
+        self, prefix: str = "", step: int | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """A part of the state, e.g. prefix='theta', as NumPy arrays in the structure that was saved, and the `extra`.
+
+        Raises:
+            CheckpointError: as Restore; or nothing has that prefix.
+        """
+        step, about = self._about(step)
+        try:
+            structure = NestedMap.FromNestedDict(about["structure"])
+            part = structure.GetItem(prefix) if prefix else structure
+        except KeyError as e:
+            raise CheckpointError(f"{self._where(step)}: {e.args[0]}") from None
+        names = [v["name"] for v in about["variables"]]
+        wanted = {number: names[number] for _, number in flatten_items(part)}
+        stored = Stored(about)
+        tensors = self._read_numpy(step, stored.Tensors(wanted.values()))
+        leaves = {i: stored.Variable(name, tensors) for i, name in wanted.items()}
+        return pack(part, leaves), about["extra"]
+
+    def RestoreMeanToNumpy(self, prefix: str, steps: Sequence[int]) -> Any:
+        """The mean over several steps of a part of the state, e.g. prefix='theta', as NumPy arrays.
+
+        Floating-point tensors are averaged in float32, or in their own type if it is wider, and keep their type.
+        Other tensors are taken from the last step. Memory holds the running mean and the step that is being read.
+
+        Args:
+            prefix: path of the part.
+            steps: at least one.
+
+        Raises:
+            CheckpointError: as Restore; or nothing has that prefix.
+        """
+        for number, step in enumerate(steps, 1):
+            tree, _ = self.RestoreToNumpy(prefix, step)
+            leaves = [leaf for _, leaf in flatten_items(tree)]
+            if number == 1:
+                types = [leaf.dtype for leaf in leaves]
+                mean = [_wide(leaf) for leaf in leaves]
+            for i, leaf in enumerate(leaves):
+                mean[i] = mean[i] + (leaf - mean[i]) / number if _is_float(leaf) else leaf
+        return pack(skeleton(tree), [m.astype(t) for m, t in zip(mean, types, strict=True)])
+
+    def ReadExtra(self, step: int | None = None) -> dict[str, Any]:
+        """The `extra` of Save alone. Raises CheckpointError as Restore."""
+        return self._about(step)[1]["extra"]
+
+    def Wait(self) -> None:
+        """Returns when everything that was saved is complete on disk.
+
+        Raises:
+            CheckpointError: something could not be written.
+        """
+        with self._writing():
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
+
+    def Close(self) -> None:
+        """Waits, and releases the directory. Raises CheckpointError as Wait."""
+        with self._writing():
+            self._manager.close()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turns exceptions of Orbax and TensorStore about a full or read-only disk into one line."""
+        try:
+            yield
+        except Exception as e:
+            raise CheckpointError(
+                f"{self.directory}: a checkpoint could not be written ({_in_one_line(e)}); the ones before it are "
+                "whole, and the same command goes on from the newest"
+            ) from e
+
+    def _where(self, step: int) -> str:
+        return f"{self.directory}, step {step}"
+
+    def _about(self, step: int | None, engine: Engine | None = None) -> tuple[int, dict[str, Any]]:
+        """The step, the newest for None, and its JSON, once its files are verified; by all processes of an engine."""
+        steps = self.Steps()
+        if not steps:
+            raise CheckpointError(f"{self.directory}: there is no checkpoint")
+        if step is None:
+            step = steps[-1]
+        if step not in steps:
+            raise CheckpointError(
+                f"{self._where(step)}: there is no such checkpoint; there are {steps}"
+            )
+        self._verify(step, engine)
+        about = self._guarded(step, ocp.args.Composite(about=ocp.args.JsonRestore())).about
+        if about.get("format") != _FORMAT:
+            raise CheckpointError(f"{self._where(step)}: format {about.get('format')} is unknown")
+        return step, about
+
+    def _verify(self, step: int, engine: Engine | None) -> None:
+        """Compares a step's files with their digests, once; the processes of an engine share the work."""
+        if step in self._verified:
+            return
+        part = (jax.process_index(), jax.process_count()) if engine else (0, 1)
+        mistake: CheckpointError | None = None
+        try:
+            self._verify_files(step, part)
+        except CheckpointError as e:
+            mistake = e
+        failed = mistake is not None
+        if engine.AnyProcess(failed) if engine else failed:
+            raise mistake or CheckpointError(
+                f"{self._where(step)}: another process of the job cannot use the checkpoint; its error says why"
+            )
+        self._verified.add(step)
+
+    def _verify_files(self, step: int, part: tuple[int, int] = (0, 1)) -> None:
+        """Raises CheckpointError if files of a step are damaged or cannot be read."""
+        try:
+            verify_step(self._step_dir(step), part)
+        except NotListedError as e:
+            raise CheckpointError(f"{self._where(step)}: {e}") from None
+        except ManifestError as e:
+            raise self._damaged(step, e) from e
+        except OSError as e:
+            raise CheckpointError(f"{self._where(step)}: cannot be read: {e}") from e
+
+    def _damaged(self, step: int, reason: ManifestError) -> CheckpointError:
+        """The error for a damaged step, which suggests the newest undamaged step before it."""
+        for older in reversed([s for s in self.Steps() if s < step]):
+            try:
+                verify_step(self._step_dir(older))
+            except (ManifestError, OSError):
+                continue
+            advice = f"delete {self._step_dir(step)} to go on from step {older}, whose files are as they were written"
+            break
+        else:
+            advice = "no older checkpoint is whole: begin again, with --restart"
+        return CheckpointError(
+            f"{self._where(step)}: the checkpoint is damaged; {advice} ({reason})"
+        )
+
+    def _step_dir(self, step: int) -> str:
+        return os.path.join(self.directory, str(step))
+
+    def _read(self, step: int, targets: dict[str, Any]) -> dict[str, Any]:
+        """The named tensors: NumPy where the target is None, else as the ShapeDtypeStruct says."""
+        args = {
+            name: ocp.RestoreArgs(restore_type=np.ndarray)
+            if target is None
+            else ocp.ArrayRestoreArgs(sharding=target.sharding, global_shape=target.shape)
+            for name, target in targets.items()
+        }
+        item = {name: 0 if target is None else target for name, target in targets.items()}
+        restore = ocp.args.PyTreeRestore(item, restore_args=args, partial_restore=True)
+        return self._guarded(step, ocp.args.Composite(state=restore)).state
+
+    def _guarded(self, step: int, args: Any) -> Any:
+        """Restores a step that was verified.
+
+        Raises:
+            CheckpointError: it was damaged since, or Orbax or TensorStore fail, e.g. for lack of memory.
+        """
+        try:
+            return self._manager.restore(step, args=args)
+        except Exception as e:
+            self._verify_files(step)
+            raise CheckpointError(
+                f"{self._where(step)}: the checkpoint could not be restored ({_in_one_line(e)}); its files are as they "
+                "were written"
+            ) from e
+
+    def _read_numpy(self, step: int, names: Iterable[str]) -> dict[str, np.ndarray]:
+        """The named tensors."""
+        found = self._read(step, dict.fromkeys(names))
+        return {name: np.asarray(value) for name, value in found.items()}
+
+    def _read_onto(
+        self,
+        step: int,
+        stored: Stored,
+        specs: Sequence[TensorSpec],
+        engine: Engine,
+        packing: Packing,
+    ) -> list[Any]:
+        """The tensors of these specs, which have been checked, on the engine's devices."""
+        there = [s for s in specs if stored.Has(s, packing)]
+        if isinstance(engine, PjrtEngine):
+            tensors = (
+                self._read(step, {s.name: _sharded(s, engine) for s in there}) if there else {}
+            )
+        else:
+            values = self._read(step, {s.name: None for s in there})
+            put = engine.Put([values[s.name] for s in there], there)
+            tensors = {s.name: value for s, value in zip(there, put, strict=True)}
+        tensors |= self._repacked(
+            step, stored, [s for s in specs if s.name not in tensors], engine, packing
+        )
+        return [tensors[s.name] for s in specs]
+
+    def _repacked(
+        self,
+        step: int,
+        stored: Stored,
+        specs: Sequence[TensorSpec],
+        engine: Engine,
+        packing: Packing,
+    ) -> dict[str, Any]:
+        """As _read_onto, for tensors whose variables the checkpoint has in others."""
+        variables = {s.name: packing.Variables(s.name) for s in specs}
+        sources = {name: stored.Tensors(names) for name, names in variables.items()}
+        found: dict[str, Any] = {}
+        tensors: dict[str, np.ndarray] = {}
+        for spec in sorted(specs, key=lambda s: sources[s.name]):
+            needed = sources[spec.name]
+            tensors = {name: tensors[name] for name in needed if name in tensors}
+            if missing := [name for name in needed if name not in tensors]:
+                tensors |= self._read_numpy(step, missing)
+            values = {name: stored.Variable(name, tensors) for name in variables[spec.name]}
+            found[spec.name] = engine.Put([packing.Packed(spec, values)], [spec])[0]
+        return found
+
+    def _check_model(self, step: int, about: dict[str, Any], packing: Packing) -> None:
+        specs = [TensorSpec.Of(spec, path) for path, spec in flatten_items(packing.unpacked)]
+        roots = {re.split(r"[.\[]", s.name)[0] for s in specs}
+        saved = [v["name"] for v in about["variables"] if not is_master(v["name"])]
+        names = [n for n in saved if re.split(r"[.\[]", n)[0] in roots]
+        wanted = [s.name for s in specs if not is_master(s.name)]
+        if names != wanted:
+            raise CheckpointError(
+                f"{self._where(step)}: the checkpoint is of another model: "
+                f"{first_difference(wanted, names)} in it"
+            )
+        stored = Stored(about)
+        self._check_tensors(step, stored, sources(specs, stored.types))
+
+    def _check_tensors(self, step: int, stored: Stored, specs: Sequence[TensorSpec]) -> None:
+        for spec in specs:
+            if spec.name not in stored.types:
+                raise CheckpointError(
+                    f"{self._where(step)}: the checkpoint is of another model: {spec.name!r} is "
+                    "missing in it"
+                )
+            shape, dtype = stored.types[spec.name]
+            if (shape, dtype) != (spec.shape, spec.dtype):
+                raise CheckpointError(
+                    f"{self._where(step)}: the checkpoint is of another model: {spec.name} is "
+                    f"{dtype}{list(shape)} in it, {spec.dtype}{list(spec.shape)} here"
+                )
+
+
+def _in_one_line(error: Exception) -> str:
+    text = re.sub(r"\s+", " ", f"{type(error).__name__}: {error}")
+    return (
+        text
+        if len(text) <= _MOST_SHOWN
+        else f"{text[: _MOST_SHOWN // 2]} ... {text[-_MOST_SHOWN // 2 :]}"
+    )
+
+
+def _is_float(array: np.ndarray) -> bool:
+    return bool(jax.numpy.issubdtype(array.dtype, np.floating))  # knows bfloat16 too
+
+
+def _wide(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.result_type(array, np.float32)) if _is_float(array) else array
+
+
+def _state_handler() -> ocp.PyTreeCheckpointHandler:
+    """Orbax's handler of trees, in which the replicas of a large tensor each write a part of it.
+
+    By default they share small tensors too, and JAX compiles a program for each slice: seconds at the first save.
+    """
+    arrays = ocp.type_handlers.ArrayHandler(
+        min_slice_bytes_for_replica_parallel=_LEAST_BYTES_OF_REPLICA
+    )
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (np.ndarray, ocp.type_handlers.NumpyHandler()), (jax.Array, arrays)
+    )
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+
+
+def _savable(leaf: Any) -> jax.Array:
+    return leaf if isinstance(leaf, jax.Array) else jax.device_put(np.asarray(leaf))
+
+
+def _sharded(spec: TensorSpec, engine: PjrtEngine) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(spec.shape, numpy_dtype(spec.dtype), sharding=engine.Sharding(spec))

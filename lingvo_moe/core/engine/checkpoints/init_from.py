@@ -1,0 +1,181 @@
+"""Begins a run with the weights of another.
+
+It takes over all weights, and of each table with named rows the rows that both have.
+
+A row of an embedding belongs to a piece of a vocabulary, one of a router's task embeddings to a language. The task says
+which rows have names (BaseTask.NamedRows, RowNames). They are found by their names, so the new run may have other
+vocabularies and more languages.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lingvo_moe.core.config.hyperparams import Params
+from lingvo_moe.core.console.flags import BEST
+from lingvo_moe.core.engine.checkpoints.initial_weights import InitialWeights, Places
+from lingvo_moe.core.files.artifacts import RunArtifacts
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.runs.run_dir import RunDir
+from lingvo_moe.core.task.base_task import BaseTask, NamedRows
+
+_FLAG = "--init_from"
+_SHOWN = 5  # differences between two models
+
+
+class InitFromError(ValueError):
+    """A run that this one cannot begin from."""
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The weights that a run takes over from another, and a record of that.
+
+    Attributes:
+        weights: what to load.
+        about: for experiment.json: `logdir` and `step` of the other run, and `kept`: for each kind of named rows, how
+            many the other run has too, and how many there are.
+    """
+
+    weights: InitialWeights
+    about: dict[str, Any]
+
+
+def describe(about: Mapping[str, Any]) -> str:
+    """A sentence for Beginning.about: 'began from RUN at step 500; 310 of 320 source pieces were there'."""
+    kept = ", ".join(f"{n:,} of {total:,} {name}" for name, (n, total) in about["kept"].items())
+    return f"began from {about['logdir']} at step {about['step']}" + (
+        f"; {kept} were there" if kept else ""
+    )
+
+
+def find_step(logdir: str | os.PathLike, step: int | str | None = None) -> int:
+    """The newest checkpoint of a run, or `step`, which may be BEST. Reads no checkpoint.
+
+    Raises:
+        RunDirError: no run there, or no best step.
+        InitFromError: no checkpoint, or not that one.
+    """
+    run = RunDir(logdir, flag=_FLAG)
+    assert run.experiment
+    steps = run.steps
+    if not steps:
+        raise InitFromError(f"{_FLAG}={logdir}: the run there has no checkpoint yet")
+    if step == BEST:
+        return run.BestStep("--init_from_step")
+    if step is not None and step not in steps:
+        raise InitFromError(
+            f"--init_from_step={step}: {logdir} has no such checkpoint; there are {steps}"
+        )
+    return steps[-1] if step is None else int(step)
+
+
+def check_model(logdir: str | os.PathLike, task: Params, trust_run: bool = False) -> None:
+    """Raises as begin_from where a model cannot begin from a run, whatever the vocabularies. Reads no checkpoint."""
+    _models(RunDir(logdir, _FLAG, trust_run), task)
+
+
+def begin_from(
+    logdir: str | os.PathLike,
+    step: int,
+    task: Params,
+    artifacts: RunArtifacts,
+    trust_run: bool = False,
+) -> Beginning:
+    """Reads the weights with which a run begins from a checkpoint of another.
+
+    Args:
+        logdir: the other run's.
+        step: of its checkpoint.
+        task: Params of the model of the run that begins.
+        artifacts: of its input.
+        trust_run: see RunDir; of the other run.
+
+    Raises:
+        RunDirError: no run there, or a damaged one, or its experiment is not there any more, or it names a class
+            outside lingvo_moe.
+        InitFromError: its model is another one; names the variables that differ.
+        TaskError: the other run does not say the names of its rows.
+    """
+    run = RunDir(logdir, _FLAG, trust_run)
+    old, new = _models(run, task)
+    rows = new.NamedRows()
+    kinds = dict.fromkeys(found.kind for found in rows.values())
+    names = {
+        kind: (old.RowNames(kind, run.artifacts), new.RowNames(kind, artifacts)) for kind in kinds
+    }
+    before, after = old.VariableSpecs(), new.VariableSpecs()
+    moved = {}
+    for path, found in rows.items():
+        sizes = before.GetItem(path).shape[found.dim], after.GetItem(path).shape[found.dim]
+        places = _places(*names[found.kind], *sizes)
+        if sizes[0] != sizes[1] or (places != np.arange(sizes[1])).any():
+            moved[path] = Places(found.dim, places)
+    kept = {kind: [len({*a} & {*b}), len(b)] for kind, (a, b) in names.items()}
+    about = {"logdir": os.path.abspath(logdir), "step": step, "kept": kept}
+    return Beginning(InitialWeights(str(run.checkpoint_dir), step, moved), about)
+
+
+def _models(run: RunDir, task: Params) -> tuple[BaseTask, BaseTask]:
+    """The model of the run and the task's, whose variables are alike, however they are packed."""
+    before = run.Params().task
+    old, new = before.Instantiate().Unpacked(), task.Instantiate().Unpacked()
+    _check_same(run, old, new, before, task)
+    return old, new
+
+
+def _places(old: Sequence[str], new: Sequence[str], old_size: int, new_size: int) -> np.ndarray:
+    """int64 [new_size], where each row of the new table lay in the old one, by name; -1 where it is new.
+
+    Rows beyond the names stay where they are.
+    """
+    number = {name: i for i, name in enumerate(old)}
+    places = np.full(new_size, -1)
+    places[: len(new)] = [number.get(name, -1) for name in new]
+    beyond = np.arange(max(len(old), len(new)), min(old_size, new_size))
+    places[beyond] = beyond
+    return places
+
+
+def _check_same(run: RunDir, old: BaseTask, new: BaseTask, before: Params, after: Params) -> None:
+    """Raises InitFromError unless both models have the same variables, but for the sizes along named rows."""
+    rows = new.NamedRows()
+    there, here = (_described(model.VariableSpecs(), rows) for model in (old, new))
+    differ = [p for p in dict.fromkeys((*there, *here)) if there.get(p) != here.get(p)]
+    if not differ:
+        return
+    lines = [
+        f"  {p}: {there.get(p, 'not')} there, {here.get(p, 'not')} here" for p in differ[:_SHOWN]
+    ]
+    if len(differ) > _SHOWN:
+        lines.append(f"  and {len(differ) - _SHOWN} more")
+    sized_by = tuple({f"{found.sized_by} :" for found in rows.values()})
+    params_before, params_after = (_lines(p, sized_by) for p in (before, after))
+    only = set(params_before) ^ set(params_after)
+    lines += [f"> {line}" for line in params_before if line in only]
+    lines += [f"< {line}" for line in params_after if line in only]
+    raise InitFromError(
+        f"{_FLAG}={run.path}: weights can be taken over by a model of the same sizes, vocabularies and number of "
+        "languages aside, but these variables differ; '>' are parameters of the run there, '<' of the one that would "
+        "begin:\n" + "\n".join(lines)
+    )
+
+
+def _described(specs: NestedMap, rows: Mapping[str, NamedRows]) -> dict[str, str]:
+    """The type and shape of each variable, with a letter in place of the number of named rows."""
+    found = {}
+    for path, spec in specs.FlattenItems():
+        shape = [str(n) for n in spec.shape]
+        if path in rows and rows[path].dim < len(shape):
+            shape[rows[path].dim] = spec.letters[rows[path].dim]
+        found[path] = f"{spec.dtype}[{','.join(shape)}]"
+    return found
+
+
+def _lines(task: Params, sized_by: tuple[str, ...]) -> list[str]:
+    """The parameters as params.txt has them, but for those that set the number of named rows."""
+    lines = [f"task.{line}" for line in task.ToText().splitlines()]
+    return [line for line in lines if not any(name in line for name in sized_by)]

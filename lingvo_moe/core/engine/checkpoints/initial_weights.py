@@ -1,0 +1,82 @@
+"""Initialises a run with the weights of another run's checkpoint; rows of tables may be reordered."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lingvo_moe.core.engine.base import Engine
+from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
+from lingvo_moe.core.engine.checkpoints.packed_tensors import Packing
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
+from lingvo_moe.core.nested_map import NestedMap
+
+
+@dataclass(frozen=True)
+class Places:
+    """For one dimension of a variable, the index of each element in the other run's variable.
+
+    Attributes:
+        dim: the dimension.
+        before: int [size of the dimension], the index there of each element; -1 for a new one.
+    """
+
+    dim: int
+    before: np.ndarray
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """The weights to initialise a run with.
+
+    Attributes:
+        directory: the other run's checkpoints.
+        step: the checkpoint's step.
+        moved: by path, the Places of variables whose elements are reordered or new; such a variable may have another
+            size along that dimension. All other variables are copied unchanged.
+    """
+
+    directory: str
+    step: int
+    moved: Mapping[str, Places]
+
+    def Into(
+        self, state: NestedMap, specs: NestedMap, engine: Engine, packing: Packing | None = None
+    ) -> NestedMap:
+        """Returns the state with these weights; new elements keep their value. `state` must not be used again.
+
+        Reordered tables pass through the memory of every process in full. Other variables are read onto the
+        devices with their sharding, and none is held twice.
+
+        Args:
+            state: a state of BaseTask.StateSpecs, on the engine's devices.
+            specs: VariableSpecs of its theta.
+            engine: the engine that holds the state.
+            packing: of the state; None: it packs nothing.
+
+        Raises:
+            CheckpointError: no such step, a damaged one, or one of another model.
+        """
+        fresh = {path: state.theta.GetItem(path) for path in self.moved}
+        state.theta = NestedMap()  # frees memory
+        named = {path: TensorSpec.Of(s, f"theta.{path}") for path, s in specs.FlattenItems()}
+        with Checkpointer(self.directory, read_only=True) as checkpointer:
+            whole = [path for path in named if path not in self.moved]
+            wanted = [named[p] for p in whole]
+            tensors = checkpointer.RestoreTensors(wanted, engine, self.step, packing)
+            theta = dict(zip(whole, tensors, strict=True))
+            for path, places in self.moved.items():
+                old, _ = checkpointer.RestoreToNumpy(f"theta.{path}", self.step)
+                table = moved(old, engine.Get([fresh.pop(path)])[0], places)
+                theta[path] = engine.Put([table], [named[path]])[0]
+        state.theta = specs.Pack([theta[path] for path in named])
+        return state
+
+
+def moved(old: Any, fresh: Any, places: Places) -> np.ndarray:
+    """Copies the elements of `old` to their new indices in `fresh` along `places.dim`."""
+    out, known = np.array(fresh), places.before >= 0
+    rows, old_rows = (np.moveaxis(table, places.dim, 0) for table in (out, np.asarray(old)))
+    rows[known] = old_rows[places.before[known]]
+    return out

@@ -1,0 +1,82 @@
+"""The weights of a run at a checkpoint: as the last step left them, or their moving average."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+
+from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, CheckpointError
+from lingvo_moe.core.engine.lowering.specs import numpy_dtype
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.task.base_task import BaseTask
+
+_PATIENCE = 5.0  # seconds that a trainer may take to delete the files of a checkpoint
+_T = TypeVar("_T")
+
+
+def read_newest(
+    directory: str | os.PathLike,
+    read: Callable[[Checkpointer, int], _T],
+    step: int | None = None,
+) -> _T:
+    """Returns the result of `read` for a checkpoint, also while a trainer deletes old ones.
+
+    Args:
+        directory: of the checkpoints.
+        read: called with what reads them and the step; again with the next newest step if that one was deleted.
+        step: the one to read; None for the newest.
+
+    Raises:
+        CheckpointError: there is no checkpoint; or as `read`, also where `step` was deleted.
+    """
+    while True:
+        with Checkpointer(os.fspath(directory), read_only=True) as checkpointer:
+            found = checkpointer.LatestStep() if step is None else step
+            if found is None:
+                raise CheckpointError(f"{checkpointer.directory}: there is no checkpoint")
+            try:
+                return read(checkpointer, found)
+            except CheckpointError:
+                if step is not None or not was_deleted(directory, found):
+                    raise
+
+
+def was_deleted(directory: str | os.PathLike, step: int) -> bool:
+    """Whether a checkpoint has made place for newer ones; waits while its files are being deleted."""
+    until = time.monotonic() + _PATIENCE
+    while os.path.exists(os.path.join(directory, str(step))):
+        newer = (int(name) > step for name in os.listdir(directory) if name.isdigit())
+        if not any(newer) or time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def read_weights(
+    checkpointer: Checkpointer, task: BaseTask, step: int | None = None, use_ema: bool = False
+) -> NestedMap:
+    """Reads theta as NumPy arrays, in the structure of `task.Unpacked()`.
+
+    Args:
+        checkpointer: of the run.
+        task: its task.
+        step: of the checkpoint; None for the newest.
+        use_ema: whether to read the moving average, in the types of the weights, instead of the weights.
+
+    Raises:
+        CheckpointError: as Checkpointer.Restore; or the run keeps no moving average.
+    """
+    if not use_ema:
+        return checkpointer.RestoreToNumpy("theta", step)[0]
+    if not task.p.ema_decay:
+        raise CheckpointError(
+            f"--use_ema: the run in {checkpointer.directory} keeps no moving average of its weights; train one with "
+            "task.ema_decay=0.999, or leave the flag out"
+        )
+    average, _ = checkpointer.RestoreToNumpy("ema", step)
+    types = {path: spec.dtype for path, spec in task.Unpacked().VariableSpecs().FlattenItems()}
+    return average.Pack(
+        [np.asarray(x, numpy_dtype(types.get(path, x.dtype))) for path, x in average.FlattenItems()]
+    )

@@ -1,0 +1,1 @@
+"""Runs programs over a mesh from eager code."""

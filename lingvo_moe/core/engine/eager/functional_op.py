@@ -1,0 +1,254 @@
+"""A function of flat tensors as one eager operation: compiled for a mesh, run there, differentiable.
+
+The gradient is such an operation again, of the arguments and the results' cotangents, so there are
+gradients of every order. It recomputes the function instead of keeping intermediate values. Tensors
+move to the devices and back through the host's memory; a gradient reuses the arguments that its
+operation has already moved to the devices.
+"""
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import forwardprop_util, record
+
+from lingvo_moe.core.engine.lowering.program import Program
+from lingvo_moe.core.engine.lowering.specs import AUTO, TensorSpec
+from lingvo_moe.core.engine.lowering.tracing import LoweringError
+from lingvo_moe.core.engine.pjrt import CompiledProgram, PjrtEngine
+from lingvo_moe.core.sharding import ShardingError, use_mesh
+
+# From the specs of the results to their shardings; AUTO: the partitioner chooses.
+ChooseSplits = Callable[[list[TensorSpec]], Any]
+
+
+class Operation:
+    """One function of tensors with known shapes.
+
+    Attributes:
+        name: of the function, for messages.
+        args, results: specs of the flat tensors. A result that is None stays None.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        fn: Callable[..., Sequence[Any]],
+        args: Sequence[TensorSpec],
+        engine: PjrtEngine,
+        choose_splits: ChooseSplits,
+    ):
+        """Args: `fn` takes as many tensors as `args` has specs, and returns tensors or Nones.
+
+        Raises:
+            ShardingError: `fn` reads a variable that is not among its arguments; or as its annotations.
+            LoweringError: a result without a static shape.
+        """
+        self.name, self.args, self._fn, self._engine = name, list(args), fn, engine
+        graph = self._Trace()
+        self._gradients: dict[tuple[int, ...], Operation] = {}
+        self._captured = [x for x in graph.external_captures if isinstance(x, tf.Tensor)]
+        self.results = [
+            None if y is None else _spec_of(name, f"result[{i}]", y)
+            for i, y in enumerate(graph.structured_outputs)
+        ]
+        self._splits = choose_splits([r for r in self.results if r is not None])
+
+    def __call__(self, *tensors: tf.Tensor, placed: Sequence[Any] = ()) -> list[tf.Tensor | None]:
+        """Returns the results as eager tensors.
+
+        Args:
+            tensors: eager, as `args` says.
+            placed: the first of these tensors, where the devices hold them already.
+        """
+        if not any(self.results):
+            return self.results
+        watched = [x for x in self._captured if record.should_record_backprop([x])]
+        if watched:
+            raise ShardingError(
+                f"{self.name}: uses a tensor of shape {watched[0].shape} that a GradientTape watches "
+                "but that is not among its arguments, so no gradient could reach it; pass it as one"
+            )
+        if forwardprop_util.pack_tangents(list(tensors)).tangents:
+            raise ShardingError(
+                f"{self.name}: a ForwardAccumulator watches an argument; gradients here are backward "
+                "ones, of a GradientTape"
+            )
+        # What no tape watches, as a batch of data, needs no gradient computed.
+        wanted = tuple(i for i, x in enumerate(tensors) if record.should_record_backprop([x]))
+
+        @tf.custom_gradient
+        def run(*tensors: tf.Tensor) -> Any:
+            on_devices = [
+                self._engine.PutLeaf(x if i < len(placed) else x.numpy(), spec)
+                for i, (x, spec) in enumerate(
+                    zip([*placed, *tensors[len(placed) :]], self.args, strict=True)
+                )
+            ]
+            out = [tf.constant(y) for y in self._engine.Get(self.compiled(*on_devices))]
+
+            def gradient(*cotangents: tf.Tensor) -> list[tf.Tensor | None]:
+                return self._Gradient(wanted, tensors, on_devices, cotangents)
+
+            return out, gradient
+
+        out = iter(run(*tensors))
+        return [None if spec is None else next(out) for spec in self.results]
+
+    @functools.cached_property
+    def program(self) -> Program:
+        """Lowered for the mesh."""
+        present = [i for i, r in enumerate(self.results) if r is not None]
+
+        def tensors_only(*tensors: tf.Tensor) -> list[tf.Tensor]:
+            out = self._fn(*tensors)
+            return [out[i] for i in present]
+
+        named = _with_parameters(tensors_only, [spec.name for spec in self.args])
+        results: Any = self._splits
+        if results is not AUTO:
+            specs = [r for r in self.results if r is not None]
+            results = [
+                TensorSpec(r.shape, r.dtype, split) for r, split in zip(specs, results, strict=True)
+            ]
+        return self._engine.Lower(named, self.args, results=results, name=self.name)
+
+    @functools.cached_property
+    def compiled(self) -> CompiledProgram:
+        """Compiled for the engine's devices."""
+        return self._engine.Compile(self.program)
+
+    def Gradient(self, by: Sequence[int] | None = None) -> "Operation":
+        """The gradient of the floating-point results by the floating-point arguments.
+
+        It takes all arguments, then the cotangents of those results. Gradients of other arguments are
+        None.
+
+        Args:
+            by: the numbers of the arguments to differentiate by; by default all.
+        """
+        among = range(len(self.args)) if by is None else by
+        wanted = tuple(i for i in among if _is_differentiable(self.args[i]))
+        if wanted not in self._gradients:
+            self._gradients[wanted] = self._MakeGradient(wanted)
+        return self._gradients[wanted]
+
+    def _MakeGradient(self, wanted: tuple[int, ...]) -> "Operation":
+        count = len(self.args)
+        chosen = self._Differentiable()
+
+        def gradient(*tensors: tf.Tensor) -> list[tf.Tensor | None]:
+            args, cotangents = list(tensors[:count]), list(tensors[count:])
+            with tf.GradientTape() as tape:
+                tape.watch([args[i] for i in wanted])
+                out = self._fn(*args)
+            found = tape.gradient(
+                [out[i] for i in chosen], [args[i] for i in wanted], output_gradients=cotangents
+            )
+            gradients: list[tf.Tensor | None] = [None] * count
+            for i, g in zip(wanted, found):
+                gradients[i] = None if g is None else tf.convert_to_tensor(g)  # IndexedSlices too
+            return gradients
+
+        splits = self._SplitsOfResults()
+        taken = {spec.name for spec in self.args}
+        names = (n for n in map("cotangent_{}".format, itertools.count()) if n not in taken)
+        cotangents = [
+            TensorSpec(r.shape, r.dtype, splits[i], name)
+            for i, name in zip(chosen, names)
+            if (r := self.results[i]) is not None
+        ]
+
+        def as_arguments(found: list[TensorSpec]) -> list[Any]:
+            return [self.args[int(spec.name[len("result[") : -1])].split for spec in found]
+
+        return Operation(
+            f"gradient of {self.name}",
+            gradient,
+            [*self.args, *cotangents],
+            self._engine,
+            as_arguments,
+        )
+
+    def _SplitsOfResults(self) -> list[Any]:
+        """The requested sharding of each result; () where the partitioner chooses."""
+        if self._splits is AUTO:
+            return [()] * len(self.results)
+        splits = iter(self._splits)
+        return [() if r is None else next(splits) for r in self.results]
+
+    def _Gradient(
+        self,
+        wanted: tuple[int, ...],
+        tensors: Sequence[tf.Tensor],
+        on_devices: Sequence[Any],
+        cotangents: Sequence[Any],
+    ) -> list[tf.Tensor | None]:
+        if not tf.executing_eagerly():
+            raise ShardingError(
+                f"{self.name}: its gradient was asked for inside a tf.function, but it is a program of "
+                "its own, run from eager code. For tape.jacobian give experimental_use_pfor=False, and "
+                "the tape persistent=True"
+            )
+        present = [i for i, r in enumerate(self.results) if r is not None]
+        by_result = dict(zip(present, cotangents, strict=True))
+        chosen = self._Differentiable()
+        if not chosen or not any(_is_differentiable(self.args[i]) for i in wanted):
+            return [None] * len(self.args)
+        given = []
+        for i in chosen:
+            spec = self.results[i]
+            assert spec is not None
+            dy = by_result[i]
+            given.append(
+                tf.zeros(spec.shape, spec.dtype) if dy is None else tf.convert_to_tensor(dy)
+            )
+        found = self.Gradient(wanted)(*tensors, *given, placed=on_devices)
+        return found[: len(self.args)]
+
+    def _Differentiable(self) -> list[int]:
+        return [i for i, r in enumerate(self.results) if r is not None and _is_differentiable(r)]
+
+    def _Trace(self) -> Any:
+        """The function's graph, made under the mesh without compiling anything."""
+        named = _with_parameters(self._fn, [spec.name for spec in self.args])
+        with use_mesh(self._engine.mesh):
+            concrete = tf.function(named, autograph=False).get_concrete_function(
+                *[tf.TensorSpec(s.shape, s.dtype, name=s.name) for s in self.args]
+            )
+        if concrete.graph.variables:
+            names = ", ".join(sorted(repr(v.name) for v in concrete.graph.variables))
+            raise ShardingError(
+                f"{self.name}: reads variables that are not among its arguments: {names}; pass them as "
+                "arguments, as it is compiled once and would not see them change"
+            )
+        return concrete.graph
+
+
+def _is_differentiable(spec: TensorSpec) -> bool:
+    dtype = tf.as_dtype(spec.dtype)
+    return dtype.is_floating or dtype.is_complex
+
+
+def _spec_of(name: str, path: str, tensor: tf.Tensor) -> TensorSpec:
+    if not tensor.shape.is_fully_defined():
+        raise LoweringError(
+            f"{name}: {path} has shape {tensor.shape}; a program's shapes are static"
+        )
+    return TensorSpec.Of(tensor, path)
+
+
+def _with_parameters(fn: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
+    """`fn` of any number of tensors as a function whose parameters have names."""
+
+    def named(*tensors: tf.Tensor) -> Any:
+        return fn(*tensors)
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    named.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, kind) for name in names]
+    )
+    return named

@@ -1,0 +1,75 @@
+"""Means of a task's metrics over held-out batches, on any engine."""
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from lingvo_moe.core.engine.base import Compiled, Engine
+from lingvo_moe.core.engine.loop.steps import build_step, held_out_step
+from lingvo_moe.core.input.base_input import BaseInput, HeldOutBatch
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.task.base_task import BaseTask
+
+_MOST_EXPONENT = 700.0  # of e, in double precision
+
+
+class Evaluator:
+    """Computes BaseTask.HELD_OUT_METRICS of weights; compiled when it is first called.
+
+    Args:
+        task: what is evaluated.
+        inputs: says what a batch looks like.
+        engine: what runs it.
+        average: whether weights are given as the moving average of a state, instead of theta.
+    """
+
+    def __init__(self, task: BaseTask, inputs: BaseInput, engine: Engine, average: bool = False):
+        self._task, self._engine = task, engine
+        self._step = held_out_step(task, inputs, average)
+        self._compiled: Compiled | None = None
+
+    def Compile(self) -> Compiled:
+        """The compiled step, which is compiled once. Raises as Engine.Build."""
+        if self._compiled is None:
+            self._compiled = build_step(self._step, self._engine)
+        return self._compiled
+
+    def __call__(self, weights: NestedMap, batches: Iterable[HeldOutBatch]) -> NestedMap:
+        """Evaluates weights. In a job of several processes all have to call it.
+
+        Args:
+            weights: NumPy arrays, or tensors of the engine's.
+            batches: of the input's HeldOut.
+
+        Returns:
+            NestedMap of float32 scalars: the task's HELD_OUT_METRICS, as means over all its UNITs; their number, under
+            the name of the UNIT; `perplexity` where one of the metrics is `nll`; and the same for each group, in
+            `groups`, where there are several.
+
+        Raises:
+            ValueError: the batches hold nothing.
+        """
+        step, names = self.Compile(), self._task.HELD_OUT_METRICS
+        weights = self._engine.Put(weights, self._step.arg_specs[0])
+        sums: dict[str, np.ndarray] = {}
+        for one in batches:
+            found = self._engine.Get(step(weights, one.batch))
+            units = float(found[self._task.UNIT])
+            of_batch = units * np.array([1.0, *(float(found[name]) for name in names)])
+            sums[one.group] = sums.get(one.group, 0.0) + of_batch
+        total = np.sum(list(sums.values()), axis=0) if sums else np.zeros(1)
+        if not total[0]:
+            raise ValueError(f"the held-out batches hold no {self._task.UNIT}")
+        means = self._means(total)
+        if len(sums) > 1:
+            means.groups = NestedMap({group: self._means(s) for group, s in sums.items()})
+        return means
+
+    def _means(self, sums: np.ndarray) -> NestedMap:
+        units, *metrics = sums
+        means = NestedMap(zip(self._task.HELD_OUT_METRICS, np.array(metrics) / units))
+        if "nll" in means:
+            means.perplexity = math.exp(min(means.nll, _MOST_EXPONENT))
+        means[self._task.UNIT] = units
+        return means.Transform(np.float32)

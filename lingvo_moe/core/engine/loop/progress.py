@@ -1,0 +1,273 @@
+"""Shows the progress of long work: a live bar at a terminal, occasional lines elsewhere."""
+
+import contextlib
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Self, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from lingvo_moe.core.console import units as formats
+
+_WAIT_TO_SHOW = 0.01  # of the time; less does not matter
+_TICK = 1.0  # seconds between two looks at the clock while something is waited for
+
+
+class Work(NamedTuple):
+    """The arithmetic of a training step.
+
+    Attributes:
+        flops: model FLOPs of one step; 0 where the task does not say.
+        peak: the most that all devices do in a second; None where that is not known.
+    """
+
+    flops: int = 0
+    peak: float | None = None
+
+
+class Speed(NamedTuple):
+    """The speed of the steps that were done.
+
+    Attributes:
+        units: units a second.
+        flops: model FLOPs a second; None where the task does not say.
+        utilisation: `flops` as a share of the peak; None where either is not known, or where more was done than the
+            peak allows, so that the peak is wrong.
+        input_wait: the share of the time in which the next step waited for its batch.
+    """
+
+    units: float
+    flops: float | None
+    utilisation: float | None
+    input_wait: float = 0.0
+
+
+class StepProgress:
+    """Shows step, loss, speed and the time left.
+
+    Args:
+        first: the step that the run starts or resumes at.
+        last: the step at which it ends.
+        unit: what the speed counts, e.g. 'tokens'.
+        work: the arithmetic of a step.
+        doing: what is shown until the first step is done.
+        stream: where to, standard error by default.
+    """
+
+    def __init__(
+        self,
+        first: int,
+        last: int,
+        unit: str,
+        work: Work | None = None,
+        doing: str = "running the first step",
+        stream: TextIO | None = None,
+    ):
+        self._stream, self._unit, self._work = stream or sys.stderr, unit, work or Work()
+        self._first, self._last = first, last
+        self._seen, self._seen_at, self._waited = first, time.monotonic(), 0.0
+        self._seconds_a_step = 0.0
+        self._bar: Progress | None = None
+        self._waiting = contextlib.ExitStack()  # until the first step is done
+        if self._stream.isatty():
+            self._bar = Progress(
+                TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+                BarColumn(),
+                TextColumn("{task.description}"),
+                TimeElapsedColumn(),
+                console=Console(file=self._stream),
+            )
+            self._bar.start()
+            self._task = self._bar.add_task(doing, total=last, completed=first)
+        else:
+            self._waiting.enter_context(Waiting(doing, self._stream))
+
+    def Update(
+        self,
+        step: int,
+        loss: float,
+        units: float,
+        skipped: int = 0,
+        note: str = "",
+        waited: float = 0.0,
+    ) -> Speed:
+        """Shows a step's loss.
+
+        Args:
+            step: steps done.
+            loss: the training loss, in nats.
+            units: how many were processed since the last call, padding left out.
+            skipped: steps that changed nothing so far, because they were not finite.
+            note: more text to show.
+            waited: seconds in which steps waited for their batches, since the start. They are shown where they are
+                more than 1% of the time.
+
+        Returns:
+            The speed since the last call.
+        """
+        self._waiting.close()
+        now = time.monotonic()
+        elapsed = max(now - self._seen_at, 1e-9)
+        speed = self._speed(units, step - self._seen, elapsed, waited - self._waited)
+        # A first step alone also traces, compiles or warms up: it says nothing of the others.
+        is_first = step <= self._first + 1
+        if step > self._seen and not is_first:
+            latest = elapsed / (step - self._seen)
+            # Half the newest figure, half the past: steady, yet it follows a machine that slows
+            # down.
+            past = self._seconds_a_step or latest
+            self._seconds_a_step = 0.5 * past + 0.5 * latest
+        self._seen, self._seen_at, self._waited = step, now, waited
+        text = f"loss {loss:.4f}"
+        if not is_first:
+            text += self._speed_text(speed)
+        if self._seconds_a_step:
+            text += f"  {format_seconds(self._seconds_a_step * (self._last - step))} left"
+        if speed.input_wait > _WAIT_TO_SHOW:
+            text += f"  {speed.input_wait:.0%} waiting for input"
+        if note:
+            text += f"  {note}"
+        if skipped:
+            text += f"  ({skipped} not finite, skipped)"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, description=text)
+        else:
+            print(f"step {step}/{self._last}  {text}", file=self._stream, flush=True)
+        return speed
+
+    def Exclude(self, seconds: float) -> None:
+        """Leaves so many seconds since the last Update out of the speed: something else was done in them."""
+        self._seen_at += seconds
+
+    def _speed(self, units: float, steps: int, elapsed: float, waited: float) -> Speed:
+        """The speed of so many units and steps in so many seconds, `waited` of them without a batch."""
+        flops = self._work.flops * steps / elapsed if self._work.flops else None
+        peak = self._work.peak
+        utilisation = None
+        if flops is not None and peak is not None and flops <= peak:
+            utilisation = flops / peak
+        return Speed(units / elapsed, flops, utilisation, waited / elapsed)
+
+    def _speed_text(self, speed: Speed) -> str:
+        """The known parts of a speed, each after two spaces."""
+        text = f"  {speed.units:,.0f} {self._unit}/s"
+        if speed.flops is not None:
+            text += f"  {formats.rate(speed.flops, 'FLOP')}"
+        if speed.utilisation is not None:
+            text += f"  {speed.utilisation:.1%} of peak"
+        return text
+
+    def Close(self) -> None:
+        """Leaves the terminal in order."""
+        self._waiting.close()
+        if self._bar is not None:
+            self._bar.stop()
+
+
+class LineProgress:
+    """Shows the current stage of a long preparation: call it with a line of text, then Close it.
+
+    At a terminal each line takes the place of the one before. Elsewhere lines follow each other, at
+    most one in `interval` seconds, besides the first and the last.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        interval: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._stream = stream or sys.stderr
+        self._terminal = self._stream.isatty()
+        self._interval, self._clock = interval, clock
+        self._shown_at: float | None = None
+        self._held = ""
+
+    def __enter__(self) -> "LineProgress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.Close()
+
+    def __call__(self, line: str) -> None:
+        now = self._clock()
+        if self._terminal:
+            width = shutil.get_terminal_size().columns - 1
+            self._write(f"\r\x1b[2K{line[:width]}")
+        elif self._shown_at is not None and now - self._shown_at < self._interval:
+            self._held = line
+            return
+        else:
+            self._write(f"{line}\n")
+        self._shown_at, self._held = now, ""
+
+    def Close(self, last: bool = True) -> None:
+        """Ends the line at a terminal. Elsewhere shows the last line if it was held back, unless `last` is false."""
+        if self._terminal and self._shown_at is not None:
+            self._write("\n")
+        elif self._held and last:
+            self._write(f"{self._held}\n")
+        self._shown_at, self._held = None, ""
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+
+class Waiting:
+    """Shows what a command is doing and for how many seconds: call it with a phrase when it does something else.
+
+    A thread shows it, since a compiler does not return before it is done. Elsewhere than at a terminal there is a line
+    at the beginning, and then one in `interval` seconds.
+
+    Usage:
+        with Waiting("lowering train_step") as waiting:
+            ...
+            waiting("compiling train_step")
+    """
+
+    def __init__(
+        self,
+        doing: str = "",
+        stream: TextIO | None = None,
+        interval: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._lines, self._clock = LineProgress(stream, interval, clock), clock
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._Run, name="waiting", daemon=True)
+        self._doing = ""
+        if doing:
+            self(doing)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self._lines.Close(last=False)
+
+    def __call__(self, doing: str) -> None:
+        with self._lock:
+            self._doing, self._since = doing, self._clock()
+            self._lines(f"{doing} ...")
+
+    def _Run(self) -> None:
+        while not self._over.wait(_TICK):
+            with self._lock:
+                if self._doing:
+                    self._lines(f"{self._doing} ... {self._clock() - self._since:.0f} s")
+
+
+def format_seconds(seconds: float) -> str:
+    """'1h02m', '3m05s' or '12s'."""
+    seconds = int(seconds + 0.5)
+    if seconds >= 3600:
+        return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
+    return f"{seconds // 60}m{seconds % 60:02d}s" if seconds >= 60 else f"{seconds}s"

@@ -1,0 +1,81 @@
+"""The programs of a job, as the trainer runs them and the planner compiles them: one description for both."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from lingvo_moe.core.engine.base import Compiled, Engine
+from lingvo_moe.core.engine.lowering.program import Program
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
+from lingvo_moe.core.input.base_input import BaseInput
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.sharding import Mesh, dims_mapping
+from lingvo_moe.core.task.base_task import BaseTask
+from lingvo_moe.core.task.micro_batches import accumulating_step
+from lingvo_moe.core.task.pipelined_step import pipelined_step
+from lingvo_moe.core.task.step import Step
+from lingvo_moe.core.tensors import marks
+
+
+def train_step(task: BaseTask, inputs: BaseInput, num_micro_batches: int = 1) -> Step:
+    """(state, batch) -> (state, metrics) of a task that is fed by an input.
+
+    Args:
+        task: what is trained.
+        inputs: its input.
+        num_micro_batches: train.num_micro_batches, where the task has no pipeline.
+
+    Raises:
+        ValueError: as accumulating_step and pipelined_step; when the step is traced, also as BaseTask.CheckMarks.
+    """
+    batch = _batch_specs(task, inputs)
+    fn: Callable[[NestedMap, NestedMap], tuple[NestedMap, NestedMap]] = task.TrainStep
+    if task.PipelineParts() is not None:
+        fn = pipelined_step(task, batch)
+    elif num_micro_batches > 1:
+        fn = accumulating_step(task, num_micro_batches, batch)
+
+    def step(state: NestedMap, batch: NestedMap) -> tuple[NestedMap, NestedMap]:
+        with marks() as found:
+            results = fn(state, batch)
+        task.CheckMarks(found)
+        return results
+
+    return Step("train_step", step, (task.StateSpecs(), batch), donate=(0,))
+
+
+def held_out_step(task: BaseTask, inputs: BaseInput, average: bool) -> Step:
+    """(weights, batch) -> metrics of a held-out batch; see BaseTask.HeldOutStep.
+
+    Args:
+        task: what is evaluated.
+        inputs: its input.
+        average: whether the weights are the moving average of a state, instead of theta.
+    """
+    specs = task.StateSpecs()
+    weights = specs.ema if average else specs.theta
+    return Step("held_out_step", task.HeldOutStep, (weights, _batch_specs(task, inputs)))
+
+
+def _batch_specs(task: BaseTask, inputs: BaseInput) -> NestedMap:
+    split = task.p.activation_split
+    return inputs.BatchSpec().Transform(lambda s: replace(s, split=dims_mapping(s.letters, split)))
+
+
+def build_step(step: Step, engine: Engine) -> Compiled:
+    """The step, ready to run on an engine. Raises as Engine.Build."""
+    return engine.Build(step.fn, step.arg_specs, donate=step.donate, name=step.name)
+
+
+def initial_state(task: BaseTask, engine: Engine, seed: int) -> NestedMap:
+    """The state before step 0, on the engine's devices; see BaseTask.InitState. Raises as Engine.Build."""
+    spec, states = TensorSpec((), "int32"), task.StateSpecs()
+    return engine.Once(task.InitState, [np.int32(seed)], [spec], results=states, name="init_state")
+
+
+def lower_step(step: Step, mesh: Mesh) -> Program:
+    """The program that `build_step` compiles on an engine of this mesh. Raises as lowering.lower."""
+    from lingvo_moe.core.engine.lowering.lowering import lower  # the door to TensorFlow
+
+    return lower(step.fn, step.arg_specs, mesh, donate=step.donate, name=step.name)

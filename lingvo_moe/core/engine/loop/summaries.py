@@ -1,0 +1,212 @@
+"""Writes a run's metrics for TensorBoard and, as one JSON line per summary, for reports.
+
+Letters: L layer, E expert.
+"""
+
+import contextlib
+import json
+import logging
+import math
+import os
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from lingvo_moe.core.files.files import append, naming
+
+METRICS_FILE = "metrics.jsonl"
+_log = logging.getLogger(__name__)
+# The last thing in a line: the CRC-32 of the line as it would be without it.
+_CHECKED = re.compile(rb'(.*), "crc32": "([0-9a-f]{8})"}')
+
+
+class Summaries:
+    """Writes under `directory`: TensorBoard event files and `metrics.jsonl`.
+
+    Only one process of a job may write; the others make it with `enabled=False`. What cannot be written, as on a full
+    disk, is an OSError that names the file or the directory.
+
+    Usage:
+        with Summaries(directory) as summaries:
+            summaries.Write(step, metrics)
+    """
+
+    def __init__(self, directory: str, enabled: bool = True):
+        self._enabled, self._directory = enabled, directory
+        if not enabled:
+            return
+        os.makedirs(directory, exist_ok=True)
+        self._path = os.path.join(directory, METRICS_FILE)
+        _end_last_line(self._path)
+        with self._events():
+            self._writer = tf.summary.create_file_writer(directory)
+
+    def __enter__(self) -> "Summaries":
+        return self
+
+    def __exit__(self, error: type | None, *_: object) -> None:
+        try:
+            self.Close()
+        except OSError:
+            if error is None:  # the first one says more
+                raise
+
+    def Write(
+        self,
+        step: int,
+        metrics: Mapping[str, Any],
+        layers: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """Records one step's metrics.
+
+        Args:
+            step: the number of steps done.
+            metrics: a NestedMap of NumPy arrays: scalars, one number a layer [L], or one number an
+                expert [L,E]. A scalar is written as it is, [L] as `<name>/<layer>`, [L,E] as a
+                histogram, with the busiest expert's number over the mean as a scalar.
+            layers: for the beginning of a metric's path, what TensorBoard calls the L layers, as
+                BaseTask.MetricLayers has it; a number where nothing is said.
+        """
+        if not self._enabled:
+            return
+        flat = dict(_flatten(metrics))
+        with self._events(), self._writer.as_default(step):
+            for name, value in flat.items():
+                _write_tensorboard(name, value, _layer_names(name, value, layers or {}))
+        row = {"step": step, **{k: _json_value(v) for k, v in flat.items()}}
+        append(self._path, _checked(row))
+
+    def Text(self, name: str, text: str) -> None:
+        """Records a text, e.g. the run's Params, at step 0."""
+        if self._enabled:
+            with self._events(), self._writer.as_default(0):
+                tf.summary.text(name, f"```\n{text}\n```")
+
+    def Close(self) -> None:
+        """Writes buffered summaries to disk."""
+        if self._enabled:
+            with self._events():
+                self._writer.close()
+
+    @contextlib.contextmanager
+    def _events(self) -> Iterator[None]:
+        """Turns TensorFlow's write errors into an OSError that names the directory."""
+        try:
+            yield
+        except tf.errors.OpError as e:
+            reason = re.sub(r"\{\{.*?\}\}|\[Op:.*|\s+", " ", e.message).strip()
+            raise OSError(
+                f"{self._directory}: TensorBoard's files cannot be written ({reason}); make space, then the same "
+                "command goes on"
+            ) from e
+
+
+def _checked(row: Mapping[str, Any]) -> bytes:
+    """A row as a line with its checksum."""
+    body = json.dumps(row).encode()
+    return b'%s, "crc32": "%08x"}\n' % (body[:-1], zlib.crc32(body))
+
+
+def _parse(line: bytes, must_be_checked: bool) -> dict[str, Any] | None:
+    """The row of a line; None for a damaged one. A line without checksum, of an older run, has numbers alone."""
+    match = _CHECKED.fullmatch(line)
+    body = match[1] + b"}" if match else line
+    if (match and zlib.crc32(body) != int(match[2], 16)) or (must_be_checked and not match):
+        return None
+    try:
+        row = json.loads(body)
+    except ValueError:
+        return None
+    numbers = isinstance(row, dict) and not any(isinstance(v, str | dict) for v in row.values())
+    return row if numbers and isinstance(row.get("step"), int) else None
+
+
+def _end_last_line(path: str) -> None:
+    """Removes an incomplete last line, which a kill left."""
+    if not os.path.exists(path):
+        return
+    with naming(path), open(path, "rb+") as file:
+        end, line = 0, b""
+        for line in file:
+            end += len(line)
+        if not line or line.endswith(b"\n"):
+            return
+        if _parse(line, must_be_checked=True):
+            file.write(b"\n")
+        else:
+            file.truncate(end - len(line))
+
+
+def read_metrics(directory: str) -> list[dict[str, Any]]:
+    """The rows of `metrics.jsonl`, by step; where a restarted run repeated a step, the later row.
+
+    Lines that were damaged, and a last one that a kill cut off, are left out, with a warning that names file and line.
+    """
+    rows: dict[int, dict[str, Any]] = {}
+    path = os.path.join(directory, METRICS_FILE)
+    if not os.path.exists(path):
+        return []
+    checked = False
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            row = _parse(line.rstrip(b"\n"), must_be_checked=checked)
+            checked = checked or (row is not None and b'"crc32"' in line)
+            if row is not None:
+                rows[row["step"]] = row
+            elif not line.endswith(b"\n"):
+                _log.warning("%s: its last line was cut off, as by a kill, and is left out", path)
+            else:
+                _log.warning(
+                    "%s: line %d was damaged and is left out: reports lack its numbers, and nothing else uses them; "
+                    "delete the line to silence this warning",
+                    path,
+                    number,
+                )
+    return [rows[step] for step in sorted(rows)]
+
+
+def _flatten(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, np.ndarray]]:
+    for name in sorted(metrics):
+        value = metrics[name]
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", np.asarray(value)
+
+
+def _layer_names(
+    name: str, value: np.ndarray, layers: Mapping[str, Sequence[str]]
+) -> Sequence[str]:
+    """The names of the rows of an [L,...] metric."""
+    for prefix, names in layers.items():
+        if name.startswith(f"{prefix}/"):
+            return names
+    return [str(i) for i in range(len(value))] if value.ndim else []
+
+
+def _write_tensorboard(name: str, value: np.ndarray, layers: Sequence[str]) -> None:
+    if value.ndim == 0:
+        tf.summary.scalar(name, value)
+        return
+    for layer, part in zip(layers, value, strict=True):
+        if part.ndim == 0:
+            tf.summary.scalar(f"{name}/{layer}", part)
+        else:
+            tf.summary.histogram(f"{name}/{layer}", part)
+            busiest = part.max() / max(part.mean(), 1e-9)
+            tf.summary.scalar(f"{name}_max_over_mean/{layer}", busiest)
+
+
+def _json_value(value: np.ndarray) -> Any:
+    """Plain numbers, six digits for arrays; None for numbers that JSON lacks (NaN, infinity)."""
+    if value.ndim == 0:
+        return float(value) if math.isfinite(value) else None
+    return [_json_value(v) if v.ndim else _rounded(v) for v in value]
+
+
+def _rounded(value: np.ndarray) -> float | None:
+    return float(f"{float(value):.6g}") if math.isfinite(value) else None

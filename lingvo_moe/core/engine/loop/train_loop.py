@@ -1,0 +1,287 @@
+"""The training loop: restore or begin, step, summarise, save, and stop cleanly.
+
+The loop owns no numbers: the state is the engine's, the batches are the input's, and everything that
+a restart needs (state, the input's position) goes into one checkpoint.
+"""
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from lingvo_moe.core.config.hyperparams import Params
+from lingvo_moe.core.console.command import say
+from lingvo_moe.core.engine import devices
+from lingvo_moe.core.engine.base import Compiled, Engine
+from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
+from lingvo_moe.core.engine.checkpoints.initial_weights import InitialWeights
+from lingvo_moe.core.engine.checkpoints.packed_tensors import Packing
+from lingvo_moe.core.engine.loop.held_out import HeldOutWatch
+from lingvo_moe.core.engine.loop.interrupt import StopRequest, TimeLimit
+from lingvo_moe.core.engine.loop.prefetch import Prefetched
+from lingvo_moe.core.engine.loop.progress import Speed, StepProgress, Waiting, Work
+from lingvo_moe.core.engine.loop.skipped_steps import SkippedSteps
+from lingvo_moe.core.engine.loop.steps import build_step, initial_state, train_step
+from lingvo_moe.core.engine.loop.summaries import Summaries
+from lingvo_moe.core.input.base_input import BaseInput, BatchIterator
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.pipeline.blocks import describe_padding
+from lingvo_moe.core.pipeline.params import settings_of
+from lingvo_moe.core.state.offload import items_of
+from lingvo_moe.core.task.base_task import BaseTask
+
+
+class TrainLoop:
+    """Trains one task on one engine.
+
+    Args:
+        task: what is trained.
+        inputs: what feeds it, prepared.
+        engine: what runs the task.
+        checkpointer: where the run is kept.
+        summaries: where metrics go.
+        train: registry.TrainParams.
+        initial: weights to begin with, instead of initial values; a run that goes on has no use for them.
+        peak: floating-point operations that the engine's devices do in a second at most; None: not known.
+        watch: evaluates on held-out data; None: never.
+        time_limit: stops the loop on time; None: never.
+    """
+
+    def __init__(
+        self,
+        task: BaseTask,
+        inputs: BaseInput,
+        engine: Engine,
+        checkpointer: Checkpointer,
+        summaries: Summaries,
+        train: Params,
+        initial: InitialWeights | None = None,
+        peak: float | None = None,
+        watch: HeldOutWatch | None = None,
+        time_limit: TimeLimit | None = None,
+    ):
+        self._task, self._inputs, self._engine = task, inputs, engine
+        self._checkpointer, self._summaries, self._train = checkpointer, summaries, train
+        self._initial, self._watch = initial, watch
+        self._skipped = SkippedSteps(engine, checkpointer, train.max_skipped_steps)
+        self._time_limit = time_limit or TimeLimit()
+        self._work = Work(task.StepFlops(inputs.BatchSpec()), peak)
+        self._state_specs = task.StateSpecs()
+        self._packing = Packing.Of(self._state_specs, task.Unpacked().StateSpecs())
+
+    def Run(self, on_compiled: Callable[[Compiled], None] | None = None) -> NestedMap:
+        """Trains until `train.max_steps`, or until a signal, the time, the held-out loss or skipped steps end it.
+
+        Args:
+            on_compiled: called with the compiled step before the first one.
+
+        Returns:
+            NestedMap(first_step, last_step, status, metrics): the exit status, 1 after too many skipped steps and
+            128 + n after signal n, else 0; the last step's metrics, NumPy, or None if no step was left to do.
+
+        Raises:
+            CheckpointError: the run's checkpoints cannot be read. Nothing has been written then.
+        """
+        batches = Prefetched(iter(self._inputs))
+        first = self._checkpointer.LatestStep()
+        state: NestedMap
+        with StopRequest() as stop, batches:
+            if first is not None:
+                state = self._restore(first, batches)
+            if self._watch:
+                self._watch.Begin(first)
+            if first is not None:
+                self._evaluate(first, state, batches)  # if it was killed before that was done
+                if self._why_done(first):
+                    return self._done(first)
+            elif self._why_done(0):  # a run of no steps: its initial weights
+                self._begin(batches)
+                return self._done(0)
+            # Before a new run is begun: what cannot be compiled leaves nothing behind.
+            step_fn = self._build_step(on_compiled)
+            if first is None:
+                first, state = 0, self._begin(batches)
+            with Waiting("making the first batch"):
+                batches.Await()
+            doing = "running the first step"
+            if step_fn.first_call:
+                doing += f", for which {step_fn.first_call}"
+            unit, last = self._task.UNIT, self._train.max_steps
+            progress = StepProgress(first, last, unit, self._work, doing)
+            try:
+                return self._steps(step_fn, state, first, batches, progress, stop)
+            finally:
+                progress.Close()
+                self._checkpointer.Wait()
+
+    def _build_step(self, on_compiled: Callable[[Compiled], None] | None) -> Compiled:
+        num = self._train.num_micro_batches
+        of = f" of {num} micro-batches (train.num_micro_batches)" if num > 1 else ""
+        if (p := settings_of(self._task.p)) is not None:
+            of = f" of {p.micro_batches} micro-batches in {p.stages} stages, {p.schedule} (task.pipeline)"
+            parts = self._task.PipelineParts()
+            padding = describe_padding(parts.sizes, p.stages, p.repeats, p.splits) if parts else ""
+            if padding:
+                say(padding)
+        if items_of(self._task.p.offload) and not self._engine.has_host_memory:
+            say(
+                f"train.offload={self._task.p.offload}: CPU devices have one memory, so it frees none here"
+            )
+        with self._Waiting(f"compiling the training step{of}"):
+            step_fn = build_step(train_step(self._task, self._inputs, num), self._engine)
+        if on_compiled is not None:
+            on_compiled(step_fn)
+        return step_fn
+
+    def _restore(self, step: int, batches: BatchIterator) -> NestedMap:
+        """The state to go on from; sets the input to where it stood."""
+        state, extra = self._checkpointer.Restore(
+            self._state_specs, self._engine, step, self._packing
+        )
+        batches.SetState(extra["input"])
+        say(f"resuming at step {step} from {self._checkpointer.directory}")
+        return state
+
+    def _begin(self, batches: BatchIterator) -> NestedMap:
+        """The state before step 0, saved at once, so that the run can be resumed."""
+        specs, engine = self._state_specs, self._engine
+        with self._Waiting(f"initialising {len(specs.theta.Flatten())} variables") as waiting:
+            state = initial_state(self._task, engine, self._task.p.seed)
+            if self._initial is not None:
+                state = self._initial.Into(state, specs.theta, engine, self._packing)
+                copy = engine.Build(self._task.WithCopies, [specs], donate=(0,), name="with_copies")
+                state = copy(state)
+            waiting("saving the state before the first step")
+            self._save(0, state, batches)
+            self._checkpointer.Wait()
+        return state
+
+    @contextlib.contextmanager
+    def _Waiting(self, doing: str) -> Iterator[Waiting]:
+        """Shows what is done inside the block, also by the engine."""
+        with Waiting(doing) as waiting, self._engine.Showing(waiting):
+            yield waiting
+
+    def _why_done(self, step: int) -> str:
+        """The reason that training is over after a step; '' if it goes on."""
+        if self._watch and self._watch.why_stopped:
+            return self._watch.why_stopped
+        most = self._train.max_steps
+        return f"train.max_steps={most} is reached" if step >= most else ""
+
+    def _done(self, step: int) -> NestedMap:
+        """Says why no step is left to do, waits for the checkpoints, and returns Run's result."""
+        say(f"step {step}: {self._why_done(step)}")
+        self._checkpointer.Wait()
+        return NestedMap(first_step=step, last_step=step, status=0, metrics=None)
+
+    def _evaluate(self, step: int, state: NestedMap, batches: BatchIterator) -> float:
+        """Evaluates the state on held-out data if that is due, and saves a new best one; returns the seconds spent."""
+        start = time.monotonic()
+        if self._watch and self._watch.Due(step) and self._watch.Evaluate(step, state):
+            self._save(step, state, batches)
+        return time.monotonic() - start
+
+    def _save(self, step: int, state: NestedMap, batches: BatchIterator) -> None:
+        extra = {"input": batches.GetState()}
+        self._checkpointer.Save(step, state, extra, self._packing)
+
+    def _steps(
+        self,
+        step_fn: Compiled,
+        state: NestedMap,
+        first: int,
+        batches: Prefetched,
+        progress: StepProgress,
+        stop: StopRequest,
+    ) -> NestedMap:
+        train, unit = self._train, self._task.UNIT
+        units: list[Any] = []  # arrays of the engine's
+        skipped = self._skipped
+        skipped.Begin(first, state.skipped)
+        metrics: NestedMap | None = None
+        step = first
+        stopped = to_save = False
+        while not self._why_done(step) and not (stopped := self._stops(stop, step)):
+            if not batches.ready:  # what the devices still have to compute is not waiting for input
+                self._engine.Get(units[-1:])
+            state, device_metrics = step_fn(state, next(batches))
+            step += 1
+            units.append(device_metrics[unit])
+            skipped.Add(device_metrics.skipped)
+            if step % train.summary_interval_steps == 0 or step in (first + 1, train.max_steps):
+                metrics = self._engine.Get(device_metrics)
+                skipped.Read()
+                speed = progress.Update(
+                    step,
+                    float(metrics.loss),
+                    self._sum(units),
+                    skipped.total,
+                    self._task.ProgressNote(metrics),
+                    batches.waited,
+                )
+                units = []
+                metrics.update(_speeds(unit, speed))
+                self._summaries.Write(step, metrics, self._task.MetricLayers())
+            to_save = to_save or step % train.save_interval_steps == 0
+            if to_save:
+                skipped.Read()
+            if skipped.too_many:
+                break
+            if (to_save and not skipped.in_row) or step == train.max_steps:
+                self._save(step, state, batches)
+                to_save = False
+            progress.Exclude(self._evaluate(step, state, batches))
+        signalled = stopped and self._engine.AnyProcess(stop.requested)
+        skipped.Read()
+        if (stopped or step < train.max_steps) and not skipped.too_many:
+            self._save(step, state, batches)
+            self._checkpointer.Wait()
+        self._say_end(step, stopped, signalled)
+        status = 128 + (stop.signal or signal.SIGTERM) if signalled else 0
+        return NestedMap(
+            first_step=first,
+            last_step=step,
+            status=1 if skipped.too_many else status,
+            metrics=metrics,
+        )
+
+    def _say_end(self, step: int, stopped: bool, signalled: bool) -> None:
+        """Says why training ended at a step, where that is not the last one, and how many steps were skipped."""
+        skipped = self._skipped
+        if skipped.too_many:
+            say(f"error: {skipped.Why()}")
+        elif stopped:
+            why = "" if signalled else f"--max_minutes={self._time_limit.minutes:g} is over: "
+            say(f"{why}stopped and saved at step {step}; the same command goes on from there")
+        elif step < self._train.max_steps:
+            say(f"step {step}: {self._why_done(step)}")
+        if skipped.total:
+            say(f"{skipped.total} of the {step} steps of the run were not finite, and were skipped")
+
+    def _stops(self, stop: StopRequest, step: int) -> bool:
+        """Whether to stop before the next step.
+
+        A signal may reach one process of a job only, and clocks differ, and all have to stop at the same step. So
+        they ask each other, and only where a summary makes them wait anyway.
+        """
+        if devices.process_count() > 1 and step % self._train.summary_interval_steps:
+            return False
+        return self._engine.AnyProcess(stop.requested or self._time_limit.over)
+
+    def _sum(self, units: list[Any]) -> float:
+        return float(sum(float(n) for n in self._engine.Get(units)))
+
+
+def _speeds(unit: str, speed: Speed) -> NestedMap:
+    """A speed as metrics, those that are known."""
+    found = {
+        f"{unit}_per_second": speed.units,
+        "model_flops_per_second": speed.flops,
+        "utilisation": speed.utilisation,
+        "input_wait": speed.input_wait,
+    }
+    return NestedMap({k: np.float32(v) for k, v in found.items() if v is not None})

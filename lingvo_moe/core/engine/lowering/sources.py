@@ -1,0 +1,236 @@
+"""Finds the source line that the user wrote for each TensorFlow operation of a traced function.
+
+Tracing keeps only TensorFlow's own tracebacks, which cost nothing until they are read. The line of an
+operation is the innermost frame that is neither in a library nor in this package's plumbing. The line
+of a gradient is that of its forward operation.
+"""
+
+import contextlib
+import functools
+import linecache
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+_PACKAGE = os.fspath(Path(__file__).absolute().parents[3])
+# This package's plumbing, which annotates, traces and wraps on behalf of the user's code.
+_PLUMBING = tuple(
+    os.path.join(_PACKAGE, *names)
+    for names in (
+        ("core", "auto_shard", ""),
+        ("core", "sharding", ""),
+        ("core", "engine", ""),
+        ("core", "base_layer.py"),
+        ("inspecting", "explaining.py"),
+        ("xla_sharding.py",),
+    )
+)
+_LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
+_TAPE = "gradient_tape"
+# Operations that return their input and leave nothing in the compiled program.
+_SAME_VALUE = frozenset(
+    ["Identity", "IdentityN", "StopGradient", "PreventGradient", "EnsureShape", "Snapshot"]
+)
+_ANNOTATION = "XlaSharding"
+_READING = _SAME_VALUE | {_ANNOTATION}
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """A line of a Python file.
+
+    Attributes:
+        file: as Python names it.
+        line: its number, from 1.
+        function: in which function.
+    """
+
+    file: str
+    line: int
+    function: str = ""
+
+    @property
+    def text(self) -> str:
+        """The text of the line, without indentation; '' if the file cannot be read."""
+        return linecache.getline(self.file, self.line).strip()
+
+    def __str__(self) -> str:
+        return f"{_shortest(self.file)}:{self.line}"
+
+
+class _Entry(NamedTuple):
+    line: SourceLine | None  # not the traceback, which lives no longer than its graph
+    type: str
+    reads: str
+    forward: str
+
+
+class Sources:
+    """Looks up a traced function's operations by name.
+
+    Operations in the bodies of loops and branches are known by the names that they have there.
+    """
+
+    def __init__(self, entries: dict[str, _Entry]):
+        self._entries = entries
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def names(self) -> list[str]:
+        """All operations."""
+        return list(self._entries)
+
+    def Line(self, name: str) -> SourceLine | None:
+        """The user's source line of operation `name`, or, for a gradient, of its forward operation."""
+        entry = self._entries.get(name)
+        return None if entry is None else entry.line
+
+    def Same(self, name: str) -> list[str]:
+        """`name`, followed by the operations whose value it forwards, e.g. through tf.identity."""
+        names = [name]
+        entry = self._entries.get(name)
+        while entry is not None and entry.type in _SAME_VALUE and entry.reads not in names:
+            names.append(entry.reads)
+            entry = self._entries.get(entry.reads)
+        return names
+
+    def Annotated(self, name: str) -> str:
+        """The operation whose tensor the annotation `name` annotates; '' for any other operation."""
+        entry = self._entries.get(name)
+        return entry.reads if entry is not None and entry.type == _ANNOTATION else ""
+
+    def Forward(self, name: str) -> str:
+        """The forward operation of the gradient operation `name`; '' if it is no gradient."""
+        entry = self._entries.get(name)
+        return entry.forward if entry else ""
+
+
+def record(graph: tf.Graph) -> Sources:
+    """The operations of a traced function and of all functions that it calls."""
+    entries: dict[str, _Entry] = {}
+    waiting, seen = [graph], {id(graph)}
+    while waiting:
+        graph = waiting.pop(0)
+        operations = graph.get_operations()
+        annotations = _annotations_of_gradients(operations)
+        for op in operations:
+            original = getattr(op, "_original_op", None) or annotations.get(op.name)
+            reads = ""
+            if op.type in _READING and len(op.inputs) == 1:
+                reads = op.inputs[0].op.name
+            line = _user_line((op if original is None else original).traceback)
+            forward = "" if original is None else original.name
+            entries.setdefault(op.name, _Entry(line, op.type, reads, forward))
+        for function in getattr(graph, "_functions", {}).values():
+            inner = getattr(function, "graph", None)
+            if inner is not None and id(inner) not in seen:
+                seen.add(id(inner))
+                waiting.append(inner)
+    return Sources(entries)
+
+
+@contextlib.contextmanager
+def remembering_forward() -> Iterator[None]:
+    """Inside the block, operations that a GradientTape adds to a graph record their forward operation.
+
+    TensorFlow's older `tf.gradients` does this itself. If this version of TensorFlow has no hook for it,
+    nothing changes: then the line of a gradient is the line that called the tape.
+    """
+    try:
+        from tensorflow.python import pywrap_tfe
+        from tensorflow.python.eager import backprop
+
+        usual, register = backprop._gradient_function, pywrap_tfe.TFE_Py_RegisterGradientFunction
+    except (ImportError, AttributeError):
+        yield
+        return
+
+    @functools.wraps(usual)
+    def gradient(op_name: str, attrs: Any, count: int, inputs: Any, outputs: Any, *rest: Any):
+        forward = _forward_op(op_name, inputs, outputs)
+        if forward is None:
+            return usual(op_name, attrs, count, inputs, outputs, *rest)
+        with tf.compat.v1.get_default_graph()._original_op(forward):
+            return usual(op_name, attrs, count, inputs, outputs, *rest)
+
+    register(gradient)
+    try:
+        yield
+    finally:
+        register(usual)
+
+
+def _forward_op(op_name: str, inputs: Any, outputs: Any) -> Any:
+    """The operation with these inputs and outputs; None if they do not determine it.
+
+    The tape drops inputs and outputs that the gradient does not need.
+    """
+    if tf.executing_eagerly():
+        return None
+    for tensor in outputs or ():
+        op = getattr(tensor, "op", None)
+        if op is not None and op.type == op_name:
+            return op
+    for tensor in inputs or ():
+        if getattr(tensor, "op", None) is not None:
+            users = (op for op in tensor.consumers() if op.type == op_name)
+            return next((op for op in users if _takes(op, inputs)), None)
+    return None
+
+
+def _takes(op: Any, inputs: Any) -> bool:
+    return len(op.inputs) == len(inputs) and all(
+        given is None or given.name == taken.name for given, taken in zip(inputs, op.inputs)
+    )
+
+
+def _annotations_of_gradients(operations: list[Any]) -> dict[str, Any]:
+    """Name of an annotation that a tape made -> the annotation that it is the gradient of.
+
+    The tape records nothing about them. They are matched by sharding, shape and name scope; several
+    matches are paired in reverse order.
+    """
+    waiting: dict[tuple, list[Any]] = {}
+    found: dict[str, Any] = {}
+    for op in operations:
+        if op.type != _ANNOTATION:
+            continue
+        scope = op.name.rpartition("/")[0]
+        is_gradient = scope == _TAPE or scope.startswith(f"{_TAPE}/")
+        scope = scope[len(_TAPE) + 1 :] if is_gradient else scope
+        key = (scope, op.get_attr("sharding"), str(op.outputs[0].shape))
+        if not is_gradient:
+            waiting.setdefault(key, []).append(op)
+        elif waiting.get(key):
+            same = waiting[key]
+            found[op.name] = same.pop() if len(same) > 1 else same[0]
+    return found
+
+
+def _user_line(traceback: Any) -> SourceLine | None:
+    for place in range(len(traceback or ()) - 1, -1, -1):
+        frame = traceback[place]
+        if _is_user(frame.filename):
+            return SourceLine(frame.filename, frame.lineno, frame.name)
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_user(filename: str) -> bool:
+    if filename.startswith("<frozen") or any(part in filename for part in _LIBRARIES):
+        return False
+    return not os.path.abspath(filename).startswith((*_PLUMBING, _STANDARD_LIBRARY))
+
+
+@functools.lru_cache(maxsize=4096)
+def _shortest(filename: str) -> str:
+    """The path relative to the working directory or to this package's root, whichever is shorter."""
+    roots = (os.getcwd(), os.path.dirname(_PACKAGE))
+    inside = [os.path.relpath(filename, r) for r in roots if filename.startswith(r + os.sep)]
+    return min([filename, *inside], key=len)

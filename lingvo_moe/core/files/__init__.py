@@ -1,0 +1,1 @@
+"""Files and directories: written atomically, listed with digests, cached."""

@@ -1,0 +1,1 @@
+"""A run's directory: its description, its lock, its evaluations."""

@@ -1,0 +1,272 @@
+"""Recognises the kind of a directory, and so whether something may be written over it, into it or around it.
+
+Every command asks here before it writes: a run is its trainer's, a manifest lists all files of an exported model, and
+data is known by the files that are there. Errors name the file by which a directory was recognised.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from lingvo_moe.core.runs.run_lock import (
+    CHECKPOINTS,
+    DESCRIPTION,
+    EVALUATOR,
+    TRAINER,
+    find_held_lock,
+    is_lock_file,
+)
+
+
+class OutputError(ValueError):
+    """A place that must not be written to. The message names the flag, the place and the reason."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A directory that a command makes.
+
+    Attributes:
+        name: what errors call it.
+        marks: files by one of which it is known.
+        parts: patterns of names; all that the command puts there.
+        reads: patterns of names that it would be changed by, although the command puts none there.
+        closed: whether it is changed by any file that is added.
+        beside: names; a mark counts only where one of them is there, too. Empty for marks that count alone.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    parts: tuple[str, ...]
+    reads: tuple[str, ...] = ()
+    closed: bool = False
+    beside: tuple[str, ...] = ()
+
+    def FindMark(self, directory: str | os.PathLike) -> str:
+        """The evidence that a directory is of this kind, e.g. 'it holds corpus.json'; '' where it is not.
+
+        Raises:
+            OSError: as find_held_lock.
+        """
+
+        def has(name: str) -> bool:
+            return os.path.lexists(os.path.join(directory, name))
+
+        if not self.beside or any(map(has, self.beside)):
+            for mark in filter(has, self.marks):
+                return f"it holds {mark}"
+        if self is RUN and (lock := find_held_lock(directory)):
+            return f"a trainer holds {lock} in it"
+        return ""
+
+    def Owns(self, name: str) -> bool:
+        """Whether a file or directory of that name, directly in one of these, is part of it."""
+        return any(fnmatchcase(name, part) for part in (*self.marks, *self.parts))
+
+    def ChangedBy(self, name: str) -> bool:
+        """Whether a file or directory of that name, written directly into one of these, would change it."""
+        return self.closed or self.Owns(name) or any(fnmatchcase(name, part) for part in self.reads)
+
+    def __str__(self) -> str:
+        """As a sentence has it: 'a run'."""
+        return (
+            self.name
+            if self is PREPARED
+            else f"{'an' if self.name[0] in 'aeiou' else 'a'} {self.name}"
+        )
+
+
+# Other programs write an experiment.json, too. Old runs have no manifest, but checkpoints.
+RUN = Kind(
+    "run",
+    (DESCRIPTION,),
+    (
+        "params.txt",
+        "program.json",
+        "evaluations.json",
+        "manifest.sha256",
+        "experiment.hmac",
+        "vocab",
+        CHECKPOINTS,
+        "train",
+        f"{TRAINER.file}*",
+        EVALUATOR.file,
+    ),
+    beside=("manifest.sha256", CHECKPOINTS),
+)
+PREPARED = Kind(
+    "prepared data",
+    ("prepared.json", "prepared.sha256"),
+    ("dev", "vocab", "records", "*.tsv.gz"),
+    ("*.tsv",),
+)
+CORPUS = Kind("corpus", ("corpus.json", "corpus.sha256"), ("dev", "*.tsv.gz"), ("*.tsv",))
+EXPORTED = Kind(
+    "exported model",
+    ("saved_model.pb",),
+    ("variables", "assets", "assets.extra", "fingerprint.pb", "keras_metadata.pb"),
+    closed=True,
+)
+_KINDS = (RUN, PREPARED, CORPUS, EXPORTED)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The kind of a directory, and the reason for saying so.
+
+    Attributes:
+        kind: which kind of directory.
+        why: by what it was recognised, as Kind.FindMark says it.
+    """
+
+    kind: Kind
+    why: str
+
+    def __str__(self) -> str:
+        """As a sentence has it: 'a run (it holds experiment.json)'."""
+        return f"{self.kind} ({self.why})"
+
+
+def recognise(directory: str | os.PathLike) -> Found | None:
+    """Recognises the kind of a directory; None for one of no kind, and for a path that is no directory.
+
+    Raises:
+        OSError: as Kind.FindMark.
+    """
+    for kind in _KINDS:
+        if why := kind.FindMark(directory):
+            return Found(kind, why)
+    return None
+
+
+def check_writable(directory: str | os.PathLike, what: str) -> None:
+    """Accepts a directory in which a file can be made, or that can be made.
+
+    Args:
+        directory: it need not be there.
+        what: what named it, for the message: '--output=DIR'.
+
+    Raises:
+        OutputError: nothing can be written there, e.g. in /proc.
+    """
+    place = Path(os.path.realpath(directory))
+    while not place.exists() and not place.is_symlink() and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        raise OutputError(f"{what}: {place} is not a directory")
+    try:
+        if os.access(place, os.W_OK | os.X_OK):
+            tempfile.TemporaryFile(dir=place).close()
+            return
+    except OSError:
+        pass
+    raise OutputError(f"{what}: no permission to write in {place}")
+
+
+def check_replaceable(output: str | os.PathLike, kind: Kind, flag: str = "--output") -> None:
+    """Accepts a directory that a command makes, and by which it replaces an older one of its kind.
+
+    Raises:
+        OutputError: what is there, or around it, is something else, or would be lost.
+    """
+    path = Path(output)
+    if path.exists() and not path.is_dir():
+        raise OutputError(f"{flag}={output} is a file; name a directory")
+    check_beside(path, flag)
+    if not path.exists():
+        return
+    if path.samefile(Path.cwd()):
+        raise OutputError(f"{flag}={output} is the directory that you are in; name another one")
+    found = recognise(path)
+    if found and found.kind is not kind:
+        raise OutputError(f"{flag}={output} is {found}; name an empty or new directory")
+    # A killed trainer's lock file does not matter: that nobody holds it was just seen.
+    there = sorted(p.name for p in path.iterdir() if not is_lock_file(p.name))
+    if there and not found:
+        raise OutputError(
+            f"{flag}={output} holds files that are no {kind.name}; name an empty or new directory"
+        )
+    for name in there:
+        if not kind.Owns(name):
+            raise OutputError(
+                f"{flag}={output}: {name!r} is no part of the {kind.name} there and would be lost with it; move it "
+                "away, or name another directory"
+            )
+
+
+def check_beside(output: str | os.PathLike, flag: str) -> None:
+    """Accepts a directory that a command makes or owns, unless it lies inside a run, data or an exported model.
+
+    Raises:
+        OutputError: it does.
+    """
+    for directory, found in _around(output):
+        raise OutputError(
+            f"{flag}={output} lies inside {directory}, which is {found}; name a directory outside of it"
+        )
+
+
+def check_addable(path: str | os.PathLike, flag: str) -> None:
+    """Accepts a file, or a directory of files, that a command adds to what is there: a report in a run is fine.
+
+    Raises:
+        OutputError: it would change a run, data or an exported model.
+    """
+    real = Path(os.path.realpath(path))
+    if real.is_dir() and (found := recognise(real)):
+        raise OutputError(f"{flag}={path} is {found}; name another directory")
+    for directory, found in _around(real):
+        if found.kind.ChangedBy(real.relative_to(directory).parts[0]):
+            raise OutputError(
+                f"{flag}={path} would change {directory}, which is {found}; name another place"
+            )
+
+
+def check_logdir(logdir: str | os.PathLike, inputs: Mapping[str, str | os.PathLike]) -> None:
+    """Accepts the directory of a run: new, empty, one that holds a run, or one with other files only.
+
+    Args:
+        logdir: the value of --logdir.
+        inputs: what the run reads, by flag.
+
+    Raises:
+        OutputError: it is, lies in, or holds what the run reads, other data, another run or an exported model.
+    """
+    real = Path(os.path.realpath(logdir))
+    for flag, path in inputs.items():
+        other = Path(os.path.realpath(path))
+        how = ""
+        if other == real:
+            how = "is also"
+        elif other in real.parents:
+            how = "lies inside"
+        elif real in other.parents:
+            how = "holds"
+        if how:
+            raise OutputError(
+                f"--logdir={logdir} {how} {flag}={path}; a run needs a directory of its own"
+            )
+    found = recognise(real)
+    if found and found.kind is not RUN:
+        raise OutputError(
+            f"--logdir={logdir} is {found}, which a run would damage; name a new directory"
+        )
+    check_beside(logdir, "--logdir")
+    if found or not real.is_dir():
+        return
+    for child in sorted(real.iterdir()):
+        if inside := recognise(child):
+            raise OutputError(
+                f"--logdir={logdir} holds {child.name}, which is {inside}; --restart would move it away with the "
+                "run: name a directory of the run's own"
+            )
+
+
+def _around(path: str | os.PathLike) -> Iterator[tuple[Path, Found]]:
+    """The directories that a path lies in which are something, innermost first."""
+    for directory in Path(os.path.realpath(path)).parents:
+        if found := recognise(directory):
+            yield directory, found

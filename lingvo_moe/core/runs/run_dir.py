@@ -1,0 +1,347 @@
+"""A run directory: what a trained model is, beside its checkpoints, so that it can be rebuilt from there alone.
+
+experiment.json             the experiment's name, its overrides, what its input keeps here, which run it began from
+params.txt                  all of its parameters, to read and to compare
+...                         the files that its input keeps here: of translation, vocab/source.model and target.model
+manifest.sha256             the list of these files with their digests, by which each is checked before it is used
+experiment.hmac             the mark of the user who made the run, see own_runs.py
+program.json                the compiled training step; written again whenever the trainer starts
+evaluations.json            the held-out losses by step, which say what the best checkpoint is
+checkpoints/<step>/         written by the engine
+train/                      what the trainer measured
+eval/held_out/              what it measured on held-out data
+eval/scores/                what `--mode=eval` measured
+
+A run is data. Whoever made it may have written anything there, so nothing in it is executed, and this module reads and
+writes no file outside it but the user's key. The run's parameters also name directories outside, as those of every
+experiment do. Of these the tools use one, `input.data_dir`: those that read pairs take them from there when the user
+names no other --data_dir.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.config.hyperparams import Params
+from lingvo_moe.core.files.artifacts import RunArtifacts
+from lingvo_moe.core.files.files import write_atomic
+from lingvo_moe.core.files.manifest import ManifestError, read_listed, write_manifest
+from lingvo_moe.core.files.paths import check_portable
+from lingvo_moe.core.runs.evaluations import FILE as _EVALUATIONS
+from lingvo_moe.core.runs.evaluations import Evaluations, read_evaluations
+from lingvo_moe.core.runs.own_runs import is_own, make_mark
+from lingvo_moe.core.runs.run_description import (
+    BeganFrom,
+    Experiment,
+    ProgramAbout,
+    RunDirError,
+    read_experiment,
+    read_program,
+    write_program,
+)
+
+if TYPE_CHECKING:  # it imports TensorFlow
+    from lingvo_moe.core.task.base_task import BaseTask
+
+MANIFEST, MARK = "manifest.sha256", "experiment.hmac"
+_FILE, _PARAMS, _PROGRAM = "experiment.json", "params.txt", "program.json"
+_TAKEN = (_FILE, _PARAMS, _PROGRAM, MANIFEST, MARK, _EVALUATIONS, "checkpoints", "train", "eval")
+_REMEDY = "copy the run again from where it is whole; or begin it again with --restart"
+
+
+class RunDir:
+    """The description of a run in `path`. Nothing is read or written before it is asked for."""
+
+    def __init__(self, path: str | os.PathLike, flag: str = "--logdir", trust_run: bool = False):
+        """
+        Args:
+            path: the directory.
+            flag: what named it, for errors.
+            trust_run: whether to import classes outside lingvo_moe that the run names, which is to run code by
+                whoever made it. Those that a run by this user names are always imported.
+
+        Raises:
+            PathError: a path below which checkpoints could not be read again.
+        """
+        check_portable(path, flag)
+        self.path, self._flag, self._trust_run = Path(path), flag, trust_run
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """The directory of the checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def summaries_dir(self) -> Path:
+        """The directory of the trainer's summaries, for TensorBoard and `read_metrics`."""
+        return self.path / "train"
+
+    @property
+    def held_out_dir(self) -> Path:
+        """The directory of the summaries of evaluations while it trains. Raises RunDirError as Inside."""
+        return self.Inside("eval") / "held_out"
+
+    @property
+    def scores_dir(self) -> Path:
+        """The directory of the summaries of `--mode=eval`. Raises RunDirError as Inside."""
+        return self.Inside("eval") / "scores"
+
+    @property
+    def exists(self) -> bool:
+        """Whether a run was described here."""
+        return (self.path / _FILE).is_file()
+
+    @property
+    def identity(self) -> tuple[int, int] | None:
+        """Tells the run here from one that was begun in its place later; None where no run was described."""
+        try:
+            found = os.stat(self.path / _FILE)
+        except FileNotFoundError:
+            return None
+        return found.st_ino, found.st_mtime_ns
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints, oldest first; they have their names only when they are complete."""
+        try:
+            names = os.listdir(self.checkpoint_dir)
+        except (FileNotFoundError, NotADirectoryError):  # there is none, or --restart just moved it
+            return []
+        return sorted(int(name) for name in names if re.fullmatch("[0-9]+", name))
+
+    def Inside(self, name: str) -> Path:
+        """The path of a file or directory in the run, to read or to write, whether it is there or not.
+
+        Raises:
+            RunDirError: it is, or holds, a link that leads out of the run.
+        """
+        root, path = os.path.realpath(self.path), self.path / name
+        for place in (path, *_links_below(path)):
+            if not Path(os.path.realpath(place)).is_relative_to(root):
+                raise RunDirError(
+                    f"{self.path}: {place.relative_to(self.path)} is a link that leads out of the run, to"
+                    f" {os.path.realpath(place)}; put there what it leads to"
+                )
+        return path
+
+    def Write(
+        self,
+        model: str,
+        override: str,
+        artifacts: RunArtifacts,
+        began_from: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Describes a run that has not begun: each file atomically, then the list of them.
+
+        Killed before the list is written, it leaves a run that cannot be read, and that is described again when the
+        trainer starts: it has no checkpoint yet.
+
+        Args:
+            model: the experiment's name, e.g. 'mt.M4Demo'.
+            override: as `--model_params_override`.
+            artifacts: what the input keeps here.
+            began_from: Beginning.about of engine/checkpoints/init_from.py, of a run that began from another.
+
+        Raises:
+            RegistryError: no such experiment or parameter.
+            RunDirError: there is a link in the directory, by which a file outside it would be written; or an
+                artifact lies outside of it, or where the run has something else.
+        """
+        params = registry.GetParams(model, override)
+        for name in artifacts.files:
+            _check_artifact(self.path, name)
+        for name in (*artifacts.files, _PARAMS, _FILE, MARK, MANIFEST):
+            self.Inside(name)
+        for name, content in artifacts.files.items():
+            (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(self.path / name, content)
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.path / _PARAMS, params.ToText().encode())
+        description = {
+            "model": model,
+            "params_override": override,
+            "files": list(artifacts.files),
+            "input": dict(artifacts.about),
+        } | ({"began_from": dict(began_from)} if began_from else {})
+        content = json.dumps(description, indent=2).encode() + b"\n"
+        write_atomic(self.path / _FILE, content)
+        if mark := make_mark(content):
+            write_atomic(self.path / MARK, mark)
+        self.ListFiles()
+
+    def CheckReplaceable(self) -> None:
+        """Raises RunDirError where Write would replace a file of another program that has a description's name."""
+        file = self.path / _FILE
+        if (self.path / MANIFEST).is_file() or not file.is_file():
+            return
+        try:  # a trainer that was killed while it described its run left one of this shape
+            read_experiment(file, file.read_bytes())
+        except RunDirError as e:
+            raise RunDirError(
+                f"{self._flag}={self.path} holds an {_FILE} that is no run's ({e}); name another directory"
+            ) from None
+
+    def ListFiles(self) -> None:
+        """Lists the files of a description with their digests as they are now: vouches for them.
+
+        Raises:
+            RunDirError: no description, or a damaged one.
+        """
+        file = self.path / _FILE
+        files = read_experiment(file, file.read_bytes())["files"]
+        write_manifest(self.path, MANIFEST, (*files, _PARAMS, _FILE))
+
+    def WriteProgram(self, about: ProgramAbout) -> None:
+        """Writes `program.json`, in place of an earlier one. Raises RunDirError: it is a link out of the run."""
+        write_atomic(self.Inside(_PROGRAM), write_program(about))
+
+    @property
+    def program(self) -> ProgramAbout | None:
+        """The compiled training step; None where the engine compiles none, or it has not begun.
+
+        Raises:
+            RunDirError: it was changed or damaged.
+        """
+        file = self.Inside(_PROGRAM)
+        return read_program(file, file.read_bytes()) if file.is_file() else None
+
+    @property
+    def evaluations(self) -> Evaluations | None:
+        """The evaluations while it trained; None if there were none. Raises RunDirError: changed or damaged."""
+        file = self.Inside(_EVALUATIONS)
+        return read_evaluations(file, file.read_bytes()) if file.is_file() else None
+
+    def WriteEvaluations(self, evaluations: Evaluations) -> None:
+        """Writes `evaluations.json`, in place of an earlier one. Raises RunDirError: it is a link out of the run."""
+        write_atomic(self.Inside(_EVALUATIONS), evaluations.ToBytes())
+
+    def BestStep(self, flag: str) -> int:
+        """The step of the checkpoint with the lowest held-out loss.
+
+        Args:
+            flag: what asked for it, for errors.
+
+        Raises:
+            RunDirError: no checkpoint that is there was evaluated.
+        """
+        evaluations = self.evaluations
+        best = evaluations.BestOf(self.steps) if evaluations else None
+        if best is None:
+            raise RunDirError(
+                f"{flag}=best: no checkpoint of {self.path} has a held-out loss: train with "
+                "train.eval_interval_steps=100, or name a step"
+            )
+        return best.step
+
+    @property
+    def experiment(self) -> Experiment:
+        """The content of `experiment.json`. Checks all files of the description.
+
+        Raises:
+            RunDirError: no run, or a damaged description.
+        """
+        return self._Read()[0]
+
+    @property
+    def params_text(self) -> str:
+        """`params.txt`: all parameters of the run as they were when it began. Raises RunDirError: as experiment."""
+        try:
+            return self._Read()[1][_PARAMS].decode("utf-8")
+        except UnicodeDecodeError as e:
+            raise RunDirError(f"{self.path / _PARAMS}: not UTF-8, at byte {e.start}") from None
+
+    @property
+    def artifacts(self) -> RunArtifacts:
+        """The files and facts that the input keeps here.
+
+        Raises:
+            RunDirError: no run, or a damaged one.
+        """
+        experiment, contents = self._Read()
+        files = {name: contents[name] for name in experiment["files"]}
+        return RunArtifacts(files, experiment["input"])
+
+    def _Read(self) -> tuple[Experiment, dict[str, bytes]]:
+        """The description, and the contents of its files by name, all of them as they were listed."""
+        if not self.path.is_dir():
+            raise RunDirError(f"{self._flag}={self.path}: no such directory")
+        if not self.exists:
+            raise RunDirError(
+                f"{self._flag}={self.path}: no run there ({_FILE} is missing); give the --logdir of a trainer"
+            )
+        if not (self.path / MANIFEST).is_file():
+            raise RunDirError(
+                f"{self.path}: {MANIFEST}, the list of its files, is missing, so damage cannot be detected: the"
+                " list was deleted, or the run is by an older version; if you know that the files are undamaged,"
+                " docs/security.md has the command that lists them again"
+            )
+        contents = self._ReadListed((_FILE, _PARAMS))
+        file = self.path / _FILE
+        experiment = read_experiment(file, contents[_FILE])
+        for name in experiment["files"]:
+            _check_artifact(self.path, name)
+        return experiment, contents | self._ReadListed(experiment["files"])
+
+    def _ReadListed(self, names: Iterable[str]) -> dict[str, bytes]:
+        names = list(names)
+        for name in names:
+            self.Inside(name)
+        try:
+            return read_listed(self.path, MANIFEST, names, _REMEDY)
+        except ManifestError as e:
+            raise RunDirError(str(e)) from None
+
+    @property
+    def began_from(self) -> BeganFrom | None:
+        """The run whose weights it began with, see Write; None for one that began from nothing, or no run."""
+        return self.experiment.get("began_from") if self.exists else None
+
+    def Params(self) -> Params:
+        """The Params of the run: `task`, `input`, `train`.
+
+        Raises:
+            RunDirError: no run; or the experiment, or a parameter of it, is not there any more; or it names a class
+                outside lingvo_moe, is not by this user, and is not trusted.
+        """
+        found, contents = self._Read()
+        trusted = self._trust_run or self._IsOwn(contents[_FILE])
+        try:
+            return registry.GetParams(
+                found["model"], found["params_override"], trusted, skip_derived=True
+            )
+        except registry.RegistryError as e:
+            raise RunDirError(f"{self.path / _FILE}: {e}") from None
+
+    def _IsOwn(self, description: bytes) -> bool:
+        """Whether this user made the run, with this experiment.json. Raises RunDirError as Inside."""
+        file = self.Inside(MARK)
+        return file.is_file() and is_own(file.read_bytes(), description)
+
+    def Task(self) -> "BaseTask":
+        """The task of the run, instantiated. Raises as Params."""
+        return self.Params().task.Instantiate()
+
+
+def _check_artifact(run: Path, name: str) -> None:
+    """Raises RunDirError for a file of the input that would not lie in the run, or in the place of another file."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts:
+        raise RunDirError(
+            f"{run / _FILE}: lists {name!r}, which is not in the run; must be a path below {run}"
+        )
+    if path.parts[0] in _TAKEN:
+        raise RunDirError(
+            f"{run / _FILE}: lists {name!r} as a file of the input, but that is a place of the run itself"
+        )
+
+
+def _links_below(directory: Path) -> Iterator[Path]:
+    """The symbolic links in a directory and in those below it; none where it is no directory."""
+    for root, directories, files in os.walk(directory):
+        yield from (
+            Path(root, name) for name in (*directories, *files) if os.path.islink(Path(root, name))
+        )

@@ -1,0 +1,1 @@
+"""The training state on devices and hosts: sharded, offloaded."""

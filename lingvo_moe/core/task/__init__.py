@@ -1,0 +1,1 @@
+"""A task: a model with a loss, and its training steps."""

@@ -1,0 +1,487 @@
+"""BaseTask: a model with a loss, and the training step that is lowered, planned and run.
+
+The step is one pure function, `(state, batch) -> (state, metrics)`. The state is explicit:
+NestedMap(theta, slots, step, skipped), and `ema` where `ema_decay` is set.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import tensorflow as tf
+
+from lingvo_moe.core import kernels, randomness
+from lingvo_moe.core.base_layer import BaseLayer, VariableSpec, name_scope, scoped
+from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError
+from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.files.artifacts import RunArtifacts
+from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.input.base_input import BaseInput
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.optimizers import moving_average
+from lingvo_moe.core.optimizers.adafactor import Adafactor
+from lingvo_moe.core.optimizers.registry import OPTIMIZERS
+from lingvo_moe.core.pipeline.parts import Parts
+from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.sharding.letters import GRADIENTS, SLOTS, shards
+from lingvo_moe.core.state.offload import check_offload, items_of
+from lingvo_moe.core.state.state_sharding import weights_in_use
+from lingvo_moe.core.task.forms import Forms
+from lingvo_moe.core.task.step import Step
+
+_OPTIMIZER = "task.optimizer"  # where the user sets its parameters, whatever the task's name
+
+
+class TaskError(ValueError):
+    """Raised if a task and its input do not match, or if a task does not support a request."""
+
+
+@dataclass(frozen=True)
+class NamedRows:
+    """A dimension of a variable whose elements have names, e.g. the rows of an embedding: vocabulary pieces.
+
+    `--init_from` matches such rows of another run by name.
+
+    Attributes:
+        kind: what the named elements are, in the plural, e.g. 'source pieces'. RowNames and messages use it.
+        dim: the dimension.
+        sized_by: the suffix of the parameters that set its size, e.g. 'vocab_size'.
+    """
+
+    kind: str
+    dim: int
+    sized_by: str
+
+
+class BaseTask(BaseLayer):
+    """A layer whose `FProp(theta, batch, seed)` returns `(loss, metrics)`.
+
+    `metrics` is a NestedMap of float32 tensors: scalars, [L] by layer, or [L,E] by layer and expert.
+    `metrics.<UNIT>` is the number of units in the batch that count. The loss and the other metrics are means over these
+    units. A task for which this is not so, and that is trained in micro-batches, overrides MicroBatchTerms.
+
+    Variables that are not trainable get no gradient. FProp may return their next values in `metrics.updates`, a
+    NestedMap by variable path (`VariableSpec.path`). This is not a metric; TrainStep removes it.
+
+    The methods under "the contract" below are what the trainer and the planner call besides the step.
+    """
+
+    # The metric that counts the units that a step processes, e.g. 'tokens' or 'images'. Speeds are in these units.
+    UNIT: ClassVar[str] = "examples"
+    # For each einsum letter, the parameters that set the size of its dimension, e.g. {"E": ("task.num_experts",)}.
+    SIZES: ClassVar[Mapping[str, tuple[str, ...]]] = {"B": ("input.batch_size",)}
+    # Letters of SIZES whose sizes must be divisible by the mesh axis that shards them.
+    DIVIDED: ClassVar[str] = "B"
+    # Parameters that may change while a run goes on: up to rounding, and to what is drawn at random in a micro-batch,
+    # results stay the same, and so do the shapes of weights and slots of `Unpacked`.
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = ()
+    # The metrics of held-out batches, means over UNITs. The best checkpoint has the lowest value of the first one.
+    HELD_OUT_METRICS: ClassVar[tuple[str, ...]] = ("loss",)
+    # The command for a run, {}, that has ended.
+    NEXT: ClassVar[str] = "tensorboard --logdir={}"
+    # A BaseCheckpointScorer (checkpoint_scorer.py), 'type/module/Class', by name since it imports the task; '' for the
+    # held-out loss alone.
+    CHECKPOINT_SCORER: ClassVar[str] = ""
+
+    @classmethod
+    def Params(cls) -> InstantiableParams:
+        p = super().Params()
+        p.Define("optimizer", Adafactor.Params(), "How gradients change theta.", choices=OPTIMIZERS)
+        p.Define(
+            "ema_decay",
+            0.0,
+            "The share that an exponential moving average of the weights keeps at a step, e.g. 0.999, for evaluation "
+            "and export; 0: no average.",
+            check=checks.SHARE,
+        )
+        p.Define(
+            "clip_gradient_norm",
+            0.0,
+            "Gradients are scaled to at most this global norm; 0: never.",
+            check=checks.NOT_NEGATIVE,
+        )
+        p.Define(
+            "seed",
+            1234,
+            "The seed of initial values, dropout and random routing.",
+            check=checks.SEED,
+        )
+        return p
+
+    def __init__(self, params: InstantiableParams):
+        super().__init__(params)
+        try:
+            self.optimizer = self.OptimizerParams(self.p).Instantiate()
+        except ParamError as e:
+            raise e.Within(_OPTIMIZER) from None
+
+    # --- the contract: what trainer and planner ask of a task beside its step
+
+    @classmethod
+    def ConfigureInput(cls, task: HyperParams, inputs: HyperParams) -> None:
+        """Sets the input's Params that follow from the task's Params. Called after all overrides are applied."""
+
+    @classmethod
+    def OptimizerParams(cls, task: HyperParams) -> InstantiableParams:
+        """Returns Params of the optimizer, with what follows in them from other Params of the task."""
+        return task.optimizer.Copy().Set(offload=task.offload or checks.NO_OFFLOAD)
+
+    @classmethod
+    def CheckInput(cls, task: HyperParams, inputs: HyperParams) -> None:
+        """Raises TaskError if the Params of the task and of the input contradict each other.
+
+        Called before anything is built.
+        """
+
+    @classmethod
+    def Shrink(cls, task: HyperParams, inputs: HyperParams, mesh: Mesh) -> None:
+        """Sets the sizes in both Params to the smallest ones that the mesh divides, for `tools.verify`.
+
+        The computation itself stays the same, but in float32.
+
+        Raises:
+            TaskError: the task does not implement it.
+        """
+        del task, inputs, mesh
+        raise TaskError(f"{cls.__name__} cannot be verified: it has no Shrink(task, inputs, mesh)")
+
+    def SampleBatch(self, inputs: BaseInput, rng: np.random.RandomState) -> NestedMap:
+        """Returns a made-up batch of NumPy arrays in the input's format, for `tools.verify`.
+
+        Raises:
+            TaskError: the task does not implement it.
+        """
+        del inputs, rng
+        name = type(self).__name__
+        raise TaskError(f"{name} cannot be verified: it has no SampleBatch(inputs, rng)")
+
+    @classmethod
+    def OpenForms(cls, task: InstantiableParams) -> Forms | None:
+        """Returns two forms of the task if its Params leave open which one is trained; None if they do not.
+
+        An instance made from Params that leave it open is of the recomputing form.
+        """
+        del task
+        return None
+
+    def CheckData(self, inputs: BaseInput) -> None:
+        """Raises TaskError if the input's data does not suit the task. Called after the input's `Prepare`."""
+
+    def BatchCounts(self, batch: NestedMap) -> dict[str, int]:
+        """Counts what a full batch (given as ArraySpecs) holds, by name. The last count is of UNITs, with padding."""
+        return {self.UNIT: batch.Flatten()[0].shape[0]}
+
+    def FlopsByPart(self, batch: NestedMap) -> dict[str, int]:
+        """FLOPs of a forward pass over a full batch (given as ArraySpecs), by part of the model; empty if unknown."""
+        del batch
+        return {}
+
+    def StageFlops(self, batch: NestedMap) -> list[int]:
+        """FLOPs of a forward pass over a full batch (given as ArraySpecs), by pipeline stage; empty without one."""
+        del batch
+        return []
+
+    def StepFlops(self, batch: NestedMap) -> int:
+        """Model FLOPs of a training step over a full batch: three times those of the forward pass.
+
+        Each product of the forward pass has two in the backward pass. Recomputation (remat) does not count.
+        """
+        return 3 * sum(self.FlopsByPart(batch).values())
+
+    def LeastActivationBytes(self, batch: NestedMap) -> int:
+        """A lower bound of the memory that the activations of a full batch need, on all devices together."""
+        del batch
+        return 0
+
+    def SizeParams(self, path: str, letter: str) -> tuple[str, ...]:
+        """Returns the parameters that set the size of dimension `letter` of the variable at `path`."""
+        del path
+        return self.SIZES.get(letter, ())
+
+    def NamedRows(self) -> dict[str, NamedRows]:
+        """Returns the named dimensions of variables, by the variables' paths in theta."""
+        return {}
+
+    def RowNames(self, kind: str, artifacts: RunArtifacts) -> list[str]:
+        """Returns the row names of one NamedRows.kind, in row order, from the artifacts that a run saves.
+
+        Raises:
+            TaskError: the artifacts do not contain them.
+        """
+        raise TaskError(f"{self.path}: no rows are named after {kind!r}")
+
+    @classmethod
+    def MicroBatchSizes(cls, task: HyperParams) -> tuple[str, ...]:
+        """Params of the task, besides the batch size, that a micro-batch has 1/M of, e.g. 'num_groups'."""
+        del task
+        return ()
+
+    def Units(self, batch: NestedMap) -> NestedMap:
+        """Counts in a batch, float32 scalars by name, that loss and metrics are means over; they add up over
+        micro-batches. One of them is UNIT."""
+        rows = batch.Flatten()[0].shape[0]
+        return NestedMap({self.UNIT: tf.constant(float(rows))})
+
+    @scoped
+    def MicroBatchTerms(
+        self, theta: NestedMap, batch: NestedMap, seed: tf.Tensor | None, shares: NestedMap
+    ) -> tuple[tf.Tensor, NestedMap]:
+        """FProp of a micro-batch, whose loss and metrics are terms: over micro-batches they add up to the batch's.
+
+        Args:
+            theta: the weights.
+            batch: the micro-batch.
+            seed: int32 [2] or None, of this micro-batch.
+            shares: its Units divided by those of the batch, float32 scalars.
+        """
+        loss, metrics = self.FProp(theta, batch, seed=seed)
+        share, whole = shares[self.UNIT], (self.UNIT, "updates")
+        scaled = NestedMap({name: m for name, m in metrics.items() if name not in whole})
+        scaled = scaled.Transform(lambda metric: metric * share)
+        scaled.update({name: metrics[name] for name in whole if name in metrics})
+        return loss * share, scaled
+
+    def PipelineParts(self) -> Parts | None:
+        """Returns the stacks of layers that core/task/pipelined_step.py trains by stages, as `p.pipeline` says
+        (core/pipeline/params.py); None if there is one stage."""
+        return None
+
+    def CheckMarks(self, marks: Collection[str]) -> None:
+        """Called when a step was traced, with the names of the activations that its loops can keep (core/tensors.py).
+
+        Raises:
+            ParamError: the task's parameters name others.
+        """
+
+    def CombinedMetrics(self, sums: NestedMap) -> NestedMap:
+        """The metrics of a batch from the sums of its micro-batches' terms: metrics that are no such sums."""
+        return sums
+
+    def DecodeStep(self, inputs: BaseInput) -> Step:
+        """Returns the program of one decoding step for a batch of the input's size, for the planner.
+
+        Raises:
+            TaskError: the task has no decoder.
+        """
+        raise TaskError(f"{self.path}: {type(self).__name__} decodes nothing")
+
+    def ProgressNote(self, metrics: NestedMap) -> str:
+        """Returns text about a step's metrics (NumPy) for the progress line, besides loss and speed; '' for none."""
+        del metrics
+        return ""
+
+    def MetricLayers(self) -> dict[str, list[str]]:
+        """Names the rows of [L,...] metrics: maps the prefix of a metric's path to the names of its L layers."""
+        return {}
+
+    # --- the step
+
+    def Unpacked(self) -> "BaseTask":
+        """Returns the model without packed variables (VariableSpec.packs): this task, if it packs none."""
+        return self
+
+    def StateSpecs(self) -> NestedMap:
+        """VariableSpecs of the complete state, in its structure."""
+        theta, updated = self.VariableSpecs(), self._UpdatedSpecs()
+        specs = NestedMap(
+            theta=theta,
+            slots=self._SlotSpecs(updated),
+            step=_counter("step"),
+            skipped=_counter("skipped"),
+        )
+        if self.p.ema_decay:
+            specs.ema = moving_average.average_specs(updated)
+        return specs
+
+    def _UpdatedSpecs(self) -> NestedMap:
+        """VariableSpecs, sharded as the weights are while they are updated."""
+        specs = self.VariableSpecs()
+        return (
+            specs.Transform(VariableSpec.OverCopies) if shards(self.p.shard_state, SLOTS) else specs
+        )
+
+    def GradientSpecs(self) -> NestedMap:
+        """VariableSpecs, sharded as the gradients are."""
+        return (
+            self._UpdatedSpecs() if shards(self.p.shard_state, GRADIENTS) else self.VariableSpecs()
+        )
+
+    @scoped
+    def InUse(self, theta: NestedMap) -> NestedMap:
+        """The weights of a state as FProp takes them: those outside of stacks are gathered, if the state holds parts.
+
+        A stack gathers its weights layer by layer (layers/repeat.py).
+        """
+        if not shards(self.p.shard_state, GRADIENTS):
+            return theta
+        return weights_in_use(theta, self.VariableSpecs(), self.GradientSpecs())
+
+    def _SlotSpecs(self, theta: NestedMap) -> NestedMap:
+        try:
+            slots = self.optimizer.SlotSpecs(theta)
+        except ParamError as e:
+            raise e.Within(_OPTIMIZER) from None
+        averaged, pipelined = bool(self.p.ema_decay), self.PipelineParts() is not None
+        check_offload(self.p.offload, self, theta.Flatten(), slots.Flatten(), averaged, pipelined)
+        return slots
+
+    def InitState(self, global_seed: tf.Tensor) -> NestedMap:
+        """The state before step 0. `global_seed` is an int32 scalar; engines compile this, sharded."""
+        seed = randomness.make_seed(global_seed, 0)
+        return self.WithCopies(self.StateSpecs().Transform(lambda spec: spec.Init(seed)))
+
+    def Warnings(self, max_steps: int) -> list[str]:
+        """Returns warnings about parameters that do not suit a run of so many steps, and how to change them."""
+        found = self.optimizer.learning_rate.Mismatch(max_steps)
+        if found is None:
+            return []
+        where = f"{_OPTIMIZER}.learning_rate.{found.name}"
+        warning = f"{where}={found.value}: {found.why}"
+        if found.better is None:
+            return [warning]
+        remedy = f"--model_params_override='{where}={found.better}'"
+        return [f"{warning}; {remedy} ends both together"]
+
+    @scoped
+    def WithCopies(self, state: NestedMap) -> NestedMap:
+        """Returns the state before step 0, with its master weights and moving averages copied from `state.theta`."""
+        specs = self._UpdatedSpecs()
+        slots = self.optimizer.WithMasters(state.slots, state.theta, specs)
+        new = NestedMap(state, slots=slots)
+        if self.p.ema_decay:
+            new.ema = moving_average.first_average(state.theta, specs)
+        return new
+
+    def TrainStep(self, state: NestedMap, batch: NestedMap) -> tuple[NestedMap, NestedMap]:
+        """One step of training.
+
+        If the loss or the gradient norm is not finite, theta, slots and ema keep their values and
+        `skipped` is incremented. The step counter is incremented anyway, so that the next step has another batch
+        and another seed.
+
+        Returns:
+            The new state, and the metrics: those of FProp, with `grad_norm`, `learning_rate` and
+                `skipped` (float32 scalars).
+        """
+        seed = randomness.make_seed(self.p.seed, state.step)
+        loss, metrics, grads = self.Differentiate(
+            state.theta, lambda: self.FProp(self.InUse(state.theta), batch, seed=seed)
+        )
+        updates = metrics.pop("updates", NestedMap())
+        with name_scope("optimizer"):
+            return self.Apply(state, loss, metrics, grads, updates)
+
+    def Differentiate(
+        self, weights: NestedMap, compute: Callable[[], tuple[tf.Tensor, NestedMap]]
+    ) -> tuple[tf.Tensor, NestedMap, NestedMap]:
+        """Loss and metrics as `compute` returns them from `weights` (theta), and the gradients, as Gradients."""
+        specs = self.VariableSpecs().Flatten()
+        leaves = [w for w, spec in zip(weights.Flatten(), specs, strict=True) if spec.trainable]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(leaves)
+            loss, metrics = compute()
+        return loss, metrics, self.Gradients(weights, tape.gradient(loss, leaves))
+
+    def Apply(
+        self,
+        state: NestedMap,
+        loss: tf.Tensor,
+        metrics: NestedMap,
+        grads: NestedMap,
+        updates: NestedMap,
+    ) -> tuple[NestedMap, NestedMap]:
+        """The state after a step with these gradients and updates; see TrainStep."""
+        theta, slots, optimizer_metrics = self.optimizer.Update(
+            state.theta,
+            grads,
+            state.slots,
+            state.step,
+            self._UpdatedSpecs(),
+            self.p.clip_gradient_norm,
+            tf.math.is_finite(loss) if items_of(self.p.offload) else None,
+        )
+        theta = self._WithUpdates(theta, updates)
+        new = NestedMap(theta=theta, slots=slots)
+        if self.p.ema_decay:
+            updates_before = state.step - state.skipped
+            new.ema = moving_average.next_average(
+                state.ema, theta, self.VariableSpecs(), self.p.ema_decay, updates_before
+            )
+        finite = tf.math.is_finite(loss) & tf.math.is_finite(optimizer_metrics.grad_norm)
+        kept = _where(finite, new, state, self.optimizer.Settled(self._UpdatedSpecs()))
+        kept.step = state.step + 1
+        kept.skipped = state.skipped + tf.cast(~finite, tf.int32)
+        metrics.update(optimizer_metrics, skipped=tf.cast(kept.skipped, tf.float32))
+        return kept, metrics
+
+    @scoped
+    def EvalStep(self, theta: NestedMap, batch: NestedMap) -> NestedMap:
+        """Returns the metrics of FProp with nothing random and no token dropped."""
+        return self.FProp(theta, batch, seed=None)[1]
+
+    def HeldOutStep(self, weights: NestedMap, batch: NestedMap) -> NestedMap:
+        """Returns the HELD_OUT_METRICS of a held-out batch, and how many UNITs it has.
+
+        Args:
+            weights: theta, or its moving average, whose types may be wider.
+            batch: of HeldOutBatch.
+        """
+        specs = self.VariableSpecs().Flatten()
+        pairs = zip(weights.Flatten(), specs, strict=True)
+        theta = weights.Pack([tf.cast(weight, spec.dtype) for weight, spec in pairs])
+        metrics = self.EvalStep(self.InUse(theta), batch)
+        return NestedMap({name: metrics[name] for name in (*self.HELD_OUT_METRICS, self.UNIT)})
+
+    def Gradients(
+        self, weights: NestedMap, grads: Sequence[tf.Tensor | tf.IndexedSlices | None]
+    ) -> NestedMap:
+        """Packs the tape's gradients into theta's structure, as dense tensors; None for non-trainable variables."""
+        out: list[tf.Tensor | None] = []
+        rest = iter(grads)
+        for (path, _), spec in zip(
+            weights.FlattenItems(), self.VariableSpecs().Flatten(), strict=True
+        ):
+            if not spec.trainable:
+                out.append(None)
+                continue
+            grad = next(rest)
+            if grad is None:
+                raise ValueError(f"{self.path}: the loss does not depend on variable {path!r}")
+            with name_scope(f"gradient_tape.{spec.path}"):  # where sparse rows are summed
+                out.append(tf.convert_to_tensor(grad))
+        return weights.Pack(out)
+
+    def _WithUpdates(self, theta: NestedMap, updates: NestedMap) -> NestedMap:
+        """Returns theta with the values of non-trainable variables replaced by those in `updates`, by path."""
+        by_path = dict(updates.FlattenItems())
+        out = []
+        for spec, weight in zip(self.VariableSpecs().Flatten(), theta.Flatten(), strict=True):
+            if spec.trainable or spec.path not in by_path:
+                out.append(weight)
+                continue
+            new = by_path.pop(spec.path)
+            out.append(tf.ensure_shape(tf.cast(tf.stop_gradient(new), weight.dtype), weight.shape))
+        if by_path:
+            names = ", ".join(by_path)
+            raise ValueError(
+                f"{self.path}: {names}: an update of what is not a variable with trainable=False"
+            )
+        return theta.Pack(out)
+
+
+def _where(
+    finite: tf.Tensor, new: NestedMap, old: NestedMap, settled: Collection[str]
+) -> NestedMap:
+    """Selects the parts of the state that `new` holds: from `new` if `finite` or where settled, else from `old`."""
+    old = NestedMap({name: old[name] for name in new})
+    found = kernels.current().select(finite, new.Flatten(), old.Flatten())
+    items = zip(new.FlattenItems(), found, strict=True)
+    return new.Pack([x if path in settled else y for (path, x), y in items])
+
+
+def _counter(name: str) -> VariableSpec:
+    return VariableSpec(
+        path=name, shape=(), dtype="int32", letters="", init=WeightInit.Constant(0), split=()
+    )

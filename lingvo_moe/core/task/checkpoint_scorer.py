@@ -1,0 +1,45 @@
+"""Scores of a checkpoint in the way of its task."""
+
+import abc
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lingvo_moe.core.files.artifacts import RunArtifacts
+from lingvo_moe.core.input.base_input import BaseInput
+from lingvo_moe.core.nested_map import NestedMap
+
+if TYPE_CHECKING:
+    from lingvo_moe.core.task.base_task import BaseTask
+
+
+@dataclass(frozen=True)
+class CheckpointScores:
+    """Scores of a checkpoint besides the held-out loss.
+
+    Attributes:
+        metrics: numbers by name, for TensorBoard and JSON.
+        text: the main ones, for a line.
+    """
+
+    metrics: NestedMap
+    text: str
+
+
+class BaseCheckpointScorer(abc.ABC):
+    """Scores weights of one run in the way of its task, for `--mode=eval`; see BaseTask.CHECKPOINT_SCORER."""
+
+    @abc.abstractmethod
+    def __init__(
+        self, task: "BaseTask", inputs: BaseInput, artifacts: RunArtifacts, lines: int | None
+    ):
+        """
+        Args:
+            task: of the run.
+            inputs: prepared, with held-out data.
+            artifacts: those of the run.
+            lines: held-out examples of each kind, e.g. of a language, at most; None for the task's own number.
+        """
+
+    @abc.abstractmethod
+    def __call__(self, theta: NestedMap) -> CheckpointScores:
+        """Scores weights, NumPy arrays."""

@@ -1,0 +1,161 @@
+"""Lists and counts a model's variables from their specs: nothing is allocated."""
+
+import math
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+
+from lingvo_moe.core.base_layer import VariableSpec
+from lingvo_moe.core.console import units
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.sharding import Mesh
+from lingvo_moe.core.sharding.letters import DEVICE, HOST
+from lingvo_moe.core.task.base_task import BaseTask
+
+_PLACES = {DEVICE: "", HOST: ", in the host's memory"}
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int32": 4, "int64": 8}
+
+
+def count_parameters(specs: Iterable[VariableSpec]) -> int:
+    """The number of elements of all variables."""
+    return sum(math.prod(spec.shape) for spec in specs)
+
+
+def bytes_of(spec: VariableSpec) -> int:
+    """The bytes of a variable, all of its parts together."""
+    return math.prod(spec.shape) * _BYTES[spec.dtype]
+
+
+def bytes_per_device(spec: VariableSpec, mesh: Mesh) -> int:
+    """The bytes that one device holds of a variable, rounded up where a dimension does not divide."""
+    shape = [
+        size if axis is None else -(-size // mesh.axis_size(axis))
+        for size, axis in zip(spec.shape, spec.StoredSplit(mesh), strict=True)
+    ]
+    return math.prod(shape) * _BYTES[spec.dtype]
+
+
+def bytes_on_device(specs: Iterable[VariableSpec], mesh: Mesh) -> int:
+    """The bytes of variables in the memory of one device: of those that are not in its host's memory."""
+    return sum(bytes_per_device(spec, mesh) for spec in specs if spec.memory == DEVICE)
+
+
+def print_variables(
+    specs: Iterable[VariableSpec], mesh: Mesh, console: Console | None = None
+) -> None:
+    """Prints a table of the variables (name, shape, type, sharding, bytes on each device) and the totals."""
+    console = console or Console(width=140)
+    table = Table(box=None, header_style="bold")
+    for title in ("variable", "shape", "letters", "type", "sharding"):
+        table.add_column(title, overflow="fold")
+    table.add_column("per device", justify="right")
+    specs = list(specs)
+    for spec in specs:
+        table.add_row(
+            spec.path,
+            "x".join(map(str, spec.shape)) or "scalar",
+            spec.letters,
+            spec.dtype,
+            describe_split(spec, mesh) + _PLACES[spec.memory],
+            units.size(bytes_per_device(spec, mesh), 1),
+        )
+    console.print(table)
+    total = sum(bytes_per_device(spec, mesh) for spec in specs)
+    count = count_parameters(specs)
+    words = units.in_words(count)
+    console.print(
+        f"total: {len(specs)} variables, {count:,} parameters{f' ({words})' if words else ''}; "
+        f"{units.size(total, 1)} on each of {mesh.size} devices (mesh {mesh}){_of_hosts(specs, mesh)}"
+    )
+
+
+def _of_hosts(specs: Iterable[VariableSpec], mesh: Mesh) -> str:
+    """Says how many bytes of a device's variables are in its host's memory; '' for none."""
+    held = sum(bytes_per_device(spec, mesh) for spec in specs if spec.memory == HOST)
+    return f", {units.size(held, 1)} of them in the memory of its host" if held else ""
+
+
+def print_optimizer(task: BaseTask, mesh: Mesh, console: Console | None = None) -> None:
+    """Prints the state that training keeps beside the weights, and how many variables decay.
+
+    Args:
+        task: of which.
+        mesh: the mesh that it is sharded over.
+        console: where to.
+
+    Raises:
+        ParamError: a pattern of the weight decay that matches no variable.
+    """
+    console = console or Console(width=140)
+    state, decays = task.StateSpecs(), task.optimizer.Decays(task.VariableSpecs())
+    count = count_parameters(s for s in state.theta.Flatten() if s.trainable)
+
+    def size(part: NestedMap) -> str:
+        held = sum(bytes_per_device(spec, mesh) for spec in part.Flatten())
+        total = sum(map(bytes_of, part.Flatten()))
+        there = _of_hosts(part.Flatten(), mesh)
+        return f"{total / count:.2g} bytes a parameter, {units.size(held, 1)} on each device{there}"
+
+    lines = [f"optimizer {type(task.optimizer).__name__}: {size(state.slots)}"]
+    if task.optimizer.p.weight_decay:
+        lines.append(
+            f"weight decay {task.optimizer.p.weight_decay:g} on {sum(decays.values())} of {len(decays)} variables: "
+            f"{_ends(path for path, does in decays.items() if does)}"
+        )
+    if "ema" in state:
+        lines.append(f"moving average of the weights: {size(state.ema)}")
+    console.print("\n".join(lines), soft_wrap=True, highlight=False)
+
+
+def _ends(paths: Iterable[str]) -> str:
+    """The different last parts of paths, e.g. '*.wi, *.wo'."""
+    return ", ".join(sorted({f"*.{path.rpartition('.')[2]}" for path in paths})) or "none"
+
+
+def print_flops(task: BaseTask, batch: NestedMap, console: Console | None = None) -> None:
+    """Prints the forward FLOPs per token or image by part of the model, and those of a training step.
+
+    Args:
+        task: of which; prints nothing for one that does not say.
+        batch: ArraySpecs of a full batch.
+        console: where to.
+    """
+    parts = task.FlopsByPart(batch)
+    total = sum(parts.values())
+    if not total:
+        return
+    console = console or Console(width=140)
+    counted, count = list(task.BatchCounts(batch).items())[-1]
+    counted = counted.replace("_", " ")
+    table = Table(box=None, header_style="bold")
+    table.add_column("part")
+    table.add_column(f"forward FLOPs per {counted.removesuffix('s')}", justify="right")
+    table.add_column("share", justify="right")
+    for name, flops in [*parts.items(), ("total", total)]:
+        table.add_row(name, units.work(flops / count), units.share(flops / total))
+    console.print()
+    console.print(table)
+    console.print(
+        f"a training step: {units.work(task.StepFlops(batch))} for {count:,} {counted}, padding included: three times "
+        "the forward pass (what the backward pass computes again is not counted)",
+        soft_wrap=True,
+    )
+    if stages := task.StageFlops(batch):
+        each = ", ".join(units.work(flops / count) for flops in stages)
+        spread = max(stages) * len(stages) / sum(stages)
+        console.print(
+            f"a pipeline of {len(stages)} stages: forward FLOPs per {counted.removesuffix('s')} {each}; the largest is "
+            f"{spread:.3f} times their mean",
+            soft_wrap=True,
+        )
+
+
+def describe_split(spec: VariableSpec, mesh: Mesh) -> str:
+    """'E:expert', or 'replicated'."""
+    cut = [
+        f"{letter}:{axis if isinstance(axis, str) else '*'.join(axis)}"
+        for letter, axis in zip(spec.letters, spec.StoredSplit(mesh), strict=True)
+        if axis is not None
+    ]
+    return " ".join(cut) or "replicated"

@@ -1,0 +1,1 @@
+"""Builds a corpus from installed packages."""

@@ -1,0 +1,106 @@
+"""Classes by name: any class for a user who types the name, only classes of this package for a run."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.config.class_names import any_class, own_class
+from lingvo_moe.core.config.hyperparams import Params
+from lingvo_moe.core.moe.routers.top2 import Top2Router
+
+TOP2 = "type/lingvo_moe.core.moe.routers.top2/Top2Router"
+
+
+@pytest.fixture
+def marker(tmp_path, monkeypatch):
+    """A module on Python's path that writes a file when it is imported."""
+    marker = tmp_path / "was_imported"
+    code = f"open({str(marker)!r}, 'w').close()\nclass Thing:\n    pass\n"
+    (tmp_path / "leaves_a_file.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield marker
+    sys.modules.pop("leaves_a_file", None)
+
+
+def test_classes_of_the_package_need_no_trust():
+    assert own_class(TOP2) is any_class(TOP2) is Top2Router
+
+
+def test_another_module_is_imported_only_where_any_may_be(marker):
+    with pytest.raises(
+        ValueError, match=r"'type/leaves_a_file/Thing' is not of lingvo_moe.*--trust_run"
+    ):
+        own_class("type/leaves_a_file/Thing")
+    assert not marker.exists()
+    assert any_class("type/leaves_a_file/Thing").__name__ == "Thing"
+    assert marker.exists()
+
+
+@pytest.mark.parametrize(
+    "path", ["task.num_experts", "task.moe.router.cls", "input.cls", "task.cls"]
+)
+def test_no_parameter_of_an_experiment_imports_another_module(marker, path):
+    with pytest.raises(registry.RegistryError, match="is not of lingvo_moe"):
+        registry.GetParams("mt.M4Tiny", f"{path}=type/leaves_a_file/Thing", trusted=False)
+    assert not marker.exists()
+
+
+def test_any_parameter_is_read_by_the_given_function():
+    p = Params()
+    p.Define("kind", Top2Router, "A class.")
+    with pytest.raises(ValueError, match="is not of lingvo_moe"):
+        p.SetFromText("kind", "type/json/JSONDecoder", find_class=own_class)
+    p.SetFromText("kind", "type/json/JSONDecoder")
+    assert p.kind.__name__ == "JSONDecoder"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "type/os/system",
+        "type/lingvo_moe/Path",
+        "type/lingvo_moe_of_another/Thing",
+        "type/lingvo_moe..os/Thing",
+        "type/lingvo_moe.core.files.files\n/Path",
+        "type/.lingvo_moe.core.files/Path",
+        "type/params.mt.demo/M4Tiny",
+        "type/lingvo_moe.runs.one.leaves_a_file/Thing",  # a run in a checkout, which may hold code
+        "type/lingvo_moe.core.files.files/Path",  # imported there, but another package's
+        "type/lingvo_moe.core.files.files/os",
+        "type/lingvo_moe.core.no_such/Thing",
+        "type/lingvo_moe.core.moe.routers.top2/Top3Router",
+        "type/lingvo_moe.core.config.registry/RegistryError",  # no Params
+        "type/lingvo_moe.core.moe.routers.top2",
+        "type/",
+        "top2",
+    ],
+)
+def test_what_names_no_class_of_the_package(text):
+    with pytest.raises(ValueError, match=r"is not of lingvo_moe|names no class|is no class"):
+        own_class(text)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from lingvo_moe.core.config import registry; registry.GetParams('mt.M4Tiny')",
+        "import lingvo_moe.tools.reproduce",
+    ],
+)
+def test_directories_of_the_users_own_are_not_in_the_way(tmp_path, code):
+    """`python -m` and `python -c` look there first."""
+    for place in ("params", "params/mt", "reproduction", "tools"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "__init__.py").write_text("open('was_imported', 'w').close()\n")
+    root = Path(registry.__file__).parents[3]
+    subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        check=True,
+    )
+    assert not (tmp_path / "was_imported").exists()

@@ -1,0 +1,64 @@
+"""The registry: both names of an experiment, overrides, and errors with suggestions."""
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.config.hyperparams import Params
+
+
+def test_short_and_long_names_are_one_class():
+    assert registry.GetExperiment("mt.M4Tiny") is registry.GetExperiment("mt.demo.M4Tiny")
+    assert "mt.M4MoE2048E36L" in registry.AllNames()
+
+
+def test_overrides_are_applied_by_type():
+    p = registry.GetParams("mt.M4Tiny", "task.num_experts=4; input.batch_size=2;train.max_steps=7")
+    assert (p.task.num_experts, p.input.batch_size, p.train.max_steps) == (4, 2, 7)
+
+
+@pytest.mark.parametrize(
+    "name, override, match",
+    [
+        ("mt.M4MoE2048E36", "", "did you mean.*mt.M4MoE2048E36L"),
+        ("asr.Any", "", "no task 'asr'.*mt"),
+        ("M4Tiny", "", "expected task.Experiment"),
+        ("mt.M4Tiny", "task.num_expert=4", "did you mean 'num_experts'"),
+        ("mt.M4Tiny", "task.num_experts=four", "does not read as int"),
+        ("mt.M4Tiny", "input.languages=de, sw", r"read as list; did you mean \['de','sw'\]"),
+        ("mt.M4Tiny", "task.num_experts", "not of the form path=value"),
+    ],
+)
+def test_errors(name, override, match):
+    with pytest.raises(registry.RegistryError, match=match):
+        registry.GetParams(name, override)
+
+
+def test_a_name_cannot_be_taken_twice():
+    first = type("Same", (registry.Experiment,), {"__module__": "lingvo_moe.params.zz.one"})
+    second = type("Same", (registry.Experiment,), {"__module__": "lingvo_moe.params.zz.two"})
+    registry.Register(first)
+    with pytest.raises(
+        registry.RegistryError, match=r"both .*params\.zz\.one and .*params\.zz\.two"
+    ):
+        registry.Register(second)
+
+
+@hypothesis.given(st.text() | st.text("\\;\n'\" \t=ax"), st.text("\\;\n'\" =x"))
+def test_escaping_a_value_is_undone_by_reading_it(value, other):
+    p = Params()
+    p.Define("a", "", "A text.")
+    p.Define("b", "", "Another.")
+    for path, text in registry.split_override(
+        f"a={registry.escape(value)};b={registry.escape(other)}"
+    ):
+        p.SetFromText(path, text)
+    assert (p.a, p.b) == (value, other)
+
+
+@pytest.mark.parametrize(
+    "path", ["/data/a corpus", "/data/a;b", "/data/a\\b", "/data/it's", "/data/é=[1]"]
+)
+def test_a_plain_path_is_written_as_by_earlier_versions(path):
+    assert registry.escape(path) == path.replace(";", "\\;")

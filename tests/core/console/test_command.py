@@ -1,0 +1,97 @@
+"""A command ends quietly if the reader of its output goes away, whatever it writes with and catches."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_MAIN = """
+import sys
+from lingvo_moe.core.console.command import run
+
+def main():
+    try:
+        {body}
+    except (ValueError, OSError) as e:
+        print("caught", e, file=sys.stderr)
+        return 1
+    finally:
+        print("cleaned up", file=sys.stderr)
+    return 3
+
+run(main)
+"""
+
+
+def _ends(body: str, reads: bool) -> tuple[int, bytes, bytes]:
+    command = [sys.executable, "-c", _MAIN.format(body=body)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        if not reads:
+            process.stdout.close()
+            return process.wait(timeout=60), b"", process.stderr.read()
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "print('line\\n' * 9999)",
+        "print('kept until the end')",
+        "sys.stdout.buffer.write(b'x' * 99999)",
+    ],
+)
+def test_nobody_reads(body: str) -> None:
+    assert _ends(body, reads=False) == (141, b"", b"cleaned up\n")
+
+
+@pytest.mark.parametrize(
+    "body, said",
+    [("print('kept until the end')", b"cleaned up\nerror: "), ("print('x' * 9999)", b"caught ")],
+)
+def test_a_full_disk(tmp_path: Path, body: str, said: bytes) -> None:
+    full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); "
+    with open(tmp_path / "out", "wb") as out:
+        done = subprocess.run(
+            [sys.executable, "-c", _MAIN.format(body=full + body)],
+            stdout=out,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            check=False,
+            env={k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"},
+        )
+    error = said + b"[Errno 27] File too large: 'standard output'\n"
+    assert done.returncode == 1 and error in done.stderr and done.stderr.count(b"Errno") == 1
+
+
+def test_somebody_reads() -> None:
+    assert _ends("print('Grüße')", reads=True) == (3, "Grüße\n".encode(), b"cleaned up\n")
+    assert _ends("sys.exit(5)", reads=False)[0] == 5
+
+
+def test_logging_stays_as_python_has_it() -> None:
+    """Warnings are plain lines; absl's messages below them are not printed."""
+    body = (
+        "import logging; from absl import logging as absl_logging; "
+        "logging.basicConfig(format='%(message)s'); "
+        "logging.warning('one'); absl_logging.warning('two'); absl_logging.info('hidden')"
+    )
+    assert _ends(body, reads=True) == (3, b"", b"one\ntwo\ncleaned up\n")
+
+
+def test_unbuffered_it_stays() -> None:
+    body = "print('now'); sys.stderr.write('then ')"
+    command = [sys.executable, "-u", "-c", _MAIN.format(body=body)]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (3, b"now\nthen cleaned up\n")
+
+
+def test_a_tool_of_ours() -> None:
+    command = [sys.executable, "-m", "tools.reproduce", "--list"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert (process.wait(timeout=60), process.stderr.read()) == (141, b"")

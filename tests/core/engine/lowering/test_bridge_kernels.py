@@ -1,0 +1,160 @@
+"""Lowering replaces operations that TensorFlow's bridge compiles slowly; the program computes the same."""
+
+import contextlib
+import re
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+from lingvo_moe.core.engine.lowering import bridge_kernels, embedding
+from lingvo_moe.core.engine.lowering.bridge_kernels import cheaper_kernels
+from lingvo_moe.core.engine.lowering.lowering import lower
+from lingvo_moe.core.engine.lowering.specs import TensorSpec
+from lingvo_moe.core.sharding import Mesh
+
+_SPECS = [TensorSpec((4, 3), "float32"), TensorSpec((3, 3), "float32")]
+
+
+@tf.function(autograph=False)
+def _scaled(x_AB, w_BC):
+    y_AC = tf.einsum("AB,BC->AC", x_AB, w_BC)
+    return y_AC * tf.math.reciprocal(tf.reduce_sum(y_AC, -1, keepdims=True))
+
+
+def _step(x_AB, w_BC):
+    """Both operations, inside and outside of a loop and of a function, with their gradients."""
+    with tf.GradientTape() as tape:
+        tape.watch([x_AB, w_BC])
+        _, y_AB = tf.while_loop(
+            lambda i, _: i < 3,
+            lambda i, y: (i + 1, tf.math.reciprocal(tf.einsum("AB,BC->AC", y, w_BC) + 2.0)),
+            (tf.constant(0), x_AB),
+            maximum_iterations=3,
+        )
+        loss = tf.reduce_sum(_scaled(y_AB, w_BC)) * tf.math.reciprocal(tf.reduce_sum(w_BC))
+    return tape.gradient(loss, [x_AB, w_BC])
+
+
+def _lowered(fn, *specs):
+    return lower(fn, specs, Mesh.parse("data:2"))
+
+
+def _check_same_program(fn, specs, monkeypatch):
+    cheap = _operations(fn, specs)
+    monkeypatch.setattr(embedding, "cheaper_kernels", lambda _: contextlib.nullcontext())
+    assert cheap == _operations(fn, specs)
+
+
+def _operations(fn, specs):
+    """The lines of the program, without the transpositions that move nothing, and with its values renumbered."""
+    names: dict[
+        str, str
+    ] = {}  # of the values in scope: a number is used again outside of a loop's body
+    lines = []
+    for line in _lowered(fn, *specs).Text().splitlines():
+        result, _, rest = line.partition(" = ") if line.strip().startswith("%") else ("", "", line)
+        rest = re.sub(r"%\w+", lambda m: names.get(m[0], m[0]), rest)
+        value = result.strip().split(":")[0]
+        transposed = re.match(r"stablehlo.transpose (%\w+), dims = \[(.*)\]", rest)
+        if transposed and (dims := re.findall(r"\d+", transposed[2])) == sorted(dims):
+            names[value] = transposed[1]
+            continue
+        if value:
+            names[value] = f"%value{len(lines)}"
+        lines.append(rest)
+    return lines
+
+
+def test_the_program_is_the_same(monkeypatch):
+    _check_same_program(_step, _SPECS, monkeypatch)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (8, 1024)])
+def test_reciprocals_of_any_size_give_the_same_program(shape, monkeypatch):
+    _check_same_program(tf.math.reciprocal, [TensorSpec(shape, "float32")], monkeypatch)
+
+
+_SIZES = {letter: size for size, letter in enumerate("abcdef", 2)}
+_EQUATIONS = [
+    "ab,bc->ac", "ab,cb->ca", "abc,acd->abd", "abc,bad->cd", "abc,cab->ab", "ab,c->bca", "ab,ab->",
+    "a,a->a", "abcd,cdef->efab", "abd,ac->bdca", "dabc,bdc->cad",
+    "ab,bc->c", "aa,ab->b", "...ab,bc->...ac",  # more than one product
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64", "float16"])
+def test_products_and_roots_of_any_kind_give_the_same_program(dtype, monkeypatch):
+    operands = [equation.split("->")[0].split(",") for equation in _EQUATIONS]
+    shapes = [
+        tuple(_SIZES[c] for c in letters if c.isalpha()) for pair in operands for letters in pair
+    ]
+
+    def all_products(*args):
+        pairs = zip(_EQUATIONS, args[::2], args[1::2], strict=True)
+        products = [tf.einsum(equation, x, y) for equation, x, y in pairs]
+        roots = [root(x) for root in (tf.sqrt, tf.math.rsqrt) for x in args[:2]]
+        return [*products, *roots, tf.sqrt(tf.exp(args[0]))]
+
+    _check_same_program(all_products, [TensorSpec(shape, dtype) for shape in shapes], monkeypatch)
+
+
+def test_inside_there_is_nothing_left_that_takes_long_and_outside_all_is_as_before():
+    args = [tf.TensorSpec(s.shape, s.dtype) for s in _SPECS]
+    concrete = _scaled.get_concrete_function(*args)
+    before = concrete.function_def.SerializeToString(deterministic=True)
+    runtime = context.context()
+
+    def operations():
+        return {n.op for n in runtime.get_function_def(concrete.name).node_def}
+
+    with cheaper_kernels(concrete):
+        assert {"XlaCustomCallV2", "RealDiv"} < operations()
+        assert not operations() & {"Einsum", "Reciprocal"}
+    after = runtime.get_function_def(concrete.name)
+    assert after.SerializeToString(deterministic=True) == before
+
+
+def test_a_users_function_still_runs_after_it_was_lowered():
+    x, w = np.ones((4, 3), np.float32), np.eye(3, dtype=np.float32)
+    _lowered(lambda x_AB, w_BC: _scaled(x_AB, w_BC), *_SPECS)
+    np.testing.assert_allclose(_scaled(x, w), np.full((4, 3), 1 / 3))
+
+
+def test_one_thread_at_a_time_changes_definitions():
+    """Two functions that are lowered at the same time may call the same third one."""
+    concrete = _scaled.get_concrete_function(*(tf.TensorSpec(s.shape, s.dtype) for s in _SPECS))
+    entered, leave = threading.Event(), threading.Event()
+
+    def other():
+        with cheaper_kernels(concrete):
+            entered.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=other)
+    with cheaper_kernels(concrete):
+        thread.start()
+        assert not entered.wait(0.3)
+    assert entered.wait(60)
+    leave.set()
+    thread.join()
+    definition = context.context().get_function_def(concrete.name)
+    assert "Einsum" in {n.op for n in definition.node_def}
+
+
+def test_every_result_of_a_function_is_replaced():
+    """The order of a map of results depends on the process's hashes; with many results, some order would fail."""
+
+    @tf.function(autograph=False)
+    def many(x):
+        return [tf.math.reciprocal(x + float(i)) for i in range(40)]
+
+    concrete = many.get_concrete_function(tf.TensorSpec((2,), "float32"))
+    definition = concrete.function_def
+    nodes = [node.name for node in definition.node_def if node.op == "Reciprocal"]
+    for key, name in zip(list(definition.ret), nodes, strict=True):  # as gradients read them
+        definition.ret[key] = f"{name}:y:0"
+    assert bridge_kernels._replace_all(definition, concrete._inference_function)
+    assert [name for name in definition.ret.values() if not name.endswith(":z:0")] == []

@@ -1,0 +1,239 @@
+"""Lowering and running programs: values, shardings, donation, errors."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lingvo_moe.core import sharding
+from lingvo_moe.core.engine.base import EngineError
+from lingvo_moe.core.engine.eager.testing import run_sharded, run_single
+from lingvo_moe.core.engine.lowering.lowering import AUTO, LoweringError, lower
+from lingvo_moe.core.engine.lowering.program import Program
+from lingvo_moe.core.engine.lowering.specs import SpecError, TensorSpec
+from lingvo_moe.core.engine.pjrt import PjrtEngine
+from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.sharding import Mesh, ShardingError
+
+MESH = Mesh.parse("expert:8")
+STATE = NestedMap(
+    theta=NestedMap(
+        b=TensorSpec((16,), "float32"), layers=[TensorSpec((8, 16), "float32", ("expert", None))]
+    ),
+    step=TensorSpec((), "int32"),
+)
+BATCH = NestedMap(x=TensorSpec((16, 8), "float32", ("expert", None)))
+
+
+def _init(seed):
+    w = tf.reshape(tf.range(128, dtype=tf.float32), [8, 16]) + tf.cast(seed, tf.float32)
+    return NestedMap(
+        theta=NestedMap(b=tf.ones([16]), layers=[w * 0.01]), step=tf.zeros([], tf.int32)
+    )
+
+
+def _step(state, batch):
+    x = sharding.shard_letters(batch.x, "BM", {"B": "expert"})
+    y = tf.nn.tanh(tf.matmul(x, state.theta.layers[0]) + state.theta.b)
+    theta = state.theta.Transform(lambda w: w + tf.reduce_mean(y))
+    return NestedMap(theta=theta, step=state.step + 1), NestedMap(
+        loss=tf.reduce_sum(y), rows=tf.reduce_sum(y, 1)
+    )
+
+
+def _train(mesh, steps=3):
+    engine = PjrtEngine(mesh)
+    init = engine.Build(_init, [TensorSpec((), "int32")], results=STATE)
+    step = engine.Build(_step, [STATE, BATCH], donate=(0,))
+    state = init(np.int32(3))
+    batch = NestedMap(x=np.linspace(-1, 1, 128, dtype=np.float32).reshape(16, 8))
+    losses = []
+    for _ in range(steps):
+        state, metrics = step(state, batch)
+        losses.append(engine.Get(metrics).loss.item())
+    return engine, step, state, losses
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+def test_any_number_of_devices_gives_the_same_training(devices):
+    engine, _, state, losses = _train(Mesh(("expert",), (devices,)))
+    _, _, want, want_losses = _train(sharding.single_device())
+    np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
+    got, want = engine.Get(state), engine.Get(want)
+    assert [p for p, _ in got.FlattenItems()] == ["step", "theta.b", "theta.layers[0]"]
+    for a, b in zip(got.Flatten(), want.Flatten()):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    assert got.step == 3
+
+
+def test_state_is_cut_as_specified_and_metrics_are_whole():
+    _, step, state, _ = _train(MESH)
+    w = state.theta.layers[0]
+    assert tuple(w.sharding.spec) == ("expert", None)
+    assert w.addressable_shards[0].data.shape == (1, 16)
+    _, metrics = step(state, NestedMap(x=np.zeros((16, 8), np.float32)))
+    assert metrics.rows.is_fully_replicated
+
+
+def test_the_state_is_donated_and_the_batch_is_not():
+    engine, step, state, _ = _train(MESH, steps=1)
+    batch = engine.Put(NestedMap(x=np.zeros((16, 8), np.float32)), BATCH)
+    step(state, batch)
+    assert all(leaf.is_deleted() for leaf in state.Flatten())
+    assert not batch.x.is_deleted()
+    assert step.Memory()["aliased"] >= 16 * 4 + 16 * 4 + 4
+
+
+def test_a_step_is_traced_once():
+    calls = []
+
+    def fn(x):
+        calls.append(1)
+        return x + 1
+
+    compiled = PjrtEngine(MESH).Build(fn, [TensorSpec((8,), "float32")])
+    for _ in range(3):
+        compiled(np.zeros(8, np.float32))
+    assert len(calls) == 1
+
+
+def test_contracting_a_cut_dimension_is_one_all_reduce():
+    def fn(a, b):
+        return sharding.replicate(tf.matmul(sharding.split(a, 1, 8), sharding.split(b, 0, 8)))
+
+    a, b = np.random.RandomState(0).randn(2, 16, 16).astype(np.float32)
+    got, collectives = run_sharded(fn, [a, b], MESH, [(None, "expert"), ("expert", None)])
+    np.testing.assert_allclose(got, a @ b, atol=1e-5)
+    assert collectives == {"all-reduce": 1}
+    np.testing.assert_allclose(run_single(fn, [a, b], MESH), a @ b, atol=1e-5)
+
+
+def test_resharding_is_one_all_to_all():
+    def fn(x):
+        return sharding.split(sharding.split(x, 0, 8) * 2.0, 1, 8)
+
+    x = np.arange(256, dtype=np.float32).reshape(16, 16)
+    got, collectives = run_sharded(fn, [x], MESH, [("expert", None)])
+    np.testing.assert_array_equal(got, x * 2)
+    assert collectives["all-to-all"] == 1
+    assert collectives["all-gather"] == 0
+
+
+def test_no_annotation_no_collective():
+    _, collectives = run_sharded(lambda x: x * 2.0, [np.ones((8, 2), np.float32)], MESH)
+    assert collectives == {}
+
+
+def test_bfloat16_and_bool_cross_the_border():
+    x = tf.constant([1.5, 2.5], tf.bfloat16)
+    flags = np.array([True, False])
+    (y, f), _ = run_sharded(lambda a, b: (a * 2, ~b), [x, flags], MESH)
+    assert y.dtype.name == "bfloat16"
+    assert y.astype(np.float32).tolist() == [3.0, 5.0]
+    assert f.tolist() == [False, True]
+
+
+def test_an_annotation_outside_a_mesh_raises():
+    with pytest.raises(ShardingError, match="no mesh is in force"):
+        sharding.split(tf.zeros([8, 2]), 0, 8)
+
+
+def test_an_annotation_that_does_not_fit_names_the_argument():
+    with pytest.raises(ShardingError, match=r"batch\.x.*dimension 0.*4 elements"):
+        lower(
+            lambda batch: sharding.split(batch.x, 0, 8),
+            [NestedMap(x=TensorSpec((4, 4), "float32"))],
+            MESH,
+        )
+
+
+@pytest.mark.parametrize(
+    "spec, match",
+    [
+        (TensorSpec((12,), "float32", ("expert",)), "x: dimension 0.*12 elements.*8 partitions"),
+        (TensorSpec((8,), "float32", ("exprt",)), "did you mean 'expert'"),
+        (TensorSpec((8,), "float32", ("expert", None)), "mapping of 2 dimensions"),
+    ],
+)
+def test_an_argument_that_does_not_fit_the_mesh(spec, match):
+    with pytest.raises(ShardingError, match=match):
+        lower(lambda x: x, [spec], MESH)
+
+
+def test_a_mesh_with_device_ids_is_refused():
+    mesh = Mesh(("expert",), (2,), (1, 0))
+    with pytest.raises(ShardingError, match="device_ids"):
+        lower(lambda x: x, [TensorSpec((2,), "float32")], mesh)
+
+
+@pytest.mark.parametrize(
+    "fn, spec, match",
+    [
+        (lambda x: x, TensorSpec((2,), "int64"), "x is int64.*cast it to int32"),
+        (lambda x: NestedMap(a=None, b=x), TensorSpec((2,), "float32"), r"result\.a is None"),
+        (lambda x: tf.cast(x, tf.float64), TensorSpec((2,), "float32"), "result is float64"),
+    ],
+)
+def test_what_cannot_be_lowered(fn, spec, match):
+    with pytest.raises(LoweringError, match=match):
+        lower(fn, [spec], MESH)
+
+
+def test_a_donated_state_must_come_back_as_it_was():
+    spec = NestedMap(a=TensorSpec((2,), "float32"), b=TensorSpec((2,), "int32"))
+    with pytest.raises(LoweringError, match=r"result\.b' is missing"):
+        lower(lambda s: NestedMap(a=s.a), [spec], MESH, donate=(0,))
+    with pytest.raises(LoweringError, match=r"result\.b is float32\[2\].*int32\[2\]"):
+        lower(lambda s: NestedMap(a=s.a, b=s.a), [spec], MESH, donate=(0,))
+
+
+def test_results_as_the_partitioner_likes():
+    spec = [TensorSpec((8, 2), "float32", ("expert", None))]
+    program = lower(lambda x: x + 1, spec, MESH, results=AUTO)
+    out = PjrtEngine(MESH).Compile(program)(np.zeros((8, 2), np.float32))
+    assert out.addressable_shards[0].data.shape == (1, 2)
+
+
+def test_wrong_arguments_are_named():
+    engine = PjrtEngine(MESH)
+    compiled = engine.Build(lambda batch: batch.x, [BATCH])
+    with pytest.raises(SpecError, match=r"batch\.x' is missing, 'batch\.y' is unknown"):
+        compiled(NestedMap(y=1))
+    with pytest.raises(
+        SpecError, match=r"batch\.x has to be float32\[16, 8\], got float32\[16, 7\]"
+    ):
+        compiled(NestedMap(x=np.zeros((16, 7), np.float32)))
+    with pytest.raises(SpecError, match="got float64"):
+        compiled(NestedMap(x=np.zeros((16, 8))))
+    with pytest.raises(SpecError, match=r"takes 1 argument\(s\) \(batch\), got 2"):
+        compiled(NestedMap(), 1)
+
+
+def test_a_mesh_that_does_not_fit_the_devices():
+    with pytest.raises(
+        EngineError, match=r"16 devices, but there are 8.*expert:8.*--num_devices=16"
+    ):
+        PjrtEngine(Mesh.parse("expert:16"))
+    with pytest.raises(EngineError, match="lowered for mesh expert:4, not for expert:8"):
+        PjrtEngine(MESH).Compile(lower(lambda x: x, [BATCH.x], Mesh.parse("expert:4")))
+
+
+def test_partial_tiling_over_two_axes():
+    mesh = Mesh.parse("data:2,expert:4")
+
+    def fn(x, w):
+        y = tf.matmul(x, sharding.mesh_split(w, mesh, (None, "expert")))
+        return sharding.mesh_split(y, mesh, ("data", "expert"))
+
+    x, w = np.random.RandomState(1).randn(2, 8, 8).astype(np.float32)
+    got, collectives = run_sharded(fn, [x, w], mesh, [("data", None), (None, "expert")])
+    np.testing.assert_allclose(got, x @ w, atol=1e-5)
+    assert collectives == {}
+
+
+def test_a_saved_program_is_the_same_program(tmp_path):
+    program = lower(_step, [STATE, BATCH], MESH, donate=(0,))
+    path = str(tmp_path / "step.program")
+    program.Save(path)
+    loaded = Program.Load(path)
+    assert loaded == program
+    assert loaded.hash == program.hash
