@@ -65,8 +65,11 @@ def test_what_a_run_does_before_its_first_step_is_shown(done):
     assert f"written: {done[0]}, up to step 4\nnext: tensorboard --logdir={done[0]}\n" in done[2]
 
 
-def test_it_is_a_whole_task_of_at_most_sixty_lines():
-    assert len(Path(toy_task.__file__).read_text(encoding="utf-8").splitlines()) <= 60
+def test_it_is_a_whole_task_of_at_most_sixty_lines_which_the_page_on_writing_shows():
+    text = Path(toy_task.__file__).read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 60
+    page = Path(toy_task.__file__).resolve().parents[1] / "docs/writing.md"
+    assert text in page.read_text(encoding="utf-8")
 
 
 def test_it_is_inspected(done):

@@ -51,7 +51,6 @@ class _Batches(BatchIterator):
         self._made = state["made"]
 
 
-@registry.Register
 class Line(registry.Experiment):
     def Task(self):
         return LinearModel.Params().Set(name="line", activation_split={"B": "data"})
