@@ -86,13 +86,13 @@ def measure(path: Path, name: str) -> None:
     from lingvo_moe.core.config import registry
     from lingvo_moe.core.engine.aot import aot
     from lingvo_moe.core.engine.loop.steps import lower_step
-    from lingvo_moe.planning import plans
+    from lingvo_moe.planning import step_plan
 
-    request = plans.Request(**asdict(REQUESTS[name]))
+    request = step_plan.Request(**asdict(REQUESTS[name]))
     devices = aot.devices_of(request.topology)  # loads the compiler
     params = registry.GetParams(request.model, request.override)
-    step, _ = plans.describe_job(request, params, params.task.Instantiate())
-    mesh = plans.planned_mesh(params, len(devices))
+    step, _ = step_plan.describe_job(request, params, params.task.Instantiate())
+    mesh = step_plan.planned_mesh(params, len(devices))
     started = time.monotonic()
     program = lower_step(step, mesh)
     lower_seconds = time.monotonic() - started

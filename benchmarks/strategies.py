@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Flags) -> int:
-    from lingvo_moe.core.planner.machine import parse_machine
+    from lingvo_moe.core.planner.machines.machine import parse_machine
 
     machine = parse_machine(args.topology)
     with _cli.Progress() as progress:
@@ -61,7 +61,7 @@ def _rows(args: Flags, machine: Any, say: Any) -> list[_Row]:
     from lingvo_moe.core.strategies.layout import layouts
     from lingvo_moe.core.strategies.space import Space
     from lingvo_moe.core.strategies.workload import read_workload
-    from lingvo_moe.planning import parallelizing, plans
+    from lingvo_moe.planning import parallelizing, step_plan
     from lingvo_moe.planning.measuring import measured_step
     from lingvo_moe.planning.result_cache import cached_plan
 
@@ -73,7 +73,7 @@ def _rows(args: Flags, machine: Any, say: Any) -> list[_Row]:
         candidate = Candidate(layout, micro_batches=layout.stages)
         override = parallelizing.joined(args.model_params_override, candidate.Overrides())
         say(f"{len(found) + 1}: {candidate}")
-        request = plans.Request(args.model, args.topology, override)
+        request = step_plan.Request(args.model, args.topology, override)
         try:
             plan = cached_plan(request, _cli.plan_cache(args), say)
             seconds = None

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from lingvo_moe.core.planner import figures as plan_figures
-from lingvo_moe.core.planner.gpu_cluster import CARDS
+from lingvo_moe.core.planner.machines.gpu_cluster import CARDS
 
 from . import measures, paper, requests, text
 from .measures import Plan

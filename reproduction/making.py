@@ -58,14 +58,14 @@ def make_plan(wanted: Wanted, cache_dir: Path | None, say: Say) -> dict[str, Any
     Raises:
         ValueError: as plans.make_plan.
     """
-    from lingvo_moe.planning import plans
+    from lingvo_moe.planning import step_plan
 
-    request = plans.Request(**asdict(wanted))
+    request = step_plan.Request(**asdict(wanted))
     if ":" in wanted.topology:
-        return plans.make_plan(request, cache_dir, say)
+        return step_plan.make_plan(request, cache_dir, say)
     try:
-        return plans.smallest_slice(request, cache_dir, say)
-    except plans.FitsNone as e:
+        return step_plan.smallest_slice(request, cache_dir, say)
+    except step_plan.FitsNone as e:
         return {
             "version": 1,
             "model": wanted.model,

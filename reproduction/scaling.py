@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lingvo_moe.core.planner import figures as plan_figures
-from lingvo_moe.core.planner import network
-from lingvo_moe.core.planner.topology import Topology
+from lingvo_moe.core.planner.machines.topology import Topology
+from lingvo_moe.core.planner.network import interconnect
 
 from . import measures, paper, reasons, requests, text
 from .measures import Plan
@@ -297,7 +297,7 @@ def figure9_lines() -> tuple[list[int], dict[tuple[str, int], list[float]]]:
     """Devices, and seconds by (kind, bytes on each device), from the interconnect model alone."""
     slices = [Topology.parse(f"v3:{torus}") for torus in _TORI]
     lines = {
-        (kind, size): [network.seconds(kind, size, s.num_devices, s) for s in slices]
+        (kind, size): [interconnect.seconds(kind, size, s.num_devices, s) for s in slices]
         for kind in paper.EXPONENTS
         for size in paper.FIGURE9_BYTES
     }
@@ -328,7 +328,7 @@ def figure9() -> Section:
         "**A model, not a measurement**: the paper measured these on its machine; ours are computed by the "
         "interconnect model, from links and hops, which all other sections use.",
         "",
-        *(f"> {line}" for line in network.describe(top).splitlines()),
+        *(f"> {line}" for line in interconnect.describe(top).splitlines()),
         "",
         "The exponent p is that of the D^p nearest to the line; the paper's are of its O(1) and O(√D).",
         "",

@@ -15,7 +15,7 @@ from lingvo_moe.core.strategies.strategy_file import StrategyError, read_overrid
 from lingvo_moe.core.strategies.workload import WorkloadError
 from lingvo_moe.inspecting.verifying import VerifyError
 from lingvo_moe.planning import found_strategy, parallelizing, result_cache
-from lingvo_moe.planning import plans as planning
+from lingvo_moe.planning import step_plan as planning
 from lingvo_moe.planning.measuring import measured_step
 from lingvo_moe.planning.parallelizing import NoneFits, Search
 from lingvo_moe.trainer import main as trainer
@@ -215,7 +215,7 @@ def test_a_plan_is_read_from_the_cache_until_a_parameter_changes(monkeypatch, tm
 
 
 @pytest.mark.parametrize(
-    "changed", ["core/planner/costs.py", "core/engine/loop/steps.py", "planning/plans.py"]
+    "changed", ["core/planner/costs.py", "core/engine/loop/steps.py", "planning/step_plan.py"]
 )
 def test_a_plan_is_made_again_after_any_file_of_the_package_has_changed(
     changed, monkeypatch, tmp_path

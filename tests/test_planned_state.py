@@ -7,7 +7,7 @@ from lingvo_moe.core.config.checks import STATE_LEVELS
 from lingvo_moe.core.planner import state_figures
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.sharding import Mesh
-from lingvo_moe.planning import plans
+from lingvo_moe.planning import step_plan
 
 # 7.5 billion parameters, the example of ZeRO's figure 1: Adam in mixed precision on 64 devices.
 _SIZES = (
@@ -21,8 +21,8 @@ _RECIPE = "task.optimizer=adam;task.dtype=bfloat16;task.activation_split={'B':'d
 def _state(level, mesh="data:64", recipe=_RECIPE):
     override = f"{_SIZES};{recipe};train.shard_state={level}"
     task = registry.GetParams("mt.T96L", override).task.Instantiate()
-    request = plans.Request("mt.T96L", "v5p:4x4x4", override)
-    return plans._state(request, task, Mesh.parse(mesh))["state"]
+    request = step_plan.Request("mt.T96L", "v5p:4x4x4", override)
+    return step_plan._state(request, task, Mesh.parse(mesh))["state"]
 
 
 def test_zeros_example():
@@ -62,8 +62,8 @@ def test_what_the_levels_and_offloads_hold():
 
 def test_an_offload_that_the_compiler_does_not_carry_out_is_refused():
     moved = {"needed": 3 * 2**30, "host_arguments": 2**20}
-    plans.check_offloaded("slots", moved, "v5p:2x2x1")
-    plans.check_offloaded("none", {"needed": 1}, "v5p:2x2x1")
+    step_plan.check_offloaded("slots", moved, "v5p:2x2x1")
+    step_plan.check_offloaded("none", {"needed": 1}, "v5p:2x2x1")
     told = r"train.offload=slots: frees nothing on v5p:2x2x1.* 3.00 GiB on each device"
     with pytest.raises(PlanError, match=told):
-        plans.check_offloaded("slots", moved | {"host_arguments": 0}, "v5p:2x2x1")
+        step_plan.check_offloaded("slots", moved | {"host_arguments": 0}, "v5p:2x2x1")

@@ -29,7 +29,7 @@ from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.planner.golden import differences
 from lingvo_moe.core.planner.pipeline import Schedule
 from lingvo_moe.core.sharding import Mesh, ShardingError
-from lingvo_moe.planning import plans
+from lingvo_moe.planning import step_plan
 from lingvo_moe.reproduction import measures
 from tools import plan
 
@@ -49,7 +49,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tiny(cache):
-    return plans.make_plan(plans.Request("mt.M4Tiny", "v3:2x2", LAYERS), cache)
+    return step_plan.make_plan(step_plan.Request("mt.M4Tiny", "v3:2x2", LAYERS), cache)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_the_step_keeps_its_promises_on_gpus(on_gpus):
 @needs_gpu_compiler
 def test_gpus_run_the_same_program_and_exchange_the_same_tokens(tiny, on_gpus):
     params = _params()
-    mesh = plans.planned_mesh(params, 8)
+    mesh = step_plan.planned_mesh(params, 8)
     step = train_step(params.task.Instantiate(), params.input.Instantiate())
     on_cpus = lower_step(step, mesh).hash
     assert on_gpus["program_hash"] == tiny["program_hash"] == on_cpus
@@ -98,7 +98,7 @@ def test_gpus_run_the_same_program_and_exchange_the_same_tokens(tiny, on_gpus):
 
 
 def test_two_slices_run_the_same_program_and_exchange_the_same_tokens(tiny):
-    on_slices = plans.make_plan(plans.Request("mt.M4Tiny", "v5p:2x2x1*2", LAYERS), None)
+    on_slices = step_plan.make_plan(step_plan.Request("mt.M4Tiny", "v5p:2x2x1*2", LAYERS), None)
     assert on_slices["topology"]["slices"] == 2 and on_slices["mesh"] == tiny["mesh"]
     assert on_slices["program_hash"] == tiny["program_hash"]
     assert _all_to_alls(on_slices) == _all_to_alls(tiny)
@@ -199,7 +199,7 @@ def test_a_layer_that_loses_its_cut_is_named(tiny, cache):
     # One block a stack, which compiles sooner.
     uncut = LAYERS.replace("layers=4", "layers=2")
     uncut += ';task.activation_split={"B": "expert", "G": "expert"}'
-    plan = plans.make_plan(plans.Request("mt.M4Tiny", "v3:2x2", uncut), cache)
+    plan = step_plan.make_plan(step_plan.Request("mt.M4Tiny", "v3:2x2", uncut), cache)
     told = differences(tiny, plan)
     assert any(line.startswith("encoder.moe") and "all-gather" in line for line in told), told
     assert any(line.startswith("decoder.moe") and "all-gather" in line for line in told), told
@@ -225,14 +225,14 @@ def test_a_layer_that_loses_its_cut_is_named(tiny, cache):
 )
 def test_a_mistake_is_told_before_anything_is_lowered(request_, error, told, cache):
     with pytest.raises(error, match=told):
-        plans.make_plan(plans.Request(*request_), cache)
+        step_plan.make_plan(step_plan.Request(*request_), cache)
 
 
 def test_without_the_compiler_it_says_how_to_get_it(monkeypatch, cache):
     monkeypatch.setattr(aot_tpu.importlib.util, "find_spec", lambda name: None)
     aot_tpu._describe.cache_clear()
     with pytest.raises(EngineError, match=r"pip install 'jax\[tpu\]'"):
-        plans.make_plan(plans.Request("mt.M4Tiny", "v3:2x2"), cache)
+        step_plan.make_plan(step_plan.Request("mt.M4Tiny", "v3:2x2"), cache)
 
 
 def test_without_the_gpu_compiler_it_says_how_to_get_it(monkeypatch, cache):
@@ -241,7 +241,7 @@ def test_without_the_gpu_compiler_it_says_how_to_get_it(monkeypatch, cache):
 
     monkeypatch.setattr(cuda_plugin.importlib.metadata, "version", missing)
     with pytest.raises(EngineError, match=r"pip install --no-deps -r requirements-gpu\.txt"):
-        plans.make_plan(plans.Request("mt.M4Tiny", "h100:4x8"), cache)
+        step_plan.make_plan(step_plan.Request("mt.M4Tiny", "h100:4x8"), cache)
 
 
 @needs_gpu_compiler
@@ -249,8 +249,8 @@ def test_a_model_that_does_not_fit_a_gpu_says_by_how_much(monkeypatch):
     from lingvo_moe.core.engine.aot import aot_gpu
 
     monkeypatch.setattr(aot_gpu, "usable_bytes", lambda memory_bytes: 1000)
-    request = plans.Request(f"toy_task.{toy_task.Line.__name__}", "l4:1x8", mesh="data:8")
-    memory = plans.make_plan(request, None)["memory"]
+    request = step_plan.Request(f"toy_task.{toy_task.Line.__name__}", "l4:1x8", mesh="data:8")
+    memory = step_plan.make_plan(request, None)["memory"]
     assert not memory["fits"]
     assert memory["misses_by"] == memory["needed"] - 1000 > 0
 
@@ -265,8 +265,8 @@ def test_a_model_that_does_not_fit_gives_a_plan_that_says_by_how_much(monkeypatc
         raise aot_tpu.out_of_memory(program.name, topology, message)
 
     monkeypatch.setattr(aot, "compile_for_topology", refuse)
-    plan = plans.make_plan(
-        plans.Request(f"toy_task.{toy_task.Line.__name__}", "v3:2x2", mesh="data:8"), None
+    plan = step_plan.make_plan(
+        step_plan.Request(f"toy_task.{toy_task.Line.__name__}", "v3:2x2", mesh="data:8"), None
     )
     memory = plan["memory"]
     assert not memory["fits"]
@@ -287,23 +287,23 @@ def test_the_smallest_slice_skips_what_cannot_hold_the_state(monkeypatch):
         memory = {"fits": fits, "misses_by": 2**30, "needed": needed}
         return {"memory": memory, "topology": request.topology}
 
-    monkeypatch.setattr(plans, "make_plan", make)
-    request = plans.Request("mt.M4MoE128E36L", "v5e")
+    monkeypatch.setattr(step_plan, "make_plan", make)
+    request = step_plan.Request("mt.M4MoE128E36L", "v5e")
     # Of 15.75 GiB, weights, slots and gradients are 24.4 GiB on 16 chips, 15.4 on 32; 128 experts do
     # not divide over 256 chips.
-    assert list(plans.slices_to_try(request)) == ["v5e:4x8", "v5e:8x8", "v5e:8x16"]
-    assert plans.smallest_slice(request, None)["topology"] == "v5e:8x8"
+    assert list(step_plan.slices_to_try(request)) == ["v5e:4x8", "v5e:8x8", "v5e:8x16"]
+    assert step_plan.smallest_slice(request, None)["topology"] == "v5e:8x8"
     assert tried == ["v5e:4x8", "v5e:8x8"]
     tried.clear()
     needed = 35 * 2**30  # on 32 devices: more than 64 devices have together, by more than a tenth
-    assert plans.smallest_slice(request, None)["topology"] == "v5e:8x16"
+    assert step_plan.smallest_slice(request, None)["topology"] == "v5e:8x16"
     assert tried == ["v5e:4x8", "v5e:8x16"]
-    dense = plans.slices_to_try(plans.Request("mt.T96L", "v5p"))
+    dense = step_plan.slices_to_try(step_plan.Request("mt.T96L", "v5p"))
     assert next(dense) == "v5p:2x2x2"  # heads are sharded over 8 devices
-    gpus = plans.slices_to_try(plans.Request("mt.M4MoE128E36L", "a100-40"))
+    gpus = step_plan.slices_to_try(step_plan.Request("mt.M4MoE128E36L", "a100-40"))
     assert next(gpus) == "a100-40:2x8"  # 48.8 GiB on each of 8 GPUs, 24.4 on 16, of 35.5
-    with pytest.raises(plans.FitsNone, match=r"v5e.* none can hold its state"):
-        plans.smallest_slice(plans.Request("mt.M4MoE2048E60L", "v5e"), None)
+    with pytest.raises(step_plan.FitsNone, match=r"v5e.* none can hold its state"):
+        step_plan.smallest_slice(step_plan.Request("mt.M4MoE2048E60L", "v5e"), None)
 
 
 # --- the command
@@ -327,7 +327,7 @@ def test_variants_are_planned_and_compared_in_one_table(tmp_path, monkeypatch, c
         made["memory"]["fits"] = "bfloat16" not in request.override
         return made
 
-    monkeypatch.setattr(plans, "make_plan", make)
+    monkeypatch.setattr(step_plan, "make_plan", make)
     flags = ["--model=mt.M4Tiny", "--topology=v3:2x2", f"--cache_dir={tmp_path}"]
     flags += ["--model_params_override=task.dropout=0.1", f"--output={tmp_path / 'plan.json'}"]
     assert plan.main([*flags, '--variants=|task.remat=["hidden","query"]']) == 0
@@ -344,12 +344,12 @@ def test_variants_are_planned_and_compared_in_one_table(tmp_path, monkeypatch, c
 def test_several_machines_are_planned_and_compared_in_one_table(tmp_path, monkeypatch, capsys):
     def make(request, cache, say):
         if request.topology == "v5p:2x2x1":
-            raise plans.PlanError("does not divide")
+            raise step_plan.PlanError("does not divide")
         made = json.loads(GOLDEN.read_text())
         made["topology"] |= {"name": request.topology}
         return made
 
-    monkeypatch.setattr(plans, "make_plan", make)
+    monkeypatch.setattr(step_plan, "make_plan", make)
     flags = ["--model=mt.M4Tiny", f"--cache_dir={tmp_path}", f"--output={tmp_path / 'plan.json'}"]
     assert plan.main([*flags, "--topology=v3:2x2,v3:4x4", "--price=v3:2"]) == 0
     printed = capsys.readouterr().out
@@ -362,15 +362,15 @@ def test_several_machines_are_planned_and_compared_in_one_table(tmp_path, monkey
 
 def test_the_schedule_of_pipelines_is_that_of_the_parameters():
     mesh = Mesh.parse("stage:4,data:2,expert:2")
-    assert plans.pipeline_schedule(_params(), mesh) is None
+    assert step_plan.pipeline_schedule(_params(), mesh) is None
     asked = ["stages=4", "schedule=interleaved", "micro_batches=16", "repeats=2"]
     whole = _params(";".join(f"task.pipeline.{part}" for part in asked))
-    assert plans.pipeline_schedule(whole, mesh) == Schedule("interleaved", 4, 16, 2)
+    assert step_plan.pipeline_schedule(whole, mesh) == Schedule("interleaved", 4, 16, 2)
     stacks = [("encoder", 9), ("decoder", 8)]
-    assert plans.pipeline_schedule(whole, mesh, stacks).stacks == tuple(stacks)
+    assert step_plan.pipeline_schedule(whole, mesh, stacks).stacks == tuple(stacks)
     whole.task.activation_split = {"B": ("data", "expert")}  # two micro-batches at the same time
-    assert plans.pipeline_schedule(whole, mesh) == Schedule("interleaved", 4, 8, 2)
-    images = plans.pipeline_schedule(_params("", "image.ResNet50Pipe4"), mesh)
+    assert step_plan.pipeline_schedule(whole, mesh) == Schedule("interleaved", 4, 8, 2)
+    images = step_plan.pipeline_schedule(_params("", "image.ResNet50Pipe4"), mesh)
     assert images == Schedule("gpipe", 4, 16)
 
 

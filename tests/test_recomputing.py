@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from lingvo_moe.core.config import registry
-from lingvo_moe.core.planner.topology import Topology
+from lingvo_moe.core.planner.machines.topology import Topology
 from lingvo_moe.core.sharding import Mesh, single_device
 from lingvo_moe.core.task.inspect import bytes_per_device
 from lingvo_moe.inspecting import verifying
-from lingvo_moe.planning import plans
+from lingvo_moe.planning import step_plan
 from lingvo_moe.training import memory as trainer_memory
 from lingvo_moe.training import recomputing
 from lingvo_moe.training.checks import run_difference
@@ -152,7 +152,7 @@ def test_trainer_planner_and_verifier_choose_by_the_same_rule(monkeypatch):
     """A step that fits both the machine and the slice is the same program on both; a verified one is as trained."""
     params = _params()
     monkeypatch.setattr(recomputing, "activation_bytes", lambda *_: 2**30)
-    slice_ = plans.topology_memory(Topology.parse("v3:2x2"))
+    slice_ = step_plan.topology_memory(Topology.parse("v3:2x2"))
     forms = [chosen_form(params, single_device(), m)[0] for m in (slice_, LARGE)]
     assert forms[0] == forms[1] and forms[0].repeat is False
     for size, repeat in ((2**40, False), (2**30, True)):

@@ -24,7 +24,7 @@ from lingvo_moe.core.config import registry
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
 from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
 from lingvo_moe.core.engine.loop.steps import lower_step
-from lingvo_moe.planning import plans
+from lingvo_moe.planning import step_plan
 
 pytestmark = pytest.mark.slow
 
@@ -95,10 +95,10 @@ def test_the_step_holds_the_all_to_alls_and_gathers_nothing(reference):
 def test_the_run_is_of_the_very_program_that_is_planned(reference):
     ran = json.loads((reference / "program.json").read_text())
     experiment = json.loads((reference / "experiment.json").read_text())
-    request = plans.Request(experiment["model"], "v3:2x2", experiment["params_override"])
+    request = step_plan.Request(experiment["model"], "v3:2x2", experiment["params_override"])
     params = registry.GetParams(request.model, request.override)
-    step, _ = plans.describe_job(request, params, params.task.Instantiate())
-    assert lower_step(step, plans.planned_mesh(params, 8)).hash == ran["hash"]
+    step, _ = step_plan.describe_job(request, params, params.task.Instantiate())
+    assert lower_step(step, step_plan.planned_mesh(params, 8)).hash == ran["hash"]
 
 
 def test_tensorboard_shows_what_is_asked_of_it(reference):

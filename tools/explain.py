@@ -109,8 +109,8 @@ def _lower(args: Flags, say: Any) -> Any:
     """The program of the experiment's training step."""
     from lingvo_moe.core.config import registry
     from lingvo_moe.core.engine.loop.steps import lower_step, train_step
-    from lingvo_moe.core.planner.machine import parse_machine
-    from lingvo_moe.planning.plans import topology_memory
+    from lingvo_moe.core.planner.machines.machine import parse_machine
+    from lingvo_moe.planning.step_plan import topology_memory
     from lingvo_moe.training.checks import check_divisible, strategy_override
     from lingvo_moe.training.memory import memory_of
     from lingvo_moe.training.meshes import make_mesh

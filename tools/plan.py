@@ -23,9 +23,9 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags
 from lingvo_moe.core.partitioner import known_faults
-from lingvo_moe.core.planner.machine import parse_machine
-from lingvo_moe.core.planner.prices import check_prices, kind_of, priced, read_prices
-from lingvo_moe.core.planner.slices import machines
+from lingvo_moe.core.planner.machines.machine import parse_machine
+from lingvo_moe.core.planner.machines.prices import check_prices, kind_of, priced, read_prices
+from lingvo_moe.core.planner.machines.slices import machines
 from lingvo_moe.core.topology_names import TopologyName
 from lingvo_moe.training.checks import strategy_override
 from lingvo_moe.training.flags import define_experiment_flag, define_strategy_flag
@@ -196,10 +196,10 @@ def planned(
 
 def make(args: Flags, topology: str, variant: str, say: Any) -> dict[str, Any]:
     _cli.load_tensorflow()
-    from lingvo_moe.planning import plans
+    from lingvo_moe.planning import step_plan
 
     cache = _cli.plan_cache(args)
-    request = plans.Request(
+    request = step_plan.Request(
         model=args.model,
         topology=topology,
         override=strategy_override(args, variant.strip()),
@@ -209,8 +209,8 @@ def make(args: Flags, topology: str, variant: str, say: Any) -> dict[str, Any]:
         known_faults=args.known_faults,
     )
     if ":" in topology:
-        return plans.make_plan(request, cache, say)
-    return plans.smallest_slice(request, cache, say)
+        return step_plan.make_plan(request, cache, say)
+    return step_plan.smallest_slice(request, cache, say)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Finds parameters that would make a training step fit that does not, among the choices that a task has.
 
-core/planner/remedies.py estimates their memory.
+core/planner/memory/remedies.py estimates their memory.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.layers import kept
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.params import micro_batches_of, settings_of
-from lingvo_moe.core.planner.remedies import Choice, remedies
+from lingvo_moe.core.planner.memory.remedies import Choice, remedies
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.sharding.letters import DEVICE, SLOTS, WEIGHTS, parts_of, shards
 from lingvo_moe.core.state import offload
@@ -37,7 +37,7 @@ Change = tuple[str, Any]  # the path of a parameter, and its value
 def advice(
     memory: Mapping[str, Any], task: InstantiableParams, params: Params, mesh: Mesh
 ) -> list[str]:
-    """Sentences for a training step that does not fit: see core/planner/remedies.py.
+    """Sentences for a training step that does not fit: see core/planner/memory/remedies.py.
 
     Args:
         memory: the plan's `memory`.

@@ -30,7 +30,7 @@ def measured_step(
         known_faults: as PjrtEngine.
 
     Returns:
-        `memory` and `time` of a plan (plans.py), as far as they are known here; `work` is empty. The seconds of a
+        `memory` and `time` of a plan (step_plan.py), as far as they are known here; `work` is empty. The seconds of a
         step are the median.
 
     Raises:

@@ -1,7 +1,7 @@
 """Finds a strategy for a model on a machine: enumerate, estimate, compile the best few, verify the winner.
 
 The compiler that will run the program is the judge: a strategy's memory, collectives and seconds are those of its plan
-(plans.py). Estimates (core/strategies) only choose what is compiled.
+(step_plan.py). Estimates (core/strategies) only choose what is compiled.
 """
 
 import time
@@ -19,8 +19,8 @@ from lingvo_moe.core.layers.kept import names_of
 from lingvo_moe.core.partitioner.known_faults import ERROR
 from lingvo_moe.core.pipeline.schedule import DATA, STAGE
 from lingvo_moe.core.planner.errors import PlanError
-from lingvo_moe.core.planner.machine import Machine, parse_machine
-from lingvo_moe.core.planner.slices import machines
+from lingvo_moe.core.planner.machines.machine import Machine, parse_machine
+from lingvo_moe.core.planner.machines.slices import machines
 from lingvo_moe.core.sharding import Mesh, ShardingError
 from lingvo_moe.core.sharding.letters import axes_of
 from lingvo_moe.core.state.offload import items_of
@@ -36,7 +36,7 @@ from lingvo_moe.core.strategies.space import Space
 from lingvo_moe.core.strategies.strategy_file import StrategyError, as_override, to_text
 from lingvo_moe.core.strategies.workload import Workload, read_workload
 from lingvo_moe.inspecting.verifying import VerifyError
-from lingvo_moe.planning import plans
+from lingvo_moe.planning import step_plan
 from lingvo_moe.planning.measuring import measured_step
 from lingvo_moe.planning.result_cache import cached_plan, cached_verification
 from lingvo_moe.training.memory import memory_of
@@ -316,7 +316,7 @@ class _Finder:
         model, faults = self._search.model, self._search.known_faults
         if isinstance(self._machine, Host):
             return measured_step(model, override, candidate.layout.mesh, self._memory, faults)
-        request = plans.Request(model, self._search.topology, override, known_faults=faults)
+        request = step_plan.Request(model, self._search.topology, override, known_faults=faults)
         return cached_plan(request, self._cache_dir, self._say)
 
     def _Verified(self, tried: Tried) -> str:
@@ -413,7 +413,7 @@ def _dtypes(search: Search, params: Params) -> tuple[str, ...]:
 def _as_written(params: Params, num_devices: int) -> Candidate | None:
     """The experiment's own strategy over so many devices; None if it cannot be laid over them."""
     try:
-        mesh = plans.planned_mesh(params, num_devices)
+        mesh = step_plan.planned_mesh(params, num_devices)
     except (PlanError, ShardingError):
         return None
     task = params.task

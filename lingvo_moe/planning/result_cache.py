@@ -19,13 +19,13 @@ from lingvo_moe.core.engine.aot import aot
 from lingvo_moe.core.files.sealed import SealError, read_sealed, write_sealed
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.inspecting.verifying import shrunk, verify_model
-from lingvo_moe.planning import plans
+from lingvo_moe.planning import step_plan
 
 _CLASS = re.compile(r"\btype/([\w.]+)/")
 Say = Callable[[str], None]
 
 
-def cached_plan(request: plans.Request, cache_dir: Path | None, say: Say) -> dict[str, Any]:
+def cached_plan(request: step_plan.Request, cache_dir: Path | None, say: Say) -> dict[str, Any]:
     """The plan of a request, from the cache if nothing that it depends on has changed. Raises as make_plan.
 
     Args:
@@ -34,13 +34,13 @@ def cached_plan(request: plans.Request, cache_dir: Path | None, say: Say) -> dic
         say: called with lines about the progress.
     """
     if cache_dir is None:
-        return plans.make_plan(request, None, say)
+        return step_plan.make_plan(request, None, say)
     params = registry.GetParams(request.model, request.override)
     key = _key(params, (repr(request), aot.compiler_identity(request.topology)))
     path = cache_dir / f"{key}.plan"
     plan = _read(path, say)
     if plan is None:
-        plan = plans.make_plan(request, cache_dir, say)
+        plan = step_plan.make_plan(request, cache_dir, say)
         _write(path, plan)
     return dict(plan)
 

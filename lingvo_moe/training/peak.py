@@ -3,7 +3,7 @@
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.engine import devices
 from lingvo_moe.core.engine.measuring import matmul_flops_per_second
-from lingvo_moe.core.planner.peaks import peak_flops
+from lingvo_moe.core.planner.machines.peaks import peak_flops
 
 
 def job_peak(engine: str, num_devices: int) -> float | None:

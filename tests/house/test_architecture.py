@@ -119,13 +119,13 @@ def test_the_trainer_is_imported_without_search_and_planner() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     found = done.stdout.split()
     assert 40 < len(found) <= 80, done.stderr
-    late = ("planning.plans", "planning.parallelizing", "core.planner", "inspecting")
+    late = ("planning.step_plan", "planning.parallelizing", "core.planner", "inspecting")
     assert not [m for m in found if m.removeprefix("lingvo_moe.").startswith(late)]
 
 
 def test_trainer_and_tasks_do_not_know_each_other() -> None:
-    assert _wrong_way("lingvo_moe/planning/plans.py", "lingvo_moe/tasks/mt/model.py")
-    assert _wrong_way("lingvo_moe/tasks/mt/model.py", "lingvo_moe/planning/plans.py")
+    assert _wrong_way("lingvo_moe/planning/step_plan.py", "lingvo_moe/tasks/mt/model.py")
+    assert _wrong_way("lingvo_moe/tasks/mt/model.py", "lingvo_moe/planning/step_plan.py")
 
 
 def test_jax_is_behind_the_engines_door() -> None:

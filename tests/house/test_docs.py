@@ -23,7 +23,7 @@ from lingvo_moe import trainer
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.console import units
 from lingvo_moe.core.planner import report
-from lingvo_moe.core.planner.topology import CHIPS
+from lingvo_moe.core.planner.machines.topology import CHIPS
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.task import inspect
 from lingvo_moe.training import flags as trainer_flags
@@ -391,8 +391,11 @@ def test_the_page_on_training_lists_every_flag_and_train_parameter() -> None:
     [
         ("tensorflow jax", "core.sharding.mesh core.sharding.letters"),
         ("tensorflow jax", "core.engine.lowering.specs core.engine.lowering.signature"),
-        ("tensorflow jax", "core.planner.costs core.planner.memory core.planner.report"),
-        ("tensorflow jax", "core.planner.golden core.planner.network core.planner.topology"),
+        ("tensorflow jax", "core.planner.costs core.planner.memory.breakdown core.planner.report"),
+        (
+            "tensorflow jax",
+            "core.planner.golden core.planner.network.interconnect core.planner.machines.topology",
+        ),
         ("tensorflow jax", "core.hlo.module core.hlo.parts core.partitioner.known_faults"),
         (
             "tensorflow",

@@ -6,12 +6,12 @@ round figures of one accelerator in a ring of such; 'cpu' has round figures of t
 
 from dataclasses import dataclass
 
-from lingvo_moe.core.planner import network
 from lingvo_moe.core.planner.errors import PlanError
-from lingvo_moe.core.planner.gpu_cluster import Cluster
-from lingvo_moe.core.planner.machine import Machine, parse_machine
-from lingvo_moe.core.planner.mesh_network import seconds_along
-from lingvo_moe.core.planner.ring import ACCELERATOR, VIRTUAL_CPU, Ring
+from lingvo_moe.core.planner.machines.gpu_cluster import Cluster
+from lingvo_moe.core.planner.machines.machine import Machine, parse_machine
+from lingvo_moe.core.planner.machines.ring import ACCELERATOR, VIRTUAL_CPU, Ring
+from lingvo_moe.core.planner.network import interconnect
+from lingvo_moe.core.planner.network.mesh_network import seconds_along
 from lingvo_moe.core.sharding.mesh import Mesh
 
 CPU = "cpu"
@@ -68,7 +68,7 @@ class MeshMachine:
             return 0.0
         if isinstance(self.machine, Ring):
             return self.machine.Seconds(kind, num_bytes, count)
-        return network.seconds(kind, num_bytes, count, self.machine)
+        return interconnect.seconds(kind, num_bytes, count, self.machine)
 
 
 def mesh_machine(mesh: Mesh, topology: str) -> MeshMachine:

@@ -1,7 +1,7 @@
 """Computes what each executed instruction of a compiled program costs, and which layer it belongs to.
 
 FLOPs count matrix products; bytes count traffic to main memory (HBM); a collective carries what the
-interconnect model of network.py needs.
+model of network/interconnect.py needs.
 """
 
 import dataclasses

@@ -30,8 +30,8 @@ from lingvo_moe.core.hlo.pipelines import (
 from lingvo_moe.core.pipeline.blocks import Blocks, padding
 from lingvo_moe.core.planner.costs import Cost
 from lingvo_moe.core.planner.errors import PlanError
-from lingvo_moe.core.planner.machine import Machine
-from lingvo_moe.core.planner.plan import execution_seconds
+from lingvo_moe.core.planner.machines.machine import Machine
+from lingvo_moe.core.planner.tables import execution_seconds
 
 _PERMUTE = "collective-permute"
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from lingvo_moe.core.console import units
 from lingvo_moe.core.planner import figures
 from lingvo_moe.core.planner.figures import Plan
-from lingvo_moe.core.planner.prices import kind_of
+from lingvo_moe.core.planner.machines.prices import kind_of
 
 _TIGHT = 0.8  # of the memory; below, what would save memory helps nobody
 _FAR_TOO_LARGE = 4  # times the devices that memory asks for

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from lingvo_moe.core.pipeline.schedule import STAGE
-from lingvo_moe.core.planner.machine import Machine
+from lingvo_moe.core.planner.machines.machine import Machine
 from lingvo_moe.core.sharding.letters import GRADIENTS, SLOTS, WEIGHTS
 from lingvo_moe.core.state.offload import ACTIVATIONS
 from lingvo_moe.core.strategies.candidate import Candidate

@@ -1,6 +1,6 @@
 """The forward pass of a training step under a layout: seconds and bytes of one device.
 
-Products count at the machine's peak, or as their traffic if that takes longer; collectives as in planner/network.py.
+Products count at the machine's peak, or as their traffic if that takes longer; collectives as in planner/network/.
 """
 
 import math
@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lingvo_moe.core.planner.machine import Machine
-from lingvo_moe.core.planner.mesh_network import seconds_along
-from lingvo_moe.core.planner.ring import VIRTUAL_CPU
+from lingvo_moe.core.planner.machines.machine import Machine
+from lingvo_moe.core.planner.machines.ring import VIRTUAL_CPU
+from lingvo_moe.core.planner.network.mesh_network import seconds_along
 from lingvo_moe.core.sharding import dims_mapping
 from lingvo_moe.core.sharding.letters import axes_of
 from lingvo_moe.core.strategies.host import Host

@@ -1,9 +1,10 @@
-"""The devices of this process as a machine: virtual CPU devices, in round figures (planner/ring.py). These only order
-candidates; what counts is measured afterwards."""
+"""The devices of this process as a machine: virtual CPU devices, in round figures (planner/machines/ring.py).
+
+These only order candidates; what counts is measured afterwards."""
 
 from dataclasses import dataclass
 
-from lingvo_moe.core.planner.ring import VIRTUAL_CPU
+from lingvo_moe.core.planner.machines.ring import VIRTUAL_CPU
 
 
 @dataclass(frozen=True)

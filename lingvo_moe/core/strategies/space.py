@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lingvo_moe.core.config.hyperparams import Params
-from lingvo_moe.core.planner.machine import Machine
+from lingvo_moe.core.planner.machines.machine import Machine
 from lingvo_moe.core.state.offload import OffloadError
 from lingvo_moe.core.strategies.candidate import OFFLOADS, Candidate, candidates
 from lingvo_moe.core.strategies.estimates import Correction, Estimate, Estimator

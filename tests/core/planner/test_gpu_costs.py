@@ -4,10 +4,10 @@ import pytest
 
 from lingvo_moe.core.hlo import module as hlo
 from lingvo_moe.core.hlo.errors import HloError
-from lingvo_moe.core.planner import plan
+from lingvo_moe.core.planner import tables
 from lingvo_moe.core.planner.costs import costs
-from lingvo_moe.core.planner.gpu_cluster import CARDS
-from lingvo_moe.core.planner.machine import parse_machine
+from lingvo_moe.core.planner.machines.gpu_cluster import CARDS
+from lingvo_moe.core.planner.machines.machine import parse_machine
 
 _HEAD = "HloModule m, is_scheduled=true, num_partitions=8\n"
 _EXPERTS = "jit(call)/call_tensorflow/m4/encoder/blocks/body/layers_1/ffn/experts"
@@ -145,8 +145,8 @@ def test_each_number_format_has_its_peak():
     dtypes = {"bf16": "bfloat16", "f32": "tf32"}
     for dtype, kind in dtypes.items():
         found = _costs(_cublas(_DIMS, dtype)).values()
-        assert plan.number_formats(found) == {kind: 2 * 3 * 4 * 16 * 8}
-        seconds = sum(plan.compute_seconds(cost, h100) for cost in found)
+        assert tables.number_formats(found) == {kind: 2 * 3 * 4 * 16 * 8}
+        seconds = sum(tables.compute_seconds(cost, h100) for cost in found)
         assert seconds == pytest.approx(2 * 3 * 4 * 16 * 8 / CARDS["h100"].peak_flops[kind])
 
 

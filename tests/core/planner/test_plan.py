@@ -7,10 +7,11 @@ import pytest
 from lingvo_moe.core.hlo.collectives import CollectiveUse
 from lingvo_moe.core.hlo.parts import Place
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.planner import network, plan
+from lingvo_moe.core.planner import tables
 from lingvo_moe.core.planner.costs import Cost
-from lingvo_moe.core.planner.gpu_cluster import Cluster
-from lingvo_moe.core.planner.topology import Topology
+from lingvo_moe.core.planner.machines.gpu_cluster import Cluster
+from lingvo_moe.core.planner.machines.topology import Topology
+from lingvo_moe.core.planner.network import interconnect
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.tasks.mt.model import MtModel
 
@@ -42,7 +43,7 @@ def _all_to_all(times, num_bytes=1 << 20):
 
 
 def _job(budget=0.0):
-    return plan.Job(
+    return tables.Job(
         "mt.X", "", "train", {"source_tokens": 64, "target_tokens": 128}, "tokens", budget
     )
 
@@ -54,7 +55,7 @@ def test_an_instruction_takes_the_longest_of_its_three_estimates_each_time_it_ru
         _cost(EXPERTS, flops=second / 4, num_bytes=2 * CHIP.hbm_bandwidth),  # memory
         _cost(EXPERTS, flops=second / 4, cycles=5 * CHIP.clock_hz),  # the compiler
     ]
-    (row,) = plan.work(costs, POD)
+    (row,) = tables.work(costs, POD)
     assert (row["part"], row["phase"]) == ("experts", "forward")
     assert row["flops"] == pytest.approx(3.5 * second)
     assert row["compute_seconds"] == pytest.approx(3.5)
@@ -66,10 +67,10 @@ def test_an_instruction_takes_the_longest_of_its_three_estimates_each_time_it_ru
 
 def test_collectives_are_no_work_and_equal_ones_share_a_row():
     costs = [_all_to_all(9), _all_to_all(9), _all_to_all(1, num_bytes=8), _cost(EXPERTS, flops=1)]
-    assert [row["part"] for row in plan.work(costs, POD)] == ["experts"]
-    rows = plan.collectives(costs, POD)
+    assert [row["part"] for row in tables.work(costs, POD)] == ["experts"]
+    rows = tables.collectives(costs, POD)
     assert [(row["count"], row["bytes"]) for row in rows] == [(18, 1 << 20), (1, 8)]
-    one = network.seconds("all-to-all", 1 << 20, 32, POD)
+    one = interconnect.seconds("all-to-all", 1 << 20, 32, POD)
     assert rows[0]["seconds"] == pytest.approx(18 * one) and one > 0
 
 
@@ -80,18 +81,18 @@ def test_collectives_inside_and_between_the_nodes_of_a_cluster_have_rows_of_thei
         _cost(DISPATCH, 3, collective=CollectiveUse("all-to-all", 1 << 20, 4, 2, 1, devices))
         for devices in groups.values()
     ]
-    between, inside = plan.collectives(costs, cluster)
+    between, inside = tables.collectives(costs, cluster)
     assert (inside["nodes"], inside["in_node"], inside["sent_between"]) == (1, 4, 0)
     assert (between["nodes"], between["in_node"], between["sent_between"]) == (2, 2, 1 << 19)
     assert inside["sent_inside"] == 3 << 18
-    one = network.seconds("all-to-all", 1 << 20, 4, cluster, network.Spread(2, 2))
+    one = interconnect.seconds("all-to-all", 1 << 20, 4, cluster, interconnect.Spread(2, 2))
     assert between["seconds"] == pytest.approx(3 * one)
 
 
 def test_a_budget_costs_its_tokens_at_the_step_s_rate():
     costs = [_cost(EXPERTS, flops=CHIP.peak_flops), _all_to_all(4)]
-    work, talk = plan.work(costs, POD), plan.collectives(costs, POD)
-    time = plan.time(_job(budget=1e9), POD, work, talk)
+    work, talk = tables.work(costs, POD), tables.collectives(costs, POD)
+    time = tables.time(_job(budget=1e9), POD, work, talk)
     step = 1 + talk[0]["seconds"]
     assert time["step_seconds"] == pytest.approx(step)
     assert time["utilization"] == pytest.approx(1 / step)
@@ -108,23 +109,23 @@ def test_parameters_are_counted_whole_and_by_device():
     p.Set(num_encoder_layers=2, num_decoder_layers=2, weight_split={"E": "expert"})
     task = p.Instantiate()
     mesh = Mesh(("expert",), (8,))
-    counted = plan.parameters(task.StateSpecs(), mesh)
+    counted = tables.parameters(task.StateSpecs(), mesh)
     experts = 2 * 8 * (8 * 16 + 16 * 8)  # two MoE layers
     assert counted["bytes_total"] == 4 * counted["count"]
     assert counted["bytes"] == 4 * (counted["count"] - experts + experts // 8)
     assert counted["slot_bytes"] > 0
-    alone = plan.parameters(task.VariableSpecs(), mesh)
+    alone = tables.parameters(task.VariableSpecs(), mesh)
     assert alone == counted | {"slot_bytes": 0}
     assert isinstance(task.VariableSpecs(), NestedMap)
-    averaged = plan.parameters(p.Set(ema_decay=0.9).Instantiate().StateSpecs(), mesh)
+    averaged = tables.parameters(p.Set(ema_decay=0.9).Instantiate().StateSpecs(), mesh)
     assert averaged == counted | {"slot_bytes": counted["slot_bytes"] + counted["bytes"]}
 
 
 def test_a_plan_that_contradicts_itself_is_refused():
     good = {"memory": {"fits": True, "peak": 5, "hbm": 6}, "time": {"days": 1.0}}
-    plan.check(good)
+    tables.check(good)
     for path, value in (("days", float("nan")), ("days", -1.0)):
         with pytest.raises(ValueError, match=rf"plan\.time\.{path}"):
-            plan.check(good | {"time": {path: value}})
+            tables.check(good | {"time": {path: value}})
     with pytest.raises(ValueError, match="peak over its memory"):
-        plan.check(good | {"memory": {"fits": True, "peak": 7, "hbm": 6}})
+        tables.check(good | {"memory": {"fits": True, "peak": 7, "hbm": 6}})

@@ -13,9 +13,9 @@ from lingvo_moe.core.hlo.module import Module, parse_module
 from lingvo_moe.core.hlo.pipelines import PipelineLoop, loop_of_operation, pipeline_loop
 from lingvo_moe.core.planner.costs import costs
 from lingvo_moe.core.planner.errors import PlanError
-from lingvo_moe.core.planner.machine import parse_machine
+from lingvo_moe.core.planner.machines.machine import parse_machine
+from lingvo_moe.core.planner.network.slices_network import SECONDS_PER_STEP
 from lingvo_moe.core.planner.pipeline import Loop, Schedule, bubble, pipelines
-from lingvo_moe.core.planner.slices_network import SECONDS_PER_STEP
 from lingvo_moe.core.sharding import Mesh
 from tests.core.planner.pipelines_in_jax import DIM, ROWS, SCOPE, Pipeline
 

@@ -29,9 +29,9 @@ from lingvo_moe.core.input.division import MicroBatchError
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.optimizers.adafactor import Adafactor
 from lingvo_moe.core.optimizers.sgd import Sgd
-from lingvo_moe.core.planner import host_link
 from lingvo_moe.core.planner.costs import costs as costs_of
-from lingvo_moe.core.planner.machine import parse_machine
+from lingvo_moe.core.planner.machines.machine import parse_machine
+from lingvo_moe.core.planner.memory import host_link
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.core.state.offload import OffloadError, of_weight
 

@@ -17,7 +17,7 @@ from lingvo_moe.core.engine.collectives import parse_collectives
 from lingvo_moe.core.gpu_memory import usable_bytes
 from lingvo_moe.core.hlo.module import parse_module
 from lingvo_moe.core.planner.costs import costs
-from lingvo_moe.core.planner.plan import number_formats
+from lingvo_moe.core.planner.tables import number_formats
 
 
 @needs_gpu_compiler

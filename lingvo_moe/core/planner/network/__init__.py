@@ -1,0 +1,1 @@
+"""The seconds of a collective: the interconnect models of TPU slices and GPU clusters."""

@@ -1,0 +1,70 @@
+"""Estimates how long a collective takes, by the interconnect model of the machine: TPU slices or GPU cluster."""
+
+from lingvo_moe.core.config.suggest import did_you_mean
+from lingvo_moe.core.hlo.collectives import COLLECTIVES
+from lingvo_moe.core.hlo.groups import Groups
+from lingvo_moe.core.planner.errors import PlanError
+from lingvo_moe.core.planner.machines.gpu_cluster import Cluster
+from lingvo_moe.core.planner.machines.machine import Machine
+from lingvo_moe.core.planner.network import cluster_network, slices_network, torus, two_levels
+from lingvo_moe.core.planner.network.two_levels import Sent, Spread
+
+
+def seconds(
+    kind: str, num_bytes: int, participants: int, machine: Machine, spread: Spread | None = None
+) -> float:
+    """Estimates how long one collective takes.
+
+    Args:
+        kind: one of COLLECTIVES.
+        num_bytes: bytes on one device, of its operand or its result, whichever is larger.
+        participants: devices in one replica group. All groups work at the same time.
+        machine: the slice or the cluster.
+        spread: how each group lies in a cluster's nodes, or in several slices; None: in as few of them as can be.
+            Inside a slice each group is a box of neighbouring chips.
+
+    Returns:
+        Seconds; 0 for one participant.
+
+    Raises:
+        PlanError: no such kind, or more participants than devices.
+    """
+    if kind not in COLLECTIVES:
+        raise PlanError(f"no collective {kind!r}{did_you_mean(kind, COLLECTIVES)}")
+    if not 1 <= participants <= machine.num_devices:
+        raise PlanError(
+            f"{kind} of {participants} participants: {machine.name} has {machine.num_devices} devices"
+        )
+    if num_bytes < 0:
+        raise PlanError(f"{kind} of {num_bytes} bytes: must not be negative")
+    if participants == 1:
+        return 0.0
+    if isinstance(machine, Cluster):
+        lies = spread or cluster_network.compact(participants, machine)
+        return cluster_network.seconds(kind, num_bytes, lies, machine)
+    if machine.slices > 1:
+        lies = spread or slices_network.compact(participants, machine)
+        return slices_network.seconds(kind, num_bytes, lies, machine)
+    return torus.seconds(kind, num_bytes, participants, machine)
+
+
+def spread(groups: Groups, machine: Machine) -> Spread | None:
+    """Counts the nodes of a cluster, or the slices, that each group of device ids spans; None on a single slice."""
+    if isinstance(machine, Cluster):
+        return cluster_network.spread(groups, machine)
+    return slices_network.spread(groups, machine) if machine.slices > 1 else None
+
+
+def sent(kind: str, num_bytes: int, lies: Spread, machine: Machine) -> Sent:
+    """Returns the bytes that one device sends inside its node or slice, and to others, during one collective."""
+    if isinstance(machine, Cluster):
+        return cluster_network.sent(kind, num_bytes, lies, machine)
+    return two_levels.sent(kind, num_bytes, lies)
+
+
+def describe(machine: Machine) -> str:
+    """Explains the model and its figures for a machine, in sentences for the reader of a plan."""
+    if isinstance(machine, Cluster):
+        return cluster_network.describe(machine)
+    between = slices_network.describe(machine) if machine.slices > 1 else ""
+    return between + torus.describe(machine)

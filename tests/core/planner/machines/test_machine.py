@@ -1,0 +1,65 @@
+"""Machines by name: TPU slices and GPU clusters, and one line for what is neither."""
+
+import pytest
+
+from lingvo_moe.core.engine.aot.gpu_targets import TARGETS
+from lingvo_moe.core.gpu_memory import MEMORY_BYTES, XLA_SHARE
+from lingvo_moe.core.planner.errors import PlanError
+from lingvo_moe.core.planner.machines.gpu_cluster import CARDS, Cluster
+from lingvo_moe.core.planner.machines.machine import parse_machine
+from lingvo_moe.core.planner.machines.topology import CHIPS, Topology
+from lingvo_moe.core.topology_names import TopologyName
+
+
+def test_a_name_is_a_slice_or_a_cluster():
+    slice_, cluster = parse_machine("v3:2x2"), parse_machine(" H100:2x4 ")
+    assert isinstance(slice_, Topology) and isinstance(cluster, Cluster)
+    assert (slice_.num_devices, cluster.num_devices) == (8, 8)
+    for machine in (slice_, cluster):
+        described = machine.Describe()
+        assert (described["name"], described["devices"]) == (machine.name, 8)
+        assert described["hbm_bytes"] == machine.hbm_bytes
+        assert described["peak_flops"] == machine.peaks["bfloat16"]
+    assert "generation" in slice_.Describe() and "card" in cluster.Describe()
+    assert cluster.hbm_bytes == int(XLA_SHARE * cluster.card.memory_bytes)
+
+
+@pytest.mark.parametrize(
+    "name, told",
+    [
+        ("h10:1x8", "no TPU generation and no GPU 'h10' .did you mean 'h100'"),
+        ("v100:1x8", "no TPU generation and no GPU 'v100'"),
+        ("h100", "expected nodes x GPUs of a node after the card, e.g. h100:32x8"),
+        ("h100:8", "expected nodes x GPUs"),
+        ("h100:1x6", "a node of 6 GPUs; a node has 1, 2, 4 or 8"),
+        ("h100:8x16", "a node of 16 GPUs; .*the nodes come first: h100:16x8"),
+        ("h100:2x8*2", "only TPUs have slices; .* e.g. h100:4x8"),
+        ("v5p:4x4x4*x", "a number of slices"),
+        ("v9:2x2", "no TPU generation 'v9'"),
+        ("v3:3x3", "hosts have 2x2 chips"),
+        ("", "no TPU generation ''"),
+    ],
+)
+def test_a_machine_that_does_not_exist(name, told):
+    with pytest.raises(PlanError, match=told) as e:
+        parse_machine(name)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_the_compiler_is_told_of_the_same_card(name):
+    """The engine describes cards to the compiler; the planner has their data sheets."""
+    card, target = CARDS[name], TARGETS[name]
+    assert target.memory_bytes == card.memory_bytes
+    assert target.memory_bandwidth == pytest.approx(card.hbm_bandwidth, rel=0.01)
+    lanes = 2 * target.multiprocessors * target.lanes * target.clock_ghz * 1e9
+    assert lanes == pytest.approx(card.peak_flops["float32"], rel=0.05)
+
+
+def test_every_card_has_a_description():
+    assert TARGETS.keys() == CARDS.keys() == MEMORY_BYTES.keys()
+
+
+@pytest.mark.parametrize("generation", CHIPS)
+def test_a_generation_is_written_like_a_tpu(generation):
+    assert TopologyName.parse(generation).is_tpu

@@ -1,0 +1,51 @@
+"""The door to the interconnect models: what both machines share, and what cannot be asked."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lingvo_moe.core.hlo.collectives import COLLECTIVES
+from lingvo_moe.core.planner.errors import PlanError
+from lingvo_moe.core.planner.machines.gpu_cluster import Cluster
+from lingvo_moe.core.planner.machines.topology import Topology
+from lingvo_moe.core.planner.network import interconnect
+
+MACHINES = [Topology.parse(name) for name in ("v3:32x32", "v4:4x4x8", "v5e:4x4")] + [
+    Cluster.parse(name) for name in ("h100:1x8", "a100:32x4", "l40s:4x8", "b200:64x1")
+]
+KINDS = st.sampled_from(COLLECTIVES)
+BYTES = st.integers(0, 2**40)
+
+
+@given(KINDS, st.sampled_from(MACHINES), BYTES)
+def test_one_participant_needs_no_network(kind, machine, num_bytes):
+    assert interconnect.seconds(kind, num_bytes, 1, machine) == 0
+
+
+@given(KINDS, st.sampled_from(MACHINES), BYTES, BYTES)
+def test_more_bytes_take_no_less_time(kind, machine, a, b):
+    few, many = (
+        interconnect.seconds(kind, n, machine.num_devices, machine) for n in sorted((a, b))
+    )
+    assert 0 < few <= many
+
+
+@pytest.mark.parametrize("machine", [Topology.parse("v3:2x2"), Cluster.parse("h100:2x4")])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("all-reduced", 8, 8), r"no collective 'all-reduced' \(did you mean 'all-reduce'"),
+        (("all-reduce", 8, 9), "9 participants: .* has 8 devices"),
+        (("all-reduce", 8, 0), "0 participants"),
+        (("all-reduce", -1, 8), "must not be negative"),
+    ],
+)
+def test_what_cannot_be_asked(arguments, message, machine):
+    with pytest.raises(PlanError, match=message):
+        interconnect.seconds(*arguments, machine)
+
+
+def test_only_a_cluster_has_nodes():
+    groups = ((0, 1), (2, 3))
+    assert interconnect.spread(groups, Topology.parse("v3:2x2")) is None
+    assert interconnect.spread(groups, Cluster.parse("h100:2x2")) == interconnect.Spread(1, 2)
