@@ -4,7 +4,7 @@ import pytest
 
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.checks import STATE_LEVELS
-from lingvo_moe.core.planner import state_figures
+from lingvo_moe.core.planner import sections
 from lingvo_moe.core.planner.errors import PlanError
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.planning import step_plan
@@ -52,7 +52,7 @@ def test_the_copies_of_each_part(level, copies):
 
 
 def test_what_the_levels_and_offloads_hold():
-    levels, offloads = state_figures.sentences({"state": _state("none")})
+    levels, offloads = sections.state({"state": _state("none")}).notes
     assert (
         levels.startswith("train.shard_state=none holds 111.") and "1.75 GiB with weights" in levels
     )

@@ -24,6 +24,7 @@ _MAIN = "tests/run_pytest.py"
 _BASE = "base"
 _HELPERS = "helpers"
 _TESTDATA = "testdata"
+_TEMPLATES = "templates"
 
 
 def build_files(root: Path = ROOT) -> dict[str, str]:
@@ -162,15 +163,16 @@ def _library_srcs(name: str, members: list[str], libraries: dict[str, list[str]]
 
 
 def _data_globs(graph: ImportGraph, package: str, name: str | None) -> str:
-    """Files that are not Python: a package's own, or a test directory's testdata."""
+    """Files that are not Python: a package's own and its templates, or a test directory's testdata."""
     directory = graph.root / package
     if package.split("/")[0] == TESTS:
         has_data = (directory / _TESTDATA).is_dir() and name is None
         return f'glob(["{_TESTDATA}/**"])' if has_data else ""
+    patterns = [f"{_TEMPLATES}/**"] if (directory / _TEMPLATES).is_dir() else []
     if name and name.startswith(_BASE):
-        return ""
+        return f"glob({_list(patterns)})" if patterns else ""
     suffixes = {p.suffix for p in directory.iterdir() if p.is_file() and p.suffix}
-    patterns = [f"*{suffix}" for suffix in sorted(suffixes - {".py", ".pyc", ".md"})]
+    patterns += [f"*{suffix}" for suffix in sorted(suffixes - {".py", ".pyc", ".md"})]
     return f"glob({_list(patterns)})" if patterns else ""
 
 

@@ -1,1 +1,1 @@
-"""Building blocks of self-contained HTML pages: markup, style and drawings."""
+"""Tables, templates and drawings of self-contained HTML pages, of Markdown and of reports in terminals."""

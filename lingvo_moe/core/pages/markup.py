@@ -6,7 +6,7 @@ Functions take plain text and escape it, unless an argument is called HTML.
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from lingvo_moe.core.pages.style import STYLE
+from lingvo_moe.core.pages import rendering
 
 Text = str
 Html = str
@@ -16,7 +16,7 @@ def document(title: Text, body: Html, footer: Text = "", style: str = "") -> Htm
     """A complete page; `style` is added to the style of all pages."""
     head = (
         "<meta charset='utf-8'><meta name='viewport' content='width=device-width, initial-scale=1'>"
-        f"<title>{escape(title)}</title><style>{STYLE}{style}</style>"
+        f"<title>{escape(title)}</title><style>{rendering.source(__package__, 'style.css')}{style}</style>"
     )
     end = f"<footer>{escape(footer)}</footer>\n" if footer else ""
     return (

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from html import escape
 
 from lingvo_moe.core.console import units
-from lingvo_moe.core.pages import markup
-from lingvo_moe.core.pages.colours import COLOURS
+from lingvo_moe.core.pages import markup, rendering
 from lingvo_moe.core.partitioner import spmd
 from lingvo_moe.core.partitioner.explained import (
     Exchange,
@@ -69,7 +68,12 @@ def html_page(explanation: Explained) -> str:
         _table(explanation),
         _cards(explanation),
     ]
-    return markup.document(title, f"{_PATTERN}\n{''.join(body)}", _METHOD, COLOURS + _STYLE)
+    return markup.document(
+        title,
+        f"{_PATTERN}\n{''.join(body)}",
+        _METHOD,
+        rendering.source("lingvo_moe.core.pages", "colours.css") + _STYLE,
+    )
 
 
 def _headline(explanation: Explained) -> str:

@@ -5,7 +5,7 @@ missing figures are None here and a dash in reports.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,18 +25,9 @@ KINDS = {
     "padding": "packing and padding",
     "code": "program",
 }
-# The fields of a PartTime that tables show, in order, with their headings.
-TIMES = {
-    "flops": "operations",
-    "num_bytes": "traffic",
-    "total": "in all",
-    "compute": "arithmetic",
-    "memory": "memory",
-    "roofline": "roofline",
-    "compiler": "compiler",
-    "network": "network",
-}
 PHASES = ("forward", "recompute", "backward", "optimizer")
+# What a step's time is stacked of, by its name in the style of pages.
+STACKED = {name: name for name in (*PHASES, "network")}
 
 
 @dataclass
@@ -85,14 +76,6 @@ def time_by_part(plan: Plan) -> list[PartTime]:
         entry = parts.setdefault(item["part"], PartTime(item["part"]))
         entry.network += item.get("seconds") or 0.0
     return sorted((p for p in parts.values() if p.total > 0), key=lambda p: -p.total)
-
-
-def cells(parts: Sequence[PartTime], fields: Iterable[str] = tuple(TIMES)) -> list[str]:
-    """Formats the fields of TIMES, summed over `parts`, with units; a dash for zero."""
-    show: dict[str, Callable[[float | None], str]] = dict.fromkeys(TIMES, units.duration)
-    show |= {"flops": units.work, "num_bytes": units.size}
-    sums = {figure: sum(getattr(part, figure) for part in parts) for figure in fields}
-    return [show[figure](value or None) for figure, value in sums.items()]
 
 
 def kinds(plan: Plan) -> list[tuple[str, int]]:
@@ -175,8 +158,8 @@ def budgets(plans: Sequence[Plan]) -> list[float]:
     return sorted({found for plan in plans if (found := budget(plan)) is not None})
 
 
-def headline(plan: Plan) -> list[tuple[str, str, bool]]:
-    """Returns (name, value, whether it is estimated) for the figures that open a report."""
+def headline(plan: Plan) -> list[tuple[str, str, str]]:
+    """Returns (name, value, 'estimated' or '') for the figures that open a report."""
     out = [
         ("parameters", units.quantity(get(plan, "parameters.count")), False),
         ("peak memory a device", units.size(get(plan, "memory.peak")), False),
@@ -195,7 +178,10 @@ def headline(plan: Plan) -> list[tuple[str, str, bool]]:
         step_cost, cost = costs(plan)
         out.append(("cost of a step", step_cost, True))
         out += [(f"cost of {whole}", cost, True)] if budget(plan) else []
-    return out
+    return [
+        (name, value, "estimated" if estimated and value != units.DASH else "")
+        for name, value, estimated in out
+    ]
 
 
 def _days(plan: Plan) -> str:
@@ -224,72 +210,6 @@ def spanned(plan: Plan) -> str:
     return "slices" if get(plan, "topology.slices") else "nodes"
 
 
-# The columns of the table of what crosses slices.
-BETWEEN = ("kind", "layer", "part", "phase", "a step", "sent by one", "sent a step", "seconds")
-
-
-def between_slices(plan: Plan) -> list[list[str]]:
-    """Returns rows of cells for the collectives that cross TPU slices, the slowest first; see BETWEEN.
-
-    Bytes are those that a device sends to other slices, by one execution and by all of a step.
-    """
-    return [
-        [
-            *(item[key] or units.DASH for key in ("kind", "layer", "part", "phase")),
-            f"{item['count']:,}",
-            units.size(item["sent_between"]),
-            units.size(item["count"] * item["sent_between"]),
-            units.duration(item["seconds"]),
-        ]
-        for item in _crossing(plan)
-    ]
-
-
-def between_slices_in_all(plan: Plan) -> str:
-    """One sentence that sums up what crosses TPU slices; '' for a plan of a single slice."""
-    if not get(plan, "topology.slices") or not plan.get("time"):
-        return ""
-    items = _crossing(plan)
-    if not items:
-        return "No collective crosses slices."
-    count = sum(item["count"] for item in items)
-    sent = sum(item["count"] * item["sent_between"] for item in items)
-    seconds = sum(item["seconds"] for item in items)
-    return (
-        f"In all {count:,} a step: each device sends {units.size(sent)} to other slices in {units.duration(seconds)},"
-        f" {units.share(seconds / plan['time']['step_seconds'])} of the step. The rate is the data sheet's, not"
-        " measured."
-    )
-
-
-def _crossing(plan: Plan) -> list[Mapping[str, Any]]:
-    return [item for item in collectives(plan) if item.get("slices", 1) > 1]
-
-
-# The columns of the tables by mesh axis and by order of the axes, after their first one.
-MOVED = ("a step", "sent inside nodes", "sent between nodes", "seconds")
-
-
-def mesh_rows(plan: Plan, table: str, first: str) -> list[list[str]]:
-    """Returns rows of cells from the plan's `mesh_axes`: one of its tables, which a cluster's plan has.
-
-    Args:
-        plan: a plan.
-        table: 'by_axis' or 'orders'.
-        first: the field of the first column, 'axes' or 'mesh'.
-    """
-    return [
-        [
-            row[first] or units.DASH,
-            f"{row['count']:,}",
-            units.size(row["sent_inside"]),
-            units.size(row["sent_between"]),
-            units.duration(row["seconds"]),
-        ]
-        for row in get(plan, f"mesh_axes.{table}") or ()
-    ]
-
-
 def collective_totals(plan: Plan) -> list[tuple[str, int, int, float]]:
     """Returns (kind, count a step, bytes a step, seconds) summed over layers, the slowest first."""
     sums: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0.0])
@@ -308,42 +228,6 @@ def collective_share(plan: Plan) -> float | None:
     return (get(plan, "time.collective_seconds") or 0.0) / step if step else None
 
 
-# Columns of a comparison: heading, whether the figure is estimated.
-COMPARED = (
-    ("model", False),
-    ("step of", False),
-    ("topology", False),
-    ("parameters", False),
-    ("memory of HBM", False),
-    ("fits", False),
-    ("step", True),
-    ("steps/s", True),
-    ("tokens/s", True),
-    ("utilisation", True),
-    ("network", True),
-    ("days", True),
-    ("chip-days", True),
-    ("device-years", True),
-    ("compile", False),
-)
-_AFTER_NETWORK = 1 + [heading for heading, _ in COMPARED].index("network")
-
-
-_BUBBLE = ("bubble", False)
-_COSTS = (("cost of a step", True), ("cost in all", True))
-
-
-def compared_columns(plans: Sequence[Plan]) -> list[tuple[str, bool]]:
-    """The columns of a comparison: those of COMPARED, with the bubble after the network if any plan has one.
-
-    If any has a price, what a step and the budget cost follow.
-    """
-    columns = [*COMPARED, *(_COSTS if any(get(plan, "time.price") for plan in plans) else ())]
-    if any(bubble(plan) is not None for plan in plans):
-        columns.insert(_AFTER_NETWORK, _BUBBLE)
-    return columns
-
-
 def bubble(plan: Plan) -> float | None:
     """The share of a stage's time in pipelines in which it is idle; None without pipelines or their schedule.
 
@@ -356,53 +240,10 @@ def bubble(plan: Plan) -> float | None:
     return sum(p["seconds"] * p["bubble"] for p in found) / whole
 
 
-def compared(plans: Sequence[Plan]) -> list[list[str]]:
-    """Returns one row of cells for each plan, in the columns of `compared_columns`."""
-    columns = compared_columns(plans)
-    rows = []
-    for plan in plans:
-        step = get(plan, "time.step_seconds")
-        memory = plan["memory"]
-        need = needed(plan)
-        days, chip_days, years = (
-            units.number(get(plan, f"time.{key}") if budget(plan) else None)
-            for key in ("days", "chip_days", "device_years")
-        )
-        miss = f"no, by {units.size(memory.get('misses_by'))}"
-        rows.append(
-            [
-                name(plan),
-                plan.get("what") or units.DASH,
-                get(plan, "topology.name") or units.DASH,
-                units.quantity(get(plan, "parameters.count")),
-                f"{units.gib(need)} / {units.gib(memory.get('hbm'))} GiB",
-                "yes" if memory.get("fits") else miss,
-                units.duration(step),
-                units.number(1 / step if step else None),
-                _speed_cell(plan),
-                units.share(get(plan, "time.utilization")),
-                units.share(collective_share(plan)),
-                *([units.share(bubble(plan))] if _BUBBLE in columns else []),
-                days,
-                chip_days,
-                years,
-                units.duration(get(plan, "compile.compile_seconds")),
-                *(costs(plan) if _COSTS[0] in columns else ()),
-            ]
-        )
-    return rows
-
-
 def costs(plan: Plan) -> list[str]:
     """The costs of a step and of the budget, in the unit of the plan's price."""
     found = [get(plan, f"time.{figure}") for figure in ("step_cost", "budget_cost")]
     return [f"{c:.2g}" if c is not None and c < 0.1 else units.number(c) for c in found]
-
-
-def _speed_cell(plan: Plan) -> str:
-    """The speed, with its unit where that is not the column's."""
-    shown = units.number(speed(plan))
-    return shown if unit(plan) == "tokens" else f"{shown} {unit(plan)}"
 
 
 def compile_figures(plan: Plan) -> list[tuple[str, str]]:

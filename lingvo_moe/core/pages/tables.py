@@ -1,0 +1,132 @@
+"""Describes tables once, for terminals, for Markdown and for pages, whose template parts.html draws them."""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        heading: above it.
+        numeric: its cells stand at the right.
+        estimated: its heading is in italics.
+        wide: a narrow terminal leaves it out.
+    """
+
+    heading: str
+    numeric: bool = True
+    estimated: bool = False
+    wide: bool = False
+
+
+def words(*headings: str) -> list[Column]:
+    """Columns whose cells stand at the left."""
+    return [Column(heading, numeric=False) for heading in headings]
+
+
+def numbers(*headings: str) -> list[Column]:
+    """Columns whose cells stand at the right."""
+    return [Column(heading) for heading in headings]
+
+
+class Cell(str):
+    """A cell that a page shows with a patch of a colour before it, or as a link."""
+
+    colour: str
+    link: str
+
+    def __new__(cls, text: str, colour: str = "", link: str = "") -> "Cell":
+        cell = super().__new__(cls, text)
+        cell.colour, cell.link = colour, link
+        return cell
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells under columns, and perhaps a last row that sums them up."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[str]]
+    foot: Sequence[str] = ()
+
+    def First(self, most: int | None) -> "Table":
+        """The table with its first `most` rows, and a row that counts the others; None shows all."""
+        if most is None or len(self.rows) <= most:
+            return self
+        more = [f"{len(self.rows) - most} more", *[""] * (len(self.columns) - 1)]
+        return replace(self, rows=[*self.rows[:most], more])
+
+
+@dataclass(frozen=True)
+class Section:
+    """Tables and sentences under a title; a terminal adds `aside` to the title."""
+
+    title: str
+    tables: Sequence[Table] = ()
+    notes: Sequence[str] = ()
+    aside: str = ""
+
+
+class Piece(NamedTuple):
+    """A piece of a stacked bar: its name, its colour in the style of pages, its value and the value in words."""
+
+    what: str
+    colour: str
+    value: float
+    text: str
+
+
+def terminal(table: Table, wide: bool = True, bars: Sequence[Text] = ()) -> RichTable:
+    """The table for a terminal, without lines; rows without a cell that is shown are left out.
+
+    Args:
+        table: at least one column.
+        wide: whether the terminal has room for all columns.
+        bars: for each row, a bar in a last column.
+    """
+    out = RichTable(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    shown = [i for i, column in enumerate(table.columns) if wide or not column.wide]
+    for column in (table.columns[i] for i in shown):
+        style = "bold italic" if column.estimated else "bold"
+        side: Literal["left", "right"] = "right" if column.numeric else "left"
+        out.add_column(column.heading, justify=side, header_style=style, overflow="fold")
+    for number, row in enumerate(table.rows):
+        if any(row[i] for i in shown):
+            out.add_row(*(row[i] for i in shown), *bars[number : number + 1])
+    if table.foot:
+        out.add_row(*(table.foot[i] for i in shown), style="bold")
+    return out
+
+
+def pairs(items: Sequence[tuple[str, str]]) -> RichTable:
+    """Names and values for a terminal."""
+    out = RichTable(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for name, value in items:
+        out.add_row(Text(name, style="dim"), value)
+    return out
+
+
+def lines(table: Table) -> list[str]:
+    """The table as lines of text, however wide; columns without a cell are left out."""
+    kept = [i for i in range(len(table.columns)) if any(row[i] for row in table.rows)]
+    rows = [[row[i] for i in kept] for row in table.rows]
+    console = Console(file=io.StringIO(), width=10_000)
+    with console.capture() as shown:
+        console.print(terminal(Table([table.columns[i] for i in kept], rows)), markup=False)
+    return [line.rstrip() for line in shown.get().splitlines()]
+
+
+def markdown(table: Table) -> str:
+    """The table in Markdown, with a line break at its end."""
+    heads = [column.heading for column in table.columns]
+    rule = ["---:" if column.numeric else "---" for column in table.columns]
+    rows = [heads, rule, *table.rows, *([table.foot] if table.foot else [])]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
