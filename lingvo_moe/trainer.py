@@ -150,24 +150,16 @@ def train(args: Flags, params: Params, override: str, limit: TimeLimit) -> int:
 
 @dataclass(frozen=True)
 class Run:
-    """The training of one process of a job, and its directory.
+    """The training of one process of a job, and its directory."""
 
-    Attributes:
-        args: the flags.
-        params: the experiment's parameters: `task`, `input` and `train`.
-        override: the overrides applied to them, as text.
-        task, inputs: instantiated from `params`.
-        run_dir: the directory --logdir.
-        time_limit: --max_minutes, from the start of the command.
-    """
-
-    args: Flags
-    params: Params
-    override: str
+    args: Flags  # the flags
+    params: Params  # the experiment's parameters: `task`, `input` and `train`
+    override: str  # the overrides applied to them, as text
+    # `task`, `inputs`: instantiated from `params`.
     task: "BaseTask"
     inputs: BaseInput
-    run_dir: RunDir
-    time_limit: TimeLimit
+    run_dir: RunDir  # the directory --logdir
+    time_limit: TimeLimit  # --max_minutes, from the start of the command
 
 
 def train_in_job(args: Flags, params: Params, override: str, limit: TimeLimit) -> int:

@@ -45,18 +45,13 @@ _INCHES = 0.17
 
 @dataclass(frozen=True)
 class Cell:
-    """The work of one stage in one column; `micro_batch` is None in the bubble.
+    """The work of one stage in one column; `micro_batch` is None in the bubble."""
 
-    Attributes:
-        stage, column: its place in the picture.
-        kind: FORWARD, BACKWARD or WEIGHTS.
-        micro_batch: its number, or None.
-    """
-
+    # `stage`, `column`: its place in the picture.
     stage: int
     column: int
-    kind: str
-    micro_batch: int | None
+    kind: str  # FORWARD, BACKWARD or WEIGHTS
+    micro_batch: int | None  # its number, or None
 
 
 def micro_batch_of(schedule: Schedule, work: Work, tick: int, stage: int) -> int | None:

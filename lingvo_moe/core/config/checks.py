@@ -86,15 +86,12 @@ class Integer(Check):
 
 @dataclass(frozen=True)
 class Number(Check):
-    """A finite number between `low` and `high` that float32 can hold, so not so small that it becomes 0.
+    """A finite number between `low` and `high` that float32 can hold, so not so small that it becomes 0."""
 
-    Attributes:
-        low, high: the ends; None: no end on that side.
-        open_low, open_high: whether that end itself is outside.
-    """
-
+    # `low`, `high`: the ends; None: no end on that side.
     low: float | None = None
     high: float | None = None
+    # `open_low`, `open_high`: whether that end itself is outside.
     open_low: bool = False
     open_high: bool = False
 
@@ -217,16 +214,11 @@ class ListOf(Check):
 
 @dataclass(frozen=True)
 class NamesOr(Check):
-    """One of some words, or a list of names.
+    """One of some words, or a list of names."""
 
-    Attributes:
-        words: the words; () for none.
-        items: the names that a list may have.
-        refused: words that are none of these, with what to say of them.
-    """
-
-    words: tuple[str, ...]
-    items: tuple[str, ...]
+    words: tuple[str, ...]  # the words; () for none
+    items: tuple[str, ...]  # the names that a list may have
+    # Words that are none of these, with what to say of them.
     refused: Mapping[str, str] = field(default_factory=dict)
 
     @property

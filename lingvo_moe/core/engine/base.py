@@ -29,11 +29,9 @@ class Compiled(abc.ABC):
 
     Arguments may be NumPy arrays or tensors that the engine's functions returned; results stay on
     the devices.
-
-    Attributes:
-        first_call: what the first call does besides running the function, as a phrase; '' for nothing.
     """
 
+    # What the first call does besides running the function, as a phrase; '' for nothing.
     first_call: str = ""
 
     @abc.abstractmethod
@@ -46,16 +44,12 @@ class Compiled(abc.ABC):
 
 
 class Engine(abc.ABC):
-    """Builds functions for the devices of a mesh and moves tensors there and back.
+    """Builds functions for the devices of a mesh and moves tensors there and back."""
 
-    Attributes:
-        mesh: the mesh that functions are traced under.
-        has_host_memory: whether the devices have memory of their own beside that of their host.
-        doing: called with a phrase when Build does something else that may take long.
-    """
-
-    mesh: Mesh
+    mesh: Mesh  # the mesh that functions are traced under
+    # Whether the devices have memory of their own beside that of their host.
     has_host_memory: bool = False
+    # Called with a phrase when Build does something else that may take long.
     doing: Callable[[str], None] = staticmethod(lambda doing: None)
 
     @contextlib.contextmanager

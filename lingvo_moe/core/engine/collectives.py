@@ -31,21 +31,14 @@ _BITS = re.compile(r"(?:bf|[a-z])(\d+)")
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a compiled program.
+    """One collective of a compiled program."""
 
-    Attributes:
-        kind: one of KINDS.
-        name: the name of the HLO instruction.
-        shapes: dtype and dimensions of its results on one device, e.g. (('f32', (8, 16)),).
-        num_bytes: bytes of these results. A loop's body is counted once.
-        op_name: the model's operation that it comes from, if XLA names it.
-    """
-
-    kind: str
-    name: str
+    kind: str  # one of KINDS
+    name: str  # the name of the HLO instruction
+    # Dtype and dimensions of its results on one device, e.g. (('f32', (8, 16)),).
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
-    num_bytes: int
-    op_name: str = ""
+    num_bytes: int  # bytes of these results. A loop's body is counted once
+    op_name: str = ""  # the model's operation that it comes from, if XLA names it
 
 
 def parse_collectives(hlo_text: str) -> list[Collective]:

@@ -95,15 +95,10 @@ def enable_compilation_cache(directory: str | os.PathLike | None = None) -> str:
 
 @dataclass
 class CacheUse:
-    """The use of JAX's cache by the compiles inside a `keeping_if`.
+    """The use of JAX's cache by the compiles inside a `keeping_if`."""
 
-    Attributes:
-        may_keep: whether the cache may keep the program that was just compiled.
-        hit: whether a program came from the cache.
-    """
-
-    may_keep: Callable[[], bool]
-    hit: bool = False
+    may_keep: Callable[[], bool]  # whether the cache may keep the program that was just compiled
+    hit: bool = False  # whether a program came from the cache
 
 
 @contextlib.contextmanager

@@ -7,13 +7,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RunArtifacts:
-    """The files and facts that an input stores in a run's directory and later reads back.
+    """The files and facts that an input stores in a run's directory and later reads back."""
 
-    Attributes:
-        files: contents by path in the directory, with slashes, e.g. 'vocab/source.model'.
-        about: anything that JSON can hold, by name, e.g. {'languages': ['de', 'sw']}. It is kept in
-            experiment.json.
-    """
-
+    # Contents by path in the directory, with slashes, e.g. 'vocab/source.model'.
     files: Mapping[str, bytes] = field(default_factory=dict)
+    # Anything that JSON can hold, by name, e.g. {'languages': ['de', 'sw']}. It is kept in experiment.json.
     about: Mapping[str, Any] = field(default_factory=dict)

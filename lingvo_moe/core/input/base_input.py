@@ -25,19 +25,13 @@ def quiet(line: str) -> None:
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """An array of a batch before it exists. It serves wherever a spec of a tensor is asked for.
+    """An array of a batch before it exists. It serves wherever a spec of a tensor is asked for."""
 
-    Attributes:
-        shape: static.
-        dtype: NumPy's name, e.g. 'int32'.
-        letters: one einsum letter for each dimension, e.g. 'BT'. The task's `activation_split` maps them to
-            mesh axes.
-        split: the mesh axis, axes or None of each dimension; () before the letters are mapped.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
+    shape: tuple[int, ...]  # static
+    dtype: str  # NumPy's name, e.g. 'int32'
+    # One einsum letter for each dimension, e.g. 'BT'. The task's `activation_split` maps them to mesh axes.
     letters: str
+    # The mesh axis, axes or None of each dimension; () before the letters are mapped.
     split: DimsMapping = ()
 
     def __post_init__(self) -> None:
@@ -51,14 +45,10 @@ class NoHeldOutError(ValueError):
 
 @dataclass(frozen=True)
 class HeldOutBatch:
-    """A batch of held-out examples.
+    """A batch of held-out examples."""
 
-    Attributes:
-        batch: looks as BatchSpec says.
-        group: the group that all its examples belong to, e.g. of languages, whose loss is also reported; '' for none.
-    """
-
-    batch: NestedMap
+    batch: NestedMap  # looks as BatchSpec says
+    # The group that all its examples belong to, e.g. of languages, whose loss is also reported; '' for none.
     group: str = ""
 
 

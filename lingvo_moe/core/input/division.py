@@ -45,16 +45,12 @@ class Division:
     The rows are D equal blocks, and each block is M equal parts; micro-batch m has part m of every block. Where D is a
     multiple of the devices that shard the batch, no row changes its device. Where D divides the groups of a
     micro-batch, each group of the batch is a group of one micro-batch, with the same rows.
-
-    Attributes:
-        num: M.
-        blocks: D.
-        specs: the ArraySpecs of the batch, with `split`. Those whose first letter is B are divided; each micro-batch
-            gets all of the others.
     """
 
-    num: int
-    blocks: int
+    num: int  # M
+    blocks: int  # D
+    # The ArraySpecs of the batch, with `split`. Those whose first letter is B are divided; each micro-batch gets all
+    # of the others.
     specs: NestedMap
 
     def Stacked(self, batch: NestedMap) -> NestedMap:

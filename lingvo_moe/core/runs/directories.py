@@ -27,22 +27,15 @@ class OutputError(ValueError):
 
 @dataclass(frozen=True)
 class Kind:
-    """A directory that a command makes.
+    """A directory that a command makes."""
 
-    Attributes:
-        name: what errors call it.
-        marks: files by one of which it is known.
-        parts: patterns of names; all that the command puts there.
-        reads: patterns of names that it would be changed by, although the command puts none there.
-        closed: whether it is changed by any file that is added.
-        beside: names; a mark counts only where one of them is there, too. Empty for marks that count alone.
-    """
-
-    name: str
-    marks: tuple[str, ...]
-    parts: tuple[str, ...]
+    name: str  # what errors call it
+    marks: tuple[str, ...]  # files by one of which it is known
+    parts: tuple[str, ...]  # patterns of names; all that the command puts there
+    # Patterns of names that it would be changed by, although the command puts none there.
     reads: tuple[str, ...] = ()
-    closed: bool = False
+    closed: bool = False  # whether it is changed by any file that is added
+    # Names; a mark counts only where one of them is there, too. Empty for marks that count alone.
     beside: tuple[str, ...] = ()
 
     def FindMark(self, directory: str | os.PathLike) -> str:
@@ -115,15 +108,10 @@ _KINDS = (RUN, PREPARED, CORPUS, EXPORTED)
 
 @dataclass(frozen=True)
 class Found:
-    """The kind of a directory, and the reason for saying so.
+    """The kind of a directory, and the reason for saying so."""
 
-    Attributes:
-        kind: which kind of directory.
-        why: by what it was recognised, as Kind.FindMark says it.
-    """
-
-    kind: Kind
-    why: str
+    kind: Kind  # which kind of directory
+    why: str  # by what it was recognised, as Kind.FindMark says it
 
     def __str__(self) -> str:
         """As a sentence has it: 'a run (it holds experiment.json)'."""

@@ -25,15 +25,10 @@ class Evaluation(NamedTuple):
 
 @dataclass(frozen=True)
 class Evaluations:
-    """The evaluations of a run on the same batches.
+    """The evaluations of a run on the same batches."""
 
-    Attributes:
-        batches: identifies the batches.
-        done: by step, ascending.
-    """
-
-    batches: str
-    done: tuple[Evaluation, ...] = ()
+    batches: str  # identifies the batches
+    done: tuple[Evaluation, ...] = ()  # by step, ascending
 
     @property
     def best(self) -> Evaluation | None:

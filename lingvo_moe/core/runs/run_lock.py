@@ -25,15 +25,10 @@ from lingvo_moe.core.files.files import naming
 
 
 class Holder(NamedTuple):
-    """The kind of command that holds a lock.
+    """The kind of command that holds a lock."""
 
-    Attributes:
-        name: what errors call it.
-        file: the name of the lock file.
-    """
-
-    name: str
-    file: str
+    name: str  # what errors call it
+    file: str  # the name of the lock file
 
     def Owns(self, name: str) -> bool:
         """Whether a file of that name is its lock, or that of another process of its job."""

@@ -43,16 +43,12 @@ class NamedRows:
     """A dimension of a variable whose elements have names, e.g. the rows of an embedding: vocabulary pieces.
 
     `--init_from` matches such rows of another run by name.
-
-    Attributes:
-        kind: what the named elements are, in the plural, e.g. 'source pieces'. RowNames and messages use it.
-        dim: the dimension.
-        sized_by: the suffix of the parameters that set its size, e.g. 'vocab_size'.
     """
 
+    # What the named elements are, in the plural, e.g. 'source pieces'. RowNames and messages use it.
     kind: str
-    dim: int
-    sized_by: str
+    dim: int  # the dimension
+    sized_by: str  # the suffix of the parameters that set its size, e.g. 'vocab_size'
 
 
 class BaseTask(BaseLayer):

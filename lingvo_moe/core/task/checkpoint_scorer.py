@@ -14,15 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CheckpointScores:
-    """Scores of a checkpoint besides the held-out loss.
+    """Scores of a checkpoint besides the held-out loss."""
 
-    Attributes:
-        metrics: numbers by name, for TensorBoard and JSON.
-        text: the main ones, for a line.
-    """
-
-    metrics: NestedMap
-    text: str
+    metrics: NestedMap  # numbers by name, for TensorBoard and JSON
+    text: str  # the main ones, for a line
 
 
 class BaseCheckpointScorer(abc.ABC):

@@ -8,18 +8,13 @@ from lingvo_moe.core.config.hyperparams import InstantiableParams
 
 @dataclass(frozen=True)
 class Forms:
-    """Two forms of a task, whose results are equal up to rounding, but which differ in memory and speed.
+    """Two forms of a task, whose results are equal up to rounding, but which differ in memory and speed."""
 
-    Attributes:
-        parameter: the path of the parameter that chooses one, e.g. 'task.repeat'.
-        recomputing: Params of the task that recomputes blocks of layers in the backward pass.
-        keeping: Params of the task that keeps their activations, and whose blocks are unrolled.
-        one_block: like `keeping`, but with one block in each stack.
-        num_blocks: how many blocks each stack of `keeping` has, by their path, e.g. 'm4.encoder.blocks'.
-    """
-
-    parameter: str
+    parameter: str  # the path of the parameter that chooses one, e.g. 'task.repeat'
+    # Params of the task that recomputes blocks of layers in the backward pass.
     recomputing: InstantiableParams
+    # Params of the task that keeps their activations, and whose blocks are unrolled.
     keeping: InstantiableParams
-    one_block: InstantiableParams
+    one_block: InstantiableParams  # like `keeping`, but with one block in each stack
+    # How many blocks each stack of `keeping` has, by their path, e.g. 'm4.encoder.blocks'.
     num_blocks: Mapping[str, int]

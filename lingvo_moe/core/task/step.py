@@ -7,16 +7,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Step:
-    """A function with all that compiling it needs but the mesh; see engine/loop/steps.py.
+    """A function with all that compiling it needs but the mesh; see engine/loop/steps.py."""
 
-    Attributes:
-        name: of the program.
-        fn: a function of trees of tensors.
-        arg_specs: a tree of specs for each argument.
-        donate: numbers of the arguments whose memory the results take over.
-    """
-
-    name: str
-    fn: Callable[..., Any]
-    arg_specs: tuple[Any, ...]
-    donate: tuple[int, ...] = ()
+    name: str  # of the program
+    fn: Callable[..., Any]  # a function of trees of tensors
+    arg_specs: tuple[Any, ...]  # a tree of specs for each argument
+    donate: tuple[int, ...] = ()  # numbers of the arguments whose memory the results take over

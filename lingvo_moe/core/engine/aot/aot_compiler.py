@@ -12,17 +12,11 @@ from lingvo_moe.core.engine.base import EngineError
 
 
 class Compiler(abc.ABC):
-    """Compiles programs for devices of one kind that this machine does not have.
+    """Compiles programs for devices of one kind that this machine does not have."""
 
-    Attributes:
-        label: in messages, e.g. 'the TPU compiler'.
-        platform: JAX's name of the platform to lower for.
-        environment: variables whose flags change what is compiled.
-    """
-
-    label: str
-    platform: str
-    environment: tuple[str, ...]
+    label: str  # in messages, e.g. 'the TPU compiler'
+    platform: str  # JAX's name of the platform to lower for
+    environment: tuple[str, ...]  # variables whose flags change what is compiled
 
     @abc.abstractmethod
     def Devices(self, topology: str) -> tuple[Any, ...]:

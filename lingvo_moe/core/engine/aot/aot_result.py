@@ -9,17 +9,11 @@ from lingvo_moe.core.engine.base import EngineError
 
 
 class Holder(NamedTuple):
-    """A large buffer, live at the peak, of a program that does not fit.
+    """A large buffer, live at the peak, of a program that does not fit."""
 
-    Attributes:
-        bytes: its size, including padding.
-        op_name: the operation that it comes from, as far as the compiler knows; may be empty.
-        shape: HLO's, e.g. 'f32[512,1024]{1,0:T(8,128)}'.
-    """
-
-    bytes: int
-    op_name: str
-    shape: str
+    bytes: int  # its size, including padding
+    op_name: str  # the operation that it comes from, as far as the compiler knows; may be empty
+    shape: str  # HLO's, e.g. 'f32[512,1024]{1,0:T(8,128)}'
 
 
 class OutOfMemory(EngineError):
@@ -58,21 +52,14 @@ class OutOfMemory(EngineError):
 
 @dataclass(frozen=True)
 class AotResult:
-    """The compiler's results for a program, for one device.
+    """The compiler's results for a program, for one device."""
 
-    Attributes:
-        hlo_text: the scheduled module.
-        memory: bytes of arguments, outputs, aliased, temporaries, code, peak (the compiler's figure
-            for the most live bytes of arguments, outputs and temporaries), and needed (on a device, by all of it).
-        cost: XLA's cost analysis; a loop's body is counted once. Empty if the compiler gives none.
-        compile_seconds: time to compile.
-        host_peak_bytes: peak memory of this process so far.
-        partitioner_input: the module that the SPMD partitioner was given; '' for one device.
-    """
-
-    hlo_text: str
+    hlo_text: str  # the scheduled module
+    # Bytes of arguments, outputs, aliased, temporaries, code, peak (the compiler's figure for the most live bytes of
+    # arguments, outputs and temporaries), and needed (on a device, by all of it).
     memory: dict[str, int]
+    # XLA's cost analysis; a loop's body is counted once. Empty if the compiler gives none.
     cost: dict[str, float]
-    compile_seconds: float
-    host_peak_bytes: int
-    partitioner_input: str = ""
+    compile_seconds: float  # time to compile
+    host_peak_bytes: int  # peak memory of this process so far
+    partitioner_input: str = ""  # the module that the SPMD partitioner was given; '' for one device

@@ -25,31 +25,18 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class GpuTarget:
-    """A GPU as the compiler sees it.
+    """A GPU as the compiler sees it."""
 
-    Attributes:
-        label: the name that CUDA gives the device.
-        capability: CUDA's compute capability, (major, minor).
-        multiprocessors: their number.
-        lanes: float32 units of a multiprocessor.
-        threads: threads that a multiprocessor holds.
-        shared_memory: bytes of shared memory of a multiprocessor.
-        l2_cache: bytes.
-        clock_ghz: the highest clock rate.
-        memory_bytes: memory that the driver leaves to programs.
-        memory_bandwidth: bytes/s.
-    """
-
-    label: str
-    capability: tuple[int, int]
-    multiprocessors: int
-    lanes: int
-    threads: int
-    shared_memory: int
-    l2_cache: int
-    clock_ghz: float
-    memory_bytes: int
-    memory_bandwidth: int
+    label: str  # the name that CUDA gives the device
+    capability: tuple[int, int]  # CUDA's compute capability, (major, minor)
+    multiprocessors: int  # their number
+    lanes: int  # float32 units of a multiprocessor
+    threads: int  # threads that a multiprocessor holds
+    shared_memory: int  # bytes of shared memory of a multiprocessor
+    l2_cache: int  # bytes
+    clock_ghz: float  # the highest clock rate
+    memory_bytes: int  # memory that the driver leaves to programs
+    memory_bandwidth: int  # bytes/s
 
     def Text(self) -> str:
         """The description as text of XLA's GpuTargetConfigProto."""

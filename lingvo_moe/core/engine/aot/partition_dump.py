@@ -12,17 +12,11 @@ _FINAL = ("*after_optimizations.txt", "*after_codegen.txt")
 
 @dataclass(frozen=True)
 class Partitioned:
-    """A program's module at three moments of its compilation.
+    """A program's module at three moments of its compilation."""
 
-    Attributes:
-        before: after sharding propagation: whole shapes, a sharding on every instruction.
-        after: after partitioning: one device's shapes, with collectives.
-        final: as it runs; '' where the compiler did not come so far.
-    """
-
-    before: str
-    after: str
-    final: str
+    before: str  # after sharding propagation: whole shapes, a sharding on every instruction
+    after: str  # after partitioning: one device's shapes, with collectives
+    final: str  # as it runs; '' where the compiler did not come so far
 
 
 def dump_options(directory: str | Path) -> dict[str, Any]:

@@ -32,15 +32,11 @@ class InitFromError(ValueError):
 
 @dataclass(frozen=True)
 class Beginning:
-    """The weights that a run takes over from another, and a record of that.
+    """The weights that a run takes over from another, and a record of that."""
 
-    Attributes:
-        weights: what to load.
-        about: for experiment.json: `logdir` and `step` of the other run, and `kept`: for each kind of named rows, how
-            many the other run has too, and how many there are.
-    """
-
-    weights: InitialWeights
+    weights: InitialWeights  # what to load
+    # For experiment.json: `logdir` and `step` of the other run, and `kept`: for each kind of named rows, how many the
+    # other run has too, and how many there are.
     about: dict[str, Any]
 
 

@@ -15,30 +15,21 @@ from lingvo_moe.core.nested_map import NestedMap
 
 @dataclass(frozen=True)
 class Places:
-    """For one dimension of a variable, the index of each element in the other run's variable.
+    """For one dimension of a variable, the index of each element in the other run's variable."""
 
-    Attributes:
-        dim: the dimension.
-        before: int [size of the dimension], the index there of each element; -1 for a new one.
-    """
-
-    dim: int
+    dim: int  # the dimension
+    # int [size of the dimension], the index there of each element; -1 for a new one.
     before: np.ndarray
 
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """The weights to initialise a run with.
+    """The weights to initialise a run with."""
 
-    Attributes:
-        directory: the other run's checkpoints.
-        step: the checkpoint's step.
-        moved: by path, the Places of variables whose elements are reordered or new; such a variable may have another
-            size along that dimension. All other variables are copied unchanged.
-    """
-
-    directory: str
-    step: int
+    directory: str  # the other run's checkpoints
+    step: int  # the checkpoint's step
+    # By path, the Places of variables whose elements are reordered or new; such a variable may have another size along
+    # that dimension. All other variables are copied unchanged.
     moved: Mapping[str, Places]
 
     def Into(

@@ -17,14 +17,10 @@ from lingvo_moe.core.nested_map import flatten_items
 
 @dataclass(frozen=True)
 class Packing:
-    """The variables in each packed tensor of a tree.
+    """The variables in each packed tensor of a tree."""
 
-    Attributes:
-        unpacked: the tree without packing; its leaves have shape and dtype.
-        rows: for each packed tensor, by its path in the tree, the paths in `unpacked` of the variables in each row.
-    """
-
-    unpacked: Any
+    unpacked: Any  # the tree without packing; its leaves have shape and dtype
+    # For each packed tensor, by its path in the tree, the paths in `unpacked` of the variables in each row.
     rows: Mapping[str, Sequence[Sequence[str]]]
 
     @classmethod

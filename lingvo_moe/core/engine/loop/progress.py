@@ -18,32 +18,22 @@ _TICK = 1.0  # seconds between two looks at the clock while something is waited 
 
 
 class Work(NamedTuple):
-    """The arithmetic of a training step.
+    """The arithmetic of a training step."""
 
-    Attributes:
-        flops: model FLOPs of one step; 0 where the task does not say.
-        peak: the most that all devices do in a second; None where that is not known.
-    """
-
-    flops: int = 0
+    flops: int = 0  # model FLOPs of one step; 0 where the task does not say
+    # The most that all devices do in a second; None where that is not known.
     peak: float | None = None
 
 
 class Speed(NamedTuple):
-    """The speed of the steps that were done.
+    """The speed of the steps that were done."""
 
-    Attributes:
-        units: units a second.
-        flops: model FLOPs a second; None where the task does not say.
-        utilisation: `flops` as a share of the peak; None where either is not known, or where more was done than the
-            peak allows, so that the peak is wrong.
-        input_wait: the share of the time in which the next step waited for its batch.
-    """
-
-    units: float
-    flops: float | None
+    units: float  # units a second
+    flops: float | None  # model FLOPs a second; None where the task does not say
+    # `flops` as a share of the peak; None where either is not known, or where more was done than the peak allows, so
+    # that the peak is wrong.
     utilisation: float | None
-    input_wait: float = 0.0
+    input_wait: float = 0.0  # the share of the time in which the next step waited for its batch
 
 
 class StepProgress:

@@ -125,18 +125,13 @@ def _replace_root(node: Any, op: Any) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Product:
-    """An Einsum of two tensors as one product and a transposition.
+    """An Einsum of two tensors as one product and a transposition."""
 
-    Attributes:
-        letters: of both operands and of the product: what both have and the result keeps, then what only the first
-            has, then what only the second has.
-        shape: of the product.
-        permutation: from the product to the result; None where they are the same.
-    """
-
+    # Of both operands and of the product: what both have and the result keeps, then what only the first has, then what
+    # only the second has.
     letters: tuple[str, str, str]
-    shape: list[int]
-    permutation: list[int] | None
+    shape: list[int]  # of the product
+    permutation: list[int] | None  # from the product to the result; None where they are the same
 
 
 def _product(equation: str, shapes: list[tf.TensorShape]) -> _Product | None:

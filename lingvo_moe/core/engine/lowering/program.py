@@ -40,17 +40,12 @@ class ProgramError(ValueError):
 
 @dataclass(frozen=True)
 class Program:
-    """A function lowered for a mesh, for any platform.
+    """A function lowered for a mesh, for any platform."""
 
-    Attributes:
-        signature: how it is called.
-        exported: what `jax.export` serialised.
-        sources: where its operations were written, for `explaining.explain`; no part of the hash nor of
-            a file, which names nothing of the machine, so None in a program that was loaded.
-    """
-
-    signature: Signature
-    exported: bytes
+    signature: Signature  # how it is called
+    exported: bytes  # what `jax.export` serialised
+    # Where its operations were written, for `explaining.explain`; no part of the hash nor of a file, which names
+    # nothing of the machine, so None in a program that was loaded.
     sources: "Sources | None" = dataclasses.field(default=None, compare=False, repr=False)
 
     @property

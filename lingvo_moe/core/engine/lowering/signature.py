@@ -14,25 +14,16 @@ from lingvo_moe.core.sharding import Mesh
 
 @dataclass(frozen=True)
 class Signature:
-    """Names, shapes, dtypes and shardings of a function's flat tensors, and the trees that they form.
+    """Names, shapes, dtypes and shardings of a function's flat tensors, and the trees that they form."""
 
-    Attributes:
-        name: of the function.
-        mesh: the mesh that its shardings speak of.
-        args, results: the flat tensors; names are paths such as `state.theta.w` and
-            `result[0].theta.w`.
-        arg_structure: {"names": of the arguments, "trees": as `nested_map.skeleton` gives them}.
-        result_structure: {"tuple": whether there are several results, "tree": a skeleton}.
-        donated: numbers of the flat arguments whose memory the results may take.
-    """
-
-    name: str
-    mesh: Mesh
+    name: str  # of the function
+    mesh: Mesh  # the mesh that its shardings speak of
+    # `args`, `results`: the flat tensors; names are paths such as `state.theta.w` and `result[0].theta.w`.
     args: tuple[TensorSpec, ...]
     results: tuple[TensorSpec, ...]
-    arg_structure: Any
-    result_structure: Any
-    donated: tuple[int, ...]
+    arg_structure: Any  # {"names": of the arguments, "trees": as `nested_map.skeleton` gives them}
+    result_structure: Any  # {"tuple": whether there are several results, "tree": a skeleton}
+    donated: tuple[int, ...]  # numbers of the flat arguments whose memory the results may take
 
     def FlattenArgs(self, *args: Any) -> list[Any]:
         """The leaves of the arguments in the function's order.

@@ -42,17 +42,11 @@ _READING = _SAME_VALUE | {_ANNOTATION}
 
 @dataclass(frozen=True)
 class SourceLine:
-    """A line of a Python file.
+    """A line of a Python file."""
 
-    Attributes:
-        file: as Python names it.
-        line: its number, from 1.
-        function: in which function.
-    """
-
-    file: str
-    line: int
-    function: str = ""
+    file: str  # as Python names it
+    line: int  # its number, from 1
+    function: str = ""  # in which function
 
     @property
     def text(self) -> str:

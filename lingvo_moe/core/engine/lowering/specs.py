@@ -29,24 +29,17 @@ AUTO = Auto()
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor that has not been allocated. A VariableSpec serves wherever one is asked for.
+    """A tensor that has not been allocated. A VariableSpec serves wherever one is asked for."""
 
-    Attributes:
-        shape: static.
-        dtype: NumPy's name, e.g. 'float32', 'bfloat16', 'int32'.
-        split: the mesh axis, axes or None of each dimension; () means replicated, None (results only)
-            means that the partitioner chooses.
-        name: dotted path; filled in from the structure where it is empty.
-        free_dims: the dimensions that OnMesh also shards along axes which `split` leaves out.
-        memory: DEVICE or HOST, where the tensor is between two runs of the program.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
+    shape: tuple[int, ...]  # static
+    dtype: str  # NumPy's name, e.g. 'float32', 'bfloat16', 'int32'
+    # The mesh axis, axes or None of each dimension; () means replicated, None (results only) means that the
+    # partitioner chooses.
     split: DimsMapping | None = ()
-    name: str = ""
+    name: str = ""  # dotted path; filled in from the structure where it is empty
+    # The dimensions that OnMesh also shards along axes which `split` leaves out.
     free_dims: tuple[int, ...] = ()
-    memory: str = DEVICE
+    memory: str = DEVICE  # DEVICE or HOST, where the tensor is between two runs of the program
 
     @classmethod
     def Of(cls, spec: Any, name: str) -> "TensorSpec":

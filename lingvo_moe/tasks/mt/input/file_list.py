@@ -24,17 +24,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ListKind:
-    """The list of files that one kind of data directory has.
+    """The list of files that one kind of data directory has."""
 
-    Attributes:
-        summary: the file that describes it; `"list"` there names the list.
-        name: the list.
-        tool: what makes it.
-    """
-
-    summary: str
-    name: str
-    tool: str
+    summary: str  # the file that describes it; `"list"` there names the list
+    name: str  # the list
+    tool: str  # what makes it
 
     @property
     def remedy(self) -> str:
@@ -52,17 +46,11 @@ LIST_KINDS = (PREPARED_LIST, CORPUS_LIST)
 
 @dataclass(frozen=True)
 class FileList:
-    """The list of a data directory, whose own checksum was verified.
+    """The list of a data directory, whose own checksum was verified."""
 
-    Attributes:
-        directory: where it lies.
-        kind: what made it.
-        paths: all that are listed, with slashes.
-    """
-
-    directory: Path
-    kind: ListKind
-    paths: frozenset[str]
+    directory: Path  # where it lies
+    kind: ListKind  # what made it
+    paths: frozenset[str]  # all that are listed, with slashes
 
     @classmethod
     def Open(cls, directory: str | os.PathLike) -> "FileList | None":

@@ -19,22 +19,15 @@ _MOST_READ = 500_000  # pairs; about 0.3 s of CPU
 
 @dataclass(frozen=True)
 class Loss:
-    """The pairs that rows do not hold.
+    """The pairs that rows do not hold."""
 
-    Attributes:
-        share: of all pairs.
-        worst, worst_share: the language that loses the largest share of its pairs, and that share.
-        rows: the source and target lengths.
-        enough: no smaller ones, which hold KEPT of the pairs.
-        names: the parameters of these lengths.
-    """
-
-    share: float
+    share: float  # of all pairs
+    # `worst`, `worst_share`: the language that loses the largest share of its pairs, and that share.
     worst: str
     worst_share: float
-    rows: tuple[int, ...]
-    enough: tuple[int, ...]
-    names: tuple[str, ...] = NAMES
+    rows: tuple[int, ...]  # the source and target lengths
+    enough: tuple[int, ...]  # no smaller ones, which hold KEPT of the pairs
+    names: tuple[str, ...] = NAMES  # the parameters of these lengths
 
     @property
     def matters(self) -> bool:
@@ -63,15 +56,10 @@ class Loss:
 
 @dataclass(frozen=True)
 class Lengths:
-    """The positions that pairs need in a row.
+    """The positions that pairs need in a row."""
 
-    Attributes:
-        of: int32 [2, N] by language, for source and target.
-        pairs: all pairs. Of more than some 500,000, `of` is a sample.
-    """
-
-    of: Mapping[str, np.ndarray]
-    pairs: int
+    of: Mapping[str, np.ndarray]  # int32 [2, N] by language, for source and target
+    pairs: int  # all pairs. Of more than some 500,000, `of` is a sample
 
     @property
     def all(self) -> np.ndarray:

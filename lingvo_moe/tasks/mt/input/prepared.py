@@ -23,17 +23,12 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prepared data set.
+    """A prepared data set."""
 
-    Attributes:
-        directory: where it lies.
-        summary: what prepared.json says; `summary["languages"][lang]` is about a language.
-        listed: the list of its files.
-    """
-
-    directory: Path
+    directory: Path  # where it lies
+    # What prepared.json says; `summary["languages"][lang]` is about a language.
     summary: dict[str, Any]
-    listed: FileList
+    listed: FileList  # the list of its files
 
     @classmethod
     def Open(cls, directory: str | os.PathLike) -> "Prepared | None":

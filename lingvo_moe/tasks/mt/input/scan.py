@@ -20,20 +20,14 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Scan:
-    """The result of a pass over the data.
+    """The result of a pass over the data."""
 
-    Attributes:
-        files: the file of each language.
-        pairs: the number of good pairs of each language; languages without any are left out everywhere.
-        skipped: bad lines by reason, over all files.
-        fingerprint: hex digest over languages and file contents.
-        prepared: the data set of tools.prepare that the files are of, if they are.
-    """
-
-    files: dict[str, Path]
+    files: dict[str, Path]  # the file of each language
+    # The number of good pairs of each language; languages without any are left out everywhere.
     pairs: dict[str, int]
-    skipped: dict[str, int]
-    fingerprint: str
+    skipped: dict[str, int]  # bad lines by reason, over all files
+    fingerprint: str  # hex digest over languages and file contents
+    # The data set of tools.prepare that the files are of, if they are.
     prepared: Prepared | None = None
 
     def Pairs(self, lang: str) -> Iterator[tuple[str, str]]:

@@ -27,19 +27,15 @@ _WRITER_OPTIONS = f"group_size:{GROUP_SIZE},uncompressed"
 
 @dataclass
 class LanguageShards:
-    """The shards that were written for a language.
+    """The shards that were written for a language."""
 
-    Attributes:
-        records, bytes: of each shard.
-        source_tokens, target_tokens: ids in all, without bos and eos.
-        dropped: pairs that gave no record, by reason.
-    """
-
+    # `records`, `bytes`: of each shard.
     records: list[int] = field(default_factory=list)
     bytes: list[int] = field(default_factory=list)
+    # `source_tokens`, `target_tokens`: ids in all, without bos and eos.
     source_tokens: int = 0
     target_tokens: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)  # pairs that gave no record, by reason
 
 
 def shard_file(directory: Path, lang: str, shard: int) -> Path:

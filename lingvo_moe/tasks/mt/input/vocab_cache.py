@@ -39,22 +39,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class VocabOptions:
-    """Settings of the two vocabularies that are trained.
+    """Settings of the two vocabularies that are trained."""
 
-    Attributes:
-        source_size, target_size: numbers of ids.
-        temperature: of the sample, as in mixing.
-        max_sentences: the most pairs in the sample, which is held in memory.
-        name: of the sizes in errors, with {side}.
-        settings, between, remedy: what to set where they are too large: by side, with {most}, the largest size that
-            works, by default the name and this size; what stands between two; and the whole, with {settings}.
-    """
-
+    # `source_size`, `target_size`: numbers of ids.
     source_size: int
     target_size: int
-    temperature: float = 5.0
-    max_sentences: int = 500_000
-    name: str = "input.{side}_vocab_size"
+    temperature: float = 5.0  # of the sample, as in mixing
+    max_sentences: int = 500_000  # the most pairs in the sample, which is held in memory
+    name: str = "input.{side}_vocab_size"  # of the sizes in errors, with {side}
+    # `settings`, `between`, `remedy`: what to set where they are too large: by side, with {most}, the largest size
+    # that works, by default the name and this size; what stands between two; and the whole, with {settings}.
     settings: Mapping[str, str] = field(default_factory=dict)
     between: str = " "
     remedy: str = "{settings}"

@@ -15,17 +15,11 @@ _PLACES = ("{lang}/eval/report.json", "{lang}/report.json", "{lang}.json")
 
 @dataclass(frozen=True)
 class Baseline:
-    """The scores of one language's bilingual model.
+    """The scores of one language's bilingual model."""
 
-    Attributes:
-        file: the report of tools.evaluate that they are from.
-        scores: its `bleu` and `chrf`.
-        signatures: sacreBLEU's, of both.
-    """
-
-    file: Path
-    scores: dict[str, float]
-    signatures: dict[str, str]
+    file: Path  # the report of tools.evaluate that they are from
+    scores: dict[str, float]  # its `bleu` and `chrf`
+    signatures: dict[str, str]  # sacreBLEU's, of both
 
 
 def read_baselines(

@@ -34,16 +34,12 @@ _LONGEST_PIECE = 64  # bytes of a SentencePiece: 16 characters of UTF-8
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """Settings of a scorer.
+    """Settings of a scorer."""
 
-    Attributes:
-        max_source_length, max_length: tokens of a source and of a target, EOS included; the rest is cut off.
-        rows: R, pairs scored at once. Fewer are padded, more run in several batches.
-    """
-
+    # `max_source_length`, `max_length`: tokens of a source and of a target, EOS included; the rest is cut off.
     max_source_length: int = 256
     max_length: int = 256
-    rows: int = 8
+    rows: int = 8  # R, pairs scored at once. Fewer are padded, more run in several batches
 
     def __post_init__(self) -> None:
         checks.check_fields(
@@ -60,17 +56,12 @@ class ScoreOptions:
 
 @dataclass(frozen=True)
 class Score:
-    """The score of one pair.
+    """The score of one pair."""
 
-    Attributes:
-        token_log_probs: float32 [T], of each token of the target given those before it, EOS the last; nats.
-        pieces: these tokens, as the vocabulary spells them.
-        truncated: whether a side was truncated.
-    """
-
+    # float32 [T], of each token of the target given those before it, EOS the last; nats.
     token_log_probs: np.ndarray
-    pieces: list[str]
-    truncated: bool
+    pieces: list[str]  # these tokens, as the vocabulary spells them
+    truncated: bool  # whether a side was truncated
 
     @property
     def log_prob(self) -> float:

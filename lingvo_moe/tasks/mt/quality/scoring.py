@@ -32,24 +32,19 @@ _SUFFIXES = ("src", "ref", "hyp")
 
 @dataclass
 class LanguageReport:
-    """The translations of one language, and their scores (0 to 100).
-
-    Attributes:
-        train_pairs: in training.
-        bleu_margin, chrf_margin: of the scores; see intervals.margin.
-        group: of GROUPS, or ''.
-        baseline: bleu and chrf of another model on the same lines; see baselines.py.
-    """
+    """The translations of one language, and their scores (0 to 100)."""
 
     bleu: float
     chrf: float
-    train_pairs: int
+    train_pairs: int  # in training
     sources: list[str]
     references: list[str]
     hypotheses: list[str]
+    # `bleu_margin`, `chrf_margin`: of the scores; see intervals.margin.
     bleu_margin: float | None = None
     chrf_margin: float | None = None
-    group: str = ""
+    group: str = ""  # of GROUPS, or ''
+    # Bleu and chrf of another model on the same lines; see baselines.py.
     baseline: dict[str, float] | None = None
 
     @property
@@ -87,17 +82,11 @@ class LanguageReport:
 
 @dataclass
 class EvalReport:
-    """The result of `evaluate`.
+    """The result of `evaluate`."""
 
-    Attributes:
-        languages: by language code, sorted.
-        signatures: sacreBLEU's, of 'bleu' and 'chrf': what to state beside a score.
-        seconds: spent translating.
-    """
-
-    languages: dict[str, LanguageReport]
-    signatures: dict[str, str]
-    seconds: float = 0.0
+    languages: dict[str, LanguageReport]  # by language code, sorted
+    signatures: dict[str, str]  # sacreBLEU's, of 'bleu' and 'chrf': what to state beside a score
+    seconds: float = 0.0  # spent translating
     info: dict[str, Any] = field(default_factory=dict)
 
     def Average(self, group: str = "") -> dict[str, Any]:

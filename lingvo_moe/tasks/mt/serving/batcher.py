@@ -21,17 +21,11 @@ _MOST_BYTES = 8 << 10
 
 @dataclass(frozen=True)
 class Translation:
-    """The translations of one line, best first.
+    """The translations of one line, best first."""
 
-    Attributes:
-        texts: K translations.
-        scores: their scores.
-        truncated: whether the line was too long and its end was left out.
-    """
-
-    texts: list[str]
-    scores: list[float]
-    truncated: bool
+    texts: list[str]  # K translations
+    scores: list[float]  # their scores
+    truncated: bool  # whether the line was too long and its end was left out
 
 
 @dataclass(eq=False)

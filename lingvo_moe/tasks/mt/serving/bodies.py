@@ -23,16 +23,11 @@ _SIGNATURES = ("serving_default", "predict")
 
 @dataclass(frozen=True)
 class Wanted:
-    """Lines to translate.
+    """Lines to translate."""
 
-    Attributes:
-        lines: in order.
-        languages: of each; None for models that do not route by language.
-        form: of the answer: 'text', or TensorFlow Serving's 'instances' (by rows) or 'inputs' (by columns).
-    """
-
-    lines: list[bytes]
-    languages: list[str] | None
+    lines: list[bytes]  # in order
+    languages: list[str] | None  # of each; None for models that do not route by language
+    # Of the answer: 'text', or TensorFlow Serving's 'instances' (by rows) or 'inputs' (by columns).
     form: Literal["text", "instances", "inputs"]
 
 

@@ -5,27 +5,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits, which are checked before any work is done, so that one client's request costs others little.
+    """The limits, which are checked before any work is done, so that one client's request costs others little."""
 
-    Attributes:
-        max_body_bytes: of a request's body.
-        max_lines: of a request.
-        max_line_chars: of a line. The model looks at fewer tokens, see `truncated`.
-        max_waiting_lines: of all requests, those being translated too; at least max_lines.
-        max_connections: open at once.
-        request_timeout: seconds from a whole request to its translations.
-        read_timeout: seconds for a client to send headers, then for it to send a body, to take the answer, and to
-            come back on a connection that it keeps open.
-        shutdown_timeout: seconds that requests have to end when the server is stopped.
-        server_names: by which browsers may call it, besides localhost and addresses; None for any. See callers.py.
-    """
-
-    max_body_bytes: int = 1 << 20
-    max_lines: int = 128
-    max_line_chars: int = 10_000
-    max_waiting_lines: int = 1024
-    max_connections: int = 256
-    request_timeout: float = 60.0
+    max_body_bytes: int = 1 << 20  # of a request's body
+    max_lines: int = 128  # of a request
+    max_line_chars: int = 10_000  # of a line. The model looks at fewer tokens, see `truncated`
+    max_waiting_lines: int = 1024  # of all requests, those being translated too; at least max_lines
+    max_connections: int = 256  # open at once
+    request_timeout: float = 60.0  # seconds from a whole request to its translations
+    # Seconds for a client to send headers, then for it to send a body, to take the answer, and to come back on a
+    # connection that it keeps open.
     read_timeout: float = 20.0
-    shutdown_timeout: float = 30.0
+    shutdown_timeout: float = 30.0  # seconds that requests have to end when the server is stopped
+    # By which browsers may call it, besides localhost and addresses; None for any. See callers.py.
     server_names: tuple[str, ...] | None = ()

@@ -28,21 +28,15 @@ MAX_SOURCES_PER_ENGLISH = 2
 
 @dataclasses.dataclass(frozen=True)
 class CorpusOptions:
-    """Selects the languages, the packages and the number of pairs of a corpus.
+    """Selects the languages, the packages and the number of pairs of a corpus."""
 
-    Attributes:
-        langs: languages to build; empty means every one with at least `min_pairs` pairs.
-        packages: distributions whose gettext catalogs are read; "Babel" adds the CLDR.
-        max_per_language: training pairs kept of each language, the longest.
-        max_dev_per_language: dev pairs kept of each language, drawn by hash.
-        min_pairs: fewer training pairs than this leave a language out.
-    """
-
+    # Languages to build; empty means every one with at least `min_pairs` pairs.
     langs: tuple[str, ...] = ()
+    # Distributions whose gettext catalogs are read; "Babel" adds the CLDR.
     packages: tuple[str, ...] = ("Babel", *gettext_catalogs.PACKAGES)
-    max_per_language: int = 8_000
-    max_dev_per_language: int = 100
-    min_pairs: int = 2_500
+    max_per_language: int = 8_000  # training pairs kept of each language, the longest
+    max_dev_per_language: int = 100  # dev pairs kept of each language, drawn by hash
+    min_pairs: int = 2_500  # fewer training pairs than this leave a language out
 
 
 @dataclasses.dataclass(frozen=True)

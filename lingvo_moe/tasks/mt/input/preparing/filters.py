@@ -31,20 +31,14 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Rules:
-    """The conditions that a pair must meet.
+    """The conditions that a pair must meet."""
 
-    Attributes:
-        max_chars: of a side, characters.
-        max_ratio: of the longer side's length to the shorter's, in characters and in bytes of UTF-8, where the longer
-            has more than 20 characters.
-        check_script: whether sides must be in the script of their language.
-        target_lang: the code of the target language.
-    """
-
-    max_chars: int = 1000
+    max_chars: int = 1000  # of a side, characters
+    # Of the longer side's length to the shorter's, in characters and in bytes of UTF-8, where the longer has more than
+    # 20 characters.
     max_ratio: float = MAX_LENGTH_RATIO
-    check_script: bool = True
-    target_lang: str = "en"
+    check_script: bool = True  # whether sides must be in the script of their language
+    target_lang: str = "en"  # the code of the target language
 
     def Reason(self, lang: str, source: str, target: str, one_text: bool = False) -> str:
         """The reason to drop a pair of cleaned texts: a key of REASONS; '' for a good pair.

@@ -26,23 +26,15 @@ _LEVEL = 3
 
 @dataclasses.dataclass(frozen=True)
 class LanguageJob:
-    """The job for one language.
+    """The job for one language."""
 
-    Attributes:
-        lang: its code.
-        parts: directories of the first stage, in the order of the sources.
-        dev_sources: where its held-out pairs are given; None to draw them from those of `parts`.
-        fields: for `dev_sources`.
-        max_dev: the most that are drawn.
-        output: the directory to make.
-    """
-
-    lang: str
-    parts: tuple[str, ...]
+    lang: str  # its code
+    parts: tuple[str, ...]  # directories of the first stage, in the order of the sources
+    # Where its held-out pairs are given; None to draw them from those of `parts`.
     dev_sources: tuple[Source, ...] | None
-    fields: Fields
-    max_dev: int
-    output: str
+    fields: Fields  # for `dev_sources`
+    max_dev: int  # the most that are drawn
+    output: str  # the directory to make
 
 
 def language_stage(job: LanguageJob, report: Callable[[int], None]) -> str:

@@ -10,19 +10,14 @@ _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
 class Line(NamedTuple):
-    """A line that was read: a pair, or a reason why it is none.
+    """A line that was read: a pair, or a reason why it is none."""
 
-    Attributes:
-        number: of the line in its file, from 1.
-        lang: its language; None where it names none.
-        source, target: the texts; empty with a reason.
-        reason: 'no_tab', 'invalid_utf8', 'too_long_line', 'bad_json', 'no_field' or 'no_language'; '' for a pair.
-    """
-
-    number: int
-    lang: str | None
+    number: int  # of the line in its file, from 1
+    lang: str | None  # its language; None where it names none
+    # `source`, `target`: the texts; empty with a reason.
     source: str
     target: str
+    # 'no_tab', 'invalid_utf8', 'too_long_line', 'bad_json', 'no_field' or 'no_language'; '' for a pair.
     reason: str = ""
 
 

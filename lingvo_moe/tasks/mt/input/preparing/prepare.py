@@ -50,29 +50,22 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class PrepareOptions:
-    """Settings of tools.prepare: the sources it reads, and the vocabularies and shards it writes.
+    """Settings of tools.prepare: the sources it reads, and the vocabularies and shards it writes."""
 
-    Attributes:
-        vocab: sizes of the vocabularies, the sample and its temperature, which is the table's T too.
-        fields, rules: what is read and kept.
-        dev_share: of sentences to hold out where no held-out pairs are given; see split.is_held_out. None: by the
-            size of the input, see split.share_for.
-        max_dev: the most held-out pairs a language, where they are drawn.
-        pairs_per_shard: the most pairs in a shard.
-        workers: processes.
-        tfds: names of TFDS builders to read too.
-        rows: the source and target lengths of the experiment's rows, or those of the target alone, whose loss is
-            reported; none: not known.
-    """
-
+    # Sizes of the vocabularies, the sample and its temperature, which is the table's T too.
     vocab: VocabOptions
+    # `fields`, `rules`: what is read and kept.
     fields: Fields = dataclasses.field(default_factory=Fields)
     rules: Rules = dataclasses.field(default_factory=Rules)
+    # Of sentences to hold out where no held-out pairs are given; see split.is_held_out. None: by the size of the
+    # input, see split.share_for.
     dev_share: float | None = None
-    max_dev: int = 1000
-    pairs_per_shard: int = PAIRS_PER_SHARD
-    workers: int = 1
-    tfds: tuple[str, ...] = ()
+    max_dev: int = 1000  # the most held-out pairs a language, where they are drawn
+    pairs_per_shard: int = PAIRS_PER_SHARD  # the most pairs in a shard
+    workers: int = 1  # processes
+    tfds: tuple[str, ...] = ()  # names of TFDS builders to read too
+    # The source and target lengths of the experiment's rows, or those of the target alone, whose loss is reported;
+    # none: not known.
     rows: tuple[int, ...] = ()
 
 

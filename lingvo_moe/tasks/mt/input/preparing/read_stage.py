@@ -34,21 +34,16 @@ _WRITTEN_AT_ONCE = 2000
 
 @dataclasses.dataclass(frozen=True)
 class ReadJob:
-    """The job for one source.
+    """The job for one source."""
 
-    Attributes:
-        source, fields, rules: what to read and what to keep.
-        dev_share: of sentences to hold out; see split.is_held_out.
-        dev_keys: a file of the hashes of held-out sentences' keys, uint64; None to hold out by `dev_share`.
-        output: the directory to make.
-    """
-
+    # `source`, `fields`, `rules`: what to read and what to keep.
     source: Source
     fields: Fields
     rules: Rules
-    dev_share: float
+    dev_share: float  # of sentences to hold out; see split.is_held_out
+    # A file of the hashes of held-out sentences' keys, uint64; None to hold out by `dev_share`.
     dev_keys: str | None
-    output: str
+    output: str  # the directory to make
 
 
 @dataclasses.dataclass
@@ -185,16 +180,13 @@ LINE_REASONS = ("no_tab", "bad_json", "no_field", "no_language", "invalid_utf8",
 
 @dataclasses.dataclass
 class GivenHeldOut:
-    """The held-out pairs that the user gave.
+    """The held-out pairs that the user gave."""
 
-    Attributes:
-        hashes: of the sentences' keys, as ReadJob.dev_keys holds them.
-        sources: those that hold pairs of a language; lines of JSON may name another one than their file.
-        warnings: of the first lines that cannot be used.
-    """
-
+    # Of the sentences' keys, as ReadJob.dev_keys holds them.
     hashes: set[int] = dataclasses.field(default_factory=set)
+    # Those that hold pairs of a language; lines of JSON may name another one than their file.
     sources: dict[str, list[Source]] = dataclasses.field(default_factory=dict)
+    # Of the first lines that cannot be used.
     warnings: list[str] = dataclasses.field(default_factory=list)
 
     def Read(self, source: Source, fields: Fields) -> None:

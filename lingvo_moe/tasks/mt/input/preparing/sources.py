@@ -53,20 +53,16 @@ _FORMS = (
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """The columns or JSON fields of a line that hold source, target and language.
+    """The columns or JSON fields of a line that hold source, target and language."""
 
-    Attributes:
-        columns: what the columns of TSVs are: source, target, lang, or _ for one that says nothing.
-        source, target, lang: names of JSON fields, the first of which that is there counts.
-        target_lang: the code of the target language.
-        texts: whether <lang>.txt may hold texts without a translation. Each becomes both sides of a pair.
-    """
-
+    # What the columns of TSVs are: source, target, lang, or _ for one that says nothing.
     columns: tuple[str, ...] = ("source", "target")
+    # `source`, `target`, `lang`: names of JSON fields, the first of which that is there counts.
     source: tuple[str, ...] = ("source", "src")
     target: tuple[str, ...] = ("target", "tgt")
     lang: tuple[str, ...] = ("lang", "language")
-    target_lang: str = "en"
+    target_lang: str = "en"  # the code of the target language
+    # Whether <lang>.txt may hold texts without a translation. Each becomes both sides of a pair.
     texts: bool = False
 
     def __post_init__(self) -> None:
@@ -80,19 +76,12 @@ class Fields:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Something to read pairs from.
+    """Something to read pairs from."""
 
-    Attributes:
-        form: 'tsv', 'jsonl', 'lines' (two files), 'txt' (texts alone) or 'tfds'.
-        path: the file (with sources), or the builder's name.
-        lang: the language of all its pairs; None where each line names its own.
-        target: the file with the targets, of 'lines'.
-    """
-
-    form: str
-    path: str
-    lang: str | None
-    target: str | None = None
+    form: str  # 'tsv', 'jsonl', 'lines' (two files), 'txt' (texts alone) or 'tfds'
+    path: str  # the file (with sources), or the builder's name
+    lang: str | None  # the language of all its pairs; None where each line names its own
+    target: str | None = None  # the file with the targets, of 'lines'
 
     @property
     def files(self) -> list[Path]:

@@ -30,21 +30,14 @@ _TOGETHER = 500  # characters of a made sentence, with spaces less than that
 
 @dataclasses.dataclass(frozen=True)
 class VocabularyJob:
-    """The job for one vocabulary.
+    """The job for one vocabulary."""
 
-    Attributes:
-        side: 'source' or 'target'.
-        scan: the training files.
-        options: of both vocabularies.
-        characters: all that occur in the data, each of which becomes a piece (see train_vocabulary).
-        output: the file to write.
-    """
-
-    side: str
-    scan: Scan
-    options: VocabOptions
+    side: str  # 'source' or 'target'
+    scan: Scan  # the training files
+    options: VocabOptions  # of both vocabularies
+    # All that occur in the data, each of which becomes a piece (see train_vocabulary).
     characters: str
-    output: str
+    output: str  # the file to write
 
 
 def vocabulary_stage(job: VocabularyJob, report: Callable[[int], None]) -> str | VocabularyTooLarge:
@@ -77,21 +70,13 @@ def _missing(characters: str, sentences: list[str], normalization: str) -> list[
 
 @dataclasses.dataclass(frozen=True)
 class RecordsJob:
-    """The job for one language.
+    """The job for one language."""
 
-    Attributes:
-        lang: its code.
-        directory: its directory of the second stage.
-        vocab_dir: of both vocabularies.
-        pairs_per_shard: the most that a shard holds.
-        output: the directory to make.
-    """
-
-    lang: str
-    directory: str
-    vocab_dir: str
-    pairs_per_shard: int
-    output: str
+    lang: str  # its code
+    directory: str  # its directory of the second stage
+    vocab_dir: str  # of both vocabularies
+    pairs_per_shard: int  # the most that a shard holds
+    output: str  # the directory to make
 
 
 def records_stage(job: RecordsJob, report: Callable[[int], None]) -> str:
