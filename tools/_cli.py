@@ -87,8 +87,7 @@ def attempt_compiling(name: str, work: Callable[[], int]) -> int:
 def request_devices(count: int) -> None:
     """Makes virtual CPU devices, unless this process has as many devices already, as in tests.
 
-    Raises:
-        EngineError: it has fewer, and they are fixed.
+    Raises EngineError: it has fewer, and they are fixed.
     """
     from lingvo_moe.core.engine.base import EngineError
     from lingvo_moe.core.engine.devices import device_count, request_cpu_devices

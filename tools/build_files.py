@@ -66,8 +66,7 @@ def _label_files(graph: ImportGraph) -> dict[str, str]:
 def _levels(graph: ImportGraph, files: list[str]) -> dict[str, int]:
     """For each file of one package, how often its imports come back to the package or go to a subpackage.
 
-    Raises:
-        ValueError: a file needs itself by way of another package.
+    Raises ValueError: a file needs itself by way of another package.
     """
     inside = posixpath.dirname(files[0]) + "/"
     levels = dict.fromkeys(files, 0)

@@ -42,8 +42,7 @@ class ClassesByName(Mapping[str, type]):
 def any_class(text: str) -> type:
     """The class that `type/<module>/<name>` names, in any module that can be imported; runs that module's code.
 
-    Raises:
-        ValueError: no such class, or text of another form.
+    Raises ValueError: no such class, or text of another form.
     """
     module, name = _parts(text)
     try:
@@ -58,8 +57,7 @@ def any_class(text: str) -> type:
 def own_class(text: str) -> type:
     """As any_class, for classes of lingvo_moe that have Params; of all others no module is imported.
 
-    Raises:
-        ValueError: as any_class, or another class.
+    Raises ValueError: as any_class, or another class.
     """
     module, _ = _parts(text)
     # A package looks for its modules in its own directory, so none of these can come from elsewhere.

@@ -460,9 +460,8 @@ class InstantiableParams(Params):
     def Instantiate(self, **kwargs: Any) -> Any:
         """`cls(self, **kwargs)`, once all values are checked, defaults included.
 
-        Raises:
-            ParamError: a value that cannot be, or one that would have no effect. Nested Params are checked when they
-                are instantiated.
+        Raises ParamError: a value that cannot be, or one that would have no effect. Nested Params are checked when
+        they are instantiated.
         """
         of = self.name if "name" in self and self.name else self.cls.__name__
         for name, param in self._params.items():

@@ -32,11 +32,7 @@ def as_comment(text: str) -> str:
 
 
 def chosen(text: str, choices: Mapping[str, type], by_name: bool) -> Any:
-    """The Params of the class of that name, or the name itself; None for 'None'.
-
-    Raises:
-        ValueError: no such choice.
-    """
+    """The Params of the class of that name, or the name itself; None for 'None'. Raises ValueError: no such choice."""
     name = text.strip("'\"")
     if name == "None":
         return None

@@ -117,8 +117,7 @@ def TrainParams() -> Params:
 def Register(cls: type[Experiment]) -> type[Experiment]:
     """Class decorator: makes `params/mt/m4.py:Name` known as `mt.Name` and `mt.m4.Name`.
 
-    Raises:
-        RegistryError: the name is taken by another class.
+    Raises RegistryError: the name is taken by another class.
     """
     parts = cls.__module__.removeprefix(f"{_ROOT}.").split(".")
     for name in {f"{'.'.join(parts)}.{cls.__name__}", f"{parts[0]}.{cls.__name__}"}:
@@ -279,8 +278,7 @@ def escape(value: str) -> str:
 def split_override(text: str) -> Iterator[tuple[str, str]]:
     """The paths and values of an override, as SetFromText of hyperparams.py takes them.
 
-    Raises:
-        RegistryError: a part that is not of the form path=value.
+    Raises RegistryError: a part that is not of the form path=value.
     """
     for part in re.split(r"(?<!\\)[;\n]", text):
         if not part.strip():

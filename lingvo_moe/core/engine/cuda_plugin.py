@@ -22,8 +22,7 @@ _RUNTIME = "jax_cuda12_plugin"  # the package of JAX's CUDA kernels, which a mac
 def version() -> str:
     """The version of the package that holds the compiler.
 
-    Raises:
-        EngineError: it is not installed; says what to install.
+    Raises EngineError: it is not installed; says what to install.
     """
     try:
         return importlib.metadata.version(PACKAGE)

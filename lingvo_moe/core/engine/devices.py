@@ -33,8 +33,7 @@ def find_devices() -> None:
 def request_cpu_devices(count: int) -> None:
     """Presents the CPU of this process as `count` devices. Calling it again with the same count is allowed.
 
-    Raises:
-        EngineError: not a positive number, or JAX already has another number of devices.
+    Raises EngineError: not a positive number, or JAX already has another number of devices.
     """
     if count < 1:
         raise EngineError(f"--num_devices={count}: at least one device is needed")

@@ -130,8 +130,7 @@ class PjrtEngine(Engine):
     def PutLeaf(self, value: Any, spec: TensorSpec) -> jax.Array:
         """One tensor on the devices, as its spec says.
 
-        Raises:
-            SpecError: another shape, or a dtype that would have to be converted.
+        Raises SpecError: another shape, or a dtype that would have to be converted.
         """
         sharding = self.Sharding(spec)
         if isinstance(value, jax.Array):

@@ -94,8 +94,7 @@ class CompiledTpuFunction(Compiled):
 def device_assignment(topology: Any, mesh: Mesh) -> Any:
     """All cores of a `tf.tpu.experimental.Topology` as the logical devices of one replica.
 
-    Raises:
-        EngineError: the mesh has another number of devices than the topology has cores.
+    Raises EngineError: the mesh has another number of devices than the topology has cores.
     """
     cores = int(np.prod(topology.mesh_shape))
     if mesh.size != cores:

@@ -27,8 +27,7 @@ def open_to_write(path: str | os.PathLike, mode: str = "wb") -> BinaryIO:
 def reserve(path: str | os.PathLike, size: int) -> None:
     """Makes a file of zeros with allocated space: on a full disk, writing to a mapped file would kill the process.
 
-    Raises:
-        OSError: there is no space for it; the file is named.
+    Raises OSError: there is no space for it; the file is named.
     """
     with open(path, "wb") as file, naming(path):
         os.posix_fallocate(file.fileno(), 0, size)
@@ -71,8 +70,7 @@ def naming(path: str | os.PathLike) -> Iterator[None]:
 def append(path: str | os.PathLike, data: bytes) -> None:
     """Appends to a file, which is made if missing: all of the data, or none if that fails.
 
-    Raises:
-        OSError: e.g. a full disk; it names the file.
+    Raises OSError: e.g. a full disk; it names the file.
     """
     with naming(path), open(path, "ab", buffering=0) as file:
         end = file.tell()

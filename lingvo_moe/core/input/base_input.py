@@ -70,8 +70,7 @@ class BatchIterator(abc.ABC):
     def SetState(self, state: Mapping[str, Any]) -> None:
         """Continues where `GetState` was called.
 
-        Raises:
-            ValueError: the state is of other data or of other parameters.
+        Raises ValueError: the state is of other data or of other parameters.
         """
 
 

@@ -92,11 +92,7 @@ class Division:
 
 
 def num_rows(specs: NestedMap) -> int:
-    """B, the rows of a batch of these ArraySpecs.
-
-    Raises:
-        MicroBatchError: no array has rows, or they do not agree.
-    """
+    """B, the rows of a batch of these ArraySpecs. Raises MicroBatchError: no array has rows, or they do not agree."""
     rows = {spec.shape[0] for spec in specs.Flatten() if _divided(spec)}
     if len(rows) != 1:
         raise MicroBatchError(

@@ -41,8 +41,7 @@ class Kind:
     def FindMark(self, directory: str | os.PathLike) -> str:
         """The evidence that a directory is of this kind, e.g. 'it holds corpus.json'; '' where it is not.
 
-        Raises:
-            OSError: as find_held_lock.
+        Raises OSError: as find_held_lock.
         """
 
         def has(name: str) -> bool:
@@ -121,8 +120,7 @@ class Found:
 def recognise(directory: str | os.PathLike) -> Found | None:
     """Recognises the kind of a directory; None for one of no kind, and for a path that is no directory.
 
-    Raises:
-        OSError: as Kind.FindMark.
+    Raises OSError: as Kind.FindMark.
     """
     for kind in _KINDS:
         if why := kind.FindMark(directory):
@@ -157,8 +155,7 @@ def check_writable(directory: str | os.PathLike, what: str) -> None:
 def check_replaceable(output: str | os.PathLike, kind: Kind, flag: str = "--output") -> None:
     """Accepts a directory that a command makes, and by which it replaces an older one of its kind.
 
-    Raises:
-        OutputError: what is there, or around it, is something else, or would be lost.
+    Raises OutputError: what is there, or around it, is something else, or would be lost.
     """
     path = Path(output)
     if path.exists() and not path.is_dir():
@@ -188,8 +185,7 @@ def check_replaceable(output: str | os.PathLike, kind: Kind, flag: str = "--outp
 def check_beside(output: str | os.PathLike, flag: str) -> None:
     """Accepts a directory that a command makes or owns, unless it lies inside a run, data or an exported model.
 
-    Raises:
-        OutputError: it does.
+    Raises OutputError: it does.
     """
     for directory, found in _around(output):
         raise OutputError(
@@ -200,8 +196,7 @@ def check_beside(output: str | os.PathLike, flag: str) -> None:
 def check_addable(path: str | os.PathLike, flag: str) -> None:
     """Accepts a file, or a directory of files, that a command adds to what is there: a report in a run is fine.
 
-    Raises:
-        OutputError: it would change a run, data or an exported model.
+    Raises OutputError: it would change a run, data or an exported model.
     """
     real = Path(os.path.realpath(path))
     if real.is_dir() and (found := recognise(real)):

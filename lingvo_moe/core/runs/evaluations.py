@@ -78,11 +78,7 @@ class Evaluations:
 
 
 def read_evaluations(file: Path, content: bytes) -> Evaluations:
-    """The evaluations in `evaluations.json`.
-
-    Raises:
-        RunDirError: it is not what Evaluations.ToBytes wrote.
-    """
+    """The evaluations in `evaluations.json`. Raises RunDirError: it is not what Evaluations.ToBytes wrote."""
     try:
         found = json.loads(content.decode("utf-8"))
         losses = [Evaluation(int(s), _loss(v)) for s, v in found["losses"]]

@@ -56,8 +56,7 @@ class ProgramAbout(TypedDict):
 def read_experiment(file: Path, content: bytes) -> Experiment:
     """`experiment.json` from its bytes.
 
-    Raises:
-        RunDirError: not JSON, or not of the shape of Experiment; names the key and the value.
+    Raises RunDirError: not JSON, or not of the shape of Experiment; names the key and the value.
     """
     found = _read_json(file, content)
     if isinstance(found, dict) and "vocab" in found:
@@ -80,11 +79,7 @@ def write_program(about: ProgramAbout) -> bytes:
 
 
 def read_program(file: Path, content: bytes) -> ProgramAbout:
-    """`program.json` from its bytes.
-
-    Raises:
-        RunDirError: not what write_program wrote.
-    """
+    """`program.json` from its bytes. Raises RunDirError: not what write_program wrote."""
     found = _read_json(file, content)
     about = {k: v for k, v in found.items() if k != "sha256"} if isinstance(found, dict) else {}
     checked = _checked(file, about, _PROGRAM)

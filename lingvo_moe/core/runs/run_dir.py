@@ -116,8 +116,7 @@ class RunDir:
     def Inside(self, name: str) -> Path:
         """The path of a file or directory in the run, to read or to write, whether it is there or not.
 
-        Raises:
-            RunDirError: it is, or holds, a link that leads out of the run.
+        Raises RunDirError: it is, or holds, a link that leads out of the run.
         """
         root, path = os.path.realpath(self.path), self.path / name
         for place in (path, *_links_below(path)):
@@ -188,8 +187,7 @@ class RunDir:
     def ListFiles(self) -> None:
         """Lists the files of a description with their digests as they are now: vouches for them.
 
-        Raises:
-            RunDirError: no description, or a damaged one.
+        Raises RunDirError: no description, or a damaged one.
         """
         file = self.path / _FILE
         files = read_experiment(file, file.read_bytes())["files"]
@@ -203,8 +201,7 @@ class RunDir:
     def program(self) -> ProgramAbout | None:
         """The compiled training step; None where the engine compiles none, or it has not begun.
 
-        Raises:
-            RunDirError: it was changed or damaged.
+        Raises RunDirError: it was changed or damaged.
         """
         file = self.Inside(_PROGRAM)
         return read_program(file, file.read_bytes()) if file.is_file() else None
@@ -241,8 +238,7 @@ class RunDir:
     def experiment(self) -> Experiment:
         """The content of `experiment.json`. Checks all files of the description.
 
-        Raises:
-            RunDirError: no run, or a damaged description.
+        Raises RunDirError: no run, or a damaged description.
         """
         return self._Read()[0]
 
@@ -256,11 +252,7 @@ class RunDir:
 
     @property
     def artifacts(self) -> RunArtifacts:
-        """The files and facts that the input keeps here.
-
-        Raises:
-            RunDirError: no run, or a damaged one.
-        """
+        """The files and facts that the input keeps here. Raises RunDirError: no run, or a damaged one."""
         experiment, contents = self._Read()
         files = {name: contents[name] for name in experiment["files"]}
         return RunArtifacts(files, experiment["input"])
@@ -303,9 +295,8 @@ class RunDir:
     def Params(self) -> Params:
         """The Params of the run: `task`, `input`, `train`.
 
-        Raises:
-            RunDirError: no run; or the experiment, or a parameter of it, is not there any more; or it names a class
-                outside lingvo_moe, is not by this user, and is not trusted.
+        Raises RunDirError: no run; or the experiment, or a parameter of it, is not there any more; or it names a class
+        outside lingvo_moe, is not by this user, and is not trusted.
         """
         found, contents = self._Read()
         trusted = self._trust_run or self._IsOwn(contents[_FILE])

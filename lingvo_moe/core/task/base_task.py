@@ -247,8 +247,7 @@ class BaseTask(BaseLayer):
     def CheckMarks(self, marks: Collection[str]) -> None:
         """Called when a step was traced, with the names of the activations that its loops can keep (core/tensors.py).
 
-        Raises:
-            ParamError: the task's parameters name others.
+        Raises ParamError: the task's parameters name others.
         """
 
     def CombinedMetrics(self, sums: NestedMap) -> NestedMap:

@@ -70,8 +70,7 @@ def compiler_identity(topology_name: str) -> str:
 def lower_for_topology(program: Program, topology_name: str) -> Any:
     """A `jax.stages.Lowered` of a program for a topology. Logical device i is device i of `devices_of`.
 
-    Raises:
-        EngineError: as `devices_of`; or the program's mesh has another number of devices than the topology.
+    Raises EngineError: as `devices_of`; or the program's mesh has another number of devices than the topology.
     """
     devices = devices_of(topology_name)
     mesh = program.mesh

@@ -22,8 +22,7 @@ class Compiler(abc.ABC):
     def Devices(self, topology: str) -> tuple[Any, ...]:
         """The devices of a machine, as JAX lists them.
 
-        Raises:
-            EngineError: the compiler is not installed, or knows no such machine.
+        Raises EngineError: the compiler is not installed, or knows no such machine.
         """
 
     @abc.abstractmethod

@@ -210,8 +210,7 @@ class Checkpointer:
     ) -> tuple[Any, dict[str, Any]]:
         """A part of the state, e.g. prefix='theta', as NumPy arrays in the structure that was saved, and the `extra`.
 
-        Raises:
-            CheckpointError: as Restore; or nothing has that prefix.
+        Raises CheckpointError: as Restore; or nothing has that prefix.
         """
         step, about = self._about(step)
         try:
@@ -360,8 +359,7 @@ class Checkpointer:
     def _guarded(self, step: int, args: Any) -> Any:
         """Restores a step that was verified.
 
-        Raises:
-            CheckpointError: it was damaged since, or Orbax or TensorStore fail, e.g. for lack of memory.
+        Raises CheckpointError: it was damaged since, or Orbax or TensorStore fail, e.g. for lack of memory.
         """
         try:
             return self._manager.restore(step, args=args)

@@ -97,8 +97,7 @@ class Program:
     def Load(cls, path: str) -> "Program":
         """Reads what Save wrote.
 
-        Raises:
-            ProgramError: no such file, no program file, or one that was cut short or altered.
+        Raises ProgramError: no such file, no program file, or one that was cut short or altered.
         """
         try:
             with open(path, "rb") as f:

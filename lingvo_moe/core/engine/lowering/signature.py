@@ -28,8 +28,7 @@ class Signature:
     def FlattenArgs(self, *args: Any) -> list[Any]:
         """The leaves of the arguments in the function's order.
 
-        Raises:
-            SpecError: another structure, naming the first leaf that differs.
+        Raises SpecError: another structure, naming the first leaf that differs.
         """
         names = self.arg_structure["names"]
         if len(args) != len(names):

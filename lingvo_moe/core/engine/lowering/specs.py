@@ -57,10 +57,8 @@ class TensorSpec:
     def OnMesh(self, mesh: Mesh) -> "TensorSpec":
         """This spec with one entry of `split` for each dimension, checked against a mesh.
 
-        Raises:
-            ShardingError: an axis that the mesh lacks, or a dimension that does not divide evenly
-                over its partitions (arguments and results of a program are split evenly; inside a
-                program XLA pads).
+        Raises ShardingError: an axis that the mesh lacks, or a dimension that does not divide evenly over its
+        partitions (arguments and results of a program are split evenly; inside a program XLA pads).
         """
         if self.split is None:
             return self
@@ -89,8 +87,7 @@ class TensorSpec:
     def ToNumpy(self, value: Any) -> np.ndarray:
         """A host's value as an array of this spec. Python numbers are converted, arrays never.
 
-        Raises:
-            SpecError: another shape or dtype.
+        Raises SpecError: another shape or dtype.
         """
         if isinstance(value, (bool, int, float)):
             value = np.asarray(value, numpy_dtype(self.dtype))
@@ -141,8 +138,7 @@ def numpy_dtype(name: str) -> np.dtype:
 def map_with_specs(fn: Callable[[Any, TensorSpec], Any], tree: Any, specs: Any) -> Any:
     """`fn(leaf, its spec)` for the leaves of a tree; specs are named by their paths.
 
-    Raises:
-        SpecError: the specs have another structure, naming the first leaf that differs.
+    Raises SpecError: the specs have another structure, naming the first leaf that differs.
     """
     items, spec_items = flatten_items(tree), flatten_items(specs)
     paths, wanted = [path for path, _ in items], [path for path, _ in spec_items]

@@ -31,8 +31,7 @@ def vocabs_of(artifacts: RunArtifacts) -> NestedMap:
 def languages_of(artifacts: RunArtifacts) -> list[str] | None:
     """The source languages by task id; None for a run that does not say.
 
-    Raises:
-        DataError: they are no list of strings.
+    Raises DataError: they are no list of strings.
     """
     found = artifacts.about.get("languages", [])
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):

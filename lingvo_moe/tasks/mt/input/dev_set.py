@@ -53,8 +53,7 @@ class DevSet:
     def __getitem__(self, lang: str) -> list[tuple[str, str]]:
         """The `(source, reference)` pairs of a language, at most `max_per_language`, in the file's order.
 
-        Raises:
-            DataError: there are none, or their file is damaged.
+        Raises DataError: there are none, or their file is damaged.
         """
         check_languages(self._directory, [lang], self._files)
         if self._listed and lang not in self._told:

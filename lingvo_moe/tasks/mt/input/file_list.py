@@ -56,8 +56,7 @@ class FileList:
     def Open(cls, directory: str | os.PathLike) -> "FileList | None":
         """The list of a directory, with its summary verified; None for a directory that no tool listed.
 
-        Raises:
-            DataError: the list or the summary is damaged, or one of the two is missing.
+        Raises DataError: the list or the summary is damaged, or one of the two is missing.
         """
         directory = Path(directory)
         for kind in LIST_KINDS:
@@ -73,8 +72,7 @@ class FileList:
     def Verify(self, paths: Iterable[str | os.PathLike]) -> None:
         """Reads files, given as paths in the directory or with it in front, and compares them with the list.
 
-        Raises:
-            DataError: one is damaged, missing, or not of the list.
+        Raises DataError: one is damaged, missing, or not of the list.
         """
         names = [self._name(path) for path in paths]
         with _data_errors():
@@ -106,8 +104,7 @@ def data_files(
 ) -> tuple[dict[str, Path], FileList | None]:
     """`({lang: file}, list)` of a data directory, or of its `dev`; the list is None where no tool listed it.
 
-    Raises:
-        DataError: as tsv.language_files; or files were added to or removed from what is listed.
+    Raises DataError: as tsv.language_files; or files were added to or removed from what is listed.
     """
     listed = FileList.Open(data_dir)
     files = tsv.language_files(Path(data_dir) / folder)

@@ -127,11 +127,7 @@ def loss_of(lengths: Lengths, rows: tuple[int, ...]) -> Loss:
 
 
 def measure(records: Records, most: int = _MOST_READ) -> Lengths:
-    """The lengths of all pairs, or of an even sample of about `most`.
-
-    Raises:
-        DataError: a record is damaged.
-    """
+    """The lengths of all pairs, or of an even sample of about `most`. Raises DataError: a record is damaged."""
     pairs = sum(records.languages.values())
     every = -(-pairs // most)
     found = {lang: records.Lengths(i, every) + 1 for i, lang in enumerate(records.languages)}

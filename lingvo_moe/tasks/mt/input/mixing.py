@@ -11,11 +11,7 @@ from lingvo_moe.tasks.mt.input.errors import DataError
 
 
 def temperature_weights(pairs: Mapping[str, int], temperature: float) -> dict[str, float]:
-    """Sampling probabilities by language, which sum to 1.
-
-    Raises:
-        DataError: `temperature` is not positive.
-    """
+    """Sampling probabilities by language, which sum to 1. Raises DataError: `temperature` is not positive."""
     if not temperature > 0:
         raise DataError(
             f"temperature={temperature} must be positive: 1 follows the data, larger evens out"

@@ -330,11 +330,7 @@ class BatchIterator(base_input.BatchIterator):
         self.counts = {"batches": 0, "pairs": 0, "too_long": 0}
 
     def __next__(self) -> NestedMap:
-        """The next batch: see packing.to_batch.
-
-        Raises:
-            DataError: no pair fits into a row, or a damaged cache.
-        """
+        """The next batch: see packing.to_batch. Raises DataError: no pair fits into a row, or a damaged cache."""
         batch, self._waiting = fill_batch(self._input.shape, self._waiting, self._draw)
         self.counts["batches"] += 1
         return batch
@@ -351,8 +347,7 @@ class BatchIterator(base_input.BatchIterator):
     def SetState(self, state: Mapping[str, Any]) -> None:
         """Continues where `GetState` was called.
 
-        Raises:
-            DataError: the state is of other data, another vocabulary, seed or temperature.
+        Raises DataError: the state is of other data, another vocabulary, seed or temperature.
         """
         if set(state) != set(self.GetState()):
             raise DataError(f"not a saved position of the input: it holds {sorted(state)}")

@@ -34,9 +34,8 @@ class Prepared:
     def Open(cls, directory: str | os.PathLike) -> "Prepared | None":
         """The data set in a directory; None for one that tools.prepare did not make.
 
-        Raises:
-            DataError: prepared.json or the list of files is damaged or missing, or TSVs were added, removed or are of
-                another length. What is in the other files is verified when they are read: see `listed`.
+        Raises DataError: prepared.json or the list of files is damaged or missing, or TSVs were added, removed or are
+        of another length. What is in the other files is verified when they are read: see `listed`.
         """
         directory = Path(directory)
         listed = FileList.Open(directory)

@@ -108,11 +108,7 @@ class Records:
             self.key += f" in shards {_digest(json.dumps(self.shards).encode()).hexdigest()}"
 
     def Read(self, language: int, position: int) -> tuple[np.ndarray, np.ndarray]:
-        """Source and target ids of a record, as read-only unsigned arrays.
-
-        Raises:
-            DataError: the record is damaged.
-        """
+        """Source and target ids of a record, as read-only unsigned arrays. Raises DataError: the record is damaged."""
         starts = self._starts[language]
         shard = bisect.bisect_right(starts, position) - 1
         try:
@@ -187,8 +183,7 @@ def records_key(fingerprint: str, vocabs: NestedMap) -> str:
 def prepared_records(scan: Scan, vocabs: NestedMap) -> Records | None:
     """The records that tools.prepare wrote beside the data; None if there are none for these vocabularies.
 
-    Raises:
-        DataError: they are damaged: those of the languages in question are all read and verified.
+    Raises DataError: they are damaged: those of the languages in question are all read and verified.
     """
     if scan.prepared is None:
         return None
@@ -245,8 +240,7 @@ def write_contents(
 ) -> None:
     """Writes into a directory of shards what `Records` reads first. Languages without records are left out.
 
-    Raises:
-        DataError: there is no record at all.
+    Raises DataError: there is no record at all.
     """
     kept = {lang: dataclasses.asdict(entry) for lang, entry in entries.items() if entry.records}
     if not kept:

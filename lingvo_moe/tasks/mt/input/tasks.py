@@ -9,8 +9,7 @@ from lingvo_moe.tasks.mt.input.errors import DataError
 def task_numbers(languages: Sequence[str], tasks: Sequence[str] | None) -> list[int]:
     """The task id of each language: its place among `tasks`, or, where they are None, among the languages sorted.
 
-    Raises:
-        DataError: a language that is none of the tasks.
+    Raises DataError: a language that is none of the tasks.
     """
     tasks = sorted(languages) if tasks is None else list(tasks)
     for language in languages:

@@ -49,8 +49,7 @@ def language_of(path: str | os.PathLike) -> str | None:
 def language_files(data_dir: str | os.PathLike) -> dict[str, Path]:
     """`{lang: file}` of a directory, by language.
 
-    Raises:
-        DataError: no such directory, no file of that layout, or two files of one language.
+    Raises DataError: no such directory, no file of that layout, or two files of one language.
     """
     data_dir = Path(data_dir)
     if not data_dir.is_dir():

@@ -59,8 +59,7 @@ def read_baselines(
 def add_baselines(report: EvalReport, baselines: Mapping[str, Baseline]) -> None:
     """Sets `baseline` of each language of the report that has one.
 
-    Raises:
-        ValueError: one was scored in another way.
+    Raises ValueError: one was scored in another way.
     """
     for lang, baseline in baselines.items():
         for kind, ours in report.signatures.items():

@@ -44,7 +44,7 @@ class LanguageReport:
     bleu_margin: float | None = None
     chrf_margin: float | None = None
     group: str = ""  # of GROUPS, or ''
-    # Bleu and chrf of another model on the same lines; see baselines.py.
+    # `bleu` and `chrf` of another model on the same lines; see baselines.py.
     baseline: dict[str, float] | None = None
 
     @property
@@ -283,8 +283,7 @@ def count_train_pairs(
 ) -> dict[str, int] | None:
     """The training pairs of each language, 0 for one that has none; None for a directory of dev pairs alone.
 
-    Raises:
-        DataError: data of tools.prepare or tools.build_corpus that is damaged.
+    Raises DataError: data of tools.prepare or tools.build_corpus that is damaged.
     """
     languages = list(languages)
     if prepared := Prepared.Open(data_dir):  # has counted them
@@ -307,8 +306,7 @@ def read_translations(
 ) -> list[str]:
     """The translations of all pairs of a dev set, in order, as `WriteTexts` left them, so as to score them again.
 
-    Raises:
-        ValueError: a file is missing or damaged, or its lines are not those of these pairs.
+    Raises ValueError: a file is missing or damaged, or its lines are not those of these pairs.
     """
     directory, devset = Path(directory), list(devset)
     wanted = [directory / f"{lang}.{suffix}" for lang, _ in devset for suffix in ("src", "hyp")]

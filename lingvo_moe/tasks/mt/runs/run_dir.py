@@ -36,8 +36,7 @@ class RunDir(run_dir.RunDir):
     def languages(self) -> list[str] | None:
         """The source languages by task id; None if the run does not record them.
 
-        Raises:
-            RunDirError: there is no run.
+        Raises RunDirError: there is no run.
         """
         try:
             return languages_of(self.artifacts)
@@ -45,11 +44,7 @@ class RunDir(run_dir.RunDir):
             raise RunDirError(f"{self.path}: {e}") from None
 
     def Task(self) -> "MtModel":
-        """The model of the run, instantiated.
-
-        Raises:
-            RunDirError: as Params, or the run is one of another task.
-        """
+        """The model of the run, instantiated. Raises RunDirError: as Params, or the run is one of another task."""
         from lingvo_moe.tasks.mt.model import MtModel
 
         task = super().Task()

@@ -89,8 +89,7 @@ class Batcher:
     ) -> list[Translation]:
         """One Translation for each line, in order. A call that is cancelled leaves no line waiting.
 
-        Raises:
-            Exception: the translator's exception; other requests of the same batch are not affected.
+        Raises Exception: the translator's exception; other requests of the same batch are not affected.
         """
         request = _Request(lines, languages, asyncio.get_running_loop().create_future())
         if not lines:

@@ -110,8 +110,7 @@ class _Message(tornado.httputil.HTTPMessageDelegate):
 def bind(host: str, port: int) -> list[socket.socket]:
     """Listens; connections wait until there is a server.
 
-    Raises:
-        ValueError: the flag that names an address that cannot be had.
+    Raises ValueError: the flag that names an address that cannot be had.
     """
     if not 0 <= port < 1 << 16:
         raise ValueError(f"--port={port}: at most 65535, or 0 for any")

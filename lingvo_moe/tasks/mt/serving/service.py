@@ -91,8 +91,7 @@ class Service:
     async def Translate(self, wanted: Wanted) -> list[Translation]:
         """One Translation for each line.
 
-        Raises:
-            RequestError: 503 while there are too many lines, 504 when it took too long, 500 where the model failed.
+        Raises RequestError: 503 while there are too many lines, 504 when it took too long, 500 where the model failed.
         """
         room = self.limits.max_waiting_lines - self._batcher.lines
         if len(wanted.lines) > room:

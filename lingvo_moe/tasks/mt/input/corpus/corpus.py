@@ -92,8 +92,7 @@ def build_corpus(
 def languages_asked_for(corpus: str | os.PathLike) -> tuple[str, ...]:
     """CorpusOptions.langs, sorted, of a corpus that was built; () for all languages.
 
-    Raises:
-        DataError: there is no such corpus, or its list of files or its summary is damaged.
+    Raises DataError: there is no such corpus, or its list of files or its summary is damaged.
     """
     FileList.Open(corpus)
     path = Path(corpus) / CORPUS_LIST.summary

@@ -44,8 +44,7 @@ Message = tuple[tuple[str, ...], tuple[str, ...]]
 def catalogs(package: str) -> list[tuple[str, Path]]:
     """`(language, file)` of a package's catalogs: main variants first (`pt` before `pt_BR`), sorted.
 
-    Raises:
-        DataError: the package is not installed, or ships no catalogs.
+    Raises DataError: the package is not installed, or ships no catalogs.
     """
     try:
         files = importlib.metadata.files(package) or []
@@ -78,8 +77,7 @@ def catalogs(package: str) -> list[tuple[str, Path]]:
 def catalog_pairs(path: Path) -> Iterator[tuple[str, str]]:
     """`(translation, English)` of one catalog, raw: plural forms as pairs of their own, untranslated ones left out.
 
-    Raises:
-        DataError: the file cannot be read as a catalog.
+    Raises DataError: the file cannot be read as a catalog.
     """
     try:
         messages = list(_read_mo(path) if path.suffix == ".mo" else _read_po(path))

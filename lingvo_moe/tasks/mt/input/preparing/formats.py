@@ -13,8 +13,7 @@ from lingvo_moe.tasks.mt.input.preparing.sources import Fields, Source
 def read_source(source: Source, fields: Fields) -> Iterator[Line]:
     """Streams the lines of a source, good and bad.
 
-    Raises:
-        DataError: a file cannot be read or is damaged, or two files have different numbers of lines.
+    Raises DataError: a file cannot be read or is damaged, or two files have different numbers of lines.
     """
     if source.form == "tfds":
         from lingvo_moe.tasks.mt.input.preparing.tfds_source import read_builder

@@ -109,10 +109,9 @@ def is_language(code: str) -> bool:
 def find_sources(inputs: Sequence[str | os.PathLike], fields: Fields) -> Found:
     """The sources of files and directories; those in `<directory>/dev` are held-out pairs.
 
-    Raises:
-        DataError: a file or directory does not exist or is given twice, a file is of an unknown form or lacks its
-            other side, or two files of a directory hold the same; or a directory that tools.prepare or
-            tools.build_corpus made is damaged.
+    Raises DataError: a file or directory does not exist or is given twice, a file is of an unknown form or lacks its
+    other side, or two files of a directory hold the same; or a directory that tools.prepare or tools.build_corpus made
+    is damaged.
     """
     found = Found([], [], [])
     given: dict[Path, str] = {}
