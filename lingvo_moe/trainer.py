@@ -302,10 +302,8 @@ def trained_task(run: Run, mesh: Mesh) -> "BaseTask":
 def share_run(lock: RunLock, begin: Callable[[], None], follow: Callable[[], object]) -> None:
     """Locks the run directory on process 0, prepares it there, then lets the other processes join the lock.
 
-    Args:
-        lock: the lock of --logdir.
-        begin: called on process 0 with the lock held, before the other processes look at the directory.
-        follow: called afterwards on each other process.
+    `begin` is called on process 0 with the lock held, before the others look at the directory; `follow` afterwards on
+    each other one.
 
     Raises:
         Exception: the error of `begin` or `follow` on this process.

@@ -51,10 +51,7 @@ def made(*files: str | os.PathLike, next: str = "") -> None:
 def attempt(name: str, work: Callable[[], int], interrupted: str = "") -> int:
     """Runs the work of a command; mistakes and Ctrl-C end it with one line instead of a traceback.
 
-    Args:
-        name: of the command, the first word of the line.
-        work: returns the exit status.
-        interrupted: what the line says after Ctrl-C; "" for no line.
+    `interrupted` is the line after Ctrl-C; '' for none.
 
     Returns:
         The status of `work`, 1 after a ValueError, an OSError or a process that failed, or 130 after Ctrl-C.
@@ -113,11 +110,7 @@ def check_output_directory(
 ) -> None:
     """Raises ValueError, naming the flag, unless `path` is or can become a directory to write in.
 
-    Args:
-        path: the directory.
-        flag: the flag that named it, for the message.
-        replaces: the kind of directory that the command writes, so that it may replace an older one of that kind; None
-            for a command that adds files.
+    `replaces` is the kind of directory that the command writes and may replace; None for a command that adds files.
     """
     check_local(path, flag)
     place = Path(os.path.realpath(path))
@@ -244,10 +237,6 @@ def checkpoint_step(args: Flags) -> int | None:
 
 def data_dir(args: Flags, inputs: Params) -> str:
     """Returns --data_dir; without it the directory that a run trained on, which is printed on standard error.
-
-    Args:
-        args: with --data_dir and --logdir.
-        inputs: the run's Params of its input.
 
     Raises:
         ValueError: the run trained on no directory either.

@@ -22,9 +22,7 @@ _SECONDS_BETWEEN_NOTES = 2.0
 def define_flags(flags: Flags, what: str) -> None:
     """Defines --language, --input, --output, --batch_size and --quiet.
 
-    Args:
-        flags: of the command.
-        what: its input, for the help: "lines to translate".
+    `what` is its input, for the help: "lines to translate".
     """
     flags.DEFINE_string(
         "language",

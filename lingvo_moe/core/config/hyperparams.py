@@ -88,9 +88,7 @@ class Params:
         """Adds a name with its default and help.
 
         Args:
-            name: an identifier.
             default: any value; Params, where the parameter configures a class.
-            description: the help.
             choices: the classes that such a parameter may configure, by the names that SetFromText
                 takes in place of Params.
             check: the values that it may have; None: those of the default's type (any, for None). The
@@ -261,8 +259,7 @@ class Params:
     def ToText(self, with_help: bool = False) -> str:
         """One `path : value` line per parameter that can be set, sorted; FromText reads it back.
 
-        Args:
-            with_help: before each line, its help and its range as a comment, and after it an empty line.
+        `with_help`: before each line its help and its range as a comment, and after it an empty line.
         """
         found = [leaf for leaf in sorted(leaves(self, "")) if self._sources(leaf[0]) is None]
         lines = [(path, f"{path} : {to_text(value)}\n") for path, value in found]
@@ -315,7 +312,6 @@ class Params:
         both classes have names for, and the same types.
 
         Args:
-            path, text: see above.
             where: goes before the message of a ValueError.
             find_class: gives the class that 'type/module/Class' names.
 

@@ -244,8 +244,6 @@ def set_from_text(
 
     Args:
         p: as GetParams returns it; it is changed.
-        path: of the parameter.
-        value: its text, as in an override.
         source: the flag, or the file and line, that the value comes from; messages begin with it.
         find_class: gives the class that 'type/module/Class' names; own_class of class_names.py for text that the user
             did not type.

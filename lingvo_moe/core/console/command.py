@@ -39,8 +39,7 @@ def run(main: Callable[[], int]) -> NoReturn:
     give. SIGPIPE itself would also come of sockets, and of pipes to other processes. Where standard output cannot be
     written, as on a full disk, one line says so and the status is 1.
 
-    Args:
-        main: reads its own flags (lingvo_moe.core.console.flags) from the command line; returns the exit status.
+    `main` reads its own flags from the command line and returns the exit status.
     """
     # Not above: it brings a debugger's modules, for which nobody who only calls `say` should wait.
     from absl import app

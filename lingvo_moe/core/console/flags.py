@@ -181,12 +181,9 @@ class Flags(flags.FlagValues):
         """Defines a flag with a syntax of its own.
 
         Args:
-            name: of the flag.
             default: the value itself, not its text; None for no value.
-            help: what it means.
             parse: returns the value of a text; raises ValueError with what would be right.
             syntax: a phrase for the help.
-            required: whether the command cannot do without it.
         """
 
         def read(given: Any) -> Any:
@@ -204,12 +201,7 @@ class Flags(flags.FlagValues):
     ) -> None:
         """Defines a flag that names a file or a directory, checked by lingvo_moe.core.files.paths.
 
-        Args:
-            name: of the flag.
-            default: a path, "" or None.
-            help: what it means.
-            required: whether the command cannot do without it.
-            portable: True for a run or an exported model, which Orbax and TensorFlow read and write.
+        `portable`: True for a run or an exported model, which Orbax and TensorFlow read and write.
         """
         self._Define(name, default, help, _checked(str, checks.TEXT), required)
         self._CheckPaths(name, check_portable if portable else check_local)
@@ -304,8 +296,7 @@ class Flags(flags.FlagValues):
     def Parse(self, argv: Sequence[str] | None = None) -> Self:
         """Reads the flags' values; they are attributes afterwards.
 
-        Args:
-            argv: the arguments after the command's name; None for those of this process.
+        `argv` are the arguments after the command's name; None: those of this process.
 
         Returns:
             This object.

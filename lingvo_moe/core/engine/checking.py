@@ -37,7 +37,6 @@ def compile_checked(lowered: Any, options: dict[str, Any], program: Program, act
 
     Args:
         lowered: a `jax.stages.Lowered` of the program.
-        options: of the compiler.
         program: for names and lines.
         action: one of `known_faults.ACTIONS`: raise, say so, or do not look.
 
@@ -74,9 +73,7 @@ def compile_checked(lowered: Any, options: dict[str, Any], program: Program, act
 def find_faults(text: str, program: Program) -> list[WrongNumbers]:
     """The operations of a program that XLA's partitioner is known to compute wrongly, with their lines.
 
-    Args:
-        text: the module that the partitioner was given.
-        program: that it was made of.
+    `text` is the module that the partitioner was given for it.
 
     Raises:
         EngineError: there is no text, or it cannot be read.

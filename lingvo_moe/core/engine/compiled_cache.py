@@ -37,11 +37,7 @@ class CacheError(ValueError):
 
 
 class CheckedCache(CacheInterface):
-    """A directory of entries, each sealed with its SHA-256. A damaged entry counts as missing.
-
-    Args:
-        directory: which is made when it is missing.
-    """
+    """A directory of entries, each sealed with its SHA-256. A damaged entry counts as missing."""
 
     def __init__(self, directory: str | os.PathLike):
         self._path = Path(directory)
@@ -70,8 +66,7 @@ def enable_compilation_cache(directory: str | os.PathLike | None = None) -> str:
     JAX does not distinguish CPUs by their features, so each kind of CPU has its own directory in `directory`: code for
     instructions that a machine lacks would kill the process.
 
-    Args:
-        directory: None: that of JAX_COMPILATION_CACHE_DIR, or else `lingvo_moe/compiled` in the user's cache directory.
+    Without a `directory` it is JAX_COMPILATION_CACHE_DIR, or else `lingvo_moe/compiled` in the user's cache directory.
 
     Returns:
         The directory of the entries, or '' if nothing is cached, because others can write there or there is no such

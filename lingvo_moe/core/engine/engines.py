@@ -9,8 +9,6 @@ def make_engine(name: str, mesh: Mesh, known_faults: str = "error") -> Engine:
     """The engine of that name.
 
     Args:
-        name: one of ENGINES.
-        mesh: that functions are traced under.
         known_faults: 'error', 'warn' or 'off': what `pjrt` does with a program that XLA's partitioner is
             known to compute wrongly; the others do not look for any.
 

@@ -23,32 +23,20 @@ _MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 def compiler_options(environ: Mapping[str, str] = os.environ) -> dict[str, bool]:
-    """XLA's options for programs on GPUs, without those that XLA_FLAGS sets.
-
-    Args:
-        environ: the environment of the process.
-    """
+    """XLA's options for programs on GPUs, without those that XLA_FLAGS sets."""
     given = set(re.findall(r"--(\w+)", environ.get("XLA_FLAGS", "")))
     return {name: value for name, value in _OPTIONS.items() if name not in given}
 
 
 def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables to add to an environment before JAX first looks for GPUs; {} where the user has set them.
-
-    Args:
-        environ: the environment of the process.
-    """
+    """The variables to add to an environment before JAX first looks for GPUs; {} where the user has set them."""
     if any(environ.get(name) for name in _MEMORY_VARIABLES):
         return {}
     return {_MEMORY_VARIABLES[0]: str(XLA_SHARE)}
 
 
 def unused_gpus(directory: Path = Path("/dev")) -> str:
-    """A line for the user of a machine that has NVIDIA GPUs, where JAX found none; '' where it has none.
-
-    Args:
-        directory: of the system's devices.
-    """
+    """A line for the user of a machine that has NVIDIA GPUs, where JAX found none; '' where it has none."""
     found = sum(1 for _ in directory.glob("nvidia[0-9]*"))
     if not found or os.environ.get("JAX_PLATFORMS"):
         return ""

@@ -48,7 +48,6 @@ class PjrtEngine(Engine):
         """Makes the engine; compiles nothing.
 
         Args:
-            mesh: logical.
             devices: in logical order; by default the first ones that JAX lists.
             known_faults: what to do with a program that XLA's partitioner is known to compute wrongly:
                 one of `known_faults.ACTIONS`.

@@ -26,10 +26,7 @@ _MEMORY = {
 def named_sharding(spec: TensorSpec, mesh: Mesh, jax_mesh: Any) -> Any:
     """The `jax.sharding.NamedSharding` of a spec; None where its split is None.
 
-    Args:
-        spec: of one tensor.
-        mesh: the logical mesh that the spec's split speaks of.
-        jax_mesh: the devices in that mesh's shape.
+    `mesh` is the one that the spec's split speaks of, `jax_mesh` the devices in its shape.
     """
     split = spec.OnMesh(mesh).split
     if split is None:
@@ -82,9 +79,7 @@ def place_arguments(lowered: Any, program: Program) -> None:
 
     JAX does so itself where the devices can be asked for their memories, which described GPUs cannot.
 
-    Args:
-        lowered: a `jax.stages.Lowered` of the program; it is changed.
-        program: what was lowered.
+    `lowered`, a `jax.stages.Lowered` of the program, is changed.
     """
     module, signature = lowered.compiler_ir(), program.signature
     with module.context:
@@ -103,11 +98,7 @@ def compile_for(
 ) -> Any:
     """A `jax.stages.Compiled` of a program over the devices of `jax_mesh`.
 
-    Args:
-        program: lowered for a mesh of that shape.
-        jax_mesh: the devices.
-        options: of the compiler.
-        known_faults: one of `known_faults.ACTIONS`.
+    The program was lowered for a mesh of that shape; `known_faults` is one of `known_faults.ACTIONS`.
 
     Raises:
         ShardingError: XLA's partitioner is known to compute a part of it wrongly, and `known_faults`

@@ -46,7 +46,6 @@ def write_manifest(
     """Lists files below `directory`; the list is written completely or not at all.
 
     Args:
-        directory: with everything in it that is to be listed.
         name: of the list, a path in `directory`; what lies there is replaced.
         files: which to list, as paths in `directory` with slashes; None for all.
         digest: SHA256 or XXH128.
@@ -76,8 +75,6 @@ def verify_manifest(
     """Reads files of `directory`, a piece at a time, and compares them with the list in `name`.
 
     Args:
-        directory: as write_manifest had it.
-        name: of the list.
         files: which to verify, as paths in `directory` with slashes; None for all, and nothing else may be there.
         remedy: what to do about a damaged file, for the message.
         part: (i, n): read only the i-th share of n of these files, for n processes that share the work.
@@ -111,8 +108,7 @@ def read_listed(
 ) -> dict[str, bytes]:
     """Reads some listed files and verifies them.
 
-    Args:
-        directory, name, files, remedy: as for verify_manifest.
+    Arguments are those of verify_manifest.
 
     Raises:
         ManifestError: a file was changed, is missing or is not listed, or the list itself was changed.
@@ -136,8 +132,7 @@ def read_listed(
 def read_manifest(directory: str | os.PathLike, name: str, remedy: str = _AGAIN) -> dict[str, str]:
     """The listed digest of each path, in hex; the files are not read.
 
-    Args:
-        directory, name, remedy: as for verify_manifest.
+    Arguments are those of verify_manifest.
 
     Raises:
         ManifestError: the list is missing or was changed.

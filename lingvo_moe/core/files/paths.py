@@ -28,9 +28,7 @@ class PathError(ValueError):
 def check_local(path: str | os.PathLike, what: str) -> None:
     """Accepts a path for plain files, which only Python and ArrayRecord read or write.
 
-    Args:
-        path: as it was given; an empty one is accepted.
-        what: the flag or parameter, for the error: '--output'.
+    An empty path is accepted. `what` is the flag or parameter, for the error, e.g. '--output'.
 
     Raises:
         PathError: a remote address, a home directory that no shell filled in, or a name that is not UTF-8.
@@ -57,9 +55,7 @@ def check_local(path: str | os.PathLike, what: str) -> None:
 def check_portable(path: str | os.PathLike, what: str) -> None:
     """Accepts a path for directories that Orbax or TensorFlow read or write: runs and exported models.
 
-    Args:
-        path: as it was given; an empty one is accepted.
-        what: the flag or parameter, for the error: '--logdir'.
+    Arguments are those of check_local.
 
     Raises:
         PathError: as check_local; or the absolute path is too long, or holds what these libraries misread.

@@ -119,9 +119,7 @@ class BaseInput(abc.ABC):
     def Prepare(self, progress: Progress = quiet, artifacts: RunArtifacts | None = None) -> Self:
         """Reads what has to be read before the first batch. Returns self; further calls do nothing.
 
-        Args:
-            progress: called with a line of text now and then.
-            artifacts: those with which a run began that goes on; None for a new run.
+        `artifacts` are those with which a run began that goes on; None for a new run.
 
         Raises:
             ValueError: the data is missing or damaged, or does not suit the artifacts.

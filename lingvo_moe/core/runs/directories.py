@@ -131,9 +131,7 @@ def recognise(directory: str | os.PathLike) -> Found | None:
 def check_writable(directory: str | os.PathLike, what: str) -> None:
     """Accepts a directory in which a file can be made, or that can be made.
 
-    Args:
-        directory: it need not be there.
-        what: what named it, for the message: '--output=DIR'.
+    `what` named it, for the message: '--output=DIR'.
 
     Raises:
         OutputError: nothing can be written there, e.g. in /proc.
@@ -211,9 +209,7 @@ def check_addable(path: str | os.PathLike, flag: str) -> None:
 def check_logdir(logdir: str | os.PathLike, inputs: Mapping[str, str | os.PathLike]) -> None:
     """Accepts the directory of a run: new, empty, one that holds a run, or one with other files only.
 
-    Args:
-        logdir: the value of --logdir.
-        inputs: what the run reads, by flag.
+    `inputs` is what the run reads, by flag.
 
     Raises:
         OutputError: it is, lies in, or holds what the run reads, other data, another run or an exported model.

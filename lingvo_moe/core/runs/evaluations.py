@@ -55,11 +55,7 @@ class Evaluations:
         return replace(self, done=(*self.UpTo(step - 1).done, Evaluation(step, loss)))
 
     def WhyStopped(self, evaluations: int) -> str:
-        """The reason that training ends where `evaluations` in a row may be without a new best; '' if it goes on.
-
-        Args:
-            evaluations: train.early_stopping_evals; 0 for any number.
-        """
+        """The reason that training ends where `evaluations` in a row may be without a new best; '' if it goes on."""
         if not evaluations or self.without_best < evaluations:
             return ""
         best = self.best

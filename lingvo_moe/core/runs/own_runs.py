@@ -21,9 +21,6 @@ _BYTES = 32
 def make_mark(description: bytes) -> bytes | None:
     """The mark of a run that this user makes.
 
-    Args:
-        description: the contents of its experiment.json.
-
     Returns:
         The digits of the HMAC; None where there is no key and none can be made, which a line on standard error says.
     """

@@ -139,11 +139,7 @@ class RunDir:
         Killed before the list is written, it leaves a run that cannot be read, and that is described again when the
         trainer starts: it has no checkpoint yet.
 
-        Args:
-            model: the experiment's name, e.g. 'mt.M4Demo'.
-            override: as `--model_params_override`.
-            artifacts: what the input keeps here.
-            began_from: Beginning.about of engine/checkpoints/init_from.py, of a run that began from another.
+        `override` is as `--model_params_override`; `began_from` is Beginning.about of engine/checkpoints/init_from.py.
 
         Raises:
             RegistryError: no such experiment or parameter.
@@ -219,8 +215,7 @@ class RunDir:
     def BestStep(self, flag: str) -> int:
         """The step of the checkpoint with the lowest held-out loss.
 
-        Args:
-            flag: what asked for it, for errors.
+        `flag` asked for it, for errors.
 
         Raises:
             RunDirError: no checkpoint that is there was evaluated.

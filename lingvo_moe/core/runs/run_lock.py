@@ -154,9 +154,7 @@ class RunLock:
     def Join(self, token: str, process: int) -> None:
         """Locks the directory for another process of the job whose process 0 holds it.
 
-        Args:
-            token: RunLock.token of process 0.
-            process: the number of this one, from 1.
+        `token` is RunLock.token of process 0.
 
         Raises:
             RunLockError: process 0 does not hold this directory, or this process runs twice.

@@ -58,13 +58,8 @@ def check_offload(
 ) -> None:
     """Checks that each item of train.offload frees memory.
 
-    Args:
-        offload: the value.
-        task: the model.
-        theta: of its variables.
-        slots: of the slots.
-        averaged: whether the state has a moving average of the weights.
-        pipelined: whether stages of layers are trained by core/task/pipelined_step.py.
+    `averaged`: whether the state has a moving average of the weights; `pipelined`: whether pipelined_step.py trains
+    it.
 
     Raises:
         OffloadError: an item that frees none, which says what it would have moved; or an item that does not go with

@@ -15,7 +15,6 @@ def in_use(weight: tf.Tensor, split: DimsMapping, gradient_split: DimsMapping) -
     """A weight as a layer uses it, and its gradient as the state holds it.
 
     Args:
-        weight: as the state holds it.
         split: the mesh axes of its dimensions where it is used: those of its letters.
         gradient_split: those of its gradient.
     """
@@ -36,10 +35,7 @@ def in_use(weight: tf.Tensor, split: DimsMapping, gradient_split: DimsMapping) -
 def weights_in_use(theta: NestedMap, specs: NestedMap, gradient_specs: NestedMap) -> NestedMap:
     """The weights of a state as layers use them, but for those of stacks, which layers/repeat.py gathers.
 
-    Args:
-        theta: as the state holds it.
-        specs: theta's VariableSpecs.
-        gradient_specs: those by which its gradients are sharded.
+    `gradient_specs` are those by which the gradients are sharded.
     """
     mesh = current_mesh()
     if mesh is None:

@@ -227,8 +227,6 @@ class BaseTask(BaseLayer):
         """FProp of a micro-batch, whose loss and metrics are terms: over micro-batches they add up to the batch's.
 
         Args:
-            theta: the weights.
-            batch: the micro-batch.
             seed: int32 [2] or None, of this micro-batch.
             shares: its Units divided by those of the batch, float32 scalars.
         """
@@ -419,9 +417,7 @@ class BaseTask(BaseLayer):
     def HeldOutStep(self, weights: NestedMap, batch: NestedMap) -> NestedMap:
         """Returns the HELD_OUT_METRICS of a held-out batch, and how many UNITs it has.
 
-        Args:
-            weights: theta, or its moving average, whose types may be wider.
-            batch: of HeldOutBatch.
+        `weights` are theta, or its moving average, whose types may be wider.
         """
         specs = self.VariableSpecs().Flatten()
         pairs = zip(weights.Flatten(), specs, strict=True)

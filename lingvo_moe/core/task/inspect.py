@@ -79,13 +79,7 @@ def _of_hosts(specs: Iterable[VariableSpec], mesh: Mesh) -> str:
 def print_optimizer(task: BaseTask, mesh: Mesh, console: Console | None = None) -> None:
     """Prints the state that training keeps beside the weights, and how many variables decay.
 
-    Args:
-        task: of which.
-        mesh: the mesh that it is sharded over.
-        console: where to.
-
-    Raises:
-        ParamError: a pattern of the weight decay that matches no variable.
+    Raises ParamError: a pattern of the weight decay that matches no variable.
     """
     console = console or Console(width=140)
     state, decays = task.StateSpecs(), task.optimizer.Decays(task.VariableSpecs())
@@ -116,10 +110,7 @@ def _ends(paths: Iterable[str]) -> str:
 def print_flops(task: BaseTask, batch: NestedMap, console: Console | None = None) -> None:
     """Prints the forward FLOPs per token or image by part of the model, and those of a training step.
 
-    Args:
-        task: of which; prints nothing for one that does not say.
-        batch: ArraySpecs of a full batch.
-        console: where to.
+    Prints nothing for a task that does not say. `batch` holds ArraySpecs of a full batch.
     """
     parts = task.FlopsByPart(batch)
     total = sum(parts.values())

@@ -36,11 +36,7 @@ def divided(
 ) -> tuple[Division, BaseTask]:
     """The division of a batch, and the task with the sizes of a micro-batch; its variables are the same.
 
-    Args:
-        task: what is trained.
-        num: M.
-        batch_specs: ArraySpecs of the whole batch, with `split`.
-        name: the parameter that sets M.
+    `num` is M, `name` the parameter that sets it; `batch_specs` are of the whole batch, with `split`.
 
     Raises:
         MicroBatchError: the batch does not divide into M parts, or its groups do not.
@@ -63,10 +59,7 @@ def accumulating_step(
     rounding. An update is the mean of those of the micro-batches, each of which starts from the state. Seeds are folded
     with the micro-batch's number. Gradients are summed in float32.
 
-    Args:
-        task: what is trained.
-        num: M, 2 or more.
-        batch_specs: ArraySpecs of the whole batch, with `split`.
+    `num` is M, 2 or more; `batch_specs` are of the whole batch, with `split`.
 
     Raises:
         MicroBatchError: the batch does not divide into M parts, or its groups do not.
@@ -103,7 +96,6 @@ def _terms(task: BaseTask, i: tf.Tensor, batch: NestedMap, shared: NestedMap) ->
     Args:
         task: with the sizes of a micro-batch.
         i: int32 scalar.
-        batch: the micro-batch.
         shared: theta; the step's seed; units, those of the whole batch.
     """
     weights = zip(shared.theta.Flatten(), task.VariableSpecs().Flatten(), strict=True)
@@ -131,8 +123,6 @@ def accumulate(
     Args:
         terms: (micro-batch's number, micro-batch, shared) -> a tree of floating-point tensors of static shape. It is
             traced once.
-        division: of the batch.
-        batch: a tree of tensors.
         shared: a tree of tensors that every micro-batch sees, one of them floating point.
         splits: for terms that are sharded, by their path: the mesh axes of their dimensions.
 

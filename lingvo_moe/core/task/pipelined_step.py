@@ -30,9 +30,7 @@ def pipelined_step(task: BaseTask, batch_specs: NestedMap) -> Step:
     Where the mesh has an axis `data`, which shards the rows, each of its D devices works on micro-batches of its own,
     so that M / D of them pass through the stages one after the other.
 
-    Args:
-        task: what is trained; it has PipelineParts.
-        batch_specs: ArraySpecs of the whole batch, with `split`.
+    `batch_specs` are of the whole batch, with `split`.
 
     Raises:
         MicroBatchError: the batch does not divide into micro-batches, or its groups do not.

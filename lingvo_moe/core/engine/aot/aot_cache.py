@@ -35,12 +35,8 @@ def cached(
 ) -> AotResult:
     """Returns the compiler's results for a program, from the cache if it was compiled before.
 
-    Args:
-        program: the program to compile.
-        topology_name: the slice to compile for.
-        compiler: `aot.compiler_identity()`.
-        cache_dir: the cache; None to cache nothing.
-        compile_program: called if there is no entry. Its exceptions are not cached.
+    `compiler` is `aot.compiler_identity()`. Nothing is cached without a `cache_dir`, nor are exceptions of
+    `compile_program`.
 
     Raises:
         OSError: the entry cannot be written.

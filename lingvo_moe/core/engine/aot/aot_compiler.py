@@ -46,11 +46,7 @@ class Compiler(abc.ABC):
     def Refusal(self, program: str, topology: str, message: str, lowered: Any) -> EngineError:
         """The error for a program that the compiler refused.
 
-        Args:
-            program: its name.
-            topology: the machine.
-            message: the compiler's.
-            lowered: the `jax.stages.Lowered` that was refused.
+        `message` is the compiler's, `lowered` the `jax.stages.Lowered` that was refused.
         """
 
     def Needed(self, memory: Mapping[str, int]) -> int:

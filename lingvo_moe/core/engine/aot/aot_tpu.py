@@ -62,10 +62,7 @@ class TpuCompiler(Compiler):
 def out_of_memory(program: str, topology: str, message: str, hlo_text: str = "") -> OutOfMemory:
     """The error for a program that libtpu refuses for its size.
 
-    Args:
-        program, topology: their names.
-        message: libtpu's, which states both sizes.
-        hlo_text: the refused module, if there is one.
+    `message` is libtpu's, which states both sizes; `hlo_text` is the refused module, if there is one.
     """
     needed, limit = _needed_and_limit(message)
     return OutOfMemory(

@@ -31,7 +31,6 @@ def partition(
     """Compiles a program for the devices of its mesh and returns its module before and after partitioning.
 
     Args:
-        program: for any mesh.
         devices: of JAX; by default the first ones of this process.
         topology: a TPU slice or a GPU cluster, e.g. 'v3:2x2', to compile for ahead of time instead.
 

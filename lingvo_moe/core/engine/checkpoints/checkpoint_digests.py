@@ -36,9 +36,7 @@ class DigestedDirectory(ocp.path.atomicity.AtomicRenameTemporaryPath):
 def verify_step(directory: str | os.PathLike, part: tuple[int, int] = (0, 1)) -> None:
     """Compares the files of a step with their digests.
 
-    Args:
-        directory: the step's.
-        part: (i, n): this process takes the i-th share of n.
+    `part` (i, n): this process takes the i-th share of n.
 
     Raises:
         NotListedError: there is no list.

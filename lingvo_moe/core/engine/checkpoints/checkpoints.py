@@ -127,11 +127,7 @@ class Checkpointer:
     ) -> None:
         """Starts to save; the state may be donated as soon as this returns. A step that is there already is left alone.
 
-        Args:
-            step: its number.
-            state: a tree of the engine's tensors.
-            extra: anything that JSON can hold.
-            packing: of the state; None: it packs nothing.
+        `extra` is anything that JSON can hold; `packing` is that of the state, None where it packs nothing.
 
         Raises:
             CheckpointError: this step, or the one before it, could not be written.
@@ -168,8 +164,6 @@ class Checkpointer:
         Args:
             state_specs: a tree of specs of the whole state, or of a part such as
                 NestedMap(theta=...).
-            engine: the engine that will hold the tensors.
-            step: by default the newest.
             packing: of `state_specs`; None: they pack nothing.
 
         Raises:
@@ -230,10 +224,6 @@ class Checkpointer:
 
         Floating-point tensors are averaged in float32, or in their own type if it is wider, and keep their type.
         Other tensors are taken from the last step. Memory holds the running mean and the step that is being read.
-
-        Args:
-            prefix: path of the part.
-            steps: at least one.
 
         Raises:
             CheckpointError: as Restore; or nothing has that prefix.

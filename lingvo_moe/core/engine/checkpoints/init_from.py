@@ -83,12 +83,8 @@ def begin_from(
 ) -> Beginning:
     """Reads the weights with which a run begins from a checkpoint of another.
 
-    Args:
-        logdir: the other run's.
-        step: of its checkpoint.
-        task: Params of the model of the run that begins.
-        artifacts: of its input.
-        trust_run: see RunDir; of the other run.
+    `task` are the Params of the model of the run that begins and `artifacts` those of its input; `trust_run` is that
+    of RunDir, of the other run.
 
     Raises:
         RunDirError: no run there, or a damaged one, or its experiment is not there any more, or it names a class

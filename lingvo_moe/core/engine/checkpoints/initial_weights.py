@@ -40,11 +40,7 @@ class InitialWeights:
         Reordered tables pass through the memory of every process in full. Other variables are read onto the
         devices with their sharding, and none is held twice.
 
-        Args:
-            state: a state of BaseTask.StateSpecs, on the engine's devices.
-            specs: VariableSpecs of its theta.
-            engine: the engine that holds the state.
-            packing: of the state; None: it packs nothing.
+        `specs` are the VariableSpecs of its theta; `packing` is that of the state, None where it packs nothing.
 
         Raises:
             CheckpointError: no such step, a damaged one, or one of another model.

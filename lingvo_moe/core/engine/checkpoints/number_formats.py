@@ -28,9 +28,7 @@ def is_master(name: str) -> bool:
 def sources(specs: Iterable[TensorSpec], types: Types) -> list[TensorSpec]:
     """For each tensor of a state the one of a checkpoint that has its value, with its own sharding.
 
-    Args:
-        specs: of the state, named by their paths.
-        types: of the checkpoint. A name that it lacks stays as it is.
+    A name that `types`, those of the checkpoint, lack stays as it is.
     """
     return [_source(spec, types) for spec in specs]
 

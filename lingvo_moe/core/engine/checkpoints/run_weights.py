@@ -24,7 +24,6 @@ def read_newest(
     """Returns the result of `read` for a checkpoint, also while a trainer deletes old ones.
 
     Args:
-        directory: of the checkpoints.
         read: called with what reads them and the step; again with the next newest step if that one was deleted.
         step: the one to read; None for the newest.
 
@@ -59,11 +58,7 @@ def read_weights(
 ) -> NestedMap:
     """Reads theta as NumPy arrays, in the structure of `task.Unpacked()`.
 
-    Args:
-        checkpointer: of the run.
-        task: its task.
-        step: of the checkpoint; None for the newest.
-        use_ema: whether to read the moving average, in the types of the weights, instead of the weights.
+    Those of the newest checkpoint without a `step`; with `use_ema` their moving average, in the types of the weights.
 
     Raises:
         CheckpointError: as Checkpointer.Restore; or the run keeps no moving average.

@@ -60,9 +60,7 @@ class Operation:
     def __call__(self, *tensors: tf.Tensor, placed: Sequence[Any] = ()) -> list[tf.Tensor | None]:
         """Returns the results as eager tensors.
 
-        Args:
-            tensors: eager, as `args` says.
-            placed: the first of these tensors, where the devices hold them already.
+        `placed` are the first of these tensors, where the devices hold them already.
         """
         if not any(self.results):
             return self.results
@@ -127,8 +125,7 @@ class Operation:
         It takes all arguments, then the cotangents of those results. Gradients of other arguments are
         None.
 
-        Args:
-            by: the numbers of the arguments to differentiate by; by default all.
+        `by` are the numbers of the arguments to differentiate by; by default all.
         """
         among = range(len(self.args)) if by is None else by
         wanted = tuple(i for i in among if _is_differentiable(self.args[i]))

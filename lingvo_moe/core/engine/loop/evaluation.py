@@ -17,11 +17,7 @@ _MOST_EXPONENT = 700.0  # of e, in double precision
 class Evaluator:
     """Computes BaseTask.HELD_OUT_METRICS of weights; compiled when it is first called.
 
-    Args:
-        task: what is evaluated.
-        inputs: says what a batch looks like.
-        engine: what runs it.
-        average: whether weights are given as the moving average of a state, instead of theta.
+    `average`: whether weights are given as the moving average of a state, instead of theta.
     """
 
     def __init__(self, task: BaseTask, inputs: BaseInput, engine: Engine, average: bool = False):
@@ -38,9 +34,7 @@ class Evaluator:
     def __call__(self, weights: NestedMap, batches: Iterable[HeldOutBatch]) -> NestedMap:
         """Evaluates weights. In a job of several processes all have to call it.
 
-        Args:
-            weights: NumPy arrays, or tensors of the engine's.
-            batches: of the input's HeldOut.
+        Weights are NumPy arrays, or tensors of the engine's.
 
         Returns:
             NestedMap of float32 scalars: the task's HELD_OUT_METRICS, as means over all its UNITs; their number, under

@@ -39,9 +39,7 @@ class JobError(ValueError):
 def together(work: Callable[[], _T], on: Container[int] | None = None) -> _T | None:
     """Does work on some processes of the job. If it fails on one of them, no process continues.
 
-    Args:
-        work: what to do.
-        on: the numbers of the processes that do it; None: all.
+    `on` are the numbers of the processes that do it; None: all.
 
     Returns:
         What `work` returned; None on the other processes.
@@ -102,11 +100,7 @@ def announcing() -> Iterator[None]:
 
 
 def leave(status: int) -> None:
-    """Ends this process, which has failed, and the other processes of its job. Returns when it has joined no job.
-
-    Args:
-        status: the exit status of this process.
-    """
+    """Ends this process, which has failed, and the other processes of its job. Returns when it has joined no job."""
     client = distributed.global_state.client
     if client is None:
         return

@@ -39,13 +39,7 @@ class Speed(NamedTuple):
 class StepProgress:
     """Shows step, loss, speed and the time left.
 
-    Args:
-        first: the step that the run starts or resumes at.
-        last: the step at which it ends.
-        unit: what the speed counts, e.g. 'tokens'.
-        work: the arithmetic of a step.
-        doing: what is shown until the first step is done.
-        stream: where to, standard error by default.
+    `doing` is shown until the first step is done; `unit` is what the speed counts, e.g. 'tokens'.
     """
 
     def __init__(
@@ -88,11 +82,9 @@ class StepProgress:
         """Shows a step's loss.
 
         Args:
-            step: steps done.
             loss: the training loss, in nats.
             units: how many were processed since the last call, padding left out.
             skipped: steps that changed nothing so far, because they were not finite.
-            note: more text to show.
             waited: seconds in which steps waited for their batches, since the start. They are shown where they are
                 more than 1% of the time.
 

@@ -22,10 +22,7 @@ class SkippedSteps:
     A skipped step leaves the weights as they were. So the weights of a checkpoint are known to be good once a later
     step has changed them, which it does only where it found a finite loss and gradient.
 
-    Args:
-        engine: what trains.
-        checkpointer: keeps the newest checkpoint whose weights are known to be good.
-        most: train.max_skipped_steps.
+    The checkpointer keeps the newest checkpoint whose weights are known to be good.
 
     Attributes:
         total: of all steps of the run.

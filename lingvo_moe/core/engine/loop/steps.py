@@ -21,10 +21,7 @@ from lingvo_moe.core.tensors import marks
 def train_step(task: BaseTask, inputs: BaseInput, num_micro_batches: int = 1) -> Step:
     """(state, batch) -> (state, metrics) of a task that is fed by an input.
 
-    Args:
-        task: what is trained.
-        inputs: its input.
-        num_micro_batches: train.num_micro_batches, where the task has no pipeline.
+    `num_micro_batches` counts where the task has no pipeline.
 
     Raises:
         ValueError: as accumulating_step and pipelined_step; when the step is traced, also as BaseTask.CheckMarks.
@@ -48,10 +45,7 @@ def train_step(task: BaseTask, inputs: BaseInput, num_micro_batches: int = 1) ->
 def held_out_step(task: BaseTask, inputs: BaseInput, average: bool) -> Step:
     """(weights, batch) -> metrics of a held-out batch; see BaseTask.HeldOutStep.
 
-    Args:
-        task: what is evaluated.
-        inputs: its input.
-        average: whether the weights are the moving average of a state, instead of theta.
+    `average`: whether the weights are the moving average of a state, instead of theta.
     """
     specs = task.StateSpecs()
     weights = specs.ema if average else specs.theta

@@ -64,7 +64,6 @@ class Summaries:
         """Records one step's metrics.
 
         Args:
-            step: the number of steps done.
             metrics: a NestedMap of NumPy arrays: scalars, one number a layer [L], or one number an
                 expert [L,E]. A scalar is written as it is, [L] as `<name>/<layer>`, [L,E] as a
                 histogram, with the busiest expert's number over the mean as a scalar.

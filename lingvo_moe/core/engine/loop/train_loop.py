@@ -75,8 +75,7 @@ class TrainLoop:
     def Run(self, on_compiled: Callable[[Compiled], None] | None = None) -> NestedMap:
         """Trains until `train.max_steps`, or until a signal, the time, the held-out loss or skipped steps end it.
 
-        Args:
-            on_compiled: called with the compiled step before the first one.
+        `on_compiled` is called with the compiled step before the first one.
 
         Returns:
             NestedMap(first_step, last_step, status, metrics): the exit status, 1 after too many skipped steps and

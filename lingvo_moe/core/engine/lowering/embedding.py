@@ -31,9 +31,7 @@ def embedded(tf_function: Any, specs: Sequence[tf.TensorSpec]) -> Callable[..., 
     It can be lowered only, neither run nor differentiated. Eager tensors that the `tf.function` captures become
     constants.
 
-    Args:
-        tf_function: with `jit_compile=True`; returns a flat tuple of tensors of static shapes.
-        specs: of its arguments.
+    `tf_function` has `jit_compile=True` and returns a flat tuple of tensors of static shapes.
     """
 
     def call(*args: Any) -> tuple[Any, ...]:

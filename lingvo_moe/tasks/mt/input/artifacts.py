@@ -12,9 +12,7 @@ VOCAB_FILES = {"source": "vocab/source.model", "target": "vocab/target.model"}
 def mt_artifacts(vocabs: Mapping[str, bytes], languages: Sequence[str] = ()) -> RunArtifacts:
     """The artifacts of a run.
 
-    Args:
-        vocabs: serialised SentencePiece models by side, 'source' and 'target'.
-        languages: what it is trained on; a language's place here is its task id.
+    `vocabs` are serialised SentencePiece models by side; a language's place in `languages` is its task id.
     """
     files = {name: vocabs[side] for side, name in VOCAB_FILES.items()}
     return RunArtifacts(files, {"languages": list(languages)})

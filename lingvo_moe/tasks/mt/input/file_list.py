@@ -81,9 +81,7 @@ class FileList:
     def CheckLanguages(self, files: Iterable[Path], folder: str = "") -> None:
         """Raises DataError unless these are the TSVs of a folder that are listed: none was added or removed.
 
-        Args:
-            files: as tsv.language_files finds them.
-            folder: '' or 'dev'.
+        `folder` is '' or 'dev'.
         """
         listed = {p for p in self.paths if os.path.dirname(p) == folder and tsv.language_of(p)}
         found = {self._name(path) for path in files}
@@ -149,12 +147,8 @@ def verify_where_listed(
 ) -> None:
     """Verifies files that may have been listed by a tool; without a list there is a warning.
 
-    Args:
-        directory: where the list lies.
-        name: the list.
-        paths: the files, as paths in the directory with slashes.
-        tool: what writes such a list.
-        warn: whether a missing list is warned of; False for further files of a list that was looked for before.
+    `name` is the list in `directory` and `tool` writes such lists; `warn` is False for further files of a list that
+    was looked for before.
 
     Raises:
         DataError: a file or the list is damaged; it is named.

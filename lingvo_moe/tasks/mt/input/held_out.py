@@ -59,11 +59,8 @@ def held_out_batches(
 ) -> Iterator[HeldOutBatch]:
     """Batches of all pairs; see packing.to_batch. The last ones of a group have empty rows.
 
-    Args:
-        groups: languages with at least one pair each, by group.
-        encode: the ids of a source, and of a target.
-        shape: of the batches.
-        truncate: whether pairs longer than a row are truncated, instead of left out.
+    Each group has languages with at least one pair each; `encode` gives the ids of a source, and of a target. Pairs
+    longer than a row are truncated, or left out.
     """
     waiting = {name: _Group(languages) for name, languages in groups.items() if languages}
     while waiting:

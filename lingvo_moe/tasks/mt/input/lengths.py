@@ -89,9 +89,7 @@ class Lengths:
     def RowLengths(self, least: tuple[int, int] = (1, 1), kept: float = KEPT) -> tuple[int, int]:
         """The source and target lengths of the shortest rows, in sum, that hold a share of the pairs.
 
-        Args:
-            least: neither is below its own; besides these, lengths are round numbers.
-            kept: the share.
+        Neither is below its own of `least`; besides these, lengths are round numbers.
         """
         needed = self.all
         source, target = (

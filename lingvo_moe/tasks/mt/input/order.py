@@ -35,8 +35,6 @@ class PairOrder:
 
         Args:
             sizes: the number of pairs by language; indices follow its order.
-            temperature: see mixing.
-            seed: of everything drawn.
             shards: the number of pairs in each shard, by language; None for one shard a language.
         """
         self._names = list(sizes)

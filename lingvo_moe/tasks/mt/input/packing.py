@@ -94,7 +94,6 @@ def fill_batch(
     """Makes one batch.
 
     Args:
-        shape: of the batch.
         waiting: pairs left over by the batch before, which are placed first.
         draw: gives the next pair; None when there are no more. Pairs are tuples that begin with source and target
             ids, each of which fits, and end with the task, if the shape has tasks.

@@ -68,9 +68,7 @@ class Records:
         """Opens a directory of records.
 
         Args:
-            directory: holds the shards and their manifest.
             key: what the manifest must name.
-            languages: which to open; empty means all.
             remedy: what to do about a record that is damaged later, for its message.
 
         Raises:
@@ -128,9 +126,7 @@ class Records:
     def Lengths(self, language: int, every: int = 1) -> np.ndarray:
         """The numbers of source and target ids of a language's records, in their order.
 
-        Args:
-            language: its index.
-            every: read one in so many groups of records that are stored together, in each shard.
+        `every`: one in so many groups of records that are stored together is read, in each shard.
 
         Returns:
             int32 [2, N].

@@ -10,10 +10,8 @@ def resource_groups(
 ) -> dict[str, str]:
     """'high', 'mid' or 'low' for each language.
 
-    Args:
-        train_pairs: of each language.
-        bounds: the fewest training pairs of a high and of a mid one; None for thirds of the languages, where names
-            decide between equals.
+    `bounds` are the fewest training pairs of a high and of a mid one; without them these are thirds of the languages,
+    where names decide between equals.
     """
     ranked = sorted(train_pairs, key=lambda lang: (-train_pairs[lang], lang))
     if bounds is None:

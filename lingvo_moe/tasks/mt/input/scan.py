@@ -42,10 +42,7 @@ def scan(
 ) -> Scan:
     """Reads all training files once, streaming; those of a prepared data set are not read.
 
-    Args:
-        data_dir: a directory of TSVs.
-        languages: which languages to use; empty means all.
-        progress: called with a line of text now and then.
+    `languages` are those to use; empty means all.
 
     Raises:
         DataError: see data_files, tsv.read_pairs and Prepared.Open; also an unknown language, or not one good pair.

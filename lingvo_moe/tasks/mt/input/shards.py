@@ -64,8 +64,7 @@ def write_shards(
 ) -> LanguageShards:
     """Tokenises `(source, target)` texts and writes their shards; records.py describes a record.
 
-    Args:
-        report: called with the number of pairs that were done since the last call.
+    `report` is called with the number of pairs that were done since the last call.
 
     Raises:
         OSError: a shard cannot be written; it is named.

@@ -77,10 +77,7 @@ def read_pairs(
 ) -> Iterator[tuple[str, str]]:
     """Streams the `(source, english)` pairs of a file, stripped.
 
-    Args:
-        path: the file; a byte order mark at its start is left out.
-        counts: filled on the way.
-        warn: called with a message for each of the first bad lines and, at the end, with their number; or None.
+    `counts` is filled on the way; `warn` is called for each of the first bad lines and, at the end, with their number.
 
     Raises:
         DataError: the file cannot be read, or its compressed data is damaged (naming the last good line).

@@ -106,7 +106,6 @@ def train_vocabulary(
     then the rarest are left to the byte pieces, which can spell anything.
 
     Args:
-        sentences: the sample.
         size: the number of ids, exactly.
         name: what to call the size in errors ("input.source_vocab_size").
         normalization: SentencePiece's rule: "nfkc" or "identity".

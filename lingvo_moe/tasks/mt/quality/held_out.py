@@ -25,12 +25,10 @@ def held_out_loss(
     vocabularies and shapes.
 
     Args:
-        logdir: the run.
         data_dir: holds the pairs that the run trained on, and dev/<lang>.tsv.gz.
         num_batches: how many batches of the run's size, at most.
         step: of the checkpoint; None for the newest.
         use_ema: whether to take the moving average of the weights, of a run with task.ema_decay.
-        say: called with a line about the progress.
 
     Returns:
         NestedMap(step: of the checkpoint, and what Evaluator returns: nll: nats a target token, without smoothing;

@@ -27,9 +27,7 @@ def margin(metric: "Metric", hypotheses: Sequence[str], references: Sequence[str
     lines an even selection is resampled, and its margin is scaled by the square root of the numbers of lines; so the
     cost stays below a CPU second. 50 lines take 20 CPU ms.
 
-    Args:
-        metric: a BLEU or CHRF; it stays as it is.
-        hypotheses, references: N lines each.
+    `metric`, a BLEU or CHRF, stays as it is.
 
     Returns:
         Points of the score, or None for fewer than two lines, which cannot be resampled.

@@ -37,7 +37,6 @@ class KeptTranslations:
         """Wraps a translator.
 
         Args:
-            translate: the translator.
             directory: the directory of stored translations; None stores none.
             identity: JSON data that differs between translators.
         """

@@ -192,10 +192,7 @@ def reading_order(group: str, lines: int, train_pairs: int) -> tuple[int, bool, 
 def verify_scores(directory: str | os.PathLike, paths: Iterable[str], warn: bool = True) -> None:
     """Raises DataError where files that EvalReport.Write wrote and listed are damaged; without a list it warns.
 
-    Args:
-        directory: that was written to.
-        paths: of the files in it, with slashes.
-        warn: False for further files, where a missing list was warned of before.
+    `warn` is False for further files, where a missing list was warned of before.
     """
     verify_where_listed(directory, LIST, paths, "tools.evaluate", warn)
 
@@ -228,8 +225,6 @@ def evaluate(
         translate: lines and their languages -> translations.
         devset: `(language, [(source, reference), ...])`, e.g. `DevSet(data_dir).items()`.
         train_pairs: training pairs of each language, from which the resource groups follow; None for no groups.
-        batch_lines: lines handed to `translate` at once.
-        progress: called after each batch.
         bounds: of the resource groups; see `resource_groups`.
 
     Raises:

@@ -168,9 +168,6 @@ class BaseHandler(tornado.web.RequestHandler):
     def finish(self, chunk: str | bytes | dict | None = None) -> "asyncio.Future[None]":
         """Sends the answer; a client that does not read it in time is disconnected.
 
-        Args:
-            chunk: the end of the body.
-
         Returns:
             A future, done when the answer was sent or the connection is lost.
         """

@@ -34,10 +34,7 @@ class Wanted:
 def parse_translate(body: bytes, limits: Limits, known: Sequence[str]) -> Wanted:
     """Reads `{"text": "one line, or several", "language": "de"}` or `{"text": ["line", ...]}`.
 
-    Args:
-        body: of the request.
-        limits: on lines and their lengths.
-        known: source languages of a model that routes by them; none otherwise.
+    `known` are the source languages of a model that routes by them.
 
     Raises:
         RequestError: 400 for any other body, 413 for too many or too long lines.

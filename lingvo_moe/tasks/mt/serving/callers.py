@@ -16,9 +16,7 @@ from lingvo_moe.tasks.mt.serving.errors import RequestError
 def check_caller(request: tornado.httputil.HTTPServerRequest, names: Sequence[str] | None) -> None:
     """Refuses requests that a browser sends for another site's page; programs send no such headers.
 
-    Args:
-        request: its headers are looked at.
-        names: by which the server is called, besides localhost and addresses; None for any.
+    `names`: by which the server is called, besides localhost and addresses; None for any.
 
     Raises:
         RequestError: 403.

@@ -6,10 +6,8 @@ import tornado.web
 class RequestError(tornado.web.HTTPError):
     """A refused request, with an HTTP status and a sentence for the client.
 
-    Args:
-        status: 4xx or 5xx.
-        message: what is wrong, and what would be right.
-        retry_after: seconds after which it may be sent again, where that helps.
+    `message` says what is wrong and what would be right; `retry_after`, where that helps, after how many seconds to
+    try again.
     """
 
     def __init__(self, status: int, message: str, retry_after: int | None = None):

@@ -120,10 +120,7 @@ def export(
     its ops; nothing of this package. `assets.extra` says what it is, and lists all files with their SHA-256, which
     SavedTranslator verifies.
 
-    Args:
-        translator: what to save.
-        output: a directory that does not exist, is empty, or holds a SavedModel, which is replaced.
-        about: for JSON; kept in the SavedModel, with the options.
+    `output` may hold a SavedModel, which is replaced; `about` is kept in the SavedModel, with the options.
 
     Raises:
         OutputError: `output` holds something else, or lies inside a run, data or another model.

@@ -14,13 +14,7 @@ DropReason = Literal["closed", "malformed", "slow", "too_large"]
 
 
 class Metrics:
-    """The metrics of one server; two servers in a process are separate.
-
-    Args:
-        waiting: how many lines wait or are being translated.
-        connections: how many are open.
-        ready: whether translations are served.
-    """
+    """The metrics of one server; two servers in a process are separate."""
 
     def __init__(
         self,

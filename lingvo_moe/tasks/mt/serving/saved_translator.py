@@ -27,9 +27,6 @@ MANIFEST = "assets.extra/manifest.sha256"
 class SavedTranslator:
     """An exported model, used as a Translator. Every file of it is verified before any is used.
 
-    Args:
-        path: a SavedModel directory by tools.export.
-
     Attributes:
         about: what the exporter said of it: model, params_override, step, languages.
         options: how it translates, with the attributes of TranslateOptions.

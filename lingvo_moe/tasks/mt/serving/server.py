@@ -28,12 +28,7 @@ _FULL = (
 
 
 class Server(tornado.httpserver.HTTPServer):
-    """An HTTPServer with limits on connections and on slow clients.
-
-    Args:
-        service: the service; the server updates its number of connections.
-        name: of the model, in TensorFlow Serving's paths.
-    """
+    """An HTTPServer with limits on connections and on slow clients."""
 
     def initialize(self, service: Service, name: str) -> None:  # type: ignore[override]
         """Called by Tornado, with the arguments."""
@@ -75,12 +70,7 @@ class Server(tornado.httpserver.HTTPServer):
 
 
 class _Message(tornado.httputil.HTTPMessageDelegate):
-    """A request as it comes in.
-
-    Args:
-        inner: what takes it.
-        on_headers: called when its headers have come and are well formed.
-    """
+    """A request as it comes in. `on_headers` is called when its headers have come and are well formed."""
 
     def __init__(self, inner: tornado.httputil.HTTPMessageDelegate, on_headers: Callable[[], None]):
         self._inner, self._on_headers = inner, on_headers
@@ -145,11 +135,7 @@ async def serve(
 ) -> int:
     """Serves until `stop` is set: then takes nothing more, ends what runs, and returns.
 
-    Args:
-        service: what to serve; it is warmed up first, while `/health` says so.
-        sockets: that listen.
-        name: the model's, in TensorFlow Serving's paths.
-        stop: an event of the running loop.
+    The service is warmed up first, while `/health` says so.
 
     Returns:
         The process's exit status: 0, or 1 where requests did not end within `shutdown_timeout` or serving broke.

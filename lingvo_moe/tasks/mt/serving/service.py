@@ -29,8 +29,6 @@ class Service:
 
     Args:
         translator: called in one thread only.
-        about: a description of the model, for JSON.
-        limits: see Limits.
         max_batch_lines: translated at once; None for the rows of the translator's programs.
         max_batch_wait: seconds that the first line of a quiet time waits for others.
 

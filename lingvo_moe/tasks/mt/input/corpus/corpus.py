@@ -58,10 +58,7 @@ def build_corpus(
 ) -> dict[str, tuple[int, int]]:
     """Writes a corpus atomically. Returns `{lang: (training pairs, dev pairs)}`.
 
-    Args:
-        output: the directory to make. An older corpus there is replaced; anything else is an error.
-        options: what goes in.
-        progress: called after each language that was kept.
+    An older corpus in `output` is replaced; `progress` is called after each language that was kept.
 
     Raises:
         DataError: a package is missing, a language is unknown or has too few pairs.

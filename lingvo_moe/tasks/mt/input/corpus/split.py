@@ -19,10 +19,7 @@ def share_for(size: int) -> float:
 def is_held_out(key: str, share: float, salt: str = "") -> bool:
     """Whether the sentence of a key (clean.sentence_key) is held out, of all languages alike.
 
-    Args:
-        key: the English sentence's key.
-        share: of sentences of three words or more, from 0 to 1.
-        salt: another salt selects other sentences: the rest of a corpus has none that its own salt selects.
+    Short sentences have a smaller share; another `salt` selects other sentences.
     """
     return text_hash(salt + key) < share * _SHORT.get(key.count(" ") + 1, 1.0) * 2.0**64
 

@@ -40,8 +40,7 @@ class LanguageJob:
 def language_stage(job: LanguageJob, report: Callable[[int], None]) -> str:
     """Does a job atomically, unless it was done before. Returns its directory.
 
-    Args:
-        report: called with 1 when it is done.
+    `report` is called with 1 when it is done.
 
     Raises:
         DataError: see read_source.

@@ -80,8 +80,6 @@ def prepare(
     Args:
         inputs: files and directories of parallel text; see sources.py.
         output: the directory to make. Older prepared data there is replaced; anything else is an error.
-        options: how.
-        progress: called with a line of text now and then.
 
     Raises:
         DataError: an input is missing, damaged or of no known form, nothing is left of it, a vocabulary is too large

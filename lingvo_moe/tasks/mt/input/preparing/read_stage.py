@@ -65,8 +65,7 @@ class LanguageCounts:
 def read_stage(job: ReadJob, report: Callable[[int], None]) -> str:
     """Does a job atomically, unless it was done before. Returns its directory.
 
-    Args:
-        report: called with the number of lines read since the last call.
+    `report` is called with the number of lines read since the last call.
 
     Raises:
         DataError: see read_source; or none of the lines of a source can be used.

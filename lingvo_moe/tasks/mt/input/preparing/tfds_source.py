@@ -19,9 +19,7 @@ from lingvo_moe.tasks.mt.input.preparing.sources import TFDS_FOLDER, Fields, Sou
 def read_builder(name: str, fields: Fields) -> Iterator[Line]:
     """Streams the pairs of a builder's split `train`.
 
-    Args:
-        name: a registered builder with its config, as tfds.builder takes it; or 'TranslateFolder:DIR'.
-        fields: names the target language.
+    `name` is a registered builder with its config, as tfds.builder takes it, or 'TranslateFolder:DIR'.
 
     Raises:
         DataError: TFDS is not installed, there is no such builder, it has no such split or no translations, or its

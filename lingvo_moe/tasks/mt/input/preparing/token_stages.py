@@ -82,8 +82,7 @@ class RecordsJob:
 def records_stage(job: RecordsJob, report: Callable[[int], None]) -> str:
     """Tokenises a language atomically, unless it was done before. Returns its directory.
 
-    Args:
-        report: called with the number of pairs tokenised since the last call.
+    `report` is called with the number of pairs tokenised since the last call.
 
     Raises:
         OSError: the directory cannot be written.
