@@ -173,9 +173,14 @@ class BaseLayer:
         COMPUTES: the name of the function of (theta, inputs) that the class computes in inference, e.g.
             'feed_forward', for code with another implementation of that function. It is not inherited, because a
             subclass may compute something else: one that computes the same states the name itself.
+        PART: the part of a model that its operations belong to in plans, e.g. 'attention'; '' takes the parent's.
+        NAMES_ITS_PARTS: whether plans name it and the layers below it after it, e.g. 'encoder', if no layer above
+            it does so already.
     """
 
     COMPUTES: ClassVar[str] = ""
+    PART: ClassVar[str] = ""
+    NAMES_ITS_PARTS: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -307,6 +312,25 @@ class BaseLayer:
         self.path = f"{prefix}.{self.path}"
         for child in self.children.Flatten():
             child._prefix_path(prefix)
+
+    def DeclaredParts(self) -> dict[str, tuple[str, str]]:
+        """The part and the name of this layer and of each below it in plans, by path (core/hlo/parts.py)."""
+        return self._declared_parts("", "")
+
+    def _declared_parts(self, part: str, name: str) -> dict[str, tuple[str, str]]:
+        """DeclaredParts under a parent's part and name."""
+        part = self.PART or part
+        name = name or (self.p.name if self.NAMES_ITS_PARTS else "")
+        if name and (variant := self.Variant()):
+            name = f"{name}.{variant}"
+        found = {self.path: (part, name)}
+        for child in self.children.Flatten():
+            found |= child._declared_parts(part, name)
+        return found
+
+    def Variant(self) -> str:
+        """A word that tells this layer from others of its stack in plans, e.g. 'moe'; '' for none."""
+        return ""
 
     def _check_name(self, name: str) -> None:
         if name in self._weights or name in self.children or not name.isidentifier():

@@ -125,8 +125,10 @@ Annotate = Callable[..., tf.Tensor]
 
 @dataclass
 class Collected:
-    """The marked activations of one repetition, in the order of the marks, and the functions that annotate them."""
+    """The marked activations of one repetition, in the order of the marks: their names, and the functions that
+    annotate them."""
 
+    names: list[str] = field(default_factory=list)
     values: list[tf.Tensor] = field(default_factory=list)
     annotate: list[Annotate] = field(default_factory=list)
 
@@ -180,6 +182,7 @@ def keep(x: tf.Tensor, name: str, annotate: Annotate) -> tf.Tensor:
         return x
     loop = _loop.get()
     if loop.collected is not None:
+        loop.collected.names.append(name)
         loop.collected.values.append(x)
         loop.collected.annotate.append(annotate)
         return x

@@ -22,6 +22,7 @@ from lingvo_moe.core.engine.loop.steps import lower_step, train_step
 from lingvo_moe.core.engine.lowering.program import Program
 from lingvo_moe.core.hlo.errors import HloError
 from lingvo_moe.core.hlo.module import parse_module
+from lingvo_moe.core.hlo.parts import Layers
 from lingvo_moe.core.partitioner.known_faults import ERROR, OFF, check_action
 from lingvo_moe.core.pipeline.params import settings_of
 from lingvo_moe.core.planner import pipeline, tables
@@ -119,8 +120,9 @@ def make_plan(
         "compile": {"lower_seconds": lower_seconds, "program_bytes": len(program.exported)},
     }
     compiled = _compiled(program, topology, cache_dir, say)
+    layers = Layers(task.DeclaredParts())
     if isinstance(compiled, aot.OutOfMemory):
-        held = breakdown.misfit_plan(compiled, program.signature)
+        held = breakdown.misfit_plan(compiled, program.signature, layers)
         if request.what == "train":
             held["advice"] = [*fitting.advice(held, form, params, mesh), *held["advice"]]
         return out | {"memory": held, "work": [], "collectives": [], "time": None}
@@ -131,7 +133,7 @@ def make_plan(
     }
     parts = task.PipelineParts()
     schedule = pipeline_schedule(params, program.mesh, parts.sizes if parts else ())
-    out |= _analyse(compiled, program, topology, job, schedule)
+    out |= _analyse(compiled, program, topology, job, schedule, layers)
     tables.check(out)
     return out
 
@@ -205,10 +207,11 @@ def _analyse(
     topology: Machine,
     job: tables.Job,
     schedule: pipeline.Schedule | None,
+    layers: Layers,
 ) -> dict[str, Any]:
     """The part of a plan that comes from the compiled program."""
     module = parse_module(compiled.hlo_text)
-    costs = costs_of(module)
+    costs = costs_of(module, layers)
     work = tables.work(costs, topology)
     collectives = tables.collectives(costs, topology)
     some: dict[str, Any] = {}
@@ -222,7 +225,7 @@ def _analyse(
         some["host"] = host
     return some | {
         "memory": breakdown.memory_plan(
-            module, compiled.memory, program.signature, topology.hbm_bytes
+            module, compiled.memory, program.signature, topology.hbm_bytes, layers
         ),
         "work": work,
         "collectives": collectives,

@@ -2,58 +2,26 @@
 
 Each layer runs in a TensorFlow name scope equal to its path. So an `op_name` consists of the program's
 wrapper, a scope and an operation: `jit(f)/call_tensorflow/m4/encoder/blocks/body/layers_1/ffn/router/Softmax`.
-The rules below use the names of layers (attention, router, a norm), never the name of a model.
+`Layers` has what each layer declares, by its path; outside of layers, types of operations decide.
 """
 
 import dataclasses
 import functools
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
-PARTS = (
-    "attention",
-    "dense_ffn",
-    "experts",
-    "gating",
-    "dispatch_combine",
-    "softmax",
-    "embedding",
-    "convolution",
-    "pooling",
-    "classifier",
-    "normalization",
-    "residual",
-    "loss",
-    "optimizer",
-    "loop",
-    "other",
-)
+# The parts that rules here and in the planner know; a layer may declare any other.
+EMBEDDING, LOOP = "embedding", "loop"
 PHASES = ("forward", "recompute", "backward", "optimizer")
 
 _WRAPPER = re.compile(
     r"^(?:(?:Stateful)?PartitionedCall(?:_\d+)?|call_tensorflow|call_exported|call(?:\.\d+)?|jit\(.*\))$"
 )
 _LAST_CALL = re.compile(r"/(?:Stateful)?PartitionedCall(?:_\d+)?/(?=[^/]*$)")
-_LAYER = re.compile(r"^layers_\d+$")
 _LOOP = re.compile(r"^while(?:_\d+)?$")
 _MASK = re.compile(r"^Logical(?:And|Or|Not)(?:_\d+)?$")
 _SUM = re.compile(r"/(?:AddN|add)(?:_\d+)?$")
 _GATHER_GRADIENT = re.compile(r"^UnsortedSegmentSum(?:_\d+)?$")
-# Names of scopes, innermost first: the first that matches decides.
-_SCOPES = (
-    ("gating", re.compile(r"^router$")),
-    ("dispatch_combine", re.compile(r"^(?:inference_)?dispatcher$")),
-    ("experts", re.compile(r"^experts$")),
-    ("normalization", re.compile(r"^(?:.*_)?norm$")),
-    ("attention", re.compile(r"^(?:.*_)?atten(?:tion)?$")),
-    ("dense_ffn", re.compile(r"^ffn$|^feed_forward$")),
-    ("embedding", re.compile(r"^(?:.*_)?embedding$|^position$")),
-    ("softmax", re.compile(r"^softmax$")),
-    ("convolution", re.compile(r"^(?:.*_)?conv$")),
-    ("pooling", re.compile(r"^(?:.*_)?pool$|^average$")),
-    ("classifier", re.compile(r"^head$")),
-)
-_OF_EXPERTS = ("gating", "dispatch_combine", "experts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +29,7 @@ class Place:
     """The part of the model that an instruction belongs to.
 
     Attributes:
-      part: one of PARTS.
+      part: as its layer declares it (`BaseLayer.PART`), or loss, optimizer, loop, other.
       layer: e.g. 'encoder.moe'; '' if unknown.
       phase: one of PHASES.
       path: the dotted name scope; '' if unknown.
@@ -75,27 +43,7 @@ class Place:
     @property
     def is_clear(self) -> bool:
         """Whether it names a part of the model, and not only the loop around it."""
-        return self.part not in ("other", "loop")
-
-
-NOWHERE = Place("other", "", "forward")
-
-
-def moe_layers(op_names: Iterable[str]) -> frozenset[str]:
-    """Returns the dotted paths of the layers whose feed-forward sublayer is a mixture of experts.
-
-    Args:
-      op_names: the names of all operations of a program; an MoE layer is recognised by its router,
-        dispatcher or experts.
-    """
-    found = set()
-    for names in {names for op_name in op_names for names in _scopes(op_name)}:
-        scope = _layers_only(names)
-        part, _ = _place_scope(scope, frozenset())
-        number = _layer_number(scope)
-        if part in _OF_EXPERTS and number is not None:
-            found.add(_path(scope[: number + 1]))
-    return frozenset(found)
+        return self.part not in ("other", LOOP)
 
 
 @functools.cache
@@ -129,8 +77,8 @@ def _unwrap(parts: list[str]) -> list[str]:
 def scope_of_call(op_name: str) -> str:
     """An operation's name without the call directly around it: `layer/PartitionedCall/Sum` becomes `layer/Sum`.
 
-    `place` takes a call for the program's wrapper. Where only the operation follows the call, what precedes it is the
-    layer's scope.
+    `Layers.place` takes a call for the program's wrapper. Where only the operation follows the call, what precedes it
+    is the layer's scope.
     """
     return _LAST_CALL.sub("/", op_name)
 
@@ -140,92 +88,95 @@ def is_sum(op_name: str) -> bool:
     return _SUM.search(op_name) is not None
 
 
-def place(op_name: str, in_backward_loop: bool, moe: Collection[str] | None = None) -> Place:
-    """Returns the part of the model that an operation belongs to.
+def phase(op_name: str, in_backward_loop: bool) -> str:
+    """Returns the phase of an operation, one of PHASES; arguments as for `Layers.place`.
+
+    Of joined names, the first one counts whose operation is in a scope, and not only in that of a loop.
+    """
+    found = _scopes(op_name)
+    if not found:
+        return "backward" if in_backward_loop else "forward"
+    scoped = (names for names in found if len(names) > 1 and not any(map(_LOOP.match, names)))
+    return _phase(next(scoped, found[0]), in_backward_loop)
+
+
+def _phase(names: Sequence[str], in_backward_loop: bool) -> str:
+    if names[:1] == ("optimizer",):
+        return "optimizer"
+    if "gradient_tape" in names or names[:1] == ("backward",):
+        return "backward"
+    if names and _GATHER_GRADIENT.match(names[0]):
+        return "backward"
+    return "recompute" if in_backward_loop else "forward"
+
+
+class Layers:
+    """The layers of a model: they give an operation its place.
 
     Args:
-      op_name: from the instruction's metadata; if it joins several names, the first one that names a
-        part of the model counts.
-      in_backward_loop: whether it runs in a loop that computes gradients; an operation there with a
-        forward name is a recomputation.
-      moe: the result of `moe_layers` for the program. Without it, only routers, dispatchers and
-        experts are recognised as parts of an MoE layer.
+        declared: the part and the name of each layer by its path, the model's own first: `BaseLayer.DeclaredParts`.
     """
-    return _place(op_name, in_backward_loop, frozenset(moe or ()))
+
+    def __init__(self, declared: Mapping[str, tuple[str, str]]):
+        self._declared = {path.replace(".", "/"): place for path, place in declared.items()}
+        self.root = next(iter(self._declared), "")
+        self.embeddings = frozenset(name for part, name in declared.values() if part == EMBEDDING)
+        self._place = functools.cache(self._Find)
+
+    def place(self, op_name: str, in_backward_loop: bool) -> Place:
+        """Returns the part of the model that an operation belongs to.
+
+        Args:
+          op_name: from the instruction's metadata; if it joins several names, the first one that names a
+            part of the model counts.
+          in_backward_loop: whether it runs in a loop that computes gradients; an operation there with a
+            forward name is a recomputation.
+        """
+        return self._place(op_name, in_backward_loop)
+
+    def _Find(self, op_name: str, in_backward_loop: bool) -> Place:
+        found = [self._PlaceOne(names, in_backward_loop) for names in _scopes(op_name)]
+        clear = [place for place in found if place.is_clear]
+        return (clear or found or [Place("other", "", phase(op_name, in_backward_loop))])[0]
+
+    def _PlaceOne(self, names: tuple[str, ...], in_backward_loop: bool) -> Place:
+        when = _phase(names, in_backward_loop)
+        scope = [name for name in names if name not in ("optimizer", "gradient_tape")]
+        if when == "optimizer":
+            _, layer = self._PlaceScope(scope)
+            return Place("optimizer", layer, when, ".".join(scope[:-1]))
+        if scope[:1] == ["backward"]:
+            scope = scope[1:]
+            if len(scope) == 1 and not _LOOP.match(scope[0]):
+                return Place("loss", "", when)  # The check that gradients are finite.
+        if scope and _GATHER_GRADIENT.match(scope[0]):
+            return Place(EMBEDDING, "", "backward")
+        part, layer = self._PlaceScope(scope)
+        return Place(part, layer, when, ".".join(scope[:-1]))
+
+    def _PlaceScope(self, scope: Sequence[str]) -> tuple[str, str]:
+        """Returns (part, layer) for a scope whose last name is the operation."""
+        above = scope[:-1]
+        part, layer = self._Nearest(above)
+        if part not in ("", LOOP):
+            return part, layer
+        if any(map(_LOOP.match, scope)):
+            return LOOP, layer
+        if part == LOOP:
+            return "other", layer
+        if len(above) == 1 and _MASK.match(scope[-1]):
+            return "attention", ""  # The attention mask, computed once for all layers.
+        if len(above) == 1 or (len(above) == 2 and above[1][:1].isupper()):
+            return "loss", ""  # Directly in the model's own scope.
+        return "other", layer
+
+    def _Nearest(self, above: Sequence[str]) -> tuple[str, str]:
+        """The part and name of the innermost layer in whose scope an operation is."""
+        start = above.index(self.root) if self.root in above else len(above)
+        for end in range(len(above), start, -1):
+            if found := self._declared.get("/".join(above[start:end])):
+                return found
+        return "", ""
 
 
-@functools.cache
-def _place(op_name: str, in_backward_loop: bool, moe: frozenset[str]) -> Place:
-    found = [_place_one(scope, in_backward_loop, moe) for scope in _scopes(op_name)]
-    clear = [place for place in found if place.is_clear]
-    nameless = dataclasses.replace(NOWHERE, phase="backward" if in_backward_loop else "forward")
-    return (clear or found or [nameless])[0]
-
-
-def _place_one(names: tuple[str, ...], in_backward_loop: bool, moe: frozenset[str]) -> Place:
-    phase = "recompute" if in_backward_loop else "forward"
-    scope = _layers_only(names)
-    if names[:1] == ("optimizer",):
-        _, layer = _place_scope(scope, moe)
-        return Place("optimizer", layer, "optimizer", _path(scope[:-1]))
-    if "gradient_tape" in names:
-        phase = "backward"
-    if scope[:1] == ["backward"]:
-        phase = "backward"
-        scope = scope[1:]
-        if len(scope) == 1 and not _LOOP.match(scope[0]):
-            return Place("loss", "", phase)  # The check that gradients are finite.
-    if scope and _GATHER_GRADIENT.match(scope[0]):
-        return Place("embedding", "", "backward")
-    part, layer = _place_scope(scope, moe)
-    return Place(part, layer, phase, _path(scope[:-1]))
-
-
-def _layers_only(names: Sequence[str]) -> list[str]:
-    return [name for name in names if name not in ("optimizer", "gradient_tape")]
-
-
-def _place_scope(scope: Sequence[str], moe: frozenset[str]) -> tuple[str, str]:
-    """Returns (part, layer) for a scope whose last name is the operation."""
-    above = scope[:-1] if len(scope) > 1 else []
-    number = _layer_number(scope)
-    part = next((part for part, name in _SCOPES if any(map(name.match, above))), "")
-    if part in ("embedding", "softmax"):
-        pattern = dict(_SCOPES)[part]
-        return part, next(name for name in above if pattern.match(name))
-    if number is not None:
-        is_moe = part in _OF_EXPERTS or _path(scope[: number + 1]) in moe
-        layer = f"{_stack(scope)}.{'moe' if is_moe else 'dense'}"
-        if part == "dense_ffn" and is_moe:
-            part = "dispatch_combine"  # Grouping of tokens, directly in the MoE layer's scope.
-        return part or "residual", layer
-    if part:
-        return part, _stack(scope)
-    if any(map(_LOOP.match, scope)):
-        return "loop", _stack(scope)
-    if "body" in above:
-        return "residual", _stack(scope)
-    if len(above) == 1 and _MASK.match(scope[-1]):
-        return "attention", ""  # The attention mask, computed once for all layers.
-    if len(above) == 1 or (len(above) == 2 and above[1][:1].isupper()):
-        return "loss", ""  # Directly in the model's own scope.
-    return "other", _stack(scope)
-
-
-def _layer_number(scope: Sequence[str]) -> int | None:
-    return next((i for i, name in enumerate(scope) if _LAYER.match(name)), None)
-
-
-def _stack(scope: Sequence[str]) -> str:
-    """The name of the layer stack, e.g. 'encoder': the name before its blocks or its own sublayer."""
-    named = (i for i, part in enumerate(scope) if part == "blocks" or _is_named(part))
-    place = next(named, 0)
-    return scope[place - 1] if place > 1 else ""
-
-
-def _is_named(part: str) -> bool:
-    return any(name.match(part) for _, name in _SCOPES)
-
-
-def _path(scope: Sequence[str]) -> str:
-    return ".".join(scope)
+NO_LAYERS = Layers({})

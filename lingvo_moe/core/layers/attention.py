@@ -32,6 +32,7 @@ class MultiHeadAttention(BaseLayer):
     """
 
     COMPUTES: ClassVar[str] = "multi_head_attention"
+    PART: ClassVar[str] = "attention"
 
     @classmethod
     def Params(cls) -> InstantiableParams:

@@ -1,6 +1,7 @@
 """BatchNorm. Letters: B batch, Y rows, X columns, O channels."""
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import tensorflow as tf
 
@@ -26,6 +27,8 @@ class BatchNorm(BaseLayer):
     that no gradient changes: their next values are returned. Statistics and the result are computed in
     float32 whatever the activations' type, then rounded once.
     """
+
+    PART: ClassVar[str] = "normalization"
 
     @classmethod
     def Params(cls) -> InstantiableParams:

@@ -1,6 +1,7 @@
 """Classifier: the head that scores classes. Letters: B batch, M model, V classes."""
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import tensorflow as tf
 
@@ -20,6 +21,8 @@ class Classifier(BaseLayer):
     `activation_split={"V": axis}`, `weight_split={"V": axis}` here, every device gets the features of
     the whole batch and scores its part of the classes; logits are never gathered.
     """
+
+    PART: ClassVar[str] = "classifier"
 
     @classmethod
     def Params(cls) -> InstantiableParams:

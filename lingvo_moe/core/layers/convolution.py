@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import tensorflow as tf
 
@@ -23,6 +24,8 @@ class Conv2D(BaseLayer):
     partitioner computes the kernel's gradient wrongly where rows or columns are sharded and some mesh
     axis shards neither them nor the batch: shard the batch along every other axis.
     """
+
+    PART: ClassVar[str] = "convolution"
 
     @classmethod
     def Params(cls) -> InstantiableParams:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import tensorflow as tf
 
@@ -19,6 +20,9 @@ class Embedding(BaseLayer):
     The table starts with a standard deviation of 1/sqrt(M), so that embeddings start at unit size,
     and so do the logits when a softmax shares the table.
     """
+
+    PART: ClassVar[str] = "embedding"
+    NAMES_ITS_PARTS: ClassVar[bool] = True
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -65,6 +69,9 @@ class PositionalEmbedding(BaseLayer):
     Computed where it is used, from the position of each token in its own segment; there is no
     table.
     """
+
+    PART: ClassVar[str] = "embedding"
+    NAMES_ITS_PARTS: ClassVar[bool] = True
 
     @classmethod
     def Params(cls) -> InstantiableParams:

@@ -18,6 +18,7 @@ class FeedForward(BaseLayer):
     """y = wo . dropout(relu(wi . x)), the same interface as the mixture-of-experts layer's."""
 
     COMPUTES: ClassVar[str] = "feed_forward"
+    PART: ClassVar[str] = "dense_ffn"
 
     @classmethod
     def Params(cls) -> InstantiableParams:

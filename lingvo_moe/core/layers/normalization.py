@@ -1,6 +1,7 @@
 """LayerNorm. Letters: B batch, T time, M model."""
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import tensorflow as tf
 
@@ -19,6 +20,8 @@ class LayerNorm(BaseLayer):
     Statistics and the result are computed in float32 whatever the activations' type, then rounded
     once.
     """
+
+    PART: ClassVar[str] = "normalization"
 
     @classmethod
     def Params(cls) -> InstantiableParams:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 import tensorflow as tf
@@ -25,6 +26,8 @@ class Pool2D(BaseLayer):
     along rows, then along columns: XLA partitions these rightly, forward and backward, where its own
     gradient of maxima of windows that overlap by their stride is wrong.
     """
+
+    PART: ClassVar[str] = "pooling"
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -88,6 +91,9 @@ class Pool2D(BaseLayer):
 
 class GlobalAveragePool(BaseLayer):
     """The average of each channel over an image."""
+
+    PART: ClassVar[str] = "pooling"
+    NAMES_ITS_PARTS: ClassVar[bool] = True
 
     def FProp(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
         """Averages x [B, Y, X, O], of static rows and columns, in float32; returns [B, O]."""

@@ -66,6 +66,7 @@ class Repeat(BaseLayer):
     """
 
     COMPUTES: ClassVar[str] = "repeat"
+    PART: ClassVar[str] = "loop"
 
     @classmethod
     def Params(cls) -> InstantiableParams:

@@ -22,6 +22,8 @@ class Softmax(BaseLayer):
     """
 
     COMPUTES: ClassVar[str] = "softmax"
+    PART: ClassVar[str] = "softmax"
+    NAMES_ITS_PARTS: ClassVar[bool] = True
 
     @classmethod
     def Params(cls) -> InstantiableParams:

@@ -33,6 +33,7 @@ class TransformerLayer(BaseLayer):
     """x plus self-attention, cross-attention (if any) and feed-forward in turn, pre-LN."""
 
     COMPUTES: ClassVar[str] = "transformer_layer"
+    PART: ClassVar[str] = "residual"
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -62,6 +63,11 @@ class TransformerLayer(BaseLayer):
             self.CreateChild("cross_atten", _with_dim(p, p.cross_atten_tpl))
         self.CreateChild("ffn_norm", _with_dim(p, p.norm_tpl))
         self.CreateChild("ffn", _with_dim(p, p.ffn_tpl))
+
+    def Variant(self) -> str:
+        """See BaseLayer: moe where the feed-forward layer has experts, else dense."""
+        parts = {part for part, _ in self.ffn.DeclaredParts().values()}
+        return "moe" if "experts" in parts else "dense"
 
     def FProp(
         self,
@@ -177,6 +183,7 @@ class TransformerBlock(BaseLayer):
     """A sequence of different layers, the unit that a stack repeats, e.g. a dense layer and then a MoE layer."""
 
     COMPUTES: ClassVar[str] = "transformer_block"
+    PART: ClassVar[str] = "residual"
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -215,6 +222,7 @@ class TransformerStack(BaseLayer):
     """`num_blocks` times a block of layers, then a normalization: an encoder or a decoder."""
 
     COMPUTES: ClassVar[str] = "transformer_stack"
+    NAMES_ITS_PARTS: ClassVar[bool] = True
 
     @classmethod
     def Params(cls) -> InstantiableParams:

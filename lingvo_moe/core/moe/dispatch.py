@@ -28,6 +28,7 @@ class Dispatcher(BaseLayer):
         GIVES_ROWS: whether `Dispatch` gives `Rows`, for `GroupedFProp`, and not slots, for `FProp`.
     """
 
+    PART: ClassVar[str] = "dispatch_combine"
     LIMITED: ClassVar[bool] = True
     GIVES_ROWS: ClassVar[bool] = False
 

@@ -85,6 +85,7 @@ class BaseExperts(BaseLayer):
             leaves inference to its training dispatcher too.
     """
 
+    PART: ClassVar[str] = "experts"
     TAKES_ROWS: ClassVar[bool] = False
 
     @classmethod

@@ -32,6 +32,7 @@ class MoELayer(BaseLayer):
     """
 
     COMPUTES: ClassVar[str] = "mixture_of_experts"
+    PART: ClassVar[str] = "dispatch_combine"
 
     @classmethod
     def Params(cls) -> InstantiableParams:

@@ -229,11 +229,11 @@ class Propagated:
     def _tensors(self, at: _Before, operation: str) -> Iterator[Tensor]:
         instruction = at.instruction
         shardings = self.shardings(instruction)
-        place = parts.place(instruction.op_name, at.in_backward_loop)
+        phase = parts.phase(instruction.op_name, at.in_backward_loop)
         for array, sharding in zip(instruction.arrays, shardings):
             loop = at.inside.name if at.inside.name in self._loops else ""
             yield Tensor(
-                operation, instruction.name, array.dtype, array.dims, sharding, place.phase, loop
+                operation, instruction.name, array.dtype, array.dims, sharding, phase, loop
             )
 
 
@@ -295,7 +295,7 @@ class _Cause:
         self.op = operation_of(op_name) or self._reader or loop
         self.moved = operation_of(self._origin.op_name) or self.op
         self.reason = self._reason()
-        self.phase = parts.place(op_name, executed.in_backward_loop).phase
+        self.phase = parts.phase(op_name, executed.in_backward_loop)
         self.asked_by, self.annotated_by = self._annotations()
 
     @property

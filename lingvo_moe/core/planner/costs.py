@@ -12,7 +12,7 @@ from lingvo_moe.core.hlo import module as hlo
 from lingvo_moe.core.hlo.collectives import CollectiveUse, collective_kind, executed_collective
 from lingvo_moe.core.hlo.instructions import Computation, Instruction
 from lingvo_moe.core.hlo.module import Executed, Module
-from lingvo_moe.core.hlo.parts import Place
+from lingvo_moe.core.hlo.parts import EMBEDDING, LOOP, NO_LAYERS, Layers, Place
 from lingvo_moe.core.planner import traffic
 from lingvo_moe.core.planner.flops import MatmulFlops, Product, number_format
 
@@ -48,7 +48,7 @@ class Cost:
     loops: tuple[str, ...] = ()
 
 
-def costs(module: Module, once: bool = False) -> list[Cost]:
+def costs(module: Module, layers: Layers = NO_LAYERS, once: bool = False) -> list[Cost]:
     """Returns the cost of every executed instruction, in schedule order.
 
     Of a conditional's branches, that with the most FLOPs counts. Where devices take different branches at the same
@@ -56,13 +56,14 @@ def costs(module: Module, once: bool = False) -> list[Cost]:
 
     Args:
       module: a scheduled program for one device.
+      layers: those of the model, for the places.
       once: count a loop's body once, as XLA's own cost analysis does.
 
     Raises:
       HloError: a loop's trip count or a collective's replica groups cannot be read from the text.
     """
     flops = MatmulFlops(module)
-    placer = Placer(module)
+    placer = Placer(module, layers)
     found = []
     for executed in module.executions(once, branches=_LongestBranch(module, flops)):
         instruction, inside = executed.instruction, executed.computation
@@ -146,16 +147,12 @@ class Placer:
 
     Args:
         module: the compiled module that contains the instructions.
+        layers: those of the model.
     """
 
-    def __init__(self, module: Module):
-        self._module = module
-        names = {i.op_name for c in module.computations.values() for i in c.instructions}
-        self._moe = parts.moe_layers(names)
-
-    def place_name(self, op_name: str, in_backward_loop: bool) -> Place:
-        """Calls `parts.place` with this module's layers of experts."""
-        return parts.place(op_name, in_backward_loop, self._moe)
+    def __init__(self, module: Module, layers: Layers):
+        self._module, self._layers = module, layers
+        self.place_name = layers.place
 
     def place(self, executed: Executed, products: Sequence[str] = ()) -> Place:
         """Returns where an instruction belongs.
@@ -182,7 +179,7 @@ class Placer:
                 return self._named_embedding(at, found)
         near = self._by_insides(instruction, at.backward)
         if near is None:
-            near = self._of_sum(at) if own.part == "loop" else self._by_neighbours(at)
+            near = self._of_sum(at) if own.part == LOOP else self._by_neighbours(at)
         return near or own
 
     def _of_sent(self, executed: Executed) -> Place | None:
@@ -253,14 +250,14 @@ class Placer:
 
     def _named_embedding(self, at: _Site, found: Place) -> Place:
         """Finds the layer of a look-up's gradient, which has no scope of its own, from its consumers."""
-        if found.part != "embedding" or found.layer:
+        if found.part != EMBEDDING or found.layer:
             return found
         reached = [at]
         for here in reached:
             for user in self._consumers(here):
                 for name in (user.op_name, parts.scope_of_call(user.op_name)):
                     layer = self.place_name(name, user.backward).layer
-                    if layer.endswith("embedding"):
+                    if layer in self._layers.embeddings:
                         return dataclasses.replace(found, layer=layer)
                 if len(reached) < _SEARCH_LIMIT:
                     reached.append(user)
@@ -273,7 +270,7 @@ class Placer:
         the layer's scope. One addend may be the sum over the loop's earlier steps.
         """
         own = self.place_name(at.op_name, at.backward)
-        if (own.part, own.phase) != ("loop", "backward") or not parts.is_sum(at.op_name):
+        if (own.part, own.phase) != (LOOP, "backward") or not parts.is_sum(at.op_name):
             return None
         addends = [_uncopied(at.inside, o) for o in at.inside.operands(at.instruction)]
         found = {

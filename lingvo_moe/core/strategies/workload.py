@@ -17,24 +17,21 @@ from lingvo_moe.core.base_layer import VariableSpec
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.engine.loop.steps import train_step
 from lingvo_moe.core.engine.lowering.tracing import trace
-from lingvo_moe.core.hlo.parts import place
+from lingvo_moe.core.hlo.parts import Layers
+from lingvo_moe.core.layers.kept import NAMES
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding.mesh import single_device
 from lingvo_moe.core.task.base_task import Forms
-from lingvo_moe.core.tensors import VIEWS, origin
+from lingvo_moe.core.tensors import VIEWS, Collected, collecting, origin
 
 # Operations through which a weight, or an activation, is followed to where it comes from.
 _SAME = VIEWS | {"Cast", "StridedSlice", "Transpose", "Unpack"}
 
+# Operations that may stand between a product and the activation that a layer marks, e.g. the scale of queries.
+_NEAR = _SAME | {"AddV2", "ConcatV2", "Mul", "Neg", "Split", "SplitV", "Sub"}
 
+EXPERTS = "experts"
 DISPATCHED, RETURNED = "dispatched", "returned"
-# Names of products with weights in layers/kept.py, by part: of those inside of a layer, and of its output.
-_NAMES = {
-    "attention": ("value", "attention"),
-    "dense_ffn": ("hidden", "feed_forward"),
-    "experts": ("experts_hidden", RETURNED),
-    "gating": ("router", ""),
-}
 
 
 @dataclass(frozen=True)
@@ -55,13 +52,14 @@ class Product:
     """An einsum of two operands, or a lookup of rows in a table.
 
     Attributes:
-        part: one of hlo.parts.PARTS.
+        part: as the layer declares it (`BaseLayer.PART`).
         stack: the path of the stack of layers that it is in; '' outside of stacks.
         operands: the two.
         result: what it makes.
         sizes: of each letter, ordered by letter.
         readers: how many products with weights read the same activation, of which there is one gradient.
         lookup: whether rows are looked up: no arithmetic.
+        name: under which a loop can keep the result, as the layer marks it (layers/kept.py); '' if none can.
     """
 
     part: str
@@ -71,21 +69,12 @@ class Product:
     sizes: tuple[tuple[str, int], ...]
     readers: int = 1
     lookup: bool = False
+    name: str = ""
 
     @property
     def of_weight(self) -> bool:
         """Whether an operand is a weight."""
         return any(operand.weight for operand in self.operands)
-
-    @property
-    def name(self) -> str:
-        """The name of the result in layers/kept.py, "value" for queries and keys too; '' if a loop cannot keep it."""
-        if self.part == "dispatch_combine" and self.result.letters.startswith("GE"):
-            return DISPATCHED
-        if not (self.of_weight and self.stack):
-            return ""
-        inner, outer = _NAMES.get(self.part, ("", ""))
-        return outer if "M" in self.result.letters else inner
 
     @property
     def flops(self) -> int:
@@ -101,21 +90,13 @@ class Workload:
         products: each with the number of times that a step computes it in the forward pass.
         blocks: how many blocks each stack has, by path.
         boundaries: elements of the input of one block of each stack, by path.
+        names: those of layers/kept.py of what this model's loops over blocks can keep.
     """
 
     products: Mapping[Product, int]
     blocks: Mapping[str, int]
     boundaries: Mapping[str, int]
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The names of layers/kept.py of what this model's loops over blocks can keep."""
-        found = {product.name for product in self.products}
-        if RETURNED in found:
-            found.add(DISPATCHED)
-        if "value" in found:
-            found |= {"query", "key"}
-        return frozenset(found - {""})
+    names: frozenset[str]
 
 
 def read_workload(params: Params) -> Workload:
@@ -131,29 +112,33 @@ def read_workload(params: Params) -> Workload:
     def loss(theta: NestedMap, batch: NestedMap, step: tf.Tensor) -> tf.Tensor:
         return task.FProp(theta, batch, seed=randomness.make_seed(task.p.seed, step))[0]
 
-    traced, signature = trace(loss, (state.theta, batch, state.step), single_device())
-    args = [tf.TensorSpec(a.shape, a.dtype) for a in signature.args]
-    graph = traced.get_concrete_function(*args).graph
+    with collecting(NAMES) as marked:
+        traced, signature = trace(loss, (state.theta, batch, state.step), single_device())
+        args = [tf.TensorSpec(a.shape, a.dtype) for a in signature.args]
+        graph = traced.get_concrete_function(*args).graph
+    layers = Layers(task.DeclaredParts())
+    names = _marked_products(marked, graph)
     specs = dict(zip((x.ref() for x in graph.inputs), state.theta.Flatten(), strict=False))
     found = [
-        (product, read)
+        (replace(product, name=names.get(op.name, "")), read)
         for op in graph.get_operations()
-        for product, read in _product(op, specs, forms.num_blocks)
+        for product, read in _product(op, layers, specs, forms.num_blocks)
     ]
     readers = Counter(read for product, read in found if product.of_weight)
     products: Counter[Product] = Counter()
     for product, read in found:
         product = replace(product, readers=max(1, readers[read]))
         products[product] += forms.num_blocks.get(product.stack, 1)
-    experts = "num_experts" in params.task and params.task.num_experts
-    if experts and not any(product.part == "experts" for product in products):
+    experts = any(part == EXPERTS for part, _ in task.DeclaredParts().values())
+    if experts and not any(product.part == EXPERTS for product in products):
         raise WorkloadError(
             f"{task.path}: its experts compute no einsum whose letters are known, as with "
             "task.moe.dispatcher=dropless; choose another dispatcher"
         )
     if not products:
         raise WorkloadError(f"{task.path}: its forward pass has no einsum whose letters are known")
-    return Workload(products, forms.num_blocks, _boundaries(products, forms.num_blocks))
+    boundaries = _boundaries(products, forms.num_blocks)
+    return Workload(products, forms.num_blocks, boundaries, frozenset(marked.names))
 
 
 class WorkloadError(ValueError):
@@ -179,8 +164,21 @@ def without_strategy(task: InstantiableParams) -> InstantiableParams:
     return plain
 
 
+def _marked_products(marked: Collected, graph: tf.Graph) -> dict[str, str]:
+    """The names of the activations that layers mark, by the operation of the product nearest before each."""
+    found: dict[str, str] = {}
+    for name, value in zip(marked.names, marked.values, strict=True):
+        before = [value.op] if value.graph is graph else []
+        for op in before:  # The list grows while it is read.
+            if op.type == "Einsum":
+                found.setdefault(op.name, name)
+            elif op.type in _NEAR:
+                before += [x.op for x in op.inputs]
+    return found
+
+
 def _product(
-    op: Any, specs: Mapping[Any, VariableSpec], stacks: Mapping[str, int]
+    op: Any, layers: Layers, specs: Mapping[Any, VariableSpec], stacks: Mapping[str, int]
 ) -> Iterator[tuple[Product, str]]:
     """The product that an operation of the graph is, if it is one, and the name of the activation that it reads."""
     if op.type == "Einsum" and len(op.inputs) == 2:
@@ -206,7 +204,7 @@ def _product(
     }
     read = next((x for x, w in zip(tensors, weights, strict=True) if w is None), tensors[0])
     product = Product(
-        part=place(op.name, in_backward_loop=False).part,
+        part=layers.place(op.name, in_backward_loop=False).part,
         stack=next((p for p in stacks if op.name.startswith(p.replace(".", "/") + "/")), ""),
         operands=(operands[0], operands[1]),
         result=Operand("".join(own.get(n, n) for n in result)),

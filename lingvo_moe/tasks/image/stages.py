@@ -5,6 +5,7 @@ training the `updates` of its normalizations; see BaseTask.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 import tensorflow as tf
 
@@ -36,6 +37,8 @@ class Stage(BaseLayer):
 
 class ConvNorm(Stage):
     """A convolution without bias, batch normalization, an activation."""
+
+    NAMES_ITS_PARTS: ClassVar[bool] = True
 
     @classmethod
     def Params(cls) -> InstantiableParams:
@@ -168,6 +171,8 @@ class Bottleneck(Stage):
 
 class ConvPool(Stage):
     """A ConvNorm and a pooling."""
+
+    NAMES_ITS_PARTS: ClassVar[bool] = True
 
     @classmethod
     def Params(cls) -> InstantiableParams:

@@ -152,7 +152,7 @@ class MtModel(MtTask):
             {"encoder": self.encoder.p, "decoder": self.decoder.p} if self.p.num_experts else {}
         )
         return {
-            f"moe/{name}": [f"layer_{b * len(p.block) + 1}" for b in range(p.num_blocks)]
+            f"moe/{name}": [f"layer_{(b + 1) * len(p.block) - 1}" for b in range(p.num_blocks)]
             for name, p in stacks.items()
         }
 
@@ -212,10 +212,10 @@ class MtModel(MtTask):
         return NestedMap(x=x, memory=carry.memory), *self._Added(extras)
 
     def _Added(self, extras: NestedMap) -> tuple[tf.Tensor, NestedMap]:
-        """The auxiliary loss of the blocks' MoE layers, weighted, and their extras [n,...]."""
+        """The auxiliary loss of the blocks' MoE layers, weighted, and their extras [n,...]: no others have any."""
         if not self.p.num_experts:
             return tf.constant(0.0), NestedMap()
-        moe = extras.layer_1
+        (moe,) = extras.values()
         return self.p.aux_loss_weight * tf.reduce_sum(moe.aux_loss), moe
 
     def _Loss(

@@ -2,12 +2,14 @@
 
 import pytest
 
+from lingvo_moe.core.base_layer import BaseLayer
+from lingvo_moe.core.config import registry
 from lingvo_moe.core.hlo import parts
+from tests.tiny_layers import tiny_layers
 
 WRAPPER = "jit(call)/call_exported/jit(<unnamed function>)/call_tensorflow/"
 PAIR = "m4/encoder/blocks/body/layers_1/"
-RESNET = "resnet/network/"
-MOE = frozenset({"m4.encoder.blocks.body.layers_1"})
+LAYERS = tiny_layers("m4")
 
 
 @pytest.mark.parametrize(
@@ -30,10 +32,6 @@ MOE = frozenset({"m4.encoder.blocks.body.layers_1"})
         ("m4/decoder/final_norm/Rsqrt", "normalization", "decoder", "forward"),
         ("m4/source_embedding/GatherV2", "embedding", "source_embedding", "forward"),
         ("m4/softmax/einsum/Einsum", "softmax", "softmax", "forward"),
-        (RESNET + "stage_0/stages_0/reduce/conv/Conv2D", "convolution", "reduce", "forward"),
-        (RESNET + "stage_0/stages_0/reduce/norm/Sum", "normalization", "reduce", "forward"),
-        (RESNET + "stem/pool/Maximum_1", "pooling", "stem", "forward"),
-        ("resnet/head/einsum/Einsum", "classifier", "", "forward"),
         ("m4/ReduceLogSumExp/Max", "loss", "", "forward"),
         ("PartitionedCall/m4/Sum_3", "loss", "", "forward"),
         ("m4/LogicalAnd_2", "attention", "", "forward"),
@@ -63,46 +61,48 @@ MOE = frozenset({"m4.encoder.blocks.body.layers_1"})
 )
 def test_places(op_name, part, layer, phase):
     for name in (op_name, WRAPPER + op_name):
-        found = parts.place(name, False, MOE)
+        found = LAYERS.place(name, False)
         assert (found.part, found.layer, found.phase) == (part, layer, phase)
-        assert found.part in parts.PARTS and found.phase in parts.PHASES
+        assert found.phase in parts.PHASES
+        assert found.phase == parts.phase(name, False)
 
 
 def test_a_forward_name_in_a_backward_loop_is_a_recomputation():
-    found = parts.place(PAIR + "ffn/experts/Relu", True, MOE)
+    found = LAYERS.place(PAIR + "ffn/experts/Relu", True)
     assert found.phase == "recompute"
     assert found.path == "m4.encoder.blocks.body.layers_1.ffn.experts"
-    assert parts.place("gradient_tape/" + PAIR + "mul/Mul", True).phase == "backward"
-    assert parts.place("optimizer/m4/softmax/mul", True).phase == "optimizer"
+    assert LAYERS.place("gradient_tape/" + PAIR + "mul/Mul", True).phase == "backward"
+    assert LAYERS.place("optimizer/m4/softmax/mul", True).phase == "optimizer"
 
 
 def test_of_joined_names_the_first_clear_one_counts():
     joined = (
         f"{WRAPPER}backward/while/Mul;PartitionedCall/gradient_tape/{PAIR}self_atten/einsum/Einsum"
     )
-    assert parts.place(joined, True).part == "attention"
+    assert LAYERS.place(joined, True).part == "attention"
 
 
 def test_names_of_what_was_combined():
     inner = f"PartitionedCall/backward/while;gradient_tape/{PAIR}ffn/experts/Einsum:m4/Sum_3"
-    found = parts.place(f"{WRAPPER}({inner})", False)
+    found = LAYERS.place(f"{WRAPPER}({inner})", False)
     assert (found.part, found.phase) == ("experts", "backward")
 
 
-def test_names_do_not_depend_on_the_models():
-    mine = parts.place("other_model/stack/blocks/body/layers_3/self_atten/MatMul", False)
-    assert (mine.part, mine.layer) == ("attention", "stack.dense")
+def test_stages_of_images_declare_their_parts():
+    task = registry.GetParams("image.Digits").task.Instantiate()
+    found = {k.removeprefix(task.path): v for k, v in task.DeclaredParts().items()}
+    assert found[".network.stage_0.conv.norm"] == ("normalization", "stage_0")
+    assert found[".network.stage_0.conv.conv"] == ("convolution", "stage_0")
+    assert found[".network.stage_0.pool"] == ("pooling", "stage_0")
+    assert found[".head"] == ("classifier", "")
 
 
-def test_a_layer_with_a_router_is_a_mixture_of_experts():
-    names = [
-        f"optimizer/{PAIR}ffn/router/wg/mul",
-        f"{WRAPPER}gradient_tape/{PAIR}ffn/experts/Einsum",
-        "m4/encoder/blocks/body/layers_0/ffn/Relu",
-        "m4/encoder/blocks/body/layers_0/self_norm/scale",
-    ]
-    assert parts.moe_layers(names) == MOE
-    assert parts.place(PAIR + "self_atten/Softmax", False).layer == "encoder.dense"
+def test_a_layer_of_ones_own_is_a_part_of_plans():
+    class Recurrence(BaseLayer):
+        PART = "recurrence"
+
+    layers = parts.Layers(Recurrence.Params().Set(name="mine").Instantiate().DeclaredParts())
+    assert layers.place(f"{WRAPPER}gradient_tape/mine/scan/while/Mul", False).part == "recurrence"
 
 
 @pytest.mark.parametrize(

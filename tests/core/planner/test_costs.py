@@ -11,6 +11,7 @@ from lingvo_moe.core.hlo import module as hlo
 from lingvo_moe.core.hlo.collectives import CollectiveUse
 from lingvo_moe.core.planner import costs as costs_lib
 from lingvo_moe.core.planner.costs import costs
+from tests.tiny_layers import tiny_layers
 
 
 def _program(lines: str, before: str = "") -> hlo.Module:
@@ -20,7 +21,7 @@ def _program(lines: str, before: str = "") -> hlo.Module:
 
 
 def _costs(lines: str, before: str = "") -> dict[str, costs_lib.Cost]:
-    return {cost.name: cost for cost in costs(_program(lines, before))}
+    return {cost.name: cost for cost in costs(_program(lines, before), tiny_layers("m"))}
 
 
 def _shape(dims) -> str:

@@ -8,6 +8,7 @@ from lingvo_moe.core.planner import tables
 from lingvo_moe.core.planner.costs import costs
 from lingvo_moe.core.planner.machines.gpu_cluster import CARDS
 from lingvo_moe.core.planner.machines.machine import parse_machine
+from tests.tiny_layers import tiny_layers
 
 _HEAD = "HloModule m, is_scheduled=true, num_partitions=8\n"
 _EXPERTS = "jit(call)/call_tensorflow/m4/encoder/blocks/body/layers_1/ffn/experts"
@@ -17,7 +18,7 @@ _FFN = "jit(call)/call_tensorflow/gradient_tape/m4/encoder/blocks/body/layers_0/
 
 def _costs(lines, before=""):
     text = f"{_HEAD}{before}\nENTRY %main () -> f32[] {{\n{lines}\n}}\n"
-    return {cost.name: cost for cost in costs(hlo.parse_module(text))}
+    return {cost.name: cost for cost in costs(hlo.parse_module(text), tiny_layers("m4"))}
 
 
 # --- products

@@ -73,6 +73,7 @@ class Router(BaseLayer):
 
     # True for expert choice: C decides how many tokens each expert picks, so C is passed even when the dispatcher is
     # dropless.
+    PART: ClassVar[str] = "gating"
     CHOOSES_BY_CAPACITY: ClassVar[bool] = False
 
     @classmethod

@@ -16,7 +16,7 @@ import ml_dtypes  # noqa: F401  teaches NumPy the names of its types
 import numpy as np
 
 from lingvo_moe.core.hlo.module import Executed, Module, parse_module
-from lingvo_moe.core.hlo.parts import Place, moe_layers, place
+from lingvo_moe.core.hlo.parts import LOOP, NO_LAYERS, Layers, Place
 from lingvo_moe.core.planner.costs import Placer
 from lingvo_moe.core.planner.memory.advice import Held, advise
 from lingvo_moe.core.planner.memory.liveness import Buffer, Liveness, Value, liveness
@@ -80,7 +80,11 @@ class _Live:
 
 
 def memory_plan(
-    program: Module | str, reported: Mapping[str, int], signature: Signature, hbm: int
+    program: Module | str,
+    reported: Mapping[str, int],
+    signature: Signature,
+    hbm: int,
+    layers: Layers = NO_LAYERS,
 ) -> dict[str, Any]:
     """Returns a plan's `memory` for a program that the compiler accepted.
 
@@ -90,6 +94,7 @@ def memory_plan(
             program needs (`needed`; if missing, peak and code).
         signature: the program's arguments and mesh.
         hbm: HBM capacity of a device in bytes.
+        layers: those of the model, for the places of buffers.
 
     Returns:
         Bytes on one device, with the fields that docs/planning.md describes.
@@ -97,7 +102,7 @@ def memory_plan(
     module = parse_module(program) if isinstance(program, str) else program
     traced = liveness(module)
     at, traced_peak = traced.Peak()
-    attribution = _Attribution(module, traced, signature)
+    attribution = _Attribution(module, traced, signature, layers)
     live = attribution.At(at)
     # For TPUs not the sum of all sizes: if memory is plentiful, the compiler does not reuse it.
     needed = reported.get("needed", reported["peak"] + reported["code"])
@@ -126,7 +131,7 @@ def memory_plan(
     }
 
 
-def misfit_plan(error: Misfit, signature: Signature) -> dict[str, Any]:
+def misfit_plan(error: Misfit, signature: Signature, layers: Layers = NO_LAYERS) -> dict[str, Any]:
     """Returns a plan's `memory` for a program that the compiler refused for its size.
 
     If the error carries the refused module, buffers are traced through its schedule. Otherwise all
@@ -135,16 +140,16 @@ def misfit_plan(error: Misfit, signature: Signature) -> dict[str, Any]:
     Args:
         error: the compiler's report.
         signature: the program's arguments and mesh.
+        layers: those of the model, for the places of buffers.
     """
     needed, hbm = error.needed_bytes, error.limit_bytes
     if error.hlo_text:
-        return _traced_misfit(error, signature)
+        return _traced_misfit(error, signature, layers)
     kinds = argument_bytes(signature)
     kinds["temporaries"] = max(needed - sum(kinds.values()), 0)
     groups: dict[tuple[str, str, str, str], int] = defaultdict(int)
-    moe = moe_layers(holder.op_name for holder in error.holders)
     for holder in error.holders:
-        found = place(holder.op_name, False, moe)
+        found = layers.place(holder.op_name, False)
         groups["temporaries", found.layer, found.part, found.phase] += holder.bytes
     replicated, divisible = _replicated_and_divisible(signature)
     # A training step has a gradient for each weight; gradients do not shrink with the batch.
@@ -164,7 +169,7 @@ def misfit_plan(error: Misfit, signature: Signature) -> dict[str, Any]:
     }
 
 
-def _traced_misfit(error: Misfit, signature: Signature) -> dict[str, Any]:
+def _traced_misfit(error: Misfit, signature: Signature, layers: Layers) -> dict[str, Any]:
     """`misfit_plan` for an error that carries the schedule of the refused module."""
     held = argument_bytes(signature)
     arguments = sum(held[kind] for kind in ARGUMENTS)
@@ -176,7 +181,7 @@ def _traced_misfit(error: Misfit, signature: Signature) -> dict[str, Any]:
         "code": 0,
         "peak": error.needed_bytes,
     }
-    traced = memory_plan(error.hlo_text, reported, signature, error.limit_bytes)
+    traced = memory_plan(error.hlo_text, reported, signature, error.limit_bytes, layers)
     unknown = {"outputs", "aliased", "code"}
     out = {key: value for key, value in traced.items() if key not in unknown}
     return out | {"fits": False, "misses_by": max(error.needed_bytes - error.limit_bytes, 0)}
@@ -217,13 +222,12 @@ def _split(spec: Argument, mesh: Mesh) -> DimsMapping:
 class _Attribution:
     """Finds the kind of each buffer and the layer it belongs to."""
 
-    def __init__(self, module: Module, traced: Liveness, signature: Signature):
+    def __init__(self, module: Module, traced: Liveness, signature: Signature, layers: Layers):
         self._module = module
         self._traced = traced
         self._args = signature.args
-        self._scopes = [_scope(spec.name) for spec in signature.args]
-        self._moe = moe_layers(self._scopes)
-        self._placer = Placer(module)
+        self._layers = layers
+        self._placer = Placer(module, layers)
         weights = [s for s in signature.args if _kind_of_argument(s.name) == "weights"]
         # Shapes are compared without dimensions of 1 and in any order: the compiler may transpose.
         self._weight_shapes = {_key(_local_shape(s, signature.mesh)) for s in weights}
@@ -285,7 +289,8 @@ class _Attribution:
     def _place_argument(self, number: int) -> Place:
         if _kind_of_argument(self._args[number].name) == "inputs":
             return Place("other", "", "")
-        found = place(self._scopes[number], False, self._moe)
+        scope = _scope(self._layers.root, self._args[number].name)
+        found = self._layers.place(scope, False)
         return Place(found.part, found.layer, "", found.path)
 
     def _place(self, number: int, kind: str) -> Place:
@@ -310,7 +315,7 @@ class _Attribution:
         places = [self._placer.place(v.producer) for v in reversed(buffer.values)]
         readers = (self._placer.place(r) for r in self._readers.get(number, ()))
         clear = next((p for p in places if p.is_clear), None)
-        loop = next((p for p in places if p.part == "loop"), None)
+        loop = next((p for p in places if p.part == LOOP), None)
         return clear or loop or next((p for p in readers if p.is_clear), places[0])
 
     def _trace_sources(self) -> dict[str, frozenset[int]]:
@@ -341,10 +346,10 @@ class _Attribution:
         return found
 
 
-def _scope(name: str) -> str:
+def _scope(root: str, name: str) -> str:
     """Turns an argument's path into the name that an operation in its layer's scope would have."""
     path = [p for p in name.split(".")[1:] if p not in ("theta", "slots", "ema")]
-    return "/".join(["model", *path, "x"]).replace("[", "_").replace("]", "")
+    return "/".join([root, *path, "x"]).replace("[", "_").replace("]", "")
 
 
 def _key(dims: Iterable[int]) -> tuple[int, ...]:

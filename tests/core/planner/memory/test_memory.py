@@ -4,6 +4,7 @@ import pytest
 
 from lingvo_moe.core.engine.lowering.signature import Signature
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
+from lingvo_moe.core.hlo.parts import Layers
 from lingvo_moe.core.planner.machines.topology import Topology
 from lingvo_moe.core.planner.memory.advice import Held, advise
 from lingvo_moe.core.planner.memory.breakdown import argument_bytes, memory_plan, misfit_plan
@@ -18,11 +19,22 @@ def _signature(*specs: TensorSpec) -> Signature:
     return Signature("step", _MESH, specs, (), {"names": [], "trees": []}, {}, ())
 
 
+_LAYERS = Layers(
+    {
+        "m": ("", ""),
+        "m.blocks": ("loop", "m"),
+        "m.body.layers_0": ("residual", "m.moe"),
+        "m.body.layers_0.self_atten": ("attention", "m.moe"),
+        "m.body.layers_0.ffn.experts": ("experts", "m.moe"),
+    }
+)
 _SIGNATURE = _signature(
     TensorSpec((), "int32", (), "state.step"),
-    TensorSpec((8, 16, 64), "float32", ("expert", None, None), "state.theta.m.ffn.experts.wi"),
-    TensorSpec((16, 64), "float32", (None, None), "state.theta.m.self_atten.q"),
-    TensorSpec((16,), "float32", (None,), "state.slots.m.self_atten.q.row"),
+    TensorSpec(
+        (8, 16, 64), "float32", ("expert", None, None), "state.theta.body.layers[0].ffn.experts.wi"
+    ),
+    TensorSpec((16, 64), "float32", (None, None), "state.theta.body.layers[0].self_atten.q"),
+    TensorSpec((16,), "float32", (None,), "state.slots.body.layers[0].self_atten.q.row"),
     TensorSpec((16, 128), "int32", ("expert", None), "batch.src.ids"),
 )
 
@@ -113,7 +125,7 @@ def test_arguments_are_those_of_the_signature_to_the_byte():
 
 
 def test_what_is_held_at_the_peak_is_told_apart():
-    plan = memory_plan(_STEP, _REPORTED, _SIGNATURE, _HBM)
+    plan = memory_plan(_STEP, _REPORTED, _SIGNATURE, _HBM, _LAYERS)
     kinds = plan["kinds"]
     assert kinds["weight_copies"] == 2 * _KIB
     assert kinds["activations"] == 2 * _KIB + 4  # and the loop's counter
@@ -124,7 +136,7 @@ def test_what_is_held_at_the_peak_is_told_apart():
 
 
 def test_the_totals_are_the_compilers_and_kinds_add_up_to_them():
-    plan = memory_plan(_STEP, _REPORTED, _SIGNATURE, _HBM)
+    plan = memory_plan(_STEP, _REPORTED, _SIGNATURE, _HBM, _LAYERS)
     assert {key: plan[key] for key in _REPORTED} == _REPORTED
     assert plan["needed"] == _REPORTED["peak"] + 7
     assert sum(plan["kinds"].values()) == plan["needed"]
@@ -132,13 +144,15 @@ def test_the_totals_are_the_compilers_and_kinds_add_up_to_them():
 
 
 def test_where_the_trace_sees_more_than_the_compiler_keeps_nothing_is_negative():
-    plan = memory_plan(_STEP, _REPORTED | {"peak": _ARGUMENTS + 20 * _KIB}, _SIGNATURE, _HBM)
+    plan = memory_plan(
+        _STEP, _REPORTED | {"peak": _ARGUMENTS + 20 * _KIB}, _SIGNATURE, _HBM, _LAYERS
+    )
     assert sum(plan["kinds"].values()) == plan["needed"]
     assert min(plan["kinds"].values()) >= 0 and plan["kinds"]["padding"] == 0
 
 
 def test_holders_name_layer_part_and_phase_largest_first():
-    plan = memory_plan(_STEP, _REPORTED, _SIGNATURE, _HBM)
+    plan = memory_plan(_STEP, _REPORTED, _SIGNATURE, _HBM, _LAYERS)
     rows = plan["holders"]
     assert [r["bytes"] for r in rows] == sorted((r["bytes"] for r in rows), reverse=True)
     assert sum(r["bytes"] for r in rows) == plan["traced_peak"]
@@ -155,7 +169,10 @@ def test_a_refused_module_is_traced_like_a_compiled_one():
     error = SimpleNamespace(
         needed_bytes=_HBM + 3 * _GIB, limit_bytes=_HBM, holders=[], hlo_text=_STEP
     )
-    plan, compiled = misfit_plan(error, _SIGNATURE), memory_plan(_STEP, _REPORTED, _SIGNATURE, _HBM)
+    plan, compiled = (
+        misfit_plan(error, _SIGNATURE, _LAYERS),
+        memory_plan(_STEP, _REPORTED, _SIGNATURE, _HBM, _LAYERS),
+    )
     assert not plan["fits"] and plan["misses_by"] == 3 * _GIB
     assert plan["needed"] == plan["peak"] == _HBM + 3 * _GIB == sum(plan["kinds"].values())
     assert plan["holders"] == compiled["holders"]
@@ -166,13 +183,13 @@ def test_a_refused_module_is_traced_like_a_compiled_one():
 def test_a_refused_program_has_the_compilers_figures_and_holders():
     holder = SimpleNamespace(
         bytes=3 * _GIB,
-        op_name="jit(f)/call_tensorflow/gradient_tape/m/layers_1/ffn/experts/x",
+        op_name="jit(f)/call_tensorflow/gradient_tape/m/body/layers_0/ffn/experts/x",
         shape="f32[1]",
     )
     error = SimpleNamespace(
         needed_bytes=20 * _GIB, limit_bytes=16 * _GIB, holders=[holder] * 2, hlo_text=""
     )
-    plan = misfit_plan(error, _SIGNATURE)
+    plan = misfit_plan(error, _SIGNATURE, _LAYERS)
     assert not plan["fits"] and plan["misses_by"] == 4 * _GIB
     assert plan["peak"] == plan["needed"] == 20 * _GIB == sum(plan["kinds"].values())
     (row,) = plan["holders"]

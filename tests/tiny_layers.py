@@ -1,0 +1,10 @@
+"""The layers of mt.M4Tiny as they declare their parts, for tests of compiled text: a dense and an MoE layer a block."""
+
+from lingvo_moe.core.config import registry
+from lingvo_moe.core.hlo.parts import Layers
+
+
+def tiny_layers(name: str) -> Layers:
+    """Those of the model under another name."""
+    task = registry.GetParams("mt.M4Tiny").task.Copy().Set(name=name)
+    return Layers(task.Instantiate().DeclaredParts())
