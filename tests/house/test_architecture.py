@@ -9,6 +9,7 @@ from tools.import_graph import ROOT, ImportGraph
 
 GRAPH = ImportGraph()
 MAX_LINES = 500
+MAX_MODULES = 24
 
 # Outermost first; a file imports from its own or from one of a later line. Those of one line do not know each
 # other: trainer and planner import no task.
@@ -177,6 +178,15 @@ def test_a_layer_can_be_read_in_one_sitting() -> None:
 def test_files_can_be_read_in_one_sitting(path: str) -> None:
     lines = (ROOT / path).read_text(encoding="utf-8").count("\n")
     assert lines < MAX_LINES, f"{path} has {lines} lines; a file is one idea, split it"
+
+
+def test_a_directory_holds_few_modules() -> None:
+    """Tests mirror the directories of the package, and some have more files."""
+    rooms: dict[str, int] = {}
+    for path in GRAPH.files:
+        if not path.startswith("tests/") and not path.endswith("__init__.py"):
+            rooms[path.rpartition("/")[0]] = rooms.get(path.rpartition("/")[0], 0) + 1
+    assert not {room: n for room, n in rooms.items() if n > MAX_MODULES}
 
 
 def test_every_package_has_an_init_and_no_test_directory_has() -> None:
