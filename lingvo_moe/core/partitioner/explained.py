@@ -6,6 +6,7 @@ from typing import Any
 
 from lingvo_moe.core.console import units
 from lingvo_moe.core.hlo.sharding import TensorSharding
+from lingvo_moe.core.pages.tables import Table, numbers, words
 from lingvo_moe.core.partitioner import known_faults, spmd
 from lingvo_moe.core.sharding import DimsMapping, Mesh
 
@@ -182,10 +183,17 @@ class Explained:
         return sum(e.total_bytes for e in self.exchanges if not reasons or e.what.reason in reasons)
 
 
-def exchange_row(exchange: Exchange, mesh: Mesh) -> tuple[str, ...]:
-    """The cells of one row in a table of exchanges; `Explanation._exchanges_text` has the headings."""
+def exchanges_table(explained: Explained, most: int) -> Table:
+    """A row for each of `most` exchanges, the largest first."""
+    columns = [*numbers("bytes", "times", "devices"), *words("collective", "why", "tensor", "from")]
+    largest = sorted(explained.exchanges, key=lambda e: -e.total_bytes)[:most]
+    rows = [_exchange_row(exchange, explained.mesh) for exchange in largest]
+    return Table([*columns, *words("to", "line")], rows)
+
+
+def _exchange_row(exchange: Exchange, mesh: Mesh) -> list[str]:
     what = exchange.what
-    return (
+    return [
         units.size(what.num_bytes),
         "?" if what.times is None else f"{what.times:,}",
         f"{what.participants}",
@@ -195,7 +203,7 @@ def exchange_row(exchange: Exchange, mesh: Mesh) -> tuple[str, ...]:
         axes_text(what.source, mesh) if what.source else "",
         axes_text(what.target, mesh) if what.target else "",
         str(exchange.line or ""),
-    )
+    ]
 
 
 def axes_text(sharding: TensorSharding, mesh: Mesh) -> str:

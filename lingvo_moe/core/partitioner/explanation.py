@@ -1,16 +1,16 @@
 """Explanation: the sharding of a program's tensors, the collectives, and the source lines behind them."""
 
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lingvo_moe.core.console import units
+from lingvo_moe.core.pages.tables import Table, lines, words
 from lingvo_moe.core.partitioner import known_faults
 from lingvo_moe.core.partitioner.explained import (
     Explained,
     ShardedTensor,
     axes_text,
     dims,
-    exchange_row,
+    exchanges_table,
     short,
     tensor_type,
 )
@@ -87,19 +87,19 @@ class Explanation(Explained):
             title += (
                 f", of which {rest} in gradients and recomputation, sharded like the forward ones"
             )
-        heads = ("tensor", "shape", "sharding", "on a device", "line")
         rows = [
-            (
+            [
                 short(t.annotates or t.name),
                 tensor_type(t.dtype, t.shape),
                 axes_text(t.sharding, self.mesh),
                 dims(t.part_shape) + (", padded" if any(t.padding) else ""),
                 str(t.line or ""),
-            )
+            ]
             for t in shown[:_MOST_ROWS]
         ]
+        table = Table(words("tensor", "shape", "sharding", "on a device", "line"), rows)
         more = [f"  {len(shown) - _MOST_ROWS} more"] if len(shown) > _MOST_ROWS else []
-        return [title, *table(heads, rows), *more] if shown else [title]
+        return [title, *_lines(table), *more] if shown else [title]
 
     def _exchanges_text(self) -> list[str]:
         if not self.exchanges:
@@ -109,14 +109,12 @@ class Explanation(Explained):
             f"device in one run"
         )
         ordered = sorted(self.exchanges, key=lambda e: -e.total_bytes)
-        heads = ("bytes", "times", "devices", "collective", "why", "tensor", "from", "to", "line")
-        rows = [exchange_row(e, self.mesh) for e in ordered[:_MOST_ROWS]]
-        lines = [title, *table(heads, rows, right=3)]
+        said = [title, *_lines(exchanges_table(self, _MOST_ROWS))]
         rest = ordered[_MOST_ROWS:]
         if rest:
             held = units.size(sum(e.total_bytes for e in rest))
-            lines.append(f"  {len(rest)} more, {held}")
-        return lines + self._compiled_text()
+            said.append(f"  {len(rest)} more, {held}")
+        return said + self._compiled_text()
 
     def _compiled_text(self) -> list[str]:
         made: dict[str, int] = {}
@@ -132,13 +130,5 @@ class Explanation(Explained):
         return [f"In the compiled program XLA has joined or removed some: {', '.join(changed)}"]
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]], right: int = 0) -> list[str]:
-    """Formats rows as aligned lines; the first `right` columns are right-aligned, empty columns left out."""
-    rows = list(rows)
-    kept = [i for i in range(len(heads)) if any(row[i] for row in rows)]
-    lines = []
-    widths = {i: max(len(row[i]) for row in [heads, *rows]) for i in kept}
-    for row in [heads, *rows]:
-        cells = [row[i].rjust(widths[i]) if i < right else row[i].ljust(widths[i]) for i in kept]
-        lines.append(("  " + "  ".join(cells)).rstrip())
-    return lines
+def _lines(table: Table) -> list[str]:
+    return [f"  {line}" for line in lines(table)]

@@ -1,7 +1,7 @@
-"""Draws the sharding of one tensor: a grid of its parts, labelled with the devices that hold them."""
+"""Lays out a picture of one tensor's sharding: a grid of its parts, labelled with the devices that hold them."""
 
 from collections.abc import Sequence
-from html import escape
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,8 +13,33 @@ _FIRST = 8
 _MOST_DEVICES = 3
 
 
-def figure(sharding: TensorSharding, shape: Sequence[int], num_devices: int) -> str:
-    """Returns an SVG element with one cell for each part, coloured by device, with padding hatched.
+@dataclass(frozen=True)
+class Cell:
+    """A part, a rectangle at (x, y) in pixels, of which `filled_width` by `filled_height` are no padding."""
+
+    x: int
+    y: int
+    width: int
+    filled_width: float
+    filled_height: float
+    colour: str
+    label: str
+    tip: str
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A grid of cells, with dots where rows or columns are left out; `label` says it to those who do not see it."""
+
+    label: str
+    width: int
+    height: int
+    cells: list[Cell]
+    dots: list[tuple[float, float]]
+
+
+def figure(sharding: TensorSharding, shape: Sequence[int], num_devices: int) -> Figure:
+    """Returns one cell for each part, coloured by device, with padding hatched.
 
     The sharded dimensions are rows and columns of the grid. With more than two of them, the last is the
     columns and all others together are the rows. Of more than 12 rows or columns only the first 8 and
@@ -25,105 +50,83 @@ def figure(sharding: TensorSharding, shape: Sequence[int], num_devices: int) -> 
         shape: its global shape.
         num_devices: devices of the program.
     """
-    sharded = [d for d, n in enumerate(sharding.tiles) if n > 1] if sharding.is_sharded else []
-    columns = [sharded[-1]] if len(sharded) > 1 or (sharded and sharded[0] > 0) else []
-    rows = [d for d in sharded if d not in columns]
-    drawn, width, height = _cells(sharding, shape, rows, columns, num_devices)
-    label = f"{sharding}, shape {'x'.join(map(str, shape)) or 'scalar'}"
-    return (
-        f"<svg class='shards' role='img' aria-label='{escape(label, quote=True)}' "
-        f"viewBox='0 0 {width} {height}' style='width:{width}px;height:{height}px'>{drawn}</svg>"
-    )
+    return _Grid(sharding, shape, num_devices).Figure()
 
 
-def _cells(
-    sharding: TensorSharding,
-    shape: Sequence[int],
-    rows: list[int],
-    columns: list[int],
-    num_devices: int,
-) -> tuple[str, int, int]:
-    """Returns (SVG of all cells, width, height)."""
-    counts = [int(np.prod([sharding.tiles[d] for d in dims])) for dims in (rows, columns)]
-    across, down = _shown(counts[1]), _shown(counts[0])
-    width = _WIDTH * (3 if counts[1] == 1 and counts[0] > 1 else 1) if counts != [1, 1] else 160
-    drawn, y = [], 0
-    for row in down:
-        if row is None:
-            drawn.append(_dots(len(across) * width / 2, y + _GAP / 2))
-            y += _GAP
-            continue
-        x = 0
-        for column in across:
-            if column is None:
-                drawn.append(_dots(x + _GAP / 2, y + _HEIGHT / 2))
-                x += _GAP
-                continue
-            part = _part(sharding, rows, columns, row, column)
-            drawn.append(_cell(sharding, shape, part, (x, y, width), rows, columns, num_devices))
-            x += width
-        y += _HEIGHT
-    total = sum(_GAP if column is None else width for column in across)
-    return "".join(drawn), total, y
+class _Grid:
+    """The sharded dimensions of a tensor as rows and columns."""
 
+    def __init__(self, sharding: TensorSharding, shape: Sequence[int], num_devices: int):
+        self._sharding, self._shape, self._num_devices = sharding, shape, num_devices
+        tiles = sharding.tiles if sharding.is_sharded else ()
+        sharded = [d for d, n in enumerate(tiles) if n > 1]
+        self._columns = sharded[-1:] if len(sharded) > 1 or sharded[:1] > [0] else []
+        self._rows = [d for d in sharded if d not in self._columns]
+        self._width = _WIDTH if self._columns else 3 * _WIDTH if sharded else 160
 
-def _shown(count: int) -> list[int | None]:
-    """The indices of the rows or columns to draw; None stands for a gap."""
-    if count <= _MOST:
-        return list(range(count))
-    return [*range(_FIRST), None, count - 1]
+    def Figure(self) -> Figure:
+        across, width = _places(self._count(self._columns), self._width)
+        down, height = _places(self._count(self._rows), _HEIGHT)
+        drawn = [(row, y) for row, y in down if row is not None]
+        dots = [(width / 2, y + _GAP / 2) for row, y in down if row is None]
+        dots += [(x + _GAP / 2, y + _HEIGHT / 2) for _, y in drawn for c, x in across if c is None]
+        cells = [
+            self._cell(row, column, x, y)
+            for row, y in drawn
+            for column, x in across
+            if column is not None
+        ]
+        label = f"{self._sharding}, shape {'x'.join(map(str, self._shape)) or 'scalar'}"
+        return Figure(label, width, height, cells, dots)
 
+    def _count(self, dims: list[int]) -> int:
+        return int(np.prod([self._sharding.tiles[d] for d in dims]))
 
-def _part(
-    sharding: TensorSharding, rows: list[int], columns: list[int], row: int, column: int
-) -> tuple[int, ...]:
-    part = [0] * len(sharding.tiles)
-    for dims, number in ((rows, row), (columns, column)):
-        if dims:
-            places = np.unravel_index(number, [sharding.tiles[d] for d in dims])
+    def _part(self, row: int, column: int) -> tuple[int, ...]:
+        part = [0] * len(self._sharding.tiles)
+        for dims, number in ((self._rows, row), (self._columns, column)):
+            places = (
+                np.unravel_index(number, [self._sharding.tiles[d] for d in dims]) if dims else ()
+            )
             for d, place in zip(dims, places, strict=True):
                 part[d] = int(place)
-    return tuple(part)
+        return tuple(part)
+
+    def _cell(self, row: int, column: int, x: int, y: int) -> Cell:
+        part = self._part(row, column)
+        devices, extent = self._sharding.DeviceOf(part), self._sharding.Extent(self._shape, part)
+        padded = self._sharding.PartShape(self._shape)
+
+        def filled(dims: list[int]) -> float:
+            return float(np.prod([(extent[d][1] - extent[d][0]) / max(1, padded[d]) for d in dims]))
+
+        width, height = self._width * filled(self._columns), _HEIGHT * filled(self._rows)
+        where = ", ".join(f"{begin}:{end}" for begin, end in extent) or "scalar"
+        holders = f"device {names(devices, 64)}" if self._sharding.is_sharded else "every device"
+        rest = "; the rest of the part is padding"
+        everywhere = len(devices) >= self._num_devices
+        hue = 360 * devices[0] / max(1, self._num_devices)
+        return Cell(
+            x,
+            y,
+            self._width,
+            filled_width=width,
+            filled_height=height,
+            colour="var(--track)" if everywhere else f"hsl({hue:.0f} 58% 72%)",
+            label=f"all {self._num_devices}" if everywhere else names(devices),
+            tip=f"[{where}] on {holders}" + rest * (width < self._width or height < _HEIGHT),
+        )
 
 
-def _cell(
-    sharding: TensorSharding,
-    shape: Sequence[int],
-    part: tuple[int, ...],
-    place: tuple[float, float, float],
-    rows: list[int],
-    columns: list[int],
-    num_devices: int,
-) -> str:
-    x, y, width = place
-    devices = sharding.DeviceOf(part)
-    extent, padded = sharding.Extent(shape, part), sharding.PartShape(shape)
-
-    def filled(dims: list[int]) -> float:
-        return float(np.prod([(extent[d][1] - extent[d][0]) / max(1, padded[d]) for d in dims]))
-
-    w, h = width * filled(columns), _HEIGHT * filled(rows)
-    where = ", ".join(f"{begin}:{end}" for begin, end in extent) or "scalar"
-    tip = f"[{where}] on {'every device' if not sharding.is_sharded else f'device {names(devices, 64)}'}"
-    if w < width or h < _HEIGHT:
-        tip += "; the rest of the part is padding"
-    label = f"all {num_devices}" if len(devices) >= num_devices else names(devices)
-    fill = "var(--track)" if len(devices) >= num_devices else _colour(devices[0], num_devices)
-    return (
-        f"<g><title>{escape(tip)}</title>"
-        f"<rect x='{x:g}' y='{y:g}' width='{width:g}' height='{_HEIGHT}' class='pad'/>"
-        f"<rect x='{x:g}' y='{y:g}' width='{w:g}' height='{h:g}' fill='{fill}'/>"
-        f"<rect x='{x:g}' y='{y:g}' width='{width:g}' height='{_HEIGHT}' class='edge'/>"
-        f"<text x='{x + width / 2:g}' y='{y + _HEIGHT / 2:g}'>{escape(label)}</text></g>"
-    )
-
-
-def _colour(device: int, num_devices: int) -> str:
-    return f"hsl({360 * device / max(1, num_devices):.0f} 58% 72%)"
-
-
-def _dots(x: float, y: float) -> str:
-    return f"<text x='{x:g}' y='{y:g}' class='dots'>…</text>"
+def _places(count: int, size: int) -> tuple[list[tuple[int | None, int]], int]:
+    """The rows or columns to draw, each with its place, and the size of all; None stands for a gap."""
+    many = count > _MOST
+    places: list[tuple[int | None, int]] = []
+    at = 0
+    for index in [*range(_FIRST), None, count - 1] if many else range(count):
+        places.append((index, at))
+        at += _GAP if index is None else size
+    return places, at
 
 
 def names(devices: Sequence[int], most: int = _MOST_DEVICES) -> str:
