@@ -71,8 +71,11 @@ def _run(args: Flags) -> int:
     if args.eval_dir and not Path(args.eval_dir).is_dir():
         raise ValueError(f"--eval_dir={args.eval_dir}: no such directory")
     _cli.load_tensorflow()
+    from rich.console import Console
+
     from lingvo_moe.core.files.files import write_atomic
     from lingvo_moe.core.pages import drawing
+    from lingvo_moe.core.pages.tables import terminal
     from lingvo_moe.tasks.mt.reports import report, routing_page
     from lingvo_moe.tasks.mt.reports.run_report import Missing, gather
 
@@ -87,7 +90,7 @@ def _run(args: Flags) -> int:
             written[-1].parent.mkdir(parents=True, exist_ok=True)
             picture = drawing.png(routing_page.plot_layer(layer, routing))
             write_atomic(written[-1], picture)
-        _print_table(routing_page.table_of(routing))
+        Console().print(terminal(routing_page.table_of(routing), wide=False))
     for what in ("metrics", "scores", "routing"):
         missing = getattr(found, what)
         if isinstance(missing, Missing):
@@ -128,18 +131,6 @@ def _routing(args: Flags, run: Any) -> Any:
         )
     found.about["data_dir"] = str(data_dir)
     return found
-
-
-def _print_table(rows: list[list[str]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    rows = [[row[0], *row[2:]] for row in rows]  # 80 columns: the page names the routers
-    table = Table(*rows[0], box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for row in rows[1:]:
-        table.add_row(*row)
-    Console().print(table)
 
 
 if __name__ == "__main__":

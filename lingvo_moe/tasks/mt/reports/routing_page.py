@@ -5,26 +5,16 @@ Letters: U language, E expert.
 
 import math
 from collections.abc import Mapping
-from html import escape
 
 import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 
-from lingvo_moe.core.pages import drawing, markup
+from lingvo_moe.core.pages import drawing, rendering
+from lingvo_moe.core.pages.tables import Column, Table, numbers, words
 from lingvo_moe.tasks.mt.reports.language_names import name_and_code
 from lingvo_moe.tasks.mt.reports.routing import LayerRouting, RoutingReport
 
-_NOTES = (
-    "Counted over held-out sentences, with the decoder given the true translation; as in inference, nothing is "
-    "dropped and nothing left to chance.",
-    "Experts a token: the mean number that it is sent to. Busiest expert: its load, times an even share. Gate entropy: "
-    "of a token, in nats, with the largest there can be. Language: what the expert of a token tells of its language, "
-    "their mutual information in bits, each language weighing the same, with the largest there can be; 0 where all "
-    "languages use the experts alike.",
-    "Dropped: what share of first + second ... choices found the expert full in training, the mean over the last "
-    "tenth of the run's summaries. Capacity factor: E C / S there, with C rounded.",
-)
 _LARGEST_INCHES = 40.0
 
 
@@ -40,41 +30,31 @@ _COLOURS = LinearSegmentedColormap.from_list(
 )
 
 
-def section(report: RoutingReport) -> markup.Html:
-    """A table of the layers, then a drawing of each."""
-    about = report.about
-    heads, *rows = table_of(report)
-    said = (
-        f"At step {about['step']}, over {sum(report.pairs.values()):,} held-out pairs of {len(report.pairs)} "
-        f"languages; {about['num_experts']} experts."
-    )
-    columns = [(head.replace("\n", " ").strip(), i > 1, False) for i, head in enumerate(heads)]
-    parts = [
-        f"<p>{escape(said)}</p>",
-        markup.table(columns, [[escape(cell) for cell in row] for row in rows]),
-        *(f"<p class='note'>{escape(note)}</p>" for note in _NOTES),
+def section(report: RoutingReport) -> str:
+    """A table of the layers, then a drawing of each, as HTML."""
+    drawings = [
+        (
+            layer.name,
+            drawing.svg(plot_layer(layer, report), f"languages by experts in {layer.name}"),
+        )
+        for layer in report.layers
     ]
-    for layer in report.layers:
-        drawn = drawing.svg(plot_layer(layer, report), f"languages by experts in {layer.name}")
-        parts.append(f"<h3>{escape(layer.name)}</h3><figure class='drawing wide'>{drawn}</figure>")
-    return "".join(parts)
+    values = {"report": report, "layers": table_of(report), "drawings": drawings}
+    return rendering.html(__package__, "routing.html", **values)
 
 
-def table_of(report: RoutingReport) -> list[list[str]]:
-    """A line of headings, of two lines each, and one for each layer."""
+def table_of(report: RoutingReport) -> Table:
+    """A row for each layer; headings have two lines."""
     experts, languages = report.about["num_experts"], len(report.pairs)
-    heads = [
-        "MoE\nlayer",
-        "\nrouter",
-        "experts\na token",
-        "busiest\nexpert",
-        "dead\nones",
-        f"gate entropy\n(most {math.log(experts):.2f})",
-        f"language, bits\n(most {math.log2(min(experts, languages)):.2f})",
-        "dropped\n%",
-        "capacity\nfactor",
+    columns = [
+        *words("MoE\nlayer"),
+        Column("\nrouter", numeric=False, wide=True),
+        *numbers("experts\na token", "busiest\nexpert", "dead\nones"),
+        Column(f"gate entropy\n(most {math.log(experts):.2f})"),
+        Column(f"language, bits\n(most {math.log2(min(experts, languages)):.2f})"),
+        *numbers("dropped\n%", "capacity\nfactor"),
     ]
-    return [heads, *map(_row, report.layers)]
+    return Table(columns, [_row(layer) for layer in report.layers])
 
 
 def _row(layer: LayerRouting) -> list[str]:

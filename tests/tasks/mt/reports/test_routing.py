@@ -47,15 +47,13 @@ def test_the_table_and_the_section():
     unranked = _layer(training={"over_capacity_ratio": 0.5})
     about = {"model": "mt.M4Tiny", "params_override": "", "step": 7, "num_experts": 3}
     report = RoutingReport(about, {"de": 3, "sw": 1}, [ranked, unranked])
-    heads, *rows = table_of(report)
-    assert [h.replace("\n", " ").strip() for h in heads[5:7]] == [
-        "gate entropy (most 1.10)",
-        "language, bits (most 1.00)",
-    ]
+    table = table_of(report)
+    heads, rows = [column.heading for column in table.columns], table.rows
+    assert heads[5:7] == ["gate entropy\n(most 1.10)", "language, bits\n(most 1.00)"]
     name, router, *figures = rows[0]
     assert (name, router) == ("encoder/layer_1", "Soft")
     assert figures == ["2.00", "2.00 x", "1", "0.50", "1.00", "1.0 + 12.3", "2.25"]
     assert rows[1][5] == "-" and rows[1][7:] == ["50.0", "-"]
     page = section(report)
     assert page.count("<figure class='drawing wide'><svg") == 2
-    assert "At step 7, over 4 held-out pairs of 2 languages; 3 experts." in page
+    assert "At step 7, over 4 held-out pairs of 2 languages; 3 experts." in " ".join(page.split())

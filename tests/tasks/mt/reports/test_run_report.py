@@ -2,11 +2,11 @@
 
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import toy_translation as toy
+from html_page import Page
 
 from lingvo_moe.tasks.mt.quality import intervals
 from lingvo_moe.tasks.mt.quality.scoring import evaluate
@@ -19,41 +19,6 @@ _DATA = {
     "ar": [(f"مصدر {i}", f"another reference that is long {i}") for i in range(5)],
 }
 _NO_ROUTING = Missing("the model was not run", "python -m tools.report")
-_VOID = {"meta", "br", "path", "rect", "use", "line", "image"}
-
-
-class _Checker(HTMLParser):
-    """Counts tags; finds unclosed tags and anything that would be loaded."""
-
-    def __init__(self):
-        super().__init__()
-        self.open, self.loaded, self.text = [], [], ""
-
-    def handle_starttag(self, tag, attrs):
-        for name, value in attrs:
-            if name in ("src", "href", "xlink:href") and not value.startswith(("#", "data:")):
-                self.loaded.append(value)
-        if tag not in _VOID:
-            self.open.append(tag)
-        assert tag != "script"
-
-    def handle_startendtag(self, tag, attrs):
-        pass
-
-    def handle_endtag(self, tag):
-        if tag not in _VOID:
-            assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text += data
-
-
-def _checked(page: str) -> _Checker:
-    checker = _Checker()
-    checker.feed(page)
-    assert checker.open == [] and checker.loaded == []
-    assert not re.search(r"@import|url\((?!#)", page)
-    return checker
 
 
 @pytest.fixture
@@ -88,7 +53,7 @@ def _add_scores(run: Path, delta: bool, ema: float = 0.0, data: dict = _DATA) ->
 def test_an_empty_run_says_what_is_missing(run):
     found = run_report.gather(run, _NO_ROUTING)
     page = report.html_report(found)
-    text = _checked(page).text
+    text = Page(page).text
     assert text.count("Not shown") == 5
     for command in ("lingvo_moe.trainer --model=mt.M4Tiny", "tools.evaluate", "tools.report"):
         assert f"python -m {command}" in text
@@ -126,7 +91,7 @@ def test_a_page_with_everything(run):
     _add_scores(run, delta=True)
     found = run_report.gather(run, _NO_ROUTING, number=2)
     page = report.html_report(found)
-    text = _checked(page).text
+    text = Page(page).text
     assert text.count("Not shown") == 1  # routing
     assert page.count("<svg xmlns:xlink") == 3  # loss, learning rate, deltas
     assert "Quelle &lt;" in page and "reference &lt;b&gt;" in page and "<b> " not in page
@@ -148,7 +113,7 @@ def test_scores_have_margins_and_few_lines_are_marked(run):
     _add_scores(run, delta=False, data={"de": _DATA["de"], "ar": many})
     found = run_report.gather(run, _NO_ROUTING)
     page = report.html_report(found)
-    text = _checked(page).text
+    text = Page(page).text
     german, arabic = found.scores["languages"]["de"], found.scores["languages"]["ar"]
     assert german["few_lines"] and not arabic["few_lines"]
     row = page[page.index("</i>mid<") :].partition("</tr>")[0]
@@ -171,7 +136,7 @@ def test_scores_have_margins_and_few_lines_are_marked(run):
 def test_scores_alone(run, caplog):
     _add_scores(run, delta=False)
     (run / "eval/texts/ar.hyp").unlink()
-    text = _checked(report.html_report(run_report.gather(run, _NO_ROUTING))).text
+    text = Page(report.html_report(run_report.gather(run, _NO_ROUTING))).text
     assert "ar.hyp is missing" in caplog.text
     assert "ar.hyp is missing" in text and "no bilingual models were scored" in text
     assert "By language" in text
