@@ -140,11 +140,12 @@ def per_token(routing: Routing) -> Routing:
     def one(x: tf.Tensor) -> tf.Tensor:
         return tf.reshape(x, [-1, 1, x.shape[-1]])
 
+    slot = routing.expert_index if routing.position is None else routing.position
     return replace(
         routing,
         expert_index=one(routing.expert_index),
         gate=one(routing.gate),
         kept=one(routing.kept),
-        position=one(routing.position - routing.position),
+        position=one(slot - slot),
         capacity=1,
     )

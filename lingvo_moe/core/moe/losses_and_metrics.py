@@ -1,4 +1,4 @@
-"""Auxiliary losses of routers (how evenly experts are used, how large logits are), and metrics of routing decisions.
+"""The choices of routers, their auxiliary losses (how evenly experts are used, how large logits are) and their metrics.
 
 Padding moves none of them. Sums are over the whole batch, however it is sharded, and are scaled by numbers known at run
 time only.
@@ -7,12 +7,12 @@ Letters: G group, S token in group, k choice rank, E expert, C capacity slot.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import tensorflow as tf
 
-from lingvo_moe.core.moe.slots import effective_capacity_factor
+from lingvo_moe.core.moe.slots import effective_capacity_factor, normalize
 from lingvo_moe.core.nested_map import NestedMap
 
 _TINY = 1e-20  # the least squared mean, so that the variation of zeros is 0
@@ -33,6 +33,45 @@ class AuxLoss:
     value: tf.Tensor
     weight: float
     over: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The experts of each token as a router chooses them, before any is full. Decoding needs no more than this.
+
+    Attributes:
+        expert_index: int32 [G,S,k], the experts of each token, best first, all different.
+        gate: float32 [G,S,k], the weight of that expert's output, before drops.
+        wanted: float32 [G,S,k], 1 where the token asks for a slot: not at padding, nor where chance decided against it.
+        real: float32 [G,S], 1 for tokens and 0 for padding.
+        probabilities: float32 [G,S,E], for the metrics of a gating network; they sum to 1. None without such a network.
+        position: int32 [G,S,k], the slots, where the router assigns them itself. None: they are assigned in the order
+            of `slots.assign_slots`.
+        counted: float32 [G,S,k], 1 where a choice takes a position, wanted or not; None: as `wanted`.
+        losses: gives the terms of the auxiliary loss.
+        updates: as in `Routing`.
+        ranked: False where k = E and expert_index[..., e] = e: then the choices of a token have no order.
+        limited: False where there is a slot for each choice, whatever the layer's capacity is.
+        normalized_after_drops: whether the gates that are kept are divided by their sum.
+    """
+
+    expert_index: tf.Tensor
+    gate: tf.Tensor
+    wanted: tf.Tensor
+    real: tf.Tensor
+    probabilities: tf.Tensor | None = None
+    position: tf.Tensor | None = None
+    counted: tf.Tensor | None = None
+    losses: Callable[[], Sequence[AuxLoss]] = tuple
+    updates: NestedMap = field(default_factory=NestedMap)
+    ranked: bool = True
+    limited: bool = True
+    normalized_after_drops: bool = False
+
+    def Gate(self, kept: tf.Tensor) -> tf.Tensor:
+        """The weights of the choices that are kept (`kept` is 1 for these, else 0), zeros for the others: [G,S,k]."""
+        gate = self.gate * kept
+        return normalize(gate) if self.normalized_after_drops else gate
 
 
 def load_balance(
@@ -126,30 +165,20 @@ def smooth_load(
 
 
 def routing_metrics(
-    expert_index_GSk: tf.Tensor,
+    choice: Choice,
     gate_GSk: tf.Tensor,
-    wanted_GSk: tf.Tensor,
     kept_GSk: tf.Tensor,
-    real_GS: tf.Tensor,
     num_experts: int,
     capacity: int | None,
-    probabilities_GSE: tf.Tensor | None = None,
-    ranked: bool = True,
 ) -> NestedMap:
     """The metrics of one layer, over the real tokens of all groups.
 
     Args:
-        expert_index_GSk: int32, the chosen experts.
+        choice: of the router.
         gate_GSk: the weights that the outputs are combined with, 0 where not kept.
-        wanted_GSk: 1 where a real token asked for a slot (an unsampled second choice did not).
-        kept_GSk: 1 where it got one.
-        real_GS: 1 for tokens, 0 for padding.
+        kept_GSk: 1 where a choice got its slot.
         num_experts: E.
         capacity: C, or None where there is no limit.
-        probabilities_GSE: the gating network's probabilities of each token, summing to 1 over E: before
-            any top-k, normalisation or drop. None for a router without a gating network.
-        ranked: False where k = E and expert_index[..., e] = e: experts are then not choices in an
-            order, and metrics by rank are left out.
 
     Returns:
         A NestedMap of float32 tensors, without gradients:
@@ -162,15 +191,14 @@ def routing_metrics(
 
         With probabilities, those of `_of_probabilities`; if ranked, those of `_by_rank`.
     """
+    real_GS = choice.real
     per_token = tf.math.reciprocal(tf.maximum(tf.reduce_sum(real_GS), 1.0))
-    if ranked:
-        metrics, load_E = _by_rank(
-            expert_index_GSk, gate_GSk, wanted_GSk, kept_GSk, real_GS, num_experts
-        )
+    if choice.ranked:
+        metrics, load_E = _by_rank(choice, gate_GSk, kept_GSk, num_experts)
     else:
         metrics, load_E = NestedMap(), tf.reduce_sum(kept_GSk, [0, 1])
         metrics.dispatch_0 = _share_sent_to(0, tf.reduce_sum(kept_GSk, -1), real_GS)
-    asked, slots = tf.reduce_sum(wanted_GSk), tf.reduce_sum(load_E)
+    asked, slots = tf.reduce_sum(choice.wanted), tf.reduce_sum(load_E)
     metrics.over_capacity_ratio = (asked - slots) / tf.maximum(asked, 1.0)
     metrics.experts_per_token = slots * per_token
     metrics.expert_load = load_E / tf.maximum(slots, 1.0)
@@ -181,8 +209,8 @@ def routing_metrics(
         if capacity is None
         else effective_capacity_factor(real_GS.shape[1], num_experts, capacity)
     )
-    if probabilities_GSE is not None:
-        metrics.update(_of_probabilities(probabilities_GSE, real_GS, per_token))
+    if choice.probabilities is not None:
+        metrics.update(_of_probabilities(choice.probabilities, real_GS, per_token))
     return metrics.Transform(tf.stop_gradient)
 
 
@@ -257,12 +285,7 @@ def _of_probabilities(
 
 
 def _by_rank(
-    expert_index_GSk: tf.Tensor,
-    gate_GSk: tf.Tensor,
-    wanted_GSk: tf.Tensor,
-    kept_GSk: tf.Tensor,
-    real_GS: tf.Tensor,
-    num_experts: int,
+    choice: Choice, gate_GSk: tf.Tensor, kept_GSk: tf.Tensor, num_experts: int
 ) -> tuple[NestedMap, tf.Tensor]:
     """The metrics by rank, and [E], the filled slots of each expert. Ranks are counted from 1:
 
@@ -271,18 +294,18 @@ def _by_rank(
     mean_gate_<rank>: the mean weight of that choice; 1 minus their sum was lost to drops;
     expert_load_first [E]: the share of first choices, sums to 1.
     """
-    ranks = expert_index_GSk.shape[-1]
+    real_GS, ranks = choice.real, choice.expert_index.shape[-1]
     per_token = tf.math.reciprocal(tf.maximum(tf.reduce_sum(real_GS), 1.0))
     metrics = NestedMap()
     kept_GSE = tf.constant(0.0)
     for rank in range(ranks):
         name = rank + 1
-        wanted, kept = wanted_GSk[:, :, rank], kept_GSk[:, :, rank]
+        wanted, kept = choice.wanted[:, :, rank], kept_GSk[:, :, rank]
         asked = tf.reduce_sum(wanted)
         full = asked - tf.reduce_sum(kept)
         metrics[f"over_capacity_{name}_ratio"] = full / tf.maximum(asked, 1.0)
         metrics[f"mean_gate_{name}"] = tf.reduce_sum(gate_GSk[:, :, rank]) * per_token
-        chosen_GSE = tf.one_hot(expert_index_GSk[:, :, rank], num_experts)
+        chosen_GSE = tf.one_hot(choice.expert_index[:, :, rank], num_experts)
         kept_GSE += chosen_GSE * kept[:, :, tf.newaxis]
         if rank == 0:
             first_E = tf.reduce_sum(chosen_GSE * real_GS[:, :, tf.newaxis], [0, 1])

@@ -101,7 +101,7 @@ def assign_slots(
     expert_index_GSk: tf.Tensor,
     wanted_GSk: tf.Tensor,
     num_experts: int,
-    capacity: int | None,
+    capacity: int,
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Assigns a slot to every choice that asks for one: first choices of a group in the order of its
     tokens, then second choices, and so on (the paper's Algorithm 1, for any k).
@@ -114,7 +114,7 @@ def assign_slots(
         expert_index_GSk: int32, the experts of each token, all different for one token.
         wanted_GSk: float32, 1 where a slot is asked for, 0 elsewhere, e.g. at padding.
         num_experts: E.
-        capacity: C; None for a slot for every choice.
+        capacity: C.
 
     Returns:
         position_GSk, int32: the slot within (group, expert), undefined where none is asked for;
@@ -127,10 +127,7 @@ def assign_slots(
     position_GQR = tf.gather(before_GQE, choice_GQR, batch_dims=2)
     position_GQR += _earlier_in_block(queue_GQR)
     position_GSk = tf.cast(_unqueue(position_GQR, expert_index_GSk), tf.int32)
-    kept_GSk = wanted_GSk
-    if capacity is not None:
-        kept_GSk *= tf.cast(position_GSk < capacity, tf.float32)
-    return position_GSk, kept_GSk
+    return position_GSk, wanted_GSk * tf.cast(position_GSk < capacity, tf.float32)
 
 
 def count_choices(

@@ -9,7 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from lingvo_moe.core.moe.registry import ROUTERS
-from lingvo_moe.core.moe.routers.base import Router, Routing
+from lingvo_moe.core.moe.routers.base import LearnedRouter, Router, Routing
+from lingvo_moe.core.moe.routers.inputs import real_tokens
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import single_device, use_mesh
@@ -36,20 +37,41 @@ def route(
         return layer.FProp(theta, x, paddings, capacity, context=context, **kwargs)
 
 
+def route_logits(
+    layer: LearnedRouter,
+    logits_GSE: Any,
+    paddings_GS: Any = None,
+    capacity: int | None = None,
+    seed: tf.Tensor | None = None,
+    *more: Any,
+) -> Routing:
+    """The routing by the gating network's logits; `more` are the router's own arguments of ChooseByLogits."""
+    logits_GSE = tf.convert_to_tensor(logits_GSE, tf.float32)
+    paddings_GS = np.zeros(logits_GSE.shape[:2]) if paddings_GS is None else paddings_GS
+    with use_mesh(single_device()):
+        real_GS = real_tokens(tf.constant(paddings_GS))
+        return layer.Seat(
+            layer.ChooseByLogits(logits_GSE, real_GS, capacity, seed, *more), capacity
+        )
+
+
 def check(routing: Routing, paddings_GS: Any) -> None:
     """Checks what dispatchers rely on; see `Routing`."""
     index, gate, kept = (v.numpy() for v in (routing.expert_index, routing.gate, routing.kept))
-    position, real = routing.position.numpy(), 1 - np.asarray(paddings_GS)
-    assert index.dtype == position.dtype == np.int32 and gate.dtype == kept.dtype == np.float32
+    real = 1 - np.asarray(paddings_GS)
+    assert index.dtype == np.int32 and gate.dtype == kept.dtype == np.float32
     assert ((index >= 0) & (index < routing.num_experts)).all()
     assert set(np.unique(kept)) <= {0.0, 1.0}
     assert not kept[real == 0].any(), "padding is routed"
     assert not gate[kept == 0].any()
     for row in index.reshape(-1, index.shape[-1]):
         assert len(set(row.tolist())) == row.size, "a token's experts must differ"
-    limit = index.shape[1] * index.shape[2] if routing.capacity is None else routing.capacity
+    if routing.capacity is None:
+        assert (kept == real[..., None]).all()
+        return
+    position = routing.position.numpy()
     for g in range(index.shape[0]):
         at = kept[g] > 0
         seats = list(zip(index[g][at].tolist(), position[g][at].tolist()))
         assert len(set(seats)) == len(seats), "two in one slot"
-        assert all(0 <= seat < limit for _, seat in seats)
+        assert all(0 <= seat < routing.capacity for _, seat in seats)

@@ -6,14 +6,15 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lingvo_moe.core.moe.losses_and_metrics import routing_metrics
+from lingvo_moe.core.moe.losses_and_metrics import Choice, routing_metrics
 
 
 def _metrics(want: dict, real: np.ndarray, num_experts: int, capacity: int | None, **kw):
-    names = ("index", "gate", "wanted", "kept")
-    tensors = [tf.constant(want[name]) for name in names]
-    real = tf.constant(real, tf.float32)
-    return routing_metrics(*tensors, real, num_experts, capacity, **kw)
+    index, gate, wanted, kept = (
+        tf.constant(want[name]) for name in ("index", "gate", "wanted", "kept")
+    )
+    choice = Choice(index, gate, wanted, tf.constant(real, tf.float32), **kw)
+    return routing_metrics(choice, gate, kept, num_experts, capacity)
 
 
 def test_by_hand():
@@ -25,7 +26,7 @@ def test_by_hand():
         "kept": np.array([[[1, 1], [0, 0], [1, 0], [0, 0]]], np.float32),
     }
     p = tf.constant([[[0.5, 0.25, 0.25], [1, 0, 0], [0.5, 0.5, 0], [0, 0, 1]]])
-    m = _metrics(want, np.array([[1, 1, 1, 0]]), 3, 2, probabilities_GSE=p)
+    m = _metrics(want, np.array([[1, 1, 1, 0]]), 3, 2, probabilities=p)
     np.testing.assert_allclose(m.over_capacity_1_ratio, 1 / 3, 1e-6)
     np.testing.assert_allclose(m.over_capacity_2_ratio, 1 / 2, 1e-6)
     np.testing.assert_allclose(m.over_capacity_ratio, 2 / 5, 1e-6)
@@ -72,7 +73,7 @@ def test_equals_counting(shape, capacity, seed):
     real = rng.random((G, S)) < 0.7
     gates = moe_reference.softmax(rng.normal(size=shape, scale=2))
     want = moe_reference.route(gates, real, capacity, rng.random((G, S)))
-    got = _metrics(want, real, E, capacity, probabilities_GSE=tf.constant(gates, tf.float32))
+    got = _metrics(want, real, E, capacity, probabilities=tf.constant(gates, tf.float32))
     tokens = max(real.sum(), 1)
     count = {f"dispatch_{n}": 0.0 for n in range(3)}
     first, load, importance, entropy = np.zeros(E), np.zeros(E), np.zeros(E), 0.0

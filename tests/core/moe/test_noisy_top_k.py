@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from router_testing import route_logits
 
 from lingvo_moe.core import randomness
 from lingvo_moe.core.moe.routers.noisy_top_k import NoisyTopKRouter
@@ -30,9 +31,8 @@ def _router(num_experts, **params) -> NoisyTopKRouter:
 
 def _route(router, logits, paddings=None, capacity=None, seed=None, deviation=None):
     logits = tf.convert_to_tensor(logits, tf.float32)
-    paddings = np.zeros(logits.shape[:2]) if paddings is None else paddings
     deviation = None if deviation is None else tf.constant(deviation, tf.float32)
-    return router.Route(logits, tf.constant(paddings), capacity, seed, deviation)
+    return route_logits(router, logits, paddings, capacity, seed, deviation)
 
 
 def test_by_hand_without_noise():

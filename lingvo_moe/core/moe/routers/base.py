@@ -3,9 +3,9 @@
 Letters: G group, S token in group, k choice rank, E expert, C capacity slot, M model, U task.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import tensorflow as tf
 
@@ -16,11 +16,13 @@ from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
 from lingvo_moe.core.moe.losses_and_metrics import (
     AuxLoss,
+    Choice,
     add_losses,
     aux_loss_of,
     routing_metrics,
 )
 from lingvo_moe.core.moe.routers import inputs
+from lingvo_moe.core.moe.slots import assign_slots
 from lingvo_moe.core.nested_map import NestedMap
 
 
@@ -32,11 +34,11 @@ class Routing:
         expert_index: int32 [G,S,k], the experts of each token, best first, all different.
         gate: float32 [G,S,k], the weight of that expert's output in the sum; 0 where not kept.
         position: int32 [G,S,k], the slot within (group, expert); below C and unique where kept, of no
-            meaning elsewhere.
+            meaning elsewhere. None where there is no capacity.
         kept: float32 [G,S,k], 1 where the token is sent, 0 where it overflowed, was not sampled, or is
             padding.
         num_experts: E.
-        capacity: C; None means that nothing is ever dropped (inference), and `position` has no bound.
+        capacity: C; None means that nothing is ever dropped, as in inference.
         aux_loss: float32 scalar.
         metrics: NestedMap of float32 tensors.
         updates: the next values of the router's variables that are not trainable, by their paths.
@@ -45,7 +47,7 @@ class Routing:
 
     expert_index: tf.Tensor
     gate: tf.Tensor
-    position: tf.Tensor
+    position: tf.Tensor | None
     kept: tf.Tensor
     num_experts: int
     capacity: int | None
@@ -55,17 +57,8 @@ class Routing:
     aux_losses: Sequence[AuxLoss] = ()
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """The experts of each token, in inference: the part of a `Routing` that a search needs."""
-
-    expert_index: tf.Tensor
-    gate: tf.Tensor
-    kept: tf.Tensor
-
-
 class Router(BaseLayer):
-    """Chooses the experts of each token. Subclasses implement `FProp`, and may implement `ChooseExperts`.
+    """Chooses the experts of each token. Subclasses implement `Choose`, for training and decoding alike.
 
     A router does all its arithmetic in float32, whatever the activations are: the choice depends on small
     differences, and positions are sums that bfloat16 cannot represent.
@@ -112,6 +105,28 @@ class Router(BaseLayer):
         p.Define("num_experts", 0, "E; the MoE layer sets it.", check=checks.SIZE)
         return p
 
+    @scoped
+    def Choose(
+        self,
+        theta: NestedMap,
+        x_GSM: tf.Tensor,
+        paddings_GS: tf.Tensor,
+        capacity: int | None = None,
+        seed: tf.Tensor | None = None,
+        context: NestedMap | None = None,
+    ) -> Choice:
+        """Chooses the experts of tokens.
+
+        Args:
+            theta: the router's weights, if it has any.
+            x_GSM: tokens, in any float type.
+            paddings_GS: bool or float, 1 for padding, which is never routed and takes no slot.
+            capacity: C, or None for no limit; for routers that choose by it.
+            seed: int32 [2]; None means inference, where nothing is random.
+            context: the entries that `Needs` names, int32 [G,S] each; None where there are none.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.Choose")
+
     def FProp(
         self,
         theta: NestedMap,
@@ -121,69 +136,36 @@ class Router(BaseLayer):
         seed: tf.Tensor | None = None,
         context: NestedMap | None = None,
     ) -> Routing:
-        """Routes tokens.
-
-        Args:
-            theta: the router's weights, if it has any.
-            x_GSM: tokens, in any float type.
-            paddings_GS: bool or float, 1 for padding, which is never routed and takes no slot.
-            capacity: C, or None for no limit.
-            seed: int32 [2]; None means inference, where nothing is random.
-            context: the entries that `Needs` names, int32 [G,S] each; None where there are none.
-        """
-        raise NotImplementedError(f"{type(self).__name__}.FProp")
+        """Routes tokens: `Choose`, then `Seat`; arguments as for `Choose`."""
+        return self.Seat(self.Choose(theta, x_GSM, paddings_GS, capacity, seed, context), capacity)
 
     @scoped
-    def ChooseExperts(
-        self,
-        theta: NestedMap,
-        x_GSM: tf.Tensor,
-        paddings_GS: tf.Tensor,
-        context: NestedMap | None = None,
-    ) -> Chosen:
-        """The choices of FProp without a seed and a capacity, bit for bit; arguments as there.
-
-        Decoding calls it in each step. This one runs FProp; a router may override it to leave out positions,
-        losses and metrics.
-        """
-        routing = self.FProp(theta, x_GSM, paddings_GS, None, context=context)
-        return Chosen(routing.expert_index, routing.gate, routing.kept)
-
-    def __init_subclass__(cls, **kwargs: Any):
-        """A subclass that routes in its own way, and does not say how it chooses, chooses as it routes."""
-        super().__init_subclass__(**kwargs)
-        own = cls.__dict__
-        if "ChooseExperts" not in own and {"FProp", "RouteInputs", "Route"} & set(own):
-            cls.ChooseExperts = Router.ChooseExperts  # type: ignore[method-assign]
-
-    def Decided(
-        self,
-        expert_index: tf.Tensor,
-        gate: tf.Tensor,
-        position: tf.Tensor,
-        wanted: tf.Tensor,
-        kept: tf.Tensor,
-        real_GS: tf.Tensor,
-        capacity: int | None,
-        probabilities_GSE: tf.Tensor | None = None,
-        *,
-        losses: Callable[[], Sequence[AuxLoss]] | None = None,
-        ranked: bool = True,
-    ) -> Routing:
-        """The routing of these tensors [G,S,k] (see `Routing`) with its metrics (see `routing_metrics`).
-
-        Args as theirs, and:
-            losses: gives the terms of the auxiliary loss; None where there is none.
-        """
+    def Seat(self, choice: Choice, capacity: int | None) -> Routing:
+        """Assigns slots to choices, C for each expert and group, and counts what became of them."""
         E = self.p.num_experts
-        terms = losses() if losses else ()
+        if not choice.limited:
+            capacity = None
+        position, kept = choice.position, choice.wanted
+        if position is None and capacity is not None:
+            counted = kept if choice.counted is None else choice.counted
+            position, fits = assign_slots(choice.expert_index, counted, E, capacity)
+            kept = fits if choice.counted is None else kept * fits
+        gate = choice.Gate(kept)
+        terms = choice.losses()
         aux_loss = aux_loss_of(terms)
-        metrics = routing_metrics(
-            expert_index, gate, wanted, kept, real_GS, E, capacity, probabilities_GSE, ranked
-        )
+        metrics = routing_metrics(choice, gate, kept, E, capacity)
         add_losses(metrics, aux_loss, terms)
         return Routing(
-            expert_index, gate, position, kept, E, capacity, aux_loss, metrics, aux_losses=terms
+            choice.expert_index,
+            gate,
+            position,
+            kept,
+            E,
+            capacity,
+            aux_loss,
+            metrics,
+            choice.updates,
+            terms,
         )
 
 
@@ -194,8 +176,7 @@ def check_choices(path: str, name: str, number: int, num_experts: int) -> None:
 
 
 class LearnedRouter(Router):
-    """A router with a gating network, wg [M,E]. Subclasses implement `Route`, or `RouteInputs`; and `_ChooseByLogits`,
-    if decoding is to leave out what it does not read.
+    """A router with a gating network, wg [M,E]. Subclasses implement `ChooseByLogits`, or `ChooseByInputs`.
 
     The network's input is each token or, by `level`, its sentence's mean or its task's embedding (then
     there is a weight task_emb [U,M], U the number of tasks).
@@ -238,18 +219,18 @@ class LearnedRouter(Router):
         """The initial value of wg."""
         return WeightInit.FanIn(self.p.model_dim)
 
-    def FProp(
+    def Choose(
         self,
         theta: NestedMap,
         x_GSM: tf.Tensor,
         paddings_GS: tf.Tensor,
-        capacity: int | None,
+        capacity: int | None = None,
         seed: tf.Tensor | None = None,
         context: NestedMap | None = None,
-    ) -> Routing:
+    ) -> Choice:
         """See `Router`; theta holds wg [M,E]."""
         x_GSM = self.Seen(theta, x_GSM, paddings_GS, context)
-        return self.RouteInputs(theta, x_GSM, paddings_GS, capacity, seed)
+        return self.ChooseByInputs(theta, x_GSM, inputs.real_tokens(paddings_GS), capacity, seed)
 
     @scoped
     def Seen(
@@ -269,45 +250,20 @@ class LearnedRouter(Router):
             x_GSM = inputs.task_vectors(theta.task_emb, context.task_ids)
         return self.Shard(x_GSM, "GSM")
 
-    def __init_subclass__(cls, **kwargs: Any):
-        """A subclass that says how it chooses by logits chooses so."""
-        own = vars(cls)
-        by_logits = "_ChooseByLogits" in own and "ChooseExperts" not in own
-        super().__init_subclass__(**kwargs)
-        if by_logits:
-            cls.ChooseExperts = LearnedRouter.ChooseExperts  # type: ignore[method-assign]
-
-    def ChooseExperts(
-        self,
-        theta: NestedMap,
-        x_GSM: tf.Tensor,
-        paddings_GS: tf.Tensor,
-        context: NestedMap | None = None,
-    ) -> Chosen:
-        """See `Router`."""
-        logits_GSE = self.Logits(theta, self.Seen(theta, x_GSM, paddings_GS, context))
-        return self._ChooseByLogits(theta, logits_GSE, inputs.real_tokens(paddings_GS))
-
-    def _ChooseByLogits(
-        self, theta: NestedMap, logits_GSE: tf.Tensor, real_GS: tf.Tensor
-    ) -> Chosen:
-        """The choices of `ChooseExperts` from the logits, and `real_GS`, float32, 1 for tokens and 0 for padding."""
-        raise NotImplementedError(f"{type(self).__name__}._ChooseByLogits")
-
     @scoped
-    def RouteInputs(
+    def ChooseByInputs(
         self,
         theta: NestedMap,
         x_GSM: tf.Tensor,
-        paddings_GS: tf.Tensor,
+        real_GS: tf.Tensor,
         capacity: int | None,
-        seed: tf.Tensor | None = None,
-    ) -> Routing:
-        """The decision from the gating network's input; arguments as in FProp.
+        seed: tf.Tensor | None,
+    ) -> Choice:
+        """The choice by the gating network's input; `real_GS` as in `Choice`, the other arguments as in `Choose`.
 
         A router overrides it if it needs more than logits: other weights, noise on the inputs.
         """
-        return self.Route(self.Logits(theta, x_GSM), paddings_GS, capacity, seed)
+        return self.ChooseByLogits(self.Logits(theta, x_GSM), real_GS, capacity, seed)
 
     @scoped
     def Logits(self, theta: NestedMap, x_GSM: tf.Tensor) -> tf.Tensor:
@@ -316,15 +272,15 @@ class LearnedRouter(Router):
         logits_GSE = self.Shard(tf.einsum("GSM,ME->GSE", x_GSM, wg_ME), "GSE")
         return self.Keep(logits_GSE, "router", "GSE")
 
-    def Route(
+    def ChooseByLogits(
         self,
         logits_GSE: tf.Tensor,
-        paddings_GS: tf.Tensor,
-        capacity: int | None,
+        real_GS: tf.Tensor,
+        capacity: int | None = None,
         seed: tf.Tensor | None = None,
-    ) -> Routing:
-        """The decision itself, from float32 logits; the other arguments as in FProp."""
-        raise NotImplementedError(f"{type(self).__name__}.Route")
+    ) -> Choice:
+        """The choice itself, by float32 logits; the other arguments as in `ChooseByInputs`."""
+        raise NotImplementedError(f"{type(self).__name__}.ChooseByLogits")
 
 
 def all_experts(like_GSE: tf.Tensor) -> tf.Tensor:

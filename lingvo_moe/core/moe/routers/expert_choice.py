@@ -12,17 +12,10 @@ import tensorflow as tf
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
-from lingvo_moe.core.moe.routers.base import (
-    Chosen,
-    LearnedRouter,
-    Routing,
-    all_experts,
-    check_choices,
-)
-from lingvo_moe.core.moe.routers.inputs import real_tokens
+from lingvo_moe.core.moe.losses_and_metrics import Choice
+from lingvo_moe.core.moe.routers.base import LearnedRouter, all_experts, check_choices
 from lingvo_moe.core.moe.routers.kth_largest import kth_largest_bits
-from lingvo_moe.core.moe.slots import assign_slots, top_k
-from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.moe.slots import top_k
 
 _BITS = 30  # of a float32 from 0 to 1, whose bits order it as an integer
 
@@ -64,45 +57,30 @@ class ExpertChoiceRouter(LearnedRouter):
         p = self.p
         check_choices(self.path, "inference_k", p.inference_k, p.num_experts)
 
-    def Route(
+    def ChooseByLogits(
         self,
         logits_GSE: tf.Tensor,
-        paddings_GS: tf.Tensor,
-        capacity: int | None,
+        real_GS: tf.Tensor,
+        capacity: int | None = None,
         seed: tf.Tensor | None = None,
-    ) -> Routing:
-        """See `LearnedRouter`; without a capacity tokens choose."""
-        real_GS = real_tokens(paddings_GS)
+    ) -> Choice:
+        """See `LearnedRouter`; without a capacity each token chooses its own best experts."""
         gates_GSE = tf.nn.softmax(logits_GSE)
         if capacity is None:
-            return self._TokensChoose(gates_GSE, real_GS)
-        kept = self.Shard(chosen_tokens(gates_GSE, real_GS, capacity), "GSE")
-        gate = gates_GSE * kept
-        expert_index = all_experts(gates_GSE)
-        position = tf.cast(tf.cumsum(kept, 1, exclusive=True), tf.int32)
-        return self.Decided(
-            expert_index, gate, position, kept, kept, real_GS, capacity, gates_GSE, ranked=False
+            gate_GSk, index_GSk = top_k(gates_GSE, self.p.inference_k)
+            wanted_GSk = tf.stack([real_GS] * self.p.inference_k, -1)
+            return Choice(index_GSk, gate_GSk, wanted_GSk, real_GS, gates_GSE)
+        taken = self.Shard(chosen_tokens(gates_GSE, real_GS, capacity), "GSE")
+        position = tf.cast(tf.cumsum(taken, 1, exclusive=True), tf.int32)
+        return Choice(
+            all_experts(gates_GSE),
+            gates_GSE,
+            taken,
+            real_GS,
+            gates_GSE,
+            position=position,
+            ranked=False,
         )
-
-    def _TokensChoose(self, gates_GSE: tf.Tensor, real_GS: tf.Tensor) -> Routing:
-        best = self._Best(gates_GSE, real_GS)
-        position, _ = assign_slots(best.expert_index, best.kept, self.p.num_experts, None)
-        return self.Decided(
-            best.expert_index, best.gate, position, best.kept, best.kept, real_GS, None, gates_GSE
-        )
-
-    def _ChooseByLogits(
-        self, theta: NestedMap, logits_GSE: tf.Tensor, real_GS: tf.Tensor
-    ) -> Chosen:
-        """See `LearnedRouter`."""
-        return self._Best(tf.nn.softmax(logits_GSE), real_GS)
-
-    def _Best(self, gates_GSE: tf.Tensor, real_GS: tf.Tensor) -> Chosen:
-        """Each token's own best experts."""
-        k = self.p.inference_k
-        gate, expert_index = top_k(gates_GSE, k)
-        kept = tf.stack([real_GS] * k, -1)
-        return Chosen(expert_index, gate * kept, kept)
 
 
 def chosen_tokens(gates_GSE: tf.Tensor, real_GS: tf.Tensor, capacity: int) -> tf.Tensor:

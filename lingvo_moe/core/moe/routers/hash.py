@@ -63,7 +63,7 @@ class HashRouter(UnlearnedRouter):
                 "vocabulary; table='modular' does not"
             )
 
-    def Choose(
+    def Rule(
         self, x_GSM: tf.Tensor, seed: tf.Tensor | None, context: NestedMap | None
     ) -> tf.Tensor:
         """See `UnlearnedRouter`; `context.ids` must lie in 0..V-1."""

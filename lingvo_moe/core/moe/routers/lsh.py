@@ -80,7 +80,7 @@ class LshRouter(UnlearnedRouter):
         seed = randomness.fold_in(randomness.make_seed(p.hash_seed, 0), self.path)
         return randomness.normal(seed, [p.model_dim, _num_projections(p)])
 
-    def Choose(
+    def Rule(
         self, x_GSM: tf.Tensor, seed: tf.Tensor | None, context: NestedMap | None
     ) -> tf.Tensor:
         """See `UnlearnedRouter`."""

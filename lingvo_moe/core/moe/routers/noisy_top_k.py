@@ -11,10 +11,15 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.moe.losses_and_metrics import AuxLoss, cv_squared, importance, smooth_load
-from lingvo_moe.core.moe.routers.base import Chosen, LearnedRouter, Routing, check_choices
-from lingvo_moe.core.moe.routers.inputs import real_tokens
-from lingvo_moe.core.moe.slots import assign_slots, count_choices, top_k
+from lingvo_moe.core.moe.losses_and_metrics import (
+    AuxLoss,
+    Choice,
+    cv_squared,
+    importance,
+    smooth_load,
+)
+from lingvo_moe.core.moe.routers.base import LearnedRouter, check_choices
+from lingvo_moe.core.moe.slots import count_choices, top_k
 from lingvo_moe.core.nested_map import NestedMap
 
 
@@ -70,14 +75,14 @@ class NoisyTopKRouter(LearnedRouter):
         """Zeros (appendix A)."""
         return WeightInit.Constant(0.0)
 
-    def RouteInputs(
+    def ChooseByInputs(
         self,
         theta: NestedMap,
         x_GSM: tf.Tensor,
-        paddings_GS: tf.Tensor,
+        real_GS: tf.Tensor,
         capacity: int | None,
-        seed: tf.Tensor | None = None,
-    ) -> Routing:
+        seed: tf.Tensor | None,
+    ) -> Choice:
         """See `LearnedRouter`; theta holds wg and wnoise [M,E]."""
         logits_GSE = self.Logits(theta, x_GSM)
         deviation_GSE = None
@@ -85,27 +90,28 @@ class NoisyTopKRouter(LearnedRouter):
             x_GSM, wnoise_ME = tf.cast(x_GSM, tf.float32), tf.cast(theta.wnoise, tf.float32)
             raw_GSE = self.Shard(tf.einsum("GSM,ME->GSE", x_GSM, wnoise_ME), "GSE")
             deviation_GSE = tf.math.softplus(raw_GSE) + self.p.noise_epsilon
-        return self.Route(logits_GSE, paddings_GS, capacity, seed, deviation_GSE)
+        return self.ChooseByLogits(logits_GSE, real_GS, capacity, seed, deviation_GSE)
 
-    def Route(
+    def ChooseByLogits(
         self,
         logits_GSE: tf.Tensor,
-        paddings_GS: tf.Tensor,
-        capacity: int | None,
+        real_GS: tf.Tensor,
+        capacity: int | None = None,
         seed: tf.Tensor | None = None,
         deviation_GSE: tf.Tensor | None = None,
-    ) -> Routing:
+    ) -> Choice:
         """See `LearnedRouter`. `deviation_GSE`: the noise's standard deviations, float32; None, or no
         seed: no noise."""
         p = self.p
-        real_GS = real_tokens(paddings_GS)
         noisy_GSE = logits_GSE
         if seed is not None and deviation_GSE is not None:
             noise_GSE = randomness.normal(self.FoldSeed(seed, "noise"), logits_GSE.shape)
             noisy_GSE += self.Shard(noise_GSE, "GSE") * deviation_GSE
-        best_GSk, index_GSk, gate_GSk = self._Best(noisy_GSE, real_GS)
+        # The next largest is what a chosen expert's logit would have to exceed with other noise.
+        best_GSk, index_GSk = top_k(noisy_GSE, min(p.k + 1, p.num_experts))
+        index_GSk = index_GSk[:, :, : p.k]
+        gate_GSk = tf.nn.softmax(best_GSk[:, :, : p.k]) * real_GS[:, :, tf.newaxis]
         wanted_GSk = tf.stack([real_GS] * p.k, -1)
-        position_GSk, kept_GSk = assign_slots(index_GSk, wanted_GSk, p.num_experts, capacity)
 
         def losses() -> list[AuxLoss]:
             if noisy_GSE is logits_GSE or p.k == p.num_experts:
@@ -120,35 +126,8 @@ class NoisyTopKRouter(LearnedRouter):
                 AuxLoss("load", load, p.load_weight, "tokens"),
             ]
 
-        return self.Decided(
-            index_GSk,
-            gate_GSk * kept_GSk,
-            position_GSk,
-            wanted_GSk,
-            kept_GSk,
-            real_GS,
-            capacity,
-            tf.nn.softmax(noisy_GSE),
-            losses=losses,
-        )
-
-    def _ChooseByLogits(
-        self, theta: NestedMap, logits_GSE: tf.Tensor, real_GS: tf.Tensor
-    ) -> Chosen:
-        """See `LearnedRouter`."""
-        _, index_GSk, gate_GSk = self._Best(logits_GSE, real_GS)
-        kept_GSk = tf.stack([real_GS] * self.p.k, -1)
-        return Chosen(index_GSk, gate_GSk * kept_GSk, kept_GSk)
-
-    def _Best(
-        self, noisy_GSE: tf.Tensor, real_GS: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """The k + 1 largest of the logits (the next one is what a chosen expert's would have to exceed with other
-        noise), the k experts, and their gates before drops."""
-        k = self.p.k
-        best_GSk, index_GSk = top_k(noisy_GSE, min(k + 1, self.p.num_experts))
-        gate_GSk = tf.nn.softmax(best_GSk[:, :, :k]) * real_GS[:, :, tf.newaxis]
-        return best_GSk, index_GSk[:, :, :k], gate_GSk
+        probabilities_GSE = tf.nn.softmax(noisy_GSE)
+        return Choice(index_GSk, gate_GSk, wanted_GSk, real_GS, probabilities_GSE, losses=losses)
 
 
 def _to_exceed(noisy_GSE: tf.Tensor, best_GSk: tf.Tensor) -> tf.Tensor:

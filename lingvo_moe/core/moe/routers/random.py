@@ -29,7 +29,7 @@ class RandomRouter(UnlearnedRouter):
         """The token's number, for inference."""
         return ("ids",)
 
-    def Choose(
+    def Rule(
         self, x_GSM: tf.Tensor, seed: tf.Tensor | None, context: NestedMap | None
     ) -> tf.Tensor:
         """See `UnlearnedRouter`."""

@@ -8,9 +8,8 @@ Letters: G group, S token in group, k choice rank (k = E here), E expert.
 
 import tensorflow as tf
 
-from lingvo_moe.core.moe.routers.base import Chosen, LearnedRouter, Routing, all_experts
-from lingvo_moe.core.moe.routers.inputs import real_tokens
-from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.moe.losses_and_metrics import Choice
+from lingvo_moe.core.moe.routers.base import LearnedRouter, all_experts
 
 
 class SoftRouter(LearnedRouter):
@@ -26,41 +25,22 @@ class SoftRouter(LearnedRouter):
         del capacity
         return group_size
 
-    def Route(
+    def ChooseByLogits(
         self,
         logits_GSE: tf.Tensor,
-        paddings_GS: tf.Tensor,
-        capacity: int | None,
+        real_GS: tf.Tensor,
+        capacity: int | None = None,
         seed: tf.Tensor | None = None,
-    ) -> Routing:
+    ) -> Choice:
         """See `LearnedRouter`; the capacity is ignored."""
-        real_GS = real_tokens(paddings_GS)
         gates_GSE = tf.nn.softmax(logits_GSE)
-        expert_index = all_experts(logits_GSE)
-        kept = _kept(gates_GSE, real_GS)
-        # Token s has slot s of each expert.
-        position = expert_index - expert_index
-        position += tf.range(tf.shape(position)[1])[tf.newaxis, :, tf.newaxis]
-        return self.Decided(
-            expert_index,
-            gates_GSE * kept,
-            position,
-            kept,
-            kept,
+        wanted = real_GS[:, :, tf.newaxis] * tf.cast(gates_GSE >= 0, tf.float32)
+        return Choice(
+            all_experts(logits_GSE),
+            gates_GSE,
+            wanted,
             real_GS,
-            None,
             gates_GSE,
             ranked=False,
+            limited=False,
         )
-
-    def _ChooseByLogits(
-        self, theta: NestedMap, logits_GSE: tf.Tensor, real_GS: tf.Tensor
-    ) -> Chosen:
-        """See `LearnedRouter`."""
-        gates_GSE = tf.nn.softmax(logits_GSE)
-        kept = _kept(gates_GSE, real_GS)
-        return Chosen(all_experts(logits_GSE), gates_GSE * kept, kept)
-
-
-def _kept(gates_GSE: tf.Tensor, real_GS: tf.Tensor) -> tf.Tensor:
-    return real_GS[:, :, tf.newaxis] * tf.cast(gates_GSE >= 0, tf.float32)

@@ -9,11 +9,9 @@ from lingvo_moe.core import randomness
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams, ParamError
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
-from lingvo_moe.core.moe.losses_and_metrics import AuxLoss, load_balance
-from lingvo_moe.core.moe.routers.base import Chosen, LearnedRouter, Routing
-from lingvo_moe.core.moe.routers.inputs import real_tokens
-from lingvo_moe.core.moe.slots import assign_slots, count_choices, normalize, pick
-from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.core.moe.losses_and_metrics import AuxLoss, Choice, load_balance
+from lingvo_moe.core.moe.routers.base import LearnedRouter
+from lingvo_moe.core.moe.slots import count_choices, normalize, pick
 
 _CHOICES = {
     "reading": ("paper", "lingvo"),
@@ -97,64 +95,38 @@ class Top2Router(LearnedRouter):
             why = "top-2 needs two experts or more"
             raise ParamError(f"{self.path}.num_experts", str(p.num_experts), why)
 
-    def Route(
+    def ChooseByLogits(
         self,
         logits_GSE: tf.Tensor,
-        paddings_GS: tf.Tensor,
-        capacity: int | None,
+        real_GS: tf.Tensor,
+        capacity: int | None = None,
         seed: tf.Tensor | None = None,
-    ) -> Routing:
-        """Algorithm 1. See `Router.FProp` for the arguments."""
+    ) -> Choice:
+        """Algorithm 1. See `LearnedRouter`."""
         p = self.p
-        real_GS = real_tokens(paddings_GS)
         gates_GSE = tf.nn.softmax(logits_GSE)
-        index_GSk, gate_GSk = self._Best(gates_GSE, self._Drawn(logits_GSE, seed))
+        index_GSk = _best_two(gates_GSE, self._Drawn(logits_GSE, seed))
+        gate_GSk = pick(gates_GSE, index_GSk)
+        if p.normalize_gates == "before_drops":
+            gate_GSk = normalize(gate_GSk)
         wanted_GSk = tf.stack([real_GS, real_GS * self._Sampled(gate_GSk[:, :, 1], seed)], -1)
-        # The choices that count as earlier ones for a later second choice: the readings differ here.
-        counted_GSk = tf.stack([real_GS] * 2, -1) if p.reading == "paper" else wanted_GSk
-        position_GSk, fits_GSk = assign_slots(index_GSk, counted_GSk, p.num_experts, capacity)
-        kept_GSk = wanted_GSk * fits_GSk
-        gate_GSk = self._Kept(gate_GSk, kept_GSk)
 
         def losses() -> list[AuxLoss]:
             first_GE = count_choices(index_GSk[:, :, :1], real_GS[:, :, tf.newaxis], p.num_experts)
             loss = load_balance(gates_GSE, first_GE, real_GS)  # as for other routers 1 at balance
             return [AuxLoss("load_balance", loss, self._AuxLossScale(), "groups")]
 
-        return self.Decided(
+        return Choice(
             index_GSk,
             gate_GSk,
-            position_GSk,
             wanted_GSk,
-            kept_GSk,
             real_GS,
-            capacity,
             gates_GSE,
+            # The choices that count as earlier ones for a later second choice: the readings differ here.
+            counted=tf.stack([real_GS] * 2, -1) if p.reading == "paper" else wanted_GSk,
             losses=losses,
+            normalized_after_drops=p.normalize_gates == "after_drops",
         )
-
-    def _ChooseByLogits(
-        self, theta: NestedMap, logits_GSE: tf.Tensor, real_GS: tf.Tensor
-    ) -> Chosen:
-        """See `LearnedRouter`."""
-        index_GSk, gate_GSk = self._Best(tf.nn.softmax(logits_GSE), None)
-        kept_GSk = tf.stack([real_GS] * 2, -1)
-        return Chosen(index_GSk, self._Kept(gate_GSk, kept_GSk), kept_GSk)
-
-    def _Best(
-        self, gates_GSE: tf.Tensor, drawn_GSE: tf.Tensor | None
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """The two experts and their gates before drops, [G,S,2]; see `_Drawn`."""
-        index_GSk = _best_two(gates_GSE, drawn_GSE)
-        gate_GSk = pick(gates_GSE, index_GSk)
-        return index_GSk, self._Normalized(gate_GSk, "before_drops")
-
-    def _Kept(self, gate_GSk: tf.Tensor, kept_GSk: tf.Tensor) -> tf.Tensor:
-        """The gates after drops."""
-        return self._Normalized(gate_GSk * kept_GSk, "after_drops")
-
-    def _Normalized(self, gate_GSk: tf.Tensor, when: str) -> tf.Tensor:
-        return normalize(gate_GSk) if self.p.normalize_gates == when else gate_GSk
 
     def _Drawn(self, logits_GSE: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor | None:
         """[G,S,E], whose largest entry other than the first choice is a draw by the gates (Gumbel's trick); None

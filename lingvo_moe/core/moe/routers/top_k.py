@@ -13,10 +13,15 @@ from lingvo_moe.core.base_layer import WeightParams
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.moe.losses_and_metrics import AuxLoss, load_balance, log_partition, z_loss
-from lingvo_moe.core.moe.routers.base import Chosen, LearnedRouter, Routing, check_choices
-from lingvo_moe.core.moe.routers.inputs import real_tokens
-from lingvo_moe.core.moe.slots import assign_slots, count_choices, normalize, pick, top_k
+from lingvo_moe.core.moe.losses_and_metrics import (
+    AuxLoss,
+    Choice,
+    load_balance,
+    log_partition,
+    z_loss,
+)
+from lingvo_moe.core.moe.routers.base import LearnedRouter, check_choices
+from lingvo_moe.core.moe.slots import count_choices, normalize, pick, top_k
 from lingvo_moe.core.nested_map import NestedMap
 
 _ORDERS = ("before", "after")
@@ -111,44 +116,39 @@ class TopKRouter(LearnedRouter):
                 f"{p.normalize_gates!r} make every gate 1, which trains nothing; use 'before' and 'never'"
             )
 
-    def RouteInputs(
+    def ChooseByInputs(
         self,
         theta: NestedMap,
         x_GSM: tf.Tensor,
-        paddings_GS: tf.Tensor,
+        real_GS: tf.Tensor,
         capacity: int | None,
-        seed: tf.Tensor | None = None,
-    ) -> Routing:
+        seed: tf.Tensor | None,
+    ) -> Choice:
         """See `LearnedRouter`; with `balance_bias` theta holds balance_bias [E] too."""
         p = self.p
         if p.jitter and seed is not None:
             noise_GSM = randomness.uniform(self.FoldSeed(seed, "jitter"), x_GSM.shape)
             factor_GSM = self.Shard(1.0 + p.jitter * (2.0 * noise_GSM - 1.0), "GSM")
             x_GSM = tf.cast(x_GSM, tf.float32) * factor_GSM
-        logits_GSE = self.Logits(theta, x_GSM)
         bias_E = theta.balance_bias if p.balance_bias else None
-        return self.Route(logits_GSE, paddings_GS, capacity, seed, bias_E)
+        return self.ChooseByLogits(self.Logits(theta, x_GSM), real_GS, capacity, seed, bias_E)
 
-    def Route(
+    def ChooseByLogits(
         self,
         logits_GSE: tf.Tensor,
-        paddings_GS: tf.Tensor,
-        capacity: int | None,
+        real_GS: tf.Tensor,
+        capacity: int | None = None,
         seed: tf.Tensor | None = None,
         bias_E: tf.Tensor | None = None,
-    ) -> Routing:
+    ) -> Choice:
         """See `LearnedRouter`. `bias_E`, float32, is added to the probabilities for the choice; in
-        training its next value is among the routing's updates."""
+        training its next value is among the updates."""
         p = self.p
-        real_GS = real_tokens(paddings_GS)
         log_z_GS = functools.cache(lambda: log_partition(logits_GSE))
         probabilities_GSE, index_GSk, gate_GSk = self._Best(
             logits_GSE, bias_E, None if seed is None else log_z_GS
         )
         wanted_GSk = tf.stack([real_GS] * p.k, -1)
-        position_GSk, kept_GSk = assign_slots(index_GSk, wanted_GSk, p.num_experts, capacity)
-        gate_GSk = self._Kept(gate_GSk, kept_GSk)
-
         count_GE = functools.cache(lambda: count_choices(index_GSk, wanted_GSk, p.num_experts))
 
         def losses() -> list[AuxLoss]:
@@ -159,30 +159,19 @@ class TopKRouter(LearnedRouter):
                 AuxLoss("z", z, p.z_loss_weight, "tokens"),
             ]
 
-        routing = self.Decided(
+        updates = NestedMap()
+        if bias_E is not None and seed is not None:
+            updates.Set(f"{self.path}.balance_bias", self._NextBias(bias_E, count_GE()))
+        return Choice(
             index_GSk,
-            gate_GSk,
-            position_GSk,
+            normalize(gate_GSk) if p.normalize_gates == "before_drops" else gate_GSk,
             wanted_GSk,
-            kept_GSk,
             real_GS,
-            capacity,
             probabilities_GSE,
             losses=losses,
+            updates=updates,
+            normalized_after_drops=p.normalize_gates == "after_drops",
         )
-        if bias_E is not None and seed is not None:
-            next_E = self._NextBias(bias_E, count_GE())
-            routing.updates.Set(f"{self.path}.balance_bias", next_E)
-        return routing
-
-    def _ChooseByLogits(
-        self, theta: NestedMap, logits_GSE: tf.Tensor, real_GS: tf.Tensor
-    ) -> Chosen:
-        """See `LearnedRouter`."""
-        bias_E = theta.balance_bias if self.p.balance_bias else None
-        _, index_GSk, gate_GSk = self._Best(logits_GSE, bias_E, None)
-        kept_GSk = tf.stack([real_GS] * self.p.k, -1)
-        return Chosen(index_GSk, self._Kept(gate_GSk, kept_GSk), kept_GSk)
 
     def _Best(
         self,
@@ -190,7 +179,7 @@ class TopKRouter(LearnedRouter):
         bias_E: tf.Tensor | None,
         log_z_GS: Callable[[], tf.Tensor] | None,
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Probabilities [G,S,E], and the experts with their gates before drops, [G,S,k].
+        """Probabilities [G,S,E], and the experts with their gates, [G,S,k].
 
         Args:
             logits_GSE: from the gating network.
@@ -214,14 +203,7 @@ class TopKRouter(LearnedRouter):
             gate_GSk = pick(probabilities_GSE, index_GSk)
         else:
             gate_GSk = tf.exp(logits_GSk - log_z_GS()[:, :, tf.newaxis])
-        return probabilities_GSE, index_GSk, self._Normalized(gate_GSk, "before_drops")
-
-    def _Kept(self, gate_GSk: tf.Tensor, kept_GSk: tf.Tensor) -> tf.Tensor:
-        """The gates after drops."""
-        return self._Normalized(gate_GSk * kept_GSk, "after_drops")
-
-    def _Normalized(self, gate_GSk: tf.Tensor, when: str) -> tf.Tensor:
-        return normalize(gate_GSk) if self.p.normalize_gates == when else gate_GSk
+        return probabilities_GSE, index_GSk, gate_GSk
 
     def _NextBias(self, bias_E: tf.Tensor, count_GE: tf.Tensor) -> tf.Tensor:
         """The bias after this step, from how often each expert was chosen in the whole batch."""

@@ -7,14 +7,14 @@ import tensorflow as tf
 
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
-from lingvo_moe.core.moe.routers.base import Chosen, Router, Routing, check_choices
+from lingvo_moe.core.moe.losses_and_metrics import Choice
+from lingvo_moe.core.moe.routers.base import Router, check_choices
 from lingvo_moe.core.moe.routers.inputs import real_tokens
-from lingvo_moe.core.moe.slots import assign_slots
 from lingvo_moe.core.nested_map import NestedMap
 
 
 class UnlearnedRouter(Router):
-    """Sends each token to k experts by a rule without weights. Subclasses implement `Choose`.
+    """Sends each token to k experts by a rule without weights. Subclasses implement `Rule`.
 
     A rule gives experts, not gates, so each kept choice weighs 1/k: with k = 1 the output is the expert's
     own (Roller et al. 2021). Gates are not renormalised after a drop. There is no loss and no gradient.
@@ -31,43 +31,26 @@ class UnlearnedRouter(Router):
         p = self.p
         check_choices(self.path, "k", p.k, p.num_experts)
 
-    def FProp(
+    def Choose(
         self,
         theta: NestedMap,
         x_GSM: tf.Tensor,
         paddings_GS: tf.Tensor,
-        capacity: int | None,
+        capacity: int | None = None,
         seed: tf.Tensor | None = None,
         context: NestedMap | None = None,
-    ) -> Routing:
+    ) -> Choice:
         """See `Router`; theta is empty."""
-        del theta
-        p = self.p
-        expert_index = self.Choose(x_GSM, seed, context)
-        real_GS = real_tokens(paddings_GS)
-        wanted = tf.stack([real_GS] * p.k, -1)
-        position, kept = assign_slots(expert_index, wanted, p.num_experts, capacity)
-        gate = kept * (1.0 / p.k)
-        return self.Decided(expert_index, gate, position, wanted, kept, real_GS, capacity)
+        del theta, capacity
+        k, real_GS = self.p.k, real_tokens(paddings_GS)
+        wanted = tf.stack([real_GS] * k, -1)
+        return Choice(self.Rule(x_GSM, seed, context), wanted * (1.0 / k), wanted, real_GS)
 
-    def ChooseExperts(
-        self,
-        theta: NestedMap,
-        x_GSM: tf.Tensor,
-        paddings_GS: tf.Tensor,
-        context: NestedMap | None = None,
-    ) -> Chosen:
-        """See `Router`; theta is empty."""
-        del theta
-        real_GS = real_tokens(paddings_GS)
-        kept = tf.stack([real_GS] * self.p.k, -1)
-        return Chosen(self.Choose(x_GSM, None, context), kept * (1.0 / self.p.k), kept)
-
-    def Choose(
+    def Rule(
         self, x_GSM: tf.Tensor, seed: tf.Tensor | None, context: NestedMap | None
     ) -> tf.Tensor:
-        """int32 [G,S,k], the experts of each token, all different; arguments as in FProp."""
-        raise NotImplementedError(f"{type(self).__name__}.Choose")
+        """int32 [G,S,k], the experts of each token, all different; arguments as in `Choose`."""
+        raise NotImplementedError(f"{type(self).__name__}.Rule")
 
 
 def spread(number: tf.Tensor, k: int, num_experts: int) -> tf.Tensor:

@@ -60,10 +60,10 @@ class PackedMoELayer:
         with name_scope(layer.path):
             context = router_inputs.needed(layer.path, layer.Needs(layer.p), context)
             x_BTM = tf.cast(x_BTM, layer.fprop_dtype)
-            chosen = layer.router.ChooseExperts(theta.router, x_BTM, paddings_BT, context)
+            chosen = layer.router.Choose(theta.router, x_BTM, paddings_BT, context=context)
             x_NM, expert_Nk, kept_Nk, gate_Nk = (
                 tf.reshape(x, [-1, x.shape[-1]])
-                for x in (x_BTM, chosen.expert_index, chosen.kept, chosen.gate)
+                for x in (x_BTM, chosen.expert_index, chosen.wanted, chosen.Gate(chosen.wanted))
             )
             y_NM = feed_forward_of_chosen(x_NM, expert_Nk, kept_Nk, gate_Nk, theta.experts)
             return tf.reshape(y_NM, tf.shape(x_BTM)), NestedMap()

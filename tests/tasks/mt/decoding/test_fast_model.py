@@ -131,8 +131,8 @@ class HalvedMoELayer(MoELayer):
 class ReversedRouter(TopKRouter):
     """Chooses the experts with the smallest gates."""
 
-    def Route(self, logits_GSE, *args, **kwargs):
-        return super().Route(-logits_GSE, *args, **kwargs)
+    def ChooseByLogits(self, logits_GSE, *args, **kwargs):
+        return super().ChooseByLogits(-logits_GSE, *args, **kwargs)
 
 
 class ShortcutLayer(TransformerLayer):

@@ -1,4 +1,4 @@
-"""The MoE layer over packed weights, and the choices of routers."""
+"""The MoE layer over packed weights."""
 
 import numpy as np
 import pytest
@@ -7,8 +7,6 @@ import tensorflow as tf
 from lingvo_moe.core import kernels
 from lingvo_moe.core.kernels import tensorflow
 from lingvo_moe.core.moe.layer import MoELayer
-from lingvo_moe.core.moe.registry import ROUTERS
-from lingvo_moe.core.moe.routers.base import LearnedRouter, Router
 from lingvo_moe.core.moe.routers.top_k import TopKRouter
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
@@ -53,69 +51,6 @@ def test_experts_that_nobody_chose_are_not_read():
     wi[4] = np.nan
     np.testing.assert_array_equal(_run(range(N), wi=wi), _run(range(N)))
     assert _run([]).shape == (0, M)
-
-
-def _router(cls, **params):
-    p = cls.Params().Set(name="r", model_dim=M, num_experts=E, **params)
-    return (p.Set(vocab_size=9) if "vocab_size" in p else p).Instantiate()
-
-
-def _whole_and_chosen(router):
-    """FProp's routing of some tokens in inference, and the choices of ChooseExperts."""
-    x, paddings = tf.constant(X[np.newaxis]), tf.constant([[0.0] * 10 + [1.0] * 2])
-    needs = type(router).Needs(router.p)
-    context = NestedMap({need: tf.range(N)[tf.newaxis] % 2 for need in needs})
-    with use_mesh(single_device()), kernels.using(tensorflow):
-        theta = router.InitTheta(make_seed(0, 0))
-        theta = theta.Transform(lambda w: tf.constant(DRAW.normal(size=w.shape), w.dtype))
-        whole = router.FProp(theta, x, paddings, None, context=context)
-        return whole, router.ChooseExperts(theta, x, paddings, context)
-
-
-def _assert_same_choices(whole, chosen):
-    for field in ("expert_index", "gate", "kept"):
-        np.testing.assert_array_equal(getattr(chosen, field), getattr(whole, field))
-    assert len(np.unique(chosen.expert_index)) > 1
-
-
-VARIANTS = [
-    *((name, {}) for name in sorted(ROUTERS)),
-    ("top2", {"reading": "lingvo", "normalize_gates": "after_drops"}),
-    ("top_k", {"k": 3, "balance_bias": 0.1, "softmax_order": "after"}),
-    ("top_k", {"k": 2, "normalize_gates": "after_drops", "level": "sentence"}),
-    ("top_k", {"k": 1, "level": "task", "num_tasks": 2}),
-    ("lsh", {"k": 2}),
-]
-
-
-@pytest.mark.parametrize("name, params", VARIANTS)
-def test_a_router_s_choices_are_those_of_its_routing(name, params):
-    """ChooseExperts computes only what a search reads."""
-    _assert_same_choices(*_whole_and_chosen(_router(ROUTERS[name], **params)))
-    assert ROUTERS[name].ChooseExperts is not Router.ChooseExperts
-
-
-class WorstFirst(TopKRouter):
-    def Route(self, logits_GSE, *args, **kwargs):
-        return super().Route(-logits_GSE, *args, **kwargs)
-
-
-class WorstFirstOfThree(WorstFirst):
-    pass
-
-
-class WorstByLogits(WorstFirst):
-    def _ChooseByLogits(self, theta, logits_GSE, real_GS):
-        return super()._ChooseByLogits(theta, -logits_GSE, real_GS)
-
-
-@pytest.mark.parametrize("cls", [WorstFirst, WorstFirstOfThree, WorstByLogits])
-def test_a_router_that_says_only_how_it_routes_chooses_so(cls):
-    router = _router(cls)
-    by_logits = cls.ChooseExperts is LearnedRouter.ChooseExperts
-    assert by_logits == (cls is WorstByLogits)
-    whole, chosen = _whole_and_chosen(router)
-    _assert_same_choices(whole, chosen)
 
 
 @pytest.mark.parametrize("kind", ["float32", "int8"])
