@@ -15,7 +15,17 @@ from lingvo_moe.core.config.checks import ParamError
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.config.suggest import nearest
-from lingvo_moe.core.layers import attention, embedding, feed_forward, kept, softmax, transformer
+from lingvo_moe.core.kernels.activations import ACTIVATIONS
+from lingvo_moe.core.layers import (
+    attention,
+    embedding,
+    feed_forward,
+    kept,
+    normalization,
+    softmax,
+    transformer,
+)
+from lingvo_moe.core.layers.normalization import NORMS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline import params as pipeline
 from lingvo_moe.core.pipeline.parts import Context, Parts
@@ -57,6 +67,7 @@ class TransformerTask(BaseTask):
         _define_sizes(p)
         _define_training(p)
         p.Derive("optimizer.learning_rate.model_dim", "model_dim")
+        p.Derive("norm.model_dim", "model_dim")
         return p
 
     def __init__(self, params: InstantiableParams):
@@ -146,6 +157,7 @@ class TransformerTask(BaseTask):
             remat=kept.names_of(self.p.remat),
             parts=self.p.pipeline.stages * self.p.pipeline.repeats,
             model_dim=self.p.model_dim,
+            final_norm_tpl=self.p.norm.Copy(),
         )
 
     def LayerParams(
@@ -166,12 +178,13 @@ class TransformerTask(BaseTask):
         )
         if ffn is None:
             ffn = feed_forward.FeedForward.Params().Set(
-                hidden_dim=p.hidden_dim, relu_dropout_prob=p.dropout
+                hidden_dim=p.hidden_dim, activation=p.activation, relu_dropout_prob=p.dropout
             )
         return transformer.TransformerLayer.Params().Set(
             self_atten_tpl=atten,
             cross_atten_tpl=atten.Copy() if cross else None,
             ffn_tpl=ffn.Set(model_dim=p.model_dim),
+            norm_tpl=p.norm.Copy(),
             residual_dropout_prob=p.dropout,
         )
 
@@ -236,7 +249,7 @@ class TransformerTask(BaseTask):
 
 
 def _define_sizes(p: InstantiableParams) -> None:
-    """The sizes of layers."""
+    """The sizes of layers, their activation and normalization."""
     p.Define("model_dim", 1024, "M.", check=checks.SIZE)
     p.Define("hidden_dim", 8192, "H, of feed-forward layers.", check=checks.SIZE)
     p.Define("num_heads", 16, "N, attention heads.", check=checks.SIZE)
@@ -247,6 +260,13 @@ def _define_sizes(p: InstantiableParams) -> None:
         check=checks.COUNT,
     )
     p.Define("key_dim", 128, "K, per head.", check=checks.COUNT)
+    p.Define(
+        "activation",
+        "relu",
+        "The function inside feed-forward layers and experts, e.g. swiglu: see kernels/activations.py.",
+        check=checks.one_of(ACTIVATIONS),
+    )
+    p.Define("norm", normalization.LayerNorm.Params(), "Normalizations.", choices=NORMS)
 
 
 def _define_training(p: InstantiableParams) -> None:

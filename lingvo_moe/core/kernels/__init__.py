@@ -17,6 +17,7 @@ from typing import Protocol
 import tensorflow as tf
 
 from lingvo_moe.core.kernels import xla
+from lingvo_moe.core.kernels.activations import Activation
 from lingvo_moe.core.kernels.xla import AdafactorRecipe, Delta, DenseDelta, Drop, Keep, Shard
 from lingvo_moe.core.nested_map import NestedMap
 
@@ -60,14 +61,21 @@ class Kernels(Protocol):
     def experts_feed_forward(
         self,
         x_EGCM: tf.Tensor,
-        wi_EMH: tf.Tensor,
-        wo_EHM: tf.Tensor,
+        weights: NestedMap,
+        activation: Activation,
         drop: Drop | None,
         shard: Shard,
         keep_hidden: Keep | None = None,
     ) -> tf.Tensor:
-        """Each expert's drop(relu(x wi)) wo for its slots: [E,G,C,M]. `keep_hidden` marks x wi [E,G,C,H], which a loop
-        over layers then keeps (core/tensors.py)."""
+        """Each expert's drop(f(x wi)) wo for its slots: [E,G,C,M].
+
+        Args:
+            x_EGCM: the slots.
+            weights: wo [E,H,M] and those that the activation names, [E,M,H], in the type of the slots.
+            activation: f, one of `ACTIVATIONS`.
+            drop, shard: see the class.
+            keep_hidden: marks the first products [E,G,C,H], which a loop over layers then keeps (core/tensors.py).
+        """
 
     def grouped_matmul(
         self,
@@ -82,9 +90,10 @@ class Kernels(Protocol):
         """The indices that sort a vector of int32, equal keys in their order."""
 
     def normalize(
-        self, x: tf.Tensor, scale_M: tf.Tensor, bias_M: tf.Tensor, epsilon: float
+        self, x: tf.Tensor, scale_M: tf.Tensor, bias_M: tf.Tensor | None, epsilon: float
     ) -> tf.Tensor:
-        """Layer normalization of float32 [...,M] over M, times the scale plus the bias: float32."""
+        """Layer normalization of float32 [...,M] over M, times the scale plus the bias: float32. Without a bias RMS
+        normalization: the mean stays as it is, and the mean square is divided by."""
 
     def logits(self, x: tf.Tensor, table_VM: tf.Tensor, shard: Shard) -> tf.Tensor:
         """x [B,T,M] times each row of the table: float32 [B,T,V]."""

@@ -14,6 +14,7 @@ import tensorflow as tf
 from lingvo_moe.core import randomness
 from lingvo_moe.core.kernels import grouped_matmul as grouped
 from lingvo_moe.core.kernels import xla
+from lingvo_moe.core.kernels.activations import Activation
 from lingvo_moe.core.kernels.xla import AdafactorRecipe, Delta, Drop, Keep, Shard
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.tensors import shape_of
@@ -57,8 +58,8 @@ def product(x: tf.Tensor, w_MH: tf.Tensor) -> tf.Tensor:
 
 def experts_feed_forward(
     x_EGCM: tf.Tensor,
-    wi_EMH: tf.Tensor,
-    wo_EHM: tf.Tensor,
+    weights: NestedMap,
+    activation: Activation,
     drop: Drop | None,
     shard: Shard,
     keep_hidden: Keep | None = None,
@@ -74,14 +75,14 @@ def experts_feed_forward(
     del shard
     experts, groups, slots, width = shape_of(x_EGCM)
     as_one = drop is None and keep_hidden is None
-    if as_one and wi_EMH.shape[0] <= _MANY_EXPERTS and _is_few(groups * slots):
-        y_ERM = _each_expert(tf.reshape(x_EGCM, [experts, groups * slots, width]), wi_EMH, wo_EHM)
-        return tf.reshape(y_ERM, [experts, groups, slots, width])
-    h_EGCH = _expert_product(x_EGCM, wi_EMH)
+    if as_one and weights.wo.shape[0] <= _MANY_EXPERTS and _is_few(groups * slots):
+        x_ERM = tf.reshape(x_EGCM, [experts, groups * slots, width])
+        return tf.reshape(_each_expert(x_ERM, weights, activation), [experts, groups, slots, width])
+    products = [_expert_product(x_EGCM, weights[name]) for name in activation.weights]
     if keep_hidden is not None:
-        h_EGCH = keep_hidden(h_EGCH)
-    h_EGCH = tf.nn.relu(h_EGCH)
-    return _expert_product(h_EGCH if drop is None else drop(h_EGCH), wo_EHM)
+        products = [keep_hidden(product) for product in products]
+    h_EGCH = activation.function(*products)
+    return _expert_product(h_EGCH if drop is None else drop(h_EGCH), weights.wo)
 
 
 def _expert_product(x_EGCM: tf.Tensor, w_EMH: tf.Tensor) -> tf.Tensor:
@@ -100,23 +101,32 @@ def _batched(x_ERM: tf.Tensor, w_EMH: tf.Tensor) -> tuple[tf.Tensor, Callable]:
     return tf.matmul(x_ERM, w_EMH), grad
 
 
-@tf.custom_gradient
-def _each_expert(
-    x_ERM: tf.Tensor, wi_EMH: tf.Tensor, wo_EHM: tf.Tensor
-) -> tuple[tf.Tensor, Callable]:
-    weights = zip(tf.unstack(wi_EMH), tf.unstack(wo_EHM), strict=True)
-    hidden, outputs = [], []
-    for x_RM, (wi_MH, wo_HM) in zip(tf.unstack(x_ERM, wi_EMH.shape[0]), weights, strict=True):
-        hidden.append(tf.nn.relu(tf.matmul(x_RM, wi_MH)))
-        outputs.append(tf.matmul(hidden[-1], wo_HM))
+def _each_expert(x_ERM: tf.Tensor, weights: NestedMap, activation: Activation) -> tf.Tensor:
+    """The experts' results [E,R,M] by a product for each expert."""
 
-    def grad(dy_ERM: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        h_ERH = tf.stack(hidden)
-        dh_ERH = tf.raw_ops.ReluGrad(gradients=_by_transposed(dy_ERM, wo_EHM), features=h_ERH)
-        dwi_EMH = tf.matmul(x_ERM, dh_ERH, transpose_a=True)
-        return _by_transposed(dh_ERH, wi_EMH), dwi_EMH, tf.matmul(h_ERH, dy_ERM, transpose_a=True)
+    @tf.custom_gradient
+    def run(x_ERM: tf.Tensor, wo_EHM: tf.Tensor, *wi: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+        rows, wo = tf.unstack(x_ERM, wo_EHM.shape[0]), tf.unstack(wo_EHM)
+        products = [
+            [tf.matmul(x_RM, wi_MH) for x_RM, wi_MH in zip(rows, tf.unstack(w), strict=True)]
+            for w in wi
+        ]
+        hidden = [activation.function(*each) for each in zip(*products, strict=True)]
+        outputs = [tf.matmul(h_RH, wo_HM) for h_RH, wo_HM in zip(hidden, wo, strict=True)]
 
-    return tf.stack(outputs), grad
+        def grad(dy_ERM: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            stacked = [tf.stack(each) for each in products]
+            with tf.GradientTape() as tape:
+                tape.watch(stacked)
+                h_ERH = activation.function(*stacked)
+            dh = tape.gradient(h_ERH, stacked, _by_transposed(dy_ERM, wo_EHM))
+            dx = tf.add_n([_by_transposed(d, w) for d, w in zip(dh, wi, strict=True)])
+            dwo_EHM = tf.matmul(h_ERH, dy_ERM, transpose_a=True)
+            return dx, dwo_EHM, *[tf.matmul(x_ERM, d, transpose_a=True) for d in dh]
+
+        return tf.stack(outputs), grad
+
+    return run(x_ERM, weights.wo, *(weights[name] for name in activation.weights))
 
 
 def _by_transposed(dy_ERH: tf.Tensor, w_EMH: tf.Tensor) -> tf.Tensor:
@@ -227,37 +237,44 @@ def _softmax_grad(probs: tf.Tensor, dprobs: tf.Tensor) -> tf.Tensor:
 # --- normalization and dropout
 
 
-def normalize(x: tf.Tensor, scale_M: tf.Tensor, bias_M: tf.Tensor, epsilon: float) -> tf.Tensor:
+def normalize(
+    x: tf.Tensor, scale_M: tf.Tensor, bias_M: tf.Tensor | None, epsilon: float
+) -> tf.Tensor:
     """See `Kernels`; a gradient of two fused passes, and sums over tokens as products."""
+    centre = bias_M is not None
 
     @tf.custom_gradient
-    def run(x: tf.Tensor, scale: tf.Tensor, bias: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+    def run(x: tf.Tensor, scale: tf.Tensor, *bias: tf.Tensor) -> tuple[tf.Tensor, Callable]:
         per_element = 1.0 / x.shape[-1]
-        centred = x - tf.reduce_sum(x, axis=-1, keepdims=True) * per_element
-        variance = tf.reduce_sum(centred * centred, axis=-1, keepdims=True) * per_element
-        inverse = batch_independent(tf.math.rsqrt, variance + epsilon)
-        normal = centred * inverse
+        if centre:
+            x -= tf.reduce_sum(x, axis=-1, keepdims=True) * per_element
+        mean_square = tf.reduce_sum(x * x, axis=-1, keepdims=True) * per_element
+        inverse = batch_independent(tf.math.rsqrt, mean_square + epsilon)
+        normal = x * inverse
 
-        def grad(dy: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-            dx, terms = _normalize_grad(dy, normal, inverse, scale)
-            return dx, _sum_tokens(terms), _sum_tokens(dy)
+        def grad(dy: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            dx, terms = _normalize_grad(dy, normal, inverse, scale, centre)
+            return dx, _sum_tokens(terms), *[_sum_tokens(dy) for _ in bias]
 
-        return normal * scale + bias, grad
+        return sum(bias, normal * scale), grad
 
-    return run(x, tf.cast(scale_M, tf.float32), tf.cast(bias_M, tf.float32))
+    weights = [scale_M] if bias_M is None else [scale_M, bias_M]
+    return run(x, *(tf.cast(w, tf.float32) for w in weights))
 
 
 @fused
 def _normalize_grad(
-    dy: tf.Tensor, normal: tf.Tensor, inverse: tf.Tensor, scale: tf.Tensor
+    dy: tf.Tensor, normal: tf.Tensor, inverse: tf.Tensor, scale: tf.Tensor, centre: bool
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """The gradient of x, and the terms whose sum over tokens is the scale's."""
     terms = dy * normal
     dnormal = dy * scale
     per_element = 1.0 / normal.shape[-1]
-    mean = tf.reduce_sum(dnormal, -1, keepdims=True) * per_element
     along = tf.reduce_sum(dnormal * normal, -1, keepdims=True) * per_element
-    return inverse * (dnormal - mean - normal * along), terms
+    if centre:
+        mean = tf.reduce_sum(dnormal, -1, keepdims=True) * per_element
+        return inverse * (dnormal - mean - normal * along), terms
+    return inverse * (dnormal - normal * along), terms
 
 
 def _sum_tokens(x: tf.Tensor) -> tf.Tensor:

@@ -15,6 +15,7 @@ from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
 from lingvo_moe.core import randomness
 from lingvo_moe.core.kernels import grouped_matmul as grouped
+from lingvo_moe.core.kernels.activations import Activation
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.tensors import custom_gradient, dim, in_xla, shape_of
 
@@ -41,20 +42,20 @@ def product(x: tf.Tensor, w_MH: tf.Tensor) -> tf.Tensor:
 
 def experts_feed_forward(
     x_EGCM: tf.Tensor,
-    wi_EMH: tf.Tensor,
-    wo_EHM: tf.Tensor,
+    weights: NestedMap,
+    activation: Activation,
     drop: Drop | None,
     shard: Shard,
     keep_hidden: Keep | None = None,
 ) -> tf.Tensor:
     """See `Kernels`."""
-    h_EGCH = _expert_product(x_EGCM, wi_EMH)
+    products = [_expert_product(x_EGCM, weights[name]) for name in activation.weights]
     if keep_hidden is not None:
-        h_EGCH = keep_hidden(h_EGCH)
-    h_EGCH = shard(tf.nn.relu(h_EGCH), "EGCH")
+        products = [keep_hidden(product) for product in products]
+    h_EGCH = shard(activation.function(*products), "EGCH")
     if drop is not None:
         h_EGCH = drop(h_EGCH)
-    return shard(_expert_product(h_EGCH, wo_EHM), "EGCM")
+    return shard(_expert_product(h_EGCH, weights.wo), "EGCM")
 
 
 @custom_gradient
@@ -174,15 +175,17 @@ def by_head(equation: str, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
 # --- normalization and dropout
 
 
-def normalize(x: tf.Tensor, scale_M: tf.Tensor, bias_M: tf.Tensor, epsilon: float) -> tf.Tensor:
+def normalize(
+    x: tf.Tensor, scale_M: tf.Tensor, bias_M: tf.Tensor | None, epsilon: float
+) -> tf.Tensor:
     """See `Kernels`."""
     # Sums times 1/M: the gradient of tf.reduce_mean would make a constant as large as x.
     per_element = 1.0 / x.shape[-1]
-    centred = x - tf.reduce_sum(x, axis=-1, keepdims=True) * per_element
-    variance = tf.reduce_sum(centred * centred, axis=-1, keepdims=True) * per_element
-    normal = centred * tf.math.rsqrt(variance + epsilon)
-    scale, bias = (tf.cast(w, tf.float32) for w in (scale_M, bias_M))
-    return normal * scale + bias
+    if bias_M is not None:
+        x -= tf.reduce_sum(x, axis=-1, keepdims=True) * per_element
+    mean_square = tf.reduce_sum(x * x, axis=-1, keepdims=True) * per_element
+    y = x * tf.math.rsqrt(mean_square + epsilon) * tf.cast(scale_M, tf.float32)
+    return y if bias_M is None else y + tf.cast(bias_M, tf.float32)
 
 
 def dropout(x: tf.Tensor, rate: float, seed: tf.Tensor, rows: tf.Tensor | None) -> tf.Tensor:

@@ -10,17 +10,10 @@ from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.kernels.activations import ACTIVATIONS
 from lingvo_moe.core.nested_map import NestedMap
 
-# Name -> the function, and about how many operations it takes for each element.
-ACTIVATIONS = {
-    "identity": (tf.identity, 0),
-    "relu": (tf.nn.relu, 1),
-    "relu6": (tf.nn.relu6, 2),
-    "sigmoid": (tf.math.sigmoid, 4),
-    "tanh": (tf.math.tanh, 7),
-    "gelu": (tf.nn.gelu, 15),
-}
+ELEMENTWISE = tuple(name for name, function in ACTIVATIONS.items() if not function.gated)
 _DROPOUT_FLOPS = 10  # for each element, approximately
 
 
@@ -30,18 +23,18 @@ class Activation(BaseLayer):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
-        p.Define("activation", "relu", "The function.", check=checks.one_of(ACTIVATIONS))
+        p.Define("activation", "relu", "The function.", check=checks.one_of(ELEMENTWISE))
         return p
 
     def FProp(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
         """The function of each element of x, of any shape."""
         del theta
-        return ACTIVATIONS[self.p.activation][0](x)
+        return ACTIVATIONS[self.p.activation].function(x)
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
         """The function's operations for each element."""
-        return elementwise_meta(ACTIVATIONS[params.activation][1], input_shapes[0])
+        return elementwise_meta(ACTIVATIONS[params.activation].flops, input_shapes[0])
 
 
 class Dropout(BaseLayer):

@@ -11,11 +11,15 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.kernels.activations import ACTIVATIONS
 from lingvo_moe.core.nested_map import NestedMap
 
 
 class FeedForward(BaseLayer):
-    """y = wo . dropout(relu(wi . x)), the same interface as the mixture-of-experts layer's."""
+    """y = wo . dropout(f(wi . x)), the same interface as the mixture-of-experts layer's.
+
+    f is the activation: elementwise, or gated, of wi_gate . x and wi . x (kernels/activations.py).
+    """
 
     COMPUTES: ClassVar[str] = "feed_forward"
     PART: ClassVar[str] = "dense_ffn"
@@ -25,6 +29,7 @@ class FeedForward(BaseLayer):
         p = super().Params()
         p.Define("model_dim", 0, "M; 0 takes the parent's.", check=checks.SIZE)
         p.Define("hidden_dim", 0, "H.", check=checks.SIZE)
+        p.Define("activation", "relu", "f, by its name.", check=checks.one_of(ACTIVATIONS))
         p.Define(
             "relu_dropout_prob", 0.0, "Dropout between the two projections.", check=checks.SHARE
         )
@@ -33,7 +38,8 @@ class FeedForward(BaseLayer):
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
         m, h = self.p.model_dim, self.p.hidden_dim
-        self.CreateVariable("wi", WeightParams((m, h), "MH", WeightInit.FanIn(m)))
+        for name in ACTIVATIONS[self.p.activation].weights:
+            self.CreateVariable(name, WeightParams((m, h), "MH", WeightInit.FanIn(m)))
         self.CreateVariable("wo", WeightParams((h, m), "HM", WeightInit.FanIn(h)))
 
     def FProp(
@@ -51,18 +57,22 @@ class FeedForward(BaseLayer):
         nothing is chosen. `seed` None means inference.
         """
         del paddings, context, shares
-        product = kernels.current().product
-        h = self.Keep(product(x, self.Cast(theta.wi)), "hidden", "BTH")
-        h = self.Shard(tf.nn.relu(h), "BTH")
+        product, activation = kernels.current().product, ACTIVATIONS[self.p.activation]
+        products = [
+            self.Keep(product(x, self.Cast(theta[name])), "hidden", "BTH")
+            for name in activation.weights
+        ]
+        h = self.Shard(activation.function(*products), "BTH")
         h = kernels.dropout(h, self.p.relu_dropout_prob, self.FoldSeed(seed, "relu"))
         y = self.Keep(product(h, self.Cast(theta.wo)), "feed_forward", "BTM")
         return y, NestedMap()
 
     @classmethod
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
-        """Two projections, 2 M H each, for each token."""
+        """Two projections, or three if the activation is gated, 2 M H each, for each token."""
         batch, time, dim = input_shapes[0]
+        each = 2 * batch * time * dim * params.hidden_dim
         return NestedMap(
-            flops=2 * 2 * batch * time * dim * params.hidden_dim,
+            flops=ACTIVATIONS[params.activation].products * each,
             out_shapes=((batch, time, dim),),
         )

@@ -12,11 +12,11 @@ NAMES: Mapping[str, str] = {
     "key": "its keys",
     "value": "its values",
     "attention": "its output",
-    "hidden": "the first product of a dense feed-forward layer, before relu",
+    "hidden": "the first product of a dense feed-forward layer, before the activation; both if it is gated",
     "feed_forward": "its output",
     "router": "the router's logits",
     "dispatched": "the tokens at their experts, after the all-to-all",
-    "experts_hidden": "the first product of the experts, before relu",
+    "experts_hidden": "the first product of the experts, before the activation; both if it is gated",
     "returned": "the outputs of the experts back at their tokens, after the all-to-all",
     "combined": "the output of the mixture-of-experts layer",
 }

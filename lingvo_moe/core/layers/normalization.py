@@ -1,6 +1,6 @@
-"""LayerNorm. Letters: B batch, T time, M model."""
+"""Layer and RMS normalization. Letters: B batch, T time, M model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import tensorflow as tf
@@ -22,24 +22,31 @@ class LayerNorm(BaseLayer):
     """
 
     PART: ClassVar[str] = "normalization"
+    BIASED: ClassVar[bool] = True  # has a bias, and subtracts the mean
 
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
         p.Define("model_dim", 0, "M.", check=checks.SIZE)
-        p.Define("epsilon", 1e-6, "Added to the variance.", check=checks.POSITIVE)
+        p.Define(
+            "epsilon", 1e-6, "Added to the variance, or to the mean square.", check=checks.POSITIVE
+        )
         return p
 
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
         shape = (self.p.model_dim,)
         self.CreateVariable("scale", WeightParams(shape, "M", WeightInit.Constant(1.0)))
-        self.CreateVariable("bias", WeightParams(shape, "M", WeightInit.Constant(0.0)))
+        if self.BIASED:
+            self.CreateVariable("bias", WeightParams(shape, "M", WeightInit.Constant(0.0)))
 
     def FProp(self, theta: NestedMap, x: tf.Tensor) -> tf.Tensor:
         """Normalizes x [..., M]; the result has the activations' type."""
         y = kernels.current().normalize(
-            tf.cast(x, tf.float32), theta.scale, theta.bias, self.p.epsilon
+            tf.cast(x, tf.float32),
+            theta.scale,
+            theta.bias if self.BIASED else None,
+            self.p.epsilon,
         )
         return tf.cast(y, self.fprop_dtype)
 
@@ -47,3 +54,13 @@ class LayerNorm(BaseLayer):
     def FPropMeta(cls, params: HyperParams, *input_shapes: Sequence[int]) -> NestedMap:
         """No matrix multiplication: elementwise work is not counted."""
         return NestedMap(flops=0, out_shapes=(tuple(input_shapes[0]),))
+
+
+class RmsNorm(LayerNorm):
+    """y = x / sqrt(mean(x^2) + epsilon) * scale over the last dimension, M (Zhang and Sennrich 2019, "Root Mean Square
+    Layer Normalization"), in float32 like LayerNorm."""
+
+    BIASED: ClassVar[bool] = False
+
+
+NORMS: Mapping[str, type[LayerNorm]] = {"layer": LayerNorm, "rms": RmsNorm}

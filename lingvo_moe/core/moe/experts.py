@@ -13,7 +13,9 @@ from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams, scoped
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
+from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
+from lingvo_moe.core.kernels.activations import ACTIVATIONS, Activation
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Axis, DimsMapping, dims_mapping
 from lingvo_moe.core.sharding.letters import axes_of
@@ -96,6 +98,11 @@ class BaseExperts(BaseLayer):
         p.Define("num_experts", 0, "E; the MoE layer sets it.", check=checks.SIZE)
         return p
 
+    @classmethod
+    def Flops(cls, params: HyperParams, rows: int) -> int:
+        """FLOPs of the products of so many rows, each of one expert; sizes are set in `params`."""
+        return 4 * rows * params.model_dim * params.hidden_dim
+
     @scoped
     def GroupedFProp(self, theta: NestedMap, x: Rows, seed: tf.Tensor | None = None) -> Rows:
         """Rows [D,N,M] in, rows [D,N,M] out, where `TAKES_ROWS`; arguments as for FProp."""
@@ -103,7 +110,8 @@ class BaseExperts(BaseLayer):
 
 
 class Experts(BaseExperts):
-    """relu(x wi) wo, each expert on its own tokens. No biases: an empty slot stays zero."""
+    """f(x wi) wo, each expert on its own tokens; f as in layers/feed_forward.py. No biases: with relu and the gated
+    functions an empty slot stays zero."""
 
     COMPUTES: ClassVar[str] = "experts"
     TAKES_ROWS: ClassVar[bool] = True
@@ -111,6 +119,7 @@ class Experts(BaseExperts):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
+        p.Define("activation", "relu", "f, by its name.", check=checks.one_of(ACTIVATIONS))
         p.Define(
             "relu_dropout_prob",
             0.0,
@@ -119,18 +128,25 @@ class Experts(BaseExperts):
         )
         return p
 
+    @classmethod
+    def Flops(cls, params: HyperParams, rows: int) -> int:
+        """See `BaseExperts`."""
+        products = ACTIVATIONS[params.activation].products
+        return 2 * products * rows * params.model_dim * params.hidden_dim
+
     def __init__(self, params: InstantiableParams):
         super().__init__(params)
         p = self.p
         E, M, H = p.num_experts, p.model_dim, p.hidden_dim
-        self.CreateVariable("wi", WeightParams((E, M, H), "EMH", WeightInit.FanIn(M)))
+        for name in self.activation.weights:
+            self.CreateVariable(name, WeightParams((E, M, H), "EMH", WeightInit.FanIn(M)))
         self.CreateVariable("wo", WeightParams((E, H, M), "EHM", WeightInit.FanIn(H)))
 
     def FProp(
         self, theta: NestedMap, x_EGCM: tf.Tensor, seed: tf.Tensor | None = None
     ) -> tf.Tensor:
         """Slots [E,G,C,M] in, slots [E,G,C,M] out, both sharded along E, as the weights are."""
-        wi, wo = self.Cast(theta.wi), self.Cast(theta.wo)
+        weights = theta.Transform(self.Cast)
         rate, drop = self.p.relu_dropout_prob, None
         if rate and seed is not None:
             drop = functools.partial(kernels.dropout, rate=rate, seed=seed)
@@ -138,15 +154,23 @@ class Experts(BaseExperts):
         if keeps("experts_hidden"):
             hidden = functools.partial(self.Keep, name="experts_hidden", letters="EGCH")
         run = kernels.current().experts_feed_forward
-        return run(x_EGCM, wi, wo, drop, self.Shard, hidden)
+        return run(x_EGCM, weights, self.activation, drop, self.Shard, hidden)
 
     def GroupedFProp(self, theta: NestedMap, x: Rows, seed: tf.Tensor | None = None) -> Rows:
         """Rows [D,N,M] in, rows [D,N,M] out, in groups of any size, sharded along D: a device has its own experts."""
-        h = x.MatMul(self.Cast(theta.wi), self._Mapping("wi", "EMH"))
-        h = h.With(self.Keep(h.values, "experts_hidden", "GSH"))
-        rate = self.p.relu_dropout_prob
-        h = h.With(kernels.dropout(tf.nn.relu(h.values), rate, seed, h.choices))
+        products = [
+            x.MatMul(self.Cast(theta[name]), self._Mapping(name, "EMH")).values
+            for name in self.activation.weights
+        ]
+        products = [self.Keep(product, "experts_hidden", "GSH") for product in products]
+        hidden = self.activation.function(*products)
+        h = x.With(kernels.dropout(hidden, self.p.relu_dropout_prob, seed, x.choices))
         return h.MatMul(self.Cast(theta.wo), self._Mapping("wo", "EHM"))
+
+    @property
+    def activation(self) -> Activation:
+        """f."""
+        return ACTIVATIONS[self.p.activation]
 
     def _Mapping(self, name: str, letters: str) -> DimsMapping:
         return dims_mapping(letters, self.p.weight_split, name)

@@ -179,8 +179,8 @@ class MoELayer(BaseLayer):
         """Forward FLOPs in training: matrix products, two for each multiply-add.
 
         Gating 2 G S M E (if it is learnt), dispatch and combine 2 G S E C M each if by einsum, experts
-        4 M H for each of their rows: E G C slots, or the dispatcher's number of rows. Softmax, counting
-        and relu, which touch each element a few times, are left out.
+        4 M H (6 M H if their activation is gated) for each of their rows: E G C slots, or the dispatcher's number of
+        rows. Softmax, counting and activations, which touch each element a few times, are left out.
 
         Args:
             params: of this layer.
@@ -189,7 +189,7 @@ class MoELayer(BaseLayer):
         p = params
         B, T, M = input_shapes[0]
         G, S = _grouping(p.name, p.num_groups, [B, T])
-        E, H = p.num_experts, p.hidden_dim
+        E = p.num_experts
         dispatcher = dispatcher_params(p.dispatcher).cls
         router = p.router.Copy().Set(model_dim=M, num_experts=E)
         C = S
@@ -198,8 +198,10 @@ class MoELayer(BaseLayer):
             C = router.cls.Slots(S, C)
         gating = router.cls.Flops(router, G * S)
         each_way = dispatcher.Flops(G, S, E, C, M)
-        experts = 4 * dispatcher.ExpertRows(G, S, E, C, router.cls.Choices(router)) * M * H
-        return NestedMap(flops=gating + 2 * each_way + experts, out_shapes=((B, T, M),))
+        rows = dispatcher.ExpertRows(G, S, E, C, router.cls.Choices(router))
+        experts = p.experts.Copy().Set(model_dim=M, hidden_dim=p.hidden_dim, num_experts=E)
+        computed = experts.cls.Flops(experts, rows)
+        return NestedMap(flops=gating + 2 * each_way + computed, out_shapes=((B, T, M),))
 
 
 def _without_capacity(p: HyperParams) -> str:

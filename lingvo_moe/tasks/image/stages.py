@@ -15,7 +15,7 @@ from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.layers.batch_norm import BatchNorm
 from lingvo_moe.core.layers.convolution import Conv2D
-from lingvo_moe.core.layers.elementwise import ACTIVATIONS, Activation
+from lingvo_moe.core.layers.elementwise import ELEMENTWISE, Activation
 from lingvo_moe.core.layers.pooling import Pool2D
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.cells import Args
@@ -49,7 +49,7 @@ class ConvNorm(Stage):
         p.Define("stride", 1, "Rows and columns from one window to the next.", check=checks.SIZE)
         p.Define("norm", BatchNorm.Params(), "The normalization; channels are set from above.")
         p.Define(
-            "activation", "relu", "What follows; see Activation.", check=checks.one_of(ACTIVATIONS)
+            "activation", "relu", "What follows; see Activation.", check=checks.one_of(ELEMENTWISE)
         )
         return p
 

@@ -62,6 +62,7 @@ class MtModel(MtTask):
             p.Derive(f"moe.{name}", name)
         p.Derive("moe.hidden_dim", "expert_hidden_dim", "hidden_dim")
         p.Derive("moe.experts.relu_dropout_prob", "dropout")
+        p.Derive("moe.experts.activation", "activation")
         for name in ("model_dim", "num_experts"):
             p.Derive(f"decoder_router.{name}", name)
         return p
@@ -106,6 +107,8 @@ class MtModel(MtTask):
         )
         ffn.router = configured_router(p, decoder, *_router_of(p, decoder))
         ffn.experts.relu_dropout_prob = p.dropout
+        if "activation" in ffn.experts:
+            ffn.experts.activation = p.activation
         return self.LayerParams(ffn, cross=decoder)
 
     @classmethod

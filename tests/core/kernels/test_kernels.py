@@ -16,6 +16,7 @@ import tensorflow as tf
 from lingvo_moe.core import kernels, randomness
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.kernels import tensorflow, xla
+from lingvo_moe.core.kernels.activations import ACTIVATIONS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
 
@@ -67,13 +68,16 @@ def _attention_inputs(kv_heads: int) -> list[tf.Tensor]:
     return [_normal(7, 2, 5, 8), _normal(8, 2, 4, 8), *weights]
 
 
-def _experts(ops, x, wi, wo, rate=0.0):
+def _experts(ops, x, *weights, rate=0.0, activation="relu"):
     drop = functools.partial(kernels.dropout, rate=rate, seed=randomness.make_seed(1, 2))
-    return ops.experts_feed_forward(x, wi, wo, drop if rate else None, _as_is)
+    function = ACTIVATIONS[activation]
+    named = NestedMap(zip((*function.weights, "wo"), weights, strict=True))
+    return ops.experts_feed_forward(x, named, function, drop if rate else None, _as_is)
 
 
-def _expert_inputs(slots: int) -> list[tf.Tensor]:
-    return [_normal(0, 3, 2, slots, 5), 0.3 * _normal(1, 3, 5, 6), 0.3 * _normal(2, 3, 6, 5)]
+def _expert_inputs(slots: int, activation: str = "relu") -> list[tf.Tensor]:
+    wi = [0.3 * _normal(3 + i, 3, 5, 6) for i, _ in enumerate(ACTIVATIONS[activation].weights)]
+    return [_normal(0, 3, 2, slots, 5), *wi, 0.3 * _normal(2, 3, 6, 5)]
 
 
 def _token_losses(ops, x, table, smoothing, scale=1.0):
@@ -137,6 +141,10 @@ CASES: dict[str, tuple[Callable, list[tf.Tensor]]] = {
         lambda ops, x, scale, bias: ops.normalize(x, scale, bias, 1e-6),
         [3.0 + _normal(0, 2, 5, 6), _normal(1, 6), _normal(2, 6)],
     ),
+    "normalize rms": (
+        lambda ops, x, scale: ops.normalize(x, scale, None, 1e-6),
+        [3.0 + _normal(0, 2, 5, 6), _normal(1, 6)],
+    ),
     "logits": (
         lambda ops, x, table: ops.logits(x, table, _as_is),
         [_normal(0, 2, 3, 4), _normal(1, 7, 4)],
@@ -171,6 +179,12 @@ CASES: dict[str, tuple[Callable, list[tf.Tensor]]] = {
         [1.0 + _normal(0, 2, 5, 1) ** 2],
     ),
 }  # fmt: skip
+for _activation in ("gelu", "swiglu"):
+    for _slots in (4, 100):
+        CASES[f"experts_feed_forward {_activation} {_slots}"] = (
+            functools.partial(_experts, activation=_activation),
+            _expert_inputs(_slots, _activation),
+        )
 for _heads in (2, 1):
     for _cross in (False, True):
         _case = functools.partial(_attention, cross=_cross), _attention_inputs(_heads)

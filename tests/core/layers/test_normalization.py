@@ -1,10 +1,10 @@
-"""LayerNorm: the formula, float32 inside, sharded = unsharded."""
+"""LayerNorm and RmsNorm: the formula, float32 inside, sharded = unsharded."""
 
 import numpy as np
 import tensorflow as tf
 from layer_testing import SPLITS, assert_sharded_equal, init, normal, single, wave
 
-from lingvo_moe.core.layers.normalization import LayerNorm
+from lingvo_moe.core.layers.normalization import LayerNorm, RmsNorm
 from lingvo_moe.core.nested_map import NestedMap
 
 
@@ -28,6 +28,15 @@ def test_formula():
     np.testing.assert_allclose(y, _numpy(x, theta), atol=1e-5)
     start = init(_layer())
     np.testing.assert_array_equal([start.scale[0], start.bias[0]], [1, 0])
+
+
+def test_rms_formula():
+    x, scale = normal(0, 3, 5, 8) * 3 + 7, normal(1, 8)
+    layer = RmsNorm.Params().Set(name="norm", model_dim=8, epsilon=0.1).Instantiate()
+    assert list(layer.VariableSpecs()) == ["scale"]
+    want = x.numpy() / np.sqrt(np.mean(np.square(x), -1, keepdims=True) + 0.1) * scale
+    y = single(layer.FProp, NestedMap(scale=scale), x)
+    np.testing.assert_allclose(y, want, atol=1e-5)
 
 
 def test_bfloat16_activations_are_normalized_in_float32():

@@ -11,6 +11,7 @@ hidden, n rows of an expert.
 import tensorflow as tf
 
 from lingvo_moe.core.base_layer import name_scope
+from lingvo_moe.core.kernels.activations import Activation
 from lingvo_moe.core.moe.dispatch_dropless import DroplessDispatcher
 from lingvo_moe.core.moe.experts import Experts
 from lingvo_moe.core.moe.layer import MoELayer
@@ -23,7 +24,7 @@ _MISSING = FEWEST_ROWS - 1  # the most padding rows that an expert can need
 
 
 class PackedMoELayer:
-    """A MoELayer with `Experts`, in inference, over packed weights: lists wi and wo with an entry for each expert."""
+    """A MoELayer with `Experts`, in inference, over packed weights: lists with an entry for each expert."""
 
     def __init__(self, layer: MoELayer):
         self._layer = layer
@@ -65,7 +66,9 @@ class PackedMoELayer:
                 tf.reshape(x, [-1, x.shape[-1]])
                 for x in (x_BTM, chosen.expert_index, chosen.wanted, chosen.Gate(chosen.wanted))
             )
-            y_NM = feed_forward_of_chosen(x_NM, expert_Nk, kept_Nk, gate_Nk, theta.experts)
+            y_NM = feed_forward_of_chosen(
+                x_NM, expert_Nk, kept_Nk, gate_Nk, theta.experts, layer.experts.activation
+            )
             return tf.reshape(y_NM, tf.shape(x_BTM)), NestedMap()
 
 
@@ -75,18 +78,20 @@ def feed_forward_of_chosen(
     kept_Nk: tf.Tensor,
     gate_Nk: tf.Tensor,
     weights: NestedMap,
+    activation: Activation,
 ) -> tf.Tensor:
-    """The sum of gate * relu(x wi) wo over the experts of each token, [N,M].
+    """The sum of gate * f(x wi) wo over the experts of each token, [N,M].
 
     Args:
         x_NM: tokens, in the type of the weights.
         expert_Nk: int32, the experts of each token.
         kept_Nk: which of them count: those above zero.
         gate_Nk: the factors of their outputs.
-        weights: NestedMap(wi, wo), lists of each expert's packed [M,H] and [H,M].
+        weights: lists of each expert's packed weights: wo [H,M] and those that the activation names, [M,H].
+        activation: f.
     """
     tokens, (ranks, width) = tf.shape(x_NM)[0], (expert_Nk.shape[1], x_NM.shape[1])
-    choices, nobody = tokens * ranks, len(weights.wi)
+    choices, nobody = tokens * ranks, len(weights.wo)
     expert_R = tf.reshape(tf.where(kept_Nk > 0, expert_Nk, nobody), [-1])
     # Copies of the first token pad an expert's rows to as many as a product should have (packed_weights.py); their
     # results are left out.
@@ -97,9 +102,10 @@ def feed_forward_of_chosen(
     numbers = tf.dynamic_partition(number, owner, nobody + 2)
     chosen = tf.dynamic_partition(token, owner, nobody + 2)
     outputs = []
-    for wi, wo, token_n in zip(weights.wi, weights.wo, chosen[:nobody], strict=True):
-        hidden_nH = tf.nn.relu(wi.Product(tf.gather(x_NM, token_n)))
-        outputs.append(wo.Product(hidden_nH))
+    for e, token_n in enumerate(chosen[:nobody]):
+        x_nM = tf.gather(x_NM, token_n)
+        products = [weights[name][e].Product(x_nM) for name in activation.weights]
+        outputs.append(weights.wo[e].Product(activation.function(*products)))
     outputs.append(tf.zeros([tf.size(numbers[nobody]), width], x_NM.dtype))
     rows = tf.dynamic_stitch(numbers[: nobody + 1], outputs)
     y_NkM = tf.reshape(rows[:choices], [tokens, ranks, width])

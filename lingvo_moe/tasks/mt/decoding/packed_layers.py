@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_moe.core.base_layer import name_scope
+from lingvo_moe.core.kernels.activations import ACTIVATIONS
 from lingvo_moe.core.layers.feed_forward import FeedForward
 from lingvo_moe.core.layers.repeat import ALL, Chunk
 from lingvo_moe.core.layers.softmax import Softmax
@@ -16,14 +17,14 @@ from lingvo_moe.tasks.mt.decoding.packed_weights import Packed, pack
 
 
 class PackedFeedForward:
-    """A FeedForward over packed weights wi [M,H] and wo [H,M]."""
+    """A FeedForward over packed weights: wo [H,M] and those that its activation names, [M,H]."""
 
     def __init__(self, layer: FeedForward):
         self._layer = layer
 
     def Pack(self, theta: NestedMap, kind: str) -> NestedMap:
         """The layer's weights as FProp takes them; `kind` is one of packed_weights.WEIGHTS."""
-        return NestedMap({name: pack(self._layer.Cast(theta[name]), kind) for name in ("wi", "wo")})
+        return theta.Transform(lambda w: pack(self._layer.Cast(w), kind))
 
     def FProp(
         self,
@@ -36,8 +37,13 @@ class PackedFeedForward:
         """See FeedForward; there is no seed."""
         del paddings, seed, context
         with name_scope(self._layer.path):
-            h = theta.wi.Product(tf.reshape(x, [-1, x.shape[-1]]))
-            return tf.reshape(theta.wo.Product(tf.nn.relu(h)), tf.shape(x)), NestedMap()
+            activation, rows = (
+                ACTIVATIONS[self._layer.p.activation],
+                tf.reshape(x, [-1, x.shape[-1]]),
+            )
+            products = [theta[name].Product(rows) for name in activation.weights]
+            y = theta.wo.Product(activation.function(*products))
+            return tf.reshape(y, tf.shape(x)), NestedMap()
 
 
 class PackedSoftmax:

@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from lingvo_moe.core import kernels
 from lingvo_moe.core.kernels import tensorflow
+from lingvo_moe.core.kernels.activations import ACTIVATIONS
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.moe.routers.top_k import TopKRouter
 from lingvo_moe.core.nested_map import NestedMap
@@ -29,7 +30,7 @@ def _run(rows, kept=None, wi=WI):
     )
     kept = np.ones((N, K), np.float32) if kept is None else kept
     args = (tf.constant(x[rows]) for x in (X, EXPERT, kept, GATE))
-    return feed_forward_of_chosen(*args, weights).numpy()
+    return feed_forward_of_chosen(*args, weights, ACTIVATIONS["relu"]).numpy()
 
 
 def test_each_token_has_the_sum_of_its_experts():
