@@ -12,6 +12,7 @@ from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
+from lingvo_moe.core.layers.feed_forward import FeedForward
 from lingvo_moe.core.moe.experts import Experts, Rows
 from lingvo_moe.core.moe.losses_and_metrics import micro_batch_terms
 from lingvo_moe.core.moe.registry import DISPATCHERS, ROUTERS, dispatcher_params
@@ -24,7 +25,7 @@ from lingvo_moe.core.sharding import replicate
 
 
 class MoELayer(BaseLayer):
-    """Route, dispatch, experts, combine. The residual connection is the caller's.
+    """Route, dispatch, experts, combine; shared experts, if any, are added. The residual connection is the caller's.
 
     Training (a seed) divides the B T tokens into G groups of S, which compete for C slots an expert and
     group; the output of a token that finds none is zeros. Inference (seed None) drops no token and draws
@@ -58,6 +59,13 @@ class MoELayer(BaseLayer):
         p.Define("router", Top2Router.Params(), "Chooses the experts.", choices=ROUTERS)
         p.Define("experts", Experts.Params(), "The experts.")
         p.Define(
+            "num_shared_experts",
+            0,
+            "Experts that every token passes beside those that it is routed to: one feed-forward layer, that many "
+            "times H wide. 0: none.",
+            check=checks.Integer(0, 1024),
+        )
+        p.Define(
             "dispatcher",
             "index",
             f"One of {', '.join(sorted(DISPATCHERS))}; or Params of a Dispatcher.",
@@ -83,6 +91,8 @@ class MoELayer(BaseLayer):
         for name in ("dispatcher", "inference_dispatcher"):
             self.CreateChild(name, dispatcher_params(getattr(p, name)))
         self.CreateChild("experts", p.experts.Copy().Set(hidden_dim=p.hidden_dim, **dims))
+        if p.num_shared_experts:
+            self.CreateChild("shared_experts", _shared_experts(p, p.model_dim))
         self._CheckDispatchers()
 
     def _CheckDispatchers(self) -> None:
@@ -110,9 +120,9 @@ class MoELayer(BaseLayer):
         """The layer's output, without the residual.
 
         Args:
-            theta: router.wg [M,E], experts.wi [E,M,H], experts.wo [E,H,M].
+            theta: router.wg [M,E], experts.wi [E,M,H], experts.wo [E,H,M]; shared_experts, if there are any.
             x_BTM: of a static shape where there is a seed.
-            paddings_BT: bool or float, 1 for padding. Padding comes out as zeros.
+            paddings_BT: bool or float, 1 for padding. Padding comes out as zeros, without shared experts.
             seed: int32 [2]; None means inference.
             context: the entries that the router needs (`Needs`), int32 [B,T] each; other entries are
                 ignored.
@@ -152,6 +162,9 @@ class MoELayer(BaseLayer):
             routing, run(theta.experts, tokens, seed=self.FoldSeed(seed, "experts"))
         )
         y_BTM = y_GSM if seed is None else tf.reshape(y_GSM, x_BTM.shape)
+        if self.p.num_shared_experts:
+            own = self.FoldSeed(seed, "shared_experts")
+            y_BTM += self.shared_experts.FProp(theta.shared_experts, x_BTM, paddings_BT, own)[0]
         y_BTM = self.Keep(self.Shard(y_BTM, "BTM"), "combined", "BTM")
         return y_BTM, _extras(routing, tokens, shares)
 
@@ -201,7 +214,21 @@ class MoELayer(BaseLayer):
         rows = dispatcher.ExpertRows(G, S, E, C, router.cls.Choices(router))
         experts = p.experts.Copy().Set(model_dim=M, hidden_dim=p.hidden_dim, num_experts=E)
         computed = experts.cls.Flops(experts, rows)
+        if p.num_shared_experts:
+            shared = _shared_experts(p, M)
+            computed += shared.cls.FPropMeta(shared, (B, T, M)).flops
         return NestedMap(flops=gating + 2 * each_way + computed, out_shapes=((B, T, M),))
+
+
+def _shared_experts(p: HyperParams, model_dim: int) -> InstantiableParams:
+    """The shared experts as one layer, with the activation and dropout of the routed ones."""
+    shared = FeedForward.Params().Set(
+        model_dim=model_dim, hidden_dim=p.num_shared_experts * p.hidden_dim
+    )
+    for name in ("activation", "relu_dropout_prob"):
+        if name in p.experts:
+            shared.Set(**{name: p.experts.Get(name)})
+    return shared
 
 
 def _without_capacity(p: HyperParams) -> str:

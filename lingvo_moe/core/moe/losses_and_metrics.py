@@ -53,6 +53,7 @@ class Choice:
         ranked: False where k = E and expert_index[..., e] = e: then the choices of a token have no order.
         limited: False where there is a slot for each choice, whatever the layer's capacity is.
         normalized_after_drops: whether the gates that are kept are divided by their sum.
+        scale: a factor of all gates.
     """
 
     expert_index: tf.Tensor
@@ -67,11 +68,14 @@ class Choice:
     ranked: bool = True
     limited: bool = True
     normalized_after_drops: bool = False
+    scale: float = 1.0
 
     def Gate(self, kept: tf.Tensor) -> tf.Tensor:
         """The weights of the choices that are kept (`kept` is 1 for these, else 0), zeros for the others: [G,S,k]."""
         gate = self.gate * kept
-        return normalize(gate) if self.normalized_after_drops else gate
+        if self.normalized_after_drops:
+            gate = normalize(gate)
+        return gate if self.scale == 1.0 else gate * self.scale
 
 
 def load_balance(

@@ -136,10 +136,11 @@ def test_experts_for_slots_alone_use_the_training_dispatcher_in_inference():
     np.testing.assert_allclose(y, factor[..., None] * x, rtol=1e-4)
 
 
-@pytest.mark.parametrize("k", [1, 2, 3])
-def test_gates_are_the_same_to_the_bit_for_any_number_of_tokens(k):
+@pytest.mark.parametrize(("k", "gate"), [(1, "softmax"), (2, "softmax"), (2, "sigmoid")])
+def test_gates_are_the_same_to_the_bit_for_any_number_of_tokens(k, gate):
     """TensorFlow's own kernels compute most functions 16 numbers at a time and round the remainder differently."""
-    router = TopKRouter.Params().Set(name="r", model_dim=M, num_experts=5, k=k).Instantiate()
+    p = TopKRouter.Params().Set(name="r", model_dim=M, num_experts=5, k=k, gate=gate)
+    router = p.Instantiate()
     logits = 3 * _tokens(1, 40, 5)
     with kernels.using(tensorflow):
         together = route_logits(router, logits).gate.numpy()

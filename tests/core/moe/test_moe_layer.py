@@ -45,6 +45,22 @@ def _reference(layer: MoELayer, theta: NestedMap, x, paddings, groups, capacity,
     return moe_reference.moe(x, routed, wi, wo).reshape(B, T, M), routed
 
 
+def test_shared_experts_are_one_wide_layer_beside_the_routed_ones():
+    plain, theta = _layer()
+    layer, more = _layer(num_shared_experts=2)
+    x, paddings = _inputs()
+    theta.shared_experts = more.shared_experts
+    assert theta.shared_experts.wi.shape == (M, 2 * H)
+    wi, wo = theta.shared_experts.wi, theta.shared_experts.wo
+    beside = np.maximum(x.numpy() @ wi.numpy(), 0) @ wo.numpy()
+    for seed in (None, tf.constant(SEED)):
+        y, _ = layer.FProp(theta, x, paddings, seed=seed)
+        routed, _ = plain.FProp(theta, x, paddings, seed=seed)
+        np.testing.assert_allclose(y, routed + beside, atol=1e-5)
+    flops = [one.FPropMeta(one.p, (B, T, M)).flops for one in (layer, plain)]
+    assert flops[0] - flops[1] == 2 * 2 * B * T * M * 2 * H
+
+
 @pytest.mark.parametrize("num_groups", [0, 1, 2, 8])
 def test_equals_a_loop_over_tokens(num_groups):
     layer, theta = _layer(num_groups=num_groups, capacity_factor=1.0, min_capacity=1)

@@ -86,6 +86,20 @@ def test_bias_chooses_and_does_nothing_else():
     np.testing.assert_allclose(nobody.updates.router.balance_bias, bias)
 
 
+def test_sigmoid_gates_by_hand():
+    """DeepSeek-V3's router: the bias chooses, and gates are the chosen scores over their sum, times a factor."""
+    scores = np.array([[[0.5, 0.3, 0.2], [0.6, 0.1, 0.8]]])
+    logits = np.log(scores / (1 - scores))
+    router = _router(3, k=2, gate="sigmoid", gate_scale=2.5, balance_bias=0.1)
+    for seed in (None, SEED):
+        r = _route(router, logits, capacity=2, seed=seed, bias=[-0.25, 0.0, 0.0])
+        np.testing.assert_array_equal(r.expert_index[0], [[1, 0], [2, 0]])
+        want = 2.5 * np.array([[0.3 / 0.8, 0.5 / 0.8], [0.8 / 1.4, 0.6 / 1.4]])
+        np.testing.assert_allclose(r.gate[0], want, 1e-6)
+        importance = np.mean(scores[0] / scores[0].sum(-1, keepdims=True), 0)
+        np.testing.assert_allclose(r.metrics.importance, importance, 1e-6)
+
+
 def test_the_bias_is_a_variable_that_is_not_trained():
     spec = _router(3, k=1, balance_bias=0.001, weight_split={"E": "expert"}).VariableSpecs()
     assert (spec.balance_bias.trainable, spec.wg.trainable) == (False, True)

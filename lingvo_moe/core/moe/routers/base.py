@@ -22,6 +22,7 @@ from lingvo_moe.core.moe.losses_and_metrics import (
     routing_metrics,
 )
 from lingvo_moe.core.moe.routers import inputs
+from lingvo_moe.core.moe.routers.gates import GATES, Gate
 from lingvo_moe.core.moe.slots import assign_slots
 from lingvo_moe.core.nested_map import NestedMap
 
@@ -64,9 +65,9 @@ class Router(BaseLayer):
     differences, and positions are sums that bfloat16 cannot represent.
     """
 
+    PART: ClassVar[str] = "gating"
     # True for expert choice: C decides how many tokens each expert picks, so C is passed even when the dispatcher is
     # dropless.
-    PART: ClassVar[str] = "gating"
     CHOOSES_BY_CAPACITY: ClassVar[bool] = False
 
     @classmethod
@@ -185,6 +186,13 @@ class LearnedRouter(Router):
     @classmethod
     def Params(cls) -> InstantiableParams:
         p = super().Params()
+        p.Define(
+            "gate",
+            "softmax",
+            "From logits to the weights of the experts' outputs: 'softmax' over experts, or each logit's own 'sigmoid' "
+            "(moe/routers/gates.py).",
+            check=checks.one_of(GATES),
+        )
         inputs.define_level(p)
         return p
 
@@ -214,6 +222,11 @@ class LearnedRouter(Router):
         self.CreateVariable(
             "wg", WeightParams((p.model_dim, p.num_experts), "ME", self.GatingInit())
         )
+
+    @property
+    def gate(self) -> Gate:
+        """From logits to scores."""
+        return GATES[self.p.gate]
 
     def GatingInit(self) -> WeightInit:
         """The initial value of wg."""

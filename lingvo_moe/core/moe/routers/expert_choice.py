@@ -23,7 +23,7 @@ _BITS = 30  # of a float32 from 0 to 1, whose bits order it as an integer
 class ExpertChoiceRouter(LearnedRouter):
     """In training each expert takes the C tokens of a group whose gate for it is largest.
 
-    Gates are a softmax over E and are not normalised again; the earlier token wins a tie. Load is
+    Gates are a softmax over E, or sigmoids, and are not normalised again; the earlier token wins a tie. Load is
     even by construction, so there is no loss; a token may find any number of experts, none too.
     C is the layer's: with its capacity_factor c, a token has c experts on average. The gradient
     flows through the chosen gates, none through the choice.
@@ -65,11 +65,12 @@ class ExpertChoiceRouter(LearnedRouter):
         seed: tf.Tensor | None = None,
     ) -> Choice:
         """See `LearnedRouter`; without a capacity each token chooses its own best experts."""
-        gates_GSE = tf.nn.softmax(logits_GSE)
+        gates_GSE = self.gate.scores(logits_GSE, None)
+        probabilities_GSE = self.gate.Probabilities(gates_GSE)
         if capacity is None:
             gate_GSk, index_GSk = top_k(gates_GSE, self.p.inference_k)
             wanted_GSk = tf.stack([real_GS] * self.p.inference_k, -1)
-            return Choice(index_GSk, gate_GSk, wanted_GSk, real_GS, gates_GSE)
+            return Choice(index_GSk, gate_GSk, wanted_GSk, real_GS, probabilities_GSE)
         taken = self.Shard(chosen_tokens(gates_GSE, real_GS, capacity), "GSE")
         position = tf.cast(tf.cumsum(taken, 1, exclusive=True), tf.int32)
         return Choice(
@@ -77,7 +78,7 @@ class ExpertChoiceRouter(LearnedRouter):
             gates_GSE,
             taken,
             real_GS,
-            gates_GSE,
+            probabilities_GSE,
             position=position,
             ranked=False,
         )

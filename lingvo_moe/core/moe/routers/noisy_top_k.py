@@ -24,7 +24,7 @@ from lingvo_moe.core.nested_map import NestedMap
 
 
 class NoisyTopKRouter(LearnedRouter):
-    """The k largest of H(x) = x wg + normal * softplus(x wnoise), gates by a softmax over those k.
+    """The k largest of H(x) = x wg + normal * softplus(x wnoise), gates by a softmax over those k, or sigmoids.
 
     Noise, whose size is learnt for each expert, is added in training alone. Two losses keep experts in
     use, each the squared coefficient of variation over experts: of the importance (sum of gates), and
@@ -110,7 +110,7 @@ class NoisyTopKRouter(LearnedRouter):
         # The next largest is what a chosen expert's logit would have to exceed with other noise.
         best_GSk, index_GSk = top_k(noisy_GSE, min(p.k + 1, p.num_experts))
         index_GSk = index_GSk[:, :, : p.k]
-        gate_GSk = tf.nn.softmax(best_GSk[:, :, : p.k]) * real_GS[:, :, tf.newaxis]
+        gate_GSk = self.gate.scores(best_GSk[:, :, : p.k], None) * real_GS[:, :, tf.newaxis]
         wanted_GSk = tf.stack([real_GS] * p.k, -1)
 
         def losses() -> list[AuxLoss]:
@@ -126,7 +126,7 @@ class NoisyTopKRouter(LearnedRouter):
                 AuxLoss("load", load, p.load_weight, "tokens"),
             ]
 
-        probabilities_GSE = tf.nn.softmax(noisy_GSE)
+        probabilities_GSE = self.gate.Probabilities(self.gate.scores(noisy_GSE, None))
         return Choice(index_GSk, gate_GSk, wanted_GSk, real_GS, probabilities_GSE, losses=losses)
 
 

@@ -13,7 +13,7 @@ from lingvo_moe.core.moe.routers.base import LearnedRouter, all_experts
 
 
 class SoftRouter(LearnedRouter):
-    """Gates are the softmax over all experts; nothing is dropped, so there is no capacity and no loss.
+    """Gates are the softmax over all experts, or sigmoids; nothing is dropped, so there is no capacity and no loss.
 
     It costs E experts a token: the output of a k-choice router approximates this sum by its larger
     terms.
@@ -33,14 +33,14 @@ class SoftRouter(LearnedRouter):
         seed: tf.Tensor | None = None,
     ) -> Choice:
         """See `LearnedRouter`; the capacity is ignored."""
-        gates_GSE = tf.nn.softmax(logits_GSE)
+        gates_GSE = self.gate.scores(logits_GSE, None)
         wanted = real_GS[:, :, tf.newaxis] * tf.cast(gates_GSE >= 0, tf.float32)
         return Choice(
             all_experts(logits_GSE),
             gates_GSE,
             wanted,
             real_GS,
-            gates_GSE,
+            self.gate.Probabilities(gates_GSE),
             ranked=False,
             limited=False,
         )

@@ -104,7 +104,8 @@ class Top2Router(LearnedRouter):
     ) -> Choice:
         """Algorithm 1. See `LearnedRouter`."""
         p = self.p
-        gates_GSE = tf.nn.softmax(logits_GSE)
+        gates_GSE = self.gate.scores(logits_GSE, None)
+        probabilities_GSE = self.gate.Probabilities(gates_GSE)
         index_GSk = _best_two(gates_GSE, self._Drawn(logits_GSE, seed))
         gate_GSk = pick(gates_GSE, index_GSk)
         if p.normalize_gates == "before_drops":
@@ -113,7 +114,9 @@ class Top2Router(LearnedRouter):
 
         def losses() -> list[AuxLoss]:
             first_GE = count_choices(index_GSk[:, :, :1], real_GS[:, :, tf.newaxis], p.num_experts)
-            loss = load_balance(gates_GSE, first_GE, real_GS)  # as for other routers 1 at balance
+            loss = load_balance(
+                probabilities_GSE, first_GE, real_GS
+            )  # as for other routers 1 at balance
             return [AuxLoss("load_balance", loss, self._AuxLossScale(), "groups")]
 
         return Choice(
@@ -121,7 +124,7 @@ class Top2Router(LearnedRouter):
             gate_GSk,
             wanted_GSk,
             real_GS,
-            gates_GSE,
+            probabilities_GSE,
             # The choices that count as earlier ones for a later second choice: the readings differ here.
             counted=tf.stack([real_GS] * 2, -1) if p.reading == "paper" else wanted_GSk,
             losses=losses,
@@ -135,7 +138,7 @@ class Top2Router(LearnedRouter):
             return None
         u_GSE = randomness.uniform(self.FoldSeed(seed, "second"), logits_GSE.shape)
         u_GSE = tf.maximum(self.Shard(u_GSE, "GSE"), 2.0**-25)
-        return tf.stop_gradient(logits_GSE) - tf.math.log(-tf.math.log(u_GSE))
+        return tf.stop_gradient(self.gate.log_scores(logits_GSE)) - tf.math.log(-tf.math.log(u_GSE))
 
     def _Sampled(self, gate_2: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:
         """[G,S], 1 where the second choice is to be sent if a slot is free; a scalar 1 without chance."""

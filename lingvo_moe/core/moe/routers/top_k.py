@@ -41,6 +41,10 @@ class TopKRouter(LearnedRouter):
     Softmax 'before' the choice gives gates that are probabilities among all experts; 'after' it, among
     the chosen ones. The second is the first normalised, in value and gradient.
 
+    DeepSeek-V3's router (2024, section 2.1.2), without its groups of experts, is gate='sigmoid' with k=8,
+    gate_scale=2.5 and a balance_bias: experts are chosen by score plus bias, and weighted by their scores over the sum
+    of the chosen ones.
+
     `balance_bias` balances without a loss (Wang et al. 2024, algorithm 1): each expert has a bias that
     is added to its probability for the choice only. No gradient changes it; after each
     step it goes up by `balance_bias` where the expert had fewer choices than the mean over experts,
@@ -52,6 +56,12 @@ class TopKRouter(LearnedRouter):
     def Params(cls) -> InstantiableParams:
         p = super().Params()
         p.Define("k", 2, "Experts of a token, 1 to E.", check=checks.SIZE)
+        p.Define(
+            "gate_scale",
+            1.0,
+            "A factor of the gates, after they are normalised (DeepSeek-V3: 2.5).",
+            check=checks.POSITIVE,
+        )
         p.Define(
             "softmax_order",
             "before",
@@ -65,6 +75,7 @@ class TopKRouter(LearnedRouter):
             "gates that are kept sum to 1. None: 'never' for k = 1, else 'before_drops'.",
             check=checks.or_none(checks.one_of(_NORMALIZATIONS)),
         )
+        p.OnlyWith("softmax_order", lambda p: "" if p.gate == "softmax" else f"gate={p.gate}")
         p.Define(
             "jitter",
             0.0,
@@ -145,9 +156,10 @@ class TopKRouter(LearnedRouter):
         training its next value is among the updates."""
         p = self.p
         log_z_GS = functools.cache(lambda: log_partition(logits_GSE))
-        probabilities_GSE, index_GSk, gate_GSk = self._Best(
+        scores_GSE, index_GSk, gate_GSk = self._Best(
             logits_GSE, bias_E, None if seed is None else log_z_GS
         )
+        probabilities_GSE = self.gate.Probabilities(scores_GSE)
         wanted_GSk = tf.stack([real_GS] * p.k, -1)
         count_GE = functools.cache(lambda: count_choices(index_GSk, wanted_GSk, p.num_experts))
 
@@ -171,6 +183,7 @@ class TopKRouter(LearnedRouter):
             losses=losses,
             updates=updates,
             normalized_after_drops=p.normalize_gates == "after_drops",
+            scale=p.gate_scale,
         )
 
     def _Best(
@@ -179,31 +192,27 @@ class TopKRouter(LearnedRouter):
         bias_E: tf.Tensor | None,
         log_z_GS: Callable[[], tf.Tensor] | None,
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Probabilities [G,S,E], and the experts with their gates, [G,S,k].
+        """Scores [G,S,E], and the experts with their gates, [G,S,k].
 
         Args:
             logits_GSE: from the gating network.
-            bias_E: added to the probabilities for the choice; None for no bias.
-            log_z_GS: gives log_partition(logits_GSE), in training. None in inference: there a softmax, which rounds a
-                token alike beside any number of others; exp does not with TensorFlow's kernels.
+            bias_E: added to the scores for the choice; None for no bias.
+            log_z_GS: gives log_partition(logits_GSE), in training; None in inference.
         """
         p = self.p
-        if log_z_GS is None:
-            probabilities_GSE = tf.nn.softmax(logits_GSE)
-        else:
-            probabilities_GSE = tf.exp(logits_GSE - log_z_GS()[:, :, tf.newaxis])
+        scores_GSE = self.gate.scores(logits_GSE, log_z_GS)
         if bias_E is None:
             logits_GSk, index_GSk = top_k(logits_GSE, p.k)
         else:
-            _, index_GSk = top_k(tf.stop_gradient(probabilities_GSE) + bias_E, p.k)
+            _, index_GSk = top_k(tf.stop_gradient(scores_GSE) + bias_E, p.k)
             logits_GSk = pick(logits_GSE, index_GSk)
         if p.softmax_order == "after":
             gate_GSk = tf.nn.softmax(logits_GSk)
         elif log_z_GS is None:
-            gate_GSk = pick(probabilities_GSE, index_GSk)
+            gate_GSk = pick(scores_GSE, index_GSk)
         else:
-            gate_GSk = tf.exp(logits_GSk - log_z_GS()[:, :, tf.newaxis])
-        return probabilities_GSE, index_GSk, gate_GSk
+            gate_GSk = self.gate.scores(logits_GSk, log_z_GS)
+        return scores_GSE, index_GSk, gate_GSk
 
     def _NextBias(self, bias_E: tf.Tensor, count_GE: tf.Tensor) -> tf.Tensor:
         """The bias after this step, from how often each expert was chosen in the whole batch."""

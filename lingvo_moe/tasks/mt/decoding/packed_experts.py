@@ -17,6 +17,7 @@ from lingvo_moe.core.moe.experts import Experts
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.moe.routers import inputs as router_inputs
 from lingvo_moe.core.nested_map import NestedMap
+from lingvo_moe.tasks.mt.decoding.packed_layers import PackedFeedForward
 from lingvo_moe.tasks.mt.decoding.packed_weights import FEWEST_ROWS, pack
 
 _MOST_EXPERTS = 256  # a product for each of more would be a large graph
@@ -28,6 +29,8 @@ class PackedMoELayer:
 
     def __init__(self, layer: MoELayer):
         self._layer = layer
+        shared = layer.children.get("shared_experts")
+        self._shared = None if shared is None else PackedFeedForward(shared)
 
     @classmethod
     def Takes(cls, layer: MoELayer) -> bool:
@@ -45,7 +48,10 @@ class PackedMoELayer:
         experts = theta.experts.Transform(
             lambda w: [pack(one, kind) for one in tf.unstack(cast(w))]
         )
-        return NestedMap(router=theta.get("router", NestedMap()), experts=experts)
+        packed = NestedMap(router=theta.get("router", NestedMap()), experts=experts)
+        if self._shared is not None:
+            packed.shared_experts = self._shared.Pack(theta.shared_experts, kind)
+        return packed
 
     def FProp(
         self,
@@ -69,7 +75,10 @@ class PackedMoELayer:
             y_NM = feed_forward_of_chosen(
                 x_NM, expert_Nk, kept_Nk, gate_Nk, theta.experts, layer.experts.activation
             )
-            return tf.reshape(y_NM, tf.shape(x_BTM)), NestedMap()
+            y_BTM = tf.reshape(y_NM, tf.shape(x_BTM))
+            if self._shared is not None:
+                y_BTM += self._shared.FProp(theta.shared_experts, x_BTM, paddings_BT)[0]
+            return y_BTM, NestedMap()
 
 
 def feed_forward_of_chosen(

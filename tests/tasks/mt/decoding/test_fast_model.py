@@ -13,6 +13,7 @@ from searches import Lines, make_model, source
 from lingvo_moe.core.decode.flat_beam_search import FlatBeamSearch, SearchOptions
 from lingvo_moe.core.layers.attention import MultiHeadAttention
 from lingvo_moe.core.layers.feed_forward import FeedForward
+from lingvo_moe.core.layers.normalization import RmsNorm
 from lingvo_moe.core.layers.transformer import TransformerLayer
 from lingvo_moe.core.moe.experts import Experts
 from lingvo_moe.core.moe.layer import MoELayer
@@ -34,7 +35,7 @@ LENGTHS = [3, 47, 16, 1, 30, 31, 17, 5, 64, 12]
 class Searcher:
     """A model of two layers a side, and searches with it."""
 
-    def __init__(self, num_experts: int, beam_size: int, num_kv_heads: int = 0):
+    def __init__(self, num_experts: int, beam_size: int, num_kv_heads: int = 0, **more: Any):
         self.model, self.theta = make_model(
             V,
             hidden_dim=2048,  # a single row of such products rounds differently
@@ -42,6 +43,7 @@ class Searcher:
             num_encoder_layers=2,
             num_decoder_layers=2,
             num_experts=num_experts,
+            **more,
         )
         options = SearchOptions(beam_size, min(2, beam_size))
         self.beam_size = beam_size
@@ -65,11 +67,22 @@ class Searcher:
 
 @pytest.fixture(
     scope="module",
-    params=[(0, 4), (4, 3), (0, 1), (0, 4, 1), (0, 1, 1)],
-    ids=["dense_beam_4", "experts_beam_3", "dense_greedy", "multi_query", "multi_query_greedy"],
+    params=[(0, 4), (4, 3), (4, 2, "modern"), (0, 1), (0, 4, 1), (0, 1, 1)],
+    ids=[
+        "dense_beam_4",
+        "experts_beam_3",
+        "modern_experts",
+        "dense_greedy",
+        "multi_query",
+        "multi_query_greedy",
+    ],
 )
 def searcher(request) -> Searcher:
-    return Searcher(*request.param)
+    if "modern" not in request.param:
+        return Searcher(*request.param)
+    moe = MoELayer.Params().Set(num_shared_experts=1)
+    moe.router = TopKRouter.Params().Set(k=2, gate="sigmoid")
+    return Searcher(*request.param[:2], activation="swiglu", norm=RmsNorm.Params(), moe=moe)
 
 
 @pytest.fixture(scope="module")
