@@ -15,7 +15,6 @@ from lingvo_moe.core.config.checks import ParamError
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.config.suggest import nearest
-from lingvo_moe.core.kernels.activations import ACTIVATIONS
 from lingvo_moe.core.layers import (
     attention,
     embedding,
@@ -25,6 +24,7 @@ from lingvo_moe.core.layers import (
     softmax,
     transformer,
 )
+from lingvo_moe.core.layers.feed_forward import ACTIVATIONS
 from lingvo_moe.core.layers.normalization import NORMS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline import params as pipeline
@@ -263,7 +263,7 @@ def _define_sizes(p: InstantiableParams) -> None:
     p.Define(
         "activation",
         "relu",
-        "The function inside feed-forward layers and experts, e.g. swiglu: see kernels/activations.py.",
+        "The function inside feed-forward layers and experts, e.g. swiglu: see layers/feed_forward.py.",
         check=checks.one_of(ACTIVATIONS),
     )
     p.Define("norm", normalization.LayerNorm.Params(), "Normalizations.", choices=NORMS)

@@ -17,11 +17,27 @@ from typing import Protocol
 import tensorflow as tf
 
 from lingvo_moe.core.kernels import xla
-from lingvo_moe.core.kernels.activations import Activation
-from lingvo_moe.core.kernels.xla import AdafactorRecipe, Delta, DenseDelta, Drop, Keep, Shard
+from lingvo_moe.core.kernels.xla import (
+    Activation,
+    AdafactorRecipe,
+    Delta,
+    DenseDelta,
+    Drop,
+    Keep,
+    Shard,
+)
 from lingvo_moe.core.nested_map import NestedMap
 
-__all__ = ["AdafactorRecipe", "Delta", "DenseDelta", "Kernels", "current", "dropout", "using"]
+__all__ = [
+    "Activation",
+    "AdafactorRecipe",
+    "Delta",
+    "DenseDelta",
+    "Kernels",
+    "current",
+    "dropout",
+    "using",
+]
 
 
 class Kernels(Protocol):
@@ -72,7 +88,7 @@ class Kernels(Protocol):
         Args:
             x_EGCM: the slots.
             weights: wo [E,H,M] and those that the activation names, [E,M,H], in the type of the slots.
-            activation: f, one of `ACTIVATIONS`.
+            activation: f.
             drop, shard: see the class.
             keep_hidden: marks the first products [E,G,C,H], which a loop over layers then keeps (core/tensors.py).
         """

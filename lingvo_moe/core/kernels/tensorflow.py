@@ -14,8 +14,7 @@ import tensorflow as tf
 from lingvo_moe.core import randomness
 from lingvo_moe.core.kernels import grouped_matmul as grouped
 from lingvo_moe.core.kernels import xla
-from lingvo_moe.core.kernels.activations import Activation
-from lingvo_moe.core.kernels.xla import AdafactorRecipe, Delta, Drop, Keep, Shard
+from lingvo_moe.core.kernels.xla import Activation, AdafactorRecipe, Delta, Drop, Keep, Shard
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.tensors import shape_of
 

@@ -15,13 +15,38 @@ from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
 from lingvo_moe.core import randomness
 from lingvo_moe.core.kernels import grouped_matmul as grouped
-from lingvo_moe.core.kernels.activations import Activation
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.tensors import custom_gradient, dim, in_xla, shape_of
 
 Shard = Callable[[tf.Tensor, str], tf.Tensor]
 Drop = Callable[[tf.Tensor], tf.Tensor]
 Keep = Callable[[tf.Tensor], tf.Tensor]
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An elementwise function of the products of a feed-forward layer's input (layers/feed_forward.py has their table).
+
+    Attributes:
+        function: of the input's product with wi; if gated, of its product with wi_gate and of that with wi.
+        flops: about how many operations it takes for each element.
+        gated: whether there is a second product (Shazeer 2020, "GLU Variants Improve Transformer").
+    """
+
+    function: Callable[..., tf.Tensor]
+    flops: int
+    gated: bool = False
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """The names of the weights [M,H] whose products the function takes, in its order."""
+        return ("wi_gate", "wi") if self.gated else ("wi",)
+
+    @property
+    def products(self) -> int:
+        """The number of products with weights of a feed-forward layer, the last one included."""
+        return len(self.weights) + 1
+
 
 # The value of a masked logit: finite, so that a query that may look nowhere still gives numbers.
 _MASKED = -1e9

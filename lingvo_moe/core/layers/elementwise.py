@@ -10,7 +10,7 @@ from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
-from lingvo_moe.core.kernels.activations import ACTIVATIONS
+from lingvo_moe.core.layers.feed_forward import ACTIVATIONS
 from lingvo_moe.core.nested_map import NestedMap
 
 ELEMENTWISE = tuple(name for name, function in ACTIVATIONS.items() if not function.gated)

@@ -1,6 +1,12 @@
-"""The dense feed-forward layer. Letters: B batch, T time, M model, H hidden."""
+"""The dense feed-forward layer, and the activations of all feed-forward layers and experts by their names.
 
-from collections.abc import Sequence
+A new activation is an entry of `ACTIVATIONS`: layers, experts, both sets of kernels, packed decoding and counts of
+operations read that table alone.
+
+Letters: B batch, T time, M model, H hidden.
+"""
+
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import tensorflow as tf
@@ -11,14 +17,35 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.kernels.activations import ACTIVATIONS
+from lingvo_moe.core.kernels import Activation
 from lingvo_moe.core.nested_map import NestedMap
+
+
+def _geglu(gate: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+    return tf.nn.gelu(gate) * x
+
+
+def _swiglu(gate: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+    return tf.nn.silu(gate) * x
+
+
+ACTIVATIONS: Mapping[str, Activation] = {
+    "identity": Activation(tf.identity, 0),
+    "relu": Activation(tf.nn.relu, 1),
+    "relu6": Activation(tf.nn.relu6, 2),
+    "sigmoid": Activation(tf.math.sigmoid, 4),
+    "tanh": Activation(tf.math.tanh, 7),
+    "gelu": Activation(tf.nn.gelu, 15),
+    "silu": Activation(tf.nn.silu, 5),
+    "geglu": Activation(_geglu, 16, gated=True),
+    "swiglu": Activation(_swiglu, 6, gated=True),
+}
 
 
 class FeedForward(BaseLayer):
     """y = wo . dropout(f(wi . x)), the same interface as the mixture-of-experts layer's.
 
-    f is the activation: elementwise, or gated, of wi_gate . x and wi . x (kernels/activations.py).
+    f is the activation: elementwise, or gated, of wi_gate . x and wi . x (`ACTIVATIONS`).
     """
 
     COMPUTES: ClassVar[str] = "feed_forward"

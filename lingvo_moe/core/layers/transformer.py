@@ -6,7 +6,7 @@ Layers share `aux`, a NestedMap:
     paddings: float [B, T], 1 at padding.
     self_mask: bool [B, T, T] (see masks.py).
     memory, cross_mask: [B, S, M] and bool [B, T or 1, S]; with cross-attention only.
-    context: int32 [B, T] tensors that a MoE layer's router needs (see moe/routers/inputs.py); only if it
+    context: int32 [B, T] tensors that a MoE layer's router needs (see moe/routers/base.py); only if it
         needs some.
     shares: float scalars, in a micro-batch only; see core/moe/layer.py.
 """

@@ -16,10 +16,11 @@ from typing import ClassVar
 
 import tensorflow as tf
 
+from lingvo_moe.core import kernels
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.moe.dispatch import Dispatcher
-from lingvo_moe.core.moe.experts import ROWS, Rows
+from lingvo_moe.core.moe.experts import ROWS, Product, Rows
 from lingvo_moe.core.moe.packing import (
     Places,
     of_slots,
@@ -29,10 +30,10 @@ from lingvo_moe.core.moe.packing import (
 )
 from lingvo_moe.core.moe.routers.base import Routing
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.sharding import Axis, ShardingError, dims_mapping
+from lingvo_moe.core.sharding import Axis, DimsMapping, ShardingError, dims_mapping
 from lingvo_moe.core.sharding.annotate import mesh_of, mesh_split
 from lingvo_moe.core.sharding.letters import axes_of
-from lingvo_moe.core.sharding.manual import manual_region
+from lingvo_moe.core.sharding.manual import all_reduce, manual_region
 from lingvo_moe.core.sharding.mesh import traced_slices
 from lingvo_moe.core.tensors import shape_of
 
@@ -121,7 +122,7 @@ class DroplessDispatcher(Dispatcher):
         region = manual_region(pack, ins, [(devices, None, layout.model), *[(devices, None)] * 4])
         rows_DRM, sizes_DE, number_DR, *notes = region(x_NM, *choices_Nk)
         rows_DRM = self.Keep(rows_DRM, "dispatched", ROWS)
-        return Rows(rows_DRM, sizes_DE, number_DR, devices, layout.experts, expected, tuple(notes))
+        return Rows(rows_DRM, sizes_DE, number_DR, layout.Product(expected), tuple(notes))
 
     def _Send(
         self,
@@ -170,9 +171,7 @@ class DroplessDispatcher(Dispatcher):
         )
         rows_DRM = self.Keep(rows_DRM, "dispatched", ROWS)
         notes = (*notes, *more)
-        return Rows(
-            rows_DRM, sizes_De, number_DR, devices, layout.experts, expected, notes, metrics
-        )
+        return Rows(rows_DRM, sizes_De, number_DR, layout.Product(expected), notes, metrics)
 
     def Combine(self, routing: Routing, tokens: Rows) -> tf.Tensor:
         """See `Dispatcher`; in the type of the expert outputs."""
@@ -285,6 +284,29 @@ class _Layout:
     def largest_buffer(self, tokens: int, ranks: int) -> int:
         """The most rows that one device can send another."""
         return tokens * min(ranks, self.local_experts)
+
+    def Product(self, expected: int | None) -> Product:
+        """The product of `Rows`; about `expected` rows of a device are filled, None: all. Only speed depends on it."""
+
+        def product(
+            rows_DNM: tf.Tensor, sizes_De: tf.Tensor, weights_EMH: tf.Tensor, mapping: DimsMapping
+        ) -> tf.Tensor:
+            taken = set(axes_of(self.devices))
+            inner, outer = (None if taken & set(axes_of(a)) else a for a in mapping[1:])
+
+            def multiply(x: tf.Tensor, sizes: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
+                matmul = kernels.current().grouped_matmul
+                y = matmul(x[0], weights, sizes[0], expected)[tf.newaxis]
+                return y if inner is None else all_reduce(y, inner)
+
+            region = manual_region(
+                multiply,
+                [(self.devices, None, inner), (self.devices, None), (self.experts, inner, outer)],
+                (self.devices, None, outer),
+            )
+            return region(rows_DNM, sizes_De, weights_EMH)
+
+        return product
 
     def Exchange(self, x: tf.Tensor) -> tf.Tensor:
         """[D,Q,...], sharded along D, with sender and receiver swapped: one all-to-all.

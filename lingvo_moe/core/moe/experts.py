@@ -4,6 +4,7 @@ Letters: G group, E expert, C capacity slot, D devices, N rows of a device, M mo
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -15,15 +16,19 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.initializers import WeightInit
-from lingvo_moe.core.kernels.activations import ACTIVATIONS, Activation
+from lingvo_moe.core.kernels import Activation
+from lingvo_moe.core.layers.feed_forward import ACTIVATIONS
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.core.sharding import Axis, DimsMapping, dims_mapping
-from lingvo_moe.core.sharding.letters import axes_of
-from lingvo_moe.core.sharding.manual import all_reduce, manual_region
+from lingvo_moe.core.sharding import DimsMapping, dims_mapping
 from lingvo_moe.core.tensors import keeps
 
 # The letters that shard rows [D,N,M]: devices as groups are; the rows of a device are together, as those of a group.
 ROWS = "GSM"
+
+
+# Multiplies rows [D,N,M], in groups of int32 [D,e] rows, by the matrices [E,M,H] of their experts; the last argument has
+# the mesh axes of the matrices' dimensions.
+Product = Callable[[tf.Tensor, tf.Tensor, tf.Tensor, DimsMapping], tf.Tensor]
 
 
 @dataclass(frozen=True)
@@ -35,9 +40,7 @@ class Rows:
             groups are padding, zeros.
         group_sizes: int32 [D,e], how many rows each of a device's e experts has.
         choices: int32 [D,N], the global id token * k + rank of each row; keys its random draws.
-        devices: the mesh axes of D, all devices that hold tokens.
-        experts: the mesh axes that experts are sharded along.
-        expected: about how many rows of N are filled; for speed only.
+        product: the dispatcher's, which knows on which devices rows and experts are.
         notes: what `Dispatch` leaves for `Combine`.
         metrics: float32 scalars about dropped rows.
     """
@@ -45,9 +48,7 @@ class Rows:
     values: tf.Tensor
     group_sizes: tf.Tensor
     choices: tf.Tensor
-    devices: Axis = None
-    experts: Axis = None
-    expected: int | None = None
+    product: Product
     notes: tuple = ()
     metrics: NestedMap = field(default_factory=NestedMap)
 
@@ -63,20 +64,7 @@ class Rows:
             mapping: the mesh axes of the weights' dimensions. Weights are gathered along those axes of M and H
                 that rows are sharded along too.
         """
-        taken = set(axes_of(self.devices))
-        inner, outer = (None if taken & set(axes_of(a)) else a for a in mapping[1:])
-
-        def multiply(x: tf.Tensor, sizes: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
-            matmul = kernels.current().grouped_matmul
-            y = matmul(x[0], weights, sizes[0], self.expected)[tf.newaxis]
-            return y if inner is None else all_reduce(y, inner)
-
-        region = manual_region(
-            multiply,
-            [(self.devices, None, inner), (self.devices, None), (self.experts, inner, outer)],
-            (self.devices, None, outer),
-        )
-        return self.With(region(self.values, self.group_sizes, weights_EMH))
+        return self.With(self.product(self.values, self.group_sizes, weights_EMH, mapping))
 
 
 class BaseExperts(BaseLayer):

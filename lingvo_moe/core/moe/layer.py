@@ -10,18 +10,51 @@ import tensorflow as tf
 
 from lingvo_moe.core.base_layer import BaseLayer
 from lingvo_moe.core.config import checks
+from lingvo_moe.core.config.class_names import ClassesByName
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.config.hyperparams import Params as HyperParams
 from lingvo_moe.core.layers.feed_forward import FeedForward
 from lingvo_moe.core.moe.experts import Experts, Rows
 from lingvo_moe.core.moe.losses_and_metrics import micro_batch_terms
-from lingvo_moe.core.moe.registry import DISPATCHERS, ROUTERS, dispatcher_params
-from lingvo_moe.core.moe.routers import inputs as router_inputs
-from lingvo_moe.core.moe.routers.base import Routing
-from lingvo_moe.core.moe.routers.top2 import Top2Router
+from lingvo_moe.core.moe.routers.base import Routing, grouped, needed
 from lingvo_moe.core.moe.slots import expert_capacity
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import replicate
+
+# Names of routers and dispatchers; a class is imported when it is asked for.
+_ROUTERS = "lingvo_moe.core.moe.routers"
+_MOE = "lingvo_moe.core.moe"
+
+ROUTERS = ClassesByName(
+    {
+        "top2": f"{_ROUTERS}.top2.Top2Router",
+        "top_k": f"{_ROUTERS}.top_k.TopKRouter",
+        "noisy_top_k": f"{_ROUTERS}.noisy_top_k.NoisyTopKRouter",
+        "expert_choice": f"{_ROUTERS}.expert_choice.ExpertChoiceRouter",
+        "hash": f"{_ROUTERS}.hash.HashRouter",
+        "lsh": f"{_ROUTERS}.lsh.LshRouter",
+        "random": f"{_ROUTERS}.random.RandomRouter",
+        "soft": f"{_ROUTERS}.soft.SoftRouter",
+    }
+)
+
+DISPATCHERS = ClassesByName(
+    {
+        "einsum": f"{_MOE}.dispatch.EinsumDispatcher",
+        "index": f"{_MOE}.dispatch_index.IndexDispatcher",
+        "dropless": f"{_MOE}.dispatch_dropless.DroplessDispatcher",
+        "masked": f"{_MOE}.dispatch_masked.MaskedDispatcher",
+    }
+)
+
+
+def dispatcher_params(chosen: str | InstantiableParams) -> InstantiableParams:
+    """The Params of the dispatcher of a name in DISPATCHERS; Params are returned as they are."""
+    return _params(DISPATCHERS, chosen) if isinstance(chosen, str) else chosen
+
+
+def _params(classes: ClassesByName, name: str) -> InstantiableParams:
+    return classes[name].Params()  # type: ignore[attr-defined]
 
 
 class MoELayer(BaseLayer):
@@ -56,7 +89,7 @@ class MoELayer(BaseLayer):
         )
         p.Define("min_capacity", 4, "The least C, S allowing.", check=checks.SIZE)
         p.OnlyWith("capacity_factor min_capacity", _without_capacity)
-        p.Define("router", Top2Router.Params(), "Chooses the experts.", choices=ROUTERS)
+        p.Define("router", _params(ROUTERS, "top2"), "Chooses the experts.", choices=ROUTERS)
         p.Define("experts", Experts.Params(), "The experts.")
         p.Define(
             "num_shared_experts",
@@ -138,7 +171,7 @@ class MoELayer(BaseLayer):
             ValueError: tokens that do not fall into num_groups groups, or no context that the router
                 needs.
         """
-        context = router_inputs.needed(self.path, self.Needs(self.p), context)
+        context = needed(self.path, self.Needs(self.p), context)
         x_BTM = tf.cast(x_BTM, self.fprop_dtype)
         if seed is None:
             x_GSM, paddings_GS, capacity = x_BTM, paddings_BT, None
@@ -178,13 +211,13 @@ class MoELayer(BaseLayer):
         if self.dispatcher.LIMITED or self.router.CHOOSES_BY_CAPACITY:
             capacity = expert_capacity(size, p.num_experts, p.capacity_factor, p.min_capacity)
         if context is not None:
-            context = router_inputs.grouped(self.path, context, groups, size)
+            context = grouped(self.path, context, groups, size)
         x_GSM = tf.reshape(x_BTM, [groups, size, p.model_dim])
         return x_GSM, tf.reshape(paddings_BT, [groups, size]), capacity, context
 
     @classmethod
     def Needs(cls, params: HyperParams) -> tuple[str, ...]:
-        """The entries that `context` must have: see moe/routers/inputs.py."""
+        """The entries that `context` must have: see moe/routers/base.py."""
         return params.router.cls.Needs(params.router)
 
     @classmethod

@@ -18,8 +18,8 @@ from lingvo_moe.core.input.base_input import BaseInput
 from lingvo_moe.core.layers import masks, softmax, transformer
 from lingvo_moe.core.layers.repeat import Chunk
 from lingvo_moe.core.moe import layer as moe_layer
+from lingvo_moe.core.moe.layer import ROUTERS
 from lingvo_moe.core.moe.losses_and_metrics import combined_metrics
-from lingvo_moe.core.moe.registry import ROUTERS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline import params as pipeline
 from lingvo_moe.core.pipeline.parts import Context, Parts, Stack
@@ -113,7 +113,7 @@ class MtModel(MtTask):
 
     @classmethod
     def Needs(cls, params: HyperParams, decoder: bool) -> tuple[str, ...]:
-        """Facts about the tokens that the router of one side reads: see moe/routers/inputs.py."""
+        """Facts about the tokens that the router of one side reads: see moe/routers/base.py."""
         router = _router_of(params, decoder)[1]
         return router.cls.Needs(router) if params.num_experts else ()
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 from lingvo_moe.core import kernels, randomness
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.kernels import tensorflow, xla
-from lingvo_moe.core.kernels.activations import ACTIVATIONS
+from lingvo_moe.core.layers.feed_forward import ACTIVATIONS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
 

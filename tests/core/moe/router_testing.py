@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lingvo_moe.core.moe.registry import ROUTERS
-from lingvo_moe.core.moe.routers.base import LearnedRouter, Router, Routing
-from lingvo_moe.core.moe.routers.inputs import real_tokens
+from lingvo_moe.core.moe.layer import ROUTERS
+from lingvo_moe.core.moe.routers.base import LearnedRouter, Router, Routing, real_tokens
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import single_device, use_mesh

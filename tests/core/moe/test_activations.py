@@ -12,8 +12,7 @@ import tensorflow as tf
 
 from lingvo_moe.core import kernels
 from lingvo_moe.core.kernels import tensorflow, xla
-from lingvo_moe.core.kernels.activations import ACTIVATIONS
-from lingvo_moe.core.layers.feed_forward import FeedForward
+from lingvo_moe.core.layers.feed_forward import ACTIVATIONS, FeedForward
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.moe.routers.soft import SoftRouter
 from lingvo_moe.core.nested_map import NestedMap

@@ -8,7 +8,7 @@ import tensorflow as tf
 from lingvo_moe.core import sharding
 from lingvo_moe.core.moe.dispatch import Dispatcher
 from lingvo_moe.core.moe.experts import Rows
-from lingvo_moe.core.moe.registry import DISPATCHERS
+from lingvo_moe.core.moe.layer import DISPATCHERS
 from lingvo_moe.core.moe.routers.base import Routing
 from lingvo_moe.core.nested_map import NestedMap
 

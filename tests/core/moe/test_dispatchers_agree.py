@@ -8,8 +8,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_moe.core.engine.eager.testing import run_single
-from lingvo_moe.core.moe.layer import MoELayer
-from lingvo_moe.core.moe.registry import DISPATCHERS
+from lingvo_moe.core.moe.layer import DISPATCHERS, MoELayer
 from lingvo_moe.core.moe.routers.expert_choice import ExpertChoiceRouter
 from lingvo_moe.core.moe.routers.soft import SoftRouter
 from lingvo_moe.core.moe.routers.top2 import Top2Router

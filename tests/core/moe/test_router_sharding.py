@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from lingvo_moe.core.engine.eager.testing import run_sharded, run_single
-from lingvo_moe.core.moe.registry import ROUTERS
+from lingvo_moe.core.moe.layer import ROUTERS
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import Mesh
 

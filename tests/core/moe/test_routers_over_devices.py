@@ -8,7 +8,7 @@ import tensorflow as tf
 import toy_moe
 
 from lingvo_moe.core.engine.eager.testing import run_sharded, run_single
-from lingvo_moe.core.moe.registry import ROUTERS
+from lingvo_moe.core.moe.layer import ROUTERS
 from lingvo_moe.core.moe.routers.base import Router
 from lingvo_moe.core.nested_map import NestedMap
 

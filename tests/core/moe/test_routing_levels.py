@@ -10,7 +10,7 @@ import tensorflow as tf
 from router_testing import SEED, check, route, router
 
 from lingvo_moe.core.moe.layer import MoELayer
-from lingvo_moe.core.moe.routers.inputs import sentence_means
+from lingvo_moe.core.moe.routers.base import sentence_means
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.randomness import make_seed
 from lingvo_moe.core.sharding import single_device, use_mesh

@@ -10,7 +10,7 @@ import toy_translation as toy
 
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.files.artifacts import RunArtifacts
-from lingvo_moe.core.moe.registry import ROUTERS
+from lingvo_moe.core.moe.layer import ROUTERS
 from lingvo_moe.core.moe.routers.hash import HashRouter
 from lingvo_moe.core.moe.routers.top_k import TopKRouter
 from lingvo_moe.core.nested_map import NestedMap

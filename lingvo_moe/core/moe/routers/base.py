@@ -1,6 +1,12 @@
-"""The interface of all routers: tokens in, a few [G,S,k] tensors out.
+"""The interface of all routers: tokens in, a few [G,S,k] tensors out; their inputs, and the level of a decision.
 
-Letters: G group, S token in group, k choice rank, E expert, C capacity slot, M model, U task.
+A learned router decides for each token, sentence or task. Kudugunta et al. 2021 (Beyond Distillation: Task-level
+Mixture-of-Experts for Efficient Inference) compare the three levels for translation. A level only changes the input of
+the gating network, so any learned router works at any level. Chance (jitter, noise, a sampled second choice) and
+capacity are still each token's own.
+
+Letters: G group, S token in group, k choice rank, E expert, C capacity slot, M model, U task; B batch, T time,
+Z token in group.
 """
 
 from collections.abc import Sequence
@@ -9,6 +15,7 @@ from typing import ClassVar
 
 import tensorflow as tf
 
+from lingvo_moe.core import kernels
 from lingvo_moe.core.base_layer import BaseLayer, WeightParams, scoped
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
@@ -21,10 +28,52 @@ from lingvo_moe.core.moe.losses_and_metrics import (
     aux_loss_of,
     routing_metrics,
 )
-from lingvo_moe.core.moe.routers import inputs
-from lingvo_moe.core.moe.routers.gates import GATES, Gate
-from lingvo_moe.core.moe.slots import assign_slots
+from lingvo_moe.core.moe.slots import GATES, Gate, assign_slots
 from lingvo_moe.core.nested_map import NestedMap
+
+CONTEXT = {
+    "ids": "the number of the token in its vocabulary",
+    "segment_ids": "0 for padding, 1, 2, ... for the sentences of a row",
+    "task_ids": "the number of the task, for a translation model of the source language",
+}
+
+
+def needed(path: str, names: Sequence[str], context: NestedMap | None) -> NestedMap | None:
+    """The entries of a context, int32 [B,T] each, that a router needs; None where it needs none.
+
+    Raises:
+        ValueError: an entry that it needs is missing.
+    """
+    for name in names:
+        if context is None or name not in context:
+            given = ", ".join(sorted(context or {})) or "none"
+            raise ValueError(
+                f"{path} routes by {name} ({CONTEXT[name]}): it must be in `context`, int32 [B,T]; "
+                f"given: {given}"
+            )
+    return NestedMap({name: context[name] for name in names}) if context and names else None
+
+
+def grouped(path: str, context: NestedMap, groups: int, size: int) -> NestedMap:
+    """A context [B,T] in the groups of the tokens, [G,S].
+
+    Segment ids become unique in the batch: those of different rows differ.
+
+    Raises:
+        ValueError: segment ids in groups smaller than a row, which would split sentences.
+    """
+    out = NestedMap()
+    for name, value_BT in context.items():
+        if name == "segment_ids":
+            batch, time = value_BT.shape.as_list()
+            if size % time:
+                raise ValueError(
+                    f"{path} routes by sentence, but {groups} groups of {size} tokens split rows of "
+                    f"{time}: num_groups must divide the {batch} rows, or be 0"
+                )
+            value_BT += (time + 1) * tf.range(batch)[:, tf.newaxis]
+        out[name] = tf.reshape(value_BT, [groups, size])
+    return out
 
 
 @dataclass(frozen=True)
@@ -72,7 +121,7 @@ class Router(BaseLayer):
 
     @classmethod
     def Needs(cls, params: HyperParams) -> tuple[str, ...]:
-        """The entries that `context` must have for a router of these Params; see moe/routers/inputs.py."""
+        """The entries that `context` must have for a router of these Params; see moe/routers/py."""
         del params
         return ()
 
@@ -176,6 +225,71 @@ def check_choices(path: str, name: str, number: int, num_experts: int) -> None:
         raise ValueError(f"{path}.{name}={number}: must be between 1 and the {num_experts} experts")
 
 
+LEVELS = ("token", "sentence", "task")
+_NEEDS: dict[str, tuple[str, ...]] = {
+    "token": (),
+    "sentence": ("segment_ids",),
+    "task": ("task_ids",),
+}
+
+
+def define_level(p: HyperParams) -> None:
+    """Adds `level` and `num_tasks` to a router's Params."""
+    p.Define(
+        "level",
+        "token",
+        "The unit of the decision: each 'token', a 'sentence' (the mean of its tokens) for all of its "
+        "tokens, or the 'task' (an embedding of the source language's number).",
+        check=checks.one_of(LEVELS),
+    )
+    p.Define("num_tasks", 0, "With level 'task': how many tasks there are.", check=checks.COUNT)
+
+
+def check_level(path: str, p: HyperParams) -> None:
+    """Raises ValueError for level 'task' without num_tasks, or num_tasks with another level."""
+    if (p.level == "task") != (p.num_tasks > 0):
+        raise ValueError(
+            f"{path}.level={p.level!r} with {path}.num_tasks={p.num_tasks}: level 'task' needs the "
+            "number of tasks (of languages, for a translation model), other levels have none"
+        )
+
+
+def real_tokens(paddings_GS: tf.Tensor) -> tf.Tensor:
+    """float32 [G,S], 1 for tokens and 0 for padding."""
+    return 1.0 - tf.cast(paddings_GS, tf.float32)
+
+
+def sentence_means(
+    x_GSM: tf.Tensor, segment_ids_GS: tf.Tensor, paddings_GS: tf.Tensor
+) -> tf.Tensor:
+    """For each token the mean over the real tokens of its segment, float32 [G,S,M]; 0 at padding.
+
+    Args:
+        x_GSM: any float type.
+        segment_ids_GS: int32; tokens of a group with the same number are one sentence.
+        paddings_GS: bool or float, 1 for padding.
+    """
+    real_GS = real_tokens(paddings_GS)
+    same_GSZ = tf.equal(segment_ids_GS[:, :, tf.newaxis], segment_ids_GS[:, tf.newaxis, :])
+    pairs_GSZ = real_GS[:, :, tf.newaxis] * real_GS[:, tf.newaxis, :]
+    same_GSZ = tf.cast(same_GSZ, tf.float32) * pairs_GSZ
+    # The matrix product itself averages; the mean over padding alone is 0.
+    count_GS1 = tf.maximum(tf.reduce_sum(same_GSZ, -1, keepdims=True), 1.0)
+    share_GSZ = same_GSZ * kernels.current().batch_independent(tf.math.reciprocal, count_GS1)
+    return tf.einsum("GSZ,GZM->GSM", share_GSZ, tf.cast(x_GSM, tf.float32))
+
+
+def task_vectors(task_emb_UM: tf.Tensor, task_ids_GS: tf.Tensor) -> tf.Tensor:
+    """The embedding of each token's task, float32 [G,S,M].
+
+    A product with one-hot vectors: its gradient is a product too, which XLA shards, where the gradient of a
+    gather is a scatter.
+    """
+    table_UM = tf.cast(task_emb_UM, tf.float32)
+    hot_GSU = tf.one_hot(task_ids_GS, table_UM.shape[0])
+    return tf.einsum("GSU,UM->GSM", hot_GSU, table_UM)
+
+
 class LearnedRouter(Router):
     """A router with a gating network, wg [M,E]. Subclasses implement `ChooseByLogits`, or `ChooseByInputs`.
 
@@ -193,12 +307,12 @@ class LearnedRouter(Router):
             "(moe/routers/gates.py).",
             check=checks.one_of(GATES),
         )
-        inputs.define_level(p)
+        define_level(p)
         return p
 
     @classmethod
     def Needs(cls, params: HyperParams) -> tuple[str, ...]:
-        return inputs.context_for(params)
+        return _NEEDS[params.level]
 
     @classmethod
     def LooksAhead(cls, params: HyperParams) -> bool:
@@ -214,7 +328,7 @@ class LearnedRouter(Router):
         params.weight_split = {"wg.E": None, **(params.weight_split or {})}
         super().__init__(params)
         p = self.p
-        inputs.check_level(self.path, p)
+        check_level(self.path, p)
         if p.level == "task":
             self.CreateVariable(
                 "task_emb", WeightParams((p.num_tasks, p.model_dim), "UM", WeightInit.Gaussian())
@@ -243,7 +357,7 @@ class LearnedRouter(Router):
     ) -> Choice:
         """See `Router`; theta holds wg [M,E]."""
         x_GSM = self.Seen(theta, x_GSM, paddings_GS, context)
-        return self.ChooseByInputs(theta, x_GSM, inputs.real_tokens(paddings_GS), capacity, seed)
+        return self.ChooseByInputs(theta, x_GSM, real_tokens(paddings_GS), capacity, seed)
 
     @scoped
     def Seen(
@@ -258,9 +372,9 @@ class LearnedRouter(Router):
             return x_GSM
         assert context is not None
         if self.p.level == "sentence":
-            x_GSM = inputs.sentence_means(x_GSM, context.segment_ids, paddings_GS)
+            x_GSM = sentence_means(x_GSM, context.segment_ids, paddings_GS)
         else:
-            x_GSM = inputs.task_vectors(theta.task_emb, context.task_ids)
+            x_GSM = task_vectors(theta.task_emb, context.task_ids)
         return self.Shard(x_GSM, "GSM")
 
     @scoped
@@ -274,7 +388,7 @@ class LearnedRouter(Router):
     ) -> Choice:
         """The choice by the gating network's input; `real_GS` as in `Choice`, the other arguments as in `Choose`.
 
-        A router overrides it if it needs more than logits: other weights, noise on the inputs.
+        A router overrides it if it needs more than logits: other weights, noise on the
         """
         return self.ChooseByLogits(self.Logits(theta, x_GSM), real_GS, capacity, seed)
 

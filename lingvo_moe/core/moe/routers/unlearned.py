@@ -8,8 +8,7 @@ import tensorflow as tf
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.moe.losses_and_metrics import Choice
-from lingvo_moe.core.moe.routers.base import Router, check_choices
-from lingvo_moe.core.moe.routers.inputs import real_tokens
+from lingvo_moe.core.moe.routers.base import Router, check_choices, real_tokens
 from lingvo_moe.core.nested_map import NestedMap
 
 

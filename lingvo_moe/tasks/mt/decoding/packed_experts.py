@@ -11,11 +11,11 @@ hidden, n rows of an expert.
 import tensorflow as tf
 
 from lingvo_moe.core.base_layer import name_scope
-from lingvo_moe.core.kernels.activations import Activation
+from lingvo_moe.core.kernels import Activation
 from lingvo_moe.core.moe.dispatch_dropless import DroplessDispatcher
 from lingvo_moe.core.moe.experts import Experts
 from lingvo_moe.core.moe.layer import MoELayer
-from lingvo_moe.core.moe.routers import inputs as router_inputs
+from lingvo_moe.core.moe.routers.base import needed
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.decoding.packed_layers import PackedFeedForward
 from lingvo_moe.tasks.mt.decoding.packed_weights import FEWEST_ROWS, pack
@@ -65,7 +65,7 @@ class PackedMoELayer:
         del seed
         layer = self._layer
         with name_scope(layer.path):
-            context = router_inputs.needed(layer.path, layer.Needs(layer.p), context)
+            context = needed(layer.path, layer.Needs(layer.p), context)
             x_BTM = tf.cast(x_BTM, layer.fprop_dtype)
             chosen = layer.router.Choose(theta.router, x_BTM, paddings_BT, context=context)
             x_NM, expert_Nk, kept_Nk, gate_Nk = (

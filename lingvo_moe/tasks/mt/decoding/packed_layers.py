@@ -8,8 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_moe.core.base_layer import name_scope
-from lingvo_moe.core.kernels.activations import ACTIVATIONS
-from lingvo_moe.core.layers.feed_forward import FeedForward
+from lingvo_moe.core.layers.feed_forward import ACTIVATIONS, FeedForward
 from lingvo_moe.core.layers.repeat import ALL, Chunk
 from lingvo_moe.core.layers.softmax import Softmax
 from lingvo_moe.core.nested_map import NestedMap

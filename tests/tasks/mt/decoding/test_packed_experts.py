@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from lingvo_moe.core import kernels
 from lingvo_moe.core.kernels import tensorflow
-from lingvo_moe.core.kernels.activations import ACTIVATIONS
+from lingvo_moe.core.layers.feed_forward import ACTIVATIONS
 from lingvo_moe.core.moe.layer import MoELayer
 from lingvo_moe.core.moe.routers.top_k import TopKRouter
 from lingvo_moe.core.nested_map import NestedMap
