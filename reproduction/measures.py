@@ -4,6 +4,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lingvo_moe.core.planner.figures import needed
+
+from . import text
+
 Plan = Mapping[str, Any]
 
 # Figure 8's parts of the forward pass, in the order in which they are shown.
@@ -35,6 +39,37 @@ def has_time(plan: Plan | None) -> bool:
 
 def fits(plan: Plan) -> bool:
     return bool(plan["memory"]["fits"])
+
+
+def held(plan: Plan) -> str:
+    """The memory that a program needs of what a device has."""
+    return f"{text.gib(needed(plan))} of {text.gib(plan['memory']['hbm'])}"
+
+
+def machine_cells(plan: Plan) -> list[str]:
+    """The machine of a plan, its chips, the memory of a device, and the costs of a step and of the budget."""
+    time, top = plan["time"], plan["topology"]
+    return [
+        f"`{top['name']}`",
+        f"{top['chips']:,}",
+        held(plan),
+        f"{time['step_seconds']:.2f} s",
+        f"{time['tokens_per_second']:,.0f}",
+        text.figure(time["days"]),
+        f"{time['chip_days']:,.0f}",
+    ]
+
+
+def machine_and_days(plan: Plan) -> str:
+    """The machine of a plan, and the chip-days of the budget."""
+    return f"`{plan['topology']['name']}`, {plan['time']['chip_days']:,.0f}"
+
+
+def made_in(took: Mapping[str, Any]) -> str:
+    """The seconds of lowering and compiling, and the host's memory, if it is known."""
+    host = took.get("host_peak_bytes")
+    seconds = f"{took['lower_seconds'] + took['compile_seconds']:.0f} s"
+    return seconds if host is None else f"{seconds}, {text.gib(host)}"
 
 
 def memory_kinds(plan: Plan) -> dict[str, float]:

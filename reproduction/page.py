@@ -1,15 +1,17 @@
 """Writes the page on reproduction from recorded plans and the paper's figures."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from . import gpus, models, paper, requests, scaling, text
+from lingvo_moe.core.pages import rendering
+
+from . import gpus, measures, models, paper, requests, scaling, text, thresholds
 from .goldens import COMPILE_TIME, MissingGoldens
 from .measures import Plan
-from .text import Section
 
 Plans = Mapping[str, Plan]
 Pictures = Callable[[], dict[str, bytes]]
+_MODULES = (gpus, measures, models, paper, requests, scaling, text, thresholds)  # of the template
 
 _TITLES = {
     "table3": "tables 1 and 3",
@@ -24,38 +26,6 @@ _TITLES = {
     "cluster": "MoE(2048E, 36L) on 256 GPUs",
     **{card: f"{card.upper()} clusters" for card in requests.CARDS},
 }
-_KINDS = """\
-- **measured**: by the paper, on its machine;
-- **exact**: counted by us, or reported by the compiler for the program that the trainer runs;
-- **timed**: by us, on the machine that compiled;
-- **estimated**: from the compiled program's operations, traffic, cycles and collectives, and data sheets;
-- **model**: from the interconnect model alone."""
-_INTRODUCTION = f"""\
-# Reproduction
-
-This page compares the systems claims of [the paper]({paper.LINK}) ({paper.TITLE})
-with the memory that its models need here and their estimated times. Nothing on this page ran on a TPU or a
-GPU: programs are compiled, by the real compilers, without the machines. None of these models was
-trained, so there are no translation scores.
-
-{_KINDS}
-
-This page is generated from plans in `docs/plans/` and the paper's figures in
-`reproduction/paper.py`. A line that begins with **Differs** names a difference and its likely cause."""
-_COMMANDS = """\
-## Generating this page
-
-```bash
-make reproduction                   # this page and its pictures, from the recorded plans
-make plans                          # makes every plan again and compares it: hours on two cores
-python -m tools.reproduce --list    # the plans, and which of them are recorded
-python -m tools.reproduce --plans --only=M4MoE2048E36L-v3_32x32
-python -m tools.reproduce --plans --missing --update
-```
-
-If a plan differs from the recorded one, the command names the layer and the difference: collectives, arithmetic,
-memory. `--update` records the new plan. `python -m benchmarks.compile_time` measures compile times; run it on an idle
-machine."""
 
 
 def write(
@@ -77,11 +47,26 @@ def write(
     groups = [group for group in requests.GROUPS if group not in missing]
     if not any(requests.GROUPS[group] for group in groups):
         raise MissingGoldens(_tell(missing))
-    sections = _sections(groups, plans, compiling)
-    parts = [_INTRODUCTION, *_left_out(missing), _summary(sections)]
-    parts += [section.Markdown() for section in sections]
-    body = "\n\n".join(part.strip("\n") for part in (*parts, _COMMANDS)) + "\n"
-    return body, lambda: _pictures(groups, plans, compiling)
+    drawn = _pictures(groups, plans, compiling)
+    generations = [group for group in groups if group in requests.GENERATIONS]
+    cards = [group for group in groups if group in requests.CARDS]
+    forward = scaling.forward(plans) if "figure8" in groups else None
+    findings = _findings(groups, plans, compiling, forward)
+    page = rendering.markdown(
+        __package__,
+        "reproduction.md",
+        plans=plans,
+        compiling=compiling,
+        groups=groups,
+        generations=generations,
+        cards=cards,
+        forward=forward,
+        pictures=drawn,
+        left_out=[_TITLES[group] for group in missing],
+        findings=[[f.claim, f.paper, f.ours, f.kind] for f in findings],
+        **{module.__name__.rpartition(".")[2]: module for module in _MODULES},
+    )
+    return text.fill(page), lambda: {name: draw() for name, draw in drawn.items()}
 
 
 def _missing(plans: Plans, compiling: Mapping[str, Any] | None) -> dict[str, list[str]]:
@@ -109,54 +94,36 @@ def _tell(missing: Mapping[str, list[str]]) -> str:
     return "plans are missing in docs/plans:\n  " + "\n  ".join(lines)
 
 
-def _left_out(missing: Mapping[str, list[str]]) -> list[str]:
-    if not missing:
-        return []
-    left_out = text.listed([_TITLES[group] for group in missing])
-    return [text.wrapped(f"**Not complete**: left out, as their plans are not made: {left_out}.")]
+def _findings(
+    groups: Sequence[str], plans: Plans, compiling: Any, forward: scaling.Forward | None
+) -> list[text.Finding]:
+    """The rows of the summary, in the order of the page."""
+    found = models.findings(plans) if "table3" in groups else []
+    found += [scaling.finding_of_compiling(compiling)] if "figure2" in groups else []
+    found += [scaling.finding_of_memory(plans)] if "figure7" in groups else []
+    found += scaling.findings_of_forward(forward) if forward else []
+    found += scaling.findings_of_collectives() if "figure9" in groups else []
+    found += models.findings_of_today(plans, [g for g in groups if g in requests.GENERATIONS])
+    return found + gpus.findings(plans, [g for g in groups if g in requests.CARDS])
 
 
-def _sections(groups: list[str], plans: Plans, compiling: Any) -> list[Section]:
-    make: dict[str, Callable[[], list[Section]]] = {
-        "table3": lambda: [
-            models.parameters(plans),
-            models.table3(plans),
-            models.compiling(plans),
-        ],
-        "figure2": lambda: [scaling.figure2(plans, compiling)],
-        "figure7": lambda: [scaling.figure7({n: plans[n] for n in requests.GROUPS["figure7"]})],
-        "figure8": lambda: [scaling.figure8(plans)],
-        "figure9": lambda: [scaling.figure9()],
-        "decode": lambda: [models.decode(plans)],
-    }
-    sections = [section for group in groups if group in make for section in make[group]()]
-    generations = [group for group in groups if group in requests.GENERATIONS]
-    if generations:
-        sections.append(models.today(plans, generations))
-    cards = [group for group in groups if group in requests.CARDS]
-    if cards:
-        sections.append(gpus.section(plans, cards))
-    return [models.machine(plans), *sections]
-
-
-def _summary(sections: list[Section]) -> str:
-    rows = [[f.claim, f.paper, f.ours, f.kind] for section in sections for f in section.findings]
-    head = ["claim", "paper", "here", "ours is"]
-    return "\n".join(["## In short", "", *text.table(head, rows)])
-
-
-def _pictures(groups: list[str], plans: Plans, compiling: Any) -> dict[str, bytes]:
+def _pictures(
+    groups: Sequence[str], plans: Plans, compiling: Any
+) -> dict[str, Callable[[], bytes]]:
+    """Functions that draw the pictures, by file name."""
     from . import figures
 
-    out = {}
-    if "table3" in groups and (speeds := models.speeds(plans))[0]:
-        out[models.SPEED] = figures.speed(*speeds)
+    out: dict[str, Callable[[], bytes]] = {}
+    if "table3" in groups and models.speeds(plans)[0]:
+        out["reproduction_speed.svg"] = lambda: figures.speed(*models.speeds(plans))
     if "figure2" in groups:
-        out[scaling.COMPILE] = figures.compile_time(compiling["entries"])
+        out["reproduction_compile_time.svg"] = lambda: figures.compile_time(compiling["entries"])
     if "figure7" in groups:
-        out[scaling.MEMORY] = figures.memory(scaling.memory_bars(plans))
-    if "figure8" in groups and scaling.has_ends(found := scaling.forward_plans(plans)):
-        out[scaling.FORWARD] = figures.forward_time(found)
+        bars = scaling.memory_bars(plans)
+        out["reproduction_memory.svg"] = lambda: figures.memory(bars)
+    if "figure8" in groups and (forward := scaling.forward(plans)):
+        out["reproduction_forward.svg"] = lambda: figures.forward_time(forward.plans)
     if "figure9" in groups:
-        out[scaling.COLLECTIVES] = figures.collectives(*scaling.figure9_lines())
+        lines = scaling.figure9_lines()
+        out["reproduction_collectives.svg"] = lambda: figures.collectives(*lines)
     return out

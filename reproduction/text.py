@@ -1,10 +1,12 @@
-"""Writes the pieces of Markdown of the page's sections."""
+"""Writes pieces of the page's Markdown."""
 
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lingvo_moe.core.console import units
+from lingvo_moe.core.pages.tables import Table, markdown, words
 
 DASH = "–"
 
@@ -25,31 +27,18 @@ class Finding:
     kind: str
 
 
-@dataclass
-class Section:
-    """A part of the page.
-
-    Attributes:
-        title: its heading.
-        lines: Markdown below it.
-        findings: for the summary.
-    """
-
-    title: str
-    lines: list[str]
-    findings: list[Finding] = field(default_factory=list)
-
-    def Markdown(self) -> str:
-        return "\n".join([f"## {self.title}", "", *(wrapped(line) for line in self.lines)])
+def fill(page: str, width: int = 110) -> str:
+    """The page with its prose in lines of `width`; headings, tables, pictures, lists and commands stay as they are."""
+    paragraphs = re.split(r"\n\s*\n", page.strip("\n"))
+    return "\n\n".join(_fill(paragraph, width) for paragraph in paragraphs) + "\n"
 
 
-def wrapped(line: str, width: int = 110) -> str:
-    """Prose in lines of `width`; tables, pictures and lists as they are."""
-    if line.startswith(("|", "!", "-")):
-        return line
-    prefix = "> " if line.startswith("> ") else ""
+def _fill(paragraph: str, width: int) -> str:
+    if paragraph.startswith(("#", "|", "!", "- ", "`" * 3)):
+        return paragraph
+    prefix = "> " * paragraph.startswith("> ")
     return textwrap.fill(
-        line.removeprefix(prefix),
+        " ".join(paragraph.removeprefix(prefix).split()),
         width,
         initial_indent=prefix,
         subsequent_indent=prefix,
@@ -58,15 +47,9 @@ def wrapped(line: str, width: int = 110) -> str:
     )
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A Markdown table with an empty line behind it."""
-    lines = [list(head), ["---"] * len(head), *(list(row) for row in rows)]
-    return [f"| {' | '.join(cells)} |" for cells in lines] + [""]
-
-
-def picture(name: str, what: str) -> list[str]:
-    """A picture of docs/images."""
-    return [f"![{what}](images/{name})", ""]
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table whose cells stand at the left."""
+    return markdown(Table(words(*head), list(rows)))
 
 
 def listed(items: Sequence[str]) -> str:
