@@ -1,90 +1,58 @@
-"""Draws the page's pictures as SVG: the same plans give the same bytes."""
+"""Draws the pictures of pages of the docs as SVG: the same plans give the same bytes."""
 
-import functools
-import io
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from lingvo_moe.core.planner import figures as plan_figures
+from lingvo_moe.core.pages import drawing
+from lingvo_moe.core.pages.drawing import FIRST, INK, SECOND, SOFT, Figure, plt
 
 from . import measures
 from .measures import Plan
 
-_INK, _GRID, _PAPER = "#24292f", "#d8dee4", "#6e7781"
 # Told apart with any colour vision, and on paper: the neighbours of a stack differ in lightness.
 _COLOURS = ("#1f4e79", "#5b9bd5", "#2a9d8f", "#e9c46a", "#f4a261", "#c8553d", "#b5bac1")
-_STYLE = {
-    "axes.edgecolor": _INK,
-    "axes.labelcolor": _INK,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "figure.facecolor": "white",
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "grid.color": _GRID,
-    "legend.frameon": False,
-    "svg.hashsalt": "lingvo_moe",
-    "text.color": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-}
 _GIB = 2**30
 
 
-def _styled(draw: Callable[..., bytes]) -> Callable[..., bytes]:
-    """Decorator: draws and saves in the page's style, and leaves others' as it was."""
-
-    @functools.wraps(draw)
-    def styled(*args: Any) -> bytes:
-        with plt.rc_context(_STYLE):
-            return draw(*args)
-
-    return styled
-
-
-def _new(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
-    figure, axes = plt.subplots(
-        1, columns, squeeze=False, sharey=True, figsize=(width, height), layout="constrained"
-    )
+def _new(width: float, height: float, columns: int = 1) -> tuple[Figure, Sequence[Axes]]:
+    figure, axes = plt.subplots(1, columns, squeeze=False, sharey=True, figsize=(width, height))
     for one in axes[0]:
-        one.grid(axis="y", linewidth=0.8)
-        one.set_axisbelow(True)
+        one.grid(axis="x", visible=False)
     return figure, axes[0]
 
 
-def _svg(figure: Any) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    plt.close(figure)
-    return buffer.getvalue()
+def _stack(axes: Axes, names: Sequence[str], heights: Mapping[str, Sequence[float]]) -> list[float]:
+    """Draws a bar for each name, stacked of these labelled heights; returns how high the bars are."""
+    tops = [0.0] * len(names)
+    for (label, each), colour in zip(heights.items(), _COLOURS):
+        axes.bar(names, each, width=0.6, bottom=tops, color=colour, label=label)
+        tops = [top + height for top, height in zip(tops, each)]
+    return tops
 
 
-@_styled
-def compile_time(entries: Sequence[Mapping[str, Any]]) -> bytes:
+def _above(axes: Axes, name: str, height: float, text: str) -> None:
+    """Writes above a bar."""
+    axes.annotate(
+        text, (name, height), (0, 2), textcoords="offset points", ha="center", va="bottom"
+    )
+
+
+@drawing.picture
+def compile_time(entries: Sequence[Mapping[str, float]]) -> Figure:
     """Seconds to lower and to compile by the number of devices."""
     figure, (axes,) = _new(6.2, 3.0)
-    names = [f"{e['devices']:,}" for e in entries]
-    lower = [e["lower_seconds"] for e in entries]
-    compiling = [e["compile_seconds"] for e in entries]
-    axes.bar(names, lower, width=0.6, color=_COLOURS[1], label="tracing and lowering")
-    axes.bar(names, compiling, width=0.6, bottom=lower, color=_COLOURS[0], label="compiling")
-    axes.set(xlabel="devices, and experts", ylabel="seconds")
-    axes.set_ylim(0, 1.25 * max(a + b for a, b in zip(lower, compiling)))
+    keys = {"compiling": "compile_seconds", "tracing and lowering": "lower_seconds"}
+    heights = {label: [e[key] for e in entries] for label, key in keys.items()}
+    tops = _stack(axes, [f"{e['devices']:,}" for e in entries], heights)
+    axes.set(xlabel="devices, and experts", ylabel="seconds", ylim=(0, 1.25 * max(tops)))
     axes.legend(loc="upper center", ncols=2)
-    return _svg(figure)
+    return figure
 
 
-@_styled
-def memory(bars: Mapping[str, Mapping[str, Plan]]) -> bytes:
+@drawing.picture
+def memory(bars: Mapping[str, Mapping[str, Plan]]) -> Figure:
     """Bytes on a core by kind.
 
     Args:
@@ -94,83 +62,48 @@ def memory(bars: Mapping[str, Mapping[str, Plan]]) -> bytes:
     plans = [plan for panel in bars.values() for plan in panel.values()]
     limit = plans[0]["memory"]["hbm"] / _GIB
     for axes, (title, panel) in zip(panels, bars.items()):
-        for label, plan in panel.items():
-            _memory_bar(axes, label, plan)
-        axes.axhline(limit, color=_INK, linewidth=1, linestyle=(0, (4, 3)))
-        axes.set_title(title)
-        axes.set_xlabel("experts")
-    panels[0].set_ylabel("GiB on a core")
-    panels[0].annotate(
-        "memory of a core",
-        (0.02, limit),
-        xycoords=("axes fraction", "data"),
-        va="bottom",
-        fontsize=8,
-    )
-    top = max(plan_figures.needed(plan) for plan in plans) / _GIB
-    panels[0].set_ylim(0, 1.12 * max(top, limit))
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in _COLOURS]
-    names = list(measures.MEMORY.values())
-    figure.legend(handles[: len(names)], names, loc="outside lower center", ncols=3)
-    return _svg(figure)
+        held = {label: measures.needed(plan) / _GIB for label, plan in panel.items()}
+        kinds = [
+            measures.memory_kinds(plan) if measures.fits(plan) else {} for plan in panel.values()
+        ]
+        heights = {
+            name: [one.get(key, 0.0) / _GIB for one in kinds]
+            for key, name in measures.MEMORY.items()
+        }
+        tops = _stack(axes, list(panel), heights)
+        for (label, plan), top in zip(panel.items(), tops):
+            if not top:  # only the sum is known
+                axes.bar([label], [held[label]], 0.6, color="white", edgecolor=SOFT, hatch="///")
+            said = "" if measures.fits(plan) else "\ndoes not fit"
+            _above(axes, label, max(held[label], top), f"{held[label]:.1f}{said}")
+        axes.axhline(limit, color=INK, linewidth=1, linestyle=(0, (4, 3)))
+        axes.set(title=title, xlabel="experts")
+    at = {"xycoords": ("axes fraction", "data"), "va": "bottom"}
+    panels[0].annotate("memory of a core", (0.02, limit), **at)
+    top = max(*(measures.needed(plan) / _GIB for plan in plans), limit)
+    panels[0].set(ylabel="GiB on a core", ylim=(0, 1.12 * top))
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return figure
 
 
-def _memory_bar(axes: Any, label: str, plan: Plan) -> None:
-    kinds = measures.memory_kinds(plan)
-    held = plan_figures.needed(plan) / _GIB
-    if not kinds or not measures.fits(plan):
-        axes.bar([label], [held], width=0.6, color="white", edgecolor=_PAPER, hatch="///")
-    bottom = 0.0
-    if measures.fits(plan):
-        for value, colour in zip(kinds.values(), _COLOURS):
-            axes.bar([label], [value / _GIB], width=0.6, bottom=bottom, color=colour)
-            bottom += value / _GIB
-    text = f"{held:.1f}" if measures.fits(plan) else f"{held:.1f}\ndoes not fit"
-    axes.annotate(
-        text,
-        (label, max(held, bottom)),
-        ha="center",
-        va="bottom",
-        fontsize=8,
-        xytext=(0, 2),
-        textcoords="offset points",
-    )
-
-
-@_styled
-def forward_time(plans: Mapping[int, Plan]) -> bytes:
+@drawing.picture
+def forward_time(plans: Mapping[int, Plan]) -> Figure:
     """Milliseconds of a forward pass by part, a bar for each number of experts."""
     figure, (axes,) = _new(6.6, 3.6)
-    bottoms = dict.fromkeys(plans, 0.0)
-    for (key, name), colour in zip(measures.FORWARD.items(), _COLOURS):
-        heights = [1e3 * measures.forward_seconds(plan)[key] for plan in plans.values()]
-        axes.bar(
-            [f"{experts:,} experts" for experts in plans],
-            heights,
-            width=0.55,
-            bottom=list(bottoms.values()),
-            color=colour,
-            label=name,
-        )
-        bottoms = {e: bottoms[e] + h for e, h in zip(plans, heights)}
-    for i, total in enumerate(bottoms.values()):
-        axes.annotate(
-            f"{total:.0f} ms",
-            (i, total),
-            ha="center",
-            va="bottom",
-            xytext=(0, 2),
-            textcoords="offset points",
-        )
-    axes.set_ylabel("ms, estimated")
-    axes.set_ylim(0, 1.1 * max(bottoms.values()))
+    names = [f"{experts:,} experts" for experts in plans]
+    seconds = [measures.forward_seconds(plan) for plan in plans.values()]
+    heights = {name: [1e3 * one[key] for one in seconds] for key, name in measures.FORWARD.items()}
+    tops = _stack(axes, names, heights)
+    for name, total in zip(names, tops):
+        _above(axes, name, total, f"{total:.0f} ms")
+    axes.set(ylabel="ms, estimated", ylim=(0, 1.1 * max(tops)))
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right center")
-    return _svg(figure)
+    return figure
 
 
-@_styled
-def collectives(devices: Sequence[int], lines: Mapping[tuple[str, int], Sequence[float]]) -> bytes:
+@drawing.picture
+def collectives(devices: Sequence[int], lines: Mapping[tuple[str, int], Sequence[float]]) -> Figure:
     """Microseconds of a collective by devices, both axes logarithmic.
 
     Args:
@@ -178,7 +111,7 @@ def collectives(devices: Sequence[int], lines: Mapping[tuple[str, int], Sequence
         lines: seconds on each, by (kind, bytes on each device).
     """
     figure, (axes,) = _new(6.2, 3.4)
-    colours = {"all-reduce": _COLOURS[0], "all-to-all": _COLOURS[5]}
+    colours = {"all-reduce": FIRST, "all-to-all": SECOND}
     sizes = sorted({size for _, size in lines})
     for (kind, size), seconds in lines.items():
         axes.plot(
@@ -193,27 +126,26 @@ def collectives(devices: Sequence[int], lines: Mapping[tuple[str, int], Sequence
     axes.set_xticks(devices, [f"{d:,}" for d in devices])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.grid(axis="both", linewidth=0.8)
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center")
-    return _svg(figure)
+    axes.grid(axis="both")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right center")
+    return figure
 
 
-@_styled
-def speed(labels: Sequence[str], measured: Sequence[float], ours: Sequence[float]) -> bytes:
+@drawing.picture
+def speed(labels: Sequence[str], measured: Sequence[float], ours: Sequence[float]) -> Figure:
     """Steps a second of the paper and estimated, a pair of bars for each model."""
     figure, (axes,) = _new(7.2, 3.0)
     places = range(len(labels))
-    axes.bar([x - 0.2 for x in places], measured, width=0.4, color=_PAPER, label="paper, measured")
-    axes.bar([x + 0.2 for x in places], ours, width=0.4, color=_COLOURS[1], label="here, estimated")
+    axes.bar([x - 0.2 for x in places], measured, width=0.4, color=SOFT, label="paper, measured")
+    axes.bar([x + 0.2 for x in places], ours, width=0.4, color=FIRST, label="here, estimated")
     axes.set_xticks(list(places), [label.replace(", ", ",\n") for label in labels])
-    axes.set_ylabel("steps a second")
+    axes.set(ylabel="steps a second")
     axes.legend()
-    return _svg(figure)
+    return figure
 
 
-@_styled
-def loss_by_experts(points: Sequence[tuple[int, float, int]]) -> bytes:
+@drawing.picture
+def loss_by_experts(points: Sequence[tuple[int, float, int]]) -> Figure:
     """Held-out loss by the number of experts.
 
     Args:
@@ -221,7 +153,7 @@ def loss_by_experts(points: Sequence[tuple[int, float, int]]) -> bytes:
     """
     figure, (axes,) = _new(5.4, 3.2)
     experts = [number for number, _, _ in points]
-    axes.plot(experts, [nll for _, nll, _ in points], marker="o", color=_COLOURS[0])
+    axes.plot(experts, [nll for _, nll, _ in points], marker="o", color=FIRST)
     for number, nll, params in points:
         label = f"{params / 1e6:.1f}M"
         axes.annotate(label, (number, nll), (4, 5), textcoords="offset points")
@@ -229,19 +161,19 @@ def loss_by_experts(points: Sequence[tuple[int, float, int]]) -> bytes:
     axes.set_xticks(experts, [str(number) for number in experts])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.margins(x=0.12, y=0.15)
-    return _svg(figure)
+    return figure
 
 
-@_styled
-def loss_by_router(bars: Sequence[tuple[str, float]]) -> bytes:
+@drawing.picture
+def loss_by_router(bars: Sequence[tuple[str, float]]) -> Figure:
     """Held-out loss of each router, (what it is, nats a token), the lowest on top."""
     figure, (axes,) = _new(7.2, 0.5 + 0.3 * len(bars))
     ordered = sorted(bars, key=lambda bar: -bar[1])
-    axes.barh([says for says, _ in ordered], [nll for _, nll in ordered], color=_COLOURS[1])
-    axes.bar_label(axes.containers[0], fmt=" %.3f")
+    axes.barh([says for says, _ in ordered], [nll for _, nll in ordered], color=FIRST)
+    axes.bar_label(axes.containers[0], fmt="%.3f", padding=3)
     low, high = ordered[-1][1], ordered[0][1]
     margin = max(high - low, 0.02)
-    axes.set_xlim(low - 0.6 * margin, high + 0.3 * margin)
+    axes.set(xlim=(low - 0.6 * margin, high + 0.3 * margin))
     axes.set(xlabel="held-out loss, nats a token (the axis does not begin at 0)")
     axes.grid(visible=False)
-    return _svg(figure)
+    return figure

@@ -6,7 +6,6 @@ A row is a stage and a column is a kind of work in a tick; the computation of th
 Columns are equally wide, whatever their work takes.
 """
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,11 +33,12 @@ DRAWN = (
     ("interleaved, 2 repeats", "interleaved", 2),
     ("zb_h1", "zb_h1", 1),
 )
-_COLOURS = {FORWARD: drawing.FIRST, BACKWARD: drawing.SECOND, WEIGHTS: drawing.THIRD}
-_LABELS = {
-    FORWARD: "forward",
-    BACKWARD: "backward (with zb_h1, of inputs only)",
-    WEIGHTS: "gradients of weights (zb_h1)",
+_BUBBLE = "bubble"
+_KINDS = {
+    FORWARD: ("forward", drawing.FIRST),
+    BACKWARD: ("backward (with zb_h1, of inputs only)", drawing.SECOND),
+    WEIGHTS: ("gradients of weights (zb_h1)", drawing.THIRD),
+    _BUBBLE: ("bubble", drawing.RULE),
 }
 _INCHES = 0.17
 
@@ -68,7 +68,7 @@ def micro_batch_of(schedule: Schedule, work: Work, tick: int, stage: int) -> int
 def cells_of(schedule: Schedule) -> list[Cell]:
     """All cells of a picture."""
     cells, column = [], 0
-    works = [work for work in schedule.works if work.kind in _COLOURS]
+    works = [work for work in schedule.works if work.kind in _KINDS]
     for tick in range(max(work.stop for work in works)):
         for work in works:
             if work.start <= tick < work.stop:
@@ -80,49 +80,33 @@ def cells_of(schedule: Schedule) -> list[Cell]:
     return cells
 
 
-@drawing.styled
+@drawing.picture
 def draw() -> drawing.Figure:
     """The schedules of DRAWN below each other, with 4 stages and 8 micro-batches."""
-    drawn = [
-        (title, cells_of(make_schedule(name, STAGES, MICRO_BATCHES, repeats)))
+    drawn = {
+        title: cells_of(make_schedule(name, STAGES, MICRO_BATCHES, repeats))
         for title, name, repeats in DRAWN
-    ]
-    widest = 1 + max(cell.column for _, cells in drawn for cell in cells)
-    figure, axes = drawing.plt.subplots(
-        len(drawn), 1, figsize=(0.8 + _INCHES * widest, 0.4 + len(drawn) * (0.4 + _INCHES * STAGES))
-    )
-    for axis, (title, cells) in zip(axes, drawn, strict=True):
-        axis.set(title=title, xlim=(0, widest), ylim=(STAGES, 0), xticks=[])
-        axis.set_yticks([k + 0.5 for k in range(STAGES)], [f"stage {k + 1}" for k in range(STAGES)])
+    }
+    widest = 1 + max(cell.column for cells in drawn.values() for cell in cells)
+    size = 0.8 + _INCHES * widest, 0.4 + len(drawn) * (0.4 + _INCHES * STAGES)
+    figure, axes = drawing.plt.subplots(len(drawn), 1, figsize=size)
+    for axis, (title, cells) in zip(axes, drawn.items(), strict=True):
+        axis.set(title=title, xlim=(0, widest), ylim=(STAGES - 0.5, -0.5), xticks=[])
+        axis.set_yticks(range(STAGES), [f"stage {k + 1}" for k in range(STAGES)])
         axis.tick_params(length=0)
         axis.grid(False)
         axis.spines[:].set_visible(False)
-        for cell in cells:
-            _draw_cell(axis, cell)
-    patches = [drawing.plt.Rectangle((0, 0), 1, 1, color=_COLOURS[kind]) for kind in _COLOURS]
-    empty = drawing.plt.Rectangle((0, 0), 1, 1, facecolor=drawing.RULE)
-    labels = [*_LABELS.values(), "bubble"]
-    figure.legend([*patches, empty], labels, loc="outside lower center", ncols=len(labels))
+        for kind, (label, colour) in _KINDS.items():
+            work = [c for c in cells if (c.kind if c.micro_batch is not None else _BUBBLE) == kind]
+            places, stages = [c.column + 0.04 for c in work], [c.stage for c in work]
+            axis.barh(stages, 0.92, 0.92, places, color=colour, label=label)
+        for c in cells:
+            number = "" if c.micro_batch is None else f"{c.micro_batch + 1}"
+            at = {"ha": "center", "va": "center", "fontsize": 5.5, "color": drawing.PAPER}
+            axis.text(c.column + 0.5, c.stage, number, **at)
+    handles, labels = axes[-1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     return figure
-
-
-def _draw_cell(axis: drawing.plt.Axes, cell: Cell) -> None:
-    empty = cell.micro_batch is None
-    colour = drawing.RULE if empty else _COLOURS[cell.kind]
-    box = drawing.plt.Rectangle(
-        (cell.column + 0.04, cell.stage + 0.04), 0.92, 0.92, facecolor=colour, linewidth=0
-    )
-    axis.add_patch(box)
-    if cell.micro_batch is not None:
-        axis.text(
-            cell.column + 0.5,
-            cell.stage + 0.5,
-            str(cell.micro_batch + 1),
-            color=drawing.PAPER,
-            fontsize=5.5,
-            ha="center",
-            va="center",
-        )
 
 
 def define_flags() -> Flags:
@@ -139,10 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _write(path: Path) -> int:
     _cli.check_output_file(path, "--output")
-    buffer = io.BytesIO()
-    metadata = {"Date": None, "Creator": None}
-    draw().savefig(buffer, format="svg", metadata=metadata, facecolor=drawing.PAPER)
-    files.write_atomic(path, buffer.getvalue())
+    files.write_atomic(path, draw())
     _cli.made(path)
     return 0
 

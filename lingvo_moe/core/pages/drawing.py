@@ -5,7 +5,7 @@ import io
 import re
 from collections.abc import Callable
 from html import escape
-from typing import Any
+from typing import ParamSpec
 
 import matplotlib
 
@@ -56,15 +56,33 @@ _STYLE = {
 }
 
 
-def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
+_P = ParamSpec("_P")
+
+
+def styled(draw: Callable[_P, Figure]) -> Callable[_P, Figure]:
     """Decorator: draws in the style of pages, and leaves others' as it was."""
 
     @functools.wraps(draw)
-    def drawn(*args: Any, **kwargs: Any) -> Figure:
+    def drawn(*args: _P.args, **kwargs: _P.kwargs) -> Figure:
         with plt.rc_context(_STYLE):
             figure = draw(*args, **kwargs)
             figure.canvas.draw()  # lays it out while the style holds
             return figure
+
+    return drawn
+
+
+def picture(draw: Callable[_P, Figure]) -> Callable[_P, bytes]:
+    """Decorator: draws in the style of pages and returns an SVG file in the colours of a light page."""
+
+    @functools.wraps(draw)
+    def drawn(*args: _P.args, **kwargs: _P.kwargs) -> bytes:
+        figure, buffer = styled(draw)(*args, **kwargs), io.BytesIO()
+        with plt.rc_context(_STYLE):
+            metadata = {"Date": None, "Creator": None}
+            figure.savefig(buffer, format="svg", metadata=metadata, facecolor=PAPER)
+        plt.close(figure)
+        return buffer.getvalue()
 
     return drawn
 
