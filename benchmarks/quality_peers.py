@@ -101,7 +101,7 @@ class Comparison:
         self._out.mkdir(parents=True, exist_ok=True)
         _cli.load_tensorflow()
         from benchmarks.quality_data import write_data
-        from lingvo_moe.core.engine.loop.progress import LineProgress
+        from lingvo_moe.core.console.waiting import LineProgress
 
         self._params = registry.GetParams(self._args.model, self._override())
         inputs = self._params.input.Instantiate()
@@ -214,7 +214,7 @@ class Comparison:
         """Runs a contender's process; returns what it reported."""
         import shutil
 
-        from lingvo_moe.core.engine.loop.progress import LineProgress
+        from lingvo_moe.core.console.waiting import LineProgress
 
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir()

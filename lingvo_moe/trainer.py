@@ -76,7 +76,7 @@ def run(args: Flags) -> int:
     """Like main, but lets exceptions through."""
     limit = TimeLimit(args.max_minutes)
     load_tensorflow(args.engine)
-    with_found_strategy(args)
+    args = with_found_strategy(args)
     override = full_override(args)
     check_data_dir(args)
     params = registry.GetParams(args.model, override)
@@ -101,9 +101,8 @@ def run(args: Flags) -> int:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # accelerators are the trainer's
         devices.find_devices()
         return evaluate_run(args, params)
-    if args.engine is None:
-        args["engine"].value = fastest_engine(args)
-    return train(args, params, override, limit)
+    engine = args.engine or fastest_engine(args)
+    return train(Job(args, params, override, engine, limit))
 
 
 def load_tensorflow(engine: str | None) -> None:
@@ -131,62 +130,70 @@ def fastest_engine(args: Flags) -> str:
     return "tf_graph" if alone else "pjrt"
 
 
-def train(args: Flags, params: Params, override: str, limit: TimeLimit) -> int:
-    """Runs mode `sync`: trains to the last step or until stopped, at the latest at `limit`. Resumes the run in
-    --logdir, if there is one.
-
-    Returns the exit status.
-    """
-    # Imported here, since inspecting a model should not wait for them.
-    from lingvo_moe.core.engine import devices
-    from lingvo_moe.core.engine.loop import job
-
-    if args.num_devices and args.engine == "pjrt":
-        devices.request_cpu_devices(args.num_devices)
-    devices.initialize_distributed(args.coordinator_address, args.num_processes, args.process_id)
-    with job.watching():
-        return train_in_job(args, params, override, limit)
-
-
 @dataclass(frozen=True)
-class Run:
-    """The training of one process of a job, and its directory."""
+class Job:
+    """What the flags ask to train."""
 
     args: Flags  # the flags
     params: Params  # the experiment's parameters: `task`, `input` and `train`
     override: str  # the overrides applied to them, as text
+    engine: str  # the name of the engine: --engine, or the fastest
+    time_limit: TimeLimit  # --max_minutes, from the start of the command
+
+
+def train(of: Job) -> int:
+    """Runs mode `sync`: trains to the last step or until stopped. Resumes the run in --logdir, if there is one.
+
+    Returns the exit status.
+    """
+    args = of.args
+    # Imported here, since inspecting a model should not wait for them.
+    from lingvo_moe.core.engine import devices
+    from lingvo_moe.core.engine.loop import job
+
+    if args.num_devices and of.engine == "pjrt":
+        devices.request_cpu_devices(args.num_devices)
+    devices.initialize_distributed(args.coordinator_address, args.num_processes, args.process_id)
+    with job.watching():
+        return train_in_job(of)
+
+
+@dataclass(frozen=True)
+class Run(Job):
+    """The training of one process of a job, and its directory."""
+
     # `task`, `inputs`: instantiated from `params`.
     task: "BaseTask"
     inputs: BaseInput
     run_dir: RunDir  # the directory --logdir
-    time_limit: TimeLimit  # --max_minutes, from the start of the command
 
 
-def train_in_job(args: Flags, params: Params, override: str, limit: TimeLimit) -> int:
+def train_in_job(of: Job) -> int:
     """Like train, after the processes of the job have connected to each other."""
     from lingvo_moe.core.engine import devices, gpu_settings
     from lingvo_moe.core.engine.compiled_cache import enable_compilation_cache
     from lingvo_moe.core.engine.engines import make_engine
     from lingvo_moe.training.memory import check_memory
 
+    args, params = of.args, of.params
     devices.find_devices()
     enable_compilation_cache()  # before anything is compiled
-    there_are = 1 if args.engine in ONE_DEVICE_ENGINES else devices.device_count()
+    there_are = 1 if of.engine in ONE_DEVICE_ENGINES else devices.device_count()
     mesh = make_mesh(params, args.mesh, there_are)
-    engine = make_engine(args.engine, mesh, args.known_faults)
+    engine = make_engine(of.engine, mesh, args.known_faults)
     task = params.task.Instantiate()
     inputs = params.input.Instantiate()
     check_divisible(params, task, mesh)
-    check_state_is_sharded(override, mesh)
+    check_state_is_sharded(of.override, mesh)
     task.CheckInput(params.task, params.input)
-    on_cpu = devices.runs_on_cpu(args.engine)
+    on_cpu = devices.runs_on_cpu(of.engine)
     if on_cpu and not args.num_devices and (unused := gpu_settings.unused_gpus()):
         say(unused)
     if args.verify:
         verify_step(args, mesh, on_cpu)
     check_memory(params, task, inputs, mesh, args.num_processes, holds_state=on_cpu)
 
-    run = Run(args, params, override, task, inputs, RunDir(args.logdir), limit)
+    run = Run(**vars(of), task=task, inputs=inputs, run_dir=RunDir(args.logdir))
     # Held until the last checkpoint is complete.
     with RunLock(args.logdir) as lock:
         return train_locked(run, engine, lock)
@@ -226,9 +233,10 @@ def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
     from lingvo_moe.core.engine.loop.held_out import HeldOutWatch
     from lingvo_moe.core.engine.loop.summaries import Summaries
     from lingvo_moe.core.engine.loop.train_loop import TrainLoop
+    from lingvo_moe.core.engine.loop.trained import Trained
     from lingvo_moe.training.peak import job_peak
 
-    run_dir, params, inputs = run.run_dir, run.params, run.inputs
+    run_dir, params = run.run_dir, run.params
     first_process = run.args.process_id == 0
     share_run(
         lock,
@@ -238,7 +246,7 @@ def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
     initial = job.together(lambda: initial_weights(run))
     held_out = job.together(lambda: held_out_batches(run))
     if first_process:
-        say(machine_line(run.args, params, engine.mesh))
+        say(machine_line(run, engine.mesh))
     task = trained_task(run, engine.mesh)
     started = time.monotonic()
     with (
@@ -250,16 +258,14 @@ def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
         summaries.Text("params", params.ToText())
         if run_dir.began_from:
             summaries.Text("began_from", init_from.describe(run_dir.began_from))
-        watch = None
+        trained, watch = Trained(task, run.inputs, engine, params.train, saved), None
         if held_out:
-            kept = params.train, held_out, saved, run_dir
-            watch = HeldOutWatch(task, inputs, engine, *kept, writes=first_process)
+            watch = HeldOutWatch(trained, held_out, run_dir, writes=first_process)
             stack.enter_context(watch)
         elif (evaluations := run_dir.evaluations) and evaluations.best:
             saved.KeepBest(evaluations.best.step)  # of a run that is evaluated no more
-        peak = job_peak(run.args.engine, engine.mesh.size)
-        more = initial, peak, watch, run.time_limit
-        loop = TrainLoop(task, inputs, engine, saved, summaries, params.train, *more)
+        peak = job_peak(run.engine, engine.mesh.size)
+        loop = TrainLoop(trained, summaries, initial, peak, watch, run.time_limit)
         result = loop.Run(
             on_compiled=lambda step: (
                 report_program(step, run_dir, started) if first_process else None
@@ -271,15 +277,15 @@ def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
     return int(result.status)
 
 
-def machine_line(args: Flags, params: Params, mesh: Mesh) -> str:
+def machine_line(of: Job, mesh: Mesh) -> str:
     """The engine and the mesh of a run, as one line, with the reasons for those that no flag names."""
-    engine, devices = f"--engine={args.engine}", f"mesh {mesh}"
-    if not args["engine"].present:
+    engine, devices = f"--engine={of.engine}", f"mesh {mesh}"
+    if of.args.engine is None:
         on_one = "on one CPU device without --mesh"
         elsewhere = "for several devices, GPUs, TPUs and with --mesh"
-        engine += f", the default {on_one if args.engine == 'tf_graph' else elsewhere}"
-    if not args.mesh and str(mesh) != params.train.mesh:
-        devices += f" (train.mesh={params.train.mesh}, resized to the devices)"
+        engine += f", the default {on_one if of.engine == 'tf_graph' else elsewhere}"
+    if not of.args.mesh and str(mesh) != of.params.train.mesh:
+        devices += f" (train.mesh={of.params.train.mesh}, resized to the devices)"
     return f"{engine}; {devices}"
 
 
@@ -291,10 +297,9 @@ def trained_task(run: Run, mesh: Mesh) -> "BaseTask":
     from lingvo_moe.training.memory import memory_of
     from lingvo_moe.training.recomputing import chosen_form
 
-    args = run.args
-    memory = memory_of(args.engine, mesh, args.num_processes)
-    form, line = chosen_form(run.params, mesh, memory, args.engine)
-    if line and args.process_id == 0:
+    memory = memory_of(run.engine, mesh, run.args.num_processes)
+    form, line = chosen_form(run.params, mesh, memory, run.engine)
+    if line and run.args.process_id == 0:
         say(line)
     return form.Instantiate()
 
@@ -331,8 +336,8 @@ def share_run(lock: RunLock, begin: Callable[[], None], follow: Callable[[], obj
 
 def prepare(run: Run, lock: RunLock) -> None:
     """Prepares the run directory, which is locked, and the data. Called on the job's first process."""
+    from lingvo_moe.core.console.waiting import LineProgress
     from lingvo_moe.core.engine.checkpoints import init_from
-    from lingvo_moe.core.engine.loop.progress import LineProgress
 
     args, run_dir, inputs = run.args, run.run_dir, run.inputs
     check_data_exists(args, run.params)
@@ -355,8 +360,9 @@ def prepare(run: Run, lock: RunLock) -> None:
     about = None
     artifacts = inputs.Artifacts()
     if args.init_from:
-        other = args.init_from, step, run.params.task, artifacts
-        about = init_from.begin_from(*other, args.trust_run).about
+        about = init_from.begin_from(
+            args.init_from, step, run.params.task, artifacts, args.trust_run
+        ).about
         say(init_from.describe(about))
     run_dir.Write(args.model, run.override, artifacts, about)
 
@@ -368,8 +374,10 @@ def initial_weights(run: Run) -> "InitialWeights | None":
     about = run.run_dir.began_from
     if has_begun(run.run_dir) or not about:
         return None
-    other = about["logdir"], about["step"], run.params.task, run.inputs.Artifacts()
-    return init_from.begin_from(*other, run.args.trust_run).weights
+    artifacts, trust = run.inputs.Artifacts(), run.args.trust_run
+    return init_from.begin_from(
+        about["logdir"], about["step"], run.params.task, artifacts, trust
+    ).weights
 
 
 def held_out_batches(run: Run) -> list[HeldOutBatch]:

@@ -159,7 +159,7 @@ def test_each_moe_layer_exchanges_tokens_twice_each_way_and_gathers_nothing(tiny
 def test_memory_is_the_compiler_s_and_arguments_are_the_state_and_the_batch(tiny, cache):
     (entry,) = cache.iterdir()
     assert entry.name.startswith(tiny["program_hash"][:32])
-    compiled = json.loads(gzip.decompress(read_sealed(entry)))
+    compiled = json.loads(gzip.decompress(read_sealed(entry, pytest.fail)))
     memory = tiny["memory"]
     for key, size in compiled["memory"].items():
         assert memory[key] == size

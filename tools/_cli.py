@@ -6,8 +6,9 @@ import os
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.class_names import TRUST_RUN_HELP
@@ -19,10 +20,13 @@ from lingvo_moe.core.console.flags import BEST, BEST_HELP, Flags
 from lingvo_moe.core.console.flags import names as names
 from lingvo_moe.core.console.quiet import quiet
 from lingvo_moe.core.console.tensorflow_import import import_tensorflow
+from lingvo_moe.core.console.waiting import Waiting
 from lingvo_moe.core.decode.ranges import BEAM_SIZE, LENGTH, LENGTH_ALPHA
 from lingvo_moe.core.files.paths import check_local
 from lingvo_moe.core.runs.directories import Kind, check_addable, check_replaceable, check_writable
 from lingvo_moe.core.runs.run_dir import RunDir
+
+_T = TypeVar("_T")
 
 
 def check_output_file(path: str | os.PathLike, flag: str = "--output") -> None:
@@ -294,38 +298,21 @@ def load_tensorflow() -> None:
         del tensorflow_text
 
 
-class Progress:
+class Progress(Waiting):
     """Shows the current activity and its duration; the work runs in a thread, so that Ctrl-C takes effect at once."""
 
     def __init__(self) -> None:
-        from lingvo_moe.core.engine.loop.progress import Waiting
+        super().__init__(interval=5.0)
 
-        self._waiting = Waiting(interval=5.0)
-
-    def __enter__(self) -> "Progress":
-        self._waiting.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._waiting.__exit__()
-
-    def __call__(self, doing: str) -> None:
-        self._waiting(doing)
-
-    def Watch(self, work: Any) -> Any:
+    def Watch(self, work: Callable[[], _T]) -> _T:
         """Runs `work` in a thread; returns its result or raises its error."""
-        result: dict[str, Any] = {}
+        future: Future[_T] = Future()
 
         def run() -> None:
             try:
-                result["value"] = work()
+                future.set_result(work())
             except BaseException as e:
-                result["error"] = e
+                future.set_exception(e)
 
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        while thread.is_alive():
-            thread.join(timeout=1.0)
-        if "error" in result:
-            raise result["error"]
-        return result["value"]
+        threading.Thread(target=run, daemon=True).start()
+        return future.result()

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.console.flags import Flags
-from lingvo_moe.core.engine.loop.progress import LineProgress
+from lingvo_moe.core.console.waiting import LineProgress
 from lingvo_moe.core.files.files import atomic_file
 from lingvo_moe.tasks.mt.decoding.line_stream import Answer, Counts, answer_stream
 

@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from lingvo_moe.core.config import checks
+from lingvo_moe.core.console import units
 from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.console.waiting import LineProgress
 
 from . import _cli
 
@@ -96,7 +98,6 @@ def _run(args: Flags) -> int:
         if not args.output:
             RunDir(args.logdir).Inside(output.name)
         _cli.check_output_directory(output)
-    from lingvo_moe.core.engine.loop.progress import LineProgress
     from lingvo_moe.tasks.mt.input.dev_set import DevSet
     from lingvo_moe.tasks.mt.quality import scoring
     from lingvo_moe.tasks.mt.quality.baselines import add_baselines, read_baselines
@@ -165,14 +166,12 @@ def _identity(args: Flags, about: dict[str, Any]) -> list[Any]:
 
 def _progress(kept: Any, done: int, lines: int) -> str:
     """The progress: lines done, and the time left."""
-    from lingvo_moe.core.engine.loop.progress import format_seconds
-
     text = f"evaluate: {done:,} of {lines:,} lines"
     if kept.reused:
         text += f", {kept.reused:,} of them translated before"
     if done < lines:
         seconds = kept.seconds / done * (lines - done)
-        text += f", {format_seconds(seconds)} left"
+        text += f", {units.clock(seconds)} left"
     return text
 
 

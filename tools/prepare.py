@@ -20,6 +20,7 @@ from lingvo_moe.core.config import checks
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.console.command import as_typed
 from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.console.waiting import LineProgress
 from lingvo_moe.core.runs.directories import PREPARED
 from lingvo_moe.tasks.mt.input.lengths import Loss
 from lingvo_moe.tasks.mt.input.preparing.filters import Rules
@@ -171,8 +172,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Flags) -> int:
-    from lingvo_moe.core.engine.loop.progress import LineProgress
-
     start = time.monotonic()
     _cli.check_output_directory(args.output, replaces=PREPARED)
     experiment = _experiment(args.model) if args.model else None

@@ -101,7 +101,7 @@ def _run(args: Flags) -> int:
 
 def _routing(args: Flags, run: Any) -> Any:
     """The RoutingReport of the run's model, or why there is none."""
-    from lingvo_moe.core.engine.loop.progress import LineProgress
+    from lingvo_moe.core.console.waiting import LineProgress
     from lingvo_moe.tasks.mt.input.dev_set import DevSet
     from lingvo_moe.tasks.mt.reports import routing
     from lingvo_moe.tasks.mt.reports.run_report import Missing

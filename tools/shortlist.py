@@ -16,6 +16,7 @@ from typing import Any
 
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.flags import Flags
+from lingvo_moe.core.console.waiting import LineProgress
 
 from . import _cli
 
@@ -46,7 +47,6 @@ def _run(args: Flags) -> int:
 
         run = RunDir(args.logdir, trust_run=args.trust_run)
         inputs = run.Params().input
-    from lingvo_moe.core.engine.loop.progress import LineProgress
     from lingvo_moe.core.nested_map import NestedMap
     from lingvo_moe.tasks.mt.decoding.making_shortlists import (
         ShortlistOptions,

@@ -17,8 +17,8 @@ from lingvo_moe.training.checks import (
 )
 
 
-def with_found_strategy(args: Flags) -> None:
-    """Puts the parameters of a strategy before --model_params_override, in the place of --strategy=auto.
+def with_found_strategy(args: Flags) -> Flags:
+    """The flags with the parameters of a strategy before --model_params_override, in the place of --strategy=auto.
 
     They are those of the run in --logdir, if it has begun and its mesh has as many devices as there are; else those of
     a search.
@@ -28,13 +28,13 @@ def with_found_strategy(args: Flags) -> None:
         StrategyError: nothing fits.
     """
     if args.strategy != AUTO:
-        return
+        return args
     from lingvo_moe.core.engine import devices
     from lingvo_moe.planning.parallelizing import check_override
 
     _check(args)
     check_override(args.model_params_override)
-    args["strategy"].value = ""
+    args = args.With(strategy="")
     check_data_dir(args)
     params = registry.GetParams(args.model, full_override(args))
     check_flags(args, params)
@@ -44,7 +44,7 @@ def with_found_strategy(args: Flags) -> None:
     devices.find_devices()
     count = devices.device_count()
     found = _of_run(args, count) or _searched(args, count)
-    args["model_params_override"].value = join_overrides(found, args.model_params_override)
+    return args.With(model_params_override=join_overrides(found, args.model_params_override))
 
 
 def _check(args: Flags) -> None:

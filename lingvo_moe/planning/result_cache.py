@@ -16,7 +16,7 @@ import lingvo_moe
 from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.engine.aot import aot
-from lingvo_moe.core.files.sealed import SealError, read_sealed, write_sealed
+from lingvo_moe.core.files.sealed import read_sealed, write_sealed
 from lingvo_moe.core.sharding import Mesh
 from lingvo_moe.inspecting.verifying import shrunk, verify_model
 from lingvo_moe.planning import step_plan
@@ -68,16 +68,11 @@ def cached_verification(
 
 def _read(path: Path, say: Say) -> Any:
     """The result in a file; None if there is none, or a damaged one."""
-    try:
-        body = read_sealed(path)
-    except SealError as e:
-        say(f"{e}; it is made again")
-        return None
+    body = read_sealed(path, lambda why: say(f"{why}; it is made again"))
     return None if body is None else json.loads(body)
 
 
 def _write(path: Path, result: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_sealed(path, json.dumps(result).encode())
 
 

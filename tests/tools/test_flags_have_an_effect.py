@@ -142,7 +142,7 @@ def _begun(run: Any, *_: Any) -> int:
     """In place of training: all that a run does before it."""
     trainer.prepare(run, anything())
     trainer.initial_weights(run)
-    print(run.override, trainer.machine_line(run.args, run.params, anything()))
+    print(run.override, trainer.machine_line(run, anything()))
     return 0
 
 

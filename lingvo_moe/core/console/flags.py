@@ -19,6 +19,7 @@ ends it with status 0.
 """
 
 import contextlib
+import copy
 import os
 import re
 import sys
@@ -323,6 +324,13 @@ class Flags(flags.FlagValues):
         if rest:
             self.Fail(f"unexpected argument {rest[0]!r}: values are given as --flag=value")
         return self
+
+    def With(self, **values: Any) -> Self:
+        """A copy of the parsed flags, some of which have other values."""
+        new = copy.deepcopy(self)
+        for name, value in values.items():
+            new[name].value = value
+        return new
 
     def Fail(self, message: str) -> NoReturn:
         """Ends the process with status 2 and this line: flags that do not go together."""

@@ -33,6 +33,14 @@ def duration(seconds: float | None) -> str:
     raise AssertionError
 
 
+def clock(seconds: float) -> str:
+    """Seconds: '1h02m', '3m05s' or '12s'."""
+    seconds = int(seconds + 0.5)
+    if seconds >= 3600:
+        return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
+    return f"{seconds // 60}m{seconds % 60:02d}s" if seconds >= 60 else f"{seconds}s"
+
+
 def work(flops: float | None) -> str:
     """Floating-point operations: '82.4 TFLOP'."""
     return _decimal(flops, "FLOP")

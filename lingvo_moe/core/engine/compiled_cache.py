@@ -23,7 +23,7 @@ from jax._src.compilation_cache_interface import CacheInterface
 
 from lingvo_moe.core.console.command import say
 from lingvo_moe.core.files.paths import PathError, check_local
-from lingvo_moe.core.files.sealed import SealError, read_sealed, write_sealed
+from lingvo_moe.core.files.sealed import read_sealed, write_sealed
 from lingvo_moe.core.files.user_cache import user_cache_dir
 
 _VARIABLE = "JAX_COMPILATION_CACHE_DIR"
@@ -45,18 +45,15 @@ class CheckedCache(CacheInterface):
     def get(self, key: str) -> bytes | None:
         """The entry's bytes; None if there is none, or, with a warning, if it is damaged."""
         file = self._path / f"{key}{_SUFFIX}"
-        try:
-            value = read_sealed(file)
-        except SealError as e:
-            say(f"compiled programs: {e}; the program is compiled again")
-            return None
+        value = read_sealed(
+            file, lambda why: say(f"compiled programs: {why}; the program is compiled again")
+        )
         with contextlib.suppress(OSError):
             os.utime(file)  # used now
         return value
 
     def put(self, key: str, value: bytes) -> None:
         """Keeps an entry, complete or not at all. Raises OSError, which JAX turns into a warning."""
-        self._path.mkdir(parents=True, exist_ok=True)
         write_sealed(self._path / f"{key}{_SUFFIX}", value)
 
 

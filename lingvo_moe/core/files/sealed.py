@@ -1,6 +1,7 @@
 """Cache files that end with the SHA-256 of their name and contents, so that damaged or misplaced ones are not used."""
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 from lingvo_moe.core.files.files import write_atomic
@@ -8,30 +9,26 @@ from lingvo_moe.core.files.files import write_atomic
 _DIGITS = 64  # of a SHA-256 in hex
 
 
-class SealError(ValueError):
-    """A file was changed since it was written. The message names it."""
-
-
 def write_sealed(path: Path, body: bytes) -> None:
-    """Writes a file atomically. Raises OSError, naming it."""
+    """Writes a file atomically, in a directory that is made when missing. Raises OSError, naming it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, body + _seal(path, body))
 
 
-def read_sealed(path: Path) -> bytes | None:
-    """Reads the contents that write_sealed wrote to this path; None if there is no file.
+def read_sealed(path: Path, damaged: Callable[[str], None]) -> bytes | None:
+    """Reads the contents that write_sealed wrote to this path. Raises OSError: the file cannot be read.
 
-    Raises:
-        SealError: the file was changed, or was written under another name.
-        OSError: it cannot be read.
+    None if there is no file; or one that was changed, or written under another name, of which `damaged` gets a phrase.
     """
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         return None
     body, seal = content[:-_DIGITS], content[-_DIGITS:]
-    if seal != _seal(path, body):
-        raise SealError(f"{path} was changed or damaged (it does not end with its SHA-256)")
-    return body
+    if seal == _seal(path, body):
+        return body
+    damaged(f"{path} was changed or damaged (it does not end with its SHA-256)")
+    return None
 
 
 def _seal(path: Path, body: bytes) -> bytes:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lingvo_moe.core.engine.aot.aot import AotResult
 from lingvo_moe.core.engine.lowering.program import Program
-from lingvo_moe.core.files.sealed import SealError, read_sealed, write_sealed
+from lingvo_moe.core.files.sealed import read_sealed, write_sealed
 from lingvo_moe.core.files.user_cache import user_cache_dir
 
 _FORMAT = 2
@@ -49,7 +49,6 @@ def cached(
     result = _read(path)
     if result is None:
         result = compile_program()
-        cache_dir.mkdir(parents=True, exist_ok=True)
         data = {"format": _FORMAT, **dataclasses.asdict(result)}
         write_sealed(path, gzip.compress(json.dumps(data).encode(), 6))
     return result
@@ -57,11 +56,8 @@ def cached(
 
 def _read(path: Path) -> AotResult | None:
     """The entry; None if there is none, or, with a warning, if it is damaged."""
-    try:
-        body = read_sealed(path)
-    except SealError as e:
-        _log.warning("compiled programs: %s; the program is compiled again", e)
-        return None
+    warning = "compiled programs: %s; the program is compiled again"
+    body = read_sealed(path, lambda why: _log.warning(warning, why))
     if body is None:
         return None
     data = json.loads(gzip.decompress(body))

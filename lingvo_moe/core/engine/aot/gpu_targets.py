@@ -28,6 +28,7 @@ class GpuTarget:
     """A GPU as the compiler sees it."""
 
     label: str  # the name that CUDA gives the device
+    memory_bandwidth: int  # bytes/s
     capability: tuple[int, int]  # CUDA's compute capability, (major, minor)
     multiprocessors: int  # their number
     lanes: int  # float32 units of a multiprocessor
@@ -36,7 +37,6 @@ class GpuTarget:
     l2_cache: int  # bytes
     clock_ghz: float  # the highest clock rate
     memory_bytes: int  # memory that the driver leaves to programs
-    memory_bandwidth: int  # bytes/s
 
     def Text(self) -> str:
         """The description as text of XLA's GpuTargetConfigProto."""
@@ -68,75 +68,22 @@ device_description_str: "{self.label}"
 """
 
 
-def _ampere(label: str, memory_bytes: int, memory_bandwidth: int) -> GpuTarget:
-    return GpuTarget(
-        label,
-        capability=(8, 0),
-        multiprocessors=108,
-        lanes=64,
-        threads=2048,
-        shared_memory=164 * _KIB,
-        l2_cache=40 * _MIB,
-        clock_ghz=1.41,
-        memory_bytes=memory_bytes,
-        memory_bandwidth=memory_bandwidth,
-    )
-
-
-def _hopper(label: str, memory_bytes: int, memory_bandwidth: int) -> GpuTarget:
-    return GpuTarget(
-        label,
-        capability=(9, 0),
-        multiprocessors=132,
-        lanes=128,
-        threads=2048,
-        shared_memory=228 * _KIB,
-        l2_cache=50 * _MIB,
-        clock_ghz=1.98,
-        memory_bytes=memory_bytes,
-        memory_bandwidth=memory_bandwidth,
-    )
-
+# By a card's architecture: GpuTarget's fields from `capability` to `clock_ghz`.
+_AMPERE = (8, 0), 108, 64, 2048, 164 * _KIB, 40 * _MIB, 1.41
+_HOPPER = (9, 0), 132, 128, 2048, 228 * _KIB, 50 * _MIB, 1.98
+_BLACKWELL = (10, 0), 148, 128, 2048, 228 * _KIB, 132_644_864, 1.965
+_ADA = (8, 9), 142, 128, 1536, 100 * _KIB, 96 * _MIB, 2.52
+_SMALL_ADA = (8, 9), 58, 128, 1536, 100 * _KIB, 48 * _MIB, 2.04
 
 TARGETS = {
-    "a100-40": _ampere("NVIDIA A100-SXM4-40GB", MEMORY_BYTES["a100-40"], 1_555_200_000_000),
-    "a100": _ampere("NVIDIA A100-SXM4-80GB", MEMORY_BYTES["a100"], 2_039_040_000_000),
-    "h100": _hopper("NVIDIA H100 80GB HBM3", MEMORY_BYTES["h100"], 3_352_320_000_000),
-    "h200": _hopper("NVIDIA H200", MEMORY_BYTES["h200"], 4_800_000_000_000),
-    "b200": GpuTarget(
-        "NVIDIA B200",
-        capability=(10, 0),
-        multiprocessors=148,
-        lanes=128,
-        threads=2048,
-        shared_memory=228 * _KIB,
-        l2_cache=132_644_864,
-        clock_ghz=1.965,
-        memory_bytes=MEMORY_BYTES["b200"],
-        memory_bandwidth=7_672_320_000_000,
-    ),
-    "l40s": GpuTarget(
-        "NVIDIA L40S",
-        capability=(8, 9),
-        multiprocessors=142,
-        lanes=128,
-        threads=1536,
-        shared_memory=100 * _KIB,
-        l2_cache=96 * _MIB,
-        clock_ghz=2.52,
-        memory_bytes=MEMORY_BYTES["l40s"],
-        memory_bandwidth=864_000_000_000,
-    ),
-    "l4": GpuTarget(
-        "NVIDIA L4",
-        capability=(8, 9),
-        multiprocessors=58,
-        lanes=128,
-        threads=1536,
-        shared_memory=100 * _KIB,
-        l2_cache=48 * _MIB,
-        clock_ghz=2.04,
-        memory_bytes=MEMORY_BYTES["l4"],
-        memory_bandwidth=300_000_000_000,
-    ),
+    card: GpuTarget(label, bandwidth, *architecture, MEMORY_BYTES[card])
+    for card, label, bandwidth, architecture in (
+        ("a100-40", "NVIDIA A100-SXM4-40GB", 1_555_200_000_000, _AMPERE),
+        ("a100", "NVIDIA A100-SXM4-80GB", 2_039_040_000_000, _AMPERE),
+        ("h100", "NVIDIA H100 80GB HBM3", 3_352_320_000_000, _HOPPER),
+        ("h200", "NVIDIA H200", 4_800_000_000_000, _HOPPER),
+        ("b200", "NVIDIA B200", 7_672_320_000_000, _BLACKWELL),
+        ("l40s", "NVIDIA L40S", 864_000_000_000, _ADA),
+        ("l4", "NVIDIA L4", 300_000_000_000, _SMALL_ADA),
+    )
 }

@@ -19,10 +19,9 @@ import numpy as np
 
 from lingvo_moe.core.config.hyperparams import ParamError, Params
 from lingvo_moe.core.console.command import say
-from lingvo_moe.core.engine.base import Engine
-from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
 from lingvo_moe.core.engine.loop.evaluation import Evaluator
 from lingvo_moe.core.engine.loop.summaries import Summaries
+from lingvo_moe.core.engine.loop.trained import Trained
 from lingvo_moe.core.input.base_input import BaseInput, HeldOutBatch, NoHeldOutError
 from lingvo_moe.core.nested_map import NestedMap, flatten_items
 from lingvo_moe.core.runs.evaluations import Evaluations
@@ -36,11 +35,8 @@ class HeldOutWatch:
     Every process of a job has one and makes each call; one of them writes.
 
     Args:
-        task, engine: those that train.
-        inputs: prepared.
-        train: registry.TrainParams.
+        trained: its checkpointer keeps the best step.
         batches: what to evaluate on, at least one.
-        checkpointer: keeps the best step.
         run_dir: where losses and metrics go.
         writes: whether this process writes them: the first of a job.
 
@@ -50,19 +46,16 @@ class HeldOutWatch:
 
     def __init__(
         self,
-        task: BaseTask,
-        inputs: BaseInput,
-        engine: Engine,
-        train: Params,
+        trained: Trained,
         batches: Sequence[HeldOutBatch],
-        checkpointer: Checkpointer,
         run_dir: RunDir,
         writes: bool = True,
     ):
-        self._task, self._train, self._batches = task, train, batches
-        self._checkpointer, self._run_dir, self._writes = checkpointer, run_dir, writes
+        self._task, self._train, self._batches = trained.task, trained.train, batches
+        self._checkpointer, self._run_dir, self._writes = trained.checkpointer, run_dir, writes
         self._summaries = Summaries(str(run_dir.held_out_dir), enabled=writes)
-        self._evaluator = Evaluator(task, inputs, engine, average=bool(task.p.ema_decay))
+        average = bool(self._task.p.ema_decay)
+        self._evaluator = Evaluator(self._task, trained.inputs, trained.engine, average)
         self._is_compiled = False
         self._evaluations = Evaluations(_digest(batches))
         # Before anything is written: process 0 may be ahead of the others later.

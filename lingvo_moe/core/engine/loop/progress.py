@@ -1,20 +1,17 @@
-"""Shows the progress of long work: a live bar at a terminal, occasional lines elsewhere."""
+"""Shows the progress of training: a live bar at a terminal, occasional lines elsewhere."""
 
 import contextlib
-import shutil
 import sys
-import threading
 import time
-from collections.abc import Callable
-from typing import NamedTuple, Self, TextIO
+from typing import NamedTuple, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lingvo_moe.core.console import units as formats
+from lingvo_moe.core.console.units import clock, rate
+from lingvo_moe.core.console.waiting import Waiting
 
 _WAIT_TO_SHOW = 0.01  # of the time; less does not matter
-_TICK = 1.0  # seconds between two looks at the clock while something is waited for
 
 
 class Work(NamedTuple):
@@ -108,7 +105,7 @@ class StepProgress:
         if not is_first:
             text += self._speed_text(speed)
         if self._seconds_a_step:
-            text += f"  {format_seconds(self._seconds_a_step * (self._last - step))} left"
+            text += f"  {clock(self._seconds_a_step * (self._last - step))} left"
         if speed.input_wait > _WAIT_TO_SHOW:
             text += f"  {speed.input_wait:.0%} waiting for input"
         if note:
@@ -138,7 +135,7 @@ class StepProgress:
         """The known parts of a speed, each after two spaces."""
         text = f"  {speed.units:,.0f} {self._unit}/s"
         if speed.flops is not None:
-            text += f"  {formats.rate(speed.flops, 'FLOP')}"
+            text += f"  {rate(speed.flops, 'FLOP')}"
         if speed.utilisation is not None:
             text += f"  {speed.utilisation:.1%} of peak"
         return text
@@ -148,108 +145,3 @@ class StepProgress:
         self._waiting.close()
         if self._bar is not None:
             self._bar.stop()
-
-
-class LineProgress:
-    """Shows the current stage of a long preparation: call it with a line of text, then Close it.
-
-    At a terminal each line takes the place of the one before. Elsewhere lines follow each other, at
-    most one in `interval` seconds, besides the first and the last.
-    """
-
-    def __init__(
-        self,
-        stream: TextIO | None = None,
-        interval: float = 5.0,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self._stream = stream or sys.stderr
-        self._terminal = self._stream.isatty()
-        self._interval, self._clock = interval, clock
-        self._shown_at: float | None = None
-        self._held = ""
-
-    def __enter__(self) -> "LineProgress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.Close()
-
-    def __call__(self, line: str) -> None:
-        now = self._clock()
-        if self._terminal:
-            width = shutil.get_terminal_size().columns - 1
-            self._write(f"\r\x1b[2K{line[:width]}")
-        elif self._shown_at is not None and now - self._shown_at < self._interval:
-            self._held = line
-            return
-        else:
-            self._write(f"{line}\n")
-        self._shown_at, self._held = now, ""
-
-    def Close(self, last: bool = True) -> None:
-        """Ends the line at a terminal. Elsewhere shows the last line if it was held back, unless `last` is false."""
-        if self._terminal and self._shown_at is not None:
-            self._write("\n")
-        elif self._held and last:
-            self._write(f"{self._held}\n")
-        self._shown_at, self._held = None, ""
-
-    def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
-
-
-class Waiting:
-    """Shows what a command is doing and for how many seconds: call it with a phrase when it does something else.
-
-    A thread shows it, since a compiler does not return before it is done. Elsewhere than at a terminal there is a line
-    at the beginning, and then one in `interval` seconds.
-
-    Usage:
-        with Waiting("lowering train_step") as waiting:
-            ...
-            waiting("compiling train_step")
-    """
-
-    def __init__(
-        self,
-        doing: str = "",
-        stream: TextIO | None = None,
-        interval: float = 10.0,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        self._lines, self._clock = LineProgress(stream, interval, clock), clock
-        self._lock, self._over = threading.Lock(), threading.Event()
-        self._thread = threading.Thread(target=self._Run, name="waiting", daemon=True)
-        self._doing = ""
-        if doing:
-            self(doing)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-        self._lines.Close(last=False)
-
-    def __call__(self, doing: str) -> None:
-        with self._lock:
-            self._doing, self._since = doing, self._clock()
-            self._lines(f"{doing} ...")
-
-    def _Run(self) -> None:
-        while not self._over.wait(_TICK):
-            with self._lock:
-                if self._doing:
-                    self._lines(f"{self._doing} ... {self._clock() - self._since:.0f} s")
-
-
-def format_seconds(seconds: float) -> str:
-    """'1h02m', '3m05s' or '12s'."""
-    seconds = int(seconds + 0.5)
-    if seconds >= 3600:
-        return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
-    return f"{seconds // 60}m{seconds % 60:02d}s" if seconds >= 60 else f"{seconds}s"

@@ -12,38 +12,33 @@ from typing import Any
 
 import numpy as np
 
-from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.console.command import say
+from lingvo_moe.core.console.waiting import Waiting
 from lingvo_moe.core.engine import devices
-from lingvo_moe.core.engine.base import Compiled, Engine
-from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
+from lingvo_moe.core.engine.base import Compiled
 from lingvo_moe.core.engine.checkpoints.initial_weights import InitialWeights
 from lingvo_moe.core.engine.checkpoints.packed_tensors import Packing
 from lingvo_moe.core.engine.loop.held_out import HeldOutWatch
 from lingvo_moe.core.engine.loop.interrupt import StopRequest, TimeLimit
 from lingvo_moe.core.engine.loop.prefetch import Prefetched
-from lingvo_moe.core.engine.loop.progress import Speed, StepProgress, Waiting, Work
+from lingvo_moe.core.engine.loop.progress import Speed, StepProgress, Work
 from lingvo_moe.core.engine.loop.skipped_steps import SkippedSteps
 from lingvo_moe.core.engine.loop.steps import build_step, initial_state, train_step
 from lingvo_moe.core.engine.loop.summaries import Summaries
-from lingvo_moe.core.input.base_input import BaseInput, BatchIterator
+from lingvo_moe.core.engine.loop.trained import Trained
+from lingvo_moe.core.input.base_input import BatchIterator
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.pipeline.blocks import describe_padding
 from lingvo_moe.core.pipeline.params import settings_of
 from lingvo_moe.core.state.offload import items_of
-from lingvo_moe.core.task.base_task import BaseTask
 
 
 class TrainLoop:
     """Trains one task on one engine.
 
     Args:
-        task: what is trained.
-        inputs: what feeds it, prepared.
-        engine: what runs the task.
-        checkpointer: where the run is kept.
+        trained: the task and its engine.
         summaries: where metrics go.
-        train: registry.TrainParams.
         initial: weights to begin with, instead of initial values; a run that goes on has no use for them.
         peak: floating-point operations that the engine's devices do in a second at most; None: not known.
         watch: evaluates on held-out data; None: never.
@@ -52,23 +47,21 @@ class TrainLoop:
 
     def __init__(
         self,
-        task: BaseTask,
-        inputs: BaseInput,
-        engine: Engine,
-        checkpointer: Checkpointer,
+        trained: Trained,
         summaries: Summaries,
-        train: Params,
         initial: InitialWeights | None = None,
         peak: float | None = None,
         watch: HeldOutWatch | None = None,
         time_limit: TimeLimit | None = None,
     ):
-        self._task, self._inputs, self._engine = task, inputs, engine
-        self._checkpointer, self._summaries, self._train = checkpointer, summaries, train
+        task = self._task = trained.task
+        self._inputs, self._engine, self._train = trained.inputs, trained.engine, trained.train
+        self._checkpointer, self._summaries = trained.checkpointer, summaries
         self._initial, self._watch = initial, watch
-        self._skipped = SkippedSteps(engine, checkpointer, train.max_skipped_steps)
+        most = self._train.max_skipped_steps
+        self._skipped = SkippedSteps(self._engine, self._checkpointer, most)
         self._time_limit = time_limit or TimeLimit()
-        self._work = Work(task.StepFlops(inputs.BatchSpec()), peak)
+        self._work = Work(task.StepFlops(self._inputs.BatchSpec()), peak)
         self._state_specs = task.StateSpecs()
         self._packing = Packing.Of(self._state_specs, task.Unpacked().StateSpecs())
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lingvo_moe.core.files.sealed import SealError, read_sealed, write_sealed
+from lingvo_moe.core.files.sealed import read_sealed, write_sealed
 
 _log = logging.getLogger(__name__)
 # Lines, and the language of each -> one translation each.
@@ -50,16 +50,13 @@ class KeptTranslations:
         key = json.dumps([self._identity, lines, langs], sort_keys=True)
         name = hashlib.sha256(key.encode()).hexdigest()[:32]
         file = self._directory / f"{name}.kept"
-        try:
-            if body := read_sealed(file):
-                kept = json.loads(body)
-                self.reused += len(lines)
-                self.seconds += kept["seconds"]
-                return kept["translations"]
-        except SealError as e:
-            _log.warning("kept translations: %s; the lines are translated again", e)
+        warning = "kept translations: %s; the lines are translated again"
+        if body := read_sealed(file, lambda why: _log.warning(warning, why)):
+            kept = json.loads(body)
+            self.reused += len(lines)
+            self.seconds += kept["seconds"]
+            return kept["translations"]
         translations, seconds = self._new(lines, langs)
-        self._directory.mkdir(parents=True, exist_ok=True)
         content = {"translations": list(translations), "seconds": seconds}
         write_sealed(file, json.dumps(content).encode())
         return translations

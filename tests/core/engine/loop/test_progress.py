@@ -5,14 +5,10 @@ import threading
 
 import pytest
 
-from lingvo_moe.core.engine.loop import progress as progress_module
-from lingvo_moe.core.engine.loop.progress import (
-    LineProgress,
-    StepProgress,
-    Waiting,
-    Work,
-    format_seconds,
-)
+from lingvo_moe.core.console import units
+from lingvo_moe.core.console import waiting as waiting_module
+from lingvo_moe.core.console.waiting import LineProgress, Waiting
+from lingvo_moe.core.engine.loop.progress import StepProgress, Work
 
 
 class Terminal(io.StringIO):
@@ -65,7 +61,7 @@ def test_what_takes_long_is_shown_with_its_seconds_while_it_does_not_return(monk
                 shown.set()
             return super().write(text)
 
-    monkeypatch.setattr(progress_module, "_TICK", 0.001)
+    monkeypatch.setattr(waiting_module, "_TICK", 0.001)
     out = Log()
     with Waiting("lowering", out, interval=10.0, clock=clock) as waiting:
         clock.now = 1.0
@@ -154,5 +150,5 @@ def test_steps_at_a_terminal():
 @pytest.mark.parametrize(
     "seconds, text", [(0, "0s"), (59.6, "1m00s"), (3599, "59m59s"), (3725, "1h02m")]
 )
-def test_format_seconds(seconds, text):
-    assert format_seconds(seconds) == text
+def test_seconds_as_on_a_clock(seconds, text):
+    assert units.clock(seconds) == text
