@@ -10,7 +10,7 @@ import numpy as np
 from lingvo_moe.core.files import files
 from lingvo_moe.tasks.mt.input.dev_set import DevSet
 from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.input.pipeline import MtInput
+from lingvo_moe.tasks.mt.input.mt_input import MtInput
 from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
 
 SIDES = ("source", "target")

@@ -230,7 +230,7 @@ def train_locked(run: Run, engine: Engine, lock: RunLock) -> int:
     from lingvo_moe.core.engine.checkpoints import init_from
     from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
     from lingvo_moe.core.engine.loop import job
-    from lingvo_moe.core.engine.loop.held_out import HeldOutWatch
+    from lingvo_moe.core.engine.loop.held_out_watch import HeldOutWatch
     from lingvo_moe.core.engine.loop.summaries import Summaries
     from lingvo_moe.core.engine.loop.train_loop import TrainLoop
     from lingvo_moe.core.engine.loop.trained import Trained
@@ -382,7 +382,7 @@ def initial_weights(run: Run) -> "InitialWeights | None":
 
 def held_out_batches(run: Run) -> list[HeldOutBatch]:
     """Returns the batches to evaluate on while the run trains; none if it is not evaluated. Called on every process."""
-    from lingvo_moe.core.engine.loop.held_out import read_batches
+    from lingvo_moe.core.engine.loop.held_out_watch import read_batches
 
     train = run.params.train
     return read_batches(run.inputs, train) if train.eval_interval_steps else []

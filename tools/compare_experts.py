@@ -140,7 +140,7 @@ class Comparison:
         _cli.load_tensorflow()
         from lingvo_moe.core.engine.loop.summaries import read_metrics
         from lingvo_moe.core.task import inspect
-        from lingvo_moe.tasks.mt.quality.held_out import held_out_loss
+        from lingvo_moe.tasks.mt.quality.held_out_loss import held_out_loss
         from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 
         held_out = held_out_loss(run, self._corpus, self._args.batches)

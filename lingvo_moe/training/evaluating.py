@@ -130,7 +130,7 @@ class _Scorer:
     def __init__(self, run_dir: RunDir, params: Params, lines: int | None):
         from lingvo_moe.core.engine.engines import make_engine
         from lingvo_moe.core.engine.loop.evaluation import Evaluator
-        from lingvo_moe.core.engine.loop.held_out import first_batches
+        from lingvo_moe.core.engine.loop.held_out_watch import first_batches
 
         artifacts = run_dir.artifacts
         self._run_dir = run_dir

@@ -4,7 +4,7 @@ from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.hyperparams import InstantiableParams, Params
 from lingvo_moe.core.optimizers.schedules import Cosine
 from lingvo_moe.core.optimizers.sgd import Sgd
-from lingvo_moe.tasks.image.input.pipeline import DigitsInput
+from lingvo_moe.tasks.image.input.image_input import DigitsInput
 from lingvo_moe.tasks.image.model import ImageClassifier
 from lingvo_moe.tasks.image.networks import ConvNet
 

@@ -165,10 +165,10 @@ _TRAINER = {
     "lingvo_moe.core.engine.checkpoints.init_from:begin_from": anything(about=None),
     "lingvo_moe.core.engine.checkpoints.init_from:describe": "",
     "lingvo_moe.core.runs.run_dir:RunDir.Write": None,
-    "lingvo_moe.tasks.mt.input.pipeline:MtInput.Prepare": None,
-    "lingvo_moe.tasks.mt.input.pipeline:MtInput.Warnings": [],
-    "lingvo_moe.tasks.mt.input.pipeline:MtInput.CheckNewRun": None,
-    "lingvo_moe.tasks.mt.input.pipeline:MtInput.Artifacts": None,
+    "lingvo_moe.tasks.mt.input.mt_input:MtInput.Prepare": None,
+    "lingvo_moe.tasks.mt.input.mt_input:MtInput.Warnings": [],
+    "lingvo_moe.tasks.mt.input.mt_input:MtInput.CheckNewRun": None,
+    "lingvo_moe.tasks.mt.input.mt_input:MtInput.Artifacts": None,
     "lingvo_moe.tasks.mt.model:MtModel.CheckData": None,
     "lingvo_moe.training.evaluating:_Scorer": SimpleNamespace(
         Score=lambda step: (step or 6, anything(text="scored"))
@@ -270,8 +270,8 @@ COMMANDS += [
         "plan",
         {
             **_CLI,
-            "lingvo_moe.planning.plans:make_plan": _PLAN,
-            "lingvo_moe.planning.plans:smallest_slice": _PLAN,
+            "lingvo_moe.planning.step_plan:make_plan": _PLAN,
+            "lingvo_moe.planning.step_plan:smallest_slice": _PLAN,
             "lingvo_moe.core.planner.report:html_report": "page",
             "lingvo_moe.core.planner.report:print_plan": None,
         },
@@ -361,7 +361,7 @@ COMMANDS += [
             **_CLI,
             "tools.compare_experts:subprocess.run": Through(_trained),
             "lingvo_moe.tasks.mt.input.corpus.corpus:build_corpus": None,
-            "lingvo_moe.tasks.mt.quality.held_out:held_out_loss": anything(
+            "lingvo_moe.tasks.mt.quality.held_out_loss:held_out_loss": anything(
                 step=9, nll=1, accuracy=1, tokens=1
             ),
             "lingvo_moe.core.engine.loop.summaries:read_metrics": [{"nll": 1}],

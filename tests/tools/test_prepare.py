@@ -18,7 +18,7 @@ from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
 from lingvo_moe.tasks.mt.input.corpus import split
 from lingvo_moe.tasks.mt.input.dev_set import DevSet
 from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.input.pipeline import MtInput
+from lingvo_moe.tasks.mt.input.mt_input import MtInput
 from lingvo_moe.tasks.mt.input.preparing import read_stage
 from lingvo_moe.tasks.mt.input.preparing.workers import run_jobs
 from lingvo_moe.tasks.mt.input.vocab_cache import load_vocabularies

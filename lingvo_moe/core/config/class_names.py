@@ -20,6 +20,19 @@ NOT_OWN = (
 # Packages inside lingvo_moe in a wheel and in a checkout; there, others are directories of the repository.
 _OWN_MODULE = re.compile(rf"{_OWN}\.(core|tasks)(\.[A-Za-z_][A-Za-z0-9_]*)+")
 
+# Modules that have other names now; parameters of older runs name them.
+_MOVED = {
+    "lingvo_moe.tasks.mt.input.pipeline": "lingvo_moe.tasks.mt.input.mt_input",
+    "lingvo_moe.tasks.image.input.pipeline": "lingvo_moe.tasks.image.input.image_input",
+}
+
+
+def with_modules_as_now(text: str) -> str:
+    """A text with `type/module/Class` by an older version as this one writes it."""
+    for before, now in _MOVED.items():
+        text = text.replace(f"type/{before}/", f"type/{now}/")
+    return text
+
 
 class ClassesByName(Mapping[str, type]):
     """Classes by short names; a class is imported when it is asked for."""
@@ -71,7 +84,7 @@ def own_class(text: str) -> type:
 
 def _parts(text: str) -> tuple[str, str]:
     """Module and class of `type/<module>/<name>`."""
-    parts = text.split("/")
+    parts = with_modules_as_now(text).split("/")
     if len(parts) != 3 or parts[0] != "type":
         raise ValueError(f"{text!r} names no class; expected 'type/module/Class'")
     return parts[1], parts[2]

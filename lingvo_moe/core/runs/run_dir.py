@@ -26,6 +26,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from lingvo_moe.core.config import registry
+from lingvo_moe.core.config.class_names import with_modules_as_now
 from lingvo_moe.core.config.hyperparams import Params
 from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.files.files import write_atomic
@@ -241,7 +242,7 @@ class RunDir:
     def params_text(self) -> str:
         """`params.txt`: all parameters of the run as they were when it began. Raises RunDirError: as experiment."""
         try:
-            return self._Read()[1][_PARAMS].decode("utf-8")
+            return with_modules_as_now(self._Read()[1][_PARAMS].decode("utf-8"))
         except UnicodeDecodeError as e:
             raise RunDirError(f"{self.path / _PARAMS}: not UTF-8, at byte {e.start}") from None
 

@@ -7,8 +7,8 @@ from lingvo_moe.core.config.hyperparams import InstantiableParams
 from lingvo_moe.core.input.base_input import ArraySpec, HeldOutBatch
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.input.lengths import Lengths, Loss, target_loss
-from lingvo_moe.tasks.mt.input.packing import Shape
-from lingvo_moe.tasks.mt.input.pipeline import BatchIterator, MtInput
+from lingvo_moe.tasks.mt.input.mt_input import BatchIterator, MtInput
+from lingvo_moe.tasks.mt.input.rows_of_pairs import Shape
 
 
 class LmInput(MtInput):
@@ -55,7 +55,7 @@ class TextIterator(BatchIterator):
     """Batches of packed texts, without end; see BaseInput."""
 
     def __next__(self) -> NestedMap:
-        """The next batch: `tgt` of packing.to_batch.
+        """The next batch: `tgt` of rows_of_pairs.to_batch.
 
         Raises:
             DataError: no text fits into a row, or a damaged cache.

@@ -18,7 +18,7 @@ from lingvo_moe.core.engine import devices
 from lingvo_moe.core.engine.base import Compiled
 from lingvo_moe.core.engine.checkpoints.initial_weights import InitialWeights
 from lingvo_moe.core.engine.checkpoints.packed_tensors import Packing
-from lingvo_moe.core.engine.loop.held_out import HeldOutWatch
+from lingvo_moe.core.engine.loop.held_out_watch import HeldOutWatch
 from lingvo_moe.core.engine.loop.interrupt import StopRequest, TimeLimit
 from lingvo_moe.core.engine.loop.prefetch import Prefetched
 from lingvo_moe.core.engine.loop.progress import Speed, StepProgress, Work

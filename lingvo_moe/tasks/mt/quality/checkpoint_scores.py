@@ -10,7 +10,7 @@ from lingvo_moe.core.task.checkpoint_scorer import BaseCheckpointScorer, Checkpo
 from lingvo_moe.tasks.mt.decoding.translator import Translator
 from lingvo_moe.tasks.mt.input.artifacts import languages_of, vocabs_of
 from lingvo_moe.tasks.mt.input.dev_set import DevSet
-from lingvo_moe.tasks.mt.input.pipeline import MtInput
+from lingvo_moe.tasks.mt.input.mt_input import MtInput
 from lingvo_moe.tasks.mt.model import MtModel
 from lingvo_moe.tasks.mt.quality import scoring
 from lingvo_moe.tasks.mt.quality.intervals import ENOUGH_LINES, with_margin

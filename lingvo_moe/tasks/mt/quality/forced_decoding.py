@@ -21,7 +21,7 @@ from lingvo_moe.core.decode.ranges import LENGTH
 from lingvo_moe.core.kernels import tensorflow as tensorflow_kernels
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
-from lingvo_moe.tasks.mt.input.packing import Shape, to_batch
+from lingvo_moe.tasks.mt.input.rows_of_pairs import Shape, to_batch
 from lingvo_moe.tasks.mt.input.special_ids import EOS_ID
 from lingvo_moe.tasks.mt.input.tasks import task_numbers
 from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary

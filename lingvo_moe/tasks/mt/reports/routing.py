@@ -18,7 +18,7 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.task.base_task import BaseTask
 from lingvo_moe.tasks.mt.input.dev_set import DevSet
 from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.input.packing import RowFiller, Shape, to_batch
+from lingvo_moe.tasks.mt.input.rows_of_pairs import RowFiller, Shape, to_batch
 from lingvo_moe.tasks.mt.input.tasks import task_numbers
 from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir

@@ -7,9 +7,9 @@ import pytest
 
 from lingvo_moe.core.input.base_input import NoHeldOutError
 from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.input.held_out import held_out_batches
-from lingvo_moe.tasks.mt.input.packing import Shape
-from lingvo_moe.tasks.mt.input.pipeline import MtInput
+from lingvo_moe.tasks.mt.input.held_out_batches import held_out_batches
+from lingvo_moe.tasks.mt.input.mt_input import MtInput
+from lingvo_moe.tasks.mt.input.rows_of_pairs import Shape
 
 _SHAPE = Shape(rows=2, source_length=6, target_length=6, task_ids=True)
 

@@ -12,7 +12,7 @@ from lingvo_moe.core.config import registry
 from lingvo_moe.core.config.class_names import any_class
 from lingvo_moe.core.engine.loop.summaries import read_metrics
 from lingvo_moe.tasks.mt.quality.checkpoint_scores import CheckpointScorer
-from lingvo_moe.tasks.mt.quality.held_out import held_out_loss
+from lingvo_moe.tasks.mt.quality.held_out_loss import held_out_loss
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
 from lingvo_moe.tasks.mt.task import MtTask
 from tools import evaluate

@@ -11,7 +11,7 @@ from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.mt.decoding.decode_step import Decoder
-from lingvo_moe.tasks.mt.input.packing import Shape, to_batch
+from lingvo_moe.tasks.mt.input.rows_of_pairs import Shape, to_batch
 from lingvo_moe.tasks.mt.input.vocabulary import Vocabulary
 from lingvo_moe.tasks.mt.quality.forced_decoding import ScoreOptions, Scorer
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir

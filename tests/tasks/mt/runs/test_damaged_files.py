@@ -23,7 +23,7 @@ from lingvo_moe.tasks.mt.decoding.shortlist import Shortlist
 from lingvo_moe.tasks.mt.input.corpus.corpus import CorpusOptions, build_corpus, languages_asked_for
 from lingvo_moe.tasks.mt.input.dev_set import DevSet
 from lingvo_moe.tasks.mt.input.errors import DataError
-from lingvo_moe.tasks.mt.input.pipeline import MtInput
+from lingvo_moe.tasks.mt.input.mt_input import MtInput
 from lingvo_moe.tasks.mt.input.preparing import prepare as preparing
 from lingvo_moe.tasks.mt.input.records import Records, cached_records
 from lingvo_moe.tasks.mt.input.scan import scan

@@ -10,6 +10,7 @@ import subprocess
 import pytest
 import toy_translation as toy
 
+from lingvo_moe.core.config.class_names import any_class
 from lingvo_moe.core.files import files
 from lingvo_moe.core.files.artifacts import RunArtifacts
 from lingvo_moe.core.files.manifest import write_manifest
@@ -18,8 +19,9 @@ from lingvo_moe.core.runs.run_dir import MANIFEST, MARK
 from lingvo_moe.core.runs.run_lock import RunLock
 from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
 from lingvo_moe.tasks.mt.input.errors import DataError
+from lingvo_moe.tasks.mt.input.mt_input import MtInput
 from lingvo_moe.tasks.mt.runs.run_dir import RunDir
-from lingvo_moe.training.checks import prepare_run_dir
+from lingvo_moe.training.checks import check_same_run, prepare_run_dir
 
 DESCRIPTION = ["experiment.json", "params.txt", "vocab/source.model", "vocab/target.model"]
 PROGRAM = {
@@ -385,3 +387,12 @@ def test_another_program_s_file_of_the_same_name_is_not_replaced(tmp_path, conte
         with pytest.raises(RunDirError, match=r"holds an experiment\.json that is no run's"):
             prepare_run_dir(RunDir(tmp_path), "mt.M4Tiny", "", lock, restart=False)
     assert (tmp_path / "experiment.json").read_bytes() == content
+
+
+def test_a_run_goes_on_whose_classes_were_in_modules_of_other_names(run):
+    file = run.path / "params.txt"
+    file.write_text(file.read_text().replace("input.mt_input/", "input.pipeline/"))
+    run.ListFiles()
+    assert "input.pipeline/MtInput" in file.read_text()
+    check_same_run(run, run.Params(), "name another directory")
+    assert any_class("type/lingvo_moe.tasks.mt.input.pipeline/MtInput") is MtInput

@@ -16,8 +16,8 @@ from lingvo_moe.tasks.mt.input import tsv
 from lingvo_moe.tasks.mt.input.artifacts import mt_artifacts
 from lingvo_moe.tasks.mt.input.errors import DataError
 from lingvo_moe.tasks.mt.input.lengths import Lengths, measure
-from lingvo_moe.tasks.mt.input.packing import MAX_WAITING
-from lingvo_moe.tasks.mt.input.pipeline import MtInput
+from lingvo_moe.tasks.mt.input.mt_input import MtInput
+from lingvo_moe.tasks.mt.input.rows_of_pairs import MAX_WAITING
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ def test_long_pairs_are_dropped_or_truncated_and_counted(params) -> None:
 def test_rows_too_short_for_anything(
     params, ready: MtInput, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lingvo_moe.tasks.mt.input.pipeline._GIVE_UP_AFTER", 500)
+    monkeypatch.setattr("lingvo_moe.tasks.mt.input.mt_input._GIVE_UP_AFTER", 500)
     (tmp_path / "aa.tsv").write_text("six words are too many here\tsix words are too many here\n")
     for side, vocabulary in ready.vocabs.items():
         (tmp_path / f"{side}.model").write_bytes(vocabulary.model_bytes)
@@ -354,7 +354,7 @@ def test_errors_teach(params, values: dict, message: str) -> None:
 
 def test_neither_jax_nor_tensorflow_is_imported() -> None:
     code = (
-        "import sys, lingvo_moe.tasks.mt.input.pipeline, lingvo_moe.tasks.mt.input.corpus.corpus;"
+        "import sys, lingvo_moe.tasks.mt.input.mt_input, lingvo_moe.tasks.mt.input.corpus.corpus;"
         "sys.exit(bool({'jax', 'tensorflow'} & set(sys.modules)))"
     )
     root = Path(__file__).parents[4]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from lingvo_moe.core.input.base_input import HeldOutBatch
-from lingvo_moe.tasks.mt.input.packing import Shape, fill_batch
+from lingvo_moe.tasks.mt.input.rows_of_pairs import Shape, fill_batch
 
 # (source, target) texts of a language, and its task or None.
 LanguagePairs = tuple[Sequence[tuple[str, str]], int | None]
@@ -57,7 +57,7 @@ def held_out_batches(
     shape: Shape,
     truncate: bool,
 ) -> Iterator[HeldOutBatch]:
-    """Batches of all pairs; see packing.to_batch. The last ones of a group have empty rows.
+    """Batches of all pairs; see rows_of_pairs.to_batch. The last ones of a group have empty rows.
 
     Each group has languages with at least one pair each; `encode` gives the ids of a source, and of a target. Pairs
     longer than a row are truncated, or left out.

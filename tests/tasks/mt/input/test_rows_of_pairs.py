@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lingvo_moe.core.nested_map import NestedMap
-from lingvo_moe.tasks.mt.input.packing import Shape, fill_batch, to_batch
+from lingvo_moe.tasks.mt.input.rows_of_pairs import Shape, fill_batch, to_batch
 
 
 def _unpack(batch: NestedMap) -> list[tuple[list[int], list[int]]]:

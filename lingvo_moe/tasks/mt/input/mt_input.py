@@ -24,12 +24,12 @@ from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.tasks.mt.input.artifacts import languages_of, mt_artifacts, vocabs_of
 from lingvo_moe.tasks.mt.input.dev_set import DevSet
 from lingvo_moe.tasks.mt.input.errors import DataError, NoDevSetError
-from lingvo_moe.tasks.mt.input.held_out import LanguagePairs, held_out_batches
+from lingvo_moe.tasks.mt.input.held_out_batches import LanguagePairs, held_out_batches
 from lingvo_moe.tasks.mt.input.lengths import Lengths, Loss, measure
 from lingvo_moe.tasks.mt.input.order import PairOrder
-from lingvo_moe.tasks.mt.input.packing import Shape, fill_batch
 from lingvo_moe.tasks.mt.input.records import Records, cached_records, prepared_records
 from lingvo_moe.tasks.mt.input.resource_groups import GROUPS, resource_groups
+from lingvo_moe.tasks.mt.input.rows_of_pairs import Shape, fill_batch
 from lingvo_moe.tasks.mt.input.scan import Scan, scan
 from lingvo_moe.tasks.mt.input.tasks import task_numbers
 from lingvo_moe.tasks.mt.input.tsv import reasons
@@ -330,7 +330,7 @@ class BatchIterator(base_input.BatchIterator):
         self.counts = {"batches": 0, "pairs": 0, "too_long": 0}
 
     def __next__(self) -> NestedMap:
-        """The next batch: see packing.to_batch. Raises DataError: no pair fits into a row, or a damaged cache."""
+        """The next batch: see rows_of_pairs.to_batch. Raises DataError: no pair fits into a row, or a damaged cache."""
         batch, self._waiting = fill_batch(self._input.shape, self._waiting, self._draw)
         self.counts["batches"] += 1
         return batch
