@@ -84,9 +84,10 @@ def train(setup: dict[str, Any], pairs: list[list[str]]) -> tuple[int, int]:
 
 def held_out(setup: dict[str, Any], pairs: list[list[str]], step: int) -> dict[str, float]:
     """The log-probability of all targets in nats, and their number of tokens, of a checkpoint."""
+    from lingvo_moe.core.engine.checkpoints.run_weights import Chosen
     from lingvo_moe.tasks.mt.quality.forced_decoding import Scorer
 
-    scorer = Scorer(setup["run"], step=step, use_ema=setup["use_ema"])
+    scorer = Scorer(setup["run"], chosen=Chosen(step, use_ema=setup["use_ema"]))
     languages, sources, targets = zip(*pairs, strict=True)
     scores = scorer.Score(sources, targets, languages)
     return {
@@ -97,6 +98,7 @@ def held_out(setup: dict[str, Any], pairs: list[list[str]], step: int) -> dict[s
 
 def translate(setup: dict[str, Any], pairs: list[list[str]], step: int) -> list[str]:
     """The translation of each source."""
+    from lingvo_moe.core.engine.checkpoints.run_weights import Chosen
     from lingvo_moe.tasks.mt.decoding.translator import TranslateOptions
     from lingvo_moe.tasks.mt.serving.export import load_translator
 
@@ -105,7 +107,7 @@ def translate(setup: dict[str, Any], pairs: list[list[str]], step: int) -> list[
         length_alpha=setup["length_alpha"],
         max_length=setup["max_length"],
     )
-    translator, _ = load_translator(setup["run"], options, step, use_ema=setup["use_ema"])
+    translator, _ = load_translator(setup["run"], options, Chosen(step, use_ema=setup["use_ema"]))
     languages, sources, _ = zip(*pairs, strict=True)
     return [row[0] for row in translator.Translate(sources, languages).translations]
 

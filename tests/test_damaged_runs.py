@@ -26,6 +26,7 @@ _NOT_READ = ("/.trainer.lock", "/experiment.hmac", "/events.out.tfevents", "/com
 
 def _read_run(path: str) -> list[str]:
     """Reads all files of a run, including each checkpoint; returns warnings about missing ones."""
+    from lingvo_moe.core.engine.checkpoints.run_weights import Chosen
     from lingvo_moe.tasks.mt.reports.run_report import Missing, gather
     from lingvo_moe.tasks.mt.runs.run_dir import RunDir
     from lingvo_moe.tasks.mt.serving.export import load_theta
@@ -33,7 +34,7 @@ def _read_run(path: str) -> list[str]:
     run = RunDir(path)
     model, _ = run.Task(), run.vocabs
     for step in run.steps:
-        load_theta(run, model, step)
+        load_theta(run, model, Chosen(step))
     report = gather(path, Missing("", ""))
     found = [part.why for part in vars(report).values() if isinstance(part, Missing) and part.why]
     return found + [f"{name}: {value}" for name, value in report.settings if "missing" in value]

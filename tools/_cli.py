@@ -223,9 +223,11 @@ def search_options(args: Flags, top_k: int = 1) -> Any:
         raise ValueError(f"--{e}") from None
 
 
-def checkpoint(args: Flags) -> tuple[int | None, int, bool]:
-    """Returns the checkpoint's step, None for the newest, how many to average, and whether --use_ema is given."""
-    return checkpoint_step(args), args.average_last or 1, args.use_ema
+def chosen(args: Flags) -> Any:
+    """The Chosen weights of the flags of define_run_flags."""
+    from lingvo_moe.core.engine.checkpoints.run_weights import Chosen
+
+    return Chosen(checkpoint_step(args), args.average_last or 1, args.use_ema)
 
 
 def checkpoint_step(args: Flags) -> int | None:
@@ -260,7 +262,7 @@ def load_from_run(args: Flags, options: Any) -> tuple[Any, dict[str, Any]]:
 
     weights = args.weights or "float32"
     return load_translator(
-        args.logdir, options, *checkpoint(args), args.shortlist, weights, args.trust_run
+        args.logdir, options, chosen(args), args.shortlist, weights, args.trust_run
     )
 
 

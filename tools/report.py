@@ -122,7 +122,7 @@ def _routing(args: Flags, run: Any) -> Any:
         found = routing.measure_routing(
             args.logdir,
             devset,
-            *_cli.checkpoint(args),
+            _cli.chosen(args),
             rows=args.batch_size,
             progress=lambda n, all_: (
                 None if args.quiet else show(f"report: {n} of {all_} languages")

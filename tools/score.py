@@ -108,7 +108,7 @@ def _open(args: Flags) -> Any:
     from lingvo_moe.tasks.mt.quality.forced_decoding import ScoreOptions, Scorer
 
     options = ScoreOptions(args.max_source_length, args.max_length)
-    return Scorer(args.logdir, options, *_cli.checkpoint(args), args.trust_run)
+    return Scorer(args.logdir, options, _cli.chosen(args), args.trust_run)
 
 
 def _answer(scorer: Any, lines: list[Line], args: Flags, losses: Losses) -> list[tuple[str, str]]:

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -14,6 +15,19 @@ from lingvo_moe.core.task.base_task import BaseTask
 
 _PATIENCE = 5.0  # seconds that a trainer may take to delete the files of a checkpoint
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Which weights of a run are read."""
+
+    step: int | None = None  # of the checkpoint; None for the newest
+    average_last: int = 1  # how many checkpoints, this one the last, to take the mean of
+    # Whether the moving average of the weights is read, of a run with task.ema_decay.
+    use_ema: bool = False
+
+
+NEWEST = Chosen()
 
 
 def read_newest(

@@ -18,6 +18,7 @@ from lingvo_moe.core import kernels
 from lingvo_moe.core.config import checks
 from lingvo_moe.core.console.collection import paused_collection
 from lingvo_moe.core.decode.ranges import LENGTH
+from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen
 from lingvo_moe.core.kernels import tensorflow as tensorflow_kernels
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
@@ -74,10 +75,7 @@ class Scorer:
 
     Args:
         logdir: a trainer's.
-        options: see ScoreOptions.
-        step: which checkpoint; None for the newest.
-        average_last: how many checkpoints, this one the last, to take the mean of.
-        use_ema: whether to take the moving average of the weights, of a run with task.ema_decay.
+        options, chosen: how to score, and with which weights.
         trust_run: see RunDir.
 
     Attributes:
@@ -91,9 +89,7 @@ class Scorer:
         self,
         logdir: str | os.PathLike,
         options: ScoreOptions | None = None,
-        step: int | None = None,
-        average_last: int = 1,
-        use_ema: bool = False,
+        chosen: Chosen = NEWEST,
         trust_run: bool = False,
     ):
         run = RunDir(logdir, trust_run=trust_run)
@@ -102,7 +98,7 @@ class Scorer:
         self._by_language = self._task.RoutesByTask(self._task.p)
         self._languages = run.languages
         self._vocabs = run.vocabs.Transform(Vocabulary)
-        theta, self.about = load_theta(run, self._task, step, average_last, use_ema)
+        theta, self.about = load_theta(run, self._task, chosen)
         self._theta = theta.Transform(tf.constant)
         self._program = tf.function(self._log_probs, autograph=False)
 

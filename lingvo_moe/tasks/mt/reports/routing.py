@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen
 from lingvo_moe.core.engine.loop.summaries import read_metrics
 from lingvo_moe.core.engine.lowering.specs import TensorSpec
 from lingvo_moe.core.engine.tf_engine import TfEngine
@@ -154,9 +155,7 @@ def _missing(share_E: np.ndarray, tokens: int) -> float:
 def measure_routing(
     logdir: str | os.PathLike,
     devset: DevSet,
-    step: int | None = None,
-    average_last: int = 1,
-    use_ema: bool = False,
+    chosen: Chosen = NEWEST,
     rows: int = 16,
     progress: Progress = lambda done, all_: None,
     trust_run: bool = False,
@@ -169,9 +168,7 @@ def measure_routing(
     Args:
         logdir: a trainer's.
         devset: the pairs.
-        step: of the checkpoint; None for the newest.
-        average_last: how many checkpoints, this one the last, to take the mean of.
-        use_ema: whether to take the moving average of the weights, of a run with task.ema_decay.
+        chosen: which weights of it.
         rows: B.
         progress: called after each language.
         trust_run: see RunDir.
@@ -191,7 +188,7 @@ def measure_routing(
         )
     vocabs = run.vocabs.Transform(Vocabulary)
     inputs = params.input.Copy().Set(batch_size=rows, pack=True).Instantiate()
-    theta, about = load_theta(run, task, step, average_last, use_ema)
+    theta, about = load_theta(run, task, chosen)
     metrics_of = _moe_metrics(task, theta, inputs.BatchSpec().Transform(_to_tensor_spec))
     tallies = []
     pairs: dict[str, int] = {}

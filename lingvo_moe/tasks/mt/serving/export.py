@@ -8,7 +8,12 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, CheckpointError
-from lingvo_moe.core.engine.checkpoints.run_weights import read_newest, read_weights
+from lingvo_moe.core.engine.checkpoints.run_weights import (
+    NEWEST,
+    Chosen,
+    read_newest,
+    read_weights,
+)
 from lingvo_moe.core.files.files import not_written, replaced_directory, write_atomic
 from lingvo_moe.core.files.manifest import write_manifest
 from lingvo_moe.core.files.paths import check_portable
@@ -24,9 +29,7 @@ from lingvo_moe.tasks.mt.serving.saved_translator import ABOUT, MANIFEST, quiet_
 def load_translator(
     logdir: str | os.PathLike,
     options: TranslateOptions | None = None,
-    step: int | None = None,
-    average_last: int = 1,
-    use_ema: bool = False,
+    chosen: Chosen = NEWEST,
     shortlist: str | os.PathLike | None = None,
     weights: str = "float32",
     trust_run: bool = False,
@@ -35,10 +38,7 @@ def load_translator(
 
     Args:
         logdir: a trainer's.
-        options: how to translate.
-        step: which checkpoint; None for the newest.
-        average_last: how many checkpoints, this one the last, to take the mean of.
-        use_ema: whether to take the moving average of the weights, of a run with task.ema_decay.
+        options, chosen: how to translate, and with which weights.
         shortlist: a file of tools.shortlist; None to score all tokens.
         weights: see Translator.
         trust_run: see RunDir.
@@ -57,7 +57,7 @@ def load_translator(
     run = RunDir(logdir, trust_run=trust_run)
     model, vocabs = run.Task(), run.vocabs
     some = Shortlist.Load(shortlist) if shortlist else None
-    theta, about = load_theta(run, model, step, average_last, use_ema)
+    theta, about = load_theta(run, model, chosen)
     about["weights"] = weights
     if some:
         about["shortlist"] = some.About()
@@ -67,38 +67,35 @@ def load_translator(
 
 
 def load_theta(
-    run: RunDir,
-    model: BaseTask,
-    step: int | None = None,
-    average_last: int = 1,
-    use_ema: bool = False,
+    run: RunDir, model: BaseTask, chosen: Chosen = NEWEST
 ) -> tuple[NestedMap, dict[str, Any]]:
     """The weights of a run's model at a checkpoint, as NumPy arrays, and their description; see load_translator."""
     found = run.experiment
     about: dict[str, Any] = {"model": found["model"], "params_override": found["params_override"]}
-    if use_ema and average_last > 1:
+    if chosen.use_ema and chosen.average_last > 1:
         raise CheckpointError(
-            f"--use_ema: a moving average is not averaged again; leave --average_last={average_last} out"
+            "--use_ema: a moving average is not averaged again; leave "
+            f"--average_last={chosen.average_last} out"
         )
 
     def read(checkpointer: Checkpointer, at: int) -> NestedMap:
         about["step"] = at
-        if average_last == 1:
-            return read_weights(checkpointer, model, at, use_ema)
-        about["averaged_steps"] = steps = _last_steps(checkpointer, at, average_last)
+        if chosen.average_last == 1:
+            return read_weights(checkpointer, model, at, chosen.use_ema)
+        about["averaged_steps"] = steps = _last_steps(checkpointer, at, chosen.average_last)
         return checkpointer.RestoreMeanToNumpy("theta", steps)
 
-    theta = read_newest(run.checkpoint_dir, read, step)
-    if use_ema:
+    theta = read_newest(run.checkpoint_dir, read, chosen.step)
+    if chosen.use_ema:
         about["ema"] = model.p.ema_decay
     _check_theta(f"{run.checkpoint_dir}, step {about['step']}", theta, model.VariableSpecs())
     return theta, about
 
 
-def _last_steps(checkpointer: Checkpointer, step: int | None, number: int) -> list[int]:
+def _last_steps(checkpointer: Checkpointer, step: int, number: int) -> list[int]:
     """The steps of the last `number` checkpoints up to `step`."""
-    steps = [s for s in checkpointer.Steps() if step is None or s <= step]
-    if step is not None and step not in steps:
+    steps = [s for s in checkpointer.Steps() if s <= step]
+    if step not in steps:
         raise CheckpointError(
             f"{checkpointer.directory}, step {step}: there is no such checkpoint; there are {checkpointer.Steps()}"
         )

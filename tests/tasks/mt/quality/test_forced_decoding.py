@@ -8,6 +8,7 @@ import toy_translation as toy
 
 from lingvo_moe.core.decode.flat_beam_search import SearchOptions
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer
+from lingvo_moe.core.engine.checkpoints.run_weights import Chosen
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.sharding import single_device, use_mesh
 from lingvo_moe.tasks.mt.decoding.decode_step import Decoder
@@ -126,19 +127,19 @@ def test_a_mean_of_checkpoints(tmp_path):
         toy.save_run(tmp_path, vocab, step=step, planted=lambda _, value, f=factor: value * f)
     run = RunDir(tmp_path)
     task = run.Task()
-    first, last = (load_theta(run, task, step)[0] for step in (3, None))
+    first, last = (load_theta(run, task, Chosen(step))[0] for step in (3, None))
     for step, steps, factor in ((None, [5, 9], 4.0), (None, [3, 5, 9], 3.0), (5, [3, 5], 1.5)):
-        mean, about = load_theta(run, task, step, len(steps))
+        mean, about = load_theta(run, task, Chosen(step, len(steps)))
         assert about["averaged_steps"] == steps
         for got, one in zip(mean.Flatten(), first.Flatten(), strict=True):
             np.testing.assert_allclose(got, factor * one, rtol=1e-5, atol=1e-6)
-    newest, about = load_theta(run, task, None, 1)
+    newest, about = load_theta(run, task, Chosen(None, 1))
     assert about["step"] == 9 and "averaged_steps" not in about
     assert all((a == b).all() for a, b in zip(newest.Flatten(), last.Flatten()))
     with pytest.raises(ValueError, match=r"--average_last=3: .* has 2 up to there, \[3, 5\]"):
-        load_theta(run, task, 5, 3)
+        load_theta(run, task, Chosen(5, 3))
     with pytest.raises(ValueError, match="step 4: there is no such checkpoint"):
-        load_theta(run, task, 4, 2)
+        load_theta(run, task, Chosen(4, 2))
 
 
 def test_a_moving_average(tmp_path):
@@ -151,10 +152,10 @@ def test_a_moving_average(tmp_path):
     average = theta.Transform(lambda value: 2 * value)
     with Checkpointer(str(run.checkpoint_dir)) as checkpointer:
         checkpointer.Save(5, NestedMap(theta=theta, ema=average))
-    found, about = load_theta(run, task, use_ema=True)
+    found, about = load_theta(run, task, Chosen(use_ema=True))
     assert about["ema"] == 0.9 and about["step"] == 5
     assert all((a == b).all() for a, b in zip(found.Flatten(), average.Flatten(), strict=True))
     with pytest.raises(ValueError, match=r"--use_ema: .* leave --average_last=2 out"):
-        load_theta(run, task, None, 2, use_ema=True)
+        load_theta(run, task, Chosen(None, 2, use_ema=True))
     with pytest.raises(ValueError, match=r"step 3: .*'ema'"):
-        load_theta(run, task, 3, use_ema=True)
+        load_theta(run, task, Chosen(3, use_ema=True))

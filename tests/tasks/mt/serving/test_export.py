@@ -17,6 +17,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from tensorflow.python.tools import saved_model_cli
 
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, CheckpointError
+from lingvo_moe.core.engine.checkpoints.run_weights import Chosen
 from lingvo_moe.core.files.manifest import ManifestError, verify_manifest
 from lingvo_moe.core.nested_map import NestedMap
 from lingvo_moe.core.runs.directories import OutputError
@@ -284,7 +285,7 @@ def test_what_goes_wrong_is_said(tmp_path, vocab):
 def test_checkpoints_that_do_not_fit(tmp_path, vocab):
     toy.save_run(tmp_path, vocab)
     with pytest.raises(CheckpointError, match=r"no such checkpoint; there are \[7\]"):
-        load_translator(tmp_path, step=8)
+        load_translator(tmp_path, chosen=Chosen(8))
     RunDir(tmp_path).Write(
         "mt.M4Tiny", "task.model_dim=32", mt_artifacts({"source": vocab, "target": vocab})
     )
