@@ -132,7 +132,7 @@ def fastest_engine(args: Flags) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """What the flags ask to train."""
+    """The training that the flags ask for."""
 
     args: Flags  # the flags
     params: Params  # the experiment's parameters: `task`, `input` and `train`

@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Chosen:
-    """Which weights of a run are read."""
+    """The choice of the weights that are read from a run."""
 
     step: int | None = None  # of the checkpoint; None for the newest
     average_last: int = 1  # how many checkpoints, this one the last, to take the mean of

@@ -233,35 +233,46 @@ class Translator(tf.Module):
 
         parts = [_Part.Empty(o.top_k)]
         if not o.xla:
-            parts.append(self._longest_first(tokens, lengths, tasks))
-            return {**_Part.Collect(parts, is_blank), "truncated": truncated}
+            lines = tf.argsort(lengths, direction="DESCENDING", stable=True)
+            lines = lines[: tf.math.count_nonzero(lengths, dtype=tf.int32)]
+            parts.append(self._in_batches(tokens, lengths, tasks, lines))
         shorter = 0
-        for length in o.Buckets():
+        for length in o.Buckets() if o.xla else ():
             lines = tf.where((lengths > shorter) & (lengths <= length))[:, 0]
-            parts.append(self._bucket(tokens, lengths, tasks, tf.cast(lines, tf.int32), length))
+            lines = tf.cast(lines, tf.int32)
+            parts.append(self._in_batches(tokens, lengths, tasks, lines, length))
             shorter = length
         return {**_Part.Collect(parts, is_blank), "truncated": truncated}
 
-    def _longest_first(
-        self, tokens: tf.RaggedTensor, lengths: tf.Tensor, tasks: tf.Tensor | None
+    def _in_batches(
+        self,
+        tokens: tf.RaggedTensor,
+        lengths: tf.Tensor,
+        tasks: tf.Tensor | None,
+        lines: tf.Tensor,
+        length: int | None = None,
     ) -> "_Part":
-        """Translates all lines that are not blank, those of like length together.
+        """Translates the given lines in their order.
 
-        The rows of a batch are padded to the longest of them, at a multiple of 16.
+        With a `length` XLA compiles the search for it, for batches of exactly `rows` rows, and no line is longer.
+        Otherwise the longest lines come first, and rows are padded to the longest of their batch, at a multiple of 16.
         """
-        o = self.options
-        lines = tf.argsort(lengths, direction="DESCENDING", stable=True)
-        n = tf.math.count_nonzero(lengths, dtype=tf.int32)
-        search = self._search()
+        o, n = self.options, tf.shape(lines)[0]
+        search = self._search(length)
 
         def one(start: tf.Tensor, texts: tf.TensorArray, scores: tf.TensorArray) -> tuple:
-            longest = lengths[lines[start]]
-            longest = (longest + (_SOURCE_STEP - 1)) // _SOURCE_STEP * _SOURCE_STEP
-            count = tf.clip_by_value(_MOST_TOKENS // longest, 1, o.rows)
-            at = lines[start : tf.minimum(start + count, n)]
+            size, rows = length, o.rows
+            if size is None:
+                longest = lengths[lines[start]]
+                size = (longest + (_SOURCE_STEP - 1)) // _SOURCE_STEP * _SOURCE_STEP
+                rows = tf.clip_by_value(_MOST_TOKENS // size, 1, o.rows)
+            at = lines[start : tf.minimum(start + rows, n)]
             found = tf.shape(at)[0]
             n_at = tf.gather(lengths, at)
-            shape = tf.stack([tf.shape(at)[0], longest])
+            shape = tf.stack([found, size])
+            if length is not None:  # filled up with line 0 at length 0, which costs no step
+                shape, missing = [rows, length], [[0, rows - found]]
+                at, n_at = (tf.ensure_shape(tf.pad(x, missing), [rows]) for x in (at, n_at))
             ids = tf.gather(tokens, at).to_tensor(PAD_ID, shape=shape)
             tasks_at = [] if tasks is None else [tf.gather(tasks, at)]
             text, best = self._texts(*search(ids, n_at, *tasks_at))
@@ -287,7 +298,7 @@ class Translator(tf.Module):
             (tf.constant(0), texts, scores),
             parallel_iterations=1,
         )
-        return _Part(lines[:n], texts.concat(), scores.concat())
+        return _Part(lines, texts.concat(), scores.concat())
 
     def _texts(
         self, ids_RKT: tf.Tensor, lengths_RK: tf.Tensor, scores_RK: tf.Tensor
@@ -298,49 +309,6 @@ class Translator(tf.Module):
         text = self._target.detokenize(tf.RaggedTensor.from_tensor(flat, without_eos))
         text = tf.strings.strip(tf.strings.regex_replace(text, _NOT_IN_A_LINE, " "))
         return tf.reshape(text, [-1, self.options.top_k]), scores_RK
-
-    def _bucket(
-        self,
-        tokens: tf.RaggedTensor,
-        lengths: tf.Tensor,
-        tasks: tf.Tensor | None,
-        lines: tf.Tensor,
-        length: int,
-    ) -> "_Part":
-        """Translates the given lines, none of them longer than `length`, `rows` at a time."""
-        o = self.options
-        batches = (tf.shape(lines)[0] + o.rows - 1) // o.rows
-        # The last batch is filled up with line 0 at length 0, which costs no step.
-        fill = tf.zeros([batches * o.rows - tf.shape(lines)[0]], tf.int32)
-        at = tf.reshape(tf.concat([lines, fill], 0), [batches, o.rows])
-        n_at = tf.concat([tf.gather(lengths, lines), fill], 0)
-        n_at = tf.reshape(n_at, [batches, o.rows])
-        compiled = self._search(length)
-
-        def one(i: tf.Tensor, texts: tf.TensorArray, scores: tf.TensorArray) -> tuple:
-            ids = tf.gather(tokens, at[i]).to_tensor(PAD_ID, shape=[o.rows, length])
-            tasks_at = [] if tasks is None else [tf.gather(tasks, at[i])]
-            text, best = self._texts(*compiled(ids, n_at[i], *tasks_at))
-            return i + 1, texts.write(i, text), scores.write(i, best)
-
-        shape = [o.rows, o.top_k]
-        _, texts, scores = tf.while_loop(
-            lambda i, *_: i < batches,
-            one,
-            (
-                tf.constant(0),
-                tf.TensorArray(tf.string, batches, element_shape=shape),
-                tf.TensorArray(tf.float32, batches, element_shape=shape),
-            ),
-            parallel_iterations=1,
-        )
-        n = tf.shape(lines)[0]
-        flat_shape = [batches * o.rows, o.top_k]
-        return _Part(
-            lines,
-            tf.reshape(texts.stack(), flat_shape)[:n],
-            tf.reshape(scores.stack(), flat_shape)[:n],
-        )
 
     def _search(self, length: int | None = None) -> Any:
         """int32 ids [R,S], lengths [R] (and tasks [R]) to ids [R,K,T], lengths [R,K], scores [R,K].
