@@ -48,11 +48,7 @@ def opened(args: Flags) -> Iterator[tuple[BinaryIO, AbstractContextManager[Binar
 
 
 def answer_all(
-    name: str,
-    args: Flags,
-    answer: Answer,
-    source: BinaryIO,
-    sink: AbstractContextManager[BinaryIO],
+    name: str, args: Flags, answer: Answer, source: BinaryIO, sink: AbstractContextManager[BinaryIO]
 ) -> int:
     """Answers every line of `source` for the command `name`, with progress; returns the exit status."""
 

@@ -299,11 +299,7 @@ class Params:
         return self
 
     def SetFromText(
-        self,
-        path: str,
-        text: str,
-        where: str = "",
-        find_class: Callable[[str], type] = any_class,
+        self, path: str, text: str, where: str = "", find_class: Callable[[str], type] = any_class
     ) -> None:
         """Sets one dotted path from text, read as the type of the value that is there.
 

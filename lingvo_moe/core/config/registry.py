@@ -175,10 +175,7 @@ def GetExperiment(name: str, trusted: bool = True) -> type[Experiment]:
 
 
 def GetParams(
-    name: str,
-    override: str = "",
-    trusted: bool = True,
-    skip_derived: bool = False,
+    name: str, override: str = "", trusted: bool = True, skip_derived: bool = False
 ) -> Params:
     """The Params of an experiment: `task`, `input` and `train`, with overrides applied.
 
@@ -234,11 +231,7 @@ def _check_effects(own: Params, p: Params, override: str) -> None:
 
 
 def set_from_text(
-    p: Params,
-    path: str,
-    value: str,
-    source: str,
-    find_class: Callable[[str], type] = any_class,
+    p: Params, path: str, value: str, source: str, find_class: Callable[[str], type] = any_class
 ) -> None:
     """Sets a parameter of an experiment.
 

@@ -39,12 +39,7 @@ class PjrtEngine(Engine):
         known_faults: what is done with a program that XLA's partitioner is known to compute wrongly.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        devices: Sequence[Any] | None = None,
-        known_faults: str = ERROR,
-    ):
+    def __init__(self, mesh: Mesh, devices: Sequence[Any] | None = None, known_faults: str = ERROR):
         """Makes the engine; compiles nothing.
 
         Args:

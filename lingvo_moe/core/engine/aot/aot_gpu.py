@@ -89,9 +89,7 @@ def _describe(topology: str) -> tuple[Any, ...]:
         cuda_plugin.load()
         try:
             description = topologies.get_topology_desc(
-                platform="cuda",
-                target_config=target.Text(),
-                topology=f"1x{nodes}x{gpus}",
+                platform="cuda", target_config=target.Text(), topology=f"1x{nodes}x{gpus}"
             )
         except jax.errors.JaxRuntimeError as e:
             refusal = first_line(str(e))

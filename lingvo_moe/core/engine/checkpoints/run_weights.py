@@ -31,9 +31,7 @@ NEWEST = Chosen()
 
 
 def read_newest(
-    directory: str | os.PathLike,
-    read: Callable[[Checkpointer, int], _T],
-    step: int | None = None,
+    directory: str | os.PathLike, read: Callable[[Checkpointer, int], _T], step: int | None = None
 ) -> _T:
     """Returns the result of `read` for a checkpoint, also while a trainer deletes old ones.
 

@@ -73,10 +73,7 @@ def run_sharded(
 
 
 def run_single(
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    mesh: Mesh | None = None,
-    jit_compile: bool = True,
+    fn: Callable[..., Any], args: Sequence[Any], mesh: Mesh | None = None, jit_compile: bool = True
 ) -> Any:
     """`fn(*args)` by TensorFlow alone on one device: the reference for run_sharded.
 

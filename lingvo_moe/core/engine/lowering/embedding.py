@@ -47,10 +47,7 @@ def _results(*_: Any, tf_function: Any, specs: tuple[tf.TensorSpec, ...]) -> lis
 
 
 def _lower(
-    ctx: mlir.LoweringRuleContext,
-    *args: Any,
-    tf_function: Any,
-    specs: tuple[tf.TensorSpec, ...],
+    ctx: mlir.LoweringRuleContext, *args: Any, tf_function: Any, specs: tuple[tf.TensorSpec, ...]
 ) -> Sequence[Any]:
     concrete = tf_function.get_concrete_function(*specs)
     captured = [mlir.ir_constant(np.asarray(x)) for x in concrete.captured_inputs]

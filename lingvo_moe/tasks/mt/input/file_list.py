@@ -139,11 +139,7 @@ def verify_listed(path: Path, remedy: str) -> None:
 
 
 def verify_where_listed(
-    directory: str | os.PathLike,
-    name: str,
-    paths: Iterable[str],
-    tool: str,
-    warn: bool = True,
+    directory: str | os.PathLike, name: str, paths: Iterable[str], tool: str, warn: bool = True
 ) -> None:
     """Verifies files that may have been listed by a tool; without a list there is a warning.
 

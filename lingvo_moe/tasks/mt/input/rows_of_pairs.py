@@ -87,9 +87,7 @@ class RowFiller:
 
 
 def fill_batch(
-    shape: Shape,
-    waiting: Sequence[tuple],
-    draw: Callable[[], tuple | None],
+    shape: Shape, waiting: Sequence[tuple], draw: Callable[[], tuple | None]
 ) -> tuple[NestedMap, list[tuple]]:
     """Makes one batch.
 

@@ -94,12 +94,7 @@ class Vocabulary:
         return self._processor.DecodeIds(kept)
 
 
-def train_vocabulary(
-    sentences: Sequence[str],
-    size: int,
-    name: str,
-    normalization: str,
-) -> bytes:
+def train_vocabulary(sentences: Sequence[str], size: int, name: str, normalization: str) -> bytes:
     """Trains a unigram model and returns its bytes; a pure function of its arguments.
 
     Every character of the sentences becomes a piece, unless they would fill more than half of the vocabulary:

@@ -29,10 +29,7 @@ class KeptTranslations:
     """
 
     def __init__(
-        self,
-        translate: TranslateLines,
-        directory: str | Path | None = None,
-        identity: Any = None,
+        self, translate: TranslateLines, directory: str | Path | None = None, identity: Any = None
     ):
         """Wraps a translator.
 

@@ -8,12 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from lingvo_moe.core.engine.checkpoints.checkpoints import Checkpointer, CheckpointError
-from lingvo_moe.core.engine.checkpoints.run_weights import (
-    NEWEST,
-    Chosen,
-    read_newest,
-    read_weights,
-)
+from lingvo_moe.core.engine.checkpoints.run_weights import NEWEST, Chosen, read_newest, read_weights
 from lingvo_moe.core.files.files import not_written, replaced_directory, write_atomic
 from lingvo_moe.core.files.manifest import write_manifest
 from lingvo_moe.core.files.paths import check_portable

@@ -52,9 +52,7 @@ class Service:
         self.connections = 0
         self.running = 0
         self.metrics = Metrics(
-            lambda: self._batcher.lines,
-            lambda: self.connections,
-            lambda: self.state == READY,
+            lambda: self._batcher.lines, lambda: self.connections, lambda: self.state == READY
         )
         self._batcher = Batcher(
             translator.Translate,
