@@ -1,13 +1,4 @@
-"""The held-out loss of a run while it trains: when it is computed, which step is the best, when training stops early.
-
-Usage, by the training loop:
-    watch.Begin(first)
-    ...
-    if watch.Due(step):
-        if watch.Evaluate(step, state):  # a new best
-            checkpointer.Save(step, ...)
-        if watch.why_stopped: ...
-"""
+"""The held-out loss of a run while it trains: when it is computed, the best step, and when training stops early."""
 
 import hashlib
 import itertools

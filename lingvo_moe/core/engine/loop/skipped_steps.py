@@ -1,13 +1,4 @@
-"""Counts training steps that changed nothing, since their loss or gradient was not finite; waits for none of them.
-
-Usage, by the training loop:
-    skipped = SkippedSteps(engine, checkpointer, most)
-    skipped.Begin(first, state.skipped)
-    ...
-    skipped.Add(metrics.skipped)  # after each step
-    skipped.Read()  # where the loop waits for the devices anyway
-    if skipped.too_many: ...
-"""
+"""Counts training steps that changed nothing, since their loss or gradient was not finite; waits for none of them."""
 
 import os
 from typing import Any

@@ -6,6 +6,7 @@ Data made by tools.prepare needs no such pass: its summary has these figures.
 import dataclasses
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -56,26 +57,23 @@ def scan(
         pairs = {lang: prepared.pairs[lang] for lang in files}
         return Scan(files, pairs, {}, fingerprint(chosen), prepared)
     digests: dict[str, str] = {}
-    total, pairs = tsv.LineCounts(), {}
+    total, pairs = Counter[str](), {}
     for i, (lang, path) in enumerate(files.items()):
         progress(f"reading {lang} ({i + 1} of {len(files)} languages)")
         if listed:
             listed.Verify([path])
-        counts = tsv.LineCounts()
+        counts = Counter[str]()
         # The only pass that reports bad lines; later ones skip them silently.
         for _ in tsv.read_pairs(path, counts, _log.warning):
             pass
         total += counts
-        if counts.good:
-            pairs[lang] = counts.good
+        if counts["good"]:
+            pairs[lang] = counts["good"]
         digests[lang] = content_digest(path)
+    skipped = tsv.skipped_of(total)
     if not pairs:
-        lines = sum(total.skipped().values())
-        why = (
-            f"all {lines} lines are malformed: {total.skipped()}"
-            if lines
-            else "all files are empty"
-        )
+        lines = sum(skipped.values())
+        why = f"all {lines} lines are malformed: {skipped}" if lines else "all files are empty"
         raise DataError(f"no pairs in {str(data_dir)!r}: {why}; lines must be source<TAB>english")
     used = {lang: files[lang] for lang in pairs}
-    return Scan(used, pairs, total.skipped(), fingerprint(digests))
+    return Scan(used, pairs, skipped, fingerprint(digests))

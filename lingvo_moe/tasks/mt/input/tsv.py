@@ -4,9 +4,9 @@ A line is `source<TAB>english`, UTF-8; further columns are ignored. Bad lines ar
 first few of a file are reported with their numbers. A file or directory without any usable line is an error.
 """
 
-import dataclasses
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -19,25 +19,13 @@ _FILE = re.compile(rf"({LANGUAGE})\.tsv(?:\.gz|\.zst)?\Z")
 _LAYOUT = "expected files such as de.tsv.gz with lines of source<TAB>english"
 
 
-@dataclasses.dataclass
-class LineCounts:
-    """Counts of the lines that were read, and of those that were skipped, by reason."""
+# The reasons for which lines are skipped.
+_REASONS = ("no_tab", "empty_side", "invalid_utf8", "too_long")
 
-    good: int = 0
-    no_tab: int = 0
-    empty_side: int = 0
-    invalid_utf8: int = 0
-    too_long: int = 0
 
-    def skipped(self) -> dict[str, int]:
-        """The reasons that occurred, with their counts."""
-        counts = dataclasses.asdict(self)
-        return {reason: n for reason, n in counts.items() if n and reason != "good"}
-
-    def __iadd__(self, other: "LineCounts") -> "LineCounts":
-        for field in dataclasses.fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
-        return self
+def skipped_of(counts: Mapping[str, int]) -> dict[str, int]:
+    """The reasons that occurred, with their counts, from those of read_pairs."""
+    return {reason: counts[reason] for reason in _REASONS if counts.get(reason)}
 
 
 def language_of(path: str | os.PathLike) -> str | None:
@@ -72,33 +60,34 @@ def language_files(data_dir: str | os.PathLike) -> dict[str, Path]:
 
 def read_pairs(
     path: str | os.PathLike,
-    counts: LineCounts | None = None,
+    counts: Counter[str] | None = None,
     warn: Callable[[str], None] | None = None,
 ) -> Iterator[tuple[str, str]]:
     """Streams the `(source, english)` pairs of a file, stripped.
 
-    `counts` is filled on the way; `warn` is called for each of the first bad lines and, at the end, with their number.
+    `counts` gets the number of good lines, and of others by reason; `warn` is called for each of the first bad lines
+    and, at the end, with their number.
 
     Raises:
         DataError: the file cannot be read, or its compressed data is damaged (naming the last good line).
     """
-    counts = counts if counts is not None else LineCounts()
+    counts = counts if counts is not None else Counter()
     for number, text, reason in read_lines(path):
         pair = None
         if text is not None:
             reason, pair = parse(text)
-        setattr(counts, reason, getattr(counts, reason) + 1)
+        counts[reason] += 1
         if pair:
             yield pair
-        elif warn and sum(counts.skipped().values()) <= BAD_LINES_TOLD:
+        elif warn and counts.total() - counts["good"] <= BAD_LINES_TOLD:
             warn(f"{path}:{number}: skipped: {reason.replace('_', ' ')}")
-    if warn and (skipped := counts.skipped()):
-        total = sum(skipped.values())
-        warn(f"{path}: skipped {total} of {total + counts.good} lines ({reasons(skipped)})")
+    if warn and (skipped := skipped_of(counts)):
+        number = sum(skipped.values())
+        warn(f"{path}: skipped {number} of {counts.total()} lines ({reasons(skipped)})")
 
 
 def parse(line: str) -> tuple[str, tuple[str, str] | None]:
-    """`("good", pair)` of a line, or `(reason, None)`; the reasons are LineCounts' fields."""
+    """`("good", pair)` of a line, or `(reason, None)`; see _REASONS."""
     source, tab, rest = line.partition("\t")
     if not tab:
         return "no_tab", None
